@@ -1,0 +1,145 @@
+"""Argument checks with one message shape: the argument, the rule, the value got."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import Tensor
+
+FLOAT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+def one_of(name: str, value: Any, allowed: Collection[Any]) -> None:  # noqa: ANN401
+    """Refuse a value outside a fixed list."""
+    if value not in allowed:
+        listed = ", ".join(repr(item) for item in allowed)
+        raise ValueError(f"{name} must be one of {listed}, got {value!r}")
+
+
+def integer(name: str, value: Any, *, minimum: int) -> None:  # noqa: ANN401
+    """Refuse anything but an int of at least `minimum`."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an int, got {type(value).__name__} {value!r}")
+    if value < minimum:
+        raise ValueError(f"{name} must be at least {minimum}, got {value}")
+
+
+def number(name: str, value: Any, *, minimum: float, exclusive: bool = False) -> None:  # noqa: ANN401
+    """Refuse anything but a finite number of at least (or above) `minimum`."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name} must be a number, got {type(value).__name__} {value!r}")
+    if not math.isfinite(value) or value < minimum or (exclusive and value == minimum):
+        rule = f"above {minimum}" if exclusive else f"at least {minimum}"
+        raise ValueError(f"{name} must be finite and {rule}, got {value}")
+
+
+def boolean(name: str, value: Any) -> None:  # noqa: ANN401
+    """Refuse anything but True or False."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, got {type(value).__name__} {value!r}")
+
+
+def budget(name: str, value: Any) -> None:  # noqa: ANN401
+    """Refuse a budget that is neither None, a count >= 0, nor a fraction in (0, 1]."""
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name} must be an int, a float or None, got {type(value).__name__} {value!r}")
+    if isinstance(value, int) and value < 0:
+        raise ValueError(f"{name} must be a count of at least 0, got {value}")
+    if isinstance(value, float) and not 0 < value <= 1:
+        raise ValueError(f"{name} must be a fraction in (0, 1] when it is a float, got {value}")
+
+
+def tensor4(name: str, value: Any) -> None:  # noqa: ANN401
+    """Refuse anything but a floating [batch, heads, sequence, dim] tensor."""
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
+    if value.ndim != 4:
+        raise ValueError(
+            f"{name} must have 4 dimensions [batch, heads, sequence, dim], got {tuple(value.shape)}"
+        )
+    if value.dtype not in FLOAT_DTYPES:
+        raise TypeError(f"{name} must be float64, float32, bfloat16 or float16, got {value.dtype}")
+    if value.shape[-1] == 0:
+        raise ValueError(f"{name} must have a head dimension of at least 1, got {tuple(value.shape)}")
+
+
+def keys(key: Tensor, key_padding_mask: Tensor | None, *, name: str = "key") -> None:
+    """Refuse malformed keys, malformed masks, and real keys that hold NaN or inf."""
+    tensor4(name, key)
+    if key_padding_mask is not None:
+        padding_mask(key, key_padding_mask)
+    _finite(name, key, key_padding_mask)
+
+
+def padding_mask(key: Tensor, mask: Any) -> None:  # noqa: ANN401
+    """Refuse a mask that is not bool [batch, sequence] on the keys' device."""
+    if not isinstance(mask, Tensor):
+        raise TypeError(f"key_padding_mask must be a torch.Tensor or None, got {type(mask).__name__}")
+    if mask.dtype != torch.bool:
+        raise TypeError(f"key_padding_mask must be bool (True = a real key), got {mask.dtype}")
+    expected = (key.shape[0], key.shape[2])
+    if tuple(mask.shape) != expected:
+        raise ValueError(
+            f"key_padding_mask must have shape {expected} [batch, keys], got {tuple(mask.shape)}"
+        )
+    if mask.device != key.device:
+        raise ValueError(f"key_padding_mask must be on the keys' device {key.device}, got {mask.device}")
+
+
+def attention_inputs(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    is_causal: bool,
+    key_padding_mask: Tensor | None,
+    scale: float | None,
+) -> None:
+    """Refuse malformed inputs of any attention function, at its public door and nowhere else."""
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        tensor4(name, tensor)
+    boolean("is_causal", is_causal)
+    for name, tensor in (("key", key), ("value", value)):
+        if tensor.dtype != query.dtype:
+            raise TypeError(f"{name} must have the query's dtype {query.dtype}, got {tensor.dtype}")
+        if tensor.device != query.device:
+            raise ValueError(f"{name} must be on the query's device {query.device}, got {tensor.device}")
+        if tensor.shape[0] != query.shape[0]:
+            raise ValueError(
+                f"{name} must have the query's batch size {query.shape[0]}, got {tensor.shape[0]}"
+            )
+    if key.shape[-1] != query.shape[-1]:
+        raise ValueError(f"key must have the query's head dimension {query.shape[-1]}, got {key.shape[-1]}")
+    if value.shape[1:3] != key.shape[1:3]:
+        raise ValueError(
+            f"value must have the key's heads and length {tuple(key.shape[1:3])}, got {tuple(value.shape[1:3])}"
+        )
+    n_heads, n_kv_heads = query.shape[1], key.shape[1]
+    if n_kv_heads == 0 or n_heads % n_kv_heads:
+        raise ValueError(f"query heads must be a multiple of the key's {n_kv_heads} heads, got {n_heads}")
+    if is_causal and query.shape[2] > key.shape[2]:
+        raise ValueError(
+            f"query length must be at most the key length {key.shape[2]} when is_causal=True, got {query.shape[2]}"
+        )
+    if scale is not None:
+        number("scale", scale, minimum=0.0)
+    keys(key, key_padding_mask)
+
+
+def _finite(name: str, tensor: Tensor, mask: Tensor | None) -> None:
+    if tensor.numel() == 0:
+        return
+    real = tensor if mask is None else tensor.masked_fill(~mask[:, None, :, None], 0)
+    # aminmax is one pass without a temporary, and NaN propagates through it
+    low, high = torch.aminmax(real.detach())
+    if not (torch.isfinite(low) & torch.isfinite(high)):
+        bad = ~torch.isfinite(real)
+        place = tuple(bad.nonzero()[0].tolist())
+        raise ValueError(
+            f"{name} must be finite where it is not padding, got {real[place].item()} at {place}"
+        )

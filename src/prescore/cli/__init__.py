@@ -1,0 +1,1 @@
+"""Parses and prints; one subcommand per file."""

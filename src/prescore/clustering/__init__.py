@@ -1,0 +1,1 @@
+"""Points in, centres and labels out; knows metrics, never heads or attention."""

@@ -1,0 +1,207 @@
+"""The one configuration object; its field docs are the reference."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any
+
+from prescore import checks
+from prescore.registry import get_scorer
+
+RULES = ("nearest", "farthest", "cluster-share", "sensitivity", "balanced")
+INNER = ("hyper", "exact", "routed", "auto")
+
+
+@dataclass(frozen=True)
+class Coupling:
+    """How a selection enters HyperAttention. The defaults are the corrected integration (GLM3).
+
+    The other value of each field is one artefact of the paper's early integration (Appendix F):
+    `mask="zero"` zeroes unselected keys and values instead of excluding them; `residual_weight="all"` scales
+    the residual by n instead of |S|; `overlap="count"` counts a key twice when block and sample both hold it.
+    """
+
+    mask: str = "exclude"
+    residual_weight: str = "selected"
+    overlap: str = "exclude"
+
+    def __post_init__(self) -> None:
+        checks.one_of("coupling.mask", self.mask, ("exclude", "zero"))
+        checks.one_of("coupling.residual_weight", self.residual_weight, ("selected", "all"))
+        checks.one_of("coupling.overlap", self.overlap, ("exclude", "count"))
+
+
+@dataclass(frozen=True)
+class PrescoreConfig:
+    """How keys are scored, selected and attended to. `PrescoreConfig()` is the measured default.
+
+    Scoring:
+        method: Scorer name, one of `prescore.list_scorers()`.
+        rule: For clustering scorers, how the distance to the own centre becomes a score: `nearest` (paper,
+            Algorithm 1), `farthest`, `cluster-share` (distance over its cluster's total), `sensitivity`
+            (d^2 over the cluster's sum of d^2, plus 1 / cluster size), `balanced` (equal share per cluster,
+            nearest first).
+        n_clusters: None = D + 1.
+        max_iter: Lloyd iterations at most.
+        normalize: l2-normalise keys before scoring; attention always uses the true keys. None = True for
+            clustering scorers, False for the others.
+        noise: Standard deviation of the Gaussian noise added before scoring (Algorithm 1, line 1).
+        p: Minkowski exponent, > 0.
+        sketch_size: `leverage`: None = exact; int = rows of the sketch.
+        seeding: `k-means++` or `random`.
+        fit_size: Keys the clusters are fitted on; None = min(n, 16 * clusters, at least 1024) for long
+            sequences, 0 = all keys. Every key is assigned once at the end in either case.
+
+    Selection:
+        top_k: int = keys kept; float in (0, 1] = share of the keys; 0 or None = no filtering.
+        selector: `top`, or `sample` (without replacement in proportion to the score).
+        sinks: The first real positions of the sequence, always kept, inside the budget, attended exactly.
+        recent: The last real positions, likewise.
+        min_fraction: delta of Algorithm 2: with fewer than `min_fraction * n` keys selected, attention runs
+            unfiltered.
+
+    Attention:
+        inner: Attention over the selected keys: `hyper` (paper), `exact`, `routed` (queries choose clusters:
+            exact inside, stand-ins for the rest), `auto` (the cheaper of hyper and exact at no loss).
+        block_size: Keys in an LSH block; 0 switches the block part off.
+        sample_size: Residual samples, with replacement; 0 switches the residual off.
+        n_projections: Hash bits.
+        alignment: Which block a query reads: `rank` (published) or `hash` (strictly causal in queries too).
+        min_seq_len: Causal leaves of this many keys are exact. HyperAttention over a full or off-diagonal
+            block becomes exact attention over the same (selected) keys when it has fewer queries than this.
+        leaf_inclusive: The paper's "blockwise" flag: "at most this many" instead of "fewer".
+        remainder: What stands for unselected keys: `none` (paper), or `centroids` (one per cluster).
+        coupling: See `Coupling`.
+        rows: `routed`: exact far key rows per query.
+        leaf_size: `routed`: keys per cluster.
+        chunk_size: `routed`: local exact part.
+        tolerance: None, or the largest share of attention mass a query may leave unrepresented.
+
+    Models:
+        refresh_every: Decoding: select again after this many new tokens; None = keep the prefill's selection.
+        on_unsupported: Model features that cannot be honoured: `raise`, or `exact` (that layer, said once).
+    """
+
+    method: str = "key-diff"
+    top_k: int | float | None = 1024
+    rule: str = "nearest"
+    n_clusters: int | None = None
+    max_iter: int = 10
+    normalize: bool | None = None
+    noise: float = 0.0
+    p: float = 2.0
+    sketch_size: int | None = None
+    seeding: str = "k-means++"
+    fit_size: int | None = None
+    selector: str = "top"
+    sinks: int = 4
+    recent: int = 0
+    min_fraction: float = 0.0
+    inner: str = "exact"
+    block_size: int = 256
+    sample_size: int = 256
+    n_projections: int = 7
+    alignment: str = "hash"
+    min_seq_len: int = 1024
+    leaf_inclusive: bool = False
+    remainder: str = "centroids"
+    coupling: Coupling = field(default_factory=Coupling)
+    rows: int = 512
+    leaf_size: int = 32
+    chunk_size: int = 512
+    tolerance: float | None = None
+    refresh_every: int | None = None
+    on_unsupported: str = "raise"
+
+    def __post_init__(self) -> None:
+        if isinstance(self.coupling, dict):
+            object.__setattr__(self, "coupling", Coupling(**self.coupling))
+        if not isinstance(self.coupling, Coupling):
+            raise TypeError(f"coupling must be a prescore.Coupling, got {type(self.coupling).__name__}")
+        get_scorer(self.method)
+        checks.budget("top_k", self.top_k)
+        for name, allowed in (
+            ("rule", RULES),
+            ("seeding", ("k-means++", "random")),
+            ("selector", ("top", "sample")),
+            ("inner", INNER),
+            ("alignment", ("rank", "hash")),
+            ("remainder", ("none", "centroids")),
+            ("on_unsupported", ("raise", "exact")),
+        ):
+            checks.one_of(name, getattr(self, name), allowed)
+        for name, minimum in (
+            ("max_iter", 0),
+            ("sinks", 0),
+            ("recent", 0),
+            ("block_size", 0),
+            ("sample_size", 0),
+            ("n_projections", 1),
+            ("min_seq_len", 0),
+            ("rows", 0),
+            ("leaf_size", 1),
+            ("chunk_size", 1),
+        ):
+            checks.integer(name, getattr(self, name), minimum=minimum)
+        if self.n_projections > 30:
+            raise ValueError(f"n_projections must be at most 30, got {self.n_projections}")
+        for name, minimum in (("n_clusters", 1), ("sketch_size", 1), ("fit_size", 0), ("refresh_every", 1)):
+            if getattr(self, name) is not None:
+                checks.integer(name, getattr(self, name), minimum=minimum)
+        checks.number("noise", self.noise, minimum=0.0)
+        checks.number("p", self.p, minimum=0.0, exclusive=True)
+        checks.number("min_fraction", self.min_fraction, minimum=0.0)
+        if self.tolerance is not None:
+            checks.number("tolerance", self.tolerance, minimum=0.0)
+        if self.normalize is not None:
+            checks.boolean("normalize", self.normalize)
+        checks.boolean("leaf_inclusive", self.leaf_inclusive)
+
+    @classmethod
+    def paper(
+        cls, method: str = "kmeans", top_k: int | float | None = 2048, **overrides: Any
+    ) -> PrescoreConfig:  # noqa: ANN401
+        """Algorithms 1 and 2 to the letter, with the corrected coupling."""
+        letter: dict[str, Any] = {
+            "method": method,
+            "top_k": top_k,
+            "rule": "nearest",
+            "sinks": 0,
+            "recent": 0,
+            "inner": "hyper",
+            "remainder": "none",
+            "alignment": "rank",
+            "min_seq_len": 4096,
+        }
+        return cls(**{**letter, **overrides})
+
+    @classmethod
+    def hyper(cls, **overrides: Any) -> PrescoreConfig:  # noqa: ANN401
+        """Unfiltered HyperAttention as published."""
+        return cls.paper(**{"top_k": None, **overrides})
+
+    @classmethod
+    def glm2(
+        cls, method: str = "kmeans", top_k: int | float | None = 2048, **overrides: Any
+    ) -> PrescoreConfig:  # noqa: ANN401
+        """The paper's early integration: all three coupling artefacts on (Appendix F)."""
+        early = Coupling(mask="zero", residual_weight="all", overlap="count")
+        return cls.paper(method, top_k, **{"coupling": early, **overrides})
+
+    def replace(self, **overrides: Any) -> PrescoreConfig:  # noqa: ANN401
+        """A copy with some fields changed."""
+        return dataclasses.replace(self, **overrides)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> PrescoreConfig:
+        """The inverse of `to_dict`; an unknown field is refused by name."""
+        known = {f.name for f in dataclasses.fields(cls)}
+        for name in values:
+            if name not in known:
+                raise ValueError(f"config fields must be among {', '.join(sorted(known))}, got {name!r}")
+        return cls(**values)

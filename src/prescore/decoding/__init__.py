@@ -1,0 +1,1 @@
+"""State of a generation, as values the caller owns."""

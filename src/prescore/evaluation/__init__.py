@@ -1,0 +1,1 @@
+"""Configurations in, records out; prints and plots nothing."""

@@ -1,0 +1,1 @@
+"""Scores in, kept positions out; never sees keys or values."""

@@ -1,0 +1,1 @@
+"""Inputs, oracles and error budgets that third parties can use on their own scorers."""
