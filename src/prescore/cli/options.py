@@ -1,0 +1,165 @@
+"""What every measuring command shares: its options, its record file, its progress."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from prescore.records import Record, RecordFile, Row, measure, row_key
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from rich.console import RenderableType
+
+Seed = Annotated[int, typer.Option(min=0, help="Seed of all randomness.")]
+Out = Annotated[
+    Path | None,
+    typer.Option(file_okay=False, help="Directory for records.jsonl and plots.  [default: runs/COMMAND/TIME]"),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON line per result instead of tables.")]
+Resume = Annotated[
+    bool, typer.Option("--resume", help="Continue the records in --out (else the newest run): finished rows stay.")
+]
+Quick = Annotated[bool, typer.Option("--quick", help="A small version that finishes in seconds.")]
+Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads.  [default: torch's choice]")]
+
+ARGV: ContextVar[tuple[str, ...]] = ContextVar("ARGV", default=())
+"""The command line being run, for the records."""
+
+RUNS = Path("runs")
+RECORDS = "records.jsonl"
+_LINE_EVERY = 5.0
+
+
+def root(debug: Debug = False) -> None:
+    """Attention over long contexts made cheap by scoring the keys before any query is seen."""
+
+
+@dataclass(frozen=True)
+class Session:
+    """One run of a measuring command: rows go in, records come out and are on disk as they do.
+
+    Example:
+        >>> session = open_session("planted", out=out, json=json, resume=resume, threads=threads)
+        >>> records = session.run(rows)  # finished rows are not run again
+        >>> session.show(table)  # printed unless --json
+    """
+
+    command: str
+    file: RecordFile
+    json: bool
+    threads: int
+    device: str
+
+    @property
+    def out(self) -> Path:
+        """The run's directory."""
+        return self.file.path.parent
+
+    def run(self, rows: Sequence[Row]) -> list[Record]:
+        """Measure the rows that are not finished; return the records of all, in the rows' order."""
+        keys = [row_key(self.command, row.config, row.seed) for row in rows]
+        todo = sum(row.cost for row, key in zip(rows, keys, strict=True) if key not in self.file)
+        finished = sum(key in self.file for key in keys)
+        if finished:
+            self.say(f"{finished} of {len(rows)} rows are finished in {self.file.path}")
+        try:
+            with progress(self.command, todo) as advance:
+                for row, key in zip(rows, keys, strict=True):
+                    if key not in self.file:
+                        self.file.append(self._measure(row))
+                        advance(row.cost)
+                    if self.json:
+                        print(self.file[key].to_json(), flush=True)
+        except KeyboardInterrupt:
+            self.say(
+                f"interrupted; finished rows are in {self.file.path}; continue with --resume --out {self.out}"
+            )
+            raise SystemExit(130) from None
+        return [self.file[key] for key in keys]
+
+    def show(self, *renderables: RenderableType) -> None:
+        """Print tables and text to stdout, unless JSON lines were asked for."""
+        if self.json:
+            return
+        from rich.console import Console
+
+        console = Console()
+        # piped output has no width of its own, and a table squeezed to 80 columns loses its figures
+        console = console if console.is_terminal else Console(width=max(console.width, 140))
+        for renderable in renderables:
+            console.print(renderable)
+
+    def say(self, text: str) -> None:
+        """Print one line for people, beside stdout."""
+        print(text, file=sys.stderr, flush=True)
+
+    def _measure(self, row: Row) -> Record:
+        return measure(self.command, row, argv=list(ARGV.get()), device=self.device, threads=self.threads)
+
+
+def open_session(
+    command: str, *, out: Path | None, json: bool, resume: bool, threads: int | None, device: str = "cpu"
+) -> Session:
+    """Open the record file before any work is done, so that a refusal costs nothing."""
+    file = RecordFile(_directory(command, out, resume) / RECORDS, resume=resume)
+    import torch
+
+    if threads is not None:
+        torch.set_num_threads(threads)
+    return Session(command, file, json, torch.get_num_threads(), device)
+
+
+def _directory(command: str, out: Path | None, resume: bool) -> Path:
+    if out is not None:
+        return out
+    earlier = sorted(path.parent for path in (RUNS / command).glob(f"*/{RECORDS}"))
+    if resume and earlier:
+        return earlier[-1]
+    return RUNS / command / time.strftime("%Y%m%d-%H%M%S")
+
+
+def progress(title: str, total: float) -> AbstractContextManager[Callable[[float], None]]:
+    """A progress display on stderr with the time left; yields `advance(amount)`.
+
+    A bar on a terminal; elsewhere a plain line now and then, so that a log stays readable.
+    """
+    return _bar(title, total) if sys.stderr.isatty() else _lines(title, total)
+
+
+@contextmanager
+def _bar(title: str, total: float) -> Iterator[Callable[[float], None]]:
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(title, total=total)
+        yield lambda amount: bar.advance(task, amount)
+
+
+@contextmanager
+def _lines(title: str, total: float) -> Iterator[Callable[[float], None]]:
+    started = last = time.monotonic()
+    done = 0.0
+
+    def advance(amount: float) -> None:
+        nonlocal done, last
+        done += amount
+        now = time.monotonic()
+        if now - last >= _LINE_EVERY and done > 0:
+            last = now
+            left = (now - started) * (total - done) / done
+            print(f"{title}: {100 * done / total:.0f} %, {left:.0f} s left", file=sys.stderr, flush=True)
+
+    yield advance

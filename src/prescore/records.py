@@ -1,0 +1,207 @@
+"""Results as JSON lines: one record per measured row, appended as soon as it is known.
+
+Shared by the commands that measure and the reports that read; imports no torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import platform
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from prescore.errors import PrescoreError
+
+_PACKAGES = ("prescore", "torch", "transformers", "timm")
+
+
+class RecordFileError(PrescoreError, OSError):
+    """A record file that cannot be read or may not be written to."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A result still to be measured.
+
+    Attributes:
+        config: Everything that identifies the row beside the seed, in JSON values.
+        seed: The seed of the row's randomness; None where there is none.
+        measure: Makes the figures, in JSON values.
+        cost: Expected share of the work, for the time left.
+    """
+
+    config: Mapping[str, Any]
+    seed: int | None
+    measure: Callable[[], dict[str, Any]]
+    cost: float = 1.0
+
+
+@dataclass(frozen=True)
+class Record:
+    """One measured row and what is needed to measure it again.
+
+    `key` names the row (command, config and seed, hashed), `seconds` is its wall time, `created` the time it
+    was finished (ISO, UTC).
+    """
+
+    command: str
+    key: str
+    config: dict[str, Any]
+    seed: int | None
+    figures: dict[str, Any]
+    seconds: float
+    argv: list[str] = field(default_factory=list)
+    versions: dict[str, str] = field(default_factory=dict)
+    device: str = "cpu"
+    threads: int | None = None
+    created: str = ""
+
+    def to_json(self) -> str:
+        """One line of JSON; numbers that JSON does not have are written as "nan", "inf" and "-inf"."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        try:
+            return json.dumps(_finite(values), allow_nan=False)
+        except TypeError as error:
+            raise TypeError(f"record must hold plain JSON values, got {error}") from error
+
+    @classmethod
+    def from_json(cls, line: str) -> Record:
+        """The inverse of `to_json`."""
+        values = json.loads(line)
+        if not isinstance(values, dict):
+            raise ValueError(f"record must be a JSON object, got {type(values).__name__}")
+        known = {f.name for f in fields(cls)}
+        missing = {"command", "key", "config", "seed", "figures", "seconds"} - set(values)
+        if missing or set(values) - known:
+            raise ValueError(f"record must have the fields {sorted(known)}, got {sorted(values)}")
+        return cls(**values)
+
+
+def row_key(command: str, config: Mapping[str, Any], seed: int | None) -> str:
+    """The name of a row: equal for equal settings, whatever the order they are written in."""
+    canonical = json.dumps([_finite(dict(config)), seed], sort_keys=True, allow_nan=False)
+    return f"{command}-{hashlib.sha256(canonical.encode()).hexdigest()[:16]}"
+
+
+def measure(
+    command: str, row: Row, *, argv: list[str] | None = None, device: str = "cpu", threads: int | None = None
+) -> Record:
+    """Run one row and wrap its figures."""
+    started = time.perf_counter()
+    figures = row.measure()
+    seconds = time.perf_counter() - started
+    return Record(
+        command=command,
+        key=row_key(command, row.config, row.seed),
+        config=dict(row.config),
+        seed=row.seed,
+        figures=figures,
+        seconds=round(seconds, 4),
+        argv=list(argv or []),
+        versions=versions(),
+        device=device,
+        threads=threads,
+        created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    )
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python and of the installed packages that can change a figure."""
+    found = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+class RecordFile:
+    """A JSON-lines file that only grows, one flushed and synced line per record.
+
+    Args:
+        path: The file; its directory is created.
+        resume: Continue an existing file. Without it a file that already holds records is refused, so that
+            two runs never mix by accident.
+    """
+
+    def __init__(self, path: str | Path, *, resume: bool = False) -> None:
+        self.path = Path(path)
+        self._records = {record.key: record for record in read_records(self.path)} if self.path.exists() else {}
+        if self._records and not resume:
+            raise RecordFileError(
+                f"{self.path} must be new or empty, got {len(self._records)} records in it; "
+                "continue it with --resume or choose another --out"
+            )
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.path.touch()
+
+    def __contains__(self, key: object) -> bool:
+        """Whether the row named `key` is finished."""
+        return key in self._records
+
+    def __getitem__(self, key: str) -> Record:
+        return self._records[key]
+
+    def __iter__(self) -> Iterator[Record]:
+        return iter(self._records.values())
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def append(self, record: Record) -> None:
+        """Add one record; when this returns it is on the disk."""
+        if record.key in self._records:
+            raise ValueError(f"key must be new in {self.path}, got {record.key!r} again")
+        line = record.to_json().encode() + b"\n"
+        with self.path.open("rb+") as file:
+            end = file.seek(0, os.SEEK_END)
+            if end:
+                # a last line that was completed by hand may lack its newline; two records must not share a line
+                file.seek(end - 1)
+                line = line if file.read(1) == b"\n" else b"\n" + line
+            file.seek(end)
+            file.write(line)
+            file.flush()
+            os.fsync(file.fileno())
+        self._records[record.key] = record
+
+
+def read_records(path: str | Path) -> list[Record]:
+    """All records of a file, which must be whole: a damaged line is refused by its number."""
+    path = Path(path)
+    found: list[Record] = []
+    seen: dict[str, int] = {}
+    for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            record = Record.from_json(line.decode())
+            if record.key in seen:
+                raise ValueError(f"key {record.key!r} is already on line {seen[record.key]}")
+        except (ValueError, TypeError) as error:
+            reason = str(error).splitlines()[0]
+            raise RecordFileError(
+                f"{path} must hold one record per line, got a damaged line {number} ({reason}); "
+                "the file was not changed: remove that line or choose another --out"
+            ) from error
+        seen[record.key] = number
+        found.append(record)
+    return found
+
+
+def _finite(value: Any) -> Any:  # noqa: ANN401
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {name: _finite(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value

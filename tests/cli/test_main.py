@@ -1,0 +1,192 @@
+"""The command line's base: exit codes, one-sentence errors, interruption and resuming."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+import prescore.cli.info as info
+from prescore.cli.main import main
+from prescore.cli.options import Session, open_session, progress
+from prescore.records import RecordFile, Row, read_records
+
+
+def rows(calls, n=4, fail_at=None, error=KeyboardInterrupt):
+    def measure(value):
+        def run():
+            if value == fail_at:
+                raise error
+            calls.append(value)
+            return {"square": value**2}
+
+        return run
+
+    return [Row({"value": value}, 0, measure(value)) for value in range(n)]
+
+
+def session(path, *, resume=False, as_json=False):
+    return Session("demo", RecordFile(path / "records.jsonl", resume=resume), as_json, 1, "cpu")
+
+
+def test_help_lists_every_command_file(capsys):
+    assert main(["--help"]) == 0
+    shown = capsys.readouterr().out
+    assert "info" in shown
+    assert "options" not in shown.lower().split("commands")[1]
+
+
+def test_info_tells_versions_scorers_and_extras(capsys):
+    assert main(["info", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["versions"]["torch"]
+    assert facts["threads"] >= 1
+    assert set(facts["extras"]) >= {"hf", "eval", "dev"}
+    assert "typer" in facts["extras"]["eval"]["present"]
+    assert main(["info"]) == 0
+    assert "scorers" in capsys.readouterr().out
+
+
+def test_info_says_how_to_install_what_is_missing(capsys, monkeypatch):
+    monkeypatch.setattr(info, "_installed", lambda package: package != "timm")
+    assert main(["info"]) == 0
+    assert "missing timm: pip install 'prescore[vision]'" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("argv", [["no-such-command"], ["info", "--no-such-option"], []])
+def test_bad_usage_is_exit_code_2(argv, capsys):
+    assert main(argv) == 2
+    assert "Traceback" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (ValueError("n must be at least 1, got 0"), 2, "prescore: n must be at least 1, got 0\n"),
+        (OSError("disk is full"), 2, "prescore: disk is full\n"),
+        (ModuleNotFoundError("no", name="timm"), 2, "needs the package timm"),
+        (KeyboardInterrupt(), 130, "interrupted"),
+        (SystemExit(130), 130, ""),
+    ],
+)
+def test_errors_of_a_command_become_one_sentence(error, code, said, capsys, monkeypatch):
+    def refuse():
+        raise error
+
+    monkeypatch.setattr(info, "collect", refuse)
+    assert main(["info"]) == code
+    shown = capsys.readouterr().err
+    assert said in shown
+    assert "Traceback" not in shown
+
+
+def test_debug_shows_the_traceback(capsys, monkeypatch):
+    def refuse():
+        raise ValueError("broken")
+
+    monkeypatch.setattr(info, "collect", refuse)
+    assert main(["--debug", "info"]) == 2
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_a_bug_is_not_dressed_up_as_bad_usage(monkeypatch):
+    monkeypatch.setattr(info, "collect", lambda: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        main(["info"])
+
+
+def test_session_writes_each_row_as_it_is_finished(tmp_path, capsys):
+    calls = []
+    records = session(tmp_path, as_json=True).run(rows(calls))
+    assert calls == [0, 1, 2, 3]
+    assert [record.figures["square"] for record in records] == [0, 1, 4, 9]
+    assert read_records(tmp_path / "records.jsonl") == records
+    lines = capsys.readouterr().out.splitlines()
+    assert [json.loads(line)["config"]["value"] for line in lines] == [0, 1, 2, 3]
+
+
+def test_interrupted_and_resumed_loses_and_repeats_nothing(tmp_path, capsys):
+    calls = []
+    with pytest.raises(SystemExit) as stopped:
+        session(tmp_path).run(rows(calls, fail_at=2))
+    assert stopped.value.code == 130
+    assert "continue with --resume" in capsys.readouterr().err
+    records = session(tmp_path, resume=True).run(rows(calls))
+    assert calls == [0, 1, 2, 3]
+    assert [record.config["value"] for record in records] == [0, 1, 2, 3]
+    assert "2 of 4 rows are finished" in capsys.readouterr().err
+
+
+def test_other_settings_in_the_same_file_are_other_rows(tmp_path):
+    calls = []
+    session(tmp_path).run(rows(calls, n=2))
+    session(tmp_path, resume=True).run([Row({"value": 0}, 1, lambda: {"square": 0})])
+    assert len(read_records(tmp_path / "records.jsonl")) == 3
+
+
+def test_default_directory_is_new_and_resume_finds_the_newest(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    first = open_session("demo", out=None, json=False, resume=False, threads=None)
+    first.run(rows([], n=1))
+    assert first.out.parts[:2] == ("runs", "demo")
+    again = open_session("demo", out=None, json=False, resume=True, threads=None)
+    assert again.out == first.out
+    assert len(again.file) == 1
+
+
+def test_progress_without_a_terminal_tells_the_time_left(capsys, monkeypatch):
+    monkeypatch.setattr("prescore.cli.options._LINE_EVERY", 0.0)
+    with progress("demo", 4) as advance:
+        advance(1)
+        advance(3)
+    shown = capsys.readouterr().err
+    assert "demo: 25 %" in shown
+    assert "demo: 100 %, 0 s left" in shown
+
+
+def planted(*argv, cwd):
+    command = [sys.executable, "-m", "prescore.cli.main", "planted", "--quick", *argv]
+    return subprocess.Popen(
+        command, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ
+    )
+
+
+@pytest.mark.slow
+def test_a_killed_study_resumes_without_loss_or_repetition(tmp_path):
+    records = tmp_path / "out" / "records.jsonl"
+    first = planted("--out", "out", "--json", cwd=tmp_path)
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and first.poll() is None:
+        if records.exists() and records.read_bytes().count(b"\n") >= 2:
+            break
+        time.sleep(0.02)
+    first.send_signal(signal.SIGKILL)
+    first.communicate()
+    before = records.read_bytes()
+    assert before.count(b"\n") >= 2
+
+    refused = planted("--out", "out", cwd=tmp_path)
+    _, said = refused.communicate()
+    assert refused.returncode == 2
+    assert "--resume" in said
+    assert records.read_bytes() == before
+
+    second = planted("--out", "out", "--json", "--resume", cwd=tmp_path)
+    shown, said = second.communicate()
+    assert second.returncode == 0, said
+    assert records.read_bytes().startswith(before)
+    found = [record.key for record in read_records(records)]
+    assert len(found) == len(set(found)) == len(shown.splitlines())
+
+
+def test_a_damaged_record_file_is_refused_by_a_command(tmp_path):
+    (tmp_path / "records.jsonl").write_text("half a rec")
+    run = planted("--out", str(tmp_path), "--resume", cwd=tmp_path)
+    _, said = run.communicate()
+    assert run.returncode == 2
+    assert "damaged line 1" in said
+    assert len(said.splitlines()) == 1
+    assert (tmp_path / "records.jsonl").read_text() == "half a rec"
