@@ -1,0 +1,75 @@
+"""Exact softmax attention with its log-sum-exp."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from prescore import checks
+from prescore.attention.parts import Part, attend_parts
+from prescore.types import Attended
+
+
+def exact_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    is_causal: bool = False,
+    key_padding_mask: Tensor | None = None,
+    scale: float | None = None,
+    backend: str = "auto",
+) -> Attended:
+    """Softmax attention over all real keys.
+
+    Args:
+        query: `[B, Hq, Nq, D]`.
+        key: `[B, Hkv, Nk, D]`, `Hq` a multiple of `Hkv`; keys are not repeated.
+        value: `[B, Hkv, Nk, Dv]`.
+        is_causal: Queries are the last `Nq` positions and see no later key.
+        key_padding_mask: `[B, Nk]`, True = a real key.
+        scale: Factor of the logits, `D ** -0.5` by default.
+        backend: `auto`, `cpu-flash`, `cuda-efficient` or `plain`.
+
+    Returns:
+        Output and lse; a query that sees nothing has output 0 and lse -inf.
+    """
+    checks.attention_inputs(
+        query, key, value, is_causal=is_causal, key_padding_mask=key_padding_mask, scale=scale
+    )
+    if key_padding_mask is not None:
+        # padding may hold anything, and 0 * NaN is NaN
+        hidden = ~key_padding_mask[:, None, :, None]
+        key, value = key.masked_fill(hidden, 0), value.masked_fill(hidden, 0)
+    parts = exact_parts(query, key, is_causal=is_causal, valid=key_padding_mask)
+    return attend_parts(query, key, value, parts, scale=resolve_scale(scale, query), backend=backend)
+
+
+def resolve_scale(scale: float | None, query: Tensor) -> float:
+    """The given scale, or `D ** -0.5`."""
+    return float(query.shape[-1] ** -0.5 if scale is None else scale)
+
+
+def exact_parts(query: Tensor, key: Tensor, *, is_causal: bool, valid: Tensor | None) -> list[Part]:
+    """Parts of exact attention: everything at once, or past keys plus a causal square."""
+    batch, n_heads, n_query, _ = query.shape
+    n_kv_heads, n_keys = key.shape[1:3]
+    tiles = batch * n_kv_heads
+    shape = (tiles, n_heads // n_kv_heads, n_query)
+    bias = None if valid is None else padding_bias(valid, n_kv_heads, query.dtype)
+    if 0 in (tiles, n_heads, n_query, n_keys):
+        return []
+    if not is_causal or n_query == n_keys:
+        return [Part(shape, bias=bias, causal=is_causal)]
+    # the operator aligns a causal triangle to the first key: split off the keys all queries see
+    rows = torch.arange(tiles * n_keys, device=query.device).view(tiles, n_keys)
+    cut = n_keys - n_query
+    past_bias, own_bias = (None, None) if bias is None else bias.split([cut, n_query], dim=1)
+    past = Part(shape, key_rows=rows[:, :cut], bias=past_bias)
+    return [past, Part(shape, key_rows=rows[:, cut:], bias=own_bias, causal=True)]
+
+
+def padding_bias(valid: Tensor, n_kv_heads: int, dtype: torch.dtype) -> Tensor:
+    """`[B, N]` bool -> `[B * Hkv, N]` of 0 and -inf."""
+    bias = torch.zeros(valid.shape, dtype=dtype, device=valid.device).masked_fill_(~valid, -torch.inf)
+    return bias.repeat_interleave(n_kv_heads, dim=0)

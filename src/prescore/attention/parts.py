@@ -1,0 +1,263 @@
+"""Attention as a sum of parts.
+
+Everything this package computes is one softmax per query over a union of key sets: leaves, LSH blocks, sampled
+residuals, sinks, stand-ins. A `Part` names, by row numbers, which queries meet which keys; `attend_parts` runs
+the fused operator once per part, merges the results in place by log-sum-exp, and differentiates each part
+under the merged output and lse, so that no part's probabilities are ever stored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from prescore.attention.kernels import Backend, Call, accumulation_dtype, pick_backend
+from prescore.types import Attended
+
+_TINY_GRADIENT = 1e-15
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """Some query rows, each meeting the key rows of its tile.
+
+    Row numbers count in the flattened `[B * H * N]` rows of the whole tensors.
+
+    Attributes:
+        shape: `(b, h, t)`: tiles, query heads that share a tile's keys, query rows.
+        query_rows: `[b, h, t]`; None = all query rows in order, viewed in that shape.
+        query_valid: `[b, h, t]`, False on filler; None = no filler. Each query row occurs at most once.
+        key_rows: `[b, c]`; None = all key rows in order, viewed as `[b, c]`.
+        extra_rows: `[b, e]` rows of the stand-ins, appended as further columns.
+        bias: `[b, c + e]` added to the logits (-inf = not seen), or anything that broadcasts to
+            `[b, h, t, c + e]`.
+        causal: Row i of a tile sees its first i + 1 columns only.
+    """
+
+    shape: tuple[int, int, int]
+    query_rows: Tensor | None = None
+    query_valid: Tensor | None = None
+    key_rows: Tensor | None = None
+    extra_rows: Tensor | None = None
+    bias: Tensor | None = None
+    causal: bool = False
+
+    def bias4(self) -> Tensor | None:
+        """The bias as the operator wants it."""
+        if self.bias is None or self.bias.ndim == 4:
+            return self.bias
+        return self.bias[:, None, None, :]
+
+    def occupied(self) -> tuple[Tensor | None, Tensor | None]:
+        """(`slots`, `rows`): filled slots of the tiles and their query rows; None = all, in order."""
+        if self.query_rows is None:
+            return None, None
+        rows = self.query_rows.reshape(-1)
+        if self.query_valid is None:
+            return None, rows
+        slots = self.query_valid.reshape(-1).nonzero().squeeze(1)
+        return slots, rows.index_select(0, slots)
+
+
+@dataclass(frozen=True, eq=False)
+class StandIns:
+    """Keys and values that stand for others, `[rows, D]` and `[rows, Dv]`; gradients reach what they came from."""
+
+    key: Tensor
+    value: Tensor
+
+
+def attend_parts(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    parts: Sequence[Part],
+    *,
+    scale: float,
+    stand_ins: StandIns | None = None,
+    backend: str = "auto",
+) -> Attended:
+    """One softmax over the union of the parts.
+
+    Args:
+        query: `[B, Hq, Nq, D]`.
+        key: `[B, Hkv, Nk, D]`.
+        value: `[B, Hkv, Nk, Dv]`.
+        parts: What each query sees. A key row that occurs in several parts (or twice) counts that often.
+        scale: Factor of the logits.
+        stand_ins: Rows that `extra_rows` refer to.
+        backend: Name of an operator backend, or `auto`.
+    """
+    chosen = pick_backend(Call(query.device.type, query.dtype, query.shape[-1]), backend)
+    rows, dim, value_dim = query.shape[:3], query.shape[-1], value.shape[-1]
+    if stand_ins is None:
+        stand_ins = StandIns(key.new_empty(0, dim), value.new_empty(0, value_dim))
+    output, lse = _AttendParts.apply(
+        query.reshape(-1, dim),
+        key.reshape(-1, dim),
+        value.reshape(-1, value_dim),
+        stand_ins.key,
+        stand_ins.value,
+        tuple(parts),
+        scale,
+        chosen,
+    )
+    return Attended(output.view(*rows, value_dim), lse.view(rows))
+
+
+class _AttendParts(torch.autograd.Function):
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any,  # noqa: ANN401
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        extra_key: Tensor,
+        extra_value: Tensor,
+        parts: tuple[Part, ...],
+        scale: float,
+        backend: Backend,
+    ) -> tuple[Tensor, Tensor]:
+        wide = accumulation_dtype(query.dtype)
+        total: tuple[Tensor, Tensor] | None = None
+        for part in parts:
+            q = _queries(query, part)
+            k, v = _columns(key, extra_key, part), _columns(value, extra_value, part)
+            output, lse = backend.forward(q, k, v, part.bias4(), part.causal, scale)
+            total = _fold_in(total, part, output.reshape(-1, output.shape[-1]), lse.reshape(-1), query.shape[0])
+        if total is None:
+            total = _unseen(query.shape[0], value, wide)
+        result, lse = total[0].to(query.dtype), total[1]
+        ctx.save_for_backward(query, key, value, extra_key, extra_value, result, lse)
+        ctx.parts, ctx.scale, ctx.backend = parts, scale, backend
+        ctx.set_materialize_grads(False)
+        return result, lse
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:  # noqa: ANN401
+        tensors = ctx.saved_tensors
+        query, key, value, extra_key, extra_value, output, lse = tensors
+        dtype = query.dtype
+        if grad is None and grad_lse is None:
+            return (None,) * 8
+        if grad is None:
+            grad = torch.zeros_like(output)
+        if grad_lse is not None:
+            # half precision cannot hold the folded gradient; this path is rare, so it may cost memory
+            query, key, value, extra_key, extra_value, output, grad = (
+                t.to(accumulation_dtype(dtype))
+                for t in (query, key, value, extra_key, extra_value, output, grad)
+            )
+            grad, output = _fold_lse_gradient(grad, output, grad_lse)
+        sums = [torch.zeros_like(t, dtype=accumulation_dtype(dtype)) for t in (query, key, value)]
+        extras = [torch.zeros_like(t, dtype=accumulation_dtype(dtype)) for t in (extra_key, extra_value)]
+        for part in ctx.parts:
+            q, g, o = _queries(query, part), _queries(grad, part), _queries(output, part)
+            weights_lse = _queries(lse[:, None], part).squeeze(-1)
+            if part.query_valid is not None:
+                g = g * part.query_valid[..., None]
+            k, v = _columns(key, extra_key, part), _columns(value, extra_value, part)
+            dq, dk, dv = ctx.backend.backward(
+                g, q, k, v, part.bias4(), o, weights_lse, part.causal, ctx.scale
+            )
+            _add_queries(sums[0], part, dq)
+            _add_columns(sums[1], extras[0], part, dk)
+            _add_columns(sums[2], extras[1], part, dv)
+        grads = [t.to(dtype) for t in (*sums, *extras)]
+        return (*grads, None, None, None)
+
+
+def _queries(flat: Tensor, part: Part) -> Tensor:
+    if part.query_rows is None:
+        return flat.view(*part.shape, flat.shape[-1])
+    return flat.index_select(0, part.query_rows.reshape(-1)).view(*part.shape, flat.shape[-1])
+
+
+def _columns(flat: Tensor, extra: Tensor, part: Part) -> Tensor:
+    tiles, dim = part.shape[0], flat.shape[-1]
+    if part.key_rows is None:
+        columns = flat.view(tiles, 1, -1, dim)
+    else:
+        columns = flat.index_select(0, part.key_rows.reshape(-1)).view(tiles, 1, part.key_rows.shape[1], dim)
+    if part.extra_rows is None:
+        return columns
+    more = extra.index_select(0, part.extra_rows.reshape(-1)).view(tiles, 1, -1, dim)
+    return torch.cat((columns, more), dim=2)
+
+
+def _unseen(rows: int, value: Tensor, wide: torch.dtype) -> tuple[Tensor, Tensor]:
+    output = value.new_zeros(rows, value.shape[-1], dtype=wide)
+    return output, output.new_full((rows,), -torch.inf)
+
+
+def _fold_in(
+    total: tuple[Tensor, Tensor] | None, part: Part, output: Tensor, lse: Tensor, n_rows: int
+) -> tuple[Tensor, Tensor]:
+    slots, rows = part.occupied()
+    if slots is not None:
+        output, lse = output.index_select(0, slots), lse.index_select(0, slots)
+    output = output.to(lse.dtype)
+    if total is None:
+        if rows is None:
+            return output, lse
+        total = _unseen(n_rows, output, lse.dtype)
+        total[0].index_copy_(0, rows, output)
+        total[1].index_copy_(0, rows, lse)
+        return total
+    old_output, old_lse = total if rows is None else (t.index_select(0, rows) for t in total)
+    new_lse = torch.logaddexp(old_lse, lse)
+    anchor = new_lse.masked_fill(torch.isneginf(new_lse), 0.0)
+    output = output.mul(torch.exp(lse - anchor)[:, None])
+    output.addcmul_(old_output, torch.exp(old_lse - anchor)[:, None])
+    if rows is None:
+        return output, new_lse
+    total[0].index_copy_(0, rows, output)
+    total[1].index_copy_(0, rows, new_lse)
+    return total
+
+
+def _fold_lse_gradient(grad: Tensor, output: Tensor, grad_lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Express a gradient of lse through the output.
+
+    The operator's backward uses `grad . output` per row, and nothing else of `output`; a gradient `g` of lse
+    only lowers that number by `g`. So move `output` along `grad`. Rows without a gradient get a direction too
+    small to be felt elsewhere.
+    """
+    grad = grad.clone()
+    faint = (grad.abs().amax(-1) < _TINY_GRADIENT) & (grad_lse != 0)
+    grad[:, 0].masked_fill_(faint, _TINY_GRADIENT)
+    peak = grad.abs().amax(-1, keepdim=True).clamp_min(_TINY_GRADIENT)
+    direction = grad / peak  # normalised first, or its square underflows
+    length = (direction * direction).sum(-1, keepdim=True)
+    step = grad_lse[:, None] / peak / length.masked_fill(length == 0, 1.0)
+    return grad, output - step * direction
+
+
+def _add_queries(total: Tensor, part: Part, grad: Tensor) -> None:
+    slots, rows = part.occupied()
+    flat = grad.reshape(-1, grad.shape[-1]).to(total.dtype)
+    if slots is not None:
+        flat = flat.index_select(0, slots)
+    if rows is None:
+        total.add_(flat)
+    else:
+        total.index_add_(0, rows, flat)
+
+
+def _add_columns(total: Tensor, extra: Tensor, part: Part, grad: Tensor) -> None:
+    grad = grad.to(total.dtype)
+    if part.extra_rows is not None:
+        n_extra = part.extra_rows.shape[1]
+        grad, more = grad.split([grad.shape[2] - n_extra, n_extra], dim=2)
+        extra.index_add_(0, part.extra_rows.reshape(-1), more.reshape(-1, more.shape[-1]))
+    flat = grad.reshape(-1, grad.shape[-1])
+    if part.key_rows is None:
+        total.add_(flat)
+    else:
+        total.index_add_(0, part.key_rows.reshape(-1), flat)
