@@ -1,0 +1,150 @@
+"""The one loop behind every clustering scorer: assign, update, converge, final assignment."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from prescore import checks
+from prescore.clustering.metrics import Metric
+from prescore.clustering.sampling import compact, count_valid, fit_counts, gather_rows, stratified
+from prescore.clustering.seeding import seed_centres
+from prescore.rng import Streams
+
+_ASSIGN_ROWS = 4096
+
+
+class Clustering(NamedTuple):
+    """Clusters of P independent problems.
+
+    `centres [P, k, d]`; `labels [P, n]`, the nearest centre of every point; `distances [P, n]`, in the metric,
+    `(sum |x - c|^p)^(1/p)`, to the own centre. Values at points of weight zero mean nothing.
+    """
+
+    centres: Tensor
+    labels: Tensor
+    distances: Tensor
+
+
+def fit(
+    points: Tensor,
+    *,
+    n_clusters: int,
+    metric: Metric,
+    max_iter: int = 10,
+    tol: float = 1e-4,
+    seeding: str = "k-means++",
+    weights: Tensor | None = None,
+    streams: Streams,
+    fit_size: int | None = None,
+) -> Clustering:
+    """Cluster every problem of a batch on its own.
+
+    Centres are fitted on a stratified sample of the points when there are many; every point is assigned once at
+    the end, so labels and centres agree. All sizes come from a problem's own valid points, so that padding a
+    problem changes nothing.
+
+    Args:
+        points: `[P, n, d]`, float32 or float64.
+        n_clusters: Clusters per problem; may exceed the number of points, some clusters are then empty.
+        metric: From `metric_for(p)`.
+        max_iter: Lloyd iterations at most; 0 = the seeds are the centres.
+        tol: A problem stops when its centres moved, in squared l_2, by no more than `tol` times the mean
+            variance of its coordinates.
+        seeding: `k-means++` or `random`.
+        weights: `[P, n]`, at least 0; a point of weight 0 influences nothing. None = all ones.
+        streams: Randomness, the same draws for every problem.
+        fit_size: Points to fit on; None = all up to 2048, else max(1024, 16 * n_clusters); 0 = all.
+
+    Returns:
+        Centres, labels and distances.
+    """
+    checks.integer("n_clusters", n_clusters, minimum=1)
+    checks.integer("max_iter", max_iter, minimum=0)
+    checks.number("tol", tol, minimum=0.0)
+    if fit_size is not None:
+        checks.integer("fit_size", fit_size, minimum=0)
+    n_problems, n_points, dim = points.shape
+    if n_problems == 0 or n_points == 0:
+        return Clustering(
+            points.new_zeros(n_problems, n_clusters, dim),
+            torch.zeros(n_problems, n_points, dtype=torch.int64, device=points.device),
+            points.new_zeros(n_problems, n_points),
+        )
+    n_valid = count_valid(points, weights)
+    counts = fit_counts(n_valid, n_clusters, fit_size)
+    sample, sample_weights = compact(points, weights, n_valid)
+    sample, sample_weights = stratified(sample, sample_weights, n_valid, counts, streams, "fit sample")
+    centres = seed_centres(
+        sample, sample_weights, n_clusters=n_clusters, seeding=seeding, power=metric.p, streams=streams
+    )
+    if sample_weights is None:
+        sample_weights = sample.new_ones(sample.shape[:2])
+    centres = _iterate(sample, sample_weights, centres, metric, max_iter, tol)
+    labels, distances = assign(points, centres, metric, exact=bool((counts == n_valid).all()))
+    return Clustering(centres, labels, distances)
+
+
+def assign(points: Tensor, centres: Tensor, metric: Metric, *, exact: bool = True) -> tuple[Tensor, Tensor]:
+    """Nearest centre of every point and the distance to it, in blocks so that no `n x k` table is held."""
+    rows = max(256, _ASSIGN_ROWS // len(points))
+    blocks = [metric.nearest(block, centres, exact=exact) for block in torch.split(points, rows, dim=1)]
+    return torch.cat([block[0] for block in blocks], dim=1), torch.cat([block[1] for block in blocks], dim=1)
+
+
+def _iterate(
+    points: Tensor, weights: Tensor, centres: Tensor, metric: Metric, max_iter: int, tol: float
+) -> Tensor:
+    threshold = tol * _mean_variance(points, weights)
+    moving = torch.ones(len(points), dtype=torch.bool, device=points.device)
+    for iteration in range(max_iter):
+        labels = metric.labels(points, centres)
+        membership = _membership(labels, weights, centres.shape[1])
+        sizes = membership.sum(dim=2)
+        empty = sizes <= 0
+        updated = metric.update(
+            points, labels, membership, sizes.masked_fill(empty, 1.0), final=iteration == max_iter - 1
+        )
+        updated = torch.where(empty.unsqueeze(2), centres, updated)
+        if bool(empty.any()):
+            updated = _reseed(points, weights, centres, updated, labels, empty, metric)
+        shift = (updated - centres).square().sum(dim=(1, 2))
+        # a finished problem keeps its centres: neighbours in the batch must not change them
+        centres = torch.where(moving[:, None, None], updated, centres)
+        moving = moving & (shift > threshold)
+        if not bool(moving.any()):
+            break
+    return centres
+
+
+def _membership(labels: Tensor, weights: Tensor, n_clusters: int) -> Tensor:
+    clusters = torch.arange(n_clusters, device=labels.device).unsqueeze(1)
+    return (labels.unsqueeze(1) == clusters).to(weights.dtype).mul_(weights.unsqueeze(1))
+
+
+def _mean_variance(points: Tensor, weights: Tensor) -> Tensor:
+    total = weights.sum(dim=1).clamp(min=torch.finfo(weights.dtype).tiny)
+    row = weights.unsqueeze(1)
+    mean = torch.bmm(row, points) / total[:, None, None]
+    spread = torch.bmm(row, (points - mean).square_()).squeeze(1) / total.unsqueeze(1)
+    return spread.mean(dim=1)
+
+
+def _reseed(
+    points: Tensor,
+    weights: Tensor,
+    centres: Tensor,
+    updated: Tensor,
+    labels: Tensor,
+    empty: Tensor,
+    metric: Metric,
+) -> Tensor:
+    """Give the j-th empty cluster the j-th farthest point, while there are points away from their centres."""
+    distances = metric.distances(points, centres, labels).masked_fill(weights <= 0, 0.0)
+    farthest = distances.topk(min(empty.shape[1], points.shape[1]), dim=1)
+    turn = (empty.cumsum(dim=1) - 1).clamp(min=0, max=farthest.indices.shape[1] - 1)
+    candidates = gather_rows(points, farthest.indices.gather(1, turn))
+    useful = empty & (farthest.values.gather(1, turn) > 0)
+    return torch.where(useful.unsqueeze(2), candidates, updated)

@@ -1,0 +1,73 @@
+"""What a metric must give to the Lloyd loop: nearest centre, distance, and the centre of a cluster."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor
+
+from prescore.clustering.sampling import gather_rows
+
+
+class Metric(ABC):
+    """`d(x, c) = (sum_j |x_j - c_j|^p)^(1/p)`; a cluster's centre minimises its sum of `d^p`."""
+
+    p: float
+
+    @abstractmethod
+    def labels(self, points: Tensor, centres: Tensor) -> Tensor:
+        """Nearest centre of each point inside the Lloyd loop, `[P, n]` from `[P, n, d]` and `[P, k, d]`."""
+
+    @abstractmethod
+    def nearest(self, points: Tensor, centres: Tensor, *, exact: bool) -> tuple[Tensor, Tensor]:
+        """Nearest centre and distance for a block of points, `[P, n]` each, in the final pass.
+
+        With `exact=False` a metric that has no matrix-product form may compare a shortlist of centres only.
+        """
+
+    @abstractmethod
+    def distances(self, points: Tensor, centres: Tensor, labels: Tensor) -> Tensor:
+        """Distance of each point to its own centre, `[P, n]`."""
+
+    @abstractmethod
+    def update(self, points: Tensor, labels: Tensor, membership: Tensor, sizes: Tensor, *, final: bool) -> Tensor:
+        """The centre of each cluster, `[P, k, d]`; anything where a cluster is empty.
+
+        Args:
+            points: `[P, n, d]`.
+            labels: `[P, n]`.
+            membership: `[P, k, n]`, the weight of a point in its own cluster's row, zero elsewhere.
+            sizes: `[P, k]`, row sums of `membership`, made positive where a cluster is empty.
+            final: Solve to full precision; before the last iteration a coarse solution is enough.
+        """
+
+
+class Euclidean(Metric):
+    """Least squares: the centre is the mean."""
+
+    p = 2.0
+
+    def labels(self, points: Tensor, centres: Tensor) -> Tensor:
+        """By matrix product."""
+        return euclidean_order(points, centres).min(dim=2).indices
+
+    def nearest(self, points: Tensor, centres: Tensor, *, exact: bool) -> tuple[Tensor, Tensor]:
+        """By matrix product, always exact."""
+        labels = self.labels(points, centres)
+        return labels, self.distances(points, centres, labels)
+
+    def distances(self, points: Tensor, centres: Tensor, labels: Tensor) -> Tensor:
+        """From the difference itself: `|x|^2 + |c|^2 - 2 x.c` would lose the small distances to rounding."""
+        distances: Tensor = torch.linalg.vector_norm(points - gather_rows(centres, labels), dim=2)
+        return distances
+
+    def update(self, points: Tensor, labels: Tensor, membership: Tensor, sizes: Tensor, *, final: bool) -> Tensor:
+        """Weighted means by one matrix product."""
+        return torch.bmm(membership, points) / sizes.unsqueeze(2)
+
+
+def euclidean_order(points: Tensor, centres: Tensor) -> Tensor:
+    """`|c|^2 - 2 x.c`, which orders centres as the squared distance does, `[P, n, k]`."""
+    squares = centres.square().sum(dim=2).unsqueeze(1)
+    return torch.baddbmm(squares, points, centres.transpose(1, 2), alpha=-2.0)

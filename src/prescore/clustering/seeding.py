@@ -1,0 +1,92 @@
+"""First centres: greedy k-means++ on a subsample, or random points."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from prescore import checks
+from prescore.clustering.sampling import count_valid, gather_rows, stratified
+from prescore.rng import Streams
+
+SEEDINGS = ("k-means++", "random")
+_SMALLEST_SUBSAMPLE = 512
+_SUBSAMPLE_PER_CLUSTER = 8
+
+
+def seed_centres(
+    points: Tensor, weights: Tensor | None, *, n_clusters: int, seeding: str, power: float, streams: Streams
+) -> Tensor:
+    """Choose `n_clusters` points of each problem as first centres.
+
+    Args:
+        points: `[P, n, d]`, points of weight zero last.
+        weights: `[P, n]` or None.
+        n_clusters: Centres per problem; with fewer distinct points, centres repeat.
+        seeding: `k-means++` or `random`.
+        power: k-means++ draws in proportion to the Euclidean distance to this power.
+        streams: Randomness.
+
+    Returns:
+        `[P, n_clusters, d]`.
+    """
+    checks.one_of("seeding", seeding, SEEDINGS)
+    n_valid = count_valid(points, weights)
+    if seeding == "random":
+        chosen = _random(n_valid, points, n_clusters, streams)
+        return gather_rows(points, chosen)
+    counts = n_valid.clamp(max=max(_SMALLEST_SUBSAMPLE, _SUBSAMPLE_PER_CLUSTER * n_clusters))
+    points, weights = stratified(points, weights, n_valid, counts, streams, "seed sample")
+    if weights is None:
+        weights = points.new_ones(points.shape[:2])
+    return gather_rows(points, _plus_plus(points, weights, counts, n_clusters, power, streams))
+
+
+def _random(n_valid: Tensor, points: Tensor, n_clusters: int, streams: Streams) -> Tensor:
+    size = points.shape[1]
+    lots = streams.uniform("random seeds", size, like=points)
+    absent = torch.arange(size, device=points.device) >= n_valid.unsqueeze(1)
+    order = torch.argsort(lots.expand(len(n_valid), size).masked_fill(absent, 2.0), dim=1, stable=True)
+    turns = torch.arange(n_clusters, device=points.device) % n_valid.clamp(min=1).unsqueeze(1)
+    return order.gather(1, turns)
+
+
+def _plus_plus(
+    points: Tensor, weights: Tensor, counts: Tensor, n_clusters: int, power: float, streams: Streams
+) -> Tensor:
+    """Positions `[P, n_clusters]` by greedy k-means++: of a few draws, keep the one that helps most.
+
+    All pairwise costs are computed once, so that a step is a few operations on `[P, trials, size]`.
+    """
+    costs = pairwise_costs(points, power)
+    trials = 2 + int(math.log(n_clusters))
+    draws = streams.uniform("k-means++", n_clusters, trials, like=points)
+    last = (counts - 1).clamp(min=0).unsqueeze(1)
+    closest = torch.ones_like(weights)
+    chosen = []
+    for step in range(n_clusters):
+        mass = (closest * weights).to(torch.float64).cumsum(dim=1)
+        targets = mass[:, -1:] * draws[step]
+        # right=True: never a point of zero cost while there is any other
+        candidates = torch.minimum(torch.searchsorted(mass, targets, right=True), last)
+        if step == 0:
+            candidates = candidates[:, :1]
+        reached = gather_rows(costs, candidates)
+        if step > 0:
+            reached = torch.minimum(reached, closest.unsqueeze(1))
+        totals = torch.linalg.vecdot(reached, weights.unsqueeze(1))
+        best = totals.argmin(dim=1, keepdim=True)
+        closest = reached.take_along_dim(best.unsqueeze(2), dim=1).squeeze(1)
+        chosen.append(candidates.gather(1, best))
+    return torch.cat(chosen, dim=1)
+
+
+def pairwise_costs(points: Tensor, power: float) -> Tensor:
+    """Euclidean distances to the given power, `[P, n, n]`, by one matrix product; the diagonal is zero."""
+    squares = points.square().sum(dim=2)
+    costs = torch.baddbmm(squares.unsqueeze(1), points, points.transpose(1, 2), alpha=-2.0)
+    costs = (costs + squares.unsqueeze(2)).clamp_(min=0.0)
+    costs.diagonal(dim1=1, dim2=2).zero_()
+    return costs if power == 2.0 else costs.pow_(power / 2.0)

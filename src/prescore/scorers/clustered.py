@@ -1,0 +1,69 @@
+"""What the clustering scorers share; registers nothing itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from prescore.clustering.lloyd import Clustering, fit
+from prescore.clustering.metrics import Metric
+from prescore.rng import Streams
+from prescore.scorers.base import Scored, Scorer
+from prescore.scorers.rules import apply_rule
+
+
+@dataclass(frozen=True)
+class ClusteringScorer(Scorer):
+    """Cluster the keys of each KV head, score each key by its distance to its own centre.
+
+    `n_clusters=None` is `D + 1`, as in the paper. `rule`, `seeding` and `fit_size` are those of
+    `PrescoreConfig`.
+    """
+
+    n_clusters: int | None = None
+    max_iter: int = 10
+    rule: str = "nearest"
+    seeding: str = "k-means++"
+    fit_size: int | None = None
+
+    normalizes: ClassVar[bool] = True
+    permutation_equivariant: ClassVar[bool] = False
+
+    def metric(self) -> Metric:
+        """The metric of the clusters."""
+        raise NotImplementedError
+
+    def score(self, keys: Tensor, *, valid: Tensor | None, streams: Streams) -> Scored:
+        """Score keys, see `Scorer.score`."""
+        n_clusters = keys.shape[-1] + 1 if self.n_clusters is None else self.n_clusters
+        return self.score_points(keys, n_clusters, valid=valid, streams=streams)
+
+    def score_points(self, points: Tensor, n_clusters: int, *, valid: Tensor | None, streams: Streams) -> Scored:
+        """Cluster `points [B, H, N, F]`, the keys or features of them, and apply the rule."""
+        shape = points.shape[:3]
+        present = flat_mask(points, valid)
+        clusters = self.cluster(points.flatten(0, 1), n_clusters, present, streams)
+        scores = apply_rule(self.rule, clusters.distances, clusters.labels, n_clusters=n_clusters, valid=present)
+        return Scored(scores.reshape(shape), clusters.labels.reshape(shape), n_clusters)
+
+    def cluster(self, points: Tensor, n_clusters: int, present: Tensor | None, streams: Streams) -> Clustering:
+        """Cluster flattened problems `[P, n, d]`."""
+        return fit(
+            points,
+            n_clusters=n_clusters,
+            metric=self.metric(),
+            max_iter=self.max_iter,
+            seeding=self.seeding,
+            weights=None if present is None else present.to(points.dtype),
+            streams=streams.child("clusters"),
+            fit_size=self.fit_size,
+        )
+
+
+def flat_mask(keys: Tensor, valid: Tensor | None) -> Tensor | None:
+    """The mask `[B, N]` repeated for each head of `keys [B, H, N, D]`, as `[B * H, N]`."""
+    if valid is None:
+        return None
+    return valid.unsqueeze(1).expand(keys.shape[:3]).flatten(0, 1)

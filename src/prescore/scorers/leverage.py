@@ -1,0 +1,127 @@
+"""Leverage scores: how much a key matters for the span of all keys.
+
+`h_i = k_i^T (K^T K)^+ k_i`, between 0 and 1, summing to the rank of K. With `K^T K = V S^2 V^T` it is the squared
+length of `k_i V S^-1` over the singular values that are not zero. Singular values below `D * eps * s_max` count
+as zero: rounding in the entries of K gives rise to values of that size whatever the number of rows.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from prescore import checks
+from prescore.packing import pack_mask
+from prescore.registry import register_scorer
+from prescore.rng import Streams
+from prescore.scorers.base import Scorer
+from prescore.types import Selection
+
+_BLOCK = 2048
+# Squaring K squares its condition number. Above this ratio of eigenvalues, the float64 Gram matrix still gives
+# leverages to 1e-7; below it, K itself is factorised.
+_GRAM_RATIO = 1e-8
+_SKETCH_ROWS_PER_COLUMN = 16
+_FEWEST_COLUMNS = 8
+
+
+@register_scorer("leverage")
+@dataclass(frozen=True)
+class Leverage(Scorer):
+    """Exact leverage, or sketched when `sketch_size` is given.
+
+    The sketch adds the keys, with random signs, into `m = max(sketch_size, 2 D)` rows and factorises those; the
+    scores are then measured in `c = min(D, max(8, m / 16))` random directions. The relative error of a score has
+    a root mean square of about `2 sqrt(D / m) + sqrt(2 / c)`, the second term only while `c < D`; with `m >= N`
+    the result is exact.
+    """
+
+    sketch_size: int | None = None
+
+    def score(self, keys: Tensor, *, valid: Tensor | None, streams: Streams) -> Tensor:
+        """Score keys, see `Scorer.score`."""
+        flat = keys.flatten(0, 1)
+        if flat.numel() == 0:
+            return keys.new_zeros(keys.shape[:3])
+        if self.sketch_size is None:
+            scores = exact_leverage(flat)
+        else:
+            scores = sketched_leverage(flat, self.sketch_size, streams)
+        return scores.reshape(keys.shape[:3])
+
+
+def exact_leverage(rows: Tensor) -> Tensor:
+    """Leverage of each row of `rows [P, n, d]` (zero rows count for nothing), `[P, n]`, computed in float64."""
+    cutoff = rows.shape[2] * torch.finfo(rows.dtype).eps
+    gram = rows.new_zeros(len(rows), rows.shape[2], rows.shape[2], dtype=torch.float64)
+    for block in torch.split(rows, _BLOCK, dim=1):
+        wide = block.to(torch.float64)
+        gram.baddbmm_(wide.transpose(1, 2), wide)
+    eigenvalues, vectors = torch.linalg.eigh(gram)
+    whitening = _whitening(eigenvalues.clamp(min=0.0).sqrt(), vectors, cutoff)
+    poor = eigenvalues[:, 0] < _GRAM_RATIO * eigenvalues[:, -1]
+    if bool(poor.any()):
+        whitening[poor] = _whitening_by_qr(rows[poor].to(torch.float64), cutoff)
+    parts = [
+        torch.bmm(block.to(torch.float64), whitening).square_().sum(dim=2)
+        for block in torch.split(rows, _BLOCK, dim=1)
+    ]
+    return torch.cat(parts, dim=1).to(rows.dtype)
+
+
+def sketched_leverage(rows: Tensor, sketch_size: int, streams: Streams) -> Tensor:
+    """Approximate leverage of `rows [P, n, d]`, `[P, n]`, in time `O(n d c + m d^2)`; see `Leverage`."""
+    checks.integer("sketch_size", sketch_size, minimum=1)
+    n_problems, n_rows, dim = rows.shape
+    size = max(sketch_size, 2 * dim)
+    signs = (streams.uniform("sketch signs", n_rows, like=rows) < 0.5).to(rows.dtype) * 2 - 1
+    n_layers = math.ceil(n_rows / size)
+    signed = torch.nn.functional.pad(rows * signs.unsqueeze(1), (0, 0, 0, n_layers * size - n_rows))
+    # row i goes into bucket i mod m: a reshape and a sum, where a hash would need a scatter
+    sketch = signed.reshape(n_problems, n_layers, size, dim).sum(dim=1)
+    whitening = _whitening_by_qr(sketch.to(torch.float64), dim * torch.finfo(rows.dtype).eps)
+    n_columns = min(dim, max(_FEWEST_COLUMNS, size // _SKETCH_ROWS_PER_COLUMN))
+    if n_columns < dim:
+        directions = streams.normal("sketch directions", n_columns, dim, like=whitening).t()
+        whitening = torch.matmul(whitening, directions / math.sqrt(n_columns))
+    return torch.bmm(rows, whitening.to(rows.dtype)).square_().sum(dim=2)
+
+
+def universal_set(keys: Tensor, epsilon: float, *, valid: Tensor | None = None) -> Selection:
+    """The keys of leverage at least epsilon, LevAttention's universal set; at most `rank / epsilon` of them.
+
+    Args:
+        keys: `[B, H, N, D]`.
+        epsilon: Threshold, > 0.
+        valid: `[B, N]` bool, True = a real key; None = all.
+
+    Returns:
+        A selection whose heads may differ in size.
+    """
+    checks.number("epsilon", epsilon, minimum=0.0, exclusive=True)
+    checks.keys(keys, valid, name="keys")
+    real = keys.detach().to(torch.promote_types(keys.dtype, torch.float32))
+    if valid is not None:
+        real = real.masked_fill(~valid[:, None, :, None], 0.0)
+    if real.numel() == 0:
+        return pack_mask(torch.zeros(keys.shape[:3], dtype=torch.bool, device=keys.device))
+    return pack_mask(exact_leverage(real.flatten(0, 1)).reshape(keys.shape[:3]) >= epsilon)
+
+
+def _whitening_by_qr(rows: Tensor, cutoff: float) -> Tensor:
+    triangular = torch.linalg.qr(rows, mode="r").R
+    _, values, transposed = torch.linalg.svd(triangular, full_matrices=False)
+    whitening = _whitening(values, transposed.transpose(1, 2), cutoff)
+    missing = rows.shape[2] - whitening.shape[2]
+    return torch.nn.functional.pad(whitening, (0, missing))
+
+
+def _whitening(values: Tensor, vectors: Tensor, cutoff: float) -> Tensor:
+    """`V S^+`, `[P, d, r]`, from singular values `[P, r]` in any order and right singular vectors."""
+    largest = values.amax(dim=1, keepdim=True)
+    kept = (values > cutoff * largest) & (values > 0)
+    inverse = torch.where(kept, values, 1.0).reciprocal() * kept
+    return vectors * inverse.unsqueeze(1)

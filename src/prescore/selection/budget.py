@@ -1,0 +1,26 @@
+"""From a budget as the user states it to a number of keys per row."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from prescore import checks
+
+
+def budget_counts(top_k: int | float | None, n_valid: Tensor) -> Tensor:
+    """Keys to keep per row, `[B]` int64, at most the row's `n_valid [B]`.
+
+    An int is a count, a float a share of the row's own keys, rounded up; None and 0 mean all.
+    """
+    checks.budget("top_k", top_k)
+    if top_k is None or top_k == 0:
+        return n_valid.to(torch.int64)
+    if isinstance(top_k, float):
+        # exact on rounding: 0.1 * 30 is 3.0000000000000004 in floats, and 4 would be wrong
+        counts = [math.ceil(round(top_k * n, 9)) for n in n_valid.tolist()]
+        asked = torch.tensor(counts, dtype=torch.int64, device=n_valid.device)
+        return torch.minimum(asked, n_valid.to(torch.int64))
+    return n_valid.to(torch.int64).clamp(max=top_k)
