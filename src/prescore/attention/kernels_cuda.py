@@ -88,7 +88,7 @@ def _aligned(bias: Tensor | None, query: Tensor, columns: int, causal: bool) -> 
     dead = dead_rows(bias, causal, query.shape[2])
     if dead is not None:
         # a fully masked row is NaN in the operator; let it see everything, forward() overwrites it
-        bias = bias.masked_fill(dead[..., None], 0.0)
+        bias = torch.where(dead[..., None], torch.zeros_like(bias[..., :1]), bias)
     room = bias.new_zeros((*bias.shape[:-1], columns + (-columns % _BIAS_ALIGNMENT)), dtype=query.dtype)
     room[..., :columns] = bias
     return room[..., :columns].expand(*query.shape[:3], columns)
