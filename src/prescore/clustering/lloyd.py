@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -39,6 +40,7 @@ def fit(
     weights: Tensor | None = None,
     streams: Streams,
     fit_size: int | None = None,
+    lift: Callable[[Tensor], Tensor] | None = None,
 ) -> Clustering:
     """Cluster every problem of a batch on its own.
 
@@ -56,7 +58,10 @@ def fit(
         seeding: `k-means++` or `random`.
         weights: `[P, n]`, at least 0; a point of weight 0 influences nothing. None = all ones.
         streams: Randomness, the same draws for every problem.
-        fit_size: Points to fit on; None = all up to 2048, else max(1024, 16 * n_clusters); 0 = all.
+        fit_size: Points to fit on; None = at most 32 for each of n_clusters, counted as at least 64 (16 for
+            metrics other than the Euclidean); 0 = all.
+        lift: Features `[P, m, f]` of a block of points `[P, m, d]`, in which to cluster instead. Applied to the
+            sample and then block by block, so that the features of all points never exist at once.
 
     Returns:
         Centres, labels and distances.
@@ -74,24 +79,38 @@ def fit(
             points.new_zeros(n_problems, n_points),
         )
     n_valid = count_valid(points, weights)
-    counts = fit_counts(n_valid, n_clusters, fit_size)
+    counts = fit_counts(n_valid, n_clusters, fit_size, per_cluster=metric.samples_per_cluster)
     sample, sample_weights = compact(points, weights, n_valid)
     sample, sample_weights = stratified(sample, sample_weights, n_valid, counts, streams, "fit sample")
+    if lift is not None:
+        sample = lift(sample)
     centres = seed_centres(
         sample, sample_weights, n_clusters=n_clusters, seeding=seeding, power=metric.p, streams=streams
     )
     if sample_weights is None:
         sample_weights = sample.new_ones(sample.shape[:2])
     centres = _iterate(sample, sample_weights, centres, metric, max_iter, tol)
-    labels, distances = assign(points, centres, metric, exact=bool((counts == n_valid).all()))
+    exact = bool((counts == n_valid).all())
+    labels, distances = assign(points, centres, metric, exact=exact, lift=lift)
     return Clustering(centres, labels, distances)
 
 
-def assign(points: Tensor, centres: Tensor, metric: Metric, *, exact: bool = True) -> tuple[Tensor, Tensor]:
+def assign(
+    points: Tensor,
+    centres: Tensor,
+    metric: Metric,
+    *,
+    exact: bool = True,
+    lift: Callable[[Tensor], Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
     """Nearest centre of every point and the distance to it, in blocks so that no `n x k` table is held."""
     rows = max(256, _ASSIGN_ROWS // len(points))
-    blocks = [metric.nearest(block, centres, exact=exact) for block in torch.split(points, rows, dim=1)]
-    return torch.cat([block[0] for block in blocks], dim=1), torch.cat([block[1] for block in blocks], dim=1)
+    labels, distances = [], []
+    for block in torch.split(points, rows, dim=1):
+        nearest = metric.nearest(block if lift is None else lift(block), centres, exact=exact)
+        labels.append(nearest[0])
+        distances.append(nearest[1])
+    return torch.cat(labels, dim=1), torch.cat(distances, dim=1)
 
 
 def _iterate(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -14,6 +15,8 @@ class Metric(ABC):
     """`d(x, c) = (sum_j |x_j - c_j|^p)^(1/p)`; a cluster's centre minimises its sum of `d^p`."""
 
     p: float
+    samples_per_cluster: ClassVar[int]
+    """Points per cluster that a fit on a sample looks at."""
 
     @abstractmethod
     def labels(self, points: Tensor, centres: Tensor) -> Tensor:
@@ -47,6 +50,7 @@ class Euclidean(Metric):
     """Least squares: the centre is the mean."""
 
     p = 2.0
+    samples_per_cluster = 32
 
     def labels(self, points: Tensor, centres: Tensor) -> Tensor:
         """By matrix product."""

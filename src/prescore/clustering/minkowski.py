@@ -9,6 +9,7 @@ The final pass after a fit on all points compares every centre.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -30,6 +31,7 @@ class Minkowski(Metric):
     """Sum of absolute differences to the power p: coordinate medians at p = 1."""
 
     p: float
+    samples_per_cluster: ClassVar[int] = 16
 
     def labels(self, points: Tensor, centres: Tensor) -> Tensor:
         """Exact among the centres that are nearest in the Euclidean metric."""

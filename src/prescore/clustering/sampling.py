@@ -7,9 +7,7 @@ from torch import Tensor
 
 from prescore.rng import Streams
 
-_FULL_FIT_LIMIT = 2048
-_SMALLEST_SAMPLE = 1024
-_SAMPLES_PER_CLUSTER = 16
+_FEWEST_CLUSTERS = 64
 
 
 def gather_rows(rows: Tensor, index: Tensor) -> Tensor:
@@ -27,14 +25,16 @@ def count_valid(points: Tensor, weights: Tensor | None) -> Tensor:
     return (weights > 0).sum(dim=1)
 
 
-def fit_counts(n_valid: Tensor, n_clusters: int, fit_size: int | None) -> Tensor:
-    """Points to fit on, from each problem's own number of valid points and never from the padded length."""
+def fit_counts(n_valid: Tensor, n_clusters: int, fit_size: int | None, *, per_cluster: int) -> Tensor:
+    """Points to fit on, from each problem's own number of valid points and never from the padded length.
+
+    A centre fitted on s points is off by 1/s of its cluster's variance, and so is the inertia: `per_cluster`
+    decides the price of the sample.
+    """
     if fit_size == 0:
         return n_valid
-    if fit_size is not None:
-        return n_valid.clamp(max=fit_size)
-    size = max(_SMALLEST_SAMPLE, _SAMPLES_PER_CLUSTER * n_clusters)
-    return torch.where(n_valid <= _FULL_FIT_LIMIT, n_valid, n_valid.clamp(max=size))
+    size = per_cluster * max(n_clusters, _FEWEST_CLUSTERS) if fit_size is None else fit_size
+    return n_valid.clamp(max=size)
 
 
 def compact(points: Tensor, weights: Tensor | None, n_valid: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import Tensor
 
-from prescore.clustering.lloyd import Clustering, fit
+from prescore.clustering.lloyd import fit
 from prescore.clustering.metrics import Metric
 from prescore.rng import Streams
 from prescore.scorers.base import Scored, Scorer
@@ -38,19 +39,8 @@ class ClusteringScorer(Scorer):
     def score(self, keys: Tensor, *, valid: Tensor | None, streams: Streams) -> Scored:
         """Score keys, see `Scorer.score`."""
         n_clusters = keys.shape[-1] + 1 if self.n_clusters is None else self.n_clusters
-        return self.score_points(keys, n_clusters, valid=valid, streams=streams)
-
-    def score_points(self, points: Tensor, n_clusters: int, *, valid: Tensor | None, streams: Streams) -> Scored:
-        """Cluster `points [B, H, N, F]`, the keys or features of them, and apply the rule."""
-        shape = points.shape[:3]
-        present = flat_mask(points, valid)
-        clusters = self.cluster(points.flatten(0, 1), n_clusters, present, streams)
-        scores = apply_rule(self.rule, clusters.distances, clusters.labels, n_clusters=n_clusters, valid=present)
-        return Scored(scores.reshape(shape), clusters.labels.reshape(shape), n_clusters)
-
-    def cluster(self, points: Tensor, n_clusters: int, present: Tensor | None, streams: Streams) -> Clustering:
-        """Cluster flattened problems `[P, n, d]`."""
-        return fit(
+        points, present = keys.flatten(0, 1), flat_mask(keys, valid)
+        clusters = fit(
             points,
             n_clusters=n_clusters,
             metric=self.metric(),
@@ -59,7 +49,14 @@ class ClusteringScorer(Scorer):
             weights=None if present is None else present.to(points.dtype),
             streams=streams.child("clusters"),
             fit_size=self.fit_size,
+            lift=self.lift(points, present, streams),
         )
+        scores = apply_rule(self.rule, clusters.distances, clusters.labels, n_clusters=n_clusters, valid=present)
+        return Scored(scores.reshape(keys.shape[:3]), clusters.labels.reshape(keys.shape[:3]), n_clusters)
+
+    def lift(self, points: Tensor, present: Tensor | None, streams: Streams) -> Callable[[Tensor], Tensor] | None:
+        """Features of blocks of the flattened keys, to cluster in; None = the keys themselves."""
+        return None
 
 
 def flat_mask(keys: Tensor, valid: Tensor | None) -> Tensor | None:

@@ -17,7 +17,9 @@ The paper's Appendix I uses "Gaussian kernel k-means" for something smaller: Euc
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -28,8 +30,7 @@ from prescore.clustering.sampling import compact, count_valid, stratified
 from prescore.clustering.seeding import pairwise_costs
 from prescore.registry import register_scorer
 from prescore.rng import Streams
-from prescore.scorers.base import Scored
-from prescore.scorers.clustered import ClusteringScorer, flat_mask
+from prescore.scorers.clustered import ClusteringScorer
 
 _BANDWIDTH_SAMPLE = 128
 
@@ -48,14 +49,13 @@ class GaussianKMeans(ClusteringScorer):
         """Euclidean, in feature space."""
         return EUCLIDEAN
 
-    def score(self, keys: Tensor, *, valid: Tensor | None, streams: Streams) -> Scored:
-        """Score keys, see `Scorer.score`."""
-        n_clusters = keys.shape[-1] + 1 if self.n_clusters is None else self.n_clusters
-        flat = keys.flatten(0, 1)
-        widths = bandwidth(flat, flat_mask(keys, valid), streams)
-        features = fourier_features(flat, widths, self.n_features, streams)
-        points = features.reshape(*keys.shape[:3], features.shape[-1])
-        return self.score_points(points, n_clusters, valid=valid, streams=streams)
+    def lift(self, points: Tensor, present: Tensor | None, streams: Streams) -> Callable[[Tensor], Tensor]:
+        """Random Fourier features."""
+        widths = bandwidth(points, present, streams)
+        half = max(1, self.n_features // 2)
+        frequencies = streams.normal("frequencies", half, points.shape[-1], like=points)
+        # the width goes into the small matrix, not into the points
+        return partial(fourier_features, frequencies=frequencies.t() / widths[:, None, None])
 
 
 def bandwidth(points: Tensor, present: Tensor | None, streams: Streams) -> Tensor:
@@ -75,14 +75,8 @@ def bandwidth(points: Tensor, present: Tensor | None, streams: Streams) -> Tenso
     return torch.where(medians > 0, medians, 1.0)
 
 
-def fourier_features(points: Tensor, widths: Tensor, n_features: int, streams: Streams) -> Tensor:
-    """Cosines and sines of `x.w / h` for standard normal w, scaled to unit norm: `[P, n, 2 * half]`."""
-    half = max(1, n_features // 2)
-    frequencies = streams.normal("frequencies", half, points.shape[-1], like=points)
-    # the width goes into the small matrix, not into the points
-    angles = torch.matmul(points, (frequencies.t() / widths[:, None, None]))
-    scale = 1.0 / math.sqrt(half)
-    features = points.new_empty(*angles.shape[:-1], 2 * half)
-    torch.cos(angles, out=features[..., :half])
-    torch.sin(angles, out=features[..., half:])
-    return features.mul_(scale)
+def fourier_features(points: Tensor, frequencies: Tensor) -> Tensor:
+    """Cosines and sines of `x.w` for the columns w of `frequencies [P, d, f]`, of unit norm: `[P, n, 2 f]`."""
+    angles = torch.bmm(points, frequencies)
+    scale = 1.0 / math.sqrt(frequencies.shape[-1])
+    return torch.cat([angles.cos(), angles.sin_()], dim=2).mul_(scale)
