@@ -42,7 +42,7 @@ def zero_of_gradient(
     # offsets from the mean, not absolute positions: digits are spent on the difference
     middle = torch.zeros_like(means)
     if steps is None:
-        steps = 26 if points.dtype == torch.float32 else 54
+        steps = 20 if points.dtype == torch.float32 else 50
     for _ in range(steps):
         residuals = deviations - gather_rows(middle, labels)
         pull = torch.sign(residuals)

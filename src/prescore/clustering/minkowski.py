@@ -1,9 +1,10 @@
 """The l_p metrics other than the Euclidean one; p = 1 is the k-median metric.
 
 An l_p distance has no matrix-product form, and comparing every point with every centre costs ten times the
-rest of the method. Centres near in l_p are near in l_2, so the Lloyd loop compares exactly only the few centres
+rest of the method. Centres near in l_p are near in l_2, so the Lloyd loop compares exactly only the two centres
 that a Euclidean matrix product finds nearest, and so does the final pass over all points after a fit on a sample.
-The final pass after a fit on all points compares every centre.
+The final pass after a fit on all points compares every centre. Measured on key-like points (k = 33, p = 1, 1.5 and
+3), this and coarse centres inside the loop change the total cost by less than 0.4 %, in either direction.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from prescore.clustering.metrics import Euclidean, Metric, euclidean_order
 from prescore.clustering.powers import power
 from prescore.clustering.sampling import gather_rows
 
-_LOOP_SHORTLIST = 4
-_FINAL_SHORTLIST = 2
-_COARSE_STEPS = 5
+# Bisection steps before the last iteration; the bracket is wider above p = 2.
+_COARSE_STEPS = 3
+_COARSE_STEPS_WIDE = 5
 _EXACT_ELEMENTS = 2**20
 
 
@@ -35,12 +36,12 @@ class Minkowski(Metric):
 
     def labels(self, points: Tensor, centres: Tensor) -> Tensor:
         """Exact among the centres that are nearest in the Euclidean metric."""
-        return self._shortlisted(points, centres, _LOOP_SHORTLIST)[0]
+        return self._shortlisted(points, centres)[0]
 
     def nearest(self, points: Tensor, centres: Tensor, *, exact: bool) -> tuple[Tensor, Tensor]:
         """Over all centres if `exact`, else over a shortlist of two."""
         if not exact:
-            return self._shortlisted(points, centres, _FINAL_SHORTLIST)
+            return self._shortlisted(points, centres)
         if self.p == 1.0:
             nearest = torch.cdist(points, centres, p=1.0).min(dim=2)
             return nearest.indices, nearest.values
@@ -58,7 +59,8 @@ class Minkowski(Metric):
         """The minimiser for p >= 1; for p < 1, where the cost is not convex, the best of a few members."""
         if self.p < 1.0:
             return best_members(points, labels, membership, sizes, self.p)
-        steps = None if final else _COARSE_STEPS
+        coarse = _COARSE_STEPS if self.p <= 2.0 else _COARSE_STEPS_WIDE
+        steps = None if final else coarse
         return zero_of_gradient(points, labels, membership, sizes, self.p, steps=steps)
 
     def _compared(self, points: Tensor, candidates: Tensor) -> tuple[Tensor, Tensor]:
@@ -67,17 +69,14 @@ class Minkowski(Metric):
         nearest = costs.min(dim=2)
         return nearest.indices, power(nearest.values, 1.0 / self.p)
 
-    def _shortlisted(self, points: Tensor, centres: Tensor, size: int) -> tuple[Tensor, Tensor]:
-        order = euclidean_order(points, centres)
-        if size >= centres.shape[1]:
+    def _shortlisted(self, points: Tensor, centres: Tensor) -> tuple[Tensor, Tensor]:
+        if centres.shape[1] <= 2:
             return self._compared(points, centres.unsqueeze(1))
-        if size == 2:
-            # two minima are twice as fast as topk
-            first = order.min(dim=2, keepdim=True).indices
-            second = order.scatter_(2, first, torch.inf).min(dim=2, keepdim=True).indices
-            shortlist = torch.cat([first, second], dim=2)
-        else:
-            shortlist = order.topk(size, dim=2, largest=False).indices
+        order = euclidean_order(points, centres)
+        # two minima are twice as fast as topk
+        first = order.min(dim=2, keepdim=True).indices
+        second = order.scatter_(2, first, torch.inf).min(dim=2, keepdim=True).indices
+        shortlist = torch.cat([first, second], dim=2)
         candidates = gather_rows(centres, shortlist.flatten(1)).reshape(*shortlist.shape, -1)
         position, distances = self._compared(points, candidates)
         return shortlist.gather(2, position.unsqueeze(2)).squeeze(2), distances

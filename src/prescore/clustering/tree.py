@@ -1,0 +1,81 @@
+"""A balanced bisection tree: equal, contiguous, nested clusters.
+
+Each node is cut at the median along its main direction, until the pieces have at most `leaf_size` points.
+The result is one permutation: leaf i is a run of equal length, and every upper node is a run of leaves.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from prescore.attention.kernels import accumulation_dtype
+
+
+def tree_levels(n_points: int, leaf_size: int) -> int:
+    """Bisections needed until no piece of `n_points` has more than `leaf_size` points."""
+    return max(0, -(-n_points // leaf_size) - 1).bit_length()
+
+
+def bisection_tree(
+    points: Tensor, levels: int, *, valid: Tensor | None = None, power_iterations: int = 3
+) -> Tensor:
+    """Row numbers of the points in tree order.
+
+    Args:
+        points: `[..., N, D]`, `N` a multiple of `2 ** levels`.
+        levels: Bisections; leaf i is `order[..., i * m : (i + 1) * m]` with `m = N / 2 ** levels`.
+        valid: `[..., N]`, False points come last in every node and move no cut direction.
+        power_iterations: Steps towards the main direction of each node.
+
+    Returns:
+        `[..., N]` int64, a permutation of `0 .. N - 1`. No gradient.
+    """
+    n_points, dim = points.shape[-2:]
+    if n_points % 2**levels:
+        raise ValueError(f"points must come in a multiple of {2**levels} for {levels} levels, got {n_points}")
+    lead = points.shape[:-2]
+    work = points.detach().to(accumulation_dtype(points.dtype)).reshape(-1, n_points, dim)
+    n_trees = work.shape[0]
+    alive = None if valid is None else valid.expand(*lead, n_points).reshape(n_trees, n_points)
+    order = torch.arange(n_points, device=points.device).expand(n_trees, n_points).contiguous()
+    for level in range(levels):
+        n_nodes = n_trees * 2**level
+        size = n_points >> level
+        nodes = work.view(n_nodes, size, dim)
+        node_alive = None if alive is None else alive.view(n_nodes, size)
+        projection = _projection(nodes, node_alive, power_iterations)
+        ranks = projection.argsort(dim=-1, stable=True)  # equal points keep their order: deterministic
+        order = order.view(n_nodes, size).gather(1, ranks).view(n_trees, n_points)
+        rows = ranks + torch.arange(0, n_nodes * size, size, device=points.device)[:, None]
+        if alive is not None:
+            alive = alive.reshape(-1).index_select(0, rows.view(-1)).view(n_trees, n_points)
+        if level + 1 < levels:
+            work = work.view(-1, dim).index_select(0, rows.view(-1)).view(n_trees, n_points, dim)
+    return order.view(*lead, n_points)
+
+
+def _projection(nodes: Tensor, alive: Tensor | None, power_iterations: int) -> Tensor:
+    """`[nodes, size]`: place of every point along its node's main direction, +inf for dead points."""
+    if alive is None:
+        centred = nodes - nodes.mean(dim=1, keepdim=True)
+    else:
+        count = alive.sum(dim=1).clamp_min(1)[:, None, None]
+        weight = alive[..., None].to(nodes.dtype)
+        centred = (nodes - (nodes * weight).sum(dim=1, keepdim=True) / count) * weight
+    # the covariance costs one matrix product; iterating on the points would read them twice per step
+    covariance = centred.transpose(1, 2) @ centred
+    widest = covariance.diagonal(dim1=1, dim2=2).argmax(dim=1)
+    direction = covariance[torch.arange(len(nodes), device=nodes.device), widest]
+    for _ in range(power_iterations):
+        direction = _unit((covariance @ _unit(direction)[..., None]).squeeze(-1))
+    projection = (centred @ direction[..., None]).squeeze(-1)
+    return projection if alive is None else projection.masked_fill(~alive, torch.inf)
+
+
+def _unit(vectors: Tensor) -> Tensor:
+    # by the largest entry first: squares of tiny or huge covariances leave the range of float32
+    peak = vectors.abs().amax(dim=-1, keepdim=True)
+    vectors = vectors / peak.masked_fill(peak == 0, 1.0)
+    norm = vectors.norm(dim=-1, keepdim=True)
+    return vectors / norm.masked_fill(norm == 0, 1.0)
