@@ -96,7 +96,7 @@ class Session:
 
         console = Console()
         # piped output has no width of its own, and a table squeezed to 80 columns loses its figures
-        console = console if console.is_terminal else Console(width=max(console.width, 140))
+        console = console if console.is_terminal else Console(width=max(console.width, 160))
         for renderable in renderables:
             console.print(renderable)
 
