@@ -12,14 +12,14 @@ from torch import Tensor
 FLOAT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
-def one_of(name: str, value: Any, allowed: Collection[Any]) -> None:  # noqa: ANN401
+def one_of(name: str, value: Any, allowed: Collection[Any]) -> None:
     """Refuse a value outside a fixed list."""
     if value not in allowed:
         listed = ", ".join(repr(item) for item in allowed)
         raise ValueError(f"{name} must be one of {listed}, got {value!r}")
 
 
-def integer(name: str, value: Any, *, minimum: int) -> None:  # noqa: ANN401
+def integer(name: str, value: Any, *, minimum: int) -> None:
     """Refuse anything but an int of at least `minimum`."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} must be an int, got {type(value).__name__} {value!r}")
@@ -27,7 +27,7 @@ def integer(name: str, value: Any, *, minimum: int) -> None:  # noqa: ANN401
         raise ValueError(f"{name} must be at least {minimum}, got {value}")
 
 
-def number(name: str, value: Any, *, minimum: float, exclusive: bool = False) -> None:  # noqa: ANN401
+def number(name: str, value: Any, *, minimum: float, exclusive: bool = False) -> None:
     """Refuse anything but a finite number of at least (or above) `minimum`."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{name} must be a number, got {type(value).__name__} {value!r}")
@@ -36,13 +36,13 @@ def number(name: str, value: Any, *, minimum: float, exclusive: bool = False) ->
         raise ValueError(f"{name} must be finite and {rule}, got {value}")
 
 
-def boolean(name: str, value: Any) -> None:  # noqa: ANN401
+def boolean(name: str, value: Any) -> None:
     """Refuse anything but True or False."""
     if not isinstance(value, bool):
         raise TypeError(f"{name} must be True or False, got {type(value).__name__} {value!r}")
 
 
-def budget(name: str, value: Any) -> None:  # noqa: ANN401
+def budget(name: str, value: Any) -> None:
     """Refuse a budget that is neither None, a count >= 0, nor a fraction in (0, 1]."""
     if value is None:
         return
@@ -54,14 +54,12 @@ def budget(name: str, value: Any) -> None:  # noqa: ANN401
         raise ValueError(f"{name} must be a fraction in (0, 1] when it is a float, got {value}")
 
 
-def tensor4(name: str, value: Any) -> None:  # noqa: ANN401
+def tensor4(name: str, value: Any) -> None:
     """Refuse anything but a floating [batch, heads, sequence, dim] tensor."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
     if value.ndim != 4:
-        raise ValueError(
-            f"{name} must have 4 dimensions [batch, heads, sequence, dim], got {tuple(value.shape)}"
-        )
+        raise ValueError(f"{name} must have 4 dimensions [batch, heads, sequence, dim], got {tuple(value.shape)}")
     if value.dtype not in FLOAT_DTYPES:
         raise TypeError(f"{name} must be float64, float32, bfloat16 or float16, got {value.dtype}")
     if value.shape[-1] == 0:
@@ -76,7 +74,7 @@ def keys(key: Tensor, key_padding_mask: Tensor | None, *, name: str = "key") -> 
     _finite(name, key, key_padding_mask)
 
 
-def padding_mask(key: Tensor, mask: Any) -> None:  # noqa: ANN401
+def padding_mask(key: Tensor, mask: Any) -> None:
     """Refuse a mask that is not bool [batch, sequence] on the keys' device."""
     if not isinstance(mask, Tensor):
         raise TypeError(f"key_padding_mask must be a torch.Tensor or None, got {type(mask).__name__}")
@@ -84,9 +82,7 @@ def padding_mask(key: Tensor, mask: Any) -> None:  # noqa: ANN401
         raise TypeError(f"key_padding_mask must be bool (True = a real key), got {mask.dtype}")
     expected = (key.shape[0], key.shape[2])
     if tuple(mask.shape) != expected:
-        raise ValueError(
-            f"key_padding_mask must have shape {expected} [batch, keys], got {tuple(mask.shape)}"
-        )
+        raise ValueError(f"key_padding_mask must have shape {expected} [batch, keys], got {tuple(mask.shape)}")
     if mask.device != key.device:
         raise ValueError(f"key_padding_mask must be on the keys' device {key.device}, got {mask.device}")
 
@@ -110,9 +106,7 @@ def attention_inputs(
         if tensor.device != query.device:
             raise ValueError(f"{name} must be on the query's device {query.device}, got {tensor.device}")
         if tensor.shape[0] != query.shape[0]:
-            raise ValueError(
-                f"{name} must have the query's batch size {query.shape[0]}, got {tensor.shape[0]}"
-            )
+            raise ValueError(f"{name} must have the query's batch size {query.shape[0]}, got {tensor.shape[0]}")
     if key.shape[-1] != query.shape[-1]:
         raise ValueError(f"key must have the query's head dimension {query.shape[-1]}, got {key.shape[-1]}")
     if value.shape[1:3] != key.shape[1:3]:
@@ -140,6 +134,4 @@ def _finite(name: str, tensor: Tensor, mask: Tensor | None) -> None:
     if not (torch.isfinite(low) & torch.isfinite(high)):
         bad = ~torch.isfinite(real)
         place = tuple(bad.nonzero()[0].tolist())
-        raise ValueError(
-            f"{name} must be finite where it is not padding, got {real[place].item()} at {place}"
-        )
+        raise ValueError(f"{name} must be finite where it is not padding, got {real[place].item()} at {place}")

@@ -159,9 +159,7 @@ class PrescoreConfig:
         checks.boolean("leaf_inclusive", self.leaf_inclusive)
 
     @classmethod
-    def paper(
-        cls, method: str = "kmeans", top_k: int | float | None = 2048, **overrides: Any
-    ) -> PrescoreConfig:  # noqa: ANN401
+    def paper(cls, method: str = "kmeans", top_k: int | float | None = 2048, **overrides: Any) -> PrescoreConfig:
         """Algorithms 1 and 2 to the letter, with the corrected coupling."""
         letter: dict[str, Any] = {
             "method": method,
@@ -177,19 +175,17 @@ class PrescoreConfig:
         return cls(**{**letter, **overrides})
 
     @classmethod
-    def hyper(cls, **overrides: Any) -> PrescoreConfig:  # noqa: ANN401
+    def hyper(cls, **overrides: Any) -> PrescoreConfig:
         """Unfiltered HyperAttention as published."""
         return cls.paper(**{"top_k": None, **overrides})
 
     @classmethod
-    def glm2(
-        cls, method: str = "kmeans", top_k: int | float | None = 2048, **overrides: Any
-    ) -> PrescoreConfig:  # noqa: ANN401
+    def glm2(cls, method: str = "kmeans", top_k: int | float | None = 2048, **overrides: Any) -> PrescoreConfig:
         """The paper's early integration: all three coupling artefacts on (Appendix F)."""
         early = Coupling(mask="zero", residual_weight="all", overlap="count")
         return cls.paper(method, top_k, **{"coupling": early, **overrides})
 
-    def replace(self, **overrides: Any) -> PrescoreConfig:  # noqa: ANN401
+    def replace(self, **overrides: Any) -> PrescoreConfig:
         """A copy with some fields changed."""
         return dataclasses.replace(self, **overrides)
 

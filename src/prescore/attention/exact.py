@@ -34,9 +34,7 @@ def exact_attention(
     Returns:
         Output and lse; a query that sees nothing has output 0 and lse -inf.
     """
-    checks.attention_inputs(
-        query, key, value, is_causal=is_causal, key_padding_mask=key_padding_mask, scale=scale
-    )
+    checks.attention_inputs(query, key, value, is_causal=is_causal, key_padding_mask=key_padding_mask, scale=scale)
     if key_padding_mask is not None:
         # padding may hold anything, and 0 * NaN is NaN
         hidden = ~key_padding_mask[:, None, :, None]

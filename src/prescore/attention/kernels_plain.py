@@ -64,13 +64,11 @@ class Plain:
         return grad_query.to(query.dtype), grad_key.to(key.dtype), grad_value.to(value.dtype)
 
 
-def _logits(
-    query: Tensor, key: Tensor, bias: Tensor | None, causal: bool, scale: float, start: int
-) -> Tensor:
+def _logits(query: Tensor, key: Tensor, bias: Tensor | None, causal: bool, scale: float, start: int) -> Tensor:
     wide = accumulation_dtype(query.dtype)
     group = query.shape[1] // max(key.shape[1], 1)
     grouped = query.to(wide).unflatten(1, (key.shape[1], group))
-    logits = (grouped @ key.to(wide)[:, :, None].transpose(-1, -2)) * scale  # [b, g, h/g, t, c]
+    logits: Tensor = (grouped @ key.to(wide)[:, :, None].transpose(-1, -2)) * scale  # [b, g, h/g, t, c]
     if bias is not None:
         rows = bias if bias.shape[-2] == 1 else bias[..., start : start + query.shape[2], :]
         heads = rows[:, :, None] if rows.shape[1] == 1 else rows.unflatten(1, (key.shape[1], group))

@@ -37,6 +37,7 @@ class Part:
         bias: `[b, c + e]` added to the logits (-inf = not seen), or anything that broadcasts to
             `[b, h, t, c + e]`.
         causal: Row i of a tile sees its first i + 1 columns only.
+        residual: Range of columns that are the sampled residual, for reporting its share.
     """
 
     shape: tuple[int, int, int]
@@ -46,6 +47,7 @@ class Part:
     extra_rows: Tensor | None = None
     bias: Tensor | None = None
     causal: bool = False
+    residual: tuple[int, int] = (0, 0)
 
     def bias4(self) -> Tensor | None:
         """The bias as the operator wants it."""
@@ -97,7 +99,7 @@ def attend_parts(
     rows, dim, value_dim = query.shape[:3], query.shape[-1], value.shape[-1]
     if stand_ins is None:
         stand_ins = StandIns(key.new_empty(0, dim), value.new_empty(0, value_dim))
-    output, lse = _AttendParts.apply(
+    output, lse = _AttendParts.apply(  # type: ignore[no-untyped-call]
         query.reshape(-1, dim),
         key.reshape(-1, dim),
         value.reshape(-1, value_dim),
@@ -112,8 +114,8 @@ def attend_parts(
 
 class _AttendParts(torch.autograd.Function):
     @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any,  # noqa: ANN401
+    def forward(
+        ctx: Any,
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -139,8 +141,8 @@ class _AttendParts(torch.autograd.Function):
         return result, lse
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:  # noqa: ANN401
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
         tensors = ctx.saved_tensors
         query, key, value, extra_key, extra_value, output, lse = tensors
         dtype = query.dtype
@@ -151,8 +153,7 @@ class _AttendParts(torch.autograd.Function):
         if grad_lse is not None:
             # half precision cannot hold the folded gradient; this path is rare, so it may cost memory
             query, key, value, extra_key, extra_value, output, grad = (
-                t.to(accumulation_dtype(dtype))
-                for t in (query, key, value, extra_key, extra_value, output, grad)
+                t.to(accumulation_dtype(dtype)) for t in (query, key, value, extra_key, extra_value, output, grad)
             )
             grad, output = _fold_lse_gradient(grad, output, grad_lse)
         sums = [torch.zeros_like(t, dtype=accumulation_dtype(dtype)) for t in (query, key, value)]
@@ -163,9 +164,7 @@ class _AttendParts(torch.autograd.Function):
             if part.query_valid is not None:
                 g = g * part.query_valid[..., None]
             k, v = _columns(key, extra_key, part), _columns(value, extra_value, part)
-            dq, dk, dv = ctx.backend.backward(
-                g, q, k, v, part.bias4(), o, weights_lse, part.causal, ctx.scale
-            )
+            dq, dk, dv = ctx.backend.backward(g, q, k, v, part.bias4(), o, weights_lse, part.causal, ctx.scale)
             _add_queries(sums[0], part, dq)
             _add_columns(sums[1], extras[0], part, dk)
             _add_columns(sums[2], extras[1], part, dv)

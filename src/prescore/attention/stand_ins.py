@@ -1,0 +1,58 @@
+"""One stand-in per cluster for its keys that were not selected."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from prescore.attention.hyper import Columns
+from prescore.attention.parts import StandIns
+
+_CHUNK = 8192
+
+
+def centroid_stand_ins(
+    key: Tensor, value: Tensor, labels: Tensor, unselected: Tensor, n_clusters: int, dtype: torch.dtype
+) -> tuple[StandIns, Columns]:
+    """Means of the true keys and values of each cluster's unselected members, weighted by their number.
+
+    A stand-in enters the softmax with logit `q . mean key + log(count)` and carries the mean value: exact where
+    the cluster's keys are equal, and an underestimate of its mass otherwise (exp is convex).
+
+    Args:
+        key: `[P, H, N, D]`; gradients flow into it.
+        value: `[P, H, N, Dv]`, likewise.
+        labels: `[P, H, N]` cluster numbers.
+        unselected: `[P, H, N]` bool, real keys that were not selected.
+        n_clusters: Stand-ins per problem and head.
+        dtype: Of the bias.
+
+    Returns:
+        The stand-ins, and their rows and log weights `[P, H, n_clusters]` (-inf for an empty cluster).
+    """
+    n_problems, heads = labels.shape[:2]
+    wide = torch.promote_types(key.dtype, torch.float32)
+    key_sum = _cluster_sums(key.flatten(0, 1).to(wide), labels, unselected, n_clusters)
+    value_sum = _cluster_sums(value.flatten(0, 1).to(wide), labels, unselected, n_clusters)
+    ones = unselected.flatten(0, 1)[..., None].to(wide)
+    count = _cluster_sums(ones, labels, unselected, n_clusters)  # [P * H, clusters, 1]
+    safe = count.clamp_min(1)
+    stand_ins = StandIns(
+        (key_sum / safe).flatten(0, 1).to(key.dtype), (value_sum / safe).flatten(0, 1).to(value.dtype)
+    )
+    rows = torch.arange(n_problems * heads * n_clusters, device=key.device)
+    shape = (n_problems, heads, n_clusters)
+    # log(0) = -inf is what an empty cluster should weigh
+    return stand_ins, Columns(rows.view(shape), torch.log(count).view(shape).to(dtype))
+
+
+def _cluster_sums(points: Tensor, labels: Tensor, taken: Tensor, n_clusters: int) -> Tensor:
+    """`[P * H, N, d]` -> `[P * H, clusters, d]` by matrix products with one-hot labels, in chunks."""
+    numbers = torch.arange(n_clusters, device=points.device)
+    flat_labels, flat_taken = labels.flatten(0, 1), taken.flatten(0, 1)
+    total = points.new_zeros(points.shape[0], n_clusters, points.shape[-1])
+    for start in range(0, points.shape[1], _CHUNK):
+        rows = slice(start, start + _CHUNK)
+        hot = (flat_labels[:, None, rows] == numbers[:, None]) & flat_taken[:, None, rows]
+        total = total + hot.to(points.dtype) @ points[:, rows]
+    return total

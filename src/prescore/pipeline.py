@@ -1,0 +1,225 @@
+"""The public functions: check, align, plan, run, restore."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from prescore import checks
+from prescore.attention.exact import resolve_scale
+from prescore.attention.parts import attend_parts
+from prescore.config import PrescoreConfig
+from prescore.layout import Aligned, align, align_keys
+from prescore.plan import FULL, Plan, Planner
+from prescore.rng import as_streams
+from prescore.scoring import score_keys, select_keys
+from prescore.selection.members import protected_positions
+from prescore.statistics import statistics
+from prescore.types import Attended, Aux, Selection
+
+Generator = torch.Generator | int | None
+
+
+def score(
+    key: Tensor,
+    *,
+    config: PrescoreConfig | None = None,
+    key_padding_mask: Tensor | None = None,
+    generator: Generator = None,
+) -> Tensor:
+    """Score keys (Algorithm 1 without the budget).
+
+    Args:
+        key: `[B, Hkv, N, D]`.
+        config: Which method, rule and so on; the default is `PrescoreConfig()`.
+        key_padding_mask: `[B, N]`, True = a real key.
+        generator: Seed, generator or None.
+
+    Returns:
+        `[B, Hkv, N]` in at least float32; higher = kept, padded keys -inf, sinks not raised.
+    """
+    config = _config(config)
+    checks.keys(key, key_padding_mask)
+    streams = as_streams(generator)
+    if 0 in key.shape[:3]:
+        return key.new_zeros(key.shape[:3], dtype=torch.promote_types(key.dtype, torch.float32))
+    aligned, valid, shift = align_keys(key, key_padding_mask)
+    streams = streams.child(FULL)
+    scores = score_keys(aligned, valid=valid, config=config, streams=streams).scores
+    if shift is None:
+        return scores
+    index = torch.arange(key.shape[2], device=key.device) - shift[:, None]
+    moved = scores.gather(-1, index.clamp_min(0)[:, None, :].expand_as(scores))
+    return moved.masked_fill((index < 0)[:, None, :], -torch.inf)
+
+
+def select(
+    key: Tensor,
+    *,
+    config: PrescoreConfig | None = None,
+    key_padding_mask: Tensor | None = None,
+    generator: Generator = None,
+) -> Selection:
+    """Choose the keys to keep (Algorithm 1): budget, sinks, recent positions, delta test.
+
+    Example:
+        >>> kept = select(key, config=PrescoreConfig(method="kmeans", top_k=256, sinks=4))
+        >>> kept.indices.shape
+        torch.Size([1, 8, 256])
+    """
+    config = _config(config)
+    checks.keys(key, key_padding_mask)
+    streams = as_streams(generator)
+    if 0 in key.shape[:3]:
+        return _only([], key)
+    aligned, valid, shift = align_keys(key, key_padding_mask)
+    protect = None
+    if config.sinks or config.recent:
+        protect = protected_positions(valid, aligned, config.sinks, config.recent)
+    streams = streams.child(FULL)
+    chosen = select_keys(aligned, valid=valid, config=config, streams=streams, protect=protect).selection
+    return _in_place(chosen, shift)
+
+
+def prescored_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    config: PrescoreConfig | None = None,
+    is_causal: bool = False,
+    key_padding_mask: Tensor | None = None,
+    scale: float | None = None,
+    generator: Generator = None,
+    selection: Selection | None = None,
+    return_aux: bool = False,
+    backend: str = "auto",
+) -> Any:
+    """Attention over the keys that matter (Algorithm 2).
+
+    Args:
+        query: `[B, Hq, Nq, D]`.
+        key: `[B, Hkv, Nk, D]`, `Hq` a multiple of `Hkv`.
+        value: `[B, Hkv, Nk, Dv]`.
+        config: The default is `PrescoreConfig()`.
+        is_causal: Queries are the last `Nq` positions; every off-diagonal block of the recursion scores its
+            own past keys only.
+        key_padding_mask: `[B, Nk]`, True = a real key.
+        scale: Factor of the logits, `D ** -0.5` by default.
+        generator: Seed, generator or None.
+        selection: Use this selection instead of making one.
+        return_aux: Also return lse, the selection and statistics.
+        backend: Operator backend, see `exact_attention`.
+
+    Returns:
+        The output `[B, Hq, Nq, Dv]`, or `(output, Aux)`.
+    """
+    config = _config(config)
+    attended, plan, call = _run(
+        query, key, value, config, is_causal, key_padding_mask, scale, generator, selection, backend
+    )
+    if not return_aux:
+        return attended.output
+    stats = statistics(call, plan, config, resolve_scale(scale, query), backend)
+    kept = [_in_place(chosen, call.shift) for chosen in plan.selections]
+    return attended.output, Aux(attended.lse, kept if is_causal else _only(kept, key), stats)
+
+
+def hyper_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    config: PrescoreConfig | None = None,
+    is_causal: bool = False,
+    key_padding_mask: Tensor | None = None,
+    scale: float | None = None,
+    generator: Generator = None,
+    backend: str = "auto",
+) -> Attended:
+    """Unfiltered HyperAttention: LSH blocks plus a sampled residual over all keys.
+
+    `config` defaults to `PrescoreConfig.hyper()`; its `method`, `top_k`, `inner` and `remainder` are ignored.
+    """
+    config = PrescoreConfig.hyper() if config is None else _config(config)
+    config = config.replace(top_k=None, inner="hyper", remainder="none")
+    return _run(query, key, value, config, is_causal, key_padding_mask, scale, generator, None, backend)[0]
+
+
+def _run(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    config: PrescoreConfig,
+    is_causal: bool,
+    mask: Tensor | None,
+    scale: float | None,
+    generator: Generator,
+    selection: Selection | None,
+    backend: str,
+) -> tuple[Attended, Plan, Aligned]:
+    checks.attention_inputs(query, key, value, is_causal=is_causal, key_padding_mask=mask, scale=scale)
+    streams = as_streams(generator)
+    call = align(query, key, value, mask, is_causal=is_causal)
+    given = None if selection is None else _given(selection, key, call)
+    plan = Planner(call, config, streams, given, is_causal).build()
+    attended = plan.timed(
+        "attending",
+        lambda: attend_parts(
+            call.query,
+            plan.key,
+            plan.value,
+            plan.parts,
+            scale=resolve_scale(scale, query),
+            stand_ins=plan.stand_ins,
+            backend=backend,
+        ),
+    )
+    return call.restore(attended), plan, call
+
+
+def _config(config: PrescoreConfig | None) -> PrescoreConfig:
+    if config is None:
+        return PrescoreConfig()
+    if not isinstance(config, PrescoreConfig):
+        raise TypeError(f"config must be a prescore.PrescoreConfig or None, got {type(config).__name__}")
+    return config
+
+
+def _only(kept: list[Selection], key: Tensor) -> Selection:
+    if kept:
+        return kept[0]
+    empty = torch.zeros(*key.shape[:2], 0, dtype=torch.int64, device=key.device)  # nothing to select from
+    return Selection(empty, empty.bool())
+
+
+def _in_place(selection: Selection, shift: Tensor | None) -> Selection:
+    """From aligned positions to positions of the tensors the caller gave."""
+    if shift is None:
+        return selection
+    return Selection(selection.indices + shift[:, None, None], selection.valid, selection.fallback)
+
+
+def _given(selection: Selection, key: Tensor, call: Aligned) -> Tensor:
+    """A caller's selection as `[B, Hkv, N]` bool in aligned positions."""
+    if not isinstance(selection, Selection):
+        raise TypeError(f"selection must be a prescore.Selection, got {type(selection).__name__}")
+    indices, valid = selection.indices, selection.valid
+    if indices.ndim != 3 or indices.shape[:2] != key.shape[:2] or valid.shape != indices.shape:
+        raise ValueError(
+            f"selection must have indices and valid of shape {(*key.shape[:2], 'S')}, "
+            f"got {tuple(indices.shape)} and {tuple(valid.shape)}"
+        )
+    inside = (indices >= 0) & (indices < key.shape[2])
+    if not bool((inside | ~valid).all()):
+        wrong = int(indices[valid & ~inside][0])
+        raise ValueError(f"selection must have indices in 0..{key.shape[2] - 1}, got {wrong}")
+    if call.shift is not None:
+        indices = indices - call.shift[:, None, None]
+        valid = valid & (indices >= 0)
+    member = torch.zeros(key.shape[:3], dtype=torch.int8, device=key.device)
+    member.scatter_reduce_(-1, indices.clamp(0, key.shape[2] - 1), valid.to(torch.int8), "amax")
+    chosen = member.bool()
+    return chosen if call.valid is None else chosen & call.valid[:, None, :]

@@ -1,0 +1,311 @@
+"""Algorithm 2 as a plan: score, select, and say which queries meet which key rows.
+
+This is where the three stages meet. A plan is a list of `Part`s; running it is `attend_parts`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from prescore.attention.grid import Queries, key_rows, key_valid, leaf_parts, levels
+from prescore.attention.hyper import Columns, Problems, exact_part, hyper_part
+from prescore.attention.lsh import hash_ranks, projections, zero_rank
+from prescore.attention.parts import Part, StandIns
+from prescore.attention.stand_ins import centroid_stand_ins
+from prescore.config import PrescoreConfig
+from prescore.layout import Aligned
+from prescore.rng import Streams
+from prescore.scoring import Chosen, cluster_labels, select_keys
+from prescore.selection.members import compact, membership, protected_positions, selection_of
+from prescore.types import Selection
+
+FULL = "full"
+"""Name of the random stream of a non-causal problem: `score` and `select` draw from it too, so they agree."""
+
+
+@dataclass(eq=False)
+class Plan:
+    """What one call will compute, and what was decided on the way.
+
+    Attributes:
+        parts: Which queries meet which keys.
+        key, value: Tables the parts' rows refer to (with a zero row at the end under `mask="zero"`).
+        stand_ins: Rows the parts' extra columns refer to.
+        selections: One per full problem or off-diagonal block, in aligned positions.
+        seconds: Time spent per stage.
+        counts: Plain numbers for the statistics.
+    """
+
+    key: Tensor
+    value: Tensor
+    parts: list[Part] = field(default_factory=list)
+    stand_ins: StandIns | None = None
+    selections: list[Selection] = field(default_factory=list)
+    seconds: dict[str, float] = field(default_factory=dict)
+    counts: dict[str, Any] = field(default_factory=dict)
+
+    def timed(self, stage: str, work: Callable[[], Any]) -> Any:
+        """Run a stage and add its time to the books."""
+        begin = time.perf_counter()
+        result = work()
+        if self.key.device.type == "cuda":
+            torch.cuda.synchronize(self.key.device)
+        self.seconds[stage] = self.seconds.get(stage, 0.0) + time.perf_counter() - begin
+        return result
+
+
+@dataclass(frozen=True, eq=False)
+class _Block:
+    """Queries and candidate keys of equal-sized problems, `P = B * n`."""
+
+    name: str
+    query_rows: Tensor
+    query_valid: Tensor | None
+    query_real: Tensor | None
+    key: Tensor
+    value: Tensor
+    rows: Tensor
+    valid: Tensor | None
+    protect: Tensor | None
+    exact: Tensor
+    given: Tensor | None
+
+
+class Planner:
+    """Builds a plan for one call; holds nothing beyond it."""
+
+    def __init__(
+        self, call: Aligned, config: PrescoreConfig, streams: Streams, given: Tensor | None, is_causal: bool
+    ) -> None:
+        batch, n_heads, n_query, _ = call.query.shape
+        self.call, self.config, self.streams, self.given = call, config, streams, given
+        self.n_keys, self.heads = call.key.shape[2], call.key.shape[1]
+        self.queries = Queries(
+            batch, self.heads, n_heads // self.heads, n_query, call.query_start, call.query.device
+        )
+        self.zeroing = config.coupling.mask == "zero" and bool(config.top_k)
+        self.plan = Plan(*self._tables())
+        self._ranks: tuple[Tensor, Tensor] | None = None
+        self.is_causal = is_causal
+
+    def build(self) -> Plan:
+        """The plan of the whole call."""
+        plan, config = self.plan, self.config
+        if 0 in (self.queries.batch, self.queries.length, self.n_keys):
+            plan.counts["depth"] = 0
+            return plan
+        if not self.is_causal:
+            plan.counts["depth"] = 0
+            self._add(self._full_block())
+            return plan
+        leaf = max(1, config.min_seq_len)
+        plan.parts += leaf_parts(leaf, self.queries, self.n_keys, self.call.valid, self.call.query.dtype)
+        grid = levels(leaf, self.queries)
+        plan.counts["depth"] = len(grid)
+        for depth, level in enumerate(grid):
+            self._add(self._level_block(depth, level.width, level.key_positions, level.query_positions))
+        return plan
+
+    def _tables(self) -> tuple[Tensor, Tensor]:
+        key, value = self.call.key, self.call.value
+        if not self.zeroing:
+            return key, value
+        return tuple(torch.cat((t.reshape(-1, t.shape[-1]), t.new_zeros(1, t.shape[-1]))) for t in (key, value))  # type: ignore[return-value]
+
+    def _full_block(self) -> _Block:
+        """One problem per batch row; rows with few queries are exact over their selection, the others not."""
+        call, config = self.call, self.config
+        positions = torch.arange(self.n_keys, device=call.key.device)[None]
+        everywhere = dataclasses.replace(self.queries, start=0)
+        query_rows, _ = everywhere.rows(torch.arange(self.queries.length, device=call.key.device)[None])
+        n_query = torch.full((self.queries.batch,), self.queries.length, device=call.key.device)
+        if call.query_valid is not None:
+            n_query = call.query_valid.sum(1)
+        few = n_query <= config.min_seq_len if config.leaf_inclusive else n_query < config.min_seq_len
+        rows = key_rows(positions, self.queries, self.n_keys)
+        protect = protected_positions(call.valid, call.key, config.sinks, config.recent)
+        return _Block(
+            FULL, query_rows, None, call.query_valid, call.key, call.value, rows, call.valid, protect, few,
+            self.given,
+        )  # fmt: skip
+
+    def _level_block(self, depth: int, width: int, key_positions: Tensor, query_positions: Tensor) -> _Block:
+        """All off-diagonal blocks of one level as one batch of problems."""
+        call, config, queries = self.call, self.config, self.queries
+        n_blocks = key_positions.shape[0]
+        query_rows, there = queries.rows(query_positions)
+        valid = key_valid(key_positions, queries, self.n_keys, call.valid)
+        rows = key_rows(key_positions, queries, self.n_keys)
+        key, value = self._gathered(rows, valid)
+        protect = None
+        if config.sinks or config.recent:
+            sinks = protected_positions(call.valid, call.key, config.sinks, 0)
+            protect = sinks[:, key_positions.clamp_max(self.n_keys - 1)].flatten(0, 1)
+            protect = protect | protected_positions(valid, key, 0, config.recent)
+        real = there
+        if call.query_valid is not None:
+            real = there & call.query_valid[:, query_positions.clamp_max(self.n_keys - 1)].flatten(0, 1)
+        given = self.given
+        if given is not None:
+            given = given[:, :, key_positions.clamp_max(self.n_keys - 1)].transpose(1, 2).flatten(0, 1)
+        all_there, all_real = bool(there.all()), bool(real.all())
+        exact = torch.full((rows.shape[0],), config.leaf_inclusive and width <= config.min_seq_len)
+        return _Block(
+            f"level{depth}/{n_blocks}", query_rows, None if all_there else there, None if all_real else real,
+            key, value, rows, valid, protect, exact, given,
+        )  # fmt: skip
+
+    def _gathered(self, rows: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Keys and values of a level's blocks; values only where stand-ins need them."""
+        shape = (*rows.shape, -1)
+        flat = rows.reshape(-1)
+        key = self.call.key.reshape(-1, self.call.key.shape[-1]).index_select(0, flat).view(shape)
+        value = self.call.value
+        if self.config.remainder == "centroids":
+            value = value.reshape(-1, value.shape[-1]).index_select(0, flat).view(shape)
+        if valid is not None:
+            key = key * valid[:, None, :, None]
+        return key, value
+
+    def _add(self, block: _Block) -> None:
+        """Select, then append the part of these problems."""
+        plan, config, dtype = self.plan, self.config, self.call.query.dtype
+        streams = self.streams.child(block.name.split("/")[0])
+        chosen = plan.timed("scoring", lambda: self._choose(block, streams))
+        selection = chosen.selection
+        self._report(block, selection)
+        extra = None
+        if config.remainder == "centroids" and not chosen.everything and not self.zeroing:
+            extra = plan.timed("stand-ins", lambda: self._stand_ins(block, chosen, streams))
+        problems = self._problems(block, selection, extra)
+        exact = block.exact.to(selection.indices.device)
+        n_columns = problems.key_rows.shape[-1]
+        if config.inner == "exact" or (
+            config.inner == "auto" and n_columns <= config.block_size + config.sample_size
+        ):
+            exact = torch.ones_like(exact)
+        if bool(exact.all()):
+            plan.parts.append(exact_part(problems, dtype))
+        elif not bool(exact.any()):
+            plan.parts.append(self._hyper_part(problems, streams))
+        else:
+            plan.parts.append(exact_part(_take(problems, exact.nonzero()[:, 0]), dtype))
+            plan.parts.append(self._hyper_part(_take(problems, (~exact).nonzero()[:, 0]), streams))
+
+    def _hyper_part(self, problems: Problems, streams: Streams) -> Part:
+        plan, config = self.plan, self.config
+        query_ranks, key_ranks = plan.timed("hashing", self._hash)
+        draws = streams.uniform("residual", config.sample_size, like=self.call.key)
+        block_size = min(config.block_size, problems.key_rows.shape[-1])
+        return plan.timed(  # type: ignore[no-any-return]
+            "sorting",
+            lambda: hyper_part(
+                problems,
+                query_ranks[problems.query_rows],
+                key_ranks[problems.key_rows],
+                draws,
+                block_size=block_size,
+                alignment=config.alignment,
+                coupling=config.coupling,
+                dtype=self.call.query.dtype,
+            ),
+        )
+
+    def _choose(self, block: _Block, streams: Streams) -> Chosen:
+        if block.given is not None:
+            return Chosen(selection_of(block.given), False, None)
+        config, protect = self.config, block.protect
+        return select_keys(block.key.detach(), valid=block.valid, config=config, streams=streams, protect=protect)
+
+    def _report(self, block: _Block, selection: Selection) -> None:
+        plan, counts = self.plan, self.plan.counts
+        kept = selection.valid.sum(-1)
+        counts["kept"] = counts.get("kept", 0) + int(kept.sum())
+        counts["problems"] = counts.get("problems", 0) + kept.numel()
+        fallback = selection.fallback
+        counts["fallbacks"] = counts.get("fallbacks", 0) + (0 if fallback is None else int(fallback.sum()))
+        if not self.is_causal:
+            plan.selections.append(selection)
+            return
+        n_blocks = int(block.name.split("/")[1])
+        first = block.rows.view(self.queries.batch, n_blocks, self.heads, -1)[0, :, 0, 0]
+        for number in range(n_blocks):
+            own = slice(number, None, n_blocks)
+            mark = None if fallback is None else fallback[own]
+            plan.selections.append(Selection(selection.indices[own] + first[number], selection.valid[own], mark))
+
+    def _stand_ins(self, block: _Block, chosen: Chosen, streams: Streams) -> Columns:
+        """Add this block's stand-ins to the table; returns their rows and weights."""
+        labels = None if chosen.scored is None else chosen.scored.labels
+        n_clusters = 0 if chosen.scored is None else chosen.scored.n_clusters
+        if labels is None:
+            labels, n_clusters = cluster_labels(
+                block.key.detach(), valid=block.valid, config=self.config, streams=streams
+            )
+        unselected = ~membership(chosen.selection, block.key.shape[2])
+        if block.valid is not None:
+            unselected = unselected & block.valid[:, None, :]
+        made, columns = centroid_stand_ins(
+            block.key, block.value, labels, unselected, n_clusters, self.call.query.dtype
+        )
+        before = self.plan.stand_ins
+        if before is None:
+            self.plan.stand_ins = made
+            return columns
+        joined = StandIns(torch.cat((before.key, made.key)), torch.cat((before.value, made.value)))
+        self.plan.stand_ins = joined
+        return Columns(columns.rows + before.key.shape[0], columns.bias)
+
+    def _problems(self, block: _Block, selection: Selection, extra: Columns | None) -> Problems:
+        indices, valid = selection.indices, selection.valid
+        n_all = torch.full((indices.shape[0],), block.key.shape[2], device=indices.device)
+        if block.valid is not None:
+            n_all = block.valid.sum(1)
+        rows, kept = block.rows.gather(-1, indices), None
+        usable: Tensor | None = None if bool(valid.all()) else valid
+        if self.zeroing:
+            zero = self.plan.key.shape[0] - 1
+            rows = torch.where(membership(selection, block.key.shape[2]), block.rows, zero)
+            usable = None if block.valid is None else block.valid[:, None, :].expand(rows.shape)
+        elif block.protect is not None and bool(block.protect.any()):
+            apart = block.protect[:, None, :].expand(block.rows.shape).gather(-1, indices) & valid
+            kept = _kept_columns(rows, apart, self.call.query.dtype)
+            rows, usable = compact(rows, valid & ~apart)
+        return Problems(block.query_rows, block.query_valid, block.query_real, rows, usable, kept, extra, n_all)
+
+    def _hash(self) -> tuple[Tensor, Tensor]:
+        """Gray ranks of all query and key rows, once for all levels."""
+        if self._ranks is None:
+            directions = projections(self.config.n_projections, self.call.key, self.streams)
+            query = hash_ranks(self.call.query, directions).reshape(-1)
+            key = hash_ranks(self.call.key, directions).reshape(-1)
+            if self.zeroing:
+                key = torch.cat((key, key.new_full((1,), zero_rank(self.config.n_projections))))
+            self._ranks = query, key
+        return self._ranks
+
+
+def _kept_columns(rows: Tensor, apart: Tensor, dtype: torch.dtype) -> Columns:
+    kept, valid = compact(rows, apart)
+    bias = torch.zeros(kept.shape, dtype=dtype, device=rows.device)
+    return Columns(kept, bias if valid is None else bias.masked_fill_(~valid, -torch.inf))
+
+
+def _take(problems: Problems, rows: Tensor) -> Problems:
+    """Some of the problems only."""
+
+    def pick(value: Tensor | Columns | None) -> Any:
+        if value is None:
+            return None
+        if isinstance(value, Columns):
+            return Columns(value.rows.index_select(0, rows), value.bias.index_select(0, rows))
+        return value.index_select(0, rows)
+
+    return Problems(*(pick(getattr(problems, f.name)) for f in dataclasses.fields(Problems)))

@@ -1,0 +1,84 @@
+"""Plain numbers about one call: what was kept, what the residual carried, where the time went."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from prescore.attention.parts import Part, attend_parts
+from prescore.config import PrescoreConfig
+from prescore.layout import Aligned
+from prescore.plan import Plan
+
+
+def statistics(call: Aligned, plan: Plan, config: PrescoreConfig, scale: float, backend: str) -> dict[str, Any]:
+    """Statistics of a plan that has been run.
+
+    Returns:
+        `keys_kept` (mean per problem and head), `rows_per_query` (key and stand-in columns a query met, on
+        average), `depth` of the causal recursion, `fallbacks` taken, `captured_mass` (mean share of the
+        estimated attention mass that was seen exactly rather than estimated by the residual), and `seconds`
+        per stage.
+    """
+    counts = plan.counts
+    problems = counts.get("problems", 0)
+    return {
+        "keys_kept": counts.get("kept", 0) / problems if problems else 0.0,
+        "rows_per_query": rows_per_query(plan.parts, call.query.shape[:3].numel()),
+        "depth": counts.get("depth", 0),
+        "fallbacks": counts.get("fallbacks", 0),
+        "captured_mass": captured_mass(call, plan, scale, backend),
+        "seconds": dict(plan.seconds),
+        "inner": config.inner,
+    }
+
+
+@torch.no_grad()
+def captured_mass(call: Aligned, plan: Plan, scale: float, backend: str) -> float:
+    """Mean of exp(lse without the residual - lse with it) over queries that saw anything."""
+    if not any(part.residual[1] for part in plan.parts):
+        return 1.0
+
+    def lse(parts: list[Part]) -> Tensor:
+        return attend_parts(
+            call.query,
+            plan.key,
+            plan.value,
+            parts,
+            scale=scale,
+            stand_ins=plan.stand_ins,
+            backend=backend,
+        ).lse
+
+    whole, seen = lse(plan.parts), lse([_without_residual(part) for part in plan.parts])
+    anywhere = ~torch.isneginf(whole)
+    if not bool(anywhere.any()):
+        return 1.0
+    return float(torch.exp(seen[anywhere] - whole[anywhere]).mean())
+
+
+def rows_per_query(parts: list[Part], n_queries: int) -> float:
+    """Columns met per query, counting a causal square as half."""
+    if not n_queries:
+        return 0.0
+    total = 0.0
+    for part in parts:
+        rows = part.shape[0] * part.shape[1] * part.shape[2]
+        if part.query_valid is not None:
+            rows = int(part.query_valid.sum())
+        columns = part.shape[2] if part.key_rows is None else part.key_rows.shape[1]
+        columns += 0 if part.extra_rows is None else part.extra_rows.shape[1]
+        total += rows * ((columns + 1) / 2 if part.causal else columns)
+    return total / n_queries
+
+
+def _without_residual(part: Part) -> Part:
+    begin, end = part.residual
+    if part.bias is None or end == 0:
+        return part
+    bias = part.bias.clone()
+    bias[:, begin:end] = -torch.inf
+    return dataclasses.replace(part, bias=bias)
