@@ -1,0 +1,99 @@
+"""LevAttention: attend to the keys of high leverage, the universal set."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from prescore import checks
+from prescore.attention.kernels import accumulation_dtype
+from prescore.attention.parts import Part, attend_parts
+from prescore.baselines.column_sums import best_columns
+from prescore.baselines.tiles import Call, chunk_positions, prepare
+from prescore.packing import pack_mask
+from prescore.scorers.leverage import exact_leverage
+from prescore.types import Attended
+
+
+def lev_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    epsilon: float | None = None,
+    budget: int | None = None,
+    chunk_size: int = 512,
+    is_causal: bool = False,
+    key_padding_mask: Tensor | None = None,
+    scale: float | None = None,
+    generator: torch.Generator | int | None = None,
+) -> Attended:
+    """Exact attention to the universal set `{i : k_i^T (K^T K)^+ k_i >= epsilon}`, or to the `budget` best of it.
+
+    Causal: leverage among all keys would tell of the future, so the queries of a chunk of `chunk_size` positions
+    see their own chunk exactly, and the universal set of the keys before the chunk, found among those alone.
+
+    Args:
+        query: `[B, Hq, Nq, D]`.
+        key: `[B, Hkv, Nk, D]`.
+        value: `[B, Hkv, Nk, Dv]`.
+        epsilon: Smallest leverage; None = no threshold, and then a budget must be given.
+        budget: Largest number of keys, those of highest leverage first; None = no limit.
+        chunk_size: Causal: positions that share a universal set.
+        is_causal: Queries are the last `Nq` positions and see no later key.
+        key_padding_mask: `[B, Nk]`, True = a real key.
+        scale: Factor of the logits, `D ** -0.5` by default.
+        generator: Not used; part of the common call shape.
+    """
+    if epsilon is None and budget is None:
+        raise ValueError("epsilon or budget must be given, got None for both")
+    if epsilon is not None:
+        checks.number("epsilon", epsilon, minimum=0.0)
+    if budget is not None:
+        checks.integer("budget", budget, minimum=0)
+    checks.integer("chunk_size", chunk_size, minimum=1)
+    call = prepare(query, key, value, is_causal=is_causal, key_padding_mask=key_padding_mask, scale=scale)
+    if call.empty:
+        parts = []
+    elif is_causal:
+        parts = _causal_parts(call, epsilon, budget, min(chunk_size, key.shape[2]))
+    else:
+        everywhere = torch.arange(key.shape[2], device=key.device)
+        places, kept = _universal_set(call, everywhere, epsilon, budget)
+        rows, seen = call.key_tiles(places[:, :, None])
+        parts = [call.part_of_all(rows, seen & kept.flatten(0, 1))]
+    return attend_parts(call.query, call.key, call.value, parts, scale=call.scale)
+
+
+def _causal_parts(call: Call, epsilon: float | None, budget: int | None, size: int) -> list[Part]:
+    first, last = call.first_position // size, math.ceil(call.key.shape[2] / size)
+    chunks = chunk_positions(first, last, size, call.key)
+    parts = [call.part(chunks, chunks, causal=True)]
+    for queries in chunks[:, None]:  # [1, size]
+        past = torch.arange(int(queries[0, 0]), device=call.key.device)
+        if len(past):
+            places, kept = _universal_set(call, past, epsilon, budget)
+            parts.append(call.part(queries, places[:, :, None], hidden=~kept[:, :, None]))
+    return parts
+
+
+@torch.no_grad()
+def _universal_set(
+    call: Call, positions: Tensor, epsilon: float | None, budget: int | None
+) -> tuple[Tensor, Tensor]:
+    """Kept positions among `positions [c]` (which begin at 0), and which slots are not filler: `[B, Hkv, s]`."""
+    batch, heads, _, dim = call.key.shape
+    rows, seen = call.key_tiles(positions[None])
+    keys = call.key.reshape(-1, dim)[rows].to(accumulation_dtype(call.key.dtype))
+    # a row of zeros adds nothing to the Gram matrix
+    scores = exact_leverage(keys.masked_fill(~seen[..., None], 0)).masked_fill(~seen, -torch.inf)
+    if epsilon is not None:
+        scores = scores.masked_fill(scores < epsilon, -torch.inf)
+    scores = scores.view(batch, heads, -1)
+    if budget is not None:
+        # with no more keys than dimensions all leverages are 1, and rounding must not decide among equals
+        return best_columns(scores.round(decimals=5), budget)
+    kept = pack_mask(~torch.isneginf(scores))
+    return kept.indices, kept.valid
