@@ -1,0 +1,109 @@
+"""timm: every architecture whose blocks use timm's plain attention class (ViT, DeiT, DINOv2, SigLIP, ...)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MethodType
+from typing import Any
+
+from torch import Tensor, nn
+
+from prescore.config import PrescoreConfig
+from prescore.integrations.vision_attention import Attend, Situation, prescored_layers, refuse
+
+# named, not imported: this file is asked about models of every library
+_PLAIN = "timm.layers.attention.Attention"
+# pooling heads read the patches once, with a query of their own; they stay exact
+_POOLING = ("AttentionPoolLatent", "AttentionPool2d", "RotAttentionPool2d", "AttentionPoolPrr")
+_STATE = "_prescore_layer"
+
+
+def detect(model: nn.Module) -> bool:
+    """Whether the model comes from timm."""
+    return any(base.__module__.split(".")[0] == "timm" for base in type(model).__mro__)
+
+
+def layers(model: nn.Module) -> list[str]:
+    """Names of the model's plain attention layers; refuses models that also mix tokens in another way."""
+    found = {name: module for name, module in model.named_modules() if _is_plain(module)}
+    others = [_full_name(module) for module in model.modules() if _mixes_tokens(module) and not _is_plain(module)]
+    if others:
+        raise refuse(model, others, "its token mixing must be timm's plain Attention class")
+    if not found:
+        blocks = [type(module).__name__ for module in model.children()]
+        raise refuse(model, blocks, "it must have blocks that use timm's plain Attention class")
+    return list(found)
+
+
+def attach(model: nn.Module, configs: dict[int, PrescoreConfig]) -> Callable[[], None]:
+    """Replace the attention of the given layers; see `prescore.integrations.apply`."""
+    return replace_attention(model, prescored_layers(configs))
+
+
+def replace_attention(model: nn.Module, functions: Mapping[int, Attend]) -> Callable[[], None]:
+    """Let `functions[number]` be the attention of layer `number`; returns the undo."""
+    names = layers(model)
+    modules = {number: model.get_submodule(names[number]) for number in functions}
+    for number, module in modules.items():
+        if _STATE in module.__dict__:
+            raise ValueError(f"model must not be replaced already, got {names[number]} that is; undo it first")
+    before = {number: module.__dict__.get("forward") for number, module in modules.items()}
+    for number, module in modules.items():
+        setattr(module, _STATE, (functions[number], number, n_prefix_tokens(model, names[number])))
+        # bound to the module, so that a deep copy of the model runs on its own weights
+        module.forward = MethodType(_forward, module)
+
+    def undo() -> None:
+        for number, module in modules.items():
+            delattr(module, _STATE)
+            del module.forward
+            own = before[number]
+            if own is not None:
+                module.forward = own
+
+    return undo
+
+
+def n_prefix_tokens(model: nn.Module, name: str) -> int:
+    """Tokens before the patches, as the nearest module around the layer says."""
+    parts = name.split(".")
+    for depth in range(len(parts), -1, -1):
+        around = model.get_submodule(".".join(parts[:depth]))
+        count = getattr(around, "num_prefix_tokens", None)
+        if isinstance(count, int):
+            return count
+    return 0
+
+
+def _forward(self: Any, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
+    """The forward of timm with its attention exchanged: norms, gate, projection and dropout stay."""
+    attend, layer, n_prefix = getattr(self, _STATE)
+    gate = None if self.gate is None else self.gate(x).sigmoid()
+    query, key, value = self.qkv(x).unflatten(-1, (3, self.num_heads, self.head_dim)).permute(2, 0, 3, 1, 4)
+    situation = Situation(
+        layer=layer,
+        n_prefix=n_prefix,
+        scale=self.scale,
+        mask=attn_mask,
+        is_causal=is_causal,
+        dropout=self.attn_drop.p if self.training else 0.0,
+    )
+    attended = attend(self.q_norm(query), self.k_norm(key), value, situation)
+    joined = self.norm(attended.transpose(1, 2).flatten(2))
+    if gate is not None:
+        joined = joined * gate
+    projected: Tensor = self.proj_drop(self.proj(joined))
+    return projected
+
+
+def _is_plain(module: nn.Module) -> bool:
+    return _full_name(module) == _PLAIN
+
+
+def _full_name(module: nn.Module) -> str:
+    return f"{type(module).__module__}.{type(module).__qualname__}"
+
+
+def _mixes_tokens(module: nn.Module) -> bool:
+    name = type(module).__name__
+    return ("Attention" in name or "Attn" in name) and name not in _POOLING
