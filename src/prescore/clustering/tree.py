@@ -9,8 +9,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from prescore.attention.kernels import accumulation_dtype
-
 
 def tree_levels(n_points: int, leaf_size: int) -> int:
     """Bisections needed until no piece of `n_points` has more than `leaf_size` points."""
@@ -35,7 +33,11 @@ def bisection_tree(
     if n_points % 2**levels:
         raise ValueError(f"points must come in a multiple of {2**levels} for {levels} levels, got {n_points}")
     lead = points.shape[:-2]
-    work = points.detach().to(accumulation_dtype(points.dtype)).reshape(-1, n_points, dim)
+    work = (
+        points.detach()
+        .to(torch.float64 if points.dtype == torch.float64 else torch.float32)
+        .reshape(-1, n_points, dim)
+    )
     n_trees = work.shape[0]
     alive = None if valid is None else valid.expand(*lead, n_points).reshape(n_trees, n_points)
     order = torch.arange(n_points, device=points.device).expand(n_trees, n_points).contiguous()
