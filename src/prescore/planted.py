@@ -63,6 +63,17 @@ def group_size(epsilon: float) -> int:
     return math.ceil(1 / epsilon - 1e-9)
 
 
+def check_settings(n: int, d: int, epsilon: float, c_signal: float, c_noise: float) -> None:
+    """Refuse settings that the model cannot have."""
+    checks.integer("n", n, minimum=1)
+    checks.integer("d", d, minimum=1)
+    checks.number("c_signal", c_signal, minimum=0.0)
+    checks.number("c_noise", c_noise, minimum=0.0, exclusive=True)
+    n_signal = d * group_size(epsilon)
+    if n <= n_signal:
+        raise ValueError(f"n must be above d * ceil(1 / epsilon) = {n_signal}, got {n}")
+
+
 def planted_keys(
     n: int,
     d: int,
@@ -91,15 +102,10 @@ def planted_keys(
         generator: Randomness.
         dtype: Of the keys.
     """
-    checks.integer("n", n, minimum=1)
-    checks.integer("d", d, minimum=1)
-    checks.number("c_signal", c_signal, minimum=0.0)
-    checks.number("c_noise", c_noise, minimum=0.0, exclusive=True)
+    check_settings(n, d, epsilon, c_signal, c_noise)
     checks.one_of("reading", reading, READINGS)
     m = group_size(epsilon)
     n_signal = d * m
-    if n <= n_signal:
-        raise ValueError(f"n must be above d * ceil(1 / epsilon) = {n_signal}, got {n}")
     streams = as_streams(generator)
     like = torch.empty(0, dtype=torch.float64)
     sigma_signal, sigma_noise = (c_signal / d) ** 0.5, (c_noise / (n * epsilon)) ** 0.5
@@ -179,12 +185,13 @@ def leverage_scores(keys: Tensor) -> Tensor:
     return scores
 
 
-def lp_sensitivities(keys: Tensor, p: float, *, n_iter: int = 30) -> Tensor:
+def lp_sensitivities(keys: Tensor, p: float, *, n_iter: int = 100) -> Tensor:
     """l_p sensitivities `sup_x |k_i^T x|^p / |K x|_p^p` through Lewis weights, `[..., n, d] -> [..., n]`.
 
     The weights solve `w_i^(2/p) = k_i^T (K^T W^(1 - 2/p) K)^+ k_i`, sum to rank(K), and bound the sensitivity from
     above: by `w_i` for p <= 2 and by `d^(p/2 - 1) w_i` for p > 2. At p = 2 they are the leverage, exactly.
-    The fixed-point iteration converges for 0 < p < 4 only.
+    The fixed-point iteration contracts by `|1 - p/2|` a step, so it converges for 0 < p < 4 only; it stops when no
+    weight moves by more than 1e-6 of the largest.
     """
     checks.number("p", p, minimum=0.0, exclusive=True)
     checks.integer("n_iter", n_iter, minimum=1)
@@ -200,7 +207,9 @@ def lp_sensitivities(keys: Tensor, p: float, *, n_iter: int = 30) -> Tensor:
         # a zero row has weight 0, whose negative power must not meet it
         gram = rows.mT @ (rows * torch.where(weights > tiny, scale, 0).unsqueeze(-1))
         inverse = torch.linalg.pinv(gram, hermitian=True)
-        weights = ((rows @ inverse) * rows).sum(-1).clamp_min(0).pow(p / 2)
+        before, weights = weights, ((rows @ inverse) * rows).sum(-1).clamp_min(0).pow(p / 2)
+        if bool(((weights - before).abs() <= 1e-6 * weights.amax(-1, keepdim=True)).all()):
+            break
     return weights
 
 

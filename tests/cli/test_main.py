@@ -148,7 +148,20 @@ def test_progress_without_a_terminal_tells_the_time_left(capsys, monkeypatch):
 
 
 def planted(*argv, cwd):
-    command = [sys.executable, "-m", "prescore.cli.main", "planted", "--quick", *argv]
+    small = (
+        "--quick",
+        "--n",
+        "400",
+        "--d",
+        "4",
+        "--method",
+        "key-norm",
+        "--method",
+        "kmeans",
+        "--rule",
+        "nearest",
+    )
+    command = [sys.executable, "-m", "prescore.cli.main", "planted", *small, *argv]
     return subprocess.Popen(
         command, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ
     )
@@ -190,3 +203,48 @@ def test_a_damaged_record_file_is_refused_by_a_command(tmp_path):
     assert "damaged line 1" in said
     assert len(said.splitlines()) == 1
     assert (tmp_path / "records.jsonl").read_text() == "half a rec"
+
+
+def test_planted_prints_both_tables_and_writes_a_plot(tmp_path, capsys):
+    argv = [
+        "planted",
+        "--quick",
+        "--n",
+        "200",
+        "--d",
+        "4",
+        "--seeds",
+        "1",
+        "--method",
+        "key-norm",
+        "--out",
+        str(tmp_path),
+    ]
+    assert main(argv) == 0
+    shown = capsys.readouterr().out
+    assert "Planted keys found, n=200" in shown
+    assert "Claims of the paper" in shown
+    assert len(list(tmp_path.glob("*.png"))) == 1
+    record = read_records(tmp_path / "records.jsonl")[0]
+    assert record.command == "planted"
+    assert record.argv[:2] == ["prescore", "planted"]
+    assert record.threads >= 1
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--n", "10"], "n must be above"),
+        (["--method", "magic"], "method must be one of"),
+        (["--rule", "magic"], "rule must be one of"),
+        (["--seeds", "0"], "--seeds"),
+        (["--epsilon", "2"], "epsilon must be at most 1, got 2.0"),
+    ],
+)
+def test_planted_refuses_bad_settings(argv, said, tmp_path, capsys):
+    assert main(["planted", "--quick", *argv, "--out", str(tmp_path / "out")]) == 2
+    shown = capsys.readouterr()
+    assert said in shown.err
+    assert shown.out == ""
+    assert "Traceback" not in shown.err
+    assert not (tmp_path / "out").exists()

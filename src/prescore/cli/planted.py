@@ -43,7 +43,6 @@ def command(
 
     Example: prescore planted --n 4096 --seeds 3 --out runs/planted/first
     """
-    session = open_session("planted", out=out, json=json, resume=resume, threads=threads)
     import dataclasses
 
     from prescore.config import PrescoreConfig
@@ -65,7 +64,10 @@ def command(
     sweep = dataclasses.replace(base, **changes, degree=degree, norm=norm)
     for name in sweep.rules:
         PrescoreConfig(rule=name)
-    records = session.run(rows(sweep))
+    # settings are checked here, so that bad ones leave no empty run behind
+    planned = rows(sweep)
+    session = open_session("planted", out=out, json=json, resume=resume, threads=threads)
+    records = session.run(planned)
     for point in settings(records):
         session.show(recall_table(records, point).to_rich())
         picture = session.out / f"planted {describe(point)}.png".replace(" ", "-").replace("=", "")

@@ -73,6 +73,10 @@ class Setting:
     c_signal: float
     c_noise: float
 
+    def __post_init__(self) -> None:
+        # before the first row is measured, not in the middle of a long study
+        planted.check_settings(self.n, self.d, self.epsilon, self.c_signal, self.c_noise)
+
     def draw(self, reading: str, seed: int, *, rotated: bool = False) -> PlantedModel:
         """The keys of this setting."""
         values = (self.n, self.d, self.epsilon, self.c_signal, self.c_noise)
