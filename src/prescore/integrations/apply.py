@@ -84,7 +84,7 @@ def apply(
     config: PrescoreConfig | None = None,
     *,
     layers: Layers | Mapping[Any, Overrides] | None = None,
-    **overrides: Any,  # noqa: ANN401
+    **overrides: Any,
 ) -> Applied:
     """Replace a model's attention by pre-scored attention, until `undo` or the end of the `with` block.
 

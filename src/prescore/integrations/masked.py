@@ -1,0 +1,146 @@
+"""Attention under a mask's structure: exactly, or pre-scored."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from prescore.attention.exact import exact_attention
+from prescore.config import PrescoreConfig
+from prescore.errors import Unsupported
+from prescore.integrations.masks import MaskForm, full_mask, rebuild
+
+_LEAST_WINDOW_BLOCK = 256
+
+
+def attend_prescored(
+    query: Tensor, key: Tensor, value: Tensor, form: MaskForm, *, config: PrescoreConfig, scale: float | None
+) -> Tensor:
+    """Pre-scored attention under a causal, full or packed mask; `Unsupported` under any other.
+
+    Args:
+        query: `[B, Hq, Nq, D]`.
+        key: `[B, Hkv, Nk, D]`.
+        value: `[B, Hkv, Nk, Dv]`.
+        form: What each query may see.
+        config: How keys are scored, selected and attended to.
+        scale: Factor of the logits.
+    """
+    from prescore.pipeline import prescored_attention
+
+    reasons = inexpressible(form)
+    if reasons:
+        raise Unsupported("pre-scored attention", reasons)
+    key, value = key[:, :, : form.n_keys], value[:, :, : form.n_keys]
+    if form.kind == "packed":
+        return _per_segment(query, key, value, form, config, scale)
+    output = prescored_attention(
+        query,
+        key,
+        value,
+        config=config,
+        is_causal=form.kind == "causal",
+        key_padding_mask=form.valid,
+        scale=scale,
+    )
+    if not isinstance(output, Tensor):
+        raise TypeError(f"prescored_attention must return a tensor, got {type(output).__name__}")
+    return output
+
+
+def inexpressible(form: MaskForm) -> list[str]:
+    """Reasons why pre-scored attention cannot follow a mask; empty = it can."""
+    if form.kind == "other":
+        return ["the attention mask is neither causal, full, packed nor a sliding window beside padding"]
+    return []
+
+
+def attend_exactly(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    form: MaskForm,
+    *,
+    scale: float | None,
+    dropout: float = 0.0,
+) -> Tensor:
+    """Exact attention under any mask; work and memory follow the structure where there is one."""
+    key, value = key[:, :, : form.n_keys], value[:, :, : form.n_keys]
+    if form.kind == "window":
+        return _windowed(query, key, value, form, scale, dropout)
+    if form.kind in ("causal", "full") and dropout == 0.0:
+        causal = form.kind == "causal"
+        return exact_attention(
+            query, key, value, is_causal=causal, key_padding_mask=form.valid, scale=scale
+        ).output
+    mask = full_mask(form, query.shape[2], query.device)
+    return _sdpa(query, key, value, mask, scale, dropout)
+
+
+def _windowed(
+    query: Tensor, key: Tensor, value: Tensor, form: MaskForm, scale: float | None, dropout: float
+) -> Tensor:
+    """A sliding window, one block of queries at a time against the keys its windows reach."""
+    n_query, window = query.shape[2], form.window or form.n_keys
+    past = form.n_keys - n_query
+    size = max(window, _LEAST_WINDOW_BLOCK)
+    outputs = []
+    for first in range(0, n_query, size):
+        last = min(first + size, n_query)
+        low, high = max(0, past + first - window + 1), past + last
+        mask = rebuild(form, first, last, n_query, query.device)[:, None, :, low:high]
+        keys, values = key[:, :, low:high], value[:, :, low:high]
+        outputs.append(_sdpa(query[:, :, first:last], keys, values, mask, scale, dropout))
+    return torch.cat(outputs, dim=2)
+
+
+def _sdpa(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None, dropout: float
+) -> Tensor:
+    groups = query.shape[1] // key.shape[1]
+    if groups > 1:
+        # masked grouped-query attention has no fused kernel: repeat what is at hand, a block at most
+        key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+    return torch.nn.functional.scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, dropout_p=dropout, scale=scale
+    )
+
+
+def _per_segment(
+    query: Tensor, key: Tensor, value: Tensor, form: MaskForm, config: PrescoreConfig, scale: float | None
+) -> Tensor:
+    """Packed sequences become a right-padded batch of sequences, and come back."""
+    rows, valid = _segment_rows(form)
+
+    def apart(tensor: Tensor) -> Tensor:  # [B, H, N, D] -> [segments, H, longest, D]
+        return tensor.transpose(1, 2).flatten(0, 1)[rows].transpose(1, 2)
+
+    alone = MaskForm("causal", rows.shape[1], valid=None if bool(valid.all()) else valid)
+    output = attend_prescored(apart(query), apart(key), apart(value), alone, config=config, scale=scale)
+    output = output.transpose(1, 2)[valid]
+    batch, n_heads, n_query, _ = query.shape
+    together = output.new_zeros(batch * n_query, n_heads, value.shape[-1])
+    together = together.index_put((rows[valid],), output)
+    return together.view(batch, n_query, n_heads, -1).transpose(1, 2)
+
+
+def _segment_rows(form: MaskForm) -> tuple[Tensor, Tensor]:
+    """`[segments, longest]` flat positions of each segment's real tokens, and which of them are not filler."""
+    if form.starts is None:
+        raise ValueError(f"form must be packed, got {form.kind!r}")
+    batch, length = form.starts.shape
+    offset = torch.arange(batch, device=form.starts.device)[:, None] * length
+    segment = (form.starts + offset).flatten()
+    positions = torch.arange(batch * length, device=segment.device)
+    if form.valid is not None:
+        positions = positions[form.valid.flatten()]
+        segment = segment[form.valid.flatten()]
+    _, number, counts = torch.unique_consecutive(segment, return_inverse=True, return_counts=True)
+    first = counts.cumsum(0) - counts
+    place = torch.arange(len(positions), device=segment.device) - first[number]
+    longest = int(counts.max()) if len(counts) else 0
+    rows = positions.new_zeros(len(counts), longest)
+    valid = torch.zeros_like(rows, dtype=torch.bool)
+    rows[number, place] = positions
+    valid[number, place] = True
+    return rows, valid

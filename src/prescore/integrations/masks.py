@@ -1,0 +1,172 @@
+"""What an attention mask says: causal, padded, windowed, packed, or something that has no short name.
+
+transformers hands over a bool mask `[B, 1, Nq, Nk]`, True = attend. A sparse attention cannot take that as it
+is; it needs to know the structure. `read_mask` guesses the structure from the mask's margins and believes the
+guess only if the mask rebuilt from it equals the given one, row block by row block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+_ROWS_AT_ONCE = 512
+_HIDDEN_BELOW = -1e4
+_KEPT = "_prescore_form"
+
+
+@dataclass(frozen=True, eq=False)
+class MaskForm:
+    """A mask in words.
+
+    Attributes:
+        kind: `causal`, `full`, `window` (causal, and at most `window` keys back), `packed` (causal inside
+            segments), or `other`.
+        valid: `[B, Nk]`, True = a real key; None = all are.
+        window: Keys a query sees, itself included, for `window`.
+        starts: `[B, Nq]` first position of each query's segment, for `packed`.
+        n_keys: Keys that count; later ones (the unused end of a static cache) are seen by no query.
+        mask: The mask itself, bool and of 4 dimensions, for `other`.
+    """
+
+    kind: str
+    n_keys: int
+    valid: Tensor | None = None
+    window: int | None = None
+    starts: Tensor | None = None
+    mask: Tensor | None = None
+
+
+def read_mask(mask: Tensor | None, *, n_query: int, n_keys: int, is_causal: bool) -> MaskForm:
+    """The structure of a mask.
+
+    Args:
+        mask: None (nothing but `is_causal`), `[B, Nk]` or `[B, 1, 1, Nk]` (real keys, beside `is_causal`),
+            or `[B, 1 or H, Nq, Nk]`; bool with True = attend, or float with very negative = hidden.
+        n_query: Queries; with `is_causal` they are the last positions.
+        n_keys: Keys.
+        is_causal: Whether a mask without a query dimension of its own is causal.
+    """
+    plain = "causal" if is_causal and n_query > 1 else "full"
+    if mask is None:
+        return MaskForm(plain, n_keys)
+    question = (mask._version, plain, n_query, n_keys)
+    kept: tuple[object, MaskForm] | None = getattr(mask, _KEPT, None)
+    if kept is not None and kept[0] == question:
+        return kept[1]
+    form = _read(mask, plain, n_query, n_keys)
+    # all layers of a model receive the same tensor: the answer travels with it
+    setattr(mask, _KEPT, (question, form))
+    return form
+
+
+def _read(mask: Tensor, plain: str, n_query: int, n_keys: int) -> MaskForm:
+    _check_shape(mask, n_query, n_keys)
+    seen = as_bool(mask)
+    if seen is None:
+        return MaskForm("other", n_keys, mask=mask)
+    if seen.ndim == 2:
+        return MaskForm(plain, n_keys, valid=_unless_all(seen))
+    if seen.shape[1] > 1:
+        if not torch.equal(seen, seen[:, :1].expand_as(seen)):
+            return MaskForm("other", n_keys, mask=seen)
+        seen = seen[:, :1]
+    if seen.shape[2] == 1:
+        return MaskForm(plain, n_keys, valid=_unless_all(seen[:, 0, 0]))
+    found = next((form for form in _guesses(seen[:, 0]) if _same(form, seen[:, 0])), None)
+    return found or MaskForm("other", n_keys, mask=seen)
+
+
+def as_bool(mask: Tensor) -> Tensor | None:
+    """True = attend; None when a float mask holds more than shown and hidden."""
+    if mask.dtype == torch.bool:
+        return mask
+    if not mask.is_floating_point():
+        return mask.bool() if mask.ndim == 2 else None
+    hidden = mask <= _HIDDEN_BELOW
+    return None if bool((mask.masked_fill(hidden, 0) != 0).any()) else ~hidden
+
+
+def rebuild(form: MaskForm, first: int, last: int, n_query: int, device: torch.device) -> Tensor:
+    """Rows `first` to `last` of the mask that a form describes, `[B or 1, rows, Nk]` bool."""
+    key = torch.arange(form.n_keys, device=device)
+    query = torch.arange(first, last, device=device)[:, None] + (form.n_keys - n_query)
+    rows = torch.ones(1, last - first, form.n_keys, dtype=torch.bool, device=device)
+    if form.kind in ("causal", "window", "packed"):
+        rows = rows & (key <= query)
+    if form.window is not None:
+        rows = rows & (key > query - form.window)
+    if form.starts is not None:
+        rows = rows & (key >= form.starts[:, first:last, None])
+    return rows if form.valid is None else rows & form.valid[:, None, :]
+
+
+def full_mask(form: MaskForm, n_query: int, device: torch.device) -> Tensor | None:
+    """The whole mask `[B or 1, 1, Nq, Nk]`; None when it hides nothing."""
+    if form.mask is not None:
+        return form.mask
+    if form.kind == "full" and form.valid is None:
+        return None
+    return rebuild(form, 0, n_query, n_query, device)[:, None]
+
+
+def _guesses(seen: Tensor) -> Iterator[MaskForm]:
+    """Forms that the margins of `seen [B, Nq, Nk]` allow, most likely first."""
+    n_query, n_keys = seen.shape[1:]
+    real = seen.any(dim=1)
+    ends = [n_keys]
+    used = int(real.any(dim=0).nonzero().max()) + 1 if bool(real.any()) else n_keys
+    if n_query <= used < n_keys:
+        ends.append(used)
+    for end in ends:
+        causal = MaskForm("causal", end, valid=_unless_all(real[:, :end]))
+        yield causal
+        if end == n_keys:
+            yield replace(causal, kind="full")
+        window = int(seen.sum(dim=2).max())
+        # keys that left every window are not padding
+        inside = real[:, :end] | (torch.arange(end, device=seen.device) <= end - n_query - window)
+        yield MaskForm("window", end, valid=_unless_all(inside), window=window)
+        yield MaskForm("window", end, valid=_unless_all(real[:, :end]), window=window)
+    if n_query == n_keys:
+        position = torch.arange(n_query, device=seen.device)
+        starts = torch.where(seen.any(dim=2), seen.to(torch.uint8).argmax(dim=2), position)
+        yield MaskForm("packed", n_keys, valid=_unless_all(real), starts=starts)
+
+
+def _same(form: MaskForm, seen: Tensor) -> bool:
+    n_query = seen.shape[1]
+    if form.n_keys < seen.shape[2] and bool(seen[:, :, form.n_keys :].any()):
+        return False
+    if form.starts is not None and not _contiguous(form.starts):
+        return False
+    for first in range(0, n_query, _ROWS_AT_ONCE):
+        last = min(first + _ROWS_AT_ONCE, n_query)
+        rows = seen[:, first:last, : form.n_keys]
+        if not torch.equal(rebuild(form, first, last, n_query, seen.device).expand_as(rows), rows):
+            return False
+    return True
+
+
+def _contiguous(starts: Tensor) -> bool:
+    """Segments follow one another: a segment's first row starts at itself, and starts never go back."""
+    ordered = starts.diff(dim=1) >= 0
+    return bool(ordered.all()) and torch.equal(starts.gather(1, starts), starts)
+
+
+def _unless_all(valid: Tensor) -> Tensor | None:
+    return None if bool(valid.all()) else valid
+
+
+def _check_shape(mask: Tensor, n_query: int, n_keys: int) -> None:
+    fits = mask.ndim in (2, 4) and mask.shape[-1] == n_keys
+    if mask.ndim == 4:
+        fits = fits and mask.shape[2] in (1, n_query)
+    if not fits:
+        raise ValueError(
+            f"attention_mask must end in {(n_query, n_keys)} [queries, keys] or be [batch, {n_keys}], "
+            f"got {tuple(mask.shape)}"
+        )
