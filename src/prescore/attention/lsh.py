@@ -28,7 +28,9 @@ def gray_rank(code: Tensor, n_bits: int) -> Tensor:
 def hash_ranks(vectors: Tensor, directions: Tensor) -> Tensor:
     """`[..., D]` -> int32 `[...]`: Gray rank of the signs of the projections."""
     n_bits = directions.shape[1]
-    signs = (vectors.detach() @ directions.to(vectors.dtype)) >= 0
+    # `linear` with a contiguous weight takes half the time of `@` with a few columns
+    weight = directions.T.contiguous().to(vectors.dtype)
+    signs = torch.nn.functional.linear(vectors.detach(), weight) >= 0
     # float32 holds integers below 2^24; above that many bits the sum needs float64
     wide = torch.float32 if n_bits <= 24 else torch.float64
     powers = 2.0 ** torch.arange(n_bits, device=vectors.device, dtype=wide)

@@ -205,7 +205,11 @@ def _fold_in(
     if total is None:
         if rows is None:
             return output, lse
-        total = _unseen(n_rows, output, lse.dtype)
+        total = (
+            _unseen(n_rows, output, lse.dtype)
+            if rows.numel() < n_rows
+            else (torch.empty_like(output), torch.empty_like(lse))
+        )
         total[0].index_copy_(0, rows, output)
         total[1].index_copy_(0, rows, lse)
         return total
