@@ -60,7 +60,8 @@ def stratified(
     Returns:
         Points `[P, max(counts), d]` and weights, None when all weights are one.
     """
-    size = int(counts.max()) if counts.numel() else 0
+    # at least one slot, so that a problem without valid points is filler and no special case
+    size = max(1, int(counts.max())) if counts.numel() else 0
     if size == points.shape[1] and bool((counts == n_valid).all()):
         return points, weights
     steps = torch.arange(size, device=points.device)

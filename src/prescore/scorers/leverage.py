@@ -41,6 +41,12 @@ class Leverage(Scorer):
 
     sketch_size: int | None = None
 
+    def __post_init__(self) -> None:
+        if self.sketch_size is not None:
+            checks.integer("sketch_size", self.sketch_size, minimum=1)
+            # signs and buckets go by position
+            object.__setattr__(self, "permutation_equivariant", False)
+
     def score(self, keys: Tensor, *, valid: Tensor | None, streams: Streams) -> Tensor:
         """Score keys, see `Scorer.score`."""
         flat = keys.flatten(0, 1)
@@ -74,7 +80,6 @@ def exact_leverage(rows: Tensor) -> Tensor:
 
 def sketched_leverage(rows: Tensor, sketch_size: int, streams: Streams) -> Tensor:
     """Approximate leverage of `rows [P, n, d]`, `[P, n]`, in time `O(n d c + m d^2)`; see `Leverage`."""
-    checks.integer("sketch_size", sketch_size, minimum=1)
     n_problems, n_rows, dim = rows.shape
     size = max(sketch_size, 2 * dim)
     signs = (streams.uniform("sketch signs", n_rows, like=rows) < 0.5).to(rows.dtype) * 2 - 1

@@ -1,0 +1,47 @@
+"""Inertia beside scikit-learn's KMeans: same k, 10 iterations, best of three restarts on both sides."""
+
+import pytest
+import torch
+from sklearn.cluster import KMeans
+from sklearn.datasets import make_blobs
+
+from prescore.clustering.lloyd import fit
+from prescore.clustering.minkowski import EUCLIDEAN
+from prescore.rng import Streams
+
+RESTARTS = range(3)
+
+
+def _key_like(n=6000, dim=32):
+    """Normalised, anisotropic, off-centre, with soft topics: the shape of real keys."""
+    generator = torch.Generator().manual_seed(0)
+    scale = torch.logspace(0, -1.2, dim)
+    topics = torch.randn(40, dim, generator=generator) * scale
+    topic = torch.randint(40, (n,), generator=generator)
+    points = torch.randn(n, dim, generator=generator) * scale + topics[topic]
+    points = points + 2 * torch.randn(dim, generator=generator) * scale
+    return torch.nn.functional.normalize(points, dim=-1)
+
+
+def _data():
+    blobs, _ = make_blobs(6000, 32, centers=33, cluster_std=4.0, random_state=1)
+    return {"blobs": torch.tensor(blobs, dtype=torch.float32), "keys": _key_like()}
+
+
+@pytest.mark.parametrize("name", ["blobs", "keys"])
+def test_inertia_is_scikit_learns(name):
+    points = _data()[name]
+    reference = min(
+        KMeans(33, n_init=1, max_iter=10, random_state=seed, algorithm="lloyd").fit(points.numpy()).inertia_
+        for seed in RESTARTS
+    )
+    for fit_size, allowed in ((0, 1.02), (None, 1.05)):
+        found = min(
+            fit(points[None], n_clusters=33, metric=EUCLIDEAN, streams=Streams(seed), fit_size=fit_size)
+            .distances.double()
+            .square()
+            .sum()
+            .item()
+            for seed in RESTARTS
+        )
+        assert found <= allowed * reference, f"{name}, fit_size={fit_size}: {found / reference:.3f}"

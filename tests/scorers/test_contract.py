@@ -1,0 +1,119 @@
+"""Every registered scorer keeps the contract, and the contract can be broken."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from prescore.config import PrescoreConfig
+from prescore.registry import _SCORERS, get_scorer, list_scorers, register_scorer
+from prescore.scorers.base import Scorer
+from prescore.testing import scorer_contract
+from prescore.testing.scorer_contract import CONTRACT, check_scorer
+
+BUILT_IN = [
+    "companions",
+    "gaussian-kmeans",
+    "key-diff",
+    "key-norm",
+    "kmeans",
+    "kmedian",
+    "leverage",
+    "minkowski",
+    "uniform",
+]
+
+
+@pytest.fixture
+def registered():
+    """Names registered by a test disappear with it."""
+    before = dict(_SCORERS)
+    yield
+    _SCORERS.clear()
+    _SCORERS.update(before)
+
+
+@pytest.mark.parametrize("check", CONTRACT, ids=lambda check: check.__name__)
+@pytest.mark.parametrize("name", list_scorers())
+def test_registered_scorer(name, check):
+    check(PrescoreConfig(method=name))
+
+
+@pytest.mark.parametrize("rule", ["farthest", "cluster-share", "sensitivity", "balanced"])
+def test_rules_keep_the_contract(rule):
+    check_scorer("kmeans", rule=rule)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {"method": "minkowski", "p": 1.5},
+        {"method": "minkowski", "p": 3.0},
+        {"method": "minkowski", "p": 0.5},
+        {"method": "kmeans", "seeding": "random"},
+        {"method": "kmeans", "fit_size": 40, "n_clusters": 4},
+        {"method": "kmedian", "fit_size": 40, "n_clusters": 4, "normalize": False},
+        {"method": "leverage", "sketch_size": 20},
+        {"method": "key-norm", "noise": 0.1},
+        {"method": "kmeans", "noise": 0.1, "max_iter": 0},
+    ],
+    ids=str,
+)
+def test_options_keep_the_contract(overrides):
+    check_scorer(overrides["method"], **{k: v for k, v in overrides.items() if k != "method"})
+
+
+def test_names_and_files_agree():
+    assert set(BUILT_IN) <= set(list_scorers())
+    for name in BUILT_IN:
+        assert get_scorer(name).__module__ == f"prescore.scorers.{name.replace('-', '_')}"
+
+
+@pytest.mark.usefixtures("registered")
+def test_a_third_party_scorer_is_one_class():
+    @register_scorer("first-coordinate")
+    @dataclass(frozen=True)
+    class FirstCoordinate(Scorer):
+        def score(self, keys, *, valid, streams):
+            return keys[..., 0].clone()
+
+    assert "first-coordinate" in list_scorers()
+    check_scorer("first-coordinate")
+
+
+def _register(name, function, **attributes):
+    scorer = dataclass(frozen=True)(
+        type(name, (Scorer,), {"score": lambda self, keys, *, valid, streams: function(keys), **attributes})
+    )
+    register_scorer(name)(scorer)
+    return PrescoreConfig(method=name)
+
+
+def _overwritten(keys):
+    scores = keys.sum(-1)
+    keys.zero_()
+    return scores
+
+
+def _position(keys):
+    return keys.sum(-1) + torch.arange(keys.shape[2])
+
+
+@pytest.mark.usefixtures("registered")
+@pytest.mark.parametrize(
+    ("function", "check", "message"),
+    [
+        (lambda k: k, scorer_contract.shapes_and_dtypes, r"\[B, H, N\]"),
+        (lambda k: k[..., 0].to(torch.float32), scorer_contract.shapes_and_dtypes, "float64"),
+        (lambda k: k.sum(-1) / k.norm(dim=-1), scorer_contract.finite_on_degenerate_keys, "zero keys"),
+        (lambda k: torch.rand(k.shape[:3]), scorer_contract.same_seed_same_scores, "generator"),
+        (_overwritten, scorer_contract.inputs_untouched, "write to the keys"),
+        (lambda k: k.sum(-1) - k.mean(), scorer_contract.heads_and_rows_are_independent, "row 0, head 0"),
+        (lambda k: k.sum(-1) / k.shape[2], scorer_contract.padding_changes_nothing, "alone and padded"),
+        (_position, scorer_contract.permuting_keys_permutes_scores, "permuted keys"),
+    ],
+)
+def test_each_check_can_fail(function, check, message):
+    config = _register("broken", function)
+    with pytest.raises(AssertionError, match=message):
+        check(config)
