@@ -82,6 +82,8 @@ def test_a_cheaper_partition_than_the_truth_is_reported():
     assert not found["cost of the truth / cost found"].held
     assert not found["signal groups that are one cluster"].held
     assert found["noise rows in one cluster"].note == "the truth is not optimal"
+    unrefuted = by_quantity(checks.clustering_checks(checks.recovery(far, far.groups), "Theorem 2"))
+    assert unrefuted["cost of the truth / cost found"].note == "none cheaper found, no proof"
 
 
 def test_centroid_checks_see_a_shifted_group():
