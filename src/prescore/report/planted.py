@@ -101,7 +101,7 @@ def plot(records: Sequence[Record], setting: tuple[Any, ...], path: str | Path) 
         _leverage_panel(axes[3], records, setting)
 
 
-def _leverage_panel(axes: Any, records: Sequence[Record], setting: tuple[Any, ...]) -> None:  # noqa: ANN401
+def _leverage_panel(axes: Any, records: Sequence[Record], setting: tuple[Any, ...]) -> None:
     wanted = {"Lemma 1": ("highest noise", COLOURS[1]), "Lemma 2": ("lowest signal", COLOURS[0])}
     readings = ("normalized", "small-noise")
     for claim, (words, colour) in wanted.items():

@@ -31,7 +31,7 @@ _STYLE: dict[str, Any] = {
 
 
 @contextmanager
-def figure(path: str | Path, size: tuple[float, float], **subplots: Any) -> Iterator[tuple[Figure, Any]]:  # noqa: ANN401
+def figure(path: str | Path, size: tuple[float, float], **subplots: Any) -> Iterator[tuple[Figure, Any]]:
     """Draw in the house style and save to `path`; the caller's matplotlib settings stay as they were.
 
     Example:

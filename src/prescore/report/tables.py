@@ -52,7 +52,7 @@ class Table:
         return f"**{self.title}**\n\n{text}\n" + (f"\n{self.note}\n" if self.note else "")
 
 
-def number(value: Any, digits: int = 3) -> str:  # noqa: ANN401
+def number(value: Any, digits: int = 3) -> str:
     """A figure with `digits` significant digits; what is missing is a dash."""
     if value is None:
         return MISSING
