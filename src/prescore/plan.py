@@ -106,11 +106,12 @@ class Planner:
             self._add(self._full_block())
             return plan
         leaf = max(1, config.min_seq_len)
-        plan.parts += leaf_parts(leaf, self.queries, self.n_keys, self.call.valid, self.call.query.dtype)
+        leaves = leaf_parts(leaf, self.queries, self.n_keys, self.call.valid, self.call.query.dtype)
+        plan.parts += [self._with_key_rows(part) for part in leaves] if self.zeroing else leaves
         grid = levels(leaf, self.queries)
         plan.counts["depth"] = len(grid)
-        for depth, level in enumerate(grid):
-            self._add(self._level_block(depth, level.width, level.key_positions, level.query_positions))
+        for level in grid:
+            self._add(self._level_block(level.width, level.key_positions, level.query_positions))
         return plan
 
     def _tables(self) -> tuple[Tensor, Tensor]:
@@ -118,6 +119,13 @@ class Planner:
         if not self.zeroing:
             return key, value
         return tuple(torch.cat((t.reshape(-1, t.shape[-1]), t.new_zeros(1, t.shape[-1]))) for t in (key, value))  # type: ignore[return-value]
+
+    def _with_key_rows(self, part: Part) -> Part:
+        """Number the keys of a part that takes all of them: the zero row at the end is not one."""
+        if part.key_rows is not None:
+            return part
+        rows = torch.arange(self.plan.key.shape[0] - 1, device=self.plan.key.device)
+        return dataclasses.replace(part, key_rows=rows.view(part.shape[0], -1))
 
     def _full_block(self) -> _Block:
         """One problem per batch row; rows with few queries are exact over their selection, the others not."""
@@ -136,7 +144,7 @@ class Planner:
             self.given,
         )  # fmt: skip
 
-    def _level_block(self, depth: int, width: int, key_positions: Tensor, query_positions: Tensor) -> _Block:
+    def _level_block(self, width: int, key_positions: Tensor, query_positions: Tensor) -> _Block:
         """All off-diagonal blocks of one level as one batch of problems."""
         call, config, queries = self.call, self.config, self.queries
         n_blocks = key_positions.shape[0]
@@ -157,6 +165,8 @@ class Planner:
             given = given[:, :, key_positions.clamp_max(self.n_keys - 1)].transpose(1, 2).flatten(0, 1)
         all_there, all_real = bool(there.all()), bool(real.all())
         exact = torch.full((rows.shape[0],), config.leaf_inclusive and width <= config.min_seq_len)
+        # named by size, not by rank in the list: which levels a call reaches depends on its other rows
+        depth = (width // max(1, config.min_seq_len)).bit_length() - 1
         return _Block(
             f"level{depth}/{n_blocks}", query_rows, None if all_there else there, None if all_real else real,
             key, value, rows, valid, protect, exact, given,
@@ -181,16 +191,17 @@ class Planner:
         chosen = plan.timed("scoring", lambda: self._choose(block, streams))
         selection = chosen.selection
         self._report(block, selection)
+        if selection.indices.shape[-1] == 0:
+            return  # padding everywhere: a budget of at least one key found none
         extra = None
         if config.remainder == "centroids" and not chosen.everything and not self.zeroing:
             extra = plan.timed("stand-ins", lambda: self._stand_ins(block, chosen, streams))
         problems = self._problems(block, selection, extra)
         exact = block.exact.to(selection.indices.device)
-        n_columns = problems.key_rows.shape[-1]
-        if config.inner == "exact" or (
-            config.inner == "auto" and n_columns <= config.block_size + config.sample_size
-        ):
+        if config.inner == "exact":
             exact = torch.ones_like(exact)
+        elif config.inner == "auto":
+            exact = exact | (problems.counts().amax(-1) <= config.block_size + config.sample_size)
         if bool(exact.all()):
             plan.parts.append(exact_part(problems, dtype))
         elif not bool(exact.any()):
@@ -268,17 +279,21 @@ class Planner:
         n_all = torch.full((indices.shape[0],), block.key.shape[2], device=indices.device)
         if block.valid is not None:
             n_all = block.valid.sum(1)
+        n_selected = None
         rows, kept = block.rows.gather(-1, indices), None
         usable: Tensor | None = None if bool(valid.all()) else valid
         if self.zeroing:
             zero = self.plan.key.shape[0] - 1
             rows = torch.where(membership(selection, block.key.shape[2]), block.rows, zero)
             usable = None if block.valid is None else block.valid[:, None, :].expand(rows.shape)
+            n_selected = valid.sum(-1)
         elif block.protect is not None and bool(block.protect.any()):
             apart = block.protect[:, None, :].expand(block.rows.shape).gather(-1, indices) & valid
             kept = _kept_columns(rows, apart, self.call.query.dtype)
             rows, usable = compact(rows, valid & ~apart)
-        return Problems(block.query_rows, block.query_valid, block.query_real, rows, usable, kept, extra, n_all)
+        return Problems(
+            block.query_rows, block.query_valid, block.query_real, rows, usable, kept, extra, n_all, n_selected
+        )
 
     def _hash(self) -> tuple[Tensor, Tensor]:
         """Gray ranks of all query and key rows, once for all levels."""

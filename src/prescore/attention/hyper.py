@@ -40,6 +40,7 @@ class Problems:
         kept: Keys outside blocks and residual, seen exactly by every query.
         extra: Stand-ins, likewise.
         n_all: `[P]` real keys before selection.
+        n_selected: `[P, H]` selected keys, where `key_rows` hold others too (`mask="zero"`); None = all of them.
     """
 
     query_rows: Tensor
@@ -50,6 +51,14 @@ class Problems:
     kept: Columns | None
     extra: Columns | None
     n_all: Tensor
+    n_selected: Tensor | None = None
+
+    def counts(self) -> Tensor:
+        """`[P, H]` keys that are not filler."""
+        shape = self.key_rows.shape
+        if self.key_valid is None:
+            return torch.full(shape[:2], shape[2], device=self.key_rows.device)
+        return self.key_valid.sum(-1)
 
 
 def exact_part(problems: Problems, dtype: torch.dtype) -> Part:
@@ -89,7 +98,7 @@ def hyper_part(
         dtype: Of the bias.
     """
     n_problems, heads, n_keys = problems.key_rows.shape
-    count = _counts(problems)  # [P, H]
+    count = problems.counts()  # [P, H]
     most = -(-n_keys // block_size) if block_size else 1
     order, sorted_ranks, n_blocks = _sort_keys(problems, key_ranks, count, block_size)
     if most <= 1:
@@ -115,13 +124,6 @@ def hyper_part(
     filled = None if tiles.filled is None else tiles.filled.flatten(0, 2)
     part = _part(shape, query_rows.flatten(0, 2), filled, picked, extra, True)
     return dataclasses.replace(part, residual=residual)
-
-
-def _counts(problems: Problems) -> Tensor:
-    shape = problems.key_rows.shape
-    if problems.key_valid is None:
-        return torch.full(shape[:2], shape[2], device=problems.key_rows.device)
-    return problems.key_valid.sum(-1)
 
 
 def _sort_keys(
@@ -179,7 +181,9 @@ def _residual_columns(
         # the i-th *valid* key: filler may stand anywhere in a ragged list
         sample = torch.sort(~problems.key_valid, dim=-1, stable=True).indices.gather(-1, sample)
     rows = problems.key_rows.gather(-1, sample)
-    size = count if coupling.residual_weight == "selected" else problems.n_all[:, None].expand_as(count)
+    size = count if problems.n_selected is None else problems.n_selected
+    if coupling.residual_weight == "all":
+        size = problems.n_all[:, None].expand_as(count)
     bias = torch.log(size.to(torch.float64) / n_samples).to(dtype)
     bias = bias.masked_fill(count == 0, -torch.inf)[..., None, None].expand(*count.shape, most, n_samples)
     if block_size and coupling.overlap == "exclude":
