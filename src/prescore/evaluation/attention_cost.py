@@ -1,0 +1,69 @@
+"""What an attention costs: key rows met per query, and seconds spent in the attention function itself."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(eq=False)
+class Meter:
+    """Time and rows of one forward, by layer number.
+
+    Attributes:
+        seconds: Time inside the attention function, scoring included.
+        rows: Rows per query of the replaced layers; counted once, beside the time.
+        replaced: Layers that ran the method; the others were exact.
+    """
+
+    seconds: dict[int, float] = field(default_factory=dict)
+    rows: dict[int, float] = field(default_factory=dict)
+    replaced: frozenset[int] = frozenset()
+
+    def timed(self, layer: int, work: Callable[[], Tensor]) -> Tensor:
+        """Run a layer's attention and add its time to the books."""
+        begin = time.perf_counter()
+        output = work()
+        if output.device.type == "cuda":
+            torch.cuda.synchronize(output.device)
+        self.seconds[layer] = self.seconds.get(layer, 0.0) + time.perf_counter() - begin
+        return output
+
+    def figures(self) -> dict[str, Any]:
+        """The sums that a record carries."""
+        replaced = [seconds for layer, seconds in self.seconds.items() if layer in self.replaced]
+        return {
+            "attention_seconds": round(sum(self.seconds.values()), 4),
+            "replaced_seconds": round(sum(replaced), 4),
+            "layers_replaced": len(replaced),
+            "rows_per_query": round(sum(self.rows.values()) / len(self.rows), 2) if self.rows else None,
+        }
+
+
+def exact_rows(length: int) -> float:
+    """Keys that a query meets under plain causal attention."""
+    return (length + 1) / 2
+
+
+def baseline_rows(name: str, length: int, settings: Mapping[str, Any]) -> float:
+    """Keys that a query meets in a baseline, from its settings; what choosing them cost is in the time alone.
+
+    For `performer` it is the number of features, which take the place of rows; for `reformer` an upper bound.
+    """
+    position = torch.arange(length, dtype=torch.float64)
+    if name == "streaming":
+        beyond = (position + 1 - settings["window"]).clamp_min(0)
+        seen = (position + 1).clamp_max(settings["window"]) + beyond.clamp_max(settings["sinks"])
+    elif name == "performer":
+        seen = torch.full_like(position, settings["n_features"])
+    elif name == "reformer":
+        seen = (position + 1).clamp_max(2 * settings["chunk_size"] * settings["n_rounds"])
+    else:
+        own = position % settings["chunk_size"]
+        seen = own + 1 + (position - own).clamp_max(settings["budget"])
+    return float(seen.mean())

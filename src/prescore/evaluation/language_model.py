@@ -1,0 +1,162 @@
+"""A causal language model ready to be measured: loading, its head in pieces, contexts past the trained length."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from prescore import checks
+from prescore.errors import Unsupported
+
+DEFAULT_MODEL = "smollm2"
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+_ROPE = "yarn"
+
+
+@dataclass(frozen=True, eq=False)
+class LanguageModel:
+    """A model of transformers with its tokenizer.
+
+    Attributes:
+        name: What records call it.
+        model: In evaluation mode, on its device.
+        tokenizer: Called with a text, gives `input_ids`.
+    """
+
+    name: str
+    model: Any
+    tokenizer: Any
+
+    @property
+    def device(self) -> torch.device:
+        """Where the parameters are."""
+        return next(self.model.parameters()).device  # type: ignore[no-any-return]
+
+    @property
+    def dtype(self) -> str:
+        """Name of the parameters' dtype."""
+        return str(next(self.model.parameters()).dtype).removeprefix("torch.")
+
+    @property
+    def trained_length(self) -> int | None:
+        """Positions the model was trained on, where its configuration says so."""
+        config = self.model.config.get_text_config(decoder=True)
+        return getattr(config, "max_position_embeddings", None)
+
+    def encode(self, text: str) -> Tensor:
+        """Token numbers `[N]`."""
+        numbers = self.tokenizer(text, verbose=False)["input_ids"]
+        return torch.tensor(numbers, dtype=torch.int64)
+
+    @torch.no_grad()
+    def hidden(self, tokens: Tensor) -> Tensor:
+        """Last hidden states `[N, C]` of one sequence `[N]`, without a cache."""
+        base: nn.Module = self.model.base_model
+        return base(input_ids=tokens[None].to(self.device), use_cache=False).last_hidden_state[0]  # type: ignore[no-any-return]
+
+    @torch.no_grad()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits `[..., V]` of hidden states, in float32 at least."""
+        logits: Tensor = self.model.get_output_embeddings()(hidden)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        cap = getattr(self.model.config.get_text_config(decoder=True), "final_logit_softcapping", None)
+        return logits if cap is None else cap * torch.tanh(logits / cap)
+
+    def check_head(self) -> None:
+        """Refuse a model whose logits are not what `hidden` and `logits` make of its states."""
+        tokens = torch.arange(8) % int(self.model.config.get_text_config(decoder=True).vocab_size)
+        ours = self.logits(self.hidden(tokens))
+        with torch.no_grad():
+            theirs = self.model(input_ids=tokens[None].to(self.device), use_cache=False).logits[0]
+        # both run the same operators; the width of bfloat16 is all that may differ
+        if not torch.allclose(ours, theirs.to(ours.dtype), rtol=2**-7, atol=2**-7):
+            raise Unsupported(
+                f"measuring {self.name}", ["its logits are not its output embedding applied to its last states"]
+            )
+
+    @contextmanager
+    def extended(self, length: int) -> Iterator[dict[str, Any] | None]:
+        """Positions up to `length` inside the block: RoPE is scaled (YaRN, no training) past the trained length.
+
+        Yields:
+            The scaling in words for a record, or None when nothing had to be done.
+        """
+        trained = self.trained_length
+        if trained is None or length <= trained:
+            yield None
+            return
+        base = self.model.base_model
+        rotary = getattr(base, "rotary_emb", None)
+        settings = getattr(base.config, "rope_parameters", None)
+        if rotary is None or not isinstance(settings, dict) or settings.get("rope_type", "default") != "default":
+            raise Unsupported(
+                f"{length} tokens in {self.name}, trained on {trained},", ["its positions are not plain RoPE"]
+            )
+        config = copy.deepcopy(base.config)
+        config.rope_parameters = {
+            **settings,
+            "rope_type": _ROPE,
+            "factor": length / trained,
+            "original_max_position_embeddings": trained,
+        }
+        base.rotary_emb = type(rotary)(config).to(self.device)
+        try:
+            yield {"rope": _ROPE, "factor": length / trained, "trained_length": trained}
+        finally:
+            base.rotary_emb = rotary
+
+
+def load_language_model(
+    name: str = DEFAULT_MODEL, *, dtype: str = "float32", device: str = "cpu"
+) -> LanguageModel:
+    """Load a model and its tokenizer.
+
+    Args:
+        name: `smollm2` (the offline default), a directory saved by transformers, or a name on the hub.
+        dtype: `float32`, `bfloat16`, `float16` or `float64`.
+        device: Such as `cpu` or `cuda`.
+
+    Raises:
+        OSError: There is no such model.
+    """
+    checks.one_of("dtype", dtype, tuple(DTYPES))
+    try:
+        torch.empty(0, device=device)
+    except RuntimeError as error:
+        raise ValueError(f"device must be usable, got {device!r} ({str(error).splitlines()[0]})") from error
+    from prescore.integrations.timm_import import mend_torchvision
+
+    mend_torchvision()
+    model, tokenizer = _smollm2() if name == DEFAULT_MODEL else _from_transformers(name)
+    loaded = LanguageModel(name, model.to(device=device, dtype=DTYPES[dtype]).eval(), tokenizer)
+    loaded.check_head()
+    return loaded
+
+
+def _smollm2() -> tuple[Any, Any]:
+    from prescore.integrations.offline_model import load_smollm2
+
+    return load_smollm2()
+
+
+def _from_transformers(name: str) -> tuple[Any, Any]:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name)
+        model = AutoModelForCausalLM.from_pretrained(name)
+    except (OSError, ValueError, KeyError) as error:
+        where = "directory" if Path(name).is_dir() else "name"
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise OSError(
+            f"model must be {DEFAULT_MODEL!r}, a directory of transformers or a reachable name on the hub, "
+            f"got the {where} {name!r} ({reason})"
+        ) from error
+    return model, tokenizer

@@ -1,0 +1,173 @@
+"""Loss of replaced models against plain computations."""
+
+import math
+
+import pytest
+import torch
+
+import prescore
+from prescore.evaluation import methods
+from prescore.evaluation.documents import Document
+from prescore.evaluation.language_model import LanguageModel
+from prescore.evaluation.patched import measured_attention
+from prescore.evaluation.perplexity import loss_row, make_windows, measure_loss, streamed_loss
+from prescore.testing.tiny_language_model import tiny_language_model
+
+TEXT = "In the beginning there was a key, and the key was with the query. " * 20
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    model, tokenizer = tiny_language_model()
+    return LanguageModel("tiny", model.double(), tokenizer)
+
+
+@pytest.fixture(scope="module")
+def window(tiny):
+    return make_windows(tiny, [Document("text", TEXT)], 200)[0]
+
+
+def test_streamed_loss_is_the_models_own(tiny, window):
+    with torch.no_grad():
+        logits = tiny.model(input_ids=window.tokens[None]).logits[0]
+    whole = torch.nn.functional.cross_entropy(logits[99:199].double(), window.tokens[100:200], reduction="none")
+    torch.testing.assert_close(streamed_loss(tiny, window, at_once=7), whole)
+
+
+def test_exact_through_the_door_changes_nothing(tiny, window):
+    plain = float(streamed_loss(tiny, window).mean())
+    figures = measure_loss(tiny, window, methods.exact())
+    assert figures["loss"] == pytest.approx(plain, abs=1e-10)
+    assert figures["perplexity"] == pytest.approx(math.exp(plain))
+    assert figures["rows_per_query"] == 100.5
+    assert figures["attention_seconds"] > 0
+    assert tiny.model.config._attn_implementation == "sdpa"
+
+
+def test_the_door_agrees_with_apply(tiny, window):
+    # nothing random in it, since the door gives every layer a seed of its own and apply does not
+    config = prescore.PrescoreConfig(
+        method="key-diff", top_k=16, min_seq_len=32, sinks=4, inner="exact", remainder="none"
+    )
+    with prescore.apply(tiny.model, config):
+        expected = float(streamed_loss(tiny, window).mean())
+    figures = measure_loss(tiny, window, methods.prescored("key-diff", config))
+    assert figures["loss"] == pytest.approx(expected, abs=1e-10)
+    assert abs(expected - float(streamed_loss(tiny, window).mean())) > 1e-6
+
+
+def test_local_only_forgets_everything_before_its_leaf(tiny):
+    length = 256
+    first = make_windows(tiny, [Document("a", TEXT)], length)[0]
+    changed = first.tokens.clone()
+    changed[:192] = changed[:192].flip(0)
+    with measured_attention(tiny.model, methods.local(64), layers="all"):
+        before, after = tiny.hidden(first.tokens), tiny.hidden(changed)
+    torch.testing.assert_close(before[192:], after[192:])
+    assert (before[:192] - after[:192]).abs().max() > 1e-3
+
+
+def test_partial_replacement_lies_between(tiny, window):
+    exact = measure_loss(tiny, window, methods.exact())
+    one = measure_loss(tiny, window, methods.local(25), layers="first:1")
+    both = measure_loss(tiny, window, methods.local(25))
+    assert one["layers_replaced"] == 1
+    assert both["layers_replaced"] == 2
+    assert len({round(figures["loss"], 9) for figures in (exact, one, both)}) == 3
+
+
+@pytest.mark.parametrize("name", methods.method_names())
+def test_every_named_method_runs(tiny, window, name):
+    method = methods.named(name, leaf=32, top_k=16, overrides=_few(name))
+    figures = measure_loss(tiny, window, method)
+    assert math.isfinite(figures["loss"])
+    assert 0 < figures["rows_per_query"] <= 201
+
+
+def _few(name):
+    return {"block_size": 8, "sample_size": 8} if name not in ("exact", "local") else None
+
+
+@pytest.mark.parametrize(
+    "name", ["kmeans", "hyper", "uniform", "performer", "reformer", "heavy-hitters", "streaming", "lev-attention"]
+)
+def test_no_method_but_the_oracle_sees_the_future(tiny, window, name):
+    overrides = {"alignment": "hash", "block_size": 8, "sample_size": 8}
+    method = methods.named(name, leaf=32, top_k=16, overrides=overrides)
+    changed = window.tokens.clone()
+    changed[150:] = changed[150:].flip(0)
+    with measured_attention(tiny.model, method):
+        before, after = tiny.hidden(window.tokens), tiny.hidden(changed)
+    torch.testing.assert_close(before[:150], after[:150])
+
+
+def test_seed_reaches_the_method(tiny, window):
+    method = methods.named("uniform", leaf=32, top_k=8)
+    one, same, other = (measure_loss(tiny, window, method, seed=seed)["loss"] for seed in (0, 0, 1))
+    assert one == same
+    assert one != other
+
+
+def test_rows_of_a_row_can_be_found_again(tiny, window):
+    row = loss_row(tiny, window, methods.exact(), experiment="x", layers="last:1", seed=3)
+    assert row.seed == 3
+    assert row.config["document"] == "text"
+    assert row.config["digest"] == window.digest
+    assert row.config["n_tokens"] == 200
+    assert row.config["first"] == 100
+    assert math.isfinite(row.measure()["loss"])
+
+
+def test_short_documents_are_refused_by_name_and_count(tiny):
+    with pytest.raises(ValueError, match=r"document short must have at least 200 tokens, got 5"):
+        make_windows(tiny, [Document("short", "hello")], 200)
+    documents = [Document("short", "hello"), Document("long", TEXT)]
+    kept = make_windows(tiny, documents, 200, skip_short=True)
+    assert [window.document for window in kept] == ["long"]
+    with pytest.raises(ValueError, match="at least 200 tokens, got 1 shorter"):
+        make_windows(tiny, documents[:1], 200, skip_short=True)
+    with pytest.raises(ValueError, match="first position must lie between 1 and 199, got 200"):
+        make_windows(tiny, documents[1:], 200, first=200)
+
+
+def test_past_the_trained_length_positions_are_scaled_and_said():
+    model, tokenizer = tiny_language_model(max_positions=64)
+    tiny = LanguageModel("tiny", model, tokenizer)
+    window = make_windows(tiny, [Document("text", TEXT)], 128)[0]
+    rotary = model.model.rotary_emb
+    scaled = measure_loss(tiny, window, methods.exact())
+    assert scaled["position_scaling"] == {"rope": "yarn", "factor": 2.0, "trained_length": 64}
+    assert model.model.rotary_emb is rotary
+    assert abs(scaled["loss"] - float(streamed_loss(tiny, window).mean())) > 1e-6
+    inside = make_windows(tiny, [Document("text", TEXT)], 64)[0]
+    assert "position_scaling" not in measure_loss(tiny, inside, methods.exact())
+
+
+def test_a_head_that_is_not_plain_is_refused(tiny):
+    class Odd(LanguageModel):
+        def logits(self, hidden):
+            return super().logits(hidden) * 1.5
+
+    tiny.check_head()
+    with pytest.raises(ValueError, match="measuring tiny cannot run: its logits are not"):
+        Odd("tiny", tiny.model, tiny.tokenizer).check_head()
+
+
+def test_dropout_is_refused(tiny, window):
+    tiny.model.train()
+    tiny.model.config.attention_dropout = 0.1
+    for layer in tiny.model.model.layers:
+        layer.self_attn.attention_dropout = 0.1
+    try:
+        with pytest.raises(ValueError, match=r"drops attention weights with probability 0\.1"):
+            measure_loss(tiny, window, methods.exact())
+    finally:
+        tiny.model.eval()
+    assert tiny.model.config._attn_implementation == "sdpa"
+
+
+def test_unknown_names_are_refused():
+    with pytest.raises(ValueError, match=r"method must be one of .* got 'flash'"):
+        methods.named("flash", leaf=32)
+    with pytest.raises(ValueError, match=r"top_k must be a count of keys for the baseline 'oracle', got 0\.5"):
+        methods.named("oracle", leaf=32, top_k=0.5)
