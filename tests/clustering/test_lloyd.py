@@ -140,6 +140,18 @@ def test_a_sampled_fit_looks_at_few_points_and_assigns_all():
     assert (_inertia(result) < 1.3 * _inertia(full)).all()  # 10 points per centre: 10 % expected
 
 
+@pytest.mark.parametrize("metric", METRICS, ids=lambda metric: f"p={metric.p}")
+def test_a_short_problem_does_not_notice_a_long_one(metric):
+    points = torch.randn(2, 200, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    weights = (torch.arange(200) < torch.tensor([[200], [40]])).double()
+    options = {"n_clusters": 9, "metric": metric, "streams": Streams(0), "fit_size": 60}
+    both = fit(points, weights=weights, **options)
+    long, short = fit(points[:1], **options), fit(points[1:, :40], **options)
+    torch.testing.assert_close(both.distances[:1], long.distances)
+    torch.testing.assert_close(both.distances[1:, :40], short.distances)
+    assert torch.equal(both.labels[1:, :40], short.labels)
+
+
 def test_lifted_points_are_clustered_in_feature_space():
     points, _, _ = _blobs()
     result = fit(points, n_clusters=4, metric=EUCLIDEAN, streams=Streams(0), lift=lambda x: x[..., :1])

@@ -9,6 +9,7 @@ from prescore.clustering.powers import power
 from prescore.clustering.sampling import gather_rows
 
 _CANDIDATES = 8
+_TIE = 1e-6
 
 
 def zero_of_gradient(
@@ -54,25 +55,26 @@ def zero_of_gradient(
 
 
 def best_members(points: Tensor, labels: Tensor, membership: Tensor, sizes: Tensor, p: float) -> Tensor:
-    """For p < 1: per cluster, the cheapest of the mean and the members nearest to it.
+    """For p < 1: per cluster, the cheapest of the few members nearest to its mean.
 
     The cost is concave between members in every coordinate, so its minima are coordinates of members; a few
-    members near the middle stand for all of them.
+    members near the middle stand for all of them. Costs equal up to rounding (both members of a pair) go to the
+    lower position.
     """
     means = torch.bmm(membership, points) / sizes.unsqueeze(2)
     spread = (points - gather_rows(means, labels)).square_().sum(dim=2)
-    absent = membership <= 0
-    ranked = spread.unsqueeze(1).expand_as(membership).masked_fill(absent, torch.inf)
-    n_candidates = min(_CANDIDATES, points.shape[1])
-    members = ranked.topk(n_candidates, dim=2, largest=False)
-    best, best_cost = means, _cost(points, labels, membership, means, p)
-    for rank in range(n_candidates):
-        candidate = gather_rows(points, members.indices[:, :, rank])
-        cost = _cost(points, labels, membership, candidate, p)
-        better = (cost < best_cost) & torch.isfinite(members.values[:, :, rank])
-        best = torch.where(better.unsqueeze(2), candidate, best)
-        best_cost = torch.where(better, cost, best_cost)
-    return best
+    ranked = spread.unsqueeze(1).expand_as(membership).masked_fill(membership <= 0, torch.inf)
+    nearest = ranked.topk(min(_CANDIDATES, points.shape[1]), dim=2, largest=False)
+    costs = torch.stack(
+        [
+            _cost(points, labels, membership, gather_rows(points, candidate), p)
+            for candidate in nearest.indices.unbind(2)
+        ],
+        dim=2,
+    ).masked_fill_(nearest.values.isinf(), torch.inf)
+    near_best = costs <= costs.amin(dim=2, keepdim=True) * (1 + _TIE)
+    chosen = nearest.indices.masked_fill(~near_best, points.shape[1]).amin(dim=2)
+    return gather_rows(points, chosen.clamp(max=points.shape[1] - 1))
 
 
 def _cost(points: Tensor, labels: Tensor, membership: Tensor, centres: Tensor, p: float) -> Tensor:

@@ -90,9 +90,9 @@ def fit(
     if sample_weights is None:
         sample_weights = sample.new_ones(sample.shape[:2])
     centres = _iterate(sample, sample_weights, centres, metric, max_iter, tol)
-    exact = bool((counts == n_valid).all())
-    labels, distances = assign(points, centres, metric, exact=exact, lift=lift)
-    return Clustering(centres, labels, distances)
+    if not metric.shortlists:
+        return Clustering(centres, *assign(points, centres, metric, lift=lift))
+    return Clustering(centres, *_assign_sampled(points, centres, metric, counts < n_valid))
 
 
 def assign(
@@ -111,6 +111,21 @@ def assign(
         labels.append(nearest[0])
         distances.append(nearest[1])
     return torch.cat(labels, dim=1), torch.cat(distances, dim=1)
+
+
+def _assign_sampled(points: Tensor, centres: Tensor, metric: Metric, sampled: Tensor) -> tuple[Tensor, Tensor]:
+    """Assign by shortlist where a problem was fitted on a sample `[P]`, exactly where not.
+
+    Decided for each problem: whether a short one shares its batch with a long one must not matter.
+    """
+    labels = torch.zeros(points.shape[:2], dtype=torch.int64, device=points.device)
+    distances = points.new_zeros(points.shape[:2])
+    for exact in (False, True):
+        (problems,) = torch.where(sampled != exact)
+        if len(problems):
+            found = assign(points[problems], centres[problems], metric, exact=exact)
+            labels[problems], distances[problems] = found
+    return labels, distances
 
 
 def _iterate(

@@ -15,6 +15,8 @@ class Metric(ABC):
     """`d(x, c) = (sum_j |x_j - c_j|^p)^(1/p)`; a cluster's centre minimises its sum of `d^p`."""
 
     p: float
+    shortlists: ClassVar[bool]
+    """Whether `nearest` has a cheaper form that compares a shortlist of centres only."""
     samples_per_cluster: ClassVar[int]
     """Points per cluster that a fit on a sample looks at."""
 
@@ -50,6 +52,7 @@ class Euclidean(Metric):
     """Least squares: the centre is the mean."""
 
     p = 2.0
+    shortlists = False
     samples_per_cluster = 32
 
     def labels(self, points: Tensor, centres: Tensor) -> Tensor:

@@ -32,6 +32,7 @@ class Minkowski(Metric):
     """Sum of absolute differences to the power p: coordinate medians at p = 1."""
 
     p: float
+    shortlists: ClassVar[bool] = True
     samples_per_cluster: ClassVar[int] = 16
 
     def labels(self, points: Tensor, centres: Tensor) -> Tensor:
