@@ -19,7 +19,8 @@ class Aligned:
         valid: `[B, Nk]`, True = a real key; None = all are.
         query_start: `[B]` position of the first query row, or an int where all rows agree. Without causality
             positions of queries mean nothing and this is 0.
-        query_valid: `[B, Nq]`, False on query rows that are padding; None = all are real.
+        query_valid: `[B, Nq]`, False on query rows that are padding (as many queries as keys, and the key there
+            is padding); None = all are real. They are answered, but move no other query.
         shift: `[B]` how far each row moved; None = not at all.
         queries_moved: Whether the queries were shifted too.
     """
@@ -76,10 +77,12 @@ def align(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, is_
         return Aligned(query, key, value, valid, start, valid if together else None, None, False)
     index, inside = _shifted(shift, n_keys)
     value = _take_rows(value, index) * inside[:, None, :, None]
+    if not is_causal:
+        # nothing depends on where a query stands, and with keys of their own padded rows may be real queries
+        return Aligned(query, key, value, valid, 0, mask if together else None, shift, False)
     if together:
         return Aligned(_take_rows(query, index), key, value, valid, 0, valid, shift, True)
-    starts: Tensor | int = start - shift if is_causal else 0
-    return Aligned(query, key, value, valid, starts, None, shift, False)
+    return Aligned(query, key, value, valid, start - shift, None, shift, False)
 
 
 def _shifted(shift: Tensor, length: int) -> tuple[Tensor, Tensor]:

@@ -22,7 +22,7 @@ from prescore.attention.stand_ins import centroid_stand_ins
 from prescore.config import PrescoreConfig
 from prescore.layout import Aligned
 from prescore.rng import Streams
-from prescore.scoring import Chosen, cluster_labels, select_keys
+from prescore.scoring import Chosen, cluster_labels, score_keys, select_keys
 from prescore.selection.members import compact, membership, protected_positions, selection_of
 from prescore.types import Selection
 
@@ -254,8 +254,10 @@ class Planner:
 
     def _stand_ins(self, block: _Block, chosen: Chosen, streams: Streams) -> Columns:
         """Add this block's stand-ins to the table; returns their rows and weights."""
-        labels = None if chosen.scored is None else chosen.scored.labels
-        n_clusters = 0 if chosen.scored is None else chosen.scored.n_clusters
+        scored = chosen.scored
+        if scored is None:  # a given selection: the same clusters as if it had been made here
+            scored = score_keys(block.key.detach(), valid=block.valid, config=self.config, streams=streams)
+        labels, n_clusters = scored.labels, scored.n_clusters
         if labels is None:
             labels, n_clusters = cluster_labels(
                 block.key.detach(), valid=block.valid, config=self.config, streams=streams

@@ -34,7 +34,7 @@ class Problems:
     Attributes:
         query_rows: `[P, H, G, W]` flat rows of the queries.
         query_valid: `[P, W]`, False = filler; None = none.
-        query_real: `[P, W]`, False = filler or padding, left out of LSH ranks; None = none.
+        query_real: `[P, W]`, False = filler or padding, which moves no other query; None = none.
         key_rows: `[P, H, S]` flat rows of the selected keys.
         key_valid: `[P, H, S]`, False = filler; None = none.
         kept: Keys outside blocks and residual, seen exactly by every query.
@@ -104,9 +104,9 @@ def hyper_part(
     if most <= 1:
         tiles = _whole(problems)
     elif alignment == "rank":
-        tiles = rank_tiles(query_ranks, n_blocks, most, problems.query_real)
+        tiles = rank_tiles(query_ranks, n_blocks, most, problems.query_real, problems.query_valid)
     else:
-        tiles = hash_tiles(query_ranks, sorted_ranks, block_size, n_blocks, problems.query_real)
+        tiles = hash_tiles(query_ranks, sorted_ranks, block_size, n_blocks, problems.query_valid)
     columns = []
     if block_size:
         columns.append(_block_columns(problems, order, count, block_size, most, dtype))

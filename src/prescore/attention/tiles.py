@@ -32,39 +32,53 @@ class Tiles:
     block: Tensor
 
 
-def rank_tiles(ranks: Tensor, n_blocks: Tensor | int, most_blocks: int, valid: Tensor | None) -> Tiles:
+def rank_tiles(
+    ranks: Tensor, n_blocks: Tensor | int, most_blocks: int, real: Tensor | None, valid: Tensor | None
+) -> Tiles:
     """Sort each head's queries, cut them into as many blocks as the keys have.
 
     Args:
         ranks: `[P, H, G, W]` Gray ranks of the queries.
         n_blocks: Key blocks, an int or `[P, H]`.
         most_blocks: The largest of them.
-        valid: `[P, W]`, False = a query that takes no part; None = all do.
+        real: `[P, W]`, False = filler or padding; None = all are real. Padding is spread over the blocks after
+            the real queries were, so that it moves none of them.
+        valid: `[P, W]`, False = filler; None = no filler.
     """
     problems, heads, group, width = ranks.shape
+    if real is not None:
+        ranks = ranks.masked_fill(~real[:, None, None, :], torch.iinfo(ranks.dtype).max - 1)
     if valid is not None:
         ranks = ranks.masked_fill(~valid[:, None, None, :], torch.iinfo(ranks.dtype).max)
     order = torch.sort(ranks, dim=-1, stable=True).indices
     place = order + torch.arange(group, device=ranks.device)[:, None] * width
     block = torch.arange(most_blocks, device=ranks.device).expand(problems, heads, most_blocks)
-    if valid is None and isinstance(n_blocks, int) and width % n_blocks == 0:
+    if real is None and isinstance(n_blocks, int) and width % n_blocks == 0:
         tiles = place.view(problems, heads, group, n_blocks, width // n_blocks).transpose(2, 3)
         return Tiles(tiles, None, block)
-    n_queries = width if valid is None else valid.sum(1)[:, None, None]
-    blocks = n_blocks if isinstance(n_blocks, int) else n_blocks[..., None]
-    edge = torch.arange(most_blocks + 1, device=ranks.device)
-    edges = torch.div(
-        edge * n_queries + blocks - 1, blocks, rounding_mode="floor"
-    )  # ceil(edge * queries / blocks)
-    edges = torch.minimum(edges, torch.as_tensor(n_queries, device=ranks.device)).expand(
-        problems, heads, most_blocks + 1
-    )
-    rows = max(1, int((edges[..., 1:] - edges[..., :-1]).max()))
-    slots = edges[..., :-1, None] + torch.arange(rows, device=ranks.device)  # [P, H, blocks, rows]
-    filled = slots < edges[..., 1:, None]
+    blocks = torch.as_tensor(n_blocks, device=ranks.device).expand(problems, heads)
+    n_real = blocks.new_full((problems,), width) if real is None else real.sum(1)
+    n_valid = blocks.new_full((problems,), width) if valid is None else valid.sum(1)
+    slots, filled = _cut(n_real, blocks, most_blocks)
+    if bool((n_valid > n_real).any()):
+        more, also = _cut(n_valid - n_real, blocks, most_blocks)
+        slots = torch.cat((slots, more + n_real[:, None, None, None]), dim=-1)
+        filled = torch.cat((filled, also), dim=-1)
+    rows = slots.shape[-1]
     slots = slots.clamp_max(width - 1)[:, :, None].expand(-1, -1, group, -1, -1).flatten(-2)
     tiles = place.gather(-1, slots).unflatten(-1, (most_blocks, rows)).transpose(2, 3)
     return Tiles(tiles, filled[:, :, :, None].expand_as(tiles), block)
+
+
+def _cut(count: Tensor, blocks: Tensor, most_blocks: int) -> tuple[Tensor, Tensor]:
+    """Cut places `0..count [P]` into `blocks [P, H]` equal blocks: `[P, H, most_blocks, rows]`, and which exist."""
+    edge = torch.arange(most_blocks + 1, device=count.device)
+    total, blocks = count[:, None, None], blocks[..., None]
+    # ceil(edge * count / blocks); blocks that a problem lacks are empty
+    edges = torch.div(edge * total + blocks - 1, blocks, rounding_mode="floor").minimum(total)
+    rows = max(1, int((edges[..., 1:] - edges[..., :-1]).max()))
+    slots = edges[..., :-1, None] + torch.arange(rows, device=count.device)
+    return slots, slots < edges[..., 1:, None]
 
 
 def hash_tiles(
