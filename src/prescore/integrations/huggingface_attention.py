@@ -13,7 +13,7 @@ from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from prescore.config import PrescoreConfig
 from prescore.errors import Unsupported
-from prescore.integrations.huggingface_layer import PrescoredLayer, layer_of
+from prescore.integrations.huggingface_layer import layer_of
 from prescore.integrations.masked import attend_exactly, attend_prescored, inexpressible
 from prescore.integrations.masks import MaskForm, full_mask, read_mask
 
@@ -79,31 +79,25 @@ def prescored_attention_forward(
     Returns:
         `[B, Nq, Hq, Dv]`, and the weights where a model's own eager attention had to run.
     """
-    plan = plan_of(module)
-    layer = layer_of(key)
-    n_keys = key.shape[2] if layer is None else layer.get_seq_length()
+    plan, layer = plan_of(module), layer_of(key)
+    n_query, n_keys = query.shape[2], key.shape[2] if layer is None else layer.get_seq_length()
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    form = read_mask(attention_mask, n_query=query.shape[2], n_keys=n_keys, is_causal=causal)
-    foreign = _foreign_features(kwargs)
-    window = _local_window(module, kwargs.get("sliding_window"))
-    plan.stats = {"mask": form.kind, "queries": query.shape[2], "keys": n_keys}
-    if plan.config is None or window is not None or form.kind == "window":
-        plan.stats["path"] = "exact: not selected" if plan.config is None else "exact: sliding window"
-        output = _exact(module, query, key, value, form, dropout, scaling, kwargs, foreign, layer)
+    form = read_mask(attention_mask, n_query=n_query, n_keys=n_keys, is_causal=causal)
+    plan.stats = {"mask": form.kind, "queries": n_query, "keys": n_keys}
+    config, why_exact = plan.config, _why_exact(module, plan, form, dropout, kwargs)
+    if config is None or why_exact is not None:
+        plan.stats["path"] = f"exact: {why_exact}"
+        if layer is not None:
+            layer.used_exactly()
+        if _foreign_features(kwargs):
+            return _eager(module, query, key, value, form, dropout, scaling, kwargs)
+        output = attend_exactly(query, key, value, form, scale=scaling, dropout=dropout)
+    elif layer is not None:
+        output = layer.attend(query, form, config=config, scale=scaling, stats=plan.stats)
     else:
-        reasons = [*foreign.values(), *inexpressible(form), *_training_reasons(dropout)]
-        if reasons:
-            _refuse_or_warn(module, plan, reasons)
-            plan.stats["path"] = f"exact: {'; '.join(reasons)}"
-            output = _exact(module, query, key, value, form, dropout, scaling, kwargs, foreign, layer)
-        elif layer is not None:
-            output = layer.attend(query, form, config=plan.config, scale=scaling, stats=plan.stats), None
-        else:
-            plan.stats["path"] = "prescored" if query.shape[2] > 1 else "prescored: selected for this step"
-            output = attend_prescored(query, key, value, form, config=plan.config, scale=scaling), None
-    if foreign and plan.stats["path"].startswith("exact"):
-        return output
-    return output[0].transpose(1, 2).contiguous(), output[1]
+        plan.stats["path"] = "prescored" if n_query > 1 else "prescored: selected for this step alone"
+        output = attend_prescored(query, key, value, form, config=config, scale=scaling)
+    return output.transpose(1, 2).contiguous(), None
 
 
 def prescored_mask(
@@ -146,7 +140,32 @@ def prescored_mask(
     return mask
 
 
-def _exact(
+def _why_exact(
+    module: nn.Module, plan: LayerPlan, form: MaskForm, dropout: float, kwargs: dict[str, Any]
+) -> str | None:
+    """Why a layer is not pre-scored, or None; raises when it should be and cannot."""
+    if plan.config is None:
+        return "this layer was not asked for"
+    if form.kind == "window" or _local_window(module, kwargs.get("sliding_window")) is not None:
+        return "a sliding window is local already"
+    reasons = [*_foreign_features(kwargs).values(), *inexpressible(form)]
+    if dropout > 0:
+        reasons.append(f"attention dropout {dropout} needs every attention weight; set it to 0 to train")
+    if kwargs.get("output_attentions"):
+        reasons.append("output_attentions=True asks for weights that are never formed")
+    if not reasons:
+        return None
+    name = f"pre-scored attention in {type(module).__name__}"
+    if plan.config.on_unsupported == "raise":
+        raise Unsupported(name, [*reasons, 'on_unsupported="exact" would run such layers exactly'])
+    text = "; ".join(reasons)
+    if text not in plan.warned:
+        plan.warned.add(text)
+        warnings.warn(f"{name} runs exactly: {text}", stacklevel=3)
+    return text
+
+
+def _eager(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -155,36 +174,24 @@ def _exact(
     dropout: float,
     scaling: float | None,
     kwargs: dict[str, Any],
-    foreign: dict[str, str],
-    layer: PrescoredLayer | None,
 ) -> tuple[Tensor, Tensor | None]:
-    if layer is not None:
-        layer.used_exactly()
-    if not foreign:
-        return attend_exactly(query, key, value, form, scale=scaling, dropout=dropout), None
-    # the model's own file knows its own features
+    """The attention of the model's own file, which knows the model's own features."""
     eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
     if eager is None:
-        raise Unsupported(f"exact attention of {type(module).__name__}", list(foreign.values()))
-    seen = full_mask(form, query.shape[2], query.device)
-    mask = seen
-    if seen is not None and seen.dtype == torch.bool:
-        mask = torch.zeros(seen.shape, dtype=query.dtype, device=query.device)
-        mask = mask.masked_fill(~seen, torch.finfo(query.dtype).min)
-    output: tuple[Tensor, Tensor | None] = eager(
+        reasons = list(_foreign_features(kwargs).values())
+        raise Unsupported(f"exact attention of {type(module).__name__}", reasons)
+    mask = full_mask(form, query.shape[2], query.device)
+    if mask is not None and mask.dtype == torch.bool:
+        shown = torch.zeros(mask.shape, dtype=query.dtype, device=query.device)
+        mask = shown.masked_fill_(~mask, torch.finfo(query.dtype).min)
+    result: tuple[Tensor, Tensor | None] = eager(
         module, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs
     )
-    return output
+    return result
 
 
 def _foreign_features(kwargs: dict[str, Any]) -> dict[str, str]:
     return {name: reason for name, reason in _FOREIGN.items() if kwargs.get(name) is not None}
-
-
-def _training_reasons(dropout: float) -> list[str]:
-    if dropout > 0:
-        return [f"attention dropout {dropout} needs every attention weight; set it to 0 to train"]
-    return []
 
 
 def _local_window(module: nn.Module, sliding_window: int | None) -> int | None:
@@ -193,13 +200,3 @@ def _local_window(module: nn.Module, sliding_window: int | None) -> int | None:
         return None
     longest = getattr(getattr(module, "config", None), "max_position_embeddings", None)
     return None if longest is not None and sliding_window >= longest else sliding_window
-
-
-def _refuse_or_warn(module: nn.Module, plan: LayerPlan, reasons: list[str]) -> None:
-    name = f"pre-scored attention in {type(module).__name__}"
-    if plan.config is None or plan.config.on_unsupported == "raise":
-        raise Unsupported(name, [*reasons, 'on_unsupported="exact" would run such layers exactly'])
-    text = "; ".join(reasons)
-    if text not in plan.warned:
-        plan.warned.add(text)
-        warnings.warn(f"{name} runs exactly: {text}", stacklevel=4)

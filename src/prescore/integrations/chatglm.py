@@ -1,0 +1,160 @@
+"""ChatGLM2 and ChatGLM3: remote-code models with a `core_attention` module in every layer.
+
+Their layout is `[sequence, batch, heads, dim]`, keys and values of a multi-query group are repeated by the caller,
+and a mask is True where nothing may be seen. The model's code is loaded by transformers only if its user passes
+`trust_remote_code=True`; here nothing of it is imported, the modules are recognised by their structure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from prescore.config import PrescoreConfig
+from prescore.decoding.follow import FollowedSelection
+from prescore.errors import Unsupported
+from prescore.integrations.masked import attend_exactly, attend_prescored, inexpressible
+from prescore.integrations.masks import MaskForm, read_mask
+
+_STEP_AT_MOST = 32
+
+
+def detect(model: nn.Module) -> bool:
+    """Whether the model has layers with `self_attention.core_attention`."""
+    return bool(_owners(model))
+
+
+def layers(model: nn.Module) -> list[str]:
+    """Names of the `core_attention` modules, in order."""
+    return [f"{name}.core_attention" for name in _owners(model)]
+
+
+def attach(model: nn.Module, configs: dict[int, PrescoreConfig]) -> Callable[[], None]:
+    """Replace the chosen `core_attention` modules; returns the undo."""
+    owners = list(_owners(model).values())
+    repeats = _repeats(model)
+    before: dict[int, Any] = {number: owners[number].core_attention for number in configs}
+    for number, config in configs.items():
+        owners[number].core_attention = PrescoredCoreAttention(before[number], config, repeats)
+
+    def undo() -> None:
+        for number, module in before.items():
+            owners[number].core_attention = module
+
+    return undo
+
+
+def stats(model: nn.Module) -> dict[int, dict[str, Any]]:
+    """What each replaced layer did in its last call."""
+    found = {}
+    for number, owner in enumerate(_owners(model).values()):
+        core = owner.core_attention
+        if isinstance(core, PrescoredCoreAttention) and core.stats:
+            found[number] = dict(core.stats)
+    return found
+
+
+class PrescoredCoreAttention(nn.Module):
+    """Stands where a ChatGLM layer has its `core_attention`.
+
+    Args:
+        original: The module it replaces; runs what cannot be honoured, when the config allows that.
+        config: How keys are scored, selected and attended to.
+        repeats: How often the caller repeats each key head.
+    """
+
+    def __init__(self, original: nn.Module, config: PrescoreConfig, repeats: int) -> None:
+        super().__init__()
+        self.original = original
+        self.config = config
+        self.repeats = repeats
+        self.stats: dict[str, Any] = {}
+        self.selection = FollowedSelection()
+
+    def forward(
+        self, query_layer: Tensor, key_layer: Tensor, value_layer: Tensor, attention_mask: Tensor | None
+    ) -> Tensor:
+        """`[Nq, B, H, D]` and `[Nk, B, H, D]` twice -> `[Nq, B, H * D]`.
+
+        Args:
+            query_layer: Queries of the newest positions.
+            key_layer: All keys so far, heads repeated.
+            value_layer: All values so far, likewise.
+            attention_mask: None, or bool `[B, 1, Nq, Nk]`, True = hidden.
+        """
+        query, key, value = (layer.permute(1, 2, 0, 3) for layer in (query_layer, key_layer, value_layer))
+        key, value = self._own_heads(key), self._own_heads(value)
+        n_query, n_keys = query.shape[2], key.shape[2]
+        form = read_mask(_seen(attention_mask), n_query=n_query, n_keys=n_keys, is_causal=True)
+        reasons = [*inexpressible(form), *self._dropout_reasons()]
+        self.stats = {"mask": form.kind, "queries": n_query, "keys": n_keys, "path": "prescored"}
+        if reasons and self.config.on_unsupported == "raise":
+            raise Unsupported("pre-scored attention in ChatGLM", reasons)
+        if reasons:
+            self.stats["path"] = f"exact: {'; '.join(reasons)}"
+            exact: Tensor = self.original(query_layer, key_layer, value_layer, attention_mask)
+            return exact
+        output = self._attend(query, key, value, form)
+        return output.permute(2, 0, 1, 3).flatten(2)
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, form: MaskForm) -> Tensor:
+        n_query, n_keys = query.shape[2], key.shape[2]
+        scale = query.shape[-1] ** -0.5
+        if n_query == n_keys or n_query > _STEP_AT_MOST:
+            self.selection.forget()
+            return attend_prescored(query, key, value, form, config=self.config, scale=scale)
+        if not self.config.top_k or self.config.top_k == 1.0:
+            self.stats["path"] = "step over all keys"
+            return attend_exactly(query, key, value, form, scale=scale)
+        state = self.selection.state_for(key, value, form.valid, n_query, self.config)
+        self.stats.update(path="step over the selection", rows=state.n_rows, since=state.n_since)
+        return state.attend(query, scale)
+
+    def _own_heads(self, tensor: Tensor) -> Tensor:
+        """Undo the caller's repetition of key heads, so that each is scored once."""
+        return tensor[:, :: self.repeats]
+
+    def _dropout_reasons(self) -> list[str]:
+        dropout = getattr(getattr(self.original, "attention_dropout", None), "p", 0.0)
+        if self.training and dropout > 0:
+            return [f"attention dropout {dropout} needs every attention weight; set it to 0 to train"]
+        return []
+
+
+def _owners(model: nn.Module) -> dict[str, nn.Module]:
+    """The modules that hold a `core_attention`, by name."""
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if name.rpartition(".")[2] == "self_attention"
+        and isinstance(getattr(module, "core_attention", None), nn.Module)
+    }
+
+
+def _repeats(model: nn.Module) -> int:
+    config: Any = getattr(model, "config", None)
+    if not getattr(config, "multi_query_attention", False):
+        return 1
+    n_heads, n_groups = config.num_attention_heads, config.multi_query_group_num
+    if n_groups < 1 or n_heads % n_groups:
+        raise ValueError(f"config.multi_query_group_num must divide the {n_heads} heads, got {n_groups}")
+    return int(n_heads // n_groups)
+
+
+def _seen(attention_mask: Tensor | None) -> Tensor | None:
+    """True = attend, and nothing for padded queries.
+
+    ChatGLM lets padded queries see everything, the future included, to keep their softmax defined. Such a row is
+    known by seeing the last key although it is not the last; nobody reads its output.
+    """
+    if attention_mask is None:
+        return None
+    seen = ~attention_mask.bool()
+    n_query = seen.shape[-2]
+    if n_query > 1:
+        padded = seen[..., -1:].clone()
+        padded[..., -1, :] = False
+        seen = seen & ~padded
+    return seen
