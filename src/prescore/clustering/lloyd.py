@@ -118,13 +118,14 @@ def _assign_sampled(points: Tensor, centres: Tensor, metric: Metric, sampled: Te
 
     Decided for each problem: whether a short one shares its batch with a long one must not matter.
     """
+    if bool((sampled == sampled[0]).all()):
+        return assign(points, centres, metric, exact=not bool(sampled[0]))
     labels = torch.zeros(points.shape[:2], dtype=torch.int64, device=points.device)
     distances = points.new_zeros(points.shape[:2])
     for exact in (False, True):
         (problems,) = torch.where(sampled != exact)
-        if len(problems):
-            found = assign(points[problems], centres[problems], metric, exact=exact)
-            labels[problems], distances[problems] = found
+        found = assign(points[problems], centres[problems], metric, exact=exact)
+        labels[problems], distances[problems] = found
     return labels, distances
 
 

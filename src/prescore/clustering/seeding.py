@@ -10,8 +10,9 @@ from prescore.clustering.sampling import count_valid, gather_rows, stratified
 from prescore.rng import Streams
 
 SEEDINGS = ("k-means++", "random")
-_SMALLEST_SUBSAMPLE = 512
-_SUBSAMPLE_PER_CLUSTER = 8
+# Points that k-means++ draws from, of which all pairwise distances are held: 8 per cluster, but not so many that
+# the table outgrows the points when there are hundreds of clusters.
+_FEWEST, _PER_CLUSTER, _MANY, _LEAST_PER_CLUSTER = 512, 8, 2048, 2
 # scikit-learn takes 2 + log(k); with all pairs known more trials cost little, and fewer blobs are missed
 _TRIALS = 16
 
@@ -37,7 +38,8 @@ def seed_centres(
     if seeding == "random":
         chosen = _random(n_valid, points, n_clusters, streams)
         return gather_rows(points, chosen)
-    counts = n_valid.clamp(max=max(_SMALLEST_SUBSAMPLE, _SUBSAMPLE_PER_CLUSTER * n_clusters))
+    size = max(_FEWEST, min(_PER_CLUSTER * n_clusters, _MANY), _LEAST_PER_CLUSTER * n_clusters)
+    counts = n_valid.clamp(max=size)
     points, weights = stratified(points, weights, n_valid, counts, streams, "seed sample")
     if weights is None:
         weights = points.new_ones(points.shape[:2])
