@@ -117,7 +117,7 @@ def prescored_attention(
         The output `[B, Hq, Nq, Dv]`, or `(output, Aux)`.
     """
     config = _config(config)
-    attended, plan, call = _run(
+    attended, plan, call = attend_with_plan(
         query, key, value, config, is_causal, key_padding_mask, scale, generator, selection, backend
     )
     if not return_aux:
@@ -145,21 +145,24 @@ def hyper_attention(
     """
     config = PrescoreConfig.hyper() if config is None else _config(config)
     config = config.replace(top_k=None, inner="hyper", remainder="none")
-    return _run(query, key, value, config, is_causal, key_padding_mask, scale, generator, None, backend)[0]
+    return attend_with_plan(
+        query, key, value, config, is_causal, key_padding_mask, scale, generator, None, backend
+    )[0]
 
 
-def _run(
+def attend_with_plan(
     query: Tensor,
     key: Tensor,
     value: Tensor,
     config: PrescoreConfig,
-    is_causal: bool,
-    mask: Tensor | None,
-    scale: float | None,
-    generator: Generator,
-    selection: Selection | None,
-    backend: str,
+    is_causal: bool = False,
+    mask: Tensor | None = None,
+    scale: float | None = None,
+    generator: Generator = None,
+    selection: Selection | None = None,
+    backend: str = "auto",
 ) -> tuple[Attended, Plan, Aligned]:
+    """`prescored_attention` together with the plan it ran, for those who check or time the parts."""
     checks.attention_inputs(query, key, value, is_causal=is_causal, key_padding_mask=mask, scale=scale)
     streams = as_streams(generator)
     call = align(query, key, value, mask, is_causal=is_causal)
