@@ -8,7 +8,7 @@ from torch import Tensor
 from prescore.attention.kernels import accumulation_dtype
 from prescore.baselines.tiles import Call
 
-_LARGEST_BLOCK = 2**23
+_LARGEST_BLOCK = 2**21
 
 
 @torch.no_grad()

@@ -143,7 +143,10 @@ def _buckets(rows: Tensor, rotation: Tensor) -> Tensor:
     if rotation.shape[1] == 0:
         return rows.new_zeros(rows.shape[:2], dtype=torch.int64)
     turned = rows @ rotation
-    return torch.cat((turned, -turned), dim=-1).argmax(-1)
+    # the largest of [x R, -x R] is the entry of largest size, on the side of its sign
+    place = turned.abs().argmax(-1, keepdim=True)
+    opposite = turned.gather(-1, place) < 0
+    return (place + opposite * turned.shape[-1]).squeeze(-1)
 
 
 @torch.no_grad()
