@@ -66,3 +66,13 @@ def test_evicted_keys_do_not_return():
 def test_without_causality_it_is_the_oracle():
     tensors = inputs(n_query=9)
     assert_same(heavy_hitter_attention(*tensors, budget=4), oracle_attention(*tensors, budget=4))
+
+
+def test_a_padded_neighbour_does_not_change_what_is_kept_before_the_first_query():
+    # the padded row's queries begin chunks earlier, so the other row evicts keys that nobody has seen
+    query, key, value = inputs(n_query=9)
+    mask = torch.ones(2, 23, dtype=torch.bool)
+    mask[1, :12] = False
+    options = {"budget": 3, "recent": 1, "chunk_size": 4, "is_causal": True}
+    got = heavy_hitter_attention(query, key, value, **options, key_padding_mask=mask)
+    assert_same([t[:1] for t in got], heavy_hitter_attention(query[:1], key[:1], value[:1], **options))
