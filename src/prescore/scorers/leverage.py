@@ -35,8 +35,8 @@ class Leverage(Scorer):
 
     The sketch adds the keys, with random signs, into `m = max(sketch_size, 2 D)` rows and factorises those; the
     scores are then measured in `c = min(D, max(8, m / 16))` random directions. The relative error of a score has
-    a root mean square below `2 sqrt(D / m) + sqrt(2 / c)`, the second term only while `c < D`; with `m >= N`
-    the result is exact.
+    a root mean square below `2 sqrt(D / m) + sqrt(2 / c)`, the second term only while `c < D`; with
+    `m >= max(N, 16 D)` the result is exact.
     """
 
     sketch_size: int | None = None
