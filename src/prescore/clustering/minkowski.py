@@ -3,8 +3,9 @@
 An l_p distance has no matrix-product form, and comparing every point with every centre costs ten times the
 rest of the method. Centres near in l_p are near in l_2, so the Lloyd loop compares exactly only the two centres
 that a Euclidean matrix product finds nearest, and so does the final pass over all points after a fit on a sample.
-The final pass after a fit on all points compares every centre. Measured on key-like points (k = 33, p = 1, 1.5 and
-3), this and coarse centres inside the loop change the total cost by less than 0.4 %, in either direction.
+The final pass after a fit on all points compares every centre. Measured on key-like points (n = 8192, d = 32,
+k = 33, p = 1, 1.5 and 3, two seeds), this and coarse centres inside the loop change the total cost by -1.0 % to
++0.2 % against comparing every centre.
 """
 
 from __future__ import annotations
