@@ -1,0 +1,272 @@
+"""Zero-shot substitution in vision transformers: accuracy and speed at a given number of key rows.
+
+Rows are counted in all: what a query reads is `rows` selected keys, or selected keys and stand-ins that
+together are `rows`. So methods with and without stand-ins are compared at equal cost of attention.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from prescore.config import RULES, PrescoreConfig
+from prescore.evaluation.vision_data import Images
+from prescore.evaluation.vision_models import VisionModel
+from prescore.integrations.vision_attention import (
+    Attend,
+    PrescoredLayer,
+    Situation,
+    attend_exactly,
+    vision_adapter,
+)
+from prescore.records import Row
+from prescore.registry import list_scorers
+
+EXACT = "exact"
+CENTROIDS = "centroids"
+_RANDOM = "random"
+_STAND_INS = "+centroids"
+_SAMPLE = "-sample"
+
+PAPER_GRID = (
+    EXACT,
+    "kmeans",
+    "kmeans-farthest-sample",
+    "kmeans-cluster-share",
+    "kmeans-balanced",
+    "kmedian",
+    "kmedian-farthest-sample",
+    "leverage",
+    "key-norm",
+    "key-diff",
+    _RANDOM,
+    "kmeans-farthest+centroids",
+    CENTROIDS,
+)
+"""The paper's comparison and ours."""
+
+
+@dataclass(frozen=True)
+class Method:
+    """A method as the command line names it.
+
+    `SCORER[-RULE][-sample][+centroids]`, such as `kmeans` (the paper's nearest rule), `kmeans-farthest-sample`
+    (sampling in proportion to the distance) or `key-diff+centroids`; `random` is the scorer `uniform`; and
+    `centroids` keeps the prefix tokens only and lets one stand-in per cluster speak for everything else.
+    """
+
+    name: str
+    scorer: str
+    rule: str = "nearest"
+    selector: str = "top"
+    stand_ins: bool = False
+    only_stand_ins: bool = False
+
+    @property
+    def clusters(self) -> bool:
+        """Whether the number of clusters is free to choose."""
+        return self.scorer.startswith(("kme", "minkowski", "gaussian")) and not self.stand_ins
+
+    @property
+    def random(self) -> bool:
+        """Whether the seed changes anything."""
+        return self.clusters or self.stand_ins or self.selector == "sample" or self.scorer == "uniform"
+
+    def config(self, rows: int, *, clusters: int | None, share: float, n_prefix: int) -> PrescoreConfig:
+        """The configuration that reads `rows` key rows per query in all."""
+        fields: dict[str, Any] = {
+            "method": self.scorer,
+            "rule": self.rule,
+            "selector": self.selector,
+            "top_k": rows,
+            "inner": "exact",
+            "sinks": 0,
+            "remainder": "none",
+            "n_clusters": clusters if self.clusters else None,
+        }
+        if self.stand_ins:
+            least = max(1, n_prefix)
+            n_clusters = rows - least if self.only_stand_ins else min(round(rows * share), rows - least)
+            if n_clusters < 1:
+                raise ValueError(f"rows must leave room for stand-ins beside {least} kept keys, got {rows}")
+            # stand-ins are means of the true keys, so the clusters must be close in true keys too
+            fields |= {
+                "remainder": "centroids",
+                "n_clusters": n_clusters,
+                "top_k": rows - n_clusters,
+                "normalize": False if self.scorer.startswith("kme") else None,
+            }
+        return PrescoreConfig(**fields)
+
+
+def parse_method(name: str) -> Method:
+    """Read a method's name; an unknown one is refused with the known ones."""
+    if name == CENTROIDS:
+        return Method(name, "kmeans", "farthest", stand_ins=True, only_stand_ins=True)
+    rest, stand_ins = name.removesuffix(_STAND_INS), name.endswith(_STAND_INS)
+    rest, sampled = rest.removesuffix(_SAMPLE), rest.endswith(_SAMPLE)
+    scorers = {**{scorer: scorer for scorer in list_scorers()}, _RANDOM: "uniform"}
+    for word in sorted(scorers, key=len, reverse=True):
+        rule = rest.removeprefix(word).removeprefix("-")
+        if rest == word or (rest.startswith(f"{word}-") and rule in RULES):
+            return Method(
+                name, scorers[word], rule or "nearest", "sample" if sampled else "top", stand_ins=stand_ins
+            )
+    raise ValueError(
+        f"method must be {EXACT}, {CENTROIDS} or SCORER[-RULE][-sample][+centroids] with a scorer among "
+        f"{', '.join(scorers)} and a rule among {', '.join(RULES)}, got {name!r}"
+    )
+
+
+@dataclass(frozen=True)
+class Grid:
+    """What to measure: all combinations, exact attention once.
+
+    `share` is the part of the rows that are stand-ins in `+centroids` methods; `protect` says whether the class
+    token and its like are always kept.
+    """
+
+    methods: tuple[str, ...] = PAPER_GRID
+    rows: tuple[int, ...] = (32, 64, 96, 128)
+    clusters: tuple[int, ...] = (4,)
+    shares: tuple[float, ...] = (0.5,)
+    protect: tuple[bool, ...] = (True,)
+    seeds: tuple[int, ...] = (0,)
+
+
+@dataclass(eq=False)
+class Study:
+    """A model on images, with the exact answers worked out when they are first needed."""
+
+    model: VisionModel
+    images: Images
+    described: Mapping[str, Any]
+    batch_size: int = 50
+    device: str = "cpu"
+    _exact: Outcome | None = field(default=None, repr=False)
+
+    def exact(self) -> Outcome:
+        """The model's own answers."""
+        if self._exact is None:
+            self._exact = self.run(attend_exactly)
+        return self._exact
+
+    @torch.inference_mode()
+    def run(self, attend: Attend) -> Outcome:
+        """All images through the model with `attend` in every layer."""
+        clock = _Timed(attend, self.device)
+        undo = vision_adapter(self.model.model).replace_attention(
+            self.model.model, dict.fromkeys(range(self.model.n_layers), clock)
+        )
+        logits, labels, seconds = [], [], 0.0
+        try:
+            for pixels, truth in self.images.batches(self.model.preprocessing, self.batch_size):
+                here = pixels.to(self.device)
+                begin = time.perf_counter()
+                logits.append(self.model.logits(here).float().cpu())
+                seconds += time.perf_counter() - begin
+                labels.append(truth)
+        finally:
+            undo()
+        return Outcome(torch.cat(logits), torch.cat(labels), seconds, clock.seconds)
+
+    def figures(self, attend: Attend) -> dict[str, Any]:
+        """Accuracy, distance to the exact answers, and speed."""
+        exact = self.exact()
+        outcome = exact if attend is attend_exactly else self.run(attend)
+        sure = exact.logits.log_softmax(-1)
+        distance = (sure.exp() * (sure - outcome.logits.log_softmax(-1))).sum(-1).mean()
+        same = (outcome.logits.argmax(-1) == exact.logits.argmax(-1)).float().mean()
+        n_images = len(outcome.labels)
+        return {
+            "top1": 100 * outcome.hits(1),
+            "top5": 100 * outcome.hits(min(5, outcome.logits.shape[1])),
+            "top1_exact": 100 * exact.hits(1),
+            "agreement": 100 * float(same),
+            "kl": float(distance),
+            "n_images": n_images,
+            "n_tokens": self.model.n_tokens,
+            "images_per_second": n_images / outcome.seconds,
+            "attention_seconds": outcome.attention_seconds,
+            "attention_seconds_exact": exact.attention_seconds,
+        }
+
+
+@dataclass(frozen=True, eq=False)
+class Outcome:
+    """Logits and labels of all images, and the seconds spent in the model and in its attention."""
+
+    logits: Tensor
+    labels: Tensor
+    seconds: float
+    attention_seconds: float
+
+    def hits(self, k: int) -> float:
+        """Share of the images whose label is among the k best."""
+        best = self.logits.topk(k, dim=-1).indices
+        return float((best == self.labels[:, None]).any(-1).float().mean())
+
+
+def study_rows(study: Study, grid: Grid) -> list[Row]:
+    """One row per combination; combinations that differ in nothing that matters appear once."""
+    rows = [_exact_row(study)] if EXACT in grid.methods else []
+    for method, fields in _combinations(grid, study.model.n_prefix):
+        n_rows, clusters, share, protect = fields
+        config = method.config(n_rows, clusters=clusters, share=share or 0.0, n_prefix=study.model.n_prefix)
+        for seed in grid.seeds if method.random else (0,):
+            described = {
+                **study.described,
+                "method": method.name,
+                "rows": n_rows,
+                "clusters": clusters,
+                "share": share,
+                "protect": protect,
+                "config": config.to_dict(),
+            }
+            layer = PrescoredLayer(config, protect, seed)
+            rows.append(Row(described, seed, lambda layer=layer: study.figures(layer)))  # type: ignore[misc]
+    return rows
+
+
+def _exact_row(study: Study) -> Row:
+    described = {**study.described, "method": EXACT, "rows": study.model.n_tokens}
+    return Row(described, None, lambda: study.figures(attend_exactly))
+
+
+def _combinations(
+    grid: Grid, n_prefix: int
+) -> Iterable[tuple[Method, tuple[int, int | None, float | None, bool]]]:
+    for name in grid.methods:
+        if name == EXACT:
+            continue
+        method = parse_method(name)
+        clusters: Sequence[int | None] = grid.clusters if method.clusters else (None,)
+        shares: Sequence[float | None] = grid.shares if method.stand_ins and not method.only_stand_ins else (None,)
+        # without prefix tokens there is nothing to protect
+        protections = grid.protect if n_prefix else (True,)
+        for n_rows in grid.rows:
+            for n_clusters in clusters:
+                for share in shares:
+                    for protect in protections:
+                        yield method, (n_rows, n_clusters, share, protect)
+
+
+class _Timed:
+    """An attention function and the time spent in it."""
+
+    def __init__(self, attend: Attend, device: str) -> None:
+        self.attend, self.device, self.seconds = attend, device, 0.0
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, situation: Situation) -> Tensor:
+        """Run it between two looks at the clock."""
+        begin = time.perf_counter()
+        result = self.attend(query, key, value, situation)
+        if self.device.startswith("cuda"):
+            torch.cuda.synchronize(self.device)
+        self.seconds += time.perf_counter() - begin
+        return result
