@@ -23,8 +23,16 @@ from prescore.config import PrescoreConfig
 from prescore.layout import Aligned
 from prescore.rng import Streams
 from prescore.scoring import Chosen, cluster_labels, score_keys, select_keys
+from prescore.selection.budget import budget_counts
 from prescore.selection.members import compact, membership, protected_positions, selection_of
 from prescore.types import Selection
+
+SCORING_COLUMNS = 150
+FITTING_COLUMNS = 3_000_000
+"""What scoring a key and fitting clusters cost, in columns of exact attention per query.
+
+From `prescore speed` on two cores: an assignment pass takes the time of about 150 columns, a fit that of 3e6 / n.
+"""
 
 FULL = "full"
 """Name of the random stream of a non-causal problem: `score` and `select` draw from it too, so they agree."""
@@ -201,7 +209,8 @@ class Planner:
         if config.inner == "exact":
             exact = torch.ones_like(exact)
         elif config.inner == "auto":
-            exact = exact | (problems.counts().amax(-1) <= config.block_size + config.sample_size)
+            few = problems.counts().amax(-1) <= config.block_size + config.sample_size
+            exact = exact | few | self._cheaper_exactly(block)
         if bool(exact.all()):
             plan.parts.append(exact_part(problems, dtype))
         elif not bool(exact.any()):
@@ -232,8 +241,24 @@ class Planner:
     def _choose(self, block: _Block, streams: Streams) -> Chosen:
         if block.given is not None:
             return Chosen(selection_of(block.given), False, None)
-        config, protect = self.config, block.protect
-        return select_keys(block.key.detach(), valid=block.valid, config=config, streams=streams, protect=protect)
+        return select_keys(
+            block.key.detach(),
+            valid=block.valid,
+            config=self.config,
+            streams=streams,
+            protect=block.protect,
+            keep_all=self._cheaper_exactly(block) if self.config.inner == "auto" else None,
+        )
+
+    def _cheaper_exactly(self, block: _Block) -> Tensor:
+        """`[P]`: problems so short that reading every key costs no more than scoring and reading a few."""
+        n_keys = torch.full((block.rows.shape[0],), block.rows.shape[-1], device=block.rows.device)
+        if block.valid is not None:
+            n_keys = block.valid.sum(1)
+        kept = budget_counts(self.config.top_k, n_keys)
+        columns = kept.clamp_max(self.config.block_size + self.config.sample_size)
+        overhead = torch.where(kept < n_keys, SCORING_COLUMNS + FITTING_COLUMNS / n_keys.clamp_min(1), 0.0)
+        return n_keys <= columns + overhead
 
     def _report(self, block: _Block, selection: Selection) -> None:
         plan, counts = self.plan, self.plan.counts

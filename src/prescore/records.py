@@ -197,7 +197,7 @@ def read_records(path: str | Path) -> list[Record]:
     return found
 
 
-def _finite(value: Any) -> Any:  # noqa: ANN401
+def _finite(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, Mapping):

@@ -75,6 +75,7 @@ def select_keys(
     config: PrescoreConfig,
     streams: Streams,
     protect: Tensor | None = None,
+    keep_all: Tensor | None = None,
 ) -> Chosen:
     """Choose the keys to keep; nothing is scored when that is all of them.
 
@@ -84,6 +85,7 @@ def select_keys(
         config: Budget, selector, delta test and everything about scoring.
         streams: Randomness.
         protect: `[B, N]` bool, positions kept before any score is looked at, inside the budget.
+        keep_all: `[B]` bool, rows whose every key is kept whatever the budget.
     """
     n_rows, n_heads, n_keys, _ = keys.shape
     if valid is None:
@@ -91,6 +93,8 @@ def select_keys(
     else:
         n_valid = valid.sum(dim=1)
     counts = budget_counts(config.top_k, n_valid)
+    if keep_all is not None:
+        counts = torch.where(keep_all, n_valid, counts)
     fallback = fallback_rows(counts, n_valid, config.min_fraction)
     if fallback is not None:
         counts = torch.where(fallback, n_valid, counts)

@@ -54,7 +54,7 @@ class Scorer(ABC):
         """
 
     @classmethod
-    def from_config(cls: type[ScorerT], config: Any) -> ScorerT:  # noqa: ANN401
+    def from_config(cls: type[ScorerT], config: Any) -> ScorerT:
         """Build the scorer from the configuration fields it shares a name with."""
         fields = dataclasses.fields(cls)  # type: ignore[arg-type]
         return cls(**{f.name: getattr(config, f.name) for f in fields if hasattr(config, f.name)})
