@@ -1,8 +1,9 @@
 """Where routed attention reads exactly, and what its clusters are.
 
-Causal: position p lies in chunk `(p - sinks) // chunk`. It reads the sinks, its own chunk up to itself and the
-chunk before exactly; every earlier chunk is a *piece*: a tree of equal leaves. Without a causal mask there is
-no local part, and all keys behind the sinks are one piece.
+The keys behind the sinks are cut into *chunks* of fixed length. A causal query reads the sinks, its own chunk up
+to itself and the chunk before exactly; every earlier chunk is a *piece* for it. Without a causal mask there is
+no local part and every chunk is a piece for every query. A piece consists of a few *single* keys, those least
+like the rest, which everyone reads exactly, and of equal leaves of a tree over the others.
 """
 
 from __future__ import annotations
@@ -12,12 +13,15 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import normalize, pad
 
 from prescore.attention.kernels import accumulation_dtype
 from prescore.config import PrescoreConfig
 
 TreeBuilder = Callable[[Tensor, int, Tensor | None], Tensor]
 """`(points [P, N, D], levels, valid [P, N] or None) -> order [P, N]`: leaves as runs of equal length."""
+
+SINGLES_PER_KEY = 1 / 64
 
 
 @dataclass(frozen=True)
@@ -29,9 +33,11 @@ class Layout:
         n_key: Keys.
         causal: Whether queries are the last `n_query` positions and see no later key.
         sinks: First positions, read exactly by everyone.
-        chunk: Keys of one piece (and of the local chunks), a multiple of `leaf`.
+        chunk: Keys of one chunk, `singles + 2 ** levels * leaf`.
+        levels: Bisections of one piece.
         leaf: Keys of one cluster, at most the size asked for.
-        n_pieces: Pieces that some query sees as clusters.
+        singles: Keys of one piece that everyone reads exactly.
+        n_pieces: Chunks that some query sees as clusters.
         n_chosen: Leaves a query reads exactly.
     """
 
@@ -40,19 +46,16 @@ class Layout:
     causal: bool
     sinks: int
     chunk: int
+    levels: int
     leaf: int
+    singles: int
     n_pieces: int
     n_chosen: int
 
     @property
-    def levels(self) -> int:
-        """Bisections of one piece."""
-        return (self.chunk // self.leaf).bit_length() - 1
-
-    @property
     def leaves_per_piece(self) -> int:
         """Leaves of one piece."""
-        return self.chunk // self.leaf
+        return 1 << self.levels
 
     @property
     def n_leaves(self) -> int:
@@ -67,7 +70,7 @@ class Layout:
     @property
     def head(self) -> int:
         """Causal: queries before this position read everything exactly."""
-        return self.sinks + 2 * self.chunk
+        return self.sinks + 2 * self.chunk if self.causal else 0
 
     def pieces_seen(self, position: Tensor) -> Tensor:
         """How many pieces a query at this position sees as clusters."""
@@ -77,42 +80,54 @@ class Layout:
 
 
 def make_layout(n_query: int, n_key: int, *, causal: bool, config: PrescoreConfig) -> Layout:
-    """Round the configured sizes so that every piece is a full binary tree."""
+    """Round the configured sizes so that every piece is a full binary tree; depends on no sequence length."""
     sinks = min(config.sinks, n_key)
-    span = config.chunk_size if causal else max(1, n_key - sinks)
-    levels = max(0, -(-span // config.leaf_size) - 1).bit_length()
-    chunk = -(-span // 2**levels) * 2**levels
-    leaf = chunk >> levels
-    n_pieces = max(0, (n_key - 1 - sinks) // chunk - 1) if causal else int(n_key > sinks)
-    n_leaves = n_pieces * 2**levels
-    return Layout(
-        n_query, n_key, causal, sinks, chunk, leaf, n_pieces, min(config.rows // leaf, n_leaves)
-    )
+    levels = max(0, -(-config.chunk_size // config.leaf_size) - 1).bit_length()
+    chunk = max(1, config.chunk_size >> levels) << levels
+    # as many singles as keep the leaves equal
+    singles = max(1, round(chunk * SINGLES_PER_KEY / 2**levels)) << levels if chunk > 2**levels else 0
+    leaf = (chunk - singles) >> levels
+    behind = n_key - sinks
+    n_pieces = max(0, (behind - 1) // chunk - 1) if causal else -(-behind // chunk)
+    n_chosen = min(config.rows // config.leaf_size, n_pieces << levels)
+    return Layout(n_query, n_key, causal, sinks, chunk, levels, leaf, singles, n_pieces, n_chosen)
 
 
 @dataclass(frozen=True, eq=False)
 class Clusters:
-    """Keys and values in tree order with one stand-in per leaf; `T = B * Hkv` trees, `M` leaves of `L` keys.
+    """What queries see of the pieces; `T = B * Hkv` trees, `M` leaves of `L` keys, `S` single keys.
 
     Attributes:
-        rows: `[T, M, L]` positions of the members in their sequence.
+        rows: `[T, M, L]` positions of the leaves' members in their sequence.
         alive: `[T, M, L]`, False on filler; None = no filler.
-        mean_key: `[T, M, D]`; gradients reach the members.
+        leaf_key: `[T, M, L, D]` members; gradients reach the keys.
+        leaf_value: `[T, M, L, Dv]`.
+        mean_key: `[T, M, D]` stand-ins; gradients reach the members.
         mean_value: `[T, M, Dv]`.
-        log_count: `[T, M]`, -inf for a leaf without members; None = all leaves full.
+        log_count: `[T, M]` log of the members, -inf for none.
+        single_rows: `[T, S]` positions: the sinks, then every piece's singles.
+        single_key: `[T, S, D]`.
+        single_value: `[T, S, Dv]`.
+        single_bias: `[T, S]` of 0, or -inf on filler.
     """
 
     rows: Tensor
     alive: Tensor | None
+    leaf_key: Tensor
+    leaf_value: Tensor
     mean_key: Tensor
     mean_value: Tensor
-    log_count: Tensor | None
+    log_count: Tensor
+    single_rows: Tensor
+    single_key: Tensor
+    single_value: Tensor
+    single_bias: Tensor
 
 
 def build_clusters(
     key: Tensor, value: Tensor, layout: Layout, valid: Tensor | None, tree_builder: TreeBuilder
 ) -> Clusters:
-    """Trees over the pieces and the stand-ins of their leaves.
+    """Singles, trees over the other keys of each piece, and the stand-ins of their leaves.
 
     Args:
         key: `[B, Hkv, Nk, D]`, left-aligned.
@@ -121,40 +136,89 @@ def build_clusters(
         valid: `[B, Nk]`, or None. Causal calls need none: what lies behind a real query is real.
         tree_builder: See `TreeBuilder`.
     """
-    n_trees, span = key.shape[0] * key.shape[1], layout.n_pieces * layout.chunk
-    stop = min(layout.sinks + span, layout.n_key)
-    own = stop - layout.sinks
-    alive = None
-    if not layout.causal and (valid is not None or own < span):
-        alive = torch.zeros(key.shape[0], span, dtype=torch.bool, device=key.device)
-        alive[:, :own] = True if valid is None else valid[:, layout.sinks : stop]
-        alive = alive.repeat_interleave(key.shape[1], dim=0).view(n_trees * layout.n_pieces, layout.chunk)
-    points = torch.nn.functional.pad(key.detach()[:, :, layout.sinks : stop], (0, 0, 0, span - own))
-    order = tree_builder(points.reshape(n_trees * layout.n_pieces, layout.chunk, -1), layout.levels, alive)
-    start = torch.arange(layout.n_pieces, device=key.device) * layout.chunk + layout.sinks
-    rows = order.view(n_trees, layout.n_pieces, layout.chunk) + start[None, :, None]
-    rows = rows.view(n_trees, layout.n_leaves, layout.leaf)
+    n_trees = key.shape[0] * key.shape[1]
+    with torch.no_grad():
+        alive = None if layout.causal else _alive(layout, valid, key)
+        rows, single_rows = _place(key, layout, alive, tree_builder)
+        single_bias = _single_bias(layout, single_rows, valid, key)
+    alive_leaf = None
     if alive is not None:
-        alive = alive.gather(1, order).view(rows.shape)
-        rows = rows.clamp_max(layout.n_key - 1)
-    return Clusters(rows, alive, *_stand_ins(key, value, rows, alive))
+        padded = pad(alive, (layout.sinks, 0)).repeat_interleave(key.shape[1], dim=0)
+        alive_leaf = padded.gather(1, rows.view(n_trees, -1)).view(rows.shape)
+        rows, single_rows = rows.clamp_max(layout.n_key - 1), single_rows.clamp_max(layout.n_key - 1)
+    leaf_key, leaf_value = take_rows(key, rows), take_rows(value, rows)
+    means, log_count = _stand_ins(leaf_key, leaf_value, alive_leaf)
+    return Clusters(
+        rows, alive_leaf, leaf_key, leaf_value, *means, log_count, single_rows,
+        take_rows(key, single_rows), take_rows(value, single_rows), single_bias,
+    )  # fmt: skip
 
 
-def _stand_ins(
-    key: Tensor, value: Tensor, rows: Tensor, alive: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    members = [_members(tensor, rows) for tensor in (key, value)]
+def take_rows(tensor: Tensor, rows: Tensor) -> Tensor:
+    """`[B, H, N, D]` and positions `[B * H, ...]` -> `[B * H, ..., D]`."""
+    length, dim = tensor.shape[2:]
+    start = torch.arange(0, rows.shape[0] * length, length, device=rows.device)
+    flat = rows + start.view(-1, *[1] * (rows.ndim - 1))
+    return tensor.reshape(-1, dim).index_select(0, flat.reshape(-1)).view(*rows.shape, dim)
+
+
+def unlikeness(points: Tensor) -> Tensor:
+    """`[P, N, D] -> [P, N]`: how little a key resembles the mean of its piece, minus their cosine."""
+    return -(normalize(points, dim=-1) @ normalize(points.mean(1), dim=-1)[..., None]).squeeze(-1)
+
+
+def _alive(layout: Layout, valid: Tensor | None, key: Tensor) -> Tensor | None:
+    """`[B, pieces * chunk]`: which places behind the sinks hold a real key; None = all."""
+    behind = layout.n_key - layout.sinks
+    filler = layout.n_pieces * layout.chunk - behind
+    if valid is None:
+        if filler == 0:
+            return None
+        valid = torch.ones(key.shape[0], layout.n_key, dtype=torch.bool, device=key.device)
+    return pad(valid[:, layout.sinks :], (0, filler))
+
+
+def _place(key: Tensor, layout: Layout, alive: Tensor | None, tree_builder: TreeBuilder) -> tuple[Tensor, Tensor]:
+    """Positions of leaf members `[T, M, L]` and of single keys `[T, S]`, possibly behind the last key."""
+    n_trees, n_pieces, chunk = key.shape[0] * key.shape[1], layout.n_pieces, layout.chunk
+    span = n_pieces * chunk
+    keys = key[:, :, layout.sinks : layout.sinks + span]
+    points = pad(keys, (0, 0, 0, span - keys.shape[2])).reshape(n_trees * n_pieces, chunk, -1)
+    points = points.to(accumulation_dtype(key.dtype))
+    if alive is not None:
+        alive = alive.repeat_interleave(key.shape[1], dim=0).view(n_trees * n_pieces, chunk)
+        points = points.masked_fill(~alive[..., None], 0)
+    score = unlikeness(points)
+    if alive is not None:
+        score = score.masked_fill(~alive, -torch.inf)
+    ranked = score.argsort(dim=1, descending=True, stable=True)
+    single, rest = ranked.split([layout.singles, chunk - layout.singles], dim=1)
+    rest = rest.sort(dim=1).values
+    points = points.gather(1, rest[..., None].expand(-1, -1, points.shape[-1]))
+    order = tree_builder(points, layout.levels, None if alive is None else alive.gather(1, rest))
+    start = (torch.arange(n_pieces, device=key.device) * chunk + layout.sinks)[None, :, None]
+    rows = rest.gather(1, order).view(n_trees, n_pieces, -1) + start
+    singles = (single.view(n_trees, n_pieces, -1) + start).flatten(1)
+    sinks = torch.arange(layout.sinks, device=key.device).expand(n_trees, -1)
+    return rows.view(n_trees, layout.n_leaves, layout.leaf), torch.cat((sinks, singles), dim=1)
+
+
+def _single_bias(layout: Layout, rows: Tensor, valid: Tensor | None, key: Tensor) -> Tensor:
+    dead = rows >= layout.n_key
+    if valid is not None and not layout.causal:
+        real = valid.repeat_interleave(key.shape[1], dim=0)
+        dead = dead | ~real.gather(1, rows.clamp_max(layout.n_key - 1))
+    bias = torch.zeros(rows.shape, dtype=accumulation_dtype(key.dtype), device=key.device)
+    return bias.masked_fill_(dead, -torch.inf)
+
+
+def _stand_ins(key: Tensor, value: Tensor, alive: Tensor | None) -> tuple[tuple[Tensor, Tensor], Tensor]:
+    wide = accumulation_dtype(key.dtype)
     if alive is None:
-        return members[0].mean(2), members[1].mean(2), None
+        count = torch.full(key.shape[:2], key.shape[2], dtype=wide, device=key.device)
+        return (key.mean(2), value.mean(2)), count.log()
     count = alive.sum(-1)
     safe = count.clamp_min(1)[..., None]
-    # filler repeats a real row, which may be padding: it must not even be multiplied
-    means = [tensor.masked_fill(~alive[..., None], 0).sum(2) / safe for tensor in members]
-    return means[0], means[1], count.to(accumulation_dtype(key.dtype)).log()
-
-
-def _members(tensor: Tensor, rows: Tensor) -> Tensor:
-    """`[B, H, N, D]` -> `[T, M, L, D]`."""
-    n_trees, length, dim = rows.shape[0], tensor.shape[2], tensor.shape[3]
-    flat = rows + torch.arange(0, n_trees * length, length, device=rows.device)[:, None, None]
-    return tensor.reshape(-1, dim).index_select(0, flat.reshape(-1)).view(*rows.shape, dim)
+    dead = ~alive[..., None]  # filler repeats some other row: it must not count
+    mean_key, mean_value = (tensor.masked_fill(dead, 0).sum(2) / safe for tensor in (key, value))
+    return (mean_key.to(key.dtype), mean_value.to(value.dtype)), count.to(wide).log()

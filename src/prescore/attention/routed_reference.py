@@ -24,7 +24,7 @@ def routed_reference(
     scale: float,
     tree_builder: TreeBuilder,
 ) -> Attended:
-    """Exact over sinks, local chunks and chosen leaves; one stand-in for every other visible leaf.
+    """Exact over sinks, local chunks, single keys and chosen leaves; a stand-in for every other visible leaf.
 
     A leaf's score is `q.mean_key + log(members)`; a query reads the `rows / leaf` leaves of largest score.
     """
@@ -39,10 +39,11 @@ def routed_reference(
         clusters = build_clusters(key, value, layout, valid, tree_builder)
         scores, visible = _scores(queries, clusters, layout)
         chosen = _choose(scores, visible, layout.n_chosen)
-        seen = seen | _members_chosen(chosen, clusters, layout)
-        logits = torch.cat((logits, scores.masked_fill(~visible | chosen, -math.inf)), dim=-1)
-        seen = torch.cat((seen.expand(*logits.shape[:-1], -1), visible & ~chosen), dim=-1)
-        values = torch.cat((values, clusters.mean_value.to(wide).view(*key.shape[:2], -1, value.shape[-1])), dim=2)
+        seen = (seen | _read_members(chosen, visible, clusters, layout)) & _real(seen, valid, key)
+        logits = torch.cat((logits, scores), dim=-1)
+        seen = torch.cat((seen, visible & ~chosen), dim=-1)
+        means = clusters.mean_value.to(wide).view(*key.shape[:2], -1, value.shape[-1])
+        values = torch.cat((values, means), dim=2)
     logits = logits.masked_fill(~seen, -math.inf)
     lse = torch.logsumexp(logits, dim=-1)
     weights = torch.exp(logits - lse.masked_fill(torch.isneginf(lse), 0.0)[..., None])
@@ -50,30 +51,33 @@ def routed_reference(
     return Attended(output, lse.flatten(1, 2))
 
 
+def _real(seen: Tensor, valid: Tensor | None, key: Tensor) -> Tensor:
+    return torch.ones_like(seen) if valid is None else valid[:, None, None, None, :].expand(seen.shape)
+
+
 def _exact_columns(layout: Layout, valid: Tensor | None, key: Tensor) -> Tensor:
-    """`[B, 1, 1, Nq, Nk]`: what every query reads exactly, whatever it chooses."""
+    """`[B, 1, 1, Nq, Nk]`: what every query reads exactly, whatever it chooses and whatever is single."""
     position = torch.arange(layout.n_query, device=key.device)[:, None] + layout.first
     column = torch.arange(layout.n_key, device=key.device)
-    seen = column < layout.sinks
+    seen = (column < layout.sinks).expand(layout.n_query, -1)
     if layout.causal:
-        local = layout.sinks + layout.pieces_seen(position) * layout.chunk
+        pieces = layout.pieces_seen(position)
+        local = torch.where(pieces > 0, layout.sinks + pieces * layout.chunk, 0)
         seen = (seen | (column >= local)) & (column <= position)
     seen = seen.expand(key.shape[0], 1, 1, layout.n_query, layout.n_key)
-    return seen if valid is None else seen & valid[:, None, None, None, :]
+    return seen & _real(seen, valid, key)
 
 
 def _scores(queries: Tensor, clusters: Clusters, layout: Layout) -> tuple[Tensor, Tensor]:
     """Scores and visibility of the leaves, `[B, Hkv, G, Nq, M]`."""
     batch, n_kv_heads = queries.shape[:2]
     means = clusters.mean_key.to(queries.dtype).view(batch, n_kv_heads, 1, layout.n_leaves, -1)
-    scores = queries @ means.transpose(-1, -2)
+    count = clusters.log_count.to(queries.dtype).view(batch, n_kv_heads, 1, 1, layout.n_leaves)
+    scores = queries @ means.transpose(-1, -2) + count
     position = torch.arange(layout.n_query, device=queries.device)[:, None] + layout.first
     piece = torch.arange(layout.n_leaves, device=queries.device) // layout.leaves_per_piece
     visible = (piece < layout.pieces_seen(position)).expand(scores.shape)
-    if clusters.log_count is None:
-        return scores + math.log(layout.leaf), visible
-    count = clusters.log_count.to(queries.dtype).view(batch, n_kv_heads, 1, 1, layout.n_leaves)
-    return scores + count, visible & ~torch.isneginf(count)
+    return scores, visible & ~torch.isneginf(count)
 
 
 def _choose(scores: Tensor, visible: Tensor, n_chosen: int) -> Tensor:
@@ -81,11 +85,19 @@ def _choose(scores: Tensor, visible: Tensor, n_chosen: int) -> Tensor:
     return torch.zeros_like(visible).scatter(-1, best, True) & visible
 
 
-def _members_chosen(chosen: Tensor, clusters: Clusters, layout: Layout) -> Tensor:
-    """Which keys lie in a chosen leaf, `[B, Hkv, G, Nq, Nk]`."""
+def _read_members(chosen: Tensor, visible: Tensor, clusters: Clusters, layout: Layout) -> Tensor:
+    """Which keys are single, or lie in a chosen leaf, `[B, Hkv, G, Nq, Nk]`."""
     columns = chosen.repeat_interleave(layout.leaf, dim=-1)
     rows = clusters.rows.reshape(*chosen.shape[:2], 1, 1, -1).expand(columns.shape)
     if clusters.alive is not None:
         columns = columns & clusters.alive.reshape(*chosen.shape[:2], 1, 1, -1)
-    seen = torch.zeros(*chosen.shape[:-1], layout.n_key, dtype=torch.int64, device=chosen.device)
-    return seen.scatter_add(-1, rows, columns.to(torch.int64)) > 0
+    counted = torch.zeros(*chosen.shape[:-1], layout.n_key, dtype=torch.int64, device=chosen.device)
+    counted = counted.scatter_add(-1, rows, columns.to(torch.int64))
+    own = clusters.single_rows[:, layout.sinks :]
+    position = torch.arange(layout.n_query, device=chosen.device)[:, None] + layout.first
+    piece = torch.arange(own.shape[1], device=chosen.device) // max(layout.singles, 1)
+    seen = (piece < layout.pieces_seen(position)).expand(*chosen.shape[:-1], -1)
+    real = ~torch.isneginf(clusters.single_bias[:, layout.sinks :])
+    seen = seen & real.view(*chosen.shape[:2], 1, 1, -1)
+    rows = own.view(*chosen.shape[:2], 1, 1, -1).expand(seen.shape)
+    return counted.scatter_add(-1, rows, seen.to(torch.int64)) > 0

@@ -79,5 +79,5 @@ def _unit(vectors: Tensor) -> Tensor:
     # by the largest entry first: squares of tiny or huge covariances leave the range of float32
     peak = vectors.abs().amax(dim=-1, keepdim=True)
     vectors = vectors / peak.masked_fill(peak == 0, 1.0)
-    norm = vectors.norm(dim=-1, keepdim=True)
+    norm = torch.linalg.vector_norm(vectors, dim=-1, keepdim=True)
     return vectors / norm.masked_fill(norm == 0, 1.0)

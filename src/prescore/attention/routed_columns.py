@@ -1,0 +1,103 @@
+"""The dense half of routed attention: every query meets single keys and stand-ins, and chooses leaves.
+
+One block of queries at a time, so that the scores of a block stay in the cache: the same scores pick the leaves,
+lose the picked ones, and weigh the rest.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from prescore.attention.kernels import accumulation_dtype
+
+_WIDE_GROUP = 16
+
+
+@dataclass(frozen=True, eq=False)
+class Columns:
+    """Keys that a block of queries meets: stand-ins of leaves first, then single keys.
+
+    Attributes:
+        key: `[T, W, D]`.
+        value: `[T, W, Dv]`.
+        bias: `[T, 1, W]` added to the logits.
+        n_leaves: How many of the `W` columns are stand-ins.
+    """
+
+    key: Tensor
+    value: Tensor
+    bias: Tensor
+    n_leaves: int
+
+
+def attend_columns(query: Tensor, columns: Columns, n_chosen: int, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Choose leaves, then attend to all columns but the stand-ins of the chosen.
+
+    Args:
+        query: `[T, t, D]`.
+        columns: What the queries see.
+        n_chosen: Leaves to choose, at most `columns.n_leaves`.
+        scale: Factor of the logits.
+
+    Returns:
+        Output `[T, t, Dv]`, lse `[T, t]` (-inf where nothing is left), and the chosen leaves `[T, t, n_chosen]`.
+    """
+    logits = _logits(query, columns, scale)
+    chosen = best_columns(logits[..., : columns.n_leaves], n_chosen)
+    logits.scatter_(2, chosen, -torch.inf)
+    peak = logits.amax(-1, keepdim=True)
+    peak.masked_fill_(torch.isneginf(peak), 0.0)
+    weights = logits.sub_(peak).exp_()
+    total = weights.sum(-1, keepdim=True)
+    output = (weights @ columns.value.to(weights.dtype)).div_(total.clamp_min(1e-30))
+    return output, (total.log() + peak).squeeze(-1), chosen
+
+
+def attend_columns_backward(
+    grad: Tensor, query: Tensor, columns: Columns, chosen: Tensor, output: Tensor, lse: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of query, column keys and column values under the merged `output` and `lse`.
+
+    Args:
+        grad: `[T, t, Dv]`.
+        query: `[T, t, D]`.
+        columns: As in the forward pass.
+        chosen: As returned there.
+        output: `[T, t]`: the product `grad . output` per row, less the gradient of lse.
+        lse: `[T, t]` of the merged result.
+        scale: Factor of the logits.
+    """
+    wide = accumulation_dtype(query.dtype)
+    weights = _logits(query, columns, scale).scatter_(2, chosen, -torch.inf)
+    weights.sub_(lse[..., None]).exp_()
+    grad = grad.to(wide)
+    grad_value = weights.transpose(1, 2) @ grad
+    grad_logits = (grad @ columns.value.to(wide).transpose(1, 2)).sub_(output[..., None]).mul_(weights)
+    grad_query = (grad_logits @ columns.key.to(wide)).mul_(scale)
+    grad_key = (grad_logits.transpose(1, 2) @ query.to(wide)).mul_(scale)
+    return grad_query, grad_key, grad_value
+
+
+def best_columns(scores: Tensor, count: int) -> Tensor:
+    """Indices of the `count` largest along the last dimension, in no order.
+
+    The largest of many columns lie in the groups of largest maxima, and a maximum is cheap where a selection
+    is not: so first choose groups, then columns inside them.
+    """
+    n_columns = scores.shape[-1]
+    n_groups = n_columns // _WIDE_GROUP
+    if n_groups < 4 * count or n_columns % _WIDE_GROUP:
+        return scores.topk(count, dim=-1, sorted=False).indices
+    grouped: Tensor = scores.unflatten(-1, (n_groups, _WIDE_GROUP))
+    groups: Tensor = grouped.amax(-1).topk(count, dim=-1, sorted=False).indices
+    inside = grouped.gather(-2, groups[..., None].expand(*groups.shape, _WIDE_GROUP)).flatten(-2)
+    best = inside.topk(count, dim=-1, sorted=False).indices
+    return groups.gather(-1, best // _WIDE_GROUP) * _WIDE_GROUP + best % _WIDE_GROUP
+
+
+def _logits(query: Tensor, columns: Columns, scale: float) -> Tensor:
+    wide = accumulation_dtype(query.dtype)
+    return torch.baddbmm(columns.bias, query.to(wide), columns.key.to(wide).transpose(1, 2), alpha=scale)

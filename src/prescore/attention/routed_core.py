@@ -1,0 +1,288 @@
+"""One softmax over local chunks, columns and chosen leaves, with exact gradients.
+
+Queries come in blocks; a block sees a prefix of the pieces. Forward merges the sources by log-sum-exp; backward
+runs each source under the merged output and lse, so nothing is stored but the inputs and the choices.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from prescore.attention.kernels import Backend, accumulation_dtype
+from prescore.attention.parts import _fold_lse_gradient as fold_lse_gradient
+from prescore.attention.routed_columns import Columns, attend_columns, attend_columns_backward
+from prescore.attention.routed_pairs import (
+    Leaves,
+    Pairs,
+    attend_pairs,
+    attend_pairs_backward,
+    dispatch,
+    sum_pairs,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the blocks see.
+
+    Attributes:
+        pieces: Pieces seen by each block of queries.
+        leaves_per_piece: Stand-ins of a piece.
+        singles_per_piece: Single keys of a piece.
+        sinks: Single keys before the first piece.
+        n_chosen: Leaves a query reads, fewer where a block sees fewer.
+        scale: Factor of the logits.
+        backend: The operator.
+        blocks_per_dispatch: Blocks whose pairs are sorted together.
+    """
+
+    pieces: tuple[int, ...]
+    leaves_per_piece: int
+    singles_per_piece: int
+    sinks: int
+    n_chosen: int
+    scale: float
+    backend: Backend
+    blocks_per_dispatch: int = 64
+
+    def columns(self, tensors: tuple[Tensor, ...], block: int) -> Columns:
+        """The columns block number `block` sees."""
+        mean_key, mean_value, log_count, single_key, single_value, single_bias = tensors
+        leaves = self.pieces[block] * self.leaves_per_piece
+        singles = self.sinks + self.pieces[block] * self.singles_per_piece
+        key = torch.cat((mean_key[:, :leaves], single_key[:, :singles]), dim=1)
+        value = torch.cat((mean_value[:, :leaves], single_value[:, :singles]), dim=1)
+        bias = torch.cat((log_count[:, :leaves], single_bias[:, :singles]), dim=1)
+        return Columns(key, value, bias[:, None], leaves)
+
+    def chosen(self, block: int) -> int:
+        """Leaves each query of the block reads."""
+        return min(self.n_chosen, self.pieces[block] * self.leaves_per_piece)
+
+    def groups(self) -> list[range]:
+        """Runs of blocks that are dispatched together: equally many leaves per query in each."""
+        runs: list[range] = []
+        for block in range(len(self.pieces)):
+            last = runs[-1] if runs else None
+            if last and len(last) < self.blocks_per_dispatch and self.chosen(last[0]) == self.chosen(block):
+                runs[-1] = range(last.start, block + 1)
+            else:
+                runs.append(range(block, block + 1))
+        return runs
+
+
+@dataclass(frozen=True, eq=False)
+class Sources:
+    """Everything a query can see; `T = B * Hkv` sequences, `n` blocks of `t` queries, `M` leaves, `S` singles.
+
+    Attributes:
+        own: Keys and values `[T, n, t, D]` of each block's own chunk, seen causally; None = no local part.
+        previous: The same of the chunk before, seen by all.
+        means: Keys and values `[T, M, D]` of the stand-ins.
+        singles: Keys and values `[T, S, D]`.
+        leaves: Keys and values `[T, M, L, D]`.
+        log_count: `[T, M]`.
+        single_bias: `[T, S]`.
+        leaf_bias: `[T, M, L]`, or None.
+    """
+
+    own: tuple[Tensor, Tensor] | None
+    previous: tuple[Tensor, Tensor] | None
+    means: tuple[Tensor, Tensor]
+    singles: tuple[Tensor, Tensor]
+    leaves: tuple[Tensor, Tensor]
+    log_count: Tensor
+    single_bias: Tensor
+    leaf_bias: Tensor | None
+
+
+def attend_routed(query: Tensor, sources: Sources, plan: Plan) -> tuple[Tensor, Tensor, Tensor]:
+    """Attend to all sources at once.
+
+    Args:
+        query: `[T, n, G, t, D]`: blocks of `t` positions, `G` query heads per key head.
+        sources: What can be seen.
+        plan: What each block sees of it.
+
+    Returns:
+        Output `[T, n, G, t, Dv]`, lse `[T, n, G, t]`, and the leaves read `[T, n, G * t, J]`, -1 for none.
+    """
+    local = (*(sources.own or (None, None)), *(sources.previous or (None, None)))
+    result: tuple[Tensor, Tensor, Tensor] = _Routed.apply(  # type: ignore[no-untyped-call]
+        query, *local, *sources.means, *sources.singles, *sources.leaves,
+        sources.log_count, sources.single_bias, sources.leaf_bias, plan,
+    )  # fmt: skip
+    return result
+
+
+class _Routed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+        tensors, plan = rest[:-1], rest[-1]
+        shape, wide = query.shape, accumulation_dtype(query.dtype)
+        output = query.new_empty((*shape[:-1], tensors[9].shape[-1]))
+        lse = query.new_empty(shape[:-1], dtype=wide)
+        read = torch.full((*shape[:2], shape[2] * shape[3], plan.n_chosen), -1, device=query.device)
+        dispatched: list[tuple[range, list[Tensor], Pairs | None]] = []
+        for run in plan.groups():
+            state = _Group(query[:, run.start : run.stop], tensors, plan, run)
+            result, lse[:, run.start : run.stop] = state.forward()
+            output[:, run.start : run.stop] = result
+            if plan.chosen(run[0]):
+                read[:, run.start : run.stop, :, : plan.chosen(run[0])] = torch.stack(state.chosen, dim=1)
+            dispatched.append((run, state.chosen, state.pairs))
+        ctx.save_for_backward(query, *tensors, output, lse)
+        ctx.plan, ctx.dispatched = plan, dispatched
+        ctx.mark_non_differentiable(read)
+        ctx.set_materialize_grads(False)
+        return output, lse, read
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None, _: Any) -> tuple[Any, ...]:
+        query, *tensors, output, lse = ctx.saved_tensors
+        none = (None,) * 4
+        if grad is None and grad_lse is None:
+            return (None,) * 11 + none
+        if grad is None:
+            grad = torch.zeros_like(output)
+        if grad_lse is not None:
+            wide = accumulation_dtype(query.dtype)
+            flat, moved = fold_lse_gradient(
+                grad.reshape(-1, grad.shape[-1]).to(wide),
+                output.reshape(-1, output.shape[-1]).to(wide),
+                grad_lse.reshape(-1),
+            )
+            grad, output = flat.view(grad.shape), moved.view(output.shape)
+            query, tensors = query.to(wide), [t if t is None else t.to(wide) for t in tensors]
+        wide = accumulation_dtype(query.dtype)
+        sums = [None if t is None else torch.zeros_like(t, dtype=wide) for t in (query, *tensors[:10])]
+        for run, chosen, pairs in ctx.dispatched:
+            blocks = slice(run.start, run.stop)
+            state = _Group(query[:, blocks], tensors, ctx.plan, run)
+            state.chosen, state.pairs = chosen, pairs
+            state.backward(grad[:, blocks], output[:, blocks], lse[:, blocks], sums)
+        dtype = ctx.saved_tensors[0].dtype
+        return (*(None if t is None else t.to(dtype) for t in sums), *none)
+
+
+class _Group:
+    """The blocks of one dispatch; `chosen` and `pairs` are set by `forward`, or from outside for `backward`."""
+
+    def __init__(self, query: Tensor, tensors: Any, plan: Plan, run: range) -> None:
+        self.query, self.plan, self.run = query, plan, run
+        blocks = slice(run.start, run.stop)
+        self.local = [
+            (None if t is None else t[:, blocks].flatten(0, 1)[:, None]) for t in tensors[:4]
+        ]  # own key, own value, previous key, previous value
+        mean_key, mean_value, single_key, single_value, leaf_key, leaf_value = tensors[4:10]
+        log_count, single_bias, leaf_bias = tensors[10:13]
+        self.column_tensors = (mean_key, mean_value, log_count, single_key, single_value, single_bias)
+        bias = None if leaf_bias is None else leaf_bias.flatten(0, 1)
+        self.leaves = Leaves(leaf_key.flatten(0, 1), leaf_value.flatten(0, 1), bias)
+        self.n_trees, self.n_leaves = mean_key.shape[:2]
+        self.chosen: list[Tensor] = []
+        self.pairs: Pairs | None = None
+
+    def forward(self) -> tuple[Tensor, Tensor]:
+        """Output and lse of the blocks."""
+        plan, query = self.plan, self.query
+        lead, dim = query.shape[:-1], query.shape[-1]
+        tiles = query.flatten(0, 1)  # [T * n, G, t, D]
+        rows = tiles.reshape(-1, dim)
+        wide = accumulation_dtype(query.dtype)
+        parts = self._columns_forward()
+        for start in (0, 2):
+            key, value = self.local[start : start + 2]
+            if key is not None and value is not None:
+                out, lse = plan.backend.forward(tiles, key, value, None, start == 0, plan.scale)
+                parts.append((out.reshape(-1, out.shape[-1]), lse.reshape(-1, 1)))
+        lses = [lse for _, lse in parts]
+        if self.chosen and self.chosen[0].shape[-1]:
+            self.pairs = dispatch(self._leaf_numbers(), self.n_trees * self.n_leaves)
+            pair_output, pair_lse = attend_pairs(rows, self.leaves, self.pairs, plan.scale, plan.backend)
+            lses.append(pair_lse)
+        stacked = torch.cat(lses, dim=1)
+        total = torch.logsumexp(stacked, dim=1)
+        weights = torch.exp(stacked - total.masked_fill(torch.isneginf(total), 0.0)[:, None])
+        if self.pairs is not None:
+            output = sum_pairs(pair_output, weights[:, len(parts) :], self.pairs).to(wide)
+            output.addcmul_(parts[0][0].to(wide), weights[:, :1])
+        else:
+            output = parts[0][0].to(wide) * weights[:, :1]
+        for place, (out, _) in enumerate(parts[1:], start=1):
+            output.addcmul_(out.to(wide), weights[:, place : place + 1])
+        return output.view(*lead, -1), total.view(lead)
+
+    def backward(self, grad: Tensor, output: Tensor, lse: Tensor, sums: list[Tensor | None]) -> None:
+        """Add the gradients of these blocks to `sums`."""
+        plan = self.plan
+        blocks = slice(self.run.start, self.run.stop)
+        safe = lse.masked_fill(torch.isneginf(lse), torch.inf)  # saw nothing: every weight is 0
+        tiles = [t.flatten(0, 1) for t in (grad, self.query, output, lse)]
+        grad_query = sums[0][:, blocks]  # type: ignore[index]
+        for start in (0, 2):
+            key, value = self.local[start : start + 2]
+            if key is None or value is None:
+                continue
+            grads = plan.backend.backward(
+                tiles[0], tiles[1], key, value, None, tiles[2], tiles[3], start == 0, plan.scale
+            )
+            grad_query += grads[0].view_as(grad_query)
+            for place in (1, 2):
+                target = sums[start + place][:, blocks]  # type: ignore[index]
+                target += grads[place].view_as(target)
+        self._columns_backward(grad, output, safe, sums)
+        if self.pairs is None:
+            return
+        flat = [t.reshape(-1, t.shape[-1]) for t in (grad, self.query, output)]
+        grads = attend_pairs_backward(
+            flat[0], flat[1], self.leaves, self.pairs, flat[2], lse.reshape(-1), plan.scale, plan.backend
+        )
+        grad_query += grads[0].view_as(grad_query)
+        for place in (1, 2):
+            sums[8 + place] += grads[place].view_as(sums[8 + place])  # type: ignore[operator,arg-type]
+
+    def _block(self, tensor: Tensor, place: int) -> Tensor:
+        return tensor[:, place].flatten(1, 2)  # [T, G * t, ...]
+
+    def _columns_forward(self) -> list[tuple[Tensor, Tensor]]:
+        outputs, lses = [], []
+        for place, block in enumerate(self.run):
+            columns = self.plan.columns(self.column_tensors, block)
+            output, lse, chosen = attend_columns(
+                self._block(self.query, place), columns, self.plan.chosen(block), self.plan.scale
+            )
+            outputs.append(output)
+            lses.append(lse)
+            self.chosen.append(chosen)
+        output, lse = torch.stack(outputs, dim=1), torch.stack(lses, dim=1)
+        return [(output.view(-1, output.shape[-1]), lse.view(-1, 1))]
+
+    def _columns_backward(self, grad: Tensor, output: Tensor, lse: Tensor, sums: list[Tensor | None]) -> None:
+        product = (grad.to(lse.dtype) * output.to(lse.dtype)).sum(-1)
+        for place, block in enumerate(self.run):
+            columns = self.plan.columns(self.column_tensors, block)
+            grads = attend_columns_backward(
+                self._block(grad, place), self._block(self.query, place), columns, self.chosen[place],
+                self._block(product, place), self._block(lse, place), self.plan.scale,
+            )  # fmt: skip
+            query_sum = sums[0][:, self.run.start + place]  # type: ignore[index]
+            query_sum += grads[0].view_as(query_sum)
+            for offset in (0, 1):
+                leaf, single = grads[1 + offset].split(
+                    [columns.n_leaves, columns.key.shape[1] - columns.n_leaves], dim=1
+                )
+                sums[5 + offset][:, : leaf.shape[1]] += leaf  # type: ignore[index]
+                sums[7 + offset][:, : single.shape[1]] += single  # type: ignore[index]
+
+    def _leaf_numbers(self) -> Tensor:
+        """`[rows, J]` leaf numbers among all trees, rows in the order of the queries."""
+        chosen = torch.stack(self.chosen, dim=1)  # [T, n, G * t, J]
+        first = torch.arange(0, self.n_trees * self.n_leaves, self.n_leaves, device=chosen.device)
+        return (chosen + first[:, None, None, None]).view(-1, chosen.shape[-1])
