@@ -71,7 +71,7 @@ def rank_tiles(
 
 
 def _cut(count: Tensor, blocks: Tensor, most_blocks: int) -> tuple[Tensor, Tensor]:
-    """Cut places `0..count [P]` into `blocks [P, H]` equal blocks: `[P, H, most_blocks, rows]`, and which exist."""
+    """Cut places `0..count [P]` into `blocks [P, H]` equal blocks: `[P, H, most_blocks, rows]`, which exist."""
     edge = torch.arange(most_blocks + 1, device=count.device)
     total, blocks = count[:, None, None], blocks[..., None]
     # ceil(edge * count / blocks); blocks that a problem lacks are empty

@@ -1,7 +1,7 @@
 """The plain oracle: every weight of every key written out, one softmax, float64.
 
 `Weights` say for each query how often (in logs) each key counts, and which averages of keys stand in for others.
-They come from the definition written out in loops (`prescore.testing.naive`), which shares no layout with the rest.
+They come from the definition in loops (`prescore.testing.naive`), which shares no layout with the plan.
 """
 
 from __future__ import annotations
@@ -41,10 +41,11 @@ def dense_attention(query: Tensor, key: Tensor, value: Tensor, weights: Weights,
         return Attended(
             query.new_zeros(*query.shape[:3], value.shape[-1]), query.new_full(query.shape[:3], -torch.inf)
         )
-    lse = torch.logsumexp(logits, dim=-1)
-    # a row that sees nothing: exp(-inf - 0) is 0, while exp(-inf - -inf) would be NaN
-    anchor = lse.masked_fill(torch.isneginf(lse), 0.0)
-    return Attended(torch.exp(logits - anchor[..., None]) @ values, lse)
+    # rows that see nothing are computed as if flat and then cleared: autograd through -inf - -inf is NaN
+    blind = torch.isneginf(logits).all(dim=-1)
+    logits = logits.masked_fill(blind[..., None], 0.0)
+    output = (logits.softmax(dim=-1) @ values).masked_fill(blind[..., None], 0.0)
+    return Attended(output, torch.logsumexp(logits, dim=-1).masked_fill(blind, -torch.inf))
 
 
 def full_weights(

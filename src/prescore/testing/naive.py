@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from prescore import checks
 from prescore.config import PrescoreConfig
 from prescore.rng import Streams, as_streams
 from prescore.scoring import cluster_labels, score_keys, select_keys
@@ -30,7 +31,11 @@ def naive_weights(
     generator: torch.Generator | int | None = None,
     selection: Selection | None = None,
 ) -> Weights:
-    """What every query of a call sees. Rows of queries that are padding are not specified under `rank`."""
+    """What every query of a call sees, `inner` hyper or exact.
+
+    Rows of queries that are padding are not specified under `alignment="rank"`.
+    """
+    checks.one_of("inner", config.inner, ("hyper", "exact"))
     streams = as_streams(generator)
     batch, kv_heads, n_keys = key.shape[:3]
     queries = query.unflatten(1, (kv_heads, -1)).detach()
@@ -136,8 +141,7 @@ class Sight:
                 for j, i in enumerate(index)
                 if real[j]
             ]
-        short = len(pool) <= config.block_size + config.sample_size
-        if few or config.inner == "exact" or (config.inner == "auto" and short):
+        if few or config.inner == "exact":
             self.count(asking, [column.number for column in pool], 1.0)
         elif pool:
             weight = len(own) if config.coupling.residual_weight == "all" else int((member & ~apart).sum())

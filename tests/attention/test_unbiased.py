@@ -1,0 +1,15 @@
+"""Identity 4: the residual is unbiased, whichever block a query reads."""
+
+import pytest
+from attention_checks import check_unbiased
+
+from prescore import PrescoreConfig
+
+SEEDS = 2000
+CONFIG = PrescoreConfig.paper("key-norm", 12, min_seq_len=0, block_size=4, sample_size=3, n_projections=3, sinks=0)
+
+
+@pytest.mark.parametrize("alignment", ["rank", "hash"])
+@pytest.mark.parametrize("selected", [False, True])
+def test_mean_over_seeds_is_the_exact_sum(alignment, selected):
+    check_unbiased(CONFIG.replace(alignment=alignment), seeds=SEEDS, selected=selected)
