@@ -50,8 +50,9 @@ class PrescoreConfig:
         p: Minkowski exponent, > 0.
         sketch_size: `leverage`: None = exact; int = rows of the sketch.
         seeding: `k-means++` or `random`.
-        fit_size: Keys the clusters are fitted on; None = min(n, 16 * clusters, at least 1024) for long
-            sequences, 0 = all keys. Every key is assigned once at the end in either case.
+        fit_size: Keys the clusters are fitted on, at most; None = 32 for each of n_clusters, counted as at
+            least 64 (16 for metrics other than the Euclidean, and in the blocks of causal attention);
+            0 = all keys. Every key is assigned once at the end in either case.
 
     Selection:
         top_k: int = keys kept; float in (0, 1] = share of the keys; 0 or None = no filtering.

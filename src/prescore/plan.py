@@ -34,6 +34,8 @@ FITTING_COLUMNS = 3_000_000
 From `prescore speed` on two cores: an assignment pass takes the time of about 150 columns, a fit that of 3e6 / n.
 """
 
+CAUSAL_FIT_PER_CLUSTER = 16
+
 FULL = "full"
 """Name of the random stream of a non-causal problem: `score` and `select` draw from it too, so they agree."""
 
@@ -244,11 +246,19 @@ class Planner:
         return select_keys(
             block.key.detach(),
             valid=block.valid,
-            config=self.config,
+            config=self._scoring_config(),
             streams=streams,
             protect=block.protect,
             keep_all=self._cheaper_exactly(block) if self.config.inner == "auto" else None,
         )
+
+    def _scoring_config(self) -> PrescoreConfig:
+        """Causal blocks are many, so their clusters are fitted on smaller samples unless told otherwise."""
+        config = self.config
+        if not self.is_causal or config.fit_size is not None:
+            return config
+        n_clusters = config.n_clusters or self.call.key.shape[-1] + 1
+        return config.replace(fit_size=CAUSAL_FIT_PER_CLUSTER * max(n_clusters, 64))
 
     def _cheaper_exactly(self, block: _Block) -> Tensor:
         """`[P]`: problems so short that reading every key costs no more than scoring and reading a few."""
@@ -285,7 +295,7 @@ class Planner:
         labels, n_clusters = scored.labels, scored.n_clusters
         if labels is None:
             labels, n_clusters = cluster_labels(
-                block.key.detach(), valid=block.valid, config=self.config, streams=streams
+                block.key.detach(), valid=block.valid, config=self._scoring_config(), streams=streams
             )
         unselected = ~membership(chosen.selection, block.key.shape[2])
         if block.valid is not None:

@@ -135,8 +135,7 @@ def _iterate(
     threshold = tol * _mean_variance(points, weights)
     moving = torch.ones(len(points), dtype=torch.bool, device=points.device)
     for iteration in range(max_iter):
-        labels = metric.labels(points, centres)
-        membership = _membership(labels, weights, centres.shape[1])
+        membership, labels = metric.membership(points, weights, centres)
         sizes = membership.sum(dim=2)
         empty = sizes <= 0
         updated = metric.update(
@@ -144,6 +143,7 @@ def _iterate(
         )
         updated = torch.where(empty.unsqueeze(2), centres, updated)
         if bool(empty.any()):
+            labels = metric.labels(points, centres) if labels is None else labels
             updated = _reseed(points, weights, centres, updated, labels, empty, metric)
         shift = (updated - centres).square().sum(dim=(1, 2))
         # a finished problem keeps its centres: neighbours in the batch must not change them
@@ -152,11 +152,6 @@ def _iterate(
         if not bool(moving.any()):
             break
     return centres
-
-
-def _membership(labels: Tensor, weights: Tensor, n_clusters: int) -> Tensor:
-    clusters = torch.arange(n_clusters, device=labels.device).unsqueeze(1)
-    return (labels.unsqueeze(1) == clusters).to(weights.dtype).mul_(weights.unsqueeze(1))
 
 
 def _mean_variance(points: Tensor, weights: Tensor) -> Tensor:

@@ -24,6 +24,13 @@ class Metric(ABC):
     def labels(self, points: Tensor, centres: Tensor) -> Tensor:
         """Nearest centre of each point inside the Lloyd loop, `[P, n]` from `[P, n, d]` and `[P, k, d]`."""
 
+    def membership(self, points: Tensor, weights: Tensor, centres: Tensor) -> tuple[Tensor, Tensor | None]:
+        """`[P, k, n]`: the weight of a point in its cluster's row, zero elsewhere; and the labels if known."""
+        labels = self.labels(points, centres)
+        clusters = torch.arange(centres.shape[1], device=labels.device).unsqueeze(1)
+        hot = (labels.unsqueeze(1) == clusters).to(weights.dtype)
+        return hot.mul_(weights.unsqueeze(1)), labels
+
     @abstractmethod
     def nearest(self, points: Tensor, centres: Tensor, *, exact: bool) -> tuple[Tensor, Tensor]:
         """Nearest centre and distance for a block of points, `[P, n]` each, in the final pass.
@@ -36,12 +43,14 @@ class Metric(ABC):
         """Distance of each point to its own centre, `[P, n]`."""
 
     @abstractmethod
-    def update(self, points: Tensor, labels: Tensor, membership: Tensor, sizes: Tensor, *, final: bool) -> Tensor:
+    def update(
+        self, points: Tensor, labels: Tensor | None, membership: Tensor, sizes: Tensor, *, final: bool
+    ) -> Tensor:
         """The centre of each cluster, `[P, k, d]`; anything where a cluster is empty.
 
         Args:
             points: `[P, n, d]`.
-            labels: `[P, n]`.
+            labels: `[P, n]`, or None where `membership` came without them.
             membership: `[P, k, n]`, the weight of a point in its own cluster's row, zero elsewhere.
             sizes: `[P, k]`, row sums of `membership`, made positive where a cluster is empty.
             final: Solve to full precision; before the last iteration a coarse solution is enough.
@@ -69,7 +78,18 @@ class Euclidean(Metric):
         distances: Tensor = torch.linalg.vector_norm(points - gather_rows(centres, labels), dim=2)
         return distances
 
-    def update(self, points: Tensor, labels: Tensor, membership: Tensor, sizes: Tensor, *, final: bool) -> Tensor:
+    def membership(self, points: Tensor, weights: Tensor, centres: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Where the matrix product attains its minimum: a reduction without indices is faster than one with."""
+        squares = centres.square().sum(dim=2, keepdim=True)
+        order = torch.baddbmm(squares, centres, points.transpose(1, 2), alpha=-2.0)  # [P, k, n]
+        nearest = order == order.amin(dim=1, keepdim=True)
+        if int(nearest.sum()) > points.shape[0] * points.shape[1]:
+            return super().membership(points, weights, centres)  # equal distances: the first centre takes all
+        return nearest.to(weights.dtype).mul_(weights.unsqueeze(1)), None
+
+    def update(
+        self, points: Tensor, labels: Tensor | None, membership: Tensor, sizes: Tensor, *, final: bool
+    ) -> Tensor:
         """Weighted means by one matrix product."""
         return torch.bmm(membership, points) / sizes.unsqueeze(2)
 

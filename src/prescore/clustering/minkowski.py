@@ -57,8 +57,12 @@ class Minkowski(Metric):
         costs = power((points - gather_rows(centres, labels)).abs_(), self.p).sum(dim=2)
         return power(costs, 1.0 / self.p)
 
-    def update(self, points: Tensor, labels: Tensor, membership: Tensor, sizes: Tensor, *, final: bool) -> Tensor:
+    def update(
+        self, points: Tensor, labels: Tensor | None, membership: Tensor, sizes: Tensor, *, final: bool
+    ) -> Tensor:
         """The minimiser for p >= 1; for p < 1, where the cost is not convex, the best of a few members."""
+        if labels is None:
+            labels = membership.argmax(dim=1)
         if self.p < 1.0:
             return best_members(points, labels, membership, sizes, self.p)
         coarse = _COARSE_STEPS if self.p <= 2.0 else _COARSE_STEPS_WIDE

@@ -77,7 +77,7 @@ def _projection(nodes: Tensor, alive: Tensor | None, power_iterations: int) -> T
 
 def _unit(vectors: Tensor) -> Tensor:
     # by the largest entry first: squares of tiny or huge covariances leave the range of float32
-    peak = vectors.abs().amax(dim=-1, keepdim=True)
+    peak: Tensor = vectors.abs().amax(dim=-1, keepdim=True)
     vectors = vectors / peak.masked_fill(peak == 0, 1.0)
-    norm = torch.linalg.vector_norm(vectors, dim=-1, keepdim=True)
+    norm: Tensor = torch.linalg.vector_norm(vectors, dim=-1, keepdim=True)
     return vectors / norm.masked_fill(norm == 0, 1.0)
