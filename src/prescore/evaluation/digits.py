@@ -21,6 +21,7 @@ from prescore.integrations.timm_import import mend_torchvision
 SIZE = 8
 N_TEST = 500
 EPOCHS = 30
+QUICK_EPOCHS = 6
 _BATCH = 32
 _RATE = 2e-3
 # small weights at the start make all pixel tokens look alike, and learning takes three times as long
@@ -67,20 +68,23 @@ def load_digits() -> tuple[Digits, Digits]:
     return Digits(pixels[train], labels[train]), Digits(pixels[test], labels[test])
 
 
-def digits_model(cache: Path | None = None, report: Callable[[str], None] | None = None) -> Path:
+def digits_model(
+    *, epochs: int = EPOCHS, cache: Path | None = None, report: Callable[[str], None] | None = None
+) -> Path:
     """The folder of the trained model, in Hugging Face format; trains it when it is not there.
 
     Args:
+        epochs: How long it is trained; a model of its own for every value.
         cache: Where models are kept; None = `$XDG_CACHE_HOME/prescore` or `~/.cache/prescore`.
         report: Told what is going on, one line at a time.
     """
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "prescore"
-    folder = (cache or base) / _RECIPE
+    folder = (cache or base) / f"{_RECIPE}-{epochs}"
     if (folder / "config.json").is_file():
         return folder
     say = report or (lambda line: None)
     say(f"training a small ViT on scikit-learn's digits, once, for {folder}")
-    model = train(report=say)
+    model = train(epochs=epochs, report=say)
     # a name of its own first: two runs, or an interrupted one, must not leave half a model
     part = folder.with_name(f"{folder.name}.{os.getpid()}")
     model.save_pretrained(part)
