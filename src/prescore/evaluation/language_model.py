@@ -6,7 +6,6 @@ import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,8 +13,8 @@ from torch import Tensor, nn
 
 from prescore import checks
 from prescore.errors import Unsupported
+from prescore.integrations.offline_model import SMOLLM2, load_model
 
-DEFAULT_MODEL = "smollm2"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 _ROPE = "yarn"
 
@@ -114,14 +113,16 @@ class LanguageModel:
 
 
 def load_language_model(
-    name: str = DEFAULT_MODEL, *, dtype: str = "float32", device: str = "cpu"
+    name: str = SMOLLM2, *, dtype: str = "float32", device: str = "cpu", trust_remote_code: bool = False
 ) -> LanguageModel:
     """Load a model and its tokenizer.
 
     Args:
-        name: `smollm2` (the offline default), a directory saved by transformers, or a name on the hub.
+        name: `smollm2` (the offline default), a directory saved by transformers, a GGUF file, or a name on the
+            hub.
         dtype: `float32`, `bfloat16`, `float16` or `float64`.
         device: Such as `cpu` or `cuda`.
+        trust_remote_code: Run code that comes with the model.
 
     Raises:
         OSError: There is no such model.
@@ -131,32 +132,7 @@ def load_language_model(
         torch.empty(0, device=device)
     except RuntimeError as error:
         raise ValueError(f"device must be usable, got {device!r} ({str(error).splitlines()[0]})") from error
-    from prescore.integrations.timm_import import mend_torchvision
-
-    mend_torchvision()
-    model, tokenizer = _smollm2() if name == DEFAULT_MODEL else _from_transformers(name)
+    model, tokenizer = load_model(name, trust_remote_code=trust_remote_code)
     loaded = LanguageModel(name, model.to(device=device, dtype=DTYPES[dtype]).eval(), tokenizer)
     loaded.check_head()
     return loaded
-
-
-def _smollm2() -> tuple[Any, Any]:
-    from prescore.integrations.offline_model import load_smollm2
-
-    return load_smollm2()
-
-
-def _from_transformers(name: str) -> tuple[Any, Any]:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(name)
-        model = AutoModelForCausalLM.from_pretrained(name)
-    except (OSError, ValueError, KeyError) as error:
-        where = "directory" if Path(name).is_dir() else "name"
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise OSError(
-            f"model must be {DEFAULT_MODEL!r}, a directory of transformers or a reachable name on the hub, "
-            f"got the {where} {name!r} ({reason})"
-        ) from error
-    return model, tokenizer

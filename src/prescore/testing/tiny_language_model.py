@@ -13,14 +13,16 @@ def tiny_language_model(*, max_positions: int = 512, n_layers: int = 2, seed: in
     from prescore.integrations.timm_import import mend_torchvision
 
     mend_torchvision()
+    import transformers
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    library: Any = transformers
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={letter: number for number, letter in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    config = LlamaConfig(
+    config = library.LlamaConfig(
         vocab_size=len(alphabet),
         hidden_size=32,
         intermediate_size=48,
@@ -33,11 +35,11 @@ def tiny_language_model(*, max_positions: int = 512, n_layers: int = 2, seed: in
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = LlamaForCausalLM(config).eval()
+        model = library.LlamaForCausalLM(config).eval()
     # larger than initial weights, so that attention is not uniform and methods can differ
     for parameter in model.parameters():
         parameter.data.mul_(4.0 if parameter.ndim > 1 else 1.0)
-    return model, PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+    return model, library.PreTrainedTokenizerFast(tokenizer_object=tokenizer)
 
 
 def save_tiny_language_model(directory: str | Path, **options: Any) -> Path:

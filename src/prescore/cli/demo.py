@@ -1,0 +1,163 @@
+"""`prescore demo`: what the library does, on a real model and a real text, in a few minutes."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from prescore.cli.options import Json, Out, Resume, Seed, Threads, open_session
+from prescore.cli.perplexity import Model, quiet_loading
+
+if TYPE_CHECKING:
+    from prescore.config import PrescoreConfig
+    from prescore.evaluation.experiments import Scale
+    from prescore.evaluation.language_model import LanguageModel
+    from prescore.evaluation.methods import Method
+    from prescore.evaluation.perplexity import Window
+    from prescore.records import Row
+
+REPORT = Path("report")
+BUDGETS = (512, 8192)
+"""Further budgets of the plot, as the paper counts them (at 32768 tokens)."""
+
+
+def command(
+    length: Annotated[int, typer.Option("--length", "-n", min=64, help="Tokens of the document.")] = 4096,
+    document: Annotated[
+        str, typer.Option("--document", "-d", help="A text file; the default ships with every Python.")
+    ] = "python-reference",
+    model: Model = "smollm2",
+    minutes: Annotated[
+        float, typer.Option(min=0, help="Time for everything: the plot has fewer points when it runs short.")
+    ] = 6.0,
+    seed: Seed = 0,
+    out: Out = None,
+    json: Json = False,
+    resume: Resume = False,
+    threads: Threads = None,
+) -> None:
+    """Let a language model read a long text with exact, local-only, published and default attention.
+
+    Prints one table and writes a report: report/index.html, or index.html in --out.
+
+    Example: prescore demo --out report
+    """
+    started = time.monotonic()
+    from prescore.evaluation.documents import load_documents
+    from prescore.evaluation.experiments import Scale
+    from prescore.evaluation.language_model import load_language_model
+    from prescore.evaluation.perplexity import loss_row, make_windows
+
+    texts = load_documents([document], limit=1)
+    session = open_session("demo", out=out, json=json, resume=resume, threads=threads)
+    quiet_loading()
+    session.say(f"loading {model}")
+    loaded = load_language_model(model)
+    window = make_windows(loaded, texts, length)[0]
+    scale = Scale(length)
+    session.say(f"reading {length} tokens of {window.document} six times, once per row of the table")
+    rows = [loss_row(loaded, window, method, experiment="demo", seed=seed) for method in table_methods(scale)]
+    rows.append(tokens_row(loaded, window, scale, seed))
+    records = session.run(rows)
+    per_row = sum(record.seconds for record in records) / len(records)
+    left = int(max(0.0, 60 * minutes - (time.monotonic() - started)) / max(per_row, 1e-3))
+    more = [loss_row(loaded, window, method, experiment="demo", seed=seed) for method in plot_methods(scale)]
+    done = [row for row in more[left:] if _finished(session.file, row)]
+    if more[:left]:
+        session.say(f"{len(more[:left])} more budgets for the plot")
+    records += session.run([*more[:left], *done])
+    if left < len(more):
+        session.say(f"the time is up: the plot has {len(more[:left]) + len(done)} of {len(more)} further points")
+    page = write_report(records, session.out if out is not None else REPORT)
+    session.show(demo_table(records))
+    session.say(f"records: {session.file.path}\nreport:  {page}  ({time.monotonic() - started:.0f} s)")
+
+
+def table_methods(scale: Scale) -> list[Method]:
+    """The six rows: exact, local only, HyperAttention, the paper with k-means and leverage, the default."""
+    from prescore.evaluation.experiments import default_method
+    from prescore.evaluation.methods import exact, local
+
+    hyper, kmeans, leverage = (
+        scale.prescored(*one) for one in (("kmeans", 0), ("kmeans", 2048), ("leverage", 2048))
+    )
+    return [
+        exact(),
+        local(scale.leaf_size),
+        _named(hyper, "HyperAttention", "HyperAttention", table=True),
+        _named(kmeans, "paper: k-means", "paper: k-means", table=True),
+        _named(leverage, "paper: leverage", "paper: leverage", table=True),
+        _named(default_method(scale), "default", "default", table=True),
+    ]
+
+
+def plot_methods(scale: Scale) -> list[Method]:
+    """Further budgets of the same methods, the most telling first."""
+    from prescore.evaluation.experiments import default_at
+
+    found = []
+    for top_k in BUDGETS:
+        count = scale.count(top_k)
+        found.append(_named(default_at(scale, count), f"default, {count}", "default"))
+        for scorer, words in (("kmeans", "k-means"), ("leverage", "leverage")):
+            method = scale.prescored(scorer, top_k, top_k // 8)
+            wide = {**method.settings, "block_size": max(1, scale.count(top_k // 8))}
+            label = f"paper: {words}, {count}"
+            found.append(_named(replace(method, settings=wide), label, f"paper: {words}"))
+        method = scale.prescored("kmeans", 0, top_k // 8)
+        wide = {**method.settings, "block_size": max(1, scale.count(top_k // 8))}
+        found.append(_named(replace(method, settings=wide), f"HyperAttention, {count}", "HyperAttention"))
+    return found
+
+
+def tokens_row(loaded: LanguageModel, window: Window, scale: Scale, seed: int) -> Row:
+    """Which keys of the first half each scorer keeps, in an early, a middle and a late layer."""
+    from prescore.config import PrescoreConfig
+    from prescore.evaluation.token_choice import token_row
+
+    budget = min(scale.count(2048), scale.length // 2)
+    configs: dict[str, PrescoreConfig] = {
+        "key-diff with sinks": PrescoreConfig(method="key-diff", top_k=budget),
+        "k-means, nearest (paper)": PrescoreConfig.paper("kmeans", budget),
+        "leverage (paper)": PrescoreConfig.paper("leverage", budget),
+        "random": PrescoreConfig.paper("uniform", budget),
+    }
+    n_layers = loaded.model.config.get_text_config(decoder=True).num_hidden_layers
+    layers = sorted({n_layers // 6, n_layers // 2, n_layers - 1 - n_layers // 6})
+    return token_row(loaded, window, configs, layers=layers, budget=budget, seed=seed)
+
+
+def write_report(records: list[Any], directory: Path) -> Path:
+    """Write `index.html`; an earlier report is replaced only by a whole new one."""
+    from prescore.report.html import demo_page
+
+    text = demo_page(records)
+    directory.mkdir(parents=True, exist_ok=True)
+    page = directory / "index.html"
+    page.write_text(text, encoding="utf-8")
+    return page
+
+
+def demo_table(records: list[Any]) -> Any:
+    """The table for the terminal."""
+    from prescore.report.html import in_table
+    from prescore.report.language_summary import summarise
+    from prescore.report.language_tables import describe_run, loss_table
+
+    table = [summary for summary in summarise(records) if in_table(summary)]
+    note = "gap closed: from local only (far context dropped) to exact; speed-up: against fused exact attention"
+    return loss_table(table, describe_run(table, records[0].config["model"]), note).to_rich()
+
+
+def _named(method: Method, label: str, series: str, **axes: Any) -> Method:
+    return replace(method, label=label, axes={**method.axes, "series": series, **axes})
+
+
+def _finished(file: Any, row: Row) -> bool:
+    from prescore.records import row_key
+
+    return row_key("demo", row.config, row.seed) in file

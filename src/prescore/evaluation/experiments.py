@@ -1,0 +1,229 @@
+"""The paper's language tables and figures as lists of methods, scaled to the length that is run.
+
+The paper read 32768 tokens with leaves of 4096, blocks of 256 and 256 samples. At another length every count is
+multiplied by `length / 32768`, so that each stays the same fraction of the context.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from prescore import checks
+from prescore.config import Coupling, PrescoreConfig
+from prescore.evaluation.methods import SINKS, Method, exact, local, named, prescored
+
+PAPER_LENGTH = 32768
+PAPER_LEAF, PAPER_BLOCK, PAPER_SAMPLES = 4096, 256, 256
+TOP_K = (0, 32, 128, 512, 2048, 8192, 16384)
+TOP_K_GAUSSIAN = (0, 32, 128, 512, 1024, 2048, 4096, 8192, 16384)
+CORRECTED, EARLY = Coupling(), Coupling(mask="zero", residual_weight="all", overlap="count")
+COUPLINGS = {
+    "corrected": CORRECTED,
+    "zeroed keys": Coupling(mask="zero"),
+    "residual by n": Coupling(residual_weight="all"),
+    "overlap counted": Coupling(overlap="count"),
+    "early": EARLY,
+}
+BUDGETS = (32, 64, 128, 256, 512, 1024)
+"""Far keys per block in the comparison at equal cost, at 4096 tokens."""
+
+
+@dataclass(frozen=True)
+class Scale:
+    """The paper's counts at another length.
+
+    Attributes:
+        length: Tokens read.
+        leaf: Exact leaves; None = the paper's share of the length.
+        sinks: First tokens that every method keeps; the paper keeps none.
+        overrides: Fields of every configuration to change.
+    """
+
+    length: int
+    leaf: int | None = None
+    sinks: int = 0
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def factor(self) -> float:
+        """One count here for so many of the paper's."""
+        return self.length / PAPER_LENGTH
+
+    @property
+    def leaf_size(self) -> int:
+        """Keys of a causal leaf."""
+        return self.leaf if self.leaf is not None else self.count(PAPER_LEAF)
+
+    def count(self, of_paper: int) -> int:
+        """A count of the paper at this length; what is not zero stays at least one."""
+        return 0 if of_paper == 0 else max(1, round(of_paper * self.factor))
+
+    def prescored(
+        self,
+        scorer: str,
+        top_k: int,
+        samples: int = PAPER_SAMPLES,
+        *,
+        inclusive: bool = False,
+        coupling: str = "corrected",
+    ) -> Method:
+        """One configuration of the paper, its counts given as the paper prints them."""
+        config = PrescoreConfig.paper(
+            scorer,
+            self.count(top_k),
+            **{
+                "sinks": self.sinks,
+                "min_seq_len": self.leaf_size,
+                "leaf_inclusive": inclusive,
+                "block_size": self.count(PAPER_BLOCK),
+                "sample_size": self.count(samples),
+                "coupling": COUPLINGS[coupling],
+                **self.overrides,
+            },
+        )
+        shown = "HyperAttention" if top_k == 0 else f"{scorer} + Hyper"
+        parts = [shown, *([f"top {config.top_k}"] if top_k else []), f"{config.sample_size} samples"]
+        parts += ["blockwise"] if inclusive else []
+        parts += [coupling] if coupling != "corrected" else []
+        parts += [f"{config.sinks} sinks"] if config.sinks else []
+        return prescored(
+            ", ".join(parts),
+            config,
+            scorer="none" if top_k == 0 else scorer,
+            top_k=config.top_k,
+            paper_top_k=top_k,
+            fraction=self.count(top_k) / self.length,
+            sample_size=config.sample_size,
+            paper_sample_size=samples,
+            blockwise=inclusive,
+            coupling=coupling,
+            sinks=config.sinks,
+        )
+
+
+def table1(scale: Scale) -> Iterator[Method]:
+    """Pre-scoring and the blockwise flag, one at a time."""
+    for inclusive in (False, True):
+        yield scale.prescored("kmeans", 0, inclusive=inclusive)
+    # the paper's best budget in either column
+    yield scale.prescored("kmeans", 2048)
+    yield scale.prescored("kmeans", 8192, inclusive=True)
+
+
+def appendix_a(
+    scale: Scale,
+    scorers: Sequence[str] = ("kmeans", "kmedian", "leverage", "gaussian-kmeans"),
+    coupling: str = "corrected",
+) -> Iterator[Method]:
+    """Budget by sample size by leaf rule, for every scorer."""
+    yield from _grid(scale, scorers, TOP_K, (PAPER_SAMPLES, 0), (False, True), coupling)
+
+
+def figure_glm3(scale: Scale) -> Iterator[Method]:
+    """Perplexity against the budget, with and without residual samples, corrected coupling."""
+    yield from _grid(scale, ("kmeans", "kmedian", "leverage"), TOP_K, (PAPER_SAMPLES, 0), (False,), "corrected")
+
+
+def appendix_f(scale: Scale) -> Iterator[Method]:
+    """The early integration, and each of its three artefacts alone."""
+    yield scale.prescored("kmeans", 0)
+    for coupling in COUPLINGS:
+        yield from _grid(scale, ("kmeans",), TOP_K[1:], (PAPER_SAMPLES,), (False,), coupling)
+    yield from _grid(scale, ("kmedian", "leverage"), TOP_K[1:], (PAPER_SAMPLES,), (False,), "early")
+
+
+def appendix_i(scale: Scale, coupling: str = "early") -> Iterator[Method]:
+    """Gaussian-kernel k-means, in the early integration as printed."""
+    yield from _grid(scale, ("gaussian-kmeans",), TOP_K_GAUSSIAN, (PAPER_SAMPLES, 0), (False,), coupling)
+
+
+def longest(scale: Scale) -> Iterator[Method]:
+    """The short list, for lengths up to and past the trained one."""
+    yield scale.prescored("kmeans", 0)
+    yield scale.prescored("kmeans", 2048)
+    yield default_method(scale)
+
+
+def cost(scale: Scale) -> Iterator[Method]:
+    """Everything one would use instead, over a range of budgets, to be read against measured cost."""
+    leaf = scale.leaf_size
+    for budget in BUDGETS:
+        count = max(SINKS + 1, round(budget * scale.length / 4096))
+        half = max(1, count // 2)
+        yield _at(named("random", leaf=leaf, top_k=count), "random + sinks", count)
+        for name in ("key-norm", "key-diff", "leverage", "kmeans"):
+            kept = {"sinks": SINKS, "inner": "exact"}
+            yield _at(named(name, leaf=leaf, top_k=count, overrides=kept), f"{name} + sinks", count)
+        paper = {"block_size": half, "sample_size": half}
+        yield _at(named("hyper", leaf=leaf, overrides=paper), "HyperAttention", count)
+        yield _at(named("hyper", leaf=leaf, overrides={**paper, "sinks": SINKS}), "HyperAttention + sinks", count)
+        yield _at(named("kmeans", leaf=leaf, top_k=2 * count, overrides=paper), "paper: k-means + Hyper", count)
+        for name in ("lev-attention", "streaming", "heavy-hitters", "oracle"):
+            yield _at(named(name, leaf=leaf, top_k=count), name, count)
+        yield _at(default_at(scale, count), "default", count)
+
+
+def default_method(scale: Scale, **changes: Any) -> Method:
+    """The recommended configuration with the experiment's leaves."""
+    return named("default", leaf=scale.leaf_size, overrides={**changes, **scale.overrides})
+
+
+def default_at(scale: Scale, count: int) -> Method:
+    """The recommended configuration with `count` exact far rows per query."""
+    routed = PrescoreConfig().inner == "routed"
+    return default_method(scale, **({"rows": count} if routed else {"top_k": count}))
+
+
+EXPERIMENTS: dict[str, Callable[..., Iterator[Method]]] = {
+    "table1": table1,
+    "appendix-a": appendix_a,
+    "figure-glm3": figure_glm3,
+    "appendix-f": appendix_f,
+    "appendix-i": appendix_i,
+    "longest": longest,
+    "cost": cost,
+}
+
+
+def experiment_methods(name: str, scale: Scale, **options: Any) -> list[Method]:
+    """The methods of a named experiment, exact and local-only first; the same configuration appears once."""
+    checks.one_of("experiment", name, tuple(EXPERIMENTS))
+    methods = [exact(), local(scale.leaf_size), *EXPERIMENTS[name](scale, **options)]
+    if name == "longest":
+        return methods
+    unique: dict[str, Method] = {}
+    for method in methods:
+        unique.setdefault(repr(method.describe()), method)
+    return list(unique.values())
+
+
+def default_lengths(name: str | None, trained: int | None) -> list[int]:
+    """Lengths of an experiment on a model: within what it was trained on, but for `longest`."""
+    limit = trained or PAPER_LENGTH
+    if name == "longest":
+        return [limit, 2 * limit, 4 * limit]
+    return [min(limit, 8192 if name == "table1" else 4096)]
+
+
+def _grid(
+    scale: Scale,
+    scorers: Sequence[str],
+    budgets: Sequence[int],
+    samples: Sequence[int],
+    rules: Sequence[bool],
+    coupling: str,
+) -> Iterator[Method]:
+    for scorer in scorers:
+        for n_samples in samples:
+            for top_k in budgets:
+                for inclusive in rules:
+                    # without a selection neither the scorer nor its coupling plays a part
+                    own = (scorer, coupling) if top_k else ("kmeans", "corrected")
+                    yield scale.prescored(own[0], top_k, n_samples, inclusive=inclusive, coupling=own[1])
+
+
+def _at(method: Method, label: str, budget: int) -> Method:
+    axes = {**method.axes, "series": label, "budget": budget}
+    return Method(f"{label}, {budget}", method.kind, method.settings, axes)

@@ -1,0 +1,138 @@
+"""Loss records of many documents as one line per method."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from prescore.records import Record
+
+# two-sided 95 % points of Student's t for 1, 2, ... degrees of freedom; beyond, the normal one is close enough
+_STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145)
+_STUDENT_BEYOND = 2.1
+
+
+@dataclass(frozen=True)
+class Summary:
+    """One method at one length, over documents and seeds.
+
+    Attributes:
+        label, kind, settings, axes: The method.
+        n_tokens, layers: Where it was measured.
+        losses: Loss in nats by document (mean over seeds).
+        rows_per_query: Key rows met.
+        attention_seconds: Inside the attention functions, per forward.
+        forward_seconds: Whole forward and loss.
+        gap_closed: `(local - loss) / (local - exact)` over the same documents; None when they are missing.
+        speed_up: Exact attention's time over this one's.
+        position_scaling: How positions past the trained length were made, if they were.
+    """
+
+    label: str
+    kind: str
+    settings: dict[str, Any]
+    axes: dict[str, Any]
+    n_tokens: int
+    layers: Any
+    losses: dict[str, float]
+    rows_per_query: float | None
+    attention_seconds: float
+    forward_seconds: float
+    gap_closed: float | None = None
+    speed_up: float | None = None
+    position_scaling: dict[str, Any] | None = None
+
+    @property
+    def loss(self) -> float:
+        """Mean over documents, nats per token."""
+        return statistics.fmean(self.losses.values())
+
+    @property
+    def half_width(self) -> float | None:
+        """Half of the 95 % confidence interval over documents; None for one document."""
+        return confidence_half_width(list(self.losses.values()))
+
+    @property
+    def perplexity(self) -> float:
+        """E to the mean loss."""
+        return math.exp(self.loss) if self.loss < 700 else math.inf
+
+    @property
+    def leaf(self) -> int | None:
+        """Size of the exact local part, where the method has one."""
+        found = self.settings.get("leaf", self.settings.get("min_seq_len", self.settings.get("chunk_size")))
+        return None if found is None else int(found)
+
+
+def confidence_half_width(values: Sequence[float]) -> float | None:
+    """Half of Student's 95 % interval of the mean."""
+    if len(values) < 2:
+        return None
+    freedom = len(values) - 1
+    factor = _STUDENT[freedom - 1] if freedom <= len(_STUDENT) else _STUDENT_BEYOND
+    return factor * statistics.stdev(values) / math.sqrt(len(values))
+
+
+def summarise(records: Sequence[Record]) -> list[Summary]:
+    """Group loss records by method, length and layers, in the order of first appearance."""
+    groups: dict[str, list[Record]] = {}
+    for record in records:
+        if record.config.get("part") == "loss":
+            config = record.config
+            name = repr((config["model"], config["dtype"], config["n_tokens"], config["layers"], config["method"]))
+            groups.setdefault(name, []).append(record)
+    summaries = [_summary(group) for group in groups.values()]
+    return [_compared(summary, summaries) for summary in summaries]
+
+
+def find(summaries: Sequence[Summary], kind: str, n_tokens: int, leaf: int | None = None) -> Summary | None:
+    """The exact or local-only line of a length; of several local ones the one with the same leaves."""
+    found = [summary for summary in summaries if summary.kind == kind and summary.n_tokens == n_tokens]
+    same = [summary for summary in found if leaf is not None and summary.leaf == leaf]
+    return (same or found or [None])[0]  # type: ignore[list-item]
+
+
+def _summary(group: Sequence[Record]) -> Summary:
+    method, figures = group[0].config["method"], [record.figures for record in group]
+    by_document: dict[str, list[float]] = {}
+    for record in group:
+        name = f"{record.config['document']}@{record.config['digest']}"
+        by_document.setdefault(name, []).append(float(record.figures["loss"]))
+    rows = [figure["rows_per_query"] for figure in figures if figure["rows_per_query"] is not None]
+    return Summary(
+        label=method["label"],
+        kind=method["kind"],
+        settings=method["settings"],
+        axes=method["axes"],
+        n_tokens=group[0].config["n_tokens"],
+        layers=group[0].config["layers"],
+        losses={name: statistics.fmean(values) for name, values in by_document.items()},
+        rows_per_query=statistics.fmean(rows) if rows else None,
+        attention_seconds=statistics.fmean(figure["attention_seconds"] for figure in figures),
+        forward_seconds=statistics.fmean(figure["forward_seconds"] for figure in figures),
+        position_scaling=figures[0].get("position_scaling"),
+    )
+
+
+def _compared(summary: Summary, summaries: Sequence[Summary]) -> Summary:
+    exact = find(summaries, "exact", summary.n_tokens)
+    local = find(summaries, "local", summary.n_tokens, summary.leaf)
+    gap = None
+    if exact is not None and local is not None:
+        shared = [name for name in summary.losses if name in exact.losses and name in local.losses]
+        gap = _gap(*([part.losses[name] for name in shared] for part in (summary, exact, local)))
+    fast = None
+    if exact is not None and summary.attention_seconds > 0:
+        fast = exact.attention_seconds / summary.attention_seconds
+    return replace(summary, gap_closed=gap, speed_up=fast)
+
+
+def _gap(losses: Sequence[float], exact: Sequence[float], local: Sequence[float]) -> float | None:
+    if not losses:
+        return None
+    floor, best, own = (statistics.fmean(values) for values in (local, exact, losses))
+    # a model that reads no better with its far context than without has no gap to close
+    return None if floor <= best else (floor - own) / (floor - best)
