@@ -83,7 +83,7 @@ class Euclidean(Metric):
         squares = centres.square().sum(dim=2, keepdim=True)
         order = torch.baddbmm(squares, centres, points.transpose(1, 2), alpha=-2.0)  # [P, k, n]
         nearest = order == order.amin(dim=1, keepdim=True)
-        if int(nearest.sum()) > points.shape[0] * points.shape[1]:
+        if int(nearest.count_nonzero()) > points.shape[0] * points.shape[1]:
             return super().membership(points, weights, centres)  # equal distances: the first centre takes all
         return nearest.to(weights.dtype).mul_(weights.unsqueeze(1)), None
 

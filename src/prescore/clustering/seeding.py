@@ -79,7 +79,8 @@ def _plus_plus(
             reached = torch.minimum(reached, closest.unsqueeze(1))
         totals = torch.linalg.vecdot(reached, weights.unsqueeze(1))
         best = totals.argmin(dim=1, keepdim=True)
-        closest = reached.take_along_dim(best.unsqueeze(2), dim=1).squeeze(1)
+        # gather, because take_along_dim first reduces the index modulo the size, which costs more than the rest
+        closest = reached.gather(1, best.unsqueeze(2).expand(-1, 1, reached.shape[2])).squeeze(1)
         chosen.append(candidates.gather(1, best))
     return torch.cat(chosen, dim=1)
 
