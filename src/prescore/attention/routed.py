@@ -26,6 +26,7 @@ from prescore.config import PrescoreConfig
 from prescore.types import Attended
 
 QUERY_BLOCK = 512
+PAIRS_AT_ONCE = 2**20
 
 
 def routed_attention(

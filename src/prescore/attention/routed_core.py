@@ -17,6 +17,7 @@ from prescore.attention.kernels import Backend, accumulation_dtype
 from prescore.attention.parts import _fold_lse_gradient as fold_lse_gradient
 from prescore.attention.routed_columns import Columns, attend_columns, attend_columns_backward
 from prescore.attention.routed_pairs import (
+    TILES,
     Leaves,
     Pairs,
     attend_pairs,
@@ -129,9 +130,12 @@ class _Routed(torch.autograd.Function):
         lse = query.new_empty(shape[:-1], dtype=wide)
         read = torch.full((*shape[:2], shape[2] * shape[3], plan.n_chosen), -1, device=query.device)
         dispatched: list[tuple[range, list[Tensor], Pairs | None]] = []
-        for run in plan.groups():
+        room = None
+        for run in sorted(plan.groups(), key=len, reverse=True):  # the first makes room for all
             state = _Group(query[:, run.start : run.stop], tensors, plan, run)
-            result, lse[:, run.start : run.stop] = state.forward()
+            if room is None:
+                room = state.new_room()
+            result, lse[:, run.start : run.stop] = state.forward(room)
             output[:, run.start : run.stop] = result
             if plan.chosen(run[0]):
                 read[:, run.start : run.stop, :, : plan.chosen(run[0])] = torch.stack(state.chosen, dim=1)
@@ -189,8 +193,15 @@ class _Group:
         self.chosen: list[Tensor] = []
         self.pairs: Pairs | None = None
 
-    def forward(self) -> tuple[Tensor, Tensor]:
-        """Output and lse of the blocks."""
+    def new_room(self) -> Tensor:
+        """Memory for the results of all pairs."""
+        wide = accumulation_dtype(self.query.dtype)
+        n_pairs = self.query.shape[:-1].numel() * self.plan.n_chosen
+        most = n_pairs + TILES[-1] * self.n_trees * self.n_leaves
+        return self.query.new_empty((most, self.leaves.value.shape[-1]), dtype=wide)
+
+    def forward(self, room: Tensor) -> tuple[Tensor, Tensor]:
+        """Output and lse of the blocks; `room` is overwritten."""
         plan, query = self.plan, self.query
         lead, dim = query.shape[:-1], query.shape[-1]
         tiles = query.flatten(0, 1)  # [T * n, G, t, D]
@@ -205,7 +216,7 @@ class _Group:
         lses = [lse for _, lse in parts]
         if self.chosen and self.chosen[0].shape[-1]:
             self.pairs = dispatch(self._leaf_numbers(), self.n_trees * self.n_leaves)
-            pair_output, pair_lse = attend_pairs(rows, self.leaves, self.pairs, plan.scale, plan.backend)
+            pair_output, pair_lse = attend_pairs(rows, self.leaves, self.pairs, plan.scale, plan.backend, room)
             lses.append(pair_lse)
         stacked = torch.cat(lses, dim=1)
         total = torch.logsumexp(stacked, dim=1)

@@ -6,6 +6,7 @@ and the same leaf, as mixture-of-experts kernels do with tokens and experts; eac
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +15,9 @@ from torch.nn.functional import embedding_bag
 
 from prescore.attention.kernels import Backend, accumulation_dtype
 
-TILE = 128
+TILES = (64, 128, 192)
+ROWS_AT_ONCE = 2**14
+"""Tiles are worked off in batches of this many query rows, whose tensors stay in the cache."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,16 +25,24 @@ class Pairs:
     """Tiles of queries that read one leaf each.
 
     Attributes:
+        tile: Query rows of a tile.
         leaf: `[tiles]` leaf number.
-        query_rows: `[tiles * TILE]` row number of every slot's query; filler repeats row 0.
-        filled: `[tiles * TILE]`, False on filler.
+        query_rows: `[tiles * tile]` row number of every slot's query, -1 on filler.
         slots: `[rows, J]`: where each query's j-th pair lies.
     """
 
+    tile: int
     leaf: Tensor
     query_rows: Tensor
-    filled: Tensor
     slots: Tensor
+
+    def batches(self) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        """Slots, their query rows (filler repeats row 0) and their tiles' leaves, some tiles at a time."""
+        step = max(1, ROWS_AT_ONCE // self.tile)
+        for start in range(0, self.leaf.shape[0], step):
+            leaf = self.leaf[start : start + step]
+            slots = slice(start * self.tile, (start + leaf.shape[0]) * self.tile)
+            yield slots, self.query_rows[slots], leaf
 
 
 def dispatch(leaves: Tensor, n_leaves: int) -> Pairs:
@@ -43,22 +54,20 @@ def dispatch(leaves: Tensor, n_leaves: int) -> Pairs:
     """
     rows, per_query = leaves.shape
     flat = leaves.reshape(-1)
-    small = flat.to(torch.int32) if n_leaves < 2**31 else flat
-    in_order, pair = torch.sort(small, stable=True)
+    # half a tile per leaf is filler on average: keep it small against the pairs of a leaf
+    per_leaf = flat.shape[0] // max(n_leaves, 1)
+    tile = next((size for size in reversed(TILES) if per_leaf >= 3 * size), TILES[0])
+    in_order, pair = torch.sort(flat.to(torch.int32), stable=True)
     count = torch.bincount(flat, minlength=n_leaves)
-    tiles = (count + TILE - 1) // TILE
+    tiles = (count + tile - 1) // tile
     first_pair, first_tile = count.cumsum(0) - count, tiles.cumsum(0) - tiles
-    shift = (first_tile * TILE - first_pair).index_select(0, in_order.to(torch.int64))
+    shift = (first_tile * tile - first_pair).index_select(0, in_order)
     slot = torch.arange(flat.shape[0], device=flat.device) + shift
     leaf = torch.repeat_interleave(torch.arange(n_leaves, device=flat.device), tiles)
-    n_slots = leaf.shape[0] * TILE
-    query_rows = torch.zeros(n_slots, dtype=torch.int64, device=flat.device)
-    query_rows[slot] = pair // per_query
-    filled = torch.zeros(n_slots, dtype=torch.bool, device=flat.device)
-    filled[slot] = True
-    slots = torch.empty_like(slot)
-    slots[pair] = slot
-    return Pairs(leaf, query_rows, filled, slots.view(rows, per_query))
+    query_rows = torch.full((leaf.shape[0] * tile,), -1, dtype=torch.int64, device=flat.device)
+    query_rows.index_copy_(0, slot, pair.div(per_query, rounding_mode="floor"))
+    slots = torch.empty_like(slot).index_copy_(0, pair, slot)
+    return Pairs(tile, leaf, query_rows, slots.view(rows, per_query))
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,14 +78,38 @@ class Leaves:
     value: Tensor
     bias: Tensor | None
 
+    def columns(self, leaf: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Keys, values and bias of some leaves, as the operator wants them."""
+        key, value = (t.index_select(0, leaf)[:, None] for t in (self.key, self.value))
+        bias = None if self.bias is None else self.bias.index_select(0, leaf)[:, None, None]
+        return key, value, bias
+
 
 def attend_pairs(
-    query: Tensor, leaves: Leaves, pairs: Pairs, scale: float, backend: Backend
+    query: Tensor, leaves: Leaves, pairs: Pairs, scale: float, backend: Backend, room: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Output `[tiles * TILE, Dv]` and lse `[rows, J]` of every pair."""
-    tiles = _tiles(query, pairs)
-    output, lse = backend.forward(tiles, *_columns(leaves, pairs), False, scale)
-    return output.reshape(-1, output.shape[-1]), lse.reshape(-1)[pairs.slots]
+    """Attend inside the tiles.
+
+    Args:
+        query: `[rows, D]`.
+        leaves: Keys and values.
+        pairs: Who reads what.
+        scale: Factor of the logits.
+        backend: The operator.
+        room: `[at least the slots, Dv]`, overwritten: fresh memory costs more than the arithmetic.
+
+    Returns:
+        Output `[slots, Dv]`, a part of `room`, and lse `[rows, J]`.
+    """
+    n_slots = pairs.query_rows.shape[0]
+    output, lses = room[:n_slots], []
+    for slots, rows, leaf in pairs.batches():
+        tiles = query.index_select(0, rows.clamp_min(0)).view(-1, 1, pairs.tile, query.shape[-1])
+        result, lse = backend.forward(tiles, *leaves.columns(leaf), False, scale)
+        output[slots] = result.reshape(-1, output.shape[-1])
+        lses.append(lse.reshape(-1))
+    flat = torch.cat(lses).index_select(0, pairs.slots.view(-1))
+    return output, flat.view(pairs.slots.shape)
 
 
 def sum_pairs(output: Tensor, weights: Tensor, pairs: Pairs) -> Tensor:
@@ -90,25 +123,16 @@ def attend_pairs_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of query `[rows, D]`, leaf keys and leaf values under the merged `output` and `lse`."""
     wide = accumulation_dtype(query.dtype)
-    key, value, bias = _columns(leaves, pairs)
-    filled = pairs.filled.view(-1, 1, TILE)
-    grad_tiles = _tiles(grad, pairs) * filled[..., None]
-    lse_tiles = lse.index_select(0, pairs.query_rows).view(filled.shape)
-    grads = backend.backward(
-        grad_tiles, _tiles(query, pairs), key, value, bias, _tiles(output, pairs), lse_tiles, False, scale
-    )
-    flat = grads[0].reshape(-1, query.shape[-1])
-    grad_query = embedding_bag(pairs.slots, flat.to(wide), mode="sum")
-    grad_key = torch.zeros_like(leaves.key, dtype=wide).index_add_(0, pairs.leaf, grads[1].squeeze(1).to(wide))
-    grad_value = torch.zeros_like(leaves.value, dtype=wide).index_add_(0, pairs.leaf, grads[2].squeeze(1).to(wide))
-    return grad_query, grad_key, grad_value
-
-
-def _tiles(rows: Tensor, pairs: Pairs) -> Tensor:
-    return rows.index_select(0, pairs.query_rows).view(-1, 1, TILE, rows.shape[-1])
-
-
-def _columns(leaves: Leaves, pairs: Pairs) -> tuple[Tensor, Tensor, Tensor | None]:
-    key, value = (t.index_select(0, pairs.leaf)[:, None] for t in (leaves.key, leaves.value))
-    bias = None if leaves.bias is None else leaves.bias.index_select(0, pairs.leaf)[:, None, None]
-    return key, value, bias
+    grad_rows = query.new_empty((pairs.query_rows.shape[0], query.shape[-1]), dtype=wide)
+    sums = [torch.zeros_like(t, dtype=wide) for t in (leaves.key, leaves.value)]
+    for slots, rows, leaf in pairs.batches():
+        real, filled = rows.clamp_min(0), (rows >= 0).view(-1, 1, pairs.tile)
+        tiles = [t.index_select(0, real).view(-1, 1, pairs.tile, t.shape[-1]) for t in (grad, query, output)]
+        tiles[0].masked_fill_(~filled[..., None], 0)
+        key, value, bias = leaves.columns(leaf)
+        weights_lse = lse.index_select(0, real).view(filled.shape)
+        grads = backend.backward(tiles[0], tiles[1], key, value, bias, tiles[2], weights_lse, False, scale)
+        grad_rows[slots] = grads[0].reshape(-1, query.shape[-1])
+        for total, part in zip(sums, grads[1:], strict=True):
+            total.index_add_(0, leaf, part.squeeze(1).to(wide))
+    return embedding_bag(pairs.slots, grad_rows, mode="sum"), sums[0], sums[1]
