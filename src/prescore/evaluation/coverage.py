@@ -36,8 +36,13 @@ METHODS = (
 class Subject(Protocol):
     """A model with inputs."""
 
-    described: Mapping[str, Any]
-    n_prefix: int
+    @property
+    def described(self) -> Mapping[str, Any]:
+        """What identifies it in a record."""
+
+    @property
+    def n_prefix(self) -> int:
+        """Tokens before the patches."""
 
     def run(self, look: Look) -> None:
         """Run all inputs with `look` on every attention layer."""
@@ -51,7 +56,7 @@ class VisionSubject:
 
     @property
     def described(self) -> Mapping[str, Any]:
-        """Of the record."""
+        """What identifies it in a record."""
         return self.study.described
 
     @property
@@ -138,11 +143,13 @@ def measure(subject: Subject, layer: PrescoredLayer, thresholds: tuple[float, ..
     """
     gathered: dict[int, list[dict[str, Tensor]]] = {}
     chances: list[float] = []
+    n_keys: list[int] = []
 
     def look(query: Tensor, key: Tensor, situation: Situation) -> None:
         config = layer.for_prefix(situation.n_prefix)
         kept = kept_keys(key, config, layer_seed(layer.seed, situation.layer))
         chances.append(float(kept.float().mean()))
+        n_keys.append(key.shape[2])
         found = head_coverage(query, key, kept, situation, thresholds)
         gathered.setdefault(situation.layer, []).append(found)
 
@@ -152,7 +159,11 @@ def measure(subject: Subject, layer: PrescoredLayer, thresholds: tuple[float, ..
         for _, parts in sorted(gathered.items())
     ]
     everything = {name: torch.cat([found[name] for found in by_layer]) for name in by_layer[0]}
-    figures: dict[str, Any] = {"chance": sum(chances) / len(chances), "n_heads": len(everything["mass"])}
+    figures: dict[str, Any] = {
+        "chance": sum(chances) / len(chances),
+        "n_keys": max(n_keys),
+        "n_heads": len(everything["mass"]),
+    }
     for name, values in everything.items():
         known = values[~values.isnan()]
         figures[f"{name}_mean"] = float(known.mean()) if len(known) else None

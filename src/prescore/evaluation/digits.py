@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from prescore.evaluation.vision_data import Preprocessing
+from prescore.integrations.offline_model import cache_directory
 from prescore.integrations.timm_import import mend_torchvision
 
 SIZE = 8
@@ -78,8 +79,7 @@ def digits_model(
         cache: Where models are kept; None = `$XDG_CACHE_HOME/prescore` or `~/.cache/prescore`.
         report: Told what is going on, one line at a time.
     """
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "prescore"
-    folder = (cache or base) / f"{_RECIPE}-{epochs}"
+    folder = (cache or cache_directory()) / f"{_RECIPE}-{epochs}"
     if (folder / "config.json").is_file():
         return folder
     say = report or (lambda line: None)
