@@ -38,7 +38,7 @@ def assert_within(actual: Tensor, truth: Tensor, budget: float, what: str = "res
         raise AssertionError(f"{what} must have shape {tuple(truth.shape)}, got {tuple(actual.shape)}")
     if actual.numel() == 0:
         return
-    left, right = actual.to(torch.float64), truth.to(torch.float64)
+    left, right = actual.detach().to(torch.float64), truth.detach().to(torch.float64)
     # equal infinities count as equal: an lse of -inf is a value like any other
     error = torch.where(left == right, 0.0, (left - right).abs())
     wrong = ~(error <= budget)
