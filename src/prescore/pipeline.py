@@ -9,6 +9,7 @@ from torch import Tensor
 
 from prescore import checks
 from prescore.attention.exact import resolve_scale
+from prescore.attention.kernels import Call, pick_backend
 from prescore.attention.parts import attend_parts
 from prescore.config import PrescoreConfig
 from prescore.layout import Aligned, align, align_keys
@@ -164,9 +165,10 @@ def attend_with_plan(
 ) -> tuple[Attended, Plan, Aligned]:
     """`prescored_attention` together with the plan it ran, for those who check or time the parts."""
     checks.attention_inputs(query, key, value, is_causal=is_causal, key_padding_mask=mask, scale=scale)
-    streams = as_streams(generator)
+    pick_backend(Call(query.device.type, query.dtype, query.shape[-1]), backend)
     call = align(query, key, value, mask, is_causal=is_causal)
     given = None if selection is None else _given(selection, key, call)
+    streams = as_streams(generator)  # last of the checks: a refused call must not advance the generator
     plan = Planner(call, config, streams, given, is_causal).build()
     attended = plan.timed(
         "attending",
@@ -215,6 +217,8 @@ def _given(selection: Selection, key: Tensor, call: Aligned) -> Tensor:
             f"selection must have indices and valid of shape {(*key.shape[:2], 'S')}, "
             f"got {tuple(indices.shape)} and {tuple(valid.shape)}"
         )
+    if indices.dtype != torch.int64 or valid.dtype != torch.bool:
+        raise TypeError(f"selection must have int64 indices and bool valid, got {indices.dtype} and {valid.dtype}")
     inside = (indices >= 0) & (indices < key.shape[2])
     if not bool((inside | ~valid).all()):
         wrong = int(indices[valid & ~inside][0])
