@@ -20,6 +20,7 @@ class Rows:
 
     def __init__(self, key: Tensor, value: Tensor, bias: Tensor | None = None) -> None:
         self._tables = [key, value] if bias is None else [key, value, bias[..., None]]
+        self._owned = False  # what the caller gave is never written to
         self.length = key.shape[2]
 
     @property
@@ -51,12 +52,13 @@ class Rows:
             new.append(torch.zeros_like(key[..., :1]) if bias is None else bias[..., None].to(key.dtype))
         end = self.length + key.shape[2]
         recorded = torch.is_grad_enabled() and any(t.requires_grad for t in (*new, *self._tables))
-        if recorded or end > self._tables[0].shape[2]:
+        if recorded or not self._owned or end > self._tables[0].shape[2]:
             room = 0 if recorded else max(_LEAST_ROOM, end // 8)
             self._tables = [
                 _joined(table[:, :, : self.length], more, room)
                 for table, more in zip(self._tables, new, strict=True)
             ]
+            self._owned = True
         else:
             for table, more in zip(self._tables, new, strict=True):
                 table[:, :, self.length : end] = more

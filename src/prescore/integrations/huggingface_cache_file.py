@@ -59,7 +59,7 @@ def _describe(layer: Any, prefix: str, tensors: dict[str, Tensor]) -> dict[str, 
         "config": None if layer.config is None else layer.config.to_dict(),
     }
     if layer.valid is not None:
-        tensors[f"{prefix}valid"] = layer.valid
+        tensors[f"{prefix}valid"] = layer.valid.clone()  # all layers share one
     if layer.rows is not None:
         _put_rows(layer.rows, prefix, tensors)
     if layer.state is not None:

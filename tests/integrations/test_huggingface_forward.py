@@ -1,0 +1,118 @@
+"""Prefill in pieces, static caches, packed sequences, training."""
+
+import pytest
+import torch
+from tiny_models import VOCABULARY, prompts, tiny
+from transformers import DynamicCache, StaticCache
+
+import prescore
+
+EVERYTHING = {"top_k": None, "inner": "exact", "remainder": "none", "min_seq_len": 4}
+COARSE = {"top_k": 6, "min_seq_len": 8, "sinks": 2}
+
+
+@pytest.mark.parametrize("family", ["Llama", "Gemma3", "Mistral"])
+@pytest.mark.parametrize("config", [EVERYTHING, COARSE], ids=["everything", "coarse"])
+def test_prefill_in_chunks_equals_prefill_at_once(family, config):
+    model = tiny(family)
+    ids, mask = prompts(length=96, cut=5)
+    pieces = (40, 40, 16)  # a piece of at most 32 tokens counts as decoding, so it is compared with all keys only
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad(), prescore.apply(model, **config):
+        whole = model(ids, attention_mask=mask).logits
+        done, parts = 0, []
+        for size in pieces[: 3 if config is EVERYTHING else 2]:
+            piece = ids[:, done : done + size]
+            done += size
+            parts.append(model(piece, attention_mask=mask[:, :done], past_key_values=cache).logits)
+    real = mask[:, :done].bool()
+    difference = (torch.cat(parts, 1) - whole[:, :done])[real].abs().max()
+    assert difference < 1e-4
+
+
+@pytest.mark.parametrize("family", ["Llama", "Gemma3"])
+def test_static_cache(family):
+    model = tiny(family)
+    ids, mask = prompts(length=20, cut=5)
+    options = {"attention_mask": mask, "max_new_tokens": 6, "do_sample": False, "disable_compile": True}
+    expected = model.generate(ids, **options)
+    with prescore.apply(model, **EVERYTHING):
+        cache = StaticCache(config=model.config, max_cache_len=40)
+        assert torch.equal(model.generate(ids, **options, past_key_values=cache), expected)
+
+
+@pytest.mark.parametrize("config", [EVERYTHING, COARSE], ids=["everything", "coarse"])
+def test_packed_sequences_do_not_see_each_other(config):
+    model = tiny("Llama")
+    ids, _ = prompts(length=44, side="none")
+    cuts = (17, 27)
+    positions = torch.cat([torch.arange(n) for n in cuts])[None].expand(2, -1)
+    with torch.no_grad(), prescore.apply(model, **config) as applied:
+        packed = model(ids, position_ids=positions, use_cache=False).logits
+        assert applied.stats()[0]["mask"] == "packed"
+        alone = [model(part, use_cache=False).logits for part in ids.split(cuts, dim=1)]
+    assert (packed - torch.cat(alone, 1)).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("family", ["Llama", "Qwen3", "GPT2"])
+def test_training_step_lowers_the_loss(family, checkpointing):
+    model = tiny(family)
+    ids, mask = prompts(batch=3, length=48)
+    labels = ids.masked_fill(mask == 0, -100)
+    if checkpointing:
+        model.gradient_checkpointing_enable()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    losses = []
+    with prescore.apply(model, **COARSE):
+        model.train()
+        for _ in range(3):
+            loss = model(ids, attention_mask=mask, labels=labels, use_cache=False).loss
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(float(loss.detach()))
+    assert losses[2] < losses[1] < losses[0]
+
+
+def test_checkpointing_gives_the_same_gradients():
+    gradients = []
+    for checkpointing in (False, True):
+        model = tiny("Llama").train()
+        ids, mask = prompts(length=40)
+        if checkpointing:
+            model.gradient_checkpointing_enable()
+        with prescore.apply(model, **COARSE):
+            model(ids, attention_mask=mask, labels=ids).loss.backward()
+        gradients.append(model.model.layers[0].self_attn.k_proj.weight.grad)
+    assert gradients[0].abs().max() > 1e-3
+    # recomputed sums may round differently
+    torch.testing.assert_close(gradients[0], gradients[1], atol=1e-6, rtol=1e-4)
+
+
+def test_gradients_equal_sdpa_with_every_key():
+    gradients = []
+    for config in (None, EVERYTHING):
+        model = tiny("Llama").train()
+        ids, mask = prompts(length=30)
+        labels = ids.masked_fill(mask == 0, -100)
+        applied = None if config is None else prescore.apply(model, **config)
+        model(ids, attention_mask=mask, labels=labels).loss.backward()
+        gradients.append([p.grad for p in model.parameters()])
+        if applied is not None:
+            applied.undo()
+    for expected, got in zip(*gradients, strict=True):
+        # two float32 kernels that sum in different orders
+        torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-3)
+
+
+def test_half_precision_runs():
+    model = tiny("Llama").to(torch.bfloat16)
+    ids, mask = prompts()
+    with torch.no_grad(), prescore.apply(model, **COARSE):
+        got = model(ids, attention_mask=mask).logits
+        tokens = model.generate(ids, attention_mask=mask, max_new_tokens=4, do_sample=False)
+    assert got.dtype == torch.bfloat16
+    assert torch.isfinite(got[mask.bool()].float()).all()
+    assert tokens.shape == (2, ids.shape[1] + 4)
+    assert int(tokens.max()) < VOCABULARY
