@@ -131,7 +131,7 @@ def _finite(name: str, tensor: Tensor, mask: Tensor | None) -> None:
     real = tensor if mask is None else tensor.masked_fill(~mask[:, None, :, None], 0)
     # aminmax is one pass without a temporary, and NaN propagates through it
     low, high = torch.aminmax(real.detach())
-    if not (torch.isfinite(low) & torch.isfinite(high)):
+    if not (math.isfinite(low) and math.isfinite(high)):
         bad = ~torch.isfinite(real)
         place = tuple(bad.nonzero()[0].tolist())
         raise ValueError(f"{name} must be finite where it is not padding, got {real[place].item()} at {place}")

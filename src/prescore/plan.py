@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from prescore.attention.exact import exact_parts
 from prescore.attention.grid import Queries, key_rows, key_valid, leaf_parts, levels
 from prescore.attention.hyper import Columns, Problems, exact_part, hyper_part
 from prescore.attention.lsh import hash_ranks, projections, zero_rank
@@ -111,6 +112,14 @@ class Planner:
         if 0 in (self.queries.batch, self.queries.length, self.n_keys):
             plan.counts["depth"] = 0
             return plan
+        if self._exact_everywhere():
+            plan.counts["depth"] = 0
+            plan.parts += exact_parts(
+                self.call.query, self.call.key, is_causal=self.is_causal, valid=self.call.valid
+            )
+            if not self.is_causal:
+                self._report(None, self._everything())
+            return plan
         if not self.is_causal:
             plan.counts["depth"] = 0
             self._add(self._full_block())
@@ -123,6 +132,30 @@ class Planner:
         for level in grid:
             self._add(self._level_block(level.width, level.key_positions, level.query_positions))
         return plan
+
+    def _exact_everywhere(self) -> bool:
+        """Whether the whole call is exact attention: one leaf, or too short for anything else to pay."""
+        config, queries = self.config, self.queries
+        if self.zeroing or self.given is not None or not isinstance(queries.start, int):
+            return False
+        if not self.is_causal:
+            if config.inner != "auto":
+                return False
+            n_keys = torch.tensor([self.n_keys]) if self.call.valid is None else self.call.valid.sum(1)
+            return bool(self._cheaper_exactly(n_keys).all())
+        width = max(1, config.min_seq_len)
+        if self.n_keys <= width:
+            return True
+        while 2 * width < self.n_keys:
+            width *= 2
+        return config.inner == "auto" and bool(self._cheaper_exactly(torch.tensor([width])).all())
+
+    def _everything(self) -> Selection:
+        valid = self.call.valid
+        if valid is not None:
+            return selection_of(valid[:, None, :].expand(self.call.key.shape[:3]))
+        indices = torch.arange(self.n_keys, device=self.call.key.device).expand(self.call.key.shape[:3])
+        return Selection(indices, torch.ones_like(indices, dtype=torch.bool))
 
     def _tables(self) -> tuple[Tensor, Tensor]:
         key, value = self.call.key, self.call.value
@@ -212,7 +245,7 @@ class Planner:
             exact = torch.ones_like(exact)
         elif config.inner == "auto":
             few = problems.counts().amax(-1) <= config.block_size + config.sample_size
-            exact = exact | few | self._cheaper_exactly(block)
+            exact = exact | few | self._cheaper_exactly(_n_keys(block))
         if bool(exact.all()):
             plan.parts.append(exact_part(problems, dtype))
         elif not bool(exact.any()):
@@ -249,7 +282,7 @@ class Planner:
             config=self._scoring_config(),
             streams=streams,
             protect=block.protect,
-            keep_all=self._cheaper_exactly(block) if self.config.inner == "auto" else None,
+            keep_all=self._cheaper_exactly(_n_keys(block)) if self.config.inner == "auto" else None,
         )
 
     def _scoring_config(self) -> PrescoreConfig:
@@ -260,24 +293,21 @@ class Planner:
         n_clusters = config.n_clusters or self.call.key.shape[-1] + 1
         return config.replace(fit_size=CAUSAL_FIT_PER_CLUSTER * max(n_clusters, 64))
 
-    def _cheaper_exactly(self, block: _Block) -> Tensor:
-        """`[P]`: problems so short that reading every key costs no more than scoring and reading a few."""
-        n_keys = torch.full((block.rows.shape[0],), block.rows.shape[-1], device=block.rows.device)
-        if block.valid is not None:
-            n_keys = block.valid.sum(1)
+    def _cheaper_exactly(self, n_keys: Tensor) -> Tensor:
+        """Which problems are so short that reading every key costs no more than scoring and reading a few."""
         kept = budget_counts(self.config.top_k, n_keys)
         columns = kept.clamp_max(self.config.block_size + self.config.sample_size)
         overhead = torch.where(kept < n_keys, SCORING_COLUMNS + FITTING_COLUMNS / n_keys.clamp_min(1), 0.0)
         return n_keys <= columns + overhead
 
-    def _report(self, block: _Block, selection: Selection) -> None:
+    def _report(self, block: _Block | None, selection: Selection) -> None:
         plan, counts = self.plan, self.plan.counts
         kept = selection.valid.sum(-1)
         counts["kept"] = counts.get("kept", 0) + int(kept.sum())
         counts["problems"] = counts.get("problems", 0) + kept.numel()
         fallback = selection.fallback
         counts["fallbacks"] = counts.get("fallbacks", 0) + (0 if fallback is None else int(fallback.sum()))
-        if not self.is_causal:
+        if block is None or not self.is_causal:
             plan.selections.append(selection)
             return
         n_blocks = int(block.name.split("/")[1])
@@ -313,9 +343,7 @@ class Planner:
 
     def _problems(self, block: _Block, selection: Selection, extra: Columns | None) -> Problems:
         indices, valid = selection.indices, selection.valid
-        n_all = torch.full((indices.shape[0],), block.key.shape[2], device=indices.device)
-        if block.valid is not None:
-            n_all = block.valid.sum(1)
+        n_all = _n_keys(block)
         n_selected = None
         rows, kept = block.rows.gather(-1, indices), None
         usable: Tensor | None = None if bool(valid.all()) else valid
@@ -342,6 +370,13 @@ class Planner:
                 key = torch.cat((key, key.new_full((1,), zero_rank(self.config.n_projections))))
             self._ranks = query, key
         return self._ranks
+
+
+def _n_keys(block: _Block) -> Tensor:
+    """`[P]` real keys of each problem."""
+    if block.valid is not None:
+        return block.valid.sum(1)
+    return torch.full((block.rows.shape[0],), block.rows.shape[-1], device=block.rows.device)
 
 
 def _kept_columns(rows: Tensor, apart: Tensor, dtype: torch.dtype) -> Columns:

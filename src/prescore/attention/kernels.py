@@ -90,5 +90,6 @@ def dead_rows(bias: Tensor | None, causal: bool, n_rows: int) -> Tensor | None:
     if not causal:
         return ~seen.any(dim=-1)
     if bias.shape[-2] == 1:
-        return ~(seen.squeeze(-2).cumsum(-1) > 0)[..., :n_rows]
+        last = torch.arange(n_rows, device=bias.device).clamp_max(bias.shape[-1] - 1)
+        return ~(seen.squeeze(-2).cumsum(-1) > 0).index_select(-1, last)
     return ~seen.tril().any(dim=-1)
