@@ -102,17 +102,17 @@ def _routed(
     n_blocks = -(-(before + n_query) // size)
     after = n_blocks * size - before - n_query
     blocks = pad(query, (0, 0, before, after)).view(batch * n_kv_heads, group, n_blocks, size, -1).transpose(1, 2)
-    own = previous = None
+    local = None
     pieces = (layout.n_pieces,) * n_blocks
     if layout.causal:
-        own, previous = _local(key, value, layout, first_chunk, n_blocks)
+        local = _local(key, value, layout, first_chunk, n_blocks)
         pieces = tuple(range(first_chunk - 1, first_chunk - 1 + n_blocks))
     leaf_bias = None
     if clusters.alive is not None:
         leaf_bias = torch.zeros(clusters.alive.shape, dtype=query.dtype, device=query.device)
         leaf_bias.masked_fill_(~clusters.alive, -torch.inf)
     sources = Sources(
-        own, previous, (clusters.mean_key, clusters.mean_value), (clusters.single_key, clusters.single_value),
+        local, (clusters.mean_key, clusters.mean_value), (clusters.single_key, clusters.single_value),
         (clusters.leaf_key, clusters.leaf_value), clusters.log_count, clusters.single_bias, leaf_bias,
     )  # fmt: skip
     plan = Plan(pieces, layout.leaves_per_piece, layout.singles, layout.sinks, layout.n_chosen, scale, backend)
@@ -122,18 +122,16 @@ def _routed(
     return Attended(output, lse)
 
 
-def _local(
-    key: Tensor, value: Tensor, layout: Layout, first_chunk: int, n_blocks: int
-) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """Own and previous chunk of every block, `[T, n, chunk, D]` each of keys and values."""
+def _local(key: Tensor, value: Tensor, layout: Layout, first_chunk: int, n_blocks: int) -> tuple[Tensor, Tensor]:
+    """Chunks before and of every block, `[T, n + 1, chunk, D]` of keys and values."""
     start = layout.sinks + (first_chunk - 1) * layout.chunk
     length = (n_blocks + 1) * layout.chunk
     grids = []
     for tensor in (key, value):
         tail = tensor[:, :, start : start + length]
-        tail = pad(tail, (0, 0, 0, length - tail.shape[2]))
-        grids.append(tail.reshape(-1, n_blocks + 1, layout.chunk, tensor.shape[-1]))
-    return (grids[0][:, 1:], grids[1][:, 1:]), (grids[0][:, :-1], grids[1][:, :-1])
+        tail = pad(tail, (0, 0, 0, length - tail.shape[2])).contiguous()
+        grids.append(tail.view(-1, n_blocks + 1, layout.chunk, tensor.shape[-1]))
+    return grids[0], grids[1]
 
 
 def _stats(layout: Layout, n_exact: int) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 from prescore.attention.kernels import Backend, accumulation_dtype
 from prescore.attention.parts import _fold_lse_gradient as fold_lse_gradient
 from prescore.attention.routed_columns import Columns, attend_columns, attend_columns_backward
+from prescore.attention.routed_local import Strip, attend_local, attend_local_backward
 from prescore.attention.routed_pairs import (
     TILES,
     Leaves,
@@ -82,8 +83,8 @@ class Sources:
     """Everything a query can see; `T = B * Hkv` sequences, `n` blocks of `t` queries, `M` leaves, `S` singles.
 
     Attributes:
-        own: Keys and values `[T, n, t, D]` of each block's own chunk, seen causally; None = no local part.
-        previous: The same of the chunk before, seen by all.
+        local: Keys and values `[T, n + 1, t, D]` of the chunk before each block and of its own, contiguous;
+            None = no local part.
         means: Keys and values `[T, M, D]` of the stand-ins.
         singles: Keys and values `[T, S, D]`.
         leaves: Keys and values `[T, M, L, D]`.
@@ -92,8 +93,7 @@ class Sources:
         leaf_bias: `[T, M, L]`, or None.
     """
 
-    own: tuple[Tensor, Tensor] | None
-    previous: tuple[Tensor, Tensor] | None
+    local: tuple[Tensor, Tensor] | None
     means: tuple[Tensor, Tensor]
     singles: tuple[Tensor, Tensor]
     leaves: tuple[Tensor, Tensor]
@@ -113,7 +113,7 @@ def attend_routed(query: Tensor, sources: Sources, plan: Plan) -> tuple[Tensor, 
     Returns:
         Output `[T, n, G, t, Dv]`, lse `[T, n, G, t]`, and the leaves read `[T, n, G * t, J]`, -1 for none.
     """
-    local = (*(sources.own or (None, None)), *(sources.previous or (None, None)))
+    local = sources.local or (None, None)
     result: tuple[Tensor, Tensor, Tensor] = _Routed.apply(  # type: ignore[no-untyped-call]
         query, *local, *sources.means, *sources.singles, *sources.leaves,
         sources.log_count, sources.single_bias, sources.leaf_bias, plan,
@@ -126,7 +126,7 @@ class _Routed(torch.autograd.Function):
     def forward(ctx: Any, query: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
         tensors, plan = rest[:-1], rest[-1]
         shape, wide = query.shape, accumulation_dtype(query.dtype)
-        output = query.new_empty((*shape[:-1], tensors[9].shape[-1]))
+        output = query.new_empty((*shape[:-1], tensors[7].shape[-1]))
         lse = query.new_empty(shape[:-1], dtype=wide)
         read = torch.full((*shape[:2], shape[2] * shape[3], plan.n_chosen), -1, device=query.device)
         dispatched: list[tuple[range, list[Tensor], Pairs | None]] = []
@@ -152,7 +152,7 @@ class _Routed(torch.autograd.Function):
         query, *tensors, output, lse = ctx.saved_tensors
         none = (None,) * 4
         if grad is None and grad_lse is None:
-            return (None,) * 11 + none
+            return (None,) * 9 + none
         if grad is None:
             grad = torch.zeros_like(output)
         if grad_lse is not None:
@@ -165,7 +165,7 @@ class _Routed(torch.autograd.Function):
             grad, output = flat.view(grad.shape), moved.view(output.shape)
             query, tensors = query.to(wide), [t if t is None else t.to(wide) for t in tensors]
         wide = accumulation_dtype(query.dtype)
-        sums = [None if t is None else torch.zeros_like(t, dtype=wide) for t in (query, *tensors[:10])]
+        sums = [None if t is None else torch.zeros_like(t, dtype=wide) for t in (query, *tensors[:8])]
         for run, chosen, pairs in ctx.dispatched:
             blocks = slice(run.start, run.stop)
             state = _Group(query[:, blocks], tensors, ctx.plan, run)
@@ -180,12 +180,11 @@ class _Group:
 
     def __init__(self, query: Tensor, tensors: Any, plan: Plan, run: range) -> None:
         self.query, self.plan, self.run = query, plan, run
-        blocks = slice(run.start, run.stop)
-        self.local = [
-            (None if t is None else t[:, blocks].flatten(0, 1)[:, None]) for t in tensors[:4]
-        ]  # own key, own value, previous key, previous value
-        mean_key, mean_value, single_key, single_value, leaf_key, leaf_value = tensors[4:10]
-        log_count, single_bias, leaf_bias = tensors[10:13]
+        key, value = tensors[:2]
+        chunks = slice(run.start, run.stop + 1)
+        self.local = None if key is None else (key[:, chunks], value[:, chunks])
+        mean_key, mean_value, single_key, single_value, leaf_key, leaf_value = tensors[2:8]
+        log_count, single_bias, leaf_bias = tensors[8:11]
         self.column_tensors = (mean_key, mean_value, log_count, single_key, single_value, single_bias)
         bias = None if leaf_bias is None else leaf_bias.flatten(0, 1)
         self.leaves = Leaves(leaf_key.flatten(0, 1), leaf_value.flatten(0, 1), bias)
@@ -203,51 +202,41 @@ class _Group:
     def forward(self, room: Tensor) -> tuple[Tensor, Tensor]:
         """Output and lse of the blocks; `room` is overwritten."""
         plan, query = self.plan, self.query
-        lead, dim = query.shape[:-1], query.shape[-1]
-        tiles = query.flatten(0, 1)  # [T * n, G, t, D]
-        rows = tiles.reshape(-1, dim)
-        wide = accumulation_dtype(query.dtype)
-        parts = self._columns_forward()
-        for start in (0, 2):
-            key, value = self.local[start : start + 2]
-            if key is not None and value is not None:
-                out, lse = plan.backend.forward(tiles, key, value, None, start == 0, plan.scale)
-                parts.append((out.reshape(-1, out.shape[-1]), lse.reshape(-1, 1)))
-        lses = [lse for _, lse in parts]
-        if self.chosen and self.chosen[0].shape[-1]:
+        lead = query.shape[:-1]
+        output, lse = self._columns_forward()
+        lses = [lse[..., None]]
+        strips: list[list[Strip]] = []
+        if self.local is not None:
+            strips = list(attend_local(query, *self.local, plan.scale, plan.backend))
+            lses += [torch.cat([strip.lse for strip in part], dim=-1)[..., None] for part in strips]
+        if self.chosen[0].shape[-1]:
             self.pairs = dispatch(self._leaf_numbers(), self.n_trees * self.n_leaves)
+            rows = query.reshape(-1, query.shape[-1])
             pair_output, pair_lse = attend_pairs(rows, self.leaves, self.pairs, plan.scale, plan.backend, room)
-            lses.append(pair_lse)
-        stacked = torch.cat(lses, dim=1)
-        total = torch.logsumexp(stacked, dim=1)
-        weights = torch.exp(stacked - total.masked_fill(torch.isneginf(total), 0.0)[:, None])
+            lses.append(pair_lse.view(*lead, -1))
+        stacked = torch.cat(lses, dim=-1)
+        total = torch.logsumexp(stacked, dim=-1)
+        weights = stacked.sub_(total.masked_fill(torch.isneginf(total), 0.0)[..., None]).exp_()
+        output.mul_(weights[..., :1])
+        for place, part in enumerate(strips, start=1):
+            for strip in part:
+                share = weights[:, :, :, strip.rows, place : place + 1]
+                output[:, :, :, strip.rows].addcmul_(strip.output.to(output.dtype), share)
         if self.pairs is not None:
-            output = sum_pairs(pair_output, weights[:, len(parts) :], self.pairs).to(wide)
-            output.addcmul_(parts[0][0].to(wide), weights[:, :1])
-        else:
-            output = parts[0][0].to(wide) * weights[:, :1]
-        for place, (out, _) in enumerate(parts[1:], start=1):
-            output.addcmul_(out.to(wide), weights[:, place : place + 1])
-        return output.view(*lead, -1), total.view(lead)
+            share = weights[..., 1 + len(strips) :].reshape(self.pairs.slots.shape)
+            output += sum_pairs(pair_output, share, self.pairs).view(output.shape)
+        return output, total
 
     def backward(self, grad: Tensor, output: Tensor, lse: Tensor, sums: list[Tensor | None]) -> None:
         """Add the gradients of these blocks to `sums`."""
         plan = self.plan
         blocks = slice(self.run.start, self.run.stop)
         safe = lse.masked_fill(torch.isneginf(lse), torch.inf)  # saw nothing: every weight is 0
-        tiles = [t.flatten(0, 1) for t in (grad, self.query, output, lse)]
         grad_query = sums[0][:, blocks]  # type: ignore[index]
-        for start in (0, 2):
-            key, value = self.local[start : start + 2]
-            if key is None or value is None:
-                continue
-            grads = plan.backend.backward(
-                tiles[0], tiles[1], key, value, None, tiles[2], tiles[3], start == 0, plan.scale
-            )
-            grad_query += grads[0].view_as(grad_query)
-            for place in (1, 2):
-                target = sums[start + place][:, blocks]  # type: ignore[index]
-                target += grads[place].view_as(target)
+        if self.local is not None:
+            chunks = slice(self.run.start, self.run.stop + 1)
+            local = (grad_query, sums[1][:, chunks], sums[2][:, chunks])  # type: ignore[index]
+            attend_local_backward(grad, self.query, *self.local, output, lse, plan.scale, plan.backend, local)
         self._columns_backward(grad, output, safe, sums)
         if self.pairs is None:
             return
@@ -257,12 +246,12 @@ class _Group:
         )
         grad_query += grads[0].view_as(grad_query)
         for place in (1, 2):
-            sums[8 + place] += grads[place].view_as(sums[8 + place])  # type: ignore[operator,arg-type]
+            sums[6 + place] += grads[place].view_as(sums[6 + place])  # type: ignore[operator,arg-type]
 
     def _block(self, tensor: Tensor, place: int) -> Tensor:
         return tensor[:, place].flatten(1, 2)  # [T, G * t, ...]
 
-    def _columns_forward(self) -> list[tuple[Tensor, Tensor]]:
+    def _columns_forward(self) -> tuple[Tensor, Tensor]:
         outputs, lses = [], []
         for place, block in enumerate(self.run):
             columns = self.plan.columns(self.column_tensors, block)
@@ -272,8 +261,9 @@ class _Group:
             outputs.append(output)
             lses.append(lse)
             self.chosen.append(chosen)
+        lead = self.query.shape[:-1]
         output, lse = torch.stack(outputs, dim=1), torch.stack(lses, dim=1)
-        return [(output.view(-1, output.shape[-1]), lse.view(-1, 1))]
+        return output.view(*lead, -1), lse.view(lead)
 
     def _columns_backward(self, grad: Tensor, output: Tensor, lse: Tensor, sums: list[Tensor | None]) -> None:
         product = (grad.to(lse.dtype) * output.to(lse.dtype)).sum(-1)
@@ -289,8 +279,8 @@ class _Group:
                 leaf, single = grads[1 + offset].split(
                     [columns.n_leaves, columns.key.shape[1] - columns.n_leaves], dim=1
                 )
-                sums[5 + offset][:, : leaf.shape[1]] += leaf  # type: ignore[index]
-                sums[7 + offset][:, : single.shape[1]] += single  # type: ignore[index]
+                sums[3 + offset][:, : leaf.shape[1]] += leaf  # type: ignore[index]
+                sums[5 + offset][:, : single.shape[1]] += single  # type: ignore[index]
 
     def _leaf_numbers(self) -> Tensor:
         """`[rows, J]` leaf numbers among all trees, rows in the order of the queries."""
