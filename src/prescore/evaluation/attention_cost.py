@@ -50,6 +50,11 @@ def exact_rows(length: int) -> float:
     return (length + 1) / 2
 
 
+def leaf_rows(length: int, leaf: int) -> float:
+    """Keys that a query meets inside its own leaf."""
+    return float((torch.arange(length, dtype=torch.float64) % leaf + 1).mean())
+
+
 def baseline_rows(name: str, length: int, settings: Mapping[str, Any]) -> float:
     """Keys that a query meets in a baseline, from its settings; what choosing them cost is in the time alone.
 

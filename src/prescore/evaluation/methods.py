@@ -10,12 +10,15 @@ import torch
 from torch import Tensor
 
 from prescore import checks
+from prescore.attention.exact import resolve_scale
+from prescore.attention.grid import Queries, leaf_parts
+from prescore.attention.parts import attend_parts
 from prescore.baselines import BASELINES
 from prescore.config import PrescoreConfig
-from prescore.evaluation.attention_cost import baseline_rows, exact_rows
+from prescore.evaluation.attention_cost import baseline_rows, exact_rows, leaf_rows
 from prescore.pipeline import prescored_attention
 from prescore.registry import list_scorers
-from prescore.types import Aux, Selection
+from prescore.types import Aux
 
 KINDS = ("exact", "local", "prescored", "baseline")
 SINKS = 4
@@ -59,6 +62,8 @@ class Method:
             )
         if self.kind == "baseline":
             return self._baseline()(query, key, value, is_causal=True, scale=scale, generator=seed).output  # type: ignore[no-any-return]
+        if self.kind == "local":
+            return leaves_alone(query, key, value, leaf=self.settings["leaf"], scale=scale)
         return self._prescored(query, key, value, scale, seed, with_aux=False)  # type: ignore[no-any-return]
 
     def rows_per_query(
@@ -71,26 +76,22 @@ class Method:
         if self.kind == "baseline":
             settings = dict(self.settings)
             return baseline_rows(settings.pop("name"), length, settings)
+        if self.kind == "local":
+            return leaf_rows(length, self.settings["leaf"])
         aux: Aux = self._prescored(query, key, value, scale, seed, with_aux=True)[1]
         return float(aux.stats["rows_per_query"])
 
     def _prescored(
         self, query: Tensor, key: Tensor, value: Tensor, scale: float | None, seed: int, *, with_aux: bool
     ) -> Any:
-        selection: Selection | None = None
-        if self.kind == "local":
-            config, selection = _local(self.settings["leaf"]), _nothing(key)
-        else:
-            config = PrescoreConfig.from_dict(dict(self.settings))
         return prescored_attention(
             query,
             key,
             value,
-            config=config,
+            config=PrescoreConfig.from_dict(dict(self.settings)),
             is_causal=True,
             scale=scale,
             generator=seed,
-            selection=selection,
             return_aux=with_aux,
         )
 
@@ -176,10 +177,9 @@ def _baseline_settings(name: str, leaf: int, top_k: int | float | None, window: 
     return {"budget": top_k, "chunk_size": leaf}
 
 
-def _local(leaf: int) -> PrescoreConfig:
-    return PrescoreConfig.paper(min_seq_len=leaf, inner="exact")
-
-
-def _nothing(key: Tensor) -> Selection:
-    empty = torch.zeros(*key.shape[:2], 0, dtype=torch.int64, device=key.device)
-    return Selection(empty, empty.bool())
+def leaves_alone(query: Tensor, key: Tensor, value: Tensor, *, leaf: int, scale: float | None) -> Tensor:
+    """Exact causal attention inside the leaves of the recursion, and nothing beyond them."""
+    batch, heads, length = key.shape[:3]
+    queries = Queries(batch, heads, query.shape[1] // heads, length, 0, query.device)
+    parts = leaf_parts(leaf, queries, length, None, query.dtype)
+    return attend_parts(query, key, value, parts, scale=resolve_scale(scale, query)).output

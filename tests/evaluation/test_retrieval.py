@@ -1,0 +1,117 @@
+"""Synthetic retrieval: problems are what they say, answers are judged as greedy decoding would."""
+
+import pytest
+import torch
+
+from prescore.evaluation import methods
+from prescore.evaluation.documents import Document
+from prescore.evaluation.language_model import LanguageModel
+from prescore.evaluation.retrieval import (
+    N_DISTRACTORS,
+    TASKS,
+    Problem,
+    answer_figures,
+    check_depths,
+    make_problem,
+    retrieval_row,
+)
+from prescore.testing.tiny_language_model import tiny_language_model
+
+HAY = Document("hay", "Nothing to see in this sentence, nor in the next one. " * 60)
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    model, tokenizer = tiny_language_model()
+    return LanguageModel("tiny", model, tokenizer)
+
+
+def text_of(tiny, problem):
+    return tiny.tokenizer.decode(problem.tokens.tolist())
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_a_problem_has_its_length_its_fact_and_its_answer_last(tiny, task):
+    problem = make_problem(tiny, HAY, task, length=600, depth=0.3, seed=1)
+    text = text_of(tiny, problem)
+    assert len(problem.tokens) == 600
+    assert text.endswith(problem.words)
+    assert text.count(problem.words) == 2
+    assert tiny.tokenizer.decode(problem.tokens[-problem.answer :].tolist()).strip() == problem.words
+    place = text.index(problem.words) / len(text)
+    assert 0.15 < place < 0.4
+
+
+def test_depth_moves_the_fact(tiny):
+    places = []
+    for depth in (0.0, 0.5, 1.0):
+        problem = make_problem(tiny, HAY, "single-needle", length=600, depth=depth, seed=1)
+        places.append(text_of(tiny, problem).index(problem.words))
+    assert places == sorted(places)
+    assert places[0] < 50
+    assert places[2] > 400
+
+
+def test_distractors_have_other_numbers(tiny):
+    problem = make_problem(tiny, HAY, "multi-key-needle", length=900, depth=0.5, seed=2)
+    facts = [line for line in text_of(tiny, problem).split("\n") if line.startswith("The secret number")]
+    assert len(facts) == N_DISTRACTORS + 1
+    assert len({fact.split(" is ")[1] for fact in facts}) == N_DISTRACTORS + 1
+    assert sum(problem.words in fact for fact in facts) == 1
+
+
+def test_variable_tracking_is_a_chain(tiny):
+    problem = make_problem(tiny, HAY, "variable-tracking", length=600, depth=0.2, seed=3)
+    links = [line for line in text_of(tiny, problem).split("\n") if line.startswith("VAR")]
+    names = [line.split(" = ")[0] for line in links]
+    values = [line.split(" = ")[1].rstrip(".") for line in links]
+    assert values == [problem.words, *names[:-1]]
+    assert text_of(tiny, problem).split("\n")[-1].endswith(f"{names[-1]} = {problem.words}")
+
+
+def test_seed_decides(tiny):
+    one, same, other = (make_problem(tiny, HAY, TASKS[0], length=400, depth=0.5, seed=s) for s in (0, 0, 1))
+    assert torch.equal(one.tokens, same.tokens)
+    assert one.words != other.words
+
+
+def test_a_short_haystack_is_repeated(tiny):
+    problem = make_problem(tiny, Document("tiny", "abc "), TASKS[0], length=400, depth=0.5, seed=0)
+    assert len(problem.tokens) == 400
+    with pytest.raises(ValueError, match="document none must have text, got none"):
+        make_problem(tiny, Document("none", ""), TASKS[0], length=400, depth=0.5, seed=0)
+
+
+def test_answers_are_judged_as_greedy_decoding_would(tiny):
+    prompt = tiny.encode("Once upon a time")
+    tokens = prompt
+    for _ in range(3):
+        with torch.no_grad():
+            best = tiny.model(input_ids=tokens[None]).logits[0, -1].argmax()
+        tokens = torch.cat((tokens, best[None]))
+    right, loss = answer_figures(tiny, Problem(tokens, 3, ""))
+    assert right
+    wrong = tokens.clone()
+    wrong[-1] = (wrong[-1] + 1) % 256
+    missed, worse = answer_figures(tiny, Problem(wrong, 3, ""))
+    assert not missed
+    assert worse > loss
+
+
+def test_a_row_reports_accuracy_and_cost(tiny):
+    row = retrieval_row(tiny, HAY, methods.local(32), TASKS[0], length=256, depth=0.1, samples=2)
+    figures = row.measure()
+    assert figures["accuracy"] == sum(figures["answers"]) / 2
+    assert figures["rows_per_query"] == 16.5
+    assert row.config["part"] == "retrieval"
+
+
+def test_refusals(tiny):
+    with pytest.raises(ValueError, match=r"task must be one of .* got 'haystack'"):
+        make_problem(tiny, HAY, "haystack", length=400, depth=0.5, seed=0)
+    with pytest.raises(ValueError, match=r"length must leave room for the question, at least \d+ tokens, got 20"):
+        make_problem(tiny, HAY, TASKS[0], length=20, depth=0.5, seed=0)
+    with pytest.raises(ValueError, match=r"depth must be at most 1, got 1\.5"):
+        make_problem(tiny, HAY, TASKS[0], length=400, depth=1.5, seed=0)
+    with pytest.raises(ValueError, match=r"depth must lie between 0 and 1, got -0\.1"):
+        check_depths([0.5, -0.1])
