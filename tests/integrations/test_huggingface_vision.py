@@ -1,0 +1,155 @@
+"""Hugging Face ViTs, and that both libraries give the same logits for the same weights and seed."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+
+if importlib.util.find_spec("transformers") is None:
+    pytest.skip("transformers is not installed", allow_module_level=True)
+
+from vision_stand_ins import huggingface_from_timm, pixels, tiny_huggingface, tiny_timm
+
+import prescore
+from prescore.errors import Unsupported
+from prescore.integrations import huggingface_vision as adapter
+from prescore.integrations.vision_attention import replace_vision_attention
+
+FEW = prescore.PrescoreConfig(method="kmeans", rule="nearest", n_clusters=3, top_k=8, sinks=0, remainder="none")
+STAND_INS = FEW.replace(rule="farthest", remainder="centroids", normalize=False)
+SAMPLED = FEW.replace(rule="farthest", selector="sample")
+HAS_TIMM = all(importlib.util.find_spec(name) is not None for name in ("timm", "torchvision"))
+DEIT = Path(__file__).parents[3] / "shared" / "data" / "vision" / "deit_tiny_patch16_224.safetensors"
+
+FAMILIES = [
+    ("ViTForImageClassification", "ViTConfig", 1),
+    ("DeiTForImageClassification", "DeiTConfig", 2),
+    ("Dinov2ForImageClassification", "Dinov2Config", 1),
+    ("Dinov2WithRegistersModel", "Dinov2WithRegistersConfig", 5),
+    ("CLIPVisionModel", "CLIPVisionConfig", 1),
+    ("SiglipVisionModel", "SiglipVisionConfig", 0),
+]
+
+
+@torch.inference_mode()
+def answer(model, **inputs):
+    return model(pixel_values=pixels(), **inputs)[0]
+
+
+@pytest.mark.parametrize(("kind", "config", "n_prefix"), FAMILIES, ids=[kind for kind, *_ in FAMILIES])
+def test_families(kind, config, n_prefix):
+    model = tiny_huggingface(kind, config)
+    before = answer(model)
+    implementation = model.config._attn_implementation
+    with prescore.apply(model, top_k=None) as applied:
+        assert applied.adapter == "huggingface_vision"
+        assert len(applied.layers) == 2
+        # the same sums in another order of operations, float32
+        torch.testing.assert_close(answer(model), before, rtol=1e-3, atol=1e-3)
+        first = model.get_submodule(applied.layers[0])
+        assert getattr(first, adapter._STATE)[2] == n_prefix
+    with prescore.apply(model, FEW):
+        assert (answer(model) - before).abs().max() > 1e-3
+    assert torch.equal(answer(model), before)
+    assert model.config._attn_implementation == implementation
+    assert not any(adapter._STATE in module.__dict__ for module in model.modules())
+
+
+def test_layers_left_out_stay_exact():
+    model = tiny_huggingface()
+    before = answer(model)
+    with prescore.apply(model, FEW, layers=[]):
+        torch.testing.assert_close(answer(model), before, rtol=1e-4, atol=1e-4)
+    with prescore.apply(model, FEW, layers=[1]) as one:
+        changed = answer(model)
+    with prescore.apply(model, FEW):
+        assert not torch.equal(answer(model), changed)
+    assert one.layers == {1: "vit.layers.1.attention"}
+
+
+def test_the_text_tower_of_clip_is_left_alone():
+    from transformers import CLIPConfig, CLIPModel
+    from vision_stand_ins import SHAPE, spread
+
+    text = {"hidden_size": 48, "num_hidden_layers": 1, "num_attention_heads": 3, "intermediate_size": 96}
+    model = spread(CLIPModel(CLIPConfig(vision_config=SHAPE, text_config={**text, "vocab_size": 50})))
+    ids = torch.tensor([[1, 2, 3, 4], [4, 3, 2, 1]])
+    with torch.inference_mode():
+        before = model(pixel_values=pixels(), input_ids=ids)
+        with prescore.apply(model, FEW) as applied:
+            after = model(pixel_values=pixels(), input_ids=ids)
+    assert all(name.startswith("vision_model") for name in applied.layers.values())
+    assert torch.equal(after.text_embeds, before.text_embeds)
+    assert not torch.allclose(after.image_embeds, before.image_embeds)
+
+
+@pytest.mark.parametrize(
+    ("kind", "config", "said"),
+    [
+        ("SwinModel", "SwinConfig", "SwinModel.*SwinAttention"),
+        ("BeitModel", "BeitConfig", "BeitModel.*BeitAttention"),
+    ],
+)
+def test_other_architectures_are_refused_by_name(kind, config, said):
+    import transformers
+
+    options = (
+        {"embed_dim": 24, "depths": [1], "num_heads": [3]} if kind == "SwinModel" else {"num_hidden_layers": 1}
+    )
+    with torch.device("meta"):
+        model = getattr(transformers, kind)(getattr(transformers, config)(**options))
+    with pytest.raises(Unsupported, match=said):
+        prescore.apply(model, FEW)
+
+
+def test_attention_dropout_is_refused_in_training():
+    model = tiny_huggingface(attention_probs_dropout_prob=0.25).train()
+    with prescore.apply(model, FEW), pytest.raises(Unsupported, match=r"probability 0\.25"):
+        model(pixel_values=pixels())
+
+
+def test_twice_is_refused():
+    model = tiny_huggingface()
+    with prescore.apply(model, FEW), pytest.raises(ValueError, match="undo it first"):
+        prescore.apply(model, FEW)
+
+
+def both_routes(weights_of, images, config, seed, protect):
+    """Logits of timm and of Hugging Face for the same weights, images, configuration and seed."""
+    model, twin = weights_of
+    results = []
+    for one in (model, twin):
+        undo = replace_vision_attention(one, config, protect_prefix=protect, seed=seed)
+        with torch.inference_mode():
+            found = one(images)
+        undo()
+        results.append(found if isinstance(found, torch.Tensor) else found.logits)
+    return results
+
+
+@pytest.mark.skipif(not HAS_TIMM, reason="timm or torchvision is not installed")
+@pytest.mark.parametrize("protect", [True, False])
+@pytest.mark.parametrize("config", [FEW, STAND_INS, SAMPLED], ids=["nearest", "stand-ins", "sampled"])
+def test_timm_and_huggingface_agree(config, protect):
+    model = tiny_timm().double()
+    twin = huggingface_from_timm(model.state_dict(), n_heads=3, size=64, patch=8).double()
+    # float64: a rounding difference of float32 may move a key across a cluster border
+    one, other = both_routes((model, twin), pixels().double(), config, seed=5, protect=protect)
+    torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
+    changed, _ = both_routes((model, twin), pixels().double(), config, seed=6, protect=protect)
+    assert not torch.equal(one, changed)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not HAS_TIMM, reason="timm or torchvision is not installed")
+@pytest.mark.skipif(not DEIT.is_file(), reason="the DeiT-tiny checkpoint of the development data is not there")
+def test_deit_tiny_gives_the_same_logits_by_both_routes():
+    from prescore.evaluation.vision_models import load_vision_model
+
+    loaded = load_vision_model(DEIT)
+    twin = huggingface_from_timm(loaded.model.state_dict(), n_heads=3, size=224, patch=16).double()
+    config = STAND_INS.replace(top_k=16, n_clusters=48)
+    pair = (loaded.model.double(), twin)
+    one, other = both_routes(pair, pixels(size=224).double(), config, seed=1, protect=True)
+    torch.testing.assert_close(one, other, rtol=1e-8, atol=1e-8)

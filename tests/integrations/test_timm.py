@@ -1,0 +1,224 @@
+"""timm models: what is replaced, what is kept, what is refused, and that undo leaves nothing behind."""
+
+import copy
+import importlib.util
+
+import pytest
+import torch
+from torch import nn
+
+if importlib.util.find_spec("timm") is None or importlib.util.find_spec("torchvision") is None:
+    pytest.skip("timm or torchvision is not installed", allow_module_level=True)
+
+from vision_stand_ins import pixels, tiny_timm
+
+import prescore
+from prescore.errors import Unsupported
+from prescore.integrations import timm as adapter
+from prescore.integrations.timm_import import import_timm
+from prescore.integrations.vision_attention import replace_vision_attention
+
+FEW = prescore.PrescoreConfig(method="kmeans", rule="nearest", n_clusters=3, top_k=8, sinks=0, remainder="none")
+
+
+@torch.inference_mode()
+def answer(model, images=None):
+    return model(pixels() if images is None else images)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"qk_norm": True},
+        {"reg_tokens": 4},
+        {"class_token": False, "global_pool": "avg"},
+        {"init_values": 0.5},
+        {"scale_attn_norm": True},
+    ],
+    ids=str,
+)
+def test_all_keys_selected_is_the_model_itself_and_undo_restores(options):
+    model = tiny_timm(**options)
+    before = answer(model)
+    with prescore.apply(model, top_k=None) as applied:
+        # the same sums in another order of operations, float32
+        torch.testing.assert_close(answer(model), before, rtol=1e-4, atol=1e-4)
+        assert applied.adapter == "timm"
+        assert applied.layers == {0: "blocks.0.attn", 1: "blocks.1.attn"}
+    with prescore.apply(model, FEW):
+        assert (answer(model) - before).abs().max() > 1e-2
+    assert torch.equal(answer(model), before)
+    assert not any("forward" in m.__dict__ or adapter._STATE in m.__dict__ for m in model.modules())
+
+
+def test_a_gate_is_kept():
+    from timm.layers import Attention
+
+    torch.manual_seed(0)
+    layer = Attention(48, num_heads=3, gated=True).eval()
+    model = nn.Module()
+    model.attn = layer
+    tokens = torch.randn(2, 20, 48, generator=torch.Generator().manual_seed(0))
+    before = layer(tokens)
+    undo = adapter.replace_attention(
+        model, {0: lambda q, k, v, s: nn.functional.scaled_dot_product_attention(q, k, v)}
+    )
+    torch.testing.assert_close(layer(tokens), before)
+    layer.gate.weight.data.add_(0.5)
+    assert not torch.allclose(layer(tokens), before)
+    undo()
+
+
+def test_projection_dropout_is_kept_and_attention_dropout_is_refused():
+    model = tiny_timm(proj_drop_rate=0.5).train()
+    with prescore.apply(model, FEW):
+        assert not torch.equal(model(pixels()), model(pixels()))
+    model = tiny_timm(attn_drop_rate=0.25).train()
+    with prescore.apply(model, FEW), pytest.raises(Unsupported, match=r"layer 0.*probability 0\.25"):
+        model(pixels())
+    with prescore.apply(model, FEW, on_unsupported="exact"):
+        model(pixels())
+    with prescore.apply(model.eval(), FEW):
+        model(pixels())
+
+
+def test_padding_masks_are_honoured_and_other_masks_refused():
+    from timm.layers import Attention
+
+    torch.manual_seed(0)
+    model = nn.Module()
+    model.attn = Attention(48, num_heads=3).eval()
+    tokens = torch.randn(2, 20, 48, generator=torch.Generator().manual_seed(0))
+    real = torch.ones(2, 1, 20, 20, dtype=torch.bool)
+    real[1, :, :, 12:] = False
+    config = FEW.replace(top_k=6)
+    undo = replace_attention(model, config)
+    with torch.no_grad():
+        masked = model.attn(tokens, attn_mask=real)
+        alone = model.attn(tokens[1:, :12])
+        torch.testing.assert_close(masked[1:, :12], alone, rtol=1e-4, atol=1e-5)
+        odd = real.clone()
+        odd[0, 0, 3, 5] = False
+        with pytest.raises(Unsupported, match="'other'"):
+            model.attn(tokens, attn_mask=odd)
+    undo()
+
+
+def replace_attention(model, config):
+    from prescore.integrations.vision_attention import prescored_layers
+
+    return adapter.replace_attention(model, prescored_layers({0: config}))
+
+
+@pytest.mark.parametrize(
+    ("options", "n_prefix"), [({}, 1), ({"reg_tokens": 4}, 5), ({"class_token": False, "global_pool": "avg"}, 0)]
+)
+def test_prefix_tokens_are_always_kept(options, n_prefix, monkeypatch):
+    seen = []
+    real = prescore.pipeline.prescored_attention
+
+    def spy(*args, config, **kwargs):
+        output, aux = real(*args, config=config, return_aux=True, **kwargs)
+        seen.append(aux.selection.indices)
+        return output
+
+    monkeypatch.setattr(prescore.pipeline, "prescored_attention", spy)
+    model = tiny_timm(**options)
+    # lots are drawn among all tokens: the first ones are kept only because they are protected
+    config = prescore.PrescoreConfig(method="uniform", top_k=8, sinks=0, remainder="none")
+    with prescore.apply(model, config):
+        answer(model)
+    assert len(seen) == 2
+    for indices in seen:
+        assert indices.shape[-1] == 8
+        assert (indices[..., :n_prefix] == torch.arange(n_prefix)).all()
+    seen.clear()
+    undo = replace_vision_attention(model, config, protect_prefix=False, seed=3)
+    answer(model)
+    undo()
+    if n_prefix:
+        assert not all((indices[..., :n_prefix] == torch.arange(n_prefix)).all() for indices in seen)
+
+
+def test_only_the_layers_asked_for():
+    model = tiny_timm()
+    with prescore.apply(model, FEW, layers="last:1"):
+        assert "forward" not in model.blocks[0].attn.__dict__
+        assert "forward" in model.blocks[1].attn.__dict__
+
+
+def test_seed_changes_sampling_and_nothing_else_does():
+    model = tiny_timm()
+    config = FEW.replace(selector="sample", rule="farthest")
+    results = []
+    for seed in (0, 0, 1):
+        undo = replace_vision_attention(model, config, seed=seed)
+        results.append(answer(model))
+        undo()
+    assert torch.equal(results[0], results[1])
+    assert not torch.allclose(results[0], results[2])
+
+
+def test_gradients_reach_the_weights():
+    model = tiny_timm()
+    with prescore.apply(model, FEW):
+        model(pixels()).sum().backward()
+    for block in model.blocks:
+        gradient = block.attn.qkv.weight.grad
+        assert torch.isfinite(gradient).all()
+        assert all(part.abs().sum() > 0 for part in gradient.chunk(3))
+
+
+def test_a_copy_runs_on_its_own_weights():
+    model = tiny_timm()
+    with prescore.apply(model, FEW):
+        twin = copy.deepcopy(model)
+        before = answer(twin)
+        with torch.no_grad():
+            model.blocks[0].attn.qkv.weight.zero_()
+        assert torch.equal(answer(twin), before)
+
+
+def test_twice_is_refused():
+    model = tiny_timm()
+    with prescore.apply(model, FEW):
+        with pytest.raises(ValueError, match=r"blocks\.0\.attn that is; undo it first"):
+            prescore.apply(model, FEW)
+        answer(model)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("swin_tiny_patch4_window7_224", r"SwinTransformer.*WindowAttention"),
+        ("beit_base_patch16_224", r"Beit cannot.*timm\.models\.beit\.Attention"),
+        ("eva02_tiny_patch14_224", r"Eva cannot.*EvaAttention"),
+        ("cait_xxs24_224", r"Cait.*TalkingHeadAttn"),
+        ("mixer_s16_224", r"MlpMixer.*plain Attention"),
+        ("resnet18", r"ResNet.*plain Attention"),
+    ],
+)
+def test_other_architectures_are_refused_by_name(name, said):
+    with torch.device("meta"):
+        model = import_timm().create_model(name)
+    with pytest.raises(Unsupported, match=said):
+        prescore.apply(model, FEW)
+
+
+@pytest.mark.parametrize(
+    ("name", "n_layers", "n_prefix"),
+    [
+        ("deit_tiny_distilled_patch16_224", 12, 2),
+        ("vit_small_patch14_reg4_dinov2", 12, 5),
+        ("vit_base_patch16_siglip_224", 12, 0),
+        ("deit3_small_patch16_224", 12, 1),
+        ("vit_small_patch16_18x2_224", 36, 1),
+    ],
+)
+def test_plain_architectures_are_served(name, n_layers, n_prefix):
+    with torch.device("meta"):
+        model = import_timm().create_model(name)
+    names = adapter.layers(model)
+    assert len(names) == n_layers
+    assert adapter.n_prefix_tokens(model, names[0]) == n_prefix
