@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from prescore.attention.kernels import accumulation_dtype
 from prescore.attention.parts import Part
 from prescore.attention.tiles import Tiles, hash_tiles, rank_tiles
 from prescore.config import Coupling
@@ -62,7 +63,8 @@ class Problems:
 
 
 def exact_part(problems: Problems, dtype: torch.dtype) -> Part:
-    """Every query over all selected keys of its problem."""
+    """Every query over all selected keys of its problem; `dtype` is the query's."""
+    dtype = accumulation_dtype(dtype)
     n_problems, heads, group, width = problems.query_rows.shape
     columns = [Columns(problems.key_rows, _validity_bias(problems, dtype))]
     columns += [problems.kept] if problems.kept is not None else []
@@ -95,8 +97,9 @@ def hyper_part(
         block_size: Keys in a block; 0 = no blocks.
         alignment: `rank` or `hash`.
         coupling: Weight of the residual and what happens to keys that are in block and sample.
-        dtype: Of the bias.
+        dtype: Of the queries; the bias holds logs of weights, which half precision would round by percents.
     """
+    dtype = accumulation_dtype(dtype)
     n_problems, heads, n_keys = problems.key_rows.shape
     count = problems.counts()  # [P, H]
     most = -(-n_keys // block_size) if block_size else 1

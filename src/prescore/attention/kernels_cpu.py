@@ -64,7 +64,9 @@ class CpuFlash:
 
 
 def _as_mask(bias: Tensor | None, query: Tensor) -> Tensor | None:
-    return None if bias is None else bias.to(query.dtype)
+    if bias is None or bias.dtype == torch.float32 == accumulation_dtype(query.dtype):
+        return bias  # half-precision inputs take a float32 bias too, and log weights need it
+    return bias.to(query.dtype)
 
 
 def _same_width(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from prescore.attention.hyper import Columns
+from prescore.attention.kernels import accumulation_dtype
 from prescore.attention.parts import StandIns
 
 _CHUNK = 8192
@@ -25,7 +26,7 @@ def centroid_stand_ins(
         labels: `[P, H, N]` cluster numbers.
         unselected: `[P, H, N]` bool, real keys that were not selected.
         n_clusters: Stand-ins per problem and head.
-        dtype: Of the bias.
+        dtype: Of the queries; log weights are at least float32.
 
     Returns:
         The stand-ins, and their rows and log weights `[P, H, n_clusters]` (-inf for an empty cluster).
@@ -43,7 +44,7 @@ def centroid_stand_ins(
     rows = torch.arange(n_problems * heads * n_clusters, device=key.device)
     shape = (n_problems, heads, n_clusters)
     # log(0) = -inf is what an empty cluster should weigh
-    return stand_ins, Columns(rows.view(shape), torch.log(count).view(shape).to(dtype))
+    return stand_ins, Columns(rows.view(shape), torch.log(count).view(shape).to(accumulation_dtype(dtype)))
 
 
 def _cluster_sums(points: Tensor, labels: Tensor, taken: Tensor, n_clusters: int) -> Tensor:
