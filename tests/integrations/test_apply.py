@@ -104,6 +104,16 @@ def test_models_that_ignore_the_interface_are_named(family, sizes):
     assert is_untouched(model, model.config._attn_implementation)
 
 
+def test_models_inside_a_wrapper_are_found():
+    wrapper = nn.Module()
+    wrapper.inside = tiny("Llama")
+    with prescore.apply(wrapper, **COARSE, layers="last:1") as applied:
+        logits(wrapper.inside)
+        assert applied.layers == {1: "inside.model.layers.1.self_attn"}
+        assert applied.stats()[1]["path"] == "prescored"
+    assert is_untouched(wrapper.inside, "sdpa")
+
+
 def test_unknown_models_are_refused():
     with pytest.raises(Unsupported, match="apply on Linear"):
         prescore.apply(nn.Linear(2, 2))

@@ -1,8 +1,10 @@
 """Selections in the cache: made once, carried along, reordered, cropped, saved, evicted."""
 
 import copy
+import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -218,12 +220,12 @@ def test_eviction_frees_memory_and_changes_nothing_else(model):
         steps(model, evicted, ids[:, :2], mask)
 
 
-@pytest.mark.parametrize("length", [200])
-def test_evicted_memory_really_falls(length):
+@pytest.mark.parametrize("with_config", [True, False])
+def test_evicted_memory_really_falls(with_config):
     model = tiny("Llama", max_position_embeddings=512)
-    ids, _ = prompts(batch=1, length=length, side="none")
+    ids, _ = prompts(batch=1, length=200, side="none")
     with prescore.apply(model, **COARSE):
-        cache = PrescoredCache(model.config, evict=True)
+        cache = PrescoredCache(model.config if with_config else None, evict=True)
         prefill(model, cache, ids)
         cache.select()
         report = cache.report()
@@ -276,45 +278,46 @@ def test_beams_reorder_their_selections(model):
 
 
 CONTINUE = """
-import sys, torch
+import json, sys, torch
 sys.path.insert(0, {folder!r})
 from tiny_models import tiny
 import prescore
 from prescore.integrations.huggingface_cache import PrescoredCache
-model = tiny({family!r})
-cache = PrescoredCache.load({path!r})
-ids = torch.tensor({ids!r})
-mask = torch.tensor({mask!r})
-with prescore.apply(model, **{config!r}):
-    out = model.generate(ids, attention_mask=mask, past_key_values=cache, max_new_tokens=6, do_sample=False)
-print(out[:, {length}:].tolist())
+for family in {families!r}:
+    model = tiny(family)
+    cache = PrescoredCache.load({tmp!r} + "/" + family)
+    ids, mask = torch.tensor({ids!r}), torch.tensor({mask!r})
+    with prescore.apply(model, **{config!r}):
+        out = model.generate(ids, attention_mask=mask, past_key_values=cache, max_new_tokens=6, do_sample=False)
+    print(json.dumps(out[:, ids.shape[1] :].tolist()))
 """
 
 
-@pytest.mark.parametrize(("family", "evict"), [("Llama", False), ("Gemma3", True)])
-def test_saved_cache_continues_in_a_new_process(tmp_path, family, evict):
-    model = tiny(family)
+def test_saved_caches_continue_in_a_new_process(tmp_path):
     ids, mask = prompts(length=40)
-    path = tmp_path / "prompt.safetensors"
-    with prescore.apply(model, **COARSE):
-        cache = PrescoredCache(model.config, evict=evict)
-        prefill(model, cache, ids[:, :-1], mask[:, :-1])
-        cache.save(path)
-        expected = model.generate(
-            ids, attention_mask=mask, past_key_values=cache, max_new_tokens=6, do_sample=False
-        )[:, 40:]
+    expected = []
+    families = {"Llama": False, "Gemma3": True}
+    for family, evict in families.items():
+        model = tiny(family)
+        with prescore.apply(model, **COARSE):
+            cache = PrescoredCache(model.config, evict=evict)
+            prefill(model, cache, ids[:, :-1], mask[:, :-1])
+            cache.save(tmp_path / family)
+            out = model.generate(
+                ids, attention_mask=mask, past_key_values=cache, max_new_tokens=6, do_sample=False
+            )
+        expected.append(out[:, 40:].tolist())
     code = CONTINUE.format(
-        folder=str(__import__("pathlib").Path(__file__).parent),
-        family=family,
-        path=str(path),
+        folder=str(Path(__file__).parent),
+        families=list(families),
+        tmp=str(tmp_path),
         ids=ids.tolist(),
         mask=mask.tolist(),
         config=COARSE,
-        length=40,
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.strip().splitlines()[-1] == str(expected.tolist())
+    assert [json.loads(line) for line in done.stdout.strip().splitlines()[-2:]] == expected
 
 
 def test_other_files_are_refused(tmp_path):

@@ -21,11 +21,12 @@ class DecodeState(Protocol):
     Attributes:
         config: The configuration it was made with.
         n_selected_from: Keys it stands for.
-        n_since: Tokens appended since.
+        n_rows: Rows a step reads for them.
     """
 
     config: PrescoreConfig
     n_selected_from: int
+    n_rows: int
 
     @property
     def n_since(self) -> int:

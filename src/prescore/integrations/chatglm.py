@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from prescore.config import PrescoreConfig
 from prescore.decoding.follow import FollowedSelection
+from prescore.decoding.states import remembers
 from prescore.errors import Unsupported
 from prescore.integrations.masked import attend_exactly, attend_prescored, inexpressible
 from prescore.integrations.masks import MaskForm, read_mask
@@ -105,7 +106,7 @@ class PrescoredCoreAttention(nn.Module):
         if n_query == n_keys or n_query > _STEP_AT_MOST:
             self.selection.forget()
             return attend_prescored(query, key, value, form, config=self.config, scale=scale)
-        if not self.config.top_k or self.config.top_k == 1.0:
+        if not remembers(self.config):
             self.stats["path"] = "step over all keys"
             return attend_exactly(query, key, value, form, scale=scale)
         state = self.selection.state_for(key, value, form.valid, n_query, self.config)

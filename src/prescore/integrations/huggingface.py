@@ -21,17 +21,14 @@ NAME = "prescored"
 
 
 def detect(model: nn.Module) -> bool:
-    """Whether the model is one of transformers, looked up without importing it."""
-    return any(
-        base.__name__ == "PreTrainedModel" and base.__module__.startswith("transformers")
-        for base in type(model).__mro__
-    )
+    """Whether the model is one of transformers or wraps one, looked up without importing the library."""
+    return bool(_roots(model))
 
 
 def layers(model: nn.Module) -> list[str]:
     """Names of the causal self-attention modules that go through transformers' attention interface."""
     names = [name for name, module in _interface_modules(model).items() if _causal(module)]
-    if not names or not model._can_set_attn_implementation():  # type: ignore[operator]
+    if not names or not all(root._can_set_attn_implementation() for root in _roots(model)):
         raise Unsupported(
             f"apply on {type(model).__name__}",
             ["its attention does not go through transformers' attention interface, so nothing would change"],
@@ -59,11 +56,12 @@ def attach(model: nn.Module, configs: dict[int, PrescoreConfig]) -> Callable[[],
             config._attn_implementation_internal = implementation
 
     try:
-        model.set_attn_implementation(NAME)  # type: ignore[operator]
+        for root in _roots(model):
+            root.set_attn_implementation(NAME)
         hooks += [
             module.register_forward_pre_hook(_with_selections, with_kwargs=True)
             for module in model.modules()
-            if detect(module)
+            if _is_pretrained(module)
         ]
     except BaseException:
         undo()
@@ -132,6 +130,20 @@ def _with_selections(
     return args, {**kwargs, "past_key_values": PrescoredCache(config)}
 
 
+def _roots(model: nn.Module) -> list[Any]:
+    """The outermost models of transformers: the model itself, or those inside a wrapper."""
+    if _is_pretrained(model):
+        return [model]
+    return [root for child in model.children() for root in _roots(child)]
+
+
+def _is_pretrained(module: nn.Module) -> bool:
+    return any(
+        base.__name__ == "PreTrainedModel" and base.__module__.startswith("transformers")
+        for base in type(module).__mro__
+    )
+
+
 def _interface_modules(model: nn.Module) -> dict[str, nn.Module]:
     """Modules whose forward asks transformers' attention interface what to run, by name."""
     asks: dict[str, bool] = {}
@@ -158,7 +170,7 @@ def _causal(module: nn.Module) -> bool:
 
 def _model_configs(model: nn.Module) -> list[Any]:
     """Every configuration object that names an attention implementation, once each."""
-    found = {id(m.config): m.config for m in model.modules() if detect(m)}
+    found: dict[int, Any] = {id(m.config): m.config for m in model.modules() if _is_pretrained(m)}
     waiting = list(found.values())
     while waiting:
         config = waiting.pop()

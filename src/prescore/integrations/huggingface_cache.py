@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +65,8 @@ def upgrade(cache: Cache, *, evict: bool = False, max_length: int | None = None)
     A window of at least `max_length` is no window.
     """
     if cache.layer_class_to_replicate is DynamicLayer:
-        cache.layer_class_to_replicate = PrescoredLayer
+        make: Any = functools.partial(PrescoredLayer, evict=evict)
+        cache.layer_class_to_replicate = make
     layer: Any
     for number, layer in enumerate(cache.layers):
         wide = type(layer) is DynamicSlidingWindowLayer and max_length and layer.sliding_window >= max_length

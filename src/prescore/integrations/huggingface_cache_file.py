@@ -64,6 +64,8 @@ def _describe(layer: Any, prefix: str, tensors: dict[str, Tensor]) -> dict[str, 
         _put_rows(layer.rows, prefix, tensors)
     if layer.state is not None:
         state = layer.state
+        if not isinstance(state, SelectionState):
+            raise TypeError(f"cache states must be selections to be saved, got {type(state).__name__}")
         entry["state"] = {
             "config": state.config.to_dict(),
             "n_selected_from": state.n_selected_from,

@@ -11,7 +11,8 @@ from transformers.cache_utils import DynamicLayer
 from prescore.config import PrescoreConfig
 from prescore.decoding.refresh import refresh_due
 from prescore.decoding.rows import Rows
-from prescore.decoding.state import SelectionState
+from prescore.decoding.state import DecodeState, SelectionState
+from prescore.decoding.states import make_state, remembers
 from prescore.errors import Unsupported
 from prescore.integrations.masked import attend_exactly, attend_prescored
 from prescore.integrations.masks import MaskForm
@@ -49,7 +50,7 @@ class PrescoredLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         self.evict = evict
         self.n_seen = 0
         self.rows: Rows | None = None
-        self.state: SelectionState | None = None
+        self.state: DecodeState | None = None
         self.valid: Tensor | None = None
         self.config: PrescoreConfig | None = None
         self._unread: tuple[Tensor, Tensor] | None = None
@@ -66,14 +67,14 @@ class PrescoredLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         self,
         *,
         rows: Rows | None,
-        state: SelectionState | None,
+        state: DecodeState | None,
         valid: Tensor | None,
         config: PrescoreConfig | None,
         n_seen: int,
     ) -> None:
         """Take over content that was saved."""
         self.rows, self.state, self.valid, self.config, self.n_seen = rows, state, valid, config, n_seen
-        held = rows if rows is not None else None if state is None else state.rows
+        held = self._held_rows()
         if held is not None:
             self.lazy_initialization(held.key, held.value)
             self._show()
@@ -136,7 +137,7 @@ class PrescoredLayer(DynamicLayer):  # type: ignore[no-untyped-call]
             self._unread = None
             stats["path"] = "prescored"
             return attend_prescored(query, rows.key, rows.value, form, config=config, scale=scale)
-        if _keeps_everything(config):
+        if not remembers(config):
             rows = self._all_rows()
             self._unread = None
             stats["path"] = "step over all keys"
@@ -147,7 +148,7 @@ class PrescoredLayer(DynamicLayer):  # type: ignore[no-untyped-call]
 
     def select(self) -> None:
         """Make the selection now instead of at the first step, once a prompt has been read."""
-        if self.config is not None and self.state is None and not _keeps_everything(self.config):
+        if self.config is not None and self.state is None and remembers(self.config):
             self.state = self._selected(self.n_seen, self.config)
             self._drop_rows()
 
@@ -204,7 +205,7 @@ class PrescoredLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         self.valid = None if self.valid is None else self.valid.repeat_interleave(repeats, dim=0)
         self._show()
 
-    def _state_for(self, n_query: int, config: PrescoreConfig) -> SelectionState:
+    def _state_for(self, n_query: int, config: PrescoreConfig) -> DecodeState:
         """The selection, up to date with the newest tokens; made, or made anew, where that is due."""
         if self.state is not None and self.state.config != config:
             self._forget_selection("the configuration changed")
@@ -218,12 +219,12 @@ class PrescoredLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         self._drop_rows()
         return state
 
-    def _selected(self, n_keys: int, config: PrescoreConfig) -> SelectionState:
+    def _selected(self, n_keys: int, config: PrescoreConfig) -> DecodeState:
         rows = self._all_rows()
         valid = None if self.valid is None else self.valid[:, :n_keys]
-        return SelectionState.select(rows.key[:, :, :n_keys], rows.value[:, :, :n_keys], valid, config)
+        return make_state(rows.key[:, :, :n_keys], rows.value[:, :, :n_keys], valid, config)
 
-    def _bring_up_to_date(self, state: SelectionState) -> None:
+    def _bring_up_to_date(self, state: DecodeState) -> None:
         first = state.n_selected_from + state.n_since
         if first < self.n_seen:
             if self.rows is not None:
@@ -244,17 +245,17 @@ class PrescoredLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         self.state = None
 
     def _drop_rows(self) -> None:
-        if self.evict:
+        if self.evict and isinstance(self.state, SelectionState):
             self.rows = None
             self._show()
 
     def _show(self) -> None:
         """Keep the attributes other code reads in step with what is held."""
-        held = self.rows if self.rows is not None else None if self.state is None else self.state.rows
+        held = self._held_rows()
         if held is not None:
             self.keys, self.values = held.key, held.value
 
-
-def _keeps_everything(config: PrescoreConfig) -> bool:
-    """Whether decoding reads every key: nothing is filtered out, so there is nothing to remember."""
-    return not config.top_k or config.top_k == 1.0
+    def _held_rows(self) -> Rows | None:
+        if self.rows is None and isinstance(self.state, SelectionState):
+            return self.state.rows
+        return self.rows
