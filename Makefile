@@ -30,7 +30,7 @@ lint: setup
 	$(BIN)/mypy
 
 demo: setup
-	HF_HUB_OFFLINE=1 $(BIN)/prescore planted --quick --out report
+	HF_HUB_OFFLINE=1 $(BIN)/prescore demo
 
 clean:
 	rm -rf $(VENV) build dist src/*.egg-info report

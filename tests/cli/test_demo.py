@@ -1,0 +1,160 @@
+"""`prescore demo`, `perplexity` and `retrieval` from the command line, on a tiny model."""
+
+import json
+
+import pytest
+
+from prescore.cli.main import main
+from prescore.testing.tiny_language_model import save_tiny_language_model
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return str(save_tiny_language_model(tmp_path_factory.mktemp("tiny")))
+
+
+@pytest.fixture
+def text(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text("The keys that matter are few, and the rest may be stood for. " * 20)
+    return str(path)
+
+
+def lines(directory):
+    return [json.loads(line) for line in (directory / "records.jsonl").read_text().splitlines()]
+
+
+def test_demo_writes_table_and_report(model, tmp_path, capsys):
+    out = tmp_path / "report"
+    assert main(["demo", "--model", model, "-n", "256", "--out", str(out)]) == 0
+    printed = capsys.readouterr().out
+    for label in ("exact", "local only", "HyperAttention", "paper: k-means", "paper: leverage", "default"):
+        assert label in printed
+    assert "speed-up" in printed
+    page = (out / "index.html").read_text(encoding="utf-8")
+    assert "paper: leverage" in page
+    assert "most attended" in page
+    assert len(lines(out)) == 6 + 1 + 8
+
+
+def test_demo_with_no_time_still_has_its_table(model, tmp_path, capsys):
+    out = tmp_path / "report"
+    assert main(["demo", "--model", model, "-n", "128", "--minutes", "0", "--out", str(out)]) == 0
+    assert len(lines(out)) == 7
+    assert "the plot has 0 of 8 further points" in capsys.readouterr().err
+    assert (out / "index.html").is_file()
+
+
+def test_demo_report_stands_in_the_report_directory_by_default(model, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["demo", "--model", model, "-n", "128", "--minutes", "0"]) == 0
+    page = tmp_path / "report" / "index.html"
+    first = page.read_text(encoding="utf-8")
+    # resuming measures nothing again and writes the same figures
+    assert main(["demo", "--model", model, "-n", "128", "--minutes", "0", "--resume"]) == 0
+    assert page.read_text(encoding="utf-8") == first
+    assert len(list((tmp_path / "runs" / "demo").iterdir())) == 1
+
+
+def test_perplexity_resumes_without_repeating(model, text, tmp_path, monkeypatch):
+    out = tmp_path / "run"
+    arguments = ["perplexity", "--model", model, "-d", text, "-n", "128", "--method", "kmeans", "--top-k", "8"]
+    arguments += ["--top-k", "16", "--out", str(out)]
+    import prescore.evaluation.perplexity as perplexity
+
+    measured = []
+    real = perplexity.measure_loss
+
+    def third_is_interrupted(*positional, **keywords):
+        measured.append(positional[2].label)
+        if len(measured) == 3:
+            raise KeyboardInterrupt
+        return real(*positional, **keywords)
+
+    monkeypatch.setattr(perplexity, "measure_loss", third_is_interrupted)
+    assert main(arguments) == 130
+    assert len(lines(out)) == 2
+    before = (out / "records.jsonl").read_text()
+    assert main(arguments) == 2  # without --resume an existing run is not touched
+    assert (out / "records.jsonl").read_text() == before
+    assert main([*arguments, "--resume"]) == 0
+    assert (out / "records.jsonl").read_text().startswith(before)
+    small, large = "kmeans, top 8, sample_size=1", "kmeans, top 16, sample_size=1"
+    assert measured == ["exact", "local only", small, small, large]
+    assert len({line["key"] for line in lines(out)}) == 4
+
+
+@pytest.mark.parametrize("experiment", ["table1", "appendix-i"])
+def test_experiment_writes_records_csv_and_plot(model, text, tmp_path, experiment):
+    out = tmp_path / "run"
+    arguments = ["--experiment", experiment, "--model", model, "-d", text, "-n", "256", "--out", str(out)]
+    assert main(["perplexity", *arguments, "--sinks", "2"]) == 0
+    names = {path.name for path in out.iterdir()}
+    assert names == {"records.jsonl", f"{experiment}.csv", f"{experiment}-as-printed.csv", f"{experiment}.png"}
+    replaced = [line for line in lines(out) if line["config"]["method"]["kind"] == "prescored"]
+    assert {line["config"]["method"]["settings"]["sinks"] for line in replaced} == {2}
+    assert all(line["figures"]["rows_per_query"] > 0 for line in replaced)
+
+
+def test_json_prints_records_only(model, text, tmp_path, capsys):
+    arguments = ["perplexity", "--model", model, "-d", text, "-n", "64", "--method", "random", "--top-k", "0.25"]
+    assert main([*arguments, "--layers", "0", "--set", "sinks=2", "--json", "--out", str(tmp_path / "run")]) == 0
+    printed = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [line["config"]["method"]["label"] for line in printed] == ["exact", "local only", "random + sinks"]
+    assert printed[-1]["config"]["method"]["settings"]["sinks"] == 2
+    assert printed[-1]["config"]["layers"] == [0]
+    assert printed[-1]["figures"]["layers_replaced"] == 1
+
+
+def test_retrieval_reports_exact_beside_the_others(model, text, tmp_path, capsys):
+    arguments = ["retrieval", "--model", model, "-d", text, "-n", "256", "--samples", "2", "--depth", "0.2"]
+    arguments += ["--task", "single-needle", "--method", "default", "--out", str(tmp_path / "run")]
+    assert main(arguments) == 0
+    printed = capsys.readouterr().out
+    assert "single-needle 256 at 20 %" in " ".join(printed.split())
+    assert [line["config"]["method"]["label"] for line in lines(tmp_path / "run")] == [
+        "exact",
+        "local only",
+        "default",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--document", "missing.txt"], "document must be a readable file, got missing.txt (No such file"),
+        (["--length", "4096", "--document", "TEXT"], "document text.txt must have at least 4096 tokens, got 1220"),
+        (["--model", "no/such/model"], "model must be 'smollm2', a directory"),
+        (["--experiment", "table9"], "experiment must be one of"),
+        (["--method", "flash"], "method must be one of"),
+        (["--leaf-rule", "any"], "leaf_rule must be one of 'exclusive', 'inclusive', 'both', got 'any'"),
+        (["--coupling", "early"], "experiment with a coupling must be one of"),
+        (["--top-k", "many"], "top_k must be a count or a fraction, got 'many'"),
+        (["--top-k", "1.5"], "top_k must be a fraction in (0, 1] when it is a float, got 1.5"),
+        (["--set", "sinks"], "set must be FIELD=VALUE, got 'sinks'"),
+        (["--set", "colour=red"], "colour"),
+        (["--dtype", "int8"], "dtype must be one of"),
+        (["--device", "nowhere"], "device must be usable, got 'nowhere'"),
+        (["--layers", "last:9"], "layers must ask for at most the model's 2 layers, got 'last:9'"),
+    ],
+)
+def test_refusals_are_one_sentence_and_code_2(model, text, tmp_path, capsys, monkeypatch, arguments, sentence):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    arguments = [text if argument == "TEXT" else argument for argument in arguments]
+    given = ["perplexity", "--model", model, "-n", "64", "-d", text, "--out", str(tmp_path / "run")]
+    if "--document" in arguments:
+        given = [argument for argument in given if argument not in ("-d", text)]
+    assert main([*given, *arguments]) == 2
+    printed = capsys.readouterr()
+    assert sentence in printed.err
+    assert printed.err.strip().count("\n") == 0
+    assert printed.out == ""
+
+
+def test_a_corrupt_records_file_is_refused_and_left_alone(model, text, tmp_path, capsys):
+    out = tmp_path / "run"
+    out.mkdir()
+    (out / "records.jsonl").write_text('{"command": "perplex')
+    assert main(["perplexity", "--model", model, "-d", text, "-n", "64", "--out", str(out), "--resume"]) == 2
+    assert "got a damaged line 1" in capsys.readouterr().err
+    assert (out / "records.jsonl").read_text() == '{"command": "perplex'

@@ -1,0 +1,171 @@
+"""The report page: built from records alone, self-contained, and drawn by a real browser."""
+
+import re
+import shutil
+import struct
+import subprocess
+from html.parser import HTMLParser
+
+import pytest
+
+from prescore.records import Record
+from prescore.report.html import demo_page, headline
+from prescore.report.language_summary import summarise
+from prescore.report.svg_chart import Level, Series, line_chart
+from prescore.report.token_map import token_map
+
+CHROMIUM = next(
+    (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None
+)
+
+
+def loss_record(label, kind, loss, rows, seconds, **axes):
+    method = {"label": label, "kind": kind, "settings": {}, "axes": axes}
+    return Record(
+        command="demo",
+        key=f"demo-{label}",
+        config={
+            "part": "loss",
+            "model": "tiny",
+            "dtype": "float32",
+            "document": "a <b> & c",
+            "digest": "00",
+            "n_tokens": 512,
+            "layers": "all",
+            "method": method,
+        },
+        seed=0,
+        figures={
+            "loss": loss,
+            "rows_per_query": rows,
+            "attention_seconds": seconds,
+            "forward_seconds": 2 * seconds,
+        },
+        seconds=3 * seconds,
+        argv=["prescore", "demo", "--out", "a b"],
+        versions={"python": "3.11", "torch": "2.13"},
+        threads=2,
+        created="2026-01-01T00:00:00Z",
+    )
+
+
+def token_record():
+    kept = {"key-diff": {"3": [[0, 2], [0, 3]]}, "most attended": {"3": [[0, 1], [1, 2]]}}
+    mass = {"key-diff": {"3": 0.25}, "most attended": {"3": 0.75}}
+    return Record(
+        command="demo",
+        key="demo-tokens",
+        config={"part": "tokens", "layers": [3]},
+        seed=0,
+        figures={"pieces": ["<The>", " cat", "\n", " sat"], "kept": kept, "mass": mass},
+        seconds=1.0,
+        created="2026-01-01T00:00:01Z",
+    )
+
+
+@pytest.fixture
+def records():
+    return [
+        loss_record("exact", "exact", 2.0, 256.5, 1.0),
+        loss_record("local only", "local", 3.0, 32.5, 0.25),
+        loss_record("HyperAttention", "prescored", 3.5, 64.0, 0.5, series="HyperAttention", table=True),
+        loss_record("default", "prescored", 2.1, 96.0, 0.5, series="default", table=True),
+        loss_record("default, 32", "prescored", 2.3, 64.0, 0.4, series="default"),
+        token_record(),
+    ]
+
+
+class Reader(HTMLParser):
+    """Tags must nest, and nothing may be fetched from anywhere."""
+
+    VOID = ("meta", "link", "br", "img")
+
+    def __init__(self):
+        super().__init__()
+        self.open, self.addresses = [], []
+
+    def handle_starttag(self, tag, attributes):
+        if tag not in self.VOID:
+            self.open.append(tag)
+        self.addresses += [value for name, value in attributes if name in ("src", "href")]
+
+    def handle_startendtag(self, tag, attributes):
+        self.addresses += [value for name, value in attributes if name in ("src", "href")]
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+
+def test_page_is_whole_and_fetches_nothing(records):
+    page = demo_page(records)
+    reader = Reader()
+    reader.feed(page)
+    assert reader.open == []
+    assert reader.addresses == ["data:,"]
+    assert "http" not in page
+    assert not re.search(r"\$[a-z]+", page)
+
+
+def test_the_reader_would_notice(records):
+    with pytest.raises(AssertionError):
+        Reader().feed(demo_page(records).replace("</section>", "", 1))
+
+
+def test_figures_are_those_of_the_records(records):
+    page = demo_page(records)
+    assert "<strong>90 %</strong>" in page  # (3.0 - 2.1) / (3.0 - 2.0)
+    assert "worse (-50 %)" in page
+    assert "2.00x" in page
+    assert "prescore demo --out &#x27;a b&#x27;" in page
+    assert "torch 2.13" in page
+    assert "a &lt;b&gt; &amp; c" in page
+    body = page[page.index("<tbody>") : page.index("</tbody>")]
+    assert "default, 32" not in body
+    assert body.count("<tr") == 4
+
+
+def test_headline_without_a_gap_claims_nothing(records):
+    table = summarise(records[2:4])
+    assert "%" not in headline(table)
+
+
+def test_chart_has_one_mark_per_point_and_shows_what_is_far_above():
+    levels = [Level("exact", 2.0), Level("local only", 3.0)]
+    series = [Series("good", ((64.0, 2.5), (128.0, 2.2)), 0), Series("bad", ((64.0, 9.0),), 1)]
+    chart = line_chart(series, levels, x_label="x", y_label="y", title="t")
+    assert chart.count("<circle") == 2
+    assert chart.count("above the frame") == 1
+    assert chart.count("<polyline") == 1
+    assert "No points" in line_chart([], levels, x_label="x", y_label="y", title="t")
+
+
+def test_token_map_marks_what_was_kept():
+    shown = token_map(token_record())
+    first = shown[shown.index('data-method="key-diff"') : shown.index('data-method="most attended"')]
+    assert (
+        '<mark class="s4">&lt;The&gt;</mark> cat<mark class="s2">⏎\n</mark><mark class="s2"> sat</mark>' in first
+    )
+    assert "<strong>25 %</strong>" in first
+    assert first.count('class="bar"') == 2
+    assert "hidden" not in first.split(">")[0]
+    assert shown.count("hidden") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine: apt-get install chromium")
+@pytest.mark.parametrize("width", [400, 1100])
+def test_a_browser_draws_it(records, tmp_path, width):
+    page, picture = tmp_path / "index.html", tmp_path / "page.png"
+    page.write_text(demo_page(records), encoding="utf-8")
+    base = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}"]
+    subprocess.run(
+        [*base, f"--screenshot={picture}", f"--window-size={width},2400", page.as_uri()],
+        check=True, capture_output=True, timeout=120,
+    )  # fmt: skip
+    assert struct.unpack(">II", picture.read_bytes()[16:24]) == (width, 2400)
+    # after the script has run one view is shown and the others are hidden
+    document = subprocess.run(
+        [*base, "--dump-dom", page.as_uri()], check=True, capture_output=True, timeout=120, text=True
+    ).stdout
+    views = re.findall(r'<div class="view"[^>]*>', document)
+    assert [("hidden" in view) for view in views] == [False, True]

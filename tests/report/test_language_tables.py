@@ -1,0 +1,155 @@
+"""Summaries, tables, CSV and plots of the language experiments."""
+
+import csv
+import io
+import math
+
+import pytest
+
+from prescore.records import Record
+from prescore.report.language_plots import plot_experiment
+from prescore.report.language_summary import confidence_half_width, summarise
+from prescore.report.language_tables import full_csv, loss_table, paper_csv, percent, retrieval_table
+
+
+def record(label, kind, loss, document="a", n_tokens=4096, settings=None, **axes):
+    return Record(
+        command="perplexity",
+        key=f"{label}-{document}-{n_tokens}",
+        config={
+            "part": "loss",
+            "model": "tiny",
+            "dtype": "float32",
+            "document": document,
+            "digest": "0",
+            "n_tokens": n_tokens,
+            "layers": "all",
+            "method": {"label": label, "kind": kind, "settings": settings or {}, "axes": axes},
+        },
+        seed=0,
+        figures={"loss": loss, "rows_per_query": 10.0, "attention_seconds": 0.5, "forward_seconds": 1.0},
+        seconds=1.0,
+    )
+
+
+def references(exact=2.0, local=3.0, **options):
+    return [record("exact", "exact", exact, **options), record("local only", "local", local, **options)]
+
+
+def grid(scorers=("kmeans", "leverage")):
+    found = references()
+    for number, scorer in enumerate(scorers):
+        for samples in (256, 0):
+            for top_k in (0, 32, 2048):
+                for blockwise in (False, True):
+                    name = "none" if top_k == 0 else scorer
+                    axes = {
+                        "scorer": name, "top_k": top_k // 8, "paper_top_k": top_k, "fraction": top_k / 32768,
+                        "sample_size": samples // 8, "paper_sample_size": samples, "blockwise": blockwise,
+                        "coupling": "corrected", "sinks": 0,
+                    }  # fmt: skip
+                    loss = 2.1 + 0.01 * top_k / 32 + 0.1 * blockwise + (0.001 * number if top_k else 0)
+                    found.append(record(f"{name}{top_k}{samples}{blockwise}", "prescored", loss, **axes))
+    return list({one.key: one for one in found}.values())
+
+
+def test_losses_are_averaged_over_documents_with_students_interval():
+    records = [
+        record("exact", "exact", loss, document=name) for name, loss in (("a", 2.0), ("b", 2.5), ("c", 3.0))
+    ]
+    summary = summarise(records)[0]
+    assert summary.loss == 2.5
+    assert summary.perplexity == pytest.approx(math.exp(2.5))
+    assert summary.half_width == pytest.approx(4.303 * 0.5 / math.sqrt(3))
+    assert confidence_half_width([1.0]) is None
+
+
+def test_gap_is_over_the_same_documents_and_the_same_leaves():
+    records = [
+        *references(),
+        record("local only", "local", 5.0, settings={"leaf": 64}),
+        *references(exact=1.0, local=9.0, document="b"),
+        record("x", "prescored", 2.25, settings={"min_seq_len": 512}),
+        record("y", "prescored", 2.6, settings={"min_seq_len": 64}),
+    ]
+    by_label = {summary.label: summary for summary in summarise(records)}
+    assert by_label["x"].gap_closed == pytest.approx(0.75)
+    assert by_label["y"].gap_closed == pytest.approx(0.8)
+    assert by_label["x"].speed_up == 1.0
+
+
+def test_without_a_gap_none_is_closed():
+    records = [*references(exact=3.0, local=2.9), record("x", "prescored", 2.0)]
+    assert summarise(records)[-1].gap_closed is None
+    assert summarise(records[2:])[0].gap_closed is None
+
+
+def test_percent_has_no_minus_zero():
+    assert percent(-0.001) == "0 %"
+    assert percent(-0.25) == "worse (-25 %)"
+    assert percent(None) == "-"
+
+
+def test_table_shows_every_method():
+    table = loss_table(summarise([*references(), record("x", "prescored", 2.25)]), "title")
+    assert [row[0] for row in table.rows] == ["exact", "local only", "x"]
+    assert table.rows[2][1:4] == ("2.2500", "9.488", "75 %")
+
+
+def test_appendix_a_has_the_papers_columns_and_order():
+    lines = list(csv.reader(io.StringIO(paper_csv("appendix-a", summarise(grid())))))
+    assert lines[0][:5] == ["Method", "Top K", "Sample Size", "PPL", "PPL*"]
+    shape = [line[:3] for line in lines[1:7]]
+    assert shape == [
+        ["K-means", *map(str, pair)] for pair in ((0, 32), (4, 32), (256, 32), (0, 0), (4, 0), (256, 0))
+    ]
+    assert float(lines[2][3]) == pytest.approx(math.exp(2.11))
+    assert float(lines[2][4]) == pytest.approx(math.exp(2.21))
+    assert [line[0] for line in lines[7:]] == ["Leverage"] * 6
+
+
+def test_appendix_i_has_a_column_per_sample_size():
+    lines = list(csv.reader(io.StringIO(paper_csv("appendix-i", summarise(grid(("gaussian-kmeans",)))))))
+    assert lines[0] == ["Top K", "PPL, Sample Size = 32", "PPL, Sample Size = 0", "Paper's Top K"]
+    assert [line[3] for line in lines[1:]] == ["0", "32", "2048"]
+
+
+def test_full_csv_has_every_line_and_document():
+    lines = list(csv.DictReader(io.StringIO(full_csv(summarise(grid())))))
+    assert len(lines) == len(grid())
+    assert lines[0]["loss a@0"] == "2.0"
+    assert paper_csv("cost", []) is None
+
+
+@pytest.mark.parametrize(
+    "experiment", ["table1", "appendix-a", "figure-glm3", "appendix-f", "longest", "cost", None]
+)
+def test_every_experiment_has_a_picture(experiment, tmp_path):
+    records = grid()
+    if experiment == "longest":
+        records = records[:4] + references(exact=1.9, local=2.9, n_tokens=8192)
+    path = tmp_path / "picture.png"
+    plot_experiment(experiment, summarise(records), path, "title")
+    assert path.read_bytes()[:4] == b"\x89PNG"
+    assert path.stat().st_size > 5000
+
+
+def test_retrieval_table_puts_accuracy_beside_answer_loss():
+    found = []
+    for label, accuracy in (("exact", 1.0), ("x", 0.5)):
+        found.append(
+            Record(
+                command="retrieval",
+                key=label,
+                config={
+                    "part": "retrieval", "task": "single-needle", "n_tokens": 512, "depth": 0.5,
+                    "method": {"label": label},
+                },
+                seed=0,
+                figures={"accuracy": accuracy, "answer_loss": 0.25},
+                seconds=1.0,
+            )
+        )  # fmt: skip
+    table = retrieval_table(found)
+    assert table.columns[1] == "single-needle 512 at 50 %"
+    assert [row[1] for row in table.rows] == ["100 % (0.25)", "50 % (0.25)"]
