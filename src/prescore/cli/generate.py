@@ -37,7 +37,8 @@ def command(
     top_k: Annotated[str | None, typer.Option(help="Keys kept: a count, a fraction below 1, or none.")] = None,
     layers: Annotated[str, typer.Option(help="all, first:N, last:N, even, odd, or numbers: 0,3,5.")] = "all",
     setting: Annotated[
-        list[str] | None, typer.Option("--set", help="FIELD=VALUE of the configuration; may be repeated.")
+        list[str] | None,
+        typer.Option("--set", help="FIELD=VALUE of the configuration, null = None; may be repeated."),
     ] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate at most.")] = 64,
     evict: Annotated[bool, typer.Option("--evict", help="Free the unselected keys and values.")] = False,
@@ -111,7 +112,7 @@ def _config(method: str | None, top_k: str | None, settings: list[str] | None) -
         try:
             fields[name] = jsonlib.loads(value)
         except jsonlib.JSONDecodeError:
-            fields[name] = None if value.lower() == "none" else value
+            fields[name] = value
     if method is not None:
         fields["method"] = method
     if top_k is not None:
