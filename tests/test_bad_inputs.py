@@ -53,7 +53,7 @@ TENSORS = {
     "mask of numbers": (
         _call(key_padding_mask=MASK.float()),
         TypeError,
-        "key_padding_mask must be bool .* float32",
+        "must be bool .*, got torch.float32",
     ),
     "mask is a list": (_call(key_padding_mask=[True]), TypeError, "key_padding_mask must be .* got list"),
     "causal is a string": (_call(is_causal="yes"), TypeError, "is_causal must be True or False, got str 'yes'"),

@@ -266,3 +266,35 @@ def test_a_given_selection_is_used_as_given_and_causally():
     logits = _logits(query, key).masked_fill(~seen, -torch.inf)
     assert_within(result.lse, logits.logsumexp(-1), FLOAT64, "lse")
     assert_within(result.output, logits.softmax(-1) @ value, FLOAT64, "output")
+
+
+@pytest.mark.parametrize(("p", "method"), [(2.0, "kmeans"), (1.0, "kmedian")])
+@pytest.mark.parametrize("rule", ["nearest", "farthest", "sensitivity"])
+def test_identity_7_minkowski_at_two_and_one(p, method, rule):
+    key = attention_tensors(batch=2, kv_heads=2, n_keys=127, dim=5, seed=3)[1]
+    general = prescore.score(key, config=PrescoreConfig(method="minkowski", p=p, rule=rule), generator=1)
+    special = prescore.score(key, config=PrescoreConfig(method=method, rule=rule), generator=1)
+    assert_within(general, special, 1e-9, f"minkowski(p={p})")  # another path of powers and roots
+    other = prescore.score(key, config=PrescoreConfig(method="minkowski", p=1.5, rule=rule), generator=1)
+    assert float((other - special).abs().max()) > 1e-3
+
+
+@pytest.mark.parametrize("rank", [1, 3, 6])
+def test_identity_7_exact_leverage_sums_to_the_rank(rank):
+    generator = torch.Generator().manual_seed(rank)
+    left = torch.randn(2, 2, 90, rank, generator=generator, dtype=torch.float64)
+    key = left @ torch.randn(2, 2, rank, 6, generator=generator, dtype=torch.float64)
+    scores = prescore.score(key, config=PrescoreConfig(method="leverage"))
+    assert_within(scores.sum(-1), torch.full((2, 2), float(rank), dtype=torch.float64), 1e-6, "sum of leverage")
+
+
+def test_identity_7_sketched_leverage_approaches_exact():
+    key = attention_tensors(batch=2, kv_heads=2, n_keys=400, dim=6, seed=5)[1]
+    exact = prescore.score(key, config=PrescoreConfig(method="leverage"))
+    errors = []
+    for size in (12, 48, 192):
+        config = PrescoreConfig(method="leverage", sketch_size=size)
+        runs = [(prescore.score(key, config=config, generator=seed) / exact - 1).abs().mean() for seed in range(8)]
+        errors.append(float(torch.stack(runs).mean()))
+    assert errors[0] > errors[1] > errors[2]
+    assert errors[2] < 0.3  # about sqrt(2 d / rows) = 0.25 for a Gaussian sketch
