@@ -176,6 +176,8 @@ def vit_shape(weights: Mapping[str, Tensor]) -> dict[str, Any]:
         "no_embed_class": not embedded,
         "reg_tokens": registers,
         "pre_norm": "norm_pre.weight" in weights,
+        "final_norm": "norm.weight" in weights or "fc_norm.weight" in weights,
+        "fc_norm": "fc_norm.weight" in weights,
     }
 
 
