@@ -34,14 +34,14 @@ def test_demo_writes_table_and_report(model, tmp_path, capsys):
     page = (out / "index.html").read_text(encoding="utf-8")
     assert "paper: leverage" in page
     assert "most attended" in page
-    assert len(lines(out)) == 6 + 1 + 8
+    assert len(lines(out)) == 6 + 1 + 10
 
 
 def test_demo_with_no_time_still_has_its_table(model, tmp_path, capsys):
     out = tmp_path / "report"
     assert main(["demo", "--model", model, "-n", "128", "--minutes", "0", "--out", str(out)]) == 0
     assert len(lines(out)) == 7
-    assert "the plot has 0 of 8 further points" in capsys.readouterr().err
+    assert "the plot has 0 of 10 further points" in capsys.readouterr().err
     assert (out / "index.html").is_file()
 
 

@@ -11,7 +11,7 @@ import pytest
 from prescore.records import Record
 from prescore.report.html import demo_page, headline
 from prescore.report.language_summary import summarise
-from prescore.report.svg_chart import Level, Series, line_chart
+from prescore.report.svg_chart import HEIGHT, Level, Series, line_chart
 from prescore.report.token_map import token_map
 
 CHROMIUM = next(
@@ -129,13 +129,16 @@ def test_headline_without_a_gap_claims_nothing(records):
     assert "%" not in headline(table)
 
 
-def test_chart_has_one_mark_per_point_and_shows_what_is_far_above():
-    levels = [Level("exact", 2.0), Level("local only", 3.0)]
-    series = [Series("good", ((64.0, 2.5), (128.0, 2.2)), 0), Series("bad", ((64.0, 9.0),), 1)]
+def test_chart_has_one_mark_per_point_inside_its_frame():
+    levels = [Level("local only", 1.0)]
+    series = [Series("good", ((64.0, 0.5), (128.0, 0.2), (256.0, -0.1)), 0), Series("bad", ((64.0, 9.0),), 1)]
     chart = line_chart(series, levels, x_label="x", y_label="y", title="t")
-    assert chart.count("<circle") == 2
-    assert chart.count("above the frame") == 1
     assert chart.count("<polyline") == 1
+    heights = [float(y) for y in re.findall(r'cy="([^"]*)"', chart)]
+    assert len(heights) == 4
+    assert heights[0] < heights[1] < heights[2]  # lower loss is lower on the page
+    assert heights[3] < heights[0]
+    assert all(0 < height < HEIGHT for height in heights)
     assert "No points" in line_chart([], levels, x_label="x", y_label="y", title="t")
 
 

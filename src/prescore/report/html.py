@@ -96,12 +96,15 @@ def _row_class(summary: Summary) -> str:
 
 
 def _chart(summaries: Sequence[Summary]) -> str:
+    exact = next((s for s in summaries if s.kind == "exact"), None)
+    if exact is None:
+        return "<p>Exact attention was not measured.</p>"
     names = list(dict.fromkeys(str(s.axes["series"]) for s in summaries if "series" in s.axes))
     series = [
         Series(
             name,
             tuple(
-                (s.rows_per_query, s.loss)
+                (s.rows_per_query, s.loss - exact.loss)
                 for s in summaries
                 if s.axes.get("series") == name and s.rows_per_query is not None
             ),
@@ -109,9 +112,9 @@ def _chart(summaries: Sequence[Summary]) -> str:
         )
         for place, name in enumerate(names)
     ]
-    levels = [Level(s.label, s.loss) for s in summaries if s.kind in ("exact", "local")]
-    title = "loss against key rows per query"
-    chart = line_chart(series, levels, x_label="key rows met per query", y_label="loss (nats)", title=title)
+    levels = [Level(s.label, s.loss - exact.loss) for s in summaries if s.kind == "local"]
+    words = {"x_label": "key rows met per query", "y_label": "loss above exact (nats)"}
+    chart = line_chart(series, levels, **words, title="loss above exact against key rows per query")
     return chart + legend(series)
 
 

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from html import escape
 
 WIDTH, HEIGHT = 720.0, 380.0
-_LEFT, _RIGHT, _TOP, _BOTTOM = 52.0, 16.0, 14.0, 46.0
+_LEFT, _RIGHT, _TOP, _BOTTOM = 58.0, 16.0, 14.0, 46.0
+FLOOR = 1e-3
+"""Where values that have no logarithm are drawn."""
 
 
 @dataclass(frozen=True)
@@ -31,9 +33,8 @@ class Level:
 def line_chart(
     series: Sequence[Series], levels: Sequence[Level], *, x_label: str, y_label: str, title: str
 ) -> str:
-    """The chart: x in powers of two, y linear. Points above the frame are drawn at its edge with an arrow."""
-    xs = [x for one in series for x, _ in one.points]
-    if not xs:
+    """The chart: x in powers of two, y in powers of ten; what is not above `FLOOR` is drawn at it."""
+    if not any(one.points for one in series):
         return "<p>No points to draw.</p>"
     frame = _Frame.around(series, levels)
     parts = [
@@ -65,24 +66,22 @@ class _Frame:
     @classmethod
     def around(cls, series: Sequence[Series], levels: Sequence[Level]) -> _Frame:
         xs = [math.log2(x) for one in series for x, _ in one.points]
-        ys = [y for one in series for _, y in one.points]
-        marks = [level.value for level in levels]
-        low = min(*ys, *marks) if marks else min(ys)
-        high = max(*ys, *marks) if marks else max(ys)
-        if len(marks) > 1 and max(marks) > min(marks):
-            # far above the floor nothing is to be told apart
-            high = min(high, max(marks) + 1.2 * (max(marks) - min(marks)))
-        pad = 0.06 * ((high - low) or 1.0)
+        ys = [_log(y) for one in series for _, y in one.points] + [_log(level.value) for level in levels]
+        pad = 0.08 * ((max(ys) - min(ys)) or 1.0)
         x_pad = 0.05 * ((max(xs) - min(xs)) or 1.0)
-        return cls(min(xs) - x_pad, max(xs) + x_pad, low - pad, high + pad)
+        return cls(min(xs) - x_pad, max(xs) + x_pad, min(ys) - pad, max(ys) + pad)
 
     def x(self, value: float) -> float:
         share = (math.log2(value) - self.x_low) / (self.x_high - self.x_low)
         return _LEFT + share * (WIDTH - _LEFT - _RIGHT)
 
     def y(self, value: float) -> float:
-        share = (min(value, self.y_high) - self.y_low) / (self.y_high - self.y_low)
+        share = (_log(value) - self.y_low) / (self.y_high - self.y_low)
         return HEIGHT - _BOTTOM - share * (HEIGHT - _TOP - _BOTTOM)
+
+
+def _log(value: float) -> float:
+    return math.log10(max(value, FLOOR))
 
 
 def _axes(frame: _Frame, x_label: str, y_label: str) -> list[str]:
@@ -127,21 +126,15 @@ def _line(frame: _Frame, one: Series) -> list[str]:
     path = " ".join(f"{frame.x(x):.1f},{frame.y(y):.1f}" for x, y in points)
     parts = [f'<polyline class="line" points="{path}" style="stroke:{colour}"/>'] if len(points) > 1 else []
     for x, y in points:
-        above = y > frame.y_high
-        words = f"{one.label}: {y:.3f} at {x:.0f}" + (" (above the frame)" if above else "")
-        shape = (
-            f'<path d="M{frame.x(x) - 5:.1f} {_TOP + 8:g}l5 -8l5 8z"'
-            if above
-            else f'<circle cx="{frame.x(x):.1f}" cy="{frame.y(y):.1f}" r="4.5"'
-        )
-        parts.append(
-            f'{shape} style="fill:{colour}"><title>{escape(words)}</title>{"</path>" if above else "</circle>"}'
-        )
+        place = f'cx="{frame.x(x):.1f}" cy="{frame.y(y):.1f}" r="4.5" style="fill:{colour}"'
+        words = escape(f"{one.label}: {y:.3f} at {x:.0f}")
+        parts.append(f"<circle {place}><title>{words}</title></circle>")
     return parts
 
 
 def _ticks(low: float, high: float) -> list[float]:
-    step = 10 ** math.floor(math.log10((high - low) / 3))
-    step = next(step * factor for factor in (1, 2, 5, 10) if (high - low) / (step * factor) <= 6)
-    first = math.ceil(low / step)
-    return [round(number * step, 10) for number in range(first, math.floor(high / step) + 1)]
+    """1, 2 and 5 times powers of ten between two exponents; powers alone where these would crowd."""
+    factors = (1, 2, 5) if high - low < 2.2 else (1,)
+    powers = range(math.floor(low), math.ceil(high) + 1)
+    values = [factor * 10.0**power for power in powers for factor in factors]
+    return [value for value in values if low <= math.log10(value) <= high]

@@ -43,7 +43,8 @@ def _view(figures: dict[str, Any], method: str, layer: str, *, first: bool) -> s
     pieces: list[str] = figures["pieces"]
     mass = figures["mass"][method][layer]
     shown = "" if first else " hidden"
-    kept = ", ".join(str(len(head)) for head in heads)
+    counts = [len(head) for head in heads]
+    kept = str(counts[0]) if len(set(counts)) == 1 else ", ".join(map(str, counts))
     bars = "".join(_bar(head, len(pieces), number) for number, head in enumerate(heads))
     return (
         f'<div class="view" data-method="{escape(method)}" data-layer="{escape(layer)}"{shown}>'
