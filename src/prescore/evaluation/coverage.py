@@ -82,7 +82,7 @@ class TextSubject:
     described: Mapping[str, Any] = field(default_factory=dict)
     n_prefix: int = 0
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def run(self, look: Look) -> None:
         """See `Subject.run`."""
         with observe(self.model, look):
