@@ -51,6 +51,17 @@ def test_eviction_frees_memory(model, tmp_path):
     assert cache["bytes"] < cache["exact_bytes"]
 
 
+def test_beams_say_how_far_they_are_from_exact(model, tmp_path, capsys):
+    assert run(model, tmp_path, "--top-k", "8", "--beams", "3", "--set", "remainder=none") == 0
+    assert "under exact attention" in capsys.readouterr().out
+    records = [json.loads(line) for line in (tmp_path / "records.jsonl").read_text().splitlines()]
+    exact, own = (record["figures"] for record in records)
+    # an exact search scores its own tokens as exact attention does, up to rounding
+    assert exact["score"] == pytest.approx(exact["exact_score"], abs=1e-3)
+    assert abs(own["score"] - own["exact_score"]) > 1e-3
+    assert "same_tokens" in own
+
+
 def test_finished_rows_are_not_run_again(model, tmp_path, capsys):
     assert run(model, tmp_path, "--no-exact") == 0
     before = (tmp_path / "records.jsonl").read_text()

@@ -104,6 +104,34 @@ def test_models_that_ignore_the_interface_are_named(family, sizes):
     assert is_untouched(model, model.config._attn_implementation)
 
 
+def test_local_layers_stay_exact_and_that_is_said():
+    model = tiny("Mistral")
+    with pytest.warns(UserWarning, match="every chosen layer of MistralForCausalLM has a sliding window"):
+        applied = prescore.apply(model, **COARSE)
+    logits(model)
+    assert applied.stats()[0]["path"] == "exact: a sliding window is local already"
+    applied.undo()
+    mixed = tiny("Gemma3")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        applied = prescore.apply(mixed, **COARSE)
+    logits(mixed)
+    paths = [entry["path"] for entry in applied.stats().values()]
+    assert paths == ["exact: a sliding window is local already", "prescored"]
+    applied.undo()
+
+
+def test_a_window_as_long_as_the_model_is_no_window():
+    model = tiny("Phi3", sliding_window=128)  # all positions the model has
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        applied = prescore.apply(model, **COARSE)
+    ids, mask = prompts(length=32)
+    model.generate(ids, attention_mask=mask, max_new_tokens=2, do_sample=False)
+    assert applied.stats()[0]["path"] == "step over the selection"
+    applied.undo()
+
+
 def test_models_inside_a_wrapper_are_found():
     wrapper = nn.Module()
     wrapper.inside = tiny("Llama")

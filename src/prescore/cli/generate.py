@@ -6,6 +6,7 @@ import hashlib
 import itertools
 import json as jsonlib
 import sys
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -42,6 +43,7 @@ def command(
     ] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate at most.")] = 64,
     evict: Annotated[bool, typer.Option("--evict", help="Free the unselected keys and values.")] = False,
+    beams: Annotated[int, typer.Option(min=1, help="Beam search with this many beams; 1 = greedy.")] = 1,
     exact: Annotated[bool, typer.Option(help="Run exact attention too, for comparison.")] = True,
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")
@@ -59,46 +61,83 @@ def command(
     config, chosen = _config(method, top_k, setting), _layers(layers)
     text = _prompt(prompt, prompt_file)
     session = open_session("generate", out=out, json=json, resume=resume, threads=threads)
-    from prescore.evaluation.generation import agreement, generate_measured
     from prescore.integrations.offline_model import load_model
 
     loaded, tokenizer = load_model(model, trust_remote_code=trust_remote_code)
     ids = tokenizer(text, return_tensors="pt", verbose=False)["input_ids"][:, :prompt_tokens]
     if ids.shape[1] == 0:
         raise ValueError("the prompt must have at least one token, got an empty text")
-    results: dict[str, Generated] = {}
-
-    def measure(name: str) -> dict[str, Any]:
-        session.say(f"{name}: reading {ids.shape[1]} tokens")
-        results[name] = generate_measured(
-            loaded,
-            ids,
-            config=None if name == "exact" else config,
-            layers=chosen,
-            max_new_tokens=max_new_tokens,
-            evict=evict,
-            on_token=None if json else _streamer(tokenizer),
-        )
-        if not json:
-            print(flush=True)
-        figures = dict(results[name].figures)
-        figures["text"] = tokenizer.decode(results[name].tokens)
-        if name != "exact" and "exact" in results:
-            figures.update(agreement(results["exact"], results[name]))
-        return figures
-
+    job = _Job(loaded, tokenizer, ids, config, chosen, max_new_tokens, evict, beams, quiet=json)
     common = {
         "model": model,
         "prompt": hashlib.sha256(str(ids.tolist()).encode()).hexdigest()[:12],
         "prompt_tokens": int(ids.shape[1]),
         "max_new_tokens": max_new_tokens,
+        "beams": beams,
     }
     own = {"config": config.to_dict(), "layers": layers, "evict": evict}
-    rows = [Row({**common, "attention": "exact"}, seed, lambda: measure("exact"))] if exact else []
-    rows.append(Row({**common, "attention": "prescored", **own}, seed, lambda: measure("prescored")))
+    rows = [Row({**common, "attention": "exact"}, seed, lambda: job.measure("exact"))] if exact else []
+    rows.append(Row({**common, "attention": "prescored", **own}, seed, lambda: job.measure("prescored")))
     records = session.run(rows)
-    session.show(_table(records).to_rich())
+    session.show((_beam_table(records) if beams > 1 else _table(records)).to_rich())
     session.say(f"records: {session.file.path}")
+
+
+@dataclass
+class _Job:
+    """One prompt, continued with exact and with pre-scored attention."""
+
+    model: Any
+    tokenizer: Any
+    ids: Any
+    config: PrescoreConfig
+    layers: str | list[int]
+    max_new_tokens: int
+    evict: bool
+    beams: int
+    quiet: bool
+    results: dict[str, Generated] = field(default_factory=dict)
+
+    def measure(self, name: str) -> dict[str, Any]:
+        """Figures of one row; the text is printed as it comes."""
+        from prescore.evaluation.generation import agreement
+
+        print(f"{name}: reading {self.ids.shape[1]} tokens", file=sys.stderr, flush=True)
+        generated = self.results[name] = self._generate(None if name == "exact" else self.config)
+        figures = dict(generated.figures)
+        figures["text"] = self.tokenizer.decode(generated.tokens)
+        if name != "exact" and "exact" in self.results:
+            figures.update(agreement(self.results["exact"], generated))
+        return figures
+
+    def _generate(self, config: PrescoreConfig | None) -> Generated:
+        from prescore.evaluation.generation import beams_measured, generate_measured
+
+        show = _ignore if self.quiet else _streamer(self.tokenizer)
+        if self.beams > 1:
+            generated = beams_measured(
+                self.model,
+                self.ids,
+                config=config,
+                layers=self.layers,
+                max_new_tokens=self.max_new_tokens,
+                n_beams=self.beams,
+            )
+            for token in generated.tokens:
+                show(token)
+        else:
+            generated = generate_measured(
+                self.model,
+                self.ids,
+                config=config,
+                layers=self.layers,
+                max_new_tokens=self.max_new_tokens,
+                evict=self.evict,
+                on_token=show,
+            )
+        if not self.quiet:
+            print(flush=True)
+        return generated
 
 
 def _config(method: str | None, top_k: str | None, settings: list[str] | None) -> PrescoreConfig:
@@ -140,6 +179,10 @@ def _prompt(prompt: str | None, prompt_file: Path | None) -> str:
     return prompt if prompt is not None else Path(prompt_file or "").read_text(encoding="utf-8")
 
 
+def _ignore(token: int) -> None:
+    """Show nothing."""
+
+
 def _streamer(tokenizer: Any) -> Callable[[int], None]:
     """Print each token's text once it is complete (a letter may span several tokens)."""
     tokens: list[int] = []
@@ -178,6 +221,28 @@ def _table(records: list[Record]) -> Table:
     columns = ("attention", "prefill", "attention part", "decode", "attention part", "cache", "tokens as exact")
     title = f"{records[0].config['model']}, {records[0].config['prompt_tokens']} prompt tokens"
     return Table(title, columns, tuple(rows), note=_selection_line(records[-1]))
+
+
+def _beam_table(records: list[Record]) -> Table:
+    from prescore.report.tables import Table
+
+    rows = []
+    for record in records:
+        figures = record.figures
+        same = figures.get("same_tokens")
+        rows.append(
+            (
+                record.config["attention"],
+                f"{figures['seconds']:.2f} s",
+                f"{figures['score']:.4f}",
+                f"{figures['exact_score']:.4f}",
+                "-" if same is None else f"{same} of {figures['new_tokens']}",
+            )
+        )
+    columns = ("attention", "time", "log-probability", "under exact attention", "tokens as exact")
+    config = records[0].config
+    title = f"{config['model']}, {config['prompt_tokens']} prompt tokens, {config['beams']} beams"
+    return Table(title, columns, tuple(rows), note="summed log-probability of the best beam, in nats")
 
 
 def _selection_line(record: Record) -> str:

@@ -104,6 +104,48 @@ def generate_measured(
     return Generated(tokens, logits.float(), figures)
 
 
+@torch.no_grad()
+def beams_measured(
+    model: Any,
+    ids: Tensor,
+    *,
+    config: PrescoreConfig | None,
+    layers: Layers | None = None,
+    max_new_tokens: int = 64,
+    n_beams: int = 4,
+) -> Generated:
+    """Beam search after a prompt, and what exact attention thinks of its result.
+
+    The figures hold `score`, the summed log-probability of the best beam as the search saw it, and
+    `exact_score`, the same tokens' under the model's own attention: their difference is how far the search was
+    misled, and `exact_score` against that of an exact search is what it cost.
+    """
+    options = {"max_new_tokens": max_new_tokens, "num_beams": n_beams, "do_sample": False, "length_penalty": 0.0}
+    replaced = nullcontext() if config is None else apply(model, config, layers=layers)
+    started = time.perf_counter()
+    with replaced:
+        found = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            output_scores=True,
+            return_dict_in_generate=True,
+            **options,
+        )
+    seconds = time.perf_counter() - started
+    tokens = found.sequences[0, ids.shape[1] :]
+    logits = model(found.sequences[:, :-1], use_cache=False, logits_to_keep=len(tokens)).logits[0]
+    exact = torch.log_softmax(logits.float(), dim=-1).gather(-1, tokens[:, None]).sum()
+    figures = {
+        "prompt_tokens": ids.shape[1],
+        "new_tokens": len(tokens),
+        "beams": n_beams,
+        "seconds": seconds,
+        "score": float(found.sequences_scores[0]),
+        "exact_score": float(exact),
+    }
+    return Generated(tokens.tolist(), logits[0].float(), figures)
+
+
 def agreement(exact: Generated, other: Generated) -> dict[str, Any]:
     """How far a generation is from the exact one: tokens until they part, distance of the first prediction."""
     same = 0

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import sys
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -41,6 +43,7 @@ def attach(model: nn.Module, configs: dict[int, PrescoreConfig]) -> Callable[[],
     from prescore.integrations.huggingface_attention import LayerPlan, set_plan
 
     register()
+    _warn_if_all_local(model, configs)
     chosen = {name: configs.get(number) for number, name in enumerate(layers(model))}
     modules = _interface_modules(model)
     implementations = [(config, config._attn_implementation) for config in _model_configs(model)]
@@ -106,6 +109,24 @@ def _check_padding(attention: Callable[..., Any], mask: Callable[..., Any]) -> N
     first, second = (attention(module, query, key, v, seen)[0][:, 1:] for v in (value, other))
     if not torch.equal(first, second):
         raise PrescoreError("the registered mask function does not hide padding")
+
+
+def _warn_if_all_local(model: nn.Module, configs: dict[int, PrescoreConfig]) -> None:
+    """Sliding-window layers stay exact; say so when no other layer was chosen."""
+    from transformers.cache_utils import DynamicCache, DynamicSlidingWindowLayer
+
+    config = _roots(model)[0].config.get_text_config(decoder=True)
+    kinds: list[Any] = DynamicCache(config=config).layers
+    longest = getattr(config, "max_position_embeddings", None) or sys.maxsize
+    local = [
+        isinstance(kinds[number], DynamicSlidingWindowLayer) and kinds[number].sliding_window < longest
+        for number in configs
+        if number < len(kinds)
+    ]
+    if local and all(local):
+        warnings.warn(
+            f"every chosen layer of {type(model).__name__} has a sliding window and stays exact", stacklevel=5
+        )
 
 
 def _with_selections(
