@@ -116,8 +116,15 @@ def test_keys_are_scored_once_per_group(model, ids):
     with prescore.apply(model, **COARSE):
         core = model.transformer.encoder.layers[0].self_attention.core_attention
         generate(model, ids, n_new=2)
-        assert core.repeats == 2
         assert core.selection._state.rows.key.shape[1] == 2
+
+
+def test_another_layout_is_refused(model):
+    with prescore.apply(model, **COARSE):
+        core = model.transformer.encoder.layers[0].self_attention.core_attention
+        batch_first = torch.zeros(2, 4, 7, 8, dtype=torch.float64)
+        with pytest.raises(Unsupported, match=r"4 heads, dim\], got \(2, 4, 7, 8\)"):
+            core(batch_first, batch_first, batch_first, None)
 
 
 def test_dropout_in_training_raises(ids):

@@ -35,10 +35,10 @@ def layers(model: nn.Module) -> list[str]:
 def attach(model: nn.Module, configs: dict[int, PrescoreConfig]) -> Callable[[], None]:
     """Replace the chosen `core_attention` modules; returns the undo."""
     owners = list(_owners(model).values())
-    repeats = _repeats(model)
+    n_heads, n_groups = _heads(model)
     before: dict[int, Any] = {number: owners[number].core_attention for number in configs}
     for number, config in configs.items():
-        owners[number].core_attention = PrescoredCoreAttention(before[number], config, repeats)
+        owners[number].core_attention = PrescoredCoreAttention(before[number], config, n_heads, n_groups)
 
     def undo() -> None:
         for number, module in before.items():
@@ -63,14 +63,16 @@ class PrescoredCoreAttention(nn.Module):
     Args:
         original: The module it replaces; runs what cannot be honoured, when the config allows that.
         config: How keys are scored, selected and attended to.
-        repeats: How often the caller repeats each key head.
+        n_heads: Query heads; the caller repeats key heads to as many.
+        n_groups: Key heads before that.
     """
 
-    def __init__(self, original: nn.Module, config: PrescoreConfig, repeats: int) -> None:
+    def __init__(self, original: nn.Module, config: PrescoreConfig, n_heads: int, n_groups: int) -> None:
         super().__init__()
         self.original = original
         self.config = config
-        self.repeats = repeats
+        self.n_heads = n_heads
+        self.n_groups = n_groups
         self.stats: dict[str, Any] = {}
         self.selection = FollowedSelection()
 
@@ -85,6 +87,11 @@ class PrescoredCoreAttention(nn.Module):
             value_layer: All values so far, likewise.
             attention_mask: None, or bool `[B, 1, Nq, Nk]`, True = hidden.
         """
+        if query_layer.shape[2] != self.n_heads:
+            raise Unsupported(
+                "pre-scored attention in ChatGLM",
+                [f"queries must be [sequence, batch, {self.n_heads} heads, dim], got {tuple(query_layer.shape)}"],
+            )
         query, key, value = (layer.permute(1, 2, 0, 3) for layer in (query_layer, key_layer, value_layer))
         key, value = self._own_heads(key), self._own_heads(value)
         n_query, n_keys = query.shape[2], key.shape[2]
@@ -115,7 +122,7 @@ class PrescoredCoreAttention(nn.Module):
 
     def _own_heads(self, tensor: Tensor) -> Tensor:
         """Undo the caller's repetition of key heads, so that each is scored once."""
-        return tensor[:, :: self.repeats]
+        return tensor[:, :: max(1, tensor.shape[1] // self.n_groups)]
 
     def _dropout_reasons(self) -> list[str]:
         dropout = getattr(getattr(self.original, "attention_dropout", None), "p", 0.0)
@@ -134,14 +141,18 @@ def _owners(model: nn.Module) -> dict[str, nn.Module]:
     }
 
 
-def _repeats(model: nn.Module) -> int:
+def _heads(model: nn.Module) -> tuple[int, int]:
+    """Query heads and key heads, from the model's configuration."""
     config: Any = getattr(model, "config", None)
+    n_heads = getattr(config, "num_attention_heads", None)
+    if n_heads is None:
+        raise Unsupported(f"apply on {type(model).__name__}", ["its config does not say num_attention_heads"])
     if not getattr(config, "multi_query_attention", False):
-        return 1
-    n_heads, n_groups = config.num_attention_heads, config.multi_query_group_num
+        return n_heads, n_heads
+    n_groups = config.multi_query_group_num
     if n_groups < 1 or n_heads % n_groups:
         raise ValueError(f"config.multi_query_group_num must divide the {n_heads} heads, got {n_groups}")
-    return int(n_heads // n_groups)
+    return n_heads, n_groups
 
 
 def _seen(attention_mask: Tensor | None) -> Tensor | None:

@@ -58,8 +58,9 @@ def read_mask(mask: Tensor | None, *, n_query: int, n_keys: int, is_causal: bool
     if kept is not None and kept[0] == question:
         return kept[1]
     form = _read(mask, plain, n_query, n_keys)
-    # all layers of a model receive the same tensor: the answer travels with it
-    setattr(mask, _KEPT, (question, form))
+    if form.kind != "other":  # that one holds the mask, and would keep it alive
+        # all layers of a model receive the same tensor: the answer travels with it
+        setattr(mask, _KEPT, (question, form))
     return form
 
 
