@@ -118,6 +118,18 @@ def test_rows_of_a_row_can_be_found_again(tiny, window):
     assert math.isfinite(row.measure()["loss"])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["exact", "kmeans", "default"])
+def test_lower_precision_moves_the_loss_little(window, dtype, name):
+    model, tokenizer = tiny_language_model()
+    method = methods.named(name, leaf=64, top_k=32, overrides={"inner": "exact"} if name == "kmeans" else None)
+    precise = measure_loss(LanguageModel("tiny", model.double(), tokenizer), window, method)["loss"]
+    low = LanguageModel("tiny", model.to(dtype), tokenizer)
+    low.check_head()
+    # 100 positions whose logits carry a relative rounding of 2^-9 in bfloat16, after two layers
+    assert measure_loss(low, window, method)["loss"] == pytest.approx(precise, rel=0.02)
+
+
 def test_short_documents_are_refused_by_name_and_count(tiny):
     with pytest.raises(ValueError, match=r"document short must have at least 200 tokens, got 5"):
         make_windows(tiny, [Document("short", "hello")], 200)

@@ -47,7 +47,8 @@ class LanguageModel:
     def trained_length(self) -> int | None:
         """Positions the model was trained on, where its configuration says so."""
         config = self.model.config.get_text_config(decoder=True)
-        return getattr(config, "max_position_embeddings", None)
+        # ChatGLM calls it seq_length
+        return getattr(config, "max_position_embeddings", getattr(config, "seq_length", None))
 
     def encode(self, text: str) -> Tensor:
         """Token numbers `[N]`."""
@@ -58,19 +59,23 @@ class LanguageModel:
     def hidden(self, tokens: Tensor) -> Tensor:
         """Last hidden states `[N, C]` of one sequence `[N]`, without a cache."""
         base: nn.Module = self.model.base_model
-        return base(input_ids=tokens[None].to(self.device), use_cache=False).last_hidden_state[0]  # type: ignore[no-any-return]
+        states: Tensor = base(input_ids=tokens[None].to(self.device), use_cache=False).last_hidden_state
+        # ChatGLM puts the sequence before the batch
+        return states[0] if states.shape[0] == 1 else states[:, 0]
 
     @torch.no_grad()
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits `[..., V]` of hidden states, in float32 at least."""
-        logits: Tensor = self.model.get_output_embeddings()(hidden)
+        head = self.model.get_output_embeddings()
+        head = self.model.base_model.output_layer if head is None else head
+        logits: Tensor = head(hidden)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         cap = getattr(self.model.config.get_text_config(decoder=True), "final_logit_softcapping", None)
         return logits if cap is None else cap * torch.tanh(logits / cap)
 
     def check_head(self) -> None:
         """Refuse a model whose logits are not what `hidden` and `logits` make of its states."""
-        tokens = torch.arange(8) % int(self.model.config.get_text_config(decoder=True).vocab_size)
+        tokens = torch.arange(1, 9)
         ours = self.logits(self.hidden(tokens))
         with torch.no_grad():
             theirs = self.model(input_ids=tokens[None].to(self.device), use_cache=False).logits[0]
