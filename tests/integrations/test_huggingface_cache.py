@@ -55,6 +55,19 @@ def test_a_step_reads_the_selection_and_what_came_since(model):
     assert cache.get_seq_length() == 43
 
 
+def test_a_step_copies_no_past_keys(model):
+    ids, _ = prompts(length=40, side="none")
+    with prescore.apply(model, **COARSE):
+        cache = PrescoredCache(model.config)
+        prefill(model, cache, ids)
+        steps(model, cache, ids[:, :1])  # makes room once
+        layer = cache.layers[0]
+        before = layer.rows.key.data_ptr(), layer.state.rows.key.data_ptr()
+        steps(model, cache, ids[:, 1:9])
+        assert (layer.rows.key.data_ptr(), layer.state.rows.key.data_ptr()) == before
+        assert layer.n_seen == 49
+
+
 def test_fresh_selection_equals_prescored_attention(model):
     """Identity 10: with refresh_every=1 a step is `prescored_attention` of that query over all keys."""
     ids, mask = prompts(length=40)
