@@ -103,10 +103,10 @@ def _routed(
     after = n_blocks * size - before - n_query
     blocks = pad(query, (0, 0, before, after)).view(batch * n_kv_heads, group, n_blocks, size, -1).transpose(1, 2)
     local = None
-    pieces = (layout.n_pieces,) * n_blocks
+    pieces = [layout.n_pieces] * n_blocks
     if layout.causal:
         local = _local(key, value, layout, first_chunk, n_blocks)
-        pieces = tuple(range(first_chunk - 1, first_chunk - 1 + n_blocks))
+        pieces = list(range(first_chunk - 1, first_chunk - 1 + n_blocks))
     leaf_bias = None
     if clusters.alive is not None:
         leaf_bias = torch.zeros(clusters.alive.shape, dtype=query.dtype, device=query.device)
@@ -115,7 +115,12 @@ def _routed(
         local, (clusters.mean_key, clusters.mean_value), (clusters.single_key, clusters.single_value),
         (clusters.leaf_key, clusters.leaf_value), clusters.log_count, clusters.single_bias, leaf_bias,
     )  # fmt: skip
-    plan = Plan(pieces, layout.leaves_per_piece, layout.singles, layout.sinks, layout.n_chosen, scale, backend)
+    plan = Plan(
+        tuple(layout.ranges(seen, layout.leaves) for seen in pieces),
+        tuple(layout.ranges(seen, layout.singles, layout.sinks) for seen in pieces),
+        layout.n_chosen, scale, backend,
+        max(1, PAIRS_AT_ONCE // (blocks.shape[0] * group * size * max(1, layout.n_chosen))),
+    )  # fmt: skip
     output, lse, _ = attend_routed(blocks, sources, plan)
     output = output.transpose(1, 2).reshape(batch, n_heads, n_blocks * size, -1)[:, :, before : before + n_query]
     lse = lse.transpose(1, 2).reshape(batch, n_heads, n_blocks * size)[:, :, before : before + n_query]
@@ -141,7 +146,7 @@ def _stats(layout: Layout, n_exact: int) -> dict[str, Any]:
         exact_queries=n_exact,
         far_rows=layout.n_chosen * layout.leaf if routed else 0,
         single_rows=layout.sinks + layout.n_pieces * layout.singles if routed else 0,
-        stand_in_rows=layout.n_leaves if routed else 0,
+        stand_in_rows=layout.n_pieces * layout.leaves if routed else 0,
         local_rows=2 * layout.chunk if layout.causal else 0,
     )
     return figures

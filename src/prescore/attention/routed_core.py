@@ -33,20 +33,16 @@ class Plan:
     """What the blocks see.
 
     Attributes:
-        pieces: Pieces seen by each block of queries.
-        leaves_per_piece: Stand-ins of a piece.
-        singles_per_piece: Single keys of a piece.
-        sinks: Single keys before the first piece.
+        leaves: For each block of queries, two ranges of leaves it sees.
+        singles: Likewise of single keys.
         n_chosen: Leaves a query reads, fewer where a block sees fewer.
         scale: Factor of the logits.
         backend: The operator.
         blocks_per_dispatch: Blocks whose pairs are sorted together.
     """
 
-    pieces: tuple[int, ...]
-    leaves_per_piece: int
-    singles_per_piece: int
-    sinks: int
+    leaves: tuple[tuple[slice, slice], ...]
+    singles: tuple[tuple[slice, slice], ...]
     n_chosen: int
     scale: float
     backend: Backend
@@ -54,22 +50,30 @@ class Plan:
 
     def columns(self, tensors: tuple[Tensor, ...], block: int) -> Columns:
         """The columns block number `block` sees."""
-        mean_key, mean_value, log_count, single_key, single_value, single_bias = tensors
-        leaves = self.pieces[block] * self.leaves_per_piece
-        singles = self.sinks + self.pieces[block] * self.singles_per_piece
-        key = torch.cat((mean_key[:, :leaves], single_key[:, :singles]), dim=1)
-        value = torch.cat((mean_value[:, :leaves], single_value[:, :singles]), dim=1)
-        bias = torch.cat((log_count[:, :leaves], single_bias[:, :singles]), dim=1)
-        return Columns(key, value, bias[:, None], leaves)
+        joined = []
+        for leaf, single in zip(tensors[:3], tensors[3:], strict=True):  # keys, values, biases
+            seen = [leaf[:, part] for part in self.leaves[block]]
+            seen += [single[:, part] for part in self.singles[block]]
+            joined.append(torch.cat(seen, dim=1))
+        return Columns(joined[0], joined[1], joined[2][:, None], self.n_seen(block))
+
+    def n_seen(self, block: int) -> int:
+        """Leaves the block sees."""
+        return sum(part.stop - part.start for part in self.leaves[block])
+
+    def leaf_numbers(self, chosen: Tensor, block: int) -> Tensor:
+        """Number the chosen columns of a block among all leaves."""
+        first, second = self.leaves[block]
+        return torch.where(chosen < first.stop, chosen, chosen + (second.start - first.stop))
 
     def chosen(self, block: int) -> int:
         """Leaves each query of the block reads."""
-        return min(self.n_chosen, self.pieces[block] * self.leaves_per_piece)
+        return min(self.n_chosen, self.n_seen(block))
 
     def groups(self) -> list[range]:
         """Runs of blocks that are dispatched together: equally many leaves per query in each."""
         runs: list[range] = []
-        for block in range(len(self.pieces)):
+        for block in range(len(self.leaves)):
             last = runs[-1] if runs else None
             if last and len(last) < self.blocks_per_dispatch and self.chosen(last[0]) == self.chosen(block):
                 runs[-1] = range(last.start, block + 1)
@@ -138,7 +142,7 @@ class _Routed(torch.autograd.Function):
             result, lse[:, run.start : run.stop] = state.forward(room)
             output[:, run.start : run.stop] = result
             if plan.chosen(run[0]):
-                read[:, run.start : run.stop, :, : plan.chosen(run[0])] = torch.stack(state.chosen, dim=1)
+                read[:, run.start : run.stop, :, : plan.chosen(run[0])] = state.leaf_numbers()
             dispatched.append((run, state.chosen, state.pairs))
         ctx.save_for_backward(query, *tensors, output, lse)
         ctx.plan, ctx.dispatched = plan, dispatched
@@ -210,7 +214,9 @@ class _Group:
             strips = list(attend_local(query, *self.local, plan.scale, plan.backend))
             lses += [torch.cat([strip.lse for strip in part], dim=-1)[..., None] for part in strips]
         if self.chosen[0].shape[-1]:
-            self.pairs = dispatch(self._leaf_numbers(), self.n_trees * self.n_leaves)
+            total_leaves = self.n_trees * self.n_leaves
+            first = torch.arange(0, total_leaves, self.n_leaves, device=query.device)[:, None, None, None]
+            self.pairs = dispatch((self.leaf_numbers() + first).flatten(0, 2), total_leaves)
             rows = query.reshape(-1, query.shape[-1])
             pair_output, pair_lse = attend_pairs(rows, self.leaves, self.pairs, plan.scale, plan.backend, room)
             lses.append(pair_lse.view(*lead, -1))
@@ -275,15 +281,14 @@ class _Group:
             )  # fmt: skip
             query_sum = sums[0][:, self.run.start + place]  # type: ignore[index]
             query_sum += grads[0].view_as(query_sum)
+            ranges = [*self.plan.leaves[block], *self.plan.singles[block]]
+            sizes = [part.stop - part.start for part in ranges]
             for offset in (0, 1):
-                leaf, single = grads[1 + offset].split(
-                    [columns.n_leaves, columns.key.shape[1] - columns.n_leaves], dim=1
-                )
-                sums[3 + offset][:, : leaf.shape[1]] += leaf  # type: ignore[index]
-                sums[5 + offset][:, : single.shape[1]] += single  # type: ignore[index]
+                shares = grads[1 + offset].split(sizes, dim=1)
+                for place_in_sums, part, share in zip((3, 3, 5, 5), ranges, shares, strict=True):
+                    sums[place_in_sums + offset][:, part] += share  # type: ignore[index]
 
-    def _leaf_numbers(self) -> Tensor:
-        """`[rows, J]` leaf numbers among all trees, rows in the order of the queries."""
-        chosen = torch.stack(self.chosen, dim=1)  # [T, n, G * t, J]
-        first = torch.arange(0, self.n_trees * self.n_leaves, self.n_leaves, device=chosen.device)
-        return (chosen + first[:, None, None, None]).view(-1, chosen.shape[-1])
+    def leaf_numbers(self) -> Tensor:
+        """`[T, n, G * t, J]`: the chosen leaves, numbered within their tree."""
+        blocks = zip(self.chosen, self.run, strict=True)
+        return torch.stack([self.plan.leaf_numbers(chosen, block) for chosen, block in blocks], dim=1)

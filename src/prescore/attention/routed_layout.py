@@ -1,9 +1,11 @@
 """Where routed attention reads exactly, and what its clusters are.
 
 The keys behind the sinks are cut into *chunks* of fixed length. A causal query reads the sinks, its own chunk up
-to itself and the chunk before exactly; every earlier chunk is a *piece* for it. Without a causal mask there is
-no local part and every chunk is a piece for every query. A piece consists of a few *single* keys, those least
-like the rest, which everyone reads exactly, and of equal leaves of a tree over the others.
+to itself and the chunk before exactly; the chunks before that are *pieces* for it. Without a causal mask there
+is no local part and every chunk is a piece for every query. `JOINED` consecutive pieces are replaced by one
+large piece as soon as all of them are seen: a deeper tree over more keys has tighter leaves of the same size.
+A piece consists of a few *single* keys, those least like the rest, which everyone reads exactly, and of equal
+leaves of a tree over the others.
 """
 
 from __future__ import annotations
@@ -22,6 +24,8 @@ TreeBuilder = Callable[[Tensor, int, Tensor | None], Tensor]
 """`(points [P, N, D], levels, valid [P, N] or None) -> order [P, N]`: leaves as runs of equal length."""
 
 SINGLES_PER_KEY = 1 / 64
+JOINED_LEVELS = 2
+JOINED = 1 << JOINED_LEVELS
 
 
 @dataclass(frozen=True)
@@ -34,9 +38,9 @@ class Layout:
         causal: Whether queries are the last `n_query` positions and see no later key.
         sinks: First positions, read exactly by everyone.
         chunk: Keys of one chunk, `singles + 2 ** levels * leaf`.
-        levels: Bisections of one piece.
+        levels: Bisections of a piece of one chunk.
         leaf: Keys of one cluster, at most the size asked for.
-        singles: Keys of one piece that everyone reads exactly.
+        singles: Keys of each chunk that everyone reads exactly.
         n_pieces: Chunks that some query sees as clusters.
         n_chosen: Leaves a query reads exactly.
     """
@@ -53,14 +57,33 @@ class Layout:
     n_chosen: int
 
     @property
-    def leaves_per_piece(self) -> int:
-        """Leaves of one piece."""
+    def leaves(self) -> int:
+        """Leaves of one chunk."""
         return 1 << self.levels
 
     @property
+    def n_joined(self) -> int:
+        """Large pieces that some query sees."""
+        return self.n_pieces // JOINED
+
+    @property
     def n_leaves(self) -> int:
-        """Leaves in all pieces."""
-        return self.n_pieces * self.leaves_per_piece
+        """Leaves of the large pieces and of the chunks."""
+        return (self.n_joined * JOINED + self.n_pieces) * self.leaves
+
+    def ranges(self, pieces: int, per_chunk: int, before: int = 0) -> tuple[slice, slice]:
+        """Where the leaves (or singles, behind the sinks) of the first `pieces` chunks lie.
+
+        First those in large pieces, then those in chunks. Without a causal mask, all: each sequence knows which.
+        """
+        first = self.n_joined * JOINED
+        joined = pieces // JOINED * JOINED
+        if not self.causal:
+            return slice(0, before + first * per_chunk), slice(
+                before + first * per_chunk, before + (first + pieces) * per_chunk
+            )
+        chunks = slice(before + (first + joined) * per_chunk, before + (first + pieces) * per_chunk)
+        return slice(0, before + joined * per_chunk), chunks
 
     @property
     def first(self) -> int:
@@ -105,7 +128,7 @@ class Clusters:
         mean_key: `[T, M, D]` stand-ins; gradients reach the members.
         mean_value: `[T, M, Dv]`.
         log_count: `[T, M]` log of the members, -inf for none.
-        single_rows: `[T, S]` positions: the sinks, then every piece's singles.
+        single_rows: `[T, S]` positions: the sinks, then the singles of the large pieces and of the chunks.
         single_key: `[T, S, D]`.
         single_value: `[T, S, Dv]`.
         single_bias: `[T, S]` of 0, or -inf on filler.
@@ -136,16 +159,22 @@ def build_clusters(
         valid: `[B, Nk]`, or None. Causal calls need none: what lies behind a real query is real.
         tree_builder: See `TreeBuilder`.
     """
-    n_trees = key.shape[0] * key.shape[1]
     with torch.no_grad():
         alive = None if layout.causal else _alive(layout, valid, key)
-        rows, single_rows = _place(key, layout, alive, tree_builder)
-        single_bias = _single_bias(layout, single_rows, valid, key)
-    alive_leaf = None
-    if alive is not None:
-        padded = pad(alive, (layout.sinks, 0)).repeat_interleave(key.shape[1], dim=0)
-        alive_leaf = padded.gather(1, rows.view(n_trees, -1)).view(rows.shape)
-        rows, single_rows = rows.clamp_max(layout.n_key - 1), single_rows.clamp_max(layout.n_key - 1)
+        joined = _place(key, layout, alive, tree_builder, JOINED_LEVELS)
+        chunks = _place(key, layout, alive, tree_builder, 0)
+        sinks = torch.arange(layout.sinks, device=key.device).expand(joined[0].shape[0], -1)
+        rows = torch.cat((joined[0], chunks[0]), dim=1)
+        single_rows = torch.cat((sinks, joined[1], chunks[1]), dim=1)
+        alive_leaf = None
+        single_bias = torch.zeros(single_rows.shape, dtype=accumulation_dtype(key.dtype), device=key.device)
+        if alive is not None:
+            # a sequence that ends inside a large piece sees the chunks instead
+            place = torch.cat((rows.flatten(1), single_rows), dim=1)
+            seen = _seen(alive, layout) & alive.gather(1, place)
+            alive_leaf = seen[:, : rows[0].numel()].view(rows.shape)
+            single_bias.masked_fill_(~seen[:, rows[0].numel() :], -torch.inf)
+            rows, single_rows = rows.clamp_max(layout.n_key - 1), single_rows.clamp_max(layout.n_key - 1)
     leaf_key, leaf_value = take_rows(key, rows), take_rows(value, rows)
     means, log_count = _stand_ins(leaf_key, leaf_value, alive_leaf)
     return Clusters(
@@ -167,49 +196,60 @@ def unlikeness(points: Tensor) -> Tensor:
     return -(normalize(points, dim=-1) @ normalize(points.mean(1), dim=-1)[..., None]).squeeze(-1)
 
 
-def _alive(layout: Layout, valid: Tensor | None, key: Tensor) -> Tensor | None:
-    """`[B, pieces * chunk]`: which places behind the sinks hold a real key; None = all."""
-    behind = layout.n_key - layout.sinks
-    filler = layout.n_pieces * layout.chunk - behind
+def _alive(layout: Layout, valid: Tensor | None, key: Tensor) -> Tensor:
+    """`[T, sinks + pieces * chunk]`: which places hold a real key."""
     if valid is None:
-        if filler == 0:
-            return None
         valid = torch.ones(key.shape[0], layout.n_key, dtype=torch.bool, device=key.device)
-    return pad(valid[:, layout.sinks :], (0, filler))
+    filler = layout.sinks + layout.n_pieces * layout.chunk - layout.n_key
+    return pad(valid, (0, filler)).repeat_interleave(key.shape[1], dim=0)
 
 
-def _place(key: Tensor, layout: Layout, alive: Tensor | None, tree_builder: TreeBuilder) -> tuple[Tensor, Tensor]:
-    """Positions of leaf members `[T, M, L]` and of single keys `[T, S]`, possibly behind the last key."""
-    n_trees, n_pieces, chunk = key.shape[0] * key.shape[1], layout.n_pieces, layout.chunk
-    span = n_pieces * chunk
+def _place(
+    key: Tensor, layout: Layout, alive: Tensor | None, tree_builder: TreeBuilder, joined: int
+) -> tuple[Tensor, Tensor]:
+    """Positions of leaf members `[T, M, L]` and of singles `[T, S]` in pieces of `2 ** joined` chunks."""
+    n_trees, size = key.shape[0] * key.shape[1], layout.chunk << joined
+    n_pieces = layout.n_pieces >> joined
+    span, shape = n_pieces * size, (n_trees * n_pieces, size)
     keys = key[:, :, layout.sinks : layout.sinks + span]
-    points = pad(keys, (0, 0, 0, span - keys.shape[2])).reshape(n_trees * n_pieces, chunk, -1)
+    points = pad(keys, (0, 0, 0, span - keys.shape[2])).reshape(*shape, key.shape[-1])
     points = points.to(accumulation_dtype(key.dtype))
-    if alive is not None:
-        alive = alive.repeat_interleave(key.shape[1], dim=0).view(n_trees * n_pieces, chunk)
-        points = points.masked_fill(~alive[..., None], 0)
     score = unlikeness(points)
     if alive is not None:
-        score = score.masked_fill(~alive, -torch.inf)
-    ranked = score.argsort(dim=1, descending=True, stable=True)
-    single, rest = ranked.split([layout.singles, chunk - layout.singles], dim=1)
-    rest = rest.sort(dim=1).values
-    points = points.gather(1, rest[..., None].expand(-1, -1, points.shape[-1]))
-    order = tree_builder(points, layout.levels, None if alive is None else alive.gather(1, rest))
-    start = (torch.arange(n_pieces, device=key.device) * chunk + layout.sinks)[None, :, None]
-    rows = rest.gather(1, order).view(n_trees, n_pieces, -1) + start
-    singles = (single.view(n_trees, n_pieces, -1) + start).flatten(1)
-    sinks = torch.arange(layout.sinks, device=key.device).expand(n_trees, -1)
-    return rows.view(n_trees, layout.n_leaves, layout.leaf), torch.cat((sinks, singles), dim=1)
+        alive = alive[:, layout.sinks : layout.sinks + span].reshape(shape)
+        points = points.masked_fill(~alive[..., None], 0)
+        score = unlikeness(points).masked_fill(~alive, -torch.inf)
+    n_singles = layout.singles << joined
+    single = score.topk(n_singles, dim=1).indices
+    rest = _others(single, size)
+    flat = rest + torch.arange(0, n_trees * span, size, device=key.device)[:, None]
+    points = points.view(-1, points.shape[-1]).index_select(0, flat.view(-1)).view(*rest.shape, key.shape[-1])
+    order = tree_builder(points, layout.levels + joined, None if alive is None else alive.gather(1, rest))
+    start = (torch.arange(n_pieces, device=key.device) * size + layout.sinks)[None, :, None]
+    rows = rest.gather(1, order).view(n_trees, n_pieces, size - n_singles) + start
+    singles = single.view(n_trees, n_pieces, n_singles) + start
+    return rows.view(n_trees, n_pieces * layout.leaves << joined, layout.leaf), singles.flatten(1)
 
 
-def _single_bias(layout: Layout, rows: Tensor, valid: Tensor | None, key: Tensor) -> Tensor:
-    dead = rows >= layout.n_key
-    if valid is not None and not layout.causal:
-        real = valid.repeat_interleave(key.shape[1], dim=0)
-        dead = dead | ~real.gather(1, rows.clamp_max(layout.n_key - 1))
-    bias = torch.zeros(rows.shape, dtype=accumulation_dtype(key.dtype), device=key.device)
-    return bias.masked_fill_(dead, -torch.inf)
+def _others(single: Tensor, size: int) -> Tensor:
+    """`[P, S]` -> `[P, size - S]`: the places that are not single, ascending."""
+    taken = torch.zeros(single.shape[0], size, dtype=torch.bool, device=single.device)
+    taken.scatter_(1, single, True)
+    return (~taken).nonzero()[:, 1].view(single.shape[0], size - single.shape[1])
+
+
+def _seen(alive: Tensor, layout: Layout) -> Tensor:
+    """`[T, leaf members + singles]`: whether a sequence sees a large piece, or the chunks it would replace."""
+    length = alive.sum(1) - layout.sinks  # left-aligned
+    whole = length // (layout.chunk * JOINED)  # large pieces of each sequence
+    large = torch.arange(layout.n_joined, device=alive.device) < whole[:, None]
+    small = torch.arange(layout.n_pieces, device=alive.device) >= whole[:, None] * JOINED
+
+    def spread(per_chunk: int) -> list[Tensor]:
+        return [large.repeat_interleave(per_chunk * JOINED, dim=1), small.repeat_interleave(per_chunk, dim=1)]
+
+    sinks = torch.ones(alive.shape[0], layout.sinks, dtype=torch.bool, device=alive.device)
+    return torch.cat((*spread(layout.leaves * layout.leaf), sinks, *spread(layout.singles)), dim=1)
 
 
 def _stand_ins(key: Tensor, value: Tensor, alive: Tensor | None) -> tuple[tuple[Tensor, Tensor], Tensor]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from prescore.attention.kernels import accumulation_dtype
-from prescore.attention.routed_layout import Clusters, Layout, TreeBuilder, build_clusters, make_layout
+from prescore.attention.routed_layout import JOINED, Clusters, Layout, TreeBuilder, build_clusters, make_layout
 from prescore.config import PrescoreConfig
 from prescore.types import Attended
 
@@ -74,10 +74,20 @@ def _scores(queries: Tensor, clusters: Clusters, layout: Layout) -> tuple[Tensor
     means = clusters.mean_key.to(queries.dtype).view(batch, n_kv_heads, 1, layout.n_leaves, -1)
     count = clusters.log_count.to(queries.dtype).view(batch, n_kv_heads, 1, 1, layout.n_leaves)
     scores = queries @ means.transpose(-1, -2) + count
-    position = torch.arange(layout.n_query, device=queries.device)[:, None] + layout.first
-    piece = torch.arange(layout.n_leaves, device=queries.device) // layout.leaves_per_piece
-    visible = (piece < layout.pieces_seen(position)).expand(scores.shape)
+    visible = _visible(layout, layout.leaves, queries.device).expand(scores.shape)
     return scores, visible & ~torch.isneginf(count)
+
+
+def _visible(layout: Layout, per_chunk: int, device: torch.device) -> Tensor:
+    """`[Nq, columns]`: which leaves (or singles) of large pieces and of chunks a query may see at all."""
+    position = torch.arange(layout.n_query, device=device)[:, None] + layout.first
+    seen = layout.pieces_seen(position)
+    large = torch.arange(layout.n_joined * per_chunk * JOINED, device=device) // (per_chunk * JOINED)
+    small = torch.arange(layout.n_pieces * per_chunk, device=device) // per_chunk
+    if not layout.causal:  # what a sequence sees is its own affair
+        return torch.ones(layout.n_query, len(large) + len(small), dtype=torch.bool, device=device)
+    whole = seen // JOINED
+    return torch.cat((large < whole, (small >= whole * JOINED) & (small < seen)), dim=1)
 
 
 def _choose(scores: Tensor, visible: Tensor, n_chosen: int) -> Tensor:
@@ -94,9 +104,7 @@ def _read_members(chosen: Tensor, visible: Tensor, clusters: Clusters, layout: L
     counted = torch.zeros(*chosen.shape[:-1], layout.n_key, dtype=torch.int64, device=chosen.device)
     counted = counted.scatter_add(-1, rows, columns.to(torch.int64))
     own = clusters.single_rows[:, layout.sinks :]
-    position = torch.arange(layout.n_query, device=chosen.device)[:, None] + layout.first
-    piece = torch.arange(own.shape[1], device=chosen.device) // max(layout.singles, 1)
-    seen = (piece < layout.pieces_seen(position)).expand(*chosen.shape[:-1], -1)
+    seen = _visible(layout, layout.singles, chosen.device).expand(*chosen.shape[:-1], -1)
     real = ~torch.isneginf(clusters.single_bias[:, layout.sinks :])
     seen = seen & real.view(*chosen.shape[:2], 1, 1, -1)
     rows = own.view(*chosen.shape[:2], 1, 1, -1).expand(seen.shape)
