@@ -321,7 +321,8 @@ class Planner:
         """Add this block's stand-ins to the table; returns their rows and weights."""
         scored = chosen.scored
         if scored is None:  # a given selection: the same clusters as if it had been made here
-            scored = score_keys(block.key.detach(), valid=block.valid, config=self.config, streams=streams)
+            keys, config = block.key.detach(), self._scoring_config()
+            scored = score_keys(keys, valid=block.valid, config=config, streams=streams)
         labels, n_clusters = scored.labels, scored.n_clusters
         if labels is None:
             labels, n_clusters = cluster_labels(
