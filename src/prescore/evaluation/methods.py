@@ -68,8 +68,8 @@ class Method:
 
     def rows_per_query(
         self, query: Tensor, key: Tensor, value: Tensor, *, scale: float | None, seed: int
-    ) -> float:
-        """Key and stand-in rows that a query meets, on average over the positions."""
+    ) -> float | None:
+        """Key and stand-in rows that a query meets, on average over positions; None where not counted."""
         length = query.shape[2]
         if self.kind == "exact":
             return exact_rows(length)
@@ -79,7 +79,8 @@ class Method:
         if self.kind == "local":
             return leaf_rows(length, self.settings["leaf"])
         aux: Aux = self._prescored(query, key, value, scale, seed, with_aux=True)[1]
-        return float(aux.stats["rows_per_query"])
+        rows = aux.stats.get("rows_per_query")
+        return None if rows is None else float(rows)
 
     def _prescored(
         self, query: Tensor, key: Tensor, value: Tensor, scale: float | None, seed: int, *, with_aux: bool

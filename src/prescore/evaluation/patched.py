@@ -50,7 +50,8 @@ class Door:
         seed = Streams(self.seed).child(f"layer {number}").seed
         output = meter.timed(number, lambda: method.attend(query, key, value, scale=scale, seed=seed))
         if self.count_rows and not meter.rows:
-            meter.rows[number] = method.rows_per_query(query, key, value, scale=scale, seed=seed)
+            rows = method.rows_per_query(query, key, value, scale=scale, seed=seed)
+            meter.rows.update({} if rows is None else {number: rows})
         return output
 
 

@@ -21,7 +21,7 @@ from prescore.records import Row
 
 TASKS = ("single-needle", "multi-key-needle", "variable-tracking")
 N_DISTRACTORS = 3
-N_HOPS = 2
+N_HOPS = 1
 _CITIES = (
     "Lisbon", "Nairobi", "Oslo", "Lima", "Hanoi", "Quito", "Dublin", "Tunis", "Riga", "Accra", "Bern", "Doha",
     "Minsk", "Sofia", "Cairo", "Vienna",
