@@ -7,7 +7,7 @@ import torch
 
 import prescore
 from prescore import PrescoreConfig
-from prescore.testing.inputs import attention_tensors
+from prescore.testing.inputs import attention_tensors, padding_mask
 
 CLOSE = 1e-10
 HYPER = {"block_size": 4, "sample_size": 5, "n_projections": 3}
@@ -142,3 +142,22 @@ def test_a_row_of_nothing_but_padding_gives_zero():
             assert not output[1].any()
             assert torch.isneginf(aux.lse[1]).all()
             assert torch.isfinite(aux.lse[0]).all()
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("kind", ["left", "right", "holes"])
+def test_selections_point_at_real_keys_and_their_filler_inside_the_tensor(kind, is_causal):
+    n_keys = 40
+    for seed in range(8):
+        query, key, value = attention_tensors(batch=3, heads=2, kv_heads=1, n_keys=n_keys, seed=seed)
+        mask = padding_mask(kind, 3, n_keys, seed=seed)
+        for config in (CONFIGS["paper"].replace(min_seq_len=4), CONFIGS["share"].replace(min_seq_len=4)):
+            _, aux = prescore.prescored_attention(
+                query, key, value, config=config, is_causal=is_causal, key_padding_mask=mask, return_aux=True
+            )
+            for chosen in aux.selection if is_causal else [aux.selection]:
+                real = mask[:, None].expand(3, 1, n_keys).gather(2, chosen.indices)
+                assert (real | ~chosen.valid).all()
+                steps = chosen.indices.diff(dim=-1)
+                assert (steps >= 0).all()
+                assert (steps[chosen.valid[..., 1:]] > 0).all()

@@ -11,9 +11,10 @@ from prescore import checks
 from prescore.attention.exact import resolve_scale
 from prescore.attention.kernels import Call, pick_backend
 from prescore.attention.parts import attend_parts
+from prescore.blocks import FULL
 from prescore.config import PrescoreConfig
 from prescore.layout import Aligned, align, align_keys
-from prescore.plan import FULL, Plan, Planner
+from prescore.plan import Plan, Planner
 from prescore.rng import as_streams
 from prescore.scoring import score_keys, select_keys
 from prescore.selection.members import protected_positions
@@ -81,7 +82,7 @@ def select(
         protect = protected_positions(valid, aligned, config.sinks, config.recent)
     streams = streams.child(FULL)
     chosen = select_keys(aligned, valid=valid, config=config, streams=streams, protect=protect).selection
-    return _in_place(chosen, shift)
+    return _in_place(chosen, shift, key.shape[2])
 
 
 def prescored_attention(
@@ -124,7 +125,7 @@ def prescored_attention(
     if not return_aux:
         return attended.output
     stats = statistics(call, plan, config, resolve_scale(scale, query), backend)
-    kept = [_in_place(chosen, call.shift) for chosen in plan.selections]
+    kept = [_in_place(chosen, call.shift, key.shape[2]) for chosen in plan.selections]
     return attended.output, Aux(attended.lse, kept if is_causal else _only(kept, key), stats)
 
 
@@ -200,11 +201,13 @@ def _only(kept: list[Selection], key: Tensor) -> Selection:
     return Selection(empty, empty.bool())
 
 
-def _in_place(selection: Selection, shift: Tensor | None) -> Selection:
+def _in_place(selection: Selection, shift: Tensor | None, n_keys: int) -> Selection:
     """From aligned positions to positions of the tensors the caller gave."""
     if shift is None:
         return selection
-    return Selection(selection.indices + shift[:, None, None], selection.valid, selection.fallback)
+    # filler of a block beyond a short sequence would point past the end, and break a caller's gather
+    indices = (selection.indices + shift[:, None, None]).clamp_max(n_keys - 1)
+    return Selection(indices, selection.valid, selection.fallback)
 
 
 def _given(selection: Selection, key: Tensor, call: Aligned) -> Tensor:
