@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from prescore.report.language_summary import Summary, find
+from prescore.report.language_summary import Summary, confidence_half_width, find
 from prescore.report.language_tables import percent
 from prescore.report.plots import COLOURS, bars, figure
 
 _DASHED = (0, (4, 2))
+# black is kept for what a picture is about; yellow is lost on white
+_OTHERS = tuple(colour for colour in COLOURS if colour not in ("#000000", "#F0E442"))
 
 
 def plot_experiment(experiment: str | None, summaries: Sequence[Summary], path: str | Path, title: str) -> None:
@@ -23,18 +26,18 @@ def plot_experiment(experiment: str | None, summaries: Sequence[Summary], path: 
         "appendix-i": plot_budgets,
         "longest": plot_lengths,
     }
-    pictures.get(experiment, plot_cost)(summaries, path, title)
+    pictures.get(experiment, plot_cost)(summaries, path, textwrap.fill(title, 90))
 
 
 def plot_bars(summaries: Sequence[Summary], path: str | Path, title: str) -> None:
-    """Loss above exact, one bar per method."""
-    with figure(path, (7, 1 + 0.35 * len(summaries))) as (_, axes):
-        labels = [summary.label for summary in summaries]
-        losses = [summary.loss for summary in summaries]
-        spreads = [summary.half_width or 0.0 for summary in summaries]
-        bars(axes, labels, losses, spreads, [_colour(n) for n in range(len(labels))])
-        low = min(losses)
-        axes.set(title=title, xlabel="loss, nats per token", xlim=(low - 0.15 * (max(losses) - low) - 0.02, None))
+    """Loss above exact, one bar per method, with the interval of the difference over documents."""
+    shown = [s for s in summaries if s.kind != "exact"]
+    with figure(path, (7.5, 1 + 0.38 * len(shown))) as (_, axes):
+        above = [_above_exact(s, summaries) for s in shown]
+        means = [sum(values) / len(values) if values else 0.0 for values in above]
+        spreads = [confidence_half_width(values) or 0.0 for values in above]
+        bars(axes, [s.label for s in shown], means, spreads, [_colour(n) for n in range(len(shown))])
+        axes.set(title=title, xlabel="loss above exact, nats per token")
 
 
 def plot_budgets(summaries: Sequence[Summary], path: str | Path, title: str) -> None:
@@ -59,8 +62,8 @@ def plot_budgets(summaries: Sequence[Summary], path: str | Path, title: str) -> 
                     axes.axhline(s.loss, color="#888888", linewidth=1.2, label=words)
                     axes.lines[-1].set_linestyle("-" if s.axes["sample_size"] else _DASHED)
             rule = "blocks as long as a leaf exact" if inclusive else "published leaf rule"
-            axes.set(title=rule, xlabel="top_k per block", xscale="log")
-            axes.set_xscale("log", base=2)
+            axes.set(title=rule, xlabel="top_k per block")
+            _powers_of_two(axes)
         grid[0][0].set_ylabel("loss, nats per token")
         grid[0][-1].legend(loc="upper left", bbox_to_anchor=(1.02, 1), fontsize=7)
 
@@ -76,7 +79,7 @@ def plot_couplings(summaries: Sequence[Summary], path: str | Path, title: str) -
             ]
             _line(axes, line, "top_k", f"{coupling}, {scorer}", place, dashed=scorer != "kmeans")
         axes.set(title=title, xlabel="top_k per block", ylabel="loss, nats per token")
-        axes.set_xscale("log", base=2)
+        _powers_of_two(axes)
         axes.legend(loc="upper left", bbox_to_anchor=(1.02, 1), fontsize=7)
 
 
@@ -93,7 +96,7 @@ def plot_lengths(summaries: Sequence[Summary], path: str | Path, title: str) -> 
             axes.axvline(length, color="#888888", linestyle=_DASHED, linewidth=1)
             axes.annotate("trained length", (length, axes.get_ylim()[1]), (3, -10), textcoords="offset points")
         axes.set(title=title, xlabel="tokens", ylabel="loss, nats per token")
-        axes.set_xscale("log", base=2)
+        _powers_of_two(axes)
         axes.legend(fontsize=8)
 
 
@@ -108,13 +111,28 @@ def plot_cost(summaries: Sequence[Summary], path: str | Path, title: str) -> Non
                 line = [s for s in summaries if _family(s) == family and getattr(s, cost) is not None]
                 line.sort(key=lambda s: float(getattr(s, cost)))
                 style: dict[str, Any] = {"color": _colour(place), "label": family, "markersize": 4}
-                style["linestyle"] = "-" if place < len(COLOURS) else _DASHED
+                style["linestyle"] = "-" if place < len(_OTHERS) else _DASHED
+                if family == "default":
+                    style.update(color="#000000", linestyle="-", linewidth=2.8, zorder=5)
                 axes.plot([getattr(s, cost) for s in line], [s.loss for s in line], marker="o", **style)
-            axes.set_xscale("log", base=2 if cost == "rows_per_query" else 10)
+        _powers_of_two(grid[0])
+        grid[1].set_xscale("log")
         grid[0].set(xlabel="key rows per query", ylabel="loss, nats per token")
         grid[1].set(xlabel="attention time in one forward, scoring included (s)")
         _bound_losses(grid[0], summaries)
         grid[1].legend(loc="upper left", bbox_to_anchor=(1.02, 1), fontsize=7)
+
+
+def _above_exact(summary: Summary, summaries: Sequence[Summary]) -> list[float]:
+    exact = find(summaries, "exact", summary.n_tokens)
+    if exact is None:
+        return []
+    return [loss - exact.losses[name] for name, loss in summary.losses.items() if name in exact.losses]
+
+
+def _powers_of_two(axes: Any) -> None:
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
 
 
 def _references(axes: Any, summaries: Sequence[Summary], cost: str | None = None) -> None:
@@ -161,4 +179,4 @@ def _family(summary: Summary) -> str:
 
 
 def _colour(place: int) -> str:
-    return COLOURS[place % len(COLOURS)]
+    return _OTHERS[place % len(_OTHERS)]
