@@ -159,6 +159,26 @@ def test_batch_of_different_lengths_equals_each_alone(model):
             assert (together[row] - single[0]).abs().max() < ROUNDING
 
 
+def test_padding_among_later_tokens_is_not_seen(model):
+    """One sequence gets fewer new tokens than the other; its gap is never attended to."""
+    ids, mask = prompts(length=40, side="none")
+    new = torch.tensor([[5, 6, 0], [7, 8, 9]])
+    given = torch.tensor([[1, 1, 0], [1, 1, 1]])
+    last = torch.tensor([[11], [11]])
+    with torch.no_grad(), prescore.apply(model, **COARSE):
+        cache, alone = PrescoredCache(model.config), PrescoredCache(model.config)
+        prefill(model, cache, ids, mask)
+        mask = torch.cat((mask, given), dim=1)
+        model(new, attention_mask=mask, past_key_values=cache, position_ids=torch.tensor([[40, 41, 42]] * 2))
+        mask = torch.cat((mask, torch.ones_like(last)), dim=1)
+        places = torch.tensor([[42], [43]])
+        got = model(last, attention_mask=mask, past_key_values=cache, position_ids=places).logits
+        prefill(model, alone, ids[:1])
+        steps(model, alone, new[:1, :2])
+        expected = steps(model, alone, last[:1])
+    assert (got[0] - expected[0]).abs().max() < ROUNDING
+
+
 def test_reorder_select_repeat_and_reset(model):
     ids, mask = prompts(length=40, cut=9)
     tokens = ids[:, :3]

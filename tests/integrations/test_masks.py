@@ -112,3 +112,21 @@ def test_exact_attention_follows_every_form(mask, heads):
     )
     # float32 sums of 12 terms in another order
     torch.testing.assert_close(got, expected, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("n_query", [600, 300])
+def test_windows_over_several_blocks(n_query):
+    """Blocks of queries read every key their windows reach, and no more is needed."""
+    n_keys, window = 600, 7
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randn(1, 2, n_query, 4, generator=generator)
+    key, value = (torch.randn(1, 1, n_keys, 4, generator=generator) for _ in range(2))
+    seen = causal(n_query, n_keys) & ~causal(n_query, n_keys).tril(n_keys - n_query - window)
+    form = read_mask(seen[None, None], n_query=n_query, n_keys=n_keys, is_causal=True)
+    assert (form.kind, form.window) == ("window", window)
+    got = attend_exactly(query, key, value, form, scale=None)
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        query, key.expand(-1, 2, -1, -1), value.expand(-1, 2, -1, -1), attn_mask=seen
+    )
+    # float32 sums of 7 terms in another order
+    torch.testing.assert_close(got, expected, atol=1e-6, rtol=1e-5)
