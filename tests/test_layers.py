@@ -10,7 +10,7 @@ MAX_LINES = 400
 
 LOW = {"types", "errors", "rng", "checks", "registry", "records", "layout", "packing", "planted"}
 PARTS = LOW | {"config", "clustering", "scorers", "selection", "scoring", "attention"}
-STAGES = PARTS | {"plan", "statistics", "pipeline"}
+STAGES = PARTS | {"blocks", "plan", "statistics", "pipeline"}
 MAY_IMPORT = {
     **dict.fromkeys(LOW, LOW),
     "config": LOW,
@@ -19,9 +19,10 @@ MAY_IMPORT = {
     "selection": LOW | {"config"},
     "scoring": LOW | {"config", "clustering", "scorers", "selection"},
     "attention": {"types", "errors", "rng", "checks", "layout", "config"},
-    "plan": PARTS,
+    "blocks": PARTS,
+    "plan": PARTS | {"blocks"},
     "statistics": PARTS | {"plan"},
-    "pipeline": PARTS | {"plan", "statistics"},
+    "pipeline": PARTS | {"blocks", "plan", "statistics"},
     "baselines": STAGES,
     "decoding": STAGES,
     "integrations": STAGES | {"decoding"},

@@ -15,17 +15,18 @@ import torch
 from torch import Tensor
 
 from prescore.attention.exact import exact_parts
-from prescore.attention.grid import Queries, key_rows, key_valid, leaf_parts, levels
+from prescore.attention.grid import Queries, leaf_parts, levels
 from prescore.attention.hyper import Columns, Problems, exact_part, hyper_part
 from prescore.attention.lsh import hash_ranks, projections, zero_rank
 from prescore.attention.parts import Part, StandIns
 from prescore.attention.stand_ins import centroid_stand_ins
+from prescore.blocks import Block, Blocks
 from prescore.config import PrescoreConfig
 from prescore.layout import Aligned
 from prescore.rng import Streams
 from prescore.scoring import Chosen, cluster_labels, score_keys, select_keys
 from prescore.selection.budget import budget_counts
-from prescore.selection.members import compact, membership, protected_positions, selection_of
+from prescore.selection.members import compact, membership, selection_of
 from prescore.types import Selection
 
 SCORING_COLUMNS = 150
@@ -36,9 +37,6 @@ From `prescore speed` on two cores: an assignment pass takes the time of about 1
 """
 
 CAUSAL_FIT_PER_CLUSTER = 16
-
-FULL = "full"
-"""Name of the random stream of a non-causal problem: `score` and `select` draw from it too, so they agree."""
 
 
 @dataclass(eq=False)
@@ -72,23 +70,6 @@ class Plan:
         return result
 
 
-@dataclass(frozen=True, eq=False)
-class _Block:
-    """Queries and candidate keys of equal-sized problems, `P = B * n`."""
-
-    name: str
-    query_rows: Tensor
-    query_valid: Tensor | None
-    query_real: Tensor | None
-    key: Tensor
-    value: Tensor
-    rows: Tensor
-    valid: Tensor | None
-    protect: Tensor | None
-    exact: Tensor
-    given: Tensor | None
-
-
 class Planner:
     """Builds a plan for one call; holds nothing beyond it."""
 
@@ -101,6 +82,7 @@ class Planner:
         self.queries = Queries(
             batch, self.heads, n_heads // self.heads, n_query, call.query_start, call.query.device
         )
+        self.blocks = Blocks(call, config, self.queries, given)
         self.zeroing = config.coupling.mask == "zero" and bool(config.top_k)
         self.plan = Plan(*self._tables())
         self._ranks: tuple[Tensor, Tensor] | None = None
@@ -122,7 +104,7 @@ class Planner:
             return plan
         if not self.is_causal:
             plan.counts["depth"] = 0
-            self._add(self._full_block())
+            self._add(self.blocks.full())
             return plan
         leaf = max(1, config.min_seq_len)
         leaves = leaf_parts(leaf, self.queries, self.n_keys, self.call.valid, self.call.query.dtype)
@@ -130,7 +112,7 @@ class Planner:
         grid = levels(leaf, self.queries)
         plan.counts["depth"] = len(grid)
         for level in grid:
-            self._add(self._level_block(level.width, level.key_positions, level.query_positions))
+            self._add(self.blocks.level(level))
         return plan
 
     def _exact_everywhere(self) -> bool:
@@ -170,67 +152,10 @@ class Planner:
         rows = torch.arange(self.plan.key.shape[0] - 1, device=self.plan.key.device)
         return dataclasses.replace(part, key_rows=rows.view(part.shape[0], -1))
 
-    def _full_block(self) -> _Block:
-        """One problem per batch row; rows with few queries are exact over their selection, the others not."""
-        call, config = self.call, self.config
-        positions = torch.arange(self.n_keys, device=call.key.device)[None]
-        everywhere = dataclasses.replace(self.queries, start=0)
-        query_rows, _ = everywhere.rows(torch.arange(self.queries.length, device=call.key.device)[None])
-        n_query = torch.full((self.queries.batch,), self.queries.length, device=call.key.device)
-        if call.query_valid is not None:
-            n_query = call.query_valid.sum(1)
-        few = n_query <= config.min_seq_len if config.leaf_inclusive else n_query < config.min_seq_len
-        rows = key_rows(positions, self.queries, self.n_keys)
-        protect = protected_positions(call.valid, call.key, config.sinks, config.recent)
-        return _Block(
-            FULL, query_rows, None, call.query_valid, call.key, call.value, rows, call.valid, protect, few,
-            self.given,
-        )  # fmt: skip
-
-    def _level_block(self, width: int, key_positions: Tensor, query_positions: Tensor) -> _Block:
-        """All off-diagonal blocks of one level as one batch of problems."""
-        call, config, queries = self.call, self.config, self.queries
-        n_blocks = key_positions.shape[0]
-        query_rows, there = queries.rows(query_positions)
-        valid = key_valid(key_positions, queries, self.n_keys, call.valid)
-        rows = key_rows(key_positions, queries, self.n_keys)
-        key, value = self._gathered(rows, valid)
-        protect = None
-        if config.sinks or config.recent:
-            sinks = protected_positions(call.valid, call.key, config.sinks, 0)
-            protect = sinks[:, key_positions.clamp_max(self.n_keys - 1)].flatten(0, 1)
-            protect = protect | protected_positions(valid, key, 0, config.recent)
-        real = there
-        if call.query_valid is not None:
-            real = there & call.query_valid[:, query_positions.clamp_max(self.n_keys - 1)].flatten(0, 1)
-        given = self.given
-        if given is not None:
-            given = given[:, :, key_positions.clamp_max(self.n_keys - 1)].transpose(1, 2).flatten(0, 1)
-        all_there, all_real = bool(there.all()), bool(real.all())
-        exact = torch.full((rows.shape[0],), config.leaf_inclusive and width <= config.min_seq_len)
-        # named by size, not by rank in the list: which levels a call reaches depends on its other rows
-        depth = (width // max(1, config.min_seq_len)).bit_length() - 1
-        return _Block(
-            f"level{depth}/{n_blocks}", query_rows, None if all_there else there, None if all_real else real,
-            key, value, rows, valid, protect, exact, given,
-        )  # fmt: skip
-
-    def _gathered(self, rows: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Keys and values of a level's blocks; values only where stand-ins need them."""
-        shape = (*rows.shape, -1)
-        flat = rows.reshape(-1)
-        key = self.call.key.reshape(-1, self.call.key.shape[-1]).index_select(0, flat).view(shape)
-        value = self.call.value
-        if self.config.remainder == "centroids":
-            value = value.reshape(-1, value.shape[-1]).index_select(0, flat).view(shape)
-        if valid is not None:
-            key = key * valid[:, None, :, None]
-        return key, value
-
-    def _add(self, block: _Block) -> None:
+    def _add(self, block: Block) -> None:
         """Select, then append the part of these problems."""
         plan, config, dtype = self.plan, self.config, self.call.query.dtype
-        streams = self.streams.child(block.name.split("/")[0])
+        streams = self.streams.child(block.name)
         chosen = plan.timed("scoring", lambda: self._choose(block, streams))
         selection = chosen.selection
         self._report(block, selection)
@@ -245,7 +170,7 @@ class Planner:
             exact = torch.ones_like(exact)
         elif config.inner == "auto":
             few = problems.counts().amax(-1) <= config.block_size + config.sample_size
-            exact = exact | few | self._cheaper_exactly(_n_keys(block))
+            exact = exact | few | self._cheaper_exactly(block.n_keys())
         if bool(exact.all()):
             plan.parts.append(exact_part(problems, dtype))
         elif not bool(exact.any()):
@@ -273,7 +198,7 @@ class Planner:
             ),
         )
 
-    def _choose(self, block: _Block, streams: Streams) -> Chosen:
+    def _choose(self, block: Block, streams: Streams) -> Chosen:
         if block.given is not None:
             return Chosen(selection_of(block.given), False, None)
         return select_keys(
@@ -282,7 +207,7 @@ class Planner:
             config=self._scoring_config(),
             streams=streams,
             protect=block.protect,
-            keep_all=self._cheaper_exactly(_n_keys(block)) if self.config.inner == "auto" else None,
+            keep_all=self._cheaper_exactly(block.n_keys()) if self.config.inner == "auto" else None,
         )
 
     def _scoring_config(self) -> PrescoreConfig:
@@ -300,7 +225,7 @@ class Planner:
         overhead = torch.where(kept < n_keys, SCORING_COLUMNS + FITTING_COLUMNS / n_keys.clamp_min(1), 0.0)
         return n_keys <= columns + overhead
 
-    def _report(self, block: _Block | None, selection: Selection) -> None:
+    def _report(self, block: Block | None, selection: Selection) -> None:
         plan, counts = self.plan, self.plan.counts
         kept = selection.valid.sum(-1)
         counts["kept"] = counts.get("kept", 0) + int(kept.sum())
@@ -310,14 +235,14 @@ class Planner:
         if block is None or not self.is_causal:
             plan.selections.append(selection)
             return
-        n_blocks = int(block.name.split("/")[1])
+        n_blocks = block.n_blocks
         first = block.rows.view(self.queries.batch, n_blocks, self.heads, -1)[0, :, 0, 0]
         for number in range(n_blocks):
             own = slice(number, None, n_blocks)
             mark = None if fallback is None else fallback[own]
             plan.selections.append(Selection(selection.indices[own] + first[number], selection.valid[own], mark))
 
-    def _stand_ins(self, block: _Block, chosen: Chosen, streams: Streams) -> Columns:
+    def _stand_ins(self, block: Block, chosen: Chosen, streams: Streams) -> Columns:
         """Add this block's stand-ins to the table; returns their rows and weights."""
         scored = chosen.scored
         if scored is None:  # a given selection: the same clusters as if it had been made here
@@ -342,9 +267,9 @@ class Planner:
         self.plan.stand_ins = joined
         return Columns(columns.rows + before.key.shape[0], columns.bias)
 
-    def _problems(self, block: _Block, selection: Selection, extra: Columns | None) -> Problems:
+    def _problems(self, block: Block, selection: Selection, extra: Columns | None) -> Problems:
         indices, valid = selection.indices, selection.valid
-        n_all = _n_keys(block)
+        n_all = block.n_keys()
         n_selected = None
         rows, kept = block.rows.gather(-1, indices), None
         usable: Tensor | None = None if bool(valid.all()) else valid
@@ -371,13 +296,6 @@ class Planner:
                 key = torch.cat((key, key.new_full((1,), zero_rank(self.config.n_projections))))
             self._ranks = query, key
         return self._ranks
-
-
-def _n_keys(block: _Block) -> Tensor:
-    """`[P]` real keys of each problem."""
-    if block.valid is not None:
-        return block.valid.sum(1)
-    return torch.full((block.rows.shape[0],), block.rows.shape[-1], device=block.rows.device)
 
 
 def _kept_columns(rows: Tensor, apart: Tensor, dtype: torch.dtype) -> Columns:
