@@ -5,7 +5,7 @@ import json
 import pytest
 
 from prescore.cli.main import main
-from prescore.evaluation.tiny_language_model import save_tiny_language_model
+from prescore.testing.tiny_language_model import save_tiny_language_model
 
 
 @pytest.fixture(scope="module")

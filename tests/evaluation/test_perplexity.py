@@ -11,7 +11,7 @@ from prescore.evaluation.documents import Document
 from prescore.evaluation.language_model import LanguageModel
 from prescore.evaluation.patched import measured_attention
 from prescore.evaluation.perplexity import loss_row, make_windows, measure_loss, streamed_loss
-from prescore.evaluation.tiny_language_model import tiny_language_model
+from prescore.testing.tiny_language_model import tiny_language_model
 
 TEXT = "In the beginning there was a key, and the key was with the query. " * 20
 

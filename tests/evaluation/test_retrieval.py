@@ -15,7 +15,7 @@ from prescore.evaluation.retrieval import (
     make_problem,
     retrieval_row,
 )
-from prescore.evaluation.tiny_language_model import tiny_language_model
+from prescore.testing.tiny_language_model import tiny_language_model
 
 HAY = Document("hay", "Nothing to see in this sentence, nor in the next one. " * 60)
 
