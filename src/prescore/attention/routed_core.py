@@ -200,7 +200,7 @@ class _Group:
         """Memory for the results of all pairs."""
         wide = accumulation_dtype(self.query.dtype)
         n_pairs = self.query.shape[:-1].numel() * self.plan.n_chosen
-        most = n_pairs + TILES[-1] * self.n_trees * self.n_leaves
+        most = n_pairs + TILES[1] * self.n_trees * self.n_leaves
         return self.query.new_empty((most, self.leaves.value.shape[-1]), dtype=wide)
 
     def forward(self, room: Tensor) -> tuple[Tensor, Tensor]:

@@ -15,34 +15,35 @@ from torch.nn.functional import embedding_bag
 
 from prescore.attention.kernels import Backend, accumulation_dtype
 
-TILES = (64, 128, 192)
-ROWS_AT_ONCE = 2**14
+TILES = (192, 64)
+"""Query rows of a tile: large ones while a leaf fills them, small ones for its remaining pairs."""
+ROWS_AT_ONCE = 3 * 2**12
 """Tiles are worked off in batches of this many query rows, whose tensors stay in the cache."""
 
 
 @dataclass(frozen=True, eq=False)
 class Pairs:
-    """Tiles of queries that read one leaf each.
+    """Tiles of queries that read one leaf each, all large tiles before all small ones.
 
     Attributes:
-        tile: Query rows of a tile.
-        leaf: `[tiles]` leaf number.
-        query_rows: `[tiles * tile]` row number of every slot's query, -1 on filler.
+        leaves: Leaf numbers of the large tiles, and of the small ones.
+        query_rows: `[slots]` row number of every slot's query, -1 on filler.
         slots: `[rows, J]`: where each query's j-th pair lies.
     """
 
-    tile: int
-    leaf: Tensor
+    leaves: tuple[Tensor, Tensor]
     query_rows: Tensor
     slots: Tensor
 
-    def batches(self) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        """Slots, their query rows (filler repeats row 0) and their tiles' leaves, some tiles at a time."""
-        step = max(1, ROWS_AT_ONCE // self.tile)
-        for start in range(0, self.leaf.shape[0], step):
-            leaf = self.leaf[start : start + step]
-            slots = slice(start * self.tile, (start + leaf.shape[0]) * self.tile)
-            yield slots, self.query_rows[slots], leaf
+    def batches(self) -> Iterator[tuple[int, slice, Tensor, Tensor]]:
+        """Tile size, slots, their query rows and their tiles' leaves, some tiles at a time."""
+        offset = 0
+        for tile, leaves in zip(TILES, self.leaves, strict=True):
+            for leaf in leaves.split(ROWS_AT_ONCE // tile):
+                slots = slice(offset, offset + leaf.shape[0] * tile)
+                offset = slots.stop
+                if leaf.shape[0]:
+                    yield tile, slots, self.query_rows[slots], leaf
 
 
 def dispatch(leaves: Tensor, n_leaves: int) -> Pairs:
@@ -54,20 +55,24 @@ def dispatch(leaves: Tensor, n_leaves: int) -> Pairs:
     """
     rows, per_query = leaves.shape
     flat = leaves.reshape(-1)
-    # half a tile per leaf is filler on average: keep it small against the pairs of a leaf
-    per_leaf = flat.shape[0] // max(n_leaves, 1)
-    tile = next((size for size in reversed(TILES) if per_leaf >= 3 * size), TILES[0])
     in_order, pair = torch.sort(flat.to(torch.int32), stable=True)
     count = torch.bincount(flat, minlength=n_leaves)
-    tiles = (count + tile - 1) // tile
-    first_pair, first_tile = count.cumsum(0) - count, tiles.cumsum(0) - tiles
-    shift = (first_tile * tile - first_pair).index_select(0, in_order)
-    slot = torch.arange(flat.shape[0], device=flat.device) + shift
-    leaf = torch.repeat_interleave(torch.arange(n_leaves, device=flat.device), tiles)
-    query_rows = torch.full((leaf.shape[0] * tile,), -1, dtype=torch.int64, device=flat.device)
+    large = count // TILES[0]
+    small = (count - large * TILES[0] + TILES[1] - 1) // TILES[1]
+    numbers = torch.arange(n_leaves, device=flat.device)
+    tiles = (torch.repeat_interleave(numbers, large), torch.repeat_interleave(numbers, small))
+    start_small = tiles[0].shape[0] * TILES[0]
+    # a pair's rank within its leaf says whether it lies in a large tile, and so where
+    in_large, rank = (large * TILES[0]).index_select(0, in_order), torch.arange(len(flat), device=flat.device)
+    rank = rank - (count.cumsum(0) - count).index_select(0, in_order)
+    first_large = ((large.cumsum(0) - large) * TILES[0]).index_select(0, in_order)
+    first_small = ((small.cumsum(0) - small) * TILES[1] + start_small).index_select(0, in_order)
+    slot = torch.where(rank < in_large, first_large + rank, first_small + rank - in_large)
+    n_slots = start_small + tiles[1].shape[0] * TILES[1]
+    query_rows = torch.full((n_slots,), -1, dtype=torch.int64, device=flat.device)
     query_rows.index_copy_(0, slot, pair.div(per_query, rounding_mode="floor"))
     slots = torch.empty_like(slot).index_copy_(0, pair, slot)
-    return Pairs(tile, leaf, query_rows, slots.view(rows, per_query))
+    return Pairs(tiles, query_rows, slots.view(rows, per_query))
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,8 +108,8 @@ def attend_pairs(
     """
     n_slots = pairs.query_rows.shape[0]
     output, lses = room[:n_slots], []
-    for slots, rows, leaf in pairs.batches():
-        tiles = query.index_select(0, rows.clamp_min(0)).view(-1, 1, pairs.tile, query.shape[-1])
+    for tile, slots, rows, leaf in pairs.batches():
+        tiles = query.index_select(0, rows.clamp_min(0)).view(-1, 1, tile, query.shape[-1])
         result, lse = backend.forward(tiles, *leaves.columns(leaf), False, scale)
         output[slots] = result.reshape(-1, output.shape[-1])
         lses.append(lse.reshape(-1))
@@ -125,9 +130,9 @@ def attend_pairs_backward(
     wide = accumulation_dtype(query.dtype)
     grad_rows = query.new_empty((pairs.query_rows.shape[0], query.shape[-1]), dtype=wide)
     sums = [torch.zeros_like(t, dtype=wide) for t in (leaves.key, leaves.value)]
-    for slots, rows, leaf in pairs.batches():
-        real, filled = rows.clamp_min(0), (rows >= 0).view(-1, 1, pairs.tile)
-        tiles = [t.index_select(0, real).view(-1, 1, pairs.tile, t.shape[-1]) for t in (grad, query, output)]
+    for tile, slots, rows, leaf in pairs.batches():
+        real, filled = rows.clamp_min(0), (rows >= 0).view(-1, 1, tile)
+        tiles = [t.index_select(0, real).view(-1, 1, tile, t.shape[-1]) for t in (grad, query, output)]
         tiles[0].masked_fill_(~filled[..., None], 0)
         key, value, bias = leaves.columns(leaf)
         weights_lse = lse.index_select(0, real).view(filled.shape)
