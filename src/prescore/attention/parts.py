@@ -163,6 +163,8 @@ class _AttendParts(torch.autograd.Function):
             weights_lse = _queries(lse[:, None], part).squeeze(-1)
             if part.query_valid is not None:
                 g = g * part.query_valid[..., None]
+                # filler borrows a query that never met these keys: exp(logit - lse) may overflow, 0 * inf is NaN
+                weights_lse = weights_lse.masked_fill(~part.query_valid, torch.finfo(lse.dtype).max / 2)
             k, v = _columns(key, extra_key, part), _columns(value, extra_value, part)
             dq, dk, dv = ctx.backend.backward(g, q, k, v, part.bias4(), o, weights_lse, part.causal, ctx.scale)
             _add_queries(sums[0], part, dq)

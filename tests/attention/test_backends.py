@@ -1,0 +1,73 @@
+"""The fused operator against the plain one: same parts, same numbers, forward and backward."""
+
+import pytest
+import torch
+from attention_checks import FLOAT64
+
+import prescore
+from prescore import PrescoreConfig
+from prescore.attention.kernels import Call, pick_backend
+from prescore.errors import Unsupported
+from prescore.testing.budgets import assert_within
+from prescore.testing.inputs import MASKS, attention_tensors, padding_mask
+
+HYPER = {"block_size": 4, "sample_size": 5, "n_projections": 3, "min_seq_len": 6}
+CONFIGS = {
+    "paper": PrescoreConfig.paper("kmeans", 9, sinks=2, **HYPER),
+    "hyper hash": PrescoreConfig.hyper(alignment="hash", **HYPER),
+    "glm2": PrescoreConfig.glm2("key-norm", 9, **HYPER),
+    "default": PrescoreConfig(top_k=9, min_seq_len=6),
+}
+
+
+def _run(config, tensors, mask, is_causal, backend):
+    leaves = [t.clone().requires_grad_() for t in tensors]
+    output, aux = prescore.prescored_attention(
+        *leaves, config=config, is_causal=is_causal, key_padding_mask=mask, return_aux=True, backend=backend
+    )
+    lse = aux.lse.masked_fill(torch.isneginf(aux.lse), 0.0)
+    (output.square().sum() + lse.sin().sum()).backward()
+    return [output, aux.lse, *(t.grad for t in leaves)]
+
+
+@pytest.mark.parametrize("kind", MASKS)
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_operators_agree(name, is_causal, kind):
+    tensors = attention_tensors(batch=2, heads=4, kv_heads=2, n_keys=37, value_dim=7, seed=4)
+    mask = padding_mask(kind, 2, 37, seed=4)
+    fused, plain = (_run(CONFIGS[name], tensors, mask, is_causal, backend) for backend in ("cpu-flash", "plain"))
+    for what, left, right in zip(("output", "lse", "dq", "dk", "dv"), fused, plain, strict=True):
+        assert_within(left, right, FLOAT64, what)
+        assert not torch.isnan(left).any()
+
+
+@pytest.mark.parametrize("spread", [1e-3, 30.0, 300.0])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_tiny_and_huge_logits(name, spread):
+    # logits up to 1e5: exp overflows unless every sum is shifted by its maximum
+    tensors = attention_tensors(batch=1, heads=2, n_keys=37, seed=4, spread=spread)
+    fused, plain = (_run(CONFIGS[name], tensors, None, True, backend) for backend in ("cpu-flash", "plain"))
+    for what, left, right in zip(("output", "lse", "dq", "dk", "dv"), fused, plain, strict=True):
+        assert torch.isfinite(left).all(), what
+        # the exponents are differences of numbers as large as lse, and carry its rounding
+        rounding = 32 * torch.finfo(torch.float64).eps * max(1.0, float(plain[1].detach().abs().max()))
+        assert_within(left, right, rounding * max(1.0, float(right.detach().abs().max())), what)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_half_precision_gradients_are_finite_and_close(dtype):
+    tensors = attention_tensors(batch=2, heads=4, kv_heads=2, n_keys=37, seed=4, spread=1.0)
+    config = PrescoreConfig(top_k=1.0, inner="exact", min_seq_len=6)
+    low = _run(config, [t.to(dtype) for t in tensors], None, True, "auto")
+    high = _run(config, [t.to(dtype).double() for t in tensors], None, True, "plain")
+    for what, left, right in zip(("output", "lse", "dq", "dk", "dv"), low, high, strict=True):
+        # products of up to 37 rounded terms: 37 roundings of numbers up to the largest one
+        assert_within(left, right, 37 * torch.finfo(dtype).eps * max(1.0, float(right.detach().abs().max())), what)
+
+
+def test_a_backend_that_cannot_run_says_why():
+    with pytest.raises(Unsupported, match="cuda-efficient"):
+        pick_backend(Call("cpu", torch.float32, 64), "cuda-efficient")
+    assert pick_backend(Call("cpu", torch.float32, 64)).name == "cpu-flash"
+    assert pick_backend(Call("meta", torch.float32, 64)).name == "plain"
