@@ -101,6 +101,23 @@ def test_no_method_but_the_oracle_sees_the_future(tiny, window, name):
     torch.testing.assert_close(before[:150], after[:150])
 
 
+def test_layers_with_a_window_stay_as_they_are(window):
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+    config = Gemma3TextConfig(
+        vocab_size=256, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, sliding_window=16, max_position_embeddings=512,
+        layer_types=["sliding_attention", "full_attention"], final_logit_softcapping=2.0,
+    )  # fmt: skip
+    gemma = LanguageModel("gemma", Gemma3ForCausalLM(config).double().eval(), None)
+    gemma.check_head()
+    plain = float(streamed_loss(gemma, window).mean())
+    assert measure_loss(gemma, window, methods.exact())["loss"] == pytest.approx(plain, abs=1e-10)
+    whole, last = (measure_loss(gemma, window, methods.local(32), layers=layers) for layers in ("all", "last:1"))
+    assert whole["loss"] == last["loss"]
+    assert whole["loss"] != pytest.approx(plain, abs=1e-10)
+
+
 def test_seed_reaches_the_method(tiny, window):
     method = methods.named("uniform", leaf=32, top_k=8)
     one, same, other = (measure_loss(tiny, window, method, seed=seed)["loss"] for seed in (0, 0, 1))

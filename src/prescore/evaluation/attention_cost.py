@@ -25,12 +25,12 @@ class Meter:
     rows: dict[int, float] = field(default_factory=dict)
     replaced: frozenset[int] = frozenset()
 
-    def timed(self, layer: int, work: Callable[[], Tensor]) -> Tensor:
-        """Run a layer's attention and add its time to the books."""
+    def timed(self, layer: int, work: Callable[[], Tensor], device: torch.device) -> Tensor:
+        """Run a layer's attention and add its time to the books; work queued on a GPU before is not counted."""
+        _wait(device)
         begin = time.perf_counter()
         output = work()
-        if output.device.type == "cuda":
-            torch.cuda.synchronize(output.device)
+        _wait(device)
         self.seconds[layer] = self.seconds.get(layer, 0.0) + time.perf_counter() - begin
         return output
 
@@ -43,6 +43,11 @@ class Meter:
             "layers_replaced": len(replaced),
             "rows_per_query": round(sum(self.rows.values()) / len(self.rows), 2) if self.rows else None,
         }
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def exact_rows(length: int) -> float:

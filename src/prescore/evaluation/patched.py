@@ -44,11 +44,11 @@ class Door:
             raise Unsupported(f"measuring attention in layer {number}", [reason])
         meter, method = self.meter, self.method
         if number not in meter.replaced or form.kind != "causal" or form.valid is not None:
-            return meter.timed(number, lambda: attend_exactly(query, key, value, form, scale=scale))
+            return meter.timed(number, lambda: attend_exactly(query, key, value, form, scale=scale), key.device)
         if self.observe is not None:
             self.observe(number, query, key, value)
         seed = Streams(self.seed).child(f"layer {number}").seed
-        output = meter.timed(number, lambda: method.attend(query, key, value, scale=scale, seed=seed))
+        output = meter.timed(number, lambda: method.attend(query, key, value, scale=scale, seed=seed), key.device)
         if self.count_rows and not meter.rows:
             rows = method.rows_per_query(query, key, value, scale=scale, seed=seed)
             meter.rows.update({} if rows is None else {number: rows})
