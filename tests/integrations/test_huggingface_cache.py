@@ -132,6 +132,23 @@ def test_selection_goes_on_after_exact_steps(model):
         assert torch.equal(state.rows.key[:, :, -3:], cache.layers[0].keys[:, :, -3:])
 
 
+@pytest.mark.parametrize("config", [COARSE, EVERYTHING], ids=["coarse", "everything"])
+def test_a_second_turn_is_read_like_a_prompt(model, config):
+    ids, _ = prompts(length=120, side="none")
+    exact = DynamicCache(config=model.config)
+    cache = PrescoredCache(model.config)
+    turns = ((0, 40), (40, 41), (41, 42), (42, 82), (82, 83))
+    expected = [prefill(model, exact, ids[:, first:last]) for first, last in turns]
+    with prescore.apply(model, **config) as applied:
+        got = [prefill(model, cache, ids[:, first:last]) for first, last in turns[:4]]
+        assert applied.stats()[0]["path"] == "prescored"
+        got.append(prefill(model, cache, ids[:, 82:83]))
+    if config is EVERYTHING:
+        assert (torch.stack(got) - torch.stack(expected)).abs().max() < ROUNDING
+    else:
+        assert cache.layers[0].state.n_selected_from == 82
+
+
 def test_several_tokens_at_once_equal_one_by_one(model):
     ids, mask = prompts(length=40)
     with prescore.apply(model, **COARSE):

@@ -116,3 +116,33 @@ def test_half_precision_runs():
     assert torch.isfinite(got[mask.bool()].float()).all()
     assert tokens.shape == (2, ids.shape[1] + 4)
     assert int(tokens.max()) < VOCABULARY
+
+
+def test_trainer(tmp_path):
+    from transformers import Trainer, TrainingArguments
+
+    model = tiny("Llama")
+    ids, mask = prompts(batch=8, length=40)
+    rows = [
+        {"input_ids": row, "attention_mask": real, "labels": row.masked_fill(real == 0, -100)}
+        for row, real in zip(ids, mask, strict=True)
+    ]
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path),
+        max_steps=6,
+        per_device_train_batch_size=4,
+        learning_rate=1e-2,
+        gradient_checkpointing=True,
+        use_cpu=True,
+        report_to=[],
+        logging_steps=1,
+        save_strategy="no",
+        disable_tqdm=True,
+    )
+    with prescore.apply(model, **COARSE) as applied:
+        trainer = Trainer(model=model, args=arguments, train_dataset=rows)
+        trainer.train()
+        assert applied.stats()[0]["path"] == "prescored"
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert len(losses) == 6
+    assert losses[-1] < 0.8 * losses[0]
