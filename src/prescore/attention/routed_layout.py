@@ -161,8 +161,8 @@ def build_clusters(
     """
     with torch.no_grad():
         alive = None if layout.causal else _alive(layout, valid, key)
-        joined = _place(key, layout, alive, tree_builder, JOINED_LEVELS)
-        chunks = _place(key, layout, alive, tree_builder, 0)
+        joined = place_pieces(key, layout, alive, tree_builder, JOINED_LEVELS)
+        chunks = place_pieces(key, layout, alive, tree_builder, 0)
         sinks = torch.arange(layout.sinks, device=key.device).expand(joined[0].shape[0], -1)
         rows = torch.cat((joined[0], chunks[0]), dim=1)
         single_rows = torch.cat((sinks, joined[1], chunks[1]), dim=1)
@@ -204,7 +204,7 @@ def _alive(layout: Layout, valid: Tensor | None, key: Tensor) -> Tensor:
     return pad(valid, (0, filler)).repeat_interleave(key.shape[1], dim=0)
 
 
-def _place(
+def place_pieces(
     key: Tensor, layout: Layout, alive: Tensor | None, tree_builder: TreeBuilder, joined: int
 ) -> tuple[Tensor, Tensor]:
     """Positions of leaf members `[T, M, L]` and of singles `[T, S]` in pieces of `2 ** joined` chunks."""

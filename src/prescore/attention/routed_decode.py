@@ -1,0 +1,203 @@
+"""Routed attention one token at a time: score stored stand-ins, read only the chosen leaves.
+
+The caller owns keys and values and passes all of them; the index holds what was derived from them. New tokens
+stay in the exactly read local part until their chunk is far enough behind, then it becomes a piece with a tree
+of its own, and every few pieces are joined into a larger one. A step costs stand-ins, singles and chosen rows,
+not the length of the sequence.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import torch
+from torch import Tensor
+
+from prescore import checks
+from prescore.attention.kernels import Backend, Call, accumulation_dtype, pick_backend
+from prescore.attention.merge import merge
+from prescore.attention.routed_columns import Columns, attend_columns
+from prescore.attention.routed_layout import (
+    JOINED,
+    JOINED_LEVELS,
+    Layout,
+    TreeBuilder,
+    make_layout,
+    place_pieces,
+    take_rows,
+)
+from prescore.config import PrescoreConfig
+from prescore.types import Attended
+
+
+class RoutedIndex:
+    """Clusters of a growing sequence, for decoding.
+
+    One step equals `routed_attention(is_causal=True)` of the last query over all keys so far.
+
+    Args:
+        config: `rows`, `leaf_size`, `chunk_size`, `sinks`.
+        scale: Factor of the logits.
+        tree_builder: See `TreeBuilder`.
+        start: `[B]` index of each sequence's first real token (left padding), or None = all 0.
+    """
+
+    def __init__(
+        self, config: PrescoreConfig, *, scale: float, tree_builder: TreeBuilder, start: Tensor | None = None
+    ) -> None:
+        self._make = (config, scale, tree_builder)
+        self._start = start
+        self._groups: list[tuple[Tensor | None, _Lockstep]] = []
+
+    def extend(self, key: Tensor, value: Tensor) -> None:
+        """Take in all keys and values so far, `[B, Hkv, N, D]`; only new pieces are built."""
+        if not self._groups:
+            self._groups = self._split()
+        for rows, group in self._groups:
+            with torch.no_grad():
+                group.extend(_some(key, rows), _some(value, rows))
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, *, backend: str = "auto") -> Attended:
+        """Attend for the newest position, `query [B, Hq, 1, D]`; extends itself to the keys given."""
+        if query.shape[2] != 1:
+            raise ValueError(f"query must hold one position in a decoding step, got {query.shape[2]}")
+        chosen = pick_backend(Call(query.device.type, query.dtype, query.shape[-1]), backend)
+        self.extend(key, value)
+        results = []
+        for rows, group in self._groups:
+            some = _some(query, rows), _some(key, rows), _some(value, rows)
+            results.append(group.attend(*some, chosen))
+        if len(results) == 1:
+            return results[0]
+        back = torch.cat([rows for rows, _ in self._groups if rows is not None]).argsort()
+        outputs, lses = zip(*results, strict=True)
+        return Attended(torch.cat(outputs).index_select(0, back), torch.cat(lses).index_select(0, back))
+
+    def reorder(self, rows: Tensor) -> None:
+        """Beam search: sequence i becomes a copy of sequence `rows[i]`."""
+        if self._start is None:
+            for _, group in self._groups:
+                group.reorder(rows)
+        else:
+            # which sequences move in step changes with the rows: build anew
+            self._start, self._groups = self._start.index_select(0, rows), []
+
+    def _split(self) -> list[tuple[Tensor | None, _Lockstep]]:
+        config, scale, tree_builder = self._make
+        if self._start is None:
+            return [(None, _Lockstep(config, scale, tree_builder, 0))]
+        checks.integer("start", int(self._start.min()), minimum=0)
+        groups: list[tuple[Tensor | None, _Lockstep]] = []
+        for first in self._start.unique().tolist():
+            rows = (self._start == first).nonzero().squeeze(1)
+            groups.append((rows, _Lockstep(config, scale, tree_builder, first)))
+        return groups
+
+
+def _some(tensor: Tensor, rows: Tensor | None) -> Tensor:
+    return tensor if rows is None else tensor.index_select(0, rows)
+
+
+@dataclasses.dataclass(eq=False)
+class _Pieces:
+    """Leaves `[T, M, L]` and singles `[T, S]` by row number, stand-ins `[T, M, D]`."""
+
+    rows: Tensor
+    singles: Tensor
+    mean_key: Tensor
+    mean_value: Tensor
+
+    def joined_with(self, other: _Pieces) -> _Pieces:
+        pairs = zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)
+        return _Pieces(*(torch.cat(pair, dim=1) for pair in pairs))
+
+
+class _Lockstep:
+    """Sequences that start at the same index, hence gain pieces at the same time."""
+
+    def __init__(self, config: PrescoreConfig, scale: float, tree_builder: TreeBuilder, start: int) -> None:
+        self._config, self._scale, self._tree_builder, self._start = config, scale, tree_builder, start
+        self._n_pieces = 0
+        self._large: _Pieces | None = None
+        self._small: _Pieces | None = None
+
+    def extend(self, key: Tensor, value: Tensor) -> None:
+        layout = self._layout(key)
+        n_large, old_large = layout.n_pieces // JOINED, self._n_pieces // JOINED
+        if layout.n_pieces <= self._n_pieces:
+            return
+        if n_large > old_large:
+            new = self._build(key, value, layout, old_large * JOINED, n_large * JOINED, JOINED_LEVELS)
+            self._large = new if self._large is None else self._large.joined_with(new)
+            self._small = None
+        first = n_large * JOINED if self._small is None else self._n_pieces
+        if layout.n_pieces > first:
+            new = self._build(key, value, layout, first, layout.n_pieces, 0)
+            self._small = new if self._small is None else self._small.joined_with(new)
+        self._n_pieces = layout.n_pieces
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, backend: Backend) -> Attended:
+        batch, n_heads, _, dim = query.shape
+        n_trees, group = batch * key.shape[1], n_heads // key.shape[1]
+        layout = self._layout(key)
+        near = self._start + (layout.sinks + layout.n_pieces * layout.chunk if layout.n_pieces else 0)
+        grouped = query.reshape(n_trees, group, 1, dim)
+        near_key, near_value = (t[:, :, near:].reshape(n_trees, 1, key.shape[2] - near, -1) for t in (key, value))
+        parts = [backend.forward(grouped, near_key, near_value, None, False, self._scale)]
+        if layout.n_pieces:
+            parts += self._far(grouped, key, value, layout, backend)
+        shape = (batch, n_heads, 1)
+        whole = merge(*(Attended(output, lse) for output, lse in parts))
+        return Attended(whole.output.reshape(*shape, -1), whole.lse.reshape(shape))
+
+    def reorder(self, rows: Tensor) -> None:
+        for pieces in (self._large, self._small):
+            if pieces is not None:
+                for field in dataclasses.fields(pieces):
+                    tensor = getattr(pieces, field.name)
+                    apart = tensor.unflatten(0, (rows.shape[0], -1)).index_select(0, rows)
+                    setattr(pieces, field.name, apart.flatten(0, 1))
+
+    def _layout(self, key: Tensor) -> Layout:
+        return make_layout(1, key.shape[2] - self._start, causal=True, config=self._config)
+
+    def _build(self, key: Tensor, value: Tensor, layout: Layout, first: int, last: int, joined: int) -> _Pieces:
+        """Pieces over chunks `first` to `last - 1`."""
+        begin = self._start + layout.sinks + first * layout.chunk
+        some = dataclasses.replace(layout, sinks=0, n_pieces=last - first)
+        slab = key[:, :, begin : begin + (last - first) * layout.chunk]
+        rows, singles = place_pieces(slab, some, None, self._tree_builder, joined)
+        rows, singles = rows + begin, singles + begin
+        return _Pieces(rows, singles, take_rows(key, rows).mean(2), take_rows(value, rows).mean(2))
+
+    def _far(
+        self, query: Tensor, key: Tensor, value: Tensor, layout: Layout, backend: Backend
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Stand-ins with singles, and the chosen leaves; each output `[T, G, 1, Dv]`, lse `[T, G, 1]`."""
+        n_trees, group, _, dim = query.shape
+        pieces = [part for part in (self._large, self._small) if part is not None]
+        far = pieces[0] if len(pieces) == 1 else pieces[0].joined_with(pieces[1])
+        sinks = torch.arange(self._start, self._start + layout.sinks, device=key.device).expand(n_trees, -1)
+        single = torch.cat((sinks, far.singles), dim=1)
+        n_leaves = far.rows.shape[1]
+        bias = torch.zeros(1, 1, n_leaves + single.shape[1], dtype=accumulation_dtype(key.dtype))
+        bias[..., :n_leaves] = math.log(layout.leaf)
+        columns = Columns(
+            torch.cat((far.mean_key, take_rows(key, single)), dim=1),
+            torch.cat((far.mean_value, take_rows(value, single)), dim=1),
+            bias.to(key.device).expand(n_trees, -1, -1),
+            n_leaves,
+        )
+        flat = query.reshape(n_trees, group, dim)
+        output, lse, chosen = attend_columns(flat, columns, min(layout.n_chosen, n_leaves), self._scale)
+        parts = [(output[:, :, None].to(value.dtype), lse[..., None])]
+        if chosen.shape[-1]:
+            rows = far.rows.gather(1, chosen.reshape(n_trees, -1, 1).expand(-1, -1, layout.leaf))
+            own_key, own_value = (
+                take_rows(t, rows).view(n_trees * group, 1, -1, t.shape[-1]) for t in (key, value)
+            )
+            each = flat.reshape(-1, 1, 1, dim)
+            output, lse = backend.forward(each, own_key, own_value, None, False, self._scale)
+            parts.append((output.view(n_trees, group, 1, -1), lse.view(n_trees, group, 1)))
+        return parts
