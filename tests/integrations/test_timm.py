@@ -18,6 +18,9 @@ from prescore.integrations import timm as adapter
 from prescore.integrations.timm_import import import_timm
 from prescore.integrations.vision_attention import replace_vision_attention
 
+# before any `from timm...` below, whichever test runs first
+import_timm()
+
 FEW = prescore.PrescoreConfig(method="kmeans", rule="nearest", n_clusters=3, top_k=8, sinks=0, remainder="none")
 
 
