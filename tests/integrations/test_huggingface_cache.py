@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 from tiny_models import prompts, tiny
-from transformers import DynamicCache
+from transformers import DynamicCache, StaticCache
 
 import prescore
 from prescore.errors import Unsupported
+from prescore.integrations.huggingface_attention import LayerPlan, set_plan
 from prescore.integrations.huggingface_cache import PrescoredCache, prescored_layers
 
 COARSE = {"top_k": 8, "min_seq_len": 8, "sinks": 2, "n_clusters": 3}
@@ -78,14 +79,36 @@ def test_fresh_selection_equals_prescored_attention(model):
         prefill(model, cache, ids, mask)
         with_state = steps(model, cache, ids[:, :4], mask)
     model.set_attn_implementation("prescored")
-    from prescore.integrations.huggingface_attention import LayerPlan, set_plan
-
     for layer in model.model.layers:
         set_plan(layer.self_attn, LayerPlan(config))
     prefill(model, stateless, ids, mask)
     fresh = steps(model, stateless, ids[:, :4], mask)
     assert not prescored_layers(stateless)
+    assert model.model.layers[0].self_attn._prescore_plan.stats["path"] == "step over the selection"
     assert (with_state - fresh).abs().max() < ROUNDING
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "static"])
+def test_foreign_caches_decode_the_same(model, kind):
+    """Without a place in the cache the layer remembers, and checks that the keys go on."""
+    ids, mask = prompts(length=40)
+    foreign = StaticCache(config=model.config, max_cache_len=60)
+    with prescore.apply(model, **COARSE):
+        own = PrescoredCache(model.config)
+        prefill(model, own, ids, mask)
+        expected = steps(model, own, ids[:, :4], mask)
+        if kind == "static":
+            prefill(model, foreign, ids, mask)
+            got = steps(model, foreign, ids[:, :4], mask)
+    if kind == "dynamic":
+        foreign = DynamicCache(config=model.config)
+        model.set_attn_implementation("prescored")
+        for layer in model.model.layers:
+            set_plan(layer.self_attn, LayerPlan(prescore.PrescoreConfig(**COARSE)))
+        prefill(model, foreign, ids, mask)
+        got = steps(model, foreign, ids[:, :4], mask)
+    assert not prescored_layers(foreign)
+    assert (got - expected).abs().max() < ROUNDING
 
 
 def test_refresh_every(model):

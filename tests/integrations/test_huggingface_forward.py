@@ -7,6 +7,8 @@ from transformers import DynamicCache, StaticCache
 
 import prescore
 
+pytestmark = pytest.mark.filterwarnings("ignore:every chosen layer")  # of Mistral, tested in test_apply
+
 EVERYTHING = {"top_k": None, "inner": "exact", "remainder": "none", "min_seq_len": 4}
 COARSE = {"top_k": 6, "min_seq_len": 8, "sinks": 2}
 

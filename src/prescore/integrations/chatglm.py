@@ -14,12 +14,10 @@ from torch import Tensor, nn
 
 from prescore.config import PrescoreConfig
 from prescore.decoding.follow import FollowedSelection
-from prescore.decoding.states import remembers
 from prescore.errors import Unsupported
-from prescore.integrations.masked import attend_exactly, attend_prescored, inexpressible
-from prescore.integrations.masks import MaskForm, read_mask
-
-_STEP_AT_MOST = 32
+from prescore.integrations.following import attend_following
+from prescore.integrations.masked import inexpressible
+from prescore.integrations.masks import read_mask
 
 
 def detect(model: nn.Module) -> bool:
@@ -97,28 +95,24 @@ class PrescoredCoreAttention(nn.Module):
         n_query, n_keys = query.shape[2], key.shape[2]
         form = read_mask(_seen(attention_mask), n_query=n_query, n_keys=n_keys, is_causal=True)
         reasons = [*inexpressible(form), *self._dropout_reasons()]
-        self.stats = {"mask": form.kind, "queries": n_query, "keys": n_keys, "path": "prescored"}
+        self.stats = {"mask": form.kind, "queries": n_query, "keys": n_keys}
         if reasons and self.config.on_unsupported == "raise":
             raise Unsupported("pre-scored attention in ChatGLM", reasons)
         if reasons:
             self.stats["path"] = f"exact: {'; '.join(reasons)}"
             exact: Tensor = self.original(query_layer, key_layer, value_layer, attention_mask)
             return exact
-        output = self._attend(query, key, value, form)
+        output = attend_following(
+            self.selection,
+            query,
+            key,
+            value,
+            form,
+            config=self.config,
+            scale=query.shape[-1] ** -0.5,
+            stats=self.stats,
+        )
         return output.permute(2, 0, 1, 3).flatten(2)
-
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor, form: MaskForm) -> Tensor:
-        n_query, n_keys = query.shape[2], key.shape[2]
-        scale = query.shape[-1] ** -0.5
-        if n_query == n_keys or n_query > _STEP_AT_MOST:
-            self.selection.forget()
-            return attend_prescored(query, key, value, form, config=self.config, scale=scale)
-        if not remembers(self.config):
-            self.stats["path"] = "step over all keys"
-            return attend_exactly(query, key, value, form, scale=scale)
-        state = self.selection.state_for(key, value, form.valid, n_query, self.config)
-        self.stats.update(path="step over the selection", rows=state.n_rows, since=state.n_since)
-        return state.attend(query, scale)
 
     def _own_heads(self, tensor: Tensor) -> Tensor:
         """Undo the caller's repetition of key heads, so that each is scored once."""

@@ -12,9 +12,11 @@ from torch import Tensor, nn
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from prescore.config import PrescoreConfig
+from prescore.decoding.follow import FollowedSelection
 from prescore.errors import Unsupported
+from prescore.integrations.following import attend_following
 from prescore.integrations.huggingface_layer import layer_of
-from prescore.integrations.masked import attend_exactly, attend_prescored, inexpressible
+from prescore.integrations.masked import attend_exactly, inexpressible
 from prescore.integrations.masks import MaskForm, full_mask, read_mask
 
 _PLAN = "_prescore_plan"
@@ -28,9 +30,13 @@ _FOREIGN = {
 
 @dataclass(eq=False)
 class LayerPlan:
-    """What one attention module does: pre-scored with `config`, or exact when that is None."""
+    """What one attention module does: pre-scored with `config`, or exact when that is None.
+
+    `selection` serves decode steps whose keys come from a cache that cannot hold one.
+    """
 
     config: PrescoreConfig | None
+    selection: FollowedSelection = field(default_factory=FollowedSelection)
     stats: dict[str, Any] = field(default_factory=dict)
     warned: set[str] = field(default_factory=set)
 
@@ -95,8 +101,9 @@ def prescored_attention_forward(
     elif layer is not None:
         output = layer.attend(query, form, config=config, scale=scaling, stats=plan.stats)
     else:
-        plan.stats["path"] = "prescored" if n_query > 1 else "prescored: selected for this step alone"
-        output = attend_prescored(query, key, value, form, config=config, scale=scaling)
+        output = attend_following(
+            plan.selection, query, key, value, form, config=config, scale=scaling, stats=plan.stats
+        )
     return output.transpose(1, 2).contiguous(), None
 
 

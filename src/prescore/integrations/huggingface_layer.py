@@ -14,12 +14,11 @@ from prescore.decoding.rows import Rows
 from prescore.decoding.state import DecodeState, SelectionState
 from prescore.decoding.states import make_state, remembers
 from prescore.errors import Unsupported
+from prescore.integrations.following import STEP_AT_MOST
 from prescore.integrations.masked import attend_exactly, attend_prescored
 from prescore.integrations.masks import MaskForm
 
 _LAYER = "_prescore_layer"
-_STEP_AT_MOST = 32
-"""Queries of one decode step; more at once are another piece of the prompt."""
 
 
 def layer_of(key: Tensor) -> PrescoredLayer | None:
@@ -131,7 +130,7 @@ class PrescoredLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         """
         self.valid, self.config = form.valid, config
         n_query = query.shape[2]
-        if n_query == self.n_seen or n_query > _STEP_AT_MOST:
+        if n_query == self.n_seen or n_query > STEP_AT_MOST:
             self._forget_selection("a further piece of the prompt needs all keys")
             rows = self._all_rows()
             self._unread = None
