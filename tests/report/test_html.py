@@ -152,6 +152,7 @@ def test_token_map_marks_what_was_kept():
     assert first.count('class="bar"') == 2
     assert "hidden" not in first.split(">")[0]
     assert shown.count("hidden") == 1
+    assert "<tr><th scope='row'>most attended</th><td>75 %</td></tr>" in shown
 
 
 @pytest.mark.slow

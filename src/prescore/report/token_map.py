@@ -27,7 +27,23 @@ def token_map(record: Record) -> str:
         for method in methods
         for layer in layers
     ]
-    return f'<div class="tokens">\n<div class="choices">{"".join(choices)}</div>\n' + "\n".join(views) + "\n</div>"
+    shown = (
+        f'<div class="tokens">\n<div class="choices">{"".join(choices)}</div>\n' + "\n".join(views) + "\n</div>"
+    )
+    return shown + _mass_table(figures["mass"], methods, layers)
+
+
+def _mass_table(mass: dict[str, dict[str, float]], methods: Sequence[str], layers: Sequence[str]) -> str:
+    """The share of attention on kept keys, all methods and layers beside one another."""
+    head = "".join(f"<th scope='col'>layer {int(layer) + 1}</th>" for layer in layers)
+    lines = []
+    for method in methods:
+        cells = "".join(f"<td>{100 * mass[method][layer]:.0f} %</td>" for layer in layers)
+        lines.append(f"<tr><th scope='row'>{escape(method)}</th>{cells}</tr>")
+    return (
+        "<div class='scroll'><table class='plain mass-table'><thead><tr><th scope='col'>attention on kept keys</th>"
+        f"{head}</tr></thead><tbody>{''.join(lines)}</tbody></table></div>"
+    )
 
 
 def _choice(name: str, words: str, labels: Sequence[str], values: Sequence[str]) -> str:
