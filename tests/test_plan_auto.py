@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from prescore import PrescoreConfig, exact_attention, prescored_attention
+from prescore import PrescoreConfig, exact_attention, hyper_attention, prescored_attention
 from prescore.attention.exact import exact_parts
 from prescore.pipeline import attend_with_plan
 from prescore.plan import FITTING_COLUMNS
@@ -59,3 +59,12 @@ def test_one_leaf_is_exact_whatever_the_inner_attention():
         got = prescored_attention(query, key, value, config=AUTO.replace(inner=inner), is_causal=True)
         wanted = exact_attention(query, key, value, is_causal=True).output
         torch.testing.assert_close(got, wanted, rtol=0, atol=0)
+
+
+def test_a_failed_delta_test_runs_unfiltered_hyperattention_also_for_inner_exact():
+    query, key, value = draw(300)
+    config = AUTO.replace(inner="exact", top_k=10, min_fraction=0.5, min_seq_len=0)
+    got, aux = prescored_attention(query, key, value, config=config, return_aux=True)
+    wanted = hyper_attention(query, key, value, config=config)
+    torch.testing.assert_close(got, wanted.output, rtol=0, atol=0)
+    assert aux.stats["fallbacks"] == 1

@@ -18,7 +18,8 @@ class Coupling:
     """How a selection enters HyperAttention. The defaults are the corrected integration (GLM3).
 
     The other value of each field is one artefact of the paper's early integration (Appendix F):
-    `mask="zero"` zeroes unselected keys and values instead of excluding them; `residual_weight="all"` scales
+    `mask="zero"` zeroes unselected keys and values instead of excluding them (they stay in the softmax, so
+    stand-ins and a part of their own for sinks do not apply); `residual_weight="all"` scales
     the residual by n instead of |S|; `overlap="count"` counts a key twice when block and sample both hold it.
     """
 

@@ -167,7 +167,8 @@ class Planner:
         problems = self._problems(block, selection, extra)
         exact = block.exact.to(selection.indices.device)
         if config.inner == "exact":
-            exact = torch.ones_like(exact)
+            # where the delta test failed, Algorithm 2 runs HyperAttention over all keys
+            exact = exact | (torch.ones_like(exact) if selection.fallback is None else ~selection.fallback)
         elif config.inner == "auto":
             few = problems.counts().amax(-1) <= config.block_size + config.sample_size
             exact = exact | few | self._cheaper_exactly(block.n_keys())
