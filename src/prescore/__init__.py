@@ -45,7 +45,7 @@ __version__ = "0.1.0"
 __all__ = [*_HOMES, "__version__"]  # noqa: PLE0604
 
 
-def __getattr__(name: str) -> Any:  # noqa: ANN401
+def __getattr__(name: str) -> Any:
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name]), name)
     raise AttributeError(f"module 'prescore' has no attribute {name!r}")

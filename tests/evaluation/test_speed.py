@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 import torch
+
 from prescore.config import PrescoreConfig
 from prescore.evaluation import speed, speed_check
 from prescore.pipeline import attend_with_plan
