@@ -41,8 +41,8 @@ def _mass_table(mass: dict[str, dict[str, float]], methods: Sequence[str], layer
         cells = "".join(f"<td>{100 * mass[method][layer]:.0f} %</td>" for layer in layers)
         lines.append(f"<tr><th scope='row'>{escape(method)}</th>{cells}</tr>")
     return (
-        "<div class='scroll'><table class='plain mass-table'><thead><tr><th scope='col'>attention on kept keys</th>"
-        f"{head}</tr></thead><tbody>{''.join(lines)}</tbody></table></div>"
+        "<div class='scroll'><table class='plain mass-table'><thead><tr>"
+        f"<th scope='col'>attention on kept keys</th>{head}</tr></thead><tbody>{''.join(lines)}</tbody></table></div>"
     )
 
 
