@@ -172,3 +172,20 @@ def test_a_lone_unlike_key_is_read_by_everyone():
     got, _ = routed_attention(query, key, value, **options(True, rows=0))
     expected = exact_attention(query, key, value, is_causal=True, scale=SCALE)
     torch.testing.assert_close(got.output, expected.output, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("n_query", [1350, 700])
+def test_strips_and_groups_equal_the_reference(n_query, monkeypatch):
+    """Chunks long enough to be cut into strips, several dispatches, large and small tiles."""
+    monkeypatch.setattr("prescore.attention.routed.PAIRS_AT_ONCE", 2000)
+    tensors = inputs(n_query, 1350, batch=1, heads=2, kv_heads=1)
+    arguments = options(True, rows=96, leaf_size=32, chunk_size=256)
+    expected, (got, stats) = routed_reference(*tensors, **arguments), routed_attention(*tensors, **arguments)
+    assert (stats["chunk"], stats["n_pieces"]) == (256, 4)
+    torch.testing.assert_close(got.output, expected.output, rtol=0, atol=1e-12)
+    torch.testing.assert_close(got.lse, expected.lse, rtol=0, atol=1e-12)
+    weights = torch.randn(got.output.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    ours = torch.autograd.grad((got.output * weights).sum(), tensors)
+    theirs = torch.autograd.grad((expected.output * weights).sum(), tensors)
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-11)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from prescore.attention.bounds import ErrorBar, exact_rows, sampled_error, unread_bounds
 from prescore.attention.exact import exact_parts
 from prescore.attention.kernels import Backend, Call, pick_backend
 from prescore.attention.parts import attend_parts
@@ -40,6 +41,7 @@ def routed_attention(
     scale: float,
     tree_builder: TreeBuilder,
     backend: str = "auto",
+    error_bar: bool = False,
 ) -> tuple[Attended, dict[str, Any]]:
     """Attention over local chunks, single keys, chosen leaves and stand-ins.
 
@@ -49,31 +51,71 @@ def routed_attention(
         value: `[B, Hkv, Nk, Dv]`, likewise.
         is_causal: No query sees a later key, nor anything that depends on a later query.
         valid: `[B, Nk]`, True = a real key, or None.
-        config: `rows`, `leaf_size`, `chunk_size`, `sinks`.
+        config: `rows`, `leaf_size`, `chunk_size`, `sinks`; with `tolerance`, queries whose bound on misplaced
+            mass exceeds it are recomputed exactly.
         scale: Factor of the logits.
         tree_builder: See `TreeBuilder`.
         backend: Name of an operator backend, or `auto`.
+        error_bar: Report the bounds and a sampled error in the figures.
 
     Returns:
-        Output with lse, and what was read: rows of each kind per query at most, number of queries read exactly.
+        Output with lse, and figures: rows of each kind a query reads at most, queries read exactly, error bar.
     """
     layout = make_layout(query.shape[2], key.shape[2], causal=is_causal, config=config)
     chosen = pick_backend(Call(query.device.type, query.dtype, query.shape[-1]), backend)
     n_exact = layout.n_query if not layout.n_pieces else max(0, min(layout.head - layout.first, layout.n_query))
     if query.numel() == 0 or key.numel() == 0:
         n_exact = layout.n_query
+    stats = _stats(layout, n_exact)
     results = []
+    bars = []
     if n_exact or not layout.n_query:
         results.append(_exact(query[:, :, :n_exact], key, value, layout, valid, scale, chosen))
+        bars.append(ErrorBar(*(torch.zeros_like(results[0].lse, requires_grad=False),) * 2))
     if n_exact < layout.n_query:
         clusters = build_clusters(key, value, layout, valid, tree_builder)
-        rest = query[:, :, n_exact:]
-        results.append(_routed(rest, key, value, layout, clusters, n_exact, scale, chosen))
-    stats = _stats(layout, n_exact)
-    if len(results) == 1:
-        return results[0], stats
-    outputs, lses = zip(*results, strict=True)
-    return Attended(torch.cat(outputs, dim=2), torch.cat(lses, dim=2)), stats
+        frame = Frame.of(query, key.shape[1], layout, n_exact)
+        plan = _plan(layout, frame, scale, chosen)
+        blocks = frame.split(query[:, :, n_exact:])
+        output, lse, read = attend_routed(blocks, _sources(key, value, layout, clusters, frame), plan)
+        results.append(Attended(frame.join(output), frame.join(lse[..., None]).squeeze(-1)))
+        if error_bar or config.tolerance is not None:
+            bounds = unread_bounds(blocks, lse, read, clusters, plan)
+            bars.append(ErrorBar(*(frame.join(bound[..., None]).squeeze(-1) for bound in bounds)))
+    whole = results[0]
+    if len(results) > 1:
+        outputs, lses = zip(*results, strict=True)
+        whole = Attended(torch.cat(outputs, dim=2), torch.cat(lses, dim=2))
+    if len(bars) == len(results) and (error_bar or config.tolerance is not None):
+        bar = ErrorBar(*(torch.cat([getattr(b, f) for b in bars], dim=2) for f in ("lost", "misplaced")))
+        whole = _within_tolerance(whole, bar, query, key, value, valid, layout, config, scale, chosen, stats)
+    return whole, stats
+
+
+def _within_tolerance(
+    whole: Attended, bar: ErrorBar, query: Tensor, key: Tensor, value: Tensor, valid: Tensor | None,
+    layout: Layout, config: PrescoreConfig, scale: float, backend: Backend, stats: dict[str, Any],
+) -> Attended:  # fmt: skip
+    """Recompute what the tolerance does not allow, and report the bounds that hold afterwards."""
+    misplaced, lost = bar.misplaced, bar.lost
+    causal = layout.causal
+    if config.tolerance is not None:
+        over = misplaced > config.tolerance
+        stats["recomputed_queries"] = int(over.sum())
+        if stats["recomputed_queries"]:
+            exact = exact_rows(
+                query, key, value, over, causal=causal, valid=valid, scale=scale, backend=backend.name
+            )
+            output = torch.where(over[..., None], exact.output, whole.output)
+            whole = Attended(output, torch.where(over, exact.lse, whole.lse))
+            misplaced, lost = misplaced.masked_fill(over, 0.0), lost.masked_fill(over, 0.0)
+    if misplaced.numel():
+        stats.update(
+            misplaced_bound_mean=float(misplaced.mean()), misplaced_bound_max=float(misplaced.max()),
+            lost_bound_mean=float(lost.mean()), lost_bound_max=float(lost.max()),
+        )  # fmt: skip
+    stats.update(sampled_error(query, key, value, whole, causal=causal, valid=valid, scale=scale))
+    return whole
 
 
 def _exact(
@@ -87,44 +129,70 @@ def _exact(
     return attend_parts(query, key, value, parts, scale=scale, backend=backend.name)
 
 
-def _routed(
-    query: Tensor, key: Tensor, value: Tensor, layout: Layout, clusters: Clusters, skipped: int, scale: float,
-    backend: Backend,
-) -> Attended:  # fmt: skip
-    """Attend for the queries behind the first `skipped`."""
-    batch, n_heads, n_query, _ = query.shape
-    n_kv_heads = key.shape[1]
-    group = n_heads // n_kv_heads
-    size = layout.chunk if layout.causal else min(QUERY_BLOCK, n_query)
-    # causal blocks lie on the grid of chunks: fill up before the first query and behind the last
-    behind = layout.first + skipped - layout.sinks
-    first_chunk, before = divmod(behind, size) if layout.causal else (0, 0)
-    n_blocks = -(-(before + n_query) // size)
-    after = n_blocks * size - before - n_query
-    blocks = pad(query, (0, 0, before, after)).view(batch * n_kv_heads, group, n_blocks, size, -1).transpose(1, 2)
-    local = None
-    pieces = [layout.n_pieces] * n_blocks
+@dataclasses.dataclass(frozen=True)
+class Frame:
+    """How routed queries lie in blocks; causal blocks lie on the grid of chunks, filled up at both ends."""
+
+    batch: int
+    n_kv_heads: int
+    group: int
+    n_query: int
+    size: int
+    n_blocks: int
+    first_chunk: int
+    before: int
+
+    @classmethod
+    def of(cls, query: Tensor, n_kv_heads: int, layout: Layout, skipped: int) -> Frame:
+        """The frame of the queries behind the first `skipped`."""
+        batch, n_heads, n_query = query.shape[:3]
+        n_query -= skipped
+        size = layout.chunk if layout.causal else min(QUERY_BLOCK, n_query)
+        behind = layout.first + skipped - layout.sinks
+        first_chunk, before = divmod(behind, size) if layout.causal else (0, 0)
+        n_blocks = -(-(before + n_query) // size)
+        group = n_heads // n_kv_heads
+        return cls(batch, n_kv_heads, group, n_query, size, n_blocks, first_chunk, before)
+
+    def split(self, query: Tensor) -> Tensor:
+        """`[B, Hq, Nq, D]` -> `[B * Hkv, n, G, size, D]`."""
+        after = self.n_blocks * self.size - self.before - self.n_query
+        filled = pad(query, (0, 0, self.before, after))
+        shape = (self.batch * self.n_kv_heads, self.group, self.n_blocks, self.size, query.shape[-1])
+        return filled.reshape(shape).transpose(1, 2)
+
+    def join(self, blocks: Tensor) -> Tensor:
+        """The inverse of `split`, for any last dimension."""
+        n_heads = self.n_kv_heads * self.group
+        shape = (self.batch, n_heads, self.n_blocks * self.size, blocks.shape[-1])
+        return blocks.transpose(1, 2).reshape(shape)[:, :, self.before : self.before + self.n_query]
+
+
+def _plan(layout: Layout, frame: Frame, scale: float, backend: Backend) -> Plan:
+    pieces = [layout.n_pieces] * frame.n_blocks
     if layout.causal:
-        local = _local(key, value, layout, first_chunk, n_blocks)
-        pieces = list(range(first_chunk - 1, first_chunk - 1 + n_blocks))
+        pieces = list(range(frame.first_chunk - 1, frame.first_chunk - 1 + frame.n_blocks))
+    pairs_per_block = frame.batch * frame.n_kv_heads * frame.group * frame.size * max(1, layout.n_chosen)
+    return Plan(
+        tuple(layout.ranges(seen, layout.leaves) for seen in pieces),
+        tuple(layout.ranges(seen, layout.singles, layout.sinks) for seen in pieces),
+        layout.n_chosen,
+        scale,
+        backend,
+        max(1, PAIRS_AT_ONCE // pairs_per_block),
+    )
+
+
+def _sources(key: Tensor, value: Tensor, layout: Layout, clusters: Clusters, frame: Frame) -> Sources:
+    local = _local(key, value, layout, frame.first_chunk, frame.n_blocks) if layout.causal else None
     leaf_bias = None
     if clusters.alive is not None:
-        leaf_bias = torch.zeros(clusters.alive.shape, dtype=query.dtype, device=query.device)
+        leaf_bias = torch.zeros(clusters.alive.shape, dtype=key.dtype, device=key.device)
         leaf_bias.masked_fill_(~clusters.alive, -torch.inf)
-    sources = Sources(
+    return Sources(
         local, (clusters.mean_key, clusters.mean_value), (clusters.single_key, clusters.single_value),
         (clusters.leaf_key, clusters.leaf_value), clusters.log_count, clusters.single_bias, leaf_bias,
     )  # fmt: skip
-    plan = Plan(
-        tuple(layout.ranges(seen, layout.leaves) for seen in pieces),
-        tuple(layout.ranges(seen, layout.singles, layout.sinks) for seen in pieces),
-        layout.n_chosen, scale, backend,
-        max(1, PAIRS_AT_ONCE // (blocks.shape[0] * group * size * max(1, layout.n_chosen))),
-    )  # fmt: skip
-    output, lse, _ = attend_routed(blocks, sources, plan)
-    output = output.transpose(1, 2).reshape(batch, n_heads, n_blocks * size, -1)[:, :, before : before + n_query]
-    lse = lse.transpose(1, 2).reshape(batch, n_heads, n_blocks * size)[:, :, before : before + n_query]
-    return Attended(output, lse)
 
 
 def _local(key: Tensor, value: Tensor, layout: Layout, first_chunk: int, n_blocks: int) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,168 @@
+"""How wrong routed attention can be, from what it read: certified bounds, and a sampled estimate.
+
+Inside an unread leaf the logits are `x_i` around their mean, with `|x_i| <= s = scale |q| r` (`r` the leaf's
+radius) and a mean square of at most `v = (scale |q|)^2 d` (`d` its mean squared distance). The stand-in counts
+`exp(mean)` per member. The true mass is at least that (Jensen) and at most `grow` times it, the smaller of
+`cosh s` (convexity) and `1 + v (e^s - 1 - s) / s^2` (Bennett); and a share of at most
+`move = min(2 (1 - e^-s), sqrt v)` lies on other members than the stand-in says.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from prescore.attention.kernels import accumulation_dtype
+from prescore.attention.parts import Part, attend_parts
+from prescore.attention.routed_core import Plan
+from prescore.attention.routed_layout import Clusters
+from prescore.types import Attended
+
+ROWS_AT_ONCE = 256
+
+
+@dataclass(frozen=True, eq=False)
+class ErrorBar:
+    """Bounds per query, `[B, Hq, Nq]`, 0 for queries that read everything exactly.
+
+    Attributes:
+        lost: Share of the true attention mass that the result does not count, at most.
+        misplaced: Sum over all keys of |true weight - weight given|, at most; the output is off by at most this
+            times the largest distance of a value from the output.
+    """
+
+    lost: Tensor
+    misplaced: Tensor
+
+
+def leaf_extent(clusters: Clusters) -> tuple[Tensor, Tensor]:
+    """Radius and mean squared distance of every leaf's members from their mean, `[T, M]` each."""
+    wide = accumulation_dtype(clusters.leaf_key.dtype)
+    away = clusters.leaf_key.detach().to(wide) - clusters.mean_key.detach().to(wide)[:, :, None]
+    square = (away * away).sum(-1)
+    if clusters.alive is None:
+        return square.amax(-1).sqrt(), square.mean(-1)
+    square = square.masked_fill(~clusters.alive, 0.0)
+    return square.amax(-1).sqrt(), square.sum(-1) / clusters.alive.sum(-1).clamp_min(1)
+
+
+def unread_bounds(
+    query: Tensor, lse: Tensor, read: Tensor, clusters: Clusters, plan: Plan
+) -> tuple[Tensor, Tensor]:
+    """Lost and misplaced mass.
+
+    Args:
+        query: `[T, n, G, t, D]` blocks of queries.
+        lse: `[T, n, G, t]` of the merged result.
+        read: `[T, n, G * t, J]` leaves read, -1 for none.
+        clusters: The leaves.
+        plan: What each block sees.
+
+    Returns:
+        Two of `[T, n, G, t]`, see `ErrorBar`.
+    """
+    radius, spread = leaf_extent(clusters)
+    wide = radius.dtype
+    results: tuple[list[Tensor], list[Tensor]] = ([], [])
+    for block, ranges in enumerate(plan.leaves):
+        some = query[:, block].detach().flatten(1, 2).to(wide) * plan.scale  # [T, G * t, D]
+        whole = lse[:, block].detach().flatten(1)
+        numbers = torch.cat([torch.arange(part.start, part.stop, device=query.device) for part in ranges])
+        mean, count, r, d = (
+            t.detach().index_select(1, numbers).to(wide)
+            for t in (clusters.mean_key, clusters.log_count, radius, spread)
+        )
+        weight = torch.exp(torch.baddbmm(count[:, None], some, mean.transpose(1, 2)) - whole[..., None])
+        was_read = torch.zeros(*weight.shape[:2], clusters.mean_key.shape[1] + 1, dtype=torch.bool)
+        was_read = was_read.to(query.device).scatter_(2, read[:, block] % was_read.shape[-1], True)
+        weight = weight.masked_fill_(was_read.index_select(2, numbers), 0.0)
+        norm = torch.linalg.vector_norm(some, dim=-1, keepdim=True)
+        grow, move = _leaf_factors(norm * r[:, None], (norm * norm) * d[:, None])
+        more = torch.where(weight > 0, weight * grow, 0.0).sum(-1)
+        moved = (weight * move).sum(-1)
+        results[0].append(_share(more, torch.zeros_like(more)))
+        results[1].append(_share(more, moved))
+    lead = query.shape[:-1]
+    lost, misplaced = (torch.stack(parts, dim=1).view(lead) for parts in results)
+    return lost, misplaced
+
+
+def _leaf_factors(reach: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
+    """What a leaf's mass may exceed its stand-in by, and the share of the stand-in that may lie elsewhere."""
+    small = reach < 1e-2
+    safe = reach.masked_fill(small, 1.0)
+    # (e^s - 1 - s) / s^2 is about 1/2 + s/6 near 0, where the quotient loses its digits
+    bennett = torch.where(small, 0.5 + reach / 5, (torch.expm1(safe) - safe) / (safe * safe))
+    grow = torch.minimum(torch.cosh(reach) - 1, variance * bennett)
+    move = torch.minimum(-2 * torch.expm1(-reach), variance.sqrt())
+    return grow, move
+
+
+def _share(more: Tensor, moved: Tensor) -> Tensor:
+    """`(more + moved) / (1 + more)`, 1 in the limit of infinite `more`; never above 2."""
+    return torch.where(torch.isinf(more), 1.0 + 0 * moved, (more + moved) / (1 + more)).clamp_max(2.0)
+
+
+def exact_rows(
+    query: Tensor, key: Tensor, value: Tensor, wanted: Tensor, *, causal: bool, valid: Tensor | None, scale: float,
+    backend: str,
+) -> Attended:  # fmt: skip
+    """Exact attention for the wanted queries only; all others have output 0 and lse -inf.
+
+    Args:
+        query: `[B, Hq, Nq, D]`.
+        key: `[B, Hkv, Nk, D]`.
+        value: `[B, Hkv, Nk, Dv]`.
+        wanted: `[B, Hq, Nq]`.
+        causal: Queries are the last `Nq` positions.
+        valid: `[B, Nk]`, or None.
+        scale: Factor of the logits.
+        backend: Name of an operator backend, or `auto`.
+    """
+    n_query, n_key = query.shape[2], key.shape[2]
+    n_trees = key.shape[0] * key.shape[1]
+    per_tree = wanted.reshape(n_trees, -1)
+    most = int(per_tree.sum(1).max()) if per_tree.numel() else 0
+    # wanted rows first, in order; the tail of trees with fewer is filler
+    order = per_tree.to(torch.int8).argsort(dim=1, descending=True, stable=True)[:, :most]
+    filled = per_tree.gather(1, order)
+    position = order % n_query + (n_key - n_query if causal else n_key - 1)
+    first = torch.arange(0, per_tree.numel(), per_tree.shape[1], device=query.device)[:, None]
+    real = None if valid is None else valid.repeat_interleave(key.shape[1], dim=0)[:, None, None, :]
+    columns = torch.arange(n_key, device=query.device)
+    parts = []
+    for start in range(0, most, ROWS_AT_ONCE):
+        rows = slice(start, start + ROWS_AT_ONCE)
+        seen = columns <= position[:, None, rows, None]
+        if real is not None:
+            seen = seen & real
+        bias = torch.zeros(seen.shape, dtype=query.dtype, device=query.device).masked_fill_(~seen, -math.inf)
+        shape = (n_trees, 1, seen.shape[2])
+        parts.append(Part(shape, (order[:, rows] + first)[:, None], filled[:, None, rows], bias=bias))
+    return attend_parts(query, key, value, parts, scale=scale, backend=backend)
+
+
+def sampled_error(
+    query: Tensor, key: Tensor, value: Tensor, attended: Attended, *, causal: bool, valid: Tensor | None,
+    scale: float, samples: int = 32,
+) -> dict[str, float]:  # fmt: skip
+    """Relative output error at evenly spaced positions, computed exactly there: mean and standard error."""
+    n_query = query.shape[2]
+    if query.numel() == 0:
+        return {"sampled_error": 0.0, "sampled_error_se": 0.0}
+    place = torch.linspace(0, n_query - 1, min(samples, n_query), device=query.device).round().long().unique()
+    wanted = torch.zeros(query.shape[:3], dtype=torch.bool, device=query.device)
+    wanted[:, :, place] = True
+    with torch.no_grad():
+        exact = exact_rows(
+            query, key, value, wanted, causal=causal, valid=valid, scale=scale, backend="auto"
+        ).output[:, :, place]
+        off = torch.linalg.vector_norm((attended.output[:, :, place] - exact).float(), dim=-1)
+        size = torch.linalg.vector_norm(exact.float(), dim=-1)
+        seen = size > 0
+        error = (off[seen] / size[seen]) if seen.any() else off.flatten()
+    spread = float(error.std()) / math.sqrt(error.numel()) if error.numel() > 1 else 0.0
+    return {"sampled_error": float(error.mean()), "sampled_error_se": spread}

@@ -1,0 +1,125 @@
+import pytest
+import torch
+
+from prescore.attention.bounds import exact_rows
+from prescore.attention.exact import exact_attention
+from prescore.attention.routed import routed_attention
+from prescore.clustering.tree import bisection_tree
+from prescore.config import PrescoreConfig
+
+SCALE = 8**-0.5
+
+
+def run(tensors, is_causal, **fields):
+    config = PrescoreConfig(**{"rows": 8, "leaf_size": 4, "chunk_size": 16, "sinks": 3, **fields})
+    return routed_attention(
+        *tensors,
+        is_causal=is_causal,
+        config=config,
+        scale=SCALE,
+        tree_builder=lambda points, levels, valid: bisection_tree(points, levels, valid=valid),
+        error_bar=True,
+    )
+
+
+def inputs(length, *, batch=2, heads=4, kv_heads=2, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    sizes = ((batch, heads, length, 8), (batch, kv_heads, length, 8), (batch, kv_heads, length, 5))
+    return [torch.randn(size, generator=generator, dtype=torch.float64) for size in sizes]
+
+
+def furthest_value(output, value, is_causal):
+    """Largest distance of a visible value from each query's output, [B, Hq, Nq]."""
+    value = value.repeat_interleave(output.shape[1] // value.shape[1], dim=1)
+    distance = torch.cdist(output, value)
+    if is_causal:
+        distance = distance.tril()
+    return distance.amax(-1)
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize("strength", [0.05, 0.5, 1.0, 4.0])
+def test_true_errors_stay_under_the_bounds(is_causal, strength, monkeypatch):
+    query, key, value = inputs(130)
+    tensors = (query * strength, key, value)
+    seen = {}
+    import prescore.attention.routed as routed
+
+    original = routed._within_tolerance
+
+    def spy(whole, bar, *rest):
+        seen["bar"] = bar
+        return original(whole, bar, *rest)
+
+    monkeypatch.setattr(routed, "_within_tolerance", spy)
+    got, stats = run(tensors, is_causal)
+    exact = exact_attention(*tensors, is_causal=is_causal, scale=SCALE)
+    lost = 1 - torch.exp(got.lse - exact.lse)
+    assert (lost >= -1e-12).all()  # stand-ins never count too much
+    assert (lost <= seen["bar"].lost + 1e-12).all()
+    error = (got.output - exact.output).norm(dim=-1)
+    assert (error <= seen["bar"].misplaced * furthest_value(got.output, value, is_causal) + 1e-12).all()
+    assert stats["misplaced_bound_max"] == float(seen["bar"].misplaced.max())
+    assert stats["misplaced_bound_max"] > 0
+    if strength < 0.1:  # narrow leaves: the bound says something
+        assert stats["misplaced_bound_max"] < 0.2
+
+
+def test_reading_everything_leaves_no_doubt():
+    _, stats = run(inputs(130), True, rows=10_000)
+    assert stats["misplaced_bound_max"] == 0
+    assert stats["sampled_error"] < 1e-12
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize("tolerance", [0.0, 0.05, 0.3, 2.0])
+def test_tolerance_is_kept(is_causal, tolerance):
+    query, key, value = inputs(130)
+    tensors = (query * 0.2, key, value)
+    got, stats = run(tensors, is_causal, tolerance=tolerance)
+    assert stats["misplaced_bound_max"] <= tolerance
+    exact = exact_attention(*tensors, is_causal=is_causal, scale=SCALE)
+    error = (got.output - exact.output).norm(dim=-1)
+    assert (error <= tolerance * furthest_value(got.output, value, is_causal) + 1e-12).all()
+    assert (stats["recomputed_queries"] > 0) == (tolerance < 2)
+
+
+def test_gradients_of_recomputed_queries_are_exact():
+    tensors = [t.requires_grad_() for t in inputs(90)]
+    weights = torch.randn(2, 4, 90, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    got, _ = run(tensors, True, tolerance=0.0)
+    exact = exact_attention(*tensors, is_causal=True, scale=SCALE)
+    for ours, theirs in zip(
+        torch.autograd.grad((got.output * weights).sum(), tensors),
+        torch.autograd.grad((exact.output * weights).sum(), tensors),
+        strict=True,
+    ):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
+
+
+def test_a_hidden_needle_shows_in_the_bound_and_is_found_by_tolerance():
+    query, key, value = inputs(130, batch=1, heads=1, kv_heads=1)
+    key = key * 0.3
+    query = query * 0.3
+    direction = torch.zeros(8, dtype=torch.float64)
+    direction[0] = 1.0
+    key[0, 0, 20] = key[0, 0, 20] + 8 * direction  # not unlike enough alone: others point elsewhere
+    query[0, 0, -1] = 4 * direction
+    tensors = (query, key, value)
+    exact = exact_attention(*tensors, is_causal=True, scale=SCALE)
+    plain, stats = run(tensors, True, rows=0)
+    missed = (plain.output - exact.output).norm(dim=-1)[0, 0, -1]
+    certified, after = run(tensors, True, rows=0, tolerance=0.2)
+    assert (certified.output - exact.output).norm(dim=-1)[0, 0, -1] <= missed
+    assert after["misplaced_bound_max"] <= 0.2 < stats["misplaced_bound_max"]
+
+
+def test_only_wanted_rows_are_computed():
+    query, key, value = inputs(40)
+    wanted = torch.rand(2, 4, 40, generator=torch.Generator().manual_seed(3)) < 0.3
+    valid = torch.arange(40) < torch.tensor([[40], [25]])
+    got = exact_rows(query, key, value, wanted, causal=False, valid=valid, scale=SCALE, backend="auto")
+    exact = exact_attention(query, key, value, key_padding_mask=valid, scale=SCALE)
+    torch.testing.assert_close(got.output[wanted], exact.output[wanted], rtol=0, atol=1e-12)
+    assert (got.output[~wanted] == 0).all()
+    assert torch.isneginf(got.lse[~wanted]).all()
