@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from html import escape
 
 WIDTH, HEIGHT = 720.0, 380.0
-_LEFT, _RIGHT, _TOP, _BOTTOM = 58.0, 16.0, 14.0, 46.0
+_LEFT, _RIGHT, _TOP, _BOTTOM = 80.0, 16.0, 14.0, 46.0
 FLOOR = 1e-3
 """Where values that have no logarithm are drawn."""
 
@@ -102,7 +102,7 @@ def _axes(frame: _Frame, x_label: str, y_label: str) -> list[str]:
         f'<text class="axis" x="{middle:g}" y="{HEIGHT - 6:g}" text-anchor="middle">{escape(x_label)}</text>'
     )
     parts.append(
-        f'<text class="axis" transform="translate(12 {(_TOP + bottom) / 2:g}) rotate(-90)" '
+        f'<text class="axis" transform="translate(16 {(_TOP + bottom) / 2:g}) rotate(-90)" '
         f'text-anchor="middle">{escape(y_label)}</text>'
     )
     return parts

@@ -40,10 +40,10 @@ def _mass_table(mass: dict[str, dict[str, float]], methods: Sequence[str], layer
     for method in methods:
         cells = "".join(f"<td>{100 * mass[method][layer]:.0f} %</td>" for layer in layers)
         lines.append(f"<tr><th scope='row'>{escape(method)}</th>{cells}</tr>")
-    return (
-        "<div class='scroll'><table class='plain mass-table'><thead><tr>"
-        f"<th scope='col'>attention on kept keys</th>{head}</tr></thead><tbody>{''.join(lines)}</tbody></table></div>"
+    table = (
+        f"<thead><tr><th scope='col'>attention on kept keys</th>{head}</tr></thead><tbody>{''.join(lines)}</tbody>"
     )
+    return f"<div class='scroll'><table class='plain mass-table'>{table}</table></div>"
 
 
 def _choice(name: str, words: str, labels: Sequence[str], values: Sequence[str]) -> str:
