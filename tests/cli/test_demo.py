@@ -127,6 +127,10 @@ def test_retrieval_reports_exact_beside_the_others(model, text, tmp_path, capsys
         (["--model", "no/such/model"], "model must be 'smollm2', a directory"),
         (["--experiment", "table9"], "experiment must be one of"),
         (["--method", "flash"], "method must be one of"),
+        (
+            ["--experiment", "table1", "--top-k", "8"],
+            "without method, top-k, sample-size, leaf-rule, got top-k too",
+        ),
         (["--leaf-rule", "any"], "leaf_rule must be one of 'exclusive', 'inclusive', 'both', got 'any'"),
         (["--coupling", "early"], "experiment with a coupling must be one of"),
         (["--top-k", "many"], "top_k must be a count or a fraction, got 'many'"),

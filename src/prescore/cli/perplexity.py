@@ -117,6 +117,13 @@ class Request:
         changes: dict[str, Any],
     ) -> None:
         self.experiment, self.names, self.leaf, self.coupling = experiment, names, leaf, coupling
+        # an experiment fixes these itself
+        self.given = {
+            "method": names,
+            "top-k": top_k,
+            "sample-size": samples,
+            "leaf-rule": leaf_rule != "exclusive",
+        }
         self.budgets = [read_budget(text) for text in top_k or ["256"]]
         self.samples, self.leaf_rule, self.sinks, self.changes = samples, leaf_rule, sinks, changes
 
@@ -128,6 +135,11 @@ class Request:
         checks.one_of("leaf_rule", self.leaf_rule, ("exclusive", "inclusive", "both"))
         if self.experiment is not None:
             checks.one_of("experiment", self.experiment, tuple(EXPERIMENTS))
+            beside = [name for name, given in self.given.items() if given]
+            if beside:
+                raise ValueError(
+                    f"an experiment must be given without {', '.join(self.given)}, got {beside[0]} too"
+                )
         if self.coupling is not None:
             checks.one_of("coupling", self.coupling, tuple(COUPLINGS))
             checks.one_of("experiment with a coupling", self.experiment, ("appendix-a", "appendix-i"))
