@@ -19,7 +19,7 @@ Documents = Annotated[
     typer.Option(
         "--document",
         "-d",
-        help="Text file, directory or LongBench .jsonl; repeatable.  [default: Python's own docs]",
+        help="Text file, directory or LongBench .jsonl; repeatable. (default: Python's own docs)",
     ),
 ]
 Dtype = Annotated[str, typer.Option(help="float32, bfloat16, float16 or float64.")]
@@ -42,16 +42,16 @@ def command(
     ] = None,
     top_k: Annotated[list[str] | None, typer.Option(help="Keys kept, count or fraction; repeatable.")] = None,
     sample_size: Annotated[list[int] | None, typer.Option(help="Residual samples; repeatable.")] = None,
-    leaf: Annotated[int | None, typer.Option(min=1, help="Exact causal leaves.  [default: length / 8]")] = None,
+    leaf: Annotated[int | None, typer.Option(min=1, help="Exact causal leaves. (default: length / 8)")] = None,
     leaf_rule: Annotated[
         str, typer.Option(help="exclusive (PPL), inclusive (PPL*, the blockwise flag) or both.")
     ] = "exclusive",
     coupling: Annotated[
-        str | None, typer.Option(help="appendix-a, appendix-i: corrected or early.  [default: as printed]")
+        str | None, typer.Option(help="appendix-a, appendix-i: corrected or early. (default: as printed)")
     ] = None,
     sinks: Annotated[int, typer.Option(min=0, help="First tokens that paper methods keep.")] = 0,
     length: Annotated[list[int] | None, typer.Option("--length", "-n", help="Tokens read; repeatable.")] = None,
-    first: Annotated[int | None, typer.Option(help="First position in the loss.  [default: the middle]")] = None,
+    first: Annotated[int | None, typer.Option(help="First position in the loss. (default: the middle)")] = None,
     offset: Annotated[int, typer.Option(min=0, help="Tokens passed over at the start of a document.")] = 0,
     document: Documents = None,
     documents: Annotated[int | None, typer.Option(min=1, help="Documents at most.")] = None,

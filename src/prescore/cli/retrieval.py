@@ -24,19 +24,21 @@ from prescore.cli.perplexity import (
 def command(
     task: Annotated[
         list[str] | None,
-        typer.Option(help="single-needle, multi-key-needle, variable-tracking; repeatable.  [default: all]"),
+        typer.Option(help="single-needle, multi-key-needle, variable-tracking; repeatable. (default: all)"),
     ] = None,
     method: Annotated[
         list[str] | None,
         typer.Option(help="exact is always measured; default, hyper, random, a scorer, a baseline; repeatable."),
     ] = None,
-    length: Annotated[list[int] | None, typer.Option("--length", "-n", help="Tokens; repeatable.  [2048]")] = None,
+    length: Annotated[
+        list[int] | None, typer.Option("--length", "-n", help="Tokens; repeatable (default: 2048).")
+    ] = None,
     depth: Annotated[
-        list[float] | None, typer.Option(help="Where the fact stands, 0 to 1; repeatable.  [0.1, 0.5]")
+        list[float] | None, typer.Option(help="Where the fact stands, 0 to 1; repeatable (default: 0.1, 0.5).")
     ] = None,
     samples: Annotated[int, typer.Option(min=1, help="Problems per task, length and depth.")] = 10,
     top_k: Annotated[str, typer.Option(help="Keys kept, count or fraction.")] = "256",
-    leaf: Annotated[int | None, typer.Option(min=1, help="Exact causal leaves.  [default: length / 8]")] = None,
+    leaf: Annotated[int | None, typer.Option(min=1, help="Exact causal leaves. (default: length / 8)")] = None,
     document: Annotated[
         str, typer.Option("--document", "-d", help="The text around the fact: a file or a name of the corpus.")
     ] = "python-reference",
