@@ -47,7 +47,7 @@ def command(
         str, typer.Option(help="exclusive (PPL), inclusive (PPL*, the blockwise flag) or both.")
     ] = "exclusive",
     coupling: Annotated[
-        str | None, typer.Option(help="appendix-a, appendix-i: corrected or early. (default: as printed)")
+        str | None, typer.Option(help="corrected (default of appendix-a) or early (of appendix-i).")
     ] = None,
     sinks: Annotated[int, typer.Option(min=0, help="First tokens that paper methods keep.")] = 0,
     length: Annotated[list[int] | None, typer.Option("--length", "-n", help="Tokens read; repeatable.")] = None,
