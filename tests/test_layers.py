@@ -10,7 +10,7 @@ MAX_LINES = 400
 
 LOW = {"types", "errors", "rng", "checks", "registry", "records", "layout", "packing", "planted"}
 PARTS = LOW | {"config", "clustering", "scorers", "selection", "scoring", "attention"}
-STAGES = PARTS | {"blocks", "plan", "statistics", "pipeline"}
+STAGES = PARTS | {"blocks", "plan", "route", "statistics", "pipeline"}
 MAY_IMPORT = {
     **dict.fromkeys(LOW, LOW),
     "config": LOW,
@@ -21,8 +21,9 @@ MAY_IMPORT = {
     "attention": {"types", "errors", "rng", "checks", "layout", "config"},
     "blocks": PARTS,
     "plan": PARTS | {"blocks"},
+    "route": PARTS,
     "statistics": PARTS | {"plan"},
-    "pipeline": PARTS | {"blocks", "plan", "statistics"},
+    "pipeline": PARTS | {"blocks", "plan", "route", "statistics"},
     "baselines": STAGES,
     "decoding": STAGES,
     "integrations": STAGES | {"decoding"},

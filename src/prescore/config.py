@@ -56,7 +56,8 @@ class PrescoreConfig:
             0 = all keys. Every key is assigned once at the end in either case.
 
     Selection:
-        top_k: int = keys kept; float in (0, 1] = share of the keys; 0 or None = no filtering.
+        top_k: int = keys kept; float in (0, 1] = share of the keys; 0 or None = no filtering. In causal mode
+            each off-diagonal block (`routed`: each chunk) keeps that many of its own keys.
         selector: `top`, or `sample` (without replacement in proportion to the score).
         sinks: The first real positions of the sequence, always kept, inside the budget, attended exactly.
         recent: The last real positions, likewise.
@@ -65,7 +66,8 @@ class PrescoreConfig:
 
     Attention:
         inner: Attention over the selected keys: `hyper` (paper), `exact`, `routed` (queries choose clusters:
-            exact inside, stand-ins for the rest), `auto` (the cheaper of hyper and exact at no loss).
+            exact inside, stand-ins for the rest; where `top_k` filters keys out, exact over the others),
+            `auto` (the cheaper of hyper and exact at no loss).
         block_size: Keys in an LSH block; 0 switches the block part off.
         sample_size: Residual samples, with replacement; 0 switches the residual off.
         n_projections: Hash bits.

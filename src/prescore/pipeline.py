@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import torch
@@ -13,12 +14,14 @@ from prescore.attention.kernels import Call, pick_backend
 from prescore.attention.parts import attend_parts
 from prescore.blocks import FULL
 from prescore.config import PrescoreConfig
+from prescore.errors import Unsupported
 from prescore.layout import Aligned, align, align_keys
 from prescore.plan import Plan, Planner
 from prescore.rng import as_streams
+from prescore.route import route, routed_selection, routes
 from prescore.scoring import score_keys, select_keys
 from prescore.selection.members import protected_positions
-from prescore.statistics import statistics
+from prescore.statistics import routed_statistics, statistics
 from prescore.types import Attended, Aux, Selection
 
 Generator = torch.Generator | int | None
@@ -111,7 +114,7 @@ def prescored_attention(
         key_padding_mask: `[B, Nk]`, True = a real key.
         scale: Factor of the logits, `D ** -0.5` by default.
         generator: Seed, generator or None.
-        selection: Use this selection instead of making one.
+        selection: Use this selection instead of making one; `inner="routed"` then attends exactly to it.
         return_aux: Also return lse, the selection and statistics.
         backend: Operator backend, see `exact_attention`.
 
@@ -119,6 +122,10 @@ def prescored_attention(
         The output `[B, Hq, Nq, Dv]`, or `(output, Aux)`.
     """
     config = _config(config)
+    if config.inner == "routed" and selection is None:
+        return _routed(
+            query, key, value, config, is_causal, key_padding_mask, scale, generator, return_aux, backend
+        )
     attended, plan, call = attend_with_plan(
         query, key, value, config, is_causal, key_padding_mask, scale, generator, selection, backend
     )
@@ -127,6 +134,27 @@ def prescored_attention(
     stats = statistics(call, plan, config, resolve_scale(scale, query), backend)
     kept = [_in_place(chosen, call.shift, key.shape[2]) for chosen in plan.selections]
     return attended.output, Aux(attended.lse, kept if is_causal else _only(kept, key), stats)
+
+
+def _routed(
+    call: Aligned,
+    config: PrescoreConfig,
+    is_causal: bool,
+    scale: float,
+    generator: Generator,
+    return_aux: bool,
+    backend: str,
+) -> Any:
+    begin = time.perf_counter()
+    attended, stats = route(call, config, is_causal=is_causal, scale=scale, backend=backend, error_bar=return_aux)
+    as_streams(generator)  # routing draws nothing, but a generator that is passed in advances
+    attended = call.restore(attended)
+    if not return_aux:
+        return attended.output
+    found = routed_statistics(stats, time.perf_counter() - begin)
+    n_keys = call.key.shape[2]
+    kept = [_in_place(chunk, call.shift, n_keys) for chunk in routed_selection(call, is_causal, config)]
+    return attended.output, Aux(attended.lse, kept if is_causal else _only(kept, call.key), found)
 
 
 def hyper_attention(
@@ -169,6 +197,10 @@ def attend_with_plan(
     pick_backend(Call(query.device.type, query.dtype, query.shape[-1]), backend)
     call = align(query, key, value, mask, is_causal=is_causal)
     given = None if selection is None else _given(selection, key, call)
+    if config.tolerance is not None:
+        raise Unsupported("tolerance", [f"it is certified for inner='routed' only, got inner={config.inner!r}"])
+    if config.inner == "routed":
+        config = config.replace(inner="exact")
     streams = as_streams(generator)  # last of the checks: a refused call must not advance the generator
     plan = Planner(call, config, streams, given, is_causal).build()
     attended = plan.timed(

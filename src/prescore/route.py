@@ -1,0 +1,96 @@
+"""Routed attention as a whole call: trees from the clustering layer, aligned batches, budgets."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from prescore.attention.routed import routed_attention
+from prescore.clustering.tree import bisection_tree
+from prescore.config import PrescoreConfig
+from prescore.layout import Aligned
+from prescore.types import Attended, Selection
+
+
+def build_tree(points: Tensor, levels: int, valid: Tensor | None) -> Tensor:
+    """The trees that routed attention uses: bisection along main directions."""
+    return bisection_tree(points, levels, valid=valid)
+
+
+def routes(config: PrescoreConfig, n_keys: int, is_causal: bool) -> bool:
+    """Whether a call with `inner="routed"` is routed: its budget must leave every key reachable.
+
+    In causal mode the budget counts in each chunk. A smaller budget means attending exactly to what it selects.
+    """
+    most = min(n_keys, config.chunk_size) if is_causal else n_keys
+    kept = config.top_k
+    return config.inner == "routed" and (not kept or kept == 1.0 or (isinstance(kept, int) and kept >= most))
+
+
+def route(
+    call: Aligned,
+    config: PrescoreConfig,
+    *,
+    is_causal: bool,
+    scale: float,
+    backend: str = "auto",
+    error_bar: bool = False,
+) -> tuple[Attended, dict[str, Any]]:
+    """Routed attention of an aligned call, and figures about what was read."""
+    start = call.query_start
+    if isinstance(start, int):
+        return _routed(call.query, call.key, call.value, call.valid, config, is_causal, scale, backend, error_bar)
+    # Queries of a padded batch that begin at different positions: one call per position.
+    outputs, lses, rows = [], [], []
+    stats: dict[str, Any] = {}
+    for first in start.unique().tolist():
+        some = (start == first).nonzero().squeeze(1)
+        query, key, value = (t.index_select(0, some) for t in (call.query, call.key, call.value))
+        valid = None if call.valid is None else call.valid.index_select(0, some)
+        seen = max(0, first + query.shape[2])
+        unseen = min(max(0, -first), query.shape[2])  # queries before the first real key see nothing
+        past = None if valid is None else valid[:, :seen]
+        part, stats = _routed(
+            query[:, :, unseen:], key[:, :, :seen], value[:, :, :seen], past, config, is_causal, scale, backend,
+            error_bar,
+        )  # fmt: skip
+        outputs.append(torch.nn.functional.pad(part.output, (0, 0, unseen, 0)))
+        lses.append(torch.nn.functional.pad(part.lse, (unseen, 0), value=-torch.inf))
+        rows.append(some)
+    back = torch.cat(rows).argsort()
+    return Attended(torch.cat(outputs).index_select(0, back), torch.cat(lses).index_select(0, back)), stats
+
+
+def routed_selection(call: Aligned, is_causal: bool, config: PrescoreConfig) -> list[Selection]:
+    """What may be routed to: every key, chunk by chunk in causal mode."""
+    n_keys = call.key.shape[2]
+    size = config.chunk_size if is_causal else max(1, n_keys)
+    chunks = []
+    for begin in range(0, n_keys, size):
+        indices = torch.arange(begin, min(begin + size, n_keys), device=call.key.device)
+        indices = indices.expand(*call.key.shape[:2], -1)
+        valid = torch.ones_like(indices, dtype=torch.bool)
+        if call.valid is not None:
+            valid = call.valid[:, None, begin : begin + size].expand(indices.shape)
+        chunks.append(Selection(indices, valid))
+    return chunks
+
+
+def _routed(
+    query: Tensor, key: Tensor, value: Tensor, valid: Tensor | None, config: PrescoreConfig, is_causal: bool,
+    scale: float, backend: str, error_bar: bool,
+) -> tuple[Attended, dict[str, Any]]:  # fmt: skip
+    return routed_attention(
+        query,
+        key,
+        value,
+        is_causal=is_causal,
+        valid=valid,
+        config=config,
+        scale=scale,
+        tree_builder=build_tree,
+        backend=backend,
+        error_bar=error_bar,
+    )
