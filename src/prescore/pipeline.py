@@ -122,10 +122,10 @@ def prescored_attention(
         The output `[B, Hq, Nq, Dv]`, or `(output, Aux)`.
     """
     config = _config(config)
-    if config.inner == "routed" and selection is None:
-        return _routed(
-            query, key, value, config, is_causal, key_padding_mask, scale, generator, return_aux, backend
-        )
+    checks.attention_inputs(query, key, value, is_causal=is_causal, key_padding_mask=key_padding_mask, scale=scale)
+    if selection is None and routes(config, key.shape[2], is_causal):
+        call = align(query, key, value, key_padding_mask, is_causal=is_causal)
+        return _routed(call, config, is_causal, resolve_scale(scale, query), generator, return_aux, backend)
     attended, plan, call = attend_with_plan(
         query, key, value, config, is_causal, key_padding_mask, scale, generator, selection, backend
     )
