@@ -223,7 +223,7 @@ def place_pieces(
     single = score.topk(n_singles, dim=1).indices
     rest = _others(single, size)
     flat = rest + torch.arange(0, n_trees * span, size, device=key.device)[:, None]
-    points = points.view(-1, points.shape[-1]).index_select(0, flat.view(-1)).view(*rest.shape, key.shape[-1])
+    points = points.reshape(-1, points.shape[-1]).index_select(0, flat.view(-1)).view(*rest.shape, key.shape[-1])
     order = tree_builder(points, layout.levels + joined, None if alive is None else alive.gather(1, rest))
     start = (torch.arange(n_pieces, device=key.device) * size + layout.sinks)[None, :, None]
     rows = rest.gather(1, order).view(n_trees, n_pieces, size - n_singles) + start

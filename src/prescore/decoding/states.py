@@ -6,15 +6,20 @@ from torch import Tensor
 
 from prescore.config import PrescoreConfig
 from prescore.decoding.state import DecodeState, SelectionState
+from prescore.route import routes
 
 
 def remembers(config: PrescoreConfig) -> bool:
-    """Whether decoding keeps a state; if not, a step reads every key exactly.
+    """Whether decoding keeps a selection; if not, a step chooses among all keys, or reads them all.
 
-    There is nothing to remember when nothing is filtered out. `inner="routed"` lets every query choose among
-    all keys; until it has a state of its own, its steps are exact, which is what routing approaches.
+    There is nothing to remember when nothing is filtered out.
     """
-    return bool(config.top_k) and config.top_k != 1.0 and config.inner != "routed"
+    return bool(config.top_k) and config.top_k != 1.0 and not routes_steps(config)
+
+
+def routes_steps(config: PrescoreConfig) -> bool:
+    """Whether every decode step chooses its clusters among all keys (`inner="routed"`)."""
+    return routes(config, config.chunk_size, is_causal=True)
 
 
 def make_state(key: Tensor, value: Tensor, valid: Tensor | None, config: PrescoreConfig) -> DecodeState:

@@ -8,15 +8,19 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
+from prescore.attention.exact import resolve_scale
+from prescore.attention.routed_decode import RoutedIndex
 from prescore.config import PrescoreConfig
 from prescore.decoding.refresh import refresh_due
 from prescore.decoding.rows import Rows
 from prescore.decoding.state import DecodeState, SelectionState
-from prescore.decoding.states import make_state, remembers
+from prescore.decoding.states import make_state, remembers, routes_steps
 from prescore.errors import Unsupported
 from prescore.integrations.following import STEP_AT_MOST
 from prescore.integrations.masked import attend_exactly, attend_prescored
 from prescore.integrations.masks import MaskForm
+from prescore.layout import first_real
+from prescore.route import build_tree
 
 _LAYER = "_prescore_layer"
 
@@ -53,6 +57,7 @@ class PrescoredLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         self.valid: Tensor | None = None
         self.config: PrescoreConfig | None = None
         self._unread: tuple[Tensor, Tensor] | None = None
+        self._index: tuple[tuple[PrescoreConfig, float], RoutedIndex] | None = None
 
     @classmethod
     def adopt(cls, layer: DynamicLayer, evict: bool = False) -> PrescoredLayer:
@@ -139,11 +144,33 @@ class PrescoredLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         if not remembers(config):
             rows = self._all_rows()
             self._unread = None
+            index = self._routed_index(query, form, config, scale)
+            if index is not None:
+                stats["path"] = "routed step"
+                return index.attend(query, rows.key, rows.value).output
             stats["path"] = "step over all keys"
             return attend_exactly(query, rows.key, rows.value, form, scale=scale)
         state = self._state_for(n_query, config)
         stats.update(path="step over the selection", rows=state.n_rows, since=state.n_since)
         return state.attend(query, scale)
+
+    def _routed_index(
+        self, query: Tensor, form: MaskForm, config: PrescoreConfig, scale: float | None
+    ) -> RoutedIndex | None:
+        """The clusters a single new query chooses from; None where steps are exact instead."""
+        if query.shape[2] != 1 or not routes_steps(config):
+            return None
+        start = None
+        if form.valid is not None and not bool(form.valid.all()):
+            start = first_real(form.valid)
+            padding = torch.arange(self.n_seen, device=start.device) < start[:, None]
+            if not torch.equal(form.valid, ~padding):
+                return None  # padding behind or between real keys: positions would not be those of the trees
+        made = (config, resolve_scale(scale, query))
+        if self._index is None or self._index[0] != made:
+            index = RoutedIndex(config, scale=made[1], tree_builder=build_tree, start=start)
+            self._index = (made, index)
+        return self._index[1]
 
     def select(self) -> None:
         """Make the selection now instead of at the first step, once a prompt has been read."""
@@ -163,7 +190,7 @@ class PrescoredLayer(DynamicLayer):  # type: ignore[no-untyped-call]
     def reset(self) -> None:
         """Forget everything."""
         super().reset()
-        self.rows = self.state = self.valid = self._unread = None
+        self.rows = self.state = self.valid = self._unread = self._index = None
         self.n_seen = 0
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -171,6 +198,7 @@ class PrescoredLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         if tokens_to_remove > 0:
             raise ValueError(f"tokens_to_remove must be at most 0, got {tokens_to_remove}")
         n_left = max(0, self.n_seen + tokens_to_remove)
+        self._index = None  # its last pieces may hold tokens that are gone
         if self.state is not None and n_left < self.state.n_selected_from:
             self._forget_selection(f"a crop to {n_left} tokens goes behind the selection")
         elif self.state is not None:
@@ -189,6 +217,10 @@ class PrescoredLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         """Keep these batch rows, in this order."""
         if indices.dtype == torch.bool:
             indices = indices.nonzero().squeeze(1)
+        if self._index is not None and self.rows is not None and indices.numel() == self.rows.key.shape[0]:
+            self._index[1].reorder(indices)
+        else:
+            self._index = None
         for held in (self.rows, self.state):
             if held is not None:
                 held.take(indices)
@@ -201,6 +233,7 @@ class PrescoredLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         for held in (self.rows, self.state):
             if held is not None:
                 held.repeat(repeats)
+        self._index = None
         self.valid = None if self.valid is None else self.valid.repeat_interleave(repeats, dim=0)
         self._show()
 
