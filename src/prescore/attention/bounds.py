@@ -41,7 +41,8 @@ class ErrorBar:
 def leaf_extent(clusters: Clusters) -> tuple[Tensor, Tensor]:
     """Radius and mean squared distance of every leaf's members from their mean, `[T, M]` each."""
     wide = accumulation_dtype(clusters.leaf_key.dtype)
-    away = clusters.leaf_key.detach().to(wide) - clusters.mean_key.detach().to(wide)[:, :, None]
+    members = clusters.leaf_key.detach()[:, :, : clusters.rows.shape[-1]]
+    away = members.to(wide) - clusters.mean_key.detach().to(wide)[:, :, None]
     square = (away * away).sum(-1)
     if clusters.alive is None:
         return square.amax(-1).sqrt(), square.mean(-1)

@@ -186,9 +186,10 @@ def _plan(layout: Layout, frame: Frame, scale: float, backend: Backend) -> Plan:
 def _sources(key: Tensor, value: Tensor, layout: Layout, clusters: Clusters, frame: Frame) -> Sources:
     local = _local(key, value, layout, frame.first_chunk, frame.n_blocks) if layout.causal else None
     leaf_bias = None
-    if clusters.alive is not None:
-        leaf_bias = torch.zeros(clusters.alive.shape, dtype=key.dtype, device=key.device)
-        leaf_bias.masked_fill_(~clusters.alive, -torch.inf)
+    if clusters.alive is not None or layout.leaf_room > layout.leaf:
+        leaf_bias = torch.full(clusters.leaf_key.shape[:3], -torch.inf, dtype=key.dtype, device=key.device)
+        member = torch.ones_like(clusters.rows, dtype=torch.bool) if clusters.alive is None else clusters.alive
+        leaf_bias[:, :, : layout.leaf].masked_fill_(member, 0.0)
     return Sources(
         local, (clusters.mean_key, clusters.mean_value), (clusters.single_key, clusters.single_value),
         (clusters.leaf_key, clusters.leaf_value), clusters.log_count, clusters.single_bias, leaf_bias,
