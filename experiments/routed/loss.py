@@ -1,0 +1,77 @@
+r"""Loss above exact attention on SmolLM2-135M with all layers routed, second half of the window.
+
+    python experiments/routed/loss.py BOOK.txt --start 200000 --length 8192 \
+        --settings rows=512,leaf_size=64 rows=512,leaf_size=128 rows=256,leaf_size=64
+
+`singles=0.0078125` sets the share of single keys (studies only).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+
+import torch
+from torch.nn.functional import cross_entropy
+
+import prescore.attention.routed_layout as layout
+from prescore.attention.routed import routed_attention
+from prescore.config import PrescoreConfig
+from prescore.evaluation.language_model import load_language_model
+from prescore.route import build_tree
+
+
+def register(name: str, config: PrescoreConfig) -> None:
+    """Make `name` an attention implementation of transformers: every layer routed with `config`."""
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    def attend(module, query, key, value, mask, scaling=None, **_):  # noqa: ANN001, ANN003, ANN202
+        scale = scaling or query.shape[-1] ** -0.5
+        attended, _ = routed_attention(
+            query, key, value, is_causal=True, config=config, scale=scale, tree_builder=build_tree
+        )
+        return attended.output.transpose(1, 2).contiguous(), None
+
+    ALL_ATTENTION_FUNCTIONS.register(name, attend)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(name, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+
+
+def main() -> None:
+    """Measure exact attention, then every setting."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("book", type=Path)
+    parser.add_argument("--start", type=int, default=200_000, help="character where the window begins")
+    parser.add_argument("--length", type=int, default=8192)
+    parser.add_argument("--settings", nargs="+", default=["rows=512,leaf_size=64"])
+    parser.add_argument("--threads", type=int, default=2)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    language_model = load_language_model()
+    text = options.book.read_bytes().decode(errors="replace")[options.start : options.start + 8 * options.length]
+    tokens = language_model.encode(text)[: options.length]
+    model = language_model.model
+    exact = None
+    for setting in ["exact", *options.settings]:
+        if setting == "exact":
+            model.set_attn_implementation("sdpa")
+        else:
+            fields = dict(field.split("=") for field in setting.split(","))
+            layout.SINGLES_PER_KEY = float(fields.pop("singles", layout.SINGLES_PER_KEY))
+            config = PrescoreConfig(inner="routed", **{name: int(value) for name, value in fields.items()})
+            register("routed-study", config)
+            model.set_attn_implementation("routed-study")
+        start = time.perf_counter()
+        with torch.no_grad():
+            logits = language_model.logits(language_model.hidden(tokens))
+        half = len(tokens) // 2
+        loss = float(cross_entropy(logits[half - 1 : -1].float(), tokens[half:].to(logits.device)))
+        exact = loss if exact is None else exact
+        figures = {"setting": setting, "loss": round(loss, 4), "above_exact": round(loss - exact, 4)}
+        print(json.dumps({**figures, "seconds": round(time.perf_counter() - start, 1)}), flush=True)  # noqa: T201
+
+
+if __name__ == "__main__":
+    main()
