@@ -103,8 +103,9 @@ def _leaf_factors(reach: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _share(more: Tensor, moved: Tensor) -> Tensor:
-    """`(more + moved) / (1 + more)`, 1 in the limit of infinite `more`; never above 2."""
-    return torch.where(torch.isinf(more), 1.0 + 0 * moved, (more + moved) / (1 + more)).clamp_max(2.0)
+    """The largest `(x + moved) / (1 + x)` for any true excess `x` from 0 to `more`; never above 2."""
+    at_most = torch.where(torch.isinf(more), torch.ones_like(more), (more + moved) / (1 + more))
+    return torch.maximum(at_most, moved).clamp_max(2.0)
 
 
 def exact_rows(
