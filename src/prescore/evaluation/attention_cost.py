@@ -60,6 +60,28 @@ def leaf_rows(length: int, leaf: int) -> float:
     return float((torch.arange(length, dtype=torch.float64) % leaf + 1).mean())
 
 
+def routed_rows(figures: Mapping[str, Any]) -> float:
+    """Rows that a query meets in causal routed attention, on average; its own statistics tell the last query's.
+
+    The first queries are exact. Behind them a query of chunk c meets the chunk before, its own chunk up to itself,
+    the sinks, and of the c - 1 pieces further back their single keys, a stand-in per leaf, and the chosen leaves.
+
+    Args:
+        figures: Statistics of a routed call.
+    """
+    position = torch.arange(figures["n_query"], dtype=torch.float64)
+    behind = position - figures["sinks"]
+    chunk = torch.div(behind, figures["chunk"], rounding_mode="floor")
+    pieces = (chunk - 1).clamp_min(0)
+    leaves = pieces * (figures["stand_in_rows"] / max(1, figures["n_pieces"]))
+    local = figures["chunk"] + behind - chunk * figures["chunk"] + 1
+    apart = figures["sinks"] + pieces * figures["singles"]
+    far = leaves.clamp_max(figures["n_chosen"]) * figures["leaf"]
+    # never more than there are keys, beside the stand-ins
+    met = torch.minimum(local + apart + far, position + 1) + leaves
+    return float(torch.where(position < figures["exact_queries"], position + 1, met).mean())
+
+
 def baseline_rows(name: str, length: int, settings: Mapping[str, Any]) -> float:
     """Keys that a query meets in a baseline, from its settings; what choosing them cost is in the time alone.
 

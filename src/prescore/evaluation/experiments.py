@@ -172,8 +172,11 @@ def default_method(scale: Scale, **changes: Any) -> Method:
 
 def default_at(scale: Scale, count: int) -> Method:
     """The recommended configuration with `count` exact far rows per query."""
-    routed = PrescoreConfig().inner == "routed"
-    return default_method(scale, **({"rows": count} if routed else {"top_k": count}))
+    usual = PrescoreConfig()
+    if usual.inner != "routed":
+        return default_method(scale, top_k=count)
+    # a budget buys whole leaves: small ones need small leaves
+    return default_method(scale, rows=count, leaf_size=min(usual.leaf_size, max(8, count // 4)))
 
 
 EXPERIMENTS: dict[str, Callable[..., Iterator[Method]]] = {

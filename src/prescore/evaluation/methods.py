@@ -15,7 +15,7 @@ from prescore.attention.grid import Queries, leaf_parts
 from prescore.attention.parts import attend_parts
 from prescore.baselines import BASELINES
 from prescore.config import PrescoreConfig
-from prescore.evaluation.attention_cost import baseline_rows, exact_rows, leaf_rows
+from prescore.evaluation.attention_cost import baseline_rows, exact_rows, leaf_rows, routed_rows
 from prescore.pipeline import prescored_attention
 from prescore.registry import list_scorers
 from prescore.types import Aux
@@ -79,6 +79,8 @@ class Method:
         if self.kind == "local":
             return leaf_rows(length, self.settings["leaf"])
         aux: Aux = self._prescored(query, key, value, scale, seed, with_aux=True)[1]
+        if aux.stats.get("inner") == "routed":
+            return routed_rows(aux.stats)
         rows = aux.stats.get("rows_per_query")
         return None if rows is None else float(rows)
 
