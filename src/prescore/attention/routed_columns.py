@@ -86,9 +86,9 @@ def best_columns(scores: Tensor, count: int) -> Tensor:
     # the CPU selects by partial sorting from 64 columns per result on, and several times slower below
     fast = 64 * count
     if scores.device.type == "cpu" and 24 * count < n_columns < fast:
-        scores = pad(scores, (0, fast - n_columns), value=-torch.inf)
-    best = scores.topk(count, dim=-1, sorted=False).indices
-    return best.clamp_max(n_columns - 1)
+        # above -inf, so that a leaf without members still comes before the filler
+        scores = pad(scores.clamp_min(torch.finfo(scores.dtype).min), (0, fast - n_columns), value=-torch.inf)
+    return scores.topk(count, dim=-1, sorted=False).indices
 
 
 def _logits(query: Tensor, columns: Columns, scale: float) -> Tensor:
