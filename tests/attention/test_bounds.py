@@ -123,3 +123,29 @@ def test_only_wanted_rows_are_computed():
     torch.testing.assert_close(got.output[wanted], exact.output[wanted], rtol=0, atol=1e-12)
     assert (got.output[~wanted] == 0).all()
     assert torch.isneginf(got.lse[~wanted]).all()
+
+
+def adversary(kind):
+    """Inputs built to fool means: outlier norms, one dense cluster among scattered keys, a late-wanted needle."""
+    query, key, value = inputs(150, batch=1, heads=2, kv_heads=1, seed=5)
+    query = query * 0.3
+    if kind == "outlier norms":
+        key[:, :, 7::11] *= 30
+    elif kind == "dense cluster":
+        key[:, :, ::2] = key[:, :, :1] + 0.01 * key[:, :, ::2]
+    elif kind == "needle":
+        key[:, :, 40] *= 12
+        query[:, :, 120:] = key[:, :, 40:41] / 4
+    return query, key, value
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize("kind", ["outlier norms", "dense cluster", "needle"])
+def test_adversaries_stay_within_tolerance(is_causal, kind):
+    tensors = adversary(kind)
+    _, before = run(tensors, is_causal, rows=4)
+    got, stats = run(tensors, is_causal, rows=4, tolerance=0.1)
+    exact = exact_attention(*tensors, is_causal=is_causal, scale=SCALE)
+    error = (got.output - exact.output).norm(dim=-1)
+    assert (error <= 0.1 * furthest_value(got.output, tensors[2], is_causal) + 1e-12).all()
+    assert stats["misplaced_bound_max"] <= 0.1 < before["misplaced_bound_max"]
