@@ -115,3 +115,14 @@ def test_beams_and_greedy_generation_run(model):
             again.append(following)
     assert torch.equal(greedy, torch.cat(again, dim=1))
     assert beams.shape == greedy.shape
+
+
+def test_inference_mode_with_padding(model):
+    ids = tokens(2, 90)
+    mask = torch.ones_like(ids)
+    mask[0, :20] = 0
+    with torch.inference_mode(), prescore.apply(model, CONFIG):
+        inference = model(ids, attention_mask=mask.clone()).logits
+    with torch.no_grad(), prescore.apply(model, CONFIG):
+        plain = model(ids, attention_mask=mask).logits
+    assert torch.equal(inference, plain)

@@ -53,7 +53,8 @@ def read_mask(mask: Tensor | None, *, n_query: int, n_keys: int, is_causal: bool
     plain = "causal" if is_causal and n_query > 1 else "full"
     if mask is None:
         return MaskForm(plain, n_keys)
-    question = (mask._version, plain, n_query, n_keys)
+    # tensors of inference mode count no versions; those are made anew for every forward pass
+    question = (None if mask.is_inference() else mask._version, plain, n_query, n_keys)
     kept: tuple[object, MaskForm] | None = getattr(mask, _KEPT, None)
     if kept is not None and kept[0] == question:
         return kept[1]
