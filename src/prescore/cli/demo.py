@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -64,8 +65,9 @@ def command(
     rows = [loss_row(loaded, window, method, experiment="demo", seed=seed) for method in table_methods(scale)]
     rows.append(tokens_row(loaded, window, scale, seed))
     records = session.run(rows)
-    per_row = sum(record.seconds for record in records) / len(records)
-    left = int(max(0.0, 60 * minutes - (time.monotonic() - started)) / max(1.2 * per_row, 1e-3))
+    # one slow row must not cost the plot; half as much again is for the slower ones to come
+    per_row = 1.5 * statistics.median(record.seconds for record in records)
+    left = int(max(0.0, 60 * minutes - (time.monotonic() - started)) / max(per_row, 1e-3))
     more = [loss_row(loaded, window, method, experiment="demo", seed=seed) for method in plot_methods(scale)]
     done = [row for row in more[left:] if _finished(session.file, row)]
     if more[:left]:
