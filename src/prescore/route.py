@@ -7,7 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from prescore.attention.routed import routed_attention
+from prescore.attention.exact import exact_parts
+from prescore.attention.parts import attend_parts
+from prescore.attention.routed import exact_figures, routed_attention
 from prescore.clustering.tree import bisection_tree
 from prescore.config import PrescoreConfig
 from prescore.layout import Aligned
@@ -38,7 +40,14 @@ def route(
     backend: str = "auto",
     error_bar: bool = False,
 ) -> tuple[Attended, dict[str, Any]]:
-    """Routed attention of an aligned call, and figures about what was read."""
+    """Routed attention of an aligned call, and figures about what was read.
+
+    Without causality, sequences with fewer queries than `min_seq_len` read every key exactly.
+    """
+    if not is_causal:
+        few = _few_queries(call, config)
+        if bool(few.any()):
+            return _partly_exact(call, few, config, scale, backend, error_bar)
     start = call.query_start
     if isinstance(start, int):
         return _routed(call.query, call.key, call.value, call.valid, config, is_causal, scale, backend, error_bar)
@@ -76,6 +85,27 @@ def routed_selection(call: Aligned, is_causal: bool, config: PrescoreConfig) -> 
             valid = call.valid[:, None, begin : begin + size].expand(indices.shape)
         chunks.append(Selection(indices, valid))
     return chunks
+
+
+def _few_queries(call: Aligned, config: PrescoreConfig) -> Tensor:
+    """`[B]`: sequences too short to be routed."""
+    n_query = torch.full((call.query.shape[0],), call.query.shape[2], device=call.query.device)
+    if call.query_valid is not None:
+        n_query = call.query_valid.sum(1)
+    return n_query <= config.min_seq_len if config.leaf_inclusive else n_query < config.min_seq_len
+
+
+def _partly_exact(
+    call: Aligned, few: Tensor, config: PrescoreConfig, scale: float, backend: str, error_bar: bool
+) -> tuple[Attended, dict[str, Any]]:
+    """Exact attention for the sequences in `few`, routed attention for the others."""
+    parts = exact_parts(call.query, call.key, is_causal=False, valid=call.valid)
+    exact = attend_parts(call.query, call.key, call.value, parts, scale=scale, backend=backend)
+    if bool(few.all()):
+        return exact, exact_figures(call.query, call.key, config)
+    routed, stats = _routed(call.query, call.key, call.value, call.valid, config, False, scale, backend, error_bar)
+    output = torch.where(few[:, None, None, None], exact.output, routed.output)
+    return Attended(output, torch.where(few[:, None, None], exact.lse, routed.lse)), stats
 
 
 def _routed(

@@ -11,7 +11,9 @@ SCALE = 8**-0.5
 
 
 def run(tensors, is_causal, **fields):
-    config = PrescoreConfig(**{"rows": 8, "leaf_size": 4, "chunk_size": 16, "sinks": 3, **fields})
+    config = PrescoreConfig(
+        **{"rows": 8, "leaf_size": 4, "chunk_size": 16, "sinks": 3, "min_seq_len": 0, **fields}
+    )
     return routed_attention(
         *tensors,
         is_causal=is_causal,

@@ -72,7 +72,7 @@ def test_the_dense_oracle_where_nothing_is_seen():
 
 def test_naive_weights_of_all_keys_are_exact_attention():
     query, key, _ = attention_tensors(batch=2, heads=4, kv_heads=2, n_keys=13)
-    weights = naive_weights(query, key, PrescoreConfig(top_k=1.0, min_seq_len=4), is_causal=True)
+    weights = naive_weights(query, key, PrescoreConfig(top_k=1.0, min_seq_len=4, inner="exact"), is_causal=True)
     assert torch.equal(weights.keys, full_weights(query, key, is_causal=True).keys)
     with pytest.raises(ValueError, match=r"inner must be one of .* got 'routed'"):
         naive_weights(query, key, PrescoreConfig(inner="routed"))

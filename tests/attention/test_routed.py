@@ -15,7 +15,9 @@ def build(points, levels, valid):
 
 
 def options(is_causal, *, rows=8, valid=None, **fields):
-    config = PrescoreConfig(**{"rows": rows, "leaf_size": 4, "chunk_size": 16, "sinks": 3, **fields})
+    config = PrescoreConfig(
+        **{"rows": rows, "leaf_size": 4, "chunk_size": 16, "sinks": 3, "min_seq_len": 0, **fields}
+    )
     return {"is_causal": is_causal, "valid": valid, "config": config, "scale": SCALE, "tree_builder": build}
 
 

@@ -6,7 +6,7 @@ from prescore.attention.routed_decode import RoutedIndex
 from prescore.clustering.tree import bisection_tree
 from prescore.config import PrescoreConfig
 
-CONFIG = PrescoreConfig(rows=8, leaf_size=4, chunk_size=16, sinks=3)
+CONFIG = PrescoreConfig(rows=8, leaf_size=4, chunk_size=16, sinks=3, min_seq_len=0)
 SCALE = 8**-0.5
 
 

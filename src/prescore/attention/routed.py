@@ -208,6 +208,12 @@ def _local(key: Tensor, value: Tensor, layout: Layout, first_chunk: int, n_block
     return grids[0], grids[1]
 
 
+def exact_figures(query: Tensor, key: Tensor, config: PrescoreConfig) -> dict[str, Any]:
+    """The figures of a call without causality that read every key exactly."""
+    layout = make_layout(query.shape[2], key.shape[2], causal=False, config=config)
+    return _stats(layout, layout.n_query)
+
+
 def _stats(layout: Layout, n_exact: int) -> dict[str, Any]:
     routed = n_exact < layout.n_query
     figures = dataclasses.asdict(layout)

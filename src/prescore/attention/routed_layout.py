@@ -43,6 +43,7 @@ class Layout:
         singles: Keys of each chunk that everyone reads exactly.
         n_pieces: Chunks that some query sees as clusters.
         n_chosen: Leaves a query reads exactly.
+        exact_until: Causal: queries before this position read everything exactly, whatever the chunks.
     """
 
     n_query: int
@@ -55,6 +56,7 @@ class Layout:
     singles: int
     n_pieces: int
     n_chosen: int
+    exact_until: int = 0
 
     @property
     def leaves(self) -> int:
@@ -98,13 +100,14 @@ class Layout:
     @property
     def head(self) -> int:
         """Causal: queries before this position read everything exactly."""
-        return self.sinks + 2 * self.chunk if self.causal else 0
+        return max(self.sinks + 2 * self.chunk, self.exact_until) if self.causal else 0
 
     def pieces_seen(self, position: Tensor) -> Tensor:
         """How many pieces a query at this position sees as clusters."""
         if not self.causal:
             return torch.full_like(position, self.n_pieces)
-        return ((position - self.sinks) // self.chunk - 1).clamp_min(0)
+        pieces = ((position - self.sinks) // self.chunk - 1).clamp_min(0)
+        return pieces.masked_fill(position < self.exact_until, 0)
 
 
 def make_layout(n_query: int, n_key: int, *, causal: bool, config: PrescoreConfig) -> Layout:
@@ -117,8 +120,11 @@ def make_layout(n_query: int, n_key: int, *, causal: bool, config: PrescoreConfi
     leaf = (chunk - singles) >> levels
     behind = n_key - sinks
     n_pieces = max(0, (behind - 1) // chunk - 1) if causal else -(-behind // chunk)
+    exact_until = config.min_seq_len if causal else 0
+    if causal and n_key <= exact_until:
+        n_pieces = 0
     n_chosen = min(config.rows // config.leaf_size, n_pieces << levels)
-    return Layout(n_query, n_key, causal, sinks, chunk, levels, leaf, singles, n_pieces, n_chosen)
+    return Layout(n_query, n_key, causal, sinks, chunk, levels, leaf, singles, n_pieces, n_chosen, exact_until)
 
 
 @dataclass(frozen=True, eq=False)

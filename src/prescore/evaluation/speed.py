@@ -16,11 +16,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from prescore.attention.routed_reference import routed_reference
 from prescore.config import PrescoreConfig
 from prescore.decoding.state import SelectionState
 from prescore.evaluation.speed_check import exact_rows, planned_rows
 from prescore.pipeline import attend_with_plan, prescored_attention
 from prescore.records import Row
+from prescore.route import build_tree
 from prescore.statistics import rows_per_query
 
 EXACT = "exact"
@@ -178,6 +180,8 @@ def _check_method(
     setting: Setting, method: str, inputs: tuple[Tensor, Tensor, Tensor]
 ) -> tuple[float, dict[str, Any]]:
     """The error of the checked rows, and what the plan says: columns per query and seconds per stage."""
+    if setting.config(method).inner == "routed":
+        return _check_routed(setting, method, inputs)
     rows = _some_rows(inputs[0])
     with torch.no_grad():
         attended, plan, call = attend_with_plan(*inputs, setting.config(method), setting.causal)
@@ -192,6 +196,35 @@ def _check_method(
     stages["gathering"] = attending - stages["operator"]
     shares = {stage: seconds / total for stage, seconds in stages.items()}
     return error, {"rows_per_query": columns, "stage_seconds": stages, "shares": shares}
+
+
+def _check_routed(
+    setting: Setting, method: str, inputs: tuple[Tensor, Tensor, Tensor]
+) -> tuple[float, dict[str, Any]]:
+    """Routed attention against its plain reference, for the last queries: each chooses for itself."""
+    config, scale = setting.config(method), setting.dim**-0.5
+    query, key, value = (tensor.detach() for tensor in inputs)
+    output, stats = prescored_attention(
+        query, key, value, config=config, is_causal=setting.causal, return_aux=True
+    )
+    wanted = routed_reference(
+        query[:, :, -CHECKED_ROWS:].double(), key.double(), value.double(), is_causal=setting.causal,
+        config=config, scale=scale, tree_builder=lambda points, levels, valid: build_tree(
+            points.to(query.dtype), levels, valid
+        ),
+    ).output  # fmt: skip
+    got = output[:, :, -CHECKED_ROWS:].double()
+    # a query may choose another leaf of equal score where rounding decides: few rows, checked by their share
+    errors = (got - wanted).abs().amax(-1).flatten()
+    error = float(errors.quantile(0.9))
+    limit = TOLERANCE if setting.dtype in ("float32", "float64") else TOLERANCE_HALF
+    if not error <= limit:
+        raise RuntimeError(
+            f"output of {method} at n = {setting.n} must match its reference to {limit}, got {error}"
+        )
+    seconds = stats.stats["seconds"]
+    columns = stats.stats["rows_per_query"]
+    return error, {"rows_per_query": columns, "stage_seconds": dict(seconds), "shares": {"routing": 1.0}}
 
 
 def _operator_seconds(setting: Setting, method: str, inputs: tuple[Tensor, Tensor, Tensor]) -> float:

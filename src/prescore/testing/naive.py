@@ -127,8 +127,9 @@ class Sight:
         if self.given is None:
             chosen = select_keys(block, valid=mask, config=config, streams=streams, protect=protect[None])
             member, everything = membership(chosen.selection, len(index))[0, 0], chosen.everything
+            fell_back = chosen.selection.fallback is not None and bool(chosen.selection.fallback[0])
         else:
-            member, everything = self.given[index] & real, False
+            member, everything, fell_back = self.given[index] & real, False, False
         if config.remainder == "centroids" and not everything and not self.zeroing:
             self.stand_for(block, mask, index, real & ~member, asking, streams)
         apart = member & protect if not self.zeroing else torch.zeros_like(member)
@@ -141,7 +142,7 @@ class Sight:
                 for j, i in enumerate(index)
                 if real[j]
             ]
-        if few or config.inner == "exact":
+        if few or (config.inner == "exact" and not fell_back):
             self.count(asking, [column.number for column in pool], 1.0)
         elif pool:
             weight = len(own) if config.coupling.residual_weight == "all" else int((member & ~apart).sum())
