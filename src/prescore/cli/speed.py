@@ -50,6 +50,10 @@ def command(
 
     Example: prescore speed --n 8192 --n 32768 --causal --threads 2
     """
+    import os
+
+    # the profiler behind the shares writes its own start and stop to stderr; read when torch is first imported
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     from prescore import checks
     from prescore.evaluation.speed import METHODS, Setting, decode_rows, length_rows
     from prescore.report.speed import decode_table, kinds, length_table, plot, share_table, sweep_table
