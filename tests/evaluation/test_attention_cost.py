@@ -27,7 +27,7 @@ def test_routed_counts_lie_between_local_and_the_last_querys():
     query, key = torch.randn(1, 2, 400, 16, generator=generator), torch.randn(1, 1, 400, 16, generator=generator)
     means = []
     for rows in (0, 32, 128):
-        config = PrescoreConfig(inner="routed", top_k=None, chunk_size=32, leaf_size=8, rows=rows)
+        config = PrescoreConfig(chunk_size=32, leaf_size=8, rows=rows, min_seq_len=64)
         stats = prescored_attention(query, key, key, config=config, is_causal=True, return_aux=True)[1].stats
         means.append(routed_rows(stats))
         assert leaf_rows(400, 32) < means[-1] < stats["rows_per_query"]
