@@ -34,6 +34,7 @@ def test_everything_is_reported_as_selected_when_everything_is_read():
 
 def test_the_paths_part_where_reading_everything_costs_more(monkeypatch):
     monkeypatch.setattr("prescore.plan.FITTING_COLUMNS", 0)
+    monkeypatch.setattr("prescore.plan.SORTING_COLUMNS", 0)
     query, key, value = draw(500)
     got = prescored_attention(query, key, value, config=AUTO)
     wanted = prescored_attention(query, key, value, config=AUTO.replace(inner="hyper"))
@@ -43,6 +44,7 @@ def test_the_paths_part_where_reading_everything_costs_more(monkeypatch):
 
 def test_rows_of_a_batch_decide_for_themselves(monkeypatch):
     monkeypatch.setattr("prescore.plan.FITTING_COLUMNS", 0)
+    monkeypatch.setattr("prescore.plan.SORTING_COLUMNS", 0)
     query, key, value = draw(500, batch=2)
     mask = torch.ones(2, 500, dtype=torch.bool)
     mask[1, 120:] = False

@@ -31,9 +31,11 @@ from prescore.types import Selection
 
 SCORING_COLUMNS = 150
 FITTING_COLUMNS = 3_000_000
-"""What scoring a key and fitting clusters cost, in columns of exact attention per query.
+SORTING_COLUMNS = 1_000_000
+"""What scoring a key, fitting clusters and sorting by hash cost, in columns of exact attention per query.
 
-From `prescore speed` on two cores: an assignment pass takes the time of about 150 columns, a fit that of 3e6 / n.
+From `prescore speed` on two cores: an assignment pass takes the time of about 150 columns, a fit that of 3e6 / n,
+hashing, sorting and gathering that of 1e6 / n.
 """
 
 CAUSAL_FIT_PER_CLUSTER = 16
@@ -222,9 +224,10 @@ class Planner:
     def _cheaper_exactly(self, n_keys: Tensor) -> Tensor:
         """Which problems are so short that reading every key costs no more than scoring and reading a few."""
         kept = budget_counts(self.config.top_k, n_keys)
-        columns = kept.clamp_max(self.config.block_size + self.config.sample_size)
-        overhead = torch.where(kept < n_keys, SCORING_COLUMNS + FITTING_COLUMNS / n_keys.clamp_min(1), 0.0)
-        return n_keys <= columns + overhead
+        most = self.config.block_size + self.config.sample_size
+        sorting = torch.where(kept > most, SORTING_COLUMNS / n_keys.clamp_min(1), 0.0)
+        scoring = torch.where(kept < n_keys, SCORING_COLUMNS + FITTING_COLUMNS / n_keys.clamp_min(1), 0.0)
+        return n_keys <= kept.clamp_max(most) + sorting + scoring
 
     def _report(self, block: Block | None, selection: Selection) -> None:
         plan, counts = self.plan, self.plan.counts

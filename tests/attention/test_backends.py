@@ -71,3 +71,22 @@ def test_a_backend_that_cannot_run_says_why():
         pick_backend(Call("cpu", torch.float32, 64), "cuda-efficient")
     assert pick_backend(Call("cpu", torch.float32, 64)).name == "cpu-flash"
     assert pick_backend(Call("meta", torch.float32, 64)).name == "plain"
+
+
+def test_parts_in_pieces_are_the_same_parts(monkeypatch):
+    from prescore import PrescoreConfig, prescored_attention
+    from prescore.attention import parts
+
+    tensors = [
+        tensor.requires_grad_() for tensor in attention_tensors(batch=2, heads=4, kv_heads=2, n_keys=90, seed=5)
+    ]
+    config = PrescoreConfig.paper(
+        "key-norm", 20, min_seq_len=16, block_size=4, sample_size=6, remainder="centroids"
+    )
+    whole = prescore.prescored_attention(*tensors, config=config, is_causal=True)
+    grads = torch.autograd.grad(whole.sum(), tensors)
+    monkeypatch.setattr("prescore.attention.parts.ROWS_AT_ONCE", 8)
+    pieces = prescore.prescored_attention(*tensors, config=config, is_causal=True)
+    torch.testing.assert_close(pieces, whole, rtol=1e-12, atol=1e-12)  # float64, another order of merging
+    for got, wanted in zip(torch.autograd.grad(pieces.sum(), tensors), grads, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-10, atol=1e-12)

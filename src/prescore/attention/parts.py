@@ -8,6 +8,7 @@ under the merged output and lse, so that no part's probabilities are ever stored
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,10 @@ from prescore.attention.kernels import Backend, Call, accumulation_dtype, pick_b
 from prescore.types import Attended
 
 _TINY_GRADIENT = 1e-15
+
+ROWS_AT_ONCE = 32768
+"""Query rows gathered at once: temporaries of a few megabytes are reused by the allocator, larger ones are mapped
+and cleared anew each time."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,6 +59,29 @@ class Part:
         if self.bias is None or self.bias.ndim == 4:
             return self.bias
         return self.bias[:, None, None, :]
+
+    def split(self, n_rows: int) -> list[Part]:
+        """The same part as several of at most `n_rows` query rows (or one tile); views, not copies."""
+        tiles, heads, rows = self.shape
+        at_once = max(1, n_rows // max(1, heads * rows))
+        if self.query_rows is None or self.key_rows is None or at_once >= tiles:
+            return [self]
+        pieces = []
+        for begin in range(0, tiles, at_once):
+            own = slice(begin, min(begin + at_once, tiles))
+            bias = self.bias if self.bias is None or self.bias.shape[0] == 1 else self.bias[own]
+            pieces.append(
+                dataclasses.replace(
+                    self,
+                    shape=(own.stop - own.start, heads, rows),
+                    query_rows=self.query_rows[own],
+                    query_valid=None if self.query_valid is None else self.query_valid[own],
+                    key_rows=self.key_rows[own],
+                    extra_rows=None if self.extra_rows is None else self.extra_rows[own],
+                    bias=bias,
+                )
+            )
+        return pieces
 
     def occupied(self) -> tuple[Tensor | None, Tensor | None]:
         """(`slots`, `rows`): filled slots of the tiles and their query rows; None = all, in order."""
@@ -105,7 +133,7 @@ def attend_parts(
         value.reshape(-1, value_dim),
         stand_ins.key,
         stand_ins.value,
-        tuple(parts),
+        tuple(piece for part in parts for piece in part.split(ROWS_AT_ONCE)),
         scale,
         chosen,
     )
