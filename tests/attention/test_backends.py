@@ -74,8 +74,7 @@ def test_a_backend_that_cannot_run_says_why():
 
 
 def test_parts_in_pieces_are_the_same_parts(monkeypatch):
-    from prescore import PrescoreConfig, prescored_attention
-    from prescore.attention import parts
+    from prescore import PrescoreConfig
 
     tensors = [
         tensor.requires_grad_() for tensor in attention_tensors(batch=2, heads=4, kv_heads=2, n_keys=90, seed=5)
