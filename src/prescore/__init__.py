@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from prescore.pipeline import select as select
     from prescore.registry import list_scorers as list_scorers
     from prescore.registry import register_scorer as register_scorer
+    from prescore.scorers.base import Scorer as Scorer
     from prescore.types import Attended as Attended
     from prescore.types import Aux as Aux
     from prescore.types import Selection as Selection
@@ -36,10 +37,13 @@ _HOMES = {
     "select": "prescore.pipeline",
     "list_scorers": "prescore.registry",
     "register_scorer": "prescore.registry",
+    "Scorer": "prescore.scorers.base",
     "Attended": "prescore.types",
     "Aux": "prescore.types",
     "Selection": "prescore.types",
 }
+
+_SUBPACKAGES = ("baselines", "integrations", "planted", "testing")
 
 __version__ = "0.1.0"
 __all__ = [*_HOMES, "__version__"]  # noqa: PLE0604
@@ -48,6 +52,8 @@ __all__ = [*_HOMES, "__version__"]  # noqa: PLE0604
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name]), name)
+    if name in _SUBPACKAGES:
+        return importlib.import_module(f"prescore.{name}")
     raise AttributeError(f"module 'prescore' has no attribute {name!r}")
 
 

@@ -80,7 +80,9 @@ class PrescoreConfig:
         n_projections: Hash bits.
         alignment: Which block a query reads: `rank` (published) or `hash` (strictly causal in queries too).
         min_seq_len: Causal leaves of this many keys are exact. HyperAttention over a full or off-diagonal
-            block becomes exact attention over the same (selected) keys when it has fewer queries than this.
+            block becomes exact attention over the same (selected) keys when it has fewer queries than this;
+            an off-diagonal block counts the positions of its grid cell, so that nothing depends on how
+            many later tokens there are.
         leaf_inclusive: The paper's "blockwise" flag: "at most this many" instead of "fewer".
         remainder: What stands for unselected keys: `none` (paper), or `centroids` (one per cluster).
         coupling: See `Coupling`.
@@ -127,6 +129,9 @@ class PrescoreConfig:
 
     def __post_init__(self) -> None:
         if isinstance(self.coupling, dict):
+            known = {f.name for f in dataclasses.fields(Coupling)}
+            for name in self.coupling:
+                checks.one_of("coupling field", name, sorted(known))
             object.__setattr__(self, "coupling", Coupling(**self.coupling))
         if not isinstance(self.coupling, Coupling):
             raise TypeError(f"coupling must be a prescore.Coupling, got {type(self.coupling).__name__}")
@@ -176,6 +181,7 @@ class PrescoreConfig:
             "method": method,
             "top_k": top_k,
             "rule": "nearest",
+            "normalize": get_scorer(method).normalizes or None,
             "sinks": 0,
             "recent": 0,
             "inner": "hyper",
@@ -207,6 +213,8 @@ class PrescoreConfig:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> PrescoreConfig:
         """The inverse of `to_dict`; an unknown field is refused by name."""
+        if not isinstance(values, dict):
+            raise TypeError(f"values must be a dict, got {type(values).__name__}")
         known = {f.name for f in dataclasses.fields(cls)}
         for name in values:
             if name not in known:

@@ -18,7 +18,7 @@ from prescore.errors import Unsupported
 from prescore.layout import Aligned, align, align_keys
 from prescore.plan import Plan, Planner
 from prescore.rng import as_streams
-from prescore.route import route, routed_selection, routes
+from prescore.route import route, routed_selection, routes, rows_with_gaps
 from prescore.scoring import score_keys, select_keys
 from prescore.selection.members import protected_positions
 from prescore.statistics import routed_statistics, statistics
@@ -147,7 +147,15 @@ def _routed(
 ) -> Any:
     begin = time.perf_counter()
     attended, stats = route(call, config, is_causal=is_causal, scale=scale, backend=backend, error_bar=return_aux)
-    as_streams(generator)  # routing draws nothing, but a generator that is passed in advances
+    streams = as_streams(generator)  # routing draws nothing, but a generator that is passed in advances
+    gaps = rows_with_gaps(call, is_causal)
+    if gaps is not None:
+        everything = config.replace(inner="exact", top_k=None, remainder="none")
+        plan = Planner(call, everything, streams, None, is_causal).build()
+        exact = attend_parts(call.query, plan.key, plan.value, plan.parts, scale=scale, backend=backend)
+        output = torch.where(gaps[:, None, None, None], exact.output, attended.output)
+        attended = Attended(output, torch.where(gaps[:, None, None], exact.lse, attended.lse))
+        stats["exact_sequences"] = int(gaps.sum())
     attended = call.restore(attended)
     if not return_aux:
         return attended.output
@@ -174,7 +182,7 @@ def hyper_attention(
     `config` defaults to `PrescoreConfig.hyper()`; its `method`, `top_k`, `inner` and `remainder` are ignored.
     """
     config = PrescoreConfig.hyper() if config is None else _config(config)
-    config = config.replace(top_k=None, inner="hyper", remainder="none")
+    config = config.replace(top_k=None, inner="hyper", remainder="none", tolerance=None)
     return attend_with_plan(
         query, key, value, config, is_causal, key_padding_mask, scale, generator, None, backend
     )[0]
@@ -198,7 +206,9 @@ def attend_with_plan(
     call = align(query, key, value, mask, is_causal=is_causal)
     given = None if selection is None else _given(selection, key, call)
     if config.tolerance is not None:
-        raise Unsupported("tolerance", [f"it is certified for inner='routed' only, got inner={config.inner!r}"])
+        given_too = ", a selection" if selection is not None else ""
+        got = f"inner={config.inner!r}, top_k={config.top_k!r}{given_too}"
+        raise Unsupported("tolerance", [f"it is certified for routed attention over all keys only, got {got}"])
     if config.inner == "routed":
         config = config.replace(inner="exact")
     streams = as_streams(generator)  # last of the checks: a refused call must not advance the generator
@@ -247,6 +257,9 @@ def _given(selection: Selection, key: Tensor, call: Aligned) -> Tensor:
     if not isinstance(selection, Selection):
         raise TypeError(f"selection must be a prescore.Selection, got {type(selection).__name__}")
     indices, valid = selection.indices, selection.valid
+    for name, tensor in (("indices", indices), ("valid", valid)):
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"selection.{name} must be a torch.Tensor, got {type(tensor).__name__}")
     if indices.ndim != 3 or indices.shape[:2] != key.shape[:2] or valid.shape != indices.shape:
         raise ValueError(
             f"selection must have indices and valid of shape {(*key.shape[:2], 'S')}, "

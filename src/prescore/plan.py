@@ -85,7 +85,7 @@ class Planner:
             batch, self.heads, n_heads // self.heads, n_query, call.query_start, call.query.device
         )
         self.blocks = Blocks(call, config, self.queries, given)
-        self.zeroing = config.coupling.mask == "zero" and bool(config.top_k)
+        self.zeroing = config.coupling.mask == "zero" and (bool(config.top_k) or given is not None)
         self.plan = Plan(*self._tables())
         self._ranks: tuple[Tensor, Tensor] | None = None
         self.is_causal = is_causal

@@ -25,10 +25,29 @@ def routes(config: PrescoreConfig, n_keys: int, is_causal: bool) -> bool:
     """Whether a call with `inner="routed"` is routed: its budget must leave every key reachable.
 
     In causal mode the budget counts in each chunk. A smaller budget means attending exactly to what it selects.
+    Recent keys beyond the local part are not a part that routing has: then everything is read exactly.
     """
-    most = min(n_keys, config.chunk_size) if is_causal else n_keys
+    if config.inner != "routed" or config.recent > (config.chunk_size if is_causal else 0):
+        return False
     kept = config.top_k
-    return config.inner == "routed" and (not kept or kept == 1.0 or (isinstance(kept, int) and kept >= most))
+    if isinstance(kept, float):
+        return kept == 1.0
+    return not kept or kept >= (min(n_keys, config.chunk_size) if is_causal else n_keys)
+
+
+def rows_with_gaps(call: Aligned, is_causal: bool) -> Tensor | None:
+    """`[B]`: sequences whose queries have padding behind them, which chunks cannot express; None = none.
+
+    Trailing padding is no gap where each query has its own key: it lies in every real query's future.
+    """
+    if not is_causal or call.valid is None:
+        return None
+    n_real = call.valid.sum(1)
+    column = torch.arange(call.valid.shape[1], device=call.valid.device)
+    gaps = (call.valid != (column < n_real[:, None])).any(1) | (n_real == 0)
+    if call.query.shape[2] != call.key.shape[2]:
+        gaps = gaps | (n_real < call.query_start + call.query.shape[2])
+    return gaps if bool(gaps.any()) else None
 
 
 def route(

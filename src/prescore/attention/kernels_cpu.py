@@ -33,6 +33,8 @@ class CpuFlash:
         if dead is not None:
             # the operator reports lse 0 for a fully masked row, which is a valid lse for another row
             lse = lse.masked_fill(dead, -torch.inf)
+            if bool(dead.any()):
+                output = output.masked_fill(dead[..., None], 0)  # a padded query may be NaN
         return output, lse
 
     def backward(

@@ -176,7 +176,12 @@ def _layers(text: str) -> str | list[int]:
 def _prompt(prompt: str | None, prompt_file: Path | None) -> str:
     if (prompt is None) == (prompt_file is None):
         raise ValueError("exactly one of --prompt and --prompt-file must be given")
-    return prompt if prompt is not None else Path(prompt_file or "").read_text(encoding="utf-8")
+    if prompt is not None:
+        return prompt
+    from prescore.evaluation.documents import decode
+
+    path = Path(prompt_file or "")
+    return decode(path.read_bytes(), str(path))
 
 
 def _ignore(token: int) -> None:

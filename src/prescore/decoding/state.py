@@ -84,7 +84,7 @@ class SelectionState:
             config: Method, budget, sinks, remainder.
         """
         call = align(key[:, :, -1:], key, value, valid, is_causal=False)
-        plan = Planner(call, config.replace(inner="exact"), as_streams(None), None, False).build()
+        plan = Planner(call, _exactly(config), as_streams(None), None, False).build()
         batch, heads = key.shape[:2]
         keys, values, biases = [], [], []
         for part in plan.parts:
@@ -131,6 +131,11 @@ class SelectionState:
     def repeat(self, repeats: int) -> None:
         """Repeat every batch row."""
         self.rows.repeat(repeats)
+
+
+def _exactly(config: PrescoreConfig) -> PrescoreConfig:
+    """One query over its selection is exact, also where the delta test failed and everything is kept."""
+    return config.replace(inner="exact", min_seq_len=max(2, config.min_seq_len))
 
 
 def attend_last(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale: float | None) -> Tensor:

@@ -14,7 +14,8 @@ def remembers(config: PrescoreConfig) -> bool:
 
     There is nothing to remember when nothing is filtered out.
     """
-    return bool(config.top_k) and config.top_k != 1.0 and not routes_steps(config)
+    everything = not config.top_k or (isinstance(config.top_k, float) and config.top_k == 1.0)
+    return not everything and not routes_steps(config)
 
 
 def routes_steps(config: PrescoreConfig) -> bool:

@@ -1,1 +1,15 @@
 """Other people's models on our attention; one foreign library per file, undo always works."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+_MODULES = ("chatglm", "huggingface", "huggingface_cache", "huggingface_vision", "offline_model", "timm")
+
+
+def __getattr__(name: str) -> Any:
+    # on first use, so that importing the package imports no model library
+    if name in _MODULES:
+        return importlib.import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

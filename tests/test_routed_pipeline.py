@@ -1,0 +1,113 @@
+"""Routed attention through the public door: what reviewers found, and what must stay."""
+
+import pytest
+import torch
+
+import prescore
+from prescore import Coupling, PrescoreConfig, exact_attention, prescored_attention
+from prescore.testing.inputs import attention_tensors
+
+SMALL = PrescoreConfig(min_seq_len=0, chunk_size=16, leaf_size=4, rows=8, sinks=2)
+
+
+def tensors(n, **sizes):
+    return attention_tensors(**{"batch": 2, "heads": 4, "kv_heads": 2, "n_keys": n, "seed": n, **sizes})
+
+
+def close(got, wanted):
+    torch.testing.assert_close(got, wanted, rtol=1e-9, atol=1e-9)  # float64 against float64
+
+
+@pytest.mark.parametrize("n_query", [140, 5, 1])
+def test_padding_behind_a_query_is_never_attended(n_query):
+    query, key, value = tensors(140)
+    query = query[:, :, -n_query:]
+    mask = torch.ones(2, 140, dtype=torch.bool)
+    mask[0, 90:110] = False
+    if n_query < 140:
+        mask[1, 120:] = False
+    output, aux = prescored_attention(
+        query, key, value, config=SMALL, is_causal=True, key_padding_mask=mask, return_aux=True
+    )
+    wanted = exact_attention(query, key, value, is_causal=True, key_padding_mask=mask)
+    close(output[0], wanted.output[0])
+    close(aux.lse[0], wanted.lse[0])
+    if n_query < 140:
+        close(output[1], wanted.output[1])
+    else:
+        close(output[1], prescored_attention(query[1:], key[1:], value[1:], config=SMALL, is_causal=True)[0])
+
+
+def test_a_sequence_of_padding_sees_nothing():
+    query, key, value = tensors(60)
+    mask = torch.ones(2, 60, dtype=torch.bool)
+    mask[1] = False
+    output, aux = prescored_attention(
+        query, key, value, config=SMALL, is_causal=True, key_padding_mask=mask, return_aux=True
+    )
+    assert torch.isneginf(aux.lse[1]).all()
+    assert (output[1] == 0).all()
+
+
+def test_one_key_is_one_key():
+    query, key, value = tensors(80)
+    config = PrescoreConfig(method="key-norm", top_k=1, sinks=0, remainder="none")
+    output, aux = prescored_attention(query, key, value, config=config, return_aux=True)
+    assert aux.selection.indices.shape[-1] == 1
+    close(output, exact_attention(query, *(
+        t.gather(2, aux.selection.indices[..., None].expand(-1, -1, -1, t.shape[-1])) for t in (key, value)
+    )).output)  # fmt: skip
+    whole = prescored_attention(query, key, value, config=config.replace(top_k=1.0))
+    close(whole, exact_attention(query, key, value).output)  # shorter than min_seq_len
+
+
+def test_recent_keys_that_routing_cannot_keep_apart_are_read_exactly():
+    query, key, value = tensors(140)
+    got = prescored_attention(query, key, value, config=SMALL.replace(recent=5))
+    close(got, exact_attention(query, key, value).output)
+
+
+def test_a_given_selection_is_zeroed_without_a_budget_too():
+    query, key, value = tensors(64)
+    kept = prescore.select(key, config=PrescoreConfig(method="key-norm", top_k=16))
+    config = PrescoreConfig(inner="exact", remainder="none", sinks=0, coupling=Coupling(mask="zero"))
+    got = prescored_attention(query, key, value, config=config, selection=kept)
+    member = torch.zeros(key.shape[:3], dtype=torch.bool).scatter(2, kept.indices, True)[..., None]
+    close(got, exact_attention(query, key * member, value * member).output)
+
+
+def test_tolerance_says_why_it_cannot_be_certified():
+    query, key, value = tensors(64)
+    with pytest.raises(ValueError, match=r"routed attention over all keys only, got inner='routed', top_k=9"):
+        prescored_attention(query, key, value, config=PrescoreConfig(top_k=9, tolerance=0.1))
+
+
+def test_wrong_values_are_named():
+    with pytest.raises(TypeError, match=r"method must be a str, got list \['kmeans'\]"):
+        PrescoreConfig(method=["kmeans"])
+    with pytest.raises(ValueError, match=r"coupling field must be one of .*, got 'foo'"):
+        PrescoreConfig(coupling={"foo": 1})
+    with pytest.raises(TypeError, match=r"values must be a dict, got NoneType"):
+        PrescoreConfig.from_dict(None)
+    with pytest.raises(TypeError, match=r"selection.indices must be a torch.Tensor, got NoneType"):
+        prescored_attention(*tensors(8), selection=prescore.Selection(None, None))
+    with pytest.raises(TypeError, match=r"scorer must be a class derived from prescore.Scorer, got <function"):
+        prescore.register_scorer("a-function")(lambda keys: keys)
+    assert "a-function" not in prescore.list_scorers()
+
+
+def test_submodules_are_found_from_the_package():
+    assert prescore.integrations.huggingface.register is not None
+    assert prescore.planted.planted_keys is not None
+    with pytest.raises(AttributeError, match="nothing_here"):
+        prescore.integrations.nothing_here  # noqa: B018
+
+
+def test_a_padded_query_of_nan_stays_alone():
+    query, key, value = tensors(12)
+    mask = torch.ones(2, 12, dtype=torch.bool)
+    mask[0, :4] = False
+    query[0, :, :4] = torch.nan
+    result = exact_attention(query, key, value, is_causal=True, key_padding_mask=mask)
+    assert (result.output[0, :, :4] == 0).all()
+    assert torch.isfinite(result.output).all()
