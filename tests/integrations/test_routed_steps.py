@@ -13,6 +13,11 @@ CONFIG = prescore.PrescoreConfig(
 )
 
 
+@pytest.fixture(autouse=True)
+def route_every_step(monkeypatch):
+    monkeypatch.setattr("prescore.integrations.huggingface_layer.ROUTED_STEPS_FROM", 0)
+
+
 @pytest.fixture(scope="module")
 def model():
     torch.manual_seed(0)
@@ -126,3 +131,13 @@ def test_inference_mode_with_padding(model):
     with torch.no_grad(), prescore.apply(model, CONFIG):
         plain = model(ids, attention_mask=mask).logits
     assert torch.equal(inference, plain)
+
+
+@torch.no_grad()
+def test_short_caches_are_stepped_exactly(model, monkeypatch):
+    monkeypatch.setattr("prescore.integrations.huggingface_layer.ROUTED_STEPS_FROM", 200)
+    ids = tokens(1, 120)
+    with prescore.apply(model, CONFIG) as applied:
+        steps(model, ids, torch.ones_like(ids), 118)
+        paths = {stats["path"] for stats in applied.stats().values()}
+    assert paths == {"step over all keys"}

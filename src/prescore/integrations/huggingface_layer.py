@@ -24,6 +24,9 @@ from prescore.route import build_tree
 
 _LAYER = "_prescore_layer"
 
+ROUTED_STEPS_FROM = 32768
+"""Keys from which a decode step chooses its clusters; before, reading all of them is faster, and exact."""
+
 
 def layer_of(key: Tensor) -> PrescoredLayer | None:
     """The cache layer that keys came out of; None when they came from elsewhere."""
@@ -158,7 +161,7 @@ class PrescoredLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         self, query: Tensor, form: MaskForm, config: PrescoreConfig, scale: float | None
     ) -> RoutedIndex | None:
         """The clusters a single new query chooses from; None where steps are exact instead."""
-        if query.shape[2] != 1 or not routes_steps(config):
+        if query.shape[2] != 1 or not routes_steps(config) or self.n_seen < ROUTED_STEPS_FROM:
             return None
         start = None
         if form.valid is not None and not bool(form.valid.all()):
