@@ -214,7 +214,7 @@ def test_wrong_registrations():
     with pytest.raises(TypeError, match="name must be a non-empty str, got ''"):
         prescore.register_scorer("")
     with pytest.raises(ValueError, match="name must be new, got 'kmeans'"):
-        prescore.register_scorer("kmeans")(type("Impostor", (), {}))
+        prescore.register_scorer("kmeans")(type("Impostor", (prescore.Scorer,), {}))
 
 
 def test_wrong_dictionaries():

@@ -87,7 +87,9 @@ prescore.prescored_attention(*(t[:, :, :5000] for t in tensors), config=config, 
 pages = int(Path("/proc/self/statm").read_text().split()[1])
 before = pages * resource.getpagesize()
 prescore.prescored_attention(*tensors, config=config, is_causal=is_causal)
-peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+# VmHWM, because ru_maxrss of a child begins with its parent's peak
+status = Path("/proc/self/status").read_text()
+peak = int(status.split("VmHWM:")[1].split()[0]) * 1024
 print(json.dumps((peak - before) / sum(t.nbytes for t in tensors)))
 """
 
