@@ -68,7 +68,13 @@ def attend_exactly(
     key, value = key[:, :, : form.n_keys], value[:, :, : form.n_keys]
     if form.kind == "window":
         return _windowed(query, key, value, form, scale, dropout)
-    if form.kind in ("causal", "full") and dropout == 0.0:
+    plain = form.kind in ("causal", "full")
+    if plain and query.shape[2] == 1 and (form.valid is None or bool(form.valid.all())):
+        # one new token sees all keys: nothing to check or to copy, a step must cost no more than reading them
+        return torch.nn.functional.scaled_dot_product_attention(
+            query, key, value, dropout_p=dropout, scale=scale, enable_gqa=True
+        )
+    if plain and dropout == 0.0:
         causal = form.kind == "causal"
         return exact_attention(
             query, key, value, is_causal=causal, key_padding_mask=form.valid, scale=scale
