@@ -14,7 +14,7 @@ def tensors(n, **sizes):
     return attention_tensors(**{"batch": 2, "heads": 4, "kv_heads": 2, "n_keys": n, "seed": n, **sizes})
 
 
-def close(got, wanted):
+def assert_same(got, wanted):
     torch.testing.assert_close(got, wanted, rtol=1e-9, atol=1e-9)  # float64 against float64
 
 
@@ -30,12 +30,12 @@ def test_padding_behind_a_query_is_never_attended(n_query):
         query, key, value, config=SMALL, is_causal=True, key_padding_mask=mask, return_aux=True
     )
     wanted = exact_attention(query, key, value, is_causal=True, key_padding_mask=mask)
-    close(output[0], wanted.output[0])
-    close(aux.lse[0], wanted.lse[0])
+    assert_same(output[0], wanted.output[0])
+    assert_same(aux.lse[0], wanted.lse[0])
     if n_query < 140:
-        close(output[1], wanted.output[1])
+        assert_same(output[1], wanted.output[1])
     else:
-        close(output[1], prescored_attention(query[1:], key[1:], value[1:], config=SMALL, is_causal=True)[0])
+        assert_same(output[1], prescored_attention(query[1:], key[1:], value[1:], config=SMALL, is_causal=True)[0])
 
 
 def test_a_sequence_of_padding_sees_nothing():
@@ -54,17 +54,17 @@ def test_one_key_is_one_key():
     config = PrescoreConfig(method="key-norm", top_k=1, sinks=0, remainder="none")
     output, aux = prescored_attention(query, key, value, config=config, return_aux=True)
     assert aux.selection.indices.shape[-1] == 1
-    close(output, exact_attention(query, *(
+    assert_same(output, exact_attention(query, *(
         t.gather(2, aux.selection.indices[..., None].expand(-1, -1, -1, t.shape[-1])) for t in (key, value)
     )).output)  # fmt: skip
     whole = prescored_attention(query, key, value, config=config.replace(top_k=1.0))
-    close(whole, exact_attention(query, key, value).output)  # shorter than min_seq_len
+    assert_same(whole, exact_attention(query, key, value).output)  # shorter than min_seq_len
 
 
 def test_recent_keys_that_routing_cannot_keep_apart_are_read_exactly():
     query, key, value = tensors(140)
     got = prescored_attention(query, key, value, config=SMALL.replace(recent=5))
-    close(got, exact_attention(query, key, value).output)
+    assert_same(got, exact_attention(query, key, value).output)
 
 
 def test_a_given_selection_is_zeroed_without_a_budget_too():
@@ -73,7 +73,7 @@ def test_a_given_selection_is_zeroed_without_a_budget_too():
     config = PrescoreConfig(inner="exact", remainder="none", sinks=0, coupling=Coupling(mask="zero"))
     got = prescored_attention(query, key, value, config=config, selection=kept)
     member = torch.zeros(key.shape[:3], dtype=torch.bool).scatter(2, kept.indices, True)[..., None]
-    close(got, exact_attention(query, key * member, value * member).output)
+    assert_same(got, exact_attention(query, key * member, value * member).output)
 
 
 def test_tolerance_says_why_it_cannot_be_certified():

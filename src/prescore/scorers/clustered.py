@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
@@ -32,9 +33,9 @@ class ClusteringScorer(Scorer):
     normalizes: ClassVar[bool] = True
     permutation_equivariant: ClassVar[bool] = False
 
+    @abstractmethod
     def metric(self) -> Metric:
         """The metric of the clusters."""
-        raise NotImplementedError
 
     def score(self, keys: Tensor, *, valid: Tensor | None, streams: Streams) -> Scored:
         """Score keys, see `Scorer.score`."""
