@@ -132,7 +132,7 @@ FIELDS = {
 FUNCTIONS = (prescore.exact_attention, prescore.hyper_attention, prescore.prescored_attention)
 
 
-def _refused(function, case):
+def assert_refused(function, case):
     (tensors, arguments), error, message = case
     before = [t.clone() for t in tensors if isinstance(t, torch.Tensor)]
     state = torch.random.get_rng_state()
@@ -147,19 +147,19 @@ def _refused(function, case):
 @pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f.__name__)
 @pytest.mark.parametrize("name", TENSORS)
 def test_wrong_tensors(name, function):
-    _refused(function, TENSORS[name])
+    assert_refused(function, TENSORS[name])
 
 
 @pytest.mark.parametrize("function", FUNCTIONS[1:], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("name", OF_PLAN)
 def test_wrong_config_or_generator(name, function):
-    _refused(function, OF_PLAN[name])
+    assert_refused(function, OF_PLAN[name])
 
 
 @pytest.mark.parametrize("name", SELECTIONS)
 def test_wrong_selection(name):
     selection, error, message = SELECTIONS[name]
-    _refused(prescore.prescored_attention, (_call(selection=selection), error, message))
+    assert_refused(prescore.prescored_attention, (_call(selection=selection), error, message))
 
 
 @pytest.mark.parametrize("name", FIELDS)
@@ -224,7 +224,7 @@ def test_wrong_dictionaries():
     assert PrescoreConfig.from_dict(config.to_dict()) == config
 
 
-def test_a_generator_does_not_advance_when_the_call_is_refused():
+def test_a_generator_does_not_advance_when_the_call_isassert_refused():
     generator = torch.Generator().manual_seed(1)
     state = generator.get_state()
     with pytest.raises(ValueError, match="multiple"):

@@ -183,7 +183,7 @@ class _AttendParts(torch.autograd.Function):
             query, key, value, extra_key, extra_value, output, grad = (
                 t.to(accumulation_dtype(dtype)) for t in (query, key, value, extra_key, extra_value, output, grad)
             )
-            grad, output = _fold_lse_gradient(grad, output, grad_lse)
+            grad, output = fold_lse_gradient(grad, output, grad_lse)
         sums = [torch.zeros_like(t, dtype=accumulation_dtype(dtype)) for t in (query, key, value)]
         extras = [torch.zeros_like(t, dtype=accumulation_dtype(dtype)) for t in (extra_key, extra_value)]
         for part in ctx.parts:
@@ -255,7 +255,7 @@ def _fold_in(
     return total
 
 
-def _fold_lse_gradient(grad: Tensor, output: Tensor, grad_lse: Tensor) -> tuple[Tensor, Tensor]:
+def fold_lse_gradient(grad: Tensor, output: Tensor, grad_lse: Tensor) -> tuple[Tensor, Tensor]:
     """Express a gradient of lse through the output.
 
     The operator's backward uses `grad . output` per row, and nothing else of `output`; a gradient `g` of lse

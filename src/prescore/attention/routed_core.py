@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from prescore.attention.kernels import Backend, accumulation_dtype
-from prescore.attention.parts import _fold_lse_gradient as fold_lse_gradient
+from prescore.attention.parts import fold_lse_gradient
 from prescore.attention.routed_columns import Columns, attend_columns, attend_columns_backward
 from prescore.attention.routed_local import Strip, attend_local, attend_local_backward
 from prescore.attention.routed_pairs import (
