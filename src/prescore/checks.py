@@ -36,6 +36,14 @@ def number(name: str, value: Any, *, minimum: float, exclusive: bool = False) ->
         raise ValueError(f"{name} must be finite and {rule}, got {value}")
 
 
+def probability(name: str, value: Any) -> None:
+    """Refuse anything but a number in [0, 1)."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name} must be a number, got {type(value).__name__} {value!r}")
+    if not 0 <= value < 1:
+        raise ValueError(f"{name} must be at least 0 and below 1, got {value}")
+
+
 def boolean(name: str, value: Any) -> None:
     """Refuse anything but True or False."""
     if not isinstance(value, bool):

@@ -9,15 +9,16 @@ import torch
 from torch import Tensor
 
 from prescore import checks
+from prescore.attention.dropout import Dropout
 from prescore.attention.exact import resolve_scale
-from prescore.attention.kernels import Call, pick_backend
+from prescore.attention.kernels import Backend, Call, pick_backend
 from prescore.attention.parts import attend_parts
 from prescore.blocks import FULL
 from prescore.config import PrescoreConfig
 from prescore.errors import Unsupported
 from prescore.layout import Aligned, align, align_keys
 from prescore.plan import Plan, Planner
-from prescore.rng import as_streams
+from prescore.rng import DEFAULT_SEED, Streams, as_streams
 from prescore.route import route, routed_selection, routes, rows_with_gaps
 from prescore.scoring import score_keys, select_keys
 from prescore.selection.members import protected_positions
@@ -101,6 +102,7 @@ def prescored_attention(
     selection: Selection | None = None,
     return_aux: bool = False,
     backend: str = "auto",
+    dropout_p: float = 0.0,
 ) -> Any:
     """Attention over the keys that matter (Algorithm 2).
 
@@ -117,17 +119,23 @@ def prescored_attention(
         selection: Use this selection instead of making one; `inner="routed"` then attends exactly to it.
         return_aux: Also return lse, the selection and statistics.
         backend: Operator backend, see `exact_attention`.
+        dropout_p: Probability of dropping an attention weight, for training: the kept ones are scaled by
+            `1 / (1 - p)`, lse counts all keys as before, and a stand-in is dropped as a whole. Which ones is
+            drawn from `generator`, apart for each sequence and head, and drawn again in the backward pass
+            rather than stored. The fused operators cannot do this: the plain backend runs, which is slower.
 
     Returns:
         The output `[B, Hq, Nq, Dv]`, or `(output, Aux)`.
     """
     config = _config(config)
+    checks.probability("dropout_p", dropout_p)
     checks.attention_inputs(query, key, value, is_causal=is_causal, key_padding_mask=key_padding_mask, scale=scale)
     if selection is None and routes(config, key.shape[2], is_causal):
         call = align(query, key, value, key_padding_mask, is_causal=is_causal)
-        return _routed(call, config, is_causal, resolve_scale(scale, query), generator, return_aux, backend)
+        scale = resolve_scale(scale, query)
+        return _routed(call, config, is_causal, scale, generator, return_aux, backend, dropout_p)
     attended, plan, call = attend_with_plan(
-        query, key, value, config, is_causal, key_padding_mask, scale, generator, selection, backend
+        query, key, value, config, is_causal, key_padding_mask, scale, generator, selection, backend, dropout_p
     )
     if not return_aux:
         return attended.output
@@ -144,15 +152,20 @@ def _routed(
     generator: Generator,
     return_aux: bool,
     backend: str,
+    dropout_p: float,
 ) -> Any:
     begin = time.perf_counter()
-    attended, stats = route(call, config, is_causal=is_causal, scale=scale, backend=backend, error_bar=return_aux)
-    streams = as_streams(generator)  # routing draws nothing, but a generator that is passed in advances
+    _backend(
+        call.query, backend, dropout_p, Streams(DEFAULT_SEED)
+    )  # a refused call must not advance the generator
+    streams = as_streams(generator)  # routing draws nothing else, but a generator that is passed in advances
+    chosen = _backend(call.query, backend, dropout_p, streams)
+    attended, stats = route(call, config, is_causal=is_causal, scale=scale, backend=chosen, error_bar=return_aux)
     gaps = rows_with_gaps(call, is_causal)
     if gaps is not None:
         everything = config.replace(inner="exact", top_k=None, remainder="none")
         plan = Planner(call, everything, streams, None, is_causal).build()
-        exact = attend_parts(call.query, plan.key, plan.value, plan.parts, scale=scale, backend=backend)
+        exact = attend_parts(call.query, plan.key, plan.value, plan.parts, scale=scale, backend=chosen.at("gaps"))
         output = torch.where(gaps[:, None, None, None], exact.output, attended.output)
         attended = Attended(output, torch.where(gaps[:, None, None], exact.lse, attended.lse))
         stats["exact_sequences"] = int(gaps.sum())
@@ -199,10 +212,11 @@ def attend_with_plan(
     generator: Generator = None,
     selection: Selection | None = None,
     backend: str = "auto",
+    dropout_p: float = 0.0,
 ) -> tuple[Attended, Plan, Aligned]:
     """`prescored_attention` together with the plan it ran, for those who check or time the parts."""
     checks.attention_inputs(query, key, value, is_causal=is_causal, key_padding_mask=mask, scale=scale)
-    pick_backend(Call(query.device.type, query.dtype, query.shape[-1]), backend)
+    _backend(query, backend, dropout_p, Streams(DEFAULT_SEED))
     call = align(query, key, value, mask, is_causal=is_causal)
     given = None if selection is None else _given(selection, key, call)
     if config.tolerance is not None:
@@ -222,10 +236,16 @@ def attend_with_plan(
             plan.parts,
             scale=resolve_scale(scale, query),
             stand_ins=plan.stand_ins,
-            backend=backend,
+            backend=_backend(query, backend, dropout_p, streams),
         ),
     )
     return call.restore(attended), plan, call
+
+
+def _backend(query: Tensor, name: str, dropout_p: float, streams: Streams) -> Backend:
+    """The operator; raises when none, or not the named one, can run the call."""
+    dropout = Dropout(dropout_p, streams.child("dropout")) if dropout_p else None
+    return pick_backend(Call(query.device.type, query.dtype, query.shape[-1], dropout), name)
 
 
 def _config(config: PrescoreConfig | None) -> PrescoreConfig:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from prescore.attention.exact import exact_parts
+from prescore.attention.kernels import Backend, as_backend
 from prescore.attention.parts import attend_parts
 from prescore.attention.routed import exact_figures, routed_attention
 from prescore.clustering.tree import bisection_tree
@@ -56,13 +57,14 @@ def route(
     *,
     is_causal: bool,
     scale: float,
-    backend: str = "auto",
+    backend: str | Backend = "auto",
     error_bar: bool = False,
 ) -> tuple[Attended, dict[str, Any]]:
     """Routed attention of an aligned call, and figures about what was read.
 
     Without causality, sequences with fewer queries than `min_seq_len` read every key exactly.
     """
+    backend = as_backend(backend, call.query)
     if not is_causal:
         few = _few_queries(call, config)
         if bool(few.any()):
@@ -81,8 +83,8 @@ def route(
         unseen = min(max(0, -first), query.shape[2])  # queries before the first real key see nothing
         past = None if valid is None else valid[:, :seen]
         part, stats = _routed(
-            query[:, :, unseen:], key[:, :, :seen], value[:, :, :seen], past, config, is_causal, scale, backend,
-            error_bar,
+            query[:, :, unseen:], key[:, :, :seen], value[:, :, :seen], past, config, is_causal, scale,
+            backend.at(f"start {first}"), error_bar,
         )  # fmt: skip
         outputs.append(torch.nn.functional.pad(part.output, (0, 0, unseen, 0)))
         lses.append(torch.nn.functional.pad(part.lse, (unseen, 0), value=-torch.inf))
@@ -115,11 +117,11 @@ def _few_queries(call: Aligned, config: PrescoreConfig) -> Tensor:
 
 
 def _partly_exact(
-    call: Aligned, few: Tensor, config: PrescoreConfig, scale: float, backend: str, error_bar: bool
+    call: Aligned, few: Tensor, config: PrescoreConfig, scale: float, backend: Backend, error_bar: bool
 ) -> tuple[Attended, dict[str, Any]]:
     """Exact attention for the sequences in `few`, routed attention for the others."""
     parts = exact_parts(call.query, call.key, is_causal=False, valid=call.valid)
-    exact = attend_parts(call.query, call.key, call.value, parts, scale=scale, backend=backend)
+    exact = attend_parts(call.query, call.key, call.value, parts, scale=scale, backend=backend.at("few"))
     if bool(few.all()):
         return exact, exact_figures(call.query, call.key, config)
     routed, stats = _routed(call.query, call.key, call.value, call.valid, config, False, scale, backend, error_bar)
@@ -129,7 +131,7 @@ def _partly_exact(
 
 def _routed(
     query: Tensor, key: Tensor, value: Tensor, valid: Tensor | None, config: PrescoreConfig, is_causal: bool,
-    scale: float, backend: str, error_bar: bool,
+    scale: float, backend: Backend, error_bar: bool,
 ) -> tuple[Attended, dict[str, Any]]:  # fmt: skip
     return routed_attention(
         query,

@@ -191,3 +191,19 @@ def test_strips_and_groups_equal_the_reference(n_query, monkeypatch):
     theirs = torch.autograd.grad((expected.output * weights).sum(), tensors)
     for one, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-11)
+
+
+def test_filler_of_tiles_borrows_a_query_without_harm():
+    """A tile's filler is query 0, which never met the leaf: its weights there may overflow."""
+    query, key, value = (t.detach().float() for t in inputs(130, 130, batch=1, heads=2, kv_heads=2))
+    query[:, 0] = query[:, 0] * 0.1 + 8
+    key[:, 0] = key[:, 0] * 0.1 - 3
+    key[:, 1] = key[:, 1] * 0.3 + 60  # what head 0 would see there is far above its own lse
+    arguments = options(True, rows=12)
+    tensors = [t.requires_grad_() for t in (query, key, value)]
+    grads = torch.autograd.grad(routed_attention(*tensors, **arguments)[0].output.square().sum(), tensors)
+    wide = [t.detach().double().requires_grad_() for t in tensors]
+    expected = torch.autograd.grad(routed_reference(*wide, **arguments).output.square().sum(), wide)
+    assert float((wide[0][0, 0] @ wide[1][0, 1].T * SCALE).detach().max()) > 1000
+    for ours, theirs in zip(grads, expected, strict=True):
+        torch.testing.assert_close(ours.double(), theirs, rtol=1e-2, atol=2e-2)  # logits of 100s

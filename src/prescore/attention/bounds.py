@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from prescore.attention.kernels import accumulation_dtype
+from prescore.attention.kernels import Backend, accumulation_dtype
 from prescore.attention.parts import Part, attend_parts
 from prescore.attention.routed_core import Plan
 from prescore.attention.routed_layout import Clusters
@@ -110,7 +110,7 @@ def _share(more: Tensor, moved: Tensor) -> Tensor:
 
 def exact_rows(
     query: Tensor, key: Tensor, value: Tensor, wanted: Tensor, *, causal: bool, valid: Tensor | None, scale: float,
-    backend: str,
+    backend: str | Backend,
 ) -> Attended:  # fmt: skip
     """Exact attention for the wanted queries only; all others have output 0 and lse -inf.
 
@@ -122,7 +122,7 @@ def exact_rows(
         causal: Queries are the last `Nq` positions.
         valid: `[B, Nk]`, or None.
         scale: Factor of the logits.
-        backend: Name of an operator backend, or `auto`.
+        backend: An operator backend, or its name, or `auto`.
     """
     n_query, n_key = query.shape[2], key.shape[2]
     n_trees = key.shape[0] * key.shape[1]

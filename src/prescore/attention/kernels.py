@@ -15,6 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from prescore.attention.dropout import Dropout
 from prescore.errors import Unsupported
 
 
@@ -25,12 +26,24 @@ class Call:
     device: str
     dtype: torch.dtype
     head_dim: int
+    dropout: Dropout | None = None
 
 
 class Backend(Protocol):
     """One implementation of the operator."""
 
     name: str
+
+    @property
+    def dropout(self) -> Dropout | None:
+        """What it drops; only the plain backend can."""
+
+    def at(self, place: str) -> Backend:
+        """The backend for one operator call, or for several named below it.
+
+        Calls of forward and backward that belong together must have the same place, all others their own: it
+        decides which weights are dropped.
+        """
 
     def unsupported(self, call: Call) -> list[str]:
         """Reasons it cannot run this call; empty means it may."""
@@ -56,13 +69,17 @@ class Backend(Protocol):
 
 
 def pick_backend(call: Call, name: str = "auto") -> Backend:
-    """The named backend, or the first that can run the call; raises with every reason when none can."""
+    """The named backend, or the first that can run the call; raises with every reason when none can.
+
+    The fused operators cannot drop attention weights such that forward and backward of merged parts agree, so a
+    call with dropout is the plain backend's.
+    """
     from prescore.attention import kernels_cpu, kernels_cuda, kernels_plain
 
     backends: tuple[Backend, ...] = (
         kernels_cpu.CpuFlash(),
         kernels_cuda.CudaEfficient(),
-        kernels_plain.Plain(),
+        kernels_plain.Plain(call.dropout),
     )
     if name != "auto":
         backends = tuple(backend for backend in backends if backend.name == name)
@@ -75,6 +92,13 @@ def pick_backend(call: Call, name: str = "auto") -> Backend:
             return backend
         reasons += [f"{backend.name}: {reason}" for reason in found]
     raise Unsupported("attention", reasons)
+
+
+def as_backend(backend: str | Backend, query: Tensor) -> Backend:
+    """A backend as it is; a name, or `auto`, as the backend for these queries."""
+    if not isinstance(backend, str):
+        return backend
+    return pick_backend(Call(query.device.type, query.dtype, query.shape[-1]), backend)
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:

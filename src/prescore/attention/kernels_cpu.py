@@ -13,10 +13,16 @@ class CpuFlash:
     """`aten::_scaled_dot_product_flash_attention_for_cpu`: grouped heads, broadcast bias, float64 too."""
 
     name = "cpu-flash"
+    dropout = None
+
+    def at(self, place: str) -> CpuFlash:
+        """See `Backend`."""
+        return self
 
     def unsupported(self, call: Call) -> list[str]:
         """See `Backend`."""
-        return [] if call.device == "cpu" else [f"device {call.device} is not the CPU"]
+        reasons = [] if call.device == "cpu" else [f"device {call.device} is not the CPU"]
+        return reasons if call.dropout is None else [*reasons, "it cannot drop attention weights"]
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, causal: bool, scale: float

@@ -18,6 +18,11 @@ class CudaEfficient:
     """`aten::_scaled_dot_product_efficient_attention`."""
 
     name = "cuda-efficient"
+    dropout = None
+
+    def at(self, place: str) -> CudaEfficient:
+        """See `Backend`."""
+        return self
 
     def unsupported(self, call: Call) -> list[str]:
         """See `Backend`."""
@@ -28,6 +33,8 @@ class CudaEfficient:
             reasons.append("dtype float64 (supported: float32, bfloat16, float16)")
         if call.head_dim % 8:
             reasons.append(f"head dimension {call.head_dim} is not a multiple of 8")
+        if call.dropout is not None:
+            reasons.append("it cannot drop attention weights")
         return reasons
 
     def forward(

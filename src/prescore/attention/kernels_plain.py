@@ -1,19 +1,35 @@
-"""Plain torch on any device: the oracle of the fused operators, blocked over queries to bound memory."""
+"""Plain torch on any device: the oracle of the fused operators, and the one that can drop attention weights.
+
+Blocked to bound memory: over queries, and with dropout, where it has to serve real training, over tiles too.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from prescore.attention.dropout import Dropout
 from prescore.attention.kernels import Call, accumulation_dtype
 
 QUERY_BLOCK = 1024
+LOGITS_AT_ONCE = 2**22
+"""With dropout, logits formed at once, unless one row of queries has more."""
 
 
+@dataclass(frozen=True)
 class Plain:
-    """Matrix products and a softmax, nothing else."""
+    """Matrix products, a softmax, and perhaps dropout; nothing else."""
+
+    dropout: Dropout | None = None
 
     name = "plain"
+
+    def at(self, place: str) -> Plain:
+        """See `Backend`."""
+        return self if self.dropout is None else replace(self, dropout=self.dropout.at(place))
 
     def unsupported(self, call: Call) -> list[str]:
         """See `Backend`."""
@@ -24,15 +40,17 @@ class Plain:
     ) -> tuple[Tensor, Tensor]:
         """See `Backend`."""
         wide = accumulation_dtype(query.dtype)
-        outputs, lses = [], []
-        for start in range(0, max(query.shape[2], 1), QUERY_BLOCK):
-            rows = slice(start, start + QUERY_BLOCK)
-            logits = _logits(query[:, :, rows], key, bias, causal, scale, start)  # [b, g, h/g, rows, c]
-            lse = _logsumexp(logits)
-            weights = torch.exp(logits - _finite(lse)[..., None])
-            outputs.append((weights @ value.to(wide)[:, :, None]).flatten(1, 2))
-            lses.append(lse.flatten(1, 2))
-        return torch.cat(outputs, dim=2).to(query.dtype), torch.cat(lses, dim=2)
+        output = query.new_empty((*query.shape[:3], value.shape[-1]))
+        lse = query.new_empty(query.shape[:3], dtype=wide)
+        for tiles, rows in self._blocks(query, key):
+            logits = _logits(query[tiles, :, rows], key[tiles], _some(bias, tiles), causal, scale, rows.start)
+            own_lse = _logsumexp(logits)
+            weights = torch.exp(logits - _finite(own_lse)[..., None])  # [tiles, g, h/g, rows, c]
+            factors = self._factors(weights, tiles, rows)
+            weights = weights if factors is None else weights * factors
+            output[tiles, :, rows] = (weights @ value[tiles].to(wide)[:, :, None]).flatten(1, 2).to(query.dtype)
+            lse[tiles, :, rows] = own_lse.flatten(1, 2)
+        return output, lse
 
     def backward(
         self,
@@ -51,17 +69,41 @@ class Plain:
         heads = (key.shape[1], query.shape[1] // max(key.shape[1], 1))
         grad_query = torch.zeros_like(query, dtype=wide)
         grad_key, grad_value = torch.zeros_like(key, dtype=wide), torch.zeros_like(value, dtype=wide)
-        for start in range(0, query.shape[2], QUERY_BLOCK):
-            rows = slice(start, start + QUERY_BLOCK)
-            q, g, o = (t[:, :, rows].to(wide).unflatten(1, heads) for t in (query, grad, output))
-            logits = _logits(query[:, :, rows], key, bias, causal, scale, start)
-            weights = torch.exp(logits - _finite(lse[:, :, rows].unflatten(1, heads))[..., None])
-            grad_weights = g @ value.to(wide)[:, :, None].transpose(-1, -2)
+        for tiles, rows in self._blocks(query, key):
+            q, g, o = (t[tiles, :, rows].to(wide).unflatten(1, heads) for t in (query, grad, output))
+            k, v = key[tiles].to(wide)[:, :, None], value[tiles].to(wide)[:, :, None]
+            logits = _logits(query[tiles, :, rows], key[tiles], _some(bias, tiles), causal, scale, rows.start)
+            weights = torch.exp(logits - _finite(lse[tiles, :, rows].unflatten(1, heads))[..., None])
+            grad_weights, kept = g @ v.transpose(-1, -2), weights
+            factors = self._factors(weights, tiles, rows)
+            if factors is not None:
+                grad_weights, kept = grad_weights * factors, weights * factors
             grad_logits = weights * (grad_weights - (g * o).sum(-1, keepdim=True)) * scale
-            grad_query[:, :, rows] = (grad_logits @ key.to(wide)[:, :, None]).flatten(1, 2)
-            grad_key += (grad_logits.transpose(-1, -2) @ q).sum(2)
-            grad_value += (weights.transpose(-1, -2) @ g).sum(2)
+            grad_query[tiles, :, rows] = (grad_logits @ k).flatten(1, 2)
+            grad_key[tiles] += (grad_logits.transpose(-1, -2) @ q).sum(2)
+            grad_value[tiles] += (kept.transpose(-1, -2) @ g).sum(2)
         return grad_query.to(query.dtype), grad_key.to(key.dtype), grad_value.to(value.dtype)
+
+    def _blocks(self, query: Tensor, key: Tensor) -> Iterator[tuple[slice, slice]]:
+        """Tiles and query rows that are worked off together."""
+        n_tiles, n_heads, n_rows = query.shape[:3]
+        tiles, rows = max(n_tiles, 1), QUERY_BLOCK
+        if self.dropout is not None:
+            per_row = max(1, n_heads * key.shape[2])
+            rows = max(1, min(QUERY_BLOCK, n_rows, LOGITS_AT_ONCE // per_row))
+            tiles = max(1, LOGITS_AT_ONCE // (per_row * rows))
+        for tile in range(0, n_tiles, tiles):
+            for row in range(0, n_rows, rows):
+                yield slice(tile, tile + tiles), slice(row, row + rows)
+
+    def _factors(self, weights: Tensor, tiles: slice, rows: slice) -> Tensor | None:
+        if self.dropout is None:
+            return None
+        return self.dropout.at(f"{tiles.start}/{rows.start}").factors(tuple(weights.shape), weights)
+
+
+def _some(bias: Tensor | None, tiles: slice) -> Tensor | None:
+    return bias if bias is None or bias.shape[0] == 1 else bias[tiles]
 
 
 def _logits(query: Tensor, key: Tensor, bias: Tensor | None, causal: bool, scale: float, start: int) -> Tensor:

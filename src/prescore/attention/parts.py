@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from prescore.attention.kernels import Backend, Call, accumulation_dtype, pick_backend
+from prescore.attention.kernels import Backend, accumulation_dtype, as_backend
 from prescore.types import Attended
 
 _TINY_GRADIENT = 1e-15
@@ -110,7 +110,7 @@ def attend_parts(
     *,
     scale: float,
     stand_ins: StandIns | None = None,
-    backend: str = "auto",
+    backend: str | Backend = "auto",
 ) -> Attended:
     """One softmax over the union of the parts.
 
@@ -121,9 +121,9 @@ def attend_parts(
         parts: What each query sees. A key row that occurs in several parts (or twice) counts that often.
         scale: Factor of the logits.
         stand_ins: Rows that `extra_rows` refer to.
-        backend: Name of an operator backend, or `auto`.
+        backend: An operator backend, or its name, or `auto`.
     """
-    chosen = pick_backend(Call(query.device.type, query.dtype, query.shape[-1]), backend)
+    chosen = as_backend(backend, query)
     rows, dim, value_dim = query.shape[:3], query.shape[-1], value.shape[-1]
     if stand_ins is None:
         stand_ins = StandIns(key.new_empty(0, dim), value.new_empty(0, value_dim))
@@ -155,10 +155,10 @@ class _AttendParts(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         wide = accumulation_dtype(query.dtype)
         total: tuple[Tensor, Tensor] | None = None
-        for part in parts:
+        for number, part in enumerate(parts):
             q = _queries(query, part)
             k, v = _columns(key, extra_key, part), _columns(value, extra_value, part)
-            output, lse = backend.forward(q, k, v, part.bias4(), part.causal, scale)
+            output, lse = backend.at(f"part {number}").forward(q, k, v, part.bias4(), part.causal, scale)
             total = _fold_in(total, part, output.reshape(-1, output.shape[-1]), lse.reshape(-1), query.shape[0])
         if total is None:
             total = _unseen(query.shape[0], value, wide)
@@ -186,7 +186,8 @@ class _AttendParts(torch.autograd.Function):
             grad, output = fold_lse_gradient(grad, output, grad_lse)
         sums = [torch.zeros_like(t, dtype=accumulation_dtype(dtype)) for t in (query, key, value)]
         extras = [torch.zeros_like(t, dtype=accumulation_dtype(dtype)) for t in (extra_key, extra_value)]
-        for part in ctx.parts:
+        for number, part in enumerate(ctx.parts):
+            backend = ctx.backend.at(f"part {number}")
             q, g, o = _queries(query, part), _queries(grad, part), _queries(output, part)
             weights_lse = _queries(lse[:, None], part).squeeze(-1)
             if part.query_valid is not None:
@@ -194,7 +195,7 @@ class _AttendParts(torch.autograd.Function):
                 # filler borrows a query that never met these keys: exp(logit - lse) may overflow, 0 * inf is NaN
                 weights_lse = weights_lse.masked_fill(~part.query_valid, torch.finfo(lse.dtype).max / 2)
             k, v = _columns(key, extra_key, part), _columns(value, extra_value, part)
-            dq, dk, dv = ctx.backend.backward(g, q, k, v, part.bias4(), o, weights_lse, part.causal, ctx.scale)
+            dq, dk, dv = backend.backward(g, q, k, v, part.bias4(), o, weights_lse, part.causal, ctx.scale)
             _add_queries(sums[0], part, dq)
             _add_columns(sums[1], extras[0], part, dk)
             _add_columns(sums[2], extras[1], part, dv)

@@ -19,7 +19,7 @@ from torch.nn.functional import pad
 
 from prescore.attention.bounds import ErrorBar, exact_rows, sampled_error, unread_bounds
 from prescore.attention.exact import exact_parts
-from prescore.attention.kernels import Backend, Call, pick_backend
+from prescore.attention.kernels import Backend, as_backend
 from prescore.attention.parts import attend_parts
 from prescore.attention.routed_core import Plan, Sources, attend_routed
 from prescore.attention.routed_layout import Clusters, Layout, TreeBuilder, build_clusters, make_layout
@@ -40,7 +40,7 @@ def routed_attention(
     config: PrescoreConfig,
     scale: float,
     tree_builder: TreeBuilder,
-    backend: str = "auto",
+    backend: str | Backend = "auto",
     error_bar: bool = False,
 ) -> tuple[Attended, dict[str, Any]]:
     """Attention over local chunks, single keys, chosen leaves and stand-ins.
@@ -55,14 +55,14 @@ def routed_attention(
             mass exceeds it are recomputed exactly.
         scale: Factor of the logits.
         tree_builder: See `TreeBuilder`.
-        backend: Name of an operator backend, or `auto`.
+        backend: An operator backend, or its name, or `auto`.
         error_bar: Report the bounds and a sampled error in the figures.
 
     Returns:
         Output with lse, and figures: rows of each kind a query reads at most, queries read exactly, error bar.
     """
     layout = make_layout(query.shape[2], key.shape[2], causal=is_causal, config=config)
-    chosen = pick_backend(Call(query.device.type, query.dtype, query.shape[-1]), backend)
+    chosen = as_backend(backend, query)
     n_exact = layout.n_query if not layout.n_pieces else max(0, min(layout.head - layout.first, layout.n_query))
     if query.numel() == 0 or key.numel() == 0:
         n_exact = layout.n_query
@@ -70,7 +70,7 @@ def routed_attention(
     results = []
     bars = []
     if n_exact or not layout.n_query:
-        results.append(_exact(query[:, :, :n_exact], key, value, layout, valid, scale, chosen))
+        results.append(_exact(query[:, :, :n_exact], key, value, layout, valid, scale, chosen.at("head")))
         bars.append(ErrorBar(*(torch.zeros_like(results[0].lse, requires_grad=False),) * 2))
     if n_exact < layout.n_query:
         clusters = build_clusters(key, value, layout, valid, tree_builder)
@@ -104,7 +104,7 @@ def _within_tolerance(
         stats["recomputed_queries"] = int(over.sum())
         if stats["recomputed_queries"]:
             exact = exact_rows(
-                query, key, value, over, causal=causal, valid=valid, scale=scale, backend=backend.name
+                query, key, value, over, causal=causal, valid=valid, scale=scale, backend=backend.at("recomputed")
             )
             output = torch.where(over[..., None], exact.output, whole.output)
             whole = Attended(output, torch.where(over, exact.lse, whole.lse))
@@ -114,7 +114,8 @@ def _within_tolerance(
             misplaced_bound_mean=float(misplaced.mean()), misplaced_bound_max=float(misplaced.max()),
             lost_bound_mean=float(lost.mean()), lost_bound_max=float(lost.max()),
         )  # fmt: skip
-    stats.update(sampled_error(query, key, value, whole, causal=causal, valid=valid, scale=scale))
+    if backend.dropout is None:  # else most of the difference is what was dropped
+        stats.update(sampled_error(query, key, value, whole, causal=causal, valid=valid, scale=scale))
     return whole
 
 
@@ -126,7 +127,7 @@ def _exact(
         key, value = key[:, :, :stop], value[:, :, :stop]
         valid = None if valid is None else valid[:, :stop]
     parts = exact_parts(query, key, is_causal=layout.causal, valid=valid)
-    return attend_parts(query, key, value, parts, scale=scale, backend=backend.name)
+    return attend_parts(query, key, value, parts, scale=scale, backend=backend)
 
 
 @dataclasses.dataclass(frozen=True)

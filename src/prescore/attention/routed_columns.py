@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from prescore.attention.dropout import Dropout
 from prescore.attention.kernels import accumulation_dtype
 
 
@@ -32,7 +33,9 @@ class Columns:
     n_leaves: int
 
 
-def attend_columns(query: Tensor, columns: Columns, n_chosen: int, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+def attend_columns(
+    query: Tensor, columns: Columns, n_chosen: int, scale: float, dropout: Dropout | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Choose leaves, then attend to all columns but the stand-ins of the chosen.
 
     Args:
@@ -40,6 +43,7 @@ def attend_columns(query: Tensor, columns: Columns, n_chosen: int, scale: float)
         columns: What the queries see.
         n_chosen: Leaves to choose, at most `columns.n_leaves`.
         scale: Factor of the logits.
+        dropout: Which weights are dropped.
 
     Returns:
         Output `[T, t, Dv]`, lse `[T, t]` (-inf where nothing is left), and the chosen leaves `[T, t, n_chosen]`.
@@ -51,13 +55,16 @@ def attend_columns(query: Tensor, columns: Columns, n_chosen: int, scale: float)
     peak.masked_fill_(torch.isneginf(peak), 0.0)
     weights = logits.sub_(peak).exp_()
     total = weights.sum(-1, keepdim=True)
+    if dropout is not None:
+        weights.mul_(dropout.factors(tuple(weights.shape), weights))
     output = (weights @ columns.value.to(weights.dtype)).div_(total.clamp_min(1e-30))
     return output, (total.log() + peak).squeeze(-1), chosen
 
 
 def attend_columns_backward(
-    grad: Tensor, query: Tensor, columns: Columns, chosen: Tensor, output: Tensor, lse: Tensor, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
+    grad: Tensor, query: Tensor, columns: Columns, chosen: Tensor, output: Tensor, lse: Tensor, scale: float,
+    dropout: Dropout | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of query, column keys and column values under the merged `output` and `lse`.
 
     Args:
@@ -68,13 +75,20 @@ def attend_columns_backward(
         output: `[T, t]`: the product `grad . output` per row, less the gradient of lse.
         lse: `[T, t]` of the merged result.
         scale: Factor of the logits.
+        dropout: As in the forward pass.
     """
     wide = accumulation_dtype(query.dtype)
     weights = _logits(query, columns, scale).scatter_(2, chosen, -torch.inf)
     weights.sub_(lse[..., None]).exp_()
     grad = grad.to(wide)
-    grad_value = weights.transpose(1, 2) @ grad
-    grad_logits = (grad @ columns.value.to(wide).transpose(1, 2)).sub_(output[..., None]).mul_(weights)
+    grad_weights = grad @ columns.value.to(wide).transpose(1, 2)
+    kept = weights
+    if dropout is not None:
+        factors = dropout.factors(tuple(weights.shape), weights)
+        grad_weights.mul_(factors)
+        kept = factors.mul_(weights)
+    grad_value = kept.transpose(1, 2) @ grad
+    grad_logits = grad_weights.sub_(output[..., None]).mul_(weights)
     grad_query = (grad_logits @ columns.key.to(wide)).mul_(scale)
     grad_key = (grad_logits.transpose(1, 2) @ query.to(wide)).mul_(scale)
     return grad_query, grad_key, grad_value

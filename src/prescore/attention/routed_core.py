@@ -184,6 +184,7 @@ class _Group:
 
     def __init__(self, query: Tensor, tensors: Any, plan: Plan, run: range) -> None:
         self.query, self.plan, self.run = query, plan, run
+        self.backend = plan.backend.at(f"run {run.start}")
         key, value = tensors[:2]
         chunks = slice(run.start, run.stop + 1)
         self.local = None if key is None else (key[:, chunks], value[:, chunks])
@@ -211,14 +212,14 @@ class _Group:
         lses = [lse[..., None]]
         strips: list[list[Strip]] = []
         if self.local is not None:
-            strips = list(attend_local(query, *self.local, plan.scale, plan.backend))
+            strips = list(attend_local(query, *self.local, plan.scale, self.backend))
             lses += [torch.cat([strip.lse for strip in part], dim=-1)[..., None] for part in strips]
         if self.chosen[0].shape[-1]:
             total_leaves = self.n_trees * self.n_leaves
             first = torch.arange(0, total_leaves, self.n_leaves, device=query.device)[:, None, None, None]
             self.pairs = dispatch((self.leaf_numbers() + first).flatten(0, 2), total_leaves)
             rows = query.reshape(-1, query.shape[-1])
-            pair_output, pair_lse = attend_pairs(rows, self.leaves, self.pairs, plan.scale, plan.backend, room)
+            pair_output, pair_lse = attend_pairs(rows, self.leaves, self.pairs, plan.scale, self.backend, room)
             lses.append(pair_lse.view(*lead, -1))
         stacked = torch.cat(lses, dim=-1)
         total = torch.logsumexp(stacked, dim=-1)
@@ -242,13 +243,13 @@ class _Group:
         if self.local is not None:
             chunks = slice(self.run.start, self.run.stop + 1)
             local = (grad_query, sums[1][:, chunks], sums[2][:, chunks])  # type: ignore[index]
-            attend_local_backward(grad, self.query, *self.local, output, lse, plan.scale, plan.backend, local)
+            attend_local_backward(grad, self.query, *self.local, output, lse, plan.scale, self.backend, local)
         self._columns_backward(grad, output, safe, sums)
         if self.pairs is None:
             return
         flat = [t.reshape(-1, t.shape[-1]) for t in (grad, self.query, output)]
         grads = attend_pairs_backward(
-            flat[0], flat[1], self.leaves, self.pairs, flat[2], lse.reshape(-1), plan.scale, plan.backend
+            flat[0], flat[1], self.leaves, self.pairs, flat[2], lse.reshape(-1), plan.scale, self.backend
         )
         grad_query += grads[0].view_as(grad_query)
         for place in (1, 2):
@@ -262,8 +263,9 @@ class _Group:
         for place, block in enumerate(self.run):
             columns = self.plan.columns(self.column_tensors, block)
             output, lse, chosen = attend_columns(
-                self._block(self.query, place), columns, self.plan.chosen(block), self.plan.scale
-            )
+                self._block(self.query, place), columns, self.plan.chosen(block), self.plan.scale,
+                self.backend.at(f"columns {block}").dropout,
+            )  # fmt: skip
             outputs.append(output)
             lses.append(lse)
             self.chosen.append(chosen)
@@ -278,6 +280,7 @@ class _Group:
             grads = attend_columns_backward(
                 self._block(grad, place), self._block(self.query, place), columns, self.chosen[place],
                 self._block(product, place), self._block(lse, place), self.plan.scale,
+                self.backend.at(f"columns {block}").dropout,
             )  # fmt: skip
             query_sum = sums[0][:, self.run.start + place]  # type: ignore[index]
             query_sum += grads[0].view_as(query_sum)

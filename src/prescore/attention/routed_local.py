@@ -44,11 +44,12 @@ def attend_local(
     windows, squares = [], []
     for rows in _strips(query.shape[3]):
         heads = _heads(query[:, :, :, rows])
-        output, lse = backend.forward(
+        output, lse = backend.at(f"window {rows.start}").forward(
             heads, _window(key, rows.start), _window(value, rows.start), None, False, scale
         )
         windows.append(_strip(rows, output, lse, query))
-        output, lse = backend.forward(heads, key[:, 1:, rows], value[:, 1:, rows], None, True, scale)
+        square = backend.at(f"square {rows.start}")
+        output, lse = square.forward(heads, key[:, 1:, rows], value[:, 1:, rows], None, True, scale)
         squares.append(_strip(rows, output, lse, query))
     return windows, squares
 
@@ -65,7 +66,7 @@ def attend_local_backward(
         keys = (_window(key, rows.start), key[:, 1:, rows])
         values = (_window(value, rows.start), value[:, 1:, rows])
         for causal in (False, True):
-            grads = backend.backward(
+            grads = backend.at(f"{'square' if causal else 'window'} {rows.start}").backward(
                 tensors[0], tensors[1], keys[causal], values[causal], None, tensors[2], own_lse, causal, scale
             )
             sums[0][:, :, :, rows] += grads[0].view(*query.shape[:3], -1, query.shape[-1])

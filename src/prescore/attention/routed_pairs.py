@@ -110,7 +110,8 @@ def attend_pairs(
     output, lses = room[:n_slots], []
     for tile, slots, rows, leaf in pairs.batches():
         tiles = query.index_select(0, rows.clamp_min(0)).view(-1, 1, tile, query.shape[-1])
-        result, lse = backend.forward(tiles, *leaves.columns(leaf), False, scale)
+        own = backend.at(f"slots {slots.start}")
+        result, lse = own.forward(tiles, *leaves.columns(leaf), False, scale)
         output[slots] = result.reshape(-1, output.shape[-1])
         lses.append(lse.reshape(-1))
     flat = torch.cat(lses).index_select(0, pairs.slots.view(-1))
@@ -135,8 +136,11 @@ def attend_pairs_backward(
         tiles = [t.index_select(0, real).view(-1, 1, tile, t.shape[-1]) for t in (grad, query, output)]
         tiles[0].masked_fill_(~filled[..., None], 0)
         key, value, bias = leaves.columns(leaf)
+        # filler borrows a query that never met this leaf: exp(logit - lse) may overflow, 0 * inf is NaN
         weights_lse = lse.index_select(0, real).view(filled.shape)
-        grads = backend.backward(tiles[0], tiles[1], key, value, bias, tiles[2], weights_lse, False, scale)
+        weights_lse = weights_lse.masked_fill_(~filled, torch.finfo(lse.dtype).max / 2)
+        own = backend.at(f"slots {slots.start}")
+        grads = own.backward(tiles[0], tiles[1], key, value, bias, tiles[2], weights_lse, False, scale)
         grad_rows[slots] = grads[0].reshape(-1, query.shape[-1])
         for total, part in zip(sums, grads[1:], strict=True):
             total.index_add_(0, leaf, part.squeeze(1).to(wide))
