@@ -1,5 +1,7 @@
 """Rows per query against counts made one query at a time."""
 
+import time
+
 import pytest
 import torch
 
@@ -39,11 +41,26 @@ def test_meter_sums_layers_and_tells_replaced_ones_apart():
     meter = Meter(replaced=frozenset([1]))
     for layer in (0, 1):
         meter.timed(layer, lambda: torch.zeros(1), torch.device("cpu"))
-    meter.seconds = {0: 1.0, 1: 2.0}
+    assert set(meter.processor_seconds) == {0, 1}
+    meter.seconds, meter.processor_seconds = {0: 1.0, 1: 2.0}, {0: 0.5, 1: 1.0}
     meter.rows[1] = 7.0
     assert meter.figures() == {
         "attention_seconds": 3.0,
+        "attention_processor_seconds": 1.5,
         "replaced_seconds": 2.0,
         "layers_replaced": 1,
         "rows_per_query": 7.0,
     }
+
+
+def test_waiting_is_time_but_not_processor_time():
+    meter = Meter()
+
+    def wait():
+        time.sleep(0.05)
+        return torch.zeros(1)
+
+    meter.timed(0, wait, torch.device("cpu"))
+    figures = meter.figures()
+    assert figures["attention_processor_seconds"] < figures["attention_seconds"]
+    assert Meter().figures()["attention_processor_seconds"] is None

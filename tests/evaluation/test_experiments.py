@@ -87,6 +87,9 @@ def test_cost_compares_all_baselines_at_every_budget():
         series.setdefault(method.axes["series"], []).append(method.axes["budget"])
     assert set(series) >= {"random + sinks", "key-norm + sinks", "key-diff + sinks", "lev-attention", "streaming"}
     assert set(series) >= {"heavy-hitters", "HyperAttention", "oracle", "default", "paper: k-means + Hyper"}
+    groups = {method.axes["series"]: method.axes["group"] for method in methods}
+    assert [name for name, group in groups.items() if group is None] == ["default"]
+    assert groups["oracle"] == groups["heavy-hitters"] == "sees the queries first"
     assert all(budgets == [32, 64, 128, 256, 512, 1024] for budgets in series.values())
 
 

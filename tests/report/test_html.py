@@ -1,9 +1,11 @@
 """The report page: built from records alone, self-contained, and drawn by a real browser."""
 
+import json
 import re
 import shutil
 import struct
 import subprocess
+from html import unescape
 from html.parser import HTMLParser
 
 import pytest
@@ -11,7 +13,7 @@ import pytest
 from prescore.records import Record
 from prescore.report.html import demo_page, headline
 from prescore.report.language_summary import summarise
-from prescore.report.svg_chart import HEIGHT, Level, Series, line_chart
+from prescore.report.svg_chart import HEIGHT, NARROW, WIDTH, Level, Series, line_chart
 from prescore.report.token_map import token_map
 
 CHROMIUM = next(
@@ -142,6 +144,17 @@ def test_chart_has_one_mark_per_point_inside_its_frame():
     assert "No points" in line_chart([], levels, x_label="x", y_label="y", title="t")
 
 
+def test_chart_marks_where_exact_attention_stands_and_fits_a_phone():
+    levels = [Level("local only", 1.0), Level("exact", 512.0, upright=True)]
+    series = [Series("good", ((64.0, 0.5), (128.0, 0.2)), 0)]
+    for width in (NARROW, WIDTH):
+        chart = line_chart(series, levels, x_label="x", y_label="y", title="t", width=width, style="some")
+        assert f'class="chart some" viewBox="0 0 {width:g} ' in chart
+        across, upright = re.findall(r'<line class="level" x1="([^"]*)" x2="([^"]*)"', chart)
+        assert float(across[0]) < float(upright[0]) == float(upright[1]) < float(across[1]) < width
+        assert all(float(x) < float(upright[0]) for x in re.findall(r'cx="([^"]*)"', chart))
+
+
 def test_token_map_marks_what_was_kept():
     shown = token_map(token_record())
     first = shown[shown.index('data-method="key-diff"') : shown.index('data-method="most attended"')]
@@ -155,21 +168,37 @@ def test_token_map_marks_what_was_kept():
     assert "<tr><th scope='row'>most attended</th><td>75 %</td></tr>" in shown
 
 
+PROBE = """<script>
+const width = (chart) => chart.getBoundingClientRect().width;
+const shown = [...document.querySelectorAll("svg.chart")].filter((chart) => width(chart) > 0);
+const pixels = (chart) => (text) => (
+  parseFloat(getComputedStyle(text).fontSize) * width(chart) / chart.viewBox.baseVal.width
+);
+document.body.dataset.found = JSON.stringify({
+  overflow: document.documentElement.scrollWidth - window.innerWidth,
+  charts: shown.map((chart) => chart.classList[1]),
+  smallest: Math.min(...shown.flatMap((chart) => [...chart.querySelectorAll("text")].map(pixels(chart)))),
+});
+</script>"""
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine: apt-get install chromium")
-@pytest.mark.parametrize("width", [400, 1100])
-def test_a_browser_draws_it(records, tmp_path, width):
+@pytest.mark.parametrize(("width", "chart"), [(400, "narrow"), (1100, "wide")])
+def test_a_browser_draws_it(records, tmp_path, width, chart):
     page, picture = tmp_path / "index.html", tmp_path / "page.png"
-    page.write_text(demo_page(records), encoding="utf-8")
+    page.write_text(demo_page(records).replace("</body>", f"{PROBE}</body>"), encoding="utf-8")
     base = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}"]
-    subprocess.run(
-        [*base, f"--screenshot={picture}", f"--window-size={width},2400", page.as_uri()],
-        check=True, capture_output=True, timeout=120,
-    )  # fmt: skip
+    base += ["--no-first-run", "--disable-background-networking", "--disable-sync", f"--window-size={width},2400"]
+    subprocess.run([*base, f"--screenshot={picture}", page.as_uri()], check=True, capture_output=True, timeout=120)
     assert struct.unpack(">II", picture.read_bytes()[16:24]) == (width, 2400)
-    # after the script has run one view is shown and the others are hidden
     document = subprocess.run(
         [*base, "--dump-dom", page.as_uri()], check=True, capture_output=True, timeout=120, text=True
     ).stdout
+    # after the script has run one view is shown and the others are hidden
     views = re.findall(r'<div class="view"[^>]*>', document)
     assert [("hidden" in view) for view in views] == [False, True]
+    found = json.loads(unescape(re.search(r'data-found="([^"]*)"', document)[1]))
+    assert found["overflow"] <= 0
+    assert found["charts"] == [chart]
+    assert found["smallest"] > 10  # pixels of the smallest words in the chart

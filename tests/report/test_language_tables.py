@@ -78,6 +78,17 @@ def test_gap_is_over_the_same_documents_and_the_same_leaves():
     assert by_label["x"].speed_up == 1.0
 
 
+def test_above_exact_is_paired_by_document():
+    records = [record("exact", "exact", loss, document=name) for name, loss in (("a", 2.0), ("b", 4.0))]
+    records += [
+        record("x", "prescored", loss, document=name) for name, loss in (("a", 2.5), ("b", 4.7), ("c", 9.0))
+    ]
+    summary = summarise(records)[-1]
+    assert summary.above_exact == pytest.approx(0.6)
+    assert summary.above_exact_half_width == pytest.approx(12.706 * 0.1)
+    assert summarise(records[2:])[-1].above_exact is None
+
+
 def test_without_a_gap_none_is_closed():
     records = [*references(exact=3.0, local=2.9), record("x", "prescored", 2.0)]
     assert summarise(records)[-1].gap_closed is None

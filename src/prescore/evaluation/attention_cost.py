@@ -17,28 +17,36 @@ class Meter:
 
     Attributes:
         seconds: Time inside the attention function, scoring included.
+        processor_seconds: The same as processor time summed over threads, which a busy machine does not stretch;
+            empty where the work is done by another device.
         rows: Rows per query of the replaced layers; counted once, beside the time.
         replaced: Layers that ran the method; the others were exact.
     """
 
     seconds: dict[int, float] = field(default_factory=dict)
+    processor_seconds: dict[int, float] = field(default_factory=dict)
     rows: dict[int, float] = field(default_factory=dict)
     replaced: frozenset[int] = frozenset()
 
     def timed(self, layer: int, work: Callable[[], Tensor], device: torch.device) -> Tensor:
         """Run a layer's attention and add its time to the books; work queued on a GPU before is not counted."""
         _wait(device)
-        begin = time.perf_counter()
+        begin, processor = time.perf_counter(), time.process_time()
         output = work()
         _wait(device)
         self.seconds[layer] = self.seconds.get(layer, 0.0) + time.perf_counter() - begin
+        if device.type == "cpu":
+            spent = time.process_time() - processor
+            self.processor_seconds[layer] = self.processor_seconds.get(layer, 0.0) + spent
         return output
 
     def figures(self) -> dict[str, Any]:
         """The sums that a record carries."""
         replaced = [seconds for layer, seconds in self.seconds.items() if layer in self.replaced]
+        processor = self.processor_seconds.values()
         return {
             "attention_seconds": round(sum(self.seconds.values()), 4),
+            "attention_processor_seconds": round(sum(processor), 4) if processor else None,
             "replaced_seconds": round(sum(replaced), 4),
             "layers_replaced": len(replaced),
             "rows_per_query": round(sum(self.rows.values()) / len(self.rows), 2) if self.rows else None,

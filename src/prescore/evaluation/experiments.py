@@ -28,6 +28,8 @@ COUPLINGS = {
 }
 BUDGETS = (32, 64, 128, 256, 512, 1024)
 """Far keys per block in the comparison at equal cost, at 4096 tokens."""
+BLIND, PUBLISHED, LOOKING = "keys chosen before any query", "published methods", "sees the queries first"
+"""Panels of that comparison."""
 
 
 @dataclass(frozen=True)
@@ -152,17 +154,24 @@ def cost(scale: Scale) -> Iterator[Method]:
     for budget in BUDGETS:
         count = max(SINKS + 1, round(budget * scale.length / 4096))
         half = max(1, count // 2)
-        yield _at(named("random", leaf=leaf, top_k=count), "random + sinks", count)
+        yield _at(named("random", leaf=leaf, top_k=count), "random + sinks", count, BLIND)
         for name in ("key-norm", "key-diff", "leverage", "kmeans"):
             kept = {"sinks": SINKS, "inner": "exact"}
-            yield _at(named(name, leaf=leaf, top_k=count, overrides=kept), f"{name} + sinks", count)
+            yield _at(named(name, leaf=leaf, top_k=count, overrides=kept), f"{name} + sinks", count, BLIND)
         paper = {"block_size": half, "sample_size": half}
-        yield _at(named("hyper", leaf=leaf, overrides=paper), "HyperAttention", count)
-        yield _at(named("hyper", leaf=leaf, overrides={**paper, "sinks": SINKS}), "HyperAttention + sinks", count)
-        yield _at(named("kmeans", leaf=leaf, top_k=2 * count, overrides=paper), "paper: k-means + Hyper", count)
-        for name in ("lev-attention", "streaming", "heavy-hitters", "oracle"):
-            yield _at(named(name, leaf=leaf, top_k=count), name, count)
-        yield _at(default_at(scale, count), "default", count)
+        with_sinks = {**paper, "sinks": SINKS}
+        yield _at(named("hyper", leaf=leaf, overrides=paper), "HyperAttention", count, PUBLISHED)
+        yield _at(named("hyper", leaf=leaf, overrides=with_sinks), "HyperAttention + sinks", count, PUBLISHED)
+        filtered = named("kmeans", leaf=leaf, top_k=2 * count, overrides=paper)
+        yield _at(filtered, "paper: k-means + Hyper", count, PUBLISHED)
+        for name, group in (
+            ("lev-attention", PUBLISHED),
+            ("streaming", PUBLISHED),
+            ("heavy-hitters", LOOKING),
+            ("oracle", LOOKING),
+        ):
+            yield _at(named(name, leaf=leaf, top_k=count), name, count, group)
+        yield _at(default_at(scale, count), "default", count, None)
 
 
 def default_method(scale: Scale, **changes: Any) -> Method:
@@ -227,6 +236,7 @@ def _grid(
                     yield scale.prescored(own[0], top_k, n_samples, inclusive=inclusive, coupling=own[1])
 
 
-def _at(method: Method, label: str, budget: int) -> Method:
-    axes = {**method.axes, "series": label, "budget": budget}
+def _at(method: Method, label: str, budget: int, group: str | None) -> Method:
+    """A method at a budget; without a group it is drawn beside every group."""
+    axes = {**method.axes, "series": label, "budget": budget, "group": group}
     return Method(f"{label}, {budget}", method.kind, method.settings, axes)

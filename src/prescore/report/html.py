@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from html import escape
 from importlib import resources
 from string import Template
+from typing import Any
 
 from prescore.records import Record
 from prescore.report.language_summary import Summary, find, summarise
 from prescore.report.language_tables import describe_run, percent, times
-from prescore.report.svg_chart import Level, Series, legend, line_chart
+from prescore.report.svg_chart import NARROW, Level, Series, legend, line_chart
 from prescore.report.tables import number
 from prescore.report.token_map import token_map
 
@@ -113,9 +114,13 @@ def _chart(summaries: Sequence[Summary]) -> str:
         for place, name in enumerate(names)
     ]
     levels = [Level(s.label, s.loss - exact.loss) for s in summaries if s.kind == "local"]
-    words = {"x_label": "key rows met per query", "y_label": "loss above exact (nats)"}
-    chart = line_chart(series, levels, **words, title="loss above exact against key rows per query")
-    return chart + legend(series)
+    if exact.rows_per_query is not None:
+        levels.append(Level("exact", exact.rows_per_query, upright=True))
+    words: dict[str, Any] = {"x_label": "key rows met per query", "y_label": "loss above exact (nats)"}
+    words["title"] = "loss above exact against key rows per query"
+    wide = line_chart(series, levels, **words, style="wide")
+    narrow = line_chart(series, levels, **words, style="narrow", width=NARROW)
+    return wide + narrow + legend(series)
 
 
 def _timings(records: Sequence[Record]) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from prescore.report.language_summary import Summary, confidence_half_width, find
+from prescore.report.language_summary import Summary, find
 from prescore.report.language_tables import percent
 from prescore.report.plots import COLOURS, bars, figure
 
@@ -33,39 +33,44 @@ def plot_bars(summaries: Sequence[Summary], path: str | Path, title: str) -> Non
     """Loss above exact, one bar per method, with the interval of the difference over documents."""
     shown = [s for s in summaries if s.kind != "exact"]
     with figure(path, (7.5, 1 + 0.38 * len(shown))) as (_, axes):
-        above = [_above_exact(s, summaries) for s in shown]
-        means = [sum(values) / len(values) if values else 0.0 for values in above]
-        spreads = [confidence_half_width(values) or 0.0 for values in above]
+        means = [s.above_exact or 0.0 for s in shown]
+        spreads = [s.above_exact_half_width or 0.0 for s in shown]
         bars(axes, [s.label for s in shown], means, spreads, [_colour(n) for n in range(len(shown))])
         axes.set(title=title, xlabel="loss above exact, nats per token")
 
 
 def plot_budgets(summaries: Sequence[Summary], path: str | Path, title: str) -> None:
-    """Loss against top_k, one line per scorer, dashed without residual samples; one panel per leaf rule."""
-    rules = sorted({s.axes["blockwise"] for s in summaries if "blockwise" in s.axes}) or [False]
-    with figure(path, (5.2 * len(rules) + 1.6, 4.2), ncols=len(rules), squeeze=False, sharey=True) as (
-        drawn,
-        grid,
-    ):
+    """Loss against top_k: a column of panels per scorer, a row per leaf rule, a line per number of samples."""
+    cells = [s for s in summaries if "scorer" in s.axes]
+    rules = sorted({s.axes["blockwise"] for s in cells}) or [False]
+    scorers = [name for name in dict.fromkeys(s.axes["scorer"] for s in cells) if name != "none"] or ["none"]
+    samples = sorted({s.axes["sample_size"] for s in cells}, reverse=True)
+    shape = {"nrows": len(rules), "ncols": len(scorers), "squeeze": False, "sharex": True, "sharey": True}
+    size = (max(5.0, 2.7 * len(scorers)), 2.5 * len(rules) + 1.1)
+    with figure(path, size, **shape) as (drawn, grid):
         drawn.suptitle(title, x=0.01, ha="left")
-        for axes, inclusive in zip(grid[0], rules, strict=True):
-            inside = [s for s in summaries if s.axes.get("blockwise") == inclusive]
-            _references(axes, summaries)
-            scorers = list(dict.fromkeys(s.axes["scorer"] for s in inside if s.axes["scorer"] != "none"))
-            for place, scorer in enumerate(scorers):
-                for samples in sorted({s.axes["sample_size"] for s in inside}, reverse=True):
-                    line = [s for s in inside if (s.axes["scorer"], s.axes["sample_size"]) == (scorer, samples)]
-                    _line(axes, line, "top_k", f"{scorer}, {samples} samples", place, dashed=samples == 0)
-            for s in inside:
-                if s.axes["scorer"] == "none":
-                    words = f"no selection, {s.axes['sample_size']} samples"
-                    axes.axhline(s.loss, color="#888888", linewidth=1.2, label=words)
-                    axes.lines[-1].set_linestyle("-" if s.axes["sample_size"] else _DASHED)
-            rule = "blocks as long as a leaf exact" if inclusive else "published leaf rule"
-            axes.set(title=rule, xlabel="top_k per block")
-            _powers_of_two(axes)
-        grid[0][0].set_ylabel("loss, nats per token")
-        grid[0][-1].legend(loc="upper left", bbox_to_anchor=(1.02, 1), fontsize=7)
+        for row, inclusive in zip(grid, rules, strict=True):
+            for axes, scorer in zip(row, scorers, strict=True):
+                inside = [s for s in cells if s.axes["blockwise"] == inclusive]
+                _references(axes, summaries)
+                for place, count in enumerate(samples):
+                    same = [s for s in inside if s.axes["sample_size"] == count]
+                    line = [s for s in same if s.axes["scorer"] == scorer]
+                    _line(axes, line, "top_k", f"selection, {count} samples", place, dashed=False)
+                    for s in same:
+                        if s.axes["scorer"] == "none":
+                            words = f"no selection (HyperAttention), {count} samples"
+                            axes.axhline(
+                                s.loss, color=_colour(place), linewidth=1.1, linestyle=_DASHED, label=words
+                            )
+                rule = "blocks as long as a leaf exact" if inclusive else "published leaf rule"
+                axes.set_title(f"{scorer}\n{rule}", fontsize=8)
+                _powers_of_two(axes)
+            row[0].set_ylabel("loss, nats per token")
+        for axes in grid[-1]:
+            axes.set_xlabel("top_k per block")
+        _bound_losses(grid[0][0], summaries, times=8)
+        _shared_legend(drawn, grid[0][0])
 
 
 def plot_couplings(summaries: Sequence[Summary], path: str | Path, title: str) -> None:
@@ -101,33 +106,56 @@ def plot_lengths(summaries: Sequence[Summary], path: str | Path, title: str) -> 
 
 
 def plot_cost(summaries: Sequence[Summary], path: str | Path, title: str) -> None:
-    """Loss against key rows per query and against attention time: equal cost is a vertical line."""
-    with figure(path, (12, 4.6), ncols=2, sharey=True) as (drawn, grid):
+    """Loss against key rows per query (above) and attention time (below): equal cost is a vertical line.
+
+    A column of panels per group of methods; what belongs to none, the default, is drawn in all.
+    """
+    methods = [s for s in summaries if s.kind not in ("exact", "local")]
+    groups = [name for name in dict.fromkeys(s.axes.get("group") for s in methods) if name is not None] or [None]
+    # a busy machine stretches seconds on the clock, but not those of the processor
+    processor = all(s.processor_seconds is not None for s in summaries)
+    costs = {
+        "rows_per_query": "key rows per query",
+        "processor_seconds" if processor else "attention_seconds": (
+            f"{'processor' if processor else 'attention'} time of attention in one forward, scoring included (s)"
+        ),
+    }
+    shape = {"nrows": 2, "ncols": len(groups), "squeeze": False, "sharex": "row", "sharey": True}
+    with figure(path, (max(6.4, 4.1 * len(groups)), 7.4), **shape) as (drawn, grid):
         drawn.suptitle(title, x=0.01, ha="left")
-        families = list(dict.fromkeys(_family(s) for s in summaries if s.kind not in ("exact", "local")))
-        for axes, cost in zip(grid, ("rows_per_query", "attention_seconds"), strict=True):
-            _references(axes, summaries, cost)
-            for place, family in enumerate(families):
-                line = [s for s in summaries if _family(s) == family and getattr(s, cost) is not None]
-                line.sort(key=lambda s: float(getattr(s, cost)))
-                style: dict[str, Any] = {"color": _colour(place), "label": family, "markersize": 4}
-                style["linestyle"] = "-" if place < len(_OTHERS) else _DASHED
-                if family == "default":
-                    style.update(color="#000000", linestyle="-", linewidth=2.8, zorder=5)
-                axes.plot([getattr(s, cost) for s in line], [s.loss for s in line], marker="o", **style)
-        _powers_of_two(grid[0])
-        grid[1].set_xscale("log")
-        grid[0].set(xlabel="key rows per query", ylabel="loss, nats per token")
-        grid[1].set(xlabel="attention time in one forward, scoring included (s)")
-        _bound_losses(grid[0], summaries)
-        grid[1].legend(loc="upper left", bbox_to_anchor=(1.02, 1), fontsize=7)
+        for row, (cost, words) in zip(grid, costs.items(), strict=True):
+            for axes, group in zip(row, groups, strict=True):
+                inside = [s for s in methods if s.axes.get("group") in (group, None)]
+                _references(axes, summaries, cost)
+                _cost_lines(axes, inside, cost)
+                axes.set(title=group or "", xlabel=words)
+            row[0].set_ylabel("loss, nats per token")
+        _powers_of_two(grid[0][0])
+        grid[1][0].set_xscale("log")
+        _bound_losses(grid[0][0], summaries)
+        for axes in grid[0]:
+            axes.legend(fontsize=7, loc="upper right")
 
 
-def _above_exact(summary: Summary, summaries: Sequence[Summary]) -> list[float]:
-    exact = find(summaries, "exact", summary.n_tokens)
-    if exact is None:
-        return []
-    return [loss - exact.losses[name] for name, loss in summary.losses.items() if name in exact.losses]
+def _cost_lines(axes: Any, methods: Sequence[Summary], cost: str) -> None:
+    families = list(dict.fromkeys(_family(s) for s in methods))
+    others = [family for family in families if family != "default"]
+    for family in families:
+        line = [s for s in methods if _family(s) == family and getattr(s, cost) is not None]
+        # joined in the order of their budgets: a dearer point may be to the left of a cheaper one
+        line.sort(key=lambda s: (s.axes.get("budget", 0), float(getattr(s, cost))))
+        style: dict[str, Any] = {"color": "#000000", "linewidth": 2.6, "zorder": 5}
+        if family != "default":
+            place = others.index(family)
+            style = {"color": _colour(place), "linestyle": "-" if place < len(_OTHERS) else _DASHED}
+        points = [getattr(s, cost) for s in line], [s.loss for s in line]
+        axes.plot(*points, marker="o", markersize=4, label=family, **style)
+
+
+def _shared_legend(drawn: Any, axes: Any) -> None:
+    """One legend below all panels, from the first."""
+    handles, labels = axes.get_legend_handles_labels()
+    drawn.legend(handles, labels, loc="outside lower center", ncols=2, fontsize=8)
 
 
 def _powers_of_two(axes: Any) -> None:
@@ -151,14 +179,14 @@ def _references(axes: Any, summaries: Sequence[Summary], cost: str | None = None
                 axes.plot([getattr(found, cost)], [found.loss], marker="s", color=colour, markersize=5)
 
 
-def _bound_losses(axes: Any, summaries: Sequence[Summary]) -> None:
-    """Leave out what is far worse than dropping the far context: it would flatten everything else."""
+def _bound_losses(axes: Any, summaries: Sequence[Summary], *, times: float = 1.5) -> None:
+    """Leave out what is worse than local only by more than `times` the gap: it would flatten everything else."""
     exact = min((s.loss for s in summaries if s.kind == "exact"), default=None)
     local = max((s.loss for s in summaries if s.kind == "local"), default=None)
     if exact is None or local is None or local <= exact:
         return
     worst = max(s.loss for s in summaries)
-    top = local + 1.5 * (local - exact)
+    top = local + times * (local - exact)
     axes.set_ylim(exact - 0.1 * (local - exact), min(worst + 0.05 * (local - exact), top))
     hidden = sum(s.loss > top for s in summaries)
     if hidden:

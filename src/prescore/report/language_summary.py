@@ -25,8 +25,11 @@ class Summary:
         losses: Loss in nats by document (mean over seeds).
         rows_per_query: Key rows met.
         attention_seconds: Inside the attention functions, per forward.
+        processor_seconds: The same as processor time; None where it was not measured on a CPU.
         forward_seconds: Whole forward and loss.
         gap_closed: `(local - loss) / (local - exact)` over the same documents; None when they are missing.
+        above_exact: Mean over the same documents of what the loss is above exact attention's.
+        above_exact_half_width: Half of its 95 % interval, which is much narrower than that of the loss itself.
         speed_up: Exact attention's time over this one's.
         position_scaling: How positions past the trained length were made, if they were.
     """
@@ -41,7 +44,10 @@ class Summary:
     rows_per_query: float | None
     attention_seconds: float
     forward_seconds: float
+    processor_seconds: float | None = None
     gap_closed: float | None = None
+    above_exact: float | None = None
+    above_exact_half_width: float | None = None
     speed_up: float | None = None
     position_scaling: dict[str, Any] | None = None
 
@@ -102,6 +108,7 @@ def _summary(group: Sequence[Record]) -> Summary:
         name = f"{record.config['document']}@{record.config['digest']}"
         by_document.setdefault(name, []).append(float(record.figures["loss"]))
     rows = [figure["rows_per_query"] for figure in figures if figure["rows_per_query"] is not None]
+    processor: list[Any] = [figure.get("attention_processor_seconds") for figure in figures]
     return Summary(
         label=method["label"],
         kind=method["kind"],
@@ -113,6 +120,7 @@ def _summary(group: Sequence[Record]) -> Summary:
         rows_per_query=statistics.fmean(rows) if rows else None,
         attention_seconds=statistics.fmean(figure["attention_seconds"] for figure in figures),
         forward_seconds=statistics.fmean(figure["forward_seconds"] for figure in figures),
+        processor_seconds=None if None in processor else statistics.fmean(processor),
         position_scaling=figures[0].get("position_scaling"),
     )
 
@@ -124,10 +132,19 @@ def _compared(summary: Summary, summaries: Sequence[Summary]) -> Summary:
     if exact is not None and local is not None:
         shared = [name for name in summary.losses if name in exact.losses and name in local.losses]
         gap = _gap(*([part.losses[name] for name in shared] for part in (summary, exact, local)))
+    above = (
+        [] if exact is None else [summary.losses[n] - exact.losses[n] for n in summary.losses if n in exact.losses]
+    )
     fast = None
     if exact is not None and summary.attention_seconds > 0:
         fast = exact.attention_seconds / summary.attention_seconds
-    return replace(summary, gap_closed=gap, speed_up=fast)
+    return replace(
+        summary,
+        gap_closed=gap,
+        above_exact=statistics.fmean(above) if above else None,
+        above_exact_half_width=confidence_half_width(above),
+        speed_up=fast,
+    )
 
 
 def _gap(losses: Sequence[float], exact: Sequence[float], local: Sequence[float]) -> float | None:

@@ -87,14 +87,15 @@ def full_csv(summaries: Sequence[Summary]) -> str:
     axes = list(dict.fromkeys(name for summary in summaries for name in summary.axes))
     documents = list(dict.fromkeys(name for summary in summaries for name in summary.losses))
     head = ["method", "kind", "n_tokens", "layers", *axes, "loss", "ci95_half_width", "perplexity", "gap_closed"]
-    head += ["rows_per_query", "attention_seconds", "speed_up", "forward_seconds"]
+    head += ["above_exact", "above_exact_ci95_half_width", "rows_per_query"]
+    head += ["attention_seconds", "attention_processor_seconds", "speed_up", "forward_seconds"]
     head += [f"loss {document}" for document in documents]
     lines: Lines = [head]
     for s in summaries:
         lines.append(
             [s.label, s.kind, s.n_tokens, s.layers, *(s.axes.get(name) for name in axes)]
-            + [s.loss, s.half_width, s.perplexity, s.gap_closed, s.rows_per_query]
-            + [s.attention_seconds, s.speed_up, s.forward_seconds]
+            + [s.loss, s.half_width, s.perplexity, s.gap_closed, s.above_exact, s.above_exact_half_width]
+            + [s.rows_per_query, s.attention_seconds, s.processor_seconds, s.speed_up, s.forward_seconds]
             + [s.losses.get(document) for document in documents]
         )
     return _text(lines)
