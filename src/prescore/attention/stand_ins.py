@@ -33,10 +33,8 @@ def centroid_stand_ins(
     """
     n_problems, heads = labels.shape[:2]
     wide = torch.promote_types(key.dtype, torch.float32)
-    key_sum = _cluster_sums(key.flatten(0, 1).to(wide), labels, unselected, n_clusters)
-    value_sum = _cluster_sums(value.flatten(0, 1).to(wide), labels, unselected, n_clusters)
-    ones = unselected.flatten(0, 1)[..., None].to(wide)
-    count = _cluster_sums(ones, labels, unselected, n_clusters)  # [P * H, clusters, 1]
+    points = [tensor.flatten(0, 1).to(wide) for tensor in (key, value)]
+    key_sum, value_sum, count = _cluster_sums(points, labels, unselected, n_clusters)
     safe = count.clamp_min(1)
     stand_ins = StandIns(
         (key_sum / safe).flatten(0, 1).to(key.dtype), (value_sum / safe).flatten(0, 1).to(value.dtype)
@@ -47,13 +45,22 @@ def centroid_stand_ins(
     return stand_ins, Columns(rows.view(shape), torch.log(count).view(shape).to(accumulation_dtype(dtype)))
 
 
-def _cluster_sums(points: Tensor, labels: Tensor, taken: Tensor, n_clusters: int) -> Tensor:
-    """`[P * H, N, d]` -> `[P * H, clusters, d]` by matrix products with one-hot labels, in chunks."""
-    numbers = torch.arange(n_clusters, device=points.device)
+def _cluster_sums(
+    points: list[Tensor], labels: Tensor, taken: Tensor, n_clusters: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Sums of two tables `[P * H, N, d]` as `[P * H, clusters, d]`, and the numbers of members `[..., 1]`.
+
+    By matrix products with one-hot labels, in chunks.
+    """
+    numbers = torch.arange(n_clusters, device=labels.device)
     flat_labels, flat_taken = labels.flatten(0, 1), taken.flatten(0, 1)
-    total = points.new_zeros(points.shape[0], n_clusters, points.shape[-1])
-    for start in range(0, points.shape[1], _CHUNK):
+    first, second = (table.new_zeros(table.shape[0], n_clusters, table.shape[-1]) for table in points)
+    count = first.new_zeros(*first.shape[:2], 1)
+    for start in range(0, labels.shape[-1], _CHUNK):
         rows = slice(start, start + _CHUNK)
         hot = (flat_labels[:, None, rows] == numbers[:, None]) & flat_taken[:, None, rows]
-        total = total + hot.to(points.dtype) @ points[:, rows]
-    return total
+        members = hot.to(first.dtype)
+        first = first + members @ points[0][:, rows]
+        second = second + members @ points[1][:, rows]
+        count = count + members.sum(dim=-1, keepdim=True)
+    return first, second, count

@@ -15,6 +15,8 @@ from prescore.clustering.seeding import seed_centres
 from prescore.rng import Streams
 
 _ASSIGN_ROWS = 4096
+# share of the problems still moving from which on dropping the finished ones pays for the copy
+_CROWDED = 0.7
 
 
 class Clustering(NamedTuple):
@@ -133,6 +135,8 @@ def _iterate(
     points: Tensor, weights: Tensor, centres: Tensor, metric: Metric, max_iter: int, tol: float
 ) -> Tensor:
     threshold = tol * _mean_variance(points, weights)
+    result = centres
+    numbers = torch.arange(len(points), device=points.device)
     moving = torch.ones(len(points), dtype=torch.bool, device=points.device)
     for iteration in range(max_iter):
         membership, labels = metric.membership(points, weights, centres)
@@ -148,10 +152,18 @@ def _iterate(
         shift = (updated - centres).square().sum(dim=(1, 2))
         # a finished problem keeps its centres: neighbours in the batch must not change them
         centres = torch.where(moving[:, None, None], updated, centres)
+        result = result.index_copy(0, numbers, centres)
         moving = moving & (shift > threshold)
-        if not bool(moving.any()):
+        n_moving = int(moving.count_nonzero())
+        if n_moving == 0:
             break
-    return centres
+        if n_moving <= _CROWDED * len(points):
+            # most problems finish early; those that do not go on without them
+            (left,) = torch.where(moving)
+            points, weights, centres, numbers, threshold, moving = (
+                tensor.index_select(0, left) for tensor in (points, weights, centres, numbers, threshold, moving)
+            )
+    return result
 
 
 def _mean_variance(points: Tensor, weights: Tensor) -> Tensor:

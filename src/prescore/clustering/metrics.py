@@ -81,7 +81,8 @@ class Euclidean(Metric):
     def membership(self, points: Tensor, weights: Tensor, centres: Tensor) -> tuple[Tensor, Tensor | None]:
         """Where the matrix product attains its minimum: a reduction without indices is faster than one with."""
         squares = centres.square().sum(dim=2, keepdim=True)
-        order = torch.baddbmm(squares, centres, points.transpose(1, 2), alpha=-2.0)  # [P, k, n]
+        # not baddbmm, which first writes the squares to every entry of the result
+        order = torch.bmm(centres * -2.0, points.transpose(1, 2)).add_(squares)  # [P, k, n]
         nearest = order == order.amin(dim=1, keepdim=True)
         if int(nearest.count_nonzero()) > points.shape[0] * points.shape[1]:
             return super().membership(points, weights, centres)  # equal distances: the first centre takes all
@@ -97,4 +98,4 @@ class Euclidean(Metric):
 def euclidean_order(points: Tensor, centres: Tensor) -> Tensor:
     """`|c|^2 - 2 x.c`, which orders centres as the squared distance does, `[P, n, k]`."""
     squares = centres.square().sum(dim=2).unsqueeze(1)
-    return torch.baddbmm(squares, points, centres.transpose(1, 2), alpha=-2.0)
+    return torch.bmm(points, (centres * -2.0).transpose(1, 2)).add_(squares)

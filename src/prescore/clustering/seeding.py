@@ -88,7 +88,7 @@ def _plus_plus(
 def pairwise_costs(points: Tensor, power: float) -> Tensor:
     """Euclidean distances to the given power, `[P, n, n]`, by one matrix product; the diagonal is zero."""
     squares = points.square().sum(dim=2)
-    costs = torch.baddbmm(squares.unsqueeze(1), points, points.transpose(1, 2), alpha=-2.0)
-    costs = (costs + squares.unsqueeze(2)).clamp_(min=0.0)
+    costs = torch.bmm(points * -2.0, points.transpose(1, 2)).add_(squares.unsqueeze(1))
+    costs = costs.add_(squares.unsqueeze(2)).clamp_(min=0.0)
     costs.diagonal(dim1=1, dim2=2).zero_()
     return costs if power == 2.0 else costs.pow_(power / 2.0)
