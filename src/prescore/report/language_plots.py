@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from prescore.report.language_summary import Summary, find
-from prescore.report.language_tables import percent
 from prescore.report.plots import COLOURS, bars, figure
 
 _DASHED = (0, (4, 2))
@@ -114,27 +113,25 @@ def plot_cost(summaries: Sequence[Summary], path: str | Path, title: str) -> Non
     groups = [name for name in dict.fromkeys(s.axes.get("group") for s in methods) if name is not None] or [None]
     # a busy machine stretches seconds on the clock, but not those of the processor
     processor = all(s.processor_seconds is not None for s in summaries)
-    costs = {
-        "rows_per_query": "key rows per query",
-        "processor_seconds" if processor else "attention_seconds": (
-            f"{'processor' if processor else 'attention'} time of attention in one forward, scoring included (s)"
-        ),
-    }
+    seconds = "processor_seconds" if processor else "attention_seconds"
+    words = f"attention of one forward, scoring included, {'processor ' if processor else ''}seconds"
+    costs = {"rows_per_query": "key rows per query", seconds: words}
     shape = {"nrows": 2, "ncols": len(groups), "squeeze": False, "sharex": "row", "sharey": True}
     with figure(path, (max(6.4, 4.1 * len(groups)), 7.4), **shape) as (drawn, grid):
         drawn.suptitle(title, x=0.01, ha="left")
-        for row, (cost, words) in zip(grid, costs.items(), strict=True):
+        for row, (cost, label) in zip(grid, costs.items(), strict=True):
             for axes, group in zip(row, groups, strict=True):
                 inside = [s for s in methods if s.axes.get("group") in (group, None)]
                 _references(axes, summaries, cost)
                 _cost_lines(axes, inside, cost)
-                axes.set(title=group or "", xlabel=words)
+                axes.set(title=group or "")
+                axes.set_xlabel(label, fontsize=8)
             row[0].set_ylabel("loss, nats per token")
         _powers_of_two(grid[0][0])
-        grid[1][0].set_xscale("log")
+        _powers_of_two(grid[1][0])
         _bound_losses(grid[0][0], summaries)
-        for axes in grid[0]:
-            axes.legend(fontsize=7, loc="upper right")
+        for axes in grid[1]:
+            axes.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.22), ncols=2)
 
 
 def _cost_lines(axes: Any, methods: Sequence[Summary], cost: str) -> None:
@@ -160,7 +157,7 @@ def _shared_legend(drawn: Any, axes: Any) -> None:
 
 def _powers_of_two(axes: Any) -> None:
     axes.set_xscale("log", base=2)
-    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:.{6 if value >= 1 else 2}g}")
 
 
 def _references(axes: Any, summaries: Sequence[Summary], cost: str | None = None) -> None:
@@ -170,10 +167,13 @@ def _references(axes: Any, summaries: Sequence[Summary], cost: str | None = None
             if found is None:
                 continue
             axes.axhline(found.loss, color=colour, linewidth=1, linestyle=":")
-            place = (1, found.loss)
+            # exact attention is the dearest and local the cheapest: each name at the end where its mark is not
+            place, side, shift = (
+                ((0, found.loss), "left", 3) if kind == "exact" else ((1, found.loss), "right", -2)
+            )
             axes.annotate(
-                found.label, place, (-2, 2), xycoords=axes.get_yaxis_transform(), textcoords="offset points",
-                fontsize=7, ha="right", color=colour,
+                found.label, place, (shift, 2), xycoords=axes.get_yaxis_transform(), textcoords="offset points",
+                fontsize=7, ha=side, color=colour,
             )  # fmt: skip
             if cost is not None and getattr(found, cost):
                 axes.plot([getattr(found, cost)], [found.loss], marker="s", color=colour, markersize=5)
@@ -190,7 +190,7 @@ def _bound_losses(axes: Any, summaries: Sequence[Summary], *, times: float = 1.5
     axes.set_ylim(exact - 0.1 * (local - exact), min(worst + 0.05 * (local - exact), top))
     hidden = sum(s.loss > top for s in summaries)
     if hidden:
-        words = f"{hidden} points above the frame, all below {percent((local - top) / (local - exact))}"
+        words = f"{hidden} points lie above the frame, gap closed below {-100 * times:.0f} %"
         axes.annotate(words, (0.01, 0.97), xycoords="axes fraction", fontsize=7, va="top", color="#666666")
 
 
