@@ -188,7 +188,7 @@ def test_a_protected_prefix_is_among_the_kept(vision_subject, monkeypatch):
     assert not all(found[..., 0].all() for found in kept)
 
 
-@pytest.mark.parametrize("name", ["exact", "centroids", "kmeans+centroids"])
+@pytest.mark.parametrize("name", ["exact", "centroids", "kmeans+centroids", "routed", "default"])
 def test_what_selects_nothing_is_refused(name, vision_subject):
     with pytest.raises(ValueError, match=f"got '{name}'".replace("+", r"\+")):
         coverage_rows(vision_subject, CoverageGrid(methods=(name,)))

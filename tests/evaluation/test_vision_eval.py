@@ -15,8 +15,9 @@ from PIL import Image
 import prescore.pipeline
 from prescore.cli.main import main
 from prescore.evaluation import digits
-from prescore.evaluation.vision import EXACT, Grid, Study, parse_method, study_rows
+from prescore.evaluation.vision import Grid, Study, study_rows
 from prescore.evaluation.vision_data import IMAGENET_MEAN, IMAGENET_STD, Preprocessing, decode, open_folder
+from prescore.evaluation.vision_methods import EXACT, parse_method
 from prescore.evaluation.vision_models import load_vision_model, vit_shape
 from prescore.integrations.timm_import import import_timm, mend_torchvision
 from prescore.integrations.vision_attention import PrescoredLayer, attend_exactly
@@ -174,6 +175,30 @@ def test_rows_are_counted_as_a_query_reads_them(name, model_folder, image_folder
     assert all(7 <= width <= 9 for width in widths)
 
 
+@pytest.mark.parametrize(("n_tokens", "n_prefix"), [(577, 1), (197, 1), (198, 2), (64, 0)])
+@pytest.mark.parametrize("rows", [40, 63])
+def test_routed_rows_are_those_of_the_call(rows, n_tokens, n_prefix):
+    method = parse_method("routed")
+    config = method.config(rows, clusters=None, share=0.0, n_prefix=n_prefix, n_tokens=n_tokens)
+    query, key, value = torch.randn(3, 1, 2, n_tokens, 16, generator=torch.Generator().manual_seed(0))
+    _, aux = prescore.prescored_attention(query, key, value, config=config, return_aux=True)
+    parts = ("far_rows", "single_rows", "stand_in_rows", "local_rows")
+    assert aux.stats["exact_queries"] == 0
+    assert method.rows(config, rows, n_tokens=n_tokens) == sum(aux.stats[part] for part in parts)
+    assert 0.5 * rows <= method.rows(config, rows, n_tokens=n_tokens) <= rows
+
+
+def test_routed_needs_room_and_the_untouched_default_is_exact_when_short(model_folder, image_folder):
+    with pytest.raises(ValueError, match=r"rows must leave room for 1 prefix tokens.*got 4"):
+        parse_method("routed").config(4, clusters=None, share=0.0, n_prefix=1, n_tokens=197)
+    study = Study(load_vision_model(model_folder), open_folder(image_folder), {})
+    rows = study_rows(study, Grid(methods=("default", "routed"), rows=(9, 10), protect=(True, False)))
+    assert (rows[0].config["method"], rows[0].config["rows"]) == ("default", 17)
+    assert [row.config["method"] for row in rows].count("default") == 1
+    assert rows[0].measure()["agreement"] == 100
+    assert rows[1].measure()["kl"] > 0
+
+
 def test_hugging_face_folder_and_resolution(model_folder):
     loaded = load_vision_model(model_folder)
     assert (loaded.n_tokens, loaded.n_prefix, loaded.n_layers, loaded.preprocessing.size) == (17, 1, 2, 32)
@@ -239,6 +264,11 @@ def test_the_grid_repeats_nothing_that_cannot_differ(model_folder, image_folder)
     for row in study_rows(study, grid):
         counts[row.config["method"]] = counts.get(row.config["method"], 0) + 1
     assert counts == {EXACT: 1, "kmeans": 16, "key-norm": 4, "kmeans-farthest+centroids": 16}
+
+
+def test_stand_ins_are_clusters_of_true_keys():
+    for name in ("key-diff+centroids", "centroids", "leverage+centroids"):
+        assert parse_method(name).config(32, clusters=None, share=0.5, n_prefix=1).normalize is False
 
 
 def test_command_measures_records_resumes_and_draws(model_folder, image_folder, tmp_path, capsys):

@@ -48,7 +48,7 @@ def command(
     method: Annotated[
         list[str] | None,
         typer.Option(
-            help="exact, centroids, or SCORER[-RULE][-sample][+centroids]; may be repeated.  "
+            help="exact, centroids, routed, default, or SCORER[-RULE][-sample][+centroids]; may be repeated.  "
             "[default: the paper's grid and ours]"
         ),
     ] = None,

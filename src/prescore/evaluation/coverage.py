@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from prescore.config import PrescoreConfig
-from prescore.evaluation.vision import EXACT, Study, parse_method
+from prescore.evaluation.vision import Study
+from prescore.evaluation.vision_methods import EXACT, parse_method
 from prescore.integrations.masks import full_mask, read_mask
 from prescore.integrations.observe import Look, observe
 from prescore.integrations.vision_attention import PrescoredLayer, Situation, layer_seed
@@ -107,7 +108,7 @@ def coverage_rows(subject: Subject, grid: CoverageGrid) -> list[Row]:
     rows = []
     for name in grid.methods:
         method = parse_method(name) if name != EXACT else None
-        if method is None or method.stand_ins:
+        if method is None or method.stand_ins or method.routed:
             raise ValueError(f"method must select keys and nothing else to have a coverage, got {name!r}")
         for n_rows in grid.rows:
             for clusters in grid.clusters if method.clusters else (None,):

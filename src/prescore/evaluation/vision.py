@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from prescore.config import RULES, PrescoreConfig
 from prescore.evaluation.vision_data import Images
+from prescore.evaluation.vision_methods import DEFAULT, EXACT, PAPER_GRID, Method, parse_method
 from prescore.evaluation.vision_models import VisionModel
 from prescore.integrations.vision_attention import (
     Attend,
@@ -25,102 +25,6 @@ from prescore.integrations.vision_attention import (
     vision_adapter,
 )
 from prescore.records import Row
-from prescore.registry import list_scorers
-
-EXACT = "exact"
-CENTROIDS = "centroids"
-_RANDOM = "random"
-_STAND_INS = "+centroids"
-_SAMPLE = "-sample"
-
-PAPER_GRID = (
-    EXACT,
-    "kmeans",
-    "kmeans-farthest-sample",
-    "kmeans-cluster-share",
-    "kmeans-balanced",
-    "kmedian",
-    "kmedian-farthest-sample",
-    "leverage",
-    "key-norm",
-    "key-diff",
-    _RANDOM,
-    "kmeans-farthest+centroids",
-    CENTROIDS,
-)
-"""The paper's comparison and ours."""
-
-
-@dataclass(frozen=True)
-class Method:
-    """A method as the command line names it.
-
-    `SCORER[-RULE][-sample][+centroids]`, such as `kmeans` (the paper's nearest rule), `kmeans-farthest-sample`
-    (sampling in proportion to the distance) or `key-diff+centroids`; `random` is the scorer `uniform`; and
-    `centroids` keeps the prefix tokens only and lets one stand-in per cluster speak for everything else.
-    """
-
-    name: str
-    scorer: str
-    rule: str = "nearest"
-    selector: str = "top"
-    stand_ins: bool = False
-    only_stand_ins: bool = False
-
-    @property
-    def clusters(self) -> bool:
-        """Whether the number of clusters is free to choose."""
-        return self.scorer.startswith(("kme", "minkowski", "gaussian")) and not self.stand_ins
-
-    @property
-    def random(self) -> bool:
-        """Whether the seed changes anything."""
-        return self.clusters or self.stand_ins or self.selector == "sample" or self.scorer == "uniform"
-
-    def config(self, rows: int, *, clusters: int | None, share: float, n_prefix: int) -> PrescoreConfig:
-        """The configuration that reads `rows` key rows per query in all."""
-        fields: dict[str, Any] = {
-            "method": self.scorer,
-            "rule": self.rule,
-            "selector": self.selector,
-            "top_k": rows,
-            "inner": "exact",
-            "sinks": 0,
-            "remainder": "none",
-            "n_clusters": clusters if self.clusters else None,
-        }
-        if self.stand_ins:
-            least = max(1, n_prefix)
-            n_clusters = rows - least if self.only_stand_ins else min(round(rows * share), rows - least)
-            if n_clusters < 1:
-                raise ValueError(f"rows must leave room for stand-ins beside {least} kept keys, got {rows}")
-            # stand-ins are means of the true keys, so the clusters must be close in true keys too
-            fields |= {
-                "remainder": "centroids",
-                "n_clusters": n_clusters,
-                "top_k": rows - n_clusters,
-                "normalize": False if self.scorer.startswith("kme") else None,
-            }
-        return PrescoreConfig(**fields)
-
-
-def parse_method(name: str) -> Method:
-    """Read a method's name; an unknown one is refused with the known ones."""
-    if name == CENTROIDS:
-        return Method(name, "kmeans", "farthest", stand_ins=True, only_stand_ins=True)
-    rest, stand_ins = name.removesuffix(_STAND_INS), name.endswith(_STAND_INS)
-    rest, sampled = rest.removesuffix(_SAMPLE), rest.endswith(_SAMPLE)
-    scorers = {**{scorer: scorer for scorer in list_scorers()}, _RANDOM: "uniform"}
-    for word in sorted(scorers, key=len, reverse=True):
-        rule = rest.removeprefix(word).removeprefix("-")
-        if rest == word or (rest.startswith(f"{word}-") and rule in RULES):
-            return Method(
-                name, scorers[word], rule or "nearest", "sample" if sampled else "top", stand_ins=stand_ins
-            )
-    raise ValueError(
-        f"method must be {EXACT}, {CENTROIDS} or SCORER[-RULE][-sample][+centroids] with a scorer among "
-        f"{', '.join(scorers)} and a rule among {', '.join(RULES)}, got {name!r}"
-    )
 
 
 @dataclass(frozen=True)
@@ -217,7 +121,11 @@ def study_rows(study: Study, grid: Grid) -> list[Row]:
     rows = [_exact_row(study)] if EXACT in grid.methods else []
     for method, fields in _combinations(grid, study.model.n_prefix):
         n_rows, clusters, share, protect = fields
-        config = method.config(n_rows, clusters=clusters, share=share or 0.0, n_prefix=study.model.n_prefix)
+        model = study.model
+        config = method.config(
+            n_rows, clusters=clusters, share=share or 0.0, n_prefix=model.n_prefix, n_tokens=model.n_tokens
+        )
+        n_rows = method.rows(config, n_rows, n_tokens=model.n_tokens)
         for seed in grid.seeds if method.random else (0,):
             described = {
                 **study.described,
@@ -247,9 +155,9 @@ def _combinations(
         method = parse_method(name)
         clusters: Sequence[int | None] = grid.clusters if method.clusters else (None,)
         shares: Sequence[float | None] = grid.shares if method.stand_ins and not method.only_stand_ins else (None,)
-        # without prefix tokens there is nothing to protect
-        protections = grid.protect if n_prefix else (True,)
-        for n_rows in grid.rows:
+        # without prefix tokens there is nothing to protect, and routing always reads its sinks
+        protections = grid.protect if n_prefix and not method.routed else (True,)
+        for n_rows in grid.rows if method.name != DEFAULT else (0,):
             for n_clusters in clusters:
                 for share in shares:
                     for protect in protections:
