@@ -18,9 +18,10 @@ from prescore.config import PrescoreConfig
 from prescore.errors import Unsupported
 from prescore.layout import Aligned, align, align_keys
 from prescore.plan import Plan, Planner
-from prescore.rng import DEFAULT_SEED, Streams, as_streams
+from prescore.rng import DEFAULT_SEED, Streams, as_streams, check_generator
 from prescore.route import route, routed_selection, routes, rows_with_gaps
 from prescore.scoring import score_keys, select_keys
+from prescore.selection.given import given_members
 from prescore.selection.members import protected_positions
 from prescore.statistics import routed_statistics, statistics
 from prescore.types import Attended, Aux, Selection
@@ -103,6 +104,7 @@ def prescored_attention(
     return_aux: bool = False,
     backend: str = "auto",
     dropout_p: float = 0.0,
+    dropout_generator: Generator = None,
 ) -> Any:
     """Attention over the keys that matter (Algorithm 2).
 
@@ -120,23 +122,28 @@ def prescored_attention(
         return_aux: Also return lse, the selection and statistics.
         backend: Operator backend, see `exact_attention`.
         dropout_p: Probability of dropping an attention weight, for training: the kept ones are scaled by
-            `1 / (1 - p)`, lse counts all keys as before, and a stand-in is dropped as a whole. Which ones is
-            drawn from `generator`, apart for each sequence and head, and drawn again in the backward pass
-            rather than stored. The fused operators cannot do this: the plain backend runs, which is slower.
+            `1 / (1 - p)`, lse counts all keys as before, and a stand-in is dropped as a whole. Which ones are
+            dropped is drawn apart for each sequence and head, and drawn again in the backward pass rather than
+            stored. The fused operators cannot do this: the plain backend runs, which is slower.
+        dropout_generator: Seed or generator of the dropout alone, so that it may change from step to step
+            while the selection does not; None = from `generator` too.
 
     Returns:
         The output `[B, Hq, Nq, Dv]`, or `(output, Aux)`.
     """
     config = _config(config)
     checks.probability("dropout_p", dropout_p)
+    check_generator(dropout_generator, "dropout_generator")
     checks.attention_inputs(query, key, value, is_causal=is_causal, key_padding_mask=key_padding_mask, scale=scale)
     if selection is None and routes(config, key.shape[2], is_causal):
         call = align(query, key, value, key_padding_mask, is_causal=is_causal)
         scale = resolve_scale(scale, query)
-        return _routed(call, config, is_causal, scale, generator, return_aux, backend, dropout_p)
+        dropping = (dropout_p, dropout_generator)
+        return _routed(call, config, is_causal, scale, generator, return_aux, backend, dropping)
     attended, plan, call = attend_with_plan(
-        query, key, value, config, is_causal, key_padding_mask, scale, generator, selection, backend, dropout_p
-    )
+        query, key, value, config, is_causal, key_padding_mask, scale, generator, selection, backend,
+        (dropout_p, dropout_generator),
+    )  # fmt: skip
     if not return_aux:
         return attended.output
     stats = statistics(call, plan, config, resolve_scale(scale, query), backend)
@@ -152,14 +159,12 @@ def _routed(
     generator: Generator,
     return_aux: bool,
     backend: str,
-    dropout_p: float,
+    dropping: tuple[float, Generator],
 ) -> Any:
     begin = time.perf_counter()
-    _backend(
-        call.query, backend, dropout_p, Streams(DEFAULT_SEED)
-    )  # a refused call must not advance the generator
+    _check_backend(call.query, backend, dropping)
     streams = as_streams(generator)  # routing draws nothing else, but a generator that is passed in advances
-    chosen = _backend(call.query, backend, dropout_p, streams)
+    chosen = _backend(call.query, backend, dropping, streams)
     attended, stats = route(call, config, is_causal=is_causal, scale=scale, backend=chosen, error_bar=return_aux)
     gaps = rows_with_gaps(call, is_causal)
     if gaps is not None:
@@ -212,13 +217,13 @@ def attend_with_plan(
     generator: Generator = None,
     selection: Selection | None = None,
     backend: str = "auto",
-    dropout_p: float = 0.0,
+    dropping: tuple[float, Generator] = (0.0, None),
 ) -> tuple[Attended, Plan, Aligned]:
     """`prescored_attention` together with the plan it ran, for those who check or time the parts."""
     checks.attention_inputs(query, key, value, is_causal=is_causal, key_padding_mask=mask, scale=scale)
-    _backend(query, backend, dropout_p, Streams(DEFAULT_SEED))
+    _check_backend(query, backend, dropping)
     call = align(query, key, value, mask, is_causal=is_causal)
-    given = None if selection is None else _given(selection, key, call)
+    given = None if selection is None else given_members(selection, key, call)
     if config.tolerance is not None:
         given_too = ", a selection" if selection is not None else ""
         got = f"inner={config.inner!r}, top_k={config.top_k!r}{given_too}"
@@ -236,15 +241,23 @@ def attend_with_plan(
             plan.parts,
             scale=resolve_scale(scale, query),
             stand_ins=plan.stand_ins,
-            backend=_backend(query, backend, dropout_p, streams),
+            backend=_backend(query, backend, dropping, streams),
         ),
     )
     return call.restore(attended), plan, call
 
 
-def _backend(query: Tensor, name: str, dropout_p: float, streams: Streams) -> Backend:
-    """The operator; raises when none, or not the named one, can run the call."""
-    dropout = Dropout(dropout_p, streams.child("dropout")) if dropout_p else None
+def _check_backend(query: Tensor, name: str, dropping: tuple[float, Generator]) -> None:
+    """Raise when no operator, or not the named one, can run the call, before a generator is touched."""
+    _backend(query, name, (dropping[0], None), Streams(DEFAULT_SEED))
+
+
+def _backend(query: Tensor, name: str, dropping: tuple[float, Generator], streams: Streams) -> Backend:
+    p, generator = dropping
+    dropout = None
+    if p:
+        own = streams if generator is None else as_streams(generator)
+        dropout = Dropout(p, own.child("dropout"))
     return pick_backend(Call(query.device.type, query.dtype, query.shape[-1], dropout), name)
 
 
@@ -270,31 +283,3 @@ def _in_place(selection: Selection, shift: Tensor | None, n_keys: int) -> Select
     # filler of a block beyond a short sequence would point past the end, and break a caller's gather
     indices = (selection.indices + shift[:, None, None]).clamp_max(n_keys - 1)
     return Selection(indices, selection.valid, selection.fallback)
-
-
-def _given(selection: Selection, key: Tensor, call: Aligned) -> Tensor:
-    """A caller's selection as `[B, Hkv, N]` bool in aligned positions."""
-    if not isinstance(selection, Selection):
-        raise TypeError(f"selection must be a prescore.Selection, got {type(selection).__name__}")
-    indices, valid = selection.indices, selection.valid
-    for name, tensor in (("indices", indices), ("valid", valid)):
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"selection.{name} must be a torch.Tensor, got {type(tensor).__name__}")
-    if indices.ndim != 3 or indices.shape[:2] != key.shape[:2] or valid.shape != indices.shape:
-        raise ValueError(
-            f"selection must have indices and valid of shape {(*key.shape[:2], 'S')}, "
-            f"got {tuple(indices.shape)} and {tuple(valid.shape)}"
-        )
-    if indices.dtype != torch.int64 or valid.dtype != torch.bool:
-        raise TypeError(f"selection must have int64 indices and bool valid, got {indices.dtype} and {valid.dtype}")
-    inside = (indices >= 0) & (indices < key.shape[2])
-    if not bool((inside | ~valid).all()):
-        wrong = int(indices[valid & ~inside][0])
-        raise ValueError(f"selection must have indices in 0..{key.shape[2] - 1}, got {wrong}")
-    if call.shift is not None:
-        indices = indices - call.shift[:, None, None]
-        valid = valid & (indices >= 0)
-    member = torch.zeros(key.shape[:3], dtype=torch.int8, device=key.device)
-    member.scatter_reduce_(-1, indices.clamp(0, key.shape[2] - 1), valid.to(torch.int8), "amax")
-    chosen = member.bool()
-    return chosen if call.valid is None else chosen & call.valid[:, None, :]

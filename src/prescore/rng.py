@@ -46,14 +46,20 @@ class Streams:
         return (torch.erfinv(2 * uniform - 1) * 2**0.5).to(like.dtype)
 
 
+def check_generator(generator: object, name: str = "generator") -> None:
+    """Refuse anything but an int, a `torch.Generator` or None."""
+    if generator is None or (isinstance(generator, int | torch.Generator) and not isinstance(generator, bool)):
+        return
+    raise TypeError(
+        f"{name} must be an int, a torch.Generator or None, got {type(generator).__name__} {generator!r}"
+    )
+
+
 def as_streams(generator: torch.Generator | int | None) -> Streams:
     """Turn the public `generator` argument into streams; a passed `torch.Generator` advances by one draw."""
+    check_generator(generator)
     if generator is None:
         return Streams(DEFAULT_SEED)
-    if isinstance(generator, bool) or not isinstance(generator, int | torch.Generator):
-        raise TypeError(
-            f"generator must be an int, a torch.Generator or None, got {type(generator).__name__} {generator!r}"
-        )
     if isinstance(generator, int):
         return Streams(generator)
     drawn = torch.randint(_SEED_LIMIT, (), generator=generator, device=generator.device, dtype=torch.int64)

@@ -210,6 +210,29 @@ def test_a_fused_operator_refuses_to_drop_and_the_generator_stays(name):
     assert torch.equal(before, generator.get_state())
 
 
+def test_a_generator_of_its_own_leaves_the_selection_alone():
+    """Scoring draws from `generator`: with the dropout's own seed only what is dropped changes."""
+    inputs, config = tensors(), CONFIGS["stand-ins"]
+
+    def run(seed, own):
+        output, aux = prescore.prescored_attention(
+            *inputs, config=config, generator=seed, dropout_p=P, dropout_generator=own, return_aux=True
+        )
+        return output.detach(), aux.lse.detach()
+
+    (first, lse), (other, same_lse), (same, _) = run(3, 1), run(3, 2), run(3, 1)
+    assert torch.equal(lse, same_lse)
+    assert torch.equal(first, same)
+    assert not torch.allclose(first, other)
+    assert not torch.allclose(run(4, 1)[1], lse)
+    message = "dropout_generator must be an int, a torch.Generator or None, got str 'x'"
+    generator = torch.Generator().manual_seed(5)
+    before = generator.get_state()
+    with pytest.raises(TypeError, match=message):
+        prescore.prescored_attention(*inputs, generator=generator, dropout_p=P, dropout_generator="x")
+    assert torch.equal(before, generator.get_state())
+
+
 def test_factors_do_not_depend_on_dtype():
     dropout = Dropout(0.25, Streams(1)).at("here")
     first = dropout.factors((50, 50), torch.empty(0, dtype=torch.float64))

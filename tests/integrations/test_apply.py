@@ -182,16 +182,20 @@ def test_foreign_features_may_run_exactly(family, sizes, reason):
 
 def test_dropout_in_training_is_not_ignored():
     model = tiny("Llama", attention_dropout=0.3)
-    with prescore.apply(model, **COARSE):
+    with prescore.apply(model, **COARSE) as applied:
+        expected = logits(model)
         model.train()
-        with pytest.raises(Unsupported, match=r"attention dropout 0\.3"):
-            logits(model)
+        torch.manual_seed(1)
+        first, second = logits(model), logits(model)
+        assert applied.stats()[0]["path"] == "prescored"
+        torch.manual_seed(1)
+        assert torch.equal(logits(model), first)
+        assert not torch.allclose(second, first)
+        assert not torch.allclose(expected, first)
         model.eval()
-        logits(model)
-    with prescore.apply(model, **COARSE, on_unsupported="exact"), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        model.train()
-        assert not torch.equal(logits(model), logits(model))  # dropout drops
+        before = torch.random.get_rng_state()
+        assert torch.equal(logits(model), expected)
+        assert torch.equal(torch.random.get_rng_state(), before)  # without dropout nothing global is read
 
 
 def test_a_mask_of_no_known_form_is_refused():

@@ -127,10 +127,17 @@ def test_another_layout_is_refused(model):
             core(batch_first, batch_first, batch_first, None)
 
 
-def test_dropout_in_training_raises(ids):
-    model = ChatGLMStandIn(dropout=0.2).train()
-    with prescore.apply(model, **COARSE), pytest.raises(Unsupported, match=r"dropout 0\.2"):
-        model(ids)
+def test_dropout_in_training_is_honoured(ids):
+    model = ChatGLMStandIn(dropout=0.2).eval()
+    with prescore.apply(model, **COARSE), torch.no_grad():
+        whole = model(ids)[0]
+        model.train()
+        torch.manual_seed(2)
+        first, second = model(ids)[0], model(ids)[0]
+        torch.manual_seed(2)
+        assert torch.equal(model(ids)[0], first)
+        assert not torch.allclose(first, second)
+        assert torch.equal(model.eval()(ids)[0], whole)
 
 
 def test_training_step(model, ids):

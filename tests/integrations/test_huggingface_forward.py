@@ -11,6 +11,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:every chosen layer")  # of Mistr
 
 EVERYTHING = {"top_k": None, "inner": "exact", "remainder": "none", "min_seq_len": 4}
 COARSE = {"top_k": 6, "min_seq_len": 8, "sinks": 2}
+ROUTED = {"inner": "routed", "rows": 8, "leaf_size": 4, "chunk_size": 8, "sinks": 2, "min_seq_len": 8}
 
 
 @pytest.mark.parametrize("family", ["Llama", "Gemma3", "Mistral"])
@@ -77,19 +78,66 @@ def test_training_step_lowers_the_loss(family, checkpointing):
     assert losses[2] < losses[1] < losses[0]
 
 
-def test_checkpointing_gives_the_same_gradients():
+@pytest.mark.parametrize("config", [COARSE, ROUTED], ids=["coarse", "routed"])
+def test_checkpointing_gives_the_same_gradients(config):
     gradients = []
     for checkpointing in (False, True):
         model = tiny("Llama").train()
         ids, mask = prompts(length=40)
         if checkpointing:
             model.gradient_checkpointing_enable()
-        with prescore.apply(model, **COARSE):
+        with prescore.apply(model, **config):
             model(ids, attention_mask=mask, labels=ids).loss.backward()
         gradients.append(model.model.layers[0].self_attn.k_proj.weight.grad)
     assert gradients[0].abs().max() > 1e-3
     # recomputed sums may round differently
     torch.testing.assert_close(gradients[0], gradients[1], atol=1e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize("config", [COARSE, ROUTED], ids=["coarse", "routed"])
+def test_attention_dropout_trains_and_checkpointing_draws_it_again(config):
+    """Both runs start from one seed of torch's generator, which checkpointing restores."""
+    ids, mask = prompts(batch=3, length=48)
+    labels = ids.masked_fill(mask == 0, -100)
+    gradients = []
+    for dropout, checkpointing in ((0.1, False), (0.1, True), (0.0, False)):
+        model = tiny("Llama", attention_dropout=dropout).train()
+        if checkpointing:
+            model.gradient_checkpointing_enable()
+        optimizer, losses = torch.optim.SGD(model.parameters(), lr=1e-2), []
+        torch.manual_seed(11)
+        with prescore.apply(model, **config) as applied:
+            for _ in range(12):
+                loss = model(ids, attention_mask=mask, labels=labels, use_cache=False).loss
+                optimizer.zero_grad()
+                loss.backward()
+                if not losses:
+                    gradients.append([p.grad.clone() for p in model.parameters()])
+                optimizer.step()
+                losses.append(float(loss.detach()))
+            assert applied.stats()[0]["path"] == "prescored"
+        assert sum(losses[-3:]) < sum(losses[:3])
+    for plain, recomputed, whole in zip(*gradients, strict=True):
+        torch.testing.assert_close(plain, recomputed, atol=1e-6, rtol=1e-4)
+        assert not torch.allclose(plain, whole, atol=1e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize("config", [EVERYTHING, COARSE], ids=["everything", "coarse"])
+def test_a_step_on_a_cache_drops_too(config):
+    model = tiny("Llama", attention_dropout=0.3)
+    ids, mask = prompts(length=40)
+    with torch.no_grad(), prescore.apply(model, **config) as applied:
+        results = []
+        for training in (False, True, True):
+            cache = DynamicCache(config=model.config)
+            model.eval()(ids[:, :-1], attention_mask=mask[:, :-1], past_key_values=cache)
+            torch.manual_seed(len(results))
+            model.train(training)
+            results.append(model(ids[:, -1:], attention_mask=mask, past_key_values=cache).logits)
+            assert "step" in applied.stats()[0]["path"]
+    for first in range(3):
+        for second in range(first):
+            assert not torch.allclose(results[first], results[second])
 
 
 def test_gradients_equal_sdpa_with_every_key():

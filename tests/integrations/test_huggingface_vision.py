@@ -103,10 +103,17 @@ def test_other_architectures_are_refused_by_name(kind, config, said):
         prescore.apply(model, FEW)
 
 
-def test_attention_dropout_is_refused_in_training():
-    model = tiny_huggingface(attention_probs_dropout_prob=0.25).train()
-    with prescore.apply(model, FEW), pytest.raises(Unsupported, match=r"probability 0\.25"):
-        model(pixel_values=pixels())
+def test_attention_dropout_is_honoured_in_training():
+    model = tiny_huggingface(attention_probs_dropout_prob=0.25, hidden_dropout_prob=0.0)
+    with prescore.apply(model, FEW), torch.no_grad():
+        whole = model(pixel_values=pixels())[0]
+        model.train()
+        torch.manual_seed(2)
+        first, second = model(pixel_values=pixels())[0], model(pixel_values=pixels())[0]
+        torch.manual_seed(2)
+        assert torch.equal(model(pixel_values=pixels())[0], first)
+        assert not torch.allclose(first, second)
+        assert torch.equal(model.eval()(pixel_values=pixels())[0], whole)
 
 
 def test_twice_is_refused():

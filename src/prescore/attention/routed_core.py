@@ -153,7 +153,8 @@ class _Routed(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None, _: Any) -> tuple[Any, ...]:
-        query, *tensors, output, lse = ctx.saved_tensors
+        query, *tensors, output, lse = ctx.saved_tensors  # once: gradient checkpointing forbids a second look
+        dtype = query.dtype
         none = (None,) * 4
         if grad is None and grad_lse is None:
             return (None,) * 9 + none
@@ -175,7 +176,6 @@ class _Routed(torch.autograd.Function):
             state = _Group(query[:, blocks], tensors, ctx.plan, run)
             state.chosen, state.pairs = chosen, pairs
             state.backward(grad[:, blocks], output[:, blocks], lse[:, blocks], sums)
-        dtype = ctx.saved_tensors[0].dtype
         return (*(None if t is None else t.to(dtype) for t in sums), *none)
 
 

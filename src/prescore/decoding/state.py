@@ -39,7 +39,7 @@ class DecodeState(Protocol):
     def append(self, key: Tensor, value: Tensor, valid: Tensor | None) -> None:
         """Take new tokens, all of them attended exactly from now on."""
 
-    def attend(self, query: Tensor, scale: float | None) -> Tensor:
+    def attend(self, query: Tensor, scale: float | None, dropout: float = 0.0) -> Tensor:
         """Output `[B, Hq, Nq, Dv]` for the last `Nq` tokens, each seeing no later one."""
 
     def crop(self, n_since: int) -> None:
@@ -116,9 +116,9 @@ class SelectionState:
             key, value = (t.masked_fill(~valid[:, None, :, None], 0) for t in (key, value))
         self.rows.append(key, value, bias)
 
-    def attend(self, query: Tensor, scale: float | None) -> Tensor:
+    def attend(self, query: Tensor, scale: float | None, dropout: float = 0.0) -> Tensor:
         """Exact attention of the last `Nq` tokens over the rows, in one call."""
-        return attend_last(query, self.rows.key, self.rows.value, self.rows.bias, scale)
+        return attend_last(query, self.rows.key, self.rows.value, self.rows.bias, scale, dropout)
 
     def crop(self, n_since: int) -> None:
         """Forget the tokens after the first `n_since`."""
@@ -138,7 +138,9 @@ def _exactly(config: PrescoreConfig) -> PrescoreConfig:
     return config.replace(inner="exact", min_seq_len=max(2, config.min_seq_len))
 
 
-def attend_last(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale: float | None) -> Tensor:
+def attend_last(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale: float | None, dropout: float = 0.0
+) -> Tensor:
     """Attention of the last `Nq` tokens over all rows up to each of them.
 
     Args:
@@ -147,6 +149,7 @@ def attend_last(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, 
         value: `[B, Hkv, n, Dv]`.
         bias: `[B, Hkv, n]` added to the logits, or None.
         scale: Factor of the logits.
+        dropout: Probability of dropping a weight, drawn by torch.
     """
     batch, n_heads, n_query, dim = query.shape
     n_kv_heads, n_rows = key.shape[1:3]
@@ -159,7 +162,9 @@ def attend_last(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, 
         hidden = torch.zeros(n_query, n_rows, dtype=query.dtype, device=query.device)
         hidden = hidden.masked_fill_(later, -torch.inf).repeat(n_heads // n_kv_heads, 1)
         mask = hidden if mask is None else hidden + mask
-    output = torch.nn.functional.scaled_dot_product_attention(grouped, key, value, attn_mask=mask, scale=scale)
+    output = torch.nn.functional.scaled_dot_product_attention(
+        grouped, key, value, attn_mask=mask, dropout_p=dropout, scale=scale
+    )
     return output.reshape(batch, n_heads, n_query, -1)
 
 

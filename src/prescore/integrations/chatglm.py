@@ -73,6 +73,7 @@ class PrescoredCoreAttention(nn.Module):
         self.n_groups = n_groups
         self.stats: dict[str, Any] = {}
         self.selection = FollowedSelection()
+        self.train(original.training)  # a new module is in training mode, whatever its model is in
 
     def forward(
         self, query_layer: Tensor, key_layer: Tensor, value_layer: Tensor, attention_mask: Tensor | None
@@ -94,7 +95,7 @@ class PrescoredCoreAttention(nn.Module):
         key, value = self._own_heads(key), self._own_heads(value)
         n_query, n_keys = query.shape[2], key.shape[2]
         form = read_mask(_seen(attention_mask), n_query=n_query, n_keys=n_keys, is_causal=True)
-        reasons = [*inexpressible(form), *self._dropout_reasons()]
+        reasons = inexpressible(form)
         self.stats = {"mask": form.kind, "queries": n_query, "keys": n_keys}
         if reasons and self.config.on_unsupported == "raise":
             raise Unsupported("pre-scored attention in ChatGLM", reasons)
@@ -111,6 +112,7 @@ class PrescoredCoreAttention(nn.Module):
             config=self.config,
             scale=query.shape[-1] ** -0.5,
             stats=self.stats,
+            dropout=self._dropout(),
         )
         return output.permute(2, 0, 1, 3).flatten(2)
 
@@ -118,11 +120,8 @@ class PrescoredCoreAttention(nn.Module):
         """Undo the caller's repetition of key heads, so that each is scored once."""
         return tensor[:, :: max(1, tensor.shape[1] // self.n_groups)]
 
-    def _dropout_reasons(self) -> list[str]:
-        dropout = getattr(getattr(self.original, "attention_dropout", None), "p", 0.0)
-        if self.training and dropout > 0:
-            return [f"attention dropout {dropout} needs every attention weight; set it to 0 to train"]
-        return []
+    def _dropout(self) -> float:
+        return getattr(getattr(self.original, "attention_dropout", None), "p", 0.0) if self.training else 0.0
 
 
 def _owners(model: nn.Module) -> dict[str, nn.Module]:

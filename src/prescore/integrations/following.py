@@ -26,6 +26,7 @@ def attend_following(
     config: PrescoreConfig,
     scale: float | None,
     stats: dict[str, Any],
+    dropout: float = 0.0,
 ) -> Tensor:
     """Attention of the newest tokens: pre-scored for a prompt, over a followed selection for a step.
 
@@ -38,19 +39,20 @@ def attend_following(
         config: How to score, select and attend.
         scale: Factor of the logits.
         stats: Receives what was done.
+        dropout: Probability of dropping a weight.
     """
     n_query, n_keys = query.shape[2], _n_used(form, query.shape[2])
     if form.kind not in ("causal", "full") or n_query == n_keys or n_query > STEP_AT_MOST:
         selection.forget()
         stats["path"] = "prescored"
-        return attend_prescored(query, key, value, form, config=config, scale=scale)
+        return attend_prescored(query, key, value, form, config=config, scale=scale, dropout=dropout)
     if not remembers(config):
         stats["path"] = "step over all keys"
-        return attend_exactly(query, key, value, form, scale=scale)
+        return attend_exactly(query, key, value, form, scale=scale, dropout=dropout)
     valid = None if form.valid is None else form.valid[:, :n_keys]
     state = selection.state_for(key[:, :, :n_keys], value[:, :, :n_keys], valid, n_query, config)
     stats.update(path="step over the selection", rows=state.n_rows, since=state.n_since)
-    return state.attend(query, scale)
+    return state.attend(query, scale, dropout)
 
 
 def _n_used(form: MaskForm, n_query: int) -> int:

@@ -77,7 +77,7 @@ def prescored_attention_forward(
         key: `[B, Hkv, Nk, D]`, the cache's content included.
         value: `[B, Hkv, Nk, Dv]`.
         attention_mask: What `prescored_mask` made, or a mask of the caller's.
-        dropout: Of the attention weights; cannot be honoured by a sparse softmax.
+        dropout: Probability of dropping an attention weight; transformers passes 0 outside training.
         scaling: Factor of the logits.
         is_causal: Overrides the module's own flag.
         **kwargs: Features of single models.
@@ -90,7 +90,7 @@ def prescored_attention_forward(
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     form = read_mask(attention_mask, n_query=n_query, n_keys=n_keys, is_causal=causal)
     plan.stats = {"mask": form.kind, "queries": n_query, "keys": n_keys}
-    config, why_exact = plan.config, _why_exact(module, plan, form, dropout, kwargs)
+    config, why_exact = plan.config, _why_exact(module, plan, form, kwargs)
     if config is None or why_exact is not None:
         plan.stats["path"] = f"exact: {why_exact}"
         if layer is not None:
@@ -99,11 +99,12 @@ def prescored_attention_forward(
             return _eager(module, query, key, value, form, dropout, scaling, kwargs)
         output = attend_exactly(query, key, value, form, scale=scaling, dropout=dropout)
     elif layer is not None:
-        output = layer.attend(query, form, config=config, scale=scaling, stats=plan.stats)
+        output = layer.attend(query, form, config=config, scale=scaling, stats=plan.stats, dropout=dropout)
     else:
         output = attend_following(
-            plan.selection, query, key, value, form, config=config, scale=scaling, stats=plan.stats
-        )
+            plan.selection, query, key, value, form, config=config, scale=scaling, stats=plan.stats,
+            dropout=dropout,
+        )  # fmt: skip
     return output.transpose(1, 2).contiguous(), None
 
 
@@ -147,17 +148,13 @@ def prescored_mask(
     return mask
 
 
-def _why_exact(
-    module: nn.Module, plan: LayerPlan, form: MaskForm, dropout: float, kwargs: dict[str, Any]
-) -> str | None:
+def _why_exact(module: nn.Module, plan: LayerPlan, form: MaskForm, kwargs: dict[str, Any]) -> str | None:
     """Why a layer is not pre-scored, or None; raises when it should be and cannot."""
     if plan.config is None:
         return "this layer was not asked for"
     if form.kind == "window" or _local_window(module, kwargs.get("sliding_window")) is not None:
         return "a sliding window is local already"
     reasons = [*_foreign_features(kwargs).values(), *inexpressible(form)]
-    if dropout > 0:
-        reasons.append(f"attention dropout {dropout} needs every attention weight; set it to 0 to train")
     if kwargs.get("output_attentions"):
         reasons.append("output_attentions=True asks for weights that are never formed")
     if not reasons:

@@ -126,6 +126,7 @@ class PrescoredLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         config: PrescoreConfig,
         scale: float | None,
         stats: dict[str, Any],
+        dropout: float = 0.0,
     ) -> Tensor:
         """Attention of the newest tokens: pre-scored for a prompt, over the selection for a decode step.
 
@@ -135,6 +136,7 @@ class PrescoredLayer(DynamicLayer):  # type: ignore[no-untyped-call]
             config: How to score, select and attend.
             scale: Factor of the logits.
             stats: Receives what was done.
+            dropout: Probability of dropping a weight.
         """
         self.valid, self.config = form.valid, config
         n_query = query.shape[2]
@@ -143,19 +145,19 @@ class PrescoredLayer(DynamicLayer):  # type: ignore[no-untyped-call]
             rows = self._all_rows()
             self._unread = None
             stats["path"] = "prescored"
-            return attend_prescored(query, rows.key, rows.value, form, config=config, scale=scale)
+            return attend_prescored(query, rows.key, rows.value, form, config=config, scale=scale, dropout=dropout)
         if not remembers(config):
             rows = self._all_rows()
             self._unread = None
-            index = self._routed_index(query, form, config, scale)
+            index = None if dropout else self._routed_index(query, form, config, scale)
             if index is not None:
                 stats["path"] = "routed step"
                 return index.attend(query, rows.key, rows.value).output
             stats["path"] = "step over all keys"
-            return attend_exactly(query, rows.key, rows.value, form, scale=scale)
+            return attend_exactly(query, rows.key, rows.value, form, scale=scale, dropout=dropout)
         state = self._state_for(n_query, config)
         stats.update(path="step over the selection", rows=state.n_rows, since=state.n_since)
-        return state.attend(query, scale)
+        return state.attend(query, scale, dropout)
 
     def _routed_index(
         self, query: Tensor, form: MaskForm, config: PrescoreConfig, scale: float | None

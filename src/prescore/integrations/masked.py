@@ -8,13 +8,21 @@ from torch import Tensor
 from prescore.attention.exact import exact_attention
 from prescore.config import PrescoreConfig
 from prescore.errors import Unsupported
+from prescore.integrations.dropout import dropping
 from prescore.integrations.masks import MaskForm, full_mask, rebuild
 
 _LEAST_WINDOW_BLOCK = 256
 
 
 def attend_prescored(
-    query: Tensor, key: Tensor, value: Tensor, form: MaskForm, *, config: PrescoreConfig, scale: float | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    form: MaskForm,
+    *,
+    config: PrescoreConfig,
+    scale: float | None,
+    dropout: float = 0.0,
 ) -> Tensor:
     """Pre-scored attention under a causal, full or packed mask; `Unsupported` under any other.
 
@@ -25,6 +33,7 @@ def attend_prescored(
         form: What each query may see.
         config: How keys are scored, selected and attended to.
         scale: Factor of the logits.
+        dropout: Probability of dropping a weight.
     """
     from prescore.pipeline import prescored_attention
 
@@ -33,7 +42,7 @@ def attend_prescored(
         raise Unsupported("pre-scored attention", reasons)
     key, value = key[:, :, : form.n_keys], value[:, :, : form.n_keys]
     if form.kind == "packed":
-        return _per_segment(query, key, value, form, config, scale)
+        return _per_segment(query, key, value, form, config, scale, dropout)
     output = prescored_attention(
         query,
         key,
@@ -42,6 +51,7 @@ def attend_prescored(
         is_causal=form.kind == "causal",
         key_padding_mask=form.valid,
         scale=scale,
+        **dropping(dropout),
     )
     if not isinstance(output, Tensor):
         raise TypeError(f"prescored_attention must return a tensor, got {type(output).__name__}")
@@ -113,7 +123,13 @@ def _sdpa(
 
 
 def _per_segment(
-    query: Tensor, key: Tensor, value: Tensor, form: MaskForm, config: PrescoreConfig, scale: float | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    form: MaskForm,
+    config: PrescoreConfig,
+    scale: float | None,
+    dropout: float,
 ) -> Tensor:
     """Packed sequences become a right-padded batch of sequences, and come back."""
     rows, valid = _segment_rows(form)
@@ -122,7 +138,9 @@ def _per_segment(
         return tensor.transpose(1, 2).flatten(0, 1)[rows].transpose(1, 2)
 
     alone = MaskForm("causal", rows.shape[1], valid=None if bool(valid.all()) else valid)
-    output = attend_prescored(apart(query), apart(key), apart(value), alone, config=config, scale=scale)
+    output = attend_prescored(
+        apart(query), apart(key), apart(value), alone, config=config, scale=scale, dropout=dropout
+    )
     output = output.transpose(1, 2)[valid]
     batch, n_heads, n_query, _ = query.shape
     together = output.new_zeros(batch * n_query, n_heads, value.shape[-1])

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from prescore.config import PrescoreConfig
 from prescore.errors import Unsupported
 from prescore.integrations.apply import find_adapter
+from prescore.integrations.dropout import dropping
 from prescore.integrations.layers import Layers, Overrides, configs_by_layer
 from prescore.integrations.masks import full_mask, read_mask
 from prescore.rng import Streams
@@ -76,11 +77,6 @@ class PrescoredLayer:
         reasons = []
         if form.kind not in ("full", "causal"):
             reasons.append(f"its attention mask is of the kind {form.kind!r}; only padding and causal masks work")
-        if situation.dropout > 0:
-            reasons.append(
-                f"it drops attention weights with probability {situation.dropout}, and weights of keys that "
-                "were left out do not exist; set the attention dropout to 0"
-            )
         if reasons and self.config.on_unsupported == "raise":
             raise Unsupported(f"pre-scored attention in layer {situation.layer}", reasons)
         if reasons:
@@ -94,6 +90,7 @@ class PrescoredLayer:
             key_padding_mask=form.valid,
             scale=situation.scale,
             generator=layer_seed(self.seed, situation.layer),
+            **dropping(situation.dropout),
         )
         return attended if isinstance(attended, Tensor) else attended[0]
 
