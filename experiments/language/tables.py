@@ -1,0 +1,120 @@
+"""Markdown tables of a run beside the paper's figures: `python tables.py EXPERIMENT DIRECTORY [DOCUMENT]`.
+
+Everything is read from DIRECTORY/records.jsonl; an unfinished run gives the rows it has. Figures are losses above
+exact attention on the same documents, in nats per token, so that models can be compared.
+"""
+
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from printed import APPENDIX_A, EXACT, TABLE_1, TOP_K, nats
+
+from prescore.records import read_records
+from prescore.report.language_summary import Summary, summarise
+from prescore.report.language_tables import describe_run, percent
+from prescore.report.tables import MISSING, Table, number
+
+
+def main(experiment: str, directory: str, document: str = "") -> None:
+    """Print the tables of an experiment, over the documents whose name begins with `document`."""
+    records = read_records(Path(directory) / "records.jsonl")
+    records = [record for record in records if record.config["document"].startswith(document)]
+    summaries = summarise(records)
+    print(f"{len(records)} records: {describe_run(summaries, records[0].config['model'])}\n")  # noqa: T201
+    for kind in ("exact", "local"):
+        for s in summaries:
+            if s.kind == kind:
+                print(f"{s.label}: loss {s.loss:.3f}, perplexity {s.perplexity:.2f}, at {s.n_tokens} tokens")  # noqa: T201
+    print()  # noqa: T201
+    for table in TABLES[experiment](summaries):
+        print(table.to_markdown())  # noqa: T201
+
+
+def appendix_a(summaries: Sequence[Summary]) -> Iterator[Table]:
+    """A table per scorer: budgets by samples and leaf rules, ours and the paper's."""
+    found = {
+        (s.axes["scorer"], s.axes["paper_sample_size"], s.axes["paper_top_k"], s.axes["blockwise"]): s
+        for s in summaries
+        if "scorer" in s.axes
+    }
+    shown = {s.axes["paper_top_k"]: s.axes["top_k"] for s in found.values()}
+    for scorer in dict.fromkeys(key[0] for key in found if key[0] != "none"):
+        rows = []
+        for place, top_k in enumerate(TOP_K):
+            cells = [f"{shown.get(top_k, '?')} ({top_k})"]
+            for samples in (256, 0):
+                own = [found.get((scorer if top_k else "none", samples, top_k, rule)) for rule in (False, True)]
+                cells += [above(s.above_exact if s else None) for s in own]
+                cells += [above(p and nats(p) - nats(EXACT)) for p in APPENDIX_A[scorer, samples][place]]
+            rows.append(tuple(cells))
+        names = ("PPL", "PPL*", "paper PPL", "paper PPL*")
+        columns = ("top_k (paper's)", *(f"{name}, {w}" for w in ("samples", "none") for name in names))
+        yield Table(f"{scorer}: loss above exact", columns, tuple(rows))
+
+
+def table1(summaries: Sequence[Summary]) -> Iterator[Table]:
+    """The five rows and the floor."""
+    rows = []
+    for s in summaries:
+        key = (s.axes.get("scorer") == "kmeans", s.axes.get("blockwise"))
+        printed = EXACT if s.kind == "exact" else TABLE_1.get(key) if s.axes else None
+        cells = [s.label, f"{s.loss:.3f}", number(s.perplexity, 4), above(s.above_exact), percent(s.gap_closed)]
+        cells += [number(s.rows_per_query, 4), MISSING if printed is None else f"{nats(printed):.3f}"]
+        rows.append((*cells, above(printed and nats(printed) - nats(EXACT))))
+    columns = ("method", "loss", "perplexity", "above exact", "gap closed", "rows per query")
+    columns += ("paper's loss", "above its exact")
+    yield Table("Table 1", columns, tuple(rows))
+
+
+def appendix_f(summaries: Sequence[Summary]) -> Iterator[Table]:
+    """Couplings by budget."""
+    cells = {(s.axes["coupling"], s.axes["scorer"], s.axes["top_k"]): s for s in summaries if s.axes}
+    budgets = sorted({key[2] for key in cells if key[2]})
+    rows = [
+        (
+            f"{coupling}, {scorer}",
+            *(above(getattr(cells.get((coupling, scorer, b)), "above_exact", None)) for b in budgets),
+        )
+        for coupling, scorer in dict.fromkeys(key[:2] for key in cells if key[1] != "none")
+    ]
+    yield Table("Couplings: loss above exact", ("coupling, scorer", *(f"top {b}" for b in budgets)), tuple(rows))
+    for s in summaries:
+        if s.axes.get("scorer") == "none":
+            print(f"without a selection ({s.label}): {above(s.above_exact)} above exact\n")  # noqa: T201
+
+
+def cost(summaries: Sequence[Summary]) -> Iterator[Table]:
+    """Every method at every budget: loss above exact, rows, processor seconds."""
+    cells = {(s.axes["series"], s.axes["budget"]): s for s in summaries if "series" in s.axes}
+    budgets = sorted({budget for _, budget in cells})
+    rows = []
+    for name in dict.fromkeys(series for series, _ in cells):
+        line = [cells.get((name, budget)) for budget in budgets]
+        rows.append(
+            (
+                name,
+                *(
+                    MISSING if s is None else f"{above(s.above_exact)} ({s.rows_per_query:.0f}, {seconds(s)})"
+                    for s in line
+                ),
+            )
+        )
+    title = "Loss above exact (rows per query, processor seconds of attention)"
+    yield Table(title, ("method", *(f"budget {b}" for b in budgets)), tuple(rows))
+
+
+def seconds(summary: Summary) -> str:
+    """Processor seconds of attention."""
+    return MISSING if summary.processor_seconds is None else f"{summary.processor_seconds:.1f} s"
+
+
+def above(value: float | None) -> str:
+    """A difference in nats."""
+    return MISSING if value is None else f"{value:+.3f}"
+
+
+TABLES = {"appendix-a": appendix_a, "table1": table1, "appendix-f": appendix_f, "cost": cost}
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
