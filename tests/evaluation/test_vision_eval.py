@@ -1,5 +1,6 @@
 """The vision study: data, models by name, rows in all, figures, command line."""
 
+import dataclasses
 import importlib.util
 import json
 from pathlib import Path
@@ -22,7 +23,7 @@ from prescore.evaluation.vision_models import load_vision_model, vit_shape
 from prescore.integrations.timm_import import import_timm, mend_torchvision
 from prescore.integrations.vision_attention import PrescoredLayer, attend_exactly
 from prescore.records import read_records
-from prescore.report.vision_plots import accuracy_plot, accuracy_table, paper_table
+from prescore.report.vision_plots import accuracy_plot, accuracy_table, leverage_table, paper_table
 
 HAS_TIMM = all(importlib.util.find_spec(name) is not None for name in ("timm", "torchvision"))
 needs_timm = pytest.mark.skipif(not HAS_TIMM, reason="timm or torchvision is not installed")
@@ -234,6 +235,24 @@ def test_a_checkpoint_tells_its_architecture(tmp_path, options):
     assert load_vision_model(tmp_path / "model.safetensors", resolution=64).n_tokens - loaded.n_tokens == 48
 
 
+@pytest.mark.parametrize(
+    ("described", "crop"),
+    [
+        ({}, 0.875),
+        (
+            {"size": {"shortest_edge": 256}, "crop_size": {"height": 224, "width": 224}, "do_center_crop": True},
+            0.875,
+        ),
+        ({"size": {"shortest_edge": 40}, "crop_size": {"height": 32, "width": 32}, "do_center_crop": True}, 0.8),
+        ({"size": {"height": 224, "width": 224}}, 1.0),
+        ({"size": 224}, 0.875),
+    ],
+)
+def test_the_crop_is_the_one_the_model_was_made_with(described, crop, model_folder):
+    (model_folder / "preprocessor_config.json").write_text(json.dumps(described))
+    assert load_vision_model(model_folder).preprocessing.crop == crop
+
+
 def test_figures_of_exact_and_of_everything_selected(model_folder, image_folder):
     study = Study(load_vision_model(model_folder), open_folder(image_folder), {}, batch_size=4)
     exact = study.figures(attend_exactly)
@@ -273,7 +292,18 @@ def test_stand_ins_are_clusters_of_true_keys():
 
 def test_command_measures_records_resumes_and_draws(model_folder, image_folder, tmp_path, capsys):
     argv = ["vision", "--model", str(model_folder), "--images", str(image_folder), "--out", str(tmp_path / "run")]
-    argv += ["--method", "exact", "--method", "kmeans", "--method", "centroids", "--samples", "6", "--seeds", "2"]
+    argv += [
+        "--method",
+        "exact",
+        "--method",
+        "kmeans",
+        "--method",
+        "centroids",
+        "--num-sample",
+        "6",
+        "--seeds",
+        "2",
+    ]
     assert main(argv) == 0
     shown = capsys.readouterr().out
     assert "kmeans, 4 clusters" in shown
@@ -300,6 +330,13 @@ def test_paper_table_compares_only_what_is_comparable(model_folder, image_folder
     records[0].figures["n_tokens"] = 197
     assert paper_table(records).rows[0][3:] == ("31.34 of 85.11", "53.05 of 85.85")
     assert accuracy_table(records).rows[0][0] == "kmeans, 4 clusters"
+    assert leverage_table(records).rows == ()
+    other = dataclasses.replace(
+        records[0],
+        config={**records[0].config, "method": "leverage", "clusters": None},
+        figures={**records[0].figures, "top1": records[0].figures["top1"] - 2.5},
+    )
+    assert leverage_table([records[0], other]).rows == (("kmeans, 4 clusters", "+2.5"),)
     accuracy_plot(records, tmp_path / "plot.png")
     assert (tmp_path / "plot.png").exists()
 

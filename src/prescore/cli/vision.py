@@ -54,11 +54,21 @@ def command(
     ] = None,
     clusters: Annotated[
         list[int] | None,
-        typer.Option(min=1, help="Clusters of clustering scorers; may be repeated.  [default: 4]"),
+        typer.Option(
+            "--clusters",
+            "--num-cluster",
+            min=1,
+            help="Clusters of clustering scorers; may be repeated.  [default: 4]",
+        ),
     ] = None,
     samples: Annotated[
         list[int] | None,
-        typer.Option(min=1, help="Key rows in all, stand-ins included; may be repeated.  [default: 32 64 96 128]"),
+        typer.Option(
+            "--samples",
+            "--num-sample",
+            min=1,
+            help="Key rows in all, stand-ins included; may be repeated.  [default: 32 64 96 128]",
+        ),
     ] = None,
     share: Annotated[
         list[float] | None,
@@ -82,7 +92,7 @@ def command(
     Example: prescore vision --model deit.safetensors --images val --samples 64 --samples 128 --seeds 3
     """
     from prescore.evaluation.vision import Grid, study_rows
-    from prescore.report.vision_plots import accuracy_plot, accuracy_table, paper_table
+    from prescore.report.vision_plots import accuracy_plot, accuracy_table, leverage_table, paper_table
 
     if prefix not in _PROTECT:
         raise ValueError(f"prefix must be one of {', '.join(_PROTECT)}, got {prefix!r}")
@@ -101,9 +111,9 @@ def command(
     session = open_session("vision", out=out, json=json, resume=resume, threads=threads, device=device)
     records = session.run(planned)
     session.show(accuracy_table(records).to_rich())
-    beside = paper_table(records)
-    if beside.rows:
-        session.show(beside.to_rich())
+    for beside in (leverage_table(records), paper_table(records)):
+        if beside.rows:
+            session.show(beside.to_rich())
     picture = session.out / "vision.png"
     accuracy_plot(records, picture)
     session.say(f"plot: {picture}")

@@ -87,11 +87,22 @@ def _from_folder(path: Path, resolution: int | None) -> tuple[nn.Module, Preproc
         described = json.loads((path / "preprocessor_config.json").read_text())
     preprocessing = Preprocessing(
         size=resolution or size,
+        crop=_crop(described),
         mean=tuple(described.get("image_mean") or IMAGENET_MEAN),
         std=tuple(described.get("image_std") or IMAGENET_STD),
     )
     resized = resolution is not None and resolution != size
     return model, preprocessing, {"interpolate_pos_encoding": True} if resized else {}
+
+
+def _crop(described: Mapping[str, Any]) -> float:
+    """The centre's share of the shorter side, as `preprocessor_config.json` gives it."""
+    resized, cropped = described.get("size"), described.get("crop_size")
+    if not isinstance(resized, dict):
+        return Preprocessing.crop
+    short = resized.get("shortest_edge") or min(resized.get("height", 0), resized.get("width", 0))
+    inner = min(cropped.values()) if isinstance(cropped, dict) and described.get("do_center_crop") else short
+    return min(1.0, inner / short) if short else Preprocessing.crop
 
 
 def _from_timm(name: str, resolution: int | None) -> tuple[nn.Module, Preprocessing, dict[str, Any]]:
@@ -185,6 +196,7 @@ def _timm_preprocessing(model: Any, resolution: int | None) -> Preprocessing:
     described: dict[str, Any] = getattr(model, "pretrained_cfg", None) or {}
     return Preprocessing(
         size=resolution or int(model.patch_embed.img_size[0]),
+        crop=float(described.get("crop_pct") or Preprocessing.crop),
         mean=tuple(described.get("mean") or IMAGENET_MEAN),
         std=tuple(described.get("std") or IMAGENET_STD),
     )
