@@ -121,3 +121,17 @@ def test_keys_of_any_grad_state_give_plain_scores():
     keys = _keys().requires_grad_()
     chosen = _select(keys, method="kmeans")
     assert not chosen.scored.scores.requires_grad
+
+
+@pytest.mark.parametrize("method", ["kmeans", "kmedian", "gaussian-kmeans"])
+def test_clustering_scorers_normalise_on_the_way(method):
+    keys = torch.randn(2, 2, 300, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    keys[:, :, 7] = 0.0
+    unit = torch.nn.functional.normalize(keys, dim=-1)
+    valid = torch.arange(300) < torch.tensor([[300], [60]])
+    config = PrescoreConfig.paper(method, 32, fit_size=100)
+    got = score_keys(keys * 4 * valid[:, None, :, None], valid=valid, config=config, streams=Streams(0))
+    raw = score_keys(
+        unit * valid[:, None, :, None], valid=valid, config=config.replace(normalize=False), streams=Streams(0)
+    )
+    torch.testing.assert_close(got.scores, raw.scores)  # a power of two changes no digit of the unit keys

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +12,7 @@ from prescore.config import PrescoreConfig
 from prescore.registry import get_scorer
 from prescore.rng import Streams
 from prescore.scorers.base import Scored, Scorer
+from prescore.scorers.clustered import ClusteringScorer
 from prescore.scorers.kmeans import KMeans
 from prescore.selection.budget import budget_counts
 from prescore.selection.fallback import fallback_rows
@@ -45,7 +47,7 @@ def score_keys(keys: Tensor, *, valid: Tensor | None, config: PrescoreConfig, st
         Scores `[B, H, N]` in at least float32, -inf where not valid, and the clusters if the scorer made any.
     """
     scorer: Scorer = get_scorer(config.method).from_config(config)
-    prepared = _prepare(keys, valid, config, scorer, streams)
+    prepared, scorer = _prepare(keys, valid, config, scorer, streams)
     result = scorer.score(prepared, valid=valid, streams=streams)
     scored = result if isinstance(result, Scored) else Scored(result)
     if valid is None:
@@ -59,11 +61,11 @@ def cluster_labels(
     keys: Tensor, *, valid: Tensor | None, config: PrescoreConfig, streams: Streams
 ) -> tuple[Tensor, int]:
     """k-means labels `[B, H, N]` and the number of clusters, for stand-ins when the scorer made no clusters."""
-    scorer = KMeans.from_config(config)
-    prepared = _prepare(keys, valid, config.replace(noise=0.0), scorer, streams)
+    scorer: Scorer = KMeans.from_config(config)
+    prepared, scorer = _prepare(keys, valid, config.replace(noise=0.0), scorer, streams)
     scored = scorer.score(prepared, valid=valid, streams=streams)
-    if scored.labels is None:
-        raise TypeError(f"kmeans must return labels, got {scored.labels!r}")
+    if not isinstance(scored, Scored) or scored.labels is None:
+        raise TypeError(f"kmeans must return labels, got {scored!r}")
     return scored.labels, scored.n_clusters
 
 
@@ -113,13 +115,18 @@ def select_keys(
 
 def _prepare(
     keys: Tensor, valid: Tensor | None, config: PrescoreConfig, scorer: Scorer, streams: Streams
-) -> Tensor:
-    """Promote, add noise, normalise: for scoring only, attention uses the true keys."""
+) -> tuple[Tensor, Scorer]:
+    """Promote, add noise, normalise: for scoring only, attention uses the true keys.
+
+    A clustering scorer normalises on its way through the keys, which spares a copy of them.
+    """
     keys = keys.detach().to(torch.promote_types(keys.dtype, torch.float32))
     if config.noise > 0:
         keys = keys + config.noise * streams.normal("noise", *keys.shape[2:], like=keys)
         if valid is not None:
             keys = keys.masked_fill(~valid[:, None, :, None], 0.0)
     if scorer.normalizes if config.normalize is None else config.normalize:
+        if isinstance(scorer, ClusteringScorer):
+            return keys, dataclasses.replace(scorer, unit=True)
         keys = torch.nn.functional.normalize(keys, dim=-1, eps=torch.finfo(keys.dtype).tiny)
-    return keys
+    return keys, scorer

@@ -11,10 +11,11 @@ from torch import Tensor
 from prescore import checks
 from prescore.clustering.metrics import Metric
 from prescore.clustering.sampling import compact, count_valid, fit_counts, gather_rows, stratified
+from prescore.clustering.scratch import Scratch
 from prescore.clustering.seeding import seed_centres
 from prescore.rng import Streams
 
-_ASSIGN_ROWS = 4096
+_ASSIGN_ROWS = 8192
 # share of the problems still moving from which on dropping the finished ones pays for the copy
 _CROWDED = 0.7
 
@@ -63,7 +64,8 @@ def fit(
         fit_size: Points to fit on; None = at most 32 for each of n_clusters, counted as at least 64 (16 for
             metrics other than the Euclidean); 0 = all.
         lift: Features `[P, m, f]` of a block of points `[P, m, d]`, in which to cluster instead. Applied to the
-            sample and then block by block, so that the features of all points never exist at once.
+            sample and then block by block, so that the features of all points never exist at once; a block's
+            features are not read after the next call, so they may share memory.
 
     Returns:
         Centres, labels and distances.
@@ -91,10 +93,10 @@ def fit(
     )
     if sample_weights is None:
         sample_weights = sample.new_ones(sample.shape[:2])
-    centres = _iterate(sample, sample_weights, centres, metric, max_iter, tol)
+    centres = _settle(sample, sample_weights, centres, metric, max_iter, tol)
     if not metric.shortlists:
         return Clustering(centres, *assign(points, centres, metric, lift=lift))
-    return Clustering(centres, *_assign_sampled(points, centres, metric, counts < n_valid))
+    return Clustering(centres, *_assign_sampled(points, centres, metric, counts < n_valid, lift))
 
 
 def assign(
@@ -104,51 +106,71 @@ def assign(
     *,
     exact: bool = True,
     lift: Callable[[Tensor], Tensor] | None = None,
+    problems: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Nearest centre of every point and the distance to it, in blocks so that no `n x k` table is held."""
+    """Nearest centre of every point and the distance to it, in blocks so that no `n x k` table is held.
+
+    With `problems`, of those only.
+    """
     rows = max(256, _ASSIGN_ROWS // len(points))
+    scratch = Scratch()
+    if problems is not None:
+        centres = centres[problems]
     labels, distances = [], []
     for block in torch.split(points, rows, dim=1):
-        nearest = metric.nearest(block if lift is None else lift(block), centres, exact=exact)
+        lifted = block if lift is None else lift(block)
+        some = lifted if problems is None else lifted[problems]
+        nearest = metric.nearest(some, centres, scratch, exact=exact)
         labels.append(nearest[0])
         distances.append(nearest[1])
     return torch.cat(labels, dim=1), torch.cat(distances, dim=1)
 
 
-def _assign_sampled(points: Tensor, centres: Tensor, metric: Metric, sampled: Tensor) -> tuple[Tensor, Tensor]:
+def _assign_sampled(
+    points: Tensor, centres: Tensor, metric: Metric, sampled: Tensor, lift: Callable[[Tensor], Tensor] | None
+) -> tuple[Tensor, Tensor]:
     """Assign by shortlist where a problem was fitted on a sample `[P]`, exactly where not.
 
     Decided for each problem: whether a short one shares its batch with a long one must not matter.
     """
     if bool((sampled == sampled[0]).all()):
-        return assign(points, centres, metric, exact=not bool(sampled[0]))
+        return assign(points, centres, metric, exact=not bool(sampled[0]), lift=lift)
     labels = torch.zeros(points.shape[:2], dtype=torch.int64, device=points.device)
     distances = points.new_zeros(points.shape[:2])
     for exact in (False, True):
         (problems,) = torch.where(sampled != exact)
-        found = assign(points[problems], centres[problems], metric, exact=exact)
+        found = assign(points, centres, metric, exact=exact, lift=lift, problems=problems)
         labels[problems], distances[problems] = found
     return labels, distances
 
 
+def _settle(points: Tensor, weights: Tensor, centres: Tensor, metric: Metric, max_iter: int, tol: float) -> Tensor:
+    """At most `max_iter` iterations: the first half in the opening metric if there is one, the last one fine."""
+    if max_iter == 0:
+        return centres
+    threshold, scratch = tol * _mean_variance(points, weights), Scratch()
+    if metric.opening is None:
+        return _iterate(points, weights, centres, metric, max_iter, threshold, scratch)
+    early = max_iter // 2
+    centres = _iterate(points, weights, centres, metric.opening, early, threshold, scratch)
+    centres = _iterate(points, weights, centres, metric, max_iter - early - 1, threshold, scratch)
+    return _step(points, weights, centres, metric, scratch, final=True)
+
+
 def _iterate(
-    points: Tensor, weights: Tensor, centres: Tensor, metric: Metric, max_iter: int, tol: float
+    points: Tensor,
+    weights: Tensor,
+    centres: Tensor,
+    metric: Metric,
+    max_iter: int,
+    threshold: Tensor,
+    scratch: Scratch,
 ) -> Tensor:
-    threshold = tol * _mean_variance(points, weights)
     result = centres
     numbers = torch.arange(len(points), device=points.device)
     moving = torch.ones(len(points), dtype=torch.bool, device=points.device)
-    for iteration in range(max_iter):
-        membership, labels = metric.membership(points, weights, centres)
-        sizes = membership.sum(dim=2)
-        empty = sizes <= 0
-        updated = metric.update(
-            points, labels, membership, sizes.masked_fill(empty, 1.0), final=iteration == max_iter - 1
-        )
-        updated = torch.where(empty.unsqueeze(2), centres, updated)
-        if bool(empty.any()):
-            labels = metric.labels(points, centres) if labels is None else labels
-            updated = _reseed(points, weights, centres, updated, labels, empty, metric)
+    for _ in range(max_iter):
+        updated = _step(points, weights, centres, metric, scratch, final=False)
         shift = (updated - centres).square().sum(dim=(1, 2))
         # a finished problem keeps its centres: neighbours in the batch must not change them
         centres = torch.where(moving[:, None, None], updated, centres)
@@ -166,6 +188,21 @@ def _iterate(
     return result
 
 
+def _step(
+    points: Tensor, weights: Tensor, centres: Tensor, metric: Metric, scratch: Scratch, *, final: bool
+) -> Tensor:
+    """Centres of the clusters that the given centres make."""
+    membership, labels = metric.membership(points, weights, centres, scratch)
+    sizes = membership.sum(dim=2)
+    empty = sizes <= 0
+    updated = metric.update(points, labels, membership, sizes.masked_fill(empty, 1.0), final=final)
+    if not bool(empty.any()):
+        return updated
+    labels = metric.labels(points, centres, scratch) if labels is None else labels
+    distances = metric.distances(points, centres, labels, scratch).masked_fill_(weights <= 0, 0.0)
+    return _reseed(points, torch.where(empty.unsqueeze(2), centres, updated), distances, empty)
+
+
 def _mean_variance(points: Tensor, weights: Tensor) -> Tensor:
     total = weights.sum(dim=1).clamp(min=torch.finfo(weights.dtype).tiny)
     row = weights.unsqueeze(1)
@@ -174,17 +211,8 @@ def _mean_variance(points: Tensor, weights: Tensor) -> Tensor:
     return spread.mean(dim=1)
 
 
-def _reseed(
-    points: Tensor,
-    weights: Tensor,
-    centres: Tensor,
-    updated: Tensor,
-    labels: Tensor,
-    empty: Tensor,
-    metric: Metric,
-) -> Tensor:
+def _reseed(points: Tensor, updated: Tensor, distances: Tensor, empty: Tensor) -> Tensor:
     """Give the j-th empty cluster the j-th farthest point, while there are points away from their centres."""
-    distances = metric.distances(points, centres, labels).masked_fill(weights <= 0, 0.0)
     farthest = distances.topk(min(empty.shape[1], points.shape[1]), dim=1)
     turn = (empty.cumsum(dim=1) - 1).clamp(min=0, max=farthest.indices.shape[1] - 1)
     candidates = gather_rows(points, farthest.indices.gather(1, turn))

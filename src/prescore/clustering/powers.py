@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 
-def power(values: Tensor, exponent: float) -> Tensor:
-    """`values ** exponent` for `values >= 0`; may overwrite `values`."""
+def power(values: Tensor, exponent: float, *, out: Tensor | None = None) -> Tensor:
+    """`values ** exponent` for `values >= 0`; may overwrite `values` and `out`."""
     if exponent == 1.0:
         return values
     if exponent == 1.5:
-        return values.sqrt().mul_(values)
+        return torch.sqrt(values, out=out).mul_(values)
     if exponent in (0.5, 2.0, 3.0):
         return values.pow_(exponent)
     # a third of the time of pow, and 0 stays 0

@@ -10,12 +10,17 @@ from prescore.rng import Streams
 _FEWEST_CLUSTERS = 64
 
 
-def gather_rows(rows: Tensor, index: Tensor) -> Tensor:
-    """Rows `[P, n, ...]` at `index [P, m]` as `[P, m, ...]`, whole rows at once (faster than `gather`)."""
+def gather_rows(rows: Tensor, index: Tensor, *, out: Tensor | None = None) -> Tensor:
+    """Rows `[P, n, ...]` at `index [P, m]` as `[P, m, ...]`, whole rows at once (faster than `gather`).
+
+    With `out`, a contiguous tensor of the result's shape, the rows are written there.
+    """
     n_problems, n_rows = rows.shape[:2]
     offsets = torch.arange(n_problems, device=rows.device).unsqueeze(1) * n_rows
     flat = rows.reshape(n_problems * n_rows, *rows.shape[2:])
-    return flat.index_select(0, (index + offsets).reshape(-1)).reshape(*index.shape, *rows.shape[2:])
+    into = None if out is None else out.view(-1, *rows.shape[2:])
+    found = torch.index_select(flat, 0, (index + offsets).reshape(-1), out=into)
+    return found.reshape(*index.shape, *rows.shape[2:])
 
 
 def count_valid(points: Tensor, weights: Tensor | None) -> Tensor:

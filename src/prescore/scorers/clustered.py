@@ -5,12 +5,15 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from prescore.clustering.lloyd import fit
 from prescore.clustering.metrics import Metric
+from prescore.clustering.scratch import Scratch
 from prescore.rng import Streams
 from prescore.scorers.base import Scored, Scorer
 from prescore.scorers.rules import apply_rule
@@ -21,7 +24,7 @@ class ClusteringScorer(Scorer):
     """Cluster the keys of each KV head, score each key by its distance to its own centre.
 
     `n_clusters=None` is `D + 1`, as in the paper. `rule`, `seeding` and `fit_size` are those of
-    `PrescoreConfig`.
+    `PrescoreConfig`. `unit` normalises the keys on the way, block by block, without a normalised copy of all.
     """
 
     n_clusters: int | None = None
@@ -29,6 +32,7 @@ class ClusteringScorer(Scorer):
     rule: str = "nearest"
     seeding: str = "k-means++"
     fit_size: int | None = None
+    unit: bool = False
 
     normalizes: ClassVar[bool] = True
     permutation_equivariant: ClassVar[bool] = False
@@ -57,7 +61,13 @@ class ClusteringScorer(Scorer):
 
     def lift(self, points: Tensor, present: Tensor | None, streams: Streams) -> Callable[[Tensor], Tensor] | None:
         """Features of blocks of the flattened keys, to cluster in; None = the keys themselves."""
-        return None
+        return partial(unit_rows, scratch=Scratch()) if self.unit else None
+
+
+def unit_rows(points: Tensor, scratch: Scratch) -> Tensor:
+    """Rows of `[P, n, d]` at unit length, in scratch memory; a zero row stays zero."""
+    lengths = torch.linalg.vector_norm(points, dim=2, keepdim=True).clamp_(min=torch.finfo(points.dtype).tiny)
+    return torch.div(points, lengths, out=scratch.take("unit", *points.shape, like=points))
 
 
 def flat_mask(keys: Tensor, valid: Tensor | None) -> Tensor | None:

@@ -25,12 +25,13 @@ import torch
 from torch import Tensor
 
 from prescore.clustering.metrics import Metric
-from prescore.clustering.minkowski import EUCLIDEAN
+from prescore.clustering.minkowski import SPHERICAL
 from prescore.clustering.sampling import compact, count_valid, stratified
+from prescore.clustering.scratch import Scratch
 from prescore.clustering.seeding import pairwise_costs
 from prescore.registry import register_scorer
 from prescore.rng import Streams
-from prescore.scorers.clustered import ClusteringScorer
+from prescore.scorers.clustered import ClusteringScorer, unit_rows
 
 _BANDWIDTH_SAMPLE = 128
 
@@ -46,20 +47,26 @@ class GaussianKMeans(ClusteringScorer):
     n_features: int = 128
 
     def metric(self) -> Metric:
-        """Euclidean, in feature space."""
-        return EUCLIDEAN
+        """Euclidean, in feature space; features are approximations, so their distances may be too."""
+        return SPHERICAL
 
     def lift(self, points: Tensor, present: Tensor | None, streams: Streams) -> Callable[[Tensor], Tensor]:
         """Random Fourier features."""
-        widths = bandwidth(points, present, streams)
+        widths = bandwidth(points, present, streams, unit=self.unit)
         half = max(1, self.n_features // 2)
         frequencies = streams.normal("frequencies", half, points.shape[-1], like=points)
         # the width goes into the small matrix, not into the points
-        return partial(fourier_features, frequencies=frequencies.t() / widths[:, None, None])
+        frequencies, scratch = frequencies.t() / widths[:, None, None], Scratch()
+        if self.unit:
+            return lambda block: fourier_features(unit_rows(block, scratch), frequencies, scratch)
+        return partial(fourier_features, frequencies=frequencies, scratch=scratch)
 
 
-def bandwidth(points: Tensor, present: Tensor | None, streams: Streams) -> Tensor:
-    """Median of the pairwise distances in a stratified sample of each problem, `[P]`; 1 where that is 0."""
+def bandwidth(points: Tensor, present: Tensor | None, streams: Streams, *, unit: bool = False) -> Tensor:
+    """Median of the pairwise distances in a stratified sample of each problem, `[P]`; 1 where that is 0.
+
+    `unit` normalises the sample first.
+    """
     if points.numel() == 0:
         return points.new_ones(len(points))
     weights = None if present is None else present.to(points.dtype)
@@ -67,6 +74,8 @@ def bandwidth(points: Tensor, present: Tensor | None, streams: Streams) -> Tenso
     points, weights = compact(points, weights, n_valid)
     counts = n_valid.clamp(max=_BANDWIDTH_SAMPLE)
     sample, weights = stratified(points, weights, n_valid, counts, streams, "bandwidth sample")
+    if unit:
+        sample = unit_rows(sample, Scratch())
     distances = pairwise_costs(sample, 1.0)
     absent = torch.eye(sample.shape[1], dtype=torch.bool, device=sample.device)
     if weights is not None:
@@ -75,8 +84,13 @@ def bandwidth(points: Tensor, present: Tensor | None, streams: Streams) -> Tenso
     return torch.where(medians > 0, medians, 1.0)
 
 
-def fourier_features(points: Tensor, frequencies: Tensor) -> Tensor:
+def fourier_features(points: Tensor, frequencies: Tensor, scratch: Scratch | None = None) -> Tensor:
     """Cosines and sines of `x.w` for the columns w of `frequencies [P, d, f]`, of unit norm: `[P, n, 2 f]`."""
-    angles = torch.bmm(points, frequencies)
-    scale = 1.0 / math.sqrt(frequencies.shape[-1])
-    return torch.cat([angles.cos(), angles.sin_()], dim=2).mul_(scale)
+    scratch = scratch or Scratch()
+    n_problems, n_points, _ = points.shape
+    half = frequencies.shape[-1]
+    angles = torch.bmm(points, frequencies, out=scratch.take("angles", n_problems, n_points, half, like=points))
+    features = scratch.take("features", n_problems, n_points, 2 * half, like=points)
+    torch.cos(angles, out=features[:, :, :half])
+    torch.sin(angles, out=features[:, :, half:])
+    return features.mul_(1.0 / math.sqrt(half))
