@@ -87,6 +87,13 @@ def test_bad_usage_is_one_sentence(arguments, message, tmp_path, capsys, monkeyp
     assert message in capsys.readouterr().err
 
 
+def test_wrong_layers_are_refused_before_anything_runs(model, tmp_path, capsys):
+    assert run(model, tmp_path, "--layers", "last:9") == 2
+    said = capsys.readouterr().err
+    assert "at most the model's 3 layers, got 'last:9'" in said
+    assert "reading" not in said
+
+
 def test_options_become_a_config():
     config = _config("kmeans", "0.25", ["sinks=7", "rule=farthest", "refresh_every=null"])
     assert (config.method, config.top_k, config.sinks) == ("kmeans", 0.25, 7)

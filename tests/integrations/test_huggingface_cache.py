@@ -17,6 +17,7 @@ from prescore.integrations.huggingface_attention import LayerPlan, set_plan
 from prescore.integrations.huggingface_cache import PrescoredCache, prescored_layers
 
 COARSE = {"top_k": 8, "min_seq_len": 8, "sinks": 2, "n_clusters": 3}
+ROUTED = {"inner": "routed", "rows": 8, "leaf_size": 4, "chunk_size": 8, "sinks": 2, "min_seq_len": 8}
 EVERYTHING = {"top_k": None, "inner": "exact", "remainder": "none", "min_seq_len": 4}
 ROUNDING = 1e-4
 
@@ -326,28 +327,34 @@ def test_beam_search_with_every_key_equals_sdpa(model):
             assert torch.equal(model.generate(ids, **options), expected)
 
 
-def test_beams_reorder_their_selections(model):
-    """The score of the winning beam is that of its tokens fed alone."""
-    ids, _ = prompts(batch=1, length=40, side="none")
-    with prescore.apply(model, **COARSE):
+@pytest.mark.parametrize("config", [COARSE, ROUTED], ids=["coarse", "routed"])
+def test_beams_reorder_their_selections(model, config, monkeypatch):
+    """The score of every beam is that of its tokens fed alone, to a cache of its own."""
+    monkeypatch.setattr("prescore.integrations.huggingface_layer.ROUTED_STEPS_FROM", 0)
+    ids, _ = prompts(batch=1, length=60, side="none")
+    parted = 0
+    with prescore.apply(model, **config) as applied:
         found = model.generate(
             ids,
             num_beams=4,
+            num_return_sequences=4,
             max_new_tokens=8,
             do_sample=False,
             length_penalty=0.0,
             output_scores=True,
             return_dict_in_generate=True,
         )
-        tokens = found.sequences[:, 40:]
-        cache = PrescoredCache(model.config)
-        first = prefill(model, cache, ids)
-        rest = steps(model, cache, tokens[:, :-1])
-    predicted = torch.log_softmax(torch.cat((first[:, None], rest), dim=1), dim=-1)
-    alone = predicted.gather(-1, tokens[..., None]).sum()
-    assert float(found.sequences_scores[0] - alone) == pytest.approx(0, abs=1e-3)
-    greedy = predicted.argmax(-1)
-    assert not torch.equal(greedy, tokens)  # the beams did part and were reordered
+        assert "step" in applied.stats()[0]["path"]
+        for tokens, score in zip(found.sequences[:, None, 60:], found.sequences_scores, strict=True):
+            cache = PrescoredCache(model.config)
+            first = prefill(model, cache, ids)
+            rest = steps(model, cache, tokens[:, :-1])
+            predicted = torch.log_softmax(torch.cat((first[:, None], rest), dim=1), dim=-1)
+            alone = predicted.gather(-1, tokens[..., None]).sum()
+            assert float(score - alone) == pytest.approx(0, abs=1e-3)
+            parted += not torch.equal(predicted.argmax(-1), tokens)
+    assert parted >= 3  # the beams did part and were reordered
+    assert found.sequences.unique(dim=0).shape[0] == 4
 
 
 CONTINUE = """
@@ -356,11 +363,11 @@ sys.path.insert(0, {folder!r})
 from tiny_models import tiny
 import prescore
 from prescore.integrations.huggingface_cache import PrescoredCache
-for family in {families!r}:
+for number, (family, evict, config) in enumerate({cases!r}):
     model = tiny(family)
-    cache = PrescoredCache.load({tmp!r} + "/" + family)
+    cache = PrescoredCache.load({tmp!r} + "/" + str(number))
     ids, mask = torch.tensor({ids!r}), torch.tensor({mask!r})
-    with prescore.apply(model, **{config!r}):
+    with prescore.apply(model, **config):
         out = model.generate(ids, attention_mask=mask, past_key_values=cache, max_new_tokens=6, do_sample=False)
     print(json.dumps(out[:, ids.shape[1] :].tolist()))
 """
@@ -369,28 +376,27 @@ for family in {families!r}:
 def test_saved_caches_continue_in_a_new_process(tmp_path):
     ids, mask = prompts(length=40)
     expected = []
-    families = {"Llama": False, "Gemma3": True}
-    for family, evict in families.items():
+    cases = [("Llama", False, COARSE), ("Gemma3", True, COARSE), ("Llama", False, ROUTED)]
+    for number, (family, evict, config) in enumerate(cases):
         model = tiny(family)
-        with prescore.apply(model, **COARSE):
+        with prescore.apply(model, **config):
             cache = PrescoredCache(model.config, evict=evict)
             prefill(model, cache, ids[:, :-1], mask[:, :-1])
-            cache.save(tmp_path / family)
+            cache.save(tmp_path / str(number))
             out = model.generate(
                 ids, attention_mask=mask, past_key_values=cache, max_new_tokens=6, do_sample=False
             )
         expected.append(out[:, 40:].tolist())
     code = CONTINUE.format(
         folder=str(Path(__file__).parent),
-        families=list(families),
+        cases=cases,
         tmp=str(tmp_path),
         ids=ids.tolist(),
         mask=mask.tolist(),
-        config=COARSE,
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert [json.loads(line) for line in done.stdout.strip().splitlines()[-2:]] == expected
+    assert [json.loads(line) for line in done.stdout.strip().splitlines()[-3:]] == expected
 
 
 def test_other_files_are_refused(tmp_path):

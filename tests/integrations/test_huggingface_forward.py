@@ -15,7 +15,7 @@ ROUTED = {"inner": "routed", "rows": 8, "leaf_size": 4, "chunk_size": 8, "sinks"
 
 
 @pytest.mark.parametrize("family", ["Llama", "Gemma3", "Mistral"])
-@pytest.mark.parametrize("config", [EVERYTHING, COARSE], ids=["everything", "coarse"])
+@pytest.mark.parametrize("config", [EVERYTHING, COARSE, ROUTED], ids=["everything", "coarse", "routed"])
 def test_prefill_in_chunks_equals_prefill_at_once(family, config):
     model = tiny(family)
     ids, mask = prompts(length=96, cut=5)
@@ -44,7 +44,7 @@ def test_static_cache(family):
         assert torch.equal(model.generate(ids, **options, past_key_values=cache), expected)
 
 
-@pytest.mark.parametrize("config", [EVERYTHING, COARSE], ids=["everything", "coarse"])
+@pytest.mark.parametrize("config", [EVERYTHING, COARSE, ROUTED], ids=["everything", "coarse", "routed"])
 def test_packed_sequences_do_not_see_each_other(config):
     model = tiny("Llama")
     ids, _ = prompts(length=44, side="none")
@@ -59,7 +59,8 @@ def test_packed_sequences_do_not_see_each_other(config):
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("family", ["Llama", "Qwen3", "GPT2"])
-def test_training_step_lowers_the_loss(family, checkpointing):
+@pytest.mark.parametrize("config", [COARSE, ROUTED], ids=["coarse", "routed"])
+def test_training_step_lowers_the_loss(family, checkpointing, config):
     model = tiny(family)
     ids, mask = prompts(batch=3, length=48)
     labels = ids.masked_fill(mask == 0, -100)
@@ -67,7 +68,7 @@ def test_training_step_lowers_the_loss(family, checkpointing):
         model.gradient_checkpointing_enable()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     losses = []
-    with prescore.apply(model, **COARSE):
+    with prescore.apply(model, **config):
         model.train()
         for _ in range(3):
             loss = model(ids, attention_mask=mask, labels=labels, use_cache=False).loss

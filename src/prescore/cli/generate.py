@@ -61,12 +61,14 @@ def command(
     config, chosen = _config(method, top_k, setting), _layers(layers)
     text = _prompt(prompt, prompt_file)
     session = open_session("generate", out=out, json=json, resume=resume, threads=threads)
+    from prescore.integrations.apply import apply
     from prescore.integrations.offline_model import load_model
 
     loaded, tokenizer = load_model(model, trust_remote_code=trust_remote_code)
     ids = tokenizer(text, return_tensors="pt", verbose=False)["input_ids"][:, :prompt_tokens]
     if ids.shape[1] == 0:
         raise ValueError("the prompt must have at least one token, got an empty text")
+    apply(loaded, config, layers=chosen).undo()  # what is refused is refused before anything is computed
     job = _Job(loaded, tokenizer, ids, config, chosen, max_new_tokens, evict, beams, quiet=json)
     common = {
         "model": model,

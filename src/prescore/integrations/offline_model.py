@@ -112,6 +112,8 @@ def _load(name: str, **options: Any) -> tuple[Any, Any]:
         model: Any = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32, **options)
     except (OSError, ValueError, KeyError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        if "trust_remote_code" in str(error):
+            reason += " To run it pass trust_remote_code=True, or --trust-remote-code on the command line."
         raise OSError(
             f"model must be {SMOLLM2!r}, a directory of transformers, a GGUF file or a reachable name on the hub, "
             f"got {name!r} ({reason})"
