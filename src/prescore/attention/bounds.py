@@ -18,7 +18,7 @@ from torch import Tensor
 from prescore.attention.kernels import Backend, accumulation_dtype
 from prescore.attention.parts import Part, attend_parts
 from prescore.attention.routed_core import Plan
-from prescore.attention.routed_layout import Clusters
+from prescore.attention.routed_clusters import Clusters
 from prescore.types import Attended
 
 ROWS_AT_ONCE = 256
@@ -42,7 +42,7 @@ def leaf_extent(clusters: Clusters) -> tuple[Tensor, Tensor]:
     """Radius and mean squared distance of every leaf's members from their mean, `[T, M]` each."""
     wide = accumulation_dtype(clusters.leaf_key.dtype)
     members = clusters.leaf_key.detach()[:, :, : clusters.rows.shape[-1]]
-    away = members.to(wide) - clusters.mean_key.detach().to(wide)[:, :, None]
+    away = members.to(wide) - clusters.mean_key.detach().to(wide)[:, : members.shape[1], None]
     square = (away * away).sum(-1)
     if clusters.alive is None:
         return square.amax(-1).sqrt(), square.mean(-1)

@@ -11,6 +11,7 @@ dispatch (tiles of queries that read one leaf).
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -22,7 +23,9 @@ from prescore.attention.exact import exact_parts
 from prescore.attention.kernels import Backend, as_backend
 from prescore.attention.parts import attend_parts
 from prescore.attention.routed_core import Plan, Sources, attend_routed
-from prescore.attention.routed_layout import Clusters, Layout, TreeBuilder, build_clusters, make_layout
+from prescore.attention.routed_clusters import Clusters, TreeBuilder, build_clusters
+from prescore.attention.routed_layout import Layout, make_layout
+from prescore.attention.routed_levels import single_ranges, stand_in_ranges
 from prescore.config import PrescoreConfig
 from prescore.types import Attended
 
@@ -61,7 +64,9 @@ def routed_attention(
     Returns:
         Output with lse, and figures: rows of each kind a query reads at most, queries read exactly, error bar.
     """
-    layout = make_layout(query.shape[2], key.shape[2], causal=is_causal, config=config)
+    layout = make_layout(
+        query.shape[2], key.shape[2], causal=is_causal, config=config, padded=valid is not None
+    )
     chosen = as_backend(backend, query)
     n_exact = layout.n_query if not layout.n_pieces else max(0, min(layout.head - layout.first, layout.n_query))
     if query.numel() == 0 or key.numel() == 0:
@@ -73,14 +78,15 @@ def routed_attention(
         results.append(_exact(query[:, :, :n_exact], key, value, layout, valid, scale, chosen.at("head")))
         bars.append(ErrorBar(*(torch.zeros_like(results[0].lse, requires_grad=False),) * 2))
     if n_exact < layout.n_query:
-        clusters = build_clusters(key, value, layout, valid, tree_builder)
         frame = Frame.of(query, key.shape[1], layout, n_exact)
-        plan = _plan(layout, frame, scale, chosen)
-        blocks = frame.split(query[:, :, n_exact:])
-        output, lse, read = attend_routed(blocks, _sources(key, value, layout, clusters, frame), plan)
+        bounded = error_bar or config.tolerance is not None
+        lanes = []
+        for number, lane in enumerate(frame.lanes(query[:, :, n_exact:], key, value, valid, layout)):
+            plan = _plan(layout, frame, scale, chosen.at(f"lane {number}"))
+            lanes.append(_lane(*lane, frame, plan, tree_builder, bounded))
+        output, lse, *bounds = (torch.cat(part) for part in zip(*lanes, strict=True))
         results.append(Attended(frame.join(output), frame.join(lse[..., None]).squeeze(-1)))
-        if error_bar or config.tolerance is not None:
-            bounds = unread_bounds(blocks, lse, read, clusters, plan)
+        if bounded:
             bars.append(ErrorBar(*(frame.join(bound[..., None]).squeeze(-1) for bound in bounds)))
     whole = results[0]
     if len(results) > 1:
@@ -90,6 +96,16 @@ def routed_attention(
         bar = ErrorBar(*(torch.cat([getattr(b, f) for b in bars], dim=2) for f in ("lost", "misplaced")))
         whole = _within_tolerance(whole, bar, query, key, value, valid, layout, config, scale, chosen, stats)
     return whole, stats
+
+
+def _lane(
+    blocks: Tensor, key: Tensor, value: Tensor, valid: Tensor | None, frame: Frame, plan: Plan,
+    tree_builder: TreeBuilder, bounded: bool,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Output, lse and, where asked for, bounds of some sequences."""
+    clusters = build_clusters(key, value, plan.layout, valid, tree_builder)
+    output, lse, read = attend_routed(blocks, _sources(key, value, plan.layout, clusters, frame), plan)
+    return output, lse, *(unread_bounds(blocks, lse, read, clusters, plan) if bounded else ())
 
 
 def _within_tolerance(
@@ -162,6 +178,23 @@ class Frame:
         shape = (self.batch * self.n_kv_heads, self.group, self.n_blocks, self.size, query.shape[-1])
         return filled.reshape(shape).transpose(1, 2)
 
+    def lanes(
+        self, query: Tensor, key: Tensor, value: Tensor, valid: Tensor | None, layout: Layout
+    ) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor | None]]:
+        """Some sequences (key heads of the batch) at a time, so that what is made on the way is memory in use.
+
+        Fresh memory costs more than the arithmetic: a long sequence goes alone, short ones go together. Yields
+        query blocks, keys and values `[t, 1, Nk, D]`, and valid keys `[t, Nk]`.
+        """
+        blocks = self.split(query)
+        keys, values = (tensor.reshape(-1, 1, *tensor.shape[2:]) for tensor in (key, value))
+        valids = None if valid is None else valid.repeat_interleave(self.n_kv_heads, dim=0)
+        pairs = self.group * self.n_blocks * self.size * max(1, layout.n_chosen)
+        step = max(1, PAIRS_AT_ONCE // pairs)
+        for start in range(0, keys.shape[0], step):
+            lane = slice(start, start + step)
+            yield blocks[lane], keys[lane], values[lane], None if valids is None else valids[lane]
+
     def join(self, blocks: Tensor) -> Tensor:
         """The inverse of `split`, for any last dimension."""
         n_heads = self.n_kv_heads * self.group
@@ -173,10 +206,11 @@ def _plan(layout: Layout, frame: Frame, scale: float, backend: Backend) -> Plan:
     pieces = [layout.n_pieces] * frame.n_blocks
     if layout.causal:
         pieces = list(range(frame.first_chunk - 1, frame.first_chunk - 1 + frame.n_blocks))
-    pairs_per_block = frame.batch * frame.n_kv_heads * frame.group * frame.size * max(1, layout.n_chosen)
+    pairs_per_block = frame.group * frame.size * max(1, layout.n_chosen)
     return Plan(
-        tuple(layout.ranges(seen, layout.leaves) for seen in pieces),
-        tuple(layout.ranges(seen, layout.singles, layout.sinks) for seen in pieces),
+        layout,
+        tuple(stand_in_ranges(layout, seen) for seen in pieces),
+        tuple(single_ranges(layout, seen) for seen in pieces),
         layout.n_chosen,
         scale,
         backend,
@@ -221,8 +255,12 @@ def _stats(layout: Layout, n_exact: int) -> dict[str, Any]:
     figures.update(
         exact_queries=n_exact,
         far_rows=layout.n_chosen * layout.leaf if routed else 0,
-        single_rows=layout.sinks + layout.n_pieces * layout.singles if routed else 0,
-        stand_in_rows=layout.n_pieces * layout.leaves if routed else 0,
+        single_rows=_length(single_ranges(layout, layout.n_pieces)) if routed else 0,
+        stand_in_rows=_length(stand_in_ranges(layout, layout.n_pieces)) if routed else 0,
         local_rows=2 * layout.chunk if layout.causal else 0,
     )
     return figures
+
+
+def _length(ranges: tuple[slice, ...]) -> int:
+    return sum(part.stop - part.start for part in ranges)

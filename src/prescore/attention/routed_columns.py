@@ -25,18 +25,21 @@ class Columns:
         value: `[T, W, Dv]`.
         bias: `[T, 1, W]` added to the logits.
         n_leaves: How many of the `W` columns are stand-ins.
+        gains: `[n_leaves]` what a chosen stand-in's logit gains: -inf for a leaf, which is read whole, the log of
+            the share left for a node; None = all are leaves.
     """
 
     key: Tensor
     value: Tensor
     bias: Tensor
     n_leaves: int
+    gains: Tensor | None = None
 
 
 def attend_columns(
     query: Tensor, columns: Columns, n_chosen: int, scale: float, dropout: Dropout | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Choose leaves, then attend to all columns but the stand-ins of the chosen.
+    """Choose stand-ins, then attend to all columns but what the chosen ones stand for no longer.
 
     Args:
         query: `[T, t, D]`.
@@ -46,11 +49,11 @@ def attend_columns(
         dropout: Which weights are dropped.
 
     Returns:
-        Output `[T, t, Dv]`, lse `[T, t]` (-inf where nothing is left), and the chosen leaves `[T, t, n_chosen]`.
+        Output `[T, t, Dv]`, lse `[T, t]` (-inf where nothing is left), and the chosen columns `[T, t, n_chosen]`.
     """
     logits = _logits(query, columns, scale)
     chosen = best_columns(logits[..., : columns.n_leaves], n_chosen)
-    logits.scatter_(2, chosen, -torch.inf)
+    _take_away(logits, columns, chosen)
     peak = logits.amax(-1, keepdim=True)
     peak.masked_fill_(torch.isneginf(peak), 0.0)
     weights = logits.sub_(peak).exp_()
@@ -78,7 +81,8 @@ def attend_columns_backward(
         dropout: As in the forward pass.
     """
     wide = accumulation_dtype(query.dtype)
-    weights = _logits(query, columns, scale).scatter_(2, chosen, -torch.inf)
+    weights = _logits(query, columns, scale)
+    _take_away(weights, columns, chosen)
     weights.sub_(lse[..., None]).exp_()
     grad = grad.to(wide)
     grad_weights = grad @ columns.value.to(wide).transpose(1, 2)
@@ -103,6 +107,15 @@ def best_columns(scores: Tensor, count: int) -> Tensor:
         # above -inf, so that a leaf without members still comes before the filler
         scores = pad(scores.clamp_min(torch.finfo(scores.dtype).min), (0, fast - n_columns), value=-torch.inf)
     return scores.topk(count, dim=-1, sorted=False).indices
+
+
+def _take_away(logits: Tensor, columns: Columns, chosen: Tensor) -> None:
+    """Lower the logits of the chosen stand-ins, in place."""
+    if columns.gains is None:
+        logits.scatter_(2, chosen, -torch.inf)
+    else:
+        gains = columns.gains.index_select(0, chosen.reshape(-1)).view(chosen.shape)
+        logits.scatter_(2, chosen, logits.gather(2, chosen) + gains)
 
 
 def _logits(query: Tensor, columns: Columns, scale: float) -> Tensor:

@@ -16,6 +16,8 @@ from torch.autograd.function import once_differentiable
 from prescore.attention.kernels import Backend, accumulation_dtype
 from prescore.attention.parts import fold_lse_gradient
 from prescore.attention.routed_columns import Columns, attend_columns, attend_columns_backward
+from prescore.attention.routed_layout import Layout
+from prescore.attention.routed_levels import Descent, shares_of
 from prescore.attention.routed_local import Strip, attend_local, attend_local_backward
 from prescore.attention.routed_pairs import (
     TILES,
@@ -33,7 +35,8 @@ class Plan:
     """What the blocks see.
 
     Attributes:
-        leaves: For each block of queries, two ranges of leaves it sees.
+        layout: The geometry.
+        leaves: For each block of queries, the ranges of stand-ins it sees, nodes before leaves.
         singles: Likewise of single keys.
         n_chosen: Leaves a query reads, fewer where a block sees fewer.
         scale: Factor of the logits.
@@ -41,8 +44,9 @@ class Plan:
         blocks_per_dispatch: Blocks whose pairs are sorted together.
     """
 
-    leaves: tuple[tuple[slice, slice], ...]
-    singles: tuple[tuple[slice, slice], ...]
+    layout: Layout
+    leaves: tuple[tuple[slice, ...], ...]
+    singles: tuple[tuple[slice, ...], ...]
     n_chosen: int
     scale: float
     backend: Backend
@@ -55,16 +59,19 @@ class Plan:
             seen = [leaf[:, part] for part in self.leaves[block]]
             seen += [single[:, part] for part in self.singles[block]]
             joined.append(torch.cat(seen, dim=1))
-        return Columns(joined[0], joined[1], joined[2][:, None], self.n_seen(block))
+        gains = shares_of(self.layout, self.leaves[block], joined[2])
+        return Columns(joined[0], joined[1], joined[2][:, None], self.n_seen(block), gains)
 
     def n_seen(self, block: int) -> int:
-        """Leaves the block sees."""
+        """Stand-ins the block sees."""
         return sum(part.stop - part.start for part in self.leaves[block])
 
-    def leaf_numbers(self, chosen: Tensor, block: int) -> Tensor:
-        """Number the chosen columns of a block among all leaves."""
-        first, second = self.leaves[block]
-        return torch.where(chosen < first.stop, chosen, chosen + (second.start - first.stop))
+    def leaf_numbers(self, chosen: Tensor, block: int, query: Tensor, descent: Descent) -> Tensor:
+        """The leaves that chosen columns of a block lead to, numbered among all leaves."""
+        ranges = self.leaves[block]
+        table = torch.cat([torch.arange(part.start, part.stop, device=chosen.device) for part in ranges])
+        numbers = table.index_select(0, chosen.reshape(-1)).view(chosen.shape)
+        return descent.to_leaves(query, numbers) if ranges[0].start >= self.layout.level_sizes[0] else numbers
 
     def chosen(self, block: int) -> int:
         """Leaves each query of the block reads."""
@@ -84,15 +91,16 @@ class Plan:
 
 @dataclass(frozen=True, eq=False)
 class Sources:
-    """Everything a query can see; `T = B * Hkv` sequences, `n` blocks of `t` queries, `M` leaves, `S` singles.
+    """Everything a query can see; `T = B * Hkv` sequences, `n` blocks of `t` queries, `M` leaves, `A`
+    stand-ins, `S` singles.
 
     Attributes:
         local: Keys and values `[T, n + 1, t, D]` of the chunk before each block and of its own, contiguous;
             None = no local part.
-        means: Keys and values `[T, M, D]` of the stand-ins.
+        means: Keys and values `[T, A, D]` of the stand-ins.
         singles: Keys and values `[T, S, D]`.
         leaves: Keys and values `[T, M, L, D]`.
-        log_count: `[T, M]`.
+        log_count: `[T, A]`.
         single_bias: `[T, S]`.
         leaf_bias: `[T, M, L]`, or None.
     """
@@ -134,15 +142,15 @@ class _Routed(torch.autograd.Function):
         lse = query.new_empty(shape[:-1], dtype=wide)
         read = torch.full((*shape[:2], shape[2] * shape[3], plan.n_chosen), -1, device=query.device)
         dispatched: list[tuple[range, list[Tensor], Pairs | None]] = []
-        room = None
+        room, descent = None, Descent(tensors[2].split(plan.layout.level_sizes, dim=1))
         for run in sorted(plan.groups(), key=len, reverse=True):  # the first makes room for all
             state = _Group(query[:, run.start : run.stop], tensors, plan, run)
             if room is None:
                 room = state.new_room()
-            result, lse[:, run.start : run.stop] = state.forward(room)
+            result, lse[:, run.start : run.stop] = state.forward(room, descent)
             output[:, run.start : run.stop] = result
-            if plan.chosen(run[0]):
-                read[:, run.start : run.stop, :, : plan.chosen(run[0])] = state.leaf_numbers()
+            if state.read is not None:
+                read[:, run.start : run.stop, :, : plan.chosen(run[0])] = state.read
             dispatched.append((run, state.chosen, state.pairs))
         ctx.save_for_backward(query, *tensors, output, lse)
         ctx.plan, ctx.dispatched = plan, dispatched
@@ -193,8 +201,9 @@ class _Group:
         self.column_tensors = (mean_key, mean_value, log_count, single_key, single_value, single_bias)
         bias = None if leaf_bias is None else leaf_bias.flatten(0, 1)
         self.leaves = Leaves(leaf_key.flatten(0, 1), leaf_value.flatten(0, 1), bias)
-        self.n_trees, self.n_leaves = mean_key.shape[:2]
+        self.n_trees, self.n_leaves = leaf_key.shape[:2]
         self.chosen: list[Tensor] = []
+        self.read: Tensor | None = None
         self.pairs: Pairs | None = None
 
     def new_room(self) -> Tensor:
@@ -204,7 +213,7 @@ class _Group:
         most = n_pairs + TILES[1] * self.n_trees * self.n_leaves
         return self.query.new_empty((most, self.leaves.value.shape[-1]), dtype=wide)
 
-    def forward(self, room: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, room: Tensor, descent: Descent) -> tuple[Tensor, Tensor]:
         """Output and lse of the blocks; `room` is overwritten."""
         plan, query = self.plan, self.query
         lead = query.shape[:-1]
@@ -217,7 +226,8 @@ class _Group:
         if self.chosen[0].shape[-1]:
             total_leaves = self.n_trees * self.n_leaves
             first = torch.arange(0, total_leaves, self.n_leaves, device=query.device)[:, None, None, None]
-            self.pairs = dispatch((self.leaf_numbers() + first).flatten(0, 2), total_leaves)
+            self.read = self._leaf_numbers(descent)
+            self.pairs = dispatch((self.read + first).flatten(0, 2), total_leaves)
             rows = query.reshape(-1, query.shape[-1])
             pair_output, pair_lse = attend_pairs(rows, self.leaves, self.pairs, plan.scale, self.backend, room)
             lses.append(pair_lse.view(*lead, -1))
@@ -288,10 +298,14 @@ class _Group:
             sizes = [part.stop - part.start for part in ranges]
             for offset in (0, 1):
                 shares = grads[1 + offset].split(sizes, dim=1)
-                for place_in_sums, part, share in zip((3, 3, 5, 5), ranges, shares, strict=True):
+                for number, (part, share) in enumerate(zip(ranges, shares, strict=True)):
+                    place_in_sums = 3 if number < len(self.plan.leaves[block]) else 5
                     sums[place_in_sums + offset][:, part] += share  # type: ignore[index]
 
-    def leaf_numbers(self) -> Tensor:
-        """`[T, n, G * t, J]`: the chosen leaves, numbered within their tree."""
-        blocks = zip(self.chosen, self.run, strict=True)
-        return torch.stack([self.plan.leaf_numbers(chosen, block) for chosen, block in blocks], dim=1)
+    def _leaf_numbers(self, descent: Descent) -> Tensor:
+        """`[T, n, G * t, J]`: the leaves read, numbered within their tree."""
+        numbers = [
+            self.plan.leaf_numbers(chosen, block, self._block(self.query, place), descent)
+            for place, (chosen, block) in enumerate(zip(self.chosen, self.run, strict=True))
+        ]
+        return torch.stack(numbers, dim=1)

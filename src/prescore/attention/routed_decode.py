@@ -18,15 +18,9 @@ from prescore import checks
 from prescore.attention.kernels import Backend, Call, accumulation_dtype, pick_backend
 from prescore.attention.merge import merge
 from prescore.attention.routed_columns import Columns, attend_columns
-from prescore.attention.routed_layout import (
-    JOINED,
-    JOINED_LEVELS,
-    Layout,
-    TreeBuilder,
-    make_layout,
-    place_pieces,
-    take_rows,
-)
+from prescore.attention.routed_clusters import TreeBuilder, place_pieces, take_rows
+from prescore.attention.routed_layout import JOINED, JOINED_LEVELS, Layout, make_layout
+from prescore.attention.routed_levels import Descent, Seen, coarser, level_counts, read_shares, seen_behind
 from prescore.config import PrescoreConfig
 from prescore.types import Attended
 
@@ -113,6 +107,23 @@ class _Pieces:
         return _Pieces(*(torch.cat(pair, dim=1) for pair in pairs))
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Far:
+    """What a step sees of the pieces; the same until a chunk becomes one.
+
+    Attributes:
+        columns: Stand-ins and single keys.
+        numbers: `[stand-ins]` their places among all levels, leaves first.
+        descent: From nodes to leaves.
+        rows: `[T, M, L]` positions of the leaves' members.
+    """
+
+    columns: Columns
+    numbers: Tensor
+    descent: Descent
+    rows: Tensor
+
+
 class _Lockstep:
     """Sequences that start at the same index, hence gain pieces at the same time."""
 
@@ -121,12 +132,14 @@ class _Lockstep:
         self._n_pieces = 0
         self._large: _Pieces | None = None
         self._small: _Pieces | None = None
+        self._far: _Far | None = None  # made by the first step after pieces have changed
 
     def extend(self, key: Tensor, value: Tensor) -> None:
         layout = self._layout(key)
         n_large, old_large = layout.n_pieces // JOINED, self._n_pieces // JOINED
         if layout.n_pieces <= self._n_pieces:
             return
+        self._far = None
         if n_large > old_large:
             new = self._build(key, value, layout, old_large * JOINED, n_large * JOINED, JOINED_LEVELS)
             self._large = new if self._large is None else self._large.joined_with(new)
@@ -146,12 +159,16 @@ class _Lockstep:
         near_key, near_value = (t[:, :, near:].reshape(n_trees, 1, key.shape[2] - near, -1) for t in (key, value))
         parts = [backend.forward(grouped, near_key, near_value, None, False, self._scale)]
         if layout.n_pieces:
-            parts += self._far(grouped, key, value, layout, backend)
+            if self._far is None:
+                with torch.no_grad():
+                    self._far = self._build_far(key, value, layout)
+            parts += self._attend_far(self._far, grouped, key, value, layout, backend)
         shape = (batch, n_heads, 1)
         whole = merge(*(Attended(output, lse) for output, lse in parts))
         return Attended(whole.output.reshape(*shape, -1), whole.lse.reshape(shape))
 
     def reorder(self, rows: Tensor) -> None:
+        self._far = None
         for pieces in (self._large, self._small):
             if pieces is not None:
                 for field in dataclasses.fields(pieces):
@@ -171,29 +188,66 @@ class _Lockstep:
         rows, singles = rows + begin, singles + begin
         return _Pieces(rows, singles, take_rows(key, rows).mean(2), take_rows(value, rows).mean(2))
 
-    def _far(
-        self, query: Tensor, key: Tensor, value: Tensor, layout: Layout, backend: Backend
+    def _build_far(self, key: Tensor, value: Tensor, layout: Layout) -> _Far:
+        """All that steps need of the pieces."""
+        seen = seen_behind(layout, layout.n_pieces)
+        present = [part for part in (self._large, self._small) if part is not None]
+        leaves = present[0] if len(present) == 1 else present[0].joined_with(present[1])
+        keys, values = [leaves.mean_key], [leaves.mean_value]
+        if layout.n_levels and self._large is not None:
+            n_large = self._large.rows.shape[1]
+            for tensor, tables in ((key, keys), (value, values)):
+                singles = take_rows(tensor, self._large.singles)
+                tables += coarser(layout, tables[0][:, :n_large], singles)
+        # coarsest first; the small pieces' leaves lie right behind those of the large
+        shown = [slice(start, stop) for start, stop in seen.cuts[1:]]
+        ranges = list(enumerate([slice(seen.cuts[0][0], leaves.rows.shape[1]), *shown]))[::-1]
+        offsets = [sum(table.shape[1] for table in keys[:level]) for level in range(len(keys))]
+        counts, shares = level_counts(layout), read_shares(layout)
+        single = self._single_rows(leaves, layout, seen)
+        wide = accumulation_dtype(key.dtype)
+        sizes = torch.tensor([part.stop - part.start for _, part in ranges])
+        bias, gains = (
+            torch.repeat_interleave(torch.tensor([figures[level] for level, _ in ranges], dtype=wide), sizes)
+            for figures in ([math.log(count) for count in counts], shares)
+        )
+        bias = torch.cat((bias, torch.zeros(single.shape[1], dtype=wide))).to(key.device)
+        columns = Columns(
+            torch.cat([keys[level][:, part] for level, part in ranges] + [take_rows(key, single)], dim=1),
+            torch.cat([values[level][:, part] for level, part in ranges] + [take_rows(value, single)], dim=1),
+            bias.expand(key.shape[0] * key.shape[1], 1, -1),
+            int(sizes.sum()),
+            gains.to(key.device) if layout.n_levels else None,
+        )
+        numbers = torch.cat([torch.arange(part.start, part.stop) + offsets[level] for level, part in ranges])
+        return _Far(columns, numbers.to(key.device), Descent(keys), leaves.rows)
+
+    def _single_rows(self, leaves: _Pieces, layout: Layout, seen: Seen) -> Tensor:
+        """`[T, S]`: the sinks, kept singles of pieces shown as nodes, all singles of the other pieces."""
+        n_trees, n_large = leaves.singles.shape[0], seen.large * layout.large_singles
+        sinks = torch.arange(self._start, self._start + layout.sinks, device=leaves.singles.device)
+        parts = [sinks.expand(n_trees, -1)]
+        if seen.leaves_from > seen.nodes_from:
+            by_piece = leaves.singles[:, :n_large].unflatten(1, (seen.large, layout.large_singles))
+            parts.append(by_piece[:, seen.nodes_from : seen.leaves_from, : layout.kept].flatten(1))
+        parts.append(leaves.singles[:, seen.leaves_from * layout.large_singles :])
+        return torch.cat(parts, dim=1)
+
+    def _attend_far(
+        self, far: _Far, query: Tensor, key: Tensor, value: Tensor, layout: Layout, backend: Backend
     ) -> list[tuple[Tensor, Tensor]]:
         """Stand-ins with singles, and the chosen leaves; each output `[T, G, 1, Dv]`, lse `[T, G, 1]`."""
         n_trees, group, _, dim = query.shape
-        pieces = [part for part in (self._large, self._small) if part is not None]
-        far = pieces[0] if len(pieces) == 1 else pieces[0].joined_with(pieces[1])
-        sinks = torch.arange(self._start, self._start + layout.sinks, device=key.device).expand(n_trees, -1)
-        single = torch.cat((sinks, far.singles), dim=1)
-        n_leaves = far.rows.shape[1]
-        bias = torch.zeros(1, 1, n_leaves + single.shape[1], dtype=accumulation_dtype(key.dtype))
-        bias[..., :n_leaves] = math.log(layout.leaf)
-        columns = Columns(
-            torch.cat((far.mean_key, take_rows(key, single)), dim=1),
-            torch.cat((far.mean_value, take_rows(value, single)), dim=1),
-            bias.to(key.device).expand(n_trees, -1, -1),
-            n_leaves,
-        )
         flat = query.reshape(n_trees, group, dim)
-        output, lse, chosen = attend_columns(flat, columns, min(layout.n_chosen, n_leaves), self._scale)
+        output, lse, chosen = attend_columns(
+            flat, far.columns, min(layout.n_chosen, far.columns.n_leaves), self._scale
+        )
         parts = [(output[:, :, None].to(value.dtype), lse[..., None])]
         if chosen.shape[-1]:
-            rows = far.rows.gather(1, chosen.reshape(n_trees, -1, 1).expand(-1, -1, layout.leaf))
+            leaves = far.numbers.index_select(0, chosen.reshape(-1)).view(chosen.shape)
+            if far.columns.gains is not None:
+                leaves = far.descent.to_leaves(flat, leaves)
+            rows = far.rows.gather(1, leaves.reshape(n_trees, -1, 1).expand(-1, -1, layout.leaf))
             own_key, own_value = (
                 take_rows(t, rows).view(n_trees * group, 1, -1, t.shape[-1]) for t in (key, value)
             )

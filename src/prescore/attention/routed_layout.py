@@ -1,4 +1,4 @@
-"""Where routed attention reads exactly, and what its clusters are.
+"""Where routed attention reads exactly, and how its clusters lie.
 
 The keys behind the sinks are cut into *chunks* of fixed length. A causal query reads the sinks, its own chunk up
 to itself and the chunk before exactly; the chunks before that are *pieces* for it. Without a causal mask there
@@ -10,22 +10,20 @@ leaves of a tree over the others.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import normalize, pad
 
-from prescore.attention.kernels import accumulation_dtype
 from prescore.config import PrescoreConfig
-
-TreeBuilder = Callable[[Tensor, int, Tensor | None], Tensor]
-"""`(points [P, N, D], levels, valid [P, N] or None) -> order [P, N]`: leaves as runs of equal length."""
 
 SINGLES_PER_KEY = 1 / 128
 JOINED_LEVELS = 2
 JOINED = 1 << JOINED_LEVELS
+FAN = 8
+"""Neighbouring leaves (nodes) that make a node of the next level."""
+WIDTH = 128
+"""Stand-ins of each level that a causal query sees, at least; see routed_levels.py."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +42,9 @@ class Layout:
         n_pieces: Chunks that some query sees as clusters.
         n_chosen: Leaves a query reads exactly.
         exact_until: Causal: queries before this position read everything exactly, whatever the chunks.
+        padded: Not causal, and sequences differ in length: what each of them sees, its counts say.
+        width: Causal: stand-ins of each level that a query sees.
+        n_levels: Levels of nodes above the leaves.
     """
 
     n_query: int
@@ -57,6 +58,9 @@ class Layout:
     n_pieces: int
     n_chosen: int
     exact_until: int = 0
+    padded: bool = False
+    width: int = WIDTH
+    n_levels: int = 0
 
     @property
     def leaves(self) -> int:
@@ -74,23 +78,32 @@ class Layout:
         return self.n_pieces // JOINED
 
     @property
-    def n_leaves(self) -> int:
-        """Leaves of the large pieces and of the chunks."""
-        return (self.n_joined * JOINED + self.n_pieces) * self.leaves
+    def large_leaves(self) -> int:
+        """Leaves of one large piece."""
+        return self.leaves * JOINED
 
-    def ranges(self, pieces: int, per_chunk: int, before: int = 0) -> tuple[slice, slice]:
-        """Where the leaves (or singles, behind the sinks) of the first `pieces` chunks lie.
+    @property
+    def large_singles(self) -> int:
+        """Singles of one large piece."""
+        return self.singles * JOINED
 
-        First those in large pieces, then those in chunks. Without a causal mask, all: each sequence knows which.
-        """
-        first = self.n_joined * JOINED
-        joined = pieces // JOINED * JOINED
-        if not self.causal:
-            return slice(0, before + first * per_chunk), slice(
-                before + first * per_chunk, before + (first + pieces) * per_chunk
-            )
-        chunks = slice(before + (first + joined) * per_chunk, before + (first + pieces) * per_chunk)
-        return slice(0, before + joined * per_chunk), chunks
+    @property
+    def kept(self) -> int:
+        """Singles of a large piece that are still read by everyone when its leaves are seen as nodes."""
+        return self.large_singles // FAN
+
+    @property
+    def level_sizes(self) -> list[int]:
+        """Stand-ins of each level: leaves of the large pieces and of the chunks, then nodes of large pieces."""
+        large = self.n_joined * self.large_leaves
+        nodes = [large // FAN**level for level in range(1, self.n_levels + 1)]
+        return [large + self.n_pieces * self.leaves, *nodes]
+
+    @property
+    def level_offsets(self) -> list[int]:
+        """Where each level begins in the table of stand-ins."""
+        sizes = self.level_sizes
+        return [sum(sizes[:level]) for level in range(len(sizes))]
 
     @property
     def first(self) -> int:
@@ -110,7 +123,9 @@ class Layout:
         return pieces.masked_fill(position < self.exact_until, 0)
 
 
-def make_layout(n_query: int, n_key: int, *, causal: bool, config: PrescoreConfig) -> Layout:
+def make_layout(
+    n_query: int, n_key: int, *, causal: bool, config: PrescoreConfig, padded: bool = False
+) -> Layout:
     """Round the configured sizes so that every piece is a full binary tree; depends on no sequence length."""
     sinks = min(config.sinks, n_key)
     levels = max(0, -(-config.chunk_size // config.leaf_size) - 1).bit_length()
@@ -123,156 +138,25 @@ def make_layout(n_query: int, n_key: int, *, causal: bool, config: PrescoreConfi
     exact_until = config.min_seq_len if causal else 0
     if causal and n_key <= exact_until:
         n_pieces = 0
-    n_chosen = min(config.rows // config.leaf_size, n_pieces << levels)
-    return Layout(n_query, n_key, causal, sinks, chunk, levels, leaf, singles, n_pieces, n_chosen, exact_until)
-
-
-@dataclass(frozen=True, eq=False)
-class Clusters:
-    """What queries see of the pieces; `T = B * Hkv` trees, `M` leaves of `L` keys, `S` single keys.
-
-    Attributes:
-        rows: `[T, M, L]` positions of the leaves' members in their sequence.
-        alive: `[T, M, L]`, False on filler; None = no filler.
-        leaf_key: `[T, M, R, D]` members, then filler up to `leaf_room`; gradients reach the keys.
-        leaf_value: `[T, M, R, Dv]`.
-        mean_key: `[T, M, D]` stand-ins; gradients reach the members.
-        mean_value: `[T, M, Dv]`.
-        log_count: `[T, M]` log of the members, -inf for none.
-        single_rows: `[T, S]` positions: the sinks, then the singles of the large pieces and of the chunks.
-        single_key: `[T, S, D]`.
-        single_value: `[T, S, Dv]`.
-        single_bias: `[T, S]` of 0, or -inf on filler.
-    """
-
-    rows: Tensor
-    alive: Tensor | None
-    leaf_key: Tensor
-    leaf_value: Tensor
-    mean_key: Tensor
-    mean_value: Tensor
-    log_count: Tensor
-    single_rows: Tensor
-    single_key: Tensor
-    single_value: Tensor
-    single_bias: Tensor
-
-
-def build_clusters(
-    key: Tensor, value: Tensor, layout: Layout, valid: Tensor | None, tree_builder: TreeBuilder
-) -> Clusters:
-    """Singles, trees over the other keys of each piece, and the stand-ins of their leaves.
-
-    Args:
-        key: `[B, Hkv, Nk, D]`, left-aligned.
-        value: `[B, Hkv, Nk, Dv]`.
-        layout: The geometry.
-        valid: `[B, Nk]`, or None. Causal calls need none: what lies behind a real query is real.
-        tree_builder: See `TreeBuilder`.
-    """
-    with torch.no_grad():
-        alive = None if layout.causal else _alive(layout, valid, key)
-        joined = place_pieces(key, layout, alive, tree_builder, JOINED_LEVELS)
-        chunks = place_pieces(key, layout, alive, tree_builder, 0)
-        sinks = torch.arange(layout.sinks, device=key.device).expand(joined[0].shape[0], -1)
-        rows = torch.cat((joined[0], chunks[0]), dim=1)
-        single_rows = torch.cat((sinks, joined[1], chunks[1]), dim=1)
-        alive_leaf = None
-        single_bias = torch.zeros(single_rows.shape, dtype=accumulation_dtype(key.dtype), device=key.device)
-        if alive is not None:
-            # a sequence that ends inside a large piece sees the chunks instead
-            place = torch.cat((rows.flatten(1), single_rows), dim=1)
-            seen = _seen(alive, layout) & alive.gather(1, place)
-            alive_leaf = seen[:, : rows[0].numel()].view(rows.shape)
-            single_bias.masked_fill_(~seen[:, rows[0].numel() :], -torch.inf)
-            rows, single_rows = rows.clamp_max(layout.n_key - 1), single_rows.clamp_max(layout.n_key - 1)
-    filler = rows[..., -1:].expand(-1, -1, layout.leaf_room - layout.leaf)
-    room = torch.cat((rows, filler), dim=-1)
-    leaf_key, leaf_value = take_rows(key, room), take_rows(value, room)
-    members = leaf_key[:, :, : layout.leaf], leaf_value[:, :, : layout.leaf]
-    means, log_count = _stand_ins(*members, alive_leaf)
-    return Clusters(
-        rows, alive_leaf, leaf_key, leaf_value, *means, log_count, single_rows,
-        take_rows(key, single_rows), take_rows(value, single_rows), single_bias,
+    n_chosen = config.rows // config.leaf_size
+    # many times what is read, so that enough rows for every leaf are never spent on nodes
+    width = max(WIDTH, FAN * n_chosen)
+    nodes = node_cuts(width, JOINED << levels, n_pieces // JOINED * JOINED << levels) if causal else []
+    return Layout(
+        n_query, n_key, causal, sinks, chunk, levels, leaf, singles, n_pieces, min(n_chosen, n_pieces << levels),
+        exact_until, padded and not causal, width, max(0, len(nodes) - 1),
     )  # fmt: skip
 
 
-def take_rows(tensor: Tensor, rows: Tensor) -> Tensor:
-    """`[B, H, N, D]` and positions `[B * H, ...]` -> `[B * H, ..., D]`."""
-    length, dim = tensor.shape[2:]
-    start = torch.arange(0, rows.shape[0] * length, length, device=rows.device)
-    flat = rows + start.view(-1, *[1] * (rows.ndim - 1))
-    return tensor.reshape(-1, dim).index_select(0, flat.reshape(-1)).view(*rows.shape, dim)
+def node_cuts(width: int, large_leaves: int, seen: int) -> list[tuple[int, int]]:
+    """For each level the run of nodes that is shown of `seen` leaves: the newest leaves, then ever older nodes.
 
-
-def unlikeness(points: Tensor) -> Tensor:
-    """`[P, N, D] -> [P, N]`: how little a key resembles the mean of its piece, minus their cosine."""
-    return -(normalize(points, dim=-1) @ normalize(points.mean(1), dim=-1)[..., None]).squeeze(-1)
-
-
-def _alive(layout: Layout, valid: Tensor | None, key: Tensor) -> Tensor:
-    """`[T, sinks + pieces * chunk]`: which places hold a real key."""
-    if valid is None:
-        valid = torch.ones(key.shape[0], layout.n_key, dtype=torch.bool, device=key.device)
-    filler = layout.sinks + layout.n_pieces * layout.chunk - layout.n_key
-    return pad(valid, (0, filler)).repeat_interleave(key.shape[1], dim=0)
-
-
-def place_pieces(
-    key: Tensor, layout: Layout, alive: Tensor | None, tree_builder: TreeBuilder, joined: int
-) -> tuple[Tensor, Tensor]:
-    """Positions of leaf members `[T, M, L]` and of singles `[T, S]` in pieces of `2 ** joined` chunks."""
-    n_trees, size = key.shape[0] * key.shape[1], layout.chunk << joined
-    n_pieces = layout.n_pieces >> joined
-    span, shape = n_pieces * size, (n_trees * n_pieces, size)
-    keys = key[:, :, layout.sinks : layout.sinks + span]
-    points = pad(keys, (0, 0, 0, span - keys.shape[2])).reshape(*shape, key.shape[-1])
-    points = points.to(accumulation_dtype(key.dtype))
-    score = unlikeness(points)
-    if alive is not None:
-        alive = alive[:, layout.sinks : layout.sinks + span].reshape(shape)
-        points = points.masked_fill(~alive[..., None], 0)
-        score = unlikeness(points).masked_fill(~alive, -torch.inf)
-    n_singles = layout.singles << joined
-    single = score.topk(n_singles, dim=1).indices
-    rest = _others(single, size)
-    flat = rest + torch.arange(0, n_trees * span, size, device=key.device)[:, None]
-    points = points.reshape(-1, points.shape[-1]).index_select(0, flat.view(-1)).view(*rest.shape, key.shape[-1])
-    order = tree_builder(points, layout.levels + joined, None if alive is None else alive.gather(1, rest))
-    start = (torch.arange(n_pieces, device=key.device) * size + layout.sinks)[None, :, None]
-    rows = rest.gather(1, order).view(n_trees, n_pieces, size - n_singles) + start
-    singles = single.view(n_trees, n_pieces, n_singles) + start
-    return rows.view(n_trees, n_pieces * layout.leaves << joined, layout.leaf), singles.flatten(1)
-
-
-def _others(single: Tensor, size: int) -> Tensor:
-    """`[P, S]` -> `[P, size - S]`: the places that are not single, ascending."""
-    taken = torch.zeros(single.shape[0], size, dtype=torch.bool, device=single.device)
-    taken.scatter_(1, single, True)
-    return (~taken).nonzero()[:, 1].view(single.shape[0], size - single.shape[1])
-
-
-def _seen(alive: Tensor, layout: Layout) -> Tensor:
-    """`[T, leaf members + singles]`: whether a sequence sees a large piece, or the chunks it would replace."""
-    length = alive.sum(1) - layout.sinks  # left-aligned
-    whole = length // (layout.chunk * JOINED)  # large pieces of each sequence
-    large = torch.arange(layout.n_joined, device=alive.device) < whole[:, None]
-    small = torch.arange(layout.n_pieces, device=alive.device) >= whole[:, None] * JOINED
-
-    def spread(per_chunk: int) -> list[Tensor]:
-        return [large.repeat_interleave(per_chunk * JOINED, dim=1), small.repeat_interleave(per_chunk, dim=1)]
-
-    sinks = torch.ones(alive.shape[0], layout.sinks, dtype=torch.bool, device=alive.device)
-    return torch.cat((*spread(layout.leaves * layout.leaf), sinks, *spread(layout.singles)), dim=1)
-
-
-def _stand_ins(key: Tensor, value: Tensor, alive: Tensor | None) -> tuple[tuple[Tensor, Tensor], Tensor]:
-    wide = accumulation_dtype(key.dtype)
-    if alive is None:
-        count = torch.full(key.shape[:2], key.shape[2], dtype=wide, device=key.device)
-        return (key.mean(2), value.mean(2)), count.log()
-    count = alive.sum(-1)
-    safe = count.clamp_min(1)[..., None]
-    dead = ~alive[..., None]  # filler repeats some other row: it must not count
-    mean_key, mean_value = (tensor.masked_fill(dead, 0).sum(2) / safe for tensor in (key, value))
-    return (mean_key.to(key.dtype), mean_value.to(value.dtype)), count.to(wide).log()
+    Cuts fall between large pieces too, because what is single in a piece changes with its level.
+    """
+    shown, stop = [], seen
+    while stop:
+        unit = max(FAN, large_leaves // FAN ** len(shown))
+        cut = max(0, stop - width) // unit * unit
+        shown.append((cut, stop))
+        stop = cut // FAN
+    return shown or [(0, 0)]

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from prescore.attention.kernels import accumulation_dtype
-from prescore.attention.routed_layout import JOINED, Clusters, Layout, TreeBuilder, build_clusters, make_layout
+from prescore.attention.routed_clusters import Clusters, TreeBuilder, build_clusters
+from prescore.attention.routed_layout import FAN, Layout, make_layout
+from prescore.attention.routed_levels import read_shares, single_ranges, stand_in_ranges
 from prescore.config import PrescoreConfig
 from prescore.types import Attended
 
@@ -26,9 +29,12 @@ def routed_reference(
 ) -> Attended:
     """Exact over sinks, local chunks, single keys and chosen leaves; a stand-in for every other visible leaf.
 
-    A leaf's score is `q.mean_key + log(members)`; a query reads the `rows / leaf` leaves of largest score.
+    A stand-in's score is `q.mean_key + log(members)`; a query takes the `rows / leaf` of largest score and reads
+    that leaf, or the best leaf below that node, whose stand-in then stands for as many keys fewer.
     """
-    layout = make_layout(query.shape[2], key.shape[2], causal=is_causal, config=config)
+    layout = make_layout(
+        query.shape[2], key.shape[2], causal=is_causal, config=config, padded=valid is not None
+    )
     group = query.shape[1] // key.shape[1]
     wide = accumulation_dtype(query.dtype)
     queries = query.unflatten(1, (key.shape[1], group)).to(wide) * scale  # [B, Hkv, G, Nq, D]
@@ -38,10 +44,14 @@ def routed_reference(
     if layout.n_pieces:
         clusters = build_clusters(key, value, layout, valid, tree_builder)
         scores, visible = _scores(queries, clusters, layout)
-        chosen = _choose(scores, visible, layout.n_chosen)
-        seen = (seen | _read_members(chosen, visible, clusters, layout)) & _real(seen, valid, key)
-        logits = torch.cat((logits, scores), dim=-1)
-        seen = torch.cat((seen, visible & ~chosen), dim=-1)
+        chosen, leaves = _choose(scores, visible, layout)
+        seen = (seen | _read_members(leaves, clusters, layout)) & _real(seen, valid, key)
+        gains = torch.repeat_interleave(
+            torch.tensor(read_shares(layout), dtype=wide, device=key.device),
+            torch.tensor(layout.level_sizes, device=key.device),
+        )
+        logits = torch.cat((logits, torch.where(chosen, scores + gains, scores)), dim=-1)
+        seen = torch.cat((seen, visible & ~(chosen & torch.isneginf(gains))), dim=-1)
         means = clusters.mean_value.to(wide).view(*key.shape[:2], -1, value.shape[-1])
         values = torch.cat((values, means), dim=2)
     logits = logits.masked_fill(~seen, -math.inf)
@@ -69,43 +79,55 @@ def _exact_columns(layout: Layout, valid: Tensor | None, key: Tensor) -> Tensor:
 
 
 def _scores(queries: Tensor, clusters: Clusters, layout: Layout) -> tuple[Tensor, Tensor]:
-    """Scores and visibility of the leaves, `[B, Hkv, G, Nq, M]`."""
+    """Scores and visibility of the stand-ins, `[B, Hkv, G, Nq, A]`."""
     batch, n_kv_heads = queries.shape[:2]
-    means = clusters.mean_key.to(queries.dtype).view(batch, n_kv_heads, 1, layout.n_leaves, -1)
-    count = clusters.log_count.to(queries.dtype).view(batch, n_kv_heads, 1, 1, layout.n_leaves)
+    n_columns = clusters.mean_key.shape[1]
+    means = clusters.mean_key.to(queries.dtype).view(batch, n_kv_heads, 1, n_columns, -1)
+    count = clusters.log_count.to(queries.dtype).view(batch, n_kv_heads, 1, 1, n_columns)
     scores = queries @ means.transpose(-1, -2) + count
-    visible = _visible(layout, layout.leaves, queries.device).expand(scores.shape)
+    visible = _visible(layout, stand_in_ranges, n_columns, queries.device).expand(scores.shape)
     return scores, visible & ~torch.isneginf(count)
 
 
-def _visible(layout: Layout, per_chunk: int, device: torch.device) -> Tensor:
-    """`[Nq, columns]`: which leaves (or singles) of large pieces and of chunks a query may see at all."""
-    position = torch.arange(layout.n_query, device=device)[:, None] + layout.first
-    seen = layout.pieces_seen(position)
-    large = torch.arange(layout.n_joined * per_chunk * JOINED, device=device) // (per_chunk * JOINED)
-    small = torch.arange(layout.n_pieces * per_chunk, device=device) // per_chunk
-    if not layout.causal:  # what a sequence sees is its own affair
-        return torch.ones(layout.n_query, len(large) + len(small), dtype=torch.bool, device=device)
-    whole = seen // JOINED
-    return torch.cat((large < whole, (small >= whole * JOINED) & (small < seen)), dim=1)
+def _visible(
+    layout: Layout, ranges: Callable[[Layout, int], tuple[slice, ...]], n_columns: int, device: torch.device
+) -> Tensor:
+    """`[Nq, columns]`: which stand-ins (or singles) a query may see at all."""
+    pieces = layout.pieces_seen(torch.arange(layout.n_query, device=device) + layout.first)
+    table = torch.zeros(layout.n_pieces + 1, n_columns, dtype=torch.bool, device=device)
+    for seen in range(1, layout.n_pieces + 1):
+        for part in ranges(layout, seen):
+            table[seen, part] = True
+    return table[pieces]
 
 
-def _choose(scores: Tensor, visible: Tensor, n_chosen: int) -> Tensor:
-    best = scores.detach().masked_fill(~visible, -math.inf).topk(n_chosen, dim=-1).indices
-    return torch.zeros_like(visible).scatter(-1, best, True) & visible
+def _choose(scores: Tensor, visible: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
+    """Chosen stand-ins `[..., A]`, and the leaves they lead to `[..., M]`."""
+    scores = scores.detach()
+    best = scores.masked_fill(~visible, -math.inf).topk(layout.n_chosen, dim=-1).indices
+    real = visible.gather(-1, best)
+    chosen = torch.zeros_like(visible).scatter(-1, best, True) & visible
+    for level in range(layout.n_levels, 0, -1):
+        here = best - layout.level_offsets[level]
+        children = here.clamp_min(0)[..., None] * FAN + torch.arange(FAN, device=scores.device)
+        children = (children + layout.level_offsets[level - 1]).clamp_max(scores.shape[-1] - 1)
+        values = scores.gather(-1, children.flatten(-2)).view(children.shape)
+        below = children.gather(-1, values.argmax(-1, keepdim=True)).squeeze(-1)
+        best = torch.where((here >= 0) & (here < layout.level_sizes[level]), below, best)
+    leaves = torch.zeros_like(visible, dtype=torch.int64).scatter_add(-1, best, real.to(torch.int64)) > 0
+    return chosen, leaves[..., : layout.level_sizes[0]]
 
 
-def _read_members(chosen: Tensor, visible: Tensor, clusters: Clusters, layout: Layout) -> Tensor:
-    """Which keys are single, or lie in a chosen leaf, `[B, Hkv, G, Nq, Nk]`."""
-    columns = chosen.repeat_interleave(layout.leaf, dim=-1)
-    rows = clusters.rows.reshape(*chosen.shape[:2], 1, 1, -1).expand(columns.shape)
+def _read_members(leaves: Tensor, clusters: Clusters, layout: Layout) -> Tensor:
+    """Which keys are single, or lie in a leaf that is read, `[B, Hkv, G, Nq, Nk]`."""
+    columns = leaves.repeat_interleave(layout.leaf, dim=-1)
+    rows = clusters.rows.reshape(*leaves.shape[:2], 1, 1, -1).expand(columns.shape)
     if clusters.alive is not None:
-        columns = columns & clusters.alive.reshape(*chosen.shape[:2], 1, 1, -1)
-    counted = torch.zeros(*chosen.shape[:-1], layout.n_key, dtype=torch.int64, device=chosen.device)
+        columns = columns & clusters.alive.reshape(*leaves.shape[:2], 1, 1, -1)
+    counted = torch.zeros(*leaves.shape[:-1], layout.n_key, dtype=torch.int64, device=leaves.device)
     counted = counted.scatter_add(-1, rows, columns.to(torch.int64))
-    own = clusters.single_rows[:, layout.sinks :]
-    seen = _visible(layout, layout.singles, chosen.device).expand(*chosen.shape[:-1], -1)
-    real = ~torch.isneginf(clusters.single_bias[:, layout.sinks :])
-    seen = seen & real.view(*chosen.shape[:2], 1, 1, -1)
-    rows = own.view(*chosen.shape[:2], 1, 1, -1).expand(seen.shape)
+    own = clusters.single_rows
+    seen = _visible(layout, single_ranges, own.shape[1], leaves.device).expand(*leaves.shape[:-1], -1)
+    seen = seen & ~torch.isneginf(clusters.single_bias).view(*leaves.shape[:2], 1, 1, -1)
+    rows = own.view(*leaves.shape[:2], 1, 1, -1).expand(seen.shape)
     return counted.scatter_add(-1, rows, seen.to(torch.int64)) > 0
