@@ -5,6 +5,10 @@ radius) and a mean square of at most `v = (scale |q|)^2 d` (`d` its mean squared
 `exp(mean)` per member. The true mass is at least that (Jensen) and at most `grow` times it, the smaller of
 `cosh s` (convexity) and `1 + v (e^s - 1 - s) / s^2` (Bennett); and a share of at most
 `move = min(2 (1 - e^-s), sqrt v)` lies on other members than the stand-in says.
+
+A node of a coarser level may have lost a leaf to exact reading, so its stand-in is no mean of what is left; all
+that holds is `|x_i| <= s`, so its keys' weights are off by at most `e^s - 1` times the stand-in's in sum. Added
+to both numerator and total this moves at most twice as much.
 """
 
 from __future__ import annotations
@@ -17,8 +21,10 @@ from torch import Tensor
 
 from prescore.attention.kernels import Backend, accumulation_dtype
 from prescore.attention.parts import Part, attend_parts
-from prescore.attention.routed_core import Plan
 from prescore.attention.routed_clusters import Clusters
+from prescore.attention.routed_layout import FAN, Layout
+from prescore.attention.routed_levels import new_singles, shares_of
+from prescore.attention.routed_plan import Plan
 from prescore.types import Attended
 
 ROWS_AT_ONCE = 256
@@ -65,30 +71,78 @@ def unread_bounds(
     Returns:
         Two of `[T, n, G, t]`, see `ErrorBar`.
     """
+    layout, n_leaves = plan.layout, plan.layout.level_sizes[0]
     radius, spread = leaf_extent(clusters)
+    radius = torch.cat((radius, *node_radii(layout, clusters, radius)), dim=1)
     wide = radius.dtype
     results: tuple[list[Tensor], list[Tensor]] = ([], [])
     for block, ranges in enumerate(plan.leaves):
         some = query[:, block].detach().flatten(1, 2).to(wide) * plan.scale  # [T, G * t, D]
         whole = lse[:, block].detach().flatten(1)
         numbers = torch.cat([torch.arange(part.start, part.stop, device=query.device) for part in ranges])
-        mean, count, r, d = (
-            t.detach().index_select(1, numbers).to(wide)
-            for t in (clusters.mean_key, clusters.log_count, radius, spread)
+        mean, count, r = (
+            t.detach().index_select(1, numbers).to(wide) for t in (clusters.mean_key, clusters.log_count, radius)
         )
         weight = torch.exp(torch.baddbmm(count[:, None], some, mean.transpose(1, 2)) - whole[..., None])
-        was_read = torch.zeros(*weight.shape[:2], clusters.mean_key.shape[1] + 1, dtype=torch.bool)
-        was_read = was_read.to(query.device).scatter_(2, read[:, block] % was_read.shape[-1], True)
-        weight = weight.masked_fill_(was_read.index_select(2, numbers), 0.0)
+        was_read = _stand_ins_read(read[:, block], layout).index_select(2, numbers)
+        gains = shares_of(layout, ranges, count)
+        left = 0.0 if gains is None else gains.exp()
+        weight = torch.where(was_read, weight * left, weight)
         norm = torch.linalg.vector_norm(some, dim=-1, keepdim=True)
-        grow, move = _leaf_factors(norm * r[:, None], (norm * norm) * d[:, None])
+        reach, leaf = norm * r[:, None], numbers < n_leaves  # nodes come first
+        n_nodes = int((~leaf).sum())
+        doubt = (weight * torch.expm1(reach))[..., :n_nodes].sum(-1)
+        weight, reach = weight[..., n_nodes:], reach[..., n_nodes:]
+        d = spread.index_select(1, numbers[n_nodes:])
+        grow, move = _leaf_factors(reach, (norm * norm) * d[:, None])
         more = torch.where(weight > 0, weight * grow, 0.0).sum(-1)
         moved = (weight * move).sum(-1)
-        results[0].append(_share(more, torch.zeros_like(more)))
-        results[1].append(_share(more, moved))
+        results[0].append(_share(more + doubt, torch.zeros_like(more)))
+        results[1].append((_share(more, moved) + 2 * doubt).clamp_max(2.0))
     lead = query.shape[:-1]
     lost, misplaced = (torch.stack(parts, dim=1).view(lead) for parts in results)
     return lost, misplaced
+
+
+def node_radii(layout: Layout, clusters: Clusters, radius: Tensor) -> list[Tensor]:
+    """How far the keys behind the nodes of each level lie from their mean, at most; `[T, nodes]` each.
+
+    Args:
+        layout: The geometry.
+        clusters: The leaves, singles and nodes.
+        radius: `[T, M]` of the leaves.
+    """
+    below, *levels = clusters.mean_key.detach().to(radius.dtype).split(layout.level_sizes, dim=1)
+    singles = clusters.single_key.detach()[:, layout.sinks :].to(radius.dtype)
+    by_piece = singles[:, : layout.n_joined * layout.large_singles].unflatten(
+        1, (layout.n_joined, layout.large_singles)
+    )
+    radii = []
+    for level, means in enumerate(levels, start=1):
+        n_nodes = means.shape[1]
+        children = below[:, : n_nodes * FAN].unflatten(1, (n_nodes, FAN))
+        away = torch.linalg.vector_norm(children - means[:, :, None], dim=-1)
+        radius = (away + radius[:, : n_nodes * FAN].unflatten(1, (n_nodes, FAN))).amax(-1)
+        new = new_singles(layout, level)
+        if new:
+            some = by_piece[:, :, layout.kept :] if level == 1 else by_piece[:, :, : layout.kept]
+            some = some.flatten(1, 2)[:, : n_nodes * new].unflatten(1, (n_nodes, new))
+            radius = torch.maximum(radius, torch.linalg.vector_norm(some - means[:, :, None], dim=-1).amax(-1))
+        radii.append(radius)
+        below = means
+    return radii
+
+
+def _stand_ins_read(read: Tensor, layout: Layout) -> Tensor:
+    """`[T, t, A]`: leaves that were read, and nodes below which a leaf was read, from `read [T, t, J]`."""
+    n_leaves = layout.level_sizes[0]
+    leaves = torch.zeros(*read.shape[:2], n_leaves + 1, dtype=torch.bool, device=read.device)
+    leaves.scatter_(2, read % (n_leaves + 1), True)  # -1 for none goes to the extra place
+    levels = [leaves[..., :n_leaves]]
+    for level, size in enumerate(layout.level_sizes[1:], start=1):
+        span = FAN**level
+        levels.append(leaves[..., : size * span].unflatten(2, (size, span)).any(-1))
+    return torch.cat(levels, dim=2)
 
 
 def _leaf_factors(reach: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:

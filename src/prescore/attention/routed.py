@@ -22,15 +22,16 @@ from prescore.attention.bounds import ErrorBar, exact_rows, sampled_error, unrea
 from prescore.attention.exact import exact_parts
 from prescore.attention.kernels import Backend, as_backend
 from prescore.attention.parts import attend_parts
-from prescore.attention.routed_core import Plan, Sources, attend_routed
 from prescore.attention.routed_clusters import Clusters, TreeBuilder, build_clusters
+from prescore.attention.routed_core import Sources, attend_routed
 from prescore.attention.routed_layout import Layout, make_layout
-from prescore.attention.routed_levels import single_ranges, stand_in_ranges
+from prescore.attention.routed_levels import columns_in, single_ranges, stand_in_ranges
+from prescore.attention.routed_plan import Plan
 from prescore.config import PrescoreConfig
 from prescore.types import Attended
 
 QUERY_BLOCK = 512
-PAIRS_AT_ONCE = 2**20
+PAIRS_AT_ONCE = 2**17
 
 
 def routed_attention(
@@ -64,9 +65,7 @@ def routed_attention(
     Returns:
         Output with lse, and figures: rows of each kind a query reads at most, queries read exactly, error bar.
     """
-    layout = make_layout(
-        query.shape[2], key.shape[2], causal=is_causal, config=config, padded=valid is not None
-    )
+    layout = make_layout(query.shape[2], key.shape[2], causal=is_causal, config=config, padded=valid is not None)
     chosen = as_backend(backend, query)
     n_exact = layout.n_query if not layout.n_pieces else max(0, min(layout.head - layout.first, layout.n_query))
     if query.numel() == 0 or key.numel() == 0:
@@ -255,12 +254,8 @@ def _stats(layout: Layout, n_exact: int) -> dict[str, Any]:
     figures.update(
         exact_queries=n_exact,
         far_rows=layout.n_chosen * layout.leaf if routed else 0,
-        single_rows=_length(single_ranges(layout, layout.n_pieces)) if routed else 0,
-        stand_in_rows=_length(stand_in_ranges(layout, layout.n_pieces)) if routed else 0,
+        single_rows=columns_in(single_ranges(layout, layout.n_pieces)) if routed else 0,
+        stand_in_rows=columns_in(stand_in_ranges(layout, layout.n_pieces)) if routed else 0,
         local_rows=2 * layout.chunk if layout.causal else 0,
     )
     return figures
-
-
-def _length(ranges: tuple[slice, ...]) -> int:
-    return sum(part.stop - part.start for part in ranges)

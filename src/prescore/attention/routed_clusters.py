@@ -68,7 +68,7 @@ def build_clusters(
         chunks = place_pieces(key, layout, alive, tree_builder, 0)
         sinks = torch.arange(layout.sinks, device=key.device).expand(joined[0].shape[0], -1)
         rows = torch.cat((joined[0], chunks[0]), dim=1)
-        kept = joined[1].unflatten(1, (-1, layout.large_singles))[:, :, : layout.kept].flatten(1)
+        kept = joined[1].unflatten(1, (layout.n_joined, layout.large_singles))[:, :, : layout.kept].flatten(1)
         single_rows = torch.cat((sinks, joined[1], chunks[1], *([kept] if layout.n_levels else [])), dim=1)
         alive_leaf = None
         single_bias = torch.zeros(single_rows.shape, dtype=accumulation_dtype(key.dtype), device=key.device)
@@ -88,12 +88,13 @@ def build_clusters(
     tables = [with_nodes(layout, *pair) for pair in zip(means, singles, strict=True)]
     log_count = torch.cat((log_count, node_log_count(layout, log_count)), dim=1)
     return Clusters(
-        rows, alive_leaf, leaf_key, leaf_value, *tables, log_count, single_rows, *singles, single_bias
-    )
+        rows, alive_leaf, leaf_key, leaf_value, tables[0], tables[1], log_count,
+        single_rows, singles[0], singles[1], single_bias,
+    )  # fmt: skip
 
 
 def with_nodes(layout: Layout, means: Tensor, singles: Tensor) -> Tensor:
-    """Stand-ins of all levels: `means [T, M, D]` of the leaves, then of the nodes over the large pieces' leaves."""
+    """Stand-ins of all levels: `means [T, M, D]` of the leaves, then those of nodes over large pieces' leaves."""
     if not layout.n_levels:
         return means
     large, first = layout.n_joined * layout.large_leaves, layout.sinks

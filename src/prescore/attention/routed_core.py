@@ -13,11 +13,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from prescore.attention.kernels import Backend, accumulation_dtype
+from prescore.attention.kernels import accumulation_dtype
 from prescore.attention.parts import fold_lse_gradient
-from prescore.attention.routed_columns import Columns, attend_columns, attend_columns_backward
-from prescore.attention.routed_layout import Layout
-from prescore.attention.routed_levels import Descent, shares_of
+from prescore.attention.routed_columns import attend_columns, attend_columns_backward
+from prescore.attention.routed_levels import Descent
 from prescore.attention.routed_local import Strip, attend_local, attend_local_backward
 from prescore.attention.routed_pairs import (
     TILES,
@@ -28,71 +27,14 @@ from prescore.attention.routed_pairs import (
     dispatch,
     sum_pairs,
 )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What the blocks see.
-
-    Attributes:
-        layout: The geometry.
-        leaves: For each block of queries, the ranges of stand-ins it sees, nodes before leaves.
-        singles: Likewise of single keys.
-        n_chosen: Leaves a query reads, fewer where a block sees fewer.
-        scale: Factor of the logits.
-        backend: The operator.
-        blocks_per_dispatch: Blocks whose pairs are sorted together.
-    """
-
-    layout: Layout
-    leaves: tuple[tuple[slice, ...], ...]
-    singles: tuple[tuple[slice, ...], ...]
-    n_chosen: int
-    scale: float
-    backend: Backend
-    blocks_per_dispatch: int = 64
-
-    def columns(self, tensors: tuple[Tensor, ...], block: int) -> Columns:
-        """The columns block number `block` sees."""
-        joined = []
-        for leaf, single in zip(tensors[:3], tensors[3:], strict=True):  # keys, values, biases
-            seen = [leaf[:, part] for part in self.leaves[block]]
-            seen += [single[:, part] for part in self.singles[block]]
-            joined.append(torch.cat(seen, dim=1))
-        gains = shares_of(self.layout, self.leaves[block], joined[2])
-        return Columns(joined[0], joined[1], joined[2][:, None], self.n_seen(block), gains)
-
-    def n_seen(self, block: int) -> int:
-        """Stand-ins the block sees."""
-        return sum(part.stop - part.start for part in self.leaves[block])
-
-    def leaf_numbers(self, chosen: Tensor, block: int, query: Tensor, descent: Descent) -> Tensor:
-        """The leaves that chosen columns of a block lead to, numbered among all leaves."""
-        ranges = self.leaves[block]
-        table = torch.cat([torch.arange(part.start, part.stop, device=chosen.device) for part in ranges])
-        numbers = table.index_select(0, chosen.reshape(-1)).view(chosen.shape)
-        return descent.to_leaves(query, numbers) if ranges[0].start >= self.layout.level_sizes[0] else numbers
-
-    def chosen(self, block: int) -> int:
-        """Leaves each query of the block reads."""
-        return min(self.n_chosen, self.n_seen(block))
-
-    def groups(self) -> list[range]:
-        """Runs of blocks that are dispatched together: equally many leaves per query in each."""
-        runs: list[range] = []
-        for block in range(len(self.leaves)):
-            last = runs[-1] if runs else None
-            if last and len(last) < self.blocks_per_dispatch and self.chosen(last[0]) == self.chosen(block):
-                runs[-1] = range(last.start, block + 1)
-            else:
-                runs.append(range(block, block + 1))
-        return runs
+from prescore.attention.routed_plan import Plan
 
 
 @dataclass(frozen=True, eq=False)
 class Sources:
-    """Everything a query can see; `T = B * Hkv` sequences, `n` blocks of `t` queries, `M` leaves, `A`
-    stand-ins, `S` singles.
+    """Everything a query can see.
+
+    `T = B * Hkv` sequences, `n` blocks of `t` queries, `M` leaves, `A` stand-ins, `S` singles.
 
     Attributes:
         local: Keys and values `[T, n + 1, t, D]` of the chunk before each block and of its own, contiguous;

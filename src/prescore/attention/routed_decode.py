@@ -17,8 +17,8 @@ from torch import Tensor
 from prescore import checks
 from prescore.attention.kernels import Backend, Call, accumulation_dtype, pick_backend
 from prescore.attention.merge import merge
-from prescore.attention.routed_columns import Columns, attend_columns
 from prescore.attention.routed_clusters import TreeBuilder, place_pieces, take_rows
+from prescore.attention.routed_columns import Columns, attend_columns
 from prescore.attention.routed_layout import JOINED, JOINED_LEVELS, Layout, make_layout
 from prescore.attention.routed_levels import Descent, Seen, coarser, level_counts, read_shares, seen_behind
 from prescore.config import PrescoreConfig
@@ -198,7 +198,7 @@ class _Lockstep:
             n_large = self._large.rows.shape[1]
             for tensor, tables in ((key, keys), (value, values)):
                 singles = take_rows(tensor, self._large.singles)
-                tables += coarser(layout, tables[0][:, :n_large], singles)
+                tables.extend(coarser(layout, tables[0][:, :n_large], singles))
         # coarsest first; the small pieces' leaves lie right behind those of the large
         shown = [slice(start, stop) for start, stop in seen.cuts[1:]]
         ranges = list(enumerate([slice(seen.cuts[0][0], leaves.rows.shape[1]), *shown]))[::-1]

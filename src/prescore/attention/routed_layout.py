@@ -123,9 +123,7 @@ class Layout:
         return pieces.masked_fill(position < self.exact_until, 0)
 
 
-def make_layout(
-    n_query: int, n_key: int, *, causal: bool, config: PrescoreConfig, padded: bool = False
-) -> Layout:
+def make_layout(n_query: int, n_key: int, *, causal: bool, config: PrescoreConfig, padded: bool = False) -> Layout:
     """Round the configured sizes so that every piece is a full binary tree; depends on no sequence length."""
     sinks = min(config.sinks, n_key)
     levels = max(0, -(-config.chunk_size // config.leaf_size) - 1).bit_length()
@@ -153,7 +151,8 @@ def node_cuts(width: int, large_leaves: int, seen: int) -> list[tuple[int, int]]
 
     Cuts fall between large pieces too, because what is single in a piece changes with its level.
     """
-    shown, stop = [], seen
+    shown: list[tuple[int, int]] = []
+    stop = seen
     while stop:
         unit = max(FAN, large_leaves // FAN ** len(shown))
         cut = max(0, stop - width) // unit * unit

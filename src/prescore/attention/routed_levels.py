@@ -1,12 +1,12 @@
 """Coarser stand-ins for the far past, so that what a query scores does not grow with the sequence.
 
 Leaves of large pieces lie in tree order, so `FAN` neighbours are a node of their tree, `FAN` nodes a larger one,
-and so on: *levels*, leaves being level 0. A causal query sees the newest `layout.width` leaves themselves, about as
-many nodes of level 1 behind them, as many of level 2 behind those: the number of columns grows with the logarithm
-of the length. A node is chosen like a leaf; the query then goes down to its best child until it stands at a leaf,
+and so on: *levels*, leaves being level 0. A causal query sees the newest `layout.width` leaves themselves, as many
+nodes of level 1 behind them, as many of level 2 behind those: the number of columns grows with the logarithm of
+the length. A node is chosen like a leaf; the query then goes down to its best child until it stands at a leaf,
 reads that, and leaves the node's stand-in in place with as many keys fewer.
 
-All levels of stand-ins are one *table*: leaves of large pieces, leaves of chunks, then the nodes of level 1, 2, ...
+All levels of stand-ins are one *table*: leaves of large pieces, leaves of chunks, then nodes of level 1, 2, ...
 Single keys likewise: in level 0 a piece has all of them, in level 1 its most unlike ones (`kept`); the others are
 part of the nodes' means there, and from level 2 on all are. Without a causal mask no place is nearer than
 another, and sequences of one batch differ in length: there every leaf is seen.
@@ -59,7 +59,7 @@ def seen_behind(layout: Layout, pieces: int) -> Seen:
 
 
 def stand_in_ranges(layout: Layout, pieces: int) -> tuple[slice, ...]:
-    """Where in the table lie the stand-ins that a query behind `pieces` chunks sees: coarsest first, then leaves."""
+    """Places in the table of the stand-ins that a query behind `pieces` chunks sees, coarsest first."""
     seen, offsets = seen_behind(layout, pieces), layout.level_offsets
     nodes = [slice(offsets[level] + start, offsets[level] + stop) for level, (start, stop) in enumerate(seen.cuts)]
     chunks = layout.n_joined * layout.large_leaves
@@ -80,18 +80,23 @@ def single_ranges(layout: Layout, pieces: int) -> tuple[slice, ...]:
     )
 
 
+def columns_in(ranges: tuple[slice, ...]) -> int:
+    """How many columns some ranges hold."""
+    return sum(part.stop - part.start for part in ranges)
+
+
 def level_counts(layout: Layout) -> list[int]:
     """Keys behind one stand-in of each level."""
     counts = [layout.leaf]
     for level in range(1, layout.n_levels + 1):
-        counts.append(counts[-1] * FAN + _new_singles(layout, level))
+        counts.append(counts[-1] * FAN + new_singles(layout, level))
     return counts
 
 
-def _new_singles(layout: Layout, level: int) -> int:
+def new_singles(layout: Layout, level: int) -> int:
     """Singles that a node of this level stands for beside its children."""
     of_piece = {1: layout.large_singles - layout.kept, 2: layout.kept}.get(level, 0)
-    return of_piece * FAN**level // layout.large_leaves
+    return of_piece * int(FAN**level) // layout.large_leaves
 
 
 def read_shares(layout: Layout) -> list[float]:
@@ -111,7 +116,7 @@ def coarser(layout: Layout, leaves: Tensor, singles: Tensor) -> list[Tensor]:
     by_piece = singles.to(sums.dtype).unflatten(1, (-1, layout.large_singles)) if layout.singles else singles
     means = []
     for level, count in enumerate(level_counts(layout)[1:], start=1):
-        n_nodes, new = sums.shape[1] // FAN, _new_singles(layout, level)
+        n_nodes, new = sums.shape[1] // FAN, new_singles(layout, level)
         sums = sums[:, : n_nodes * FAN].unflatten(1, (n_nodes, FAN)).sum(2)
         if new:
             some = by_piece[:, :, layout.kept :] if level == 1 else by_piece[:, :, : layout.kept]

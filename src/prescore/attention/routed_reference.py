@@ -32,9 +32,7 @@ def routed_reference(
     A stand-in's score is `q.mean_key + log(members)`; a query takes the `rows / leaf` of largest score and reads
     that leaf, or the best leaf below that node, whose stand-in then stands for as many keys fewer.
     """
-    layout = make_layout(
-        query.shape[2], key.shape[2], causal=is_causal, config=config, padded=valid is not None
-    )
+    layout = make_layout(query.shape[2], key.shape[2], causal=is_causal, config=config, padded=valid is not None)
     group = query.shape[1] // key.shape[1]
     wide = accumulation_dtype(query.dtype)
     queries = query.unflatten(1, (key.shape[1], group)).to(wide) * scale  # [B, Hkv, G, Nq, D]

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from prescore.attention.routed_layout import Layout
+from prescore.attention.routed_levels import columns_in, single_ranges, stand_in_ranges
 
 
 @dataclass(eq=False)
@@ -77,16 +80,20 @@ def routed_rows(figures: Mapping[str, Any]) -> float:
     Args:
         figures: Statistics of a routed call.
     """
-    position = torch.arange(figures["n_query"], dtype=torch.float64)
-    behind = position - figures["sinks"]
-    chunk = torch.div(behind, figures["chunk"], rounding_mode="floor")
-    pieces = (chunk - 1).clamp_min(0)
-    leaves = pieces * (figures["stand_in_rows"] / max(1, figures["n_pieces"]))
-    local = figures["chunk"] + behind - chunk * figures["chunk"] + 1
-    apart = figures["sinks"] + pieces * figures["singles"]
-    far = leaves.clamp_max(figures["n_chosen"]) * figures["leaf"]
+    layout = Layout(**{each.name: figures[each.name] for each in fields(Layout)})
+    position = torch.arange(layout.n_query, dtype=torch.float64)
+    behind = position - layout.sinks
+    chunk = torch.div(behind, layout.chunk, rounding_mode="floor")
+    pieces = (chunk - 1).clamp_min(0).long()
+    behind_pieces = range(int(pieces.max()) + 1)
+    stand_ins, apart = (
+        torch.tensor([columns_in(ranges(layout, seen)) for seen in behind_pieces], dtype=torch.float64)[pieces]
+        for ranges in (stand_in_ranges, single_ranges)
+    )
+    local = layout.chunk + behind - chunk * layout.chunk + 1
+    far = stand_ins.clamp_max(layout.n_chosen) * layout.leaf
     # never more than there are keys, beside the stand-ins
-    met = torch.minimum(local + apart + far, position + 1) + leaves
+    met = torch.minimum(local + apart + far, position + 1) + stand_ins
     return float(torch.where(position < figures["exact_queries"], position + 1, met).mean())
 
 
