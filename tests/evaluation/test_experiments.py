@@ -8,6 +8,7 @@ from prescore.evaluation.experiments import (
     EXPERIMENTS,
     PAPER_LENGTH,
     Scale,
+    default_leaf,
     default_lengths,
     experiment_methods,
 )
@@ -100,3 +101,13 @@ def test_lengths_stay_inside_what_was_trained_but_for_longest():
     assert default_lengths("longest", 8192) == [8192, 16384, 32768]
     with pytest.raises(ValueError, match=r"experiment must be one of .* got 'table9'"):
         experiment_methods("table9", Scale(4096))
+
+
+def test_the_default_experiment_changes_nothing_but_the_rows():
+    methods = experiment_methods("default", Scale(8192, default_leaf("default", 8192)))
+    assert [method.label for method in methods[2:]] == [f"default, {rows} rows" for rows in (256, 512, 1024)]
+    usual = PrescoreConfig().to_dict()
+    for method in methods[2:]:
+        changed = {name for name, value in method.settings.items() if value != usual[name]}
+        assert changed <= {"rows", "min_seq_len"}
+    assert methods[1].settings == {"leaf": 512}

@@ -200,3 +200,19 @@ def test_unknown_names_are_refused():
         methods.named("flash", leaf=32)
     with pytest.raises(ValueError, match=r"top_k must be a count of keys for the baseline 'oracle', got 0\.5"):
         methods.named("oracle", leaf=32, top_k=0.5)
+
+
+def test_windows_are_spread_over_the_text_and_do_not_overlap(tiny):
+    text = "".join(chr(97 + number % 26) for number in range(1000))
+    tokens = tiny.encode(text)
+    windows = make_windows(tiny, [Document("text", text)], 100, offset=50, per_document=4)
+    starts = [50 + number * ((len(tokens) - 150) // 3) for number in range(4)]
+    assert [window.document for window in windows] == [f"text, window {number}" for number in (1, 2, 3, 4)]
+    for window, start in zip(windows, starts, strict=True):
+        assert torch.equal(window.tokens, tokens[start : start + 100])
+    assert all(second - first >= 100 for first, second in zip(starts, starts[1:], strict=False))
+
+
+def test_too_many_windows_are_refused(tiny):
+    with pytest.raises(ValueError, match="document text must have at least 400 tokens, got"):
+        make_windows(tiny, [Document("text", "abc " * 50)], 100, per_document=4)

@@ -31,7 +31,7 @@ from prescore.config import PrescoreConfig
 from prescore.types import Attended
 
 QUERY_BLOCK = 512
-PAIRS_AT_ONCE = 2**17
+PAIRS_AT_ONCE = 2**18
 
 
 def routed_attention(

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from prescore.attention.kernels import Backend
 
-_STRIPS = 4
+_STRIPS = 2
 _SHORTEST_STRIP = 64
 
 

@@ -15,9 +15,9 @@ from torch.nn.functional import embedding_bag
 
 from prescore.attention.kernels import Backend, accumulation_dtype
 
-TILES = (192, 64)
+TILES = (256, 64)
 """Query rows of a tile: large ones while a leaf fills them, small ones for its remaining pairs."""
-ROWS_AT_ONCE = 3 * 2**12
+ROWS_AT_ONCE = 2**14
 """Tiles are worked off in batches of this many query rows, whose tensors stay in the cache."""
 
 

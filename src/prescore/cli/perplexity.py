@@ -34,7 +34,7 @@ RemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run code 
 def command(
     experiment: Annotated[
         str | None,
-        typer.Option(help="table1, appendix-a, figure-glm3, appendix-f, appendix-i, longest or cost."),
+        typer.Option(help="table1, appendix-a, figure-glm3, appendix-f, appendix-i, longest, cost or default."),
     ] = None,
     method: Annotated[
         list[str] | None,
@@ -53,6 +53,7 @@ def command(
     length: Annotated[list[int] | None, typer.Option("--length", "-n", help="Tokens read; repeatable.")] = None,
     first: Annotated[int | None, typer.Option(help="First position in the loss. (default: the middle)")] = None,
     offset: Annotated[int, typer.Option(min=0, help="Tokens passed over at the start of a document.")] = 0,
+    windows: Annotated[int, typer.Option(min=1, help="Windows read in each document, evenly spaced over it.")] = 1,
     document: Documents = None,
     documents: Annotated[int | None, typer.Option(min=1, help="Documents at most.")] = None,
     skip_short: Annotated[
@@ -91,9 +92,11 @@ def command(
     loaded = load_language_model(model, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
     rows: list[Row] = []
     for n_tokens in length or default_lengths(experiment, loaded.trained_length):
-        windows = make_windows(loaded, texts, n_tokens, first=first, offset=offset, skip_short=skip_short)
+        read = make_windows(
+            loaded, texts, n_tokens, first=first, offset=offset, per_document=windows, skip_short=skip_short
+        )
         for each in chosen.methods(n_tokens):
-            for window in windows:
+            for window in read:
                 rows.append(
                     loss_row(loaded, window, each, experiment=experiment, layers=read_layers(layers), seed=seed)
                 )
@@ -147,10 +150,10 @@ class Request:
 
     def methods(self, length: int) -> list[Method]:
         """Exact and local-only first, then the experiment's methods or every combination asked for."""
-        from prescore.evaluation.experiments import PAPER_LEAF, PAPER_LENGTH, Scale, experiment_methods
+        from prescore.evaluation.experiments import Scale, default_leaf, experiment_methods
         from prescore.evaluation.methods import exact, local
 
-        leaf = self.leaf or max(1, length * PAPER_LEAF // PAPER_LENGTH)
+        leaf = self.leaf or default_leaf(self.experiment, length)
         if self.experiment is not None:
             scale = Scale(length, leaf, self.sinks, self.changes)
             options = {} if self.coupling is None else {"coupling": self.coupling}

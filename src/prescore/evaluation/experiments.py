@@ -28,6 +28,8 @@ COUPLINGS = {
 }
 BUDGETS = (32, 64, 128, 256, 512, 1024)
 """Far keys per block in the comparison at equal cost, at 4096 tokens."""
+ROWS = (256, 512, 1024)
+"""Far rows per query at which the default is measured."""
 BLIND, PUBLISHED, LOOKING = "keys chosen before any query", "published methods", "sees the queries first"
 """Panels of that comparison."""
 
@@ -174,6 +176,13 @@ def cost(scale: Scale) -> Iterator[Method]:
         yield _at(default_at(scale, count), "default", count, None)
 
 
+def default_rows(scale: Scale) -> Iterator[Method]:
+    """The default, and nothing of it changed but the far rows per query."""
+    for rows in ROWS:
+        method = default_method(scale, rows=rows)
+        yield Method(f"default, {rows} rows", method.kind, method.settings, {**method.axes, "rows": rows})
+
+
 def default_method(scale: Scale, **changes: Any) -> Method:
     """The recommended configuration with the experiment's leaves."""
     return named("default", leaf=scale.leaf_size, overrides={**changes, **scale.overrides})
@@ -196,6 +205,7 @@ EXPERIMENTS: dict[str, Callable[..., Iterator[Method]]] = {
     "appendix-i": appendix_i,
     "longest": longest,
     "cost": cost,
+    "default": default_rows,
 }
 
 
@@ -216,7 +226,12 @@ def default_lengths(name: str | None, trained: int | None) -> list[int]:
     limit = trained or PAPER_LENGTH
     if name == "longest":
         return [limit, 2 * limit, 4 * limit]
-    return [min(limit, 8192 if name == "table1" else 4096)]
+    return [min(limit, 8192 if name in ("table1", "default") else 4096)]
+
+
+def default_leaf(name: str | None, length: int) -> int:
+    """Exact leaves of an experiment: the paper's share of the length, or the default's own chunk."""
+    return PrescoreConfig().chunk_size if name == "default" else max(1, length * PAPER_LEAF // PAPER_LENGTH)
 
 
 def _grid(

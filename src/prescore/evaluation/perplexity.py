@@ -54,9 +54,10 @@ def make_windows(
     *,
     first: int | None = None,
     offset: int = 0,
+    per_document: int = 1,
     skip_short: bool = False,
 ) -> list[Window]:
-    """The tokens `offset..offset+length-1` of every document.
+    """The tokens `offset..offset+length-1` of every document, and further windows evenly spaced behind them.
 
     Args:
         language_model: Whose tokenizer cuts the text.
@@ -64,6 +65,7 @@ def make_windows(
         length: Tokens read.
         first: First position that counts; None = the second half.
         offset: Tokens passed over at the start of a document.
+        per_document: Windows in each document, none overlapping another.
         skip_short: Leave out documents that are too short instead of refusing them.
     """
     checks.integer("length", length, minimum=2)
@@ -71,19 +73,21 @@ def make_windows(
     first = length // 2 if first is None else first
     if not 1 <= first < length:
         raise ValueError(f"first position must lie between 1 and {length - 1}, got {first}")
-    windows = []
+    checks.integer("windows", per_document, minimum=1)
+    windows, wanted = [], offset + per_document * length
     for document in documents:
-        tokens = _tokens(language_model, document.text, offset + length)
-        if len(tokens) >= offset + length:
-            windows.append(Window(document.name, tokens[offset : offset + length], first))
+        # several windows are spread over the whole text, one needs its beginning only
+        tokens = _tokens(language_model, document.text, wanted if per_document == 1 else None)
+        if len(tokens) >= wanted:
+            step = 0 if per_document == 1 else (len(tokens) - offset - length) // (per_document - 1)
+            for number in range(per_document):
+                name = document.name if per_document == 1 else f"{document.name}, window {number + 1}"
+                start = offset + number * step
+                windows.append(Window(name, tokens[start : start + length], first))
         elif not skip_short:
-            raise ValueError(
-                f"document {document.name} must have at least {offset + length} tokens, got {len(tokens)}"
-            )
+            raise ValueError(f"document {document.name} must have at least {wanted} tokens, got {len(tokens)}")
     if not windows:
-        raise ValueError(
-            f"documents must have one of at least {offset + length} tokens, got {len(documents)} shorter"
-        )
+        raise ValueError(f"documents must have one of at least {wanted} tokens, got {len(documents)} shorter")
     return windows
 
 
@@ -160,8 +164,9 @@ def loss_row(
     )
 
 
-def _tokens(language_model: LanguageModel, text: str, wanted: int) -> Tensor:
-    """At least `wanted` tokens where the text has them; a novel is not cut into tokens for its first page."""
-    beginning = text[: wanted * _CHARACTERS_PER_TOKEN]
+def _tokens(language_model: LanguageModel, text: str, wanted: int | None) -> Tensor:
+    """At least `wanted` tokens where the text has them, None = all; a novel is not cut up for its first page."""
+    beginning = text if wanted is None else text[: wanted * _CHARACTERS_PER_TOKEN]
     tokens = language_model.encode(beginning)
-    return tokens if len(tokens) > wanted or len(beginning) == len(text) else language_model.encode(text)
+    enough = len(beginning) == len(text) or (wanted is not None and len(tokens) > wanted)
+    return tokens if enough else language_model.encode(text)
