@@ -70,3 +70,55 @@ def test_a_failed_delta_test_runs_unfiltered_hyperattention_also_for_inner_exact
     wanted = hyper_attention(query, key, value, config=config)
     torch.testing.assert_close(got, wanted.output, rtol=0, atol=0)
     assert aux.stats["fallbacks"] == 1
+
+
+DIRECT = [
+    (AUTO, False),
+    (AUTO, True),
+    (AUTO.replace(inner="hyper", min_seq_len=200), True),
+    (PrescoreConfig(), False),
+    (PrescoreConfig(), True),
+]
+
+
+@pytest.mark.parametrize(("config", "causal"), DIRECT)
+@pytest.mark.parametrize("kv_heads", [1, 2])
+def test_a_call_that_is_exact_goes_straight_to_the_operator(config, causal, kv_heads, monkeypatch):
+    query, key, value = draw(200)
+    key, value = key[:, :kv_heads], value[:, :kv_heads]
+    inputs = [tensor.clone().requires_grad_() for tensor in (query, key, value)]
+    wanted = exact_attention(*inputs, is_causal=causal).output
+    wanted_grads = torch.autograd.grad(wanted.square().sum(), inputs)
+
+    def refuse(*_, **__):
+        raise AssertionError("no plan is needed")
+
+    monkeypatch.setattr("prescore.pipeline.Planner", refuse)
+    monkeypatch.setattr("prescore.pipeline.route", refuse)
+    got = prescored_attention(*inputs, config=config, is_causal=causal)
+    torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-12)
+    for grad, right in zip(torch.autograd.grad(got.square().sum(), inputs), wanted_grads, strict=True):
+        torch.testing.assert_close(grad, right, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("value_dim", [8, 5])
+def test_the_direct_call_knows_decode_shapes_and_other_value_widths(value_dim):
+    query, key, value = draw(100)
+    value = value[..., :value_dim]
+    for n_query in (1, 7, 100):
+        got = prescored_attention(query[:, :, -n_query:], key, value, config=AUTO, is_causal=True)
+        wanted = exact_attention(query[:, :, -n_query:], key, value, is_causal=True).output
+        torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-12)
+
+
+def test_the_direct_call_still_checks_and_still_advances_the_generator():
+    query, key, value = draw(50)
+    generator = torch.Generator().manual_seed(0)
+    before = generator.get_state()
+    prescored_attention(query, key, value, config=AUTO, generator=generator)
+    assert not torch.equal(generator.get_state(), before)
+    with pytest.raises(ValueError, match=r"backend must be one of .* got 'fastest'"):
+        prescored_attention(query, key, value, config=AUTO, backend="fastest")
+    key[0, 1, 3, 2] = torch.inf
+    with pytest.raises(ValueError, match=r"key must be finite where it is not padding, got inf at \(0, 1, 3, 2\)"):
+        prescored_attention(query, key, value, config=AUTO)

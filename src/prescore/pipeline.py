@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import cache
 from typing import Any
 
 import torch
@@ -10,14 +11,15 @@ from torch import Tensor
 
 from prescore import checks
 from prescore.attention.dropout import Dropout
-from prescore.attention.exact import resolve_scale
+from prescore.attention.exact import exact_output, resolve_scale
 from prescore.attention.kernels import Backend, Call, pick_backend
 from prescore.attention.parts import attend_parts
+from prescore.attention.routed_layout import make_layout
 from prescore.blocks import FULL
 from prescore.config import PrescoreConfig
 from prescore.errors import Unsupported
 from prescore.layout import Aligned, align, align_keys
-from prescore.plan import Plan, Planner
+from prescore.plan import Plan, Planner, exact_everywhere
 from prescore.rng import DEFAULT_SEED, Streams, as_streams, check_generator
 from prescore.route import route, routed_selection, routes, rows_with_gaps
 from prescore.scoring import score_keys, select_keys
@@ -135,12 +137,18 @@ def prescored_attention(
     checks.probability("dropout_p", dropout_p)
     check_generator(dropout_generator, "dropout_generator")
     checks.attention_inputs(query, key, value, is_causal=is_causal, key_padding_mask=key_padding_mask, scale=scale)
+    plain = selection is None and key_padding_mask is None and not dropout_p and not return_aux
+    if plain and _is_exact(config, query.shape[2], key.shape[2], is_causal):
+        chosen = pick_backend(Call(query.device.type, query.dtype, query.shape[-1]), backend)
+        as_streams(generator)  # nothing is drawn, but a generator that is passed in advances
+        scale = resolve_scale(scale, query)
+        return exact_output(query, key, value, is_causal=is_causal, scale=scale, backend=chosen)
     if selection is None and routes(config, key.shape[2], is_causal):
         call = align(query, key, value, key_padding_mask, is_causal=is_causal)
         scale = resolve_scale(scale, query)
         dropping = (dropout_p, dropout_generator)
         return _routed(call, config, is_causal, scale, generator, return_aux, backend, dropping)
-    attended, plan, call = attend_with_plan(
+    attended, plan, call = _attend_checked(
         query, key, value, config, is_causal, key_padding_mask, scale, generator, selection, backend,
         (dropout_p, dropout_generator),
     )  # fmt: skip
@@ -221,6 +229,16 @@ def attend_with_plan(
 ) -> tuple[Attended, Plan, Aligned]:
     """`prescored_attention` together with the plan it ran, for those who check or time the parts."""
     checks.attention_inputs(query, key, value, is_causal=is_causal, key_padding_mask=mask, scale=scale)
+    return _attend_checked(
+        query, key, value, config, is_causal, mask, scale, generator, selection, backend, dropping
+    )
+
+
+def _attend_checked(
+    query: Tensor, key: Tensor, value: Tensor, config: PrescoreConfig, is_causal: bool, mask: Tensor | None,
+    scale: float | None, generator: Generator, selection: Selection | None, backend: str,
+    dropping: tuple[float, Generator],
+) -> tuple[Attended, Plan, Aligned]:  # fmt: skip
     _check_backend(query, backend, dropping)
     call = align(query, key, value, mask, is_causal=is_causal)
     given = None if selection is None else given_members(selection, key, call)
@@ -261,9 +279,27 @@ def _backend(query: Tensor, name: str, dropping: tuple[float, Generator], stream
     return pick_backend(Call(query.device.type, query.dtype, query.shape[-1], dropout), name)
 
 
+def _is_exact(config: PrescoreConfig, n_query: int, n_keys: int, is_causal: bool) -> bool:
+    """Whether a call without padding and without a selection is exact attention, whatever the keys are."""
+    if config.tolerance is not None:
+        return False
+    if not routes(config, n_keys, is_causal):
+        zeroing = config.coupling.mask == "zero" and bool(config.top_k)
+        return not zeroing and exact_everywhere(config, n_keys, is_causal)
+    if is_causal:
+        return make_layout(n_query, n_keys, causal=True, config=config).n_pieces == 0
+    return n_query <= config.min_seq_len if config.leaf_inclusive else n_query < config.min_seq_len
+
+
+@cache
+def _default_config() -> PrescoreConfig:
+    """Frozen, so it is made and checked once."""
+    return PrescoreConfig()
+
+
 def _config(config: PrescoreConfig | None) -> PrescoreConfig:
     if config is None:
-        return PrescoreConfig()
+        return _default_config()
     if not isinstance(config, PrescoreConfig):
         raise TypeError(f"config must be a prescore.PrescoreConfig or None, got {type(config).__name__}")
     return config

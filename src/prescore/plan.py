@@ -25,7 +25,7 @@ from prescore.config import PrescoreConfig
 from prescore.layout import Aligned
 from prescore.rng import Streams
 from prescore.scoring import Chosen, cluster_labels, score_keys, select_keys
-from prescore.selection.budget import budget_counts
+from prescore.selection.budget import budget_count
 from prescore.selection.members import compact, membership, selection_of
 from prescore.types import Selection
 
@@ -70,6 +70,30 @@ class Plan:
             torch.cuda.synchronize(self.key.device)
         self.seconds[stage] = self.seconds.get(stage, 0.0) + time.perf_counter() - begin
         return result
+
+
+def exact_everywhere(config: PrescoreConfig, n_keys: int, is_causal: bool) -> bool:
+    """Whether a sequence is exact attention as a whole: one leaf, or too short for anything else to pay.
+
+    Holds for calls without a given selection and without zeroed keys, whose queries end where the keys do.
+    """
+    if not is_causal:
+        return config.inner == "auto" and cheaper_exactly(config, n_keys)
+    width = max(1, config.min_seq_len)
+    if n_keys <= width:
+        return True
+    while 2 * width < n_keys:
+        width *= 2
+    return config.inner == "auto" and cheaper_exactly(config, width)
+
+
+def cheaper_exactly(config: PrescoreConfig, n_keys: int) -> bool:
+    """Whether reading every one of `n_keys` costs no more than scoring them and reading a few."""
+    kept = budget_count(config.top_k, n_keys)
+    most = config.block_size + config.sample_size
+    sorting = SORTING_COLUMNS / max(n_keys, 1) if kept > most else 0.0
+    scoring = SCORING_COLUMNS + FITTING_COLUMNS / max(n_keys, 1) if kept < n_keys else 0.0
+    return n_keys <= min(kept, most) + sorting + scoring
 
 
 class Planner:
@@ -119,20 +143,11 @@ class Planner:
 
     def _exact_everywhere(self) -> bool:
         """Whether the whole call is exact attention: one leaf, or too short for anything else to pay."""
-        config, queries = self.config, self.queries
-        if self.zeroing or self.given is not None or not isinstance(queries.start, int):
+        if self.zeroing or self.given is not None or not isinstance(self.queries.start, int):
             return False
-        if not self.is_causal:
-            if config.inner != "auto":
-                return False
-            n_keys = torch.tensor([self.n_keys]) if self.call.valid is None else self.call.valid.sum(1)
-            return bool(self._cheaper_exactly(n_keys).all())
-        width = max(1, config.min_seq_len)
-        if self.n_keys <= width:
-            return True
-        while 2 * width < self.n_keys:
-            width *= 2
-        return config.inner == "auto" and bool(self._cheaper_exactly(torch.tensor([width])).all())
+        valid = self.call.valid
+        lengths = [self.n_keys] if self.is_causal or valid is None else valid.sum(1).tolist()
+        return all(exact_everywhere(self.config, n_keys, self.is_causal) for n_keys in lengths)
 
     def _everything(self) -> Selection:
         valid = self.call.valid
@@ -223,11 +238,8 @@ class Planner:
 
     def _cheaper_exactly(self, n_keys: Tensor) -> Tensor:
         """Which problems are so short that reading every key costs no more than scoring and reading a few."""
-        kept = budget_counts(self.config.top_k, n_keys)
-        most = self.config.block_size + self.config.sample_size
-        sorting = torch.where(kept > most, SORTING_COLUMNS / n_keys.clamp_min(1), 0.0)
-        scoring = torch.where(kept < n_keys, SCORING_COLUMNS + FITTING_COLUMNS / n_keys.clamp_min(1), 0.0)
-        return n_keys <= kept.clamp_max(most) + sorting + scoring
+        cheaper = [cheaper_exactly(self.config, n) for n in n_keys.tolist()]
+        return torch.tensor(cheaper, dtype=torch.bool, device=n_keys.device)
 
     def _report(self, block: Block | None, selection: Selection) -> None:
         plan, counts = self.plan, self.plan.counts

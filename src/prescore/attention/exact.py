@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from prescore import checks
+from prescore.attention.kernels import Backend
 from prescore.attention.parts import Part, attend_parts
 from prescore.types import Attended
 
@@ -41,6 +42,24 @@ def exact_attention(
         key, value = key.masked_fill(hidden, 0), value.masked_fill(hidden, 0)
     parts = exact_parts(query, key, is_causal=is_causal, valid=key_padding_mask)
     return attend_parts(query, key, value, parts, scale=resolve_scale(scale, query), backend=backend)
+
+
+def exact_output(
+    query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, scale: float, backend: Backend
+) -> Tensor:
+    """Output of exact attention without padding, where nobody asks for lse.
+
+    Straight from the operator, with its own backward, where it can run as it is: short inputs feel every copy.
+    """
+    aligned = not is_causal or query.shape[2] == key.shape[2]
+    same_width = value.shape[3] == query.shape[3]
+    if backend.name == "cpu-flash" and aligned and same_width and query.numel() and key.numel():
+        output: Tensor = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            query, key, value, 0.0, is_causal, scale=scale
+        )[0]
+        return output
+    parts = exact_parts(query, key, is_causal=is_causal, valid=None)
+    return attend_parts(query, key, value, parts, scale=scale, backend=backend).output
 
 
 def resolve_scale(scale: float | None, query: Tensor) -> float:

@@ -19,8 +19,15 @@ def budget_counts(top_k: int | float | None, n_valid: Tensor) -> Tensor:
     if top_k is None or top_k == 0:
         return n_valid.to(torch.int64)
     if isinstance(top_k, float):
-        # exact on rounding: 0.1 * 30 is 3.0000000000000004 in floats, and 4 would be wrong
-        counts = [math.ceil(round(top_k * n, 9)) for n in n_valid.tolist()]
-        asked = torch.tensor(counts, dtype=torch.int64, device=n_valid.device)
-        return torch.minimum(asked, n_valid.to(torch.int64))
+        counts = [budget_count(top_k, n) for n in n_valid.tolist()]
+        return torch.tensor(counts, dtype=torch.int64, device=n_valid.device)
     return n_valid.to(torch.int64).clamp(max=top_k)
+
+
+def budget_count(top_k: int | float | None, n_valid: int) -> int:
+    """The same for one row; `top_k` is a checked budget."""
+    if top_k is None or top_k == 0:
+        return n_valid
+    # exact on rounding: 0.1 * 30 is 3.0000000000000004 in floats, and 4 would be wrong
+    asked = math.ceil(round(top_k * n_valid, 9)) if isinstance(top_k, float) else top_k
+    return min(asked, n_valid)
