@@ -8,6 +8,8 @@ import math
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import prescore
 from prescore import PrescoreConfig
@@ -239,3 +241,31 @@ def test_factors_do_not_depend_on_dtype():
     assert set(first.unique().tolist()) == {0.0, 1 / 0.75}
     assert torch.equal(first.float(), dropout.factors((50, 50), torch.empty(0)))
     assert not torch.equal(first, dropout.at("there").factors((50, 50), first))
+
+
+class LargestTensor(TorchDispatchMode):
+    """Elements of the largest tensor that any operation makes."""
+
+    def __init__(self):
+        super().__init__()
+        self.numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                self.numel = max(self.numel, tensor.numel())
+        return result
+
+
+@pytest.mark.parametrize("name", ["every key", "selected", "routed"])
+def test_memory_is_linear_in_the_length_forward_and_backward(name, monkeypatch):
+    monkeypatch.setattr("prescore.attention.kernels_plain.LOGITS_AT_ONCE", 2**12)
+    largest = []
+    for length in (300, 600):
+        inputs = tensors(length, length, batch=1)
+        config = CONFIGS[name].replace(min_seq_len=length if name == "every key" else 64)
+        with LargestTensor() as seen:
+            prescore.prescored_attention(*inputs, config=config, is_causal=True, dropout_p=P).sum().backward()
+        largest.append(seen.numel)
+    assert largest[1] <= 2.2 * largest[0]  # squares would be four times as large
