@@ -6,10 +6,21 @@ import pytest
 import torch
 
 from prescore.config import PrescoreConfig
-from prescore.evaluation import speed, speed_check
+from prescore.evaluation import speed, speed_check, speed_studies
 from prescore.pipeline import attend_with_plan
 from prescore.records import measure
-from prescore.report.speed import decode_table, exponent, kinds, length_table, plot, share_table
+from prescore.registry import get_scorer, list_scorers
+from prescore.report.speed import (
+    decode_table,
+    exponent,
+    kinds,
+    length_table,
+    plot,
+    scoring_table,
+    share_table,
+    short_table,
+)
+from prescore.scorers.clustered import ClusteringScorer
 
 SETTING = speed.Setting(
     n=300, causal=True, backward=True, heads=2, dim=8, exact_heads=1, repeats=1, top_k=32, min_seq_len=64
@@ -92,3 +103,51 @@ def test_methods_are_the_presets_they_claim_to_be():
     assert SETTING.config("default") == PrescoreConfig()
     assert SETTING.config("kmedian") == PrescoreConfig.paper("kmedian", 32, min_seq_len=64)
     assert SETTING.config("hyper").top_k is None
+
+
+def test_every_clustering_method_is_scored_against_exact_attention():
+    figures = speed_studies.measure_scoring(n=128, heads=2, dim=8, repeats=3, seed=0)
+    assert set(figures["seconds"]) == {"exact", *speed_studies.SCORERS}
+    methods = {fields["method"] for fields in speed_studies.SCORERS.values()}
+    clustering = {name for name in list_scorers() if issubclass(get_scorer(name), ClusteringScorer)}
+    assert clustering <= methods
+    assert figures["rounds"] == {"exact": 2, **dict.fromkeys(speed_studies.SCORERS, 3)}
+    share = figures["seconds"]["kmedian"] / figures["seconds"]["exact"]
+    assert figures["of_exact"]["kmedian"] == pytest.approx(share)
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_short_inputs_are_timed_only_if_auto_is_exact(backward, monkeypatch):
+    monkeypatch.setattr(speed_studies, "FEWEST_SECONDS", 0.0)
+    figures = speed_studies.measure_short(48, True, backward, 2, 8, 2, seed=0)
+    assert set(figures["of_exact"]) == {"exact", "auto", "default"}
+    assert figures["error"]["auto"] < speed.TOLERANCE
+    monkeypatch.setattr(speed_studies, "TOLERANCE", -1.0)
+    with pytest.raises(RuntimeError, match=r"auto at n = 48 must be exact attention to -1.0, got"):
+        speed_studies.measure_short(48, True, backward, 2, 8, 2, seed=0)
+
+
+def test_tables_of_the_two_closer_looks(monkeypatch):
+    monkeypatch.setattr(speed_studies, "FEWEST_SECONDS", 0.0)
+    rows = speed_studies.scoring_rows(96, 2, 8, 1, 0) + speed_studies.short_rows([32], 2, 8, 1, 0)
+    records = [measure("speed", row) for row in rows]
+    scoring = scoring_table(records)
+    assert [row[1] for row in scoring.rows] == ["exact", *speed_studies.SCORERS]
+    assert scoring.rows[0][3] == "100.00 %"
+    short = short_table(records)
+    assert [row[:2] for row in short.rows] == [
+        ("full, forward", "32"), ("full, forward + backward", "32"),
+        ("causal, forward", "32"), ("causal, forward + backward", "32"),
+    ]  # fmt: skip
+
+
+def test_the_timed_call_itself_is_checked(monkeypatch):
+    right = speed._method_call
+
+    def wrong(setting, method, inputs):
+        call = right(setting, method, inputs)
+        return lambda: call() + 1.0
+
+    monkeypatch.setattr(speed, "_method_call", wrong)
+    with pytest.raises(RuntimeError, match="output of hyper at n = 300 must match its plan"):
+        speed.measure(SETTING, seed=0)

@@ -8,7 +8,8 @@ import typer
 
 from prescore.cli.options import Json, Out, Quick, Resume, Seed, Threads, open_session
 
-_STUDIES = ("lengths", "top-k", "clusters", "decode")
+_STUDIES = ("lengths", "top-k", "clusters", "decode", "scoring", "short")
+_SHORT = (64, 128, 256, 512, 1024, 2048, 4096)
 
 
 def command(
@@ -25,7 +26,10 @@ def command(
     ] = None,
     study: Annotated[
         list[str] | None,
-        typer.Option(help="lengths, top-k, clusters, decode; may be repeated.  [default: all]"),
+        typer.Option(
+            help="lengths, top-k, clusters, decode, scoring (each method alone), short (what short inputs lose); "
+            "may be repeated.  [default: all]"
+        ),
     ] = None,
     heads: Annotated[int, typer.Option(min=1, help="Heads.")] = 4,
     dim: Annotated[int, typer.Option(min=1, help="Head dimension.")] = 64,
@@ -56,7 +60,8 @@ def command(
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     from prescore import checks
     from prescore.evaluation.speed import METHODS, Setting, decode_rows, length_rows
-    from prescore.report.speed import decode_table, kinds, length_table, plot, share_table, sweep_table
+    from prescore.evaluation.speed_studies import scoring_rows, short_rows
+    from prescore.report import speed as report
 
     checks.one_of("--dtype", dtype, ("float32", "float64", "bfloat16", "float16"))
     studies = tuple(study or (("lengths", "decode") if quick else _STUDIES))
@@ -90,18 +95,27 @@ def command(
         planned += length_rows([setting(longest, False, False, n_clusters=k) for k in numbers], seed, "clusters")
     if "decode" in studies:
         planned += decode_rows(lengths[-1:] if n else (8192, lengths[-1]), top_k, heads, dim, 20, seed)
+    if "scoring" in studies:
+        planned += scoring_rows(longest, heads, dim, max(repeats, 5), seed)
+    if "short" in studies:
+        short = [length for length in (n or _SHORT) if length <= _SHORT[-1]]
+        planned += short_rows(sorted(set(short)), heads, dim, max(repeats, 5), seed)
     session = open_session("speed", out=out, json=json, resume=resume, threads=threads)
     records = session.run(planned)
-    for is_causal, is_backward in kinds(records):
-        session.show(length_table(records, is_causal, is_backward).to_rich())
+    for is_causal, is_backward in report.kinds(records):
+        session.show(report.length_table(records, is_causal, is_backward).to_rich())
         if not is_backward:
-            session.show(share_table(records, is_causal).to_rich())
+            session.show(report.share_table(records, is_causal).to_rich())
     for name, field in (("top-k", "top_k"), ("clusters", "n_clusters")):
         if name in studies:
-            session.show(sweep_table(records, name, field).to_rich())
+            session.show(report.sweep_table(records, name, field).to_rich())
     if "decode" in studies:
-        session.show(decode_table(records).to_rich())
-    if kinds(records):
-        plot(records, session.out / "speed.png")
+        session.show(report.decode_table(records).to_rich())
+    if "scoring" in studies:
+        session.show(report.scoring_table(records).to_rich())
+    if "short" in studies:
+        session.show(report.short_table(records).to_rich())
+    if report.kinds(records):
+        report.plot(records, session.out / "speed.png")
         session.say(f"plot: {session.out / 'speed.png'}")
     session.say(f"records: {session.file.path}")

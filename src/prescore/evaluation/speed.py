@@ -97,9 +97,9 @@ def measure(setting: Setting, seed: int) -> dict[str, Any]:
     scale = setting.heads / setting.exact_heads if few else 1.0
     figures: dict[str, Any] = {"exact_scaled": few, "methods": {}}
     exact = statistics.median(times[EXACT]) * scale
-    for name, seconds in times.items():
-        median = statistics.median(seconds) * (scale if name == EXACT else 1.0)
-        spread = (max(seconds) - min(seconds)) * (scale if name == EXACT else 1.0)
+    for name, measured in times.items():
+        median = statistics.median(measured) * (scale if name == EXACT else 1.0)
+        spread = (max(measured) - min(measured)) * (scale if name == EXACT else 1.0)
         found = {"seconds": median, "spread": spread, "error": errors[name], "speedup": exact / median}
         figures["methods"][name] = {**found, **details.get(name, {})}
     for name in setting.methods:
@@ -126,12 +126,12 @@ def measure_decode(n: int, top_k: int, heads: int, dim: int, steps: int, seed: i
     times: dict[str, list[float]] = {EXACT: [], "selected": []}
     with torch.no_grad():
         for _ in range(steps):
-            times[EXACT].append(_seconds(lambda: scaled_dot_product_attention(query, key, value)))
-            times["selected"].append(_seconds(lambda: state.attend(query, None)))
-    medians = {name: statistics.median(seconds) for name, seconds in times.items()}
+            times[EXACT].append(seconds(lambda: scaled_dot_product_attention(query, key, value)))
+            times["selected"].append(seconds(lambda: state.attend(query, None)))
+    medians = {name: statistics.median(measured) for name, measured in times.items()}
     return {
         "seconds": medians,
-        "spread": {name: max(seconds) - min(seconds) for name, seconds in times.items()},
+        "spread": {name: max(measured) - min(measured) for name, measured in times.items()},
         "rows": state.n_rows,
         "speedup": medians[EXACT] / medians["selected"],
         "error": error,
@@ -184,9 +184,10 @@ def _check_method(
         return _check_routed(setting, method, inputs)
     rows = _some_rows(inputs[0])
     with torch.no_grad():
-        attended, plan, call = attend_with_plan(*inputs, setting.config(method), setting.causal)
+        _, plan, call = attend_with_plan(*inputs, setting.config(method), setting.causal)
+        output = _method_call(setting, method, inputs)()  # the call that is timed, not the one that was planned
     wanted = planned_rows(call, plan, rows, setting.dim**-0.5)
-    error = _agree(method, setting, attended.output, rows, wanted)
+    error = _agree(method, setting, output, rows, wanted)
     columns = rows_per_query(plan.parts, inputs[0].shape[:3].numel())
     with torch.no_grad():  # once more for the stages: the first call pays for memory that later ones reuse
         plan = attend_with_plan(*inputs, setting.config(method), setting.causal)[1]
@@ -196,7 +197,7 @@ def _check_method(
     attending = stages.pop("attending", 0.0)
     stages["operator"] = min(operator, attending)
     stages["gathering"] = attending - stages["operator"]
-    shares = {stage: seconds / total for stage, seconds in stages.items()}
+    shares = {stage: share / total for stage, share in stages.items()}
     return error, {"rows_per_query": columns, "stage_seconds": stages, "shares": shares}
 
 
@@ -206,9 +207,8 @@ def _check_routed(
     """Routed attention against its plain reference, for the last queries: each chooses for itself."""
     config, scale = setting.config(method), setting.dim**-0.5
     query, key, value = (tensor.detach() for tensor in inputs)
-    output, stats = prescored_attention(
-        query, key, value, config=config, is_causal=setting.causal, return_aux=True
-    )
+    output = prescored_attention(query, key, value, config=config, is_causal=setting.causal)
+    _, stats = prescored_attention(query, key, value, config=config, is_causal=setting.causal, return_aux=True)
     wanted = routed_reference(
         query[:, :, -CHECKED_ROWS:].double(), key.double(), value.double(), is_causal=setting.causal,
         config=config, scale=scale, tree_builder=lambda points, levels, valid: build_tree(
@@ -224,9 +224,8 @@ def _check_routed(
         raise RuntimeError(
             f"output of {method} at n = {setting.n} must match its reference to {limit}, got {error}"
         )
-    seconds = stats.stats["seconds"]
-    columns = stats.stats["rows_per_query"]
-    return error, {"rows_per_query": columns, "stage_seconds": dict(seconds), "shares": {"routing": 1.0}}
+    stages, columns = dict(stats.stats["seconds"]), stats.stats["rows_per_query"]
+    return error, {"rows_per_query": columns, "stage_seconds": stages, "shares": {"routing": 1.0}}
 
 
 def _operator_seconds(setting: Setting, method: str, inputs: tuple[Tensor, Tensor, Tensor]) -> float:
@@ -262,11 +261,12 @@ def _interleave(setting: Setting, calls: dict[str, Callable[[], Tensor]]) -> dic
         for name, call in calls.items():
             if name == EXACT and repeat >= _exact_repeats(setting):
                 continue
-            times[name].append(_seconds(call, backward=setting.backward))
+            times[name].append(seconds(call, backward=setting.backward))
     return times
 
 
-def _seconds(call: Callable[[], Tensor], *, backward: bool = False) -> float:
+def seconds(call: Callable[[], Tensor], *, backward: bool = False) -> float:
+    """Wall time of one call, with its backward pass if asked."""
     begin = time.perf_counter()
     if backward:
         output = call()

@@ -93,6 +93,35 @@ def decode_table(records: Sequence[Record]) -> Table:
     return Table("One decode step", ("cache", "rows read", "exact", "selected", "speed-up"), tuple(rows))
 
 
+def scoring_table(records: Sequence[Record]) -> Table:
+    """What scoring alone costs, beside exact full attention."""
+    rows = []
+    for record in records:
+        if record.config["study"] != "scoring":
+            continue
+        figures = record.figures
+        for method, median in figures["seconds"].items():
+            entry = {"seconds": median, "spread": figures["spread"][method]}
+            rows.append(
+                (str(record.config["n"]), method, _time(entry), f"{100 * figures['of_exact'][method]:.2f} %")
+            )
+    return Table("Scoring alone, full", ("n", "method", "time", "share of exact"), tuple(rows), left=2)
+
+
+def short_table(records: Sequence[Record]) -> Table:
+    """How fast short inputs run, 1.00 = exact attention's speed."""
+    rows = []
+    for record in records:
+        if record.config["study"] != "short":
+            continue
+        config, figures = record.config, record.figures
+        exact = {"seconds": figures["seconds"]["exact"], "spread": figures["spread"]["exact"]}
+        speeds = (f"{1 / figures['of_exact'][name]:.2f}x" for name in ("auto", "default"))
+        rows.append((title(config["causal"], config["backward"]), str(config["n"]), _time(exact), *speeds))
+    note = "x = exact time / method time; auto is exact attention at these lengths, the default may be routed"
+    return Table("Short inputs", ("", "n", "exact", "auto", "default"), tuple(rows), note)
+
+
 def plot(records: Sequence[Record], path: Path) -> None:
     """Seconds against length, log-log, one panel per kind, exponents in the legend."""
     panels = kinds(records)
