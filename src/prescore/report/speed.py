@@ -11,7 +11,7 @@ from prescore.records import Record
 from prescore.report.plots import COLOURS, figure
 from prescore.report.tables import Table, number
 
-STAGES = ("scoring", "stand-ins", "hashing", "sorting", "gathering", "operator")
+STAGES = ("scoring", "stand-ins", "hashing", "sorting", "gathering", "operator", "routing")
 
 
 def kinds(records: Sequence[Record], study: str = "lengths") -> list[tuple[bool, bool]]:
