@@ -1,0 +1,44 @@
+#!/usr/bin/env bash
+# All runs of docs/vision.md, most important first. Interrupt it and start it again: finished rows are kept.
+#   experiments/vision/run.sh DATA [OUT]
+# DATA holds deit_tiny_patch16_224.safetensors, imagenet_val_1000/ and imagenet_val_1000_labels.json.
+set -euo pipefail
+data=$1
+out=${2:-experiments/vision}
+threads=${THREADS:-2}
+limit=${LIMIT:-1000}  # images of the 197-token grid
+
+study() { # FOLDER ARGUMENTS...
+    local folder=$1
+    shift
+    prescore vision --model "$data/deit_tiny_patch16_224.safetensors" --images "$data/imagenet_val_1000" \
+        --batch-size 25 --threads "$threads" --resume --out "$out/$folder" "$@"
+}
+heavy() { # FOLDER ARGUMENTS...
+    local folder=$1
+    shift
+    prescore coverage --model "$data/deit_tiny_patch16_224.safetensors" --images "$data/imagenet_val_1000" \
+        --batch-size 25 --threads "$threads" --resume --out "$out/$folder" "$@"
+}
+
+rows=(--samples 32 --samples 64 --samples 96 --samples 128)
+baselines=(--method random --method leverage --method key-norm --method key-diff)
+rules=(--method kmeans --method kmeans-farthest-sample --method kmeans-cluster-share --method kmeans-balanced --method kmedian)
+ours=(--method key-diff+centroids --method kmeans-farthest+centroids --method centroids)
+long=(--resolution 384 --limit 200)
+
+# the bars: best configuration, class token protected, three seeds, all images
+study bars "${rows[@]}" --seeds 3 --method exact --method centroids
+# heavy-entry coverage
+heavy coverage --limit 100
+# the paper's grid
+study "grid-$limit" "${rows[@]}" --limit "$limit" --method exact "${baselines[@]}" "${rules[@]}" "${ours[@]}"
+study "grid-$limit" "${rows[@]}" --limit "$limit" --prefix free --method exact "${baselines[@]}" "${rules[@]}" "${ours[@]}"
+study "grid-$limit" "${rows[@]}" --limit "$limit" --prefix both --clusters 6 --method exact "${rules[@]}"
+study "grid-$limit" "${rows[@]}" --limit "$limit" --seeds 3 --method exact --method random --method kmeans-farthest-sample
+# 577 tokens, and the default beside random keys at equal rows
+study tokens-577 "${long[@]}" --samples 64 --samples 128 --samples 256 --method exact "${ours[@]}" "${baselines[@]}" "${rules[@]}"
+study default-577 "${long[@]}" --samples 65 --samples 129 --samples 249 --method exact --method default --method routed --method random
+# times: on a machine that does nothing else
+study speed-197 "${rows[@]}" --limit 20 --batch-size 20 --method exact "${baselines[@]}" "${rules[@]}" --method key-diff+centroids --method centroids --method routed
+study speed-577 --resolution 384 --limit 16 --batch-size 16 --samples 65 --samples 129 --samples 257 --method exact --method random --method leverage --method routed --method kmeans --method centroids
