@@ -3,12 +3,14 @@ r"""Loss above exact attention on SmolLM2-135M with all layers routed, second ha
     python experiments/routed/loss.py BOOK.txt --start 200000 --length 8192 \
         --settings rows=512,leaf_size=64 rows=512,leaf_size=128 rows=256,leaf_size=64
 
-`singles=0.0078125` sets the share of single keys (studies only).
+`singles=0.0078125` sets the share of single keys, `width=8` how many leaves are seen before the past is seen as
+nodes of coarser levels (studies only; the latter says what coarser levels cost, at a length that has few).
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import time
 from pathlib import Path
@@ -16,8 +18,8 @@ from pathlib import Path
 import torch
 from torch.nn.functional import cross_entropy
 
+import prescore.attention.routed as routed
 import prescore.attention.routed_layout as layout
-from prescore.attention.routed import routed_attention
 from prescore.config import PrescoreConfig
 from prescore.evaluation.language_model import load_language_model
 from prescore.route import build_tree
@@ -30,13 +32,25 @@ def register(name: str, config: PrescoreConfig) -> None:
 
     def attend(module, query, key, value, mask, scaling=None, **_):  # noqa: ANN001, ANN003, ANN202
         scale = scaling or query.shape[-1] ** -0.5
-        attended, _ = routed_attention(
+        attended, _ = routed.routed_attention(
             query, key, value, is_causal=True, config=config, scale=scale, tree_builder=build_tree
         )
         return attended.output.transpose(1, 2).contiguous(), None
 
     ALL_ATTENTION_FUNCTIONS.register(name, attend)
     ALL_MASK_ATTENTION_FUNCTIONS.register(name, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+
+
+def narrow(width: int) -> None:
+    """See no more than `width` leaves by themselves, however many are read."""
+
+    def make_layout(*arguments, **options) -> layout.Layout:  # noqa: ANN002, ANN003
+        made = layout.make_layout(*arguments, **options)
+        leaves = made.n_joined * made.large_leaves
+        levels = len(layout.node_cuts(width, made.large_leaves, leaves)) - 1
+        return dataclasses.replace(made, width=width, n_levels=levels)
+
+    routed.make_layout = make_layout
 
 
 def main() -> None:
@@ -60,6 +74,8 @@ def main() -> None:
         else:
             fields = dict(field.split("=") for field in setting.split(","))
             layout.SINGLES_PER_KEY = float(fields.pop("singles", layout.SINGLES_PER_KEY))
+            if "width" in fields:
+                narrow(int(fields.pop("width")))
             config = PrescoreConfig(inner="routed", **{name: int(value) for name, value in fields.items()})
             register("routed-study", config)
             model.set_attn_implementation("routed-study")
