@@ -23,7 +23,7 @@ from prescore.attention.exact import exact_parts
 from prescore.attention.kernels import Backend, as_backend
 from prescore.attention.parts import attend_parts
 from prescore.attention.routed_clusters import Clusters, TreeBuilder, build_clusters
-from prescore.attention.routed_core import Sources, attend_routed
+from prescore.attention.routed_core import Sources, attend_routed, new_room
 from prescore.attention.routed_layout import Layout, make_layout
 from prescore.attention.routed_levels import columns_in, single_ranges, stand_in_ranges
 from prescore.attention.routed_plan import Plan
@@ -32,6 +32,9 @@ from prescore.types import Attended
 
 QUERY_BLOCK = 512
 PAIRS_AT_ONCE = 2**18
+"""Pairs of queries and leaves that are sorted and worked off together."""
+NUMBERS_AT_ONCE = 2**22
+"""Numbers in the keys (or values) of the sequences that go together: copies of them are mapped memory in use."""
 
 
 def routed_attention(
@@ -79,10 +82,15 @@ def routed_attention(
     if n_exact < layout.n_query:
         frame = Frame.of(query, key.shape[1], layout, n_exact)
         bounded = error_bar or config.tolerance is not None
-        lanes = []
-        for number, lane in enumerate(frame.lanes(query[:, :, n_exact:], key, value, valid, layout)):
+        lanes, room = [], None
+        for number, lane in enumerate(frame.lanes(query[:, :, n_exact:], key, value, valid)):
             plan = _plan(layout, frame, scale, chosen.at(f"lane {number}"))
-            lanes.append(_lane(*lane, frame, plan, tree_builder, bounded))
+            blocks, lane_key, lane_value, lane_valid = lane
+            clusters = build_clusters(lane_key, lane_value, layout, lane_valid, tree_builder)
+            sources = _sources(lane_key, lane_value, layout, clusters, frame)
+            room = new_room(blocks, sources, plan) if room is None else room  # the first lane is the largest
+            output, lse, read = attend_routed(blocks, sources, plan, room)
+            lanes.append((output, lse, *(unread_bounds(blocks, lse, read, clusters, plan) if bounded else ())))
         output, lse, *bounds = (torch.cat(part) for part in zip(*lanes, strict=True))
         results.append(Attended(frame.join(output), frame.join(lse[..., None]).squeeze(-1)))
         if bounded:
@@ -95,16 +103,6 @@ def routed_attention(
         bar = ErrorBar(*(torch.cat([getattr(b, f) for b in bars], dim=2) for f in ("lost", "misplaced")))
         whole = _within_tolerance(whole, bar, query, key, value, valid, layout, config, scale, chosen, stats)
     return whole, stats
-
-
-def _lane(
-    blocks: Tensor, key: Tensor, value: Tensor, valid: Tensor | None, frame: Frame, plan: Plan,
-    tree_builder: TreeBuilder, bounded: bool,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    """Output, lse and, where asked for, bounds of some sequences."""
-    clusters = build_clusters(key, value, plan.layout, valid, tree_builder)
-    output, lse, read = attend_routed(blocks, _sources(key, value, plan.layout, clusters, frame), plan)
-    return output, lse, *(unread_bounds(blocks, lse, read, clusters, plan) if bounded else ())
 
 
 def _within_tolerance(
@@ -178,7 +176,7 @@ class Frame:
         return filled.reshape(shape).transpose(1, 2)
 
     def lanes(
-        self, query: Tensor, key: Tensor, value: Tensor, valid: Tensor | None, layout: Layout
+        self, query: Tensor, key: Tensor, value: Tensor, valid: Tensor | None
     ) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor | None]]:
         """Some sequences (key heads of the batch) at a time, so that what is made on the way is memory in use.
 
@@ -188,8 +186,7 @@ class Frame:
         blocks = self.split(query)
         keys, values = (tensor.reshape(-1, 1, *tensor.shape[2:]) for tensor in (key, value))
         valids = None if valid is None else valid.repeat_interleave(self.n_kv_heads, dim=0)
-        pairs = self.group * self.n_blocks * self.size * max(1, layout.n_chosen)
-        step = max(1, PAIRS_AT_ONCE // pairs)
+        step = max(1, NUMBERS_AT_ONCE // (keys.shape[2] * max(key.shape[-1], value.shape[-1])))
         for start in range(0, keys.shape[0], step):
             lane = slice(start, start + step)
             yield blocks[lane], keys[lane], values[lane], None if valids is None else valids[lane]

@@ -56,13 +56,23 @@ class Sources:
     leaf_bias: Tensor | None
 
 
-def attend_routed(query: Tensor, sources: Sources, plan: Plan) -> tuple[Tensor, Tensor, Tensor]:
+def new_room(query: Tensor, sources: Sources, plan: Plan) -> Tensor:
+    """Memory for the results of all pairs of one dispatch, to be used again by the next."""
+    n_trees, n_leaves = sources.leaves[0].shape[:2]
+    longest = max(len(run) for run in plan.groups())
+    n_pairs = query[:, :longest].shape[:-1].numel() * plan.n_chosen
+    most = n_pairs + TILES[1] * n_trees * n_leaves
+    return query.new_empty((most, sources.leaves[1].shape[-1]), dtype=accumulation_dtype(query.dtype))
+
+
+def attend_routed(query: Tensor, sources: Sources, plan: Plan, room: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Attend to all sources at once.
 
     Args:
         query: `[T, n, G, t, D]`: blocks of `t` positions, `G` query heads per key head.
         sources: What can be seen.
         plan: What each block sees of it.
+        room: See `new_room`; overwritten.
 
     Returns:
         Output `[T, n, G, t, Dv]`, lse `[T, n, G, t]`, and the leaves read `[T, n, G * t, J]`, -1 for none.
@@ -70,7 +80,7 @@ def attend_routed(query: Tensor, sources: Sources, plan: Plan) -> tuple[Tensor, 
     local = sources.local or (None, None)
     result: tuple[Tensor, Tensor, Tensor] = _Routed.apply(  # type: ignore[no-untyped-call]
         query, *local, *sources.means, *sources.singles, *sources.leaves,
-        sources.log_count, sources.single_bias, sources.leaf_bias, plan,
+        sources.log_count, sources.single_bias, sources.leaf_bias, room, plan,
     )  # fmt: skip
     return result
 
@@ -78,19 +88,20 @@ def attend_routed(query: Tensor, sources: Sources, plan: Plan) -> tuple[Tensor, 
 class _Routed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-        tensors, plan = rest[:-1], rest[-1]
+        tensors, room, plan = rest[:-2], rest[-2], rest[-1]
         shape, wide = query.shape, accumulation_dtype(query.dtype)
         output = query.new_empty((*shape[:-1], tensors[7].shape[-1]))
         lse = query.new_empty(shape[:-1], dtype=wide)
         read = torch.full((*shape[:2], shape[2] * shape[3], plan.n_chosen), -1, device=query.device)
         dispatched: list[tuple[range, list[Tensor], Pairs | None]] = []
-        room, descent = None, Descent(tensors[2].split(plan.layout.level_sizes, dim=1))
-        for run in sorted(plan.groups(), key=len, reverse=True):  # the first makes room for all
+        descent = Descent(tensors[2].split(plan.layout.level_sizes, dim=1))
+        for run in plan.groups():
             state = _Group(query[:, run.start : run.stop], tensors, plan, run)
-            if room is None:
-                room = state.new_room()
-            result, lse[:, run.start : run.stop] = state.forward(room, descent)
-            output[:, run.start : run.stop] = result
+            own = output[:, run.start : run.stop]
+            target = own if own.dtype == wide else torch.empty_like(own, dtype=wide)
+            lse[:, run.start : run.stop] = state.forward(target, room, descent)
+            if target is not own:
+                own.copy_(target)
             if state.read is not None:
                 read[:, run.start : run.stop, :, : plan.chosen(run[0])] = state.read
             dispatched.append((run, state.chosen, state.pairs))
@@ -105,7 +116,7 @@ class _Routed(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None, _: Any) -> tuple[Any, ...]:
         query, *tensors, output, lse = ctx.saved_tensors  # once: gradient checkpointing forbids a second look
         dtype = query.dtype
-        none = (None,) * 4
+        none = (None,) * 5
         if grad is None and grad_lse is None:
             return (None,) * 9 + none
         if grad is None:
@@ -148,19 +159,11 @@ class _Group:
         self.read: Tensor | None = None
         self.pairs: Pairs | None = None
 
-    def new_room(self) -> Tensor:
-        """Memory for the results of all pairs."""
-        wide = accumulation_dtype(self.query.dtype)
-        n_pairs = self.query.shape[:-1].numel() * self.plan.n_chosen
-        most = n_pairs + TILES[1] * self.n_trees * self.n_leaves
-        return self.query.new_empty((most, self.leaves.value.shape[-1]), dtype=wide)
-
-    def forward(self, room: Tensor, descent: Descent) -> tuple[Tensor, Tensor]:
-        """Output and lse of the blocks; `room` is overwritten."""
+    def forward(self, output: Tensor, room: Tensor, descent: Descent) -> Tensor:
+        """Fill the blocks' `output`, in the accumulation dtype, and return their lse; `room` is overwritten."""
         plan, query = self.plan, self.query
         lead = query.shape[:-1]
-        output, lse = self._columns_forward()
-        lses = [lse[..., None]]
+        lses = [self._columns_forward(output)[..., None]]
         strips: list[list[Strip]] = []
         if self.local is not None:
             strips = list(attend_local(query, *self.local, plan.scale, self.backend))
@@ -184,7 +187,7 @@ class _Group:
         if self.pairs is not None:
             share = weights[..., 1 + len(strips) :].reshape(self.pairs.slots.shape)
             output += sum_pairs(pair_output, share, self.pairs).view(output.shape)
-        return output, total
+        return total
 
     def backward(self, grad: Tensor, output: Tensor, lse: Tensor, sums: list[Tensor | None]) -> None:
         """Add the gradients of these blocks to `sums`."""
@@ -210,20 +213,19 @@ class _Group:
     def _block(self, tensor: Tensor, place: int) -> Tensor:
         return tensor[:, place].flatten(1, 2)  # [T, G * t, ...]
 
-    def _columns_forward(self) -> tuple[Tensor, Tensor]:
-        outputs, lses = [], []
+    def _columns_forward(self, outputs: Tensor) -> Tensor:
+        """Fill `outputs` and return the lse of the columns."""
+        lses = []
         for place, block in enumerate(self.run):
             columns = self.plan.columns(self.column_tensors, block)
             output, lse, chosen = attend_columns(
                 self._block(self.query, place), columns, self.plan.chosen(block), self.plan.scale,
                 self.backend.at(f"columns {block}").dropout,
             )  # fmt: skip
-            outputs.append(output)
+            outputs[:, place] = output.view(outputs[:, place].shape)
             lses.append(lse)
             self.chosen.append(chosen)
-        lead = self.query.shape[:-1]
-        output, lse = torch.stack(outputs, dim=1), torch.stack(lses, dim=1)
-        return output.view(*lead, -1), lse.view(lead)
+        return torch.stack(lses, dim=1).view(self.query.shape[:-1])
 
     def _columns_backward(self, grad: Tensor, output: Tensor, lse: Tensor, sums: list[Tensor | None]) -> None:
         product = (grad.to(lse.dtype) * output.to(lse.dtype)).sum(-1)
