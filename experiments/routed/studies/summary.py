@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import exp, log
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -12,13 +13,17 @@ from typing import Any
 from prescore.records import Record, read_records
 
 
+TINY = 1e-9
+"""Below this an error is rounding."""
+
+
 @dataclass(frozen=True)
 class Line:
     """One variant; errors and their spreads in thousandths.
 
-    `error` is the mean over (layer, head), `spread` its standard error; `ratio` compares with the study's
-    reference and `ratio_spread` is the standard error of the paired difference over the reference's mean; `better`
-    is the share of heads with less error than the reference.
+    `error` is the mean over (layer, head), `spread` its standard error. Heads differ far more than variants do, so
+    `ratio` compares head by head: the geometric mean of error over the reference's error, `ratio_spread` its
+    standard error; `better` is the share of heads with less error than the reference.
     """
 
     label: str
@@ -63,15 +68,16 @@ def summarise(study: str, out: Path) -> list[Line]:
         own, reference = cells[label], cells.get(REFERENCES[study](label))
         if reference is None:
             raise ValueError(f"{path} must hold the reference of {label!r}, got none: finish the study first")
-        difference = [a - b for a, b in zip(own, reference, strict=True)]
+        ratios = [log(max(a, TINY) / max(b, TINY)) for a, b in zip(own, reference, strict=True)]
+        ratio = exp(fmean(ratios))
         lines.append(
             Line(
                 label,
                 record.config["settings"],
                 1e3 * fmean(own),
                 1e3 * standard_error(own),
-                fmean(own) / fmean(reference),
-                standard_error(difference) / fmean(reference),
+                ratio,
+                ratio * standard_error(ratios),
                 fmean(a < b for a, b in zip(own, reference, strict=True)),
                 *(record.figures[name] for name in ("far_rows", "stand_ins", "cpu_seconds")),
             )
@@ -93,7 +99,7 @@ def _cells(record: Record) -> list[float]:
 
 def markdown(lines: Sequence[Line]) -> str:
     """A table for a page."""
-    rows = ["| variant | error, thousandths | against reference | heads better | far rows + stand-ins |"]
+    rows = ["| variant | error, thousandths | ratio to reference | heads better | far rows + stand-ins |"]
     rows.append("|---|---|---|---|---|")
     for line in lines:
         same = line.ratio == 1 and line.ratio_spread == 0
