@@ -21,8 +21,9 @@ CHOICES = (
     "calibrated", "true mass",
 )  # fmt: skip
 LOGITS = (
-    "plain", "half variance", "half variance, clipped at 1", "half variance, diagonal",
-    "half variance, diagonal, clipped at 1", "half variance, one direction", "calibrated", "true mass",
+    "plain", "plus 0.5", "plus 1", "plus 1.5", "plus 2", "half variance", "half variance, clipped at 1",
+    "half variance, diagonal", "half variance, diagonal, clipped at 1", "half variance, one direction",
+    "calibrated", "true mass",
 )  # fmt: skip
 VALUES = ("plain", "first order", "first order, damped", "weighted", "true mean")
 
@@ -43,6 +44,8 @@ def _gain(name: str, view: View, clusters: Clusters) -> Tensor:
     """`[Hkv, G, P, M]` (or broadcast to it), added to a stand-in's logit."""
     if name == "plain":
         return torch.zeros(())
+    if name.startswith("plus"):
+        return torch.tensor(float(name.split()[1]))
     if name == "true mass":
         return _log_mass(view.logits[..., view.far], clusters) - scores(view, clusters)
     if name == "calibrated":

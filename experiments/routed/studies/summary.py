@@ -12,7 +12,6 @@ from typing import Any
 
 from prescore.records import Record, read_records
 
-
 TINY = 1e-9
 """Below this an error is rounding."""
 
