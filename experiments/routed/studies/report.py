@@ -11,22 +11,27 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from run import STUDIES
+from run import STUDIES, study_variants
 from summary import Line, markdown, summarise
 
 from prescore.records import read_records
 from prescore.report.plots import COLOURS, bars, figure
 
 ERROR = "relative squared error, thousandths"
+RATIO = "error over the reference's (black), geometric mean over heads"
 
 
 def draw_bars(lines: Sequence[Line], path: Path, title: str, *, log: bool = False) -> None:
-    """One bar per variant, the reference dark."""
-    with figure(path, (7.0, 0.9 + 0.24 * len(lines))) as (_, axes):
+    """Error over the reference's, head by head; oracles that leave no error have no bar."""
+    lines = [line for line in lines if line.ratio > 0.01]
+    with figure(path, (6.0, 0.9 + 0.2 * len(lines))) as (_, axes):
         colours = [COLOURS[7] if line.ratio == 1 and not line.ratio_spread else COLOURS[0] for line in lines]
-        spreads = [line.spread for line in lines]
-        bars(axes, [line.label for line in lines], [line.error for line in lines], spreads, colours)
-        axes.set(title=title, xlabel=ERROR)
+        spreads = [line.ratio_spread for line in lines]
+        bars(
+            axes, [line.label.split(": ")[-1] for line in lines], [line.ratio for line in lines], spreads, colours
+        )
+        axes.axvline(1, color=COLOURS[7], linewidth=0.8)
+        axes.set(title=title, xlabel=RATIO)
         if log:
             axes.set_xscale("log")
 
@@ -81,7 +86,7 @@ def draw_shared(lines: Sequence[Line], path: Path, title: str) -> None:
 
 def draw_ways(lines: Sequence[Line], path: Path, title: str, out: Path) -> None:
     """Errors, and time and loss where they were measured."""
-    shown = [x for x in lines if x.settings["rows"] == 512]
+    shown = [x for x in lines if x.settings["rows"] == 512 and x.settings["leaf"] != 32]
     draw_bars(shown, path, title)
     times = out / "ways-time.jsonl"
     if times.exists():
@@ -144,10 +149,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "ways": lambda *drawing: draw_ways(*drawing, options.out),
         "selection": lambda *drawing: draw_bars(*drawing, log=True),
         "hyper": lambda *drawing: draw_bars(*drawing, log=True),
-        "stand_ins": lambda *drawing: draw_bars(*drawing, log=True),
+        "stand_ins": lambda lines, *drawing: draw_bars([x for x in lines if x.settings["leaf"] == 128], *drawing),
     }  # fmt: skip
     for study in STUDIES:
-        lines = summarise(study, options.out)
+        places = {variant.label: place for place, variant in enumerate(study_variants(study))}
+        lines = sorted(summarise(study, options.out), key=lambda line: places[line.label])
         if lines:
             (options.to / f"{study}.md").write_text(markdown(lines))
             special.get(study, draw_bars)(lines, options.to / f"{study}.png", TITLES[study])

@@ -12,13 +12,13 @@ STUDY = "budgets"
 
 
 def variants() -> list[Variant]:
-    """Equal rows, then every rule in every scope, at three sizes of leaves."""
+    """Equal rows, then every rule in every scope, at two sizes of leaves."""
     rules: dict[str, Budgets | None] = {"equal rows": None}
     for scope, words in (("head", "heads of a layer"), ("layer", "layers"), ("all", "layers and heads")):
         for rule in ("unresolved", "root", "greedy"):
             rules[f"{words}, {rule}"] = Budgets(scope, rule)
     made = []
-    for leaf in (128, 64, 32):
+    for leaf in (128, 64):
         for label, budgets in rules.items():
             settings = {"leaf": leaf, "budgets": None if budgets is None else asdict(budgets)}
             made.append(

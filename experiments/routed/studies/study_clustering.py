@@ -11,9 +11,9 @@ STUDY = "clustering"
 
 
 def variants() -> list[Variant]:
-    """Both methods, three sizes of clusters, with and without singles, in trees of 2048 and of 512 keys."""
+    """Both methods, two sizes of clusters, with and without singles, in trees of 2048 and of 512 keys."""
     made = []
-    for leaf in (128, 64, 32):
+    for leaf in (128, 64):
         for trees, singles in (("2048", 1 / 128), ("2048", 0.0), ("512", 1 / 128)):
             for method in ("tree", "k-means"):
                 clustering = Clustering(leaf=leaf, singles=singles, trees=trees, method=method)

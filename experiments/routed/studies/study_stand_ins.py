@@ -10,13 +10,13 @@ STUDY = "stand_ins"
 
 
 def variants() -> list[Variant]:
-    """One part corrected at a time, then pairs; without singles and at leaves of 64 only the corrected logits."""
+    """One part corrected at a time, then pairs; at leaves of 64 only corrected logits."""
     logits = [("plain", name, "plain") for name in LOGITS]
     parts = [(name, "plain", "plain") for name in CHOICES[1:]] + [("plain", "plain", name) for name in VALUES[1:]]
     pairs = [("calibrated", "calibrated", "plain"), ("calibrated", "calibrated", "weighted")]
     pairs += [("true mass", "true mass", "plain"), ("true mass", "true mass", "true mean")]
     made = []
-    for leaf, singles, tried in ((128, 1 / 128, logits + parts + pairs), (64, 1 / 128, logits), (64, 0.0, logits)):
+    for leaf, singles, tried in ((128, 1 / 128, logits + parts + pairs), (64, 1 / 128, logits)):
         for choice, logit, value in tried:
             clustering = Clustering(leaf=leaf, singles=singles)
             named = {"choice": choice, "logit": logit, "value": value}
