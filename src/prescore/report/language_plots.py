@@ -68,7 +68,7 @@ def plot_budgets(summaries: Sequence[Summary], path: str | Path, title: str) -> 
             row[0].set_ylabel("loss, nats per token")
         for axes in grid[-1]:
             axes.set_xlabel("top_k per block")
-        _bound_losses(grid[0][0], summaries, times=8)
+        _bound_losses(grid[0][0], summaries, times=15)
         _shared_legend(drawn, grid[0][0])
 
 
