@@ -43,6 +43,13 @@ def command(
             min=1, help="Heads exact attention is measured on; its time is then scaled.  [default: 1 above 32768]"
         ),
     ] = None,
+    memory: Annotated[
+        str,
+        typer.Option(
+            help="Memory that a call frees is kept for the next (as jemalloc does), or goes back to the system, "
+            "whose page faults then count: kept or system."
+        ),
+    ] = "kept",
     seed: Seed = 0,
     out: Out = None,
     json: Json = False,
@@ -59,6 +66,7 @@ def command(
     # the profiler behind the shares writes its own start and stop to stderr; read when torch is first imported
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     from prescore import checks
+    from prescore.evaluation.freed_memory import KEPT, choose_freed_memory
     from prescore.evaluation.speed import METHODS, Setting, decode_rows, length_rows
     from prescore.evaluation.speed_studies import scoring_rows, short_rows
     from prescore.report import speed as report
@@ -69,13 +77,14 @@ def command(
         checks.one_of("--study", name, _STUDIES)
     lengths = sorted(set(n or ([1024, 2048, 4096] if quick else [2**p for p in range(10, 18)])))
     methods = tuple(method or METHODS)
+    freed = choose_freed_memory(memory)
 
     def setting(length: int, is_causal: bool, is_backward: bool, **changes: int) -> Setting:
         few = exact_heads or (1 if length > 32768 else heads)
         fields = {"top_k": top_k, **changes}
         made = Setting(
             length, is_causal, is_backward, heads, dim, dtype, min(few, heads), repeats,
-            min_seq_len=min_seq_len, methods=methods, **fields,
+            min_seq_len=min_seq_len, methods=methods, memory=freed, **fields,
         )  # fmt: skip
         for name in methods:
             made.config(name)
@@ -117,5 +126,6 @@ def command(
         session.show(report.short_table(records).to_rich())
     if report.kinds(records):
         report.plot(records, session.out / "speed.png")
-        session.say(f"plot: {session.out / 'speed.png'}")
+        regime = "kept for the next" if freed == KEPT else "given back to the system"
+    session.say(f"memory that a call frees: {regime}")
     session.say(f"records: {session.file.path}")

@@ -19,6 +19,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from prescore.attention.routed_reference import routed_reference
 from prescore.config import PrescoreConfig
 from prescore.decoding.state import SelectionState
+from prescore.evaluation.freed_memory import SYSTEM
 from prescore.evaluation.speed_check import exact_rows, planned_rows
 from prescore.pipeline import attend_with_plan, prescored_attention
 from prescore.records import Row
@@ -34,7 +35,7 @@ TOLERANCE_HALF = 3e-2
 
 @dataclass(frozen=True)
 class Setting:
-    """One point of the study; every field goes into the record."""
+    """One point of the study; every field goes into the record. `memory`: see `freed_memory.py`."""
 
     n: int
     causal: bool
@@ -48,6 +49,7 @@ class Setting:
     n_clusters: int | None = None
     min_seq_len: int = 2048
     methods: tuple[str, ...] = METHODS
+    memory: str = SYSTEM
 
     def config(self, method: str) -> PrescoreConfig:
         """The configuration a method name stands for: the paper's preset, or the library's default."""
