@@ -126,6 +126,7 @@ def command(
         session.show(report.short_table(records).to_rich())
     if report.kinds(records):
         report.plot(records, session.out / "speed.png")
-        regime = "kept for the next" if freed == KEPT else "given back to the system"
+        session.say(f"plot: {session.out / 'speed.png'}")
+    regime = "kept for the next" if freed == KEPT else "given back to the system"
     session.say(f"memory that a call frees: {regime}")
     session.say(f"records: {session.file.path}")
