@@ -79,7 +79,8 @@ class PrescoreConfig:
         sample_size: Residual samples, with replacement; 0 switches the residual off.
         n_projections: Hash bits.
         alignment: Which block a query reads: `rank` (published) or `hash` (strictly causal in queries too).
-        min_seq_len: Causal leaves of this many keys are exact. HyperAttention over a full or off-diagonal
+        min_seq_len: Causal leaves of this many keys are exact; `routed`: queries before this position, and whole
+            calls without a causal mask that are shorter (reading all is faster there, and exact). HyperAttention over a full or off-diagonal
             block becomes exact attention over the same (selected) keys when it has fewer queries than this;
             an off-diagonal block counts the positions of its grid cell, so that nothing depends on how
             many later tokens there are.
@@ -116,7 +117,7 @@ class PrescoreConfig:
     sample_size: int = 256
     n_projections: int = 7
     alignment: str = "hash"
-    min_seq_len: int = 1024
+    min_seq_len: int = 4096
     leaf_inclusive: bool = False
     remainder: str = "centroids"
     coupling: Coupling = field(default_factory=Coupling)

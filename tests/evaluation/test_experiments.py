@@ -109,5 +109,5 @@ def test_the_default_experiment_changes_nothing_but_the_rows():
     usual = PrescoreConfig().to_dict()
     for method in methods[2:]:
         changed = {name for name, value in method.settings.items() if value != usual[name]}
-        assert changed <= {"rows", "min_seq_len"}
+        assert changed <= {"rows"}
     assert methods[1].settings == {"leaf": 512}

@@ -179,8 +179,8 @@ def cost(scale: Scale) -> Iterator[Method]:
 def default_rows(scale: Scale) -> Iterator[Method]:
     """The default, and nothing of it changed but the far rows per query."""
     for rows in ROWS:
-        method = default_method(scale, rows=rows)
-        yield Method(f"default, {rows} rows", method.kind, method.settings, {**method.axes, "rows": rows})
+        config = PrescoreConfig(**{"rows": rows, **scale.overrides})
+        yield prescored(f"default, {rows} rows", config, rows=rows)
 
 
 def default_method(scale: Scale, **changes: Any) -> Method:
