@@ -80,8 +80,9 @@ class PrescoreConfig:
         n_projections: Hash bits.
         alignment: Which block a query reads: `rank` (published) or `hash` (strictly causal in queries too).
         min_seq_len: Causal leaves of this many keys are exact; `routed`: queries before this position, and whole
-            calls without a causal mask that are shorter (reading all is faster there, and exact). HyperAttention over a full or off-diagonal
-            block becomes exact attention over the same (selected) keys when it has fewer queries than this;
+            calls without a causal mask that are shorter (reading all is faster there, and exact).
+            HyperAttention over a full or off-diagonal block becomes exact attention over the same (selected)
+            keys when it has fewer queries than this;
             an off-diagonal block counts the positions of its grid cell, so that nothing depends on how
             many later tokens there are.
         leaf_inclusive: The paper's "blockwise" flag: "at most this many" instead of "fewer".
