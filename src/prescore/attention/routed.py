@@ -23,12 +23,15 @@ from prescore.attention.exact import exact_parts
 from prescore.attention.kernels import Backend, as_backend
 from prescore.attention.parts import attend_parts
 from prescore.attention.routed_clusters import Clusters, TreeBuilder, build_clusters
-from prescore.attention.routed_core import Sources, attend_routed, new_room
+from prescore.attention.routed_core import Sources, attend_routed
 from prescore.attention.routed_layout import Layout, make_layout
 from prescore.attention.routed_levels import columns_in, single_ranges, stand_in_ranges
 from prescore.attention.routed_plan import Plan
 from prescore.config import PrescoreConfig
 from prescore.types import Attended
+
+Lane = tuple[Tensor, Tensor, Tensor, Tensor | None]
+"""Query blocks, keys, values and valid keys of some sequences."""
 
 QUERY_BLOCK = 512
 PAIRS_AT_ONCE = 2**18
@@ -82,15 +85,10 @@ def routed_attention(
     if n_exact < layout.n_query:
         frame = Frame.of(query, key.shape[1], layout, n_exact)
         bounded = error_bar or config.tolerance is not None
-        lanes, room = [], None
+        lanes = []
         for number, lane in enumerate(frame.lanes(query[:, :, n_exact:], key, value, valid)):
             plan = _plan(layout, frame, scale, chosen.at(f"lane {number}"))
-            blocks, lane_key, lane_value, lane_valid = lane
-            clusters = build_clusters(lane_key, lane_value, layout, lane_valid, tree_builder)
-            sources = _sources(lane_key, lane_value, layout, clusters, frame)
-            room = new_room(blocks, sources, plan) if room is None else room  # the first lane is the largest
-            output, lse, read = attend_routed(blocks, sources, plan, room)
-            lanes.append((output, lse, *(unread_bounds(blocks, lse, read, clusters, plan) if bounded else ())))
+            lanes.append(_attend_lane(lane, frame, plan, tree_builder, bounded))
         output, lse, *bounds = (torch.cat(part) for part in zip(*lanes, strict=True))
         results.append(Attended(frame.join(output), frame.join(lse[..., None]).squeeze(-1)))
         if bounded:
@@ -103,6 +101,17 @@ def routed_attention(
         bar = ErrorBar(*(torch.cat([getattr(b, f) for b in bars], dim=2) for f in ("lost", "misplaced")))
         whole = _within_tolerance(whole, bar, query, key, value, valid, layout, config, scale, chosen, stats)
     return whole, stats
+
+
+def _attend_lane(
+    lane: Lane, frame: Frame, plan: Plan, tree_builder: TreeBuilder, bounded: bool
+) -> tuple[Tensor, ...]:
+    """Output, lse and, where asked for, bounds of some sequences."""
+    blocks, key, value, valid = lane
+    clusters = build_clusters(key, value, plan.layout, valid, tree_builder)
+    sources = _sources(key, value, plan.layout, clusters, frame)
+    output, lse, read = attend_routed(blocks, sources, plan)
+    return output, lse, *(unread_bounds(blocks, lse, read, clusters, plan) if bounded else ())
 
 
 def _within_tolerance(
@@ -175,9 +184,7 @@ class Frame:
         shape = (self.batch * self.n_kv_heads, self.group, self.n_blocks, self.size, query.shape[-1])
         return filled.reshape(shape).transpose(1, 2)
 
-    def lanes(
-        self, query: Tensor, key: Tensor, value: Tensor, valid: Tensor | None
-    ) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor | None]]:
+    def lanes(self, query: Tensor, key: Tensor, value: Tensor, valid: Tensor | None) -> Iterator[Lane]:
         """Some sequences (key heads of the batch) at a time, so that what is made on the way is memory in use.
 
         Fresh memory costs more than the arithmetic: a long sequence goes alone, short ones go together. Yields

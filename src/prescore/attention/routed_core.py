@@ -56,23 +56,13 @@ class Sources:
     leaf_bias: Tensor | None
 
 
-def new_room(query: Tensor, sources: Sources, plan: Plan) -> Tensor:
-    """Memory for the results of all pairs of one dispatch, to be used again by the next."""
-    n_trees, n_leaves = sources.leaves[0].shape[:2]
-    longest = max(len(run) for run in plan.groups())
-    n_pairs = query[:, :longest].shape[:-1].numel() * plan.n_chosen
-    most = n_pairs + TILES[1] * n_trees * n_leaves
-    return query.new_empty((most, sources.leaves[1].shape[-1]), dtype=accumulation_dtype(query.dtype))
-
-
-def attend_routed(query: Tensor, sources: Sources, plan: Plan, room: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def attend_routed(query: Tensor, sources: Sources, plan: Plan) -> tuple[Tensor, Tensor, Tensor]:
     """Attend to all sources at once.
 
     Args:
         query: `[T, n, G, t, D]`: blocks of `t` positions, `G` query heads per key head.
         sources: What can be seen.
         plan: What each block sees of it.
-        room: See `new_room`; overwritten.
 
     Returns:
         Output `[T, n, G, t, Dv]`, lse `[T, n, G, t]`, and the leaves read `[T, n, G * t, J]`, -1 for none.
@@ -80,7 +70,7 @@ def attend_routed(query: Tensor, sources: Sources, plan: Plan, room: Tensor) -> 
     local = sources.local or (None, None)
     result: tuple[Tensor, Tensor, Tensor] = _Routed.apply(  # type: ignore[no-untyped-call]
         query, *local, *sources.means, *sources.singles, *sources.leaves,
-        sources.log_count, sources.single_bias, sources.leaf_bias, room, plan,
+        sources.log_count, sources.single_bias, sources.leaf_bias, plan,
     )  # fmt: skip
     return result
 
@@ -88,12 +78,13 @@ def attend_routed(query: Tensor, sources: Sources, plan: Plan, room: Tensor) -> 
 class _Routed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-        tensors, room, plan = rest[:-2], rest[-2], rest[-1]
+        tensors, plan = rest[:-1], rest[-1]
         shape, wide = query.shape, accumulation_dtype(query.dtype)
         output = query.new_empty((*shape[:-1], tensors[7].shape[-1]))
         lse = query.new_empty(shape[:-1], dtype=wide)
         read = torch.full((*shape[:2], shape[2] * shape[3], plan.n_chosen), -1, device=query.device)
         dispatched: list[tuple[range, list[Tensor], Pairs | None]] = []
+        room = _new_room(query, tensors[6], tensors[7], plan)
         descent = Descent(tensors[2].split(plan.layout.level_sizes, dim=1))
         for run in plan.groups():
             state = _Group(query[:, run.start : run.stop], tensors, plan, run)
@@ -116,7 +107,7 @@ class _Routed(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None, _: Any) -> tuple[Any, ...]:
         query, *tensors, output, lse = ctx.saved_tensors  # once: gradient checkpointing forbids a second look
         dtype = query.dtype
-        none = (None,) * 5
+        none = (None,) * 4
         if grad is None and grad_lse is None:
             return (None,) * 9 + none
         if grad is None:
@@ -138,6 +129,14 @@ class _Routed(torch.autograd.Function):
             state.chosen, state.pairs = chosen, pairs
             state.backward(grad[:, blocks], output[:, blocks], lse[:, blocks], sums)
         return (*(None if t is None else t.to(dtype) for t in sums), *none)
+
+
+def _new_room(query: Tensor, leaf_key: Tensor, leaf_value: Tensor, plan: Plan) -> Tensor:
+    """Memory for the results of all pairs of one dispatch, to be used again by the next."""
+    longest = max(len(run) for run in plan.groups())
+    n_pairs = query[:, :longest].shape[:-1].numel() * plan.n_chosen
+    most = n_pairs + TILES[1] * leaf_key.shape[:2].numel()
+    return query.new_empty((most, leaf_value.shape[-1]), dtype=accumulation_dtype(query.dtype))
 
 
 class _Group:
