@@ -28,7 +28,8 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=8192)
     parser.add_argument("--windows", type=int, default=2)
     parser.add_argument("--counted", type=int, default=1024, help="last positions that count in the loss")
-    parser.add_argument("--top-k", type=int, default=320, help="keys that random selection keeps in each block")
+    parser.add_argument("--top-k", type=int, default=520, help="keys that random selection keeps in each block")
+    parser.add_argument("--only", nargs="+", help="labels of the methods to measure (default: all)")
     parser.add_argument("--threads", type=int, default=2)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
@@ -42,6 +43,7 @@ def main() -> None:
     if begin is not None:
         windows = [Window(w.document, torch.cat((torch.tensor([begin]), w.tokens[1:])), w.first) for w in windows]
     methods = [exact(), local(512), named("default", leaf=512), named("random", leaf=512, top_k=options.top_k)]
+    methods = [method for method in methods if not options.only or method.label in options.only]
     for window in windows:
         for method in methods:
             figures = measure_loss(loaded, window, method)
