@@ -23,7 +23,7 @@ from prescore.attention.kernels import Backend, accumulation_dtype
 from prescore.attention.parts import Part, attend_parts
 from prescore.attention.routed_clusters import Clusters
 from prescore.attention.routed_layout import FAN, Layout
-from prescore.attention.routed_levels import new_singles, shares_of
+from prescore.attention.routed_levels import new_singles, shares_of, singles_of_nodes
 from prescore.attention.routed_plan import Plan
 from prescore.types import Attended
 
@@ -113,21 +113,17 @@ def node_radii(layout: Layout, clusters: Clusters, radius: Tensor) -> list[Tenso
         radius: `[T, M]` of the leaves.
     """
     below, *levels = clusters.mean_key.detach().to(radius.dtype).split(layout.level_sizes, dim=1)
-    singles = clusters.single_key.detach()[:, layout.sinks :].to(radius.dtype)
-    by_piece = singles[:, : layout.n_joined * layout.large_singles].unflatten(
-        1, (layout.n_joined, layout.large_singles)
-    )
+    first, n_singles = layout.sinks, layout.n_joined * layout.large_singles
+    singles = clusters.single_key.detach()[:, first : first + n_singles].to(radius.dtype)
     radii = []
     for level, means in enumerate(levels, start=1):
         n_nodes = means.shape[1]
         children = below[:, : n_nodes * FAN].unflatten(1, (n_nodes, FAN))
         away = torch.linalg.vector_norm(children - means[:, :, None], dim=-1)
         radius = (away + radius[:, : n_nodes * FAN].unflatten(1, (n_nodes, FAN))).amax(-1)
-        new = new_singles(layout, level)
-        if new:
-            some = by_piece[:, :, layout.kept :] if level == 1 else by_piece[:, :, : layout.kept]
-            some = some.flatten(1, 2)[:, : n_nodes * new].unflatten(1, (n_nodes, new))
-            radius = torch.maximum(radius, torch.linalg.vector_norm(some - means[:, :, None], dim=-1).amax(-1))
+        if new_singles(layout, level):
+            own = singles_of_nodes(layout, level, singles, n_nodes)
+            radius = torch.maximum(radius, torch.linalg.vector_norm(own - means[:, :, None], dim=-1).amax(-1))
         radii.append(radius)
         below = means
     return radii

@@ -99,6 +99,15 @@ def new_singles(layout: Layout, level: int) -> int:
     return of_piece * int(FAN**level) // layout.large_leaves
 
 
+def singles_of_nodes(layout: Layout, level: int, singles: Tensor, n_nodes: int) -> Tensor:
+    """`[T, pieces * singles, D] -> [T, nodes, new, D]`: the singles that `new_singles` counts, node by node."""
+    by_piece = singles.unflatten(1, (-1, layout.large_singles))
+    some = by_piece[:, :, layout.kept :] if level == 1 else by_piece[:, :, : layout.kept]
+    new = new_singles(layout, level)
+    grouped: Tensor = some.flatten(1, 2)[:, : n_nodes * new].unflatten(1, (n_nodes, new))
+    return grouped
+
+
 def read_shares(layout: Layout) -> list[float]:
     """For each level, what the logit of a chosen stand-in gains: log of the share that is left to stand for."""
     return [-math.inf, *(math.log1p(-layout.leaf / count) for count in level_counts(layout)[1:])]
@@ -113,14 +122,12 @@ def coarser(layout: Layout, leaves: Tensor, singles: Tensor) -> list[Tensor]:
         singles: `[T, pieces * singles, D]` of the large pieces, most unlike first in each.
     """
     sums = leaves.to(accumulation_dtype(leaves.dtype)) * layout.leaf
-    by_piece = singles.to(sums.dtype).unflatten(1, (-1, layout.large_singles)) if layout.singles else singles
     means = []
     for level, count in enumerate(level_counts(layout)[1:], start=1):
-        n_nodes, new = sums.shape[1] // FAN, new_singles(layout, level)
+        n_nodes = sums.shape[1] // FAN
         sums = sums[:, : n_nodes * FAN].unflatten(1, (n_nodes, FAN)).sum(2)
-        if new:
-            some = by_piece[:, :, layout.kept :] if level == 1 else by_piece[:, :, : layout.kept]
-            sums = sums + some.flatten(1, 2)[:, : n_nodes * new].unflatten(1, (n_nodes, new)).sum(2)
+        if new_singles(layout, level):
+            sums = sums + singles_of_nodes(layout, level, singles.to(sums.dtype), n_nodes).sum(2)
         means.append((sums / count).to(leaves.dtype))
     return means
 
