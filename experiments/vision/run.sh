@@ -24,7 +24,7 @@ heavy() { # FOLDER ARGUMENTS...
 rows=(--samples 32 --samples 64 --samples 96 --samples 128)
 baselines=(--method random --method leverage --method key-norm --method key-diff)
 rules=(--method kmeans --method kmeans-farthest-sample --method kmeans-cluster-share --method kmeans-balanced --method kmedian)
-ours=(--method key-diff+centroids --method kmeans-farthest+centroids --method centroids)
+ours=(--method key-diff+centroids --method centroids)
 long=(--resolution 384 --limit 200)
 
 # the bars: best configuration, class token protected, three seeds, all images
