@@ -1,7 +1,9 @@
 """The paper's grids, scaled."""
 
 import pytest
+import torch
 
+from prescore import prescored_attention
 from prescore.config import PrescoreConfig
 from prescore.evaluation.experiments import (
     COUPLINGS,
@@ -26,14 +28,30 @@ def test_at_the_papers_length_the_counts_are_the_papers():
     assert kept == {0, 32, 128, 512, 2048, 8192, 16384}
 
 
+def test_a_budget_of_half_the_length_filters_nothing():
+    """So the grid may run it for one scorer: every other one gives the same output, which is HyperAttention's."""
+    query, key, value = torch.randn(3, 1, 2, 64, 8, generator=torch.Generator().manual_seed(0))
+    scale = Scale(64, leaf=8)
+
+    def output(scorer: str, top_k: int):
+        config = PrescoreConfig.from_dict(dict(scale.prescored(scorer, top_k, 8192).settings))
+        generator = torch.Generator().manual_seed(1)
+        return prescored_attention(query, key, value, is_causal=True, config=config, generator=generator)
+
+    plain = output("kmeans", 0)
+    for scorer in ("kmeans", "kmedian", "leverage", "gaussian-kmeans"):
+        torch.testing.assert_close(output(scorer, 16384), plain)
+    assert not torch.allclose(output("kmeans", 8192), plain)
+
+
 def test_appendix_a_at_an_eighth_is_the_grid_of_the_issue():
     found = configs("appendix-a", Scale(4096))
     assert {config.top_k for _, config in found} == {0, 4, 16, 64, 256, 1024, 2048}
     assert {config.sample_size for _, config in found} == {0, 32}
     assert {config.min_seq_len for _, config in found} == {512}
     assert {config.leaf_inclusive for _, config in found} == {False, True}
-    # 4 scorers by 6 budgets by 2 by 2, and the rows without a selection once for all scorers
-    assert len(found) == 4 * 6 * 4 + 4
+    # 4 scorers by 5 budgets by 2 by 2, and once for all scorers the rows that select nothing or everything
+    assert len(found) == 4 * 5 * 4 + 4 + 4
     assert {config.sinks for _, config in found} == {0}
     assert {config.sinks for _, config in configs("appendix-a", Scale(4096, sinks=4))} == {4}
     assert {method.axes["fraction"] for method, _ in found} == {

@@ -119,6 +119,17 @@ def test_appendix_a_has_the_papers_columns_and_order():
     assert [line[0] for line in lines[7:]] == ["Leverage"] * 6
 
 
+def test_a_line_that_keeps_every_key_is_every_scorers():
+    whole = grid(("kmeans", "leverage"))
+    axes = {"scorer": "kmeans", "top_k": 2048, "paper_top_k": 16384, "fraction": 0.5, "sample_size": 32}
+    axes |= {"paper_sample_size": 256, "blockwise": False}
+    whole.append(record("all", "prescored", 2.5, **axes))
+    lines = list(csv.reader(io.StringIO(paper_csv("appendix-a", summarise(whole)))))
+    kept = [line for line in lines if line[1] == "2048"]
+    assert [line[0] for line in kept] == ["K-means", "Leverage"]
+    assert [float(line[3]) for line in kept] == [pytest.approx(math.exp(2.5))] * 2
+
+
 def test_appendix_i_has_a_column_per_sample_size():
     lines = list(csv.reader(io.StringIO(paper_csv("appendix-i", summarise(grid(("gaussian-kmeans",)))))))
     assert lines[0] == ["Top K", "PPL, Sample Size = 32", "PPL, Sample Size = 0", "Paper's Top K"]

@@ -234,6 +234,14 @@ def default_leaf(name: str | None, length: int) -> int:
     return PrescoreConfig().chunk_size if name == "default" else max(1, length * PAPER_LEAF // PAPER_LENGTH)
 
 
+def keeps_every_key(fraction: float) -> bool:
+    """Whether a budget of that share of the length filters nothing, so that all scorers give one result.
+
+    Causal recursion halves the sequence: no block has more keys than that.
+    """
+    return fraction >= 1 / 2
+
+
 def _grid(
     scale: Scale,
     scorers: Sequence[str],
@@ -248,6 +256,8 @@ def _grid(
                 for inclusive in rules:
                     # without a selection neither the scorer nor its coupling plays a part
                     own = (scorer, coupling) if top_k else ("kmeans", "corrected")
+                    if keeps_every_key(scale.count(top_k) / scale.length):
+                        own = (scorers[0], coupling)
                     yield scale.prescored(own[0], top_k, n_samples, inclusive=inclusive, coupling=own[1])
 
 

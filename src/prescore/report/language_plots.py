@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from prescore.report.language_summary import Summary, find
+from prescore.report.language_summary import Summary, find, holds_for
 from prescore.report.plots import COLOURS, bars, figure
 
 _DASHED = (0, (4, 2))
@@ -54,7 +54,7 @@ def plot_budgets(summaries: Sequence[Summary], path: str | Path, title: str) -> 
                 _references(axes, summaries)
                 for place, count in enumerate(samples):
                     same = [s for s in inside if s.axes["sample_size"] == count]
-                    line = [s for s in same if s.axes["scorer"] == scorer]
+                    line = [s for s in same if s.axes["scorer"] != "none" and holds_for(s, scorer)]
                     _line(axes, line, "top_k", f"selection, {count} samples", place, dashed=False)
                     for s in same:
                         if s.axes["scorer"] == "none":

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from prescore.evaluation.experiments import keeps_every_key
 from prescore.records import Record
 
 # two-sided 95 % points of Student's t for 1, 2, ... degrees of freedom; beyond, the normal one is close enough
@@ -153,3 +154,9 @@ def _gap(losses: Sequence[float], exact: Sequence[float], local: Sequence[float]
     floor, best, own = (statistics.fmean(values) for values in (local, exact, losses))
     # a model that reads no better with its far context than without has no gap to close
     return None if floor <= best else (floor - own) / (floor - best)
+
+
+def holds_for(summary: Summary, scorer: str) -> bool:
+    """Whether a line of a grid is one of that scorer's: its own, or one where no scorer plays a part."""
+    axes = summary.axes
+    return axes.get("scorer") in (scorer, "none") or keeps_every_key(axes.get("fraction", 0.0))

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from prescore.records import Record
-from prescore.report.language_summary import Summary
+from prescore.report.language_summary import Summary, holds_for
 from prescore.report.tables import MISSING, Table, number
 
 _NAMES = {
@@ -146,7 +146,7 @@ def _appendix_a(summaries: Sequence[Summary]) -> Lines:
         ["Method", "Top K", "Sample Size", "PPL", "PPL*", "Top K / n", "Paper's Top K", "Paper's Sample Size"]
     ]
     for scorer in _scorers(summaries):
-        cells = [s for s in summaries if s.axes.get("scorer") in (scorer, "none")]
+        cells = [s for s in summaries if holds_for(s, scorer)]
         for samples in _ordered(s.axes["paper_sample_size"] for s in cells)[::-1]:
             for top_k in _ordered(s.axes["paper_top_k"] for s in cells):
                 same = [
