@@ -147,24 +147,35 @@ class Descent:
             for below, size in zip(levels, self._sizes[1:], strict=False)
         ]
 
-    def to_leaves(self, query: Tensor, numbers: Tensor) -> Tensor:
+    def to_leaves(self, query: Tensor, numbers: Tensor, shown: slice | None = None) -> Tensor:
         """The best leaf below every chosen stand-in.
 
         Args:
             query: `[T, t, D]`.
             numbers: `[T, t, J]` places in the table.
+            shown: Places of the nodes among which `numbers` were chosen, where all are of level 1.
         """
-        rows = query.detach().reshape(-1, query.shape[-1])
+        query, flat = query.detach(), numbers.reshape(-1)
         for level in range(len(self._offsets) - 1, 0, -1):
             first, size = self._offsets[level], self._sizes[level]
-            tree, row, pick = ((numbers >= first) & (numbers < first + size)).nonzero(as_tuple=True)
-            node = numbers[tree, row, pick] - first
-            children = self._children[level - 1].index_select(0, tree * size + node)
-            own = rows.index_select(0, tree * query.shape[1] + row)
+            place = ((flat >= first) & (flat < first + size)).nonzero().squeeze(1)
+            node, row = flat.index_select(0, place) - first, place // numbers.shape[-1]
+            if shown is not None and level == 1:
+                scores = self._all_scores(query, slice(shown.start - first, shown.stop - first), row, node)
+            else:
+                children = self._children[level - 1].index_select(0, row // query.shape[1] * size + node)
+                own = query.reshape(-1, query.shape[-1]).index_select(0, row)
+                scores = torch.bmm(children, own[..., None]).squeeze(-1)
             # children stand for equally many keys, so their means decide
-            best = (children * own[:, None]).sum(-1).argmax(-1)
-            numbers = numbers.index_put((tree, row, pick), self._offsets[level - 1] + node * FAN + best)
-        return numbers
+            below = self._offsets[level - 1] + node * FAN + scores.argmax(-1)
+            flat = flat.index_copy(0, place, below)
+        return flat.view(numbers.shape)
+
+    def _all_scores(self, query: Tensor, nodes: slice, row: Tensor, node: Tensor) -> Tensor:
+        """`[picks, FAN]`: one product of all queries with all children, far cheaper than gathering children."""
+        children = self._children[0].unflatten(0, (query.shape[0], -1))[:, nodes].flatten(1, 2)
+        scores: Tensor = (query @ children.transpose(1, 2)).view(-1, FAN)
+        return scores.index_select(0, row * (nodes.stop - nodes.start) + node - nodes.start)
 
 
 def shares_of(layout: Layout, ranges: tuple[slice, ...], like: Tensor) -> Tensor | None:

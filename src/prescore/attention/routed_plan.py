@@ -54,7 +54,10 @@ class Plan:
         ranges = self.leaves[block]
         table = torch.cat([torch.arange(part.start, part.stop, device=chosen.device) for part in ranges])
         numbers = table.index_select(0, chosen.reshape(-1)).view(chosen.shape)
-        return descent.to_leaves(query, numbers) if ranges[0].start >= self.layout.level_sizes[0] else numbers
+        coarsest = sum(ranges[0].start >= offset for offset in self.layout.level_offsets) - 1
+        if not coarsest:
+            return numbers
+        return descent.to_leaves(query, numbers, ranges[0] if coarsest == 1 else None)
 
     def chosen(self, block: int) -> int:
         """Leaves each query of the block reads."""
