@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+import prescore.attention.routed as routed
 from prescore.attention.bounds import exact_rows
 from prescore.attention.exact import exact_attention
 from prescore.attention.routed import routed_attention
@@ -39,29 +40,33 @@ def furthest_value(output, value, is_causal):
     return distance.amax(-1)
 
 
+def watch_bars(monkeypatch):
+    """A list that receives the bounds of every query before anything is recomputed."""
+    bars = []
+    original = routed._within_tolerance
+
+    def spy(whole, bar, *rest):
+        bars.append(bar)
+        return original(whole, bar, *rest)
+
+    monkeypatch.setattr(routed, "_within_tolerance", spy)
+    return bars
+
+
 @pytest.mark.parametrize("is_causal", [True, False])
 @pytest.mark.parametrize("strength", [0.05, 0.5, 1.0, 4.0])
 def test_true_errors_stay_under_the_bounds(is_causal, strength, monkeypatch):
     query, key, value = inputs(130)
     tensors = (query * strength, key, value)
-    seen = {}
-    import prescore.attention.routed as routed
-
-    original = routed._within_tolerance
-
-    def spy(whole, bar, *rest):
-        seen["bar"] = bar
-        return original(whole, bar, *rest)
-
-    monkeypatch.setattr(routed, "_within_tolerance", spy)
+    bars = watch_bars(monkeypatch)
     got, stats = run(tensors, is_causal)
     exact = exact_attention(*tensors, is_causal=is_causal, scale=SCALE)
     lost = 1 - torch.exp(got.lse - exact.lse)
     assert (lost >= -1e-12).all()  # stand-ins never count too much
-    assert (lost <= seen["bar"].lost + 1e-12).all()
+    assert (lost <= bars[0].lost + 1e-12).all()
     error = (got.output - exact.output).norm(dim=-1)
-    assert (error <= seen["bar"].misplaced * furthest_value(got.output, value, is_causal) + 1e-12).all()
-    assert stats["misplaced_bound_max"] == float(seen["bar"].misplaced.max())
+    assert (error <= bars[0].misplaced * furthest_value(got.output, value, is_causal) + 1e-12).all()
+    assert stats["misplaced_bound_max"] == float(bars[0].misplaced.max())
     assert stats["misplaced_bound_max"] > 0
     if strength < 0.1:  # narrow leaves: the bound says something
         assert stats["misplaced_bound_max"] < 0.2
@@ -151,3 +156,40 @@ def test_adversaries_stay_within_tolerance(is_causal, kind):
     error = (got.output - exact.output).norm(dim=-1)
     assert (error <= 0.1 * furthest_value(got.output, tensors[2], is_causal) + 1e-12).all()
     assert stats["misplaced_bound_max"] <= 0.1 < before["misplaced_bound_max"]
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize("kind", ["random", "outlier norms", "dense cluster", "needle"])
+@pytest.mark.parametrize("strength", [0.2, 1.0, 5.0])
+def test_misplaced_weight_stays_under_the_bound(is_causal, kind, strength, monkeypatch):
+    """With unit vectors for values the output is the weights, so that they can be compared one by one."""
+    query, key, _ = adversary(kind)
+    tensors = (query * strength, key, torch.eye(150, dtype=torch.float64).expand(1, 1, 150, 150).contiguous())
+    bars = watch_bars(monkeypatch)
+    got, _ = run(tensors, is_causal, rows=4)
+    exact = exact_attention(*tensors, is_causal=is_causal, scale=SCALE)
+    moved = (got.output - exact.output).abs().sum(-1) / 2
+    assert (moved <= bars[0].misplaced + 1e-12).all()
+    assert moved.max() > 1e-3
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize("strength", [3.0, 60.0, 2000.0])
+def test_stand_ins_too_light_for_a_number_still_count(is_causal, strength, monkeypatch):
+    """Logits of 100s and 1000s: `exp` of a stand-in is 0, and the key behind it outweighs everything."""
+    query, key, value = (t.float() for t in adversary("outlier norms"))
+    tensors = (query * strength, key, value)
+    bars = watch_bars(monkeypatch)
+    got, before = run(tensors, is_causal, rows=4)
+    wide = tuple(t.double() for t in tensors)
+    exact = exact_attention(*wide, is_causal=is_causal, scale=SCALE)
+    error = (got.output.double() - exact.output).norm(dim=-1)
+    furthest = furthest_value(got.output.double(), wide[2], is_causal)
+    rounding = 1e-6 * (1 + 100 * strength)  # of logits of up to 100 * strength
+    assert (error <= bars[0].misplaced * furthest + rounding).all()
+    assert ((1 - torch.exp(got.lse.double() - exact.lse)) <= bars[0].lost + rounding).all()
+    assert error.max() > 1
+    assert before["misplaced_bound_max"] >= 1
+    certified, _ = run(tensors, is_causal, rows=4, tolerance=0.1)
+    error = (certified.output.double() - exact.output).norm(dim=-1)
+    assert (error <= 0.1 * furthest_value(certified.output.double(), wide[2], is_causal) + rounding).all()

@@ -125,7 +125,7 @@ def test_enough_rows_for_every_leaf_are_exact_attention():
     torch.testing.assert_close(got.output, expected.output, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("strength", [0.02, 0.1, 1.0])
+@pytest.mark.parametrize("strength", [0.02, 0.1, 1.0, 2000.0])
 def test_true_errors_stay_under_the_bounds(strength):
     query, key, value = (t.detach() for t in inputs(WIDE, WIDE))
     tensors = (query * strength, key, value)
@@ -134,7 +134,7 @@ def test_true_errors_stay_under_the_bounds(strength):
         exact = exact_attention(*tensors, is_causal=True, scale=SCALE)
         error = (got.output - exact.output).norm(dim=-1)
         furthest = torch.cdist(got.output, value.repeat_interleave(2, dim=1)).tril().amax(-1)
-        assert (error <= tolerance * furthest + 1e-12).all()
+        assert (error <= tolerance * furthest + 1e-12 * (1 + 10 * strength)).all()  # rounding of large logits
         assert stats["misplaced_bound_max"] <= tolerance
         if strength < 0.05:  # narrow leaves: the bound says something, so few queries are computed again
             assert stats["recomputed_queries"] < error.numel()

@@ -36,8 +36,9 @@ class ErrorBar:
 
     Attributes:
         lost: Share of the true attention mass that the result does not count, at most.
-        misplaced: Sum over all keys of |true weight - weight given|, at most; the output is off by at most this
-            times the largest distance of a value from the output.
+        misplaced: Share of the attention that lies on other keys than it should, at most: half the sum over all
+            keys of |true weight - weight given|. The output is off by at most this times the largest distance of
+            a value from the output, hence by twice this times the largest value. 1 or more says nothing.
     """
 
     lost: Tensor
@@ -79,24 +80,25 @@ def unread_bounds(
     for block, ranges in enumerate(plan.leaves):
         some = query[:, block].detach().flatten(1, 2).to(wide) * plan.scale  # [T, G * t, D]
         whole = lse[:, block].detach().flatten(1)
+        whole = whole.masked_fill(torch.isneginf(whole), 0.0)  # saw nothing: its counts are -inf too
         numbers = torch.cat([torch.arange(part.start, part.stop, device=query.device) for part in ranges])
         mean, count, r = (
             t.detach().index_select(1, numbers).to(wide) for t in (clusters.mean_key, clusters.log_count, radius)
         )
-        weight = torch.exp(torch.baddbmm(count[:, None], some, mean.transpose(1, 2)) - whole[..., None])
+        # logarithms: a stand-in too light to be a number may stand for a key that outweighs everything
+        weight = torch.baddbmm(count[:, None], some, mean.transpose(1, 2)) - whole[..., None]
         was_read = _stand_ins_read(read[:, block], layout).index_select(2, numbers)
         gains = shares_of(layout, ranges, count)
-        left = 0.0 if gains is None else gains.exp()
-        weight = torch.where(was_read, weight * left, weight)
+        weight = torch.where(was_read, weight + (-math.inf if gains is None else gains), weight)
         norm = torch.linalg.vector_norm(some, dim=-1, keepdim=True)
         reach, leaf = norm * r[:, None], numbers < n_leaves  # nodes come first
         n_nodes = int((~leaf).sum())
-        doubt = (weight * torch.expm1(reach))[..., :n_nodes].sum(-1)
+        doubt = torch.exp(weight + _log_expm1(reach))[..., :n_nodes].sum(-1)
         weight, reach = weight[..., n_nodes:], reach[..., n_nodes:]
         d = spread.index_select(1, numbers[n_nodes:])
         grow, move = _leaf_factors(reach, (norm * norm) * d[:, None])
-        more = torch.where(weight > 0, weight * grow, 0.0).sum(-1)
-        moved = (weight * move).sum(-1)
+        more = torch.exp(weight + grow).sum(-1)
+        moved = (weight.exp() * move).sum(-1)
         results[0].append(_share(more + doubt, torch.zeros_like(more)))
         results[1].append((_share(more, moved) + 2 * doubt).clamp_max(2.0))
     lead = query.shape[:-1]
@@ -142,14 +144,21 @@ def _stand_ins_read(read: Tensor, layout: Layout) -> Tensor:
 
 
 def _leaf_factors(reach: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
-    """What a leaf's mass may exceed its stand-in by, and the share of the stand-in that may lie elsewhere."""
-    small = reach < 1e-2
-    safe = reach.masked_fill(small, 1.0)
-    # (e^s - 1 - s) / s^2 is about 1/2 + s/6 near 0, where the quotient loses its digits
-    bennett = torch.where(small, 0.5 + reach / 5, (torch.expm1(safe) - safe) / (safe * safe))
-    grow = torch.minimum(torch.cosh(reach) - 1, variance * bennett)
+    """Log of what a leaf's mass may exceed its stand-in by, and the share of it that may lie elsewhere."""
+    small, large = reach < 1e-2, reach > 30
+    safe = reach.masked_fill(small | large, 1.0)
+    # (e^s - 1 - s) / s^2 is about 1/2 + s/6 near 0, where the quotient loses its digits, and below e^s / s^2
+    bennett = torch.where(small, 0.5 + reach / 5, (torch.expm1(safe) - safe) / (safe * safe)).log()
+    bennett = torch.where(large, reach - 2 * reach.log(), bennett)
+    cosh = 2 * _log_expm1(reach) - reach - math.log(2)  # cosh s - 1 = (e^s - 1)^2 / (2 e^s)
+    grow = torch.minimum(cosh, variance.log() + bennett)
     move = torch.minimum(-2 * torch.expm1(-reach), variance.sqrt())
     return grow, move
+
+
+def _log_expm1(reach: Tensor) -> Tensor:
+    """Log of `e^s - 1`, for any `s` from 0 on."""
+    return reach + torch.log(-torch.expm1(-reach))
 
 
 def _share(more: Tensor, moved: Tensor) -> Tensor:
