@@ -24,6 +24,7 @@ from prescore.attention.kernels import Backend, as_backend
 from prescore.attention.parts import attend_parts
 from prescore.attention.routed_clusters import Clusters, TreeBuilder, build_clusters
 from prescore.attention.routed_core import Sources, attend_routed
+from prescore.attention.routed_heads import FINE_LEAF, HeadLayout, head_layouts
 from prescore.attention.routed_layout import Layout, make_layout
 from prescore.attention.routed_levels import columns_in, single_ranges, stand_in_ranges
 from prescore.attention.routed_plan import Plan
@@ -85,11 +86,17 @@ def routed_attention(
     if n_exact < layout.n_query:
         frame = Frame.of(query, key.shape[1], layout, n_exact)
         bounded = error_bar or config.tolerance is not None
-        lanes = []
-        for number, lane in enumerate(frame.lanes(query[:, :, n_exact:], key, value, valid)):
-            plan = _plan(layout, frame, scale, chosen.at(f"lane {number}"))
+        layouts = head_layouts(
+            query, key, value, results[0] if n_exact else None,
+            layout=layout, config=config, scale=scale, tree_builder=tree_builder,
+        )  # fmt: skip
+        stats.update(_rows(layouts, frame.batch * frame.n_kv_heads))
+        lanes: list[tuple[Tensor, ...]] = []
+        for own, lane in frame.lanes(query[:, :, n_exact:], key, value, valid, layouts):
+            plan = _plan(own, frame, scale, chosen.at(f"lane {len(lanes)}"))
             lanes.append(_attend_lane(lane, frame, plan, tree_builder, bounded))
-        output, lse, *bounds = (torch.cat(part) for part in zip(*lanes, strict=True))
+        parts = (torch.cat(part) for part in zip(*lanes, strict=True))
+        output, lse, *bounds = (_in_order(part, layouts) for part in parts)
         results.append(Attended(frame.join(output), frame.join(lse[..., None]).squeeze(-1)))
         if bounded:
             bars.append(ErrorBar(*(frame.join(bound[..., None]).squeeze(-1) for bound in bounds)))
@@ -184,19 +191,25 @@ class Frame:
         shape = (self.batch * self.n_kv_heads, self.group, self.n_blocks, self.size, query.shape[-1])
         return filled.reshape(shape).transpose(1, 2)
 
-    def lanes(self, query: Tensor, key: Tensor, value: Tensor, valid: Tensor | None) -> Iterator[Lane]:
+    def lanes(
+        self, query: Tensor, key: Tensor, value: Tensor, valid: Tensor | None, layouts: list[HeadLayout]
+    ) -> Iterator[tuple[Layout, Lane]]:
         """Some sequences (key heads of the batch) at a time, so that what is made on the way is memory in use.
 
         Fresh memory costs more than the arithmetic: a long sequence goes alone, short ones go together. Yields
-        query blocks, keys and values `[t, 1, Nk, D]`, and valid keys `[t, Nk]`.
+        query blocks, keys and values `[t, 1, Nk, D]`, and valid keys `[t, Nk]`, after the geometry of each.
         """
         blocks = self.split(query)
         keys, values = (tensor.reshape(-1, 1, *tensor.shape[2:]) for tensor in (key, value))
         valids = None if valid is None else valid.repeat_interleave(self.n_kv_heads, dim=0)
         step = max(1, NUMBERS_AT_ONCE // (keys.shape[2] * max(key.shape[-1], value.shape[-1])))
-        for start in range(0, keys.shape[0], step):
-            lane = slice(start, start + step)
-            yield blocks[lane], keys[lane], values[lane], None if valids is None else valids[lane]
+        for sequences, layout in layouts:
+            own: list[Tensor | None] = [blocks, keys, values, valids]
+            if sequences is not None:
+                own = [None if tensor is None else tensor.index_select(0, sequences) for tensor in own]
+            for start in range(0, len(own[0]), step):  # type: ignore[arg-type]
+                lane = slice(start, start + step)
+                yield layout, tuple(None if tensor is None else tensor[lane] for tensor in own)  # type: ignore[misc]
 
     def join(self, blocks: Tensor) -> Tensor:
         """The inverse of `split`, for any last dimension."""
@@ -253,13 +266,33 @@ def exact_figures(query: Tensor, key: Tensor, config: PrescoreConfig) -> dict[st
 
 
 def _stats(layout: Layout, n_exact: int) -> dict[str, Any]:
-    routed = n_exact < layout.n_query
     figures = dataclasses.asdict(layout)
-    figures.update(
-        exact_queries=n_exact,
-        far_rows=layout.n_chosen * layout.leaf if routed else 0,
-        single_rows=columns_in(single_ranges(layout, layout.n_pieces)) if routed else 0,
-        stand_in_rows=columns_in(stand_in_ranges(layout, layout.n_pieces)) if routed else 0,
-        local_rows=2 * layout.chunk if layout.causal else 0,
-    )
-    return figures
+    figures.update(exact_queries=n_exact, local_rows=2 * layout.chunk if layout.causal else 0, fine_heads=0)
+    rows = _rows([(None, layout)], 1) if n_exact < layout.n_query else dict.fromkeys(_READ, 0)
+    return {**figures, **rows}
+
+
+_READ = ("far_rows", "single_rows", "stand_in_rows")
+
+
+def _rows(layouts: list[HeadLayout], n_sequences: int) -> dict[str, Any]:
+    """Rows of each kind that a query reads at most, on average over heads, and heads that read fine leaves."""
+    sums, n_fine = [0, 0, 0], 0
+    for sequences, layout in layouts:
+        size = n_sequences if sequences is None else len(sequences)
+        stand_ins, singles = (read(layout, layout.n_pieces) for read in (stand_in_ranges, single_ranges))
+        rows = (layout.n_chosen * layout.leaf, columns_in(singles), columns_in(stand_ins))
+        sums = [total + size * count for total, count in zip(sums, rows, strict=True)]
+        n_fine += size * (layout.leaf <= FINE_LEAF and sequences is not None)
+    figures: dict[str, Any] = {name: total / n_sequences for name, total in zip(_READ, sums, strict=True)}
+    if len(layouts) == 1:
+        figures = {name: int(figure) for name, figure in figures.items()}
+    return {**figures, "fine_heads": n_fine}
+
+
+def _in_order(part: Tensor, layouts: list[HeadLayout]) -> Tensor:
+    """Sequences of several geometries back in their order."""
+    if layouts[0][0] is None:
+        return part
+    order = torch.cat([sequences for sequences, _ in layouts if sequences is not None])
+    return part.index_select(0, order.argsort())

@@ -123,13 +123,23 @@ class Layout:
         return pieces.masked_fill(position < self.exact_until, 0)
 
 
-def make_layout(n_query: int, n_key: int, *, causal: bool, config: PrescoreConfig, padded: bool = False) -> Layout:
+def make_layout(
+    n_query: int,
+    n_key: int,
+    *,
+    causal: bool,
+    config: PrescoreConfig,
+    padded: bool = False,
+    with_singles: bool = True,
+) -> Layout:
     """Round the configured sizes so that every piece is a full binary tree; depends on no sequence length."""
     sinks = min(config.sinks, n_key)
     levels = max(0, -(-config.chunk_size // config.leaf_size) - 1).bit_length()
     chunk = max(1, config.chunk_size >> levels) << levels
     # as many singles as keep the leaves equal
-    singles = max(1, round(chunk * SINGLES_PER_KEY / 2**levels)) << levels if chunk > 2**levels else 0
+    singles = max(1, round(chunk * SINGLES_PER_KEY / 2**levels)) << levels
+    if chunk == 2**levels or not with_singles:
+        singles = 0
     leaf = (chunk - singles) >> levels
     behind = n_key - sinks
     n_pieces = max(0, (behind - 1) // chunk - 1) if causal else -(-behind // chunk)
