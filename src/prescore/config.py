@@ -41,8 +41,9 @@ class PrescoreConfig:
     query reads its own and the previous chunk exactly (nearby tokens matter to almost every head), the first
     tokens and a few keys unlike all others (they draw mass from every query and drown in any mean), and the
     `rows` keys of the clusters it likes best; a stand-in carries each other cluster (many small weights add up).
-    Every query chooses for itself, so nothing leaks from later ones. docs/default.md has the measurements. The
-    ideas come from tree and multipole methods, cluster attention, and mixture-of-experts dispatch.
+    Every query chooses for itself, so nothing leaks from later ones. Heads that copy, found by their first
+    queries, read small clusters (a large one hides the key they look for). docs/default.md has the measurements.
+    The ideas come from tree and multipole methods, cluster attention, and mixture-of-experts dispatch.
 
     Scoring:
         method: Scorer name, one of `prescore.list_scorers()`.
@@ -88,8 +89,8 @@ class PrescoreConfig:
         leaf_inclusive: The paper's "blockwise" flag: "at most this many" instead of "fewer".
         remainder: What stands for unselected keys: `none` (paper), or `centroids` (one per cluster).
         coupling: See `Coupling`.
-        rows: `routed`: exact far key rows per query.
-        leaf_size: `routed`: keys per cluster.
+        rows: `routed`: exact far key rows per query, on average over the heads of a layer.
+        leaf_size: `routed`: keys per cluster; causal heads that copy use clusters of 8.
         chunk_size: `routed`: local exact part.
         tolerance: None, or the largest share of attention mass a query may leave unrepresented.
 

@@ -3,9 +3,10 @@
 Why each part is there, with figures in docs/default.md: *local chunks*, because nearby tokens are read by
 almost every head; *sinks and single keys*, because a few keys unlike all others draw mass from every query and
 drown in any mean; *leaves chosen per query*, because what else matters depends on the query, and a choice shared
-with later queries would leak the future; *stand-ins*, because many small weights add up. The ideas come from
-tree and multipole methods (one mean for a far cluster), from cluster attention, and from mixture-of-experts
-dispatch (tiles of queries that read one leaf).
+with later queries would leak the future; *fine leaves for heads that copy*, because a large leaf hides the one key
+they look for; *stand-ins*, because many small weights add up. The ideas come from tree and multipole methods (one
+mean for a far cluster), from cluster attention, and from mixture-of-experts dispatch (tiles of queries that read
+one leaf).
 """
 
 from __future__ import annotations
