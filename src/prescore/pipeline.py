@@ -173,8 +173,10 @@ def _routed(
     _check_backend(call.query, backend, dropping)
     streams = as_streams(generator)  # routing draws nothing else, but a generator that is passed in advances
     chosen = _backend(call.query, backend, dropping, streams)
-    attended, stats = route(call, config, is_causal=is_causal, scale=scale, backend=chosen, error_bar=return_aux)
     gaps = rows_with_gaps(call, is_causal)
+    attended, stats = route(
+        call, config, is_causal=is_causal, scale=scale, backend=chosen, error_bar=return_aux, elsewhere=gaps
+    )
     if gaps is not None:
         everything = config.replace(inner="exact", top_k=None, remainder="none")
         plan = Planner(call, everything, streams, None, is_causal).build()

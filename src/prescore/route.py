@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -59,22 +60,26 @@ def route(
     scale: float,
     backend: str | Backend = "auto",
     error_bar: bool = False,
+    elsewhere: Tensor | None = None,
 ) -> tuple[Attended, dict[str, Any]]:
     """Routed attention of an aligned call, and figures about what was read.
 
-    Without causality, sequences with fewer queries than `min_seq_len` read every key exactly.
+    Without causality, sequences with fewer queries than `min_seq_len` read every key exactly. Sequences in
+    `elsewhere [B]` are answered by somebody else: figures leave them out.
     """
     backend = as_backend(backend, call.query)
     if not is_causal:
         few = _few_queries(call, config)
         if bool(few.any()):
             return _partly_exact(call, few, config, scale, backend, error_bar)
-    start = call.query_start
+    start, asked = call.query_start, _asked(call, elsewhere)
     if isinstance(start, int):
-        return _routed(call.query, call.key, call.value, call.valid, config, is_causal, scale, backend, error_bar)
+        return _routed(
+            call.query, call.key, call.value, call.valid, asked, config, is_causal, scale, backend, error_bar
+        )
     # Queries of a padded batch that begin at different positions: one call per position.
     outputs, lses, rows = [], [], []
-    stats: dict[str, Any] = {}
+    figures: list[tuple[int, dict[str, Any]]] = []
     for first in start.unique().tolist():
         some = (start == first).nonzero().squeeze(1)
         query, key, value = (t.index_select(0, some) for t in (call.query, call.key, call.value))
@@ -82,15 +87,44 @@ def route(
         seen = max(0, first + query.shape[2])
         unseen = min(max(0, -first), query.shape[2])  # queries before the first real key see nothing
         past = None if valid is None else valid[:, :seen]
+        real = None if asked is None else asked.index_select(0, some)[:, unseen:]
         part, stats = _routed(
-            query[:, :, unseen:], key[:, :, :seen], value[:, :, :seen], past, config, is_causal, scale,
+            query[:, :, unseen:], key[:, :, :seen], value[:, :, :seen], past, real, config, is_causal, scale,
             backend.at(f"start {first}"), error_bar,
         )  # fmt: skip
+        figures.append((part.lse[:, 0].numel() if real is None else int(real.sum()), stats))
         outputs.append(torch.nn.functional.pad(part.output, (0, 0, unseen, 0)))
         lses.append(torch.nn.functional.pad(part.lse, (unseen, 0), value=-torch.inf))
         rows.append(some)
     back = torch.cat(rows).argsort()
-    return Attended(torch.cat(outputs).index_select(0, back), torch.cat(lses).index_select(0, back)), stats
+    return Attended(torch.cat(outputs).index_select(0, back), torch.cat(lses).index_select(0, back)), _together(
+        figures
+    )
+
+
+def _asked(call: Aligned, elsewhere: Tensor | None) -> Tensor | None:
+    """`[B, Nq]`: real queries of sequences that are not answered elsewhere; None = all."""
+    if elsewhere is None:
+        return call.query_valid
+    asked = ~elsewhere[:, None].expand(-1, call.query.shape[2])
+    return asked if call.query_valid is None else asked & call.query_valid
+
+
+def _together(figures: list[tuple[int, dict[str, Any]]]) -> dict[str, Any]:
+    """Figures of several calls, with the number of queries in each, as one; the geometry is the longest's."""
+    whole = dict(figures[-1][1])
+    n_queries = max(1, sum(count for count, _ in figures))
+    for name in whole:
+        found = [(count, own[name]) for count, own in figures]
+        if name == "recomputed_queries":
+            whole[name] = sum(figure for _, figure in found)
+        elif name.endswith("_bound_max"):
+            whole[name] = max((figure for count, figure in found if count), default=0.0)
+        elif name == "sampled_error_se":
+            whole[name] = math.hypot(*(count * figure for count, figure in found)) / n_queries
+        elif name == "sampled_error" or name.endswith("_bound_mean"):
+            whole[name] = sum(count * figure for count, figure in found) / n_queries
+    return whole
 
 
 def routed_selection(call: Aligned, is_causal: bool, config: PrescoreConfig) -> list[Selection]:
@@ -123,15 +157,17 @@ def _partly_exact(
     parts = exact_parts(call.query, call.key, is_causal=False, valid=call.valid)
     exact = attend_parts(call.query, call.key, call.value, parts, scale=scale, backend=backend.at("few"))
     if bool(few.all()):
-        return exact, exact_figures(call.query, call.key, config)
-    routed, stats = _routed(call.query, call.key, call.value, call.valid, config, False, scale, backend, error_bar)
+        return exact, exact_figures(call.query, call.key, config, error_bar)
+    routed, stats = _routed(
+        call.query, call.key, call.value, call.valid, _asked(call, few), config, False, scale, backend, error_bar
+    )
     output = torch.where(few[:, None, None, None], exact.output, routed.output)
     return Attended(output, torch.where(few[:, None, None], exact.lse, routed.lse)), stats
 
 
 def _routed(
-    query: Tensor, key: Tensor, value: Tensor, valid: Tensor | None, config: PrescoreConfig, is_causal: bool,
-    scale: float, backend: Backend, error_bar: bool,
+    query: Tensor, key: Tensor, value: Tensor, valid: Tensor | None, query_valid: Tensor | None,
+    config: PrescoreConfig, is_causal: bool, scale: float, backend: Backend, error_bar: bool,
 ) -> tuple[Attended, dict[str, Any]]:  # fmt: skip
     return routed_attention(
         query,
@@ -139,6 +175,7 @@ def _routed(
         value,
         is_causal=is_causal,
         valid=valid,
+        query_valid=query_valid,
         config=config,
         scale=scale,
         tree_builder=build_tree,

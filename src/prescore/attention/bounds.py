@@ -45,6 +45,15 @@ class ErrorBar:
     misplaced: Tensor
 
 
+def bound_figures(bar: ErrorBar, real: Tensor) -> dict[str, float]:
+    """Mean and largest bound over the queries in `real [B, Hq, Nq]`; 0 where there is none."""
+    figures = {}
+    for name, bounds in (("misplaced", bar.misplaced[real]), ("lost", bar.lost[real])):
+        figures[f"{name}_bound_mean"] = float(bounds.mean()) if bounds.numel() else 0.0
+        figures[f"{name}_bound_max"] = float(bounds.max()) if bounds.numel() else 0.0
+    return figures
+
+
 def leaf_extent(clusters: Clusters) -> tuple[Tensor, Tensor]:
     """Radius and mean squared distance of every leaf's members from their mean, `[T, M]` each."""
     wide = accumulation_dtype(clusters.leaf_key.dtype)
@@ -207,23 +216,26 @@ def exact_rows(
 
 
 def sampled_error(
-    query: Tensor, key: Tensor, value: Tensor, attended: Attended, *, causal: bool, valid: Tensor | None,
-    scale: float, samples: int = 32,
+    query: Tensor, key: Tensor, value: Tensor, attended: Attended, real: Tensor, *, causal: bool,
+    valid: Tensor | None, scale: float, samples: int = 32,
 ) -> dict[str, float]:  # fmt: skip
-    """Relative output error at evenly spaced positions, computed exactly there: mean and standard error."""
+    """Relative output error at evenly spaced positions, computed exactly there: mean and standard error.
+
+    Only queries in `real [B, Hq, Nq]` count.
+    """
     n_query = query.shape[2]
     if query.numel() == 0:
         return {"sampled_error": 0.0, "sampled_error_se": 0.0}
     place = torch.linspace(0, n_query - 1, min(samples, n_query), device=query.device).round().long().unique()
     wanted = torch.zeros(query.shape[:3], dtype=torch.bool, device=query.device)
-    wanted[:, :, place] = True
+    wanted[:, :, place] = real[:, :, place]
     with torch.no_grad():
         exact = exact_rows(
             query, key, value, wanted, causal=causal, valid=valid, scale=scale, backend="auto"
         ).output[:, :, place]
         off = torch.linalg.vector_norm((attended.output[:, :, place] - exact).float(), dim=-1)
         size = torch.linalg.vector_norm(exact.float(), dim=-1)
-        seen = size > 0
-        error = (off[seen] / size[seen]) if seen.any() else off.flatten()
+        seen = (size > 0) & real[:, :, place]
+        error = off[seen] / size[seen]
     spread = float(error.std()) / math.sqrt(error.numel()) if error.numel() > 1 else 0.0
-    return {"sampled_error": float(error.mean()), "sampled_error_se": spread}
+    return {"sampled_error": float(error.mean()) if error.numel() else 0.0, "sampled_error_se": spread}

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from prescore.attention.bounds import ErrorBar, exact_rows, sampled_error, unread_bounds
+from prescore.attention.bounds import ErrorBar, bound_figures, exact_rows, sampled_error, unread_bounds
 from prescore.attention.exact import exact_parts
 from prescore.attention.kernels import Backend, as_backend
 from prescore.attention.parts import attend_parts
@@ -49,6 +49,7 @@ def routed_attention(
     *,
     is_causal: bool,
     valid: Tensor | None = None,
+    query_valid: Tensor | None = None,
     config: PrescoreConfig,
     scale: float,
     tree_builder: TreeBuilder,
@@ -63,6 +64,7 @@ def routed_attention(
         value: `[B, Hkv, Nk, Dv]`, likewise.
         is_causal: No query sees a later key, nor anything that depends on a later query.
         valid: `[B, Nk]`, True = a real key, or None.
+        query_valid: `[B, Nq]`, False on queries that no figure and no tolerance counts, or None.
         config: `rows`, `leaf_size`, `chunk_size`, `sinks`; with `tolerance`, queries whose bound on misplaced
             mass exceeds it are recomputed exactly.
         scale: Factor of the logits.
@@ -107,7 +109,10 @@ def routed_attention(
         whole = Attended(torch.cat(outputs, dim=2), torch.cat(lses, dim=2))
     if len(bars) == len(results) and (error_bar or config.tolerance is not None):
         bar = ErrorBar(*(torch.cat([getattr(b, f) for b in bars], dim=2) for f in ("lost", "misplaced")))
-        whole = _within_tolerance(whole, bar, query, key, value, valid, layout, config, scale, chosen, stats)
+        real = torch.ones_like(bar.lost, dtype=torch.bool)
+        if query_valid is not None:
+            real &= query_valid[:, None]
+        whole = _within_tolerance(whole, bar, real, query, key, value, valid, layout, config, scale, chosen, stats)
     return whole, stats
 
 
@@ -123,14 +128,13 @@ def _attend_lane(
 
 
 def _within_tolerance(
-    whole: Attended, bar: ErrorBar, query: Tensor, key: Tensor, value: Tensor, valid: Tensor | None,
+    whole: Attended, bar: ErrorBar, real: Tensor, query: Tensor, key: Tensor, value: Tensor, valid: Tensor | None,
     layout: Layout, config: PrescoreConfig, scale: float, backend: Backend, stats: dict[str, Any],
 ) -> Attended:  # fmt: skip
     """Recompute what the tolerance does not allow, and report the bounds that hold afterwards."""
-    misplaced, lost = bar.misplaced, bar.lost
     causal = layout.causal
     if config.tolerance is not None:
-        over = ~(misplaced <= config.tolerance)  # what is not a number certifies nothing
+        over = ~(bar.misplaced <= config.tolerance) & real  # what is not a number certifies nothing
         stats["recomputed_queries"] = int(over.sum())
         if stats["recomputed_queries"]:
             exact = exact_rows(
@@ -138,14 +142,10 @@ def _within_tolerance(
             )
             output = torch.where(over[..., None], exact.output, whole.output)
             whole = Attended(output, torch.where(over, exact.lse, whole.lse))
-            misplaced, lost = misplaced.masked_fill(over, 0.0), lost.masked_fill(over, 0.0)
-    if misplaced.numel():
-        stats.update(
-            misplaced_bound_mean=float(misplaced.mean()), misplaced_bound_max=float(misplaced.max()),
-            lost_bound_mean=float(lost.mean()), lost_bound_max=float(lost.max()),
-        )  # fmt: skip
+            bar = ErrorBar(bar.lost.masked_fill(over, 0.0), bar.misplaced.masked_fill(over, 0.0))
+    stats.update(bound_figures(bar, real))
     if backend.dropout is None:  # else most of the difference is what was dropped
-        stats.update(sampled_error(query, key, value, whole, causal=causal, valid=valid, scale=scale))
+        stats.update(sampled_error(query, key, value, whole, real, causal=causal, valid=valid, scale=scale))
     return whole
 
 
@@ -260,10 +260,17 @@ def _local(key: Tensor, value: Tensor, layout: Layout, first_chunk: int, n_block
     return grids[0], grids[1]
 
 
-def exact_figures(query: Tensor, key: Tensor, config: PrescoreConfig) -> dict[str, Any]:
+def exact_figures(query: Tensor, key: Tensor, config: PrescoreConfig, error_bar: bool) -> dict[str, Any]:
     """The figures of a call without causality that read every key exactly."""
     layout = make_layout(query.shape[2], key.shape[2], causal=False, config=config)
-    return _stats(layout, layout.n_query)
+    figures = _stats(layout, layout.n_query)
+    if config.tolerance is not None:
+        figures["recomputed_queries"] = 0
+    if error_bar or config.tolerance is not None:
+        nothing = torch.zeros(0)
+        figures.update(bound_figures(ErrorBar(nothing, nothing), nothing.bool()))
+        figures.update(sampled_error=0.0, sampled_error_se=0.0)
+    return figures
 
 
 def _stats(layout: Layout, n_exact: int) -> dict[str, Any]:
