@@ -157,6 +157,21 @@ def test_low_precision_stays_near_float64(dtype):
 
 
 @pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize("padded", [False, True])
+def test_sums_beyond_half_precision(is_causal, padded):
+    """Means of rows whose sum is above 65504, the largest number of float16."""
+    query, key, value = (t.detach() for t in inputs(90, 90))
+    tensors = [t.half() for t in (query * 0.001, key * 0.1 + 25000, value + 25000)]
+    valid = length_mask(90, 90, 90) if padded else None
+    got, _ = routed_attention(*tensors, **options(is_causal, rows=4, chunk_size=32, valid=valid))
+    expected = exact_attention(*(t.double() for t in tensors), is_causal=is_causal, scale=SCALE)
+    torch.testing.assert_close(
+        got.output.double(), expected.output, rtol=0, atol=16
+    )  # numbers of 25000 lie 16 apart
+    torch.testing.assert_close(got.lse.double(), expected.lse, rtol=2e-3, atol=0.1)
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
 def test_equal_keys_are_exact_whatever_is_read(is_causal):
     query, key, value = (t.detach() for t in inputs(90, 90))
     key = key[:, :, :1].expand_as(key).contiguous()

@@ -190,5 +190,6 @@ def _stand_ins(key: Tensor, value: Tensor, alive: Tensor | None) -> tuple[tuple[
     count = alive.sum(-1)
     safe = count.clamp_min(1)[..., None]
     dead = ~alive[..., None]  # filler repeats some other row: it must not count
-    mean_key, mean_value = (tensor.masked_fill(dead, 0).sum(2) / safe for tensor in (key, value))
+    # a sum of half-precision rows may leave their range, the mean does not
+    mean_key, mean_value = (tensor.masked_fill(dead, 0).sum(2, dtype=wide) / safe for tensor in (key, value))
     return (mean_key.to(key.dtype), mean_value.to(value.dtype)), count.to(wide).log()
