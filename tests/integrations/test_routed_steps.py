@@ -1,5 +1,7 @@
 """Decoding with `inner="routed"`: a step is the last row of a prompt of that length."""
 
+import contextlib
+
 import pytest
 import torch
 
@@ -141,3 +143,26 @@ def test_short_caches_are_stepped_exactly(model, monkeypatch):
         steps(model, ids, torch.ones_like(ids), 118)
         paths = {stats["path"] for stats in applied.stats().values()}
     assert paths == {"step over all keys"}
+
+
+@torch.no_grad()
+def test_steps_keep_the_tolerance(model):
+    ids = tokens(1, 120)
+    exact = model(ids).logits[:, 117:]
+    with prescore.apply(model, CONFIG.replace(tolerance=1e-9)) as applied:
+        got = steps(model, ids, torch.ones_like(ids), 118)[0]
+        paths = {stats["path"] for stats in applied.stats().values()}
+    torch.testing.assert_close(got, exact, rtol=0, atol=1e-6)
+    assert paths == {"step over all keys"}
+
+
+def test_steps_that_are_learned_from_are_exact(model):
+    ids = tokens(1, 120)
+    config = CONFIG.replace(rows=10_000)  # the prompt is exact too, so that gradients can be compared
+    weights = model.model.layers[0].self_attn.k_proj.weight
+    grads = []
+    for apply in (False, True):
+        with prescore.apply(model, config) if apply else contextlib.nullcontext():
+            logits = steps(model, ids, torch.ones_like(ids), 110)[0]
+        grads.append(torch.autograd.grad(logits[:, -1].logsumexp(-1).sum(), weights)[0])
+    torch.testing.assert_close(grads[1], grads[0], rtol=0, atol=1e-9)

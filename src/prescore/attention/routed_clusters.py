@@ -116,6 +116,11 @@ def _nodes(layout: Layout) -> list[tuple[int, int]]:
 def take_rows(tensor: Tensor, rows: Tensor) -> Tensor:
     """`[B, H, N, D]` and positions `[B * H, ...]` -> `[B * H, ..., D]`."""
     length, dim = tensor.shape[2:]
+    if not tensor.is_contiguous() and not tensor.requires_grad:
+        # a part of a growing buffer: flattening it would copy all of it for a few rows
+        heads = [head for sequence in tensor.unbind() for head in sequence.unbind()]
+        some = [head.index_select(0, own.reshape(-1)) for head, own in zip(heads, rows, strict=True)]
+        return torch.stack(some).view(*rows.shape, dim)
     start = torch.arange(0, rows.shape[0] * length, length, device=rows.device)
     flat = rows + start.view(-1, *[1] * (rows.ndim - 1))
     return tensor.reshape(-1, dim).index_select(0, flat.reshape(-1)).view(*rows.shape, dim)

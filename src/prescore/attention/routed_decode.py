@@ -22,16 +22,17 @@ from prescore.attention.routed_columns import Columns, attend_columns
 from prescore.attention.routed_layout import JOINED, JOINED_LEVELS, Layout, make_layout
 from prescore.attention.routed_levels import Descent, Seen, coarser, level_counts, read_shares, seen_behind
 from prescore.config import PrescoreConfig
+from prescore.errors import Unsupported
 from prescore.types import Attended
 
 
 class RoutedIndex:
     """Clusters of a growing sequence, for decoding.
 
-    One step equals `routed_attention(is_causal=True)` of the last query over all keys so far.
+    One step equals `routed_attention(is_causal=True)` of the last query over all keys so far, without gradients.
 
     Args:
-        config: `rows`, `leaf_size`, `chunk_size`, `sinks`.
+        config: `rows`, `leaf_size`, `chunk_size`, `sinks`; no `tolerance`, for a step has no error bar.
         scale: Factor of the logits.
         tree_builder: See `TreeBuilder`.
         start: `[B]` index of each sequence's first real token (left padding), or None = all 0.
@@ -40,9 +41,11 @@ class RoutedIndex:
     def __init__(
         self, config: PrescoreConfig, *, scale: float, tree_builder: TreeBuilder, start: Tensor | None = None
     ) -> None:
+        if config.tolerance is not None:
+            raise Unsupported("tolerance", [f"a decode step is not certified, got tolerance={config.tolerance}"])
         self._make = (config, scale, tree_builder)
         self._start = start
-        self._groups: list[tuple[Tensor | None, _Lockstep]] = []
+        self._groups: list[tuple[slice, _Lockstep]] = []
 
     def extend(self, key: Tensor, value: Tensor) -> None:
         """Take in all keys and values so far, `[B, Hkv, N, D]`; only new pieces are built."""
@@ -50,7 +53,7 @@ class RoutedIndex:
             self._groups = self._split()
         for rows, group in self._groups:
             with torch.no_grad():
-                group.extend(_some(key, rows), _some(value, rows))
+                group.extend(key[rows], value[rows])
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, *, backend: str = "auto") -> Attended:
         """Attend for the newest position, `query [B, Hq, 1, D]`; extends itself to the keys given."""
@@ -58,39 +61,35 @@ class RoutedIndex:
             raise ValueError(f"query must hold one position in a decoding step, got {query.shape[2]}")
         chosen = pick_backend(Call(query.device.type, query.dtype, query.shape[-1]), backend)
         self.extend(key, value)
-        results = []
-        for rows, group in self._groups:
-            some = _some(query, rows), _some(key, rows), _some(value, rows)
-            results.append(group.attend(*some, chosen))
+        results = [group.attend(query[rows], key[rows], value[rows], chosen) for rows, group in self._groups]
         if len(results) == 1:
             return results[0]
-        back = torch.cat([rows for rows, _ in self._groups if rows is not None]).argsort()
         outputs, lses = zip(*results, strict=True)
-        return Attended(torch.cat(outputs).index_select(0, back), torch.cat(lses).index_select(0, back))
+        return Attended(torch.cat(outputs), torch.cat(lses))
 
     def reorder(self, rows: Tensor) -> None:
         """Beam search: sequence i becomes a copy of sequence `rows[i]`."""
-        if self._start is None:
-            for _, group in self._groups:
-                group.reorder(rows)
+        moves = [(group, rows[own] - own.start) for own, group in self._groups]
+        inside = all(bool(((place >= 0) & (place < place.shape[0])).all()) for _, place in moves)
+        if self._start is None or (moves and inside):
+            for group, place in moves:
+                group.reorder(place)
         else:
             # which sequences move in step changes with the rows: build anew
             self._start, self._groups = self._start.index_select(0, rows), []
 
-    def _split(self) -> list[tuple[Tensor | None, _Lockstep]]:
+    def _split(self) -> list[tuple[slice, _Lockstep]]:
+        """Neighbours in the batch that start together, as slices: a copy of all keys costs more than a step."""
         config, scale, tree_builder = self._make
         if self._start is None:
-            return [(None, _Lockstep(config, scale, tree_builder, 0))]
+            return [(slice(0, None), _Lockstep(config, scale, tree_builder, 0))]
         checks.integer("start", int(self._start.min()), minimum=0)
-        groups: list[tuple[Tensor | None, _Lockstep]] = []
-        for first in self._start.unique().tolist():
-            rows = (self._start == first).nonzero().squeeze(1)
-            groups.append((rows, _Lockstep(config, scale, tree_builder, first)))
+        starts, counts = (t.tolist() for t in torch.unique_consecutive(self._start, return_counts=True))
+        groups, end = [], 0
+        for start, count in zip(starts, counts, strict=True):
+            groups.append((slice(end, end + count), _Lockstep(config, scale, tree_builder, start)))
+            end += count
         return groups
-
-
-def _some(tensor: Tensor, rows: Tensor | None) -> Tensor:
-    return tensor if rows is None else tensor.index_select(0, rows)
 
 
 @dataclasses.dataclass(eq=False)

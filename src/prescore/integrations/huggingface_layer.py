@@ -165,6 +165,8 @@ class PrescoredLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         """The clusters a single new query chooses from; None where steps are exact instead."""
         if query.shape[2] != 1 or not routes_steps(config) or self.n_seen < ROUTED_STEPS_FROM:
             return None
+        if config.tolerance is not None or (torch.is_grad_enabled() and query.requires_grad):
+            return None  # a step has neither an error bar nor gradients
         start = None
         if form.valid is not None and not bool(form.valid.all()):
             start = first_real(form.valid)
