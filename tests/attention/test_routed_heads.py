@@ -70,6 +70,13 @@ def test_a_copying_head_is_found_and_gets_the_rows_of_the_other():
     assert stats["far_rows"] == (2 * 31 + 12 * 16) / 2
 
 
+def test_few_rows_do_not_hide_a_copying_head():
+    """With rows for one coarse leaf, fine leaves are asked with as many keys as that one has."""
+    config = PrescoreConfig(**{**CONFIG.to_dict(), "rows": 32})
+    _, stats = routed_attention(*copying(), **options(config))
+    assert stats["fine_heads"] == 1
+
+
 @pytest.mark.parametrize(
     "case",
     [

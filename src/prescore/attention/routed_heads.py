@@ -68,8 +68,8 @@ def head_layouts(
     if finer.chunk != layout.chunk or config.leaf_size <= FINE_LEAF:
         return [(None, layout)]
     with torch.no_grad():
-        # a quarter of the rows for the one large piece; `n_chosen` would depend on the length
-        rows = config.rows // JOINED
+        # a quarter of the rows for the one large piece, but a leaf; `n_chosen` would depend on the length
+        rows = max(config.rows // JOINED, config.leaf_size)
         quarters = ((layout, rows // config.leaf_size), (finer, rows // FINE_LEAF))
         coarse, fine = (
             error_of_leaves(query, key, value, seen, *quarter, scale, tree_builder) for quarter in quarters

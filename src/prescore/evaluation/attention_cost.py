@@ -76,6 +76,8 @@ def routed_rows(figures: Mapping[str, Any]) -> float:
 
     The first queries are exact. Behind them a query of chunk c meets the chunk before, its own chunk up to itself,
     the sinks, and of the c - 1 pieces further back their single keys, a stand-in per leaf, and the chosen leaves.
+    Heads that copy are counted as the others: they read more rows by as many as the others read less, and meet
+    more stand-ins and no single keys.
 
     Args:
         figures: Statistics of a routed call.
