@@ -14,9 +14,10 @@ from pathlib import Path
 
 import torch
 
+from prescore.config import PrescoreConfig
 from prescore.evaluation.documents import Document, decode
 from prescore.evaluation.language_model import load_language_model
-from prescore.evaluation.methods import exact, local, named
+from prescore.evaluation.methods import exact, local, named, prescored
 from prescore.evaluation.perplexity import Window, make_windows, measure_loss
 
 
@@ -42,7 +43,8 @@ def main() -> None:
     begin = loaded.tokenizer.bos_token_id
     if begin is not None:
         windows = [Window(w.document, torch.cat((torch.tensor([begin]), w.tokens[1:])), w.first) for w in windows]
-    methods = [exact(), local(512), named("default", leaf=512), named("random", leaf=512, top_k=options.top_k)]
+    untouched = prescored("default", PrescoreConfig())
+    methods = [exact(), local(512), untouched, named("random", leaf=512, top_k=options.top_k)]
     methods = [method for method in methods if not options.only or method.label in options.only]
     for window in windows:
         for method in methods:
