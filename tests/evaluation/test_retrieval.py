@@ -82,6 +82,39 @@ def test_a_short_haystack_is_repeated(tiny):
         make_problem(tiny, Document("none", ""), TASKS[0], length=400, depth=0.5, seed=0)
 
 
+def test_a_beginning_of_text_token_stands_once_and_not_before_the_answer():
+    from tokenizers.processors import TemplateProcessing
+
+    model, tokenizer = tiny_language_model()
+    first = tokenizer.backend_tokenizer.token_to_id("~")
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="~ $A", special_tokens=[("~", first)])
+    beginning = LanguageModel("tiny", model, tokenizer)
+    assert beginning.encode("ab").tolist()[0] == first
+    assert beginning.opening().tolist() == [first]
+    for task in TASKS:
+        problem = make_problem(beginning, HAY, task, length=600, depth=0.3, seed=1)
+        assert len(problem.tokens) == 600
+        assert (problem.tokens == first).nonzero().tolist() == [[0]]
+        assert tokenizer.decode(problem.tokens[-problem.answer :].tolist()) == f" {problem.words}"
+
+
+def test_positions_past_the_trained_length_are_scaled_and_said(tiny):
+    from prescore.records import measure
+    from prescore.report.language_tables import retrieval_table
+
+    short, long = (
+        measure(
+            "retrieval",
+            retrieval_row(tiny, HAY, methods.exact(), TASKS[0], length=length, depth=0.1, samples=1),
+        )
+        for length in (256, 768)
+    )
+    assert "position_scaling" not in short.figures
+    assert long.figures["position_scaling"] == {"rope": "yarn", "factor": 1.5, "trained_length": 512}
+    assert "RoPE scaling" not in retrieval_table([short]).title
+    assert "RoPE scaling" in retrieval_table([short, long]).title
+
+
 def test_answers_are_judged_as_greedy_decoding_would(tiny):
     prompt = tiny.encode("Once upon a time")
     tokens = prompt

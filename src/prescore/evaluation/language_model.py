@@ -50,10 +50,18 @@ class LanguageModel:
         # ChatGLM calls it seq_length
         return getattr(config, "max_position_embeddings", getattr(config, "seq_length", None))
 
-    def encode(self, text: str) -> Tensor:
-        """Token numbers `[N]`."""
-        numbers = self.tokenizer(text, verbose=False)["input_ids"]
+    def encode(self, text: str, *, special: bool = True) -> Tensor:
+        """Token numbers `[N]`; `special=False` leaves out what the tokenizer adds around every text."""
+        numbers = self.tokenizer(text, verbose=False, add_special_tokens=special)["input_ids"]
         return torch.tensor(numbers, dtype=torch.int64)
+
+    def opening(self) -> Tensor:
+        """Tokens that the tokenizer puts before every text, such as a beginning-of-text token; often none."""
+        whole, plain = self.encode("a"), self.encode("a", special=False)
+        for begin in range(len(whole) - len(plain) + 1):
+            if torch.equal(whole[begin : begin + len(plain)], plain):
+                return whole[:begin]
+        return whole[:0]
 
     @torch.no_grad()
     def hidden(self, tokens: Tensor) -> Tensor:

@@ -64,14 +64,18 @@ def make_problem(
         raise ValueError(f"depth must be at most 1, got {depth}")
     draw = random.Random(f"{task} {length} {depth} {seed}")
     facts, question, answer = _facts(task, depth, draw)
-    encode = language_model.encode
-    tail, reply = encode(question), encode(answer)
+
+    def encode(text: str) -> Tensor:
+        # a beginning-of-text token belongs before the whole, not before every piece and the answer
+        return language_model.encode(text, special=False)
+
+    opening, tail, reply = language_model.opening(), encode(question), encode(answer)
     inserts = [(place, encode(f"\n{sentence}\n")) for place, sentence in facts]
-    room = length - len(tail) - len(reply) - sum(len(tokens) for _, tokens in inserts)
+    room = length - len(opening) - len(tail) - len(reply) - sum(len(tokens) for _, tokens in inserts)
     if room < 0:
         raise ValueError(f"length must leave room for the question, at least {length - room} tokens, got {length}")
     text = _piece(language_model, haystack, room, draw)
-    pieces, begin = [], 0
+    pieces, begin = [opening], 0
     for place, tokens in sorted(inserts, key=lambda insert: insert[0]):
         end = round(place * room)
         pieces += [text[begin:end], tokens]
@@ -108,14 +112,17 @@ def retrieval_row(
     checks.integer("samples", samples, minimum=1)
 
     def measure() -> dict[str, Any]:
-        found, losses, seconds, rows = [], [], 0.0, None
+        found, losses, seconds, rows, scaling = [], [], 0.0, None, None
         for sample in range(samples):
             problem = make_problem(
                 language_model, haystack, task, length=length, depth=depth, seed=seed * 1000 + sample
             )
-            with measured_attention(
-                language_model.model, method, layers=layers, seed=seed, count_rows=sample == 0
-            ) as meter:
+            with (
+                language_model.extended(length) as scaling,
+                measured_attention(
+                    language_model.model, method, layers=layers, seed=seed, count_rows=sample == 0
+                ) as meter,
+            ):
                 right, loss = answer_figures(language_model, problem)
             figures = meter.figures()
             seconds += figures["attention_seconds"]
@@ -128,6 +135,7 @@ def retrieval_row(
             "answers": [int(right) for right in found],
             "rows_per_query": rows,
             "attention_seconds": round(seconds / samples, 4),
+            **({} if scaling is None else {"position_scaling": scaling}),
         }
 
     config = {
@@ -177,9 +185,9 @@ def _piece(language_model: LanguageModel, haystack: Document, room: int, draw: r
     """`room` tokens of the haystack from a place drawn at random, again from its start where it ends."""
     characters = 12 * room + 1
     begin = draw.randrange(max(1, len(haystack.text) - characters))
-    tokens = language_model.encode(haystack.text[begin : begin + characters])
+    tokens = language_model.encode(haystack.text[begin : begin + characters], special=False)
     if len(tokens) < room:
-        tokens = language_model.encode(haystack.text)
+        tokens = language_model.encode(haystack.text, special=False)
         if len(tokens) == 0:
             raise ValueError(f"document {haystack.name} must have text, got none")
         tokens = tokens.repeat(-(-room // len(tokens)))

@@ -18,6 +18,7 @@ _NAMES = {
     "gaussian-kmeans": "Gaussian kernel K-means",
     "none": "none",
 }
+_SCALED = "positions past the trained length by RoPE scaling (YaRN), without training"
 Lines = list[list[Any]]
 
 
@@ -53,7 +54,7 @@ def describe_run(summaries: Sequence[Summary], model: str) -> str:
     layers = sorted({str(summary.layers) for summary in summaries})
     shown = ", ".join(documents) if len(documents) <= 3 else f"{len(documents)} documents"
     scaled = any(summary.position_scaling for summary in summaries)
-    extra = "; positions past the trained length by RoPE scaling (YaRN), without training" if scaled else ""
+    extra = f"; {_SCALED}" if scaled else ""
     return f"{model}, {', '.join(map(str, lengths))} tokens of {shown}, layers: {', '.join(layers)}{extra}"
 
 
@@ -73,8 +74,9 @@ def retrieval_table(records: Sequence[Record]) -> Table:
             MISSING if f is None else f"{100 * f['accuracy']:.0f} % ({f['answer_loss']:.2f})" for f in figures
         ]
         rows.append((label, *shown))
+    scaled = any(record.figures.get("position_scaling") for record in found)
     return Table(
-        title="Retrieval",
+        title=f"Retrieval; {_SCALED}" if scaled else "Retrieval",
         columns=("method", *(f"{task} {length} at {100 * depth:.0f} %" for task, length, depth in cells)),
         rows=tuple(rows),
         note="share of answers whose every token is the likeliest one (mean loss of the answer's tokens in nats); "
