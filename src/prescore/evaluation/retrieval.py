@@ -112,23 +112,21 @@ def retrieval_row(
     checks.integer("samples", samples, minimum=1)
 
     def measure() -> dict[str, Any]:
-        found, losses, seconds, rows, scaling = [], [], 0.0, None, None
-        for sample in range(samples):
-            problem = make_problem(
-                language_model, haystack, task, length=length, depth=depth, seed=seed * 1000 + sample
-            )
-            with (
-                language_model.extended(length) as scaling,
-                measured_attention(
+        found, losses, seconds, rows = [], [], 0.0, None
+        with language_model.extended(length) as scaling:
+            for sample in range(samples):
+                problem = make_problem(
+                    language_model, haystack, task, length=length, depth=depth, seed=seed * 1000 + sample
+                )
+                with measured_attention(
                     language_model.model, method, layers=layers, seed=seed, count_rows=sample == 0
-                ) as meter,
-            ):
-                right, loss = answer_figures(language_model, problem)
-            figures = meter.figures()
-            seconds += figures["attention_seconds"]
-            rows = figures["rows_per_query"] if sample == 0 else rows
-            found.append(right)
-            losses.append(loss)
+                ) as meter:
+                    right, loss = answer_figures(language_model, problem)
+                figures = meter.figures()
+                seconds += figures["attention_seconds"]
+                rows = figures["rows_per_query"] if sample == 0 else rows
+                found.append(right)
+                losses.append(loss)
         return {
             "accuracy": sum(found) / samples,
             "answer_loss": sum(losses) / samples,
