@@ -78,8 +78,15 @@ def test_the_same_row_is_not_written_twice(tmp_path):
 
 @pytest.mark.parametrize(
     "damage",
-    [b'{"command": "demo", "ke', b"not json\n", b"[1, 2]\n", b'{"command": "demo"}\n', b"\xff\xfe\n"],
-    ids=["cut off", "no json", "no object", "fields missing", "no text"],
+    [
+        b'{"command": "demo", "ke',
+        b"not json\n",
+        b"[1, 2]\n",
+        b'{"command": "demo"}\n',
+        b"\xff\xfe\n",
+        b'{"command": "demo", "key": "k", "config": {}, "seed": 0, "figures": null, "seconds": 1}\n',
+    ],
+    ids=["cut off", "no json", "no object", "fields missing", "no text", "no figures"],
 )
 @pytest.mark.parametrize("resume", [True, False])
 def test_a_damaged_file_is_refused_by_line_and_left_alone(tmp_path, damage, resume):

@@ -44,6 +44,14 @@ def probability(name: str, value: Any) -> None:
         raise ValueError(f"{name} must be at least 0 and below 1, got {value}")
 
 
+def device(name: str, value: str) -> None:
+    """Refuse a device that this torch cannot use."""
+    try:
+        torch.empty(0, device=value)
+    except (RuntimeError, AssertionError) as error:  # a build without CUDA asserts
+        raise ValueError(f"{name} must be usable, got {value!r} ({str(error).splitlines()[0]})") from error
+
+
 def boolean(name: str, value: Any) -> None:
     """Refuse anything but True or False."""
     if not isinstance(value, bool):

@@ -81,6 +81,9 @@ class Record:
         missing = {"command", "key", "config", "seed", "figures", "seconds"} - set(values)
         if missing or set(values) - known:
             raise ValueError(f"record must have the fields {sorted(known)}, got {sorted(values)}")
+        for name in ("config", "figures"):
+            if not isinstance(values[name], dict):
+                raise ValueError(f"record must have an object as {name}, got {type(values[name]).__name__}")
         return cls(**values)
 
 

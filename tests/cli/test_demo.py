@@ -1,8 +1,10 @@
 """`prescore demo`, `perplexity` and `retrieval` from the command line, on a tiny model."""
 
+import csv
 import json
 
 import pytest
+import torch
 
 from prescore.cli.main import main
 from prescore.testing.tiny_language_model import save_tiny_language_model
@@ -96,6 +98,48 @@ def test_experiment_writes_records_csv_and_plot(model, text, tmp_path, experimen
     assert all(line["figures"]["rows_per_query"] > 0 for line in replaced)
 
 
+def test_several_lengths_get_files_of_their_own(model, text, tmp_path, capsys):
+    out = tmp_path / "run"
+    arguments = ["--model", model, "-d", text, "-n", "128", "-n", "256", "--experiment", "appendix-i"]
+    assert main(["perplexity", *arguments, "--out", str(out)]) == 0
+    assert {path.name for path in out.iterdir()} == {
+        "records.jsonl",
+        "appendix-i.csv",
+        *(f"appendix-i-{length}{end}" for length in (128, 256) for end in (".png", "-as-printed.csv")),
+    }
+    losses = {
+        (line["config"]["n_tokens"], axes["paper_top_k"], axes["paper_sample_size"]): line["figures"]["perplexity"]
+        for line in lines(out)
+        if (axes := line["config"]["method"]["axes"])
+    }
+    for length in (128, 256):
+        printed = list(csv.DictReader((out / f"appendix-i-{length}-as-printed.csv").open(encoding="utf-8")))
+        for row in printed:
+            top_k = int(row["Paper's Top K"])
+            assert int(row["Top K"]) == (0 if top_k == 0 else max(1, round(top_k * length / 32768)))
+            assert float(row[f"PPL, Sample Size = {length // 128}"]) == pytest.approx(losses[length, top_k, 256])
+
+
+def test_every_budget_of_a_baseline_has_a_name_of_its_own(model, text, tmp_path):
+    arguments = [
+        "--model",
+        model,
+        "-d",
+        text,
+        "-n",
+        "128",
+        "--method",
+        "streaming",
+        "--top-k",
+        "8",
+        "--top-k",
+        "16",
+    ]
+    assert main(["perplexity", *arguments, "--out", str(tmp_path / "run")]) == 0
+    labels = [line["config"]["method"]["label"] for line in lines(tmp_path / "run")]
+    assert labels == ["exact", "local only", "streaming, top 8", "streaming, top 16"]
+
+
 def test_json_prints_records_only(model, text, tmp_path, capsys):
     arguments = ["perplexity", "--model", model, "-d", text, "-n", "64", "--method", "random", "--top-k", "0.25"]
     assert main([*arguments, "--layers", "0", "--set", "sinks=2", "--json", "--out", str(tmp_path / "run")]) == 0
@@ -136,9 +180,15 @@ def test_retrieval_reports_exact_beside_the_others(model, text, tmp_path, capsys
         (["--top-k", "many"], "top_k must be a count or a fraction, got 'many'"),
         (["--top-k", "1.5"], "top_k must be a fraction in (0, 1] when it is a float, got 1.5"),
         (["--set", "sinks"], "set must be FIELD=VALUE, got 'sinks'"),
-        (["--set", "colour=red"], "colour"),
+        (["--set", "colour=red"], "field to set must be one of 'alignment', "),
+        (["--method", "streaming", "--top-k", "-3"], "top_k must be at least 0, got -3"),
         (["--dtype", "int8"], "dtype must be one of"),
         (["--device", "nowhere"], "device must be usable, got 'nowhere'"),
+        pytest.param(
+            ["--device", "cuda"],
+            "device must be usable, got 'cuda'",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here"),
+        ),
         (["--layers", "last:9"], "layers must ask for at most the model's 2 layers, got 'last:9'"),
     ],
 )

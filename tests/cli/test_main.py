@@ -137,6 +137,24 @@ def test_default_directory_is_new_and_resume_finds_the_newest(tmp_path, monkeypa
     assert len(again.file) == 1
 
 
+def test_resume_passes_over_a_run_that_never_measured_anything(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("prescore.cli.options.time.strftime", lambda *_: "20260101-000000")
+    first = open_session("demo", out=None, json=False, resume=False, threads=None)
+    first.run(rows([], n=1))
+    monkeypatch.setattr("prescore.cli.options.time.strftime", lambda *_: "20260102-000000")
+    open_session("demo", out=None, json=False, resume=False, threads=None)  # as a refused model leaves it
+    assert open_session("demo", out=None, json=False, resume=True, threads=None).out == first.out
+
+
+def test_a_row_asked_for_twice_is_one(tmp_path, capsys):
+    calls = []
+    records = session(tmp_path, as_json=True).run([*rows(calls, n=2), *rows(calls, n=2)])
+    assert calls == [0, 1]
+    assert [record.config["value"] for record in records] == [0, 1]
+    assert len(capsys.readouterr().out.splitlines()) == 2
+
+
 def test_progress_without_a_terminal_tells_the_time_left(capsys, monkeypatch):
     monkeypatch.setattr("prescore.cli.options._LINE_EVERY", 0.0)
     with progress("demo", 4) as advance:

@@ -225,3 +225,19 @@ def test_command(tmp_path, capsys):
     assert paper_table(records).rows == ()
     assert main([*argv, "--resume", "--language-model", "smollm2"]) == 2
     assert "got 'smollm2'" in capsys.readouterr().err
+
+
+def test_the_median_of_an_even_number_lies_between_the_middle_two():
+    class TwoHeads:
+        described, n_prefix = {}, 0
+
+        def run(self, look):
+            # every query of a head looks at one key: kept entries are all or nothing
+            key = torch.eye(4)[None, None].expand(1, 2, 4, 4) * 9.0
+            query = torch.stack([torch.eye(4)[[0] * 4], torch.eye(4)[[3] * 4]])[None] * 9.0
+            look(query, key, Situation(layer=0))
+
+    layer = PrescoredLayer(PrescoreConfig(method="uniform", top_k=1, sinks=1, inner="exact", remainder="none"))
+    figures = measure(TwoHeads(), layer, (0.3,))
+    # the one kept key is the first: it holds all heavy entries of one head and none of the other
+    assert figures["heavy_0.3_median"] == figures["heavy_0.3_mean"] == 0.5

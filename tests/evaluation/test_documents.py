@@ -42,6 +42,9 @@ def test_longbench_version_1_and_2(tmp_path):
     first, second = load_documents([lines])
     assert first == Document("bench.jsonl#x1", "A long story.\n\nWho?")
     assert second == Document("bench.jsonl#2", "Another.\n\nWhat?\n\nA. this\n\nB. that")
+    spread = tmp_path / "one.json"
+    spread.write_text(json.dumps(one, indent=1))
+    assert load_documents([spread]) == [Document("one.json#x1", first.text)]
     array = tmp_path / "bench.json"
     array.write_text(json.dumps([one, two]))
     assert [document.text for document in load_documents([array])] == [first.text, second.text]
@@ -59,6 +62,9 @@ def test_refusals_name_the_file_and_the_place(tmp_path):
     (tmp_path / "other.jsonl").write_text('{"text": "ok"}')
     with pytest.raises(ValueError, match="must have a field 'context' in every record, got none in record 1"):
         load_documents([tmp_path / "other.jsonl"])
+    (tmp_path / "asked.jsonl").write_text('{"context": "ok", "input": ["a"]}')
+    with pytest.raises(ValueError, match=r"asked\.jsonl must have text in 'input' .*, got list in record 1"):
+        load_documents([tmp_path / "asked.jsonl"])
     (tmp_path / "list.jsonl").write_text("3")
     with pytest.raises(ValueError, match="must hold JSON objects, got int in line 1"):
         load_documents([tmp_path / "list.jsonl"])

@@ -113,6 +113,64 @@ def test_refusals(tmp_path, make, said):
         make(tmp_path)
 
 
+@needs_timm
+def test_damaged_and_foreign_checkpoints_are_refused_in_one_sentence(tmp_path):
+    from safetensors.torch import save_file
+
+    for name in ("broken.safetensors", "broken.pth"):
+        (tmp_path / name).write_bytes(b"nothing of the kind" * 20)
+        with pytest.raises(OSError, match=rf"readable checkpoint, got {name}"):
+            load_vision_model(tmp_path / name)
+    save_file({"patch_embed.proj.weight": torch.zeros(2)}, tmp_path / "foreign.safetensors")
+    with pytest.raises(ValueError, match="arch must be an architecture of timm, got 'vit_huge'"):
+        load_vision_model(tmp_path / "foreign.safetensors", arch="vit_huge")
+    with pytest.raises(ValueError, match=r"weights of resnet10t, got foreign\.safetensors") as caught:
+        load_vision_model(tmp_path / "foreign.safetensors", arch="resnet10t")
+    assert "\n" not in str(caught.value)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(OSError, match=r"image classifier of transformers, got .*empty") as caught:
+        load_vision_model(tmp_path / "empty")
+    assert "\n" not in str(caught.value)
+    with pytest.raises(ValueError, match="device must be usable, got 'nowhere'"):
+        load_vision_model(tmp_path / "empty", device="nowhere")
+
+
+def test_labels_that_the_model_does_not_have_are_refused(model_folder, image_folder, tmp_path):
+    names = [f"{kind.name}/{file.name}" for kind in image_folder.iterdir() for file in kind.iterdir()]
+    (tmp_path / "labels.json").write_text(json.dumps(dict.fromkeys(names, 7)))
+    study = Study(load_vision_model(model_folder), open_folder(image_folder, labels=tmp_path / "labels.json"), {})
+    with pytest.raises(ValueError, match="labels must lie below the model's 5 classes, got 7"):
+        study.exact()
+    (tmp_path / "labels.json").write_text("{no")
+    with pytest.raises(ValueError, match=r"labels must be a JSON file, got .*labels\.json"):
+        open_folder(image_folder, labels=tmp_path / "labels.json")
+
+
+def test_no_more_rows_are_counted_than_there_are_keys(model_folder, image_folder):
+    study = Study(load_vision_model(model_folder), open_folder(image_folder), {})
+    planned = study_rows(study, Grid(methods=("kmeans", "centroids"), rows=(8, 500)))
+    assert [row.config["rows"] for row in planned] == [8, 17, 8, 17]
+    assert [row.config["config"]["top_k"] for row in planned] == [8, 17, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["vision", "--resolution", "16"], "resolution must be given with a model and images, got resolution 16"),
+        (["vision", "--arch", "vit"], "arch must be given with a model"),
+        (["vision", "--labels", "labels.json"], "labels must be given with a model"),
+        (
+            ["coverage", "--text", "book.txt"],
+            "text must be given with a language model, got text 'book.txt' alone",
+        ),
+    ],
+)
+def test_options_that_would_do_nothing_are_refused(argv, said, tmp_path, capsys):
+    assert main([*argv, "--out", str(tmp_path / "run")]) == 2
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
 def test_preprocessing_crops_the_centre_and_normalises(tmp_path):
     picture(tmp_path / "a" / "x.png", (255, 0, 128), size=(80, 40))
     pixels = decode(tmp_path / "a" / "x.png", 28, 0.875)

@@ -109,6 +109,49 @@ def test_padding_masks_are_honoured_and_other_masks_refused():
     undo()
 
 
+@pytest.mark.parametrize("batch", [2, 20])
+def test_a_square_mask_is_queries_by_keys_whatever_the_batch(batch):
+    from timm.layers import Attention
+
+    torch.manual_seed(0)
+    model = nn.Module()
+    model.attn = Attention(48, num_heads=3).eval()
+    draw = torch.Generator().manual_seed(0)
+    tokens = torch.randn(batch, 20, 48, generator=draw)
+    masks = {
+        "causal": torch.ones(20, 20, dtype=torch.bool).tril(),
+        "padding": torch.ones(1, 1, 1, 20, dtype=torch.bool).index_fill(3, torch.arange(12, 20), False),
+        "any": torch.rand(20, 20, generator=draw) > 0.5,
+    }
+    masks["any"].fill_diagonal_(True)
+    everything = prescore.PrescoreConfig(top_k=None, inner="exact", on_unsupported="exact")
+    for name, mask in masks.items():
+        with torch.no_grad():
+            before = model.attn(tokens, attn_mask=mask)
+            undo = replace_attention(model, everything)
+            torch.testing.assert_close(model.attn(tokens, attn_mask=mask), before, rtol=1e-4, atol=1e-5, msg=name)
+            undo()
+
+
+def test_padding_that_blinds_padded_queries_too_is_padding():
+    from timm.layers import Attention
+
+    torch.manual_seed(0)
+    model = nn.Module()
+    model.attn = Attention(48, num_heads=3).eval()
+    tokens = torch.randn(2, 20, 48, generator=torch.Generator().manual_seed(0))
+    real = torch.ones(2, 20, dtype=torch.bool)
+    real[1, 12:] = False
+    both = real[:, None, :, None] & real[:, None, None, :]
+    as_naflex_makes_it = torch.zeros(both.shape).masked_fill(~both, torch.finfo(torch.float32).min)
+    undo = replace_attention(model, FEW.replace(top_k=6))
+    with torch.no_grad():
+        masked = model.attn(tokens, attn_mask=as_naflex_makes_it)
+        torch.testing.assert_close(masked[1:, :12], model.attn(tokens[1:, :12]), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(masked[:1], model.attn(tokens[:1]), rtol=1e-4, atol=1e-5)
+    undo()
+
+
 def replace_attention(model, config):
     from prescore.integrations.vision_attention import prescored_layers
 
@@ -218,6 +261,8 @@ def test_other_architectures_are_refused_by_name(name, said):
         ("vit_base_patch16_siglip_224", 12, 0),
         ("deit3_small_patch16_224", 12, 1),
         ("vit_small_patch16_18x2_224", 36, 1),
+        ("pit_ti_224", 12, 1),
+        ("pit_ti_distilled_224", 12, 2),
     ],
 )
 def test_plain_architectures_are_served(name, n_layers, n_prefix):

@@ -53,6 +53,20 @@ def grid(scorers=("kmeans", "leverage")):
     return list({one.key: one for one in found}.values())
 
 
+def test_no_point_is_cut_off_below_the_frame(tmp_path):
+    from matplotlib.figure import Figure
+
+    from prescore.report.language_plots import _bound_losses
+
+    axes = Figure().subplots()
+    summaries = summarise([*references(), record("x", "prescored", 1.5), record("y", "prescored", 9.0)])
+    _bound_losses(axes, summaries)
+    low, high = axes.get_ylim()
+    assert low < 1.5
+    assert high == 4.5
+    assert "1 points lie above" in axes.texts[0].get_text()
+
+
 def test_losses_are_averaged_over_documents_with_students_interval():
     records = [
         record("exact", "exact", loss, document=name) for name, loss in (("a", 2.0), ("b", 2.5), ("c", 3.0))

@@ -91,6 +91,8 @@ def command(
         thresholds=tuple(epsilon or base.thresholds),
         seeds=tuple(range(seed, seed + seeds)),
     )
+    if text and language_model is None:
+        raise ValueError(f"text must be given with a language model, got text {text[0]!r} alone")
     subject: Subject
     if language_model is not None:
         if model is not None or images is not None:

@@ -67,15 +67,16 @@ class Session:
         return self.file.path.parent
 
     def run(self, rows: Sequence[Row]) -> list[Record]:
-        """Measure the rows that are not finished; return the records of all, in the rows' order."""
-        keys = [row_key(self.command, row.config, row.seed) for row in rows]
-        todo = sum(row.cost for row, key in zip(rows, keys, strict=True) if key not in self.file)
-        finished = sum(key in self.file for key in keys)
+        """Measure the rows that are not finished; return the records of all, in the rows' order, each once."""
+        # an option given twice asks for the same row twice, and must not count as another seed or document
+        named = {row_key(self.command, row.config, row.seed): row for row in rows}
+        todo = sum(row.cost for key, row in named.items() if key not in self.file)
+        finished = sum(key in self.file for key in named)
         if finished:
-            self.say(f"{finished} of {len(rows)} rows are finished in {self.file.path}")
+            self.say(f"{finished} of {len(named)} rows are finished in {self.file.path}")
         try:
             with progress(self.command, todo) as advance:
-                for row, key in zip(rows, keys, strict=True):
+                for key, row in named.items():
                     if key not in self.file:
                         self.file.append(self._measure(row))
                         advance(row.cost)
@@ -86,7 +87,7 @@ class Session:
                 f"interrupted; finished rows are in {self.file.path}; continue with --resume --out {self.out}"
             )
             raise SystemExit(130) from None
-        return [self.file[key] for key in keys]
+        return [self.file[key] for key in named]
 
     def show(self, *renderables: RenderableType) -> None:
         """Print tables and text to stdout, unless JSON lines were asked for."""
@@ -123,7 +124,8 @@ def open_session(
 def _directory(command: str, out: Path | None, resume: bool) -> Path:
     if out is not None:
         return out
-    earlier = sorted(path.parent for path in (RUNS / command).glob(f"*/{RECORDS}"))
+    # a run that was refused after its file was made has nothing to go on from
+    earlier = sorted(path.parent for path in (RUNS / command).glob(f"*/{RECORDS}") if path.stat().st_size)
     if resume and earlier:
         return earlier[-1]
     return RUNS / command / time.strftime("%Y%m%d-%H%M%S")

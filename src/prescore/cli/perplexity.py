@@ -169,15 +169,16 @@ class Request:
 
         from prescore.evaluation.methods import named
 
-        budgets = self.budgets if name not in ("exact", "local", "default", "hyper") else self.budgets[:1]
+        free = name in ("exact", "local", "default", "hyper")
+        budgets = self.budgets[:1] if free else self.budgets
         made = [named(name, leaf=leaf, top_k=top_k, overrides=changes) for top_k in budgets]
         words = [
-            f"{field}={value}" for field, value in changes.items() if field in ("sample_size", "leaf_inclusive")
+            f"{field}={value}"
+            for field, value in changes.items()
+            if field in ("sample_size", "leaf_inclusive") and made[0].kind == "prescored"
         ]
         return [
             replace(m, label=", ".join([m.label, *([f"top {k}"] if len(budgets) > 1 else []), *words]))
-            if m.kind == "prescored"
-            else m
             for m, k in zip(made, budgets, strict=True)
         ]
 
@@ -216,13 +217,22 @@ def write_results(session: Session, records: list[Record], experiment: str | Non
     session.show(loss_table(summaries, title, note).to_rich())
     name = experiment or "perplexity"
     written = {f"{name}.csv": full_csv(summaries)}
-    shaped = None if experiment is None else paper_csv(experiment, summaries)
-    if shaped is not None:
-        written[f"{name}-as-printed.csv"] = shaped
+    plots: list[str] = []
+    # what the paper prints and most pictures have no place for a length: each gets files of its own
+    lengths = sorted({summary.n_tokens for summary in summaries})
+    apart = len(lengths) > 1 and experiment != "longest"
+    for length in lengths if apart else [None]:
+        inside = [summary for summary in summaries if length in (None, summary.n_tokens)]
+        stem = name if length is None else f"{name}-{length}"
+        shaped = None if experiment is None else paper_csv(experiment, inside)
+        if shaped is not None:
+            written[f"{stem}-as-printed.csv"] = shaped
+        plots.append(f"{stem}.png")
+        shown = f"{name}: {describe_run(inside, loaded.name)}"
+        plot_experiment(experiment, inside, session.out / plots[-1], shown)
     for file, text in written.items():
         (session.out / file).write_text(text, encoding="utf-8")
-    plot_experiment(experiment, summaries, session.out / f"{name}.png", title)
-    session.say(f"records: {session.file.path}; also {', '.join([*written, f'{name}.png'])}")
+    session.say(f"records: {session.file.path}; also {', '.join([*written, *plots])}")
 
 
 def quiet_loading() -> None:
@@ -258,13 +268,19 @@ def read_layers(text: str) -> str | list[int]:
 
 def read_changes(changes: list[str] | None) -> dict[str, Any]:
     """`FIELD=VALUE` pairs; a value that is not JSON is a word."""
+    import dataclasses
     import json
 
+    from prescore import checks
+    from prescore.config import PrescoreConfig
+
+    known = sorted(field.name for field in dataclasses.fields(PrescoreConfig))
     found: dict[str, Any] = {}
     for change in changes or []:
         name, equals, value = change.partition("=")
         if not equals:
             raise ValueError(f"set must be FIELD=VALUE, got {change!r}")
+        checks.one_of("field to set", name.strip(), known)
         try:
             found[name.strip()] = json.loads(value)
         except json.JSONDecodeError:

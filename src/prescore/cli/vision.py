@@ -142,6 +142,13 @@ def open_study(
     if (model is None) != (images is None):
         missing, given = ("images", "model") if images is None else ("model", "images")
         raise ValueError(f"{missing} must be given together with {given}, got only {given}")
+    if model is None:
+        alone = {"arch": arch, "labels": labels, "resolution": resolution}
+        for name, value in alone.items():
+            if value is not None:
+                raise ValueError(
+                    f"{name} must be given with a model and images, got {name} {value} for the digits"
+                )
     limit = limit or (_QUICK_LIMIT if quick else None)
     described: dict[str, Any] = {"arch": arch, "resolution": resolution, "batch_size": batch_size}
     if model is None or images is None:

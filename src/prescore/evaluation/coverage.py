@@ -7,6 +7,7 @@ a poor guide to accuracy (a method may cover every large weight and still lose t
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -168,7 +169,8 @@ def measure(subject: Subject, layer: PrescoredLayer, thresholds: tuple[float, ..
     for name, values in everything.items():
         known = values[~values.isnan()]
         figures[f"{name}_mean"] = float(known.mean()) if len(known) else None
-        figures[f"{name}_median"] = float(known.median()) if len(known) else None
+        # torch's median of an even number of values is the lower of the two in the middle
+        figures[f"{name}_median"] = statistics.median(known.tolist()) if len(known) else None
         figures[f"{name}_without"] = int(values.isnan().sum())
         figures[f"{name}_layers"] = [_mean_or_none(found[name]) for found in by_layer]
     return figures

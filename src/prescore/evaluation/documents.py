@@ -91,7 +91,8 @@ def _file_documents(path: Path) -> Iterator[Document]:
 
 def _json_records(text: str, path: Path) -> Iterator[dict[str, Any]]:
     whole = text.lstrip().startswith("[")
-    lines = [text] if whole else text.split("\n")
+    # an object over several lines is one record; one per line is the usual case
+    lines = [text] if whole or _is_object(text) else text.split("\n")
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
@@ -110,12 +111,25 @@ def _json_records(text: str, path: Path) -> Iterator[dict[str, Any]]:
             yield record
 
 
+def _is_object(text: str) -> bool:
+    try:
+        return isinstance(json.loads(text), dict)
+    except json.JSONDecodeError:
+        return False
+
+
 def _record_text(record: dict[str, Any], path: Path, number: int) -> str:
     if not isinstance(record.get("context"), str):
         raise ValueError(
             f"document {path.name} must have a field 'context' in every record, got none in record {number}"
         )
-    parts = [record["context"], record.get("input") or record.get("question") or ""]
+    asked = record.get("input") or record.get("question") or ""
+    if not isinstance(asked, str):
+        kind = type(asked).__name__
+        raise ValueError(
+            f"document {path.name} must have text in 'input' or 'question', got {kind} in record {number}"
+        )
+    parts = [record["context"], asked]
     parts += [f"{name[-1]}. {record[name]}" for name in _CHOICES if record.get(name)]
     return "\n\n".join(part for part in parts if part).replace("\r\n", "\n")
 

@@ -141,10 +141,7 @@ def load_language_model(
         OSError: There is no such model.
     """
     checks.one_of("dtype", dtype, tuple(DTYPES))
-    try:
-        torch.empty(0, device=device)
-    except RuntimeError as error:
-        raise ValueError(f"device must be usable, got {device!r} ({str(error).splitlines()[0]})") from error
+    checks.device("device", device)
     model, tokenizer = load_model(name, trust_remote_code=trust_remote_code)
     loaded = LanguageModel(name, model.to(device=device, dtype=DTYPES[dtype]).eval(), tokenizer)
     loaded.check_head()

@@ -171,6 +171,7 @@ def named(
 def _baseline_settings(name: str, leaf: int, top_k: int | float | None, window: int | None) -> dict[str, Any]:
     if not isinstance(top_k, int) or isinstance(top_k, bool):
         raise ValueError(f"top_k must be a count of keys for the baseline {name!r}, got {top_k!r}")
+    checks.integer("top_k", top_k, minimum=0)
     if name == "streaming":
         return {"window": window or leaf // 2 + max(1, top_k - SINKS), "sinks": SINKS}
     if name == "performer":

@@ -77,7 +77,11 @@ class Study:
                 labels.append(truth)
         finally:
             undo()
-        return Outcome(torch.cat(logits), torch.cat(labels), seconds, clock.seconds)
+        outcome = Outcome(torch.cat(logits), torch.cat(labels), seconds, clock.seconds)
+        n_classes, highest = outcome.logits.shape[1], int(outcome.labels.max())
+        if highest >= n_classes:
+            raise ValueError(f"labels must lie below the model's {n_classes} classes, got {highest}")
+        return outcome
 
     def figures(self, attend: Attend) -> dict[str, Any]:
         """Accuracy, distance to the exact answers, and speed."""
@@ -122,6 +126,8 @@ def study_rows(study: Study, grid: Grid) -> list[Row]:
     for method, fields in _combinations(grid, study.model.n_prefix):
         n_rows, clusters, share, protect = fields
         model = study.model
+        # nobody reads more keys than there are, and no table may say so
+        n_rows = n_rows if method.routed else min(n_rows, model.n_tokens)
         config = method.config(
             n_rows, clusters=clusters, share=share or 0.0, n_prefix=model.n_prefix, n_tokens=model.n_tokens
         )

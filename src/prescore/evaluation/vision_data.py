@@ -126,7 +126,10 @@ def _labels_file(folder: Path, labels: str | Path | None) -> Path | None:
 
 
 def _from_json(folder: Path, file: Path) -> list[tuple[Path, int]]:
-    known: Any = json.loads(file.read_text())
+    try:
+        known: Any = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:  # not text, or not JSON
+        raise ValueError(f"labels must be a JSON file, got {file} ({error})") from error
     if not isinstance(known, dict) or not all(isinstance(label, int) for label in known.values()):
         raise ValueError(f"labels must map file names to class numbers, got something else in {file}")
     return [(folder / name, label) for name, label in sorted(known.items()) if (folder / name).is_file()]

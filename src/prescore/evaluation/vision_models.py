@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from prescore import checks
 from prescore.evaluation.vision_data import IMAGENET_MEAN, IMAGENET_STD, Preprocessing
 from prescore.integrations.timm_import import import_timm, mend_torchvision
 from prescore.integrations.vision_attention import Situation, attend_exactly, vision_adapter
@@ -60,6 +61,7 @@ def load_vision_model(
         resolution: Side of the images in pixels; position embeddings are resized. None = the model's own.
         device: Where it runs.
     """
+    checks.device("device", device)
     path = Path(name)
     if path.is_dir():
         if arch is not None:
@@ -79,7 +81,13 @@ def _from_folder(path: Path, resolution: int | None) -> tuple[nn.Module, Preproc
     mend_torchvision()
     from transformers import AutoModelForImageClassification
 
-    model = AutoModelForImageClassification.from_pretrained(path, local_files_only=True)
+    try:
+        model = AutoModelForImageClassification.from_pretrained(path, local_files_only=True)
+    except Exception as error:
+        # transformers and safetensors raise what they like, some of it pages long
+        raise OSError(
+            f"model must be an image classifier of transformers, got {path} ({_first(error)})"
+        ) from error
     vision = getattr(model.config, "vision_config", model.config)
     size = vision.image_size if isinstance(vision.image_size, int) else vision.image_size[0]
     described: dict[str, Any] = {}
@@ -127,24 +135,40 @@ def _from_checkpoint(
     timm = import_timm()
     weights = _read(path)
     if arch is not None:
+        if not timm.is_model(arch):
+            raise ValueError(f"arch must be an architecture of timm, got {arch!r}")
         model = timm.create_model(arch, pretrained=False)
     else:
         from timm.models.vision_transformer import VisionTransformer
 
         model = VisionTransformer(**vit_shape(weights))
-    model.load_state_dict(weights)
+    try:
+        model.load_state_dict(weights)
+    except RuntimeError as error:
+        said = " ".join(str(error).split())
+        raise ValueError(
+            f"checkpoint must have the weights of {arch or 'a plain ViT'}, got {path.name} ({said[:200]})"
+        ) from error
     if resolution is not None:
         model.set_input_size(img_size=(resolution, resolution))
     return model, _timm_preprocessing(model, resolution), {}
 
 
 def _read(path: Path) -> dict[str, Tensor]:
-    if path.suffix == ".safetensors":
-        from safetensors.torch import load_file
+    try:
+        if path.suffix == ".safetensors":
+            from safetensors.torch import load_file
 
-        return dict(load_file(path))
-    loaded: Any = torch.load(path, map_location="cpu", weights_only=True)
-    return dict(loaded.get("model", loaded) if isinstance(loaded, dict) else loaded)
+            return dict(load_file(path))
+        loaded: Any = torch.load(path, map_location="cpu", weights_only=True)
+        return dict(loaded.get("model", loaded) if isinstance(loaded, dict) else loaded)
+    except Exception as error:
+        # a damaged file makes the readers fail in many ways, none of them of one kind
+        raise OSError(f"model must be a readable checkpoint, got {path.name} ({_first(error)})") from error
+
+
+def _first(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def vit_shape(weights: Mapping[str, Tensor]) -> dict[str, Any]:

@@ -72,6 +72,10 @@ def n_prefix_tokens(model: nn.Module, name: str) -> int:
         count = getattr(around, "num_prefix_tokens", None)
         if isinstance(count, int):
             return count
+        # PiT does not give their number by that name
+        tokens = getattr(around, "cls_token", None)
+        if isinstance(tokens, nn.Parameter):
+            return int(tokens.shape[1])
     return 0
 
 
@@ -84,7 +88,8 @@ def _forward(self: Any, x: Tensor, attn_mask: Tensor | None = None, is_causal: b
         layer=layer,
         n_prefix=n_prefix,
         scale=self.scale,
-        mask=attn_mask,
+        # as torch reads it: a mask of two dimensions is queries by keys, for all inputs
+        mask=attn_mask[None, None] if attn_mask is not None and attn_mask.ndim == 2 else attn_mask,
         is_causal=is_causal,
         dropout=self.attn_drop.p if self.training else 0.0,
     )

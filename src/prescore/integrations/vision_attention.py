@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
+import torch
 from torch import Tensor, nn
 
 from prescore.config import PrescoreConfig
@@ -17,7 +18,7 @@ from prescore.errors import Unsupported
 from prescore.integrations.apply import find_adapter
 from prescore.integrations.dropout import dropping
 from prescore.integrations.layers import Layers, Overrides, configs_by_layer
-from prescore.integrations.masks import full_mask, read_mask
+from prescore.integrations.masks import MaskForm, full_mask, read_mask
 from prescore.rng import Streams
 
 
@@ -74,6 +75,10 @@ class PrescoredLayer:
         form = read_mask(
             situation.mask, n_query=query.shape[2], n_keys=key.shape[2], is_causal=situation.is_causal
         )
+        valid = form.valid
+        if form.kind == "other":
+            valid = padded_both_ways(form.mask)
+            form = form if valid is None else MaskForm("full", form.n_keys)
         reasons = []
         if form.kind not in ("full", "causal"):
             reasons.append(f"its attention mask is of the kind {form.kind!r}; only padding and causal masks work")
@@ -87,7 +92,7 @@ class PrescoredLayer:
             value,
             config=self.for_prefix(situation.n_prefix),
             is_causal=form.kind == "causal",
-            key_padding_mask=form.valid,
+            key_padding_mask=None if valid is None else valid.expand(key.shape[0], -1),
             scale=situation.scale,
             generator=layer_seed(self.seed, situation.layer),
             **dropping(situation.dropout),
@@ -99,6 +104,18 @@ class PrescoredLayer:
         if not self.protect_prefix or self.config.sinks >= n_prefix:
             return self.config
         return self.config.replace(sinks=n_prefix)
+
+
+def padded_both_ways(mask: Tensor | None) -> Tensor | None:
+    """Real tokens `[B, N]` of a mask that also blinds padded queries, as NaFlex makes it; None for another mask.
+
+    What a padded query reads is nobody's business: its output is seen by padded queries alone.
+    """
+    if mask is None or mask.dtype != torch.bool or mask.shape[1] != 1 or mask.shape[2] != mask.shape[3]:
+        return None
+    seen = mask[:, 0]
+    real = seen.any(dim=1)
+    return real if torch.equal(seen, real[:, None, :] & real[:, :, None]) else None
 
 
 def attend_exactly(query: Tensor, key: Tensor, value: Tensor, situation: Situation) -> Tensor:

@@ -185,9 +185,9 @@ def _bound_losses(axes: Any, summaries: Sequence[Summary], *, times: float = 1.5
     local = max((s.loss for s in summaries if s.kind == "local"), default=None)
     if exact is None or local is None or local <= exact:
         return
-    worst = max(s.loss for s in summaries)
+    best, worst = (bound(s.loss for s in summaries) for bound in (min, max))
     top = local + times * (local - exact)
-    axes.set_ylim(exact - 0.1 * (local - exact), min(worst + 0.05 * (local - exact), top))
+    axes.set_ylim(best - 0.1 * (local - exact), min(worst + 0.05 * (local - exact), top))
     hidden = sum(s.loss > top for s in summaries)
     if hidden:
         words = f"{hidden} points lie above the frame, gap closed below {-100 * times:.0f} %"
