@@ -175,6 +175,7 @@ def test_retrieval_reports_exact_beside_the_others(model, text, tmp_path, capsys
             ["--experiment", "table1", "--top-k", "8"],
             "without method, top-k, sample-size, leaf-rule, got top-k too",
         ),
+        (["--experiment", "cost", "--sinks", "4"], "sinks must be left to the experiment cost, got 4"),
         (["--leaf-rule", "any"], "leaf_rule must be one of 'exclusive', 'inclusive', 'both', got 'any'"),
         (["--coupling", "early"], "experiment with a coupling must be one of"),
         (["--top-k", "many"], "top_k must be a count or a fraction, got 'many'"),

@@ -129,3 +129,13 @@ def test_the_default_experiment_changes_nothing_but_the_rows():
         changed = {name for name, value in method.settings.items() if value != usual[name]}
         assert changed <= {"rows"}
     assert methods[1].settings == {"leaf": 512}
+
+
+def test_a_field_that_is_set_reaches_every_configuration_of_the_comparison():
+    plain, changed = (
+        [m for m in experiment_methods("cost", Scale(1024, overrides=fields)) if m.kind == "prescored"]
+        for fields in ({}, {"n_projections": 5})
+    )
+    assert {m.settings["n_projections"] for m in plain} == {7}
+    assert {m.settings["n_projections"] for m in changed} == {5}
+    assert len(plain) == len(changed)

@@ -189,3 +189,29 @@ def test_retrieval_table_puts_accuracy_beside_answer_loss():
     table = retrieval_table(found)
     assert table.columns[1] == "single-needle 512 at 50 %"
     assert [row[1] for row in table.rows] == ["100 % (0.25)", "50 % (0.25)"]
+
+
+def test_appendix_f_has_the_largest_budget_for_every_scorer():
+    def cell(scorer, coupling, top_k, loss):
+        axes = {"scorer": scorer, "coupling": coupling, "top_k": top_k // 8, "paper_top_k": top_k}
+        return record(f"{scorer}{coupling}{top_k}", "prescored", loss, fraction=top_k / 32768, **axes)
+
+    records = [
+        *references(),
+        cell("none", "corrected", 0, 2.9),
+        cell("kmeans", "corrected", 32, 2.8),
+        cell("kmeans", "early", 16384, 2.5),
+        cell("kmedian", "early", 32, 2.7),
+        cell("kmedian", "early", 16384, 2.5),
+        cell("leverage", "early", 32, 2.6),  # its largest budget is the same computation, and not run again
+    ]
+    lines = list(csv.DictReader(io.StringIO(paper_csv("appendix-f", summarise(records)))))
+    assert [(line["Coupling"], line["Method"], line["Paper's Top K"], line["Loss"]) for line in lines] == [
+        ("corrected", "none", "0", "2.9"),
+        ("corrected", "K-means", "32", "2.8"),
+        ("early", "K-means", "16384", "2.5"),
+        ("early", "K-median", "32", "2.7"),
+        ("early", "K-median", "16384", "2.5"),
+        ("early", "Leverage", "32", "2.6"),
+        ("early", "Leverage", "16384", "2.5"),
+    ]

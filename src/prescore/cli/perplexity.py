@@ -143,6 +143,8 @@ class Request:
                 raise ValueError(
                     f"an experiment must be given without {', '.join(self.given)}, got {beside[0]} too"
                 )
+        if self.sinks and self.experiment in ("cost", "default"):
+            raise ValueError(f"sinks must be left to the experiment {self.experiment}, got {self.sinks}")
         if self.coupling is not None:
             checks.one_of("coupling", self.coupling, tuple(COUPLINGS))
             checks.one_of("experiment with a coupling", self.experiment, ("appendix-a", "appendix-i"))

@@ -156,12 +156,13 @@ def cost(scale: Scale) -> Iterator[Method]:
     for budget in BUDGETS:
         count = max(SINKS + 1, round(budget * scale.length / 4096))
         half = max(1, count // 2)
-        yield _at(named("random", leaf=leaf, top_k=count), "random + sinks", count, BLIND)
+        changed = dict(scale.overrides)
+        yield _at(named("random", leaf=leaf, top_k=count, overrides=changed), "random + sinks", count, BLIND)
         for name in ("key-norm", "key-diff", "leverage", "kmeans"):
-            kept = {"sinks": SINKS, "inner": "exact"}
+            kept = {"sinks": SINKS, "inner": "exact", **changed}
             yield _at(named(name, leaf=leaf, top_k=count, overrides=kept), f"{name} + sinks", count, BLIND)
-        paper = {"block_size": half, "sample_size": half}
-        with_sinks = {**paper, "sinks": SINKS}
+        paper = {"block_size": half, "sample_size": half, **changed}
+        with_sinks = {"sinks": SINKS, **paper}
         yield _at(named("hyper", leaf=leaf, overrides=paper), "HyperAttention", count, PUBLISHED)
         yield _at(named("hyper", leaf=leaf, overrides=with_sinks), "HyperAttention + sinks", count, PUBLISHED)
         filtered = named("kmeans", leaf=leaf, top_k=2 * count, overrides=paper)

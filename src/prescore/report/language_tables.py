@@ -164,11 +164,15 @@ def _appendix_a(summaries: Sequence[Summary]) -> Lines:
 
 def _appendix_f(summaries: Sequence[Summary]) -> Lines:
     lines: Lines = [["Coupling", "Method", "Top K", "PPL", "Loss", "Top K / n", "Paper's Top K"]]
-    for s in summaries:
-        if s.axes:
-            name = _NAMES.get(s.axes["scorer"], s.axes["scorer"])
-            lines.append([s.axes["coupling"], name, s.axes["top_k"], s.perplexity, s.loss])
-            lines[-1] += [s.axes["fraction"], s.axes["paper_top_k"]]
+    cells = [s for s in summaries if s.axes]
+    for coupling, scorer in dict.fromkeys((s.axes["coupling"], s.axes["scorer"]) for s in cells):
+        same = [s for s in cells if s.axes["coupling"] == coupling]
+        own = {s.axes["paper_top_k"]: s for s in same if s.axes["scorer"] == scorer}
+        # a budget that keeps every key is run for one scorer and holds for the others
+        every = {s.axes["paper_top_k"]: s for s in same if s.axes["fraction"] >= 1 / 2 and scorer != "none"}
+        for top_k, s in sorted({**every, **own}.items()):
+            lines.append([coupling, _NAMES.get(scorer, scorer), s.axes["top_k"], s.perplexity, s.loss])
+            lines[-1] += [s.axes["fraction"], top_k]
     return lines
 
 
