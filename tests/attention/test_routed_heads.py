@@ -70,9 +70,10 @@ def test_a_copying_head_is_found_and_gets_the_rows_of_the_other():
     assert stats["far_rows"] == (2 * 31 + 12 * 16) / 2
 
 
-def test_few_rows_do_not_hide_a_copying_head():
-    """With rows for one coarse leaf, fine leaves are asked with as many keys as that one has."""
-    config = PrescoreConfig(**{**CONFIG.to_dict(), "rows": 32})
+@pytest.mark.parametrize("rows", [32, 64, 512])
+def test_no_number_of_rows_hides_a_copying_head(rows):
+    """One coarse leaf is compared with as many keys in fine leaves, however many rows there are."""
+    config = PrescoreConfig(**{**CONFIG.to_dict(), "rows": rows})
     _, stats = routed_attention(*copying(), **options(config))
     assert stats["fine_heads"] == 1
 

@@ -68,12 +68,9 @@ def head_layouts(
     if finer.chunk != layout.chunk or config.leaf_size <= FINE_LEAF:
         return [(None, layout)]
     with torch.no_grad():
-        # a quarter of the rows for the one large piece, but a leaf; `n_chosen` would depend on the length
-        rows = max(config.rows // JOINED, config.leaf_size)
-        quarters = ((layout, rows // config.leaf_size), (finer, rows // FINE_LEAF))
-        coarse, fine = (
-            error_of_leaves(query, key, value, seen, *quarter, scale, tree_builder) for quarter in quarters
-        )
+        # one coarse leaf against as many keys in fine ones, whatever `rows` are: more rows make no head less needy
+        asked = ((layout, 1), (finer, config.leaf_size // FINE_LEAF))
+        coarse, fine = (error_of_leaves(query, key, value, seen, *one, scale, tree_builder) for one in asked)
         needs = (coarse > TOO_FAR_OFF) & (fine < HELPFUL * coarse)  # [B, Hkv]
     if not needs.any():
         return [(None, layout)]
