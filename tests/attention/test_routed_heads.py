@@ -8,7 +8,8 @@ import torch
 import prescore.attention.routed_heads as routed_heads
 from prescore.attention.exact import exact_attention
 from prescore.attention.routed import routed_attention
-from prescore.attention.routed_heads import FINE_LEAF, error_of_leaves, head_layouts
+from prescore.attention.routed_clusters import place_pieces
+from prescore.attention.routed_heads import FINE_LEAF, _asked_queries, error_of_leaves, head_layouts
 from prescore.attention.routed_layout import make_layout
 from prescore.attention.routed_reference import routed_reference
 from prescore.clustering.tree import bisection_tree
@@ -91,12 +92,19 @@ def test_without_need_all_heads_read_alike(case):
     assert stats["fine_heads"] == 0
 
 
-def test_random_keys_gain_nothing_by_fine_leaves():
-    """Every head is far off there, and stays so: fine leaves would cost time for nothing."""
+@pytest.mark.parametrize("pointed", [0.0, routed_heads.POINTED])
+def test_random_keys_gain_nothing_by_fine_leaves(pointed, monkeypatch):
+    """Every head is far off there, and stays so: fine leaves would cost time for nothing.
+
+    One look at the weights tells, before any tree is made, and so would the errors.
+    """
+    trees = []
+    monkeypatch.setattr(routed_heads, "place_pieces", lambda *a: trees.append(a) or place_pieces(*a))
+    monkeypatch.setattr(routed_heads, "POINTED", pointed)
     generator = torch.Generator().manual_seed(0)
     tensors = [torch.randn(1, 2, 700, DIM, generator=generator) for _ in range(3)]
     _, stats = routed_attention(*tensors, **options())
-    assert stats["fine_heads"] == 0
+    assert (stats["fine_heads"], len(trees)) == (0, 0 if pointed else 2)
 
 
 def test_short_exact_part_or_small_leaves_leave_nothing_to_ask():
@@ -188,7 +196,8 @@ def test_error_of_leaves_is_that_of_the_piece_behind_leaves():
     query, key, value = (tensor.detach() for tensor in copying())
     seen = seen_by(query, key, value)
     layout = make_layout(700, 700, causal=True, config=CONFIG)
-    got = error_of_leaves(query, key, value, seen, layout, 2, SCALE, build)
+    asked = _asked_queries(query, seen, layout, 2, SCALE)
+    got = error_of_leaves(asked, key, value, layout, 2, build)
     single = -torch.nn.functional.cosine_similarity(
         key[0, :, 2:258], key[0, :, 2:258].mean(1, keepdim=True), dim=-1
     )

@@ -13,6 +13,7 @@ A call without those queries (some new tokens behind a cache) cannot tell, and r
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,6 +27,9 @@ from prescore.types import Attended
 FINE_LEAF = 8
 """Keys of a leaf of such heads, which need no single keys: so small a leaf hides little. Where `leaf_size` is no
 larger, no head is one."""
+POINTED = 0.25
+"""Least share of a piece's mass that lies on keys of more than four times the mean weight: else no leaf is small
+enough to help, and nothing more is asked."""
 TOO_FAR_OFF = 0.008
 """Relative squared error behind coarse leaves from which on a head may get fine ones."""
 HELPFUL = 0.5
@@ -68,38 +72,62 @@ def head_layouts(
     if finer.chunk != layout.chunk or config.leaf_size <= FINE_LEAF:
         return [(None, layout)]
     with torch.no_grad():
-        # one coarse leaf against as many keys in fine ones, whatever `rows` are: more rows make no head less needy
-        asked = ((layout, 1), (finer, config.leaf_size // FINE_LEAF))
-        coarse, fine = (error_of_leaves(query, key, value, seen, *one, scale, tree_builder) for one in asked)
-        needs = (coarse > TOO_FAR_OFF) & (fine < HELPFUL * coarse)  # [B, Hkv]
+        asked = _asked_queries(query, seen, layout, key.shape[1], scale)
+        needs = _pointed(asked, key, layout)
+        if needs.any():
+            # one coarse leaf against as many keys in fine ones, whatever `rows` are: more make no head less needy
+            both = ((layout, 1), (finer, config.leaf_size // FINE_LEAF))
+            coarse, fine = (error_of_leaves(asked, key, value, *one, tree_builder) for one in both)
+            needs &= (coarse > TOO_FAR_OFF) & (fine < HELPFUL * coarse)
     if not needs.any():
         return [(None, layout)]
     return _shared_rows(needs, layout, config)
 
 
+class Asked(NamedTuple):
+    """Queries `[T, Q, D]` times the scale, exact output `[T, Q, Dv]` and lse `[T, Q]`; `group` query heads."""
+
+    query: Tensor
+    output: Tensor
+    lse: Tensor
+    group: int
+
+
+def _asked_queries(query: Tensor, seen: Attended, layout: Layout, n_kv_heads: int, scale: float) -> Asked:
+    """Some queries of the last two chunks before `exact_until`."""
+    wide = accumulation_dtype(query.dtype)
+    step = max(1, 2 * layout.chunk // N_ASKED)
+    last = layout.exact_until - layout.first
+    places = torch.arange(last - 2 * layout.chunk + step - 1, last, step, device=query.device)
+    rows = (query, seen.output, seen.lse[..., None])
+    own = [part.index_select(2, places).unflatten(1, (n_kv_heads, -1)).flatten(0, 1).to(wide) for part in rows]
+    queries, output, lse = (part.flatten(1, 2) for part in own)
+    return Asked(queries * scale, output, lse.squeeze(-1), own[0].shape[1])
+
+
+def _pointed(asked: Asked, key: Tensor, layout: Layout) -> Tensor:
+    """`[B, Hkv]`: whether some head's weights on the oldest large piece stand out."""
+    start = layout.sinks
+    keys = key[:, :, start : start + layout.chunk * JOINED].flatten(0, 1).to(asked.query.dtype)
+    weights = (asked.query @ keys.transpose(1, 2)).sub_(asked.lse[..., None]).exp_()
+    mean = weights.mean(-1, keepdim=True)
+    high = torch.where(weights > 4 * mean, weights, 0).sum(-1)
+    mass = mean.squeeze(-1) * weights.shape[-1]
+    high, mass = (part.unflatten(1, (asked.group, -1)).sum(-1) for part in (high, mass))  # by query head
+    pointed: Tensor = (high > POINTED * mass).any(1)
+    return pointed.view(key.shape[:2])
+
+
 def error_of_leaves(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    seen: Attended,
-    layout: Layout,
-    n_read: int,
-    scale: float,
-    tree_builder: TreeBuilder,
+    asked: Asked, key: Tensor, value: Tensor, layout: Layout, n_read: int, tree_builder: TreeBuilder
 ) -> Tensor:
     """`[B, Hkv]`: relative squared error of the asked queries with the oldest large piece behind leaves.
 
     They read `n_read` of its leaves, at least one. Everything else is exact: what it contributes is the exact
     result less what the piece contributes to it. A KV head is as bad as the worst of its query heads.
     """
-    wide = accumulation_dtype(query.dtype)
-    batch, n_kv_heads = key.shape[:2]
-    asked = _asked(layout, query.device) - layout.first
-    queries, output = (t.index_select(2, asked).to(wide) for t in (query, seen.output))
-    lse = seen.lse.index_select(2, asked).to(wide)
-    group, n_asked = query.shape[1] // n_kv_heads, len(asked)
-    queries = queries.reshape(batch * n_kv_heads, group * n_asked, -1) * scale  # [T, Q, D]
-    output, lse = output.reshape(*queries.shape[:2], -1), lse.reshape(queries.shape[:2])
+    queries, output, lse, group = asked
+    wide = queries.dtype
     piece = replace(layout, n_key=layout.sinks + layout.chunk * JOINED, n_query=0, n_pieces=JOINED, n_levels=0)
     members, _ = place_pieces(key[:, :, : piece.n_key], piece, None, tree_builder, JOINED_LEVELS)
     keys, values = (take_rows(tensor, members).to(wide) for tensor in (key, value))  # [T, M, L, D]
@@ -113,9 +141,9 @@ def error_of_leaves(
     # single keys are read, as is all else: only what is unread changes
     mass = 1 - unread.sum(-1, keepdim=True) + stand_ins.sum(-1, keepdim=True)
     changed = (output - unread @ values.flatten(1, 2) + stand_ins @ means[1]) / mass
-    wrong, right = (x.unflatten(1, (group, n_asked)).square().sum((2, 3)) for x in (changed - output, output))
+    wrong, right = (x.unflatten(1, (group, -1)).square().sum((2, 3)) for x in (changed - output, output))
     worst: Tensor = (wrong / right.clamp_min(torch.finfo(wide).tiny)).amax(1)
-    return worst.view(batch, n_kv_heads)
+    return worst.view(key.shape[:2])
 
 
 def _can_ask(layout: Layout, n_seen: int) -> bool:
@@ -123,12 +151,6 @@ def _can_ask(layout: Layout, n_seen: int) -> bool:
     behind = layout.sinks + (JOINED + 2) * layout.chunk
     known = layout.first <= layout.exact_until - 2 * layout.chunk
     return layout.causal and layout.exact_until >= behind and known and n_seen < layout.n_query
-
-
-def _asked(layout: Layout, device: torch.device) -> Tensor:
-    """Positions of the queries that are asked: the last two chunks before `exact_until`."""
-    step = max(1, 2 * layout.chunk // N_ASKED)
-    return torch.arange(layout.exact_until - 2 * layout.chunk + step - 1, layout.exact_until, step, device=device)
 
 
 def _like(layout: Layout, config: PrescoreConfig, *, with_singles: bool = True) -> Layout:

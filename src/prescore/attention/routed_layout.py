@@ -22,7 +22,7 @@ JOINED_LEVELS = 2
 JOINED = 1 << JOINED_LEVELS
 FAN = 8
 """Neighbouring leaves (nodes) that make a node of the next level."""
-WIDTH = 128
+WIDTH = 64
 """Stand-ins of each level that a causal query sees, at least; see routed_levels.py."""
 
 

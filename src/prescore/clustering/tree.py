@@ -70,6 +70,9 @@ def _projection(nodes: Tensor, alive: Tensor | None, power_iterations: int) -> T
         weight = alive[:, ::stride, None].to(nodes.dtype)
         count = weight.sum(dim=1, keepdim=True).clamp_min(1)
         centred = (sample - (sample * weight).sum(dim=1, keepdim=True) / count) * weight
+    if stride == 1 and 2 * nodes.shape[1] <= nodes.shape[2]:
+        projection = _few_points(centred, power_iterations)
+        return projection if alive is None else projection.masked_fill(~alive, torch.inf)
     # the covariance costs one matrix product; iterating on the points would read them twice per step
     covariance = centred.transpose(1, 2) @ centred
     widest = covariance.diagonal(dim1=1, dim2=2).argmax(dim=1)
@@ -77,8 +80,22 @@ def _projection(nodes: Tensor, alive: Tensor | None, power_iterations: int) -> T
     for _ in range(power_iterations):
         # row times matrix: the operator is several times slower at matrix times column
         direction = (_unit(direction)[:, None] @ covariance).squeeze(1)
-    projection: Tensor = (_unit(direction)[:, None] @ nodes.transpose(1, 2)).squeeze(1)
+    projection = (_unit(direction)[:, None] @ nodes.transpose(1, 2)).squeeze(1)
     return projection if alive is None else projection.masked_fill(~alive, torch.inf)
+
+
+def _few_points(centred: Tensor, power_iterations: int) -> Tensor:
+    """The same places, less the node's mean, by products of points with points, a far smaller matrix.
+
+    With X the points in rows, every direction of the iteration is X'u: it starts with u the widest coordinate, a
+    step makes u into XX'u, and the places X(X'u) are one more step.
+    """
+    products = centred @ centred.transpose(1, 2)
+    widest = centred.square().sum(dim=1).argmax(dim=1)
+    places = centred.gather(2, widest[:, None, None].expand(-1, centred.shape[1], 1)).squeeze(2)
+    for _ in range(power_iterations + 1):
+        places = (_unit(places)[:, None] @ products).squeeze(1)
+    return places
 
 
 def _unit(vectors: Tensor) -> Tensor:
