@@ -116,7 +116,7 @@ def _together(figures: list[tuple[int, dict[str, Any]]]) -> dict[str, Any]:
     n_queries = max(1, sum(count for count, _ in figures))
     for name in whole:
         found = [(count, own[name]) for count, own in figures]
-        if name == "recomputed_queries":
+        if name in ("recomputed_queries", "fine_heads"):
             whole[name] = sum(figure for _, figure in found)
         elif name.endswith("_bound_max"):
             whole[name] = max((figure for count, figure in found if count), default=0.0)

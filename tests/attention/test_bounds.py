@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+import prescore.attention.bounds as bounds
 import prescore.attention.routed as routed
 from prescore.attention.bounds import exact_rows
 from prescore.attention.exact import exact_attention
@@ -121,12 +122,17 @@ def test_a_hidden_needle_shows_in_the_bound_and_is_found_by_tolerance():
     assert after["misplaced_bound_max"] <= 0.2 < stats["misplaced_bound_max"]
 
 
-def test_only_wanted_rows_are_computed():
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("n_query", [40, 11])
+@pytest.mark.parametrize("share", [0.3, 1.1])
+def test_only_wanted_rows_are_computed(causal, n_query, share, monkeypatch):
+    monkeypatch.setattr(bounds, "ROWS_AT_ONCE", 8)
     query, key, value = inputs(40)
-    wanted = torch.rand(2, 4, 40, generator=torch.Generator().manual_seed(3)) < 0.3
+    query = query[:, :, -n_query:]
+    wanted = torch.rand(2, 4, n_query, generator=torch.Generator().manual_seed(3)) < share
     valid = torch.arange(40) < torch.tensor([[40], [25]])
-    got = exact_rows(query, key, value, wanted, causal=False, valid=valid, scale=SCALE, backend="auto")
-    exact = exact_attention(query, key, value, key_padding_mask=valid, scale=SCALE)
+    got = exact_rows(query, key, value, wanted, causal=causal, valid=valid, scale=SCALE, backend="auto")
+    exact = exact_attention(query, key, value, is_causal=causal, key_padding_mask=valid, scale=SCALE)
     torch.testing.assert_close(got.output[wanted], exact.output[wanted], rtol=0, atol=1e-12)
     assert (got.output[~wanted] == 0).all()
     assert torch.isneginf(got.lse[~wanted]).all()
@@ -193,3 +199,20 @@ def test_stand_ins_too_light_for_a_number_still_count(is_causal, strength, monke
     certified, _ = run(tensors, is_causal, rows=4, tolerance=0.1)
     error = (certified.output.double() - exact.output).norm(dim=-1)
     assert (error <= 0.1 * furthest_value(certified.output.double(), wide[2], is_causal) + rounding).all()
+
+
+def test_masks_of_recomputed_queries_grow_with_the_length_only(monkeypatch):
+    """Real keys leave every query to be recomputed: a mask of all queries and keys would not fit into memory."""
+    masks = []
+    original = bounds.attend_parts
+
+    def spy(query, key, value, parts, **options):
+        masks.append(sum(part.bias.numel() for part in parts if part.bias is not None))
+        return original(query, key, value, parts, **options)
+
+    monkeypatch.setattr(bounds, "attend_parts", spy)
+    monkeypatch.setattr(bounds, "ROWS_AT_ONCE", 8)
+    query, key, value = inputs(200)
+    wanted = torch.ones(query.shape[:3], dtype=torch.bool)
+    exact_rows(query, key, value, wanted, causal=True, valid=None, scale=SCALE, backend="auto")
+    assert 0 < masks[0] <= 4 * 8 * 200  # sequences, rows of a part, keys

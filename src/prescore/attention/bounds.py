@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from prescore.attention.exact import padding_bias
 from prescore.attention.kernels import Backend, accumulation_dtype
 from prescore.attention.parts import Part, attend_parts
 from prescore.attention.routed_clusters import Clusters
@@ -193,25 +194,26 @@ def exact_rows(
         backend: An operator backend, or its name, or `auto`.
     """
     n_query, n_key = query.shape[2], key.shape[2]
-    n_trees = key.shape[0] * key.shape[1]
-    per_tree = wanted.reshape(n_trees, -1)
-    most = int(per_tree.sum(1).max()) if per_tree.numel() else 0
-    # wanted rows first, in order; the tail of trees with fewer is filler
-    order = per_tree.to(torch.int8).argsort(dim=1, descending=True, stable=True)[:, :most]
-    filled = per_tree.gather(1, order)
-    position = order % n_query + (n_key - n_query if causal else n_key - 1)
-    first = torch.arange(0, per_tree.numel(), per_tree.shape[1], device=query.device)[:, None]
-    real = None if valid is None else valid.repeat_interleave(key.shape[1], dim=0)[:, None, None, :]
-    columns = torch.arange(n_key, device=query.device)
+    n_trees, group = key.shape[0] * key.shape[1], query.shape[1] // key.shape[1]
+    keys = torch.arange(n_trees * n_key, device=query.device).view(n_trees, 1, n_key)
+    padding = None if valid is None else padding_bias(valid, key.shape[1], query.dtype)[:, None]
     parts = []
-    for start in range(0, most, ROWS_AT_ONCE):
-        rows = slice(start, start + ROWS_AT_ONCE)
-        seen = columns <= position[:, None, rows, None]
-        if real is not None:
-            seen = seen & real
-        bias = torch.zeros(seen.shape, dtype=query.dtype, device=query.device).masked_fill_(~seen, -math.inf)
-        shape = (n_trees, 1, seen.shape[2])
-        parts.append(Part(shape, (order[:, rows] + first)[:, None], filled[:, None, rows], bias=bias))
+    for tree, own in enumerate(wanted.reshape(n_trees, group, n_query)):
+        # by position, so that rows of one part see almost the same keys, and masks stay small
+        position, head = own.t().nonzero(as_tuple=True)
+        for rows in (slice(start, start + ROWS_AT_ONCE) for start in range(0, len(position), ROWS_AT_ONCE)):
+            query_rows = ((tree * group + head[rows]) * n_query + position[rows])[None, None]
+            last = position[rows] + (n_key - n_query) if causal else torch.full_like(position[rows], n_key - 1)
+            cut, stop = int(last[0]) + 1, int(last[-1]) + 1
+            bias = None if padding is None else padding[tree, :, :cut]
+            parts.append(Part(query_rows.shape, query_rows, key_rows=keys[tree, :, :cut], bias=bias))
+            if stop > cut:
+                later = torch.arange(cut, stop, device=query.device) > last[:, None]
+                mask = torch.zeros(later.shape, dtype=query.dtype, device=query.device)
+                mask = mask.masked_fill_(later, -math.inf)[None, None]
+                if padding is not None:
+                    mask = mask + padding[tree, :, cut:stop]
+                parts.append(Part(query_rows.shape, query_rows, key_rows=keys[tree, :, cut:stop], bias=mask))
     return attend_parts(query, key, value, parts, scale=scale, backend=backend)
 
 
