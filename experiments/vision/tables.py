@@ -21,9 +21,11 @@ CLUSTERED = ("kmeans", "kmeans-farthest-sample", "kmeans-cluster-share", "kmeans
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Print one kind of table from one run."""
-    kind, folder = arguments
-    records = list(read_records(Path(folder) / "records.jsonl"))
+    """Print one kind of table from some runs."""
+    kind, *folders = arguments
+    records = [record for folder in folders for record in read_records(Path(folder) / "records.jsonl")]
+    if kind != "coverage":  # exact attention is in every other record
+        records = [record for record in records if record.config["method"] != "exact"]
     print(TABLES[kind](records).to_markdown())  # noqa: T201
 
 
@@ -45,11 +47,9 @@ def bars(records: Sequence[Record]) -> Table:
 
 def grid(records: Sequence[Record]) -> Table:
     """Top-1 by method and clusters; for every number of rows, class token protected / free."""
-    sizes = sorted({record.config["rows"] for record in records if record.config["rows"]})
+    sizes = sorted({record.config["rows"] for record in records})
     found = {_cell(record): record.figures["top1"] for record in records if record.seed == 0}
-    names = dict.fromkeys(
-        (r.config["method"], r.config["clusters"]) for r in records if r.config["method"] != "exact"
-    )
+    names = dict.fromkeys((r.config["method"], r.config["clusters"]) for r in records)
     rows = []
     for method, clusters in sorted(names, key=lambda name: (name[0], name[1] or 0)):
         cells = [method, str(clusters or "")]
@@ -57,7 +57,7 @@ def grid(records: Sequence[Record]) -> Table:
             pair = [found.get((method, clusters, size, protect)) for protect in (True, False)]
             cells.append(" / ".join(MISSING if value is None else f"{value:.1f}" for value in pair))
         rows.append(tuple(cells))
-    exact = next(record.figures["top1_exact"] for record in records if "top1_exact" in record.figures)
+    exact = records[0].figures["top1_exact"]
     columns = ("method", "clusters", *map(str, sizes))
     return Table(f"Top-1, protected / free; exact {exact:.1f}", columns, tuple(rows))
 
@@ -65,7 +65,7 @@ def grid(records: Sequence[Record]) -> Table:
 def against_leverage(records: Sequence[Record]) -> Table:
     """Top-1 of every clustering rule less that of leverage scores at the same rows, protected / free."""
     found = {_cell(record): record.figures["top1"] for record in records if record.seed == 0}
-    sizes = sorted({record.config["rows"] for record in records if record.config["rows"]})
+    sizes = sorted({record.config["rows"] for record in records})
     clusters = sorted({r.config["clusters"] for r in records if r.config["clusters"]})
     rows = []
     for method in CLUSTERED:
@@ -105,8 +105,7 @@ def _cell(record: Record) -> tuple[str, int | None, int, bool]:
 def _grouped(records: Iterable[Record], *names: str) -> dict[tuple[object, ...], list[Record]]:
     groups: dict[tuple[object, ...], list[Record]] = defaultdict(list)
     for record in records:
-        if record.config["method"] != "exact":
-            groups[tuple(record.config[name] for name in names)].append(record)
+        groups[tuple(record.config[name] for name in names)].append(record)
     return groups
 
 
