@@ -25,7 +25,7 @@ rows=(--samples 32 --samples 64 --samples 96 --samples 128)
 baselines=(--method random --method leverage --method key-norm --method key-diff)
 rules=(--method kmeans --method kmeans-farthest-sample --method kmeans-cluster-share --method kmeans-balanced --method kmedian)
 ours=(--method key-diff+centroids --method centroids)
-long=(--resolution 384 --limit 200)
+long=(--resolution 384 --limit 100)
 
 # the bars: best configuration, class token protected, three seeds, all images
 study bars "${rows[@]}" --seeds 3 --method exact --method centroids
