@@ -83,9 +83,8 @@ class PrescoreConfig:
         min_seq_len: Causal leaves of this many keys are exact; `routed`: queries before this position, and whole
             calls without a causal mask that are shorter (reading all is faster there, and exact).
             HyperAttention over a full or off-diagonal block becomes exact attention over the same (selected)
-            keys when it has fewer queries than this;
-            an off-diagonal block counts the positions of its grid cell, so that nothing depends on how
-            many later tokens there are.
+            keys when it has fewer queries than this; an off-diagonal block counts the positions of its grid cell,
+            so that nothing depends on how many later tokens there are.
         leaf_inclusive: The paper's "blockwise" flag: "at most this many" instead of "fewer".
         remainder: What stands for unselected keys: `none` (paper), or `centroids` (one per cluster).
         coupling: See `Coupling`.

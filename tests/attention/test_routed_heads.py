@@ -62,8 +62,9 @@ def layouts(query, key, value, config=CONFIG):
 
 def test_a_copying_head_is_found_and_gets_the_rows_of_the_other():
     found = layouts(*copying())
-    assert [(sequences.tolist(), layout.leaf) for sequences, layout in found] == [([1], 31), ([0], FINE_LEAF)]
-    other, own = (layout for _, layout in found)
+    read = [(own.sequences.tolist(), own.layout.leaf, own.fine) for own in found]
+    assert read == [([1], 31, False), ([0], FINE_LEAF, True)]
+    other, own = (own.layout for own in found)
     assert (other.n_chosen * 32, own.n_chosen * FINE_LEAF, own.singles) == (64, 192, 0)
     _, stats = routed_attention(*copying(), **options())
     assert stats["fine_heads"] == 1

@@ -25,7 +25,7 @@ from prescore.attention.kernels import Backend, as_backend
 from prescore.attention.parts import attend_parts
 from prescore.attention.routed_clusters import Clusters, TreeBuilder, build_clusters
 from prescore.attention.routed_core import Sources, attend_routed
-from prescore.attention.routed_heads import FINE_LEAF, HeadLayout, head_layouts
+from prescore.attention.routed_heads import HeadLayout, head_layouts, in_order
 from prescore.attention.routed_layout import Layout, make_layout
 from prescore.attention.routed_levels import columns_in, single_ranges, stand_in_ranges
 from prescore.attention.routed_plan import Plan
@@ -77,9 +77,7 @@ def routed_attention(
     """
     layout = make_layout(query.shape[2], key.shape[2], causal=is_causal, config=config, padded=valid is not None)
     chosen = as_backend(backend, query)
-    n_exact = layout.n_query if not layout.n_pieces else max(0, min(layout.head - layout.first, layout.n_query))
-    if query.numel() == 0 or key.numel() == 0:
-        n_exact = layout.n_query
+    n_exact = layout.n_exact if query.numel() and key.numel() else layout.n_query
     stats = _stats(layout, n_exact)
     results = []
     bars = []
@@ -98,8 +96,7 @@ def routed_attention(
         for own, lane in frame.lanes(query[:, :, n_exact:], key, value, valid, layouts):
             plan = _plan(own, frame, scale, chosen.at(f"lane {len(lanes)}"))
             lanes.append(_attend_lane(lane, frame, plan, tree_builder, bounded))
-        parts = (torch.cat(part) for part in zip(*lanes, strict=True))
-        output, lse, *bounds = (_in_order(part, layouts) for part in parts)
+        output, lse, *bounds = (in_order(list(part), layouts) for part in zip(*lanes, strict=True))
         results.append(Attended(frame.join(output), frame.join(lse[..., None]).squeeze(-1)))
         if bounded:
             bars.append(ErrorBar(*(frame.join(bound[..., None]).squeeze(-1) for bound in bounds)))
@@ -204,13 +201,13 @@ class Frame:
         keys, values = (tensor.reshape(-1, 1, *tensor.shape[2:]) for tensor in (key, value))
         valids = None if valid is None else valid.repeat_interleave(self.n_kv_heads, dim=0)
         step = max(1, NUMBERS_AT_ONCE // (keys.shape[2] * max(key.shape[-1], value.shape[-1])))
-        for sequences, layout in layouts:
-            own: list[Tensor | None] = [blocks, keys, values, valids]
-            if sequences is not None:
-                own = [None if tensor is None else tensor.index_select(0, sequences) for tensor in own]
-            for start in range(0, len(own[0]), step):  # type: ignore[arg-type]
+        for own in layouts:
+            queries, some_keys, some_values = (own.of(tensor) for tensor in (blocks, keys, values))
+            some_valids = None if valids is None else own.of(valids)
+            for start in range(0, len(queries), step):
                 lane = slice(start, start + step)
-                yield layout, tuple(None if tensor is None else tensor[lane] for tensor in own)  # type: ignore[misc]
+                real = None if some_valids is None else some_valids[lane]
+                yield own.layout, (queries[lane], some_keys[lane], some_values[lane], real)
 
     def join(self, blocks: Tensor) -> Tensor:
         """The inverse of `split`, for any last dimension."""
@@ -276,7 +273,7 @@ def exact_figures(query: Tensor, key: Tensor, config: PrescoreConfig, error_bar:
 def _stats(layout: Layout, n_exact: int) -> dict[str, Any]:
     figures = dataclasses.asdict(layout)
     figures.update(exact_queries=n_exact, local_rows=2 * layout.chunk if layout.causal else 0, fine_heads=0)
-    rows = _rows([(None, layout)], 1) if n_exact < layout.n_query else dict.fromkeys(_READ, 0)
+    rows = _rows([HeadLayout(layout)], 1) if n_exact < layout.n_query else dict.fromkeys(_READ, 0)
     return {**figures, **rows}
 
 
@@ -286,21 +283,13 @@ _READ = ("far_rows", "single_rows", "stand_in_rows")
 def _rows(layouts: list[HeadLayout], n_sequences: int) -> dict[str, Any]:
     """Rows of each kind that a query reads at most, on average over heads, and heads that read fine leaves."""
     sums, n_fine = [0, 0, 0], 0
-    for sequences, layout in layouts:
+    for layout, sequences, fine in layouts:
         size = n_sequences if sequences is None else len(sequences)
         stand_ins, singles = (read(layout, layout.n_pieces) for read in (stand_in_ranges, single_ranges))
         rows = (layout.n_chosen * layout.leaf, columns_in(singles), columns_in(stand_ins))
         sums = [total + size * count for total, count in zip(sums, rows, strict=True)]
-        n_fine += size * (layout.leaf <= FINE_LEAF and sequences is not None)
+        n_fine += size * fine
     figures: dict[str, Any] = {name: total / n_sequences for name, total in zip(_READ, sums, strict=True)}
     if len(layouts) == 1:
         figures = {name: int(figure) for name, figure in figures.items()}
     return {**figures, "fine_heads": n_fine}
-
-
-def _in_order(part: Tensor, layouts: list[HeadLayout]) -> Tensor:
-    """Sequences of several geometries back in their order."""
-    if layouts[0][0] is None:
-        return part
-    order = torch.cat([sequences for sequences, _ in layouts if sequences is not None])
-    return part.index_select(0, order.argsort())

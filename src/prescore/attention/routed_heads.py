@@ -39,8 +39,24 @@ SPARE = 0.5
 N_ASKED = 64
 """Queries that are asked."""
 
-HeadLayout = tuple[Tensor | None, Layout]
-"""Sequences (key heads of the batch), None = all, and the geometry of what they read."""
+
+class HeadLayout(NamedTuple):
+    """The geometry of what some sequences (key heads of the batch) read; `sequences` None = all of them."""
+
+    layout: Layout
+    sequences: Tensor | None = None
+    fine: bool = False
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """What belongs to these sequences of `[T, ...]`."""
+        return tensor if self.sequences is None else tensor.index_select(0, self.sequences)
+
+
+def in_order(parts: list[Tensor], layouts: list[HeadLayout]) -> Tensor:
+    """Results of the sequences of each geometry, one after the other, as one `[T, ...]` in their order."""
+    whole = torch.cat(parts)
+    places = [own.sequences for own in layouts if own.sequences is not None]
+    return whole.index_select(0, torch.cat(places).argsort()) if places else whole
 
 
 def head_layouts(
@@ -67,10 +83,10 @@ def head_layouts(
         tree_builder: See `TreeBuilder`.
     """
     if seen is None or not _can_ask(layout, seen.output.shape[2]):
-        return [(None, layout)]
+        return [HeadLayout(layout)]
     finer = _fine(layout, config, config.rows)
     if finer.chunk != layout.chunk or config.leaf_size <= FINE_LEAF:
-        return [(None, layout)]
+        return [HeadLayout(layout)]
     with torch.no_grad():
         asked = _asked_queries(query, seen, layout, key.shape[1], scale)
         needs = _pointed(asked, key, layout)
@@ -80,7 +96,7 @@ def head_layouts(
             coarse, fine = (error_of_leaves(asked, key, value, *one, tree_builder) for one in both)
             needs &= (coarse > TOO_FAR_OFF) & (fine < HELPFUL * coarse)
     if not needs.any():
-        return [(None, layout)]
+        return [HeadLayout(layout)]
     return _shared_rows(needs, layout, config)
 
 
@@ -178,5 +194,5 @@ def _shared_rows(needs: Tensor, layout: Layout, config: PrescoreConfig) -> list[
             sequences = ((needs == fine) & (n_fine == count)).flatten().nonzero().squeeze(1)
             if len(sequences):
                 own = _fine(layout, config, config.rows + more) if fine else _like(layout, fewer)
-                found.append((sequences, own))
+                found.append(HeadLayout(own, sequences, fine))
     return found

@@ -115,6 +115,11 @@ class Layout:
         """Causal: queries before this position read everything exactly."""
         return max(self.sinks + 2 * self.chunk, self.exact_until) if self.causal else 0
 
+    @property
+    def n_exact(self) -> int:
+        """First queries of the call, which read everything exactly."""
+        return max(0, min(self.head - self.first, self.n_query)) if self.n_pieces else self.n_query
+
     def pieces_seen(self, position: Tensor) -> Tensor:
         """How many pieces a query at this position sees as clusters."""
         if not self.causal:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from prescore.attention.kernels import accumulation_dtype
 from prescore.attention.routed_clusters import Clusters, TreeBuilder, build_clusters
-from prescore.attention.routed_heads import head_layouts
+from prescore.attention.routed_heads import head_layouts, in_order
 from prescore.attention.routed_layout import FAN, Layout, make_layout
 from prescore.attention.routed_levels import read_shares, single_ranges, stand_in_ranges
 from prescore.config import PrescoreConfig
@@ -35,12 +35,12 @@ def routed_reference(
     """
     layout = make_layout(query.shape[2], key.shape[2], causal=is_causal, config=config, padded=valid is not None)
     whole = _attend(query, key, value, layout, valid, scale, tree_builder)
-    n_exact = min(max(0, layout.head - layout.first), layout.n_query)
+    seen = Attended(*(part[:, :, : layout.n_exact] for part in whole)) if layout.n_exact else None
     layouts = head_layouts(
-        query, key, value, Attended(*(part[:, :, :n_exact] for part in whole)) if n_exact else None,
+        query, key, value, seen,
         layout=layout, config=config, scale=scale, tree_builder=tree_builder,
     )  # fmt: skip
-    if layouts[0][0] is None:
+    if layouts[0].sequences is None:
         return whole
     # every (sequence, key head) for itself, each by its own geometry
     n_heads = key.shape[1]
@@ -48,14 +48,12 @@ def routed_reference(
     keys, values = key.flatten(0, 1)[:, None], value.flatten(0, 1)[:, None]
     valids = None if valid is None else valid.repeat_interleave(n_heads, dim=0)
     parts = []
-    for sequences, own in layouts:
-        some = None if valids is None else valids[sequences]
-        parts.append(
-            _attend(queries[sequences], keys[sequences], values[sequences], own, some, scale, tree_builder)
-        )
-    order = torch.cat([sequences for sequences, _ in layouts if sequences is not None]).argsort()
+    for own in layouts:
+        some = None if valids is None else own.of(valids)
+        parts.append(_attend(own.of(queries), own.of(keys), own.of(values), own.layout, some, scale, tree_builder))
     output, lse = (
-        torch.cat(part)[order].unflatten(0, (-1, n_heads)).flatten(1, 2) for part in zip(*parts, strict=True)
+        in_order(list(part), layouts).unflatten(0, (-1, n_heads)).flatten(1, 2)
+        for part in zip(*parts, strict=True)
     )
     return Attended(output, lse)
 
@@ -64,6 +62,7 @@ def _attend(
     query: Tensor, key: Tensor, value: Tensor, layout: Layout, valid: Tensor | None, scale: float,
     tree_builder: TreeBuilder,
 ) -> Attended:  # fmt: skip
+    """All sequences by one geometry, every logit of keys and stand-ins at once."""
     group = query.shape[1] // key.shape[1]
     wide = accumulation_dtype(query.dtype)
     queries = query.unflatten(1, (key.shape[1], group)).to(wide) * scale  # [B, Hkv, G, Nq, D]
