@@ -97,9 +97,8 @@ def route(
         lses.append(torch.nn.functional.pad(part.lse, (unseen, 0), value=-torch.inf))
         rows.append(some)
     back = torch.cat(rows).argsort()
-    return Attended(torch.cat(outputs).index_select(0, back), torch.cat(lses).index_select(0, back)), _together(
-        figures
-    )
+    output, lse = (torch.cat(parts).index_select(0, back) for parts in (outputs, lses))
+    return Attended(output, lse), _together(figures)
 
 
 def _asked(call: Aligned, elsewhere: Tensor | None) -> Tensor | None:
@@ -122,7 +121,7 @@ def _together(figures: list[tuple[int, dict[str, Any]]]) -> dict[str, Any]:
             whole[name] = max((figure for count, figure in found if count), default=0.0)
         elif name == "sampled_error_se":
             whole[name] = math.hypot(*(count * figure for count, figure in found)) / n_queries
-        elif name == "sampled_error" or name.endswith("_bound_mean"):
+        elif name in ("sampled_error", "rows_per_query") or name.endswith("_bound_mean"):
             whole[name] = sum(count * figure for count, figure in found) / n_queries
     return whole
 

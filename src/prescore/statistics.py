@@ -37,12 +37,10 @@ def statistics(call: Aligned, plan: Plan, config: PrescoreConfig, scale: float, 
 
 
 def routed_statistics(figures: dict[str, Any], seconds: float) -> dict[str, Any]:
-    """Statistics of a routed call, in the same names; `rows_per_query` is what the last query read at most."""
-    kinds = ("far_rows", "single_rows", "stand_in_rows", "local_rows")
+    """Statistics of a routed call, in the same names; `figures` has `rows_per_query` and the rows of each kind."""
     return {
         **figures,
         "keys_kept": float(figures["n_key"]),
-        "rows_per_query": float(sum(figures[kind] for kind in kinds)) or float(figures["n_key"]),
         "depth": 0,
         "fallbacks": 0,
         "captured_mass": 1.0 - figures.get("lost_bound_mean", 0.0),

@@ -57,6 +57,19 @@ def test_the_door_agrees_with_apply(tiny, window):
     assert abs(expected - float(streamed_loss(tiny, window).mean())) > 1e-6
 
 
+def test_rows_of_routed_attention_come_with_every_call_and_change_nothing(tiny, window):
+    config = prescore.PrescoreConfig(chunk_size=16, leaf_size=4, rows=8, min_seq_len=0)
+    method = methods.prescored("routed", config)
+    tensors = torch.randn(3, 1, 2, 200, 8, generator=torch.Generator().manual_seed(0))
+    output, rows = method.attend_counting(*tensors, scale=None, seed=0)
+    torch.testing.assert_close(output, method.attend(*tensors, scale=None, seed=0), rtol=0, atol=0)
+    assert rows == method.rows_per_query(*tensors, scale=None, seed=0)
+    assert methods.exact().attend_counting(*tensors, scale=None, seed=0)[1] is None
+    with measured_attention(tiny.model, method, count_rows=False) as meter:
+        streamed_loss(tiny, window)
+    assert set(meter.rows) == meter.replaced  # every layer, since the heads of each may differ
+
+
 def test_local_only_forgets_everything_before_its_leaf(tiny):
     length = 256
     first = make_windows(tiny, [Document("a", TEXT)], length)[0]

@@ -27,8 +27,9 @@ from prescore.attention.routed_clusters import Clusters, TreeBuilder, build_clus
 from prescore.attention.routed_core import Sources, attend_routed
 from prescore.attention.routed_heads import HeadLayout, head_layouts, in_order
 from prescore.attention.routed_layout import Layout, make_layout
-from prescore.attention.routed_levels import columns_in, single_ranges, stand_in_ranges
+from prescore.attention.routed_levels import single_ranges, stand_in_ranges
 from prescore.attention.routed_plan import Plan
+from prescore.attention.routed_rows import KINDS, mean_rows, most_rows
 from prescore.config import PrescoreConfig
 from prescore.types import Attended
 
@@ -91,7 +92,9 @@ def routed_attention(
             query, key, value, results[0] if n_exact else None,
             layout=layout, config=config, scale=scale, tree_builder=tree_builder,
         )  # fmt: skip
-        stats.update(_rows(layouts, frame.batch * frame.n_kv_heads))
+        n_sequences = frame.batch * frame.n_kv_heads
+        stats.update(most_rows(layouts, n_sequences), rows_per_query=mean_rows(layouts, n_sequences))
+        stats["fine_heads"] = sum(own.count(n_sequences) for own in layouts if own.fine)
         lanes: list[tuple[Tensor, ...]] = []
         for own, lane in frame.lanes(query[:, :, n_exact:], key, value, valid, layouts):
             plan = _plan(own, frame, scale, chosen.at(f"lane {len(lanes)}"))
@@ -272,24 +275,12 @@ def exact_figures(query: Tensor, key: Tensor, config: PrescoreConfig, error_bar:
 
 def _stats(layout: Layout, n_exact: int) -> dict[str, Any]:
     figures = dataclasses.asdict(layout)
-    figures.update(exact_queries=n_exact, local_rows=2 * layout.chunk if layout.causal else 0, fine_heads=0)
-    rows = _rows([HeadLayout(layout)], 1) if n_exact < layout.n_query else dict.fromkeys(_READ, 0)
-    return {**figures, **rows}
+    figures.update(exact_queries=n_exact, local_rows=2 * layout.chunk if layout.causal else 0)
+    return {**figures, **dict.fromkeys(KINDS, 0), "rows_per_query": _exact_rows(layout), "fine_heads": 0}
 
 
-_READ = ("far_rows", "single_rows", "stand_in_rows")
-
-
-def _rows(layouts: list[HeadLayout], n_sequences: int) -> dict[str, Any]:
-    """Rows of each kind that a query reads at most, on average over heads, and heads that read fine leaves."""
-    sums, n_fine = [0, 0, 0], 0
-    for layout, sequences, fine in layouts:
-        size = n_sequences if sequences is None else len(sequences)
-        stand_ins, singles = (read(layout, layout.n_pieces) for read in (stand_in_ranges, single_ranges))
-        rows = (layout.n_chosen * layout.leaf, columns_in(singles), columns_in(stand_ins))
-        sums = [total + size * count for total, count in zip(sums, rows, strict=True)]
-        n_fine += size * fine
-    figures: dict[str, Any] = {name: total / n_sequences for name, total in zip(_READ, sums, strict=True)}
-    if len(layouts) == 1:
-        figures = {name: int(figure) for name, figure in figures.items()}
-    return {**figures, "fine_heads": n_fine}
+def _exact_rows(layout: Layout) -> float:
+    """Keys that a query meets on average when all of them read everything."""
+    if not layout.n_query:
+        return 0.0
+    return layout.first + (layout.n_query + 1) / 2 if layout.causal else float(layout.n_key)

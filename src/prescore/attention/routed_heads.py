@@ -51,6 +51,10 @@ class HeadLayout(NamedTuple):
         """What belongs to these sequences of `[T, ...]`."""
         return tensor if self.sequences is None else tensor.index_select(0, self.sequences)
 
+    def count(self, n_sequences: int) -> int:
+        """How many of all sequences these are."""
+        return n_sequences if self.sequences is None else len(self.sequences)
+
 
 def in_order(parts: list[Tensor], layouts: list[HeadLayout]) -> Tensor:
     """Results of the sequences of each geometry, one after the other, as one `[T, ...]` in their order."""

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
 
-from prescore.attention.routed_layout import Layout
-from prescore.attention.routed_levels import columns_in, single_ranges, stand_in_ranges
+Result = TypeVar("Result")
 
 
 @dataclass(eq=False)
@@ -22,7 +20,8 @@ class Meter:
         seconds: Time inside the attention function, scoring included.
         processor_seconds: The same as processor time summed over threads, which a busy machine does not stretch;
             empty where the work is done by another device.
-        rows: Rows per query of the replaced layers; counted once, beside the time.
+        rows: Rows per query of replaced layers, counted beside the time: of all where they may differ (routed
+            attention), else of the first.
         replaced: Layers that ran the method; the others were exact.
     """
 
@@ -31,7 +30,7 @@ class Meter:
     rows: dict[int, float] = field(default_factory=dict)
     replaced: frozenset[int] = frozenset()
 
-    def timed(self, layer: int, work: Callable[[], Tensor], device: torch.device) -> Tensor:
+    def timed(self, layer: int, work: Callable[[], Result], device: torch.device) -> Result:
         """Run a layer's attention and add its time to the books; work queued on a GPU before is not counted."""
         _wait(device)
         begin, processor = time.perf_counter(), time.process_time()
@@ -69,34 +68,6 @@ def exact_rows(length: int) -> float:
 def leaf_rows(length: int, leaf: int) -> float:
     """Keys that a query meets inside its own leaf."""
     return float((torch.arange(length, dtype=torch.float64) % leaf + 1).mean())
-
-
-def routed_rows(figures: Mapping[str, Any]) -> float:
-    """Rows that a query meets in causal routed attention, on average; its own statistics tell the last query's.
-
-    The first queries are exact. Behind them a query of chunk c meets the chunk before, its own chunk up to itself,
-    the sinks, and of the c - 1 pieces further back their single keys, a stand-in per leaf, and the chosen leaves.
-    Heads that copy are counted as the others: they read more rows by as many as the others read less, and meet
-    more stand-ins and no single keys.
-
-    Args:
-        figures: Statistics of a routed call.
-    """
-    layout = Layout(**{each.name: figures[each.name] for each in fields(Layout)})
-    position = torch.arange(layout.n_query, dtype=torch.float64)
-    behind = position - layout.sinks
-    chunk = torch.div(behind, layout.chunk, rounding_mode="floor")
-    pieces = (chunk - 1).clamp_min(0).long()
-    behind_pieces = range(int(pieces.max()) + 1)
-    stand_ins, apart = (
-        torch.tensor([columns_in(ranges(layout, seen)) for seen in behind_pieces], dtype=torch.float64)[pieces]
-        for ranges in (stand_in_ranges, single_ranges)
-    )
-    local = layout.chunk + behind - chunk * layout.chunk + 1
-    far = stand_ins.clamp_max(layout.n_chosen) * layout.leaf
-    # never more than there are keys, beside the stand-ins
-    met = torch.minimum(local + apart + far, position + 1) + stand_ins
-    return float(torch.where(position < figures["exact_queries"], position + 1, met).mean())
 
 
 def baseline_rows(name: str, length: int, settings: Mapping[str, Any]) -> float:

@@ -15,9 +15,11 @@ from prescore.attention.grid import Queries, leaf_parts
 from prescore.attention.parts import attend_parts
 from prescore.baselines import BASELINES
 from prescore.config import PrescoreConfig
-from prescore.evaluation.attention_cost import baseline_rows, exact_rows, leaf_rows, routed_rows
+from prescore.evaluation.attention_cost import baseline_rows, exact_rows, leaf_rows
+from prescore.layout import align
 from prescore.pipeline import prescored_attention
 from prescore.registry import list_scorers
+from prescore.route import route, routes
 from prescore.types import Aux
 
 KINDS = ("exact", "local", "prescored", "baseline")
@@ -66,6 +68,17 @@ class Method:
             return leaves_alone(query, key, value, leaf=self.settings["leaf"], scale=scale)
         return self._prescored(query, key, value, scale, seed, with_aux=False)  # type: ignore[no-any-return]
 
+    def attend_counting(
+        self, query: Tensor, key: Tensor, value: Tensor, *, scale: float | None, seed: int
+    ) -> tuple[Tensor, float | None]:
+        """`attend`, and rows per query where only the call can tell: heads of routed attention differ."""
+        config = PrescoreConfig.from_dict(dict(self.settings)) if self.kind == "prescored" else None
+        if config is None or not routes(config, key.shape[2], is_causal=True):
+            return self.attend(query, key, value, scale=scale, seed=seed), None
+        call = align(query, key, value, None, is_causal=True)
+        attended, figures = route(call, config, is_causal=True, scale=resolve_scale(scale, query))
+        return call.restore(attended).output, figures["rows_per_query"]
+
     def rows_per_query(
         self, query: Tensor, key: Tensor, value: Tensor, *, scale: float | None, seed: int
     ) -> float | None:
@@ -79,10 +92,7 @@ class Method:
         if self.kind == "local":
             return leaf_rows(length, self.settings["leaf"])
         aux: Aux = self._prescored(query, key, value, scale, seed, with_aux=True)[1]
-        if aux.stats.get("inner") == "routed":
-            return routed_rows(aux.stats)
-        rows = aux.stats.get("rows_per_query")
-        return None if rows is None else float(rows)
+        return float(aux.stats["rows_per_query"])
 
     def _prescored(
         self, query: Tensor, key: Tensor, value: Tensor, scale: float | None, seed: int, *, with_aux: bool

@@ -48,10 +48,13 @@ class Door:
         if self.observe is not None:
             self.observe(number, query, key, value)
         seed = Streams(self.seed).child(f"layer {number}").seed
-        output = meter.timed(number, lambda: method.attend(query, key, value, scale=scale, seed=seed), key.device)
-        if self.count_rows and not meter.rows:
+        output, rows = meter.timed(
+            number, lambda: method.attend_counting(query, key, value, scale=scale, seed=seed), key.device
+        )
+        if rows is None and self.count_rows and not meter.rows:
             rows = method.rows_per_query(query, key, value, scale=scale, seed=seed)
-            meter.rows.update({} if rows is None else {number: rows})
+        if rows is not None:
+            meter.rows[number] = rows
         return output
 
 
@@ -75,7 +78,7 @@ def measured_attention(
         method: How the chosen layers attend.
         layers: Which layers, as in `prescore.apply`.
         seed: Every layer draws from a seed of its own, made from this one.
-        count_rows: Count key rows per query in the first replaced layer, outside the timer.
+        count_rows: Count key rows per query outside the timer too, where the call itself does not tell.
         observe: Called with (layer, query, key, value) before the attention of each replaced layer.
     """
     door = Door(method, seed, count_rows, observe)
