@@ -85,8 +85,9 @@ def test_the_same_row_is_not_written_twice(tmp_path):
         b'{"command": "demo"}\n',
         b"\xff\xfe\n",
         b'{"command": "demo", "key": "k", "config": {}, "seed": 0, "figures": null, "seconds": 1}\n',
+        b'{"command": "demo", "key": "k", "config": {}, "seed": 0, "figures": {}, "seconds": 1}\n',
     ],
-    ids=["cut off", "no json", "no object", "fields missing", "no text", "no figures"],
+    ids=["cut off", "no json", "no object", "fields missing", "no text", "no figures", "empty figures"],
 )
 @pytest.mark.parametrize("resume", [True, False])
 def test_a_damaged_file_is_refused_by_line_and_left_alone(tmp_path, damage, resume):

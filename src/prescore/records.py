@@ -84,6 +84,8 @@ class Record:
         for name in ("config", "figures"):
             if not isinstance(values[name], dict):
                 raise ValueError(f"record must have an object as {name}, got {type(values[name]).__name__}")
+        if not values["figures"]:
+            raise ValueError("record must have figures, got none")
         return cls(**values)
 
 

@@ -67,6 +67,13 @@ def test_no_point_is_cut_off_below_the_frame(tmp_path):
     assert "1 points lie above" in axes.texts[0].get_text()
 
 
+def test_a_record_without_its_loss_is_refused_by_name():
+    broken = record("x", "prescored", 1.0)
+    del broken.figures["loss"]
+    with pytest.raises(ValueError, match=r"record x-a-4096 must have the figures .* got none for \['loss'\]"):
+        summarise([broken])
+
+
 def test_losses_are_averaged_over_documents_with_students_interval():
     records = [
         record("exact", "exact", loss, document=name) for name, loss in (("a", 2.0), ("b", 2.5), ("c", 3.0))

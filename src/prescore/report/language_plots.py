@@ -78,9 +78,8 @@ def plot_couplings(summaries: Sequence[Summary], path: str | Path, title: str) -
         _references(axes, summaries)
         names = list(dict.fromkeys((s.axes["coupling"], s.axes["scorer"]) for s in summaries if s.axes))
         for place, (coupling, scorer) in enumerate(name for name in names if name[1] != "none"):
-            line = [
-                s for s in summaries if s.axes and (s.axes["coupling"], s.axes["scorer"]) == (coupling, scorer)
-            ]
+            own = [s for s in summaries if s.axes and s.axes["coupling"] == coupling]
+            line = [s for s in own if s.axes["scorer"] != "none" and holds_for(s, scorer)]
             _line(axes, line, "top_k", f"{coupling}, {scorer}", place, dashed=scorer != "kmeans")
         axes.set(title=title, xlabel="top_k per block", ylabel="loss, nats per token")
         _powers_of_two(axes)

@@ -14,6 +14,8 @@ from prescore.records import Record
 _STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145)
 _STUDENT_BEYOND = 2.1
 
+_NEEDED = ("loss", "rows_per_query", "attention_seconds", "forward_seconds")
+
 
 @dataclass(frozen=True)
 class Summary:
@@ -102,6 +104,10 @@ def find(summaries: Sequence[Summary], kind: str, n_tokens: int, leaf: int | Non
 
 
 def _summary(group: Sequence[Record]) -> Summary:
+    for record in group:
+        missing = [name for name in _NEEDED if name not in record.figures]
+        if missing:
+            raise ValueError(f"record {record.key} must have the figures {_NEEDED}, got none for {missing}")
     method, figures = group[0].config["method"], [record.figures for record in group]
     by_document: dict[str, list[float]] = {}
     for record in group:
