@@ -32,27 +32,28 @@ def main(experiment: str, directory: str, document: str = "") -> None:
 
 
 def appendix_a(summaries: Sequence[Summary]) -> Iterator[Table]:
-    """A table per scorer: budgets by samples and leaf rules, ours and the paper's."""
+    """With samples and without: budgets by scorers, each cell PPL / PPL* (the blockwise flag), ours and the paper's."""
     found = {
         (s.axes["scorer"], s.axes["paper_sample_size"], s.axes["paper_top_k"], s.axes["blockwise"]): s
         for s in summaries
         if "scorer" in s.axes
     }
     shown = {s.axes["paper_top_k"]: s.axes["top_k"] for s in found.values()}
-    for scorer in dict.fromkeys(key[0] for key in found if key[0] != "none"):
+    scorers = [name for name in dict.fromkeys(key[0] for key in found) if name != "none"]
+    columns = ("top_k (paper's)", *(f"{scorer}{whose}" for scorer in scorers for whose in ("", ", paper")))
+    for samples in (256, 0):
         rows = []
         for place, top_k in enumerate(TOP_K):
             cells = [f"{shown.get(top_k, '?')} ({top_k})"]
-            for samples in (256, 0):
+            for scorer in scorers:
                 # one scorer was run for all where nothing is selected, or everything
                 whose = {0: "none", TOP_K[-1]: "kmeans"}.get(top_k, scorer)
                 own = [found.get((whose, samples, top_k, rule)) for rule in (False, True)]
-                cells += [above(s.above_exact if s else None) for s in own]
-                cells += [above(p and nats(p) - nats(EXACT)) for p in APPENDIX_A[scorer, samples][place]]
+                cells.append(" / ".join(above(s.above_exact if s else None) for s in own))
+                printed = APPENDIX_A[scorer, samples][place]
+                cells.append(" / ".join(above(nats(p) - nats(EXACT)) for p in printed if p is not None))
             rows.append(tuple(cells))
-        names = ("PPL", "PPL*", "paper PPL", "paper PPL*")
-        columns = ("top_k (paper's)", *(f"{name}, {w}" for w in ("samples", "none") for name in names))
-        yield Table(f"{scorer}: loss above exact", columns, tuple(rows))
+        yield Table(f"{'with' if samples else 'without'} residual samples: loss above exact", columns, tuple(rows))
 
 
 def table1(summaries: Sequence[Summary]) -> Iterator[Table]:
