@@ -32,7 +32,7 @@ def main(experiment: str, directory: str, document: str = "") -> None:
 
 
 def appendix_a(summaries: Sequence[Summary]) -> Iterator[Table]:
-    """With samples and without: budgets by scorers, each cell PPL / PPL* (the blockwise flag), ours and the paper's."""
+    """With samples and without: budgets by scorers, ours and the paper's; a cell is PPL / PPL* (blockwise)."""
     found = {
         (s.axes["scorer"], s.axes["paper_sample_size"], s.axes["paper_top_k"], s.axes["blockwise"]): s
         for s in summaries
