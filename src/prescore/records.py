@@ -86,6 +86,9 @@ class Record:
                 raise ValueError(f"record must have an object as {name}, got {type(values[name]).__name__}")
         if not values["figures"]:
             raise ValueError("record must have figures, got none")
+        named = row_key(values["command"], values["config"], values["seed"])
+        if values["key"] != named:
+            raise ValueError(f"record must have the key of its settings, {named}, got {values['key']!r}")
         return cls(**values)
 
 
@@ -191,7 +194,7 @@ def read_records(path: str | Path) -> list[Record]:
             record = Record.from_json(line.decode())
             if record.key in seen:
                 raise ValueError(f"key {record.key!r} is already on line {seen[record.key]}")
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, RecursionError) as error:
             reason = str(error).splitlines()[0]
             raise RecordFileError(
                 f"{path} must hold one record per line, got a damaged line {number} ({reason}); "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import torch
@@ -74,18 +75,20 @@ def captured_mass(call: Aligned, plan: Plan, scale: float, backend: str) -> floa
 
 
 def rows_per_query(parts: list[Part], n_queries: int) -> float:
-    """Columns met per query, counting a causal square as half."""
-    if not n_queries:
-        return 0.0
-    total = 0.0
-    for part in parts:
-        rows = part.shape[0] * part.shape[1] * part.shape[2]
-        if part.query_valid is not None:
-            rows = int(part.query_valid.sum())
-        columns = part.shape[2] if part.key_rows is None else part.key_rows.shape[1]
-        columns += 0 if part.extra_rows is None else part.extra_rows.shape[1]
-        total += rows * ((columns + 1) / 2 if part.causal else columns)
-    return total / n_queries
+    """Columns met per query, counting a causal square as half; what a bias hides from a query it does not meet."""
+    return sum(_pairs(part) for part in parts) / n_queries if n_queries else 0.0
+
+
+def _pairs(part: Part) -> float:
+    """How many pairs of a query and a column a part has."""
+    columns = part.shape[2] if part.key_rows is None else part.key_rows.shape[1]
+    columns += 0 if part.extra_rows is None else part.extra_rows.shape[1]
+    n_queries = math.prod(part.shape) if part.query_valid is None else int(part.query_valid.sum())
+    bias = part.bias4()
+    if part.causal or bias is None:
+        return n_queries * ((columns + 1) / 2 if part.causal else columns)
+    met = (~torch.isneginf(bias)).sum(-1).expand(part.shape)
+    return float(met.sum() if part.query_valid is None else (met * part.query_valid).sum())
 
 
 def _without_residual(part: Part) -> Part:

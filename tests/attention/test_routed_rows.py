@@ -76,3 +76,15 @@ def test_calls_that_read_everything():
         assert stats["rows_per_query"] == rows
     late = prescored_attention(query[:, :, -4:], key, key, is_causal=True, return_aux=True)[1].stats
     assert late["rows_per_query"] == (37 + 38 + 39 + 40) / 4
+
+
+@pytest.mark.parametrize("sinks", [0, 4])
+@pytest.mark.parametrize("name", ["uniform", "kmeans"])
+def test_selections_count_keys_that_are_seen(name, sinks):
+    # every key has a value of its own, so a weight that is not 0 is a key that was read
+    n, leaf, budget = 256, 32, 16
+    query, key = torch.randn(2, 1, 1, n, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    config = PrescoreConfig.paper(name, budget, min_seq_len=leaf, inner="exact", sinks=sinks)
+    value = torch.eye(n, dtype=torch.float64)[None, None]
+    output, aux = prescored_attention(query, key, value, config=config, is_causal=True, return_aux=True)
+    assert aux.stats["rows_per_query"] == float((output > 0).sum(-1).double().mean())

@@ -150,6 +150,101 @@ def test_json_prints_records_only(model, text, tmp_path, capsys):
     assert printed[-1]["figures"]["layers_replaced"] == 1
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (
+            ["--experiment", "table1", "--set", "leaf_inclusive=true"],
+            "set must leave leaf_inclusive to --leaf-r",
+        ),
+        (
+            ["--experiment", "appendix-f", "--set", 'coupling={"mask": "zero"}'],
+            "set must leave coupling to the e",
+        ),
+        (["--experiment", "table1", "--set", "min_seq_len=64"], "set must leave min_seq_len to --leaf"),
+        (
+            ["--method", "kmeans", "--sample-size", "3", "--set", "sample_size=7"],
+            "set must leave sample_size to",
+        ),
+        (["--method", "kmeans", "--sinks", "3", "--set", "sinks=7"], "set must leave sinks to --sinks"),
+        (["--method", "kmeans", "--set", "top_k=5"], "set must leave top_k to --top-k"),
+        (["-d", " "], "document must name a file"),
+    ],
+)
+def test_options_that_contradict_each_other_are_refused(model, tmp_path, capsys, options, words):
+    assert main(["perplexity", "--model", model, *options, "--out", str(tmp_path / "run")]) == 2
+    error = capsys.readouterr().err
+    assert words in error
+    assert error.count("\n") == 1
+
+
+def test_short_documents_of_the_default_corpus_are_left_out_by_name(model, tmp_path, capsys, monkeypatch):
+    from prescore.evaluation import documents
+
+    texts = [documents.Document("short", "word " * 20), documents.Document("long", "word " * 400)]
+    monkeypatch.setattr(documents, "default_corpus", lambda: iter(texts))
+    arguments = ["perplexity", "--model", model, "-n", "64", "-n", "128", "--method", "exact"]
+    assert main([*arguments, "--json", "--out", str(tmp_path / "run")]) == 0
+    printed = capsys.readouterr()
+    assert "left out, with fewer than 128 tokens: short" in printed.err
+    assert {json.loads(line)["config"]["document"] for line in printed.out.splitlines()} == {"long"}
+    assert main([*arguments, "-n", "100000", "--out", str(tmp_path / "other")]) == 2
+    assert "length must be at most that of a document of the default corpus" in capsys.readouterr().err
+
+
+def test_free_grids_keep_their_axes(model, text, tmp_path):
+    arguments = ["perplexity", "--model", model, "-d", text, "-n", "64", "--method", "kmeans", "--top-k", "8"]
+    arguments += [
+        "--top-k",
+        "16",
+        "--sample-size",
+        "0",
+        "--sample-size",
+        "4",
+        "--leaf-rule",
+        "both",
+        "--sinks",
+        "2",
+    ]
+    assert main([*arguments, "--out", str(tmp_path / "run")]) == 0
+    lines = list(csv.DictReader((tmp_path / "run" / "perplexity.csv").open()))[2:]
+    found = {(line["top_k"], line["sample_size"], line["leaf_inclusive"], line["sinks"]) for line in lines}
+    assert found == {(k, n, rule, "2") for k in ("8", "16") for n in ("0", "4") for rule in ("True", "False")}
+    assert len({line["series"] for line in lines}) == 4
+
+
+def test_damaged_figures_are_refused_before_anything_is_measured(model, text, tmp_path, capsys):
+    arguments = ["perplexity", "--model", model, "-d", text, "-n", "64", "--method", "exact"]
+    arguments += ["--resume", "--out", str(tmp_path / "run")]
+    assert main(arguments) == 0
+    path = tmp_path / "run" / "records.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    lines[0]["figures"]["loss"] = None
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines[:1]))
+    before = path.read_bytes()
+    capsys.readouterr()
+    assert main(arguments) == 2
+    assert "must have a number as loss, got None" in capsys.readouterr().err
+    lines[0]["figures"]["loss"], lines[0]["config"]["n_tokens"] = 1.0, 9999
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines[:1]))
+    assert main(arguments) == 2
+    assert "record must have the key of its settings" in capsys.readouterr().err
+    assert path.read_bytes() != before  # what was written is what we wrote
+    assert len(path.read_text().splitlines()) == 1
+
+
+def test_retrieval_with_another_text_is_another_row(model, tmp_path, capsys):
+    text = tmp_path / "hay.txt"
+    arguments = ["retrieval", "--model", model, "-d", str(text), "-n", "256", "--samples", "1", "--depth", "0.2"]
+    arguments += ["--task", "single-needle", "--method", "exact", "--resume", "--out", str(tmp_path / "run")]
+    for number, word in enumerate(("hay ", "straw "), start=1):
+        text.write_text(word * 500)
+        assert main(arguments) == 0
+        assert len((tmp_path / "run" / "records.jsonl").read_text().splitlines()) == 2 * number
+    assert main([*arguments, "-n", "4"]) == 2
+    assert "length must leave room for the question" in capsys.readouterr().err
+
+
 def test_retrieval_reports_exact_beside_the_others(model, text, tmp_path, capsys):
     arguments = ["retrieval", "--model", model, "-d", text, "-n", "256", "--samples", "2", "--depth", "0.2"]
     arguments += ["--task", "single-needle", "--method", "default", "--out", str(tmp_path / "run")]

@@ -30,12 +30,14 @@ def test_meter_sums_layers_and_tells_replaced_ones_apart():
     assert set(meter.processor_seconds) == {0, 1}
     meter.seconds, meter.processor_seconds = {0: 1.0, 1: 2.0}, {0: 0.5, 1: 1.0}
     meter.rows[1] = 7.0
+    meter.exact_rows[0] = 13.0
     assert meter.figures() == {
         "attention_seconds": 3.0,
         "attention_processor_seconds": 1.5,
         "replaced_seconds": 2.0,
         "layers_replaced": 1,
-        "rows_per_query": 7.0,
+        "rows_per_query": 10.0,  # over both layers
+        "replaced_rows_per_query": 7.0,
     }
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from prescore.records import Record
 from prescore.report.language_plots import plot_experiment
-from prescore.report.language_summary import confidence_half_width, summarise
+from prescore.report.language_summary import confidence_half_width, holds_for, summarise
 from prescore.report.language_tables import full_csv, loss_table, paper_csv, percent, retrieval_table
 
 
@@ -56,22 +56,42 @@ def grid(scorers=("kmeans", "leverage")):
 def test_no_point_is_cut_off_below_the_frame(tmp_path):
     from matplotlib.figure import Figure
 
-    from prescore.report.language_plots import _bound_losses
+    from prescore.report.language_plots import _bound_losses, _count_hidden
 
     axes = Figure().subplots()
     summaries = summarise([*references(), record("x", "prescored", 1.5), record("y", "prescored", 9.0)])
-    _bound_losses(axes, summaries)
+    top = _bound_losses(axes, summaries)
     low, high = axes.get_ylim()
     assert low < 1.5
-    assert high == 4.5
-    assert "1 points lie above" in axes.texts[0].get_text()
+    assert high == top == 4.5
+    _count_hidden(axes, summaries[:-1], top)
+    assert not axes.texts
+    _count_hidden(axes, summaries, top)
+    assert axes.texts[0].get_text() == "1 point above the frame"
 
 
 def test_a_record_without_its_loss_is_refused_by_name():
     broken = record("x", "prescored", 1.0)
     del broken.figures["loss"]
-    with pytest.raises(ValueError, match=r"record x-a-4096 must have the figures .* got none for \['loss'\]"):
+    with pytest.raises(ValueError, match=r"record x-a-4096 must have a number as loss, got None"):
         summarise([broken])
+
+
+@pytest.mark.parametrize("name", ["loss", "rows_per_query", "attention_seconds"])
+@pytest.mark.parametrize("figure", ["text", [1.0], {}])
+def test_a_figure_that_is_no_number_is_refused_by_name(name, figure):
+    broken = record("x", "prescored", 1.0)
+    broken.figures[name] = figure
+    with pytest.raises(ValueError, match=rf"record x-a-4096 must have a number as {name}, got"):
+        summarise([broken])
+
+
+def test_a_loss_that_is_not_a_number_is_shown_and_not_fatal(tmp_path):
+    records = [*references(), record("x", "prescored", "nan")]
+    summaries = summarise(records)
+    assert "nan" in loss_table(summaries, "t").to_markdown()
+    assert "nan" in full_csv(summaries)
+    plot_experiment(None, summaries, tmp_path / "plot.png", "t")
 
 
 def test_losses_are_averaged_over_documents_with_students_interval():
@@ -144,7 +164,10 @@ def test_a_line_that_keeps_every_key_is_every_scorers():
     whole = grid(("kmeans", "leverage"))
     axes = {"scorer": "kmeans", "top_k": 2048, "paper_top_k": 16384, "fraction": 0.5, "sample_size": 32}
     axes |= {"paper_sample_size": 256, "blockwise": False}
-    whole.append(record("all", "prescored", 2.5, **axes))
+    whole.append(record("all", "prescored", 2.5, settings={"top_k": 2048, "min_seq_len": 512}, **axes))
+    # blocks of 600, 1200, 2400 keys: the last are filtered by the same budget
+    other = record("some", "prescored", 2.6, settings={"top_k": 2048, "min_seq_len": 600}, **axes)
+    assert not holds_for(summarise([other])[0], "leverage")
     lines = list(csv.reader(io.StringIO(paper_csv("appendix-a", summarise(whole)))))
     kept = [line for line in lines if line[1] == "2048"]
     assert [line[0] for line in kept] == ["K-means", "Leverage"]
@@ -201,7 +224,10 @@ def test_retrieval_table_puts_accuracy_beside_answer_loss():
 def test_appendix_f_has_the_largest_budget_for_every_scorer():
     def cell(scorer, coupling, top_k, loss):
         axes = {"scorer": scorer, "coupling": coupling, "top_k": top_k // 8, "paper_top_k": top_k}
-        return record(f"{scorer}{coupling}{top_k}", "prescored", loss, fraction=top_k / 32768, **axes)
+        settings = {"top_k": top_k // 8, "min_seq_len": 512}
+        return record(
+            f"{scorer}{coupling}{top_k}", "prescored", loss, settings=settings, fraction=top_k / 32768, **axes
+        )
 
     records = [
         *references(),

@@ -9,6 +9,7 @@ import typer
 from prescore.cli.options import Json, Out, Resume, Seed, Session, Threads, open_session
 
 if TYPE_CHECKING:
+    from prescore.evaluation.documents import Document
     from prescore.evaluation.language_model import LanguageModel
     from prescore.evaluation.methods import Method
     from prescore.records import Record, Row
@@ -81,17 +82,21 @@ def command(
     from prescore.evaluation.experiments import default_lengths
     from prescore.evaluation.language_model import load_language_model
     from prescore.evaluation.perplexity import loss_row, make_windows
+    from prescore.report.language_summary import summarise
 
     chosen = Request(
         experiment, method, top_k, sample_size, leaf, leaf_rule, coupling, sinks, read_changes(changes)
     )
     chosen.check()
-    texts = load_documents(document, limit=documents)
+    texts = load_documents(document, limit=None if document is None else documents)
     quiet_loading()
     session = open_session("perplexity", out=out, json=json, resume=resume, threads=threads, device=device)
     loaded = load_language_model(model, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
+    lengths = length or default_lengths(experiment, loaded.trained_length)
+    if document is None:
+        texts = long_enough(session, loaded, texts, offset + windows * max(lengths), documents)
     rows: list[Row] = []
-    for n_tokens in length or default_lengths(experiment, loaded.trained_length):
+    for n_tokens in lengths:
         read = make_windows(
             loaded, texts, n_tokens, first=first, offset=offset, per_document=windows, skip_short=skip_short
         )
@@ -100,8 +105,40 @@ def command(
                 rows.append(
                     loss_row(loaded, window, each, experiment=experiment, layers=read_layers(layers), seed=seed)
                 )
+    summarise(list(session.file))  # a damaged figure is refused before hours are spent beside it
     records = session.run(rows)
     write_results(session, records, experiment, loaded)
+
+
+def long_enough(
+    session: Session, loaded: LanguageModel, texts: list[Document], wanted: int, most: int | None
+) -> list[Document]:
+    """The documents of the default corpus that hold the longest window; nobody asked for those that do not."""
+    from prescore.evaluation.perplexity import has_tokens
+
+    found = [text for text in texts if has_tokens(loaded, text, wanted)]
+    if not found:
+        raise ValueError(
+            f"length must be at most that of a document of the default corpus, got {wanted} tokens; "
+            "give a longer one by --document"
+        )
+    left_out = [text.name for text in texts if text not in found]
+    if left_out:
+        session.say(f"left out, with fewer than {wanted} tokens: {', '.join(left_out)}")
+    return found[:most]
+
+
+_OWN_OPTIONS = {
+    "method": "--method",
+    "top_k": "--top-k",
+    "sinks": "--sinks",
+    "sample_size": "--sample-size",
+    "leaf_inclusive": "--leaf-rule",
+}
+_VARIED = {
+    **dict.fromkeys(("coupling", "block_size", "rows", "leaf_size"), "the experiment"),
+    "min_seq_len": "--leaf",
+}
 
 
 class Request:
@@ -145,6 +182,13 @@ class Request:
                 )
         if self.sinks and self.experiment in ("cost", "default"):
             raise ValueError(f"sinks must be left to the experiment {self.experiment}, got {self.sinks}")
+        taken = dict(_OWN_OPTIONS) if self.experiment is None else dict(_OWN_OPTIONS, **_VARIED)
+        if self.experiment is None:  # without the option these fields of any configuration may be set
+            taken = {name: by for name, by in taken.items() if name != "sample_size" or self.samples is not None}
+            taken = {name: by for name, by in taken.items() if name != "sinks" or self.sinks}
+        for name, value in self.changes.items():
+            if name in taken:
+                raise ValueError(f"set must leave {name} to {taken[name]}, got {name}={value!r}")
         if self.coupling is not None:
             checks.one_of("coupling", self.coupling, tuple(COUPLINGS))
             checks.one_of("experiment with a coupling", self.experiment, ("appendix-a", "appendix-i"))
@@ -174,13 +218,21 @@ class Request:
         free = name in ("exact", "local", "default", "hyper")
         budgets = self.budgets[:1] if free else self.budgets
         made = [named(name, leaf=leaf, top_k=top_k, overrides=changes) for top_k in budgets]
-        words = [
-            f"{field}={value}"
-            for field, value in changes.items()
-            if field in ("sample_size", "leaf_inclusive") and made[0].kind == "prescored"
-        ]
+        if made[0].kind != "prescored":
+            return [
+                replace(m, label=f"{m.label}, top {k}" if len(budgets) > 1 else m.label)
+                for m, k in zip(made, budgets, strict=True)
+            ]
+        words = [f"{field}={changes[field]}" for field in ("sample_size", "leaf_inclusive") if field in changes]
+        words += [f"sinks={changes['sinks']}"] if changes.get("sinks") and name != "random" else []
+        axes = {field: made[0].settings[field] for field in ("sample_size", "leaf_inclusive", "sinks")}
+        axes["series"] = ", ".join([made[0].label, *words])
         return [
-            replace(m, label=", ".join([m.label, *([f"top {k}"] if len(budgets) > 1 else []), *words]))
+            replace(
+                m,
+                label=", ".join([m.label, *([f"top {k}"] if len(budgets) > 1 else []), *words]),
+                axes={**m.axes, **axes},
+            )
             for m, k in zip(made, budgets, strict=True)
         ]
 

@@ -62,7 +62,7 @@ def command(
     from prescore.evaluation.documents import load_documents
     from prescore.evaluation.language_model import load_language_model
     from prescore.evaluation.methods import named
-    from prescore.evaluation.retrieval import TASKS, check_depths, retrieval_row
+    from prescore.evaluation.retrieval import TASKS, check_depths, make_problem, retrieval_row
     from prescore.report.language_tables import retrieval_table
 
     tasks, depths, lengths = task or list(TASKS), depth or [0.1, 0.5], length or [2048]
@@ -79,6 +79,11 @@ def command(
     session = open_session("retrieval", out=out, json=json, resume=resume, threads=threads, device=device)
     quiet_loading()
     loaded = load_language_model(model, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
+    for n in lengths:
+        for one in tasks:
+            make_problem(
+                loaded, haystack, one, length=n, depth=depths[0], seed=seed
+            )  # refused before any is measured
     rows = [
         retrieval_row(
             loaded,

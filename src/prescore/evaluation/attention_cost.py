@@ -22,12 +22,14 @@ class Meter:
             empty where the work is done by another device.
         rows: Rows per query of replaced layers, counted beside the time: of all where they may differ (routed
             attention), else of the first.
+        exact_rows: Rows per query of the other layers, where they read everything before them.
         replaced: Layers that ran the method; the others were exact.
     """
 
     seconds: dict[int, float] = field(default_factory=dict)
     processor_seconds: dict[int, float] = field(default_factory=dict)
     rows: dict[int, float] = field(default_factory=dict)
+    exact_rows: dict[int, float] = field(default_factory=dict)
     replaced: frozenset[int] = frozenset()
 
     def timed(self, layer: int, work: Callable[[], Result], device: torch.device) -> Result:
@@ -46,12 +48,18 @@ class Meter:
         """The sums that a record carries."""
         replaced = [seconds for layer, seconds in self.seconds.items() if layer in self.replaced]
         processor = self.processor_seconds.values()
+        own = sum(self.rows.values()) / len(self.rows) if self.rows else None
+        mean = None
+        if own is not None:  # one layer's count stands for all replaced ones
+            whole = own * len(replaced) + sum(self.exact_rows.values())
+            mean = whole / (len(replaced) + len(self.exact_rows))
         return {
             "attention_seconds": round(sum(self.seconds.values()), 4),
             "attention_processor_seconds": round(sum(processor), 4) if processor else None,
             "replaced_seconds": round(sum(replaced), 4),
             "layers_replaced": len(replaced),
-            "rows_per_query": round(sum(self.rows.values()) / len(self.rows), 2) if self.rows else None,
+            "rows_per_query": None if mean is None else round(mean, 2),
+            "replaced_rows_per_query": None if own is None else round(own, 2),
         }
 
 

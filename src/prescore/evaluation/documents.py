@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import json
 from collections.abc import Iterator, Sequence
@@ -21,6 +22,11 @@ class Document:
 
     name: str
     text: str
+
+    @property
+    def digest(self) -> str:
+        """A short name of the text itself: a changed text is another row."""
+        return hashlib.sha256(self.text.encode("utf-8", "surrogatepass")).hexdigest()[:12]
 
 
 def load_documents(sources: Sequence[str | Path] | None = None, *, limit: int | None = None) -> list[Document]:
@@ -66,6 +72,8 @@ def _each(sources: Sequence[str | Path] | None) -> Iterator[Document]:
         yield from default_corpus()
         return
     for source in sources:
+        if not str(source).strip():
+            raise ValueError(f"document must name a file, directory or text of the default corpus, got {source!r}")
         path = Path(source)
         if path.is_dir():
             for file in sorted(p for p in path.rglob("*") if p.suffix.lower() in _SUFFIXES and p.is_file()):
@@ -98,9 +106,10 @@ def _json_records(text: str, path: Path) -> Iterator[dict[str, Any]]:
             continue
         try:
             value = json.loads(line)
-        except json.JSONDecodeError as error:
+        except (json.JSONDecodeError, RecursionError) as error:
+            reason = getattr(error, "msg", "nested too deeply")
             raise ValueError(
-                f"document {path.name} must hold JSON, got a damaged line {number} ({error.msg})"
+                f"document {path.name} must hold JSON, got a damaged line {number} ({reason})"
             ) from error
         records = value if whole else [value]
         for record in records:
@@ -114,7 +123,7 @@ def _json_records(text: str, path: Path) -> Iterator[dict[str, Any]]:
 def _is_object(text: str) -> bool:
     try:
         return isinstance(json.loads(text), dict)
-    except json.JSONDecodeError:
+    except (json.JSONDecodeError, RecursionError):
         return False
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from prescore import checks
+from prescore.causal_sizes import largest_block
 from prescore.config import Coupling, PrescoreConfig
 from prescore.evaluation.methods import SINKS, Method, exact, local, named, prescored
 
@@ -235,14 +236,6 @@ def default_leaf(name: str | None, length: int) -> int:
     return PrescoreConfig().chunk_size if name == "default" else max(1, length * PAPER_LEAF // PAPER_LENGTH)
 
 
-def keeps_every_key(fraction: float) -> bool:
-    """Whether a budget of that share of the length filters nothing, so that all scorers give one result.
-
-    Causal recursion halves the sequence: no block has more keys than that.
-    """
-    return fraction >= 1 / 2
-
-
 def _grid(
     scale: Scale,
     scorers: Sequence[str],
@@ -255,11 +248,11 @@ def _grid(
         for n_samples in samples:
             for top_k in budgets:
                 for inclusive in rules:
-                    # without a selection neither the scorer nor its coupling plays a part
-                    own = (scorer, coupling) if top_k else ("kmeans", "corrected")
-                    if keeps_every_key(scale.count(top_k) / scale.length):
-                        own = (scorers[0], coupling)
-                    yield scale.prescored(own[0], top_k, n_samples, inclusive=inclusive, coupling=own[1])
+                    # without a selection, or with one that keeps every key, the scorer plays no part
+                    own = scorer if top_k else "kmeans"
+                    if scale.count(top_k) >= largest_block(scale.length, scale.leaf_size):
+                        own = scorers[0]
+                    yield scale.prescored(own, top_k, n_samples, inclusive=inclusive, coupling=coupling)
 
 
 def _at(method: Method, label: str, budget: int, group: str | None) -> Method:

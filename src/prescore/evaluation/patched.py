@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from prescore.errors import Unsupported
-from prescore.evaluation.attention_cost import Meter
+from prescore.evaluation.attention_cost import Meter, exact_rows
 from prescore.evaluation.methods import Method
 from prescore.integrations import chatglm
 from prescore.integrations.layers import Layers, pick_layers
@@ -44,6 +44,8 @@ class Door:
             raise Unsupported(f"measuring attention in layer {number}", [reason])
         meter, method = self.meter, self.method
         if number not in meter.replaced or form.kind != "causal" or form.valid is not None:
+            if form.kind == "causal":
+                meter.exact_rows[number] = exact_rows(query.shape[2])
             return meter.timed(number, lambda: attend_exactly(query, key, value, form, scale=scale), key.device)
         if self.observe is not None:
             self.observe(number, query, key, value)

@@ -91,6 +91,11 @@ def make_windows(
     return windows
 
 
+def has_tokens(language_model: LanguageModel, document: Document, wanted: int) -> bool:
+    """Whether a document has so many tokens."""
+    return len(_tokens(language_model, document.text, wanted)) >= wanted
+
+
 def streamed_loss(language_model: LanguageModel, window: Window, *, at_once: int = POSITIONS_AT_ONCE) -> Tensor:
     """Negative log-likelihood in nats of every counted position, `[N - first]`, float64 on the CPU.
 

@@ -141,6 +141,7 @@ def retrieval_row(
         "model": language_model.name,
         "dtype": language_model.dtype,
         "document": haystack.name,
+        "digest": haystack.digest,
         "task": task,
         "n_tokens": length,
         "depth": depth,

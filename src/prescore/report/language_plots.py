@@ -68,7 +68,11 @@ def plot_budgets(summaries: Sequence[Summary], path: str | Path, title: str) -> 
             row[0].set_ylabel("loss, nats per token")
         for axes in grid[-1]:
             axes.set_xlabel("top_k per block")
-        _bound_losses(grid[0][0], summaries, times=15)
+        top = _bound_losses(grid[0][0], summaries, times=15)
+        for row, inclusive in zip(grid, rules, strict=True):
+            inside = [s for s in cells if s.axes["blockwise"] == inclusive]
+            for axes, scorer in zip(row, scorers, strict=True):
+                _count_hidden(axes, [s for s in inside if holds_for(s, scorer)], top)
         _shared_legend(drawn, grid[0][0])
 
 
@@ -128,8 +132,11 @@ def plot_cost(summaries: Sequence[Summary], path: str | Path, title: str) -> Non
             row[0].set_ylabel("loss, nats per token")
         _powers_of_two(grid[0][0])
         _powers_of_two(grid[1][0])
-        _bound_losses(grid[0][0], summaries)
-        for axes in grid[1]:
+        top = _bound_losses(grid[0][0], summaries)
+        for row in grid:
+            for axes, group in zip(row, groups, strict=True):
+                _count_hidden(axes, [s for s in methods if s.axes.get("group") in (group, None)], top)
+        for axes in grid[1] if methods else []:
             axes.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.22), ncols=2)
 
 
@@ -178,18 +185,26 @@ def _references(axes: Any, summaries: Sequence[Summary], cost: str | None = None
                 axes.plot([getattr(found, cost)], [found.loss], marker="s", color=colour, markersize=5)
 
 
-def _bound_losses(axes: Any, summaries: Sequence[Summary], *, times: float = 1.5) -> None:
-    """Leave out what is worse than local only by more than `times` the gap: it would flatten everything else."""
+def _bound_losses(axes: Any, summaries: Sequence[Summary], *, times: float = 1.5) -> float | None:
+    """Leave out what is worse than local only by more than `times` the gap: it would flatten everything else.
+
+    Returns the upper end of the frame, None = everything is inside.
+    """
     exact = min((s.loss for s in summaries if s.kind == "exact"), default=None)
     local = max((s.loss for s in summaries if s.kind == "local"), default=None)
     if exact is None or local is None or local <= exact:
-        return
+        return None
     best, worst = (bound(s.loss for s in summaries) for bound in (min, max))
     top = local + times * (local - exact)
     axes.set_ylim(best - 0.1 * (local - exact), min(worst + 0.05 * (local - exact), top))
-    hidden = sum(s.loss > top for s in summaries)
+    return top
+
+
+def _count_hidden(axes: Any, drawn: Sequence[Summary], top: float | None) -> None:
+    """Say in a panel how many of its own points lie above the frame."""
+    hidden = 0 if top is None else sum(s.loss > top for s in drawn)
     if hidden:
-        words = f"{hidden} points lie above the frame, gap closed below {-100 * times:.0f} %"
+        words = f"{hidden} point{'s' if hidden > 1 else ''} above the frame"
         axes.annotate(words, (0.01, 0.97), xycoords="axes fraction", fontsize=7, va="top", color="#666666")
 
 

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from prescore.causal_sizes import largest_block
 from prescore.records import Record
 
-# two-sided 95 % points of Student's t for 1, 2, ... degrees of freedom; beyond, the normal one is close enough
+# two-sided 95 % points of Student's t for 1, 2, ... degrees of freedom
 _STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145)
-_STUDENT_BEYOND = 2.1
 
 _NEEDED = ("loss", "rows_per_query", "attention_seconds", "forward_seconds")
 
@@ -80,7 +80,8 @@ def confidence_half_width(values: Sequence[float]) -> float | None:
     if len(values) < 2:
         return None
     freedom = len(values) - 1
-    factor = _STUDENT[freedom - 1] if freedom <= len(_STUDENT) else _STUDENT_BEYOND
+    # beyond the table a short expansion is right to three digits
+    factor = _STUDENT[freedom - 1] if freedom <= len(_STUDENT) else 1.96 + 2.5 / freedom
     return factor * statistics.stdev(values) / math.sqrt(len(values))
 
 
@@ -96,6 +97,14 @@ def summarise(records: Sequence[Record]) -> list[Summary]:
     return [_compared(summary, summaries) for summary in summaries]
 
 
+def _check(record: Record) -> None:
+    for name in _NEEDED:
+        figure = record.figures.get(name)
+        plain = isinstance(figure, int | float) or figure in ("nan", "inf", "-inf")
+        if not plain and not (name == "rows_per_query" and figure is None and name in record.figures):
+            raise ValueError(f"record {record.key} must have a number as {name}, got {figure!r}")
+
+
 def find(summaries: Sequence[Summary], kind: str, n_tokens: int, leaf: int | None = None) -> Summary | None:
     """The exact or local-only line of a length; of several local ones the one with the same leaves."""
     found = [summary for summary in summaries if summary.kind == kind and summary.n_tokens == n_tokens]
@@ -105,9 +114,7 @@ def find(summaries: Sequence[Summary], kind: str, n_tokens: int, leaf: int | Non
 
 def _summary(group: Sequence[Record]) -> Summary:
     for record in group:
-        missing = [name for name in _NEEDED if name not in record.figures]
-        if missing:
-            raise ValueError(f"record {record.key} must have the figures {_NEEDED}, got none for {missing}")
+        _check(record)
     method, figures = group[0].config["method"], [record.figures for record in group]
     by_document: dict[str, list[float]] = {}
     for record in group:
@@ -163,6 +170,12 @@ def _gap(losses: Sequence[float], exact: Sequence[float], local: Sequence[float]
 
 def holds_for(summary: Summary, scorer: str) -> bool:
     """Whether a line of a grid is one of that scorer's: its own, or one where no scorer plays a part."""
-    axes = summary.axes
-    # no block of a causal recursion has more than half of the keys: such a budget filters nothing
-    return axes.get("scorer") in (scorer, "none") or axes.get("fraction", 0.0) >= 1 / 2
+    return summary.axes.get("scorer") in (scorer, "none") or keeps_every_key(summary)
+
+
+def keeps_every_key(summary: Summary) -> bool:
+    """Whether the budget filters nothing, so that one scorer's line holds for all."""
+    budget, leaf = summary.settings.get("top_k"), summary.settings.get("min_seq_len")
+    if not budget or leaf is None:
+        return False
+    return bool(budget == 1.0 if isinstance(budget, float) else budget >= largest_block(summary.n_tokens, leaf))

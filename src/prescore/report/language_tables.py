@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from prescore.records import Record
-from prescore.report.language_summary import Summary, holds_for
+from prescore.report.language_summary import Summary, holds_for, keeps_every_key
 from prescore.report.tables import MISSING, Table, number
 
 _NAMES = {
@@ -111,13 +112,14 @@ def paper_csv(experiment: str, summaries: Sequence[Summary]) -> str | None:
         "figure-glm3": _appendix_a,
         "appendix-f": _appendix_f,
         "appendix-i": _appendix_i,
+        "longest": _longest,
     }
     return _text(shapes[experiment](summaries)) if experiment in shapes else None
 
 
 def percent(value: float | None) -> str:
     """A share in whole per cent, `worse` where it is below nothing."""
-    if value is None:
+    if value is None or math.isnan(value):
         return MISSING
     shown = round(100 * value)
     return f"{shown} %" if shown >= 0 else f"worse ({shown} %)"
@@ -169,7 +171,7 @@ def _appendix_f(summaries: Sequence[Summary]) -> Lines:
         same = [s for s in cells if s.axes["coupling"] == coupling]
         own = {s.axes["paper_top_k"]: s for s in same if s.axes["scorer"] == scorer}
         # a budget that keeps every key is run for one scorer and holds for the others
-        every = {s.axes["paper_top_k"]: s for s in same if s.axes["fraction"] >= 1 / 2 and scorer != "none"}
+        every = {s.axes["paper_top_k"]: s for s in same if scorer != "none" and keeps_every_key(s)}
         for top_k, s in sorted({**every, **own}.items()):
             lines.append([coupling, _NAMES.get(scorer, scorer), s.axes["top_k"], s.perplexity, s.loss])
             lines[-1] += [s.axes["fraction"], top_k]
@@ -185,6 +187,13 @@ def _appendix_i(summaries: Sequence[Summary]) -> Lines:
         same = [s for s in cells if s.axes["paper_top_k"] == top_k]
         values = {s.axes["paper_sample_size"]: s.perplexity for s in same}
         lines.append([same[0].axes["top_k"], *(values.get(n) for n in samples), top_k])
+    return lines
+
+
+def _longest(summaries: Sequence[Summary]) -> Lines:
+    lines: Lines = [["Context", "Method", "PPL", "Loss", "Positions scaled"]]
+    for s in summaries:
+        lines.append([s.n_tokens, s.label, s.perplexity, s.loss, bool(s.position_scaling)])
     return lines
 
 
