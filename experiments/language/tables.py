@@ -11,7 +11,7 @@ from pathlib import Path
 from printed import APPENDIX_A, EXACT, TABLE_1, TOP_K, nats
 
 from prescore.records import read_records
-from prescore.report.language_summary import Summary, summarise
+from prescore.report.language_summary import Summary, keeps_every_key, summarise
 from prescore.report.language_tables import describe_run, percent
 from prescore.report.tables import MISSING, Table, number
 
@@ -74,13 +74,12 @@ def appendix_f(summaries: Sequence[Summary]) -> Iterator[Table]:
     """Couplings by budget."""
     cells = {(s.axes["coupling"], s.axes["scorer"], s.axes["top_k"]): s for s in summaries if s.axes}
     budgets = sorted({key[2] for key in cells if key[2]})
-    rows = [
-        (
-            f"{coupling}, {scorer}",
-            *(above(getattr(cells.get((coupling, scorer, b)), "above_exact", None)) for b in budgets),
-        )
-        for coupling, scorer in dict.fromkeys(key[:2] for key in cells if key[1] != "none")
-    ]
+    # a budget that keeps every key is run for one scorer and holds for the others
+    every = {(key[0], key[2]): s for key, s in cells.items() if keeps_every_key(s)}
+    rows = []
+    for coupling, scorer in dict.fromkeys(key[:2] for key in cells if key[1] != "none"):
+        line = [cells.get((coupling, scorer, b)) or every.get((coupling, b)) for b in budgets]
+        rows.append((f"{coupling}, {scorer}", *(above(getattr(s, "above_exact", None)) for s in line)))
     yield Table("Couplings: loss above exact", ("coupling, scorer", *(f"top {b}" for b in budgets)), tuple(rows))
     for s in summaries:
         if s.axes.get("scorer") == "none":
