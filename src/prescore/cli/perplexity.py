@@ -183,11 +183,10 @@ class Request:
         if self.sinks and self.experiment in ("cost", "default"):
             raise ValueError(f"sinks must be left to the experiment {self.experiment}, got {self.sinks}")
         taken = dict(_OWN_OPTIONS) if self.experiment is None else dict(_OWN_OPTIONS, **_VARIED)
-        if self.experiment is None:  # without the option these fields of any configuration may be set
-            taken = {name: by for name, by in taken.items() if name != "sample_size" or self.samples is not None}
-            taken = {name: by for name, by in taken.items() if name != "sinks" or self.sinks}
+        # where an option was not given and no experiment varies its field, the field may be set
+        not_given = {"sample_size": self.samples is None, "sinks": not self.sinks}
         for name, value in self.changes.items():
-            if name in taken:
+            if name in taken and not (self.experiment is None and not_given.get(name)):
                 raise ValueError(f"set must leave {name} to {taken[name]}, got {name}={value!r}")
         if self.coupling is not None:
             checks.one_of("coupling", self.coupling, tuple(COUPLINGS))
