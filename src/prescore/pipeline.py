@@ -170,12 +170,32 @@ def _routed(
     dropping: tuple[float, Generator],
 ) -> Any:
     begin = time.perf_counter()
+    attended, stats = _route_call(call, config, is_causal, scale, generator, return_aux, backend, dropping)
+    if not return_aux:
+        return attended.output
+    found = routed_statistics(stats, time.perf_counter() - begin)
+    n_keys = call.key.shape[2]
+    kept = [_in_place(chunk, call.shift, n_keys) for chunk in routed_selection(call, is_causal, config)]
+    return attended.output, Aux(attended.lse, kept if is_causal else _only(kept, call.key), found)
+
+
+def _route_call(
+    call: Aligned,
+    config: PrescoreConfig,
+    is_causal: bool,
+    scale: float,
+    generator: Generator,
+    error_bar: bool,
+    backend: str,
+    dropping: tuple[float, Generator],
+) -> tuple[Attended, dict[str, Any]]:
+    """The result in the caller's positions, and figures about what was read."""
     _check_backend(call.query, backend, dropping)
     streams = as_streams(generator)  # routing draws nothing else, but a generator that is passed in advances
     chosen = _backend(call.query, backend, dropping, streams)
     gaps = rows_with_gaps(call, is_causal)
     attended, stats = route(
-        call, config, is_causal=is_causal, scale=scale, backend=chosen, error_bar=return_aux, elsewhere=gaps
+        call, config, is_causal=is_causal, scale=scale, backend=chosen, error_bar=error_bar, elsewhere=gaps
     )
     if gaps is not None:
         everything = config.replace(inner="exact", top_k=None, remainder="none")
@@ -184,13 +204,34 @@ def _routed(
         output = torch.where(gaps[:, None, None, None], exact.output, attended.output)
         attended = Attended(output, torch.where(gaps[:, None, None], exact.lse, attended.lse))
         stats["exact_sequences"] = int(gaps.sum())
-    attended = call.restore(attended)
-    if not return_aux:
-        return attended.output
-    found = routed_statistics(stats, time.perf_counter() - begin)
-    n_keys = call.key.shape[2]
-    kept = [_in_place(chunk, call.shift, n_keys) for chunk in routed_selection(call, is_causal, config)]
-    return attended.output, Aux(attended.lse, kept if is_causal else _only(kept, call.key), found)
+    return call.restore(attended), stats
+
+
+def attend_counting(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    config: PrescoreConfig,
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
+    generator: Generator = None,
+) -> tuple[Tensor, float | None]:
+    """`prescored_attention`, and the rows per query of a call that routes; None where its plan tells instead.
+
+    Without the error bars of `return_aux`, so that the call may be timed.
+    """
+    checks.attention_inputs(query, key, value, is_causal=is_causal, key_padding_mask=None, scale=scale)
+    sizes = query.shape[2], key.shape[2]
+    if not routes(config, sizes[1], is_causal) or _is_exact(config, *sizes, is_causal):
+        output = prescored_attention(
+            query, key, value, config=config, is_causal=is_causal, scale=scale, generator=generator
+        )
+        return output, None
+    call = align(query, key, value, None, is_causal=is_causal)
+    scale = resolve_scale(scale, query)
+    attended, figures = _route_call(call, config, is_causal, scale, generator, False, "auto", (0.0, None))
+    return attended.output, figures["rows_per_query"]
 
 
 def hyper_attention(

@@ -11,6 +11,7 @@ from prescore.attention.routed import routed_attention
 from prescore.attention.routed_heads import HeadLayout
 from prescore.attention.routed_layout import make_layout
 from prescore.attention.routed_rows import mean_rows, rows_of_queries
+from prescore.pipeline import attend_counting
 
 
 def unmasked(monkeypatch, run):
@@ -88,3 +89,31 @@ def test_selections_count_keys_that_are_seen(name, sinks):
     value = torch.eye(n, dtype=torch.float64)[None, None]
     output, aux = prescored_attention(query, key, value, config=config, is_causal=True, return_aux=True)
     assert aux.stats["rows_per_query"] == float((output > 0).sum(-1).double().mean())
+
+
+def test_recomputed_queries_meet_every_key_too():
+    query, key = torch.randn(2, 1, 1, 400, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    config = PrescoreConfig(chunk_size=32, leaf_size=8, rows=8, min_seq_len=64)
+    rows = []
+    for tolerance in (None, 0.0):
+        call = {"config": config.replace(tolerance=tolerance), "is_causal": True, "return_aux": True}
+        rows.append(prescored_attention(query, key, key, **call)[1].stats)
+    first = rows[1]["exact_queries"]
+    assert rows[1]["recomputed_queries"] == 400 - first
+    again = sum(range(first + 1, 401)) / 400
+    assert rows[1]["rows_per_query"] == pytest.approx(rows[0]["rows_per_query"] + again)
+
+
+def test_counting_changes_neither_the_result_nor_what_is_exact():
+    query, key = torch.randn(2, 1, 1, 400, 16, generator=torch.Generator().manual_seed(0))
+    for config, counted in (
+        (PrescoreConfig(chunk_size=32, leaf_size=8, rows=32, min_seq_len=64), True),
+        (PrescoreConfig(), False),  # exact at this length, by the operator itself
+        (PrescoreConfig.paper("kmeans", 16, min_seq_len=64), False),
+    ):
+        output, rows = attend_counting(query, key, key, config, is_causal=True, generator=0)
+        assert (rows is not None) == counted
+        wanted = prescored_attention(query, key, key, config=config, is_causal=True, generator=0)
+        assert torch.equal(output, wanted)
+    with pytest.raises(ValueError, match="query"):
+        attend_counting(query[0, 0], key, key, PrescoreConfig(chunk_size=32, min_seq_len=0), is_causal=True)

@@ -220,17 +220,15 @@ def test_damaged_figures_are_refused_before_anything_is_measured(model, text, tm
     path = tmp_path / "run" / "records.jsonl"
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     lines[0]["figures"]["loss"] = None
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines[:1]))
-    before = path.read_bytes()
+    other = json.loads(json.dumps(lines[0]))
+    other["figures"]["loss"], other["config"]["n_tokens"] = 1.0, 9999
+    wrong = {"must have a number as loss, got None": lines[0], "record must have the key of its settings": other}
     capsys.readouterr()
-    assert main(arguments) == 2
-    assert "must have a number as loss, got None" in capsys.readouterr().err
-    lines[0]["figures"]["loss"], lines[0]["config"]["n_tokens"] = 1.0, 9999
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines[:1]))
-    assert main(arguments) == 2
-    assert "record must have the key of its settings" in capsys.readouterr().err
-    assert path.read_bytes() != before  # what was written is what we wrote
-    assert len(path.read_text().splitlines()) == 1
+    for words, line in wrong.items():
+        path.write_text(json.dumps(line) + "\n")
+        assert main(arguments) == 2
+        assert words in capsys.readouterr().err
+        assert path.read_text() == json.dumps(line) + "\n"  # nothing measured, nothing overwritten
 
 
 def test_retrieval_with_another_text_is_another_row(model, tmp_path, capsys):

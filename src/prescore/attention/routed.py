@@ -29,7 +29,7 @@ from prescore.attention.routed_heads import HeadLayout, head_layouts, in_order
 from prescore.attention.routed_layout import Layout, make_layout
 from prescore.attention.routed_levels import single_ranges, stand_in_ranges
 from prescore.attention.routed_plan import Plan
-from prescore.attention.routed_rows import KINDS, mean_rows, most_rows
+from prescore.attention.routed_rows import KINDS, mean_rows, most_rows, visible_rows
 from prescore.config import PrescoreConfig
 from prescore.types import Attended
 
@@ -137,6 +137,8 @@ def _within_tolerance(
         over = ~(bar.misplaced <= config.tolerance) & real  # what is not a number certifies nothing
         stats["recomputed_queries"] = int(over.sum())
         if stats["recomputed_queries"]:
+            # they meet every key they may see, beside what they have read
+            stats["rows_per_query"] += float((over * visible_rows(layout).to(over.device)).mean())
             exact = exact_rows(
                 query, key, value, over, causal=causal, valid=valid, scale=scale, backend=backend.at("recomputed")
             )
@@ -281,6 +283,4 @@ def _stats(layout: Layout, n_exact: int) -> dict[str, Any]:
 
 def _exact_rows(layout: Layout) -> float:
     """Keys that a query meets on average when all of them read everything."""
-    if not layout.n_query:
-        return 0.0
-    return layout.first + (layout.n_query + 1) / 2 if layout.causal else float(layout.n_key)
+    return float(visible_rows(layout).mean()) if layout.n_query else 0.0

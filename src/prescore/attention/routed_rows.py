@@ -40,7 +40,7 @@ def rows_of_queries(layout: Layout) -> Tensor:
     Without a causal mask the last chunk counts as full.
     """
     position = torch.arange(layout.n_query, dtype=torch.float64) + layout.first
-    visible = position + 1 if layout.causal else torch.full_like(position, layout.n_key)
+    visible = visible_rows(layout)
     pieces = layout.pieces_seen(position.long())
     singles, stand_ins = (
         torch.tensor([columns_in(read(layout, seen)) for seen in range(layout.n_pieces + 1)]).double()[pieces]
@@ -50,6 +50,12 @@ def rows_of_queries(layout: Layout) -> Tensor:
     local = position - layout.sinks - pieces * layout.chunk + 1 if layout.causal else torch.zeros_like(position)
     met = torch.minimum(local + singles + far, visible) + stand_ins
     return torch.where(pieces > 0, met, visible)
+
+
+def visible_rows(layout: Layout) -> Tensor:
+    """`[Nq]` in float64: the keys that each query may see."""
+    n_keys = torch.full((layout.n_query,), float(layout.n_key), dtype=torch.float64)
+    return n_keys - torch.arange(layout.n_query).flip(0) if layout.causal else n_keys
 
 
 _RANGES = (single_ranges, stand_in_ranges)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Annotated
 
 import typer
@@ -79,11 +80,9 @@ def command(
     session = open_session("retrieval", out=out, json=json, resume=resume, threads=threads, device=device)
     quiet_loading()
     loaded = load_language_model(model, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
-    for n in lengths:
-        for one in tasks:
-            make_problem(
-                loaded, haystack, one, length=n, depth=depths[0], seed=seed
-            )  # refused before any is measured
+    # a length without room for a question is refused before any is measured
+    for n, one, place in itertools.product(lengths, tasks, depths):
+        make_problem(loaded, haystack, one, length=n, depth=place, seed=seed)
     rows = [
         retrieval_row(
             loaded,

@@ -16,10 +16,8 @@ from prescore.attention.parts import attend_parts
 from prescore.baselines import BASELINES
 from prescore.config import PrescoreConfig
 from prescore.evaluation.attention_cost import baseline_rows, exact_rows, leaf_rows
-from prescore.layout import align
-from prescore.pipeline import prescored_attention
+from prescore.pipeline import attend_counting, prescored_attention
 from prescore.registry import list_scorers
-from prescore.route import route, routes
 from prescore.types import Aux
 
 KINDS = ("exact", "local", "prescored", "baseline")
@@ -72,12 +70,10 @@ class Method:
         self, query: Tensor, key: Tensor, value: Tensor, *, scale: float | None, seed: int
     ) -> tuple[Tensor, float | None]:
         """`attend`, and rows per query where only the call can tell: heads of routed attention differ."""
-        config = PrescoreConfig.from_dict(dict(self.settings)) if self.kind == "prescored" else None
-        if config is None or not routes(config, key.shape[2], is_causal=True):
+        if self.kind != "prescored":
             return self.attend(query, key, value, scale=scale, seed=seed), None
-        call = align(query, key, value, None, is_causal=True)
-        attended, figures = route(call, config, is_causal=True, scale=resolve_scale(scale, query))
-        return call.restore(attended).output, figures["rows_per_query"]
+        config = PrescoreConfig.from_dict(dict(self.settings))
+        return attend_counting(query, key, value, config, is_causal=True, scale=scale, generator=seed)
 
     def rows_per_query(
         self, query: Tensor, key: Tensor, value: Tensor, *, scale: float | None, seed: int
