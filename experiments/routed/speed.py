@@ -17,15 +17,12 @@ from collections.abc import Callable
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-import prescore.attention.routed as routed
-import prescore.attention.routed_core as core
-from prescore.config import PrescoreConfig
-from prescore.route import build_tree
+import prescore.routed.lanes as lanes
+import prescore.routed.softmax as softmax
+from prescore import Routed, prescored_attention
 
-STAGES = [
-    (routed, "build_clusters"), (routed, "_exact"), (core, "attend_columns"), (core, "attend_local"),
-    (core, "dispatch"), (core, "attend_pairs"), (core, "sum_pairs"),
-]  # fmt: skip
+STAGES = [(lanes, name) for name in ("build_clusters", "_beginning")]
+STAGES += [(softmax, name) for name in ("attend_columns", "attend_local", "dispatch", "attend_pairs", "sum_pairs")]
 
 
 def best(run: Callable[[], object], repeats: int, clock: Callable[[], float]) -> float:
@@ -89,12 +86,10 @@ def main() -> None:
         if not options.skip_exact:
             slow = best(lambda: both(exact), options.repeats, clock)
         for leaf_size in options.leaf_size:
-            config = PrescoreConfig(inner="routed", rows=options.rows, leaf_size=leaf_size)
+            config = Routed(rows=options.rows, leaf_size=leaf_size)
 
-            def ours(config: PrescoreConfig = config, tensors: list[torch.Tensor] = tensors) -> torch.Tensor:
-                return routed.routed_attention(
-                    *tensors, is_causal=True, config=config, scale=0.125, tree_builder=build_tree
-                )[0].output
+            def ours(config: Routed = config, tensors: list[torch.Tensor] = tensors) -> torch.Tensor:
+                return prescored_attention(*tensors, config, is_causal=True)
 
             both(ours)
             spent.clear()

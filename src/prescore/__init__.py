@@ -6,52 +6,67 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from prescore.attention.exact import exact_attention as exact_attention
-    from prescore.attention.merge import merge as merge
+    from prescore.api import exact_attention as exact_attention
+    from prescore.api import hyper_attention as hyper_attention
+    from prescore.api import prescored_attention as prescored_attention
+    from prescore.api import score as score
+    from prescore.api import select as select
+    from prescore.config import Config as Config
     from prescore.config import Coupling as Coupling
-    from prescore.config import PrescoreConfig as PrescoreConfig
+    from prescore.config import Exact as Exact
+    from prescore.config import Hyper as Hyper
+    from prescore.config import Lsh as Lsh
+    from prescore.config import Routed as Routed
+    from prescore.config import Selected as Selected
+    from prescore.config import config_from_dict as config_from_dict
     from prescore.integrations.apply import Applied as Applied
     from prescore.integrations.apply import apply as apply
-    from prescore.pipeline import hyper_attention as hyper_attention
-    from prescore.pipeline import prescored_attention as prescored_attention
-    from prescore.pipeline import score as score
-    from prescore.pipeline import select as select
+    from prescore.ops.merge import merge as merge
     from prescore.registry import list_scorers as list_scorers
     from prescore.registry import register_scorer as register_scorer
     from prescore.scorers.base import Scorer as Scorer
+    from prescore.scorers.companions import Companions as Companions
+    from prescore.scorers.gaussian_kmeans import GaussianKMeans as GaussianKMeans
+    from prescore.scorers.key_diff import KeyDiff as KeyDiff
+    from prescore.scorers.key_norm import KeyNorm as KeyNorm
+    from prescore.scorers.kmeans import KMeans as KMeans
+    from prescore.scorers.kmedian import KMedian as KMedian
+    from prescore.scorers.leverage import Leverage as Leverage
+    from prescore.scorers.minkowski import Minkowski as Minkowski
+    from prescore.scorers.uniform import Uniform as Uniform
     from prescore.types import Attended as Attended
     from prescore.types import Aux as Aux
     from prescore.types import Selection as Selection
 
 # Resolved on first use, so that `import prescore` touches neither a model library nor a device.
 _HOMES = {
-    "exact_attention": "prescore.attention.exact",
-    "merge": "prescore.attention.merge",
-    "Coupling": "prescore.config",
-    "PrescoreConfig": "prescore.config",
-    "Applied": "prescore.integrations.apply",
-    "apply": "prescore.integrations.apply",
-    "hyper_attention": "prescore.pipeline",
-    "prescored_attention": "prescore.pipeline",
-    "score": "prescore.pipeline",
-    "select": "prescore.pipeline",
-    "list_scorers": "prescore.registry",
-    "register_scorer": "prescore.registry",
-    "Scorer": "prescore.scorers.base",
-    "Attended": "prescore.types",
-    "Aux": "prescore.types",
-    "Selection": "prescore.types",
+    "prescore.api": ("exact_attention", "hyper_attention", "prescored_attention", "score", "select"),
+    "prescore.config": ("Config", "Coupling", "Exact", "Hyper", "Lsh", "Routed", "Selected", "config_from_dict"),
+    "prescore.integrations.apply": ("Applied", "apply"),
+    "prescore.ops.merge": ("merge",),
+    "prescore.registry": ("list_scorers", "register_scorer"),
+    "prescore.scorers.base": ("Scorer",),
+    "prescore.scorers.companions": ("Companions",),
+    "prescore.scorers.gaussian_kmeans": ("GaussianKMeans",),
+    "prescore.scorers.key_diff": ("KeyDiff",),
+    "prescore.scorers.key_norm": ("KeyNorm",),
+    "prescore.scorers.kmeans": ("KMeans",),
+    "prescore.scorers.kmedian": ("KMedian",),
+    "prescore.scorers.leverage": ("Leverage",),
+    "prescore.scorers.minkowski": ("Minkowski",),
+    "prescore.scorers.uniform": ("Uniform",),
+    "prescore.types": ("Attended", "Aux", "Selection"),
 }
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+_SUBPACKAGES = ("baselines", "errors", "integrations", "testing")
 
-_SUBPACKAGES = ("baselines", "integrations", "planted", "testing")
-
-__version__ = "0.1.0"
-__all__ = [*_HOMES, "__version__"]  # noqa: PLE0604
+__version__ = "0.2.0"
+__all__ = [*_HOME_OF, "__version__"]  # noqa: PLE0604
 
 
 def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        return getattr(importlib.import_module(_HOMES[name]), name)
+    if name in _HOME_OF:
+        return getattr(importlib.import_module(_HOME_OF[name]), name)
     if name in _SUBPACKAGES:
         return importlib.import_module(f"prescore.{name}")
     raise AttributeError(f"module 'prescore' has no attribute {name!r}")

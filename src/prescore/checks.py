@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections.abc import Collection
 from typing import Any
@@ -19,12 +20,30 @@ def one_of(name: str, value: Any, allowed: Collection[Any]) -> None:
         raise ValueError(f"{name} must be one of {listed}, got {value!r}")
 
 
-def integer(name: str, value: Any, *, minimum: int) -> None:
-    """Refuse anything but an int of at least `minimum`."""
+def known_field(owner: str, name: Any, known: Collection[str]) -> None:
+    """Refuse a field that a configuration does not have, and say which one may have been meant."""
+    if name in known:
+        return
+    close = difflib.get_close_matches(str(name), known, n=1)
+    hint = f" (did you mean {close[0]!r}?)" if close else ""
+    raise ValueError(f"{owner} must have fields among {', '.join(known) or 'none'}, got {name!r}{hint}")
+
+
+def instance(name: str, value: Any, kinds: tuple[type, ...]) -> None:
+    """Refuse anything but an object of one of some classes."""
+    if not isinstance(value, kinds):
+        listed = " or ".join(f"prescore.{kind.__name__}" for kind in kinds)
+        raise TypeError(f"{name} must be a {listed} object, got {type(value).__name__} {value!r}")
+
+
+def integer(name: str, value: Any, *, minimum: int, maximum: int | None = None) -> None:
+    """Refuse anything but an int of at least `minimum` and at most `maximum`."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} must be an int, got {type(value).__name__} {value!r}")
     if value < minimum:
         raise ValueError(f"{name} must be at least {minimum}, got {value}")
+    if maximum is not None and value > maximum:
+        raise ValueError(f"{name} must be at most {maximum}, got {value}")
 
 
 def number(name: str, value: Any, *, minimum: float, exclusive: bool = False) -> None:
@@ -59,13 +78,11 @@ def boolean(name: str, value: Any) -> None:
 
 
 def budget(name: str, value: Any) -> None:
-    """Refuse a budget that is neither None, a count >= 0, nor a fraction in (0, 1]."""
-    if value is None:
-        return
+    """Refuse a budget that is neither a count of at least 1 nor a fraction in (0, 1]."""
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"{name} must be an int, a float or None, got {type(value).__name__} {value!r}")
-    if isinstance(value, int) and value < 0:
-        raise ValueError(f"{name} must be a count of at least 0, got {value}")
+        raise TypeError(f"{name} must be an int or a float, got {type(value).__name__} {value!r}")
+    if isinstance(value, int) and value < 1:
+        raise ValueError(f"{name} must be a count of at least 1, got {value}")
     if isinstance(value, float) and not 0 < value <= 1:
         raise ValueError(f"{name} must be a fraction in (0, 1] when it is a float, got {value}")
 

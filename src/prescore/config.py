@@ -1,26 +1,78 @@
-"""The one configuration object; its field docs are the reference."""
+"""Four small configurations, one for each way to attend; the type is the choice, the field docs are the reference.
+
+Every field changes something for every configuration of its type: what would do nothing cannot be written, or is
+refused by name.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 from prescore import checks
-from prescore.registry import get_scorer
+from prescore.scorers.base import Scorer, as_scorer
+from prescore.scorers.clustered import ClusteringScorer
 
-RULES = ("nearest", "farthest", "cluster-share", "sensitivity", "balanced")
-INNER = ("hyper", "exact", "routed", "auto")
+
+class _Settings:
+    """What all configurations can do: change some fields, and become JSON values and back."""
+
+    def replace(self, **changes: Any) -> Self:
+        """A copy with some fields changed."""
+        known = [f.name for f in dataclasses.fields(self)]  # type: ignore[arg-type]
+        for name in changes:
+            checks.known_field(type(self).__name__, name, known)
+        return dataclasses.replace(self, **changes)  # type: ignore[type-var]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values; `type` names the configuration."""
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}  # type: ignore[arg-type]
+        return {"type": type(self).__name__, **{name: _plain(value) for name, value in values.items()}}
 
 
 @dataclass(frozen=True)
-class Coupling:
-    """How a selection enters HyperAttention. The defaults are the corrected integration (GLM3).
+class Exact(_Settings):
+    """Exact attention over all keys; as `Selected.inner`, over all selected keys."""
 
-    The other value of each field is one artefact of the paper's early integration (Appendix F):
-    `mask="zero"` zeroes unselected keys and values instead of excluding them (they stay in the softmax, so
-    stand-ins and a part of their own for sinks do not apply); `residual_weight="all"` scales
-    the residual by n instead of |S|; `overlap="count"` counts a key twice when block and sample both hold it.
+
+@dataclass(frozen=True)
+class Lsh(_Settings):
+    """HyperAttention's two estimates of attention over many keys: sorted blocks and a sampled residual.
+
+    Attributes:
+        block_size: Keys in an LSH block; 0 switches the blocks off.
+        sample_size: Residual samples, with replacement; 0 switches the residual off.
+        n_projections: Hash bits.
+        alignment: Which block a query reads: `hash` (the one its own hash falls into, strictly causal in queries
+            too) or `rank` (published: the block of its rank among all queries).
+    """
+
+    block_size: int = 256
+    sample_size: int = 256
+    n_projections: int = 7
+    alignment: str = "hash"
+
+    def __post_init__(self) -> None:
+        checks.integer("block_size", self.block_size, minimum=0)
+        checks.integer("sample_size", self.sample_size, minimum=0)
+        checks.integer("n_projections", self.n_projections, minimum=1, maximum=30)
+        checks.one_of("alignment", self.alignment, ("hash", "rank"))
+        if not self.block_size and not self.sample_size:
+            raise ValueError("block_size or sample_size must be at least 1, got 0 and 0, which read no key")
+
+
+@dataclass(frozen=True)
+class Coupling(_Settings):
+    """How a selection enters attention. The defaults are the corrected integration (GLM3).
+
+    The other value of each field is one artefact of the paper's early integration (Appendix F).
+
+    Attributes:
+        mask: `exclude` unselected keys, or `zero` them and their values, so that each still adds `e^0`.
+        residual_weight: The residual is scaled by the number of `selected` keys, or of `all` keys.
+        overlap: A key that block and sample both hold counts once (`exclude`) or twice (`count`).
     """
 
     mask: str = "exclude"
@@ -34,191 +86,212 @@ class Coupling:
 
 
 @dataclass(frozen=True)
-class PrescoreConfig:
-    """How keys are scored, selected and attended to. `PrescoreConfig()` is the measured default.
+class Routed(_Settings):
+    """The default: queries choose clusters of keys, stand-ins carry the others.
 
-    The default is routed attention (`inner="routed"`): keys are clustered once, before any query is seen; each
-    query reads its own and the previous chunk exactly (nearby tokens matter to almost every head), the first
-    tokens and a few keys unlike all others (they draw mass from every query and drown in any mean), and the
-    `rows` keys of the clusters it likes best; a stand-in carries each other cluster (many small weights add up).
-    Every query chooses for itself, so nothing leaks from later ones. Heads that copy, found by their first
-    queries, read small clusters (a large one hides the key they look for). docs/default.md has the measurements.
-    The ideas come from tree and multipole methods, cluster attention, and mixture-of-experts dispatch.
+    Keys are clustered once, before any query is seen. Each query reads exactly its own and the previous chunk
+    (nearby tokens matter to almost every head), the first tokens and a few keys unlike all others (they draw mass
+    from every query and drown in any mean), and the `rows` keys of the clusters it likes best; a stand-in carries
+    each other cluster (many small weights add up). Every query chooses for itself, so nothing leaks from later
+    ones. Heads that copy, found by their first queries, read small clusters (a large one hides the key they look
+    for). docs/default.md has the measurements.
 
-    Scoring:
-        method: Scorer name, one of `prescore.list_scorers()`.
-        rule: For clustering scorers, how the distance to the own centre becomes a score: `nearest` (paper,
-            Algorithm 1), `farthest`, `cluster-share` (distance over its cluster's total), `sensitivity`
-            (d^2 over the cluster's sum of d^2, plus 1 / cluster size), `balanced` (equal share per cluster,
-            nearest first).
-        n_clusters: None = D + 1.
-        max_iter: Lloyd iterations at most.
-        normalize: l2-normalise keys before scoring; attention always uses the true keys. None = True for
-            clustering scorers, False for the others.
-        noise: Standard deviation of the Gaussian noise added before scoring (Algorithm 1, line 1).
-        p: Minkowski exponent, > 0.
-        sketch_size: `leverage`: None = exact; int = rows of the sketch.
-        seeding: `k-means++` or `random`.
-        fit_size: Keys the clusters are fitted on, at most; None = 32 for each of n_clusters, counted as at
-            least 64 (16 for metrics other than the Euclidean, and in the blocks of causal attention);
-            0 = all keys. Every key is assigned once at the end in either case.
+    Attributes:
+        rows: Exact far key rows per query, on average over the heads of a layer.
+        leaf_size: Keys per cluster; causal heads that copy use clusters of 8.
+        chunk_size: Keys of a chunk: a causal query reads its own and the one before.
+        sinks: The first real positions of the sequence, read exactly by every query.
+        exact_until: Causal queries before this position read everything, and so do whole calls without a causal
+            mask that have fewer queries: reading all is faster there, and exact.
+        tolerance: None, or the largest share of attention that a query may put on other keys than it should:
+            queries whose certified bound exceeds it read everything.
+        confidence: Reserved for a sampled bound; a certified one holds for every query, so that nothing but None
+            is accepted.
+    """
 
-    Selection:
-        top_k: int = keys kept; float in (0, 1] = share of the keys; 0 or None = no filtering. In causal mode
-            each off-diagonal block (`routed`: each chunk) keeps that many of its own keys.
-        selector: `top`, or `sample` (without replacement in proportion to the score).
-        sinks: The first real positions of the sequence, always kept, inside the budget, attended exactly.
+    rows: int = 512
+    leaf_size: int = 128
+    chunk_size: int = 512
+    sinks: int = 4
+    exact_until: int = 4096
+    tolerance: float | None = None
+    confidence: float | None = None
+
+    def __post_init__(self) -> None:
+        checks.integer("rows", self.rows, minimum=0)
+        checks.integer("leaf_size", self.leaf_size, minimum=1)
+        checks.integer("chunk_size", self.chunk_size, minimum=1)
+        checks.integer("sinks", self.sinks, minimum=0)
+        checks.integer("exact_until", self.exact_until, minimum=0)
+        if self.tolerance is not None:
+            checks.number("tolerance", self.tolerance, minimum=0.0)
+        if self.confidence is not None:
+            raise ValueError(
+                f"confidence must be None, for the bound behind tolerance is certified, got {self.confidence!r}"
+            )
+
+
+@dataclass(frozen=True)
+class Selected(_Settings):
+    """Algorithms 1 and 2: a scorer chooses keys before any query is seen, attention runs over those.
+
+    Attributes:
+        scorer: What ranks the keys: a name of `prescore.list_scorers()`, or a `Scorer` object with its settings.
+        top_k: Keys kept: an int counts them, a float in (0, 1] is a share. In causal mode each off-diagonal block
+            of the recursion keeps that many of its own keys.
+        selector: `top` scores, or `sample` without replacement in proportion to the score.
+        sinks: The first real positions, always kept, inside the budget, attended exactly.
         recent: The last real positions, likewise.
         min_fraction: delta of Algorithm 2: with fewer than `min_fraction * n` keys selected, attention runs
             unfiltered.
-
-    Attention:
-        inner: Attention over the selected keys: `hyper` (paper), `exact`, `routed` (queries choose clusters:
-            exact inside, stand-ins for the rest; where `top_k` filters keys out, exact over the others),
-            `auto` (the cheaper of hyper and exact at no loss).
-        block_size: Keys in an LSH block; 0 switches the block part off.
-        sample_size: Residual samples, with replacement; 0 switches the residual off.
-        n_projections: Hash bits.
-        alignment: Which block a query reads: `rank` (published) or `hash` (strictly causal in queries too).
-        min_seq_len: Causal leaves of this many keys are exact; `routed`: queries before this position, and whole
-            calls without a causal mask that are shorter (reading all is faster there, and exact).
-            HyperAttention over a full or off-diagonal block becomes exact attention over the same (selected)
-            keys when it has fewer queries than this; an off-diagonal block counts the positions of its grid cell,
-            so that nothing depends on how many later tokens there are.
-        leaf_inclusive: The paper's "blockwise" flag: "at most this many" instead of "fewer".
-        remainder: What stands for unselected keys: `none` (paper), or `centroids` (one per cluster).
-        coupling: See `Coupling`.
-        rows: `routed`: exact far key rows per query, on average over the heads of a layer.
-        leaf_size: `routed`: keys per cluster; causal heads that copy use clusters of 8.
-        chunk_size: `routed`: local exact part.
-        tolerance: None, or the largest share of attention mass a query may leave unrepresented.
-
-    Models:
-        refresh_every: Decoding: select again after this many new tokens; None = keep the prefill's selection.
-        on_unsupported: Model features that cannot be honoured: `raise`, or `exact` (that layer, said once).
+        remainder: What stands for unselected keys: `none` (paper), or one mean per cluster: of the scorer's
+            clusters or, where it makes none, of k-means with its defaults (`centroids`), or of a clustering scorer
+            given here, such as `KMeans(n_clusters=64)`.
+        inner: Attention over the selected keys: `Exact()`, or an `Lsh(...)` for HyperAttention (paper).
+        min_seq_len: Causal leaves of this many keys are exact. With an `Lsh`, a full or off-diagonal block with
+            fewer queries than this is exact over its selection; an off-diagonal block counts the positions of its
+            grid cell, so that nothing depends on how many later tokens there are.
+        leaf_inclusive: The paper's "blockwise" flag: "at most this many" instead of "fewer" in that rule.
+        coupling: How the selection enters attention, see `Coupling`.
     """
 
-    method: str = "key-diff"
-    top_k: int | float | None = None
-    rule: str = "nearest"
-    n_clusters: int | None = None
-    max_iter: int = 10
-    normalize: bool | None = None
-    noise: float = 0.0
-    p: float = 2.0
-    sketch_size: int | None = None
-    seeding: str = "k-means++"
-    fit_size: int | None = None
+    scorer: str | Scorer = "key-diff"
+    top_k: int | float = 1024
     selector: str = "top"
     sinks: int = 4
     recent: int = 0
     min_fraction: float = 0.0
-    inner: str = "routed"
-    block_size: int = 256
-    sample_size: int = 256
-    n_projections: int = 7
-    alignment: str = "hash"
+    remainder: str | ClusteringScorer = "centroids"
+    inner: Exact | Lsh = field(default_factory=Exact)
     min_seq_len: int = 4096
     leaf_inclusive: bool = False
-    remainder: str = "centroids"
     coupling: Coupling = field(default_factory=Coupling)
-    rows: int = 512
-    leaf_size: int = 128
-    chunk_size: int = 512
-    tolerance: float | None = None
-    refresh_every: int | None = None
-    on_unsupported: str = "raise"
 
     def __post_init__(self) -> None:
-        if isinstance(self.coupling, dict):
-            known = {f.name for f in dataclasses.fields(Coupling)}
-            for name in self.coupling:
-                checks.one_of("coupling field", name, sorted(known))
-            object.__setattr__(self, "coupling", Coupling(**self.coupling))
-        if not isinstance(self.coupling, Coupling):
-            raise TypeError(f"coupling must be a prescore.Coupling, got {type(self.coupling).__name__}")
-        get_scorer(self.method)
+        object.__setattr__(self, "scorer", as_scorer(self.scorer))
         checks.budget("top_k", self.top_k)
-        for name, allowed in (
-            ("rule", RULES),
-            ("seeding", ("k-means++", "random")),
-            ("selector", ("top", "sample")),
-            ("inner", INNER),
-            ("alignment", ("rank", "hash")),
-            ("remainder", ("none", "centroids")),
-            ("on_unsupported", ("raise", "exact")),
-        ):
-            checks.one_of(name, getattr(self, name), allowed)
-        for name, minimum in (
-            ("max_iter", 0),
-            ("sinks", 0),
-            ("recent", 0),
-            ("block_size", 0),
-            ("sample_size", 0),
-            ("n_projections", 1),
-            ("min_seq_len", 0),
-            ("rows", 0),
-            ("leaf_size", 1),
-            ("chunk_size", 1),
-        ):
-            checks.integer(name, getattr(self, name), minimum=minimum)
-        if self.n_projections > 30:
-            raise ValueError(f"n_projections must be at most 30, got {self.n_projections}")
-        for name, minimum in (("n_clusters", 1), ("sketch_size", 1), ("fit_size", 0), ("refresh_every", 1)):
-            if getattr(self, name) is not None:
-                checks.integer(name, getattr(self, name), minimum=minimum)
-        checks.number("noise", self.noise, minimum=0.0)
-        checks.number("p", self.p, minimum=0.0, exclusive=True)
+        checks.one_of("selector", self.selector, ("top", "sample"))
+        checks.integer("sinks", self.sinks, minimum=0)
+        checks.integer("recent", self.recent, minimum=0)
         checks.number("min_fraction", self.min_fraction, minimum=0.0)
-        if self.tolerance is not None:
-            checks.number("tolerance", self.tolerance, minimum=0.0)
-        if self.normalize is not None:
-            checks.boolean("normalize", self.normalize)
+        if not isinstance(self.remainder, ClusteringScorer):
+            checks.one_of("remainder", self.remainder, ("centroids", "none"))
+        checks.instance("inner", self.inner, (Exact, Lsh))
+        checks.integer("min_seq_len", self.min_seq_len, minimum=0)
+        checks.boolean("leaf_inclusive", self.leaf_inclusive)
+        checks.instance("coupling", self.coupling, (Coupling,))
+        self._refuse_what_does_nothing()
+
+    def _refuse_what_does_nothing(self) -> None:
+        if isinstance(self.remainder, ClusteringScorer) and self.remainder.rule != "nearest":
+            raise ValueError(
+                f"remainder.rule must be 'nearest', as it scores nothing, got {self.remainder.rule!r}"
+            )
+        if isinstance(self.inner, Exact):
+            usual = Coupling(mask=self.coupling.mask)
+            for name, value, idle in (
+                ("leaf_inclusive", self.leaf_inclusive, False),
+                ("coupling.residual_weight", self.coupling.residual_weight, usual.residual_weight),
+                ("coupling.overlap", self.coupling.overlap, usual.overlap),
+            ):
+                if value != idle:
+                    raise ValueError(f"{name} must be {idle!r} with inner=Exact(), got {value!r}")
+        if self.coupling.mask == "zero" and self.remainder != "none":
+            raise ValueError(
+                f'remainder must be "none" where coupling.mask="zero" keeps every key, got {self.remainder!r}'
+            )
+
+    @property
+    def scoring(self) -> Scorer:
+        """The scorer as an object, whatever it was given as."""
+        return as_scorer(self.scorer)
+
+    @classmethod
+    def paper(cls, scorer: str | Scorer = "kmeans", top_k: int | float = 2048, **changes: Any) -> Self:
+        """Algorithms 1 and 2 to the letter, with the corrected coupling."""
+        letter: dict[str, Any] = {"sinks": 0, "remainder": "none", "inner": Lsh(alignment="rank")}
+        return cls(scorer, top_k, **{**letter, **changes})
+
+    @classmethod
+    def early(cls, scorer: str | Scorer = "kmeans", top_k: int | float = 2048, **changes: Any) -> Self:
+        """The paper's early integration (GLM2): all three coupling artefacts on (Appendix F)."""
+        artefacts = Coupling(mask="zero", residual_weight="all", overlap="count")
+        return cls.paper(scorer, top_k, **{"coupling": artefacts, **changes})
+
+
+@dataclass(frozen=True)
+class Hyper(_Settings):
+    """HyperAttention over all keys.
+
+    Attributes:
+        lsh: Blocks and residual.
+        sinks: The first real positions, attended exactly by every query.
+        min_seq_len: Causal leaves of this many keys are exact, and so are blocks with fewer queries than this.
+        leaf_inclusive: The paper's "blockwise" flag: "at most this many" instead of "fewer" in that rule.
+    """
+
+    lsh: Lsh = field(default_factory=Lsh)
+    sinks: int = 0
+    min_seq_len: int = 4096
+    leaf_inclusive: bool = False
+
+    def __post_init__(self) -> None:
+        checks.instance("lsh", self.lsh, (Lsh,))
+        checks.integer("sinks", self.sinks, minimum=0)
+        checks.integer("min_seq_len", self.min_seq_len, minimum=0)
         checks.boolean("leaf_inclusive", self.leaf_inclusive)
 
     @classmethod
-    def paper(cls, method: str = "kmeans", top_k: int | float | None = 2048, **overrides: Any) -> PrescoreConfig:
-        """Algorithms 1 and 2 to the letter, with the corrected coupling."""
-        letter: dict[str, Any] = {
-            "method": method,
-            "top_k": top_k,
-            "rule": "nearest",
-            "normalize": get_scorer(method).normalizes or None,
-            "sinks": 0,
-            "recent": 0,
-            "inner": "hyper",
-            "remainder": "none",
-            "alignment": "rank",
-            "min_seq_len": 4096,
-        }
-        return cls(**{**letter, **overrides})
+    def published(cls, **changes: Any) -> Self:
+        """As published: queries are aligned to blocks by rank."""
+        return cls(**{"lsh": Lsh(alignment="rank"), **changes})
 
-    @classmethod
-    def hyper(cls, **overrides: Any) -> PrescoreConfig:
-        """Unfiltered HyperAttention as published."""
-        return cls.paper(**{"top_k": None, **overrides})
 
-    @classmethod
-    def glm2(cls, method: str = "kmeans", top_k: int | float | None = 2048, **overrides: Any) -> PrescoreConfig:
-        """The paper's early integration: all three coupling artefacts on (Appendix F)."""
-        early = Coupling(mask="zero", residual_weight="all", overlap="count")
-        return cls.paper(method, top_k, **{"coupling": early, **overrides})
+Config = Routed | Selected | Hyper | Exact
+"""Any configuration of `prescored_attention`."""
 
-    def replace(self, **overrides: Any) -> PrescoreConfig:
-        """A copy with some fields changed."""
-        return dataclasses.replace(self, **overrides)
+TYPES: dict[str, type[Any]] = {kind.__name__: kind for kind in (Routed, Selected, Hyper, Exact)}
+_PARTS: dict[str, type[Any]] = {kind.__name__: kind for kind in (Exact, Lsh, Coupling)}
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values."""
-        return dataclasses.asdict(self)
 
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> PrescoreConfig:
-        """The inverse of `to_dict`; an unknown field is refused by name."""
-        if not isinstance(values, dict):
-            raise TypeError(f"values must be a dict, got {type(values).__name__}")
-        known = {f.name for f in dataclasses.fields(cls)}
-        for name in values:
-            if name not in known:
-                raise ValueError(f"config fields must be among {', '.join(sorted(known))}, got {name!r}")
-        return cls(**values)
+def config_from_dict(values: Mapping[str, Any]) -> Config:
+    """The inverse of `to_dict`; an unknown type or field is refused by name."""
+    made: Config = _from_dict(values, TYPES, "config")
+    return made
+
+
+def check_config(config: Any, name: str = "config") -> Config:
+    """The configuration itself, None as the default; anything else is refused."""
+    if config is None:
+        return DEFAULT
+    if not isinstance(config, Config):
+        raise TypeError(
+            f"{name} must be a prescore.Routed, Selected, Hyper or Exact, or None, got {type(config).__name__}"
+        )
+    return config
+
+
+def _plain(value: Any) -> Any:
+    return value.to_dict() if isinstance(value, _Settings | Scorer) else value
+
+
+def _from_dict(values: Any, kinds: Mapping[str, type[Any]], name: str) -> Any:
+    if not isinstance(values, Mapping):
+        raise TypeError(f"{name} must be a mapping, got {type(values).__name__}")
+    checks.one_of(f"{name} type", values.get("type"), tuple(kinds))
+    kind = kinds[values["type"]]
+    known = [f.name for f in dataclasses.fields(kind)]
+    given = {}
+    for field_name, value in values.items():
+        if field_name == "type":
+            continue
+        checks.known_field(kind.__name__, field_name, known)
+        given[field_name] = _part_from(field_name, value) if isinstance(value, Mapping) else value
+    return kind(**given)
+
+
+def _part_from(name: str, values: Mapping[str, Any]) -> Any:
+    return Scorer.from_dict(values) if name in ("scorer", "remainder") else _from_dict(values, _PARTS, name)
+
+
+DEFAULT: Config = Routed()

@@ -25,7 +25,7 @@ def register_scorer(name: str) -> Callable[[ScorerType], ScorerType]:
         raise TypeError(f"name must be a non-empty str, got {name!r}")
 
     def register(scorer: ScorerType) -> ScorerType:
-        if not isinstance(scorer, type) or not callable(getattr(scorer, "from_config", None)):
+        if not isinstance(scorer, type) or not callable(getattr(scorer, "score", None)):
             raise TypeError(f"scorer must be a class derived from prescore.Scorer, got {scorer!r}")
         known = _SCORERS.get(name)
         if known is not None and known.__qualname__ != scorer.__qualname__:
@@ -43,13 +43,13 @@ def list_scorers() -> list[str]:
     return sorted(_SCORERS)
 
 
-def get_scorer(name: str) -> type[Any]:
+def get_scorer(name: object) -> type[Any]:
     """The class registered under `name`."""
     _discover()
     if not isinstance(name, str):
-        raise TypeError(f"method must be a str, got {type(name).__name__} {name!r}")
+        raise TypeError(f"scorer must be a str, got {type(name).__name__} {name!r}")
     if name not in _SCORERS:
-        raise ValueError(f"method must be one of {', '.join(list_scorers())}, got {name!r}")
+        raise ValueError(f"scorer must be one of {', '.join(list_scorers())}, got {name!r}")
     return _SCORERS[name]
 
 

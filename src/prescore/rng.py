@@ -21,7 +21,7 @@ _SEED_LIMIT = 2**63 - 1
 class Streams:
     """A seed from which named, independent streams of uniforms are derived."""
 
-    seed: int
+    seed: int = DEFAULT_SEED
 
     def child(self, name: str) -> Streams:
         """Streams for a sub-task, independent of this one's other children."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -37,6 +37,23 @@ class Selection:
     def __iter__(self) -> Iterator[Tensor]:
         """Allow `indices, valid = select(...)`."""
         return iter((self.indices, self.valid))
+
+
+@dataclass(frozen=True, eq=False)
+class Outcome:
+    """What an engine did with a call.
+
+    Attributes:
+        attended: The result.
+        count_rows: Counts the key and stand-in rows that a query met, on average; work is done when it is called.
+        selections: What could be read, where that was asked for.
+        stats: Figures about the call, where they were asked for.
+    """
+
+    attended: Attended
+    count_rows: Callable[[], float]
+    selections: list[Selection] = field(default_factory=list)
+    stats: dict[str, Any] = field(default_factory=dict)
 
 
 class Aux(NamedTuple):

@@ -3,7 +3,7 @@ import torch
 from baseline_reference import inputs
 
 from prescore.baselines import column_sums as module
-from prescore.baselines.column_sums import best_columns, column_sums
+from prescore.baselines.column_sums import best_places, column_sums
 
 
 @pytest.mark.parametrize("block", [1, 50, 2**21])
@@ -26,10 +26,10 @@ def test_sums_of_softmax_columns(monkeypatch, block, own):
     assert got[1].sum().item() == pytest.approx(16)
 
 
-def test_best_columns_breaks_ties_by_place():
+def test_best_places_breaks_ties_by_place():
     scores = torch.tensor([[2.0, 1.0, 2.0, -torch.inf, 2.0]])
-    assert best_columns(scores, 2)[0].tolist() == [[0, 2]]
-    assert best_columns(scores, 2, latest=True)[0].tolist() == [[2, 4]]
-    places, there = best_columns(scores, 9)
+    assert best_places(scores, 2)[0].tolist() == [[0, 2]]
+    assert best_places(scores, 2, latest=True)[0].tolist() == [[2, 4]]
+    places, there = best_places(scores, 9)
     assert places.tolist() == [[0, 1, 2, 3, 4]]
     assert there.tolist() == [[True, True, True, False, True]]

@@ -62,7 +62,7 @@ def test_perplexity_resumes_without_repeating(model, text, tmp_path, monkeypatch
     out = tmp_path / "run"
     arguments = ["perplexity", "--model", model, "-d", text, "-n", "128", "--method", "kmeans", "--top-k", "8"]
     arguments += ["--top-k", "16", "--out", str(out)]
-    import prescore.evaluation.perplexity as perplexity
+    import prescore.evaluation.language.perplexity as perplexity
 
     measured = []
     real = perplexity.measure_loss
@@ -150,6 +150,18 @@ def test_json_prints_records_only(model, text, tmp_path, capsys):
     assert printed[-1]["figures"]["layers_replaced"] == 1
 
 
+def test_fields_that_are_set_reach_the_configurations_that_have_them(model, text, tmp_path, capsys):
+    arguments = ["perplexity", "--model", model, "-d", text, "-n", "64", "--method", "hyper", "--method", "kmeans"]
+    arguments += ["--method", "default", "--set", "inner.n_projections=3", "--set", "scorer.n_clusters=5"]
+    arguments += ["--set", "lsh.n_projections=4", "--set", "tolerance=0.5", "--set", "sinks=1"]
+    assert main([*arguments, "--json", "--out", str(tmp_path / "run")]) == 0
+    printed = [json.loads(line)["config"]["method"]["settings"] for line in capsys.readouterr().out.splitlines()]
+    hyper, kmeans, default = printed[2:]
+    assert (hyper["lsh"]["n_projections"], kmeans["inner"]["n_projections"]) == (4, 3)
+    assert (kmeans["scorer"]["n_clusters"], default["tolerance"]) == (5, 0.5)
+    assert {settings["sinks"] for settings in printed[2:]} == {1}
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -158,13 +170,19 @@ def test_json_prints_records_only(model, text, tmp_path, capsys):
             "set must leave leaf_inclusive to --leaf-r",
         ),
         (
-            ["--experiment", "appendix-f", "--set", 'coupling={"mask": "zero"}'],
+            ["--experiment", "appendix-f", "--set", "coupling.mask=zero"],
+            "set must leave coupling.mask to the e",
+        ),
+        (
+            ["--experiment", "appendix-f", "--set", 'coupling={"type": "Coupling", "mask": "zero"}'],
             "set must leave coupling to the e",
         ),
         (["--experiment", "table1", "--set", "min_seq_len=64"], "set must leave min_seq_len to --leaf"),
+        (["--experiment", "longest", "--set", "exact_until=64"], "set must leave exact_until to --leaf"),
+        (["--experiment", "cost", "--set", "inner.block_size=64"], "set must leave inner.block_size to the e"),
         (
-            ["--method", "kmeans", "--sample-size", "3", "--set", "sample_size=7"],
-            "set must leave sample_size to",
+            ["--method", "kmeans", "--sample-size", "3", "--set", "inner.sample_size=7"],
+            "set must leave inner.sample_size to --sample-size",
         ),
         (["--method", "kmeans", "--sinks", "3", "--set", "sinks=7"], "set must leave sinks to --sinks"),
         (["--method", "kmeans", "--set", "top_k=5"], "set must leave top_k to --top-k"),
@@ -179,7 +197,7 @@ def test_options_that_contradict_each_other_are_refused(model, tmp_path, capsys,
 
 
 def test_short_documents_of_the_default_corpus_are_left_out_by_name(model, tmp_path, capsys, monkeypatch):
-    from prescore.evaluation import documents
+    from prescore.evaluation.language import documents
 
     texts = [documents.Document("short", "word " * 20), documents.Document("long", "word " * 400)]
     monkeypatch.setattr(documents, "default_corpus", lambda: iter(texts))
@@ -274,7 +292,10 @@ def test_retrieval_reports_exact_beside_the_others(model, text, tmp_path, capsys
         (["--top-k", "many"], "top_k must be a count or a fraction, got 'many'"),
         (["--top-k", "1.5"], "top_k must be a fraction in (0, 1] when it is a float, got 1.5"),
         (["--set", "sinks"], "set must be FIELD=VALUE, got 'sinks'"),
-        (["--set", "colour=red"], "field to set must be one of 'alignment', "),
+        (["--set", "colour=red"], "Hyper or Selected or Routed must have fields among lsh, lsh.block_size, "),
+        (["--method", "kmeans", "--set", "inner.blocks=3"], "(did you mean 'inner.block_size'?)"),
+        (["--method", "kmeans", "--set", "rows=3"], "Selected must have fields among scorer, "),
+        (["--method", "kmeans", "--top-k", "0"], "top_k must be"),
         (["--method", "streaming", "--top-k", "-3"], "top_k must be at least 0, got -3"),
         (["--dtype", "int8"], "dtype must be one of"),
         (["--device", "nowhere"], "device must be usable, got 'nowhere'"),

@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from prescore.cli.generate import _budget, _config, _layers
+from prescore import Exact, Hyper, KMeans, Lsh, Routed, Selected
+from prescore.cli.generate import read_config
 from prescore.cli.main import main
 from prescore.testing.tiny_language_model import save_tiny_language_model
 
@@ -18,11 +19,14 @@ def model(tmp_path_factory):
 
 def run(model, out, *extra):
     common = ["generate", "--model", model, "--prompt", TEXT, "--max-new-tokens", "5", "--out", str(out)]
-    return main([*common, "--set", "min_seq_len=16", *extra])
+    return main([*common, *extra])
+
+
+KEY_DIFF = ("--config", "key-diff", "--set", "min_seq_len=16")
 
 
 def test_text_speeds_memory_and_selection_are_shown(model, tmp_path, capsys):
-    assert run(model, tmp_path, "--top-k", "12", "--set", "remainder=none", "--layers", "last:2") == 0
+    assert run(model, tmp_path, *KEY_DIFF, "--top-k", "12", "--set", "remainder=none", "--layers", "last:2") == 0
     shown = capsys.readouterr().out
     for words in ("exact", "prescored", "tok/s", "MiB", "layers 1-2: 12 of"):
         assert words in shown
@@ -35,8 +39,9 @@ def test_text_speeds_memory_and_selection_are_shown(model, tmp_path, capsys):
     assert exact["text"] in shown
 
 
-def test_every_key_gives_the_exact_text(model, tmp_path, capsys):
-    assert run(model, tmp_path, "--top-k", "none", "--set", "inner=exact", "--json") == 0
+@pytest.mark.parametrize("config", [("exact",), ("default",), ("key-diff", "--top-k", "1.0")], ids="-".join)
+def test_every_key_gives_the_exact_text(model, tmp_path, capsys, config):
+    assert run(model, tmp_path, "--config", *config, "--json") == 0
     exact, own = (json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{"))
     assert own["figures"]["text"] == exact["figures"]["text"]
     assert own["figures"]["same_tokens"] == 5
@@ -44,7 +49,7 @@ def test_every_key_gives_the_exact_text(model, tmp_path, capsys):
 
 
 def test_eviction_frees_memory(model, tmp_path):
-    assert run(model, tmp_path, "--top-k", "12", "--evict", "--no-exact") == 0
+    assert run(model, tmp_path, *KEY_DIFF, "--top-k", "12", "--evict", "--no-exact") == 0
     (record,) = [json.loads(line) for line in (tmp_path / "records.jsonl").read_text().splitlines()]
     cache = record["figures"]["cache"]
     assert all(entry["evicted"] for entry in cache["layers"])
@@ -52,7 +57,7 @@ def test_eviction_frees_memory(model, tmp_path):
 
 
 def test_beams_say_how_far_they_are_from_exact(model, tmp_path, capsys):
-    assert run(model, tmp_path, "--top-k", "8", "--beams", "3", "--set", "remainder=none") == 0
+    assert run(model, tmp_path, *KEY_DIFF, "--top-k", "8", "--beams", "3", "--set", "remainder=none") == 0
     assert "under exact attention" in capsys.readouterr().out
     records = [json.loads(line) for line in (tmp_path / "records.jsonl").read_text().splitlines()]
     exact, own = (record["figures"] for record in records)
@@ -63,10 +68,29 @@ def test_beams_say_how_far_they_are_from_exact(model, tmp_path, capsys):
 
 
 def test_finished_rows_are_not_run_again(model, tmp_path, capsys):
-    assert run(model, tmp_path, "--no-exact") == 0
+    assert run(model, tmp_path, *KEY_DIFF, "--no-exact") == 0
     before = (tmp_path / "records.jsonl").read_text()
-    assert run(model, tmp_path, "--no-exact", "--resume") == 0
+    assert run(model, tmp_path, *KEY_DIFF, "--no-exact", "--resume") == 0
     assert (tmp_path / "records.jsonl").read_text() == before
+    # another way to continue is another row
+    assert run(model, tmp_path, *KEY_DIFF, "--no-exact", "--resume", "--refresh-every", "2") == 0
+    assert (tmp_path / "records.jsonl").read_text().count("\n") == 2
+
+
+def test_a_refreshed_selection_covers_the_new_tokens(model, tmp_path):
+    assert run(model, tmp_path, *KEY_DIFF, "--top-k", "12", "--refresh-every", "2", "--no-exact") == 0
+    (record,) = [json.loads(line) for line in (tmp_path / "records.jsonl").read_text().splitlines()]
+    assert record["config"]["refresh_every"] == 2
+    assert {entry["selected_from"] for entry in record["figures"]["cache"]["layers"]} == {len(TEXT) + 4}
+
+
+def test_beams_use_the_cache_that_was_asked_for(model, tmp_path, capsys):
+    arguments = (*KEY_DIFF, "--top-k", "12", "--beams", "2", "--no-exact", "--json")
+    scores = []
+    for number, extra in enumerate(((), ("--refresh-every", "1"))):
+        assert run(model, tmp_path / str(number), *arguments, *extra) == 0
+        scores.append(json.loads(capsys.readouterr().out.splitlines()[-1])["figures"]["score"])
+    assert scores[0] != scores[1]
 
 
 @pytest.mark.parametrize(
@@ -75,10 +99,17 @@ def test_finished_rows_are_not_run_again(model, tmp_path, capsys):
         (["--model", "no/such-model", "--prompt", "a"], "no/such-model"),
         (["--model", "missing.gguf", "--prompt", "a"], "missing.gguf"),
         ([], "exactly one of --prompt and --prompt-file"),
-        (["--prompt", "a", "--top-k", "many"], "got 'many'"),
-        (["--prompt", "a", "--set", "topk=3"], "topk"),
+        (["--prompt", "a", "--config", "kmeans", "--top-k", "many"], "got 'many'"),
+        (["--prompt", "a", "--config", "kmeans", "--set", "topk=3"], "got 'topk' (did you mean 'top_k'?)"),
         (["--prompt", "a", "--set", "sinks"], "FIELD=VALUE"),
-        (["--prompt", "a", "--method", "magic"], "magic"),
+        (["--prompt", "a", "--config", "magic"], "config must be one of 'default', 'hyper', 'exact', "),
+        (["--prompt", "a", "--top-k", "12"], "top_k must come with a scorer as --config, got 12 for 'default'"),
+        (["--prompt", "a", "--set", "top_k=12"], "Routed must have fields among rows, "),
+        (["--prompt", "a", "--evict"], "evict must come with a Selected that leaves keys out, got Routed"),
+        (
+            ["--prompt", "a", "--config", "key-diff", "--top-k", "1.0", "--refresh-every", "4"],
+            "refresh_every must come with a Selected that leaves keys out, got Selected",
+        ),
     ],
 )
 def test_bad_usage_is_one_sentence(arguments, message, tmp_path, capsys, monkeypatch):
@@ -88,16 +119,18 @@ def test_bad_usage_is_one_sentence(arguments, message, tmp_path, capsys, monkeyp
 
 
 def test_wrong_layers_are_refused_before_anything_runs(model, tmp_path, capsys):
-    assert run(model, tmp_path, "--layers", "last:9") == 2
+    assert run(model, tmp_path, *KEY_DIFF, "--layers", "last:9") == 2
     said = capsys.readouterr().err
     assert "at most the model's 3 layers, got 'last:9'" in said
     assert "reading" not in said
 
 
 def test_options_become_a_config():
-    config = _config("kmeans", "0.25", ["sinks=7", "rule=farthest", "refresh_every=null"])
-    assert (config.method, config.top_k, config.sinks) == ("kmeans", 0.25, 7)
-    assert (config.rule, config.refresh_every) == ("farthest", None)
-    assert [_budget(text) for text in ("12", "0.5", "None")] == [12, 0.5, None]
-    assert _layers("0,3,-1") == [0, 3, -1]
-    assert _layers("last:4") == "last:4"
+    changes = ["sinks=7", "scorer.rule=farthest", "scorer.n_clusters=null", "inner=Lsh", "inner.sample_size=0"]
+    assert read_config("kmeans", "0.25", changes) == Selected(
+        KMeans(rule="farthest"), 0.25, sinks=7, inner=Lsh(sample_size=0)
+    )
+    assert read_config("kmeans", None, None) == Selected("kmeans")
+    assert read_config("default", None, ["rows=64"]) == Routed(rows=64)
+    assert read_config("hyper", None, ["lsh.block_size=64"]) == Hyper(lsh=Lsh(block_size=64))
+    assert read_config("exact", None, None) == Exact()

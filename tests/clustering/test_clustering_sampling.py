@@ -1,6 +1,6 @@
 import torch
 
-from prescore.clustering.sampling import compact, count_valid, fit_counts, gather_rows, stratified
+from prescore.clustering.sampling import count_valid, fit_counts, gather_rows, holes_last, stratified
 from prescore.rng import Streams
 
 
@@ -42,8 +42,8 @@ def test_shorter_problems_get_filler_of_weight_zero():
 def test_holes_move_behind():
     points = torch.arange(4.0)[None, :, None]
     weights = torch.tensor([[0.0, 2.0, 0.0, 3.0]])
-    moved, moved_weights = compact(points, weights, count_valid(points, weights))
+    moved, moved_weights = holes_last(points, weights, count_valid(points, weights))
     assert moved[0, :2, 0].tolist() == [1, 3]
     assert moved_weights.tolist() == [[2, 3, 0, 0]]
     aligned = torch.tensor([[1.0, 1.0, 0.0, 0.0]])
-    assert compact(points, aligned, torch.tensor([2]))[0] is points
+    assert holes_last(points, aligned, torch.tensor([2]))[0] is points

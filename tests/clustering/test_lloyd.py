@@ -3,10 +3,10 @@ import torch
 
 from prescore.clustering.lloyd import assign, fit
 from prescore.clustering.metrics import Metric
-from prescore.clustering.minkowski import EUCLIDEAN, MEDIAN, Minkowski, metric_for
+from prescore.clustering.minkowski import EUCLIDEAN, MEDIAN, LpMetric, metric_for
 from prescore.rng import Streams
 
-METRICS = [EUCLIDEAN, MEDIAN, Minkowski(1.5), Minkowski(3.0), Minkowski(0.5)]
+METRICS = [EUCLIDEAN, MEDIAN, LpMetric(1.5), LpMetric(3.0), LpMetric(0.5)]
 
 
 def _blobs(n_problems=2, n_clusters=4, size=30, dim=3, *, spread=0.1, seed=0):
@@ -94,7 +94,7 @@ def test_integer_weights_are_repetitions():
     repeated = points[0].repeat_interleave(weights[0].long(), dim=0)[None]
     # one cluster, so that seeding does not matter
     options = {"n_clusters": 1, "streams": Streams(0)}
-    for metric in (EUCLIDEAN, Minkowski(1.5)):
+    for metric in (EUCLIDEAN, LpMetric(1.5)):
         weighted = fit(points, weights=weights, metric=metric, **options).centres
         torch.testing.assert_close(weighted, fit(repeated, metric=metric, **options).centres)
 

@@ -3,7 +3,7 @@ import torch
 
 from prescore.clustering import shortlist
 from prescore.clustering.lloyd import assign, fit
-from prescore.clustering.minkowski import EUCLIDEAN, MEDIAN, SPHERICAL, Minkowski
+from prescore.clustering.minkowski import EUCLIDEAN, MEDIAN, SPHERICAL, LpMetric
 from prescore.clustering.scratch import Scratch
 from prescore.rng import Streams
 
@@ -60,7 +60,7 @@ def test_on_the_sphere_it_is_the_euclidean_metric_to_four_digits(dtype):
     torch.testing.assert_close(own, wanted, rtol=2**-15, atol=1e-6)
 
 
-@pytest.mark.parametrize("metric", [MEDIAN, Minkowski(1.5), Minkowski(3.0)], ids=lambda metric: f"p={metric.p}")
+@pytest.mark.parametrize("metric", [MEDIAN, LpMetric(1.5), LpMetric(3.0)], ids=lambda metric: f"p={metric.p}")
 def test_a_shortlist_of_two_is_compared_in_the_metric(metric):
     points, centres = _points(9)
     labels, distances = assign(points, centres, metric, exact=False)

@@ -5,8 +5,9 @@ import torch
 from chatglm_stand_in import ChatGLMStandIn
 
 import prescore
-from prescore.evaluation import methods
-from prescore.evaluation.patched import measured_attention
+from prescore.evaluation.language import methods
+from prescore.evaluation.language.measured import measured_attention
+from prescore.integrations.adapter import seats
 
 
 @pytest.fixture
@@ -36,9 +37,7 @@ def test_exact_changes_nothing_and_is_timed(model, tokens):
 
 
 def test_prescored_is_what_apply_does(model, tokens):
-    config = prescore.PrescoreConfig(
-        method="key-diff", top_k=8, min_seq_len=16, sinks=2, inner="exact", remainder="none"
-    )
+    config = prescore.Selected("key-diff", top_k=8, min_seq_len=16, sinks=2, remainder="none")
     with prescore.apply(model, config, layers="first:2"):
         applied = run(model, tokens)
     with measured_attention(model, methods.prescored("key-diff", config), layers="first:2") as meter:
@@ -54,5 +53,6 @@ def test_training_with_dropout_is_refused_and_nothing_is_left_behind(tokens):
         pytest.raises(ValueError, match=r"drops attention weights with probability 0\.5"),
         measured_attention(model, methods.exact()),
     ):
-        pass
+        run(model, tokens)
     assert model.transformer.encoder.layers[0].self_attention.core_attention is core
+    assert not seats(core)

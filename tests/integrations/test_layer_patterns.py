@@ -2,7 +2,7 @@
 
 import pytest
 
-from prescore import PrescoreConfig
+from prescore import Exact, Hyper, Routed, Selected
 from prescore.integrations.layers import configs_by_layer, pick_layers
 
 
@@ -45,19 +45,26 @@ def test_wrong_types_are_named(pattern):
         pick_layers(pattern, 5)
 
 
-def test_overrides_by_layer():
-    base = PrescoreConfig(top_k=100)
-    own = PrescoreConfig(method="uniform")
-    configs = configs_by_layer({"all": {}, "first:2": {"top_k": 7}, 1: {"sinks": 9}, 3: None, 4: own}, base, 5)
-    assert sorted(configs) == [0, 1, 2, 4]
-    assert configs[0] == base.replace(top_k=7)
-    assert configs[1] == base.replace(top_k=7, sinks=9)
-    assert configs[2] == base
-    assert configs[4] == own
+def test_one_configuration_for_the_layers_asked_for():
+    assert configs_by_layer(Hyper(), 3, "last:2") == {1: Hyper(), 2: Hyper()}
+    assert configs_by_layer(None, 2) == {0: Routed(), 1: Routed()}
 
 
-def test_wrong_overrides_are_named():
-    with pytest.raises(TypeError, match="got int"):
-        configs_by_layer({"all": 3}, PrescoreConfig(), 2)
-    with pytest.raises(ValueError, match="topk"):
-        configs_by_layer({"all": {"topk": 3}}, PrescoreConfig(), 2)
+def test_configurations_by_layer():
+    base, few = Selected(top_k=100), Selected(top_k=7)
+    configs = configs_by_layer({"all": base, "first:2": few, 1: Exact(), 3: None, (4, -1): Hyper()}, 5)
+    assert configs == {0: few, 1: Exact(), 2: base, 4: Hyper()}
+    assert list(configs) == [0, 1, 2, 4]
+    assert configs_by_layer({"last:1": base}, 5) == {4: base}
+    assert configs_by_layer({3: None, "all": base}, 5, "odd") == {1: base, 3: base}
+
+
+def test_wrong_configurations_are_named():
+    with pytest.raises(TypeError, match=r"config\['all'\] must be .*got int"):
+        configs_by_layer({"all": 3}, 2)
+    with pytest.raises(TypeError, match=r"config\[1\] must be .*got dict"):
+        configs_by_layer({1: {"top_k": 3}}, 2)
+    with pytest.raises(TypeError, match=r"config must be .*got str"):
+        configs_by_layer("routed", 2)
+    with pytest.raises(ValueError, match=r"layers of config must be .*, got 'topk'"):
+        configs_by_layer({"topk": Selected(top_k=3)}, 2)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from prescore.integrations.masked import attend_exactly
+from prescore.integrations.masked import exact_under_mask
 from prescore.integrations.masks import as_bool, full_mask, read_mask
 
 N = 12
@@ -100,7 +100,7 @@ def test_exact_attention_follows_every_form(mask, heads):
     query = torch.randn(2, heads[0], N, 8, generator=generator)
     key, value = (torch.randn(2, heads[1], N, 8, generator=generator) for _ in range(2))
     form = read_mask(mask, n_query=N, n_keys=N, is_causal=True)
-    got = attend_exactly(query, key, value, form, scale=0.7)
+    got = exact_under_mask(query, key, value, form, scale=0.7)
     groups = heads[0] // heads[1]
     seen = causal().expand(2, 1, N, N) if mask is None else mask
     expected = torch.nn.functional.scaled_dot_product_attention(
@@ -124,7 +124,7 @@ def test_windows_over_several_blocks(n_query):
     seen = causal(n_query, n_keys) & ~causal(n_query, n_keys).tril(n_keys - n_query - window)
     form = read_mask(seen[None, None], n_query=n_query, n_keys=n_keys, is_causal=True)
     assert (form.kind, form.window) == ("window", window)
-    got = attend_exactly(query, key, value, form, scale=None)
+    got = exact_under_mask(query, key, value, form, scale=None)
     expected = torch.nn.functional.scaled_dot_product_attention(
         query, key.expand(-1, 2, -1, -1), value.expand(-1, 2, -1, -1), attn_mask=seen
     )

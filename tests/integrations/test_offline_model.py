@@ -99,6 +99,6 @@ def test_smollm2_continues_a_text_as_under_sdpa():
     options = {"max_new_tokens": 6, "do_sample": False}
     expected = model.generate(**inputs, **options)
     assert "Paris" in tokenizer.decode(expected[0])
-    with prescore.apply(model, top_k=500, min_seq_len=16) as applied:
+    with prescore.apply(model, prescore.Selected(top_k=500, min_seq_len=16)) as applied:
         assert len(applied.layers) == 30
         assert torch.equal(model.generate(**inputs, **options), expected)

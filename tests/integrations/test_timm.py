@@ -1,5 +1,6 @@
 """timm models: what is replaced, what is kept, what is refused, and that undo leaves nothing behind."""
 
+import contextlib
 import copy
 import importlib.util
 
@@ -13,15 +14,17 @@ if importlib.util.find_spec("timm") is None or importlib.util.find_spec("torchvi
 from vision_stand_ins import pixels, tiny_timm
 
 import prescore
+from prescore import KMeans, Selected
 from prescore.errors import Unsupported
 from prescore.integrations import timm as adapter
+from prescore.integrations.adapter import seats
+from prescore.integrations.attend import PrescoredAttention
 from prescore.integrations.timm_import import import_timm
-from prescore.integrations.vision_attention import replace_vision_attention
 
 # before any `from timm...` below, whichever test runs first
 import_timm()
 
-FEW = prescore.PrescoreConfig(method="kmeans", rule="nearest", n_clusters=3, top_k=8, sinks=0, remainder="none")
+FEW = Selected(KMeans(n_clusters=3), top_k=8, sinks=0, remainder="none")
 
 
 @torch.inference_mode()
@@ -44,7 +47,7 @@ def answer(model, images=None):
 def test_all_keys_selected_is_the_model_itself_and_undo_restores(options):
     model = tiny_timm(**options)
     before = answer(model)
-    with prescore.apply(model, top_k=None) as applied:
+    with prescore.apply(model, Selected(top_k=1.0)) as applied:
         # the same sums in another order of operations, float32
         torch.testing.assert_close(answer(model), before, rtol=1e-4, atol=1e-4)
         assert applied.adapter == "timm"
@@ -52,7 +55,8 @@ def test_all_keys_selected_is_the_model_itself_and_undo_restores(options):
     with prescore.apply(model, FEW):
         assert (answer(model) - before).abs().max() > 1e-2
     assert torch.equal(answer(model), before)
-    assert not any("forward" in m.__dict__ or adapter._STATE in m.__dict__ for m in model.modules())
+    assert not any("forward" in m.__dict__ or seats(m) for m in model.modules())
+    assert not any(name.startswith("_prescore") for m in model.modules() for name in m.__dict__)
 
 
 def test_a_gate_is_kept():
@@ -104,7 +108,9 @@ def test_padding_masks_are_honoured_and_other_masks_refused():
         torch.testing.assert_close(masked[1:, :12], alone, rtol=1e-4, atol=1e-5)
         odd = real.clone()
         odd[0, 0, 3, 5] = False
-        with pytest.raises(Unsupported, match="'other'"):
+        with pytest.raises(
+            Unsupported, match=r"in layer 0 \(Attention\) cannot run: the attention mask is neither"
+        ):
             model.attn(tokens, attn_mask=odd)
     undo()
 
@@ -124,13 +130,16 @@ def test_a_square_mask_is_queries_by_keys_whatever_the_batch(batch):
         "any": torch.rand(20, 20, generator=draw) > 0.5,
     }
     masks["any"].fill_diagonal_(True)
-    everything = prescore.PrescoreConfig(top_k=None, inner="exact", on_unsupported="exact")
+    everything = Selected(top_k=1.0)
     for name, mask in masks.items():
+        said = pytest.warns(UserWarning, match="runs exactly") if name == "any" else contextlib.nullcontext()
         with torch.no_grad():
             before = model.attn(tokens, attn_mask=mask)
-            undo = replace_attention(model, everything)
-            torch.testing.assert_close(model.attn(tokens, attn_mask=mask), before, rtol=1e-4, atol=1e-5, msg=name)
+            undo = replace_attention(model, everything, on_unsupported="exact")
+            with said:
+                got = model.attn(tokens, attn_mask=mask)
             undo()
+        torch.testing.assert_close(got, before, rtol=1e-4, atol=1e-5, msg=name)
 
 
 def test_padding_that_blinds_padded_queries_too_is_padding():
@@ -152,10 +161,9 @@ def test_padding_that_blinds_padded_queries_too_is_padding():
     undo()
 
 
-def replace_attention(model, config):
-    from prescore.integrations.vision_attention import prescored_layers
-
-    return adapter.replace_attention(model, prescored_layers({0: config}))
+def replace_attention(model, config, **options):
+    attend = PrescoredAttention(config, **options)
+    return adapter.replace_attention(model, dict.fromkeys(range(len(adapter.layers(model))), attend))
 
 
 @pytest.mark.parametrize(
@@ -163,17 +171,17 @@ def replace_attention(model, config):
 )
 def test_prefix_tokens_are_always_kept(options, n_prefix, monkeypatch):
     seen = []
-    real = prescore.pipeline.prescored_attention
+    real = prescore.api.attend_counting
 
-    def spy(*args, config, **kwargs):
-        output, aux = real(*args, config=config, return_aux=True, **kwargs)
+    def spy(query, key, value, config, options):
+        _, aux = prescore.prescored_attention(query, key, value, config, **options._asdict(), return_aux=True)
         seen.append(aux.selection.indices)
-        return output
+        return real(query, key, value, config, options)
 
-    monkeypatch.setattr(prescore.pipeline, "prescored_attention", spy)
+    monkeypatch.setattr("prescore.integrations.masked.attend_counting", spy)
     model = tiny_timm(**options)
     # lots are drawn among all tokens: the first ones are kept only because they are protected
-    config = prescore.PrescoreConfig(method="uniform", top_k=8, sinks=0, remainder="none")
+    config = Selected("uniform", top_k=8, sinks=0, remainder="none")
     with prescore.apply(model, config):
         answer(model)
     assert len(seen) == 2
@@ -181,7 +189,7 @@ def test_prefix_tokens_are_always_kept(options, n_prefix, monkeypatch):
         assert indices.shape[-1] == 8
         assert (indices[..., :n_prefix] == torch.arange(n_prefix)).all()
     seen.clear()
-    undo = replace_vision_attention(model, config, protect_prefix=False, seed=3)
+    undo = replace_attention(model, config, protect_prefix=False, seed=3)
     answer(model)
     undo()
     if n_prefix:
@@ -197,10 +205,10 @@ def test_only_the_layers_asked_for():
 
 def test_seed_changes_sampling_and_nothing_else_does():
     model = tiny_timm()
-    config = FEW.replace(selector="sample", rule="farthest")
+    config = FEW.replace(selector="sample", scorer=KMeans(n_clusters=3, rule="farthest"))
     results = []
     for seed in (0, 0, 1):
-        undo = replace_vision_attention(model, config, seed=seed)
+        undo = replace_attention(model, config, seed=seed)
         results.append(answer(model))
         undo()
     assert torch.equal(results[0], results[1])
@@ -227,12 +235,48 @@ def test_a_copy_runs_on_its_own_weights():
         assert torch.equal(answer(twin), before)
 
 
-def test_twice_is_refused():
+@pytest.mark.parametrize("order", ["ab", "ba"])
+def test_twice_is_undone_in_any_order(order):
     model = tiny_timm()
+    before = answer(model)
+    other = FEW.replace(top_k=20)
     with prescore.apply(model, FEW):
-        with pytest.raises(ValueError, match=r"blocks\.0\.attn that is; undo it first"):
-            prescore.apply(model, FEW)
+        of_a = answer(model)
+    with prescore.apply(model, other, layers=[0]):
+        of_b = answer(model)
+    both = {"a": prescore.apply(model, FEW), "b": prescore.apply(model, other, layers=[0])}
+    assert torch.equal(answer(model), of_b)  # layer 1 is exact, although the first application sits there too
+    both[order[0]].undo()
+    assert torch.equal(answer(model), of_b if order == "ab" else of_a)
+    both[order[0]].undo()
+    both[order[1]].undo()
+    assert torch.equal(answer(model), before)
+    assert not any("forward" in m.__dict__ or seats(m) for m in model.modules())
+
+
+def test_a_forward_of_somebody_else_comes_back():
+    model = tiny_timm()
+    layer = model.blocks[0].attn
+    calls = []
+
+    def counted(x, **options):
+        calls.append(x.shape)
+        return type(layer).forward(layer, x, **options)
+
+    layer.forward = counted
+    with prescore.apply(model, FEW):
         answer(model)
+        assert not calls
+    answer(model)
+    assert len(calls) == 1
+    assert layer.forward is counted
+
+
+def test_functions_for_layers_that_are_not_there_are_refused():
+    model = tiny_timm()
+    with pytest.raises(ValueError, match="functions must be for layers 0 to 1, got one for layer 2"):
+        adapter.replace_attention(model, {0: PrescoredAttention(FEW), 2: PrescoredAttention(FEW)})
+    assert not any(seats(m) for m in model.modules())
 
 
 @pytest.mark.parametrize(
@@ -270,4 +314,4 @@ def test_plain_architectures_are_served(name, n_layers, n_prefix):
         model = import_timm().create_model(name)
     names = adapter.layers(model)
     assert len(names) == n_layers
-    assert adapter.n_prefix_tokens(model, names[0]) == n_prefix
+    assert adapter.tokens_before_patches(model, names[0]) == n_prefix

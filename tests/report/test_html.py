@@ -11,9 +11,9 @@ from html.parser import HTMLParser
 import pytest
 
 from prescore.records import Record
+from prescore.report.chart import HEIGHT, NARROW, WIDTH, Mark, Series, Words, line_chart
 from prescore.report.html import demo_page, headline
 from prescore.report.language_summary import summarise
-from prescore.report.svg_chart import HEIGHT, NARROW, WIDTH, Level, Series, line_chart
 from prescore.report.token_map import token_map
 
 CHROMIUM = next(
@@ -103,7 +103,7 @@ def test_page_is_whole_and_fetches_nothing(records):
     reader = Reader()
     reader.feed(page)
     assert reader.open == []
-    assert reader.addresses == ["data:,"]
+    assert [address for address in reader.addresses if not address.startswith("#")] == ["data:,"]
     assert "http" not in page
     assert not re.search(r"\$[a-z]+", page)
 
@@ -131,28 +131,73 @@ def test_headline_without_a_gap_claims_nothing(records):
     assert "%" not in headline(table)
 
 
+WORDS = Words("rows & <x>", "loss", "a <title>")
+
+
+def places(chart):
+    """Where the marks of the points are, by what is said about them."""
+    point = r"<title>([^<]*)</title>.*?<use [^>]*x=\"([^\"]*)\" y=\"([^\"]*)\""
+    return {words: (float(x), float(y)) for words, x, y in re.findall(point, chart, flags=re.DOTALL)}
+
+
+def ends(chart, name):
+    """First and last point of a line."""
+    path = re.search(rf'<g id="\w+-{name}">\s*<path d="([^"]*)"', chart)[1]
+    numbers = [float(number) for number in re.findall(r"-?[\d.]+", path)]
+    return numbers[:2], numbers[-2:]
+
+
 def test_chart_has_one_mark_per_point_inside_its_frame():
-    levels = [Level("local only", 1.0)]
+    marks = [Mark("local only", 1.0)]
     series = [Series("good", ((64.0, 0.5), (128.0, 0.2), (256.0, -0.1)), 0), Series("bad", ((64.0, 9.0),), 1)]
-    chart = line_chart(series, levels, x_label="x", y_label="y", title="t")
-    assert chart.count("<polyline") == 1
-    heights = [float(y) for y in re.findall(r'cy="([^"]*)"', chart)]
-    assert len(heights) == 4
+    chart = line_chart(series, marks, WORDS)
+    assert len(re.findall(r'<g id="wide-line-\d">', chart)) == 1  # one point is no line
+    found = places(chart)
+    assert list(found) == ["good: 0.500 at 64", "good: 0.200 at 128", "good: -0.100 at 256", "bad: 9.000 at 64"]
+    heights = [y for _, y in found.values()]
     assert heights[0] < heights[1] < heights[2]  # lower loss is lower on the page
     assert heights[3] < heights[0]
-    assert all(0 < height < HEIGHT for height in heights)
-    assert "No points" in line_chart([], levels, x_label="x", y_label="y", title="t")
+    assert all(0 < x < WIDTH and 0 < y < HEIGHT for x, y in found.values())
+    assert ends(chart, "line-0") == (
+        pytest.approx(found["good: 0.500 at 64"]),
+        pytest.approx(found["good: -0.100 at 256"]),
+    )
+    assert "No points" in line_chart([], marks, WORDS)
 
 
 def test_chart_marks_where_exact_attention_stands_and_fits_a_phone():
-    levels = [Level("local only", 1.0), Level("exact", 512.0, upright=True)]
+    marks = [Mark("local only", 1.0), Mark("exact", 512.0, upright=True)]
     series = [Series("good", ((64.0, 0.5), (128.0, 0.2)), 0)]
     for width in (NARROW, WIDTH):
-        chart = line_chart(series, levels, x_label="x", y_label="y", title="t", width=width, style="some")
+        chart = line_chart(series, marks, WORDS, width=width, style="some")
         assert f'class="chart some" viewBox="0 0 {width:g} ' in chart
-        across, upright = re.findall(r'<line class="level" x1="([^"]*)" x2="([^"]*)"', chart)
-        assert float(across[0]) < float(upright[0]) == float(upright[1]) < float(across[1]) < width
-        assert all(float(x) < float(upright[0]) for x in re.findall(r'cx="([^"]*)"', chart))
+        across, upright = ends(chart, "mark-0"), ends(chart, "mark-1")
+        assert across[0][1] == across[1][1]
+        assert across[0][0] < upright[0][0] == upright[1][0] < across[1][0] < width
+        assert all(x < upright[0][0] for x, _ in places(chart).values())
+        assert "local only" in chart
+        assert "rows &amp; &lt;x&gt;" in chart
+
+
+def test_chart_is_the_pages_own():
+    series = [Series("one", ((64.0, 0.5), (128.0, 0.2)), 0), Series("two", ((64.0, 0.4), (128.0, 0.1)), 5)]
+    marks = [Mark("local only", 1.0), Mark("exact", 512.0, upright=True)]
+    wide, narrow = (line_chart(series, marks, WORDS, style=style) for style in ("wide", "narrow"))
+    assert wide == line_chart(series, marks, WORDS)  # the same figures give the same bytes
+    for chart in (wide, narrow):
+        assert "http" not in chart
+        assert "<style" not in chart  # would hold for the whole page
+        assert "font-family" not in chart
+        # every colour is one of the style sheet, so that a dark page is dark all over
+        assert set(re.findall(r"(?:stroke|fill): ([^;\"]*)", chart)) <= {
+            "none",
+            *(f"var(--{name})" for name in ("ink", "quiet", "rule", "series-0", "series-5")),
+        }
+        assert 'aria-label="a &lt;title&gt;"' in chart
+    names, others = (set(re.findall(r'id="([^"]*)"', chart)) for chart in (wide, narrow))
+    assert not names & others  # one page holds both
+    for chart, own in ((wide, names), (narrow, others)):
+        assert set(re.findall(r'(?:href="#|url\(#)([^")]*)', chart)) <= own
 
 
 def test_token_map_marks_what_was_kept():

@@ -1,17 +1,15 @@
 import pytest
 import torch
 
-from prescore.config import PrescoreConfig
-from prescore.planted import planted_keys
+from prescore.evaluation.planted.model import PlantedSetting
+from prescore.prescoring import score_keys
 from prescore.rng import Streams
-from prescore.scorers.companions import Companions, gray_rank
-from prescore.scoring import score_keys
+from prescore.scorers.companions import Companions
 
 
-def _recall(model, seed, **fields):
-    config = PrescoreConfig(**fields)
+def _recall(model, seed, scorer):
     keys = model.keys[None, None]
-    scores = score_keys(keys, valid=None, config=config, streams=Streams(seed)).scores[0, 0]
+    scores = score_keys(keys, scorer, valid=None, streams=Streams(seed)).scores[0, 0]
     planted = model.groups > 0
     kept = scores.topk(int(planted.sum())).indices
     return planted[kept].double().mean().item()
@@ -21,8 +19,8 @@ def _recall(model, seed, **fields):
 @pytest.mark.parametrize("reading", ["normalized", "small-noise"])
 def test_recovers_planted_keys_in_both_readings(n, reading):
     for seed in range(2):  # the table of ten seeds is in docs/robust-scorer.md
-        model = planted_keys(n, 32, 0.1, reading=reading, generator=seed, dtype=torch.float32)
-        assert _recall(model, seed, method="companions") >= 0.95
+        model = PlantedSetting(n, 32, 0.1).draw(reading, generator=seed)
+        assert _recall(model, seed, Companions()) >= 0.95
 
 
 def test_in_one_window_it_is_the_second_largest_cosine():
@@ -32,11 +30,3 @@ def test_in_one_window_it_is_the_second_largest_cosine():
     expected = cosines.topk(3, dim=-1).values[..., 2]  # the largest is the key itself
     scores = Companions(window=64).score(keys, valid=None, streams=Streams(0))
     torch.testing.assert_close(scores, expected)
-
-
-def test_neighbouring_ranks_differ_in_one_bit():
-    patterns = (torch.arange(32)[:, None] >> torch.arange(4, -1, -1)) & 1
-    ranks = gray_rank(patterns.bool())
-    assert sorted(ranks.tolist()) == list(range(32))
-    ordered = patterns[ranks.argsort()]
-    assert (ordered.diff(dim=0).abs().sum(-1) == 1).all()

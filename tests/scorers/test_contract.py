@@ -5,9 +5,9 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from prescore.config import PrescoreConfig
+from prescore import KMeans, KMedian, Leverage, Minkowski
 from prescore.registry import _SCORERS, get_scorer, list_scorers, register_scorer
-from prescore.scorers.base import Scorer
+from prescore.scorers.base import Scorer, as_scorer
 from prescore.testing import scorer_contract
 from prescore.testing.scorer_contract import CONTRACT, check_scorer
 
@@ -36,31 +36,32 @@ def registered():
 @pytest.mark.parametrize("check", CONTRACT, ids=lambda check: check.__name__)
 @pytest.mark.parametrize("name", list_scorers())
 def test_registered_scorer(name, check):
-    check(PrescoreConfig(method=name))
+    check(as_scorer(name))
 
 
 @pytest.mark.parametrize("rule", ["farthest", "cluster-share", "sensitivity", "balanced"])
 def test_rules_keep_the_contract(rule):
-    check_scorer("kmeans", rule=rule)
+    check_scorer(KMeans(rule=rule))
 
 
 @pytest.mark.parametrize(
-    "overrides",
+    "scorer",
     [
-        {"method": "minkowski", "p": 1.5},
-        {"method": "minkowski", "p": 3.0},
-        {"method": "minkowski", "p": 0.5},
-        {"method": "kmeans", "seeding": "random"},
-        {"method": "kmeans", "fit_size": 40, "n_clusters": 4},
-        {"method": "kmedian", "fit_size": 40, "n_clusters": 4, "normalize": False},
-        {"method": "leverage", "sketch_size": 20},
-        {"method": "key-norm", "noise": 0.1},
-        {"method": "kmeans", "noise": 0.1, "max_iter": 0},
+        Minkowski(p=1.5),
+        Minkowski(p=3.0),
+        Minkowski(p=0.5),
+        KMeans(seeding="random"),
+        KMeans(fit_size=40, n_clusters=4),
+        KMedian(fit_size=40, n_clusters=4, normalize=False),
+        Leverage(sketch_size=20),
+        Leverage(noise=0.1),
+        Leverage(normalize=True),
+        KMeans(noise=0.1, max_iter=0),
     ],
     ids=str,
 )
-def test_options_keep_the_contract(overrides):
-    check_scorer(overrides["method"], **{k: v for k, v in overrides.items() if k != "method"})
+def test_options_keep_the_contract(scorer):
+    check_scorer(scorer)
 
 
 def test_names_and_files_agree():
@@ -86,7 +87,7 @@ def _register(name, function, **attributes):
         type(name, (Scorer,), {"score": lambda self, keys, *, valid, streams: function(keys), **attributes})
     )
     register_scorer(name)(scorer)
-    return PrescoreConfig(method=name)
+    return scorer()
 
 
 def _overwritten(keys):
@@ -114,6 +115,6 @@ def _position(keys):
     ],
 )
 def test_each_check_can_fail(function, check, message):
-    config = _register("broken", function)
+    scorer = _register("broken", function)
     with pytest.raises(AssertionError, match=message):
-        check(config)
+        check(scorer)

@@ -19,7 +19,9 @@ def _kernel_distances(points, labels, width):
 
 def test_distances_are_those_of_the_exact_kernel():
     keys = _keys()
-    scorer = GaussianKMeans(n_clusters=5, rule="farthest", n_features=8192, max_iter=50, fit_size=0)
+    scorer = GaussianKMeans(
+        n_clusters=5, rule="farthest", normalize=False, n_features=8192, max_iter=50, fit_size=0
+    )
     scored = scorer.score(keys, valid=None, streams=Streams(0))
     widths = bandwidth(keys[0], None, Streams(0))
     for head in range(2):
@@ -34,7 +36,7 @@ def test_it_is_no_map_of_the_euclidean_distance():
     angle = torch.linspace(0, 6.28, 200, dtype=torch.float64)
     ring = torch.stack([angle.cos(), angle.sin()], -1) * 4
     core = torch.randn(200, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) * 0.2
-    scored = GaussianKMeans(n_clusters=2, n_features=2048, rule="farthest", fit_size=0).score(
+    scored = GaussianKMeans(n_clusters=2, n_features=2048, rule="farthest", normalize=False, fit_size=0).score(
         torch.cat([ring, core])[None, None], valid=None, streams=Streams(0)
     )
     core_labels = scored.labels[0, 0, 200:]

@@ -2,12 +2,13 @@
 
 import torch
 
-from prescore.config import PrescoreConfig
+from prescore.prescoring import score_keys
 from prescore.rng import Streams
+from prescore.scorers.base import as_scorer
 from prescore.scorers.key_diff import KeyDiff
 from prescore.scorers.key_norm import KeyNorm
+from prescore.scorers.minkowski import Minkowski
 from prescore.scorers.uniform import Uniform
-from prescore.scoring import score_keys
 
 
 def _keys():
@@ -44,6 +45,6 @@ def test_uniform_depends_on_position_and_seed_only():
 def test_minkowski_meets_its_named_relatives():
     keys = _keys()
     for p, name in ((2.0, "kmeans"), (1.0, "kmedian")):
-        named = score_keys(keys, valid=None, config=PrescoreConfig(method=name), streams=Streams(0))
-        config = PrescoreConfig(method="minkowski", p=p)
-        assert torch.equal(score_keys(keys, valid=None, config=config, streams=Streams(0)).scores, named.scores)
+        named = score_keys(keys, as_scorer(name), valid=None, streams=Streams(0))
+        general = score_keys(keys, Minkowski(p=p), valid=None, streams=Streams(0))
+        assert torch.equal(general.scores, named.scores)

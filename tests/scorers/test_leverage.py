@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from prescore.rng import Streams
-from prescore.scorers.leverage import Leverage, exact_leverage, universal_set
+from prescore.scorers.leverage import Leverage, exact_leverage
 
 
 def _oracle(keys):
@@ -68,23 +68,6 @@ def test_sketched_error_is_as_stated_and_falls(sketch_size):
     assert relative.square().mean().sqrt() < stated
 
 
-def test_universal_set_is_a_threshold():
-    keys = _keys(n=60, dim=4, rank=4)
-    valid = torch.arange(60) < torch.tensor([[60], [30]])
-    poisoned = keys.masked_fill(~valid[:, None, :, None], torch.nan)
-    selection = universal_set(poisoned, 0.1, valid=valid)
-    for row, n in enumerate((60, 30)):
-        for head in range(3):
-            expected = (_oracle(keys[row, head, :n]) >= 0.1).nonzero().flatten().tolist()
-            kept = selection.indices[row, head][selection.valid[row, head]].tolist()
-            assert kept == expected
-            assert 0 < len(kept) <= 4 / 0.1
-
-
 def test_bad_arguments_are_named():
-    with pytest.raises(ValueError, match=r"epsilon must be finite and above 0.0, got 0"):
-        universal_set(torch.zeros(1, 1, 3, 2), 0)
     with pytest.raises(ValueError, match="sketch_size must be at least 1, got 0"):
         Leverage(sketch_size=0)
-    with pytest.raises(ValueError, match="keys must be finite"):
-        universal_set(torch.full((1, 1, 3, 2), torch.nan), 0.1)

@@ -1,10 +1,10 @@
 import pytest
 import torch
 
-from prescore.packing import pack_mask
 from prescore.rng import Streams
 from prescore.selection.budget import budget_counts
 from prescore.selection.fallback import fallback_rows
+from prescore.selection.members import selection_of
 from prescore.selection.sample import race_scores
 from prescore.selection.top import select_top
 
@@ -60,7 +60,7 @@ def test_nothing_kept_and_nothing_there():
 
 def test_packing_heads_of_different_size():
     kept = torch.tensor([[[True, False, True, True], [False, True, False, False]]])
-    selection = pack_mask(kept)
+    selection = selection_of(kept)
     assert selection.indices.tolist() == [[[0, 2, 3], [1, 1, 1]]]
     assert selection.valid.tolist() == [[[True, True, True], [True, False, False]]]
     assert selection.fallback is None
@@ -69,8 +69,7 @@ def test_packing_heads_of_different_size():
 @pytest.mark.parametrize(
     ("top_k", "expected"),
     [
-        (None, [30, 7, 0]),
-        (0, [30, 7, 0]),
+        (1, [1, 1, 0]),
         (10, [10, 7, 0]),
         (100, [30, 7, 0]),
         (0.1, [3, 1, 0]),  # a tenth of 30 is 3 although 0.1 * 30 > 3 in floats
@@ -83,7 +82,8 @@ def test_budgets(top_k, expected):
 
 
 @pytest.mark.parametrize(
-    ("top_k", "error"), [(-1, ValueError), (1.5, ValueError), (True, TypeError), ("3", TypeError)]
+    ("top_k", "error"),
+    [(0, ValueError), (-1, ValueError), (1.5, ValueError), (None, TypeError), (True, TypeError), ("3", TypeError)],
 )
 def test_bad_budgets_are_named(top_k, error):
     with pytest.raises(error, match=f"top_k must be .*got .*{top_k}"):

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 
 import torch
 from clusters import Clustering, make_clusters
-from routed import ROWS, budget_of, choose, read, scores
 from scene import CHUNK, SINKS, Answer, Book, Layer, View, even_positions
 from torch import Tensor
+
+from routed import ROWS, budget_of, choose, read, scores
 
 N_PAST = 64
 """Queries of the previous chunk that vote on the budgets of a chunk."""

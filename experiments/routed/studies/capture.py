@@ -14,11 +14,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from prescore.evaluation.documents import load_documents
-from prescore.evaluation.language_model import load_language_model
-from prescore.evaluation.methods import exact
-from prescore.evaluation.patched import measured_attention
-from prescore.evaluation.perplexity import make_windows
+from prescore.evaluation.language.documents import load_documents
+from prescore.evaluation.language.model import load_language_model
+from prescore.evaluation.language.perplexity import make_windows
+from prescore.integrations.apply import replace_attention
+from prescore.integrations.attend import Situation, attend_exactly
 
 LAYERS = (2, 8, 14, 20, 26)
 LENGTH = 8192
@@ -35,12 +35,16 @@ def capture(book: Path, cache: Path) -> Path:
     window = make_windows(language_model, load_documents([book]), LENGTH, offset=OFFSET)[0]
     layers: dict[int, dict[str, Tensor]] = {}
 
-    def keep(layer: int, query: Tensor, key: Tensor, value: Tensor) -> None:
+    def keep(query: Tensor, key: Tensor, value: Tensor, situation: Situation) -> Tensor:
         named = zip(("query", "key", "value"), (query, key, value), strict=True)
-        layers[layer] = {name: tensor[0].float().clone() for name, tensor in named}
+        layers[situation.layer] = {name: tensor[0].float().clone() for name, tensor in named}
+        return attend_exactly(query, key, value, situation)
 
-    with measured_attention(language_model.model, exact(), layers=LAYERS, count_rows=False, observe=keep):
+    undo = replace_attention(language_model.model, dict.fromkeys(LAYERS, keep))
+    try:
         language_model.hidden(window.tokens)
+    finally:
+        undo()
     cache.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_suffix(".part")
     torch.save({"book": book.stem, "digest": window.digest, "layers": layers}, unfinished)

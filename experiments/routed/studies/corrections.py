@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import torch
 from clusters import Clustering, Clusters, make_clusters
-from routed import ROWS, budget_of, choose, read, scores
 from scene import CHUNK, SINKS, Answer, View, even_positions
 from torch import Tensor
+
+from routed import ROWS, budget_of, choose, read, scores
 
 N_CALIBRATION = 32
 """Past queries per head and tree that calibrate its leaves, evenly spaced in the chunk behind it."""

@@ -9,7 +9,8 @@ from clusters import Clustering, cluster_sums, make_clusters
 from scene import Answer, View, attend
 from torch import Tensor
 
-from prescore.attention.lsh import hash_ranks, projections
+from prescore.clustering.hashing import hash_ranks
+from prescore.hyper.lsh import projections
 from prescore.rng import Streams
 from selection import far_labels
 

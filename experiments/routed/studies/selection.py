@@ -6,15 +6,16 @@ from dataclasses import dataclass
 
 import torch
 from clusters import cluster_sums
-from routed import ROWS
 from scene import Answer, View, attend
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from prescore import PrescoreConfig, score, select
+from prescore import KMeans, Scorer, score, select
 from prescore.clustering.lloyd import fit
 from prescore.clustering.minkowski import metric_for
 from prescore.rng import Streams
+from prescore.scorers.base import as_scorer
+from routed import ROWS
 
 N_STAND_INS = 64
 LEAVES_PER_CHUNK = 4
@@ -38,9 +39,9 @@ class Kept:
     draw: str = "top"
     stand_ins: bool = False
 
-    def config(self, top_k: int) -> PrescoreConfig:
-        """For `prescore.score` and `prescore.select`; sinks are read apart."""
-        return PrescoreConfig(method=self.method, rule=self.rule, top_k=top_k, sinks=0)
+    def scorer(self) -> Scorer:
+        """For `prescore.score` and `prescore.select`."""
+        return KMeans(rule=self.rule) if self.method == "kmeans" else as_scorer(self.method)
 
 
 def total_rows(view: View) -> int:
@@ -81,7 +82,9 @@ def _bias(view: View, kept: Kept, rows: int, seed: int) -> Tensor:
         shares = view.logits.softmax(-1)[..., view.far].sum((1, 2))
         return absent.scatter(-1, shares.topk(rows, dim=-1).indices, 0.0)
     if kept.draw == "top":
-        return absent.scatter(-1, select(key, config=kept.config(rows), generator=seed).indices[0], 0.0)
+        # sinks are read apart
+        chosen = select(key, kept.scorer(), top_k=rows, sinks=0, generator=seed)
+        return absent.scatter(-1, chosen.indices[0], 0.0)
     chance = inclusion(positive_scores(key, kept, seed), rows)
     drawn = Streams(seed).uniform(f"draw {view.chunk}", *chance.shape, like=chance) < chance
     return torch.where(drawn, -chance.log(), absent)
@@ -91,7 +94,7 @@ def positive_scores(key: Tensor, kept: Kept, seed: int) -> Tensor:
     """`[Hkv, F]`, what keys are drawn in proportion to."""
     if kept.method == "uniform":
         return torch.ones(key.shape[1:3])
-    scores = score(key, config=kept.config(0), generator=seed)[0]
+    scores = score(key, kept.scorer(), generator=seed)[0]
     # minus a cosine lies between -1 and 1
     return scores + 1 if kept.method == "key-diff" else scores.clamp_min(1e-12)
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import asdict
 
 from clusters import Clustering
-from hyper import Hyper, attend_hyper
 from variant import Variant, routed_variant
+
+from hyper import Hyper, attend_hyper
 
 STUDY = "hyper"
 LAYOUTS = {

@@ -6,9 +6,10 @@ from dataclasses import dataclass, replace
 
 import torch
 from clusters import Clustering, Clusters, make_clusters
-from routed import ROWS, choose, scores
 from scene import Answer, View, attend
 from torch import Tensor
+
+from routed import ROWS, choose, scores
 
 
 @dataclass(frozen=True)

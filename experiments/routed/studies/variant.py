@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 from clusters import Clustering
-from routed import ROWS, routed
 from scene import Answer, Book, View, even_positions, views
 
 from prescore.records import Row
+from routed import ROWS, routed
 
 N_POSITIONS = 96
 

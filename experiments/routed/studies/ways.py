@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 import torch
 from clusters import Clustering, Clusters, make_clusters
-from routed import ROWS, budget_of, choose, read, scores
 from scene import CHUNK, SINKS, Answer, View
 from torch import Tensor
 
 from prescore.clustering.tree import bisection_tree, tree_levels
+from routed import ROWS, budget_of, choose, read, scores
 
 
 @dataclass(frozen=True)

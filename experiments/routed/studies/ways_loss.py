@@ -8,6 +8,7 @@ One window of 4096 tokens, loss over its second half; one to three minutes of on
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -20,10 +21,11 @@ from torch import Tensor
 from two_levels import TwoLevels, attend_two_levels
 from ways import Way, attend_way
 
-from prescore.evaluation.documents import load_documents
-from prescore.evaluation.language_model import load_language_model
-from prescore.evaluation.methods import Method, exact
-from prescore.evaluation.perplexity import loss_row, make_windows
+from prescore.api import Counted
+from prescore.evaluation.language.documents import load_documents
+from prescore.evaluation.language.methods import CountedAttend, LanguageMethod, exact
+from prescore.evaluation.language.model import load_language_model
+from prescore.evaluation.language.perplexity import loss_row, make_windows
 from prescore.records import RecordFile, measure, row_key
 
 COMMAND = "routed-ways-loss"
@@ -34,35 +36,29 @@ def _nothing(view: View) -> Answer:
 
 
 @dataclass(frozen=True)
-class Slow(Method):
+class Slow(LanguageMethod):
     """A study's variant as a method of the measuring door: every chunk is a view of all its queries."""
 
     run: Callable[[View], Answer] = field(default=_nothing, compare=False)
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, *, scale: float | None, seed: int) -> Tensor:
-        """`[1, Hq, N, D]`, causal."""
-        layer = Layer.of(query[0], key[0], value[0], scale or query.shape[-1] ** -0.5)
+    def attention(self, seed: int) -> CountedAttend:
+        """Causal attention of one sequence; rows are not counted here, `run.py` has them."""
+        return lambda query, key, value, situation: Counted(
+            self._attend(query[0], key[0], value[0], situation.scale or query.shape[-1] ** -0.5), lambda: math.nan
+        )
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        """`[Hq, N, D]` -> `[1, Hq, N, D]`."""
+        layer = Layer.of(query, key, value, scale)
         outputs = []
-        for view in views(layer, torch.arange(query.shape[2])):
+        for view in views(layer, torch.arange(query.shape[1])):
             outputs.append(self.run(view).output if view.n_pieces else view.exact)
         return torch.cat(outputs, dim=2).flatten(0, 1)[None]
 
-    def attend_counting(
-        self, query: Tensor, key: Tensor, value: Tensor, *, scale: float | None, seed: int
-    ) -> tuple[Tensor, float | None]:
-        """Not counted here: `run.py` has the rows."""
-        return self.attend(query, key, value, scale=scale, seed=seed), None
 
-    def rows_per_query(
-        self, query: Tensor, key: Tensor, value: Tensor, *, scale: float | None, seed: int
-    ) -> float | None:
-        """Not counted."""
-        return None
-
-
-def methods() -> list[Method]:
+def methods() -> list[LanguageMethod]:
     """Exact attention, the local part alone, then every way at two budgets."""
-    made: list[Method] = [exact(), Slow("nothing far", "prescored", {})]
+    made: list[LanguageMethod] = [exact(), Slow("nothing far", "prescored", {})]
     for leaf, rows in ((64, 256), (128, 512)):
         for words, way in (
             ("every query for itself", Way()),

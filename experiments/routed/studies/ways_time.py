@@ -18,12 +18,12 @@ from typing import Any
 
 import torch
 from clusters import Clustering, Clusters, make_clusters
-from routed import ROWS, scores
 from scene import CHUNK, SINKS, Book, Layer, View
 from torch import Tensor
 
 from prescore.clustering.tree import bisection_tree, tree_levels
 from prescore.records import RecordFile, Row, measure, row_key
+from routed import ROWS, scores
 
 COMMAND = "routed-ways-time"
 TILE = 64
@@ -137,8 +137,9 @@ def _first_leaf(liking: Tensor, leaves: Leaves) -> Tensor:
 
 def _checked(way: str, view: View, clusters: Clusters, found: Tensor, leaf: int) -> None:
     """Compare with a dense softmax over the far members of the leaves that `ways.py` chooses."""
-    from routed import choose
     from ways import Way
+
+    from routed import choose
 
     kinds = dict(zip(WAYS, (Way(), Way("heads"), Way("groups", GROUP)), strict=True))
     chosen = choose(kinds[way].liking(view, clusters), clusters, ROWS // leaf * (leaf - 1))

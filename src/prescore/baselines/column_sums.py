@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from prescore.attention.kernels import accumulation_dtype
-from prescore.baselines.tiles import Call
+from prescore.baselines.tiles import Placed
+from prescore.ops.backend import accumulation_dtype
 
 _LARGEST_BLOCK = 2**21
 
@@ -47,25 +47,25 @@ def column_sums(query: Tensor, key: Tensor, *, voting: Tensor, seen: Tensor, sca
     return total.masked_fill(~seen, -torch.inf)
 
 
-def all_column_sums(call: Call) -> Tensor:
+def all_column_sums(placed: Placed) -> Tensor:
     """Column sums over all queries and keys without causality, `[B, Hkv, Nk]`.
 
     With as many queries as keys, queries at padded positions are taken for padding and do not vote.
     """
-    batch, heads, length, dim = call.key.shape
-    n_query = call.query.shape[2]
-    voting = call.valid if n_query == length else call.valid.new_ones(batch, n_query)
+    batch, heads, length, dim = placed.call.key.shape
+    n_query = placed.call.n_query
+    voting = placed.valid if n_query == length else placed.valid.new_ones(batch, n_query)
     sums = column_sums(
-        call.query.reshape(batch * heads, call.group, n_query, dim),
-        call.key.reshape(batch * heads, length, dim),
+        placed.call.query.reshape(batch * heads, placed.call.group, n_query, dim),
+        placed.call.key.reshape(batch * heads, length, dim),
         voting=voting.repeat_interleave(heads, 0),
-        seen=call.valid.repeat_interleave(heads, 0),
-        scale=call.scale,
+        seen=placed.valid.repeat_interleave(heads, 0),
+        scale=placed.call.scale,
     )
     return sums.view(batch, heads, length)
 
 
-def best_columns(scores: Tensor, budget: int, *, latest: bool = False) -> tuple[Tensor, Tensor]:
+def best_places(scores: Tensor, budget: int, *, latest: bool = False) -> tuple[Tensor, Tensor]:
     """The `budget` highest scores along the last axis.
 
     Equal scores go to the lower place, or to the higher one with `latest`.

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from prescore import checks
-from prescore.attention.parts import Part, attend_parts
-from prescore.baselines.column_sums import all_column_sums, best_columns, column_sums
-from prescore.baselines.oracle import best_columns_part
-from prescore.baselines.tiles import Call, chunk_positions, prepare
+from prescore.baselines.column_sums import all_column_sums, best_places, column_sums
+from prescore.baselines.oracle import best_places_part
+from prescore.baselines.tiles import Placed, chunk_positions, place
+from prescore.ops.parts import Part
 from prescore.types import Attended
 
 
@@ -56,53 +56,53 @@ def heavy_hitter_attention(
     if recent > budget:
         raise ValueError(f"recent must be at most the budget {budget}, got {recent}")
     checks.integer("chunk_size", chunk_size, minimum=1)
-    call = prepare(query, key, value, is_causal=is_causal, key_padding_mask=key_padding_mask, scale=scale)
-    if call.empty:
+    placed = place(query, key, value, is_causal=is_causal, key_padding_mask=key_padding_mask, scale=scale)
+    if placed.empty:
         parts = []
     elif is_causal:
-        parts = _causal_parts(call, budget, recent, min(chunk_size, key.shape[2]))
+        parts = _causal_parts(placed, budget, recent, min(chunk_size, key.shape[2]))
     else:
-        parts = [best_columns_part(call, all_column_sums(call), budget)]
-    return attend_parts(call.query, call.key, call.value, parts, scale=call.scale)
+        parts = [best_places_part(placed, all_column_sums(placed), budget)]
+    return placed.attend(parts)
 
 
 @torch.no_grad()
-def _causal_parts(call: Call, budget: int, recent: int, size: int) -> list[Part]:
-    first, last = call.first_position // size, math.ceil(call.key.shape[2] / size)
-    chunks = chunk_positions(first, last, size, call.key)
-    parts = [call.part(chunks, chunks, causal=True)]
+def _causal_parts(placed: Placed, budget: int, recent: int, size: int) -> list[Part]:
+    first, last = placed.first_position // size, math.ceil(placed.call.n_keys / size)
+    chunks = chunk_positions(first, last, size, placed.call.key)
+    parts = [placed.part(chunks, chunks, causal=True)]
     if budget == 0:
         return parts
-    batch, heads = call.key.shape[:2]
+    batch, heads = placed.call.key.shape[:2]
     start = first * size
-    cache = torch.arange(max(0, start - budget), start, device=call.key.device).expand(batch, heads, -1)
-    totals = torch.zeros(cache.shape, dtype=torch.float64, device=call.key.device)
-    _, real = call.key_tiles(cache[:, :, None])
+    cache = torch.arange(max(0, start - budget), start, device=placed.call.key.device).expand(batch, heads, -1)
+    totals = torch.zeros(cache.shape, dtype=torch.float64, device=placed.call.key.device)
+    _, real = placed.key_tiles(cache[:, :, None])
     totals = totals.masked_fill(~real.view(cache.shape), -torch.inf)
     for queries in chunks[:, None]:  # [1, size]
         if cache.shape[2]:
-            parts.append(call.part(queries, cache[:, :, None], hidden=torch.isneginf(totals)[:, :, None]))
+            parts.append(placed.part(queries, cache[:, :, None], hidden=torch.isneginf(totals)[:, :, None]))
         candidates = torch.cat((cache, queries.expand(batch, heads, -1)), dim=2)
-        totals = torch.nn.functional.pad(totals, (0, size)) + _weights(call, queries, candidates, totals)
+        totals = torch.nn.functional.pad(totals, (0, size)) + _weights(placed, queries, candidates, totals)
         end = int(queries[0, -1]) + 1
         urgent = (candidates >= end - recent) & ~torch.isneginf(totals)
-        places, _ = best_columns(totals.masked_fill(urgent, torch.inf), budget, latest=True)
+        places, _ = best_places(totals.masked_fill(urgent, torch.inf), budget, latest=True)
         cache, totals = candidates.gather(2, places), totals.gather(2, places)
     return parts
 
 
-def _weights(call: Call, queries: Tensor, candidates: Tensor, totals: Tensor) -> Tensor:
+def _weights(placed: Placed, queries: Tensor, candidates: Tensor, totals: Tensor) -> Tensor:
     """Attention `[B, Hkv, c]` of the queries at `[1, t]` to the candidates, which end with their own positions."""
-    dim, own = call.key.shape[-1], queries.shape[1]
-    query_rows, _ = call.query_tiles(queries)
-    key_rows, seen = call.key_tiles(candidates[:, :, None])
+    dim, own = placed.call.key.shape[-1], queries.shape[1]
+    query_rows, _ = placed.query_tiles(queries)
+    key_rows, seen = placed.key_tiles(candidates[:, :, None])
     kept = torch.nn.functional.pad(~torch.isneginf(totals), (0, own), value=True)
     sums = column_sums(
-        call.query.reshape(-1, dim)[query_rows],
-        call.key.reshape(-1, dim)[key_rows],
-        voting=call.voting(queries),
+        placed.call.query.reshape(-1, dim)[query_rows],
+        placed.call.key.reshape(-1, dim)[key_rows],
+        voting=placed.voting(queries),
         seen=seen & kept.flatten(0, 1),
-        scale=call.scale,
+        scale=placed.call.scale,
         own=own,
     )
     return sums.view(candidates.shape).to(torch.float64)

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from prescore import checks
-from prescore.attention.kernels import accumulation_dtype
-from prescore.attention.parts import Part, attend_parts
-from prescore.baselines.column_sums import best_columns
-from prescore.baselines.tiles import Call, chunk_positions, prepare
-from prescore.packing import pack_mask
+from prescore.baselines.column_sums import best_places
+from prescore.baselines.tiles import Placed, chunk_positions, place
+from prescore.ops.backend import accumulation_dtype
+from prescore.ops.parts import Part
 from prescore.scorers.leverage import exact_leverage
+from prescore.selection.members import selection_of
 from prescore.types import Attended
 
 
@@ -54,39 +54,39 @@ def lev_attention(
     if budget is not None:
         checks.integer("budget", budget, minimum=0)
     checks.integer("chunk_size", chunk_size, minimum=1)
-    call = prepare(query, key, value, is_causal=is_causal, key_padding_mask=key_padding_mask, scale=scale)
-    if call.empty:
+    placed = place(query, key, value, is_causal=is_causal, key_padding_mask=key_padding_mask, scale=scale)
+    if placed.empty:
         parts = []
     elif is_causal:
-        parts = _causal_parts(call, epsilon, budget, min(chunk_size, key.shape[2]))
+        parts = _causal_parts(placed, epsilon, budget, min(chunk_size, key.shape[2]))
     else:
         everywhere = torch.arange(key.shape[2], device=key.device)
-        places, kept = _universal_set(call, everywhere, epsilon, budget)
-        rows, seen = call.key_tiles(places[:, :, None])
-        parts = [call.part_of_all(rows, seen & kept.flatten(0, 1))]
-    return attend_parts(call.query, call.key, call.value, parts, scale=call.scale)
+        places, kept = _universal_set(placed, everywhere, epsilon, budget)
+        rows, seen = placed.key_tiles(places[:, :, None])
+        parts = [placed.part_of_all(rows, seen & kept.flatten(0, 1))]
+    return placed.attend(parts)
 
 
-def _causal_parts(call: Call, epsilon: float | None, budget: int | None, size: int) -> list[Part]:
-    first, last = call.first_position // size, math.ceil(call.key.shape[2] / size)
-    chunks = chunk_positions(first, last, size, call.key)
-    parts = [call.part(chunks, chunks, causal=True)]
+def _causal_parts(placed: Placed, epsilon: float | None, budget: int | None, size: int) -> list[Part]:
+    first, last = placed.first_position // size, math.ceil(placed.call.n_keys / size)
+    chunks = chunk_positions(first, last, size, placed.call.key)
+    parts = [placed.part(chunks, chunks, causal=True)]
     for queries in chunks[:, None]:  # [1, size]
-        past = torch.arange(int(queries[0, 0]), device=call.key.device)
+        past = torch.arange(int(queries[0, 0]), device=placed.call.key.device)
         if len(past):
-            places, kept = _universal_set(call, past, epsilon, budget)
-            parts.append(call.part(queries, places[:, :, None], hidden=~kept[:, :, None]))
+            places, kept = _universal_set(placed, past, epsilon, budget)
+            parts.append(placed.part(queries, places[:, :, None], hidden=~kept[:, :, None]))
     return parts
 
 
 @torch.no_grad()
 def _universal_set(
-    call: Call, positions: Tensor, epsilon: float | None, budget: int | None
+    placed: Placed, positions: Tensor, epsilon: float | None, budget: int | None
 ) -> tuple[Tensor, Tensor]:
     """Kept positions among `positions [c]` (which begin at 0), and which slots are not filler: `[B, Hkv, s]`."""
-    batch, heads, _, dim = call.key.shape
-    rows, seen = call.key_tiles(positions[None])
-    keys = call.key.reshape(-1, dim)[rows].to(accumulation_dtype(call.key.dtype))
+    batch, heads, _, dim = placed.call.key.shape
+    rows, seen = placed.key_tiles(positions[None])
+    keys = placed.call.key.reshape(-1, dim)[rows].to(accumulation_dtype(placed.call.key.dtype))
     # a row of zeros adds nothing to the Gram matrix
     scores = exact_leverage(keys.masked_fill(~seen[..., None], 0)).masked_fill(~seen, -torch.inf)
     if epsilon is not None:
@@ -94,6 +94,6 @@ def _universal_set(
     scores = scores.view(batch, heads, -1)
     if budget is not None:
         # with no more keys than dimensions all leverages are 1, and rounding must not decide among equals
-        return best_columns(scores.round(decimals=5), budget)
-    kept = pack_mask(~torch.isneginf(scores))
+        return best_places(scores.round(decimals=5), budget)
+    kept = selection_of(~torch.isneginf(scores))
     return kept.indices, kept.valid

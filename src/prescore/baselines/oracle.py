@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from prescore import checks
-from prescore.attention.parts import Part, attend_parts
-from prescore.baselines.column_sums import all_column_sums, best_columns, column_sums
-from prescore.baselines.tiles import Call, chunk_positions, prepare
+from prescore.baselines.column_sums import all_column_sums, best_places, column_sums
+from prescore.baselines.tiles import Placed, chunk_positions, place
+from prescore.ops.parts import Part
 from prescore.types import Attended
 
 
@@ -46,48 +46,48 @@ def oracle_attention(
     """
     checks.integer("budget", budget, minimum=0)
     checks.integer("chunk_size", chunk_size, minimum=1)
-    call = prepare(query, key, value, is_causal=is_causal, key_padding_mask=key_padding_mask, scale=scale)
-    if call.empty:
+    placed = place(query, key, value, is_causal=is_causal, key_padding_mask=key_padding_mask, scale=scale)
+    if placed.empty:
         parts = []
     elif is_causal:
-        parts = _causal_parts(call, budget, min(chunk_size, key.shape[2]))
+        parts = _causal_parts(placed, budget, min(chunk_size, key.shape[2]))
     else:
-        parts = [best_columns_part(call, all_column_sums(call), budget)]
-    return attend_parts(call.query, call.key, call.value, parts, scale=call.scale)
+        parts = [best_places_part(placed, all_column_sums(placed), budget)]
+    return placed.attend(parts)
 
 
-def best_columns_part(call: Call, scores: Tensor, budget: int) -> Part:
+def best_places_part(placed: Placed, scores: Tensor, budget: int) -> Part:
     """Every query meeting the `budget` keys of the highest `scores [B, Hkv, Nk]`, -inf = never."""
-    places, seen = best_columns(scores, budget)
+    places, seen = best_places(scores, budget)
     heads = torch.arange(scores.shape[0] * scores.shape[1], device=scores.device).view(*scores.shape[:2], 1)
-    return call.part_of_all((places + heads * scores.shape[2]).flatten(0, 1), seen.flatten(0, 1))
+    return placed.part_of_all((places + heads * scores.shape[2]).flatten(0, 1), seen.flatten(0, 1))
 
 
-def _causal_parts(call: Call, budget: int, size: int) -> list[Part]:
-    first, last = call.first_position // size, math.ceil(call.key.shape[2] / size)
-    chunks = chunk_positions(first, last, size, call.key)
-    parts = [call.part(chunks, chunks, causal=True)]
+def _causal_parts(placed: Placed, budget: int, size: int) -> list[Part]:
+    first, last = placed.first_position // size, math.ceil(placed.call.n_keys / size)
+    chunks = chunk_positions(first, last, size, placed.call.key)
+    parts = [placed.part(chunks, chunks, causal=True)]
     if budget == 0:
         return parts
     for queries in chunks[:, None]:  # [1, size]
-        past = torch.arange(int(queries[0, 0]), device=call.key.device)
+        past = torch.arange(int(queries[0, 0]), device=placed.call.key.device)
         if len(past) == 0:
             continue
-        places, kept = best_columns(_chunk_sums(call, queries, past[None]), budget)
-        parts.append(call.part(queries, places[:, :, None], hidden=~kept[:, :, None]))
+        places, kept = best_places(_chunk_sums(placed, queries, past[None]), budget)
+        parts.append(placed.part(queries, places[:, :, None], hidden=~kept[:, :, None]))
     return parts
 
 
-def _chunk_sums(call: Call, queries: Tensor, keys: Tensor) -> Tensor:
+def _chunk_sums(placed: Placed, queries: Tensor, keys: Tensor) -> Tensor:
     """Column sums `[B, Hkv, c]` of the queries at positions `[1, t]` over the keys at positions `[1, c]`."""
-    batch, heads, _, dim = call.key.shape
-    query_rows, _ = call.query_tiles(queries)
-    key_rows, seen = call.key_tiles(keys)
+    batch, heads, _, dim = placed.call.key.shape
+    query_rows, _ = placed.query_tiles(queries)
+    key_rows, seen = placed.key_tiles(keys)
     sums = column_sums(
-        call.query.reshape(-1, dim)[query_rows],
-        call.key.reshape(-1, dim)[key_rows],
-        voting=call.voting(queries),
+        placed.call.query.reshape(-1, dim)[query_rows],
+        placed.call.key.reshape(-1, dim)[key_rows],
+        voting=placed.voting(queries),
         seen=seen,
-        scale=call.scale,
+        scale=placed.call.scale,
     )
     return sums.view(batch, heads, -1)

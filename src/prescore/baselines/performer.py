@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from prescore import checks
-from prescore.attention.kernels import accumulation_dtype
-from prescore.attention.merge import merge
-from prescore.baselines.tiles import prepare
+from prescore.baselines.tiles import place
+from prescore.ops.backend import accumulation_dtype
+from prescore.ops.merge import merge
 from prescore.rng import Streams, as_streams
 from prescore.types import Attended
 
@@ -48,14 +48,14 @@ def performer_attention(
     """
     checks.integer("n_features", n_features, minimum=1)
     streams = as_streams(generator)
-    call = prepare(query, key, value, is_causal=is_causal, key_padding_mask=key_padding_mask, scale=scale)
+    placed = place(query, key, value, is_causal=is_causal, key_padding_mask=key_padding_mask, scale=scale)
     wide = accumulation_dtype(query.dtype)
     directions = orthogonal_features(n_features, query.shape[-1], streams, like=query).to(wide)
-    queries = _log_features(call.query.to(wide), directions, call.scale)
-    queries = queries.unflatten(1, (key.shape[1], call.group))  # [B, Hkv, G, Nq, F]
-    keys = _log_features(call.key.to(wide), directions, call.scale)
-    keys = keys.masked_fill(~call.valid[:, None, :, None], -torch.inf)
-    values = call.value.to(wide)
+    queries = _log_features(placed.call.query.to(wide), directions, placed.call.scale)
+    queries = queries.unflatten(1, (key.shape[1], placed.call.group))  # [B, Hkv, G, Nq, F]
+    keys = _log_features(placed.call.key.to(wide), directions, placed.call.scale)
+    keys = keys.masked_fill(~placed.valid[:, None, :, None], -torch.inf)
+    values = placed.call.value.to(wide)
     result = _causal(queries, keys, values) if is_causal else _read(queries, _extend(None, keys, values))
     return Attended(result.output.flatten(1, 2).to(query.dtype), result.lse.flatten(1, 2))
 
@@ -74,7 +74,7 @@ def orthogonal_features(n_features: int, dim: int, streams: Streams, *, like: Te
     return directions[:n_features]
 
 
-class _Memory(NamedTuple):
+class _FeatureSums(NamedTuple):
     """Keys and values so far: feature f holds `exp(peak_f) * (values_f, weight_f)`."""
 
     peak: Tensor  # [B, H, F], 0 where no key was seen
@@ -88,7 +88,7 @@ def _log_features(rows: Tensor, directions: Tensor, scale: float) -> Tensor:
     return rows @ directions.t() - constant
 
 
-def _extend(memory: _Memory | None, keys: Tensor, values: Tensor) -> _Memory:
+def _extend(memory: _FeatureSums | None, keys: Tensor, values: Tensor) -> _FeatureSums:
     """Add keys `[B, H, c, F]` (-inf = padding) and values `[B, H, c, Dv]`."""
     if keys.shape[2] == 0:
         keys = keys.new_full((*keys.shape[:2], 1, keys.shape[3]), -torch.inf)
@@ -101,12 +101,12 @@ def _extend(memory: _Memory | None, keys: Tensor, values: Tensor) -> _Memory:
     features = torch.exp(keys - peak[:, :, None])
     held, weight = features.transpose(-1, -2) @ values, features.sum(2)
     if memory is None:
-        return _Memory(peak, held, weight)
+        return _FeatureSums(peak, held, weight)
     shrink = torch.exp(torch.where(empty, 0.0, memory.peak - peak))
-    return _Memory(peak, held + memory.values * shrink[..., None], weight + memory.weight * shrink)
+    return _FeatureSums(peak, held + memory.values * shrink[..., None], weight + memory.weight * shrink)
 
 
-def _read(queries: Tensor, memory: _Memory) -> Attended:
+def _read(queries: Tensor, memory: _FeatureSums) -> Attended:
     """What queries `[B, H, G, t, F]` get from the memory."""
     logs = queries + memory.peak[:, :, None, None]
     logs = logs.masked_fill((memory.weight == 0)[:, :, None, None], -torch.inf)

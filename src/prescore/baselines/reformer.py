@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from prescore import checks
-from prescore.attention.kernels import accumulation_dtype
-from prescore.attention.parts import Part, attend_parts
-from prescore.baselines.tiles import Call, prepare
+from prescore.baselines.tiles import Placed, place
+from prescore.ops.backend import accumulation_dtype
+from prescore.ops.parts import Part
 from prescore.rng import Streams, as_streams
 from prescore.types import Attended
 
@@ -61,14 +61,14 @@ def reformer_attention(
     checks.integer("chunk_size", chunk_size, minimum=1)
     checks.integer("n_rounds", n_rounds, minimum=1)
     streams = as_streams(generator)
-    call = prepare(query, key, value, is_causal=is_causal, key_padding_mask=key_padding_mask, scale=scale)
+    placed = place(query, key, value, is_causal=is_causal, key_padding_mask=key_padding_mask, scale=scale)
     parts = []
-    if not call.empty:
-        positions = _query_positions(call, is_causal)
+    if not placed.empty:
+        positions = _query_positions(placed)
         size = min(chunk_size, key.shape[2])
-        rounds = [_hash_round(call, positions, n_buckets, size, streams, r) for r in range(n_rounds)]
-        parts = [_round_part(call, rounds, r, positions, is_causal) for r in range(n_rounds)]
-    return attend_parts(call.query, call.key, call.value, parts, scale=call.scale)
+        rounds = [_hash_round(placed, positions, n_buckets, size, streams, r) for r in range(n_rounds)]
+        parts = [_round_part(placed, rounds, r, positions) for r in range(n_rounds)]
+    return placed.attend(parts)
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,33 +94,35 @@ class _Round:
     query_ends: Tensor
 
 
-def _query_positions(call: Call, is_causal: bool) -> Tensor:
+def _query_positions(placed: Placed) -> Tensor:
     """`[B, Nq]` positions, counted from the first real key; negative where a query is before it."""
-    n_query, n_keys = call.query.shape[2], call.key.shape[2]
-    index = torch.arange(n_query, device=call.query.device)
-    if is_causal or n_query == n_keys:
-        return index + (n_keys - n_query) - call.shift[:, None]
-    return index * call.valid.sum(1, keepdim=True) // n_query
+    n_query, n_keys = placed.call.n_query, placed.call.n_keys
+    index = torch.arange(n_query, device=placed.shift.device)
+    if placed.call.is_causal or n_query == n_keys:
+        return index + (n_keys - n_query) - placed.shift[:, None]
+    return index * placed.valid.sum(1, keepdim=True) // n_query
 
 
 @torch.no_grad()
-def _hash_round(call: Call, positions: Tensor, n_buckets: int, size: int, streams: Streams, number: int) -> _Round:
-    batch, heads, n_keys, dim = call.key.shape
-    wide = accumulation_dtype(call.key.dtype)
+def _hash_round(
+    placed: Placed, positions: Tensor, n_buckets: int, size: int, streams: Streams, number: int
+) -> _Round:
+    batch, heads, n_keys, dim = placed.call.key.shape
+    wide = accumulation_dtype(placed.call.key.dtype)
     rotation = streams.normal(
-        f"reformer round {number}", dim, n_buckets // 2, like=call.key.new_empty(0, dtype=wide)
+        f"reformer round {number}", dim, n_buckets // 2, like=placed.call.key.new_empty(0, dtype=wide)
     )
-    key_buckets = _buckets(call.key.to(wide).flatten(0, 1), rotation)
+    key_buckets = _buckets(placed.call.key.to(wide).flatten(0, 1), rotation)
     # padding goes to a bucket that no query has
-    key_buckets = key_buckets.masked_fill(~call.valid.repeat_interleave(heads, 0), n_buckets)
-    query_buckets = _buckets(call.query.to(wide).reshape(batch * heads, -1, dim), rotation)
-    key_positions = torch.arange(n_keys, device=call.key.device)
+    key_buckets = key_buckets.masked_fill(~placed.valid.repeat_interleave(heads, 0), n_buckets)
+    query_buckets = _buckets(placed.call.query.to(wide).reshape(batch * heads, -1, dim), rotation)
+    key_positions = torch.arange(n_keys, device=placed.call.key.device)
     codes, order = torch.sort(key_buckets * n_keys + key_positions)
     starts = torch.searchsorted(codes, key_buckets * n_keys)
     ranks = torch.empty_like(order).scatter_(1, order, key_positions.expand_as(order)) - starts
     # positions of queries as indices of keys, at most the last of the bucket's range
-    own = (positions + call.shift[:, None]).clamp(-1, n_keys - 1)
-    own = own.repeat_interleave(heads, 0).repeat(1, call.group)
+    own = (positions + placed.shift[:, None]).clamp(-1, n_keys - 1)
+    own = own.repeat_interleave(heads, 0).repeat(1, placed.call.group)
     query_starts = torch.searchsorted(codes, query_buckets * n_keys)
     query_ends = torch.searchsorted(codes, (query_buckets + 1) * n_keys)
     earlier = torch.searchsorted(codes, query_buckets * n_keys + own, right=True) - query_starts
@@ -150,10 +152,10 @@ def _buckets(rows: Tensor, rotation: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def _round_part(call: Call, rounds: list[_Round], number: int, positions: Tensor, is_causal: bool) -> Part:
+def _round_part(placed: Placed, rounds: list[_Round], number: int, positions: Tensor) -> Part:
     """Queries of one cell, in tiles of the chunk size, meeting the keys of the cell and of the one before."""
     this = rounds[number]
-    n_keys, tiles_of = call.key.shape[2], this.order.shape[0]
+    n_keys, tiles_of = placed.call.n_keys, this.order.shape[0]
     slots, filled = _tile(this.query_cells, this.size)  # [b, T, t] places in [0, G * Nq)
     leaders = slots[:, :, 0]
     places = this.query_chunks.gather(1, leaders)[..., None] - this.size
@@ -167,14 +169,14 @@ def _round_part(call: Call, rounds: list[_Round], number: int, positions: Tensor
         key_cells = other.key_cells.gather(1, keys.flatten(1)).view(*keys.shape[:2], 1, -1)
         rounds_seen += (key_cells == query_cells) | (key_cells == query_cells - 1)
     seen = there[:, :, None].expand_as(rounds_seen)
-    if is_causal:
-        own = positions + call.shift[:, None]
-        own = own.repeat_interleave(call.key.shape[1], 0).repeat(1, call.group)
+    if placed.call.is_causal:
+        own = positions + placed.shift[:, None]
+        own = own.repeat_interleave(placed.call.key.shape[1], 0).repeat(1, placed.call.group)
         seen = seen & (keys[:, :, None] <= own.gather(1, slots.flatten(1)).view(*slots.shape, 1))
-    bias = -torch.log(rounds_seen.clamp_min(1).to(call.query.dtype))
+    bias = -torch.log(rounds_seen.clamp_min(1).to(placed.call.query.dtype))
     bias = bias.masked_fill_(~seen, -torch.inf).flatten(0, 1)[:, None]  # [b * T, 1, t, 2 * size]
     base = torch.arange(tiles_of, device=keys.device).view(-1, 1, 1)
-    query_rows = (slots + base * (call.group * call.query.shape[2])).flatten(0, 1)[:, None]
+    query_rows = (slots + base * (placed.call.group * placed.call.n_query)).flatten(0, 1)[:, None]
     key_rows = (keys + base * n_keys).flatten(0, 1)
     shape = (query_rows.shape[0], 1, this.size)
     return Part(shape, query_rows, filled.flatten(0, 1)[:, None], key_rows, bias=bias)

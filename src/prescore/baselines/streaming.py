@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from prescore import checks
-from prescore.attention.parts import Part, attend_parts
-from prescore.baselines.tiles import Call, chunk_positions, prepare
+from prescore.baselines.tiles import Placed, chunk_positions, place
+from prescore.ops.parts import Part
 from prescore.types import Attended
 
 
@@ -44,41 +44,41 @@ def streaming_attention(
     """
     checks.integer("window", window, minimum=1)
     checks.integer("sinks", sinks, minimum=0)
-    call = prepare(query, key, value, is_causal=is_causal, key_padding_mask=key_padding_mask, scale=scale)
+    placed = place(query, key, value, is_causal=is_causal, key_padding_mask=key_padding_mask, scale=scale)
     if query.shape[2] > key.shape[2]:
         raise ValueError(
             f"query length must be at most the key length {key.shape[2]} for a window, got {query.shape[2]}"
         )
-    parts = [] if call.empty else _parts(call, window, min(sinks, key.shape[2]), is_causal)
-    return attend_parts(call.query, call.key, call.value, parts, scale=call.scale)
+    parts = [] if placed.empty else _parts(placed, window, min(sinks, key.shape[2]))
+    return placed.attend(parts)
 
 
-def _parts(call: Call, window: int, sinks: int, is_causal: bool) -> list[Part]:
-    length = call.key.shape[2]
+def _parts(placed: Placed, window: int, sinks: int) -> list[Part]:
+    length, is_causal = placed.call.n_keys, placed.call.is_causal
     # one further off than the window reaches is where a chunk's neighbour begins to matter
     size = min(window if is_causal else window + 1, length)
-    first, last = call.first_position // size, math.ceil(length / size)
-    chunks = chunk_positions(first, last, size, call.key)  # [T, size]
-    parts = [call.part(chunks, chunks, hidden=chunks < sinks, causal=is_causal)]
+    first, last = placed.first_position // size, math.ceil(length / size)
+    chunks = chunk_positions(first, last, size, placed.call.key)  # [T, size]
+    parts = [placed.part(chunks, chunks, hidden=chunks < sinks, causal=is_causal)]
     if size > 1 and last > 1:
         # Query i of a chunk sees keys j > i of the chunk before. Read backwards and without the last query,
         # that is a causal triangle.
         before = chunks.flip(1) - size
-        parts.append(call.part(chunks[:, :-1].flip(1), before, hidden=before < sinks, causal=True))
+        parts.append(placed.part(chunks[:, :-1].flip(1), before, hidden=before < sinks, causal=True))
         if not is_causal:
             after = chunks + size  # of which query i sees keys j < i
-            parts.append(call.part(chunks[:, 1:], after, hidden=after < sinks, causal=True))
-    return parts + _sink_parts(call, sinks, is_causal)
+            parts.append(placed.part(chunks[:, 1:], after, hidden=after < sinks, causal=True))
+    return parts + _sink_parts(placed, sinks)
 
 
-def _sink_parts(call: Call, sinks: int, is_causal: bool) -> list[Part]:
-    positions = torch.arange(call.key.shape[2], device=call.key.device)
+def _sink_parts(placed: Placed, sinks: int) -> list[Part]:
+    positions = torch.arange(placed.call.n_keys, device=placed.call.key.device)
     anchors = positions[None, :sinks]
-    if not is_causal:
-        return [call.part(positions[None, call.first_position :], anchors)] if sinks else []
+    if not placed.call.is_causal:
+        return [placed.part(positions[None, placed.first_position :], anchors)] if sinks else []
     pieces = []
-    if call.first_position < sinks:
-        pieces.append(call.part(anchors, anchors, causal=True))
+    if placed.first_position < sinks:
+        pieces.append(placed.part(anchors, anchors, causal=True))
     if 0 < sinks < len(positions):
-        pieces.append(call.part(positions[None, max(sinks, call.first_position) :], anchors))
+        pieces.append(placed.part(positions[None, max(sinks, placed.first_position) :], anchors))
     return pieces

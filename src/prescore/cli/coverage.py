@@ -17,15 +17,16 @@ from prescore.cli.vision import (
     Limit,
     Model,
     Resolution,
+    StudyOptions,
     open_study,
+    protections,
 )
 
 if TYPE_CHECKING:
-    from prescore.evaluation.coverage import Subject
+    from prescore.evaluation.vision.coverage import Subject
 
 _QUICK_METHODS = ("kmeans", "kmedian", "random")
 _DIGIT_ROWS = (8, 16, 32)
-_PROTECT = {"protected": (True,), "free": (False,), "both": (True, False)}
 
 
 def command(
@@ -76,18 +77,16 @@ def command(
 
     Example: prescore coverage --model deit.safetensors --images val --limit 100 --samples 64
     """
-    from prescore.evaluation.coverage import CoverageGrid, VisionSubject, coverage_rows
-    from prescore.report.coverage_plots import coverage_plot, coverage_table, paper_table
+    from prescore.evaluation.vision.coverage import CoverageGrid, VisionSubject, coverage_rows
+    from prescore.report.coverage_plots import coverage_plot, coverage_table, paper_coverage_table
 
-    if prefix not in _PROTECT:
-        raise ValueError(f"prefix must be one of {', '.join(_PROTECT)}, got {prefix!r}")
     base = CoverageGrid()
     digits = model is None and language_model is None
     grid = CoverageGrid(
         methods=tuple(method or (_QUICK_METHODS if quick else base.methods)),
         rows=tuple(samples or (_DIGIT_ROWS if digits else base.rows)),
         clusters=tuple(clusters or base.clusters),
-        protect=_PROTECT[prefix],
+        protect=protections(prefix),
         thresholds=tuple(epsilon or base.thresholds),
         seeds=tuple(range(seed, seed + seeds)),
     )
@@ -99,13 +98,13 @@ def command(
             raise ValueError(f"language_model must be given without model and images, got {language_model!r}")
         subject = _texts(language_model, text, length, limit, device)
     else:
-        study = open_study(model, arch, images, labels, limit, resolution, batch_size, device, quick)
-        subject = VisionSubject(study)
+        asked = StudyOptions(model, arch, images, labels, limit, resolution, batch_size, device, quick)
+        subject = VisionSubject(open_study(asked))
     planned = coverage_rows(subject, grid)
     session = open_session("coverage", out=out, json=json, resume=resume, threads=threads, device=device)
     records = session.run(planned)
     session.show(coverage_table(records).to_rich())
-    beside = paper_table(records)
+    beside = paper_coverage_table(records)
     if beside.rows:
         session.show(beside.to_rich())
     picture = session.out / "coverage.png"
@@ -117,9 +116,9 @@ def command(
 def _texts(name: str, text: list[str] | None, length: int, limit: int | None, device: str) -> Subject:
     import torch
 
-    from prescore.evaluation.coverage import TextSubject
-    from prescore.evaluation.documents import load_documents
-    from prescore.evaluation.language_model import load_language_model
+    from prescore.evaluation.language.documents import load_documents
+    from prescore.evaluation.language.model import load_language_model
+    from prescore.evaluation.vision.coverage import TextSubject
 
     loaded = load_language_model(name, device=device)
     documents = load_documents(text, limit=limit)

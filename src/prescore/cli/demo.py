@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from prescore.cli.options import Json, Out, Resume, Seed, Threads, open_session
-from prescore.cli.perplexity import Model, quiet_loading
+from prescore.cli.settings import Model, quiet_loading
 
 if TYPE_CHECKING:
-    from prescore.config import PrescoreConfig
-    from prescore.evaluation.experiments import Scale
-    from prescore.evaluation.language_model import LanguageModel
-    from prescore.evaluation.methods import Method
-    from prescore.evaluation.perplexity import Window
+    from prescore.evaluation.language.experiments import Scale
+    from prescore.evaluation.language.methods import LanguageMethod
+    from prescore.evaluation.language.model import LanguageModel
+    from prescore.evaluation.language.perplexity import Window
     from prescore.records import Row
 
 REPORT = Path("report")
@@ -49,10 +48,10 @@ def command(
     Example: prescore demo --out report
     """
     started = time.monotonic()
-    from prescore.evaluation.documents import load_documents
-    from prescore.evaluation.experiments import Scale
-    from prescore.evaluation.language_model import load_language_model
-    from prescore.evaluation.perplexity import loss_row, make_windows
+    from prescore.evaluation.language.documents import load_documents
+    from prescore.evaluation.language.experiments import Scale
+    from prescore.evaluation.language.model import load_language_model
+    from prescore.evaluation.language.perplexity import loss_row, make_windows
 
     texts = load_documents([document], limit=1)
     session = open_session("demo", out=out, json=json, resume=resume, threads=threads)
@@ -80,10 +79,10 @@ def command(
     session.say(f"records: {session.file.path}\nreport:  {page}  ({time.monotonic() - started:.0f} s)")
 
 
-def table_methods(scale: Scale) -> list[Method]:
+def table_methods(scale: Scale) -> list[LanguageMethod]:
     """The six rows: exact, local only, HyperAttention, the paper with k-means and leverage, the default."""
-    from prescore.evaluation.experiments import default_method
-    from prescore.evaluation.methods import exact, local
+    from prescore.evaluation.language.experiments import default_method
+    from prescore.evaluation.language.methods import exact, local
 
     hyper, kmeans, leverage = (
         scale.prescored(*one) for one in (("kmeans", 0), ("kmeans", TABLE_BUDGET), ("leverage", TABLE_BUDGET))
@@ -98,10 +97,10 @@ def table_methods(scale: Scale) -> list[Method]:
     ]
 
 
-def plot_methods(scale: Scale) -> list[Method]:
+def plot_methods(scale: Scale) -> list[LanguageMethod]:
     """Further budgets of the same methods, the most telling first."""
-    from prescore.evaluation.experiments import default_at
-    from prescore.evaluation.methods import SINKS
+    from prescore.evaluation.language.experiments import default_at
+    from prescore.evaluation.language.methods import SINKS
 
     found = []
     for top_k in BUDGETS:
@@ -112,23 +111,24 @@ def plot_methods(scale: Scale) -> list[Method]:
         lines += [(top_k, 0, "paper: k-means"), (0, 0, "HyperAttention")] if top_k != TABLE_BUDGET else []
         for budget, sinks, words in lines:
             # blocks and samples grow with the budget, as the paper's 256 and 256 go with 2048
-            changes = {"sinks": sinks, "block_size": scale.count(top_k // 8)}
-            method = replace(scale, overrides=changes).prescored("kmeans", budget, top_k // 8)
+            size = scale.count(top_k // 8)
+            own = replace(scale, sinks=sinks, overrides={"lsh.block_size": size, "inner.block_size": size})
+            method = own.prescored("kmeans", budget, top_k // 8)
             found.append(_named(method, f"{words}, {count}", words))
     return found
 
 
 def tokens_row(loaded: LanguageModel, window: Window, scale: Scale, seed: int) -> Row:
     """Which keys of the first half each scorer keeps, in an early, a middle and a late layer."""
-    from prescore.config import PrescoreConfig
-    from prescore.evaluation.token_choice import token_row
+    from prescore.config import Selected
+    from prescore.evaluation.language.token_choice import token_row
 
     budget = min(scale.count(TABLE_BUDGET), scale.length // 2)
-    configs: dict[str, PrescoreConfig] = {
-        "key-diff with sinks": PrescoreConfig(method="key-diff", top_k=budget),
-        "k-means, nearest (paper)": PrescoreConfig.paper("kmeans", budget),
-        "leverage (paper)": PrescoreConfig.paper("leverage", budget),
-        "random": PrescoreConfig.paper("uniform", budget),
+    configs = {
+        "key-diff with sinks": Selected("key-diff", budget),
+        "k-means, nearest (paper)": Selected.paper("kmeans", budget),
+        "leverage (paper)": Selected.paper("leverage", budget),
+        "random": Selected.paper("uniform", budget),
     }
     n_layers = loaded.model.config.get_text_config(decoder=True).num_hidden_layers
     layers = sorted({n_layers // 6, n_layers // 2, n_layers - 1 - n_layers // 6})
@@ -157,7 +157,7 @@ def demo_table(records: list[Any]) -> Any:
     return loss_table(table, describe_run(table, records[0].config["model"]), note).to_rich()
 
 
-def _named(method: Method, label: str, series: str, **axes: Any) -> Method:
+def _named(method: LanguageMethod, label: str, series: str, **axes: Any) -> LanguageMethod:
     return replace(method, label=label, axes={**method.axes, "series": series, **axes})
 
 

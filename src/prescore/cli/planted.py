@@ -45,9 +45,9 @@ def command(
     """
     import dataclasses
 
-    from prescore.config import PrescoreConfig
-    from prescore.evaluation.planted import QUICK, Sweep, rows
-    from prescore.report.planted import claim_table, describe, plot, recall_table, settings
+    from prescore.evaluation.planted.study import QUICK, Sweep, rows
+    from prescore.report.planted import claim_table, describe_setting, planted_plot, recall_table, settings
+    from prescore.scorers.kmeans import KMeans
 
     base = QUICK if quick else Sweep()
     given: dict[str, list[Any] | None] = {
@@ -63,15 +63,15 @@ def command(
     changes["seeds"] = tuple(range(seed, seed + (seeds or len(base.seeds))))
     sweep = dataclasses.replace(base, **changes, degree=degree, norm=norm)
     for name in sweep.rules:
-        PrescoreConfig(rule=name)
+        KMeans(rule=name)  # refuses an unknown one
     # settings are checked here, so that bad ones leave no empty run behind
     planned = rows(sweep)
     session = open_session("planted", out=out, json=json, resume=resume, threads=threads)
     records = session.run(planned)
     for point in settings(records):
         session.show(recall_table(records, point).to_rich())
-        picture = session.out / f"planted {describe(point)}.png".replace(" ", "-").replace("=", "")
-        plot(records, point, picture)
+        picture = session.out / f"planted {describe_setting(point)}.png".replace(" ", "-").replace("=", "")
+        planted_plot(records, point, picture)
         session.say(f"plot: {picture}")
     session.show(claim_table(records).to_rich())
     session.say(f"records: {session.file.path}")

@@ -8,11 +8,12 @@ from typing import Annotated
 import typer
 
 from prescore.cli.options import Json, Out, Resume, Seed, Threads, open_session
-from prescore.cli.perplexity import (
+from prescore.cli.settings import (
     Changes,
     Device,
     Dtype,
     Layers,
+    Leaf,
     Model,
     RemoteCode,
     quiet_loading,
@@ -39,7 +40,7 @@ def command(
     ] = None,
     samples: Annotated[int, typer.Option(min=1, help="Problems per task, length and depth.")] = 10,
     top_k: Annotated[str, typer.Option(help="Keys kept, count or fraction.")] = "256",
-    leaf: Annotated[int | None, typer.Option(min=1, help="Exact causal leaves. (default: length / 8)")] = None,
+    leaf: Leaf = None,
     document: Annotated[
         str, typer.Option("--document", "-d", help="The text around the fact: a file or a name of the corpus.")
     ] = "python-reference",
@@ -59,46 +60,37 @@ def command(
 
     Example: prescore retrieval --method default --method kmeans -n 4096 --depth 0.5 --samples 20
     """
-    from prescore import checks
-    from prescore.evaluation.documents import load_documents
-    from prescore.evaluation.language_model import load_language_model
-    from prescore.evaluation.methods import named
-    from prescore.evaluation.retrieval import TASKS, check_depths, make_problem, retrieval_row
+    from prescore.evaluation.language.documents import load_documents
+    from prescore.evaluation.language.methods import named
+    from prescore.evaluation.language.model import load_language_model
+    from prescore.evaluation.language.overrides import check_overrides
+    from prescore.evaluation.language.retrieval import TASKS, Question, make_problem, retrieval_row
     from prescore.report.language_tables import retrieval_table
 
-    tasks, depths, lengths = task or list(TASKS), depth or [0.1, 0.5], length or [2048]
-    for name in tasks:
-        checks.one_of("task", name, TASKS)
-    check_depths(depths)
-    names = ["exact", "local", *(method or ["hyper", "kmeans", "random", "default"])]
-    options = {"top_k": read_budget(top_k), "overrides": read_changes(changes)}
-    by_length = {
-        n: [named(name, leaf=leaf or max(1, n // 8), **options) for name in dict.fromkeys(names)]  # type: ignore[arg-type]
+    lengths = length or [2048]
+    questions = [
+        Question(one, n, place) for n, one, place in itertools.product(lengths, task or TASKS, depth or [0.1, 0.5])
+    ]
+    names = dict.fromkeys(["exact", "local", *(method or ["hyper", "kmeans", "random", "default"])])
+    overrides, budget = read_changes(changes), read_budget(top_k)
+    methods = {
+        n: [named(name, leaf=leaf or max(1, n // 8), top_k=budget, overrides=overrides) for name in names]
         for n in lengths
     }
+    for made in methods.values():
+        check_overrides(overrides, [config for each in made if (config := each.config) is not None])
     haystack = load_documents([document], limit=1)[0]
     session = open_session("retrieval", out=out, json=json, resume=resume, threads=threads, device=device)
     quiet_loading()
     loaded = load_language_model(model, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
     # a length without room for a question is refused before any is measured
-    for n, one, place in itertools.product(lengths, tasks, depths):
-        make_problem(loaded, haystack, one, length=n, depth=place, seed=seed)
+    for question in questions:
+        make_problem(loaded, haystack, question, seed)
+    places = read_layers(layers)
     rows = [
-        retrieval_row(
-            loaded,
-            haystack,
-            each,
-            one,
-            length=n,
-            depth=place,
-            samples=samples,
-            layers=read_layers(layers),
-            seed=seed,
-        )
-        for n in lengths
-        for one in tasks
-        for place in depths
-        for each in by_length[n]
+        retrieval_row(loaded, haystack, each, question, samples=samples, layers=places, seed=seed)
+        for question in questions
+        for each in methods[question.length]
     ]
     records = session.run(rows)
     session.show(retrieval_table(records).to_rich())

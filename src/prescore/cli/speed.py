@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+import os
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from prescore.cli.options import Json, Out, Quick, Resume, Seed, Threads, open_session
+from prescore.cli.options import Json, Out, Quick, Resume, Seed, Session, Threads, open_session
 
-_STUDIES = ("lengths", "top-k", "clusters", "decode", "scoring", "short")
-_SHORT = (64, 128, 256, 512, 1024, 2048, 4096)
+if TYPE_CHECKING:
+    from prescore.records import Record
 
 
 def command(
@@ -61,72 +62,68 @@ def command(
 
     Example: prescore speed --n 8192 --n 32768 --causal --threads 2
     """
-    import os
-
     # the profiler behind the shares writes its own start and stop to stderr; read when torch is first imported
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     from prescore import checks
-    from prescore.evaluation.freed_memory import KEPT, choose_freed_memory
-    from prescore.evaluation.speed import METHODS, Setting, decode_rows, length_rows
-    from prescore.evaluation.speed_studies import scoring_rows, short_rows
-    from prescore.report import speed as report
+    from prescore.evaluation.speed.freed_memory import KEPT, choose_freed_memory
+    from prescore.evaluation.speed.plan import SHORT, STUDIES, SpeedPlan
+    from prescore.evaluation.speed.timing import METHODS, Setting
 
     checks.one_of("--dtype", dtype, ("float32", "float64", "bfloat16", "float16"))
-    studies = tuple(study or (("lengths", "decode") if quick else _STUDIES))
-    for name in studies:
-        checks.one_of("--study", name, _STUDIES)
     lengths = sorted(set(n or ([1024, 2048, 4096] if quick else [2**p for p in range(10, 18)])))
-    methods = tuple(method or METHODS)
     freed = choose_freed_memory(memory)
-
-    def setting(length: int, is_causal: bool, is_backward: bool, **changes: int) -> Setting:
-        few = exact_heads or (1 if length > 32768 else heads)
-        fields = {"top_k": top_k, **changes}
-        made = Setting(
-            length, is_causal, is_backward, heads, dim, dtype, min(few, heads), repeats,
-            min_seq_len=min_seq_len, methods=methods, memory=freed, **fields,
-        )  # fmt: skip
-        for name in methods:
-            made.config(name)
-        return made
-
-    planned = []
-    if "lengths" in studies:
-        for is_causal in (False, True) if causal is None else (causal,):
-            for is_backward in (False, True) if backward is None else (backward,):
-                planned += length_rows([setting(length, is_causal, is_backward) for length in lengths], seed)
-    longest = min(lengths[-1], 32768)
-    if "top-k" in studies:
-        budgets = [k for k in (256, 512, 1024, 2048, 4096, 8192) if k < longest]
-        planned += length_rows([setting(longest, False, False, top_k=k) for k in budgets], seed, "top-k")
-    if "clusters" in studies:
-        numbers = (8, 16, 32, 65, 128, 256)
-        planned += length_rows([setting(longest, False, False, n_clusters=k) for k in numbers], seed, "clusters")
-    if "decode" in studies:
-        planned += decode_rows(lengths[-1:] if n else (8192, lengths[-1]), top_k, heads, dim, 20, seed)
-    if "scoring" in studies:
-        planned += scoring_rows(longest, heads, dim, max(repeats, 5), seed)
-    if "short" in studies:
-        short = [length for length in (n or _SHORT) if length <= _SHORT[-1]]
-        planned += short_rows(sorted(set(short)), heads, dim, max(repeats, 5), seed)
+    base = Setting(
+        n=lengths[-1],
+        causal=False,
+        backward=False,
+        heads=heads,
+        dim=dim,
+        dtype=dtype,
+        repeats=repeats,
+        top_k=top_k,
+        min_seq_len=min_seq_len,
+        methods=tuple(method or METHODS),
+        memory=freed,
+    )
+    plan = SpeedPlan(
+        base,
+        lengths,
+        studies=tuple(study or (("lengths", "decode") if quick else STUDIES)),
+        causal=_both(causal),
+        backward=_both(backward),
+        exact_heads=exact_heads,
+        caches=lengths[-1:] if n else [8192, lengths[-1]],
+        short=[length for length in lengths if length <= SHORT[-1]] if n else SHORT,
+    )
     session = open_session("speed", out=out, json=json, resume=resume, threads=threads)
-    records = session.run(planned)
-    for is_causal, is_backward in report.kinds(records):
+    records = session.run(plan.rows(seed))
+    _show(session, records)
+    regime = "kept for the next" if freed == KEPT else "given back to the system"
+    session.say(f"memory that a call frees: {regime}")
+    session.say(f"records: {session.file.path}")
+
+
+def _show(session: Session, records: list[Record]) -> None:
+    """The tables of each study on the terminal, and the plot of the lengths in the run's directory."""
+    from prescore.report import speed as report
+
+    studies = {record.config["study"] for record in records}
+    kinds = report.kinds(records)
+    for is_causal, is_backward in kinds:
         session.show(report.length_table(records, is_causal, is_backward).to_rich())
         if not is_backward:
             session.show(report.share_table(records, is_causal).to_rich())
     for name, field in (("top-k", "top_k"), ("clusters", "n_clusters")):
         if name in studies:
             session.show(report.sweep_table(records, name, field).to_rich())
-    if "decode" in studies:
-        session.show(report.decode_table(records).to_rich())
-    if "scoring" in studies:
-        session.show(report.scoring_table(records).to_rich())
-    if "short" in studies:
-        session.show(report.short_table(records).to_rich())
-    if report.kinds(records):
-        report.plot(records, session.out / "speed.png")
+    tables = {"decode": report.decode_table, "scoring": report.scoring_table, "short": report.short_table}
+    for name, table in tables.items():
+        if name in studies:
+            session.show(table(records).to_rich())
+    if kinds:
+        report.speed_plot(records, session.out / "speed.png")
         session.say(f"plot: {session.out / 'speed.png'}")
-    regime = "kept for the next" if freed == KEPT else "given back to the system"
-    session.say(f"memory that a call frees: {regime}")
-    session.say(f"records: {session.file.path}")
+
+
+def _both(choice: bool | None) -> tuple[bool, ...]:
+    return (False, True) if choice is None else (choice,)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
 from prescore.cli.options import Json, Out, Quick, Resume, Seed, Threads, open_session
 
 if TYPE_CHECKING:
-    from prescore.evaluation.vision import Study
+    from prescore.evaluation.vision.accuracy import Study
 
 Model = Annotated[
     str | None,
@@ -91,27 +91,26 @@ def command(
 
     Example: prescore vision --model deit.safetensors --images val --samples 64 --samples 128 --seeds 3
     """
-    from prescore.evaluation.vision import Grid, study_rows
-    from prescore.report.vision_plots import accuracy_plot, accuracy_table, leverage_table, paper_table
+    from prescore.evaluation.vision.accuracy import Grid, study_rows
+    from prescore.report.vision_plots import accuracy_plot, accuracy_table, leverage_table, paper_accuracy_table
 
-    if prefix not in _PROTECT:
-        raise ValueError(f"prefix must be one of {', '.join(_PROTECT)}, got {prefix!r}")
     base = Grid()
     grid = Grid(
         methods=tuple(method or (_QUICK_METHODS if quick else base.methods)),
         rows=tuple(samples or (base.rows if model else _DIGIT_ROWS)),
         clusters=tuple(clusters or base.clusters),
         shares=tuple(share or base.shares),
-        protect=_PROTECT[prefix],
+        protect=protections(prefix),
         seeds=tuple(range(seed, seed + seeds)),
     )
-    study = open_study(model, arch, images, labels, limit, resolution, batch_size, device, quick)
+    asked = StudyOptions(model, arch, images, labels, limit, resolution, batch_size, device, quick)
+    study = open_study(asked)
     # methods are checked here, so that a bad one leaves no empty run behind
     planned = study_rows(study, grid)
     session = open_session("vision", out=out, json=json, resume=resume, threads=threads, device=device)
     records = session.run(planned)
     session.show(accuracy_table(records).to_rich())
-    for beside in (leverage_table(records), paper_table(records)):
+    for beside in (leverage_table(records), paper_accuracy_table(records)):
         if beside.rows:
             session.show(beside.to_rich())
     picture = session.out / "vision.png"
@@ -120,45 +119,61 @@ def command(
     session.say(f"records: {session.file.path}")
 
 
-def open_study(
-    model: str | None,
-    arch: str | None,
-    images: Path | None,
-    labels: Path | None,
-    limit: int | None,
-    resolution: int | None,
-    batch_size: int,
-    device: str,
-    quick: bool,
-) -> Study:
+def protections(prefix: str) -> tuple[bool, ...]:
+    """Whether the class token and its like are kept, from what `--prefix` says."""
+    if prefix not in _PROTECT:
+        raise ValueError(f"prefix must be one of {', '.join(_PROTECT)}, got {prefix!r}")
+    return _PROTECT[prefix]
+
+
+class StudyOptions(NamedTuple):
+    """What the command line says about a model and its images."""
+
+    model: str | None
+    arch: str | None
+    images: Path | None
+    labels: Path | None
+    limit: int | None
+    resolution: int | None
+    batch_size: int
+    device: str
+    quick: bool
+
+
+def open_study(asked: StudyOptions) -> Study:
     """The model on its images, from what the command line says; shared with `prescore coverage`."""
+    from prescore.evaluation.vision.accuracy import Study
+    from prescore.evaluation.vision.data import open_folder
+    from prescore.evaluation.vision.models import load_vision_model
+
+    if (asked.model is None) != (asked.images is None):
+        missing, given = ("images", "model") if asked.images is None else ("model", "images")
+        raise ValueError(f"{missing} must be given together with {given}, got only {given}")
+    limit = asked.limit or (_QUICK_LIMIT if asked.quick else None)
+    described = {"arch": asked.arch, "resolution": asked.resolution, "batch_size": asked.batch_size}
+    if asked.model is None or asked.images is None:
+        return _open_digits(asked, limit, described)
+    found = open_folder(asked.images, labels=asked.labels, limit=limit)
+    loaded = load_vision_model(asked.model, arch=asked.arch, resolution=asked.resolution, device=asked.device)
+    described |= {"model": Path(asked.model).name, "images": asked.images.name, "n_images": len(found)}
+    return Study(loaded, found, described, asked.batch_size, asked.device)
+
+
+def _open_digits(asked: StudyOptions, limit: int | None, described: dict[str, Any]) -> Study:
+    """The offline default: a model trained here on scans that come with scikit-learn."""
     import sys
 
-    from prescore.evaluation.digits import EPOCHS, QUICK_EPOCHS, Digits, digits_model, load_digits
-    from prescore.evaluation.vision import Study
-    from prescore.evaluation.vision_data import open_folder
-    from prescore.evaluation.vision_models import load_vision_model
+    from prescore.evaluation.vision.accuracy import Study
+    from prescore.evaluation.vision.digits import EPOCHS, QUICK_EPOCHS, Digits, digits_model, load_digits
+    from prescore.evaluation.vision.models import load_vision_model
 
-    if (model is None) != (images is None):
-        missing, given = ("images", "model") if images is None else ("model", "images")
-        raise ValueError(f"{missing} must be given together with {given}, got only {given}")
-    if model is None:
-        alone = {"arch": arch, "labels": labels, "resolution": resolution}
-        for name, value in alone.items():
-            if value is not None:
-                raise ValueError(
-                    f"{name} must be given with a model and images, got {name} {value} for the digits"
-                )
-    limit = limit or (_QUICK_LIMIT if quick else None)
-    described: dict[str, Any] = {"arch": arch, "resolution": resolution, "batch_size": batch_size}
-    if model is None or images is None:
-        epochs = QUICK_EPOCHS if quick else EPOCHS
-        folder = digits_model(epochs=epochs, report=lambda line: print(line, file=sys.stderr, flush=True))
-        digits = load_digits()[1]
-        digits = Digits(digits.pixels[:limit], digits.labels[:limit])
-        described |= {"model": f"digits ({epochs} epochs)", "images": "digits", "n_images": len(digits)}
-        return Study(load_vision_model(folder, device=device), digits, described, batch_size, device)
-    found = open_folder(images, labels=labels, limit=limit)
-    loaded = load_vision_model(model, arch=arch, resolution=resolution, device=device)
-    described |= {"model": Path(model).name, "images": images.name, "n_images": len(found)}
-    return Study(loaded, found, described, batch_size, device)
+    for name in ("arch", "labels", "resolution"):
+        value = getattr(asked, name)
+        if value is not None:
+            raise ValueError(f"{name} must be given with a model and images, got {name} {value} for the digits")
+    epochs = QUICK_EPOCHS if asked.quick else EPOCHS
+    folder = digits_model(epochs=epochs, report=lambda line: print(line, file=sys.stderr, flush=True))
+    digits = load_digits()[1]
+    digits = Digits(digits.pixels[:limit], digits.labels[:limit])
+    described |= {"model": f"digits ({epochs} epochs)", "images": "digits", "n_images": len(digits)}
+    return Study(load_vision_model(folder, device=asked.device), digits, described, asked.batch_size, asked.device)

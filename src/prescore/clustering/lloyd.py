@@ -10,7 +10,7 @@ from torch import Tensor
 
 from prescore import checks
 from prescore.clustering.metrics import Metric
-from prescore.clustering.sampling import compact, count_valid, fit_counts, gather_rows, stratified
+from prescore.clustering.sampling import count_valid, fit_counts, gather_rows, holes_last, stratified
 from prescore.clustering.scratch import Scratch
 from prescore.clustering.seeding import seed_centres
 from prescore.rng import Streams
@@ -84,7 +84,7 @@ def fit(
         )
     n_valid = count_valid(points, weights)
     counts = fit_counts(n_valid, n_clusters, fit_size, per_cluster=metric.samples_per_cluster)
-    sample, sample_weights = compact(points, weights, n_valid)
+    sample, sample_weights = holes_last(points, weights, n_valid)
     sample, sample_weights = stratified(sample, sample_weights, n_valid, counts, streams, "fit sample")
     if lift is not None:
         sample = lift(sample)

@@ -47,7 +47,7 @@ SPHERICAL = Spherical()
 
 
 @dataclass(frozen=True)
-class Minkowski(Metric):
+class LpMetric(Metric):
     """Sum of absolute differences to the power p: coordinate medians at p = 1."""
 
     p: float
@@ -109,7 +109,7 @@ class Minkowski(Metric):
         return power(gaps, self.p, out=scratch.take("powers", *gaps.shape, like=gaps)).sum(dim=2)
 
 
-MEDIAN = Minkowski(1.0)
+MEDIAN = LpMetric(1.0)
 
 
 def metric_for(p: float) -> Metric:
@@ -117,4 +117,4 @@ def metric_for(p: float) -> Metric:
     checks.number("p", p, minimum=0.0, exclusive=True)
     if p == 2:
         return EUCLIDEAN
-    return MEDIAN if p == 1 else Minkowski(float(p))
+    return MEDIAN if p == 1 else LpMetric(float(p))

@@ -42,7 +42,7 @@ def fit_counts(n_valid: Tensor, n_clusters: int, fit_size: int | None, *, per_cl
     return n_valid.clamp(max=size)
 
 
-def compact(points: Tensor, weights: Tensor | None, n_valid: Tensor) -> tuple[Tensor, Tensor | None]:
+def holes_last(points: Tensor, weights: Tensor | None, n_valid: Tensor) -> tuple[Tensor, Tensor | None]:
     """Move points of weight zero behind the others, keeping their order; a no-op when there are no holes."""
     if weights is None:
         return points, None

@@ -1,18 +1,19 @@
-"""A selection for models whose cache is not ours: it follows the keys it is shown, and checks that they go on."""
+"""Decoding for models whose cache is not ours: it follows the keys it is shown, and checks that they go on."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from prescore.config import PrescoreConfig
-from prescore.decoding.refresh import refresh_due
+from prescore.decoding.decoder import Decoder, Past, Request, Step
 from prescore.decoding.state import SelectionState
 
 _PROBES = 16
 
 
-class FollowedSelection:
+class Follower:
     """Reuses one selection as long as each call's keys continue those of the call before.
 
     A model that hands over all keys at every step, but no cache object, leaves no place for a state that its
@@ -22,54 +23,50 @@ class FollowedSelection:
     """
 
     def __init__(self) -> None:
-        self._state: SelectionState | None = None
-        self._probe: Tensor | None = None
+        self._decoder = Decoder(owned=False)
+        self._probed: tuple[SelectionState, Tensor] | None = None
 
-    def forget(self) -> None:
-        """Start anew with the next step."""
-        self._state = self._probe = None
+    @property
+    def state(self) -> SelectionState | None:
+        """The selection of the last step; None where it made none."""
+        return self._decoder.state
 
-    def state_for(
-        self, key: Tensor, value: Tensor, valid: Tensor | None, n_new: int, config: PrescoreConfig
-    ) -> SelectionState:
-        """The selection, up to date with all keys.
+    def step(self, query: Tensor, past: Past, request: Request) -> Step:
+        """Answer a call, or say how it is to be answered; `past` holds all keys so far, perhaps unused room."""
+        past = _used(past, query.shape[2])
+        state = self._decoder.state
+        if state is not None and not self._goes_on(state, past, query.shape[2]):
+            self._decoder.reset()
+        step = self._decoder.step(query, past, request)
+        made = self._decoder.state
+        if made is None:
+            self._probed = None
+        elif self._probed is None or self._probed[0] is not made:
+            self._probed = (made, _probe(past.key[:, :, : made.n_selected_from]).clone())
+        return step
 
-        Args:
-            key: `[B, Hkv, N, D]`, all keys so far.
-            value: `[B, Hkv, N, Dv]`.
-            valid: `[B, N]`, True = a real key; None = all.
-            n_new: How many of them came with this step.
-            config: How to select.
-        """
-        n_keys, state = key.shape[2], self._state
-        if state is None or state.config != config or not self._goes_on(state, key):
-            state = self._select(key, value, valid, n_keys - n_new, config)
-        if refresh_due(n_keys - state.n_selected_from, config.refresh_every):
-            state = self._select(key, value, valid, n_keys if n_new == 1 else n_keys - n_new, config)
-        known = key[:, :, state.n_selected_from : state.n_selected_from + state.n_since]
+    def _goes_on(self, state: SelectionState, past: Past, n_query: int) -> bool:
+        """Whether the selection stands for keys before the queries; recent tokens that differ are dropped."""
+        if self._probed is None or past.n_keys - n_query < state.n_selected_from:
+            return False
+        shown, probe = _probe(past.key[:, :, : state.n_selected_from]), self._probed[1]
+        if shown.shape != probe.shape or not torch.equal(shown, probe):
+            return False
+        known = past.key[:, :, state.n_selected_from : state.n_selected_from + state.n_since]
         held = state.rows.key[:, :, state.n_rows :]
         if known.shape != held.shape or not torch.equal(known, held):
             state.crop(0)
-        first = state.n_selected_from + state.n_since
-        if first < n_keys:
-            state.append(key[:, :, first:], value[:, :, first:], None if valid is None else valid[:, first:])
-        return state
+        return True
 
-    def _goes_on(self, state: SelectionState, key: Tensor) -> bool:
-        if self._probe is None or key.shape[2] < state.n_selected_from:
-            return False
-        shown = _probe(key[:, :, : state.n_selected_from])
-        return shown.shape == self._probe.shape and torch.equal(shown, self._probe)
 
-    def _select(
-        self, key: Tensor, value: Tensor, valid: Tensor | None, n_keys: int, config: PrescoreConfig
-    ) -> SelectionState:
-        past = key[:, :, :n_keys]
-        self._state = SelectionState.select(
-            past, value[:, :, :n_keys], None if valid is None else valid[:, :n_keys], config
-        )
-        self._probe = _probe(past).clone()
-        return self._state
+def _used(past: Past, n_query: int) -> Past:
+    """Without what lies behind the newest key: a static cache has room there, which no sequence has reached."""
+    if n_query > 1 or past.valid is None:
+        return past
+    reached = past.valid.any(dim=0).nonzero()
+    n_keys = int(reached.max()) + 1 if len(reached) else past.n_keys
+    key, value, valid = past.until(n_keys)
+    return replace(past, key=key, value=value, valid=valid, n_keys=n_keys)
 
 
 def _probe(key: Tensor) -> Tensor:

@@ -2,54 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 from torch import Tensor
 
-from prescore.attention.parts import Part
-from prescore.config import PrescoreConfig
+from prescore.call import make_call
+from prescore.config import Config, Coupling, Exact, Selected
 from prescore.decoding.rows import Rows
-from prescore.layout import align
-from prescore.plan import Planner
-from prescore.rng import as_streams
-
-
-class DecodeState(Protocol):
-    """What a cache layer keeps beside its keys and values; `SelectionState` is one way to do it.
-
-    Attributes:
-        config: The configuration it was made with.
-        n_selected_from: Keys it stands for.
-        n_rows: Rows a step reads for them.
-    """
-
-    config: PrescoreConfig
-    n_selected_from: int
-    n_rows: int
-
-    @property
-    def n_since(self) -> int:
-        """Tokens appended since the state was made."""
-
-    @property
-    def n_bytes(self) -> int:
-        """Memory held."""
-
-    def append(self, key: Tensor, value: Tensor, valid: Tensor | None) -> None:
-        """Take new tokens, all of them attended exactly from now on."""
-
-    def attend(self, query: Tensor, scale: float | None, dropout: float = 0.0) -> Tensor:
-        """Output `[B, Hq, Nq, Dv]` for the last `Nq` tokens, each seeing no later one."""
-
-    def crop(self, n_since: int) -> None:
-        """Forget tokens until `n_since` are left."""
-
-    def take(self, index: Tensor) -> None:
-        """Keep these batch rows, in this order."""
-
-    def repeat(self, repeats: int) -> None:
-        """Repeat every batch row."""
+from prescore.hyper.plan import make_plan
+from prescore.ops.backend import Needs, pick_backend
+from prescore.ops.parts import Part
+from prescore.rng import DEFAULT_SEED, Streams
 
 
 class SelectionState:
@@ -64,14 +26,16 @@ class SelectionState:
         rows: These rows and the tokens since.
     """
 
-    def __init__(self, config: PrescoreConfig, rows: Rows, n_selected_from: int, n_rows: int) -> None:
+    def __init__(self, config: Selected, rows: Rows, n_selected_from: int, n_rows: int) -> None:
         self.config = config
         self.rows = rows
         self.n_selected_from = n_selected_from
         self.n_rows = n_rows
 
     @classmethod
-    def select(cls, key: Tensor, value: Tensor, valid: Tensor | None, config: PrescoreConfig) -> SelectionState:
+    def select(
+        cls, key: Tensor, value: Tensor, valid: Tensor | None, config: Config, seed: int = DEFAULT_SEED
+    ) -> SelectionState:
         """Select among the keys so far.
 
         The rows are those that `prescored_attention` of one query over the same keys would meet, with exact
@@ -81,20 +45,34 @@ class SelectionState:
             key: `[B, Hkv, N, D]`.
             value: `[B, Hkv, N, Dv]`.
             valid: `[B, N]`, True = a real key; None = all.
-            config: Method, budget, sinks, remainder.
+            config: A `Selected`: scorer, budget, sinks, remainder.
+            seed: Of the scorer, as `generator` of `prescored_attention`.
         """
-        call = align(key[:, :, -1:], key, value, valid, is_causal=False)
-        plan = Planner(call, _exactly(config), as_streams(None), None, False).build()
-        batch, heads = key.shape[:2]
+        if not isinstance(config, Selected):
+            raise TypeError(f"config must be a Selected to keep a selection, got {type(config).__name__}")
+        query = key[:, :, -1:]
+        call = make_call(
+            query,
+            key,
+            value,
+            valid,
+            is_causal=False,
+            scale=None,
+            backend=pick_backend(Needs.of(query)),
+            streams=Streams(seed),
+        )
+        plan = make_plan(call, _exactly(config))
         keys, values, biases = [], [], []
         for part in plan.parts:
             keys.append(_columns(plan.key, None if plan.stand_ins is None else plan.stand_ins.key, part))
             values.append(_columns(plan.value, None if plan.stand_ins is None else plan.stand_ins.value, part))
             biases.append(_bias(part, keys[-1]))
-        columns = [torch.cat(tables, dim=1).unflatten(0, (batch, heads)) for tables in (keys, values)]
-        bias = torch.cat(biases, dim=1).unflatten(0, (batch, heads))
-        plain = not bool(bias.any())
-        rows = Rows(columns[0], columns[1], None if plain else bias)
+        if not keys:  # nothing but padding so far
+            return cls(config, Rows(key[:, :, :0], value[:, :, :0]), key.shape[2], 0)
+        key_rows, value_rows, bias = (
+            torch.cat(tables, dim=1).unflatten(0, key.shape[:2]) for tables in (keys, values, biases)
+        )
+        rows = Rows(key_rows, value_rows, bias if bool(bias.any()) else None)
         return cls(config, rows, key.shape[2], rows.length)
 
     @property
@@ -133,9 +111,15 @@ class SelectionState:
         self.rows.repeat(repeats)
 
 
-def _exactly(config: PrescoreConfig) -> PrescoreConfig:
+def _exactly(config: Selected) -> Selected:
     """One query over its selection is exact, also where the delta test failed and everything is kept."""
-    return config.replace(inner="exact", min_seq_len=max(2, config.min_seq_len))
+    return config.replace(
+        inner=Exact(),
+        min_seq_len=max(2, config.min_seq_len),
+        # what only means something with an Lsh inside
+        leaf_inclusive=False,
+        coupling=Coupling(mask=config.coupling.mask),
+    )
 
 
 def attend_last(

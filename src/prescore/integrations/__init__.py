@@ -1,11 +1,11 @@
-"""Other people's models on our attention; one foreign library per file, undo always works."""
+"""Other people's models on our attention; one foreign library per file or folder, undo always works."""
 
 from __future__ import annotations
 
 import importlib
 from typing import Any
 
-_MODULES = ("chatglm", "huggingface", "huggingface_cache", "huggingface_vision", "offline_model", "timm")
+_MODULES = ("chatglm", "offline_model", "timm", "transformers")
 
 
 def __getattr__(name: str) -> Any:

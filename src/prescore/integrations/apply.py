@@ -1,38 +1,34 @@
 """`prescore.apply`: one call that puts pre-scored attention into any supported model.
 
-Each foreign library has one adapter, a module beside this one with three functions:
-
-    detect(model) -> bool
-        True when the model is this adapter's. It must not import a library that the model itself does not
-        need (look at `type(model).__mro__` module names, or at the structure).
-    layers(model) -> list[str]
-        Names of the attention layers in order; `layers=` patterns count in this list. Raises `Unsupported`
-        with reasons when the model is recognised but cannot be served.
-    attach(model, configs) -> Callable[[], None]
-        Replace the attention of the layers whose numbers are in `configs: dict[int, PrescoreConfig]`; the
-        other layers stay exact. Returns the undo. If it raises, the model must be as it was.
-
-and, where it has something to tell, `stats(model) -> dict[int, dict[str, Any]]`: what each replaced layer did
-in its last call.
+Each foreign library has one adapter beside this file (see `prescore.integrations.adapter.Adapter`). All that takes
+the place of a model's attention, in `apply`, in observers and in studies, goes through `replace_attention`.
 """
 
 from __future__ import annotations
 
 import importlib
-import importlib.util
-from collections.abc import Callable, Mapping
-from types import ModuleType, TracebackType
-from typing import Any
+import sys
+from collections.abc import Mapping
+from types import TracebackType
+from typing import cast
 
 from torch import nn
 
-from prescore.config import PrescoreConfig
+from prescore.config import Config
 from prescore.errors import Unsupported
-from prescore.integrations.layers import Layers, Overrides, configs_by_layer
+from prescore.integrations.adapter import Adapter, Undo
+from prescore.integrations.attend import Attend, PrescoredAttention
+from prescore.integrations.layers import ConfigByLayers, Layers, configs_by_layer
+from prescore.integrations.report import LayerReport, Report, describe
 
 _PACKAGE = "prescore.integrations"
-ADAPTERS = ("timm", "huggingface_vision", "chatglm", "huggingface")
-"""Asked in this order; the general one comes last."""
+ADAPTERS = {
+    "timm": "timm",
+    "transformers.vision": "transformers",
+    "chatglm": None,
+    "transformers.language": "transformers",
+}
+"""Adapter -> the library it needs. Asked in this order; the general one comes last."""
 
 
 class Applied:
@@ -40,31 +36,40 @@ class Applied:
 
     Attributes:
         model: The model that was given.
-        adapter: The library it came from, such as `huggingface`.
+        adapter: What knows its library, such as `transformers.language`.
         layers: Names of the replaced layers, by layer number.
         configs: Their configurations, by layer number.
     """
 
     def __init__(
-        self, model: nn.Module, adapter: ModuleType, names: list[str], configs: dict[int, PrescoreConfig]
+        self, model: nn.Module, adapter: Adapter, configs: Mapping[int, Config], on_unsupported: str
     ) -> None:
+        names = adapter.layers(model)
+        told: set[str] = set()
         self.model = model
         self.adapter = adapter.__name__.removeprefix(f"{_PACKAGE}.")
-        self.configs = configs
+        self.configs = dict(configs)
         self.layers = {number: names[number] for number in configs}
-        self._module = adapter
-        self._undo: Callable[[], None] | None = adapter.attach(model, configs)
+        self._n_layers = len(names)
+        self._functions = {
+            number: PrescoredAttention(config, on_unsupported, told=told) for number, config in configs.items()
+        }
+        self._undo: Undo | None = _replace_and_prepare(model, adapter, self._functions, self.configs)
 
     def undo(self) -> None:
-        """Give the model its own attention back; a second call does nothing."""
+        """Take back what this did to the model, whatever else was applied; a second call does nothing."""
         undo, self._undo = self._undo, None
         if undo is not None:
             undo()
 
-    def stats(self) -> dict[int, dict[str, Any]]:
-        """What each replaced layer did in its last call, by layer number; empty before the first call."""
-        read = getattr(self._module, "stats", None)
-        return {} if read is None or self._undo is None else read(self.model)
+    def report(self) -> Report:
+        """What each replaced layer did in its last call; print it to see a table."""
+        return Report(
+            tuple(
+                LayerReport(number, self.layers[number], function.config, function.last)
+                for number, function in self._functions.items()
+            )
+        )
 
     def __enter__(self) -> Applied:
         return self
@@ -75,47 +80,58 @@ class Applied:
         self.undo()
 
     def __repr__(self) -> str:
-        state = "undone" if self._undo is None else f"{len(self.layers)} layers"
-        return f"Applied({type(self.model).__name__}, {self.adapter}, {state})"
+        state = "undone" if self._undo is None else f"{len(self.layers)} of {self._n_layers} layers"
+        kinds = ", ".join(dict.fromkeys(describe(config) for config in self.configs.values()))
+        return f"<Applied to {type(self.model).__name__} ({self.adapter}), {state}: {kinds or 'all exact'}>"
 
 
 def apply(
     model: nn.Module,
-    config: PrescoreConfig | None = None,
+    config: Config | ConfigByLayers | None = None,
     *,
-    layers: Layers | Mapping[Any, Overrides] | None = None,
-    **overrides: Any,
+    layers: Layers = "all",
+    on_unsupported: str = "raise",
+    mesh: object = None,
 ) -> Applied:
     """Replace a model's attention by pre-scored attention, until `undo` or the end of the `with` block.
 
     Args:
         model: A causal model of transformers, a ChatGLM2/3, or a ViT of timm or transformers.
-        config: How keys are scored, selected and attended to; None = the measured default.
-        layers: Which layers: `all`, `first:N`, `last:N`, `even`, `odd`, a list of numbers, or a mapping from
-            these to overrides (a dict of config fields, a `PrescoreConfig`, or None = leave exact).
-        **overrides: Fields of the config to change, such as `top_k=1024`.
+        config: How to attend: a `Routed`, `Selected`, `Hyper` or `Exact`, None = `Routed()`; or a mapping from
+            layers (`"all"`, `"first:N"`, a number, a tuple of numbers, ...) to such configurations, None there =
+            leave these layers alone. Later entries win.
+        layers: Which layers: `all`, `first:N`, `last:N`, `even`, `odd`, or a list of numbers.
+        on_unsupported: What a layer asks for and pre-scored attention cannot do raises (`raise`), or makes the
+            layer run exactly (`exact`), which is said once.
+        mesh: Reserved for sequences that lie on several devices; must be None.
 
     Example:
-        >>> with prescore.apply(model, top_k=1024, layers="last:8"):
+        >>> with prescore.apply(model, prescore.Selected(top_k=1024), layers="last:8") as applied:
         ...     model.generate(**inputs)
+        ...     print(applied.report())
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-    if config is not None and not isinstance(config, PrescoreConfig):
-        raise TypeError(f"config must be a PrescoreConfig or None, got {type(config).__name__}")
-    base = config or PrescoreConfig()
-    base = PrescoreConfig.from_dict({**base.to_dict(), **overrides}) if overrides else base
+    if mesh is not None:
+        raise Unsupported(
+            f"apply with mesh={mesh!r}", ["a sequence cannot be split over devices yet, so that mesh must be None"]
+        )
     adapter = find_adapter(model)
-    names: list[str] = adapter.layers(model)
-    return Applied(model, adapter, names, configs_by_layer(layers, base, len(names)))
+    configs = configs_by_layer(config, len(adapter.layers(model)), layers)
+    return Applied(model, adapter, configs, on_unsupported)
 
 
-def find_adapter(model: nn.Module) -> ModuleType:
+def replace_attention(model: nn.Module, functions: Mapping[int, Attend]) -> Undo:
+    """Let `functions[number]` be the attention of layer `number`, all others being exact; returns the undo."""
+    return find_adapter(model).replace_attention(model, functions)
+
+
+def find_adapter(model: nn.Module) -> Adapter:
     """The adapter that knows the model; raises `Unsupported` when none does."""
-    for name in ADAPTERS:
-        if importlib.util.find_spec(f"{_PACKAGE}.{name}") is None:
-            continue
-        adapter = importlib.import_module(f"{_PACKAGE}.{name}")
+    for name, library in ADAPTERS.items():
+        if library is not None and library not in sys.modules:
+            continue  # nobody has a model of a library that was never imported
+        adapter = cast(Adapter, importlib.import_module(f"{_PACKAGE}.{name}"))
         if adapter.detect(model):
             return adapter
     raise Unsupported(
@@ -125,3 +141,23 @@ def find_adapter(model: nn.Module) -> ModuleType:
             "call prescore.prescored_attention in its forward instead"
         ],
     )
+
+
+def _replace_and_prepare(
+    model: nn.Module, adapter: Adapter, functions: Mapping[int, Attend], configs: Mapping[int, Config]
+) -> Undo:
+    undo = adapter.replace_attention(model, functions)
+    prepare = getattr(adapter, "prepare", None)
+    if prepare is None:
+        return undo
+    try:
+        undo_preparations: Undo = prepare(model, configs)
+    except BaseException:
+        undo()
+        raise
+
+    def undo_both() -> None:
+        undo_preparations()
+        undo()
+
+    return undo_both

@@ -7,17 +7,26 @@ and a mask is True where nothing may be seen. The model's code is loaded by tran
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import functools
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from prescore.config import PrescoreConfig
-from prescore.decoding.follow import FollowedSelection
 from prescore.errors import Unsupported
-from prescore.integrations.following import attend_following
-from prescore.integrations.masked import inexpressible
-from prescore.integrations.masks import read_mask
+from prescore.integrations.adapter import Undo, own_forward, replace_forwards, seats
+from prescore.integrations.attend import Attend, Situation
+
+
+class _Heads(NamedTuple):
+    """Query heads, to whose number the caller repeats the key heads, and key heads before that."""
+
+    n_query: int
+    n_key: int
+
+    @property
+    def repeats(self) -> int:
+        return self.n_query // self.n_key
 
 
 def detect(model: nn.Module) -> bool:
@@ -30,98 +39,60 @@ def layers(model: nn.Module) -> list[str]:
     return [f"{name}.core_attention" for name in _owners(model)]
 
 
-def attach(model: nn.Module, configs: dict[int, PrescoreConfig]) -> Callable[[], None]:
-    """Replace the chosen `core_attention` modules; returns the undo."""
-    owners = list(_owners(model).values())
-    n_heads, n_groups = _heads(model)
-    before: dict[int, Any] = {number: owners[number].core_attention for number in configs}
-    for number, config in configs.items():
-        owners[number].core_attention = PrescoredCoreAttention(before[number], config, n_heads, n_groups)
-
-    def undo() -> None:
-        for number, module in before.items():
-            owners[number].core_attention = module
-
-    return undo
+def replace_attention(model: nn.Module, functions: Mapping[int, Attend]) -> Undo:
+    """Let `functions[number]` be the attention of layer `number`; returns the undo."""
+    modules = [model.get_submodule(name) for name in layers(model)]
+    return replace_forwards(modules, functions, functools.partial(_forward, _heads(model)))
 
 
-def stats(model: nn.Module) -> dict[int, dict[str, Any]]:
-    """What each replaced layer did in its last call."""
-    found = {}
-    for number, owner in enumerate(_owners(model).values()):
-        core = owner.core_attention
-        if isinstance(core, PrescoredCoreAttention) and core.stats:
-            found[number] = dict(core.stats)
-    return found
-
-
-class PrescoredCoreAttention(nn.Module):
-    """Stands where a ChatGLM layer has its `core_attention`.
+def _forward(
+    heads: _Heads,
+    module: nn.Module,
+    query_layer: Tensor,
+    key_layer: Tensor,
+    value_layer: Tensor,
+    attention_mask: Tensor | None,
+) -> Tensor:
+    """The forward of a core attention: `[Nq, B, H, D]` and `[Nk, B, H, D]` twice -> `[Nq, B, H * D]`.
 
     Args:
-        original: The module it replaces; runs what cannot be honoured, when the config allows that.
-        config: How keys are scored, selected and attended to.
-        n_heads: Query heads; the caller repeats key heads to as many.
-        n_groups: Key heads before that.
+        heads: Of the model.
+        module: The core attention.
+        query_layer: Queries of the newest positions.
+        key_layer: All keys so far, heads repeated.
+        value_layer: All values so far, likewise.
+        attention_mask: None, or bool `[B, 1, Nq, Nk]`, True = hidden.
     """
-
-    def __init__(self, original: nn.Module, config: PrescoreConfig, n_heads: int, n_groups: int) -> None:
-        super().__init__()
-        self.original = original
-        self.config = config
-        self.n_heads = n_heads
-        self.n_groups = n_groups
-        self.stats: dict[str, Any] = {}
-        self.selection = FollowedSelection()
-        self.train(original.training)  # a new module is in training mode, whatever its model is in
-
-    def forward(
-        self, query_layer: Tensor, key_layer: Tensor, value_layer: Tensor, attention_mask: Tensor | None
-    ) -> Tensor:
-        """`[Nq, B, H, D]` and `[Nk, B, H, D]` twice -> `[Nq, B, H * D]`.
-
-        Args:
-            query_layer: Queries of the newest positions.
-            key_layer: All keys so far, heads repeated.
-            value_layer: All values so far, likewise.
-            attention_mask: None, or bool `[B, 1, Nq, Nk]`, True = hidden.
-        """
-        if query_layer.shape[2] != self.n_heads:
-            raise Unsupported(
-                "pre-scored attention in ChatGLM",
-                [f"queries must be [sequence, batch, {self.n_heads} heads, dim], got {tuple(query_layer.shape)}"],
-            )
-        query, key, value = (layer.permute(1, 2, 0, 3) for layer in (query_layer, key_layer, value_layer))
-        key, value = self._own_heads(key), self._own_heads(value)
-        n_query, n_keys = query.shape[2], key.shape[2]
-        form = read_mask(_seen(attention_mask), n_query=n_query, n_keys=n_keys, is_causal=True)
-        reasons = inexpressible(form)
-        self.stats = {"mask": form.kind, "queries": n_query, "keys": n_keys}
-        if reasons and self.config.on_unsupported == "raise":
-            raise Unsupported("pre-scored attention in ChatGLM", reasons)
-        if reasons:
-            self.stats["path"] = f"exact: {'; '.join(reasons)}"
-            exact: Tensor = self.original(query_layer, key_layer, value_layer, attention_mask)
-            return exact
-        output = attend_following(
-            self.selection,
-            query,
-            key,
-            value,
-            form,
-            config=self.config,
-            scale=query.shape[-1] ** -0.5,
-            stats=self.stats,
-            dropout=self._dropout(),
+    if query_layer.shape[2] != heads.n_query:
+        raise Unsupported(
+            "pre-scored attention in ChatGLM",
+            [f"queries must be [sequence, batch, {heads.n_query} heads, dim], got {tuple(query_layer.shape)}"],
         )
-        return output.permute(2, 0, 1, 3).flatten(2)
 
-    def _own_heads(self, tensor: Tensor) -> Tensor:
-        """Undo the caller's repetition of key heads, so that each is scored once."""
-        return tensor[:, :: max(1, tensor.shape[1] // self.n_groups)]
+    def own(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        repeated = (t.repeat_interleave(heads.repeats, dim=1) for t in (key, value))
+        there = (t.permute(2, 0, 1, 3) for t in (query, *repeated))
+        result: Tensor = own_forward(module)(*there, attention_mask)
+        return result.reshape(*result.shape[:2], heads.n_query, -1).permute(1, 2, 0, 3)
 
-    def _dropout(self) -> float:
-        return getattr(getattr(self.original, "attention_dropout", None), "p", 0.0) if self.training else 0.0
+    seat = seats(module)[-1]
+    query, key, value = (layer.permute(1, 2, 0, 3) for layer in (query_layer, key_layer, value_layer))
+    # the caller's repetition of key heads is undone, so that each is scored once
+    key, value = key[:, :: heads.repeats], value[:, :: heads.repeats]
+    situation = Situation(
+        layer=seat.layer,
+        scale=query.shape[-1] ** -0.5,
+        mask=_seen(attention_mask),
+        is_causal=True,
+        dropout=_dropout(module),
+        owner="ChatGLM",
+        own=own,
+    )
+    return seat.attend(query, key, value, situation).permute(2, 0, 1, 3).flatten(2)
+
+
+def _dropout(module: nn.Module) -> float:
+    return getattr(getattr(module, "attention_dropout", None), "p", 0.0) if module.training else 0.0
 
 
 def _owners(model: nn.Module) -> dict[str, nn.Module]:
@@ -134,18 +105,18 @@ def _owners(model: nn.Module) -> dict[str, nn.Module]:
     }
 
 
-def _heads(model: nn.Module) -> tuple[int, int]:
-    """Query heads and key heads, from the model's configuration."""
+def _heads(model: nn.Module) -> _Heads:
+    """As the model's configuration says."""
     config: Any = getattr(model, "config", None)
     n_heads = getattr(config, "num_attention_heads", None)
     if n_heads is None:
         raise Unsupported(f"apply on {type(model).__name__}", ["its config does not say num_attention_heads"])
     if not getattr(config, "multi_query_attention", False):
-        return n_heads, n_heads
+        return _Heads(n_heads, n_heads)
     n_groups = config.multi_query_group_num
     if n_groups < 1 or n_heads % n_groups:
         raise ValueError(f"config.multi_query_group_num must divide the {n_heads} heads, got {n_groups}")
-    return n_heads, n_groups
+    return _Heads(n_heads, n_groups)
 
 
 def _seen(attention_mask: Tensor | None) -> Tensor | None:

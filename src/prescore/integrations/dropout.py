@@ -7,16 +7,11 @@ and only then, a call draws one number from it.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 _SEEDS = 2**62
 
 
-def dropping(dropout: float) -> dict[str, Any]:
-    """The arguments of `prescored_attention` that drop weights with this probability; none for 0."""
-    if not dropout:
-        return {}
-    seed = int(torch.randint(_SEEDS, (), dtype=torch.int64, device="cpu"))
-    return {"dropout_p": dropout, "dropout_generator": seed}
+def dropout_seed() -> int:
+    """The seed of one call's dropout, drawn from torch's own generator."""
+    return int(torch.randint(_SEEDS, (), dtype=torch.int64, device="cpu"))

@@ -5,25 +5,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from prescore.attention.exact import exact_attention
-from prescore.config import PrescoreConfig
+from prescore.api import Counted, Options, attend_counting
+from prescore.config import Exact
+from prescore.decoding.decoder import Request
 from prescore.errors import Unsupported
-from prescore.integrations.dropout import dropping
+from prescore.integrations.dropout import dropout_seed
 from prescore.integrations.masks import MaskForm, full_mask, rebuild
 
 _LEAST_WINDOW_BLOCK = 256
 
 
-def attend_prescored(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    form: MaskForm,
-    *,
-    config: PrescoreConfig,
-    scale: float | None,
-    dropout: float = 0.0,
-) -> Tensor:
+def prescored_under_mask(query: Tensor, key: Tensor, value: Tensor, form: MaskForm, request: Request) -> Counted:
     """Pre-scored attention under a causal, full or packed mask; `Unsupported` under any other.
 
     Args:
@@ -31,31 +23,23 @@ def attend_prescored(
         key: `[B, Hkv, Nk, D]`.
         value: `[B, Hkv, Nk, Dv]`.
         form: What each query may see.
-        config: How keys are scored, selected and attended to.
-        scale: Factor of the logits.
-        dropout: Probability of dropping a weight.
+        request: How to attend.
     """
-    from prescore.pipeline import prescored_attention
-
     reasons = inexpressible(form)
     if reasons:
         raise Unsupported("pre-scored attention", reasons)
     key, value = key[:, :, : form.n_keys], value[:, :, : form.n_keys]
     if form.kind == "packed":
-        return _per_segment(query, key, value, form, config, scale, dropout)
-    output = prescored_attention(
-        query,
-        key,
-        value,
-        config=config,
+        return _per_segment(query, key, value, form, request)
+    options = Options(
         is_causal=form.kind == "causal",
         key_padding_mask=form.valid,
-        scale=scale,
-        **dropping(dropout),
+        scale=request.scale,
+        generator=request.seed,
+        dropout_p=request.dropout,
+        dropout_generator=dropout_seed() if request.dropout else None,
     )
-    if not isinstance(output, Tensor):
-        raise TypeError(f"prescored_attention must return a tensor, got {type(output).__name__}")
-    return output
+    return attend_counting(query, key, value, request.config, options)
 
 
 def inexpressible(form: MaskForm) -> list[str]:
@@ -65,7 +49,7 @@ def inexpressible(form: MaskForm) -> list[str]:
     return []
 
 
-def attend_exactly(
+def exact_under_mask(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -79,18 +63,23 @@ def attend_exactly(
     if form.kind == "window":
         return _windowed(query, key, value, form, scale, dropout)
     plain = form.kind in ("causal", "full")
-    if plain and query.shape[2] == 1 and (form.valid is None or bool(form.valid.all())):
-        # one new token sees all keys: nothing to check or to copy, a step must cost no more than reading them
+    if (form.kind == "full" or query.shape[2] == 1) and (form.valid is None or bool(form.valid.all())):
+        # every query sees all keys: nothing to check or to copy, a step must cost no more than reading them
         return torch.nn.functional.scaled_dot_product_attention(
-            query, key, value, dropout_p=dropout, scale=scale, enable_gqa=True
+            query, key, value, dropout_p=dropout, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
         )
     if plain and dropout == 0.0:
-        causal = form.kind == "causal"
-        return exact_attention(
-            query, key, value, is_causal=causal, key_padding_mask=form.valid, scale=scale
-        ).output
+        options = Options(is_causal=form.kind == "causal", key_padding_mask=form.valid, scale=scale)
+        return attend_counting(query, key, value, Exact(), options).output
     mask = full_mask(form, query.shape[2], query.device)
     return _sdpa(query, key, value, mask, scale, dropout)
+
+
+def keys_in_sight(form: MaskForm, n_query: int) -> float | None:
+    """Keys that a query may see under a mask, on average, padding included; None where that must be counted."""
+    if form.kind == "full":
+        return float(form.n_keys)
+    return form.n_keys - (n_query - 1) / 2 if form.kind == "causal" else None
 
 
 def _windowed(
@@ -122,15 +111,7 @@ def _sdpa(
     )
 
 
-def _per_segment(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    form: MaskForm,
-    config: PrescoreConfig,
-    scale: float | None,
-    dropout: float,
-) -> Tensor:
+def _per_segment(query: Tensor, key: Tensor, value: Tensor, form: MaskForm, request: Request) -> Counted:
     """Packed sequences become a right-padded batch of sequences, and come back."""
     rows, valid = _segment_rows(form)
 
@@ -138,14 +119,12 @@ def _per_segment(
         return tensor.transpose(1, 2).flatten(0, 1)[rows].transpose(1, 2)
 
     alone = MaskForm("causal", rows.shape[1], valid=None if bool(valid.all()) else valid)
-    output = attend_prescored(
-        apart(query), apart(key), apart(value), alone, config=config, scale=scale, dropout=dropout
-    )
-    output = output.transpose(1, 2)[valid]
+    attended = prescored_under_mask(apart(query), apart(key), apart(value), alone, request)
+    output = attended.output.transpose(1, 2)[valid]
     batch, n_heads, n_query, _ = query.shape
     together = output.new_zeros(batch * n_query, n_heads, value.shape[-1])
     together = together.index_put((rows[valid],), output)
-    return together.view(batch, n_query, n_heads, -1).transpose(1, 2)
+    return Counted(together.view(batch, n_query, n_heads, -1).transpose(1, 2), attended.count_rows)
 
 
 def _segment_rows(form: MaskForm) -> tuple[Tensor, Tensor]:

@@ -39,6 +39,13 @@ class MaskForm:
     starts: Tensor | None = None
     mask: Tensor | None = None
 
+    def for_batch(self, size: int) -> MaskForm:
+        """The same for every sequence of a batch, where the mask was given once for all."""
+        if all(tensor is None or tensor.shape[0] == size for tensor in (self.valid, self.starts)):
+            return self
+        valid, starts = (None if t is None else t.expand(size, -1) for t in (self.valid, self.starts))
+        return replace(self, valid=valid, starts=starts)
+
 
 def read_mask(mask: Tensor | None, *, n_query: int, n_keys: int, is_causal: bool) -> MaskForm:
     """The structure of a mask.
@@ -90,6 +97,15 @@ def as_bool(mask: Tensor) -> Tensor | None:
         return mask.bool() if mask.ndim == 2 else None
     hidden = mask <= _HIDDEN_BELOW
     return None if bool((mask.masked_fill(hidden, 0) != 0).any()) else ~hidden
+
+
+def padded_both_ways(mask: Tensor) -> Tensor | None:
+    """Real tokens `[B, N]` of a bool mask that also blinds padded queries (as NaFlex's does); None for another."""
+    if mask.shape[1] != 1 or mask.shape[2] != mask.shape[3]:
+        return None
+    seen = mask[:, 0]
+    real = seen.any(dim=1)
+    return real if torch.equal(seen, real[:, None, :] & real[:, :, None]) else None
 
 
 def rebuild(form: MaskForm, first: int, last: int, n_query: int, device: torch.device) -> Tensor:

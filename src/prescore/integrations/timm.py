@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from types import MethodType
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
 
-from prescore.config import PrescoreConfig
-from prescore.integrations.vision_attention import Attend, Situation, prescored_layers, refuse
+from prescore.integrations.adapter import Undo, refuse, replace_forwards, seats
+from prescore.integrations.attend import Attend, Situation
 
 # named, not imported: this file is asked about models of every library
 _PLAIN = "timm.layers.attention.Attention"
 # pooling heads read the patches once, with a query of their own; they stay exact
 _POOLING = ("AttentionPoolLatent", "AttentionPool2d", "RotAttentionPool2d", "AttentionPoolPrr")
-_STATE = "_prescore_layer"
 
 
 def detect(model: nn.Module) -> bool:
@@ -35,36 +33,16 @@ def layers(model: nn.Module) -> list[str]:
     return list(found)
 
 
-def attach(model: nn.Module, configs: dict[int, PrescoreConfig]) -> Callable[[], None]:
-    """Replace the attention of the given layers; see `prescore.integrations.apply`."""
-    return replace_attention(model, prescored_layers(configs))
-
-
-def replace_attention(model: nn.Module, functions: Mapping[int, Attend]) -> Callable[[], None]:
+def replace_attention(model: nn.Module, functions: Mapping[int, Attend]) -> Undo:
     """Let `functions[number]` be the attention of layer `number`; returns the undo."""
     names = layers(model)
-    modules = {number: model.get_submodule(names[number]) for number in functions}
-    for number, module in modules.items():
-        if _STATE in module.__dict__:
-            raise ValueError(f"model must not be replaced already, got {names[number]} that is; undo it first")
-    before = {number: module.__dict__.get("forward") for number, module in modules.items()}
-    for number, module in modules.items():
-        setattr(module, _STATE, (functions[number], number, n_prefix_tokens(model, names[number])))
-        # bound to the module, so that a deep copy of the model runs on its own weights
-        module.forward = MethodType(_forward, module)
-
-    def undo() -> None:
-        for number, module in modules.items():
-            delattr(module, _STATE)
-            del module.forward
-            own = before[number]
-            if own is not None:
-                module.forward = own
-
-    return undo
+    modules = [model.get_submodule(name) for name in names]
+    return replace_forwards(
+        modules, functions, _forward, lambda number: tokens_before_patches(model, names[number])
+    )
 
 
-def n_prefix_tokens(model: nn.Module, name: str) -> int:
+def tokens_before_patches(model: nn.Module, name: str) -> int:
     """Tokens before the patches, as the nearest module around the layer says."""
     parts = name.split(".")
     for depth in range(len(parts), -1, -1):
@@ -81,19 +59,20 @@ def n_prefix_tokens(model: nn.Module, name: str) -> int:
 
 def _forward(self: Any, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
     """The forward of timm with its attention exchanged: norms, gate, projection and dropout stay."""
-    attend, layer, n_prefix = getattr(self, _STATE)
+    seat = seats(self)[-1]
     gate = None if self.gate is None else self.gate(x).sigmoid()
     query, key, value = self.qkv(x).unflatten(-1, (3, self.num_heads, self.head_dim)).permute(2, 0, 3, 1, 4)
     situation = Situation(
-        layer=layer,
-        n_prefix=n_prefix,
+        layer=seat.layer,
+        n_prefix=seat.n_prefix,
         scale=self.scale,
         # as torch reads it: a mask of two dimensions is queries by keys, for all inputs
         mask=attn_mask[None, None] if attn_mask is not None and attn_mask.ndim == 2 else attn_mask,
         is_causal=is_causal,
         dropout=self.attn_drop.p if self.training else 0.0,
+        owner=type(self).__name__,
     )
-    attended = attend(self.q_norm(query), self.k_norm(key), value, situation)
+    attended = seat.attend(self.q_norm(query), self.k_norm(key), value, situation)
     joined = self.norm(attended.transpose(1, 2).flatten(2))
     if gate is not None:
         joined = joined * gate

@@ -53,7 +53,7 @@ def coverage_table(records: Sequence[Record]) -> Table:
     )
 
 
-def paper_table(records: Sequence[Record]) -> Table:
+def paper_coverage_table(records: Sequence[Record]) -> Table:
     """Our medians beside the paper's, for the settings it prints."""
     body = []
     for (method, _, _, rows), found in _groups(records).items():

@@ -7,12 +7,11 @@ from collections.abc import Sequence
 from html import escape
 from importlib import resources
 from string import Template
-from typing import Any
 
 from prescore.records import Record
+from prescore.report.chart import NARROW, Mark, Series, Words, legend, line_chart
 from prescore.report.language_summary import Summary, find, summarise
 from prescore.report.language_tables import describe_run, percent, times
-from prescore.report.svg_chart import NARROW, Level, Series, legend, line_chart
 from prescore.report.tables import number
 from prescore.report.token_map import token_map
 
@@ -113,13 +112,13 @@ def _chart(summaries: Sequence[Summary]) -> str:
         )
         for place, name in enumerate(names)
     ]
-    levels = [Level(s.label, s.loss - exact.loss) for s in summaries if s.kind == "local"]
+    marks = [Mark(s.label, s.loss - exact.loss) for s in summaries if s.kind == "local"]
     if exact.rows_per_query is not None:
-        levels.append(Level("exact", exact.rows_per_query, upright=True))
-    words: dict[str, Any] = {"x_label": "key rows met per query", "y_label": "loss above exact (nats)"}
-    words["title"] = "loss above exact against key rows per query"
-    wide = line_chart(series, levels, **words, style="wide")
-    narrow = line_chart(series, levels, **words, style="narrow", width=NARROW)
+        marks.append(Mark("exact", exact.rows_per_query, upright=True))
+    title = "loss above exact against key rows per query"
+    words = Words("key rows met per query", "loss above exact (nats)", title)
+    wide = line_chart(series, marks, words)
+    narrow = line_chart(series, marks, words, width=NARROW, style="narrow")
     return wide + narrow + legend(series)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from prescore.report.language_summary import Summary, find, holds_for
-from prescore.report.plots import COLOURS, bars, figure
+from prescore.report.plots import COLOURS, bars, figure, powers_of_two
 
 _DASHED = (0, (4, 2))
 # black is kept for what a picture is about; yellow is lost on white
@@ -64,7 +64,7 @@ def plot_budgets(summaries: Sequence[Summary], path: str | Path, title: str) -> 
                             )
                 rule = "blocks as long as a leaf exact" if inclusive else "published leaf rule"
                 axes.set_title(f"{scorer}\n{rule}", fontsize=8)
-                _powers_of_two(axes)
+                powers_of_two(axes)
             row[0].set_ylabel("loss, nats per token")
         for axes in grid[-1]:
             axes.set_xlabel("top_k per block")
@@ -86,7 +86,7 @@ def plot_couplings(summaries: Sequence[Summary], path: str | Path, title: str) -
             line = [s for s in own if s.axes["scorer"] != "none" and holds_for(s, scorer)]
             _line(axes, line, "top_k", f"{coupling}, {scorer}", place, dashed=scorer != "kmeans")
         axes.set(title=title, xlabel="top_k per block", ylabel="loss, nats per token")
-        _powers_of_two(axes)
+        powers_of_two(axes)
         axes.legend(loc="upper left", bbox_to_anchor=(1.02, 1), fontsize=7)
 
 
@@ -103,7 +103,7 @@ def plot_lengths(summaries: Sequence[Summary], path: str | Path, title: str) -> 
             axes.axvline(length, color="#888888", linestyle=_DASHED, linewidth=1)
             axes.annotate("trained length", (length, axes.get_ylim()[1]), (3, -10), textcoords="offset points")
         axes.set(title=title, xlabel="tokens", ylabel="loss, nats per token")
-        _powers_of_two(axes)
+        powers_of_two(axes)
         axes.legend(fontsize=8)
 
 
@@ -130,8 +130,8 @@ def plot_cost(summaries: Sequence[Summary], path: str | Path, title: str) -> Non
                 axes.set(title=group or "")
                 axes.set_xlabel(label, fontsize=8)
             row[0].set_ylabel("loss, nats per token")
-        _powers_of_two(grid[0][0])
-        _powers_of_two(grid[1][0])
+        powers_of_two(grid[0][0])
+        powers_of_two(grid[1][0])
         top = _bound_losses(grid[0][0], summaries)
         for row in grid:
             for axes, group in zip(row, groups, strict=True):
@@ -161,11 +161,6 @@ def _shared_legend(drawn: Any, axes: Any) -> None:
     drawn.legend(handles, labels, loc="outside lower center", ncols=2, fontsize=8)
 
 
-def _powers_of_two(axes: Any) -> None:
-    axes.set_xscale("log", base=2)
-    axes.xaxis.set_major_formatter(lambda value, _: f"{value:.{6 if value >= 1 else 2}g}")
-
-
 def _references(axes: Any, summaries: Sequence[Summary], cost: str | None = None) -> None:
     for kind, colour in (("exact", "#000000"), ("local", "#888888")):
         for length in sorted({s.n_tokens for s in summaries}):
@@ -174,13 +169,9 @@ def _references(axes: Any, summaries: Sequence[Summary], cost: str | None = None
                 continue
             axes.axhline(found.loss, color=colour, linewidth=1, linestyle=":")
             # exact attention is the dearest and local the cheapest: each name at the end where its mark is not
-            place, side, shift = (
-                ((0, found.loss), "left", 3) if kind == "exact" else ((1, found.loss), "right", -2)
-            )
-            axes.annotate(
-                found.label, place, (shift, 2), xycoords=axes.get_yaxis_transform(), textcoords="offset points",
-                fontsize=7, ha=side, color=colour,
-            )  # fmt: skip
+            end, side, shift = (0, "left", 3) if kind == "exact" else (1, "right", -2)
+            place = {"xycoords": axes.get_yaxis_transform(), "textcoords": "offset points", "ha": side}
+            axes.annotate(found.label, (end, found.loss), (shift, 2), fontsize=7, color=colour, **place)
             if cost is not None and getattr(found, cost):
                 axes.plot([getattr(found, cost)], [found.loss], marker="s", color=colour, markersize=5)
 

@@ -109,7 +109,7 @@ def find(summaries: Sequence[Summary], kind: str, n_tokens: int, leaf: int | Non
     """The exact or local-only line of a length; of several local ones the one with the same leaves."""
     found = [summary for summary in summaries if summary.kind == kind and summary.n_tokens == n_tokens]
     same = [summary for summary in found if leaf is not None and summary.leaf == leaf]
-    return (same or found or [None])[0]  # type: ignore[list-item]
+    return next(iter(same or found), None)
 
 
 def _summary(group: Sequence[Record]) -> Summary:

@@ -27,7 +27,7 @@ def settings(records: Sequence[Record]) -> list[tuple[Any, ...]]:
     return list(dict.fromkeys(_setting(record) for record in records if record.config["part"] == "recall"))
 
 
-def describe(setting: tuple[Any, ...]) -> str:
+def describe_setting(setting: tuple[Any, ...]) -> str:
     """`n=4096 d=32 ...`; what a part does not depend on is left out."""
     return " ".join(
         f"{name}={value:g}" for name, value in zip(_SETTING, setting, strict=True) if value is not None
@@ -43,7 +43,7 @@ def recall_table(records: Sequence[Record], setting: tuple[Any, ...]) -> Table:
         covered = [mean_and_spread(heavy[name].get(variant, [])) for variant in VARIANTS]
         rows.append((*name, *cells, *covered))
     return Table(
-        title=f"Planted keys found, {describe(setting)}",
+        title=f"Planted keys found, {describe_setting(setting)}",
         columns=("method", "rule", *VARIANTS.values(), *(f"heavy: {words}" for words in VARIANTS.values())),
         rows=tuple(rows),
         note="recall of the d*m planted keys with a budget of d*m, mean ± standard deviation over seeds; "
@@ -82,7 +82,7 @@ def claim_table(records: Sequence[Record]) -> Table:
     )
 
 
-def plot(records: Sequence[Record], setting: tuple[Any, ...], path: str | Path) -> None:
+def planted_plot(records: Sequence[Record], setting: tuple[Any, ...], path: str | Path) -> None:
     """Recall by method and rule in each reading, and the leverage of signal and noise."""
     recall = _figures(records, setting, "recall")
     names = list(recall)
@@ -91,7 +91,7 @@ def plot(records: Sequence[Record], setting: tuple[Any, ...], path: str | Path) 
     colours = [COLOURS[methods.index(method) % len(COLOURS)] for method, _ in names]
     height = 1.2 + 0.19 * len(names)
     with figure(path, (15, height), ncols=4, width_ratios=(1, 1, 1, 0.9)) as (drawn, axes):
-        drawn.suptitle(f"Planted keys found, {describe(setting)}")
+        drawn.suptitle(f"Planted keys found, {describe_setting(setting)}")
         for number_, (panel, (variant, title)) in enumerate(zip(axes[:3], VARIANTS.items(), strict=True)):
             values = [recall[name].get(variant, []) for name in names]
             means = [statistics.fmean(value) if value else 0.0 for value in values]

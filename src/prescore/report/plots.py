@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,17 +38,32 @@ def figure(path: str | Path, size: tuple[float, float], **subplots: Any) -> Iter
         >>> with figure("loss.png", (6, 4)) as (_, axes):
         ...     axes.plot(lengths, losses, color=COLOURS[0])
     """
+    with drawing(size, **subplots) as (drawn, axes):
+        yield drawn, axes
+        drawn.savefig(path)
+
+
+@contextmanager
+def drawing(
+    size: tuple[float, float], style: Mapping[str, Any] | None = None, **subplots: Any
+) -> Iterator[tuple[Figure, Any]]:
+    """A figure in the house style, with changes of it, that lives inside the block and is saved by the caller."""
     import matplotlib
     from cycler import cycler
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure as NewFigure
 
-    style: Any = {**_STYLE, "axes.prop_cycle": cycler(color=COLOURS)}
-    with matplotlib.rc_context(style):
+    settings: Any = {**_STYLE, "axes.prop_cycle": cycler(color=COLOURS), **(style or {})}
+    with matplotlib.rc_context(settings):
         drawn = NewFigure(figsize=size, layout="constrained")
         FigureCanvasAgg(drawn)
         yield drawn, drawn.subplots(**subplots)
-        drawn.savefig(path)
+
+
+def powers_of_two(axes: Axes) -> None:
+    """Let the x axis count in powers of two."""
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:.{6 if value >= 1 else 2}g}")
 
 
 def bars(

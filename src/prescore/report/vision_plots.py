@@ -70,7 +70,7 @@ def accuracy_table(records: Sequence[Record], figure_name: str = "top1") -> Tabl
     )
 
 
-def paper_table(records: Sequence[Record]) -> Table:
+def paper_accuracy_table(records: Sequence[Record]) -> Table:
     """Our figures for the settings the paper prints, each beside its own exact baseline."""
     values, body = _values(records, "top1"), []
     exact = next((f"{r.figures['top1']:.1f}" for r in records if r.config["method"] == _EXACT), MISSING)

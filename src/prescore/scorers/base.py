@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 from torch import Tensor
 
+from prescore import checks
+from prescore.registry import get_scorer
 from prescore.rng import Streams
-
-ScorerT = TypeVar("ScorerT", bound="Scorer")
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,13 +31,10 @@ class Scored:
 class Scorer(ABC):
     """Ranks keys. Subclasses are frozen dataclasses whose fields are their hyper-parameters.
 
-    Fields named like a `PrescoreConfig` field are filled from the configuration. All keys of a call come
-    batched: no scorer may let one batch row or head influence another.
+    All keys of a call come batched: no scorer may let one batch row or head influence another.
     """
 
     name: ClassVar[str]
-    normalizes: ClassVar[bool] = False
-    """Whether keys are l2-normalised before scoring when the configuration does not say (`normalize=None`)."""
     permutation_equivariant: ClassVar[bool] = True
     """Whether permuting the keys permutes the scores; False where seeding depends on positions."""
 
@@ -53,8 +51,36 @@ class Scorer(ABC):
             `[B, H, N]`, higher = kept. Values at positions that are not valid are ignored.
         """
 
-    @classmethod
-    def from_config(cls: type[ScorerT], config: Any) -> ScorerT:
-        """Build the scorer from the configuration fields it shares a name with."""
-        fields = dataclasses.fields(cls)  # type: ignore[arg-type]
-        return cls(**{f.name: getattr(config, f.name) for f in fields if hasattr(config, f.name)})
+    def to_dict(self) -> dict[str, Any]:
+        """Name and hyper-parameters in JSON values."""
+        return {"name": self.name, **{f.name: getattr(self, f.name) for f in dataclasses.fields(self)}}  # type: ignore[arg-type]
+
+    @staticmethod
+    def from_dict(values: Mapping[str, Any]) -> Scorer:
+        """The inverse of `to_dict`; an unknown name or field is refused."""
+        kind = get_scorer(values.get("name"))
+        known = [f.name for f in dataclasses.fields(kind)]
+        given = {name: value for name, value in values.items() if name != "name"}
+        for name in given:
+            checks.known_field(kind.__name__, name, known)
+        made: Scorer = kind(**given)
+        return made
+
+
+def as_scorer(scorer: object) -> Scorer:
+    """A scorer object as it is; a name as the object with its defaults."""
+    if isinstance(scorer, Scorer):
+        return scorer
+    if not isinstance(scorer, str):
+        got = f"{type(scorer).__name__} {scorer!r}"
+        raise TypeError(f"scorer must be a name or a prescore.Scorer object, got {got}")
+    made: Scorer = get_scorer(scorer)()
+    return made
+
+
+def with_noise(keys: Tensor, noise: float, valid: Tensor | None, streams: Streams) -> Tensor:
+    """Keys `[B, H, N, D]` plus Gaussian noise of this standard deviation (Algorithm 1, line 1), 0 on padding."""
+    if not noise:
+        return keys
+    noisy = keys + noise * streams.normal("noise", *keys.shape[2:], like=keys)
+    return noisy if valid is None else noisy.masked_fill(~valid[:, None, :, None], 0.0)

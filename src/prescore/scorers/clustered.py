@@ -11,31 +11,52 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from prescore import checks
 from prescore.clustering.lloyd import fit
 from prescore.clustering.metrics import Metric
 from prescore.clustering.scratch import Scratch
 from prescore.rng import Streams
-from prescore.scorers.base import Scored, Scorer
-from prescore.scorers.rules import apply_rule
+from prescore.scorers.base import Scored, Scorer, with_noise
+from prescore.scorers.rules import RULES, apply_rule
 
 
 @dataclass(frozen=True)
 class ClusteringScorer(Scorer):
     """Cluster the keys of each KV head, score each key by its distance to its own centre.
 
-    `n_clusters=None` is `D + 1`, as in the paper. `rule`, `seeding` and `fit_size` are those of
-    `PrescoreConfig`. `unit` normalises the keys on the way, block by block, without a normalised copy of all.
+    Attributes:
+        n_clusters: None = `D + 1`, as in the paper.
+        rule: How the distance to the own centre becomes a score: `nearest` (paper, Algorithm 1), `farthest`,
+            `cluster-share` (distance over its cluster's total), `sensitivity` (d^2 over the cluster's sum of d^2,
+            plus 1 / cluster size), `balanced` (equal share per cluster, nearest first).
+        max_iter: Lloyd iterations at most.
+        normalize: Cluster the l2-normalised keys; block by block, without a normalised copy of all.
+        noise: Standard deviation of the Gaussian noise added before scoring (Algorithm 1, line 1).
+        seeding: `k-means++` or `random`.
+        fit_size: Keys the clusters are fitted on, at most; None = 32 for each cluster, counted as at least 64
+            (16 for metrics other than the Euclidean, and in the blocks of causal attention); 0 = all keys. Every
+            key is assigned once at the end in either case.
     """
 
     n_clusters: int | None = None
-    max_iter: int = 10
     rule: str = "nearest"
+    max_iter: int = 10
+    normalize: bool = True
+    noise: float = 0.0
     seeding: str = "k-means++"
     fit_size: int | None = None
-    unit: bool = False
 
-    normalizes: ClassVar[bool] = True
     permutation_equivariant: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        checks.one_of("rule", self.rule, RULES)
+        checks.one_of("seeding", self.seeding, ("k-means++", "random"))
+        checks.integer("max_iter", self.max_iter, minimum=0)
+        checks.boolean("normalize", self.normalize)
+        checks.number("noise", self.noise, minimum=0.0)
+        for name, minimum in (("n_clusters", 1), ("fit_size", 0)):
+            if getattr(self, name) is not None:
+                checks.integer(name, getattr(self, name), minimum=minimum)
 
     @abstractmethod
     def metric(self) -> Metric:
@@ -44,7 +65,8 @@ class ClusteringScorer(Scorer):
     def score(self, keys: Tensor, *, valid: Tensor | None, streams: Streams) -> Scored:
         """Score keys, see `Scorer.score`."""
         n_clusters = keys.shape[-1] + 1 if self.n_clusters is None else self.n_clusters
-        points, present = keys.flatten(0, 1), flat_mask(keys, valid)
+        points = with_noise(keys, self.noise, valid, streams).flatten(0, 1)
+        present = flat_mask(keys, valid)
         clusters = fit(
             points,
             n_clusters=n_clusters,
@@ -61,7 +83,7 @@ class ClusteringScorer(Scorer):
 
     def lift(self, points: Tensor, present: Tensor | None, streams: Streams) -> Callable[[Tensor], Tensor] | None:
         """Features of blocks of the flattened keys, to cluster in; None = the keys themselves."""
-        return partial(unit_rows, scratch=Scratch()) if self.unit else None
+        return partial(unit_rows, scratch=Scratch()) if self.normalize else None
 
 
 def unit_rows(points: Tensor, scratch: Scratch) -> Tensor:

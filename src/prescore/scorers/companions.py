@@ -24,6 +24,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from prescore import checks
+from prescore.clustering.hashing import hash_ranks
 from prescore.clustering.sampling import gather_rows
 from prescore.registry import register_scorer
 from prescore.rng import Streams
@@ -45,8 +47,11 @@ class Companions(Scorer):
     n_tables: int = 8
     window: int = 128
 
-    normalizes: ClassVar[bool] = True
     permutation_equivariant: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        checks.integer("n_tables", self.n_tables, minimum=1)
+        checks.integer("window", self.window, minimum=2)
 
     def score(self, keys: Tensor, *, valid: Tensor | None, streams: Streams) -> Tensor:
         """Score keys, see `Scorer.score`."""
@@ -60,7 +65,8 @@ class Companions(Scorer):
         best = points.new_full(points.shape[:2], -1.0)
         for table in range(self.n_tables):
             planes = streams.normal(f"planes {table}", _MOST_BITS, points.shape[2], like=points)
-            ranks = gray_rank(torch.matmul(points, planes.t()) > 0) >> shifts
+            # the first plane is the highest bit
+            ranks = hash_ranks(points, planes.flip(0).t()).to(torch.int64) >> shifts
             best = torch.maximum(best, second_cosine(points, ranks, present, self.window))
         return best.reshape(keys.shape[:3])
 
@@ -68,14 +74,6 @@ class Companions(Scorer):
         # as many bits as leave about half a window of each row's own keys in a bucket
         buckets = (present.sum(dim=1, keepdim=True) / (self.window / 2)).clamp(min=1.0, max=2.0**_MOST_BITS)
         return _MOST_BITS - buckets.log2().ceil().to(torch.int64)
-
-
-def gray_rank(bits: Tensor) -> Tensor:
-    """Place of a bit pattern `[..., b]` in the Gray code, so that neighbours differ in one bit."""
-    # the inverse Gray code is a running parity from the highest bit down
-    parity = bits.to(torch.int64).cumsum(dim=-1) % 2
-    weights = 2 ** torch.arange(bits.shape[-1] - 1, -1, -1, device=bits.device)
-    return (parity * weights).sum(dim=-1)
 
 
 def second_cosine(points: Tensor, ranks: Tensor, present: Tensor, window: int) -> Tensor:

@@ -24,9 +24,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from prescore import checks
 from prescore.clustering.metrics import Metric
 from prescore.clustering.minkowski import SPHERICAL
-from prescore.clustering.sampling import compact, count_valid, stratified
+from prescore.clustering.sampling import count_valid, holes_last, stratified
 from prescore.clustering.scratch import Scratch
 from prescore.clustering.seeding import pairwise_costs
 from prescore.registry import register_scorer
@@ -46,18 +47,22 @@ class GaussianKMeans(ClusteringScorer):
 
     n_features: int = 128
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        checks.integer("n_features", self.n_features, minimum=2)
+
     def metric(self) -> Metric:
         """Euclidean, in feature space; features are approximations, so their distances may be too."""
         return SPHERICAL
 
     def lift(self, points: Tensor, present: Tensor | None, streams: Streams) -> Callable[[Tensor], Tensor]:
         """Random Fourier features."""
-        widths = bandwidth(points, present, streams, unit=self.unit)
+        widths = bandwidth(points, present, streams, unit=self.normalize)
         half = max(1, self.n_features // 2)
         frequencies = streams.normal("frequencies", half, points.shape[-1], like=points)
         # the width goes into the small matrix, not into the points
         frequencies, scratch = frequencies.t() / widths[:, None, None], Scratch()
-        if self.unit:
+        if self.normalize:
             return lambda block: fourier_features(unit_rows(block, scratch), frequencies, scratch)
         return partial(fourier_features, frequencies=frequencies, scratch=scratch)
 
@@ -71,7 +76,7 @@ def bandwidth(points: Tensor, present: Tensor | None, streams: Streams, *, unit:
         return points.new_ones(len(points))
     weights = None if present is None else present.to(points.dtype)
     n_valid = count_valid(points, weights)
-    points, weights = compact(points, weights, n_valid)
+    points, weights = holes_last(points, weights, n_valid)
     counts = n_valid.clamp(max=_BANDWIDTH_SAMPLE)
     sample, weights = stratified(points, weights, n_valid, counts, streams, "bandwidth sample")
     if unit:

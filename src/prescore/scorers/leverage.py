@@ -14,11 +14,9 @@ import torch
 from torch import Tensor
 
 from prescore import checks
-from prescore.packing import pack_mask
 from prescore.registry import register_scorer
 from prescore.rng import Streams
-from prescore.scorers.base import Scorer
-from prescore.types import Selection
+from prescore.scorers.base import Scorer, with_noise
 
 _BLOCK = 2048
 # Squaring K squares its condition number. Above this ratio of eigenvalues, the float64 Gram matrix still gives
@@ -31,7 +29,7 @@ _FEWEST_COLUMNS = 8
 @register_scorer("leverage")
 @dataclass(frozen=True)
 class Leverage(Scorer):
-    """Exact leverage, or sketched when `sketch_size` is given.
+    """Exact leverage, or sketched when `sketch_size` is given; of noisy or l2-normalised keys where asked for.
 
     The sketch adds the keys, with random signs, into `m = max(sketch_size, 2 D)` rows and factorises those; the
     scores are then measured in `c = min(D, max(8, m / 16))` random directions. The relative error of a score has
@@ -40,8 +38,12 @@ class Leverage(Scorer):
     """
 
     sketch_size: int | None = None
+    normalize: bool = False
+    noise: float = 0.0
 
     def __post_init__(self) -> None:
+        checks.boolean("normalize", self.normalize)
+        checks.number("noise", self.noise, minimum=0.0)
         if self.sketch_size is not None:
             checks.integer("sketch_size", self.sketch_size, minimum=1)
             # signs and buckets go by position
@@ -49,6 +51,9 @@ class Leverage(Scorer):
 
     def score(self, keys: Tensor, *, valid: Tensor | None, streams: Streams) -> Tensor:
         """Score keys, see `Scorer.score`."""
+        keys = with_noise(keys, self.noise, valid, streams)
+        if self.normalize:
+            keys = torch.nn.functional.normalize(keys, dim=-1, eps=torch.finfo(keys.dtype).tiny)
         flat = keys.flatten(0, 1)
         if flat.numel() == 0:
             return keys.new_zeros(keys.shape[:3])
@@ -93,27 +98,6 @@ def sketched_leverage(rows: Tensor, sketch_size: int, streams: Streams) -> Tenso
         directions = streams.normal("sketch directions", n_columns, dim, like=whitening).t()
         whitening = torch.matmul(whitening, directions / math.sqrt(n_columns))
     return torch.bmm(rows, whitening.to(rows.dtype)).square_().sum(dim=2)
-
-
-def universal_set(keys: Tensor, epsilon: float, *, valid: Tensor | None = None) -> Selection:
-    """The keys of leverage at least epsilon, LevAttention's universal set; at most `rank / epsilon` of them.
-
-    Args:
-        keys: `[B, H, N, D]`.
-        epsilon: Threshold, > 0.
-        valid: `[B, N]` bool, True = a real key; None = all.
-
-    Returns:
-        A selection whose heads may differ in size.
-    """
-    checks.number("epsilon", epsilon, minimum=0.0, exclusive=True)
-    checks.keys(keys, valid, name="keys")
-    real = keys.detach().to(torch.promote_types(keys.dtype, torch.float32))
-    if valid is not None:
-        real = real.masked_fill(~valid[:, None, :, None], 0.0)
-    if real.numel() == 0:
-        return pack_mask(torch.zeros(keys.shape[:3], dtype=torch.bool, device=keys.device))
-    return pack_mask(exact_leverage(real.flatten(0, 1)).reshape(keys.shape[:3]) >= epsilon)
 
 
 def _whitening_by_qr(rows: Tensor, cutoff: float) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from prescore import checks
 from prescore.clustering.metrics import Metric
 from prescore.clustering.minkowski import metric_for
 from prescore.registry import register_scorer
@@ -20,6 +21,10 @@ class Minkowski(ClusteringScorer):
     """
 
     p: float = 2.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        checks.number("p", self.p, minimum=0.0, exclusive=True)
 
     def metric(self) -> Metric:
         """l_p."""

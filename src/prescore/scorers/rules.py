@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from prescore import checks
-from prescore.config import RULES
+
+RULES = ("nearest", "farthest", "cluster-share", "sensitivity", "balanced")
 
 
 def apply_rule(

@@ -5,12 +5,29 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from prescore.layout import Aligned
+from prescore.selection.members import membership
 from prescore.types import Selection
 
 
-def given_members(selection: Selection, key: Tensor, call: Aligned) -> Tensor:
-    """A caller's selection as `[B, Hkv, N]` bool in aligned positions."""
+def given_members(selection: Selection, shift: Tensor | None, valid: Tensor | None, n_keys: int) -> Tensor:
+    """A caller's selection as `[B, Hkv, N]` bool in aligned positions.
+
+    Args:
+        selection: What the caller passed in, checked.
+        shift: `[B]` how far alignment moved each row; None = not at all.
+        valid: `[B, N]` real keys after alignment; None = all.
+        n_keys: `N`.
+    """
+    indices, chosen = selection.indices, selection.valid
+    if shift is not None:
+        indices = indices - shift[:, None, None]
+        chosen = chosen & (indices >= 0)
+    member = membership(Selection(indices.clamp(0, n_keys - 1), chosen), n_keys)
+    return member if valid is None else member & valid[:, None, :]
+
+
+def check_selection(selection: Selection, key: Tensor) -> None:
+    """Refuse what is no selection among these keys."""
     if not isinstance(selection, Selection):
         raise TypeError(f"selection must be a prescore.Selection, got {type(selection).__name__}")
     indices, valid = selection.indices, selection.valid
@@ -28,10 +45,3 @@ def given_members(selection: Selection, key: Tensor, call: Aligned) -> Tensor:
     if not bool((inside | ~valid).all()):
         wrong = int(indices[valid & ~inside][0])
         raise ValueError(f"selection must have indices in 0..{key.shape[2] - 1}, got {wrong}")
-    if call.shift is not None:
-        indices = indices - call.shift[:, None, None]
-        valid = valid & (indices >= 0)
-    member = torch.zeros(key.shape[:3], dtype=torch.int8, device=key.device)
-    member.scatter_reduce_(-1, indices.clamp(0, key.shape[2] - 1), valid.to(torch.int8), "amax")
-    chosen = member.bool()
-    return chosen if call.valid is None else chosen & call.valid[:, None, :]

@@ -17,7 +17,7 @@ def protected_positions(valid: Tensor | None, like: Tensor, sinks: int, recent: 
 
 
 def membership(selection: Selection, n_keys: int) -> Tensor:
-    """`[P, H, N]` bool: was the key selected."""
+    """`[B, H, N]` bool: was the key selected."""
     indices = selection.indices
     member = torch.zeros(*indices.shape[:2], n_keys, dtype=torch.int8, device=indices.device)
     # amax, because filler repeats the index of a kept key
@@ -25,16 +25,26 @@ def membership(selection: Selection, n_keys: int) -> Tensor:
 
 
 def selection_of(member: Tensor) -> Selection:
-    """The selection of the True positions of `[P, H, N]`."""
-    positions = torch.arange(member.shape[-1], device=member.device).expand(member.shape)
-    indices, valid = compact(positions, member)
-    if valid is None:
-        valid = torch.ones_like(indices, dtype=torch.bool)
-    last = torch.where(valid, indices, 0).amax(-1, keepdim=True)
-    return Selection(torch.where(valid, indices, last), valid)
+    """Positions of the True entries of `[B, H, N]`, ascending, as many slots as the fullest head needs.
+
+    Heads that keep fewer repeat their last kept position, marked as not valid.
+    """
+    n_keys = member.shape[2]
+    counts = member.sum(dim=2, keepdim=True)
+    size = int(counts.max()) if counts.numel() else 0
+    valid = torch.arange(size, device=member.device) < counts
+    if size == 0:
+        return Selection(torch.zeros_like(valid, dtype=torch.int64), valid)
+    positions = torch.arange(n_keys, device=member.device).expand_as(member)
+    # other positions go to a slot that is cut off
+    slot = (member.cumsum(dim=2) - 1).masked_fill_(~member, size)
+    indices = torch.zeros(*member.shape[:2], size + 1, dtype=torch.int64, device=member.device)
+    indices = indices.scatter_(2, slot, positions)[:, :, :size]
+    filler = indices.gather(2, (counts - 1).clamp(min=0))
+    return Selection(torch.where(valid, indices, filler), valid)
 
 
-def compact(rows: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor | None]:
+def bring_forward(rows: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor | None]:
     """Bring the wanted entries of the last axis to the front, in order, and cut to the longest list.
 
     Returns:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from prescore.packing import pack_mask
+from prescore.selection.members import selection_of
 from prescore.types import Selection
 
 
@@ -29,7 +29,7 @@ def select_top(
     n_keys = scores.shape[2]
     size = int(counts.max()) if counts.numel() else 0
     if size == 0 or scores.numel() == 0:
-        return pack_mask(torch.zeros_like(scores, dtype=torch.bool))
+        return selection_of(torch.zeros_like(scores, dtype=torch.bool))
     if valid is not None:
         scores = scores.masked_fill(~valid.unsqueeze(1), -torch.inf)
     kept = torch.zeros_like(scores, dtype=torch.bool)
@@ -48,4 +48,4 @@ def select_top(
     level = eligible & (candidates == boundary)
     room = remaining - above.sum(dim=2, keepdim=True)
     chosen = above | (level & (level.cumsum(dim=2) <= room))
-    return pack_mask(kept | (chosen & (remaining > 0)))
+    return selection_of(kept | (chosen & (remaining > 0)))

@@ -38,7 +38,7 @@ def attention_tensors(
     return query.to(dtype), key.to(dtype), value.to(dtype)
 
 
-def padding_mask(kind: str, batch: int, n_keys: int, *, seed: int = 0) -> Tensor | None:
+def random_mask(kind: str, batch: int, n_keys: int, *, seed: int = 0) -> Tensor | None:
     """`[B, Nk]` bool, True = a real key: real keys at the end (`left`), at the start (`right`), or anywhere.
 
     Every row keeps at least one real key; None for `none`.

@@ -1,7 +1,7 @@
 """Algorithm 2 in loops, one sequence and one head at a time: what the batched plan must reproduce.
 
-Shares with the library the scorers, the random streams and nothing else: hashing, sorting, blocks, sampling,
-recursion, padding and stand-ins are written again, by definition.
+Shares with the library Algorithm 1 (scorers and selection), the random streams and nothing else: hashing, sorting,
+blocks, sampling, recursion, padding and stand-ins are written again, by definition.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from prescore import checks
-from prescore.config import PrescoreConfig
+from prescore.config import Exact, Hyper, Lsh, Selected
+from prescore.prescoring import score_keys, select_keys
 from prescore.rng import Streams, as_streams
-from prescore.scoring import cluster_labels, score_keys, select_keys
+from prescore.scorers.base import Scorer
+from prescore.scorers.kmeans import KMeans
 from prescore.selection.members import membership
 from prescore.testing.dense import Weights
 from prescore.types import Selection
@@ -24,18 +25,26 @@ from prescore.types import Selection
 def naive_weights(
     query: Tensor,
     key: Tensor,
-    config: PrescoreConfig,
+    config: Selected | Hyper,
     *,
     is_causal: bool = False,
     key_padding_mask: Tensor | None = None,
     generator: torch.Generator | int | None = None,
     selection: Selection | None = None,
 ) -> Weights:
-    """What every query of a call sees, `inner` hyper or exact.
+    """What every query of a call sees.
 
     Rows of queries that are padding are not specified under `alignment="rank"`.
     """
-    checks.one_of("inner", config.inner, ("hyper", "exact"))
+    if isinstance(config, Hyper):  # every key is selected
+        config = Selected(
+            top_k=1.0,
+            sinks=config.sinks,
+            remainder="none",
+            inner=config.lsh,
+            min_seq_len=config.min_seq_len,
+            leaf_inclusive=config.leaf_inclusive,
+        )
     streams = as_streams(generator)
     batch, kv_heads, n_keys = key.shape[:3]
     queries = query.unflatten(1, (kv_heads, -1)).detach()
@@ -74,7 +83,7 @@ class Sight:
         query: Tensor,
         key: Tensor,
         valid: Tensor,
-        config: PrescoreConfig,
+        config: Selected,
         streams: Streams,
         given: Tensor | None,
     ) -> None:
@@ -85,7 +94,7 @@ class Sight:
         real: list[int] = valid.nonzero()[:, 0].tolist()
         self.first, self.end = real[0] if real else 0, real[-1] + 1 if real else 0
         self.sinks = set(real[: config.sinks])
-        self.zeroing = config.coupling.mask == "zero" and bool(config.top_k)
+        self.zeroing = config.coupling.mask == "zero"
         self.self_attention = query.shape[1] == key.shape[0]
 
     def look(self, is_causal: bool) -> None:
@@ -125,12 +134,11 @@ class Sight:
         block = self.key[index][None, None]
         mask = None if bool(real.all()) else real[None]
         if self.given is None:
-            chosen = select_keys(block, valid=mask, config=config, streams=streams, protect=protect[None])
+            chosen = select_keys(block, config, valid=mask, streams=streams, protect=protect[None])
             member, everything = membership(chosen.selection, len(index))[0, 0], chosen.everything
-            fell_back = chosen.selection.fallback is not None and bool(chosen.selection.fallback[0])
         else:
-            member, everything, fell_back = self.given[index] & real, False, False
-        if config.remainder == "centroids" and not everything and not self.zeroing:
+            member, everything = self.given[index] & real, False
+        if config.remainder != "none" and not everything:
             self.stand_for(block, mask, index, real & ~member, asking, streams)
         apart = member & protect if not self.zeroing else torch.zeros_like(member)
         self.count(asking, index[apart].tolist(), 1.0)
@@ -142,11 +150,11 @@ class Sight:
                 for j, i in enumerate(index)
                 if real[j]
             ]
-        if few or (config.inner == "exact" and not fell_back):
+        if few or isinstance(config.inner, Exact):
             self.count(asking, [column.number for column in pool], 1.0)
         elif pool:
             weight = len(own) if config.coupling.residual_weight == "all" else int((member & ~apart).sum())
-            self.hyper(asking, pool, weight, streams)
+            self.hyper(config.inner, asking, pool, weight, streams)
 
     def stand_for(
         self,
@@ -158,43 +166,45 @@ class Sight:
         streams: Streams,
     ) -> None:
         """One column per cluster: the average of its keys that were not selected, counted that often."""
-        labels = score_keys(block, valid=mask, config=self.config, streams=streams).labels
+        own = self.config.remainder if isinstance(self.config.remainder, Scorer) else self.config.scoring
+        labels = score_keys(block, own, valid=mask, streams=streams).labels
         if labels is None:
-            labels = cluster_labels(block, valid=mask, config=self.config, streams=streams)[0]
+            labels = score_keys(block, KMeans(), valid=mask, streams=streams).labels
+        if labels is None:
+            raise TypeError("kmeans must return labels, got None")
         for cluster in labels[0, 0][left_out].unique().tolist():
             behind = index[left_out & (labels[0, 0] == cluster)]
             mean = torch.zeros(self.key.shape[0], dtype=torch.float64)
             mean[behind] = 1 / len(behind)
             self.count(asking, [self.new_column(mean)], float(len(behind)))
 
-    def hyper(self, asking: list[int], pool: list[Column], size: int, streams: Streams) -> None:
+    def hyper(self, lsh: Lsh, asking: list[int], pool: list[Column], size: int, streams: Streams) -> None:
         """Each query over its LSH block and over the samples outside it, by definition."""
-        config = self.config
-        directions = self.streams.normal("lsh", self.key.shape[1], config.n_projections, like=self.key)
+        directions = self.streams.normal("lsh", self.key.shape[1], lsh.n_projections, like=self.key)
         bucket = [gray_position(column.vector @ directions >= 0) for column in pool]
         order = sorted(range(len(pool)), key=lambda j: bucket[j])  # stable
-        block_size = config.block_size
+        block_size = lsh.block_size
         n_blocks = -(-len(pool) // block_size) if block_size else 1
         block_of = {j: place // block_size if block_size else -1 for place, j in enumerate(order)}
-        uniform = streams.uniform("residual", config.sample_size, like=self.key).tolist()
+        uniform = streams.uniform("residual", lsh.sample_size, like=self.key).tolist()
         drawn = [min(int(u * len(pool)), len(pool) - 1) for u in uniform]
         for head in range(self.query.shape[0]):
             own_bucket = {i: gray_position(self.query[head, i] @ directions >= 0) for i in asking}
-            for i, own in self.align(own_bucket, bucket, n_blocks).items():
+            for i, own in self.align(lsh, own_bucket, bucket, n_blocks).items():
                 for j, block in block_of.items():
                     if block == own:
                         self.table[head, i, pool[j].number] += 1
                 for j in drawn:
-                    if block_of[j] != own or config.coupling.overlap == "count":
-                        self.table[head, i, pool[j].number] += size / config.sample_size
+                    if block_of[j] != own or self.config.coupling.overlap == "count":
+                        self.table[head, i, pool[j].number] += size / lsh.sample_size
 
-    def align(self, asking: dict[int, int], bucket: list[int], n_blocks: int) -> dict[int, int]:
+    def align(self, lsh: Lsh, asking: dict[int, int], bucket: list[int], n_blocks: int) -> dict[int, int]:
         """Which block each query reads."""
-        if self.config.alignment == "rank":
+        if lsh.alignment == "rank":
             real = [i for i in asking if not self.self_attention or self.valid[i]]
             order = sorted(real, key=lambda i: asking[i])
             return {i: place * n_blocks // len(order) for place, i in enumerate(order)}
-        size = max(1, self.config.block_size)
+        size = max(1, lsh.block_size)
         below = {i: sum(b < r for b in bucket) + sum(b <= r for b in bucket) for i, r in asking.items()}
         return {i: min(twice // (2 * size), n_blocks - 1) for i, twice in below.items()}
 

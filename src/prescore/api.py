@@ -1,0 +1,335 @@
+"""The public functions on tensors: check, make a `Call`, let the configuration's engine run it, put back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal, NamedTuple, overload
+
+import torch
+from torch import Tensor
+
+from prescore import checks
+from prescore.call import Call, align_keys, make_call, shifted_back
+from prescore.config import Config, Exact, Hyper, Routed, Selected, check_config
+from prescore.exact import attend_to_all, visible_keys
+from prescore.hyper import engine as selected
+from prescore.hyper.problems import FULL
+from prescore.ops.backend import Backend, Needs, pick_backend
+from prescore.ops.dropout import Dropout
+from prescore.ops.exact import exact_output
+from prescore.prescoring import score_keys, select_keys
+from prescore.rng import Streams, as_streams, check_generator
+from prescore.routed import engine as routed
+from prescore.scorers.base import Scorer, as_scorer
+from prescore.selection.given import check_selection, given_members
+from prescore.selection.members import protected_positions
+from prescore.types import Attended, Aux, Outcome, Selection
+
+Generator = torch.Generator | int | None
+
+
+def score(
+    key: Tensor,
+    scorer: str | Scorer = "kmeans",
+    *,
+    key_padding_mask: Tensor | None = None,
+    generator: Generator = None,
+) -> Tensor:
+    """Score keys (Algorithm 1 without the budget).
+
+    Args:
+        key: `[B, Hkv, N, D]`.
+        scorer: A name of `list_scorers()`, or a scorer object.
+        key_padding_mask: `[B, N]`, True = a real key.
+        generator: Seed, generator or None.
+
+    Returns:
+        `[B, Hkv, N]` in at least float32; higher = kept, padded keys -inf, sinks not raised.
+    """
+    chosen = as_scorer(scorer)
+    checks.keys(key, key_padding_mask)
+    streams = as_streams(generator)
+    if 0 in key.shape[:3]:
+        return key.new_zeros(key.shape[:3], dtype=torch.promote_types(key.dtype, torch.float32))
+    aligned, valid, shift = align_keys(key, key_padding_mask)
+    scores = score_keys(aligned, chosen, valid=valid, streams=streams.child(FULL)).scores
+    if shift is None:
+        return scores
+    index = torch.arange(key.shape[2], device=key.device) - shift[:, None]
+    moved = scores.gather(-1, index.clamp_min(0)[:, None, :].expand_as(scores))
+    return moved.masked_fill((index < 0)[:, None, :], -torch.inf)
+
+
+def select(
+    key: Tensor,
+    scorer: str | Scorer = "kmeans",
+    *,
+    top_k: int | float,
+    sinks: int = 4,
+    recent: int = 0,
+    selector: str = "top",
+    min_fraction: float = 0.0,
+    key_padding_mask: Tensor | None = None,
+    generator: Generator = None,
+) -> Selection:
+    """Choose the keys to keep (Algorithm 1); the fields mean what they mean in `Selected`.
+
+    Example:
+        >>> kept = select(key, "kmeans", top_k=256, sinks=4)
+        >>> kept.indices.shape
+        torch.Size([1, 8, 256])
+    """
+    config = Selected(scorer, top_k, selector, sinks, recent, min_fraction)
+    checks.keys(key, key_padding_mask)
+    streams = as_streams(generator)
+    if 0 in key.shape[:3]:
+        return _nothing_selected(key)
+    aligned, valid, shift = align_keys(key, key_padding_mask)
+    protect = None
+    if config.sinks or config.recent:
+        protect = protected_positions(valid, aligned, config.sinks, config.recent)
+    chosen = select_keys(aligned, config, valid=valid, streams=streams.child(FULL), protect=protect)
+    return shifted_back(chosen.selection, shift, key.shape[2])
+
+
+@overload
+def prescored_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    config: Config | None = None,
+    *,
+    is_causal: bool = False,
+    key_padding_mask: Tensor | None = None,
+    scale: float | None = None,
+    generator: Generator = None,
+    selection: Selection | None = None,
+    dropout_p: float = 0.0,
+    dropout_generator: Generator = None,
+    backend: str = "auto",
+    return_aux: Literal[False] = False,
+) -> Tensor: ...
+
+
+@overload
+def prescored_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    config: Config | None = None,
+    *,
+    is_causal: bool = False,
+    key_padding_mask: Tensor | None = None,
+    scale: float | None = None,
+    generator: Generator = None,
+    selection: Selection | None = None,
+    dropout_p: float = 0.0,
+    dropout_generator: Generator = None,
+    backend: str = "auto",
+    return_aux: Literal[True],
+) -> tuple[Tensor, Aux]: ...
+
+
+def prescored_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    config: Config | None = None,
+    *,
+    is_causal: bool = False,
+    key_padding_mask: Tensor | None = None,
+    scale: float | None = None,
+    generator: Generator = None,
+    selection: Selection | None = None,
+    dropout_p: float = 0.0,
+    dropout_generator: Generator = None,
+    backend: str = "auto",
+    return_aux: bool = False,
+) -> Tensor | tuple[Tensor, Aux]:
+    """Attention over the keys that matter.
+
+    Args:
+        query: `[B, Hq, Nq, D]`.
+        key: `[B, Hkv, Nk, D]`, `Hq` a multiple of `Hkv`.
+        value: `[B, Hkv, Nk, Dv]`.
+        config: How to attend: a `Routed`, `Selected`, `Hyper` or `Exact`; None = `Routed()`.
+        is_causal: Queries are the last `Nq` positions and see no later key.
+        key_padding_mask: `[B, Nk]`, True = a real key.
+        scale: Factor of the logits, `D ** -0.5` by default.
+        generator: Seed, generator or None.
+        selection: With a `Selected`: use this selection instead of making one. Without a configuration: attend
+            exactly to these keys and no others.
+        dropout_p: Probability of dropping an attention weight, for training: the kept ones are scaled by
+            `1 / (1 - p)`, lse counts all keys as before, and a stand-in is dropped as a whole. Which ones are
+            dropped is drawn apart for each sequence and head, and drawn again in the backward pass rather than
+            stored. The fused operators cannot do this: the plain backend runs, which is slower.
+        dropout_generator: Seed or generator of the dropout alone, so that it may change from step to step
+            while the selection does not; None = from `generator` too.
+        backend: Operator backend: `auto`, `cpu-flash`, `cuda-efficient` or `plain`.
+        return_aux: Also return lse, the selection and statistics.
+
+    Returns:
+        The output `[B, Hq, Nq, Dv]`, or `(output, Aux)`.
+    """
+    options = Options(
+        is_causal, key_padding_mask, scale, generator, selection, dropout_p, dropout_generator, backend
+    )
+    if not return_aux:
+        return attend_counting(query, key, value, config, options).output
+    call, outcome = _attend(query, key, value, config, options, explain=True)
+    attended = call.restore(outcome.attended)
+    kept = [call.restore_selection(chosen) for chosen in outcome.selections]
+    chosen = kept if is_causal else kept[0] if kept else _nothing_selected(key)
+    return attended.output, Aux(attended.lse, chosen, outcome.stats)
+
+
+class Options(NamedTuple):
+    """What `prescored_attention` is told beside its tensors and its configuration; the defaults are its own."""
+
+    is_causal: bool = False
+    key_padding_mask: Tensor | None = None
+    scale: float | None = None
+    generator: Generator = None
+    selection: Selection | None = None
+    dropout_p: float = 0.0
+    dropout_generator: Generator = None
+    backend: str = "auto"
+
+
+class Counted(NamedTuple):
+    """An output, and a function that counts the key and stand-in rows that a query met, on average."""
+
+    output: Tensor
+    count_rows: Callable[[], float]
+
+
+def attend_counting(query: Tensor, key: Tensor, value: Tensor, config: Config | None, options: Options) -> Counted:
+    """`prescored_attention` without statistics; rows are counted when somebody asks, outside of any timer."""
+    call, outcome = _attend(query, key, value, config, options, explain=False)
+    return Counted(call.restore(outcome.attended).output, outcome.count_rows)
+
+
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, config: Config | None, options: Options, *, explain: bool
+) -> tuple[Call, Outcome]:
+    """Check everything, then run it; the result is still in aligned positions."""
+    is_causal, mask, scale, generator, selection, dropout_p, dropout_generator, backend = options
+    if config is None and selection is not None:
+        config = Selected(remainder="none")
+    config = check_config(config)
+    checks.probability("dropout_p", dropout_p)
+    check_generator(dropout_generator, "dropout_generator")
+    checks.attention_inputs(query, key, value, is_causal=is_causal, key_padding_mask=mask, scale=scale)
+    if selection is not None:
+        if not isinstance(config, Selected):
+            raise ValueError(f"selection must come with a Selected configuration, got {type(config).__name__}")
+        check_selection(selection, key)
+    _backend(query, backend, dropout_p, Streams())
+    streams = as_streams(generator)  # last of the checks: a refused call must not advance the generator
+    dropping = streams if dropout_generator is None else as_streams(dropout_generator)
+    call = make_call(
+        query,
+        key,
+        value,
+        mask,
+        is_causal=is_causal,
+        scale=scale,
+        backend=_backend(query, backend, dropout_p, dropping),
+        streams=streams,
+        aligned=not isinstance(config, Exact),
+    )
+    given = None if selection is None else given_members(selection, call.shift, call.valid, key.shape[2])
+    if not explain and given is None and _is_exact(call, config):
+        return call, Outcome(Attended(_operator_alone(call), query.new_empty(0)), lambda: visible_keys(call))
+    return call, _run(call, config, given, explain)
+
+
+def exact_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    is_causal: bool = False,
+    key_padding_mask: Tensor | None = None,
+    scale: float | None = None,
+    backend: str = "auto",
+) -> Attended:
+    """Softmax attention over all real keys.
+
+    Args:
+        query: `[B, Hq, Nq, D]`.
+        key: `[B, Hkv, Nk, D]`, `Hq` a multiple of `Hkv`; keys are not repeated.
+        value: `[B, Hkv, Nk, Dv]`.
+        is_causal: Queries are the last `Nq` positions and see no later key.
+        key_padding_mask: `[B, Nk]`, True = a real key.
+        scale: Factor of the logits, `D ** -0.5` by default.
+        backend: `auto`, `cpu-flash`, `cuda-efficient` or `plain`.
+
+    Returns:
+        Output and lse; a query that sees nothing has output 0 and lse -inf.
+    """
+    checks.attention_inputs(query, key, value, is_causal=is_causal, key_padding_mask=key_padding_mask, scale=scale)
+    chosen = pick_backend(Needs.of(query), backend)
+    call = make_call(
+        query, key, value, key_padding_mask, is_causal=is_causal, scale=scale, backend=chosen, aligned=False
+    )
+    return _run(call, Exact(), None, False).attended
+
+
+def hyper_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    config: Hyper | None = None,
+    *,
+    is_causal: bool = False,
+    key_padding_mask: Tensor | None = None,
+    scale: float | None = None,
+    generator: Generator = None,
+    backend: str = "auto",
+) -> Attended:
+    """HyperAttention over all keys: LSH blocks plus a sampled residual; `config=None` is `Hyper.published()`."""
+    config = Hyper.published() if config is None else config
+    checks.instance("config", config, (Hyper,))
+    checks.attention_inputs(query, key, value, is_causal=is_causal, key_padding_mask=key_padding_mask, scale=scale)
+    chosen = pick_backend(Needs.of(query), backend)
+    streams = as_streams(generator)
+    call = make_call(
+        query, key, value, key_padding_mask, is_causal=is_causal, scale=scale, backend=chosen, streams=streams
+    )
+    return call.restore(_run(call, config, None, False).attended)
+
+
+def _run(call: Call, config: Config, given: Tensor | None, explain: bool) -> Outcome:
+    """The one place where a configuration's type becomes an engine."""
+    if isinstance(config, Routed):
+        return routed.attend_routed(call, config, explain=explain)
+    if isinstance(config, Selected | Hyper):
+        return selected.attend_selected(call, config, given, explain=explain)
+    return attend_to_all(call, explain=explain)
+
+
+def _is_exact(call: Call, config: Config) -> bool:
+    """Whether a call is exact attention as it stands, straight from the operator: short inputs feel every copy."""
+    if call.padded or call.backend.dropout is not None:
+        return False
+    if isinstance(config, Routed):
+        return routed.reads_all(call, config)
+    return isinstance(config, Exact) or selected.reads_all(call, config)
+
+
+def _operator_alone(call: Call) -> Tensor:
+    return exact_output(
+        call.query, call.key, call.value, is_causal=call.is_causal, scale=call.scale, backend=call.backend
+    )
+
+
+def _backend(query: Tensor, name: str, dropout_p: float, streams: Streams) -> Backend:
+    """The operator of a call; raises when none, or not the named one, can run it."""
+    dropout = Dropout(dropout_p, streams.child("dropout")) if dropout_p else None
+    return pick_backend(Needs.of(query, dropout), name)
+
+
+def _nothing_selected(key: Tensor) -> Selection:
+    empty = torch.zeros(*key.shape[:2], 0, dtype=torch.int64, device=key.device)
+    return Selection(empty, empty.bool())

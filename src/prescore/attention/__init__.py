@@ -1,1 +1,0 @@
-"""Queries, keys, values in, mergeable attention out; exact about its softmax, knows no model."""

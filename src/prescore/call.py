@@ -1,0 +1,188 @@
+"""One attention call as the engines see it: aligned tensors, what they mean, and what runs them.
+
+Positions count from each sequence's first real token, so rows with leading padding are shifted to the left before
+anything looks at them, and results go back to where the queries were.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from prescore.ops.backend import Backend
+from prescore.ops.exact import exact_parts
+from prescore.ops.parts import attend_parts
+from prescore.rng import Streams
+from prescore.types import Attended, Selection
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """Inputs whose every row begins with its first real key.
+
+    Attributes:
+        query, key, value: As given, shifted left where a row had leading padding; padded keys and values are 0.
+        is_causal: Queries are the last positions and see no later key.
+        scale: Factor of the logits.
+        backend: The operator.
+        streams: Randomness.
+        valid: `[B, Nk]`, True = a real key; None = all are.
+        query_start: `[B]` position of the first query row, or an int where all rows agree. Without causality
+            positions of queries mean nothing and this is 0.
+        query_valid: `[B, Nq]`, False on query rows that are padding (as many queries as keys, and the key there
+            is padding); None = all are real. They are answered, but move no other query.
+        shift: `[B]` how far each row moved; None = not at all.
+        queries_moved: Whether the queries were shifted too.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    is_causal: bool
+    scale: float
+    backend: Backend
+    streams: Streams = field(default_factory=Streams)
+    valid: Tensor | None = None
+    query_start: Tensor | int = 0
+    query_valid: Tensor | None = None
+    shift: Tensor | None = None
+    queries_moved: bool = False
+
+    @property
+    def n_query(self) -> int:
+        """Query rows of a sequence."""
+        return self.query.shape[2]
+
+    @property
+    def n_keys(self) -> int:
+        """Key rows of a sequence, padding included."""
+        return self.key.shape[2]
+
+    @property
+    def group(self) -> int:
+        """Query heads that share a key head."""
+        return self.query.shape[1] // self.key.shape[1]
+
+    @property
+    def padded(self) -> bool:
+        """Whether some key is padding."""
+        return self.valid is not None
+
+    def exactly(self, place: str = "exact") -> Attended:
+        """Exact attention of the whole call."""
+        if not self.is_causal or isinstance(self.query_start, int):
+            parts = exact_parts(self.query, self.key, is_causal=self.is_causal, valid=self.valid)
+            backend = self.backend.at(place)
+            return attend_parts(self.query, self.key, self.value, parts, scale=self.scale, backend=backend)
+        raise ValueError("query_start must be one position, got one for each row")
+
+    def restore(self, attended: Attended) -> Attended:
+        """Put the outputs back where the queries were; rows shifted out saw nothing."""
+        if self.shift is None or not self.queries_moved:
+            return attended
+        index = torch.arange(attended.lse.shape[2], device=self.shift.device) - self.shift[:, None]
+        outside = index < 0
+        index = index.clamp_min(0)
+        output, lse = (_take_rows(t, index) for t in (attended.output, attended.lse[..., None]))
+        output = output.masked_fill(outside[:, None, :, None], 0)
+        lse = lse.squeeze(-1).masked_fill(outside[:, None, :], -torch.inf)
+        return Attended(output, lse)
+
+    def restore_selection(self, selection: Selection) -> Selection:
+        """From aligned positions to positions of the tensors the caller gave."""
+        return shifted_back(selection, self.shift, self.n_keys)
+
+
+def first_real(mask: Tensor) -> Tensor:
+    """`[B, N]` bool -> `[B]` position of the first True; 0 where there is none."""
+    return mask.to(torch.uint8).argmax(dim=1)
+
+
+def align_keys(key: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Shift keys left to their first real one and zero the padding: `(key, valid, shift)`."""
+    if mask is None or bool(mask.all()):
+        return key, None, None
+    key = key.masked_fill(~mask[:, None, :, None], 0)
+    shift = first_real(mask)
+    if not bool(shift.any()):
+        return key, mask, None
+    index, inside = _shifted(shift, mask.shape[1])
+    return _take_rows(key, index) * inside[:, None, :, None], mask.gather(1, index) & inside, shift
+
+
+def shifted_back(selection: Selection, shift: Tensor | None, n_keys: int) -> Selection:
+    """A selection among aligned keys as positions of the keys before they were shifted."""
+    if shift is None:
+        return selection
+    # filler of a block beyond a short sequence would point past the end, and break a caller's gather
+    indices = (selection.indices + shift[:, None, None]).clamp_max(n_keys - 1)
+    return Selection(indices, selection.valid, selection.fallback)
+
+
+def make_call(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None = None,
+    *,
+    is_causal: bool,
+    scale: float | None,
+    backend: Backend,
+    streams: Streams | None = None,
+    aligned: bool = True,
+) -> Call:
+    """The inputs of an attention function as a call.
+
+    Args:
+        query: As the user gave it, like all that follows.
+        key: Likewise.
+        value: Likewise.
+        mask: `[B, Nk]`, True = a real key; None = all are.
+        is_causal: Queries are the last positions.
+        scale: Factor of the logits; None = `D ** -0.5`.
+        backend: The operator.
+        streams: Randomness; None = that of the default seed.
+        aligned: Shift rows to their first real key; exact attention does not look at positions, and need not.
+    """
+    streams = streams or Streams()
+    n_query, n_keys = query.shape[2], key.shape[2]
+    factor = float(query.shape[-1] ** -0.5 if scale is None else scale)
+    start: Tensor | int = n_keys - n_query if is_causal else 0
+    if not aligned:
+        if mask is not None:  # padding may hold anything, and 0 * NaN is NaN
+            key, value = (t.masked_fill(~mask[:, None, :, None], 0) for t in (key, value))
+        return Call(query, key, value, is_causal, factor, backend, streams, valid=mask, query_start=start)
+    key, valid, shift = align_keys(key, mask)
+    query_valid, moved = None, False
+    if mask is not None and valid is not None:
+        together = n_query == n_keys
+        value = value.masked_fill(~mask[:, None, :, None], 0)
+        # without causality nothing depends on where a query stands: padded rows may be real queries of their own
+        query_valid = None if not together else valid if is_causal or shift is None else mask
+        if shift is not None:
+            index, inside = _shifted(shift, n_keys)
+            value = _take_rows(value, index) * inside[:, None, :, None]
+            moved = is_causal and together
+            if moved:
+                query, start = _take_rows(query, index), 0
+            elif is_causal:
+                start = start - shift
+    return Call(
+        query, key, value, is_causal, factor, backend, streams,
+        valid=valid, query_start=start, query_valid=query_valid, shift=shift, queries_moved=moved,
+    )  # fmt: skip
+
+
+def _shifted(shift: Tensor, length: int) -> tuple[Tensor, Tensor]:
+    index = torch.arange(length, device=shift.device) + shift[:, None]
+    return index.clamp_max(length - 1), index < length
+
+
+def _take_rows(tensor: Tensor, index: Tensor) -> Tensor:
+    """`[B, H, N, D]` rows by `[B, M]` positions, as one flat row gather."""
+    batch, heads, length, dim = tensor.shape
+    base = torch.arange(batch * heads, device=tensor.device).view(batch, heads, 1) * length
+    rows = (base + index[:, None, :]).reshape(-1)
+    return tensor.reshape(-1, dim).index_select(0, rows).view(batch, heads, -1, dim)

@@ -1,0 +1,235 @@
+"""How each call of one layer is answered during a generation, and what later calls reuse of it.
+
+A layer is asked again and again while its keys grow: for pieces of a prompt, then for a few new tokens at a time.
+`Decoder` decides which way each call goes, whoever owns the keys: a cache of ours (`PrescoredLayer`), or a model
+that shows all of them at every step (`Follower`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from prescore.call import first_real
+from prescore.config import Config, Routed, Selected
+from prescore.decoding.state import SelectionState
+from prescore.errors import Unsupported
+from prescore.rng import DEFAULT_SEED
+from prescore.routed.decode import RoutedIndex
+
+STEP_AT_MOST = 32
+"""Queries of one decode step; more at once are another piece of the prompt."""
+
+ROUTED_STEPS_FROM = 32768
+"""Keys from which a decode step chooses its clusters; before, reading all of them is faster, and exact."""
+
+PROMPT = "prescored"
+OVER_SELECTION = "step over the selection"
+OVER_CLUSTERS = "routed step"
+OVER_ALL = "step over all keys"
+
+
+class Request(NamedTuple):
+    """How a layer wants to attend.
+
+    Attributes:
+        config: Its configuration.
+        scale: Factor of the logits; None = `D ** -0.5`.
+        dropout: Probability of dropping a weight.
+        seed: Of everything that is drawn.
+    """
+
+    config: Config
+    scale: float | None = None
+    dropout: float = 0.0
+    seed: int = DEFAULT_SEED
+
+
+@dataclass(frozen=True, eq=False)
+class Past:
+    """The keys a call may read, its own newest ones included.
+
+    Attributes:
+        key: `[B, Hkv, n, D]`, the last `n` keys: all of them, unless earlier ones were evicted.
+        value: `[B, Hkv, n, Dv]`.
+        valid: `[B, n_keys]`, True = a real key; None = all are.
+        n_keys: Keys so far, those evicted included.
+        in_order: Whether the queries are the last positions and each sees no later key.
+    """
+
+    key: Tensor
+    value: Tensor
+    valid: Tensor | None
+    n_keys: int
+    in_order: bool = True
+
+    def until(self, end: int) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Keys, values and validity of the positions before `end`."""
+        valid = None if self.valid is None else self.valid[:, :end]
+        return self.key[:, :, :end], self.value[:, :, :end], valid
+
+    def since(self, first: int) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Keys, values and validity from position `first` on."""
+        held = first - (self.n_keys - self.key.shape[2])
+        valid = None if self.valid is None else self.valid[:, first:]
+        return self.key[:, :, held:], self.value[:, :, held:], valid
+
+
+class Step(NamedTuple):
+    """Which way a call goes.
+
+    Attributes:
+        path: In words.
+        output: `[B, Hq, Nq, Dv]`; None = the caller attends, pre-scored to a `PROMPT`, exactly `OVER_ALL`.
+        rows: Key and stand-in rows that a query met; None = the caller knows.
+    """
+
+    path: str
+    output: Tensor | None = None
+    rows: float | None = None
+
+
+class Keeper(Protocol):
+    """Remembers for a layer from one call to the next."""
+
+    def step(self, query: Tensor, past: Past, request: Request) -> Step:
+        """Answer a call, or say how it is to be answered; `past` is what the model showed."""
+
+
+def remembers(config: Config) -> bool:
+    """Whether decoding keeps a selection; if not, a step chooses among all keys, or reads them all.
+
+    There is nothing to remember when nothing is filtered out.
+    """
+    return isinstance(config, Selected) and not (isinstance(config.top_k, float) and config.top_k == 1.0)
+
+
+class Decoder:
+    """The state of one layer between calls.
+
+    Args:
+        evict: Let the owner of the keys free them once a selection is made, which is then final.
+        refresh_every: Select anew after so many tokens; None = never.
+        owned: Whether keys change only in ways that this decoder is told of. Clusters are kept through steps only
+            then: whoever merely shows keys may have exchanged some.
+
+    Attributes:
+        state: The selection; None until it is made.
+        evicted: Whether only the selection and later tokens are left.
+    """
+
+    def __init__(self, *, evict: bool = False, refresh_every: int | None = None, owned: bool = True) -> None:
+        self.evict = evict
+        self.refresh_every = refresh_every
+        self.owned = owned
+        self.state: SelectionState | None = None
+        self.evicted = False
+        self._index: tuple[tuple[Routed, float], RoutedIndex] | None = None
+
+    def step(self, query: Tensor, past: Past, request: Request) -> Step:
+        """Answer the newest queries `[B, Hq, Nq, D]`, or say how they are to be answered."""
+        n_query = query.shape[2]
+        if n_query == past.n_keys or n_query > STEP_AT_MOST or not past.in_order:
+            self.forget("a further piece of the prompt needs all keys")
+            return Step(PROMPT)
+        if remembers(request.config):
+            state = self._up_to_date(past, n_query, request)
+            output = state.attend(query, request.scale, request.dropout)
+            return Step(OVER_SELECTION, output, state.rows.length)
+        self.needs_all()
+        index = self._clusters(query, past, request)
+        if index is None:
+            return Step(OVER_ALL)
+        output = index.attend(query, past.key, past.value).output
+        return Step(OVER_CLUSTERS, output, index.rows_read)
+
+    def select(self, past: Past, request: Request) -> None:
+        """Make the selection now instead of at the first step, where one will be needed and there is none."""
+        if self.state is None and remembers(request.config):
+            self._keep(self._selected(past, past.n_keys, request))
+
+    def needs_all(self) -> None:
+        """Refuse when some keys are gone."""
+        if self.evicted:
+            raise Unsupported("attention over all keys", ["the cache has evicted the unselected ones"])
+
+    def forget(self, reason: str) -> None:
+        """Give the selection up; refused when nothing else is left."""
+        if self.evicted:
+            raise Unsupported("a cache with evicted keys", [reason])
+        self.state = None
+
+    def reset(self) -> None:
+        """Start anew."""
+        self.state = self._index = None
+        self.evicted = False
+
+    def crop(self, n_keys: int) -> None:
+        """Forget the keys after the first `n_keys`; a selection that saw none of them stays."""
+        self._index = None  # its last pieces may hold tokens that are gone
+        if self.state is not None and n_keys < self.state.n_selected_from:
+            self.forget(f"a crop to {n_keys} tokens goes behind the selection")
+        elif self.state is not None:
+            self.state.crop(n_keys - self.state.n_selected_from)
+
+    def take(self, index: Tensor, n_before: int) -> None:
+        """Keep these of `n_before` batch rows, in this order."""
+        if self.state is not None:
+            self.state.take(index)
+        if self._index is not None and index.numel() == n_before:
+            self._index[1].reorder(index)
+        else:
+            self._index = None
+
+    def repeat(self, repeats: int) -> None:
+        """Repeat every batch row."""
+        self._index = None
+        if self.state is not None:
+            self.state.repeat(repeats)
+
+    def _up_to_date(self, past: Past, n_query: int, request: Request) -> SelectionState:
+        """The selection with the newest tokens behind it; made, or made anew, where that is due."""
+        if self.state is not None and self.state.config != request.config:
+            self.forget("the configuration changed")
+        before = past.n_keys - n_query
+        state = self.state or self._selected(past, before, request)
+        if self.refresh_every is not None and past.n_keys - state.n_selected_from >= self.refresh_every:
+            self.forget("refresh_every selects among all keys again")
+            # one token may be among the keys it chooses from; several would see one another's future
+            state = self._selected(past, past.n_keys if n_query == 1 else before, request)
+        first = state.n_selected_from + state.n_since
+        if first < past.n_keys:
+            state.append(*past.since(first))
+        self._keep(state)
+        return state
+
+    def _selected(self, past: Past, n_keys: int, request: Request) -> SelectionState:
+        self.needs_all()
+        return SelectionState.select(*past.until(n_keys), request.config, request.seed)
+
+    def _keep(self, state: SelectionState) -> None:
+        self.state, self.evicted = state, self.evict
+
+    def _clusters(self, query: Tensor, past: Past, request: Request) -> RoutedIndex | None:
+        """The clusters a single new query chooses from; None where it reads everything instead."""
+        config = request.config
+        if not isinstance(config, Routed) or not self.owned:
+            return None
+        if query.shape[2] != 1 or past.n_keys < ROUTED_STEPS_FROM:
+            return None
+        learned = torch.is_grad_enabled() and query.requires_grad
+        if request.dropout or learned or config.tolerance is not None:
+            return None  # a step has neither dropout nor gradients nor an error bar
+        start = None
+        if past.valid is not None and not bool(past.valid.all()):
+            start = first_real(past.valid)
+            padding = torch.arange(past.n_keys, device=start.device) < start[:, None]
+            if not torch.equal(past.valid, ~padding):
+                return None  # padding behind or between real keys: positions would not be those of the trees
+        made = (config, float(query.shape[-1] ** -0.5 if request.scale is None else request.scale))
+        if self._index is None or self._index[0] != made:
+            self._index = (made, RoutedIndex(config, scale=made[1], start=start))
+        return self._index[1]

@@ -1,0 +1,214 @@
+"""Generation measured: prefill and decode apart, attention apart from the rest, cache memory, agreement."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from prescore import checks
+from prescore.config import Config
+from prescore.decoding.decoder import remembers
+from prescore.integrations.apply import apply, find_adapter, replace_attention
+from prescore.integrations.attend import Attend, PrescoredAttention, Situation, attend_exactly
+from prescore.integrations.layers import Layers, pick_layers
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """How a prompt is continued.
+
+    Attributes:
+        config: How the chosen layers attend; None = the model's own attention, exact.
+        layers: Which layers, as in `prescore.apply`.
+        max_new_tokens: Steps at most; stops at the model's end token.
+        evict: Free the unselected keys and values after the prefill.
+        refresh_every: Select anew after so many tokens; None = keep the prompt's selection.
+        n_beams: Beams of a beam search; 1 = greedy.
+    """
+
+    config: Config | None = None
+    layers: Layers = "all"
+    max_new_tokens: int = 64
+    evict: bool = False
+    refresh_every: int | None = None
+    n_beams: int = 1
+
+    def __post_init__(self) -> None:
+        checks.integer("max_new_tokens", self.max_new_tokens, minimum=1)
+        checks.integer("n_beams", self.n_beams, minimum=1)
+        keeps_selection = self.config is not None and remembers(self.config)
+        for name, value in {"evict": self.evict, "refresh_every": self.refresh_every}.items():
+            if value and not keeps_selection:
+                got = "the model's own attention" if self.config is None else type(self.config).__name__
+                raise ValueError(f"{name} must come with a Selected that leaves keys out, got {got}")
+
+    def cache(self, model: Any) -> Any:
+        """A new cache for a generation."""
+        from transformers import DynamicCache
+
+        from prescore.integrations.transformers.cache import PrescoredCache
+
+        text_config = model.config.get_text_config(decoder=True)
+        if self.config is None:
+            return DynamicCache(config=text_config)
+        return PrescoredCache(text_config, evict=self.evict, refresh_every=self.refresh_every)
+
+
+@dataclass
+class Stopwatch:
+    """Seconds spent in attention."""
+
+    seconds: float = 0.0
+
+    def timed(self, attend: Attend) -> Attend:
+        """The same attention, with its time on this watch."""
+
+        def attend_and_stop(query: Tensor, key: Tensor, value: Tensor, situation: Situation) -> Tensor:
+            started = time.perf_counter()
+            output = attend(query, key, value, situation)
+            if output.device.type == "cuda":
+                torch.cuda.synchronize(output.device)
+            self.seconds += time.perf_counter() - started
+            return output
+
+        return attend_and_stop
+
+
+@dataclass(frozen=True, eq=False)
+class Generated:
+    """What one generation gave.
+
+    Attributes:
+        tokens: New tokens.
+        logits: `[V]` of the first new token, for comparing methods.
+        figures: Plain numbers: seconds, speeds, bytes, rows per layer.
+    """
+
+    tokens: list[int]
+    logits: Tensor
+    figures: dict[str, Any] = field(default_factory=dict)
+
+
+@torch.no_grad()
+def generate_measured(
+    model: Any, ids: Tensor, how: Continuation, on_token: Callable[[int], None] | None = None
+) -> Generated:
+    """Greedy generation after a prompt.
+
+    Args:
+        model: A causal model of transformers.
+        ids: `[1, N]` prompt.
+        how: What is generated, and by which attention.
+        on_token: Called with every new token as soon as it is known.
+    """
+    from prescore.integrations.transformers.cache import cache_report
+
+    cache, show = how.cache(model), on_token or _ignore
+    with timed_attention(model, how.config, how.layers) as watch:
+        started = time.perf_counter()
+        logits = model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[0, -1]
+        if how.config is not None:
+            cache.select()
+        prefill, prefill_attention = time.perf_counter() - started, watch.seconds
+        tokens, ends = [int(logits.argmax())], _end_tokens(model)
+        show(tokens[-1])
+        started, watch.seconds = time.perf_counter(), 0.0
+        while len(tokens) < how.max_new_tokens and tokens[-1] not in ends:
+            last = torch.tensor([[tokens[-1]]], device=ids.device)
+            step = model(last, past_key_values=cache, use_cache=True)
+            tokens.append(int(step.logits[0, -1].argmax()))
+            show(tokens[-1])
+        decode = time.perf_counter() - started
+    n_steps = len(tokens) - 1
+    figures = {
+        "prompt_tokens": ids.shape[1],
+        "new_tokens": len(tokens),
+        "prefill_seconds": prefill,
+        "prefill_attention_seconds": prefill_attention,
+        "prefill_tokens_per_second": ids.shape[1] / prefill,
+        "decode_seconds": decode,
+        "decode_attention_seconds": watch.seconds,
+        "decode_tokens_per_second": n_steps / decode if n_steps else None,
+        "cache": cache_report(cache),
+    }
+    return Generated(tokens, logits.float(), figures)
+
+
+@torch.no_grad()
+def beams_measured(model: Any, ids: Tensor, how: Continuation) -> Generated:
+    """Beam search after a prompt, and what exact attention thinks of its result.
+
+    The figures hold `score`, the summed log-probability of the best beam as the search saw it, and
+    `exact_score`, the same tokens' under the model's own attention: their difference is how far the search was
+    misled, and `exact_score` against that of an exact search is what it cost.
+    """
+    replaced = nullcontext() if how.config is None else apply(model, how.config, layers=how.layers)
+    started = time.perf_counter()
+    with replaced:
+        found = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            past_key_values=how.cache(model),
+            max_new_tokens=how.max_new_tokens,
+            num_beams=how.n_beams,
+            do_sample=False,
+            length_penalty=0.0,
+            output_scores=True,
+            return_dict_in_generate=True,
+        )
+    seconds = time.perf_counter() - started
+    tokens = found.sequences[0, ids.shape[1] :]
+    logits = model(found.sequences[:, :-1], use_cache=False, logits_to_keep=len(tokens)).logits[0]
+    exact = torch.log_softmax(logits.float(), dim=-1).gather(-1, tokens[:, None]).sum()
+    figures = {
+        "prompt_tokens": ids.shape[1],
+        "new_tokens": len(tokens),
+        "beams": how.n_beams,
+        "seconds": seconds,
+        "score": float(found.sequences_scores[0]),
+        "exact_score": float(exact),
+    }
+    return Generated(tokens.tolist(), logits[0].float(), figures)
+
+
+def agreement(exact: Generated, other: Generated) -> dict[str, Any]:
+    """How far a generation is from the exact one: tokens until they part, distance of the first prediction."""
+    same = 0
+    for first, second in zip(exact.tokens, other.tokens, strict=False):
+        if first != second:
+            break
+        same += 1
+    p, q = (torch.log_softmax(generated.logits, dim=-1) for generated in (exact, other))
+    divergence = float((p.exp() * (p - q)).sum())
+    return {"same_tokens": same, "first_token_kl": divergence}
+
+
+@contextmanager
+def timed_attention(model: nn.Module, config: Config | None, layers: Layers = "all") -> Iterator[Stopwatch]:
+    """Let the chosen layers attend by a configuration inside the block, the others exactly, and time all."""
+    watch, n_layers = Stopwatch(), len(find_adapter(model).layers(model))
+    chosen = set() if config is None else set(pick_layers(layers, n_layers))
+    functions = {
+        number: watch.timed(PrescoredAttention(config) if number in chosen else attend_exactly)
+        for number in range(n_layers)
+    }
+    undo = replace_attention(model, functions)
+    try:
+        yield watch
+    finally:
+        undo()
+
+
+def _ignore(token: int) -> None:
+    """Nobody looks at the tokens."""
+
+
+def _end_tokens(model: Any) -> set[int]:
+    end = getattr(model.generation_config, "eos_token_id", None)
+    return set() if end is None else {end} if isinstance(end, int) else set(end)

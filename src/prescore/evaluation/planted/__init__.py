@@ -1,0 +1,1 @@
+"""The paper's planted model, claim by claim."""

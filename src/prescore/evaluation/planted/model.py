@@ -1,0 +1,272 @@
+"""The planted model of the paper's section 4: keys whose important rows are known.
+
+`d` groups of `m = ceil(1 / epsilon)` signal rows sit around the directions of an orthonormal basis, all other
+rows are noise. The paper uses the model in two ways that differ in substance, so both are here:
+
+- `"normalized"`: items 4, 5 and 7 of the model to the letter, every row scaled to norm 1.
+- `"small-noise"`: rows as drawn, `v_j + delta` and `eta`, as the proofs and the l_p claim use them; noise then
+  has squared norm about `d * c_noise / (n * epsilon)`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from prescore import checks
+from prescore.rng import as_streams
+
+READINGS = ("normalized", "small-noise")
+
+Generator = torch.Generator | int | None
+
+
+@dataclass(frozen=True, eq=False)
+class PlantedModel:
+    """Keys with their truth.
+
+    Attributes:
+        keys: `[n, d]`, rows in random order.
+        groups: `[n]` int64; 0 = noise, `j` = the group around `directions[j - 1]`.
+        directions: `[groups, d]`, orthonormal rows.
+        epsilon: Heaviness threshold; a group has `ceil(1 / epsilon)` rows.
+        sigma_signal: Standard deviation around a direction, `sqrt(c_signal / d)`.
+        sigma_noise: Standard deviation of a noise row before any normalisation.
+        reading: `"normalized"`, `"small-noise"` or `"counterexample"`.
+    """
+
+    keys: Tensor
+    groups: Tensor
+    directions: Tensor
+    epsilon: float
+    sigma_signal: float
+    sigma_noise: float
+    reading: str
+
+    @property
+    def signal(self) -> Tensor:
+        """`[n]` bool, True on the planted rows."""
+        return self.groups > 0
+
+    @property
+    def group_size(self) -> int:
+        """Rows in a signal group, m."""
+        return group_size(self.epsilon)
+
+
+def group_size(epsilon: float) -> int:
+    """`ceil(1 / epsilon)`, with 1 / 0.1 counted as 10."""
+    checks.number("epsilon", epsilon, minimum=0.0, exclusive=True)
+    if epsilon > 1:
+        raise ValueError(f"epsilon must be at most 1, got {epsilon}")
+    return math.ceil(1 / epsilon - 1e-9)
+
+
+@dataclass(frozen=True)
+class PlantedSetting:
+    """The numbers of a planted model: `sigma_S^2 = c_signal / d`, `sigma_N^2 = c_noise / (n * epsilon)`.
+
+    Attributes:
+        n: Rows, more than `d * ceil(1 / epsilon)`.
+        d: Dimension and number of groups.
+        epsilon: In (0, 1]; 1 is the singleton case m = 1.
+        c_signal: Noise constant of the signal rows.
+        c_noise: Noise constant of the noise rows.
+    """
+
+    n: int
+    d: int
+    epsilon: float
+    c_signal: float = 0.1
+    c_noise: float = 0.1
+
+    def __post_init__(self) -> None:
+        checks.integer("n", self.n, minimum=1)
+        checks.integer("d", self.d, minimum=1)
+        checks.number("c_signal", self.c_signal, minimum=0.0)
+        checks.number("c_noise", self.c_noise, minimum=0.0, exclusive=True)
+        n_signal = self.d * group_size(self.epsilon)
+        if self.n <= n_signal:
+            raise ValueError(f"n must be above d * ceil(1 / epsilon) = {n_signal}, got {self.n}")
+
+    def draw(
+        self, reading: str = "normalized", *, rotated: bool = False, generator: Generator = None
+    ) -> PlantedModel:
+        """Draw keys.
+
+        Args:
+            reading: `"normalized"` or `"small-noise"`, see the module.
+            rotated: Use a random orthonormal basis; otherwise the standard one, which the l_p claim needs for
+                `|v_j - v_k|_p^p = 2`.
+            generator: Randomness.
+        """
+        checks.one_of("reading", reading, READINGS)
+        n, d, m = self.n, self.d, group_size(self.epsilon)
+        n_signal = d * m
+        streams = as_streams(generator)
+        like = torch.empty(0, dtype=torch.float64)
+        sigma_signal, sigma_noise = (self.c_signal / d) ** 0.5, (self.c_noise / (n * self.epsilon)) ** 0.5
+        directions = torch.eye(d, dtype=torch.float64)
+        if rotated:
+            directions = torch.linalg.qr(streams.normal("basis", d, d, like=like))[0]
+        around = directions.repeat_interleave(m, 0)
+        signal = around + sigma_signal * streams.normal("signal", n_signal, d, like=like)
+        noise = sigma_noise * streams.normal("noise", n - n_signal, d, like=like)
+        keys = torch.cat((signal, noise))
+        if reading == "normalized":
+            keys = keys / keys.norm(dim=-1, keepdim=True)
+        groups = torch.zeros(n, dtype=torch.int64)
+        groups[:n_signal] = torch.arange(1, d + 1).repeat_interleave(m)
+        order = streams.uniform("order", n, like=like).argsort()
+        return PlantedModel(
+            keys=keys[order],
+            groups=groups[order],
+            directions=directions,
+            epsilon=self.epsilon,
+            sigma_signal=sigma_signal,
+            sigma_noise=sigma_noise,
+            reading=reading,
+        )
+
+
+def counterexample_keys(
+    n: int,
+    d: int,
+    norm: float = 100.0,
+    *,
+    spread: float = 0.0,
+    generator: Generator = None,
+) -> PlantedModel:
+    """Appendix B: `d / 2` orthogonal unit signal rows, and noise rows of norm `M` in one further direction.
+
+    As printed (`spread=0`) all noise rows are equal, so that the matrix has only `d / 2 + 1` different rows;
+    `spread` in (0, 1) draws their norms from `M * [1 - spread, 1 + spread]`, which keeps every inner product of
+    the construction zero and gives k-means something to split.
+    """
+    checks.integer("d", d, minimum=2)
+    checks.number("norm", norm, minimum=0.0, exclusive=True)
+    checks.number("spread", spread, minimum=0.0)
+    if d % 2:
+        raise ValueError(f"d must be even, got {d}")
+    if n <= d // 2:
+        raise ValueError(f"n must be above d / 2 = {d // 2}, got {n}")
+    if spread >= 1:
+        raise ValueError(f"spread must be below 1, got {spread}")
+    half = d // 2
+    streams = as_streams(generator)
+    like = torch.empty(0, dtype=torch.float64)
+    keys = torch.zeros(n, d, dtype=torch.float64)
+    keys[:half, :half] = torch.eye(half, dtype=torch.float64)
+    keys[half:, half] = norm * (1 + spread * (2 * streams.uniform("norms", n - half, like=like) - 1))
+    groups = torch.zeros(n, dtype=torch.int64)
+    groups[:half] = torch.arange(1, half + 1)
+    order = streams.uniform("order", n, like=like).argsort()
+    return PlantedModel(
+        keys=keys[order],
+        groups=groups[order],
+        directions=torch.eye(d, dtype=torch.float64)[:half],
+        epsilon=1.0,
+        sigma_signal=0.0,
+        sigma_noise=0.0,
+        reading="counterexample",
+    )
+
+
+def leverage_scores(keys: Tensor) -> Tensor:
+    """Exact leverage `h_i = k_i^T (K^T K)^+ k_i` in float64, `[..., n, d] -> [..., n]`; sums to rank(K)."""
+    left, singular, _ = torch.linalg.svd(keys.double(), full_matrices=False)
+    largest = singular.amax(-1, keepdim=True)
+    kept = singular > largest * max(keys.shape[-2:]) * torch.finfo(torch.float64).eps
+    scores: Tensor = (left.square() * kept.unsqueeze(-2)).sum(-1)
+    return scores
+
+
+def lp_sensitivities(keys: Tensor, p: float, *, n_iter: int = 100) -> Tensor:
+    """l_p sensitivities `sup_x |k_i^T x|^p / |K x|_p^p` through Lewis weights, `[..., n, d] -> [..., n]`.
+
+    The weights solve `w_i^(2/p) = k_i^T (K^T W^(1 - 2/p) K)^+ k_i`, sum to rank(K), and bound the sensitivity from
+    above: by `w_i` for p <= 2 and by `d^(p/2 - 1) w_i` for p > 2. At p = 2 they are the leverage, exactly.
+    The fixed-point iteration contracts by `|1 - p/2|` a step, so it converges for 0 < p < 4 only; it stops when no
+    weight moves by more than 1e-6 of the largest.
+    """
+    checks.number("p", p, minimum=0.0, exclusive=True)
+    checks.integer("n_iter", n_iter, minimum=1)
+    if p >= 4:
+        raise ValueError(f"p must be below 4, where the iteration for Lewis weights converges, got {p}")
+    if p == 2:
+        return leverage_scores(keys)
+    rows = keys.double()
+    weights = torch.ones(rows.shape[:-1], dtype=torch.float64, device=rows.device)
+    tiny = torch.finfo(torch.float64).tiny
+    for _ in range(n_iter):
+        scale = weights.clamp_min(tiny).pow(1 - 2 / p)
+        # a zero row has weight 0, whose negative power must not meet it
+        gram = rows.mT @ (rows * torch.where(weights > tiny, scale, 0).unsqueeze(-1))
+        inverse = torch.linalg.pinv(gram, hermitian=True)
+        before, weights = weights, ((rows @ inverse) * rows).sum(-1).clamp_min(0).pow(p / 2)
+        if bool(((weights - before).abs() <= 1e-6 * weights.amax(-1, keepdim=True)).all()):
+            break
+    return weights
+
+
+def correlations(model: PlantedModel) -> tuple[float, float]:
+    """The smallest `(delta_1, delta_2)` for which (P1) and (P2) hold.
+
+    `delta = max |k_j . k_l| / min(|k_j|^2, |k_l|^2)` over pairs inside S, and between S and its complement.
+    """
+    signal, noise = model.keys[model.signal].double(), model.keys[~model.signal].double()
+
+    def largest(left: Tensor, right: Tensor, *, same: bool) -> float:
+        if not left.numel() or not right.numel():
+            return 0.0
+        smaller = torch.minimum(left.square().sum(-1)[:, None], right.square().sum(-1)[None, :])
+        ratio = (left @ right.mT).abs() / smaller
+        return float((ratio.fill_diagonal_(0) if same else ratio).max())
+
+    return largest(signal, signal, same=True), largest(signal, noise, same=False)
+
+
+def universal_threshold(model: PlantedModel) -> float:
+    """LevAttention's `rho = 1 / (1 + delta_1^2 |S| + delta_2^2 n)` with the measured deltas."""
+    delta_1, delta_2 = correlations(model)
+    return 1 / (1 + delta_1**2 * int(model.signal.sum()) + delta_2**2 * len(model.keys))
+
+
+def polynomial_attention(query: Tensor, key: Tensor, degree: int) -> Tensor:
+    """Attention with a polynomial kernel, `a_ij = |q_i . k_j|^r / sum_l |q_i . k_l|^r`.
+
+    `[q, d], [n, d] -> [q, n]`. The kernel of the theorems (LevAttention); the absolute value keeps odd degrees
+    positive.
+    """
+    checks.integer("degree", degree, minimum=1)
+    powers = (query.double() @ key.double().mT).abs().pow(degree)
+    total = powers.sum(-1, keepdim=True)
+    return powers / torch.where(total > 0, total, 1)
+
+
+def planted_queries(model: PlantedModel, n_queries: int, *, generator: Generator = None) -> Tensor:
+    """Queries `[n_queries, d]`: every second near a planted direction, the others anywhere."""
+    checks.integer("n_queries", n_queries, minimum=1)
+    streams = as_streams(generator)
+    like = model.keys.double()
+    d = like.shape[-1]
+    spread = streams.normal("queries", n_queries, d, like=like) / d**0.5
+    near = torch.arange(n_queries) % 2 == 0
+    chosen = (streams.uniform("groups", n_queries, like=like) * len(model.directions)).long()
+    return torch.where(near[:, None], model.directions[chosen] + 0.1 * spread, spread)
+
+
+def heavy_recall(attention: Tensor, selected: Tensor, threshold: float) -> float | None:
+    """Share of the entries above `threshold` that lie in the selected columns; None where no entry is heavy.
+
+    Args:
+        attention: `[q, n]`, rows sum to 1.
+        selected: `[n]` bool.
+        threshold: What counts as heavy.
+    """
+    heavy = attention > threshold
+    total = int(heavy.sum())
+    return int((heavy & selected).sum()) / total if total else None

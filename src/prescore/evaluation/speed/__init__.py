@@ -1,0 +1,1 @@
+"""Times as ratios to exact attention."""

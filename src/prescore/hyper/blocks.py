@@ -1,0 +1,266 @@
+"""HyperAttention over given keys: one LSH block per query, plus a sampled residual.
+
+All columns a query sees (its block, the residual samples, keys that are always kept, stand-ins) go into one
+call of the operator, so there is one softmax and nothing to merge.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from prescore.config import Coupling, Lsh
+from prescore.hyper.tiles import Tiles, hash_tiles, rank_tiles
+from prescore.ops.backend import accumulation_dtype
+from prescore.ops.parts import Part
+
+
+@dataclass(frozen=True, eq=False)
+class KeyRows:
+    """Key rows that every query of a problem sees: `rows [P, H, c]`, `bias [P, H, c]` (0 or -inf or a weight)."""
+
+    rows: Tensor
+    bias: Tensor
+
+    def some(self, problems: Tensor) -> KeyRows:
+        """Those of some of the problems."""
+        return KeyRows(self.rows.index_select(0, problems), self.bias.index_select(0, problems))
+
+
+@dataclass(frozen=True, eq=False)
+class Meeting:
+    """Independent attention problems of one size: queries over selected keys.
+
+    `P` problems (batch rows, or blocks of the causal recursion), `H` KV heads, `G` query heads for each.
+
+    Attributes:
+        query_rows: `[P, H, G, W]` flat rows of the queries.
+        query_valid: `[P, W]`, False = filler; None = none.
+        query_real: `[P, W]`, False = filler or padding, which moves no other query; None = none.
+        key_rows: `[P, H, S]` flat rows of the selected keys.
+        key_valid: `[P, H, S]`, False = filler; None = none.
+        kept: Keys outside blocks and residual, seen exactly by every query.
+        extra: Stand-ins, likewise.
+        n_all: `[P]` real keys before selection.
+        n_selected: `[P, H]` selected keys, where `key_rows` hold others too (`mask="zero"`); None = all of them.
+    """
+
+    query_rows: Tensor
+    query_valid: Tensor | None
+    query_real: Tensor | None
+    key_rows: Tensor
+    key_valid: Tensor | None
+    kept: KeyRows | None
+    extra: KeyRows | None
+    n_all: Tensor
+    n_selected: Tensor | None = None
+
+    def counts(self) -> Tensor:
+        """`[P, H]` keys that are not filler."""
+        shape = self.key_rows.shape
+        if self.key_valid is None:
+            return torch.full(shape[:2], shape[2], device=self.key_rows.device)
+        return self.key_valid.sum(-1)
+
+    def some(self, problems: Tensor) -> Meeting:
+        """Some of the problems only."""
+
+        def pick(value: Any) -> Any:
+            if value is None:
+                return None
+            return value.some(problems) if isinstance(value, KeyRows) else value.index_select(0, problems)
+
+        return Meeting(*(pick(getattr(self, f.name)) for f in dataclasses.fields(self)))
+
+
+def exact_part(meeting: Meeting, dtype: torch.dtype) -> Part:
+    """Every query over all selected keys of its problem; `dtype` is the query's."""
+    dtype = accumulation_dtype(dtype)
+    n_problems, heads, group, width = meeting.query_rows.shape
+    columns = [KeyRows(meeting.key_rows, _validity_bias(meeting, dtype))]
+    columns += [meeting.kept] if meeting.kept is not None else []
+    filled = meeting.query_valid
+    if filled is not None:
+        filled = filled[:, None, None, :].expand(meeting.query_rows.shape).flatten(0, 1)
+    shape = (n_problems * heads, group, width)
+    biased = meeting.key_valid is not None
+    return _part(shape, meeting.query_rows.flatten(0, 1), filled, columns, meeting.extra, biased)
+
+
+def hyper_part(
+    meeting: Meeting,
+    query_ranks: Tensor,
+    key_ranks: Tensor,
+    draws: Tensor,
+    lsh: Lsh,
+    coupling: Coupling,
+    dtype: torch.dtype,
+) -> Part:
+    """Each query over its LSH block and the residual samples.
+
+    Args:
+        meeting: What to attend to.
+        query_ranks: `[P, H, G, W]` Gray ranks.
+        key_ranks: `[P, H, S]` Gray ranks of the selected keys.
+        draws: `[sample_size]` uniforms in [0, 1), shared by all problems and heads.
+        lsh: Size of a block, and which one a query reads.
+        coupling: Weight of the residual and what happens to keys that are in block and sample.
+        dtype: Of the queries; the bias holds logs of weights, which half precision would round by percents.
+    """
+    dtype = accumulation_dtype(dtype)
+    n_problems, heads, _ = meeting.key_rows.shape
+    keys = _sort_keys(meeting, key_ranks, lsh.block_size)
+    if keys.most <= 1:
+        tiles = _whole(meeting)
+    elif lsh.alignment == "rank":
+        tiles = rank_tiles(query_ranks, keys.n_blocks, keys.most, meeting.query_real, meeting.query_valid)
+    else:
+        tiles = hash_tiles(query_ranks, keys.ranks, keys.block_size, keys.n_blocks, meeting.query_valid)
+    columns = []
+    if keys.block_size:
+        columns.append(_block_columns(meeting, keys, dtype))
+    residual = (0, 0)
+    if draws.numel():
+        residual = (keys.block_size, keys.block_size + draws.numel())
+        columns.append(_residual_columns(meeting, keys, draws, coupling, dtype))
+    n_tiles = tiles.block.shape[-1]
+    picked = [_pick(column, tiles.block) for column in columns]
+    if meeting.kept is not None:
+        picked.append(_spread(meeting.kept, n_tiles))
+    extra = None if meeting.extra is None else _spread(meeting.extra, n_tiles)
+    query_rows = meeting.query_rows.flatten(2).gather(-1, tiles.places.flatten(2)).view(tiles.places.shape)
+    shape = (n_problems * heads * n_tiles, *tiles.places.shape[3:])
+    filled = None if tiles.filled is None else tiles.filled.flatten(0, 2)
+    part = _part(shape, query_rows.flatten(0, 2), filled, picked, extra, True)
+    return dataclasses.replace(part, residual=residual)
+
+
+@dataclass(frozen=True, eq=False)
+class _SortedKeys:
+    """Keys in the order of their ranks, cut into blocks.
+
+    Attributes:
+        order: `[P, H, S]` places of the keys, by rank; filler last.
+        ranks: `[P, H, S]` in that order.
+        count: `[P, H]` keys that are not filler.
+        block_size: Keys of a block; 0 = no blocks.
+        n_blocks: An int, or `[P, H]` where problems differ.
+        most: The largest of them.
+    """
+
+    order: Tensor
+    ranks: Tensor
+    count: Tensor
+    block_size: int
+    n_blocks: Tensor | int
+    most: int
+
+
+def _sort_keys(meeting: Meeting, key_ranks: Tensor, block_size: int) -> _SortedKeys:
+    if meeting.key_valid is not None:
+        key_ranks = key_ranks.masked_fill(~meeting.key_valid, torch.iinfo(key_ranks.dtype).max)
+    ranks, order = torch.sort(key_ranks, dim=-1, stable=True)
+    n_keys, count = meeting.key_rows.shape[-1], meeting.counts()
+    block_size = min(block_size, n_keys)
+    most = -(-n_keys // block_size) if block_size else 1
+    n_blocks: Tensor | int = most
+    if block_size and meeting.key_valid is not None:
+        n_blocks = ((count + block_size - 1) // block_size).clamp_min(1)
+    return _SortedKeys(order, ranks, count, block_size, n_blocks, most)
+
+
+def _whole(meeting: Meeting) -> Tiles:
+    """One tile per problem and head holding all queries in order: nothing to sort."""
+    n_problems, heads, group, width = meeting.query_rows.shape
+    places = torch.arange(group * width, device=meeting.query_rows.device).view(1, 1, 1, group, width)
+    places = places.expand(n_problems, heads, 1, group, width)
+    filled = meeting.query_valid
+    if filled is not None:
+        filled = filled[:, None, None, None, :].expand(places.shape)
+    return Tiles(places, filled, places.new_zeros(n_problems, heads, 1))
+
+
+def _block_columns(meeting: Meeting, keys: _SortedKeys, dtype: torch.dtype) -> KeyRows:
+    """`[P, H, blocks, block_size]` rows of the sorted keys, -inf on filler."""
+    cut = (keys.most, keys.block_size)
+    slot = torch.arange(keys.most * keys.block_size, device=keys.order.device)
+    rows = meeting.key_rows.gather(-1, keys.order)
+    rows = rows.index_select(-1, slot.clamp_max(rows.shape[-1] - 1)).unflatten(-1, cut)
+    bias = torch.zeros((), dtype=dtype, device=slot.device).where(slot < keys.count[..., None], -torch.inf)
+    return KeyRows(rows, bias.unflatten(-1, cut))
+
+
+def _residual_columns(
+    meeting: Meeting, keys: _SortedKeys, draws: Tensor, coupling: Coupling, dtype: torch.dtype
+) -> KeyRows:
+    """`[P, H, blocks, samples]`: sampled keys weighted by (keys / samples), own block left out."""
+    n_samples, count, order = draws.numel(), keys.count, keys.order
+    sample = (draws * count[..., None]).floor().to(torch.int64)
+    sample = torch.minimum(sample, (count[..., None] - 1).clamp_min(0))
+    if meeting.key_valid is not None:
+        # the i-th *valid* key: filler may stand anywhere in a ragged list
+        sample = torch.sort(~meeting.key_valid, dim=-1, stable=True).indices.gather(-1, sample)
+    rows = meeting.key_rows.gather(-1, sample)
+    size = count if meeting.n_selected is None else meeting.n_selected
+    if coupling.residual_weight == "all":
+        size = meeting.n_all[:, None].expand_as(count)
+    bias = torch.log(size.to(torch.float64) / n_samples).to(dtype)
+    bias = bias.masked_fill(count == 0, -torch.inf)[..., None, None].expand(*count.shape, keys.most, n_samples)
+    if keys.block_size and coupling.overlap == "exclude":
+        place = torch.empty_like(order).scatter_(-1, order, _positions(order))
+        block = torch.div(place.gather(-1, sample), keys.block_size, rounding_mode="floor")
+        own = block[:, :, None, :] == torch.arange(keys.most, device=order.device)[:, None]
+        bias = bias.masked_fill(own, -torch.inf)
+    return KeyRows(rows[:, :, None].expand(-1, -1, keys.most, -1), bias)
+
+
+def _positions(order: Tensor) -> Tensor:
+    return torch.arange(order.shape[-1], device=order.device).expand_as(order)
+
+
+def _pick(columns: KeyRows, block: Tensor) -> KeyRows:
+    """KeyRows of the block each tile reads."""
+    index = block[..., None].expand(*block.shape, columns.rows.shape[-1])
+    return KeyRows(columns.rows.gather(2, index).flatten(0, 2), columns.bias.gather(2, index).flatten(0, 2))
+
+
+def _spread(columns: KeyRows, n_tiles: int) -> KeyRows:
+    rows, bias = (t[:, :, None].expand(-1, -1, n_tiles, -1).flatten(0, 2) for t in (columns.rows, columns.bias))
+    return KeyRows(rows, bias)
+
+
+def _validity_bias(meeting: Meeting, dtype: torch.dtype) -> Tensor:
+    bias = torch.zeros(meeting.key_rows.shape, dtype=dtype, device=meeting.key_rows.device)
+    return bias if meeting.key_valid is None else bias.masked_fill_(~meeting.key_valid, -torch.inf)
+
+
+def _part(
+    shape: tuple[int, ...],
+    query_rows: Tensor,
+    filled: Tensor | None,
+    columns: list[KeyRows],
+    extra: KeyRows | None,
+    biased: bool,
+) -> Part:
+    tiles = shape[0]
+    rows = [column.rows.reshape(tiles, -1) for column in columns]
+    biases = [column.bias.reshape(tiles, -1) for column in columns]
+    if not rows:
+        rows, biases = [query_rows.new_zeros(tiles, 0)], [torch.zeros(tiles, 0, device=query_rows.device)]
+    extra_rows = None
+    if extra is not None:
+        extra_rows = extra.rows.reshape(tiles, -1)
+        biases.append(extra.bias.reshape(tiles, -1))
+    needs_bias = biased or extra is not None or len(columns) > 1
+    return Part(
+        (tiles, shape[1], shape[2]),
+        query_rows=query_rows,
+        query_valid=filled,
+        key_rows=torch.cat(rows, dim=1),
+        extra_rows=extra_rows,
+        bias=torch.cat(biases, dim=1) if needs_bias else None,
+    )

@@ -1,0 +1,227 @@
+"""What stands in the place of a layer's attention: any function of queries, keys, values and the situation.
+
+Whatever the library a model is from, its adapter calls an `Attend` for every layer that was replaced.
+`PrescoredAttention` is the one that `prescore.apply` puts there; observers, timers and studies put their own.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol, TypeAlias
+
+import torch
+from torch import Tensor
+
+from prescore import checks
+from prescore.config import Config, Exact, check_config
+from prescore.decoding.decoder import PROMPT, Keeper, Past, Request
+from prescore.decoding.follow import Follower
+from prescore.errors import Unsupported
+from prescore.integrations.masked import exact_under_mask, inexpressible, keys_in_sight, prescored_under_mask
+from prescore.integrations.masks import MaskForm, padded_both_ways, read_mask
+from prescore.rng import Streams
+
+ON_UNSUPPORTED = ("raise", "exact")
+
+
+class OwnedKeys(Keeper, Protocol):
+    """The layer of a cache of ours that keys came out of."""
+
+    @property
+    def n_seen(self) -> int:
+        """Tokens so far, those evicted included."""
+
+    def used_exactly(self) -> None:
+        """Called when attention reads the keys as they are; refuses when some are gone."""
+
+
+@dataclass(frozen=True, eq=False)
+class Situation:
+    """What a layer knows beside its queries, keys and values.
+
+    Attributes:
+        layer: The layer's number.
+        n_prefix: Tokens at the front that are no patches.
+        scale: Factor of the logits; None = `D ** -0.5`.
+        mask: The model's own mask, as `read_mask` takes it.
+        is_causal: Whether the layer asked for causal attention.
+        dropout: Probability of dropping an attention weight, 0 outside training.
+        owner: What the layer is called in messages, such as `LlamaAttention`.
+        obstacles: What the layer asks for that pre-scored attention cannot do, a sentence each.
+        is_local: Whether the layer is local by design (a sliding window).
+        cache: The cache layer that remembers for it; None when the keys came from elsewhere.
+        own: The model's own attention, where nothing else knows all it asks for.
+    """
+
+    layer: int
+    n_prefix: int = 0
+    scale: float | None = None
+    mask: Tensor | None = None
+    is_causal: bool = False
+    dropout: float = 0.0
+    owner: str = "attention"
+    obstacles: tuple[str, ...] = ()
+    is_local: bool = False
+    cache: OwnedKeys | None = None
+    own: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
+
+    def form(self, query: Tensor, key: Tensor) -> MaskForm:
+        """What each query may see, for every sequence of the batch."""
+        n_keys = key.shape[2] if self.cache is None else self.cache.n_seen
+        form = read_mask(self.mask, n_query=query.shape[2], n_keys=n_keys, is_causal=self.is_causal)
+        return form.for_batch(query.shape[0])
+
+
+Attend: TypeAlias = Callable[[Tensor, Tensor, Tensor, Situation], Tensor]
+"""`query [B, Hq, Nq, D]`, `key [B, Hkv, Nk, D]`, `value [B, Hkv, Nk, Dv]`, situation -> `[B, Hq, Nq, Dv]`."""
+
+
+def attend_exactly(query: Tensor, key: Tensor, value: Tensor, situation: Situation) -> Tensor:
+    """The attention the layer would have run by itself."""
+    if situation.cache is not None:
+        situation.cache.used_exactly()
+    if situation.own is not None:
+        return situation.own(query, key, value)
+    form = situation.form(query, key)
+    return exact_under_mask(query, key, value, form, scale=situation.scale, dropout=situation.dropout)
+
+
+class Did(NamedTuple):
+    """What a layer did in a call.
+
+    Attributes:
+        path: The way it went, in words, such as `prescored` or `step over the selection`.
+        mask: The kind of mask it was given.
+        n_query: Queries.
+        n_keys: Keys so far.
+        rows: Key and stand-in rows that a query met, on average; None = not counted.
+        seconds: Time until the result was there, or on a GPU until its work was queued.
+    """
+
+    path: str
+    mask: str
+    n_query: int
+    n_keys: int
+    rows: float | None
+    seconds: float
+
+
+class PrescoredAttention:
+    """Attention of one layer as users get it: prompts, decode steps, refusals.
+
+    Args:
+        config: How to attend; None = the default.
+        on_unsupported: What cannot be honoured raises, or runs exactly (`exact`), which is said once.
+        protect_prefix: Always keep the tokens before the patches; False is for comparison only.
+        seed: Every layer draws from a stream of its own, made from this: the same keys drawn everywhere would
+            lose the same keys everywhere.
+        told: Warnings that were given already; layers that share it warn once together.
+
+    Attributes:
+        last: What the last call did; None before the first.
+    """
+
+    def __init__(
+        self,
+        config: Config | None = None,
+        on_unsupported: str = "raise",
+        *,
+        protect_prefix: bool = True,
+        seed: int = 0,
+        told: set[str] | None = None,
+    ) -> None:
+        checks.one_of("on_unsupported", on_unsupported, ON_UNSUPPORTED)
+        self.config = check_config(config)
+        self.on_unsupported = on_unsupported
+        self.protect_prefix = protect_prefix
+        self.seed = seed
+        self.last: Did | None = None
+        self._told = set() if told is None else told
+        self._memory = _Memory()
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, situation: Situation) -> Tensor:
+        """Attend; see `Attend`."""
+        begin = time.perf_counter()
+        form = _without_blind_padding(situation.form(query, key)).for_batch(query.shape[0])
+        exactly = self._why_exact(form, situation)
+        if exactly is not None:
+            output = attend_exactly(query, key, value, situation)
+            path, count = exactly, None
+        else:
+            path, output, count = self._attend(query, key, value, form, situation)
+        seconds = time.perf_counter() - begin
+        rows = keys_in_sight(form, query.shape[2]) if count is None else count()
+        self.last = Did(path, form.kind, query.shape[2], form.n_keys, rows, seconds)
+        return output
+
+    def for_prefix(self, n_prefix: int) -> Config:
+        """The configuration with room for the prefix tokens among the sinks."""
+        if not self.protect_prefix or isinstance(self.config, Exact) or self.config.sinks >= n_prefix:
+            return self.config
+        return self.config.replace(sinks=n_prefix)
+
+    def __repr__(self) -> str:
+        return f"PrescoredAttention({self.config!r}, {self.on_unsupported!r})"
+
+    def _attend(
+        self, query: Tensor, key: Tensor, value: Tensor, form: MaskForm, situation: Situation
+    ) -> tuple[str, Tensor, Callable[[], float | None] | None]:
+        """The path, the output, and what counts the rows (None = every key was read)."""
+        seed = layer_seed(self.seed, situation.layer)
+        request = Request(self.for_prefix(situation.n_prefix), situation.scale, situation.dropout, seed)
+        keeper: Keeper = self._memory.follower if situation.cache is None else situation.cache
+        in_order = query.shape[2] == 1 or form.kind == "causal"
+        shown = key[:, :, : form.n_keys], value[:, :, : form.n_keys]
+        step = keeper.step(query, Past(*shown, form.valid, form.n_keys, in_order), request)
+        if step.output is not None:
+            return step.path, step.output, lambda: step.rows
+        if step.path == PROMPT:
+            attended = prescored_under_mask(query, *shown, form, request)
+            return step.path, attended.output, attended.count_rows
+        output = exact_under_mask(query, *shown, form, scale=request.scale, dropout=request.dropout)
+        return step.path, output, None
+
+    def _why_exact(self, form: MaskForm, situation: Situation) -> str | None:
+        """Why a call is exact, or None; raises when it should not be and must."""
+        if isinstance(self.config, Exact):
+            return "exact"
+        if form.kind == "window" or situation.is_local:
+            return "exact: a sliding window is local already"
+        reasons = [*situation.obstacles, *inexpressible(form)]
+        if not reasons:
+            return None
+        if self.on_unsupported == "raise":
+            what = f"pre-scored attention in layer {situation.layer} ({situation.owner})"
+            raise Unsupported(what, [*reasons, 'on_unsupported="exact" would run such layers exactly'])
+        text = f"pre-scored attention in {situation.owner} runs exactly: {'; '.join(reasons)}"
+        if text not in self._told:
+            self._told.add(text)
+            warnings.warn(text, stacklevel=3)
+        return f"exact: {'; '.join(reasons)}"
+
+
+def layer_seed(seed: int, layer: int) -> int:
+    """A seed of its own for every layer."""
+    return Streams(seed).child(f"layer {layer}").seed
+
+
+class _Memory(threading.local):
+    """What follows keys that come from a foreign cache: one generation at a time, hence one per thread."""
+
+    def __init__(self) -> None:
+        self.follower = Follower()
+
+    def __reduce__(self) -> tuple[type[_Memory], tuple[()]]:
+        return _Memory, ()  # a copy of a model begins without memories
+
+
+def _without_blind_padding(form: MaskForm) -> MaskForm:
+    """A mask that also blinds padded queries is padding: nobody reads what those queries see."""
+    if form.kind != "other" or form.mask is None or form.mask.dtype != torch.bool:
+        return form
+    valid = padded_both_ways(form.mask)
+    return form if valid is None else MaskForm("full", form.n_keys, valid=valid)

@@ -1,0 +1,8 @@
+"""Hugging Face transformers: importing this package registers `attn_implementation="prescored"`."""
+
+from __future__ import annotations
+
+from prescore.integrations.transformers.cache import PrescoredCache as PrescoredCache
+from prescore.integrations.transformers.door import register as register
+
+register()

@@ -1,0 +1,235 @@
+"""The one door into transformers: the attention and mask functions that it calls under the name `prescored`.
+
+Who sits on a module (see `prescore.integrations.adapter`) is asked at every call. A module without a seat attends
+with the default configuration, so that `attn_implementation="prescored"` means something by itself. Attention and
+mask are registered together, because transformers gives a name without a mask function no mask at all: padding
+would be ignored in silence.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import causal_mask_function, sdpa_mask
+
+from prescore.errors import PrescoreError, Unsupported
+from prescore.integrations.adapter import Seat, Undo, leave_seat, seats, take_seat
+from prescore.integrations.attend import PrescoredAttention, Situation
+from prescore.integrations.masks import full_mask
+from prescore.integrations.transformers.cache_layer import layer_of
+from prescore.integrations.transformers.prefix import n_prefix_tokens
+
+NAME = "prescored"
+_DEFAULT = "_prescore_default_seat"
+_FOREIGN = {
+    "softcap": "its logits are soft-capped",
+    "s_aux": "it has learned attention sinks",
+    "position_bias": "it adds a position bias to the logits",
+    "cache": "the paged cache keeps keys in pages",
+}
+
+
+def prescored_attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    **features: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Attention of one layer in transformers' calling convention.
+
+    Args:
+        module: The attention module.
+        query: `[B, Hq, Nq, D]`, after rotation.
+        key: `[B, Hkv, Nk, D]`, the cache's content included.
+        value: `[B, Hkv, Nk, Dv]`.
+        attention_mask: What `prescored_mask` made, or a mask of the caller's.
+        dropout: Probability of dropping an attention weight; transformers passes 0 outside training.
+        scaling: Factor of the logits.
+        is_causal: Overrides the module's own flag.
+        **features: Of single models.
+
+    Returns:
+        `[B, Nq, Hq, Dv]`, and the weights where a model's own eager attention had to run.
+    """
+    sitting = seats(module)
+    seat = sitting[-1] if sitting else _default_seat(module)
+    obstacles = [reason for name, reason in _FOREIGN.items() if features.get(name) is not None]
+    situation = Situation(
+        layer=seat.layer,
+        n_prefix=seat.n_prefix,
+        scale=scaling,
+        mask=attention_mask,
+        is_causal=bool(getattr(module, "is_causal", True) if is_causal is None else is_causal),
+        dropout=dropout,
+        owner=type(module).__name__,
+        is_local=_is_local(module, features.get("sliding_window")),
+        cache=layer_of(key),
+    )
+    eager = _Eager(module, situation, features) if obstacles else None
+    if features.get("output_attentions"):
+        obstacles.append("output_attentions=True asks for weights that are never formed")
+    situation = dataclasses.replace(situation, obstacles=tuple(obstacles), own=eager)
+    output = seat.attend(query, key, value, situation)
+    return output.transpose(1, 2).contiguous(), None if eager is None else eager.weights
+
+
+def prescored_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: Any = 0,
+    kv_offset: int = 0,
+    mask_function: Any = causal_mask_function,
+    attention_mask: Tensor | None = None,
+    local_size: int | None = None,
+    allow_is_causal_skip: bool = True,
+    **kwargs: Any,
+) -> Tensor | None:
+    """The mask for `prescored_attention_forward`, never square where causality and padding say it all.
+
+    Returns:
+        None for plain causal attention whose queries are the last positions, `[B, 1, 1, Nk]` for the same
+        beside padding, and otherwise sdpa's `[B, 1, Nq, Nk]`.
+    """
+    at_the_end = not isinstance(q_offset, Tensor) and kv_offset + kv_length == q_offset + q_length
+    if at_the_end and mask_function is causal_mask_function and local_size is None and allow_is_causal_skip:
+        if attention_mask is None:
+            return None
+        real = attention_mask[:, kv_offset : kv_offset + kv_length].bool()
+        real = torch.nn.functional.pad(real, (0, kv_length - real.shape[1]))
+        return None if bool(real.all()) else real[:, None, None, :]
+    mask: Tensor | None = sdpa_mask(
+        batch_size=batch_size,
+        q_length=q_length,
+        kv_length=kv_length,
+        q_offset=q_offset,
+        kv_offset=kv_offset,
+        mask_function=mask_function,
+        attention_mask=attention_mask,
+        local_size=local_size,
+        allow_is_causal_skip=allow_is_causal_skip and at_the_end,
+        **kwargs,
+    )
+    return mask
+
+
+def register() -> None:
+    """Make `attn_implementation="prescored"` known to transformers, and check that it honours padding."""
+    if AttentionInterface._global_mapping.get(NAME) is prescored_attention_forward:
+        return
+    _check_padding(prescored_attention_forward, prescored_mask)
+    AttentionInterface.register(NAME, prescored_attention_forward)
+    AttentionMaskInterface.register(NAME, prescored_mask)
+
+
+def replace_at(places: Mapping[nn.Module, Seat], configs: Iterable[Any], switch: Callable[[], None]) -> Undo:
+    """Let modules attend by what sits on them; returns the undo.
+
+    Args:
+        places: The new seats of modules that ask transformers' attention interface what to run.
+        configs: The configurations of transformers that name what to run.
+        switch: Makes them name ours.
+    """
+    known = _named_before(places)
+    named = [(config, known.get(id(config), (config, config._attn_implementation))[1]) for config in configs]
+    taken = [(module, _Named(**vars(seat), before=named)) for module, seat in places.items()]
+    for module, seat in taken:
+        take_seat(module, seat)
+
+    def undo() -> None:
+        if not taken:
+            return  # a second call
+        for module, seat in taken:
+            leave_seat(module, seat)
+        taken.clear()
+        others = _named_before(places)
+        for config, implementation in named:
+            if id(config) not in others:
+                config._attn_implementation_internal = implementation
+
+    try:
+        switch()
+    except BaseException:
+        undo()
+        raise
+    return undo
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class _Named(Seat):
+    """A seat, and what the model's configurations named before anybody sat down."""
+
+    before: list[tuple[Any, str | None]]
+
+
+def _named_before(modules: Iterable[nn.Module]) -> dict[int, tuple[Any, str | None]]:
+    """By identity: configurations that somebody who still sits there has changed, and what they named before."""
+    sitting = (seat for module in modules for seat in seats(module) if isinstance(seat, _Named))
+    return {id(config): (config, implementation) for seat in sitting for config, implementation in seat.before}
+
+
+def _default_seat(module: nn.Module) -> Seat:
+    """Of a module that was never replaced, made at its first call and kept for its memory."""
+    seat: Seat | None = module.__dict__.get(_DEFAULT)
+    if seat is None:
+        layer = getattr(module, "layer_idx", None)
+        seat = Seat(PrescoredAttention(), layer if isinstance(layer, int) else 0, n_prefix_tokens(module))
+        module.__dict__[_DEFAULT] = seat
+    return seat
+
+
+@dataclass(eq=False)
+class _Eager:
+    """The attention of the model's own file, which knows the model's own features."""
+
+    module: nn.Module
+    situation: Situation
+    features: dict[str, Any]
+    weights: Tensor | None = None
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """See `Situation.own`; keeps the weights."""
+        eager = getattr(sys.modules[type(self.module).__module__], "eager_attention_forward", None)
+        if eager is None:
+            reasons = [reason for name, reason in _FOREIGN.items() if self.features.get(name) is not None]
+            raise Unsupported(f"exact attention of {self.situation.owner}", reasons)
+        mask = full_mask(self.situation.form(query, key), query.shape[2], query.device)
+        if mask is not None and mask.dtype == torch.bool:
+            shown = torch.zeros(mask.shape, dtype=query.dtype, device=query.device)
+            mask = shown.masked_fill_(~mask, torch.finfo(query.dtype).min)
+        options = {"dropout": self.situation.dropout, "scaling": self.situation.scale, **self.features}
+        output: Tensor
+        output, self.weights = eager(self.module, query, key, value, mask, **options)
+        return output.transpose(1, 2)
+
+
+def _is_local(module: nn.Module, sliding_window: int | None) -> bool:
+    """Whether a layer is local by design; a window that spans all the model can hold is none."""
+    longest = getattr(getattr(module, "config", None), "max_position_embeddings", None)
+    return sliding_window is not None and (longest is None or sliding_window < longest)
+
+
+def _check_padding(attention: Callable[..., Any], mask: Callable[..., Any]) -> None:
+    """A tiny call whose padded key would change the result if it were seen."""
+    module = nn.Module()
+    real = torch.tensor([[False, True, True]])
+    seen = mask(batch_size=1, q_length=3, kv_length=3, attention_mask=real, device="cpu")
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(1, 1, 3, 4, generator=generator) for _ in range(3))
+    other = value.clone()
+    other[:, :, 0] += 100.0
+    first, second = (attention(module, query, key, v, seen)[0][:, 1:] for v in (value, other))
+    if not torch.equal(first, second):
+        raise PrescoreError("the registered mask function does not hide padding")

@@ -1,0 +1,94 @@
+"""The CUDA memory-efficient operator of PyTorch: any float dtype but float64, bias, lse.
+
+The flash operator takes no bias and no float32; the memory-efficient one takes both, so one backend serves
+every part. It wants one key head per query head and a bias whose rows are aligned.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from prescore.ops.backend import Gradients, Needs, Tile, dead_rows
+from prescore.types import Attended
+
+_BIAS_ALIGNMENT = 16
+_ROW_ALIGNMENT = 32
+
+
+class CudaEfficient:
+    """`aten::_scaled_dot_product_efficient_attention`."""
+
+    name = "cuda-efficient"
+    dropout = None
+
+    def at(self, place: str) -> CudaEfficient:
+        """See `Backend`."""
+        return self
+
+    def unsupported(self, needs: Needs) -> list[str]:
+        """See `Backend`."""
+        reasons = []
+        if needs.device != "cuda":
+            reasons.append(f"device {needs.device} is not CUDA")
+        if needs.dtype == torch.float64:
+            reasons.append("dtype float64 (supported: float32, bfloat16, float16)")
+        if needs.head_dim % 8:
+            reasons.append(f"head dimension {needs.head_dim} is not a multiple of 8")
+        if needs.dropout is not None:
+            reasons.append("it cannot drop attention weights")
+        return reasons
+
+    def forward(self, tile: Tile) -> Attended:
+        """See `Backend`."""
+        key, value = _repeated(tile)
+        output, lse, _, _ = torch.ops.aten._scaled_dot_product_efficient_attention(
+            tile.query, key, value, _aligned(tile), True, 0.0, tile.causal, scale=tile.scale
+        )
+        lse = lse[..., : tile.query.shape[2]]  # the operator pads the rows
+        dead = dead_rows(tile)
+        if dead is not None:
+            lse = lse.masked_fill(dead, -torch.inf)
+            output = output.masked_fill(dead[..., None], 0)
+        return Attended(output, lse)
+
+    def backward(self, tile: Tile, grad: Tensor, merged: Attended) -> Gradients:
+        """See `Backend`."""
+        key, value = _repeated(tile)
+        finite = merged.lse.masked_fill(torch.isneginf(merged.lse), 0.0)
+        padded = torch.nn.functional.pad(finite, (0, -tile.query.shape[2] % _ROW_ALIGNMENT), value=0.0)
+        dead = dead_rows(tile)
+        if dead is not None:
+            grad = grad.masked_fill(dead[..., None], 0)
+        state = torch.zeros((), dtype=torch.int64, device=grad.device)  # no dropout: never read
+        wanted = [True, True, True, False]
+        grads = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
+            grad, tile.query, key, value, _aligned(tile), merged.output, padded, state, state, 0.0, wanted,
+            tile.causal, scale=tile.scale,
+        )  # fmt: skip
+        return Gradients(grads[0], *(_per_key_head(part, tile) for part in grads[1:3]))
+
+
+def _repeated(tile: Tile) -> tuple[Tensor, Tensor]:
+    group = tile.query.shape[1] // tile.key.shape[1]
+    if group == 1:
+        return tile.key, tile.value
+    return tile.key.repeat_interleave(group, dim=1), tile.value.repeat_interleave(group, dim=1)
+
+
+def _per_key_head(grad: Tensor, tile: Tile) -> Tensor:
+    group = tile.query.shape[1] // tile.key.shape[1]
+    return grad if group == 1 else grad.unflatten(1, (-1, group)).sum(2)
+
+
+def _aligned(tile: Tile) -> Tensor | None:
+    if tile.bias is None:
+        return None
+    bias, columns = tile.bias, tile.key.shape[2]
+    dead = dead_rows(tile)
+    if dead is not None:
+        # a fully masked row is NaN in the operator; let it see everything, forward() overwrites it
+        bias = torch.where(dead[..., None], torch.zeros_like(bias[..., :1]), bias)
+    room = bias.new_zeros((*bias.shape[:-1], columns + (-columns % _BIAS_ALIGNMENT)), dtype=tile.query.dtype)
+    room[..., :columns] = bias
+    return room[..., :columns].expand(*tile.query.shape[:3], columns)

@@ -1,0 +1,179 @@
+"""A line chart as SVG text inside a page, drawn by matplotlib and coloured by the page's own style sheet."""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import Any
+
+from prescore.report.plots import drawing, powers_of_two
+
+WIDTH, HEIGHT = 720.0, 380.0
+NARROW = 360.0
+"""Width of the same chart for a phone, where a wide one would shrink its words beyond reading."""
+FLOOR = 1e-3
+"""Where values that have no logarithm are drawn."""
+
+_POINTS_PER_INCH = 72.0
+# colours that nothing else in a drawing has, and what they become in the page
+_INK, _QUIET, _RULE = "#010101", "#020202", "#030303"
+_VARIABLES = {_INK: "--ink", _QUIET: "--quiet", _RULE: "--rule"}
+_SERIES = tuple(f"#0404{place:02x}" for place in range(16))
+_STYLE = {
+    "font.size": 12,
+    "axes.labelsize": 13,
+    "axes.labelcolor": _QUIET,
+    "axes.edgecolor": _RULE,
+    "xtick.labelcolor": _QUIET,
+    "ytick.labelcolor": _QUIET,
+    "xtick.color": _RULE,
+    "ytick.color": _RULE,
+    "grid.color": _RULE,
+    "savefig.bbox": None,
+    "svg.fonttype": "none",
+    "svg.hashsalt": "prescore",
+}
+
+
+@dataclass(frozen=True)
+class Series:
+    """Points joined by a line; `place` picks the colour `--series-<place>` of the page."""
+
+    label: str
+    points: tuple[tuple[float, float], ...]
+    place: int
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A line of reference: horizontal, or upright where `upright` is set and `value` is a place on the x axis."""
+
+    label: str
+    value: float
+    upright: bool = False
+
+
+@dataclass(frozen=True)
+class Words:
+    """Below the x axis, beside the y axis, and for readers who do not see the chart."""
+
+    x: str
+    y: str
+    title: str
+
+
+def line_chart(
+    series: Sequence[Series], marks: Sequence[Mark], words: Words, *, width: float = WIDTH, style: str = "wide"
+) -> str:
+    """The chart: x in powers of two, y in powers of ten; what is not above `FLOOR` is drawn at it.
+
+    Args:
+        series: Lines.
+        marks: Lines of reference.
+        words: What its axes are called.
+        width: In the units of its text size.
+        style: A further class of the style sheet, and what its parts' names begin with.
+    """
+    if not any(one.points for one in series):
+        return f'<p class="{style}">No points to draw.</p>'
+    text, size = io.StringIO(), (width / _POINTS_PER_INCH, HEIGHT / _POINTS_PER_INCH)
+    with drawing(size, _STYLE) as (figure, axes):
+        tips = [tip for number, one in enumerate(series) for tip in _line(axes, one, number)]
+        _frame(axes, series, marks)
+        for number, mark in enumerate(marks):
+            _mark(axes, mark, marks, f"mark-{number}")
+        axes.set(xlabel=words.x, ylabel=words.y)
+        figure.savefig(text, format="svg", transparent=True, metadata={"Date": None})
+    return _inside_a_page(text.getvalue(), dict(tips), f"chart {style}", words.title)
+
+
+def legend(series: Sequence[Series]) -> str:
+    """Names and colours of the lines."""
+    items = [
+        f'<li><span class="swatch" style="background:var(--series-{one.place})"></span>{escape(one.label)}</li>'
+        for one in series
+    ]
+    return f'<ul class="legend">{"".join(items)}</ul>'
+
+
+def _line(axes: Any, one: Series, number: int) -> list[tuple[str, str]]:
+    """Draw a series; returns the names of its points in the drawing, and what is said about each."""
+    colour, points = _SERIES[one.place % len(_SERIES)], sorted(one.points)
+    if len(points) > 1:
+        x, y = zip(*points, strict=True)
+        axes.plot(x, [max(value, FLOOR) for value in y], color=colour, linewidth=2.5, gid=f"line-{number}")
+    tips = []
+    for place, (rows, value) in enumerate(points):
+        name = f"point-{number}-{place}"
+        axes.plot([rows], [max(value, FLOOR)], marker="o", markersize=9, color=colour, gid=name, clip_on=False)
+        tips.append((name, f"{one.label}: {value:.3f} at {rows:.0f}"))
+    return tips
+
+
+def _mark(axes: Any, mark: Mark, marks: Sequence[Mark], name: str) -> None:
+    look = {"color": _INK, "linewidth": 1.2, "linestyle": (0, (5, 4)), "alpha": 0.7, "gid": name}
+    text: dict[str, Any] = {"textcoords": "offset points", "color": _INK, "fontweight": "bold", "ha": "right"}
+    if mark.upright:
+        axes.axvline(mark.value, **look)
+        place = {"xycoords": axes.get_xaxis_transform(), "rotation": 90, "va": "top"}
+        axes.annotate(mark.label, (mark.value, 1), (-3, -2), **place, **text)
+        return
+    height = max(mark.value, FLOOR)
+    axes.axhline(height, **look)
+    # methods worse than the line are cheap: the right end above it is free, up to the first upright line
+    end = min([axes.get_xlim()[1], *(other.value for other in marks if other.upright)])
+    axes.annotate(mark.label, (end, height), (-8, 2), va="bottom", **text)
+
+
+def _frame(axes: Any, series: Sequence[Series], marks: Sequence[Mark]) -> None:
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+
+    axes.set_yscale("log")
+    powers_of_two(axes)
+    places = [x for one in series for x, _ in one.points] + [mark.value for mark in marks if mark.upright]
+    values = [max(y, FLOOR) for one in series for _, y in one.points]
+    values += [max(mark.value, FLOOR) for mark in marks if not mark.upright]
+    decades = math.log10(max(values) / min(values))
+    axes.set_xlim(*_padded(places, 2.0, 0.05))
+    axes.set_ylim(*_padded(values, 10.0, 0.08))
+    # 1, 2 and 5 times powers of ten; powers alone where these would crowd
+    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if decades < 2 else (1.0,)))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_minor_locator(NullLocator())
+    axes.tick_params(length=0)
+    for side in axes.spines.values():
+        side.set_visible(False)
+
+
+def _padded(values: Sequence[float], base: float, share: float) -> tuple[float, float]:
+    """Ends of a logarithmic axis that has some of its length free on either side."""
+    low, high = (math.log(end, base) for end in (min(values), max(values)))
+    pad = share * ((high - low) or 1.0)
+    return base ** (low - pad), base ** (high + pad)
+
+
+def _inside_a_page(svg: str, tips: dict[str, str], kind: str, title: str) -> str:
+    """The drawing as a page wants it: nothing to fetch, colours of the style sheet, names that are its own."""
+    svg = svg[svg.index("<svg") :]
+    box = re.search(r'viewBox="[^"]*"', svg)
+    if box is None:
+        raise ValueError("matplotlib's SVG must say its viewBox")
+    look = 'style="stroke-linejoin:round" role="img"'
+    svg = re.sub(r"<svg[^>]*>", f'<svg class="{kind}" {box[0]} {look} aria-label="{escape(title)}">', svg, count=1)
+    # addresses of what its words mean, a style that would hold for the whole page, fonts that are not the page's
+    for foreign in (r"<metadata>.*?</metadata>", r"<style.*?</style>", r"font-family: [^;]*; "):
+        svg = re.sub(foreign, "", svg, flags=re.DOTALL)
+    for name, words in tips.items():
+        svg = svg.replace(f'<g id="{name}">', f'<g id="{name}"><title>{escape(words)}</title>', 1)
+    prefix = kind.split()[-1]
+    svg = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{prefix}-", svg)
+    for place, colour in enumerate(_SERIES):
+        svg = svg.replace(colour, f"var(--series-{place})")
+    for colour, variable in _VARIABLES.items():
+        svg = svg.replace(colour, f"var({variable})")
+    return svg.replace("xlink:href", "href").strip()

@@ -1,0 +1,65 @@
+"""Generations as tables: speed and memory, or what a beam search found."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+from prescore.records import Record
+from prescore.report.tables import MISSING, Table
+
+
+def generation_table(records: Sequence[Record]) -> Table:
+    """Prefill and decode, how much of either is attention, memory, and agreement with exact attention."""
+    rows = []
+    for record in records:
+        figures = record.figures
+        speed, same = figures["decode_tokens_per_second"], figures.get("same_tokens")
+        rows.append(
+            (
+                record.config["attention"],
+                f"{figures['prefill_seconds']:.2f} s ({figures['prefill_tokens_per_second']:.0f} tok/s)",
+                f"{figures['prefill_attention_seconds']:.2f} s",
+                MISSING if speed is None else f"{figures['decode_seconds']:.2f} s ({speed:.1f} tok/s)",
+                f"{figures['decode_attention_seconds']:.2f} s",
+                f"{figures['cache']['bytes'] / 2**20:.1f} MiB",
+                MISSING if same is None else f"{same} of {figures['new_tokens']}",
+            )
+        )
+    columns = ("attention", "prefill", "attention part", "decode", "attention part", "cache", "tokens as exact")
+    title = f"{records[0].config['model']}, {records[0].config['prompt_tokens']} prompt tokens"
+    return Table(title, columns, tuple(rows), note=_selection_line(records[-1]))
+
+
+def beam_table(records: Sequence[Record]) -> Table:
+    """What a beam search found, and what exact attention thinks of it."""
+    rows = []
+    for record in records:
+        figures = record.figures
+        same = figures.get("same_tokens")
+        rows.append(
+            (
+                record.config["attention"],
+                f"{figures['seconds']:.2f} s",
+                f"{figures['score']:.4f}",
+                f"{figures['exact_score']:.4f}",
+                MISSING if same is None else f"{same} of {figures['new_tokens']}",
+            )
+        )
+    columns = ("attention", "time", "log-probability", "under exact attention", "tokens as exact")
+    config = records[0].config
+    title = f"{config['model']}, {config['prompt_tokens']} prompt tokens, {config['beams']} beams"
+    return Table(title, columns, tuple(rows), note="summed log-probability of the best beam, in nats")
+
+
+def _selection_line(record: Record) -> str:
+    """Rows a decode step reads for the prompt; neighbouring layers with the same number share an entry."""
+    entries = [entry for entry in record.figures["cache"]["layers"] if "rows" in entry]
+    if not entries:
+        return "no layer made a selection: every key was kept"
+    groups = []
+    for rows, group in itertools.groupby(entries, key=lambda entry: (entry["rows"], entry["selected_from"])):
+        numbers = [entry["layer"] for entry in group]
+        span = str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]}-{numbers[-1]}"
+        groups.append(f"layers {span}: {rows[0]} of {rows[1]}")
+    return f"rows that stand for the prompt: {', '.join(groups)}"

@@ -1,0 +1,1 @@
+"""The default engine: queries choose clusters of keys, stand-ins carry the others."""

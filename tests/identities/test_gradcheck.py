@@ -1,0 +1,78 @@
+"""Finite differences in float64, nothing tolerated from run to run."""
+
+import pytest
+import torch
+
+import prescore
+from prescore import Coupling, Hyper, KMeans, Lsh, Routed, Selected
+from prescore.testing.inputs import attention_tensors
+
+RANK = Lsh(block_size=3, sample_size=3, n_projections=3, alignment="rank")
+PAPER = Selected.paper("key-norm", 4, min_seq_len=2, inner=RANK)
+CONFIGS = {
+    "hyper rank": Hyper(RANK, min_seq_len=2),
+    "hyper hash": Hyper(RANK.replace(alignment="hash"), min_seq_len=2),
+    "paper": PAPER,
+    "paper sinks": PAPER.replace(sinks=1, recent=1),
+    "early": Selected.early("key-norm", 4, min_seq_len=2, inner=RANK),
+    "stand-ins exact": Selected(top_k=3, sinks=1, min_seq_len=2),
+    "stand-ins of two clusters": Selected(KMeans(n_clusters=2), 3, sinks=1, min_seq_len=2),
+    "stand-ins hyper": PAPER.replace(remainder="centroids"),
+    "count": PAPER.replace(coupling=Coupling(overlap="count")),
+    "routed": Routed(rows=0, leaf_size=3, chunk_size=3, sinks=1, exact_until=0),
+}
+
+
+def _tensors(n_query=5, n_keys=7, kv_heads=1):
+    # keys of distinct norms: a finite difference must not move a selection
+    query, key, value = attention_tensors(
+        heads=2, kv_heads=kv_heads, n_query=n_query, n_keys=n_keys, dim=3, value_dim=2, seed=8, spread=1.0
+    )
+    key = torch.nn.functional.normalize(key, dim=-1) * torch.linspace(0.5, 2.0, n_keys, dtype=key.dtype)[:, None]
+    return tuple(t.contiguous().requires_grad_() for t in (query, key, value))
+
+
+def _check(function, tensors):
+    assert torch.autograd.gradcheck(function, tensors, nondet_tol=0.0, fast_mode=False)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("backend", ["auto", "plain"])
+@pytest.mark.parametrize("kv_heads", [1, 2])
+def test_exact(is_causal, backend, kv_heads):
+    mask = torch.tensor([[True, False, True, True, True, True, False]])
+    _check(
+        lambda *t: tuple(
+            prescore.exact_attention(*t, is_causal=is_causal, key_padding_mask=mask, backend=backend)
+        ),
+        _tensors(kv_heads=kv_heads),
+    )
+
+
+def test_merged():
+    def merged(query, key, value):
+        parts = [prescore.exact_attention(query, key[:, :, s], value[:, :, s]) for s in (slice(0, 2), slice(2, 7))]
+        return tuple(prescore.merge(*parts))
+
+    _check(merged, _tensors())
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_prescored(name, is_causal):
+    def run(query, key, value):
+        output, aux = prescore.prescored_attention(
+            query, key, value, config=CONFIGS[name], is_causal=is_causal, generator=3, return_aux=True
+        )
+        return output, aux.lse
+
+    tensors = _tensors()
+    _check(run, tensors)
+    if not is_causal:
+        exact = prescore.exact_attention(*tensors).output
+        assert float((run(*tensors)[0] - exact).detach().abs().max()) > 1e-3  # not exact attention in disguise
+
+
+def test_gradients_through_lse_alone():
+    _check(lambda *t: prescore.exact_attention(*t).lse, _tensors())
+    _check(lambda *t: prescore.hyper_attention(*t, config=CONFIGS["hyper hash"]).lse, _tensors())

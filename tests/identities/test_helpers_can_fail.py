@@ -1,0 +1,110 @@
+"""The helpers the other tests lean on: each must refuse what it is there to refuse."""
+
+import math
+
+import pytest
+import torch
+from attention_checks import check_gradients, check_oracle
+
+import prescore
+from prescore import Selected
+from prescore.testing.budgets import assert_within, error_budget
+from prescore.testing.dense import dense_attention, full_weights, subset_weights, without_stand_ins
+from prescore.testing.inputs import MASKS, attention_tensors, random_mask
+from prescore.testing.naive import naive_weights
+
+
+def test_assert_within_fails_on_errors_nan_and_shapes():
+    truth = torch.tensor([1.0, -math.inf, 3.0])
+    assert_within(truth.clone(), truth, 0.0)
+    for wrong in ([1.1, -math.inf, 3.0], [math.nan, -math.inf, 3.0], [1.0, 0.0, 3.0], [1.0, math.inf, 3.0]):
+        with pytest.raises(AssertionError, match=r"must be within 0\.01"):
+            assert_within(torch.tensor(wrong), truth, 0.01)
+    with pytest.raises(AssertionError, match=r"must be within 0\.01"):
+        assert_within(truth, torch.tensor([1.0, -math.inf, math.nan]), 0.01)
+    with pytest.raises(AssertionError, match=r"shape \(3,\), got \(2,\)"):
+        assert_within(truth[:2], truth, 1.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_budget_passes_rounding_and_refuses_a_wrong_weight(dtype):
+    inputs = attention_tensors(heads=2, kv_heads=1, n_keys=31, dim=8, seed=1, spread=1.0)
+
+    def reference(query, key, value):
+        return dense_attention(query, key, value, full_weights(query, key), scale=8**-0.5).output
+
+    budget = error_budget(reference, inputs, dtype)
+    honest = reference(*(t.to(dtype).double() for t in inputs)).to(dtype)
+    assert_within(honest, reference(*inputs), budget)
+    query, key, value = inputs
+    seen = torch.ones(1, 1, 31, dtype=torch.bool)
+    seen[..., 0] = False  # one key of 31 dropped
+    wrong = dense_attention(query, key, value, subset_weights(full_weights(query, key), seen), scale=8**-0.5)
+    with pytest.raises(AssertionError, match="must be within"):
+        assert_within(wrong.output, reference(*inputs), budget)
+
+
+def test_the_dense_oracle_is_torch_attention():
+    query, key, value = attention_tensors(batch=2, heads=4, kv_heads=2, n_query=7, n_keys=13, value_dim=3)
+    mask = random_mask("holes", 2, 13)
+    result = dense_attention(query, key, value, full_weights(query, key, key_padding_mask=mask), scale=0.5)
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        query, key, value, attn_mask=mask[:, None, None], enable_gqa=True
+    )
+    assert_within(result.output, expected, 1e-12)
+    causal = dense_attention(query, key, value, full_weights(query, key, is_causal=True), scale=0.5)
+    square = torch.ones(7, 13, dtype=torch.bool).tril(6)
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        query, key, value, attn_mask=square, enable_gqa=True
+    )
+    assert_within(causal.output, expected, 1e-12)
+
+
+def test_the_dense_oracle_where_nothing_is_seen():
+    query, key, value = (t.requires_grad_() for t in attention_tensors(n_query=2, n_keys=3))
+    nothing = without_stand_ins(torch.full((1, 2, 2, 3), -torch.inf, dtype=torch.float64))
+    output, lse = dense_attention(query, key, value, nothing, scale=1.0)
+    assert torch.isneginf(lse).all()
+    assert not output.any()
+    for gradient in torch.autograd.grad(output.sum(), (query, key, value)):
+        assert not gradient.any()
+
+
+def test_naive_weights_of_all_keys_are_exact_attention():
+    query, key, _ = attention_tensors(batch=2, heads=4, kv_heads=2, n_keys=13)
+    weights = naive_weights(query, key, Selected(top_k=1.0, min_seq_len=4), is_causal=True)
+    assert torch.equal(weights.keys, full_weights(query, key, is_causal=True).keys)
+
+
+def test_oracle_checks_refuse_another_configuration(monkeypatch):
+    tensors = attention_tensors(heads=2, n_keys=23)
+    config = Selected("key-norm", 5, sinks=0, remainder="none")
+    other = config.replace(top_k=6)
+    original = prescore.prescored_attention
+    monkeypatch.setattr(
+        prescore, "prescored_attention", lambda *t, config, **k: original(*t, config=other, **k), raising=False
+    )
+    with pytest.raises(AssertionError, match="output must be within"):
+        check_oracle(config, tensors)
+    with pytest.raises(AssertionError, match="gradient of query must be within"):
+        check_gradients(config, tensors)
+
+
+@pytest.mark.parametrize("kind", MASKS)
+def test_masks_are_what_they_say(kind):
+    mask = random_mask(kind, 50, 11, seed=2)
+    if kind == "none":
+        assert mask is None
+        return
+    assert mask.shape == (50, 11)
+    assert mask.any(1).all()
+    assert not mask.all()
+    steps = mask.int().diff(dim=1)
+    if kind == "left":
+        assert (steps >= 0).all()
+        assert mask[:, -1].all()
+    elif kind == "right":
+        assert (steps <= 0).all()
+        assert mask[:, 0].all()
+    else:
+        assert (steps == 1).any(1).logical_and((steps == -1).any(1)).any()

@@ -1,0 +1,309 @@
+"""Identities 1, 2, 3, 5, 6 and 10 of the contract, over shapes, masks, ratios and seeds."""
+
+import math
+
+import pytest
+import torch
+from attention_checks import FLOAT64, check_exact, check_merge_of_split, hidden, with_lsh
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import prescore
+from prescore import Coupling, Exact, Hyper, KMeans, KMedian, Leverage, Lsh, Minkowski, Routed, Selected
+from prescore.testing.budgets import assert_within
+from prescore.testing.inputs import MASKS, attention_tensors, random_mask
+
+LENGTHS = (1, 2, 3, 31, 61, 127, 255, 257)
+FAST = settings(derandomize=True, deadline=None, max_examples=25)
+SINGLE = 1e-4
+"""float32: lse and outputs of size up to 30, a few hundred roundings of 6e-8 each."""
+
+
+@st.composite
+def cases(draw, lengths=LENGTHS, masks=MASKS, dtypes=(torch.float64, torch.float32), causal=None):
+    n_keys, kv_heads = draw(st.sampled_from(lengths)), draw(st.sampled_from((1, 2)))
+    batch, group = draw(st.sampled_from((1, 2, 3))), draw(st.sampled_from((1, 2, 3)))
+    is_causal = draw(st.booleans()) if causal is None else causal
+    n_query = draw(st.sampled_from((n_keys, 1, max(1, n_keys // 2), n_keys if is_causal else n_keys + 3)))
+    seed = draw(st.integers(0, 1000))
+    tensors = attention_tensors(
+        batch=batch,
+        heads=kv_heads * group,
+        kv_heads=kv_heads,
+        n_query=n_query,
+        n_keys=n_keys,
+        dim=draw(st.sampled_from((1, 4, 7))),
+        value_dim=draw(st.sampled_from((1, 4, 9))),
+        dtype=draw(st.sampled_from(dtypes)),
+        seed=seed,
+    )
+    return tensors, random_mask(draw(st.sampled_from(masks)), batch, n_keys, seed=seed), is_causal, seed
+
+
+def _tolerance(tensor):
+    return FLOAT64 if tensor.dtype == torch.float64 else SINGLE
+
+
+def _poisoned(tensors, mask):
+    query, key, value = tensors
+    return query, hidden(key, mask, math.nan), hidden(value, mask, math.inf)
+
+
+def _run(tensors, mask, is_causal, config, seed=0, **more):
+    output, aux = prescore.prescored_attention(
+        *tensors,
+        config=config,
+        is_causal=is_causal,
+        key_padding_mask=mask,
+        generator=seed,
+        return_aux=True,
+        **more,
+    )
+    return prescore.Attended(output, aux.lse), aux
+
+
+@given(cases(dtypes=(torch.float64,)))
+@FAST
+def test_exact_attention_is_the_dense_softmax(case):
+    tensors, mask, is_causal, _ = case
+    check_exact(tensors, is_causal=is_causal, mask=mask)
+    check_exact(tensors, is_causal=is_causal, mask=mask, backend="plain")
+
+
+@given(cases(), st.sampled_from(("all selected", "one block")), st.sampled_from(("rank", "hash")))
+@FAST
+def test_identity_1_everything_selected_or_one_block_is_exact(case, way, alignment):
+    tensors, mask, is_causal, seed = case
+    config = Selected(top_k=1.0, inner=Exact(), min_seq_len=2)
+    if way == "one block":
+        config = Hyper(Lsh(block_size=512, sample_size=0, alignment=alignment), min_seq_len=0)
+    tensors = _poisoned(tensors, mask)
+    truth = prescore.exact_attention(*tensors, is_causal=is_causal, key_padding_mask=mask)
+    result, _ = _run(tensors, mask, is_causal, config, seed)
+    assert_within(result.output, truth.output, _tolerance(tensors[0]), "output")
+    assert_within(result.lse, truth.lse, _tolerance(tensors[0]), "lse")
+
+
+@given(cases(causal=False), st.sampled_from(prescore.list_scorers()), st.sampled_from((1, 7, 0.4)))
+@FAST
+def test_identity_2_exact_inner_is_attention_over_the_selected_rows(case, scorer, top_k):
+    tensors, mask, _, seed = case
+    config = Selected(scorer, top_k, inner=Exact(), remainder="none", sinks=2)
+    query, key, value = tensors
+    result, aux = _run(tensors, mask, False, config, seed)
+    chosen = prescore.select(key, scorer, top_k=top_k, sinks=2, key_padding_mask=mask, generator=seed)
+    assert torch.equal(chosen.indices, aux.selection.indices)
+    assert torch.equal(chosen.valid, aux.selection.valid)
+    for row in range(query.shape[0]):
+        for head in range(key.shape[1]):
+            kept = chosen.indices[row, head][chosen.valid[row, head]]
+            group = slice(head * (query.shape[1] // key.shape[1]), (head + 1) * (query.shape[1] // key.shape[1]))
+            one = (slice(row, row + 1), slice(head, head + 1))
+            truth = prescore.exact_attention(
+                query[row : row + 1, group], key[one][:, :, kept], value[one][:, :, kept]
+            )
+            assert_within(result.output[row : row + 1, group], truth.output, _tolerance(query), "output")
+            assert_within(result.lse[row : row + 1, group], truth.lse, _tolerance(query), "lse")
+
+
+@pytest.mark.parametrize("n_keys", [3, 31, 64, 61])
+@pytest.mark.parametrize("leaf", [4, 8])
+def test_identity_2_causal_is_the_merge_of_leaves_and_blocks(n_keys, leaf):
+    query, key, value = attention_tensors(batch=2, heads=4, kv_heads=2, n_keys=n_keys, seed=n_keys)
+    config = Selected("key-norm", 3, inner=Exact(), remainder="none", sinks=1, min_seq_len=leaf)
+    result, aux = _run((query, key, value), None, True, config)
+    pieces = []
+    for start in range(0, n_keys, leaf):
+        own = slice(start, min(start + leaf, n_keys))
+        part = prescore.exact_attention(query[:, :, own], key[:, :, own], value[:, :, own], is_causal=True)
+        pieces.append(_placed(part, own, n_keys))
+    selections = iter(aux.selection)
+    width = leaf
+    while width < n_keys:
+        for start in range(width, n_keys, 2 * width):
+            own = slice(start, min(start + width, n_keys))
+            chosen = next(selections)
+            assert chosen.valid.all()
+            assert ((chosen.indices >= start - width) & (chosen.indices < start)).all()
+            rows = chosen.indices[..., None].expand(-1, -1, -1, key.shape[-1])
+            part = prescore.exact_attention(query[:, :, own], key.gather(2, rows), value.gather(2, rows))
+            pieces.append(_placed(part, own, n_keys))
+        width *= 2
+    assert next(selections, None) is None
+    truth = prescore.merge(*pieces)
+    assert_within(result.output, truth.output, FLOAT64, "output")
+    assert_within(result.lse, truth.lse, FLOAT64, "lse")
+
+
+def _placed(part, rows, n_query):
+    output = part.output.new_zeros(*part.output.shape[:2], n_query, part.output.shape[-1])
+    lse = part.lse.new_full((*part.lse.shape[:2], n_query), -torch.inf)
+    output[:, :, rows], lse[:, :, rows] = part.output, part.lse
+    return prescore.Attended(output, lse)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_identity_3_merging_a_split_is_the_union_forward_and_backward(seed):
+    check_merge_of_split(seed)
+
+
+def test_identity_3_a_part_that_saw_nothing_changes_nothing():
+    query, key, value = attention_tensors(n_query=3, n_keys=5)
+    part = prescore.exact_attention(query, key, value)
+    nothing = prescore.exact_attention(query, key[:, :, :0], value[:, :, :0])
+    assert torch.isneginf(nothing.lse).all()
+    assert not nothing.output.any()
+    for merged in (prescore.merge(part, nothing), prescore.merge(nothing, part)):
+        assert_within(merged.output, part.output, 1e-15)
+        assert_within(merged.lse, part.lse, 1e-15)
+    both = prescore.merge(nothing, nothing)
+    assert torch.isneginf(both.lse).all()
+    assert not both.output.any()
+
+
+def _logits(query, key):
+    group = query.shape[1] // key.shape[1]
+    return query @ key.repeat_interleave(group, dim=1).transpose(-1, -2) * query.shape[-1] ** -0.5
+
+
+@pytest.mark.parametrize("top_k", [1, 5, 11])
+def test_identity_5_zeroing_adds_one_per_unselected_key_to_the_denominator(top_k):
+    query, key, value = attention_tensors(heads=4, kv_heads=2, n_query=6, n_keys=17, seed=top_k)
+    config = Selected.paper("key-norm", top_k, inner=Exact())
+    excluded, aux = _run((query, key, value), None, False, config)
+    zeroed, _ = _run((query, key, value), None, False, config.replace(coupling=Coupling(mask="zero")))
+    denominator = excluded.lse.exp() + (17 - top_k)
+    assert_within(zeroed.lse, denominator.log(), FLOAT64, "lse")
+    assert_within(zeroed.output, excluded.output * (excluded.lse.exp() / denominator)[..., None], FLOAT64)
+    weights = torch.exp(_logits(query, key) - excluded.lse[..., None])
+    kept = torch.zeros(1, 2, 17, dtype=torch.bool).scatter_(2, aux.selection.indices, True)
+    weights = weights * kept.repeat_interleave(2, dim=1)[:, :, None]
+    assert_within(weights.sum(-1), torch.ones_like(weights.sum(-1)), FLOAT64, "weights of the selected keys")
+
+
+def test_identity_5_residual_weight_scales_the_residual_by_all_keys():
+    query, key, value = attention_tensors(heads=4, kv_heads=2, n_query=6, n_keys=17)
+    config = Selected.paper("key-norm", 7, min_seq_len=0, inner=Lsh(block_size=0, sample_size=9))
+    by_selected, _ = _run((query, key, value), None, False, config)
+    by_all, _ = _run((query, key, value), None, False, config.replace(coupling=Coupling(residual_weight="all")))
+    assert_within(by_all.lse - by_selected.lse, torch.full_like(by_all.lse, math.log(17 / 7)), FLOAT64, "lse")
+    assert_within(by_all.output, by_selected.output, FLOAT64, "output")
+    zeroed = []
+    for weight in ("selected", "all"):
+        coupling = Coupling(mask="zero", residual_weight=weight)
+        zeroed.append(_run((query, key, value), None, False, config.replace(coupling=coupling))[0])
+    ratio = zeroed[1].lse - zeroed[0].lse
+    assert_within(ratio, torch.full_like(ratio, math.log(17 / 7)), FLOAT64, "lse under zeroing")
+
+
+@pytest.mark.parametrize("alignment", ["rank", "hash"])
+def test_identity_5_overlap_counts_a_key_in_block_and_sample_twice(alignment):
+    query, key, value = attention_tensors(heads=2, kv_heads=1, n_query=6, n_keys=17)
+    lsh = Lsh(block_size=16, sample_size=9, alignment=alignment)
+    config = Selected.paper("key-norm", 7, min_seq_len=0, inner=lsh)
+    whole, aux = _run((query, key, value), None, False, config)
+    twice, _ = _run((query, key, value), None, False, config.replace(coupling=Coupling(overlap="count")))
+    residual, _ = _run((query, key, value), None, False, with_lsh(config, block_size=0))
+    # one block holds all seven keys: with exclusion the residual vanishes, without it is added in full
+    kept = aux.selection.indices[..., None].expand(-1, -1, -1, 4)
+    exact = prescore.exact_attention(query, key.gather(2, kept), value.gather(2, kept))
+    assert_within(whole.lse, exact.lse, FLOAT64, "lse with exclusion")
+    truth = prescore.merge(exact, residual)
+    assert_within(twice.lse, truth.lse, FLOAT64, "lse with double counting")
+    assert_within(twice.output, truth.output, FLOAT64, "output with double counting")
+
+
+def test_identity_5_the_early_integration_is_all_three_artefacts():
+    assert Selected.early().coupling == Coupling(mask="zero", residual_weight="all", overlap="count")
+    assert Selected.early().replace(coupling=Coupling()) == Selected.paper()
+    assert Selected.paper().coupling == Coupling()
+
+
+@given(
+    cases(causal=True),
+    st.sampled_from(("paper", "hyper", "early", "routed", "selected")),
+    st.sampled_from((257, 300)),
+)
+@FAST
+def test_identity_6_causal_with_large_leaves_is_exact(case, preset, leaf):
+    tensors, mask, _, seed = case
+    config = PRESETS[preset].replace(**{"exact_until" if preset == "routed" else "min_seq_len": leaf})
+    tensors = _poisoned(tensors, mask)
+    truth = prescore.exact_attention(*tensors, is_causal=True, key_padding_mask=mask)
+    result, aux = _run(tensors, mask, True, config, seed)
+    assert preset == "routed" or aux.selection == []  # routed attention lists its chunks
+    assert_within(result.output, truth.output, _tolerance(tensors[0]), "output")
+    assert_within(result.lse, truth.lse, _tolerance(tensors[0]), "lse")
+
+
+PRESETS = {
+    "paper": Selected.paper(top_k=8),
+    "hyper": Hyper.published(),
+    "early": Selected.early(top_k=8),
+    "routed": Routed(),
+    "selected": Selected(top_k=8),
+}
+
+
+@pytest.mark.parametrize("scorer", prescore.list_scorers())
+@pytest.mark.parametrize("remainder", ["none", "centroids"])
+def test_identity_10_a_step_with_a_fresh_selection_is_the_call_that_selects(scorer, remainder):
+    query, key, value = attention_tensors(batch=2, heads=4, kv_heads=2, n_query=1, n_keys=61, seed=1)
+    lsh = Lsh(block_size=4, sample_size=4, alignment="rank")
+    for config, budget in (
+        (Selected(scorer, 9, remainder=remainder, sinks=2, recent=3), {"top_k": 9, "sinks": 2, "recent": 3}),
+        (Selected.paper(scorer, 20, remainder=remainder, inner=lsh, min_seq_len=0), {"top_k": 20, "sinks": 0}),
+    ):
+        fresh = prescore.select(key, scorer, **budget, generator=5)
+        made, _ = _run((query, key, value), None, False, config, 5)
+        given_one, aux = _run((query, key, value), None, False, config, 5, selection=fresh)
+        assert torch.equal(aux.selection.indices, fresh.indices)
+        assert_within(given_one.output, made.output, FLOAT64, f"{scorer} output")
+        assert_within(given_one.lse, made.lse, FLOAT64, f"{scorer} lse")
+
+
+def test_a_given_selection_is_used_as_given_and_causally():
+    query, key, value = attention_tensors(batch=2, heads=2, kv_heads=1, n_keys=19, seed=2)
+    indices = torch.tensor([1, 6, 11, 17]).expand(2, 1, 4)
+    chosen = prescore.Selection(indices, torch.ones_like(indices, dtype=torch.bool))
+    config = Selected(remainder="none", min_seq_len=4, sinks=0)
+    result, _ = _run((query, key, value), None, True, config, selection=chosen)
+    seen = torch.zeros(19, 19, dtype=torch.bool)
+    for i in range(19):
+        seen[i, i // 4 * 4 : i + 1] = True
+        seen[i, [j for j in (1, 6, 11, 17) if j <= i]] = True
+    logits = _logits(query, key).masked_fill(~seen, -torch.inf)
+    assert_within(result.lse, logits.logsumexp(-1), FLOAT64, "lse")
+    assert_within(result.output, logits.softmax(-1) @ value, FLOAT64, "output")
+
+
+@pytest.mark.parametrize(("p", "kind"), [(2.0, KMeans), (1.0, KMedian)])
+@pytest.mark.parametrize("rule", ["nearest", "farthest", "sensitivity"])
+def test_identity_7_minkowski_at_two_and_one(p, kind, rule):
+    key = attention_tensors(batch=2, kv_heads=2, n_keys=127, dim=5, seed=3)[1]
+    general = prescore.score(key, Minkowski(p=p, rule=rule), generator=1)
+    special = prescore.score(key, kind(rule=rule), generator=1)
+    assert_within(general, special, 1e-9, f"minkowski(p={p})")  # another path of powers and roots
+    other = prescore.score(key, Minkowski(p=1.5, rule=rule), generator=1)
+    assert float((other - special).abs().max()) > 1e-3
+
+
+@pytest.mark.parametrize("rank", [1, 3, 6])
+def test_identity_7_exact_leverage_sums_to_the_rank(rank):
+    generator = torch.Generator().manual_seed(rank)
+    left = torch.randn(2, 2, 90, rank, generator=generator, dtype=torch.float64)
+    key = left @ torch.randn(2, 2, rank, 6, generator=generator, dtype=torch.float64)
+    scores = prescore.score(key, "leverage")
+    assert_within(scores.sum(-1), torch.full((2, 2), float(rank), dtype=torch.float64), 1e-6, "sum of leverage")
+
+
+def test_identity_7_sketched_leverage_approaches_exact():
+    key = attention_tensors(batch=2, kv_heads=2, n_keys=400, dim=6, seed=5)[1]
+    exact = prescore.score(key, "leverage")
+    errors = []
+    for size in (12, 48, 192):
+        sketched = [prescore.score(key, Leverage(sketch_size=size), generator=seed) for seed in range(8)]
+        runs = [(scores / exact - 1).abs().mean() for scores in sketched]
+        errors.append(float(torch.stack(runs).mean()))
+    assert errors[0] > errors[1] > errors[2]
+    assert errors[2] < 0.3  # about sqrt(2 d / rows) = 0.25 for a Gaussian sketch

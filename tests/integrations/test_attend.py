@@ -1,0 +1,159 @@
+"""Pre-scored attention as a function in the place of a layer's: paths, masks, refusals, seeds, memory."""
+
+import copy
+import pickle
+import warnings
+
+import pytest
+import torch
+
+import prescore
+from prescore import Exact, Hyper, KMeans, Lsh, Routed, Selected
+from prescore.errors import Unsupported
+from prescore.integrations.attend import PrescoredAttention, Situation, attend_exactly, layer_seed
+
+COARSE = Selected(KMeans(n_clusters=3), top_k=8, min_seq_len=8, sinks=2)
+ROUTED = Routed(rows=8, leaf_size=4, chunk_size=8, sinks=2, exact_until=8)
+HYPER = Hyper(Lsh(8, 8), min_seq_len=8)
+CAUSAL = Situation(layer=3, is_causal=True)
+
+
+def qkv(n_query=40, n_keys=40, batch=2):
+    draw = torch.Generator().manual_seed(0)
+    query = torch.randn(batch, 4, n_keys, 8, generator=draw)[:, :, n_keys - n_query :]
+    return query, *(torch.randn(batch, 2, n_keys, 8, generator=draw) for _ in range(2))
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize(
+    "config", [COARSE, ROUTED.replace(exact_until=0), HYPER], ids=["selected", "routed", "hyper"]
+)
+def test_a_prompt_is_prescored_attention_with_a_seed_of_the_layers_own(config, is_causal):
+    inputs = qkv()
+    attend = PrescoredAttention(config, seed=7)
+    situation = Situation(layer=3, is_causal=is_causal, scale=0.3)
+    expected, aux = prescore.prescored_attention(
+        *inputs, config, is_causal=is_causal, scale=0.3, generator=layer_seed(7, 3), return_aux=True
+    )
+    assert torch.equal(attend(*inputs, situation), expected)
+    assert attend.last.path == "prescored"
+    assert attend.last.rows == pytest.approx(aux.stats["rows_per_query"])
+    assert (attend.last.n_query, attend.last.n_keys) == (40, 40)
+    assert attend.last.mask == ("causal" if is_causal else "full")
+
+
+def test_layers_and_seeds_draw_apart():
+    inputs = qkv()
+    uniform = Selected("uniform", top_k=8, min_seq_len=8, remainder="none")
+    results = [
+        PrescoredAttention(uniform, seed=seed)(*inputs, Situation(layer=layer, is_causal=True))
+        for seed, layer in ((0, 0), (0, 0), (0, 1), (1, 0))
+    ]
+    assert torch.equal(results[0], results[1])
+    assert not torch.allclose(results[0], results[2])
+    assert not torch.allclose(results[0], results[3])
+
+
+@pytest.mark.parametrize("config", [COARSE, ROUTED, HYPER, Exact(), Selected(top_k=1.0)], ids=str)
+def test_a_step_of_everything_else_reads_all_keys(config):
+    query, key, value = qkv(n_query=1)
+    attend = PrescoredAttention(config)
+    output = attend(query, key, value, CAUSAL)
+    exact = attend_exactly(query, key, value, CAUSAL)
+    if config is COARSE:
+        assert attend.last.path == "step over the selection"
+        assert not torch.allclose(output, exact, atol=1e-3)
+    else:
+        assert torch.equal(output, exact)
+        assert attend.last.path == ("exact" if config == Exact() else "step over all keys")
+        assert attend.last.rows == 40
+
+
+def test_several_queries_that_see_everything_are_no_step():
+    """Without a causal mask there is no order among them that a step could follow."""
+    query, key, value = qkv(n_query=5)
+    attend = PrescoredAttention(COARSE)
+    got = attend(query, key, value, Situation(layer=0))
+    assert attend.last.path == "prescored"
+    expected = prescore.prescored_attention(query, key, value, COARSE, generator=layer_seed(0, 0))
+    assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("config", [COARSE, Exact()], ids=["selected", "exact"])
+def test_a_mask_given_once_serves_the_whole_batch(config):
+    inputs = qkv()
+    real = torch.ones(1, 1, 40, 40, dtype=torch.bool).tril()
+    real[..., :5] = False
+    segments = torch.tensor([0] * 17 + [1] * 23)
+    packed = (segments[:, None] == segments).tril()[None, None]
+    for mask in (real, packed):
+        once = PrescoredAttention(config)(*inputs, Situation(layer=0, mask=mask, is_causal=True))
+        each = Situation(layer=0, mask=mask.repeat(2, 1, 1, 1), is_causal=True)
+        seen = mask.any(-1)[0, 0]  # what padded queries get is nobody's business
+        assert torch.equal(once[:, :, seen], PrescoredAttention(config)(*inputs, each)[:, :, seen])
+
+
+def test_obstacles_are_refused_or_run_by_the_model_itself():
+    inputs = qkv()
+    asked = []
+
+    def own(query, key, value):
+        asked.append(query.shape)
+        return query
+
+    situation = Situation(
+        layer=3, is_causal=True, owner="GemmaAttention", obstacles=("its logits are soft-capped",), own=own
+    )
+    with pytest.raises(Unsupported) as refused:
+        PrescoredAttention(COARSE)(*inputs, situation)
+    assert str(refused.value) == (
+        "pre-scored attention in layer 3 (GemmaAttention) cannot run: its logits are soft-capped; "
+        'on_unsupported="exact" would run such layers exactly'
+    )
+    assert not asked
+    attend = PrescoredAttention(COARSE, "exact")
+    with pytest.warns(UserWarning, match="GemmaAttention runs exactly: its logits are soft-capped"):
+        assert attend(*inputs, situation) is inputs[0]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        attend(*inputs, situation)
+    assert attend.last.path == "exact: its logits are soft-capped"
+    assert PrescoredAttention(Exact())(*inputs, situation) is inputs[0]  # exact attention needs no leave
+    assert len(asked) == 3
+
+
+def test_local_layers_stay_exact():
+    inputs = qkv()
+    attend = PrescoredAttention(COARSE)
+    situation = Situation(layer=0, is_causal=True, is_local=True)
+    assert torch.equal(attend(*inputs, situation), attend_exactly(*inputs, situation))
+    assert attend.last.path == "exact: a sliding window is local already"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "said"),
+    [
+        (("routed",), TypeError, "config must be a prescore.Routed"),
+        ((None, "ignore"), ValueError, "on_unsupported must be one of 'raise', 'exact', got 'ignore'"),
+    ],
+    ids=["config", "on_unsupported"],
+)
+def test_wrong_arguments_are_named(arguments, error, said):
+    with pytest.raises(error, match=said):
+        PrescoredAttention(*arguments)
+
+
+def test_the_default_is_the_default():
+    assert PrescoredAttention().config == Routed()
+    assert repr(PrescoredAttention(Exact(), "exact")) == "PrescoredAttention(Exact(), 'exact')"
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda attend: pickle.loads(pickle.dumps(attend))])
+def test_a_copy_begins_without_memories(copied):
+    query, key, value = qkv(n_query=1, n_keys=41)
+    attend = PrescoredAttention(COARSE)
+    expected = attend(query, key, value, CAUSAL)
+    twin = copied(attend)
+    assert attend._memory.follower.state is not None
+    assert twin._memory.follower.state is None
+    assert torch.equal(twin(query, key, value, CAUSAL), expected)

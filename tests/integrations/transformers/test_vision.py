@@ -1,0 +1,207 @@
+"""Hugging Face ViTs, and that both libraries give the same logits for the same weights and seed."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+
+if importlib.util.find_spec("transformers") is None:
+    pytest.skip("transformers is not installed", allow_module_level=True)
+
+from vision_stand_ins import huggingface_from_timm, pixels, tiny_huggingface, tiny_timm
+
+import prescore
+from prescore import Hyper, KMeans, Lsh, Routed, Selected
+from prescore.errors import Unsupported
+from prescore.integrations.adapter import seats
+from prescore.integrations.apply import find_adapter, replace_attention
+from prescore.integrations.attend import PrescoredAttention
+
+FEW = Selected(KMeans(n_clusters=3), top_k=8, sinks=0, remainder="none")
+STAND_INS = FEW.replace(scorer=KMeans(n_clusters=3, rule="farthest", normalize=False), remainder="centroids")
+SAMPLED = FEW.replace(scorer=KMeans(n_clusters=3, rule="farthest"), selector="sample")
+HAS_TIMM = all(importlib.util.find_spec(name) is not None for name in ("timm", "torchvision"))
+DEIT = Path(__file__).parents[4] / "shared" / "data" / "vision" / "deit_tiny_patch16_224.safetensors"
+
+FAMILIES = [
+    ("ViTForImageClassification", "ViTConfig", 1),
+    ("DeiTForImageClassification", "DeiTConfig", 2),
+    ("Dinov2ForImageClassification", "Dinov2Config", 1),
+    ("Dinov2WithRegistersModel", "Dinov2WithRegistersConfig", 5),
+    ("CLIPVisionModel", "CLIPVisionConfig", 1),
+    ("SiglipVisionModel", "SiglipVisionConfig", 0),
+]
+
+
+@torch.inference_mode()
+def answer(model, **inputs):
+    return model(pixel_values=pixels(), **inputs)[0]
+
+
+@pytest.mark.parametrize(("kind", "config", "n_prefix"), FAMILIES, ids=[kind for kind, *_ in FAMILIES])
+def test_families(kind, config, n_prefix):
+    model = tiny_huggingface(kind, config)
+    before = answer(model)
+    implementation = model.config._attn_implementation
+    with prescore.apply(model, Selected(top_k=1.0)) as applied:
+        assert applied.adapter == "transformers.vision"
+        assert len(applied.layers) == 2
+        # the same sums in another order of operations, float32
+        torch.testing.assert_close(answer(model), before, rtol=1e-3, atol=1e-3)
+        first = model.get_submodule(applied.layers[0])
+        assert seats(first)[-1].n_prefix == n_prefix
+    with prescore.apply(model, FEW):
+        assert (answer(model) - before).abs().max() > 1e-3
+    assert torch.equal(answer(model), before)
+    assert model.config._attn_implementation == implementation
+    assert not any(seats(module) for module in model.modules())
+
+
+def test_layers_left_out_stay_exact():
+    model = tiny_huggingface()
+    before = answer(model)
+    with prescore.apply(model, FEW, layers=[]):
+        torch.testing.assert_close(answer(model), before, rtol=1e-4, atol=1e-4)
+    with prescore.apply(model, FEW, layers=[1]) as one:
+        changed = answer(model)
+    with prescore.apply(model, FEW):
+        assert not torch.equal(answer(model), changed)
+    assert one.layers == {1: "vit.layers.1.attention"}
+
+
+def test_the_text_tower_of_clip_is_left_alone():
+    from transformers import CLIPConfig, CLIPModel
+    from vision_stand_ins import SHAPE, spread
+
+    text = {"hidden_size": 48, "num_hidden_layers": 1, "num_attention_heads": 3, "intermediate_size": 96}
+    model = spread(CLIPModel(CLIPConfig(vision_config=SHAPE, text_config={**text, "vocab_size": 50})))
+    ids = torch.tensor([[1, 2, 3, 4], [4, 3, 2, 1]])
+    with torch.inference_mode():
+        before = model(pixel_values=pixels(), input_ids=ids)
+        with prescore.apply(model, FEW) as applied:
+            after = model(pixel_values=pixels(), input_ids=ids)
+    assert all(name.startswith("vision_model") for name in applied.layers.values())
+    assert torch.equal(after.text_embeds, before.text_embeds)
+    assert not torch.allclose(after.image_embeds, before.image_embeds)
+
+
+@pytest.mark.parametrize(
+    ("kind", "config", "said"),
+    [
+        ("SwinModel", "SwinConfig", "SwinModel.*SwinAttention"),
+        ("BeitModel", "BeitConfig", "BeitModel.*BeitAttention"),
+    ],
+)
+def test_other_architectures_are_refused_by_name(kind, config, said):
+    import transformers
+
+    options = (
+        {"embed_dim": 24, "depths": [1], "num_heads": [3]} if kind == "SwinModel" else {"num_hidden_layers": 1}
+    )
+    with torch.device("meta"):
+        model = getattr(transformers, kind)(getattr(transformers, config)(**options))
+    with pytest.raises(Unsupported, match=said):
+        prescore.apply(model, FEW)
+
+
+def test_attention_dropout_is_honoured_in_training():
+    model = tiny_huggingface(attention_probs_dropout_prob=0.25, hidden_dropout_prob=0.0)
+    with prescore.apply(model, FEW), torch.no_grad():
+        whole = model(pixel_values=pixels())[0]
+        model.train()
+        torch.manual_seed(2)
+        first, second = model(pixel_values=pixels())[0], model(pixel_values=pixels())[0]
+        torch.manual_seed(2)
+        assert torch.equal(model(pixel_values=pixels())[0], first)
+        assert not torch.allclose(first, second)
+        assert torch.equal(model.eval()(pixel_values=pixels())[0], whole)
+
+
+@pytest.mark.parametrize("order", ["ab", "ba"])
+def test_twice_is_undone_in_any_order(order):
+    model = tiny_huggingface()
+    before = answer(model)
+    with prescore.apply(model, FEW):
+        of_a = answer(model)
+    with prescore.apply(model, SAMPLED, layers=[0]):
+        of_b = answer(model)
+    both = {"a": prescore.apply(model, FEW), "b": prescore.apply(model, SAMPLED, layers=[0])}
+    assert torch.equal(answer(model), of_b)
+    both[order[0]].undo()
+    assert torch.equal(answer(model), of_b if order == "ab" else of_a)
+    both[order[1]].undo()
+    assert model.config._attn_implementation == "sdpa"
+    assert torch.equal(answer(model), before)
+
+
+def test_the_name_alone_keeps_the_prefix_too():
+    """A default configuration reads short inputs exactly, so that another one is put where the default sits."""
+    model = tiny_huggingface("Dinov2WithRegistersModel", "Dinov2WithRegistersConfig")
+    before = answer(model)
+    model.set_attn_implementation("prescored")
+    torch.testing.assert_close(answer(model), before, rtol=1e-3, atol=1e-3)
+    layer = model.get_submodule(find_adapter(model).layers(model)[0])
+    assert layer._prescore_default_seat.n_prefix == 5
+
+
+@pytest.mark.parametrize(
+    "config",
+    [FEW, Routed(rows=0, leaf_size=4, sinks=0, exact_until=0), Hyper(Lsh(4, 0), min_seq_len=0)],
+    ids=["selected", "routed", "hyper"],
+)
+def test_a_prefix_is_kept_by_every_configuration_that_has_sinks(config):
+    attend, free = PrescoredAttention(config), PrescoredAttention(config, protect_prefix=False)
+    assert attend.for_prefix(5) == config.replace(sinks=5)
+    assert free.for_prefix(5) == config
+    assert PrescoredAttention(config.replace(sinks=7)).for_prefix(5).sinks == 7
+    assert PrescoredAttention(prescore.Exact()).for_prefix(5) == prescore.Exact()
+    model = tiny_huggingface("Dinov2WithRegistersModel", "Dinov2WithRegistersConfig")
+    results = []
+    for one in (attend, free, PrescoredAttention(config.replace(sinks=5))):
+        undo = replace_attention(model, {0: one, 1: one})
+        results.append(answer(model))
+        undo()
+    assert torch.equal(results[0], results[2])
+    assert not torch.allclose(results[0], results[1])
+
+
+def both_routes(weights_of, images, config, seed, protect):
+    """Logits of timm and of Hugging Face for the same weights, images, configuration and seed."""
+    model, twin = weights_of
+    results = []
+    for one in (model, twin):
+        attend = PrescoredAttention(config, protect_prefix=protect, seed=seed)
+        undo = replace_attention(one, dict.fromkeys(range(len(find_adapter(one).layers(one))), attend))
+        with torch.inference_mode():
+            found = one(images)
+        undo()
+        results.append(found if isinstance(found, torch.Tensor) else found.logits)
+    return results
+
+
+@pytest.mark.skipif(not HAS_TIMM, reason="timm or torchvision is not installed")
+@pytest.mark.parametrize("protect", [True, False])
+@pytest.mark.parametrize("config", [FEW, STAND_INS, SAMPLED], ids=["nearest", "stand-ins", "sampled"])
+def test_timm_and_huggingface_agree(config, protect):
+    model = tiny_timm().double()
+    twin = huggingface_from_timm(model.state_dict(), n_heads=3, size=64, patch=8).double()
+    # float64: a rounding difference of float32 may move a key across a cluster border
+    one, other = both_routes((model, twin), pixels().double(), config, seed=5, protect=protect)
+    torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
+    changed, _ = both_routes((model, twin), pixels().double(), config, seed=6, protect=protect)
+    assert not torch.equal(one, changed)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not HAS_TIMM, reason="timm or torchvision is not installed")
+@pytest.mark.skipif(not DEIT.is_file(), reason="the DeiT-tiny checkpoint of the development data is not there")
+def test_deit_tiny_gives_the_same_logits_by_both_routes():
+    from prescore.evaluation.vision.models import load_vision_model
+
+    loaded = load_vision_model(DEIT)
+    twin = huggingface_from_timm(loaded.model.state_dict(), n_heads=3, size=224, patch=16).double()
+    config = STAND_INS.replace(top_k=16, scorer=KMeans(n_clusters=48, rule="farthest", normalize=False))
+    pair = (loaded.model.double(), twin)
+    one, other = both_routes(pair, pixels(size=224).double(), config, seed=1, protect=True)
+    torch.testing.assert_close(one, other, rtol=1e-8, atol=1e-8)

@@ -1,0 +1,93 @@
+import math
+
+import pytest
+from planted_sweep import run_sweep
+
+from prescore.evaluation.planted.study import QUICK
+from prescore.report import planted as report
+from prescore.report.plots import COLOURS, bars, figure
+from prescore.report.tables import Table, mean_and_spread, number, span
+
+
+def test_table_as_markdown():
+    table = Table("Title", ("name", "value"), (("a|b", "1"),), note="below")
+    assert table.to_markdown() == "**Title**\n\n| name | value |\n| --- | ---: |\n| a\\|b | 1 |\n\nbelow\n"
+
+
+def test_table_on_a_terminal_prints_brackets_as_they_are(capsys):
+    from rich.console import Console
+
+    Console(width=100).print(Table("T", ("a", "b"), (("[bold]", "prescore[eval]"),)).to_rich())
+    shown = capsys.readouterr().out
+    assert "[bold]" in shown
+    assert "prescore[eval]" in shown
+
+
+def test_ragged_rows_are_refused():
+    with pytest.raises(ValueError, match="rows must have 2 cells, got 1"):
+        Table("T", ("a", "b"), (("x",),))
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(None, "-"), (0.0, "0"), (1.0, "1"), (0.12345, "0.123"), (1234.5, "1234"), (1e-6, "1e-06"),
+     (2.5e7, "2.5e+07"), (math.inf, "inf"), ("nan", "nan"), (-0.5, "-0.5"), (100.0, "100")],
+)  # fmt: skip
+def test_number(value, text):
+    assert number(value) == text
+
+
+def test_spreads():
+    assert mean_and_spread([0.5, 0.7]) == "0.60 ± 0.14"
+    assert mean_and_spread([0.5]) == "0.50"
+    assert mean_and_spread([None, 0.5]) == "0.50"
+    assert mean_and_spread([None]) == mean_and_spread([]) == span([]) == "-"
+    assert span([1.0, 3.0]) == "2 (1 to 3)"
+    assert span([1.0, 1.0]) == "1"
+    assert span([1.0, math.inf]) == "inf (1 to inf)"
+
+
+def test_plots_leave_the_callers_style_alone(tmp_path):
+    import matplotlib
+
+    before = dict(matplotlib.rcParams)
+    with figure(tmp_path / "x.png", (3, 2)) as (_, axes):
+        bars(axes, ["a", "b"], [0.5, 1.0], [0.1, 0.0], COLOURS[:2])
+    assert dict(matplotlib.rcParams) == before
+    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.fixture(scope="module")
+def records():
+    import dataclasses
+
+    small = dataclasses.replace(
+        QUICK, n=(200, 300), d=(4,), powers=(2.0,), rules=("nearest", "farthest"), methods=("kmeans", "key-norm"),
+        n_queries=8, restarts=1,
+    )  # fmt: skip
+    return run_sweep(small)
+
+
+def test_recall_table_has_a_row_per_method_and_rule(records):
+    points = report.settings(records)
+    assert [point[0] for point in points] == [200, 300]
+    table = report.recall_table(records, points[0])
+    assert [row[:2] for row in table.rows] == [("kmeans", "nearest"), ("kmeans", "farthest"), ("key-norm", "-")]
+    assert all("±" in row[2] for row in table.rows)
+    assert "n=200" in table.title
+
+
+def test_claim_table_counts_the_seeds_in_which_a_claim_held(records):
+    table = report.claim_table(records)
+    claims = {row[0] for row in table.rows}
+    assert {"Lemma 1", "Lemma 2", "Theorem 1", "Theorem 2", "Corollary 1", "Claim 1, p=2, rotated"} <= claims
+    assert {"Appendix B, as printed", "Appendix B, norms spread", "rho: S in U"} <= claims
+    verdicts = {cell.split()[0] for row in table.rows for cell in (row[5], row[7])}
+    assert {"yes", "no"} <= verdicts <= {"yes", "no", "partly", "-"}
+    held = {"held": True, "measured": 1.0}
+    assert report._verdict([held, {"held": False, "measured": 3.0}]) == ("2 (1 to 3)", "partly 1/2")
+
+
+def test_plot_is_written(records, tmp_path):
+    report.planted_plot(records, report.settings(records)[0], tmp_path / "planted.png")
+    assert (tmp_path / "planted.png").stat().st_size > 10_000

@@ -1,0 +1,142 @@
+"""Routed attention through the public door: padding behind queries, given selections, figures of batches."""
+
+import pytest
+import torch
+
+import prescore
+from prescore import Coupling, Routed, Selected, exact_attention, prescored_attention
+from prescore.testing.inputs import attention_tensors
+
+SMALL = Routed(exact_until=0, chunk_size=16, leaf_size=4, rows=8, sinks=2)
+
+
+def tensors(n, **sizes):
+    return attention_tensors(**{"batch": 2, "heads": 4, "kv_heads": 2, "n_keys": n, "seed": n, **sizes})
+
+
+def assert_same(got, wanted):
+    torch.testing.assert_close(got, wanted, rtol=1e-9, atol=1e-9)  # float64 against float64
+
+
+@pytest.mark.parametrize("n_query", [140, 5, 1])
+def test_padding_behind_a_query_is_never_attended(n_query):
+    query, key, value = tensors(140)
+    query = query[:, :, -n_query:]
+    mask = torch.ones(2, 140, dtype=torch.bool)
+    mask[0, 90:110] = False
+    if n_query < 140:
+        mask[1, 120:] = False
+    output, aux = prescored_attention(
+        query, key, value, config=SMALL, is_causal=True, key_padding_mask=mask, return_aux=True
+    )
+    wanted = exact_attention(query, key, value, is_causal=True, key_padding_mask=mask)
+    assert_same(output[0], wanted.output[0])
+    assert_same(aux.lse[0], wanted.lse[0])
+    if n_query < 140:
+        assert_same(output[1], wanted.output[1])
+    else:
+        assert_same(output[1], prescored_attention(query[1:], key[1:], value[1:], config=SMALL, is_causal=True)[0])
+
+
+def test_a_sequence_of_padding_sees_nothing():
+    query, key, value = tensors(60)
+    mask = torch.ones(2, 60, dtype=torch.bool)
+    mask[1] = False
+    output, aux = prescored_attention(
+        query, key, value, config=SMALL, is_causal=True, key_padding_mask=mask, return_aux=True
+    )
+    assert torch.isneginf(aux.lse[1]).all()
+    assert (output[1] == 0).all()
+
+
+def test_one_key_is_one_key():
+    query, key, value = tensors(80)
+    config = Selected("key-norm", 1, sinks=0, remainder="none")
+    output, aux = prescored_attention(query, key, value, config=config, return_aux=True)
+    assert aux.selection.indices.shape[-1] == 1
+    rows = aux.selection.indices[..., None]
+    kept = [t.gather(2, rows.expand(-1, -1, -1, t.shape[-1])) for t in (key, value)]
+    assert_same(output, exact_attention(query, *kept).output)
+    whole = prescored_attention(query, key, value, config=config.replace(top_k=1.0))
+    assert_same(whole, exact_attention(query, key, value).output)
+
+
+def test_a_given_selection_is_zeroed_without_a_budget_too():
+    query, key, value = tensors(64)
+    kept = prescore.select(key, "key-norm", top_k=16)
+    config = Selected(remainder="none", sinks=0, coupling=Coupling(mask="zero"))
+    got = prescored_attention(query, key, value, config=config, selection=kept)
+    member = torch.zeros(key.shape[:3], dtype=torch.bool).scatter(2, kept.indices, True)[..., None]
+    assert_same(got, exact_attention(query, key * member, value * member).output)
+
+
+def test_a_padded_query_of_nan_stays_alone():
+    query, key, value = tensors(12)
+    mask = torch.ones(2, 12, dtype=torch.bool)
+    mask[0, :4] = False
+    query[0, :, :4] = torch.nan
+    result = exact_attention(query, key, value, is_causal=True, key_padding_mask=mask)
+    assert (result.output[0, :, :4] == 0).all()
+    assert torch.isfinite(result.output).all()
+
+
+def error_figures(config, *arguments, **options):
+    _, aux = prescored_attention(*arguments, config=config, return_aux=True, **options)
+    return {
+        name: aux.stats[name] for name in aux.stats if "bound" in name or "sampled" in name or "recomp" in name
+    }
+
+
+@pytest.mark.parametrize("easy", [0, 1])
+def test_queries_that_begin_apart_are_all_in_the_figures(easy):
+    """One sequence of equal keys, which is exact, and one with a large bound: neither may hide the other."""
+    query, key, value = tensors(140)
+    query = query[:, :, -20:]
+    key[easy] = key[easy, :, :1]
+    mask = torch.ones(2, 140, dtype=torch.bool)
+    mask[0, :30] = False
+    config = SMALL.replace(tolerance=1e-6)
+    together = error_figures(SMALL, query, key, value, is_causal=True, key_padding_mask=mask)
+    other = 1 - easy
+    cut = 30 if other == 0 else 0
+    alone = error_figures(
+        SMALL, *(t[other:][:1] for t in (query, key[:, :, cut:], value[:, :, cut:])), is_causal=True
+    )
+    assert alone["misplaced_bound_max"] > 0.5
+    assert together["misplaced_bound_max"] == pytest.approx(alone["misplaced_bound_max"])
+    assert together["lost_bound_mean"] == pytest.approx(alone["lost_bound_mean"] / 2, rel=1e-6)
+    assert together["sampled_error"] == pytest.approx(alone["sampled_error"] / 2, rel=1e-6)
+    assert together["sampled_error_se"] == pytest.approx(alone["sampled_error_se"] / 2, rel=1e-6)
+    certified = error_figures(config, query, key, value, is_causal=True, key_padding_mask=mask)
+    assert certified["recomputed_queries"] == 4 * 20
+    assert certified["misplaced_bound_max"] <= 1e-6
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_padded_queries_are_in_no_figure(is_causal):
+    query, key, value = tensors(140)
+    mask = torch.arange(140) < torch.tensor([[140], [70]])
+    rows = [[t[i : i + 1, :, : 140 - 70 * i] for t in (query, key, value)] for i in (0, 1)]
+    alone = [error_figures(SMALL, *own, is_causal=is_causal) for own in rows]
+    query[1, :, 70:] = torch.nan
+    together = error_figures(SMALL, query, key, value, is_causal=is_causal, key_padding_mask=mask)
+    for name in ("misplaced_bound_mean", "lost_bound_mean"):
+        assert together[name] == pytest.approx((2 * alone[0][name] + alone[1][name]) / 3, rel=1e-6)
+    assert together["misplaced_bound_max"] == pytest.approx(max(own["misplaced_bound_max"] for own in alone))
+    certified = error_figures(
+        SMALL.replace(tolerance=1e-6), query, key, value, is_causal=is_causal, key_padding_mask=mask
+    )
+    assert certified["sampled_error"] < 1e-9
+    assert certified["recomputed_queries"] <= 4 * (140 + 70)
+
+
+def test_sequences_read_exactly_have_no_error():
+    query, key, value = tensors(140)
+    names = error_figures(SMALL.replace(tolerance=0.1), query, key, value)
+    short = error_figures(SMALL.replace(tolerance=0.1, exact_until=200), query, key, value)
+    assert short.keys() == names.keys()
+    assert not any(short.values())
+    mask = torch.ones(2, 140, dtype=torch.bool)
+    mask[:, 50] = False  # a gap, which is read exactly
+    gaps = error_figures(SMALL, query, key, value, is_causal=True, key_padding_mask=mask)
+    assert not any(gaps.values())

@@ -1,0 +1,286 @@
+"""Named checks that the ordinary tests and the mutation table both call; each raises AssertionError."""
+
+import itertools
+import math
+
+import torch
+
+import prescore
+from prescore import Exact, Hyper, KMeans, Lsh, Selected
+from prescore.call import make_call
+from prescore.clustering import hashing
+from prescore.hyper.engine import attend_selected
+from prescore.ops.backend import Needs, pick_backend
+from prescore.rng import Streams
+from prescore.routed.lanes import attend_lanes
+from prescore.selection.given import given_members
+from prescore.testing.budgets import assert_within
+from prescore.testing.dense import dense_attention, full_weights, subset_weights
+from prescore.testing.inputs import attention_tensors
+from prescore.testing.naive import naive_weights
+from prescore.testing.routed import routed_oracle
+
+FLOAT64 = 1e-10
+"""A few hundred float64 roundings of numbers of size 1 to 100: far above rounding, far below any wrong weight."""
+
+
+def with_lsh(config, **changes):
+    """The configuration with some fields of its `Lsh` changed."""
+    name = "lsh" if isinstance(config, Hyper) else "inner"
+    return config.replace(**{name: getattr(config, name).replace(**changes)})
+
+
+def aligned_by_rank(config):
+    """Whether queries are sent to blocks by their rank among all queries, which leaks and leaves padding open."""
+    lsh = config.lsh if isinstance(config, Hyper) else getattr(config, "inner", None)
+    return isinstance(lsh, Lsh) and lsh.alignment == "rank"
+
+
+def call_of(query, key, value, mask=None, *, is_causal, scale=None, seed=0):
+    """The call that the engines see."""
+    backend = pick_backend(Needs.of(query))
+    return make_call(
+        query, key, value, mask, is_causal=is_causal, scale=scale, backend=backend, streams=Streams(seed)
+    )
+
+
+def lanes(query, key, value, config, *, is_causal=True, valid=None, scale=None, explain=False):
+    """Routed attention of sequences that begin at one position: result and figures."""
+    call = call_of(query, key, value, valid, is_causal=is_causal, scale=scale)
+    return attend_lanes(call, config, explain)
+
+
+def hidden(tensor, mask, fill):
+    return tensor if mask is None else tensor.masked_fill(~mask[:, None, :, None], fill)
+
+
+def real_queries(query, key, mask):
+    """`[B, 1, Nq]`: queries that are not padding (the published alignment leaves those open)."""
+    real = torch.ones(query.shape[0], query.shape[2], dtype=torch.bool)
+    if mask is not None and query.shape[2] == key.shape[2]:
+        real = mask
+    return real[:, None, :]
+
+
+def check_oracle(config, tensors, *, is_causal=False, mask=None, seed=0, selection=None):
+    """The library equals the definition written out in loops, NaN in the padding and all."""
+    query, key, value = tensors
+    weights = naive_weights(
+        query, key, config, is_causal=is_causal, key_padding_mask=mask, generator=seed, selection=selection
+    )
+    scale = query.shape[-1] ** -0.5
+    truth = dense_attention(query, hidden(key, mask, 0.0), hidden(value, mask, 0.0), weights, scale=scale)
+    output, aux = prescore.prescored_attention(
+        query,
+        hidden(key, mask, math.nan),
+        hidden(value, mask, math.nan),
+        config=config,
+        is_causal=is_causal,
+        key_padding_mask=mask,
+        generator=seed,
+        selection=selection,
+        return_aux=True,
+    )
+    real = real_queries(query, key, mask if aligned_by_rank(config) else None)
+    zero = torch.zeros((), dtype=output.dtype)
+    assert_within(
+        torch.where(real[..., None], output, zero),
+        torch.where(real[..., None], truth.output, zero),
+        FLOAT64,
+        "output",
+    )
+    assert_within(torch.where(real, aux.lse, zero), torch.where(real, truth.lse, zero), FLOAT64, "lse")
+
+
+def check_gradients(config, tensors, *, is_causal=False, mask=None, seed=0):
+    """Gradients through output and lse equal autograd on the oracle; keys nobody saw get exact zeros."""
+    query, key, value = (t.clone().requires_grad_() for t in tensors)
+    weights = naive_weights(query, key, config, is_causal=is_causal, key_padding_mask=mask, generator=seed)
+    truth = dense_attention(query, key, value, weights, scale=query.shape[-1] ** -0.5)
+    generator = torch.Generator().manual_seed(seed)
+    cotangent = torch.randn(truth.output.shape, generator=generator, dtype=torch.float64)
+    lse_cotangent = torch.randn(truth.lse.shape, generator=generator, dtype=torch.float64)
+
+    def gradients(output, lse):
+        finite = torch.where(torch.isneginf(lse), 0.0, lse)
+        return torch.autograd.grad(
+            (output * cotangent).sum() + (finite * lse_cotangent).sum(), (query, key, value)
+        )
+
+    expected = gradients(*truth)
+    output, aux = prescore.prescored_attention(
+        query,
+        key,
+        value,
+        config=config,
+        is_causal=is_causal,
+        key_padding_mask=mask,
+        generator=seed,
+        return_aux=True,
+    )
+    actual = gradients(output, aux.lse)
+    for name, got, wanted in zip(("query", "key", "value"), actual, expected, strict=True):
+        assert_within(got, wanted, FLOAT64, f"gradient of {name}")
+    means = (weights.means > 0).unflatten(1, (key.shape[1], -1)) & ~torch.isneginf(
+        weights.stand_ins.transpose(2, 3)
+    ).unflatten(1, (key.shape[1], -1)).all(-1, keepdim=True)
+    used = (~torch.isneginf(weights.keys)).unflatten(1, (key.shape[1], -1)).any(3).any(2) | means.any(3).any(2)
+    for name, got in (("key", actual[1]), ("value", actual[2])):
+        assert torch.equal(got[~used], torch.zeros_like(got[~used])), (
+            f"gradient of unused {name} must be exactly 0"
+        )
+    return int((~used).sum())
+
+
+def check_routed(config, tensors, *, is_causal=True, mask=None, scale=None):
+    """Routed attention is its definition, NaN in the padding and all, forward and backward; returns figures."""
+    query, key, value = (t.detach().clone().requires_grad_() for t in tensors)
+    options = {"is_causal": is_causal, "key_padding_mask": mask, "scale": scale}
+    truth = routed_oracle(query, key, value, config, **options)
+    output, aux = prescore.prescored_attention(
+        query, hidden(key, mask, math.nan), hidden(value, mask, math.nan), config, return_aux=True, **options
+    )
+    real = real_queries(query, key, mask if is_causal else None).expand(truth.lse.shape)
+    assert_within(output[real], truth.output[real], FLOAT64, "output")
+    assert_within(aux.lse[real], truth.lse[real], FLOAT64, "lse")
+    generator = torch.Generator().manual_seed(1)
+    cotangent = torch.randn(truth.output.shape, generator=generator, dtype=torch.float64)
+    real = real & ~torch.isneginf(truth.lse)
+
+    def gradients(output, lse):
+        loss = (output * cotangent)[real].sum() + (lse * cotangent[..., 0])[real].sum()
+        return torch.autograd.grad(loss, (query, key, value))
+
+    found = zip(("query", "key", "value"), gradients(output, aux.lse), gradients(*truth), strict=True)
+    for name, got, wanted in found:
+        assert_within(got, wanted, FLOAT64, f"gradient of {name}")
+    return aux.stats
+
+
+def check_unbiased(config, *, seeds, selected):
+    """Mean over seeds of exp(lse) and of the unnormalised output = the sums over the (selected) keys."""
+    query, key, value = attention_tensors(heads=2, n_query=4, n_keys=20, dim=3, value_dim=2, seed=5, spread=0.8)
+    selection, member = None, torch.ones(1, 1, 20, dtype=torch.bool)
+    if selected:
+        member = torch.arange(20).remainder(5).lt(3)[None, None]
+        indices = member.nonzero()[:, 2][None, None]
+        selection = prescore.Selection(indices, torch.ones_like(indices, dtype=torch.bool))
+    truth = dense_attention(query, key, value, subset_weights(full_weights(query, key), member), scale=3**-0.5)
+    samples = []
+    for seed in range(seeds):
+        output, lse = _output_and_lse(query, key, value, config, seed, selection)
+        mass = lse.exp()[..., None]
+        samples.append(torch.cat((mass, mass * output), dim=-1))
+    drawn = torch.stack(samples)
+    mass = truth.lse.exp()[..., None]
+    expected = torch.cat((mass, mass * truth.output), dim=-1)
+    error = drawn.std(0) / seeds**0.5
+    assert float(error.max()) > 0, "the estimator must vary with the seed, or the test shows nothing"
+    distance = ((drawn.mean(0) - expected).abs() / error.clamp_min(1e-12)).max()
+    assert float(distance) <= 4.0, f"mean over {seeds} seeds is {float(distance):.1f} standard errors away"
+
+
+def _output_and_lse(query, key, value, config, seed, selection):
+    if selection is None:
+        whole = Hyper(config.inner, min_seq_len=config.min_seq_len)
+        return prescore.hyper_attention(query, key, value, whole, generator=seed)
+    call = call_of(query, key, value, is_causal=False, seed=seed)
+    return attend_selected(call, config, given_members(selection, None, None, key.shape[2])).attended
+
+
+def check_future(config, *, n_keys=37, cut=20, queries=True, seed=0):
+    """Changing keys, values (and queries) after `cut` changes nothing up to it; returns rows moved by queries."""
+    tensors = attention_tensors(batch=2, heads=2, kv_heads=1, n_keys=n_keys, dim=4, seed=seed)
+    other = attention_tensors(batch=2, heads=2, kv_heads=1, n_keys=n_keys, dim=4, seed=seed + 1000, spread=4.0)
+    before = prescore.prescored_attention(*tensors, config=config, is_causal=True)
+
+    def moved(names):
+        changed = [
+            torch.cat((t[:, :, : cut + 1], o[:, :, cut + 1 :]), dim=2) if name in names else t
+            for name, t, o in zip("qkv", tensors, other, strict=True)
+        ]
+        after = prescore.prescored_attention(*changed, config=config, is_causal=True)
+        assert not torch.equal(after[:, :, cut + 1 :], before[:, :, cut + 1 :]), (
+            "the perturbation must be felt later"
+        )
+        return (after - before)[:, :, : cut + 1].abs().amax(-1)
+
+    drift = moved("kv")
+    assert float(drift.max()) <= FLOAT64, f"keys and values of the future move the past by {float(drift.max())}"
+    by_queries = moved("q")
+    if queries:
+        drift = float(by_queries.max())
+        assert drift <= FLOAT64, f"queries of the future move the past by {drift}"
+    return float((by_queries > FLOAT64).double().mean())
+
+
+def check_gray_neighbours(n_bits):
+    """Patterns in the order of their rank are a permutation whose neighbours differ in one bit."""
+    codes = torch.arange(2**n_bits)
+    ranks = hashing.gray_rank(codes, n_bits)
+    assert torch.equal(ranks.sort().values, codes), "ranks must be a permutation"
+    in_order = ranks.argsort().tolist()
+    for left, right in itertools.pairwise(in_order):
+        assert (left ^ right).bit_count() == 1, f"patterns {left:b} and {right:b} are neighbours"
+
+
+def check_padding_sides(config, *, is_causal, seed=0):
+    """A sequence alone, left-padded and right-padded in a batch gives one result."""
+    n_keys, length = 40, 27
+    query, key, value = attention_tensors(batch=1, heads=2, kv_heads=1, n_keys=length, seed=seed)
+    alone = prescore.prescored_attention(query, key, value, config=config, is_causal=is_causal)
+    filler = attention_tensors(batch=2, heads=2, kv_heads=1, n_keys=n_keys, seed=seed + 1)
+    for side in ("left", "right"):
+        start = n_keys - length if side == "left" else 0
+        own = slice(start, start + length)
+        mask = torch.ones(2, n_keys, dtype=torch.bool)
+        mask[0] = False
+        mask[0, own] = True
+        padded = [t.clone() for t in filler]
+        for t, real in zip(padded, (query, key, value), strict=True):
+            t[0] = math.nan if t is not padded[0] else 3.0
+            t[0, :, own] = real[0]
+        output = prescore.prescored_attention(*padded, config=config, is_causal=is_causal, key_padding_mask=mask)
+        assert_within(output[:1, :, own], alone, FLOAT64, f"{side}-padded sequence")
+
+
+def check_merge_of_split(seed=0):
+    """Merging attention over three pieces of the keys = attention over all, forward and backward."""
+    query, key, value = (t.requires_grad_() for t in attention_tensors(n_query=5, n_keys=17, seed=seed))
+    pieces = [slice(0, 4), slice(4, 11), slice(11, 17)]
+    parts = [prescore.exact_attention(query, key[:, :, p], value[:, :, p]) for p in pieces]
+    truth = dense_attention(query, key, value, full_weights(query, key), scale=0.5)
+    merged = prescore.merge(*parts)
+    nested = prescore.merge(prescore.merge(parts[2], parts[0]), parts[1])
+    for name, result in (("merged", merged), ("nested and reordered", nested)):
+        for got, wanted in zip(result, truth, strict=True):
+            assert_within(got, wanted, FLOAT64, name)
+        expected = torch.autograd.grad(truth.output.square().sum() + truth.lse.sin().sum(), (query, key, value),
+                                       retain_graph=True)  # fmt: skip
+        actual = torch.autograd.grad(result.output.square().sum() + result.lse.sin().sum(), (query, key, value),
+                                     retain_graph=True)  # fmt: skip
+        for got, wanted in zip(actual, expected, strict=True):
+            assert_within(got, wanted, FLOAT64, f"gradient of {name}")
+
+
+def check_exact(tensors, *, is_causal=False, mask=None, backend="auto"):
+    """`exact_attention` = the dense softmax."""
+    query, key, value = tensors
+    weights = full_weights(query, key, is_causal=is_causal, key_padding_mask=mask)
+    scale = query.shape[-1] ** -0.5
+    truth = dense_attention(query, hidden(key, mask, 0.0), hidden(value, mask, 0.0), weights, scale=scale)
+    key, value = hidden(key, mask, math.nan), hidden(value, mask, math.nan)
+    result = prescore.exact_attention(
+        query, key, value, is_causal=is_causal, key_padding_mask=mask, backend=backend
+    )
+    assert_within(result.output, truth.output, FLOAT64, "output")
+    assert_within(result.lse, truth.lse, FLOAT64, "lse")
+
+
+def check_stand_ins_of_equal_keys():
+    """Where the keys behind a stand-in are equal it is exact: nothing is lost by leaving them out."""
+    query, key, value = attention_tensors(heads=2, kv_heads=1, n_query=5, n_keys=3, seed=3)
+    key, value = key.repeat_interleave(7, dim=2), value.repeat_interleave(7, dim=2)
+    config = Selected(KMeans(n_clusters=3), 4, sinks=0, inner=Exact(), remainder="centroids")
+    output = prescore.prescored_attention(query, key, value, config=config)
+    assert_within(output, prescore.exact_attention(query, key, value).output, FLOAT64, "stand-ins of equal keys")

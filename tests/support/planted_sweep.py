@@ -1,0 +1,8 @@
+"""A planted-model sweep, run in memory."""
+
+from prescore.evaluation.planted.study import COMMAND, rows
+from prescore.records import measure
+
+
+def run_sweep(sweep):
+    return [measure(COMMAND, row, threads=1) for row in rows(sweep)]

@@ -1,0 +1,286 @@
+"""Every option of every configuration, part and scorer: another value changes the result, or is refused by name.
+
+The fields are enumerated, so that a new one without an entry here fails.
+"""
+
+import dataclasses
+import inspect
+import itertools
+import json
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import prescore
+from prescore import Coupling, Exact, Hyper, KMeans, Lsh, Routed, Selected, config, config_from_dict
+from prescore.registry import get_scorer
+from prescore.scorers.base import Scorer
+from prescore.scorers.rules import RULES
+from prescore.testing.inputs import attention_tensors
+
+SCORERS = [get_scorer(name) for name in prescore.list_scorers()]
+PARTS = {Lsh, Coupling}
+TYPES = {*config.TYPES.values(), *PARTS, *SCORERS}
+
+CLUSTERING = {
+    "n_clusters": [None, 2, 3],
+    "rule": list(RULES),
+    "max_iter": [10, 0, 1],
+    "normalize": [True, False],
+    "noise": [0.0, 0.5],
+    "seeding": ["k-means++", "random"],
+    "fit_size": [None, 20, 40],
+}
+VALUES = {
+    Routed: {
+        "rows": [8, 0, 16],
+        "leaf_size": [4, 2, 8],
+        "chunk_size": [16, 8, 24],
+        "sinks": [3, 0, 5],
+        "exact_until": [0, 40, 70],
+        "tolerance": [None, 0.0, 0.2],
+        "confidence": [None, 0.9],
+    },
+    Selected: {
+        "scorer": ["key-norm", "key-diff", "kmeans", KMeans(n_clusters=3)],
+        "top_k": [12, 6, 0.5],
+        "selector": ["top", "sample"],
+        "sinks": [2, 0, 5],
+        "recent": [0, 3],
+        "min_fraction": [0.0, 0.9],
+        "remainder": ["none", "centroids", KMeans(n_clusters=2)],
+        "inner": [Exact(), Lsh(4, 5, 3), Lsh(6, 5, 3)],
+        "min_seq_len": [16, 24, 40],
+        "leaf_inclusive": [False, True],
+        "coupling": [Coupling(), Coupling("zero"), Coupling(residual_weight="all"), Coupling(overlap="count")],
+    },
+    Hyper: {
+        "lsh": [Lsh(4, 5, 3), Lsh(6, 5, 3)],
+        "sinks": [2, 0, 5],
+        "min_seq_len": [16, 24, 40],
+        "leaf_inclusive": [False, True],
+    },
+    Exact: {},
+    Lsh: {
+        "block_size": [4, 0, 8],
+        "sample_size": [5, 0, 9],
+        "n_projections": [3, 1, 6],
+        "alignment": ["hash", "rank"],
+    },
+    Coupling: {
+        "mask": ["exclude", "zero"],
+        "residual_weight": ["selected", "all"],
+        "overlap": ["exclude", "count"],
+    },
+    prescore.KMeans: CLUSTERING,
+    prescore.KMedian: CLUSTERING,
+    prescore.Minkowski: {**CLUSTERING, "p": [2.0, 0.5, 1.0, 3.0]},
+    prescore.GaussianKMeans: {**CLUSTERING, "n_features": [128, 8, 32]},
+    prescore.Leverage: {"sketch_size": [None, 16, 40], "normalize": [False, True], "noise": [0.0, 0.5]},
+    prescore.KeyNorm: {},
+    prescore.KeyDiff: {},
+    prescore.Companions: {"n_tables": [8, 1, 2], "window": [128, 4, 16]},
+    prescore.Uniform: {},
+}
+"""For every field some values that it may have, no two of which may give the same result."""
+
+LSH = Lsh(4, 5, 3)
+BASES = {
+    Routed: [Routed(rows=8, leaf_size=4, chunk_size=16, sinks=3, exact_until=0)],
+    Hyper: [Hyper(LSH, sinks=2, min_seq_len=16), Hyper(LSH.replace(alignment="rank"), min_seq_len=16)],
+    Selected: [
+        Selected("key-norm", 12, sinks=2, min_seq_len=16),
+        Selected("key-norm", 12, sinks=2, min_seq_len=16, remainder="none"),
+        Selected("key-norm", 12, sinks=2, min_seq_len=16, inner=LSH),
+        Selected("key-norm", 12, sinks=2, min_seq_len=16, remainder="none", coupling=Coupling("zero")),
+        Selected.paper("kmeans", 12, min_seq_len=16, inner=LSH.replace(alignment="rank")),
+        Selected.early("kmeans", 12, min_seq_len=16, inner=LSH),
+    ],
+    Lsh: [LSH, LSH.replace(alignment="rank")],
+    Coupling: [Coupling(), Coupling("zero", "all", "count")],
+    prescore.Companions: [prescore.Companions(window=16)],
+}
+"""Configurations in which every field of their type must do something, or be refused."""
+
+QUERY, KEY, VALUE = attention_tensors(batch=1, heads=2, kv_heads=1, n_keys=90, dim=8, seed=3)
+
+
+def results(settings):
+    """What a configuration, a part of one, or a scorer gives: with and without a causal mask, output and lse."""
+    if isinstance(settings, Lsh):
+        return results(Hyper(settings, min_seq_len=16)) + results(Selected.paper("key-norm", 12, inner=settings))
+    if isinstance(settings, Coupling):
+        return results(Selected.paper("key-norm", 12, min_seq_len=16, inner=LSH, coupling=settings))
+    if isinstance(settings, Scorer):
+        chosen = Selected(settings, 12, sinks=0, remainder="none", min_seq_len=16)
+        return [prescore.score(KEY, settings), *results(chosen)]
+    found = []
+    for is_causal in (False, True):
+        output, aux = prescore.prescored_attention(
+            QUERY, KEY, VALUE, settings, is_causal=is_causal, generator=5, return_aux=True
+        )
+        found += [output, aux.lse]
+    return found
+
+
+def differ(one, other):
+    return any(not torch.allclose(a, b, rtol=1e-6, atol=1e-9) for a, b in zip(one, other, strict=True))
+
+
+def outcomes(base, name):
+    """The results of a field's values, by value; where one is refused, the sentence."""
+    found = {}
+    for value in VALUES[type(base)][name]:
+        try:
+            found[value] = results(dataclasses.replace(base, **{name: value}))
+        except ValueError as refusal:
+            found[value] = str(refusal)
+    return found
+
+
+CASES = [
+    (base, field.name)
+    for kind in sorted(TYPES, key=lambda kind: kind.__name__)
+    for base in BASES.get(kind, [kind()])
+    for field in dataclasses.fields(kind)
+]
+
+
+def test_every_type_and_every_field_has_an_entry():
+    assert set(config._Settings.__subclasses__()) == {*config.TYPES.values(), *PARTS}
+    assert set(VALUES) == TYPES
+    for kind in TYPES:
+        assert list(VALUES[kind]) == [field.name for field in dataclasses.fields(kind)], kind
+        assert all(len(values) > 1 for values in VALUES[kind].values()), kind
+
+
+@pytest.mark.parametrize(
+    ("base", "name"), CASES, ids=[f"{type(base).__name__}.{name} {base}" for base, name in CASES]
+)
+def test_another_value_changes_the_result_or_is_refused(base, name):
+    found = outcomes(base, name)
+    for value, other in itertools.combinations(found, 2):
+        for refusal in (found[value], found[other]):
+            if isinstance(refusal, str):
+                assert name in refusal, f"a refusal of {name} must name it, got: {refusal}"
+        if not isinstance(found[value], str) and not isinstance(found[other], str):
+            assert differ(found[value], found[other]), (
+                f"{name}={value!r} and {name}={other!r} give the same result"
+            )
+    assert not isinstance(found.get(getattr(base, name), []), str)
+
+
+@pytest.mark.parametrize(("kind", "name"), sorted({(type(b), n) for b, n in CASES}, key=str))
+def test_every_field_does_something_somewhere(kind, name):
+    if (kind, name) == (Routed, "confidence"):
+        return  # reserved: every value but None is refused
+    bases = [base for base, field in CASES if (type(base), field) == (kind, name)]
+    ran = [sum(not isinstance(result, str) for result in outcomes(base, name).values()) for base in bases]
+    assert max(ran) > 1, f"{kind.__name__}.{name} is refused in every configuration"
+
+
+SELECT = {
+    "scorer": ["kmeans", "key-norm", KMeans(n_clusters=3)],
+    "top_k": [12, 6, 0.5],
+    "sinks": [4, 0, 7],
+    "recent": [0, 3],
+    "selector": ["top", "sample"],
+    "min_fraction": [0.0, 0.9],
+}
+
+
+@pytest.mark.parametrize("name", SELECT)
+def test_every_option_of_select_changes_the_selection(name):
+    given = {"key", "key_padding_mask", "generator"}
+    assert set(SELECT) == set(inspect.signature(prescore.select).parameters) - given
+    found = [prescore.select(KEY, **{"top_k": 12, name: value}).indices for value in SELECT[name]]
+    for one, other in itertools.combinations(found, 2):
+        assert not torch.equal(one, other)
+
+
+def scorers():
+    return st.one_of([made(kind) for kind in SCORERS])
+
+
+def made(kind, **fields):
+    values = {name: st.sampled_from(values) for name, values in VALUES[kind].items()}
+    return st.builds(kind, **{**values, **fields})
+
+
+def valid(kind, **fields):
+    """Random configurations, without combinations that are refused."""
+    names = {name: st.sampled_from(values) for name, values in VALUES[kind].items()}
+
+    def build(values):
+        try:
+            return kind(**values)
+        except ValueError:
+            return None
+
+    return st.fixed_dictionaries({**names, **fields}).map(build).filter(lambda made: made is not None)
+
+
+LSHS = valid(Lsh)
+CONFIGS = st.one_of(
+    valid(Routed, confidence=st.none()),
+    valid(Selected, scorer=scorers(), inner=st.one_of(st.just(Exact()), LSHS), coupling=made(Coupling)),
+    valid(Hyper, lsh=LSHS),
+    st.just(Exact()),
+)
+
+
+@given(CONFIGS)
+@settings(derandomize=True, deadline=None, max_examples=200)
+def test_dictionaries_go_both_ways(made_config):
+    values = made_config.to_dict()
+    assert values["type"] == type(made_config).__name__
+    again = config_from_dict(json.loads(json.dumps(values)))
+    assert again == made_config
+    assert again.to_dict() == values
+    assert hash(again) == hash(made_config)
+
+
+@given(CONFIGS, st.data())
+@settings(derandomize=True, deadline=None, max_examples=100)
+def test_unknown_fields_are_refused_with_a_hint(made_config, data):
+    known = [field.name for field in dataclasses.fields(made_config)]
+    if not known:
+        return
+    name = data.draw(st.sampled_from(known))
+    typo = name[:-1] + name[-1] * 2
+    message = f"{type(made_config).__name__} must have fields among .* got '{typo}' .did you mean '{name}'"
+    with pytest.raises(ValueError, match=message):
+        config_from_dict({**made_config.to_dict(), typo: 1})
+    with pytest.raises(ValueError, match=message):
+        made_config.replace(**{typo: 1})
+
+
+@given(scorers(), st.data())
+@settings(derandomize=True, deadline=None, max_examples=50)
+def test_unknown_fields_of_scorers_are_refused_with_a_hint(scorer, data):
+    values = Selected(scorer).to_dict()
+    assert config_from_dict(values).scorer == scorer
+    known = [field.name for field in dataclasses.fields(scorer)]
+    if known:
+        name = data.draw(st.sampled_from(known))
+        values["scorer"][f"{name}s"] = 1
+        with pytest.raises(ValueError, match=f"{type(scorer).__name__} must have .*did you mean '{name}'"):
+            config_from_dict(values)
+
+
+@given(CONFIGS, st.data())
+@settings(derandomize=True, deadline=None, max_examples=100)
+def test_replace_changes_one_field_only(made_config, data):
+    known = {field.name: getattr(made_config, field.name) for field in dataclasses.fields(made_config)}
+    if not known:
+        return
+    name = data.draw(st.sampled_from(sorted(known)))
+    value = data.draw(st.sampled_from(VALUES[type(made_config)][name]))
+    try:
+        changed = made_config.replace(**{name: value})
+    except ValueError:
+        return  # what it refuses is seen above
+    wanted = config.as_scorer(value) if name == "scorer" else value
+    assert {**known, name: wanted} == {n: getattr(changed, n) for n in known}

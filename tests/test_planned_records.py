@@ -1,0 +1,119 @@
+"""A row that is planned today has the name of the committed one, so that `--resume` finds it."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from torch import nn
+
+from prescore.evaluation.language.experiments import Scale, default_leaf, experiment_methods
+from prescore.evaluation.language.methods import named
+from prescore.evaluation.language.perplexity import loss_row
+from prescore.evaluation.language.retrieval import Question, retrieval_row
+from prescore.evaluation.speed.decode import DecodeSetting, decode_rows
+from prescore.evaluation.speed.timing import Setting, length_rows
+from prescore.evaluation.vision.accuracy import Grid, Study, study_rows
+from prescore.evaluation.vision.coverage import CoverageGrid, VisionSubject, coverage_rows
+from prescore.evaluation.vision.data import Preprocessing
+from prescore.evaluation.vision.models import VisionModel
+from prescore.records import read_records, row_key
+
+EXPERIMENTS = Path(__file__).parent.parent / "experiments"
+ABOUT_IMAGES = ("arch", "resolution", "batch_size", "model", "images", "n_images")
+
+
+def folders(pattern):
+    return pytest.mark.parametrize("path", sorted(EXPERIMENTS.glob(pattern)), ids=lambda path: path.parent.name)
+
+
+def keys(command, rows):
+    return {row_key(command, row.config, row.seed) for row in rows}
+
+
+def stand_in(config):
+    """What a language row asks of its model and of its document."""
+    model = SimpleNamespace(name=config["model"], dtype=config["dtype"])
+    return model, SimpleNamespace(name=config["document"], document=config["document"], digest=config["digest"])
+
+
+def planned_losses(record, sinks):
+    config = record.config
+    name, length = config["experiment"], config["n_tokens"]
+    model, window = stand_in(config)
+    window.tokens, window.first = range(length), config["first"]
+    scale = Scale(length, leaf=default_leaf(name, length), sinks=sinks)
+    methods = experiment_methods(name, scale)
+    return [loss_row(model, window, method, experiment=name, seed=record.seed) for method in methods]
+
+
+def planned_retrievals(record):
+    config = record.config
+    model, haystack = stand_in(config)
+    question = Question(config["task"], config["n_tokens"], config["depth"])
+    methods = [
+        named(name, leaf=config["n_tokens"] // 8) for name in ("exact", "local", "kmeans", "random", "default")
+    ]
+    return [
+        retrieval_row(model, haystack, method, question, samples=config["samples"], seed=record.seed)
+        for method in methods
+    ]
+
+
+def planned_images(record):
+    config = record.config
+    n_tokens = record.figures.get("n_tokens") or record.figures["n_keys"]
+    model = VisionModel(nn.Identity(), "a ViT", Preprocessing(), n_tokens, 1, 12, {})
+    study = Study(model, [], {name: config[name] for name in ABOUT_IMAGES})
+    asked = {
+        "methods": (config["method"],),
+        "rows": (config["rows"],),
+        "clusters": (config.get("clusters") or 4,),
+        "protect": (config.get("protect", True),),
+        "seeds": (record.seed or 0,),
+    }
+    if record.command == "coverage":
+        return coverage_rows(VisionSubject(study), CoverageGrid(**asked, thresholds=tuple(config["thresholds"])))
+    return study_rows(study, Grid(**asked))
+
+
+@folders("language/*/records.jsonl")
+def test_language_rows(path):
+    for record in read_records(path):
+        if record.command == "retrieval":
+            planned = planned_retrievals(record)
+        else:
+            planned = planned_losses(record, sinks=4 if path.parent.name.endswith("sinks") else 0)
+        assert record.key in keys(record.command, planned), record.config["method"]["label"]
+
+
+@folders("routed/default-*/records.jsonl")
+def test_rows_of_the_default(path):
+    for record in read_records(path):
+        assert record.key in keys("perplexity", planned_losses(record, sinks=0)), record.config["method"]["label"]
+
+
+@folders("vision/*/records.jsonl")
+def test_vision_rows(path):
+    for record in read_records(path):
+        assert record.key in keys(record.command, planned_images(record)), record.config["method"]
+
+
+@folders("**/speed/records.jsonl")
+def test_speed_rows(path):
+    for record in read_records(path):
+        config = dict(record.config)
+        study = config.pop("study")
+        if study == "decode":
+            planned = decode_rows([DecodeSetting(**config)], record.seed)
+        else:
+            planned = length_rows([Setting(**{**config, "methods": tuple(config["methods"])})], record.seed, study)
+        assert record.key in keys("speed", planned), config
+
+
+def test_every_committed_file_is_planned_or_said_not_to_be():
+    """The one file that no command continues: its rows do not say where freed memory went."""
+    tested = ("language/*/records.jsonl", "routed/default-*/records.jsonl", "vision/*/records.jsonl")
+    found = {path for pattern in (*tested, "**/speed/records.jsonl") for path in EXPERIMENTS.glob(pattern)}
+    left = set(EXPERIMENTS.rglob("records*.jsonl")) - found
+    assert {path.name for path in left} == {"records-system-memory.jsonl"}
+    assert "records-system-memory.jsonl" in (EXPERIMENTS / "speed" / "README.md").read_text()
