@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -37,6 +36,7 @@ _STYLE = {
     "svg.fonttype": "none",
     "svg.hashsalt": "prescore",
 }
+_REFERENCE: dict[str, Any] = {"color": _INK, "linewidth": 1.2, "linestyle": (0, (5, 4)), "alpha": 0.7}
 
 
 @dataclass(frozen=True)
@@ -83,9 +83,11 @@ def line_chart(
     text, size = io.StringIO(), (width / _POINTS_PER_INCH, HEIGHT / _POINTS_PER_INCH)
     with drawing(size, _STYLE) as (figure, axes):
         tips = [tip for number, one in enumerate(series) for tip in _line(axes, one, number)]
-        _frame(axes, series, marks)
         for number, mark in enumerate(marks):
-            _mark(axes, mark, marks, f"mark-{number}")
+            draw = axes.axvline if mark.upright else axes.axhline
+            draw(_drawn(mark.value), gid=f"mark-{number}", **_REFERENCE)
+        _frame(axes)
+        _names(axes, marks)
         axes.set(xlabel=words.x, ylabel=words.y)
         figure.savefig(text, format="svg", transparent=True, metadata={"Date": None})
     return _inside_a_page(text.getvalue(), dict(tips), f"chart {style}", words.title)
@@ -105,43 +107,37 @@ def _line(axes: Any, one: Series, number: int) -> list[tuple[str, str]]:
     colour, points = _SERIES[one.place % len(_SERIES)], sorted(one.points)
     if len(points) > 1:
         x, y = zip(*points, strict=True)
-        axes.plot(x, [max(value, FLOOR) for value in y], color=colour, linewidth=2.5, gid=f"line-{number}")
+        axes.plot(x, [_drawn(value) for value in y], color=colour, linewidth=2.5, gid=f"line-{number}")
     tips = []
     for place, (rows, value) in enumerate(points):
         name = f"point-{number}-{place}"
-        axes.plot([rows], [max(value, FLOOR)], marker="o", markersize=9, color=colour, gid=name, clip_on=False)
+        axes.plot([rows], [_drawn(value)], marker="o", markersize=9, color=colour, gid=name, clip_on=False)
         tips.append((name, f"{one.label}: {value:.3f} at {rows:.0f}"))
     return tips
 
 
-def _mark(axes: Any, mark: Mark, marks: Sequence[Mark], name: str) -> None:
-    look = {"color": _INK, "linewidth": 1.2, "linestyle": (0, (5, 4)), "alpha": 0.7, "gid": name}
+def _names(axes: Any, marks: Sequence[Mark]) -> None:
+    """Beside the lines of reference; the upright ones from their upper ends down."""
     text: dict[str, Any] = {"textcoords": "offset points", "color": _INK, "fontweight": "bold", "ha": "right"}
-    if mark.upright:
-        axes.axvline(mark.value, **look)
-        place = {"xycoords": axes.get_xaxis_transform(), "rotation": 90, "va": "top"}
-        axes.annotate(mark.label, (mark.value, 1), (-3, -2), **place, **text)
-        return
-    height = max(mark.value, FLOOR)
-    axes.axhline(height, **look)
-    # methods worse than the line are cheap: the right end above it is free, up to the first upright line
-    end = min([axes.get_xlim()[1], *(other.value for other in marks if other.upright)])
-    axes.annotate(mark.label, (end, height), (-8, 2), va="bottom", **text)
+    # methods worse than a level line are cheap: its right end is free, up to the first upright line
+    end = min([axes.get_xlim()[1], *(mark.value for mark in marks if mark.upright)])
+    for mark in marks:
+        if mark.upright:
+            top = {"xycoords": axes.get_xaxis_transform(), "rotation": 90, "va": "top"}
+            axes.annotate(mark.label, (mark.value, 1), (-3, -2), **top, **text)
+        else:
+            axes.annotate(mark.label, (end, _drawn(mark.value)), (-8, 2), va="bottom", **text)
 
 
-def _frame(axes: Any, series: Sequence[Series], marks: Sequence[Mark]) -> None:
+def _frame(axes: Any) -> None:
     from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
     axes.set_yscale("log")
     powers_of_two(axes)
-    places = [x for one in series for x, _ in one.points] + [mark.value for mark in marks if mark.upright]
-    values = [max(y, FLOOR) for one in series for _, y in one.points]
-    values += [max(mark.value, FLOOR) for mark in marks if not mark.upright]
-    decades = math.log10(max(values) / min(values))
-    axes.set_xlim(*_padded(places, 2.0, 0.05))
-    axes.set_ylim(*_padded(values, 10.0, 0.08))
+    axes.margins(x=0.05, y=0.08)
+    low, high = axes.get_ylim()
     # 1, 2 and 5 times powers of ten; powers alone where these would crowd
-    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if decades < 2 else (1.0,)))
+    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if high / low < 200 else (1.0,)))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_minor_locator(NullLocator())
@@ -150,11 +146,8 @@ def _frame(axes: Any, series: Sequence[Series], marks: Sequence[Mark]) -> None:
         side.set_visible(False)
 
 
-def _padded(values: Sequence[float], base: float, share: float) -> tuple[float, float]:
-    """Ends of a logarithmic axis that has some of its length free on either side."""
-    low, high = (math.log(end, base) for end in (min(values), max(values)))
-    pad = share * ((high - low) or 1.0)
-    return base ** (low - pad), base ** (high + pad)
+def _drawn(value: float) -> float:
+    return max(value, FLOOR)
 
 
 def _inside_a_page(svg: str, tips: dict[str, str], kind: str, title: str) -> str:

@@ -22,22 +22,8 @@ TASKS = ("single-needle", "multi-key-needle", "variable-tracking")
 N_DISTRACTORS = 3
 N_HOPS = 1
 _CITIES = (
-    "Lisbon",
-    "Nairobi",
-    "Oslo",
-    "Lima",
-    "Hanoi",
-    "Quito",
-    "Dublin",
-    "Tunis",
-    "Riga",
-    "Accra",
-    "Bern",
-    "Doha",
-    "Minsk",
-    "Sofia",
-    "Cairo",
-    "Vienna",
+    *("Lisbon", "Nairobi", "Oslo", "Lima", "Hanoi", "Quito", "Dublin", "Tunis"),
+    *("Riga", "Accra", "Bern", "Doha", "Minsk", "Sofia", "Cairo", "Vienna"),
 )
 _FALLBACK_DEPTHS = (0.15, 0.4, 0.65, 0.9)
 
