@@ -9,8 +9,6 @@ import pytest
 SOURCE = Path(__file__).parent.parent / "src" / "prescore"
 ALLOWED = {
     "command": "every file of the command line has one, which typer calls",
-    "reads_all": "each engine answers it for its configurations; api.py asks the one that is meant",
-    "number": "an argument's check, only ever called as checks.number, and a figure of report/tables.py",
 }
 """Public names that may be defined more than once, and why; keep this short."""
 ADAPTERS = {"detect", "layers", "replace_attention"}

@@ -11,6 +11,7 @@ from torch import Tensor
 from prescore import checks
 from prescore.call import Call, align_keys, make_call, shifted_back
 from prescore.config import Config, Exact, Hyper, Routed, Selected, check_config
+from prescore.errors import Unsupported
 from prescore.exact import attend_to_all, visible_keys
 from prescore.hyper import engine as selected
 from prescore.hyper.problems import FULL
@@ -106,6 +107,7 @@ def prescored_attention(
     selection: Selection | None = None,
     dropout_p: float = 0.0,
     dropout_generator: Generator = None,
+    group: object = None,
     backend: str = "auto",
     return_aux: Literal[False] = False,
 ) -> Tensor: ...
@@ -125,6 +127,7 @@ def prescored_attention(
     selection: Selection | None = None,
     dropout_p: float = 0.0,
     dropout_generator: Generator = None,
+    group: object = None,
     backend: str = "auto",
     return_aux: Literal[True],
 ) -> tuple[Tensor, Aux]: ...
@@ -143,6 +146,7 @@ def prescored_attention(
     selection: Selection | None = None,
     dropout_p: float = 0.0,
     dropout_generator: Generator = None,
+    group: object = None,
     backend: str = "auto",
     return_aux: bool = False,
 ) -> Tensor | tuple[Tensor, Aux]:
@@ -157,20 +161,23 @@ def prescored_attention(
         key_padding_mask: `[B, Nk]`, True = a real key.
         scale: Factor of the logits, `D ** -0.5` by default.
         generator: Seed, generator or None.
-        selection: With a `Selected`: use this selection instead of making one. Without a configuration: attend
-            exactly to these keys and no others.
+        selection: With a `Selected`: use this selection instead of making one. Without a configuration: as
+            `Selected(remainder="none")` would, exactly over these keys (in causal mode beside its exact leaves).
         dropout_p: Probability of dropping an attention weight, for training: the kept ones are scaled by
             `1 / (1 - p)`, lse counts all keys as before, and a stand-in is dropped as a whole. Which ones are
             dropped is drawn apart for each sequence and head, and drawn again in the backward pass rather than
             stored. The fused operators cannot do this: the plain backend runs, which is slower.
         dropout_generator: Seed or generator of the dropout alone, so that it may change from step to step
             while the selection does not; None = from `generator` too.
+        group: Reserved for a process group whose ranks hold pieces of the sequence; anything but None is refused.
         backend: Operator backend: `auto`, `cpu-flash`, `cuda-efficient` or `plain`.
         return_aux: Also return lse, the selection and statistics.
 
     Returns:
         The output `[B, Hq, Nq, Dv]`, or `(output, Aux)`.
     """
+    if group is not None:
+        raise Unsupported("group", [f"attention runs within one process, got {type(group).__name__}"])
     options = Options(
         is_causal, key_padding_mask, scale, generator, selection, dropout_p, dropout_generator, backend
     )
@@ -314,8 +321,8 @@ def _is_exact(call: Call, config: Config) -> bool:
     if call.padded or call.backend.dropout is not None:
         return False
     if isinstance(config, Routed):
-        return routed.reads_all(call, config)
-    return isinstance(config, Exact) or selected.reads_all(call, config)
+        return routed.routes_nothing(call, config)
+    return isinstance(config, Exact) or selected.selects_nothing(call, config)
 
 
 def _operator_alone(call: Call) -> Tensor:

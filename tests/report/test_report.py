@@ -6,7 +6,7 @@ from planted_sweep import run_sweep
 from prescore.evaluation.planted.study import QUICK
 from prescore.report import planted as report
 from prescore.report.plots import COLOURS, bars, figure
-from prescore.report.tables import Table, mean_and_spread, number, span
+from prescore.report.tables import Table, as_text, mean_and_spread, span
 
 
 def test_table_as_markdown():
@@ -34,7 +34,7 @@ def test_ragged_rows_are_refused():
      (2.5e7, "2.5e+07"), (math.inf, "inf"), ("nan", "nan"), (-0.5, "-0.5"), (100.0, "100")],
 )  # fmt: skip
 def test_number(value, text):
-    assert number(value) == text
+    assert as_text(value) == text
 
 
 def test_spreads():

@@ -18,7 +18,7 @@ def _recall(model, seed, scorer):
 @pytest.mark.parametrize("n", [4096, 16384])
 @pytest.mark.parametrize("reading", ["normalized", "small-noise"])
 def test_recovers_planted_keys_in_both_readings(n, reading):
-    for seed in range(2):  # the table of ten seeds is in docs/robust-scorer.md
+    for seed in range(2):  # the table of ten seeds is in experiments/planted/README.md
         model = PlantedSetting(n, 32, 0.1).draw(reading, generator=seed)
         assert _recall(model, seed, Companions()) >= 0.95
 

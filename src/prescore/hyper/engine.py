@@ -11,7 +11,7 @@ from prescore.hyper.statistics import rows_per_query, statistics
 from prescore.types import Outcome
 
 
-def reads_all(call: Call, config: Selected | Hyper) -> bool:
+def selects_nothing(call: Call, config: Selected | Hyper) -> bool:
     """Whether every query of a call without padding or a given selection reads every key it may see."""
     return call.is_causal and call.n_keys <= max(1, config.min_seq_len)
 

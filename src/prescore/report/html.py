@@ -12,7 +12,7 @@ from prescore.records import Record
 from prescore.report.chart import NARROW, Mark, Series, Words, legend, line_chart
 from prescore.report.language_summary import Summary, find, summarise
 from prescore.report.language_tables import describe_run, percent, times
-from prescore.report.tables import number
+from prescore.report.tables import as_text
 from prescore.report.token_map import token_map
 
 _TEMPLATES = "templates"
@@ -57,9 +57,9 @@ def headline(table: Sequence[Summary]) -> str:
     if best is None or best.gap_closed is None or best.rows_per_query is None:
         return "A language model read a long text with its attention replaced."
     exact = find(table, "exact", best.n_tokens)
-    rows = "" if exact is None else f", where exact attention meets {number(exact.rows_per_query, 3)}"
+    rows = "" if exact is None else f", where exact attention meets {as_text(exact.rows_per_query, 3)}"
     return (
-        f"Meeting {number(best.rows_per_query, 3)} key rows per query{rows}, the default keeps "
+        f"Meeting {as_text(best.rows_per_query, 3)} key rows per query{rows}, the default keeps "
         f"<strong>{escape(percent(best.gap_closed))}</strong> of what the far context is worth to the model."
     )
 
@@ -74,10 +74,10 @@ def _table(table: Sequence[Summary]) -> str:
         lines.append(
             f"<tr{_row_class(summary)}><th scope='row'>{escape(summary.label)}</th>"
             f"<td data-name='loss'>{summary.loss:.3f}</td>"
-            f"<td data-name='perplexity'>{number(summary.perplexity, 4)}</td>"
+            f"<td data-name='perplexity'>{as_text(summary.perplexity, 4)}</td>"
             f"<td data-name='gap closed' class='bar-cell'>{_fill(width, 'fill good')}"
             f"<span>{escape(percent(gap))}</span></td>"
-            f"<td data-name='rows per query'>{number(summary.rows_per_query, 4)}</td>"
+            f"<td data-name='rows per query'>{as_text(summary.rows_per_query, 4)}</td>"
             f"<td data-name='attention time' class='bar-cell'>{_fill(time, 'fill')}"
             f"<span>{summary.attention_seconds:.2f} s</span></td>"
             f"<td data-name='speed-up'>{times(summary.speed_up)}</td></tr>"

@@ -10,7 +10,7 @@ from typing import Any
 
 from prescore.records import Record
 from prescore.report.language_summary import Summary, holds_for, keeps_every_key
-from prescore.report.tables import MISSING, Table, number
+from prescore.report.tables import MISSING, Table, as_text
 
 _NAMES = {
     "kmeans": "K-means",
@@ -33,9 +33,9 @@ def loss_table(summaries: Sequence[Summary], title: str, note: str = "") -> Tabl
             (
                 label,
                 f"{summary.loss:.4f}" + _plus_minus(summary.half_width),
-                number(summary.perplexity, 4),
+                as_text(summary.perplexity, 4),
                 percent(summary.gap_closed),
-                number(summary.rows_per_query, 4),
+                as_text(summary.rows_per_query, 4),
                 f"{summary.attention_seconds:.2f} s",
                 times(summary.speed_up),
             )

@@ -10,7 +10,7 @@ from typing import Any
 
 from prescore.records import Record
 from prescore.report.plots import COLOURS, bars, figure
-from prescore.report.tables import MISSING, Table, mean_and_spread, number, span
+from prescore.report.tables import MISSING, Table, as_text, mean_and_spread, span
 
 VARIANTS = {
     ("normalized", None): "rows normalised",
@@ -64,7 +64,7 @@ def claim_table(records: Sequence[Record]) -> Table:
         config = record.config
         extra = [f"{name}={config[name]:g}" for name in _varying(claims) if config.get(name) is not None]
         for check in record.figures["checks"]:
-            bound = f"{check['relation']} {number(check['bound'])}"
+            bound = f"{check['relation']} {as_text(check['bound'])}"
             reading = " ".join([config["reading"], *extra])
             found[check["claim"], reading, check["quantity"], bound][config["n"], config["d"]].append(check)
     rows = []

@@ -9,7 +9,7 @@ from typing import Any
 
 from prescore.records import Record
 from prescore.report.plots import COLOURS, figure
-from prescore.report.tables import Table, number
+from prescore.report.tables import Table, as_text
 
 STAGES = ("scoring", "stand-ins", "hashing", "sorting", "gathering", "operator", "routing")
 
@@ -166,7 +166,7 @@ def _exponent_cell(records: Sequence[Record], method: str) -> str:
 
 
 def _time(entry: dict[str, Any]) -> str:
-    return f"{number(1e3 * entry['seconds'])} ± {number(1e3 * entry['spread'], 2)} ms"
+    return f"{as_text(1e3 * entry['seconds'])} ± {as_text(1e3 * entry['spread'], 2)} ms"
 
 
 def _short(n: int) -> str:

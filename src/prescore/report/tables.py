@@ -52,7 +52,7 @@ class Table:
         return f"**{self.title}**\n\n{text}\n" + (f"\n{self.note}\n" if self.note else "")
 
 
-def number(value: Any, digits: int = 3) -> str:
+def as_text(value: Any, digits: int = 3) -> str:
     """A figure with `digits` significant digits; what is missing is a dash."""
     if value is None:
         return MISSING
@@ -78,8 +78,8 @@ def span(values: Sequence[Any], digits: int = 3) -> str:
     known = [float(value) for value in values if value is not None]
     if not known:
         return MISSING
-    low, high = number(min(known), digits), number(max(known), digits)
-    mean = number(statistics.fmean(known) if all(map(math.isfinite, known)) else max(known), digits)
+    low, high = as_text(min(known), digits), as_text(max(known), digits)
+    mean = as_text(statistics.fmean(known) if all(map(math.isfinite, known)) else max(known), digits)
     return mean if low == high else f"{mean} ({low} to {high})"
 
 

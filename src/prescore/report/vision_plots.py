@@ -10,7 +10,7 @@ from typing import Any
 
 from prescore.records import Record
 from prescore.report.plots import COLOURS, figure
-from prescore.report.tables import MISSING, Table, mean_and_spread, number
+from prescore.report.tables import MISSING, Table, as_text, mean_and_spread
 
 _EXACT = "exact"
 _LEVERAGE = "leverage"
@@ -52,13 +52,13 @@ def accuracy_table(records: Sequence[Record], figure_name: str = "top1") -> Tabl
     exact = [record for record in records if record.config["method"] == _EXACT]
     body = []
     for record in exact:
-        top5, speed = number(record.figures["top5"]), number(record.figures["images_per_second"])
+        top5, speed = as_text(record.figures["top5"]), as_text(record.figures["images_per_second"])
         body.append((_EXACT, *[f"{record.figures[figure_name]:.1f}"] * len(columns), top5, speed))
     lowest = _values(records, "top5"), _values(records, "images_per_second")
     for line, by_rows in values.items():
         cells = [mean_and_spread(by_rows.get(rows, []), digits=1) for rows in columns]
         last = max(by_rows)
-        body.append((label(line), *cells, *(number(statistics.fmean(v[line][last])) for v in lowest)))
+        body.append((label(line), *cells, *(as_text(statistics.fmean(v[line][last])) for v in lowest)))
     figures = records[0].figures if records else {}
     n_images, n_tokens = figures.get("n_images", 0), figures.get("n_tokens", 0)
     return Table(

@@ -30,7 +30,7 @@ from prescore.routed.layout import make_layout
 from prescore.types import Attended, Outcome, Selection
 
 
-def reads_all(call: Call, config: Routed) -> bool:
+def routes_nothing(call: Call, config: Routed) -> bool:
     """Whether every query of a call without padding reads every key it may see."""
     if call.is_causal:
         return make_layout(call.n_query, call.n_keys, causal=True, config=config).n_pieces == 0

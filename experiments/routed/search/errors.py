@@ -1,0 +1,117 @@
+"""Errors of one layer's output when far rows are found by four-bit logits and stand-ins know their spread.
+
+    python errors.py HEADS [HEADS ...] [--chunk 512] [--leaf 128] [--share 2048] [--reach 3.0]
+
+HEADS are safetensors files with `query [1, Hq, N, D]`, `key` and `value [1, Hkv, N, D]` behind RoPE. For 64 positions
+behind 4200 every far key is behind nodes, everything else is exact. Prints the relative squared error (mean over
+heads, worst head), the share of nodes searched, and rows read. README.md says what the parts are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.nn.functional import softplus
+
+from prescore.clustering.tree import bisection_tree
+
+SINKS = 16
+
+
+def log_normal(x: Tensor) -> tuple[Tensor, Tensor]:
+    """The log of the normal distribution function, smoothly approximated, and its slope."""
+    x = x.clamp(-4, 8)
+    y = x * (1.5976 + 0.07056 * x * x)
+    return -softplus(-y), torch.sigmoid(-y) * (1.5976 + 0.21168 * x * x)
+
+
+def four_bits(keys: Tensor) -> Tensor:
+    """Keys as four-bit codes would give them back: one scale for each half of the dimensions."""
+    halves = keys.unflatten(-1, (2, -1))
+    scale = halves.abs().amax(-1, keepdim=True).clamp_min(1e-9) / 7.5
+    return ((halves / scale).round().clamp(-8, 7) * scale).flatten(-2)
+
+
+def six_bits(queries: Tensor) -> Tensor:
+    """Queries as six-bit codes would give them back."""
+    scale = queries.abs().amax(-1, keepdim=True).clamp_min(1e-9) / 31
+    return (queries / scale).round() * scale
+
+
+def one_head(query: Tensor, key: Tensor, value: Tensor, options: argparse.Namespace) -> tuple[Tensor, Tensor, Tensor]:
+    """Errors, searched shares and rows of the query heads `[G, N, D]` of one key head."""
+    n_keys, dim = key.shape
+    position = torch.linspace(4200, n_keys - 1, 64).long()
+    q = query[:, position] * dim**-0.5
+    n_chunks = (n_keys - SINKS) // options.chunk
+    levels = int(math.log2(options.chunk // options.leaf))
+    order = bisection_tree(key[SINKS : SINKS + n_chunks * options.chunk].view(n_chunks, options.chunk, dim), levels)
+    rows = (order + (torch.arange(n_chunks) * options.chunk + SINKS)[:, None]).view(-1, options.leaf)
+    first_local = SINKS + ((position - SINKS) // options.chunk - 1) * options.chunk
+    far = rows.amax(1)[None] < first_local[:, None]  # [P, M]
+    logits = (q @ key.T).masked_fill(torch.arange(n_keys) > position[:, None], -math.inf)
+    exact = logits.softmax(-1) @ value
+    flat = rows.flatten()
+    behind = torch.zeros(len(position), n_keys, dtype=torch.bool)
+    behind[:, flat] = far.repeat_interleave(options.leaf, -1)
+    near = logits.masked_fill(behind, -math.inf)
+
+    mean_key, mean_value = key[rows].mean(1), value[rows].mean(1)
+    away, beside = key[rows] - mean_key[:, None], value[rows] - mean_value[:, None]
+    share = far.to(q) / far.sum(-1, keepdim=True)
+    covariance = torch.einsum("pm,mde->pde", share, away.transpose(1, 2) @ away / options.leaf)
+    together = torch.einsum("pm,mde->pde", share, beside.transpose(1, 2) @ away / options.leaf)
+    spread = torch.einsum("gpd,pde,gpe->gp", q, covariance, q).sqrt().clamp_min(1e-3)[..., None]
+    drift = torch.einsum("pde,gpe->gpd", together, q)
+
+    node = q @ mean_key.T
+    known = torch.logaddexp(
+        near.logsumexp(-1), (node + math.log(options.leaf)).masked_fill(~far, -math.inf).logsumexp(-1)
+    )
+    limit = (known - math.log(options.share))[..., None]
+    searched = (node + options.reach * spread >= limit) & far
+    approximate = (six_bits(q) @ four_bits(key).T)[..., flat]
+    candidate = searched.repeat_interleave(options.leaf, -1) & (approximate >= limit)
+    mass = approximate.masked_fill(~candidate, -math.inf).logsumexp(-1)
+    limit = torch.maximum(limit, (torch.logaddexp(known, mass) - math.log(options.share))[..., None])
+    read = candidate & (approximate >= limit)
+    left = options.leaf - read.unflatten(-1, (-1, options.leaf)).sum(-1)
+    beyond, slope = log_normal((limit - node) / spread - spread)
+    within, _ = log_normal((limit - node) / spread)
+    gain = (0.5 * spread**2 + beyond - within).clamp(-2, 2)
+    move = (1 - slope / spread).clamp(-1, 1)
+    stand_in = (node + gain + left.clamp_min(1e-9).log()).masked_fill(~far | (left == 0), -math.inf)
+    weights = torch.cat((near, logits[..., flat].masked_fill(~read, -math.inf), stand_in), -1).softmax(-1)
+    local, found, stood = weights.split((n_keys, len(flat), len(rows)), -1)
+    output = local @ value + found @ value[flat] + stood @ mean_value + (stood * move).sum(-1)[..., None] * drift
+    error = (output - exact).square().sum((-1, -2)) / exact.square().sum((-1, -2))
+    return error, searched.sum(-1).float().mean(-1) / far.sum(-1).float().mean(), read.sum(-1).float().mean(-1)
+
+
+def main() -> None:
+    """Measure the files."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("heads", nargs="+", type=Path)
+    parser.add_argument("--chunk", type=int, default=512)
+    parser.add_argument("--leaf", type=int, default=128)
+    parser.add_argument("--share", type=float, default=2048.0)
+    parser.add_argument("--reach", type=float, default=3.0)
+    options = parser.parse_args()
+    for path in options.heads:
+        tensors = {name: tensor.float()[0] for name, tensor in load_file(path).items()}
+        groups = tensors["query"].unflatten(0, (tensors["key"].shape[0], -1))
+        parts = [one_head(*head, options) for head in zip(groups, tensors["key"], tensors["value"], strict=True)]
+        error, searched, rows = (torch.cat(figures) for figures in zip(*parts, strict=True))
+        print(
+            f"{path.stem}: error {error.mean():.5f}, worst head {error.max():.4f}, "
+            f"nodes searched {searched.mean():.3f}, rows {rows.mean():.0f}"
+        )
+
+
+if __name__ == "__main__":
+    main()
