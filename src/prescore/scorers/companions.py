@@ -10,10 +10,10 @@ Companions are searched in the style of HyperAttention's sortLSH: keys are sorte
 bits and compared within windows of the sorted order, in several independent tables.
 
 What was tried, as recall of the planted keys in the normalised / small-noise reading (n = 4096, then 16384; the
-whole table is in `experiments/planted/README.md`): nearest rule 0.58 / 0.58, then 0.10 / 0.10; leverage 0.13 / 1.00,
-then 0.03 / 1.00; farthest on raw keys 0.01 / 0.99, then 0.01 / 0.97; `companions` 1.00 / 1.00 at both sizes. What it
-cannot do: a planted key without companions (m = 1) has none to be found by, and parallel noise (Appendix B) looks
-like a group.
+whole table is in `experiments/planted/README.md`): nearest rule 0.58 / 0.58, then 0.10 / 0.10; leverage
+0.13 / 1.00, then 0.03 / 1.00; farthest on raw keys 0.01 / 0.99, then 0.01 / 0.97; `companions` 1.00 / 1.00 at both
+sizes. What it cannot do: a planted key without companions (m = 1) has none to be found by, and parallel noise
+(Appendix B) looks like a group.
 """
 
 from __future__ import annotations
