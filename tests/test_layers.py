@@ -11,17 +11,17 @@ MAX_FILES = 16
 
 STAGES = {"ops", "clustering", "scorers", "selection"}
 """Tensors, points, keys and scores: what both engines see."""
-LOW = {"types", "errors", "checks", "rng", "registry"}
+LOW = {"types", "errors", "checks", "rng", "registry", "values"}
 ENGINES = {"hyper", "routed", "exact"}
 BELOW_API = LOW | STAGES | {"config", "call", "prescoring"}
 MAY_IMPORT = {
-    **{name: set() for name in LOW | {"causal_sizes"}},
-    "records": {"errors"},
+    **{name: {"values"} for name in LOW | {"causal_sizes"}},
+    "records": {"errors", "values"},
     "ops": {"types", "errors", "checks", "rng"},
     "clustering": {"checks", "rng"},
-    "scorers": {"checks", "rng", "registry", "clustering"},
+    "scorers": {"checks", "rng", "registry", "values", "clustering"},
     "selection": {"types", "checks", "rng"},
-    "config": {"checks", "scorers"},
+    "config": {"checks", "values", "scorers"},
     "call": {"types", "rng", "ops"},
     "prescoring": {"types", "rng", "config", "scorers", "selection"},
     "exact": LOW | {"call", "ops", "selection"},
@@ -34,7 +34,7 @@ MAY_IMPORT = {
     "testing": LOW | {"config", "scorers", "selection", "prescoring"},
     "evaluation": BELOW_API
     | {"api", "baselines", "decoding", "integrations", "testing", "records", "causal_sizes"},
-    "report": {"records", "causal_sizes"},
+    "report": {"records", "causal_sizes", "values"},
     "cli": LOW | {"config", "scorers", "api", "integrations", "evaluation", "report", "records", "causal_sizes"},
 }
 """What each folder and root module may import beside itself; `hyper` and `routed` never see each other."""

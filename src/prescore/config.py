@@ -14,6 +14,7 @@ from typing import Any, Self
 from prescore import checks
 from prescore.scorers.base import Scorer, as_scorer
 from prescore.scorers.clustered import ClusteringScorer
+from prescore.values import Values
 
 
 class _Settings:
@@ -26,7 +27,7 @@ class _Settings:
             checks.known_field(type(self).__name__, name, known)
         return dataclasses.replace(self, **changes)  # type: ignore[type-var]
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Values:
         """Plain JSON values; `type` names the configuration."""
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}  # type: ignore[arg-type]
         return {"type": type(self).__name__, **{name: _plain(value) for name, value in values.items()}}
@@ -209,7 +210,7 @@ class Selected(_Settings):
     @classmethod
     def paper(cls, scorer: str | Scorer = "kmeans", top_k: int | float = 2048, **changes: Any) -> Self:
         """Algorithms 1 and 2 to the letter, with the corrected coupling."""
-        letter: dict[str, Any] = {"sinks": 0, "remainder": "none", "inner": Lsh(alignment="rank")}
+        letter: Values = {"sinks": 0, "remainder": "none", "inner": Lsh(alignment="rank")}
         return cls(scorer, top_k, **{**letter, **changes})
 
     @classmethod

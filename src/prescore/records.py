@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from prescore.errors import PrescoreError
+from prescore.values import Values
 
 _PACKAGES = ("prescore", "torch", "transformers", "timm")
 
@@ -39,7 +40,7 @@ class Row:
 
     config: Mapping[str, Any]
     seed: int | None
-    measure: Callable[[], dict[str, Any]]
+    measure: Callable[[], Values]
     cost: float = 1.0
 
 
@@ -53,9 +54,9 @@ class Record:
 
     command: str
     key: str
-    config: dict[str, Any]
+    config: Values
     seed: int | None
-    figures: dict[str, Any]
+    figures: Values
     seconds: float
     argv: list[str] = field(default_factory=list)
     versions: dict[str, str] = field(default_factory=dict)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
+
+from prescore.values import Values
 
 
 class Attended(NamedTuple):
@@ -53,7 +55,7 @@ class Outcome:
     attended: Attended
     count_rows: Callable[[], float]
     selections: list[Selection] = field(default_factory=list)
-    stats: dict[str, Any] = field(default_factory=dict)
+    stats: Values = field(default_factory=dict)
 
 
 class Aux(NamedTuple):
@@ -65,4 +67,4 @@ class Aux(NamedTuple):
 
     lse: Tensor
     selection: Selection | list[Selection]
-    stats: dict[str, Any]
+    stats: Values

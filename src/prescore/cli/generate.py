@@ -13,6 +13,7 @@ import typer
 from prescore.cli.options import Json, Out, Resume, Seed, Threads, open_session
 from prescore.cli.settings import Changes, Layers, Model, RemoteCode, read_budget, read_changes, read_layers
 from prescore.records import Row
+from prescore.values import Values
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -122,7 +123,7 @@ class _Job:
     quiet: bool
     results: dict[str, Generated] = field(default_factory=dict)
 
-    def measure(self, name: str) -> dict[str, Any]:
+    def measure(self, name: str) -> Values:
         """Figures of one row; the text is printed as it comes."""
         from prescore.evaluation.language.generation import agreement
 
@@ -150,7 +151,7 @@ class _Job:
         return generated
 
 
-def _described(how: Continuation) -> dict[str, Any]:
+def _described(how: Continuation) -> Values:
     """What a record says about how a prompt was continued, beside what it shares with exact attention."""
     return {
         "config": None if how.config is None else how.config.to_dict(),

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json as jsonlib
 import re
 from importlib import metadata
-from typing import Any
 
 from prescore.cli.options import Json
 from prescore.records import versions
+from prescore.values import Values
 
 
 def command(json: Json = False) -> None:
@@ -39,7 +39,7 @@ def command(json: Json = False) -> None:
     Console(soft_wrap=True).print(table)
 
 
-def collect() -> dict[str, Any]:
+def collect() -> Values:
     """All facts as JSON values."""
     import torch
 

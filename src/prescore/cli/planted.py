@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from prescore.cli.options import Json, Out, Quick, Resume, Seed, Threads, open_session
+from prescore.values import Values
 
 
 def command(
@@ -59,7 +60,7 @@ def command(
         "methods": method,
         "rules": rule,
     }
-    changes: dict[str, Any] = {name: tuple(values) for name, values in given.items() if values}
+    changes: Values = {name: tuple(values) for name, values in given.items() if values}
     changes["seeds"] = tuple(range(seed, seed + (seeds or len(base.seeds))))
     sweep = dataclasses.replace(base, **changes, degree=degree, norm=norm)
     for name in sweep.rules:

@@ -8,6 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
+from prescore.values import Values
+
 Model = Annotated[str, typer.Option(help="`smollm2`, a directory, a GGUF file, or a name on the hub.")]
 Dtype = Annotated[str, typer.Option(help="float32, bfloat16, float16 or float64.")]
 Device = Annotated[str, typer.Option(help="Such as cpu or cuda.")]
@@ -24,9 +26,9 @@ Changes = Annotated[
 ]
 
 
-def read_changes(changes: Sequence[str] | None) -> dict[str, Any]:
+def read_changes(changes: Sequence[str] | None) -> Values:
     """`FIELD=VALUE` pairs; a value that is not JSON is a word. Which fields there are is known later."""
-    found: dict[str, Any] = {}
+    found: Values = {}
     for change in changes or []:
         name, equals, value = change.partition("=")
         if not equals:

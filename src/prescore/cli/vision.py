@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
 from prescore.cli.options import Json, Out, Quick, Resume, Seed, Threads, open_session
+from prescore.values import Values
 
 if TYPE_CHECKING:
     from prescore.evaluation.vision.accuracy import Study
@@ -159,7 +160,7 @@ def open_study(asked: StudyOptions) -> Study:
     return Study(loaded, found, described, asked.batch_size, asked.device)
 
 
-def _open_digits(asked: StudyOptions, limit: int | None, described: dict[str, Any]) -> Study:
+def _open_digits(asked: StudyOptions, limit: int | None, described: Values) -> Study:
     """The offline default: a model trained here on scans that come with scikit-learn."""
     import sys
 

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
 
 import torch
 
 from prescore.call import Call
 from prescore.hyper.plan import Plan
 from prescore.ops.parts import Part
+from prescore.values import Values
 
 
-def statistics(call: Call, plan: Plan) -> dict[str, Any]:
+def statistics(call: Call, plan: Plan) -> Values:
     """Statistics of a plan that has been run.
 
     Returns:

@@ -10,6 +10,7 @@ from html import escape
 from typing import Any
 
 from prescore.report.plots import drawing, powers_of_two
+from prescore.values import Values
 
 WIDTH, HEIGHT = 720.0, 380.0
 NARROW = 360.0
@@ -36,7 +37,7 @@ _STYLE = {
     "svg.fonttype": "none",
     "svg.hashsalt": "prescore",
 }
-_REFERENCE: dict[str, Any] = {"color": _INK, "linewidth": 1.2, "linestyle": (0, (5, 4)), "alpha": 0.7}
+_REFERENCE: Values = {"color": _INK, "linewidth": 1.2, "linestyle": (0, (5, 4)), "alpha": 0.7}
 
 
 @dataclass(frozen=True)
@@ -118,7 +119,7 @@ def _line(axes: Any, one: Series, number: int) -> list[tuple[str, str]]:
 
 def _names(axes: Any, marks: Sequence[Mark]) -> None:
     """Beside the lines of reference; the upright ones from their upper ends down."""
-    text: dict[str, Any] = {"textcoords": "offset points", "color": _INK, "fontweight": "bold", "ha": "right"}
+    text: Values = {"textcoords": "offset points", "color": _INK, "fontweight": "bold", "ha": "right"}
     # methods worse than a level line are cheap: its right end is free, up to the first upright line
     end = min([axes.get_xlim()[1], *(mark.value for mark in marks if mark.upright)])
     for mark in marks:

@@ -9,6 +9,7 @@ from typing import Any
 
 from prescore.report.language_summary import Summary, find, holds_for
 from prescore.report.plots import COLOURS, bars, figure, powers_of_two
+from prescore.values import Values
 
 _DASHED = (0, (4, 2))
 # black is kept for what a picture is about; yellow is lost on white
@@ -147,7 +148,7 @@ def _cost_lines(axes: Any, methods: Sequence[Summary], cost: str) -> None:
         line = [s for s in methods if _family(s) == family and getattr(s, cost) is not None]
         # joined in the order of their budgets: a dearer point may be to the left of a cheaper one
         line.sort(key=lambda s: (s.axes.get("budget", 0), float(getattr(s, cost))))
-        style: dict[str, Any] = {"color": "#000000", "linewidth": 2.6, "zorder": 5}
+        style: Values = {"color": "#000000", "linewidth": 2.6, "zorder": 5}
         if family != "default":
             place = others.index(family)
             style = {"color": _colour(place), "linestyle": "-" if place < len(_OTHERS) else _DASHED}

@@ -10,6 +10,7 @@ from typing import Any
 
 from prescore.causal_sizes import largest_block
 from prescore.records import Record
+from prescore.values import Values
 
 # two-sided 95 % points of Student's t for 1, 2, ... degrees of freedom
 _STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145)
@@ -38,8 +39,8 @@ class Summary:
 
     label: str
     kind: str
-    settings: dict[str, Any]
-    axes: dict[str, Any]
+    settings: Values
+    axes: Values
     n_tokens: int
     layers: Any
     losses: dict[str, float]
@@ -51,7 +52,7 @@ class Summary:
     above_exact: float | None = None
     above_exact_half_width: float | None = None
     speed_up: float | None = None
-    position_scaling: dict[str, Any] | None = None
+    position_scaling: Values | None = None
 
     @property
     def loss(self) -> float:

@@ -7,13 +7,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from prescore.values import Values
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 # Okabe and Ito's palette, black last
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#F0E442", "#000000")
-_STYLE: dict[str, Any] = {
+_STYLE: Values = {
     "figure.dpi": 120,
     "savefig.bbox": "tight",
     "font.size": 9,

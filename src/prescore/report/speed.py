@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from prescore.records import Record
 from prescore.report.plots import COLOURS, figure
 from prescore.report.tables import Table, as_text
+from prescore.values import Values
 
 STAGES = ("scoring", "stand-ins", "hashing", "sorting", "gathering", "operator", "routing")
 
@@ -165,7 +165,7 @@ def _exponent_cell(records: Sequence[Record], method: str) -> str:
     return "-" if slope is None else f"n^{slope:.2f}"
 
 
-def _time(entry: dict[str, Any]) -> str:
+def _time(entry: Values) -> str:
     return f"{as_text(1e3 * entry['seconds'])} ± {as_text(1e3 * entry['spread'], 2)} ms"
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from html import escape
-from typing import Any
 
 from prescore.records import Record
+from prescore.values import Values
 
 PASSAGE = 420
 """Tokens shown as text; the bars show all."""
@@ -54,7 +54,7 @@ def _choice(name: str, words: str, labels: Sequence[str], values: Sequence[str])
     return f'<label>{words} <select data-choice="{name}">{options}</select></label>'
 
 
-def _view(figures: dict[str, Any], method: str, layer: str, *, first: bool) -> str:
+def _view(figures: Values, method: str, layer: str, *, first: bool) -> str:
     heads: list[list[int]] = figures["kept"][method][layer]
     pieces: list[str] = figures["pieces"]
     mass = figures["mass"][method][layer]

@@ -6,11 +6,11 @@ import statistics
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from prescore.records import Record
 from prescore.report.plots import COLOURS, figure
 from prescore.report.tables import MISSING, Table, as_text, mean_and_spread
+from prescore.values import Values
 
 _EXACT = "exact"
 _LEVERAGE = "leverage"
@@ -145,7 +145,7 @@ def accuracy_plot(records: Sequence[Record], path: str | Path) -> None:
 def _values(records: Sequence[Record], figure_name: str) -> dict[Line, dict[int, list[float]]]:
     values: dict[Line, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
     for record in records:
-        config: dict[str, Any] = record.config
+        config: Values = record.config
         if config["method"] != _EXACT:
             line = (config["method"], config["clusters"], config["share"], config["protect"])
             values[line][config["rows"]].append(record.figures[figure_name])

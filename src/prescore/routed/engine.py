@@ -17,7 +17,6 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,6 +27,7 @@ from prescore.config import Routed
 from prescore.routed.lanes import Answer, attend_lanes, exact_answer
 from prescore.routed.layout import make_layout
 from prescore.types import Attended, Outcome, Selection
+from prescore.values import Values
 
 
 def routes_nothing(call: Call, config: Routed) -> bool:
@@ -105,7 +105,7 @@ def _start_by_start(call: Call, config: Routed, gaps: Tensor | None, explain: bo
     """Queries of a padded batch that begin at different positions: one call per position."""
     start = torch.as_tensor(call.query_start)
     parts, rows = [], []
-    figures: list[tuple[int, dict[str, Any]]] = []
+    figures: list[tuple[int, Values]] = []
     for first in start.unique().tolist():
         some = (start == first).nonzero().squeeze(1)
         unseen = min(max(0, -first), call.n_query)  # queries before the first real key see nothing
@@ -138,7 +138,7 @@ def _some_rows(call: Call, rows: Tensor, n_keys: int, n_skipped: int, place: str
     )
 
 
-def _together(figures: list[tuple[int, dict[str, Any]]]) -> dict[str, Any]:
+def _together(figures: list[tuple[int, Values]]) -> Values:
     """Figures of several calls, with the number of queries in each, as one; the geometry is the longest's."""
     whole = dict(figures[-1][1])
     n_queries = max(1, sum(count for count, _ in figures))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from prescore.routed.rows import KINDS, mean_rows, most_rows, visible_rows
 from prescore.routed.softmax import Sources, attend_sources
 from prescore.routed.view import View
 from prescore.types import Attended
+from prescore.values import Values
 
 QUERY_BLOCK = 512
 PAIRS_AT_ONCE = 2**18
@@ -33,7 +34,7 @@ class Answer(NamedTuple):
     """A result, and figures: rows of each kind a query reads at most, queries read exactly, error bar."""
 
     attended: Attended
-    figures: dict[str, Any]
+    figures: Values
 
 
 def attend_lanes(call: Call, config: Routed, explain: bool) -> Answer:
@@ -253,7 +254,7 @@ def _chunks(tensor: Tensor, layout: Layout, frame: Frame) -> Tensor:
     return tail.view(-1, frame.n_blocks + 1, layout.chunk, tensor.shape[-1])
 
 
-def _figures(layout: Layout, n_exact: int) -> dict[str, Any]:
+def _figures(layout: Layout, n_exact: int) -> Values:
     """What is known before anything was read, as if all queries read everything."""
     met = float(visible_rows(layout).mean()) if layout.n_query else 0.0
     return {

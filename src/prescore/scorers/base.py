@@ -13,6 +13,7 @@ from torch import Tensor
 from prescore import checks
 from prescore.registry import get_scorer
 from prescore.rng import Streams
+from prescore.values import Values
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,7 +52,7 @@ class Scorer(ABC):
             `[B, H, N]`, higher = kept. Values at positions that are not valid are ignored.
         """
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Values:
         """Name and hyper-parameters in JSON values."""
         return {"name": self.name, **{f.name: getattr(self, f.name) for f in dataclasses.fields(self)}}  # type: ignore[arg-type]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from prescore import checks
 from prescore.config import Hyper, Lsh, Selected
@@ -18,6 +17,7 @@ from prescore.evaluation.language.experiments import (
 from prescore.evaluation.language.methods import LanguageMethod, exact, local, named
 from prescore.evaluation.language.overrides import Overrides, check_overrides
 from prescore.registry import list_scorers
+from prescore.values import Values
 
 USUAL = ("hyper", "kmeans", "leverage", "default")
 USUAL_TOP_K = 256
@@ -106,7 +106,7 @@ class MethodChoice:
         if self.sinks and name in ("cost", "default"):
             raise ValueError(f"sinks must be left to the experiment {name}, got {self.sinks}")
 
-    def _combinations(self, name: str, length: int) -> list[dict[str, Any]]:
+    def _combinations(self, name: str, length: int) -> list[Values]:
         """Changes of the configuration: leaf rules by sample sizes, for what runs HyperAttention."""
         if name != "hyper" and name not in list_scorers():
             return [dict(self.overrides)]
@@ -123,7 +123,7 @@ class MethodChoice:
             for inclusive, samples in itertools.product(LEAF_RULES[self.leaf_rule], self.samples or (size,))
         ]
 
-    def _at_budgets(self, name: str, leaf: int, own: dict[str, Any]) -> list[LanguageMethod]:
+    def _at_budgets(self, name: str, leaf: int, own: Values) -> list[LanguageMethod]:
         """A method at every budget, where it has one, each by a name of its own."""
         budgets = self.top_k or (USUAL_TOP_K,)
         if name in ("exact", "local", "default", "hyper"):
@@ -141,13 +141,13 @@ class MethodChoice:
         ]
 
 
-def _told(method: LanguageMethod, *, sinks: int) -> tuple[list[str], dict[str, Any]]:
+def _told(method: LanguageMethod, *, sinks: int) -> tuple[list[str], Values]:
     """What a label says beside the name, and the axes of a free grid; the same at every budget."""
     config = method.config
     if config is None:
         return [], {}
     words: list[str] = []
-    axes: dict[str, Any] = {}
+    axes: Values = {}
     part = config.lsh if isinstance(config, Hyper) else config.inner if isinstance(config, Selected) else None
     if isinstance(part, Lsh):
         axes["sample_size"] = part.sample_size

@@ -9,6 +9,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from prescore.values import Values
+
 Result = TypeVar("Result")
 
 
@@ -43,7 +45,7 @@ class Meter:
             self.processor_seconds[layer] = self.processor_seconds.get(layer, 0.0) + spent
         return output
 
-    def figures(self) -> dict[str, Any]:
+    def figures(self) -> Values:
         """The sums that a record carries."""
         replaced = [seconds for layer, seconds in self.seconds.items() if layer in self.replaced]
         processor = self.processor_seconds.values()

@@ -8,7 +8,8 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+
+from prescore.values import Values
 
 DEFAULT_MODULES = ("argparse", "inspect", "typing", "tarfile", "pydoc", "turtle")
 TOPICS = "python-reference"
@@ -97,7 +98,7 @@ def _file_documents(path: Path) -> Iterator[Document]:
         yield Document(f"{path.name}#{record.get('_id', number)}", _record_text(record, path, number))
 
 
-def _json_records(text: str, path: Path) -> Iterator[dict[str, Any]]:
+def _json_records(text: str, path: Path) -> Iterator[Values]:
     whole = text.lstrip().startswith("[")
     # an object over several lines is one record; one per line is the usual case
     lines = [text] if whole or _is_object(text) else text.split("\n")
@@ -127,7 +128,7 @@ def _is_object(text: str) -> bool:
         return False
 
 
-def _record_text(record: dict[str, Any], path: Path, number: int) -> str:
+def _record_text(record: Values, path: Path, number: int) -> str:
     if not isinstance(record.get("context"), str):
         raise ValueError(
             f"document {path.name} must have a field 'context' in every record, got none in record {number}"

@@ -17,6 +17,7 @@ from prescore.decoding.decoder import remembers
 from prescore.integrations.apply import apply, find_adapter, replace_attention
 from prescore.integrations.attend import Attend, PrescoredAttention, Situation, attend_exactly
 from prescore.integrations.layers import Layers, pick_layers
+from prescore.values import Values
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,7 @@ class Generated:
 
     tokens: list[int]
     logits: Tensor
-    figures: dict[str, Any] = field(default_factory=dict)
+    figures: Values = field(default_factory=dict)
 
 
 @torch.no_grad()
@@ -177,7 +178,7 @@ def beams_measured(model: Any, ids: Tensor, how: Continuation) -> Generated:
     return Generated(tokens.tolist(), logits[0].float(), figures)
 
 
-def agreement(exact: Generated, other: Generated) -> dict[str, Any]:
+def agreement(exact: Generated, other: Generated) -> Values:
     """How far a generation is from the exact one: tokens until they part, distance of the first prediction."""
     same = 0
     for first, second in zip(exact.tokens, other.tokens, strict=False):

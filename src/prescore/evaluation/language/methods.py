@@ -18,6 +18,7 @@ from prescore.evaluation.language.cost import baseline_rows, exact_rows, leaf_ro
 from prescore.evaluation.language.overrides import Overrides, changed, fitting
 from prescore.integrations.attend import PrescoredAttention, Situation, attend_exactly, layer_seed
 from prescore.registry import list_scorers
+from prescore.values import Values
 
 KINDS = ("exact", "local", "prescored", "baseline")
 SINKS = 4
@@ -63,7 +64,7 @@ class LanguageMethod:
             return partial(_by_baseline, dict(self.settings), seed)
         return partial(_prescored, PrescoredAttention(self.config, seed=seed))
 
-    def describe(self) -> dict[str, Any]:
+    def describe(self) -> Values:
         """Everything that identifies the method, for a record."""
         return {
             "label": self.label,
@@ -118,7 +119,7 @@ def named(name: str, *, leaf: int, top_k: int | float = 256, overrides: Override
     if name in BASELINES:
         return baseline(name, name, _baseline_settings(name, leaf, top_k), top_k=top_k)
     config: Config
-    axes: dict[str, Any]
+    axes: Values
     if name == "default":
         label, config, axes = name, Routed(chunk_size=leaf, exact_until=leaf), {}
     elif name == "hyper":
@@ -132,7 +133,7 @@ def named(name: str, *, leaf: int, top_k: int | float = 256, overrides: Override
     return prescored(label, changed(config, fitting(config, overrides or {})), **axes)
 
 
-def _baseline_settings(name: str, leaf: int, top_k: int | float) -> dict[str, Any]:
+def _baseline_settings(name: str, leaf: int, top_k: int | float) -> Values:
     if not isinstance(top_k, int) or isinstance(top_k, bool):
         raise ValueError(f"top_k must be a count of keys for the baseline {name!r}, got {top_k!r}")
     checks.integer("top_k", top_k, minimum=0)

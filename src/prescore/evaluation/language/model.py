@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from prescore import checks
 from prescore.errors import Unsupported
 from prescore.integrations.offline_model import SMOLLM2, load_model
+from prescore.values import Values
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 _ROPE = "yarn"
@@ -94,7 +95,7 @@ class LanguageModel:
             )
 
     @contextmanager
-    def extended(self, length: int) -> Iterator[dict[str, Any] | None]:
+    def extended(self, length: int) -> Iterator[Values | None]:
         """Positions up to `length` inside the block: RoPE is scaled (YaRN, no training) past the trained length.
 
         Yields:

@@ -7,6 +7,7 @@ from typing import Any, TypeVar, cast
 
 from prescore import checks
 from prescore.config import Config, config_from_dict
+from prescore.values import Values
 
 Overrides = Mapping[str, Any]
 """New values by field name, such as `{"top_k": 64, "scorer.n_clusters": 32, "inner.block_size": 128}`."""
@@ -34,7 +35,7 @@ def changed(config: AnyConfig, overrides: Overrides) -> AnyConfig:
     return _with(config, {name: value for name, value in overrides.items() if "." in name})
 
 
-def fitting(config: Config, overrides: Overrides) -> dict[str, Any]:
+def fitting(config: Config, overrides: Overrides) -> Values:
     """Those overrides that a configuration has fields for, in a run of configurations of several types."""
     own = field_names(config)
     parts = {name: value for name, value in overrides.items() if "." not in name and name in own}

@@ -7,7 +7,6 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,6 +18,7 @@ from prescore.evaluation.language.methods import LanguageMethod
 from prescore.evaluation.language.model import LanguageModel
 from prescore.integrations.layers import Layers
 from prescore.records import Row
+from prescore.values import Values
 
 POSITIONS_AT_ONCE = 256
 """Positions whose logits exist at the same time."""
@@ -118,7 +118,7 @@ def measure_loss(
     *,
     layers: Layers | None = None,
     seed: int = 0,
-) -> dict[str, Any]:
+) -> Values:
     """Loss, perplexity, rows per query and times of one document under one method."""
     with (
         language_model.extended(len(window.tokens)) as scaling,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import random
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +16,7 @@ from prescore.evaluation.language.methods import LanguageMethod
 from prescore.evaluation.language.model import LanguageModel
 from prescore.integrations.layers import Layers
 from prescore.records import Row
+from prescore.values import Values
 
 TASKS = ("single-needle", "multi-key-needle", "variable-tracking")
 N_DISTRACTORS = 3
@@ -121,7 +121,7 @@ def retrieval_row(
     """Accuracy of one method on one question, over `samples` problems, as a row."""
     checks.integer("samples", samples, minimum=1)
 
-    def measure() -> dict[str, Any]:
+    def measure() -> Values:
         found, losses, meters = [], [], []
         with language_model.extended(question.length) as scaling:
             for sample in range(samples):

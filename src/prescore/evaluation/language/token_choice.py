@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +14,7 @@ from prescore.evaluation.language.perplexity import Window
 from prescore.integrations.attend import Situation
 from prescore.integrations.observe import observe
 from prescore.records import Row
+from prescore.values import Values
 
 ATTENDED = "most attended"
 
@@ -61,7 +61,7 @@ def _measure(
     layers: Sequence[int],
     budget: int,
     seed: int,
-) -> dict[str, Any]:
+) -> Values:
     half = len(window.tokens) // 2
     kept: dict[str, dict[str, list[list[int]]]] = {name: {} for name in (*configs, ATTENDED)}
     mass: dict[str, dict[str, float]] = {name: {} for name in kept}

@@ -7,13 +7,13 @@ that fails is a finding, not an error.
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from prescore.evaluation.planted import model as planted
 from prescore.evaluation.planted.model import PlantedModel
+from prescore.values import Values
 
 CONSTANT = 4.0
 """What an O() may hide, unless a check says otherwise."""
@@ -45,7 +45,7 @@ class Check:
             "within 4x of": bound / 4 <= value <= 4 * bound,
         }[self.relation]
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Values:
         """JSON values, with the verdict."""
         return {**asdict(self), "held": self.held}
 

@@ -12,7 +12,6 @@ import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,6 +28,7 @@ from prescore.registry import get_scorer, list_scorers
 from prescore.rng import as_streams
 from prescore.scorers.minkowski import Minkowski
 from prescore.scorers.rules import RULES
+from prescore.values import Values
 
 COMMAND = "planted"
 NO_RULE = "-"
@@ -151,11 +151,11 @@ def _recall_rows(sweep: Sweep, setting: PlantedSetting, seed: int) -> list[Row]:
     return found
 
 
-def _recall(sweep: Sweep, setting: PlantedSetting, method: PlantedMethod, seed: int) -> dict[str, Any]:
+def _recall(sweep: Sweep, setting: PlantedSetting, method: PlantedMethod, seed: int) -> Values:
     model = setting.draw(method.reading, generator=seed)
     query = planted.planted_queries(model, sweep.n_queries, generator=seed)
     attention = planted.polynomial_attention(query, model.keys, sweep.degree)
-    figures: dict[str, Any] = {"recall": {}, "heavy_recall": {}}
+    figures: Values = {"recall": {}, "heavy_recall": {}}
     for rule in method.rules(sweep.rules):
         chosen = method.choose(model, rule, sweep.fit_size, seed)
         figures["recall"][rule] = float((chosen & model.signal).sum() / model.signal.sum())
@@ -166,7 +166,7 @@ def _recall(sweep: Sweep, setting: PlantedSetting, method: PlantedMethod, seed: 
 def _claim_rows(sweep: Sweep, setting: PlantedSetting, seed: int) -> list[Row]:
     found = []
 
-    def add(topic: str, detail: dict[str, Any], run: Callable[[], list[Check]], *, cost: float) -> None:
+    def add(topic: str, detail: Values, run: Callable[[], list[Check]], *, cost: float) -> None:
         config = {"part": "claims", "topic": topic, **dataclasses.asdict(setting), **detail}
         found.append(Row(config, seed, partial(_verdicts, run), cost=cost * setting.n))
 
@@ -188,7 +188,7 @@ def _claim_rows(sweep: Sweep, setting: PlantedSetting, seed: int) -> list[Row]:
     return found
 
 
-def _verdicts(run: Callable[[], list[Check]]) -> dict[str, Any]:
+def _verdicts(run: Callable[[], list[Check]]) -> Values:
     return {"checks": [check.to_dict() for check in run()]}
 
 

@@ -6,7 +6,6 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -17,6 +16,7 @@ from prescore.decoding.state import SelectionState
 from prescore.evaluation.speed.check import check_output
 from prescore.evaluation.speed.timing import EXACT, seconds
 from prescore.records import Row
+from prescore.values import Values
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ def decode_rows(settings: Sequence[DecodeSetting], seed: int) -> list[Row]:
 
 
 @torch.no_grad()
-def measure_decode(setting: DecodeSetting, seed: int) -> dict[str, Any]:
+def measure_decode(setting: DecodeSetting, seed: int) -> Values:
     """Seconds of one decode step: over the kept rows, and exactly over the whole cache."""
     generator = torch.Generator().manual_seed(seed)
     shape = (1, setting.heads, setting.n, setting.dim)

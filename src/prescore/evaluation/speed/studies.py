@@ -9,7 +9,6 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,6 +25,7 @@ from prescore.scorers.kmeans import KMeans
 from prescore.scorers.kmedian import KMedian
 from prescore.scorers.leverage import Leverage
 from prescore.scorers.minkowski import Minkowski
+from prescore.values import Values
 
 SCORERS: dict[str, Scorer] = {
     "kmeans": KMeans(),
@@ -85,7 +85,7 @@ def short_rows(settings: Sequence[ShortSetting], seed: int) -> list[Row]:
     ]
 
 
-def measure_scoring(setting: ScoringSetting, seed: int) -> dict[str, Any]:
+def measure_scoring(setting: ScoringSetting, seed: int) -> Values:
     """Seconds of each scorer, and their share of exact full attention; exact runs twice at most."""
     query, key, value = _inputs(setting.n, setting.heads, setting.dim, seed)
     calls: dict[str, Callable[[], Tensor]] = {EXACT: partial(scaled_dot_product_attention, query, key, value)}
@@ -103,7 +103,7 @@ def measure_scoring(setting: ScoringSetting, seed: int) -> dict[str, Any]:
     return _against_exact(times)
 
 
-def measure_short(setting: ShortSetting, seed: int) -> dict[str, Any]:
+def measure_short(setting: ShortSetting, seed: int) -> Values:
     """Seconds of exact attention and of `SHORT_CALLS` on one short input, each output checked first."""
     causal, backward = setting.causal, setting.backward
     inputs = _inputs(setting.n, setting.heads, setting.dim, seed)
@@ -133,7 +133,7 @@ def _inputs(n: int, heads: int, dim: int, seed: int) -> Inputs:
     return query, key, value
 
 
-def _against_exact(times: dict[str, list[float]]) -> dict[str, Any]:
+def _against_exact(times: dict[str, list[float]]) -> Values:
     medians = {name: statistics.median(values) for name, values in times.items()}
     return {
         "seconds": medians,

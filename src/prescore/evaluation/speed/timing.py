@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,6 +23,7 @@ from prescore.evaluation.speed.freed_memory import SYSTEM
 from prescore.records import Row
 from prescore.registry import get_scorer
 from prescore.scorers.clustered import ClusteringScorer
+from prescore.values import Values
 
 EXACT = "exact"
 METHODS = ("hyper", "kmeans", "kmedian", "leverage", "default")
@@ -94,7 +94,7 @@ def length_rows(settings: Sequence[Setting], seed: int, study: str = "lengths") 
     ]
 
 
-def measure_setting(setting: Setting, seed: int) -> dict[str, Any]:
+def measure_setting(setting: Setting, seed: int) -> Values:
     """Time exact attention and every method of a setting; figures are seconds, ratios and shares."""
     inputs = setting.inputs(setting.heads, seed)
     few = setting.exact_heads < setting.heads
@@ -154,7 +154,7 @@ def _method_call(setting: Setting, method: str, inputs: Inputs) -> Callable[[], 
     return lambda: prescored_attention(*inputs, config, is_causal=setting.causal)
 
 
-def _details(setting: Setting, method: str, inputs: Inputs) -> dict[str, Any]:
+def _details(setting: Setting, method: str, inputs: Inputs) -> Values:
     """Rows per query, seconds per stage and their shares; the checks before have paid for the memory."""
     config = setting.config(method)
     with torch.no_grad():

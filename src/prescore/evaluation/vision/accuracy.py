@@ -22,6 +22,7 @@ from prescore.evaluation.vision.models import VisionModel
 from prescore.integrations.apply import replace_attention
 from prescore.integrations.attend import Attend, PrescoredAttention, Situation, attend_exactly
 from prescore.records import Row
+from prescore.values import Values
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ class Study:
             raise ValueError(f"labels must lie below the model's {n_classes} classes, got {highest}")
         return answers
 
-    def figures(self, attend: Attend) -> dict[str, Any]:
+    def figures(self, attend: Attend) -> Values:
         """Accuracy, distance to the exact answers, and speed."""
         exact = self.exact()
         answers = exact if attend is attend_exactly else self.run(attend)

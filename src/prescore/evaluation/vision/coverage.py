@@ -25,6 +25,7 @@ from prescore.integrations.attend import Situation, layer_seed
 from prescore.integrations.masks import full_mask
 from prescore.integrations.observe import Look, observe
 from prescore.records import Row
+from prescore.values import Values
 
 THRESHOLDS = (0.01, 0.1, 0.3)
 METHODS = (
@@ -135,7 +136,7 @@ def coverage_rows(subject: Subject, grid: CoverageGrid) -> list[Row]:
 
 def measure_coverage(
     subject: Subject, config: Selected, thresholds: Sequence[float], *, protect: bool = True, seed: int = 0
-) -> dict[str, Any]:
+) -> Values:
     """Coverage over all inputs, layers and heads; with `protect`, prefix tokens are always kept.
 
     Figures: for each threshold the median and mean over (input, layer, head) of the share of heavy entries whose
@@ -160,7 +161,7 @@ def measure_coverage(
         for _, parts in sorted(gathered.items())
     ]
     everything = {name: torch.cat([found[name] for found in by_layer]) for name in by_layer[0]}
-    figures: dict[str, Any] = {
+    figures: Values = {
         "chance": sum(chances) / len(chances),
         "n_keys": max(n_keys),
         "n_heads": len(everything["mass"]),

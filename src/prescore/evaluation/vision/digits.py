@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from prescore.evaluation.vision.data import Preprocessing
 from prescore.integrations.offline_model import cache_directory
 from prescore.integrations.timm_import import mend_torchvision
+from prescore.values import Values
 
 SIZE = 8
 N_TEST = 500
@@ -26,7 +27,7 @@ QUICK_EPOCHS = 6
 _BATCH = 32
 _RATE = 2e-3
 # small weights at the start make all pixel tokens look alike, and learning takes three times as long
-_SHAPE: dict[str, Any] = {
+_SHAPE: Values = {
     "initializer_range": 0.1,
     "hidden_size": 48,
     "num_hidden_layers": 3,

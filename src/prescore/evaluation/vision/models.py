@@ -17,6 +17,7 @@ from prescore.evaluation.vision.data import IMAGENET_MEAN, IMAGENET_STD, Preproc
 from prescore.integrations.apply import find_adapter, replace_attention
 from prescore.integrations.attend import Situation, attend_exactly
 from prescore.integrations.timm_import import import_timm, mend_torchvision
+from prescore.values import Values
 
 _CHECKPOINTS = (".safetensors", ".pt", ".pth", ".bin")
 _HEAD_DIM = 64
@@ -78,7 +79,7 @@ def load_vision_model(
     return _measured(model, str(name), preprocessing, arguments, device)
 
 
-def _from_folder(path: Path, resolution: int | None) -> tuple[nn.Module, Preprocessing, dict[str, Any]]:
+def _from_folder(path: Path, resolution: int | None) -> tuple[nn.Module, Preprocessing, Values]:
     mend_torchvision()
     from transformers import AutoModelForImageClassification
 
@@ -91,7 +92,7 @@ def _from_folder(path: Path, resolution: int | None) -> tuple[nn.Module, Preproc
         ) from error
     vision = getattr(model.config, "vision_config", model.config)
     size = vision.image_size if isinstance(vision.image_size, int) else vision.image_size[0]
-    described: dict[str, Any] = {}
+    described: Values = {}
     if (path / "preprocessor_config.json").is_file():
         described = json.loads((path / "preprocessor_config.json").read_text())
     preprocessing = Preprocessing(
@@ -114,7 +115,7 @@ def _crop(described: Mapping[str, Any]) -> float:
     return min(1.0, inner / short) if short else Preprocessing.crop
 
 
-def _from_timm(name: str, resolution: int | None) -> tuple[nn.Module, Preprocessing, dict[str, Any]]:
+def _from_timm(name: str, resolution: int | None) -> tuple[nn.Module, Preprocessing, Values]:
     timm = import_timm()
     if not timm.is_model(name):
         raise ValueError(
@@ -132,7 +133,7 @@ def _from_timm(name: str, resolution: int | None) -> tuple[nn.Module, Preprocess
 
 def _from_checkpoint(
     path: Path, arch: str | None, resolution: int | None
-) -> tuple[nn.Module, Preprocessing, dict[str, Any]]:
+) -> tuple[nn.Module, Preprocessing, Values]:
     timm = import_timm()
     weights = _read(path)
     if arch is not None:
@@ -172,7 +173,7 @@ def _first(error: Exception) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
-def vit_shape(weights: Mapping[str, Tensor]) -> dict[str, Any]:
+def vit_shape(weights: Mapping[str, Tensor]) -> Values:
     """Arguments of timm's `VisionTransformer` that fit a checkpoint; heads are taken to be 64 wide.
 
     What the weights do not tell (activation, epsilon) is timm's default for a ViT.
@@ -218,7 +219,7 @@ def vit_shape(weights: Mapping[str, Tensor]) -> dict[str, Any]:
 
 
 def _timm_preprocessing(model: Any, resolution: int | None) -> Preprocessing:
-    described: dict[str, Any] = getattr(model, "pretrained_cfg", None) or {}
+    described: Values = getattr(model, "pretrained_cfg", None) or {}
     return Preprocessing(
         size=resolution or int(model.patch_embed.img_size[0]),
         crop=float(described.get("crop_pct") or Preprocessing.crop),
@@ -229,7 +230,7 @@ def _timm_preprocessing(model: Any, resolution: int | None) -> Preprocessing:
 
 @torch.inference_mode()
 def _measured(
-    model: nn.Module, name: str, preprocessing: Preprocessing, arguments: dict[str, Any], device: str
+    model: nn.Module, name: str, preprocessing: Preprocessing, arguments: Values, device: str
 ) -> VisionModel:
     """Count tokens by looking at one image's way through the layers."""
     n_layers = len(find_adapter(model).layers(model))

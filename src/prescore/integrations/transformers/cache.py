@@ -11,6 +11,7 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicS
 
 from prescore import checks
 from prescore.integrations.transformers.cache_layer import PrescoredLayer
+from prescore.values import Values
 
 
 class PrescoredCache(DynamicCache):
@@ -51,7 +52,7 @@ class PrescoredCache(DynamicCache):
         for layer in prescored_layers(self).values():
             layer.select()
 
-    def report(self) -> dict[str, Any]:
+    def report(self) -> Values:
         """What the cache holds: bytes, bytes that an exact cache of the same tokens would hold, rows per layer."""
         return cache_report(self)
 
@@ -76,7 +77,7 @@ def upgrade(
 
     A window of at least `max_length` is no window.
     """
-    options: dict[str, Any] = {"evict": evict, "refresh_every": refresh_every}
+    options: Values = {"evict": evict, "refresh_every": refresh_every}
     if cache.layer_class_to_replicate is DynamicLayer:
         make: Any = functools.partial(PrescoredLayer, **options)
         cache.layer_class_to_replicate = make
@@ -92,7 +93,7 @@ def prescored_layers(cache: Cache) -> dict[int, PrescoredLayer]:
     return {number: layer for number, layer in enumerate(cache.layers) if isinstance(layer, PrescoredLayer)}
 
 
-def cache_report(cache: Cache) -> dict[str, Any]:
+def cache_report(cache: Cache) -> Values:
     """Memory and selection sizes, in plain numbers."""
     layers, held, exact = [], 0, 0
     layer: Any
@@ -101,7 +102,7 @@ def cache_report(cache: Cache) -> dict[str, Any]:
             continue
         row_bytes = _row_bytes(layer.keys) + _row_bytes(layer.values)
         n_seen = layer.get_seq_length()
-        entry: dict[str, Any] = {"layer": number, "tokens": n_seen}
+        entry: Values = {"layer": number, "tokens": n_seen}
         if isinstance(layer, PrescoredLayer):
             own = layer.n_bytes
             exact += n_seen * row_bytes

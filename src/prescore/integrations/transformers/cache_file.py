@@ -16,6 +16,7 @@ from prescore.decoding.decoder import Request
 from prescore.decoding.rows import Rows
 from prescore.decoding.state import SelectionState
 from prescore.integrations.transformers.cache_layer import Content, PrescoredLayer
+from prescore.values import Values
 
 if TYPE_CHECKING:
     from prescore.integrations.transformers.cache import PrescoredCache
@@ -53,11 +54,11 @@ def load_cache(path: str | Path, *, device: str = "cpu") -> PrescoredCache:
     return cache
 
 
-def _describe(layer: Any, prefix: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
+def _describe(layer: Any, prefix: str, tensors: dict[str, Tensor]) -> Values:
     if not isinstance(layer, PrescoredLayer):
         return _describe_foreign(layer, prefix, tensors)
     content = layer.content
-    entry: dict[str, Any] = {"kind": "prescored", "n_seen": content.n_seen}
+    entry: Values = {"kind": "prescored", "n_seen": content.n_seen}
     if content.request is not None:
         request = content.request
         entry["request"] = {**request._asdict(), "config": request.config.to_dict()}
@@ -76,10 +77,10 @@ def _describe(layer: Any, prefix: str, tensors: dict[str, Tensor]) -> dict[str, 
     return entry
 
 
-def _describe_foreign(layer: Any, prefix: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
+def _describe_foreign(layer: Any, prefix: str, tensors: dict[str, Tensor]) -> Values:
     if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
         raise TypeError(f"cache layers must be dynamic or sliding to be saved, got {type(layer).__name__}")
-    entry: dict[str, Any] = {"kind": "dynamic", "n_seen": layer.get_seq_length()}
+    entry: Values = {"kind": "dynamic", "n_seen": layer.get_seq_length()}
     if isinstance(layer, DynamicSlidingWindowLayer):
         entry.update(kind="sliding", window=layer.sliding_window)
     if layer.is_initialized and layer.keys is not None:
@@ -87,7 +88,7 @@ def _describe_foreign(layer: Any, prefix: str, tensors: dict[str, Tensor]) -> di
     return entry
 
 
-def _restore(entry: dict[str, Any], prefix: str, tensors: dict[str, Tensor], options: dict[str, Any]) -> Any:
+def _restore(entry: Values, prefix: str, tensors: dict[str, Tensor], options: Values) -> Any:
     if entry["kind"] != "prescored":
         return _restore_foreign(entry, tensors.get(f"{prefix}key"), tensors.get(f"{prefix}value"))
     request, state = None, None
@@ -107,7 +108,7 @@ def _restore(entry: dict[str, Any], prefix: str, tensors: dict[str, Tensor], opt
     return restored
 
 
-def _restore_foreign(entry: dict[str, Any], key: Tensor | None, value: Tensor | None) -> Any:
+def _restore_foreign(entry: Values, key: Tensor | None, value: Tensor | None) -> Any:
     layer: Any = DynamicLayer() if entry["kind"] == "dynamic" else DynamicSlidingWindowLayer(entry["window"])  # type: ignore[no-untyped-call]
     if key is not None:
         layer.update(key, value)

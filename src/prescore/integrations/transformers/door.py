@@ -25,6 +25,7 @@ from prescore.integrations.attend import PrescoredAttention, Situation
 from prescore.integrations.masks import full_mask
 from prescore.integrations.transformers.cache_layer import layer_of
 from prescore.integrations.transformers.prefix import n_prefix_tokens
+from prescore.values import Values
 
 NAME = "prescored"
 _DEFAULT = "_prescore_default_seat"
@@ -196,7 +197,7 @@ class _Eager:
 
     module: nn.Module
     situation: Situation
-    features: dict[str, Any]
+    features: Values
     weights: Tensor | None = None
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:

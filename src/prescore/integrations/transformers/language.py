@@ -17,6 +17,7 @@ from prescore.integrations.adapter import Seat, Undo, check_numbers
 from prescore.integrations.attend import Attend, attend_exactly
 from prescore.integrations.transformers.cache import PrescoredCache, upgrade
 from prescore.integrations.transformers.door import NAME, register, replace_at
+from prescore.values import Values
 
 _NO_LAYER = -1
 _ABOVE_APPLY = 5  # frames between the warning and whoever called `prescore.apply`
@@ -90,8 +91,8 @@ def _warn_if_all_local(model: nn.Module, chosen: list[int]) -> None:
 
 
 def _with_selections(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    module: nn.Module, args: tuple[Any, ...], kwargs: Values
+) -> tuple[tuple[Any, ...], Values] | None:
     """Before a forward: let the cache, the caller's or a new one, carry selections."""
     config: Any = module.config.get_text_config(decoder=True)  # type: ignore[operator, union-attr]
     cache = kwargs.get("past_key_values")
