@@ -3,6 +3,7 @@
 import ast
 import dataclasses
 import importlib
+import itertools
 import re
 import shlex
 from functools import cache
@@ -230,7 +231,48 @@ def test_walks_name_functions_that_exist():
     assert found > 40
 
 
+def members(text):
+    """Spans such as `api._run` or `ops/exact.exact_output` whose module is ours, and whether it has that name."""
+    package = SOURCE / "prescore"
+    places = (package, *(package / name for name in ("integrations", "hyper", "routed")))
+    known = {}
+    for span in inline_code(text):
+        if not re.fullmatch(r"[a-z][\w/]*(\.\w+)+", span) or span.endswith((".py", ".md", ".toml")):
+            continue
+        parts = span.replace("/", ".").split(".")
+        for place, cut in itertools.product(places, range(1, len(parts))):
+            file = place.joinpath(*parts[:cut]).with_suffix(".py")
+            if file.is_file():
+                here = all(is_defined(name, file.read_text()) for name in parts[cut:])
+                known[span] = known.get(span, False) or here
+    return known
+
+
+def missing_members(text):
+    return [span for span, exists in members(text).items() if not exists]
+
+
+def is_defined(name, text):
+    """Whether a module defines a function, a class, a value or an attribute of that name."""
+    return re.search(rf"\b(def|class) {name}\b|^\s*{name}(: .*)? = |^\s*{name}: ", text, re.MULTILINE)
+
+
+def test_design_names_members_that_exist():
+    text = (ROOT / "DESIGN.md").read_text()
+    assert missing_members(text) == []
+    assert len(members(text)) > 30
+
+
 def test_the_checks_notice():
+    assert missing_members("`exact.attend_exactly`, `ops/exact.nothing`") == [
+        "exact.attend_exactly",
+        "ops/exact.nothing",
+    ]
+    assert missing_members("`decoding.decoder.Decoder.stop`") == ["decoding.decoder.Decoder.stop"]
+    assert (
+        missing_members("`exact.attend_to_all`, `config.TYPES`, `dataclasses.replace`, `ops.backend.Backend.at`")
+        == []
+    )
     assert missing_names("from prescore import Selected, PrescoreConfig") == ["prescore.PrescoreConfig"]
     assert missing_names("import prescore\nprescore.appply(model)") == ["prescore.appply"]
     assert missing_names("import prescore.attention.exact") == ["prescore.attention.exact"]

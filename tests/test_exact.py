@@ -64,3 +64,20 @@ def test_the_direct_call_still_checks_and_still_advances_the_generator():
     key[0, 1, 3, 2] = torch.inf
     with pytest.raises(ValueError, match=r"key must be finite where it is not padding, got inf at \(0, 1, 3, 2\)"):
         prescored_attention(query, key, value, Exact())
+
+
+def test_padding_is_never_counted():
+    query, key, value = (torch.randn(2, 1, 8, 4) for _ in range(3))
+    real = torch.ones(2, 8, dtype=torch.bool)
+    real[1, 4:] = False
+    for config, is_causal, rows in (
+        (Exact(), False, 20 / 3),  # eight queries see 8 keys, four see 4
+        (Exact(), True, (36 + 10) / 12),
+    ):
+        _, aux = prescored_attention(
+            query, key, value, config, is_causal=is_causal, key_padding_mask=real, return_aux=True
+        )
+        assert aux.stats["keys_kept"] == 6
+        assert aux.stats["rows_per_query"] == pytest.approx(rows)
+    _, aux = prescored_attention(query, key, value, Routed(), key_padding_mask=real, return_aux=True)
+    assert aux.stats["keys_kept"] == 6

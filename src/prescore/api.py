@@ -247,7 +247,7 @@ def _attend(
     )
     given = None if selection is None else given_members(selection, call.shift, call.valid, key.shape[2])
     if not explain and given is None and _is_exact(call, config):
-        return call, Outcome(Attended(_operator_alone(call), query.new_empty(0)), lambda: visible_keys(call))
+        return call, Outcome(Attended(_operator_alone(call), query.new_empty(0)), visible_keys(call))
     return call, _run(call, config, given, explain)
 
 
@@ -313,6 +313,7 @@ def _run(call: Call, config: Config, given: Tensor | None, explain: bool) -> Out
         return routed.attend_routed(call, config, explain=explain)
     if isinstance(config, Selected | Hyper):
         return selected.attend_selected(call, config, given, explain=explain)
+    checks.instance("config", config, (Exact,))
     return attend_to_all(call, explain=explain)
 
 
@@ -322,7 +323,9 @@ def _is_exact(call: Call, config: Config) -> bool:
         return False
     if isinstance(config, Routed):
         return routed.routes_nothing(call, config)
-    return isinstance(config, Exact) or selected.selects_nothing(call, config)
+    if isinstance(config, Selected | Hyper):
+        return selected.selects_nothing(call, config)
+    return isinstance(config, Exact)
 
 
 def _operator_alone(call: Call) -> Tensor:

@@ -60,6 +60,12 @@ class Call:
         """Key rows of a sequence, padding included."""
         return self.key.shape[2]
 
+    def mean_keys(self) -> float:
+        """Real keys of a sequence, on average."""
+        if self.valid is None or not self.valid.shape[0]:
+            return float(self.n_keys)
+        return float(self.valid.sum(1).double().mean())
+
     @property
     def group(self) -> int:
         """Query heads that share a key head."""

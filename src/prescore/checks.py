@@ -46,13 +46,17 @@ def integer(name: str, value: Any, *, minimum: int, maximum: int | None = None) 
         raise ValueError(f"{name} must be at most {maximum}, got {value}")
 
 
-def number(name: str, value: Any, *, minimum: float, exclusive: bool = False) -> None:
-    """Refuse anything but a finite number of at least (or above) `minimum`."""
+def number(
+    name: str, value: Any, *, minimum: float, exclusive: bool = False, maximum: float | None = None
+) -> None:
+    """Refuse anything but a finite number of at least (or above) `minimum` and at most `maximum`."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{name} must be a number, got {type(value).__name__} {value!r}")
     if not math.isfinite(value) or value < minimum or (exclusive and value == minimum):
         rule = f"above {minimum}" if exclusive else f"at least {minimum}"
         raise ValueError(f"{name} must be finite and {rule}, got {value}")
+    if maximum is not None and value > maximum:
+        raise ValueError(f"{name} must be at most {maximum}, got {value}")
 
 
 def probability(name: str, value: Any) -> None:

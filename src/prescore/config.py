@@ -125,7 +125,7 @@ class Routed(_Settings):
         checks.integer("sinks", self.sinks, minimum=0)
         checks.integer("exact_until", self.exact_until, minimum=0)
         if self.tolerance is not None:
-            checks.number("tolerance", self.tolerance, minimum=0.0)
+            checks.number("tolerance", self.tolerance, minimum=0.0, maximum=1.0)
         if self.confidence is not None:
             raise ValueError(
                 f"confidence must be None, for the bound behind tolerance is certified, got {self.confidence!r}"
@@ -141,7 +141,8 @@ class Selected(_Settings):
         top_k: Keys kept: an int counts them, a float in (0, 1] is a share. In causal mode each off-diagonal block
             of the recursion keeps that many of its own keys.
         selector: `top` scores, or `sample` without replacement in proportion to the score.
-        sinks: The first real positions, always kept, inside the budget, attended exactly.
+        sinks: The first real positions, always kept, inside the budget, attended exactly (with
+            `coupling.mask="zero"` they are kept like any other selected key).
         recent: The last real positions, likewise.
         min_fraction: delta of Algorithm 2: with fewer than `min_fraction * n` keys selected, attention runs
             unfiltered.
@@ -174,7 +175,7 @@ class Selected(_Settings):
         checks.one_of("selector", self.selector, ("top", "sample"))
         checks.integer("sinks", self.sinks, minimum=0)
         checks.integer("recent", self.recent, minimum=0)
-        checks.number("min_fraction", self.min_fraction, minimum=0.0)
+        checks.number("min_fraction", self.min_fraction, minimum=0.0, maximum=1.0)
         if not isinstance(self.remainder, ClusteringScorer):
             checks.one_of("remainder", self.remainder, ("centroids", "none"))
         checks.instance("inner", self.inner, (Exact, Lsh))
@@ -252,6 +253,7 @@ Config = Routed | Selected | Hyper | Exact
 """Any configuration of `prescored_attention`."""
 
 TYPES: dict[str, type[Any]] = {kind.__name__: kind for kind in (Routed, Selected, Hyper, Exact)}
+_PART_FIELDS = ("scorer", "remainder", "inner", "lsh", "coupling")
 _PARTS: dict[str, type[Any]] = {kind.__name__: kind for kind in (Exact, Lsh, Coupling)}
 
 
@@ -287,7 +289,8 @@ def _from_dict(values: Any, kinds: Mapping[str, type[Any]], name: str) -> Any:
         if field_name == "type":
             continue
         checks.known_field(kind.__name__, field_name, known)
-        given[field_name] = _part_from(field_name, value) if isinstance(value, Mapping) else value
+        part = isinstance(value, Mapping) and field_name in _PART_FIELDS
+        given[field_name] = _part_from(field_name, value) if part else value
     return kind(**given)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import torch
 
@@ -14,24 +15,35 @@ from prescore.types import Outcome
 def attend_to_all(call: Call, *, explain: bool = False) -> Outcome:
     """Every query reads every key it may see; with `explain` also tell how many that are."""
     begin = time.perf_counter()
-    attended = call.exactly()
+    attended, count_rows = call.exactly(), visible_keys(call)
     if not explain:
-        return Outcome(attended, lambda: visible_keys(call))
+        return Outcome(attended, count_rows)
     shape = call.key.shape[:3]
     real = call.valid[:, None].expand(shape) if call.valid is not None else torch.ones(shape, dtype=torch.bool)
     stats = {
-        "keys_kept": float(call.n_keys),
-        "rows_per_query": visible_keys(call),
+        "keys_kept": call.mean_keys(),
+        "rows_per_query": count_rows(),
         "depth": 0,
         "fallbacks": 0,
         "captured_mass": 1.0,
         "seconds": {"attending": time.perf_counter() - begin},
         "backend": call.backend.name,
     }
-    return Outcome(attended, lambda: visible_keys(call), [selection_of(real.to(call.key.device))], stats)
+    return Outcome(attended, count_rows, [selection_of(real.to(call.key.device))], stats)
 
 
-def visible_keys(call: Call) -> float:
-    """Keys that a query may see, on average; padding counts."""
-    hidden = (call.n_query - 1) / 2 if call.is_causal and call.n_query else 0.0
-    return call.n_keys - hidden
+def visible_keys(call: Call) -> Callable[[], float]:
+    """Counts the real keys that a real query may see, on average; keeps nothing of the call but its padding."""
+    n_query, n_keys, is_causal, valid = call.n_query, call.n_keys, call.is_causal, call.valid
+
+    def count() -> float:
+        if not n_query or not n_keys:
+            return 0.0
+        if valid is None:
+            return n_keys - ((n_query - 1) / 2 if is_causal else 0.0)
+        seen = valid.cumsum(1)
+        seen = seen[:, n_keys - n_query :] if is_causal else seen[:, -1:].expand(-1, n_query)
+        real = valid if n_query == n_keys else torch.ones_like(seen, dtype=torch.bool)
+        return float(seen[real].double().mean()) if bool(real.any()) else 0.0
+
+    return count

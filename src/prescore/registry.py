@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 _SCORERS: dict[str, type[Any]] = {}
 _PACKAGE = "prescore.scorers"
+_BASE = ("prescore.scorers.base", "Scorer")  # by name: that module asks this one for names
 
 ScorerType = TypeVar("ScorerType", bound=type[Any])
 
@@ -25,10 +26,16 @@ def register_scorer(name: str) -> Callable[[ScorerType], ScorerType]:
         raise TypeError(f"name must be a non-empty str, got {name!r}")
 
     def register(scorer: ScorerType) -> ScorerType:
-        if not isinstance(scorer, type) or not callable(getattr(scorer, "score", None)):
+        if not isinstance(scorer, type) or _BASE not in {
+            (base.__module__, base.__name__) for base in scorer.__mro__
+        }:
             raise TypeError(f"scorer must be a class derived from prescore.Scorer, got {scorer!r}")
         known = _SCORERS.get(name)
-        if known is not None and known.__qualname__ != scorer.__qualname__:
+        # a module that is loaded again registers its class again
+        if known is not None and (known.__module__, known.__qualname__) != (
+            scorer.__module__,
+            scorer.__qualname__,
+        ):
             raise ValueError(f"name must be new, got {name!r}, which {known.__qualname__} has already")
         _SCORERS[name] = scorer
         scorer.name = name

@@ -28,8 +28,8 @@ class Selection:
 
     `indices [B, Hkv, S]` int64, ascending in position; `valid [B, Hkv, S]` is False on the filler of rows that
     keep fewer than `S` keys (filler repeats the last kept index, so the order stays ascending).
-    `fallback [B]` marks the rows where fewer than `min_fraction * n` keys were asked for, so that Algorithm 2
-    runs unfiltered HyperAttention: there every real key is "selected".
+    `fallback [B]` marks the rows where fewer than `min_fraction * n` keys were asked for, so that attention
+    runs unfiltered: there every real key is "selected".
     """
 
     indices: Tensor
@@ -61,7 +61,8 @@ class Outcome:
 class Aux(NamedTuple):
     """What `prescored_attention(return_aux=True)` tells beside the output.
 
-    `selection` is one `Selection`, or in causal mode a list with one entry per off-diagonal block.
+    `selection` is one `Selection`, or in causal mode a list: one entry per off-diagonal block (`Selected`,
+    `Hyper`), per chunk (`Routed`), or one of all keys (`Exact`).
     `stats` holds plain numbers: keys kept, recursion depth, fallbacks, captured mass, seconds per stage.
     """
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from prescore import Coupling, Exact, Hyper, KMeans, Lsh, Routed, Selected, exact_attention
+from prescore import Coupling, Exact, Hyper, KMeans, Lsh, Routed, Selected, exact_attention, prescored_attention
 from prescore.api import Options, attend_counting
 from prescore.decoding import decoder as module
 from prescore.decoding.decoder import (
@@ -17,6 +17,7 @@ from prescore.decoding.decoder import (
     Request,
     remembers,
 )
+from prescore.decoding.state import SelectionState
 from prescore.errors import Unsupported
 
 SELECTED = Selected(KMeans(n_clusters=4), top_k=12)
@@ -77,7 +78,7 @@ def test_steps_go_the_way_of_their_configuration(qkv, config, path, monkeypatch)
     assert taken.path == path
     assert (taken.output is None) == (path == OVER_ALL)
     if path == OVER_SELECTION:
-        assert taken.rows == decoder.state.rows.length
+        assert taken.count_rows() <= decoder.state.rows.length
 
 
 def test_clusters_are_chosen_only_where_they_pay_and_can_be_trusted(qkv, monkeypatch):
@@ -101,7 +102,7 @@ def test_pieces_of_a_prompt(qkv):
     assert step(decoder, qkv, 50, 50).path == PROMPT
     assert step(decoder, qkv, 51).path == OVER_SELECTION
     assert step(decoder, qkv, 55, 4).path == OVER_SELECTION
-    assert decoder.state.n_selected_from == 50
+    assert decoder.state.n_selected_from == 51
     assert step(decoder, qkv, 55 + 0, STEP_AT_MOST + 1).path == PROMPT
     assert decoder.state is None  # the next step selects among the new keys too
     query, key, value = (t[:, :, :56] for t in qkv)
@@ -115,17 +116,65 @@ def test_refreshing(qkv):
     for n_keys in range(51, 58):
         step(decoder, qkv, n_keys)
         made.append(decoder.state.n_selected_from)
-    assert made == [50, 50, 53, 53, 53, 56, 56]
+    assert made == [51, 51, 51, 54, 54, 54, 57]
     several = Decoder(refresh_every=3)
     step(several, qkv, 54, 4)  # several queries must not choose among one another's future
     assert (several.state.n_selected_from, several.state.n_since) == (50, 4)
+    step(several, qkv, 55)
+    assert (several.state.n_selected_from, several.state.n_since) == (55, 0)
+
+
+@pytest.mark.parametrize("refresh_every", [None, 1])
+@pytest.mark.parametrize("changes", [{}, {"remainder": "none"}, {"top_k": 0.2, "recent": 3}], ids=str)
+def test_a_first_step_is_prescored_attention_over_all_keys(qkv, changes, refresh_every):
+    """Identity 10: the new token is among the keys it chooses from, whoever asks for refreshing."""
+    query, key, value = (t[:, :, :51] for t in qkv)
+    config = SELECTED.replace(**changes)
+    expected = prescored_attention(query[:, :, -1:], key, value, config, generator=3)
+    got = step(Decoder(refresh_every=refresh_every), qkv, 51, 1, config, seed=3).output
+    torch.testing.assert_close(got, expected, atol=1e-6, rtol=1e-5)  # float32, another order of summing
+
+
+def test_several_first_tokens_choose_among_the_keys_before_them(qkv):
+    """What a query reads does not depend on the tokens that come with it, behind it."""
+    query, key, value = qkv
+    changed = tuple(t.clone() for t in (query, key, value))
+    for t in changed:
+        t[:, :, 52:] += 3
+    got, other = (step(Decoder(), inputs, 54, 4).output for inputs in (qkv, changed))
+    assert torch.equal(got[:, :, :2], other[:, :, :2])
+    assert not torch.allclose(got[:, :, 2:], other[:, :, 2:])
+
+
+def test_nothing_is_selected_twice(qkv, monkeypatch):
+    made = []
+    select = SelectionState.select
+    monkeypatch.setattr(SelectionState, "select", lambda *args: made.append(args[0].shape[2]) or select(*args))
+    for refresh_every, n_query, sizes in ((1, 1, [51]), (1, 3, [48]), (None, 1, [51]), (2, 1, [51])):
+        made.clear()
+        step(Decoder(refresh_every=refresh_every), qkv, 51, n_query)
+        assert made == sizes
+
+
+def test_rows_of_a_step_are_those_of_the_call(qkv):
+    """Padding, and clusters without unselected keys, are no rows."""
+    query, key, value = (t[:, :, :51] for t in qkv)
+    valid = torch.ones(2, 51, dtype=torch.bool)
+    valid[0, :44] = False
+    for config in (SELECTED, SELECTED.replace(remainder="none"), Selected(top_k=48)):
+        taken = step(Decoder(), qkv, 51, 1, config, valid)
+        whole = attend_counting(query[:, :, -1:], key, value, config, Options(key_padding_mask=valid))
+        assert taken.count_rows() == pytest.approx(whole.count_rows())
+        assert taken.count_rows() < 48
+    several = step(Decoder(), qkv, 55, 4, SELECTED.replace(remainder="none"))
+    assert several.count_rows() == 12 + (1 + 2 + 3 + 4) / 4
 
 
 def test_another_configuration_selects_anew(qkv):
     decoder = Decoder()
     step(decoder, qkv, 51)
     step(decoder, qkv, 52, config=SELECTED.replace(top_k=5))
-    assert (decoder.state.config.top_k, decoder.state.n_selected_from) == (5, 51)
+    assert (decoder.state.config.top_k, decoder.state.n_selected_from) == (5, 52)
 
 
 def test_eviction_is_final(qkv):
@@ -157,10 +206,13 @@ def test_eviction_is_final(qkv):
 
 def test_selecting_before_the_first_step(qkv):
     _, key, value = (t[:, :, :50] for t in qkv)
-    early, late = Decoder(), Decoder()
+    early, at_once = Decoder(), Decoder()
     early.select(Past(key, value, None, 50), Request(SELECTED))
     assert early.state.n_selected_from == 50
-    assert torch.equal(step(early, qkv, 51).output, step(late, qkv, 51).output)
+    first = [step(early, qkv, n_keys).output for n_keys in (51, 52)]
+    assert (early.state.n_selected_from, early.state.n_since) == (50, 2)  # what was asked for stays
+    both = step(at_once, qkv, 52, 2).output
+    torch.testing.assert_close(both, torch.cat(first, dim=2), atol=1e-6, rtol=1e-5)  # float32
     nothing = Decoder()
     nothing.select(Past(key, value, None, 50), Request(ROUTED))
     assert nothing.state is None
@@ -198,7 +250,7 @@ def test_a_routed_step_counts_its_rows_as_the_whole_call_does(start, monkeypatch
     alone = (query[:, :, -1:], key[:, :, start:], value[:, :, start:])
     whole = attend_counting(*alone, ROUTED, Options(is_causal=True))
     torch.testing.assert_close(taken.output, whole.output)
-    assert taken.rows == whole.count_rows()
+    assert taken.count_rows() == whole.count_rows()
 
 
 def test_every_row_read_is_exact(qkv):

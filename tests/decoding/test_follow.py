@@ -30,22 +30,62 @@ def test_other_keys_are_noticed(qkv):
     first = follower.state
     step(follower, query, key, value, 52)
     assert follower.state is first
-    assert (first.n_selected_from, first.n_since) == (50, 2)
+    assert (first.n_selected_from, first.n_since) == (51, 1)
     other = key.clone()
     other[:, :, 49] += 1
     step(follower, query, other, value, 53)
     fresh = follower.state
     assert fresh is not first
-    assert fresh.n_selected_from == 52
+    assert fresh.n_selected_from == 53
+    step(follower, query, other, value, 54)
     recent = other.clone()
-    recent[:, :, 52] += 1
-    step(follower, query, recent, value, 54)
+    recent[:, :, 53] += 1
+    step(follower, query, recent, value, 55)
     assert follower.state is fresh
-    assert torch.equal(fresh.rows.key[:, :, -2:], recent[:, :, 52:54])
+    assert torch.equal(fresh.rows.key[:, :, -2:], recent[:, :, 53:55])
     assert step(follower, query, recent, value, 54, 54).path == PROMPT
     assert follower.state is None
     step(follower, query, recent, value, 54)
     assert follower.state is not fresh
+
+
+@pytest.mark.parametrize("prompted", [True, False])
+@pytest.mark.parametrize("changed", [50, 51, 52, 53])
+def test_other_tokens_behind_the_same_prompt_are_all_noticed(qkv, changed, prompted):
+    """Reordered beams go on as if each had been fed alone, whether the selection saw the change or not."""
+    query, key, value = qkv
+    other = key.clone()
+    other[:, :, changed] += 1
+    follower, alone = Follower(), Follower()
+    if prompted:
+        for each in (follower, alone):
+            step(each, query, key, value, 50, 50)
+    step(follower, query, key, value, 51)
+    step(alone, query, other, value, 51)
+    for n_keys in (52, 53, 54):
+        step(follower, query, key, value, n_keys)
+        step(alone, query, other, value, n_keys)
+    got, expected = (step(each, query, other, value, 55) for each in (follower, alone))
+    torch.testing.assert_close(got.output, expected.output, atol=1e-6, rtol=1e-5)  # float32
+    assert follower.state.n_selected_from == 51
+
+
+def test_a_change_between_the_probes_of_a_late_selection_is_noticed(qkv):
+    """Of what came behind a prompt every key is compared, however many of them a selection saw."""
+    query, key, value = qkv
+    follower = Follower()
+    step(follower, query, key, value, 10, 10)
+    step(follower, query, key, value, 58)
+    first = follower.state
+    step(follower, query, key, value, 59)
+    assert follower.state is first
+    for changed in range(10, 58):
+        other = key.clone()
+        other[:, :, changed] += 1
+        step(follower, query, other, value, 59)
+        assert follower.state is not first
+        step(follower, query, key, value, 59)
+        first = follower.state
 
 
 def test_a_step_back_behind_the_selection_selects_anew(qkv):
@@ -60,6 +100,15 @@ def test_a_step_back_behind_the_selection_selects_anew(qkv):
     step(follower, query, key, value, 49)
     assert follower.state.n_selected_from == 47
     assert again.state.n_selected_from == 47
+
+
+def test_the_same_step_again_keeps_its_selection(qkv):
+    query, key, value = qkv
+    follower = Follower()
+    first = step(follower, query, key, value, 51)
+    state = follower.state
+    assert torch.equal(step(follower, query, key, value, 51).output, first.output)
+    assert follower.state is state
 
 
 def test_another_batch_is_another_text(qkv):
@@ -78,7 +127,7 @@ def test_unused_room_behind_the_keys_is_not_read(qkv):
     past = Past(key, value, valid, 60)
     follower = Follower()
     got = follower.step(query[:, :, 50:51], past, Request(CONFIG))
-    assert follower.state.n_selected_from == 50
+    assert follower.state.n_selected_from == 51
     assert torch.equal(got.output, step(Follower(), query, key, value, 51).output)
 
 

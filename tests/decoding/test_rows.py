@@ -32,6 +32,17 @@ def test_rows_grow_like_concatenation(key_value):
     assert rows.key.shape[0] == 6
 
 
+def test_the_bias_keeps_its_precision(key_value):
+    key, value = (t.bfloat16() for t in key_value)
+    fine = torch.full((2, 2, 5), 1.0009765625)  # no bfloat16
+    rows = Rows(key[:, :, :5], value[:, :, :5], fine)
+    rows.append(key[:, :, 5:7], value[:, :, 5:7])
+    plain = Rows(key[:, :, :5], value[:, :, :5])
+    plain.append(key[:, :, :5], value[:, :, :5], fine)
+    assert rows.bias[0, 0].tolist() == [1.0009765625] * 5 + [0.0] * 2
+    assert plain.bias[0, 0].tolist() == [0.0] * 5 + [1.0009765625] * 5
+
+
 def test_the_callers_tensors_are_left_alone(key_value):
     key, value = key_value
     before = key.clone()

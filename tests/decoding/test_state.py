@@ -54,6 +54,25 @@ def test_fresh_selection_is_prescored_attention(qkv, mask, changes, seed):
     torch.testing.assert_close(got, expected, atol=1e-6, rtol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_step_in_half_precision_is_as_good_as_the_call(dtype):
+    """Stand-ins weigh as many keys as they stand for: log(1001) is 6.9087, and 6.9062 in bfloat16."""
+    generator = torch.Generator().manual_seed(0)
+    inputs = [torch.randn(2, 2, n, 16, generator=generator).to(dtype) for n in (1, 4000, 4000)]
+    config = Selected(KMeans(n_clusters=4), top_k=4)
+    exact = prescored_attention(*(t.double() for t in inputs), config, generator=0)
+    called = prescored_attention(*inputs, config, generator=0)
+    state = SelectionState.select(*inputs[1:], None, config, 0)
+    assert state.rows.bias.dtype == torch.float32
+    again = state.rows.bias.clone()
+    state.append(*(t[:, :, :1] for t in inputs[1:]), torch.tensor([[True], [False]]))  # and takes padding
+    assert torch.equal(state.rows.bias[:, :, :-1], again)
+    state.crop(0)
+    stepped = state.attend(inputs[0], None)
+    errors = [float((got.double() - exact).abs().max()) for got in (stepped, called)]
+    assert errors[0] <= 1.5 * errors[1]
+
+
 def test_selected_rows_and_later_tokens(qkv):
     """Without stand-ins, a step is exact attention over the selected keys and every token since."""
     query, key, value = qkv

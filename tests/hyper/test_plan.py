@@ -4,7 +4,7 @@ import pytest
 import torch
 from attention_checks import call_of
 
-from prescore import Exact, KMeans, KMedian, Lsh, Selected, exact_attention, prescored_attention
+from prescore import Exact, KMeans, KMedian, Lsh, Selected, Selection, exact_attention, prescored_attention
 from prescore.hyper.plan import make_plan
 from prescore.ops.exact import exact_parts
 
@@ -77,3 +77,18 @@ def test_stand_ins_have_the_scorers_clusters_or_those_of_kmeans(is_causal):
     assert torch.equal(own, attend(scorer=KMeans(n_clusters=3), remainder=KMeans(n_clusters=3)))
     for other in (KMeans(n_clusters=4), KMedian(n_clusters=3), "none"):
         assert not torch.allclose(own, attend(scorer=KMeans(n_clusters=3), remainder=other))
+
+
+def test_stand_ins_stay_when_a_given_selection_lies_elsewhere():
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(1, 2, 64, 8, generator=generator) for _ in range(3))
+    empty = Selection(torch.zeros(1, 2, 0, dtype=torch.int64), torch.zeros(1, 2, 0, dtype=torch.bool))
+    config = Selected(top_k=8, sinks=0, remainder="centroids", min_seq_len=4)
+    exact = exact_attention(query, key, value).output
+    output = prescored_attention(query, key, value, config, selection=empty)
+    assert (output - exact).norm() < 0.9 * exact.norm()
+    for changes in ({}, {"inner": Lsh(block_size=4, sample_size=4)}):
+        own = exact_attention(query, key, value, is_causal=True).output
+        causal = prescored_attention(query, key, value, config.replace(**changes), is_causal=True, selection=empty)
+        assert torch.isfinite(causal).all()
+        assert (causal - own).norm() < 0.9 * own.norm()

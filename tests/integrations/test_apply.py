@@ -118,7 +118,18 @@ def test_configurations_by_layer():
             ValueError,
             "on_unsupported must be one of 'raise', 'exact', got 'ignore'",
         ),
-        (None, {"mesh": "two"}, Unsupported, "apply with mesh='two' cannot run: a sequence cannot be split"),
+        (
+            None,
+            {"mesh": "two"},
+            Unsupported,
+            "apply with a mesh of type str cannot run: a sequence cannot be split",
+        ),
+        (
+            {"all": None},
+            {"on_unsupported": "garbage"},
+            ValueError,
+            "on_unsupported must be one of .* got 'garbage'",
+        ),
         (None, {"top_k": 5}, TypeError, "top_k"),
     ],
     ids=str,
@@ -191,7 +202,8 @@ def test_the_report_is_a_table_by_layer(config):
     model = tiny("Llama")
     with prescore.apply(model, {0: config, 1: Exact()}) as applied:
         assert str(applied.report()).count("not called yet") == 2
-        logits(model)
+        with torch.no_grad():
+            model(prompts(length=32, side="none")[0])
         report = applied.report()
         assert [entry.path for entry in report.layers] == ["prescored", "exact"]
         assert (report[0].last.n_query, report[0].last.n_keys, report[0].last.mask) == (32, 32, "causal")

@@ -1,8 +1,10 @@
 """Pre-scored attention as a function in the place of a layer's: paths, masks, refusals, seeds, memory."""
 
 import copy
+import gc
 import pickle
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -67,6 +69,67 @@ def test_a_step_of_everything_else_reads_all_keys(config):
         assert torch.equal(output, exact)
         assert attend.last.path == ("exact" if config == Exact() else "step over all keys")
         assert attend.last.rows == 40
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize("n_query", [40, 3, 1])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_is_not_counted(is_causal, n_query, side):
+    """Rows of exact attention are the real keys that real queries see, counted one by one."""
+    query, key, value = qkv(n_query=n_query)
+    real = torch.ones(2, 40, dtype=torch.bool)
+    real[0, slice(9) if side == "left" else slice(-9, None)] = False
+    seen = real[:, None, :].expand(2, n_query, 40)
+    if is_causal:
+        seen = seen & torch.ones(40, 40, dtype=torch.bool).tril()[-n_query:]
+    counted = real if n_query == 40 else torch.ones(2, n_query, dtype=torch.bool)
+    expected = seen.sum(-1)[counted].double().mean()
+    attend = PrescoredAttention(Exact())
+    attend(query, key, value, Situation(layer=0, mask=real, is_causal=is_causal))
+    assert attend.last.rows == pytest.approx(float(expected))
+
+
+@pytest.mark.parametrize("config", [COARSE, HYPER], ids=["selected", "hyper"])
+def test_rows_are_counted_when_somebody_asks(config, monkeypatch):
+    counted = []
+    real = prescore.api.attend_counting
+
+    def spy(*inputs):
+        attended = real(*inputs)
+        return attended._replace(count_rows=lambda: counted.append(1) or attended.count_rows())
+
+    monkeypatch.setattr("prescore.integrations.masked.attend_counting", spy)
+    attend = PrescoredAttention(config)
+    attend(*qkv(), CAUSAL)
+    assert not counted
+    rows = attend.last.rows
+    assert rows == attend.last.rows == attend.last.counted().rows > 0
+    assert counted == [1]
+
+
+@pytest.mark.parametrize(
+    "config", [COARSE, HYPER, ROUTED.replace(exact_until=0)], ids=["selected", "hyper", "routed"]
+)
+def test_counting_keeps_nothing_once_it_is_done_or_the_next_call_begins(config):
+    attend = PrescoredAttention(config)
+
+    def call():
+        query, key, value = qkv()
+        output = attend(query, key, value, CAUSAL)
+        return [weakref.ref(t) for t in (query, key, value, output)]
+
+    kept = call()
+    assert attend.last.rows > 0
+    gc.collect()
+    assert [ref() for ref in kept] == [None] * 4
+    kept = call()
+    call()
+    gc.collect()
+    assert [ref() for ref in kept] == [None] * 4
+    if isinstance(config, Routed):
+        kept = call()
+        gc.collect()
+        assert [ref() for ref in kept] == [None] * 4
 
 
 def test_several_queries_that_see_everything_are_no_step():
@@ -156,4 +219,5 @@ def test_a_copy_begins_without_memories(copied):
     twin = copied(attend)
     assert attend._memory.follower.state is not None
     assert twin._memory.follower.state is None
+    assert twin.last.rows == attend.last.rows
     assert torch.equal(twin(query, key, value, CAUSAL), expected)

@@ -35,9 +35,9 @@ def watch_bars(monkeypatch):
     bars = []
     original = routed_lanes._within_tolerance
 
-    def spy(call, answer, bar, config):
+    def spy(call, answer, bar, config, explain):
         bars.append(bar)
-        return original(call, answer, bar, config)
+        return original(call, answer, bar, config, explain)
 
     monkeypatch.setattr(routed_lanes, "_within_tolerance", spy)
     return bars

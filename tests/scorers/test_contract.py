@@ -118,3 +118,13 @@ def test_each_check_can_fail(function, check, message):
     scorer = _register("broken", function)
     with pytest.raises(AssertionError, match=message):
         check(scorer)
+
+
+def test_only_scorers_are_registered():
+    class Duck:
+        def score(self, keys, *, valid, streams):
+            return keys.norm(dim=-1)
+
+    with pytest.raises(TypeError, match=r"derived from prescore\.Scorer, got .*Duck"):
+        register_scorer("duck")(Duck)
+    assert "duck" not in list_scorers()

@@ -7,6 +7,7 @@ that shows all of them at every step (`Follower`).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -84,12 +85,12 @@ class Step(NamedTuple):
     Attributes:
         path: In words.
         output: `[B, Hq, Nq, Dv]`; None = the caller attends, pre-scored to a `PROMPT`, exactly `OVER_ALL`.
-        rows: Key and stand-in rows that a query met; None = the caller knows.
+        count_rows: Counts the key and stand-in rows that a query met, on average; None = the caller knows.
     """
 
     path: str
     output: Tensor | None = None
-    rows: float | None = None
+    count_rows: Callable[[], float] | None = None
 
 
 class Keeper(Protocol):
@@ -105,6 +106,15 @@ def remembers(config: Config) -> bool:
     There is nothing to remember when nothing is filtered out.
     """
     return isinstance(config, Selected) and not (isinstance(config.top_k, float) and config.top_k == 1.0)
+
+
+def selectable(n_keys: int, n_query: int) -> int:
+    """The first keys among which the newest queries may choose.
+
+    One token chooses among all keys, its own included, as in `prescored_attention`; several would see one
+    another's future there, and choose among those before them.
+    """
+    return n_keys if n_query == 1 else n_keys - n_query
 
 
 class Decoder:
@@ -138,13 +148,13 @@ class Decoder:
         if remembers(request.config):
             state = self._up_to_date(past, n_query, request)
             output = state.attend(query, request.scale, request.dropout)
-            return Step(OVER_SELECTION, output, state.rows.length)
+            return Step(OVER_SELECTION, output, state.rows_met(n_query))
         self.needs_all()
         index = self._clusters(query, past, request)
         if index is None:
             return Step(OVER_ALL)
-        output = index.attend(query, past.key, past.value).output
-        return Step(OVER_CLUSTERS, output, index.rows_read)
+        output, rows = index.attend(query, past.key, past.value).output, index.rows_read
+        return Step(OVER_CLUSTERS, output, lambda: rows)
 
     def select(self, past: Past, request: Request) -> None:
         """Make the selection now instead of at the first step, where one will be needed and there is none."""
@@ -194,17 +204,17 @@ class Decoder:
         """The selection with the newest tokens behind it; made, or made anew, where that is due."""
         if self.state is not None and self.state.config != request.config:
             self.forget("the configuration changed")
-        before = past.n_keys - n_query
-        state = self.state or self._selected(past, before, request)
-        if self.refresh_every is not None and past.n_keys - state.n_selected_from >= self.refresh_every:
+        if self.state is not None and self._is_old(self.state, past.n_keys):
             self.forget("refresh_every selects among all keys again")
-            # one token may be among the keys it chooses from; several would see one another's future
-            state = self._selected(past, past.n_keys if n_query == 1 else before, request)
+        state = self.state or self._selected(past, selectable(past.n_keys, n_query), request)
         first = state.n_selected_from + state.n_since
         if first < past.n_keys:
             state.append(*past.since(first))
         self._keep(state)
         return state
+
+    def _is_old(self, state: SelectionState, n_keys: int) -> bool:
+        return self.refresh_every is not None and n_keys - state.n_selected_from >= self.refresh_every
 
     def _selected(self, past: Past, n_keys: int, request: Request) -> SelectionState:
         self.needs_all()

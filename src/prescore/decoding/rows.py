@@ -11,6 +11,8 @@ _LEAST_ROOM = 64
 class Rows:
     """Keys `[B, H, n, D]`, values `[B, H, n, Dv]` and a bias `[B, H, n]` that grow along the sequence.
 
+    The bias keeps its own precision: it holds logs of counts, which half precision would round by percents.
+
     Rows lie in a larger buffer, so that appending writes the new rows only; when gradients are recorded, or the
     buffer is full, everything is copied once.
 
@@ -46,10 +48,11 @@ class Rows:
     def append(self, key: Tensor, value: Tensor, bias: Tensor | None = None) -> None:
         """Add rows at the end; `bias` is 0 where none is given."""
         if bias is not None and len(self._tables) == 2:
-            self._tables.append(torch.zeros_like(self._tables[0][..., :1]))
+            self._tables.append(torch.zeros_like(self._tables[0][..., :1], dtype=bias.dtype))
         new = [key, value]
         if len(self._tables) > 2:
-            new.append(torch.zeros_like(key[..., :1]) if bias is None else bias[..., None].to(key.dtype))
+            more = torch.zeros_like(key[..., :1]) if bias is None else bias[..., None]
+            new.append(more.to(self._tables[2].dtype))
         end = self.length + key.shape[2]
         recorded = torch.is_grad_enabled() and any(t.requires_grad for t in (*new, *self._tables))
         if recorded or not self._owned or end > self._tables[0].shape[2]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -9,7 +12,7 @@ from prescore.call import make_call
 from prescore.config import Config, Coupling, Exact, Selected
 from prescore.decoding.rows import Rows
 from prescore.hyper.plan import make_plan
-from prescore.ops.backend import Needs, pick_backend
+from prescore.ops.backend import Needs, accumulation_dtype, pick_backend
 from prescore.ops.parts import Part
 from prescore.rng import DEFAULT_SEED, Streams
 
@@ -89,7 +92,8 @@ class SelectionState:
         """Take new tokens; `valid [B, n]` marks padding among them."""
         bias = None
         if valid is not None and not bool(valid.all()):
-            hidden = torch.zeros(valid.shape, dtype=key.dtype, device=key.device).masked_fill_(~valid, -torch.inf)
+            dtype = accumulation_dtype(key.dtype)
+            hidden = torch.zeros(valid.shape, dtype=dtype, device=key.device).masked_fill_(~valid, -torch.inf)
             bias = hidden[:, None, :].expand(key.shape[:3])
             key, value = (t.masked_fill(~valid[:, None, :, None], 0) for t in (key, value))
         self.rows.append(key, value, bias)
@@ -97,6 +101,10 @@ class SelectionState:
     def attend(self, query: Tensor, scale: float | None, dropout: float = 0.0) -> Tensor:
         """Exact attention of the last `Nq` tokens over the rows, in one call."""
         return attend_last(query, self.rows.key, self.rows.value, self.rows.bias, scale, dropout)
+
+    def rows_met(self, n_query: int) -> Callable[[], float]:
+        """Counts the rows that the last `n_query` tokens meet, on average; padding and empty clusters are none."""
+        return partial(_rows_met, self.rows.length, self.rows.bias, n_query)
 
     def crop(self, n_since: int) -> None:
         """Forget the tokens after the first `n_since`."""
@@ -139,7 +147,10 @@ def attend_last(
     n_kv_heads, n_rows = key.shape[1:3]
     # the queries of a group become rows of one head, so that no key is repeated
     grouped = query.reshape(batch, n_kv_heads, -1, dim)
-    mask = None if bias is None else bias[:, :, None, :].to(query.dtype)
+    mask = None if bias is None else bias[:, :, None, :]
+    if mask is not None and query.device.type != "cpu":
+        # elsewhere torch wants the mask in the queries' precision, which rounds the logs of counts
+        mask = mask.to(query.dtype)
     if n_query > 1:
         reach = torch.arange(n_rows, device=query.device) - (n_rows - n_query)
         later = reach > torch.arange(n_query, device=query.device)[:, None]
@@ -166,5 +177,12 @@ def _columns(table: Tensor, extra: Tensor | None, part: Part) -> Tensor:
 
 def _bias(part: Part, columns: Tensor) -> Tensor:
     if part.bias is None:
-        return columns.new_zeros(columns.shape[:2])
+        return columns.new_zeros(columns.shape[:2], dtype=accumulation_dtype(columns.dtype))
     return part.bias.reshape(columns.shape[:2])
+
+
+def _rows_met(n_rows: int, bias: Tensor | None, n_query: int) -> float:
+    if bias is None:
+        return n_rows - (n_query - 1) / 2
+    met = (~torch.isneginf(bias)).cumsum(-1)[..., n_rows - n_query :]
+    return float(met.double().mean())

@@ -29,14 +29,14 @@ def attend_selected(
     """
     plan = make_plan(call, selecting(config), given)
     attended = plan.timed("attending", lambda: plan.run(call))
-    n_queries = call.query.shape[:3].numel()
+    parts, n_queries = plan.parts, call.query.shape[:3].numel()
 
-    def count_rows() -> float:
-        return rows_per_query(plan.parts, n_queries)
+    def count_rows() -> float:  # keeps row numbers alive, but no keys or values
+        return rows_per_query(parts, n_queries)
 
     if not explain:
         return Outcome(attended, count_rows)
-    return Outcome(attended, count_rows, plan.selections, statistics(call, plan))
+    return Outcome(attended, count_rows, plan.selections, statistics(call, plan, attended))
 
 
 def selecting(config: Selected | Hyper) -> Selected:

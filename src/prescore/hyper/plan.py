@@ -45,7 +45,7 @@ class Plan:
     Attributes:
         parts: Which queries meet which keys.
         key, value: Tables the parts' rows refer to (with a zero row at the end under `mask="zero"`).
-        stand_ins: KeyRows the parts' extra columns refer to.
+        stand_ins: Rows the parts' extra columns refer to.
         selections: One per full problem or off-diagonal block, in aligned positions.
         depth: Levels of the causal recursion.
         seconds: Time spent per stage.
@@ -137,13 +137,14 @@ class _Planner:
         chosen = plan.timed("scoring", lambda: self._choose(candidates, streams))
         selection = chosen.selection
         plan.selections += self._by_block(candidates, selection)
-        if selection.indices.shape[-1] == 0:
-            return  # padding everywhere: a budget of at least one key found none
+        nothing = selection.indices.shape[-1] == 0  # padding everywhere, or a given selection that lies elsewhere
         extra = None
-        if config.remainder != "none" and not chosen.everything:
+        if config.remainder != "none" and not chosen.everything and candidates.any_valid():
             extra = plan.timed("stand-ins", lambda: self._stand_ins(candidates, chosen, streams))
+        if nothing and extra is None:
+            return
         meeting = self._meeting(candidates, selection, extra)
-        if isinstance(config.inner, Exact):
+        if nothing or isinstance(config.inner, Exact):
             plan.parts.append(exact_part(meeting, dtype))
             return
         lsh, exact = config.inner, candidates.exact.to(selection.indices.device)

@@ -49,6 +49,10 @@ class Candidates:
     exact: Tensor
     given: Tensor | None
 
+    def any_valid(self) -> bool:
+        """Whether some problem has a real key."""
+        return self.valid is None or bool(self.valid.any())
+
     def n_keys(self) -> Tensor:
         """`[P]` real keys of each problem."""
         if self.valid is not None:

@@ -10,11 +10,12 @@ import torch
 from prescore.call import Call
 from prescore.hyper.plan import Plan
 from prescore.ops.parts import Part
+from prescore.types import Attended
 from prescore.values import Values
 
 
-def statistics(call: Call, plan: Plan) -> Values:
-    """Statistics of a plan that has been run.
+def statistics(call: Call, plan: Plan, attended: Attended) -> Values:
+    """Statistics of a plan whose result is `attended`, in aligned positions.
 
     Returns:
         `keys_kept` (mean per problem and head), `rows_per_query` (key and stand-in columns a query met, on
@@ -29,18 +30,18 @@ def statistics(call: Call, plan: Plan) -> Values:
         "rows_per_query": rows_per_query(plan.parts, call.query.shape[:3].numel()),
         "depth": plan.depth,
         "fallbacks": sum(int(kept.fallback.sum()) for kept in plan.selections if kept.fallback is not None),
-        "captured_mass": captured_mass(call, plan),
+        "captured_mass": captured_mass(call, plan, attended),
         "seconds": dict(plan.seconds),
         "backend": call.backend.name,
     }
 
 
 @torch.no_grad()
-def captured_mass(call: Call, plan: Plan) -> float:
+def captured_mass(call: Call, plan: Plan, attended: Attended) -> float:
     """Mean of exp(lse without the residual - lse with it) over queries that saw anything."""
     if not any(part.residual[1] for part in plan.parts):
         return 1.0
-    whole = plan.run(call).lse
+    whole = attended.lse
     seen = plan.run(call, [_without_residual(part) for part in plan.parts]).lse
     anywhere = ~torch.isneginf(whole)
     if not bool(anywhere.any()):

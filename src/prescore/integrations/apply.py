@@ -14,10 +14,11 @@ from typing import cast
 
 from torch import nn
 
+from prescore import checks
 from prescore.config import Config
 from prescore.errors import Unsupported
 from prescore.integrations.adapter import Adapter, Undo
-from prescore.integrations.attend import Attend, PrescoredAttention
+from prescore.integrations.attend import ON_UNSUPPORTED, Attend, PrescoredAttention
 from prescore.integrations.layers import ConfigByLayers, Layers, configs_by_layer
 from prescore.integrations.report import LayerReport, Report, describe
 
@@ -64,12 +65,11 @@ class Applied:
 
     def report(self) -> Report:
         """What each replaced layer did in its last call; print it to see a table."""
-        return Report(
-            tuple(
-                LayerReport(number, self.layers[number], function.config, function.last)
-                for number, function in self._functions.items()
-            )
-        )
+        entries = []
+        for number, function in self._functions.items():
+            did = None if function.last is None else function.last.counted()
+            entries.append(LayerReport(number, self.layers[number], function.config, did))
+        return Report(tuple(entries))
 
     def __enter__(self) -> Applied:
         return self
@@ -112,10 +112,10 @@ def apply(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    checks.one_of("on_unsupported", on_unsupported, ON_UNSUPPORTED)
     if mesh is not None:
-        raise Unsupported(
-            f"apply with mesh={mesh!r}", ["a sequence cannot be split over devices yet, so that mesh must be None"]
-        )
+        reason = "a sequence cannot be split over devices yet, so that mesh must be None"
+        raise Unsupported(f"apply with a mesh of type {type(mesh).__name__}", [reason])
     adapter = find_adapter(model)
     configs = configs_by_layer(config, len(adapter.layers(model)), layers)
     return Applied(model, adapter, configs, on_unsupported)

@@ -10,14 +10,15 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import NamedTuple, Protocol, TypeAlias
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
 from prescore import checks
-from prescore.config import Config, Exact, check_config
+from prescore.config import Config, Exact, Routed, Selected, check_config
 from prescore.decoding.decoder import PROMPT, Keeper, Past, Request
 from prescore.decoding.follow import Follower
 from prescore.errors import Unsupported
@@ -90,15 +91,23 @@ def attend_exactly(query: Tensor, key: Tensor, value: Tensor, situation: Situati
     return exact_under_mask(query, key, value, form, scale=situation.scale, dropout=situation.dropout)
 
 
-class Did(NamedTuple):
+CountRows: TypeAlias = Callable[[], float | None]
+
+
+@dataclass(eq=False)
+class Did:
     """What a layer did in a call.
+
+    Rows are counted when somebody asks for them. Until then, or until the layer's next call, what counting needs
+    stays alive: after a prompt the plan of a `Selected` or `Hyper` (row numbers, and the keys and values that they
+    count in), or the query, key and value of a call short enough to be exact; after a step, and whenever every key
+    was read, a bias or mask of one entry per key. A `Routed` knows its rows beforehand, and keeps nothing.
 
     Attributes:
         path: The way it went, in words, such as `prescored` or `step over the selection`.
         mask: The kind of mask it was given.
         n_query: Queries.
-        n_keys: Keys so far.
-        rows: Key and stand-in rows that a query met, on average; None = not counted.
+        n_keys: Keys so far, padding included.
         seconds: Time until the result was there, or on a GPU until its work was queued.
     """
 
@@ -106,8 +115,22 @@ class Did(NamedTuple):
     mask: str
     n_query: int
     n_keys: int
-    rows: float | None
     seconds: float
+    _rows: CountRows | float | None = field(default=None, repr=False)
+
+    @property
+    def rows(self) -> float | None:
+        """Key and stand-in rows that a query met, on average, padding not counted; None = not known."""
+        if callable(self._rows):
+            self._rows = self._rows()
+        return self._rows
+
+    def counted(self) -> Did:
+        """The same, with its rows counted and nothing else kept."""
+        return Did(self.path, self.mask, self.n_query, self.n_keys, self.seconds, self.rows)
+
+    def __getstate__(self) -> dict[str, object]:
+        return vars(self.counted())
 
 
 class PrescoredAttention:
@@ -122,7 +145,7 @@ class PrescoredAttention:
         told: Warnings that were given already; layers that share it warn once together.
 
     Attributes:
-        last: What the last call did; None before the first.
+        last: What the last call did; None before the first, and while a call runs.
     """
 
     def __init__(
@@ -146,44 +169,61 @@ class PrescoredAttention:
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, situation: Situation) -> Tensor:
         """Attend; see `Attend`."""
         begin = time.perf_counter()
+        self.last = None  # and what it kept for counting
         form = _without_blind_padding(situation.form(query, key)).for_batch(query.shape[0])
+        rows: CountRows | float | None
         exactly = self._why_exact(form, situation)
         if exactly is not None:
             output = attend_exactly(query, key, value, situation)
-            path, count = exactly, None
+            path, rows = exactly, _all_in_sight(form, query.shape[2])
         else:
-            path, output, count = self._attend(query, key, value, form, situation)
+            path, output, rows = self._attend(query, key, value, form, situation)
         seconds = time.perf_counter() - begin
-        rows = keys_in_sight(form, query.shape[2]) if count is None else count()
-        self.last = Did(path, form.kind, query.shape[2], form.n_keys, rows, seconds)
+        self.last = Did(path, form.kind, query.shape[2], form.n_keys, seconds, rows)
         return output
 
-    def for_prefix(self, n_prefix: int) -> Config:
-        """The configuration with room for the prefix tokens among the sinks."""
-        if not self.protect_prefix or isinstance(self.config, Exact) or self.config.sinks >= n_prefix:
-            return self.config
-        return self.config.replace(sinks=n_prefix)
+    def for_prefix(self, n_prefix: int, n_keys: int) -> Config:
+        """The configuration with room for the prefix tokens among the sinks, and for those in the budget.
+
+        Args:
+            n_prefix: Tokens before the patches.
+            n_keys: Real keys of a sequence, of the shortest one where they differ: what a share is of.
+        """
+        config = self.config
+        if not self.protect_prefix or not n_prefix or isinstance(config, Exact):
+            return config
+        if isinstance(config, Selected):
+            # sinks are kept inside the budget, and cut to it
+            share = n_prefix / max(n_prefix, n_keys)
+            least = share if isinstance(config.top_k, float) else n_prefix
+            config = config.replace(top_k=max(config.top_k, least))
+        return config.replace(sinks=max(config.sinks, n_prefix))
 
     def __repr__(self) -> str:
         return f"PrescoredAttention({self.config!r}, {self.on_unsupported!r})"
 
     def _attend(
         self, query: Tensor, key: Tensor, value: Tensor, form: MaskForm, situation: Situation
-    ) -> tuple[str, Tensor, Callable[[], float | None] | None]:
-        """The path, the output, and what counts the rows (None = every key was read)."""
+    ) -> tuple[str, Tensor, CountRows | float | None]:
+        """The path, the output, and the rows, or what counts them."""
         seed = layer_seed(self.seed, situation.layer)
-        request = Request(self.for_prefix(situation.n_prefix), situation.scale, situation.dropout, seed)
+        config = self.config
+        if situation.n_prefix:
+            config = self.for_prefix(situation.n_prefix, form.fewest_keys())
+        request = Request(config, situation.scale, situation.dropout, seed)
         keeper: Keeper = self._memory.follower if situation.cache is None else situation.cache
         in_order = query.shape[2] == 1 or form.kind == "causal"
         shown = key[:, :, : form.n_keys], value[:, :, : form.n_keys]
         step = keeper.step(query, Past(*shown, form.valid, form.n_keys, in_order), request)
         if step.output is not None:
-            return step.path, step.output, lambda: step.rows
+            return step.path, step.output, step.count_rows
         if step.path == PROMPT:
             attended = prescored_under_mask(query, *shown, form, request)
-            return step.path, attended.output, attended.count_rows
+            # the routed engine has its figures at hand, and its function would keep the output alive
+            rows = attended.count_rows() if isinstance(config, Routed) else attended.count_rows
+            return step.path, attended.output, rows
         output = exact_under_mask(query, *shown, form, scale=request.scale, dropout=request.dropout)
-        return step.path, output, None
+        return step.path, output, _all_in_sight(form, query.shape[2])
 
     def _why_exact(self, form: MaskForm, situation: Situation) -> str | None:
         """Why a call is exact, or None; raises when it should not be and must."""
@@ -217,6 +257,11 @@ class _Memory(threading.local):
 
     def __reduce__(self) -> tuple[type[_Memory], tuple[()]]:
         return _Memory, ()  # a copy of a model begins without memories
+
+
+def _all_in_sight(form: MaskForm, n_query: int) -> CountRows | None:
+    """What counts the keys that queries may see; None where only the mask itself would tell."""
+    return partial(keys_in_sight, form, n_query) if form.kind in ("full", "causal") else None
 
 
 def _without_blind_padding(form: MaskForm) -> MaskForm:

@@ -76,10 +76,17 @@ def exact_under_mask(
 
 
 def keys_in_sight(form: MaskForm, n_query: int) -> float | None:
-    """Keys that a query may see under a mask, on average, padding included; None where that must be counted."""
-    if form.kind == "full":
-        return float(form.n_keys)
-    return form.n_keys - (n_query - 1) / 2 if form.kind == "causal" else None
+    """Real keys that a real query may see, on average; None under a mask that is neither full nor causal."""
+    if form.kind not in ("full", "causal"):
+        return None
+    causal = form.kind == "causal"
+    if form.valid is None:
+        return form.n_keys - ((n_query - 1) / 2 if causal else 0.0)
+    seen = form.valid.cumsum(1)
+    seen = seen[:, form.n_keys - n_query :] if causal else seen[:, -1:].expand(-1, n_query)
+    # with as many queries as keys, padded queries are those of padded keys
+    real = form.valid if n_query == form.n_keys else torch.ones_like(seen, dtype=torch.bool)
+    return float(seen[real].double().mean()) if bool(real.any()) else 0.0
 
 
 def _windowed(

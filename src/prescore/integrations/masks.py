@@ -39,6 +39,14 @@ class MaskForm:
     starts: Tensor | None = None
     mask: Tensor | None = None
 
+    def fewest_keys(self) -> int:
+        """Real keys of the shortest sequence that has any."""
+        if self.valid is None:
+            return self.n_keys
+        counts = self.valid.sum(1)
+        counts = counts[counts > 0]
+        return int(counts.min()) if counts.numel() else 0
+
     def for_batch(self, size: int) -> MaskForm:
         """The same for every sequence of a batch, where the mask was given once for all."""
         if all(tensor is None or tensor.shape[0] == size for tensor in (self.valid, self.starts)):

@@ -29,7 +29,8 @@ from prescore.types import Attended
 class RoutedIndex:
     """Clusters of a growing sequence, for decoding.
 
-    One step equals `attend_routed` of a causal call with the last query over all keys so far, without gradients.
+    One step equals `attend_routed` of a causal call with the last query over all keys so far, where that lies
+    behind `exact_until` and no head copies; without gradients.
 
     Args:
         config: `rows`, `leaf_size`, `chunk_size`, `sinks`; no `tolerance`, for a step has no error bar.

@@ -45,15 +45,16 @@ def attend_routed(call: Call, config: Routed, *, explain: bool = False) -> Outco
         answer = _at_one_start(call, config, gaps, explain)
     else:
         answer = _start_by_start(call, config, gaps, explain)
+    rows = float(answer.figures["rows_per_query"])
 
     def count_rows() -> float:
-        return float(answer.figures["rows_per_query"])
+        return rows
 
     if not explain:
         return Outcome(answer.attended, count_rows)
     stats = {
         **answer.figures,
-        "keys_kept": float(call.n_keys),
+        "keys_kept": call.mean_keys(),
         "depth": 0,
         "fallbacks": 0,
         "captured_mass": 1.0 - answer.figures.get("lost_bound_mean", 0.0),

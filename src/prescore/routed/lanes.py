@@ -69,7 +69,7 @@ def attend_lanes(call: Call, config: Routed, explain: bool) -> Answer:
     if not bounded:
         return Answer(whole, figures)
     bar = ErrorBar(*(torch.cat([getattr(b, f) for b in bars], dim=2) for f in ("lost", "misplaced")))
-    return _within_tolerance(call, Answer(whole, figures), bar, config)
+    return _within_tolerance(call, Answer(whole, figures), bar, config, explain)
 
 
 def exact_answer(call: Call, config: Routed, explain: bool) -> Answer:
@@ -103,7 +103,7 @@ def _attend_heads(
     return Attended(frame.join(output), lse), ErrorBar(*limits) if bounded else None
 
 
-def _within_tolerance(call: Call, answer: Answer, bar: ErrorBar, config: Routed) -> Answer:
+def _within_tolerance(call: Call, answer: Answer, bar: ErrorBar, config: Routed, explain: bool) -> Answer:
     """Recompute what the tolerance does not allow, and report the bounds that hold afterwards."""
     whole, figures = answer
     real = torch.ones_like(bar.lost, dtype=torch.bool)
@@ -120,6 +120,8 @@ def _within_tolerance(call: Call, answer: Answer, bar: ErrorBar, config: Routed)
             output = torch.where(over[..., None], exact.output, whole.output)
             whole = Attended(output, torch.where(over, exact.lse, whole.lse))
             bar = ErrorBar(bar.lost.masked_fill(over, 0.0), bar.misplaced.masked_fill(over, 0.0))
+    if not explain:
+        return Answer(whole, figures)
     figures.update(bound_figures(bar, real))
     if call.backend.dropout is None:  # else most of the difference is what was dropped
         figures.update(sampled_error(call, whole, real))

@@ -54,8 +54,8 @@ def test_a_step_reads_the_selection_and_what_came_since(model):
         seen = applied.report()[0].last
     state = cache.layers[0].state
     assert seen.path == "step over the selection"
-    assert (seen.rows, seen.n_keys) == (8 + 3 + 3, 43)
-    assert (state.n_selected_from, state.n_since) == (40, 3)
+    assert (seen.rows, seen.n_keys) == (8 + 3 + 2, 43)
+    assert (state.n_selected_from, state.n_since) == (41, 2)
     assert state.n_rows == 8 + 3  # the budget, and a stand-in per cluster
     assert cache.get_seq_length() == 43
 
@@ -65,22 +65,23 @@ def test_a_step_copies_no_past_keys(model):
     with prescore.apply(model, COARSE):
         cache = PrescoredCache(model.config)
         prefill(model, cache, ids)
-        steps(model, cache, ids[:, :1])  # makes room once
+        steps(model, cache, ids[:, :2])  # selects, and makes room once
         layer = cache.layers[0]
         before = layer.rows.key.data_ptr(), layer.state.rows.key.data_ptr()
-        steps(model, cache, ids[:, 1:9])
+        steps(model, cache, ids[:, 2:9])
         assert (layer.rows.key.data_ptr(), layer.state.rows.key.data_ptr()) == before
         assert layer.n_seen == 49
 
 
-def test_fresh_selection_equals_prescored_attention(model):
-    """Identity 10: with refresh_every=1 a step is `prescored_attention` of that query over all keys."""
+@pytest.mark.parametrize(("refresh_every", "n_steps"), [(1, 4), (None, 1)])
+def test_fresh_selection_equals_prescored_attention(model, refresh_every, n_steps):
+    """Identity 10: a step that selects is `prescored_attention` of that query over all keys."""
     ids, mask = prompts(length=40)
     stateless = DynamicCache(config=model.config)
     with prescore.apply(model, COARSE) as applied:
-        cache = PrescoredCache(model.config, refresh_every=1)
+        cache = PrescoredCache(model.config, refresh_every=refresh_every)
         prefill(model, cache, ids, mask)
-        with_state = steps(model, cache, ids[:, :4], mask)
+        with_state = steps(model, cache, ids[:, :n_steps], mask)
         assert applied.report()[0].path == "step over the selection"
 
     def anew(query, key, value, situation):
@@ -98,7 +99,7 @@ def test_fresh_selection_equals_prescored_attention(model):
 
     undo = replace_attention(model, dict.fromkeys(range(2), anew))
     prefill(model, stateless, ids, mask)
-    fresh = steps(model, stateless, ids[:, :4], mask)
+    fresh = steps(model, stateless, ids[:, :n_steps], mask)
     undo()
     assert not prescored_layers(stateless)
     assert (with_state - fresh).abs().max() < ROUNDING
@@ -137,7 +138,23 @@ def test_refresh_every(model):
         for number in range(7):
             steps(model, cache, ids[:, number : number + 1])
             made.append(cache.layers[0].state.n_selected_from)
-    assert made == [40, 40, 43, 43, 43, 46, 46]
+    assert made == [41, 41, 41, 44, 44, 44, 47]
+
+
+def test_a_selection_that_was_asked_for_stays(model, tmp_path):
+    """`select` and `save` choose among the prompt; the first step does not choose again."""
+    ids, _ = prompts(length=40, side="none")
+    with prescore.apply(model, COARSE):
+        selected, saved = PrescoredCache(model.config), PrescoredCache(model.config)
+        for cache in (selected, saved):
+            prefill(model, cache, ids)
+        selected.select()
+        saved.save(tmp_path / "cache")
+        caches = (selected, saved, PrescoredCache.load(tmp_path / "cache"))
+        results = [steps(model, cache, ids[:, :2]) for cache in caches]
+    for cache, result in zip(caches, results, strict=True):
+        assert (cache.layers[0].state.n_selected_from, cache.layers[0].state.n_since) == (40, 2)
+        assert torch.equal(result, results[0])
 
 
 def test_cache_is_made_by_itself_and_an_ordinary_one_is_upgraded(model):
@@ -147,7 +164,7 @@ def test_cache_is_made_by_itself_and_an_ordinary_one_is_upgraded(model):
         result = model.generate(
             ids, attention_mask=mask, max_new_tokens=3, do_sample=False, return_dict_in_generate=True
         )
-        assert result.past_key_values.layers[1].state.n_since == 2
+        assert result.past_key_values.layers[1].state.n_since == 1
         prefill(model, own, ids, mask)
         assert own.layers[0].n_seen == 30
         with torch.no_grad():
@@ -168,8 +185,8 @@ def test_selection_goes_on_after_exact_steps(model):
     with prescore.apply(model, COARSE, layers="first:1"):
         steps(model, cache, ids[:, 2:3])
         state = cache.layers[0].state
-        assert state.n_since == 3
-        assert torch.equal(state.rows.key[:, :, -3:], cache.layers[0].keys[:, :, -3:])
+        assert state.n_since == 2
+        assert torch.equal(state.rows.key[:, :, -2:], cache.layers[0].keys[:, :, -2:])
 
 
 @pytest.mark.parametrize("config", [COARSE, EVERYTHING], ids=["coarse", "everything"])
@@ -186,15 +203,16 @@ def test_a_second_turn_is_read_like_a_prompt(model, config):
     if config is EVERYTHING:
         assert (torch.stack(got) - torch.stack(expected)).abs().max() < ROUNDING
     else:
-        assert cache.layers[0].state.n_selected_from == 82
+        assert cache.layers[0].state.n_selected_from == 83
 
 
 def test_several_tokens_at_once_equal_one_by_one(model):
     ids, mask = prompts(length=40)
     with prescore.apply(model, COARSE):
         one, many = PrescoredCache(model.config), PrescoredCache(model.config)
-        prefill(model, one, ids, mask)
-        prefill(model, many, ids, mask)
+        for cache in (one, many):
+            prefill(model, cache, ids, mask)
+            cache.select()  # among the prompt; by itself, a first token would choose among all keys
         singly = steps(model, one, ids[:, :5], mask)
         longer = torch.cat((mask, torch.ones_like(mask[:, :5])), dim=1)
         with torch.no_grad():
@@ -225,12 +243,14 @@ def test_padding_among_later_tokens_is_not_seen(model):
     with torch.no_grad(), prescore.apply(model, COARSE):
         cache, alone = PrescoredCache(model.config), PrescoredCache(model.config)
         prefill(model, cache, ids, mask)
+        cache.select()
         mask = torch.cat((mask, given), dim=1)
         model(new, attention_mask=mask, past_key_values=cache, position_ids=torch.tensor([[40, 41, 42]] * 2))
         mask = torch.cat((mask, torch.ones_like(last)), dim=1)
         places = torch.tensor([[42], [43]])
         got = model(last, attention_mask=mask, past_key_values=cache, position_ids=places).logits
         prefill(model, alone, ids[:1])
+        alone.select()
         steps(model, alone, new[:1, :2])
         expected = steps(model, alone, last[:1])
     assert (got[0] - expected[0]).abs().max() < ROUNDING
@@ -260,6 +280,8 @@ def test_reorder_select_repeat_and_reset(model):
         assert (got - expected[1:]).abs().max() < ROUNDING
         cache.reset()
         assert cache.get_seq_length() == 0
+        assert all(layer.request is None for layer in cache.layers)  # of what it was asked, nothing is left
+        assert cache.layers[0].content.rows is None
         assert torch.equal(
             prefill(model, cache, ids, mask[:, :40]),
             prefill(model, PrescoredCache(model.config), ids, mask[:, :40]),
@@ -271,6 +293,7 @@ def test_crop_forgets_tokens_and_keeps_what_it_can(model):
     with prescore.apply(model, COARSE):
         cache = PrescoredCache(model.config)
         prefill(model, cache, ids)
+        cache.select()
         first = steps(model, cache, ids[:, :2])
         steps(model, cache, ids[:, 5:8])
         cache.crop(-5)
@@ -284,6 +307,10 @@ def test_crop_forgets_tokens_and_keeps_what_it_can(model):
         prefill(model, short, ids[:, :32])
         expected = steps(model, short, ids[:, :2])
         assert (steps(model, cache, ids[:, :2]) - expected).abs().max() < ROUNDING
+        cache.crop(-1)  # to the token that the selection was made with
+        assert cache.layers[0].state.n_since == 0
+        cache.crop(-1)
+        assert cache.layers[0].state is None
         with pytest.raises(ValueError, match="at most 0, got 3"):
             cache.crop(3)
 
@@ -432,7 +459,7 @@ def test_a_loaded_cache_goes_on_refreshing(model, tmp_path):
         loaded = PrescoredCache.load(tmp_path / "cache")
         assert loaded.layers[0].state.config == COARSE
         expected, got = steps(model, cache, ids[:, 1:4]), steps(model, loaded, ids[:, 1:4])
-        assert loaded.layers[0].state.n_selected_from == 43
+        assert loaded.layers[0].state.n_selected_from == 44
     assert torch.equal(got, expected)
 
 
@@ -451,5 +478,14 @@ def test_other_files_are_refused(tmp_path):
     from safetensors.torch import save_file
 
     save_file({"a": torch.zeros(1)}, tmp_path / "other.safetensors")
-    with pytest.raises(ValueError, match=r"other\.safetensors"):
-        PrescoredCache.load(tmp_path / "other.safetensors")
+    whole = (tmp_path / "other.safetensors").read_bytes()
+    contents = {"other": whole, "cut": whole[:-1], "text": b"Call me Ishmael.", "nothing": b""}
+    for name, content in contents.items():
+        (tmp_path / name).write_bytes(content)
+    save_file({"a": torch.zeros(1)}, tmp_path / "list", metadata={"prescore": "[1]"})
+    save_file({"a": torch.zeros(1)}, tmp_path / "broken", metadata={"prescore": "{"})
+    for name in (*contents, "list", "broken"):
+        with pytest.raises(ValueError, match=rf"path must be a file of PrescoredCache.save, got '.*{name}'"):
+            PrescoredCache.load(tmp_path / name)
+    with pytest.raises(FileNotFoundError):
+        PrescoredCache.load(tmp_path / "missing")

@@ -16,7 +16,7 @@ from prescore import Hyper, KMeans, Lsh, Routed, Selected
 from prescore.errors import Unsupported
 from prescore.integrations.adapter import seats
 from prescore.integrations.apply import find_adapter, replace_attention
-from prescore.integrations.attend import PrescoredAttention
+from prescore.integrations.attend import PrescoredAttention, Situation
 
 FEW = Selected(KMeans(n_clusters=3), top_k=8, sinks=0, remainder="none")
 STAND_INS = FEW.replace(scorer=KMeans(n_clusters=3, rule="farthest", normalize=False), remainder="centroids")
@@ -152,10 +152,10 @@ def test_the_name_alone_keeps_the_prefix_too():
 )
 def test_a_prefix_is_kept_by_every_configuration_that_has_sinks(config):
     attend, free = PrescoredAttention(config), PrescoredAttention(config, protect_prefix=False)
-    assert attend.for_prefix(5) == config.replace(sinks=5)
-    assert free.for_prefix(5) == config
-    assert PrescoredAttention(config.replace(sinks=7)).for_prefix(5).sinks == 7
-    assert PrescoredAttention(prescore.Exact()).for_prefix(5) == prescore.Exact()
+    assert attend.for_prefix(5, 21) == config.replace(sinks=5)
+    assert attend.for_prefix(0, 21) == free.for_prefix(5, 21) == config
+    assert PrescoredAttention(config.replace(sinks=7)).for_prefix(5, 21).sinks == 7
+    assert PrescoredAttention(prescore.Exact()).for_prefix(5, 21) == prescore.Exact()
     model = tiny_huggingface("Dinov2WithRegistersModel", "Dinov2WithRegistersConfig")
     results = []
     for one in (attend, free, PrescoredAttention(config.replace(sinks=5))):
@@ -164,6 +164,35 @@ def test_a_prefix_is_kept_by_every_configuration_that_has_sinks(config):
         undo()
     assert torch.equal(results[0], results[2])
     assert not torch.allclose(results[0], results[1])
+
+
+@pytest.mark.parametrize(
+    ("top_k", "expected"), [(2, 5), (5, 5), (8, 8), (0.1, 5 / 21), (0.25, 0.25), (1.0, 1.0)], ids=str
+)
+@pytest.mark.parametrize("sinks", [0, 5, 7])
+def test_a_budget_has_room_for_the_prefix(top_k, expected, sinks):
+    config = PrescoredAttention(FEW.replace(top_k=top_k, sinks=sinks)).for_prefix(5, 21)
+    assert (config.top_k, config.sinks) == (expected, max(sinks, 5))
+    assert PrescoredAttention(FEW.replace(top_k=0.1)).for_prefix(5, 3).top_k == 1.0
+
+
+@pytest.mark.parametrize("top_k", [2, 0.05])
+@pytest.mark.parametrize("padded", [False, True])
+def test_prefix_tokens_are_read_whatever_the_budget(top_k, padded):
+    """Without stand-ins, a query reads the tokens before the patches and nothing else."""
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(2, 2, 24, 8, generator=generator) for _ in range(3))
+    real = torch.ones(2, 24, dtype=torch.bool)
+    if padded:
+        real[1, 20:] = False
+    config = Selected("uniform", top_k=top_k, sinks=0, remainder="none")
+    attend = PrescoredAttention(config)
+    got = attend(query, key, value, Situation(layer=0, n_prefix=5, mask=real if padded else None))
+    # a share is raised for the shortest sequence, and may keep a token more of a longer one
+    n_read = 6 if padded and isinstance(top_k, float) else 5
+    expected = prescore.exact_attention(query, key[:, :, :5], value[:, :, :5]).output
+    torch.testing.assert_close(got[1], expected[1], atol=1e-6, rtol=1e-5)  # float32, another order of summing
+    assert attend.last.rows == pytest.approx((n_read + 5) / 2)
 
 
 def both_routes(weights_of, images, config, seed, protect):

@@ -54,7 +54,6 @@ class _Measured:
         _refuse(query, key, situation, situation.obstacles if layer in meter.replaced else ())
         is_causal = form.kind == "causal" and form.valid is None and not situation.is_local
         if layer in meter.replaced and is_causal:
-            # the rows of a pre-scored call are counted with it, in less than half a per cent of its time
             output, count_rows = meter.timed(
                 layer, lambda: self.attention(query, key, value, situation), key.device
             )

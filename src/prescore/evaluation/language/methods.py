@@ -155,10 +155,13 @@ def _prescored(
 ) -> Counted:
     output = attention(query, key, value, situation)
 
+    last = attention.last
+
     def count_rows() -> float:
-        if attention.last is None or attention.last.rows is None:
-            raise RuntimeError(f"rows must be known after a causal call, got {attention.last}")
-        return attention.last.rows
+        rows = None if last is None else last.rows
+        if rows is None:
+            raise RuntimeError(f"rows must be known after a causal call, got {last}")
+        return rows
 
     return Counted(output, count_rows)
 

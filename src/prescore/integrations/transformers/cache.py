@@ -18,8 +18,8 @@ class PrescoredCache(DynamicCache):
     """Keys, values and selections of a generation.
 
     Pass it as `past_key_values` to `generate` or to a model; `prescore.apply` makes one by itself. At the first
-    step after a prompt every pre-scored layer selects among the prompt's keys; later steps read the selection
-    and the tokens since.
+    step after a prompt every pre-scored layer selects among all keys so far, the new token's included (several
+    tokens at once: those before them); later steps read the selection and the tokens since.
 
     Args:
         config: The model's configuration (`model.config`); tells which layers have sliding windows.
@@ -48,7 +48,7 @@ class PrescoredCache(DynamicCache):
         upgrade(self, evict=evict, refresh_every=refresh_every)
 
     def select(self) -> None:
-        """Make all selections now instead of at the first step (the end of a prefill)."""
+        """Make all selections now, among the prompt's keys, instead of at the first step."""
         for layer in prescored_layers(self).values():
             layer.select()
 

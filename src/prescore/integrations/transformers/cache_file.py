@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
@@ -39,11 +39,7 @@ def load_cache(path: str | Path, *, device: str = "cpu") -> PrescoredCache:
     """Read what `save_cache` wrote; raises ValueError for any other file."""
     from prescore.integrations.transformers.cache import PrescoredCache
 
-    with safe_open(str(path), framework="pt", device=device) as file:
-        facts = json.loads((file.metadata() or {}).get("prescore", "{}"))
-        if facts.get("format") != _FORMAT:
-            raise ValueError(f"path must be a file of PrescoredCache.save, got {str(path)!r}")
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    facts, tensors = _read(str(path), device)
     options = {"evict": facts["evict"], "refresh_every": facts["refresh_every"]}
     cache = PrescoredCache(**options)
     cache.layers = [
@@ -52,6 +48,19 @@ def load_cache(path: str | Path, *, device: str = "cpu") -> PrescoredCache:
     # a layer the file does not know would have missed the prompt
     cache.layer_class_to_replicate = None
     return cache
+
+
+def _read(path: str, device: str) -> tuple[Values, dict[str, Tensor]]:
+    """What the file says about the cache, and its tensors."""
+    refusal = ValueError(f"path must be a file of PrescoredCache.save, got {path!r}")
+    try:
+        with safe_open(path, framework="pt", device=device) as file:
+            facts = json.loads((file.metadata() or {}).get("prescore", "{}"))
+            if not isinstance(facts, dict) or facts.get("format") != _FORMAT:
+                raise refusal
+            return facts, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (SafetensorError, json.JSONDecodeError) as error:  # no such file at all, or not a whole one
+        raise refusal from error
 
 
 def _describe(layer: Any, prefix: str, tensors: dict[str, Tensor]) -> Values:

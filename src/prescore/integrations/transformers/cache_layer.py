@@ -160,7 +160,7 @@ class PrescoredLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         """Forget everything."""
         super().reset()
         self._decoder.reset()
-        self.rows = self.valid = self._unread = None
+        self.rows = self.valid = self.request = self._unread = None
         self.n_seen = 0
 
     def crop(self, tokens_to_remove: int) -> None:
