@@ -125,7 +125,7 @@ class Routed(_Settings):
         checks.integer("sinks", self.sinks, minimum=0)
         checks.integer("exact_until", self.exact_until, minimum=0)
         if self.tolerance is not None:
-            checks.number("tolerance", self.tolerance, minimum=0.0, maximum=1.0)
+            checks.number("tolerance", self.tolerance, minimum=0.0, maximum=2.0)
         if self.confidence is not None:
             raise ValueError(
                 f"confidence must be None, for the bound behind tolerance is certified, got {self.confidence!r}"
