@@ -80,7 +80,14 @@ def select(
         >>> kept.indices.shape
         torch.Size([1, 8, 256])
     """
-    config = Selected(scorer, top_k, selector, sinks, recent, min_fraction)
+    config = Selected(scorer, top_k, selector=selector, sinks=sinks, recent=recent, min_fraction=min_fraction)
+    return select_by(key, config, key_padding_mask=key_padding_mask, generator=generator)
+
+
+def select_by(
+    key: Tensor, config: Selected, *, key_padding_mask: Tensor | None = None, generator: Generator = None
+) -> Selection:
+    """The keys that a configuration keeps of all of them, whatever it does with them afterwards."""
     checks.keys(key, key_padding_mask)
     streams = as_streams(generator)
     if 0 in key.shape[:3]:

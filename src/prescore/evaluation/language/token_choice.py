@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from prescore.api import select
+from prescore.api import select_by
 from prescore.config import Selected
 from prescore.evaluation.language.model import LanguageModel
 from prescore.evaluation.language.perplexity import Window
@@ -70,7 +70,10 @@ def _measure(
         if situation.layer not in layers:
             return
         received = attention_received(query[:, :, half:], key, half)
-        chosen = {name: _selected(key[:, :, :half], config, seed) for name, config in configs.items()}
+        chosen = {
+            name: select_by(key[:, :, :half], config, generator=seed).indices[0]
+            for name, config in configs.items()
+        }
         chosen[ATTENDED] = received.topk(min(budget, half), dim=-1).indices.sort().values
         for name, indices in chosen.items():
             kept[name][str(situation.layer)] = indices.tolist()
@@ -80,20 +83,6 @@ def _measure(
         language_model.hidden(window.tokens)
     pieces = [language_model.tokenizer.decode([number]) for number in window.tokens[:half].tolist()]
     return {"pieces": pieces, "kept": kept, "mass": mass}
-
-
-def _selected(key: Tensor, config: Selected, seed: int) -> Tensor:
-    """Positions `[Hkv, S]` that a configuration keeps of one sequence's keys."""
-    return select(
-        key,
-        config.scorer,
-        top_k=config.top_k,
-        sinks=config.sinks,
-        recent=config.recent,
-        selector=config.selector,
-        min_fraction=config.min_fraction,
-        generator=seed,
-    ).indices[0]
 
 
 @torch.no_grad()

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from prescore.api import select
+from prescore.api import select_by
 from prescore.config import Selected
 from prescore.evaluation.vision.accuracy import Study
 from prescore.evaluation.vision.methods import EXACT, parse_method
@@ -25,6 +25,7 @@ from prescore.integrations.attend import Situation, layer_seed
 from prescore.integrations.masks import full_mask
 from prescore.integrations.observe import Look, observe
 from prescore.records import Row
+from prescore.selection.members import membership
 from prescore.values import Values
 
 THRESHOLDS = (0.01, 0.1, 0.3)
@@ -178,19 +179,7 @@ def measure_coverage(
 
 def kept_keys(key: Tensor, config: Selected, seed: int) -> Tensor:
     """`[B, Hkv, N]` bool: the keys that `prescore.select` keeps."""
-    chosen = select(
-        key,
-        config.scorer,
-        top_k=config.top_k,
-        sinks=config.sinks,
-        recent=config.recent,
-        selector=config.selector,
-        min_fraction=config.min_fraction,
-        generator=seed,
-    )
-    kept = torch.zeros(key.shape[:3], dtype=torch.int8, device=key.device)
-    kept.scatter_reduce_(-1, chosen.indices, chosen.valid.to(torch.int8), "amax")
-    return kept.bool()
+    return membership(select_by(key, config, generator=seed), key.shape[2])
 
 
 def head_coverage(
