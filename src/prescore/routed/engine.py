@@ -1,12 +1,10 @@
-"""Routed attention as a whole call: queries choose clusters of keys; exact inside them, stand-ins for all others.
+"""Routed attention as a whole call: rows that matter are read by themselves, stand-ins carry all others.
 
-Why each part is there, with figures in docs/default.md: *local chunks*, because nearby tokens are read by
-almost every head; *sinks and single keys*, because a few keys unlike all others draw mass from every query and
-drown in any mean; *leaves chosen per query*, because what else matters depends on the query, and a choice shared
-with later queries would leak the future; *fine leaves for heads that copy*, because a large leaf hides the one key
-they look for; *stand-ins*, because many small weights add up. The ideas come from tree and multipole methods (one
-mean for a far cluster), from cluster attention, and from mixture-of-experts dispatch (tiles of queries that read
-one leaf).
+Why each part is there, with figures in docs/default.md: *local chunks*, because nearby tokens are read by almost every
+head; *sinks*, because the first keys draw mass from every query and drown in any mean; *rows found by their codes*,
+because what else matters is single keys that depend on the query, and a choice shared with later queries would leak the
+future; *stand-ins that know their spread*, because many small weights add up. The ideas come from tree and multipole
+methods (one mean for a far cluster), from quantised search, and from the laplace approximation of a sum by a normal.
 
 This file splits a call into what the lanes can do: sequences whose queries begin at one position, and that have no
 padding behind their first key.
@@ -14,7 +12,6 @@ padding behind their first key.
 
 from __future__ import annotations
 
-import math
 import time
 from dataclasses import replace
 
@@ -27,13 +24,12 @@ from prescore.config import Routed
 from prescore.routed.lanes import Answer, attend_lanes, exact_answer
 from prescore.routed.layout import make_layout
 from prescore.types import Attended, Outcome, Selection
-from prescore.values import Values
 
 
 def routes_nothing(call: Call, config: Routed) -> bool:
     """Whether every query of a call without padding reads every key it may see."""
     if call.is_causal:
-        return make_layout(call.n_query, call.n_keys, causal=True, config=config).n_pieces == 0
+        return make_layout(call.n_query, call.n_keys, causal=True, config=config).n_chunks == 0
     return call.n_query < config.exact_until
 
 
@@ -42,9 +38,9 @@ def attend_routed(call: Call, config: Routed, *, explain: bool = False) -> Outco
     begin = time.perf_counter()
     gaps = _with_gaps(call)
     if isinstance(call.query_start, int):
-        answer = _at_one_start(call, config, gaps, explain)
+        answer = _at_one_start(call, config, gaps)
     else:
-        answer = _start_by_start(call, config, gaps, explain)
+        answer = _start_by_start(call, config, gaps)
     rows = float(answer.figures["rows_per_query"])
 
     def count_rows() -> float:
@@ -57,7 +53,6 @@ def attend_routed(call: Call, config: Routed, *, explain: bool = False) -> Outco
         "keys_kept": call.mean_keys(),
         "depth": 0,
         "fallbacks": 0,
-        "captured_mass": 1.0 - answer.figures.get("lost_bound_mean", 0.0),
         "seconds": {"attending": time.perf_counter() - begin},
         "backend": call.backend.name,
     }
@@ -79,47 +74,61 @@ def _with_gaps(call: Call) -> Tensor | None:
     return gaps if bool(gaps.any()) else None
 
 
-def _at_one_start(call: Call, config: Routed, gaps: Tensor | None, explain: bool) -> Answer:
+def _at_one_start(call: Call, config: Routed, gaps: Tensor | None) -> Answer:
     """A call whose rows all begin at one position; those in `gaps`, and short ones, read everything exactly."""
-    few = gaps
-    if not call.is_causal:
-        n_query = torch.full((call.query.shape[0],), call.n_query, device=call.query.device)
-        few = (n_query if call.query_valid is None else call.query_valid.sum(1)) < config.exact_until
+    few = gaps if call.is_causal else _short(call, config)
     if few is None or not bool(few.any()):
-        return attend_lanes(call, config, explain)
-    exact = exact_answer(call, config, explain)
+        return attend_lanes(call, config)
     if bool(few.all()):
-        answer = exact
+        answer = exact_answer(call, config)
     else:
-        asked = ~few[:, None].expand(-1, call.n_query)
-        asked = asked if call.query_valid is None else asked & call.query_valid
-        answer = attend_lanes(replace(call, query_valid=asked), config, explain)
-        output = torch.where(few[:, None, None, None], exact.attended.output, answer.attended.output)
-        lse = torch.where(few[:, None, None], exact.attended.lse, answer.attended.lse)
-        answer = Answer(Attended(output, lse), answer.figures)
+        rows = [own.nonzero().squeeze(1) for own in (few, ~few)]
+        parts = [
+            attend(_some_rows(call, own, call.n_keys, 0, place), config)
+            for attend, own, place in zip((exact_answer, attend_lanes), rows, ("few", "many"), strict=True)
+        ]
+        answer = _in_order(parts, rows, call.n_query)
     if gaps is not None:
         answer.figures["exact_sequences"] = int(gaps.sum())
     return answer
 
 
-def _start_by_start(call: Call, config: Routed, gaps: Tensor | None, explain: bool) -> Answer:
+def _short(call: Call, config: Routed) -> Tensor:
+    """`[B]`: sequences without a causal mask that read everything, having few queries or no full chunk of keys."""
+    layout = make_layout(call.n_query, call.n_keys, causal=False, config=config)
+    n_query = torch.full((call.query.shape[0],), call.n_query, device=call.query.device)
+    n_keys = torch.full_like(n_query, call.n_keys) if call.valid is None else call.valid.sum(1)
+    n_query = n_query if call.query_valid is None else call.query_valid.sum(1)
+    return (n_query < config.exact_until) | (n_keys < layout.sinks + layout.chunk)
+
+
+def _start_by_start(call: Call, config: Routed, gaps: Tensor | None) -> Answer:
     """Queries of a padded batch that begin at different positions: one call per position."""
     start = torch.as_tensor(call.query_start)
     parts, rows = [], []
-    figures: list[tuple[int, Values]] = []
     for first in start.unique().tolist():
         some = (start == first).nonzero().squeeze(1)
         unseen = min(max(0, -first), call.n_query)  # queries before the first real key see nothing
         own = _some_rows(call, some, max(0, first + call.n_query), unseen, f"start {first}")
-        answer = _at_one_start(own, config, None if gaps is None else gaps.index_select(0, some), explain)
-        n_queries = own.query[:, 0, :, 0].numel() if own.query_valid is None else int(own.query_valid.sum())
-        figures.append((n_queries, answer.figures))
+        answer = _at_one_start(own, config, None if gaps is None else gaps.index_select(0, some))
         output, lse = answer.attended
-        parts.append(Attended(pad(output, (0, 0, unseen, 0)), pad(lse, (unseen, 0), value=-torch.inf)))
+        shifted = Attended(pad(output, (0, 0, unseen, 0)), pad(lse, (unseen, 0), value=-torch.inf))
+        parts.append(Answer(shifted, answer.figures))
         rows.append(some)
+    return _in_order(parts, rows, call.n_query)
+
+
+def _in_order(parts: list[Answer], rows: list[Tensor], n_query: int) -> Answer:
+    """Answers for some sequences each, as one; figures are means over queries, the geometry is the last part's."""
     back = torch.cat(rows).argsort()
-    whole = (torch.cat(tensors).index_select(0, back) for tensors in zip(*parts, strict=True))
-    return Answer(Attended(*whole), _together(figures))
+    whole = (torch.cat(t).index_select(0, back) for t in zip(*(part.attended for part in parts), strict=True))
+    counts = [len(own) * n_query for own in rows]
+    figures = dict(parts[-1].figures)
+    for name in ("rows_per_query", "searched_keys", "far_rows", "stand_in_rows"):
+        total = sum(count * part.figures[name] for count, part in zip(counts, parts, strict=True))
+        figures[name] = total / max(1, sum(counts))
+    found = [part.figures["exact_sequences"] for part in parts if "exact_sequences" in part.figures]
+    return Answer(Attended(*whole), {**figures, **({"exact_sequences": sum(found)} if found else {})})
 
 
 def _some_rows(call: Call, rows: Tensor, n_keys: int, n_skipped: int, place: str) -> Call:
@@ -134,26 +143,9 @@ def _some_rows(call: Call, rows: Tensor, n_keys: int, n_skipped: int, place: str
         value=value[:, :, :n_keys],
         backend=call.backend.at(place),
         valid=valid,
-        query_start=n_keys - (call.n_query - n_skipped),
+        query_start=n_keys - (call.n_query - n_skipped) if call.is_causal else 0,
         query_valid=asked,
     )
-
-
-def _together(figures: list[tuple[int, Values]]) -> Values:
-    """Figures of several calls, with the number of queries in each, as one; the geometry is the longest's."""
-    whole = dict(figures[-1][1])
-    n_queries = max(1, sum(count for count, _ in figures))
-    for name in {name for _, own in figures for name in own}:
-        found = [(count, own[name]) for count, own in figures if name in own]
-        if name in ("recomputed_queries", "fine_heads", "exact_sequences"):
-            whole[name] = sum(figure for _, figure in found)
-        elif name.endswith("_bound_max"):
-            whole[name] = max((figure for count, figure in found if count), default=0.0)
-        elif name == "sampled_error_se":
-            whole[name] = math.hypot(*(count * figure for count, figure in found)) / n_queries
-        elif name in ("sampled_error", "rows_per_query") or name.endswith("_bound_mean"):
-            whole[name] = sum(count * figure for count, figure in found) / n_queries
-    return whole
 
 
 def _reachable(call: Call, config: Routed) -> list[Selection]:

@@ -12,120 +12,74 @@ from torch.nn.functional import pad
 
 from prescore.call import Call
 from prescore.config import Routed
-from prescore.routed.bounds import ErrorBar, bound_figures, exact_for, sampled_error, unread_bounds
-from prescore.routed.clusters import Clusters, build_clusters
-from prescore.routed.heads import HeadLayout, head_layouts, in_order
+from prescore.routed.far import Search
 from prescore.routed.layout import Layout, make_layout
-from prescore.routed.levels import single_ranges, stand_in_ranges
-from prescore.routed.rows import KINDS, mean_rows, most_rows, visible_rows
-from prescore.routed.softmax import Sources, attend_sources
-from prescore.routed.view import View
+from prescore.routed.softmax import attend_sources
+from prescore.routed.sources import Sources, View
+from prescore.routed.tables import build_nodes, pooled
 from prescore.types import Attended
 from prescore.values import Values
 
 QUERY_BLOCK = 512
-PAIRS_AT_ONCE = 2**18
-"""Pairs of queries and leaves that are sorted and worked off together."""
+SHARE_PER_ROW = 2
+"""A key is read where its weight may exceed one part in so many times `rows`: at most as many can."""
 NUMBERS_AT_ONCE = 2**22
 """Numbers in the keys (or values) of the sequences that go together: copies of them are mapped memory in use."""
 
 
 class Answer(NamedTuple):
-    """A result, and figures: rows of each kind a query reads at most, queries read exactly, error bar."""
+    """A result, and figures about it."""
 
     attended: Attended
     figures: Values
 
 
-def attend_lanes(call: Call, config: Routed, explain: bool) -> Answer:
-    """Attention over local chunks, single keys, chosen leaves and stand-ins.
+def attend_lanes(call: Call, config: Routed) -> Answer:
+    """Attention over local chunks, sinks, rows found and stand-ins.
 
     Args:
         call: Aligned inputs whose queries all begin at one position. Padding may only lie behind the last real
-            key, and in causal mode only where each query has its own key.
-        config: The geometry; with `tolerance`, queries whose bound on misplaced mass exceeds it are recomputed
-            exactly.
-        explain: Report the bounds and a sampled error in the figures.
+            key, and in causal mode only where each query has its own key; without a causal mask every sequence
+            has a full chunk.
+        config: The geometry, and how many rows are looked for.
     """
-    layout = make_layout(call.n_query, call.n_keys, causal=call.is_causal, config=config, padded=call.padded)
+    layout = make_layout(call.n_query, call.n_keys, causal=call.is_causal, config=config)
     n_exact = layout.n_exact if call.query.numel() and call.key.numel() else layout.n_query
-    figures = _figures(layout, n_exact)
-    bounded = explain or config.tolerance is not None
-    results, bars = [], []
+    figures = geometry(layout, n_exact)
+    results = []
     if n_exact or not layout.n_query:
         results.append(_beginning(call, layout, n_exact))
-        bars.append(ErrorBar(*(torch.zeros_like(results[0].lse, requires_grad=False),) * 2))
     if n_exact < layout.n_query:
-        layouts = head_layouts(call, results[0] if n_exact else None, layout, config)
-        attended, bar = _attend_heads(call, layouts, n_exact, bounded)
+        attended, counts = _attend_heads(call, layout, n_exact, Search(SHARE_PER_ROW * config.rows))
         results.append(attended)
-        bars += [bar] if bar is not None else []
-        n_sequences = call.key.shape[:2].numel()
-        figures.update(most_rows(layouts, n_sequences), rows_per_query=mean_rows(layouts, n_sequences))
-        figures["fine_heads"] = sum(own.count(n_sequences) for own in layouts if own.fine)
+        _count(figures, layout, n_exact, counts / attended.lse.numel())
     whole = results[0]
     if len(results) > 1:
         whole = Attended(*(torch.cat(tensors, dim=2) for tensors in zip(*results, strict=True)))
-    if not bounded:
-        return Answer(whole, figures)
-    bar = ErrorBar(*(torch.cat([getattr(b, f) for b in bars], dim=2) for f in ("lost", "misplaced")))
-    return _within_tolerance(call, Answer(whole, figures), bar, config, explain)
+    return Answer(whole, figures)
 
 
-def exact_answer(call: Call, config: Routed, explain: bool) -> Answer:
+def exact_answer(call: Call, config: Routed) -> Answer:
     """Every query of the call reads every key it may see."""
     layout = make_layout(call.n_query, call.n_keys, causal=call.is_causal, config=config)
-    figures = _figures(layout, layout.n_query)
-    if config.tolerance is not None:
-        figures["recomputed_queries"] = 0
-    if explain or config.tolerance is not None:
-        nothing = torch.zeros(0)
-        figures.update(bound_figures(ErrorBar(nothing, nothing), nothing.bool()))
-        figures.update(sampled_error=0.0, sampled_error_se=0.0)
-    return Answer(call.exactly("few"), figures)
+    return Answer(call.exactly("few"), geometry(layout, layout.n_query))
 
 
-def _attend_heads(
-    call: Call, layouts: list[HeadLayout], n_exact: int, bounded: bool
-) -> tuple[Attended, ErrorBar | None]:
-    """The queries behind the first `n_exact`, each key head by its own geometry."""
-    frame = Frame.of(call, layouts[0].layout, n_exact)
-    lanes: list[tuple[Tensor, ...]] = []
-    for own, lane in frame.lanes(call, layouts):
-        clusters = build_clusters(lane.key, lane.value, own, lane.valid)
-        sources = _sources(lane, own, clusters, frame)
-        view = _view(own, frame, replace(call, backend=call.backend.at(f"lane {len(lanes)}")))
-        found = attend_sources(lane.query, sources, view)
-        bounds = unread_bounds(lane.query, found.lse, found.read, clusters, view) if bounded else ()
-        lanes.append((found.output, found.lse, *bounds))
-    output, *figures = (in_order(list(part), layouts) for part in zip(*lanes, strict=True))
-    lse, *limits = (frame.join(figure[..., None]).squeeze(-1) for figure in figures)
-    return Attended(frame.join(output), lse), ErrorBar(*limits) if bounded else None
+def geometry(layout: Layout, n_exact: int) -> Values:
+    """What is known before anything was read, as if all queries read everything."""
+    met = float(layout.visible_rows().mean()) if layout.n_query else 0.0
+    nothing = dict.fromkeys(("searched_keys", "far_rows", "stand_in_rows"), 0.0)
+    return {**asdict(layout), "exact_queries": n_exact, **nothing, "rows_per_query": met}
 
 
-def _within_tolerance(call: Call, answer: Answer, bar: ErrorBar, config: Routed, explain: bool) -> Answer:
-    """Recompute what the tolerance does not allow, and report the bounds that hold afterwards."""
-    whole, figures = answer
-    real = torch.ones_like(bar.lost, dtype=torch.bool)
-    if call.query_valid is not None:
-        real &= call.query_valid[:, None]
-    if config.tolerance is not None:
-        over = ~(bar.misplaced <= config.tolerance) & real  # what is not a number certifies nothing
-        figures["recomputed_queries"] = int(over.sum())
-        if figures["recomputed_queries"]:
-            layout = make_layout(call.n_query, call.n_keys, causal=call.is_causal, config=config)
-            # they meet every key they may see, beside what they have read
-            figures["rows_per_query"] += float((over * visible_rows(layout).to(over.device)).mean())
-            exact = exact_for(replace(call, backend=call.backend.at("recomputed")), over)
-            output = torch.where(over[..., None], exact.output, whole.output)
-            whole = Attended(output, torch.where(over, exact.lse, whole.lse))
-            bar = ErrorBar(bar.lost.masked_fill(over, 0.0), bar.misplaced.masked_fill(over, 0.0))
-    if not explain:
-        return Answer(whole, figures)
-    figures.update(bound_figures(bar, real))
-    if call.backend.dropout is None:  # else most of the difference is what was dropped
-        figures.update(sampled_error(call, whole, real))
-    return Answer(whole, figures)
+def _count(figures: Values, layout: Layout, n_exact: int, each: Tensor) -> None:
+    """Figures with what was found: `each` holds keys searched and rows read by a routed query, on average."""
+    position = torch.arange(n_exact, layout.n_query) + layout.first
+    searched, found = each.tolist()
+    figures["searched_keys"], figures["far_rows"] = searched, found
+    figures["stand_in_rows"] = float(layout.chunks_seen(position).double().mean()) * layout.nodes_per_chunk
+    routed = 1 - n_exact / layout.n_query
+    figures["rows_per_query"] = float(layout.rows_in_any_case().mean()) + found * routed
 
 
 def _beginning(call: Call, layout: Layout, n_exact: int) -> Attended:
@@ -138,8 +92,31 @@ def _beginning(call: Call, layout: Layout, n_exact: int) -> Attended:
     return replace(call, query=query, key=key, value=value, valid=valid).exactly("head")
 
 
+def _attend_heads(call: Call, layout: Layout, n_exact: int, search: Search) -> tuple[Attended, Tensor]:
+    """The queries behind the first `n_exact`; also what all of them searched and read."""
+    frame = Frame.of(call, layout, n_exact)
+    lanes: list[tuple[Tensor, Tensor]] = []
+    counts = torch.zeros(2, dtype=torch.double, device=call.query.device)
+    for lane in frame.lanes(call):
+        backend = call.backend.at(f"lane {len(lanes)}")
+        view = View(
+            layout.causal,
+            frame.size,
+            frame.visible(lane, layout),
+            layout.nodes_per_chunk,
+            search,
+            call.scale,
+            backend,
+        )
+        found = attend_sources(lane.query, _sources(lane, layout, frame), view)
+        lanes.append((found.output, found.lse))
+        counts += found.counts
+    output, lse = (torch.cat(part) if len(part) > 1 else part[0] for part in zip(*lanes, strict=True))
+    return Attended(frame.join(output), frame.join(lse[..., None]).squeeze(-1)), counts
+
+
 class Lane(NamedTuple):
-    """Some sequences: query blocks `[t, n, G, size, D]`, keys and values `[t, 1, Nk, D]`, valid keys `[t, Nk]`."""
+    """Some lanes: queries `[t, G, n * size, D]`, keys and values `[t, Nk, D]`, valid keys `[t, Nk]`."""
 
     query: Tensor
     key: Tensor
@@ -178,72 +155,71 @@ class Frame:
             before=before,
         )
 
-    def split(self, query: Tensor) -> Tensor:
-        """`[B, Hq, Nq, D]` -> `[B * Hkv, n, G, size, D]`."""
-        after = self.n_blocks * self.size - self.before - self.n_query
-        filled = pad(query, (0, 0, self.before, after))
-        shape = (self.batch * self.n_kv_heads, self.group, self.n_blocks, self.size, query.shape[-1])
-        return filled.reshape(shape).transpose(1, 2)
-
-    def lanes(self, call: Call, layouts: list[HeadLayout]) -> Iterator[tuple[Layout, Lane]]:
-        """Some sequences (key heads of the batch) at a time, each with its geometry.
+    def lanes(self, call: Call) -> Iterator[Lane]:
+        """Some lanes at a time.
 
         So few that what is made on the way is memory in use: fresh memory costs more than the arithmetic. A long
         sequence goes alone, short ones go together.
         """
-        blocks = self.split(call.query[:, :, call.n_query - self.n_query :])
-        keys, values = (tensor.reshape(-1, 1, *tensor.shape[2:]) for tensor in (call.key, call.value))
+        after = self.n_blocks * self.size - self.before - self.n_query
+        queries = call.query[:, :, call.n_query - self.n_query :]
+        queries = pad(queries, (0, 0, self.before, after)) if self.before or after else queries
+        queries = queries.reshape(-1, self.group, self.n_blocks * self.size, queries.shape[-1])
+        keys, values = (tensor.flatten(0, 1) for tensor in (call.key, call.value))
         valids = None if call.valid is None else call.valid.repeat_interleave(self.n_kv_heads, dim=0)
         step = max(1, NUMBERS_AT_ONCE // (call.n_keys * max(keys.shape[-1], values.shape[-1])))
-        for own in layouts:
-            queries, some_keys, some_values = (own.of(tensor) for tensor in (blocks, keys, values))
-            some_valids = None if valids is None else own.of(valids)
-            for start in range(0, len(queries), step):
-                lane = slice(start, start + step)
-                real = None if some_valids is None else some_valids[lane]
-                yield own.layout, Lane(queries[lane], some_keys[lane], some_values[lane], real)
+        for start in range(0, len(queries), step):
+            some = slice(start, start + step)
+            yield Lane(queries[some], keys[some], values[some], None if valids is None else valids[some])
 
-    def join(self, blocks: Tensor) -> Tensor:
-        """The inverse of `split`, for any last dimension."""
-        n_heads = self.n_kv_heads * self.group
-        shape = (self.batch, n_heads, self.n_blocks * self.size, blocks.shape[-1])
-        return blocks.transpose(1, 2).reshape(shape)[:, :, self.before : self.before + self.n_query]
+    def visible(self, lane: Lane, layout: Layout) -> Tensor:
+        """`[t, n]` nodes that each block sees."""
+        n_lanes = lane.query.shape[0]
+        if layout.causal:
+            chunks = torch.arange(self.n_blocks).expand(n_lanes, -1) + self.first_chunk - 1
+        else:
+            chunks = chunks_of(lane, layout).cpu()[:, None].expand(-1, self.n_blocks)
+        return (chunks * layout.nodes_per_chunk).to(torch.int32)
+
+    def join(self, lanes: Tensor) -> Tensor:
+        """`[B * Hkv, G, n * size, d]` -> `[B, Hq, Nq, d]`."""
+        heads = (self.batch, self.n_kv_heads * self.group)
+        whole = lanes.reshape(*heads, -1, lanes.shape[-1])
+        return whole[:, :, self.before : self.before + self.n_query]
 
 
-def _view(layout: Layout, frame: Frame, call: Call) -> View:
-    pieces = [layout.n_pieces] * frame.n_blocks
+def chunks_of(lane: Lane, layout: Layout) -> Tensor:
+    """`[t]` full chunks of each lane, without a causal mask."""
+    if lane.valid is None:
+        return torch.full((lane.query.shape[0],), layout.n_chunks)
+    return (lane.valid.sum(1) - layout.sinks) // layout.chunk
+
+
+def _sources(lane: Lane, layout: Layout, frame: Frame) -> Sources:
+    nodes = build_nodes(lane.key, lane.value, layout, layout.sinks, layout.n_chunks)
+    near_bias = None
     if layout.causal:
-        pieces = list(range(frame.first_chunk - 1, frame.first_chunk - 1 + frame.n_blocks))
-    pairs_per_block = frame.group * frame.size * max(1, layout.n_chosen)
-    return View(
-        layout,
-        tuple(stand_in_ranges(layout, seen) for seen in pieces),
-        tuple(single_ranges(layout, seen) for seen in pieces),
-        layout.n_chosen,
-        call.scale,
-        call.backend,
-        max(1, PAIRS_AT_ONCE // pairs_per_block),
-    )
-
-
-def _sources(lane: Lane, layout: Layout, clusters: Clusters, frame: Frame) -> Sources:
-    leaf_bias = None
-    if clusters.alive is not None or layout.leaf_room > layout.leaf:
-        leaf_bias = lane.key.new_full(clusters.leaf_key.shape[:3], -torch.inf)
-        member = torch.ones_like(clusters.rows, dtype=torch.bool) if clusters.alive is None else clusters.alive
-        leaf_bias[:, :, : layout.leaf].masked_fill_(member, 0.0)
+        near_key, near_value = (_chunks(t, layout, frame) for t in (lane.key, lane.value))
+    elif lane.valid is None:
+        tail = layout.sinks + layout.n_chunks * layout.chunk
+        near_key, near_value = (t[:, tail:] for t in (lane.key, lane.value))
+    else:
+        near_key, near_value, near_bias = _tails(lane, layout)
     return Sources(
-        mean_key=clusters.mean_key,
-        mean_value=clusters.mean_value,
-        single_key=clusters.single_key,
-        single_value=clusters.single_value,
-        leaf_key=clusters.leaf_key,
-        leaf_value=clusters.leaf_value,
-        log_count=clusters.log_count,
-        single_bias=clusters.single_bias,
-        leaf_bias=leaf_bias,
-        local_key=_chunks(lane.key, layout, frame) if layout.causal else None,
-        local_value=_chunks(lane.value, layout, frame) if layout.causal else None,
+        key=lane.key,
+        value=lane.value,
+        sink_key=lane.key[:, : layout.sinks],
+        sink_value=lane.value[:, : layout.sinks],
+        node_key=nodes.key,
+        node_value=nodes.value,
+        near_key=near_key,
+        near_value=near_value,
+        near_bias=near_bias,
+        rows=nodes.rows,
+        packed=nodes.codes.packed,
+        scales=nodes.codes.scales,
+        spread=pooled(nodes.spread),
+        drift=pooled(nodes.drift),
     )
 
 
@@ -251,19 +227,19 @@ def _chunks(tensor: Tensor, layout: Layout, frame: Frame) -> Tensor:
     """Chunks before and of every block, `[T, n + 1, chunk, D]`."""
     start = layout.sinks + (frame.first_chunk - 1) * layout.chunk
     length = (frame.n_blocks + 1) * layout.chunk
-    tail = tensor[:, :, start : start + length]
-    tail = pad(tail, (0, 0, 0, length - tail.shape[2])).contiguous()
-    return tail.view(-1, frame.n_blocks + 1, layout.chunk, tensor.shape[-1])
+    tail = tensor[:, start : start + length]
+    if tail.shape[1] < length:
+        tail = pad(tail, (0, 0, 0, length - tail.shape[1]))
+    return tail.contiguous().view(-1, frame.n_blocks + 1, layout.chunk, tensor.shape[-1])
 
 
-def _figures(layout: Layout, n_exact: int) -> Values:
-    """What is known before anything was read, as if all queries read everything."""
-    met = float(visible_rows(layout).mean()) if layout.n_query else 0.0
-    return {
-        **asdict(layout),
-        "exact_queries": n_exact,
-        "local_rows": 2 * layout.chunk if layout.causal else 0,
-        **dict.fromkeys(KINDS, 0),
-        "rows_per_query": met,
-        "fine_heads": 0,
-    }
+def _tails(lane: Lane, layout: Layout) -> tuple[Tensor, Tensor, Tensor]:
+    """Keys and values behind the last full chunk of lanes that differ in length, and a bias that hides filler."""
+    assert lane.valid is not None
+    first = layout.sinks + chunks_of(lane, layout) * layout.chunk
+    place = first[:, None] + torch.arange(layout.chunk, device=first.device)
+    inside = place < lane.valid.sum(1, keepdim=True)
+    place = place.clamp_max(layout.n_key - 1)[..., None]
+    near = (t.gather(1, place.expand(-1, -1, t.shape[-1])) for t in (lane.key, lane.value))
+    bias = torch.zeros(inside.shape, dtype=lane.key.dtype, device=first.device).masked_fill(~inside, -torch.inf)
+    return *near, bias  # type: ignore[return-value]

@@ -1,11 +1,9 @@
-"""Where routed attention reads exactly, and how its clusters lie.
+"""Where routed attention reads exactly, and how its nodes lie.
 
-The keys behind the sinks are cut into *chunks* of fixed length. A causal query reads the sinks, its own chunk up
-to itself and the chunk before exactly; the chunks before that are *pieces* for it. Without a causal mask there
-is no local part and every chunk is a piece for every query. `JOINED` consecutive pieces are replaced by one
-large piece as soon as all of them are seen: a deeper tree over more keys has tighter leaves of the same size.
-A piece consists of a few *single* keys, those least like the rest, which everyone reads exactly, and of equal
-leaves of a tree over the others.
+The keys behind the sinks are cut into *chunks* of fixed length, and each chunk into *nodes* of equal size. A causal
+query reads the sinks, its own chunk up to itself and the chunk before exactly; the chunks before that are nodes for
+it. Without a causal mask every full chunk is nodes for every query, and the keys behind the last full one are read
+exactly. What a query sees depends on its position alone: pieces of a prompt and single steps read as the whole call.
 """
 
 from __future__ import annotations
@@ -18,14 +16,6 @@ from torch import Tensor
 from prescore.clustering.tree import tree_levels
 from prescore.config import Routed
 
-SINGLES_PER_KEY = 1 / 128
-JOINED_LEVELS = 2
-JOINED = 1 << JOINED_LEVELS
-FAN = 8
-"""Neighbouring leaves (nodes) that make a node of the next level."""
-WIDTH = 64
-"""Stand-ins of each level that a causal query sees, at least; see levels.py."""
-
 
 @dataclass(frozen=True)
 class Layout:
@@ -36,16 +26,11 @@ class Layout:
         n_key: Keys.
         causal: Whether queries are the last `n_query` positions and see no later key.
         sinks: First positions, read exactly by everyone.
-        chunk: Keys of one chunk, `singles + 2 ** levels * leaf`.
-        levels: Bisections of a piece of one chunk.
-        leaf: Keys of one cluster, at most the size asked for.
-        singles: Keys of each chunk that everyone reads exactly.
-        n_pieces: Chunks that some query sees as clusters.
-        n_chosen: Leaves a query reads exactly.
+        chunk: Keys of one chunk, `2 ** levels * leaf`.
+        levels: Bisections of a chunk.
+        leaf: Keys of one node, at most the size asked for.
+        n_chunks: Chunks that some query sees as nodes.
         exact_until: Causal: queries before this position read everything exactly, whatever the chunks.
-        padded: Not causal, and sequences differ in length: what each of them sees, its counts say.
-        width: Causal: stand-ins of each level that a query sees.
-        n_levels: Levels of nodes above the leaves.
     """
 
     n_query: int
@@ -55,56 +40,13 @@ class Layout:
     chunk: int
     levels: int
     leaf: int
-    singles: int
-    n_pieces: int
-    n_chosen: int
-    exact_until: int = 0
-    padded: bool = False
-    width: int = WIDTH
-    n_levels: int = 0
+    n_chunks: int
+    exact_until: int
 
     @property
-    def leaves(self) -> int:
-        """Leaves of one chunk."""
+    def nodes_per_chunk(self) -> int:
+        """Nodes of one chunk."""
         return 1 << self.levels
-
-    @property
-    def leaf_room(self) -> int:
-        """Keys of a leaf with filler: the operators are markedly faster at multiples of 16."""
-        return self.leaf if self.leaf < 16 else -(-self.leaf // 16) * 16
-
-    @property
-    def n_joined(self) -> int:
-        """Large pieces that some query sees."""
-        return self.n_pieces // JOINED
-
-    @property
-    def large_leaves(self) -> int:
-        """Leaves of one large piece."""
-        return self.leaves * JOINED
-
-    @property
-    def large_singles(self) -> int:
-        """Singles of one large piece."""
-        return self.singles * JOINED
-
-    @property
-    def kept(self) -> int:
-        """Singles of a large piece that are still read by everyone when its leaves are seen as nodes."""
-        return self.large_singles // FAN
-
-    @property
-    def level_sizes(self) -> list[int]:
-        """Stand-ins of each level: leaves of the large pieces and of the chunks, then nodes of large pieces."""
-        large = self.n_joined * self.large_leaves
-        nodes = [large // FAN**level for level in range(1, self.n_levels + 1)]
-        return [large + self.n_pieces * self.leaves, *nodes]
-
-    @property
-    def level_offsets(self) -> list[int]:
-        """Where each level begins in the table of stand-ins."""
-        sizes = self.level_sizes
-        return [sum(sizes[:level]) for level in range(len(sizes))]
 
     @property
     def first(self) -> int:
@@ -119,71 +61,36 @@ class Layout:
     @property
     def n_exact(self) -> int:
         """First queries of the call, which read everything exactly."""
-        return max(0, min(self.head - self.first, self.n_query)) if self.n_pieces else self.n_query
+        return max(0, min(self.head - self.first, self.n_query)) if self.n_chunks else self.n_query
 
-    def pieces_seen(self, position: Tensor) -> Tensor:
-        """How many pieces a query at this position sees as clusters."""
+    def chunks_seen(self, position: Tensor) -> Tensor:
+        """How many chunks a query at this position sees as nodes."""
         if not self.causal:
-            return torch.full_like(position, self.n_pieces)
-        pieces = ((position - self.sinks) // self.chunk - 1).clamp_min(0)
-        return pieces.masked_fill(position < self.exact_until, 0)
+            return torch.full_like(position, self.n_chunks)
+        chunks = ((position - self.sinks) // self.chunk - 1).clamp_min(0)
+        return chunks.masked_fill(position < self.exact_until, 0)
+
+    def rows_in_any_case(self) -> Tensor:
+        """`[Nq]` in float64: keys and stand-ins that each query meets, whatever it looks for."""
+        position = torch.arange(self.n_query) + self.first
+        chunks = self.chunks_seen(position)
+        visible = position + 1 if self.causal else torch.full_like(position, self.n_key)
+        return (visible - chunks * (self.chunk - self.nodes_per_chunk)).double()
+
+    def visible_rows(self) -> Tensor:
+        """`[Nq]` in float64: the keys that each query may see."""
+        n_keys = torch.full((self.n_query,), float(self.n_key), dtype=torch.float64)
+        return n_keys - torch.arange(self.n_query).flip(0) if self.causal else n_keys
 
 
-def make_layout(
-    n_query: int,
-    n_key: int,
-    *,
-    causal: bool,
-    config: Routed,
-    padded: bool = False,
-    with_singles: bool = True,
-) -> Layout:
-    """Round the configured sizes so that every piece is a full binary tree; depends on no sequence length."""
+def make_layout(n_query: int, n_key: int, *, causal: bool, config: Routed) -> Layout:
+    """Round the configured sizes so that every chunk is a full binary tree; depends on no sequence length."""
     sinks = min(config.sinks, n_key)
     levels = tree_levels(config.chunk_size, config.leaf_size)
-    chunk = max(1, config.chunk_size >> levels) << levels
-    # as many singles as keep the leaves equal
-    singles = max(1, round(chunk * SINGLES_PER_KEY / 2**levels)) << levels
-    if chunk == 2**levels or not with_singles:
-        singles = 0
-    leaf = (chunk - singles) >> levels
+    leaf = max(1, config.chunk_size >> levels)
+    chunk = leaf << levels
     behind = n_key - sinks
-    n_pieces = max(0, (behind - 1) // chunk - 1) if causal else -(-behind // chunk)
-    exact_until = config.exact_until if causal else 0
-    if causal and n_key <= exact_until:
-        n_pieces = 0
-    n_chosen = config.rows // config.leaf_size
-    # many times what is read, so that enough rows for every leaf are never spent on nodes
-    width = max(WIDTH, FAN * n_chosen)
-    nodes = node_cuts(width, JOINED << levels, n_pieces // JOINED * JOINED << levels) if causal else []
-    return Layout(
-        n_query=n_query,
-        n_key=n_key,
-        causal=causal,
-        sinks=sinks,
-        chunk=chunk,
-        levels=levels,
-        leaf=leaf,
-        singles=singles,
-        n_pieces=n_pieces,
-        n_chosen=min(n_chosen, n_pieces << levels),
-        exact_until=exact_until,
-        padded=padded and not causal,
-        width=width,
-        n_levels=max(0, len(nodes) - 1),
-    )
-
-
-def node_cuts(width: int, large_leaves: int, seen: int) -> list[tuple[int, int]]:
-    """For each level the run of nodes that is shown of `seen` leaves: the newest leaves, then ever older nodes.
-
-    Cuts fall between large pieces too, because what is single in a piece changes with its level.
-    """
-    shown: list[tuple[int, int]] = []
-    stop = seen
-    while stop:
-        unit = max(FAN, large_leaves // FAN ** len(shown))
-        cut = max(0, stop - width) // unit * unit
-        shown.append((cut, stop))
-        stop = cut // FAN
-    return shown or [(0, 0)]
+    n_chunks = max(0, (behind - 1) // chunk - 1) if causal else behind // chunk
+    if causal and n_key <= config.exact_until:
+        n_chunks = 0
+    return Layout(n_query, n_key, causal, sinks, chunk, levels, leaf, max(0, n_chunks), config.exact_until)

@@ -1,0 +1,1 @@
+"""Compiled code for CPUs."""

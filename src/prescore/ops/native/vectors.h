@@ -1,0 +1,108 @@
+/* Sixteen floats at a time, in the compiler's own vector type: wide registers where there are some, several narrow
+ * ones elsewhere. */
+#ifndef PRESCORE_VECTORS_H
+#define PRESCORE_VECTORS_H
+
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+#if defined(__AVX512F__)
+#define WIDTH 16
+#elif defined(__AVX2__)
+#define WIDTH 8
+#else
+#define WIDTH 4
+#endif
+#define INLINE static inline __attribute__((always_inline))
+
+typedef float floats __attribute__((vector_size(4 * WIDTH), aligned(4), may_alias));
+typedef int32_t ints __attribute__((vector_size(4 * WIDTH), aligned(4), may_alias));
+
+INLINE floats splat(float x) { return x - (floats){0}; }
+INLINE floats load(const float *p) { return *(const floats *)p; } /* the type allows any alignment and alias */
+INLINE void store(float *p, floats v) { *(floats *)p = v; }
+INLINE floats choose(ints mask, floats yes, floats no) { return (floats)(((ints)yes & mask) | ((ints)no & ~mask)); }
+INLINE floats larger(floats a, floats b) { return choose(a > b, a, b); }
+INLINE floats smaller(floats a, floats b) { return choose(a < b, a, b); }
+
+INLINE float total(floats v) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_add_ps((__m512)v);
+#elif defined(__AVX2__)
+    __m128 s = _mm_add_ps(_mm256_castps256_ps128((__m256)v), _mm256_extractf128_ps((__m256)v, 1));
+    s = _mm_add_ps(s, _mm_movehl_ps(s, s));
+    return _mm_cvtss_f32(_mm_add_ss(s, _mm_movehdup_ps(s)));
+#else
+    return (v[0] + v[1]) + (v[2] + v[3]);
+#endif
+}
+INLINE float largest(floats v) {
+    float s = v[0];
+    for (int i = 1; i < WIDTH; i++) s = v[i] > s ? v[i] : s;
+    return s;
+}
+INLINE unsigned bits(ints mask) {
+#if defined(__AVX512DQ__)
+    return _mm512_movepi32_mask((__m512i)mask);
+#elif defined(__AVX2__)
+    return (unsigned)_mm256_movemask_ps((__m256)mask);
+#else
+    unsigned found = 0;
+    for (int i = 0; i < WIDTH; i++) found |= (mask[i] ? 1u : 0u) << i;
+    return found;
+#endif
+}
+
+/* exp: a power of two times a polynomial; 0 below -87 */
+INLINE floats vexp(floats x) {
+    ints tiny = x < splat(-87.0f);
+    x = larger(smaller(x, splat(88.0f)), splat(-87.0f));
+    floats shifted = x * splat(1.44269504f) + splat(12582912.0f); /* 1.5 * 2^23 rounds to an integer */
+    ints power = (ints)shifted - (ints)splat(12582912.0f);
+    floats whole = shifted - splat(12582912.0f);
+    floats z = x - whole * splat(0.693359375f) + whole * splat(2.12194440e-4f);
+    floats p = splat(1.9875691500e-4f);
+    p = p * z + splat(1.3981999507e-3f);
+    p = p * z + splat(8.3334519073e-3f);
+    p = p * z + splat(4.1665795894e-2f);
+    p = p * z + splat(1.6666665459e-1f);
+    p = p * z + splat(5.0000001201e-1f);
+    p = p * z * z + z + splat(1.0f);
+    return choose(tiny, splat(0.0f), (floats)((ints)p + (power << 23)));
+}
+
+/* log of positive, normal numbers */
+INLINE floats vlog(floats x) {
+    ints raw = (ints)x, low = {0};
+    ints power = ((raw >> 23) & 255) - (low + 127);
+    floats m = (floats)((raw & (low + 0x007fffff)) | (low + 0x3f800000)); /* in [1, 2) */
+    ints upper = m > splat(1.41421356f);
+    m = choose(upper, m * splat(0.5f), m);
+    floats whole = __builtin_convertvector(power - upper, floats); /* a true comparison is -1 */
+    floats z = m - splat(1.0f), p = splat(7.0376836292e-2f);
+    p = p * z + splat(-1.1514610310e-1f);
+    p = p * z + splat(1.1676998740e-1f);
+    p = p * z + splat(-1.2420140846e-1f);
+    p = p * z + splat(1.4249322787e-1f);
+    p = p * z + splat(-1.6668057665e-1f);
+    p = p * z + splat(2.0000714765e-1f);
+    p = p * z + splat(-2.4999993993e-1f);
+    p = p * z + splat(3.3333331174e-1f);
+    p = p * z * z * z - splat(0.5f) * z * z + z;
+    return p + whole * splat(0.69314718f);
+}
+
+INLINE float dot(const float *a, const float *b, int64_t dim) {
+    floats s = splat(0);
+    for (int64_t i = 0; i < dim; i += WIDTH) s += load(a + i) * load(b + i);
+    return total(s);
+}
+INLINE void add_scaled(float *to, const float *from, float factor, int64_t dim) {
+    for (int64_t i = 0; i < dim; i += WIDTH) store(to + i, load(to + i) + load(from + i) * splat(factor));
+}
+
+#endif

@@ -1,0 +1,54 @@
+"""Keys in four bits, queries in six: logits that are good enough to say which keys to read.
+
+A key is cut into two halves of its dimensions, each with a scale of its own, and its numbers become whole numbers from
+-8 to 7; a query has one scale and numbers from -31 to 31. Sums of their products are exact in float32.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+UNIT = 16
+"""Dimensions are filled up with zeros to a multiple of this, so that both halves are whole bytes in any layout."""
+
+
+class Codes(NamedTuple):
+    """Keys as whole numbers.
+
+    Attributes:
+        packed: `[..., D' / 2]` uint8, the number of dimension i plus 8 in the low half of byte i, that of dimension
+            `i + D' / 2` in the high half.
+        scales: `[..., 2]` what a unit of each half is worth.
+    """
+
+    packed: Tensor
+    scales: Tensor
+
+
+def encode_keys(keys: Tensor) -> Codes:
+    """Codes of keys `[..., D]`."""
+    halves = pad(keys, (0, -keys.shape[-1] % UNIT)).unflatten(-1, (2, -1))
+    scales = halves.abs().amax(-1) / 7.5
+    numbers = (halves / scales.clamp_min(torch.finfo(keys.dtype).tiny)[..., None]).round().clamp(-8, 7)
+    numbers = numbers.add_(8).to(torch.uint8)
+    return Codes(numbers[..., 0, :] | (numbers[..., 1, :] << 4), scales)
+
+
+def encode_queries(queries: Tensor) -> tuple[Tensor, Tensor]:
+    """Whole numbers `[..., 2, D' / 2]`, in the queries' dtype, and what a unit is worth, `[..., 1]`."""
+    halves = pad(queries, (0, -queries.shape[-1] % UNIT)).unflatten(-1, (2, -1))
+    scale = halves.abs().amax((-1, -2)).clamp_min(1e-30)[..., None] / 31
+    return (halves / scale[..., None]).round(), scale
+
+
+def coded_logits(queries: Tensor, codes: Codes) -> Tensor:
+    """`[t, D]` and codes of `[n]` keys -> approximate logits `[t, n]`."""
+    asked, scale = encode_queries(queries)
+    low, high = (codes.packed & 15), (codes.packed >> 4)
+    sums = [half @ (part.to(queries.dtype) - 8).t() for half, part in zip(asked.unbind(-2), (low, high), strict=True)]
+    first, second = codes.scales.to(queries.dtype).unbind(-1)
+    return scale * (first * sums[0] + second * sums[1])

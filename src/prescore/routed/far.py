@@ -1,0 +1,154 @@
+"""Attention beyond the local chunks in plain torch: sinks, rows found by their codes, stand-ins for the rest.
+
+This is the definition that compiled code follows; it runs on every device and in every precision, and drops weights.
+Queries come in blocks of one lane that see the same nodes. Nothing here knows gradients but `row_sums`, an ordinary
+function of torch: the gradient of a merged softmax is that of `sum(w v)` and `sum(w)` under the merged log-sum-exp.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from prescore.ops.dropout import Dropout
+from prescore.routed.codes import Codes, coded_logits
+from prescore.routed.stand_ins import LEAST_SPREAD, MOST_KNOWN_GAIN, corrections
+
+REACH = 3.0
+"""Deviations above a node's mean at which a key is still looked for."""
+
+
+class Seen(NamedTuple):
+    """What a block of queries sees: `S` sinks and `M` nodes of one lane.
+
+    Attributes:
+        key, value: `[N, D]` all rows of the lane.
+        sink_key, sink_value: `[S, D]`.
+        node_key, node_value: `[M, D]` means.
+        rows: `[M, L]` positions of the nodes' keys.
+        codes: Of `[M, L]` keys.
+        spread: `[D, D]` covariance of keys within the nodes, pooled.
+        drift: `[D, Dv]` that of keys and values.
+    """
+
+    key: Tensor
+    value: Tensor
+    sink_key: Tensor
+    sink_value: Tensor
+    node_key: Tensor
+    node_value: Tensor
+    rows: Tensor
+    codes: Codes
+    spread: Tensor
+    drift: Tensor
+
+
+class Found(NamedTuple):
+    """What a block of `t` queries reads.
+
+    Attributes:
+        query, row: `[R]` pairs of queries and rows, in ascending order.
+        hits: `[t, M]` rows read of each node.
+        gain: `[t, M]` what the stand-ins' logits gain.
+        move: `[t, M]` how far their values move along the drift.
+        drift: `[t, Dv]`.
+        limit: `[t]` from which logit on rows are read.
+        n_searched: Keys whose codes were compared.
+    """
+
+    query: Tensor
+    row: Tensor
+    hits: Tensor
+    gain: Tensor
+    move: Tensor
+    drift: Tensor
+    limit: Tensor
+    n_searched: Tensor
+
+
+@dataclass(frozen=True)
+class Search:
+    """How much is looked for: a key is read where its weight may exceed one part in `share` of what is known."""
+
+    share: float
+    reach: float = REACH
+
+    @property
+    def log_share(self) -> float:
+        """-inf where nothing is to be read."""
+        return math.log(self.share) if self.share > 0 else -math.inf
+
+
+def find_rows(query: Tensor, seen: Seen, search: Search, *, near: Tensor | None, limit: Tensor | None = None) -> Found:
+    """Which rows a block of queries `[t, D]`, already scaled, reads.
+
+    Args:
+        query: The queries.
+        seen: What they see.
+        search: How much is looked for.
+        near: `[t]` log-sum-exp of what they read elsewhere.
+        limit: `[t]` of an earlier look, instead of `near`.
+    """
+    leaf = seen.rows.shape[1]
+    logits = query @ seen.node_key.t()
+    moment = query @ seen.spread
+    spread = (moment * query).sum(-1, keepdim=True).clamp_min(0).sqrt().clamp_min(LEAST_SPREAD)
+    if limit is None and near is not None:
+        behind = logits + math.log(leaf) + (0.5 * spread * spread).clamp_max(MOST_KNOWN_GAIN)
+        known = torch.cat((near[:, None], query @ seen.sink_key.t(), behind), dim=1).logsumexp(1)
+        limit = known - search.log_share
+    if limit is None:
+        raise ValueError("near or limit must be given, got neither")
+    searched = logits + search.reach * spread >= limit[:, None]
+    some = searched.any(0).nonzero().squeeze(1)
+    codes = Codes(*(part.index_select(0, some).flatten(0, 1) for part in seen.codes))
+    above = (coded_logits(query, codes) >= limit[:, None]).unflatten(1, (-1, leaf))
+    above &= searched.index_select(1, some)[..., None]
+    hits = torch.zeros_like(logits, dtype=torch.long).index_copy_(1, some, above.sum(-1))
+    asked, node, place = above.nonzero(as_tuple=True)
+    row = seen.rows[some.index_select(0, node), place]
+    gain, move = corrections(limit[:, None] - logits, spread)
+    return Found(asked, row, hits, gain, move, query @ seen.drift, limit, searched.sum() * leaf)
+
+
+class Weighed(NamedTuple):
+    """Logits of a block's sinks with stand-ins, `[t, S + M]`, and of the rows it reads, `[R]`."""
+
+    columns: Tensor
+    rows: Tensor
+
+
+def weigh(query: Tensor, seen: Seen, found: Found, row_key: Tensor) -> Weighed:
+    """Logits under which everything is counted; `row_key [R, D]` are the keys of the rows read."""
+    left = seen.rows.shape[1] - found.hits
+    stand_ins = query @ seen.node_key.t() + found.gain + left.clamp_min(1).to(query.dtype).log()
+    stand_ins = stand_ins.masked_fill(left == 0, -math.inf)
+    columns = torch.cat((query @ seen.sink_key.t(), stand_ins), dim=1)
+    return Weighed(columns, (query.index_select(0, found.query) * row_key).sum(-1))
+
+
+def row_sums(
+    weighed: Weighed, shift: Tensor, seen: Seen, found: Found, row_value: Tensor, dropout: Dropout | None
+) -> tuple[Tensor, Tensor]:
+    """`sum(w v) [t, Dv]` and `sum(w) [t]` with `w = exp(logit - shift)`; dropped weights count in the latter only."""
+    n_sinks = seen.sink_key.shape[0]
+    columns = torch.exp(weighed.columns - shift[:, None])
+    rows = torch.exp(weighed.rows - shift.index_select(0, found.query))
+    mass = columns.sum(1).index_add(0, found.query, rows)
+    if dropout is not None:
+        columns = columns * dropout.at("columns").factors(tuple(columns.shape), columns)
+        rows = rows * dropout.at("rows").factors(tuple(rows.shape), rows)
+    values = torch.cat((seen.sink_value, seen.node_value))
+    moved = (columns[:, n_sinks:] * found.move).sum(1, keepdim=True) * found.drift
+    return (columns @ values + moved).index_add(0, found.query, rows[:, None] * row_value), mass
+
+
+def highest(weighed: Weighed, found: Found, near: Tensor) -> Tensor:
+    """`[t]` the largest logit that a query counts, or what it read elsewhere; 0 where it sees nothing."""
+    columns = torch.cat((near[:, None], weighed.columns), dim=1).amax(1)
+    peak = columns.scatter_reduce(0, found.query, weighed.rows, "amax")
+    return peak.masked_fill(torch.isneginf(peak), 0.0)

@@ -1,0 +1,198 @@
+"""The far part in compiled code: the one place that calls it, with everything it may touch checked.
+
+Sources become the layouts of ops/native/routed.h: columns (sinks, then nodes) sixteen side by side, codes likewise.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from prescore.ops.native import library
+from prescore.routed.sources import Sources, View
+from prescore.routed.stand_ins import MOST_KNOWN_GAIN
+from prescore.types import Attended
+
+_WIDTH = 16
+_MOST_DIM = 256
+_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_POINTER, _SIZE, _REAL = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+
+
+class _Rows(ctypes.Structure):
+    _fields_ = (("data", _POINTER), ("at", _POINTER), ("step", _SIZE), ("type", _SIZE))
+
+
+_TABLES = ("columns", "column_values", "rows", "codes", "scales", "spread", "drift")
+_SIZES = ("lanes", "n_query", "dim", "value_dim", "leaf", "sinks", "sink_room", "room", "node_room", "pools")
+
+
+class Problem(ctypes.Structure):
+    """One call, as ops/native/routed.h has it."""
+
+    _fields_ = (
+        ("query", _POINTER),
+        ("key", _Rows),
+        ("value", _Rows),
+        *((name, _POINTER) for name in ("visible", "first", "stop", *_TABLES)),
+        *((name, _SIZE) for name in (*_SIZES, "nodes_per_pool")),
+        *((name, _REAL) for name in ("scale", "reach", "log_share", "most_gain")),
+        *((name, _POINTER) for name in ("output", "lse", "limit", "counts")),
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class Tables:
+    """Sources in the layouts of compiled code; `room` columns, a multiple of 16, of which the first are sinks."""
+
+    columns: Tensor
+    column_values: Tensor
+    rows: Tensor
+    codes: Tensor
+    scales: Tensor
+    spread: Tensor
+    drift: Tensor
+    sinks: int
+    sink_room: int
+
+
+def can_run(query: Tensor, sources: Sources, view: View) -> bool:
+    """Whether compiled code can run a call: all else is plain torch's."""
+    return (
+        runs_on(query, sources.value.shape[-1], sources.rows.shape[2])
+        and view.backend.name != "plain"
+        and view.backend.dropout is None
+    )
+
+
+def runs_on(query: Tensor, value_dim: int, leaf: int) -> bool:
+    """Whether it knows such queries, values and nodes, and is there at all."""
+    dims = (query.shape[-1], value_dim)
+    return (
+        query.device.type == "cpu"
+        and query.dtype in _TYPES
+        and all(dim % _WIDTH == 0 and 0 < dim <= _MOST_DIM for dim in dims)
+        and leaf % _WIDTH == 0
+        and library.load() is not None
+    )
+
+
+def attend(query: Tensor, sources: Sources, view: View, near: Attended) -> tuple[Attended, Tensor, Tensor]:
+    """The far part on top of what lies near, in place; also each query's limit, and counts."""
+    tables = make_tables(sources)
+    n_lanes, group, length, _ = query.shape
+    visible = view.visible.repeat_interleave(view.size, dim=1).repeat(1, group)
+    limit = torch.full_like(near.lse, torch.inf)
+    counts = torch.zeros(2, dtype=torch.long)
+    flat = (n_lanes, group * length)
+    run(
+        "prescore_routed_forward",
+        query.to(torch.float32).reshape(*flat, -1).contiguous(),
+        (sources.key, sources.value),
+        tables,
+        view,
+        (visible.contiguous(), None, None),
+        (near.output, near.lse, limit, counts),
+    )
+    return near, limit, counts
+
+
+def make_tables(sources: Sources) -> Tables:
+    """Columns and codes, sixteen side by side."""
+    n_sinks, n_nodes = sources.sink_key.shape[1], sources.node_key.shape[1]
+    sink_room = -(-n_sinks // _WIDTH) * _WIDTH
+    fill = -n_nodes % _WIDTH
+
+    def columns(sinks: Tensor, nodes: Tensor) -> Tensor:
+        return torch.cat((pad(sinks.float(), (0, 0, 0, sink_room - n_sinks)), pad(nodes, (0, 0, 0, fill))), dim=1)
+
+    keys = columns(sources.sink_key.detach(), sources.node_key.detach())
+    return Tables(
+        columns=keys.unflatten(1, (-1, _WIDTH)).transpose(2, 3).contiguous(),
+        column_values=columns(sources.sink_value.detach(), sources.node_value.detach()),
+        rows=sources.rows.to(torch.int32),
+        codes=side_by_side(sources.packed),
+        scales=sources.scales.unflatten(2, (-1, _WIDTH)).transpose(3, 4).contiguous(),
+        spread=sources.spread.contiguous(),
+        drift=sources.drift.contiguous(),
+        sinks=n_sinks,
+        sink_room=sink_room,
+    )
+
+
+def side_by_side(packed: Tensor) -> Tensor:
+    """Codes `[T, M, L, D / 2]` of keys -> `[T, M, L / 16, D / 8, 16, 4]`."""
+    return packed.unflatten(2, (-1, _WIDTH)).unflatten(4, (-1, 4)).transpose(3, 4).contiguous()
+
+
+def run(
+    name: str,
+    query: Tensor,
+    rows: tuple[Tensor, Tensor],
+    tables: Tables,
+    view: View,
+    seen: tuple[Tensor, Tensor | None, Tensor | None],
+    results: tuple[Tensor, Tensor, Tensor, Tensor],
+) -> None:
+    """Call the library.
+
+    Args:
+        name: The function.
+        query: `[T, n, D]`.
+        rows: Keys and values, `[T, N, D]`, rows of contiguous numbers.
+        tables: What was made of them.
+        view: Its `search`, `scale` and `nodes_per_chunk`.
+        seen: `[T, n]` int32: nodes that a query sees, first row and end of those it reads in any case.
+        results: Output `[T, n, Dv]`, lse and limit `[T, n]`, and two counts, all written.
+    """
+    loaded = library.load()
+    if loaded is None:
+        raise RuntimeError("compiled code must be there to run, got none")
+    _check(query, rows, tables, view, seen, results)
+    (key, value), (visible, first, stop), (output, lse, limit, counts) = rows, seen, results
+    starts = [torch.arange(t.shape[0]) * t.stride(0) for t in rows]
+    problem = Problem(
+        query=query.data_ptr(),
+        key=_Rows(key.data_ptr(), starts[0].data_ptr(), key.stride(1), _TYPES[key.dtype]),
+        value=_Rows(value.data_ptr(), starts[1].data_ptr(), value.stride(1), _TYPES[value.dtype]),
+        visible=visible.data_ptr(),
+        first=None if first is None else first.data_ptr(),
+        stop=None if stop is None else stop.data_ptr(),
+        **{name: getattr(tables, name).data_ptr() for name in _TABLES},
+        lanes=query.shape[0],
+        n_query=query.shape[1],
+        dim=query.shape[2],
+        value_dim=value.shape[2],
+        leaf=tables.rows.shape[2],
+        sinks=tables.sinks,
+        sink_room=tables.sink_room,
+        room=tables.column_values.shape[1],
+        node_room=tables.rows.shape[1],
+        pools=tables.spread.shape[1],
+        nodes_per_pool=view.nodes_per_chunk,
+        scale=view.scale,
+        reach=view.search.reach,
+        log_share=view.search.log_share,
+        most_gain=MOST_KNOWN_GAIN,
+        output=output.data_ptr(),
+        lse=lse.data_ptr(),
+        limit=limit.data_ptr(),
+        counts=counts.data_ptr(),
+    )
+    if getattr(loaded, name)(ctypes.byref(problem)):
+        raise MemoryError("compiled attention needs more memory than there is")
+
+
+def _check(
+    query: Tensor,
+    rows: tuple[Tensor, Tensor],
+    tables: Tables,
+    view: View,
+    seen: tuple[Tensor, Tensor | None, Tensor | None],
+    results: tuple[Tensor, Tensor, Tensor, Tensor],
+) -> None:
+    pass

@@ -1,0 +1,78 @@
+"""What queries of some lanes can see, and what is fixed about their call.
+
+A lane is one key head of one sequence, with the query heads that share it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor
+
+from prescore.ops.backend import Backend
+from prescore.routed.far import Search
+
+
+class Sources(NamedTuple):
+    """Everything that queries can see; `T` lanes, `N` keys, `S` sinks, `M` nodes of `L` keys.
+
+    Attributes:
+        key, value: `[T, N, D]` all rows.
+        sink_key, sink_value: `[T, S, D]`.
+        node_key, node_value: `[T, M, D]` means, in the accumulation dtype.
+        near_key, near_value: Causal: `[T, n + 1, t, D]`, the chunk before each block and its own. Else `[T, c, D]`,
+            the keys behind the last full chunk.
+        near_bias: `[T, c]` of 0, or -inf on padding; None = no padding.
+        rows: `[T, M, L]` positions of the nodes' keys.
+        packed, scales: Codes of the nodes' keys, `[T, M, L, D' / 2]` and `[T, M, L, 2]`.
+        spread: `[T, C, D, D]` covariance of keys within nodes, pooled over the first chunks.
+        drift: `[T, C, D, Dv]` that of keys and values.
+    """
+
+    key: Tensor
+    value: Tensor
+    sink_key: Tensor
+    sink_value: Tensor
+    node_key: Tensor
+    node_value: Tensor
+    near_key: Tensor
+    near_value: Tensor
+    near_bias: Tensor | None
+    rows: Tensor
+    packed: Tensor
+    scales: Tensor
+    spread: Tensor
+    drift: Tensor
+
+
+N_LEARNED = 8
+"""The first fields of `Sources`: gradients reach them."""
+
+
+@dataclass(frozen=True, eq=False)
+class View:
+    """What is fixed about a call on some lanes.
+
+    Attributes:
+        causal: Whether queries read chunks near them, or the keys behind the last full chunk.
+        size: Queries of a block, which see the same nodes.
+        visible: `[T, n]` int32 on the CPU: nodes that each block sees.
+        nodes_per_chunk: Of every chunk.
+        search: What is looked for.
+        scale: Factor of the logits.
+        backend: The operator for what lies near.
+    """
+
+    causal: bool
+    size: int
+    visible: Tensor
+    nodes_per_chunk: int
+    search: Search
+    scale: float
+    backend: Backend
+
+    @property
+    def n_blocks(self) -> int:
+        """Blocks of queries."""
+        return self.visible.shape[1]

@@ -1,0 +1,81 @@
+"""What is made of the keys once, before any query is seen: nodes, their codes, and how keys spread within nodes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from prescore.clustering.tree import bisection_tree
+from prescore.ops.backend import accumulation_dtype
+from prescore.routed.codes import Codes, encode_keys
+from prescore.routed.layout import Layout
+
+
+@dataclass(frozen=True, eq=False)
+class Nodes:
+    """Nodes of consecutive chunks; `T` lanes, `C` chunks, `M` nodes of `L` keys.
+
+    Attributes:
+        rows: `[T, M, L]` positions of the nodes' keys.
+        key: `[T, M, D]` means; gradients reach the keys.
+        value: `[T, M, Dv]` means; gradients reach the values.
+        codes: Of the keys, `[T, M, L]` of them.
+        spread: `[T, C, D, D]` covariance of keys within nodes, chunk by chunk.
+        drift: `[T, C, D, Dv]` covariance of keys and values within nodes.
+    """
+
+    rows: Tensor
+    key: Tensor
+    value: Tensor
+    codes: Codes
+    spread: Tensor
+    drift: Tensor
+
+
+def build_nodes(key: Tensor, value: Tensor, layout: Layout, begin: int, n_chunks: int) -> Nodes:
+    """Nodes of `n_chunks` chunks from position `begin` on.
+
+    Args:
+        key: `[T, N, D]` of lanes.
+        value: `[T, N, Dv]`.
+        layout: The geometry.
+        begin: Where the first chunk begins.
+        n_chunks: How many there are.
+    """
+    wide, n_lanes, dim = accumulation_dtype(key.dtype), key.shape[0], key.shape[-1]
+    span, stop = (n_lanes, n_chunks, layout.chunk), begin + n_chunks * layout.chunk
+    with torch.no_grad():
+        points = key[:, begin:stop].reshape(*span, dim)
+        order = bisection_tree(points, layout.levels) if points.numel() else _in_order(span, key)
+        start = torch.arange(n_chunks, device=key.device)[:, None] * layout.chunk + begin
+        rows = (order + start).view(n_lanes, -1, layout.leaf)
+    keys, values = (take_rows(t, rows).to(wide) for t in (key, value))
+    mean_key, mean_value = keys.mean(2), values.mean(2)
+    with torch.no_grad():
+        away, beside = (
+            (members - means[:, :, None]).view(*span, -1)
+            for members, means in ((keys, mean_key), (values, mean_value))
+        )
+        turned = away.transpose(2, 3) / layout.chunk
+        return Nodes(rows, mean_key, mean_value, encode_keys(keys), turned @ away, turned @ beside)
+
+
+def pooled(parts: Tensor) -> Tensor:
+    """`[T, C, ...]` of chunks -> means over the first 1, 2, ... chunks."""
+    count = torch.arange(1, parts.shape[1] + 1, device=parts.device, dtype=parts.dtype)
+    return parts.cumsum(1) / count[:, None, None]
+
+
+def take_rows(tensor: Tensor, rows: Tensor) -> Tensor:
+    """`[T, N, D]` and positions `[T, ...]` -> `[T, ..., D]`."""
+    if tensor.shape[0] == 1:
+        return tensor[0].index_select(0, rows.reshape(-1)).view(*rows.shape, -1)
+    start = torch.arange(0, rows.shape[0] * tensor.shape[1], tensor.shape[1], device=rows.device)
+    flat = rows + start.view(-1, *[1] * (rows.ndim - 1))
+    return tensor.reshape(-1, tensor.shape[-1]).index_select(0, flat.reshape(-1)).view(*rows.shape, -1)
+
+
+def _in_order(span: tuple[int, int, int], like: Tensor) -> Tensor:
+    return torch.arange(span[2], device=like.device).expand(span)
