@@ -60,23 +60,26 @@ def attend_routed(call: Call, config: Routed, *, explain: bool = False) -> Outco
 
 
 def _with_gaps(call: Call) -> Tensor | None:
-    """`[B]`: sequences whose queries have padding behind them, which chunks cannot express; None = none.
+    """`[B]`: sequences with padding between keys that a query sees, which chunks cannot express; None = none.
 
-    Trailing padding is no gap where each query has its own key: it lies in every real query's future.
+    Trailing padding is no gap without a causal mask, nor where each query has its own key: it lies in every real
+    query's future.
     """
-    if not call.is_causal or call.valid is None:
+    if call.valid is None:
         return None
     n_real = call.valid.sum(1)
     column = torch.arange(call.n_keys, device=call.valid.device)
     gaps = (call.valid != (column < n_real[:, None])).any(1) | (n_real == 0)
-    if call.n_query != call.n_keys:
+    if call.is_causal and call.n_query != call.n_keys:
         gaps = gaps | (n_real < call.query_start + call.n_query)
     return gaps if bool(gaps.any()) else None
 
 
 def _at_one_start(call: Call, config: Routed, gaps: Tensor | None) -> Answer:
     """A call whose rows all begin at one position; those in `gaps`, and short ones, read everything exactly."""
-    few = gaps if call.is_causal else _short(call, config)
+    few = gaps
+    if not call.is_causal:
+        few = _short(call, config) if gaps is None else _short(call, config) | gaps
     if few is None or not bool(few.any()):
         return attend_lanes(call, config)
     if bool(few.all()):
