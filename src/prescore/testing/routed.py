@@ -1,18 +1,21 @@
-"""Routed attention from its definition, in loops over sequences, heads and queries, with dense masks in float64.
+"""Routed attention from its definition, in loops over sequences, heads and queries, in float64.
 
-The oracle of `prescore.routed`, which shares the configuration with it and nothing else. `routed_weights` writes
-down which keys and which stand-ins every query counts, and how often; one dense softmax does the rest.
+The oracle of `prescore.routed`, which shares the configuration and the tree with it and nothing else. Each query
+tells which keys it counts and what its stand-ins are; one dense softmax, differentiable by autograd, does the rest.
 """
 
 from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from prescore.config import Routed
-from prescore.testing.dense import Weights, dense_attention
-from prescore.testing.routed_pieces import Behind, Cluster, Pieces
-from prescore.testing.routed_sequence import Sequence
+from prescore.testing.routed_far import Far, Sizes, coded_query
 from prescore.types import Attended
 
 
@@ -28,156 +31,196 @@ def routed_oracle(
 ) -> Attended:
     """What `prescored_attention` must give with this configuration, in float64 and differentiable by autograd.
 
-    Causal queries that are padding themselves are not specified behind the last real key.
+    Trees and codes are made in the precision of the inputs. Causal queries that are padding themselves are not
+    specified behind the last real key: they see nothing here.
     """
+    arguments = (query, key, value, config)
+    tables = routed_tables(*arguments, is_causal=is_causal, key_padding_mask=key_padding_mask, scale=scale)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
+    group = query.shape[1] // key.shape[1]
     if key_padding_mask is not None:  # padding may hold anything, and 0 * NaN is NaN
         key, value = (t.masked_fill(~key_padding_mask[:, None, :, None], 0.0) for t in (key, value))
-    weights = routed_weights(
-        query, key, value, config, is_causal=is_causal, key_padding_mask=key_padding_mask, scale=scale
-    )
-    return dense_attention(query, key, value, weights, scale=scale)
+    query, key, value = (t.double() for t in (query, key, value))
+    outputs, lses = query.new_zeros(*query.shape[:3], value.shape[-1]), query.new_zeros(query.shape[:3])
+    for (row, head), table in tables.items():
+        kind = head // group
+        found = table.attend(query[row, head] * scale, key[row, kind], value[row, kind])
+        place = (torch.tensor(row), torch.tensor(head))
+        outputs, lses = outputs.index_put(place, found.output), lses.index_put(place, found.lse)
+    return Attended(outputs, lses)
 
 
-def routed_weights(
+def routed_tables(
     query: Tensor,
     key: Tensor,
     value: Tensor,
     config: Routed,
     *,
     is_causal: bool,
-    key_padding_mask: Tensor | None,
-    scale: float,
-) -> Weights:
-    """Which keys and stand-ins each query counts; padded keys and values are finite."""
+    key_padding_mask: Tensor | None = None,
+    scale: float | None = None,
+) -> dict[tuple[int, int], Table]:
+    """What the queries of each sequence and query head count."""
     if config.tolerance is not None:
         raise ValueError(f"tolerance must be None for the oracle, which bounds nothing, got {config.tolerance}")
-    query, key, value = (t.detach().to(torch.float64) for t in (query, key, value))
-    batch, n_kv_heads, n_keys = key.shape[:3]
-    tables = []
-    for row in range(batch):
-        real = torch.ones(n_keys, dtype=torch.bool) if key_padding_mask is None else key_padding_mask[row]
-        queries = query[row].unflatten(0, (n_kv_heads, -1))
-        sequence = Sequence(queries, key[row], value[row], real, is_causal, config, scale)
-        tables += [HeadTable(sequence, head).fill() for head in range(n_kv_heads)]
-    return _stacked(tables, query, n_keys)
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    query, key, value = (t.detach() for t in (query, key, value))
+    group, n_keys = query.shape[1] // key.shape[1], key.shape[2]
+    tables = {}
+    for row in range(query.shape[0]):
+        mask = torch.ones(n_keys, dtype=torch.bool) if key_padding_mask is None else key_padding_mask[row]
+        sequence = Sequence.of(mask, query.shape[2], is_causal, config)
+        own = slice(sequence.shift, sequence.shift + len(sequence.real))
+        for kind in range(key.shape[1]):
+            keys, values = (t[row, kind, own].masked_fill(~sequence.real[:, None], 0.0) for t in (key, value))
+            far = Far.of(keys, values, sequence.sizes, sequence.most_chunks())
+            for head in range(kind * group, (kind + 1) * group):
+                tables[row, head] = make_table(sequence, query[row, head], keys, far, scale)
+    return tables
 
 
-class HeadTable:
-    """How often the queries of one key head count each key and each cluster's stand-in.
+@dataclass(frozen=True, eq=False)
+class Sequence:
+    """Where the queries of one sequence stand; positions count from its first real key.
 
     Attributes:
-        keys: `[G, Nq, Nk]`.
-        clusters: All that were seen.
-        stand_ins: For a query head and a query, numbers of clusters and how often each counts.
+        real: `[n]` which positions hold real keys.
+        shift: Padding before position 0.
+        start: Position of the first query; negative = before the first real key. Causal only.
+        n_query: Queries.
+        n_real_query: Those that are not padding themselves.
+        is_causal: Whether a query sees no later key.
+        config: The configuration.
     """
 
-    def __init__(self, sequence: Sequence, head: int) -> None:
-        self.sequence, self.sizes = sequence, sequence.sizes_of(head)
-        self.query, self.key = sequence.query[head], sequence.key[head]
-        self.keys = torch.zeros(*self.query.shape[:2], sequence.n_keys, dtype=torch.float64)
-        self.clusters: list[Cluster] = []
-        self.stand_ins: dict[tuple[int, int], tuple[list[int], list[float]]] = {}
+    real: Tensor
+    shift: int
+    start: int
+    n_query: int
+    n_real_query: int
+    is_causal: bool
+    config: Routed
 
-    def fill(self) -> HeadTable:
-        """Let every query look."""
-        sequence = self.sequence
-        if sequence.reads_all():
-            for i in range(sequence.n_query):
-                seen = sequence.start + i + 1 if sequence.is_causal else len(sequence.real)
-                self._read(slice(None), i, range(seen))
-        elif sequence.is_causal:
-            self._look_back()
-        else:
-            self._look_everywhere()
-        return self
+    @classmethod
+    def of(cls, mask: Tensor, n_query: int, is_causal: bool, config: Routed) -> Sequence:
+        """The sequence with these real keys, `mask [Nk]`."""
+        n_keys = len(mask)
+        shift = int(mask.nonzero()[0]) if bool(mask.any()) else 0
+        together = n_query == n_keys  # then a query is padding where its key is
+        n_real_query = int(mask.sum()) if together else n_query
+        return cls(mask[shift:], shift, n_keys - n_query - shift, n_query, n_real_query, is_causal, config)
 
-    def _look_everywhere(self) -> None:
-        """No causal mask: nothing is local, every query sees all pieces."""
-        sequence, sizes = self.sequence, self.sizes
-        n_pieces = -(-max(0, len(sequence.real) - sizes.sinks) // sizes.chunk)
-        behind = Pieces(self.key, sequence.real, sizes, n_pieces).everything()
-        for i in range(sequence.n_query):
-            self._read(slice(None), i, range(sizes.sinks))
-            self._route(i, behind)
+    @cached_property
+    def sizes(self) -> Sizes:
+        """The configured sizes, rounded."""
+        return Sizes.of(self.config)
 
-    def _look_back(self) -> None:
-        """Each query reads the sinks, its chunk up to itself and the one before; the others are pieces."""
-        sequence, sizes = self.sequence, self.sizes
-        positions = {i: sequence.start + i for i in range(sequence.n_query)}
-        positions = {i: position for i, position in positions.items() if 0 <= position < sequence.n_real}
-        n_pieces = {i: self._pieces_before(position) for i, position in positions.items()}
-        pieces = Pieces(self.key, sequence.real, sizes, max(n_pieces.values(), default=0))
-        behind = {n_seen: pieces.behind(n_seen) for n_seen in set(n_pieces.values())}
-        for i, position in positions.items():
-            local = sizes.sinks + n_pieces[i] * sizes.chunk if n_pieces[i] else 0
-            self._read(slice(None), i, range(local, position + 1))
-            if n_pieces[i]:
-                self._read(slice(None), i, range(sizes.sinks))
-                self._route(i, behind[n_pieces[i]])
+    @cached_property
+    def n_real(self) -> int:
+        """Real keys."""
+        return int(self.real.sum())
 
-    def _pieces_before(self, position: int) -> int:
-        if position < self.sequence.config.exact_until:
+    @cached_property
+    def reads_all(self) -> bool:
+        """Whether every query reads all keys that it may see."""
+        if not bool(self.real[: self.n_real].all()):
+            return True  # padding between real keys
+        if self.is_causal:
+            beside = self.n_query == len(self.real) + self.shift
+            return not beside and self.n_real < len(self.real)  # padding behind real keys, but before real queries
+        return self.n_real_query < self.config.exact_until or self.n_real < self.sizes.sinks + self.sizes.chunk
+
+    def chunks_seen(self, i: int) -> int:
+        """How many chunks are nodes for query `i`."""
+        if self.reads_all:
             return 0
-        return max(0, (position - self.sizes.sinks) // self.sizes.chunk - 1)
+        if not self.is_causal:
+            return (self.n_real - self.sizes.sinks) // self.sizes.chunk
+        position, exact = self.start + i, max(self.sizes.sinks + 2 * self.sizes.chunk, self.config.exact_until)
+        if position < exact or position >= self.n_real:
+            return 0
+        return (position - self.sizes.sinks) // self.sizes.chunk - 1
 
-    def _read(self, group: slice | int, i: int, places: range | list[int]) -> None:
-        """Count some keys once more, where they are real."""
-        real, shift = self.sequence.is_real, self.sequence.shift
-        there = [shift + place for place in places if place < len(real) and real[place]]
-        self.keys[group, i, torch.tensor(there, dtype=torch.int64)] += 1
+    def most_chunks(self) -> int:
+        """Chunks that some query sees as nodes."""
+        return max((self.chunks_seen(i) for i in range(self.n_query)), default=0)
 
-    def _route(self, i: int, behind: Behind) -> None:
-        """Single keys; the leaves below the best stand-ins; the stand-ins, less what is read of them."""
-        self._read(slice(None), i, behind.singles)
-        if not behind.clusters:
-            return
-        numbers = self._numbers(behind.clusters)
-        means = torch.stack([cluster.mean for cluster in behind.clusters])
-        counts = torch.tensor([len(cluster.keys) for cluster in behind.clusters], dtype=torch.float64)
-        for group, query in enumerate(self.query[:, i]):
-            scores = self.sequence.scale * means @ query + counts.log()
-            left: list[float] = counts.tolist()
-            read: list[int] = []
-            for place in scores.topk(min(self.sizes.n_chosen, len(scores))).indices.tolist():
-                leaf = _best_leaf(behind.clusters[place], query)
-                read += leaf.keys
-                left[place] -= len(leaf.keys)
-            self._read(group, i, read)
-            self.stand_ins[group, i] = (numbers, left)
-
-    def _numbers(self, clusters: list[Cluster]) -> list[int]:
-        known = {id(cluster): number for number, cluster in enumerate(self.clusters)}
-        for cluster in clusters:
-            if id(cluster) not in known:
-                known[id(cluster)] = len(self.clusters)
-                self.clusters.append(cluster)
-        return [known[id(cluster)] for cluster in clusters]
+    def read_anyway(self, i: int) -> Tensor:
+        """`[n]` keys that query `i` reads whatever it looks for."""
+        position = torch.arange(len(self.real))
+        begin, chunks = self.sizes.sinks, self.chunks_seen(i)
+        nodes = (position >= begin) & (position < begin + chunks * self.sizes.chunk)
+        read = self.real & ~nodes
+        if not self.is_causal:
+            return read
+        padding = not self.reads_all and self.start + i >= self.n_real
+        return read & (position <= self.start + i) & (not padding)
 
 
-def _best_leaf(cluster: Cluster, query: Tensor) -> Cluster:
-    """Down to the child of best mean, which stands for as many keys as the others, until there is none."""
-    while cluster.children:
-        scores = [float(child.mean @ query) for child in cluster.children]
-        cluster = cluster.children[scores.index(max(scores))]
-    return cluster
+class Table(NamedTuple):
+    """What the queries of one head count; `n` positions with `shift` of padding before, `M` nodes of `L` keys.
+
+    Attributes:
+        shift: Padding before position 0.
+        rows: `[M, L]` positions of the nodes' keys.
+        keys: `[Nq, n]` keys that count by themselves.
+        searched: `[Nq, M]` nodes whose keys were compared.
+        stand_ins: `[Nq, M]` what is added to the logits of the nodes' means; -inf = no stand-in.
+        move: `[Nq, M]` how many drifts a stand-in's value lies from its node's mean.
+        drift: `[Nq, Dv]`.
+    """
+
+    shift: int
+    rows: Tensor
+    keys: Tensor
+    searched: Tensor
+    stand_ins: Tensor
+    move: Tensor
+    drift: Tensor
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Attended:
+        """One softmax over keys and stand-ins; `query [Nq, D]` is scaled, `key [Nk, D]` has padding before."""
+        key, value = key[self.shift :], value[self.shift :]
+        logits = torch.cat(
+            (
+                (query @ key.T).masked_fill(~self.keys, -math.inf),
+                query @ key[self.rows].mean(1).T + self.stand_ins,
+            ),
+            dim=1,
+        )
+        # rows that see nothing are computed as if flat and then cleared: autograd through -inf - -inf is NaN
+        blind = torch.isneginf(logits).all(1)
+        logits = logits.masked_fill(blind[:, None], 0.0)
+        weights = logits.softmax(1)
+        moved = (weights[:, len(key) :] * self.move).sum(1, keepdim=True) * self.drift
+        output = weights @ torch.cat((value, value[self.rows].mean(1))) + moved
+        lse = logits.logsumexp(1).masked_fill(blind, -math.inf)
+        return Attended(output.masked_fill(blind[:, None], 0.0), lse)
 
 
-def _stacked(tables: list[HeadTable], query: Tensor, n_keys: int) -> Weights:
-    """The tables of all sequences and key heads as one, clusters filled up to the largest number."""
-    batch, n_heads, n_query = query.shape[:3]
-    most = max((len(table.clusters) for table in tables), default=0)
-    group = n_heads * batch // max(1, len(tables))
-    keys = torch.zeros(len(tables), group, n_query, n_keys, dtype=torch.float64)
-    means = torch.zeros(len(tables), group, most, n_keys, dtype=torch.float64)
-    stand_ins = torch.zeros(len(tables), group, n_query, most, dtype=torch.float64)
-    for number, table in enumerate(tables):
-        keys[number] = table.keys
-        for place, cluster in enumerate(table.clusters):
-            own = [table.sequence.shift + key for key in cluster.keys]
-            means[number, :, place, own] = 1 / len(own)
-        for (head, i), (places, counts) in table.stand_ins.items():
-            stand_ins[number, head, i, places] = torch.tensor(counts, dtype=torch.float64)
-    shapes = ((batch, n_heads, n_query, n_keys), (batch, n_heads, most, n_keys), (batch, n_heads, n_query, most))
-    keys, means, stand_ins = (t.view(shape) for t, shape in zip((keys, means, stand_ins), shapes, strict=True))
-    return Weights(keys.log(), means, stand_ins.log())
+def make_table(sequence: Sequence, query: Tensor, key: Tensor, far: Far, scale: float) -> Table:
+    """Let every query of one head look; `query [Nq, D]` and `key [n, D]` as they were given."""
+    n_query, n_nodes = sequence.n_query, far.rows.shape[0]
+    scaled = query.double() * scale
+    coded = coded_query((query if query.dtype == torch.float64 else query.float()) * scale)
+    logits = scaled @ key.double().T
+    anyway = [sequence.read_anyway(i) for i in range(n_query)]
+    table = Table(
+        sequence.shift,
+        far.rows,
+        torch.stack(anyway) if anyway else torch.zeros(0, len(key), dtype=torch.bool),
+        torch.zeros(n_query, n_nodes, dtype=torch.bool),
+        torch.full((n_query, n_nodes), -math.inf, dtype=torch.float64),
+        torch.zeros(n_query, n_nodes, dtype=torch.float64),
+        torch.zeros(n_query, far.beside.shape[-1], dtype=torch.float64),
+    )
+    for i in range(n_query):
+        seen = far.first(sequence.chunks_seen(i) * 2**sequence.sizes.levels)
+        if not len(seen.rows):
+            continue
+        look = seen.look(scaled[i], coded[i], logits[i, table.keys[i]], sequence.config.rows)
+        table.keys[i, seen.rows[look.read]] = True
+        for whole, own in zip(table[3:6], look[:1] + look[2:4], strict=True):
+            whole[i, : len(own)] = own
+        table.drift[i] = look.drift
+    return table

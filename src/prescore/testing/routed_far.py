@@ -1,0 +1,158 @@
+"""What one query makes of the chunks that it sees as nodes, from the definition and without any table.
+
+A part of the oracle in `prescore.testing.routed`. It shares the tree with the engine and nothing else: spread and
+drift are sums over single keys, codes are whole numbers beside their scales.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import softplus
+
+from prescore.clustering.tree import bisection_tree
+from prescore.config import Routed
+
+
+class Sizes(NamedTuple):
+    """Lengths in keys; a chunk is `2 ** levels` nodes of `leaf` keys."""
+
+    sinks: int
+    levels: int
+    leaf: int
+
+    @property
+    def chunk(self) -> int:
+        """Keys of a chunk."""
+        return self.leaf * 2**self.levels
+
+    @classmethod
+    def of(cls, config: Routed) -> Sizes:
+        """Halve the chunk until no piece is larger than asked for; what does not divide is left off."""
+        levels = 0
+        while config.leaf_size * 2**levels < config.chunk_size:
+            levels += 1
+        return cls(config.sinks, levels, max(1, config.chunk_size // 2**levels))
+
+
+class Look(NamedTuple):
+    """What a query reads of `M` nodes of `L` keys, and how it counts the others.
+
+    Attributes:
+        searched: `[M]` nodes whose keys were compared.
+        read: `[M, L]` keys that count by themselves.
+        stand_ins: `[M]` what the stand-ins' logits are above those of the means; -inf = all keys were read.
+        move: `[M]` how many drifts the stand-ins' values lie from the means.
+        drift: `[Dv]`.
+    """
+
+    searched: Tensor
+    read: Tensor
+    stand_ins: Tensor
+    move: Tensor
+    drift: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Far:
+    """The first chunks of one key head as nodes, in float64 and without gradients.
+
+    Attributes:
+        rows: `[M, L]` positions of the nodes' keys.
+        mean: `[M, D]` of their keys.
+        away: `[M, L, D]` keys less the mean of their node.
+        beside: `[M, L, Dv]` values less the mean of their node.
+        codes: `[M, L, D']` keys as they are compared: whole numbers times the scale of their half.
+    """
+
+    rows: Tensor
+    mean: Tensor
+    away: Tensor
+    beside: Tensor
+    codes: Tensor
+
+    @classmethod
+    def of(cls, key: Tensor, value: Tensor, sizes: Sizes, n_chunks: int) -> Far:
+        """Nodes of `key [N, D]` and `value [N, Dv]`, tree and codes in the precision that the keys come in."""
+        rows = [torch.zeros(0, sizes.leaf, dtype=torch.int64)]
+        for begin in range(sizes.sinks, sizes.sinks + n_chunks * sizes.chunk, sizes.chunk):
+            order = bisection_tree(key[begin : begin + sizes.chunk], sizes.levels)
+            rows.append(begin + order.view(-1, sizes.leaf))
+        places = torch.cat(rows)
+        keys, values = key[places], value[places].double()
+        wide = keys.double()
+        mean = wide.mean(1)
+        return cls(places, mean, wide - mean[:, None], values - values.mean(1, keepdim=True), coded_keys(keys))
+
+    def first(self, n_nodes: int) -> Far:
+        """The first nodes alone."""
+        return Far(*(t[:n_nodes] for t in (self.rows, self.mean, self.away, self.beside, self.codes)))
+
+    def look(self, query: Tensor, coded: Tensor, exact: Tensor, rows: int) -> Look:
+        """What a query reads.
+
+        Args:
+            query: `[D]` in float64, times the scale of the logits.
+            coded: `[D']` the same as it is compared.
+            exact: Logits of the keys that it reads in any case.
+            rows: Of the configuration.
+        """
+        leaf = self.rows.shape[1]
+        apart = self.away @ query
+        deviation = max(math.sqrt(float(apart.square().mean())), 1e-3)
+        drift = (apart[..., None] * self.beside).mean((0, 1))
+        logits = self.mean @ query
+        nodes = logits + math.log(leaf) + min(deviation**2 / 2, 4.0)
+        known = torch.cat((exact, nodes)).logsumexp(0)
+        limit = known - math.log(2 * rows) if rows else torch.full_like(known, math.inf)
+        searched = logits + 3 * deviation >= limit
+        read = searched[:, None] & (self.codes @ coded >= limit)
+        gain, move = normal_rest(limit - logits, deviation)
+        left = leaf - read.sum(1).double()
+        return Look(searched, read, left.log() + gain, move, drift)
+
+
+def normal_rest(distance: Tensor, deviation: float) -> tuple[Tensor, Tensor]:
+    """What is left of normal logits below a limit: the gain over their mean, and the share of the drift."""
+    far = distance / deviation
+    gain = deviation**2 / 2 + log_phi(far - deviation) - log_phi(far)
+    move = 1 - log_phi_slope(far - deviation) / deviation
+    return gain.clamp(-2, 2), move.clamp(-1, 1)
+
+
+def log_phi(x: Tensor) -> Tensor:
+    """About the log of the normal distribution function."""
+    x = x.clamp(-4, 8)
+    return -softplus(-(1.5976 * x + 0.07056 * x**3))
+
+
+def log_phi_slope(x: Tensor) -> Tensor:
+    """Its derivative."""
+    x = x.clamp(-4, 8)
+    return torch.sigmoid(-(1.5976 * x + 0.07056 * x**3)) * (1.5976 + 3 * 0.07056 * x**2)
+
+
+def coded_keys(key: Tensor) -> Tensor:
+    """Keys `[..., D]` rounded to four bits, as float64 `[..., D']`: each half of the dimensions has a scale."""
+    halves = _filled(key).unflatten(-1, (2, -1))
+    scale = halves.abs().amax(-1, keepdim=True) / 7.5
+    numbers = (halves / scale.masked_fill(scale == 0, 1.0)).round().clamp(-8, 7)
+    return (numbers.double() * scale.double()).flatten(-2)
+
+
+def coded_query(query: Tensor) -> Tensor:
+    """Queries `[..., D]`, already scaled, rounded to six bits, as float64 `[..., D']`."""
+    query = _filled(query)
+    scale = query.abs().amax(-1, keepdim=True) / 31
+    return (query / scale.masked_fill(scale == 0, 1.0)).round().double() * scale.double()
+
+
+def _filled(rows: Tensor) -> Tensor:
+    """Zeros up to a multiple of 16 dimensions, at least in float32."""
+    rows = rows if rows.dtype == torch.float64 else rows.float()
+    n_fill = -rows.shape[-1] % 16
+    return torch.cat((rows, rows.new_zeros(*rows.shape[:-1], n_fill)), dim=-1)
