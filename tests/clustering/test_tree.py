@@ -55,3 +55,10 @@ def test_equal_points_keep_their_order():
 def test_indivisible_points_are_refused():
     with pytest.raises(ValueError, match="multiple of 8 for 3 levels, got 12"):
         bisection_tree(torch.zeros(12, 2), 3)
+
+
+def test_points_may_lie_apart_in_memory():
+    whole = torch.randn(3, 70, 4, generator=torch.Generator().manual_seed(4))
+    points = whole[:, 5:37]  # a piece of each of three sequences
+    assert not points.is_contiguous()
+    assert torch.equal(bisection_tree(points, 3), bisection_tree(points.contiguous(), 3))
