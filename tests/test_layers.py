@@ -31,7 +31,7 @@ MAY_IMPORT = {
     "baselines": BELOW_API | {"api"},
     "decoding": BELOW_API | {"api", "hyper", "routed"},
     "integrations": LOW | {"config", "call", "api", "decoding"},
-    "testing": LOW | {"config", "scorers", "selection", "prescoring"},
+    "testing": LOW | {"config", "clustering", "scorers", "selection", "prescoring"},
     "evaluation": BELOW_API
     | {"api", "baselines", "decoding", "integrations", "testing", "records", "causal_sizes"},
     "report": {"records", "causal_sizes", "values"},

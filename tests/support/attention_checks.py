@@ -44,10 +44,10 @@ def call_of(query, key, value, mask=None, *, is_causal, scale=None, seed=0):
     )
 
 
-def lanes(query, key, value, config, *, is_causal=True, valid=None, scale=None, explain=False):
+def lanes(query, key, value, config, *, is_causal=True, valid=None, scale=None):
     """Routed attention of sequences that begin at one position: result and figures."""
     call = call_of(query, key, value, valid, is_causal=is_causal, scale=scale)
-    return attend_lanes(call, config, explain)
+    return attend_lanes(call, config)
 
 
 def hidden(tensor, mask, fill):

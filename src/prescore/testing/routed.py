@@ -1,7 +1,7 @@
 """Routed attention from its definition, in loops over sequences, heads and queries, in float64.
 
 The oracle of `prescore.routed`, which shares the configuration and the tree with it and nothing else. Each query
-tells which keys it counts and what its stand-ins are; one dense softmax, differentiable by autograd, does the rest.
+tells which keys it counts and what its stand-ins are; one dense softmax does the rest. Autograd goes through.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def routed_tables(
     is_causal: bool,
     key_padding_mask: Tensor | None = None,
     scale: float | None = None,
-) -> dict[tuple[int, int], Table]:
+) -> dict[tuple[int, int], HeadTable]:
     """What the queries of each sequence and query head count."""
     if config.tolerance is not None:
         raise ValueError(f"tolerance must be None for the oracle, which bounds nothing, got {config.tolerance}")
@@ -157,7 +157,7 @@ class Sequence:
         return read & (position <= self.start + i) & (not padding)
 
 
-class Table(NamedTuple):
+class HeadTable(NamedTuple):
     """What the queries of one head count; `n` positions with `shift` of padding before, `M` nodes of `L` keys.
 
     Attributes:
@@ -198,14 +198,14 @@ class Table(NamedTuple):
         return Attended(output.masked_fill(blind[:, None], 0.0), lse)
 
 
-def make_table(sequence: Sequence, query: Tensor, key: Tensor, far: Far, scale: float) -> Table:
+def make_table(sequence: Sequence, query: Tensor, key: Tensor, far: Far, scale: float) -> HeadTable:
     """Let every query of one head look; `query [Nq, D]` and `key [n, D]` as they were given."""
     n_query, n_nodes = sequence.n_query, far.rows.shape[0]
     scaled = query.double() * scale
     coded = coded_query((query if query.dtype == torch.float64 else query.float()) * scale)
     logits = scaled @ key.double().T
     anyway = [sequence.read_anyway(i) for i in range(n_query)]
-    table = Table(
+    table = HeadTable(
         sequence.shift,
         far.rows,
         torch.stack(anyway) if anyway else torch.zeros(0, len(key), dtype=torch.bool),

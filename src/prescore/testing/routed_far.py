@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import softplus
 
 from prescore.clustering.tree import bisection_tree
 from prescore.config import Routed
@@ -28,7 +27,7 @@ class Sizes(NamedTuple):
     @property
     def chunk(self) -> int:
         """Keys of a chunk."""
-        return self.leaf * 2**self.levels
+        return self.leaf << self.levels
 
     @classmethod
     def of(cls, config: Routed) -> Sizes:
@@ -127,7 +126,7 @@ def normal_rest(distance: Tensor, deviation: float) -> tuple[Tensor, Tensor]:
 def log_phi(x: Tensor) -> Tensor:
     """About the log of the normal distribution function."""
     x = x.clamp(-4, 8)
-    return -softplus(-(1.5976 * x + 0.07056 * x**3))
+    return -torch.log1p(torch.exp(-(1.5976 * x + 0.07056 * x**3)))
 
 
 def log_phi_slope(x: Tensor) -> Tensor:
@@ -138,8 +137,8 @@ def log_phi_slope(x: Tensor) -> Tensor:
 
 def coded_keys(key: Tensor) -> Tensor:
     """Keys `[..., D]` rounded to four bits, as float64 `[..., D']`: each half of the dimensions has a scale."""
-    halves = _filled(key).unflatten(-1, (2, -1))
-    scale = halves.abs().amax(-1, keepdim=True) / 7.5
+    halves: Tensor = _filled(key).unflatten(-1, (2, -1))
+    scale: Tensor = halves.abs().amax(-1, keepdim=True) / 7.5
     numbers = (halves / scale.masked_fill(scale == 0, 1.0)).round().clamp(-8, 7)
     return (numbers.double() * scale.double()).flatten(-2)
 
