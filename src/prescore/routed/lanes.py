@@ -50,13 +50,18 @@ def attend_lanes(call: Call, config: Routed) -> Answer:
     if n_exact or not layout.n_query:
         results.append(_beginning(call, layout, n_exact))
     if n_exact < layout.n_query:
-        attended, counts = _attend_heads(call, layout, n_exact, Search(SHARE_PER_ROW * config.rows))
+        attended, counts = _attend_heads(call, layout, n_exact, search_of(config))
         results.append(attended)
         _count(figures, layout, n_exact, counts / attended.lse.numel())
     whole = results[0]
     if len(results) > 1:
         whole = Attended(*(torch.cat(tensors, dim=2) for tensors in zip(*results, strict=True)))
     return Answer(whole, figures)
+
+
+def search_of(config: Routed) -> Search:
+    """What is looked for with so many rows."""
+    return Search(float(SHARE_PER_ROW * config.rows))
 
 
 def exact_answer(call: Call, config: Routed) -> Answer:

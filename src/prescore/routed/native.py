@@ -45,6 +45,21 @@ class Problem(ctypes.Structure):
     )
 
 
+class Gradients(ctypes.Structure):
+    """What the backward function reads and adds to, as ops/native/backward.c has it."""
+
+    _fields_ = (
+        *((name, _POINTER) for name in ("grad", "product", "column_keys", "value_columns")),
+        *((name, _POINTER) for name in ("query", "key", "value", "column_key", "column_value")),
+        ("parts", _SIZE),
+        ("n_keys", _SIZE),
+    )
+
+
+_PARTS = 4
+"""Sums of gradients that are kept apart, for as many threads; a constant, so that results depend on no machine."""
+
+
 @dataclass(frozen=True, eq=False)
 class Tables:
     """Sources in the layouts of compiled code; `room` columns, a multiple of 16, of which the first are sinks."""
@@ -101,6 +116,68 @@ def attend(query: Tensor, sources: Sources, view: View, near: Attended) -> tuple
     return near, limit, counts
 
 
+def step(
+    query: Tensor, rows: tuple[Tensor, Tensor], tables: Tables, view: View, near: int
+) -> tuple[Attended, float]:
+    """One query `[T, G, 1, D]` over keys and values `[B, Hkv, N, D]`, those from `near` on in any case.
+
+    Returns:
+        The result, and the rows found by a query on average.
+    """
+    n_lanes, group, _, _ = query.shape
+    output = torch.zeros(n_lanes, group, rows[1].shape[-1])
+    lse = torch.full((n_lanes, group), -torch.inf)
+    counts = torch.zeros(2, dtype=torch.long)
+    shape, number = (n_lanes, group), torch.int32
+    seen = (
+        view.visible.expand(shape).contiguous(),
+        torch.full(shape, near, dtype=number),
+        torch.full(shape, rows[0].shape[2], dtype=number),
+    )
+    asked = query.to(torch.float32).reshape(n_lanes, group, -1).contiguous()
+    run("prescore_routed_forward", asked, rows, tables, view, seen, (output, lse, torch.empty_like(lse), counts))
+    found = Attended(output[:, :, None].to(rows[1].dtype), lse[..., None])
+    return found, int(counts[1]) / lse.numel()
+
+
+def attend_backward(
+    grad: Tensor, query: Tensor, sources: Sources, view: View, merged: Attended, limit: Tensor, sums: list[Tensor]
+) -> None:
+    """Add the gradients of the far part to `sums`, of the query and the learned sources."""
+    tables = make_tables(sources)
+    n_lanes, group, length, dim = query.shape
+    flat, n_keys, wide = (n_lanes, group * length), sources.key.shape[1], sources.value.shape[-1]
+    room = tables.column_values.shape[1]
+    grads = grad.to(torch.float32).contiguous()
+    product = (grads * merged.output).sum(-1)
+    parts = [
+        torch.zeros(_PARTS, n_lanes, n_rows, size) for n_rows in (n_keys, room) for size in (dim, wide)
+    ]
+    column_keys = tables.columns.transpose(2, 3).flatten(1, 2).contiguous()
+    value_columns = tables.column_values.unflatten(1, (-1, _WIDTH)).transpose(2, 3).contiguous()
+    more = Gradients(
+        grad=grads.data_ptr(),
+        product=product.data_ptr(),
+        column_keys=column_keys.data_ptr(),
+        value_columns=value_columns.data_ptr(),
+        query=sums[0].data_ptr(),
+        **{name: t.data_ptr() for name, t in zip(("key", "value", "column_key", "column_value"), parts, strict=True)},
+        parts=_PARTS,
+        n_keys=n_keys,
+    )
+    visible = view.visible.repeat_interleave(view.size, dim=1).repeat(1, group).contiguous()
+    asked = query.to(torch.float32).reshape(*flat, -1).contiguous()
+    counts = torch.zeros(2, dtype=torch.long)
+    results = (grads.view(*flat, wide), merged.lse, limit, counts)  # the output is not looked at
+    run("prescore_routed_backward", asked, (sources.key, sources.value), tables, view, (visible, None, None), results, more)
+    key, value, column_key, column_value = (part.sum(0) for part in parts)
+    n_sinks, n_nodes = tables.sinks, sources.node_key.shape[1]
+    nodes = slice(tables.sink_room, tables.sink_room + n_nodes)
+    own = (key, value, column_key[:, :n_sinks], column_value[:, :n_sinks], column_key[:, nodes], column_value[:, nodes])
+    for total, part in zip(sums[1:7], own, strict=True):
+        total += part
+
+
 def make_tables(sources: Sources) -> Tables:
     """Columns and codes, sixteen side by side."""
     n_sinks, n_nodes = sources.sink_key.shape[1], sources.node_key.shape[1]
@@ -137,28 +214,30 @@ def run(
     view: View,
     seen: tuple[Tensor, Tensor | None, Tensor | None],
     results: tuple[Tensor, Tensor, Tensor, Tensor],
+    gradients: Gradients | None = None,
 ) -> None:
     """Call the library.
 
     Args:
         name: The function.
         query: `[T, n, D]`.
-        rows: Keys and values, `[T, N, D]`, rows of contiguous numbers.
+        rows: Keys and values, `[T, N, D]` or `[B, Hkv, N, D]`, numbers of a row side by side.
         tables: What was made of them.
         view: Its `search`, `scale` and `nodes_per_chunk`.
         seen: `[T, n]` int32: nodes that a query sees, first row and end of those it reads in any case.
-        results: Output `[T, n, Dv]`, lse and limit `[T, n]`, and two counts, all written.
+        results: Output `[T, n, Dv]`, lse and limit `[T, n]`, and two counts, all written by the forward function.
+        gradients: For the backward function.
     """
     loaded = library.load()
     if loaded is None:
         raise RuntimeError("compiled code must be there to run, got none")
     _check(query, rows, tables, view, seen, results)
     (key, value), (visible, first, stop), (output, lse, limit, counts) = rows, seen, results
-    starts = [torch.arange(t.shape[0]) * t.stride(0) for t in rows]
+    starts = [_starts(t) for t in rows]
     problem = Problem(
         query=query.data_ptr(),
-        key=_Rows(key.data_ptr(), starts[0].data_ptr(), key.stride(1), _TYPES[key.dtype]),
-        value=_Rows(value.data_ptr(), starts[1].data_ptr(), value.stride(1), _TYPES[value.dtype]),
+        key=_Rows(key.data_ptr(), starts[0].data_ptr(), key.stride(-2), _TYPES[key.dtype]),
+        value=_Rows(value.data_ptr(), starts[1].data_ptr(), value.stride(-2), _TYPES[value.dtype]),
         visible=visible.data_ptr(),
         first=None if first is None else first.data_ptr(),
         stop=None if stop is None else stop.data_ptr(),
@@ -166,7 +245,7 @@ def run(
         lanes=query.shape[0],
         n_query=query.shape[1],
         dim=query.shape[2],
-        value_dim=value.shape[2],
+        value_dim=value.shape[-1],
         leaf=tables.rows.shape[2],
         sinks=tables.sinks,
         sink_room=tables.sink_room,
@@ -183,8 +262,17 @@ def run(
         limit=limit.data_ptr(),
         counts=counts.data_ptr(),
     )
-    if getattr(loaded, name)(ctypes.byref(problem)):
+    given = (problem,) if gradients is None else (problem, gradients)
+    if getattr(loaded, name)(*(ctypes.byref(part) for part in given)):
         raise MemoryError("compiled attention needs more memory than there is")
+
+
+def _starts(rows: Tensor) -> Tensor:
+    """How many numbers lie before the first row of each lane."""
+    starts = torch.arange(rows.shape[0]) * rows.stride(0)
+    if rows.ndim == 4:
+        starts = (starts[:, None] + torch.arange(rows.shape[1]) * rows.stride(1)).flatten()
+    return starts
 
 
 def _check(
