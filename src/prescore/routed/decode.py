@@ -1,8 +1,8 @@
 """Routed attention one token at a time: nodes of the past are kept, only what a step looks for is read.
 
-The caller owns keys and values and passes all of them; the index holds what was derived from them. New tokens stay in
-the exactly read local part until their chunk is far enough behind, then it becomes nodes. A step costs stand-ins, codes
-of the nodes it searches, and the rows it reads, not the length of the sequence.
+The caller owns keys and values and passes all of them; the index holds what was derived from them. New tokens stay
+in the exactly read local part until their chunk is far enough behind, then it becomes nodes. A step costs
+stand-ins, codes of the nodes it searches, and the rows it reads, not the length of the sequence.
 """
 
 from __future__ import annotations
@@ -123,11 +123,11 @@ class _Lockstep:
         grouped = query.reshape(-1, query.shape[1] // key.shape[1], 1, query.shape[-1])
         if layout.n_chunks:
             with torch.no_grad():
-                self._extend(key, value, layout)
-                attended, found = self._attend_far(grouped, key, value, layout, backend)
+                self._past = self._extended(key, value, layout)
+                attended, found = self._attend_far(self._past, grouped, key, value, layout, backend)
         else:
-            near = (t[:, :, self._start :].flatten(0, 1)[:, None] for t in (key, value))
-            attended, found = backend.forward(Tile(grouped, *near, self._scale)), 0.0
+            near_key, near_value = (t[:, :, self._start :].flatten(0, 1)[:, None] for t in (key, value))
+            attended, found = backend.forward(Tile(grouped, near_key, near_value, self._scale)), 0.0
         self.n_read = float(layout.rows_in_any_case()) + found
         shape = query.shape[:3]
         return Attended(attended.output.reshape(*shape, -1), attended.lse.reshape(shape))
@@ -146,7 +146,8 @@ class _Lockstep:
             return
 
         def moved(tensor: Tensor) -> Tensor:
-            return tensor.unflatten(0, (rows.shape[0], -1)).index_select(0, rows).flatten(0, 1)
+            apart: Tensor = tensor.unflatten(0, (rows.shape[0], -1)).index_select(0, rows)
+            return apart.flatten(0, 1)
 
         nodes, before = self._past.nodes, self._past.before
         codes = type(nodes.codes)(*(moved(part) for part in nodes.codes))
@@ -155,14 +156,14 @@ class _Lockstep:
             self._past, nodes=Nodes(**own, codes=codes), before=(moved(before[0]), moved(before[1])), tables=None
         )
 
-    def _extend(self, key: Tensor, value: Tensor, layout: Layout) -> None:
-        """Make nodes of the chunks that are far enough behind by now."""
+    def _extended(self, key: Tensor, value: Tensor, layout: Layout) -> _Past:
+        """With nodes of all chunks that are far enough behind by now."""
         past = self._past
         if past is not None and layout.n_chunks < past.n_chunks - 1:
-            past = self._past = None
+            past = None
         done = 0 if past is None else past.n_chunks
-        if layout.n_chunks <= done:
-            return
+        if past is not None and layout.n_chunks <= done:
+            return past
         begin = self._start + layout.sinks + done * layout.chunk
         span = slice(begin, begin + (layout.n_chunks - done) * layout.chunk)
         some_keys, some_values = (t[:, :, span].flatten(0, 1) for t in (key, value))
@@ -177,14 +178,13 @@ class _Lockstep:
             parts = _tensors(new)
         rows, keys, values, *codes = parts
         nodes = Nodes(rows, keys, values, type(new.codes)(*codes), sums[0], sums[1])
-        self._past = _Past(layout.n_chunks, nodes, (sums[0] - last[0], sums[1] - last[1]))
+        return _Past(layout.n_chunks, nodes, (sums[0] - last[0], sums[1] - last[1]))
 
     def _attend_far(
-        self, query: Tensor, key: Tensor, value: Tensor, layout: Layout, backend: Backend
+        self, past: _Past, query: Tensor, key: Tensor, value: Tensor, layout: Layout, backend: Backend
     ) -> tuple[Attended, float]:
         """The step of `query [T, G, 1, D]`, and the rows that each query found on average."""
-        assert self._past is not None
-        past, n_lanes, n_nodes = self._past, query.shape[0], layout.n_chunks * layout.nodes_per_chunk
+        n_lanes, n_nodes = query.shape[0], layout.n_chunks * layout.nodes_per_chunk
         visible = torch.full((n_lanes, 1), n_nodes, dtype=torch.int32)
         sums = past.before if layout.n_chunks < past.n_chunks else (past.nodes.spread, past.nodes.drift)
         spread, drift = (total / layout.n_chunks for total in sums)
@@ -198,7 +198,7 @@ class _Lockstep:
                 self._past = replace(past, tables=tables)
             return native.step(query, (key, value), replace(tables, spread=spread, drift=drift), view, near)
         sources = self._sources(key, value, past.nodes, layout, spread, drift)
-        tile = Tile(query, *(t[:, None, near:] for t in (sources.key, sources.value)), self._scale)
+        tile = Tile(query, sources.key[:, None, near:], sources.value[:, None, near:], self._scale)
         wide = accumulation_dtype(query.dtype)
         found = Attended(*(t.to(wide) for t in backend.forward(tile)))
         whole, _, counts = plain.attend(query, sources, view, found)

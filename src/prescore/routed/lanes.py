@@ -209,7 +209,7 @@ def _sources(lane: Lane, layout: Layout, frame: Frame) -> Sources:
         tail = layout.sinks + layout.n_chunks * layout.chunk
         near_key, near_value = (t[:, tail:] for t in (lane.key, lane.value))
     else:
-        near_key, near_value, near_bias = _tails(lane, layout)
+        near_key, near_value, near_bias = _tails(lane, lane.valid, layout)
     return Sources(
         key=lane.key,
         value=lane.value,
@@ -238,12 +238,11 @@ def _chunks(tensor: Tensor, layout: Layout, frame: Frame) -> Tensor:
     return tail.contiguous().view(-1, frame.n_blocks + 1, layout.chunk, tensor.shape[-1])
 
 
-def _tails(lane: Lane, layout: Layout) -> tuple[Tensor, Tensor, Tensor]:
+def _tails(lane: Lane, valid: Tensor, layout: Layout) -> tuple[Tensor, Tensor, Tensor]:
     """Keys and values behind the last full chunk of lanes that differ in length, and a bias that hides filler."""
-    assert lane.valid is not None
     first = layout.sinks + chunks_of(lane, layout) * layout.chunk
     place = first[:, None] + torch.arange(layout.chunk, device=first.device)
-    inside = place < lane.valid.sum(1, keepdim=True)
+    inside = place < valid.sum(1, keepdim=True)
     place = place.clamp_max(layout.n_key - 1)[..., None]
     near = (t.gather(1, place.expand(-1, -1, t.shape[-1])) for t in (lane.key, lane.value))
     bias = torch.zeros(inside.shape, dtype=lane.key.dtype, device=first.device).masked_fill(~inside, -torch.inf)

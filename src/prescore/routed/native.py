@@ -1,6 +1,7 @@
 """The far part in compiled code: the one place that calls it, with everything it may touch checked.
 
-Sources become the layouts of ops/native/routed.h: columns (sinks, then nodes) sixteen side by side, codes likewise.
+Sources become the layouts of ops/native/routed.h: columns (sinks, then nodes) sixteen side by side, codes
+likewise.
 """
 
 from __future__ import annotations
@@ -73,6 +74,7 @@ class Tables:
     drift: Tensor
     sinks: int
     sink_room: int
+    row_stop: int
 
 
 def can_run(query: Tensor, sources: Sources, view: View) -> bool:
@@ -150,9 +152,7 @@ def attend_backward(
     room = tables.column_values.shape[1]
     grads = grad.to(torch.float32).contiguous()
     product = (grads * merged.output).sum(-1)
-    parts = [
-        torch.zeros(_PARTS, n_lanes, n_rows, size) for n_rows in (n_keys, room) for size in (dim, wide)
-    ]
+    parts = [torch.zeros(_PARTS, n_lanes, n_rows, size) for n_rows in (n_keys, room) for size in (dim, wide)]
     column_keys = tables.columns.transpose(2, 3).flatten(1, 2).contiguous()
     value_columns = tables.column_values.unflatten(1, (-1, _WIDTH)).transpose(2, 3).contiguous()
     more = Gradients(
@@ -161,7 +161,10 @@ def attend_backward(
         column_keys=column_keys.data_ptr(),
         value_columns=value_columns.data_ptr(),
         query=sums[0].data_ptr(),
-        **{name: t.data_ptr() for name, t in zip(("key", "value", "column_key", "column_value"), parts, strict=True)},
+        **{
+            name: t.data_ptr()
+            for name, t in zip(("key", "value", "column_key", "column_value"), parts, strict=True)
+        },
         parts=_PARTS,
         n_keys=n_keys,
     )
@@ -169,13 +172,29 @@ def attend_backward(
     asked = query.to(torch.float32).reshape(*flat, -1).contiguous()
     counts = torch.zeros(2, dtype=torch.long)
     results = (grads.view(*flat, wide), merged.lse, limit, counts)  # the output is not looked at
-    run("prescore_routed_backward", asked, (sources.key, sources.value), tables, view, (visible, None, None), results, more)
+    run(
+        "prescore_routed_backward",
+        asked,
+        (sources.key, sources.value),
+        tables,
+        view,
+        (visible, None, None),
+        results,
+        more,
+    )
     key, value, column_key, column_value = (part.sum(0) for part in parts)
     n_sinks, n_nodes = tables.sinks, sources.node_key.shape[1]
     nodes = slice(tables.sink_room, tables.sink_room + n_nodes)
-    own = (key, value, column_key[:, :n_sinks], column_value[:, :n_sinks], column_key[:, nodes], column_value[:, nodes])
+    own = (
+        key,
+        value,
+        column_key[:, :n_sinks],
+        column_value[:, :n_sinks],
+        column_key[:, nodes],
+        column_value[:, nodes],
+    )
     for total, part in zip(sums[1:7], own, strict=True):
-        total += part
+        total.add_(part)
 
 
 def make_tables(sources: Sources) -> Tables:
@@ -198,12 +217,14 @@ def make_tables(sources: Sources) -> Tables:
         drift=sources.drift.contiguous(),
         sinks=n_sinks,
         sink_room=sink_room,
+        row_stop=int(sources.rows.max()) + 1 if sources.rows.numel() else 0,
     )
 
 
 def side_by_side(packed: Tensor) -> Tensor:
     """Codes `[T, M, L, D / 2]` of keys -> `[T, M, L / 16, D / 8, 16, 4]`."""
-    return packed.unflatten(2, (-1, _WIDTH)).unflatten(4, (-1, 4)).transpose(3, 4).contiguous()
+    blocks: Tensor = packed.unflatten(2, (-1, _WIDTH)).unflatten(4, (-1, 4)).transpose(3, 4).contiguous()
+    return blocks
 
 
 def run(
@@ -283,4 +304,48 @@ def _check(
     seen: tuple[Tensor, Tensor | None, Tensor | None],
     results: tuple[Tensor, Tensor, Tensor, Tensor],
 ) -> None:
-    pass
+    """Refuse whatever compiled code could read or write outside of: it checks nothing itself."""
+    n_lanes, n_query, dim = query.shape
+    (key, value), (visible, *fixed), each = rows, seen, (n_lanes, n_query)
+    wide, n_keys, (_, n_nodes, leaf) = value.shape[-1], key.shape[-2], tables.rows.shape
+    room, pools = tables.column_values.shape[1], tables.spread.shape[1]
+    real, small = torch.float32, torch.int32
+    expected = [
+        ("query", query, (n_lanes, n_query, dim), real),
+        ("columns", tables.columns, (n_lanes, room // _WIDTH, dim, _WIDTH), real),
+        ("column_values", tables.column_values, (n_lanes, room, wide), real),
+        ("rows", tables.rows, (n_lanes, n_nodes, leaf), small),
+        ("codes", tables.codes, (n_lanes, n_nodes, leaf // _WIDTH, dim // 8, _WIDTH, 4), torch.uint8),
+        ("scales", tables.scales, (n_lanes, n_nodes, leaf // _WIDTH, 2, _WIDTH), real),
+        ("spread", tables.spread, (n_lanes, pools, dim, dim), real),
+        ("drift", tables.drift, (n_lanes, pools, dim, wide), real),
+        ("visible", visible, each, small),
+        *(("fixed rows", t, each, small) for t in fixed if t is not None),
+        *zip(("output", "lse", "limit"), results, ((*each, wide), each, each), (real,) * 3, strict=False),
+        ("counts", results[3], (2,), torch.long),
+    ]
+    for name, tensor, shape, dtype in expected:
+        # a result may have more dimensions than compiled code sees
+        fits = (
+            tensor.numel() == torch.Size(shape).numel() and tensor.is_contiguous() and tensor.device.type == "cpu"
+        )
+        if not fits or tensor.dtype != dtype:
+            raise ValueError(
+                f"{name} must be {shape} contiguous {dtype}, got {tuple(tensor.shape)} {tensor.dtype}"
+            )
+    for name, tensor in zip(("key", "value"), rows, strict=True):
+        lanes = tensor.shape[:-2].numel()
+        if tensor.stride(-1) != 1 or tensor.dtype not in _TYPES or lanes != n_lanes or tensor.shape[-2] != n_keys:
+            raise ValueError(f"{name} must be rows of {n_lanes} lanes, got {tuple(tensor.shape)} {tensor.dtype}")
+    if dim % _WIDTH or wide % _WIDTH or leaf % _WIDTH or max(dim, wide) > _MOST_DIM or key.shape[-1] != dim:
+        raise ValueError(f"sizes must be multiples of {_WIDTH}, got {dim}, {wide} and {leaf}")
+    if not 0 <= tables.row_stop <= n_keys or tables.sink_room + n_nodes > room or tables.sinks > tables.sink_room:
+        raise ValueError(f"tables must be of {n_keys} keys, got rows up to {tables.row_stop}")
+    most = int(visible.max()) if visible.numel() else 0
+    if not 0 <= int(visible.min() if visible.numel() else 0) <= most <= min(n_nodes, pools * view.nodes_per_chunk):
+        raise ValueError(f"visible nodes must lie between 0 and {n_nodes}, got up to {most}")
+    first, stop = fixed
+    if (first is None) != (stop is None):
+        raise ValueError("first and stop must be given together, got one of them")
+    if first is not None and stop is not None and (int(first.min()) < 0 or int(stop.max()) > n_keys):
+        raise ValueError(f"fixed rows must lie within {n_keys} keys, got up to {int(stop.max())}")
