@@ -88,33 +88,35 @@ class Coupling(_Settings):
 
 @dataclass(frozen=True)
 class Routed(_Settings):
-    """The default: queries choose clusters of keys, stand-ins carry the others.
+    """The default: keys that matter to a query are found and read, stand-ins carry the others.
 
-    Keys are clustered once, before any query is seen. Each query reads exactly its own and the previous chunk
-    (nearby tokens matter to almost every head), the first tokens and a few keys unlike all others (they draw mass
-    from every query and drown in any mean), and the `rows` keys of the clusters it likes best; a stand-in carries
-    each other cluster (many small weights add up). Every query chooses for itself, so nothing leaks from later
-    ones. Heads that copy, found by their first queries, read small clusters (a large one hides the key they look
-    for). docs/default.md has the measurements.
+    Keys are clustered and coded in four bits once, before any query is seen. Each query reads exactly its own and
+    the previous chunk (nearby tokens matter to almost every head), the first tokens (they draw mass from every
+    query and drown in any mean), and every far key whose weight, by its code, may exceed one part in `2 * rows`; a
+    stand-in that knows the spread of its cluster carries what is left of it (many small weights add up). Every
+    query chooses for itself, so nothing leaks from later ones, and pieces of a prompt and single steps read as the
+    whole call does. docs/default.md has the measurements.
 
     Attributes:
-        rows: Exact far key rows per query, on average over the heads of a layer.
-        leaf_size: Keys per cluster; causal heads that copy use clusters of 8.
+        rows: Exact far key rows per query, on average over the heads of a layer: a far key is read where its
+        weight
+            may exceed one part in twice as many. Most queries of most heads find far fewer.
+        leaf_size: Keys per cluster.
         chunk_size: Keys of a chunk: a causal query reads its own and the one before.
         sinks: The first real positions of the sequence, read exactly by every query.
         exact_until: Causal queries before this position read everything, and so do whole calls without a causal
             mask that have fewer queries: reading all is faster there, and exact.
-        tolerance: None, or the largest share of attention that a query may put on other keys than it should:
-            queries whose certified bound exceeds it read everything.
-        confidence: Reserved for a sampled bound; a certified one holds for every query, so that nothing but None
-            is accepted.
+        tolerance: None, or the relative error of its output that a query may have: those whose error bar exceeds
+        it
+            read more, everything at last.
+        confidence: Share of the queries that `tolerance` is meant for; None = 0.95. Refused without a tolerance.
     """
 
     rows: int = 512
     leaf_size: int = 128
     chunk_size: int = 512
-    sinks: int = 4
-    exact_until: int = 4096
+    sinks: int = 16
+    exact_until: int = 2048
     tolerance: float | None = None
     confidence: float | None = None
 
@@ -127,9 +129,9 @@ class Routed(_Settings):
         if self.tolerance is not None:
             checks.number("tolerance", self.tolerance, minimum=0.0, maximum=2.0)
         if self.confidence is not None:
-            raise ValueError(
-                f"confidence must be None, for the bound behind tolerance is certified, got {self.confidence!r}"
-            )
+            if self.tolerance is None:
+                raise ValueError(f"confidence must be None without a tolerance, got {self.confidence!r}")
+            checks.number("confidence", self.confidence, minimum=0.5, maximum=0.9999)
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ def bisection_tree(
         points.detach()
         .to(torch.float64 if points.dtype == torch.float64 else torch.float32)
         .reshape(-1, n_points, dim)
-        .contiguous()  # one chunk of each of several sequences is a view with gaps
+        .contiguous()
     )
     n_trees = work.shape[0]
     alive = None if valid is None else valid.expand(*lead, n_points).reshape(n_trees, n_points)

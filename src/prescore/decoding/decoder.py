@@ -24,9 +24,6 @@ from prescore.routed.decode import RoutedIndex
 STEP_AT_MOST = 32
 """Queries of one decode step; more at once are another piece of the prompt."""
 
-ROUTED_STEPS_FROM = 32768
-"""Keys from which a decode step chooses its clusters; before, reading all of them is faster, and exact."""
-
 PROMPT = "prescored"
 OVER_SELECTION = "step over the selection"
 OVER_CLUSTERS = "routed step"
@@ -179,7 +176,8 @@ class Decoder:
 
     def crop(self, n_keys: int) -> None:
         """Forget the keys after the first `n_keys`; a selection that saw none of them stays."""
-        self._index = None  # its last pieces may hold tokens that are gone
+        if self._index is not None:
+            self._index[1].crop(n_keys)
         if self.state is not None and n_keys < self.state.n_selected_from:
             self.forget(f"a crop to {n_keys} tokens goes behind the selection")
         elif self.state is not None:
@@ -224,11 +222,11 @@ class Decoder:
         self.state, self.evicted = state, self.evict
 
     def _clusters(self, query: Tensor, past: Past, request: Request) -> RoutedIndex | None:
-        """The clusters a single new query chooses from; None where it reads everything instead."""
+        """The nodes that new queries choose from; None where they read everything instead."""
         config = request.config
         if not isinstance(config, Routed) or not self.owned:
             return None
-        if query.shape[2] != 1 or past.n_keys < ROUTED_STEPS_FROM:
+        if past.n_keys <= config.exact_until:
             return None
         learned = torch.is_grad_enabled() and query.requires_grad
         if request.dropout or learned or config.tolerance is not None:

@@ -1,7 +1,7 @@
 """Keys in four bits, queries in six: logits that are good enough to say which keys to read.
 
-A key is cut into two halves of its dimensions, each with a scale of its own, and its numbers become whole numbers from
--8 to 7; a query has one scale and numbers from -31 to 31. Sums of their products are exact in float32.
+A key is cut into two halves of its dimensions, each with a scale of its own, and its numbers become whole numbers
+from -8 to 7; a query has one scale and numbers from -31 to 31. Sums of their products are exact in float32.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ class Codes(NamedTuple):
     """Keys as whole numbers.
 
     Attributes:
-        packed: `[..., D' / 2]` uint8, the number of dimension i plus 8 in the low half of byte i, that of dimension
+        packed: `[..., D' / 2]` uint8, the number of dimension i plus 8 in the low half of byte i, that of
+        dimension
             `i + D' / 2` in the high half.
         scales: `[..., 2]` what a unit of each half is worth.
     """
@@ -49,6 +50,8 @@ def coded_logits(queries: Tensor, codes: Codes) -> Tensor:
     """`[t, D]` and codes of `[n]` keys -> approximate logits `[t, n]`."""
     asked, scale = encode_queries(queries)
     low, high = (codes.packed & 15), (codes.packed >> 4)
-    sums = [half @ (part.to(queries.dtype) - 8).t() for half, part in zip(asked.unbind(-2), (low, high), strict=True)]
+    sums = [
+        half @ (part.to(queries.dtype) - 8).t() for half, part in zip(asked.unbind(-2), (low, high), strict=True)
+    ]
     first, second = codes.scales.to(queries.dtype).unbind(-1)
     return scale * (first * sums[0] + second * sums[1])

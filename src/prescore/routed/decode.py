@@ -1,3 +1,231 @@
-"""WIP"""
+"""Routed attention one token at a time: nodes of the past are kept, only what a step looks for is read.
+
+The caller owns keys and values and passes all of them; the index holds what was derived from them. New tokens stay
+in the exactly read local part until their chunk is far enough behind, then it becomes nodes. A step costs
+stand-ins, codes of the nodes it searches, and the rows it reads, not the length of the sequence.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+
+import torch
+from torch import Tensor
+
+from prescore import checks
+from prescore.config import Routed
+from prescore.errors import Unsupported
+from prescore.ops.backend import Backend, Needs, Tile, accumulation_dtype, pick_backend
+from prescore.routed import native, plain
+from prescore.routed.lanes import search_of
+from prescore.routed.layout import Layout, make_layout
+from prescore.routed.sources import Sources, View
+from prescore.routed.tables import Nodes, build_nodes
+from prescore.types import Attended
+
+
 class RoutedIndex:
-    pass
+    """Nodes of a growing sequence, for decoding.
+
+    A step equals the row of a whole causal call (contract, identity 10); without gradients.
+
+    Args:
+        config: `rows`, `leaf_size`, `chunk_size`, `sinks`, `exact_until`; no `tolerance`.
+        scale: Factor of the logits.
+        start: `[B]` index of each sequence's first real token (left padding), or None = all 0.
+    """
+
+    def __init__(self, config: Routed, *, scale: float, start: Tensor | None = None) -> None:
+        if config.tolerance is not None:
+            raise Unsupported("tolerance", [f"a decode step has no error bar, got tolerance={config.tolerance}"])
+        self._config, self._scale = config, scale
+        self._start = start
+        self._groups: list[tuple[slice, _Lockstep]] = []
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, *, backend: str = "auto") -> Attended:
+        """Attend for the newest positions, `query [B, Hq, n, D]`, over all keys and values so far."""
+        chosen = pick_backend(Needs.of(query), backend)
+        if not self._groups:
+            self._groups = self._split()
+        n_query, steps = query.shape[2], []
+        for place in range(n_query):  # each sees the keys before it, and nodes as they were then
+            stop = key.shape[2] - n_query + place + 1
+            asked, keys, values = query[:, :, place : place + 1], key[:, :, :stop], value[:, :, :stop]
+            steps.append([own.attend(asked[rows], keys[rows], values[rows], chosen) for rows, own in self._groups])
+        if len(steps) == 1 and len(steps[0]) == 1:
+            return steps[0][0]
+        wholes = [[torch.cat(tensors) for tensors in zip(*parts, strict=True)] for parts in steps]
+        return Attended(*(torch.cat(tensors, dim=2) for tensors in zip(*wholes, strict=True)))
+
+    @property
+    def rows_read(self) -> float:
+        """Keys and stand-ins that a query met in the last step, on average over the sequences."""
+        sizes = [1 if rows.stop is None else rows.stop - rows.start for rows, _ in self._groups]
+        met = sum(size * group.n_read for size, (_, group) in zip(sizes, self._groups, strict=True))
+        return met / max(1, sum(sizes))
+
+    def crop(self, n_keys: int) -> None:
+        """Forget what was made of keys after the first `n_keys`."""
+        for _, group in self._groups:
+            group.crop(n_keys)
+
+    def reorder(self, rows: Tensor) -> None:
+        """Beam search: sequence i becomes a copy of sequence `rows[i]`."""
+        moves = [(group, rows[own] - own.start) for own, group in self._groups]
+        inside = all(bool(((place >= 0) & (place < place.shape[0])).all()) for _, place in moves)
+        if self._start is None or (moves and inside):
+            for group, place in moves:
+                group.reorder(place)
+        else:
+            # which sequences move in step changes with the rows: build anew
+            self._start, self._groups = self._start.index_select(0, rows), []
+
+    def _split(self) -> list[tuple[slice, _Lockstep]]:
+        """Neighbours in the batch that start together, as slices: a copy of all keys costs more than a step."""
+        if self._start is None:
+            return [(slice(0, None), _Lockstep(self._config, self._scale, 0))]
+        checks.integer("start", int(self._start.min()), minimum=0)
+        starts, counts = (t.tolist() for t in torch.unique_consecutive(self._start, return_counts=True))
+        groups, end = [], 0
+        for start, count in zip(starts, counts, strict=True):
+            groups.append((slice(end, end + count), _Lockstep(self._config, self._scale, start)))
+            end += count
+        return groups
+
+
+@dataclass(frozen=True, eq=False)
+class _Past:
+    """What was made of the first chunks.
+
+    Attributes:
+        nodes: Of all of them; the covariances are sums over chunks, `[T, 1, ...]`.
+        before: The sums without the last chunk: a step that was taken back sees one chunk less.
+        tables: The same for compiled code; None = not made yet.
+    """
+
+    n_chunks: int
+    nodes: Nodes
+    before: tuple[Tensor, Tensor]
+    tables: native.Tables | None = None
+
+
+class _Lockstep:
+    """Sequences that start at the same index, hence gain nodes at the same time."""
+
+    def __init__(self, config: Routed, scale: float, start: int) -> None:
+        self._config, self._scale, self._start = config, scale, start
+        self._past: _Past | None = None
+        self.n_read = 0.0  # rows of the last step
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, backend: Backend) -> Attended:
+        """The newest query `[B, Hq, 1, D]` of these sequences."""
+        layout = make_layout(1, key.shape[2] - self._start, causal=True, config=self._config)
+        grouped = query.reshape(-1, query.shape[1] // key.shape[1], 1, query.shape[-1])
+        if layout.n_chunks:
+            with torch.no_grad():
+                self._past = self._extended(key, value, layout)
+                attended, found = self._attend_far(self._past, grouped, key, value, layout, backend)
+        else:
+            near_key, near_value = (t[:, :, self._start :].flatten(0, 1)[:, None] for t in (key, value))
+            attended, found = backend.forward(Tile(grouped, near_key, near_value, self._scale)), 0.0
+        self.n_read = float(layout.rows_in_any_case()) + found
+        shape = query.shape[:3]
+        return Attended(attended.output.reshape(*shape, -1), attended.lse.reshape(shape))
+
+    def crop(self, n_keys: int) -> None:
+        """Forget nodes of keys after the first `n_keys`."""
+        if self._past is None:
+            return
+        layout = make_layout(1, max(1, n_keys - self._start), causal=True, config=self._config)
+        if n_keys < self._start + layout.sinks + self._past.n_chunks * layout.chunk:
+            self._past = None
+
+    def reorder(self, rows: Tensor) -> None:
+        """Sequence i becomes a copy of sequence `rows[i]`."""
+        if self._past is None:
+            return
+
+        def moved(tensor: Tensor) -> Tensor:
+            apart: Tensor = tensor.unflatten(0, (rows.shape[0], -1)).index_select(0, rows)
+            return apart.flatten(0, 1)
+
+        nodes, before = self._past.nodes, self._past.before
+        codes = type(nodes.codes)(*(moved(part) for part in nodes.codes))
+        own = {f.name: moved(getattr(nodes, f.name)) for f in fields(nodes) if f.name != "codes"}
+        self._past = replace(
+            self._past, nodes=Nodes(**own, codes=codes), before=(moved(before[0]), moved(before[1])), tables=None
+        )
+
+    def _extended(self, key: Tensor, value: Tensor, layout: Layout) -> _Past:
+        """With nodes of all chunks that are far enough behind by now."""
+        past = self._past
+        if past is not None and layout.n_chunks < past.n_chunks - 1:
+            past = None
+        done = 0 if past is None else past.n_chunks
+        if past is not None and layout.n_chunks <= done:
+            return past
+        begin = self._start + layout.sinks + done * layout.chunk
+        span = slice(begin, begin + (layout.n_chunks - done) * layout.chunk)
+        some_keys, some_values = (t[:, :, span].flatten(0, 1) for t in (key, value))
+        new = build_nodes(some_keys, some_values, layout, 0, layout.n_chunks - done)
+        new = replace(new, rows=new.rows + begin)
+        sums = [part.sum(1, keepdim=True) for part in (new.spread, new.drift)]
+        last = [part[:, -1:] for part in (new.spread, new.drift)]
+        if past is not None:
+            sums = [old + own for old, own in zip((past.nodes.spread, past.nodes.drift), sums, strict=True)]
+            parts = [torch.cat(pair, dim=1) for pair in zip(_tensors(past.nodes), _tensors(new), strict=True)]
+        else:
+            parts = _tensors(new)
+        rows, keys, values, *codes = parts
+        nodes = Nodes(rows, keys, values, type(new.codes)(*codes), sums[0], sums[1])
+        return _Past(layout.n_chunks, nodes, (sums[0] - last[0], sums[1] - last[1]))
+
+    def _attend_far(
+        self, past: _Past, query: Tensor, key: Tensor, value: Tensor, layout: Layout, backend: Backend
+    ) -> tuple[Attended, float]:
+        """The step of `query [T, G, 1, D]`, and the rows that each query found on average."""
+        n_lanes, n_nodes = query.shape[0], layout.n_chunks * layout.nodes_per_chunk
+        visible = torch.full((n_lanes, 1), n_nodes, dtype=torch.int32)
+        sums = past.before if layout.n_chunks < past.n_chunks else (past.nodes.spread, past.nodes.drift)
+        spread, drift = (total / layout.n_chunks for total in sums)
+        near = self._start + layout.sinks + layout.n_chunks * layout.chunk
+        # one pool whatever the nodes: these are the means over all that is seen
+        view = View(True, 1, visible, n_nodes, search_of(self._config), self._scale, backend)
+        if backend.name != "plain" and native.runs_on(query, value.shape[-1], layout.leaf):
+            tables = past.tables
+            if tables is None:
+                tables = native.make_tables(self._sources(key, value, past.nodes, layout, spread, drift))
+                self._past = replace(past, tables=tables)
+            return native.step(query, (key, value), replace(tables, spread=spread, drift=drift), view, near)
+        sources = self._sources(key, value, past.nodes, layout, spread, drift)
+        tile = Tile(query, sources.key[:, None, near:], sources.value[:, None, near:], self._scale)
+        wide = accumulation_dtype(query.dtype)
+        found = Attended(*(t.to(wide) for t in backend.forward(tile)))
+        whole, _, counts = plain.attend(query, sources, view, found)
+        return Attended(whole.output.to(value.dtype), whole.lse), float(counts[1]) / whole.lse.numel()
+
+    def _sources(
+        self, key: Tensor, value: Tensor, nodes: Nodes, layout: Layout, spread: Tensor, drift: Tensor
+    ) -> Sources:
+        keys, values = key.flatten(0, 1), value.flatten(0, 1)
+        sinks = slice(self._start, self._start + layout.sinks)
+        return Sources(
+            key=keys,
+            value=values,
+            sink_key=keys[:, sinks],
+            sink_value=values[:, sinks],
+            node_key=nodes.key,
+            node_value=nodes.value,
+            near_key=keys[:, :0],
+            near_value=values[:, :0],
+            near_bias=None,
+            rows=nodes.rows,
+            packed=nodes.codes.packed,
+            scales=nodes.codes.scales,
+            spread=spread,
+            drift=drift,
+        )
+
+
+def _tensors(nodes: Nodes) -> list[Tensor]:
+    return [nodes.rows, nodes.key, nodes.value, *nodes.codes]

@@ -1,10 +1,11 @@
 """Routed attention as a whole call: rows that matter are read by themselves, stand-ins carry all others.
 
-Why each part is there, with figures in docs/default.md: *local chunks*, because nearby tokens are read by almost every
-head; *sinks*, because the first keys draw mass from every query and drown in any mean; *rows found by their codes*,
-because what else matters is single keys that depend on the query, and a choice shared with later queries would leak the
-future; *stand-ins that know their spread*, because many small weights add up. The ideas come from tree and multipole
-methods (one mean for a far cluster), from quantised search, and from the laplace approximation of a sum by a normal.
+Why each part is there, with figures in docs/default.md: *local chunks*, because nearby tokens are read by almost
+every head; *sinks*, because the first keys draw mass from every query and drown in any mean; *rows found by their
+codes*, because what else matters is single keys that depend on the query, and a choice shared with later queries
+would leak the future; *stand-ins that know their spread*, because many small weights add up. The ideas come from
+tree and multipole methods (one mean for a far cluster), from quantised search, and from the laplace approximation
+of a sum by a normal.
 
 This file splits a call into what the lanes can do: sequences whose queries begin at one position, and that have no
 padding behind their first key.

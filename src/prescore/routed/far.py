@@ -1,8 +1,9 @@
 """Attention beyond the local chunks in plain torch: sinks, rows found by their codes, stand-ins for the rest.
 
-This is the definition that compiled code follows; it runs on every device and in every precision, and drops weights.
-Queries come in blocks of one lane that see the same nodes. Nothing here knows gradients but `row_sums`, an ordinary
-function of torch: the gradient of a merged softmax is that of `sum(w v)` and `sum(w)` under the merged log-sum-exp.
+This is the definition that compiled code follows; it runs on every device and in every precision, and drops
+weights. Queries come in blocks of one lane that see the same nodes. Nothing here knows gradients but `row_sums`,
+an ordinary function of torch: the gradient of a merged softmax is that of `sum(w v)` and `sum(w)` under the merged
+log-sum-exp.
 """
 
 from __future__ import annotations
@@ -83,7 +84,9 @@ class Search:
         return math.log(self.share) if self.share > 0 else -math.inf
 
 
-def find_rows(query: Tensor, seen: Seen, search: Search, *, near: Tensor | None, limit: Tensor | None = None) -> Found:
+def find_rows(
+    query: Tensor, seen: Seen, search: Search, *, near: Tensor | None, limit: Tensor | None = None
+) -> Found:
     """Which rows a block of queries `[t, D]`, already scaled, reads.
 
     Args:
@@ -134,7 +137,7 @@ def weigh(query: Tensor, seen: Seen, found: Found, row_key: Tensor) -> Weighed:
 def row_sums(
     weighed: Weighed, shift: Tensor, seen: Seen, found: Found, row_value: Tensor, dropout: Dropout | None
 ) -> tuple[Tensor, Tensor]:
-    """`sum(w v) [t, Dv]` and `sum(w) [t]` with `w = exp(logit - shift)`; dropped weights count in the latter only."""
+    """`sum(w v) [t, Dv]` and `sum(w) [t]`, `w = exp(logit - shift)`; dropped weights count in the latter only."""
     n_sinks = seen.sink_key.shape[0]
     columns = torch.exp(weighed.columns - shift[:, None])
     rows = torch.exp(weighed.rows - shift.index_select(0, found.query))

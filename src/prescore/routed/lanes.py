@@ -50,13 +50,18 @@ def attend_lanes(call: Call, config: Routed) -> Answer:
     if n_exact or not layout.n_query:
         results.append(_beginning(call, layout, n_exact))
     if n_exact < layout.n_query:
-        attended, counts = _attend_heads(call, layout, n_exact, Search(SHARE_PER_ROW * config.rows))
+        attended, counts = _attend_heads(call, layout, n_exact, search_of(config))
         results.append(attended)
         _count(figures, layout, n_exact, counts / attended.lse.numel())
     whole = results[0]
     if len(results) > 1:
         whole = Attended(*(torch.cat(tensors, dim=2) for tensors in zip(*results, strict=True)))
     return Answer(whole, figures)
+
+
+def search_of(config: Routed) -> Search:
+    """What is looked for with so many rows."""
+    return Search(float(SHARE_PER_ROW * config.rows))
 
 
 def exact_answer(call: Call, config: Routed) -> Answer:
@@ -204,7 +209,7 @@ def _sources(lane: Lane, layout: Layout, frame: Frame) -> Sources:
         tail = layout.sinks + layout.n_chunks * layout.chunk
         near_key, near_value = (t[:, tail:] for t in (lane.key, lane.value))
     else:
-        near_key, near_value, near_bias = _tails(lane, layout)
+        near_key, near_value, near_bias = _tails(lane, lane.valid, layout)
     return Sources(
         key=lane.key,
         value=lane.value,
@@ -233,12 +238,11 @@ def _chunks(tensor: Tensor, layout: Layout, frame: Frame) -> Tensor:
     return tail.contiguous().view(-1, frame.n_blocks + 1, layout.chunk, tensor.shape[-1])
 
 
-def _tails(lane: Lane, layout: Layout) -> tuple[Tensor, Tensor, Tensor]:
+def _tails(lane: Lane, valid: Tensor, layout: Layout) -> tuple[Tensor, Tensor, Tensor]:
     """Keys and values behind the last full chunk of lanes that differ in length, and a bias that hides filler."""
-    assert lane.valid is not None
     first = layout.sinks + chunks_of(lane, layout) * layout.chunk
     place = first[:, None] + torch.arange(layout.chunk, device=first.device)
-    inside = place < lane.valid.sum(1, keepdim=True)
+    inside = place < valid.sum(1, keepdim=True)
     place = place.clamp_max(layout.n_key - 1)[..., None]
     near = (t.gather(1, place.expand(-1, -1, t.shape[-1])) for t in (lane.key, lane.value))
     bias = torch.zeros(inside.shape, dtype=lane.key.dtype, device=first.device).masked_fill(~inside, -torch.inf)

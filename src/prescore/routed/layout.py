@@ -1,9 +1,10 @@
 """Where routed attention reads exactly, and how its nodes lie.
 
-The keys behind the sinks are cut into *chunks* of fixed length, and each chunk into *nodes* of equal size. A causal
-query reads the sinks, its own chunk up to itself and the chunk before exactly; the chunks before that are nodes for
-it. Without a causal mask every full chunk is nodes for every query, and the keys behind the last full one are read
-exactly. What a query sees depends on its position alone: pieces of a prompt and single steps read as the whole call.
+The keys behind the sinks are cut into *chunks* of fixed length, and each chunk into *nodes* of equal size. A
+causal query reads the sinks, its own chunk up to itself and the chunk before exactly; the chunks before that are
+nodes for it. Without a causal mask every full chunk is nodes for every query, and the keys behind the last full
+one are read exactly. What a query sees depends on its position alone: pieces of a prompt and single steps read as
+the whole call.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """One softmax over what lies near, sinks, rows found and stand-ins, with exact gradients.
 
-Forward merges the parts by log-sum-exp; backward runs each part under the merged output and lse, so nothing is stored
-but the inputs and each query's limit, from which its rows are found again.
+Forward merges the parts by log-sum-exp; backward runs each part under the merged output and lse, so nothing is
+stored but the inputs and each query's limit, from which its rows are found again.
 """
 
 from __future__ import annotations
@@ -77,7 +77,8 @@ class _AttendSources(torch.autograd.Function):
 
 def _blocks(tensor: Tensor, view: View) -> Tensor:
     """`[G, Q, ...]` of a lane -> `[n, G, t, ...]`, a view."""
-    return tensor.unflatten(1, (view.n_blocks, view.size)).transpose(0, 1)
+    blocks: Tensor = tensor.unflatten(1, (view.n_blocks, view.size)).transpose(0, 1)
+    return blocks
 
 
 def _tail(query: Tensor, sources: Sources, view: View) -> Tile:
@@ -118,8 +119,8 @@ def _attend_near_backward(
             tile = _tail(query, sources, view)
             found = view.backend.at("tail").backward(tile, grad.contiguous(), merged)
             grad_query += found.query
-            for total, own in zip(grad_near, found[1:], strict=True):
-                total += own[:, 0]
+            for total, part in zip(grad_near, found[1:], strict=True):
+                total.add_(part[:, 0])
         return
     for lane in range(query.shape[0]):
         chunks = Chunks(sources.near_key[lane], sources.near_value[lane])

@@ -1,9 +1,9 @@
 """What is left of a node when its heaviest keys are read by themselves.
 
-A stand-in counts the other keys of its node as if their logits were normal around that of the mean, with the deviation
-`s` that the pooled covariance gives for this query, cut off at the limit from which on keys are read. The mean of
-`exp` under that cut is `exp(s^2 / 2) Phi(t / s - s) / Phi(t / s)`, `t` the distance to the limit, and the values behind
-it lie on average `1 - phi(t / s - s) / (s Phi(t / s - s))` of the drift away from their mean.
+A stand-in counts the other keys of its node as if their logits were normal around that of the mean, with the
+deviation `s` that the pooled covariance gives for this query, cut off at the limit from which on keys are read.
+The mean of `exp` under that cut is `exp(s^2 / 2) Phi(t / s - s) / Phi(t / s)`, `t` the distance to the limit, and
+the values behind it lie on average `1 - phi(t / s - s) / (s Phi(t / s - s))` of the drift away from their mean.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What is made of the keys once, before any query is seen: nodes, their codes, and how keys spread within nodes."""
+"""What is made of the keys once, before any query is seen: nodes, their codes, how keys spread within nodes."""
 
 from __future__ import annotations
 
