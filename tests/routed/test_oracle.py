@@ -63,7 +63,15 @@ def test_sizes_rows_and_padding(is_causal, n_query, rows, padding):
 @pytest.mark.parametrize("is_causal", [True, False])
 @pytest.mark.parametrize(
     ("leaf_size", "chunk_size", "leaf", "chunk"),
-    [(1, 1, 1, 1), (1, 16, 1, 16), (5, 13, 3, 12), (7, 20, 5, 20), (3, 3, 3, 3), (100, 24, 24, 24), (6, 31, 3, 24)],
+    [
+        (1, 1, 1, 1),
+        (1, 16, 1, 16),
+        (5, 13, 3, 12),
+        (7, 20, 5, 20),
+        (3, 3, 3, 3),
+        (100, 24, 24, 24),
+        (6, 31, 3, 24),
+    ],
 )
 def test_odd_sizes(leaf_size, chunk_size, leaf, chunk, is_causal):
     config = Routed(rows=6, leaf_size=leaf_size, chunk_size=chunk_size, sinks=2, exact_until=0)
