@@ -97,13 +97,9 @@ def find_rows(
         limit: `[t]` of an earlier look, instead of `near`.
     """
     leaf = seen.rows.shape[1]
-    logits = query @ seen.node_key.t()
-    moment = query @ seen.spread
-    spread = (moment * query).sum(-1, keepdim=True).clamp_min(0).sqrt().clamp_min(LEAST_SPREAD)
+    logits, spread = query @ seen.node_key.t(), spread_of(query, seen)
     if limit is None and near is not None:
-        behind = logits + math.log(leaf) + (0.5 * spread * spread).clamp_max(MOST_KNOWN_GAIN)
-        known = torch.cat((near[:, None], query @ seen.sink_key.t(), behind), dim=1).logsumexp(1)
-        limit = known - search.log_share
+        limit = known_mass(query, seen, near) - search.log_share
     if limit is None:
         raise ValueError("near or limit must be given, got neither")
     searched = logits + search.reach * spread >= limit[:, None]
@@ -116,6 +112,19 @@ def find_rows(
     row = seen.rows[some.index_select(0, node), place]
     gain, move = corrections(limit[:, None] - logits, spread)
     return Found(asked, row, hits, gain, move, query @ seen.drift, limit, searched.sum() * leaf)
+
+
+def spread_of(query: Tensor, seen: Seen) -> Tensor:
+    """`[t, 1]` deviation of the logits within nodes."""
+    variance = ((query @ seen.spread) * query).sum(-1, keepdim=True)
+    return variance.clamp_min(0).sqrt().clamp_min(LEAST_SPREAD)
+
+
+def known_mass(query: Tensor, seen: Seen, near: Tensor) -> Tensor:
+    """`[t]` log-sum-exp of all that is known before any search: what was read elsewhere, sinks and nodes."""
+    gain = (0.5 * spread_of(query, seen).square()).clamp_max(MOST_KNOWN_GAIN)
+    behind = query @ seen.node_key.t() + math.log(seen.rows.shape[1]) + gain
+    return torch.cat((near[:, None], query @ seen.sink_key.t(), behind), dim=1).logsumexp(1)
 
 
 class Weighed(NamedTuple):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from torch.nn.functional import pad
 from prescore.ops.native import library
 from prescore.routed.sources import Sources, View
 from prescore.routed.stand_ins import MOST_KNOWN_GAIN
+from prescore.routed.tables import take_rows
 from prescore.types import Attended
 
 _WIDTH = 16
@@ -32,6 +34,15 @@ _TABLES = ("columns", "column_values", "rows", "codes", "scales", "spread", "dri
 _SIZES = ("lanes", "n_query", "dim", "value_dim", "leaf", "sinks", "sink_room", "room", "node_room", "pools")
 
 
+class Spread(NamedTuple):
+    """Results of queries that took part, `[T, G, Q]`: output, lse, and the spread of what was sampled."""
+
+    output: Tensor
+    lse: Tensor
+    variance: Tensor
+    fourth: Tensor
+
+
 class Problem(ctypes.Structure):
     """One call, as ops/native/routed.h has it."""
 
@@ -40,7 +51,7 @@ class Problem(ctypes.Structure):
         ("key", _Rows),
         ("value", _Rows),
         *((name, _POINTER) for name in ("visible", "first", "stop", *_TABLES)),
-        *((name, _SIZE) for name in (*_SIZES, "nodes_per_pool")),
+        *((name, _SIZE) for name in (*_SIZES, "nodes_per_pool", "more")),
         *((name, _REAL) for name in ("scale", "reach", "log_share", "most_gain")),
         *((name, _POINTER) for name in ("output", "lse", "limit", "counts")),
     )
@@ -54,6 +65,17 @@ class Gradients(ctypes.Structure):
         *((name, _POINTER) for name in ("query", "key", "value", "column_key", "column_value")),
         ("parts", _SIZE),
         ("n_keys", _SIZE),
+    )
+
+
+class Samples(ctypes.Structure):
+    """What the sampled function reads and writes besides, as ops/native/sampled.c has it."""
+
+    _fields_ = (
+        *((name, _POINTER) for name in ("active", "place", "columns", "values", "value_columns", "norms")),
+        ("each", _SIZE),
+        ("variance", _POINTER),
+        ("fourth", _POINTER),
     )
 
 
@@ -197,6 +219,52 @@ def attend_backward(
         total.add_(part)
 
 
+def attend_sampled(
+    query: Tensor, sources: Sources, view: View, near: Attended, places: Tensor, active: Tensor
+) -> tuple[Spread, Tensor]:
+    """Queries that are `active`, with a sampled rest; also keys searched and rows read."""
+    tables = make_tables(sources)
+    n_lanes, group, length, _ = query.shape
+    each = tables.rows.shape[2] // _WIDTH
+    drawn = (places[:, None] + torch.arange(each) * _WIDTH).expand(n_lanes, -1, -1)
+    rows = sources.rows.gather(2, drawn).flatten(1)
+    more = -(-rows.shape[1] // _WIDTH) * _WIDTH
+    keys, values = (
+        pad(take_rows(t, rows).to(torch.float32), (0, 0, 0, more - rows.shape[1])).contiguous()
+        for t in (sources.key, sources.value)
+    )
+    columns, value_columns = (t.unflatten(1, (-1, _WIDTH)).transpose(2, 3).contiguous() for t in (keys, values))
+    norms, place = values.square().sum(-1), places.to(torch.int32)
+    output, lse = (t.to(torch.float32).clone() for t in near)
+    variance, fourth, limit = torch.zeros_like(lse), torch.zeros_like(lse), torch.zeros_like(lse)
+    taking_part = active.to(torch.uint8).contiguous()
+    counts = torch.zeros(2, dtype=torch.long)
+    samples = Samples(
+        active=taking_part.data_ptr(),
+        place=place.data_ptr(),
+        columns=columns.data_ptr(),
+        values=values.data_ptr(),
+        value_columns=value_columns.data_ptr(),
+        norms=norms.data_ptr(),
+        each=each,
+        variance=variance.data_ptr(),
+        fourth=fourth.data_ptr(),
+    )
+    visible = view.visible.repeat_interleave(view.size, dim=1).repeat(1, group).contiguous()
+    run(
+        "prescore_routed_sampled",
+        query.to(torch.float32).reshape(n_lanes, group * length, -1).contiguous(),
+        (sources.key, sources.value),
+        tables,
+        view,
+        (visible, None, None),
+        (output, lse, limit, counts),
+        samples,
+        more,
+    )
+    return Spread(output, lse, variance, fourth), counts
+
+
 def make_tables(sources: Sources) -> Tables:
     """Columns and codes, sixteen side by side."""
     n_sinks, n_nodes = sources.sink_key.shape[1], sources.node_key.shape[1]
@@ -235,7 +303,8 @@ def run(
     view: View,
     seen: tuple[Tensor, Tensor | None, Tensor | None],
     results: tuple[Tensor, Tensor, Tensor, Tensor],
-    gradients: Gradients | None = None,
+    extra: Gradients | Samples | None = None,
+    more: int = 0,
 ) -> None:
     """Call the library.
 
@@ -247,7 +316,8 @@ def run(
         view: Its `search`, `scale` and `nodes_per_chunk`.
         seen: `[T, n]` int32: nodes that a query sees, first row and end of those it reads in any case.
         results: Output `[T, n, Dv]`, lse and limit `[T, n]`, and two counts, all written by the forward function.
-        gradients: For the backward function.
+        extra: For the backward and the sampled function.
+        more: Columns that the latter needs behind those of the tables.
     """
     loaded = library.load()
     if loaded is None:
@@ -274,6 +344,7 @@ def run(
         node_room=tables.rows.shape[1],
         pools=tables.spread.shape[1],
         nodes_per_pool=view.nodes_per_chunk,
+        more=more,
         scale=view.scale,
         reach=view.search.reach,
         log_share=view.search.log_share,
@@ -283,7 +354,7 @@ def run(
         limit=limit.data_ptr(),
         counts=counts.data_ptr(),
     )
-    given = (problem,) if gradients is None else (problem, gradients)
+    given = (problem,) if extra is None else (problem, extra)
     if getattr(loaded, name)(*(ctypes.byref(part) for part in given)):
         raise MemoryError("compiled attention needs more memory than there is")
 
