@@ -95,7 +95,7 @@ def test_texts_that_are_too_short_are_named(arguments, capsys):
     [
         (["--windows", "3"], "the experiment default must be given without method, .*, got windows too"),
         (["--method", "kmeans"], "got method too"),
-        (["--first", "7"], "got first too"),
+        (["--first", "0"], "got first too"),
         (["--set", "top_k=3"], "got 'top_k'"),
         (["--experiment", "rows", "--tuning"], "tuning must come with the experiment default, got 'rows'"),
         (["--experiment", "defaults"], "experiment must be one of .* got 'defaults'"),
