@@ -19,6 +19,7 @@ from prescore.ops.backend import Backend, Needs, Tile, accumulation_dtype, pick_
 from prescore.routed import native, plain
 from prescore.routed.lanes import search_of
 from prescore.routed.layout import Layout, make_layout
+from prescore.routed.native_call import Tables
 from prescore.routed.sources import Sources, View
 from prescore.routed.tables import Nodes, build_nodes
 from prescore.types import Attended
@@ -106,7 +107,7 @@ class _Past:
     n_chunks: int
     nodes: Nodes
     before: tuple[Tensor, Tensor]
-    tables: native.Tables | None = None
+    tables: Tables | None = None
 
 
 class _Lockstep:

@@ -31,7 +31,7 @@ class Seen(NamedTuple):
         sink_key, sink_value: `[S, D]`.
         node_key, node_value: `[M, D]` means.
         rows: `[M, L]` positions of the nodes' keys.
-        codes: Of `[M, L]` keys.
+        codes: Of what `[M, L]` keys differ from their means.
         spread: `[D, D]` covariance of keys within the nodes, pooled.
         drift: `[D, Dv]` that of keys and values.
     """
@@ -73,10 +73,17 @@ class Found(NamedTuple):
 
 @dataclass(frozen=True)
 class Search:
-    """How much is looked for: a key is read where its weight may exceed one part in `share` of what is known."""
+    """How much is looked for.
+
+    Attributes:
+        share: A key is read where its weight may exceed one part in so many of what is known.
+        reach: Deviations above a node's mean at which a key is still looked for.
+        margin: Deviations of its own error that a coded logit is lifted by.
+    """
 
     share: float
     reach: float = REACH
+    margin: float = 0.0
 
     @property
     def log_share(self) -> float:
@@ -105,7 +112,8 @@ def find_rows(
     searched = logits + search.reach * spread >= limit[:, None]
     some = searched.any(0).nonzero().squeeze(1)
     codes = Codes(*(part.index_select(0, some).flatten(0, 1) for part in seen.codes))
-    above = (coded_logits(query, codes) >= limit[:, None]).unflatten(1, (-1, leaf))
+    coded = coded_logits(query, codes, search.margin).unflatten(1, (-1, leaf))
+    above = logits.index_select(1, some)[..., None] + coded >= limit[:, None, None]
     above &= searched.index_select(1, some)[..., None]
     hits = torch.zeros_like(logits, dtype=torch.long).index_copy_(1, some, above.sum(-1))
     asked, node, place = above.nonzero(as_tuple=True)

@@ -20,21 +20,22 @@ from torch import Tensor
 from prescore.call import Call
 from prescore.config import Routed
 from prescore.ops.backend import accumulation_dtype
-from prescore.routed import native
+from prescore.routed import native, native_sampled
 from prescore.routed.codes import Codes, coded_logits
 from prescore.routed.error_bar import error_limit
 from prescore.routed.exact_rows import exact_for
 from prescore.routed.far import Search, Seen, known_mass
-from prescore.routed.native import Spread
 from prescore.routed.plain import far_blocks, seen_of
 from prescore.routed.softmax import attend_near
-from prescore.routed.sources import Sources, View
+from prescore.routed.sources import Sources, Spread, View
 from prescore.types import Attended
 
 STRIDE = 16
 """Keys that a sample stands for."""
 LEVELS = 4
 """Looks for ever lighter keys, before everything is read."""
+MARGIN = 2.0
+"""Deviations by which codes may be off before a key is missed."""
 WIDER = 4
 """How many times lighter."""
 
@@ -97,7 +98,7 @@ def attend_within(
         confidence: Of the error bars.
         seed: Of the draws.
     """
-    far = native if native.can_run(query, sources, view) else _Plain
+    far = native_sampled if native.can_run(query, sources, view) else _Plain
     places = sample_places(sources.rows.shape[1], sources.rows.shape[2], seed, query.device)
     output, lse = (t.clone() for t in near)
     limit = torch.full_like(lse, torch.inf)
@@ -108,7 +109,7 @@ def attend_within(
         over = ~(limit <= tolerance)
         if not bool(over.any()):
             break
-        looser = Search(share * WIDER**level, math.inf)
+        looser = Search(share * WIDER**level, math.inf, MARGIN)
         found, more = far.attend_sampled(query, sources, replace(view, search=looser), near, places, over)
         bars = error_limit(found.output, found.variance, found.fourth, confidence)
         output = torch.where(over[..., None], found.output, output)
@@ -162,7 +163,9 @@ def sampled_block(query: Tensor, seen: Seen, search: Search, near: Attended, pla
     leaf, n_sinks = seen.rows.shape[1], seen.sink_key.shape[0]
     limit = known_mass(query, seen, near.lse) - search.log_share
     codes = Codes(*(part.flatten(0, 1) for part in seen.codes))
-    above = (coded_logits(query, codes) >= limit[:, None]).unflatten(1, (-1, leaf))
+    nodes = query @ seen.node_key.t()
+    coded = coded_logits(query, codes, search.margin).unflatten(1, (-1, leaf))
+    above = nodes[..., None] + coded >= limit[:, None, None]
     hits = above.sum(-1)
     asked, node, place = above.nonzero(as_tuple=True)
     row = seen.rows[node, place]
@@ -174,7 +177,7 @@ def sampled_block(query: Tensor, seen: Seen, search: Search, near: Attended, pla
     wide = query.dtype
     keys, values = (t.index_select(0, sample_row.flatten()).to(wide) for t in (seen.key, seen.value))
     samples = ((query @ keys.t()).view(usable.shape) + weight).masked_fill(~usable, -math.inf).flatten(1)
-    stand_ins = query @ seen.node_key.t() + left.clamp_min(1).to(wide).log()
+    stand_ins = nodes + left.clamp_min(1).to(wide).log()
     stand_ins = stand_ins.masked_fill((left == 0) | (used > 0), -math.inf)
     columns = torch.cat((query @ seen.sink_key.t(), stand_ins, samples), dim=1)
     row_key, row_value = (t.index_select(0, row).to(wide) for t in (seen.key, seen.value))

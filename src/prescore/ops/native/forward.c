@@ -87,6 +87,12 @@ static void take_queries(const Problem *p, Work *w) {
             }
         }
         memcpy(w->code_sum + 2 * t, sums, sizeof sums);
+        for (int half = 0; half < 2; half++) { /* a key's number is off by a uniform part of a unit */
+            const float *part = own + half * dim / 2;
+            float square = 0;
+            for (int64_t i = 0; i < dim / 2; i++) square += part[i] * part[i];
+            w->lift[2 * t + half] = p->margin * sqrtf(square / 12.0f) / unit;
+        }
     }
 }
 
@@ -223,10 +229,10 @@ static int64_t run_tile(const Problem *p, Work *w) {
 }
 
 /* Returns 0, or 1 where there was no memory. */
-EXPORT int prescore_routed_forward(const Problem *p) {
+PRESCORE_EXPORT int prescore_routed_forward(const Problem *p) {
     const int64_t tiles = (p->n_query + TILE - 1) / TILE;
     int failed = 0;
-#pragma omp parallel if (tiles * p->lanes > 1)
+#pragma omp parallel num_threads(prescore_threads()) if (tiles * p->lanes > 1)
     {
         Work *w = prescore_new_work(p);
         int64_t read = 0;

@@ -7,12 +7,12 @@
 
 #include <stdlib.h>
 
+#include "threads.h"
 #include "vectors.h"
 
 #define TILE 32      /* queries that are worked off together */
 #define MOST_DIM 256 /* of keys: sums of codes in 16 bits hold no more; and of values */
 #define MOST_SINKS 256
-#define EXPORT __attribute__((visibility("default")))
 
 enum { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2 };
 
@@ -40,6 +40,7 @@ typedef struct {
     int64_t lanes, n_query, dim, value_dim, leaf, sinks, sink_room, room, node_room, pools, nodes_per_pool;
     int64_t more; /* columns behind `room` that a sampled rest needs */
     float scale, reach, log_share, most_gain;
+    float margin; /* deviations of its own error that a coded logit is lifted by */
     float *output, *lse; /* [lanes, n_query, value_dim], [lanes, n_query]: of what was read elsewhere; then of all */
     float *limit;        /* [lanes, n_query]: from which logit on keys are read by themselves */
     int64_t *counts;     /* keys searched, rows read */
@@ -53,6 +54,7 @@ typedef struct {
     float query[TILE * MOST_DIM], drift[TILE * MOST_DIM], moment[TILE * MOST_DIM];
     int8_t code[TILE * MOST_DIM];
     int32_t code_sum[TILE * 2];
+    float lift[TILE * 2]; /* of the sums of each half */
     float code_scale[TILE], spread[TILE], limit[TILE];
     int32_t n_found[TILE];
     float *logits;     /* [TILE, padded] of columns; later their weights */

@@ -121,10 +121,10 @@ static int64_t next_active(const Problem *p, const Samples *s, Work *w, int64_t 
 }
 
 /* Returns 0, or 1 where there was no memory. */
-EXPORT int prescore_routed_sampled(const Problem *p, const Samples *s) {
+PRESCORE_EXPORT int prescore_routed_sampled(const Problem *p, const Samples *s) {
     const int64_t span = 8 * TILE, spans = (p->n_query + span - 1) / span;
     int failed = 0;
-#pragma omp parallel if (spans * p->lanes > 1)
+#pragma omp parallel num_threads(prescore_threads()) if (spans * p->lanes > 1)
     {
         Work *w = prescore_new_work(p);
         float *along = w ? malloc(sizeof(float) * (size_t)(TILE * p->more + 16)) : NULL;
