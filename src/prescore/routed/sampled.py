@@ -67,8 +67,7 @@ def attend_to_tolerance(query: Tensor, sources: Sources, view: View, config: Rou
     shape = (*query.shape[:3], sources.value.shape[-1])
     near = Attended(query.new_empty(shape, dtype=wide), query.new_empty(shape[:3], dtype=wide))
     attend_near(query, sources, view, near)
-    confidence = CONFIDENCE if config.confidence is None else config.confidence
-    bars = attend_within(query, sources, view, near, config.tolerance or 0.0, confidence, seed)
+    bars = attend_within(query, sources, view, near, config, seed)
     return bars._replace(output=bars.output.to(query.dtype))
 
 
@@ -85,7 +84,7 @@ def read_on(call: Call, answer: Attended, limit: Tensor, tolerance: float) -> tu
 
 
 def attend_within(
-    query: Tensor, sources: Sources, view: View, near: Attended, tolerance: float, confidence: float, seed: int
+    query: Tensor, sources: Sources, view: View, near: Attended, config: Routed, seed: int
 ) -> Within:
     """Attend such that every error bar is within the tolerance, as far as looking for lighter keys gets.
 
@@ -94,10 +93,11 @@ def attend_within(
         sources: What they see.
         view: How they see it; its search is the first look.
         near: What they read in any case.
-        tolerance: The largest relative error.
-        confidence: Of the error bars.
+        config: Its tolerance and confidence.
         seed: Of the draws.
     """
+    tolerance = config.tolerance or 0.0
+    confidence = CONFIDENCE if config.confidence is None else config.confidence
     far = native_sampled if native.can_run(query, sources, view) else _Plain
     places = sample_places(sources.rows.shape[1], sources.rows.shape[2], seed, query.device)
     output, lse = (t.clone() for t in near)
