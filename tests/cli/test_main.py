@@ -12,6 +12,7 @@ import pytest
 import prescore.cli.info as info
 from prescore.cli.main import main
 from prescore.cli.options import Session, open_session, progress
+from prescore.ops.native.library import describe_native
 from prescore.records import RecordFile, Row, read_records
 
 
@@ -44,10 +45,14 @@ def test_info_tells_versions_scorers_and_extras(capsys):
     facts = json.loads(capsys.readouterr().out)
     assert facts["versions"]["torch"]
     assert facts["threads"] >= 1
+    assert facts["native"] == describe_native()
     assert set(facts["extras"]) >= {"hf", "eval", "dev"}
     assert "typer" in facts["extras"]["eval"]["present"]
     assert main(["info"]) == 0
-    assert "scorers" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "scorers" in shown
+    # a long reason is folded into several lines
+    assert f"native operators {describe_native()}" in " ".join(shown.split())
 
 
 def test_info_says_how_to_install_what_is_missing(capsys, monkeypatch):

@@ -12,7 +12,7 @@ from prescore.values import Values
 
 
 def command(json: Json = False) -> None:
-    """Show versions, device, threads, scorers and optional packages.
+    """Show versions, device, threads, native operators, scorers and optional packages.
 
     Example: prescore info --json
     """
@@ -31,6 +31,7 @@ def command(json: Json = False) -> None:
     table.add_row("device", facts["device"])
     table.add_row("threads", str(facts["threads"]))
     table.add_row("flash attention op", "present" if facts["flash_op"] else "missing (slower exact attention)")
+    table.add_row("native operators", facts["native"])
     table.add_row("scorers", ", ".join(facts["scorers"]))
     for name, extra in facts["extras"].items():
         missing = ", ".join(extra["missing"])
@@ -43,6 +44,7 @@ def collect() -> Values:
     """All facts as JSON values."""
     import torch
 
+    from prescore.ops.native.library import describe_native
     from prescore.registry import list_scorers
 
     cuda = torch.cuda.is_available()
@@ -53,6 +55,7 @@ def collect() -> Values:
         else f"cpu ({torch.backends.cpu.get_cpu_capability()})",
         "threads": torch.get_num_threads(),
         "flash_op": hasattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu"),
+        "native": describe_native(),
         "scorers": list_scorers(),
         "extras": _extras(),
     }

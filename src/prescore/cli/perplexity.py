@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from prescore.cli.held_out import HeldOutRun
 from prescore.cli.options import Json, Out, Resume, Seed, Session, Threads, open_session
 from prescore.cli.settings import (
     Changes,
@@ -23,7 +25,9 @@ from prescore.cli.settings import (
 
 if TYPE_CHECKING:
     from prescore.evaluation.language.documents import Document
+    from prescore.evaluation.language.methods import LanguageMethod
     from prescore.evaluation.language.model import LanguageModel
+    from prescore.evaluation.language.perplexity import Window
     from prescore.records import Record, Row
 
 Documents = Annotated[
@@ -40,7 +44,9 @@ _TYPICAL_LENGTH = 4096
 def command(
     experiment: Annotated[
         str | None,
-        typer.Option(help="table1, appendix-a, figure-glm3, appendix-f, appendix-i, longest, cost or default."),
+        typer.Option(
+            help="table1, appendix-a, figure-glm3, appendix-f, appendix-i, longest, cost, rows or default."
+        ),
     ] = None,
     method: Annotated[
         list[str] | None,
@@ -65,6 +71,9 @@ def command(
     skip_short: Annotated[
         bool, typer.Option("--skip-short", help="Leave out documents that are too short.")
     ] = False,
+    tuning: Annotated[
+        bool, typer.Option("--tuning", help="default: windows drawn by --seed, apart from the reported ones.")
+    ] = False,
     model: Model = "smollm2",
     layers: Layers = "all",
     changes: Changes = None,
@@ -79,6 +88,9 @@ def command(
 ) -> None:
     """Measure the loss of a language model on long documents under exact, local-only and replaced attention.
 
+    `--experiment default` measures the default on windows it was not tuned on, in the given documents and in
+    Python's own; a further model joins the table with `--resume --out DIR`.
+
     Example: prescore perplexity --method kmeans --method default --top-k 64 --top-k 256 -n 4096 --out runs/first
 
     Example: prescore perplexity --experiment appendix-a -d book.txt --out runs/appendix-a   (--resume goes on)
@@ -86,10 +98,31 @@ def command(
     from prescore.evaluation.language.choice import MethodChoice
     from prescore.evaluation.language.documents import load_documents
     from prescore.evaluation.language.experiments import default_lengths
+    from prescore.evaluation.language.held_out import HELD_OUT
     from prescore.evaluation.language.model import load_language_model
-    from prescore.evaluation.language.perplexity import loss_row, make_windows
+    from prescore.evaluation.language.perplexity import make_windows
     from prescore.report.language_summary import summarise
 
+    def start() -> tuple[Session, LanguageModel]:
+        quiet_loading()
+        opened = open_session("perplexity", out=out, json=json, resume=resume, threads=threads, device=device)
+        return opened, load_language_model(model, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
+
+    check_experiment(experiment, tuning=tuning)
+    places = read_layers(layers)
+    if experiment == HELD_OUT:
+        beside = {"method": method, "top-k": top_k, "sample-size": sample_size, "leaf": leaf, "coupling": coupling}
+        beside |= {
+            "leaf-rule": leaf_rule != "exclusive",
+            "sinks": sinks,
+            "first": first is not None,
+            "offset": offset,
+        }
+        beside |= {"windows": windows != 1, "documents": documents, "skip-short": skip_short}
+        held_out = HeldOutRun(document, length, tuning, places, read_changes(changes), seed)
+        held_out.check(beside)
+        held_out.run(start)
+        return
     chosen = MethodChoice(
         experiment,
         tuple(method or ()),
@@ -103,25 +136,49 @@ def command(
     )
     chosen.methods(_TYPICAL_LENGTH)  # what cannot be is refused before anything is loaded
     texts = load_documents(document, limit=None if document is None else documents)
-    quiet_loading()
-    session = open_session("perplexity", out=out, json=json, resume=resume, threads=threads, device=device)
-    loaded = load_language_model(model, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
+    session, loaded = start()
     lengths = length or default_lengths(experiment, loaded.trained_length)
     if document is None:
         texts = long_enough(session, loaded, texts, offset + windows * max(lengths), documents)
-    places = read_layers(layers)
     rows: list[Row] = []
     for n_tokens in lengths:
         read = make_windows(
             loaded, texts, n_tokens, first=first, offset=offset, per_document=windows, skip_short=skip_short
         )
-        for each in chosen.methods(n_tokens):
-            rows += [
-                loss_row(loaded, window, each, experiment=experiment, layers=places, seed=seed) for window in read
-            ]
+        rows += grid_rows(loaded, read, chosen.methods(n_tokens), experiment, places, seed)
     summarise(list(session.file))  # a damaged figure is refused before hours are spent beside it
     records = session.run(rows)
     write_results(session, records, experiment, loaded)
+
+
+def check_experiment(experiment: str | None, *, tuning: bool) -> None:
+    """Refuse a name that no experiment has, and tuning windows where there are none."""
+    from prescore import checks
+    from prescore.evaluation.language.experiments import EXPERIMENTS
+    from prescore.evaluation.language.held_out import HELD_OUT
+
+    if experiment is not None:
+        checks.one_of("experiment", experiment, (*EXPERIMENTS, HELD_OUT))
+    if tuning and experiment != HELD_OUT:
+        raise ValueError(f"tuning must come with the experiment {HELD_OUT}, got {experiment!r}")
+
+
+def grid_rows(
+    loaded: LanguageModel,
+    windows: Sequence[Window],
+    methods: Sequence[LanguageMethod],
+    experiment: str | None,
+    layers: str | list[int],
+    seed: int,
+) -> list[Row]:
+    """Every window under every method."""
+    from prescore.evaluation.language.perplexity import loss_row
+
+    return [
+        loss_row(loaded, window, method, experiment=experiment, layers=layers, seed=seed)
+        for method in methods
+        for window in windows
+    ]
 
 
 def long_enough(

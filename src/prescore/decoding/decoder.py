@@ -229,8 +229,8 @@ class Decoder:
         if past.n_keys <= config.exact_until:
             return None
         learned = torch.is_grad_enabled() and query.requires_grad
-        if request.dropout or learned or config.tolerance is not None:
-            return None  # a step has neither dropout nor gradients nor an error bar
+        if request.dropout or learned:
+            return None  # a step has neither dropout nor gradients
         start = None
         if past.valid is not None and not bool(past.valid.all()):
             start = first_real(past.valid)
@@ -239,5 +239,5 @@ class Decoder:
                 return None  # padding behind or between real keys: positions would not be those of the trees
         made = (config, float(query.shape[-1] ** -0.5 if request.scale is None else request.scale))
         if self._index is None or self._index[0] != made:
-            self._index = (made, RoutedIndex(config, scale=made[1], start=start))
+            self._index = (made, RoutedIndex(config, scale=made[1], start=start, seed=request.seed))
         return self._index[1]

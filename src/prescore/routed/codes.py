@@ -1,7 +1,9 @@
 """Keys in four bits, queries in six: logits that are good enough to say which keys to read.
 
-A key is cut into two halves of its dimensions, each with a scale of its own, and its numbers become whole numbers
-from -8 to 7; a query has one scale and numbers from -31 to 31. Sums of their products are exact in float32.
+What is coded is how a key differs from the mean of its node, whose logit is known: that is a bit more than the key
+itself would give. It is cut into two halves of its dimensions, each with a scale of its own, and its numbers
+become whole numbers from -8 to 7; a query has one scale and numbers from -31 to 31. Sums of their products are
+exact in float32.
 """
 
 from __future__ import annotations
@@ -46,12 +48,19 @@ def encode_queries(queries: Tensor) -> tuple[Tensor, Tensor]:
     return (halves / scale[..., None]).round(), scale
 
 
-def coded_logits(queries: Tensor, codes: Codes) -> Tensor:
-    """`[t, D]` and codes of `[n]` keys -> approximate logits `[t, n]`."""
+def coded_logits(queries: Tensor, codes: Codes, margin: float = 0.0) -> Tensor:
+    """`[t, D]` and codes of `[n]` keys -> approximate logits `[t, n]`.
+
+    They are lifted by `margin` deviations of their own error: a key's number is off by a uniform part of a unit.
+    """
     asked, scale = encode_queries(queries)
     low, high = (codes.packed & 15), (codes.packed >> 4)
     sums = [
         half @ (part.to(queries.dtype) - 8).t() for half, part in zip(asked.unbind(-2), (low, high), strict=True)
     ]
     first, second = codes.scales.to(queries.dtype).unbind(-1)
+    if margin:
+        halves = pad(queries, (0, -queries.shape[-1] % UNIT)).unflatten(-1, (2, -1))
+        lift = torch.linalg.vector_norm(halves, dim=-1) * (margin / 12**0.5) / scale
+        sums = [part + own[:, None] for part, own in zip(sums, lift.unbind(-1), strict=True)]
     return scale * (first * sums[0] + second * sums[1])

@@ -14,11 +14,13 @@ from torch import Tensor
 
 from prescore import checks
 from prescore.config import Routed
-from prescore.errors import Unsupported
 from prescore.ops.backend import Backend, Needs, Tile, accumulation_dtype, pick_backend
+from prescore.rng import DEFAULT_SEED, Streams
 from prescore.routed import native, plain
 from prescore.routed.lanes import search_of
 from prescore.routed.layout import Layout, make_layout
+from prescore.routed.native_call import Tables
+from prescore.routed.sampled import attend_within
 from prescore.routed.sources import Sources, View
 from prescore.routed.tables import Nodes, build_nodes
 from prescore.types import Attended
@@ -30,15 +32,16 @@ class RoutedIndex:
     A step equals the row of a whole causal call (contract, identity 10); without gradients.
 
     Args:
-        config: `rows`, `leaf_size`, `chunk_size`, `sinks`, `exact_until`; no `tolerance`.
+        config: The geometry, how many rows are looked for, and the tolerance.
         scale: Factor of the logits.
         start: `[B]` index of each sequence's first real token (left padding), or None = all 0.
+        seed: Of the draws that a tolerance needs.
     """
 
-    def __init__(self, config: Routed, *, scale: float, start: Tensor | None = None) -> None:
-        if config.tolerance is not None:
-            raise Unsupported("tolerance", [f"a decode step has no error bar, got tolerance={config.tolerance}"])
-        self._config, self._scale = config, scale
+    def __init__(
+        self, config: Routed, *, scale: float, start: Tensor | None = None, seed: int = DEFAULT_SEED
+    ) -> None:
+        self._config, self._scale, self._seed = config, scale, Streams(seed).child("samples").seed
         self._start = start
         self._groups: list[tuple[slice, _Lockstep]] = []
 
@@ -83,12 +86,12 @@ class RoutedIndex:
     def _split(self) -> list[tuple[slice, _Lockstep]]:
         """Neighbours in the batch that start together, as slices: a copy of all keys costs more than a step."""
         if self._start is None:
-            return [(slice(0, None), _Lockstep(self._config, self._scale, 0))]
+            return [(slice(0, None), _Lockstep(self._config, self._scale, 0, self._seed))]
         checks.integer("start", int(self._start.min()), minimum=0)
         starts, counts = (t.tolist() for t in torch.unique_consecutive(self._start, return_counts=True))
         groups, end = [], 0
         for start, count in zip(starts, counts, strict=True):
-            groups.append((slice(end, end + count), _Lockstep(self._config, self._scale, start)))
+            groups.append((slice(end, end + count), _Lockstep(self._config, self._scale, start, self._seed)))
             end += count
         return groups
 
@@ -106,14 +109,14 @@ class _Past:
     n_chunks: int
     nodes: Nodes
     before: tuple[Tensor, Tensor]
-    tables: native.Tables | None = None
+    tables: Tables | None = None
 
 
 class _Lockstep:
     """Sequences that start at the same index, hence gain nodes at the same time."""
 
-    def __init__(self, config: Routed, scale: float, start: int) -> None:
-        self._config, self._scale, self._start = config, scale, start
+    def __init__(self, config: Routed, scale: float, start: int, seed: int) -> None:
+        self._config, self._scale, self._start, self._seed = config, scale, start, seed
         self._past: _Past | None = None
         self.n_read = 0.0  # rows of the last step
 
@@ -191,7 +194,8 @@ class _Lockstep:
         near = self._start + layout.sinks + layout.n_chunks * layout.chunk
         # one pool whatever the nodes: these are the means over all that is seen
         view = View(True, 1, visible, n_nodes, search_of(self._config), self._scale, backend)
-        if backend.name != "plain" and native.runs_on(query, value.shape[-1], layout.leaf):
+        tolerant = self._config.tolerance is not None
+        if not tolerant and backend.name != "plain" and native.runs_on(query, value.shape[-1], layout.leaf):
             tables = past.tables
             if tables is None:
                 tables = native.make_tables(self._sources(key, value, past.nodes, layout, spread, drift))
@@ -201,8 +205,24 @@ class _Lockstep:
         tile = Tile(query, sources.key[:, None, near:], sources.value[:, None, near:], self._scale)
         wide = accumulation_dtype(query.dtype)
         found = Attended(*(t.to(wide) for t in backend.forward(tile)))
+        if tolerant:
+            return self._within(query, sources, view, found)
         whole, _, counts = plain.attend(query, sources, view, found)
         return Attended(whole.output.to(value.dtype), whole.lse), float(counts[1]) / whole.lse.numel()
+
+    def _within(self, query: Tensor, sources: Sources, view: View, near: Attended) -> tuple[Attended, float]:
+        """The step to the configuration's tolerance; where no search is enough, everything is read."""
+        bars = attend_within(query, sources, view, near, self._config, self._seed)
+        each, output, lse = bars.lse.numel(), bars.output, bars.lse
+        over = ~(bars.limit <= (self._config.tolerance or 0.0))
+        found = float(bars.counts[1]) / each
+        if bool(over.any()):
+            keys, values = (t[:, None, self._start :] for t in (sources.key, sources.value))
+            tile = Tile(query, keys, values, self._scale)
+            exact = view.backend.forward(tile)
+            output, lse = torch.where(over[..., None], exact.output, output), torch.where(over, exact.lse, lse)
+            found += float(over.sum()) / each * (sources.key.shape[1] - self._start)
+        return Attended(output.to(query.dtype), lse), found
 
     def _sources(
         self, key: Tensor, value: Tensor, nodes: Nodes, layout: Layout, spread: Tensor, drift: Tensor

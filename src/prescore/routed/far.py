@@ -31,7 +31,7 @@ class Seen(NamedTuple):
         sink_key, sink_value: `[S, D]`.
         node_key, node_value: `[M, D]` means.
         rows: `[M, L]` positions of the nodes' keys.
-        codes: Of `[M, L]` keys.
+        codes: Of what `[M, L]` keys differ from their means.
         spread: `[D, D]` covariance of keys within the nodes, pooled.
         drift: `[D, Dv]` that of keys and values.
     """
@@ -73,10 +73,17 @@ class Found(NamedTuple):
 
 @dataclass(frozen=True)
 class Search:
-    """How much is looked for: a key is read where its weight may exceed one part in `share` of what is known."""
+    """How much is looked for.
+
+    Attributes:
+        share: A key is read where its weight may exceed one part in so many of what is known.
+        reach: Deviations above a node's mean at which a key is still looked for.
+        margin: Deviations of its own error that a coded logit is lifted by.
+    """
 
     share: float
     reach: float = REACH
+    margin: float = 0.0
 
     @property
     def log_share(self) -> float:
@@ -97,25 +104,35 @@ def find_rows(
         limit: `[t]` of an earlier look, instead of `near`.
     """
     leaf = seen.rows.shape[1]
-    logits = query @ seen.node_key.t()
-    moment = query @ seen.spread
-    spread = (moment * query).sum(-1, keepdim=True).clamp_min(0).sqrt().clamp_min(LEAST_SPREAD)
+    logits, spread = query @ seen.node_key.t(), spread_of(query, seen)
     if limit is None and near is not None:
-        behind = logits + math.log(leaf) + (0.5 * spread * spread).clamp_max(MOST_KNOWN_GAIN)
-        known = torch.cat((near[:, None], query @ seen.sink_key.t(), behind), dim=1).logsumexp(1)
-        limit = known - search.log_share
+        limit = known_mass(query, seen, near) - search.log_share
     if limit is None:
         raise ValueError("near or limit must be given, got neither")
     searched = logits + search.reach * spread >= limit[:, None]
     some = searched.any(0).nonzero().squeeze(1)
     codes = Codes(*(part.index_select(0, some).flatten(0, 1) for part in seen.codes))
-    above = (coded_logits(query, codes) >= limit[:, None]).unflatten(1, (-1, leaf))
+    coded = coded_logits(query, codes, search.margin).unflatten(1, (-1, leaf))
+    above = logits.index_select(1, some)[..., None] + coded >= limit[:, None, None]
     above &= searched.index_select(1, some)[..., None]
     hits = torch.zeros_like(logits, dtype=torch.long).index_copy_(1, some, above.sum(-1))
     asked, node, place = above.nonzero(as_tuple=True)
     row = seen.rows[some.index_select(0, node), place]
     gain, move = corrections(limit[:, None] - logits, spread)
     return Found(asked, row, hits, gain, move, query @ seen.drift, limit, searched.sum() * leaf)
+
+
+def spread_of(query: Tensor, seen: Seen) -> Tensor:
+    """`[t, 1]` deviation of the logits within nodes."""
+    variance = ((query @ seen.spread) * query).sum(-1, keepdim=True)
+    return variance.clamp_min(0).sqrt().clamp_min(LEAST_SPREAD)
+
+
+def known_mass(query: Tensor, seen: Seen, near: Tensor) -> Tensor:
+    """`[t]` log-sum-exp of all that is known before any search: what was read elsewhere, sinks and nodes."""
+    gain = (0.5 * spread_of(query, seen).square()).clamp_max(MOST_KNOWN_GAIN)
+    behind = query @ seen.node_key.t() + math.log(seen.rows.shape[1]) + gain
+    return torch.cat((near[:, None], query @ seen.sink_key.t(), behind), dim=1).logsumexp(1)
 
 
 class Weighed(NamedTuple):

@@ -14,6 +14,7 @@ from prescore.call import Call
 from prescore.config import Routed
 from prescore.routed.far import Search
 from prescore.routed.layout import Layout, make_layout
+from prescore.routed.sampled import attend_to_tolerance, read_on
 from prescore.routed.softmax import attend_sources
 from prescore.routed.sources import Sources, View
 from prescore.routed.tables import build_nodes, pooled
@@ -50,12 +51,22 @@ def attend_lanes(call: Call, config: Routed) -> Answer:
     if n_exact or not layout.n_query:
         results.append(_beginning(call, layout, n_exact))
     if n_exact < layout.n_query:
-        attended, counts = _attend_heads(call, layout, n_exact, search_of(config))
-        results.append(attended)
-        _count(figures, layout, n_exact, counts / attended.lse.numel())
+        routed = _attend_heads(call, layout, n_exact, config)
+        results.append(routed.attended)
+        _count(figures, layout, n_exact, routed.counts / routed.attended.lse.numel())
     whole = results[0]
     if len(results) > 1:
         whole = Attended(*(torch.cat(tensors, dim=2) for tensors in zip(*results, strict=True)))
+    if config.tolerance is None or n_exact == layout.n_query:
+        return Answer(whole, figures)
+    limit, looks = (pad(bar, (n_exact, 0)) for bar in (routed.limit, routed.looks))
+    whole, over = read_on(call, whole, limit, config.tolerance)
+    real = torch.ones_like(over) if call.query_valid is None else call.query_valid[:, None].expand_as(over)
+    bars = limit.masked_fill(over, 0.0)[real]
+    figures["rows_per_query"] += float((over * layout.visible_rows().to(over.device)).mean())
+    figures["error_limit_mean"], figures["error_limit_max"] = float(bars.mean()), float(bars.max())
+    figures["read_further"] = float((looks > 1)[real].double().mean())
+    figures["read_everything"] = float(over[real].double().mean())
     return Answer(whole, figures)
 
 
@@ -97,10 +108,19 @@ def _beginning(call: Call, layout: Layout, n_exact: int) -> Attended:
     return replace(call, query=query, key=key, value=value, valid=valid).exactly("head")
 
 
-def _attend_heads(call: Call, layout: Layout, n_exact: int, search: Search) -> tuple[Attended, Tensor]:
-    """The queries behind the first `n_exact`; also what all of them searched and read."""
-    frame = Frame.of(call, layout, n_exact)
-    lanes: list[tuple[Tensor, Tensor]] = []
+class _Routed(NamedTuple):
+    """Results of routed queries, what all of them searched and read, and with a tolerance their error bars."""
+
+    attended: Attended
+    counts: Tensor
+    limit: Tensor
+    looks: Tensor
+
+
+def _attend_heads(call: Call, layout: Layout, n_exact: int, config: Routed) -> _Routed:
+    """The queries behind the first `n_exact`."""
+    frame, search = Frame.of(call, layout, n_exact), search_of(config)
+    lanes: list[tuple[Tensor, ...]] = []
     counts = torch.zeros(2, dtype=torch.double, device=call.query.device)
     for lane in frame.lanes(call):
         backend = call.backend.at(f"lane {len(lanes)}")
@@ -113,11 +133,18 @@ def _attend_heads(call: Call, layout: Layout, n_exact: int, search: Search) -> t
             call.scale,
             backend,
         )
-        found = attend_sources(lane.query, _sources(lane, layout, frame), view)
-        lanes.append((found.output, found.lse))
-        counts += found.counts
-    output, lse = (torch.cat(part) if len(part) > 1 else part[0] for part in zip(*lanes, strict=True))
-    return Attended(frame.join(output), frame.join(lse[..., None]).squeeze(-1)), counts
+        sources = _sources(lane, layout, frame)
+        if config.tolerance is None:
+            found = attend_sources(lane.query, sources, view)
+            lanes.append((found.output, found.lse, found.lse.new_zeros(0), found.lse.new_zeros(0)))
+            counts += found.counts
+        else:
+            bars = attend_to_tolerance(lane.query, sources, view, config, call.streams.child("samples").seed)
+            lanes.append(bars[:4])
+            counts += bars.counts
+    output, lse, *bar = (torch.cat(part) if len(part) > 1 else part[0] for part in zip(*lanes, strict=True))
+    limit, looks = (frame.join(part[..., None]).squeeze(-1) if part.numel() else part for part in bar)
+    return _Routed(Attended(frame.join(output), frame.join(lse[..., None]).squeeze(-1)), counts, limit, looks)
 
 
 class Lane(NamedTuple):

@@ -31,9 +31,9 @@ def attend(query: Tensor, sources: Sources, view: View, near: Attended) -> tuple
     output, lse = near
     limit = torch.full_like(lse, torch.inf)
     counts = torch.zeros(2, dtype=torch.long, device=query.device)
-    for lane, head, rows, nodes in _blocks(query, sources, view):
+    for lane, head, rows, nodes in far_blocks(query, sources, view):
         own = query[lane, head, rows].to(lse.dtype) * view.scale
-        before, seen = lse[lane, head, rows], _seen(sources, view, lane, nodes)
+        before, seen = lse[lane, head, rows], seen_of(sources, view, lane, nodes)
         found = find_rows(own, seen, view.search, near=before)
         weighed = weigh(own, seen, found, seen.key.index_select(0, found.row).to(own.dtype))
         peak = highest(weighed, found, before)
@@ -58,9 +58,9 @@ def attend_backward(
     grad_query, grad_key, grad_value, *grad_columns = sums
     wide = merged.lse.dtype
     product = (grad.to(wide) * merged.output.to(wide)).sum(-1)
-    for lane, head, rows, nodes in _blocks(query, sources, view):
+    for lane, head, rows, nodes in far_blocks(query, sources, view):
         own = query[lane, head, rows].to(wide) * view.scale
-        seen = _seen(sources, view, lane, nodes)
+        seen = seen_of(sources, view, lane, nodes)
         found = find_rows(own, seen, view.search, near=None, limit=limit[lane, head, rows])
         shift = merged.lse[lane, head, rows]
         shift = shift.masked_fill(torch.isneginf(shift), torch.inf)  # saw nothing: every weight is 0
@@ -84,7 +84,8 @@ def attend_backward(
             total[lane, : part.shape[0]] += part
 
 
-def _blocks(query: Tensor, sources: Sources, view: View) -> Iterator[_Block]:
+def far_blocks(query: Tensor, sources: Sources, view: View) -> Iterator[_Block]:
+    """The queries of a call, some of one head at a time."""
     for lane, nodes in enumerate(view.visible.tolist()):
         for block, seen in enumerate(nodes):
             if not seen and not sources.sink_key.shape[1]:
@@ -95,7 +96,7 @@ def _blocks(query: Tensor, sources: Sources, view: View) -> Iterator[_Block]:
                     yield _Block(lane, head, slice(start, min(start + step, (block + 1) * view.size)), seen)
 
 
-def _seen(sources: Sources, view: View, lane: int, nodes: int) -> Seen:
+def seen_of(sources: Sources, view: View, lane: int, nodes: int) -> Seen:
     """What blocks see; without nodes the spread is that of none."""
     pool = max(0, (nodes - 1) // view.nodes_per_chunk)
     wide = sources.node_key.dtype

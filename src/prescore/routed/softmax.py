@@ -39,7 +39,7 @@ class _AttendSources(torch.autograd.Function):
         sources, wide = Sources(*tensors), accumulation_dtype(query.dtype)
         output = query.new_empty((*query.shape[:3], sources.value.shape[-1]), dtype=wide)
         near = Attended(output, query.new_empty(query.shape[:3], dtype=wide))
-        _attend_near(query, sources, view, near)
+        attend_near(query, sources, view, near)
         far = native if native.can_run(query, sources, view) else plain
         whole, limit, counts = far.attend(query, sources, view, near)
         result = whole.output.to(query.dtype)
@@ -86,7 +86,8 @@ def _tail(query: Tensor, sources: Sources, view: View) -> Tile:
     return Tile(query, sources.near_key[:, None], sources.near_value[:, None], view.scale, bias)
 
 
-def _attend_near(query: Tensor, sources: Sources, view: View, into: Attended) -> None:
+def attend_near(query: Tensor, sources: Sources, view: View, into: Attended) -> None:
+    """What queries read in any case, beside the sinks, written to `into`."""
     if not view.causal:
         if not sources.near_key.shape[1]:
             into.output.zero_()

@@ -77,3 +77,12 @@ class View:
     def n_blocks(self) -> int:
         """Blocks of queries."""
         return self.visible.shape[1]
+
+
+class Spread(NamedTuple):
+    """Results of queries that took part, `[T, G, Q]`: output, lse, and the spread of what was sampled."""
+
+    output: Tensor
+    lse: Tensor
+    variance: Tensor
+    fourth: Tensor

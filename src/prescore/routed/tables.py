@@ -21,7 +21,7 @@ class Nodes:
         rows: `[T, M, L]` positions of the nodes' keys.
         key: `[T, M, D]` means; gradients reach the keys.
         value: `[T, M, Dv]` means; gradients reach the values.
-        codes: Of the keys, `[T, M, L]` of them.
+        codes: Of what the keys differ from their means, `[T, M, L]` of them.
         spread: `[T, C, D, D]` covariance of keys within nodes, chunk by chunk.
         drift: `[T, C, D, Dv]` covariance of keys and values within nodes.
     """
@@ -59,7 +59,9 @@ def build_nodes(key: Tensor, value: Tensor, layout: Layout, begin: int, n_chunks
             for members, means in ((keys, mean_key), (values, mean_value))
         )
         turned = away.transpose(2, 3) / layout.chunk
-        return Nodes(rows, mean_key, mean_value, encode_keys(keys), turned @ away, turned @ beside)
+        return Nodes(
+            rows, mean_key, mean_value, encode_keys(away.view(keys.shape)), turned @ away, turned @ beside
+        )
 
 
 def pooled(parts: Tensor) -> Tensor:

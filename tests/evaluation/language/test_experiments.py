@@ -133,8 +133,8 @@ def test_lengths_stay_inside_what_was_trained_but_for_longest():
         experiment_methods("table9", Scale(4096))
 
 
-def test_the_default_experiment_changes_nothing_but_the_rows():
-    methods = experiment_methods("default", Scale(8192, default_leaf("default", 8192)))
+def test_the_budgets_of_the_default_change_nothing_but_the_rows():
+    methods = experiment_methods("rows", Scale(8192, default_leaf("rows", 8192)))
     assert [method.label for method in methods[2:]] == [f"default, {rows} rows" for rows in (256, 512, 1024)]
     usual = Routed().to_dict()
     for method in methods[2:]:

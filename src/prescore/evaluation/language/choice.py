@@ -103,7 +103,7 @@ class MethodChoice:
         beside = [option for option, given in fixed.items() if given]
         if beside:
             raise ValueError(f"an experiment must be given without {', '.join(fixed)}, got {beside[0]} too")
-        if self.sinks and name in ("cost", "default"):
+        if self.sinks and name in ("cost", "rows"):
             raise ValueError(f"sinks must be left to the experiment {name}, got {self.sinks}")
 
     def _combinations(self, name: str, length: int) -> list[Values]:

@@ -79,6 +79,14 @@ def leaf_rows(length: int, leaf: int) -> float:
     return float((torch.arange(length, dtype=torch.float64) % leaf + 1).mean())
 
 
+def near_rows(length: int, chunk: int, sinks: int) -> float:
+    """Keys that a query meets in its own chunk, the one before and the first positions."""
+    position = torch.arange(length, dtype=torch.float64)
+    begin = position - position % chunk
+    first = (begin - chunk).clamp_min(0)
+    return float((position + 1 - first + first.clamp_max(sinks)).mean())
+
+
 def baseline_rows(name: str, length: int, settings: Mapping[str, Any]) -> float:
     """Keys that a query meets in a baseline, from its settings; what choosing them cost is in the time alone.
 

@@ -13,6 +13,12 @@ from prescore.values import Values
 
 DEFAULT_MODULES = ("argparse", "inspect", "typing", "tarfile", "pydoc", "turtle")
 TOPICS = "python-reference"
+SOURCE = "python-source"
+SOURCE_MODULES = (
+    *("difflib", "doctest", "enum", "logging", "mailbox", "subprocess"),
+    *("unittest.mock", "urllib.request", "ipaddress", "http.client", "optparse", "configparser"),
+)
+"""What `python-source` is made of, none of it in the default corpus."""
 _SUFFIXES = (".txt", ".md", ".rst", ".py", ".tex", ".html", ".jsonl", ".json")
 _CHOICES = ("choice_A", "choice_B", "choice_C", "choice_D")
 
@@ -35,7 +41,8 @@ def load_documents(sources: Sequence[str | Path] | None = None, *, limit: int | 
 
     A source is a text file, a directory (its text files, by name), or a `.jsonl` / `.json` file with LongBench
     records: `context` and `input` (v1), or `context`, `question` and choices (v2). A name of the default corpus
-    (`python-reference`, or a module such as `argparse`) is a source too.
+    (`python-reference`, or a module such as `argparse`) is a source too, and so is `python-source`: modules of the
+    same library, one behind the other.
 
     Raises:
         OSError: A source cannot be read, or is not text.
@@ -79,7 +86,7 @@ def _each(sources: Sequence[str | Path] | None) -> Iterator[Document]:
         if path.is_dir():
             for file in sorted(p for p in path.rglob("*") if p.suffix.lower() in _SUFFIXES and p.is_file()):
                 yield from _file_documents(file)
-        elif not path.exists() and str(source) in (TOPICS, *DEFAULT_MODULES):
+        elif not path.exists() and str(source) in (TOPICS, SOURCE, *DEFAULT_MODULES):
             yield _python_document(str(source))
         else:
             yield from _file_documents(path)
@@ -150,6 +157,8 @@ def _python_document(name: str) -> Document:
 
         # in the order of their names, so that it is the same text wherever the same Python runs
         return Document(name, "\n\n".join(topics[topic].strip() for topic in sorted(topics)))
+    if name == SOURCE:
+        return Document(name, "\n\n".join(_python_document(module).text.strip() for module in SOURCE_MODULES))
     spec = importlib.util.find_spec(name)
     if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
         raise OSError(f"document must be a readable file, got the module {name!r}, whose source this Python lacks")

@@ -219,7 +219,7 @@ EXPERIMENTS: dict[str, Callable[..., Iterator[LanguageMethod]]] = {
     "appendix-i": appendix_i,
     "longest": longest,
     "cost": cost,
-    "default": default_rows,
+    "rows": default_rows,
 }
 
 
@@ -241,12 +241,12 @@ def default_lengths(name: str | None, trained: int | None) -> list[int]:
     limit = trained or PAPER_LENGTH
     if name == "longest":
         return [limit, 2 * limit, 4 * limit]
-    return [min(limit, 8192 if name in ("table1", "default") else 4096)]
+    return [min(limit, 8192 if name in ("table1", "rows") else 4096)]
 
 
 def default_leaf(name: str | None, length: int) -> int:
     """Exact leaves of an experiment: the paper's share of the length, or the default's own chunk."""
-    return Routed().chunk_size if name == "default" else max(1, length * PAPER_LEAF // PAPER_LENGTH)
+    return Routed().chunk_size if name == "rows" else max(1, length * PAPER_LEAF // PAPER_LENGTH)
 
 
 def _grid(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,9 +15,10 @@ from prescore import checks
 from prescore.api import Counted, exact_attention
 from prescore.baselines import BASELINES
 from prescore.config import Config, Exact, Hyper, Routed, Selected, config_from_dict
-from prescore.evaluation.language.cost import baseline_rows, exact_rows, leaf_rows
+from prescore.evaluation.language.cost import baseline_rows, exact_rows, leaf_rows, near_rows
 from prescore.evaluation.language.overrides import Overrides, changed, fitting
 from prescore.integrations.attend import PrescoredAttention, Situation, attend_exactly, layer_seed
+from prescore.ops.merge import merge
 from prescore.registry import list_scorers
 from prescore.values import Values
 
@@ -36,8 +38,8 @@ class LanguageMethod:
     Attributes:
         label: What tables call it.
         kind: `exact`, `local` (causal leaves, far context dropped), `prescored` or `baseline`.
-        settings: `local`: `leaf`; `prescored`: a configuration as `to_dict` gives it; `baseline`: `name` and its
-            arguments.
+        settings: `local`: `leaf`, and where more is read `before` and `sinks`; `prescored`: a configuration as
+            `to_dict` gives it; `baseline`: `name` and its arguments.
         axes: What the method is in the terms of an experiment (top_k, sample size, ...), for its table.
     """
 
@@ -59,7 +61,7 @@ class LanguageMethod:
         if self.kind == "exact":
             return _exactly
         if self.kind == "local":
-            return partial(_locally, self.settings["leaf"])
+            return partial(_locally, dict(self.settings))
         if self.kind == "baseline":
             return partial(_by_baseline, dict(self.settings), seed)
         return partial(_prescored, PrescoredAttention(self.config, seed=seed))
@@ -83,6 +85,24 @@ def local(leaf: int) -> LanguageMethod:
     """The floor: the same exact leaves, far context dropped."""
     checks.integer("leaf", leaf, minimum=1)
     return LanguageMethod("local only", "local", {"leaf": leaf})
+
+
+def nearby(chunk: int, sinks: int) -> LanguageMethod:
+    """What the default reads without its far part: the query's own chunk, the one before, and the first tokens."""
+    checks.integer("chunk", chunk, minimum=1)
+    checks.integer("sinks", sinks, minimum=0)
+    return LanguageMethod("local only", "local", {"leaf": chunk, "before": chunk, "sinks": sinks})
+
+
+def sliding_window(length: int, rows: float, sinks: int, **axes: Any) -> LanguageMethod:
+    """The narrowest window that reads no fewer than so many rows per query, the first tokens included."""
+    checks.integer("sinks", sinks, minimum=0)
+
+    def read(window: int) -> float:
+        return baseline_rows("streaming", length, {"window": window, "sinks": sinks})
+
+    window = 1 + bisect.bisect_left(range(1, length), rows, key=read)
+    return baseline("sliding window", "streaming", {"window": window, "sinks": sinks}, **axes)
 
 
 def prescored(label: str, config: Config, **axes: Any) -> LanguageMethod:
@@ -175,9 +195,16 @@ def _by_baseline(
     return Counted(output, lambda: baseline_rows(settings["name"], query.shape[2], arguments))
 
 
-def _locally(leaf: int, query: Tensor, key: Tensor, value: Tensor, situation: Situation) -> Counted:
-    output = leaves_alone(query, key, value, leaf=leaf, scale=situation.scale)
-    return Counted(output, lambda: leaf_rows(query.shape[2], leaf))
+def _locally(
+    settings: Mapping[str, int], query: Tensor, key: Tensor, value: Tensor, situation: Situation
+) -> Counted:
+    leaf, length = settings["leaf"], query.shape[2]
+    if "before" not in settings:
+        output = leaves_alone(query, key, value, leaf=leaf, scale=situation.scale)
+        return Counted(output, lambda: leaf_rows(length, leaf))
+    sinks = settings["sinks"]
+    output = near_chunks(query, key, value, chunk=leaf, sinks=sinks, scale=situation.scale)
+    return Counted(output, lambda: near_rows(length, leaf, sinks))
 
 
 def leaves_alone(query: Tensor, key: Tensor, value: Tensor, *, leaf: int, scale: float | None) -> Tensor:
@@ -194,4 +221,20 @@ def leaves_alone(query: Tensor, key: Tensor, value: Tensor, *, leaf: int, scale:
     if whole < length:
         rest = (t[:, :, whole:] for t in (query, key, value))
         outputs.append(exact_attention(*rest, is_causal=True, scale=scale).output)
+    return torch.cat(outputs, dim=2)
+
+
+def near_chunks(
+    query: Tensor, key: Tensor, value: Tensor, *, chunk: int, sinks: int, scale: float | None
+) -> Tensor:
+    """Exact causal attention to the query's own chunk, the chunk before it, and the first positions."""
+    outputs = []
+    for begin in range(0, query.shape[2], chunk):
+        first, own = max(0, begin - chunk), query[:, :, begin : begin + chunk]
+        near, near_value = (t[:, :, first : begin + chunk] for t in (key, value))
+        attended = exact_attention(own, near, near_value, is_causal=True, scale=scale)
+        kept = min(sinks, first)
+        if kept:
+            attended = merge(attended, exact_attention(own, key[:, :, :kept], value[:, :, :kept], scale=scale))
+        outputs.append(attended.output)
     return torch.cat(outputs, dim=2)

@@ -1,1 +1,1 @@
-"""Compiled code for CPUs."""
+"""Operators in C, called through `ctypes`; nothing needs them, and plain torch computes the same."""

@@ -87,10 +87,10 @@ static void tile_backward(const Problem *p, const Gradients *g, Work *w, const S
 }
 
 /* Returns 0, or 1 where there was no memory. */
-EXPORT int prescore_routed_backward(const Problem *p, const Gradients *g) {
+PRESCORE_EXPORT int prescore_routed_backward(const Problem *p, const Gradients *g) {
     const int64_t tiles = (p->n_query + TILE - 1) / TILE, lanes = p->lanes;
     int failed = 0;
-#pragma omp parallel for schedule(dynamic, 1)
+#pragma omp parallel for schedule(dynamic, 1) num_threads(prescore_threads())
     for (int64_t job = 0; job < lanes * g->parts; job++) {
         const int64_t lane = job % lanes, part = job / lanes;
         Work *w = prescore_new_work(p);

@@ -13,13 +13,13 @@ static void *aligned(char **at, size_t bytes) {
 
 /* A thread's memory; NULL where there is none. */
 Work *prescore_new_work(const Problem *p) {
-    const int64_t padded = p->room + 16, found = p->node_room * p->leaf + 16;
+    const int64_t padded = p->room + p->more + 16, found = p->node_room * p->leaf + 16;
     int64_t fixed = 0;
     for (int64_t i = 0; p->first && i < p->lanes * p->n_query; i++)
         fixed = p->stop[i] - p->first[i] > fixed ? p->stop[i] - p->first[i] : fixed;
     const int64_t most = found > fixed ? found : fixed;
     const size_t number = sizeof(float);
-    const size_t sizes = sizeof(Work) + number * (size_t)(3 * TILE * padded + most + TILE * found) + 64 * 8;
+    const size_t sizes = sizeof(Work) + number * (size_t)(4 * TILE * padded + most + TILE * found) + 64 * 8;
     char *at = aligned_alloc(64, (sizes + 63) / 64 * 64);
     if (!at) return NULL;
     Work *w = aligned(&at, sizeof(Work));
@@ -28,6 +28,8 @@ Work *prescore_new_work(const Problem *p) {
     w->logits = aligned(&at, number * (size_t)(TILE * padded));
     w->move = aligned(&at, number * (size_t)(TILE * padded));
     w->hits = aligned(&at, number * (size_t)(TILE * padded));
+    w->sampled = aligned(&at, number * (size_t)(TILE * padded));
+    w->place = NULL;
     w->row_logits = aligned(&at, number * (size_t)most);
     w->found = aligned(&at, number * (size_t)(TILE * found));
     return w;
@@ -85,6 +87,12 @@ static void take_queries(const Problem *p, Work *w) {
             }
         }
         memcpy(w->code_sum + 2 * t, sums, sizeof sums);
+        for (int half = 0; half < 2; half++) { /* a key's number is off by a uniform part of a unit */
+            const float *part = own + half * dim / 2;
+            float square = 0;
+            for (int64_t i = 0; i < dim / 2; i++) square += part[i] * part[i];
+            w->lift[2 * t + half] = p->margin * sqrtf(square / 12.0f) / unit;
+        }
     }
 }
 
@@ -111,7 +119,7 @@ void prescore_begin_tile(const Problem *p, Work *w) {
 }
 
 /* From which logit on keys are read by themselves: a share of all that is known before any search. */
-static void set_limit(const Problem *p, Work *w, int64_t t) {
+void prescore_set_limit(const Problem *p, Work *w, int64_t t) {
     const float *logits = w->logits + t * w->padded, s = w->spread[t], elsewhere = p->lse[w->index[t]];
     const float gain = 0.5f * s * s < p->most_gain ? 0.5f * s * s : p->most_gain;
     const floats behind = splat(logf((float)p->leaf) + gain);
@@ -126,7 +134,7 @@ static void set_limit(const Problem *p, Work *w, int64_t t) {
 }
 
 /* Rows that a query reads in any case, folded into its output and log-sum-exp. */
-static void read_fixed(const Problem *p, Work *w, int64_t t) {
+void prescore_read_fixed(const Problem *p, Work *w, int64_t t) {
     const int64_t at = w->index[t], wide = p->value_dim, first = p->first[at], n = p->stop[at] - first;
     if (n <= 0) return;
     float *logits = w->row_logits, peak = -INFINITY, sum[MOST_DIM] = {0}, all = 0;
@@ -146,7 +154,7 @@ static void read_fixed(const Problem *p, Work *w, int64_t t) {
 
 /* One softmax over what was read elsewhere, the rows found and the columns: leaves weights of columns in `logits`, and
  * everything else in the output, not yet divided by the mass that is returned. */
-static float read_rows(const Problem *p, Work *w, int64_t t, float *highest) {
+float prescore_read_rows(const Problem *p, Work *w, int64_t t, float *highest) {
     const int64_t at = w->index[t], wide = p->value_dim, found = w->n_found[t];
     const int32_t *rows = w->found + t * w->found_room;
     float *logits = w->logits + t * w->padded, *own = w->row_logits, peak = p->lse[at];
@@ -190,7 +198,7 @@ static int64_t run_tile(const Problem *p, Work *w) {
     int64_t read = 0;
     prescore_begin_tile(p, w);
     for (int64_t t = 0; t < w->n; t++)
-        if (p->first) read_fixed(p, w, t);
+        if (p->first) prescore_read_fixed(p, w, t);
     if (w->nodes == 0 && p->sinks == 0) return 0;
     if (w->nodes == 0) {
         memset(w->n_found, 0, sizeof w->n_found);
@@ -198,13 +206,13 @@ static int64_t run_tile(const Problem *p, Work *w) {
         memset(w->spread, 0, sizeof w->spread);
         for (int64_t t = 0; t < w->n; t++) memset(w->move + t * w->padded, 0, sizeof(float) * (size_t)w->columns);
     } else {
-        for (int64_t t = 0; t < w->n; t++) set_limit(p, w, t);
+        for (int64_t t = 0; t < w->n; t++) prescore_set_limit(p, w, t);
         prescore_find_rows(p, w);
         for (int64_t t = 0; t < w->n; t++) prescore_correct_columns(p, w, t);
     }
     float mass[TILE], peak[TILE];
     for (int64_t t = 0; t < w->n; t++) {
-        mass[t] = read_rows(p, w, t, peak + t);
+        mass[t] = prescore_read_rows(p, w, t, peak + t);
         read += w->n_found[t];
     }
     float *sums = w->moment; /* done with: at most MOST_DIM numbers a query */
@@ -221,10 +229,10 @@ static int64_t run_tile(const Problem *p, Work *w) {
 }
 
 /* Returns 0, or 1 where there was no memory. */
-EXPORT int prescore_routed_forward(const Problem *p) {
+PRESCORE_EXPORT int prescore_routed_forward(const Problem *p) {
     const int64_t tiles = (p->n_query + TILE - 1) / TILE;
     int failed = 0;
-#pragma omp parallel if (tiles * p->lanes > 1)
+#pragma omp parallel num_threads(prescore_threads()) if (tiles * p->lanes > 1)
     {
         Work *w = prescore_new_work(p);
         int64_t read = 0;

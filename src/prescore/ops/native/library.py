@@ -1,13 +1,131 @@
+"""Find and load the library of this processor's level, at first use and from this folder only.
+
+`PRESCORE_NATIVE` switches it off (`0`) or names a level (`baseline`, `avx2`, `avx512`); it is read at every call.
+"""
+
+from __future__ import annotations
+
 import ctypes
 import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from threading import Lock
 
-_L = {}
+import torch
+
+from prescore.errors import Unsupported
+from prescore.ops.native.build import ABI, FOLDER, levels_of_machine, library_name
+
+VARIABLE = "PRESCORE_NATIVE"
+_AUTOMATIC = ("", "1", "auto")
+_OFF = "0"
+_NEEDED = {
+    "baseline": frozenset[str](),
+    "avx2": frozenset({"avx2", "fma", "f16c", "bmi2"}),
+    "avx512": frozenset(
+        {"avx2", "fma", "f16c", "bmi2", "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni"}
+    ),
+}
+"""What a processor must have for a level, in the words of /proc/cpuinfo."""
+_CAPABILITIES = {"AVX2": ("baseline", "avx2"), "AVX512": ("baseline", "avx2", "avx512")}
+"""Levels that torch's own choice of kernels allows."""
 
 
-def load():
-    level = os.environ.get("PRESCORE_NATIVE", "512")
-    if level == "0":
-        return None
-    if level not in _L:
-        _L[level] = ctypes.CDLL(f"/tmp/exp/n{level}.so")
-    return _L[level]
+@dataclass(frozen=True)
+class _Found:
+    level: str | None = None
+    library: ctypes.CDLL | None = None
+    reasons: list[str] = field(default_factory=list)
+
+
+_found: dict[str, _Found] = {}
+_lock = Lock()
+
+
+def load() -> ctypes.CDLL | None:
+    """The library for this processor; None = there is none, and plain torch must do.
+
+    Call it before every use and in the thread of that use: it tells the library how many threads torch uses there.
+
+    Raises:
+        ValueError: `PRESCORE_NATIVE` is none of the known values.
+        Unsupported: It names a level that cannot run here.
+    """
+    library = _find().library
+    if library is not None:
+        # a thread hears of torch.set_num_threads only when it asks
+        library.prescore_native_follow(torch.get_num_threads())
+    return library
+
+
+def describe_native() -> str:
+    """Which level runs, or why none does."""
+    found = _find()
+    reasons = "; ".join(found.reasons)
+    if found.level is None:
+        return f"none ({reasons})"
+    return f"{found.level} ({reasons})" if reasons else found.level
+
+
+def levels_of_processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> tuple[str, ...]:
+    """Levels that this processor certainly has, the plainest first."""
+    built = tuple(levels_of_machine())
+    allowed = _CAPABILITIES.get(torch.backends.cpu.get_cpu_capability(), ("baseline",))
+    try:
+        text = cpuinfo.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        # torch asks for less than the highest level needs
+        allowed = allowed[:2]
+        return tuple(level for level in built if level in allowed)
+    flags = next((line for line in text.splitlines() if line.startswith("flags")), "").split()
+    return tuple(level for level in built if level in allowed and _NEEDED[level] <= set(flags))
+
+
+def _find() -> _Found:
+    asked = os.environ.get(VARIABLE, "").strip().lower()
+    found = _found.get(asked)
+    if found is None:
+        with _lock:
+            found = _found.get(asked) or _search(asked)
+            _found[asked] = found
+    return found
+
+
+def _search(asked: str) -> _Found:
+    if asked == _OFF:
+        return _Found(reasons=[f"{VARIABLE}=0"])
+    if asked in _AUTOMATIC:
+        return _best(levels_of_processor())
+    if asked not in _NEEDED:
+        raise ValueError(f"{VARIABLE} must be 0, auto or one of {', '.join(_NEEDED)}, got {asked!r}")
+    if asked not in levels_of_processor():
+        raise Unsupported(f"{VARIABLE}={asked}", ["this processor does not have what the level needs"])
+    found = _best((asked,))
+    if found.library is None:
+        raise Unsupported(f"{VARIABLE}={asked}", found.reasons)
+    return found
+
+
+def _best(levels: tuple[str, ...]) -> _Found:
+    reasons = []
+    for level in reversed(levels):
+        path = FOLDER / library_name(level)
+        if not path.is_file():
+            reasons.append(f"{level} is not built")
+            continue
+        loaded = _open(path)
+        if not isinstance(loaded, str):
+            return _Found(level, loaded, reasons)
+        reasons.append(f"{level}: {loaded}")
+    return _Found(reasons=reasons)
+
+
+def _open(path: Path) -> ctypes.CDLL | str:
+    """A library with our signatures, or why it is not one."""
+    try:
+        library = ctypes.CDLL(str(path))
+        abi = library.prescore_native_abi()
+        library.prescore_native_follow.restype = None
+    except (OSError, AttributeError) as error:
+        return f"cannot be loaded, {error}"
+    return library if abi == ABI else f"has interface {abi} and not {ABI}, build it again"

@@ -7,12 +7,12 @@
 
 #include <stdlib.h>
 
+#include "threads.h"
 #include "vectors.h"
 
 #define TILE 32      /* queries that are worked off together */
 #define MOST_DIM 256 /* of keys: sums of codes in 16 bits hold no more; and of values */
 #define MOST_SINKS 256
-#define EXPORT __attribute__((visibility("default")))
 
 enum { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2 };
 
@@ -38,7 +38,9 @@ typedef struct {
     const float *spread;        /* [lanes, pools, dim, dim]: covariance of keys within nodes */
     const float *drift;         /* [lanes, pools, dim, value_dim]: that of keys and values */
     int64_t lanes, n_query, dim, value_dim, leaf, sinks, sink_room, room, node_room, pools, nodes_per_pool;
+    int64_t more; /* columns behind `room` that a sampled rest needs */
     float scale, reach, log_share, most_gain;
+    float margin; /* deviations of its own error that a coded logit is lifted by */
     float *output, *lse; /* [lanes, n_query, value_dim], [lanes, n_query]: of what was read elsewhere; then of all */
     float *limit;        /* [lanes, n_query]: from which logit on keys are read by themselves */
     int64_t *counts;     /* keys searched, rows read */
@@ -52,6 +54,7 @@ typedef struct {
     float query[TILE * MOST_DIM], drift[TILE * MOST_DIM], moment[TILE * MOST_DIM];
     int8_t code[TILE * MOST_DIM];
     int32_t code_sum[TILE * 2];
+    float lift[TILE * 2]; /* of the sums of each half */
     float code_scale[TILE], spread[TILE], limit[TILE];
     int32_t n_found[TILE];
     float *logits;     /* [TILE, padded] of columns; later their weights */
@@ -59,12 +62,17 @@ typedef struct {
     int32_t *hits;     /* [TILE, padded] rows read of each node */
     float *row_logits; /* [found_room] */
     int32_t *found;    /* [TILE, found_room] rows read */
+    const int32_t *place; /* [node_room]: which key of sixteen is sampled; NULL = none */
+    int32_t *sampled;     /* [TILE, padded]: which samples of each node are read by themselves, as bits */
 } Work;
 
 Work *prescore_new_work(const Problem *p);
 void prescore_begin_tile(const Problem *p, Work *w);
 void prescore_find_rows(const Problem *p, Work *w);
 void prescore_correct_columns(const Problem *p, Work *w, int64_t t);
+void prescore_set_limit(const Problem *p, Work *w, int64_t t);
+void prescore_read_fixed(const Problem *p, Work *w, int64_t t);
+float prescore_read_rows(const Problem *p, Work *w, int64_t t, float *highest);
 
 /* Take the next queries of a lane that see the same nodes, at most a tile; returns how many there are behind them. */
 INLINE int64_t next_tile(const Problem *p, Work *w, int64_t lane, int64_t begin, int64_t stop) {

@@ -17,7 +17,7 @@
 
 /* Sixteen keys against some queries: which of them reach the limits. */
 INLINE void compare(const uint8_t *codes, const float *scales, const int8_t *const *q, const int32_t (*sums)[2],
-                    const float *limits, int64_t eighth, unsigned *above) {
+                    const float (*lift)[2], const float *limits, int64_t eighth, unsigned *above) {
     __m512i a[TOGETHER], b[TOGETHER];
     for (int j = 0; j < TOGETHER; j++) { /* codes are 8 too large */
         a[j] = _mm512_set1_epi32(-8 * sums[j][0]);
@@ -37,7 +37,9 @@ INLINE void compare(const uint8_t *codes, const float *scales, const int8_t *con
     }
     const __m512 s0 = _mm512_loadu_ps(scales), s1 = _mm512_loadu_ps(scales + 16);
     for (int j = 0; j < TOGETHER; j++) {
-        __m512 x = _mm512_fmadd_ps(s1, _mm512_cvtepi32_ps(b[j]), _mm512_mul_ps(s0, _mm512_cvtepi32_ps(a[j])));
+        __m512 x0 = _mm512_add_ps(_mm512_cvtepi32_ps(a[j]), _mm512_set1_ps(lift[j][0]));
+        __m512 x1 = _mm512_add_ps(_mm512_cvtepi32_ps(b[j]), _mm512_set1_ps(lift[j][1]));
+        __m512 x = _mm512_fmadd_ps(s1, x1, _mm512_mul_ps(s0, x0));
         above[j] = _mm512_cmp_ps_mask(x, _mm512_set1_ps(limits[j]), _CMP_GE_OQ);
     }
 }
@@ -51,19 +53,19 @@ INLINE int32_t keep(int32_t *found, int32_t n, const int32_t *rows, unsigned abo
 
 #else
 
-INLINE unsigned reaching(const int32_t *low, const int32_t *high, const int32_t *sums, const float *scales,
-                         float limit) {
+INLINE unsigned reaching(const int32_t *low, const int32_t *high, const int32_t *sums, const float *lift,
+                         const float *scales, float limit) {
     unsigned above = 0;
     for (int k = 0; k < 16; k += WIDTH) {
-        floats a = __builtin_convertvector(*(const ints *)(low + k) - 8 * sums[0], floats);
-        floats b = __builtin_convertvector(*(const ints *)(high + k) - 8 * sums[1], floats);
+        floats a = __builtin_convertvector(*(const ints *)(low + k) - 8 * sums[0], floats) + splat(lift[0]);
+        floats b = __builtin_convertvector(*(const ints *)(high + k) - 8 * sums[1], floats) + splat(lift[1]);
         above |= bits(load(scales + k) * a + load(scales + 16 + k) * b >= splat(limit)) << k;
     }
     return above;
 }
 
 INLINE void compare(const uint8_t *codes, const float *scales, const int8_t *const *q, const int32_t (*sums)[2],
-                    const float *limits, int64_t eighth, unsigned *above) {
+                    const float (*lift)[2], const float *limits, int64_t eighth, unsigned *above) {
     int32_t low[16], high[16];
 #if defined(__AVX2__)
     __m256i sum[TOGETHER][4];
@@ -92,7 +94,7 @@ INLINE void compare(const uint8_t *codes, const float *scales, const int8_t *con
             _mm256_storeu_si256((__m256i *)low + k, _mm256_madd_epi16(sum[j][k], ones));
             _mm256_storeu_si256((__m256i *)high + k, _mm256_madd_epi16(sum[j][k + 2], ones));
         }
-        above[j] = reaching(low, high, sums[j], scales, limits[j]);
+        above[j] = reaching(low, high, sums[j], lift[j], scales, limits[j]);
     }
 #else
     memset(low, 0, sizeof low);
@@ -104,7 +106,7 @@ INLINE void compare(const uint8_t *codes, const float *scales, const int8_t *con
                 low[key] += (code & 15) * q[0][4 * i + k];
                 high[key] += (code >> 4) * q[0][4 * (i + eighth) + k];
             }
-    above[0] = reaching(low, high, sums[0], scales, limits[0]);
+    above[0] = reaching(low, high, sums[0], lift[0], scales, limits[0]);
 #endif
 }
 
@@ -123,27 +125,33 @@ static void search_node(const Problem *p, Work *w, int64_t node, const int *who,
     const int32_t *rows = p->rows + at * leaf;
     for (int x = 0; x < n_who; x += TOGETHER) {
         const int8_t *q[TOGETHER];
-        int32_t sums[TOGETHER][2], n[TOGETHER];
-        float limits[TOGETHER];
+        int32_t sums[TOGETHER][2], n[TOGETHER], sampled[TOGETHER] = {0};
+        float limits[TOGETHER], lift[TOGETHER][2];
         int32_t *found[TOGETHER];
         const int some = n_who - x < TOGETHER ? n_who - x : TOGETHER;
         for (int j = 0; j < TOGETHER; j++) {
             const int t = who[j < some ? x + j : x];
             q[j] = w->code + t * dim;
             memcpy(sums[j], w->code_sum + 2 * t, sizeof sums[j]);
-            limits[j] = w->limit[t] / w->code_scale[t];
+            memcpy(lift[j], w->lift + 2 * t, sizeof lift[j]);
+            /* codes are of what a key differs from the mean */
+            limits[j] = (w->limit[t] - w->logits[t * w->padded + p->sink_room + node]) / w->code_scale[t];
             found[j] = w->found + t * w->found_room;
             n[j] = w->n_found[t];
         }
         for (int64_t b = 0; b < leaf / 16; b++) {
             unsigned above[TOGETHER];
-            compare(codes + b * 8 * dim, scales + 32 * b, q, (const int32_t (*)[2])sums, limits, dim / 8, above);
+            compare(codes + b * 8 * dim, scales + 32 * b, q, (const int32_t (*)[2])sums, (const float (*)[2])lift, limits,
+                    dim / 8, above);
             for (int j = 0; j < some; j++) n[j] = keep(found[j], n[j], rows + 16 * b, above[j]);
+            if (w->place)
+                for (int j = 0; j < some; j++) sampled[j] |= (int32_t)((above[j] >> w->place[node]) & 1) << b;
         }
         for (int j = 0; j < some; j++) {
             const int t = who[x + j];
             w->hits[t * w->padded + p->sink_room + node] = n[j] - w->n_found[t];
             w->n_found[t] = n[j];
+            w->sampled[t * w->padded + p->sink_room + node] = sampled[j];
         }
     }
 }
@@ -156,6 +164,7 @@ void prescore_find_rows(const Problem *p, Work *w) {
         least[t] = w->limit[t] - p->reach * w->spread[t];
         w->n_found[t] = 0;
         memset(w->hits + t * w->padded, 0, sizeof(int32_t) * (size_t)w->columns);
+        if (w->place) memset(w->sampled + t * w->padded, 0, sizeof(int32_t) * (size_t)w->columns);
     }
     for (int64_t node = 0; node < w->nodes; node++) {
         int who[TILE], n_who = 0;

@@ -1,0 +1,140 @@
+"""Compile the C files of this folder, once per level of processor.
+
+Needs the standard library alone: setup.py and make run this file before the package is installed. Run as a program
+it builds into its own folder when a source is newer than the libraries there.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+FOLDER = Path(__file__).resolve().parent
+ABI = 1
+"""Which signatures the C functions have; a library with another number is not used."""
+
+_AVX2 = ("-mavx2", "-mfma", "-mf16c", "-mbmi2")
+_AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512vnni")
+_X86 = {"baseline": (), "avx2": _AVX2, "avx512": _AVX512}
+# no -ffast-math: infinities and NaN are values here, and sums keep their order
+_FLAGS = (
+    *("-std=gnu11", "-O3", "-fopenmp", "-fPIC", "-shared", "-fvisibility=hidden"),
+    *("-fno-math-errno", "-fno-trapping-math", "-Wall", f"-DPRESCORE_ABI={ABI}"),
+)
+_SANITIZE = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer", "-g")
+_COMPILERS = ("cc", "gcc", "clang")
+
+
+def levels_of_machine(machine: str | None = None) -> dict[str, tuple[str, ...]]:
+    """Levels that are built for a kind of processor and their flags, the plainest first; None = this machine."""
+    name = (platform.machine() if machine is None else machine).lower()
+    # the vector instructions of 64-bit ARM belong to its baseline
+    return _X86 if name in ("x86_64", "amd64") else {"baseline": ()}
+
+
+def library_name(level: str) -> str:
+    """The file of a level."""
+    return f"prescore_native_{level}.so"
+
+
+def build(out_dir: Path, *, sanitize: bool = False) -> list[Path]:
+    """Compile every level into a folder.
+
+    What cannot be built is left out, with one line on stderr: nothing here is needed to run.
+
+    Args:
+        out_dir: Where the libraries go; those of an earlier build are removed from it.
+        sanitize: Check addresses and undefined behaviour while running.
+
+    Returns:
+        The libraries made, the plainest first.
+    """
+    out_dir.mkdir(parents=True, exist_ok=True)
+    for old in out_dir.glob(library_name("*")):
+        old.unlink()  # a library of other sources must not outlive them
+    compiler = _find_compiler()
+    if compiler is None:
+        return _nothing(f"no C compiler found (tried {', '.join(_COMPILERS)})")
+    extra = _SANITIZE if sanitize else ()
+    refused = _refuses(compiler, [*_FLAGS, *extra])
+    if refused is not None:
+        return _nothing(f"{shlex.join(compiler)} failed: {refused}")
+    levels = levels_of_machine()
+    with ThreadPoolExecutor(len(levels)) as pool:
+        made = pool.map(lambda level: _compile(compiler, level, [*levels[level], *extra], out_dir), levels)
+    return [path for path in made if path is not None]
+
+
+def is_up_to_date(out_dir: Path) -> bool:
+    """Whether a folder holds libraries, none of them older than a source."""
+    libraries = [path.stat().st_mtime for path in out_dir.glob(library_name("*"))]
+    sources = [path.stat().st_mtime for path in FOLDER.iterdir() if path.suffix in (".c", ".h")]
+    return bool(libraries) and min(libraries) >= max(*sources, Path(__file__).stat().st_mtime)
+
+
+def _find_compiler() -> list[str] | None:
+    asked = shlex.split(os.environ.get("CC", ""))
+    if asked:
+        return asked
+    return next(([found] for name in _COMPILERS if (found := shutil.which(name))), None)
+
+
+def _compile(compiler: list[str], level: str, flags: list[str], out_dir: Path) -> Path | None:
+    refused = _refuses(compiler, [*_FLAGS, *flags]) if flags else None
+    if refused is not None:
+        _say(f"level {level} is left out: {refused}")
+        return None
+    target = out_dir / library_name(level)
+    sources = [str(path) for path in sorted(FOLDER.glob("*.c"))]
+    with tempfile.TemporaryDirectory(dir=out_dir) as scratch:
+        # whoever loads it meanwhile finds a whole library or none
+        made = Path(scratch) / target.name
+        failed = _run([*compiler, *_FLAGS, *flags, *sources, "-o", str(made), "-lm"])
+        if failed is not None:
+            _say(f"level {level} is left out: {failed}")
+            return None
+        made.replace(target)
+    return target
+
+
+def _refuses(compiler: list[str], flags: list[str]) -> str | None:
+    """Why an empty library cannot be made with such flags; None = it can."""
+    with tempfile.TemporaryDirectory() as scratch:
+        source = Path(scratch) / "empty.c"
+        source.write_text("int prescore_empty(void) { return 0; }\n", encoding="utf-8")
+        made = source.with_suffix(".so")
+        failed = _run([*compiler, *flags, str(source), "-o", str(made), "-lm"])
+        return failed or (None if made.exists() else "it made no library")
+
+
+def _run(command: Sequence[str]) -> str | None:
+    """Run a compiler; the first line of what it complains of, or None."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
+    except OSError as error:
+        return str(error)
+    if done.returncode == 0:
+        return None
+    lines = done.stderr.strip().splitlines() or [f"it ended with code {done.returncode}"]
+    return next((line for line in lines if "error" in line), lines[0]).strip()
+
+
+def _nothing(reason: str) -> list[Path]:
+    _say(f"not built, plain torch is used: {reason}")
+    return []
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"prescore native: {text}\n")
+
+
+if __name__ == "__main__" and not is_up_to_date(FOLDER):
+    build(FOLDER)

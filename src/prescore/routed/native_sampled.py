@@ -1,0 +1,59 @@
+"""Queries with a sampled rest in compiled code."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from prescore.routed.native import make_tables
+from prescore.routed.native_call import WIDTH, Samples, run
+from prescore.routed.sources import Sources, Spread, View
+from prescore.routed.tables import take_rows
+from prescore.types import Attended
+
+
+def attend_sampled(
+    query: Tensor, sources: Sources, view: View, near: Attended, places: Tensor, active: Tensor
+) -> tuple[Spread, Tensor]:
+    """Queries that are `active`, with a sampled rest; also keys searched and rows read."""
+    tables = make_tables(sources)
+    n_lanes, group, length, _ = query.shape
+    each = tables.rows.shape[2] // WIDTH
+    drawn = (places[:, None] + torch.arange(each) * WIDTH).expand(n_lanes, -1, -1)
+    rows = sources.rows.gather(2, drawn).flatten(1)
+    more = -(-rows.shape[1] // WIDTH) * WIDTH
+    keys, values = (
+        pad(take_rows(t, rows).to(torch.float32), (0, 0, 0, more - rows.shape[1])).contiguous()
+        for t in (sources.key, sources.value)
+    )
+    columns, value_columns = (t.unflatten(1, (-1, WIDTH)).transpose(2, 3).contiguous() for t in (keys, values))
+    norms, place = values.square().sum(-1), places.to(torch.int32)
+    output, lse = (t.to(torch.float32).clone() for t in near)
+    variance, fourth, limit = torch.zeros_like(lse), torch.zeros_like(lse), torch.zeros_like(lse)
+    taking_part = active.to(torch.uint8).contiguous()
+    counts = torch.zeros(2, dtype=torch.long)
+    samples = Samples(
+        active=taking_part.data_ptr(),
+        place=place.data_ptr(),
+        columns=columns.data_ptr(),
+        values=values.data_ptr(),
+        value_columns=value_columns.data_ptr(),
+        norms=norms.data_ptr(),
+        each=each,
+        variance=variance.data_ptr(),
+        fourth=fourth.data_ptr(),
+    )
+    visible = view.visible.repeat_interleave(view.size, dim=1).repeat(1, group).contiguous()
+    run(
+        "prescore_routed_sampled",
+        query.to(torch.float32).reshape(n_lanes, group * length, -1).contiguous(),
+        (sources.key, sources.value),
+        tables,
+        view,
+        (visible, None, None),
+        (output, lse, limit, counts),
+        samples,
+        more,
+    )
+    return Spread(output, lse, variance, fourth), counts

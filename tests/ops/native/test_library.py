@@ -1,0 +1,167 @@
+"""The right library is found, only in its folder, and behaves among threads and forks."""
+
+import ctypes
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from prescore.errors import Unsupported
+from prescore.ops.native import library
+from prescore.ops.native.build import FOLDER, levels_of_machine, library_name
+
+built = (FOLDER / library_name("baseline")).is_file()
+needs_library = pytest.mark.skipif(not built, reason="the native operators are not built (make native)")
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch):
+    """Nothing is found yet, and nothing found here is remembered."""
+    monkeypatch.setattr(library, "_found", {})
+    monkeypatch.delenv(library.VARIABLE, raising=False)
+
+
+@pytest.fixture
+def threads():
+    """Put torch's number of threads back."""
+    before = torch.get_num_threads()
+    yield before
+    torch.set_num_threads(before)
+
+
+def fake_cpuinfo(folder, flags):
+    path = folder / "cpuinfo"
+    path.write_text(f"processor\t: 0\nflags\t\t: fpu {' '.join(flags)}\nbugs\t\t: none\n")
+    return path
+
+
+@needs_library
+def test_the_best_level_of_the_processor_is_loaded_once():
+    found = library.load()
+    assert isinstance(found, ctypes.CDLL)
+    assert library.load() is found
+    built_levels = [each for each in library.levels_of_processor() if (FOLDER / library_name(each)).is_file()]
+    assert library.describe_native().startswith(built_levels[-1])
+
+
+@needs_library
+def test_the_variable_is_read_at_every_call(monkeypatch):
+    automatic = library.load()
+    for level in library.levels_of_processor():
+        monkeypatch.setenv(library.VARIABLE, level)
+        assert library.load()._name == str(FOLDER / library_name(level))
+        assert library.describe_native() == level
+    monkeypatch.setenv(library.VARIABLE, "auto")
+    assert library.load()._name == automatic._name
+
+
+def test_zero_switches_it_off(monkeypatch):
+    monkeypatch.setenv(library.VARIABLE, "0")
+    assert library.load() is None
+    assert library.describe_native() == "none (PRESCORE_NATIVE=0)"
+
+
+@pytest.mark.parametrize("value", ["avx3", "../avx2", "yes"])
+def test_other_values_are_refused_by_name(monkeypatch, value):
+    monkeypatch.setenv(library.VARIABLE, value)
+    for function in (library.load, library.describe_native):
+        with pytest.raises(ValueError, match=f"PRESCORE_NATIVE must be .*, got '{value}'"):
+            function()
+
+
+def test_a_level_that_cannot_run_is_refused(monkeypatch, tmp_path):
+    monkeypatch.setenv(library.VARIABLE, "baseline")
+    monkeypatch.setattr(library, "FOLDER", tmp_path)
+    with pytest.raises(Unsupported, match="PRESCORE_NATIVE=baseline cannot run: baseline is not built"):
+        library.load()
+    monkeypatch.setenv(library.VARIABLE, "avx512")
+    monkeypatch.setattr(library, "levels_of_processor", lambda: ("baseline", "avx2"))
+    with pytest.raises(Unsupported, match="PRESCORE_NATIVE=avx512 cannot run: this processor does not"):
+        library.load()
+
+
+def test_without_a_library_the_reason_is_told(monkeypatch, tmp_path):
+    monkeypatch.setattr(library, "FOLDER", tmp_path)
+    assert library.load() is None
+    assert library.describe_native().endswith("baseline is not built)")
+
+
+@needs_library
+def test_what_cannot_be_loaded_is_passed_over_and_named(monkeypatch, tmp_path):
+    best = library.levels_of_processor()[-1]
+    (tmp_path / library_name(best)).write_text("not a library")
+    if best != "baseline":
+        (tmp_path / library_name("baseline")).write_bytes((FOLDER / library_name("baseline")).read_bytes())
+    monkeypatch.setattr(library, "FOLDER", tmp_path)
+    assert (library.load() is None) == (best == "baseline")
+    assert f"{best}: cannot be loaded" in library.describe_native()
+
+
+@needs_library
+def test_a_library_of_other_sources_is_not_used(monkeypatch):
+    monkeypatch.setattr(library, "ABI", library.ABI + 1)
+    assert library.load() is None
+    assert f"has interface {library.ABI - 1} and not {library.ABI}" in library.describe_native()
+
+
+@pytest.mark.skipif(len(levels_of_machine()) == 1, reason="one level only is built for this processor")
+def test_levels_come_from_the_processor_and_from_torch(monkeypatch, tmp_path):
+    avx2, avx512 = library._NEEDED["avx2"], library._NEEDED["avx512"]
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
+    assert library.levels_of_processor(fake_cpuinfo(tmp_path, avx512)) == ("baseline", "avx2", "avx512")
+    assert library.levels_of_processor(fake_cpuinfo(tmp_path, avx512 - {"avx512_vnni"})) == ("baseline", "avx2")
+    assert library.levels_of_processor(fake_cpuinfo(tmp_path, avx2 - {"bmi2"})) == ("baseline",)
+    assert library.levels_of_processor(tmp_path / "none") == ("baseline", "avx2")
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
+    assert library.levels_of_processor(fake_cpuinfo(tmp_path, avx512)) == ("baseline", "avx2")
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
+    assert library.levels_of_processor(fake_cpuinfo(tmp_path, avx512)) == ("baseline",)
+
+
+@needs_library
+def test_torch_says_how_many_threads(threads):
+    for n_threads in (1, 2, 3):
+        torch.set_num_threads(n_threads)
+        assert library.load().prescore_native_threads() == n_threads
+
+
+@needs_library
+def test_two_python_threads_at_once(threads):
+    """A thread of its own hears of torch's number too, and neither disturbs the other."""
+    torch.set_num_threads(2)
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(lambda _: [library.load().prescore_native_threads() for _ in range(500)], range(2)))
+    assert found == [[2] * 500] * 2
+    torch.set_num_threads(1)
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(lambda: library.load().prescore_native_threads()).result() == 1
+
+
+FORK = """
+import os, signal, sys, torch
+from prescore.ops.native.library import load
+torch.set_num_threads(2)
+used = load().prescore_native_threads()
+child = os.fork()
+if child == 0:
+    signal.alarm(60)  # a child that waits for threads that are gone would wait for ever
+    os._exit(load().prescore_native_threads())
+_, status = os.waitpid(child, 0)
+print(used, os.waitstatus_to_exitcode(status), load().prescore_native_threads())
+"""
+
+
+@needs_library
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
+def test_a_forked_child_goes_on_with_one_thread():
+    done = subprocess.run([sys.executable, "-c", FORK], capture_output=True, text=True, check=False)
+    assert done.stdout.split() == ["2", "1", "2"], done.stderr
+
+
+def test_importing_loads_nothing():
+    code = "from prescore.ops.native import library; print(library._found)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "{}"
