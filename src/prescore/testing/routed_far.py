@@ -65,7 +65,8 @@ class Far:
         mean: `[M, D]` of their keys.
         away: `[M, L, D]` keys less the mean of their node.
         beside: `[M, L, Dv]` values less the mean of their node.
-        codes: `[M, L, D']` keys as they are compared: whole numbers times the scale of their half.
+        codes: `[M, L, D']` what the keys are above the mean, as it is compared: whole numbers times the scale of
+            their half.
     """
 
     rows: Tensor
@@ -83,9 +84,10 @@ class Far:
             rows.append(begin + order.view(-1, sizes.leaf))
         places = torch.cat(rows)
         keys, values = key[places], value[places].double()
-        wide = keys.double()
-        mean = wide.mean(1)
-        return cls(places, mean, wide - mean[:, None], values - values.mean(1, keepdim=True), coded_keys(keys))
+        mean = keys.double().mean(1)
+        away, beside = keys.double() - mean[:, None], values - values.mean(1, keepdim=True)
+        own = keys if keys.dtype == torch.float64 else keys.float()
+        return cls(places, mean, away, beside, coded_keys(own - own.mean(1, keepdim=True)))
 
     def first(self, n_nodes: int) -> Far:
         """The first nodes alone."""
@@ -109,7 +111,7 @@ class Far:
         known = torch.cat((exact, nodes)).logsumexp(0)
         limit = known - math.log(2 * rows) if rows else torch.full_like(known, math.inf)
         searched = logits + 3 * deviation >= limit
-        read = searched[:, None] & (self.codes @ coded >= limit)
+        read = searched[:, None] & (logits[:, None] + self.codes @ coded >= limit)
         gain, move = normal_rest(limit - logits, deviation)
         left = leaf - read.sum(1).double()
         return Look(searched, read, left.log() + gain, move, drift)
