@@ -67,7 +67,8 @@ class _AttendSources(torch.autograd.Function):
             )
             grad, output = flat.view(grad.shape), moved.view(output.shape)
         merged = Attended(output, lse)
-        sums = [torch.zeros_like(t, dtype=wide) for t in (query, *sources[:N_LEARNED])]
+        # contiguous, whatever the inputs are: compiled code adds to them by place
+        sums = [torch.zeros(t.shape, dtype=wide, device=t.device) for t in (query, *sources[:N_LEARNED])]
         _attend_near_backward(grad, query, sources, ctx.view, merged, sums)
         ctx.far.attend_backward(grad, query, sources, ctx.view, merged, limit, sums)
         own = [query, *sources[:N_LEARNED]]
