@@ -135,3 +135,16 @@ def test_codes_side_by_side():
     assert blocks.shape == (2, 3, 2, 6, 16, 4)
     for node, key, byte in ((0, 0, 0), (2, 17, 5), (1, 31, 23), (1, 15, 22)):
         assert blocks[1, node, key // 16, byte // 4, key % 16, byte % 4] == packed[1, node, key, byte]
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_gradients_of_inputs_that_lie_as_models_have_them(level, is_causal):
+    """`[B, N, H, D]` turned: where nothing is filled up, lanes are views of it."""
+    sizes = {**SIZES, "batch": 1, "n_query": 5 + 6 * 64, "n_keys": 5 + 6 * 64}
+    tensors = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in attention_tensors(**sizes)]
+    tensors = [t.float().requires_grad_() for t in tensors]
+    assert not tensors[0].is_contiguous()
+    compiled, plain = answers(tensors, CONFIG.replace(rows=0), is_causal=is_causal)
+    grads = [torch.autograd.grad(a.attended.output.square().sum(), tensors) for a in (compiled, plain)]
+    for got, wanted in zip(*grads, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)

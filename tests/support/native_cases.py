@@ -4,7 +4,6 @@ import os
 from contextlib import contextmanager
 
 import pytest
-import torch
 from attention_checks import call_of
 
 from prescore.errors import Unsupported
@@ -22,6 +21,33 @@ def use_level(level, monkeypatch):
         assert library.load() is not None
     except Unsupported as refusal:
         pytest.skip(str(refusal))
+
+
+def levels_here():
+    """Levels that are built and run on this processor."""
+    found = []
+    for level in LEVELS:
+        try:
+            with setting(level):
+                library.load()
+        except Unsupported:
+            continue
+        found.append(level)
+    return found
+
+
+@contextmanager
+def setting(value):
+    """`PRESCORE_NATIVE` is this."""
+    before = os.environ.get(library.VARIABLE)
+    os.environ[library.VARIABLE] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[library.VARIABLE]
+        else:
+            os.environ[library.VARIABLE] = before
 
 
 @contextmanager
@@ -42,20 +68,22 @@ def counted_calls():
 
 def answers(tensors, config, *, is_causal, valid=None):
     """Routed attention by compiled code, and by plain torch."""
-    call = call_of(*tensors, valid, is_causal=is_causal)
+    compiled = compiled_answer(tensors, config, is_causal=is_causal, valid=valid)
+    return compiled, plain_answer(tensors, config, is_causal=is_causal, valid=valid)
+
+
+def compiled_answer(tensors, config, *, is_causal, valid=None):
+    """Routed attention by compiled code of the level that is set."""
     with counted_calls() as calls:
-        compiled = attend_lanes(call, config)
+        answer = attend_lanes(call_of(*tensors, valid, is_causal=is_causal), config)
     assert calls, "compiled code must run, or nothing is compared"
-    before = os.environ[library.VARIABLE] if library.VARIABLE in os.environ else None
-    os.environ[library.VARIABLE] = "0"
-    try:
-        plain = attend_lanes(call, config)
-    finally:
-        if before is None:
-            del os.environ[library.VARIABLE]
-        else:
-            os.environ[library.VARIABLE] = before
-    return compiled, plain
+    return answer
+
+
+def plain_answer(tensors, config, *, is_causal, valid=None):
+    """The same by plain torch."""
+    with setting("0"):
+        return attend_lanes(call_of(*tensors, valid, is_causal=is_causal), config)
 
 
 def rows_apart(compiled, plain, budget):
