@@ -21,23 +21,18 @@ from attention_checks import (
     check_unbiased,
     with_lsh,
 )
-from copying_heads import CONFIG as COPY_CONFIG
-from copying_heads import SCALE as COPY_SCALE
-from copying_heads import copying
 
 from prescore import Coupling, Lsh, Routed, Selected
 from prescore.clustering import hashing
 from prescore.hyper import blocks, grid
 from prescore.ops import cpu, exact, parts
-from prescore.routed import bounds, clusters, columns, engine, heads, lanes, levels, softmax
+from prescore.routed import codes, engine, far, lanes, local, plain, softmax, stand_ins, tables
 from prescore.testing.inputs import attention_tensors, random_mask
 
 LSH = Lsh(block_size=4, sample_size=3, n_projections=3, alignment="rank")
 PAPER = Selected.paper("key-norm", 12, min_seq_len=0, inner=LSH)
 HASHED = Selected.paper("key-norm", 3, min_seq_len=4, inner=LSH.replace(alignment="hash"))
 ROUTED = Routed(rows=8, leaf_size=4, chunk_size=16, sinks=3, exact_until=0)
-NODES = Routed(rows=4, leaf_size=2, chunk_size=4, sinks=3, exact_until=0)
-"""The far past of a few hundred keys is nodes."""
 SEEDS = 400
 
 
@@ -166,82 +161,151 @@ def _query_in_the_next_bucket(monkeypatch):
     monkeypatch.setattr(blocks, "hash_tiles", broken)
 
 
-def _chosen_leaf_keeps_its_stand_in(monkeypatch):
-    monkeypatch.setattr(columns, "_take_away", lambda *arguments: None)
-
-
-def _most_alike_keys_are_single(monkeypatch):
-    original = clusters.unlikeness
-    monkeypatch.setattr(clusters, "unlikeness", lambda points: -original(points))
-
-
 def _tree_without_power_steps(monkeypatch):
-    original = clusters.bisection_tree
+    original = tables.bisection_tree
 
     def broken(points, levels, **options):
         return original(points, levels, power_iterations=0, **options)
 
-    monkeypatch.setattr(clusters, "bisection_tree", broken)
+    monkeypatch.setattr(tables, "bisection_tree", broken)
+
+
+def _codes_of_whole_keys(monkeypatch):
+    original = tables.build_nodes
+
+    def broken(key, value, *others):
+        nodes = original(key, value, *others)
+        whole = codes.encode_keys(tables.take_rows(key.detach(), nodes.rows).to(nodes.key.dtype))
+        return dataclasses.replace(nodes, codes=whole)
+
+    monkeypatch.setattr(lanes, "build_nodes", broken)
+
+
+def _one_scale_for_both_halves(monkeypatch):
+    original = tables.encode_keys
+
+    def broken(keys):
+        found = original(keys)
+        return found._replace(scales=found.scales.amax(-1, keepdim=True).expand_as(found.scales))
+
+    monkeypatch.setattr(tables, "encode_keys", broken)
+
+
+def _high_and_low_numbers_swapped(monkeypatch):
+    original = tables.encode_keys
+
+    def broken(keys):
+        found = original(keys)
+        return found._replace(packed=(found.packed >> 4) | (found.packed << 4))
+
+    monkeypatch.setattr(tables, "encode_keys", broken)
+
+
+def _spread_of_the_last_chunk_alone(monkeypatch):
+    monkeypatch.setattr(lanes, "pooled", lambda parts: parts)
+
+
+def _read_rows_stay_in_their_stand_in(monkeypatch):
+    original = plain.weigh
+
+    def broken(query, seen, found, row_key):
+        return original(query, seen, found._replace(hits=torch.zeros_like(found.hits)), row_key)
+
+    monkeypatch.setattr(plain, "weigh", broken)
+
+
+def _nodes_searched_within_two_deviations(monkeypatch):
+    original = plain.find_rows
+
+    def broken(query, seen, search, **others):
+        return original(query, seen, dataclasses.replace(search, reach=2.0), **others)
+
+    monkeypatch.setattr(plain, "find_rows", broken)
+
+
+def _twice_as_many_rows(monkeypatch):
+    monkeypatch.setattr(lanes, "SHARE_PER_ROW", 4)
+
+
+def _known_without_the_nodes_gain(monkeypatch):
+    monkeypatch.setattr(far, "MOST_KNOWN_GAIN", 0.0)
+
+
+def _gain_without_a_bound(monkeypatch):
+    monkeypatch.setattr(stand_ins, "MOST_GAIN", math.inf)
+
+
+def _no_gain(monkeypatch):
+    original = far.corrections
+
+    def broken(*arguments):
+        gain, move = original(*arguments)
+        return torch.zeros_like(gain), move
+
+    monkeypatch.setattr(far, "corrections", broken)
+
+
+def _values_do_not_move(monkeypatch):
+    original = far.corrections
+
+    def broken(*arguments):
+        gain, move = original(*arguments)
+        return gain, torch.zeros_like(move)
+
+    monkeypatch.setattr(far, "corrections", broken)
 
 
 def _one_chunk_too_many_behind(monkeypatch):
-    original = lanes.stand_in_ranges
+    original = lanes.Frame.visible
 
-    def broken(layout, pieces):
-        return original(layout, min(pieces + 1, layout.n_pieces))
+    def broken(self, lane, layout):
+        return (original(self, lane, layout) + layout.nodes_per_chunk).clamp_max(
+            layout.n_chunks * layout.nodes_per_chunk
+        )
 
-    monkeypatch.setattr(lanes, "stand_in_ranges", broken)
-
-
-def _nodes_forget_their_singles(monkeypatch):
-    for module in (levels, bounds):
-        monkeypatch.setattr(module, "new_singles", lambda layout, level: 0)
+    monkeypatch.setattr(lanes.Frame, "visible", broken)
 
 
-def _down_to_the_worst_child(monkeypatch):
-    original = levels.Descent.to_leaves
+def _own_square_is_not_causal(monkeypatch):
+    original = local.Chunks.square
 
-    def broken(self, query, *others):
-        return original(self, -query, *others)
+    def broken(*arguments):
+        return original(*arguments)._replace(causal=False)
 
-    monkeypatch.setattr(levels.Descent, "to_leaves", broken)
-
-
-def _node_keeps_its_whole_weight(monkeypatch):
-    original = levels.read_shares
-    monkeypatch.setattr(levels, "read_shares", lambda layout: [-math.inf, *(0.0 for _ in original(layout)[1:])])
-
-
-def _no_head_copies(monkeypatch):
-    monkeypatch.setattr(heads, "TOO_FAR_OFF", float("inf"))
-
-
-def _other_heads_give_up_nothing(monkeypatch):
-    monkeypatch.setattr(heads, "SPARE", 0.0)
+    monkeypatch.setattr(local.Chunks, "square", broken)
 
 
 def _gaps_are_overlooked(monkeypatch):
     monkeypatch.setattr(engine, "_with_gaps", lambda call: None)
 
 
-def _padding_is_clustered(monkeypatch):
-    original = clusters._alive
-    monkeypatch.setattr(clusters, "_alive", lambda *arguments: torch.ones_like(original(*arguments)))
+def _filler_of_a_tail_has_mass(monkeypatch):
+    original = lanes._tails
 
+    def broken(*arguments):
+        key, value, bias = original(*arguments)
+        return key, value, torch.zeros_like(bias)
 
-def _large_pieces_beside_their_chunks(monkeypatch):
-    original = clusters._seen
-    monkeypatch.setattr(clusters, "_seen", lambda *arguments: torch.ones_like(original(*arguments)))
+    monkeypatch.setattr(lanes, "_tails", broken)
 
 
 def _stand_ins_pass_no_gradient_to_keys(monkeypatch):
-    original = softmax.attend_columns_backward
+    original = plain.attend_backward
 
-    def broken(*arguments):
-        grads = original(*arguments)
-        return grads._replace(key=torch.zeros_like(grads.key))
+    def broken(grad, query, sources, view, merged, limit, sums):
+        original(grad, query, sources, view, merged, limit, sums)
+        sums[5].zero_()
 
-    monkeypatch.setattr(softmax, "attend_columns_backward", broken)
+    monkeypatch.setattr(softmax.plain, "attend_backward", broken)
+
+
+def _rows_found_again_by_another_limit(monkeypatch):
+    original = plain.attend_backward
+
+    def broken(grad, query, sources, view, merged, limit, sums):
+        original(grad, query, sources, view, merged, limit + 0.5, sums)
+
+    monkeypatch.setattr(softmax.plain, "attend_backward", broken)
 
 
 def _unbiased(selected, seeds=SEEDS):
@@ -261,19 +325,11 @@ def _gradients():
     check_gradients(HASHED, attention_tensors(heads=2, kv_heads=1, n_keys=21, seed=2), is_causal=True)
 
 
-def _routed(config=ROUTED, is_causal=True, kind="none", n_keys=130, n_query=None):
-    sizes = {"batch": 2, "heads": 2, "kv_heads": 1, "dim": 8, "value_dim": 5}
-    tensors = attention_tensors(n_query=n_query, n_keys=n_keys, seed=6, **sizes)
-    mask = random_mask(kind, 2, n_keys, seed=1)
-    return lambda: check_routed(config, tensors, is_causal=is_causal, mask=mask)
-
-
-def _copying():
-    check_routed(COPY_CONFIG, copying(n=480), scale=COPY_SCALE)
-
-
-def _nodes():
-    return _routed(NODES, n_keys=400, n_query=30)
+def _routed(is_causal=True, kind="none", dim=8):
+    sizes = {"batch": 2, "heads": 2, "kv_heads": 1, "dim": dim, "value_dim": 5}
+    tensors = attention_tensors(n_keys=130, seed=6, **sizes)
+    mask = random_mask(kind, 2, 130, seed=1)
+    return lambda: check_routed(ROUTED, tensors, is_causal=is_causal, mask=mask)
 
 
 MUTATIONS = {
@@ -306,22 +362,31 @@ MUTATIONS = {
     ),
     "filler of the last block gets mass: oracle": (_block_filler_has_mass, _oracle(PAPER.replace(top_k=11))),
     "wrong block of a query: oracle": (_query_in_the_next_bucket, _oracle(with_lsh(PAPER, alignment="hash"))),
-    "chosen leaf keeps its stand-in: routed": (_chosen_leaf_keeps_its_stand_in, _routed()),
-    "keys most like the rest are single: routed": (_most_alike_keys_are_single, _routed()),
     "tree cut across another direction: routed": (_tree_without_power_steps, _routed()),
+    "codes of whole keys, not of what they differ: routed": (_codes_of_whole_keys, _routed()),
+    "one scale for both halves of a code: routed": (_one_scale_for_both_halves, _routed(dim=20)),
+    "numbers of both halves swapped: routed": (_high_and_low_numbers_swapped, _routed()),
+    "spread of one chunk, not of all: routed": (_spread_of_the_last_chunk_alone, _routed()),
+    "rows that were read stay in their stand-in: routed": (_read_rows_stay_in_their_stand_in, _routed()),
+    "nodes searched within two deviations: routed": (_nodes_searched_within_two_deviations, _routed()),
+    "limit of twice as many rows: routed": (_twice_as_many_rows, _routed()),
+    "limit without what nodes gain: routed": (_known_without_the_nodes_gain, _routed()),
+    "gain of a stand-in unbounded: routed": (_gain_without_a_bound, _routed()),
+    "no gain of a stand-in: routed": (_no_gain, _routed()),
+    "values of stand-ins do not move: routed": (_values_do_not_move, _routed()),
+    "own chunk read beyond the query: routed": (_own_square_is_not_causal, _routed()),
     "one chunk too many behind a query: routed": (_one_chunk_too_many_behind, _routed()),
-    "nodes forget the singles they stand for: routed": (_nodes_forget_their_singles, _nodes()),
-    "down to the worst child of a node: routed": (_down_to_the_worst_child, _nodes()),
-    "node counts the leaf that was read: routed": (_node_keeps_its_whole_weight, _nodes()),
-    "no head copies: routed": (_no_head_copies, _copying),
-    "other heads give up nothing: routed": (_other_heads_give_up_nothing, _copying),
     "gaps behind queries overlooked: routed": (_gaps_are_overlooked, _routed(kind="holes")),
-    "padding is clustered: routed": (_padding_is_clustered, _routed(is_causal=False, kind="right")),
-    "large pieces beside their chunks: routed": (
-        _large_pieces_beside_their_chunks,
+    "gaps between keys overlooked, no causal mask: routed": (
+        _gaps_are_overlooked,
+        _routed(is_causal=False, kind="holes"),
+    ),
+    "filler behind a short sequence gets mass: routed": (
+        _filler_of_a_tail_has_mass,
         _routed(is_causal=False, kind="right"),
     ),
     "stand-ins pass no gradient to keys: routed": (_stand_ins_pass_no_gradient_to_keys, _routed()),
+    "rows found again by another limit: routed": (_rows_found_again_by_another_limit, _routed()),
 }
 
 

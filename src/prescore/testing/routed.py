@@ -168,6 +168,8 @@ class HeadTable(NamedTuple):
         stand_ins: `[Nq, M]` what is added to the logits of the nodes' means; -inf = no stand-in.
         move: `[Nq, M]` how many drifts a stand-in's value lies from its node's mean.
         drift: `[Nq, Dv]`.
+        nodes: `[Nq]` how many nodes each query sees.
+        found: `[Nq]` how many of their keys it reads.
     """
 
     shift: int
@@ -177,6 +179,8 @@ class HeadTable(NamedTuple):
     stand_ins: Tensor
     move: Tensor
     drift: Tensor
+    nodes: Tensor
+    found: Tensor
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Attended:
         """One softmax over keys and stand-ins; `query [Nq, D]` is scaled, `key [Nk, D]` has padding before."""
@@ -213,6 +217,8 @@ def make_table(sequence: Sequence, query: Tensor, key: Tensor, far: Far, scale: 
         torch.full((n_query, n_nodes), -math.inf, dtype=torch.float64),
         torch.zeros(n_query, n_nodes, dtype=torch.float64),
         torch.zeros(n_query, far.beside.shape[-1], dtype=torch.float64),
+        torch.zeros(n_query),
+        torch.zeros(n_query),
     )
     for i in range(n_query):
         seen = far.first(sequence.chunks_seen(i) * 2**sequence.sizes.levels)
@@ -222,5 +228,5 @@ def make_table(sequence: Sequence, query: Tensor, key: Tensor, far: Far, scale: 
         table.keys[i, seen.rows[look.read]] = True
         for whole, own in zip(table[3:6], look[:1] + look[2:4], strict=True):
             whole[i, : len(own)] = own
-        table.drift[i] = look.drift
+        table.drift[i], table.nodes[i], table.found[i] = look.drift, len(seen.rows), look.read.sum()
     return table
