@@ -12,7 +12,7 @@ CONFIG = Routed(chunk_size=32, leaf_size=8, rows=16, exact_until=64)
 
 
 @pytest.mark.parametrize(("n_query", "n_key", "causal"), [(300, 300, True), (50, 300, True), (70, 290, False)])
-@pytest.mark.parametrize("rows", [0, 16, 10**12])
+@pytest.mark.parametrize("rows", [0, 8, 16])
 def test_figures_are_what_the_oracle_reads(n_query, n_key, causal, rows):
     config = CONFIG.replace(rows=rows)
     tensors = attention_tensors(batch=2, heads=2, n_query=n_query, n_keys=n_key, dim=16, seed=2)
