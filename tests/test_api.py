@@ -238,7 +238,7 @@ def test_aux_tells_what_happened():
     _, causal = prescore.prescored_attention(*tensors, config=CONFIGS["paper"], is_causal=True, return_aux=True)
     assert causal.stats["depth"] == 3  # blocks of 8, 16 and 32
     assert [len(s.indices[0, 0]) for s in causal.selection] == [8, 8, 8, 9, 9]
-    for name in ("selected", "exact", "default"):
+    for name in ("selected", "exact"):
         _, exact = prescore.prescored_attention(*tensors, config=CONFIGS[name], return_aux=True)
         assert exact.stats["captured_mass"] == 1.0
 

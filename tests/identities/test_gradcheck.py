@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import prescore
-from prescore import Coupling, Hyper, KMeans, Lsh, Routed, Selected
+from prescore import Coupling, Hyper, KMeans, Lsh, Selected
 from prescore.testing.inputs import attention_tensors
 
 RANK = Lsh(block_size=3, sample_size=3, n_projections=3, alignment="rank")
@@ -19,8 +19,8 @@ CONFIGS = {
     "stand-ins of two clusters": Selected(KMeans(n_clusters=2), 3, sinks=1, min_seq_len=2),
     "stand-ins hyper": PAPER.replace(remainder="centroids"),
     "count": PAPER.replace(coupling=Coupling(overlap="count")),
-    "routed": Routed(rows=0, leaf_size=3, chunk_size=3, sinks=1, exact_until=0),
 }
+"""All but routed attention, whose stand-ins count by what is held fixed: tests/routed/test_gradients.py."""
 
 
 def _tensors(n_query=5, n_keys=7, kv_heads=1):

@@ -59,6 +59,20 @@ def test_routed_attention_is_held_against_its_definition(causal, exact_until, mo
         speed_check.check_method("routed", inputs, config, output + 1.0, causal)
 
 
+@pytest.mark.parametrize(("n_rows", "off", "fine"), [(1, 0.01, True), (4, 0.01, False), (1, 0.05, False)])
+def test_few_rows_may_be_off_by_keys_at_the_limit(n_rows, off, fine):
+    wanted = torch.zeros(1, 2, 150, 4)
+    output = wanted.clone()
+    output[0, 1, :n_rows, 2] = off
+    if fine:
+        assert speed_check.check_output("routed", output, wanted, at_limit=0.02) == pytest.approx(off)
+    else:
+        with pytest.raises(RuntimeError, match=f"got 0.0[15].* in {n_rows} rows"):
+            speed_check.check_output("routed", output, wanted, at_limit=0.02)
+    with pytest.raises(RuntimeError, match="output of routed must match its reference"):
+        speed_check.check_output("routed", output, wanted)
+
+
 def test_rows_of_exact_attention_follow_the_definition():
     query, key, value = (torch.randn(1, 2, 9, 4, dtype=torch.float64) for _ in range(3))
     got = speed_check.softmax_rows(query, key, value, torch.tensor([3, 17]), True)
