@@ -114,9 +114,9 @@ class Routed(_Settings):
 
     rows: int = 512
     leaf_size: int = 128
-    chunk_size: int = 512
+    chunk_size: int = 256
     sinks: int = 16
-    exact_until: int = 2048
+    exact_until: int = 1024
     tolerance: float | None = None
     confidence: float | None = None
 

@@ -22,7 +22,7 @@ typedef struct {
     float *key, *value, *column_key, *column_value;
 } Sums;
 
-static void add_rows(const Problem *p, const Gradients *g, const Work *w, const Sums *s, int64_t t, float *to) {
+static void rows_backward(const Problem *p, const Gradients *g, const Work *w, const Sums *s, int64_t t, float *to) {
     const int64_t at = w->index[t], dim = p->dim, wide = p->value_dim, found = w->n_found[t];
     const int32_t *rows = w->found + t * w->found_room;
     const float *query = w->query + t * dim, *grad = g->grad + at * wide;
@@ -81,7 +81,7 @@ static void tile_backward(const Problem *p, const Gradients *g, Work *w, const S
     product(s->column_value, wide, w->logits, 1, w->padded, columns, grads, wide, w->n, wide, 1);
     for (int64_t t = 0; t < w->n; t++) {
         if (p->lse[w->index[t]] == -INFINITY) continue;
-        add_rows(p, g, w, s, t, sums + t * dim);
+        rows_backward(p, g, w, s, t, sums + t * dim);
         add_scaled(g->query + w->index[t] * dim, sums + t * dim, p->scale, dim);
     }
 }

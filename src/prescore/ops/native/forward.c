@@ -144,10 +144,8 @@ void prescore_read_fixed(const Problem *p, Work *w, int64_t t) {
     }
     for (int64_t i = n; i < (n + WIDTH - 1) / WIDTH * WIDTH; i++) logits[i] = -INFINITY;
     for (int64_t i = 0; i < n; i += WIDTH) store(logits + i, vexp(load(logits + i) - splat(peak)));
-    for (int64_t i = 0; i < n; i++) {
-        all += logits[i];
-        add_row(sum, &p->value, row_offset(&p->value, w->lane, first + i), logits[i], wide);
-    }
+    for (int64_t i = 0; i < n; i++) all += logits[i];
+    add_rows(sum, &p->value, w->lane, NULL, first, logits, n, wide);
     for (int64_t i = 0; i < wide; i++) p->output[at * wide + i] = sum[i] / all;
     p->lse[at] = peak + logf(all);
 }
@@ -160,9 +158,9 @@ float prescore_read_rows(const Problem *p, Work *w, int64_t t, float *highest) {
     float *logits = w->logits + t * w->padded, *own = w->row_logits, peak = p->lse[at];
     floats top = splat(peak);
     for (int64_t i = 0; i < found; i++) {
-        if (i + 4 < found) {
-            fetch_row(&p->key, row_offset(&p->key, w->lane, rows[i + 4]), p->dim);
-            fetch_row(&p->value, row_offset(&p->value, w->lane, rows[i + 4]), wide);
+        if (i + 8 < found) {
+            fetch_row(&p->key, row_offset(&p->key, w->lane, rows[i + 8]), p->dim);
+            fetch_row(&p->value, row_offset(&p->value, w->lane, rows[i + 8]), wide);
         }
         own[i] = row_dot(&p->key, row_offset(&p->key, w->lane, rows[i]), w->query + t * p->dim, p->dim);
     }
@@ -187,8 +185,7 @@ float prescore_read_rows(const Problem *p, Work *w, int64_t t, float *highest) {
     const floats near = splat(expf(p->lse[at] - peak)), along = splat(total(moved));
     for (int64_t i = 0; i < wide; i += WIDTH)
         store(sum + i, load(output + i) * near + load(w->drift + t * wide + i) * along);
-    for (int64_t i = 0; i < found; i++)
-        add_row(sum, &p->value, row_offset(&p->value, w->lane, rows[i]), own[i], wide);
+    add_rows(sum, &p->value, w->lane, rows, 0, own, found, wide);
     memcpy(output, sum, sizeof(float) * (size_t)wide);
     return total(mass) + near[0];
 }

@@ -114,6 +114,41 @@ INLINE float row_dot(const Rows *r, int64_t offset, const float *with, int64_t d
 INLINE void add_row(float *to, const Rows *r, int64_t offset, float factor, int64_t dim) {
     for (int64_t i = 0; i < dim; i += WIDTH) store(to + i, load(to + i) + load_row(r, offset, i) * splat(factor));
 }
+/* to += the sum of some rows, `rows[i]` or, where that is NULL, `first + i`, each with its weight: four vectors at a
+ * time stay in registers. */
+INLINE void add_rows_of_type(float *to, const Rows *r, int64_t type, int64_t lane, const int32_t *rows, int64_t first,
+                             const float *weights, int64_t n, int64_t dim) {
+    const Rows own = {r->data, r->at, r->step, type};
+    int64_t c = 0;
+    for (; c + 4 * WIDTH <= dim; c += 4 * WIDTH) {
+        floats a0 = load(to + c), a1 = load(to + c + WIDTH), a2 = load(to + c + 2 * WIDTH), a3 = load(to + c + 3 * WIDTH);
+        for (int64_t i = 0; i < n; i++) {
+            const int64_t offset = row_offset(&own, lane, rows ? rows[i] : first + i) + c;
+            const floats w = splat(weights[i]);
+            a0 += load_row(&own, offset, 0) * w;
+            a1 += load_row(&own, offset, WIDTH) * w;
+            a2 += load_row(&own, offset, 2 * WIDTH) * w;
+            a3 += load_row(&own, offset, 3 * WIDTH) * w;
+        }
+        store(to + c, a0);
+        store(to + c + WIDTH, a1);
+        store(to + c + 2 * WIDTH, a2);
+        store(to + c + 3 * WIDTH, a3);
+    }
+    for (; c < dim; c += WIDTH) {
+        floats a = load(to + c);
+        for (int64_t i = 0; i < n; i++)
+            a += load_row(&own, row_offset(&own, lane, rows ? rows[i] : first + i), c) * splat(weights[i]);
+        store(to + c, a);
+    }
+}
+INLINE void add_rows(float *to, const Rows *r, int64_t lane, const int32_t *rows, int64_t first, const float *weights,
+                     int64_t n, int64_t dim) {
+    if (r->type == FLOAT32)
+        add_rows_of_type(to, r, FLOAT32, lane, rows, first, weights, n, dim);
+    else
+        add_rows_of_type(to, r, r->type, lane, rows, first, weights, n, dim);
+}
 INLINE void fetch_row(const Rows *r, int64_t offset, int64_t dim) {
     const int64_t size = r->type == FLOAT32 ? 4 : 2;
     for (int64_t i = 0; i < dim * size; i += 64) __builtin_prefetch((const char *)r->data + offset * size + i);
