@@ -13,7 +13,7 @@ from printed import APPENDIX_A, EXACT, TABLE_1, TOP_K, nats
 from prescore.records import read_records
 from prescore.report.language_summary import Summary, keeps_every_key, summarise
 from prescore.report.language_tables import describe_run, percent
-from prescore.report.tables import MISSING, Table, number
+from prescore.report.tables import MISSING, Table, as_text
 
 
 def main(experiment: str, directory: str, document: str = "") -> None:
@@ -62,8 +62,8 @@ def table1(summaries: Sequence[Summary]) -> Iterator[Table]:
     for s in summaries:
         key = (s.axes.get("scorer") == "kmeans", s.axes.get("blockwise"))
         printed = EXACT if s.kind == "exact" else TABLE_1.get(key) if s.axes else None
-        cells = [s.label, f"{s.loss:.3f}", number(s.perplexity, 4), above(s.above_exact), percent(s.gap_closed)]
-        cells += [number(s.rows_per_query, 4), MISSING if printed is None else f"{nats(printed):.3f}"]
+        cells = [s.label, f"{s.loss:.3f}", as_text(s.perplexity, 4), above(s.above_exact), percent(s.gap_closed)]
+        cells += [as_text(s.rows_per_query, 4), MISSING if printed is None else f"{nats(printed):.3f}"]
         rows.append((*cells, above(printed and nats(printed) - nats(EXACT))))
     columns = ("method", "loss", "perplexity", "above exact", "gap closed", "rows per query")
     columns += ("paper's loss", "above its exact")

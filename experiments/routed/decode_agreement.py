@@ -2,8 +2,8 @@
 
     python experiments/routed/decode_agreement.py BOOK.txt --prompt 8192 --steps 64 --windows 2
 
-Prompt and steps under `prescore.apply(model)`, against one exact forward over all tokens. Steps over caches
-shorter than `ROUTED_STEPS_FROM` keys are exact as shipped; `--routed-steps` routes them as well.
+Prompt and steps under `prescore.apply(model)`, against one exact forward over all tokens. Steps are routed as the
+prompt is: from `Routed.exact_until` keys on. `--exact-until` moves that for both.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from pathlib import Path
 import torch
 
 import prescore
-import prescore.decoding.decoder as decoder
 from prescore.evaluation.language.documents import Document, decode
 from prescore.evaluation.language.model import LanguageModel, load_language_model
 from prescore.evaluation.language.perplexity import make_windows
@@ -40,7 +39,7 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=8192)
     parser.add_argument("--steps", type=int, default=64)
     parser.add_argument("--windows", type=int, default=2)
-    parser.add_argument("--routed-steps", action="store_true")
+    parser.add_argument("--exact-until", type=int, default=prescore.Routed().exact_until)
     parser.add_argument("--threads", type=int, default=2)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
@@ -50,17 +49,16 @@ def main() -> None:
     windows = make_windows(
         loaded, [Document(options.book.name, text)], length, first=options.prompt, per_document=options.windows
     )
-    if options.routed_steps:
-        decoder.ROUTED_STEPS_FROM = 0
+    config = prescore.Routed(exact_until=options.exact_until)
     for window in windows:
         hidden = loaded.hidden(window.tokens)
         exact = loaded.logits(hidden[options.prompt - 1 : -1])
-        with prescore.apply(loaded.model):
+        with prescore.apply(loaded.model, config):
             ours = steps(loaded, window.tokens, options.prompt)
         same = (ours.argmax(-1) == exact.argmax(-1)).float().mean()
         truth = window.tokens[options.prompt :]
         losses = [float(torch.nn.functional.cross_entropy(x.float(), truth)) for x in (exact, ours)]
-        figures = {"window": window.document, "routed_steps": options.routed_steps, "agreement": float(same)}
+        figures = {"window": window.document, "exact_until": options.exact_until, "agreement": float(same)}
         print(json.dumps({**figures, "loss_exact": losses[0], "loss": losses[1]}), flush=True)  # noqa: T201
 
 

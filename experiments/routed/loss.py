@@ -1,30 +1,27 @@
 r"""Loss above exact attention on SmolLM2-135M with all layers routed, second half of the window.
 
     python experiments/routed/loss.py BOOK.txt --start 200000 --length 8192 \
-        --settings rows=512,leaf_size=64 rows=512,leaf_size=128 rows=256,leaf_size=64
+        --settings rows=512 rows=512,leaf_size=64 rows=512,reach=2.5 rows=512,share=4 rows=512,margin=1
 
-`singles=0.0078125` sets the share of single keys, `width=8` how many leaves are seen before the past is seen as
-nodes of coarser levels (studies only; the latter says what coarser levels cost, at a length that has few).
-`FINE_LEAF`, `TOO_FAR_OFF`, `HELPFUL`, `SPARE` change the constants of `prescore.routed.heads`; `TOO_FAR_OFF=inf`
-gives all heads coarse leaves. Instead of --start, `--windows 4 --window 2` takes the third of four windows as
-`prescore perplexity --windows 4` does; a document of the default corpus goes by its name (`python-reference`).
+Fields are those of `prescore.Routed`. `share` sets how many times `rows` the share of `prescore.routed.far.Search` is
+(2 as shipped), `reach` and `margin` set its other two fields. Instead of --start, `--windows 4 --window 2` takes the
+third of four windows as `prescore perplexity --windows 4` does; a document of the default corpus goes by its name
+(`python-reference`). Figures beside the loss are means over layers and routed queries: keys searched, rows read.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-import prescore.routed.heads as heads
 import prescore.routed.lanes as lanes
-import prescore.routed.layout as layout
 from prescore import Routed
 from prescore.call import make_call
 from prescore.evaluation.language.documents import load_documents
@@ -33,20 +30,22 @@ from prescore.evaluation.language.perplexity import make_windows
 from prescore.integrations.apply import find_adapter, replace_attention
 from prescore.integrations.attend import Attend, Situation
 from prescore.ops.backend import Needs, pick_backend
+from prescore.routed.far import REACH, Search
 
-CONSTANTS: dict[str, float] = {}
+FIGURES = ("searched_keys", "far_rows")
 
 
-def routed_attend(config: Routed, spent: dict[str, float]) -> Attend:
-    """Causal attention of one window, routed; its processor time and its copying heads are added to `spent`."""
+def routed_attend(config: Routed, spent: dict[str, list[float]]) -> Attend:
+    """Causal attention of one window, routed; its processor time and figures are added to `spent`."""
 
     def attend(query: Tensor, key: Tensor, value: Tensor, situation: Situation) -> Tensor:
         begin = time.process_time()
         backend = pick_backend(Needs.of(query))
         call = make_call(query, key, value, is_causal=True, scale=situation.scale, backend=backend)
-        answer = lanes.attend_lanes(call, config, explain=False)
-        spent["cpu_seconds"] = spent.get("cpu_seconds", 0) + time.process_time() - begin
-        spent["fine_heads"] = spent.get("fine_heads", 0) + answer.figures["fine_heads"]
+        answer = lanes.attend_lanes(call, config)
+        spent.setdefault("cpu_seconds", []).append(time.process_time() - begin)
+        for name in FIGURES:
+            spent.setdefault(name, []).append(answer.figures[name])
         return answer.attended.output
 
     return attend
@@ -64,27 +63,16 @@ def logits_with(language_model: LanguageModel, tokens: Tensor, attend: Attend | 
         undo()
 
 
-def narrow(width: int) -> None:
-    """See no more than `width` leaves by themselves, however many are read."""
-
-    def make_layout(*arguments, **options) -> layout.Layout:  # noqa: ANN002, ANN003
-        made = layout.make_layout(*arguments, **options)
-        leaves = made.n_joined * made.large_leaves
-        levels = len(layout.node_cuts(width, made.large_leaves, leaves)) - 1
-        return dataclasses.replace(made, width=width, n_levels=levels)
-
-    lanes.make_layout = make_layout
+def searching(share: float, reach: float, margin: float) -> Callable[[Routed], Search]:
+    """In place of `prescore.routed.lanes.search_of`."""
+    return lambda config: Search(share * config.rows, reach, margin)
 
 
 def configured(setting: str) -> Routed:
-    """The configuration of `name=value,...`; constants of the engine are changed as it says."""
+    """The configuration of `name=value,...`; what is looked for is changed as it says."""
     fields = dict(field.split("=") for field in setting.split(","))
-    layout.SINGLES_PER_KEY = float(fields.pop("singles", layout.SINGLES_PER_KEY))
-    if "width" in fields:
-        narrow(int(fields.pop("width")))
-    for name in ("FINE_LEAF", "TOO_FAR_OFF", "HELPFUL", "SPARE"):
-        usual = CONSTANTS.setdefault(name, getattr(heads, name))
-        setattr(heads, name, type(usual)(fields.pop(name, usual)))
+    usual = {"share": lanes.SHARE_PER_ROW, "reach": REACH, "margin": 0.0}
+    lanes.search_of = searching(**{name: float(fields.pop(name, value)) for name, value in usual.items()})
     return Routed(**{name: int(value) for name, value in fields.items()})
 
 
@@ -96,7 +84,7 @@ def main() -> None:
     parser.add_argument("--windows", type=int, help="windows in the document, evenly spaced")
     parser.add_argument("--window", type=int, default=0, help="which of them")
     parser.add_argument("--length", type=int, default=8192)
-    parser.add_argument("--settings", nargs="+", default=["rows=512,leaf_size=64"])
+    parser.add_argument("--settings", nargs="+", default=["rows=512"])
     parser.add_argument("--threads", type=int, default=2)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
@@ -111,7 +99,7 @@ def main() -> None:
         tokens = language_model.encode(text[options.start : options.start + 8 * options.length])[: options.length]
     exact = None
     for setting in ["exact", *options.settings]:
-        spent: dict[str, float] = {}
+        spent: dict[str, list[float]] = {}
         attend = None if setting == "exact" else routed_attend(configured(setting), spent)
         start = time.perf_counter()
         logits = logits_with(language_model, tokens, attend)
@@ -119,7 +107,8 @@ def main() -> None:
         loss = float(cross_entropy(logits[half - 1 : -1].float(), tokens[half:].to(logits.device)))
         exact = loss if exact is None else exact
         figures = {"setting": setting, "loss": round(loss, 4), "above_exact": round(loss - exact, 4)}
-        figures.update({name: round(value, 1) for name, value in spent.items()})
+        for name, each in spent.items():
+            figures[name] = round(sum(each) if name == "cpu_seconds" else sum(each) / len(each), 1)
         print(json.dumps({**figures, "seconds": round(time.perf_counter() - start, 1)}), flush=True)  # noqa: T201
 
 

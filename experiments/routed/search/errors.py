@@ -1,10 +1,14 @@
-"""Errors of one layer's output when far rows are found by four-bit logits and stand-ins know their spread.
+"""Errors of one layer's output when far rows are found by four-bit codes and stand-ins know their spread.
 
-    python errors.py HEADS [HEADS ...] [--chunk 512] [--leaf 128] [--share 2048] [--reach 3.0]
+    python errors.py HEADS [HEADS ...] [--chunk 512] [--leaf 128] [--share 1024] [--reach 3.0]
+    python errors.py HEADS --codes keys                # what was tried: codes of the keys themselves,
+    python errors.py HEADS --codes keys --limits 2     # a second limit from what the first one finds,
+    python errors.py HEADS --lift 1                    # coded logits lifted by deviations of their own error
 
 HEADS are safetensors files with `query [1, Hq, N, D]`, `key` and `value [1, Hkv, N, D]` behind RoPE. For 64 positions
 behind 4200 every far key is behind nodes, everything else is exact. Prints the relative squared error (mean over
-heads, worst head), the share of nodes searched, and rows read. README.md says what the parts are.
+heads, worst head), the share of nodes searched, and rows read. Without options it is what `Routed()` does, whose
+`share` is twice its `rows`; `prescore.routed.far` is the library's own definition. README.md says what the parts are.
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ from torch.nn.functional import softplus
 from prescore.clustering.tree import bisection_tree
 
 SINKS = 16
+MOST_GAIN, MOST_KNOWN_GAIN = 2.0, 4.0
 
 
 def log_normal(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -30,17 +35,38 @@ def log_normal(x: Tensor) -> tuple[Tensor, Tensor]:
     return -softplus(-y), torch.sigmoid(-y) * (1.5976 + 0.21168 * x * x)
 
 
-def four_bits(keys: Tensor) -> Tensor:
-    """Keys as four-bit codes would give them back: one scale for each half of the dimensions."""
+def four_bits(keys: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys as four-bit codes would give them back, and what a unit of each half of the dimensions is worth."""
     halves = keys.unflatten(-1, (2, -1))
     scale = halves.abs().amax(-1, keepdim=True).clamp_min(1e-9) / 7.5
-    return ((halves / scale).round().clamp(-8, 7) * scale).flatten(-2)
+    return ((halves / scale).round().clamp(-8, 7) * scale).flatten(-2), scale.squeeze(-1)
 
 
 def six_bits(queries: Tensor) -> Tensor:
     """Queries as six-bit codes would give them back."""
     scale = queries.abs().amax(-1, keepdim=True).clamp_min(1e-9) / 31
     return (queries / scale).round() * scale
+
+
+def coded_logits(q: Tensor, node: Tensor, members: Tensor, mean: Tensor, options: argparse.Namespace) -> Tensor:
+    """`[G, P, M * L]`: logits of the nodes' keys by their codes.
+
+    Args:
+        q: `[G, P, D]` queries.
+        node: `[G, P, M]` logits of the nodes' means.
+        members: `[M, L, D]` keys.
+        mean: `[M, D]`.
+        options: `codes` and `lift`.
+    """
+    of_keys = options.codes == "keys"
+    numbers, unit = four_bits((members if of_keys else members - mean[:, None]).flatten(0, 1))
+    logits = six_bits(q) @ numbers.T
+    if not of_keys:
+        logits = logits + node.repeat_interleave(members.shape[1], -1)
+    if options.lift:
+        length = torch.linalg.vector_norm(q.unflatten(-1, (2, -1)), dim=-1)
+        logits = logits + options.lift / 12**0.5 * (length @ unit.T)
+    return logits
 
 
 def one_head(query: Tensor, key: Tensor, value: Tensor, options: argparse.Namespace) -> tuple[Tensor, Tensor, Tensor]:
@@ -70,20 +96,21 @@ def one_head(query: Tensor, key: Tensor, value: Tensor, options: argparse.Namesp
     drift = torch.einsum("pde,gpe->gpd", together, q)
 
     node = q @ mean_key.T
-    known = torch.logaddexp(
-        near.logsumexp(-1), (node + math.log(options.leaf)).masked_fill(~far, -math.inf).logsumexp(-1)
-    )
+    gain = (0.5 * spread**2).clamp_max(options.known_gain)
+    mass = (node + math.log(options.leaf) + gain).masked_fill(~far, -math.inf).logsumexp(-1)
+    known = torch.logaddexp(near.logsumexp(-1), mass)
     limit = (known - math.log(options.share))[..., None]
     searched = (node + options.reach * spread >= limit) & far
-    approximate = (six_bits(q) @ four_bits(key).T)[..., flat]
-    candidate = searched.repeat_interleave(options.leaf, -1) & (approximate >= limit)
-    mass = approximate.masked_fill(~candidate, -math.inf).logsumexp(-1)
-    limit = torch.maximum(limit, (torch.logaddexp(known, mass) - math.log(options.share))[..., None])
-    read = candidate & (approximate >= limit)
+    coded = coded_logits(q, node, key[rows], mean_key, options)
+    read = searched.repeat_interleave(options.leaf, -1) & (coded >= limit)
+    if options.limits == 2:
+        found = coded.masked_fill(~read, -math.inf).logsumexp(-1)
+        limit = torch.maximum(limit, (torch.logaddexp(known, found) - math.log(options.share))[..., None])
+        read &= coded >= limit
     left = options.leaf - read.unflatten(-1, (-1, options.leaf)).sum(-1)
     beyond, slope = log_normal((limit - node) / spread - spread)
     within, _ = log_normal((limit - node) / spread)
-    gain = (0.5 * spread**2 + beyond - within).clamp(-2, 2)
+    gain = (0.5 * spread**2 + beyond - within).clamp(-MOST_GAIN, MOST_GAIN)
     move = (1 - slope / spread).clamp(-1, 1)
     stand_in = (node + gain + left.clamp_min(1e-9).log()).masked_fill(~far | (left == 0), -math.inf)
     weights = torch.cat((near, logits[..., flat].masked_fill(~read, -math.inf), stand_in), -1).softmax(-1)
@@ -99,8 +126,12 @@ def main() -> None:
     parser.add_argument("heads", nargs="+", type=Path)
     parser.add_argument("--chunk", type=int, default=512)
     parser.add_argument("--leaf", type=int, default=128)
-    parser.add_argument("--share", type=float, default=2048.0)
+    parser.add_argument("--share", type=float, default=1024.0)
     parser.add_argument("--reach", type=float, default=3.0)
+    parser.add_argument("--codes", choices=("differences", "keys"), default="differences")
+    parser.add_argument("--known-gain", type=float, default=MOST_KNOWN_GAIN)
+    parser.add_argument("--limits", type=int, choices=(1, 2), default=1)
+    parser.add_argument("--lift", type=float, default=0.0)
     options = parser.parse_args()
     for path in options.heads:
         tensors = {name: tensor.float()[0] for name, tensor in load_file(path).items()}
