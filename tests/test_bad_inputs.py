@@ -183,7 +183,7 @@ FIELDS = [
     (Routed, "exact_until", 0.5, TypeError, r"exact_until must be an int, got float 0\.5"),
     (Routed, "tolerance", -0.5, ValueError, r"tolerance must be finite .* got -0\.5"),
     (Routed, "tolerance", 5.0, ValueError, r"tolerance must be at most 2\.0, got 5\.0"),
-    (Routed, "confidence", 0.9, ValueError, r"confidence must be None, .* got 0\.9"),
+    (Routed, "confidence", 0.9, ValueError, r"confidence must be None without a tolerance, got 0\.9"),
     (KMeans, "rule", "closest", ValueError, "rule must be one of .* got 'closest'"),
     (KMeans, "n_clusters", 0, ValueError, "n_clusters must be at least 1, got 0"),
     (KMeans, "max_iter", -1, ValueError, "max_iter must be at least 0, got -1"),

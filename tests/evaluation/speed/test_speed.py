@@ -67,7 +67,7 @@ def test_few_rows_may_be_off_by_keys_at_the_limit(n_rows, off, fine):
     if fine:
         assert speed_check.check_output("routed", output, wanted, at_limit=0.02) == pytest.approx(off)
     else:
-        with pytest.raises(RuntimeError, match=f"got 0.0[15].* in {n_rows} rows"):
+        with pytest.raises(RuntimeError, match=f"got 0.0.* in {n_rows} rows"):
             speed_check.check_output("routed", output, wanted, at_limit=0.02)
     with pytest.raises(RuntimeError, match="output of routed must match its reference"):
         speed_check.check_output("routed", output, wanted)
