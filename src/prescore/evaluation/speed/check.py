@@ -64,7 +64,9 @@ def check_rows(name: str, output: Tensor, wanted: Tensor) -> float:
     off = ~(away <= limit * wanted.double().abs().amax((-1, -2), keepdim=True).squeeze(-1))
     share = float(off.double().mean())
     if not share <= MOST_FLIPPED:
-        raise RuntimeError(f"output of {name} must match its reference but for {MOST_FLIPPED} of rows, got {share}")
+        raise RuntimeError(
+            f"output of {name} must match its reference in all rows but {MOST_FLIPPED}, got {share}"
+        )
     return share
 
 
