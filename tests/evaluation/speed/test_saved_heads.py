@@ -13,43 +13,24 @@ from prescore.errors import Unsupported
 from prescore.evaluation.speed import check as speed_check
 from prescore.evaluation.speed import heads as speed_heads
 from prescore.evaluation.speed.heads import HeadsSetting, heads_row, lengths_of, measure_heads, relative_error
-from prescore.evaluation.speed.layer_inputs import LayerSetting, layer_inputs, layer_rows, saved_setting
-from prescore.evaluation.speed.parts import PARTS, REST, measure_parts
+from prescore.evaluation.speed.layer_inputs import layer_inputs, layer_rows, saved_setting
 from prescore.evaluation.speed.plan import SpeedPlan
 from prescore.evaluation.speed.saved_heads import find_heads, save_heads
 from prescore.evaluation.speed.steps import measure_steps
 from prescore.evaluation.speed.timing import Setting
-from prescore.records import Record, measure, read_records
-from prescore.report.speed import length_table
-from prescore.report.speed_closer import curve, curves_plot, heads_table, parts_table, steps_table
-from prescore.testing.inputs import random_inputs
-from prescore.testing.tiny_language_model import save_tiny_language_model, tiny_language_model
+from prescore.records import read_records
+from prescore.testing.inputs import attention_tensors
+from prescore.testing.tiny_language_model import save_tiny_language_model
 
 LENGTH = 2700
 """More than `exact_until` of the default: some queries are routed."""
 IDS = torch.arange(LENGTH)[None] % 251
-
-
-@pytest.fixture(scope="module")
-def model():
-    return tiny_language_model(max_positions=4096)[0]
-
-
-@pytest.fixture(scope="module")
-def directory(model, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("heads")
-    paths = save_heads(model, IDS, folder)
-    assert [path.name for path in paths] == ["layer-00.safetensors", "layer-01.safetensors"]
-    return folder
-
-
-@pytest.fixture(scope="module")
-def saved(directory):
-    return find_heads(directory)
+"""As in conftest.py."""
 
 
 def setting_of(heads, **changes):
-    return HeadsSetting(heads.name, heads.digest, LENGTH, **{"methods": ("default",), "repeats": 1, **changes})
+    own = {"n": LENGTH, "methods": ("default",), "repeats": 1, **changes}
+    return HeadsSetting(heads.name, heads.digest, **own)
 
 
 def test_what_is_saved_is_what_reaches_attention(model, tmp_path):
@@ -103,7 +84,7 @@ def test_a_sliding_window_is_refused(tmp_path):
     local = MistralForCausalLM(
         MistralConfig(vocab_size=256, num_key_value_heads=1, sliding_window=4, **sizes)
     ).eval()
-    with pytest.raises(Unsupported, match="saving layer 0.*causal over all positions, got a"):
+    with pytest.raises(Unsupported, match=r"saving layer 0.*causal over all positions, got a"):
         save_heads(local, IDS[:, :12], tmp_path)
 
 
@@ -122,10 +103,10 @@ def test_files_that_hold_something_else_are_refused(tensors, said, tmp_path):
 
 
 def test_no_files_and_no_safetensors_are_refused(tmp_path):
-    with pytest.raises(FileNotFoundError, match="--heads must be a directory with .safetensors files, got"):
+    with pytest.raises(FileNotFoundError, match=r"--heads must be a directory with .safetensors files, got"):
         find_heads(tmp_path)
     (tmp_path / "junk.safetensors").write_bytes(b"junk")
-    with pytest.raises(ValueError, match="junk.safetensors must be a safetensors file, got b'junk'"):
+    with pytest.raises(ValueError, match=r"junk.safetensors must be a safetensors file, got b'junk'"):
         find_heads(tmp_path)
 
 
@@ -171,9 +152,7 @@ def test_a_wrong_output_is_not_timed(saved, monkeypatch):
         return lambda: call() * 1.01
 
     monkeypatch.setattr(speed_heads, "_call", wrong)
-    with pytest.raises(
-        RuntimeError, match="output of default on layer-00 must match its reference in all rows but"
-    ):
+    with pytest.raises(RuntimeError, match="output of default on layer-00 must match its reference in all rows"):
         measure_heads(saved[0], setting_of(saved[0]))
 
 
@@ -194,7 +173,7 @@ def test_few_rows_may_differ(n_off, fails):
     else:
         assert speed_check.check_rows("it", output, wanted) == n_off / 200
     output[0, 0, :2] = torch.nan
-    with pytest.raises(RuntimeError, match="got 0.01"):
+    with pytest.raises(RuntimeError, match=r"got 0.01"):
         speed_check.check_rows("it", output, wanted)
 
 
@@ -203,58 +182,12 @@ def test_few_rows_may_differ(n_off, fails):
 def test_long_routed_calls_are_checked_in_the_middle_and_at_the_end(causal, place, monkeypatch):
     monkeypatch.setattr(speed_check, "ORACLE_LENGTH", 1024)
     config = Routed(rows=16, leaf_size=16, chunk_size=64, exact_until=128)
-    inputs = random_inputs(1, 2, 1, 2100, 16)
+    inputs = attention_tensors(n_keys=2100, dim=16, dtype=torch.float32)
     output = speed_check.plain_output(inputs, config, causal)
     assert speed_check.check_method("routed", inputs, config, output, causal) < 1e-6
     output[0, 1, place, 3] += 0.1
-    with pytest.raises(RuntimeError, match=r"output of routed must match its reference to 0.0002, got 0.1"):
+    with pytest.raises(RuntimeError, match=r"output of routed must match its reference to 0.0002, got 0.(1|09)"):
         speed_check.check_method("routed", inputs, config, output, causal)
-
-
-def test_parts_add_up_to_the_call(saved):
-    setting = saved_setting(saved[0], LENGTH, dtype="float32", repeats=1, memory="system")
-    figures = measure_parts(setting, layer_inputs(setting, saved[0], 0))
-    parts = figures["parts"]
-    assert set(parts) == {*PARTS, REST}
-    assert sum(entry["seconds"] for entry in parts.values()) == pytest.approx(figures["call_seconds"])
-    assert figures["exact_multiply_adds"] == 4 * 16 * LENGTH * (LENGTH + 1) / 2
-    assert 0 < figures["call_multiply_adds"] < figures["exact_multiply_adds"]
-    work = {name: entry["multiply_adds"] for name, entry in parts.items()}
-    # causal queries from 2048 on, in chunks of 512 behind 16 sinks: counted by hand
-    assert work["beginning"] == 4 * 16 * 2048 * 2049 / 2
-    assert work["near"] == 4 * 16 * sum((p - 16) % 512 + 1 + 512 for p in range(2048, LENGTH))
-    assert work["stand-ins"] == 4 * 16 * sum(16 + 4 * ((p - 16) // 512 - 1) for p in range(2048, LENGTH))
-    assert work["rows"] % 16 == 0
-    assert work["search"] % 8 == 0
-
-
-def test_parts_need_routed_queries():
-    with pytest.raises(ValueError, match="n must be more than 2048, from where on queries are routed, got 600"):
-        measure_parts(setting := LayerSetting(600, dim=16), layer_inputs(setting, None, 0))
-
-
-@pytest.mark.parametrize(("n", "path"), [(LENGTH, "routed step"), (300, "step over all keys")])
-def test_steps_are_rows_of_the_whole_call(saved, n, path):
-    setting = saved_setting(saved[0], n, dtype="float32", repeats=3, memory="system")
-    figures = measure_steps(setting, layer_inputs(setting, saved[0], 0))
-    assert figures["path"] == [path]
-    assert figures["rows_off"] == 0.0
-    assert set(figures["seconds"]) == {"exact", "folded", "routed"}
-    assert (figures["rows"] < n / 2) == (path == "routed step")
-    assert (figures["error"] < 1e-9) == (path != "routed step")
-
-
-def test_folded_steps_are_exact(saved):
-    from prescore.evaluation.speed import steps
-
-    query, key, value = saved[0].inputs(50, torch.float32)
-    now = query[:, :, -1:], key, value
-    torch.testing.assert_close(steps._folded_step(now, 0.3), steps._exact_step(now, 0.3))
-
-
-def test_more_steps_than_keys_are_refused():
-    with pytest.raises(ValueError, match="n must be more than the 5 steps, got 5"):
-        measure_steps(setting := LayerSetting(5, dim=16), layer_inputs(setting, None, 0))
 
 
 def test_a_plan_with_heads(saved):
@@ -273,46 +206,6 @@ def test_a_plan_with_heads(saved):
         SpeedPlan(base, [64], studies=["heads"])
     with pytest.raises(ValueError, match="--heads must come with causal and forward"):
         SpeedPlan(base, [64], studies=["heads"], heads=saved, backward=[True])
-
-
-def length_record(n, causal, backward, speeds):
-    figures = {"exact_scaled": False, "methods": {"exact": {"seconds": 1.0, "spread": 0.0, "speedup": 1.0}}}
-    for name, speed in speeds.items():
-        figures["methods"][name] = {"seconds": 1 / speed, "spread": 0.0, "speedup": speed, "limit_share": 0.5}
-    config = {"study": "lengths", "n": n, "causal": causal, "backward": backward, "heads": 4}
-    return Record("speed", "a", config, 0, figures, 1.0)
-
-
-def test_curves_of_all_methods_with_exact_at_1(tmp_path):
-    speeds = {"hyper": 3.0, "kmeans": 2.5, "kmedian": 2.4, "leverage": 2.0, "default": 4.0}
-    records = [
-        length_record(n, True, backward, {name: speed * n / 1024 for name, speed in speeds.items()})
-        for backward in (False, True)
-        for n in (2048, 1024)
-    ]
-    records.append(length_record(4096, True, False, {"default": 9.0}))
-    assert curve(records, "default", True, False) == [(1024, 4.0), (2048, 8.0), (4096, 9.0)]
-    assert curve(records, "hyper", True, True) == [(1024, 3.0), (2048, 6.0)]
-    assert curve(records, "hyper", False, True) == []
-    curves_plot(records, tmp_path / "curves.png")
-    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_tables_show_random_and_real_heads(saved):
-    setting = saved_setting(saved[0], LENGTH, dtype="float32", repeats=2, memory="system")
-    rows = [heads_row(saved[0], setting_of(saved[0], n=64), 0)]
-    for study, look in (("parts", measure_parts), ("steps", measure_steps)):
-        rows += layer_rows(study, [(setting, saved[0])], look, 0)
-    records = [length_record(1024, True, False, {"hyper": 2.0, "default": 4.0})]
-    records += [measure("speed", row) for row in rows]
-    table = length_table(records, True, False)
-    assert [row[0] for row in table.rows] == ["1024", "exponent", "layer-00 64"]
-    assert table.rows[2][2] == "-"  # hyper was not timed there
-    assert "x error " in table.rows[2][3]
-    assert [row[:2] for row in heads_table(records).rows] == [("layer-00 64", "exact"), ("layer-00 64", "default")]
-    assert [row[1] for row in parts_table(records).rows] == ["exact", "the call", *PARTS, REST]
-    assert parts_table(records).rows[0][-1] == "100 %"
-    assert steps_table(records).rows[0][:2] == ("layer-00 2700", "routed step")
 
 
 def test_the_command_saves_and_measures(tmp_path, capsys):
