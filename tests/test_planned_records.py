@@ -11,6 +11,10 @@ from prescore.evaluation.language.methods import named
 from prescore.evaluation.language.perplexity import loss_row
 from prescore.evaluation.language.retrieval import Question, retrieval_row
 from prescore.evaluation.speed.decode import DecodeSetting, decode_rows
+from prescore.evaluation.speed.heads import HeadsSetting, heads_row
+from prescore.evaluation.speed.layer_inputs import LayerSetting, layer_rows
+from prescore.evaluation.speed.parts import measure_parts
+from prescore.evaluation.speed.saved_heads import SavedHeads
 from prescore.evaluation.speed.timing import Setting, length_rows
 from prescore.evaluation.vision.accuracy import Grid, Study, study_rows
 from prescore.evaluation.vision.coverage import CoverageGrid, VisionSubject, coverage_rows
@@ -106,6 +110,12 @@ def test_speed_rows(path):
         study = config.pop("study")
         if study == "decode":
             planned = decode_rows([DecodeSetting(**config)], record.seed)
+        elif study in ("parts", "steps"):
+            planned = layer_rows(study, [(LayerSetting(**config), None)], measure_parts, record.seed)
+        elif study == "heads":
+            setting = HeadsSetting(**{**config, "methods": tuple(config["methods"])})
+            of = SavedHeads(Path(config["heads"]), config["digest"], tuple(map(tuple, record.figures["shape"])))
+            planned = [heads_row(of, setting, record.seed)]
         else:
             planned = length_rows([Setting(**{**config, "methods": tuple(config["methods"])})], record.seed, study)
         assert record.key in keys("speed", planned), config

@@ -48,6 +48,39 @@ def test_every_key_gives_the_exact_text(model, tmp_path, capsys, config):
     assert own["figures"]["first_token_kl"] < 1e-6
 
 
+def agreed(model, out, *extra):
+    assert run(model, out, "--agreement", "--ignore-end", *extra) == 0
+    records = [json.loads(line) for line in (out / "records.jsonl").read_text().splitlines()]
+    assert [record["config"]["attention"] for record in records] == [
+        *("exact", "prescored", "prescored, shown the exact text"),
+    ]
+    return [record["figures"] for record in records]
+
+
+def test_choices_behind_the_exact_text_are_compared_with_it(model, tmp_path, capsys):
+    same = agreed(model, tmp_path / "same", "--config", "exact")[2]
+    assert (same["agreement"], same["step_agreement"], same["compared"]) == (1.0, 1.0, 5)
+    assert "100.0 % of 5" in capsys.readouterr().out
+    few = (*KEY_DIFF, "--top-k", "1", "--set", "remainder=none", "--set", "sinks=0")
+    exact, free, forced = agreed(model, tmp_path / "few", *few)
+    assert forced["agreement"] < 1.0  # one key of a hundred is not enough
+    assert forced["new_tokens"] == len(exact["tokens"])
+    assert sum(forced["decode_paths"].values()) == 3 * 4  # layers and steps
+    # until the first difference both saw the same
+    assert free["same_tokens"] <= round(5 * forced["agreement"])
+    shown = capsys.readouterr().out
+    assert "12 times step over the selection" in shown
+    assert "x exact's speed (attention" in shown
+
+
+def test_agreement_can_go_on_from_a_finished_exact_row(model, tmp_path):
+    assert run(model, tmp_path, "--config", "exact") == 0
+    assert run(model, tmp_path, "--config", "exact", "--agreement", "--resume") == 0
+    lines = (tmp_path / "records.jsonl").read_text().splitlines()
+    assert len(lines) == 3
+    assert json.loads(lines[-1])["figures"]["agreement"] == 1.0
+
+
 def test_eviction_frees_memory(model, tmp_path):
     assert run(model, tmp_path, *KEY_DIFF, "--top-k", "12", "--evict", "--no-exact") == 0
     (record,) = [json.loads(line) for line in (tmp_path / "records.jsonl").read_text().splitlines()]
@@ -105,6 +138,8 @@ def test_beams_use_the_cache_that_was_asked_for(model, tmp_path, capsys):
         (["--prompt", "a", "--config", "magic"], "config must be one of 'default', 'hyper', 'exact', "),
         (["--prompt", "a", "--top-k", "12"], "top_k must come with a scorer as --config, got 12 for 'default'"),
         (["--prompt", "a", "--set", "top_k=12"], "Routed must have fields among rows, "),
+        (["--prompt", "a", "--agreement", "--no-exact"], "--agreement must come with --exact and one beam"),
+        (["--prompt", "a", "--ignore-end", "--beams", "2"], "ignore_end must come with one beam, got n_beams=2"),
         (["--prompt", "a", "--evict"], "evict must come with a Selected that leaves keys out, got Routed"),
         (
             ["--prompt", "a", "--config", "key-diff", "--top-k", "1.0", "--refresh-every", "4"],

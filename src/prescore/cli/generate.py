@@ -12,7 +12,7 @@ import typer
 
 from prescore.cli.options import Json, Out, Resume, Seed, Threads, open_session
 from prescore.cli.settings import Changes, Layers, Model, RemoteCode, read_budget, read_changes, read_layers
-from prescore.records import Row
+from prescore.records import RecordFile, Row, row_key
 from prescore.values import Values
 
 if TYPE_CHECKING:
@@ -48,6 +48,14 @@ def command(
     ] = None,
     beams: Annotated[int, typer.Option(min=1, help="Beam search with this many beams; 1 = greedy.")] = 1,
     exact: Annotated[bool, typer.Option(help="Run exact attention too, for comparison.")] = True,
+    agreement: Annotated[
+        bool,
+        typer.Option(
+            "--agreement",
+            help="Also let it choose each token behind exact attention's: how many are the same.",
+        ),
+    ] = False,
+    ignore_end: Annotated[bool, typer.Option("--ignore-end", help="Go on behind the model's end token.")] = False,
     trust_remote_code: RemoteCode = False,
     seed: Seed = 0,
     out: Out = None,
@@ -57,14 +65,23 @@ def command(
 ) -> None:
     """Continue a text greedily; print the text, prefill and decode speed, cache memory and selection sizes.
 
-    Example: prescore generate --prompt-file book.txt --prompt-tokens 4000 --config key-diff --top-k 512
+    Examples: prescore generate --prompt-file book.txt --prompt-tokens 4000 --config key-diff --top-k 512;
+    prescore generate --prompt-file book.txt --prompt-tokens 7936 --max-new-tokens 256 --ignore-end --agreement
     """
     from prescore.evaluation.language.generation import Continuation
     from prescore.report.generation import beam_table, generation_table
 
     how = Continuation(
-        read_config(config, top_k, changes), read_layers(layers), max_new_tokens, evict, refresh_every, beams
+        read_config(config, top_k, changes),
+        read_layers(layers),
+        max_new_tokens,
+        evict,
+        refresh_every,
+        beams,
+        ignore_end,
     )
+    if agreement and (not exact or beams > 1):
+        raise ValueError(f"--agreement must come with --exact and one beam, got exact={exact} and {beams} beams")
     text = _prompt(prompt, prompt_file)
     session = open_session("generate", out=out, json=json, resume=resume, threads=threads)
     from prescore.integrations.apply import apply
@@ -76,17 +93,22 @@ def command(
         raise ValueError("the prompt must have at least one token, got an empty text")
     # what is refused is refused before anything is computed
     apply(loaded, how.config, layers=how.layers).undo()
-    job = _Job(loaded, tokenizer, ids, how, quiet=json)
+    job = _Job(loaded, tokenizer, ids, how, session.file, quiet=json)
     common = {
         "model": model,
         "prompt": hashlib.sha256(str(ids.tolist()).encode()).hexdigest()[:12],
         "prompt_tokens": int(ids.shape[1]),
         "max_new_tokens": max_new_tokens,
         "beams": beams,
+        "ignore_end": ignore_end,
     }
     rows = [Row({**common, "attention": "exact"}, seed, lambda: job.measure("exact"))] if exact else []
     own = {"attention": "prescored", **_described(how)}
     rows.append(Row({**common, **own}, seed, lambda: job.measure("prescored")))
+    if agreement:
+        exact_key = row_key("generate", rows[0].config, seed)
+        forced = {**own, "attention": "prescored, shown the exact text"}
+        rows.append(Row({**common, **forced}, seed, lambda: job.measure_forced(exact_key)))
     records = session.run(rows)
     session.show((beam_table(records) if beams > 1 else generation_table(records)).to_rich())
     session.say(f"records: {session.file.path}")
@@ -120,6 +142,7 @@ class _Job:
     tokenizer: Any
     ids: Any
     how: Continuation
+    file: RecordFile
     quiet: bool
     results: dict[str, Generated] = field(default_factory=dict)
 
@@ -132,9 +155,19 @@ class _Job:
         generated = self.results[name] = self._generate(how)
         figures = dict(generated.figures)
         figures["text"] = self.tokenizer.decode(generated.tokens)
+        figures["tokens"] = generated.tokens
         if name != "exact" and "exact" in self.results:
             figures.update(agreement(self.results["exact"], generated))
         return figures
+
+    def measure_forced(self, exact_key: str) -> Values:
+        """Figures of the choices behind the tokens of the finished record `exact_key`."""
+        from prescore.evaluation.language.generation import forced_agreement, generate_measured
+
+        tokens = self.file[exact_key].figures["tokens"]
+        print(f"shown the exact text: reading {self.ids.shape[1]} tokens", file=sys.stderr, flush=True)
+        generated = generate_measured(self.model, self.ids, self.how, forced=tokens)
+        return {**generated.figures, **forced_agreement(tokens, generated.tokens)}
 
     def _generate(self, how: Continuation) -> Generated:
         from prescore.evaluation.language.generation import beams_measured, generate_measured

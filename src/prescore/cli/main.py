@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import typer
 
-_NOT_COMMANDS = ("main", "options", "settings", "held_out")
+_NOT_COMMANDS = ("main", "options", "settings", "held_out", "speed_heads")
 DONE, BAD_USAGE, INTERRUPTED = 0, 2, 130
 
 

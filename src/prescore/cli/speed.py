@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from prescore.cli.options import Json, Out, Quick, Resume, Seed, Session, Threads, open_session
+from prescore.cli.settings import Layers, Model
+from prescore.cli.speed_heads import Heads, SaveHeads, TextFile, save
 
 if TYPE_CHECKING:
     from prescore.records import Record
@@ -28,11 +30,17 @@ def command(
     study: Annotated[
         list[str] | None,
         typer.Option(
-            help="lengths, top-k, clusters, decode, scoring (each method alone), short (what short inputs lose); "
-            "may be repeated.  [default: all]"
+            help="lengths, top-k, clusters, decode, scoring (each method alone), short (what short inputs lose), "
+            "heads (those of --heads), parts (of the default, against the arithmetic limit), steps (the default's "
+            "while decoding); may be repeated.  [default: the first six, or with --heads those]"
         ),
     ] = None,
-    heads: Annotated[int, typer.Option(min=1, help="Heads.")] = 4,
+    heads: Heads = None,
+    save_heads: SaveHeads = None,
+    model: Model = "smollm2",
+    text_file: TextFile = None,
+    layers: Layers = "all",
+    n_heads: Annotated[int, typer.Option(min=1, help="Random heads.")] = 4,
     dim: Annotated[int, typer.Option(min=1, help="Head dimension.")] = 64,
     dtype: Annotated[str, typer.Option(help="float32, float64, bfloat16 or float16.")] = "float32",
     top_k: Annotated[int, typer.Option(min=1, help="Keys kept by the paper's preset.")] = 2048,
@@ -60,13 +68,20 @@ def command(
 ) -> None:
     """Time exact, unfiltered and pre-scored attention, interleaved in one run, each output checked first.
 
-    Example: prescore speed --n 8192 --n 32768 --causal --threads 2
+    Examples: prescore speed --n 8192 --n 32768 --causal --threads 2;
+    prescore speed --save-heads heads --text-file book.txt --n 8192 --layers 0,12,24, then
+    prescore speed --heads heads --method default --threads 2
     """
     # the profiler behind the shares writes its own start and stop to stderr; read when torch is first imported
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    if save_heads is not None:
+        for path in save(save_heads, model, text_file, n, layers):
+            print(path)
+        return
     from prescore import checks
     from prescore.evaluation.speed.freed_memory import KEPT, choose_freed_memory
-    from prescore.evaluation.speed.plan import SHORT, STUDIES, SpeedPlan
+    from prescore.evaluation.speed.plan import SHORT, SpeedPlan
+    from prescore.evaluation.speed.saved_heads import find_heads
     from prescore.evaluation.speed.timing import METHODS, Setting
 
     checks.one_of("--dtype", dtype, ("float32", "float64", "bfloat16", "float16"))
@@ -76,7 +91,7 @@ def command(
         n=lengths[-1],
         causal=False,
         backward=False,
-        heads=heads,
+        heads=n_heads,
         dim=dim,
         dtype=dtype,
         repeats=repeats,
@@ -88,12 +103,15 @@ def command(
     plan = SpeedPlan(
         base,
         lengths,
-        studies=tuple(study or (("lengths", "decode") if quick else STUDIES)),
+        studies=_studies(study, quick, heads is not None),
         causal=_both(causal),
         backward=_both(backward),
         exact_heads=exact_heads,
         caches=lengths[-1:] if n else [8192, lengths[-1]],
         short=[length for length in lengths if length <= SHORT[-1]] if n else SHORT,
+        step_caches=lengths if n else [8192, 32768, 131072],
+        heads=[] if heads is None else find_heads(heads),
+        head_lengths=lengths if n else None,
     )
     session = open_session("speed", out=out, json=json, resume=resume, threads=threads)
     records = session.run(plan.rows(seed))
@@ -104,8 +122,9 @@ def command(
 
 
 def _show(session: Session, records: list[Record]) -> None:
-    """The tables of each study on the terminal, and the plot of the lengths in the run's directory."""
+    """The tables of each study on the terminal, and the plots of the lengths in the run's directory."""
     from prescore.report import speed as report
+    from prescore.report import speed_closer as closer
 
     studies = {record.config["study"] for record in records}
     kinds = report.kinds(records)
@@ -117,12 +136,23 @@ def _show(session: Session, records: list[Record]) -> None:
         if name in studies:
             session.show(report.sweep_table(records, name, field).to_rich())
     tables = {"decode": report.decode_table, "scoring": report.scoring_table, "short": report.short_table}
+    tables |= {"heads": closer.heads_table, "parts": closer.parts_table, "steps": closer.steps_table}
     for name, table in tables.items():
         if name in studies:
             session.show(table(records).to_rich())
     if kinds:
         report.speed_plot(records, session.out / "speed.png")
-        session.say(f"plot: {session.out / 'speed.png'}")
+        closer.curves_plot(records, session.out / "curves.png")
+        session.say(f"plots: {session.out / 'speed.png'}, {session.out / 'curves.png'}")
+
+
+def _studies(asked: list[str] | None, quick: bool, has_heads: bool) -> tuple[str, ...]:
+    """Names of the studies; saved heads are part of the lengths."""
+    from prescore.evaluation.speed.plan import EVERY_RUN
+
+    if not asked:
+        return ("heads",) if has_heads else ("lengths", "decode") if quick else EVERY_RUN
+    return (*asked, *(["heads"] if has_heads and "lengths" in asked and "heads" not in asked else []))
 
 
 def _both(choice: bool | None) -> tuple[bool, ...]:

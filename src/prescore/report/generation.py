@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from prescore.records import Record
 from prescore.report.tables import MISSING, Table
+from prescore.values import Values
 
 
 def generation_table(records: Sequence[Record]) -> Table:
@@ -24,11 +25,47 @@ def generation_table(records: Sequence[Record]) -> Table:
                 f"{figures['decode_attention_seconds']:.2f} s",
                 f"{figures['cache']['bytes'] / 2**20:.1f} MiB",
                 MISSING if same is None else f"{same} of {figures['new_tokens']}",
+                _agreement(figures),
             )
         )
-    columns = ("attention", "prefill", "attention part", "decode", "attention part", "cache", "tokens as exact")
+    columns = (
+        *("attention", "prefill", "attention part", "decode", "attention part", "cache"),
+        *("tokens as exact", "shown the exact text"),
+    )
     title = f"{records[0].config['model']}, {records[0].config['prompt_tokens']} prompt tokens"
-    return Table(title, columns, tuple(rows), note=_selection_line(records[-1]))
+    note = "; ".join(
+        line for line in (_speed_line(records), _paths(records[-1]), _selection_line(records[-1])) if line
+    )
+    return Table(title, columns, tuple(rows), note)
+
+
+def _agreement(figures: Values) -> str:
+    """How many choices are exact attention's, of one that was shown the exact text."""
+    share = figures.get("agreement")
+    return MISSING if share is None else f"{100 * share:.1f} % of {figures['compared']}"
+
+
+def _speed_line(records: Sequence[Record]) -> str:
+    """How many times as fast as exact attention; nothing where that did not run."""
+    found = {record.config["attention"]: record.figures for record in records}
+    if "exact" not in found or "prescored" not in found:
+        return ""
+    exact, own = found["exact"], found["prescored"]
+    words = []
+    for part in ("prefill", "decode"):
+        speeds = [figures[f"{part}_tokens_per_second"] for figures in (own, exact)]
+        attention = [figures[f"{part}_attention_seconds"] for figures in (exact, own)]
+        if None not in speeds and min(attention) > 0 and min(speeds) > 0:
+            within = attention[0] / attention[1]
+            within *= 1 if part == "prefill" else max(1, own["new_tokens"] - 1) / max(1, exact["new_tokens"] - 1)
+            words.append(f"{part} {speeds[0] / speeds[1]:.2f}x exact's speed (attention {within:.2f}x)")
+    return ", ".join(words)
+
+
+def _paths(record: Record) -> str:
+    """Which way the steps of a generation went."""
+    paths = record.figures["decode_paths"]
+    return ", ".join(f"{count} times {path}" for path, count in paths.items())
 
 
 def beam_table(records: Sequence[Record]) -> Table:

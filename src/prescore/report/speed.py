@@ -8,7 +8,7 @@ from pathlib import Path
 
 from prescore.records import Record
 from prescore.report.plots import COLOURS, figure
-from prescore.report.tables import Table, as_text
+from prescore.report.tables import MISSING, Table, as_text
 from prescore.values import Values
 
 STAGES = ("scoring", "stand-ins", "hashing", "sorting", "gathering", "operator", "routing")
@@ -36,21 +36,41 @@ def length_table(records: Sequence[Record], causal: bool, backward: bool) -> Tab
     for record in chosen:
         entries = record.figures["methods"]
         mark = "*" if record.figures["exact_scaled"] else ""
-        cells = [f"{record.config['n']}", f"{_time(entries['exact'])}{mark}"]
+        cells = [f"{record.config['n']}", f"{time_cell(entries['exact'])}{mark}"]
         for method in methods[1:]:
             entry = entries[method]
             share = f"({100 * entry['limit_share']:.0f} %)"
-            cells.append(f"{entry['speedup']:.2f}x {share}\n{_time(entry)}")
+            cells.append(f"{entry['speedup']:.2f}x {share}\n{time_cell(entry)}")
         rows.append(tuple(cells))
     exponents = tuple(_exponent_cell(chosen, method) for method in methods)
     rows.append(("exponent", *exponents))
+    real = _heads_rows(records, methods) if causal and not backward else []
+    rows += real
     note = (
         "x = exact time / method time in the same run; (%) = share of the arithmetic limit; ± = spread of repeats"
     )
+    if real:
+        note += "; named rows = saved heads of a model, with the relative squared error of the layer's output"
     if any(record.figures["exact_scaled"] for record in chosen):
         heads = chosen[0].config["heads"]
         note += f"; * = exact measured on fewer heads and scaled to {heads}"
     return Table(f"Attention, {title(causal, backward)}", ("n", *methods), tuple(rows), note)
+
+
+def _heads_rows(records: Sequence[Record], methods: Sequence[str]) -> list[tuple[str, ...]]:
+    """Saved heads under the same methods; a method that was not timed on them is a dash."""
+    rows = []
+    for record in records:
+        if record.config["study"] != "heads":
+            continue
+        entries, cells = record.figures["methods"], []
+        for method in methods[1:]:
+            entry = entries.get(method)
+            error = "" if entry is None else f"error {as_text(entry['error'], 2)}"
+            cells.append(MISSING if entry is None else f"{entry['speedup']:.2f}x {error}\n{time_cell(entry)}")
+        label = f"{record.config['heads']} {record.config['n']}"
+        rows.append((label, time_cell(entries["exact"]), *cells))
+    return rows
 
 
 def share_table(records: Sequence[Record], causal: bool) -> Table:
@@ -73,7 +93,7 @@ def sweep_table(records: Sequence[Record], study: str, field: str) -> Table:
     chosen = [record for record in records if record.config["study"] == study]
     methods = [name for name in chosen[0].figures["methods"] if name != "exact"]
     rows = tuple(
-        (str(record.config[field]), *(_time(record.figures["methods"][name]) for name in methods))
+        (str(record.config[field]), *(time_cell(record.figures["methods"][name]) for name in methods))
         for record in chosen
     )
     return Table(f"Time against {field}, n = {chosen[0].config['n']}, full, forward", (field, *methods), rows)
@@ -103,7 +123,7 @@ def scoring_table(records: Sequence[Record]) -> Table:
         for method, median in figures["seconds"].items():
             entry = {"seconds": median, "spread": figures["spread"][method]}
             rows.append(
-                (str(record.config["n"]), method, _time(entry), f"{100 * figures['of_exact'][method]:.2f} %")
+                (str(record.config["n"]), method, time_cell(entry), f"{100 * figures['of_exact'][method]:.2f} %")
             )
     return Table("Scoring alone, full", ("n", "method", "time", "share of exact"), tuple(rows), left=2)
 
@@ -118,7 +138,7 @@ def short_table(records: Sequence[Record]) -> Table:
         config, figures = record.config, record.figures
         exact = {"seconds": figures["seconds"]["exact"], "spread": figures["spread"]["exact"]}
         speeds = (f"{1 / figures['of_exact'][name]:.2f}x" for name in methods)
-        rows.append((title(config["causal"], config["backward"]), str(config["n"]), _time(exact), *speeds))
+        rows.append((title(config["causal"], config["backward"]), str(config["n"]), time_cell(exact), *speeds))
     note = "x = exact time / method time; the default is exact attention at most of these lengths"
     return Table("Short inputs", ("", "n", "exact", *methods), tuple(rows), note)
 
@@ -165,7 +185,8 @@ def _exponent_cell(records: Sequence[Record], method: str) -> str:
     return "-" if slope is None else f"n^{slope:.2f}"
 
 
-def _time(entry: Values) -> str:
+def time_cell(entry: Values) -> str:
+    """A median and its spread."""
     return f"{as_text(1e3 * entry['seconds'])} ± {as_text(1e3 * entry['spread'], 2)} ms"
 
 

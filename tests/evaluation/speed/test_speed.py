@@ -228,7 +228,7 @@ def test_the_timed_call_itself_is_checked(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("argv", [["--quick"], ["--n", "1024"], ["--n", "64", "--study", "top-k"]], ids=" ".join)
 def test_the_command_runs_at_short_lengths(argv, tmp_path, capsys):
-    small = ["--heads", "1", "--dim", "8", "--repeats", "1", "--memory", "system", "--no-backward"]
+    small = ["--n-heads", "1", "--dim", "8", "--repeats", "1", "--memory", "system", "--no-backward"]
     if "--n" in argv:
         small += ["--study", "lengths", "--study", "decode"]
     assert main(["speed", *argv, *small, "--out", str(tmp_path)]) == 0

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,6 +32,7 @@ class Continuation:
         evict: Free the unselected keys and values after the prefill.
         refresh_every: Select anew after so many tokens; None = keep the prompt's selection.
         n_beams: Beams of a beam search; 1 = greedy.
+        ignore_end: Go on behind the model's end token.
     """
 
     config: Config | None = None
@@ -39,10 +41,13 @@ class Continuation:
     evict: bool = False
     refresh_every: int | None = None
     n_beams: int = 1
+    ignore_end: bool = False
 
     def __post_init__(self) -> None:
         checks.integer("max_new_tokens", self.max_new_tokens, minimum=1)
         checks.integer("n_beams", self.n_beams, minimum=1)
+        if self.ignore_end and self.n_beams > 1:
+            raise ValueError(f"ignore_end must come with one beam, got n_beams={self.n_beams}")
         keeps_selection = self.config is not None and remembers(self.config)
         for name, value in {"evict": self.evict, "refresh_every": self.refresh_every}.items():
             if value and not keeps_selection:
@@ -63,9 +68,15 @@ class Continuation:
 
 @dataclass
 class Stopwatch:
-    """Seconds spent in attention."""
+    """Seconds spent in attention, and how often it went which way, where it says so."""
 
     seconds: float = 0.0
+    paths: Counter[str] = field(default_factory=Counter)
+
+    def restart(self) -> None:
+        """Begin at zero."""
+        self.seconds = 0.0
+        self.paths.clear()
 
     def timed(self, attend: Attend) -> Attend:
         """The same attention, with its time on this watch."""
@@ -76,6 +87,8 @@ class Stopwatch:
             if output.device.type == "cuda":
                 torch.cuda.synchronize(output.device)
             self.seconds += time.perf_counter() - started
+            if isinstance(attend, PrescoredAttention) and attend.last is not None:
+                self.paths[attend.last.path] += 1
             return output
 
         return attend_and_stop
@@ -98,15 +111,20 @@ class Generated:
 
 @torch.no_grad()
 def generate_measured(
-    model: Any, ids: Tensor, how: Continuation, on_token: Callable[[int], None] | None = None
+    model: Any,
+    ids: Tensor,
+    how: Continuation,
+    on_token: Callable[[int], None] | None = None,
+    forced: Sequence[int] | None = None,
 ) -> Generated:
-    """Greedy generation after a prompt.
+    """Greedy generation after a prompt, or its choices while it is shown a given continuation.
 
     Args:
         model: A causal model of transformers.
         ids: `[1, N]` prompt.
         how: What is generated, and by which attention.
         on_token: Called with every new token as soon as it is known.
+        forced: Tokens that every step sees instead of those chosen before it; as many are chosen.
     """
     from prescore.integrations.transformers.cache import cache_report
 
@@ -117,11 +135,16 @@ def generate_measured(
         if how.config is not None:
             cache.select()
         prefill, prefill_attention = time.perf_counter() - started, watch.seconds
-        tokens, ends = [int(logits.argmax())], _end_tokens(model)
+        tokens = [int(logits.argmax())]
+        ends = set() if how.ignore_end or forced is not None else _end_tokens(model)
+        n_tokens, fed = how.max_new_tokens, tokens
+        if forced is not None:
+            n_tokens, fed = len(forced), list(forced)
         show(tokens[-1])
-        started, watch.seconds = time.perf_counter(), 0.0
-        while len(tokens) < how.max_new_tokens and tokens[-1] not in ends:
-            last = torch.tensor([[tokens[-1]]], device=ids.device)
+        started = time.perf_counter()
+        watch.restart()
+        while len(tokens) < n_tokens and tokens[-1] not in ends:
+            last = torch.tensor([[fed[len(tokens) - 1]]], device=ids.device)
             step = model(last, past_key_values=cache, use_cache=True)
             tokens.append(int(step.logits[0, -1].argmax()))
             show(tokens[-1])
@@ -136,6 +159,7 @@ def generate_measured(
         "decode_seconds": decode,
         "decode_attention_seconds": watch.seconds,
         "decode_tokens_per_second": n_steps / decode if n_steps else None,
+        "decode_paths": dict(watch.paths),
         "cache": cache_report(cache),
     }
     return Generated(tokens, logits.float(), figures)
@@ -188,6 +212,20 @@ def agreement(exact: Generated, other: Generated) -> Values:
     p, q = (torch.log_softmax(generated.logits, dim=-1) for generated in (exact, other))
     divergence = float((p.exp() * (p - q)).sum())
     return {"same_tokens": same, "first_token_kl": divergence}
+
+
+def forced_agreement(exact: Sequence[int], chosen: Sequence[int]) -> Values:
+    """How many of the tokens that exact attention chose are chosen by another, which saw exactly those before.
+
+    The first one is the prompt's, all others are those of single steps.
+    """
+    same = [first == second for first, second in zip(exact, chosen, strict=True)]
+    steps = same[1:]
+    return {
+        "agreement": sum(same) / len(same),
+        "step_agreement": sum(steps) / len(steps) if steps else None,
+        "compared": len(same),
+    }
 
 
 @contextmanager

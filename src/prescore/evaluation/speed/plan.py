@@ -9,15 +9,24 @@ from typing import Any
 
 from prescore import checks
 from prescore.evaluation.speed.decode import DecodeSetting, decode_rows
+from prescore.evaluation.speed.heads import HeadsSetting, heads_row, lengths_of
+from prescore.evaluation.speed.layer_inputs import LayerSetting, layer_rows, saved_setting
+from prescore.evaluation.speed.parts import measure_parts
+from prescore.evaluation.speed.saved_heads import SavedHeads
+from prescore.evaluation.speed.steps import measure_steps
 from prescore.evaluation.speed.studies import ScoringSetting, ShortSetting, scoring_row, short_rows
 from prescore.evaluation.speed.timing import LONG, Setting, length_rows
 from prescore.records import Row
 
-STUDIES = ("lengths", "top-k", "clusters", "decode", "scoring", "short")
+EVERY_RUN = ("lengths", "top-k", "clusters", "decode", "scoring", "short")
+"""What is measured where nothing else is asked for."""
+STUDIES = (*EVERY_RUN, "heads", "parts", "steps")
 BOTH = (False, True)
 BUDGETS = (256, 512, 1024, 2048, 4096, 8192)
 CLUSTERS = (8, 16, 32, 65, 128, 256)
 SHORT = (64, 128, 256, 512, 1024, 2048, 4096)
+STEPS = 50
+"""Timed steps of a routed generation."""
 LEAST_ROUNDS = 5
 """Rounds of what takes little time, at least."""
 
@@ -35,22 +44,33 @@ class SpeedPlan:
         exact_heads: Heads that exact attention is measured on; None = one above `LONG`, else all.
         caches: Lengths that are decoded from.
         short: Lengths of the study of short inputs.
+        step_caches: Lengths that routed steps are taken over.
+        heads: Saved inputs; parts and steps then look at these instead of random ones.
+        head_lengths: How much of them is used; None = all.
     """
 
     base: Setting
     lengths: Sequence[int]
-    studies: Sequence[str] = STUDIES
+    studies: Sequence[str] = EVERY_RUN
     causal: Sequence[bool] = BOTH
     backward: Sequence[bool] = BOTH
     exact_heads: int | None = None
     caches: Sequence[int] = (8192,)
     short: Sequence[int] = SHORT
+    step_caches: Sequence[int] = (8192, 32768, 131072)
+    heads: Sequence[SavedHeads] = ()
+    head_lengths: Sequence[int] | None = None
 
     def __post_init__(self) -> None:
         for name in self.studies:
             checks.one_of("--study", name, STUDIES)
         for name in self.base.methods:
             self.base.config(name)  # refuses an unknown one
+        if "heads" in self.studies:
+            if not self.heads:
+                raise ValueError("--heads must be a directory of saved heads for --study heads, got none")
+            if True not in self.causal or False not in self.backward:
+                raise ValueError("--heads must come with causal and forward, the one way saved heads are timed")
 
     def rows(self, seed: int) -> list[Row]:
         """Rows of all studies, in the order of `STUDIES`."""
@@ -61,6 +81,9 @@ class SpeedPlan:
             "decode": self._decode,
             "scoring": self._scoring,
             "short": self._short,
+            "heads": self._heads,
+            "parts": self._parts,
+            "steps": self._steps,
         }
         return [row for name, make in made.items() if name in self.studies for row in make(seed)]
 
@@ -101,3 +124,28 @@ class SpeedPlan:
         sizes = self.base.heads, self.base.dim, self._rounds
         kinds = itertools.product(BOTH, BOTH, self.short)
         return short_rows([ShortSetting(n, causal, backward, *sizes) for causal, backward, n in kinds], seed)
+
+    def _heads(self, seed: int) -> list[Row]:
+        base = self.base
+        sizes = (base.methods, base.dtype, base.repeats, base.top_k, base.min_seq_len, base.memory)
+        return [
+            heads_row(saved, HeadsSetting(saved.name, saved.digest, n, *sizes), seed)
+            for saved, n in lengths_of(self.heads, self.head_lengths)
+        ]
+
+    def _parts(self, seed: int) -> list[Row]:
+        return layer_rows("parts", self._layers([self._longest], self._rounds), measure_parts, seed)
+
+    def _steps(self, seed: int) -> list[Row]:
+        return layer_rows("steps", self._layers(self.step_caches, STEPS), measure_steps, seed)
+
+    def _layers(self, lengths: Sequence[int], repeats: int) -> list[tuple[LayerSetting, SavedHeads | None]]:
+        """Layers that are looked at closer: the saved ones, or without them random ones."""
+        base = self.base
+        if not self.heads:
+            random = LayerSetting(0, dim=base.dim, dtype=base.dtype, repeats=repeats, memory=base.memory)
+            return [(replace(random, n=n), None) for n in lengths]
+        return [
+            (saved_setting(saved, n, dtype=base.dtype, repeats=repeats, memory=base.memory), saved)
+            for saved, n in lengths_of(self.heads, self.head_lengths)
+        ]
