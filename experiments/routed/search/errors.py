@@ -1,6 +1,6 @@
 """Errors of one layer's output when far rows are found by four-bit codes and stand-ins know their spread.
 
-    python errors.py HEADS [HEADS ...] [--chunk 512] [--leaf 128] [--share 1024] [--reach 3.0]
+    python errors.py HEADS [HEADS ...] [--chunk 256] [--leaf 128] [--share 1024] [--reach 3.0]
     python errors.py HEADS --codes keys                # what was tried: codes of the keys themselves,
     python errors.py HEADS --codes keys --limits 2     # a second limit from what the first one finds,
     python errors.py HEADS --lift 1                    # coded logits lifted by deviations of their own error
@@ -129,7 +129,7 @@ def main() -> None:
     """Measure the files."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("heads", nargs="+", type=Path)
-    parser.add_argument("--chunk", type=int, default=512)
+    parser.add_argument("--chunk", type=int, default=256)
     parser.add_argument("--leaf", type=int, default=128)
     parser.add_argument("--share", type=float, default=1024.0)
     parser.add_argument("--reach", type=float, default=3.0)

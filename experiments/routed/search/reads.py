@@ -1,6 +1,6 @@
 """What one query of a smooth head and one of a searching head read, as a picture.
 
-    python reads.py HEADS_FOLDER --to reads.png [--position 12000] [--rows 512]
+    python reads.py HEADS_FOLDER --to reads.png [--position 12000] [--rows 512] [--chunk 256]
 
 HEADS_FOLDER holds `smooth.safetensors` and `retrieval.safetensors`: `query [1, Hq, N, D]`, `key` and `value [1,
 Hkv, N, D]` behind RoPE. Of the first the query head with the median number of rows read is drawn, of the second
@@ -146,9 +146,10 @@ def main() -> None:
     parser.add_argument("heads", type=Path)
     parser.add_argument("--to", type=Path, default=Path("reads.png"))
     parser.add_argument("--position", type=int, default=12000)
-    parser.add_argument("--rows", type=int, default=512)
+    parser.add_argument("--rows", type=int, default=Routed().rows)
+    parser.add_argument("--chunk", type=int, default=Routed().chunk_size)
     options = parser.parse_args()
-    config = Routed(rows=options.rows)
+    config = Routed(rows=options.rows, chunk_size=options.chunk)
     with figure(options.to, (11.0, 6.0), nrows=2, sharex=True) as (_, panels):
         for axes, (name, title) in zip(panels, PANELS, strict=True):
             number, reads = head_of(
