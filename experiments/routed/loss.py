@@ -3,10 +3,11 @@ r"""Loss above exact attention on SmolLM2-135M with all layers routed, second ha
     python experiments/routed/loss.py BOOK.txt --start 200000 --length 8192 \
         --settings rows=512 rows=512,leaf_size=64 rows=512,reach=2.5 rows=512,share=4 rows=512,margin=1
 
-Fields are those of `prescore.Routed`. `share` sets how many times `rows` the share of `prescore.routed.far.Search` is
-(2 as shipped), `reach` and `margin` set its other two fields. Instead of --start, `--windows 4 --window 2` takes the
-third of four windows as `prescore perplexity --windows 4` does; a document of the default corpus goes by its name
-(`python-reference`). Figures beside the loss are means over layers and routed queries: keys searched, rows read.
+Fields are those of `prescore.Routed`. `share` sets how many times `rows` the share of
+`prescore.routed.far.Search` is (2 as shipped), `reach` and `margin` set its other two fields. Instead of --start,
+`--windows 4 --window 2` takes the third of four windows as `prescore perplexity --windows 4` does; a document of
+the default corpus goes by its name (`python-reference`). Figures beside the loss are means over layers and routed
+queries: keys searched, rows read.
 """
 
 from __future__ import annotations

@@ -99,16 +99,14 @@ class Routed(_Settings):
 
     Attributes:
         rows: Exact far key rows per query, on average over the heads of a layer: a far key is read where its
-        weight
-            may exceed one part in twice as many. Most queries of most heads find far fewer.
+            weight may exceed one part in twice as many. Most queries of most heads find far fewer.
         leaf_size: Keys per cluster.
         chunk_size: Keys of a chunk: a causal query reads its own and the one before.
         sinks: The first real positions of the sequence, read exactly by every query.
         exact_until: Causal queries before this position read everything, and so do whole calls without a causal
             mask that have fewer queries: reading all is faster there, and exact.
         tolerance: None, or the relative error of its output that a query may have: those whose error bar exceeds
-        it
-            read more, everything at last.
+            it read more, everything at last.
         confidence: Share of the queries that `tolerance` is meant for; None = 0.95. Refused without a tolerance.
     """
 

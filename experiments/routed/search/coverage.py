@@ -2,11 +2,12 @@
 
     python coverage.py HEADS [HEADS ...] [--tolerances 0.02 0.05 0.1] [--confidence 0.95] [--seeds 5]
 
-HEADS are safetensors files with `query [1, Hq, N, D]`, `key` and `value [1, Hkv, N, D]` behind RoPE. The last chunks
-of four prefixes between 4200 tokens and all of them are read as pieces of a prompt, which is what the whole call does
-there, and compared with exact attention. One line per file and tolerance, over all queries and seeds: the share over
-the tolerance (of all heads, and of the worst one), the median and the 95 % quantile of the relative error, the mean
-error bar, rows met in all looks, and the shares of queries that looked again and that read everything.
+HEADS are safetensors files with `query [1, Hq, N, D]`, `key` and `value [1, Hkv, N, D]` behind RoPE. The last
+chunks of four prefixes between 4200 tokens and all of them are read as pieces of a prompt, which is what the
+whole call does there, and compared with exact attention. One line per file and tolerance, over all queries and
+seeds: the share over the tolerance (of all heads, and of the worst one), the median and the 95 % quantile of the
+relative error, the mean error bar, rows met in all looks, and the shares of queries that looked again and that
+read everything.
 """
 
 from __future__ import annotations
@@ -28,7 +29,10 @@ FIGURES = ("error_limit_mean", "rows_per_query", "read_further", "read_everythin
 
 def piece_of(tensors: dict[str, Tensor], stop: int) -> list[Tensor]:
     """The last queries of a prefix, and its keys and values."""
-    return [tensors["query"][:, :, stop - PIECE : stop], *(tensors[name][:, :, :stop] for name in ("key", "value"))]
+    return [
+        tensors["query"][:, :, stop - PIECE : stop],
+        *(tensors[name][:, :, :stop] for name in ("key", "value")),
+    ]
 
 
 def errors_of(output: Tensor, piece: list[Tensor]) -> Tensor:
@@ -71,7 +75,7 @@ def main() -> None:
             over = (errors > tolerance).float().mean(1)
             middle, most = torch.quantile(errors.flatten(), torch.tensor([0.5, 0.95])).tolist()
             shown = ", ".join(f"{name} {value:.4g}" for name, value in figures.items())
-            print(
+            print(  # noqa: T201
                 f"{path.stem}, tolerance {tolerance}: over {over.mean():.2%}, worst head {int(over.argmax())} "
                 f"{over.max():.2%}, error median {middle:.4f}, 95 % {most:.4f}, {shown}",
                 flush=True,

@@ -1,14 +1,15 @@
 """Errors of one layer's output when far rows are found by four-bit codes and stand-ins know their spread.
 
-    python errors.py HEADS [HEADS ...] [--chunk 512] [--leaf 128] [--share 1024] [--reach 3.0]
+    python errors.py HEADS [HEADS ...] [--chunk 256] [--leaf 128] [--share 1024] [--reach 3.0]
     python errors.py HEADS --codes keys                # what was tried: codes of the keys themselves,
     python errors.py HEADS --codes keys --limits 2     # a second limit from what the first one finds,
     python errors.py HEADS --lift 1                    # coded logits lifted by deviations of their own error
 
-HEADS are safetensors files with `query [1, Hq, N, D]`, `key` and `value [1, Hkv, N, D]` behind RoPE. For 64 positions
-behind 4200 every far key is behind nodes, everything else is exact. Prints the relative squared error (mean over
-heads, worst head), the share of nodes searched, and rows read. Without options it is what `Routed()` does, whose
-`share` is twice its `rows`; `prescore.routed.far` is the library's own definition. README.md says what the parts are.
+HEADS are safetensors files with `query [1, Hq, N, D]`, `key` and `value [1, Hkv, N, D]` behind RoPE. For 64
+positions behind 4200 every far key is behind nodes, everything else is exact. Prints the relative squared error
+(mean over heads, worst head), the share of nodes searched, and rows read. Without options it is what `Routed()`
+does, whose `share` is twice its `rows`; `prescore.routed.far` is the library's own definition. README.md says
+what the parts are.
 """
 
 from __future__ import annotations
@@ -69,14 +70,18 @@ def coded_logits(q: Tensor, node: Tensor, members: Tensor, mean: Tensor, options
     return logits
 
 
-def one_head(query: Tensor, key: Tensor, value: Tensor, options: argparse.Namespace) -> tuple[Tensor, Tensor, Tensor]:
+def one_head(
+    query: Tensor, key: Tensor, value: Tensor, options: argparse.Namespace
+) -> tuple[Tensor, Tensor, Tensor]:
     """Errors, searched shares and rows of the query heads `[G, N, D]` of one key head."""
     n_keys, dim = key.shape
     position = torch.linspace(4200, n_keys - 1, 64).long()
     q = query[:, position] * dim**-0.5
     n_chunks = (n_keys - SINKS) // options.chunk
     levels = int(math.log2(options.chunk // options.leaf))
-    order = bisection_tree(key[SINKS : SINKS + n_chunks * options.chunk].view(n_chunks, options.chunk, dim), levels)
+    order = bisection_tree(
+        key[SINKS : SINKS + n_chunks * options.chunk].view(n_chunks, options.chunk, dim), levels
+    )
     rows = (order + (torch.arange(n_chunks) * options.chunk + SINKS)[:, None]).view(-1, options.leaf)
     first_local = SINKS + ((position - SINKS) // options.chunk - 1) * options.chunk
     far = rows.amax(1)[None] < first_local[:, None]  # [P, M]
@@ -124,7 +129,7 @@ def main() -> None:
     """Measure the files."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("heads", nargs="+", type=Path)
-    parser.add_argument("--chunk", type=int, default=512)
+    parser.add_argument("--chunk", type=int, default=256)
     parser.add_argument("--leaf", type=int, default=128)
     parser.add_argument("--share", type=float, default=1024.0)
     parser.add_argument("--reach", type=float, default=3.0)
@@ -138,7 +143,7 @@ def main() -> None:
         groups = tensors["query"].unflatten(0, (tensors["key"].shape[0], -1))
         parts = [one_head(*head, options) for head in zip(groups, tensors["key"], tensors["value"], strict=True)]
         error, searched, rows = (torch.cat(figures) for figures in zip(*parts, strict=True))
-        print(
+        print(  # noqa: T201
             f"{path.stem}: error {error.mean():.5f}, worst head {error.max():.4f}, "
             f"nodes searched {searched.mean():.3f}, rows {rows.mean():.0f}"
         )

@@ -1,17 +1,16 @@
 """What one query of a smooth head and one of a searching head read, as a picture.
 
-    python reads.py HEADS_FOLDER --to reads.png [--position 12000] [--rows 512]
+    python reads.py HEADS_FOLDER --to reads.png [--position 12000] [--rows 512] [--chunk 256]
 
-HEADS_FOLDER holds `smooth.safetensors` and `retrieval.safetensors`: `query [1, Hq, N, D]`, `key` and `value
-[1, Hkv, N, D]` behind RoPE. Of the first the query head with the median number of rows read is drawn, of the second
-the one with most. What is read comes from the library itself (`prescore.routed`), and the query's output is compared
-with that of `prescored_attention`, so that the picture cannot show anything else than the default does.
+HEADS_FOLDER holds `smooth.safetensors` and `retrieval.safetensors`: `query [1, Hq, N, D]`, `key` and `value [1,
+Hkv, N, D]` behind RoPE. Of the first the query head with the median number of rows read is drawn, of the second
+the one with most. What is read comes from the library itself (`prescore.routed`), and the query's output is
+compared with that of `prescored_attention`, so that the picture cannot show anything else than the default does.
 """
 
 from __future__ import annotations
 
 import argparse
-import math
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -132,7 +131,9 @@ def draw(axes: Any, reads: Reads, title: str, chunk: int) -> None:
         label = f"{name} ({len(some)} keys, {float(reads.weights[some].sum()):.1%})"
         axes.plot(some, weights[some], ".", color=colour, markersize=size, label=label, rasterized=True)
     label = f"stand-ins ({len(reads.stood)}, claim {reads.carried:.1%}): height is one key's share"
-    axes.hlines(reads.stood.clamp_min(LEAST), reads.nodes, reads.nodes + chunk, color=COLOURS[7], lw=1, label=label)
+    axes.hlines(
+        reads.stood.clamp_min(LEAST), reads.nodes, reads.nodes + chunk, color=COLOURS[7], lw=1, label=label
+    )
     axes.axhline(reads.limit, color=COLOURS[1], lw=1, ls="--", label="limit from which on keys are read")
     about = f"{reads.searched:.0%} of the nodes searched, output off by {reads.error:.1%}"
     axes.set(title=f"{title}: {about}", yscale="log", ylim=(LEAST / 2, 1.5), ylabel="weight of a key")
@@ -145,16 +146,17 @@ def main() -> None:
     parser.add_argument("heads", type=Path)
     parser.add_argument("--to", type=Path, default=Path("reads.png"))
     parser.add_argument("--position", type=int, default=12000)
-    parser.add_argument("--rows", type=int, default=512)
+    parser.add_argument("--rows", type=int, default=Routed().rows)
+    parser.add_argument("--chunk", type=int, default=Routed().chunk_size)
     options = parser.parse_args()
-    config = Routed(rows=options.rows)
+    config = Routed(rows=options.rows, chunk_size=options.chunk)
     with figure(options.to, (11.0, 6.0), nrows=2, sharex=True) as (_, panels):
         for axes, (name, title) in zip(panels, PANELS, strict=True):
             number, reads = head_of(
                 options.heads / f"{name}.safetensors", options.position, config, most=name == "retrieval"
             )
             draw(axes, reads, f"{title} (file {name}, head {number})", config.chunk_size)
-            print(f"{name}: head {number}, {len(reads.found)} rows found, error {reads.error:.4f}")
+            print(f"{name}: head {number}, {len(reads.found)} rows found, error {reads.error:.4f}")  # noqa: T201
         panels[-1].set(xlabel=f"position of the key; the query is at {options.position}")
 
 

@@ -1,8 +1,8 @@
 """What a study looks at: queries of one chunk, everything they may see, and exact attention as the truth.
 
-The geometry is that of the engine of leaves, which the studies measured: 4 sinks, then chunks of 512. A query reads
-the sinks, its own chunk up to itself and the chunk before exactly; all keys between are *far*, and a study decides
-what stands for them. Dense logits, float32: this is for measuring quality, not for speed.
+The geometry is that of the engine of leaves, which the studies measured: 4 sinks, then chunks of 512. A query
+reads the sinks, its own chunk up to itself and the chunk before exactly; all keys between are *far*, and a study
+decides what stands for them. Dense logits, float32: this is for measuring quality, not for speed.
 """
 
 from __future__ import annotations

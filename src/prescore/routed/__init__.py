@@ -1,1 +1,1 @@
-"""The default engine: queries choose clusters of keys, stand-ins carry the others."""
+"""The default engine: queries read the keys that matter to them, stand-ins carry the others."""

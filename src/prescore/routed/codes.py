@@ -23,8 +23,7 @@ class Codes(NamedTuple):
 
     Attributes:
         packed: `[..., D' / 2]` uint8, the number of dimension i plus 8 in the low half of byte i, that of
-        dimension
-            `i + D' / 2` in the high half.
+            dimension `i + D' / 2` in the high half.
         scales: `[..., 2]` what a unit of each half is worth.
     """
 

@@ -1,11 +1,10 @@
 """Routed attention to a tolerance: what is left of a node is sampled instead of modelled, and queries read on.
 
 Every node is searched, and one key of every sixteen of a node, in tree order, stands for those that are not read
-by
-themselves: an unbiased estimate with a measured spread, where a stand-in's bias could not be known. A query whose
-error bar is too wide looks again for keys of a quarter of the weight; one that is still too wide at last reads
-everything. Which keys are sampled depends on the seed and on their node's number alone: draws are the same in
-pieces of a prompt, in single steps, and in any batch.
+by themselves: an unbiased estimate with a measured spread, where a stand-in's bias could not be known. A query
+whose error bar is too wide looks again for keys of a quarter of the weight; one that is still too wide at last
+reads everything. Which keys are sampled depends on the seed and on their node's number alone: draws are the same
+in pieces of a prompt, in single steps, and in any batch.
 """
 
 from __future__ import annotations

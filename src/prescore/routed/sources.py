@@ -21,9 +21,8 @@ class Sources(NamedTuple):
         key, value: `[T, N, D]` all rows.
         sink_key, sink_value: `[T, S, D]`.
         node_key, node_value: `[T, M, D]` means, in the accumulation dtype.
-        near_key, near_value: Causal: `[T, n + 1, t, D]`, the chunk before each block and its own. Else `[T, c,
-        D]`,
-            the keys behind the last full chunk.
+        near_key, near_value: Causal: `[T, n + 1, t, D]`, the chunk before each block and its own. Else
+            `[T, c, D]`, the keys behind the last full chunk.
         near_bias: `[T, c]` of 0, or -inf on padding; None = no padding.
         rows: `[T, M, L]` positions of the nodes' keys.
         packed, scales: Codes of the nodes' keys, `[T, M, L, D' / 2]` and `[T, M, L, 2]`.

@@ -1,5 +1,4 @@
-/* Sixteen floats at a time, in the compiler's own vector type: wide registers where there are some, several narrow
- * ones elsewhere. */
+/* As many floats at a time as a register holds, in the compiler's own vector type: sixteen, eight or four. */
 #ifndef PRESCORE_VECTORS_H
 #define PRESCORE_VECTORS_H
 
