@@ -16,10 +16,11 @@ from prescore import checks
 from prescore.config import Routed
 from prescore.ops.backend import Backend, Needs, Tile, accumulation_dtype, pick_backend
 from prescore.rng import DEFAULT_SEED, Streams
-from prescore.routed import native, plain
+from prescore.routed.compiled.call import Tables
+from prescore.routed.compiled.far import make_tables, runs_on, step_compiled
 from prescore.routed.lanes import search_of
 from prescore.routed.layout import Layout, make_layout
-from prescore.routed.native_call import Tables
+from prescore.routed.plain import attend_plain
 from prescore.routed.sampled import attend_within
 from prescore.routed.sources import Sources, View
 from prescore.routed.tables import Nodes, build_nodes
@@ -193,21 +194,21 @@ class _Lockstep:
         spread, drift = (total / layout.n_chunks for total in sums)
         near = self._start + layout.sinks + layout.n_chunks * layout.chunk
         # one pool whatever the nodes: these are the means over all that is seen
-        view = View(True, 1, visible, n_nodes, search_of(self._config), self._scale, backend)
+        view = View(True, 1, visible, n_nodes, slice(0, 1), search_of(self._config), self._scale, backend)
         tolerant = self._config.tolerance is not None
-        if not tolerant and backend.name != "plain" and native.runs_on(query, value.shape[-1], layout.leaf):
+        if not tolerant and backend.name != "plain" and runs_on(query, value.shape[-1], layout.leaf):
             tables = past.tables
             if tables is None:
-                tables = native.make_tables(self._sources(key, value, past.nodes, layout, spread, drift))
+                tables = make_tables(self._sources(key, value, past.nodes, layout, spread, drift))
                 self._past = replace(past, tables=tables)
-            return native.step(query, (key, value), replace(tables, spread=spread, drift=drift), view, near)
+            return step_compiled(query, (key, value), replace(tables, spread=spread, drift=drift), view, near)
         sources = self._sources(key, value, past.nodes, layout, spread, drift)
         tile = Tile(query, sources.key[:, None, near:], sources.value[:, None, near:], self._scale)
         wide = accumulation_dtype(query.dtype)
         found = Attended(*(t.to(wide) for t in backend.forward(tile)))
         if tolerant:
             return self._within(query, sources, view, found)
-        whole, _, counts = plain.attend(query, sources, view, found)
+        whole, _, counts = attend_plain(query, sources, view, found)
         return Attended(whole.output.to(value.dtype), whole.lse), float(counts[1]) / whole.lse.numel()
 
     def _within(self, query: Tensor, sources: Sources, view: View, near: Attended) -> tuple[Attended, float]:

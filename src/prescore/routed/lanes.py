@@ -129,6 +129,7 @@ def _attend_heads(call: Call, layout: Layout, n_exact: int, config: Routed) -> _
             frame.size,
             frame.visible(lane, layout),
             layout.nodes_per_chunk,
+            slice(frame.before, frame.before + frame.n_query),
             search,
             call.scale,
             backend,

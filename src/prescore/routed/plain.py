@@ -26,7 +26,7 @@ class _Block(NamedTuple):
     nodes: int
 
 
-def attend(query: Tensor, sources: Sources, view: View, near: Attended) -> tuple[Attended, Tensor, Tensor]:
+def attend_plain(query: Tensor, sources: Sources, view: View, near: Attended) -> tuple[Attended, Tensor, Tensor]:
     """The far part on top of what lies near, in place; also each query's limit, and counts."""
     output, lse = near
     limit = torch.full_like(lse, torch.inf)
@@ -51,7 +51,7 @@ def attend(query: Tensor, sources: Sources, view: View, near: Attended) -> tuple
     return Attended(output, lse), limit, counts
 
 
-def attend_backward(
+def attend_plain_backward(
     grad: Tensor, query: Tensor, sources: Sources, view: View, merged: Attended, limit: Tensor, sums: list[Tensor]
 ) -> None:
     """Add the gradients of the far part to `sums`, of the query and the learned sources."""
@@ -92,8 +92,10 @@ def far_blocks(query: Tensor, sources: Sources, view: View) -> Iterator[_Block]:
                 continue
             step = max(1, min(view.size, NUMBERS_AT_ONCE // max(1, seen * sources.rows.shape[2])))
             for head in range(query.shape[1]):
-                for start in range(block * view.size, (block + 1) * view.size, step):
-                    yield _Block(lane, head, slice(start, min(start + step, (block + 1) * view.size)), seen)
+                first = max(block * view.size, view.real.start)
+                last = min((block + 1) * view.size, view.real.stop)
+                for start in range(first, last, step):
+                    yield _Block(lane, head, slice(start, min(start + step, last)), seen)
 
 
 def seen_of(sources: Sources, view: View, lane: int, nodes: int) -> Seen:

@@ -19,8 +19,9 @@ from torch import Tensor
 from prescore.call import Call
 from prescore.config import Routed
 from prescore.ops.backend import accumulation_dtype
-from prescore.routed import native, native_sampled
 from prescore.routed.codes import Codes, coded_logits
+from prescore.routed.compiled.far import can_run
+from prescore.routed.compiled.sampled import attend_sampled_compiled
 from prescore.routed.error_bar import error_limit
 from prescore.routed.exact_rows import exact_for
 from prescore.routed.far import Search, Seen, known_mass
@@ -97,7 +98,7 @@ def attend_within(
     """
     tolerance = config.tolerance or 0.0
     confidence = CONFIDENCE if config.confidence is None else config.confidence
-    far = native_sampled if native.can_run(query, sources, view) else _Plain
+    attend = attend_sampled_compiled if can_run(query, sources, view) else attend_sampled_plain
     places = sample_places(sources.rows.shape[1], sources.rows.shape[2], seed, query.device)
     output, lse = (t.clone() for t in near)
     limit = torch.full_like(lse, torch.inf)
@@ -109,7 +110,7 @@ def attend_within(
         if not bool(over.any()):
             break
         looser = Search(share * WIDER**level, math.inf, MARGIN)
-        found, more = far.attend_sampled(query, sources, replace(view, search=looser), near, places, over)
+        found, more = attend(query, sources, replace(view, search=looser), near, places, over)
         bars = error_limit(found.output, found.variance, found.fourth, confidence)
         output = torch.where(over[..., None], found.output, output)
         lse, limit = torch.where(over, found.lse, lse), torch.where(over, bars, limit)
@@ -133,28 +134,25 @@ def sample_rows(places: Tensor, leaf: int) -> tuple[Tensor, Tensor]:
     return place.clamp_max(leaf - 1), place < leaf
 
 
-class _Plain:
-    """The same in plain torch, block by block."""
-
-    @staticmethod
-    def attend_sampled(
-        query: Tensor, sources: Sources, view: View, near: Attended, places: Tensor, active: Tensor
-    ) -> tuple[Spread, Tensor]:
-        output, lse = (t.clone() for t in near)
-        variance, fourth = torch.zeros_like(lse), torch.zeros_like(lse)
-        counts = torch.zeros(2, dtype=torch.long, device=query.device)
-        for lane, head, rows, nodes in far_blocks(query, sources, view):
-            some = active[lane, head, rows].nonzero().squeeze(1) + rows.start
-            if not nodes or not len(some):
-                continue
-            own = query[lane, head, some].to(lse.dtype) * view.scale
-            before = Attended(near.output[lane, head, some], near.lse[lane, head, some])
-            seen = seen_of(sources, view, lane, nodes)
-            found, n_rows = sampled_block(own, seen, view.search, before, places[:nodes])
-            for whole, part in zip((output, lse, variance, fourth), found, strict=True):
-                whole[lane, head, some] = part
-            counts += torch.tensor([len(some) * seen.rows.numel(), n_rows], device=query.device)
-        return Spread(output, lse, variance, fourth), counts
+def attend_sampled_plain(
+    query: Tensor, sources: Sources, view: View, near: Attended, places: Tensor, active: Tensor
+) -> tuple[Spread, Tensor]:
+    """Queries that are `active`, with a sampled rest, block by block; also keys searched and rows read."""
+    output, lse = (t.clone() for t in near)
+    variance, fourth = torch.zeros_like(lse), torch.zeros_like(lse)
+    counts = torch.zeros(2, dtype=torch.long, device=query.device)
+    for lane, head, rows, nodes in far_blocks(query, sources, view):
+        some = active[lane, head, rows].nonzero().squeeze(1) + rows.start
+        if not nodes or not len(some):
+            continue
+        own = query[lane, head, some].to(lse.dtype) * view.scale
+        before = Attended(near.output[lane, head, some], near.lse[lane, head, some])
+        seen = seen_of(sources, view, lane, nodes)
+        found, n_rows = sampled_block(own, seen, view.search, before, places[:nodes])
+        for whole, part in zip((output, lse, variance, fourth), found, strict=True):
+            whole[lane, head, some] = part
+        counts += torch.tensor([len(some) * seen.rows.numel(), n_rows], device=query.device)
+    return Spread(output, lse, variance, fourth), counts
 
 
 def sampled_block(query: Tensor, seen: Seen, search: Search, near: Attended, places: Tensor) -> tuple[Spread, int]:

@@ -14,8 +14,9 @@ from torch.autograd.function import once_differentiable
 
 from prescore.ops.backend import Tile, accumulation_dtype
 from prescore.ops.parts import fold_lse_gradient
-from prescore.routed import native, plain
+from prescore.routed.compiled.far import attend_compiled, attend_compiled_backward, can_run
 from prescore.routed.local import Chunks, attend_chunks, attend_chunks_backward
+from prescore.routed.plain import attend_plain, attend_plain_backward
 from prescore.routed.sources import N_LEARNED, Sources, View
 from prescore.types import Attended
 
@@ -40,11 +41,12 @@ class _AttendSources(torch.autograd.Function):
         output = query.new_empty((*query.shape[:3], sources.value.shape[-1]), dtype=wide)
         near = Attended(output, query.new_empty(query.shape[:3], dtype=wide))
         attend_near(query, sources, view, near)
-        far = native if native.can_run(query, sources, view) else plain
-        whole, limit, counts = far.attend(query, sources, view, near)
+        compiled = can_run(query, sources, view)
+        attend = attend_compiled if compiled else attend_plain
+        whole, limit, counts = attend(query, sources, view, near)
         result = whole.output.to(query.dtype)
         ctx.save_for_backward(query, *tensors, result, whole.lse, limit)
-        ctx.view, ctx.far = view, far
+        ctx.view, ctx.compiled = view, compiled
         ctx.mark_non_differentiable(counts)
         ctx.set_materialize_grads(False)
         return result, whole.lse, counts
@@ -70,7 +72,8 @@ class _AttendSources(torch.autograd.Function):
         # contiguous, whatever the inputs are: compiled code adds to them by place
         sums = [torch.zeros(t.shape, dtype=wide, device=t.device) for t in (query, *sources[:N_LEARNED])]
         _attend_near_backward(grad, query, sources, ctx.view, merged, sums)
-        ctx.far.attend_backward(grad, query, sources, ctx.view, merged, limit, sums)
+        attend_backward = attend_compiled_backward if ctx.compiled else attend_plain_backward
+        attend_backward(grad, query, sources, ctx.view, merged, limit, sums)
         own = [query, *sources[:N_LEARNED]]
         grads = [total.to(t.dtype) for total, t in zip(sums, own, strict=True)]
         return None, *grads, *(None,) * (len(sources) - N_LEARNED)

@@ -59,6 +59,7 @@ class View:
         size: Queries of a block, which see the same nodes.
         visible: `[T, n]` int32 on the CPU: nodes that each block sees.
         nodes_per_chunk: Of every chunk.
+        real: The queries that are none of a block's filler.
         search: What is looked for.
         scale: Factor of the logits.
         backend: The operator for what lies near.
@@ -68,9 +69,17 @@ class View:
     size: int
     visible: Tensor
     nodes_per_chunk: int
+    real: slice
     search: Search
     scale: float
     backend: Backend
+
+    def visible_to_each(self, group: int) -> Tensor:
+        """`[T, G * Q]`: nodes that each query sees; filler sees none."""
+        each = self.visible.repeat_interleave(self.size, dim=1)
+        each[:, : self.real.start] = 0
+        each[:, self.real.stop :] = 0
+        return each.repeat(1, group).contiguous()
 
     @property
     def n_blocks(self) -> int:

@@ -28,9 +28,11 @@ from prescore.config import Routed
 from prescore.evaluation.speed.layer_inputs import LayerInputs, LayerSetting
 from prescore.evaluation.speed.timing import EXACT, seconds
 from prescore.ops.backend import Needs, accumulation_dtype, pick_backend
-from prescore.routed import lanes, native, plain
+from prescore.routed import lanes
+from prescore.routed.compiled.far import attend_compiled, can_run, make_tables
 from prescore.routed.far import Search
 from prescore.routed.layout import Layout, make_layout
+from prescore.routed.plain import attend_plain
 from prescore.routed.softmax import attend_near
 from prescore.routed.sources import Sources, View
 from prescore.types import Attended
@@ -142,9 +144,9 @@ def _far_laps(laps: _Laps, lane: lanes.Lane, sources: Sources, view: View, looks
     shape = (*lane.query.shape[:3], sources.value.shape[-1])
     near = Attended(lane.query.new_empty(shape, dtype=wide), lane.query.new_empty(shape[:3], dtype=wide))
     laps.timed("near", lambda: attend_near(lane.query, sources, view, near))
-    compiled = native.can_run(lane.query, sources, view)
-    laps.timed("tables", lambda: native.make_tables(sources) if compiled else None)
-    attend = native.attend if compiled else plain.attend
+    compiled = can_run(lane.query, sources, view)
+    laps.timed("tables", lambda: make_tables(sources) if compiled else None)
+    attend = attend_compiled if compiled else attend_plain
     for name, search in looks.items():
         into = Attended(near.output.clone(), near.lse.clone())  # written to
         own = replace(view, search=search)

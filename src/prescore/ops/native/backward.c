@@ -5,7 +5,7 @@
  */
 #include "routed.h"
 
-/* Must equal `Gradients` in routed/native_call.py. Sums of keys, values and columns are kept `parts` times, for as many
+/* Must equal `FarGradients` in routed/compiled/call.py. Sums of keys, values and columns are kept `parts` times, for as many
  * threads at once, one after the other. */
 typedef struct {
     const float *grad, *product;        /* [lanes, n_query, value_dim], [lanes, n_query]: grad . output */

@@ -1,6 +1,6 @@
 /* Routed attention beyond the local chunks, on CPUs: what a call is made of, and what one thread works with.
  *
- * Pointers and sizes only. routed/native_call.py makes the only calls, and checks them; nothing here checks again.
+ * Pointers and sizes only. routed/compiled/call.py makes the only calls, and checks them; nothing here checks again.
  */
 #ifndef PRESCORE_ROUTED_H
 #define PRESCORE_ROUTED_H
@@ -23,7 +23,7 @@ typedef struct {
     int64_t step, type; /* numbers between rows, one of the types above */
 } Rows;
 
-/* Must equal `Problem` in routed/native_call.py. A column is a sink or a node: `sink_room` places for sinks (a multiple of
+/* Must equal `FarCall` in routed/compiled/call.py. A column is a sink or a node: `sink_room` places for sinks (a multiple of
  * 16, those behind `sinks` are empty), then the nodes. */
 typedef struct {
     const float *query;         /* [lanes, n_query, dim] */

@@ -5,7 +5,7 @@
  */
 #include "routed.h"
 
-/* Must equal `Samples` in routed/native_call.py. */
+/* Must equal `Samples` in routed/compiled/call.py. */
 typedef struct {
     const uint8_t *active;      /* [lanes, n_query]: queries that take part */
     const int32_t *place;       /* [node_room]: which key of each sixteen */

@@ -27,7 +27,7 @@ _TABLES = ("columns", "column_values", "rows", "codes", "scales", "spread", "dri
 _SIZES = ("lanes", "n_query", "dim", "value_dim", "leaf", "sinks", "sink_room", "room", "node_room", "pools")
 
 
-class Problem(ctypes.Structure):
+class FarCall(ctypes.Structure):
     """One call, as ops/native/routed.h has it."""
 
     _fields_ = (
@@ -41,7 +41,7 @@ class Problem(ctypes.Structure):
     )
 
 
-class Gradients(ctypes.Structure):
+class FarGradients(ctypes.Structure):
     """What the backward function reads and adds to, as ops/native/backward.c has it."""
 
     _fields_ = (
@@ -87,7 +87,7 @@ def run(
     view: View,
     seen: tuple[Tensor, Tensor | None, Tensor | None],
     results: tuple[Tensor, Tensor, Tensor, Tensor],
-    extra: Gradients | Samples | None = None,
+    extra: FarGradients | Samples | None = None,
     more: int = 0,
 ) -> None:
     """Call the library.
@@ -109,7 +109,7 @@ def run(
     _check(query, rows, tables, view, seen, results)
     (key, value), (visible, first, stop), (output, lse, limit, counts) = rows, seen, results
     starts = [_starts(t) for t in rows]
-    problem = Problem(
+    problem = FarCall(
         query=query.data_ptr(),
         key=_Rows(key.data_ptr(), starts[0].data_ptr(), key.stride(-2), TYPES[key.dtype]),
         value=_Rows(value.data_ptr(), starts[1].data_ptr(), value.stride(-2), TYPES[value.dtype]),

@@ -6,14 +6,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from prescore.routed.native import make_tables
-from prescore.routed.native_call import WIDTH, Samples, run
+from prescore.routed.compiled.call import WIDTH, Samples, run
+from prescore.routed.compiled.far import make_tables
 from prescore.routed.sources import Sources, Spread, View
 from prescore.routed.tables import take_rows
 from prescore.types import Attended
 
 
-def attend_sampled(
+def attend_sampled_compiled(
     query: Tensor, sources: Sources, view: View, near: Attended, places: Tensor, active: Tensor
 ) -> tuple[Spread, Tensor]:
     """Queries that are `active`, with a sampled rest; also keys searched and rows read."""
@@ -44,7 +44,7 @@ def attend_sampled(
         variance=variance.data_ptr(),
         fourth=fourth.data_ptr(),
     )
-    visible = view.visible.repeat_interleave(view.size, dim=1).repeat(1, group).contiguous()
+    visible = view.visible_to_each(group)
     run(
         "prescore_routed_sampled",
         query.to(torch.float32).reshape(n_lanes, group * length, -1).contiguous(),

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from prescore.ops.native import library
-from prescore.routed.native_call import MOST_DIM, TYPES, WIDTH, Gradients, Tables, run
+from prescore.routed.compiled.call import MOST_DIM, TYPES, WIDTH, FarGradients, Tables, run
 from prescore.routed.sources import Sources, View
 from prescore.types import Attended
 
@@ -40,11 +40,13 @@ def runs_on(query: Tensor, value_dim: int, leaf: int) -> bool:
     )
 
 
-def attend(query: Tensor, sources: Sources, view: View, near: Attended) -> tuple[Attended, Tensor, Tensor]:
+def attend_compiled(
+    query: Tensor, sources: Sources, view: View, near: Attended
+) -> tuple[Attended, Tensor, Tensor]:
     """The far part on top of what lies near, in place; also each query's limit, and counts."""
     tables = make_tables(sources)
     n_lanes, group, length, _ = query.shape
-    visible = view.visible.repeat_interleave(view.size, dim=1).repeat(1, group)
+    visible = view.visible_to_each(group)
     limit = torch.full_like(near.lse, torch.inf)
     counts = torch.zeros(2, dtype=torch.long)
     flat = (n_lanes, group * length)
@@ -54,13 +56,13 @@ def attend(query: Tensor, sources: Sources, view: View, near: Attended) -> tuple
         (sources.key, sources.value),
         tables,
         view,
-        (visible.contiguous(), None, None),
+        (visible, None, None),
         (near.output, near.lse, limit, counts),
     )
     return near, limit, counts
 
 
-def attend_backward(
+def attend_compiled_backward(
     grad: Tensor, query: Tensor, sources: Sources, view: View, merged: Attended, limit: Tensor, sums: list[Tensor]
 ) -> None:
     """Add the gradients of the far part to `sums`, of the query and the learned sources."""
@@ -73,7 +75,7 @@ def attend_backward(
     parts = [torch.zeros(_PARTS, n_lanes, n_rows, size) for n_rows in (n_keys, room) for size in (dim, wide)]
     column_keys = tables.columns.transpose(2, 3).flatten(1, 2).contiguous()
     value_columns = tables.column_values.unflatten(1, (-1, WIDTH)).transpose(2, 3).contiguous()
-    more = Gradients(
+    more = FarGradients(
         grad=grads.data_ptr(),
         product=product.data_ptr(),
         column_keys=column_keys.data_ptr(),
@@ -86,7 +88,7 @@ def attend_backward(
         parts=_PARTS,
         n_keys=n_keys,
     )
-    visible = view.visible.repeat_interleave(view.size, dim=1).repeat(1, group).contiguous()
+    visible = view.visible_to_each(group)
     asked = query.to(torch.float32).reshape(*flat, -1).contiguous()
     counts = torch.zeros(2, dtype=torch.long)
     results = (grads.view(*flat, wide), merged.lse, limit, counts)  # the output is not looked at
@@ -115,7 +117,7 @@ def attend_backward(
         total.add_(part)
 
 
-def step(
+def step_compiled(
     query: Tensor, rows: tuple[Tensor, Tensor], tables: Tables, view: View, near: int
 ) -> tuple[Attended, float]:
     """One query `[T, G, 1, D]` over keys and values `[B, Hkv, N, D]`, those from `near` on in any case.
