@@ -93,7 +93,8 @@ def _selection_line(record: Record) -> str:
     """Rows a decode step reads for the prompt; neighbouring layers with the same number share an entry."""
     entries = [entry for entry in record.figures["cache"]["layers"] if "rows" in entry]
     if not entries:
-        return "no layer made a selection: every key was kept"
+        routed = "routed step" in record.figures["decode_paths"]
+        return "every key was kept" if routed else "no layer made a selection: every key was kept"
     groups = []
     for rows, group in itertools.groupby(entries, key=lambda entry: (entry["rows"], entry["selected_from"])):
         numbers = [entry["layer"] for entry in group]

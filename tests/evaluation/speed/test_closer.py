@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from prescore import Routed
 from prescore.evaluation.speed import steps
 from prescore.evaluation.speed.heads import HeadsSetting, heads_row
 from prescore.evaluation.speed.layer_inputs import LayerSetting, layer_inputs, layer_rows, saved_setting
@@ -14,6 +15,9 @@ from prescore.report.speed_closer import curve, curves_plot, heads_table, parts_
 
 LENGTH = 2700
 """As in the saved heads."""
+DEFAULT = Routed()
+HEAD = max(DEFAULT.sinks + 2 * DEFAULT.chunk_size, DEFAULT.exact_until)
+"""Where the default begins to route."""
 
 
 def test_parts_add_up_to_the_call(saved):
@@ -25,10 +29,12 @@ def test_parts_add_up_to_the_call(saved):
     assert figures["exact_multiply_adds"] == 4 * 16 * LENGTH * (LENGTH + 1) / 2
     assert 0 < figures["call_multiply_adds"] < figures["exact_multiply_adds"]
     work = {name: entry["multiply_adds"] for name, entry in parts.items()}
-    # causal queries from 2048 on, in chunks of 512 behind 16 sinks: counted by hand
-    assert work["beginning"] == 4 * 16 * 2048 * 2049 / 2
-    assert work["near"] == 4 * 16 * sum((p - 16) % 512 + 1 + 512 for p in range(2048, LENGTH))
-    assert work["stand-ins"] == 4 * 16 * sum(16 + 4 * ((p - 16) // 512 - 1) for p in range(2048, LENGTH))
+    # counted position by position, from the default's sizes
+    chunk, sinks, each = DEFAULT.chunk_size, DEFAULT.sinks, DEFAULT.chunk_size // DEFAULT.leaf_size
+    routed = range(HEAD, LENGTH)
+    assert work["beginning"] == 4 * 16 * HEAD * (HEAD + 1) / 2
+    assert work["near"] == 4 * 16 * sum((p - sinks) % chunk + 1 + chunk for p in routed)
+    assert work["stand-ins"] == 4 * 16 * sum(sinks + each * ((p - sinks) // chunk - 1) for p in routed)
     assert work["rows"] % 16 == 0
     assert work["search"] % 8 == 0
 
@@ -42,7 +48,7 @@ def test_parts_of_compiled_code():
 
 
 def test_parts_need_routed_queries():
-    with pytest.raises(ValueError, match="n must be more than 2048, from where on queries are routed, got 600"):
+    with pytest.raises(ValueError, match=f"n must be more than {HEAD}, from where on queries are routed, got 600"):
         measure_parts(setting := LayerSetting(600, dim=16), layer_inputs(setting, None, 0))
 
 
