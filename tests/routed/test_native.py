@@ -7,8 +7,8 @@ from native_cases import LEVELS, answers, rows_apart, use_level
 
 from prescore import Routed, exact_attention
 from prescore.ops.native import library
-from prescore.routed.compiled import far as native
 from prescore.routed.codes import encode_keys
+from prescore.routed.compiled import far as native
 from prescore.testing.inputs import attention_tensors
 from prescore.testing.routed import routed_oracle
 

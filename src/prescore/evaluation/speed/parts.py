@@ -132,7 +132,8 @@ def run_laps(call: Call, layout: Layout, config: Routed) -> _Laps:
     looks = {"nothing": Search(0.0), "looked": replace(search, margin=_OUT_OF_REACH), "far": search}
     for lane in frame.lanes(call):
         visible = frame.visible(lane, layout)
-        view = View(True, frame.size, visible, layout.nodes_per_chunk, search, call.scale, call.backend)
+        real = slice(frame.before, frame.before + frame.n_query)
+        view = View(True, frame.size, visible, layout.nodes_per_chunk, real, search, call.scale, call.backend)
         sources = laps.timed("nodes", partial(lanes._sources, lane, layout, frame))
         _far_laps(laps, lane, sources, view, looks)
     return laps
