@@ -114,7 +114,7 @@ class Routed(_Settings):
     leaf_size: int = 128
     chunk_size: int = 256
     sinks: int = 16
-    exact_until: int = 1024
+    exact_until: int = 2048
     tolerance: float | None = None
     confidence: float | None = None
 
