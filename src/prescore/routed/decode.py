@@ -18,6 +18,7 @@ from prescore.ops.backend import Backend, Needs, Tile, accumulation_dtype, pick_
 from prescore.rng import DEFAULT_SEED, Streams
 from prescore.routed.compiled.call import Tables
 from prescore.routed.compiled.far import make_tables, runs_on, step_compiled
+from prescore.routed.compiled.nodes import build_nodes_compiled, can_build
 from prescore.routed.lanes import search_of
 from prescore.routed.layout import Layout, make_layout
 from prescore.routed.plain import attend_plain
@@ -112,6 +113,11 @@ class _Past:
     before: tuple[Tensor, Tensor]
     tables: Tables | None = None
 
+    @property
+    def compiled(self) -> bool:
+        """Whether the codes lie as compiled code wants them."""
+        return self.nodes.codes.packed.ndim == 6
+
 
 class _Lockstep:
     """Sequences that start at the same index, hence gain nodes at the same time."""
@@ -127,7 +133,7 @@ class _Lockstep:
         grouped = query.reshape(-1, query.shape[1] // key.shape[1], 1, query.shape[-1])
         if layout.n_chunks:
             with torch.no_grad():
-                self._past = self._extended(key, value, layout)
+                self._past = self._extended(key, value, layout, backend)
                 attended, found = self._attend_far(self._past, grouped, key, value, layout, backend)
         else:
             near_key, near_value = (t[:, :, self._start :].flatten(0, 1)[:, None] for t in (key, value))
@@ -160,19 +166,17 @@ class _Lockstep:
             self._past, nodes=Nodes(**own, codes=codes), before=(moved(before[0]), moved(before[1])), tables=None
         )
 
-    def _extended(self, key: Tensor, value: Tensor, layout: Layout) -> _Past:
+    def _extended(self, key: Tensor, value: Tensor, layout: Layout, backend: Backend) -> _Past:
         """With nodes of all chunks that are far enough behind by now."""
         past = self._past
-        if past is not None and layout.n_chunks < past.n_chunks - 1:
+        compiled = can_build(key, value, layout, backend)
+        if past is not None and (layout.n_chunks < past.n_chunks - 1 or past.compiled != compiled):
             past = None
         done = 0 if past is None else past.n_chunks
         if past is not None and layout.n_chunks <= done:
             return past
         begin = self._start + layout.sinks + done * layout.chunk
-        span = slice(begin, begin + (layout.n_chunks - done) * layout.chunk)
-        some_keys, some_values = (t[:, :, span].flatten(0, 1) for t in (key, value))
-        new = build_nodes(some_keys, some_values, layout, 0, layout.n_chunks - done)
-        new = replace(new, rows=new.rows + begin)
+        new = _new_nodes(key, value, layout, begin, layout.n_chunks - done, backend)
         sums = [part.sum(1, keepdim=True) for part in (new.spread, new.drift)]
         last = [part[:, -1:] for part in (new.spread, new.drift)]
         if past is not None:
@@ -246,6 +250,16 @@ class _Lockstep:
             spread=spread,
             drift=drift,
         )
+
+
+def _new_nodes(key: Tensor, value: Tensor, layout: Layout, begin: int, n_chunks: int, backend: Backend) -> Nodes:
+    """Nodes of chunks of keys `[B, Hkv, N, D]`, which are not copied."""
+    if can_build(key, value, layout, backend):
+        return build_nodes_compiled(key, value, layout, begin, n_chunks)
+    span = slice(begin, begin + n_chunks * layout.chunk)
+    some_keys, some_values = (t[:, :, span].flatten(0, 1) for t in (key, value))
+    new = build_nodes(some_keys, some_values, layout, 0, n_chunks)
+    return replace(new, rows=new.rows + begin)
 
 
 def _tensors(nodes: Nodes) -> list[Tensor]:

@@ -12,6 +12,8 @@ from torch.nn.functional import pad
 
 from prescore.call import Call
 from prescore.config import Routed
+from prescore.ops.backend import Backend
+from prescore.routed.compiled.nodes import build_nodes_compiled, can_build
 from prescore.routed.far import Search
 from prescore.routed.layout import Layout, make_layout
 from prescore.routed.sampled import attend_to_tolerance, read_on
@@ -134,7 +136,7 @@ def _attend_heads(call: Call, layout: Layout, n_exact: int, config: Routed) -> _
             call.scale,
             backend,
         )
-        sources = _sources(lane, layout, frame)
+        sources = _sources(lane, layout, frame, backend)
         if config.tolerance is None:
             found = attend_sources(lane.query, sources, view)
             lanes.append((found.output, found.lse, found.lse.new_zeros(0), found.lse.new_zeros(0)))
@@ -228,8 +230,9 @@ def chunks_of(lane: Lane, layout: Layout) -> Tensor:
     return (lane.valid.sum(1) - layout.sinks) // layout.chunk
 
 
-def _sources(lane: Lane, layout: Layout, frame: Frame) -> Sources:
-    nodes = build_nodes(lane.key, lane.value, layout, layout.sinks, layout.n_chunks)
+def _sources(lane: Lane, layout: Layout, frame: Frame, backend: Backend) -> Sources:
+    build = build_nodes_compiled if can_build(lane.key, lane.value, layout, backend) else build_nodes
+    nodes = build(lane.key, lane.value, layout, layout.sinks, layout.n_chunks)
     near_bias = None
     if layout.causal:
         near_key, near_value = (_chunks(t, layout, frame) for t in (lane.key, lane.value))

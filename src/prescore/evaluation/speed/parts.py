@@ -134,7 +134,7 @@ def run_laps(call: Call, layout: Layout, config: Routed) -> _Laps:
         visible = frame.visible(lane, layout)
         real = slice(frame.before, frame.before + frame.n_query)
         view = View(True, frame.size, visible, layout.nodes_per_chunk, real, search, call.scale, call.backend)
-        sources = laps.timed("nodes", partial(lanes._sources, lane, layout, frame))
+        sources = laps.timed("nodes", partial(lanes._sources, lane, layout, frame, call.backend))
         _far_laps(laps, lane, sources, view, looks)
     return laps
 

@@ -16,28 +16,30 @@ WIDTH = 16
 """Columns and keys that lie side by side."""
 MOST_DIM = 256
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-_POINTER, _SIZE, _REAL = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+POINTER, SIZE, REAL = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 
 
-class _Rows(ctypes.Structure):
-    _fields_ = (("data", _POINTER), ("at", _POINTER), ("step", _SIZE), ("type", _SIZE))
+class RowsStruct(ctypes.Structure):
+    """Rows of keys or values where they lie."""
+
+    _fields_ = (("data", POINTER), ("at", POINTER), ("step", SIZE), ("type", SIZE))
 
 
 _TABLES = ("columns", "column_values", "rows", "codes", "scales", "spread", "drift")
-_SIZES = ("lanes", "n_query", "dim", "value_dim", "leaf", "sinks", "sink_room", "room", "node_room", "pools")
+COUNTS = ("lanes", "n_query", "dim", "value_dim", "leaf", "sinks", "sink_room", "room", "node_room", "pools")
 
 
 class FarCall(ctypes.Structure):
     """One call, as ops/native/routed.h has it."""
 
     _fields_ = (
-        ("query", _POINTER),
-        ("key", _Rows),
-        ("value", _Rows),
-        *((name, _POINTER) for name in ("visible", "first", "stop", *_TABLES)),
-        *((name, _SIZE) for name in (*_SIZES, "nodes_per_pool", "more")),
-        *((name, _REAL) for name in ("scale", "reach", "log_share", "most_gain", "margin")),
-        *((name, _POINTER) for name in ("output", "lse", "limit", "counts")),
+        ("query", POINTER),
+        ("key", RowsStruct),
+        ("value", RowsStruct),
+        *((name, POINTER) for name in ("visible", "first", "stop", *_TABLES)),
+        *((name, SIZE) for name in (*COUNTS, "nodes_per_pool", "more")),
+        *((name, REAL) for name in ("scale", "reach", "log_share", "most_gain", "margin")),
+        *((name, POINTER) for name in ("output", "lse", "limit", "counts")),
     )
 
 
@@ -45,10 +47,10 @@ class FarGradients(ctypes.Structure):
     """What the backward function reads and adds to, as ops/native/backward.c has it."""
 
     _fields_ = (
-        *((name, _POINTER) for name in ("grad", "product", "column_keys", "value_columns")),
-        *((name, _POINTER) for name in ("query", "key", "value", "column_key", "column_value")),
-        ("parts", _SIZE),
-        ("n_keys", _SIZE),
+        *((name, POINTER) for name in ("grad", "product", "column_keys", "value_columns")),
+        *((name, POINTER) for name in ("query", "key", "value", "column_key", "column_value")),
+        ("parts", SIZE),
+        ("n_keys", SIZE),
     )
 
 
@@ -56,10 +58,10 @@ class Samples(ctypes.Structure):
     """What the sampled function reads and writes besides, as ops/native/sampled.c has it."""
 
     _fields_ = (
-        *((name, _POINTER) for name in ("active", "place", "columns", "values", "value_columns", "norms")),
-        ("each", _SIZE),
-        ("variance", _POINTER),
-        ("fourth", _POINTER),
+        *((name, POINTER) for name in ("active", "place", "columns", "values", "value_columns", "norms")),
+        ("each", SIZE),
+        ("variance", POINTER),
+        ("fourth", POINTER),
     )
 
 
@@ -108,11 +110,11 @@ def run(
         raise RuntimeError("compiled code must be there to run, got none")
     _check(query, rows, tables, view, seen, results)
     (key, value), (visible, first, stop), (output, lse, limit, counts) = rows, seen, results
-    starts = [_starts(t) for t in rows]
+    starts = [starts_of(t) for t in rows]
     problem = FarCall(
         query=query.data_ptr(),
-        key=_Rows(key.data_ptr(), starts[0].data_ptr(), key.stride(-2), TYPES[key.dtype]),
-        value=_Rows(value.data_ptr(), starts[1].data_ptr(), value.stride(-2), TYPES[value.dtype]),
+        key=rows_struct(key, starts[0]),
+        value=rows_struct(value, starts[1]),
         visible=visible.data_ptr(),
         first=None if first is None else first.data_ptr(),
         stop=None if stop is None else stop.data_ptr(),
@@ -144,7 +146,12 @@ def run(
         raise MemoryError("compiled attention needs more memory than there is")
 
 
-def _starts(rows: Tensor) -> Tensor:
+def rows_struct(rows: Tensor, starts: Tensor) -> RowsStruct:
+    """Where rows lie; `starts` must live as long as the result."""
+    return RowsStruct(rows.data_ptr(), starts.data_ptr(), rows.stride(-2), TYPES[rows.dtype])
+
+
+def starts_of(rows: Tensor) -> Tensor:
     """How many numbers lie before the first row of each lane."""
     starts = torch.arange(rows.shape[0]) * rows.stride(0)
     if rows.ndim == 4:

@@ -155,14 +155,22 @@ def make_tables(sources: Sources) -> Tables:
         columns=keys.unflatten(1, (-1, WIDTH)).transpose(2, 3).contiguous(),
         column_values=columns(sources.sink_value.detach(), sources.node_value.detach()),
         rows=sources.rows.to(torch.int32),
-        codes=side_by_side(sources.packed),
-        scales=sources.scales.unflatten(2, (-1, WIDTH)).transpose(3, 4).contiguous(),
+        codes=sources.packed if sources.packed.ndim == 6 else side_by_side(sources.packed),
+        scales=_scales_side_by_side(sources.scales),
         spread=sources.spread.contiguous(),
         drift=sources.drift.contiguous(),
         sinks=n_sinks,
         sink_room=sink_room,
         row_stop=int(sources.rows.max()) + 1 if sources.rows.numel() else 0,
     )
+
+
+def _scales_side_by_side(scales: Tensor) -> Tensor:
+    """Scales `[T, M, L, 2]` -> `[T, M, L / 16, 2, 16]`; those of compiled nodes are so already."""
+    if scales.ndim == 5:
+        return scales
+    blocks: Tensor = scales.unflatten(2, (-1, WIDTH)).transpose(3, 4).contiguous()
+    return blocks
 
 
 def side_by_side(packed: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ def attend_sampled_compiled(
     n_lanes, group, length, _ = query.shape
     each = tables.rows.shape[2] // WIDTH
     drawn = (places[:, None] + torch.arange(each) * WIDTH).expand(n_lanes, -1, -1)
-    rows = sources.rows.gather(2, drawn).flatten(1)
+    rows = sources.rows.gather(2, drawn).flatten(1).long()
     more = -(-rows.shape[1] // WIDTH) * WIDTH
     keys, values = (
         pad(take_rows(t, rows).to(torch.float32), (0, 0, 0, more - rows.shape[1])).contiguous()

@@ -1,0 +1,77 @@
+"""Nodes of chunks in compiled code, their codes already in its layout."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from prescore.clustering.tree import FIT_SIZE
+from prescore.ops.backend import Backend
+from prescore.ops.native import library
+from prescore.routed.codes import Codes
+from prescore.routed.compiled.call import POINTER, SIZE, WIDTH, RowsStruct, rows_struct, starts_of
+from prescore.routed.compiled.far import runs_on
+from prescore.routed.layout import Layout
+from prescore.routed.tables import Nodes
+
+
+class NodeCall(ctypes.Structure):
+    """What is read and made, as ops/native/nodes.c has it."""
+
+    _fields_ = (
+        ("key", RowsStruct),
+        ("value", RowsStruct),
+        *((name, SIZE) for name in ("lanes", "begin", "chunks", "chunk", "levels", "leaf", "dim", "value_dim")),
+        ("fit_size", SIZE),
+        *((name, POINTER) for name in ("rows", "node_key", "node_value", "codes", "scales", "spread", "drift")),
+    )
+
+
+def can_build(key: Tensor, value: Tensor, layout: Layout, backend: Backend) -> bool:
+    """Whether compiled code makes the same nodes, and no gradient is to reach them."""
+    learned = torch.is_grad_enabled() and (key.requires_grad or value.requires_grad)
+    # the tree takes another way for a few points of many dimensions
+    few = layout.levels > 0 and 2 * (layout.chunk >> (layout.levels - 1)) <= key.shape[-1]
+    known = backend.name != "plain" and backend.dropout is None and not learned and not few
+    return known and key.stride(-1) == value.stride(-1) == 1 and runs_on(key, value.shape[-1], layout.leaf)
+
+
+def build_nodes_compiled(key: Tensor, value: Tensor, layout: Layout, begin: int, n_chunks: int) -> Nodes:
+    """Nodes of `n_chunks` chunks from `begin` on, as `build_nodes`; keys `[T, N, D]` or `[B, Hkv, N, D]`."""
+    loaded = library.load()
+    n_lanes, n_keys, dim, wide = key.shape[:-2].numel(), key.shape[-2], key.shape[-1], value.shape[-1]
+    n_nodes, leaf = n_chunks * layout.nodes_per_chunk, layout.leaf
+    if (
+        loaded is None
+        or begin < 0
+        or begin + n_chunks * layout.chunk > n_keys
+        or value.shape[:-1] != key.shape[:-1]
+    ):
+        raise ValueError(f"chunks must lie within {n_keys} keys, got {n_chunks} from {begin} on")
+    rows = torch.empty(n_lanes, n_nodes, leaf, dtype=torch.int32)
+    means = [torch.empty(n_lanes, n_nodes, size) for size in (dim, wide)]
+    codes = torch.empty(n_lanes, n_nodes, leaf // WIDTH, dim // 8, WIDTH, 4, dtype=torch.uint8)
+    scales = torch.empty(n_lanes, n_nodes, leaf // WIDTH, 2, WIDTH)
+    spread, drift = (torch.empty(n_lanes, n_chunks, dim, size) for size in (dim, wide))
+    starts = [starts_of(t) for t in (key, value)]
+    made = (rows, *means, codes, scales, spread, drift)
+    names = ("rows", "node_key", "node_value", "codes", "scales", "spread", "drift")
+    call = NodeCall(
+        key=rows_struct(key, starts[0]),
+        value=rows_struct(value, starts[1]),
+        lanes=n_lanes,
+        begin=begin,
+        chunks=n_chunks,
+        chunk=layout.chunk,
+        levels=layout.levels,
+        leaf=leaf,
+        dim=dim,
+        value_dim=wide,
+        fit_size=FIT_SIZE,
+        **{name: t.data_ptr() for name, t in zip(names, made, strict=True)},
+    )
+    if loaded.prescore_build_nodes(ctypes.byref(call)):
+        raise MemoryError("compiled nodes need more memory than there is")
+    return Nodes(rows, means[0], means[1], Codes(codes, scales), spread, drift)
