@@ -104,13 +104,15 @@ class _Past:
 
     Attributes:
         nodes: Of all of them; the covariances are sums over chunks, `[T, 1, ...]`.
-        before: The sums without the last chunk: a step that was taken back sees one chunk less.
+        means: The covariances' means over all chunks, and those without the last one: a step that was taken back sees
+            one chunk less.
         tables: The same for compiled code; None = not made yet.
     """
 
     n_chunks: int
     nodes: Nodes
-    before: tuple[Tensor, Tensor]
+    means: tuple[Tensor, Tensor]
+    means_before: tuple[Tensor, Tensor]
     tables: Tables | None = None
 
     @property
@@ -138,7 +140,7 @@ class _Lockstep:
         else:
             near_key, near_value = (t[:, :, self._start :].flatten(0, 1)[:, None] for t in (key, value))
             attended, found = backend.forward(Tile(grouped, near_key, near_value, self._scale)), 0.0
-        self.n_read = float(layout.rows_in_any_case()) + found
+        self.n_read = layout.last_rows_in_any_case + found
         shape = query.shape[:3]
         return Attended(attended.output.reshape(*shape, -1), attended.lse.reshape(shape))
 
@@ -159,12 +161,11 @@ class _Lockstep:
             apart: Tensor = tensor.unflatten(0, (rows.shape[0], -1)).index_select(0, rows)
             return apart.flatten(0, 1)
 
-        nodes, before = self._past.nodes, self._past.before
+        past, nodes = self._past, self._past.nodes
         codes = type(nodes.codes)(*(moved(part) for part in nodes.codes))
         own = {f.name: moved(getattr(nodes, f.name)) for f in fields(nodes) if f.name != "codes"}
-        self._past = replace(
-            self._past, nodes=Nodes(**own, codes=codes), before=(moved(before[0]), moved(before[1])), tables=None
-        )
+        means, before = ((moved(spread), moved(drift)) for spread, drift in (past.means, past.means_before))
+        self._past = _Past(past.n_chunks, Nodes(**own, codes=codes), means, before)
 
     def _extended(self, key: Tensor, value: Tensor, layout: Layout, backend: Backend) -> _Past:
         """With nodes of all chunks that are far enough behind by now."""
@@ -186,7 +187,10 @@ class _Lockstep:
             parts = _tensors(new)
         rows, keys, values, *codes = parts
         nodes = Nodes(rows, keys, values, type(new.codes)(*codes), sums[0], sums[1])
-        return _Past(layout.n_chunks, nodes, (sums[0] - last[0], sums[1] - last[1]))
+        count = layout.n_chunks
+        means = (sums[0] / count, sums[1] / count)
+        before = ((sums[0] - last[0]) / max(1, count - 1), (sums[1] - last[1]) / max(1, count - 1))
+        return _Past(count, nodes, means, before)
 
     def _attend_far(
         self, past: _Past, query: Tensor, key: Tensor, value: Tensor, layout: Layout, backend: Backend
@@ -194,8 +198,7 @@ class _Lockstep:
         """The step of `query [T, G, 1, D]`, and the rows that each query found on average."""
         n_lanes, n_nodes = query.shape[0], layout.n_chunks * layout.nodes_per_chunk
         visible = torch.full((n_lanes, 1), n_nodes, dtype=torch.int32)
-        sums = past.before if layout.n_chunks < past.n_chunks else (past.nodes.spread, past.nodes.drift)
-        spread, drift = (total / layout.n_chunks for total in sums)
+        spread, drift = past.means if layout.n_chunks == past.n_chunks else past.means_before
         near = self._start + layout.sinks + layout.n_chunks * layout.chunk
         # one pool whatever the nodes: these are the means over all that is seen
         view = View(True, 1, visible, n_nodes, slice(0, 1), search_of(self._config), self._scale, backend)

@@ -78,6 +78,11 @@ class Layout:
         visible = position + 1 if self.causal else torch.full_like(position, self.n_key)
         return (visible - chunks * (self.chunk - self.nodes_per_chunk)).double()
 
+    @property
+    def last_rows_in_any_case(self) -> int:
+        """The same of the last query alone."""
+        return self.n_key - self.n_chunks * (self.chunk - self.nodes_per_chunk)
+
     def visible_rows(self) -> Tensor:
         """`[Nq]` in float64: the keys that each query may see."""
         n_keys = torch.full((self.n_query,), float(self.n_key), dtype=torch.float64)
