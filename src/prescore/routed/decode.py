@@ -104,8 +104,8 @@ class _Past:
 
     Attributes:
         nodes: Of all of them; the covariances are sums over chunks, `[T, 1, ...]`.
-        means: The covariances' means over all chunks, and those without the last one: a step that was taken back sees
-            one chunk less.
+        means: The covariances' means over all chunks.
+        means_before: Those without the last one: a step that was taken back sees one chunk less.
         tables: The same for compiled code; None = not made yet.
     """
 
