@@ -39,7 +39,7 @@ def log_normal(x: Tensor) -> tuple[Tensor, Tensor]:
 def four_bits(keys: Tensor) -> tuple[Tensor, Tensor]:
     """Keys as four-bit codes would give them back, and what a unit of each half of the dimensions is worth."""
     halves = keys.unflatten(-1, (2, -1))
-    scale = halves.abs().amax(-1, keepdim=True).clamp_min(1e-9) / 7.5
+    scale = halves.abs().amax(-1, keepdim=True).clamp_min(1e-9) / 7.49
     return ((halves / scale).round().clamp(-8, 7) * scale).flatten(-2), scale.squeeze(-1)
 
 

@@ -18,6 +18,10 @@ UNIT = 16
 """Dimensions are filled up with zeros to a multiple of this, so that both halves are whole bytes in any layout."""
 
 
+LARGEST = 7.49
+"""What the largest number of a half becomes: rounded to 7 or -7 on every machine, where 7.5 would be a tie."""
+
+
 class Codes(NamedTuple):
     """Keys as whole numbers.
 
@@ -34,7 +38,7 @@ class Codes(NamedTuple):
 def encode_keys(keys: Tensor) -> Codes:
     """Codes of keys `[..., D]`."""
     halves = pad(keys, (0, -keys.shape[-1] % UNIT)).unflatten(-1, (2, -1))
-    scales = halves.abs().amax(-1) / 7.5
+    scales = halves.abs().amax(-1) / LARGEST
     numbers = (halves / scales.clamp_min(torch.finfo(keys.dtype).tiny)[..., None]).round().clamp(-8, 7)
     numbers = numbers.add_(8).to(torch.uint8)
     return Codes(numbers[..., 0, :] | (numbers[..., 1, :] << 4), scales)

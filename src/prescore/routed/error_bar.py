@@ -2,7 +2,8 @@
 
 A result whose rest was sampled is `out = sum(w_i v_i)`; its error is, to first order, a sum of independent terms
 `w_i (v_i - out)` over the samples, whose mean square length is estimated by the sum of theirs. Each is small,
-since keys of larger weight are read by themselves. The error's length exceeds `t` times its root mean square with
+since keys of larger weight are read by themselves; one that may just have escaped both search and
+samples counts as one more term. The error's length exceeds `t` times its root mean square with
 at most the probability that a Student variable exceeds `t` in size: a vector of several dimensions is less
 scattered in length than a number. `t` has as many degrees of freedom as there are terms that matter, so that few
 terms make a wide bar.

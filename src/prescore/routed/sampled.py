@@ -189,5 +189,8 @@ def sampled_block(query: Tensor, seen: Seen, search: Search, near: Attended, pla
     output = output / mass[:, None]
     estimated = columns[:, n_sinks:] / mass[:, None]
     away = torch.cdist(output, every[n_sinks:]).square()
-    terms = estimated.square() * away
-    return Spread(output, peak + mass.log(), terms.sum(1), terms.square().sum(1)), len(row)
+    lse = peak + mass.log()
+    # a key at the limit that no sample shows: what it may weigh, drawn as often as any other
+    hidden = STRIDE * torch.exp(2 * (limit - lse)) * away[:, seen.rows.shape[0] :].mean(1)
+    terms = torch.cat((estimated.square() * away, hidden[:, None]), dim=1)
+    return Spread(output, lse, terms.sum(1), terms.square().sum(1)), len(row)

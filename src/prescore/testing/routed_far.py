@@ -140,7 +140,7 @@ def log_phi_slope(x: Tensor) -> Tensor:
 def coded_keys(key: Tensor) -> Tensor:
     """Keys `[..., D]` rounded to four bits, as float64 `[..., D']`: each half of the dimensions has a scale."""
     halves: Tensor = _filled(key).unflatten(-1, (2, -1))
-    scale: Tensor = halves.abs().amax(-1, keepdim=True) / 7.5
+    scale: Tensor = halves.abs().amax(-1, keepdim=True) / 7.49
     numbers = (halves / scale.masked_fill(scale == 0, 1.0)).round().clamp(-8, 7)
     return (numbers.double() * scale.double()).flatten(-2)
 

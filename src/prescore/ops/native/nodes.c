@@ -110,7 +110,8 @@ static void encode(const float *keys, uint8_t *codes, float *scales, int64_t dim
             const float *part = keys + key * dim + h * half;
             float most = 0;
             for (int64_t i = 0; i < half; i++) most = fabsf(part[i]) > most ? fabsf(part[i]) : most;
-            const float scale = most / 7.5f, by = scale > 1.17549435e-38f ? scale : 1.17549435e-38f;
+            const float scale = most / 7.49f, /* half a unit beyond 7 would be a tie */
+                         by = scale > 1.17549435e-38f ? scale : 1.17549435e-38f;
             scales[16 * h + key] = scale;
             for (int64_t i = 0; i < half; i++) {
                 float x = part[i] / by;

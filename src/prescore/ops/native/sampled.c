@@ -13,7 +13,7 @@ typedef struct {
     const float *values;        /* [lanes, more, value_dim] */
     const float *value_columns; /* [lanes, more / 16, value_dim, 16] */
     const float *norms;         /* [lanes, more]: squares of the values' lengths */
-    int64_t each;               /* samples of a node */
+    int64_t each, stride;       /* samples of a node, keys that each stands for */
     float *variance, *fourth;   /* [lanes, n_query]: sums of squares of the terms' lengths, and of their squares */
 } Samples;
 
@@ -42,15 +42,19 @@ static void measure_spread(const Problem *p, const Samples *s, Work *w, int64_t 
     const int64_t at = w->index[t], wide = p->value_dim, end = (w->nodes * s->each + 15) / 16 * 16;
     const float *output = p->output + at * wide, square = dot(output, output, wide);
     const float *weights = w->logits + t * w->padded, *norms = s->norms + w->lane * p->more;
-    floats second = splat(0), fourth = splat(0);
+    floats second = splat(0), fourth = splat(0), apart = splat(0);
     for (int64_t c = 0; c < end; c += WIDTH) {
         const floats weight = load(weights + p->room + c) * splat(1.0f / mass);
         const floats away = load(norms + c) - splat(2.0f) * load(along + c) + splat(square);
         const floats term = weight * weight * larger(away, splat(0.0f));
         second += term;
         fourth += term * term;
+        apart += larger(away, splat(0.0f));
     }
-    float all = total(second), squares = total(fourth);
+    /* a key at the limit that no sample shows: what it may weigh, drawn as often as any other */
+    const float unseen = expf(w->limit[t] - p->lse[at]);
+    const float hidden = (float)s->stride * unseen * unseen * total(apart) / (float)end;
+    float all = total(second) + hidden, squares = total(fourth) + hidden * hidden;
     for (int64_t node = 0; node < w->nodes; node++) {
         const float weight = weights[p->sink_room + node] / mass;
         if (weight <= 0) continue;

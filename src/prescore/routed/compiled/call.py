@@ -60,6 +60,7 @@ class Samples(ctypes.Structure):
     _fields_ = (
         *((name, POINTER) for name in ("active", "place", "columns", "values", "value_columns", "norms")),
         ("each", SIZE),
+        ("stride", SIZE),
         ("variance", POINTER),
         ("fourth", POINTER),
     )

@@ -41,6 +41,7 @@ def attend_sampled_compiled(
         value_columns=value_columns.data_ptr(),
         norms=norms.data_ptr(),
         each=each,
+        stride=WIDTH,
         variance=variance.data_ptr(),
         fourth=fourth.data_ptr(),
     )
