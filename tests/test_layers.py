@@ -17,6 +17,7 @@ BELOW_API = LOW | STAGES | {"config", "call", "prescoring"}
 MAY_IMPORT = {
     **{name: {"values"} for name in LOW | {"causal_sizes"}},
     "records": {"errors", "values"},
+    "surroundings": {"errors"},
     "ops": {"types", "errors", "checks", "rng"},
     "clustering": {"checks", "rng"},
     "scorers": {"checks", "rng", "registry", "values", "clustering"},
@@ -27,7 +28,7 @@ MAY_IMPORT = {
     "exact": LOW | {"call", "ops", "selection"},
     "hyper": BELOW_API,
     "routed": LOW | {"ops", "clustering", "call", "config"},
-    "api": BELOW_API | ENGINES,
+    "api": BELOW_API | ENGINES | {"surroundings"},
     "baselines": BELOW_API | {"api"},
     "decoding": BELOW_API | {"api", "hyper", "routed"},
     "integrations": LOW | {"config", "call", "api", "decoding"},
