@@ -31,7 +31,7 @@ MAY_IMPORT = {
     "api": BELOW_API | ENGINES | {"surroundings"},
     "baselines": BELOW_API | {"api"},
     "decoding": BELOW_API | {"api", "hyper", "routed"},
-    "integrations": LOW | {"config", "call", "api", "decoding"},
+    "integrations": LOW | {"config", "call", "api", "decoding", "surroundings"},
     "testing": LOW | {"config", "scorers", "selection", "prescoring"},
     "evaluation": BELOW_API
     | {"api", "baselines", "decoding", "integrations", "testing", "records", "causal_sizes"},

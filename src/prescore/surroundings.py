@@ -31,10 +31,16 @@ def plain_torch(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     if len(kinds) != 1 or not active:
         yield tensors
         return
-    kind = active[0]
-    dtype = torch.get_autocast_dtype(kind)
-    with torch.autocast(kind, enabled=False):
-        yield tuple(_cast(tensor, dtype) for tensor in tensors)
+    cast = tuple(lowered(*tensors))
+    with torch.autocast(active[0], enabled=False):
+        yield cast
+
+
+def lowered(*tensors: Tensor) -> Iterator[Tensor]:
+    """The tensors as autocast, where it is on, hands them to torch's own attention."""
+    for tensor in tensors:
+        kind = tensor.device.type if isinstance(tensor, Tensor) else "cpu"
+        yield _cast(tensor, torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else tensor
 
 
 def differentiable_once(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:

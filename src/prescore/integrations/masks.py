@@ -143,11 +143,7 @@ def _guesses(seen: Tensor) -> Iterator[MaskForm]:
     """Forms that the margins of `seen [B, Nq, Nk]` allow, most likely first."""
     n_query, n_keys = seen.shape[1:]
     real = seen.any(dim=1)
-    ends = [n_keys]
-    used = int(real.any(dim=0).nonzero().max()) + 1 if bool(real.any()) else n_keys
-    if n_query <= used < n_keys:
-        ends.append(used)
-    for end in ends:
+    for end in dict.fromkeys((n_keys, _used_keys(seen))):
         causal = MaskForm("causal", end, valid=_unless_all(real[:, :end]))
         yield causal
         if end == n_keys:
@@ -161,6 +157,19 @@ def _guesses(seen: Tensor) -> Iterator[MaskForm]:
         position = torch.arange(n_query, device=seen.device)
         starts = torch.where(seen.any(dim=2), seen.to(torch.uint8).argmax(dim=2), position)
         yield MaskForm("packed", n_keys, valid=_unless_all(real), starts=starts)
+
+
+def _used_keys(seen: Tensor) -> int:
+    """Keys behind which a static cache has unused room, if the queries are the last ones before it.
+
+    The keys that queries see do not tell, for all sequences may end in padding: but no causal query sees further
+    than its own key, and a real one sees that.
+    """
+    n_query, n_keys = seen.shape[1:]
+    position = torch.arange(1, n_keys + 1, device=seen.device)
+    last = (seen * position).amax(dim=2) if n_keys else seen.new_zeros(seen.shape[:2], dtype=torch.int64)
+    ahead = last - torch.arange(1, n_query + 1, device=seen.device)  # [B, Nq]
+    return min(n_keys, n_query + max(0, int(ahead.max()) if ahead.numel() else 0))
 
 
 def _same(form: MaskForm, seen: Tensor) -> bool:
