@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.ready
 
-.PHONY: setup test test-fast demo lint clean
+.PHONY: setup test test-fast fuzz demo lint clean
 
 setup: $(STAMP)
 
@@ -27,6 +27,11 @@ test: setup lint
 
 test-fast: setup
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -m "not slow"
+
+# any number of random calls: make fuzz CALLS=20000 SEED=1
+CALLS ?= 2000
+fuzz: setup
+	OMP_NUM_THREADS=1 $(BIN)/python tests/fuzz/fuzz.py --calls $(CALLS) $(if $(SEED),--seed $(SEED))
 
 lint: setup
 	$(BIN)/ruff check src tests tools
