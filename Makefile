@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.ready
 
-.PHONY: setup test test-fast fuzz demo lint clean
+.PHONY: setup test test-fast fuzz stateful demo lint clean
 
 setup: $(STAMP)
 
@@ -32,6 +32,11 @@ test-fast: setup
 CALLS ?= 2000
 fuzz: setup
 	OMP_NUM_THREADS=1 $(BIN)/python tests/fuzz/fuzz.py --calls $(CALLS) $(if $(SEED),--seed $(SEED))
+
+# caches and applications through any order of operations: make stateful RUNS=1000
+RUNS ?= 200
+stateful: setup
+	HF_HUB_OFFLINE=1 STATEFUL_RUNS=$(RUNS) $(BIN)/python -m pytest tests/fuzz/test_stateful.py
 
 lint: setup
 	$(BIN)/ruff check src tests tools

@@ -1,4 +1,4 @@
-"""Deliberate breaks that the fuzzer catches: each changes one line of meaning, and the named oracle refutes a call."""
+"""Deliberate breaks that the fuzzer catches: each changes one line of meaning, and an oracle refutes some call."""
 
 import itertools
 import random
