@@ -254,6 +254,6 @@ def test_a_break_of_the_cache_is_noticed(name, tmp_path, monkeypatch):
     BREAKS[name](monkeypatch)
     CacheMachine.folder = tmp_path
     quick = settings(SETTINGS, max_examples=200, phases=[Phase.generate], database=None, print_blob=False)
-    # a wrong number, a shape that no longer fits, or a refusal that did not come, which pytest says by its own kind
+    # a wrong number, a shape that no longer fits, or a refusal that did not come, for which pytest has a kind
     with pytest.raises(BaseException):  # noqa: B017, PT011
         run_state_machine_as_test(CacheMachine, settings=quick)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
+from prescore.config import Config
 from prescore.errors import PrescoreError, Unsupported
 from prescore.integrations.adapter import Seat, Undo, leave_seat, seats, take_seat
 from prescore.integrations.attend import PrescoredAttention, Situation
@@ -67,7 +68,7 @@ def prescored_attention_forward(
         `[B, Nq, Hq, Dv]`, and the weights where a model's own eager attention had to run.
     """
     sitting = seats(module)
-    seat = sitting[-1] if sitting else _default_seat(module)
+    seat = sitting[-1] if sitting else default_seat(module)
     obstacles = [reason for name, reason in _FOREIGN.items() if features.get(name) is not None]
     situation = Situation(
         layer=seat.layer,
@@ -166,12 +167,13 @@ def replace_at(places: Mapping[nn.Module, Seat], around: Iterable[nn.Module], sw
     return undo
 
 
-def _default_seat(module: nn.Module) -> Seat:
+def default_seat(module: nn.Module, config: Config | None = None) -> Seat:
     """Of a module that was never replaced, made at its first call and kept for its memory."""
     seat: Seat | None = module.__dict__.get(_DEFAULT)
     if seat is None:
         layer = getattr(module, "layer_idx", None)
-        seat = Seat(PrescoredAttention(), layer if isinstance(layer, int) else 0, n_prefix_tokens(module))
+        number = layer if isinstance(layer, int) else 0
+        seat = Seat(PrescoredAttention(config), number, n_prefix_tokens(module))
         seat = module.__dict__.setdefault(_DEFAULT, seat)  # another thread may have been faster
     return seat
 
