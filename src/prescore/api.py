@@ -169,12 +169,12 @@ def prescored_attention(
 
     Args:
         query: `[B, Hq, Nq, D]`.
-        key: `[B, Hkv, Nk, D]`, `Hq` a multiple of `Hkv`.
-        value: `[B, Hkv, Nk, Dv]`.
+        key: `[B, Hkv, Nk, D]`, `Hq` a multiple of `Hkv`; finite where it is not padding.
+        value: `[B, Hkv, Nk, Dv]`, likewise.
         config: How to attend: a `Routed`, `Selected`, `Hyper` or `Exact`; None = `Routed()`.
         is_causal: Queries are the last `Nq` positions and see no later key.
-        key_padding_mask: `[B, Nk]`, True = a real key.
-        scale: Factor of the logits, `D ** -0.5` by default.
+        key_padding_mask: `[B, Nk]`, True = a real key. Queries of padded keys see the real keys before them.
+        scale: Factor of the logits, any finite number; `D ** -0.5` by default.
         generator: Seed, generator or None.
         selection: With a `Selected`: use this selection instead of making one. Without a configuration: as
             `Selected(remainder="none")` would, exactly over these keys (in causal mode beside its exact leaves).

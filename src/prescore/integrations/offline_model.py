@@ -125,9 +125,11 @@ def _load(name: str, **options: Any) -> tuple[Any, Any]:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    # pickled weights are not read: unpickling can run code
+    weights = {} if "gguf_file" in options else {"use_safetensors": True}
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, **options)
-        model: Any = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32, **options)
+        model: Any = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32, **weights, **options)
     except (OSError, ValueError, KeyError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         if "trust_remote_code" in str(error):
