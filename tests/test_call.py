@@ -14,11 +14,11 @@ from prescore.testing.inputs import attention_tensors
 READS_ALL = {
     "exact": Exact(),
     "routed, short": Routed(),
-    "routed, one piece": Routed(rows=1000, leaf_size=4, chunk_size=4, sinks=1, exact_until=0),
-    "routed, with an exact beginning": Routed(rows=1000, leaf_size=4, chunk_size=4, sinks=0, exact_until=8),
     "selected": Selected("key-norm", 1.0, min_seq_len=8),
     "hyper": Hyper(Lsh(64, 8), min_seq_len=8),
 }
+# as many padded queries as are read exactly, while the last real ones are routed
+ROUTED = Routed(rows=2, leaf_size=2, chunk_size=2, sinks=1, exact_until=25)
 ENDS = {
     "one sequence": [(0, 21)],
     "several": [(0, 21), (0, 40), (0, 39)],
@@ -52,13 +52,27 @@ def test_padded_queries_follow_the_rule_of_exact_attention(name, ends):
         assert torch.isfinite(grad).all()
 
 
+@pytest.mark.parametrize("ends", ENDS)
+def test_queries_behind_the_end_are_no_positions_of_routed_attention(ends):
+    mask = masks(ENDS[ends])
+    query, key, value = attention_tensors(batch=len(mask), heads=4, kv_heads=2, n_keys=40, seed=5)
+    weights = full_weights(query, key, is_causal=True, key_padding_mask=mask)
+    truth = dense_attention(query, key, value, weights, scale=0.5)
+    options = {"is_causal": True, "key_padding_mask": mask, "return_aux": True}
+    output, aux = prescore.prescored_attention(query, key, value, ROUTED, **options)
+    last = torch.tensor([end for _, end in ENDS[ends]])
+    behind = (torch.arange(40) >= last[:, None])[:, None].expand(aux.lse.shape)
+    assert behind.any()
+    assert_within(output[behind], truth.output[behind], 1e-12, "output")
+    assert_within(aux.lse[behind], truth.lse[behind], 1e-12, "lse")
+
+
 def test_a_padded_query_has_the_gradient_of_exact_attention():
     mask = masks(ENDS["several"])
     inputs = [t.requires_grad_() for t in attention_tensors(batch=3, heads=2, kv_heads=1, n_keys=40, seed=7)]
     weights = full_weights(*inputs[:2], is_causal=True, key_padding_mask=mask)
     truth = dense_attention(*inputs, weights, scale=0.5).output
-    config = READS_ALL["routed, one piece"]
-    output = prescore.prescored_attention(*inputs, config, is_causal=True, key_padding_mask=mask)
+    output = prescore.prescored_attention(*inputs, ROUTED, is_causal=True, key_padding_mask=mask)
     behind = ~mask[:, None, :, None]
     expected = torch.autograd.grad((truth * behind).square().sum(), inputs)
     actual = torch.autograd.grad((output * behind).square().sum(), inputs)

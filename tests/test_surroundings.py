@@ -23,7 +23,6 @@ CONFIGS = {
 READS_ALL = {
     "exact": Exact(),
     "routed, short": Routed(),
-    "routed": Routed(rows=1000, leaf_size=4, chunk_size=4, sinks=1, exact_until=0),
     "selected": Selected("kmeans", 1.0, min_seq_len=8),
     "hyper": Hyper(Lsh(64, 8), min_seq_len=8),
 }
@@ -132,6 +131,19 @@ def test_any_finite_scale_gives_the_softmax_of_its_logits(name, scale, is_causal
     assert_within(aux.lse, truth.lse, 1e-12, "lse")
     for grad, wanted in zip(torch.autograd.grad(output.square().sum(), inputs), expected, strict=True):
         assert_within(grad, wanted, 1e-11, "gradient")
+
+
+@by_name
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_a_negative_scale_is_that_of_negated_queries(name, is_causal):
+    query, key, value = tensors(torch.float64)
+    options = {"is_causal": is_causal}
+    turned = prescore.prescored_attention(-query, key, value, CONFIGS[name], scale=0.4, **options)
+    assert torch.equal(
+        prescore.prescored_attention(query, key, value, CONFIGS[name], scale=-0.4, **options), turned
+    )
+    flat = prescore.prescored_attention(query * 0, key, value, CONFIGS[name], scale=1.0, **options)
+    assert torch.equal(prescore.prescored_attention(query, key, value, CONFIGS[name], scale=0, **options), flat)
 
 
 @by_name

@@ -212,6 +212,7 @@ FIELDS = {
         "sinks": lambda draw, n: draw.choice([0, 1, 4, 9]),
         "exact_until": lambda draw, n: draw.choice([0, 0, 0, 1, n // 2, n, n + 1]),
         "tolerance": lambda draw, n: draw.choice([None, None, None, 0.0, 0.3, 2.0]),
+        "confidence": lambda draw, n: draw.choice([None, None, 0.5, 0.95]),
     },
     Selected: {
         "scorer": lambda draw, n: random_scorer(draw),

@@ -8,7 +8,7 @@ import torch
 
 import prescore
 from prescore.integrations import offline_model
-from prescore.integrations.saved_model import damage_of
+from prescore.integrations.offline_model import damage_of
 from prescore.testing.tiny_language_model import save_tiny_language_model, tiny_language_model
 
 
