@@ -94,12 +94,14 @@ class Call:
             return None
         position = torch.arange(1, self.n_keys + 1, device=self.valid.device)
         ends = (self.valid * position).amax(1)  # [B]
-        rows = (ends < self.n_keys).nonzero().squeeze(1)
+        # rows that were shifted in from nowhere are no queries at all
+        lasts = torch.full_like(ends, self.n_keys) if self.shift is None else self.n_keys - self.shift
+        rows = (ends < lasts).nonzero().squeeze(1)
         if not rows.numel():
             return None
-        ends = ends.index_select(0, rows)
+        ends, lasts = ends.index_select(0, rows), lasts.index_select(0, rows)
         first, n_keys = int(ends.min()), int(ends.max())
-        behind = position > ends[:, None]  # [rows, N]
+        behind = (position > ends[:, None]) & (position <= lasts[:, None])  # [rows, N]
         query, key, value = (tensor.index_select(0, rows) for tensor in (self.query, self.key, self.value))
         call = replace(
             self,

@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 
 import torch
 from fuzz_cases import Case, random_case
-from fuzz_oracles import ORACLES, PassedOver, basics, unsupported_backend
+from fuzz_oracles import ORACLES, PassedOver, basics, refused
 
 from prescore import Exact, KeyNorm, Selected
 
@@ -48,7 +48,7 @@ def check(oracle, case):
     except PassedOver:
         return False
     except Exception as error:
-        if unsupported_backend(case, error):
+        if refused(case, error):
             return False
         raise
     return True
