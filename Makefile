@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.ready
 
-.PHONY: setup native test test-fast sanitize demo lint clean
+.PHONY: setup native test test-fast sanitize fuzz stateful demo lint clean
 
 setup: $(STAMP) native
 
@@ -36,6 +36,16 @@ test-fast: setup
 # The tests of the C operators on libraries that check every address and every undefined operation.
 sanitize: setup
 	HF_HUB_OFFLINE=1 $(BIN)/python tools/sanitize.py tests/ops/native tests/routed
+
+# any number of random calls: make fuzz CALLS=20000 SEED=1
+CALLS ?= 2000
+fuzz: setup
+	OMP_NUM_THREADS=1 $(BIN)/python tests/fuzz/fuzz.py --calls $(CALLS) $(if $(SEED),--seed $(SEED))
+
+# caches and applications through any order of operations: make stateful RUNS=1000
+RUNS ?= 200
+stateful: setup
+	HF_HUB_OFFLINE=1 STATEFUL_RUNS=$(RUNS) $(BIN)/python -m pytest tests/fuzz/test_stateful.py
 
 lint: setup
 	$(BIN)/ruff check src tests tools setup.py

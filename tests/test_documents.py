@@ -16,7 +16,7 @@ import prescore
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src"
 DOCUMENTS = [
-    *(ROOT / name for name in ("README.md", "DESIGN.md", "CONTRIBUTING.md", "CHANGELOG.md")),
+    *(ROOT / name for name in ("README.md", "DESIGN.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")),
     *sorted((ROOT / "docs").rglob("*.md")),
     *sorted((ROOT / "experiments").rglob("*.md")),
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Literal, NamedTuple, overload
 
 import torch
@@ -24,6 +25,7 @@ from prescore.routed import engine as routed
 from prescore.scorers.base import Scorer, as_scorer
 from prescore.selection.given import check_selection, given_members
 from prescore.selection.members import protected_positions
+from prescore.surroundings import differentiable_once, plain_torch
 from prescore.types import Attended, Aux, Outcome, Selection
 
 Generator = torch.Generator | int | None
@@ -48,12 +50,17 @@ def score(
         `[B, Hkv, N]` in at least float32; higher = kept, padded keys -inf, sinks not raised.
     """
     chosen = as_scorer(scorer)
+    with plain_torch(key):
+        return _score(key, chosen, key_padding_mask, generator)
+
+
+def _score(key: Tensor, scorer: Scorer, key_padding_mask: Tensor | None, generator: Generator) -> Tensor:
     checks.keys(key, key_padding_mask)
     streams = as_streams(generator)
     if 0 in key.shape[:3]:
         return key.new_zeros(key.shape[:3], dtype=torch.promote_types(key.dtype, torch.float32))
     aligned, valid, shift = align_keys(key, key_padding_mask)
-    scores = score_keys(aligned, chosen, valid=valid, streams=streams.child(FULL)).scores
+    scores = score_keys(aligned, scorer, valid=valid, streams=streams.child(FULL)).scores
     if shift is None:
         return scores
     index = torch.arange(key.shape[2], device=key.device) - shift[:, None]
@@ -81,7 +88,8 @@ def select(
         torch.Size([1, 8, 256])
     """
     config = Selected(scorer, top_k, selector=selector, sinks=sinks, recent=recent, min_fraction=min_fraction)
-    return select_by(key, config, key_padding_mask=key_padding_mask, generator=generator)
+    with plain_torch(key):
+        return select_by(key, config, key_padding_mask=key_padding_mask, generator=generator)
 
 
 def select_by(
@@ -161,12 +169,12 @@ def prescored_attention(
 
     Args:
         query: `[B, Hq, Nq, D]`.
-        key: `[B, Hkv, Nk, D]`, `Hq` a multiple of `Hkv`.
-        value: `[B, Hkv, Nk, Dv]`.
+        key: `[B, Hkv, Nk, D]`, `Hq` a multiple of `Hkv`; finite where it is not padding.
+        value: `[B, Hkv, Nk, Dv]`, likewise.
         config: How to attend: a `Routed`, `Selected`, `Hyper` or `Exact`; None = `Routed()`.
         is_causal: Queries are the last `Nq` positions and see no later key.
-        key_padding_mask: `[B, Nk]`, True = a real key.
-        scale: Factor of the logits, `D ** -0.5` by default.
+        key_padding_mask: `[B, Nk]`, True = a real key. Queries of padded keys see the real keys before them.
+        scale: Factor of the logits, any finite number; `D ** -0.5` by default.
         generator: Seed, generator or None.
         selection: With a `Selected`: use this selection instead of making one. Without a configuration: as
             `Selected(remainder="none")` would, exactly over these keys (in causal mode beside its exact leaves).
@@ -227,6 +235,13 @@ def _attend(
     query: Tensor, key: Tensor, value: Tensor, config: Config | None, options: Options, *, explain: bool
 ) -> tuple[Call, Outcome]:
     """Check everything, then run it; the result is still in aligned positions."""
+    with plain_torch(query, key, value) as (query, key, value):
+        return _attend_plainly(query, key, value, config, options, explain)
+
+
+def _attend_plainly(
+    query: Tensor, key: Tensor, value: Tensor, config: Config | None, options: Options, explain: bool
+) -> tuple[Call, Outcome]:
     is_causal, mask, scale, generator, selection, dropout_p, dropout_generator, backend = options
     if config is None and selection is not None:
         config = Selected(remainder="none")
@@ -242,9 +257,7 @@ def _attend(
     streams = as_streams(generator)  # last of the checks: a refused call must not advance the generator
     dropping = streams if dropout_generator is None else as_streams(dropout_generator)
     call = make_call(
-        query,
-        key,
-        value,
+        *differentiable_once(query, key, value),
         mask,
         is_causal=is_causal,
         scale=scale,
@@ -282,12 +295,8 @@ def exact_attention(
     Returns:
         Output and lse; a query that sees nothing has output 0 and lse -inf.
     """
-    checks.attention_inputs(query, key, value, is_causal=is_causal, key_padding_mask=key_padding_mask, scale=scale)
-    chosen = pick_backend(Needs.of(query), backend)
-    call = make_call(
-        query, key, value, key_padding_mask, is_causal=is_causal, scale=scale, backend=chosen, aligned=False
-    )
-    return _run(call, Exact(), None, False).attended
+    options = Options(is_causal, key_padding_mask, scale, backend=backend)
+    return _attended(query, key, value, Exact(), options)
 
 
 def hyper_attention(
@@ -305,23 +314,52 @@ def hyper_attention(
     """HyperAttention over all keys: LSH blocks plus a sampled residual; `config=None` is `Hyper.published()`."""
     config = Hyper.published() if config is None else config
     checks.instance("config", config, (Hyper,))
-    checks.attention_inputs(query, key, value, is_causal=is_causal, key_padding_mask=key_padding_mask, scale=scale)
-    chosen = pick_backend(Needs.of(query), backend)
-    streams = as_streams(generator)
-    call = make_call(
-        query, key, value, key_padding_mask, is_causal=is_causal, scale=scale, backend=chosen, streams=streams
-    )
-    return call.restore(_run(call, config, None, False).attended)
+    options = Options(is_causal, key_padding_mask, scale, generator, backend=backend)
+    return _attended(query, key, value, config, options)
+
+
+def _attended(query: Tensor, key: Tensor, value: Tensor, config: Config, options: Options) -> Attended:
+    """Output and lse of a configuration without dropout or statistics."""
+    with plain_torch(query, key, value) as (query, key, value):
+        checks.attention_inputs(
+            query,
+            key,
+            value,
+            is_causal=options.is_causal,
+            key_padding_mask=options.key_padding_mask,
+            scale=options.scale,
+        )
+        backend = pick_backend(Needs.of(query), options.backend)
+        call = make_call(
+            *differentiable_once(query, key, value),
+            options.key_padding_mask,
+            is_causal=options.is_causal,
+            scale=options.scale,
+            backend=backend,
+            streams=as_streams(options.generator),
+            aligned=not isinstance(config, Exact),
+        )
+        return call.restore(_run(call, config, None, False).attended)
 
 
 def _run(call: Call, config: Config, given: Tensor | None, explain: bool) -> Outcome:
     """The one place where a configuration's type becomes an engine."""
     if isinstance(config, Routed):
-        return routed.attend_routed(call, config, explain=explain)
+        return _route(call, config, explain)
     if isinstance(config, Selected | Hyper):
         return selected.attend_selected(call, config, given, explain=explain)
     checks.instance("config", config, (Exact,))
     return attend_to_all(call, explain=explain)
+
+
+def _route(call: Call, config: Routed, explain: bool) -> Outcome:
+    """Routed attention; queries behind a sequence's end are no positions of its geometry, and run apart."""
+    outcome = routed.attend_routed(call, config, explain=explain)
+    padded = call.behind_the_end()
+    if padded is None:
+        return outcome
+    own = routed.attend_routed(padded.call, config)
+    return replace(outcome, attended=padded.put_into(outcome.attended, own.attended))
 
 
 def _is_exact(call: Call, config: Config) -> bool:

@@ -13,7 +13,8 @@ import prescore.cli.info as info
 from prescore.cli.main import main
 from prescore.cli.options import Session, open_session, progress
 from prescore.ops.native.library import describe_native
-from prescore.records import RecordFile, Row, read_records
+from prescore.record_file import RecordFile
+from prescore.records import Row, read_records
 
 
 def rows(calls, n=4, fail_at=None, error=KeyboardInterrupt):
@@ -219,13 +220,33 @@ def test_a_killed_study_resumes_without_loss_or_repetition(tmp_path):
 
 
 def test_a_damaged_record_file_is_refused_by_a_command(tmp_path):
-    (tmp_path / "records.jsonl").write_text("half a rec")
+    (tmp_path / "records.jsonl").write_text("no record\n")
     run = planted("--out", str(tmp_path), "--resume", cwd=tmp_path)
     _, said = run.communicate()
     assert run.returncode == 2
     assert "damaged line 1" in said
     assert len(said.splitlines()) == 1
-    assert (tmp_path / "records.jsonl").read_text() == "half a rec"
+    assert (tmp_path / "records.jsonl").read_text() == "no record\n"
+
+
+def test_a_torn_record_file_is_continued_by_a_command(tmp_path):
+    records = tmp_path / "records.jsonl"
+    run = planted("--out", str(tmp_path), "--json", cwd=tmp_path)
+    run.communicate()
+    whole = records.read_bytes()
+    lines = whole.splitlines(keepends=True)
+    records.write_bytes(b"".join(lines[:-1]) + lines[-1][:50] + bytes(200))
+    again = planted("--out", str(tmp_path), "--json", "--resume", cwd=tmp_path)
+    shown, said = again.communicate()
+    assert again.returncode == 0, said
+    assert f"dropped one unfinished row at the end of {records} (250 bytes); it is run again" in said
+    assert f"{len(lines) - 1} of {len(lines)} rows are finished" in said
+    before, after = (
+        {record["key"]: record["figures"] for record in map(json.loads, content.splitlines())}
+        for content in (whole, records.read_bytes())
+    )
+    assert before == after
+    assert len(shown.splitlines()) == len(lines)
 
 
 def test_planted_prints_both_tables_and_writes_a_plot(tmp_path, capsys):

@@ -26,7 +26,8 @@ from prescore.evaluation.language.documents import load_documents
 from prescore.evaluation.language.methods import CountedAttend, LanguageMethod, exact
 from prescore.evaluation.language.model import load_language_model
 from prescore.evaluation.language.perplexity import loss_row, make_windows
-from prescore.records import RecordFile, measure, row_key
+from prescore.record_file import RecordFile
+from prescore.records import measure, row_key
 
 COMMAND = "routed-ways-loss"
 

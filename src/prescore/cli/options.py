@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from prescore.records import Record, RecordFile, Row, measure, row_key
+from prescore.record_file import RecordFile
+from prescore.records import Record, Row, measure, row_key
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -114,6 +115,8 @@ def open_session(
 ) -> Session:
     """Open the record file before any work is done, so that a refusal costs nothing."""
     file = RecordFile(_directory(command, out, resume) / RECORDS, resume=resume)
+    if file.dropped is not None:
+        print(file.dropped, file=sys.stderr, flush=True)
     import torch
 
     if threads is not None:

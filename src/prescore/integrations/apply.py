@@ -79,6 +79,10 @@ class Applied:
     ) -> None:
         self.undo()
 
+    def __deepcopy__(self, memo: object) -> Applied:
+        reason = "it undoes what it did to one model; copy the model, which stays as it is, and apply to the copy"
+        raise Unsupported("a copy of an Applied", [reason])
+
     def __repr__(self) -> str:
         state = "undone" if self._undo is None else f"{len(self.layers)} of {self._n_layers} layers"
         kinds = ", ".join(dict.fromkeys(describe(config) for config in self.configs.values()))

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import nn
 from transformers.cache_utils import DynamicCache, DynamicSlidingWindowLayer
 
@@ -53,7 +54,7 @@ def replace_attention(model: nn.Module, functions: Mapping[int, Attend]) -> Undo
         for root in _roots(model):
             root.set_attn_implementation(NAME)
 
-    return replace_at(places, _model_configs(model), switch)
+    return replace_at(places, model.modules(), switch)
 
 
 def prepare(model: nn.Module, configs: Mapping[int, Config]) -> Undo:
@@ -94,6 +95,8 @@ def _with_selections(
     module: nn.Module, args: tuple[Any, ...], kwargs: Values
 ) -> tuple[tuple[Any, ...], Values] | None:
     """Before a forward: let the cache, the caller's or a new one, carry selections."""
+    if torch.compiler.is_compiling():
+        return None  # a graph knows nothing of our caches; keys are followed as those of any other
     config: Any = module.config.get_text_config(decoder=True)  # type: ignore[operator, union-attr]
     cache = kwargs.get("past_key_values")
     if isinstance(cache, DynamicCache):
@@ -144,17 +147,3 @@ def _mentions_interface(kind: type[nn.Module]) -> bool:
 
 def _causal(module: nn.Module) -> bool:
     return bool(getattr(module, "is_causal", True)) and not getattr(module, "is_cross_attention", False)
-
-
-def _model_configs(model: nn.Module) -> list[Any]:
-    """Every configuration object that names an attention implementation, once each."""
-    found: dict[int, Any] = {id(m.config): m.config for m in model.modules() if _is_pretrained(m)}
-    waiting = list(found.values())
-    while waiting:
-        config = waiting.pop()
-        for name in getattr(config, "sub_configs", {}):
-            inner = getattr(config, name, None)
-            if inner is not None and id(inner) not in found:
-                found[id(inner)] = inner
-                waiting.append(inner)
-    return list(found.values())
