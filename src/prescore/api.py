@@ -24,7 +24,7 @@ from prescore.routed import engine as routed
 from prescore.scorers.base import Scorer, as_scorer
 from prescore.selection.given import check_selection, given_members
 from prescore.selection.members import protected_positions
-from prescore.types import Attended, Aux, Outcome, Selection
+from prescore.types import Attended, Aux, Outcome, Selection, Stats
 
 Generator = torch.Generator | int | None
 
@@ -194,7 +194,7 @@ def prescored_attention(
     attended = call.restore(outcome.attended)
     kept = [call.restore_selection(chosen) for chosen in outcome.selections]
     chosen = kept if is_causal else kept[0] if kept else _nothing_selected(key)
-    return attended.output, Aux(attended.lse, chosen, outcome.stats)
+    return attended.output, Aux(attended.lse, chosen, Stats.of(outcome.stats))
 
 
 class Options(NamedTuple):
