@@ -140,6 +140,26 @@ def prescored_attention(
 ) -> tuple[Tensor, Aux]: ...
 
 
+@overload
+def prescored_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    config: Config | None = None,
+    *,
+    is_causal: bool = False,
+    key_padding_mask: Tensor | None = None,
+    scale: float | None = None,
+    generator: Generator = None,
+    selection: Selection | None = None,
+    dropout_p: float = 0.0,
+    dropout_generator: Generator = None,
+    group: object = None,
+    backend: str = "auto",
+    return_aux: bool,
+) -> Tensor | tuple[Tensor, Aux]: ...
+
+
 def prescored_attention(
     query: Tensor,
     key: Tensor,
