@@ -102,16 +102,8 @@ def test_a_wheel_works_in_a_fresh_environment(built, tmp_path):
     packages, scripts = (Path(sysconfig.get_path(name, "venv", own)) for name in ("purelib", "scripts"))
     # torch and the command line's packages are borrowed, behind what is installed here
     (packages / "borrowed.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    run(
-        scripts / "pip",
-        "install",
-        "--no-deps",
-        "--no-index",
-        "--force-reinstall",
-        "--quiet",
-        built[1],
-        cwd=tmp_path,
-    )
+    install = ("install", "--no-deps", "--no-index", "--force-reinstall", "--quiet", built[1])
+    run(sys.executable, "-m", "pip", "--python", scripts / "python", *install, cwd=tmp_path)
     bare = {"PATH": str(scripts), "HOME": str(tmp_path)}
     shown = run(scripts / "python", "-c", USE.format(place=str(packages)), cwd=tmp_path, env=bare)
     assert shown == f"torch.Size([1, 2, 300, 8]) {prescore.__version__}\n"
