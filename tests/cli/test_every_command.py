@@ -68,6 +68,19 @@ def test_the_page_has_every_command():
         assert f'"{name}"' in (ROOT / file).read_text()
 
 
+def test_the_examples_of_the_help_have_such_options():
+    typer = pytest.importorskip("typer")
+    found = 0
+    for name, command in typer.main.get_command(_build()).commands.items():
+        known = {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
+        for line in re.findall(r"Example: prescore ([^\n(]*)", command.help):
+            own, *words = shlex.split(line)
+            found += 1
+            assert own == name
+            assert [word for word in words if re.match(r"--?[a-z]", word) and word not in known] == []
+    assert found >= 9
+
+
 @pytest.mark.slow
 @pytest.mark.model
 @pytest.mark.parametrize("argv", [line for line in documented() if line[0] not in ELSEWHERE], ids=" ".join)
