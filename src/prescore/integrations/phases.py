@@ -32,7 +32,7 @@ class Did:
         n_keys: Keys so far, padding included.
         seconds: Time until the result was there, or on a GPU until its work was queued.
         ran: What ran, in the words of a report, such as `routed` or `exact: shorter than exact_until=4096`.
-        error: Largest share of attention that a query may put on other keys than it should; None = not asked for.
+        error: The tolerance that a `Routed` was given; None = none, or a step, which has no error bar.
     """
 
     path: str
