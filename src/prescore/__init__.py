@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from prescore.types import Attended as Attended
     from prescore.types import Aux as Aux
     from prescore.types import Selection as Selection
+    from prescore.types import Stats as Stats
 
 # Resolved on first use, so that `import prescore` touches neither a model library nor a device.
 _HOMES = {
@@ -55,7 +56,7 @@ _HOMES = {
     "prescore.scorers.leverage": ("Leverage",),
     "prescore.scorers.minkowski": ("Minkowski",),
     "prescore.scorers.uniform": ("Uniform",),
-    "prescore.types": ("Attended", "Aux", "Selection"),
+    "prescore.types": ("Attended", "Aux", "Selection", "Stats"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 _SUBPACKAGES = ("baselines", "errors", "integrations", "testing")

@@ -26,7 +26,7 @@ from prescore.scorers.base import Scorer, as_scorer
 from prescore.selection.given import check_selection, given_members
 from prescore.selection.members import protected_positions
 from prescore.surroundings import differentiable_once, plain_torch
-from prescore.types import Attended, Aux, Outcome, Selection
+from prescore.types import Attended, Aux, Outcome, Selection, Stats
 
 Generator = torch.Generator | int | None
 
@@ -148,6 +148,26 @@ def prescored_attention(
 ) -> tuple[Tensor, Aux]: ...
 
 
+@overload
+def prescored_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    config: Config | None = None,
+    *,
+    is_causal: bool = False,
+    key_padding_mask: Tensor | None = None,
+    scale: float | None = None,
+    generator: Generator = None,
+    selection: Selection | None = None,
+    dropout_p: float = 0.0,
+    dropout_generator: Generator = None,
+    group: object = None,
+    backend: str = "auto",
+    return_aux: bool,
+) -> Tensor | tuple[Tensor, Aux]: ...
+
+
 def prescored_attention(
     query: Tensor,
     key: Tensor,
@@ -202,7 +222,7 @@ def prescored_attention(
     attended = call.restore(outcome.attended)
     kept = [call.restore_selection(chosen) for chosen in outcome.selections]
     chosen = kept if is_causal else kept[0] if kept else _nothing_selected(key)
-    return attended.output, Aux(attended.lse, chosen, outcome.stats)
+    return attended.output, Aux(attended.lse, chosen, Stats.of(outcome.stats))
 
 
 class Options(NamedTuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import math
 from collections.abc import Collection
@@ -21,16 +22,32 @@ def one_of(name: str, value: Any, allowed: Collection[Any]) -> None:
     """Refuse a value outside a fixed list."""
     if value not in allowed:
         listed = ", ".join(repr(item) for item in allowed)
-        raise ValueError(f"{name} must be one of {listed}, got {value!r}")
+        raise ValueError(f"{name} must be one of {listed}, got {value!r}{_nearest(value, allowed)}")
 
 
 def known_field(owner: str, name: Any, known: Collection[str]) -> None:
     """Refuse a field that a configuration does not have, and say which one may have been meant."""
     if name in known:
         return
-    close = difflib.get_close_matches(str(name), known, n=1)
-    hint = f" (did you mean {close[0]!r}?)" if close else ""
-    raise ValueError(f"{owner} must have fields among {', '.join(known) or 'none'}, got {name!r}{hint}")
+    listed = ", ".join(known) or "none"
+    raise ValueError(f"{owner} must have fields among {listed}, got {name!r}{_nearest(name, known)}")
+
+
+def known_argument(kind: type, given: Collection[str]) -> None:
+    """Refuse a keyword that is no field of a dataclass, as Python does, and say which one may have been meant."""
+    known = [field.name for field in dataclasses.fields(kind)] if dataclasses.is_dataclass(kind) else list(given)
+    for name in given:
+        if name not in known:
+            listed = ", ".join(known) or "none"
+            hint = _nearest(name, known)
+            raise TypeError(f"{kind.__name__} must have fields among {listed}, got {name!r}{hint}")
+
+
+def _nearest(value: Any, known: Collection[Any]) -> str:
+    """Which of the known words may have been meant; empty = none is near."""
+    words = [word for word in known if isinstance(word, str)]
+    close = difflib.get_close_matches(value, words, n=1) if isinstance(value, str) else []
+    return f" (did you mean {close[0]!r}?)" if close else ""
 
 
 def instance(name: str, value: Any, kinds: tuple[type, ...]) -> None:

@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+import prescore
 import prescore.cli.info as info
 from prescore.cli.main import main
 from prescore.cli.options import Session, open_session, progress
@@ -98,10 +99,40 @@ def test_debug_shows_the_traceback(capsys, monkeypatch):
     assert "Traceback" in capsys.readouterr().err
 
 
-def test_a_bug_is_not_dressed_up_as_bad_usage(monkeypatch):
+def test_a_bug_is_not_dressed_up_as_bad_usage(monkeypatch, capsys):
     monkeypatch.setattr(info, "collect", lambda: 1 // 0)
-    with pytest.raises(ZeroDivisionError):
-        main(["info"])
+    assert main(["info"]) == 1
+    shown = capsys.readouterr().err
+    assert shown == "prescore: ZeroDivisionError: integer division or modulo by zero; --debug shows where\n"
+    assert main(["info", "--debug"]) == 1
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_the_version_is_the_packages(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"prescore {prescore.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["inof"], "info"),
+        (["info", "--jsn"], "--json"),
+        (["planted", "--quick", "--methd", "kmeans"], "--method"),
+        (["planted", "--quick", "--method", "kmean"], "(did you mean 'kmeans'?)"),
+        (["perplexity", "--method", "defalt"], "(did you mean 'default'?)"),
+        (["perplexity", "--set", "rowss=3"], "(did you mean 'rows'?)"),
+        (["generate", "--prompt", "a", "--config", "key-dif"], "(did you mean 'key-diff'?)"),
+        (["speed", "--study", "lenghts"], "(did you mean 'lengths'?)"),
+    ],
+    ids=" ".join,
+)
+def test_what_is_misspelt_is_told_the_nearest(argv, said, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(argv) == 2
+    shown = capsys.readouterr().err
+    assert said in shown
+    assert "did you mean" in shown.lower() or "possible options" in shown.lower()
 
 
 def test_session_writes_each_row_as_it_is_finished(tmp_path, capsys):

@@ -180,7 +180,7 @@ def test_obstacles_are_refused_or_run_by_the_model_itself():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         attend(*inputs, situation)
-    assert attend.last.path == "exact: its logits are soft-capped"
+    assert attend.last.path == "exact: unsupported because its logits are soft-capped"
     assert PrescoredAttention(Exact())(*inputs, situation) is inputs[0]  # exact attention needs no leave
     assert len(asked) == 3
 

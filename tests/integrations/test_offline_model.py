@@ -1,7 +1,10 @@
 """Models by name, directory or file; SmolLM2 from its wheel."""
 
 import json
+import os
 import re
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -156,3 +159,16 @@ def test_smollm2_continues_a_text_as_under_sdpa():
     with prescore.apply(model, prescore.Selected(top_k=500, min_seq_len=16)) as applied:
         assert len(applied.layers) == 30
         assert torch.equal(model.generate(**inputs, **options), expected)
+
+
+def test_an_unknown_name_is_asked_for_once_where_the_hub_cannot_be_reached(tmp_path):
+    """Loading by itself would ask again for a minute, saying so each time."""
+    script = "from prescore.integrations.offline_model import load_model\nload_model('no/such-model')"
+    # nobody listens there
+    unreachable = {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path)}
+    environment = {**os.environ, **unreachable}
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert "OSError: model must be 'smollm2', a directory" in done.stderr
+    assert "got 'no/such-model'" in done.stderr
+    assert "Retry" not in done.stderr

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -31,7 +33,7 @@ Resume = Annotated[
     bool, typer.Option("--resume", help="Continue the records in --out (else the newest run): finished rows stay.")
 ]
 Quick = Annotated[bool, typer.Option("--quick", help="A small version that finishes in seconds.")]
-Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error; anywhere.")]
 Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads.  [default: torch's choice]")]
 
 ARGV: ContextVar[tuple[str, ...]] = ContextVar("ARGV", default=())
@@ -42,8 +44,62 @@ RECORDS = "records.jsonl"
 _LINE_EVERY = 5.0
 
 
-def root(debug: Debug = False) -> None:
+Imports = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--import",
+        help="Python file or module that registers scorers or baselines; repeatable, anywhere.",
+    ),
+]
+
+
+def _tell_version(asked: bool) -> None:
+    if asked:
+        from prescore import __version__
+
+        print(f"prescore {__version__}")
+        raise typer.Exit
+
+
+Version = Annotated[
+    bool, typer.Option("--version", is_eager=True, callback=_tell_version, help="Show the version and stop.")
+]
+
+
+def root(debug: Debug = False, imports: Imports = None, version: Version = False) -> None:
     """Attention over long contexts made cheap by scoring the keys before any query is seen."""
+
+
+def load_imports(words: Sequence[str]) -> list[str]:
+    """Run what `--import` names, wherever it stands on a command line; returns the other words."""
+    left, waiting = [], iter(words)
+    for word in waiting:
+        name, equals, value = word.partition("=")
+        if name != "--import":
+            left.append(word)
+            continue
+        given = value if equals else next(waiting, None)
+        if not given:
+            raise ValueError(f"--import must be followed by a Python file or module, got {word!r} alone")
+        _load(given)
+    return left
+
+
+def _load(name: str) -> None:
+    path = Path(name)
+    try:
+        if path.suffix != ".py":
+            importlib.import_module(name)
+        else:
+            spec = importlib.util.spec_from_file_location(path.stem, path)
+            if spec is None or spec.loader is None or not path.is_file():
+                raise FileNotFoundError("there is no such file")
+            module = importlib.util.module_from_spec(spec)
+            sys.modules[path.stem] = module  # dataclasses look their module up by its name
+            spec.loader.exec_module(module)
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise ValueError(f"--import must be a Python file or module that runs, got {name!r} ({reason})") from error
 
 
 @dataclass(frozen=True)

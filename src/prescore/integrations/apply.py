@@ -64,11 +64,12 @@ class Applied:
             undo()
 
     def report(self) -> Report:
-        """What each replaced layer did in its last call; print it to see a table."""
+        """What each replaced layer did since its last prompt began; print it to see a table."""
         entries = []
         for number, function in self._functions.items():
             did = None if function.last is None else function.last.counted()
-            entries.append(LayerReport(number, self.layers[number], function.config, did))
+            phases = function.history.phases
+            entries.append(LayerReport(number, self.layers[number], function.config, did, phases))
         return Report(tuple(entries))
 
     def __enter__(self) -> Applied:
@@ -82,6 +83,12 @@ class Applied:
     def __deepcopy__(self, memo: object) -> Applied:
         reason = "it undoes what it did to one model; copy the model, which stays as it is, and apply to the copy"
         raise Unsupported("a copy of an Applied", [reason])
+
+    def __str__(self) -> str:
+        kinds = ", ".join(dict.fromkeys(describe(config) for config in self.configs.values())) or "all exact"
+        state = "undone; it was " if self._undo is None else ""
+        where = f"in {len(self.layers)} of {self._n_layers} layers"
+        return f"{type(self.model).__name__} ({self.adapter}): {state}{kinds} {where}\n{self.report()}"
 
     def __repr__(self) -> str:
         state = "undone" if self._undo is None else f"{len(self.layers)} of {self._n_layers} layers"
@@ -112,7 +119,7 @@ def apply(
     Example:
         >>> with prescore.apply(model, prescore.Selected(top_k=1024), layers="last:8") as applied:
         ...     model.generate(**inputs)
-        ...     print(applied.report())
+        ...     print(applied)
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")

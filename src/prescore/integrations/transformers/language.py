@@ -30,8 +30,13 @@ def detect(model: nn.Module) -> bool:
 
 
 def layers(model: nn.Module) -> list[str]:
-    """Names of the causal self-attention modules that go through transformers' attention interface."""
-    names = [name for name, module in _interface_modules(model).items() if _causal(module)]
+    """Names of the self-attention modules that go through transformers' attention interface.
+
+    Those of a decoder are causal; only a model that has none of these is an encoder, all of whose layers count.
+    """
+    found = _interface_modules(model)
+    names = [name for name, module in found.items() if _causal(module)]
+    names = names or [name for name, module in found.items() if not getattr(module, "is_cross_attention", False)]
     if not names or not all(root._can_set_attn_implementation() for root in _roots(model)):
         raise Unsupported(
             f"apply on {type(model).__name__}",
