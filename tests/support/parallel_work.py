@@ -1,0 +1,56 @@
+"""What the crew is told to do; every function takes the process group first and returns plain tensors."""
+
+import torch
+
+import prescore
+from prescore.testing.inputs import attention_tensors
+
+
+def piece(tensor, group, dim=2):
+    """This rank's part of a tensor."""
+    if tensor is None:
+        return None
+    return tensor.chunk(group.size(), dim)[group.rank()].contiguous()
+
+
+def attend(group, config, inputs, mask, options, learned=True):
+    """Output, lse, gradients of query, key and value, and statistics, all of this rank's piece."""
+    parts = [piece(tensor, group).requires_grad_(learned) for tensor in inputs]
+    output, aux = prescore.prescored_attention(
+        *parts, config, key_padding_mask=piece(mask, group, 1), group=group, return_aux=True, **options
+    )
+    if learned:
+        weights = piece(gradient_weights(inputs), group)
+        (output * weights).sum().backward()
+    grads = [part.grad for part in parts]
+    return output.detach(), aux.lse.detach(), *grads, aux.stats
+
+
+def attend_quietly(group, config, inputs, mask, options):
+    """The output alone, without lse or gradients."""
+    parts = [piece(tensor, group) for tensor in inputs]
+    return prescore.prescored_attention(
+        *parts, config, key_padding_mask=piece(mask, group, 1), group=group, **options
+    )
+
+
+def gradient_weights(inputs):
+    """What the output is weighed with, so that every gradient is another."""
+    query, _, value = inputs
+    return attention_tensors(
+        batch=query.shape[0], heads=query.shape[1], kv_heads=1, n_query=query.shape[2], n_keys=1,
+        dim=value.shape[3], dtype=query.dtype, seed=99,
+    )[0]  # fmt: skip
+
+
+def alone(config, inputs, mask, options):
+    """The same in one process."""
+    parts = [tensor.clone().requires_grad_() for tensor in inputs]
+    output, aux = prescore.prescored_attention(*parts, config, key_padding_mask=mask, return_aux=True, **options)
+    (output * gradient_weights(inputs)).sum().backward()
+    return output.detach(), aux.lse.detach(), *(part.grad for part in parts), aux.stats
+
+
+def joined(results):
+    """Pieces of all ranks behind one another: output, lse, gradients."""
+    return [torch.cat(parts, dim=2) for parts in zip(*(result[:5] for result in results), strict=True)]
