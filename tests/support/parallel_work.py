@@ -54,3 +54,42 @@ def alone(config, inputs, mask, options):
 def joined(results):
     """Pieces of all ranks behind one another: output, lse, gradients."""
     return [torch.cat(parts, dim=2) for parts in zip(*(result[:5] for result in results), strict=True)]
+
+
+def run_model(group, config, ids, mask, family, learned):
+    """Logits of this rank's piece of a tiny model, its loss, and the gradients of all parameters, summed."""
+    import torch.distributed as dist
+    from tiny_models import tiny
+
+    model = tiny(family)
+    kwargs = {} if mask is None else {"attention_mask": piece(mask, group, 1)}
+    labels = torch.nn.functional.pad(ids[:, 1:], (0, 1), value=-100)
+    if mask is not None:
+        labels = labels.masked_fill(torch.nn.functional.pad(mask[:, 1:], (0, 1)) == 0, -100)
+    with prescore.apply(model, config, mesh=group) as applied:
+        result = model(
+            piece(ids, group, 1), labels=piece(ids, group, 1), shift_labels=piece(labels, group, 1),
+            num_items_in_batch=(labels != -100).sum(), use_cache=False, **kwargs,
+        )  # fmt: skip
+        report = str(applied.report())
+        grads = []
+        if learned:
+            result.loss.backward()
+            for parameter in model.parameters():
+                dist.all_reduce(parameter.grad, group=group)
+                grads.append(parameter.grad)
+    loss = result.loss.detach().clone()
+    dist.all_reduce(loss, group=group)
+    return result.logits.detach(), loss, grads, report
+
+
+def run_generation(group, config, ids, new_tokens):
+    """Greedy tokens of a tiny model whose prompt lies on all ranks, and keys held by each layer's cache."""
+    from tiny_models import tiny
+
+    from prescore.integrations.transformers import generate_together
+
+    model = tiny("Llama")
+    with prescore.apply(model, config, mesh=group) as applied:
+        tokens = generate_together(model, piece(ids, group, 1), group, max_new_tokens=new_tokens)
+        return tokens, str(applied.report())

@@ -7,6 +7,7 @@ a copy of a key head and share its query heads.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -101,3 +102,24 @@ class Change:
         first, end = ranges[self.group.rank]
         size = table.shape[0] * (end - first) * table.shape[2] * table.shape[3]
         return Mail([table[:, a:b].reshape(-1) for a, b in ranges], [size] * self.group.size)
+
+
+def attend_by_heads(
+    group: Group, query: Tensor, key: Tensor, value: Tensor, attend: Callable[[Tensor, Tensor, Tensor], Tensor]
+) -> Tensor:
+    """This rank's piece of any attention that lets no head influence another.
+
+    Args:
+        group: The ranks.
+        query: This rank's piece, like key and value; all ranks must agree on their shapes.
+        key: Likewise.
+        value: Likewise.
+        attend: Attention of whole sequences.
+    """
+    change = Change(group, query.shape[1], key.shape[1])
+    whole = change.there(query, key, value)
+    if change.own.n_query_heads:
+        output = attend(*whole)
+    else:
+        output = query.new_empty(*whole[0].shape[:3], value.shape[-1])
+    return change.back(output)[0]

@@ -160,7 +160,7 @@ class _Gram(Telling):
         return min(span.length, dim) * dim
 
     def tell(self, held: Held) -> Tensor:
-        factors = torch.linalg.qr(_leverage_rows(self.scorer, held).to(torch.float64), mode="r").R
+        factors: Tensor = torch.linalg.qr(_leverage_rows(self.scorer, held).to(torch.float64), mode="r").R
         return factors.flatten(2)
 
     def score(self, held: Held, told: Sequence[Told]) -> Scored:
