@@ -69,7 +69,11 @@ def _serve(rank, size, store, timeout, orders, answers):
 
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=datetime.timedelta(seconds=timeout)
+        "gloo",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=size,
+        timeout=datetime.timedelta(seconds=timeout),
     )
     patience = datetime.timedelta(seconds=timeout)
     groups = {n: dist.new_group(list(range(n)), timeout=patience) for n in range(1, size + 1)}

@@ -93,3 +93,11 @@ def run_generation(group, config, ids, new_tokens):
     with prescore.apply(model, config, mesh=group) as applied:
         tokens = generate_together(model, piece(ids, group, 1), group, max_new_tokens=new_tokens)
         return tokens, str(applied.report())
+
+
+def bytes_of(group, config, n_tokens, is_causal):
+    """Bytes that this rank sends in one call of random keys, one head of 64 numbers; and the way it went."""
+    generator = torch.Generator().manual_seed(group.rank())
+    parts = [torch.randn(1, 1, n_tokens // group.size(), 64, generator=generator) for _ in range(3)]
+    _, aux = prescore.prescored_attention(*parts, config, is_causal=is_causal, group=group, return_aux=True)
+    return aux.stats["bytes_sent"], aux.stats["way"]

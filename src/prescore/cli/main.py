@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import typer
 
-_NOT_COMMANDS = ("main", "options", "settings")
+_NOT_COMMANDS = ("main", "options", "ranks", "settings")
 DONE, BAD_USAGE, INTERRUPTED = 0, 2, 130
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,6 +60,7 @@ class Session:
     json: bool
     threads: int
     device: str
+    quiet: bool = False
 
     @property
     def out(self) -> Path:
@@ -75,7 +76,7 @@ class Session:
         if finished:
             self.say(f"{finished} of {len(named)} rows are finished in {self.file.path}")
         try:
-            with progress(self.command, todo) as advance:
+            with nullcontext(_unseen) if self.quiet else progress(self.command, todo) as advance:
                 for key, row in named.items():
                     if key not in self.file:
                         self.file.append(self._measure(row))
@@ -91,7 +92,7 @@ class Session:
 
     def show(self, *renderables: RenderableType) -> None:
         """Print tables and text to stdout, unless JSON lines were asked for."""
-        if self.json:
+        if self.json or self.quiet:
             return
         from rich.console import Console
 
@@ -103,7 +104,8 @@ class Session:
 
     def say(self, text: str) -> None:
         """Print one line for people, beside stdout."""
-        print(text, file=sys.stderr, flush=True)
+        if not self.quiet:
+            print(text, file=sys.stderr, flush=True)
 
     def _measure(self, row: Row) -> Record:
         return measure(self.command, row, argv=list(ARGV.get()), device=self.device, threads=self.threads)
@@ -129,6 +131,10 @@ def _directory(command: str, out: Path | None, resume: bool) -> Path:
     if resume and earlier:
         return earlier[-1]
     return RUNS / command / time.strftime("%Y%m%d-%H%M%S")
+
+
+def _unseen(amount: float) -> None:
+    """Progress that nobody watches."""
 
 
 def progress(title: str, total: float) -> AbstractContextManager[Callable[[float], None]]:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from prescore.cli.options import Json, Out, Resume, Seed, Session, Threads, open_session
+from prescore.cli.ranks import Parallel, joined_ranks, shared_session
 from prescore.cli.settings import (
     Changes,
     Device,
@@ -76,12 +77,15 @@ def command(
     json: Json = False,
     resume: Resume = False,
     threads: Threads = None,
+    parallel: Parallel = False,
 ) -> None:
     """Measure the loss of a language model on long documents under exact, local-only and replaced attention.
 
     Example: prescore perplexity --method kmeans --method default --top-k 64 --top-k 256 -n 4096 --out runs/first
 
     Example: prescore perplexity --experiment appendix-a -d book.txt --out runs/appendix-a   (--resume goes on)
+
+    Example: torchrun --nproc-per-node 4 -m prescore perplexity --method kmeans -n 8192 --parallel
     """
     from prescore.evaluation.language.choice import MethodChoice
     from prescore.evaluation.language.documents import load_documents
@@ -104,24 +108,37 @@ def command(
     chosen.methods(_TYPICAL_LENGTH)  # what cannot be is refused before anything is loaded
     texts = load_documents(document, limit=None if document is None else documents)
     quiet_loading()
-    session = open_session("perplexity", out=out, json=json, resume=resume, threads=threads, device=device)
-    loaded = load_language_model(model, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
-    lengths = length or default_lengths(experiment, loaded.trained_length)
-    if document is None:
-        texts = long_enough(session, loaded, texts, offset + windows * max(lengths), documents)
-    places = read_layers(layers)
-    rows: list[Row] = []
-    for n_tokens in lengths:
-        read = make_windows(
-            loaded, texts, n_tokens, first=first, offset=offset, per_document=windows, skip_short=skip_short
-        )
-        for each in chosen.methods(n_tokens):
-            rows += [
-                loss_row(loaded, window, each, experiment=experiment, layers=places, seed=seed) for window in read
-            ]
-    summarise(list(session.file))  # a damaged figure is refused before hours are spent beside it
-    records = session.run(rows)
-    write_results(session, records, experiment, loaded)
+    with joined_ranks(parallel, device) as ranks:
+        leads = ranks is None or ranks.rank == 0
+        opened = None
+        if leads:
+            opened = open_session("perplexity", out=out, json=json, resume=resume, threads=threads, device=device)
+        with shared_session(opened, ranks, "perplexity") as session:
+            loaded = load_language_model(model, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
+            lengths = length or default_lengths(experiment, loaded.trained_length)
+            if document is None:
+                texts = long_enough(session, loaded, texts, offset + windows * max(lengths), documents)
+            places = read_layers(layers)
+            rows: list[Row] = []
+            for n_tokens in lengths:
+                read = make_windows(
+                    loaded,
+                    texts,
+                    n_tokens,
+                    first=first,
+                    offset=offset,
+                    per_document=windows,
+                    skip_short=skip_short,
+                )
+                rows += [
+                    loss_row(loaded, window, each, experiment=experiment, layers=places, seed=seed, group=ranks)
+                    for each in chosen.methods(n_tokens)
+                    for window in read
+                ]
+            summarise(list(session.file))  # a damaged figure is refused before hours are spent beside it
+            records = session.run(rows)
+            if leads:
+                write_results(session, records, experiment, loaded)
 
 
 def long_enough(

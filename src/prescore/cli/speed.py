@@ -28,8 +28,8 @@ def command(
     study: Annotated[
         list[str] | None,
         typer.Option(
-            help="lengths, top-k, clusters, decode, scoring (each method alone), short (what short inputs lose); "
-            "may be repeated.  [default: all]"
+            help="lengths, top-k, clusters, decode, scoring (each method alone), short (what short inputs lose), "
+            "parallel (bytes and times on 2 and 4 processes); may be repeated.  [default: all but parallel]"
         ),
     ] = None,
     heads: Annotated[int, typer.Option(min=1, help="Heads.")] = 4,
@@ -106,6 +106,7 @@ def command(
 def _show(session: Session, records: list[Record]) -> None:
     """The tables of each study on the terminal, and the plot of the lengths in the run's directory."""
     from prescore.report import speed as report
+    from prescore.report.parallel import parallel_table
 
     studies = {record.config["study"] for record in records}
     kinds = report.kinds(records)
@@ -117,6 +118,7 @@ def _show(session: Session, records: list[Record]) -> None:
         if name in studies:
             session.show(report.sweep_table(records, name, field).to_rich())
     tables = {"decode": report.decode_table, "scoring": report.scoring_table, "short": report.short_table}
+    tables["parallel"] = parallel_table
     for name, table in tables.items():
         if name in studies:
             session.show(table(records).to_rich())

@@ -142,14 +142,18 @@ class TogetherAttention:
         if query.shape[2] != key.shape[2]:
             reasons.append(f"it has {query.shape[2]} queries for {key.shape[2]} keys that no cache of ours holds")
         if reasons:
-            raise Unsupported(f"attention on several ranks in layer {situation.layer} ({situation.owner})", reasons)
+            raise Unsupported(
+                f"attention on several ranks in layer {situation.layer} ({situation.owner})", reasons
+            )
 
     def _valid(self, query: Tensor, key: Tensor, situation: Situation) -> Tensor | None:
         """`[B, n]` real keys of this rank, where any rank has padding; None = there is none."""
         form = situation.form(query, key)
         if form.kind not in ("causal", "full"):
             reason = "the attention mask must be causal or full beside padding on every rank"
-            raise Unsupported(f"attention on several ranks in layer {situation.layer}", [f"{reason}, got {form.kind}"])
+            raise Unsupported(
+                f"attention on several ranks in layer {situation.layer}", [f"{reason}, got {form.kind}"]
+            )
         if not self.together.padded:
             return None
         if form.valid is not None:

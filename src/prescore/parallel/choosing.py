@@ -79,7 +79,9 @@ class Choosing:
         held = {block: self._held(block) for block in self.scored if self._holds(block)}
         dtype = telling.wire(self.piece.key.dtype, self.wide)
         own = {block: telling.tell(each).to(dtype) for block, each in held.items()}
-        told = self._among_holders(own, lambda block, rank: telling.size(held[block], self._span(block, rank)), dtype)
+        told = self._among_holders(
+            own, lambda block, rank: telling.size(held[block], self._span(block, rank)), dtype
+        )
         return {
             block: telling.score(each, [Told(self._span(block, rank), part) for rank, part in told[block]])
             for block, each in held.items()

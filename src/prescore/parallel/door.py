@@ -38,9 +38,7 @@ class Asked:
     explain: bool
 
 
-def attend_in_group(
-    group: object, asked: Asked, check: Callable[[], tuple[Config, Backend]], run: Run
-) -> Outcome:
+def attend_in_group(group: object, asked: Asked, check: Callable[[], tuple[Config, Backend]], run: Run) -> Outcome:
     """This rank's piece of the result.
 
     Args:

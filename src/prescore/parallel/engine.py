@@ -46,7 +46,12 @@ def attend_pieces(piece: Piece, config: Config, run: Run, *, explain: bool = Fal
         way, outcome = HEADS, _by_heads(piece, config, run, explain)
     if not explain:
         return outcome
-    stats: Values = {**outcome.stats, "way": way, "ranks": piece.group.size, "bytes_sent": piece.group.sent - before}
+    stats: Values = {
+        **outcome.stats,
+        "way": way,
+        "ranks": piece.group.size,
+        "bytes_sent": piece.group.sent - before,
+    }
     if way == HEADS and isinstance(config, Selected):
         stats["why_not_rows"] = why_not_rows(piece, config)
     return Outcome(outcome.attended, outcome.count_rows, [], stats)

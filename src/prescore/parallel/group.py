@@ -46,7 +46,7 @@ class Group:
         whole = tensor.new_empty(self.size, *tensor.shape)
         self.sent += (self.size - 1) * n_bytes(tensor)
         with self._talking():
-            dist.all_gather_into_tensor(whole.view(-1), tensor.contiguous().view(-1), group=self.process_group)
+            dist.all_gather(list(whole.unbind(0)), tensor.contiguous(), group=self.process_group)
         return whole
 
     def gather_learned(self, tensor: Tensor) -> Tensor:
@@ -160,7 +160,9 @@ def as_group(group: object, name: str = "group") -> Group:
             )
         group = group.get_group()
     if not isinstance(group, dist.ProcessGroup):
-        raise TypeError(f"{name} must be a torch.distributed process group or DeviceMesh, got {type(group).__name__}")
+        raise TypeError(
+            f"{name} must be a torch.distributed process group or DeviceMesh, got {type(group).__name__}"
+        )
     if dist.get_rank(group) < 0:
         raise ValueError(f"{name} must contain this process, got a group of {group.size()} other ranks")
     return Group(group)

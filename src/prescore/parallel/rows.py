@@ -132,7 +132,8 @@ class _Parts:
         found = leaf_parts(self.places.leaf, queries, near.length, None, self.piece.query.dtype)
         whole = torch.arange(self.queries.batch * self.queries.heads * near.length, device=self.queries.device)
         return [
-            part if part.key_rows is not None else replace(part, key_rows=whole.view(part.shape[0], -1)) for part in found
+            part if part.key_rows is not None else replace(part, key_rows=whole.view(part.shape[0], -1))
+            for part in found
         ]
 
     def _meeting(self, block: Block, rows: Tensor) -> Meeting:
@@ -190,7 +191,9 @@ class _Parts:
             for block in shared
             if (span := self.own.within(block.queries).behind(self.own.begin)).length
         }
-        spans = [[(b, q.within(b.queries).length) for b in mine if q.within(b.queries).length] for q in places.queries]
+        spans = [
+            [(b, q.within(b.queries).length) for b in mine if q.within(b.queries).length] for q in places.queries
+        ]
         parts = [
             torch.cat([own.new_empty(0), *(mine[block].reshape(-1) for block, _ in spans[other])])
             for other in range(group.size)
@@ -206,6 +209,8 @@ class _Parts:
 
     def _place(self, block: Block, ranks: Tensor) -> Placed:
         order = torch.sort(ranks, dim=-1, stable=True).indices
-        places = torch.empty_like(order).scatter_(-1, order, torch.arange(order.shape[-1], device=order.device).expand_as(order))
+        places = torch.empty_like(order).scatter_(
+            -1, order, torch.arange(order.shape[-1], device=order.device).expand_as(order)
+        )
         own = self.own.within(block.queries).behind(block.queries.begin)
         return Placed(places[..., own.begin : own.end], order.shape[-1])

@@ -32,7 +32,14 @@ def attend_step(
     """
     newest = group.rank == group.size - 1
     call = make_call(
-        query, key, value, valid, is_causal=newest, scale=scale, backend=pick_backend(Needs.of(query)), aligned=False
+        query,
+        key,
+        value,
+        valid,
+        is_causal=newest,
+        scale=scale,
+        backend=pick_backend(Needs.of(query)),
+        aligned=False,
     )
     own = call.exactly()
     told = torch.cat((own.output.to(own.lse.dtype), own.lse[..., None]), dim=-1)

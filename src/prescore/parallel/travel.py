@@ -65,7 +65,8 @@ class Travel:
         counts = self._counts()
         near = [self._near(sender, self.rank).length * self.n_rows for sender in range(self.size)]
         n_incoming = [
-            near[sender] + sum(int(count.sum()) for count in counts[sender].values()) for sender in range(self.size)
+            near[sender] + sum(int(count.sum()) for count in counts[sender].values())
+            for sender in range(self.size)
         ]
         leaving = [self._leaving(needer) for needer in range(self.size)]
         mails = []

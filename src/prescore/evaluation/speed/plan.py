@@ -9,11 +9,14 @@ from typing import Any
 
 from prescore import checks
 from prescore.evaluation.speed.decode import DecodeSetting, decode_rows
+from prescore.evaluation.speed.parallel import RANKS, ParallelSetting, parallel_row
 from prescore.evaluation.speed.studies import ScoringSetting, ShortSetting, scoring_row, short_rows
 from prescore.evaluation.speed.timing import LONG, Setting, length_rows
 from prescore.records import Row
 
 STUDIES = ("lengths", "top-k", "clusters", "decode", "scoring", "short")
+ON_REQUEST = ("parallel",)
+"""Studies that run only when they are named."""
 BOTH = (False, True)
 BUDGETS = (256, 512, 1024, 2048, 4096, 8192)
 CLUSTERS = (8, 16, 32, 65, 128, 256)
@@ -29,7 +32,7 @@ class SpeedPlan:
     Attributes:
         base: Sizes, methods and repeats of all; its length and kind are those of no row.
         lengths: Ascending.
-        studies: Names of `STUDIES`.
+        studies: Names of `STUDIES` and `ON_REQUEST`.
         causal: Full, causal, or both.
         backward: Forward, forward and backward, or both.
         exact_heads: Heads that exact attention is measured on; None = one above `LONG`, else all.
@@ -48,7 +51,7 @@ class SpeedPlan:
 
     def __post_init__(self) -> None:
         for name in self.studies:
-            checks.one_of("--study", name, STUDIES)
+            checks.one_of("--study", name, (*STUDIES, *ON_REQUEST))
         for name in self.base.methods:
             self.base.config(name)  # refuses an unknown one
 
@@ -61,6 +64,7 @@ class SpeedPlan:
             "decode": self._decode,
             "scoring": self._scoring,
             "short": self._short,
+            "parallel": self._parallel,
         }
         return [row for name, make in made.items() if name in self.studies for row in make(seed)]
 
@@ -101,3 +105,25 @@ class SpeedPlan:
         sizes = self.base.heads, self.base.dim, self._rounds
         kinds = itertools.product(BOTH, BOTH, self.short)
         return short_rows([ShortSetting(n, causal, backward, *sizes) for causal, backward, n in kinds], seed)
+
+    def _parallel(self, seed: int) -> list[Row]:
+        base, kinds = self.base, itertools.product(self.causal, self.backward, self.lengths, RANKS)
+        return [
+            parallel_row(
+                ParallelSetting(
+                    n,
+                    ranks,
+                    causal,
+                    backward,
+                    base.heads,
+                    base.dim,
+                    base.dtype,
+                    base.repeats,
+                    base.top_k,
+                    base.min_seq_len,
+                ),
+                seed,
+            )
+            for causal, backward, n, ranks in kinds
+            if n <= LONG
+        ]
