@@ -13,8 +13,8 @@ PATIENCE = 300
 class Crew:
     """`SIZE` spawned processes, joined by gloo.
 
-    `crew.run(function, ..., ranks=2)` calls a function of a module on the first two of them, with the process group
-    as its first argument, and returns what each gave back; an exception there is raised here.
+    `crew.run(function, ..., ranks=2)` calls a function of a module on the first two of them, with the process
+    group as its first argument, and returns what each gave back; an exception there is raised here.
     """
 
     def __init__(self, store, size=SIZE, timeout=60):

@@ -78,7 +78,7 @@ def stratified(
 
 
 def strata(n_valid: Tensor, counts: Tensor, size: int, streams: Streams, name: str, *, like: Tensor) -> Tensor:
-    """`[P, size]` positions of a stratified sample, see `stratified`; those behind a problem's count are filler."""
+    """`[P, size]` positions of a sample, see `stratified`; those behind a problem's count are filler."""
     jitter = torch.arange(size, device=like.device) + streams.uniform(name, size, like=like)
     stride = n_valid.to(torch.float64) / counts.clamp(min=1)
     last = (n_valid - 1).clamp(min=0).unsqueeze(1)

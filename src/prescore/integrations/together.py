@@ -1,8 +1,8 @@
 """A model whose sequences lie on several ranks: each rank runs it on its piece, and attention talks to the others.
 
-Everything outside attention works on one position at a time, so a rank needs to know only where its piece begins, and
-attention needs the group. A forward without a past is a piece of the prompt; with a past, the new tokens are the same on
-all ranks and their keys stay with the last one.
+Everything outside attention works on one position at a time, so a rank needs to know only where its piece begins,
+and attention needs the group. A forward without a past is a piece of the prompt; with a past, new tokens are the
+same on all ranks and their keys stay with the last one.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Which ranks hold the keys of a block, and which ranks have queries that meet it.
 
-A block is the whole problem without causality, or an off-diagonal block of the causal grid (`prescore.hyper.grid`).
-All of this follows from lengths alone, so every rank knows it of every other rank.
+A block is the whole problem without causality, or an off-diagonal block of the causal grid, see
+`prescore.hyper.grid`; all of this follows from lengths alone, so every rank knows it of every other rank.
 """
 
 from __future__ import annotations

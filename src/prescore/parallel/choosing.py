@@ -1,4 +1,4 @@
-"""Algorithm 1 on several ranks: holders score their own keys, compare candidates, and know which of theirs are kept."""
+"""Algorithm 1 on several ranks: holders score their own keys, compare candidates, and know which are kept."""
 
 from __future__ import annotations
 

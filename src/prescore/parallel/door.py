@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import zlib
 from collections.abc import Callable
@@ -48,7 +49,7 @@ def attend_in_group(group: object, asked: Asked, check: Callable[[], tuple[Confi
         run: The one-process engines.
     """
     ranks = as_group(group)
-    generator = asked.generator
+    generator, sent = asked.generator, ranks.sent
     before = generator.get_state() if isinstance(generator, torch.Generator) else None
     refusal: Exception | None = None
     facts: Values = {}
@@ -71,7 +72,10 @@ def attend_in_group(group: object, asked: Asked, check: Callable[[], tuple[Confi
     piece = Piece(
         ranks, asked.query, asked.key, asked.value, mask, asked.is_causal, asked.scale, backend, streams
     )  # fmt: skip
-    return attend_pieces(piece, config, run, explain=asked.explain)
+    outcome = attend_pieces(piece, config, run, explain=asked.explain)
+    if not asked.explain:
+        return outcome
+    return dataclasses.replace(outcome, stats={**outcome.stats, "bytes_sent": ranks.sent - sent})
 
 
 def refuse_in_group(has_selection: bool, dropout_p: float) -> None:

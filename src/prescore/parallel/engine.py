@@ -3,7 +3,7 @@
 | configuration | way | what travels |
 |---|---|---|
 | `Exact` | `gather` | all keys and values to every rank |
-| `Selected` | `rows` where its scorer can be told from pieces, else `heads` | a sample, scores, the selected rows |
+| `Selected` | `rows` where pieces are enough to score, else `heads` | a sample, scores, the selected rows |
 | `Hyper`, `Routed` | `heads` | each rank gets all positions of some heads, outputs go back |
 """
 
@@ -37,7 +37,6 @@ def attend_pieces(piece: Piece, config: Config, run: Run, *, explain: bool = Fal
         run: The one-process engines.
         explain: Also tell figures, and lse, which is else empty where nobody had to know it.
     """
-    before = piece.group.sent
     if isinstance(config, Exact):
         way, outcome = GATHER, _by_gathering(piece, config, run, explain)
     elif isinstance(config, Selected) and not why_not_rows(piece, config):
@@ -46,12 +45,7 @@ def attend_pieces(piece: Piece, config: Config, run: Run, *, explain: bool = Fal
         way, outcome = HEADS, _by_heads(piece, config, run, explain)
     if not explain:
         return outcome
-    stats: Values = {
-        **outcome.stats,
-        "way": way,
-        "ranks": piece.group.size,
-        "bytes_sent": piece.group.sent - before,
-    }
+    stats: Values = {**outcome.stats, "way": way, "ranks": piece.group.size}
     if way == HEADS and isinstance(config, Selected):
         stats["why_not_rows"] = why_not_rows(piece, config)
     return Outcome(outcome.attended, outcome.count_rows, [], stats)

@@ -1,7 +1,7 @@
 """Before anything is computed: all ranks say what they were asked for, and refuse together if they disagree.
 
-A rank that raised alone would leave the others waiting, so every rank sends a note of fixed size: what it was asked
-for, or the sentence with which it refuses. All read the same notes and raise the same error.
+A rank that raised alone would leave the others waiting, so every rank sends a note of fixed size: what it was
+asked for, or the sentence with which it refuses. All read the same notes and raise the same error.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Heads change hands: every rank gets all positions of some heads, runs the one-process engine, and gives back.
 
-Nothing that the engines draw or decide depends on the number of a head, so a head's result is the same wherever it
-is computed. A key head goes to one rank with all its query heads; where ranks outnumber key heads, several ranks get
+Nothing that the engines draw depends on the number of a head, so a head's result is the same wherever it is
+computed. A key head goes to one rank with all its query heads; where ranks outnumber key heads, several ranks get
 a copy of a key head and share its query heads.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -36,13 +37,13 @@ def share_heads(n_heads: int, n_kv_heads: int, n_ranks: int) -> list[Share]:
     group = n_heads // n_kv_heads
     if n_ranks <= n_kv_heads:
         cuts = [rank * n_kv_heads // n_ranks for rank in range(n_ranks + 1)]
-        return [Share(a, b, a * group, b * group) for a, b in zip(cuts[:-1], cuts[1:], strict=True)]
+        return [Share(a, b, a * group, b * group) for a, b in pairwise(cuts)]
     shares = []
     cuts = [head * n_ranks // n_kv_heads for head in range(n_kv_heads + 1)]
     for head in range(n_kv_heads):
         n_sharing = cuts[head + 1] - cuts[head]
         inner = [head * group + place * group // n_sharing for place in range(n_sharing + 1)]
-        for first, end in zip(inner[:-1], inner[1:], strict=True):
+        for first, end in pairwise(inner):
             shares.append(Share(head, head + (end > first), first, end))
     return shares
 
@@ -118,8 +119,5 @@ def attend_by_heads(
     """
     change = Change(group, query.shape[1], key.shape[1])
     whole = change.there(query, key, value)
-    if change.own.n_query_heads:
-        output = attend(*whole)
-    else:
-        output = query.new_empty(*whole[0].shape[:3], value.shape[-1])
-    return change.back(output)[0]
+    nothing = query.new_empty(*whole[0].shape[:3], value.shape[-1])
+    return change.back(attend(*whole) if change.own.n_query_heads else nothing)[0]

@@ -76,7 +76,7 @@ def whole_mask(group: Group, mask: Tensor | None) -> Tensor | None:
     if bool(holes.any()):
         row, place = holes.nonzero()[0].tolist()
         raise ValueError(
-            f"key_padding_mask must have no padding between the real keys of a sequence that lies on several ranks, "
+            f"key_padding_mask must have no padding between the real keys of a sequence on several ranks, "
             f"got some at position {place} of sequence {row}"
         )
     return whole

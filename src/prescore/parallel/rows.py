@@ -177,7 +177,7 @@ class _Parts:
         return hash_ranks(query, directions), hash_ranks(self.arrived.key, directions)
 
     def _placed(self, ranks: Tensor) -> dict[Block, Placed]:
-        """Where own queries stand among all of a block, for `alignment="rank"`: the ranks of the others are asked."""
+        """Where own queries stand among all of a block, for `alignment="rank"`: the others are asked."""
         lsh = self.config.inner
         if not isinstance(lsh, Lsh) or lsh.alignment != "rank":
             return {}

@@ -1,7 +1,7 @@
 """A decode step on keys that lie on several ranks: each rank attends to its own, results merge by log-sum-exp.
 
-New tokens are the same on all ranks, so their queries need not be sent: what travels is one output and one lse for each
-query and head, whatever the length of the past.
+New tokens are the same on all ranks, so their queries need not be sent: what travels is one output and one lse for
+each query and head, whatever the length of the past.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Scores of keys that lie on several ranks: what the holders of a block must tell one another before they can score.
+"""Scores of keys that lie on several ranks: what the holders of a block tell one another before they can score.
 
-A key's score is a function of the key and of something small that all keys decide together: a mean, a Gram matrix, the
-centres of clusters fitted on a sample. Every holder tells its part of that, hears the others', computes the same
-something from all parts in the order of ranks, and scores its own keys.
+A key's score is a function of the key and of something small that all keys decide together: a mean, a Gram matrix,
+the centres of clusters fitted on a sample. Every holder tells its part of that, hears the others', computes the
+same something from all parts in the order of ranks, and scores its own keys.
 """
 
 from __future__ import annotations

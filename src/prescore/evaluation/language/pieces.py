@@ -1,4 +1,4 @@
-"""Loss of a language model whose documents lie on several ranks: the same figures as one process, on every rank."""
+"""Loss of a language model whose documents lie on several ranks: the figures of one process, on every rank."""
 
 from __future__ import annotations
 

@@ -79,9 +79,7 @@ def measure_parallel(setting: ParallelSetting, seed: int) -> Values:
     with tempfile.TemporaryDirectory() as folder:
         threads = max(1, torch.get_num_threads() // setting.ranks)
         arguments = (setting, seed, folder, threads)
-        start_processes(  # type: ignore[no-untyped-call]
-            _serve, args=arguments, nprocs=setting.ranks, start_method="spawn"
-        )
+        start_processes(_serve, args=arguments, nprocs=setting.ranks, start_method="spawn")
         found = [torch.load(Path(folder) / f"rank{rank}.pt") for rank in range(setting.ranks)]
     ways: Values = {}
     for name in setting.configs():

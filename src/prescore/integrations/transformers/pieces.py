@@ -51,7 +51,7 @@ class PieceLayer(DynamicLayer):  # type: ignore[no-untyped-call]
 
 
 class PieceCache(DynamicCache):
-    """A cache of which every rank of a group holds a piece; `prescore.apply(model, mesh=...)` makes it by itself."""
+    """A cache of which every rank holds a piece; `prescore.apply(model, mesh=...)` makes it by itself."""
 
     def __init__(self, config: Any, group: Group) -> None:
         super().__init__(config=config)
