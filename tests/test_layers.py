@@ -27,15 +27,18 @@ MAY_IMPORT = {
     "exact": LOW | {"call", "ops", "selection"},
     "hyper": BELOW_API,
     "routed": LOW | {"ops", "clustering", "call", "config"},
-    "api": BELOW_API | ENGINES,
+    "parallel": BELOW_API | {"hyper"},
+    "api": BELOW_API | ENGINES | {"parallel"},
     "baselines": BELOW_API | {"api"},
     "decoding": BELOW_API | {"api", "hyper", "routed"},
-    "integrations": LOW | {"config", "call", "api", "decoding"},
+    "integrations": LOW | {"config", "call", "api", "decoding", "parallel"},
     "testing": LOW | {"config", "scorers", "selection", "prescoring"},
     "evaluation": BELOW_API
-    | {"api", "baselines", "decoding", "integrations", "testing", "records", "causal_sizes"},
+    | {"api", "baselines", "decoding", "integrations", "parallel", "testing", "records", "causal_sizes"},
     "report": {"records", "causal_sizes", "values"},
-    "cli": LOW | {"config", "scorers", "api", "integrations", "evaluation", "report", "records", "causal_sizes"},
+    "cli": LOW
+    | {"config", "scorers", "api", "parallel", "integrations", "evaluation", "report", "records", "causal_sizes"},
+    "__main__": {"cli"},
 }
 """What each folder and root module may import beside itself; `hyper` and `routed` never see each other."""
 EXCEPTIONS = {

@@ -65,7 +65,9 @@ def way(name, masked=False):
 
 
 def tensors(dtype=torch.float64, **sizes):
-    return attention_tensors(**{"batch": 2, "heads": 6, "kv_heads": 3, "n_keys": 96, "dim": 8, **sizes}, dtype=dtype)
+    return attention_tensors(
+        **{"batch": 2, "heads": 6, "kv_heads": 3, "n_keys": 96, "dim": 8, **sizes}, dtype=dtype
+    )
 
 
 def assert_same(found, wanted, budget=FLOAT64):

@@ -49,10 +49,9 @@ def agree(group: Group, facts: Values, refusal: Exception | None, device: torch.
 def _written(note: Values, device: torch.device) -> Tensor:
     text = json.dumps(note).encode()
     if len(text) > NOTE:
-        name, value = max(note.items(), key=lambda item: len(json.dumps(item[1])))
-        if name != _REFUSED:
-            raise ValueError(f"{name} must fit into a note of {NOTE} bytes, got {len(text)}")
-        kind, sentence = value
+        kind, sentence = note.get(
+            _REFUSED, ["ValueError", f"a note must have {NOTE} bytes at most, got {len(text)}"]
+        )
         text = json.dumps({_REFUSED: [kind, sentence[: NOTE // 8]]}).encode()
     return torch.frombuffer(bytearray(text.ljust(NOTE)), dtype=torch.uint8).to(device)
 
