@@ -17,7 +17,7 @@ from prescore.hyper.problems import FULL
 from prescore.ops.backend import Backend, Needs, pick_backend
 from prescore.ops.dropout import Dropout
 from prescore.ops.exact import exact_output
-from prescore.parallel.door import Asked, attend_in_group, refuse_in_group
+from prescore.parallel.door import PieceRequest, attend_in_group, refuse_in_group
 from prescore.prescoring import score_keys, select_keys
 from prescore.rng import Streams, as_streams, check_generator
 from prescore.routed import engine as routed
@@ -292,7 +292,7 @@ def attend_together(
         return _check(query, key, value, config, options), _backend(query, options.backend, 0.0, Streams())
 
     is_causal, mask, scale, generator, *_ = options
-    asked = Asked(query, key, value, is_causal, mask, scale, generator, explain)
+    asked = PieceRequest(query, key, value, is_causal, mask, scale, generator, explain)
     return attend_in_group(group, asked, check, _run_or_shortcut)
 
 

@@ -7,7 +7,7 @@ from prescore.config import Selected
 from prescore.hyper.grid import Queries, levels
 from prescore.parallel.blocks import Map, Span
 from prescore.parallel.heads import Share, share_heads
-from prescore.parallel.pieces import Piece
+from prescore.parallel.pieces import OwnPiece
 
 
 @pytest.mark.parametrize(
@@ -40,7 +40,7 @@ class _Ranks:
 
 def piece(n_query, n_keys, ranks, *, is_causal=True):
     query, key = torch.zeros(1, 1, n_query, 2), torch.zeros(1, 1, n_keys, 2)
-    return Piece(_Ranks(ranks), query, key, key, None, is_causal, None, None, None)
+    return OwnPiece(_Ranks(ranks), query, key, key, None, is_causal, None, None, None)
 
 
 @pytest.mark.parametrize(("n_query", "n_keys", "ranks", "leaf"), [(24, 24, 4, 8), (10, 10, 3, 4), (5, 16, 2, 3)])

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from prescore.config import Coupling, Lsh
-from prescore.hyper.tiles import Placed, Tiles, hash_tiles, placed_tiles, rank_tiles
+from prescore.hyper.tiles import PlacedQueries, Tiles, hash_tiles, placed_tiles, rank_tiles
 from prescore.ops.backend import accumulation_dtype
 from prescore.ops.parts import Part
 
@@ -99,7 +99,7 @@ def hyper_part(
     lsh: Lsh,
     coupling: Coupling,
     dtype: torch.dtype,
-    placed: Placed | None = None,
+    placed: PlacedQueries | None = None,
 ) -> Part:
     """Each query over its LSH block and the residual samples.
 

@@ -71,14 +71,14 @@ def rank_tiles(
 
 
 @dataclass(frozen=True, eq=False)
-class Placed:
+class PlacedQueries:
     """Places `[P, H, G, W]` of some queries in the order of the ranks of all `n_queries` of their problem."""
 
     places: Tensor
     n_queries: int
 
 
-def placed_tiles(placed: Placed, n_blocks: Tensor | int) -> Tiles:
+def placed_tiles(placed: PlacedQueries, n_blocks: Tensor | int) -> Tiles:
     """Send each query to the block that `rank_tiles` gives it among all queries."""
     places = placed.places.flatten(2)
     blocks = torch.as_tensor(n_blocks, device=places.device).expand(places.shape[:2])[..., None]

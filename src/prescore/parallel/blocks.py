@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from prescore.config import Selected
 from prescore.hyper.problems import FULL
-from prescore.parallel.pieces import Piece
+from prescore.parallel.pieces import OwnPiece
 from prescore.selection.budget import budget_count
 
 
@@ -81,7 +81,7 @@ class Map:
         near: In causal mode: the positions whose keys each rank reads exactly, beginning with a leaf; else empty.
     """
 
-    def __init__(self, piece: Piece, config: Selected) -> None:
+    def __init__(self, piece: OwnPiece, config: Selected) -> None:
         n_own_keys, n_own = piece.key.shape[2], piece.query.shape[2]
         ranks = range(piece.group.size)
         first = piece.n_keys - piece.n_query if piece.is_causal else 0
@@ -113,7 +113,7 @@ def count_blocks(n_keys: int, n_query: int, leaf: int) -> int:
     return 0 if n_query == 0 else -(-n_keys // leaf)
 
 
-def _full_block(piece: Piece, config: Selected) -> Block:
+def _full_block(piece: OwnPiece, config: Selected) -> Block:
     n_query = piece.n_query
     few = n_query <= config.min_seq_len if config.leaf_inclusive else n_query < config.min_seq_len
     keys = Span(0, piece.n_keys)

@@ -11,7 +11,7 @@ from torch import Tensor
 from prescore.config import Selected
 from prescore.hyper.plan import block_scorer
 from prescore.parallel.blocks import Block, Map, Span
-from prescore.parallel.pieces import Piece
+from prescore.parallel.pieces import OwnPiece
 from prescore.parallel.told import Held, Told, telling_of
 from prescore.scorers.base import Scored, Scorer
 from prescore.scorers.clustered import ClusteringScorer
@@ -34,7 +34,7 @@ class Kept:
 class Choosing:
     """The choices of one call on this rank, for all its blocks."""
 
-    def __init__(self, piece: Piece, config: Selected, places: Map) -> None:
+    def __init__(self, piece: OwnPiece, config: Selected, places: Map) -> None:
         self.piece, self.config, self.places = piece, config, places
         wide = torch.promote_types(piece.key.dtype, torch.float32)
         self.wide = wide

@@ -17,7 +17,7 @@ from prescore.ops.backend import Backend
 from prescore.parallel.engine import Run, attend_pieces
 from prescore.parallel.group import as_group
 from prescore.parallel.handshake import agree
-from prescore.parallel.pieces import Piece, whole_mask
+from prescore.parallel.pieces import OwnPiece, whole_mask
 from prescore.rng import Streams, as_streams
 from prescore.types import Outcome
 from prescore.values import Values
@@ -26,7 +26,7 @@ _SHOWN = 600
 
 
 @dataclass(frozen=True, eq=False)
-class Asked:
+class PieceRequest:
     """What one rank was asked for, not yet checked; the fields are arguments of `prescored_attention`."""
 
     query: Tensor
@@ -39,7 +39,9 @@ class Asked:
     explain: bool
 
 
-def attend_in_group(group: object, asked: Asked, check: Callable[[], tuple[Config, Backend]], run: Run) -> Outcome:
+def attend_in_group(
+    group: object, asked: PieceRequest, check: Callable[[], tuple[Config, Backend]], run: Run
+) -> Outcome:
     """This rank's piece of the result.
 
     Args:
@@ -69,7 +71,7 @@ def attend_in_group(group: object, asked: Asked, check: Callable[[], tuple[Confi
     if checked is None:
         raise RuntimeError("a rank that refuses must have raised")
     config, backend, streams = checked
-    piece = Piece(
+    piece = OwnPiece(
         ranks, asked.query, asked.key, asked.value, mask, asked.is_causal, asked.scale, backend, streams
     )  # fmt: skip
     outcome = attend_pieces(piece, config, run, explain=asked.explain)
@@ -89,7 +91,7 @@ def refuse_in_group(has_selection: bool, dropout_p: float) -> None:
         raise Unsupported("group", reasons)
 
 
-def _facts(asked: Asked, config: Config, backend: Backend, streams: Streams) -> Values:
+def _facts(asked: PieceRequest, config: Config, backend: Backend, streams: Streams) -> Values:
     """What must be equal on all ranks, by the names of the arguments."""
     tensors = {"query": asked.query, "key": asked.key, "value": asked.value}
     learned = torch.is_grad_enabled()

@@ -17,7 +17,7 @@ from torch import Tensor
 from prescore.call import Call, make_call
 from prescore.config import Config, Exact, Selected
 from prescore.parallel.heads import Change
-from prescore.parallel.pieces import Piece
+from prescore.parallel.pieces import OwnPiece
 from prescore.parallel.rows import attend_by_rows, why_not_rows
 from prescore.types import Attended, Outcome
 from prescore.values import Values
@@ -28,7 +28,7 @@ Run = Callable[[Call, Config, bool], Outcome]
 GATHER, HEADS, ROWS = "gather", "heads", "rows"
 
 
-def attend_pieces(piece: Piece, config: Config, run: Run, *, explain: bool = False) -> Outcome:
+def attend_pieces(piece: OwnPiece, config: Config, run: Run, *, explain: bool = False) -> Outcome:
     """This rank's piece of the result; `Outcome.attended` is where the queries were.
 
     Args:
@@ -51,7 +51,7 @@ def attend_pieces(piece: Piece, config: Config, run: Run, *, explain: bool = Fal
     return Outcome(outcome.attended, outcome.count_rows, [], stats)
 
 
-def _by_gathering(piece: Piece, config: Config, run: Run, explain: bool) -> Outcome:
+def _by_gathering(piece: OwnPiece, config: Config, run: Run, explain: bool) -> Outcome:
     """All keys and values on every rank, own queries only."""
     width = piece.key.shape[-1]
     whole = piece.group.gather_learned(torch.cat((piece.key, piece.value), dim=-1))
@@ -67,7 +67,7 @@ def _by_gathering(piece: Piece, config: Config, run: Run, explain: bool) -> Outc
     return Outcome(call.restore(outcome.attended), outcome.count_rows, [], outcome.stats)
 
 
-def _by_heads(piece: Piece, config: Config, run: Run, explain: bool) -> Outcome:
+def _by_heads(piece: OwnPiece, config: Config, run: Run, explain: bool) -> Outcome:
     """All positions of some heads on every rank."""
     change = Change(piece.group, piece.query.shape[1], piece.key.shape[1])
     query, key, value = change.there(piece.query, piece.key, piece.value)

@@ -13,7 +13,7 @@ from prescore.rng import Streams
 
 
 @dataclass(frozen=True, eq=False)
-class Piece:
+class OwnPiece:
     """This rank's piece of a call, checked on every rank.
 
     Attributes:

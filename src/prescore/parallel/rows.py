@@ -20,12 +20,12 @@ from prescore.hyper.lsh import projections
 from prescore.hyper.plan import kept_rows
 from prescore.hyper.stand_ins import stand_ins_of
 from prescore.hyper.statistics import rows_per_query
-from prescore.hyper.tiles import Placed
+from prescore.hyper.tiles import PlacedQueries
 from prescore.ops.parts import Part, StandIns, attend_parts
 from prescore.parallel.blocks import Block, Map, count_blocks
 from prescore.parallel.choosing import Choosing
 from prescore.parallel.group import tied
-from prescore.parallel.pieces import Piece
+from prescore.parallel.pieces import OwnPiece
 from prescore.parallel.told import telling_of
 from prescore.parallel.travel import Arrived, Travel
 from prescore.selection.members import bring_forward
@@ -36,7 +36,7 @@ MOST_BLOCKS = 1024
 """Blocks of the causal grid that are worked off one by one."""
 
 
-def why_not_rows(piece: Piece, config: Selected) -> str:
+def why_not_rows(piece: OwnPiece, config: Selected) -> str:
     """Why a call goes by heads instead; empty = it need not."""
     if piece.mask is not None:
         return "positions of padded sequences begin at different places"
@@ -55,7 +55,7 @@ def why_not_rows(piece: Piece, config: Selected) -> str:
     return ""
 
 
-def attend_by_rows(piece: Piece, config: Selected, *, explain: bool = False) -> Outcome:
+def attend_by_rows(piece: OwnPiece, config: Selected, *, explain: bool = False) -> Outcome:
     """This rank's piece of the result."""
     begin = time.perf_counter()
     places = Map(piece, config)
@@ -88,7 +88,7 @@ def attend_by_rows(piece: Piece, config: Selected, *, explain: bool = False) -> 
 class _Parts:
     """What this rank's queries meet, in rows of what arrived."""
 
-    def __init__(self, piece: Piece, config: Selected, places: Map, arrived: Arrived) -> None:
+    def __init__(self, piece: OwnPiece, config: Selected, places: Map, arrived: Arrived) -> None:
         self.piece, self.config, self.places, self.arrived = piece, config, places, arrived
         batch, heads = piece.key.shape[:2]
         group = piece.query.shape[1] // heads
@@ -176,7 +176,7 @@ class _Parts:
         query = self.piece.query.reshape(-1, self.piece.query.shape[-1])
         return hash_ranks(query, directions), hash_ranks(self.arrived.key, directions)
 
-    def _placed(self, ranks: Tensor) -> dict[Block, Placed]:
+    def _placed(self, ranks: Tensor) -> dict[Block, PlacedQueries]:
         """Where own queries stand among all of a block, for `alignment="rank"`: the others are asked."""
         lsh = self.config.inner
         if not isinstance(lsh, Lsh) or lsh.alignment != "rank":
@@ -207,10 +207,10 @@ class _Parts:
                 heard[block].append(part.view(*lead, n))
         return {block: self._place(block, torch.cat(told, dim=-1)) for block, told in heard.items()}
 
-    def _place(self, block: Block, ranks: Tensor) -> Placed:
+    def _place(self, block: Block, ranks: Tensor) -> PlacedQueries:
         order = torch.sort(ranks, dim=-1, stable=True).indices
         places = torch.empty_like(order).scatter_(
             -1, order, torch.arange(order.shape[-1], device=order.device).expand_as(order)
         )
         own = self.own.within(block.queries).behind(block.queries.begin)
-        return Placed(places[..., own.begin : own.end], order.shape[-1])
+        return PlacedQueries(places[..., own.begin : own.end], order.shape[-1])

@@ -17,7 +17,7 @@ from prescore.ops.backend import accumulation_dtype
 from prescore.parallel.blocks import Block, Map, Span
 from prescore.parallel.choosing import Kept, cluster_scorer
 from prescore.parallel.group import Mail
-from prescore.parallel.pieces import Piece
+from prescore.parallel.pieces import OwnPiece
 
 Totals = tuple[Tensor, Tensor, Tensor]
 """Sums of keys and of values, and numbers of members, by cluster; see `cluster_totals`."""
@@ -50,7 +50,7 @@ class Travel:
         kept: What this rank keeps of its own columns.
     """
 
-    def __init__(self, piece: Piece, config: Selected, places: Map, kept: Mapping[Block, Kept]) -> None:
+    def __init__(self, piece: OwnPiece, config: Selected, places: Map, kept: Mapping[Block, Kept]) -> None:
         self.piece, self.places, self.kept = piece, places, kept
         self.rank, self.size = piece.group.rank, piece.group.size
         self.lead = piece.key.shape[:2]
