@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import cast
 
@@ -154,18 +154,7 @@ def replace_together(model: nn.Module, functions: Mapping[int, Attend], together
         number: functions.get(number) or TogetherAttention(Exact(), together)
         for number in range(len(adapter.layers(model)))
     }
-    undo = adapter.replace_attention(model, everywhere)
-    try:
-        undo_preparations: Undo = prepare(model, together)
-    except BaseException:
-        undo()
-        raise
-
-    def undo_both() -> None:
-        undo_preparations()
-        undo()
-
-    return undo_both
+    return _both(adapter.replace_attention(model, everywhere), lambda: prepare(model, together))
 
 
 def find_adapter(model: nn.Module) -> Adapter:
@@ -192,8 +181,13 @@ def _replace_and_prepare(
     prepare = getattr(adapter, "prepare", None)
     if prepare is None:
         return undo
+    return _both(undo, lambda: prepare(model, configs))
+
+
+def _both(undo: Undo, prepare: Callable[[], Undo]) -> Undo:
+    """Prepare what was replaced; returns the undo of both. A preparation that fails undoes the replacement."""
     try:
-        undo_preparations: Undo = prepare(model, configs)
+        undo_preparations = prepare()
     except BaseException:
         undo()
         raise
