@@ -73,6 +73,7 @@ def test_refusals(crew):
         "cache": "a cache of type DynamicCache on several ranks cannot run: it holds whole sequences",
     }
     for found in crew.run(refused_models, ranks=2):
+        assert found.pop("afterwards") == "the model as it was"
         assert set(found) == set(wanted)
         for name, sentence in wanted.items():
             assert re.search(sentence, found[name]), found[name]
@@ -86,9 +87,11 @@ def test_a_model_that_takes_no_positions():
 @pytest.mark.parametrize("family", ["Qwen3", "GPT2", "OPT", "GPTNeoX", "Phi3"])
 def test_families(crew, family):
     ids, _ = prompts(batch=1, length=48, cut=0)
-    results = crew.run(run_model, CONFIGS["selected"], ids, None, family, False, ranks=2)
+    # without clusters: keys that differ by rounding, as those of pieces do, may be clustered otherwise
+    config = Selected("key-norm", 4, min_seq_len=8, remainder="none")
+    results = crew.run(run_model, config, ids, None, family, False, ranks=2)
     model = tiny(family)
-    with prescore.apply(model, CONFIGS["selected"]), torch.no_grad():
+    with prescore.apply(model, config), torch.no_grad():
         wanted = model(ids, use_cache=False).logits
     logits = torch.cat([result[0] for result in results], dim=1)
     torch.testing.assert_close(logits, wanted, rtol=FLOAT32, atol=FLOAT32)

@@ -259,6 +259,13 @@ def refused_models(group):
     refusal("on_unsupported", lambda: prescore.apply(tiny("Llama"), mesh=group, on_unsupported="exact"))
     refusal("group", lambda: prescore.apply(tiny("Llama"), mesh="all"))
     refusal("cache", lambda: forward("Llama", past_key_values=_foreign_cache()))
+    model = tiny("Llama")
+    before = model(ids).logits
+    with prescore.apply(model, prescore.Exact(), mesh=group):
+        refusal("length", lambda: model(other))
+        here = model(own, use_cache=False).logits  # after a refusal the group and the model go on
+    same = torch.allclose(here, piece(before, group, 1), atol=1e-4) and torch.equal(model(ids).logits, before)
+    found["afterwards"] = "the model as it was" if same else "another model"
     return found
 
 

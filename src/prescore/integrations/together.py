@@ -73,7 +73,11 @@ class Together:
                 f"attention_mask must have the shape {tuple(tokens.shape[:2])} of this rank's tokens, "
                 f"got {tuple(mask.shape)}"
             )
-        new = zlib.crc32(tokens.detach().cpu().contiguous().numpy().tobytes()) if n_before else "a piece"
+        new = (
+            zlib.crc32(tokens.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+            if n_before
+            else "a piece"
+        )
         facts = {"input_ids shape": list(tokens.shape), "past": n_before, "new tokens": new}
         agree(self.group, facts, refusal, self.group.device)
         if not n_before:
