@@ -29,19 +29,21 @@ MAY_IMPORT = {
     "exact": LOW | {"call", "ops", "selection"},
     "hyper": BELOW_API,
     "routed": LOW | {"ops", "clustering", "call", "config"},
-    "api": BELOW_API | ENGINES | {"surroundings"},
+    "parallel": BELOW_API | {"hyper", "surroundings"},
+    "api": BELOW_API | ENGINES | {"parallel", "surroundings"},
     "baselines": BELOW_API | {"api"},
     "decoding": BELOW_API | {"api", "hyper", "routed"},
-    "integrations": LOW | {"config", "call", "api", "decoding", "surroundings"},
+    "integrations": LOW | {"config", "call", "api", "decoding", "parallel", "surroundings"},
     "testing": LOW | {"config", "clustering", "scorers", "selection", "prescoring"},
     "evaluation": BELOW_API
-    | {"api", "baselines", "decoding", "integrations", "testing", "records", "causal_sizes"},
+    | {"api", "baselines", "decoding", "integrations", "parallel", "testing", "records", "causal_sizes"},
     "report": {"records", "causal_sizes", "values"},
     "cli": LOW
     | {
         "config",
         "scorers",
         "api",
+        "parallel",
         "integrations",
         "evaluation",
         "report",
@@ -49,6 +51,7 @@ MAY_IMPORT = {
         "record_file",
         "causal_sizes",
     },
+    "__main__": {"cli"},
 }
 """What each folder and root module may import beside itself; `hyper` and `routed` never see each other."""
 EXCEPTIONS = {

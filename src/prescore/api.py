@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Literal, NamedTuple, overload
 
@@ -19,6 +20,7 @@ from prescore.hyper.problems import FULL
 from prescore.ops.backend import Backend, Needs, pick_backend
 from prescore.ops.dropout import Dropout
 from prescore.ops.exact import exact_output
+from prescore.parallel.door import PieceRequest, attend_in_group, refuse_in_group
 from prescore.prescoring import score_keys, select_keys
 from prescore.rng import Streams, as_streams, check_generator
 from prescore.routed import engine as routed
@@ -204,18 +206,23 @@ def prescored_attention(
             stored. The fused operators cannot do this: the plain backend runs, which is slower.
         dropout_generator: Seed or generator of the dropout alone, so that it may change from step to step
             while the selection does not; None = from `generator` too.
-        group: Reserved for a process group whose ranks hold pieces of the sequence; anything but None is refused.
+        group: A `torch.distributed` process group or one-dimensional `DeviceMesh` whose ranks hold equal,
+            consecutive pieces of the sequence: every rank passes its piece of query, key, value and mask, gets its
+            piece of the result, and must take part in the backward pass. No `selection` and no dropout there, and
+            `Aux.selection` is empty: what was selected stays with the ranks that hold it. See docs/parallel.md.
         backend: Operator backend: `auto`, `cpu-flash`, `cuda-efficient` or `plain`.
         return_aux: Also return lse, the selection and statistics.
 
     Returns:
         The output `[B, Hq, Nq, Dv]`, or `(output, Aux)`.
     """
-    if group is not None:
-        raise Unsupported("group", [f"attention runs within one process, got {type(group).__name__}"])
     options = Options(
         is_causal, key_padding_mask, scale, generator, selection, dropout_p, dropout_generator, backend
     )
+    if group is not None:
+        outcome = attend_together(query, key, value, config, options, group, explain=return_aux)
+        attended = outcome.attended
+        return (attended.output, Aux(attended.lse, [], Stats.of(outcome.stats))) if return_aux else attended.output
     if not return_aux:
         return attend_counting(query, key, value, config, options).output
     call, outcome = _attend(query, key, value, config, options, explain=True)
@@ -262,18 +269,8 @@ def _attend(
 def _attend_plainly(
     query: Tensor, key: Tensor, value: Tensor, config: Config | None, options: Options, explain: bool
 ) -> tuple[Call, Outcome]:
+    config = _check(query, key, value, config, options)
     is_causal, mask, scale, generator, selection, dropout_p, dropout_generator, backend = options
-    if config is None and selection is not None:
-        config = Selected(remainder="none")
-    config = check_config(config)
-    checks.probability("dropout_p", dropout_p)
-    check_generator(dropout_generator, "dropout_generator")
-    checks.attention_inputs(query, key, value, is_causal=is_causal, key_padding_mask=mask, scale=scale)
-    if selection is not None:
-        if not isinstance(config, Selected):
-            raise ValueError(f"selection must come with a Selected configuration, got {type(config).__name__}")
-        check_selection(selection, key)
-    _backend(query, backend, dropout_p, Streams())
     streams = as_streams(generator)  # last of the checks: a refused call must not advance the generator
     dropping = streams if dropout_generator is None else as_streams(dropout_generator)
     call = make_call(
@@ -285,10 +282,61 @@ def _attend_plainly(
         streams=streams,
         aligned=not isinstance(config, Exact),
     )
-    given = None if selection is None else given_members(selection, call.shift, call.valid, key.shape[2])
-    if not explain and given is None and _is_exact(call, config):
-        return call, Outcome(Attended(_operator_alone(call), query.new_empty(0)), visible_keys(call))
-    return call, _run(call, config, given, explain)
+    if selection is None:
+        return call, _run_or_shortcut(call, config, explain)
+    return call, _run(call, config, given_members(selection, call.shift, call.valid, key.shape[2]), explain)
+
+
+def _check(query: Tensor, key: Tensor, value: Tensor, config: Config | None, options: Options) -> Config:
+    """Refuse what cannot be; gives the configuration that will run."""
+    is_causal, mask, scale, _, selection, dropout_p, dropout_generator, backend = options
+    if config is None and selection is not None:
+        config = Selected(remainder="none")
+    config = check_config(config)
+    checks.probability("dropout_p", dropout_p)
+    check_generator(dropout_generator, "dropout_generator")
+    checks.attention_inputs(query, key, value, is_causal=is_causal, key_padding_mask=mask, scale=scale)
+    if selection is not None:
+        if not isinstance(config, Selected):
+            raise ValueError(f"selection must come with a Selected configuration, got {type(config).__name__}")
+        check_selection(selection, key)
+    _backend(query, backend, dropout_p, Streams())
+    return config
+
+
+def _run_or_shortcut(call: Call, config: Config, explain: bool) -> Outcome:
+    if not explain and _is_exact(call, config):
+        return Outcome(Attended(_operator_alone(call), call.query.new_empty(0)), visible_keys(call))
+    return _run(call, config, None, explain)
+
+
+def attend_together(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    config: Config | None,
+    options: Options,
+    group: object,
+    *,
+    explain: bool = False,
+) -> Outcome:
+    """`prescored_attention` of this rank's piece; with `explain` also lse and figures."""
+    refused: Unsupported | None = None
+    with ExitStack() as surroundings:
+        try:
+            query, key, value = surroundings.enter_context(plain_torch(query, key, value))
+        except Unsupported as error:
+            refused = error  # the other ranks must hear of it, and wait for nobody
+
+        def check() -> tuple[Config, Backend]:
+            if refused is not None:
+                raise refused
+            refuse_in_group(options.selection is not None, options.dropout_p)
+            return _check(query, key, value, config, options), _backend(query, options.backend, 0.0, Streams())
+
+        is_causal, mask, scale, generator, *_ = options
+        asked = PieceRequest(query, key, value, is_causal, mask, scale, generator, explain)
+        return attend_in_group(group, asked, check, _run_or_shortcut)
 
 
 def exact_attention(
@@ -299,6 +347,7 @@ def exact_attention(
     is_causal: bool = False,
     key_padding_mask: Tensor | None = None,
     scale: float | None = None,
+    group: object = None,
     backend: str = "auto",
 ) -> Attended:
     """Softmax attention over all real keys.
@@ -310,12 +359,15 @@ def exact_attention(
         is_causal: Queries are the last `Nq` positions and see no later key.
         key_padding_mask: `[B, Nk]`, True = a real key.
         scale: Factor of the logits, `D ** -0.5` by default.
+        group: Ranks that hold pieces of the sequence, as in `prescored_attention`.
         backend: `auto`, `cpu-flash`, `cuda-efficient` or `plain`.
 
     Returns:
         Output and lse; a query that sees nothing has output 0 and lse -inf.
     """
     options = Options(is_causal, key_padding_mask, scale, backend=backend)
+    if group is not None:
+        return attend_together(query, key, value, Exact(), options, group, explain=True).attended
     return _attended(query, key, value, Exact(), options)
 
 

@@ -219,7 +219,7 @@ def make_call(
     """
     streams = streams or Streams()
     n_query, n_keys = query.shape[2], key.shape[2]
-    query, factor = _with_positive_scale(query, float(query.shape[-1] ** -0.5 if scale is None else scale))
+    query, factor = with_positive_scale(query, scale)
     start: Tensor | int = n_keys - n_query if is_causal else 0
     if not aligned:
         if mask is not None:  # padding may hold anything, and 0 * NaN is NaN
@@ -246,11 +246,12 @@ def make_call(
     )  # fmt: skip
 
 
-def _with_positive_scale(query: Tensor, scale: float) -> tuple[Tensor, float]:
+def with_positive_scale(query: Tensor, scale: float | None) -> tuple[Tensor, float]:
     """The same logits with a factor above 0: operators and engines may divide by it, or multiply -inf with it."""
-    if scale > 0:
-        return query, scale
-    return (-query, -scale) if scale < 0 else (query * 0, 1.0)
+    factor = float(query.shape[-1] ** -0.5 if scale is None else scale)
+    if factor > 0:
+        return query, factor
+    return (-query, -factor) if factor < 0 else (query * 0, 1.0)
 
 
 def _shifted(shift: Tensor, length: int) -> tuple[Tensor, Tensor]:

@@ -121,8 +121,8 @@ def test_configurations_by_layer():
         (
             None,
             {"mesh": "two"},
-            Unsupported,
-            "apply with a mesh of type str cannot run: a sequence cannot be split",
+            TypeError,
+            "mesh must be a torch.distributed process group or DeviceMesh, got str",
         ),
         (
             {"all": None},

@@ -14,7 +14,7 @@ from prescore.errors import PrescoreError
 if TYPE_CHECKING:
     import typer
 
-_NOT_COMMANDS = ("main", "options", "settings", "held_out", "speed_heads")
+_NOT_COMMANDS = ("main", "options", "ranks", "settings", "held_out", "speed_heads")
 DONE, FAULT, BAD_USAGE, INTERRUPTED = 0, 1, 2, 130
 
 

@@ -7,7 +7,7 @@ import importlib.util
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
@@ -117,6 +117,7 @@ class Session:
     json: bool
     threads: int
     device: str
+    quiet: bool = False
 
     @property
     def out(self) -> Path:
@@ -132,7 +133,7 @@ class Session:
         if finished:
             self.say(f"{finished} of {len(named)} rows are finished in {self.file.path}")
         try:
-            with progress(self.command, todo) as advance:
+            with nullcontext(_unseen) if self.quiet else progress(self.command, todo) as advance:
                 for key, row in named.items():
                     if key not in self.file:
                         self.file.append(self._measure(row))
@@ -148,7 +149,7 @@ class Session:
 
     def show(self, *renderables: RenderableType) -> None:
         """Print tables and text to stdout, unless JSON lines were asked for."""
-        if self.json:
+        if self.json or self.quiet:
             return
         from rich.console import Console
 
@@ -160,7 +161,8 @@ class Session:
 
     def say(self, text: str) -> None:
         """Print one line for people, beside stdout."""
-        print(text, file=sys.stderr, flush=True)
+        if not self.quiet:
+            print(text, file=sys.stderr, flush=True)
 
     def _measure(self, row: Row) -> Record:
         return measure(self.command, row, argv=list(ARGV.get()), device=self.device, threads=self.threads)
@@ -188,6 +190,10 @@ def _directory(command: str, out: Path | None, resume: bool) -> Path:
     if resume and earlier:
         return earlier[-1]
     return RUNS / command / time.strftime("%Y%m%d-%H%M%S")
+
+
+def _unseen(amount: float) -> None:
+    """Progress that nobody watches."""
 
 
 def progress(title: str, total: float) -> AbstractContextManager[Callable[[float], None]]:

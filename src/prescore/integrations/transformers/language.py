@@ -16,8 +16,10 @@ from prescore.config import Config, Exact
 from prescore.errors import Unsupported
 from prescore.integrations.adapter import Seat, Undo, check_numbers
 from prescore.integrations.attend import Attend, attend_exactly
+from prescore.integrations.together import Together
 from prescore.integrations.transformers.cache import PrescoredCache, upgrade
 from prescore.integrations.transformers.door import NAME, register, replace_at
+from prescore.integrations.transformers.pieces import prepare_pieces
 from prescore.values import Values
 
 _NO_LAYER = -1
@@ -77,6 +79,11 @@ def prepare(model: nn.Module, configs: Mapping[int, Config]) -> Undo:
             hook.remove()
 
     return undo
+
+
+def prepare_together(model: nn.Module, together: Together) -> Undo:
+    """Let every rank of a mesh run the model on its piece; returns the undo."""
+    return prepare_pieces([module for module in model.modules() if _is_pretrained(module)], together)
 
 
 def _warn_if_all_local(model: nn.Module, chosen: list[int]) -> None:
