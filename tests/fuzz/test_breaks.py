@@ -9,7 +9,8 @@ import torch
 from fuzz_cases import random_case
 
 from fuzz import refute
-from prescore import api, call, checks
+from prescore import call, checks
+from prescore.api import attention, engines
 from prescore.decoding import state
 from prescore.ops import cpu, exact, plain
 from prescore.rng import Streams
@@ -20,15 +21,16 @@ TRIES = 600
 
 def _changed(monkeypatch, change):
     """`change(call, output)` replaces the output of every call."""
-    original = api._run
+    original = engines.run_engine
 
     def run(made, config, given, explain):
         outcome = original(made, config, given, explain)
         attended = Attended(change(made, outcome.attended.output), outcome.attended.lse)
         return Outcome(attended, outcome.count_rows, outcome.selections, outcome.stats)
 
-    monkeypatch.setattr(api, "_run", run)
-    monkeypatch.setattr(api, "_is_exact", lambda made, config: False)
+    for module in (engines, attention):
+        monkeypatch.setattr(module, "run_engine", run)
+    monkeypatch.setattr(engines, "_is_exact", lambda made, config: False)
 
 
 def _padding_is_not_hidden(monkeypatch):
@@ -42,7 +44,10 @@ def _padded_queries_count_positions(monkeypatch):
 
 
 def _sign_of_the_scale_is_lost(monkeypatch):
-    monkeypatch.setattr(call, "_with_positive_scale", lambda query, scale: (query, abs(scale) or 1.0))
+    def positive(query, scale):
+        return query, abs(query.shape[-1] ** -0.5 if scale is None else scale) or 1.0
+
+    monkeypatch.setattr(call, "with_positive_scale", positive)
 
 
 def _outputs_stay_shifted(monkeypatch):
@@ -55,17 +60,17 @@ def _global_randomness(monkeypatch):
 
 def _another_seed_every_time(monkeypatch):
     count = itertools.count()
-    monkeypatch.setattr(api, "as_streams", lambda generator: Streams(next(count)))
+    monkeypatch.setattr(attention, "as_streams", lambda generator: Streams(next(count)))
 
 
 def _inputs_are_changed(monkeypatch):
-    original = api.make_call
+    original = attention.make_call
 
     def make(query, key, value, *rest, **options):
         value.data.mul_(1.5)
         return original(query, key, value, *rest, **options)
 
-    monkeypatch.setattr(api, "make_call", make)
+    monkeypatch.setattr(attention, "make_call", make)
 
 
 def _value_gradient_is_too_large(monkeypatch):
@@ -117,14 +122,14 @@ def _tensors_are_not_checked(monkeypatch):
 
 
 def _a_given_key_is_lost(monkeypatch):
-    original = api.given_members
+    original = attention.given_members
 
     def lose(*arguments):
         member = original(*arguments)
         member[..., 0] = False  # a sink, which every selection keeps
         return member
 
-    monkeypatch.setattr(api, "given_members", lose)
+    monkeypatch.setattr(attention, "given_members", lose)
 
 
 def _a_step_has_no_sinks(monkeypatch):
@@ -133,14 +138,14 @@ def _a_step_has_no_sinks(monkeypatch):
 
 
 def _pieces_have_other_positions(monkeypatch):
-    original = api.make_call
+    original = attention.make_call
 
     def make(query, *rest, **options):
         made = original(query, *rest, **options)
         moved = made.n_query < made.n_keys and made.is_causal and isinstance(made.query_start, int)
         return replace(made, key=made.key.roll(1, 2)) if moved else made
 
-    monkeypatch.setattr(api, "make_call", make)
+    monkeypatch.setattr(attention, "make_call", make)
 
 
 BREAKS = {

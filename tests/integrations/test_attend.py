@@ -92,7 +92,7 @@ def test_padding_is_not_counted(is_causal, n_query, side):
 @pytest.mark.parametrize("config", [COARSE, HYPER], ids=["selected", "hyper"])
 def test_rows_are_counted_when_somebody_asks(config, monkeypatch):
     counted = []
-    real = prescore.api.attend_counting
+    real = prescore.api.attention.attend_counting
 
     def spy(*inputs):
         attended = real(*inputs)

@@ -10,7 +10,7 @@ import pytest
 
 from prescore.evaluation.speed.parallel import ParallelSetting, parallel_row
 from prescore.records import RecordFile, measure, read_records, row_key
-from prescore.report.parallel import parallel_table
+from prescore.report.speed.parallel import parallel_table
 
 pytest.importorskip("typer", reason="the command line needs the extra eval")
 from prescore.cli.main import main

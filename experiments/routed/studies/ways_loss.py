@@ -21,7 +21,7 @@ from torch import Tensor
 from two_levels import TwoLevels, attend_two_levels
 from ways import Way, attend_way
 
-from prescore.api import Counted
+from prescore.api.attention import Counted
 from prescore.evaluation.language.documents import load_documents
 from prescore.evaluation.language.methods import CountedAttend, LanguageMethod, exact
 from prescore.evaluation.language.model import load_language_model

@@ -20,7 +20,7 @@ from prescore.errors import Unsupported
 from prescore.integrations.adapter import Adapter, Undo
 from prescore.integrations.attend import ON_UNSUPPORTED, Attend, PrescoredAttention
 from prescore.integrations.layers import ConfigByLayers, Layers, configs_by_layer
-from prescore.integrations.report import LayerReport, Report, describe
+from prescore.integrations.reporting.report import LayerReport, Report, describe
 from prescore.integrations.together import Together, TogetherAttention
 from prescore.parallel.group import as_group
 

@@ -24,7 +24,7 @@ from prescore.decoding.follow import Follower
 from prescore.errors import Unsupported
 from prescore.integrations.masked import exact_under_mask, inexpressible, keys_in_sight, prescored_under_mask
 from prescore.integrations.masks import MaskForm, padded_both_ways, read_mask
-from prescore.integrations.phases import (
+from prescore.integrations.reporting.phases import (
     SHORT,
     CountRows,
     Did,

@@ -13,11 +13,11 @@ import zlib
 import torch
 from torch import Tensor
 
-from prescore.api import Options, attend_together
+from prescore.api.attention import Options, attend_together
 from prescore.config import Config, Exact, check_config
 from prescore.errors import Unsupported
 from prescore.integrations.attend import Situation, layer_seed
-from prescore.integrations.phases import Did, History, words_for_prompt
+from prescore.integrations.reporting.phases import Did, History, words_for_prompt
 from prescore.parallel.group import Group
 from prescore.parallel.handshake import agree
 from prescore.parallel.steps import attend_step

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing.spawn import start_processes
 
-from prescore.api import prescored_attention
+from prescore.api.attention import prescored_attention
 from prescore.config import Config, Exact, Hyper, Routed, Selected
 from prescore.parallel.group import Group, as_group
 from prescore.records import Row

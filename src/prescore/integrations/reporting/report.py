@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from prescore.config import Config
-from prescore.integrations.phases import PREFILL, SHORT, STEPS, Did, Phase
+from prescore.integrations.reporting.phases import PREFILL, SHORT, STEPS, Did, Phase
 
 _ERROR = "error at most"
 _CONFIGURATION = "configuration"

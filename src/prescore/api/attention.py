@@ -1,113 +1,26 @@
-"""The public functions on tensors: check, make a `Call`, let the configuration's engine run it, put back."""
+"""The public functions of attention: check, make a `Call`, let the configuration's engine run it, put back."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import replace
 from typing import Literal, NamedTuple, overload
 
-import torch
 from torch import Tensor
 
 from prescore import checks
-from prescore.call import Call, align_keys, make_call, shifted_back
-from prescore.config import Config, Exact, Hyper, Routed, Selected, check_config
+from prescore.api.engines import run_engine, run_or_shortcut
+from prescore.api.scoring import Generator, nothing_selected
+from prescore.call import Call, make_call
+from prescore.config import Config, Exact, Hyper, Selected, check_config
 from prescore.errors import Unsupported
-from prescore.exact import attend_to_all, visible_keys
-from prescore.hyper import engine as selected
-from prescore.hyper.problems import FULL
 from prescore.ops.backend import Backend, Needs, pick_backend
 from prescore.ops.dropout import Dropout
-from prescore.ops.exact import exact_output
 from prescore.parallel.door import PieceRequest, attend_in_group, refuse_in_group
-from prescore.prescoring import score_keys, select_keys
 from prescore.rng import Streams, as_streams, check_generator
-from prescore.routed import engine as routed
-from prescore.scorers.base import Scorer, as_scorer
 from prescore.selection.given import check_selection, given_members
-from prescore.selection.members import protected_positions
 from prescore.surroundings import differentiable_once, plain_torch
 from prescore.types import Attended, Aux, Outcome, Selection, Stats
-
-Generator = torch.Generator | int | None
-
-
-def score(
-    key: Tensor,
-    scorer: str | Scorer = "kmeans",
-    *,
-    key_padding_mask: Tensor | None = None,
-    generator: Generator = None,
-) -> Tensor:
-    """Score keys (Algorithm 1 without the budget).
-
-    Args:
-        key: `[B, Hkv, N, D]`.
-        scorer: A name of `list_scorers()`, or a scorer object.
-        key_padding_mask: `[B, N]`, True = a real key.
-        generator: Seed, generator or None.
-
-    Returns:
-        `[B, Hkv, N]` in at least float32; higher = kept, padded keys -inf, sinks not raised.
-    """
-    chosen = as_scorer(scorer)
-    with plain_torch(key):
-        return _score(key, chosen, key_padding_mask, generator)
-
-
-def _score(key: Tensor, scorer: Scorer, key_padding_mask: Tensor | None, generator: Generator) -> Tensor:
-    checks.keys(key, key_padding_mask)
-    streams = as_streams(generator)
-    if 0 in key.shape[:3]:
-        return key.new_zeros(key.shape[:3], dtype=torch.promote_types(key.dtype, torch.float32))
-    aligned, valid, shift = align_keys(key, key_padding_mask)
-    scores = score_keys(aligned, scorer, valid=valid, streams=streams.child(FULL)).scores
-    if shift is None:
-        return scores
-    index = torch.arange(key.shape[2], device=key.device) - shift[:, None]
-    moved = scores.gather(-1, index.clamp_min(0)[:, None, :].expand_as(scores))
-    return moved.masked_fill((index < 0)[:, None, :], -torch.inf)
-
-
-def select(
-    key: Tensor,
-    scorer: str | Scorer = "kmeans",
-    *,
-    top_k: int | float,
-    sinks: int = 4,
-    recent: int = 0,
-    selector: str = "top",
-    min_fraction: float = 0.0,
-    key_padding_mask: Tensor | None = None,
-    generator: Generator = None,
-) -> Selection:
-    """Choose the keys to keep (Algorithm 1); the fields mean what they mean in `Selected`.
-
-    Example:
-        >>> kept = select(key, "kmeans", top_k=256, sinks=4)
-        >>> kept.indices.shape
-        torch.Size([1, 8, 256])
-    """
-    config = Selected(scorer, top_k, selector=selector, sinks=sinks, recent=recent, min_fraction=min_fraction)
-    with plain_torch(key):
-        return select_by(key, config, key_padding_mask=key_padding_mask, generator=generator)
-
-
-def select_by(
-    key: Tensor, config: Selected, *, key_padding_mask: Tensor | None = None, generator: Generator = None
-) -> Selection:
-    """The keys that a configuration keeps of all of them, whatever it does with them afterwards."""
-    checks.keys(key, key_padding_mask)
-    streams = as_streams(generator)
-    if 0 in key.shape[:3]:
-        return _nothing_selected(key)
-    aligned, valid, shift = align_keys(key, key_padding_mask)
-    protect = None
-    if config.sinks or config.recent:
-        protect = protected_positions(valid, aligned, config.sinks, config.recent)
-    chosen = select_keys(aligned, config, valid=valid, streams=streams.child(FULL), protect=protect)
-    return shifted_back(chosen.selection, shift, key.shape[2])
 
 
 @overload
@@ -228,7 +141,7 @@ def prescored_attention(
     call, outcome = _attend(query, key, value, config, options, explain=True)
     attended = call.restore(outcome.attended)
     kept = [call.restore_selection(chosen) for chosen in outcome.selections]
-    chosen = kept if is_causal else kept[0] if kept else _nothing_selected(key)
+    chosen = kept if is_causal else kept[0] if kept else nothing_selected(key)
     return attended.output, Aux(attended.lse, chosen, Stats.of(outcome.stats))
 
 
@@ -283,8 +196,8 @@ def _attend_plainly(
         aligned=not isinstance(config, Exact),
     )
     if selection is None:
-        return call, _run_or_shortcut(call, config, explain)
-    return call, _run(call, config, given_members(selection, call.shift, call.valid, key.shape[2]), explain)
+        return call, run_or_shortcut(call, config, explain)
+    return call, run_engine(call, config, given_members(selection, call.shift, call.valid, key.shape[2]), explain)
 
 
 def _check(query: Tensor, key: Tensor, value: Tensor, config: Config | None, options: Options) -> Config:
@@ -302,12 +215,6 @@ def _check(query: Tensor, key: Tensor, value: Tensor, config: Config | None, opt
         check_selection(selection, key)
     _backend(query, backend, dropout_p, Streams())
     return config
-
-
-def _run_or_shortcut(call: Call, config: Config, explain: bool) -> Outcome:
-    if not explain and _is_exact(call, config):
-        return Outcome(Attended(_operator_alone(call), call.query.new_empty(0)), visible_keys(call))
-    return _run(call, config, None, explain)
 
 
 def attend_together(
@@ -336,7 +243,7 @@ def attend_together(
 
         is_causal, mask, scale, generator, *_ = options
         asked = PieceRequest(query, key, value, is_causal, mask, scale, generator, explain)
-        return attend_in_group(group, asked, check, _run_or_shortcut)
+        return attend_in_group(group, asked, check, run_or_shortcut)
 
 
 def exact_attention(
@@ -411,52 +318,10 @@ def _attended(query: Tensor, key: Tensor, value: Tensor, config: Config, options
             streams=as_streams(options.generator),
             aligned=not isinstance(config, Exact),
         )
-        return call.restore(_run(call, config, None, False).attended)
-
-
-def _run(call: Call, config: Config, given: Tensor | None, explain: bool) -> Outcome:
-    """The one place where a configuration's type becomes an engine."""
-    if isinstance(config, Routed):
-        return _route(call, config, explain)
-    if isinstance(config, Selected | Hyper):
-        return selected.attend_selected(call, config, given, explain=explain)
-    checks.instance("config", config, (Exact,))
-    return attend_to_all(call, explain=explain)
-
-
-def _route(call: Call, config: Routed, explain: bool) -> Outcome:
-    """Routed attention; queries behind a sequence's end are no positions of its geometry, and run apart."""
-    outcome = routed.attend_routed(call, config, explain=explain)
-    padded = call.behind_the_end()
-    if padded is None:
-        return outcome
-    own = routed.attend_routed(padded.call, config)
-    return replace(outcome, attended=padded.put_into(outcome.attended, own.attended))
-
-
-def _is_exact(call: Call, config: Config) -> bool:
-    """Whether a call is exact attention as it stands, straight from the operator: short inputs feel every copy."""
-    if call.padded or call.backend.dropout is not None:
-        return False
-    if isinstance(config, Routed):
-        return routed.routes_nothing(call, config)
-    if isinstance(config, Selected | Hyper):
-        return selected.selects_nothing(call, config)
-    return isinstance(config, Exact)
-
-
-def _operator_alone(call: Call) -> Tensor:
-    return exact_output(
-        call.query, call.key, call.value, is_causal=call.is_causal, scale=call.scale, backend=call.backend
-    )
+        return call.restore(run_engine(call, config, None, False).attended)
 
 
 def _backend(query: Tensor, name: str, dropout_p: float, streams: Streams) -> Backend:
     """The operator of a call; raises when none, or not the named one, can run it."""
     dropout = Dropout(dropout_p, streams.child("dropout")) if dropout_p else None
     return pick_backend(Needs.of(query, dropout), name)
-
-
-def _nothing_selected(key: Tensor) -> Selection:
-    empty = torch.zeros(*key.shape[:2], 0, dtype=torch.int64, device=key.device)
-    return Selection(empty, empty.bool())
