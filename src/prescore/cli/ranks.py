@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from prescore.cli.options import RECORDS, Session
-from prescore.records import Record, RecordFile
+from prescore.record_file import RecordFile
+from prescore.records import Record
 
 if TYPE_CHECKING:
     from prescore.parallel.group import Group

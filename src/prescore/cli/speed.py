@@ -124,8 +124,8 @@ def command(
 
 def _show(session: Session, records: list[Record]) -> None:
     """The tables of each study on the terminal, and the plots of the lengths in the run's directory."""
-    from prescore.report.speed import tables as report
     from prescore.report.speed import closer
+    from prescore.report.speed import tables as report
     from prescore.report.speed.parallel import parallel_table
 
     studies = {record.config["study"] for record in records}
