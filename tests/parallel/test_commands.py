@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from prescore.evaluation.speed.parallel import ParallelSetting, parallel_row
-from prescore.records import RecordFile, measure, read_records, row_key
+from prescore.record_file import RecordFile
+from prescore.records import measure, read_records, row_key
 from prescore.report.speed.parallel import parallel_table
 
 pytest.importorskip("typer", reason="the command line needs the extra eval")
