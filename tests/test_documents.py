@@ -232,7 +232,7 @@ def test_walks_name_functions_that_exist():
 
 
 def members(text):
-    """Spans such as `config.TYPES` or `ops/exact.exact_output` whose module is ours, and whether it has that name."""
+    """Spans such as `ops/exact.exact_output` whose module is ours, and whether it has that name."""
     package = SOURCE / "prescore"
     places = (package, *(package / name for name in ("integrations", "hyper", "routed")))
     known = {}

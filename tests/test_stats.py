@@ -7,7 +7,8 @@ from prescore import Exact, Hyper, Lsh, Routed, Selected
 from prescore.testing.inputs import attention_tensors
 
 CONFIGS = (
-    Routed(rows=4, leaf_size=4, chunk_size=8, exact_until=8),
+    Routed(rows=4, leaf_size=4, chunk_size=8, sinks=2, exact_until=8),
+    Routed(rows=4, leaf_size=4, chunk_size=8, sinks=2, exact_until=8, tolerance=0.3),
     Selected(top_k=6, min_seq_len=8),
     Hyper(Lsh(4, 4), min_seq_len=8),
     Exact(),
@@ -22,10 +23,9 @@ def test_stats_are_fields_and_a_mapping():
         assert stats.backend == stats["backend"] == "cpu-flash"
         assert stats.rows_per_query == stats["rows_per_query"] > 0
         assert sum(stats.seconds.values()) > 0
-        # two shares of attention mass that mean different things have different names, and no call has both
         assert (stats.seen_mass is None) == isinstance(config, Routed)
-        assert stats.certified_mass is None or isinstance(config, Routed)
-        assert "captured_mass" not in stats
+        assert (stats.searched_keys is None) == (not isinstance(config, Routed))
+        assert (stats.error_limit_max is None) == (getattr(config, "tolerance", None) is None)
         assert len(stats) == len(list(stats))
         assert f"rows_per_query={stats.rows_per_query!r}" in repr(stats)
         # what has no field of its own is the geometry of routed attention

@@ -27,7 +27,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, *, explain: bool) -> Tenso
     stats: Stats = told[1].stats
     rows: float = stats.rows_per_query
     chosen: Selection = prescore.select(key, "key-diff", top_k=8)
-    print(rows, stats.sampled_error, chosen.indices.shape, prescore.list_scorers())
+    print(rows, stats.error_limit_max, chosen.indices.shape, prescore.list_scorers())
     return output if isinstance(either, tuple) else either
 
 

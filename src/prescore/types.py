@@ -49,7 +49,7 @@ class Outcome:
         attended: The result.
         count_rows: Counts the key and stand-in rows that a query met, on average; work is done when it is called.
         selections: What could be read, where that was asked for.
-        stats: Figures about the call, where they were asked for.
+        stats: Figures about the call: all where they were asked for, else those that cost nothing.
     """
 
     attended: Attended
@@ -73,21 +73,20 @@ class Stats(Mapping[str, Any]):
         depth: Levels of the causal recursion.
         fallbacks: Blocks that ran unfiltered because fewer than `min_fraction` of their keys were selected.
         seen_mass: Mean share of the attention mass that comes from keys read, not from the sampled residual.
-        certified_mass: Certified lower bound on the mean share of the true attention mass that is on rows read.
-        sampled_error: Relative error of the output against exact attention, at some sampled positions.
-        sampled_error_se: Its standard error.
-        misplaced_bound_mean: Certified bound on the share of attention on other keys than it should be; mean.
-        misplaced_bound_max: The same for the worst query.
-        lost_bound_mean: Certified bound on the share of the true attention mass on keys not read; mean.
-        lost_bound_max: The same for the worst query.
+        searched_keys: Keys whose codes a routed query was compared with, on average.
+        far_rows: Far keys that a routed query found and read, on average.
+        stand_in_rows: Stand-ins that a routed query met, on average.
         exact_queries: Queries of a sequence that read everything because they come before `exact_until`.
         exact_sequences: Sequences that read everything because padding lies between their keys.
-        recomputed_queries: Queries that read everything because their bound exceeded `tolerance`.
-        fine_heads: Heads that were found to copy, and choose among small clusters.
-        local_rows: Nearby rows of a late query, at most.
-        far_rows: Rows of chosen clusters.
-        single_rows: Rows read by every query: first tokens, and keys unlike all others.
-        stand_in_rows: Stand-ins of a late query, at most.
+        error_limit_mean: Relative error that a query's output stays below, with the confidence asked for; mean.
+            This and the next three are there where a `tolerance` was asked for.
+        error_limit_max: The same for the worst query.
+        read_further: Share of queries that looked again for lighter keys, because their error bar was too wide.
+        read_everything: Share of queries that read everything at last.
+        way: With a group: what travelled between the ranks, `gather`, `heads` or `rows`.
+        ranks: With a group: how many.
+        bytes_sent: With a group: bytes that this rank sent in the forward pass.
+        why_not_rows: With a group: why the rows of a `Selected` did not travel by themselves.
         details: Figures of the engine's own geometry, by name; they may change with every version.
     """
 
@@ -98,30 +97,27 @@ class Stats(Mapping[str, Any]):
     depth: int = 0
     fallbacks: int = 0
     seen_mass: float | None = None
-    certified_mass: float | None = None
-    sampled_error: float | None = None
-    sampled_error_se: float | None = None
-    misplaced_bound_mean: float | None = None
-    misplaced_bound_max: float | None = None
-    lost_bound_mean: float | None = None
-    lost_bound_max: float | None = None
+    searched_keys: float | None = None
+    far_rows: float | None = None
+    stand_in_rows: float | None = None
     exact_queries: int | None = None
     exact_sequences: int | None = None
-    recomputed_queries: int | None = None
-    fine_heads: int | None = None
-    local_rows: float | None = None
-    far_rows: float | None = None
-    single_rows: float | None = None
-    stand_in_rows: float | None = None
+    error_limit_mean: float | None = None
+    error_limit_max: float | None = None
+    read_further: float | None = None
+    read_everything: float | None = None
+    way: str | None = None
+    ranks: int | None = None
+    bytes_sent: int | None = None
+    why_not_rows: str | None = None
     details: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of(cls, figures: Mapping[str, Any]) -> Stats:
         """What an engine tells; figures that have no field of their own are `details`."""
-        named = {_FIGURES.get(name, name): figure for name, figure in figures.items()}
         own = {each.name for each in fields(cls)} - {"details"}
-        known = {name: figure for name, figure in named.items() if name in own}
-        return cls(**known, details={name: figure for name, figure in named.items() if name not in own})
+        known = {name: figure for name, figure in figures.items() if name in own}
+        return cls(**known, details={name: figure for name, figure in figures.items() if name not in own})
 
     def __getitem__(self, name: str) -> Any:
         return self._present()[name]
@@ -138,10 +134,6 @@ class Stats(Mapping[str, Any]):
     def _present(self) -> Values:
         own = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "details"}
         return {**{name: figure for name, figure in own.items() if figure is not None}, **self.details}
-
-
-_FIGURES = {"captured_mass": "certified_mass"}
-"""Figures that an engine calls by another name."""
 
 
 class Aux(NamedTuple):

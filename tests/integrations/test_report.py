@@ -13,7 +13,7 @@ from prescore import Exact, Hyper, Lsh, Routed, Selected
 from prescore.integrations.reporting.phases import PREFILL, STEPS
 from prescore.integrations.transformers import PrescoredCache
 
-ROUTED = Routed(rows=4, leaf_size=4, chunk_size=8, exact_until=8)
+ROUTED = Routed(rows=4, leaf_size=4, chunk_size=8, sinks=2, exact_until=8)
 SELECTED = Selected(top_k=4, sinks=1, remainder="none", min_seq_len=4)
 HYPER = Hyper(Lsh(4, 4), min_seq_len=4)
 CONFIGS = {"routed": ROUTED, "selected": SELECTED, "hyper": HYPER}
@@ -155,13 +155,22 @@ def test_what_is_unsupported_is_named_in_the_table():
     assert "exact: unsupported because its logits are soft-capped" in str(applied)
 
 
-def test_a_tolerance_is_a_column():
+def test_with_a_tolerance_error_limits_and_further_reading_are_columns():
     model = tiny("Llama")
     with prescore.apply(model, ROUTED.replace(tolerance=0.25)) as applied:
-        forward(model)
-    heading, _, *lines = applied.report().table().splitlines()
-    assert heading.endswith("error at most")
-    assert {line.split()[-1] for line in lines} == {"0.25"}
+        generate(model, length=48)
+    report = applied.report()
+    heading, _, *lines = report.table().splitlines()
+    assert heading.endswith("error at most  read further")
+    for name in (PREFILL, STEPS):
+        for entry in report.layers:
+            last = entry.phases[name].last
+            assert 0 <= last.error_limit <= 0.25
+            assert 0 <= last.read_further <= 1
+        worst = max(entry.phases[name].last.error_limit for entry in report.layers)
+        shown = [line.split() for line in lines if name in line.split()]
+        assert f"{worst:.3f}" in {cells[-3] for cells in shown}
+        assert all(cells[-1] == "%" for cells in shown)
     with prescore.apply(model, ROUTED) as applied:
         forward(model)
     assert "error" not in str(applied)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from typing import Literal, NamedTuple, overload
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple, overload
 
 from torch import Tensor
 
@@ -159,16 +160,17 @@ class Options(NamedTuple):
 
 
 class Counted(NamedTuple):
-    """An output, and a function that counts the key and stand-in rows that a query met, on average."""
+    """An output, a function that counts the key and stand-in rows that a query met, and figures at hand."""
 
     output: Tensor
     count_rows: Callable[[], float]
+    figures: Mapping[str, Any] = MappingProxyType({})
 
 
 def attend_counting(query: Tensor, key: Tensor, value: Tensor, config: Config | None, options: Options) -> Counted:
     """`prescored_attention` without statistics; rows are counted when somebody asks, outside of any timer."""
     call, outcome = _attend(query, key, value, config, options, explain=False)
-    return Counted(call.restore(outcome.attended).output, outcome.count_rows)
+    return Counted(call.restore(outcome.attended).output, outcome.count_rows, outcome.stats)
 
 
 def _attend(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, TypeAlias
@@ -144,16 +144,18 @@ class PrescoredAttention:
         self.history.begin(n_query)
         form = _without_blind_padding(situation.form(query, key)).for_batch(query.shape[0])
         rows: CountRows | float | None
+        figures: Mapping[str, float] = {}
         visible = _all_in_sight(form, n_query)
         exactly = self._why_exact(form, situation)
         if exactly is not None:
             output = attend_exactly(query, key, value, situation)
             path, rows, ran = exactly, visible, exactly
         else:
-            path, output, rows = self._attend(query, key, value, form, situation)
+            path, output, rows, figures = self._attend(query, key, value, form, situation)
             ran = self._words(path, n_query, form)
         seconds = time.perf_counter() - begin
-        self.last = Did(path, form.kind, n_query, form.n_keys, seconds, rows, visible, ran, self._error(path))
+        bars = figures.get("error_limit_max"), figures.get("read_further")
+        self.last = Did(path, form.kind, n_query, form.n_keys, seconds, rows, visible, ran, *bars)
         self.history.add(self.last)
         return output
 
@@ -179,8 +181,8 @@ class PrescoredAttention:
 
     def _attend(
         self, query: Tensor, key: Tensor, value: Tensor, form: MaskForm, situation: Situation
-    ) -> tuple[str, Tensor, CountRows | float | None]:
-        """The path, the output, and the rows, or what counts them."""
+    ) -> tuple[str, Tensor, CountRows | float | None, Mapping[str, float]]:
+        """The path, the output, the rows or what counts them, and figures at hand."""
         seed = layer_seed(self.seed, situation.layer)
         config = self.config
         if situation.n_prefix:
@@ -191,14 +193,14 @@ class PrescoredAttention:
         shown = key[:, :, : form.n_keys], value[:, :, : form.n_keys]
         step = keeper.step(query, Past(*shown, form.valid, form.n_keys, in_order), request)
         if step.output is not None:
-            return step.path, step.output, step.count_rows
+            return step.path, step.output, step.count_rows, step.figures
         if step.path == PROMPT:
             attended = prescored_under_mask(query, *shown, form, request)
             # the routed engine has its figures at hand, and its function would keep the output alive
             rows = attended.count_rows() if isinstance(config, Routed) else attended.count_rows
-            return step.path, attended.output, rows
+            return step.path, attended.output, rows, attended.figures
         output = exact_under_mask(query, *shown, form, scale=request.scale, dropout=request.dropout)
-        return step.path, output, _all_in_sight(form, query.shape[2])
+        return step.path, output, _all_in_sight(form, query.shape[2]), {}
 
     def _words(self, path: str, n_query: int, form: MaskForm) -> str:
         """What ran, for the report; where inputs of one length only can come, an idle setting is said once."""
@@ -209,10 +211,6 @@ class PrescoredAttention:
         if words.startswith(SHORT) and not is_causal and self._announces:
             self._warn(f"{type(self.config).__name__} changes nothing at {form.n_keys} tokens: {words}")
         return words
-
-    def _error(self, path: str) -> float | None:
-        """What a tolerance promises for a prompt; steps have no error bar."""
-        return self.config.tolerance if isinstance(self.config, Routed) and path == PROMPT else None
 
     def _warn(self, text: str) -> None:
         if text not in self._told:

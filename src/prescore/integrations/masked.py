@@ -137,7 +137,7 @@ def _per_segment(query: Tensor, key: Tensor, value: Tensor, form: MaskForm, requ
     batch, n_heads, n_query, _ = query.shape
     together = output.new_zeros(batch * n_query, n_heads, value.shape[-1])
     together = together.index_put((rows[valid],), output)
-    return Counted(together.view(batch, n_query, n_heads, -1).transpose(1, 2), attended.count_rows)
+    return attended._replace(output=together.view(batch, n_query, n_heads, -1).transpose(1, 2))
 
 
 def _looking_ahead(
@@ -157,7 +157,7 @@ def _looking_ahead(
         exact = _sdpa(query[:, :, some], key, value, mask, request.scale, request.dropout)
         chosen = torch.where(ahead[:, None, some, None], exact, output[:, :, some])
         output = output.index_copy(2, some, chosen)
-    return Counted(output, causal.count_rows)
+    return causal._replace(output=output)
 
 
 def _segment_rows(form: MaskForm) -> tuple[Tensor, Tensor]:

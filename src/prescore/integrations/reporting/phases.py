@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 from prescore.config import Config, Exact, Hyper, Routed, Selected
-from prescore.decoding.decoder import OVER_ALL, STEP_AT_MOST
+from prescore.decoding.decoder import OVER_ALL, STEP_AT_MOST, routes
 
 PREFILL, STEPS = "prefill", "steps"
 SHORT = "exact: "
@@ -31,8 +31,10 @@ class Did:
         n_query: Queries.
         n_keys: Keys so far, padding included.
         seconds: Time until the result was there, or on a GPU until its work was queued.
-        ran: What ran, in the words of a report, such as `routed` or `exact: shorter than exact_until=4096`.
-        error: The tolerance that a `Routed` was given; None = none, or a step, which has no error bar.
+        ran: What ran, in the words of a report, such as `routed` or `exact: shorter than exact_until=1024`.
+        error_limit: Relative error that the output of every query stays below, with the confidence asked for;
+            None = no tolerance was asked for, or every query read everything.
+        read_further: Share of queries that looked again, because their error bar was too wide; None likewise.
     """
 
     path: str
@@ -43,7 +45,8 @@ class Did:
     _rows: CountRows | float | None = field(default=None, repr=False)
     _visible: CountRows | float | None = field(default=None, repr=False)
     ran: str = ""
-    error: float | None = None
+    error_limit: float | None = None
+    read_further: float | None = None
 
     @property
     def rows(self) -> float | None:
@@ -148,10 +151,7 @@ class History:
 def words_for_prompt(config: Config, n_query: int, n_keys: int, *, is_causal: bool) -> str:
     """What a pre-scored call over so many keys runs: an engine, or exact attention and why."""
     if isinstance(config, Routed):
-        length, rule = (n_keys, 1) if is_causal else (n_query, 0)
-        if length < config.exact_until + rule:
-            return f"{SHORT}shorter than exact_until={config.exact_until}"
-        return "routed"
+        return _words_for_routed(config, n_query, n_keys, is_causal=is_causal)
     if isinstance(config, Exact):
         return "exact"
     if is_causal and n_keys <= config.min_seq_len:
@@ -163,13 +163,22 @@ def words_for_prompt(config: Config, n_query: int, n_keys: int, *, is_causal: bo
 
 def words_for_step(config: Config, path: str, n_keys: int) -> str:
     """What a decode step runs, from the way it went."""
+    if isinstance(config, Routed) and (path != OVER_ALL or n_keys <= config.exact_until):
+        return _words_for_routed(config, 1, n_keys, is_causal=True)
     if path != OVER_ALL:
-        return "routed" if isinstance(config, Routed) else "selected"
-    if isinstance(config, Routed) and n_keys <= config.exact_until:
-        return f"{SHORT}shorter than exact_until={config.exact_until}"
+        return "selected"
     if isinstance(config, Selected):
         return f"{SHORT}top_k keeps every key"
     return f"{SHORT}a step reads every key so far"
+
+
+def _words_for_routed(config: Routed, n_query: int, n_keys: int, *, is_causal: bool) -> str:
+    if routes(config, n_query, n_keys, is_causal=is_causal):
+        return "routed"
+    if n_keys <= config.exact_until if is_causal else n_query < config.exact_until:
+        return f"{SHORT}shorter than exact_until={config.exact_until}"
+    near = "two chunks" if is_causal else "a chunk"
+    return f"{SHORT}no longer than sinks and {near} of {config.chunk_size}"
 
 
 def _keeps_all(config: Selected, n_keys: int) -> bool:

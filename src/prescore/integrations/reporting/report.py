@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from prescore.config import Config
 from prescore.integrations.reporting.phases import PREFILL, SHORT, STEPS, Did, Phase
 
-_ERROR = "error at most"
+_ERROR, _FURTHER = "error at most", "read further"
 _CONFIGURATION = "configuration"
 _COLUMNS = (
     *("layer", _CONFIGURATION, "phase", "what ran", "rows read", "of", "share"),
-    *("calls", "queries", "seconds", _ERROR),
+    *("calls", "queries", "seconds", _ERROR, _FURTHER),
 )
 _LEFT = ("layer", _CONFIGURATION, "phase", "what ran")
 _UNKNOWN = "-"
@@ -131,7 +131,7 @@ def _alike(group: Sequence[LayerReport], entry: LayerReport) -> bool:
         return False
     return all(
         (known[name].ran, known[name].calls, known[name].queries) == (phase.ran, phase.calls, phase.queries)
-        and known[name].last.error == phase.last.error
+        and (known[name].last.error_limit is None) == (phase.last.error_limit is None)
         and abs(_share(known[name]) - _share(phase)) < _MERGED_WITHIN
         for name, phase in first.phases.items()
     )
@@ -161,7 +161,8 @@ def _cells(phases: Sequence[Phase]) -> dict[str, str]:
     """What some layers did in one phase; what differs from layer to layer as least and most, or not at all."""
     ways = list(dict.fromkeys(phase.ran for phase in phases))
     rows, visible = _mean(p.last.rows for p in phases), _mean(p.last.visible for p in phases)
-    errors = [phase.last.error for phase in phases if phase.last.error is not None]
+    limits = [phase.last.error_limit for phase in phases if phase.last.error_limit is not None]
+    further = _mean(phase.last.read_further for phase in phases)
     return {
         "what ran": ways[0] if len(ways) == 1 else f"{len(ways)} ways",
         "rows read": _span([phase.last.rows for phase in phases]),
@@ -170,7 +171,8 @@ def _cells(phases: Sequence[Phase]) -> dict[str, str]:
         "calls": _span([phase.calls for phase in phases]),
         "queries": _span([phase.queries for phase in phases]),
         "seconds": f"{sum(phase.seconds for phase in phases):.4f}",
-        **({_ERROR: f"{max(errors):g}"} if errors else {}),
+        **({_ERROR: f"{max(limits):.3f}"} if limits else {}),
+        **({} if further is None else {_FURTHER: f"{100 * further:.0f} %"}),
     }
 
 
@@ -191,7 +193,8 @@ def _mean(values: Iterable[float | None]) -> float | None:
 
 def _table(rows: Sequence[Mapping[str, str]]) -> str:
     """Lines under a heading; a column that says nothing, or the same for all layers, is left out."""
-    columns = [name for name in _COLUMNS if name != _ERROR or any(name in row for row in rows)]
+    asked = any(_ERROR in row for row in rows)
+    columns = [name for name in _COLUMNS if asked or name not in (_ERROR, _FURTHER)]
     if len({row[_CONFIGURATION] for row in rows if _CONFIGURATION in row}) == 1:
         columns.remove(_CONFIGURATION)
     cells = [columns, *([row.get(name, "") for name in columns] for row in rows)]
