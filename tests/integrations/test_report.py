@@ -187,7 +187,10 @@ def test_a_vision_model_too_small_to_route_says_so_once():
             warnings.simplefilter("error")
             model(images)  # said once
         assert "exact: shorter than exact_until=" in str(applied)
-    with prescore.apply(model, Routed(exact_until=0, rows=8, leaf_size=4)) as applied, warnings.catch_warnings():
+    with (
+        prescore.apply(model, Routed(exact_until=0, rows=8, leaf_size=4, chunk_size=16, sinks=1)) as applied,
+        warnings.catch_warnings(),
+    ):
         warnings.simplefilter("error")
         model(images)
     assert applied.report()[0].phases[PREFILL].ran == "routed"
