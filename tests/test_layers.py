@@ -32,7 +32,7 @@ MAY_IMPORT = {
     "parallel": BELOW_API | {"hyper", "surroundings"},
     "api": BELOW_API | ENGINES | {"parallel", "surroundings"},
     "baselines": BELOW_API | {"api"},
-    "decoding": BELOW_API | {"api", "hyper", "routed"},
+    "decoding": BELOW_API | {"api", "hyper", "routed", "surroundings"},
     "integrations": LOW | {"config", "call", "api", "decoding", "parallel", "surroundings"},
     "testing": LOW | {"config", "clustering", "scorers", "selection", "prescoring"},
     "evaluation": BELOW_API

@@ -22,6 +22,7 @@ from prescore.errors import Unsupported
 from prescore.rng import DEFAULT_SEED
 from prescore.routed.decode import RoutedIndex
 from prescore.routed.layout import make_layout
+from prescore.surroundings import plain_torch
 
 STEP_AT_MOST = 32
 """Queries of one decode step; more at once are another piece of the prompt."""
@@ -162,7 +163,8 @@ class Decoder:
         index = self._clusters(query, past, request)
         if index is None:
             return Step(OVER_ALL)
-        output, rows = index.attend(query, past.key, past.value).output, index.rows_read
+        with plain_torch(query, past.key, past.value) as tensors:
+            output, rows = index.attend(*tensors).output, index.rows_read
         return Step(OVER_CLUSTERS, output, lambda: rows, index.figures)
 
     def select(self, past: Past, request: Request) -> None:

@@ -121,7 +121,10 @@ class Phase:
 
 
 class History:
-    """Phases of the newest prompt; a whole new prompt, and more of one after steps, begin anew."""
+    """Phases of the newest prompt; a whole new prompt, and more of one after steps, begin anew.
+
+    Threads may share it: what is kept is replaced as a whole, and the last one wins.
+    """
 
     def __init__(self) -> None:
         self._phases: dict[str, Phase] = {}
@@ -129,23 +132,24 @@ class History:
     @property
     def phases(self) -> dict[str, Phase]:
         """By name; rows of the last call of each are counted."""
-        self._phases = {name: phase.counted() for name, phase in self._phases.items()}
-        return dict(self._phases)
+        self._phases = counted = {name: phase.counted() for name, phase in self._phases.items()}
+        return dict(counted)
 
     def begin(self, n_query: int) -> None:
         """Before a call: let go of what only counting needs; a prompt is counted when its first step comes."""
-        for name, phase in self._phases.items():
-            if name == PREFILL and n_query <= STEP_AT_MOST:
-                self._phases[name] = phase.counted()
-            else:
-                self._phases[name] = replace(phase, last=phase.last.let_go())
+        ends = n_query <= STEP_AT_MOST
+        self._phases = {
+            name: phase.counted() if ends and name == PREFILL else replace(phase, last=phase.last.let_go())
+            for name, phase in self._phases.items()
+        }
 
     def add(self, did: Did) -> None:
         """After a call."""
-        if did.phase == PREFILL and (did.n_query == did.n_keys or STEPS in self._phases):
-            self._phases = {}
-        before = self._phases.get(did.phase, Phase(did))
-        self._phases[did.phase] = before.and_then(did)
+        phases = self._phases
+        if did.phase == PREFILL and (did.n_query == did.n_keys or STEPS in phases):
+            phases = {}
+        before = phases.get(did.phase, Phase(did))
+        self._phases = {**phases, did.phase: before.and_then(did)}
 
 
 def words_for_prompt(config: Config, n_query: int, n_keys: int, *, is_causal: bool) -> str:
