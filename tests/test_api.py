@@ -233,14 +233,14 @@ def test_aux_tells_what_happened():
     assert aux.stats["keys_kept"] == 9
     assert aux.stats["depth"] == 0
     assert aux.stats["fallbacks"] == 0
-    assert 0 < aux.stats["captured_mass"] < 1
+    assert 0 < aux.stats["seen_mass"] < 1
     assert {"scoring", "hashing", "attending"} <= set(aux.stats["seconds"])
     _, causal = prescore.prescored_attention(*tensors, config=CONFIGS["paper"], is_causal=True, return_aux=True)
     assert causal.stats["depth"] == 3  # blocks of 8, 16 and 32
     assert [len(s.indices[0, 0]) for s in causal.selection] == [8, 8, 8, 9, 9]
     for name in ("selected", "exact"):
         _, exact = prescore.prescored_attention(*tensors, config=CONFIGS[name], return_aux=True)
-        assert exact.stats["captured_mass"] == 1.0
+        assert exact.stats["seen_mass"] == 1.0
 
 
 def test_scale_is_a_factor_of_the_logits():

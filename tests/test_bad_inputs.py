@@ -78,8 +78,22 @@ TENSORS = {
         ValueError,
         "query length must be at most the key length 4 .* got 5",
     ),
-    "negative scale": (_call(scale=-0.5), ValueError, "scale must be finite and at least 0.0, got -0.5"),
-    "infinite scale": (_call(scale=math.inf), ValueError, "scale must be finite .* got inf"),
+    "infinite scale": (_call(scale=math.inf), ValueError, "scale must be finite, got inf"),
+    "scale that no float holds": (
+        _call(scale=-(10**400)),
+        ValueError,
+        r"scale must be finite, got -0x1b4.*\.\.\.",
+    ),
+    "NaN in a real value": (
+        _call(value=VALUE.masked_fill(VALUE[0, 1, 2, 1] == VALUE, math.nan)),
+        ValueError,
+        r"value must be finite .* got nan at \(0, 1, 2, 1\)",
+    ),
+    "inf in a real value": (
+        _call(value=VALUE.masked_fill(VALUE[1, 0, 8, 0] == VALUE, math.inf)),
+        ValueError,
+        r"value must be finite .* got inf at \(1, 0, 8, 0\)",
+    ),
     "scale is a string": (_call(scale="1"), TypeError, "scale must be a number, got str '1'"),
     "unknown backend": (_call(backend="flash9"), ValueError, "backend must be one of .* got 'flash9'"),
 }
@@ -125,6 +139,12 @@ FIELDS = [
     (Selected, "top_k", "all", TypeError, "top_k must be .* got str 'all'"),
     (Selected, "top_k", True, TypeError, "top_k must be .* got bool True"),
     (Selected, "top_k", math.nan, ValueError, "top_k must be .* got nan"),
+    (Selected, "top_k", 2**70, ValueError, f"top_k must be a count of at most {2**31 - 1}, got {2**70}"),
+    (Selected, "sinks", 2**70, ValueError, f"sinks must be at most {2**31 - 1}, got {2**70}"),
+    (KMeans, "n_clusters", 2**40, ValueError, f"n_clusters must be at most {2**31 - 1}, got {2**40}"),
+    (KMeans, "noise", 10**400, ValueError, r"noise must be finite and at least 0\.0, got 0x1b4.*\.\.\."),
+    (Routed, "leaf_size", 2**64, ValueError, f"leaf_size must be at most {2**31 - 1}, got {2**64}"),
+    (Lsh, "sample_size", 10**400, ValueError, r"sample_size must be at most 2147483647, got 0x1b4.*\.\.\."),
     (Selected, "selector", "best", ValueError, "selector must be one of .* got 'best'"),
     (Selected, "sinks", -4, ValueError, "sinks must be at least 0, got -4"),
     (Selected, "recent", True, TypeError, "recent must be an int, got bool True"),
@@ -388,10 +408,30 @@ def test_a_generator_does_not_advance_when_the_call_is_refused():
     assert torch.equal(generator.get_state(), state)
 
 
+WITHOUT_NUMBERS = {
+    "meta": (lambda t: t.to("meta"), "query must be on a device that holds numbers, got meta"),
+    "sparse": (lambda t: t.to_sparse(), "query must be a dense tensor, got torch.sparse_coo"),
+    "nested": (
+        lambda t: torch.nested.nested_tensor(list(t), layout=torch.jagged),
+        "query must be a dense tensor, got a nested tensor",
+    ),
+}
+
+
+@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("name", WITHOUT_NUMBERS)
+def test_tensors_that_are_not_dense_numbers(name, function):
+    turn, message = WITHOUT_NUMBERS[name]
+    with pytest.raises(ValueError, match=message):
+        function(turn(QUERY), turn(KEY), turn(VALUE))
+
+
 def test_padding_may_hold_anything():
     mask = MASK.clone()
     mask[1, 7] = False
     for function in FUNCTIONS:
-        result = function(QUERY, WITH_NAN, VALUE, key_padding_mask=mask)
+        result = function(
+            QUERY, WITH_NAN, VALUE.masked_fill(~mask[:, None, :, None], math.nan), key_padding_mask=mask
+        )
         output = result if isinstance(result, torch.Tensor) else result.output
         assert torch.isfinite(output).all()

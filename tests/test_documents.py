@@ -16,7 +16,7 @@ import prescore
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src"
 DOCUMENTS = [
-    *(ROOT / name for name in ("README.md", "DESIGN.md", "CONTRIBUTING.md", "CHANGELOG.md")),
+    *(ROOT / name for name in ("README.md", "DESIGN.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")),
     *sorted((ROOT / "docs").rglob("*.md")),
     *sorted((ROOT / "experiments").rglob("*.md")),
 ]
@@ -232,7 +232,7 @@ def test_walks_name_functions_that_exist():
 
 
 def members(text):
-    """Spans such as `api._run` or `ops/exact.exact_output` whose module is ours, and whether it has that name."""
+    """Spans such as `ops/exact.exact_output` whose module is ours, and whether it has that name."""
     package = SOURCE / "prescore"
     places = (package, *(package / name for name in ("integrations", "hyper", "routed")))
     known = {}

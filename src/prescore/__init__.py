@@ -6,11 +6,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from prescore.api import exact_attention as exact_attention
-    from prescore.api import hyper_attention as hyper_attention
-    from prescore.api import prescored_attention as prescored_attention
-    from prescore.api import score as score
-    from prescore.api import select as select
+    from prescore.api.attention import exact_attention as exact_attention
+    from prescore.api.attention import hyper_attention as hyper_attention
+    from prescore.api.attention import prescored_attention as prescored_attention
+    from prescore.api.scoring import score as score
+    from prescore.api.scoring import select as select
     from prescore.config import Config as Config
     from prescore.config import Coupling as Coupling
     from prescore.config import Exact as Exact
@@ -37,10 +37,12 @@ if TYPE_CHECKING:
     from prescore.types import Attended as Attended
     from prescore.types import Aux as Aux
     from prescore.types import Selection as Selection
+    from prescore.types import Stats as Stats
 
 # Resolved on first use, so that `import prescore` touches neither a model library nor a device.
 _HOMES = {
-    "prescore.api": ("exact_attention", "hyper_attention", "prescored_attention", "score", "select"),
+    "prescore.api.attention": ("exact_attention", "hyper_attention", "prescored_attention"),
+    "prescore.api.scoring": ("score", "select"),
     "prescore.config": ("Config", "Coupling", "Exact", "Hyper", "Lsh", "Routed", "Selected", "config_from_dict"),
     "prescore.integrations.apply": ("Applied", "apply"),
     "prescore.ops.merge": ("merge",),
@@ -55,7 +57,7 @@ _HOMES = {
     "prescore.scorers.leverage": ("Leverage",),
     "prescore.scorers.minkowski": ("Minkowski",),
     "prescore.scorers.uniform": ("Uniform",),
-    "prescore.types": ("Attended", "Aux", "Selection"),
+    "prescore.types": ("Attended", "Aux", "Selection", "Stats"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 _SUBPACKAGES = ("baselines", "errors", "integrations", "testing")

@@ -6,7 +6,7 @@ anything looks at them, and results go back to where the queries were.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -84,6 +84,40 @@ class Call:
             return attend_parts(self.query, self.key, self.value, parts, scale=self.scale, backend=backend)
         raise ValueError("query_start must be one position, got one for each row")
 
+    def behind_the_end(self) -> BehindTheEnd | None:
+        """The padded queries behind the last real keys, which see all of them; None where there are none.
+
+        They follow the rule of exact attention: such a query sees every real key before it, and no padding. An
+        engine that counts positions would let them read where no key is.
+        """
+        if not self.is_causal or self.query_valid is None or self.valid is None or not self.query.numel():
+            return None
+        position = torch.arange(1, self.n_keys + 1, device=self.valid.device)
+        ends = (self.valid * position).amax(1)  # [B]
+        # rows that were shifted in from nowhere are no queries at all
+        lasts = torch.full_like(ends, self.n_keys) if self.shift is None else self.n_keys - self.shift
+        rows = (ends < lasts).nonzero().squeeze(1)
+        if not rows.numel():
+            return None
+        ends, lasts = ends.index_select(0, rows), lasts.index_select(0, rows)
+        first, n_keys = int(ends.min()), int(ends.max())
+        behind = (position > ends[:, None]) & (position <= lasts[:, None])  # [rows, N]
+        query, key, value = (tensor.index_select(0, rows) for tensor in (self.query, self.key, self.value))
+        call = replace(
+            self,
+            query=query[:, :, first:],
+            key=key[:, :, :n_keys],
+            value=value[:, :, :n_keys],
+            is_causal=False,
+            backend=self.backend.at("behind the end"),
+            valid=self.valid.index_select(0, rows)[:, :n_keys],
+            query_start=0,
+            query_valid=behind[:, first:],
+            shift=None,
+            queries_moved=False,
+        )
+        return BehindTheEnd(call, rows, behind, first)
+
     def restore(self, attended: Attended) -> Attended:
         """Put the outputs back where the queries were; rows shifted out saw nothing."""
         if self.shift is None or not self.queries_moved:
@@ -99,6 +133,37 @@ class Call:
     def restore_selection(self, selection: Selection) -> Selection:
         """From aligned positions to positions of the tensors the caller gave."""
         return shifted_back(selection, self.shift, self.n_keys)
+
+
+@dataclass(frozen=True, eq=False)
+class BehindTheEnd:
+    """Padded queries as a call of their own, and their places in the whole.
+
+    Attributes:
+        call: Queries from `first` on of some sequences, without causality over their real keys.
+        rows: `[b]` which sequences these are.
+        behind: `[b, N]` which of their queries are meant.
+        first: The first query row.
+    """
+
+    call: Call
+    rows: Tensor
+    behind: Tensor
+    first: int
+
+    def put_into(self, whole: Attended, own: Attended) -> Attended:
+        """The whole result with these queries' own."""
+        batch = whole.output.shape[0]
+
+        def spread(tensor: Tensor) -> Tensor:  # [b, H, N - first, ...] -> [B, H, N, ...]
+            full = tensor.new_zeros((batch, tensor.shape[1], self.behind.shape[1], *tensor.shape[3:]))
+            padded = torch.cat((full[self.rows, :, : self.first], tensor), dim=2)
+            return full.index_copy(0, self.rows, padded)
+
+        meant = torch.zeros((batch, self.behind.shape[1]), dtype=torch.bool, device=self.rows.device)
+        meant = meant.index_copy(0, self.rows, self.behind)[:, None]
+        output = torch.where(meant[..., None], spread(own.output), whole.output)
+        return Attended(output, torch.where(meant, spread(own.lse), whole.lse))
 
 
 def first_real(mask: Tensor) -> Tensor:
@@ -154,7 +219,7 @@ def make_call(
     """
     streams = streams or Streams()
     n_query, n_keys = query.shape[2], key.shape[2]
-    factor = float(query.shape[-1] ** -0.5 if scale is None else scale)
+    query, factor = with_positive_scale(query, scale)
     start: Tensor | int = n_keys - n_query if is_causal else 0
     if not aligned:
         if mask is not None:  # padding may hold anything, and 0 * NaN is NaN
@@ -179,6 +244,14 @@ def make_call(
         query, key, value, is_causal, factor, backend, streams,
         valid=valid, query_start=start, query_valid=query_valid, shift=shift, queries_moved=moved,
     )  # fmt: skip
+
+
+def with_positive_scale(query: Tensor, scale: float | None) -> tuple[Tensor, float]:
+    """The same logits with a factor above 0: operators and engines may divide by it, or multiply -inf with it."""
+    factor = float(query.shape[-1] ** -0.5 if scale is None else scale)
+    if factor > 0:
+        return query, factor
+    return (-query, -factor) if factor < 0 else (query * 0, 1.0)
 
 
 def _shifted(shift: Tensor, length: int) -> tuple[Tensor, Tensor]:

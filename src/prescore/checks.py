@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import math
 from collections.abc import Collection
@@ -11,22 +12,42 @@ import torch
 from torch import Tensor
 
 FLOAT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_LONG_BITS = 1024
+_LONG_TEXT = 40
+LARGEST = 2**31 - 1
+"""The largest count that is accepted anywhere: more than any sequence has, and safe in every arithmetic."""
 
 
 def one_of(name: str, value: Any, allowed: Collection[Any]) -> None:
     """Refuse a value outside a fixed list."""
     if value not in allowed:
         listed = ", ".join(repr(item) for item in allowed)
-        raise ValueError(f"{name} must be one of {listed}, got {value!r}")
+        raise ValueError(f"{name} must be one of {listed}, got {value!r}{_nearest(value, allowed)}")
 
 
 def known_field(owner: str, name: Any, known: Collection[str]) -> None:
     """Refuse a field that a configuration does not have, and say which one may have been meant."""
     if name in known:
         return
-    close = difflib.get_close_matches(str(name), known, n=1)
-    hint = f" (did you mean {close[0]!r}?)" if close else ""
-    raise ValueError(f"{owner} must have fields among {', '.join(known) or 'none'}, got {name!r}{hint}")
+    listed = ", ".join(known) or "none"
+    raise ValueError(f"{owner} must have fields among {listed}, got {name!r}{_nearest(name, known)}")
+
+
+def known_argument(kind: type, given: Collection[str]) -> None:
+    """Refuse a keyword that is no field of a dataclass, as Python does, and say which one may have been meant."""
+    known = [field.name for field in dataclasses.fields(kind)] if dataclasses.is_dataclass(kind) else list(given)
+    for name in given:
+        if name not in known:
+            listed = ", ".join(known) or "none"
+            hint = _nearest(name, known)
+            raise TypeError(f"{kind.__name__} must have fields among {listed}, got {name!r}{hint}")
+
+
+def _nearest(value: Any, known: Collection[Any]) -> str:
+    """Which of the known words may have been meant; empty = none is near."""
+    words = [word for word in known if isinstance(word, str)]
+    close = difflib.get_close_matches(value, words, n=1) if isinstance(value, str) else []
+    return f" (did you mean {close[0]!r}?)" if close else ""
 
 
 def instance(name: str, value: Any, kinds: tuple[type, ...]) -> None:
@@ -36,27 +57,27 @@ def instance(name: str, value: Any, kinds: tuple[type, ...]) -> None:
         raise TypeError(f"{name} must be a {listed} object, got {type(value).__name__} {value!r}")
 
 
-def integer(name: str, value: Any, *, minimum: int, maximum: int | None = None) -> None:
+def integer(name: str, value: Any, *, minimum: int, maximum: int = LARGEST) -> None:
     """Refuse anything but an int of at least `minimum` and at most `maximum`."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} must be an int, got {type(value).__name__} {value!r}")
     if value < minimum:
-        raise ValueError(f"{name} must be at least {minimum}, got {value}")
-    if maximum is not None and value > maximum:
-        raise ValueError(f"{name} must be at most {maximum}, got {value}")
+        raise ValueError(f"{name} must be at least {minimum}, got {shown(value)}")
+    if value > maximum:
+        raise ValueError(f"{name} must be at most {maximum}, got {shown(value)}")
 
 
 def number(
-    name: str, value: Any, *, minimum: float, exclusive: bool = False, maximum: float | None = None
+    name: str, value: Any, *, minimum: float = -math.inf, exclusive: bool = False, maximum: float | None = None
 ) -> None:
     """Refuse anything but a finite number of at least (or above) `minimum` and at most `maximum`."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{name} must be a number, got {type(value).__name__} {value!r}")
-    if not math.isfinite(value) or value < minimum or (exclusive and value == minimum):
-        rule = f"above {minimum}" if exclusive else f"at least {minimum}"
-        raise ValueError(f"{name} must be finite and {rule}, got {value}")
+    if not _is_finite(value) or value < minimum or (exclusive and value == minimum):
+        rule = "" if minimum == -math.inf else f" and above {minimum}" if exclusive else f" and at least {minimum}"
+        raise ValueError(f"{name} must be finite{rule}, got {shown(value)}")
     if maximum is not None and value > maximum:
-        raise ValueError(f"{name} must be at most {maximum}, got {value}")
+        raise ValueError(f"{name} must be at most {maximum}, got {shown(value)}")
 
 
 def probability(name: str, value: Any) -> None:
@@ -64,7 +85,7 @@ def probability(name: str, value: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{name} must be a number, got {type(value).__name__} {value!r}")
     if not 0 <= value < 1:
-        raise ValueError(f"{name} must be at least 0 and below 1, got {value}")
+        raise ValueError(f"{name} must be at least 0 and below 1, got {shown(value)}")
 
 
 def device(name: str, value: str) -> None:
@@ -85,16 +106,28 @@ def budget(name: str, value: Any) -> None:
     """Refuse a budget that is neither a count of at least 1 nor a fraction in (0, 1]."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{name} must be an int or a float, got {type(value).__name__} {value!r}")
-    if isinstance(value, int) and value < 1:
-        raise ValueError(f"{name} must be a count of at least 1, got {value}")
+    if isinstance(value, int) and not 1 <= value <= LARGEST:
+        rule = "at least 1" if value < 1 else f"at most {LARGEST}"
+        raise ValueError(f"{name} must be a count of {rule}, got {shown(value)}")
     if isinstance(value, float) and not 0 < value <= 1:
         raise ValueError(f"{name} must be a fraction in (0, 1] when it is a float, got {value}")
 
 
+def shown(value: float) -> str:
+    """A number as it is written in a message; one of very many digits is cut."""
+    text = str(value) if not isinstance(value, int) or value.bit_length() < _LONG_BITS else hex(value)
+    return text if len(text) <= _LONG_TEXT else f"{text[:_LONG_TEXT]}..."
+
+
 def tensor4(name: str, value: Any) -> None:
-    """Refuse anything but a floating [batch, heads, sequence, dim] tensor."""
+    """Refuse anything but a floating [batch, heads, sequence, dim] tensor that holds its numbers."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
+    if value.is_nested or value.layout != torch.strided:
+        layout = "a nested tensor" if value.is_nested else str(value.layout)
+        raise ValueError(f"{name} must be a dense tensor, got {layout}")
+    if value.is_meta:
+        raise ValueError(f"{name} must be on a device that holds numbers, got {value.device}")
     if value.ndim != 4:
         raise ValueError(f"{name} must have 4 dimensions [batch, heads, sequence, dim], got {tuple(value.shape)}")
     if value.dtype not in FLOAT_DTYPES:
@@ -158,8 +191,17 @@ def attention_inputs(
             f"query length must be at most the key length {key.shape[2]} when is_causal=True, got {query.shape[2]}"
         )
     if scale is not None:
-        number("scale", scale, minimum=0.0)
+        number("scale", scale)
     keys(key, key_padding_mask)
+    # a weight of zero does not silence it: 0 * NaN is NaN, in queries that may not see the key too
+    _finite("value", value, key_padding_mask)
+
+
+def _is_finite(value: float) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an int that no float can hold
+        return False
 
 
 def _finite(name: str, tensor: Tensor, mask: Tensor | None) -> None:

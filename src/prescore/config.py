@@ -20,6 +20,11 @@ from prescore.values import Values
 class _Settings:
     """What all configurations can do: change some fields, and become JSON values and back."""
 
+    def __new__(cls, *args: Any, **given: Any) -> Self:
+        """Refuse a field that does not exist, with the nearest that does; `__init__` does everything else."""
+        checks.known_argument(cls, given)
+        return super().__new__(cls)
+
     def replace(self, **changes: Any) -> Self:
         """A copy with some fields changed."""
         known = [f.name for f in dataclasses.fields(self)]  # type: ignore[arg-type]

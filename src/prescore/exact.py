@@ -25,7 +25,7 @@ def attend_to_all(call: Call, *, explain: bool = False) -> Outcome:
         "rows_per_query": count_rows(),
         "depth": 0,
         "fallbacks": 0,
-        "captured_mass": 1.0,
+        "seen_mass": 1.0,
         "seconds": {"attending": time.perf_counter() - begin},
         "backend": call.backend.name,
     }

@@ -8,10 +8,9 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 import platform
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from importlib import metadata
 from pathlib import Path
@@ -132,63 +131,17 @@ def versions() -> dict[str, str]:
     return found
 
 
-class RecordFile:
-    """A JSON-lines file that only grows, one flushed and synced line per record.
-
-    Args:
-        path: The file; its directory is created.
-        resume: Continue an existing file. Without it a file that already holds records is refused, so that
-            two runs never mix by accident.
-    """
-
-    def __init__(self, path: str | Path, *, resume: bool = False) -> None:
-        self.path = Path(path)
-        self._records = {record.key: record for record in read_records(self.path)} if self.path.exists() else {}
-        if self._records and not resume:
-            raise RecordFileError(
-                f"{self.path} must be new or empty, got {len(self._records)} records in it; "
-                "continue it with --resume or choose another --out"
-            )
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.path.touch()
-
-    def __contains__(self, key: object) -> bool:
-        """Whether the row named `key` is finished."""
-        return key in self._records
-
-    def __getitem__(self, key: str) -> Record:
-        return self._records[key]
-
-    def __iter__(self) -> Iterator[Record]:
-        return iter(self._records.values())
-
-    def __len__(self) -> int:
-        return len(self._records)
-
-    def append(self, record: Record) -> None:
-        """Add one record; when this returns it is on the disk."""
-        if record.key in self._records:
-            raise ValueError(f"key must be new in {self.path}, got {record.key!r} again")
-        line = record.to_json().encode() + b"\n"
-        with self.path.open("rb+") as file:
-            end = file.seek(0, os.SEEK_END)
-            if end:
-                # a last line that was completed by hand may lack its newline; two records must not share a line
-                file.seek(end - 1)
-                line = line if file.read(1) == b"\n" else b"\n" + line
-            file.seek(end)
-            file.write(line)
-            file.flush()
-            os.fsync(file.fileno())
-        self._records[record.key] = record
-
-
 def read_records(path: str | Path) -> list[Record]:
     """All records of a file, which must be whole: a damaged line is refused by its number."""
     path = Path(path)
+    return parse_records(path.read_bytes(), path)
+
+
+def parse_records(content: bytes, path: Path) -> list[Record]:
+    """The records of a file's content; `path` is what messages call it."""
     found: list[Record] = []
     seen: dict[str, int] = {}
-    for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
+    for number, line in enumerate(content.split(b"\n"), start=1):
         if not line.strip():
             continue
         try:
@@ -197,13 +150,34 @@ def read_records(path: str | Path) -> list[Record]:
                 raise ValueError(f"key {record.key!r} is already on line {seen[record.key]}")
         except (ValueError, TypeError, RecursionError) as error:
             reason = str(error).splitlines()[0]
+            torn = len(without_torn_end(content)) < len(content)
+            advice = "continue it with --resume, which drops it," if torn else "remove that line"
             raise RecordFileError(
                 f"{path} must hold one record per line, got a damaged line {number} ({reason}); "
-                "the file was not changed: remove that line or choose another --out"
+                f"the file was not changed: {advice} or choose another --out"
             ) from error
         seen[record.key] = number
         found.append(record)
     return found
+
+
+def without_torn_end(content: bytes) -> bytes:
+    """The content without a last line that a crash left unfinished: cut off, or blocks of zeros never written."""
+    used = content.rstrip(b"\0\n")
+    begin = used.rfind(b"\n") + 1
+    last, behind = used[begin:], content[len(used) :]
+    if b"\0" not in last and (b"\n" in behind.split(b"\0")[0] or _is_record(last)):
+        # the last line is whole, or was damaged by something else than a crash; only zeros behind it go
+        return used + b"\n" if b"\0" in behind else content
+    return content[:begin]
+
+
+def _is_record(line: bytes) -> bool:
+    try:
+        Record.from_json(line.decode())
+    except (ValueError, TypeError, RecursionError):
+        return False
+    return True
 
 
 def _finite(value: Any) -> Any:

@@ -1,14 +1,23 @@
-"""Names of scorers. A scorer is one file in `prescore/scorers`, or any class a third party registers."""
+"""Names of scorers. A scorer is one file in `prescore/scorers`, or any class a third party registers.
+
+An installed package makes its scorers known by an entry point of the group `prescore.scorers`, which names the
+module that registers them.
+"""
 
 from __future__ import annotations
 
+import difflib
+import functools
 import importlib
 import pkgutil
+import warnings
 from collections.abc import Callable
+from importlib import metadata
 from typing import Any, TypeVar
 
 _SCORERS: dict[str, type[Any]] = {}
 _PACKAGE = "prescore.scorers"
+_GROUP = "prescore.scorers"
 _BASE = ("prescore.scorers.base", "Scorer")  # by name: that module asks this one for names
 
 ScorerType = TypeVar("ScorerType", bound=type[Any])
@@ -56,7 +65,9 @@ def get_scorer(name: object) -> type[Any]:
     if not isinstance(name, str):
         raise TypeError(f"scorer must be a str, got {type(name).__name__} {name!r}")
     if name not in _SCORERS:
-        raise ValueError(f"scorer must be one of {', '.join(list_scorers())}, got {name!r}")
+        close = difflib.get_close_matches(name, list_scorers(), n=1)
+        hint = f" (did you mean {close[0]!r}?)" if close else ""
+        raise ValueError(f"scorer must be one of {', '.join(list_scorers())}, got {name!r}{hint}")
     return _SCORERS[name]
 
 
@@ -65,3 +76,15 @@ def _discover() -> None:
     package = importlib.import_module(_PACKAGE)
     for module in pkgutil.iter_modules(package.__path__):
         importlib.import_module(f"{_PACKAGE}.{module.name}")
+    load_entry_points(_GROUP)
+
+
+@functools.cache
+def load_entry_points(group: str) -> None:
+    """Import what installed packages name in a group, once; what cannot be imported is said, and left out."""
+    for point in metadata.entry_points(group=group):
+        try:
+            point.load()
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}"
+            warnings.warn(f"entry point {point.name!r} of {group} was left out ({reason})", stacklevel=2)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -49,7 +49,7 @@ class Outcome:
         attended: The result.
         count_rows: Counts the key and stand-in rows that a query met, on average; work is done when it is called.
         selections: What could be read, where that was asked for.
-        stats: Figures about the call, where they were asked for.
+        stats: Figures about the call: all where they were asked for, else those that cost nothing.
     """
 
     attended: Attended
@@ -58,14 +58,94 @@ class Outcome:
     stats: Values = field(default_factory=dict)
 
 
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
+class Stats(Mapping[str, Any]):
+    """Figures about one call, see `Aux`; None = the configuration's engine has no such figure.
+
+    `stats.rows_per_query` and `stats["rows_per_query"]` are the same; as a mapping it holds the figures that are
+    not None, those of `details` included.
+
+    Attributes:
+        backend: Operator backend that ran.
+        seconds: Seconds by stage.
+        rows_per_query: Key and stand-in rows that a query met, on average.
+        keys_kept: Keys that could be read, on average over heads and blocks: the budget of a `Selected`.
+        depth: Levels of the causal recursion.
+        fallbacks: Blocks that ran unfiltered because fewer than `min_fraction` of their keys were selected.
+        seen_mass: Mean share of the attention mass that comes from keys read, not from the sampled residual.
+        searched_keys: Keys whose codes a routed query was compared with, on average.
+        far_rows: Far keys that a routed query found and read, on average.
+        stand_in_rows: Stand-ins that a routed query met, on average.
+        exact_queries: Queries of a sequence that read everything because they come before `exact_until`.
+        exact_sequences: Sequences that read everything because padding lies between their keys.
+        error_limit_mean: Relative error that a query's output stays below, with the confidence asked for; mean.
+            This and the next three are there where a `tolerance` was asked for.
+        error_limit_max: The same for the worst query.
+        read_further: Share of queries that looked again for lighter keys, because their error bar was too wide.
+        read_everything: Share of queries that read everything at last.
+        way: With a group: what travelled between the ranks, `gather`, `heads` or `rows`.
+        ranks: With a group: how many.
+        bytes_sent: With a group: bytes that this rank sent in the forward pass.
+        why_not_rows: With a group: why the rows of a `Selected` did not travel by themselves.
+        details: Figures of the engine's own geometry, by name; they may change with every version.
+    """
+
+    backend: str
+    seconds: Mapping[str, float]
+    rows_per_query: float
+    keys_kept: float
+    depth: int = 0
+    fallbacks: int = 0
+    seen_mass: float | None = None
+    searched_keys: float | None = None
+    far_rows: float | None = None
+    stand_in_rows: float | None = None
+    exact_queries: int | None = None
+    exact_sequences: int | None = None
+    error_limit_mean: float | None = None
+    error_limit_max: float | None = None
+    read_further: float | None = None
+    read_everything: float | None = None
+    way: str | None = None
+    ranks: int | None = None
+    bytes_sent: int | None = None
+    why_not_rows: str | None = None
+    details: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, figures: Mapping[str, Any]) -> Stats:
+        """What an engine tells; figures that have no field of their own are `details`."""
+        own = {each.name for each in fields(cls)} - {"details"}
+        known = {name: figure for name, figure in figures.items() if name in own}
+        return cls(**known, details={name: figure for name, figure in figures.items() if name not in own})
+
+    def __getitem__(self, name: str) -> Any:
+        return self._present()[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._present())
+
+    def __len__(self) -> int:
+        return len(self._present())
+
+    def __repr__(self) -> str:
+        return f"Stats({', '.join(f'{name}={figure!r}' for name, figure in self._present().items())})"
+
+    def _present(self) -> Values:
+        own = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "details"}
+        return {**{name: figure for name, figure in own.items() if figure is not None}, **self.details}
+
+
 class Aux(NamedTuple):
     """What `prescored_attention(return_aux=True)` tells beside the output.
 
-    `selection` is one `Selection`, or in causal mode a list: one entry per off-diagonal block (`Selected`,
-    `Hyper`), per chunk (`Routed`), or one of all keys (`Exact`).
-    `stats` holds plain numbers: keys kept, recursion depth, fallbacks, captured mass, seconds per stage.
+    Attributes:
+        lse: `[B, Hq, Nq]`, log of the sum of exp of the scaled logits that were counted.
+        selection: One `Selection`, or in causal mode a list: one entry per off-diagonal block (`Selected`,
+            `Hyper`), per chunk (`Routed`), or one of all keys (`Exact`).
+        stats: Figures about the call.
     """
 
     lse: Tensor
     selection: Selection | list[Selection]
-    stats: Values
+    stats: Stats

@@ -9,11 +9,13 @@ import time
 
 import pytest
 
+import prescore
 import prescore.cli.info as info
 from prescore.cli.main import main
 from prescore.cli.options import Session, open_session, progress
 from prescore.ops.native.library import describe_native
-from prescore.records import RecordFile, Row, read_records
+from prescore.record_file import RecordFile
+from prescore.records import Row, read_records
 
 
 def rows(calls, n=4, fail_at=None, error=KeyboardInterrupt):
@@ -97,10 +99,40 @@ def test_debug_shows_the_traceback(capsys, monkeypatch):
     assert "Traceback" in capsys.readouterr().err
 
 
-def test_a_bug_is_not_dressed_up_as_bad_usage(monkeypatch):
+def test_a_bug_is_not_dressed_up_as_bad_usage(monkeypatch, capsys):
     monkeypatch.setattr(info, "collect", lambda: 1 // 0)
-    with pytest.raises(ZeroDivisionError):
-        main(["info"])
+    assert main(["info"]) == 1
+    shown = capsys.readouterr().err
+    assert shown == "prescore: ZeroDivisionError: integer division or modulo by zero; --debug shows where\n"
+    assert main(["info", "--debug"]) == 1
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_the_version_is_the_packages(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"prescore {prescore.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["inof"], "info"),
+        (["info", "--jsn"], "--json"),
+        (["planted", "--quick", "--methd", "kmeans"], "--method"),
+        (["planted", "--quick", "--method", "kmean"], "(did you mean 'kmeans'?)"),
+        (["perplexity", "--method", "defalt"], "(did you mean 'default'?)"),
+        (["perplexity", "--set", "rowss=3"], "(did you mean 'rows'?)"),
+        (["generate", "--prompt", "a", "--config", "key-dif"], "(did you mean 'key-diff'?)"),
+        (["speed", "--study", "lenghts"], "(did you mean 'lengths'?)"),
+    ],
+    ids=" ".join,
+)
+def test_what_is_misspelt_is_told_the_nearest(argv, said, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(argv) == 2
+    shown = capsys.readouterr().err
+    assert said in shown
+    assert "did you mean" in shown.lower() or "possible options" in shown.lower()
 
 
 def test_session_writes_each_row_as_it_is_finished(tmp_path, capsys):
@@ -219,13 +251,33 @@ def test_a_killed_study_resumes_without_loss_or_repetition(tmp_path):
 
 
 def test_a_damaged_record_file_is_refused_by_a_command(tmp_path):
-    (tmp_path / "records.jsonl").write_text("half a rec")
+    (tmp_path / "records.jsonl").write_text("no record\n")
     run = planted("--out", str(tmp_path), "--resume", cwd=tmp_path)
     _, said = run.communicate()
     assert run.returncode == 2
     assert "damaged line 1" in said
     assert len(said.splitlines()) == 1
-    assert (tmp_path / "records.jsonl").read_text() == "half a rec"
+    assert (tmp_path / "records.jsonl").read_text() == "no record\n"
+
+
+def test_a_torn_record_file_is_continued_by_a_command(tmp_path):
+    records = tmp_path / "records.jsonl"
+    run = planted("--out", str(tmp_path), "--json", cwd=tmp_path)
+    run.communicate()
+    whole = records.read_bytes()
+    lines = whole.splitlines(keepends=True)
+    records.write_bytes(b"".join(lines[:-1]) + lines[-1][:50] + bytes(200))
+    again = planted("--out", str(tmp_path), "--json", "--resume", cwd=tmp_path)
+    shown, said = again.communicate()
+    assert again.returncode == 0, said
+    assert f"dropped one unfinished row at the end of {records} (250 bytes); it is run again" in said
+    assert f"{len(lines) - 1} of {len(lines)} rows are finished" in said
+    before, after = (
+        {record["key"]: record["figures"] for record in map(json.loads, content.splitlines())}
+        for content in (whole, records.read_bytes())
+    )
+    assert before == after
+    assert len(shown.splitlines()) == len(lines)
 
 
 def test_planted_prints_both_tables_and_writes_a_plot(tmp_path, capsys):

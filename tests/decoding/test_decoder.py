@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from prescore import Coupling, Exact, Hyper, KMeans, Lsh, Routed, Selected, exact_attention, prescored_attention
-from prescore.api import Options, attend_counting
-from prescore.decoding import decoder as module
+from prescore.api.attention import Options, attend_counting
 from prescore.decoding.decoder import (
     OVER_ALL,
     OVER_CLUSTERS,
@@ -66,12 +65,11 @@ def test_what_keeps_a_selection(config, expected):
         (Hyper(lsh=Lsh(8, 8)), OVER_ALL),
         (Exact(), OVER_ALL),
         (ROUTED, OVER_CLUSTERS),
-        (ROUTED.replace(tolerance=0.1), OVER_ALL),
+        (ROUTED.replace(tolerance=0.1), OVER_CLUSTERS),
     ],
     ids=str,
 )
-def test_steps_go_the_way_of_their_configuration(qkv, config, path, monkeypatch):
-    monkeypatch.setattr(module, "ROUTED_STEPS_FROM", 0)
+def test_steps_go_the_way_of_their_configuration(qkv, config, path):
     decoder = Decoder()
     assert step(decoder, qkv, 50, 50, config).path == PROMPT
     taken = step(decoder, qkv, 51, 1, config)
@@ -81,12 +79,10 @@ def test_steps_go_the_way_of_their_configuration(qkv, config, path, monkeypatch)
         assert taken.count_rows() <= decoder.state.rows.length
 
 
-def test_clusters_are_chosen_only_where_they_pay_and_can_be_trusted(qkv, monkeypatch):
-    assert step(Decoder(), qkv, 51, 1, ROUTED).path == OVER_ALL  # few keys
-    monkeypatch.setattr(module, "ROUTED_STEPS_FROM", 51)
-    assert step(Decoder(), qkv, 50, 1, ROUTED).path == OVER_ALL
-    assert step(Decoder(), qkv, 51, 1, ROUTED).path == OVER_CLUSTERS
-    assert step(Decoder(), qkv, 51, 2, ROUTED).path == OVER_ALL
+def test_clusters_are_chosen_only_where_they_pay_and_can_be_trusted(qkv):
+    assert step(Decoder(), qkv, 51, 1, ROUTED.replace(exact_until=51)).path == OVER_ALL  # few keys
+    assert step(Decoder(), qkv, 51, 1, ROUTED.replace(exact_until=50)).path == OVER_CLUSTERS
+    assert step(Decoder(), qkv, 51, 2, ROUTED).path == OVER_CLUSTERS
     assert step(Decoder(), qkv, 51, 1, ROUTED, dropout=0.1).path == OVER_ALL
     assert step(Decoder(owned=False), qkv, 51, 1, ROUTED).path == OVER_ALL
     learned = (qkv[0].clone().requires_grad_(), *qkv[1:])
@@ -225,8 +221,7 @@ def test_seeds_reach_the_selection(qkv):
     assert not torch.allclose(first, other)
 
 
-def test_a_routed_step_follows_reordered_and_repeated_rows(qkv, monkeypatch):
-    monkeypatch.setattr(module, "ROUTED_STEPS_FROM", 0)
+def test_a_routed_step_follows_reordered_and_repeated_rows(qkv):
     decoder = Decoder()
     step(decoder, qkv, 56, config=ROUTED)
     swap = torch.tensor([1, 0])
@@ -241,8 +236,7 @@ def test_a_routed_step_follows_reordered_and_repeated_rows(qkv, monkeypatch):
 
 
 @pytest.mark.parametrize("start", [0, 9])
-def test_a_routed_step_counts_its_rows_as_the_whole_call_does(start, monkeypatch):
-    monkeypatch.setattr(module, "ROUTED_STEPS_FROM", 0)
+def test_a_routed_step_counts_its_rows_as_the_whole_call_does(start):
     query, key, value = (torch.randn(1, 2, 400, 8, generator=torch.Generator().manual_seed(n)) for n in range(3))
     valid = torch.ones(1, 400, dtype=torch.bool)
     valid[:, :start] = False

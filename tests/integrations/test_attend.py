@@ -92,7 +92,7 @@ def test_padding_is_not_counted(is_causal, n_query, side):
 @pytest.mark.parametrize("config", [COARSE, HYPER], ids=["selected", "hyper"])
 def test_rows_are_counted_when_somebody_asks(config, monkeypatch):
     counted = []
-    real = prescore.api.attend_counting
+    real = prescore.api.attention.attend_counting
 
     def spy(*inputs):
         attended = real(*inputs)
@@ -180,7 +180,7 @@ def test_obstacles_are_refused_or_run_by_the_model_itself():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         attend(*inputs, situation)
-    assert attend.last.path == "exact: its logits are soft-capped"
+    assert attend.last.path == "exact: unsupported because its logits are soft-capped"
     assert PrescoredAttention(Exact())(*inputs, situation) is inputs[0]  # exact attention needs no leave
     assert len(asked) == 3
 

@@ -129,7 +129,7 @@ def test_a_mask_of_no_known_form_is_refused_or_runs_as_the_model_would(model, id
             pytest.warns(UserWarning, match="ChatGLM runs exactly"),
         ):
             assert torch.equal(model(ids, attention_mask)[0], expected)
-        assert applied.report()[2].path.startswith("exact: the attention mask")
+        assert applied.report()[2].path.startswith("exact: unsupported because the attention mask")
 
 
 def test_real_selection_ignores_padding_and_batch(model, ids):

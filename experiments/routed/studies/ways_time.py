@@ -22,7 +22,8 @@ from scene import CHUNK, SINKS, Book, Layer, View
 from torch import Tensor
 
 from prescore.clustering.tree import bisection_tree, tree_levels
-from prescore.records import RecordFile, Row, measure, row_key
+from prescore.record_file import RecordFile
+from prescore.records import Row, measure, row_key
 from routed import ROWS, scores
 
 COMMAND = "routed-ways-time"

@@ -12,7 +12,8 @@ import typer
 
 from prescore.cli.options import Json, Out, Resume, Seed, Threads, open_session
 from prescore.cli.settings import Changes, Layers, Model, RemoteCode, read_budget, read_changes, read_layers
-from prescore.records import RecordFile, Row, row_key
+from prescore.record_file import RecordFile
+from prescore.records import Row, row_key
 from prescore.values import Values
 
 if TYPE_CHECKING:

@@ -9,25 +9,29 @@ import traceback
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from prescore.errors import PrescoreError
+
 if TYPE_CHECKING:
     import typer
 
-_NOT_COMMANDS = ("main", "options", "settings", "held_out", "speed_heads")
-DONE, BAD_USAGE, INTERRUPTED = 0, 2, 130
+_NOT_COMMANDS = ("main", "options", "ranks", "settings", "held_out", "speed_heads")
+DONE, FAULT, BAD_USAGE, INTERRUPTED = 0, 1, 2, 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command line; returns the exit code: 0 done, 2 bad usage, 130 interrupted."""
+    """Run one command line; returns the exit code: 0 done, 1 a fault, 2 bad usage, 130 interrupted."""
     argv = list(sys.argv[1:] if argv is None else argv)
     try:
         import typer
 
-        from prescore.cli.options import ARGV
+        from prescore.cli.options import ARGV, load_imports
     except ModuleNotFoundError as error:
         return _fail(f"prescore's command line needs {error.name}: pip install 'prescore[eval]'")
     token = ARGV.set(("prescore", *argv))
+    debug = "--debug" in argv
     try:
-        code = _build()(argv, prog_name="prescore", standalone_mode=False)
+        words = load_imports([word for word in argv if word != "--debug"])
+        code = _build()(words, prog_name="prescore", standalone_mode=False)
         # depending on its version, typer turns an interrupt into this code or into Abort
         if code == INTERRUPTED:
             return _fail("interrupted", INTERRUPTED)
@@ -37,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else BAD_USAGE
     except Exception as error:
-        if "--debug" in argv:
+        if debug:
             traceback.print_exc()
         return _refuse(error)
     finally:
@@ -50,9 +54,10 @@ def _refuse(error: Exception) -> int:
         return _fail(error.format_message())
     if isinstance(error, ModuleNotFoundError):
         return _fail(f"this command needs the package {error.name}; `prescore info` says how to install it")
-    if isinstance(error, ValueError | TypeError | OSError):
+    if isinstance(error, ValueError | TypeError | OSError | PrescoreError):
         return _fail(str(error))
-    raise error
+    # a fault of ours, or of what was imported: neither bad usage nor done
+    return _fail(f"{type(error).__name__}: {error}; --debug shows where", FAULT)
 
 
 def _fail(sentence: str, code: int = BAD_USAGE) -> int:

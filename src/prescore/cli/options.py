@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +15,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from prescore.records import Record, RecordFile, Row, measure, row_key
+from prescore.record_file import RecordFile
+from prescore.records import Record, Row, measure, row_key
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -30,7 +33,7 @@ Resume = Annotated[
     bool, typer.Option("--resume", help="Continue the records in --out (else the newest run): finished rows stay.")
 ]
 Quick = Annotated[bool, typer.Option("--quick", help="A small version that finishes in seconds.")]
-Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error; anywhere.")]
 Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads.  [default: torch's choice]")]
 
 ARGV: ContextVar[tuple[str, ...]] = ContextVar("ARGV", default=())
@@ -41,8 +44,62 @@ RECORDS = "records.jsonl"
 _LINE_EVERY = 5.0
 
 
-def root(debug: Debug = False) -> None:
+Imports = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--import",
+        help="Python file or module that registers scorers or baselines; repeatable, anywhere.",
+    ),
+]
+
+
+def _tell_version(asked: bool) -> None:
+    if asked:
+        from prescore import __version__
+
+        print(f"prescore {__version__}")
+        raise typer.Exit
+
+
+Version = Annotated[
+    bool, typer.Option("--version", is_eager=True, callback=_tell_version, help="Show the version and stop.")
+]
+
+
+def root(debug: Debug = False, imports: Imports = None, version: Version = False) -> None:
     """Attention over long contexts made cheap by scoring the keys before any query is seen."""
+
+
+def load_imports(words: Sequence[str]) -> list[str]:
+    """Run what `--import` names, wherever it stands on a command line; returns the other words."""
+    left, waiting = [], iter(words)
+    for word in waiting:
+        name, equals, value = word.partition("=")
+        if name != "--import":
+            left.append(word)
+            continue
+        given = value if equals else next(waiting, None)
+        if not given:
+            raise ValueError(f"--import must be followed by a Python file or module, got {word!r} alone")
+        _load(given)
+    return left
+
+
+def _load(name: str) -> None:
+    path = Path(name)
+    try:
+        if path.suffix != ".py":
+            importlib.import_module(name)
+        else:
+            spec = importlib.util.spec_from_file_location(path.stem, path)
+            if spec is None or spec.loader is None or not path.is_file():
+                raise FileNotFoundError("there is no such file")
+            module = importlib.util.module_from_spec(spec)
+            sys.modules[path.stem] = module  # dataclasses look their module up by its name
+            spec.loader.exec_module(module)
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise ValueError(f"--import must be a Python file or module that runs, got {name!r} ({reason})") from error
 
 
 @dataclass(frozen=True)
@@ -60,6 +117,7 @@ class Session:
     json: bool
     threads: int
     device: str
+    quiet: bool = False
 
     @property
     def out(self) -> Path:
@@ -75,7 +133,7 @@ class Session:
         if finished:
             self.say(f"{finished} of {len(named)} rows are finished in {self.file.path}")
         try:
-            with progress(self.command, todo) as advance:
+            with nullcontext(_unseen) if self.quiet else progress(self.command, todo) as advance:
                 for key, row in named.items():
                     if key not in self.file:
                         self.file.append(self._measure(row))
@@ -91,7 +149,7 @@ class Session:
 
     def show(self, *renderables: RenderableType) -> None:
         """Print tables and text to stdout, unless JSON lines were asked for."""
-        if self.json:
+        if self.json or self.quiet:
             return
         from rich.console import Console
 
@@ -103,7 +161,8 @@ class Session:
 
     def say(self, text: str) -> None:
         """Print one line for people, beside stdout."""
-        print(text, file=sys.stderr, flush=True)
+        if not self.quiet:
+            print(text, file=sys.stderr, flush=True)
 
     def _measure(self, row: Row) -> Record:
         return measure(self.command, row, argv=list(ARGV.get()), device=self.device, threads=self.threads)
@@ -114,6 +173,8 @@ def open_session(
 ) -> Session:
     """Open the record file before any work is done, so that a refusal costs nothing."""
     file = RecordFile(_directory(command, out, resume) / RECORDS, resume=resume)
+    if file.dropped is not None:
+        print(file.dropped, file=sys.stderr, flush=True)
     import torch
 
     if threads is not None:
@@ -129,6 +190,10 @@ def _directory(command: str, out: Path | None, resume: bool) -> Path:
     if resume and earlier:
         return earlier[-1]
     return RUNS / command / time.strftime("%Y%m%d-%H%M%S")
+
+
+def _unseen(amount: float) -> None:
+    """Progress that nobody watches."""
 
 
 def progress(title: str, total: float) -> AbstractContextManager[Callable[[float], None]]:

@@ -9,6 +9,7 @@ import typer
 
 from prescore.cli.held_out import HeldOutRun
 from prescore.cli.options import Json, Out, Resume, Seed, Session, Threads, open_session
+from prescore.cli.ranks import Parallel, joined_ranks, shared_session
 from prescore.cli.settings import (
     Changes,
     Device,
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from prescore.evaluation.language.methods import LanguageMethod
     from prescore.evaluation.language.model import LanguageModel
     from prescore.evaluation.language.perplexity import Window
+    from prescore.parallel.group import Group
     from prescore.records import Record, Row
 
 Documents = Annotated[
@@ -85,6 +87,7 @@ def command(
     json: Json = False,
     resume: Resume = False,
     threads: Threads = None,
+    parallel: Parallel = False,
 ) -> None:
     """Measure the loss of a language model on long documents under exact, local-only and replaced attention.
 
@@ -94,6 +97,8 @@ def command(
     Example: prescore perplexity --method kmeans --method default --top-k 64 --top-k 256 -n 4096 --out runs/first
 
     Example: prescore perplexity --experiment appendix-a -d book.txt --out runs/appendix-a   (--resume goes on)
+
+    Example: torchrun --nproc-per-node 4 -m prescore perplexity --method kmeans -n 8192 --parallel
     """
     from prescore.evaluation.language.choice import MethodChoice
     from prescore.evaluation.language.documents import load_documents
@@ -118,7 +123,7 @@ def command(
             "first": first is not None,
             "offset": offset,
         }
-        beside |= {"windows": windows != 1, "documents": documents, "skip-short": skip_short}
+        beside |= {"windows": windows != 1, "documents": documents, "skip-short": skip_short, "parallel": parallel}
         held_out = HeldOutRun(document, length, tuning, places, read_changes(changes), seed)
         held_out.check(beside)
         held_out.run(start)
@@ -136,19 +141,33 @@ def command(
     )
     chosen.methods(_TYPICAL_LENGTH)  # what cannot be is refused before anything is loaded
     texts = load_documents(document, limit=None if document is None else documents)
-    session, loaded = start()
-    lengths = length or default_lengths(experiment, loaded.trained_length)
-    if document is None:
-        texts = long_enough(session, loaded, texts, offset + windows * max(lengths), documents)
-    rows: list[Row] = []
-    for n_tokens in lengths:
-        read = make_windows(
-            loaded, texts, n_tokens, first=first, offset=offset, per_document=windows, skip_short=skip_short
-        )
-        rows += grid_rows(loaded, read, chosen.methods(n_tokens), experiment, places, seed)
-    summarise(list(session.file))  # a damaged figure is refused before hours are spent beside it
-    records = session.run(rows)
-    write_results(session, records, experiment, loaded)
+    quiet_loading()
+    with joined_ranks(parallel, device) as ranks:
+        leads = ranks is None or ranks.rank == 0
+        opened = None
+        if leads:
+            opened = open_session("perplexity", out=out, json=json, resume=resume, threads=threads, device=device)
+        with shared_session(opened, ranks, "perplexity") as session:
+            loaded = load_language_model(model, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
+            lengths = length or default_lengths(experiment, loaded.trained_length)
+            if document is None:
+                texts = long_enough(session, loaded, texts, offset + windows * max(lengths), documents)
+            rows: list[Row] = []
+            for n_tokens in lengths:
+                read = make_windows(
+                    loaded,
+                    texts,
+                    n_tokens,
+                    first=first,
+                    offset=offset,
+                    per_document=windows,
+                    skip_short=skip_short,
+                )
+                rows += grid_rows(loaded, read, chosen.methods(n_tokens), experiment, places, seed, ranks)
+            summarise(list(session.file))  # a damaged figure is refused before hours are spent beside it
+            records = session.run(rows)
+            if leads:
+                write_results(session, records, experiment, loaded)
 
 
 def check_experiment(experiment: str | None, *, tuning: bool) -> None:
@@ -170,12 +189,13 @@ def grid_rows(
     experiment: str | None,
     layers: str | list[int],
     seed: int,
+    group: Group | None = None,
 ) -> list[Row]:
     """Every window under every method."""
     from prescore.evaluation.language.perplexity import loss_row
 
     return [
-        loss_row(loaded, window, method, experiment=experiment, layers=layers, seed=seed)
+        loss_row(loaded, window, method, experiment=experiment, layers=layers, seed=seed, group=group)
         for method in methods
         for window in windows
     ]

@@ -32,7 +32,8 @@ def command(
         typer.Option(
             help="lengths, top-k, clusters, decode, scoring (each method alone), short (what short inputs lose), "
             "heads (those of --heads), parts (of the default, against the arithmetic limit), steps (the default's "
-            "while decoding); may be repeated.  [default: the first six, or with --heads those]"
+            "while decoding), parallel (bytes and times on 2 and 4 processes); may be repeated.  "
+            "[default: the first six, or with --heads those]"
         ),
     ] = None,
     heads: Heads = None,
@@ -123,8 +124,9 @@ def command(
 
 def _show(session: Session, records: list[Record]) -> None:
     """The tables of each study on the terminal, and the plots of the lengths in the run's directory."""
-    from prescore.report import speed as report
-    from prescore.report import speed_closer as closer
+    from prescore.report.speed import closer
+    from prescore.report.speed import tables as report
+    from prescore.report.speed.parallel import parallel_table
 
     studies = {record.config["study"] for record in records}
     kinds = report.kinds(records)
@@ -137,6 +139,7 @@ def _show(session: Session, records: list[Record]) -> None:
             session.show(report.sweep_table(records, name, field).to_rich())
     tables = {"decode": report.decode_table, "scoring": report.scoring_table, "short": report.short_table}
     tables |= {"heads": closer.heads_table, "parts": closer.parts_table, "steps": closer.steps_table}
+    tables["parallel"] = parallel_table
     for name, table in tables.items():
         if name in studies:
             session.show(table(records).to_rich())

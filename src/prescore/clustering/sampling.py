@@ -69,13 +69,17 @@ def stratified(
     size = max(1, int(counts.max())) if counts.numel() else 0
     if size == points.shape[1] and bool((counts == n_valid).all()):
         return points, weights
-    steps = torch.arange(size, device=points.device)
-    jitter = steps + streams.uniform(name, size, like=points)
-    stride = n_valid.to(torch.float64) / counts.clamp(min=1)
-    last = (n_valid - 1).clamp(min=0).unsqueeze(1)
-    positions = torch.minimum((jitter * stride.unsqueeze(1)).to(torch.int64), last)
+    positions = strata(n_valid, counts, size, streams, name, like=points)
     sample = gather_rows(points, positions)
-    inside = steps < counts.unsqueeze(1)
+    inside = torch.arange(size, device=points.device) < counts.unsqueeze(1)
     if weights is None:
         return sample, None if bool(inside.all()) else inside.to(points.dtype)
     return sample, weights.gather(1, positions) * inside
+
+
+def strata(n_valid: Tensor, counts: Tensor, size: int, streams: Streams, name: str, *, like: Tensor) -> Tensor:
+    """`[P, size]` positions of a sample, see `stratified`; those behind a problem's count are filler."""
+    jitter = torch.arange(size, device=like.device) + streams.uniform(name, size, like=like)
+    stride = n_valid.to(torch.float64) / counts.clamp(min=1)
+    last = (n_valid - 1).clamp(min=0).unsqueeze(1)
+    return torch.minimum((jitter * stride.unsqueeze(1)).to(torch.int64), last)

@@ -7,8 +7,9 @@ that shows all of them at every step (`Follower`).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 import torch
@@ -20,6 +21,8 @@ from prescore.decoding.state import SelectionState
 from prescore.errors import Unsupported
 from prescore.rng import DEFAULT_SEED
 from prescore.routed.decode import RoutedIndex
+from prescore.routed.layout import make_layout
+from prescore.surroundings import plain_torch
 
 STEP_AT_MOST = 32
 """Queries of one decode step; more at once are another piece of the prompt."""
@@ -83,11 +86,13 @@ class Step(NamedTuple):
         path: In words.
         output: `[B, Hq, Nq, Dv]`; None = the caller attends, pre-scored to a `PROMPT`, exactly `OVER_ALL`.
         count_rows: Counts the key and stand-in rows that a query met, on average; None = the caller knows.
+        figures: What is known of it beside that, by the names of `Stats`.
     """
 
     path: str
     output: Tensor | None = None
     count_rows: Callable[[], float] | None = None
+    figures: Mapping[str, float] = MappingProxyType({})
 
 
 class Keeper(Protocol):
@@ -112,6 +117,14 @@ def selectable(n_keys: int, n_query: int) -> int:
     another's future there, and choose among those before them.
     """
     return n_keys if n_query == 1 else n_keys - n_query
+
+
+def routes(config: Routed, n_query: int, n_keys: int, *, is_causal: bool) -> bool:
+    """Whether some query of a call without padding reads less than it sees."""
+    layout = make_layout(n_query, n_keys, causal=is_causal, config=config)
+    if is_causal:
+        return layout.n_chunks > 0
+    return n_query >= config.exact_until and n_keys >= layout.sinks + layout.chunk
 
 
 class Decoder:
@@ -150,8 +163,9 @@ class Decoder:
         index = self._clusters(query, past, request)
         if index is None:
             return Step(OVER_ALL)
-        output, rows = index.attend(query, past.key, past.value).output, index.rows_read
-        return Step(OVER_CLUSTERS, output, lambda: rows)
+        with plain_torch(query, past.key, past.value) as tensors:
+            output, rows = index.attend(*tensors).output, index.rows_read
+        return Step(OVER_CLUSTERS, output, lambda: rows, index.figures)
 
     def select(self, past: Past, request: Request) -> None:
         """Make the selection now instead of at the first step, where one will be needed and there is none."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from prescore.config import Coupling, Lsh
-from prescore.hyper.tiles import Tiles, hash_tiles, rank_tiles
+from prescore.hyper.tiles import PlacedQueries, Tiles, hash_tiles, placed_tiles, rank_tiles
 from prescore.ops.backend import accumulation_dtype
 from prescore.ops.parts import Part
 
@@ -99,6 +99,7 @@ def hyper_part(
     lsh: Lsh,
     coupling: Coupling,
     dtype: torch.dtype,
+    placed: PlacedQueries | None = None,
 ) -> Part:
     """Each query over its LSH block and the residual samples.
 
@@ -110,12 +111,15 @@ def hyper_part(
         lsh: Size of a block, and which one a query reads.
         coupling: Weight of the residual and what happens to keys that are in block and sample.
         dtype: Of the queries; the bias holds logs of weights, which half precision would round by percents.
+        placed: Where the queries stand among more than these, for `alignment="rank"`; None = these are all.
     """
     dtype = accumulation_dtype(dtype)
     n_problems, heads, _ = meeting.key_rows.shape
     keys = _sort_keys(meeting, key_ranks, lsh.block_size)
     if keys.most <= 1:
         tiles = _whole(meeting)
+    elif placed is not None:
+        tiles = placed_tiles(placed, keys.n_blocks)
     elif lsh.alignment == "rank":
         tiles = rank_tiles(query_ranks, keys.n_blocks, keys.most, meeting.query_real, meeting.query_valid)
     else:

@@ -176,11 +176,7 @@ class _Planner:
         )
 
     def _fitted(self, scorer: Scorer) -> Scorer:
-        """Causal blocks are many, so their clusters are fitted on smaller samples unless told otherwise."""
-        if not self.call.is_causal or not isinstance(scorer, ClusteringScorer) or scorer.fit_size is not None:
-            return scorer
-        n_clusters = scorer.n_clusters or self.call.key.shape[-1] + 1
-        return dataclasses.replace(scorer, fit_size=CAUSAL_FIT_PER_CLUSTER * max(n_clusters, 64))
+        return block_scorer(scorer, self.call.key.shape[-1]) if self.call.is_causal else scorer
 
     def _by_block(self, candidates: Candidates, selection: Selection) -> list[Selection]:
         """One selection per block of the grid, in positions of the whole sequence."""
@@ -232,7 +228,7 @@ class _Planner:
             n_selected = valid.sum(-1)
         elif candidates.protect is not None and bool(candidates.protect.any()):
             apart = candidates.protect[:, None, :].expand(candidates.rows.shape).gather(-1, indices) & valid
-            kept = _kept_rows(rows, apart, self.call.query.dtype)
+            kept = kept_rows(rows, apart, self.call.query.dtype)
             rows, usable = bring_forward(rows, valid & ~apart)
         return Meeting(
             query_rows=candidates.query_rows,
@@ -258,11 +254,20 @@ class _Planner:
         return self._ranks
 
 
+def block_scorer(scorer: Scorer, dim: int) -> Scorer:
+    """Causal blocks are many, so their clusters are fitted on smaller samples unless told otherwise."""
+    if not isinstance(scorer, ClusteringScorer) or scorer.fit_size is not None:
+        return scorer
+    n_clusters = scorer.n_clusters or dim + 1
+    return dataclasses.replace(scorer, fit_size=CAUSAL_FIT_PER_CLUSTER * max(n_clusters, 64))
+
+
 def _with_zero_row(table: Tensor) -> Tensor:
     return torch.cat((table.reshape(-1, table.shape[-1]), table.new_zeros(1, table.shape[-1])))
 
 
-def _kept_rows(rows: Tensor, apart: Tensor, dtype: torch.dtype) -> KeyRows:
+def kept_rows(rows: Tensor, apart: Tensor, dtype: torch.dtype) -> KeyRows:
+    """The rows `[P, H, S]` that are apart from the others, as columns that every query sees."""
     kept, valid = bring_forward(rows, apart)
     bias = torch.zeros(kept.shape, dtype=dtype, device=rows.device)
     return KeyRows(kept, bias if valid is None else bias.masked_fill_(~valid, -torch.inf))

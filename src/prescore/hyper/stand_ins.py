@@ -34,18 +34,29 @@ def centroid_stand_ins(
     n_problems, heads = labels.shape[:2]
     wide = torch.promote_types(key.dtype, torch.float32)
     points = [tensor.flatten(0, 1).to(wide) for tensor in (key, value)]
-    key_sum, value_sum, count = _cluster_sums(points, labels, unselected, n_clusters)
+    totals = cluster_totals(points, labels, unselected, n_clusters)
+    return stand_ins_of(totals, (n_problems, heads, n_clusters), dtype)
+
+
+def stand_ins_of(
+    totals: tuple[Tensor, Tensor, Tensor], shape: tuple[int, int, int], dtype: torch.dtype
+) -> tuple[StandIns, KeyRows]:
+    """What `centroid_stand_ins` returns, from sums of keys and values and numbers of members.
+
+    Args:
+        totals: As `cluster_totals` gives them.
+        shape: Problems, heads, clusters.
+        dtype: Of the queries, keys and values.
+    """
+    key_sum, value_sum, count = totals
     safe = count.clamp_min(1)
-    stand_ins = StandIns(
-        (key_sum / safe).flatten(0, 1).to(key.dtype), (value_sum / safe).flatten(0, 1).to(value.dtype)
-    )
-    rows = torch.arange(n_problems * heads * n_clusters, device=key.device)
-    shape = (n_problems, heads, n_clusters)
+    stand_ins = StandIns((key_sum / safe).flatten(0, 1).to(dtype), (value_sum / safe).flatten(0, 1).to(dtype))
+    rows = torch.arange(stand_ins.key.shape[0], device=count.device)
     # log(0) = -inf is what an empty cluster should weigh
     return stand_ins, KeyRows(rows.view(shape), torch.log(count).view(shape).to(accumulation_dtype(dtype)))
 
 
-def _cluster_sums(
+def cluster_totals(
     points: list[Tensor], labels: Tensor, taken: Tensor, n_clusters: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Sums of two tables `[P * H, N, d]` as `[P * H, clusters, d]`, and the numbers of members `[..., 1]`.

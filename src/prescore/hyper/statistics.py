@@ -19,8 +19,8 @@ def statistics(call: Call, plan: Plan, attended: Attended) -> Values:
 
     Returns:
         `keys_kept` (mean per problem and head), `rows_per_query` (key and stand-in columns a query met, on
-        average), `depth` of the causal recursion, `fallbacks` taken, `captured_mass` (mean share of the
-        estimated attention mass that was seen exactly rather than estimated by the residual), and `seconds`
+        average), `depth` of the causal recursion, `fallbacks` taken, `seen_mass` (mean share of the estimated
+        attention mass that was seen exactly rather than estimated by the residual), and `seconds`
         per stage.
     """
     problems = sum(kept.valid.shape[:2].numel() for kept in plan.selections)
@@ -30,14 +30,14 @@ def statistics(call: Call, plan: Plan, attended: Attended) -> Values:
         "rows_per_query": rows_per_query(plan.parts, call.query.shape[:3].numel()),
         "depth": plan.depth,
         "fallbacks": sum(int(kept.fallback.sum()) for kept in plan.selections if kept.fallback is not None),
-        "captured_mass": captured_mass(call, plan, attended),
+        "seen_mass": seen_mass(call, plan, attended),
         "seconds": dict(plan.seconds),
         "backend": call.backend.name,
     }
 
 
 @torch.no_grad()
-def captured_mass(call: Call, plan: Plan, attended: Attended) -> float:
+def seen_mass(call: Call, plan: Plan, attended: Attended) -> float:
     """Mean of exp(lse without the residual - lse with it) over queries that saw anything."""
     if not any(part.residual[1] for part in plan.parts):
         return 1.0

@@ -70,6 +70,21 @@ def rank_tiles(
     return Tiles(tiles, filled[:, :, :, None].expand_as(tiles), block)
 
 
+@dataclass(frozen=True, eq=False)
+class PlacedQueries:
+    """Places `[P, H, G, W]` of some queries in the order of the ranks of all `n_queries` of their problem."""
+
+    places: Tensor
+    n_queries: int
+
+
+def placed_tiles(placed: PlacedQueries, n_blocks: Tensor | int) -> Tiles:
+    """Send each query to the block that `rank_tiles` gives it among all queries."""
+    places = placed.places.flatten(2)
+    blocks = torch.as_tensor(n_blocks, device=places.device).expand(places.shape[:2])[..., None]
+    return _dispatch(torch.div(places * blocks, placed.n_queries, rounding_mode="floor"), int(blocks.max()))
+
+
 def _cut(count: Tensor, blocks: Tensor, most_blocks: int) -> tuple[Tensor, Tensor]:
     """Cut places `0..count [P]` into `blocks [P, H]` equal blocks: `[P, H, most_blocks, rows]`, which exist."""
     edge = torch.arange(most_blocks + 1, device=count.device)

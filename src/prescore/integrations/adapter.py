@@ -6,15 +6,18 @@ that several replacements of one model may be undone in any order, and the model
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from types import MethodType
 from typing import Any, Protocol
+from weakref import WeakValueDictionary
 
 from torch import Tensor, nn
 
 from prescore.errors import Unsupported
 from prescore.integrations.attend import Attend, attend_exactly
+from prescore.values import Values
 
 _SEATS = "_prescore_seats"
 _FORWARD = "_prescore_own_forward"
@@ -52,11 +55,33 @@ class Seat:
         attend: The function.
         layer: The layer's number.
         n_prefix: Tokens before the patches.
+        handle: Its number in this process, by which a compiled graph calls it.
     """
 
     attend: Attend
     layer: int
     n_prefix: int = 0
+    handle: int = field(default_factory=itertools.count().__next__, repr=False)
+
+    def __post_init__(self) -> None:
+        _BY_HANDLE[self.handle] = self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # a copy is another seat, with a handle of its own
+        own = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "handle"}
+        return _sit_again, (type(self), own)
+
+
+def _sit_again(kind: type[Seat], values: Values) -> Seat:
+    return kind(**values)
+
+
+_BY_HANDLE: WeakValueDictionary[int, Seat] = WeakValueDictionary()
+
+
+def seat_of(handle: int) -> Seat | None:
+    """The seat of a handle, as compiled graphs know it; None when nobody holds it any more."""
+    return _BY_HANDLE.get(handle)
 
 
 def seats(module: nn.Module) -> list[Seat]:

@@ -8,19 +8,21 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import cast
 
 from torch import nn
 
 from prescore import checks
-from prescore.config import Config
+from prescore.config import Config, Exact
 from prescore.errors import Unsupported
 from prescore.integrations.adapter import Adapter, Undo
 from prescore.integrations.attend import ON_UNSUPPORTED, Attend, PrescoredAttention
 from prescore.integrations.layers import ConfigByLayers, Layers, configs_by_layer
-from prescore.integrations.report import LayerReport, Report, describe
+from prescore.integrations.reporting.report import LayerReport, Report, describe
+from prescore.integrations.together import Together, TogetherAttention
+from prescore.parallel.group import as_group
 
 _PACKAGE = "prescore.integrations"
 ADAPTERS = {
@@ -43,7 +45,12 @@ class Applied:
     """
 
     def __init__(
-        self, model: nn.Module, adapter: Adapter, configs: Mapping[int, Config], on_unsupported: str
+        self,
+        model: nn.Module,
+        adapter: Adapter,
+        configs: Mapping[int, Config],
+        on_unsupported: str,
+        together: Together | None = None,
     ) -> None:
         names = adapter.layers(model)
         told: set[str] = set()
@@ -52,10 +59,17 @@ class Applied:
         self.configs = dict(configs)
         self.layers = {number: names[number] for number in configs}
         self._n_layers = len(names)
-        self._functions = {
-            number: PrescoredAttention(config, on_unsupported, told=told) for number, config in configs.items()
+        self._functions: dict[int, PrescoredAttention | TogetherAttention] = {
+            number: PrescoredAttention(config, on_unsupported, told=told)
+            if together is None
+            else TogetherAttention(config, together)
+            for number, config in configs.items()
         }
-        self._undo: Undo | None = _replace_and_prepare(model, adapter, self._functions, self.configs)
+        self._undo: Undo | None
+        if together is None:
+            self._undo = _replace_and_prepare(model, adapter, self._functions, self.configs)
+        else:
+            self._undo = replace_together(model, self._functions, together)
 
     def undo(self) -> None:
         """Take back what this did to the model, whatever else was applied; a second call does nothing."""
@@ -64,11 +78,12 @@ class Applied:
             undo()
 
     def report(self) -> Report:
-        """What each replaced layer did in its last call; print it to see a table."""
+        """What each replaced layer did since its last prompt began; print it to see a table."""
         entries = []
         for number, function in self._functions.items():
             did = None if function.last is None else function.last.counted()
-            entries.append(LayerReport(number, self.layers[number], function.config, did))
+            phases = function.history.phases
+            entries.append(LayerReport(number, self.layers[number], function.config, did, phases))
         return Report(tuple(entries))
 
     def __enter__(self) -> Applied:
@@ -78,6 +93,16 @@ class Applied:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.undo()
+
+    def __deepcopy__(self, memo: object) -> Applied:
+        reason = "it undoes what it did to one model; copy the model, which stays as it is, and apply to the copy"
+        raise Unsupported("a copy of an Applied", [reason])
+
+    def __str__(self) -> str:
+        kinds = ", ".join(dict.fromkeys(describe(config) for config in self.configs.values())) or "all exact"
+        state = "undone; it was " if self._undo is None else ""
+        where = f"in {len(self.layers)} of {self._n_layers} layers"
+        return f"{type(self.model).__name__} ({self.adapter}): {state}{kinds} {where}\n{self.report()}"
 
     def __repr__(self) -> str:
         state = "undone" if self._undo is None else f"{len(self.layers)} of {self._n_layers} layers"
@@ -103,27 +128,44 @@ def apply(
         layers: Which layers: `all`, `first:N`, `last:N`, `even`, `odd`, or a list of numbers.
         on_unsupported: What a layer asks for and pre-scored attention cannot do raises (`raise`), or makes the
             layer run exactly (`exact`), which is said once.
-        mesh: Reserved for sequences that lie on several devices; must be None.
+        mesh: A one-dimensional `DeviceMesh` or process group whose ranks hold consecutive pieces of the sequence:
+            every rank calls the model with its piece, see docs/parallel.md. Only for language models of
+            transformers.
 
     Example:
         >>> with prescore.apply(model, prescore.Selected(top_k=1024), layers="last:8") as applied:
         ...     model.generate(**inputs)
-        ...     print(applied.report())
+        ...     print(applied)
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     checks.one_of("on_unsupported", on_unsupported, ON_UNSUPPORTED)
-    if mesh is not None:
-        reason = "a sequence cannot be split over devices yet, so that mesh must be None"
-        raise Unsupported(f"apply with a mesh of type {type(mesh).__name__}", [reason])
     adapter = find_adapter(model)
     configs = configs_by_layer(config, len(adapter.layers(model)), layers)
-    return Applied(model, adapter, configs, on_unsupported)
+    if mesh is None:
+        return Applied(model, adapter, configs, on_unsupported)
+    if on_unsupported != "raise":
+        raise ValueError(f"on_unsupported must be 'raise' with a mesh, got {on_unsupported!r}")
+    return Applied(model, adapter, configs, on_unsupported, Together(as_group(mesh, "mesh")))
 
 
 def replace_attention(model: nn.Module, functions: Mapping[int, Attend]) -> Undo:
     """Let `functions[number]` be the attention of layer `number`, all others being exact; returns the undo."""
     return find_adapter(model).replace_attention(model, functions)
+
+
+def replace_together(model: nn.Module, functions: Mapping[int, Attend], together: Together) -> Undo:
+    """The same on several ranks, for which layers without a function are exact too; returns the undo."""
+    adapter = find_adapter(model)
+    prepare = getattr(adapter, "prepare_together", None)
+    if prepare is None:
+        name = adapter.__name__.removeprefix(f"{_PACKAGE}.")
+        raise Unsupported(f"apply with a mesh on {type(model).__name__}", [f"{name} models run on one rank"])
+    everywhere: dict[int, Attend] = {
+        number: functions.get(number) or TogetherAttention(Exact(), together)
+        for number in range(len(adapter.layers(model)))
+    }
+    return _both(adapter.replace_attention(model, everywhere), lambda: prepare(model, together))
 
 
 def find_adapter(model: nn.Module) -> Adapter:
@@ -150,8 +192,13 @@ def _replace_and_prepare(
     prepare = getattr(adapter, "prepare", None)
     if prepare is None:
         return undo
+    return _both(undo, lambda: prepare(model, configs))
+
+
+def _both(undo: Undo, prepare: Callable[[], Undo]) -> Undo:
+    """Prepare what was replaced; returns the undo of both. A preparation that fails undoes the replacement."""
     try:
-        undo_preparations: Undo = prepare(model, configs)
+        undo_preparations = prepare()
     except BaseException:
         undo()
         raise

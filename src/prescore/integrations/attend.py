@@ -9,8 +9,8 @@ from __future__ import annotations
 import threading
 import time
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, TypeAlias
 
@@ -24,6 +24,14 @@ from prescore.decoding.follow import Follower
 from prescore.errors import Unsupported
 from prescore.integrations.masked import exact_under_mask, inexpressible, keys_in_sight, prescored_under_mask
 from prescore.integrations.masks import MaskForm, padded_both_ways, read_mask
+from prescore.integrations.reporting.phases import (
+    SHORT,
+    CountRows,
+    Did,
+    History,
+    words_for_prompt,
+    words_for_step,
+)
 from prescore.rng import Streams
 
 ON_UNSUPPORTED = ("raise", "exact")
@@ -91,48 +99,6 @@ def attend_exactly(query: Tensor, key: Tensor, value: Tensor, situation: Situati
     return exact_under_mask(query, key, value, form, scale=situation.scale, dropout=situation.dropout)
 
 
-CountRows: TypeAlias = Callable[[], float | None]
-
-
-@dataclass(eq=False)
-class Did:
-    """What a layer did in a call.
-
-    Rows are counted when somebody asks for them. Until then, or until the layer's next call, what counting needs
-    stays alive: after a prompt the plan of a `Selected` or `Hyper` (row numbers, and the keys and values that they
-    count in), or the query, key and value of a call short enough to be exact; after a step, and whenever every key
-    was read, a bias or mask of one entry per key. A `Routed` knows its rows beforehand, and keeps nothing.
-
-    Attributes:
-        path: The way it went, in words, such as `prescored` or `step over the selection`.
-        mask: The kind of mask it was given.
-        n_query: Queries.
-        n_keys: Keys so far, padding included.
-        seconds: Time until the result was there, or on a GPU until its work was queued.
-    """
-
-    path: str
-    mask: str
-    n_query: int
-    n_keys: int
-    seconds: float
-    _rows: CountRows | float | None = field(default=None, repr=False)
-
-    @property
-    def rows(self) -> float | None:
-        """Key and stand-in rows that a query met, on average, padding not counted; None = not known."""
-        if callable(self._rows):
-            self._rows = self._rows()
-        return self._rows
-
-    def counted(self) -> Did:
-        """The same, with its rows counted and nothing else kept."""
-        return Did(self.path, self.mask, self.n_query, self.n_keys, self.seconds, self.rows)
-
-    def __getstate__(self) -> dict[str, object]:
-        return vars(self.counted())
-
-
 class PrescoredAttention:
     """Attention of one layer as users get it: prompts, decode steps, refusals.
 
@@ -142,10 +108,12 @@ class PrescoredAttention:
         protect_prefix: Always keep the tokens before the patches; False is for comparison only.
         seed: Every layer draws from a stream of its own, made from this: the same keys drawn everywhere would
             lose the same keys everywhere.
-        told: Warnings that were given already; layers that share it warn once together.
+        told: Warnings that were given already; layers that share it warn once together, also of a setting that
+            cannot act at the length of a model's inputs.
 
     Attributes:
         last: What the last call did; None before the first, and while a call runs.
+        history: What the calls since the last prompt began did.
     """
 
     def __init__(
@@ -163,6 +131,8 @@ class PrescoredAttention:
         self.protect_prefix = protect_prefix
         self.seed = seed
         self.last: Did | None = None
+        self.history = History()
+        self._announces = told is not None
         self._told = set() if told is None else told
         self._memory = _Memory()
 
@@ -170,16 +140,23 @@ class PrescoredAttention:
         """Attend; see `Attend`."""
         begin = time.perf_counter()
         self.last = None  # and what it kept for counting
+        n_query = query.shape[2]
+        self.history.begin(n_query)
         form = _without_blind_padding(situation.form(query, key)).for_batch(query.shape[0])
         rows: CountRows | float | None
+        figures: Mapping[str, float] = {}
+        visible = _all_in_sight(form, n_query)
         exactly = self._why_exact(form, situation)
         if exactly is not None:
             output = attend_exactly(query, key, value, situation)
-            path, rows = exactly, _all_in_sight(form, query.shape[2])
+            path, rows, ran = exactly, visible, exactly
         else:
-            path, output, rows = self._attend(query, key, value, form, situation)
+            path, output, rows, figures = self._attend(query, key, value, form, situation)
+            ran = self._words(path, n_query, form)
         seconds = time.perf_counter() - begin
-        self.last = Did(path, form.kind, query.shape[2], form.n_keys, seconds, rows)
+        bars = figures.get("error_limit_max"), figures.get("read_further")
+        self.last = Did(path, form.kind, n_query, form.n_keys, seconds, rows, visible, ran, *bars)
+        self.history.add(self.last)
         return output
 
     def for_prefix(self, n_prefix: int, n_keys: int) -> Config:
@@ -204,8 +181,8 @@ class PrescoredAttention:
 
     def _attend(
         self, query: Tensor, key: Tensor, value: Tensor, form: MaskForm, situation: Situation
-    ) -> tuple[str, Tensor, CountRows | float | None]:
-        """The path, the output, and the rows, or what counts them."""
+    ) -> tuple[str, Tensor, CountRows | float | None, Mapping[str, float]]:
+        """The path, the output, the rows or what counts them, and figures at hand."""
         seed = layer_seed(self.seed, situation.layer)
         config = self.config
         if situation.n_prefix:
@@ -216,14 +193,29 @@ class PrescoredAttention:
         shown = key[:, :, : form.n_keys], value[:, :, : form.n_keys]
         step = keeper.step(query, Past(*shown, form.valid, form.n_keys, in_order), request)
         if step.output is not None:
-            return step.path, step.output, step.count_rows
+            return step.path, step.output, step.count_rows, step.figures
         if step.path == PROMPT:
             attended = prescored_under_mask(query, *shown, form, request)
             # the routed engine has its figures at hand, and its function would keep the output alive
             rows = attended.count_rows() if isinstance(config, Routed) else attended.count_rows
-            return step.path, attended.output, rows
+            return step.path, attended.output, rows, attended.figures
         output = exact_under_mask(query, *shown, form, scale=request.scale, dropout=request.dropout)
-        return step.path, output, _all_in_sight(form, query.shape[2])
+        return step.path, output, _all_in_sight(form, query.shape[2]), {}
+
+    def _words(self, path: str, n_query: int, form: MaskForm) -> str:
+        """What ran, for the report; where inputs of one length only can come, an idle setting is said once."""
+        if path != PROMPT:
+            return words_for_step(self.config, path, form.n_keys)
+        is_causal = form.kind != "full"
+        words = words_for_prompt(self.config, n_query, form.n_keys, is_causal=is_causal)
+        if words.startswith(SHORT) and not is_causal and self._announces:
+            self._warn(f"{type(self.config).__name__} changes nothing at {form.n_keys} tokens: {words}")
+        return words
+
+    def _warn(self, text: str) -> None:
+        if text not in self._told:
+            self._told.add(text)
+            warnings.warn(text, stacklevel=4)
 
     def _why_exact(self, form: MaskForm, situation: Situation) -> str | None:
         """Why a call is exact, or None; raises when it should not be and must."""
@@ -238,10 +230,8 @@ class PrescoredAttention:
             what = f"pre-scored attention in layer {situation.layer} ({situation.owner})"
             raise Unsupported(what, [*reasons, 'on_unsupported="exact" would run such layers exactly'])
         text = f"pre-scored attention in {situation.owner} runs exactly: {'; '.join(reasons)}"
-        if text not in self._told:
-            self._told.add(text)
-            warnings.warn(text, stacklevel=3)
-        return f"exact: {'; '.join(reasons)}"
+        self._warn(text)
+        return f"exact: unsupported because {'; '.join(reasons)}"
 
 
 def layer_seed(seed: int, layer: int) -> int:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from prescore.errors import Unsupported
 from prescore.integrations.adapter import Undo, own_forward, replace_forwards, seats
 from prescore.integrations.attend import Attend, Situation
+from prescore.integrations.opaque import attend_by
 
 
 class _Heads(NamedTuple):
@@ -88,7 +89,7 @@ def _forward(
         owner="ChatGLM",
         own=own,
     )
-    return seat.attend(query, key, value, situation).permute(2, 0, 1, 3).flatten(2)
+    return attend_by(seat, query, key, value, situation).permute(2, 0, 1, 3).flatten(2)
 
 
 def _dropout(module: nn.Module) -> float:

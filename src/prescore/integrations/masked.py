@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
-from prescore.api import Counted, Options, attend_counting
+from prescore.api.attention import Counted, Options, attend_counting
 from prescore.config import Exact
 from prescore.decoding.decoder import Request
 from prescore.errors import Unsupported
@@ -17,6 +19,8 @@ _LEAST_WINDOW_BLOCK = 256
 
 def prescored_under_mask(query: Tensor, key: Tensor, value: Tensor, form: MaskForm, request: Request) -> Counted:
     """Pre-scored attention under a causal, full or packed mask; `Unsupported` under any other.
+
+    Queries that see on to the end of a block, such as an image, are exact; all others are as under a causal mask.
 
     Args:
         query: `[B, Hq, Nq, D]`.
@@ -31,6 +35,8 @@ def prescored_under_mask(query: Tensor, key: Tensor, value: Tensor, form: MaskFo
     key, value = key[:, :, : form.n_keys], value[:, :, : form.n_keys]
     if form.kind == "packed":
         return _per_segment(query, key, value, form, request)
+    if form.reach is not None:
+        return _looking_ahead(query, key, value, form, form.reach, request)
     options = Options(
         is_causal=form.kind == "causal",
         key_padding_mask=form.valid,
@@ -131,7 +137,27 @@ def _per_segment(query: Tensor, key: Tensor, value: Tensor, form: MaskForm, requ
     batch, n_heads, n_query, _ = query.shape
     together = output.new_zeros(batch * n_query, n_heads, value.shape[-1])
     together = together.index_put((rows[valid],), output)
-    return Counted(together.view(batch, n_query, n_heads, -1).transpose(1, 2), attended.count_rows)
+    return attended._replace(output=together.view(batch, n_query, n_heads, -1).transpose(1, 2))
+
+
+def _looking_ahead(
+    query: Tensor, key: Tensor, value: Tensor, form: MaskForm, reach: Tensor, request: Request
+) -> Counted:
+    """Causal attention, and exact attention in the rows of queries that see later keys."""
+    n_query = query.shape[2]
+    causal = prescored_under_mask(query, key, value, replace(form, kind="causal", reach=None), request)
+    ahead = reach > torch.arange(form.n_keys - n_query, form.n_keys, device=query.device)
+    output = causal.output
+    for first in range(0, n_query, _LEAST_WINDOW_BLOCK):
+        own = ahead[:, first : first + _LEAST_WINDOW_BLOCK]
+        some = own.any(0).nonzero().squeeze(1) + first
+        if not len(some):
+            continue
+        mask = rebuild(form, first, first + own.shape[1], n_query, query.device)[:, None, some - first]
+        exact = _sdpa(query[:, :, some], key, value, mask, request.scale, request.dropout)
+        chosen = torch.where(ahead[:, None, some, None], exact, output[:, :, some])
+        output = output.index_copy(2, some, chosen)
+    return causal._replace(output=output)
 
 
 def _segment_rows(form: MaskForm) -> tuple[Tensor, Tensor]:

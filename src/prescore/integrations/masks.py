@@ -24,10 +24,12 @@ class MaskForm:
 
     Attributes:
         kind: `causal`, `full`, `window` (causal, and at most `window` keys back), `packed` (causal inside
-            segments), or `other`.
+            segments), `ahead` (causal, and some queries see on to the end of a block: a prefix, an image), or
+            `other`.
         valid: `[B, Nk]`, True = a real key; None = all are.
         window: Keys a query sees, itself included, for `window`.
         starts: `[B, Nq]` first position of each query's segment, for `packed`.
+        reach: `[B, Nq]` last position that each query sees, itself at least, for `ahead`.
         n_keys: Keys that count; later ones (the unused end of a static cache) are seen by no query.
         mask: The mask itself, bool and of 4 dimensions, for `other`.
     """
@@ -37,6 +39,7 @@ class MaskForm:
     valid: Tensor | None = None
     window: int | None = None
     starts: Tensor | None = None
+    reach: Tensor | None = None
     mask: Tensor | None = None
 
     def fewest_keys(self) -> int:
@@ -49,10 +52,11 @@ class MaskForm:
 
     def for_batch(self, size: int) -> MaskForm:
         """The same for every sequence of a batch, where the mask was given once for all."""
-        if all(tensor is None or tensor.shape[0] == size for tensor in (self.valid, self.starts)):
+        own = (self.valid, self.starts, self.reach)
+        if all(tensor is None or tensor.shape[0] == size for tensor in own):
             return self
-        valid, starts = (None if t is None else t.expand(size, -1) for t in (self.valid, self.starts))
-        return replace(self, valid=valid, starts=starts)
+        valid, starts, reach = (None if tensor is None else tensor.expand(size, -1) for tensor in own)
+        return replace(self, valid=valid, starts=starts, reach=reach)
 
 
 def read_mask(mask: Tensor | None, *, n_query: int, n_keys: int, is_causal: bool) -> MaskForm:
@@ -123,6 +127,8 @@ def rebuild(form: MaskForm, first: int, last: int, n_query: int, device: torch.d
     rows = torch.ones(1, last - first, form.n_keys, dtype=torch.bool, device=device)
     if form.kind in ("causal", "window", "packed"):
         rows = rows & (key <= query)
+    if form.reach is not None:
+        rows = rows & (key <= form.reach[:, first:last, None])
     if form.window is not None:
         rows = rows & (key > query - form.window)
     if form.starts is not None:
@@ -143,11 +149,7 @@ def _guesses(seen: Tensor) -> Iterator[MaskForm]:
     """Forms that the margins of `seen [B, Nq, Nk]` allow, most likely first."""
     n_query, n_keys = seen.shape[1:]
     real = seen.any(dim=1)
-    ends = [n_keys]
-    used = int(real.any(dim=0).nonzero().max()) + 1 if bool(real.any()) else n_keys
-    if n_query <= used < n_keys:
-        ends.append(used)
-    for end in ends:
+    for end in _possible_ends(seen):
         causal = MaskForm("causal", end, valid=_unless_all(real[:, :end]))
         yield causal
         if end == n_keys:
@@ -161,6 +163,30 @@ def _guesses(seen: Tensor) -> Iterator[MaskForm]:
         position = torch.arange(n_query, device=seen.device)
         starts = torch.where(seen.any(dim=2), seen.to(torch.uint8).argmax(dim=2), position)
         yield MaskForm("packed", n_keys, valid=_unless_all(real), starts=starts)
+    own = torch.arange(n_keys - n_query, n_keys, device=seen.device)
+    reach = torch.maximum(_last_seen(seen), own)
+    if _in_blocks(reach, own):
+        yield MaskForm("ahead", n_keys, valid=_unless_all(real), reach=reach)
+
+
+def _possible_ends(seen: Tensor) -> Iterator[int]:
+    """How many keys count: all, or those before the unused room of a static cache.
+
+    Which keys are seen does not tell, for all sequences may end in padding: but no causal query sees further than
+    its own key, and a real one sees that.
+    """
+    n_query, n_keys = seen.shape[1:]
+    yield n_keys
+    past = int((_last_seen(seen) - torch.arange(n_query, device=seen.device)).max()) if seen.numel() else 0
+    if n_query + max(0, past) < n_keys:
+        yield n_query + max(0, past)
+
+
+def _last_seen(seen: Tensor) -> Tensor:
+    """`[B, Nq]` the last key that each query sees, -1 where it sees none."""
+    rows = seen.split(_ROWS_AT_ONCE, dim=1)
+    back = torch.cat([part.flip(2).to(torch.uint8).argmax(dim=2) for part in rows], dim=1)
+    return torch.where(seen.any(dim=2), seen.shape[2] - 1 - back, -1)
 
 
 def _same(form: MaskForm, seen: Tensor) -> bool:
@@ -175,6 +201,12 @@ def _same(form: MaskForm, seen: Tensor) -> bool:
         if not torch.equal(rebuild(form, first, last, n_query, seen.device).expand_as(rows), rows):
             return False
     return True
+
+
+def _in_blocks(reach: Tensor, own: Tensor) -> bool:
+    """Most queries see no later key, and those that do see to the end of their block: reaches never go back."""
+    ahead = reach > own
+    return bool((reach.diff(dim=1) >= 0).all()) and not bool(ahead.all())
 
 
 def _contiguous(starts: Tensor) -> bool:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from prescore.integrations.adapter import Undo, refuse, replace_forwards, seats
 from prescore.integrations.attend import Attend, Situation
+from prescore.integrations.opaque import attend_by
 
 # named, not imported: this file is asked about models of every library
 _PLAIN = "timm.layers.attention.Attention"
@@ -72,7 +73,7 @@ def _forward(self: Any, x: Tensor, attn_mask: Tensor | None = None, is_causal: b
         dropout=self.attn_drop.p if self.training else 0.0,
         owner=type(self).__name__,
     )
-    attended = seat.attend(self.q_norm(query), self.k_norm(key), value, situation)
+    attended = attend_by(seat, self.q_norm(query), self.k_norm(key), value, situation)
     joined = self.norm(attended.transpose(1, 2).flatten(2))
     if gate is not None:
         joined = joined * gate

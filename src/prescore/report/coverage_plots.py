@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from prescore.records import Record
-from prescore.report.plots import COLOURS, figure
+from prescore.report.plots import figure, line_style
 from prescore.report.tables import MISSING, Table
 
 PUBLISHED = {
@@ -21,6 +21,9 @@ PUBLISHED = {
 }
 """ViT-Base as printed in Appendix G: median coverage at 0.01, 0.1, 0.3, and mean coverage of the top columns."""
 _PUBLISHED_TOKENS = 197
+
+_ASIDE = 0.012
+"""How far equal lines are drawn apart, as a share of the widest budget."""
 
 Line = tuple[str, int | None, bool, int]
 
@@ -78,6 +81,7 @@ def coverage_plot(records: Sequence[Record], path: str | Path) -> None:
     panels.append(("columns_mean", "top columns, mean"))
     groups = _groups(records)
     lines = list(dict.fromkeys(line[:3] for line in groups))
+    widest = max((rows for *_, rows in groups), default=0)
     with figure(path, (3.2 * len(panels), 3.4), ncols=len(panels), sharey=True) as (_, axes):
         for panel, (name, title) in zip(axes, panels, strict=True):
             for place, line in enumerate(lines):
@@ -85,11 +89,17 @@ def coverage_plot(records: Sequence[Record], path: str | Path) -> None:
                 points = [(n, _mean_value(groups[(*line, n)], name)) for n in keys]
                 known = [(n, value) for n, value in points if value is not None]
                 words = line[0] + (" (protected)" if line[2] else "")
-                colour = COLOURS[place % len(COLOURS)]
-                panel.plot([n for n, _ in known], [v for _, v in known], "o-", color=colour, label=words)
+                # equal lines lie on one another: each is a little to the side of the one before, and thinner
+                aside = (place - (len(lines) - 1) / 2) * _ASIDE * widest
+                thin = {"linewidth": 2.6 - 1.6 * place / max(1, len(lines) - 1), "markersize": 5, "alpha": 0.9}
+                places, values = [n + aside for n, _ in known], [value for _, value in known]
+                panel.plot(places, values, label=words, **line_style(place), **thin)
             chance = {n: _mean_value(found, "chance") for (*_, n), found in groups.items()}
             panel.plot(sorted(chance), [chance[n] for n in sorted(chance)], "--", color="#444444", label="chance")
-            panel.set(title=title, xlabel="keys kept", ylim=(0, 105))
+            panel.set(
+                title=title, xlabel="keys kept (points drawn apart)", ylim=(-4, 104)
+            )  # room for lines at 0 and at 100
+            panel.set_xticks(sorted(chance))
         axes[0].set_ylabel("covered, per cent")
         axes[-1].legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=8)
 

@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from prescore.report.language_summary import Summary, find, holds_for
-from prescore.report.plots import COLOURS, bars, figure, powers_of_two
+from prescore.report.plots import bars, figure, line_style, powers_of_two
 from prescore.values import Values
 
 _DASHED = (0, (4, 2))
-# black is kept for what a picture is about; yellow is lost on white
-_OTHERS = tuple(colour for colour in COLOURS if colour not in ("#000000", "#F0E442"))
+_EXACT, _LOCAL = "#666666", "#999999"
 
 
 def plot_experiment(experiment: str | None, summaries: Sequence[Summary], path: str | Path, title: str) -> None:
@@ -98,7 +97,7 @@ def plot_lengths(summaries: Sequence[Summary], path: str | Path, title: str) -> 
         for place, family in enumerate(kinds):
             line = sorted((s for s in summaries if _family(s) == family), key=lambda s: s.n_tokens)
             lengths, losses = [s.n_tokens for s in line], [s.loss for s in line]
-            axes.plot(lengths, losses, "o-", color=_colour(place), label=family)
+            axes.plot(lengths, losses, label=family, **line_style(place))
         trained = {s.position_scaling["trained_length"] for s in summaries if s.position_scaling}
         for length in trained:
             axes.axvline(length, color="#888888", linestyle=_DASHED, linewidth=1)
@@ -148,12 +147,11 @@ def _cost_lines(axes: Any, methods: Sequence[Summary], cost: str) -> None:
         line = [s for s in methods if _family(s) == family and getattr(s, cost) is not None]
         # joined in the order of their budgets: a dearer point may be to the left of a cheaper one
         line.sort(key=lambda s: (s.axes.get("budget", 0), float(getattr(s, cost))))
-        style: Values = {"color": "#000000", "linewidth": 2.6, "zorder": 5}
+        style: Values = {"color": "#000000", "linewidth": 2.6, "zorder": 5, "marker": "o"}
         if family != "default":
-            place = others.index(family)
-            style = {"color": _colour(place), "linestyle": "-" if place < len(_OTHERS) else _DASHED}
+            style = line_style(others.index(family))
         points = [getattr(s, cost) for s in line], [s.loss for s in line]
-        axes.plot(*points, marker="o", markersize=4, label=family, **style)
+        axes.plot(*points, markersize=4, label=family, **style)
 
 
 def _shared_legend(drawn: Any, axes: Any) -> None:
@@ -163,7 +161,7 @@ def _shared_legend(drawn: Any, axes: Any) -> None:
 
 
 def _references(axes: Any, summaries: Sequence[Summary], cost: str | None = None) -> None:
-    for kind, colour in (("exact", "#000000"), ("local", "#888888")):
+    for kind, colour in (("exact", _EXACT), ("local", _LOCAL)):
         for length in sorted({s.n_tokens for s in summaries}):
             found = find(summaries, kind, length)
             if found is None:
@@ -197,15 +195,16 @@ def _count_hidden(axes: Any, drawn: Sequence[Summary], top: float | None) -> Non
     hidden = 0 if top is None else sum(s.loss > top for s in drawn)
     if hidden:
         words = f"{hidden} point{'s' if hidden > 1 else ''} above the frame"
-        axes.annotate(words, (0.01, 0.97), xycoords="axes fraction", fontsize=7, va="top", color="#666666")
+        # outside of the frame, where no curve goes; the title is at the other end
+        axes.annotate(words, (1, 1.01), xycoords="axes fraction", fontsize=7, ha="right", color="#666666")
 
 
 def _line(axes: Any, line: Sequence[Summary], axis: str, label: str, place: int, *, dashed: bool) -> None:
     if line:
         points = sorted((s.axes[axis], s.loss) for s in line)
-        style = _DASHED if dashed else "-"
+        style = line_style(place) | ({"linestyle": _DASHED} if dashed else {})
         x, y = [p[0] for p in points], [p[1] for p in points]
-        axes.plot(x, y, marker="o", markersize=3.5, linestyle=style, color=_colour(place), label=label)
+        axes.plot(x, y, markersize=3.5, label=label, **style)
 
 
 def _family(summary: Summary) -> str:
@@ -213,4 +212,4 @@ def _family(summary: Summary) -> str:
 
 
 def _colour(place: int) -> str:
-    return _OTHERS[place % len(_OTHERS)]
+    return str(line_style(place)["color"])

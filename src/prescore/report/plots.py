@@ -15,6 +15,10 @@ if TYPE_CHECKING:
 
 # Okabe and Ito's palette, black last
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#F0E442", "#000000")
+# without yellow, which is lost on white, and black, which is for what a picture is about; then Tol's muted ones
+_LINES = (*COLOURS[:6], "#332288", "#882255", "#999933", "#117733")
+_MARKERS = "osD^vPXp*h"
+_DASHES: tuple[Any, ...] = ("-", (0, (4, 2)), (0, (1, 1.5)))
 _STYLE: Values = {
     "figure.dpi": 120,
     "savefig.bbox": "tight",
@@ -60,6 +64,13 @@ def drawing(
         drawn = NewFigure(figsize=size, layout="constrained")
         FigureCanvasAgg(drawn)
         yield drawn, drawn.subplots(**subplots)
+
+
+def line_style(place: int) -> Values:
+    """Colour, marker and dashes of the line at a place: no two of the first ten share a colour or a marker."""
+    round_, own = divmod(place, len(_LINES))
+    dashes = _DASHES[round_ % len(_DASHES)]
+    return {"color": _LINES[own], "marker": _MARKERS[(own + round_) % len(_MARKERS)], "linestyle": dashes}
 
 
 def powers_of_two(axes: Axes) -> None:

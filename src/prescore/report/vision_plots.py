@@ -8,13 +8,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from prescore.records import Record
-from prescore.report.plots import COLOURS, figure
+from prescore.report.plots import figure, line_style
 from prescore.report.tables import MISSING, Table, as_text, mean_and_spread
 from prescore.values import Values
 
 _EXACT = "exact"
 _LEVERAGE = "leverage"
-_STYLES = ("-", "--", ":", "-.")
 
 PUBLISHED = {
     ("kmeans", 4, 32): ("31.34", "53.05"),
@@ -128,12 +127,10 @@ def accuracy_plot(records: Sequence[Record], path: str | Path) -> None:
                 rows,
                 means,
                 yerr=spreads,
-                marker="o",
                 markersize=4,
                 capsize=2,
-                color=COLOURS[place % len(COLOURS)],
-                linestyle=_STYLES[place // len(COLOURS) % len(_STYLES)],
                 label=label(line),
+                **line_style(place),
             )
         for record in records:
             if record.config["method"] == _EXACT:

@@ -69,6 +69,15 @@ class RoutedIndex:
         met = sum(size * group.n_read for size, (_, group) in zip(sizes, self._groups, strict=True))
         return met / max(1, sum(sizes))
 
+    @property
+    def figures(self) -> dict[str, float]:
+        """With a tolerance, of the last step: the worst error limit, and the share that read further."""
+        bars = [group.bars for _, group in self._groups if group.bars is not None]
+        if not bars:
+            return {}
+        limit, further = (torch.cat([part.flatten() for part in parts]) for parts in zip(*bars, strict=True))
+        return {"error_limit_max": float(limit.max()), "read_further": float(further.double().mean())}
+
     def crop(self, n_keys: int) -> None:
         """Forget what was made of keys after the first `n_keys`."""
         for _, group in self._groups:
@@ -128,6 +137,7 @@ class _Lockstep:
         self._config, self._scale, self._start, self._seed = config, scale, start, seed
         self._past: _Past | None = None
         self.n_read = 0.0  # rows of the last step
+        self.bars: tuple[Tensor, Tensor] | None = None  # its error limits, and who read further
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, backend: Backend) -> Attended:
         """The newest query `[B, Hq, 1, D]` of these sequences."""
@@ -223,6 +233,7 @@ class _Lockstep:
         bars = attend_within(query, sources, view, near, self._config, self._seed)
         each, output, lse = bars.lse.numel(), bars.output, bars.lse
         over = ~(bars.limit <= (self._config.tolerance or 0.0))
+        self.bars = bars.limit.masked_fill(over, 0.0), bars.looks > 1
         found = float(bars.counts[1]) / each
         if bool(over.any()):
             keys, values = (t[:, None, self._start :] for t in (sources.key, sources.value))

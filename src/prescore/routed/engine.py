@@ -53,7 +53,7 @@ def attend_routed(call: Call, config: Routed, *, explain: bool = False) -> Outco
         return rows
 
     if not explain:
-        return Outcome(answer.attended, count_rows)
+        return Outcome(answer.attended, count_rows, stats=answer.figures)
     stats = {
         **answer.figures,
         "keys_kept": call.mean_keys(),

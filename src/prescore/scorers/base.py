@@ -6,7 +6,7 @@ import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from torch import Tensor
 
@@ -38,6 +38,11 @@ class Scorer(ABC):
     name: ClassVar[str]
     permutation_equivariant: ClassVar[bool] = True
     """Whether permuting the keys permutes the scores; False where seeding depends on positions."""
+
+    def __new__(cls, *args: Any, **given: Any) -> Self:
+        """Refuse a field that does not exist, with the nearest that does; `__init__` does everything else."""
+        checks.known_argument(cls, given)
+        return super().__new__(cls)
 
     @abstractmethod
     def score(self, keys: Tensor, *, valid: Tensor | None, streams: Streams) -> Tensor | Scored:

@@ -34,7 +34,8 @@ from prescore.registry import register_scorer
 from prescore.rng import Streams
 from prescore.scorers.clustered import ClusteringScorer, unit_rows
 
-_BANDWIDTH_SAMPLE = 128
+BANDWIDTH_SAMPLE = 128
+"""Keys whose distances tell the bandwidth, at most."""
 
 
 @register_scorer("gaussian-kmeans")
@@ -77,7 +78,7 @@ def bandwidth(points: Tensor, present: Tensor | None, streams: Streams, *, unit:
     weights = None if present is None else present.to(points.dtype)
     n_valid = count_valid(points, weights)
     points, weights = holes_last(points, weights, n_valid)
-    counts = n_valid.clamp(max=_BANDWIDTH_SAMPLE)
+    counts = n_valid.clamp(max=BANDWIDTH_SAMPLE)
     sample, weights = stratified(points, weights, n_valid, counts, streams, "bandwidth sample")
     if unit:
         sample = unit_rows(sample, Scratch())

@@ -66,7 +66,15 @@ class Leverage(Scorer):
 
 def exact_leverage(rows: Tensor) -> Tensor:
     """Leverage of each row of `rows [P, n, d]` (zero rows count for nothing), `[P, n]`, computed in float64."""
-    cutoff = rows.shape[2] * torch.finfo(rows.dtype).eps
+    whitening = whitening_of(rows, rows.shape[2] * torch.finfo(rows.dtype).eps)
+    return lengths_after(rows, whitening).to(rows.dtype)
+
+
+def whitening_of(rows: Tensor, cutoff: float) -> Tensor:
+    """`[P, d, d]` in float64 that turns rows into vectors whose squared lengths are their leverages.
+
+    Rows with the same Gram matrix have the same, such as the triangular factors of pieces below one another.
+    """
     gram = rows.new_zeros(len(rows), rows.shape[2], rows.shape[2], dtype=torch.float64)
     for block in torch.split(rows, _BLOCK, dim=1):
         wide = block.to(torch.float64)
@@ -76,28 +84,56 @@ def exact_leverage(rows: Tensor) -> Tensor:
     poor = eigenvalues[:, 0] < _GRAM_RATIO * eigenvalues[:, -1]
     if bool(poor.any()):
         whitening[poor] = _whitening_by_qr(rows[poor].to(torch.float64), cutoff)
+    return whitening
+
+
+def lengths_after(rows: Tensor, whitening: Tensor) -> Tensor:
+    """Squared lengths `[P, n]` of rows in the whitening's dtype, block by block."""
     parts = [
-        torch.bmm(block.to(torch.float64), whitening).square_().sum(dim=2)
+        torch.bmm(block.to(whitening.dtype), whitening).square_().sum(dim=2)
         for block in torch.split(rows, _BLOCK, dim=1)
     ]
-    return torch.cat(parts, dim=1).to(rows.dtype)
+    return torch.cat(parts, dim=1)
 
 
 def sketched_leverage(rows: Tensor, sketch_size: int, streams: Streams) -> Tensor:
     """Approximate leverage of `rows [P, n, d]`, `[P, n]`, in time `O(n d c + m d^2)`; see `Leverage`."""
+    signs = sketch_signs(rows.shape[1], streams, like=rows)
+    sketch = sketch_of(rows, signs, sketch_rows(sketch_size, rows.shape[2]))
+    whitening = sketched_whitening(sketch, torch.finfo(rows.dtype).eps, streams)
+    return torch.bmm(rows, whitening.to(rows.dtype)).square_().sum(dim=2)
+
+
+def sketch_rows(sketch_size: int, dim: int) -> int:
+    """Rows of a sketch."""
+    return max(sketch_size, 2 * dim)
+
+
+def sketch_signs(n_rows: int, streams: Streams, *, like: Tensor) -> Tensor:
+    """A random sign for each row."""
+    return (streams.uniform("sketch signs", n_rows, like=like) < 0.5).to(like.dtype) * 2 - 1
+
+
+def sketch_of(rows: Tensor, signs: Tensor, size: int, first: int = 0) -> Tensor:
+    """Rows `[P, n, d]`, which stand at `first` and behind, with `signs [n]` added into `[P, size, d]`."""
     n_problems, n_rows, dim = rows.shape
-    size = max(sketch_size, 2 * dim)
-    signs = (streams.uniform("sketch signs", n_rows, like=rows) < 0.5).to(rows.dtype) * 2 - 1
-    n_layers = math.ceil(n_rows / size)
-    signed = torch.nn.functional.pad(rows * signs.unsqueeze(1), (0, 0, 0, n_layers * size - n_rows))
+    before = first % size
+    n_layers = math.ceil((before + n_rows) / size)
+    after = n_layers * size - before - n_rows
+    signed = torch.nn.functional.pad(rows * signs.unsqueeze(1), (0, 0, before, after))
     # row i goes into bucket i mod m: a reshape and a sum, where a hash would need a scatter
-    sketch = signed.reshape(n_problems, n_layers, size, dim).sum(dim=1)
-    whitening = _whitening_by_qr(sketch.to(torch.float64), dim * torch.finfo(rows.dtype).eps)
+    return signed.reshape(n_problems, n_layers, size, dim).sum(dim=1)
+
+
+def sketched_whitening(sketch: Tensor, eps: float, streams: Streams) -> Tensor:
+    """`[P, d, c]` in float64: what makes of a row a vector whose squared length is about its leverage."""
+    size, dim = sketch.shape[1:]
+    whitening = _whitening_by_qr(sketch.to(torch.float64), dim * eps)
     n_columns = min(dim, max(_FEWEST_COLUMNS, size // _SKETCH_ROWS_PER_COLUMN))
     if n_columns < dim:
         directions = streams.normal("sketch directions", n_columns, dim, like=whitening).t()
         whitening = torch.matmul(whitening, directions / math.sqrt(n_columns))
-    return torch.bmm(rows, whitening.to(rows.dtype)).square_().sum(dim=2)
+    return whitening
 
 
 def _whitening_by_qr(rows: Tensor, cutoff: float) -> Tensor:

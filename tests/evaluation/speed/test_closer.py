@@ -10,8 +10,8 @@ from prescore.evaluation.speed.layer_inputs import LayerSetting, layer_inputs, l
 from prescore.evaluation.speed.parts import PARTS, REST, measure_parts
 from prescore.evaluation.speed.steps import measure_steps
 from prescore.records import Record, measure
-from prescore.report.speed import length_table
-from prescore.report.speed_closer import curve, curves_plot, heads_table, parts_table, steps_table
+from prescore.report.speed.closer import curve, curves_plot, heads_table, parts_table, steps_table
+from prescore.report.speed.tables import length_table
 
 LENGTH = 2700
 """As in the saved heads."""

@@ -14,7 +14,7 @@ from prescore.evaluation.speed.decode import DecodeSetting, decode_rows, measure
 from prescore.evaluation.speed.plan import SpeedPlan
 from prescore.records import measure, read_records
 from prescore.registry import get_scorer, list_scorers
-from prescore.report.speed import (
+from prescore.report.speed.tables import (
     decode_table,
     exponent,
     kinds,

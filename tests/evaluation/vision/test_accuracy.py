@@ -128,10 +128,14 @@ def test_refusals(tmp_path, make, said):
 def test_damaged_and_foreign_checkpoints_are_refused_in_one_sentence(tmp_path):
     from safetensors.torch import save_file
 
-    for name in ("broken.safetensors", "broken.pth"):
-        (tmp_path / name).write_bytes(b"nothing of the kind" * 20)
-        with pytest.raises(OSError, match=rf"readable checkpoint, got {name}"):
-            load_vision_model(tmp_path / name)
+    (tmp_path / "broken.safetensors").write_bytes(b"nothing of the kind" * 20)
+    with pytest.raises(OSError, match=r"readable checkpoint, got broken\.safetensors"):
+        load_vision_model(tmp_path / "broken.safetensors")
+    torch.save({"patch_embed.proj.weight": torch.zeros(2)}, tmp_path / "pickled.pth")
+    with pytest.raises(
+        ValueError, match=r"must be a \.safetensors file, for a pickled one can run code, got .*pth"
+    ):
+        load_vision_model(tmp_path / "pickled.pth")
     save_file({"patch_embed.proj.weight": torch.zeros(2)}, tmp_path / "foreign.safetensors")
     with pytest.raises(ValueError, match="arch must be an architecture of timm, got 'vit_huge'"):
         load_vision_model(tmp_path / "foreign.safetensors", arch="vit_huge")

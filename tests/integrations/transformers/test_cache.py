@@ -371,9 +371,8 @@ def test_beam_search_with_every_key_equals_sdpa(model):
 
 
 @pytest.mark.parametrize("config", [COARSE, ROUTED], ids=["coarse", "routed"])
-def test_beams_reorder_their_selections(model, config, monkeypatch):
+def test_beams_reorder_their_selections(model, config):
     """The score of every beam is that of its tokens fed alone, to a cache of its own."""
-    monkeypatch.setattr("prescore.decoding.decoder.ROUTED_STEPS_FROM", 0)
     ids, _ = prompts(batch=1, length=60, side="none")
     parted = 0
     with prescore.apply(model, config) as applied:

@@ -204,6 +204,20 @@ def test_half_precision_runs():
     assert int(tokens.max()) < VOCABULARY
 
 
+@pytest.mark.parametrize("lower", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("config", [Routed(rows=2, leaf_size=2, chunk_size=2, exact_until=0), Selected(top_k=3)])
+def test_autocast_of_any_type_reads_steps_and_trains(config, dtype, lower):
+    model = tiny("Llama", num_hidden_layers=1).to(dtype)
+    ids, mask = prompts()
+    with prescore.apply(model, config), torch.autocast("cpu", dtype=lower):
+        tokens = model.generate(ids, attention_mask=mask, max_new_tokens=3, do_sample=False)
+        loss = model.train()(ids, attention_mask=mask, labels=ids).loss
+    assert tokens.shape == (2, 27)
+    loss.backward()
+    assert all(torch.isfinite(parameter.grad).all() for parameter in model.parameters())
+
+
 def test_trainer(tmp_path):
     from transformers import Trainer, TrainingArguments
 

@@ -14,17 +14,13 @@ import prescore
 CONFIG = prescore.Routed(rows=16, leaf_size=8, chunk_size=16, sinks=2, exact_until=16)
 
 
-@pytest.fixture(autouse=True)
-def route_every_step(monkeypatch):
-    monkeypatch.setattr("prescore.decoding.decoder.ROUTED_STEPS_FROM", 0)
-
-
 @pytest.fixture(scope="module")
 def model():
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=512, initializer_range=0.5,
+        eos_token_id=None,
     )  # fmt: skip
     return LlamaForCausalLM(config).double().eval()
 
@@ -145,10 +141,9 @@ def test_inference_mode_with_padding(model):
 
 
 @torch.no_grad()
-def test_short_caches_are_stepped_exactly(model, monkeypatch):
-    monkeypatch.setattr("prescore.decoding.decoder.ROUTED_STEPS_FROM", 200)
+def test_short_caches_are_stepped_exactly(model):
     ids = tokens(1, 120)
-    with prescore.apply(model, CONFIG) as applied:
+    with prescore.apply(model, CONFIG.replace(exact_until=200)) as applied:
         steps(model, ids, torch.ones_like(ids), 118)
         paths = {entry.path for entry in applied.report().layers}
     assert paths == {"step over all keys"}
@@ -162,12 +157,12 @@ def test_steps_keep_the_tolerance(model):
         got = steps(model, ids, torch.ones_like(ids), 118)[0]
         paths = {entry.path for entry in applied.report().layers}
     torch.testing.assert_close(got, exact, rtol=0, atol=1e-6)
-    assert paths == {"step over all keys"}
+    assert paths == {"routed step"}
 
 
 def test_steps_that_are_learned_from_are_exact(model):
     ids = tokens(1, 120)
-    config = CONFIG.replace(rows=10_000)  # the prompt is exact too, so that gradients can be compared
+    config = CONFIG.replace(exact_until=110)  # the prompt is exact too, so that gradients can be compared
     weights = model.model.layers[0].self_attn.k_proj.weight
     grads = []
     for apply in (False, True):

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from prescore.baselines import third_party_baselines
 from prescore.values import Values
 
 Result = TypeVar("Result")
@@ -92,6 +93,9 @@ def baseline_rows(name: str, length: int, settings: Mapping[str, Any]) -> float:
 
     For `performer` it is the number of features, which take the place of rows; for `reformer` an upper bound.
     """
+    third_party = third_party_baselines()
+    if name in third_party:
+        return float(third_party[name].rows(length, settings))
     position = torch.arange(length, dtype=torch.float64)
     if name == "streaming":
         beyond = (position + 1 - settings["window"]).clamp_min(0)

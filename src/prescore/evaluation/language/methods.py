@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from prescore import checks
-from prescore.api import Counted, exact_attention
-from prescore.baselines import BASELINES
+from prescore.api.attention import Counted, exact_attention
+from prescore.baselines import get_baseline, list_baselines, third_party_baselines
 from prescore.config import Config, Exact, Hyper, Routed, Selected, config_from_dict
 from prescore.evaluation.language.cost import baseline_rows, exact_rows, leaf_rows, near_rows
 from prescore.evaluation.language.overrides import Overrides, changed, fitting
@@ -112,13 +112,13 @@ def prescored(label: str, config: Config, **axes: Any) -> LanguageMethod:
 
 def baseline(label: str, name: str, settings: Mapping[str, Any], **axes: Any) -> LanguageMethod:
     """One of `prescore.baselines`."""
-    checks.one_of("baseline", name, tuple(BASELINES))
+    checks.one_of("baseline", name, tuple(list_baselines()))
     return LanguageMethod(label, "baseline", {"name": name, **settings}, axes)
 
 
 def method_names() -> list[str]:
     """Names that `named` understands."""
-    return ["exact", "local", "default", "hyper", "random", *list_scorers(), *BASELINES]
+    return ["exact", "local", "default", "hyper", "random", *list_scorers(), *list_baselines()]
 
 
 def named(name: str, *, leaf: int, top_k: int | float = 256, overrides: Overrides | None = None) -> LanguageMethod:
@@ -136,7 +136,7 @@ def named(name: str, *, leaf: int, top_k: int | float = 256, overrides: Override
     checks.one_of("method", name, method_names())
     if name in ("exact", "local"):
         return exact() if name == "exact" else local(leaf)
-    if name in BASELINES:
+    if name in list_baselines():
         return baseline(name, name, _baseline_settings(name, leaf, top_k), top_k=top_k)
     config: Config
     axes: Values
@@ -157,6 +157,8 @@ def _baseline_settings(name: str, leaf: int, top_k: int | float) -> Values:
     if not isinstance(top_k, int) or isinstance(top_k, bool):
         raise ValueError(f"top_k must be a count of keys for the baseline {name!r}, got {top_k!r}")
     checks.integer("top_k", top_k, minimum=0)
+    if name in third_party_baselines():
+        return dict(third_party_baselines()[name].settings(leaf, top_k))
     if name == "streaming":
         return {"window": leaf // 2 + max(1, top_k - SINKS), "sinks": SINKS}
     if name == "performer":
@@ -190,7 +192,7 @@ def _by_baseline(
     settings: Mapping[str, Any], seed: int, query: Tensor, key: Tensor, value: Tensor, situation: Situation
 ) -> Counted:
     arguments = {name: setting for name, setting in settings.items() if name != "name"}
-    run, seed = BASELINES[settings["name"]], layer_seed(seed, situation.layer)
+    run, seed = get_baseline(settings["name"]), layer_seed(seed, situation.layer)
     output = run(query, key, value, is_causal=True, scale=situation.scale, generator=seed, **arguments).output
     return Counted(output, lambda: baseline_rows(settings["name"], query.shape[2], arguments))
 

@@ -16,7 +16,9 @@ from prescore.evaluation.language.documents import Document
 from prescore.evaluation.language.measured import measured_attention
 from prescore.evaluation.language.methods import LanguageMethod
 from prescore.evaluation.language.model import LanguageModel
+from prescore.evaluation.language.pieces import measured_pieces, piece_losses
 from prescore.integrations.layers import Layers
+from prescore.parallel.group import Group
 from prescore.records import Row
 from prescore.values import Values
 
@@ -118,22 +120,31 @@ def measure_loss(
     *,
     layers: Layers | None = None,
     seed: int = 0,
+    group: Group | None = None,
 ) -> Values:
-    """Loss, perplexity, rows per query and times of one document under one method."""
-    with (
-        language_model.extended(len(window.tokens)) as scaling,
-        measured_attention(language_model.model, method, layers=layers, seed=seed) as meter,
-    ):
-        begin = time.perf_counter()
-        losses = streamed_loss(language_model, window)
-        seconds = time.perf_counter() - begin
+    """Loss, perplexity, rows per query and times of one document under one method, on one rank or several."""
+    with language_model.extended(len(window.tokens)) as scaling:
+        if group is None:
+            with measured_attention(language_model.model, method, layers=layers, seed=seed) as meter:
+                begin = time.perf_counter()
+                losses = streamed_loss(language_model, window)
+                seconds = time.perf_counter() - begin
+                figures = meter.figures()
+        else:
+            with measured_pieces(language_model, method, group, layers=layers, seed=seed) as told:
+                begin = time.perf_counter()
+                losses = piece_losses(
+                    language_model, window.tokens, window.first, group, at_once=POSITIONS_AT_ONCE
+                )
+                seconds = time.perf_counter() - begin
+                figures = told()
     loss = float(losses.mean())
     return {
         "loss": loss,
         "perplexity": math.exp(loss) if loss < 700 else math.inf,
         "positions": len(losses),
         "forward_seconds": round(seconds, 3),
-        **meter.figures(),
+        **figures,
         **({} if scaling is None else {"position_scaling": scaling}),
     }
 
@@ -146,6 +157,7 @@ def loss_row(
     experiment: str | None = None,
     layers: Layers | None = None,
     seed: int = 0,
+    group: Group | None = None,
 ) -> Row:
     """One document under one method as a row to be measured and resumed."""
     return Row(
@@ -160,9 +172,10 @@ def loss_row(
             "first": window.first,
             "layers": "all" if layers is None else layers,
             "method": method.describe(),
+            **({} if group is None else {"ranks": group.size}),
         },
         seed=seed,
-        measure=lambda: measure_loss(language_model, window, method, layers=layers, seed=seed),
+        measure=lambda: measure_loss(language_model, window, method, layers=layers, seed=seed, group=group),
         cost=float(len(window.tokens)),
     )
 

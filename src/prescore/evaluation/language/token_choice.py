@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from prescore.api import select_by
+from prescore.api.scoring import select_by
 from prescore.config import Selected
 from prescore.evaluation.language.model import LanguageModel
 from prescore.evaluation.language.perplexity import Window

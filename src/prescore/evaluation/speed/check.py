@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from prescore.api import prescored_attention
+from prescore.api.attention import prescored_attention
 from prescore.config import Config, Routed
 from prescore.testing.routed import routed_oracle
 

@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from prescore.api import prescored_attention
+from prescore.api.attention import prescored_attention
 from prescore.config import Exact, Selected
 from prescore.decoding.state import SelectionState
 from prescore.evaluation.speed.check import check_output

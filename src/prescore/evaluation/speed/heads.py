@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from prescore.api import prescored_attention
+from prescore.api.attention import prescored_attention
 from prescore.config import Config, Routed
 from prescore.evaluation.speed.check import Inputs, check_rows, middle_and_end, plain_piece
 from prescore.evaluation.speed.saved_heads import SavedHeads

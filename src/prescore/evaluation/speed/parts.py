@@ -21,7 +21,7 @@ from typing import TypeVar
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from prescore.api import prescored_attention
+from prescore.api.attention import prescored_attention
 from prescore.call import Call
 from prescore.clustering.tree import FIT_SIZE
 from prescore.config import Routed

@@ -11,6 +11,7 @@ from prescore import checks
 from prescore.evaluation.speed.decode import DecodeSetting, decode_rows
 from prescore.evaluation.speed.heads import HeadsSetting, heads_row, lengths_of
 from prescore.evaluation.speed.layer_inputs import LayerSetting, layer_rows, saved_setting
+from prescore.evaluation.speed.parallel import RANKS, ParallelSetting, parallel_row
 from prescore.evaluation.speed.parts import measure_parts
 from prescore.evaluation.speed.saved_heads import SavedHeads
 from prescore.evaluation.speed.steps import measure_steps
@@ -20,7 +21,7 @@ from prescore.records import Row
 
 EVERY_RUN = ("lengths", "top-k", "clusters", "decode", "scoring", "short")
 """What is measured where nothing else is asked for."""
-STUDIES = (*EVERY_RUN, "heads", "parts", "steps")
+STUDIES = (*EVERY_RUN, "heads", "parts", "steps", "parallel")
 BOTH = (False, True)
 BUDGETS = (256, 512, 1024, 2048, 4096, 8192)
 CLUSTERS = (8, 16, 32, 65, 128, 256)
@@ -84,6 +85,7 @@ class SpeedPlan:
             "heads": self._heads,
             "parts": self._parts,
             "steps": self._steps,
+            "parallel": self._parallel,
         }
         return [row for name, make in made.items() if name in self.studies for row in make(seed)]
 
@@ -148,4 +150,13 @@ class SpeedPlan:
         return [
             (saved_setting(saved, n, dtype=base.dtype, repeats=repeats, memory=base.memory), saved)
             for saved, n in lengths_of(self.heads, self.head_lengths)
+        ]
+
+    def _parallel(self, seed: int) -> list[Row]:
+        base, kinds = self.base, itertools.product(self.causal, self.backward, self.lengths, RANKS)
+        sizes = (base.heads, base.dim, base.dtype, base.repeats, base.top_k, base.min_seq_len)
+        return [
+            parallel_row(ParallelSetting(n, ranks, causal, backward, *sizes), seed)
+            for causal, backward, n, ranks in kinds
+            if n <= LONG
         ]

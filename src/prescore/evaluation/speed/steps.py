@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from prescore.api import prescored_attention
+from prescore.api.attention import prescored_attention
 from prescore.config import Routed
 from prescore.decoding.decoder import Decoder, Past, Request
 from prescore.evaluation.speed.check import Inputs, check_rows

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from prescore.api import prescored_attention, score
+from prescore.api.attention import prescored_attention
+from prescore.api.scoring import score
 from prescore.config import Config, Exact, Routed
 from prescore.evaluation.speed.check import Inputs, check_exact, check_method
 from prescore.evaluation.speed.timing import EXACT, seconds

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from prescore.api import prescored_attention
+from prescore.api.attention import prescored_attention
 from prescore.config import Config, Hyper, Routed, Selected
 from prescore.evaluation.speed.check import Inputs, check_exact, check_method
 from prescore.evaluation.speed.freed_memory import SYSTEM
@@ -159,7 +159,7 @@ def _details(setting: Setting, method: str, inputs: Inputs) -> Values:
     config = setting.config(method)
     with torch.no_grad():
         stats = prescored_attention(*inputs, config, is_causal=setting.causal, return_aux=True)[1].stats
-    stages: dict[str, float] = dict(stats["seconds"])
+    stages: dict[str, float] = dict(stats.seconds)
     attending = stages.pop("attending")
     if isinstance(config, Routed):
         stages["routing"] = attending
@@ -168,7 +168,7 @@ def _details(setting: Setting, method: str, inputs: Inputs) -> Values:
         stages["gathering"] = attending - stages["operator"]
     total = sum(stages.values())
     shares = {stage: spent / total for stage, spent in stages.items()}
-    return {"rows_per_query": stats["rows_per_query"], "stage_seconds": stages, "shares": shares}
+    return {"rows_per_query": stats.rows_per_query, "stage_seconds": stages, "shares": shares}
 
 
 def _operator_seconds(setting: Setting, method: str, inputs: Inputs) -> float:

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from prescore.api import select_by
+from prescore.api.scoring import select_by
 from prescore.config import Selected
 from prescore.evaluation.vision.accuracy import Study
 from prescore.evaluation.vision.methods import EXACT, parse_method

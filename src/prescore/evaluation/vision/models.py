@@ -19,7 +19,8 @@ from prescore.integrations.attend import Situation, attend_exactly
 from prescore.integrations.timm_import import import_timm, mend_torchvision
 from prescore.values import Values
 
-_CHECKPOINTS = (".safetensors", ".pt", ".pth", ".bin")
+_CHECKPOINT = ".safetensors"
+_PICKLED = (".pt", ".pth", ".bin", ".ckpt")
 _HEAD_DIM = 64
 
 
@@ -57,7 +58,7 @@ def load_vision_model(
     """Load a classifier.
 
     Args:
-        name: A folder with a Hugging Face model, a checkpoint with timm's key names (.safetensors, .pt, ...),
+        name: A folder with a Hugging Face model, a checkpoint with timm's key names (.safetensors),
             or the name of a timm architecture, whose weights timm then fetches.
         arch: timm architecture of a checkpoint; None = a plain ViT read off the shapes of the weights.
         resolution: Side of the images in pixels; position embeddings are resized. None = the model's own.
@@ -69,7 +70,9 @@ def load_vision_model(
         if arch is not None:
             raise ValueError(f"arch must not be given with a Hugging Face folder, got {arch!r}")
         model, preprocessing, arguments = _from_folder(path, resolution)
-    elif path.suffix in _CHECKPOINTS:
+    elif path.suffix in _PICKLED:
+        raise ValueError(f"model must be a {_CHECKPOINT} file, for a pickled one can run code, got {name}")
+    elif path.suffix == _CHECKPOINT:
         if not path.is_file():
             raise ValueError(f"model must be a file that exists, got {name}")
         model, preprocessing, arguments = _from_checkpoint(path, arch, resolution)
@@ -84,7 +87,7 @@ def _from_folder(path: Path, resolution: int | None) -> tuple[nn.Module, Preproc
     from transformers import AutoModelForImageClassification
 
     try:
-        model = AutoModelForImageClassification.from_pretrained(path, local_files_only=True)
+        model = AutoModelForImageClassification.from_pretrained(path, local_files_only=True, use_safetensors=True)
     except Exception as error:
         # transformers and safetensors raise what they like, some of it pages long
         raise OSError(
@@ -119,8 +122,7 @@ def _from_timm(name: str, resolution: int | None) -> tuple[nn.Module, Preprocess
     timm = import_timm()
     if not timm.is_model(name):
         raise ValueError(
-            f"model must be a folder, a checkpoint ({', '.join(_CHECKPOINTS)}) or an architecture of timm, "
-            f"got {name!r}"
+            f"model must be a folder, a checkpoint ({_CHECKPOINT}) or an architecture of timm, got {name!r}"
         )
     options = {} if resolution is None else {"img_size": resolution}
     try:
@@ -157,13 +159,10 @@ def _from_checkpoint(
 
 
 def _read(path: Path) -> dict[str, Tensor]:
-    try:
-        if path.suffix == ".safetensors":
-            from safetensors.torch import load_file
+    from safetensors.torch import load_file
 
-            return dict(load_file(path))
-        loaded: Any = torch.load(path, map_location="cpu", weights_only=True)
-        return dict(loaded.get("model", loaded) if isinstance(loaded, dict) else loaded)
+    try:
+        return dict(load_file(path))
     except Exception as error:
         # a damaged file makes the readers fail in many ways, none of them of one kind
         raise OSError(f"model must be a readable checkpoint, got {path.name} ({_first(error)})") from error

@@ -77,7 +77,7 @@ def upgrade(
 
     A window of at least `max_length` is no window.
     """
-    options: Values = {"evict": evict, "refresh_every": refresh_every}
+    options: Values = {"evict": evict, "refresh_every": refresh_every, "told": set()}
     if cache.layer_class_to_replicate is DynamicLayer:
         make: Any = functools.partial(PrescoredLayer, **options)
         cache.layer_class_to_replicate = make

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,9 +31,16 @@ def save_cache(cache: PrescoredCache, path: str | Path) -> None:
     tensors: dict[str, Tensor] = {}
     layers = [_describe(layer, f"{number}.", tensors) for number, layer in enumerate(cache.layers)]
     facts = {"format": _FORMAT, "evict": cache.evict, "refresh_every": cache.refresh_every, "layers": layers}
-    save_file(
-        {name: t.contiguous() for name, t in tensors.items()}, path, metadata={"prescore": json.dumps(facts)}
-    )
+    # written beside the target and renamed, so that a crash leaves the file that was there, or none
+    path = Path(path)
+    with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
+        working = Path(scratch) / path.name
+        save_file(
+            {name: t.contiguous() for name, t in tensors.items()},
+            working,
+            metadata={"prescore": json.dumps(facts)},
+        )
+        working.replace(path)
 
 
 def load_cache(path: str | Path, *, device: str = "cpu") -> PrescoredCache:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -9,7 +10,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
-from prescore.decoding.decoder import Decoder, Past, Request, Step
+from prescore.config import Config
+from prescore.decoding.decoder import Decoder, Past, Request, Step, remembers
 from prescore.decoding.rows import Rows
 from prescore.decoding.state import SelectionState
 from prescore.errors import Unsupported
@@ -51,6 +53,7 @@ class PrescoredLayer(DynamicLayer):  # type: ignore[no-untyped-call]
     Args:
         evict: Free the unselected keys and values as soon as the selection is made.
         refresh_every: Select anew after so many tokens; None = never.
+        told: Warnings that were given already; layers that share it warn once together.
         **kwargs: Of transformers.
 
     Attributes:
@@ -62,7 +65,13 @@ class PrescoredLayer(DynamicLayer):  # type: ignore[no-untyped-call]
 
     is_sliding = False
 
-    def __init__(self, evict: bool = False, refresh_every: int | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        evict: bool = False,
+        refresh_every: int | None = None,
+        told: set[str] | None = None,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(**kwargs)  # type: ignore[no-untyped-call]
         self.n_seen = 0
         self.rows: Rows | None = None
@@ -70,6 +79,7 @@ class PrescoredLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         self.request: Request | None = None
         self._decoder = Decoder(evict=evict, refresh_every=refresh_every)
         self._unread: tuple[Tensor, Tensor] | None = None
+        self._told = set() if told is None else told
 
     @classmethod
     def adopt(cls, layer: DynamicLayer, **options: Any) -> PrescoredLayer:
@@ -135,6 +145,7 @@ class PrescoredLayer(DynamicLayer):  # type: ignore[no-untyped-call]
     def step(self, query: Tensor, past: Past, request: Request) -> Step:
         """Answer the newest tokens' queries, or say how they are to be answered; see `Decoder`."""
         self.valid, self.request = past.valid, request
+        self._say_what_is_idle(request.config)
         step = self._decoder.step(query, self._past(past), request)
         self._unread = None
         self._drop_rows()
@@ -198,6 +209,18 @@ class PrescoredLayer(DynamicLayer):  # type: ignore[no-untyped-call]
             self.rows.repeat(repeats)
         self.valid = None if self.valid is None else self.valid.repeat_interleave(repeats, dim=0)
         self._show()
+
+    def _say_what_is_idle(self, config: Config) -> None:
+        """Say once that settings about selections do nothing where none is made."""
+        decoder = self._decoder
+        asked = ["evict=True"] if decoder.evict else []
+        asked += [] if decoder.refresh_every is None else [f"refresh_every={decoder.refresh_every}"]
+        if not asked or remembers(config):
+            return
+        text = f"{asked[0]} of the cache does nothing under {type(config).__name__}, which keeps every key"
+        if text not in self._told:
+            self._told.add(text)
+            warnings.warn(text, stacklevel=2)
 
     def _past(self, shown: Past) -> Past:
         """All that is held, whatever the attention function was shown of it."""

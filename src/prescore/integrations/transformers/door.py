@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,11 +19,14 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
+from prescore.config import Config
 from prescore.errors import PrescoreError, Unsupported
 from prescore.integrations.adapter import Seat, Undo, leave_seat, seats, take_seat
 from prescore.integrations.attend import PrescoredAttention, Situation
 from prescore.integrations.masks import full_mask
+from prescore.integrations.opaque import attend_by
 from prescore.integrations.transformers.cache_layer import layer_of
+from prescore.integrations.transformers.own_configs import take_own_configs
 from prescore.integrations.transformers.prefix import n_prefix_tokens
 from prescore.values import Values
 
@@ -65,7 +68,7 @@ def prescored_attention_forward(
         `[B, Nq, Hq, Dv]`, and the weights where a model's own eager attention had to run.
     """
     sitting = seats(module)
-    seat = sitting[-1] if sitting else _default_seat(module)
+    seat = sitting[-1] if sitting else default_seat(module)
     obstacles = [reason for name, reason in _FOREIGN.items() if features.get(name) is not None]
     situation = Situation(
         layer=seat.layer,
@@ -78,11 +81,11 @@ def prescored_attention_forward(
         is_local=_is_local(module, features.get("sliding_window")),
         cache=layer_of(key),
     )
-    eager = _Eager(module, situation, features) if obstacles else None
     if features.get("output_attentions"):
         obstacles.append("output_attentions=True asks for weights that are never formed")
+    eager = _Eager(module, situation, features, obstacles) if obstacles else None
     situation = dataclasses.replace(situation, obstacles=tuple(obstacles), own=eager)
-    output = seat.attend(query, key, value, situation)
+    output = attend_by(seat, query, key, value, situation)
     return output.transpose(1, 2).contiguous(), None if eager is None else eager.weights
 
 
@@ -110,7 +113,9 @@ def prescored_mask(
             return None
         real = attention_mask[:, kv_offset : kv_offset + kv_length].bool()
         real = torch.nn.functional.pad(real, (0, kv_length - real.shape[1]))
-        return None if bool(real.all()) else real[:, None, None, :]
+        # a graph that is being traced cannot ask what the mask holds
+        known = not torch.compiler.is_compiling() and bool(real.all())
+        return None if known else real[:, None, None, :]
     mask: Tensor | None = sdpa_mask(
         batch_size=batch_size,
         q_length=q_length,
@@ -135,30 +140,24 @@ def register() -> None:
     AttentionMaskInterface.register(NAME, prescored_mask)
 
 
-def replace_at(places: Mapping[nn.Module, Seat], configs: Iterable[Any], switch: Callable[[], None]) -> Undo:
+def replace_at(places: Mapping[nn.Module, Seat], around: Iterable[nn.Module], switch: Callable[[], None]) -> Undo:
     """Let modules attend by what sits on them; returns the undo.
 
     Args:
         places: The new seats of modules that ask transformers' attention interface what to run.
-        configs: The configurations of transformers that name what to run.
-        switch: Makes them name ours.
+        around: All modules whose configurations name what to run.
+        switch: Makes these configurations, which are the model's own by then, name ours.
     """
-    known = _named_before(places)
-    named = [(config, known.get(id(config), (config, config._attn_implementation))[1]) for config in configs]
-    taken = [(module, _Named(**vars(seat), before=named)) for module, seat in places.items()]
+    taken = list(places.items())
+    undo_configs = take_own_configs(around)
     for module, seat in taken:
         take_seat(module, seat)
 
     def undo() -> None:
-        if not taken:
-            return  # a second call
         for module, seat in taken:
             leave_seat(module, seat)
         taken.clear()
-        others = _named_before(places)
-        for config, implementation in named:
-            if id(config) not in others:
-                config._attn_implementation_internal = implementation
+        undo_configs()
 
     try:
         switch()
@@ -168,26 +167,14 @@ def replace_at(places: Mapping[nn.Module, Seat], configs: Iterable[Any], switch:
     return undo
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class _Named(Seat):
-    """A seat, and what the model's configurations named before anybody sat down."""
-
-    before: list[tuple[Any, str | None]]
-
-
-def _named_before(modules: Iterable[nn.Module]) -> dict[int, tuple[Any, str | None]]:
-    """By identity: configurations that somebody who still sits there has changed, and what they named before."""
-    sitting = (seat for module in modules for seat in seats(module) if isinstance(seat, _Named))
-    return {id(config): (config, implementation) for seat in sitting for config, implementation in seat.before}
-
-
-def _default_seat(module: nn.Module) -> Seat:
+def default_seat(module: nn.Module, config: Config | None = None) -> Seat:
     """Of a module that was never replaced, made at its first call and kept for its memory."""
     seat: Seat | None = module.__dict__.get(_DEFAULT)
     if seat is None:
         layer = getattr(module, "layer_idx", None)
-        seat = Seat(PrescoredAttention(), layer if isinstance(layer, int) else 0, n_prefix_tokens(module))
-        module.__dict__[_DEFAULT] = seat
+        number = layer if isinstance(layer, int) else 0
+        seat = Seat(PrescoredAttention(config), number, n_prefix_tokens(module))
+        seat = module.__dict__.setdefault(_DEFAULT, seat)  # another thread may have been faster
     return seat
 
 
@@ -198,15 +185,17 @@ class _Eager:
     module: nn.Module
     situation: Situation
     features: Values
+    obstacles: Sequence[str]
     weights: Tensor | None = None
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """See `Situation.own`; keeps the weights."""
         eager = getattr(sys.modules[type(self.module).__module__], "eager_attention_forward", None)
         if eager is None:
-            reasons = [reason for name, reason in _FOREIGN.items() if self.features.get(name) is not None]
-            raise Unsupported(f"exact attention of {self.situation.owner}", reasons)
-        mask = full_mask(self.situation.form(query, key), query.shape[2], query.device)
+            raise Unsupported(f"exact attention of {self.situation.owner}", self.obstacles)
+        form = self.situation.form(query, key)
+        key, value = key[:, :, : form.n_keys], value[:, :, : form.n_keys]
+        mask = full_mask(form, query.shape[2], query.device)
         if mask is not None and mask.dtype == torch.bool:
             shown = torch.zeros(mask.shape, dtype=query.dtype, device=query.device)
             mask = shown.masked_fill_(~mask, torch.finfo(query.dtype).min)

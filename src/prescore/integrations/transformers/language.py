@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import nn
 from transformers.cache_utils import DynamicCache, DynamicSlidingWindowLayer
 
@@ -15,8 +16,10 @@ from prescore.config import Config, Exact
 from prescore.errors import Unsupported
 from prescore.integrations.adapter import Seat, Undo, check_numbers
 from prescore.integrations.attend import Attend, attend_exactly
+from prescore.integrations.together import Together
 from prescore.integrations.transformers.cache import PrescoredCache, upgrade
 from prescore.integrations.transformers.door import NAME, register, replace_at
+from prescore.integrations.transformers.pieces import prepare_pieces
 from prescore.values import Values
 
 _NO_LAYER = -1
@@ -29,8 +32,13 @@ def detect(model: nn.Module) -> bool:
 
 
 def layers(model: nn.Module) -> list[str]:
-    """Names of the causal self-attention modules that go through transformers' attention interface."""
-    names = [name for name, module in _interface_modules(model).items() if _causal(module)]
+    """Names of the self-attention modules that go through transformers' attention interface.
+
+    Those of a decoder are causal; only a model that has none of these is an encoder, all of whose layers count.
+    """
+    found = _interface_modules(model)
+    names = [name for name, module in found.items() if _causal(module)]
+    names = names or [name for name, module in found.items() if not getattr(module, "is_cross_attention", False)]
     if not names or not all(root._can_set_attn_implementation() for root in _roots(model)):
         raise Unsupported(
             f"apply on {type(model).__name__}",
@@ -53,7 +61,7 @@ def replace_attention(model: nn.Module, functions: Mapping[int, Attend]) -> Undo
         for root in _roots(model):
             root.set_attn_implementation(NAME)
 
-    return replace_at(places, _model_configs(model), switch)
+    return replace_at(places, model.modules(), switch)
 
 
 def prepare(model: nn.Module, configs: Mapping[int, Config]) -> Undo:
@@ -71,6 +79,11 @@ def prepare(model: nn.Module, configs: Mapping[int, Config]) -> Undo:
             hook.remove()
 
     return undo
+
+
+def prepare_together(model: nn.Module, together: Together) -> Undo:
+    """Let every rank of a mesh run the model on its piece; returns the undo."""
+    return prepare_pieces([module for module in model.modules() if _is_pretrained(module)], together)
 
 
 def _warn_if_all_local(model: nn.Module, chosen: list[int]) -> None:
@@ -94,6 +107,8 @@ def _with_selections(
     module: nn.Module, args: tuple[Any, ...], kwargs: Values
 ) -> tuple[tuple[Any, ...], Values] | None:
     """Before a forward: let the cache, the caller's or a new one, carry selections."""
+    if torch.compiler.is_compiling():
+        return None  # a graph knows nothing of our caches; keys are followed as those of any other
     config: Any = module.config.get_text_config(decoder=True)  # type: ignore[operator, union-attr]
     cache = kwargs.get("past_key_values")
     if isinstance(cache, DynamicCache):
@@ -144,17 +159,3 @@ def _mentions_interface(kind: type[nn.Module]) -> bool:
 
 def _causal(module: nn.Module) -> bool:
     return bool(getattr(module, "is_causal", True)) and not getattr(module, "is_cross_attention", False)
-
-
-def _model_configs(model: nn.Module) -> list[Any]:
-    """Every configuration object that names an attention implementation, once each."""
-    found: dict[int, Any] = {id(m.config): m.config for m in model.modules() if _is_pretrained(m)}
-    waiting = list(found.values())
-    while waiting:
-        config = waiting.pop()
-        for name in getattr(config, "sub_configs", {}):
-            inner = getattr(config, name, None)
-            if inner is not None and id(inner) not in found:
-                found[id(inner)] = inner
-                waiting.append(inner)
-    return list(found.values())

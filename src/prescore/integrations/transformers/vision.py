@@ -52,13 +52,16 @@ def replace_attention(model: nn.Module, functions: Mapping[int, Attend]) -> Undo
         module: Seat(functions.get(number, attend_exactly), number, n_prefix_tokens(module))
         for number, module in enumerate(modules)
     }
-    configs: list[Any] = list({id(module.config): module.config for module in modules}.values())
+    named = {id(module.config) for module in modules}
+    # the tower's other modules hold its configuration too; a text tower has another
+    tower = [module for module in model.modules() if id(getattr(module, "config", None)) in named]
 
     def switch() -> None:
-        for config in configs:
+        for module in modules:
+            config: Any = module.config
             config._attn_implementation_internal = NAME
 
-    return replace_at(places, configs, switch)
+    return replace_at(places, tower, switch)
 
 
 def _inside(model: nn.Module, name: str, *kinds: str) -> bool:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from prescore.records import Record
 from prescore.report.plots import COLOURS, figure, powers_of_two
-from prescore.report.speed import kinds, time_cell, title
+from prescore.report.speed.tables import kinds, time_cell, title
 from prescore.report.tables import MISSING, Table, as_text
 
 LABELS = {"hyper": "HyperAttention", "kmeans": "k-means", "kmedian": "k-median", "default": "ours (default)"}

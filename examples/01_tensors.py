@@ -1,0 +1,27 @@
+"""Attention on tensors: the default, a selection, what each read, and how far it is from exact attention."""
+
+import torch
+
+import prescore
+
+torch.manual_seed(0)
+query = torch.randn(1, 4, 6000, 64)  # [batch, heads, sequence, dim]
+key = torch.randn(1, 2, 6000, 64)  # two heads of keys for four of queries
+value = torch.randn(1, 2, 6000, 64)
+exact = prescore.exact_attention(query, key, value, is_causal=True).output
+
+for config in (prescore.Routed(rows=256), prescore.Selected(top_k=512, min_seq_len=1024), prescore.Exact()):
+    output, aux = prescore.prescored_attention(query, key, value, config, is_causal=True, return_aux=True)
+    error = float((output - exact).norm() / exact.norm())
+    name = type(config).__name__
+    print(f"{name:8}  {aux.stats.rows_per_query:6.0f} rows per query  error {error:.3f}  {aux.stats.backend}")
+
+# scoring and selecting can be had alone: which keys would be kept?
+kept = prescore.select(key, prescore.KMeans(n_clusters=16), top_k=8, sinks=2, generator=0)
+print("kept by the first head:", kept.indices[0, 0].tolist())
+
+# padding: True marks a real key; positions count from the first one
+mask = torch.ones(1, 6000, dtype=torch.bool)
+mask[:, :100] = False
+padded = prescore.prescored_attention(query, key, value, is_causal=True, key_padding_mask=mask)
+print("padded:", tuple(padded.shape))

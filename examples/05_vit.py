@@ -1,0 +1,32 @@
+"""A vision transformer of timm: 64 rows per query instead of 197, and what the default says about short inputs."""
+
+import warnings
+
+import torch
+
+import prescore
+from prescore.integrations.timm_import import import_timm
+
+timm = import_timm()
+torch.manual_seed(0)
+model = timm.create_model("deit_tiny_patch16_224").eval()  # pretrained=True fetches the weights
+images = torch.randn(2, 3, 224, 224)
+with torch.no_grad():
+    exact = model(images)
+
+# stand-ins only: the class token, and one mean for each of 63 clusters of patches
+scorer = prescore.KMeans(n_clusters=63, rule="farthest", normalize=False)
+with prescore.apply(model, prescore.Selected(scorer, top_k=1, sinks=1)) as applied, torch.no_grad():
+    logits = model(images)
+print(applied)
+print(f"logits differ by {float((logits - exact).abs().max()):.3f} of {float(exact.abs().max()):.3f}")
+
+# the default reads everything below exact_until tokens, and says once that it changes nothing here
+with warnings.catch_warnings(record=True) as told, prescore.apply(model), torch.no_grad():
+    warnings.simplefilter("always")
+    model(images)
+print("warned:", told[0].message)
+
+with prescore.apply(model, prescore.Routed(exact_until=0, rows=32, leaf_size=8)) as applied, torch.no_grad():
+    model(images)
+print(applied)

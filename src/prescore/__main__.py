@@ -1,0 +1,8 @@
+"""`python -m prescore`, which is how `torchrun -m prescore` starts the command line on every rank."""
+
+import sys
+
+from prescore.cli.main import main
+
+if __name__ == "__main__":
+    sys.exit(main())

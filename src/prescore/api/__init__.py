@@ -1,0 +1,1 @@
+"""The public functions on tensors: check, make a `Call`, let the configuration's engine run it, put back."""

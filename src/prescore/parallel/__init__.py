@@ -1,0 +1,1 @@
+"""Sequences that lie on several ranks: the communication, and what each rank then computes."""

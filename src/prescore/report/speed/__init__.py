@@ -1,0 +1,1 @@
+"""Records of `prescore speed` as tables and plots."""

@@ -1,0 +1,100 @@
+"""What surrounds a call in torch: autocast, function transforms, and derivatives beyond the first.
+
+Autocast means for a call what it means for torch's own attention: inputs are cast to its dtype, and nothing inside
+is. What torch can ask of its own functions and the engines cannot answer is refused, with its reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from prescore.errors import Unsupported
+
+_NO_TRANSFORMS = "torch.func transforms (grad, vmap, jvp and their kin) cannot see through a choice of keys"
+_NO_TANGENTS = "forward-mode derivatives are not defined for it; backward gives first derivatives"
+_NO_SECOND = "second derivatives are not defined for it; create_graph=True ends at its inputs"
+
+
+@contextmanager
+def plain_torch(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """The tensors as the body shall see them, autocast being done and off; refuses transforms of torch.func."""
+    given = [tensor for tensor in tensors if isinstance(tensor, Tensor)]
+    _refuse_transforms(given)
+    kinds = {tensor.device.type for tensor in given if tensor.device.type != "meta"}
+    active = [kind for kind in kinds if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)]
+    if len(kinds) != 1 or not active:
+        yield tensors
+        return
+    cast = tuple(lowered(*tensors))
+    with torch.autocast(active[0], enabled=False):
+        yield cast
+
+
+def lowered(*tensors: Tensor) -> Iterator[Tensor]:
+    """The tensors as autocast, where it is on, hands them to torch's own attention."""
+    for tensor in tensors:
+        kind = tensor.device.type if isinstance(tensor, Tensor) else "cpu"
+        yield _cast(tensor, torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else tensor
+
+
+def differentiable_once(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The same tensors; a second derivative through what is computed from them is refused.
+
+    Without this, a graph of the backward pass would lack what the engines compute outside of autograd, and second
+    derivatives would be wrong in silence.
+    """
+    tensors = query, key, value
+    if not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in tensors):
+        return tensors
+    once: tuple[Tensor, Tensor, Tensor] = _Once.apply(*tensors)  # type: ignore[no-untyped-call]
+    return once
+
+
+def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """As autocast does for a function that it lowers: float64 and what is no float stay."""
+    if not isinstance(tensor, Tensor) or not tensor.is_floating_point() or tensor.dtype == torch.float64:
+        return tensor
+    return tensor.to(dtype)
+
+
+def _refuse_transforms(tensors: list[Tensor]) -> None:
+    if torch._C._are_functorch_transforms_active():
+        raise Unsupported("attention", [_NO_TRANSFORMS])
+    level = forward_ad._current_level
+    if level >= 0 and any(forward_ad.unpack_dual(t, level=level).tangent is not None for t in tensors):
+        raise Unsupported("attention", [_NO_TANGENTS])
+
+
+class _Once(torch.autograd.Function):
+    """Identity, whose gradient refuses to be differentiated."""
+
+    @staticmethod
+    def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*tensors)
+        return tuple(tensor.view_as(tensor) for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        if not torch.is_grad_enabled():
+            return grads
+        inputs = [tensor for tensor in ctx.saved_tensors if tensor.requires_grad]
+        return tuple(None if grad is None else _Refusal.apply(grad, *inputs) for grad in grads)  # type: ignore[no-untyped-call]
+
+
+class _Refusal(torch.autograd.Function):
+    """Identity of its first argument that depends on all of them, and cannot be differentiated."""
+
+    @staticmethod
+    def forward(ctx: Any, grad: Tensor, *inputs: Tensor) -> Tensor:
+        return grad.view_as(grad)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, ...]:
+        raise Unsupported("attention", [_NO_SECOND])

@@ -1,0 +1,146 @@
+"""Every command runs as docs/commands.md says; what third parties register can be named on the command line."""
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+import prescore.registry
+from prescore.baselines import REGISTERED
+from prescore.cli.main import _build, main
+from prescore.testing.tiny_language_model import save_tiny_language_model
+
+ROOT = Path(__file__).parent.parent.parent
+ELSEWHERE = {
+    "planted": "tests/cli/test_main.py",
+    "speed": "tests/evaluation/speed/test_speed.py",
+    "demo": "tests/cli/test_demo.py",
+}
+"""Commands that take more than a few seconds as written, and where a smaller call of theirs is tested."""
+
+
+def documented():
+    """The command lines of the page's first block."""
+    text = (ROOT / "docs" / "commands.md").read_text()
+    block = re.search(r"^```bash\n(.*?)^```", text, re.DOTALL | re.MULTILINE).group(1)
+    return [shlex.split(line)[1:] for line in block.splitlines()]
+
+
+def file_of(page, first_line):
+    """A complete file that a page shows."""
+    text = (ROOT / "docs" / page).read_text()
+    return next(
+        code
+        for code in re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+        if code.startswith(first_line)
+    )
+
+
+@pytest.fixture
+def nothing_registered():
+    """What a test registers is gone afterwards."""
+    prescore.list_scorers()
+    known = [(names, dict(names)) for names in (prescore.registry._SCORERS, REGISTERED)]
+    yield
+    for names, before in known:
+        names.clear()
+        names.update(before)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return str(save_tiny_language_model(tmp_path_factory.mktemp("model")))
+
+
+@pytest.fixture
+def book(tmp_path):
+    path = tmp_path / "book.txt"
+    path.write_text("The keys that matter are few, and the rest may be stood for. " * 12)
+    return str(path)
+
+
+def test_the_page_has_every_command():
+    commands = {group.name for group in _build().registered_commands}
+    assert {line[0] for line in documented()} | {"demo"} == commands
+    for name, file in ELSEWHERE.items():
+        assert f'"{name}"' in (ROOT / file).read_text()
+
+
+def test_the_examples_of_the_help_have_such_options():
+    typer = pytest.importorskip("typer")
+    found = 0
+    for name, command in typer.main.get_command(_build()).commands.items():
+        known = {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
+        for line in re.findall(r"Example: prescore ([^\n(]*)", command.help):
+            own, *words = shlex.split(line)
+            found += 1
+            assert own == name
+            assert [word for word in words if re.match(r"--?[a-z]", word) and word not in known] == []
+    assert found >= 9
+
+
+@pytest.mark.slow
+@pytest.mark.model
+@pytest.mark.parametrize("argv", [line for line in documented() if line[0] not in ELSEWHERE], ids=" ".join)
+def test_a_command_runs_as_documented(argv, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(argv) == 0
+    shown = capsys.readouterr()
+    assert shown.out
+    assert "Traceback" not in shown.err
+    if argv[0] != "info":
+        assert list(tmp_path.glob("runs/**/records.jsonl"))
+
+
+@pytest.mark.parametrize("place", ["before", "behind", "equals"])
+def test_an_imported_scorer_is_known_to_commands(place, model, book, tmp_path, nothing_registered):
+    (tmp_path / "my_scorer.py").write_text(file_of("extending.md", "# my_scorer.py"))
+    file = str(tmp_path / "my_scorer.py")
+    command = ["generate", "--model", model, "--prompt-file", book, "--config", "peak", "--top-k", "16"]
+    command += ["--max-new-tokens", "2", "--set", "scorer.power=2", "--set", "min_seq_len=64"]
+    command += ["--no-exact", "--out", str(tmp_path / "run")]
+    own = [f"--import={file}"] if place == "equals" else ["--import", file]
+    assert main([*command, *own] if place == "behind" else [*own, *command]) == 0
+    record = json.loads((tmp_path / "run" / "records.jsonl").read_text())
+    assert record["config"]["config"]["scorer"] == {"name": "peak", "power": 2}
+    assert record["argv"].count(own[0]) == 1
+
+
+def test_an_imported_baseline_is_compared_like_ours(model, book, tmp_path, nothing_registered, capsys):
+    for name, page in (("my_scorer.py", "extending.md"), ("my_baseline.py", "extending.md")):
+        (tmp_path / name).write_text(file_of(page, f"# {name}"))
+    imports = [word for name in ("my_scorer.py", "my_baseline.py") for word in ("--import", str(tmp_path / name))]
+    command = ["perplexity", "--model", model, "-d", book, "-n", "256", "--top-k", "16", "--leaf", "32"]
+    methods = ["--method", "peak", "--method", "blocks", "--method", "streaming"]
+    assert main([*imports, *command, *methods, "--out", str(tmp_path / "run")]) == 0
+    records = [json.loads(line) for line in (tmp_path / "run" / "records.jsonl").read_text().splitlines()]
+    figures = {record["config"]["method"]["label"].split(",")[0]: record["figures"] for record in records}
+    assert set(figures) == {"exact", "local only", "peak", "blocks", "streaming"}
+    # blocks of 64: a query meets 32.5 of their keys on average
+    assert figures["blocks"]["rows_per_query"] == 32.5
+    assert figures["exact"]["loss"] != figures["blocks"]["loss"]
+    assert "blocks" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [(None, "FileNotFoundError: there is no such file"), ("1 / 0", "ZeroDivisionError: division by zero")],
+)
+def test_an_import_that_fails_is_one_sentence(text, said, tmp_path, capsys):
+    path = tmp_path / "broken.py"
+    if text is not None:
+        path.write_text(text)
+    assert main(["--import", str(path), "info"]) == 2
+    assert capsys.readouterr().err == (
+        f"prescore: --import must be a Python file or module that runs, got {str(path)!r} ({said})\n"
+    )
+    assert main(["info", "--import"]) == 2
+    assert "--import must be followed by a Python file or module" in capsys.readouterr().err
+
+
+def test_a_module_can_be_imported_by_its_name(capsys):
+    assert main(["--import", "prescore.errors", "--version"]) == 0
+    assert main(["--import", "no.such.module", "--version"]) == 2
+    assert "ModuleNotFoundError" in capsys.readouterr().err

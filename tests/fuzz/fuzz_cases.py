@@ -1,0 +1,251 @@
+"""Random calls of `prescored_attention`: every shape, mask, configuration and option, from a seed."""
+
+import dataclasses
+import random
+from dataclasses import dataclass, replace
+
+import torch
+
+import prescore
+from prescore import Coupling, Exact, Hyper, Lsh, Routed, Selected
+from prescore.scorers.base import as_scorer
+from prescore.scorers.clustered import ClusteringScorer
+from prescore.testing.inputs import attention_tensors
+
+MASKS = ("none", "left", "right", "both", "holes", "one key", "a row without keys")
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call; its repr, evaluated with `from prescore import *`, is the case again."""
+
+    config: object
+    n_keys: int = 8
+    n_query: int = 8
+    batch: int = 1
+    kv_heads: int = 1
+    group: int = 1
+    dim: int = 4
+    value_dim: int = 4
+    dtype: torch.dtype = torch.float64
+    is_causal: bool = True
+    mask: str = "none"
+    scale: float | None = None
+    dropout_p: float = 0.0
+    backend: str = "auto"
+    given: bool = False
+    keys: str = "gaussian"
+    seed: int = 0
+
+    def tensors(self):
+        """Query, key and value."""
+        query, key, value = attention_tensors(
+            batch=self.batch,
+            heads=self.kv_heads * self.group,
+            kv_heads=self.kv_heads,
+            n_query=self.n_query,
+            n_keys=self.n_keys,
+            dim=self.dim,
+            value_dim=self.value_dim,
+            seed=self.seed,
+        )
+        if self.keys == "equal":
+            key = key[:, :, :1].expand_as(key).clone()
+        elif self.keys == "zero":
+            key = torch.zeros_like(key)
+        elif self.keys == "few" and self.n_keys:  # a few keys again and again, some of them long
+            again = torch.arange(self.n_keys) % 3
+            key = key[:, :, again.clamp_max(self.n_keys - 1)] * (1 + again[:, None])
+        return query.to(self.dtype), key.to(self.dtype), value.to(self.dtype)
+
+    def padding(self):
+        """The mask, True = a real key; None for none."""
+        draw = random.Random(f"{self.seed} mask")
+        if self.mask == "none" or not self.batch:
+            return None
+        mask = torch.zeros(self.batch, self.n_keys, dtype=torch.bool)
+        for row in mask:
+            first, last = sorted(draw.sample(range(self.n_keys + 1), 2)) if self.n_keys else (0, 0)
+            first = 0 if self.mask == "right" else first
+            last = self.n_keys if self.mask == "left" else last
+            row[first:last] = True
+            if self.mask == "holes":
+                row[:] = torch.tensor([draw.random() < 0.7 for _ in row], dtype=torch.bool)
+            if self.mask == "one key" and self.n_keys:
+                row[:] = False
+                row[draw.randrange(self.n_keys)] = True
+        if self.mask == "a row without keys":
+            mask[-1] = False
+        return mask
+
+    def options(self):
+        """All that is not a tensor of the sequence, as keyword arguments."""
+        options = {
+            "is_causal": self.is_causal,
+            "scale": self.scale,
+            "dropout_p": self.dropout_p,
+            "backend": self.backend,
+            "generator": self.seed,
+        }
+        if self.given:
+            options["selection"] = self.selection()
+        return options
+
+    def selection(self):
+        """Some keys chosen by the caller."""
+        key = self.tensors()[1]
+        return prescore.select(key, "uniform", top_k=max(1, self.n_keys // 3), sinks=1, generator=self.seed)
+
+    def run(self, tensors=None, mask=None, *, lse=False, **changes):
+        """Call it, with other tensors and options where they are given."""
+        tensors = self.tensors() if tensors is None else tensors
+        mask = self.padding() if mask is None else mask
+        options = {**self.options(), **changes}
+        if not lse:
+            return prescore.prescored_attention(*tensors, self.config, key_padding_mask=mask, **options)
+        output, aux = prescore.prescored_attention(
+            *tensors, self.config, key_padding_mask=mask, return_aux=True, **options
+        )
+        return output, aux.lse
+
+
+def random_case(draw):
+    """Any case."""
+    n_keys = draw.choice([1, 2, 3, 5, 9, 17, 33, 40, 64, 65, 90, 130, draw.randrange(1, 260)])
+    is_causal = draw.random() < 0.6
+    n_query = draw.choice([n_keys, n_keys, n_keys, 1, draw.randrange(1, n_keys + 1)])
+    if not is_causal and draw.random() < 0.2:
+        n_query = draw.randrange(1, 80)
+    config = random_config(draw, n_keys)
+    given = isinstance(config, Selected) and draw.random() < 0.2
+    if given and draw.random() < 0.6:
+        config = Selected(remainder="none", min_seq_len=config.min_seq_len)
+    dim = draw.choice([1, 2, 3, 4, 8, 16])
+    case = Case(
+        config,
+        n_keys=n_keys,
+        n_query=n_query,
+        batch=draw.choice([1, 1, 2, 3]),
+        kv_heads=draw.choice([1, 1, 2]),
+        group=draw.choice([1, 2, 3]),
+        dim=dim,
+        value_dim=draw.choice([dim, dim, 1, 5]),
+        dtype=draw.choice(DTYPES),
+        is_causal=is_causal,
+        mask=draw.choice(("none", "none", *MASKS)),
+        scale=draw.choice([None, None, None, 1.0, 0.0, -0.7, 3, 1e-6]),
+        dropout_p=draw.choice([0.0, 0.0, 0.0, 0.3]),
+        backend=draw.choice(["auto", "auto", "auto", "plain", *backends()]),
+        given=given,
+        keys=draw.choice(["gaussian"] * 6 + ["equal", "zero", "few"]),
+        seed=draw.randrange(2**31),
+    )
+    return replace(case, backend="auto") if case.dropout_p else case
+
+
+def backends():
+    """Every named backend, as the refusal of an unknown one lists them."""
+    try:
+        prescore.exact_attention(*(torch.zeros(1, 1, 1, 1) for _ in range(3)), backend="?")
+    except ValueError as error:
+        listed = str(error).partition("one of ")[2].partition(", got")[0]
+        return [name.strip("'\" ") for name in listed.split(",")]
+    raise AssertionError("backend '?' must be refused")
+
+
+def random_config(draw, n_keys):
+    """Any configuration whose fields mean something at this length; refused combinations are drawn again."""
+    kind = draw.choice([Routed, Routed, Selected, Selected, Hyper, Exact])
+    while True:
+        known = {f.name for f in dataclasses.fields(kind)}
+        drawn = {name: make(draw, n_keys) for name, make in FIELDS[kind].items() if name in known}
+        kept = {name: value for name, value in drawn.items() if draw.random() < 0.8}
+        if kind is Routed:  # the defaults are for thousands of keys
+            kept = {
+                **{name: drawn[name] for name in ("leaf_size", "chunk_size", "exact_until") if name in drawn},
+                **kept,
+            }
+        try:
+            return kind(**kept)
+        except ValueError:
+            continue
+
+
+def random_scorer(draw):
+    """A scorer with settings of its own."""
+    made = as_scorer(draw.choice(prescore.list_scorers()))
+    known = {f.name for f in dataclasses.fields(made)}
+    drawn = {name: make(draw) for name, make in SCORER_FIELDS.items() if name in known and draw.random() < 0.5}
+    return dataclasses.replace(made, **drawn)
+
+
+def _remainder(draw, n_keys):
+    scorer = random_scorer(draw)
+    clustered = isinstance(scorer, ClusteringScorer) and scorer.rule == "nearest" and draw.random() < 0.3
+    return scorer if clustered else draw.choice(["centroids", "none"])
+
+
+def _lsh(draw, n_keys):
+    return Lsh(
+        draw.choice([0, 1, 3, 8, 64]), draw.choice([1, 4, 16]), draw.randrange(1, 8), draw.choice(["hash", "rank"])
+    )
+
+
+def _coupling(draw, n_keys):
+    return Coupling(
+        draw.choice(["exclude", "exclude", "zero"]),
+        draw.choice(["selected", "selected", "all"]),
+        draw.choice(["exclude", "exclude", "count"]),
+    )
+
+
+def _leaf(draw, n_keys):
+    return draw.choice([0, 1, 2, 4, 8, 16, 31, n_keys, n_keys + 1])
+
+
+FIELDS = {
+    Routed: {
+        "rows": lambda draw, n: draw.choice([0, 1, 4, 16, 64, 4 * n]),
+        "leaf_size": lambda draw, n: draw.choice([1, 2, 3, 8, 16, 64]),
+        "chunk_size": lambda draw, n: draw.choice([1, 2, 4, 7, 16, 64]),
+        "sinks": lambda draw, n: draw.choice([0, 1, 4, 9]),
+        "exact_until": lambda draw, n: draw.choice([0, 0, 0, 1, n // 2, n, n + 1]),
+        "tolerance": lambda draw, n: draw.choice([None, None, None, 0.0, 0.3, 2.0]),
+        "confidence": lambda draw, n: draw.choice([None, None, 0.5, 0.95]),
+    },
+    Selected: {
+        "scorer": lambda draw, n: random_scorer(draw),
+        "top_k": lambda draw, n: draw.choice([1, 2, 5, 12, n, 2 * n, 0.01, 0.4, 1.0]),
+        "selector": lambda draw, n: draw.choice(["top", "top", "sample"]),
+        "sinks": lambda draw, n: draw.choice([0, 1, 4, 20]),
+        "recent": lambda draw, n: draw.choice([0, 0, 1, 6]),
+        "min_fraction": lambda draw, n: draw.choice([0.0, 0.0, 0.2, 1.0]),
+        "remainder": _remainder,
+        "inner": lambda draw, n: draw.choice([Exact(), _lsh(draw, n)]),
+        "min_seq_len": _leaf,
+        "leaf_inclusive": lambda draw, n: draw.random() < 0.3,
+        "coupling": _coupling,
+    },
+    Hyper: {
+        "lsh": _lsh,
+        "sinks": lambda draw, n: draw.choice([0, 1, 5]),
+        "min_seq_len": _leaf,
+        "leaf_inclusive": lambda draw, n: draw.random() < 0.3,
+    },
+    Exact: {},
+}
+SCORER_FIELDS = {
+    "n_clusters": lambda draw: draw.choice([1, 2, 5, 40]),
+    "rule": lambda draw: draw.choice(["nearest", "farthest", "cluster-share", "sensitivity", "balanced"]),
+    "max_iter": lambda draw: draw.choice([0, 1, 3]),
+    "normalize": lambda draw: draw.random() < 0.5,
+    "noise": lambda draw: draw.choice([0.0, 0.2]),
+    "seeding": lambda draw: draw.choice(["k-means++", "random"]),
+    "fit_size": lambda draw: draw.choice([0, 8, 64]),
+    "sketch_size": lambda draw: draw.choice([4, 64]),
+    "n_features": lambda draw: draw.choice([2, 8]),
+    "n_tables": lambda draw: draw.choice([1, 3]),
+    "window": lambda draw: draw.choice([2, 8]),
+    "p": lambda draw: draw.choice([0.5, 1.0, 1.5, 2.0, 3.0]),
+}

@@ -1,0 +1,103 @@
+"""`prescore perplexity --parallel` under torchrun, and `prescore speed --study parallel`."""
+
+import dataclasses
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from prescore.evaluation.speed.parallel import ParallelSetting, parallel_row
+from prescore.record_file import RecordFile
+from prescore.records import measure, read_records, row_key
+from prescore.report.speed.parallel import parallel_table
+
+pytest.importorskip("typer", reason="the command line needs the extra eval")
+from prescore.cli.main import main
+
+SOURCE = Path(__file__).parent.parent.parent / "src"
+
+
+def test_perplexity_on_two_ranks_is_that_of_one_process(tmp_path, capsys):
+    from prescore.testing.tiny_language_model import save_tiny_language_model
+
+    model = save_tiny_language_model(tmp_path / "model")
+    text = tmp_path / "text.txt"
+    text.write_text("".join(f"word {number * number % 97} and {number} again. " for number in range(60)))
+    argv = ["perplexity", "--model", str(model), "-d", str(text), "-n", "128", "--leaf", "32", "--top-k", "8"]
+    argv += ["--method", "exact", "--method", "kmeans", "--method", "default", "--threads", "1"]
+    assert main([*argv, "--out", str(tmp_path / "one")]) == 0
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*torchrun, "-m", "prescore", *argv, "--parallel", "--out", str(tmp_path / "two")]
+    environment = {**os.environ, "PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1"}
+    one = read_records(tmp_path / "one" / "records.jsonl")
+    finished = _on_two_ranks(one[0])
+    RecordFile(tmp_path / "two" / "records.jsonl").append(finished)
+    done = subprocess.run([*command, "--resume"], capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("perplexity:") == 1  # one rank talks
+    assert f"1 of {len(one)} rows are finished" in done.stderr
+    two = read_records(tmp_path / "two" / "records.jsonl")
+    assert two[0] == finished
+    assert len(one) == len(two) > 2
+    for alone, together in zip(one[1:], two[1:], strict=True):
+        assert together.key == _on_two_ranks(alone).key
+        assert together.figures["loss"] == pytest.approx(alone.figures["loss"], abs=5e-5)
+        assert together.figures["peak_megabytes"] > 0
+
+
+def _on_two_ranks(record):
+    config = {**record.config, "ranks": 2}
+    return dataclasses.replace(record, config=config, key=row_key(record.command, config, record.seed))
+
+
+def test_without_torchrun(capsys, monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    assert main(["perplexity", "--parallel"]) == 2
+    wanted = "prescore: parallel must be started by torchrun --nproc-per-node N -m prescore, got a single process"
+    assert wanted in capsys.readouterr().err
+
+
+def test_the_study_of_ranks():
+    setting = ParallelSetting(
+        n=256,
+        ranks=2,
+        causal=True,
+        backward=True,
+        heads=2,
+        dim=8,
+        dtype="float32",
+        repeats=1,
+        top_k=8,
+        min_seq_len=32,
+    )
+    record = measure("speed", parallel_row(setting, 0))
+    ways = record.figures["ways"]
+    assert {name: way["way"] for name, way in ways.items()} == {
+        "all-gather": "gather", "selected": "rows", "paper": "rows", "hyper": "heads", "default": "heads"
+    }  # fmt: skip
+    # keys and values to the other rank, their gradients back, and the note of the handshake
+    assert ways["all-gather"]["bytes"] == 2 * 128 * 2 * 16 * 4 + 2048
+    assert ways["selected"]["of_all_gather"] < 1
+    table = parallel_table([record])
+    assert len(table.rows) == len(ways)
+    assert table.rows[0][:5] == ("causal, + backward", "256", "2", "all-gather", "gather")
+    assert table.rows[0][6] == "1.000"
+
+
+def test_a_study_that_ranks_cannot_share():
+    setting = ParallelSetting(
+        n=255,
+        ranks=2,
+        causal=True,
+        backward=False,
+        heads=2,
+        dim=8,
+        dtype="float32",
+        repeats=1,
+        top_k=8,
+        min_seq_len=32,
+    )
+    with pytest.raises(ValueError, match="--n must be a multiple of the 2 ranks, got 255"):
+        parallel_row(setting, 0)

@@ -1,0 +1,124 @@
+"""Models whose sequences lie on several ranks: logits, loss, gradients, generation, refusals."""
+
+import re
+
+import pytest
+import torch
+from parallel_work import refused_models, run_generation, run_losses, run_model
+from tiny_models import prompts, tiny
+
+import prescore
+from prescore import Exact, Hyper, Lsh, Routed, Selected
+from prescore.errors import Unsupported
+from prescore.integrations.together import Together
+from prescore.integrations.transformers.pieces import prepare_pieces
+
+CONFIGS = {
+    "exact": Exact(),
+    "selected": Selected(top_k=4, min_seq_len=8),
+    "routed": Routed(rows=8, leaf_size=4, chunk_size=8, exact_until=16),
+    "hyper": Hyper(Lsh(4, 4), min_seq_len=8),
+    "by layer": {"first:1": Selected.paper("kmeans", 4, min_seq_len=8)},
+}
+FLOAT32 = 5e-4
+"""Two layers of sums in another order; logits and gradients are of size 1 to 10."""
+
+
+@pytest.mark.parametrize(
+    ("name", "side", "ranks"),
+    [
+        ("exact", "none", 2), ("exact", "left", 3), ("selected", "none", 3), ("selected", "right", 2),
+        ("routed", "none", 2), ("routed", "left", 2), ("hyper", "none", 4), ("by layer", "none", 2),
+    ],
+)  # fmt: skip
+def test_loss_and_gradients_are_those_of_one_process(crew, name, side, ranks):
+    ids, mask = prompts(batch=2, length=48, side=side, cut=0 if side == "none" else 20)
+    given = None if side == "none" else mask
+    results = crew.run(run_model, CONFIGS[name], ids, given, "Llama", True, ranks=ranks)
+    model = tiny("Llama")
+    labels = ids.masked_fill(mask == 0, -100)
+    with prescore.apply(model, CONFIGS[name]):
+        n_items = (labels[:, 1:] != -100).sum()
+        wanted = model(ids, attention_mask=given, labels=labels, use_cache=False, num_items_in_batch=n_items)
+        wanted.loss.backward()
+    logits, real = torch.cat([result[0] for result in results], dim=1), mask.bool()
+    torch.testing.assert_close(logits[real], wanted.logits[real].detach(), rtol=FLOAT32, atol=FLOAT32)
+    for _, loss, grads, report in results:
+        torch.testing.assert_close(loss, wanted.loss.detach(), rtol=1e-5, atol=1e-5)
+        for found, parameter in zip(grads, model.parameters(), strict=True):
+            torch.testing.assert_close(found, parameter.grad, rtol=FLOAT32, atol=FLOAT32)
+        assert f"on {ranks} ranks" in report
+
+
+@pytest.mark.parametrize("name", ["exact", "selected", "routed", "hyper"])
+def test_greedy_generation_from_a_cache_of_pieces(crew, name):
+    """The prompt is read as one process reads it; steps read the keys of all ranks exactly."""
+    ids, _ = prompts(batch=2, length=48, cut=0)
+    results = crew.run(run_generation, CONFIGS[name], ids, 12, ranks=3)
+    model = tiny("Llama")
+    with torch.no_grad():
+        with prescore.apply(model, CONFIGS[name]):
+            result = model(ids, use_cache=True)
+        wanted = [result.logits[:, -1].argmax(-1)]
+        for _ in range(11):  # the model's own attention, over the same cache
+            result = model(wanted[-1][:, None], past_key_values=result.past_key_values, use_cache=True)
+            wanted.append(result.logits[:, -1].argmax(-1))
+    for tokens, report in results:
+        assert torch.equal(tokens, torch.stack(wanted, dim=1))
+        assert "step over the keys of all ranks" in report
+
+
+def test_refusals(crew):
+    wanted = {
+        "window": "layer 0 .* it has a sliding window",
+        "length": r"input_ids shape must be the same .* got \[1, 12\] on rank 0 and \[1, 11\] on rank 1",
+        "mask": r"attention_mask must have the shape \(1, 12\) of this rank's tokens, got \(1, 3\)",
+        "configuration": "config must be the same on all ranks",
+        "on_unsupported": "on_unsupported must be 'raise' with a mesh, got 'exact'",
+        "group": "mesh must be a torch.distributed process group or DeviceMesh, got str",
+        "cache": "a cache of type DynamicCache on several ranks cannot run: it holds whole sequences",
+    }
+    for found in crew.run(refused_models, ranks=2):
+        assert found.pop("afterwards") == "the model as it was"
+        assert set(found) == set(wanted)
+        for name, sentence in wanted.items():
+            assert re.search(sentence, found[name]), found[name]
+
+
+def test_a_model_that_takes_no_positions():
+    with pytest.raises(Unsupported, match="mesh on Linear cannot run: its forward takes no position_ids"):
+        prepare_pieces([torch.nn.Linear(1, 1)], Together(None))
+
+
+@pytest.mark.parametrize("family", ["Qwen3", "GPT2", "OPT", "GPTNeoX", "Phi3"])
+def test_families(crew, family):
+    ids, _ = prompts(batch=1, length=48, cut=0)
+    # without clusters: keys that differ by rounding, as those of pieces do, may be clustered otherwise
+    config = Selected("key-norm", 4, min_seq_len=8, remainder="none")
+    results = crew.run(run_model, config, ids, None, family, False, ranks=2)
+    model = tiny(family)
+    with prescore.apply(model, config), torch.no_grad():
+        wanted = model(ids, use_cache=False).logits
+    logits = torch.cat([result[0] for result in results], dim=1)
+    torch.testing.assert_close(logits, wanted, rtol=FLOAT32, atol=FLOAT32)
+
+
+def test_losses_of_methods_are_those_of_one_process(crew):
+    text = "".join(f"word {number * number % 97} and {number} again. " for number in range(60))
+    methods = ("exact", "local", "default", "kmeans", "hyper", "streaming")
+    results = crew.run(run_losses, text, 192, methods, ranks=2)
+    wanted = run_losses(None, text, 192, methods)
+    for found in results:
+        for name in methods:
+            assert found[name]["loss"] == pytest.approx(wanted[name]["loss"], abs=5e-5), name
+            assert found[name]["rows_per_query"] == pytest.approx(wanted[name]["rows_per_query"], abs=0.02), name
+            assert found[name]["positions"] == wanted[name]["positions"]
+            assert found[name]["ranks"] == 2
+            assert found[name]["bytes_sent_per_layer"] > 0
+
+
+def test_a_length_that_ranks_cannot_share(crew):
+    outcomes = crew.outcomes(run_losses, "a text of many letters " * 20, 97, ("exact",), ranks=2)
+    for kind, (name, sentence) in outcomes:
+        assert (kind, name) == ("raised", "ValueError")
+        assert sentence == "length must be a multiple of the 2 ranks, got 97"

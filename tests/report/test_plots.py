@@ -1,0 +1,67 @@
+"""Curves that can be told apart: colours, markers, equal values, and notes that no curve crosses."""
+
+from contextlib import contextmanager
+
+import pytest
+from matplotlib.figure import Figure
+
+from prescore.records import Record
+from prescore.report import coverage_plots
+from prescore.report.language_plots import _count_hidden
+from prescore.report.language_summary import Summary
+from prescore.report.plots import line_style
+
+
+def test_no_two_lines_look_the_same():
+    styles = [line_style(place) for place in range(30)]
+    assert len({str(style) for style in styles}) == 30
+    for name in ("color", "marker"):
+        assert len({style[name] for style in styles[:10]}) == 10
+    assert not {style["color"] for style in styles} & {"#000000", "#F0E442"}  # kept apart, and lost on white
+
+
+@pytest.fixture
+def drawn(monkeypatch):
+    """The panels of the next picture, kept instead of saved."""
+    panels = []
+
+    @contextmanager
+    def keep(path, size, **subplots):
+        figure = Figure()
+        panels.extend(figure.subplots(**subplots))
+        yield figure, panels
+
+    monkeypatch.setattr(coverage_plots, "figure", keep)
+    return panels
+
+
+def coverage_record(method, rows, covered):
+    config = {"method": method, "clusters": None, "protect": False, "rows": rows, "thresholds": [0.3]}
+    figures = {"heavy_0.3_median": covered, "columns_mean": covered, "chance": rows / 197}
+    return Record(command="coverage", key=f"{method}{rows}", config=config, seed=0, figures=figures, seconds=1.0)
+
+
+def test_equal_curves_of_coverage_do_not_hide_each_other(drawn, tmp_path):
+    records = [
+        coverage_record(method, rows, covered)
+        for method, covered in (("kmeans", 0.0), ("kmedian", 0.0), ("leverage", 1.0), ("key-diff", 1.0))
+        for rows in (32, 64, 128)
+    ]
+    coverage_plots.coverage_plot(records, tmp_path / "coverage.png")
+    for panel in drawn:
+        curves = [line for line in panel.lines if line.get_label() != "chance"]
+        points = [point for line in curves for point in zip(*line.get_data(), strict=True)]
+        assert len(set(points)) == len(points) == 12
+        low, high = panel.get_ylim()
+        assert low < 0
+        assert high > 100  # a line at either end is not cut in half
+        assert list(panel.get_xticks()) == [32, 64, 128]
+
+
+def test_the_note_about_hidden_points_is_outside_of_the_frame():
+    axes = Figure().subplots()
+    above = Summary("x", "prescored", {}, {}, 64, "all", {"a": 9.0}, None, 1.0, 1.0)
+    _count_hidden(axes, [above], 4.5)
+    (note,) = axes.texts
+    assert note.xy[1] > 1
+    assert note.get_ha() == "right"  # the title is at the left

@@ -1,0 +1,275 @@
+"""What the crew is told to do; every function takes the process group first and returns plain tensors."""
+
+import torch
+
+import prescore
+from prescore.testing.inputs import attention_tensors
+
+
+def piece(tensor, group, dim=2):
+    """This rank's part of a tensor."""
+    if tensor is None:
+        return None
+    return tensor.chunk(group.size(), dim)[group.rank()].contiguous()
+
+
+def attend(group, config, inputs, mask, options, learned=True):
+    """Output, lse, gradients of query, key and value, and statistics, all of this rank's piece."""
+    parts = [piece(tensor, group).requires_grad_(learned) for tensor in inputs]
+    output, aux = prescore.prescored_attention(
+        *parts, config, key_padding_mask=piece(mask, group, 1), group=group, return_aux=True, **options
+    )
+    if learned:
+        weights = piece(gradient_weights(inputs), group)
+        (output * weights).sum().backward()
+    grads = [part.grad for part in parts]
+    return output.detach(), aux.lse.detach(), *grads, aux.stats
+
+
+def attend_quietly(group, config, inputs, mask, options):
+    """The output alone, without lse or gradients."""
+    parts = [piece(tensor, group) for tensor in inputs]
+    return prescore.prescored_attention(
+        *parts, config, key_padding_mask=piece(mask, group, 1), group=group, **options
+    )
+
+
+def gradient_weights(inputs):
+    """What the output is weighed with, so that every gradient is another."""
+    query, _, value = inputs
+    return attention_tensors(
+        batch=query.shape[0], heads=query.shape[1], kv_heads=1, n_query=query.shape[2], n_keys=1,
+        dim=value.shape[3], dtype=query.dtype, seed=99,
+    )[0]  # fmt: skip
+
+
+def alone(config, inputs, mask, options):
+    """The same in one process."""
+    parts = [tensor.clone().requires_grad_() for tensor in inputs]
+    output, aux = prescore.prescored_attention(*parts, config, key_padding_mask=mask, return_aux=True, **options)
+    (output * gradient_weights(inputs)).sum().backward()
+    return output.detach(), aux.lse.detach(), *(part.grad for part in parts), aux.stats
+
+
+def joined(results):
+    """Pieces of all ranks behind one another: output, lse, gradients."""
+    return [torch.cat(parts, dim=2) for parts in zip(*(result[:5] for result in results), strict=True)]
+
+
+def run_model(group, config, ids, mask, family, learned):
+    """Logits of this rank's piece of a tiny model, its loss, and the gradients of all parameters, summed."""
+    import torch.distributed as dist
+    from tiny_models import tiny
+
+    model = tiny(family)
+    kwargs = {} if mask is None else {"attention_mask": piece(mask, group, 1)}
+    labels = torch.nn.functional.pad(ids[:, 1:], (0, 1), value=-100)
+    if mask is not None:
+        labels = labels.masked_fill(torch.nn.functional.pad(mask[:, 1:], (0, 1)) == 0, -100)
+    with prescore.apply(model, config, mesh=group) as applied:
+        result = model(
+            piece(ids, group, 1), labels=piece(ids, group, 1), shift_labels=piece(labels, group, 1),
+            num_items_in_batch=(labels != -100).sum(), use_cache=False, **kwargs,
+        )  # fmt: skip
+        report = str(applied.report())
+        grads = []
+        if learned:
+            result.loss.backward()
+            for parameter in model.parameters():
+                dist.all_reduce(parameter.grad, group=group)
+                grads.append(parameter.grad)
+    loss = result.loss.detach().clone()
+    dist.all_reduce(loss, group=group)
+    return result.logits.detach(), loss, grads, report
+
+
+def run_generation(group, config, ids, new_tokens):
+    """Greedy tokens of a tiny model whose prompt lies on all ranks, and keys held by each layer's cache."""
+    from tiny_models import tiny
+
+    from prescore.integrations.transformers import generate_together
+
+    model = tiny("Llama")
+    with prescore.apply(model, config, mesh=group) as applied:
+        tokens = generate_together(model, piece(ids, group, 1), group, max_new_tokens=new_tokens)
+        return tokens, str(applied.report())
+
+
+def bytes_of(group, config, n_tokens, is_causal):
+    """Bytes that this rank sends in one call of random keys, one head of 64 numbers; and the way it went."""
+    generator = torch.Generator().manual_seed(group.rank())
+    parts = [torch.randn(1, 1, n_tokens // group.size(), 64, generator=generator) for _ in range(3)]
+    _, aux = prescore.prescored_attention(*parts, config, is_causal=is_causal, group=group, return_aux=True)
+    return aux.stats["bytes_sent"], aux.stats["way"]
+
+
+def attend_wrongly(group, wrong):
+    """A call in which rank 1 alone does something else; `wrong` says what."""
+    query, key, value = (
+        tensor.to(torch.float32) for tensor in attention_tensors(n_query=12, n_keys=12, dim=4, seed=group.rank())
+    )
+    options = {"config": prescore.Selected("kmeans", 4, min_seq_len=4), "is_causal": True, "generator": 5}
+    other = group.rank() == 1
+    mask = torch.ones(1, 12, dtype=torch.bool)
+    if wrong == "length" and other:
+        query, key, value = query[:, :, :9], key[:, :, :9], value[:, :, :9]
+    if wrong == "configuration" and other:
+        options["config"] = options["config"].replace(top_k=5)
+    if wrong == "seed" and other:
+        options["generator"] = 6
+    if wrong == "causality" and other:
+        options["is_causal"] = False
+    if wrong == "mask" and other:
+        options["key_padding_mask"] = mask
+    if wrong == "hole":
+        mask[:, -3 if group.rank() == 0 else 0 :] = group.rank() != 0
+        options["key_padding_mask"] = mask
+    if wrong == "dtype" and other:
+        query, key, value = query.double(), key.double(), value.double()
+    if wrong == "gradients" and other:
+        key.requires_grad_()
+    if wrong == "NaN" and other:
+        key[0, 0, 3, 2] = torch.nan
+    if wrong == "type" and other:
+        query = "nothing"
+    if wrong == "dropout":
+        options["dropout_p"] = 0.1
+    if wrong == "selection":
+        options["selection"] = prescore.select(key, top_k=3)
+    return prescore.prescored_attention(query, key, value, group=group, **options)
+
+
+def generator_after_refusal(group):
+    """Whether a generator stands where it stood, after a call that was refused because of another rank."""
+    generator = torch.Generator().manual_seed(1)
+    before = generator.get_state()
+    inputs = attention_tensors(n_keys=12)
+    try:
+        prescore.prescored_attention(
+            *inputs, prescore.Exact(), is_causal=group.rank() == 0, generator=generator, group=group
+        )
+    except ValueError as error:
+        return str(error), torch.equal(before, generator.get_state())
+    return None
+
+
+def long_note(group, length):
+    """Ranks that agree on a fact of so many letters."""
+    from prescore.parallel.group import Group
+    from prescore.parallel.handshake import agree
+
+    agree(Group(group), {"config": "x" * length}, None, torch.device("cpu"))
+
+
+def die_or_attend(group, in_backward):
+    """Rank 1 dies, before the call or before the backward pass."""
+    import os
+
+    parts = [tensor.requires_grad_() for tensor in attention_tensors(n_keys=12)]
+    if group.rank() == 1 and not in_backward:
+        os._exit(3)
+    output = prescore.prescored_attention(*parts, prescore.Routed(), is_causal=True, group=group)
+    if group.rank() == 1:
+        os._exit(3)
+    output.sum().backward()
+
+
+def tied_exchange(group, use):
+    """Gradient of what was sent, where rank 1 uses what it received or not."""
+    from prescore.parallel.group import Group, Mail, tied
+
+    ranks = Group(group)
+    sent = torch.arange(4.0, dtype=torch.float64).add(10 * group.rank()).requires_grad_()
+    (parts,) = ranks.exchange([Mail([sent[:1], sent[1:]], [1, 1] if group.rank() == 0 else [3, 3])])
+    output = torch.zeros(1, dtype=torch.float64)
+    if group.rank() == 0 or use:
+        output = output + sum((part * 2).sum() for part in parts)
+    tied(output, *parts).sum().backward()
+    return [part.detach() for part in parts], sent.grad, ranks.sent
+
+
+def gathered(group, dtype):
+    """What all ranks told, and the gradient of this rank's part."""
+    from prescore.parallel.group import Group
+
+    ranks = Group(group)
+    own = torch.full((2, 3), float(group.rank()), dtype=dtype, requires_grad=True)
+    whole = ranks.gather_learned(own)
+    (whole * (group.rank() + 1) * torch.arange(3)).sum().backward()
+    return whole.detach(), own.grad, ranks.sent
+
+
+def in_meshes(group):
+    """The same through a device mesh, and what two dimensions say."""
+    from torch.distributed.device_mesh import DeviceMesh
+
+    inputs = attention_tensors(n_keys=24)
+    parts = [piece(tensor, group) for tensor in inputs]
+    line = DeviceMesh("cpu", torch.arange(group.size()))
+    output = prescore.exact_attention(*parts, is_causal=True, group=line)
+    square = DeviceMesh("cpu", torch.arange(group.size()).view(2, 2))
+    try:
+        prescore.exact_attention(*parts, group=square)
+    except ValueError as error:
+        return output, str(error)
+    return None
+
+
+def run_losses(group, document, length, methods):
+    """Figures of a tiny model on one document by each method, as `prescore perplexity --parallel` has them."""
+    from prescore.evaluation.language.documents import Document
+    from prescore.evaluation.language.methods import named
+    from prescore.evaluation.language.model import LanguageModel
+    from prescore.evaluation.language.perplexity import make_windows, measure_loss
+    from prescore.parallel.group import Group
+    from prescore.testing.tiny_language_model import tiny_language_model
+
+    loaded = LanguageModel("tiny", *tiny_language_model(max_positions=512))
+    (window,) = make_windows(loaded, [Document("text", document)], length)
+    ranks = None if group is None else Group(group)
+    return {
+        name: measure_loss(loaded, window, named(name, leaf=32, top_k=8), group=ranks, layers="first:1")
+        for name in methods
+    }
+
+
+def refused_models(group):
+    """What a model on several ranks refuses, by name."""
+    from tiny_models import prompts, tiny
+
+    ids, _ = prompts(batch=1, length=24, cut=0)
+    own, found = piece(ids, group, 1), {}
+
+    def refusal(name, work):
+        try:
+            work()
+        except (ValueError, TypeError) as error:
+            found[name] = str(error)
+
+    def forward(family, ids=own, config=None, **options):
+        model = tiny(family)
+        with prescore.apply(model, config, mesh=group):
+            model(ids, **options)
+
+    other = own[:, : own.shape[1] - group.rank()]
+    refusal("window", lambda: forward("Mistral"))
+    refusal("length", lambda: forward("Llama", other))
+    refusal("mask", lambda: forward("Llama", attention_mask=torch.ones(1, 3)))
+    refusal("configuration", lambda: forward("Llama", config=prescore.Routed(rows=group.rank())))
+    refusal("on_unsupported", lambda: prescore.apply(tiny("Llama"), mesh=group, on_unsupported="exact"))
+    refusal("group", lambda: prescore.apply(tiny("Llama"), mesh="all"))
+    refusal("cache", lambda: forward("Llama", past_key_values=_foreign_cache()))
+    model = tiny("Llama")
+    before = model(ids).logits
+    with prescore.apply(model, prescore.Exact(), mesh=group):
+        refusal("length", lambda: model(other))
+        here = model(own, use_cache=False).logits  # after a refusal the group and the model go on
+    same = torch.allclose(here, piece(before, group, 1), atol=1e-4) and torch.equal(model(ids).logits, before)
+    found["afterwards"] = "the model as it was" if same else "another model"
+    return found
+
+
+def _foreign_cache():
+    from transformers import DynamicCache
+
+    return DynamicCache()

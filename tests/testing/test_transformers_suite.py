@@ -1,0 +1,94 @@
+"""The runner of transformers' tests, on a checkout in miniature: what reaches us, passes, is refused or broken."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from prescore.testing.transformers_suite import run_suite, suite_command
+
+TESTS = """
+import pytest
+import torch
+
+from tiny_models import prompts, tiny
+
+IDS, MASK = prompts()
+
+
+def logits(family, implementation, **sizes):
+    with torch.no_grad():
+        return tiny(family, attn_implementation=implementation, **sizes)(IDS, attention_mask=MASK).logits
+
+
+def test_sdpa_equals_eager():
+    real = MASK.bool()
+    torch.testing.assert_close(logits("Llama", "sdpa")[real], logits("Llama", "eager")[real], atol=1e-3, rtol=1e-3)
+
+
+def test_never_attends():
+    assert tiny("Llama").config.model_type == "llama"
+
+
+def test_generates():
+    tiny("Llama").generate(IDS, attention_mask=MASK, max_new_tokens=2, do_sample=False)
+
+
+def test_learned_sinks_run_as_sdpa_ignores_them():
+    from transformers import AttentionInterface
+
+    attend = AttentionInterface._global_mapping["sdpa"]
+    query = torch.randn(1, 2, 5, 4)
+    module = torch.nn.Module()
+    module.is_causal, module.num_key_value_groups = True, 1
+    attend(module, query, query, query, None, scaling=0.5, s_aux=torch.zeros(2))
+
+
+def test_knows_the_mask_of_sdpa():
+    from transformers import AttentionMaskInterface
+
+    assert AttentionMaskInterface._global_mapping["sdpa"].__name__ == "sdpa_mask"
+
+
+def test_fails_anyway():
+    assert False
+
+
+@pytest.mark.skip
+def test_skipped():
+    assert False
+"""
+
+
+@pytest.fixture
+def checkout(tmp_path, monkeypatch):
+    support = Path(__file__).parents[1] / "support"
+    monkeypatch.setenv(
+        "PYTHONPATH", os.pathsep.join([str(support), *filter(None, [os.environ.get("PYTHONPATH")])])
+    )
+    folder = tmp_path / "tests" / "models" / "llama"
+    folder.mkdir(parents=True)
+    (folder / "test_modeling_llama.py").write_text(TESTS)
+    return tmp_path
+
+
+def test_what_fails_with_ours_alone_is_told_from_what_is_refused(checkout, capsys):
+    assert suite_command([str(checkout), "--model", "llama", "-k", "not nothing"]) == 1
+    said = [line.rpartition("::")[2] for line in capsys.readouterr().out.splitlines()]
+    assert said == [
+        "6 tests, 3 reached prescore, 3 passed",
+        "1 refused",
+        "test_learned_sinks_run_as_sdpa_ignores_them",
+        "1 fail with prescore alone",
+        "test_knows_the_mask_of_sdpa",
+    ]
+
+
+def test_a_model_that_is_not_there(checkout, capsys):
+    assert suite_command([str(checkout), "--model", "mamba"]) == 2
+    assert "got 'mamba'" in capsys.readouterr().err
+
+
+def test_tests_that_cannot_run_are_said(checkout):
+    with pytest.raises(RuntimeError, match="must run, got exit code 4"):
+        run_suite(checkout, ["llama"], options=["--no-such-option"])

@@ -1,0 +1,43 @@
+"""A hook of mkdocs: documents and pictures that lie outside of `docs` become part of the site.
+
+Documents link to one another as they lie in the repository, so that links work there. In the site `docs` is the
+top, and everything else keeps its path: the hook adds those files, and moves links to where they are.
+"""
+
+import posixpath
+import re
+from pathlib import Path
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).parent.parent
+DOCS = "docs/"
+OUTSIDE = ("DESIGN.md", "CONTRIBUTING.md", "CHANGELOG.md", "experiments/**/README.md", "experiments/**/*.png")
+_LINK = re.compile(r"(\]\()([^)\s:#]+)((?:#[^)\s]*)?\))")
+_CODE = re.compile(r"(^```.*?^```|`[^`\n]+`)", re.DOTALL | re.MULTILINE)
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add what lies outside of `docs`."""
+    for pattern in OUTSIDE:
+        for path in sorted(ROOT.glob(pattern)):
+            name = path.relative_to(ROOT).as_posix()
+            files.append(File.generated(config, name, abs_src_path=str(path)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Move relative links of a page to where their targets are in the site."""
+    own = page.file.src_uri
+    inside = files.get_file_from_path(own).generated_by is None
+    here = DOCS + own if inside else own
+
+    def moved(link: re.Match[str]) -> str:
+        begin, target, end = link.groups()
+        found = posixpath.normpath(posixpath.join(posixpath.dirname(here), target)).removeprefix(DOCS)
+        return begin + posixpath.relpath(found, posixpath.dirname(own) or ".") + end
+
+    pieces = _CODE.split(markdown)
+    return "".join(piece if _CODE.fullmatch(piece) else _LINK.sub(moved, piece) for piece in pieces)
