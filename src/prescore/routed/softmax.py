@@ -98,8 +98,8 @@ def _through_the_limit(
 
 def _folded(grad: Tensor, output: Tensor, grad_lse: Tensor) -> tuple[Tensor, Tensor]:
     """`fold_lse_gradient` of `[T, G, Q, Dv]` and `[T, G, Q]`."""
-    flat = (t.reshape(-1, t.shape[-1]) for t in (grad, output))
-    folded, moved = fold_lse_gradient(*flat, grad_lse.reshape(-1))
+    rows = (-1, grad.shape[-1])
+    folded, moved = fold_lse_gradient(grad.reshape(rows), output.reshape(rows), grad_lse.reshape(-1))
     return folded.view(grad.shape), moved.view(output.shape)
 
 
