@@ -20,7 +20,7 @@ CONFIGS = {
     "stand-ins hyper": PAPER.replace(remainder="centroids"),
     "count": PAPER.replace(coupling=Coupling(overlap="count")),
 }
-"""All but routed attention, whose stand-ins count by what is held fixed: tests/routed/test_gradients.py."""
+"""All but routed attention, whose codes may round either way: tests/routed/test_gradients.py."""
 
 
 def _tensors(n_query=5, n_keys=7, kv_heads=1):

@@ -208,8 +208,8 @@ def _spread_of_the_last_chunk_alone(monkeypatch):
 def _read_rows_stay_in_their_stand_in(monkeypatch):
     original = plain.weigh
 
-    def broken(query, seen, found, row_key):
-        return original(query, seen, found._replace(hits=torch.zeros_like(found.hits)), row_key)
+    def broken(query, seen, scores, limit, found, row_key):
+        return original(query, seen, scores, limit, found._replace(hits=torch.zeros_like(found.hits)), row_key)
 
     monkeypatch.setattr(plain, "weigh", broken)
 
@@ -217,8 +217,8 @@ def _read_rows_stay_in_their_stand_in(monkeypatch):
 def _nodes_searched_within_two_deviations(monkeypatch):
     original = plain.find_rows
 
-    def broken(query, seen, search, **others):
-        return original(query, seen, dataclasses.replace(search, reach=2.0), **others)
+    def broken(query, seen, search, *others):
+        return original(query, seen, dataclasses.replace(search, reach=2.0), *others)
 
     monkeypatch.setattr(plain, "find_rows", broken)
 
@@ -289,23 +289,43 @@ def _filler_of_a_tail_has_mass(monkeypatch):
     monkeypatch.setattr(lanes, "_tails", broken)
 
 
-def _stand_ins_pass_no_gradient_to_keys(monkeypatch):
-    original = plain.attend_backward
+def _far_backward(change):
+    """Patch the far part's backward pass: `change(original, limit, sums)` -> the gradient of the limit."""
 
-    def broken(grad, query, sources, view, merged, limit, sums):
-        original(grad, query, sources, view, merged, limit, sums)
-        sums[5].zero_()
+    def patch(monkeypatch):
+        original = softmax.attend_plain_backward
 
-    monkeypatch.setattr(softmax.plain, "attend_backward", broken)
+        def broken(grad, query, sources, view, merged, limit, sums):
+            def run(limit):
+                return original(grad, query, sources, view, merged, limit, sums)
+
+            return change(run, limit, sums)
+
+        monkeypatch.setattr(softmax, "attend_plain_backward", broken)
+
+    return patch
 
 
-def _rows_found_again_by_another_limit(monkeypatch):
-    original = plain.attend_backward
+def _dropped(number):
+    """The far part's gradient of one input or source comes to nothing."""
 
-    def broken(grad, query, sources, view, merged, limit, sums):
-        original(grad, query, sources, view, merged, limit + 0.5, sums)
+    def change(run, limit, sums):
+        found = run(limit)
+        sums[number].zero_()
+        return found
 
-    monkeypatch.setattr(softmax.plain, "attend_backward", broken)
+    return _far_backward(change)
+
+
+_stand_ins_pass_no_gradient_to_keys = _dropped(5)
+_spread_passes_no_gradient = _dropped(7)
+_drift_passes_no_gradient = _dropped(8)
+_rows_found_again_by_another_limit = _far_backward(lambda run, limit, _: run(limit + 0.5))
+_limit_passes_nothing_to_what_lies_near = _far_backward(lambda run, limit, _: torch.zeros_like(run(limit)))
+
+
+def _limit_passes_nothing_to_nodes(monkeypatch):
+    monkeypatch.setattr(plain, "followed_limit", lambda limit, *_: limit)
 
 
 def _unbiased(selected, seeds=SEEDS):
@@ -387,6 +407,10 @@ MUTATIONS = {
     ),
     "stand-ins pass no gradient to keys: routed": (_stand_ins_pass_no_gradient_to_keys, _routed()),
     "rows found again by another limit: routed": (_rows_found_again_by_another_limit, _routed()),
+    "spread passes no gradient: routed": (_spread_passes_no_gradient, _routed()),
+    "drift passes no gradient: routed": (_drift_passes_no_gradient, _routed()),
+    "limit passes no gradient to what lies near: routed": (_limit_passes_nothing_to_what_lies_near, _routed()),
+    "limit passes no gradient to nodes: routed": (_limit_passes_nothing_to_nodes, _routed()),
 }
 
 

@@ -45,16 +45,29 @@ def test_means_covariances_and_codes_are_those_of_the_nodes_keys():
         torch.testing.assert_close(nodes.drift[lane], drift)
 
 
-def test_gradients_reach_keys_and_values_through_the_means_alone():
+def test_gradients_reach_keys_and_values_through_means_and_covariances_not_through_codes():
     key, value, nodes = made()
-    assert nodes.key.requires_grad
-    assert nodes.value.requires_grad
-    assert not any(t.requires_grad for t in (nodes.spread, nodes.drift, *nodes.codes))
-    nodes.key.sum().backward()
+    assert not any(t.requires_grad for t in (nodes.rows, *nodes.codes))
+    (grad,) = torch.autograd.grad(nodes.key.sum(), key, retain_graph=True)
     wanted = torch.zeros(90).double()
     wanted[3:67] = 1 / 4
-    assert torch.equal(key.grad, wanted[None, :, None].expand_as(key))
-    assert value.grad is None
+    assert torch.equal(grad, wanted[None, :, None].expand_as(key))
+    assert torch.autograd.grad(nodes.key.sum(), value, retain_graph=True, allow_unused=True) == (None,)
+
+    def covariances(keys, values):  # with the nodes that were found: a tree is a choice
+        apart, beside = (take_rows(t, nodes.rows) for t in (keys, values))
+        apart, beside = ((t - t.mean(2, keepdim=True)).reshape(3, 4, 16, -1) for t in (apart, beside))
+        return [torch.einsum("tcki,tckj->tcij", apart, other) / 16 for other in (apart, beside)]
+
+    for own, other in zip((nodes.spread, nodes.drift), covariances(key, value), strict=True):
+        weight = torch.randn(own.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+        grads = [
+            torch.autograd.grad((t * weight).sum(), (key, value), retain_graph=True, materialize_grads=True)
+            for t in (own, other)
+        ]
+        for got, expected in zip(*grads, strict=True):
+            torch.testing.assert_close(got, expected, rtol=0, atol=1e-14)
+        assert float(grads[0][0].abs().max()) > 0
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

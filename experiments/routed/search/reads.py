@@ -20,7 +20,7 @@ from torch import Tensor
 
 from prescore import Routed, prescored_attention
 from prescore.report.plots import COLOURS, figure
-from prescore.routed.far import Seen, find_rows, row_sums, weigh
+from prescore.routed.far import Seen, find_rows, limit_of, row_sums, scores_of, weigh
 from prescore.routed.lanes import search_of
 from prescore.routed.layout import make_layout
 from prescore.routed.tables import build_nodes
@@ -78,8 +78,10 @@ def read_by(query: Tensor, key: Tensor, value: Tensor, config: Routed) -> Reads:
         nodes.spread[0].mean(0),
         nodes.drift[0].mean(0),
     )
-    found = find_rows(asked, seen, search_of(config), near=elsewhere)
-    weighed = weigh(asked, seen, found, key[found.row])
+    search, scores = search_of(config), scores_of(asked, seen)
+    limit = limit_of(scores, seen, search, elsewhere)
+    found = find_rows(asked, seen, search, scores, limit)
+    weighed = weigh(asked, seen, scores, limit, found, key[found.row])
     lse = torch.cat((elsewhere, weighed.columns[0], weighed.rows)).logsumexp(0)
     total, _ = row_sums(weighed, lse[None], seen, found, value[found.row], None)
     output = total[0] + torch.exp(logits[near] - lse) @ value[near]
@@ -97,7 +99,7 @@ def read_by(query: Tensor, key: Tensor, value: Tensor, config: Routed) -> Reads:
         nodes=nodes.rows[0].amin(1).sub(layout.sinks) // layout.chunk * layout.chunk + layout.sinks,
         stood=stood / left,
         carried=float(stood.sum()),
-        limit=float(torch.exp(found.limit[0] - lse)),
+        limit=float(torch.exp(limit[0] - lse)),
         searched=float(found.n_searched) / nodes.rows.numel(),
         error=float(error),
     )

@@ -255,14 +255,14 @@ class _Lockstep:
             sink_value=values[:, sinks],
             node_key=nodes.key,
             node_value=nodes.value,
+            spread=spread,
+            drift=drift,
             near_key=keys[:, :0],
             near_value=values[:, :0],
             near_bias=None,
             rows=nodes.rows,
             packed=nodes.codes.packed,
             scales=nodes.codes.scales,
-            spread=spread,
-            drift=drift,
         )
 
 

@@ -1,9 +1,9 @@
 """Attention beyond the local chunks in plain torch: sinks, rows found by their codes, stand-ins for the rest.
 
 This is the definition that compiled code follows; it runs on every device and in every precision, and drops
-weights. Queries come in blocks of one lane that see the same nodes. Nothing here knows gradients but `row_sums`,
-an ordinary function of torch: the gradient of a merged softmax is that of `sum(w v)` and `sum(w)` under the merged
-log-sum-exp.
+weights. Queries come in blocks of one lane that see the same nodes. All but `find_rows`, which makes discrete
+choices, are ordinary functions of torch that autograd goes through: the gradient of a merged softmax is that of
+`sum(w v)` and `sum(w)` under the merged log-sum-exp.
 """
 
 from __future__ import annotations
@@ -48,26 +48,32 @@ class Seen(NamedTuple):
     drift: Tensor
 
 
+class Scores(NamedTuple):
+    """What `t` queries know before any search.
+
+    Attributes:
+        sinks: `[t, S]` logits.
+        nodes: `[t, M]` logits of the means.
+        spread: `[t, 1]` deviation of the logits within nodes.
+    """
+
+    sinks: Tensor
+    nodes: Tensor
+    spread: Tensor
+
+
 class Found(NamedTuple):
     """What a block of `t` queries reads.
 
     Attributes:
         query, row: `[R]` pairs of queries and rows, in ascending order.
         hits: `[t, M]` rows read of each node.
-        gain: `[t, M]` what the stand-ins' logits gain.
-        move: `[t, M]` how far their values move along the drift.
-        drift: `[t, Dv]`.
-        limit: `[t]` from which logit on rows are read.
         n_searched: Keys whose codes were compared.
     """
 
     query: Tensor
     row: Tensor
     hits: Tensor
-    gain: Tensor
-    move: Tensor
-    drift: Tensor
-    limit: Tensor
     n_searched: Tensor
 
 
@@ -91,64 +97,84 @@ class Search:
         return math.log(self.share) if self.share > 0 else -math.inf
 
 
-def find_rows(
-    query: Tensor, seen: Seen, search: Search, *, near: Tensor | None, limit: Tensor | None = None
-) -> Found:
-    """Which rows a block of queries `[t, D]`, already scaled, reads.
+def scores_of(query: Tensor, seen: Seen) -> Scores:
+    """Logits and spread of a block of queries `[t, D]`, already scaled."""
+    variance = ((query @ seen.spread) * query).sum(-1, keepdim=True)
+    # bounded before the root, whose slope is infinite at 0
+    spread = variance.clamp_min(LEAST_SPREAD**2).sqrt()
+    return Scores(query @ seen.sink_key.t(), query @ seen.node_key.t(), spread)
+
+
+def limit_of(scores: Scores, seen: Seen, search: Search, near: Tensor) -> Tensor:
+    """`[t]` from which logit on rows are read: a share of all that is known before any search.
 
     Args:
-        query: The queries.
+        scores: Of the queries.
         seen: What they see.
         search: How much is looked for.
         near: `[t]` log-sum-exp of what they read elsewhere.
-        limit: `[t]` of an earlier look, instead of `near`.
     """
+    return torch.cat((near[:, None], _known(scores, seen)), dim=1).logsumexp(1) - search.log_share
+
+
+def followed_limit(limit: Tensor, scores: Scores, seen: Seen, search: Search) -> Tensor:
+    """A limit that was kept, as a function of the scores: its value is the same, and it has their gradients.
+
+    What was read elsewhere need not be kept for that: a log-sum-exp moves with each of its terms by the term's
+    share of it.
+    """
+    if not search.share:
+        return limit  # infinite, whatever is known
+    known = (limit + search.log_share).detach()
+    shares = torch.exp(_known(scores, seen) - known[:, None]).sum(1)
+    return limit + (shares - shares.detach())
+
+
+def _known(scores: Scores, seen: Seen) -> Tensor:
+    """`[t, S + M]` logits of sinks, and of all keys of each node."""
+    gain = (0.5 * scores.spread.square()).clamp_max(MOST_KNOWN_GAIN)
+    return torch.cat((scores.sinks, scores.nodes + math.log(seen.rows.shape[1]) + gain), dim=1)
+
+
+def find_rows(query: Tensor, seen: Seen, search: Search, scores: Scores, limit: Tensor) -> Found:
+    """Which rows a block of queries `[t, D]`, already scaled, reads; `limit [t]` as `limit_of` has it."""
     leaf = seen.rows.shape[1]
-    logits, spread = query @ seen.node_key.t(), spread_of(query, seen)
-    if limit is None and near is not None:
-        limit = known_mass(query, seen, near) - search.log_share
-    if limit is None:
-        raise ValueError("near or limit must be given, got neither")
-    searched = logits + search.reach * spread >= limit[:, None]
+    searched = scores.nodes + search.reach * scores.spread >= limit[:, None]
     some = searched.any(0).nonzero().squeeze(1)
     codes = Codes(*(part.index_select(0, some).flatten(0, 1) for part in seen.codes))
     coded = coded_logits(query, codes, search.margin).unflatten(1, (-1, leaf))
-    above = logits.index_select(1, some)[..., None] + coded >= limit[:, None, None]
+    above = scores.nodes.index_select(1, some)[..., None] + coded >= limit[:, None, None]
     above &= searched.index_select(1, some)[..., None]
-    hits = torch.zeros_like(logits, dtype=torch.long).index_copy_(1, some, above.sum(-1))
+    hits = torch.zeros_like(searched, dtype=torch.long).index_copy_(1, some, above.sum(-1))
     asked, node, place = above.nonzero(as_tuple=True)
     row = seen.rows[some.index_select(0, node), place]
-    gain, move = corrections(limit[:, None] - logits, spread)
-    return Found(asked, row, hits, gain, move, query @ seen.drift, limit, searched.sum() * leaf)
-
-
-def spread_of(query: Tensor, seen: Seen) -> Tensor:
-    """`[t, 1]` deviation of the logits within nodes."""
-    variance = ((query @ seen.spread) * query).sum(-1, keepdim=True)
-    return variance.clamp_min(0).sqrt().clamp_min(LEAST_SPREAD)
-
-
-def known_mass(query: Tensor, seen: Seen, near: Tensor) -> Tensor:
-    """`[t]` log-sum-exp of all that is known before any search: what was read elsewhere, sinks and nodes."""
-    gain = (0.5 * spread_of(query, seen).square()).clamp_max(MOST_KNOWN_GAIN)
-    behind = query @ seen.node_key.t() + math.log(seen.rows.shape[1]) + gain
-    return torch.cat((near[:, None], query @ seen.sink_key.t(), behind), dim=1).logsumexp(1)
+    return Found(asked, row, hits, searched.sum() * leaf)
 
 
 class Weighed(NamedTuple):
-    """Logits of a block's sinks with stand-ins, `[t, S + M]`, and of the rows it reads, `[R]`."""
+    """What a block counts.
+
+    Attributes:
+        columns: `[t, S + M]` logits of sinks and stand-ins.
+        rows: `[R]` logits of the rows it reads.
+        move: `[t, M]` how far the stand-ins' values move along the drift.
+        drift: `[t, Dv]`.
+    """
 
     columns: Tensor
     rows: Tensor
+    move: Tensor
+    drift: Tensor
 
 
-def weigh(query: Tensor, seen: Seen, found: Found, row_key: Tensor) -> Weighed:
+def weigh(query: Tensor, seen: Seen, scores: Scores, limit: Tensor, found: Found, row_key: Tensor) -> Weighed:
     """Logits under which everything is counted; `row_key [R, D]` are the keys of the rows read."""
     left = seen.rows.shape[1] - found.hits
-    stand_ins = query @ seen.node_key.t() + found.gain + left.clamp_min(1).to(query.dtype).log()
-    stand_ins = stand_ins.masked_fill(left == 0, -math.inf)
-    columns = torch.cat((query @ seen.sink_key.t(), stand_ins), dim=1)
-    return Weighed(columns, (query.index_select(0, found.query) * row_key).sum(-1))
+    gain, move = corrections(limit[:, None] - scores.nodes, scores.spread)
+    stand_ins = scores.nodes + gain + left.clamp_min(1).to(query.dtype).log()
+    columns = torch.cat((scores.sinks, stand_ins.masked_fill(left == 0, -math.inf)), dim=1)
+    rows = (query.index_select(0, found.query) * row_key).sum(-1)
+    return Weighed(columns, rows, move, query @ seen.drift)
 
 
 def row_sums(
@@ -163,7 +189,7 @@ def row_sums(
         columns = columns * dropout.at("columns").factors(tuple(columns.shape), columns)
         rows = rows * dropout.at("rows").factors(tuple(rows.shape), rows)
     values = torch.cat((seen.sink_value, seen.node_value))
-    moved = (columns[:, n_sinks:] * found.move).sum(1, keepdim=True) * found.drift
+    moved = (columns[:, n_sinks:] * weighed.move).sum(1, keepdim=True) * weighed.drift
     return (columns @ values + moved).index_add(0, found.query, rows[:, None] * row_value), mass
 
 

@@ -248,14 +248,14 @@ def _sources(lane: Lane, layout: Layout, frame: Frame, backend: Backend) -> Sour
         sink_value=lane.value[:, : layout.sinks],
         node_key=nodes.key,
         node_value=nodes.value,
+        spread=pooled(nodes.spread),
+        drift=pooled(nodes.drift),
         near_key=near_key,
         near_value=near_value,
         near_bias=near_bias,
         rows=nodes.rows,
         packed=nodes.codes.packed,
         scales=nodes.codes.scales,
-        spread=pooled(nodes.spread),
-        drift=pooled(nodes.drift),
     )
 
 

@@ -8,8 +8,19 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from prescore.ops.dropout import Dropout
 from prescore.routed.codes import Codes
-from prescore.routed.far import Seen, find_rows, highest, row_sums, weigh
+from prescore.routed.far import (
+    Found,
+    Seen,
+    find_rows,
+    followed_limit,
+    highest,
+    limit_of,
+    row_sums,
+    scores_of,
+    weigh,
+)
 from prescore.routed.sources import Sources, View
 from prescore.types import Attended
 
@@ -31,57 +42,86 @@ def attend_plain(query: Tensor, sources: Sources, view: View, near: Attended) ->
     output, lse = near
     limit = torch.full_like(lse, torch.inf)
     counts = torch.zeros(2, dtype=torch.long, device=query.device)
-    for lane, head, rows, nodes in far_blocks(query, sources, view):
-        own = query[lane, head, rows].to(lse.dtype) * view.scale
-        before, seen = lse[lane, head, rows], seen_of(sources, view, lane, nodes)
-        found = find_rows(own, seen, view.search, near=before)
-        weighed = weigh(own, seen, found, seen.key.index_select(0, found.row).to(own.dtype))
+    for block in far_blocks(query, sources, view):
+        place = block[:3]
+        own = query[place].to(lse.dtype) * view.scale
+        before, seen = lse[place], seen_of(sources, view, block.lane, block.nodes)
+        scores = scores_of(own, seen)
+        own_limit = limit_of(scores, seen, view.search, before)
+        found = find_rows(own, seen, view.search, scores, own_limit)
+        row_key = seen.key.index_select(0, found.row).to(own.dtype)
+        weighed = weigh(own, seen, scores, own_limit, found, row_key)
         peak = highest(weighed, found, before)
-        dropout = view.backend.at(f"far {lane} {head} {rows.start}").dropout
         row_value = seen.value.index_select(0, found.row).to(own.dtype)
-        total, mass = row_sums(weighed, peak, seen, found, row_value, dropout)
+        total, mass = row_sums(weighed, peak, seen, found, row_value, _dropout(view, block))
         weight = torch.exp(before - peak)
         mass = mass + weight
-        output[lane, head, rows] = (total + output[lane, head, rows] * weight[:, None]) / mass.masked_fill(
-            mass == 0, 1.0
-        )[:, None]
-        lse[lane, head, rows] = peak + mass.log()
-        limit[lane, head, rows] = found.limit
+        total = total + output[place] * weight[:, None]
+        output[place] = total / mass.masked_fill(mass == 0, 1.0)[:, None]
+        lse[place] = peak + mass.log()
+        limit[place] = own_limit
         counts += torch.stack((found.n_searched, torch.tensor(found.row.shape[0], device=query.device)))
     return Attended(output, lse), limit, counts
 
 
 def attend_plain_backward(
     grad: Tensor, query: Tensor, sources: Sources, view: View, merged: Attended, limit: Tensor, sums: list[Tensor]
-) -> None:
-    """Add the gradients of the far part to `sums`, of the query and the learned sources."""
-    grad_query, grad_key, grad_value, *grad_columns = sums
-    wide = merged.lse.dtype
+) -> Tensor:
+    """Add the gradients of the far part to `sums`, of the query and the learned sources.
+
+    Returns:
+        `[T, G, Q]`, the gradient of each query's limit, which the near part has a share in.
+    """
+    grad_query, grad_key, grad_value, *grad_columns = sums[:7]
+    grad_spread, grad_drift = sums[7:9]
+    wide, grad_limit = merged.lse.dtype, torch.zeros_like(limit)
     product = (grad.to(wide) * merged.output.to(wide)).sum(-1)
-    for lane, head, rows, nodes in far_blocks(query, sources, view):
-        own = query[lane, head, rows].to(wide) * view.scale
-        seen = seen_of(sources, view, lane, nodes)
-        found = find_rows(own, seen, view.search, near=None, limit=limit[lane, head, rows])
-        shift = merged.lse[lane, head, rows]
-        shift = shift.masked_fill(torch.isneginf(shift), torch.inf)  # saw nothing: every weight is 0
+    for block in far_blocks(query, sources, view):
+        lane, place = block.lane, block[:3]
+        seen = seen_of(sources, view, lane, block.nodes)
+        own = query[place].to(wide) * view.scale
+        found = find_rows(own, seen, view.search, scores_of(own, seen), limit[place])
         row_key, row_value = (t.index_select(0, found.row).to(wide) for t in (seen.key, seen.value))
-        learned = [t.detach().requires_grad_() for t in (own, row_key, row_value, *seen[2:6])]
+        learned = [
+            t.detach().requires_grad_()
+            for t in (own, row_key, row_value, *seen[2:6], seen.spread, seen.drift, limit[place])
+        ]
         with torch.enable_grad():
-            own, row_key, row_value, *columns = learned
-            seen = seen._replace(
-                sink_key=columns[0], sink_value=columns[1], node_key=columns[2], node_value=columns[3]
-            )
-            dropout = view.backend.at(f"far {lane} {head} {rows.start}").dropout
-            weighed = weigh(own, seen, found, row_key)
-            total, mass = row_sums(weighed, shift, seen, found, row_value, dropout)
-        grads = torch.autograd.grad(
-            (total, mass), learned, (grad[lane, head, rows].to(wide), -product[lane, head, rows])
-        )
-        grad_query[lane, head, rows] += grads[0] * view.scale
+            both = _sums_again(learned, seen, found, view, merged.lse[place], _dropout(view, block))
+        grads = torch.autograd.grad(both, learned, (grad[place].to(wide), -product[place]))
+        grad_query[place] += grads[0] * view.scale
         grad_key[lane].index_add_(0, found.row, grads[1])
         grad_value[lane].index_add_(0, found.row, grads[2])
-        for total, part in zip(grad_columns, grads[3:], strict=False):
+        for total, part in zip(grad_columns, grads[3:7], strict=True):
             total[lane, : part.shape[0]] += part
+        pool = pool_of(view, block.nodes)
+        grad_spread[lane, pool] += grads[7]
+        grad_drift[lane, pool] += grads[8]
+        grad_limit[place] = grads[9]
+    return grad_limit
+
+
+def _sums_again(
+    learned: list[Tensor], seen: Seen, found: Found, view: View, lse: Tensor, dropout: Dropout | None
+) -> tuple[Tensor, Tensor]:
+    """What the forward pass summed, under the merged lse, as a function of all that gradients reach."""
+    own, row_key, row_value, sink_key, sink_value, node_key, node_value, spread, drift, limit = learned
+    seen = seen._replace(
+        sink_key=sink_key,
+        sink_value=sink_value,
+        node_key=node_key,
+        node_value=node_value,
+        spread=spread,
+        drift=drift,
+    )
+    scores = scores_of(own, seen)
+    weighed = weigh(own, seen, scores, followed_limit(limit, scores, seen, view.search), found, row_key)
+    shift = lse.masked_fill(torch.isneginf(lse), torch.inf)  # saw nothing: every weight is 0
+    return row_sums(weighed, shift, seen, found, row_value, dropout)
+
+
+def _dropout(view: View, block: _Block) -> Dropout | None:
+    return view.backend.at(f"far {block.lane} {block.head} {block.rows.start}").dropout
 
 
 def far_blocks(query: Tensor, sources: Sources, view: View) -> Iterator[_Block]:
@@ -100,7 +140,7 @@ def far_blocks(query: Tensor, sources: Sources, view: View) -> Iterator[_Block]:
 
 def seen_of(sources: Sources, view: View, lane: int, nodes: int) -> Seen:
     """What blocks see; without nodes the spread is that of none."""
-    pool = max(0, (nodes - 1) // view.nodes_per_chunk)
+    pool = pool_of(view, nodes)
     wide = sources.node_key.dtype
     return Seen(
         key=sources.key[lane],
@@ -114,3 +154,8 @@ def seen_of(sources: Sources, view: View, lane: int, nodes: int) -> Seen:
         spread=sources.spread[lane, pool],
         drift=sources.drift[lane, pool],
     )
+
+
+def pool_of(view: View, nodes: int) -> int:
+    """Which pooled covariance belongs to so many nodes."""
+    return max(0, (nodes - 1) // view.nodes_per_chunk)

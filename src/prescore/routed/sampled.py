@@ -24,7 +24,7 @@ from prescore.routed.compiled.far import can_run
 from prescore.routed.compiled.sampled import attend_sampled_compiled
 from prescore.routed.error_bar import error_limit
 from prescore.routed.exact_rows import exact_for
-from prescore.routed.far import Search, Seen, known_mass
+from prescore.routed.far import Search, Seen, limit_of, scores_of
 from prescore.routed.plain import far_blocks, seen_of
 from prescore.routed.softmax import attend_near
 from prescore.routed.sources import Sources, Spread, View
@@ -158,9 +158,9 @@ def attend_sampled_plain(
 def sampled_block(query: Tensor, seen: Seen, search: Search, near: Attended, places: Tensor) -> tuple[Spread, int]:
     """Queries `[t, D]`, already scaled, over sinks, rows found and samples, on top of what lies near."""
     leaf, n_sinks = seen.rows.shape[1], seen.sink_key.shape[0]
-    limit = known_mass(query, seen, near.lse) - search.log_share
+    scores = scores_of(query, seen)
+    nodes, limit = scores.nodes, limit_of(scores, seen, search, near.lse)
     codes = Codes(*(part.flatten(0, 1) for part in seen.codes))
-    nodes = query @ seen.node_key.t()
     coded = coded_logits(query, codes, search.margin).unflatten(1, (-1, leaf))
     above = nodes[..., None] + coded >= limit[:, None, None]
     hits = above.sum(-1)
@@ -176,7 +176,7 @@ def sampled_block(query: Tensor, seen: Seen, search: Search, near: Attended, pla
     samples = ((query @ keys.t()).view(usable.shape) + weight).masked_fill(~usable, -math.inf).flatten(1)
     stand_ins = nodes + left.clamp_min(1).to(wide).log()
     stand_ins = stand_ins.masked_fill((left == 0) | (used > 0), -math.inf)
-    columns = torch.cat((query @ seen.sink_key.t(), stand_ins, samples), dim=1)
+    columns = torch.cat((scores.sinks, stand_ins, samples), dim=1)
     row_key, row_value = (t.index_select(0, row).to(wide) for t in (seen.key, seen.value))
     rows = (query.index_select(0, asked) * row_key).sum(-1)
     peak = torch.cat((near.lse[:, None], columns), dim=1).amax(1).scatter_reduce(0, asked, rows, "amax")

@@ -20,6 +20,8 @@ from prescore.routed.plain import attend_plain, attend_plain_backward
 from prescore.routed.sources import N_LEARNED, Sources, View
 from prescore.types import Attended
 
+_MOST_EXPONENT = 80.0
+
 
 class Merged(NamedTuple):
     """Output `[T, G, Q, Dv]`, lse `[T, G, Q]`, and two counts: keys searched, rows read."""
@@ -62,21 +64,43 @@ class _AttendSources(torch.autograd.Function):
         if grad is None:
             grad = torch.zeros_like(output)
         if grad_lse is not None:
-            flat, moved = fold_lse_gradient(
-                grad.reshape(-1, grad.shape[-1]).to(wide),
-                output.reshape(-1, output.shape[-1]).to(wide),
-                grad_lse.reshape(-1),
-            )
-            grad, output = flat.view(grad.shape), moved.view(output.shape)
+            grad, output = _folded(grad.to(wide), output.to(wide), grad_lse)
         merged = Attended(output, lse)
         # contiguous, whatever the inputs are: compiled code adds to them by place
         sums = [torch.zeros(t.shape, dtype=wide, device=t.device) for t in (query, *sources[:N_LEARNED])]
-        _attend_near_backward(grad, query, sources, ctx.view, merged, sums)
         attend_backward = attend_compiled_backward if ctx.compiled else attend_plain_backward
-        attend_backward(grad, query, sources, ctx.view, merged, limit, sums)
+        grad_limit = attend_backward(grad, query, sources, ctx.view, merged, limit, sums)
+        grad, merged = _through_the_limit(grad, merged, limit + ctx.view.search.log_share, grad_limit)
+        _attend_near_backward(grad, query, sources, ctx.view, merged, sums)
         own = [query, *sources[:N_LEARNED]]
         grads = [total.to(t.dtype) for total, t in zip(sums, own, strict=True)]
         return None, *grads, *(None,) * (len(sources) - N_LEARNED)
+
+
+def _through_the_limit(
+    grad: Tensor, merged: Attended, known: Tensor, grad_limit: Tensor
+) -> tuple[Tensor, Attended]:
+    """Gradient and merged result under which the near part also feels its share in each query's limit.
+
+    A near key of logit `x` moves the limit by `exp(x - known)`, and has the weight `exp(x - lse)` in the result:
+    the gradient of the limit, times `exp(lse - known)`, is one of lse.
+    """
+    # where that overflows, the near part weighs nothing
+    more = grad_limit * torch.exp((merged.lse - known).clamp_max(_MOST_EXPONENT))
+    more = more.masked_fill(grad_limit == 0, 0.0)  # perhaps nothing was looked for, and known is no number
+    if not bool(more.any()):
+        return grad, merged
+    wide, dtype = merged.lse.dtype, merged.output.dtype
+    moved, output = _folded(grad.to(wide), merged.output.to(wide), more)
+    # a half type rounds it as it rounds the output itself
+    return moved.to(grad.dtype), Attended(output.to(dtype), merged.lse)
+
+
+def _folded(grad: Tensor, output: Tensor, grad_lse: Tensor) -> tuple[Tensor, Tensor]:
+    """`fold_lse_gradient` of `[T, G, Q, Dv]` and `[T, G, Q]`."""
+    rows = (-1, grad.shape[-1])
+    folded, moved = fold_lse_gradient(grad.reshape(rows), output.reshape(rows), grad_lse.reshape(-1))
+    return folded.view(grad.shape), moved.view(output.shape)
 
 
 def _blocks(tensor: Tensor, view: View) -> Tensor:
@@ -112,7 +136,7 @@ def _attend_near_backward(
 ) -> None:
     """Add the gradients of what lies near to `sums`, of the query and the learned sources."""
     grad_query, *grads = sums
-    grad_near = Chunks(*grads[6:8])
+    grad_near = Chunks(*grads[8:10])
     if merged.output.dtype != query.dtype:  # a gradient of lse is folded in, which half precision would round away
         query = query.to(merged.output.dtype)
         sources = sources._replace(

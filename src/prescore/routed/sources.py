@@ -21,13 +21,13 @@ class Sources(NamedTuple):
         key, value: `[T, N, D]` all rows.
         sink_key, sink_value: `[T, S, D]`.
         node_key, node_value: `[T, M, D]` means, in the accumulation dtype.
+        spread: `[T, C, D, D]` covariance of keys within nodes, pooled over the first chunks.
+        drift: `[T, C, D, Dv]` that of keys and values.
         near_key, near_value: Causal: `[T, n + 1, t, D]`, the chunk before each block and its own. Else
             `[T, c, D]`, the keys behind the last full chunk.
         near_bias: `[T, c]` of 0, or -inf on padding; None = no padding.
         rows: `[T, M, L]` positions of the nodes' keys.
         packed, scales: Codes of the nodes' keys, `[T, M, L, D' / 2]` and `[T, M, L, 2]`.
-        spread: `[T, C, D, D]` covariance of keys within nodes, pooled over the first chunks.
-        drift: `[T, C, D, Dv]` that of keys and values.
     """
 
     key: Tensor
@@ -36,17 +36,17 @@ class Sources(NamedTuple):
     sink_value: Tensor
     node_key: Tensor
     node_value: Tensor
+    spread: Tensor
+    drift: Tensor
     near_key: Tensor
     near_value: Tensor
     near_bias: Tensor | None
     rows: Tensor
     packed: Tensor
     scales: Tensor
-    spread: Tensor
-    drift: Tensor
 
 
-N_LEARNED = 8
+N_LEARNED = 10
 """The first fields of `Sources`: gradients reach them."""
 
 

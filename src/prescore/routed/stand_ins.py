@@ -17,6 +17,8 @@ MOST_GAIN = 2.0
 MOST_KNOWN_GAIN = 4.0
 """The same before any key was read, when the limit is chosen."""
 LEAST_SPREAD = 1e-3
+FARTHEST = 1e30
+"""Where nothing is looked for the limit is infinite; gradients want a number."""
 
 
 def corrections(distance: Tensor, spread: Tensor) -> tuple[Tensor, Tensor]:
@@ -26,8 +28,9 @@ def corrections(distance: Tensor, spread: Tensor) -> tuple[Tensor, Tensor]:
         distance: `[t, M]` from the nodes' logits to the limit.
         spread: `[t, 1]` deviation of the logits within nodes.
     """
-    beyond, slope = _log_normal(distance / spread - spread)
-    within, _ = _log_normal(distance / spread)
+    reach = distance.clamp(-FARTHEST, FARTHEST) / spread
+    beyond, slope = _log_normal(reach - spread)
+    within, _ = _log_normal(reach)
     gain = (0.5 * spread * spread + beyond - within).clamp(-MOST_GAIN, MOST_GAIN)
     return gain, (1 - slope / spread).clamp(-1, 1)
 

@@ -17,10 +17,12 @@ from prescore.routed.layout import Layout
 class Nodes:
     """Nodes of consecutive chunks; `T` lanes, `C` chunks, `M` nodes of `L` keys.
 
+    Gradients of means and covariances reach keys and values; rows and codes are choices.
+
     Attributes:
         rows: `[T, M, L]` positions of the nodes' keys.
-        key: `[T, M, D]` means; gradients reach the keys.
-        value: `[T, M, Dv]` means; gradients reach the values.
+        key: `[T, M, D]` means.
+        value: `[T, M, Dv]` means.
         codes: Of what the keys differ from their means, `[T, M, L]` of them.
         spread: `[T, C, D, D]` covariance of keys within nodes, chunk by chunk.
         drift: `[T, C, D, Dv]` covariance of keys and values within nodes.
@@ -53,15 +55,19 @@ def build_nodes(key: Tensor, value: Tensor, layout: Layout, begin: int, n_chunks
         rows = (order + start).view(n_lanes, -1, layout.leaf)
     keys, values = (take_rows(t, rows).to(wide) for t in (key, value))
     mean_key, mean_value = keys.mean(2), values.mean(2)
-    with torch.no_grad():
-        away, beside = (
-            (members - means[:, :, None]).view(*span, -1)
-            for members, means in ((keys, mean_key), (values, mean_value))
-        )
-        turned = away.transpose(2, 3) / layout.chunk
-        return Nodes(
-            rows, mean_key, mean_value, encode_keys(away.view(keys.shape)), turned @ away, turned @ beside
-        )
+    away, beside = (
+        (members - means[:, :, None]).view(*span, -1)
+        for members, means in ((keys, mean_key), (values, mean_value))
+    )
+    turned = away.transpose(2, 3)
+    return Nodes(
+        rows,
+        mean_key,
+        mean_value,
+        encode_keys(away.detach().view(keys.shape)),
+        turned @ away / layout.chunk,
+        turned @ beside / layout.chunk,
+    )
 
 
 def pooled(parts: Tensor) -> Tensor:

@@ -1,7 +1,8 @@
 """Routed attention from its definition, in loops over sequences, heads and queries, in float64.
 
 The oracle of `prescore.routed`, which shares the configuration and the tree with it and nothing else. Each query
-tells which keys it counts and what its stand-ins are; one dense softmax does the rest. Autograd goes through.
+tells which keys it counts and what its stand-ins are; one dense softmax does the rest. Autograd goes through all
+of it but the choices: the tree, codes, and which keys are read.
 """
 
 from __future__ import annotations
@@ -64,7 +65,6 @@ def routed_tables(
     if config.tolerance is not None:
         raise ValueError(f"tolerance must be None for the oracle, which bounds nothing, got {config.tolerance}")
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    query, key, value = (t.detach() for t in (query, key, value))
     group, n_keys = query.shape[1] // key.shape[1], key.shape[2]
     tables = {}
     for row in range(query.shape[0]):
@@ -206,27 +206,31 @@ def make_table(sequence: Sequence, query: Tensor, key: Tensor, far: Far, scale: 
     """Let every query of one head look; `query [Nq, D]` and `key [n, D]` as they were given."""
     n_query, n_nodes = sequence.n_query, far.rows.shape[0]
     scaled = query.double() * scale
-    coded = coded_query((query if query.dtype == torch.float64 else query.float()) * scale)
+    own = query.detach()
+    coded = coded_query((own if own.dtype == torch.float64 else own.float()) * scale)
     logits = scaled @ key.double().T
-    anyway = [sequence.read_anyway(i) for i in range(n_query)]
-    table = HeadTable(
+    keys = torch.zeros(n_query, len(key), dtype=torch.bool)
+    looks = []
+    for i in range(n_query):
+        anyway = sequence.read_anyway(i)
+        seen = far.first(sequence.chunks_seen(i) * 2**sequence.sizes.levels)
+        look = seen.look(scaled[i], coded[i], logits[i, anyway], sequence.config.rows)
+        keys[i] = anyway
+        keys[i, seen.rows[look.read]] = True
+        looks.append(look)
+
+    def table(parts: list[Tensor], width: int, fill: float = 0.0) -> Tensor:
+        rows = [torch.cat((part, part.new_full((width - len(part),), fill))) for part in parts]
+        return torch.stack(rows) if rows else torch.zeros(0, width)
+
+    return HeadTable(
         sequence.shift,
         far.rows,
-        torch.stack(anyway) if anyway else torch.zeros(0, len(key), dtype=torch.bool),
-        torch.zeros(n_query, n_nodes, dtype=torch.bool),
-        torch.full((n_query, n_nodes), -math.inf, dtype=torch.float64),
-        torch.zeros(n_query, n_nodes, dtype=torch.float64),
-        torch.zeros(n_query, far.beside.shape[-1], dtype=torch.float64),
-        torch.zeros(n_query),
-        torch.zeros(n_query),
+        keys,
+        table([look.searched for look in looks], n_nodes, False),
+        table([look.stand_ins for look in looks], n_nodes, -math.inf),
+        table([look.move for look in looks], n_nodes),
+        table([look.drift for look in looks], far.beside.shape[-1]),
+        torch.tensor([float(len(look.searched)) for look in looks]),
+        torch.tensor([float(look.read.sum()) for look in looks]),
     )
-    for i in range(n_query):
-        seen = far.first(sequence.chunks_seen(i) * 2**sequence.sizes.levels)
-        if not len(seen.rows):
-            continue
-        look = seen.look(scaled[i], coded[i], logits[i, table.keys[i]], sequence.config.rows)
-        table.keys[i, seen.rows[look.read]] = True
-        for whole, own in zip(table[3:6], look[:1] + look[2:4], strict=True):
-            whole[i, : len(own)] = own
-        table.drift[i], table.nodes[i], table.found[i] = look.drift, len(seen.rows), look.read.sum()
-    return table

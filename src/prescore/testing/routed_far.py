@@ -42,8 +42,8 @@ class Look(NamedTuple):
     """What a query reads of `M` nodes of `L` keys, and how it counts the others.
 
     Attributes:
-        searched: `[M]` nodes whose keys were compared.
-        read: `[M, L]` keys that count by themselves.
+        searched: `[M]` nodes whose keys were compared; a choice without gradients.
+        read: `[M, L]` keys that count by themselves; likewise.
         stand_ins: `[M]` what the stand-ins' logits are above those of the means; -inf = all keys were read.
         move: `[M]` how many drifts the stand-ins' values lie from the means.
         drift: `[Dv]`.
@@ -58,7 +58,7 @@ class Look(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Far:
-    """The first chunks of one key head as nodes, in float64 and without gradients.
+    """The first chunks of one key head as nodes, in float64; rows and codes are choices without gradients.
 
     Attributes:
         rows: `[M, L]` positions of the nodes' keys.
@@ -80,13 +80,13 @@ class Far:
         """Nodes of `key [N, D]` and `value [N, Dv]`, tree and codes in the precision that the keys come in."""
         rows = [torch.zeros(0, sizes.leaf, dtype=torch.int64)]
         for begin in range(sizes.sinks, sizes.sinks + n_chunks * sizes.chunk, sizes.chunk):
-            order = bisection_tree(key[begin : begin + sizes.chunk], sizes.levels)
+            order = bisection_tree(key.detach()[begin : begin + sizes.chunk], sizes.levels)
             rows.append(begin + order.view(-1, sizes.leaf))
         places = torch.cat(rows)
         keys, values = key[places], value[places].double()
         mean = keys.double().mean(1)
         away, beside = keys.double() - mean[:, None], values - values.mean(1, keepdim=True)
-        own = keys if keys.dtype == torch.float64 else keys.float()
+        own = keys.detach() if keys.dtype == torch.float64 else keys.detach().float()
         return cls(places, mean, away, beside, coded_keys(own - own.mean(1, keepdim=True)))
 
     def first(self, n_nodes: int) -> Far:
@@ -102,12 +102,15 @@ class Far:
             exact: Logits of the keys that it reads in any case.
             rows: Of the configuration.
         """
-        leaf = self.rows.shape[1]
+        n_nodes, leaf = self.rows.shape
+        if not n_nodes:
+            nothing = query.new_zeros(0)
+            return Look(nothing > 0, self.rows > 0, nothing, nothing, self.beside.new_zeros(self.beside.shape[-1]))
         apart = self.away @ query
-        deviation = max(math.sqrt(float(apart.square().mean())), 1e-3)
+        deviation = apart.square().mean().clamp_min(1e-3**2).sqrt()
         drift = (apart[..., None] * self.beside).mean((0, 1))
         logits = self.mean @ query
-        nodes = logits + math.log(leaf) + min(deviation**2 / 2, 4.0)
+        nodes = logits + math.log(leaf) + (deviation**2 / 2).clamp_max(4.0)
         known = torch.cat((exact, nodes)).logsumexp(0)
         limit = known - math.log(2 * rows) if rows else torch.full_like(known, math.inf)
         searched = logits + 3 * deviation >= limit
@@ -117,9 +120,9 @@ class Far:
         return Look(searched, read, left.log() + gain, move, drift)
 
 
-def normal_rest(distance: Tensor, deviation: float) -> tuple[Tensor, Tensor]:
+def normal_rest(distance: Tensor, deviation: Tensor | float) -> tuple[Tensor, Tensor]:
     """What is left of normal logits below a limit: the gain over their mean, and the share of the drift."""
-    far = distance / deviation
+    far = distance.clamp_max(1e30) / deviation  # with no limit at all autograd would meet 0 * inf
     gain = deviation**2 / 2 + log_phi(far - deviation) - log_phi(far)
     move = 1 - log_phi_slope(far - deviation) / deviation
     return gain.clamp(-2, 2), move.clamp(-1, 1)

@@ -4,6 +4,7 @@
  * left of each node. Results are folded into the query's running output and log-sum-exp.
  */
 #include "routed.h"
+#include "stand_ins.h"
 
 static void *aligned(char **at, size_t bytes) {
     void *here = *at;
@@ -35,29 +36,18 @@ Work *prescore_new_work(const Problem *p) {
     return w;
 }
 
-/* The log of the normal distribution function, smoothly approximated, and its slope. */
-INLINE floats log_normal(floats x, floats *slope) {
-    x = larger(smaller(x, splat(8.0f)), splat(-4.0f));
-    floats y = x * (splat(1.5976f) + splat(0.07056f) * x * x), zero = splat(0.0f), one = splat(1.0f);
-    floats e = vexp(-larger(y, -y));
-    *slope = choose(y > zero, e, one) / (one + e) * (splat(1.5976f) + splat(0.21168f) * x * x);
-    return smaller(y, zero) - vlog(one + e);
-}
-
 /* Logits of stand-ins from those of the nodes' means, and how far their values move: as if logits behind each were
  * normal around it, those from the limit on being read by themselves. */
 void prescore_correct_columns(const Problem *p, Work *w, int64_t t) {
     const float s = w->spread[t];
-    const floats one = splat(1.0f), most = splat(2.0f), limit = splat(w->limit[t]), part = splat(1.0f / s);
+    const floats one = splat(1.0f), limit = splat(w->limit[t]), part = splat(1.0f / s);
     float *logits = w->logits + t * w->padded, *moves = w->move + t * w->padded;
     const int32_t *hits = w->hits + t * w->padded;
     memset(moves, 0, sizeof(float) * (size_t)p->sink_room);
     for (int64_t c = p->sink_room; c < w->columns; c += WIDTH) {
-        floats x = load(logits + c), slope, unused, reach = (limit - x) * part;
-        floats beyond = log_normal(reach - splat(s), &slope), within = log_normal(reach, &unused);
-        floats gain = splat(0.5f * s * s) + beyond - within;
-        gain = larger(smaller(gain, most), -most);
-        store(moves + c, larger(smaller(one - slope * part, one), -one));
+        floats x = load(logits + c), gain, move;
+        correct((limit - x) * part, s, &gain, &move);
+        store(moves + c, move);
         floats left = splat((float)p->leaf) - __builtin_convertvector(*(const ints *)(hits + c), floats);
         x = x + gain + vlog(larger(left, one));
         store(logits + c, choose(left > splat(0.0f), x, splat(-INFINITY)));
@@ -114,7 +104,7 @@ void prescore_begin_tile(const Problem *p, Work *w) {
     product(w->drift, wide, w->query, dim, 1, w->n, p->drift + pool * dim * wide, wide, dim, wide, 0);
     for (int64_t t = 0; t < w->n; t++) {
         const float s = sqrtf(dot(w->query + t * dim, w->moment + t * dim, dim));
-        w->spread[t] = s > 1e-3f ? s : 1e-3f;
+        w->spread[t] = s > LEAST_SPREAD ? s : LEAST_SPREAD;
     }
 }
 

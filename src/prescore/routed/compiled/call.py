@@ -43,12 +43,16 @@ class FarCall(ctypes.Structure):
     )
 
 
+LEARNED = ("key", "value", "column_key", "column_value", "spread", "drift")
+"""What the backward function keeps several sums of."""
+
+
 class FarGradients(ctypes.Structure):
     """What the backward function reads and adds to, as ops/native/backward.c has it."""
 
     _fields_ = (
-        *((name, POINTER) for name in ("grad", "product", "column_keys", "value_columns")),
-        *((name, POINTER) for name in ("query", "key", "value", "column_key", "column_value")),
+        *((name, POINTER) for name in ("grad", "product", "column_keys", "value_columns", "turned_drift")),
+        *((name, POINTER) for name in ("query", "limit", *LEARNED)),
         ("parts", SIZE),
         ("n_keys", SIZE),
     )

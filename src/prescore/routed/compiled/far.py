@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from prescore.ops.native import library
-from prescore.routed.compiled.call import MOST_DIM, TYPES, WIDTH, FarGradients, Tables, run
+from prescore.routed.compiled.call import LEARNED, MOST_DIM, TYPES, WIDTH, FarGradients, Tables, run
 from prescore.routed.sources import Sources, View
 from prescore.types import Attended
 
@@ -64,57 +64,60 @@ def attend_compiled(
 
 def attend_compiled_backward(
     grad: Tensor, query: Tensor, sources: Sources, view: View, merged: Attended, limit: Tensor, sums: list[Tensor]
-) -> None:
-    """Add the gradients of the far part to `sums`, of the query and the learned sources."""
+) -> Tensor:
+    """Add the gradients of the far part to `sums`, of the query and the learned sources.
+
+    Returns:
+        `[T, G, Q]`, the gradient of each query's limit, which the near part has a share in.
+    """
     tables = make_tables(sources)
-    n_lanes, group, length, dim = query.shape
-    flat, n_keys, wide = (n_lanes, group * length), sources.key.shape[1], sources.value.shape[-1]
-    room = tables.column_values.shape[1]
+    n_lanes, group, length, _ = query.shape
+    flat = (n_lanes, group * length)
     grads = grad.to(torch.float32).contiguous()
     product = (grads * merged.output).sum(-1)
-    parts = [torch.zeros(_PARTS, n_lanes, n_rows, size) for n_rows in (n_keys, room) for size in (dim, wide)]
     column_keys = tables.columns.transpose(2, 3).flatten(1, 2).contiguous()
     value_columns = tables.column_values.unflatten(1, (-1, WIDTH)).transpose(2, 3).contiguous()
+    turned_drift = tables.drift.transpose(2, 3).contiguous()
+    grad_limit = torch.zeros_like(limit)
+    like = (sources.key, sources.value, column_keys, tables.column_values, tables.spread, tables.drift)
+    parts = {
+        name: torch.zeros(_PARTS, *t.shape, dtype=torch.float32) for name, t in zip(LEARNED, like, strict=True)
+    }
     more = FarGradients(
         grad=grads.data_ptr(),
         product=product.data_ptr(),
         column_keys=column_keys.data_ptr(),
         value_columns=value_columns.data_ptr(),
+        turned_drift=turned_drift.data_ptr(),
         query=sums[0].data_ptr(),
-        **{
-            name: t.data_ptr()
-            for name, t in zip(("key", "value", "column_key", "column_value"), parts, strict=True)
-        },
+        limit=grad_limit.data_ptr(),
+        **{name: t.data_ptr() for name, t in parts.items()},
         parts=_PARTS,
-        n_keys=n_keys,
+        n_keys=sources.key.shape[1],
     )
-    visible = view.visible_to_each(group)
-    asked = query.to(torch.float32).reshape(*flat, -1).contiguous()
-    counts = torch.zeros(2, dtype=torch.long)
-    results = (grads.view(*flat, wide), merged.lse, limit, counts)  # the output is not looked at
     run(
         "prescore_routed_backward",
-        asked,
+        query.to(torch.float32).reshape(*flat, -1).contiguous(),
         (sources.key, sources.value),
         tables,
         view,
-        (visible, None, None),
-        results,
+        (view.visible_to_each(group), None, None),
+        # the output is not looked at
+        (grads.view(*flat, -1), merged.lse, limit, torch.zeros(2, dtype=torch.long)),
         more,
     )
-    key, value, column_key, column_value = (part.sum(0) for part in parts)
-    n_sinks, n_nodes = tables.sinks, sources.node_key.shape[1]
-    nodes = slice(tables.sink_room, tables.sink_room + n_nodes)
-    own = (
-        key,
-        value,
-        column_key[:, :n_sinks],
-        column_value[:, :n_sinks],
-        column_key[:, nodes],
-        column_value[:, nodes],
-    )
-    for total, part in zip(sums[1:7], own, strict=True):
+    for total, part in zip(sums[1:9], _learned(parts, tables, sources), strict=True):
         total.add_(part)
+    return grad_limit
+
+
+def _learned(parts: dict[str, Tensor], tables: Tables, sources: Sources) -> tuple[Tensor, ...]:
+    """Gradients of the learned sources, from the sums that were kept apart."""
+    key, value, column_key, column_value, spread, drift = (part.sum(0) for part in parts.values())
+    sinks = slice(0, tables.sinks)
+    nodes = slice(tables.sink_room, tables.sink_room + sources.node_key.shape[1])
+    columns = (part[:, own] for own in (sinks, nodes) for part in (column_key, column_value))
+    return key, value, *columns, spread, drift
 
 
 def step_compiled(
