@@ -54,7 +54,7 @@ class _Measured:
         _refuse(query, key, situation, situation.obstacles if layer in meter.replaced else ())
         is_causal = form.kind == "causal" and form.valid is None and not situation.is_local
         if layer in meter.replaced and is_causal:
-            output, count_rows = meter.timed(
+            output, count_rows, _ = meter.timed(
                 layer, lambda: self.attention(query, key, value, situation), key.device
             )
             meter.rows[layer] = count_rows()

@@ -76,7 +76,7 @@ class _Timed:
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, situation: Situation) -> Tensor:
         meter, layer = self.meter, situation.layer
-        output, count_rows = meter.timed(layer, lambda: self.attend(query, key, value, situation), key.device)
+        output, count_rows, _ = meter.timed(layer, lambda: self.attend(query, key, value, situation), key.device)
         if layer in meter.replaced:
             meter.rows[layer] = count_rows()
         else:
@@ -109,7 +109,7 @@ def _by_heads(
     rows: list[float] = []
 
     def attend_whole(*whole: Tensor) -> Tensor:
-        output, count_rows = attend(*whole, situation)
+        output, count_rows, _ = attend(*whole, situation)
         rows.append(count_rows())
         return output
 
