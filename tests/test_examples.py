@@ -3,6 +3,7 @@
 import json
 import re
 import runpy
+import socket
 import sys
 import warnings
 from pathlib import Path
@@ -34,6 +35,12 @@ SCRIPTS = {
 def blocks(text):
     """The Python blocks of a document that are meant to run, in order."""
     return re.findall(r"^```python\n(.*?)^```", NOT_RUN.sub("", text), re.DOTALL | re.MULTILINE)
+
+
+def free_port():
+    with socket.socket() as place:
+        place.bind(("127.0.0.1", 0))
+        return place.getsockname()[1]
 
 
 def with_blocks():
@@ -106,6 +113,11 @@ def test_the_notebook_runs(capsys):
 def test_the_examples_of_a_document_run_in_order(path, monkeypatch):
     if path.name == "vision.md":
         pytest.importorskip("timm")
+    if path.name == "parallel.md":
+        # as torchrun starts one rank
+        place = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        for name, setting in place.items():
+            monkeypatch.setenv(name, setting)
     # a class of a block looks its module up by its name
     module = type(sys)("document_of_examples")
     monkeypatch.setitem(sys.modules, module.__name__, module)

@@ -85,7 +85,11 @@ def test_the_source_distribution_is_whole(built):
     ):
         assert name in found
     for folder in ("src/prescore", "tests", "docs", "examples", "experiments", "tools"):
-        files = [path for path in (ROOT / folder).rglob("*") if path.is_file() and "__pycache__" not in path.parts]
+        files = [
+            path
+            for path in (ROOT / folder).rglob("*")
+            if path.is_file() and path.suffix != ".so" and "__pycache__" not in path.parts
+        ]
         assert {path.relative_to(ROOT).as_posix() for path in files} - found == set()
 
 

@@ -14,7 +14,14 @@ from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parent.parent
 DOCS = "docs/"
-OUTSIDE = ("DESIGN.md", "CONTRIBUTING.md", "CHANGELOG.md", "experiments/**/README.md", "experiments/**/*.png")
+OUTSIDE = (
+    "DESIGN.md",
+    "CONTRIBUTING.md",
+    "SECURITY.md",
+    "CHANGELOG.md",
+    "experiments/**/README.md",
+    "experiments/**/*.png",
+)
 _LINK = re.compile(r"(\]\()([^)\s:#]+)((?:#[^)\s]*)?\))")
 _CODE = re.compile(r"(^```.*?^```|`[^`\n]+`)", re.DOTALL | re.MULTILINE)
 

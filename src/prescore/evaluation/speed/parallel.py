@@ -6,6 +6,7 @@ before anything is timed.
 
 from __future__ import annotations
 
+import json
 import statistics
 import tempfile
 import time
@@ -80,7 +81,7 @@ def measure_parallel(setting: ParallelSetting, seed: int) -> Values:
         threads = max(1, torch.get_num_threads() // setting.ranks)
         arguments = (setting, seed, folder, threads)
         start_processes(_serve, args=arguments, nprocs=setting.ranks, start_method="spawn")
-        found = [torch.load(Path(folder) / f"rank{rank}.pt") for rank in range(setting.ranks)]
+        found = [json.loads(_figures_of(folder, rank).read_text()) for rank in range(setting.ranks)]
     ways: Values = {}
     for name in setting.configs():
         own = [figures[name] for figures in found]
@@ -95,6 +96,10 @@ def measure_parallel(setting: ParallelSetting, seed: int) -> Values:
     return {"ways": ways}
 
 
+def _figures_of(folder: str, rank: int) -> Path:
+    return Path(folder) / f"rank{rank}.json"
+
+
 def _serve(rank: int, setting: ParallelSetting, seed: int, folder: str, threads: int) -> None:
     """One rank of a row."""
     torch.set_num_threads(threads)
@@ -102,7 +107,7 @@ def _serve(rank: int, setting: ParallelSetting, seed: int, folder: str, threads:
     try:
         group = as_group(dist.group.WORLD)
         found = {name: _measure(setting, config, group, seed) for name, config in setting.configs().items()}
-        torch.save(found, Path(folder) / f"rank{rank}.pt")
+        _figures_of(folder, rank).write_text(json.dumps(found))
         dist.barrier()
     finally:
         dist.destroy_process_group()

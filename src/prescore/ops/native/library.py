@@ -14,7 +14,7 @@ from threading import Lock
 import torch
 
 from prescore.errors import Unsupported
-from prescore.ops.native.build import ABI, FOLDER, levels_of_machine, library_name
+from prescore.ops.native.build import ABI, levels_of_machine, library_name
 
 VARIABLE = "PRESCORE_NATIVE"
 _AUTOMATIC = ("", "1", "auto")
@@ -38,6 +38,8 @@ class _Found:
     reasons: list[str] = field(default_factory=list)
 
 
+_FOLDER = Path(__file__).resolve().parent
+"""The only place libraries are loaded from."""
 _found: dict[str, _Found] = {}
 _lock = Lock()
 
@@ -109,7 +111,7 @@ def _search(asked: str) -> _Found:
 def _best(levels: tuple[str, ...]) -> _Found:
     reasons = []
     for level in reversed(levels):
-        path = FOLDER / library_name(level)
+        path = _FOLDER / library_name(level)
         if not path.is_file():
             reasons.append(f"{level} is not built")
             continue
