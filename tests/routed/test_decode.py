@@ -25,7 +25,6 @@ def test_steps_equal_the_whole_call():
     query, key, value = inputs(150)
     expected = whole(query, key, value)
     index = RoutedIndex(CONFIG, scale=SCALE)
-    index.extend(key[:, :, :20], value[:, :, :20])
     for length in range(21, 151):  # through several chunks and two joined pieces
         got = index.attend(query[:, :, length - 1 : length], key[:, :, :length], value[:, :, :length])
         place = slice(length - 1, length)
@@ -62,11 +61,26 @@ def test_beams_can_be_reordered(start, rows):
     torch.testing.assert_close(after.output, before.output[rows], rtol=0, atol=1e-12)
 
 
-def test_several_positions_are_refused():
-    query, key, value = inputs(40)
+def test_several_positions_are_steps_one_after_another():
+    query, key, value = inputs(150)
+    expected = whole(query, key, value)
     index = RoutedIndex(CONFIG, scale=SCALE)
-    with pytest.raises(ValueError, match="one position in a decoding step, got 2"):
-        index.attend(query[:, :, -2:], key, value)
+    index.attend(query[:, :, 59:60], key[:, :, :60], value[:, :, :60])
+    got = index.attend(query[:, :, 60:], key, value)
+    torch.testing.assert_close(got.output, expected.output[:, :, 60:], rtol=0, atol=1e-12)
+    torch.testing.assert_close(got.lse, expected.lse[:, :, 60:], rtol=0, atol=1e-12)
+
+
+def test_a_sequence_can_be_cropped_and_grow_otherwise():
+    query, key, value = inputs(150)
+    index = RoutedIndex(CONFIG, scale=SCALE)
+    index.attend(query[:, :, -1:], key, value)
+    index.crop(50)
+    query, key, value = (
+        torch.cat((a[:, :, :50], b[:, :, 50:]), dim=2) for a, b in zip(inputs(150), other, strict=True)
+    )
+    got = index.attend(query[:, :, -1:], key, value)
+    torch.testing.assert_close(got.output, whole(query, key, value).output[:, :, -1:], rtol=0, atol=1e-12)
 
 
 class LargestTensor(TorchDispatchMode):
@@ -101,8 +115,3 @@ def test_a_step_copies_no_past(start):
         got = index.attend(query, rows.key, rows.value)
     torch.testing.assert_close(got.output, expected.output, rtol=0, atol=1e-12)
     assert 0 < largest.size < 0.2 * key.numel()
-
-
-def test_tolerance_is_refused():
-    with pytest.raises(ValueError, match=r"a decode step is not certified, got tolerance=0.1"):
-        RoutedIndex(CONFIG.replace(tolerance=0.1), scale=SCALE)

@@ -33,7 +33,7 @@ def assert_same(got, wanted):
 @pytest.mark.parametrize("is_causal", [True, False])
 def test_reading_every_row_is_exact_attention(is_causal):
     tensors = inputs(75, 75)
-    got, figures = lanes(*tensors, **options(is_causal, rows=10**15))
+    got, figures = lanes(*tensors, **options(is_causal, rows=2**31 - 1))
     expected = exact_attention(*tensors, is_causal=is_causal, scale=SCALE)
     assert_same(got.output, expected.output)
     assert_same(got.lse, expected.lse)

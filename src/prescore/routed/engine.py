@@ -27,6 +27,13 @@ from prescore.routed.lanes import Answer, attend_lanes, exact_answer
 from prescore.routed.layout import make_layout
 from prescore.types import Attended, Outcome, Selection
 
+MEANS = {"rows_per_query", "searched_keys", "far_rows", "stand_in_rows"} | {
+    "error_limit_mean",
+    "read_further",
+    "read_everything",
+}
+"""Figures that are means over queries."""
+
 
 def routes_nothing(call: Call, config: Routed) -> bool:
     """Whether every query of a call without padding reads every key it may see."""
@@ -100,7 +107,7 @@ def _at_one_start(call: Call, config: Routed, gaps: Tensor | None) -> Answer:
             attend(_some_rows(call, own, call.n_keys, 0, place), config)
             for attend, own, place in zip((exact_answer, attend_lanes), rows, ("few", "many"), strict=True)
         ]
-        answer = _in_order(parts, rows, call.n_query)
+        answer = _in_order(call, parts, rows)
     if gaps is not None:
         answer.figures["exact_sequences"] = int(gaps.sum())
     return answer
@@ -128,18 +135,21 @@ def _start_by_start(call: Call, config: Routed, gaps: Tensor | None) -> Answer:
         shifted = Attended(pad(output, (0, 0, unseen, 0)), pad(lse, (unseen, 0), value=-torch.inf))
         parts.append(Answer(shifted, answer.figures))
         rows.append(some)
-    return _in_order(parts, rows, call.n_query)
+    return _in_order(call, parts, rows)
 
 
-def _in_order(parts: list[Answer], rows: list[Tensor], n_query: int) -> Answer:
+def _in_order(call: Call, parts: list[Answer], rows: list[Tensor]) -> Answer:
     """Answers for some sequences each, as one; figures are means over queries, the geometry is the last part's."""
     back = torch.cat(rows).argsort()
     whole = (torch.cat(t).index_select(0, back) for t in zip(*(part.attended for part in parts), strict=True))
-    counts = [len(own) * n_query for own in rows]
+    real = call.query_valid
+    counts = [len(own) * call.n_query if real is None else int(real.index_select(0, own).sum()) for own in rows]
     figures = dict(parts[-1].figures)
-    for name in ("rows_per_query", "searched_keys", "far_rows", "stand_in_rows"):
+    for name in MEANS & figures.keys():
         total = sum(count * part.figures[name] for count, part in zip(counts, parts, strict=True))
         figures[name] = total / max(1, sum(counts))
+    if "error_limit_max" in figures:
+        figures["error_limit_max"] = max(part.figures["error_limit_max"] for part in parts)
     found = [part.figures["exact_sequences"] for part in parts if "exact_sequences" in part.figures]
     return Answer(Attended(*whole), {**figures, **({"exact_sequences": sum(found)} if found else {})})
 

@@ -1,4 +1,4 @@
-"""Exact attention for some queries of a call: those an error bar asks for, or a few to compare with."""
+"""Exact attention for some queries of a call: those that an error bar asks for."""
 
 from __future__ import annotations
 
@@ -41,24 +41,3 @@ def exact_for(call: Call, wanted: Tensor) -> Attended:
                     mask = mask + padding[tree, :, cut:stop]
                 parts.append(Part(query_rows.shape, query_rows, key_rows=keys[tree, :, cut:stop], bias=mask))
     return attend_parts(call.query, call.key, call.value, parts, scale=call.scale, backend=call.backend)
-
-
-def sampled_error(call: Call, attended: Attended, real: Tensor, samples: int = 32) -> dict[str, float]:
-    """Relative output error at evenly spaced positions, computed exactly there: mean and standard error.
-
-    Only queries in `real [B, Hq, Nq]` count.
-    """
-    if call.query.numel() == 0:
-        return {"sampled_error": 0.0, "sampled_error_se": 0.0}
-    steps = torch.linspace(0, call.n_query - 1, min(samples, call.n_query), device=real.device)
-    place = steps.round().long().unique()
-    wanted = torch.zeros_like(real)
-    wanted[:, :, place] = real[:, :, place]
-    with torch.no_grad():
-        exact = exact_for(call, wanted).output[:, :, place]
-        off = torch.linalg.vector_norm((attended.output[:, :, place] - exact).float(), dim=-1)
-        size = torch.linalg.vector_norm(exact.float(), dim=-1)
-        seen = (size > 0) & real[:, :, place]
-        error = off[seen] / size[seen]
-    spread = float(error.std()) / math.sqrt(error.numel()) if error.numel() > 1 else 0.0
-    return {"sampled_error": float(error.mean()) if error.numel() else 0.0, "sampled_error_se": spread}

@@ -29,6 +29,9 @@ SHARE_PER_ROW = 2
 NUMBERS_AT_ONCE = 2**22
 """Numbers in the keys (or values) of the sequences that go together: copies of them are mapped memory in use."""
 
+ERROR_FIGURES = ("error_limit_mean", "error_limit_max", "read_further", "read_everything")
+"""What a call with a tolerance tells; all zero where everything is read."""
+
 
 class Answer(NamedTuple):
     """A result, and figures about it."""
@@ -48,7 +51,7 @@ def attend_lanes(call: Call, config: Routed) -> Answer:
     """
     layout = make_layout(call.n_query, call.n_keys, causal=call.is_causal, config=config)
     n_exact = layout.n_exact if call.query.numel() and call.key.numel() else layout.n_query
-    figures = geometry(layout, n_exact)
+    figures = geometry(layout, n_exact, config)
     results = []
     if n_exact or not layout.n_query:
         results.append(_beginning(call, layout, n_exact))
@@ -80,14 +83,15 @@ def search_of(config: Routed) -> Search:
 def exact_answer(call: Call, config: Routed) -> Answer:
     """Every query of the call reads every key it may see."""
     layout = make_layout(call.n_query, call.n_keys, causal=call.is_causal, config=config)
-    return Answer(call.exactly("few"), geometry(layout, layout.n_query))
+    return Answer(call.exactly("few"), geometry(layout, layout.n_query, config))
 
 
-def geometry(layout: Layout, n_exact: int) -> Values:
+def geometry(layout: Layout, n_exact: int, config: Routed) -> Values:
     """What is known before anything was read, as if all queries read everything."""
     met = float(layout.visible_rows().mean()) if layout.n_query else 0.0
     nothing = dict.fromkeys(("searched_keys", "far_rows", "stand_in_rows"), 0.0)
-    return {**asdict(layout), "exact_queries": n_exact, **nothing, "rows_per_query": met}
+    bars = dict.fromkeys(ERROR_FIGURES if config.tolerance is not None else (), 0.0)
+    return {**asdict(layout), "exact_queries": n_exact, **nothing, "rows_per_query": met, **bars}
 
 
 def _count(figures: Values, layout: Layout, n_exact: int, each: Tensor) -> None:
