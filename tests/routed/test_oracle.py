@@ -150,8 +150,9 @@ def test_a_query_by_hand():
 
 def test_codes_by_hand():
     key = torch.tensor([15.0, -15.0, 1.0, -0.9, 0.0, 7.0, 0.0, 0.0, 3.0], dtype=torch.float64)
-    # the first half counts in units of 2, the second in units of 0.4; 15 / 2 is beyond 7 and becomes 7
-    wanted = [14.0, -16.0, 0.0, 0.0, 0.0, 8.0, 0.0, 0.0, 7 * 0.4, *[0.0] * 7]
+    # the largest number of a half counts 7.49 units of it, which becomes 7
+    first, second = 15 / 7.49, 3 / 7.49
+    wanted = [7 * first, -7 * first, 0.0, 0.0, 0.0, 3 * first, 0.0, 0.0, 7 * second, *[0.0] * 7]
     assert coded_keys(key).tolist() == pytest.approx(wanted)
     query = torch.tensor([-31.0, 0.4, 0.6, 0.0], dtype=torch.float64)
     assert coded_query(query).tolist() == pytest.approx([-31.0, 0.0, 1.0, *[0.0] * 13])

@@ -66,10 +66,11 @@ def test_selections_count_keys_that_are_seen(name, sinks):
 @pytest.mark.parametrize("is_causal", [True, False])
 def test_counting_changes_neither_the_result_nor_what_is_exact(config, is_causal):
     query, key = torch.randn(2, 1, 1, 400, 16, generator=torch.Generator().manual_seed(0))
-    output, count_rows = attend_counting(query, key, key, config, Options(is_causal=is_causal, generator=0))
+    output, count_rows, stats = attend_counting(query, key, key, config, Options(is_causal=is_causal, generator=0))
     options = {"is_causal": is_causal, "generator": 0}
     assert torch.equal(output, prescored_attention(query, key, key, config, **options))
-    stats = prescored_attention(query, key, key, config, **options, return_aux=True)[1].stats
-    assert count_rows() == stats["rows_per_query"]
+    told = prescored_attention(query, key, key, config, **options, return_aux=True)[1].stats
+    assert count_rows() == told["rows_per_query"]
+    assert {name: told[name] for name in stats} == dict(stats)
     with pytest.raises(ValueError, match="query"):
         attend_counting(query[0, 0], key, key, config, Options(is_causal=True))

@@ -2,7 +2,7 @@
 
 What is coded is how a key differs from the mean of its node, whose logit is known: that is a bit more than the key
 itself would give. It is cut into two halves of its dimensions, each with a scale of its own, and its numbers
-become whole numbers from -8 to 7; a query has one scale and numbers from -31 to 31. Sums of their products are
+become whole numbers from -7 to 7; a query has one scale and numbers from -31 to 31. Sums of their products are
 exact in float32.
 """
 
