@@ -140,7 +140,7 @@ def test_the_budgets_of_the_default_change_nothing_but_the_rows():
     for method in methods[2:]:
         changed = {name for name, value in method.settings.items() if value != usual[name]}
         assert changed <= {"rows"}
-    assert methods[1].settings == {"leaf": 512}
+    assert methods[1].settings == {"leaf": usual["chunk_size"]}
 
 
 def test_a_field_that_is_set_reaches_every_configuration_that_has_it():

@@ -130,7 +130,7 @@ def test_nearby_is_attention_to_two_chunks_and_sinks(length, sinks):
         query, key, value, attn_mask=seen, scale=0.3, enable_gqa=True
     )
     situation = Situation(layer=0, is_causal=True, scale=0.3)
-    output, rows = methods.nearby(16, sinks).attention(0)(query, key, value, situation)
+    output, rows, _ = methods.nearby(16, sinks).attention(0)(query, key, value, situation)
     torch.testing.assert_close(output, wanted)
     assert rows() == near_rows(length, 16, sinks) == pytest.approx(float(seen.sum(1).double().mean()))
 

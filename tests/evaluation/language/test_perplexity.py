@@ -68,12 +68,13 @@ def test_rows_of_every_layer_are_counted_and_change_nothing(tiny, window):
         method = methods.prescored("some", config)
         tensors = torch.randn(3, 1, 2, 200, 8, generator=torch.Generator().manual_seed(0))
         situation = Situation(layer=3, is_causal=True)
-        output, count_rows = method.attention(5)(*tensors, situation)
+        output, count_rows, stats = method.attention(5)(*tensors, situation)
         plain, aux = prescore.prescored_attention(
             *tensors, config, is_causal=True, generator=layer_seed(5, 3), return_aux=True
         )
         torch.testing.assert_close(output, plain, rtol=0, atol=0)
         assert count_rows() == aux.stats["rows_per_query"]
+        assert {name: aux.stats[name] for name in stats} == dict(stats)
         with measured_attention(tiny.model, method) as meter:
             streamed_loss(tiny, window)
         assert set(meter.rows) == meter.replaced  # every layer, since the heads of each may differ

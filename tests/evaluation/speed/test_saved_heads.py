@@ -185,8 +185,8 @@ def test_long_routed_calls_are_checked_in_the_middle_and_at_the_end(causal, plac
     inputs = attention_tensors(n_keys=2100, dim=16, dtype=torch.float32)
     output = speed_check.plain_output(inputs, config, causal)
     assert speed_check.check_method("routed", inputs, config, output, causal) < 1e-6
-    output[0, 1, place, 3] += 0.1
-    with pytest.raises(RuntimeError, match=r"output of routed must match its reference to 0.0002, got 0.(1|09)"):
+    output[0, 1, place, 3] += 9  # more than a key at the limit weighs
+    with pytest.raises(RuntimeError, match=r"output of routed must match its reference to 0.0002, got (9|8.9)"):
         speed_check.check_method("routed", inputs, config, output, causal)
 
 
