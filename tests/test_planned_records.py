@@ -43,11 +43,10 @@ def stand_in(config):
 def planned_losses(record, sinks):
     config = record.config
     name, length = config["experiment"], config["n_tokens"]
-    of = {"default": "rows"}.get(name, name)  # what the records call the default's budgets
     model, window = stand_in(config)
     window.tokens, window.first = range(length), config["first"]
-    scale = Scale(length, leaf=default_leaf(of, length), sinks=sinks)
-    methods = experiment_methods(of, scale)
+    scale = Scale(length, leaf=default_leaf(name, length), sinks=sinks)
+    methods = experiment_methods(name, scale)
     return [loss_row(model, window, method, experiment=name, seed=record.seed) for method in methods]
 
 
@@ -91,12 +90,6 @@ def test_language_rows(path):
         assert record.key in keys(record.command, planned), record.config["method"]["label"]
 
 
-@folders("routed/default-*/records.jsonl")
-def test_rows_of_the_default(path):
-    for record in read_records(path):
-        assert record.key in keys("perplexity", planned_losses(record, sinks=0)), record.config["method"]["label"]
-
-
 @folders("vision/*/records.jsonl")
 def test_vision_rows(path):
     for record in read_records(path):
@@ -121,10 +114,7 @@ def test_speed_rows(path):
         assert record.key in keys("speed", planned), config
 
 
-def test_every_committed_file_is_planned_or_said_not_to_be():
-    """The one file that no command continues: its rows do not say where freed memory went."""
-    tested = ("language/*/records.jsonl", "routed/default-*/records.jsonl", "vision/*/records.jsonl")
-    found = {path for pattern in (*tested, "**/speed/records.jsonl") for path in EXPERIMENTS.glob(pattern)}
-    left = set(EXPERIMENTS.rglob("records*.jsonl")) - found
-    assert {path.name for path in left} == {"records-system-memory.jsonl"}
-    assert "records-system-memory.jsonl" in (EXPERIMENTS / "speed" / "README.md").read_text()
+def test_every_committed_file_is_planned():
+    tested = ("language/*/records.jsonl", "vision/*/records.jsonl", "**/speed/records.jsonl")
+    found = {path for pattern in tested for path in EXPERIMENTS.glob(pattern)}
+    assert set(EXPERIMENTS.rglob("records*.jsonl")) == found
