@@ -323,7 +323,8 @@ def test_refusals_are_one_sentence_and_code_2(model, text, tmp_path, capsys, mon
 def test_a_corrupt_records_file_is_refused_and_left_alone(model, text, tmp_path, capsys):
     out = tmp_path / "run"
     out.mkdir()
-    (out / "records.jsonl").write_text('{"command": "perplex')
+    damaged = '{"command": "perplex\n{"command": "perplexity"}\n'  # no torn end, which is dropped
+    (out / "records.jsonl").write_text(damaged)
     assert main(["perplexity", "--model", model, "-d", text, "-n", "64", "--out", str(out), "--resume"]) == 2
     assert "got a damaged line 1" in capsys.readouterr().err
-    assert (out / "records.jsonl").read_text() == '{"command": "perplex'
+    assert (out / "records.jsonl").read_text() == damaged

@@ -66,8 +66,9 @@ def command(
 ) -> None:
     """Continue a text greedily; print the text, prefill and decode speed, cache memory and selection sizes.
 
-    Examples: prescore generate --prompt-file book.txt --prompt-tokens 4000 --config key-diff --top-k 512;
-    prescore generate --prompt-file book.txt --prompt-tokens 7936 --max-new-tokens 256 --ignore-end --agreement
+    Example: prescore generate --prompt-file book.txt --prompt-tokens 4000 --config key-diff --top-k 512
+
+    Example: prescore generate --prompt-file book.txt --prompt-tokens 7936 --max-new-tokens 256 --ignore-end --agreement
     """
     from prescore.evaluation.language.generation import Continuation
     from prescore.report.generation import beam_table, generation_table

@@ -69,9 +69,11 @@ def command(
 ) -> None:
     """Time exact, unfiltered and pre-scored attention, interleaved in one run, each output checked first.
 
-    Examples: prescore speed --n 8192 --n 32768 --causal --threads 2;
-    prescore speed --save-heads heads --text-file book.txt --n 8192 --layers 0,12,24, then
-    prescore speed --heads heads --method default --threads 2
+    Example: prescore speed --n 8192 --n 32768 --causal --threads 2
+
+    Example: prescore speed --save-heads heads --text-file book.txt --n 8192 --layers 0,12,24
+
+    Example: prescore speed --heads heads --method default --threads 2
     """
     # the profiler behind the shares writes its own start and stop to stderr; read when torch is first imported
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
