@@ -27,11 +27,15 @@ $(STAMP): pyproject.toml setup.py constraints.txt tools/torchvision_hook.py
 		echo "import torchvision_hook; torchvision_hook.install()" > "$$site/prescore-torchvision.pth"
 	touch $(STAMP)
 
+# Several processes of one thread each: threads of OpenMP that wait for a busy core take it from those that work.
+WORKERS ?= 2
+PYTEST := HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+
 test: setup lint
-	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
+	$(PYTEST)
 
 test-fast: setup
-	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -m "not slow"
+	$(PYTEST) -m "not slow"
 
 # The tests of the C operators on libraries that check every address and every undefined operation.
 sanitize: setup
