@@ -27,6 +27,7 @@ with warnings.catch_warnings(record=True) as told, prescore.apply(model), torch.
     model(images)
 print("warned:", told[0].message)
 
-with prescore.apply(model, prescore.Routed(exact_until=0, rows=32, leaf_size=8, chunk_size=128)) as applied, torch.no_grad():
+routed = prescore.Routed(exact_until=0, rows=32, leaf_size=8, chunk_size=128)
+with prescore.apply(model, routed) as applied, torch.no_grad():
     model(images)
 print(applied)

@@ -68,7 +68,7 @@ def command(
 
     Example: prescore generate --prompt-file book.txt --prompt-tokens 4000 --config key-diff --top-k 512
 
-    Example: prescore generate --prompt-file book.txt --prompt-tokens 7936 --max-new-tokens 256 --ignore-end --agreement
+    Example: prescore generate --prompt-file book.txt --prompt-tokens 7936 --ignore-end --agreement
     """
     from prescore.evaluation.language.generation import Continuation
     from prescore.report.generation import beam_table, generation_table
