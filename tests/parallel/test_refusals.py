@@ -48,7 +48,7 @@ def test_a_refused_call_does_not_advance_the_generator(crew):
         assert unmoved
 
 
-@pytest.mark.parametrize("group", ["all", 3, object()], ids=str)
+@pytest.mark.parametrize("group", ["all", 3, object()], ids=["text", "number", "object"])
 def test_what_is_no_group(group):
     inputs = attention_tensors(n_keys=4)
     with pytest.raises(
