@@ -264,4 +264,5 @@ def _take_rows(tensor: Tensor, index: Tensor) -> Tensor:
     batch, heads, length, dim = tensor.shape
     base = torch.arange(batch * heads, device=tensor.device).view(batch, heads, 1) * length
     rows = (base + index[:, None, :]).reshape(-1)
-    return tensor.reshape(-1, dim).index_select(0, rows).view(batch, heads, -1, dim)
+    flat = tensor.reshape(batch * heads * length, dim)  # no size left open: there may be no heads
+    return flat.index_select(0, rows).view(batch, heads, index.shape[1], dim)

@@ -218,7 +218,9 @@ class _Lockstep:
             if tables is None:
                 tables = make_tables(self._sources(key, value, past.nodes, layout, spread, drift))
                 self._past = replace(past, tables=tables)
-            return step_compiled(query, (key, value), replace(tables, spread=spread, drift=drift), view, near)
+            if tables.spread is not spread:  # a step that was taken back sees one chunk less
+                tables = replace(tables, spread=spread, drift=drift)
+            return step_compiled(query, (key, value), tables, view, near)
         sources = self._sources(key, value, past.nodes, layout, spread, drift)
         tile = Tile(query, sources.key[:, None, near:], sources.value[:, None, near:], self._scale)
         wide = accumulation_dtype(query.dtype)

@@ -223,7 +223,7 @@ class Frame:
     def join(self, lanes: Tensor) -> Tensor:
         """`[B * Hkv, G, n * size, d]` -> `[B, Hq, Nq, d]`."""
         heads = (self.batch, self.n_kv_heads * self.group)
-        whole = lanes.reshape(*heads, -1, lanes.shape[-1])
+        whole = lanes.reshape(*heads, self.n_blocks * self.size, lanes.shape[-1])
         return whole[:, :, self.before : self.before + self.n_query]
 
 

@@ -74,7 +74,7 @@ def test_other_values_are_refused_by_name(monkeypatch, value):
 
 def test_a_level_that_cannot_run_is_refused(monkeypatch, tmp_path):
     monkeypatch.setenv(library.VARIABLE, "baseline")
-    monkeypatch.setattr(library, "FOLDER", tmp_path)
+    monkeypatch.setattr(library, "_FOLDER", tmp_path)
     with pytest.raises(Unsupported, match="PRESCORE_NATIVE=baseline cannot run: baseline is not built"):
         library.load()
     monkeypatch.setenv(library.VARIABLE, "avx512")
@@ -84,7 +84,7 @@ def test_a_level_that_cannot_run_is_refused(monkeypatch, tmp_path):
 
 
 def test_without_a_library_the_reason_is_told(monkeypatch, tmp_path):
-    monkeypatch.setattr(library, "FOLDER", tmp_path)
+    monkeypatch.setattr(library, "_FOLDER", tmp_path)
     assert library.load() is None
     assert library.describe_native().endswith("baseline is not built)")
 
@@ -95,7 +95,7 @@ def test_what_cannot_be_loaded_is_passed_over_and_named(monkeypatch, tmp_path):
     (tmp_path / library_name(best)).write_text("not a library")
     if best != "baseline":
         (tmp_path / library_name("baseline")).write_bytes((FOLDER / library_name("baseline")).read_bytes())
-    monkeypatch.setattr(library, "FOLDER", tmp_path)
+    monkeypatch.setattr(library, "_FOLDER", tmp_path)
     assert (library.load() is None) == (best == "baseline")
     assert f"{best}: cannot be loaded" in library.describe_native()
 

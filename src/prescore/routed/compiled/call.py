@@ -72,7 +72,10 @@ class Samples(ctypes.Structure):
 
 @dataclass(frozen=True, eq=False)
 class Tables:
-    """Sources in the layouts of compiled code; `room` columns, a multiple of 16, of which the first are sinks."""
+    """Sources in the layouts of compiled code; columns, a multiple of 16, of which the first are sinks.
+
+    They fit one another: what does not is refused when it is made, and not looked at again.
+    """
 
     columns: Tensor
     column_values: Tensor
@@ -84,6 +87,45 @@ class Tables:
     sinks: int
     sink_room: int
     row_stop: int
+
+    def __post_init__(self) -> None:
+        n_lanes, n_nodes, leaf = self.rows.shape
+        (room, wide), (pools, dim) = self.column_values.shape[1:], self.spread.shape[1:3]
+        real = torch.float32
+        expected = {
+            "columns": ((n_lanes, room // WIDTH, dim, WIDTH), real),
+            "column_values": ((n_lanes, room, wide), real),
+            "rows": ((n_lanes, n_nodes, leaf), torch.int32),
+            "codes": ((n_lanes, n_nodes, leaf // WIDTH, dim // 8, WIDTH, 4), torch.uint8),
+            "scales": ((n_lanes, n_nodes, leaf // WIDTH, 2, WIDTH), real),
+            "spread": ((n_lanes, pools, dim, dim), real),
+            "drift": ((n_lanes, pools, dim, wide), real),
+        }
+        for name, (shape, dtype) in expected.items():
+            tensor = getattr(self, name)
+            fits = tensor.shape == shape and tensor.is_contiguous() and tensor.device.type == "cpu"
+            if not fits or tensor.dtype != dtype:
+                got = f"{tuple(tensor.shape)} {tensor.dtype}"
+                raise ValueError(f"{name} must be {shape} contiguous {dtype}, got {got}")
+        if room % WIDTH or dim % WIDTH or wide % WIDTH or leaf % WIDTH or max(dim, wide) > MOST_DIM:
+            raise ValueError(f"sizes must be multiples of {WIDTH}, got {room}, {dim}, {wide} and {leaf}")
+        if not 0 <= self.sinks <= self.sink_room or self.sink_room + n_nodes > room or self.row_stop < 0:
+            raise ValueError(f"columns must hold {self.sinks} sinks and {n_nodes} nodes, got {room}")
+
+    @property
+    def nodes(self) -> int:
+        """Nodes of each lane."""
+        return self.rows.shape[1]
+
+    @property
+    def pools(self) -> int:
+        """Covariances of each lane."""
+        return self.spread.shape[1]
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """Lanes, and the numbers of a key and of a value."""
+        return self.rows.shape[0], self.spread.shape[2], self.column_values.shape[2]
 
 
 def run(
@@ -174,46 +216,36 @@ def _check(
 ) -> None:
     """Refuse whatever compiled code could read or write outside of: it checks nothing itself."""
     n_lanes, n_query, dim = query.shape
-    (key, value), (visible, *fixed), each = rows, seen, (n_lanes, n_query)
-    wide, n_keys, (_, n_nodes, leaf) = value.shape[-1], key.shape[-2], tables.rows.shape
-    room, pools = tables.column_values.shape[1], tables.spread.shape[1]
-    real, small = torch.float32, torch.int32
-    expected = [
-        ("query", query, (n_lanes, n_query, dim), real),
-        ("columns", tables.columns, (n_lanes, room // WIDTH, dim, WIDTH), real),
-        ("column_values", tables.column_values, (n_lanes, room, wide), real),
-        ("rows", tables.rows, (n_lanes, n_nodes, leaf), small),
-        ("codes", tables.codes, (n_lanes, n_nodes, leaf // WIDTH, dim // 8, WIDTH, 4), torch.uint8),
-        ("scales", tables.scales, (n_lanes, n_nodes, leaf // WIDTH, 2, WIDTH), real),
-        ("spread", tables.spread, (n_lanes, pools, dim, dim), real),
-        ("drift", tables.drift, (n_lanes, pools, dim, wide), real),
-        ("visible", visible, each, small),
-        *(("fixed rows", t, each, small) for t in fixed if t is not None),
-        *zip(("output", "lse", "limit"), results, ((*each, wide), each, each), (real,) * 3, strict=False),
-        ("counts", results[3], (2,), torch.long),
-    ]
-    for name, tensor, shape, dtype in expected:
-        # a result may have more dimensions than compiled code sees
-        fits = (
-            tensor.numel() == torch.Size(shape).numel() and tensor.is_contiguous() and tensor.device.type == "cpu"
-        )
-        if not fits or tensor.dtype != dtype:
-            raise ValueError(
-                f"{name} must be {shape} contiguous {dtype}, got {tuple(tensor.shape)} {tensor.dtype}"
-            )
+    (key, value), (visible, first, stop), each = rows, seen, (n_lanes, n_query)
+    wide, n_keys = value.shape[-1], key.shape[-2]
+    _expect("query", query, each, dim, torch.float32)
+    _expect("output", results[0], each, wide, torch.float32)
+    for name, result in zip(("lse", "limit"), results[1:3], strict=True):
+        _expect(name, result, each, 1, torch.float32)
+    _expect("counts", results[3], (1, 1), 2, torch.long)
+    for name, tensor in (("visible", visible), ("first", first), ("stop", stop)):
+        if tensor is not None:
+            _expect(name, tensor, each, 1, torch.int32)
     for name, tensor in zip(("key", "value"), rows, strict=True):
         lanes = tensor.shape[:-2].numel()
         if tensor.stride(-1) != 1 or tensor.dtype not in TYPES or lanes != n_lanes or tensor.shape[-2] != n_keys:
             raise ValueError(f"{name} must be rows of {n_lanes} lanes, got {tuple(tensor.shape)} {tensor.dtype}")
-    if dim % WIDTH or wide % WIDTH or leaf % WIDTH or max(dim, wide) > MOST_DIM or key.shape[-1] != dim:
-        raise ValueError(f"sizes must be multiples of {WIDTH}, got {dim}, {wide} and {leaf}")
-    if not 0 <= tables.row_stop <= n_keys or tables.sink_room + n_nodes > room or tables.sinks > tables.sink_room:
+    if tables.sizes != (n_lanes, dim, wide) or key.shape[-1] != dim:
+        raise ValueError(f"tables must be of {n_lanes} lanes of {dim} and {wide} numbers, got {tables.sizes}")
+    if tables.row_stop > n_keys:
         raise ValueError(f"tables must be of {n_keys} keys, got rows up to {tables.row_stop}")
-    most = int(visible.max()) if visible.numel() else 0
-    if not 0 <= int(visible.min() if visible.numel() else 0) <= most <= min(n_nodes, pools * view.nodes_per_chunk):
-        raise ValueError(f"visible nodes must lie between 0 and {n_nodes}, got up to {most}")
-    first, stop = fixed
+    least, most = (int(t) for t in torch.aminmax(visible)) if visible.numel() else (0, 0)
+    if not 0 <= least <= most <= min(tables.nodes, tables.pools * view.nodes_per_chunk):
+        raise ValueError(f"visible nodes must lie between 0 and {tables.nodes}, got {least} to {most}")
     if (first is None) != (stop is None):
         raise ValueError("first and stop must be given together, got one of them")
     if first is not None and stop is not None and (int(first.min()) < 0 or int(stop.max()) > n_keys):
         raise ValueError(f"fixed rows must lie within {n_keys} keys, got up to {int(stop.max())}")
+
+
+def _expect(name: str, tensor: Tensor, each: tuple[int, int], size: int, dtype: torch.dtype) -> None:
+    """Refuse a tensor of another size or kind; it may have more dimensions than compiled code sees."""
+    fits = tensor.numel() == each[0] * each[1] * size and tensor.is_contiguous() and tensor.device.type == "cpu"
+    if not fits or tensor.dtype != dtype:
+        wanted = f"{each[0]} x {each[1]} x {size} contiguous {dtype}"
+        raise ValueError(f"{name} must be {wanted}, got {tuple(tensor.shape)} {tensor.dtype}")
