@@ -7,6 +7,7 @@ in memory and are never copied.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -25,6 +26,10 @@ class Chunks(NamedTuple):
     key: Tensor
     value: Tensor
 
+    def of(self, blocks: slice) -> Chunks:
+        """Those of some blocks."""
+        return Chunks(self.key[blocks.start : blocks.stop + 1], self.value[blocks.start : blocks.stop + 1])
+
     def window(self, query: Tensor, rows: slice, scale: float) -> Tile:
         """What a strip of queries sees before its own square: the chunk before, and its own up to the strip."""
         return Tile(query, _window(self.key, rows.start), _window(self.value, rows.start), scale)
@@ -34,17 +39,22 @@ class Chunks(NamedTuple):
         return Tile(query, self.key[1:, None, rows], self.value[1:, None, rows], scale, causal=True)
 
 
-def attend_chunks(query: Tensor, chunks: Chunks, scale: float, backend: Backend, into: Attended) -> None:
-    """Blocks of queries `[n, G, t, D]` over their own and the chunk before, written to `into`."""
-    for rows in _strips(query.shape[2]):
-        own = query[:, :, rows]
-        window = backend.at(f"window {rows.start}").forward(chunks.window(own, rows, scale))
-        square = backend.at(f"square {rows.start}").forward(chunks.square(own, rows, scale))
+def attend_chunks(
+    query: Tensor, chunks: Chunks, scale: float, backend: Backend, into: Attended, real: slice
+) -> None:
+    """Blocks of queries `[n, G, t, D]` over their own and the chunk before, written to `into`.
+
+    Those outside of `real`, places in all blocks, are filler: strips of nothing else are left out.
+    """
+    for blocks, rows in _strips(query.shape[2], real):
+        own, near = query[blocks, :, rows], chunks.of(blocks)
+        window = backend.at(f"window {rows.start}").forward(near.window(own, rows, scale))
+        square = backend.at(f"square {rows.start}").forward(near.square(own, rows, scale))
         lse = torch.logaddexp(window.lse, square.lse)
         weight = torch.exp(window.lse - lse)[..., None]
-        output = into.output[:, :, rows]
+        output = into.output[blocks, :, rows]
         output.copy_(torch.lerp(square.output.to(output.dtype), window.output.to(output.dtype), weight))
-        into.lse[:, :, rows] = lse
+        into.lse[blocks, :, rows] = lse
 
 
 def attend_chunks_backward(
@@ -55,27 +65,33 @@ def attend_chunks_backward(
     scale: float,
     backend: Backend,
     sums: tuple[Tensor, Chunks],
+    real: slice,
 ) -> None:
     """Add the gradients of query, and of keys and values, under the merged output and lse to `sums`."""
     size, (grad_query, totals) = query.shape[2], sums
-    for rows in _strips(size):
-        own_grad, own_query, output = (t[:, :, rows].contiguous() for t in (grad, query, merged.output))
-        own = Attended(output, merged.lse[:, :, rows].contiguous())
-        tile = chunks.window(own_query, rows, scale)
+    for blocks, rows in _strips(size, real):
+        own_grad, own_query, output = (t[blocks, :, rows].contiguous() for t in (grad, query, merged.output))
+        own, near = Attended(output, merged.lse[blocks, :, rows].contiguous()), chunks.of(blocks)
+        tile = near.window(own_query, rows, scale)
         window = backend.at(f"window {rows.start}").backward(tile, own_grad, own)
-        tile = chunks.square(own_query, rows, scale)
+        tile = near.square(own_query, rows, scale)
         square = backend.at(f"square {rows.start}").backward(tile, own_grad, own)
-        grad_query[:, :, rows] += window.query + square.query
-        for total, behind, beside in zip(totals, window[1:], square[1:], strict=True):
+        grad_query[blocks, :, rows] += window.query + square.query
+        for total, behind, beside in zip(totals.of(blocks), window[1:], square[1:], strict=True):
             total[:-1] += behind[:, 0, :size]
             total[1:, : rows.start] += behind[:, 0, size:]
             total[1:, rows] += beside[:, 0]
 
 
-def _strips(size: int) -> list[slice]:
+def _strips(size: int, real: slice) -> Iterator[tuple[slice, slice]]:
+    """Rows of a block, and the blocks in which some of them are real."""
     n_strips = _STRIPS if size % _STRIPS == 0 and size >= _STRIPS * _SHORTEST_STRIP else 1
     step = size // n_strips
-    return [slice(start, start + step) for start in range(0, size, step)]
+    for start in range(0, size, step):
+        first = max(0, (real.start - start - step) // size + 1)
+        stop = (real.stop - 1 - start) // size + 1
+        if first < stop:
+            yield slice(first, stop), slice(start, start + step)
 
 
 def _window(chunks: Tensor, own: int) -> Tensor:

@@ -125,10 +125,14 @@ def attend_near(query: Tensor, sources: Sources, view: View, into: Attended) -> 
         into.output.copy_(found.output)
         into.lse.copy_(found.lse)
         return
+    for filler in (slice(0, view.real.start), slice(view.real.stop, None)):
+        into.output[:, :, filler] = 0
+        into.lse[:, :, filler] = 0
     for lane in range(query.shape[0]):
         chunks = Chunks(sources.near_key[lane], sources.near_value[lane])
         own = Attended(_blocks(into.output[lane], view), _blocks(into.lse[lane], view))
-        attend_chunks(_blocks(query[lane], view), chunks, view.scale, view.backend.at(f"near {lane}"), own)
+        backend = view.backend.at(f"near {lane}")
+        attend_chunks(_blocks(query[lane], view), chunks, view.scale, backend, own, view.real)
 
 
 def _attend_near_backward(
@@ -162,4 +166,5 @@ def _attend_near_backward(
             view.scale,
             view.backend.at(f"near {lane}"),
             (_blocks(grad_query[lane], view), Chunks(grad_near.key[lane], grad_near.value[lane])),
+            view.real,
         )
