@@ -22,6 +22,7 @@ POINTER, SIZE, REAL = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 class RowsStruct(ctypes.Structure):
     """Rows of keys or values where they lie."""
 
+    starts: ctypes.Array[ctypes.c_int64]
     _fields_ = (("data", POINTER), ("at", POINTER), ("step", SIZE), ("type", SIZE))
 
 
@@ -156,12 +157,12 @@ def run(
     if loaded is None:
         raise RuntimeError("compiled code must be there to run, got none")
     _check(query, rows, tables, view, seen, results)
-    (key, value), (visible, first, stop), (output, lse, limit, counts) = rows, seen, results
-    starts = [starts_of(t) for t in rows]
+    (_, value), (visible, first, stop), (output, lse, limit, counts) = rows, seen, results
+    where = [rows_struct(t) for t in rows]
     problem = FarCall(
         query=query.data_ptr(),
-        key=rows_struct(key, starts[0]),
-        value=rows_struct(value, starts[1]),
+        key=where[0],
+        value=where[1],
         visible=visible.data_ptr(),
         first=None if first is None else first.data_ptr(),
         stop=None if stop is None else stop.data_ptr(),
@@ -193,17 +194,15 @@ def run(
         raise MemoryError("compiled attention needs more memory than there is")
 
 
-def rows_struct(rows: Tensor, starts: Tensor) -> RowsStruct:
-    """Where rows lie; `starts` must live as long as the result."""
-    return RowsStruct(rows.data_ptr(), starts.data_ptr(), rows.stride(-2), TYPES[rows.dtype])
-
-
-def starts_of(rows: Tensor) -> Tensor:
-    """How many numbers lie before the first row of each lane."""
-    starts = torch.arange(rows.shape[0]) * rows.stride(0)
+def rows_struct(rows: Tensor) -> RowsStruct:
+    """Where rows lie, with the number of numbers before the first row of each lane."""
+    begins = [lane * rows.stride(0) for lane in range(rows.shape[0])]
     if rows.ndim == 4:
-        starts = (starts[:, None] + torch.arange(rows.shape[1]) * rows.stride(1)).flatten()
-    return starts
+        begins = [begin + head * rows.stride(1) for begin in begins for head in range(rows.shape[1])]
+    starts = (SIZE * len(begins))(*begins)
+    found = RowsStruct(rows.data_ptr(), ctypes.addressof(starts), rows.stride(-2), TYPES[rows.dtype])
+    found.starts = starts  # lives as long as what points to it
+    return found
 
 
 def _check(

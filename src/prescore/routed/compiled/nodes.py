@@ -11,7 +11,7 @@ from prescore.clustering.tree import FIT_SIZE
 from prescore.ops.backend import Backend
 from prescore.ops.native import library
 from prescore.routed.codes import Codes
-from prescore.routed.compiled.call import POINTER, SIZE, WIDTH, RowsStruct, rows_struct, starts_of
+from prescore.routed.compiled.call import POINTER, SIZE, WIDTH, RowsStruct, rows_struct
 from prescore.routed.compiled.far import runs_on
 from prescore.routed.layout import Layout
 from prescore.routed.tables import Nodes
@@ -55,12 +55,12 @@ def build_nodes_compiled(key: Tensor, value: Tensor, layout: Layout, begin: int,
     codes = torch.empty(n_lanes, n_nodes, leaf // WIDTH, dim // 8, WIDTH, 4, dtype=torch.uint8)
     scales = torch.empty(n_lanes, n_nodes, leaf // WIDTH, 2, WIDTH)
     spread, drift = (torch.empty(n_lanes, n_chunks, dim, size) for size in (dim, wide))
-    starts = [starts_of(t) for t in (key, value)]
+    where = [rows_struct(t) for t in (key, value)]
     made = (rows, *means, codes, scales, spread, drift)
     names = ("rows", "node_key", "node_value", "codes", "scales", "spread", "drift")
     call = NodeCall(
-        key=rows_struct(key, starts[0]),
-        value=rows_struct(value, starts[1]),
+        key=where[0],
+        value=where[1],
         lanes=n_lanes,
         begin=begin,
         chunks=n_chunks,
