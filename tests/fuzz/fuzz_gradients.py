@@ -1,0 +1,112 @@
+"""What must hold for derivatives, whatever engine answers, and for compiled code beside plain torch."""
+
+from dataclasses import replace
+
+import torch
+from fuzz_terms import FLIPPED, need
+
+from prescore import Routed
+from prescore.routed.compiled.call import TYPES, WIDTH
+from prescore.testing.budgets import assert_within
+
+STEP = 1e-6
+"""Of finite differences."""
+DIRECTIONS = 4
+"""A step flips a choice now and then, which is a jump and no slope; a wrong gradient is so in every direction."""
+
+
+def gradients(case):
+    """Finite, the same twice, none for padding, and those of a function that is linear in the values."""
+    case = replace(case, dtype=torch.float64)
+    mask = case.padding()
+    inputs = list(case.tensors())
+    if mask is not None and case.is_causal:  # a padded query may be anything too
+        own = mask[:, case.n_keys - case.n_query :, None]
+        inputs[0] = inputs[0].masked_fill(~own[:, None], torch.nan)
+    inputs = [t.requires_grad_() for t in inputs]
+    output = case.run(inputs, mask)
+    grad = torch.randn(output.shape, generator=torch.Generator().manual_seed(case.seed), dtype=output.dtype)
+    first = torch.autograd.grad(output, inputs, grad)
+    second = torch.autograd.grad(case.run(inputs, mask), inputs, grad)
+    for name, one, other in zip(("query", "key", "value"), first, second, strict=True):
+        assert torch.isfinite(one).all(), f"the gradient of {name} must be finite"
+        assert torch.equal(one, other), f"the gradient of {name} must be the same twice"
+    if mask is not None:
+        padded = ~mask[:, None, :, None]
+        assert not (first[1] * padded).any(), "a padded key must have no gradient"
+        assert not (first[2] * padded).any(), "a padded value must have no gradient"
+    moved, expected = (first[2] * inputs[2]).sum(), (grad * output).sum()
+    size = float((grad * output).detach().abs().sum()) + 1
+    assert_within(moved[None], expected[None], 1e-9 * size, "the derivative along the values")
+
+
+def slopes(case):
+    """Gradients of output and lse are those of finite differences, all choices being held by small steps."""
+    need(case.keys == "gaussian")  # where keys are equal, a step chooses among equal clusters
+    case = replace(case, dtype=torch.float64)
+    mask, tensors = case.padding(), case.tensors()
+    generator = torch.Generator().manual_seed(case.seed)
+    inputs = [t.clone().requires_grad_() for t in tensors]
+    loss = _loss(*case.run(inputs, mask, lse=True))
+    expected = torch.autograd.grad(loss, inputs, materialize_grads=True)
+    off = []
+    for _ in range(DIRECTIONS):
+        ways = [torch.randn(t.shape, generator=generator, dtype=t.dtype) for t in tensors]
+        there, back = (
+            _loss(*case.run([t + step * way for t, way in zip(tensors, ways, strict=True)], mask, lse=True))
+            for step in (STEP, -STEP)
+        )
+        found = float(there - back) / (2 * STEP)
+        slope = float(sum((grad * way).sum() for grad, way in zip(expected, ways, strict=True)))
+        size = float(sum((grad * way).abs().sum() for grad, way in zip(expected, ways, strict=True)))
+        if abs(found - slope) <= 1e-6 * (1 + size):
+            return
+        off.append(f"{slope:.6g} instead of {found:.6g}")
+    raise AssertionError(f"slopes must be those of finite differences, got {', '.join(off)}")
+
+
+def _loss(output, lse):
+    """A number that feels every entry differently."""
+    counted = torch.where(torch.isneginf(lse), 0.0, lse)
+    weights = torch.arange(1.0, 1 + output.numel(), dtype=output.dtype).sin().view(output.shape)
+    return (output * weights).sum() + (counted * weights[..., 0].cos()).sum()
+
+
+def compiled_agrees(case):
+    """Compiled code and plain torch, in sizes that the former knows: results and gradients."""
+    need(isinstance(case.config, Routed) and case.dtype in TYPES and not case.dropout_p)
+    sixteens = 1 + case.seed % 2
+    config = case.config.replace(leaf_size=WIDTH * sixteens, chunk_size=WIDTH * (2 + case.seed % 3))
+    longer = 80 + WIDTH * sixteens
+    n_query = case.n_query + (longer if case.n_query == case.n_keys or not case.is_causal else 0)
+    case = replace(
+        case,
+        config=config,
+        n_keys=case.n_keys + longer,
+        n_query=n_query,
+        dim=WIDTH * (1 + case.dim % 3),
+        value_dim=WIDTH * (1 + case.value_dim % 2),
+        scale=None if case.scale is None else case.scale / 8,  # float32 rounds logits of a hundred to 1e-5
+        backend="auto",
+    )
+    learns = config.tolerance is None
+    mask, found = case.padding(), []
+    for backend in ("auto", "plain"):
+        inputs = [t.requires_grad_(learns) for t in case.tensors()]
+        output, lse = case.run(inputs, mask, lse=True, backend=backend)
+        found.append((inputs, output, lse))
+    (own, output, lse), (others, expected, expected_lse) = found
+    budget = 64 * torch.finfo(case.dtype).eps * max(1.0, float(expected.detach().abs().max()))
+    apart = ~((output - expected).detach().abs().amax(-1) <= budget)
+    apart |= ~(((lse - expected_lse).detach().abs() <= 1e-3) | (lse == expected_lse))
+    many = f"{int(apart.sum())} of {apart.numel()} rows of compiled code differ from plain torch"
+    assert int(apart.sum()) <= max(1, FLIPPED * apart.numel()), many
+    need(learns)
+    for name, got, wanted in zip(
+        ("query", "key", "value"),
+        torch.autograd.grad(output[~apart].float().sin().sum(), own),
+        torch.autograd.grad(expected[~apart].float().sin().sum(), others),
+        strict=True,
+    ):
+        size = max(1.0, float(wanted.abs().max()))
+        assert_within(got, wanted, 256 * torch.finfo(case.dtype).eps * size, f"gradient of {name}")
