@@ -6,7 +6,7 @@ import torch
 from fuzz_terms import FLIPPED, need
 
 from prescore import Routed
-from prescore.routed.compiled.call import TYPES, WIDTH
+from prescore.routed.compiled.checked import TYPES, WIDTH
 from prescore.testing.budgets import assert_within
 
 STEP = 1e-6

@@ -175,9 +175,12 @@ def _compiled_values_drift_further(monkeypatch):
 
 def _compiled_gradients_lose_the_spread(monkeypatch):
     original = far._learned
-    monkeypatch.setattr(
-        far, "_learned", lambda parts, *rest: original({**parts, "spread": parts["spread"] * 0}, *rest)
-    )
+
+    def lose(parts, *rest):
+        *others, spread, drift = parts
+        return original((*others, spread * 0, drift), *rest)
+
+    monkeypatch.setattr(far, "_learned", lose)
 
 
 BREAKS = {
