@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import torch
 from fuzz_bad_inputs import bad_input
-from fuzz_gradients import compiled_agrees, gradients, slopes
+from fuzz_compiled import compiled_agrees, compiled_causality
+from fuzz_gradients import gradients, slopes
 from fuzz_terms import CLOSE, FLIPPED, aligned_by_rank, need, reads_all
 
 import prescore
@@ -209,6 +210,7 @@ ORACLES = {
         slopes,
         backends_agree,
         compiled_agrees,
+        compiled_causality,
         pieces,
         decode_step,
         bad_input,
