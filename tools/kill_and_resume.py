@@ -26,9 +26,6 @@ from prescore.cli.main import main
 from prescore.records import without_torn_end
 from prescore.testing.tiny_language_model import save_tiny_language_model
 
-DISKS = 5
-"""Sizes at which the disk is full, of each command."""
-
 
 class Disturbed(Exception):
     """Something that a crash must not do."""
@@ -149,20 +146,18 @@ def kill_often(command: Command, kills: int, scratch: Path, draw: random.Random,
     return runs + 1
 
 
-def fill_disk(command: Command, scratch: Path, draw: random.Random, whole: Undisturbed) -> int:
-    """Let the disk be full at ever later moments of one run; returns how often it was."""
-    out, full = scratch / "full", 0
-    for room in sorted(draw.sample(range(1, whole.size), DISKS)):
+def fill_disk(command: Command, disks: int, scratch: Path, draw: random.Random, whole: Undisturbed) -> None:
+    """Let the disk be full at ever later moments of one run."""
+    out = scratch / "full"
+    for room in sorted(draw.sample(range(1, whole.size), disks)):
         before = _finished(out)
         code = os.waitstatus_to_exitcode(os.waitpid(command.start(out, room), 0)[1])
         if code != 2 or "make room and continue with --resume" not in _said(out):
             raise Disturbed(f"a full disk must be told with exit code 2, got {code}: {_said(out)}")
         if _records(out).read_bytes() != _finished(out) or not _finished(out).startswith(before):
             raise Disturbed(f"a full disk must leave whole rows, got something else in {out}")
-        full += 1
     command.finish(out)
     whole.compare(out)
-    return full
 
 
 def commands(scratch: Path) -> list[Command]:
@@ -185,6 +180,7 @@ def kill_all(argv: Sequence[str] | None = None) -> int:
     """The command; 1 = a crash did something that it must not."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kills", type=int, default=30, help="of each command")
+    parser.add_argument("--disks", type=int, default=10, help="how often the disk of each is full")
     parser.add_argument("--command", action="append", help="only this one; may be repeated")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(argv)
@@ -197,12 +193,12 @@ def kill_all(argv: Sequence[str] | None = None) -> int:
             try:
                 whole = Undisturbed(command, scratch)
                 runs = kill_often(command, options.kills, scratch, draw, whole)
-                full = fill_disk(command, scratch, draw, whole)
+                fill_disk(command, options.disks, scratch, draw, whole)
             except Disturbed as disturbed:
                 sys.stdout.write(f"{command.name}: {disturbed}\n")
                 return 1
             sys.stdout.write(
-                f"{command.name}: {options.kills} kills in {runs} runs, {full} full disks, "
+                f"{command.name}: {options.kills} kills in {runs} runs, {options.disks} full disks, "
                 f"{len(whole.fixed)} of {len(whole.paths)} figures compared\n"
             )
             sys.stdout.flush()

@@ -15,7 +15,7 @@ from parallel_work import attend, gradient_weights, joined
 
 import prescore
 
-CALLS = int(os.environ.get("RANK_CALLS", "60"))
+CALLS = int(os.environ.get("RANK_CALLS", "30"))
 NAMES = ("query", "key", "value")
 
 
