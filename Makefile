@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.ready
 
-.PHONY: setup native test test-fast sanitize fuzz stateful demo docs lint clean
+.PHONY: setup native test test-fast sanitize fuzz stateful kills demo docs lint clean
 
 setup: $(STAMP) native
 
@@ -50,6 +50,11 @@ fuzz: setup
 RUNS ?= 200
 stateful: setup
 	HF_HUB_OFFLINE=1 STATEFUL_RUNS=$(RUNS) $(BIN)/python -m pytest tests/fuzz/test_stateful.py
+
+# measuring commands killed at random moments, their disks filled, and continued: make kills KILLS=30
+KILLS ?= 30
+kills: setup
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python tools/kill_and_resume.py --kills $(KILLS)
 
 lint: setup
 	$(BIN)/ruff check src tests tools examples setup.py

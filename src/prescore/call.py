@@ -219,6 +219,8 @@ def make_call(
     """
     streams = streams or Streams()
     n_query, n_keys = query.shape[2], key.shape[2]
+    if is_causal and mask is not None:
+        query = _readable(query, mask[:, n_keys - n_query :])
     query, factor = with_positive_scale(query, scale)
     start: Tensor | int = n_keys - n_query if is_causal else 0
     if not aligned:
@@ -252,6 +254,15 @@ def with_positive_scale(query: Tensor, scale: float | None) -> tuple[Tensor, flo
     if factor > 0:
         return query, factor
     return (-query, -factor) if factor < 0 else (query * 0, 1.0)
+
+
+def _readable(query: Tensor, real: Tensor) -> Tensor:
+    """Queries with zeros for the padded ones (`real [B, Nq]`) that are no numbers.
+
+    Their rows are nobody's, but gradients of keys and values sum over all rows, and 0 * NaN is NaN.
+    """
+    spoilt = ~real[:, None] & ~torch.isfinite(query.detach()).all(-1)
+    return query.masked_fill(spoilt[..., None], 0) if bool(spoilt.any()) else query
 
 
 def _shifted(shift: Tensor, length: int) -> tuple[Tensor, Tensor]:

@@ -14,7 +14,8 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 
 import torch
 from fuzz_cases import Case, random_case
-from fuzz_oracles import ORACLES, PassedOver, basics, refused
+from fuzz_oracles import ORACLES, basics
+from fuzz_terms import PassedOver, refused
 
 from prescore import Exact, KeyNorm, Selected
 

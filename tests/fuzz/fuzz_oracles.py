@@ -2,35 +2,19 @@
 
 import math
 import random
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import replace
 
 import torch
+from fuzz_bad_inputs import bad_input
+from fuzz_compiled import compiled_agrees, compiled_causality
+from fuzz_gradients import gradients, slopes
+from fuzz_terms import CLOSE, FLIPPED, aligned_by_rank, need, reads_all
 
 import prescore
-from prescore import Coupling, Exact, Hyper, Lsh, Routed, Selected
+from prescore import Coupling, Exact, Routed, Selected
 from prescore.decoding.decoder import OVER_SELECTION, Decoder, Past, Request, remembers
-from prescore.errors import Unsupported
 from prescore.testing.budgets import assert_within, error_budget
 from prescore.testing.dense import dense_attention, full_weights, subset_weights
-
-ROUTED_IS_STATELESS = True
-"""Whether steps and pieces of a prompt equal rows of the whole call for `Routed` too (identities 10 and 11)."""
-ROUTED_GRADIENTS_ARE_COMPLETE = False
-"""Whether the backward pass of `Routed` knows that spread, drift and limits move; else they are constants."""
-CLOSE = 1e-9
-"""Of float64 results that differ by the order of sums."""
-FLIPPED = 0.005
-"""Share of rows that may differ where rounding flips a choice."""
-
-
-class PassedOver(Exception):
-    """The oracle has nothing to say about this case."""
-
-
-def need(condition):
-    """Pass a case over unless the condition holds."""
-    if not condition:
-        raise PassedOver
 
 
 def basics(case):
@@ -166,28 +150,8 @@ def padding_content(case):
         moved = case.run((other, key, value), mask)[real]
         budget = 1e-9 if case.dtype == torch.float64 else 1e-2
         assert_within(moved.double(), expected[real].double(), budget, "real queries beside other padded ones")
-
-
-def gradients(case):
-    """Finite, the same twice, none for padding, and those of a function that is linear in the values."""
-    case = replace(case, dtype=torch.float64)
-    mask = case.padding()
-    inputs = [t.requires_grad_() for t in case.tensors()]
-    output = case.run(inputs, mask)
-    grad = torch.randn(output.shape, generator=torch.Generator().manual_seed(case.seed), dtype=output.dtype)
-    first = torch.autograd.grad(output, inputs, grad)
-    second = torch.autograd.grad(case.run(inputs, mask), inputs, grad)
-    for name, one, other in zip(("query", "key", "value"), first, second, strict=True):
-        assert torch.isfinite(one).all(), f"the gradient of {name} must be finite"
-        assert torch.equal(one, other), f"the gradient of {name} must be the same twice"
-    if mask is not None:
-        padded = ~mask[:, None, :, None]
-        assert not (first[1] * padded).any(), "a padded key must have no gradient"
-        assert not (first[2] * padded).any(), "a padded value must have no gradient"
-    need(ROUTED_GRADIENTS_ARE_COMPLETE or not isinstance(case.config, Routed) or reads_all(case))
-    moved, expected = (first[2] * inputs[2]).sum(), (grad * output).sum()
-    size = float((grad * output).detach().abs().sum()) + 1
-    assert_within(moved[None], expected[None], 1e-9 * size, "the derivative along the values")
+        spoilt = case.run((query.masked_fill(~mask[:, None, :, None], math.nan), key, value), mask)[real]
+        assert_within(spoilt.double(), expected[real].double(), budget, "real queries beside padded NaN")
 
 
 def backends_agree(case):
@@ -203,7 +167,6 @@ def pieces(case):
     """The last queries alone = the same rows of the whole call (identity 11)."""
     need(case.is_causal and case.n_query == case.n_keys and case.mask in ("none", "left") and not case.dropout_p)
     need(not aligned_by_rank(case.config) and not case.given)
-    need(ROUTED_IS_STATELESS or not isinstance(case.config, Routed) or reads_all(case))
     case = replace(case, dtype=torch.float64)
     query, key, value = case.tensors()
     count = random.Random(f"{case.seed} piece").randrange(1, case.n_keys + 1)
@@ -214,7 +177,7 @@ def pieces(case):
 def decode_step(case):
     """A step with fresh state = the call of that one query over all keys so far (identity 10)."""
     config = case.config
-    routed = isinstance(config, Routed) and ROUTED_IS_STATELESS
+    routed = isinstance(config, Routed)
     need(routed or (remembers(config) and not case.given))
     if isinstance(config, Selected):  # a step is exact over its selection
         coupling = Coupling(mask=config.coupling.mask)
@@ -234,52 +197,6 @@ def decode_step(case):
     assert_within(step.output, expected, CLOSE, "a decode step")
 
 
-def bad_input(case):
-    """One thing wrong: a sentence of an allowed kind, and the inputs as they were."""
-    draw = random.Random(f"{case.seed} bad")
-    tensors, options = list(case.tensors()), {**case.options(), "key_padding_mask": case.padding()}
-    need(all(t.numel() for t in tensors))
-    number = draw.randrange(3)
-    spoilt = draw.choice(
-        [
-            lambda t: t[0],
-            lambda t: t[None],
-            lambda t: t.int(),
-            lambda t: t[..., :0],
-            lambda t: t.to("meta"),
-            lambda t: t.to_sparse(),
-            lambda t: t.tolist(),
-            lambda t: None,
-            lambda t: t.cfloat(),
-            lambda t: torch.cat((t, t), 0)[:0],
-            lambda t: t[:, :0],
-        ]
-    )
-    wrong = draw.choice(["tensor", "tensor", "option", "not a number"])
-    if wrong == "tensor":
-        tensors[number] = spoilt(tensors[number])
-    elif wrong == "not a number":
-        number = max(1, number)
-        tensors[number][0, 0, -1, 0] = draw.choice([math.nan, math.inf, -math.inf])
-        options["key_padding_mask"] = None
-    else:
-        name = draw.choice(
-            ["is_causal", "scale", "dropout_p", "backend", "generator", "selection", "key_padding_mask"]
-        )
-        options[name] = draw.choice(["yes", -1.5j, [], object(), math.nan, 10**400, torch.ones(2), {}])
-    before = [t.clone() if isinstance(t, torch.Tensor) and not t.is_meta else None for t in tensors]
-    said = _refusal(tensors, case.config, options)
-    if said is None:
-        assert wrong != "not a number", "a key or value that is no number must be refused"
-    else:
-        assert said, "an error must say something"
-        assert "\n" not in said, f"an error must be one sentence, got {said}"
-        assert len(said) < 600, f"an error must be short, got {len(said)} characters"
-    for tensor, copied in zip(tensors, before, strict=True):
-        if copied is not None and copied.layout == torch.strided:
-            assert torch.equal(tensor.nan_to_num(), copied.nan_to_num()), "inputs must not change"
-
-
 ORACLES = {
     oracle.__name__: oracle
     for oracle in (
@@ -290,45 +207,15 @@ ORACLES = {
         padded_queries,
         padding_content,
         gradients,
+        slopes,
         backends_agree,
+        compiled_agrees,
+        compiled_causality,
         pieces,
         decode_step,
         bad_input,
     )
 }
-
-
-def _refusal(tensors, config, options):
-    """What an allowed error says; None when there was none."""
-    try:
-        prescore.prescored_attention(*tensors, config, **options)
-    except (ValueError, TypeError) as error:  # Unsupported is a ValueError
-        return str(error)
-    return None
-
-
-def reads_all(case):
-    """Whether the configuration reads every key that a query may see."""
-    config = case.config
-    if case.given:
-        return False
-    if isinstance(config, Routed):
-        return config.exact_until >= case.n_keys if case.is_causal else case.n_query < config.exact_until
-    if isinstance(config, Selected | Hyper) and case.is_causal and config.min_seq_len >= case.n_keys:
-        return True
-    if isinstance(config, Hyper):
-        return not case.is_causal and case.n_query < config.min_seq_len
-    if isinstance(config, Selected):
-        all_kept = config.top_k == 1.0 if isinstance(config.top_k, float) else config.top_k >= case.n_keys
-        return all_kept and config.inner == Exact()
-    return True
-
-
-def aligned_by_rank(config):
-    """Whether some part of a configuration is an `Lsh` aligned by rank, which sees all queries."""
-    if isinstance(config, Lsh):
-        return config.alignment == "rank"
-    return is_dataclass(config) and any(aligned_by_rank(getattr(config, f.name)) for f in fields(config))
 
 
 def _compare(case, reference, mask):
@@ -372,9 +259,3 @@ def _queries(case, first, last):
     """The real queries of a causal sequence."""
     past = case.n_keys - case.n_query
     return slice(max(0, first - past), last - past)
-
-
-def refused(case, error):
-    """Whether an error is a refusal with its reason: of a backend, or of an error bar beside gradients."""
-    asked = case.backend != "auto" or getattr(case.config, "tolerance", None) is not None
-    return isinstance(error, Unsupported) and asked

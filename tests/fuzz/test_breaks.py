@@ -9,11 +9,13 @@ import torch
 from fuzz_cases import random_case
 
 from fuzz import refute
-from prescore import call, checks
+from prescore import Routed, call, checks
 from prescore.api import attention, engines
 from prescore.decoding import state
 from prescore.ops import cpu, exact, plain
 from prescore.rng import Streams
+from prescore.routed import lanes, softmax
+from prescore.routed.compiled import far
 from prescore.types import Attended, Outcome
 
 TRIES = 600
@@ -148,6 +150,39 @@ def _pieces_have_other_positions(monkeypatch):
     monkeypatch.setattr(attention, "make_call", make)
 
 
+def _padded_queries_may_spoil_gradients(monkeypatch):
+    monkeypatch.setattr(call, "_readable", lambda query, real: query)
+
+
+def _limits_do_not_move(monkeypatch):
+    monkeypatch.setattr(softmax, "_through_the_limit", lambda grad, merged, known, grad_limit: (grad, merged))
+
+
+def _covariances_do_not_move(monkeypatch):
+    original = lanes.pooled
+    monkeypatch.setattr(lanes, "pooled", lambda parts: original(parts.detach()))
+
+
+def _compiled_values_drift_further(monkeypatch):
+    original = far.make_tables
+
+    def make(sources):
+        tables = original(sources)
+        return replace(tables, drift=tables.drift * 1.01)
+
+    monkeypatch.setattr(far, "make_tables", make)
+
+
+def _compiled_gradients_lose_the_spread(monkeypatch):
+    original = far._learned
+
+    def lose(parts, *rest):
+        *others, spread, drift = parts
+        return original((*others, spread * 0, drift), *rest)
+
+    monkeypatch.setattr(far, "_learned", lose)
+
+
 BREAKS = {
     _padding_is_not_hidden: "dense",
     _padded_queries_count_positions: "padded_queries",
@@ -158,7 +193,12 @@ BREAKS = {
     _inputs_are_changed: "basics",
     _value_gradient_is_too_large: "gradients",
     _key_gradient_is_lost: "dense",
+    _padded_queries_may_spoil_gradients: "gradients",
+    _limits_do_not_move: "slopes",
+    _covariances_do_not_move: "slopes",
     _plain_rounds: "backends_agree",
+    _compiled_values_drift_further: "compiled_agrees",
+    _compiled_gradients_lose_the_spread: "compiled_agrees",
     _the_future_leaks: "causality",
     _the_batch_leaks: "batch_and_padding",
     _blind_queries_see: "basics",
@@ -170,12 +210,24 @@ BREAKS = {
 }
 
 
+OF_ROUTED = (
+    _limits_do_not_move,
+    _covariances_do_not_move,
+    _compiled_values_drift_further,
+    _compiled_gradients_lose_the_spread,
+    _padded_queries_count_positions,
+)
+"""Breaks that no other configuration can feel."""
+
+
 @pytest.mark.parametrize("broken", BREAKS, ids=lambda broken: broken.__name__.strip("_"))
 def test_a_break_is_caught(broken, monkeypatch):
     oracle = BREAKS[broken]
+    cases = (random_case(random.Random(f"break/{number}")) for number in range(TRIES))
+    if broken in OF_ROUTED:
+        cases = (case for case in cases if isinstance(case.config, Routed))
     with monkeypatch.context() as patched:
         broken(patched)
-        cases = (random_case(random.Random(f"break/{number}")) for number in range(TRIES))
         failure = next((found for case in cases if (found := refute(oracle, case)) is not None), None)
     assert failure is not None, f"{oracle} must refute some call"
     assert refute(oracle, failure.case) is None, "without the break the same call holds"

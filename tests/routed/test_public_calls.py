@@ -1,10 +1,12 @@
 """Routed attention through the public door: padding behind queries, given selections, figures of batches."""
 
+import math
+
 import pytest
 import torch
 
 import prescore
-from prescore import Coupling, Routed, Selected, exact_attention, prescored_attention
+from prescore import Coupling, Exact, Routed, Selected, exact_attention, prescored_attention
 from prescore.routed.lanes import ERROR_FIGURES
 from prescore.testing.inputs import attention_tensors
 
@@ -71,14 +73,26 @@ def test_a_given_selection_is_zeroed_without_a_budget_too():
     assert_same(got, exact_attention(query, key * member, value * member).output)
 
 
-def test_a_padded_query_of_nan_stays_alone():
-    query, key, value = tensors(12)
-    mask = torch.ones(2, 12, dtype=torch.bool)
-    mask[0, :4] = False
-    query[0, :, :4] = torch.nan
-    result = exact_attention(query, key, value, is_causal=True, key_padding_mask=mask)
-    assert (result.output[0, :, :4] == 0).all()
-    assert torch.isfinite(result.output).all()
+@pytest.mark.parametrize("poison", [math.nan, math.inf])
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("config", [Exact(), SMALL, Selected("key-norm", top_k=4, min_seq_len=8)], ids=repr)
+def test_a_padded_query_that_is_no_number_is_felt_by_nobody(config, side, poison):
+    query, key, value = tensors(60)
+    mask = torch.ones(2, 60, dtype=torch.bool)
+    mask[0, :20] = side != "left"
+    mask[0, 40:] = side != "right"
+    real = mask[:, None].expand(query.shape[:3])
+    found = []
+    for content in (0.0, poison):
+        own = query.masked_fill(~mask[:, None, :, None], content)
+        inputs = [t.clone().requires_grad_() for t in (own, key, value)]
+        output = prescored_attention(*inputs, config, is_causal=True, key_padding_mask=mask)
+        found.append((output, *torch.autograd.grad(output[real].sin().sum(), inputs)))
+    for clean, beside in zip(*found, strict=True):
+        assert torch.isfinite(clean).all()
+        assert torch.equal(clean, beside)
+    if side == "left":
+        assert (found[1][0][0, :, :20] == 0).all()
 
 
 def error_figures(config, *arguments, **options):

@@ -109,7 +109,8 @@ def prescored_attention(
         value: `[B, Hkv, Nk, Dv]`, likewise.
         config: How to attend: a `Routed`, `Selected`, `Hyper` or `Exact`; None = `Routed()`.
         is_causal: Queries are the last `Nq` positions and see no later key.
-        key_padding_mask: `[B, Nk]`, True = a real key. Queries of padded keys see the real keys before them.
+        key_padding_mask: `[B, Nk]`, True = a real key. Queries of padded keys see the real keys before them; in
+            causal mode one that is no number is read as zeros.
         scale: Factor of the logits, any finite number; `D ** -0.5` by default.
         generator: Seed, generator or None.
         selection: With a `Selected`: use this selection instead of making one. Without a configuration: as

@@ -1,5 +1,9 @@
-"""Generations in several threads on one model never mix, whoever owns the caches."""
+"""Generations in several threads on one model never mix, whoever owns the caches.
 
+`GENERATIONS=200 python -m pytest tests/integrations/transformers/test_threads.py` runs longer.
+"""
+
+import os
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
@@ -12,6 +16,7 @@ import prescore.integrations.transformers
 from prescore import Routed, Selected
 
 N_THREADS = 6
+GENERATIONS = int(os.environ.get("GENERATIONS", "30"))
 ROUTED = Routed(rows=2, leaf_size=2, chunk_size=2, sinks=1, exact_until=0)
 COARSE = Selected("kmeans", top_k=3, sinks=1, min_seq_len=4)
 
@@ -41,7 +46,7 @@ def test_six_threads_give_the_tokens_of_one(config, cache):
     def generate(ids):
         return model.generate(ids, attention_mask=torch.ones_like(ids), **options)
 
-    jobs = texts(5 * N_THREADS)
+    jobs = texts(GENERATIONS)
     applied = None if config is None else prescore.apply(model, config)
     alone = [generate(ids) for ids in jobs]
     with ThreadPoolExecutor(N_THREADS) as pool:

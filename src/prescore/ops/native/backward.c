@@ -7,8 +7,8 @@
 #include "routed.h"
 #include "stand_ins.h"
 
-/* Must equal `FarGradients` in routed/compiled/call.py. Sums of keys, values, columns and covariances are kept `parts`
- * times, for as many threads at once, one after the other. */
+/* Must equal `FarGradients` in routed/compiled/buffers.py. Sums of keys, values, columns and covariances are kept
+ * `parts` times, for as many threads at once, one after the other. */
 typedef struct {
     const float *grad, *product;        /* [lanes, n_query, value_dim], [lanes, n_query]: grad . output */
     const float *column_keys;           /* [lanes, room, dim] */

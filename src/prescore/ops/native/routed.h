@@ -1,6 +1,7 @@
 /* Routed attention beyond the local chunks, on CPUs: what a call is made of, and what one thread works with.
  *
- * Pointers and sizes only. routed/compiled/call.py makes the only calls, and checks them; nothing here checks again.
+ * Pointers and sizes only. routed/compiled/checked.py makes the only calls, and all they touch is checked there; nothing
+ * here checks again.
  */
 #ifndef PRESCORE_ROUTED_H
 #define PRESCORE_ROUTED_H

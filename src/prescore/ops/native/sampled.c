@@ -5,7 +5,7 @@
  */
 #include "routed.h"
 
-/* Must equal `Samples` in routed/compiled/call.py. */
+/* Must equal `Samples` in routed/compiled/buffers.py. */
 typedef struct {
     const uint8_t *active;      /* [lanes, n_query]: queries that take part */
     const int32_t *place;       /* [node_room]: which key of each sixteen */
@@ -37,23 +37,36 @@ static void count_samples(const Problem *p, const Samples *s, Work *w, int64_t t
     for (int64_t i = w->nodes * s->each; i < (w->nodes * s->each + 15) / 16 * 16; i++) samples[i] = -INFINITY;
 }
 
+/* Squares of the distances between some values and an output, given their norms and products with it: summed. */
+static float sum_apart(const float *norms, const float *along, float square, int64_t n) {
+    floats sum = splat(0);
+    int64_t c = 0;
+    for (; c + WIDTH <= n; c += WIDTH)
+        sum += larger(load(norms + c) - splat(2.0f) * load(along + c) + splat(square), splat(0.0f));
+    float all = total(sum);
+    for (; c < n; c++) { /* behind them lie samples of nodes that the query does not see */
+        const float away = norms[c] - 2.0f * along[c] + square;
+        all += away > 0 ? away : 0;
+    }
+    return all;
+}
+
 /* How far the terms spread, from weights that are not yet divided by `mass`. */
 static void measure_spread(const Problem *p, const Samples *s, Work *w, int64_t t, const float *along, float mass) {
-    const int64_t at = w->index[t], wide = p->value_dim, end = (w->nodes * s->each + 15) / 16 * 16;
+    const int64_t at = w->index[t], wide = p->value_dim, n = w->nodes * s->each;
     const float *output = p->output + at * wide, square = dot(output, output, wide);
     const float *weights = w->logits + t * w->padded, *norms = s->norms + w->lane * p->more;
-    floats second = splat(0), fourth = splat(0), apart = splat(0);
-    for (int64_t c = 0; c < end; c += WIDTH) {
+    floats second = splat(0), fourth = splat(0);
+    for (int64_t c = 0; c < n; c += WIDTH) { /* those behind the last weigh nothing */
         const floats weight = load(weights + p->room + c) * splat(1.0f / mass);
         const floats away = load(norms + c) - splat(2.0f) * load(along + c) + splat(square);
         const floats term = weight * weight * larger(away, splat(0.0f));
         second += term;
         fourth += term * term;
-        apart += larger(away, splat(0.0f));
     }
     /* a key at the limit that no sample shows: what it may weigh, drawn as often as any other */
     const float unseen = expf(w->limit[t] - p->lse[at]);
-    const float hidden = (float)s->stride * unseen * unseen * total(apart) / (float)end;
+    const float hidden = (float)s->stride * unseen * unseen * sum_apart(norms, along, square, n) / (float)n;
     float all = total(second) + hidden, squares = total(fourth) + hidden * hidden;
     for (int64_t node = 0; node < w->nodes; node++) {
         const float weight = weights[p->sink_room + node] / mass;

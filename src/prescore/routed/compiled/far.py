@@ -11,7 +11,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from prescore.ops.native import library
-from prescore.routed.compiled.call import LEARNED, MOST_DIM, TYPES, WIDTH, FarGradients, Tables, run
+from prescore.routed.compiled.buffers import GradientBuffers
+from prescore.routed.compiled.call import Tables, run
+from prescore.routed.compiled.checked import MOST_DIM, TYPES, WIDTH
 from prescore.routed.sources import Sources, View
 from prescore.types import Attended
 
@@ -80,21 +82,8 @@ def attend_compiled_backward(
     turned_drift = tables.drift.transpose(2, 3).contiguous()
     grad_limit = torch.zeros_like(limit)
     like = (sources.key, sources.value, column_keys, tables.column_values, tables.spread, tables.drift)
-    parts = {
-        name: torch.zeros(_PARTS, *t.shape, dtype=torch.float32) for name, t in zip(LEARNED, like, strict=True)
-    }
-    more = FarGradients(
-        grad=grads.data_ptr(),
-        product=product.data_ptr(),
-        column_keys=column_keys.data_ptr(),
-        value_columns=value_columns.data_ptr(),
-        turned_drift=turned_drift.data_ptr(),
-        query=sums[0].data_ptr(),
-        limit=grad_limit.data_ptr(),
-        **{name: t.data_ptr() for name, t in parts.items()},
-        parts=_PARTS,
-        n_keys=sources.key.shape[1],
-    )
+    parts = tuple(torch.zeros(_PARTS, *t.shape, dtype=torch.float32) for t in like)
+    more = GradientBuffers(grads, product, column_keys, value_columns, turned_drift, sums[0], grad_limit, parts)
     run(
         "prescore_routed_backward",
         query.to(torch.float32).reshape(*flat, -1).contiguous(),
@@ -111,9 +100,9 @@ def attend_compiled_backward(
     return grad_limit
 
 
-def _learned(parts: dict[str, Tensor], tables: Tables, sources: Sources) -> tuple[Tensor, ...]:
+def _learned(parts: tuple[Tensor, ...], tables: Tables, sources: Sources) -> tuple[Tensor, ...]:
     """Gradients of the learned sources, from the sums that were kept apart."""
-    key, value, column_key, column_value, spread, drift = (part.sum(0) for part in parts.values())
+    key, value, column_key, column_value, spread, drift = (part.sum(0) for part in parts)
     sinks = slice(0, tables.sinks)
     nodes = slice(tables.sink_room, tables.sink_room + sources.node_key.shape[1])
     columns = (part[:, own] for own in (sinks, nodes) for part in (column_key, column_value))

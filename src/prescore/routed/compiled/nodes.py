@@ -9,9 +9,16 @@ from torch import Tensor
 
 from prescore.clustering.tree import FIT_SIZE
 from prescore.ops.backend import Backend
-from prescore.ops.native import library
 from prescore.routed.codes import Codes
-from prescore.routed.compiled.call import POINTER, SIZE, WIDTH, RowsStruct, rows_struct
+from prescore.routed.compiled.checked import (
+    POINTER,
+    SIZE,
+    WIDTH,
+    RowsStruct,
+    call_library,
+    check_rows,
+    rows_struct,
+)
 from prescore.routed.compiled.far import runs_on
 from prescore.routed.layout import Layout
 from prescore.routed.tables import Nodes
@@ -40,15 +47,10 @@ def can_build(key: Tensor, value: Tensor, layout: Layout, backend: Backend) -> b
 
 def build_nodes_compiled(key: Tensor, value: Tensor, layout: Layout, begin: int, n_chunks: int) -> Nodes:
     """Nodes of `n_chunks` chunks from `begin` on, as `build_nodes`; keys `[T, N, D]` or `[B, Hkv, N, D]`."""
-    loaded = library.load()
     n_lanes, n_keys, dim, wide = key.shape[:-2].numel(), key.shape[-2], key.shape[-1], value.shape[-1]
     n_nodes, leaf = n_chunks * layout.nodes_per_chunk, layout.leaf
-    if (
-        loaded is None
-        or begin < 0
-        or begin + n_chunks * layout.chunk > n_keys
-        or value.shape[:-1] != key.shape[:-1]
-    ):
+    check_rows(key, value, n_lanes, leaf)
+    if begin < 0 or begin + n_chunks * layout.chunk > n_keys or layout.chunk != leaf << layout.levels:
         raise ValueError(f"chunks must lie within {n_keys} keys, got {n_chunks} from {begin} on")
     rows = torch.empty(n_lanes, n_nodes, leaf, dtype=torch.int32)
     means = [torch.empty(n_lanes, n_nodes, size) for size in (dim, wide)]
@@ -72,6 +74,5 @@ def build_nodes_compiled(key: Tensor, value: Tensor, layout: Layout, begin: int,
         fit_size=FIT_SIZE,
         **{name: t.data_ptr() for name, t in zip(names, made, strict=True)},
     )
-    if loaded.prescore_build_nodes(ctypes.byref(call)):
-        raise MemoryError("compiled nodes need more memory than there is")
+    call_library("prescore_build_nodes", call)
     return Nodes(rows, means[0], means[1], Codes(codes, scales), spread, drift)

@@ -6,11 +6,18 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from prescore.routed.compiled.call import WIDTH, Samples, run
-from prescore.routed.compiled.far import make_tables
+from prescore.routed.compiled.buffers import MOST_SAMPLES, SampleBuffers
+from prescore.routed.compiled.call import run
+from prescore.routed.compiled.checked import WIDTH
+from prescore.routed.compiled.far import can_run, make_tables
 from prescore.routed.sources import Sources, Spread, View
 from prescore.routed.tables import take_rows
 from prescore.types import Attended
+
+
+def can_sample(query: Tensor, sources: Sources, view: View) -> bool:
+    """Whether compiled code can run a call with a sampled rest."""
+    return can_run(query, sources, view) and sources.rows.shape[2] <= MOST_SAMPLES * WIDTH
 
 
 def attend_sampled_compiled(
@@ -33,18 +40,7 @@ def attend_sampled_compiled(
     variance, fourth, limit = torch.zeros_like(lse), torch.zeros_like(lse), torch.zeros_like(lse)
     taking_part = active.to(torch.uint8).contiguous()
     counts = torch.zeros(2, dtype=torch.long)
-    samples = Samples(
-        active=taking_part.data_ptr(),
-        place=place.data_ptr(),
-        columns=columns.data_ptr(),
-        values=values.data_ptr(),
-        value_columns=value_columns.data_ptr(),
-        norms=norms.data_ptr(),
-        each=each,
-        stride=WIDTH,
-        variance=variance.data_ptr(),
-        fourth=fourth.data_ptr(),
-    )
+    samples = SampleBuffers(taking_part, place, columns, values, value_columns, norms, variance, fourth)
     visible = view.visible_to_each(group)
     run(
         "prescore_routed_sampled",

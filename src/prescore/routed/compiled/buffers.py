@@ -1,0 +1,140 @@
+"""What the backward and the sampled function read and write besides a call's own, and what it must look like."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from prescore.routed.compiled.checked import POINTER, SIZE, WIDTH, Expected, check_tensors
+
+MOST_SAMPLES = 31
+"""Of a node: which of them are read by themselves is kept in bits."""
+
+
+class Sizes(NamedTuple):
+    """Of one call."""
+
+    lanes: int
+    n_query: int
+    dim: int
+    value_dim: int
+    leaf: int
+    room: int
+    node_room: int
+    pools: int
+    n_keys: int
+    more: int
+
+
+_LEARNED = ("key", "value", "column_key", "column_value", "spread", "drift")
+_GIVEN = ("grad", "product", "column_keys", "value_columns", "turned_drift", "query", "limit")
+
+
+class FarGradients(ctypes.Structure):
+    """What the backward function reads and adds to, as ops/native/backward.c has it."""
+
+    _fields_ = (
+        *((name, POINTER) for name in (*_GIVEN, *_LEARNED)),
+        ("parts", SIZE),
+        ("n_keys", SIZE),
+    )
+
+
+class Samples(ctypes.Structure):
+    """What the sampled function reads and writes besides, as ops/native/sampled.c has it."""
+
+    _fields_ = (
+        *((name, POINTER) for name in ("active", "place", "columns", "values", "value_columns", "norms")),
+        ("each", SIZE),
+        ("stride", SIZE),
+        ("variance", POINTER),
+        ("fourth", POINTER),
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class GradientBuffers:
+    """Tensors of the backward function; `learned` are sums that are kept apart, the first dimension counts them.
+
+    Attributes:
+        grad, product: Of the output, and its product with the output.
+        column_keys, value_columns, turned_drift: Tables, the other way round.
+        query, limit: Gradients, added to and written.
+        learned: Gradients of keys, values, columns' keys and values, spread and drift, added to.
+    """
+
+    grad: Tensor
+    product: Tensor
+    column_keys: Tensor
+    value_columns: Tensor
+    turned_drift: Tensor
+    query: Tensor
+    limit: Tensor
+    learned: tuple[Tensor, ...]
+
+    def checked(self, sizes: Sizes) -> FarGradients:
+        """As compiled code takes it; refused where it could read or write outside."""
+        lanes, n_query, dim, wide, _, room, _, pools, n_keys, _ = sizes
+        each, n_parts = (lanes, n_query), self.learned[0].shape[0]
+        shapes = (
+            (*each, wide),
+            each,
+            (lanes, room, dim),
+            (lanes, room // WIDTH, wide, WIDTH),
+            (lanes, pools, wide, dim),
+            (*each, dim),
+            each,
+        )
+        sums = ((n_keys, dim), (n_keys, wide), (room, dim), (room, wide), (pools, dim, dim), (pools, dim, wide))
+        expected = [
+            *(Expected(name, getattr(self, name), shape) for name, shape in zip(_GIVEN, shapes, strict=True)),
+            *(
+                Expected(f"sums of {name}", tensor, (n_parts, lanes, *shape))
+                for name, tensor, shape in zip(_LEARNED, self.learned, sums, strict=True)
+            ),
+        ]
+        check_tensors(expected)
+        pointers = {name: own.tensor.data_ptr() for name, own in zip((*_GIVEN, *_LEARNED), expected, strict=True)}
+        return FarGradients(**pointers, parts=n_parts, n_keys=n_keys)
+
+
+@dataclass(frozen=True, eq=False)
+class SampleBuffers:
+    """Tensors of the sampled function: who takes part, which keys are drawn, and the spread of their terms."""
+
+    active: Tensor
+    place: Tensor
+    columns: Tensor
+    values: Tensor
+    value_columns: Tensor
+    norms: Tensor
+    variance: Tensor
+    fourth: Tensor
+
+    def checked(self, sizes: Sizes) -> Samples:
+        """As compiled code takes it; refused where it could read or write outside."""
+        lanes, more, each = sizes.lanes, sizes.more, sizes.leaf // WIDTH
+        rows, blocks = (lanes, sizes.n_query), (lanes, more // WIDTH)
+        expected = [
+            Expected("active", self.active, rows, torch.uint8),
+            Expected("place", self.place, (sizes.node_room,), torch.int32),
+            Expected("sampled columns", self.columns, (*blocks, sizes.dim, WIDTH)),
+            Expected("sampled values", self.values, (lanes, more, sizes.value_dim)),
+            Expected("sampled value columns", self.value_columns, (*blocks, sizes.value_dim, WIDTH)),
+            Expected("norms", self.norms, (lanes, more)),
+            Expected("variance", self.variance, rows),
+            Expected("fourth", self.fourth, rows),
+        ]
+        check_tensors(expected)
+        if more % WIDTH or more < sizes.node_room * each or each > MOST_SAMPLES:
+            raise ValueError(
+                f"samples must have {sizes.node_room} times {each} columns, at most {MOST_SAMPLES}, got {more}"
+            )
+        if self.place.numel() and not 0 <= int(self.place.min()) <= int(self.place.max()) < WIDTH:
+            raise ValueError(f"place must lie between 0 and {WIDTH - 1}, got up to {int(self.place.max())}")
+        pointers = {name: tensor.data_ptr() for name, tensor in vars(self).items()}
+        return Samples(**pointers, each=each, stride=WIDTH)

@@ -1,0 +1,95 @@
+"""Random calls of the fuzzer on several ranks: pieces of the result of one process, or one refusal everywhere.
+
+`RANK_CALLS=1000 python -m pytest tests/parallel/test_random_calls.py` runs longer.
+"""
+
+import os
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from fuzz_cases import random_case
+from fuzz_terms import CLOSE, FLIPPED
+from parallel_work import attend, gradient_weights, joined
+
+import prescore
+
+CALLS = int(os.environ.get("RANK_CALLS", "30"))
+NAMES = ("query", "key", "value")
+
+
+def shared_case(draw, ranks):
+    """A case whose sequence lies in equal pieces on some ranks."""
+    case = random_case(draw)
+    n_keys = -(-case.n_keys // ranks) * ranks
+    n_query = n_keys if case.n_query == case.n_keys else min(n_keys, -(-case.n_query // ranks) * ranks)
+    mask = case.mask if case.mask in ("none", "left", "right", "both") else "none"
+    return replace(
+        case, n_keys=n_keys, n_query=n_query, mask=mask, dtype=torch.float64, given=False, dropout_p=0.0
+    )
+
+
+def in_one_process(case, inputs, mask, learned):
+    """Output, lse and gradients; the words of a refusal instead."""
+    parts = [tensor.clone().requires_grad_(learned) for tensor in inputs]
+    try:
+        output, lse = case.run(parts, mask, lse=True)
+    except ValueError as refusal:
+        return str(refusal)
+    grads = torch.autograd.grad((output * gradient_weights(inputs)).sum(), parts) if learned else (None,) * 3
+    return output.detach(), lse.detach(), *grads
+
+
+def check_case(crew, case, ranks):
+    """Whether the ranks ran it; raises where they differ from one process."""
+    inputs, mask = case.tensors(), case.padding()
+    learned = getattr(case.config, "tolerance", None) is None
+    wanted = in_one_process(case, inputs, mask, learned)
+    found = crew.outcomes(attend, case.config, inputs, mask, case.options(), learned, ranks=ranks)
+    kinds = {kind for kind, _ in found}
+    if kinds == {"raised"}:
+        assert isinstance(wanted, str) or all(name == "Unsupported" for _, (name, _) in found), (case, found)
+        return False
+    assert kinds == {"done"}, (case, found)
+    assert not isinstance(wanted, str), (case, wanted)
+    compare(case, [result for _, result in found], wanted, learned)
+    return True
+
+
+def compare(case, pieces, wanted, learned):
+    """Pieces of all ranks with the result of one process."""
+    output, lse, *grads = joined(pieces) if learned else _without_gradients(pieces)
+    apart = ~((output - wanted[0]).abs().amax(-1) <= CLOSE)
+    apart |= ~(((lse - wanted[1]).abs() <= CLOSE) | (lse == wanted[1]))
+    assert int(apart.sum()) <= FLIPPED * apart.numel(), (case, int(apart.sum()))
+    if not bool(apart.any()):
+        for name, own, one in zip(NAMES, grads, wanted[2:], strict=False):
+            torch.testing.assert_close(
+                own, one, rtol=1e-8, atol=1e-8, msg=lambda text, n=name: f"{case}, {n}: {text}"
+            )
+
+
+def _without_gradients(pieces):
+    return [torch.cat([piece[place] for piece in pieces], dim=2) for place in (0, 1)]
+
+
+def test_random_calls(crew):
+    seed, ran = random.SystemRandom().randrange(2**31), 0
+    print(f"seed {seed}")  # noqa: T201
+    for number in range(CALLS):
+        draw = random.Random(f"{seed}/ranks/{number}")
+        ranks = draw.choice([2, 3, 4])
+        ran += check_case(crew, shared_case(draw, ranks), ranks)
+    assert ran >= CALLS // 2, f"seed {seed}: {ran} of {CALLS} calls ran"
+
+
+def test_a_wrong_piece_is_noticed(crew):
+    case = shared_case(random.Random("ranks"), 2)
+    case = replace(case, config=prescore.Exact(), n_keys=8, n_query=8, mask="none", backend="auto", scale=0.3)
+    assert check_case(crew, case, 2)
+    inputs = case.tensors()
+    found = crew.outcomes(attend, case.config, inputs, None, case.options(), True, ranks=2)
+    other = replace(case, scale=0.4)
+    with pytest.raises(AssertionError):
+        compare(other, [result for _, result in found], in_one_process(other, inputs, None, True), True)

@@ -1,0 +1,60 @@
+"""Killed commands and full disks, a few times each; `python tools/kill_and_resume.py` does it often."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TOOL = Path(__file__).parent.parent.parent / "tools" / "kill_and_resume.py"
+
+
+@pytest.fixture(name="tool")
+def loaded_tool():
+    spec = importlib.util.spec_from_file_location("kill_and_resume", TOOL)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["kill_and_resume"] = module  # its dataclass looks itself up
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules["kill_and_resume"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="commands are killed as forked processes")
+def test_commands_survive_kills_and_full_disks():
+    # a process of its own: one with threads must not fork
+    few = ["--kills", "2", "--disks", "1", "--command", "perplexity", "--command", "speed"]
+    done = subprocess.run(
+        [sys.executable, str(TOOL), *few], capture_output=True, text=True, check=False, timeout=300
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = done.stdout.splitlines()
+    assert [line.split(":")[0] for line in lines] == ["perplexity", "speed"]
+    assert all("2 kills" in line and "1 full disks" in line for line in lines)
+
+
+def record(key, **figures):
+    return json.dumps({"key": key, "figures": figures}) + "\n"
+
+
+def test_rows_lost_repeated_or_changed_are_noticed(tool, tmp_path):
+    whole = object.__new__(tool.Undisturbed)
+    path = tmp_path / "records.jsonl"
+    path.write_text(record("a", loss=1.0, seconds=2.0) + record("b", loss=[3.0, 4.0], seconds=5.0))
+    whole.paths = set(tool._figures(tmp_path))
+    whole.fixed = {name: value for name, value in tool._figures(tmp_path).items() if "seconds" not in name}
+    assert whole.fixed == {"a/loss": 1.0, "b/loss/0": 3.0, "b/loss/1": 4.0}
+    path.write_text(record("b", loss=[3.0, 4.0], seconds=6.0) + record("a", loss=1.0, seconds=7.0))
+    whole.compare(tmp_path)
+    for wrong, said in (
+        (record("a", loss=1.0, seconds=2.0), "the same rows"),
+        (path.read_text() + record("a", loss=1.0, seconds=2.0), "once"),
+        (path.read_text().replace("4.0", "4.5"), "another b/loss/1"),
+    ):
+        path.write_text(wrong)
+        with pytest.raises(tool.Disturbed, match=said):
+            whole.compare(tmp_path)
+        path.write_text(record("b", loss=[3.0, 4.0], seconds=6.0) + record("a", loss=1.0, seconds=7.0))

@@ -1,0 +1,209 @@
+"""Kill measuring commands at random moments, fill their disk, continue them, and compare with undisturbed runs.
+
+    python tools/kill_and_resume.py --kills 30
+
+Each command runs on something tiny, in a process of its own that is killed with SIGKILL. No finished row may be
+lost or repeated, and in the end every figure is that of an undisturbed run, but for those in which two undisturbed
+runs differ already: times. A disk is full where the record file may not grow any further.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import resource
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from prescore.cli.main import main
+from prescore.records import without_torn_end
+from prescore.testing.tiny_language_model import save_tiny_language_model
+
+
+class Disturbed(Exception):
+    """Something that a crash must not do."""
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command on something tiny."""
+
+    name: str
+    argv: tuple[str, ...]
+
+    def start(self, out: Path, room: int | None = None) -> int:
+        """Run or continue it in a process of its own, whose record file holds at most `room` bytes."""
+        argv = [*self.argv, "--out", str(out), "--json", *(["--resume"] if _records(out).exists() else [])]
+        out.mkdir(parents=True, exist_ok=True)
+        child = os.fork()
+        if child:
+            return child
+        code = 70
+        try:
+            said = os.open(out / "said.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+            for stream in (1, 2):
+                os.dup2(said, stream)
+            if room is not None:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (room, room))
+            code = main(argv)
+        except SystemExit as stop:
+            code = int(stop.code or 0)
+        finally:
+            os._exit(code)
+
+    def finish(self, out: Path) -> None:
+        """Run or continue it to its end."""
+        code = os.waitstatus_to_exitcode(os.waitpid(self.start(out), 0)[1])
+        if code:
+            raise Disturbed(f"{self.name} must end well, got exit code {code}: {_said(out)}")
+
+
+def _records(out: Path) -> Path:
+    return out / "records.jsonl"
+
+
+def _said(out: Path) -> str:
+    return (out / "said.txt").read_text(errors="replace")[-500:]
+
+
+def _finished(out: Path) -> bytes:
+    """The whole lines of a record file."""
+    return without_torn_end(_records(out).read_bytes()) if _records(out).exists() else b""
+
+
+def _figures(out: Path) -> dict[str, object]:
+    """Every figure by its row and path; a row that is there twice is refused."""
+    figures: dict[str, object] = {}
+    rows = [json.loads(line) for line in _records(out).read_text().splitlines()]
+    if len({row["key"] for row in rows}) != len(rows):
+        raise Disturbed(f"every row must be there once, got {len(rows)} with repetitions in {out}")
+    for row in rows:
+        figures.update(_leaves(row["key"], row["figures"]))
+    return figures
+
+
+def _leaves(path: str, value: object) -> Iterator[tuple[str, object]]:
+    if isinstance(value, dict):
+        for name, own in value.items():
+            yield from _leaves(f"{path}/{name}", own)
+    elif isinstance(value, list):
+        for place, own in enumerate(value):
+            yield from _leaves(f"{path}/{place}", own)
+    else:
+        yield path, value
+
+
+class Undisturbed:
+    """What a command measures when nothing happens: twice, so that times can be told from figures."""
+
+    def __init__(self, command: Command, scratch: Path) -> None:
+        runs = []
+        for number in range(2):
+            begin = time.monotonic()
+            command.finish(scratch / f"whole {number}")
+            self.seconds = time.monotonic() - begin
+            runs.append(_figures(scratch / f"whole {number}"))
+        self.paths = set(runs[0])
+        self.fixed = {path: value for path, value in runs[0].items() if runs[1].get(path, None) == value}
+        self.size = _records(scratch / "whole 0").stat().st_size
+
+    def compare(self, out: Path) -> None:
+        """Refuse other rows, other figures or figures of another value."""
+        found = _figures(out)
+        if set(found) != self.paths:
+            raise Disturbed(f"the same rows and figures must be there, got others in {out}")
+        off = [path for path, value in self.fixed.items() if found[path] != value]
+        if off:
+            raise Disturbed(f"figures must be those of an undisturbed run, got another {off[0]} in {out}")
+
+
+def kill_often(command: Command, kills: int, scratch: Path, draw: random.Random, whole: Undisturbed) -> int:
+    """Kill and continue a command; returns how many runs came to their end on the way."""
+    done, runs = 0, 0
+    out = scratch / "killed 0"
+    while done < kills:
+        before, child = _finished(out), command.start(out)
+        time.sleep(draw.uniform(0, 0.9 * whole.seconds))
+        os.kill(child, signal.SIGKILL)
+        killed = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+        done += killed
+        if not _finished(out).startswith(before):
+            raise Disturbed(f"finished rows must stay, got others in {out}")
+        if not killed or len(_finished(out)) >= whole.size:
+            command.finish(out)
+            whole.compare(out)
+            runs += 1
+            out = scratch / f"killed {runs}"
+    command.finish(out)
+    whole.compare(out)
+    return runs + 1
+
+
+def fill_disk(command: Command, disks: int, scratch: Path, draw: random.Random, whole: Undisturbed) -> None:
+    """Let the disk be full at ever later moments of one run."""
+    out = scratch / "full"
+    for room in sorted(draw.sample(range(1, whole.size), disks)):
+        before = _finished(out)
+        code = os.waitstatus_to_exitcode(os.waitpid(command.start(out, room), 0)[1])
+        if code != 2 or "make room and continue with --resume" not in _said(out):
+            raise Disturbed(f"a full disk must be told with exit code 2, got {code}: {_said(out)}")
+        if _records(out).read_bytes() != _finished(out) or not _finished(out).startswith(before):
+            raise Disturbed(f"a full disk must leave whole rows, got something else in {out}")
+    command.finish(out)
+    whole.compare(out)
+
+
+def commands(scratch: Path) -> list[Command]:
+    """Each measuring command that is asked about, on a tiny model or a small study."""
+    model = save_tiny_language_model(scratch / "model")
+    text = scratch / "text.txt"
+    text.write_text("The keys that matter are few, and the rest may be stood for. " * 20)
+    language = ("--model", str(model), "-d", str(text), "-n", "128", "--method", "kmeans", "--method", "key-norm")
+    budgets = ("--top-k", "8", "--top-k", "16", "--top-k", "24")
+    planted = ("--quick", "--n", "400", "--d", "4", "--method", "key-norm", "--method", "kmeans")
+    speed = ("--quick", "--n", "64", "--n", "128", "--dim", "16", "--n-heads", "1", "--method", "default")
+    return [
+        Command("perplexity", ("perplexity", *language, *budgets)),
+        Command("planted", ("planted", *planted, "--rule", "nearest")),
+        Command("speed", ("speed", *speed, "--method", "hyper", "--method", "kmeans")),
+    ]
+
+
+def kill_all(argv: Sequence[str] | None = None) -> int:
+    """The command; 1 = a crash did something that it must not."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--kills", type=int, default=30, help="of each command")
+    parser.add_argument("--disks", type=int, default=10, help="how often the disk of each is full")
+    parser.add_argument("--command", action="append", help="only this one; may be repeated")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args(argv)
+    draw = random.Random(options.seed)
+    with tempfile.TemporaryDirectory() as folder:
+        for command in commands(Path(folder)):
+            if options.command and command.name not in options.command:
+                continue
+            scratch = Path(folder) / command.name
+            try:
+                whole = Undisturbed(command, scratch)
+                runs = kill_often(command, options.kills, scratch, draw, whole)
+                fill_disk(command, options.disks, scratch, draw, whole)
+            except Disturbed as disturbed:
+                sys.stdout.write(f"{command.name}: {disturbed}\n")
+                return 1
+            sys.stdout.write(
+                f"{command.name}: {options.kills} kills in {runs} runs, {options.disks} full disks, "
+                f"{len(whole.fixed)} of {len(whole.paths)} figures compared\n"
+            )
+            sys.stdout.flush()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(kill_all())
