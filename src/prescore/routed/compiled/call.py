@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from prescore.routed.compiled.buffers import GradientBuffers, SampleBuffers, Sizes
+from prescore.routed.compiled.buffers import GradientBuffers, SampleBuffers, CallSizes
 from prescore.routed.compiled.checked import (
     POINTER,
     REAL,
@@ -17,7 +17,7 @@ from prescore.routed.compiled.checked import (
     Expected,
     RowsStruct,
     call_library,
-    check_rows,
+    check_lanes,
     check_tensors,
     rows_struct,
     starts_of,
@@ -28,7 +28,7 @@ from prescore.routed.stand_ins import MOST_KNOWN_GAIN
 _TABLES = ("columns", "column_values", "rows", "codes", "scales", "spread", "drift")
 COUNTS = ("lanes", "n_query", "dim", "value_dim", "leaf", "sinks", "sink_room", "room", "node_room", "pools")
 SHARED = ("lanes", "n_query", "dim", "value_dim", "leaf", "room", "node_room", "pools")
-"""Counts that `Sizes` has."""
+"""Counts that `CallSizes` has."""
 
 
 class FarCall(ctypes.Structure):
@@ -86,7 +86,7 @@ def run(
         more: Columns that the latter needs behind those of the tables.
     """
     _check(query, rows, tables, view, seen, results)
-    sizes = Sizes(
+    sizes = CallSizes(
         lanes=query.shape[0],
         n_query=query.shape[1],
         dim=query.shape[2],
@@ -158,7 +158,7 @@ def _check(
         Expected("counts", results[3], (2,), torch.long),
     ]
     check_tensors(expected)
-    check_rows(key, value, n_lanes, leaf)
+    check_lanes(key, value, n_lanes, leaf)
     if key.shape[-1] != dim or room % WIDTH or tables.sink_room % WIDTH:
         raise ValueError(f"columns must be {WIDTH} side by side of {dim} numbers, got {room} of {key.shape[-1]}")
     if not 0 <= tables.row_stop <= n_keys or tables.sink_room + n_nodes > room or tables.sinks > tables.sink_room:
