@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from prescore.routed.compiled.buffers import GradientBuffers, SampleBuffers, CallSizes
+from prescore.routed.compiled.buffers import CallSizes, GradientBuffers, SampleBuffers
 from prescore.routed.compiled.checked import (
     POINTER,
     REAL,
