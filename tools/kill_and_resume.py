@@ -38,18 +38,18 @@ class Command:
     name: str
     argv: tuple[str, ...]
 
-    def start(self, out: Path, room: int | None = None) -> int:
-        """Run or continue it in a process of its own, whose record file holds at most `room` bytes."""
+    def start(self, out: Path, room: int | None = None) -> Running:
+        """Run or continue it in a process of its own, whose files hold at most `room` bytes each."""
         argv = [*self.argv, "--out", str(out), "--json", *(["--resume"] if _records(out).exists() else [])]
-        out.mkdir(parents=True, exist_ok=True)
+        reader, writer = os.pipe()  # a file would be full as the disk is
         child = os.fork()
         if child:
-            return child
+            os.close(writer)
+            return Running(child, reader)
         code = 70
         try:
-            said = os.open(out / "said.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-            for stream in (1, 2):
-                os.dup2(said, stream)
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+            os.dup2(writer, 2)
             if room is not None:
                 resource.setrlimit(resource.RLIMIT_FSIZE, (room, room))
             code = main(argv)
@@ -60,17 +60,27 @@ class Command:
 
     def finish(self, out: Path) -> None:
         """Run or continue it to its end."""
-        code = os.waitstatus_to_exitcode(os.waitpid(self.start(out), 0)[1])
+        code, said = self.start(out).wait()
         if code:
-            raise Disturbed(f"{self.name} must end well, got exit code {code}: {_said(out)}")
+            raise Disturbed(f"{self.name} must end well, got exit code {code}: {said}")
+
+
+@dataclass(frozen=True)
+class Running:
+    """A command that runs, and the pipe that it says things through."""
+
+    child: int
+    reader: int
+
+    def wait(self) -> tuple[int, str]:
+        """Its exit code, a negative signal where it was killed, and what it said."""
+        with os.fdopen(self.reader, encoding="utf-8", errors="replace") as pipe:
+            said = pipe.read()
+        return os.waitstatus_to_exitcode(os.waitpid(self.child, 0)[1]), said[-500:]
 
 
 def _records(out: Path) -> Path:
     return out / "records.jsonl"
-
-
-def _said(out: Path) -> str:
-    return (out / "said.txt").read_text(errors="replace")[-500:]
 
 
 def _finished(out: Path) -> bytes:
@@ -129,10 +139,10 @@ def kill_often(command: Command, kills: int, scratch: Path, draw: random.Random,
     done, runs = 0, 0
     out = scratch / "killed 0"
     while done < kills:
-        before, child = _finished(out), command.start(out)
+        before, running = _finished(out), command.start(out)
         time.sleep(draw.uniform(0, 0.9 * whole.seconds))
-        os.kill(child, signal.SIGKILL)
-        killed = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+        os.kill(running.child, signal.SIGKILL)
+        killed = running.wait()[0] == -signal.SIGKILL
         done += killed
         if not _finished(out).startswith(before):
             raise Disturbed(f"finished rows must stay, got others in {out}")
@@ -151,9 +161,9 @@ def fill_disk(command: Command, disks: int, scratch: Path, draw: random.Random, 
     out = scratch / "full"
     for room in sorted(draw.sample(range(1, whole.size), disks)):
         before = _finished(out)
-        code = os.waitstatus_to_exitcode(os.waitpid(command.start(out, room), 0)[1])
-        if code != 2 or "make room and continue with --resume" not in _said(out):
-            raise Disturbed(f"a full disk must be told with exit code 2, got {code}: {_said(out)}")
+        code, said = command.start(out, room).wait()
+        if code != 2 or "make room and continue with --resume" not in said:
+            raise Disturbed(f"a full disk must be told with exit code 2, got {code}: {said}")
         if _records(out).read_bytes() != _finished(out) or not _finished(out).startswith(before):
             raise Disturbed(f"a full disk must leave whole rows, got something else in {out}")
     command.finish(out)

@@ -15,7 +15,7 @@ MOST_SAMPLES = 31
 """Of a node: which of them are read by themselves is kept in bits."""
 
 
-class Sizes(NamedTuple):
+class CallSizes(NamedTuple):
     """Of one call."""
 
     lanes: int
@@ -76,7 +76,7 @@ class GradientBuffers:
     limit: Tensor
     learned: tuple[Tensor, ...]
 
-    def checked(self, sizes: Sizes) -> FarGradients:
+    def checked(self, sizes: CallSizes) -> FarGradients:
         """As compiled code takes it; refused where it could read or write outside."""
         lanes, n_query, dim, wide, _, room, _, pools, n_keys, _ = sizes
         each, n_parts = (lanes, n_query), self.learned[0].shape[0]
@@ -115,7 +115,7 @@ class SampleBuffers:
     variance: Tensor
     fourth: Tensor
 
-    def checked(self, sizes: Sizes) -> Samples:
+    def checked(self, sizes: CallSizes) -> Samples:
         """As compiled code takes it; refused where it could read or write outside."""
         lanes, more, each = sizes.lanes, sizes.more, sizes.leaf // WIDTH
         rows, blocks = (lanes, sizes.n_query), (lanes, more // WIDTH)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from prescore.routed.compiled.buffers import GradientBuffers, SampleBuffers, Sizes
+from prescore.routed.compiled.buffers import CallSizes, GradientBuffers, SampleBuffers
 from prescore.routed.compiled.checked import (
     POINTER,
     REAL,
@@ -17,7 +17,7 @@ from prescore.routed.compiled.checked import (
     Expected,
     RowsStruct,
     call_library,
-    check_rows,
+    check_lanes,
     check_tensors,
     rows_struct,
 )
@@ -27,7 +27,7 @@ from prescore.routed.stand_ins import MOST_KNOWN_GAIN
 _TABLES = ("columns", "column_values", "rows", "codes", "scales", "spread", "drift")
 COUNTS = ("lanes", "n_query", "dim", "value_dim", "leaf", "sinks", "sink_room", "room", "node_room", "pools")
 SHARED = ("lanes", "n_query", "dim", "value_dim", "leaf", "room", "node_room", "pools")
-"""Counts that `Sizes` has."""
+"""Counts that `CallSizes` has."""
 
 
 class FarCall(ctypes.Structure):
@@ -124,7 +124,7 @@ def run(
         more: Columns that the latter needs behind those of the tables.
     """
     _check(query, rows, tables, view, seen, results)
-    sizes = Sizes(
+    sizes = CallSizes(
         lanes=query.shape[0],
         n_query=query.shape[1],
         dim=query.shape[2],
@@ -187,7 +187,7 @@ def _check(
         *(Expected(name, tensor, each, torch.int32) for name, tensor in numbered if tensor is not None),
     ]
     check_tensors(expected)
-    check_rows(key, value, n_lanes, tables.rows.shape[2])
+    check_lanes(key, value, n_lanes, tables.rows.shape[2])
     if tables.sizes != (n_lanes, dim, wide) or key.shape[-1] != dim:
         raise ValueError(f"tables must be of {n_lanes} lanes of {dim} and {wide} numbers, got {tables.sizes}")
     if tables.row_stop > n_keys:

@@ -47,7 +47,7 @@ def check_tensors(expected: Sequence[Expected]) -> None:
             )
 
 
-def check_rows(key: Tensor, value: Tensor, n_lanes: int, leaf: int) -> None:
+def check_lanes(key: Tensor, value: Tensor, n_lanes: int, leaf: int) -> None:
     """Refuse keys and values that compiled code does not know, or not side by side."""
     dim, wide, n_keys = key.shape[-1], value.shape[-1], key.shape[-2]
     for name, tensor in (("key", key), ("value", value)):

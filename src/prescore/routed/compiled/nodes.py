@@ -16,7 +16,7 @@ from prescore.routed.compiled.checked import (
     WIDTH,
     RowsStruct,
     call_library,
-    check_rows,
+    check_lanes,
     rows_struct,
 )
 from prescore.routed.compiled.far import runs_on
@@ -49,7 +49,7 @@ def build_nodes_compiled(key: Tensor, value: Tensor, layout: Layout, begin: int,
     """Nodes of `n_chunks` chunks from `begin` on, as `build_nodes`; keys `[T, N, D]` or `[B, Hkv, N, D]`."""
     n_lanes, n_keys, dim, wide = key.shape[:-2].numel(), key.shape[-2], key.shape[-1], value.shape[-1]
     n_nodes, leaf = n_chunks * layout.nodes_per_chunk, layout.leaf
-    check_rows(key, value, n_lanes, leaf)
+    check_lanes(key, value, n_lanes, leaf)
     if begin < 0 or begin + n_chunks * layout.chunk > n_keys or layout.chunk != leaf << layout.levels:
         raise ValueError(f"chunks must lie within {n_keys} keys, got {n_chunks} from {begin} on")
     rows = torch.empty(n_lanes, n_nodes, leaf, dtype=torch.int32)
