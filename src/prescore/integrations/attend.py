@@ -154,8 +154,9 @@ class PrescoredAttention:
             path, output, rows, figures = self._attend(query, key, value, form, situation)
             ran = self._words(path, n_query, form)
         seconds = time.perf_counter() - begin
-        known = (figures.get(name) for name in ("error_limit_max", "read_further", "native"))
-        self.last = Did(path, form.kind, n_query, form.n_keys, seconds, rows, visible, ran, *known)
+        bars = figures.get("error_limit_max"), figures.get("read_further")
+        native = figures.get("native")
+        self.last = Did(path, form.kind, n_query, form.n_keys, seconds, rows, visible, ran, *bars, native=native)
         self.history.add(self.last)
         return output
 
