@@ -58,6 +58,12 @@ def test_versions_agree():
     assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text()
 
 
+def test_the_paper_is_found_at_one_place():
+    paper = PROJECT["urls"]["Paper"]
+    for name in ("CITATION.cff", "README.md", "docs/methods.md", "docs/faq.md"):
+        assert paper in (ROOT / name).read_text(), name
+
+
 def test_the_front_page_needs_no_file_of_the_repository_to_be_seen():
     """It is also what a package index shows, where pictures by relative paths are broken."""
     pictures = re.findall(r"!\[[^\]]*\]\(([^)]+)\)", (ROOT / PROJECT["readme"]).read_text())

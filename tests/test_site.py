@@ -90,6 +90,19 @@ def test_nothing_is_fetched_when_a_page_is_read(pages):
         assert not re.search(r"<link[^>]+rel=[\"']?(stylesheet|preconnect)[^>]+https?:", text), path.name
 
 
+def test_pages_are_called_by_their_titles(pages):
+    text = "".join(path.read_text(encoding="utf-8") for path in pages)
+    named = re.findall(r"<a href=[^>]+>(?:<code>)?([\w/.-]+\.md)(?:</code>)?</a>", text)
+    assert named == []
+    assert '<a href="speed.html#compiled-code">Speed</a>' in text
+
+
+def test_every_example_can_be_had_from_the_site(site):
+    for path in (ROOT / "examples").glob("0*"):
+        assert (site / "examples" / path.name).read_bytes() == path.read_bytes()
+        assert f'href="examples/{path.name}"' in (site / "index.html").read_text(encoding="utf-8")
+
+
 def test_every_page_is_in_the_navigation(pages, site):
     index = pages[site / "index.html"]
     for path in DOCS.rglob("*.md"):

@@ -1,4 +1,4 @@
-"""A hook of mkdocs: documents and pictures that lie outside of `docs` become part of the site.
+"""A hook of mkdocs: documents, pictures and examples that lie outside of `docs` become part of the site.
 
 Documents link to one another as they lie in the repository, so that links work there. In the site `docs` is the
 top, and everything else keeps its path: the hook adds those files, and moves links to where they are.
@@ -6,6 +6,7 @@ top, and everything else keeps its path: the hook adds those files, and moves li
 
 import posixpath
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 from mkdocs.config.defaults import MkDocsConfig
@@ -21,8 +22,11 @@ OUTSIDE = (
     "CHANGELOG.md",
     "experiments/**/README.md",
     "experiments/**/*.png",
+    "examples/*.py",
+    "examples/*.ipynb",
 )
-_LINK = re.compile(r"(\]\()([^)\s:#]+)((?:#[^)\s]*)?\))")
+_LINK = re.compile(r"(\[[\w/.-]+\.md)?(\]\()([^)\s:#]+)((?:#[^)\s]*)?\))")
+"""A link from its label's end on, or with the whole label where that is the name of a document."""
 _CODE = re.compile(r"(^```.*?^```|`[^`\n]+`)", re.DOTALL | re.MULTILINE)
 
 
@@ -36,15 +40,27 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Move relative links of a page to where their targets are in the site."""
-    own = page.file.src_uri
+    """Move relative links of a page to where their targets are in the site, and call pages by their titles."""
+    own, titles = page.file.src_uri, dict(_titles(config.nav or []))
     inside = files.get_file_from_path(own).generated_by is None
     here = DOCS + own if inside else own
 
     def moved(link: re.Match[str]) -> str:
-        begin, target, end = link.groups()
+        name, begin, target, end = link.groups(default="")
         found = posixpath.normpath(posixpath.join(posixpath.dirname(here), target)).removeprefix(DOCS)
-        return begin + posixpath.relpath(found, posixpath.dirname(own) or ".") + end
+        if name and found in titles:
+            name = f"[{titles[found]}"
+        return name + begin + posixpath.relpath(found, posixpath.dirname(own) or ".") + end
 
     pieces = _CODE.split(markdown)
     return "".join(piece if _CODE.fullmatch(piece) else _LINK.sub(moved, piece) for piece in pieces)
+
+
+def _titles(entries: list[dict[str, object]]) -> Iterator[tuple[str, str]]:
+    """Pages of the navigation and their titles."""
+    for entry in entries:
+        for title, inner in entry.items():
+            if isinstance(inner, list):
+                yield from _titles(inner)
+            else:
+                yield str(inner), title

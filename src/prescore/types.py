@@ -67,6 +67,8 @@ class Stats(Mapping[str, Any]):
 
     Attributes:
         backend: Operator backend that ran.
+        native: Level of compiled code that ran the far part of a `Routed` (`avx512`, `avx2`, `baseline`); `none`
+            where plain torch did. None where no query had a far part, and for other configurations.
         seconds: Seconds by stage.
         rows_per_query: Key and stand-in rows that a query met, on average.
         keys_kept: Keys that could be read, on average over heads and blocks: the budget of a `Selected`.
@@ -96,6 +98,7 @@ class Stats(Mapping[str, Any]):
     keys_kept: float
     depth: int = 0
     fallbacks: int = 0
+    native: str | None = None
     seen_mass: float | None = None
     searched_keys: float | None = None
     far_rows: float | None = None

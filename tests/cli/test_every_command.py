@@ -21,9 +21,9 @@ ELSEWHERE = {
 """Commands that take more than a few seconds as written, and where a smaller call of theirs is tested."""
 
 
-def documented():
-    """The command lines of the page's first block."""
-    text = (ROOT / "docs" / "commands.md").read_text()
+def documented(page="commands.md"):
+    """The command lines of a page's first block."""
+    text = (ROOT / "docs" / page).read_text()
     block = re.search(r"^```bash\n(.*?)^```", text, re.DOTALL | re.MULTILINE).group(1)
     return [shlex.split(line)[1:] for line in block.splitlines()]
 
@@ -92,6 +92,14 @@ def test_a_command_runs_as_documented(argv, tmp_path, monkeypatch, capsys):
     assert "Traceback" not in shown.err
     if argv[0] != "info":
         assert list(tmp_path.glob("runs/**/records.jsonl"))
+
+
+@pytest.mark.parametrize("argv", documented("evaluation.md"), ids=" ".join)
+def test_measuring_runs_as_documented_on_any_model(argv, model, book, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path(book).write_text(Path(book).read_text() * 4)  # book.txt, as the page calls it
+    assert main([*argv, "--model", model]) == 0
+    assert "default" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("place", ["before", "behind", "equals"])

@@ -28,7 +28,7 @@ KEY_DIFF = ("--config", "key-diff", "--set", "min_seq_len=16")
 def test_text_speeds_memory_and_selection_are_shown(model, tmp_path, capsys):
     assert run(model, tmp_path, *KEY_DIFF, "--top-k", "12", "--set", "remainder=none", "--layers", "last:2") == 0
     shown = capsys.readouterr().out
-    for words in ("exact", "prescored", "tok/s", "MiB", "layers 1-2: 12 of"):
+    for words in ("exact", "prescored", "tok/s", "MiB", "the prompt: selected", "layers 1-2: 12 of"):
         assert words in shown
     records = [json.loads(line) for line in (tmp_path / "records.jsonl").read_text().splitlines()]
     exact, own = (record["figures"] for record in records)
@@ -46,6 +46,12 @@ def test_every_key_gives_the_exact_text(model, tmp_path, capsys, config):
     assert own["figures"]["text"] == exact["figures"]["text"]
     assert own["figures"]["same_tokens"] == 5
     assert own["figures"]["first_token_kl"] < 1e-6
+
+
+def test_a_prompt_that_is_too_short_says_so(model, tmp_path, capsys):
+    assert run(model, tmp_path, "--no-exact") == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"the prompt: exact: shorter than exact_until={Routed().exact_until}" in said
 
 
 def agreed(model, out, *extra):

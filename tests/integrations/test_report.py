@@ -67,7 +67,8 @@ def test_a_line_per_layer_and_phase(name):
     assert report.rows(PREFILL) == (report[0].phases[PREFILL].last.rows + 16.5) / 2
     assert report.visible(STEPS) == 34
     assert report.seconds(STEPS) == sum(report[n].phases[STEPS].seconds for n in (0, 1))
-    assert report.notes == []
+    # nodes of four keys are nothing for compiled code
+    assert [note.partition(",")[0] for note in report.notes] == ["routed by plain torch"] * (name == "routed")
     with pytest.raises(KeyError, match="got 7"):
         report[7]
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -92,7 +92,7 @@ class Step(NamedTuple):
     path: str
     output: Tensor | None = None
     count_rows: Callable[[], float] | None = None
-    figures: Mapping[str, float] = MappingProxyType({})
+    figures: Mapping[str, Any] = MappingProxyType({})
 
 
 class Keeper(Protocol):

@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -144,7 +144,7 @@ class PrescoredAttention:
         self.history.begin(n_query)
         form = _without_blind_padding(situation.form(query, key)).for_batch(query.shape[0])
         rows: CountRows | float | None
-        figures: Mapping[str, float] = {}
+        figures: Mapping[str, Any] = {}
         visible = _all_in_sight(form, n_query)
         exactly = self._why_exact(form, situation)
         if exactly is not None:
@@ -155,7 +155,8 @@ class PrescoredAttention:
             ran = self._words(path, n_query, form)
         seconds = time.perf_counter() - begin
         bars = figures.get("error_limit_max"), figures.get("read_further")
-        self.last = Did(path, form.kind, n_query, form.n_keys, seconds, rows, visible, ran, *bars)
+        native = figures.get("native")
+        self.last = Did(path, form.kind, n_query, form.n_keys, seconds, rows, visible, ran, *bars, native=native)
         self.history.add(self.last)
         return output
 
@@ -181,7 +182,7 @@ class PrescoredAttention:
 
     def _attend(
         self, query: Tensor, key: Tensor, value: Tensor, form: MaskForm, situation: Situation
-    ) -> tuple[str, Tensor, CountRows | float | None, Mapping[str, float]]:
+    ) -> tuple[str, Tensor, CountRows | float | None, Mapping[str, Any]]:
         """The path, the output, the rows or what counts them, and figures at hand."""
         seed = layer_seed(self.seed, situation.layer)
         config = self.config

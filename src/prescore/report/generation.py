@@ -33,9 +33,9 @@ def generation_table(records: Sequence[Record]) -> Table:
         *("tokens as exact", "shown the exact text"),
     )
     title = f"{records[0].config['model']}, {records[0].config['prompt_tokens']} prompt tokens"
-    note = "; ".join(
-        line for line in (_speed_line(records), _paths(records[-1]), _selection_line(records[-1])) if line
-    )
+    last = records[-1]
+    lines = (_speed_line(records), _prompt_line(last), _paths(last), _selection_line(last))
+    note = "; ".join(line for line in lines if line)
     return Table(title, columns, tuple(rows), note)
 
 
@@ -60,6 +60,13 @@ def _speed_line(records: Sequence[Record]) -> str:
             within *= 1 if part == "prefill" else max(1, own["new_tokens"] - 1) / max(1, exact["new_tokens"] - 1)
             words.append(f"{part} {speeds[0] / speeds[1]:.2f}x exact's speed (attention {within:.2f}x)")
     return ", ".join(words)
+
+
+def _prompt_line(record: Record) -> str:
+    """What ran for the prompt, and why it was exact where it was; nothing of a model's own attention."""
+    ran = record.figures["prefill_ran"]
+    ways = [words if len(ran) == 1 else f"{words} in {count} layers" for words, count in ran.items()]
+    return f"the prompt: {', '.join(ways)}" if ways else ""
 
 
 def _paths(record: Record) -> str:

@@ -15,9 +15,10 @@ from torch import Tensor
 from prescore import checks
 from prescore.config import Routed
 from prescore.ops.backend import Backend, Needs, Tile, accumulation_dtype, pick_backend
+from prescore.ops.native.library import NO_LEVEL
 from prescore.rng import DEFAULT_SEED, Streams
 from prescore.routed.compiled.call import Tables
-from prescore.routed.compiled.far import make_tables, runs_on, step_compiled
+from prescore.routed.compiled.far import level_for, make_tables, step_compiled
 from prescore.routed.compiled.nodes import build_nodes_compiled, can_build
 from prescore.routed.lanes import search_of
 from prescore.routed.layout import Layout, make_layout
@@ -26,6 +27,7 @@ from prescore.routed.sampled import attend_within
 from prescore.routed.sources import Sources, View
 from prescore.routed.tables import Nodes, build_nodes
 from prescore.types import Attended
+from prescore.values import Values
 
 
 class RoutedIndex:
@@ -70,13 +72,16 @@ class RoutedIndex:
         return met / max(1, sum(sizes))
 
     @property
-    def figures(self) -> dict[str, float]:
-        """With a tolerance, of the last step: the worst error limit, and the share that read further."""
+    def figures(self) -> Values:
+        """Of the last step: which compiled code ran; with a tolerance, the worst error limit and who read on."""
+        levels = [group.native for _, group in self._groups if group.native is not None]
+        figures: Values = {"native": levels[0]} if levels else {}
         bars = [group.bars for _, group in self._groups if group.bars is not None]
-        if not bars:
-            return {}
-        limit, further = (torch.cat([part.flatten() for part in parts]) for parts in zip(*bars, strict=True))
-        return {"error_limit_max": float(limit.max()), "read_further": float(further.double().mean())}
+        if bars:
+            limit, further = (torch.cat([part.flatten() for part in parts]) for parts in zip(*bars, strict=True))
+            figures["error_limit_max"] = float(limit.max())
+            figures["read_further"] = float(further.double().mean())
+        return figures
 
     def crop(self, n_keys: int) -> None:
         """Forget what was made of keys after the first `n_keys`."""
@@ -137,12 +142,14 @@ class _Lockstep:
         self._config, self._scale, self._start, self._seed = config, scale, start, seed
         self._past: _Past | None = None
         self.n_read = 0.0  # rows of the last step
+        self.native: str | None = None  # the level of compiled code in it; None = nothing was far
         self.bars: tuple[Tensor, Tensor] | None = None  # its error limits, and who read further
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, backend: Backend) -> Attended:
         """The newest query `[B, Hq, 1, D]` of these sequences."""
         layout = make_layout(1, key.shape[2] - self._start, causal=True, config=self._config)
         grouped = query.reshape(-1, query.shape[1] // key.shape[1], 1, query.shape[-1])
+        self.native = level_for(grouped, value.shape[-1], layout.leaf, backend) if layout.n_chunks else None
         if layout.n_chunks:
             with torch.no_grad():
                 self._past = self._extended(key, value, layout, backend)
@@ -213,7 +220,7 @@ class _Lockstep:
         # one pool whatever the nodes: these are the means over all that is seen
         view = View(True, 1, visible, n_nodes, slice(0, 1), search_of(self._config), self._scale, backend)
         tolerant = self._config.tolerance is not None
-        if not tolerant and backend.name != "plain" and runs_on(query, value.shape[-1], layout.leaf):
+        if not tolerant and self.native != NO_LEVEL:
             tables = past.tables
             if tables is None:
                 tables = make_tables(self._sources(key, value, past.nodes, layout, spread, drift))

@@ -151,7 +151,11 @@ def _in_order(call: Call, parts: list[Answer], rows: list[Tensor]) -> Answer:
     if "error_limit_max" in figures:
         figures["error_limit_max"] = max(part.figures["error_limit_max"] for part in parts)
     found = [part.figures["exact_sequences"] for part in parts if "exact_sequences" in part.figures]
-    return Answer(Attended(*whole), {**figures, **({"exact_sequences": sum(found)} if found else {})})
+    if found:
+        figures["exact_sequences"] = sum(found)
+    # parts differ in length alone, and only those that routed know it
+    figures |= next(({"native": part.figures["native"]} for part in parts if "native" in part.figures), {})
+    return Answer(Attended(*whole), figures)
 
 
 def _some_rows(call: Call, rows: Tensor, n_keys: int, n_skipped: int, place: str) -> Call:

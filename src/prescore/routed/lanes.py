@@ -13,6 +13,7 @@ from torch.nn.functional import pad
 from prescore.call import Call
 from prescore.config import Routed
 from prescore.ops.backend import Backend
+from prescore.routed.compiled.far import level_for
 from prescore.routed.compiled.nodes import build_nodes_compiled, can_build
 from prescore.routed.far import Search
 from prescore.routed.layout import Layout, make_layout
@@ -59,6 +60,7 @@ def attend_lanes(call: Call, config: Routed) -> Answer:
         routed = _attend_heads(call, layout, n_exact, config)
         results.append(routed.attended)
         _count(figures, layout, n_exact, routed.counts / routed.attended.lse.numel())
+        figures["native"] = level_for(call.query, call.value.shape[-1], layout.leaf, call.backend)
     whole = results[0]
     if len(results) > 1:
         whole = Attended(*(torch.cat(tensors, dim=2) for tensors in zip(*results, strict=True)))

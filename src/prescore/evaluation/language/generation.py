@@ -68,15 +68,17 @@ class Continuation:
 
 @dataclass
 class Stopwatch:
-    """Seconds spent in attention, and how often it went which way, where it says so."""
+    """Seconds spent in attention, and how often it went which way and ran what, where it says so."""
 
     seconds: float = 0.0
     paths: Counter[str] = field(default_factory=Counter)
+    ran: Counter[str] = field(default_factory=Counter)
 
     def restart(self) -> None:
         """Begin at zero."""
         self.seconds = 0.0
         self.paths.clear()
+        self.ran.clear()
 
     def timed(self, attend: Attend) -> Attend:
         """The same attention, with its time on this watch."""
@@ -89,6 +91,7 @@ class Stopwatch:
             self.seconds += time.perf_counter() - started
             if isinstance(attend, PrescoredAttention) and attend.last is not None:
                 self.paths[attend.last.path] += 1
+                self.ran[attend.last.ran] += 1
             return output
 
         return attend_and_stop
@@ -134,7 +137,7 @@ def generate_measured(
         logits = model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[0, -1]
         if how.config is not None:
             cache.select()
-        prefill, prefill_attention = time.perf_counter() - started, watch.seconds
+        prefill, prefill_attention, prefill_ran = time.perf_counter() - started, watch.seconds, dict(watch.ran)
         tokens = [int(logits.argmax())]
         ends = set() if how.ignore_end or forced is not None else _end_tokens(model)
         n_tokens, fed = how.max_new_tokens, tokens
@@ -155,6 +158,7 @@ def generate_measured(
         "new_tokens": len(tokens),
         "prefill_seconds": prefill,
         "prefill_attention_seconds": prefill_attention,
+        "prefill_ran": prefill_ran,
         "prefill_tokens_per_second": ids.shape[1] / prefill,
         "decode_seconds": decode,
         "decode_attention_seconds": watch.seconds,

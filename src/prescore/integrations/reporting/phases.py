@@ -31,10 +31,12 @@ class Did:
         n_query: Queries.
         n_keys: Keys so far, padding included.
         seconds: Time until the result was there, or on a GPU until its work was queued.
-        ran: What ran, in the words of a report, such as `routed` or `exact: shorter than exact_until=1024`.
+        ran: What ran, in the words of a report, such as `routed` or `exact: shorter than exact_until=2048`.
         error_limit: Relative error that the output of every query stays below, with the confidence asked for;
             None = no tolerance was asked for, or every query read everything.
         read_further: Share of queries that looked again, because their error bar was too wide; None likewise.
+        native: Level of compiled code that ran the far part of a `Routed`; `none` where plain torch did; None
+            where nothing was far.
     """
 
     path: str
@@ -47,6 +49,7 @@ class Did:
     ran: str = ""
     error_limit: float | None = None
     read_further: float | None = None
+    native: str | None = None
 
     @property
     def rows(self) -> float | None:

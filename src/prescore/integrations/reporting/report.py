@@ -17,6 +17,10 @@ _COLUMNS = (
 )
 _LEFT = ("layer", _CONFIGURATION, "phase", "what ran")
 _UNKNOWN = "-"
+_PLAIN = (
+    "routed by plain torch, which is slower: "
+    "compiled code is missing (prescore info says why) or does not know such inputs"
+)
 _MERGED_WITHIN = 0.05
 """Layers whose shares of rows differ by less may share a line."""
 
@@ -59,13 +63,17 @@ class Report:
 
     @property
     def notes(self) -> list[str]:
-        """What to know beside the figures: a configuration that changed nothing, and why."""
-        ways = {words for entry in self.layers for phase in entry.phases.values() for words in phase.ways}
-        if not ways or not all(words.startswith(SHORT) for words in ways):
-            return []
-        kinds = " and ".join(dict.fromkeys(type(entry.config).__name__ for entry in self.layers))
-        reasons = "; ".join(sorted(words.removeprefix(SHORT) for words in ways))
-        return [f"{kinds} changed nothing, all attention was exact: {reasons}"]
+        """What to know beside the figures: what changed nothing and why, and that compiled code did not run."""
+        phases = [phase for entry in self.layers for phase in entry.phases.values()]
+        ways = {words for phase in phases for words in phase.ways}
+        notes = []
+        if ways and all(words.startswith(SHORT) for words in ways):
+            kinds = " and ".join(dict.fromkeys(type(entry.config).__name__ for entry in self.layers))
+            reasons = "; ".join(sorted(words.removeprefix(SHORT) for words in ways))
+            notes.append(f"{kinds} changed nothing, all attention was exact: {reasons}")
+        if any(phase.last.native == "none" for phase in phases):
+            notes.append(_PLAIN)
+        return notes
 
     def seconds(self, phase: str) -> float:
         """Time of all layers in a phase, `prefill` or `steps`."""

@@ -19,6 +19,8 @@ from prescore.ops.native.build import ABI, levels_of_machine, library_name
 VARIABLE = "PRESCORE_NATIVE"
 _AUTOMATIC = ("", "1", "auto")
 _OFF = "0"
+NO_LEVEL = "none"
+"""Where no compiled code runs."""
 _NEEDED = {
     "baseline": frozenset[str](),
     "avx2": frozenset({"avx2", "fma", "f16c", "bmi2"}),
@@ -60,12 +62,17 @@ def load() -> ctypes.CDLL | None:
     return library
 
 
+def loaded_level() -> str:
+    """The level whose library `load` gives; `none` = plain torch must do."""
+    return _find().level or NO_LEVEL
+
+
 def describe_native() -> str:
     """Which level runs, or why none does."""
     found = _find()
     reasons = "; ".join(found.reasons)
     if found.level is None:
-        return f"none ({reasons})"
+        return f"{NO_LEVEL} ({reasons})"
     return f"{found.level} ({reasons})" if reasons else found.level
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from prescore.ops.backend import Backend
 from prescore.ops.native import library
 from prescore.routed.compiled.buffers import GradientBuffers
 from prescore.routed.compiled.call import Tables, run
@@ -23,11 +24,14 @@ _PARTS = 4
 
 def can_run(query: Tensor, sources: Sources, view: View) -> bool:
     """Whether compiled code can run a call: all else is plain torch's."""
-    return (
-        runs_on(query, sources.value.shape[-1], sources.rows.shape[2])
-        and view.backend.name != "plain"
-        and view.backend.dropout is None
-    )
+    level = level_for(query, sources.value.shape[-1], sources.rows.shape[2], view.backend)
+    return level != library.NO_LEVEL
+
+
+def level_for(query: Tensor, value_dim: int, leaf: int, backend: Backend) -> str:
+    """The level of compiled code that runs the far part of such a call; `none` = plain torch does."""
+    allowed = backend.name != "plain" and backend.dropout is None
+    return library.loaded_level() if allowed and runs_on(query, value_dim, leaf) else library.NO_LEVEL
 
 
 def runs_on(query: Tensor, value_dim: int, leaf: int) -> bool:
