@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 from torch import nn
 
+from prescore.config import Routed
 from prescore.evaluation.language.experiments import Scale, default_leaf, experiment_methods
 from prescore.evaluation.language.methods import named
 from prescore.evaluation.language.perplexity import loss_row
@@ -54,8 +55,15 @@ def planned_retrievals(record):
     config = record.config
     model, haystack = stand_in(config)
     question = Question(config["task"], config["n_tokens"], config["depth"])
+    untouched = Routed()
     methods = [
-        named(name, leaf=config["n_tokens"] // 8) for name in ("exact", "local", "kmeans", "random", "default")
+        # with the leaves of an experiment, or with all that the default has: --leaf 256 --set exact_until=2048
+        named(name, leaf=leaf, overrides=overrides)
+        for leaf, overrides in (
+            (config["n_tokens"] // 8, {}),
+            (untouched.chunk_size, {"exact_until": untouched.exact_until}),
+        )
+        for name in ("exact", "local", "kmeans", "random", "default")
     ]
     return [
         retrieval_row(model, haystack, method, question, samples=config["samples"], seed=record.seed)

@@ -124,6 +124,14 @@ def test_cost_compares_all_baselines_at_every_budget():
     assert all(budgets == [32, 64, 128, 256, 512, 1024] for budgets in series.values())
 
 
+def test_a_budget_changes_nothing_of_the_default_but_its_rows():
+    found = [m for m in experiment_methods("cost", Scale(4096)) if m.axes.get("series") == "default"]
+    assert [method.config for method in found] == [
+        Routed(rows=method.axes["budget"], chunk_size=512, exact_until=512) for method in found
+    ]
+    assert len(found) == 6
+
+
 def test_lengths_stay_inside_what_was_trained_but_for_longest():
     assert default_lengths("appendix-a", 8192) == [4096]
     assert default_lengths("table1", 8192) == [8192]

@@ -206,9 +206,8 @@ def default_method(scale: Scale, **changes: Any) -> LanguageMethod:
 
 
 def default_at(scale: Scale, count: int) -> LanguageMethod:
-    """The recommended configuration with `count` exact far rows per query."""
-    # a budget buys whole leaves: small ones need small leaves
-    return default_method(scale, rows=count, leaf_size=min(Routed().leaf_size, max(8, count // 4)))
+    """The recommended configuration with `count` exact far rows per query, and nothing else changed."""
+    return default_method(scale, rows=count)
 
 
 EXPERIMENTS: dict[str, Callable[..., Iterator[LanguageMethod]]] = {
