@@ -1,5 +1,8 @@
 """What the crew is told to do; every function takes the process group first and returns plain tensors."""
 
+from dataclasses import dataclass
+from typing import ClassVar
+
 import torch
 
 import prescore
@@ -139,6 +142,30 @@ def attend_wrongly(group, wrong):
     return prescore.prescored_attention(query, key, value, group=group, **options)
 
 
+@dataclass(frozen=True)
+class Squeamish(prescore.Scorer):
+    """Refuses large keys, wherever it meets them."""
+
+    name: ClassVar[str] = "squeamish"
+
+    def score(self, keys, *, valid, streams):
+        largest = float(keys.max())
+        if largest > 100:
+            raise ValueError(f"keys must be at most 100, got {largest:g}")
+        return keys.norm(dim=-1)
+
+
+def refuse_while_computing(group, heads):
+    """With one head: gradients to a tolerance, where other ranks have no head. With two: one head's keys alone."""
+    inputs = attention_tensors(heads=heads, kv_heads=heads, n_keys=48, dim=8)
+    config = prescore.Routed(rows=4, leaf_size=4, chunk_size=8, exact_until=16, tolerance=0.1)
+    if heads > 1:
+        inputs[1][:, 1, 40] = 200.0
+        config = prescore.Selected(Squeamish(), 4, min_seq_len=8)
+    parts = [piece(tensor, group).requires_grad_(heads == 1) for tensor in inputs]
+    return prescore.prescored_attention(*parts, config, is_causal=True, group=group)
+
+
 def generator_after_refusal(group):
     """Whether a generator stands where it stood, after a call that was refused because of another rank."""
     generator = torch.Generator().manual_seed(1)
@@ -259,6 +286,11 @@ def refused_models(group):
     refusal("on_unsupported", lambda: prescore.apply(tiny("Llama"), mesh=group, on_unsupported="exact"))
     refusal("group", lambda: prescore.apply(tiny("Llama"), mesh="all"))
     refusal("cache", lambda: forward("Llama", past_key_values=_foreign_cache()))
+    alone = group.rank() == 1
+    refusal("one cache", lambda: forward("Llama", past_key_values=_foreign_cache() if alone else None))
+    refusal("weights", lambda: forward("Llama", output_attentions=alone))
+    refusal("new tokens", lambda: _generated(own, group, 2 + alone))
+    refusal("no new tokens", lambda: _generated(own, group, 2 - 2 * alone))
     model = tiny("Llama")
     before = model(ids).logits
     with prescore.apply(model, prescore.Exact(), mesh=group):
@@ -267,6 +299,16 @@ def refused_models(group):
     same = torch.allclose(here, piece(before, group, 1), atol=1e-4) and torch.equal(model(ids).logits, before)
     found["afterwards"] = "the model as it was" if same else "another model"
     return found
+
+
+def _generated(ids, group, new_tokens):
+    from tiny_models import tiny
+
+    from prescore.integrations.transformers import generate_together
+
+    model = tiny("Llama")
+    with prescore.apply(model, prescore.Exact(), mesh=group):
+        generate_together(model, ids, group, max_new_tokens=new_tokens)
 
 
 def _foreign_cache():
