@@ -142,7 +142,7 @@ def test_heads_change_hands_bit_for_bit(crew, name):
 @pytest.mark.parametrize(("heads", "kv_heads", "ranks"), [(6, 3, 2), (6, 3, 4), (1, 1, 3)])
 def test_to_a_tolerance(crew, heads, kv_heads, ranks, is_causal):
     """Which queries read on, and which keys are sampled, is no matter of the rank; some ranks may have no head."""
-    config = EVERY["routed"].replace(tolerance=0.2, confidence=0.8)
+    config = EVERY["routed"].replace(rows=4, sinks=2, tolerance=0.1, confidence=0.8)
     inputs, options = tensors(heads=heads, kv_heads=kv_heads), {"generator": 3, "is_causal": is_causal}
     found = torch.cat(crew.run(attend_quietly, config, inputs, None, options, ranks=ranks), dim=2)
     wanted, aux = prescored_attention(*inputs, config, **options, return_aux=True)
