@@ -7,6 +7,7 @@ import pytest
 from torch import nn
 
 from prescore.config import Routed
+from prescore.evaluation.language.choice import MethodChoice
 from prescore.evaluation.language.experiments import Scale, default_leaf, experiment_methods
 from prescore.evaluation.language.methods import named
 from prescore.evaluation.language.perplexity import loss_row
@@ -14,6 +15,7 @@ from prescore.evaluation.language.retrieval import Question, retrieval_row
 from prescore.evaluation.speed.decode import DecodeSetting, decode_rows
 from prescore.evaluation.speed.heads import HeadsSetting, heads_row
 from prescore.evaluation.speed.layer_inputs import LayerSetting, layer_rows
+from prescore.evaluation.speed.parallel import ParallelSetting, parallel_row
 from prescore.evaluation.speed.parts import measure_parts
 from prescore.evaluation.speed.saved_heads import SavedHeads
 from prescore.evaluation.speed.timing import Setting, length_rows
@@ -24,6 +26,8 @@ from prescore.evaluation.vision.models import VisionModel
 from prescore.records import read_records, row_key
 
 EXPERIMENTS = Path(__file__).parent.parent / "experiments"
+ON_RANKS = MethodChoice(names=("kmeans", "default"), overrides={"chunk_size": 256, "exact_until": 2048})
+"""What `perplexity --parallel` was asked for: the paper's preset and the default as it is."""
 ABOUT_IMAGES = ("arch", "resolution", "batch_size", "model", "images", "n_images")
 
 
@@ -98,6 +102,22 @@ def test_language_rows(path):
         assert record.key in keys(record.command, planned), record.config["method"]["label"]
 
 
+@folders("parallel/*/records.jsonl")
+def test_rows_of_ranks(path):
+    for record in read_records(path):
+        config = dict(record.config)
+        if record.command == "speed":
+            config.pop("study")
+            planned = [parallel_row(ParallelSetting(**config), record.seed)]
+        else:
+            model, window = stand_in(config)
+            window.tokens, window.first = range(config["n_tokens"]), config["first"]
+            group = SimpleNamespace(size=config["ranks"]) if "ranks" in config else None
+            methods = ON_RANKS.methods(config["n_tokens"])
+            planned = [loss_row(model, window, method, seed=record.seed, group=group) for method in methods]
+        assert record.key in keys(record.command, planned), record.config
+
+
 @folders("vision/*/records.jsonl")
 def test_vision_rows(path):
     for record in read_records(path):
@@ -124,5 +144,6 @@ def test_speed_rows(path):
 
 def test_every_committed_file_is_planned():
     tested = ("language/*/records.jsonl", "vision/*/records.jsonl", "**/speed/records.jsonl")
+    tested += ("parallel/*/records.jsonl",)
     found = {path for pattern in tested for path in EXPERIMENTS.glob(pattern)}
     assert set(EXPERIMENTS.rglob("records*.jsonl")) == found

@@ -4,7 +4,13 @@ import re
 
 import pytest
 from crew import Crew
-from parallel_work import attend_wrongly, die_or_attend, generator_after_refusal, long_note
+from parallel_work import (
+    attend_wrongly,
+    die_or_attend,
+    generator_after_refusal,
+    long_note,
+    refuse_while_computing,
+)
 
 import prescore
 from prescore.parallel.handshake import NOTE
@@ -40,6 +46,24 @@ def test_every_rank_refuses(crew, wrong):
 def test_who_refused_is_named_on_the_others(crew):
     (_, (_, elsewhere)), (_, (_, here)) = crew.outcomes(attend_wrongly, "NaN", ranks=2)
     assert elsewhere == f"rank 1 of 2 refused: {here}"
+
+
+@pytest.mark.parametrize(
+    ("heads", "ranks", "refusing", "pattern"),
+    [
+        (1, 3, 2, "tolerance cannot run: .* inputs require gradients"),
+        (2, 2, 1, "keys must be at most 100, got 200"),
+    ],
+    ids=["ranks without heads", "one rank's heads"],
+)
+def test_what_a_rank_refuses_while_it_computes(crew, heads, ranks, refusing, pattern):
+    outcomes = crew.outcomes(refuse_while_computing, heads, ranks=ranks)
+    assert [kind for kind, _ in outcomes] == ["raised"] * ranks, outcomes
+    sentences = [sentence for _, (_, sentence) in outcomes]
+    here = sentences.pop(refusing)
+    assert re.fullmatch(pattern, here)
+    assert sentences == [f"rank {refusing} of {ranks} refused: {here}"] * (ranks - 1)
+    assert crew.run(attend_wrongly, "nothing", ranks=2)  # and the group goes on
 
 
 def test_a_refused_call_does_not_advance_the_generator(crew):

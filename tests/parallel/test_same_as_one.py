@@ -17,6 +17,7 @@ from prescore import (
     Minkowski,
     Routed,
     Selected,
+    prescored_attention,
 )
 from prescore.testing.inputs import attention_tensors, random_mask
 
@@ -135,6 +136,18 @@ def test_heads_change_hands_bit_for_bit(crew, name):
     found = joined(crew.run(attend, EVERY[name], inputs, None, options, ranks=2))
     wanted = alone(EVERY[name], inputs, None, options)
     assert torch.equal(found[0], wanted[0])
+
+
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize(("heads", "kv_heads", "ranks"), [(6, 3, 2), (6, 3, 4), (1, 1, 3)])
+def test_to_a_tolerance(crew, heads, kv_heads, ranks, is_causal):
+    """Which queries read on, and which keys are sampled, is no matter of the rank; some ranks may have no head."""
+    config = EVERY["routed"].replace(rows=4, sinks=2, tolerance=0.1, confidence=0.8)
+    inputs, options = tensors(heads=heads, kv_heads=kv_heads), {"generator": 3, "is_causal": is_causal}
+    found = torch.cat(crew.run(attend_quietly, config, inputs, None, options, ranks=ranks), dim=2)
+    wanted, aux = prescored_attention(*inputs, config, **options, return_aux=True)
+    torch.testing.assert_close(found, wanted, rtol=FLOAT64, atol=FLOAT64)
+    assert 0 < aux.stats.read_everything < 1  # and where the limit lies matters
 
 
 def test_a_choice_by_rounding_is_the_same_on_every_rank(crew):

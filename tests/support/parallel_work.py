@@ -1,5 +1,8 @@
 """What the crew is told to do; every function takes the process group first and returns plain tensors."""
 
+from dataclasses import dataclass
+from typing import ClassVar
+
 import torch
 
 import prescore
@@ -95,12 +98,74 @@ def run_generation(group, config, ids, new_tokens):
         return tokens, str(applied.report())
 
 
+def run_as_core(group, config, ids):
+    """Logits of this rank's piece, where a wrapper around the registered function exchanges heads."""
+    from tiny_models import tiny
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    from prescore.parallel.group import as_group
+    from prescore.parallel.heads import Change
+
+    model, ranks = tiny("Llama"), as_group(group)
+    positions = torch.arange(ids.shape[1])[None]
+    with prescore.apply(model, config):
+        core = ALL_ATTENTION_FUNCTIONS["prescored"]
+
+        def exchange_heads(module, query, key, value, attention_mask, *args, **kwargs):
+            change = Change(ranks, query.shape[1], key.shape[1])
+            whole = change.there(query, key, value)
+            output, weights = core(module, *whole, None, *args, **{**kwargs, "position_ids": positions})
+            return change.back(output.transpose(1, 2))[0].transpose(1, 2), weights
+
+        ALL_ATTENTION_FUNCTIONS["prescored"] = exchange_heads
+        try:
+            with torch.no_grad():
+                own = {"position_ids": piece(positions, group, 1), "use_cache": False}
+                return model(piece(ids, group, 1), **own).logits
+        finally:
+            ALL_ATTENTION_FUNCTIONS["prescored"] = core
+
+
+def run_tensor_parallel(group, config, ids, path):
+    """Query heads that attention sees on this rank, and logits, of a model whose weights lie on all ranks."""
+    from transformers import AutoModelForCausalLM
+    from transformers.distributed import DistributedConfig
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    spread = DistributedConfig(tp_size=group.size())
+    model = AutoModelForCausalLM.from_pretrained(path, distributed_config=spread).eval()
+    n_heads = []
+    with prescore.apply(model, config), torch.no_grad():
+        core = ALL_ATTENTION_FUNCTIONS["prescored"]
+
+        def count_heads(module, query, *args, **kwargs):
+            n_heads.append(query.shape[1])
+            return core(module, query, *args, **kwargs)
+
+        ALL_ATTENTION_FUNCTIONS["prescored"] = count_heads
+        try:
+            logits = model(ids, use_cache=False).logits
+        finally:
+            ALL_ATTENTION_FUNCTIONS["prescored"] = core
+    return n_heads, logits
+
+
 def bytes_of(group, config, n_tokens, is_causal):
     """Bytes that this rank sends in one call of random keys, one head of 64 numbers; and the way it went."""
     generator = torch.Generator().manual_seed(group.rank())
     parts = [torch.randn(1, 1, n_tokens // group.size(), 64, generator=generator) for _ in range(3)]
     _, aux = prescore.prescored_attention(*parts, config, is_causal=is_causal, group=group, return_aux=True)
     return aux.stats["bytes_sent"], aux.stats["way"]
+
+
+def sent_without_figures(group, config, n_tokens, is_causal):
+    """Bytes that this rank sends where nobody asks for lse or figures."""
+    from prescore.parallel.group import as_group
+
+    ranks, generator = as_group(group), torch.Generator().manual_seed(group.rank())
+    parts = [torch.randn(1, 1, n_tokens // group.size(), 64, generator=generator) for _ in range(3)]
+    prescore.prescored_attention(*parts, config, is_causal=is_causal, group=ranks)
+    return ranks.sent
 
 
 def attend_wrongly(group, wrong):
@@ -137,6 +202,30 @@ def attend_wrongly(group, wrong):
     if wrong == "selection":
         options["selection"] = prescore.select(key, top_k=3)
     return prescore.prescored_attention(query, key, value, group=group, **options)
+
+
+@dataclass(frozen=True)
+class Squeamish(prescore.Scorer):
+    """Refuses large keys, wherever it meets them."""
+
+    name: ClassVar[str] = "squeamish"
+
+    def score(self, keys, *, valid, streams):
+        largest = float(keys.max())
+        if largest > 100:
+            raise ValueError(f"keys must be at most 100, got {largest:g}")
+        return keys.norm(dim=-1)
+
+
+def refuse_while_computing(group, heads):
+    """With one head: gradients to a tolerance, where other ranks have no head. With two: one head's keys alone."""
+    inputs = attention_tensors(heads=heads, kv_heads=heads, n_keys=48, dim=8)
+    config = prescore.Routed(rows=4, leaf_size=4, chunk_size=8, exact_until=16, tolerance=0.1)
+    if heads > 1:
+        inputs[1][:, 1, 4] = 200.0
+        config = prescore.Selected(Squeamish(), 4, min_seq_len=8)
+    parts = [piece(tensor, group).requires_grad_(heads == 1) for tensor in inputs]
+    return prescore.prescored_attention(*parts, config, is_causal=True, group=group)
 
 
 def generator_after_refusal(group):
@@ -259,6 +348,11 @@ def refused_models(group):
     refusal("on_unsupported", lambda: prescore.apply(tiny("Llama"), mesh=group, on_unsupported="exact"))
     refusal("group", lambda: prescore.apply(tiny("Llama"), mesh="all"))
     refusal("cache", lambda: forward("Llama", past_key_values=_foreign_cache()))
+    alone = group.rank() == 1
+    refusal("one cache", lambda: forward("Llama", past_key_values=_foreign_cache() if alone else None))
+    refusal("weights", lambda: forward("Llama", output_attentions=alone))
+    refusal("new tokens", lambda: _generated(own, group, 2 + alone))
+    refusal("no new tokens", lambda: _generated(own, group, 2 - 2 * alone))
     model = tiny("Llama")
     before = model(ids).logits
     with prescore.apply(model, prescore.Exact(), mesh=group):
@@ -267,6 +361,16 @@ def refused_models(group):
     same = torch.allclose(here, piece(before, group, 1), atol=1e-4) and torch.equal(model(ids).logits, before)
     found["afterwards"] = "the model as it was" if same else "another model"
     return found
+
+
+def _generated(ids, group, new_tokens):
+    from tiny_models import tiny
+
+    from prescore.integrations.transformers import generate_together
+
+    model = tiny("Llama")
+    with prescore.apply(model, prescore.Exact(), mesh=group):
+        generate_together(model, ids, group, max_new_tokens=new_tokens)
 
 
 def _foreign_cache():

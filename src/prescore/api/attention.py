@@ -229,14 +229,17 @@ def attend_together(
     group: object,
     *,
     explain: bool = False,
+    refused: ValueError | None = None,
 ) -> Outcome:
-    """`prescored_attention` of this rank's piece; with `explain` also lse and figures."""
-    refused: Unsupported | None = None
+    """`prescored_attention` of this rank's piece; with `explain` also lse and figures.
+
+    `refused` is what this rank alone has to say against the call: every rank raises it.
+    """
     with ExitStack() as surroundings:
         try:
             query, key, value = surroundings.enter_context(plain_torch(query, key, value))
         except Unsupported as error:
-            refused = error  # the other ranks must hear of it, and wait for nobody
+            refused = refused or error  # the other ranks must hear of it, and wait for nobody
 
         def check() -> tuple[Config, Backend]:
             if refused is not None:

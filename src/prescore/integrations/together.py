@@ -18,9 +18,11 @@ from prescore.config import Config, Exact, check_config
 from prescore.errors import Unsupported
 from prescore.integrations.attend import Situation, layer_seed
 from prescore.integrations.reporting.phases import Did, History, words_for_prompt
+from prescore.parallel.engine import OWN_HEADS
 from prescore.parallel.group import Group
 from prescore.parallel.handshake import agree
 from prescore.parallel.steps import attend_step
+from prescore.types import Outcome
 
 PIECES = "_prescore_pieces"
 """Attribute of keys that came out of a cache whose layers hold pieces: what they came from, a `HeldPiece`."""
@@ -60,16 +62,20 @@ class Together:
         self._depth += 1
         return self._depth == 1
 
-    def agree(self, tokens: Tensor, mask: Tensor | None, n_before: int) -> None:
+    def agree(self, tokens: Tensor, mask: Tensor | None, n_before: int, refusal: ValueError | None = None) -> None:
         """Make sure that all ranks run the same forward, each on its piece.
 
         Args:
             tokens: `[B, n]` token numbers, or `[B, n, C]` embeddings.
             mask: `[B, n]`, 1 = a real token; None = all are.
             n_before: Tokens of all ranks so far.
+            refusal: What this rank alone has to say against it; every rank raises it.
         """
-        refusal = None
-        if mask is not None and (mask.ndim != 2 or (not n_before and mask.shape != tokens.shape[:2])):
+        if (
+            refusal is None
+            and mask is not None
+            and (mask.ndim != 2 or (not n_before and mask.shape != tokens.shape[:2]))
+        ):
             refusal = ValueError(
                 f"attention_mask must have the shape {tuple(tokens.shape[:2])} of this rank's tokens, "
                 f"got {tuple(mask.shape)}"
@@ -105,7 +111,8 @@ class TogetherAttention:
         seed: As of `PrescoredAttention`.
 
     Attributes:
-        last: What the last call did; None before the first.
+        last: What the last call did, on this rank; None before the first.
+        own_heads: Query heads that the last call ran on this rank; None = its own positions of all heads.
         history: What the calls since the last prompt began did.
     """
 
@@ -114,6 +121,7 @@ class TogetherAttention:
         self.together = together
         self.seed = seed
         self.last: Did | None = None
+        self.own_heads: int | None = None
         self.history = History()
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, situation: Situation) -> Tensor:
@@ -123,18 +131,15 @@ class TogetherAttention:
         held: HeldPiece | None = getattr(key, PIECES, None)
         group, n_query = self.together.group, query.shape[2]
         self.history.begin(n_query)
+        bars: tuple[float | None, float | None] = (None, None)
         if held is not None and held.is_step:
             attended = attend_step(group, query, key, value, valid=held.valid, scale=situation.scale)
             output, path, n_keys, rows = attended.output, STEP_OF_ALL, held.n_all, None
             ran = path
         else:
-            self._refuse(query, key, situation)
-            valid = self._valid(query, key, situation)
-            if held is not None:
-                held.valid = valid
-            seed = layer_seed(self.seed, situation.layer)
-            options = Options(situation.is_causal, valid, situation.scale, seed, dropout_p=situation.dropout)
-            outcome = attend_together(query, key, value, self.config, options, group)
+            outcome = self._attend(query, key, value, situation, held)
+            self.own_heads = outcome.stats.get(OWN_HEADS)
+            bars = outcome.stats.get("error_limit_max"), outcome.stats.get("read_further")
             kind = "exact" if isinstance(self.config, Exact) else "prescored"
             output, path = outcome.attended.output, f"{kind} on {group.size} ranks"
             n_keys, rows = key.shape[2] * group.size, outcome.count_rows
@@ -143,12 +148,29 @@ class TogetherAttention:
             ran = f"{words} on {group.size} ranks"
         seconds = time.perf_counter() - begin
         kind = "causal" if situation.is_causal else "full"
-        self.last = Did(path, kind, n_query, n_keys, seconds, rows, ran=ran)
+        self.last = Did(path, kind, n_query, n_keys, seconds, rows, None, ran, *bars)
         self.history.add(self.last)
         return output
 
+    def _attend(
+        self, query: Tensor, key: Tensor, value: Tensor, situation: Situation, held: HeldPiece | None
+    ) -> Outcome:
+        """A piece of a prompt; what this rank alone cannot do is refused by all."""
+        refusal, valid = None, None
+        try:
+            self._refuse(query, key, situation)
+            valid = self._valid(query, key, situation)
+        except ValueError as error:
+            refusal = error
+        if held is not None:
+            held.valid = valid
+        seed = layer_seed(self.seed, situation.layer)
+        options = Options(situation.is_causal, valid, situation.scale, seed, dropout_p=situation.dropout)
+        group = self.together.group
+        return attend_together(query, key, value, self.config, options, group, refused=refusal)
+
     def _refuse(self, query: Tensor, key: Tensor, situation: Situation) -> None:
-        """What a layer asks for and ranks cannot do together; follows from the model, so that all ranks raise."""
+        """What a layer asks for and ranks cannot do together."""
         reasons = list(situation.obstacles)
         if situation.is_local:
             reasons.append("it has a sliding window, which no piece can see on its own")

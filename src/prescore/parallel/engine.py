@@ -16,6 +16,7 @@ from torch import Tensor
 
 from prescore.call import Call, make_call
 from prescore.config import Config, Exact, Selected
+from prescore.parallel.handshake import done_by_all
 from prescore.parallel.heads import Change
 from prescore.parallel.pieces import OwnPiece
 from prescore.parallel.rows import attend_by_rows, why_not_rows
@@ -26,6 +27,8 @@ Run = Callable[[Call, Config, bool], Outcome]
 """The one-process engines: a call, its configuration, whether to explain."""
 
 GATHER, HEADS, ROWS = "gather", "heads", "rows"
+OWN_HEADS = "query_heads"
+"""Figure of a call by heads: how many query heads this rank had, of which its other figures tell."""
 
 
 def attend_pieces(piece: OwnPiece, config: Config, run: Run, *, explain: bool = False) -> Outcome:
@@ -71,21 +74,24 @@ def _by_heads(piece: OwnPiece, config: Config, run: Run, explain: bool) -> Outco
     """All positions of some heads on every rank."""
     change = Change(piece.group, piece.query.shape[1], piece.key.shape[1])
     query, key, value = change.there(piece.query, piece.key, piece.value)
-    if not change.own.n_query_heads:
-        outcome = _nothing(query, value, piece.backend.name)
-    else:
+
+    def own_heads() -> Outcome:
+        if not change.own.n_query_heads:
+            return _nothing(query, value, piece.backend.name)
         call = make_call(
             query, key, value, piece.mask, is_causal=piece.is_causal, scale=piece.scale, backend=piece.backend,
             streams=piece.streams,
         )  # fmt: skip
         outcome = run(call, config, explain)
-        outcome = Outcome(call.restore(outcome.attended), outcome.count_rows, [], outcome.stats)
-    attended = outcome.attended
+        return Outcome(call.restore(outcome.attended), outcome.count_rows, [], outcome.stats)
+
+    outcome = done_by_all(piece.group, own_heads)
+    attended, stats = outcome.attended, {**outcome.stats, OWN_HEADS: change.own.n_query_heads}
     if not explain:
         (output,) = change.back(attended.output)
-        return Outcome(Attended(output, attended.lse.new_empty(0)), outcome.count_rows)
+        return Outcome(Attended(output, attended.lse.new_empty(0)), outcome.count_rows, [], stats)
     output, lse = change.back(attended.output, attended.lse[..., None])
-    return Outcome(Attended(output, lse.squeeze(-1)), outcome.count_rows, [], outcome.stats)
+    return Outcome(Attended(output, lse.squeeze(-1)), outcome.count_rows, [], stats)
 
 
 def _nothing(query: Tensor, value: Tensor, backend: str) -> Outcome:

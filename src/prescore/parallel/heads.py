@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from prescore.parallel.group import Group, Mail, tied
+from prescore.parallel.handshake import done_by_all
 
 
 @dataclass(frozen=True)
@@ -120,4 +121,5 @@ def attend_by_heads(
     change = Change(group, query.shape[1], key.shape[1])
     whole = change.there(query, key, value)
     nothing = query.new_empty(*whole[0].shape[:3], value.shape[-1])
-    return change.back(attend(*whole) if change.own.n_query_heads else nothing)[0]
+    output = done_by_all(group, lambda: attend(*whole) if change.own.n_query_heads else nothing)
+    return change.back(output)[0]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import resource
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -16,10 +14,12 @@ from prescore.config import Exact
 from prescore.evaluation.language.cost import Meter, exact_rows
 from prescore.evaluation.language.methods import LanguageMethod
 from prescore.evaluation.language.model import LanguageModel
+from prescore.evaluation.peak_memory import forget_peak, held_megabytes, peak_megabytes
 from prescore.integrations.apply import find_adapter, replace_together
 from prescore.integrations.attend import Attend, Situation
 from prescore.integrations.layers import Layers, pick_layers
 from prescore.integrations.together import Together, TogetherAttention
+from prescore.parallel.engine import OWN_HEADS
 from prescore.parallel.group import Group
 from prescore.parallel.heads import attend_by_heads
 from prescore.values import Values
@@ -50,7 +50,8 @@ def measured_pieces(
 ) -> Iterator[Callable[[], Values]]:
     """Let a model on several ranks attend by `method` inside the block; yields what tells the figures.
 
-    Rows are means over ranks; seconds, bytes and memory those of the rank with most of them.
+    Rows are means over the heads and positions of all ranks; seconds, bytes and memory those of the rank with most
+    of them. Memory is the most that was held inside the block, and what was held before it, the model included.
     """
     model = language_model.model
     n_layers = len(find_adapter(model).layers(model))
@@ -61,9 +62,10 @@ def measured_pieces(
         chosen = method if number in meter.replaced else LanguageMethod("exact", "exact")
         functions[number] = _Timed(meter, group, _attention(chosen, together, seed))
     undo = replace_together(model, functions, together)
-    sent = group.sent
+    forget_peak()
+    sent, held = group.sent, held_megabytes()
     try:
-        yield lambda: _figures(meter, group, group.sent - sent, n_layers)
+        yield lambda: _figures(meter, group, [(group.sent - sent) / n_layers, peak_megabytes(), held])
     finally:
         undo()
 
@@ -76,9 +78,14 @@ class _Timed:
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, situation: Situation) -> Tensor:
         meter, layer = self.meter, situation.layer
-        output, count_rows, _ = meter.timed(layer, lambda: self.attend(query, key, value, situation), key.device)
+        output, count_rows, figures = meter.timed(
+            layer, lambda: self.attend(query, key, value, situation), key.device
+        )
         if layer in meter.replaced:
-            meter.rows[layer] = count_rows()
+            # of all queries, a rank works off its positions, or all positions of its heads
+            own_heads = figures.get(OWN_HEADS)
+            share = 1.0 if own_heads is None else own_heads * self.group.size / query.shape[1]
+            meter.rows[layer] = share * count_rows()
         else:
             meter.exact_rows[layer] = exact_rows(query.shape[2] * self.group.size)
         return output
@@ -99,29 +106,32 @@ def _counted(
     rows = None if did is None else did.rows
     if rows is None:
         raise RuntimeError(f"rows must be known after a piece of a prompt, got {did}")
-    return Counted(output, lambda: rows)
+    own_heads = attention.own_heads
+    return Counted(output, lambda: rows, {} if own_heads is None else {OWN_HEADS: own_heads})
 
 
 def _by_heads(
     group: Group, attend: Callable[..., Counted], query: Tensor, key: Tensor, value: Tensor, situation: Situation
 ) -> Counted:
     """What knows nothing of ranks, on whole sequences of some heads."""
-    rows: list[float] = []
+    rows, n_heads = [0.0], [0]
 
     def attend_whole(*whole: Tensor) -> Tensor:
         output, count_rows, _ = attend(*whole, situation)
-        rows.append(count_rows())
+        rows[0], n_heads[0] = count_rows(), output.shape[1]
         return output
 
-    return Counted(attend_by_heads(group, query, key, value, attend_whole), lambda: rows[0] if rows else 0.0)
+    output = attend_by_heads(group, query, key, value, attend_whole)
+    return Counted(output, lambda: rows[0], {OWN_HEADS: n_heads[0]})
 
 
-def _figures(meter: Meter, group: Group, n_sent: int, n_layers: int) -> Values:
+def _figures(meter: Meter, group: Group, costs: list[float]) -> Values:
+    """Figures of all ranks; `costs` are this rank's bytes per layer, peak of memory, and memory before."""
     figures = meter.figures()
     seconds = [name for name in figures if name.endswith("_seconds") and figures[name] is not None]
     rows = [name for name in figures if name.endswith("rows_per_query") and figures[name] is not None]
     own = [float(figures[name]) for name in (*seconds, *rows)]
-    told = torch.tensor([*own, float(n_sent), _peak_megabytes()], dtype=torch.float64, device=group.device)
+    told = torch.tensor([*own, *costs], dtype=torch.float64, device=group.device)
     everyone = group.gather(told).cpu()
     most, mean = everyone.amax(0).tolist(), everyone.mean(0).tolist()
     for place, name in enumerate((*seconds, *rows)):
@@ -129,12 +139,7 @@ def _figures(meter: Meter, group: Group, n_sent: int, n_layers: int) -> Values:
     return {
         **figures,
         "ranks": group.size,
-        "bytes_sent_per_layer": round(most[-2] / n_layers),
-        "peak_megabytes": round(most[-1], 1),
+        "bytes_sent_per_layer": round(most[-3]),
+        "peak_megabytes": round(most[-2], 1),
+        "held_megabytes": round(most[-1], 1),
     }
-
-
-def _peak_megabytes() -> float:
-    """The most memory that this process has held so far."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak / (2**20 if sys.platform == "darwin" else 2**10)

@@ -14,6 +14,7 @@ from prescore.errors import Unsupported
 from prescore.integrations.adapter import Undo
 from prescore.integrations.together import PIECES, HeldPiece, Together
 from prescore.parallel.group import Group, as_group
+from prescore.parallel.handshake import agree
 from prescore.values import Values
 
 
@@ -96,10 +97,13 @@ def _before(
     embeddings = given.get("inputs_embeds")
     tokens: Tensor = given["input_ids"] if embeddings is None else embeddings
     cache: Cache | None = given.get("past_key_values")
-    if cache is not None and not isinstance(cache, PieceCache):
-        raise Unsupported(f"a cache of type {type(cache).__name__} on several ranks", ["it holds whole sequences"])
-    n_before = 0 if cache is None else cache.n_all
-    together.agree(tokens, given.get("attention_mask"), n_before)
+    foreign, n_before = None, 0
+    if isinstance(cache, PieceCache):
+        n_before = cache.n_all
+    elif cache is not None:
+        name = type(cache).__name__
+        foreign = Unsupported(f"a cache of type {name} on several ranks", ["it holds whole sequences"])
+    together.agree(tokens, given.get("attention_mask"), n_before, foreign)
     config: Any = module.config.get_text_config(decoder=True)  # type: ignore[operator, union-attr]
     if given.get("position_ids") is None:
         given["position_ids"] = together.positions(tokens.shape[1], n_before, tokens.device)
@@ -128,8 +132,14 @@ def generate_together(
     Returns:
         `[B, new tokens]`, the same on every rank.
     """
-    checks.integer("max_new_tokens", max_new_tokens, minimum=1)
     group = as_group(mesh, "mesh")
+    refusal = None
+    try:
+        checks.integer("max_new_tokens", max_new_tokens, minimum=1)
+    except (ValueError, TypeError) as error:
+        refusal = error
+    facts = {"max_new_tokens": max_new_tokens, "eos_token_id": eos_token_id}
+    agree(group, {} if refusal else facts, refusal, group.device)  # or some would wait for further steps of others
     call: Any = model
     step, cache = input_ids, None
     found: list[Tensor] = []
