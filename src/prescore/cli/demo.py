@@ -111,7 +111,7 @@ class Tour:
         return records + self._budgets(statistics.median(r.seconds for r in records))
 
     def _budgets(self, seconds: float) -> list[Record]:
-        """The comparison over budgets, on a shorter text; a row there takes a share of the `seconds` of one here."""
+        """The comparison over budgets, on a shorter text; a row of the other one takes so many seconds."""
         from prescore.evaluation.demo.methods import budget_methods, budget_rivals, short_length, short_window
 
         window = short_window(self.text, self.length)
@@ -184,7 +184,7 @@ def write_report(records: Sequence[Record], directory: Path) -> Path:
 
 
 def find_documents(names: Iterable[str], directory: Path) -> dict[str, str]:
-    """Addresses of documents as seen from a directory: the built site's, else those of the source; none in a wheel."""
+    """Addresses of documents as seen from a directory: of the built site, else of the source; none in a wheel."""
     root = Path(__file__).resolve().parents[3]
     found = {}
     for name in names:

@@ -68,7 +68,7 @@ def first_methods(length: int) -> list[LanguageMethod]:
 
 
 def rivals(default: Record) -> list[LanguageMethod]:
-    """A sliding window and a selection, both with sinks, that read no fewer rows than the default in this record."""
+    """A sliding window and a selection, both with sinks, that read no fewer rows than this record's default."""
     read = _read(default)
     return [_window(*read, EQUAL_ROWS), _selection(*read, EQUAL_ROWS)]
 
@@ -97,7 +97,7 @@ def budget_rivals(defaults: Sequence[Record]) -> list[LanguageMethod]:
 
 
 def selected_rows(length: int, leaf: int, top_k: int) -> float:
-    """Keys that a causal query meets in a selection with exact leaves: the leaf, and the kept keys of each block."""
+    """Keys that a causal query meets in a selection: those of its exact leaf, and the kept ones of each block."""
     position = torch.arange(length)
     rows, block = position % leaf + 1, leaf
     while block < length:
@@ -119,7 +119,7 @@ def _selection(length: int, config: Routed, rows: float, part: str) -> LanguageM
 
 
 def _published(length: int, config: Routed, rows: float, *, selects: bool) -> LanguageMethod:
-    """The paper's algorithm with k-means, or HyperAttention with the sinks of the others, at about as many rows."""
+    """The paper's algorithm with k-means, or HyperAttention with the others' sinks, at about as many rows."""
     leaf = config.chunk_size
     budget = _budget(length, leaf, rows, config.sinks)
     half = max(1, budget // 2)

@@ -31,6 +31,28 @@ _ONE = 10_000
 """Weights are told in whole parts of so many."""
 
 
+class Look(NamedTuple):
+    """What one query of one head reads; weights in parts of 10000.
+
+    Attributes:
+        sinks, near, found, stand_ins: Weights of the first keys, of the local part, of rows found far away and of
+            stand-ins; together all of it.
+        error: Of the output, relative to that of exact attention, in parts of 10000 too.
+        rows: How many near keys, and how many rows found.
+        chunks: Weight of the stand-ins of each far chunk.
+        heaviest: Position and weight of the heaviest rows found, in turn.
+    """
+
+    sinks: int
+    near: int
+    found: int
+    stand_ins: int
+    error: int
+    rows: list[int]
+    chunks: list[int]
+    heaviest: list[int]
+
+
 class LayerInputs(NamedTuple):
     """What a layer was given: its last queries `[Hq, Nq, D]`, and all keys and values `[Hkv, N, D]`."""
 
@@ -43,11 +65,11 @@ class LayerInputs(NamedTuple):
 def reading_row(
     language_model: LanguageModel, window: Window, config: Routed, *, layers: Sequence[int], seed: int = 0
 ) -> Row:
-    """What the last queries of a window read in some layers, as a row.
+    """What the last queries of a window read in some layers, as a row; those local by design are left out.
 
     Figures: `pieces` (all tokens as text), `first` (position of the first query), the sizes `sinks` and `chunk`,
-    `heads` (pairs of layer and query head), `searching` and `smooth` (which of them give most weight to rows found,
-    and to stand-ins), and `looks[head][query]`: see `look_of`.
+    `heads` (pairs of layer and query head), `searching` and `smooth` (which of them give most weight to rows
+    found, and to stand-ins), and `looks[head][query]`, the fields of `Look` in turn.
     """
     return Row(
         config={
@@ -71,13 +93,15 @@ def _measure(
 ) -> Values:
     n_query = min(N_QUERIES, len(window.tokens) // 4)
     inputs = watched(language_model, window, config, layers, n_query, seed)
-    heads, looks = [], []
+    heads: list[list[int]] = []
+    looks: list[list[Look]] = []
     for layer, given in inputs.items():
         for head, found in layer_looks(given, config).items():
             heads.append([layer, head])
             looks.append(found)
-    shares = [[sum(look[place] for look in found) for found in looks] for place in (2, 3)]
-    searching, smooth = (max(range(len(own)), key=own.__getitem__) for own in shares)
+    places = range(len(looks))
+    searching = max(places, key=lambda place: sum(look.found for look in looks[place]), default=None)
+    smooth = max(places, key=lambda place: sum(look.stand_ins for look in looks[place]), default=None)
     sizes = Positions.of(torch.ones(1, dtype=torch.bool), 1, True, config).sizes
     return {
         "pieces": [language_model.tokenizer.decode([number]) for number in window.tokens.tolist()],
@@ -87,7 +111,7 @@ def _measure(
         "heads": heads,
         "searching": searching,
         "smooth": smooth,
-        "looks": looks,
+        "looks": [[list(look) for look in found] for found in looks],
     }
 
 
@@ -104,7 +128,7 @@ def watched(
             self.attention = PrescoredAttention(config, seed=seed)
 
         def __call__(self, query: Tensor, key: Tensor, value: Tensor, situation: Situation) -> Tensor:
-            if situation.layer in layers:
+            if situation.layer in layers and not situation.is_local:
                 last = query[0, :, query.shape[2] - n_query :]
                 kept[situation.layer] = LayerInputs(
                     last.clone(), key[0].clone(), value[0].clone(), situation.scale
@@ -124,14 +148,14 @@ def watched(
 
 
 @torch.no_grad()
-def layer_looks(given: LayerInputs, config: Routed) -> dict[int, list[list[object]]]:
+def layer_looks(given: LayerInputs, config: Routed) -> dict[int, list[Look]]:
     """What the queries of each head read; of many heads some, evenly spread."""
     n_heads, n_query = given.query.shape[:2]
     n_keys, group = given.key.shape[1], n_heads // given.key.shape[0]
     positions = Positions.of(torch.ones(n_keys, dtype=torch.bool), n_query, True, config)
     anyway = torch.stack([positions.read_anyway(number) for number in range(n_query)])
     scale = given.query.shape[-1] ** -0.5 if given.scale is None else given.scale
-    found: dict[int, list[list[object]]] = {}
+    found: dict[int, list[Look]] = {}
     for head in range(0, n_heads, -(-n_heads // _MOST_HEADS)):
         query = given.query[head]
         key, value = given.key[head // group], given.value[head // group]
@@ -149,7 +173,7 @@ def layer_looks(given: LayerInputs, config: Routed) -> dict[int, list[list[objec
 
 def _head_looks(
     table: HeadTable, query: Tensor, key: Tensor, value: Tensor, anyway: Tensor, positions: Positions
-) -> list[list[object]]:
+) -> list[Look]:
     n_keys = len(key)
     logits = query @ key.T
     nodes = query @ key[table.rows].mean(1).T + table.stand_ins
@@ -168,26 +192,29 @@ def _head_looks(
     ]
 
 
-def look_of(
-    weights: Tensor, anyway: Tensor, read: Tensor, stand_ins: Tensor, sinks: int, error: Tensor
-) -> list[object]:
-    """One query of one head, in parts of 10000: `[sinks, near, found, stand-ins, error, rows, chunks, heaviest]`.
+def look_of(weights: Tensor, anyway: Tensor, read: Tensor, stand_ins: Tensor, sinks: int, error: Tensor) -> Look:
+    """What one query of one head reads.
 
-    The first four are weights and add up to all of it. `error` is that of the output, relative to exact attention's.
-    `rows` counts near keys and rows found; `chunks` has the weight of each far chunk's stand-ins; `heaviest` has
-    position and weight of the heaviest rows found, in turn.
+    Args:
+        weights: `[N]` of single keys.
+        anyway: `[N]` which keys are read in any case.
+        read: `[N]` which are read at all.
+        stand_ins: `[C]` weights of the stand-ins of each chunk.
+        sinks: First keys, read by every query.
+        error: Of the output.
     """
-    position = torch.arange(len(weights))
-    first = position < sinks
-    found = read & ~anyway
-    parts = [weights[anyway & first].sum(), weights[anyway & ~first].sum(), weights[found].sum(), stand_ins.sum()]
-    places = found.nonzero().squeeze(1)
-    best = weights[places].topk(min(MOST_FOUND, len(places))).indices
-    heaviest = [part for place in places[best].tolist() for part in (place, round(_ONE * float(weights[place])))]
-    return [
-        *(round(_ONE * float(part)) for part in parts),
-        round(_ONE * float(error)),
-        [int((anyway & ~first).sum()), len(places)],
-        [round(_ONE * float(weight)) for weight in stand_ins],
-        heaviest,
-    ]
+    first = torch.arange(len(weights)) < sinks
+    places = (read & ~anyway).nonzero().squeeze(1)
+    best = places[weights[places].topk(min(MOST_FOUND, len(places))).indices].tolist()
+    parts = (weights[anyway & first], weights[anyway & ~first], weights[places], stand_ins)
+    return Look(
+        *(_parts(part.sum()) for part in parts),
+        error=_parts(error),
+        rows=[int((anyway & ~first).sum()), len(places)],
+        chunks=[_parts(weight) for weight in stand_ins],
+        heaviest=[part for place in best for part in (place, _parts(weights[place]))],
+    )
+
+
+def _parts(share: Tensor) -> int:
+    return round(_ONE * float(share))

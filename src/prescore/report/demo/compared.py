@@ -19,7 +19,7 @@ class Line:
         name: What it is called.
         n_windows: How many those are.
         n_stretches: Stretches of text that its loss was compared in, stretch by stretch.
-        above: Loss above exact attention's on the same tokens, nats per token; None = there is none to compare with.
+        above: Loss above exact attention's on the same tokens, nats per token; None = that was not measured.
         half_width: Half of the 95 % interval of that, over the stretches.
     """
 

@@ -41,8 +41,8 @@ def comparison_table(records: Sequence[Record]) -> Table:
             *("attention", "speed-up"),
         ),
         rows=rows,
-        note="above exact: on the same tokens, with a 95 % interval over stretches of text; gap closed: from local only "
-        "(far context dropped) to exact; speed-up: against fused exact attention",
+        note="above exact: on the same tokens, with a 95 % interval over stretches of text; gap closed: from "
+        "local only (far context dropped) to exact; speed-up: against fused exact attention",
     )
 
 
@@ -55,11 +55,12 @@ def headline(lines: Sequence[Line]) -> str:
     fast = whole.attention_seconds / own.attention_seconds
     saved = whole.forward_seconds / own.forward_seconds
     return (
-        f"Meeting <strong>{as_text(own.rows_per_query, 3)} of {as_text(whole.rows_per_query, 4)} key rows</strong> per "
-        f"query, the default loses <strong>{above_words(default)} nats</strong> per token against exact attention "
-        f"(perplexity {as_text(own.perplexity, 4)} instead of {as_text(whole.perplexity, 4)}) and takes "
-        f"<strong>{own.attention_seconds:.1f} s</strong> for attention instead of {whole.attention_seconds:.1f} s: "
-        f"<strong>{_ratio(fast)}</strong>; the whole forward is {_ratio(saved)}. {alone(default)}"
+        f"Meeting <strong>{as_text(own.rows_per_query, 3)} of {as_text(whole.rows_per_query, 4)} key rows</strong>"
+        f" per query, the default loses <strong>{above_words(default)} nats</strong> per token against exact "
+        f"attention (perplexity {as_text(own.perplexity, 4)} instead of {as_text(whole.perplexity, 4)}) and takes "
+        f"<strong>{own.attention_seconds:.1f} s</strong> for attention instead of "
+        f"{whole.attention_seconds:.1f} s: <strong>{_ratio(fast)}</strong>; the whole forward is {_ratio(saved)}. "
+        f"{alone(default)}"
     )
 
 
@@ -72,8 +73,8 @@ def alone(default: Line) -> str:
             f"This is what {apply} does by itself at {length} tokens; up to {until} it reads everything, exactly."
         )
     return (
-        f"Left alone, {apply} reads everything at {length} tokens, exactly, because that is faster there: here it was "
-        "made to route, to show how."
+        f"Left alone, {apply} reads everything at {length} tokens, exactly, because that is faster there: here it "
+        "was made to route, to show how."
     )
 
 
@@ -95,9 +96,7 @@ def panels(lines: Sequence[Line]) -> str:
     if local is not None and local.above is not None and local.above > 0:
         most = min(most, _BEYOND * local.above)
     loss = [
-        Bar(line.name, line.above, above_words(line), line.is_default, line.half_width or 0.0)
-        for line in lines
-        if line.summary.kind != "exact"
+        Bar(line.name, line.above, above_words(line), line.is_default, line.half_width or 0.0) for line in lines
     ]
     seconds = [
         Bar(line.name, line.summary.attention_seconds, f"{line.summary.attention_seconds:.1f} s", line.is_default)
@@ -155,8 +154,8 @@ def interval_words(lines: Sequence[Line]) -> str:
     each = most.summary.n_tokens // 2 * most.n_windows // most.n_stretches
     windows = "one window" if most.n_windows == 1 else f"{most.n_windows} windows"
     return (
-        f"± is half of a 95 % interval over {most.n_stretches} stretches of {each} tokens from {windows}, each compared "
-        "with exact attention on the same tokens."
+        f"± is half of a 95 % interval over {most.n_stretches} stretches of {each} tokens from {windows}, each "
+        "compared with exact attention on the same tokens."
     )
 
 
@@ -177,8 +176,8 @@ def _panel(title: str, unit: str, bars: Sequence[Bar], most: float | None = None
     top = max((bar.value or 0.0 for bar in bars), default=0.0) if most is None else most
     rows = "".join(_bar(bar, top or 1.0) for bar in bars)
     return (
-        f"<figure class='bars'><figcaption><b>{title}</b> <span class='unit'>{unit}</span>"
-        f"<span class='better'>↓ lower is better</span></figcaption>{rows}</figure>"
+        f"<figure class='bars'><figcaption><b>{title}</b><span class='better'>↓ lower is better · {unit}</span>"
+        f"</figcaption>{rows}</figure>"
     )
 
 

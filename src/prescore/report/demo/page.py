@@ -36,8 +36,8 @@ def demo_page(records: Sequence[Record], documents: Mapping[str, str] | None = N
     """The whole page.
 
     Args:
-        records: Of one run of `prescore demo`: `loss` rows of its two comparisons, a `reading` row and, where there
-            was time for it, a `tokens` row.
+        records: Of one run of `prescore demo`: `loss` rows of its two comparisons, a `reading` row and, where
+            there was time for it, a `tokens` row.
         documents: Addresses of `DOCUMENTS` by name; None = they are named, and not linked.
     """
     lines, budgets = compare(records, EQUAL_ROWS), compare(records, BUDGETS)

@@ -10,12 +10,14 @@ from prescore.records import Record
 BEFORE = 48
 """Tokens shown before those that can be picked."""
 _FOUND = 2
-"""Place in a look, as `prescore.evaluation.demo.reading.look_of` has it."""
+"""Place in a look, as `prescore.evaluation.demo.reading.Look` has it."""
 
 
 def reading_section(record: Record) -> str:
     """HTML of a `reading` record; `templates/reading.js` fills it in."""
     figures = record.figures
+    if not figures["heads"]:
+        return "<p>The layers that were looked at are local by design, and do not search.</p>"
     pieces: list[str] = figures["pieces"]
     first: int = figures["first"]
     before = escape("".join(pieces[max(0, first - BEFORE) : first]))
@@ -27,7 +29,7 @@ def reading_section(record: Record) -> str:
         '<p class="asked" aria-live="polite"><noscript>Picking a token needs JavaScript.</noscript></p>\n'
         f"{_legend()}\n"
         '<div class="cards"><div class="card"></div><div class="card"></div></div>\n'
-        '<h3>Every head for this token</h3>\n<div class="heads"></div>\n'
+        '<h3>Every head for this token: layer.head, weights, rows found</h3>\n<div class="heads"></div>\n'
         # a text may hold what ends a script
         f'<script type="application/json">{data.replace("<", chr(92) + "u003c")}</script>\n</div>'
     )
