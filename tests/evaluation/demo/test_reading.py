@@ -5,14 +5,27 @@ import torch
 
 from prescore import Exact, Routed, prescored_attention
 from prescore.evaluation.demo.methods import demo_windows
-from prescore.evaluation.demo.reading import MOST_FOUND, Look, layer_looks, look_of, reading_row, watched
+from prescore.evaluation.demo.reading import (
+    MOST_FOUND,
+    LayerInputs,
+    Look,
+    layer_looks,
+    look_of,
+    reading_row,
+    watched,
+)
 
 CONFIG = Routed(rows=8, leaf_size=16, chunk_size=32, sinks=4, exact_until=0)
 
 
 @pytest.fixture(scope="module")
-def given(tiny, text):
-    return watched(tiny, demo_windows(text, 512)[0], CONFIG, [1], 24, 0)[1]
+def given():
+    """Queries that look for single keys more than a model of random weights does."""
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (
+        2 * torch.randn(heads, rows, 16, generator=generator) for heads, rows in ((4, 24), (2, 512), (2, 512))
+    )
+    return LayerInputs(query, key, value, None)
 
 
 def test_looks_are_those_of_the_engine(given):
@@ -48,6 +61,18 @@ def test_a_look_in_plain_numbers():
     read = torch.tensor([True, True, False, True, True])
     look = look_of(weights, anyway, read, torch.tensor([0.25, 0.1]), 1, torch.tensor(0.01))
     assert look == Look(1000, 3000, 2500, 3500, 100, [1, 2], [2500, 1000], [1, 2000, 3, 500])
+
+
+def test_layers_are_watched_while_the_default_runs(tiny, text):
+    """What a layer is given depends on the attention of those before it."""
+    window = demo_windows(text, 512)[0]
+    last = {rows: watched(tiny, window, CONFIG.replace(rows=rows), [0, 1], 24, 0) for rows in (CONFIG.rows, 10**6)}
+    first, second = last.values()
+    assert list(first) == [0, 1]
+    assert first[0].query.shape == (4, 24, 8)
+    assert first[0].key.shape == (2, 512, 8)
+    assert torch.equal(first[0].key, second[0].key)
+    assert not torch.equal(first[1].key, second[1].key)
 
 
 def test_row_holds_what_the_page_shows(tiny, text):

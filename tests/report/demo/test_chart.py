@@ -1,6 +1,7 @@
 """The line chart inside the page: its points, its marks, its labels, its colours."""
 
 import re
+from itertools import pairwise
 
 import pytest
 
@@ -75,20 +76,19 @@ def test_chart_is_the_pages_own():
         assert set(re.findall(r'(?:href="#|url\(#)([^")]*)', chart)) <= own
 
 
-def test_every_line_is_named_beside_its_end_and_no_two_names_overlap():
+def test_every_line_is_named_in_its_colour_and_no_two_names_overlap():
     series = [Series(f"line {n}", ((64.0, 0.5 + n / 1000), (128.0, 0.2 + n / 1000)), n) for n in range(5)]
+    named = r"<text ([^>]*)>(line \d)</text>"
     for width, style in ((WIDTH, "wide"), (NARROW, "narrow")):
         chart = line_chart(series, [], WORDS, width=width, style=style)
-        text = r'<g style="fill: var\(--series-(\d)\)" transform="translate\(([\d.]+) ([\d.]+)\)[^>]*>\s*<text[^>]*>line (\d)'
-        names = re.findall(text, chart)
-        if not names:
-            text = r'<text [^>]*style="[^"]*var\(--series-(\d)\)[^"]*"[^>]*(?:x="|translate\()([\d.]+)[" ,]+(?:y=")?([\d.]+)[^>]*>line (\d)'
-            names = re.findall(text, chart)
-        assert [(colour, name) for colour, _, _, name in names] and all(c == n for c, _, _, n in names)
-        heights = sorted(float(y) for _, _, y, _ in names)
-        assert len(heights) == 5
-        assert all(below - above > 11 for above, below in zip(heights, heights[1:], strict=False))
-        assert all(float(x) < width for _, x, _, _ in names)
+        places = []
+        for look, name in re.findall(named, chart):
+            assert f"var(--series-{name[-1]})" in look
+            x, y = (float(re.search(rf' {axis}="([\d.]+)"', look)[1]) for axis in "xy")
+            assert x < width
+            places.append(y)
+        assert len(places) == 5
+        assert all(lower - upper > 11 for upper, lower in pairwise(sorted(places)))
 
 
 def test_things_that_would_overlap_are_moved_apart():

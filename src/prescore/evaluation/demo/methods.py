@@ -114,7 +114,7 @@ def _window(length: int, config: Routed, rows: float, part: str) -> LanguageMeth
 def _selection(length: int, config: Routed, rows: float, part: str) -> LanguageMethod:
     leaf = 2 * config.chunk_size  # the default reads two chunks too
     top_k = _budget(length, leaf, rows, config.sinks)
-    selected = Selected("key-diff", top_k, sinks=config.sinks, min_seq_len=leaf)
+    selected = Selected("key-diff", top_k, sinks=config.sinks, remainder="none", min_seq_len=leaf)
     return _named(prescored("", selected), f"selection, top {top_k}", part, series="selection + sinks")
 
 

@@ -155,19 +155,15 @@ def layer_looks(given: LayerInputs, config: Routed) -> dict[int, list[Look]]:
     positions = Positions.of(torch.ones(n_keys, dtype=torch.bool), n_query, True, config)
     anyway = torch.stack([positions.read_anyway(number) for number in range(n_query)])
     scale = given.query.shape[-1] ** -0.5 if given.scale is None else given.scale
+    shown = range(0, n_heads, -(-n_heads // _MOST_HEADS))
     found: dict[int, list[Look]] = {}
-    for head in range(0, n_heads, -(-n_heads // _MOST_HEADS)):
-        query = given.query[head]
-        key, value = given.key[head // group], given.value[head // group]
-        (table,) = routed_tables(
-            query[None, None].float(),
-            key[None, None].float(),
-            value[None, None].float(),
-            config,
-            is_causal=True,
-            scale=scale,
-        ).values()
-        found[head] = _head_looks(table, query.double() * scale, key.double(), value.double(), anyway, positions)
+    for kind, (key, value) in enumerate(zip(given.key.float(), given.value.float(), strict=True)):
+        heads = [head for head in shown if head // group == kind]
+        query = given.query[heads].float()
+        inputs = (query[None], key[None, None], value[None, None])
+        tables = routed_tables(*inputs, config, is_causal=True, scale=scale) if heads else {}
+        for head, own, table in zip(heads, query.double() * scale, tables.values(), strict=True):
+            found[head] = _head_looks(table, own, key.double(), value.double(), anyway, positions)
     return found
 
 
