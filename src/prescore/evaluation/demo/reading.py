@@ -202,9 +202,11 @@ def look_of(weights: Tensor, anyway: Tensor, read: Tensor, stand_ins: Tensor, si
     first = torch.arange(len(weights)) < sinks
     places = (read & ~anyway).nonzero().squeeze(1)
     best = places[weights[places].topk(min(MOST_FOUND, len(places))).indices].tolist()
-    parts = (weights[anyway & first], weights[anyway & ~first], weights[places], stand_ins)
     return Look(
-        *(_parts(part.sum()) for part in parts),
+        sinks=_parts(weights[anyway & first].sum()),
+        near=_parts(weights[anyway & ~first].sum()),
+        found=_parts(weights[places].sum()),
+        stand_ins=_parts(stand_ins.sum()),
         error=_parts(error),
         rows=[int((anyway & ~first).sum()), len(places)],
         chunks=[_parts(weight) for weight in stand_ins],

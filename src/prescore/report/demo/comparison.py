@@ -52,11 +52,12 @@ def headline(lines: Sequence[Line]) -> str:
     if default is None or exact is None or default.above is None:
         return "A language model read a long text with its attention replaced."
     own, whole = default.summary, exact.summary
+    lost = above_words(default).replace(" ", "\N{NO-BREAK SPACE}")
     fast = whole.attention_seconds / own.attention_seconds
     saved = whole.forward_seconds / own.forward_seconds
     return (
         f"Meeting <strong>{as_text(own.rows_per_query, 3)} of {as_text(whole.rows_per_query, 4)} key rows</strong>"
-        f" per query, the default loses <strong>{above_words(default)} nats</strong> per token against exact "
+        f" per query, the default loses <strong>{lost} nats</strong> per token against exact "
         f"attention (perplexity {as_text(own.perplexity, 4)} instead of {as_text(whole.perplexity, 4)}) and takes "
         f"<strong>{own.attention_seconds:.1f} s</strong> for attention instead of "
         f"{whole.attention_seconds:.1f} s: <strong>{_ratio(fast)}</strong>; the whole forward is {_ratio(saved)}. "
@@ -96,7 +97,8 @@ def panels(lines: Sequence[Line]) -> str:
     if local is not None and local.above is not None and local.above > 0:
         most = min(most, _BEYOND * local.above)
     loss = [
-        Bar(line.name, line.above, above_words(line), line.is_default, line.half_width or 0.0) for line in lines
+        Bar(line.name, line.above, above_words(line, digits=3), line.is_default, line.half_width or 0.0)
+        for line in lines
     ]
     seconds = [
         Bar(line.name, line.summary.attention_seconds, f"{line.summary.attention_seconds:.1f} s", line.is_default)
@@ -159,13 +161,14 @@ def interval_words(lines: Sequence[Line]) -> str:
     )
 
 
-def above_words(line: Line) -> str:
-    """What a method loses, with its interval."""
+def above_words(line: Line, digits: int = 4) -> str:
+    """What a method loses, with its interval; what would be shown as nothing has one more digit."""
     if line.above is None or math.isnan(line.above):
         return MISSING
     if line.summary.kind == "exact":
         return "0"
-    return f"{line.above:.4f}" + ("" if line.half_width is None else f" ± {line.half_width:.4f}")
+    digits += abs(line.above) < 0.5 * 10.0**-digits
+    return f"{line.above:.{digits}f}" + ("" if line.half_width is None else f" ± {line.half_width:.{digits}f}")
 
 
 def _ratio(value: float) -> str:
@@ -176,7 +179,7 @@ def _panel(title: str, unit: str, bars: Sequence[Bar], most: float | None = None
     top = max((bar.value or 0.0 for bar in bars), default=0.0) if most is None else most
     rows = "".join(_bar(bar, top or 1.0) for bar in bars)
     return (
-        f"<figure class='bars'><figcaption><b>{title}</b><span class='better'>↓ lower is better · {unit}</span>"
+        f"<figure class='measure'><figcaption><b>{title}</b><span class='better'>↓ lower is better · {unit}</span>"
         f"</figcaption>{rows}</figure>"
     )
 

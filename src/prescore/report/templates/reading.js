@@ -1,7 +1,7 @@
 // What the default reads for the token that was clicked, in two heads side by side and in all heads in short.
 const KINDS = ["sinks", "near", "found", "stands"];
 const CONTEXT = 7, LISTED = 6, ONE = 10000;
-const percent = (parts) => (parts && parts < 50 ? "< 1 %" : `${Math.round(parts / 100)} %`);
+const percent = (parts) => (parts && parts < 50 ? "<\u00a01\u00a0%" : `${Math.round(parts / 100)}\u00a0%`);
 
 function make(tag, options = {}, ...children) {
   const node = document.createElement(tag);
@@ -57,7 +57,7 @@ function foundRows(data, look, position) {
   for (let place = 0; place < Math.min(2 * LISTED, look[7].length); place += 2) {
     const [row, weight] = [look[7][place], look[7][place + 1]];
     list.append(make("li", {},
-      make("span", { class: "weight", text: `${(weight / 100).toFixed(1)} %` }),
+      make("span", { class: "weight", text: `${(weight / 100).toFixed(1)}\u00a0%` }),
       make("span", { class: "where", text: `${position - row} before` }),
       make("span", { class: "words" }, ...context(data, row))));
   }
@@ -73,7 +73,7 @@ function heaviestStandIn(data, look) {
 
 function headName(data, number) {
   const [layer, head] = data.heads[number];
-  const kind = number === data.searching ? " (searches most)" : number === data.smooth ? " (smoothest)" : "";
+  const kind = number === data.searching ? " (searches)" : number === data.smooth ? " (smooth)" : "";
   return `layer ${layer + 1}, head ${head + 1}${kind}`;
 }
 
