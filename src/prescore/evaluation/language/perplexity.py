@@ -121,8 +121,12 @@ def measure_loss(
     layers: Layers | None = None,
     seed: int = 0,
     group: Group | None = None,
+    stretches: int = 0,
 ) -> Values:
-    """Loss, perplexity, rows per query and times of one document under one method, on one rank or several."""
+    """Loss, perplexity, rows per query and times of one document under one method, on one rank or several.
+
+    With `stretches`, also the mean losses of so many parts of the counted positions, one behind the other.
+    """
     with language_model.extended(len(window.tokens)) as scaling:
         if group is None:
             with measured_attention(language_model.model, method, layers=layers, seed=seed) as meter:
@@ -145,6 +149,11 @@ def measure_loss(
         "positions": len(losses),
         "forward_seconds": round(seconds, 3),
         **figures,
+        **(
+            {"stretch_losses": [float(part.mean()) for part in losses.tensor_split(stretches)]}
+            if stretches
+            else {}
+        ),
         **({} if scaling is None else {"position_scaling": scaling}),
     }
 
@@ -158,8 +167,9 @@ def loss_row(
     layers: Layers | None = None,
     seed: int = 0,
     group: Group | None = None,
+    stretches: int = 0,
 ) -> Row:
-    """One document under one method as a row to be measured and resumed."""
+    """One document under one method as a row to be measured and resumed; arguments as of `measure_loss`."""
     return Row(
         config={
             "part": "loss",
@@ -175,7 +185,9 @@ def loss_row(
             **({} if group is None else {"ranks": group.size}),
         },
         seed=seed,
-        measure=lambda: measure_loss(language_model, window, method, layers=layers, seed=seed, group=group),
+        measure=lambda: measure_loss(
+            language_model, window, method, layers=layers, seed=seed, group=group, stretches=stretches
+        ),
         cost=float(len(window.tokens)),
     )
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import math
 import re
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
@@ -19,6 +21,10 @@ FLOOR = 1e-3
 """Where values that have no logarithm are drawn."""
 
 _POINTS_PER_INCH = 72.0
+_LINE_HEIGHT = 15.0 / 310.0
+"""Of a label, as a share of the frame's height."""
+_WRAP = 14
+"""Letters in a line of a label where the chart is narrow."""
 # colours that nothing else in a drawing has, and what they become in the page
 _INK, _QUIET, _RULE = "#010101", "#020202", "#030303"
 _VARIABLES = {_INK: "--ink", _QUIET: "--quiet", _RULE: "--rule"}
@@ -89,18 +95,10 @@ def line_chart(
             draw(_drawn(mark.value), gid=f"mark-{number}", **_REFERENCE)
         _frame(axes)
         _names(axes, marks)
+        _label_lines(axes, series, wrap=_WRAP if width < WIDTH else None)
         axes.set(xlabel=words.x, ylabel=words.y)
         figure.savefig(text, format="svg", transparent=True, metadata={"Date": None})
     return _inside_a_page(text.getvalue(), dict(tips), f"chart {style}", words.title)
-
-
-def legend(series: Sequence[Series]) -> str:
-    """Names and colours of the lines."""
-    items = [
-        f'<li><span class="swatch" style="background:var(--series-{one.place})"></span>{escape(one.label)}</li>'
-        for one in series
-    ]
-    return f'<ul class="legend">{"".join(items)}</ul>'
 
 
 def _line(axes: Any, one: Series, number: int) -> list[tuple[str, str]]:
@@ -128,6 +126,37 @@ def _names(axes: Any, marks: Sequence[Mark]) -> None:
             axes.annotate(mark.label, (mark.value, 1), (-3, -2), **top, **text)
         else:
             axes.annotate(mark.label, (end, _drawn(mark.value)), (-8, 2), va="bottom", **text)
+
+
+def _label_lines(axes: Any, series: Sequence[Series], *, wrap: int | None) -> None:
+    """Each line's name in its colour, to the right of the frame, level with its end where others leave room."""
+    low, high = (math.log(end) for end in axes.get_ylim())
+    named = []
+    for one in series:
+        if one.points:
+            x, y = max(one.points)
+            words = one.label if wrap is None else textwrap.fill(one.label, wrap)
+            named.append(((math.log(_drawn(y)) - low) / (high - low), x, _drawn(y), words, one.place))
+    named.sort(key=lambda name: name[0])
+    heights = apart([name[0] for name in named], [_LINE_HEIGHT * (1 + name[3].count("\n")) for name in named])
+    for height, (_, x, y, words, place) in zip(heights, named, strict=True):
+        colour = _SERIES[place % len(_SERIES)]
+        line = {"arrowstyle": "-", "color": colour, "linewidth": 0.8, "shrinkA": 1, "shrinkB": 6}
+        text = {"color": colour, "va": "center", "ha": "left", "fontweight": "bold", "arrowprops": line}
+        axes.annotate(words, (x, y), (1.04, height), textcoords="axes fraction", annotation_clip=False, **text)
+
+
+def apart(places: Sequence[float], sizes: Sequence[float]) -> list[float]:
+    """Ascending places moved up or down until things of these sizes do not overlap, and stay between 0 and 1."""
+    moved: list[float] = []
+    for number, (place, size) in enumerate(zip(places, sizes, strict=True)):
+        least = size / 2 if number == 0 else moved[-1] + (sizes[number - 1] + size) / 2
+        moved.append(max(place, least))
+    most = 1.0
+    for number in reversed(range(len(moved))):
+        moved[number] = min(moved[number], most - sizes[number] / 2)
+        most = moved[number] - sizes[number] / 2
+    return moved
 
 
 def _frame(axes: Any) -> None:

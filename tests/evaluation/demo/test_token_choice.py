@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from prescore import Selected
+from prescore.evaluation.demo.token_choice import ATTENDED, attention_received, token_row
 from prescore.evaluation.language.documents import Document
 from prescore.evaluation.language.model import LanguageModel
 from prescore.evaluation.language.perplexity import make_windows
-from prescore.evaluation.language.token_choice import ATTENDED, attention_received, token_row
 from prescore.testing.tiny_language_model import tiny_language_model
 
 TEXT = "Some tokens are met by every query, most are met by none at all. " * 8

@@ -1,0 +1,1 @@
+"""The report of `prescore demo`: one self-contained page."""
