@@ -19,7 +19,7 @@ from prescore.rng import DEFAULT_SEED, Streams
 from prescore.routed.compiled.call import Tables
 from prescore.routed.compiled.far import make_tables, runs_on, step_compiled
 from prescore.routed.compiled.nodes import build_nodes_compiled, can_build
-from prescore.routed.lanes import search_of
+from prescore.routed.lanes import error_figures, search_of
 from prescore.routed.layout import Layout, make_layout
 from prescore.routed.plain import attend_plain
 from prescore.routed.sampled import attend_within
@@ -71,12 +71,11 @@ class RoutedIndex:
 
     @property
     def figures(self) -> dict[str, float]:
-        """With a tolerance, of the last step: the worst error limit, and the share that read further."""
+        """With a tolerance, of the last step: error bars, and the shares that read further and everything."""
         bars = [group.bars for _, group in self._groups if group.bars is not None]
         if not bars:
             return {}
-        limit, further = (torch.cat([part.flatten() for part in parts]) for parts in zip(*bars, strict=True))
-        return {"error_limit_max": float(limit.max()), "read_further": float(further.double().mean())}
+        return error_figures(*(torch.cat([part.flatten() for part in parts]) for parts in zip(*bars, strict=True)))
 
     def crop(self, n_keys: int) -> None:
         """Forget what was made of keys after the first `n_keys`."""
@@ -137,7 +136,7 @@ class _Lockstep:
         self._config, self._scale, self._start, self._seed = config, scale, start, seed
         self._past: _Past | None = None
         self.n_read = 0.0  # rows of the last step
-        self.bars: tuple[Tensor, Tensor] | None = None  # its error limits, and who read further
+        self.bars: tuple[Tensor, Tensor, Tensor, Tensor] | None = None  # see `error_figures`
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, backend: Backend) -> Attended:
         """The newest query `[B, Hq, 1, D]` of these sequences."""
@@ -233,7 +232,7 @@ class _Lockstep:
         bars = attend_within(query, sources, view, near, self._config, self._seed)
         each, output, lse = bars.lse.numel(), bars.output, bars.lse
         over = ~(bars.limit <= (self._config.tolerance or 0.0))
-        self.bars = bars.limit.masked_fill(over, 0.0), bars.looks > 1
+        self.bars = bars.limit, bars.error, bars.further, over
         found = float(bars.counts[1]) / each
         if bool(over.any()):
             keys, values = (t[:, None, self._start :] for t in (sources.key, sources.value))

@@ -17,6 +17,13 @@ import torch
 from torch import Tensor
 
 
+def estimated_error(output: Tensor, variance: Tensor) -> Tensor:
+    """Relative error that is expected of an output `[..., Dv]`: a root mean square over draws."""
+    length = torch.linalg.vector_norm(output.to(variance.dtype), dim=-1)
+    error = torch.where(variance == 0, torch.zeros_like(variance), variance.sqrt() / length)
+    return error.nan_to_num(nan=torch.inf, posinf=torch.inf)
+
+
 def error_limit(output: Tensor, variance: Tensor, fourth: Tensor, confidence: float) -> Tensor:
     """Relative error that an output `[..., Dv]` stays below with that confidence; inf where nothing is known.
 
@@ -27,8 +34,7 @@ def error_limit(output: Tensor, variance: Tensor, fourth: Tensor, confidence: fl
         confidence: Between 0 and 1.
     """
     freedom = variance * variance / fourth.clamp_min(torch.finfo(fourth.dtype).tiny)
-    length = torch.linalg.vector_norm(output.to(variance.dtype), dim=-1)
-    limit = student(freedom, confidence) * variance.sqrt() / length
+    limit = student(freedom, confidence) * estimated_error(output, variance)
     limit = torch.where(variance == 0, torch.zeros_like(limit), limit)
     return limit.nan_to_num(nan=torch.inf, posinf=torch.inf)
 

@@ -62,11 +62,10 @@ class Samples(ctypes.Structure):
     """What the sampled function reads and writes besides, as ops/native/sampled.c has it."""
 
     _fields_ = (
-        *((name, POINTER) for name in ("active", "place", "columns", "values", "value_columns", "norms")),
-        ("each", SIZE),
-        ("stride", SIZE),
-        ("variance", POINTER),
-        ("fourth", POINTER),
+        *((name, POINTER) for name in ("active", "aim", "place", "columns", "values", "value_columns", "norms")),
+        *((name, SIZE) for name in ("each", "stride", "aims")),
+        *((name, REAL) for name in ("allowed", "most_rows")),
+        *((name, POINTER) for name in ("variance", "fourth", "further")),
     )
 
 

@@ -8,19 +8,20 @@ from torch.nn.functional import pad
 
 from prescore.routed.compiled.call import WIDTH, Samples, run
 from prescore.routed.compiled.far import make_tables
-from prescore.routed.sources import Sources, Spread, View
+from prescore.routed.draws import AIMS, MOST_ROWS
+from prescore.routed.sources import Draws, Sources, Spread, View
 from prescore.routed.tables import take_rows
 from prescore.types import Attended
 
 
 def attend_sampled_compiled(
-    query: Tensor, sources: Sources, view: View, near: Attended, places: Tensor, active: Tensor
+    query: Tensor, sources: Sources, view: View, near: Attended, draws: Draws
 ) -> tuple[Spread, Tensor]:
-    """Queries that are `active`, with a sampled rest; also keys searched and rows read."""
+    """Queries that are active, with a sampled rest; also keys searched and rows read."""
     tables = make_tables(sources)
     n_lanes, group, length, _ = query.shape
     each = tables.rows.shape[2] // WIDTH
-    drawn = (places[:, None] + torch.arange(each) * WIDTH).expand(n_lanes, -1, -1)
+    drawn = (draws.places[:, None] + torch.arange(each) * WIDTH).expand(n_lanes, -1, -1)
     rows = sources.rows.gather(2, drawn).flatten(1).long()
     more = -(-rows.shape[1] // WIDTH) * WIDTH
     keys, values = (
@@ -28,13 +29,15 @@ def attend_sampled_compiled(
         for t in (sources.key, sources.value)
     )
     columns, value_columns = (t.unflatten(1, (-1, WIDTH)).transpose(2, 3).contiguous() for t in (keys, values))
-    norms, place = values.square().sum(-1), places.to(torch.int32)
+    norms, place = values.square().sum(-1), draws.places.to(torch.int32)
     output, lse = (t.to(torch.float32).clone() for t in near)
     variance, fourth, limit = torch.zeros_like(lse), torch.zeros_like(lse), torch.zeros_like(lse)
-    taking_part = active.to(torch.uint8).contiguous()
+    aim, active = draws.aim.to(torch.float32).contiguous(), draws.active.to(torch.uint8).contiguous()
+    further = torch.zeros_like(active)
     counts = torch.zeros(2, dtype=torch.long)
     samples = Samples(
-        active=taking_part.data_ptr(),
+        active=active.data_ptr(),
+        aim=aim.data_ptr(),
         place=place.data_ptr(),
         columns=columns.data_ptr(),
         values=values.data_ptr(),
@@ -42,8 +45,12 @@ def attend_sampled_compiled(
         norms=norms.data_ptr(),
         each=each,
         stride=WIDTH,
+        aims=AIMS,
+        allowed=draws.allowed,
+        most_rows=MOST_ROWS,
         variance=variance.data_ptr(),
         fourth=fourth.data_ptr(),
+        further=further.data_ptr(),
     )
     visible = view.visible_to_each(group)
     run(
@@ -57,4 +64,4 @@ def attend_sampled_compiled(
         samples,
         more,
     )
-    return Spread(output, lse, variance, fourth), counts
+    return Spread(output, lse, variance, fourth, limit, further.bool()), counts

@@ -1,0 +1,134 @@
+"""Queries with a sampled rest in plain torch, block by block: the definition that compiled code follows."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from prescore.routed.codes import Codes, coded_logits
+from prescore.routed.draws import AIMS, MOST_ROWS, STRIDE, sample_rows
+from prescore.routed.far import Scores, Search, Seen, limit_of, scores_of
+from prescore.routed.plain import far_blocks, seen_of
+from prescore.routed.sources import Draws, Sources, Spread, View
+from prescore.types import Attended
+
+
+def attend_sampled_plain(
+    query: Tensor, sources: Sources, view: View, near: Attended, draws: Draws
+) -> tuple[Spread, Tensor]:
+    """Queries that are active, with a sampled rest; also keys searched and rows read."""
+    output, lse = (t.clone() for t in near)
+    variance, fourth, limit = torch.zeros_like(lse), torch.zeros_like(lse), torch.zeros_like(lse)
+    whole = Spread(output, lse, variance, fourth, limit, torch.zeros_like(draws.active))
+    counts = torch.zeros(2, dtype=torch.long, device=query.device)
+    for lane, head, rows, nodes in far_blocks(query, sources, view):
+        some = draws.active[lane, head, rows].nonzero().squeeze(1) + rows.start
+        if not nodes or not len(some):
+            continue
+        own = query[lane, head, some].to(lse.dtype) * view.scale
+        before = Attended(near.output[lane, head, some], near.lse[lane, head, some])
+        seen = seen_of(sources, view, lane, nodes)
+        scores = scores_of(own, seen)
+        samples = _samples_of(own, seen, draws.places[:nodes])
+        first = limit_of(scores, seen, view.search, before.lse)
+        aim = draws.aim[lane, head, some].to(first.dtype)
+        chosen = torch.where(torch.isinf(aim), choose_limit(scores, samples, seen, before, first, draws.allowed), aim)
+        spread, more = _weigh(own, seen, scores, samples, before, chosen, view.search.margin)
+        for all_of, part in zip(whole, (*spread, chosen, chosen != first), strict=True):
+            all_of[lane, head, some] = part
+        counts += more
+    return whole, counts
+
+
+class _Samples(NamedTuple):
+    """Samples of some nodes: `[M * m]` values, `[t, M, m]` true logits (-inf where there is none), `[M, m]` places."""
+
+    value: Tensor
+    logits: Tensor
+    place: Tensor
+    exists: Tensor
+
+
+def _samples_of(query: Tensor, seen: Seen, places: Tensor) -> _Samples:
+    place, exists = sample_rows(places, seen.rows.shape[1])
+    row = seen.rows.gather(1, place).flatten()
+    keys, values = (t.index_select(0, row).to(query.dtype) for t in (seen.key, seen.value))
+    logits = (query @ keys.t()).view(-1, *exists.shape).masked_fill(~exists, -math.inf)
+    return _Samples(values, logits, place, exists)
+
+
+def choose_limit(
+    scores: Scores, samples: _Samples, seen: Seen, near: Attended, first: Tensor, allowed: float
+) -> Tensor:
+    """`[t]`: the highest limit under which the samples below it spread little enough.
+
+    Infinite where none does, or where so many keys would be read that reading everything is faster. The result is
+    guessed from what lies near, the sinks and the samples.
+    """
+    logits, exists = samples.logits.flatten(1), samples.exists.flatten()
+    stands_for = (seen.rows.shape[1] / samples.exists.sum(1).clamp_min(1)).to(logits.dtype).log()
+    weighted = (samples.logits + stands_for[:, None]).flatten(1)
+    all_logits = torch.cat((near.lse[:, None], scores.sinks, weighted), dim=1)
+    lse = all_logits.logsumexp(1)
+    weights = torch.exp(all_logits - lse[:, None])
+    output = weights[:, :1] * near.output + weights[:, 1:] @ torch.cat((seen.sink_value, samples.value))
+    away = torch.cdist(output, samples.value).square() * exists
+    terms = torch.exp(weighted - lse[:, None]).square() * away
+    mean, length = away.sum(1) / exists.sum().clamp_min(1), output.square().sum(1)
+    chosen = torch.full_like(first, math.inf)
+    for aim in reversed(range(AIMS)):
+        limit = first - aim * math.log(2)
+        read = logits >= limit[:, None]
+        hidden = STRIDE * torch.exp(2 * (limit - lse)) * mean
+        fits = (terms.masked_fill(read, 0.0).sum(1) + hidden) <= allowed * length
+        few = read.sum(1) <= MOST_ROWS * exists.sum()
+        # heavier keys come last, and what is too much for them is too much for all
+        chosen = torch.where(fits, limit, chosen).masked_fill(~few, math.inf)
+    return chosen
+
+
+def _weigh(
+    query: Tensor, seen: Seen, scores: Scores, samples: _Samples, near: Attended, limit: Tensor, margin: float
+) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], Tensor]:
+    """Output, lse, variance and fourth moment of queries that read from `limit` on; keys searched and rows read."""
+    (n_nodes, leaf), n_sinks, wide = seen.rows.shape, seen.sink_key.shape[0], query.dtype
+    codes = Codes(*(part.flatten(0, 1) for part in seen.codes))
+    coded = coded_logits(query, codes, margin).unflatten(1, (-1, leaf))
+    above = scores.nodes[..., None] + coded >= limit[:, None, None]
+    worth = ~torch.isinf(limit) & (above.flatten(1).sum(1) <= int(MOST_ROWS * n_nodes * leaf))
+    n_searched, above = int((~torch.isinf(limit)).sum()) * seen.rows.numel(), above & worth[:, None, None]
+    asked, node, place = above.nonzero(as_tuple=True)
+    row = seen.rows[node, place]
+    usable = samples.exists & ~above.gather(2, samples.place.expand(len(query), -1, -1))  # [t, M, m]
+    left, used = leaf - above.sum(-1), usable.sum(-1)
+    weight = (left.to(wide) / used.clamp_min(1)).log()[..., None]
+    drawn = (samples.logits + weight).masked_fill(~usable, -math.inf).flatten(1)
+    stand_ins = scores.nodes + left.clamp_min(1).to(wide).log()
+    stand_ins = stand_ins.masked_fill((left == 0) | (used > 0), -math.inf)
+    columns = torch.cat((scores.sinks, stand_ins, drawn), dim=1)
+    row_key, row_value = (t.index_select(0, row).to(wide) for t in (seen.key, seen.value))
+    rows = (query.index_select(0, asked) * row_key).sum(-1)
+    peak = torch.cat((near.lse[:, None], columns), dim=1).amax(1).scatter_reduce(0, asked, rows, "amax")
+    peak = peak.masked_fill(torch.isneginf(peak), 0.0)
+    columns, rows = torch.exp(columns - peak[:, None]), torch.exp(rows - peak.index_select(0, asked))
+    known = torch.exp(near.lse - peak)
+    mass = (columns.sum(1) + known).index_add(0, asked, rows)
+    every = torch.cat((seen.sink_value, seen.node_value, samples.value))
+    output = (columns @ every + near.output * known[:, None]).index_add(0, asked, rows[:, None] * row_value)
+    output, lse = output / mass[:, None], peak + mass.log()
+    away = torch.cdist(output, every[n_sinks:]).square()
+    seen_away = (away[:, n_nodes:] * samples.exists.flatten()).sum(1) / samples.exists.sum().clamp_min(1)
+    # a key at the limit that no sample shows: what it may weigh, drawn as often as any other
+    hidden = STRIDE * torch.exp(2 * (limit - lse)) * seen_away
+    terms = torch.cat(((columns[:, n_sinks:] / mass[:, None]).square() * away, hidden[:, None]), dim=1)
+    result = (
+        torch.where(worth[:, None], output, near.output),
+        torch.where(worth, lse, near.lse),
+        terms.sum(1).masked_fill(~worth, math.inf),
+        terms.square().sum(1).masked_fill(~worth, math.inf),
+    )
+    n_rows = len(row) + len(query) * int(samples.exists.sum())
+    return result, torch.tensor([n_searched, n_rows], device=query.device)
