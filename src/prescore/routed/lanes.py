@@ -74,6 +74,8 @@ def attend_lanes(call: Call, config: Routed) -> Answer:
 
 def error_figures(limit: Tensor, error: Tensor, further: Tensor, over: Tensor) -> Values:
     """Figures about the error bars of some queries, of which those `over` the tolerance read everything."""
+    if not limit.numel():
+        return dict.fromkeys(ERROR_FIGURES, 0.0)
     bars = limit.masked_fill(over, 0.0)
     return {
         "error_estimate": float(error.masked_fill(over, 0.0).mean()),
@@ -158,8 +160,8 @@ def _attend_heads(call: Call, layout: Layout, n_exact: int, config: Routed) -> _
             lanes.append(bars[:5])
             counts += bars.counts
     output, *each = (torch.cat(part) if len(part) > 1 else part[0] for part in zip(*lanes, strict=True))
-    lse, *bars = (frame.join(part[..., None]).squeeze(-1) for part in each)
-    return _Routed(Attended(frame.join(output), lse), counts, tuple(bars))
+    lse, *told = (frame.join(part[..., None]).squeeze(-1) for part in each)
+    return _Routed(Attended(frame.join(output), lse), counts, tuple(told))
 
 
 class Lane(NamedTuple):

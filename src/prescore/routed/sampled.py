@@ -3,9 +3,9 @@
 Every node is searched, and one key of every sixteen of a node, in tree order, stands for those that are not read
 by themselves: an unbiased estimate with a measured spread, where a stand-in's bias could not be known. The samples
 come first, and say how light the keys must be that a query looks for; one whose error bar is too wide all the same
-looks again for lighter ones. A query that no search serves, or that is over the tolerance at last, reads everything.
-Which keys are sampled depends on the seed and on their node's number alone: draws are the same in pieces of a
-prompt, in single steps, and in any batch.
+looks again for lighter ones. A query that no search serves, or that is over the tolerance at last, reads
+everything. Which keys are sampled depends on the seed and on their node's number alone: draws are the same in
+pieces of a prompt, in single steps, and in any batch.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from prescore.ops.backend import accumulation_dtype
 from prescore.routed.compiled.far import can_run
 from prescore.routed.compiled.sampled import attend_sampled_compiled
 from prescore.routed.draws import sample_places
-from prescore.routed.error_bar import error_limit, estimated_error, student
+from prescore.routed.error_bar import error_limit, estimated_error, longest
 from prescore.routed.exact_rows import exact_for
 from prescore.routed.far import Search
 from prescore.routed.sampled_plain import attend_sampled_plain
@@ -37,8 +37,8 @@ MARGIN = 2.0
 """Deviations by which codes may be off before a key is missed."""
 AIMED_AT = 0.9
 """Part of the tolerance that a search aims at, where a guess says how light its keys must be."""
-FREEDOM = 30.0
-"""Degrees of freedom that the guess believes in."""
+DIRECTIONS, FREEDOM = 6.0, 30.0
+"""What the guess believes about errors: in how many directions they point, and how many terms matter."""
 MOST_LIGHTER = 32.0
 """How many times lighter the keys of another look may be."""
 
@@ -105,7 +105,8 @@ def attend_within(
     attend = attend_sampled_compiled if can_run(query, sources, view) else attend_sampled_plain
     view = replace(view, search=Search(max(1.0, view.search.share), math.inf, MARGIN))
     places = sample_places(sources.rows.shape[1], sources.rows.shape[2], seed, query.device)
-    allowed = float(AIMED_AT * tolerance / student(torch.tensor(FREEDOM), confidence)) ** 2
+    guessed = longest(torch.tensor(DIRECTIONS), torch.tensor(FREEDOM), confidence)
+    allowed = float(AIMED_AT * tolerance / guessed) ** 2
     output, lse = near
     limit, error = torch.full_like(lse, torch.inf), torch.full_like(lse, torch.inf)
     aim, active = torch.full_like(lse, torch.inf), torch.ones_like(lse, dtype=torch.bool)
@@ -113,10 +114,10 @@ def attend_within(
     counts = torch.zeros(2, dtype=torch.long, device=query.device)
     for _ in range(LOOKS):
         found, more = attend(query, sources, view, near, Draws(places, active, aim, allowed))
-        bars = error_limit(found.output, found.variance, found.fourth, confidence)
+        bars = error_limit(found, confidence)
         output = torch.where(active[..., None], found.output, output)
         lse, limit = torch.where(active, found.lse, lse), torch.where(active, bars, limit)
-        error = torch.where(active, estimated_error(found.output, found.variance), error)
+        error = torch.where(active, estimated_error(found), error)
         further |= active & found.further
         counts += more
         # the variance falls as fast as the weight from which on keys are read

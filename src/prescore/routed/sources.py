@@ -110,6 +110,7 @@ class Spread(NamedTuple):
         output, lse: Of all that was read and sampled.
         variance: Sum of the squares of the terms' lengths; inf where reading everything is the faster way.
         fourth: Sum of the squares of those.
+        overlap: Sum of the squares of the products of all pairs of terms, estimated.
         limit: From which logit on keys were read.
         further: Whether that is less than what is looked for in any case.
     """
@@ -118,5 +119,6 @@ class Spread(NamedTuple):
     lse: Tensor
     variance: Tensor
     fourth: Tensor
+    overlap: Tensor
     limit: Tensor
     further: Tensor

@@ -8,6 +8,7 @@
 #include "routed.h"
 
 #define MOST_AIMS 16
+#define SHADOWS 8 /* random projections of values */
 
 /* Must equal `Samples` in routed/compiled/call.py. */
 typedef struct {
@@ -18,11 +19,16 @@ typedef struct {
     const float *values;        /* [lanes, more, value_dim] */
     const float *value_columns; /* [lanes, more / 16, value_dim, 16] */
     const float *norms;         /* [lanes, more]: squares of the values' lengths */
+    const float *coarse;        /* [lanes, node_room, 2]: what a unit of the codes of the nodes up to here is worth */
+    const float *signs;         /* [SHADOWS, value_dim]: what values are projected on */
+    const float *shadows;       /* [lanes, more / 16, SHADOWS, 16]: the values' projections */
     int64_t each, stride;       /* samples of a node, keys that each stands for */
     int64_t aims;               /* limits to choose from, each twice as far below what is known */
     float allowed;              /* square of the relative error that is aimed at */
     float most_rows;            /* share of the keys in nodes from which on single rows are not worth reading */
+    float most_off;             /* deviation of coded logits from which on no search is trusted */
     float *variance, *fourth;   /* [lanes, n_query]: sums of squares of the terms' lengths, and of their squares */
+    float *overlap;             /* [lanes, n_query]: sum of the squares of all products of two terms, estimated */
     uint8_t *further;           /* [lanes, n_query]: whether the limit is below the first one, or infinite */
 } Samples;
 
@@ -87,9 +93,21 @@ INLINE floats away_from(const Problem *p, const Samples *s, const Work *w, const
     return larger(apart + splat(g->square[t]), splat(0.0f));
 }
 
+/* By how much coded logits are off. */
+static float code_error(const Problem *p, const Samples *s, const Work *w, int64_t t) {
+    const float *coarse = s->coarse + (w->lane * p->node_room + w->nodes - 1) * 2;
+    float square = 0;
+    for (int half = 0; half < 2; half++) {
+        const float off = w->lift[2 * t + half] / p->margin * w->code_scale[t] * coarse[half];
+        square += off * off;
+    }
+    return sqrtf(square);
+}
+
 /* The highest limit under which the samples that stay below it spread little enough; inf where none does, or where so
  * many keys would be read that reading everything is faster. */
 static float choose_limit(const Problem *p, const Samples *s, const Work *w, const Guess *g, int64_t t) {
+    if (code_error(p, s, w, t) > s->most_off) return INFINITY;
     const int64_t end = filled(w->nodes * s->each), step = p->sink_room + p->more;
     const float *logits = w->logits + t * w->padded + p->room, *weights = g->weights + t * step + p->sink_room;
     floats spread[MOST_AIMS], above[MOST_AIMS], apart = splat(0);
@@ -151,6 +169,30 @@ static void count_samples(const Problem *p, const Samples *s, Work *w, int64_t t
     for (int64_t i = w->nodes * s->each; i < filled(w->nodes * s->each); i++) samples[i] = -INFINITY;
 }
 
+/* The mean square of the products of two different projections of the terms' second moment: for random signs it is the
+ * sum of the squares of all products of two terms, which says in how many directions they point. */
+static float measure_overlap(const Problem *p, const Samples *s, const Work *w, const Guess *g, int64_t t, float mass) {
+    const int64_t wide = p->value_dim, end = filled(w->nodes * s->each);
+    const float *shadows = s->shadows + w->lane * p->more * SHADOWS, *weights = w->logits + t * w->padded + p->room;
+    float own[SHADOWS], sum = 0;
+    floats pairs[SHADOWS][SHADOWS];
+    for (int a = 0; a < SHADOWS; a++) {
+        own[a] = dot(s->signs + a * wide, g->outputs + t * wide, wide);
+        for (int b = 0; b < a; b++) pairs[a][b] = splat(0);
+    }
+    for (int64_t c = 0; c < end; c += WIDTH) {
+        const float *block = shadows + c / 16 * 16 * SHADOWS + c % 16;
+        const floats weight = load(weights + c) * splat(1.0f / mass);
+        floats term[SHADOWS];
+        for (int a = 0; a < SHADOWS; a++) term[a] = weight * (load(block + 16 * a) - splat(own[a]));
+        for (int a = 0; a < SHADOWS; a++)
+            for (int b = 0; b < a; b++) pairs[a][b] += term[a] * term[b];
+    }
+    for (int a = 0; a < SHADOWS; a++)
+        for (int b = 0; b < a; b++) sum += total(pairs[a][b]) * total(pairs[a][b]);
+    return sum / (SHADOWS * (SHADOWS - 1) / 2);
+}
+
 /* How far the terms spread, from weights that are not yet divided by `mass`. */
 static void measure_spread(const Problem *p, const Samples *s, Work *w, const Guess *g, int64_t t, float mass) {
     const int64_t at = w->index[t], wide = p->value_dim, end = filled(w->nodes * s->each);
@@ -167,6 +209,7 @@ static void measure_spread(const Problem *p, const Samples *s, Work *w, const Gu
     const float unseen = expf(w->limit[t] - p->lse[at]);
     const float hidden = (float)s->stride * unseen * unseen * total(apart) / (float)(w->nodes * s->each);
     float all = total(second) + hidden, squares = total(fourth) + hidden * hidden;
+    float overlap = measure_overlap(p, s, w, g, t, mass) + hidden * hidden;
     for (int64_t node = 0; node < w->nodes; node++) {
         const float weight = weights[p->sink_room + node] / mass;
         if (weight <= 0) continue;
@@ -175,7 +218,9 @@ static void measure_spread(const Problem *p, const Samples *s, Work *w, const Gu
         const float term = weight * weight * (away > 0 ? away : 0);
         all += term;
         squares += term * term;
+        overlap += term * term;
     }
+    s->overlap[at] = overlap;
     s->variance[at] = all;
     s->fourth[at] = squares;
 }
@@ -214,7 +259,7 @@ static int64_t weigh_tile(const Problem *p, const Samples *s, Work *w, Guess *g)
     measure_away(p, s, w, g);
     for (int64_t t = 0; t < w->n; t++) {
         if (mass[t] == 0)
-            s->variance[w->index[t]] = s->fourth[w->index[t]] = INFINITY;
+            s->variance[w->index[t]] = s->fourth[w->index[t]] = s->overlap[w->index[t]] = INFINITY;
         else
             measure_spread(p, s, w, g, t, mass[t]);
     }

@@ -63,9 +63,10 @@ class Samples(ctypes.Structure):
 
     _fields_ = (
         *((name, POINTER) for name in ("active", "aim", "place", "columns", "values", "value_columns", "norms")),
+        *((name, POINTER) for name in ("coarse", "signs", "shadows")),
         *((name, SIZE) for name in ("each", "stride", "aims")),
-        *((name, REAL) for name in ("allowed", "most_rows")),
-        *((name, POINTER) for name in ("variance", "fourth", "further")),
+        *((name, REAL) for name in ("allowed", "most_rows", "most_off")),
+        *((name, POINTER) for name in ("variance", "fourth", "overlap", "further")),
     )
 
 

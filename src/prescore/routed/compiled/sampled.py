@@ -8,7 +8,7 @@ from torch.nn.functional import pad
 
 from prescore.routed.compiled.call import WIDTH, Samples, run
 from prescore.routed.compiled.far import make_tables
-from prescore.routed.draws import AIMS, MOST_ROWS
+from prescore.routed.draws import AIMS, MOST_OFF, MOST_ROWS, code_units, projection
 from prescore.routed.sources import Draws, Sources, Spread, View
 from prescore.routed.tables import take_rows
 from prescore.types import Attended
@@ -31,7 +31,10 @@ def attend_sampled_compiled(
     columns, value_columns = (t.unflatten(1, (-1, WIDTH)).transpose(2, 3).contiguous() for t in (keys, values))
     norms, place = values.square().sum(-1), draws.places.to(torch.int32)
     output, lse = (t.to(torch.float32).clone() for t in near)
-    variance, fourth, limit = torch.zeros_like(lse), torch.zeros_like(lse), torch.zeros_like(lse)
+    coarse = code_units(tables.scales).contiguous()
+    signs = projection(values.shape[-1], values.device)
+    shadows = (values @ signs.t()).unflatten(1, (-1, WIDTH)).transpose(2, 3).contiguous()
+    variance, fourth, overlap, limit = (torch.zeros_like(lse) for _ in range(4))
     aim, active = draws.aim.to(torch.float32).contiguous(), draws.active.to(torch.uint8).contiguous()
     further = torch.zeros_like(active)
     counts = torch.zeros(2, dtype=torch.long)
@@ -43,13 +46,18 @@ def attend_sampled_compiled(
         values=values.data_ptr(),
         value_columns=value_columns.data_ptr(),
         norms=norms.data_ptr(),
+        coarse=coarse.data_ptr(),
+        signs=signs.data_ptr(),
+        shadows=shadows.data_ptr(),
         each=each,
         stride=WIDTH,
         aims=AIMS,
         allowed=draws.allowed,
         most_rows=MOST_ROWS,
+        most_off=MOST_OFF,
         variance=variance.data_ptr(),
         fourth=fourth.data_ptr(),
+        overlap=overlap.data_ptr(),
         further=further.data_ptr(),
     )
     visible = view.visible_to_each(group)
@@ -64,4 +72,4 @@ def attend_sampled_compiled(
         samples,
         more,
     )
-    return Spread(output, lse, variance, fourth, limit, further.bool()), counts
+    return Spread(output, lse, variance, fourth, overlap, limit, further.bool()), counts
