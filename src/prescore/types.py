@@ -80,10 +80,12 @@ class Stats(Mapping[str, Any]):
         stand_in_rows: Stand-ins that a routed query met, on average.
         exact_queries: Queries of a sequence that read everything because they come before `exact_until`.
         exact_sequences: Sequences that read everything because padding lies between their keys.
+        error_estimate: Relative error that is expected of a query's output, a root mean square over draws; mean.
+            This and the next four are there where a `tolerance` was asked for; queries that read everything count
+            with error 0.
         error_limit_mean: Relative error that a query's output stays below, with the confidence asked for; mean.
-            This and the next three are there where a `tolerance` was asked for.
         error_limit_max: The same for the worst query.
-        read_further: Share of queries that looked again for lighter keys, because their error bar was too wide.
+        read_further: Share of queries that looked for lighter keys than `rows` asks for, or read everything.
         read_everything: Share of queries that read everything at last.
         way: With a group: what travelled between the ranks, `gather`, `heads` or `rows`.
         ranks: With a group: how many.
@@ -105,6 +107,7 @@ class Stats(Mapping[str, Any]):
     stand_in_rows: float | None = None
     exact_queries: int | None = None
     exact_sequences: int | None = None
+    error_estimate: float | None = None
     error_limit_mean: float | None = None
     error_limit_max: float | None = None
     read_further: float | None = None

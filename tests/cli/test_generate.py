@@ -54,6 +54,31 @@ def test_a_prompt_that_is_too_short_says_so(model, tmp_path, capsys):
     assert f"the prompt: exact: shorter than exact_until={Routed().exact_until}" in said
 
 
+SMALL = [f"--set={each}" for each in ("rows=4", "leaf_size=8", "chunk_size=16", "sinks=2", "exact_until=32")]
+
+
+def test_a_tolerance_shows_errors_rows_and_who_read_further_by_layer(model, tmp_path, capsys):
+    assert run(model, tmp_path, "--tolerance", "0.2", *SMALL) == 0
+    shown = capsys.readouterr().out
+    for words in ("within 0.2 of exact attention", "error at most", "read further", "read everything"):
+        assert words in shown
+    record = json.loads((tmp_path / "records.jsonl").read_text().splitlines()[-1])
+    assert record["config"]["config"]["tolerance"] == 0.2
+    bars = record["figures"]["error_bars"]
+    assert [(bar["layer"], bar["phase"]) for bar in bars] == [
+        (n, p) for n in range(3) for p in ("prefill", "steps")
+    ]
+    for bar in bars:
+        assert 0 <= bar["error"] <= bar["error_limit"] <= 0.2
+        assert 0 <= bar["read_everything"] <= bar["read_further"] <= 1
+        assert bar["rows"] > 0
+
+
+def test_a_tolerance_is_the_default_configurations(model, tmp_path, capsys):
+    assert run(model, tmp_path, "--config", "hyper", "--tolerance", "0.2") == 2
+    assert "tolerance must come with --config default, got 0.2 for 'hyper'" in capsys.readouterr().err
+
+
 def agreed(model, out, *extra):
     assert run(model, out, "--agreement", "--ignore-end", *extra) == 0
     records = [json.loads(line) for line in (out / "records.jsonl").read_text().splitlines()]

@@ -162,15 +162,15 @@ def test_with_a_tolerance_error_limits_and_further_reading_are_columns():
         generate(model, length=48)
     report = applied.report()
     heading, _, *lines = report.table().splitlines()
-    assert heading.endswith("error at most  read further")
+    assert heading.endswith("error  error at most  read further  read everything")
     for name in (PREFILL, STEPS):
         for entry in report.layers:
             last = entry.phases[name].last
-            assert 0 <= last.error_limit <= 0.25
-            assert 0 <= last.read_further <= 1
+            assert 0 <= last.error <= last.error_limit <= 0.25
+            assert 0 <= last.read_everything <= last.read_further <= 1
         worst = max(entry.phases[name].last.error_limit for entry in report.layers)
         shown = [line.split() for line in lines if name in line.split()]
-        assert f"{worst:.3f}" in {cells[-3] for cells in shown}
+        assert f"{worst:.4f}" in {cells[-5] for cells in shown}
         assert all(cells[-1] == "%" for cells in shown)
     with prescore.apply(model, ROUTED) as applied:
         forward(model)

@@ -115,7 +115,7 @@ def test_queries_that_begin_apart_are_all_in_the_figures(easy):
     alone = error_figures(
         config, *(t[other:][:1] for t in (query, key[:, :, cut:], value[:, :, cut:])), is_causal=True
     )
-    assert alone["error_limit_max"] > 0.1
+    assert alone["error_limit_max"] > 0
     assert alone["read_further"] > 0
     assert together["error_limit_max"] == pytest.approx(alone["error_limit_max"])
     for name in ("error_limit_mean", "read_further", "read_everything"):

@@ -38,6 +38,10 @@ def command(
     top_k: Annotated[
         str | None, typer.Option(help="Keys kept by a scorer, a count or a fraction.  [default: 1024]")
     ] = None,
+    tolerance: Annotated[
+        float | None,
+        typer.Option(help="Relative error allowed to the default: queries read on until they are within it."),
+    ] = None,
     layers: Layers = "all",
     changes: Changes = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate at most.")] = 64,
@@ -69,12 +73,14 @@ def command(
     Example: prescore generate --prompt-file book.txt --prompt-tokens 4000 --config key-diff --top-k 512
 
     Example: prescore generate --prompt-file book.txt --prompt-tokens 7936 --ignore-end --agreement
+
+    Example: prescore generate --prompt-file book.txt --prompt-tokens 4000 --tolerance 0.02
     """
     from prescore.evaluation.language.generation import Continuation
-    from prescore.report.generation import beam_table, generation_table
+    from prescore.report.generation import beam_table, error_table, generation_table
 
     how = Continuation(
-        read_config(config, top_k, changes),
+        read_config(config, top_k, changes, tolerance),
         read_layers(layers),
         max_new_tokens,
         evict,
@@ -113,10 +119,13 @@ def command(
         rows.append(Row({**common, **forced}, seed, lambda: job.measure_forced(exact_key)))
     records = session.run(rows)
     session.show((beam_table(records) if beams > 1 else generation_table(records)).to_rich())
+    bars = error_table(records[-1])
+    if bars is not None:
+        session.show(bars.to_rich())
     session.say(f"records: {session.file.path}")
 
 
-def read_config(name: str, top_k: str | None, changes: list[str] | None) -> Config:
+def read_config(name: str, top_k: str | None, changes: list[str] | None, tolerance: float | None = None) -> Config:
     """The configuration that the options ask for.
 
     `default`, `hyper` and `exact` are `Routed()`, `Hyper()` and `Exact()`; any other name is a scorer's.
@@ -128,12 +137,15 @@ def read_config(name: str, top_k: str | None, changes: list[str] | None) -> Conf
 
     own: dict[str, type[Routed | Hyper | Exact]] = {"default": Routed, "hyper": Hyper, "exact": Exact}
     checks.one_of("config", name, (*own, *list_scorers()))
+    if tolerance is not None and name != "default":
+        raise ValueError(f"tolerance must come with --config default, got {tolerance} for {name!r}")
     if name not in own:
         selected = Selected(name) if top_k is None else Selected(name, read_budget(top_k))
         return changed(selected, read_changes(changes))
     if top_k is not None:
         raise ValueError(f"top_k must come with a scorer as --config, got {top_k} for {name!r}")
-    return changed(own[name](), read_changes(changes))
+    within = {} if tolerance is None else {"tolerance": tolerance}
+    return changed(own[name](), {**within, **read_changes(changes)})
 
 
 @dataclass

@@ -35,6 +35,8 @@ from prescore.integrations.reporting.phases import (
 from prescore.rng import Streams
 
 ON_UNSUPPORTED = ("raise", "exact")
+BARS = ("error_estimate", "error_limit_max", "read_further", "read_everything")
+"""Figures of a call with a tolerance that a report shows."""
 
 
 class OwnedKeys(Keeper, Protocol):
@@ -154,9 +156,9 @@ class PrescoredAttention:
             path, output, rows, figures = self._attend(query, key, value, form, situation)
             ran = self._words(path, n_query, form)
         seconds = time.perf_counter() - begin
-        bars = figures.get("error_limit_max"), figures.get("read_further")
-        native = figures.get("native")
-        self.last = Did(path, form.kind, n_query, form.n_keys, seconds, rows, visible, ran, *bars, native=native)
+        bars = (figures.get(name) for name in BARS)
+        told = *bars, figures.get("native")
+        self.last = Did(path, form.kind, n_query, form.n_keys, seconds, rows, visible, ran, *told)
         self.history.add(self.last)
         return output
 

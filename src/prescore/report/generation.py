@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Sequence
 
 from prescore.records import Record
-from prescore.report.tables import MISSING, Table
+from prescore.report.tables import MISSING, Table, as_text
 from prescore.values import Values
 
 
@@ -37,6 +37,25 @@ def generation_table(records: Sequence[Record]) -> Table:
     lines = (_speed_line(records), _prompt_line(last), _paths(last), _selection_line(last))
     note = "; ".join(line for line in lines if line)
     return Table(title, columns, tuple(rows), note)
+
+
+def error_table(record: Record) -> Table | None:
+    """What layers with a tolerance read, and how far they may be off; None where none was asked for."""
+    bars = record.figures.get("error_bars")
+    if bars is None:
+        return None
+    rows = tuple(
+        (
+            *(str(bar["layer"]), bar["phase"], as_text(bar["rows"], 4), as_text(bar["visible"], 4)),
+            *(f"{bar['error']:.4f}", f"{bar['error_limit']:.4f}"),
+            *(f"{100 * bar[name]:.1f} %" for name in ("read_further", "read_everything")),
+        )
+        for bar in sorted(bars, key=lambda bar: bar["phase"])
+    )
+    config = record.config["config"]
+    columns = ("layer", "phase", "rows read", "of", "error", "error at most", "read further", "read everything")
+    note = "last call of each phase: expected relative error of a query's output, and the limit of the worst query"
+    return Table(f"within {config['tolerance']:g} of exact attention", columns, rows, note, left=2)
 
 
 def _agreement(figures: Values) -> str:

@@ -20,7 +20,7 @@ from prescore.rng import DEFAULT_SEED, Streams
 from prescore.routed.compiled.call import Tables
 from prescore.routed.compiled.far import level_for, make_tables, step_compiled
 from prescore.routed.compiled.nodes import build_nodes_compiled, can_build
-from prescore.routed.lanes import search_of
+from prescore.routed.lanes import error_figures, search_of
 from prescore.routed.layout import Layout, make_layout
 from prescore.routed.plain import attend_plain
 from prescore.routed.sampled import attend_within
@@ -73,14 +73,13 @@ class RoutedIndex:
 
     @property
     def figures(self) -> Values:
-        """Of the last step: which compiled code ran; with a tolerance, the worst error limit and who read on."""
+        """Of the last step: which compiled code ran; with a tolerance, its error bars and who read on."""
         levels = [group.native for _, group in self._groups if group.native is not None]
         figures: Values = {"native": levels[0]} if levels else {}
         bars = [group.bars for _, group in self._groups if group.bars is not None]
         if bars:
-            limit, further = (torch.cat([part.flatten() for part in parts]) for parts in zip(*bars, strict=True))
-            figures["error_limit_max"] = float(limit.max())
-            figures["read_further"] = float(further.double().mean())
+            parts = zip(*bars, strict=True)
+            figures.update(error_figures(*(torch.cat([each.flatten() for each in part]) for part in parts)))
         return figures
 
     def crop(self, n_keys: int) -> None:
@@ -143,7 +142,7 @@ class _Lockstep:
         self._past: _Past | None = None
         self.n_read = 0.0  # rows of the last step
         self.native: str | None = None  # the level of compiled code in it; None = nothing was far
-        self.bars: tuple[Tensor, Tensor] | None = None  # its error limits, and who read further
+        self.bars: tuple[Tensor, Tensor, Tensor, Tensor] | None = None  # see `error_figures`
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, backend: Backend) -> Attended:
         """The newest query `[B, Hq, 1, D]` of these sequences."""
@@ -242,7 +241,7 @@ class _Lockstep:
         bars = attend_within(query, sources, view, near, self._config, self._seed)
         each, output, lse = bars.lse.numel(), bars.output, bars.lse
         over = ~(bars.limit <= (self._config.tolerance or 0.0))
-        self.bars = bars.limit.masked_fill(over, 0.0), bars.looks > 1
+        self.bars = bars.limit, bars.error, bars.further, over
         found = float(bars.counts[1]) / each
         if bool(over.any()):
             keys, values = (t[:, None, self._start :] for t in (sources.key, sources.value))

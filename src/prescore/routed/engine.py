@@ -23,15 +23,11 @@ from torch.nn.functional import pad
 from prescore.call import Call
 from prescore.config import Routed
 from prescore.errors import Unsupported
-from prescore.routed.lanes import Answer, attend_lanes, exact_answer
+from prescore.routed.lanes import ERROR_FIGURES, Answer, attend_lanes, exact_answer
 from prescore.routed.layout import make_layout
 from prescore.types import Attended, Outcome, Selection
 
-MEANS = {"rows_per_query", "searched_keys", "far_rows", "stand_in_rows"} | {
-    "error_limit_mean",
-    "read_further",
-    "read_everything",
-}
+MEANS = {"rows_per_query", "searched_keys", "far_rows", "stand_in_rows"} | set(ERROR_FIGURES) - {"error_limit_max"}
 """Figures that are means over queries."""
 
 

@@ -30,7 +30,7 @@ SHARE_PER_ROW = 2
 NUMBERS_AT_ONCE = 2**22
 """Numbers in the keys (or values) of the sequences that go together: copies of them are mapped memory in use."""
 
-ERROR_FIGURES = ("error_limit_mean", "error_limit_max", "read_further", "read_everything")
+ERROR_FIGURES = ("error_estimate", "error_limit_mean", "error_limit_max", "read_further", "read_everything")
 """What a call with a tolerance tells; all zero where everything is read."""
 
 
@@ -66,15 +66,26 @@ def attend_lanes(call: Call, config: Routed) -> Answer:
         whole = Attended(*(torch.cat(tensors, dim=2) for tensors in zip(*results, strict=True)))
     if config.tolerance is None or n_exact == layout.n_query:
         return Answer(whole, figures)
-    limit, looks = (pad(bar, (n_exact, 0)) for bar in (routed.limit, routed.looks))
+    limit, error, further = (pad(bar, (n_exact, 0)) for bar in routed.bars)
     whole, over = read_on(call, whole, limit, config.tolerance)
     real = torch.ones_like(over) if call.query_valid is None else call.query_valid[:, None].expand_as(over)
-    bars = limit.masked_fill(over, 0.0)[real]
     figures["rows_per_query"] += float((over * layout.visible_rows().to(over.device)).mean())
-    figures["error_limit_mean"], figures["error_limit_max"] = float(bars.mean()), float(bars.max())
-    figures["read_further"] = float((looks > 1)[real].double().mean())
-    figures["read_everything"] = float(over[real].double().mean())
+    figures.update(error_figures(limit[real], error[real], further[real], over[real]))
     return Answer(whole, figures)
+
+
+def error_figures(limit: Tensor, error: Tensor, further: Tensor, over: Tensor) -> Values:
+    """Figures about the error bars of some queries, of which those `over` the tolerance read everything."""
+    if not limit.numel():
+        return dict.fromkeys(ERROR_FIGURES, 0.0)
+    bars = limit.masked_fill(over, 0.0)
+    return {
+        "error_estimate": float(error.masked_fill(over, 0.0).mean()),
+        "error_limit_mean": float(bars.mean()),
+        "error_limit_max": float(bars.max()),
+        "read_further": float((further | over).double().mean()),
+        "read_everything": float(over.double().mean()),
+    }
 
 
 def search_of(config: Routed) -> Search:
@@ -121,8 +132,7 @@ class _Routed(NamedTuple):
 
     attended: Attended
     counts: Tensor
-    limit: Tensor
-    looks: Tensor
+    bars: tuple[Tensor, ...]
 
 
 def _attend_heads(call: Call, layout: Layout, n_exact: int, config: Routed) -> _Routed:
@@ -145,15 +155,15 @@ def _attend_heads(call: Call, layout: Layout, n_exact: int, config: Routed) -> _
         sources = _sources(lane, layout, frame, backend)
         if config.tolerance is None:
             found = attend_sources(lane.query, sources, view)
-            lanes.append((found.output, found.lse, found.lse.new_zeros(0), found.lse.new_zeros(0)))
+            lanes.append((found.output, found.lse))
             counts += found.counts
         else:
             bars = attend_to_tolerance(lane.query, sources, view, config, call.streams.child("samples").seed)
-            lanes.append(bars[:4])
+            lanes.append(bars[:5])
             counts += bars.counts
-    output, lse, *bar = (torch.cat(part) if len(part) > 1 else part[0] for part in zip(*lanes, strict=True))
-    limit, looks = (frame.join(part[..., None]).squeeze(-1) if part.numel() else part for part in bar)
-    return _Routed(Attended(frame.join(output), frame.join(lse[..., None]).squeeze(-1)), counts, limit, looks)
+    output, *each = (torch.cat(part) if len(part) > 1 else part[0] for part in zip(*lanes, strict=True))
+    lse, *told = (frame.join(part[..., None]).squeeze(-1) for part in each)
+    return _Routed(Attended(frame.join(output), lse), counts, tuple(told))
 
 
 class Lane(NamedTuple):

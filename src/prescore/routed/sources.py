@@ -87,10 +87,38 @@ class View:
         return self.visible.shape[1]
 
 
+class Draws(NamedTuple):
+    """What queries with a sampled rest are asked.
+
+    Attributes:
+        places: `[M]` which key of every sixteen is drawn in each node.
+        active: `[T, G, Q]` queries that take part.
+        aim: `[T, G, Q]` from which logit on keys are read; inf = the samples choose it.
+        allowed: Square of the relative error that they aim at.
+    """
+
+    places: Tensor
+    active: Tensor
+    aim: Tensor
+    allowed: float
+
+
 class Spread(NamedTuple):
-    """Results of queries that took part, `[T, G, Q]`: output, lse, and the spread of what was sampled."""
+    """Results of queries that took part, `[T, G, Q]` all but the first.
+
+    Attributes:
+        output, lse: Of all that was read and sampled.
+        variance: Sum of the squares of the terms' lengths; inf where reading everything is the faster way.
+        fourth: Sum of the squares of those.
+        overlap: Sum of the squares of the products of all pairs of terms, estimated.
+        limit: From which logit on keys were read.
+        further: Whether that is less than what is looked for in any case.
+    """
 
     output: Tensor
     lse: Tensor
     variance: Tensor
     fourth: Tensor
+    overlap: Tensor
+    limit: Tensor
+    further: Tensor

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from prescore import checks
-from prescore.config import Config
+from prescore.config import Config, Routed
 from prescore.decoding.decoder import remembers
 from prescore.integrations.apply import apply, find_adapter, replace_attention
 from prescore.integrations.attend import Attend, PrescoredAttention, Situation, attend_exactly
@@ -68,11 +68,12 @@ class Continuation:
 
 @dataclass
 class Stopwatch:
-    """Seconds spent in attention, and how often it went which way and ran what, where it says so."""
+    """Seconds spent in attention, how often it went which way and ran what, and what its layers say."""
 
     seconds: float = 0.0
     paths: Counter[str] = field(default_factory=Counter)
     ran: Counter[str] = field(default_factory=Counter)
+    layers: dict[int, PrescoredAttention] = field(default_factory=dict)
 
     def restart(self) -> None:
         """Begin at zero."""
@@ -95,6 +96,24 @@ class Stopwatch:
             return output
 
         return attend_and_stop
+
+    def error_bars(self) -> list[Values]:
+        """What layers with a tolerance did in the last call of each phase, an entry for every layer and phase."""
+        return [
+            {
+                "layer": number,
+                "phase": name,
+                "rows": phase.last.rows,
+                "visible": phase.last.visible,
+                "error": phase.last.error,
+                "error_limit": phase.last.error_limit,
+                "read_further": phase.last.read_further,
+                "read_everything": phase.last.read_everything,
+            }
+            for number, attention in self.layers.items()
+            for name, phase in attention.history.phases.items()
+            if phase.last.error_limit is not None
+        ]
 
 
 @dataclass(frozen=True, eq=False)
@@ -153,7 +172,7 @@ def generate_measured(
             show(tokens[-1])
         decode = time.perf_counter() - started
     n_steps = len(tokens) - 1
-    figures = {
+    figures: Values = {
         "prompt_tokens": ids.shape[1],
         "new_tokens": len(tokens),
         "prefill_seconds": prefill,
@@ -166,6 +185,8 @@ def generate_measured(
         "decode_paths": dict(watch.paths),
         "cache": cache_report(cache),
     }
+    if isinstance(how.config, Routed) and how.config.tolerance is not None:
+        figures["error_bars"] = watch.error_bars()
     return Generated(tokens, logits.float(), figures)
 
 
@@ -237,10 +258,8 @@ def timed_attention(model: nn.Module, config: Config | None, layers: Layers = "a
     """Let the chosen layers attend by a configuration inside the block, the others exactly, and time all."""
     watch, n_layers = Stopwatch(), len(find_adapter(model).layers(model))
     chosen = set() if config is None else set(pick_layers(layers, n_layers))
-    functions = {
-        number: watch.timed(PrescoredAttention(config) if number in chosen else attend_exactly)
-        for number in range(n_layers)
-    }
+    watch.layers = {number: PrescoredAttention(config) for number in sorted(chosen)}
+    functions = {number: watch.timed(watch.layers.get(number, attend_exactly)) for number in range(n_layers)}
     undo = replace_attention(model, functions)
     try:
         yield watch

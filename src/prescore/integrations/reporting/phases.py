@@ -32,9 +32,11 @@ class Did:
         n_keys: Keys so far, padding included.
         seconds: Time until the result was there, or on a GPU until its work was queued.
         ran: What ran, in the words of a report, such as `routed` or `exact: shorter than exact_until=2048`.
-        error_limit: Relative error that the output of every query stays below, with the confidence asked for;
-            None = no tolerance was asked for, or every query read everything.
-        read_further: Share of queries that looked again, because their error bar was too wide; None likewise.
+        error: Relative error that is expected of a query's output, on average; None = no tolerance was asked for,
+            or the call read everything in any case. So for the next three.
+        error_limit: Relative error that the output of every query stays below, with the confidence asked for.
+        read_further: Share of queries that looked for lighter keys than in any case, or read everything.
+        read_everything: Share of queries that read everything because no search was enough.
         native: Level of compiled code that ran the far part of a `Routed`; `none` where plain torch did; None
             where nothing was far.
     """
@@ -47,8 +49,10 @@ class Did:
     _rows: CountRows | float | None = field(default=None, repr=False)
     _visible: CountRows | float | None = field(default=None, repr=False)
     ran: str = ""
+    error: float | None = None
     error_limit: float | None = None
     read_further: float | None = None
+    read_everything: float | None = None
     native: str | None = None
 
     @property

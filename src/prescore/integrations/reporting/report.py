@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from prescore.config import Config
 from prescore.integrations.reporting.phases import PREFILL, SHORT, STEPS, Did, Phase
 
-_ERROR, _FURTHER = "error at most", "read further"
+_ERRORS = ("error", "error at most", "read further", "read everything")
 _CONFIGURATION = "configuration"
 _COLUMNS = (
     *("layer", _CONFIGURATION, "phase", "what ran", "rows read", "of", "share"),
-    *("calls", "queries", "seconds", _ERROR, _FURTHER),
+    *("calls", "queries", "seconds", *_ERRORS),
 )
 _LEFT = ("layer", _CONFIGURATION, "phase", "what ran")
 _UNKNOWN = "-"
@@ -169,8 +169,6 @@ def _cells(phases: Sequence[Phase]) -> dict[str, str]:
     """What some layers did in one phase; what differs from layer to layer as least and most, or not at all."""
     ways = list(dict.fromkeys(phase.ran for phase in phases))
     rows, visible = _mean(p.last.rows for p in phases), _mean(p.last.visible for p in phases)
-    limits = [phase.last.error_limit for phase in phases if phase.last.error_limit is not None]
-    further = _mean(phase.last.read_further for phase in phases)
     return {
         "what ran": ways[0] if len(ways) == 1 else f"{len(ways)} ways",
         "rows read": _span([phase.last.rows for phase in phases]),
@@ -179,9 +177,20 @@ def _cells(phases: Sequence[Phase]) -> dict[str, str]:
         "calls": _span([phase.calls for phase in phases]),
         "queries": _span([phase.queries for phase in phases]),
         "seconds": f"{sum(phase.seconds for phase in phases):.4f}",
-        **({_ERROR: f"{max(limits):.3f}"} if limits else {}),
-        **({} if further is None else {_FURTHER: f"{100 * further:.0f} %"}),
+        **_error_cells([phase.last for phase in phases]),
     }
+
+
+def _error_cells(calls: Sequence[Did]) -> dict[str, str]:
+    """What is known about errors: nothing where no tolerance was asked for."""
+    limits = [did.error_limit for did in calls if did.error_limit is not None]
+    if not limits:
+        return {}
+    error, further, everything = (
+        _mean(getattr(did, name) for did in calls) or 0.0 for name in ("error", "read_further", "read_everything")
+    )
+    shown = (f"{error:.4f}", f"{max(limits):.4f}", f"{100 * further:.0f} %", f"{100 * everything:.1f} %")
+    return dict(zip(_ERRORS, shown, strict=True))
 
 
 def _span(values: Sequence[float | None]) -> str:
@@ -201,8 +210,8 @@ def _mean(values: Iterable[float | None]) -> float | None:
 
 def _table(rows: Sequence[Mapping[str, str]]) -> str:
     """Lines under a heading; a column that says nothing, or the same for all layers, is left out."""
-    asked = any(_ERROR in row for row in rows)
-    columns = [name for name in _COLUMNS if asked or name not in (_ERROR, _FURTHER)]
+    asked = any(_ERRORS[0] in row for row in rows)
+    columns = [name for name in _COLUMNS if asked or name not in _ERRORS]
     if len({row[_CONFIGURATION] for row in rows if _CONFIGURATION in row}) == 1:
         columns.remove(_CONFIGURATION)
     cells = [columns, *([row.get(name, "") for name in columns] for row in rows)]

@@ -161,7 +161,8 @@ void prescore_find_rows(const Problem *p, Work *w) {
     float least[TILE];
     int64_t searched = 0;
     for (int64_t t = 0; t < w->n; t++) {
-        least[t] = w->limit[t] - p->reach * w->spread[t];
+        /* an infinite limit asks for nothing, however far one reaches */
+        least[t] = w->limit[t] == INFINITY ? INFINITY : w->limit[t] - p->reach * w->spread[t];
         w->n_found[t] = 0;
         memset(w->hits + t * w->padded, 0, sizeof(int32_t) * (size_t)w->columns);
         if (w->place) memset(w->sampled + t * w->padded, 0, sizeof(int32_t) * (size_t)w->columns);

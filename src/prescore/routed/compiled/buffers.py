@@ -9,7 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from prescore.routed.compiled.checked import POINTER, SIZE, WIDTH, Expected, check_tensors
+from prescore.routed.compiled.checked import POINTER, REAL, SIZE, WIDTH, Expected, check_tensors
+from prescore.routed.draws import AIMS, MOST_OFF, MOST_ROWS, SHADOWS
 
 MOST_SAMPLES = 31
 """Of a node: which of them are read by themselves is kept in bits."""
@@ -48,11 +49,11 @@ class Samples(ctypes.Structure):
     """What the sampled function reads and writes besides, as ops/native/sampled.c has it."""
 
     _fields_ = (
-        *((name, POINTER) for name in ("active", "place", "columns", "values", "value_columns", "norms")),
-        ("each", SIZE),
-        ("stride", SIZE),
-        ("variance", POINTER),
-        ("fourth", POINTER),
+        *((name, POINTER) for name in ("active", "aim", "place", "columns", "values", "value_columns", "norms")),
+        *((name, POINTER) for name in ("coarse", "signs", "shadows")),
+        *((name, SIZE) for name in ("each", "stride", "aims")),
+        *((name, REAL) for name in ("allowed", "most_rows", "most_off")),
+        *((name, POINTER) for name in ("variance", "fourth", "overlap", "further")),
     )
 
 
@@ -104,16 +105,32 @@ class GradientBuffers:
 
 @dataclass(frozen=True, eq=False)
 class SampleBuffers:
-    """Tensors of the sampled function: who takes part, which keys are drawn, and the spread of their terms."""
+    """Tensors of the sampled function: who takes part, which keys are drawn, and the spread of their terms.
+
+    Attributes:
+        active, aim: Queries that take part, and the limits they search with.
+        place, columns, values, value_columns, norms: Which keys are drawn, and those in the layouts of tables.
+        coarse: What a unit of the codes is worth.
+        signs, shadows: Random projections, and the values in them.
+        variance, fourth, overlap, further: Written.
+        allowed: Square of the relative error that is aimed at.
+    """
 
     active: Tensor
+    aim: Tensor
     place: Tensor
     columns: Tensor
     values: Tensor
     value_columns: Tensor
     norms: Tensor
+    coarse: Tensor
+    signs: Tensor
+    shadows: Tensor
     variance: Tensor
     fourth: Tensor
+    overlap: Tensor
+    further: Tensor
+    allowed: float
 
     def checked(self, sizes: CallSizes) -> Samples:
         """As compiled code takes it; refused where it could read or write outside."""
@@ -121,13 +138,17 @@ class SampleBuffers:
         rows, blocks = (lanes, sizes.n_query), (lanes, more // WIDTH)
         expected = [
             Expected("active", self.active, rows, torch.uint8),
+            Expected("aim", self.aim, rows),
             Expected("place", self.place, (sizes.node_room,), torch.int32),
-            Expected("sampled columns", self.columns, (*blocks, sizes.dim, WIDTH)),
-            Expected("sampled values", self.values, (lanes, more, sizes.value_dim)),
-            Expected("sampled value columns", self.value_columns, (*blocks, sizes.value_dim, WIDTH)),
+            Expected("columns", self.columns, (*blocks, sizes.dim, WIDTH)),
+            Expected("values", self.values, (lanes, more, sizes.value_dim)),
+            Expected("value_columns", self.value_columns, (*blocks, sizes.value_dim, WIDTH)),
             Expected("norms", self.norms, (lanes, more)),
-            Expected("variance", self.variance, rows),
-            Expected("fourth", self.fourth, rows),
+            Expected("coarse", self.coarse, (lanes, sizes.node_room, 2)),
+            Expected("signs", self.signs, (SHADOWS, sizes.value_dim)),
+            Expected("shadows", self.shadows, (*blocks, SHADOWS, WIDTH)),
+            *(Expected(name, getattr(self, name), rows) for name in ("variance", "fourth", "overlap")),
+            Expected("further", self.further, rows, torch.uint8),
         ]
         check_tensors(expected)
         if more % WIDTH or more < sizes.node_room * each or each > MOST_SAMPLES:
@@ -136,5 +157,6 @@ class SampleBuffers:
             )
         if self.place.numel() and not 0 <= int(self.place.min()) <= int(self.place.max()) < WIDTH:
             raise ValueError(f"place must lie between 0 and {WIDTH - 1}, got up to {int(self.place.max())}")
-        pointers = {name: tensor.data_ptr() for name, tensor in vars(self).items()}
-        return Samples(**pointers, each=each, stride=WIDTH)
+        pointers = {own.name: own.tensor.data_ptr() for own in expected}
+        chosen = {"aims": AIMS, "allowed": self.allowed, "most_rows": MOST_ROWS, "most_off": MOST_OFF}
+        return Samples(**pointers, each=each, stride=WIDTH, **chosen)

@@ -10,7 +10,8 @@ from prescore.routed.compiled.buffers import MOST_SAMPLES, SampleBuffers
 from prescore.routed.compiled.call import run
 from prescore.routed.compiled.checked import WIDTH
 from prescore.routed.compiled.far import can_run, make_tables
-from prescore.routed.sources import Sources, Spread, View
+from prescore.routed.draws import code_units, projection
+from prescore.routed.sources import Draws, Sources, Spread, View
 from prescore.routed.tables import take_rows
 from prescore.types import Attended
 
@@ -21,13 +22,13 @@ def can_sample(query: Tensor, sources: Sources, view: View) -> bool:
 
 
 def attend_sampled_compiled(
-    query: Tensor, sources: Sources, view: View, near: Attended, places: Tensor, active: Tensor
+    query: Tensor, sources: Sources, view: View, near: Attended, draws: Draws
 ) -> tuple[Spread, Tensor]:
-    """Queries that are `active`, with a sampled rest; also keys searched and rows read."""
+    """Queries that are active, with a sampled rest; also keys searched and rows read."""
     tables = make_tables(sources)
     n_lanes, group, length, _ = query.shape
     each = tables.rows.shape[2] // WIDTH
-    drawn = (places[:, None] + torch.arange(each) * WIDTH).expand(n_lanes, -1, -1)
+    drawn = (draws.places[:, None] + torch.arange(each) * WIDTH).expand(n_lanes, -1, -1)
     rows = sources.rows.gather(2, drawn).flatten(1).long()
     more = -(-rows.shape[1] // WIDTH) * WIDTH
     keys, values = (
@@ -35,12 +36,17 @@ def attend_sampled_compiled(
         for t in (sources.key, sources.value)
     )
     columns, value_columns = (t.unflatten(1, (-1, WIDTH)).transpose(2, 3).contiguous() for t in (keys, values))
-    norms, place = values.square().sum(-1), places.to(torch.int32)
+    norms, place = values.square().sum(-1), draws.places.to(torch.int32)
     output, lse = (t.to(torch.float32).clone() for t in near)
-    variance, fourth, limit = torch.zeros_like(lse), torch.zeros_like(lse), torch.zeros_like(lse)
-    taking_part = active.to(torch.uint8).contiguous()
+    coarse = code_units(tables.scales).contiguous()
+    signs = projection(values.shape[-1], values.device)
+    shadows = (values @ signs.t()).unflatten(1, (-1, WIDTH)).transpose(2, 3).contiguous()
+    variance, fourth, overlap, limit = (torch.zeros_like(lse) for _ in range(4))
+    aim, active = draws.aim.to(torch.float32).contiguous(), draws.active.to(torch.uint8).contiguous()
+    further = torch.zeros_like(active)
     counts = torch.zeros(2, dtype=torch.long)
-    samples = SampleBuffers(taking_part, place, columns, values, value_columns, norms, variance, fourth)
+    given = active, aim, place, columns, values, value_columns, norms, coarse, signs, shadows
+    samples = SampleBuffers(*given, variance, fourth, overlap, further, draws.allowed)
     visible = view.visible_to_each(group)
     run(
         "prescore_routed_sampled",
@@ -53,4 +59,4 @@ def attend_sampled_compiled(
         samples,
         more,
     )
-    return Spread(output, lse, variance, fourth), counts
+    return Spread(output, lse, variance, fourth, overlap, limit, further.bool()), counts
