@@ -7,8 +7,8 @@ from prescore import Exact, Routed, prescored_attention
 from prescore.evaluation.demo.methods import demo_windows
 from prescore.evaluation.demo.reading import (
     MOST_FOUND,
-    LayerInputs,
-    Look,
+    QueryReading,
+    WatchedLayer,
     layer_looks,
     look_of,
     reading_row,
@@ -25,7 +25,7 @@ def given():
     query, key, value = (
         2 * torch.randn(heads, rows, 16, generator=generator) for heads, rows in ((4, 24), (2, 512), (2, 512))
     )
-    return LayerInputs(query, key, value, None)
+    return WatchedLayer(query, key, value, None)
 
 
 def test_looks_are_those_of_the_engine(given):
@@ -60,7 +60,7 @@ def test_a_look_in_plain_numbers():
     anyway = torch.tensor([True, False, False, False, True])
     read = torch.tensor([True, True, False, True, True])
     look = look_of(weights, anyway, read, torch.tensor([0.25, 0.1]), 1, torch.tensor(0.01))
-    assert look == Look(1000, 3000, 2500, 3500, 100, [1, 2], [2500, 1000], [1, 2000, 3, 500])
+    assert look == QueryReading(1000, 3000, 2500, 3500, 100, [1, 2], [2500, 1000], [1, 2000, 3, 500])
 
 
 def test_layers_are_watched_while_the_default_runs(tiny, text):

@@ -31,7 +31,7 @@ _ONE = 10_000
 """Weights are told in whole parts of so many."""
 
 
-class Look(NamedTuple):
+class QueryReading(NamedTuple):
     """What one query of one head reads; weights in parts of 10000.
 
     Attributes:
@@ -53,7 +53,7 @@ class Look(NamedTuple):
     heaviest: list[int]
 
 
-class LayerInputs(NamedTuple):
+class WatchedLayer(NamedTuple):
     """What a layer was given: its last queries `[Hq, Nq, D]`, and all keys and values `[Hkv, N, D]`."""
 
     query: Tensor
@@ -69,7 +69,7 @@ def reading_row(
 
     Figures: `pieces` (all tokens as text), `first` (position of the first query), the sizes `sinks` and `chunk`,
     `heads` (pairs of layer and query head), `searching` and `smooth` (which of them give most weight to rows
-    found, and to stand-ins), and `looks[head][query]`, the fields of `Look` in turn.
+    found, and to stand-ins), and `looks[head][query]`, the fields of `QueryReading` in turn.
     """
     return Row(
         config={
@@ -94,7 +94,7 @@ def _measure(
     n_query = min(N_QUERIES, len(window.tokens) // 4)
     inputs = watched(language_model, window, config, layers, n_query, seed)
     heads: list[list[int]] = []
-    looks: list[list[Look]] = []
+    looks: list[list[QueryReading]] = []
     for layer, given in inputs.items():
         for head, found in layer_looks(given, config).items():
             heads.append([layer, head])
@@ -117,9 +117,9 @@ def _measure(
 
 def watched(
     language_model: LanguageModel, window: Window, config: Routed, layers: Sequence[int], n_query: int, seed: int
-) -> dict[int, LayerInputs]:
+) -> dict[int, WatchedLayer]:
     """Let the model read the window by the default, and keep what some layers were given."""
-    kept: dict[int, LayerInputs] = {}
+    kept: dict[int, WatchedLayer] = {}
 
     class Watched:
         """A layer's attention, which remembers its last input."""
@@ -130,7 +130,7 @@ def watched(
         def __call__(self, query: Tensor, key: Tensor, value: Tensor, situation: Situation) -> Tensor:
             if situation.layer in layers and not situation.is_local:
                 last = query[0, :, query.shape[2] - n_query :]
-                kept[situation.layer] = LayerInputs(
+                kept[situation.layer] = WatchedLayer(
                     last.clone(), key[0].clone(), value[0].clone(), situation.scale
                 )
             return self.attention(query, key, value, situation)
@@ -148,7 +148,7 @@ def watched(
 
 
 @torch.no_grad()
-def layer_looks(given: LayerInputs, config: Routed) -> dict[int, list[Look]]:
+def layer_looks(given: WatchedLayer, config: Routed) -> dict[int, list[QueryReading]]:
     """What the queries of each head read; of many heads some, evenly spread."""
     n_heads, n_query = given.query.shape[:2]
     n_keys, group = given.key.shape[1], n_heads // given.key.shape[0]
@@ -156,7 +156,7 @@ def layer_looks(given: LayerInputs, config: Routed) -> dict[int, list[Look]]:
     anyway = torch.stack([positions.read_anyway(number) for number in range(n_query)])
     scale = given.query.shape[-1] ** -0.5 if given.scale is None else given.scale
     shown = range(0, n_heads, -(-n_heads // _MOST_HEADS))
-    found: dict[int, list[Look]] = {}
+    found: dict[int, list[QueryReading]] = {}
     for kind, (key, value) in enumerate(zip(given.key.float(), given.value.float(), strict=True)):
         heads = [head for head in shown if head // group == kind]
         query = given.query[heads].float()
@@ -169,7 +169,7 @@ def layer_looks(given: LayerInputs, config: Routed) -> dict[int, list[Look]]:
 
 def _head_looks(
     table: HeadTable, query: Tensor, key: Tensor, value: Tensor, anyway: Tensor, positions: Positions
-) -> list[Look]:
+) -> list[QueryReading]:
     n_keys = len(key)
     logits = query @ key.T
     nodes = query @ key[table.rows].mean(1).T + table.stand_ins
@@ -188,7 +188,9 @@ def _head_looks(
     ]
 
 
-def look_of(weights: Tensor, anyway: Tensor, read: Tensor, stand_ins: Tensor, sinks: int, error: Tensor) -> Look:
+def look_of(
+    weights: Tensor, anyway: Tensor, read: Tensor, stand_ins: Tensor, sinks: int, error: Tensor
+) -> QueryReading:
     """What one query of one head reads.
 
     Args:
@@ -202,7 +204,7 @@ def look_of(weights: Tensor, anyway: Tensor, read: Tensor, stand_ins: Tensor, si
     first = torch.arange(len(weights)) < sinks
     places = (read & ~anyway).nonzero().squeeze(1)
     best = places[weights[places].topk(min(MOST_FOUND, len(places))).indices].tolist()
-    return Look(
+    return QueryReading(
         sinks=_parts(weights[anyway & first].sum()),
         near=_parts(weights[anyway & ~first].sum()),
         found=_parts(weights[places].sum()),

@@ -10,7 +10,7 @@ from prescore.records import Record
 BEFORE = 48
 """Tokens shown before those that can be picked."""
 _FOUND = 2
-"""Place in a look, as `prescore.evaluation.demo.reading.Look` has it."""
+"""Place in a look, as `prescore.evaluation.demo.reading.QueryReading` has it."""
 
 
 def reading_section(record: Record) -> str:
