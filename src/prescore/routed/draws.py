@@ -9,7 +9,7 @@ STRIDE = 16
 """Keys that a sample stands for."""
 AIMS = 8
 """Limits that the samples choose from, each for keys of half the weight of the one before."""
-MOST_ROWS = 1 / 8
+MOST_ROWS = 1 / 4
 """Share of the keys in nodes from which on reading everything is faster than reading single rows."""
 MOST_OFF = 2.0
 """Deviation of coded logits from their true values up to which a search is trusted.

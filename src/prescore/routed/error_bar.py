@@ -2,8 +2,8 @@
 
 A result whose rest was sampled is `out = sum(w_i v_i)`; its error is, to first order, a sum of independent terms
 `w_i (v_i - out)` over the samples, whose mean square length `V` is estimated by the sum of theirs. Each is small,
-since keys of larger weight are read by themselves; one that may just have escaped both search and samples counts
-as one more term. So the error is nearly normal, with the covariance `C` that the terms have, and its squared
+since keys of larger weight are read by themselves; one that may just have escaped both search and samples adds
+what it may weigh. So the error is nearly normal, with the covariance `C` that the terms have, and its squared
 length is nearly `V` times a chi-square over its degrees of freedom, which are `tr(C)^2 / tr(C^2)`: the
 *directions* that errors point in. An error of one direction exceeds twice its root mean square in one draw of
 twenty, one of many directions hardly ever exceeds it by a half. `V` itself is known from as many terms as matter;
@@ -38,9 +38,19 @@ def error_limit(spread: Spread, confidence: float) -> Tensor:
 def longest(directions: Tensor, freedom: Tensor, confidence: float) -> Tensor:
     """The root of what an F variable stays below with that confidence.
 
-    By Paulson's approximation, in which cube roots are normal: within 2 % of the truth, but above it where there
-    are fewer than 5 degrees of freedom, and infinite where there is next to none.
+    By Paulson's approximation, in which cube roots are normal: within 2 % of the truth from 5 degrees of freedom on.
+    Below it is too large, and no more is taken than a bound at 1, the closed form at 2, and what lies between.
     """
+    one = 1 / float(torch.special.ndtri(torch.tensor(1 - confidence / 2, dtype=torch.float64)))
+    power = confidence ** (2 / directions)
+    two = (2 / directions * power / (1 - power)).sqrt()
+    five = _paulson(directions, torch.full_like(freedom, 5.0), confidence)
+    few = torch.where(freedom < 2, one * (two / one) ** (freedom - 1), two * (five / two) ** ((freedom - 2) / 3))
+    several = _paulson(directions, freedom, confidence)
+    return torch.where(freedom < 5, torch.minimum(few, several), several)
+
+
+def _paulson(directions: Tensor, freedom: Tensor, confidence: float) -> Tensor:
     z = float(torch.special.ndtri(torch.tensor(confidence, dtype=torch.float64)))
     a, b = 2 / (9 * directions), 2 / (9 * freedom)
     first, middle, last = (1 - b).square() - z * z * b, (1 - a) * (1 - b), (1 - a).square() - z * z * a

@@ -149,13 +149,14 @@ def _weigh(
     output = (columns @ every + near.output * known[:, None]).index_add(0, asked, rows[:, None] * row_value)
     output, lse = output / mass[:, None], peak + mass.log()
     away = _apart(output, every[n_sinks:])
-    # a key at the limit that no sample shows: what it may weigh, drawn as often as any other
+    # a key at the limit that no sample shows: what it may weigh, drawn as often as any other; not estimated, so
+    # that it takes no part in how well the spread is known
     hidden = STRIDE * torch.exp(2 * (limit - lse)) * _mean_of_samples(away[:, n_nodes:], samples)
     estimated = columns[:, n_sinks:] / mass[:, None]
-    terms = torch.cat((estimated.square() * away, hidden[:, None]), dim=1)
-    others = torch.cat((terms[:, :n_nodes], hidden[:, None]), dim=1)
-    overlap = _overlap(estimated[:, n_nodes:], samples.value, output) + others.square().sum(1)
-    moments = (terms.sum(1), terms.square().sum(1), overlap)
+    terms = estimated.square() * away
+    overlap = _overlap(estimated[:, n_nodes:], samples.value, output)
+    overlap = overlap + terms[:, :n_nodes].square().sum(1) + hidden.square()
+    moments = (terms.sum(1) + hidden, terms.square().sum(1), overlap)
     result = (
         torch.where(worth[:, None], output, near.output),
         torch.where(worth, lse, near.lse),

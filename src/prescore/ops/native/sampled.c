@@ -208,10 +208,10 @@ static void measure_spread(const Problem *p, const Samples *s, Work *w, const Gu
         fourth += term * term;
         apart += away;
     }
-    /* a key at the limit that no sample shows: what it may weigh, drawn as often as any other */
+    /* a key at the limit that no sample shows: what it may weigh, drawn as often as any other; nothing that was estimated */
     const float unseen = expf(w->limit[t] - p->lse[at]);
     const float hidden = (float)s->stride * unseen * unseen * total(apart) / (float)(w->nodes * s->each);
-    float all = total(second) + hidden, squares = total(fourth) + hidden * hidden;
+    float all = total(second) + hidden, squares = total(fourth);
     float overlap = measure_overlap(p, s, w, g, t, mass) + hidden * hidden;
     for (int64_t node = 0; node < w->nodes; node++) {
         const float weight = weights[p->sink_room + node] / mass;
