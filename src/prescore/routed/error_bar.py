@@ -38,7 +38,7 @@ def error_limit(spread: Spread, confidence: float) -> Tensor:
 def longest(directions: Tensor, freedom: Tensor, confidence: float) -> Tensor:
     """The root of what an F variable stays below with that confidence.
 
-    By Paulson's approximation, in which cube roots are normal: within 2 % of the truth from 5 degrees of freedom on.
+    By Paulson's approximation, in which cube roots are normal: within 2 % of it from 5 degrees of freedom on.
     Below it is too large, and no more is taken than a bound at 1, the closed form at 2, and what lies between.
     """
     one = 1 / float(torch.special.ndtri(torch.tensor(1 - confidence / 2, dtype=torch.float64)))
