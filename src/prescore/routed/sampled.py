@@ -20,7 +20,8 @@ from prescore.call import Call
 from prescore.config import Routed
 from prescore.ops.backend import accumulation_dtype
 from prescore.routed.codes import Codes, coded_logits
-from prescore.routed.compiled.sampled import attend_sampled_compiled, can_sample
+from prescore.routed.compiled.far import can_run
+from prescore.routed.compiled.sampled import attend_sampled_compiled
 from prescore.routed.error_bar import error_limit
 from prescore.routed.exact_rows import exact_for
 from prescore.routed.far import Search, Seen, limit_of, scores_of
@@ -97,7 +98,7 @@ def attend_within(
     """
     tolerance = config.tolerance or 0.0
     confidence = CONFIDENCE if config.confidence is None else config.confidence
-    attend = attend_sampled_compiled if can_sample(query, sources, view) else attend_sampled_plain
+    attend = attend_sampled_compiled if can_run(query, sources, view) else attend_sampled_plain
     places = sample_places(sources.rows.shape[1], sources.rows.shape[2], seed, query.device)
     output, lse = (t.clone() for t in near)
     limit = torch.full_like(lse, torch.inf)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from prescore.routed.compiled.checked import POINTER, SIZE, WIDTH, Expected, check_tensors
 
-MOST_SAMPLES = 31
+MOST_SAMPLES = 32
 """Of a node: which of them are read by themselves is kept in bits."""
 
 
