@@ -70,6 +70,18 @@ def test_compiled_code_samples_as_plain_torch_does():
     assert (apart > 1e-3).double().mean() <= 0.01
 
 
+@pytest.mark.parametrize("leaf", [512, 528])
+def test_nodes_of_many_samples(leaf):
+    """Which samples of a node are read by themselves is kept in 32 bits; larger nodes are left to plain torch."""
+    config = CONFIG.replace(rows=4, leaf_size=leaf, chunk_size=leaf, exact_until=0, tolerance=0.3)
+    query, key, value = clustered(seed=6, length=4 * leaf, dim=16)
+    query = query[:, :, -40:]
+    fast, plain = (
+        prescored_attention(query, key, value, config, is_causal=True, backend=b) for b in ("auto", "plain")
+    )
+    assert ((fast - plain).abs().amax(-1) > 1e-4).double().mean() <= 0.02
+
+
 def test_the_seed_moves_samples_and_nothing_else():
     qkv = clustered(seed=2)
     one, again, other = (

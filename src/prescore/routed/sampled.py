@@ -20,7 +20,8 @@ from torch import Tensor
 from prescore.call import Call
 from prescore.config import Routed
 from prescore.ops.backend import accumulation_dtype
-from prescore.routed.compiled.sampled import attend_sampled_compiled, can_sample
+from prescore.routed.compiled.far import can_run
+from prescore.routed.compiled.sampled import attend_sampled_compiled
 from prescore.routed.draws import sample_places
 from prescore.routed.error_bar import error_limit, estimated_error, longest
 from prescore.routed.exact_rows import exact_for
@@ -101,7 +102,7 @@ def attend_within(
     """
     tolerance = config.tolerance or 0.0
     confidence = CONFIDENCE if config.confidence is None else config.confidence
-    attend = attend_sampled_compiled if can_sample(query, sources, view) else attend_sampled_plain
+    attend = attend_sampled_compiled if can_run(query, sources, view) else attend_sampled_plain
     view = replace(view, search=Search(max(1.0, view.search.share), math.inf, MARGIN))
     places = sample_places(sources.rows.shape[1], sources.rows.shape[2], seed, query.device)
     guessed = longest(torch.tensor(DIRECTIONS), torch.tensor(FREEDOM), confidence)

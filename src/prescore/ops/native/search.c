@@ -145,7 +145,7 @@ static void search_node(const Problem *p, Work *w, int64_t node, const int *who,
                     dim / 8, above);
             for (int j = 0; j < some; j++) n[j] = keep(found[j], n[j], rows + 16 * b, above[j]);
             if (w->place)
-                for (int j = 0; j < some; j++) sampled[j] |= (int32_t)((above[j] >> w->place[node]) & 1) << b;
+                for (int j = 0; j < some; j++) sampled[j] |= (int32_t)(((above[j] >> w->place[node]) & 1) << b);
         }
         for (int j = 0; j < some; j++) {
             const int t = who[x + j];

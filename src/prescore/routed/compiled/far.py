@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 
 from prescore.ops.backend import Backend
 from prescore.ops.native import library
-from prescore.routed.compiled.buffers import GradientBuffers
+from prescore.routed.compiled.buffers import MOST_SAMPLES, GradientBuffers
 from prescore.routed.compiled.call import Tables, run
 from prescore.routed.compiled.checked import MOST_DIM, TYPES, WIDTH
 from prescore.routed.sources import Sources, View
@@ -42,6 +42,7 @@ def runs_on(query: Tensor, value_dim: int, leaf: int) -> bool:
         and query.dtype in TYPES
         and all(dim % WIDTH == 0 and 0 < dim <= MOST_DIM for dim in dims)
         and leaf % WIDTH == 0
+        and leaf <= MOST_SAMPLES * WIDTH
         and library.load() is not None
     )
 

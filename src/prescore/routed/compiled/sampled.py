@@ -6,19 +6,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from prescore.routed.compiled.buffers import MOST_SAMPLES, SampleBuffers
+from prescore.routed.compiled.buffers import SampleBuffers
 from prescore.routed.compiled.call import run
 from prescore.routed.compiled.checked import WIDTH
-from prescore.routed.compiled.far import can_run, make_tables
+from prescore.routed.compiled.far import make_tables
 from prescore.routed.draws import code_units, projection
 from prescore.routed.sources import Draws, Sources, Spread, View
 from prescore.routed.tables import take_rows
 from prescore.types import Attended
-
-
-def can_sample(query: Tensor, sources: Sources, view: View) -> bool:
-    """Whether compiled code can run a call with a sampled rest."""
-    return can_run(query, sources, view) and sources.rows.shape[2] <= MOST_SAMPLES * WIDTH
 
 
 def attend_sampled_compiled(
