@@ -234,10 +234,10 @@ def test_few_terms_and_few_directions_make_wide_bars():
     several = torch.tensor([1.0, 1.5, 2.0, 3.0, 5.0, 30.0], dtype=torch.float64)
     by_terms = longest(torch.full_like(several, 8.0), several, 0.95)
     assert (by_terms[:-1] > by_terms[1:]).all()
-    assert by_terms[0] > 15  # the truth, of which the approximation is not short
+    assert 15 < by_terms[0] < 16  # the truth is 15.5
     by_directions = longest(several, torch.full_like(several, 100.0), 0.95)
     assert (by_directions[:-1] > by_directions[1:]).all()
-    assert torch.isinf(longest(torch.ones(1), torch.ones(1), 0.999)).all()
+    assert 636 < float(longest(torch.ones(1), torch.ones(1), 0.999)) < 800  # the truth is 636.6
 
 
 def spread_of(terms, output):

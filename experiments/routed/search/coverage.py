@@ -27,6 +27,7 @@ from prescore import Routed, prescored_attention
 from prescore.routed import sampled
 
 PIECE = Routed().chunk_size
+FIRST = Routed().exact_until + 2 * PIECE
 N_PREFIXES = 4
 FIGURES = ("error_limit_mean", "rows_per_query", "read_further", "read_everything")
 SHOWN = 400
@@ -54,7 +55,7 @@ class Watched:
 def pieces_of(tensors: dict[str, Tensor], sinks: int) -> list[tuple[list[Tensor], Tensor]]:
     """The last queries of some prefixes with their keys and values, and their exact outputs `[Hq, PIECE, D]`."""
     n_keys = tensors["key"].shape[2]
-    stops = (torch.linspace(max(n_keys // 4, 2000), n_keys, N_PREFIXES).long() - sinks) // PIECE * PIECE + sinks
+    stops = (torch.linspace(max(n_keys // 4, FIRST), n_keys, N_PREFIXES).long() - sinks) // PIECE * PIECE + sinks
     pieces = []
     for stop in stops.tolist():
         queries = tensors["query"][:, :, stop - PIECE : stop]
