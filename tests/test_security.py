@@ -32,7 +32,8 @@ LOADERS = {
     "ctypes.cdll.LoadLibrary",
 }
 FINDERS = ("find_library", "LD_LIBRARY_PATH")
-OF_THE_SYSTEM = {"evaluation/speed/freed_memory.py": "CDLL(None) is the C library that Python itself runs on"}
+OF_THE_SYSTEM = {"evaluation/speed/freed_memory.py", "evaluation/peak_memory.py"}
+"""CDLL(None) is the C library that Python itself runs on."""
 
 
 def calls(tree):

@@ -9,9 +9,9 @@ from prescore import exact_attention, prescored_attention
 from prescore.config import Routed
 from prescore.errors import Unsupported
 from prescore.routed.decode import RoutedIndex
-from prescore.routed.draws import STRIDE, sample_places, sample_rows
-from prescore.routed.error_bar import error_limit, estimated_error, longest
 from prescore.routed.sources import Spread
+from prescore.routed.tolerance.draws import STRIDE, sample_places, sample_rows
+from prescore.routed.tolerance.error_bar import error_limit, estimated_error, longest_error
 
 CONFIG = Routed(rows=32, leaf_size=32, chunk_size=64, sinks=4, exact_until=128, tolerance=0.1)
 LENGTH = 900
@@ -227,17 +227,17 @@ def test_every_place_is_drawn_as_often():
 )
 def test_longest_is_the_root_of_an_f_quantile(directions, freedom, confidence, wanted):
     given = (torch.tensor(float(number), dtype=torch.float64) for number in (directions, freedom))
-    assert float(longest(*given, confidence)) == pytest.approx(wanted, rel=0.02)
+    assert float(longest_error(*given, confidence)) == pytest.approx(wanted, rel=0.02)
 
 
 def test_few_terms_and_few_directions_make_wide_bars():
     several = torch.tensor([1.0, 1.5, 2.0, 3.0, 5.0, 30.0], dtype=torch.float64)
-    by_terms = longest(torch.full_like(several, 8.0), several, 0.95)
+    by_terms = longest_error(torch.full_like(several, 8.0), several, 0.95)
     assert (by_terms[:-1] > by_terms[1:]).all()
     assert 15 < by_terms[0] < 16  # the truth is 15.5
-    by_directions = longest(several, torch.full_like(several, 100.0), 0.95)
+    by_directions = longest_error(several, torch.full_like(several, 100.0), 0.95)
     assert (by_directions[:-1] > by_directions[1:]).all()
-    assert 636 < float(longest(torch.ones(1), torch.ones(1), 0.999)) < 800  # the truth is 636.6
+    assert 636 < float(longest_error(torch.ones(1), torch.ones(1), 0.999)) < 800  # the truth is 636.6
 
 
 def spread_of(terms, output):

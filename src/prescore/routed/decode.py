@@ -23,9 +23,9 @@ from prescore.routed.compiled.nodes import build_nodes_compiled, can_build
 from prescore.routed.lanes import error_figures, search_of
 from prescore.routed.layout import Layout, make_layout
 from prescore.routed.plain import attend_plain
-from prescore.routed.sampled import attend_within
 from prescore.routed.sources import Sources, View
 from prescore.routed.tables import Nodes, build_nodes
+from prescore.routed.tolerance.within import attend_within
 from prescore.types import Attended
 from prescore.values import Values
 

@@ -17,10 +17,10 @@ from prescore.routed.compiled.far import level_for
 from prescore.routed.compiled.nodes import build_nodes_compiled, can_build
 from prescore.routed.far import Search
 from prescore.routed.layout import Layout, make_layout
-from prescore.routed.sampled import attend_to_tolerance, read_on
 from prescore.routed.softmax import attend_sources
 from prescore.routed.sources import Sources, View
 from prescore.routed.tables import build_nodes, pooled
+from prescore.routed.tolerance.within import attend_to_tolerance, read_on
 from prescore.types import Attended
 from prescore.values import Values
 

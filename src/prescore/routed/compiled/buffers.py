@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from prescore.routed.compiled.checked import POINTER, REAL, SIZE, WIDTH, Expected, check_tensors
-from prescore.routed.draws import AIMS, MOST_OFF, MOST_ROWS, SHADOWS
+from prescore.routed.tolerance.draws import AIMS, MOST_OFF, MOST_ROWS, SHADOWS
 
 MOST_SAMPLES = 32
 """Of a node: which of them are read by themselves is kept in bits."""

@@ -10,9 +10,9 @@ from prescore.routed.compiled.buffers import SampleBuffers
 from prescore.routed.compiled.call import run
 from prescore.routed.compiled.checked import WIDTH
 from prescore.routed.compiled.far import make_tables
-from prescore.routed.draws import code_units, projection
 from prescore.routed.sources import Draws, Sources, Spread, View
 from prescore.routed.tables import take_rows
+from prescore.routed.tolerance.draws import code_units, projection
 from prescore.types import Attended
 
 

@@ -22,13 +22,13 @@ from prescore.config import Routed
 from prescore.ops.backend import accumulation_dtype
 from prescore.routed.compiled.far import can_run
 from prescore.routed.compiled.sampled import attend_sampled_compiled
-from prescore.routed.draws import sample_places
-from prescore.routed.error_bar import error_limit, estimated_error, longest
-from prescore.routed.exact_rows import exact_for
 from prescore.routed.far import Search
-from prescore.routed.sampled_plain import attend_sampled_plain
 from prescore.routed.softmax import attend_near
 from prescore.routed.sources import Draws, Sources, View
+from prescore.routed.tolerance.draws import sample_places
+from prescore.routed.tolerance.error_bar import error_limit, estimated_error, longest_error
+from prescore.routed.tolerance.exact_rows import exact_for
+from prescore.routed.tolerance.plain import attend_sampled_plain
 from prescore.types import Attended
 
 LOOKS = 2
@@ -105,7 +105,7 @@ def attend_within(
     attend = attend_sampled_compiled if can_run(query, sources, view) else attend_sampled_plain
     view = replace(view, search=Search(max(1.0, view.search.share), math.inf, MARGIN))
     places = sample_places(sources.rows.shape[1], sources.rows.shape[2], seed, query.device)
-    guessed = longest(torch.tensor(DIRECTIONS), torch.tensor(FREEDOM), confidence)
+    guessed = longest_error(torch.tensor(DIRECTIONS), torch.tensor(FREEDOM), confidence)
     allowed = float(AIMED_AT * tolerance / guessed) ** 2
     output, lse = near
     limit, error = torch.full_like(lse, torch.inf), torch.full_like(lse, torch.inf)

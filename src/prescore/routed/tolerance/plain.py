@@ -10,10 +10,19 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from prescore.routed.codes import UNIT, Codes, coded_logits
-from prescore.routed.draws import AIMS, MOST_OFF, MOST_ROWS, SHADOWS, STRIDE, code_units, projection, sample_rows
 from prescore.routed.far import Scores, Seen, limit_of, scores_of
 from prescore.routed.plain import far_blocks, seen_of
 from prescore.routed.sources import Draws, Sources, Spread, View
+from prescore.routed.tolerance.draws import (
+    AIMS,
+    MOST_OFF,
+    MOST_ROWS,
+    SHADOWS,
+    STRIDE,
+    code_units,
+    projection,
+    sample_rows,
+)
 from prescore.types import Attended
 
 

@@ -31,11 +31,11 @@ def error_limit(spread: Spread, confidence: float) -> Tensor:
     least = torch.finfo(square.dtype).tiny
     freedom = (square / spread.fourth.clamp_min(least)).clamp_min(1.0)
     directions = (square / torch.maximum(spread.overlap, spread.fourth).clamp_min(least)).clamp_min(1.0)
-    limit = longest(directions, freedom, confidence) * estimated_error(spread)
+    limit = longest_error(directions, freedom, confidence) * estimated_error(spread)
     return torch.where(spread.variance == 0, 0.0, limit).nan_to_num(nan=torch.inf, posinf=torch.inf)
 
 
-def longest(directions: Tensor, freedom: Tensor, confidence: float) -> Tensor:
+def longest_error(directions: Tensor, freedom: Tensor, confidence: float) -> Tensor:
     """The root of what an F variable stays below with that confidence.
 
     By Paulson's approximation, in which cube roots are normal: within 2 % of it from 5 degrees of freedom on.

@@ -1,0 +1,1 @@
+"""Routed attention to a tolerance: a sampled rest, its error bar, and who reads on."""
