@@ -29,7 +29,7 @@ $(STAMP): pyproject.toml setup.py constraints.txt tools/torchvision_hook.py
 
 # Several processes of one thread each: threads of OpenMP that wait for a busy core take it from those that work.
 WORKERS ?= 2
-PYTEST := HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+PYTEST := HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 test: setup lint
 	$(PYTEST)

@@ -9,6 +9,7 @@ from torch import nn
 from prescore.config import Routed
 from prescore.evaluation.language.choice import MethodChoice
 from prescore.evaluation.language.experiments import Scale, default_leaf, experiment_methods
+from prescore.evaluation.language.held_out import HELD_OUT, measured_after, measured_first
 from prescore.evaluation.language.methods import named
 from prescore.evaluation.language.perplexity import loss_row
 from prescore.evaluation.language.retrieval import Question, retrieval_row
@@ -45,13 +46,26 @@ def stand_in(config):
     return model, SimpleNamespace(name=config["document"], document=config["document"], digest=config["digest"])
 
 
+def windows_beside(record):
+    """The sliding window of as many rows as the default read, which its record of the same text says."""
+    path = EXPERIMENTS / "language" / "default" / "records.jsonl"
+    same = ("model", "document", "n_tokens")
+    return [
+        measured_after(other)
+        for other in read_records(path)
+        if other.config["method"]["label"] == "default" and all(other.config[f] == record.config[f] for f in same)
+    ]
+
+
 def planned_losses(record, sinks):
     config = record.config
     name, length = config["experiment"], config["n_tokens"]
     model, window = stand_in(config)
     window.tokens, window.first = range(length), config["first"]
-    scale = Scale(length, leaf=default_leaf(name, length), sinks=sinks)
-    methods = experiment_methods(name, scale)
+    if name == HELD_OUT:
+        methods = [*measured_first(), *windows_beside(record)]
+    else:
+        methods = experiment_methods(name, Scale(length, leaf=default_leaf(name, length), sinks=sinks))
     return [loss_row(model, window, method, experiment=name, seed=record.seed) for method in methods]
 
 
