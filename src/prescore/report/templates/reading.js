@@ -24,11 +24,10 @@ function draw(data, look, position) {
   const rect = (kind, begin, end, opacity) => parts.push(
     `<rect class="${kind}" x="${x(begin).toFixed(1)}" width="${Math.max(1, x(end) - x(begin)).toFixed(1)}" ` +
     `height="30" opacity="${opacity.toFixed(2)}"/>`);
-  const heaviest = Math.max(1, ...look[6]);
   look[6].forEach((weight, chunk) => {
     const begin = data.sinks + chunk * data.chunk;
     // a chunk is lighter the less its stand-ins weigh, and never quite unseen
-    if (weight) rect("stands", begin, begin + data.chunk, 0.12 + 0.7 * Math.sqrt(weight / heaviest));
+    if (weight) rect("stands", begin, begin + data.chunk, Math.min(1, 0.1 + 1.6 * Math.sqrt(weight / ONE)));
   });
   const near = position + 1 - look[5][0];
   rect("near", near, position + 1, 0.85);
