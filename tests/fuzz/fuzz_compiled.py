@@ -32,10 +32,9 @@ def _fitting(case):
 def compiled_agrees(case):
     """Compiled code and plain torch, in sizes that the former knows: results and gradients."""
     case = _fitting(case)
-    # where all keys weigh the same, the query that sees as many as the limit says reads all or none, by rounding
-    need(case.scale != 0 and case.keys != "equal")
-    # where keys are equal, samples are drawn from nodes that hold other values
-    need(case.config.tolerance is None or case.keys == "gaussian")
+    # where keys weigh the same, a query that sees as many as the limit says reads all or none, by rounding; and
+    # samples are drawn from nodes that hold other values
+    need(case.scale != 0 and case.keys == "gaussian")
     learns = case.config.tolerance is None
     mask, found = case.padding(), []
     for backend in ("auto", "plain"):
