@@ -30,7 +30,7 @@ PIECE = Routed().chunk_size
 FIRST = Routed().exact_until + 2 * PIECE
 N_PREFIXES = 4
 FIGURES = ("error_limit_mean", "rows_per_query", "read_further", "read_everything")
-SHOWN = 400
+SHOWN = 100
 """Queries of each file in the plot."""
 
 
