@@ -18,8 +18,8 @@ NATIVE = Path("prescore", "ops", "native")
 CHECK = """
 import sys
 from prescore.ops.native import library
-if library.load() is None or str(library.FOLDER) != sys.argv[1]:
-    sys.exit(f"sanitize must run {sys.argv[1]}, got {library.FOLDER}: {library.describe_native()}")
+if library.load() is None or str(library._FOLDER) != sys.argv[1]:
+    sys.exit(f"sanitize must run {sys.argv[1]}, got {library._FOLDER}: {library.describe_native()}")
 """
 
 
