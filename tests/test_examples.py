@@ -121,8 +121,10 @@ def test_the_examples_of_a_document_run_in_order(path, monkeypatch):
     # a class of a block looks its module up by its name
     module = type(sys)("document_of_examples")
     monkeypatch.setitem(sys.modules, module.__name__, module)
+    before = set(module.__dict__)
     for number, code in enumerate(blocks(path.read_text())):
         exec(compile(code, f"{path.name}, block {number}", "exec"), module.__dict__)
+    assert set(module.__dict__) > before  # and nothing was raised
 
 
 def test_only_what_needs_another_package_is_not_run():

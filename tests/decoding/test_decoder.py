@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from prescore import Coupling, Exact, Hyper, KMeans, Lsh, Routed, Selected, exact_attention, prescored_attention
-from prescore.api.attention import Options, attend_counting
+from prescore.api.run import Options, attend_counting
 from prescore.decoding.decoder import (
     OVER_ALL,
     OVER_CLUSTERS,

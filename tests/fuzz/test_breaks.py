@@ -10,7 +10,8 @@ from fuzz_cases import random_case
 
 from fuzz import refute
 from prescore import Routed, call, checks
-from prescore.api import attention, engines
+from prescore.api import engines
+from prescore.api import run as running
 from prescore.decoding import state
 from prescore.ops import cpu, exact, plain
 from prescore.rng import Streams
@@ -30,7 +31,7 @@ def _changed(monkeypatch, change):
         attended = Attended(change(made, outcome.attended.output), outcome.attended.lse)
         return Outcome(attended, outcome.count_rows, outcome.selections, outcome.stats)
 
-    for module in (engines, attention):
+    for module in (engines, running):
         monkeypatch.setattr(module, "run_engine", run)
     monkeypatch.setattr(engines, "_is_exact", lambda made, config: False)
 
@@ -62,17 +63,17 @@ def _global_randomness(monkeypatch):
 
 def _another_seed_every_time(monkeypatch):
     count = itertools.count()
-    monkeypatch.setattr(attention, "as_streams", lambda generator: Streams(next(count)))
+    monkeypatch.setattr(running, "as_streams", lambda generator: Streams(next(count)))
 
 
 def _inputs_are_changed(monkeypatch):
-    original = attention.make_call
+    original = running.make_call
 
     def make(query, key, value, *rest, **options):
         value.data.mul_(1.5)
         return original(query, key, value, *rest, **options)
 
-    monkeypatch.setattr(attention, "make_call", make)
+    monkeypatch.setattr(running, "make_call", make)
 
 
 def _value_gradient_is_too_large(monkeypatch):
@@ -124,14 +125,14 @@ def _tensors_are_not_checked(monkeypatch):
 
 
 def _a_given_key_is_lost(monkeypatch):
-    original = attention.given_members
+    original = running.given_members
 
     def lose(*arguments):
         member = original(*arguments)
         member[..., 0] = False  # a sink, which every selection keeps
         return member
 
-    monkeypatch.setattr(attention, "given_members", lose)
+    monkeypatch.setattr(running, "given_members", lose)
 
 
 def _a_step_has_no_sinks(monkeypatch):
@@ -140,14 +141,14 @@ def _a_step_has_no_sinks(monkeypatch):
 
 
 def _pieces_have_other_positions(monkeypatch):
-    original = attention.make_call
+    original = running.make_call
 
     def make(query, *rest, **options):
         made = original(query, *rest, **options)
         moved = made.n_query < made.n_keys and made.is_causal and isinstance(made.query_start, int)
         return replace(made, key=made.key.roll(1, 2)) if moved else made
 
-    monkeypatch.setattr(attention, "make_call", make)
+    monkeypatch.setattr(running, "make_call", make)
 
 
 def _padded_queries_may_spoil_gradients(monkeypatch):

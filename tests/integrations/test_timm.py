@@ -171,7 +171,7 @@ def replace_attention(model, config, **options):
 )
 def test_prefix_tokens_are_always_kept(options, n_prefix, monkeypatch):
     seen = []
-    real = prescore.api.attention.attend_counting
+    real = prescore.api.run.attend_counting
 
     def spy(query, key, value, config, options):
         _, aux = prescore.prescored_attention(query, key, value, config, **options._asdict(), return_aux=True)

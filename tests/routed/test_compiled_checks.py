@@ -12,7 +12,6 @@ from prescore.routed.layout import make_layout
 from prescore.testing.inputs import attention_tensors
 
 CONFIG = Routed(rows=4, leaf_size=16, chunk_size=32, sinks=3, exact_until=0)
-ARGUMENTS = ("name", "query", "rows", "tables", "view", "seen", "results", "extra", "more")
 WRONG = {
     "shorter": lambda t: t[..., :-1].contiguous(),
     "longer": lambda t: torch.cat((t, t[..., :1]), dim=-1),
@@ -22,12 +21,12 @@ WRONG = {
 
 
 def recorded(monkeypatch, tolerance=None):
-    """The calls of a forward pass and, without a tolerance, of its backward pass."""
+    """The calls of a forward pass and, without a tolerance, of its backward pass: name, problem, extra."""
     calls = []
 
-    def run(*arguments):
-        calls.append(dict(zip(ARGUMENTS, arguments, strict=False)))
-        call.run(*arguments)
+    def run(name, problem, extra=None):
+        calls.append((name, problem, extra))
+        call.run(name, problem, extra)
 
     for module in (far, sampled):
         monkeypatch.setattr(module, "run", run)
@@ -41,28 +40,27 @@ def recorded(monkeypatch, tolerance=None):
     return calls
 
 
-def variants(given):
+def variants(problem, extra):
     """Each tensor of a call by its name, and a function that puts another in its place."""
-    for number, name in enumerate(("visible", "first", "stop")):
-        if given["seen"][number] is not None:
-            yield name, given["seen"][number], lambda t, at=number: {"seen": swapped(given["seen"], at, t)}
-    for number, name in enumerate(("output", "lse", "limit", "counts")):
-        yield name, given["results"][number], lambda t, at=number: {"results": swapped(given["results"], at, t)}
-    yield "query", given["query"], lambda t: {"query": t}
-    for holder in ("tables", "extra"):
-        held = given.get(holder)
-        for field in fields(held) if held is not None else ():
-            own = getattr(held, field.name)
-            if isinstance(own, torch.Tensor):
-                yield field.name, own, lambda t, a=holder, b=held, c=field.name: {a: replace(b, **{c: t})}
-    if isinstance(given.get("extra"), GradientBuffers):
-        learned = given["extra"].learned
-        for number, own in enumerate(learned):
+    for name in ("query", "visible", "output", "lse", "limit", "counts", "first", "stop"):
+        if (own := getattr(problem, name)) is not None:
+            yield name, own, lambda t, a=name: (replace(problem, **{a: t}), extra)
+    for name, own in tensors_of(problem.tables):
+        yield name, own, lambda t, a=name: (replace(problem, tables=replace(problem.tables, **{a: t})), extra)
+    for name, own in tensors_of(extra):
+        yield name, own, lambda t, a=name: (problem, replace(extra, **{a: t}))
+    if isinstance(extra, GradientBuffers):
+        for number, own in enumerate(extra.learned):
             yield (
                 f"learned {number}",
                 own,
-                lambda t, at=number: {"extra": replace(given["extra"], learned=swapped(learned, at, t))},
+                lambda t, at=number: (problem, replace(extra, learned=swapped(extra.learned, at, t))),
             )
+
+
+def tensors_of(held):
+    found = [(f.name, getattr(held, f.name)) for f in fields(held)] if held is not None else []
+    return [(name, own) for name, own in found if isinstance(own, torch.Tensor)]
 
 
 def swapped(items, at, item):
@@ -72,37 +70,37 @@ def swapped(items, at, item):
 @pytest.mark.parametrize("tolerance", [None, 0.3], ids=["forward and backward", "sampled"])
 def test_a_wrong_tensor_is_refused(tolerance, monkeypatch):
     calls = recorded(monkeypatch, tolerance)
-    names = {given["name"] for given in calls}
+    names = {name for name, _, _ in calls}
     both = {"prescore_routed_forward", "prescore_routed_backward"}
     assert names == (both if tolerance is None else {"prescore_routed_sampled"})
     monkeypatch.setattr(call, "call_library", lambda *_: pytest.fail("compiled code must not be called"))
-    for given in calls:
-        every = list(variants(given))
-        assert len(every) >= (13 if given.get("extra") is None else 20)
+    for name, problem, extra in calls:
+        every = list(variants(problem, extra))
+        assert len(every) >= (13 if extra is None else 20)
         for _, tensor, put in every:
             for change in WRONG.values():
                 with pytest.raises(ValueError, match="must"):
-                    call.run(**{**given, **put(change(tensor))})
+                    call.run(name, *put(change(tensor)))
 
 
 @pytest.mark.parametrize("name", ["key", "value"])
 def test_rows_that_are_none_are_refused(name, monkeypatch):
-    given = recorded(monkeypatch)[0]
-    at = ("key", "value").index(name)
-    rows = given["rows"][at]
+    function, problem, extra = recorded(monkeypatch)[0]
+    rows = getattr(problem, name)
     for wrong in (rows.double(), rows[:, :-1], rows.transpose(1, 2), rows[..., :-1], rows[:0]):
         with pytest.raises(ValueError, match="must"):
-            call.run(**{**given, "rows": swapped(given["rows"], at, wrong)})
+            call.run(function, replace(problem, **{name: wrong}), extra)
 
 
 def test_samples_of_nodes_that_are_not_there_are_refused(monkeypatch):
-    given = recorded(monkeypatch, 0.3)[0]
-    place = given["extra"].place
+    name, problem, extra = recorded(monkeypatch, 0.3)[0]
+    place = extra.place
     for wrong in (place + 16, place - 16):
         with pytest.raises(ValueError, match="place must lie between 0 and 15"):
-            call.run(**{**given, "extra": replace(given["extra"], place=wrong)})
+            call.run(name, problem, replace(extra, place=wrong))
+    fewer = replace(extra, values=extra.values[:, :-16].contiguous())
     with pytest.raises(ValueError, match="must"):
-        call.run(**{**given, "more": given["more"] + 16})
+        call.run(name, problem, fewer)
 
 
 def test_chunks_outside_of_the_keys_are_refused():

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from prescore import Exact, Routed, Selected, prescored_attention
-from prescore.api.attention import Options, attend_counting
+from prescore.api.run import Options, attend_counting
 from prescore.testing.inputs import attention_tensors
 from prescore.testing.routed import routed_tables
 

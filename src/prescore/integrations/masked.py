@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from prescore.api.attention import Counted, Options, attend_counting
+from prescore.api.run import Counted, Options, attend_counting
 from prescore.config import Exact
 from prescore.decoding.decoder import Request
 from prescore.errors import Unsupported

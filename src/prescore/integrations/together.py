@@ -13,7 +13,7 @@ import zlib
 import torch
 from torch import Tensor
 
-from prescore.api.attention import Options, attend_together
+from prescore.api.run import Options, attend_together
 from prescore.config import Config, Exact, check_config
 from prescore.errors import Unsupported
 from prescore.integrations.attend import Situation, layer_seed

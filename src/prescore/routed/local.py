@@ -13,7 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from prescore.ops.backend import Backend, Tile
+from prescore.ops.backend import Tile
+from prescore.routed.sources import View
 from prescore.types import Attended
 
 _STRIPS = 2
@@ -39,14 +40,13 @@ class Chunks(NamedTuple):
         return Tile(query, self.key[1:, None, rows], self.value[1:, None, rows], scale, causal=True)
 
 
-def attend_chunks(
-    query: Tensor, chunks: Chunks, scale: float, backend: Backend, into: Attended, real: slice
-) -> None:
+def attend_chunks(query: Tensor, chunks: Chunks, view: View, into: Attended) -> None:
     """Blocks of queries `[n, G, t, D]` over their own and the chunk before, written to `into`.
 
-    Those outside of `real`, places in all blocks, are filler: strips of nothing else are left out.
+    Strips of nothing but filler are left out.
     """
-    for blocks, rows in _strips(query.shape[2], real):
+    scale, backend = view.scale, view.backend
+    for blocks, rows in _strips(view):
         own, near = query[blocks, :, rows], chunks.of(blocks)
         window = backend.at(f"window {rows.start}").forward(near.window(own, rows, scale))
         square = backend.at(f"square {rows.start}").forward(near.square(own, rows, scale))
@@ -62,14 +62,12 @@ def attend_chunks_backward(
     query: Tensor,
     chunks: Chunks,
     merged: Attended,
-    scale: float,
-    backend: Backend,
+    view: View,
     sums: tuple[Tensor, Chunks],
-    real: slice,
 ) -> None:
     """Add the gradients of query, and of keys and values, under the merged output and lse to `sums`."""
-    size, (grad_query, totals) = query.shape[2], sums
-    for blocks, rows in _strips(size, real):
+    scale, backend, size, (grad_query, totals) = view.scale, view.backend, view.size, sums
+    for blocks, rows in _strips(view):
         own_grad, own_query, output = (t[blocks, :, rows].contiguous() for t in (grad, query, merged.output))
         own, near = Attended(output, merged.lse[blocks, :, rows].contiguous()), chunks.of(blocks)
         tile = near.window(own_query, rows, scale)
@@ -83,8 +81,9 @@ def attend_chunks_backward(
             total[1:, rows] += beside[:, 0]
 
 
-def _strips(size: int, real: slice) -> Iterator[tuple[slice, slice]]:
-    """Rows of a block, and the blocks in which some of them are real."""
+def _strips(view: View) -> Iterator[tuple[slice, slice]]:
+    """The blocks in which some rows of a strip are real, and those rows."""
+    size, real = view.size, view.real
     n_strips = _STRIPS if size % _STRIPS == 0 and size >= _STRIPS * _SHORTEST_STRIP else 1
     step = size // n_strips
     for start in range(0, size, step):

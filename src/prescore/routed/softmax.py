@@ -6,6 +6,7 @@ stored but the inputs and each query's limit, from which its rows are found agai
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -109,6 +110,11 @@ def _blocks(tensor: Tensor, view: View) -> Tensor:
     return blocks
 
 
+def _of_lane(view: View, lane: int) -> View:
+    """The view with what a lane draws by itself."""
+    return replace(view, backend=view.backend.at(f"near {lane}"))
+
+
 def _tail(query: Tensor, sources: Sources, view: View) -> Tile:
     bias = None if sources.near_bias is None else sources.near_bias[:, None, None].to(query.dtype)
     return Tile(query, sources.near_key[:, None], sources.near_value[:, None], view.scale, bias)
@@ -131,8 +137,7 @@ def attend_near(query: Tensor, sources: Sources, view: View, into: Attended) -> 
     for lane in range(query.shape[0]):
         chunks = Chunks(sources.near_key[lane], sources.near_value[lane])
         own = Attended(_blocks(into.output[lane], view), _blocks(into.lse[lane], view))
-        backend = view.backend.at(f"near {lane}")
-        attend_chunks(_blocks(query[lane], view), chunks, view.scale, backend, own, view.real)
+        attend_chunks(_blocks(query[lane], view), chunks, _of_lane(view, lane), own)
 
 
 def _attend_near_backward(
@@ -163,8 +168,6 @@ def _attend_near_backward(
             _blocks(query[lane], view),
             chunks,
             own,
-            view.scale,
-            view.backend.at(f"near {lane}"),
+            _of_lane(view, lane),
             (_blocks(grad_query[lane], view), Chunks(grad_near.key[lane], grad_near.value[lane])),
-            view.real,
         )

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from prescore.config import Routed
 from prescore.evaluation.language.model import LanguageModel
-from prescore.evaluation.language.perplexity import Window
+from prescore.evaluation.language.perplexity import Window, described
 from prescore.integrations.apply import find_adapter, replace_attention
 from prescore.integrations.attend import PrescoredAttention, Situation
 from prescore.records import Row
@@ -74,11 +74,7 @@ def reading_row(
     return Row(
         config={
             "part": "reading",
-            "model": language_model.name,
-            "dtype": language_model.dtype,
-            "document": window.document,
-            "digest": window.digest,
-            "n_tokens": len(window.tokens),
+            **described(language_model, window),
             "layers": list(layers),
             "method": {"label": "default", "kind": "prescored", "settings": config.to_dict()},
         },

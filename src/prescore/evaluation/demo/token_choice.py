@@ -10,7 +10,7 @@ from torch import Tensor
 from prescore.api.scoring import select_by
 from prescore.config import Selected
 from prescore.evaluation.language.model import LanguageModel
-from prescore.evaluation.language.perplexity import Window
+from prescore.evaluation.language.perplexity import Window, described
 from prescore.integrations.attend import Situation
 from prescore.integrations.observe import observe
 from prescore.records import Row
@@ -39,11 +39,7 @@ def token_row(
     return Row(
         config={
             "part": "tokens",
-            "model": language_model.name,
-            "dtype": language_model.dtype,
-            "document": window.document,
-            "digest": window.digest,
-            "n_tokens": len(window.tokens),
+            **described(language_model, window),
             "layers": list(layers),
             "budget": budget,
             "methods": {name: config.to_dict() for name, config in configs.items()},

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from prescore import checks
-from prescore.api.attention import Counted, exact_attention
+from prescore.api.attention import exact_attention
+from prescore.api.run import Counted
 from prescore.baselines import get_baseline, list_baselines, third_party_baselines
 from prescore.config import Config, Exact, Hyper, Routed, Selected, config_from_dict
 from prescore.evaluation.language.cost import baseline_rows, exact_rows, leaf_rows, near_rows

@@ -158,6 +158,17 @@ def measure_loss(
     }
 
 
+def described(language_model: LanguageModel, window: Window) -> Values:
+    """The model and the text that a row is about."""
+    return {
+        "model": language_model.name,
+        "dtype": language_model.dtype,
+        "document": window.document,
+        "digest": window.digest,
+        "n_tokens": len(window.tokens),
+    }
+
+
 def loss_row(
     language_model: LanguageModel,
     window: Window,
@@ -174,11 +185,7 @@ def loss_row(
         config={
             "part": "loss",
             "experiment": experiment,
-            "model": language_model.name,
-            "dtype": language_model.dtype,
-            "document": window.document,
-            "digest": window.digest,
-            "n_tokens": len(window.tokens),
+            **described(language_model, window),
             "first": window.first,
             "layers": "all" if layers is None else layers,
             "method": method.describe(),

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from prescore.api.attention import Counted
+from prescore.api.run import Counted
 from prescore.config import Exact
 from prescore.evaluation.language.cost import Meter, exact_rows
 from prescore.evaluation.language.methods import LanguageMethod

@@ -13,7 +13,6 @@
 
 #define TILE 32      /* queries that are worked off together */
 #define MOST_DIM 256 /* of keys: sums of codes in 16 bits hold no more; and of values */
-#define MOST_SINKS 256
 
 enum { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2 };
 

@@ -132,6 +132,11 @@ class SampleBuffers:
     further: Tensor
     allowed: float
 
+    @property
+    def more(self) -> int:
+        """Columns behind those of the tables."""
+        return self.values.shape[1]
+
     def checked(self, sizes: CallSizes) -> Samples:
         """As compiled code takes it; refused where it could read or write outside."""
         lanes, more, each = sizes.lanes, sizes.more, sizes.leaf // WIDTH

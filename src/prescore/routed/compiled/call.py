@@ -26,7 +26,7 @@ from prescore.routed.stand_ins import MOST_KNOWN_GAIN
 
 _TABLES = ("columns", "column_values", "rows", "codes", "scales", "spread", "drift")
 COUNTS = ("lanes", "n_query", "dim", "value_dim", "leaf", "sinks", "sink_room", "room", "node_room", "pools")
-SHARED = ("lanes", "n_query", "dim", "value_dim", "leaf", "room", "node_room", "pools")
+SHARED = ("lanes", "n_query", "dim", "value_dim", "leaf", "room", "node_room", "pools", "more")
 """Counts that `CallSizes` has."""
 
 
@@ -99,103 +99,103 @@ class Tables:
         return self.rows.shape[0], self.spread.shape[2], self.column_values.shape[2]
 
 
-def run(
-    name: str,
-    query: Tensor,
-    rows: tuple[Tensor, Tensor],
-    tables: Tables,
-    view: View,
-    seen: tuple[Tensor, Tensor | None, Tensor | None],
-    results: tuple[Tensor, Tensor, Tensor, Tensor],
-    extra: GradientBuffers | SampleBuffers | None = None,
-    more: int = 0,
-) -> None:
-    """Call the library.
+@dataclass(frozen=True, eq=False)
+class FarProblem:
+    """One call of compiled code.
 
-    Args:
-        name: The function.
+    Attributes:
         query: `[T, n, D]`.
-        rows: Keys and values, `[T, N, D]` or `[B, Hkv, N, D]`, numbers of a row side by side.
+        key, value: `[T, N, D]` or `[B, Hkv, N, D]`, numbers of a row side by side.
         tables: What was made of them.
         view: Its `search`, `scale` and `nodes_per_chunk`.
-        seen: `[T, n]` int32: nodes that a query sees, first row and end of those it reads in any case.
-        results: Output `[T, n, Dv]`, lse and limit `[T, n]`, and two counts, all written by the forward function.
-        extra: For the backward and the sampled function.
-        more: Columns that the latter needs behind those of the tables.
+        visible: `[T, n]` int32, nodes that a query sees.
+        output, lse, limit: `[T, n, Dv]` and `[T, n]`, written by the forward function.
+        counts: Keys searched, rows read, written.
+        first, stop: `[T, n]` int32, the rows that a query reads in any case; None = none.
     """
-    _check(query, rows, tables, view, seen, results)
-    sizes = CallSizes(
-        lanes=query.shape[0],
-        n_query=query.shape[1],
-        dim=query.shape[2],
-        value_dim=rows[1].shape[-1],
-        leaf=tables.rows.shape[2],
-        room=tables.column_values.shape[1],
-        node_room=tables.rows.shape[1],
-        pools=tables.spread.shape[1],
-        n_keys=rows[0].shape[-2],
-        more=more,
-    )
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    tables: Tables
+    view: View
+    visible: Tensor
+    output: Tensor
+    lse: Tensor
+    limit: Tensor
+    counts: Tensor
+    first: Tensor | None = None
+    stop: Tensor | None = None
+
+    def check(self) -> None:
+        """Refuse whatever compiled code could read or write outside of: it checks nothing itself."""
+        n_lanes, n_query, dim = self.query.shape
+        tables, each, wide, n_keys = self.tables, (n_lanes, n_query), self.value.shape[-1], self.key.shape[-2]
+        fixed = (("first", self.first), ("stop", self.stop))
+        expected = [
+            Expected("query", self.query, (*each, dim)),
+            Expected("output", self.output, (*each, wide)),
+            Expected("lse", self.lse, each),
+            Expected("limit", self.limit, each),
+            Expected("counts", self.counts, (2,), torch.long),
+            Expected("visible", self.visible, each, torch.int32),
+            *(Expected(name, tensor, each, torch.int32) for name, tensor in fixed if tensor is not None),
+        ]
+        check_tensors(expected)
+        check_lanes(self.key, self.value, n_lanes, tables.rows.shape[2])
+        if tables.sizes != (n_lanes, dim, wide) or self.key.shape[-1] != dim:
+            raise ValueError(f"tables must be of {n_lanes} lanes of {dim} and {wide} numbers, got {tables.sizes}")
+        if tables.row_stop > n_keys:
+            raise ValueError(f"tables must be of {n_keys} keys, got rows up to {tables.row_stop}")
+        least, most = (int(t) for t in torch.aminmax(self.visible)) if self.visible.numel() else (0, 0)
+        if not 0 <= least <= most <= min(tables.nodes, tables.pools * self.view.nodes_per_chunk):
+            raise ValueError(f"visible nodes must lie between 0 and {tables.nodes}, got {least} to {most}")
+        if (self.first is None) != (self.stop is None):
+            raise ValueError("first and stop must be given together, got one of them")
+        if self.first is not None and self.stop is not None:
+            begin, end = int(self.first.min()), int(self.stop.max())
+            if begin < 0 or end > n_keys:
+                raise ValueError(f"fixed rows must lie within {n_keys} keys, got {begin} to {end}")
+
+    def sizes(self, more: int) -> CallSizes:
+        """What there is of everything; `more` columns behind those of the tables."""
+        return CallSizes(
+            lanes=self.query.shape[0],
+            n_query=self.query.shape[1],
+            dim=self.query.shape[2],
+            value_dim=self.value.shape[-1],
+            leaf=self.tables.rows.shape[2],
+            room=self.tables.column_values.shape[1],
+            node_room=self.tables.nodes,
+            pools=self.tables.pools,
+            n_keys=self.key.shape[-2],
+            more=more,
+        )
+
+
+def run(name: str, problem: FarProblem, extra: GradientBuffers | SampleBuffers | None = None) -> None:
+    """Call a function of the library; `extra` is for the backward and the sampled one."""
+    problem.check()
+    sizes = problem.sizes(extra.more if isinstance(extra, SampleBuffers) else 0)
     given: tuple[ctypes.Structure, ...] = () if extra is None else (extra.checked(sizes),)
-    (visible, first, stop), (output, lse, limit, counts) = seen, results
-    where = [rows_struct(t) for t in rows]
-    problem = FarCall(
-        query=query.data_ptr(),
+    view, tables = problem.view, problem.tables
+    where = [rows_struct(t) for t in (problem.key, problem.value)]
+    pointers = ("query", "visible", "first", "stop", "output", "lse", "limit", "counts")
+    tensors = {name: getattr(problem, name) for name in pointers} | {
+        name: getattr(tables, name) for name in _TABLES
+    }
+    call = FarCall(
         key=where[0],
         value=where[1],
-        visible=visible.data_ptr(),
-        first=None if first is None else first.data_ptr(),
-        stop=None if stop is None else stop.data_ptr(),
-        **{name: getattr(tables, name).data_ptr() for name in _TABLES},
+        **{name: None if tensor is None else tensor.data_ptr() for name, tensor in tensors.items()},
         **{name: getattr(sizes, name) for name in SHARED},
         sinks=tables.sinks,
         sink_room=tables.sink_room,
         nodes_per_pool=view.nodes_per_chunk,
-        more=more,
         scale=view.scale,
         reach=view.search.reach,
         log_share=view.search.log_share,
         most_gain=MOST_KNOWN_GAIN,
         margin=view.search.margin,
-        output=output.data_ptr(),
-        lse=lse.data_ptr(),
-        limit=limit.data_ptr(),
-        counts=counts.data_ptr(),
     )
-    call_library(name, problem, *given)
-
-
-def _check(
-    query: Tensor,
-    rows: tuple[Tensor, Tensor],
-    tables: Tables,
-    view: View,
-    seen: tuple[Tensor, Tensor | None, Tensor | None],
-    results: tuple[Tensor, Tensor, Tensor, Tensor],
-) -> None:
-    """Refuse whatever compiled code could read or write outside of: it checks nothing itself."""
-    n_lanes, n_query, dim = query.shape
-    (key, value), (visible, first, stop), each = rows, seen, (n_lanes, n_query)
-    wide, n_keys = value.shape[-1], key.shape[-2]
-    numbered = (("visible", visible), ("first", first), ("stop", stop))
-    expected = [
-        Expected("query", query, (*each, dim)),
-        Expected("output", results[0], (*each, wide)),
-        Expected("lse", results[1], each),
-        Expected("limit", results[2], each),
-        Expected("counts", results[3], (2,), torch.long),
-        *(Expected(name, tensor, each, torch.int32) for name, tensor in numbered if tensor is not None),
-    ]
-    check_tensors(expected)
-    check_lanes(key, value, n_lanes, tables.rows.shape[2])
-    if tables.sizes != (n_lanes, dim, wide) or key.shape[-1] != dim:
-        raise ValueError(f"tables must be of {n_lanes} lanes of {dim} and {wide} numbers, got {tables.sizes}")
-    if tables.row_stop > n_keys:
-        raise ValueError(f"tables must be of {n_keys} keys, got rows up to {tables.row_stop}")
-    least, most = (int(t) for t in torch.aminmax(visible)) if visible.numel() else (0, 0)
-    if not 0 <= least <= most <= min(tables.nodes, tables.pools * view.nodes_per_chunk):
-        raise ValueError(f"visible nodes must lie between 0 and {tables.nodes}, got {least} to {most}")
-    if (first is None) != (stop is None):
-        raise ValueError("first and stop must be given together, got one of them")
-    if first is not None and stop is not None and (int(first.min()) < 0 or int(stop.max()) > n_keys):
-        raise ValueError(f"fixed rows must lie within {n_keys} keys, got up to {int(stop.max())}")
+    call_library(name, call, *given)

@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 from prescore.ops.backend import Backend
 from prescore.ops.native import library
 from prescore.routed.compiled.buffers import MOST_SAMPLES, GradientBuffers
-from prescore.routed.compiled.call import Tables, run
+from prescore.routed.compiled.call import FarProblem, Tables, run
 from prescore.routed.compiled.checked import MOST_DIM, TYPES, WIDTH
 from prescore.routed.sources import Sources, View
 from prescore.types import Attended
@@ -53,19 +53,11 @@ def attend_compiled(
     """The far part on top of what lies near, in place; also each query's limit, and counts."""
     tables = make_tables(sources)
     n_lanes, group, length, _ = query.shape
-    visible = view.visible_to_each(group)
     limit = torch.full_like(near.lse, torch.inf)
     counts = torch.zeros(2, dtype=torch.long)
-    flat = (n_lanes, group * length)
-    run(
-        "prescore_routed_forward",
-        query.to(torch.float32).reshape(*flat, -1).contiguous(),
-        (sources.key, sources.value),
-        tables,
-        view,
-        (visible, None, None),
-        (near.output, near.lse, limit, counts),
-    )
+    asked = query.to(torch.float32).reshape(n_lanes, group * length, -1).contiguous()
+    seen = (sources.key, sources.value, tables, view, view.visible_to_each(group))
+    run("prescore_routed_forward", FarProblem(asked, *seen, near.output, near.lse, limit, counts))
     return near, limit, counts
 
 
@@ -79,7 +71,7 @@ def attend_compiled_backward(
     """
     tables = make_tables(sources)
     n_lanes, group, length, _ = query.shape
-    flat = (n_lanes, group * length)
+    counts = torch.zeros(2, dtype=torch.long)
     grads = grad.to(torch.float32).contiguous()
     product = (grads * merged.output).sum(-1)
     column_keys = tables.columns.transpose(2, 3).flatten(1, 2).contiguous()
@@ -89,17 +81,10 @@ def attend_compiled_backward(
     like = (sources.key, sources.value, column_keys, tables.column_values, tables.spread, tables.drift)
     parts = tuple(torch.zeros(_PARTS, *t.shape, dtype=torch.float32) for t in like)
     more = GradientBuffers(grads, product, column_keys, value_columns, turned_drift, sums[0], grad_limit, parts)
-    run(
-        "prescore_routed_backward",
-        query.to(torch.float32).reshape(*flat, -1).contiguous(),
-        (sources.key, sources.value),
-        tables,
-        view,
-        (view.visible_to_each(group), None, None),
-        # the output is not looked at
-        (grads.view(*flat, -1), merged.lse, limit, torch.zeros(2, dtype=torch.long)),
-        more,
-    )
+    asked = query.to(torch.float32).reshape(n_lanes, group * length, -1).contiguous()
+    seen = (sources.key, sources.value, tables, view, view.visible_to_each(group))
+    # the output is not looked at
+    run("prescore_routed_backward", FarProblem(asked, *seen, grads, merged.lse, limit, counts), more)
     for total, part in zip(sums[1:9], _learned(parts, tables, sources), strict=True):
         total.add_(part)
     return grad_limit
@@ -127,13 +112,10 @@ def step_compiled(
     lse = torch.full((n_lanes, group), -torch.inf)
     counts = torch.zeros(2, dtype=torch.long)
     shape, number = (n_lanes, group), torch.int32
-    seen = (
-        view.visible.expand(shape).contiguous(),
-        torch.full(shape, near, dtype=number),
-        torch.full(shape, rows[0].shape[2], dtype=number),
-    )
+    fixed = torch.full(shape, near, dtype=number), torch.full(shape, rows[0].shape[2], dtype=number)
     asked = query.to(torch.float32).reshape(n_lanes, group, -1).contiguous()
-    run("prescore_routed_forward", asked, rows, tables, view, seen, (output, lse, torch.empty_like(lse), counts))
+    seen = (*rows, tables, view, view.visible.expand(shape).contiguous())
+    run("prescore_routed_forward", FarProblem(asked, *seen, output, lse, torch.empty_like(lse), counts, *fixed))
     found = Attended(output[:, :, None].to(rows[1].dtype), lse[..., None])
     return found, int(counts[1]) / lse.numel()
 

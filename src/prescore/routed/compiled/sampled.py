@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from prescore.routed.compiled.buffers import SampleBuffers
-from prescore.routed.compiled.call import run
+from prescore.routed.compiled.call import FarProblem, run
 from prescore.routed.compiled.checked import WIDTH
 from prescore.routed.compiled.far import make_tables
 from prescore.routed.sources import Draws, Sources, Spread, View
@@ -42,16 +42,7 @@ def attend_sampled_compiled(
     counts = torch.zeros(2, dtype=torch.long)
     given = active, aim, place, columns, values, value_columns, norms, coarse, signs, shadows
     samples = SampleBuffers(*given, variance, fourth, overlap, further, draws.allowed)
-    visible = view.visible_to_each(group)
-    run(
-        "prescore_routed_sampled",
-        query.to(torch.float32).reshape(n_lanes, group * length, -1).contiguous(),
-        (sources.key, sources.value),
-        tables,
-        view,
-        (visible, None, None),
-        (output, lse, limit, counts),
-        samples,
-        more,
-    )
+    asked = query.to(torch.float32).reshape(n_lanes, group * length, -1).contiguous()
+    seen = (sources.key, sources.value, tables, view, view.visible_to_each(group))
+    run("prescore_routed_sampled", FarProblem(asked, *seen, output, lse, limit, counts), samples)
     return Spread(output, lse, variance, fourth, overlap, limit, further.bool()), counts
