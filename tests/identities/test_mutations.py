@@ -256,14 +256,13 @@ def _values_do_not_move(monkeypatch):
 
 
 def _one_chunk_too_many_behind(monkeypatch):
-    original = lanes.Frame.visible
+    original = lanes.view_of
 
-    def broken(self, lane, layout):
-        return (original(self, lane, layout) + layout.nodes_per_chunk).clamp_max(
-            layout.n_chunks * layout.nodes_per_chunk
-        )
+    def broken(lane, layout, *others):
+        view, most = original(lane, layout, *others), layout.n_chunks * layout.nodes_per_chunk
+        return dataclasses.replace(view, visible=(view.visible + layout.nodes_per_chunk).clamp_max(most))
 
-    monkeypatch.setattr(lanes.Frame, "visible", broken)
+    monkeypatch.setattr(lanes, "view_of", broken)
 
 
 def _own_square_is_not_causal(monkeypatch):
@@ -280,13 +279,12 @@ def _gaps_are_overlooked(monkeypatch):
 
 
 def _filler_of_a_tail_has_mass(monkeypatch):
-    original = lanes._tails
+    original = local._Tail.of
 
     def broken(*arguments):
-        key, value, bias = original(*arguments)
-        return key, value, torch.zeros_like(bias)
+        return original(*arguments)._replace(bias=None)
 
-    monkeypatch.setattr(lanes, "_tails", broken)
+    monkeypatch.setattr(local._Tail, "of", broken)
 
 
 def _far_backward(change):
@@ -345,10 +343,10 @@ def _gradients():
     check_gradients(HASHED, attention_tensors(heads=2, kv_heads=1, n_keys=21, seed=2), is_causal=True)
 
 
-def _routed(is_causal=True, kind="none", dim=8):
+def _routed(is_causal=True, kind="none", dim=8, mask_seed=1):
     sizes = {"batch": 2, "heads": 2, "kv_heads": 1, "dim": dim, "value_dim": 5}
     tensors = attention_tensors(n_keys=130, seed=6, **sizes)
-    mask = random_mask(kind, 2, 130, seed=1)
+    mask = random_mask(kind, 2, 130, seed=mask_seed)
     return lambda: check_routed(ROUTED, tensors, is_causal=is_causal, mask=mask)
 
 
@@ -403,7 +401,7 @@ MUTATIONS = {
     ),
     "filler behind a short sequence gets mass: routed": (
         _filler_of_a_tail_has_mass,
-        _routed(is_causal=False, kind="right"),
+        _routed(is_causal=False, kind="right", mask_seed=0),
     ),
     "stand-ins pass no gradient to keys: routed": (_stand_ins_pass_no_gradient_to_keys, _routed()),
     "rows found again by another limit: routed": (_rows_found_again_by_another_limit, _routed()),

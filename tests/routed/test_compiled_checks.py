@@ -42,9 +42,11 @@ def recorded(monkeypatch, tolerance=None):
 
 def variants(problem, extra):
     """Each tensor of a call by its name, and a function that puts another in its place."""
-    for name in ("query", "visible", "output", "lse", "limit", "counts", "first", "stop"):
-        if (own := getattr(problem, name)) is not None:
-            yield name, own, lambda t, a=name: (replace(problem, **{a: t}), extra)
+    for name in ("output", "lse", "limit", "counts"):
+        yield name, getattr(problem, name), lambda t, a=name: (replace(problem, **{a: t}), extra)
+    for name in ("visible", "first", "stop") if problem.reads_near else ("visible",):
+        own = getattr(problem.view, name)
+        yield name, own, lambda t, a=name: (replace(problem, view=replace(problem.view, **{a: t})), extra)
     for name, own in tensors_of(problem.tables):
         yield name, own, lambda t, a=name: (replace(problem, tables=replace(problem.tables, **{a: t})), extra)
     for name, own in tensors_of(extra):
@@ -72,7 +74,7 @@ def test_a_wrong_tensor_is_refused(tolerance, monkeypatch):
     calls = recorded(monkeypatch, tolerance)
     names = {name for name, _, _ in calls}
     both = {"prescore_routed_forward", "prescore_routed_backward"}
-    assert names == (both if tolerance is None else {"prescore_routed_sampled"})
+    assert names == (both if tolerance is None else {"prescore_routed_near", "prescore_routed_sampled"})
     monkeypatch.setattr(call, "call_library", lambda *_: pytest.fail("compiled code must not be called"))
     for name, problem, extra in calls:
         every = list(variants(problem, extra))
@@ -83,7 +85,7 @@ def test_a_wrong_tensor_is_refused(tolerance, monkeypatch):
                     call.run(name, *put(change(tensor)))
 
 
-@pytest.mark.parametrize("name", ["key", "value"])
+@pytest.mark.parametrize("name", ["query", "key", "value"])
 def test_rows_that_are_none_are_refused(name, monkeypatch):
     function, problem, extra = recorded(monkeypatch)[0]
     rows = getattr(problem, name)
@@ -93,7 +95,7 @@ def test_rows_that_are_none_are_refused(name, monkeypatch):
 
 
 def test_samples_of_nodes_that_are_not_there_are_refused(monkeypatch):
-    name, problem, extra = recorded(monkeypatch, 0.3)[0]
+    name, problem, extra = recorded(monkeypatch, 0.3)[1]
     place = extra.place
     for wrong in (place + 16, place - 16):
         with pytest.raises(ValueError, match="place must lie between 0 and 15"):

@@ -212,12 +212,14 @@ class _Lockstep:
         self, past: _Past, query: Tensor, key: Tensor, value: Tensor, layout: Layout, backend: Backend
     ) -> tuple[Attended, float]:
         """The step of `query [T, G, 1, D]`, and the rows that each query found on average."""
-        n_lanes, n_nodes = query.shape[0], layout.n_chunks * layout.nodes_per_chunk
-        visible = torch.full((n_lanes, 1), n_nodes, dtype=torch.int32)
+        n_nodes = layout.n_chunks * layout.nodes_per_chunk
         spread, drift = past.means if layout.n_chunks == past.n_chunks else past.means_before
         near = self._start + layout.sinks + layout.n_chunks * layout.chunk
+        shape = (query.shape[0], 1)
+        visible, first, stop = (torch.full(shape, n, dtype=torch.int32) for n in (n_nodes, near, key.shape[2]))
         # one pool whatever the nodes: these are the means over all that is seen
-        view = View(True, 1, visible, n_nodes, slice(0, 1), search_of(self._config), self._scale, backend)
+        search = search_of(self._config)
+        view = View(visible, first, stop, True, layout.chunk, n_nodes, search, self._scale, backend)
         tolerant = self._config.tolerance is not None
         if not tolerant and self.native != NO_LEVEL:
             tables = past.tables
@@ -226,7 +228,7 @@ class _Lockstep:
                 self._past = replace(past, tables=tables)
             if tables.spread is not spread:  # a step that was taken back sees one chunk less
                 tables = replace(tables, spread=spread, drift=drift)
-            return step_compiled(query, (key, value), tables, view, near)
+            return step_compiled(query, (key, value), tables, view)
         sources = self._sources(key, value, past.nodes, layout, spread, drift)
         tile = Tile(query, sources.key[:, None, near:], sources.value[:, None, near:], self._scale)
         wide = accumulation_dtype(query.dtype)
@@ -265,9 +267,6 @@ class _Lockstep:
             node_value=nodes.value,
             spread=spread,
             drift=drift,
-            near_key=keys[:, :0],
-            near_value=values[:, :0],
-            near_bias=None,
             rows=nodes.rows,
             packed=nodes.codes.packed,
             scales=nodes.codes.scales,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
 from typing import NamedTuple
 
 import torch
@@ -24,7 +24,6 @@ from prescore.routed.tolerance.within import attend_to_tolerance, read_on
 from prescore.types import Attended
 from prescore.values import Values
 
-QUERY_BLOCK = 512
 SHARE_PER_ROW = 2
 """A key is read where its weight may exceed one part in so many times `rows`: at most as many can."""
 NUMBERS_AT_ONCE = 2**22
@@ -55,7 +54,7 @@ def attend_lanes(call: Call, config: Routed) -> Answer:
     figures = geometry(layout, n_exact, config)
     results = []
     if n_exact or not layout.n_query:
-        results.append(_beginning(call, layout, n_exact))
+        results.append(attend_beginning(call, layout, n_exact))
     if n_exact < layout.n_query:
         routed = _attend_heads(call, layout, n_exact, config)
         results.append(routed.attended)
@@ -117,7 +116,7 @@ def _count(figures: Values, layout: Layout, n_exact: int, each: Tensor) -> None:
     figures["rows_per_query"] = float(layout.rows_in_any_case().mean()) + found * routed
 
 
-def _beginning(call: Call, layout: Layout, n_exact: int) -> Attended:
+def attend_beginning(call: Call, layout: Layout, n_exact: int) -> Attended:
     """The first queries, which read everything exactly."""
     query, key, value, valid = call.query[:, :, :n_exact], call.key, call.value, call.valid
     if layout.causal:
@@ -137,37 +136,33 @@ class _Routed(NamedTuple):
 
 def _attend_heads(call: Call, layout: Layout, n_exact: int, config: Routed) -> _Routed:
     """The queries behind the first `n_exact`."""
-    frame, search = Frame.of(call, layout, n_exact), search_of(config)
-    lanes: list[tuple[Tensor, ...]] = []
+    search = search_of(config)
+    results: list[tuple[Tensor, ...]] = []
     counts = torch.zeros(2, dtype=torch.double, device=call.query.device)
-    for lane in frame.lanes(call):
-        backend = call.backend.at(f"lane {len(lanes)}")
-        view = View(
-            layout.causal,
-            frame.size,
-            frame.visible(lane, layout),
-            layout.nodes_per_chunk,
-            slice(frame.before, frame.before + frame.n_query),
-            search,
-            call.scale,
-            backend,
-        )
-        sources = _sources(lane, layout, frame, backend)
+    for lane in lanes_of(call, n_exact):
+        backend = call.backend.at(f"lane {len(results)}")
+        view = view_of(lane, layout, search, call.scale, backend)
+        sources = sources_of(lane, layout, backend)
         if config.tolerance is None:
             found = attend_sources(lane.query, sources, view)
-            lanes.append((found.output, found.lse))
+            results.append((found.output, found.lse))
             counts += found.counts
         else:
             bars = attend_to_tolerance(lane.query, sources, view, config, call.streams.child("samples").seed)
-            lanes.append(bars[:5])
+            results.append(bars[:5])
             counts += bars.counts
-    output, *each = (torch.cat(part) if len(part) > 1 else part[0] for part in zip(*lanes, strict=True))
-    lse, *told = (frame.join(part[..., None]).squeeze(-1) for part in each)
-    return _Routed(Attended(frame.join(output), lse), counts, tuple(told))
+    output, lse, *told = (_joined(part, call.query.shape[:2]) for part in zip(*results, strict=True))
+    return _Routed(Attended(output, lse), counts, tuple(told))
+
+
+def _joined(lanes: Sequence[Tensor], heads: torch.Size) -> Tensor:
+    """Parts `[t, G, n, ...]` of all lanes -> `[B, Hq, n, ...]`."""
+    whole = torch.cat(tuple(lanes)) if len(lanes) > 1 else lanes[0]
+    return whole.reshape(*heads, *whole.shape[2:])
 
 
 class Lane(NamedTuple):
-    """Some lanes: queries `[t, G, n * size, D]`, keys and values `[t, Nk, D]`, valid keys `[t, Nk]`."""
+    """Some lanes: queries `[t, G, n, D]`, keys and values `[t, Nk, D]`, valid keys `[t, Nk]`."""
 
     query: Tensor
     key: Tensor
@@ -175,68 +170,36 @@ class Lane(NamedTuple):
     valid: Tensor | None
 
 
-@dataclass(frozen=True)
-class Frame:
-    """How routed queries lie in blocks; causal blocks lie on the grid of chunks, filled up at both ends."""
+def lanes_of(call: Call, n_skipped: int) -> Iterator[Lane]:
+    """Some lanes at a time, of their queries those behind the first `n_skipped`.
 
-    batch: int
-    n_kv_heads: int
-    group: int
-    n_query: int
-    size: int
-    n_blocks: int
-    first_chunk: int
-    before: int
+    So few that what is made on the way is memory in use: fresh memory costs more than the arithmetic. A long
+    sequence goes alone, short ones go together.
+    """
+    n_kv_heads = call.key.shape[1]
+    queries = call.query[:, :, n_skipped:].unflatten(1, (n_kv_heads, call.group)).flatten(0, 1)
+    keys, values = (tensor.flatten(0, 1) for tensor in (call.key, call.value))
+    valids = None if call.valid is None else call.valid.repeat_interleave(n_kv_heads, dim=0)
+    step = max(1, NUMBERS_AT_ONCE // (call.n_keys * max(keys.shape[-1], values.shape[-1])))
+    for start in range(0, len(queries), step):
+        some = slice(start, start + step)
+        yield Lane(queries[some], keys[some], values[some], None if valids is None else valids[some])
 
-    @classmethod
-    def of(cls, call: Call, layout: Layout, skipped: int) -> Frame:
-        """The frame of the queries behind the first `skipped`."""
-        n_query = call.n_query - skipped
-        size = layout.chunk if layout.causal else min(QUERY_BLOCK, n_query)
-        behind = layout.first + skipped - layout.sinks
-        first_chunk, before = divmod(behind, size) if layout.causal else (0, 0)
-        return cls(
-            batch=call.key.shape[0],
-            n_kv_heads=call.key.shape[1],
-            group=call.group,
-            n_query=n_query,
-            size=size,
-            n_blocks=-(-(before + n_query) // size),
-            first_chunk=first_chunk,
-            before=before,
-        )
 
-    def lanes(self, call: Call) -> Iterator[Lane]:
-        """Some lanes at a time.
-
-        So few that what is made on the way is memory in use: fresh memory costs more than the arithmetic. A long
-        sequence goes alone, short ones go together.
-        """
-        after = self.n_blocks * self.size - self.before - self.n_query
-        queries = call.query[:, :, call.n_query - self.n_query :]
-        queries = pad(queries, (0, 0, self.before, after)) if self.before or after else queries
-        queries = queries.reshape(-1, self.group, self.n_blocks * self.size, queries.shape[-1])
-        keys, values = (tensor.flatten(0, 1) for tensor in (call.key, call.value))
-        valids = None if call.valid is None else call.valid.repeat_interleave(self.n_kv_heads, dim=0)
-        step = max(1, NUMBERS_AT_ONCE // (call.n_keys * max(keys.shape[-1], values.shape[-1])))
-        for start in range(0, len(queries), step):
-            some = slice(start, start + step)
-            yield Lane(queries[some], keys[some], values[some], None if valids is None else valids[some])
-
-    def visible(self, lane: Lane, layout: Layout) -> Tensor:
-        """`[t, n]` nodes that each block sees."""
-        n_lanes = lane.query.shape[0]
-        if layout.causal:
-            chunks = torch.arange(self.n_blocks).expand(n_lanes, -1) + self.first_chunk - 1
-        else:
-            chunks = chunks_of(lane, layout).cpu()[:, None].expand(-1, self.n_blocks)
-        return (chunks * layout.nodes_per_chunk).to(torch.int32)
-
-    def join(self, lanes: Tensor) -> Tensor:
-        """`[B * Hkv, G, n * size, d]` -> `[B, Hq, Nq, d]`."""
-        heads = (self.batch, self.n_kv_heads * self.group)
-        whole = lanes.reshape(*heads, self.n_blocks * self.size, lanes.shape[-1])
-        return whole[:, :, self.before : self.before + self.n_query]
+def view_of(lane: Lane, layout: Layout, search: Search, scale: float, backend: Backend) -> View:
+    """What the queries of some lanes see: the last ones of a causal call, or all."""
+    n_lanes, _, n_query, _ = lane.query.shape
+    if layout.causal:
+        position = torch.arange(layout.n_key - n_query, layout.n_key)[None]
+        chunks, stop = layout.chunks_seen(position), position + 1
+    else:
+        chunks = chunks_of(lane, layout).cpu()[:, None]
+        stop = torch.tensor(layout.n_key) if lane.valid is None else lane.valid.sum(1, keepdim=True).cpu()
+    first = layout.sinks + chunks * layout.chunk
+    seen = (chunks * layout.nodes_per_chunk, first, stop)
+    shape = (n_lanes, n_query)
+    visible, first, stop = (t.expand(shape).to(torch.int32).contiguous() for t in seen)
+    return View(visible, first, stop, layout.causal, layout.chunk, layout.nodes_per_chunk, search, scale, backend)
 
 
 def chunks_of(lane: Lane, layout: Layout) -> Tensor:
@@ -246,17 +209,10 @@ def chunks_of(lane: Lane, layout: Layout) -> Tensor:
     return (lane.valid.sum(1) - layout.sinks) // layout.chunk
 
 
-def _sources(lane: Lane, layout: Layout, frame: Frame, backend: Backend) -> Sources:
+def sources_of(lane: Lane, layout: Layout, backend: Backend) -> Sources:
+    """What is made of the keys of some lanes, and they themselves."""
     build = build_nodes_compiled if can_build(lane.key, lane.value, layout, backend) else build_nodes
     nodes = build(lane.key, lane.value, layout, layout.sinks, layout.n_chunks)
-    near_bias = None
-    if layout.causal:
-        near_key, near_value = (_chunks(t, layout, frame) for t in (lane.key, lane.value))
-    elif lane.valid is None:
-        tail = layout.sinks + layout.n_chunks * layout.chunk
-        near_key, near_value = (t[:, tail:] for t in (lane.key, lane.value))
-    else:
-        near_key, near_value, near_bias = _tails(lane, lane.valid, layout)
     return Sources(
         key=lane.key,
         value=lane.value,
@@ -266,31 +222,7 @@ def _sources(lane: Lane, layout: Layout, frame: Frame, backend: Backend) -> Sour
         node_value=nodes.value,
         spread=pooled(nodes.spread),
         drift=pooled(nodes.drift),
-        near_key=near_key,
-        near_value=near_value,
-        near_bias=near_bias,
         rows=nodes.rows,
         packed=nodes.codes.packed,
         scales=nodes.codes.scales,
     )
-
-
-def _chunks(tensor: Tensor, layout: Layout, frame: Frame) -> Tensor:
-    """Chunks before and of every block, `[T, n + 1, chunk, D]`."""
-    start = layout.sinks + (frame.first_chunk - 1) * layout.chunk
-    length = (frame.n_blocks + 1) * layout.chunk
-    tail = tensor[:, start : start + length]
-    if tail.shape[1] < length:
-        tail = pad(tail, (0, 0, 0, length - tail.shape[1]))
-    return tail.contiguous().view(-1, frame.n_blocks + 1, layout.chunk, tensor.shape[-1])
-
-
-def _tails(lane: Lane, valid: Tensor, layout: Layout) -> tuple[Tensor, Tensor, Tensor]:
-    """Keys and values behind the last full chunk of lanes that differ in length, and a bias that hides filler."""
-    first = layout.sinks + chunks_of(lane, layout) * layout.chunk
-    place = first[:, None] + torch.arange(layout.chunk, device=first.device)
-    inside = place < valid.sum(1, keepdim=True)
-    place = place.clamp_max(layout.n_key - 1)[..., None]
-    near = (t.gather(1, place.expand(-1, -1, t.shape[-1])) for t in (lane.key, lane.value))
-    bias = torch.zeros(inside.shape, dtype=lane.key.dtype, device=first.device).masked_fill(~inside, -torch.inf)
-    return *near, bias  # type: ignore[return-value]

@@ -24,6 +24,8 @@ from prescore.routed.far import (
 from prescore.routed.sources import Sources, View
 from prescore.types import Attended
 
+QUERY_BLOCK = 512
+"""Queries that are worked off together, at most."""
 NUMBERS_AT_ONCE = 2**24
 """Approximate logits formed at once."""
 
@@ -126,16 +128,17 @@ def _dropout(view: View, block: _Block) -> Dropout | None:
 
 def far_blocks(query: Tensor, sources: Sources, view: View) -> Iterator[_Block]:
     """The queries of a call, some of one head at a time."""
-    for lane, nodes in enumerate(view.visible.tolist()):
-        for block, seen in enumerate(nodes):
-            if not seen and not sources.sink_key.shape[1]:
+    for lane, visible in enumerate(view.visible):
+        runs = torch.unique_consecutive(visible, return_counts=True)
+        last = 0
+        for nodes, count in zip(*(t.tolist() for t in runs), strict=True):
+            first, last = last, last + count
+            if not nodes and not sources.sink_key.shape[1]:
                 continue
-            step = max(1, min(view.size, NUMBERS_AT_ONCE // max(1, seen * sources.rows.shape[2])))
+            step = max(1, min(QUERY_BLOCK, NUMBERS_AT_ONCE // max(1, nodes * sources.rows.shape[2])))
             for head in range(query.shape[1]):
-                first = max(block * view.size, view.real.start)
-                last = min((block + 1) * view.size, view.real.stop)
                 for start in range(first, last, step):
-                    yield _Block(lane, head, slice(start, min(start + step, last)), seen)
+                    yield _Block(lane, head, slice(start, min(start + step, last)), nodes)
 
 
 def seen_of(sources: Sources, view: View, lane: int, nodes: int) -> Seen:

@@ -6,17 +6,16 @@ stored but the inputs and each query's limit, from which its rows are found agai
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from prescore.ops.backend import Tile, accumulation_dtype
+from prescore.ops.backend import accumulation_dtype
 from prescore.ops.parts import fold_lse_gradient
 from prescore.routed.compiled.far import attend_compiled, attend_compiled_backward, can_run
-from prescore.routed.local import Chunks, attend_chunks, attend_chunks_backward
+from prescore.routed.local import attend_near, attend_near_backward
 from prescore.routed.plain import attend_plain, attend_plain_backward
 from prescore.routed.sources import N_LEARNED, Sources, View
 from prescore.types import Attended
@@ -33,20 +32,19 @@ class Merged(NamedTuple):
 
 
 def attend_sources(query: Tensor, sources: Sources, view: View) -> Merged:
-    """Attend to all sources at once; `query [T, G, Q, D]` holds whole blocks."""
+    """Attend to all sources at once; `query [T, G, Q, D]`."""
     return Merged(*_AttendSources.apply(view, query, *sources))  # type: ignore[no-untyped-call]
 
 
 class _AttendSources(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, view: View, query: Tensor, *tensors: Any) -> tuple[Tensor, Tensor, Tensor]:
-        sources, wide = Sources(*tensors), accumulation_dtype(query.dtype)
-        output = query.new_empty((*query.shape[:3], sources.value.shape[-1]), dtype=wide)
-        near = Attended(output, query.new_empty(query.shape[:3], dtype=wide))
-        attend_near(query, sources, view, near)
+        sources = Sources(*tensors)
         compiled = can_run(query, sources, view)
-        attend = attend_compiled if compiled else attend_plain
-        whole, limit, counts = attend(query, sources, view, near)
+        if compiled:
+            whole, limit, counts = attend_compiled(query, sources, view)
+        else:
+            whole, limit, counts = attend_plain(query, sources, view, attend_near(query, sources, view))
         result = whole.output.to(query.dtype)
         ctx.save_for_backward(query, *tensors, result, whole.lse, limit)
         ctx.view, ctx.compiled = view, compiled
@@ -72,7 +70,7 @@ class _AttendSources(torch.autograd.Function):
         attend_backward = attend_compiled_backward if ctx.compiled else attend_plain_backward
         grad_limit = attend_backward(grad, query, sources, ctx.view, merged, limit, sums)
         grad, merged = _through_the_limit(grad, merged, limit + ctx.view.search.log_share, grad_limit)
-        _attend_near_backward(grad, query, sources, ctx.view, merged, sums)
+        attend_near_backward(grad, query, sources, ctx.view, merged, sums[:3])
         own = [query, *sources[:N_LEARNED]]
         grads = [total.to(t.dtype) for total, t in zip(sums, own, strict=True)]
         return None, *grads, *(None,) * (len(sources) - N_LEARNED)
@@ -102,72 +100,3 @@ def _folded(grad: Tensor, output: Tensor, grad_lse: Tensor) -> tuple[Tensor, Ten
     rows = (-1, grad.shape[-1])
     folded, moved = fold_lse_gradient(grad.reshape(rows), output.reshape(rows), grad_lse.reshape(-1))
     return folded.view(grad.shape), moved.view(output.shape)
-
-
-def _blocks(tensor: Tensor, view: View) -> Tensor:
-    """`[G, Q, ...]` of a lane -> `[n, G, t, ...]`, a view."""
-    blocks: Tensor = tensor.unflatten(1, (view.n_blocks, view.size)).transpose(0, 1)
-    return blocks
-
-
-def _of_lane(view: View, lane: int) -> View:
-    """The view with what a lane draws by itself."""
-    return replace(view, backend=view.backend.at(f"near {lane}"))
-
-
-def _tail(query: Tensor, sources: Sources, view: View) -> Tile:
-    bias = None if sources.near_bias is None else sources.near_bias[:, None, None].to(query.dtype)
-    return Tile(query, sources.near_key[:, None], sources.near_value[:, None], view.scale, bias)
-
-
-def attend_near(query: Tensor, sources: Sources, view: View, into: Attended) -> None:
-    """What queries read in any case, beside the sinks, written to `into`."""
-    if not view.causal:
-        if not sources.near_key.shape[1]:
-            into.output.zero_()
-            into.lse.fill_(-torch.inf)
-            return
-        found = view.backend.at("tail").forward(_tail(query, sources, view))
-        into.output.copy_(found.output)
-        into.lse.copy_(found.lse)
-        return
-    for filler in (slice(0, view.real.start), slice(view.real.stop, None)):
-        into.output[:, :, filler] = 0
-        into.lse[:, :, filler] = 0
-    for lane in range(query.shape[0]):
-        chunks = Chunks(sources.near_key[lane], sources.near_value[lane])
-        own = Attended(_blocks(into.output[lane], view), _blocks(into.lse[lane], view))
-        attend_chunks(_blocks(query[lane], view), chunks, _of_lane(view, lane), own)
-
-
-def _attend_near_backward(
-    grad: Tensor, query: Tensor, sources: Sources, view: View, merged: Attended, sums: list[Tensor]
-) -> None:
-    """Add the gradients of what lies near to `sums`, of the query and the learned sources."""
-    grad_query, *grads = sums
-    grad_near = Chunks(*grads[8:10])
-    if merged.output.dtype != query.dtype:  # a gradient of lse is folded in, which half precision would round away
-        query = query.to(merged.output.dtype)
-        sources = sources._replace(
-            near_key=sources.near_key.to(query.dtype), near_value=sources.near_value.to(query.dtype)
-        )
-    grad = grad.to(query.dtype)
-    if not view.causal:
-        if sources.near_key.shape[1]:
-            tile = _tail(query, sources, view)
-            found = view.backend.at("tail").backward(tile, grad.contiguous(), merged)
-            grad_query += found.query
-            for total, part in zip(grad_near, found[1:], strict=True):
-                total.add_(part[:, 0])
-        return
-    for lane in range(query.shape[0]):
-        chunks = Chunks(sources.near_key[lane], sources.near_value[lane])
-        own = Attended(_blocks(merged.output[lane], view), _blocks(merged.lse[lane], view))
-        attend_chunks_backward(
-            _blocks(grad[lane], view),
-            _blocks(query[lane], view),
-            chunks,
-            own,
-            _of_lane(view, lane),
-            (_blocks(grad_query[lane], view), Chunks(grad_near.key[lane], grad_near.value[lane])),
-        )

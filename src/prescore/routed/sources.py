@@ -23,9 +23,6 @@ class Sources(NamedTuple):
         node_key, node_value: `[T, M, D]` means, in the accumulation dtype.
         spread: `[T, C, D, D]` covariance of keys within nodes, pooled over the first chunks.
         drift: `[T, C, D, Dv]` that of keys and values.
-        near_key, near_value: Causal: `[T, n + 1, t, D]`, the chunk before each block and its own. Else
-            `[T, c, D]`, the keys behind the last full chunk.
-        near_bias: `[T, c]` of 0, or -inf on padding; None = no padding.
         rows: `[T, M, L]` positions of the nodes' keys.
         packed, scales: Codes of the nodes' keys, `[T, M, L, D' / 2]` and `[T, M, L, 2]`.
     """
@@ -38,53 +35,40 @@ class Sources(NamedTuple):
     node_value: Tensor
     spread: Tensor
     drift: Tensor
-    near_key: Tensor
-    near_value: Tensor
-    near_bias: Tensor | None
     rows: Tensor
     packed: Tensor
     scales: Tensor
 
 
-N_LEARNED = 10
+N_LEARNED = 8
 """The first fields of `Sources`: gradients reach them."""
 
 
 @dataclass(frozen=True, eq=False)
 class View:
-    """What is fixed about a call on some lanes.
+    """What is fixed about a call on some lanes; positions are shared by the heads of a lane.
 
     Attributes:
-        causal: Whether queries read chunks near them, or the keys behind the last full chunk.
-        size: Queries of a block, which see the same nodes.
-        visible: `[T, n]` int32 on the CPU: nodes that each block sees.
+        visible: `[T, n]` int32 on the CPU: nodes that each query sees, the first ones of its lane.
+        first, stop: `[T, n]` likewise: rows that it reads in any case. Causal: the chunk before its own, and its
+            own up to itself; else those behind the last full chunk.
+        causal: Which of both it is.
+        chunk: Keys of a chunk.
         nodes_per_chunk: Of every chunk.
-        real: The queries that are none of a block's filler.
         search: What is looked for.
         scale: Factor of the logits.
-        backend: The operator for what lies near.
+        backend: The operator for what lies near, where compiled code cannot run.
     """
 
-    causal: bool
-    size: int
     visible: Tensor
+    first: Tensor
+    stop: Tensor
+    causal: bool
+    chunk: int
     nodes_per_chunk: int
-    real: slice
     search: Search
     scale: float
     backend: Backend
-
-    def visible_to_each(self, group: int) -> Tensor:
-        """`[T, G * Q]`: nodes that each query sees; filler sees none."""
-        each = self.visible.repeat_interleave(self.size, dim=1)
-        each[:, : self.real.start] = 0
-        each[:, self.real.stop :] = 0
-        return each.repeat(1, group).contiguous()
-
-    @property
-    def n_blocks(self) -> int:
-        """Blocks of queries."""
-        return self.visible.shape[1]
 
 
 class Draws(NamedTuple):

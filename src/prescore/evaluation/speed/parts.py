@@ -1,10 +1,10 @@
 """Where the time of routed attention goes, part by part, and how much of the arithmetic limit each part reaches.
 
 Parts that Python sees are run and timed by themselves: queries before `exact_until` (beginning), what is made of
-the keys (trees, codes, covariances: nodes), what lies near, the tables that compiled code wants. Inside the far
-part, one call, less is asked for and the differences are taken: nothing is looked for (stand-ins alone), keys are
-looked for and none reaches its limit (with search), the call as it is (with rows). The rest of the call is what no
-part explains: checks, padding, joining. The limit is the multiply-adds a second that exact attention reaches in
+the keys (trees, codes, covariances: nodes), the tables that compiled code wants, what lies near. All else is one
+call with the latter, of which less is asked for and the differences are taken: nothing is looked for (stand-ins),
+keys are looked for and none reaches its limit (search), the call as it is (rows). The rest of the call is what no
+part explains: checks, joining. The limit is the multiply-adds a second that exact attention reaches in
 the same run.
 """
 
@@ -19,6 +19,7 @@ from functools import partial
 from typing import TypeVar
 
 import torch
+from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from prescore.api.attention import prescored_attention
@@ -27,13 +28,13 @@ from prescore.clustering.tree import FIT_SIZE
 from prescore.config import Routed
 from prescore.evaluation.speed.layer_inputs import LayerInputs, LayerSetting
 from prescore.evaluation.speed.timing import EXACT, seconds
-from prescore.ops.backend import Needs, accumulation_dtype, pick_backend
+from prescore.ops.backend import Needs, pick_backend
 from prescore.routed import lanes
-from prescore.routed.compiled.far import attend_compiled, can_run, make_tables
+from prescore.routed.compiled.far import attend_compiled, attend_near_compiled, can_run, make_tables
 from prescore.routed.far import Search
 from prescore.routed.layout import Layout, make_layout
+from prescore.routed.local import attend_near
 from prescore.routed.plain import attend_plain
-from prescore.routed.softmax import attend_near
 from prescore.routed.sources import Sources, View
 from prescore.types import Attended
 from prescore.values import Values
@@ -117,43 +118,37 @@ def _figures(median: dict[str, float], work: dict[str, float]) -> Values:
 def run_parts(call: Call, layout: Layout, config: Routed) -> dict[str, float]:
     """Seconds of every part, in one run."""
     spent = run_laps(call, layout, config).spent
-    own = {name: spent[name] for name in ("beginning", "nodes", "near", "tables")}
-    own["stand-ins"] = spent["nothing"] - spent["tables"]  # every call makes them
+    own = {name: spent[name] for name in ("beginning", "nodes", "tables")}
+    own["near"] = spent["near"] - spent["tables"]  # every call makes them
+    own["stand-ins"] = spent["nothing"] - spent["near"]
     own["search"] = spent["looked"] - spent["nothing"]
-    own["rows"] = spent["far"] - spent["looked"]
+    own["rows"] = spent["whole"] - spent["looked"]
     return own
 
 
 def run_laps(call: Call, layout: Layout, config: Routed) -> _Laps:
-    """A routed call piece by piece, its far part three times."""
+    """A routed call piece by piece, its last part three times."""
     laps, n_exact = _Laps(), layout.n_exact
-    laps.timed("beginning", lambda: lanes._beginning(call, layout, n_exact) if n_exact else None)
-    frame, search = lanes.Frame.of(call, layout, n_exact), lanes.search_of(config)
-    looks = {"nothing": Search(0.0), "looked": replace(search, margin=_OUT_OF_REACH), "far": search}
-    for lane in frame.lanes(call):
-        visible = frame.visible(lane, layout)
-        real = slice(frame.before, frame.before + frame.n_query)
-        view = View(True, frame.size, visible, layout.nodes_per_chunk, real, search, call.scale, call.backend)
-        sources = laps.timed("nodes", partial(lanes._sources, lane, layout, frame, call.backend))
-        _far_laps(laps, lane, sources, view, looks)
+    laps.timed("beginning", lambda: lanes.attend_beginning(call, layout, n_exact) if n_exact else None)
+    search = lanes.search_of(config)
+    looks = {"nothing": Search(0.0), "looked": replace(search, margin=_OUT_OF_REACH), "whole": search}
+    for lane in lanes.lanes_of(call, n_exact):
+        view = lanes.view_of(lane, layout, search, call.scale, call.backend)
+        sources = laps.timed("nodes", partial(lanes.sources_of, lane, layout, call.backend))
+        compiled = can_run(lane.query, sources, view)
+        laps.timed("tables", partial(make_tables, sources) if compiled else lambda: None)
+        laps.timed("near", partial(attend_near_compiled if compiled else attend_near, lane.query, sources, view))
+        attend = attend_compiled if compiled else _attend_plain
+        for name, own in looks.items():
+            found = laps.timed(name, partial(attend, lane.query, sources, replace(view, search=own)))
+        searched, rows = found[2].tolist()
+        laps.searched += searched
+        laps.rows += rows
     return laps
 
 
-def _far_laps(laps: _Laps, lane: lanes.Lane, sources: Sources, view: View, looks: dict[str, Search]) -> None:
-    wide = accumulation_dtype(lane.query.dtype)
-    shape = (*lane.query.shape[:3], sources.value.shape[-1])
-    near = Attended(lane.query.new_empty(shape, dtype=wide), lane.query.new_empty(shape[:3], dtype=wide))
-    laps.timed("near", lambda: attend_near(lane.query, sources, view, near))
-    compiled = can_run(lane.query, sources, view)
-    laps.timed("tables", lambda: make_tables(sources) if compiled else None)
-    attend = attend_compiled if compiled else attend_plain
-    for name, search in looks.items():
-        into = Attended(near.output.clone(), near.lse.clone())  # written to
-        own = replace(view, search=search)
-        *_, counts = laps.timed(name, partial(attend, lane.query, sources, own, into))
-    searched, rows = counts.tolist()
-    laps.searched += searched
-    laps.rows += rows
+def _attend_plain(query: Tensor, sources: Sources, view: View) -> tuple[Attended, Tensor, Tensor]:
+    return attend_plain(query, sources, view, attend_near(query, sources, view))
 
 
 def multiply_adds(call: Call, layout: Layout, laps: _Laps) -> dict[str, float]:

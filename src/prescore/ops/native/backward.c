@@ -188,7 +188,7 @@ PRESCORE_EXPORT int prescore_routed_backward(const Problem *p, const Gradients *
 #pragma omp parallel for schedule(dynamic, 1) num_threads(prescore_threads())
     for (int64_t job = 0; job < lanes * g->parts; job++) {
         const int64_t lane = job % lanes, part = job / lanes;
-        Work *w = prescore_new_work(p);
+        Work *w = prescore_new_work(p, NULL);
         Tile *b = w ? new_tile(w) : NULL;
         if (!b) {
 #pragma omp atomic write

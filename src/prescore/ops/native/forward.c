@@ -13,14 +13,11 @@ static void *aligned(char **at, size_t bytes) {
 }
 
 /* A thread's memory; NULL where there is none. */
-Work *prescore_new_work(const Problem *p) {
+Work *prescore_new_work(const Problem *p, const Near *near) {
     const int64_t padded = p->room + p->more + 16, found = p->node_room * p->leaf + 16;
-    int64_t fixed = 0;
-    for (int64_t i = 0; p->first && i < p->lanes * p->n_query; i++)
-        fixed = p->stop[i] - p->first[i] > fixed ? p->stop[i] - p->first[i] : fixed;
-    const int64_t most = (found > fixed ? found : fixed) + 16, tile = p->n_query < TILE ? p->n_query : TILE;
+    const int64_t tile = p->n_query < TILE ? p->n_query : TILE;
     const size_t number = sizeof(float);
-    const size_t sizes = sizeof(Work) + number * (size_t)(4 * tile * padded + most + tile * found) + 64 * 8;
+    const size_t sizes = sizeof(Work) + number * (size_t)(4 * tile * padded + found + tile * found) + 64 * 8;
     char *at = aligned_alloc(64, (sizes + 63) / 64 * 64);
     if (!at) return NULL;
     Work *w = aligned(&at, sizeof(Work));
@@ -31,7 +28,8 @@ Work *prescore_new_work(const Problem *p) {
     w->hits = aligned(&at, number * (size_t)(tile * padded));
     w->sampled = aligned(&at, number * (size_t)(tile * padded));
     w->place = NULL;
-    w->row_logits = aligned(&at, number * (size_t)most);
+    w->near = near;
+    w->row_logits = aligned(&at, number * (size_t)found);
     w->found = aligned(&at, number * (size_t)(tile * found));
     return w;
 }
@@ -55,32 +53,39 @@ void prescore_correct_columns(const Problem *p, Work *w, int64_t t) {
     for (int64_t c = p->sink_room + w->nodes; c < w->columns; c++) logits[c] = -INFINITY;
 }
 
-static void take_queries(const Problem *p, Work *w) {
+/* A query in whole numbers of six bits, and the sums of both halves. */
+static void encode_query(Work *w, int64_t t, int64_t dim, float unit) {
+    const float *own = w->query + t * dim;
+    int8_t *codes = w->code + t * dim;
+    int32_t sums[2] = {0, 0};
+    for (int64_t i = 0; i < dim; i += WIDTH) { /* 1.5 * 2^23 rounds to an integer */
+        const ints code = (ints)(load(own + i) / splat(unit) + splat(12582912.0f)) - (ints)splat(12582912.0f);
+        const bytes narrow = __builtin_convertvector(code, bytes);
+        memcpy(codes + i, &narrow, sizeof narrow);
+    }
+    for (int64_t i = 0; i < dim; i++) sums[i >= dim / 2] += codes[i];
+    memcpy(w->code_sum + 2 * t, sums, sizeof sums);
+}
+
+void prescore_take_queries(const Problem *p, Work *w) {
     const int64_t dim = p->dim;
     for (int64_t t = 0; t < w->n; t++) {
-        const float *q = p->query + w->index[t] * dim;
+        const int64_t at = w->index[t];
+        const int64_t offset = row_offset(&p->query, at / p->length, at % p->length);
         float *own = w->query + t * dim;
         floats most = splat(1e-30f);
         for (int64_t i = 0; i < dim; i += WIDTH) {
-            floats x = load(q + i) * splat(p->scale);
+            floats x = load_row(&p->query, offset, i) * splat(p->scale);
             store(own + i, x);
             most = larger(most, larger(x, -x));
         }
         const float unit = largest(most) / 31.0f;
         w->code_scale[t] = unit;
-        int32_t sums[2] = {0, 0};
-        for (int64_t i = 0; i < dim; i += WIDTH) { /* 1.5 * 2^23 rounds to an integer */
-            ints code = (ints)(load(own + i) / splat(unit) + splat(12582912.0f)) - (ints)splat(12582912.0f);
-            for (int k = 0; k < WIDTH; k++) {
-                w->code[t * dim + i + k] = (int8_t)code[k];
-                sums[i + k >= dim / 2] += (int8_t)code[k];
-            }
-        }
-        memcpy(w->code_sum + 2 * t, sums, sizeof sums);
+        encode_query(w, t, dim, unit);
         for (int half = 0; half < 2; half++) { /* a key's number is off by a uniform part of a unit */
             const float *part = own + half * dim / 2;
             float square = 0;
-            for (int64_t i = 0; i < dim / 2; i++) square += part[i] * part[i];
+            for (int64_t i = 0; p->margin != 0 && i < dim / 2; i++) square += part[i] * part[i];
             w->lift[2 * t + half] = p->margin * sqrtf(square / 12.0f) / unit;
         }
     }
@@ -90,7 +95,7 @@ static void take_queries(const Problem *p, Work *w) {
 void prescore_begin_tile(const Problem *p, Work *w) {
     const int64_t dim = p->dim, wide = p->value_dim, blocks = p->room / 16;
     const float *columns = p->columns + w->lane * blocks * dim * 16;
-    take_queries(p, w);
+    prescore_take_queries(p, w);
     for (int64_t b = 0; b < w->columns / 16; b++)
         product(w->logits + 16 * b, w->padded, w->query, dim, 1, w->n, columns + b * dim * 16, 16, dim, 16, 0);
     for (int64_t t = 0; t < w->n; t++) {
@@ -121,23 +126,6 @@ void prescore_set_limit(const Problem *p, Work *w, int64_t t) {
     for (int64_t c = p->sink_room; c < w->columns; c += WIDTH) sum += vexp(load(logits + c) + behind - peak);
     w->limit[t] = peak[0] + logf(total(sum) + expf(elsewhere - peak[0])) - p->log_share;
     p->limit[w->index[t]] = w->limit[t];
-}
-
-/* Rows that a query reads in any case, folded into its output and log-sum-exp. */
-void prescore_read_fixed(const Problem *p, Work *w, int64_t t) {
-    const int64_t at = w->index[t], wide = p->value_dim, first = p->first[at], n = p->stop[at] - first;
-    if (n <= 0) return;
-    float *logits = w->row_logits, peak = -INFINITY, sum[MOST_DIM] = {0}, all = 0;
-    for (int64_t i = 0; i < n; i++) {
-        logits[i] = row_dot(&p->key, row_offset(&p->key, w->lane, first + i), w->query + t * p->dim, p->dim);
-        peak = logits[i] > peak ? logits[i] : peak;
-    }
-    for (int64_t i = n; i < (n + WIDTH - 1) / WIDTH * WIDTH; i++) logits[i] = -INFINITY;
-    for (int64_t i = 0; i < n; i += WIDTH) store(logits + i, vexp(load(logits + i) - splat(peak)));
-    for (int64_t i = 0; i < n; i++) all += logits[i];
-    add_rows(sum, &p->value, w->lane, NULL, first, logits, n, wide);
-    for (int64_t i = 0; i < wide; i++) p->output[at * wide + i] = sum[i] / all;
-    p->lse[at] = peak + logf(all);
 }
 
 /* One softmax over what was read elsewhere, the rows found and the columns: leaves weights of columns in `logits`, and
@@ -184,8 +172,7 @@ static int64_t run_tile(const Problem *p, Work *w) {
     const int64_t wide = p->value_dim;
     int64_t read = 0;
     prescore_begin_tile(p, w);
-    for (int64_t t = 0; t < w->n; t++)
-        if (p->first) prescore_read_fixed(p, w, t);
+    if (w->near) prescore_read_near(p, w);
     if (w->nodes == 0 && p->sinks == 0) return 0;
     if (w->nodes == 0) {
         memset(w->n_found, 0, sizeof w->n_found);
@@ -218,10 +205,11 @@ static int64_t run_tile(const Problem *p, Work *w) {
 /* Returns 0, or 1 where there was no memory. */
 PRESCORE_EXPORT int prescore_routed_forward(const Problem *p) {
     const int64_t tiles = (p->n_query + TILE - 1) / TILE;
-    int failed = 0;
+    Near near = {0};
+    int failed = p->first ? prescore_take_near(p, &near) : 0;
 #pragma omp parallel num_threads(prescore_threads()) if (tiles * p->lanes > 1)
     {
-        Work *w = prescore_new_work(p);
+        Work *w = failed ? NULL : prescore_new_work(p, p->first ? &near : NULL);
         int64_t read = 0;
         if (!w) {
 #pragma omp atomic write
@@ -241,5 +229,6 @@ PRESCORE_EXPORT int prescore_routed_forward(const Problem *p) {
 #pragma omp atomic
         p->counts[1] += read;
     }
+    prescore_free_near(&near);
     return failed;
 }

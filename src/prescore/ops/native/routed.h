@@ -13,6 +13,7 @@
 
 #define TILE 32      /* queries that are worked off together */
 #define MOST_DIM 256 /* of keys: sums of codes in 16 bits hold no more; and of values */
+#define NEAR_ROWS 256 /* that are weighed together: their weights for a tile stay in cache */
 
 enum { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2 };
 
@@ -23,13 +24,14 @@ typedef struct {
     int64_t step, type; /* numbers between rows, one of the types above */
 } Rows;
 
-/* Must equal `FarCall` in routed/compiled/call.py. A column is a sink or a node: `sink_room` places for sinks (a multiple of
- * 16, those behind `sinks` are empty), then the nodes. */
+/* Must equal `FarCall` in routed/compiled/call.py. A lane has `n_query` queries, `length` of each of its heads, one head
+ * after the other. A column is a sink or a node: `sink_room` places for sinks (a multiple of 16, those behind `sinks` are
+ * empty), then the nodes. */
 typedef struct {
-    const float *query;         /* [lanes, n_query, dim] */
+    Rows query; /* [lanes * heads] lanes of `length` rows */
     Rows key, value;
-    const int32_t *visible;     /* [lanes, n_query]: nodes that a query sees */
-    const int32_t *first, *stop; /* [lanes, n_query]: rows that it reads in any case; NULL = none */
+    const int32_t *visible;     /* [lanes, length]: nodes that a query sees */
+    const int32_t *first, *stop; /* [lanes, length]: rows that it reads in any case; NULL = read elsewhere */
     const float *columns;       /* [lanes, room / 16, dim, 16]: keys of the columns, sixteen side by side */
     const float *column_values; /* [lanes, room, value_dim] */
     const int32_t *rows;        /* [lanes, node_room, leaf]: the keys of each node */
@@ -37,7 +39,7 @@ typedef struct {
     const float *scales;        /* [lanes, node_room, leaf / 16, 2, 16] */
     const float *spread;        /* [lanes, pools, dim, dim]: covariance of keys within nodes */
     const float *drift;         /* [lanes, pools, dim, value_dim]: that of keys and values */
-    int64_t lanes, n_query, dim, value_dim, leaf, sinks, sink_room, room, node_room, pools, nodes_per_pool;
+    int64_t lanes, n_query, length, dim, value_dim, leaf, sinks, sink_room, room, node_room, pools, nodes_per_pool;
     int64_t more; /* columns behind `room` that a sampled rest needs */
     float scale, reach, log_share, most_gain;
     float margin; /* deviations of its own error that a coded logit is lifted by */
@@ -45,6 +47,13 @@ typedef struct {
     float *limit;        /* [lanes, n_query]: from which logit on keys are read by themselves */
     int64_t *counts;     /* keys searched, rows read */
 } Problem;
+
+/* Rows from `begin` to `stop` of every lane, which some query reads in any case. */
+typedef struct {
+    int64_t begin, stop, blocks;
+    float *keys;   /* [lanes, blocks, dim, 16]: sixteen side by side */
+    float *values; /* [lanes, stop - begin, value_dim]; NULL = they lie as they should */
+} Near;
 
 /* A tile of queries of one lane that see the same nodes. */
 typedef struct {
@@ -64,24 +73,32 @@ typedef struct {
     int32_t *found;    /* [TILE, found_room] rows read */
     const int32_t *place; /* [node_room]: which key of sixteen is sampled; NULL = none */
     int32_t *sampled;     /* [TILE, padded]: which samples of each node are read by themselves, as bits */
+    const Near *near;     /* what `first` and `stop` speak of; NULL = it was read elsewhere */
+    float near_weights[TILE * NEAR_ROWS], near_sums[TILE * MOST_DIM];
 } Work;
 
-Work *prescore_new_work(const Problem *p);
+Work *prescore_new_work(const Problem *p, const Near *near);
+int prescore_take_near(const Problem *p, Near *near);
+void prescore_free_near(Near *near);
+void prescore_read_near(const Problem *p, Work *w);
+void prescore_take_queries(const Problem *p, Work *w);
 void prescore_begin_tile(const Problem *p, Work *w);
 void prescore_find_rows(const Problem *p, Work *w);
 void prescore_correct_columns(const Problem *p, Work *w, int64_t t);
 void prescore_set_limit(const Problem *p, Work *w, int64_t t);
-void prescore_read_fixed(const Problem *p, Work *w, int64_t t);
 float prescore_read_rows(const Problem *p, Work *w, int64_t t, float *highest);
+
+/* Where a lane's query stands in what all heads share. */
+INLINE int64_t place_of(const Problem *p, int64_t lane, int64_t query) { return lane * p->length + query % p->length; }
 
 /* Take the next queries of a lane that see the same nodes, at most a tile; returns how many there are behind them. */
 INLINE int64_t next_tile(const Problem *p, Work *w, int64_t lane, int64_t begin, int64_t stop) {
-    const int32_t *visible = p->visible + lane * p->n_query;
     w->lane = lane;
-    w->nodes = visible[begin];
+    w->nodes = p->visible[place_of(p, lane, begin)];
     w->columns = (p->sink_room + w->nodes + 15) / 16 * 16;
     w->n = 0;
-    while (w->n < TILE && begin < stop && visible[begin] == w->nodes) w->index[w->n++] = lane * p->n_query + begin++;
+    while (w->n < TILE && begin < stop && p->visible[place_of(p, lane, begin)] == w->nodes)
+        w->index[w->n++] = lane * p->n_query + begin++;
     return begin;
 }
 
@@ -154,27 +171,34 @@ INLINE void fetch_row(const Rows *r, int64_t offset, int64_t dim) {
     for (int64_t i = 0; i < dim * size; i += 64) __builtin_prefetch((const char *)r->data + offset * size + i);
 }
 
-/* to[t] (+)= sum over i of a[t, i] * m[i], for the rows t of a tile and `wide` columns. */
-INLINE void product(float *to, int64_t to_step, const float *a, int64_t a_step, int64_t a_inner, int64_t n,
-                    const float *m, int64_t m_step, int64_t inner, int64_t wide, int add) {
+/* to[t] (+)= sum over i of a[t, i] * m[i], for the rows t of a tile and `wide` columns; `together` rows at a time. */
+INLINE void product_of(const int together, float *to, int64_t to_step, const float *a, int64_t a_step, int64_t a_inner,
+                       int64_t n, const float *m, int64_t m_step, int64_t inner, int64_t wide, int add) {
     for (int64_t c = 0; c < wide; c += WIDTH)
-        for (int64_t t = 0; t < n; t += 8) {
+        for (int64_t t = 0; t < n; t += together) {
             const float *row[8];
             floats sum[8];
-            for (int j = 0; j < 8; j++) {
+            for (int j = 0; j < together; j++) {
                 row[j] = a + (t + j < n ? t + j : n - 1) * a_step;
                 sum[j] = splat(0);
             }
             for (int64_t i = 0; i < inner; i++) {
                 floats x = load(m + i * m_step + c);
-                for (int j = 0; j < 8; j++) sum[j] += x * splat(row[j][i * a_inner]);
+                for (int j = 0; j < together; j++) sum[j] += x * splat(row[j][i * a_inner]);
             }
-            for (int j = 0; j < 8 && t + j < n; j++) {
+            for (int j = 0; j < together && t + j < n; j++) {
                 float *at = to + (t + j) * to_step + c;
                 if (add) sum[j] += load(at);
                 store(at, sum[j]);
             }
         }
+}
+INLINE void product(float *to, int64_t to_step, const float *a, int64_t a_step, int64_t a_inner, int64_t n,
+                    const float *m, int64_t m_step, int64_t inner, int64_t wide, int add) {
+    if (n > 2) /* a single step has few queries */
+        product_of(8, to, to_step, a, a_step, a_inner, n, m, m_step, inner, wide, add);
+    else
+        product_of(1, to, to_step, a, a_step, a_inner, n, m, m_step, inner, wide, add);
 }
 
 #endif

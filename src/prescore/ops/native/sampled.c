@@ -273,8 +273,6 @@ static int64_t weigh_tile(const Problem *p, const Samples *s, Work *w, Guess *g)
 static int64_t run_tile(const Problem *p, const Samples *s, Work *w, Guess *g) {
     const int64_t dim = p->dim, blocks = p->more / 16;
     prescore_begin_tile(p, w);
-    for (int64_t t = 0; t < w->n; t++)
-        if (p->first) prescore_read_fixed(p, w, t);
     const float *columns = s->columns + w->lane * blocks * dim * 16;
     for (int64_t b = 0; b < filled(w->nodes * s->each) / 16; b++)
         product(w->logits + p->room + 16 * b, w->padded, w->query, dim, 1, w->n, columns + b * dim * 16, 16, dim, 16, 0);
@@ -285,14 +283,14 @@ static int64_t run_tile(const Problem *p, const Samples *s, Work *w, Guess *g) {
 
 /* The next queries of a lane that take part and see the same nodes; returns where to go on. */
 static int64_t next_active(const Problem *p, const Samples *s, Work *w, int64_t lane, int64_t begin, int64_t stop) {
-    const int32_t *visible = p->visible + lane * p->n_query;
     const uint8_t *active = s->active + lane * p->n_query;
     w->lane = lane;
     w->n = 0;
     for (; begin < stop && w->n < TILE; begin++) {
-        if (!active[begin] || visible[begin] == 0) continue;
-        if (w->n && visible[begin] != w->nodes) break;
-        w->nodes = visible[begin];
+        const int32_t visible = p->visible[place_of(p, lane, begin)];
+        if (!active[begin] || visible == 0) continue;
+        if (w->n && visible != w->nodes) break;
+        w->nodes = visible;
         w->index[w->n++] = lane * p->n_query + begin;
     }
     w->columns = (p->sink_room + (w->n ? w->nodes : 0) + 15) / 16 * 16;
@@ -314,7 +312,7 @@ PRESCORE_EXPORT int prescore_routed_sampled(const Problem *p, const Samples *s) 
     int failed = 0;
 #pragma omp parallel num_threads(prescore_threads()) if (spans * p->lanes > 1)
     {
-        Work *w = prescore_new_work(p);
+        Work *w = prescore_new_work(p, NULL);
         Guess *g = w ? new_guess(p) : NULL;
         int64_t read = 0;
         if (!g) {

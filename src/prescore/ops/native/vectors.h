@@ -21,6 +21,8 @@
 typedef float floats __attribute__((vector_size(4 * WIDTH), aligned(4), may_alias));
 typedef int32_t ints __attribute__((vector_size(4 * WIDTH), aligned(4), may_alias));
 
+typedef int8_t bytes __attribute__((vector_size(WIDTH)));
+
 INLINE floats splat(float x) { return x - (floats){0}; }
 INLINE floats load(const float *p) { return *(const floats *)p; } /* the type allows any alignment and alias */
 INLINE void store(float *p, floats v) { *(floats *)p = v; }

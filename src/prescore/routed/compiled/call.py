@@ -18,6 +18,7 @@ from prescore.routed.compiled.checked import (
     RowsStruct,
     call_library,
     check_lanes,
+    check_rows,
     check_tensors,
     rows_struct,
 )
@@ -25,8 +26,21 @@ from prescore.routed.sources import View
 from prescore.routed.stand_ins import MOST_KNOWN_GAIN
 
 _TABLES = ("columns", "column_values", "rows", "codes", "scales", "spread", "drift")
-COUNTS = ("lanes", "n_query", "dim", "value_dim", "leaf", "sinks", "sink_room", "room", "node_room", "pools")
-SHARED = ("lanes", "n_query", "dim", "value_dim", "leaf", "room", "node_room", "pools", "more")
+_RESULTS = ("output", "lse", "limit", "counts")
+COUNTS = (
+    "lanes",
+    "n_query",
+    "length",
+    "dim",
+    "value_dim",
+    "leaf",
+    "sinks",
+    "sink_room",
+    "room",
+    "node_room",
+    "pools",
+)
+SHARED = ("lanes", "n_query", "length", "dim", "value_dim", "leaf", "room", "node_room", "pools", "more")
 """Counts that `CallSizes` has."""
 
 
@@ -34,13 +48,11 @@ class FarCall(ctypes.Structure):
     """One call, as ops/native/routed.h has it."""
 
     _fields_ = (
-        ("query", POINTER),
-        ("key", RowsStruct),
-        ("value", RowsStruct),
+        *((name, RowsStruct) for name in ("query", "key", "value")),
         *((name, POINTER) for name in ("visible", "first", "stop", *_TABLES)),
         *((name, SIZE) for name in (*COUNTS, "nodes_per_pool", "more")),
         *((name, REAL) for name in ("scale", "reach", "log_share", "most_gain", "margin")),
-        *((name, POINTER) for name in ("output", "lse", "limit", "counts")),
+        *((name, POINTER) for name in _RESULTS),
     )
 
 
@@ -104,14 +116,13 @@ class FarProblem:
     """One call of compiled code.
 
     Attributes:
-        query: `[T, n, D]`.
-        key, value: `[T, N, D]` or `[B, Hkv, N, D]`, numbers of a row side by side.
+        query: `[T, G, n, D]`, numbers of a row side by side.
+        key, value: `[T, N, D]` or `[B, Hkv, N, D]`, likewise.
         tables: What was made of them.
-        view: Its `search`, `scale` and `nodes_per_chunk`.
-        visible: `[T, n]` int32, nodes that a query sees.
-        output, lse, limit: `[T, n, Dv]` and `[T, n]`, written by the forward function.
-        counts: Keys searched, rows read, written.
-        first, stop: `[T, n]` int32, the rows that a query reads in any case; None = none.
+        view: What each query sees and looks for.
+        output, lse, limit: `[T, G, n, Dv]` and `[T, G, n]`, written by the forward function.
+        counts: Keys searched, rows read, added to.
+        reads_near: Whether what the view reads in any case is read here; else output and lse hold it.
     """
 
     query: Tensor
@@ -119,50 +130,47 @@ class FarProblem:
     value: Tensor
     tables: Tables
     view: View
-    visible: Tensor
     output: Tensor
     lse: Tensor
     limit: Tensor
     counts: Tensor
-    first: Tensor | None = None
-    stop: Tensor | None = None
+    reads_near: bool = False
 
     def check(self) -> None:
         """Refuse whatever compiled code could read or write outside of: it checks nothing itself."""
-        n_lanes, n_query, dim = self.query.shape
-        tables, each, wide, n_keys = self.tables, (n_lanes, n_query), self.value.shape[-1], self.key.shape[-2]
-        fixed = (("first", self.first), ("stop", self.stop))
-        expected = [
-            Expected("query", self.query, (*each, dim)),
-            Expected("output", self.output, (*each, wide)),
-            Expected("lse", self.lse, each),
-            Expected("limit", self.limit, each),
-            Expected("counts", self.counts, (2,), torch.long),
-            Expected("visible", self.visible, each, torch.int32),
-            *(Expected(name, tensor, each, torch.int32) for name, tensor in fixed if tensor is not None),
-        ]
-        check_tensors(expected)
+        n_lanes, group, length, dim = self.query.shape
+        tables, view, wide, n_keys = self.tables, self.view, self.value.shape[-1], self.key.shape[-2]
+        each, places = (n_lanes, group, length), (n_lanes, length)
+        seen = {"visible": view.visible, **({"first": view.first, "stop": view.stop} if self.reads_near else {})}
+        check_tensors(
+            [
+                Expected("output", self.output, (*each, wide)),
+                Expected("lse", self.lse, each),
+                Expected("limit", self.limit, each),
+                Expected("counts", self.counts, (2,), torch.long),
+                *(Expected(name, tensor, places, torch.int32) for name, tensor in seen.items()),
+            ]
+        )
+        check_rows("query", self.query, n_lanes * group)
         check_lanes(self.key, self.value, n_lanes, tables.rows.shape[2])
         if tables.sizes != (n_lanes, dim, wide) or self.key.shape[-1] != dim:
             raise ValueError(f"tables must be of {n_lanes} lanes of {dim} and {wide} numbers, got {tables.sizes}")
         if tables.row_stop > n_keys:
             raise ValueError(f"tables must be of {n_keys} keys, got rows up to {tables.row_stop}")
-        least, most = (int(t) for t in torch.aminmax(self.visible)) if self.visible.numel() else (0, 0)
-        if not 0 <= least <= most <= min(tables.nodes, tables.pools * self.view.nodes_per_chunk):
+        least, most = _range(view.visible)
+        if not 0 <= least <= most <= min(tables.nodes, tables.pools * view.nodes_per_chunk):
             raise ValueError(f"visible nodes must lie between 0 and {tables.nodes}, got {least} to {most}")
-        if (self.first is None) != (self.stop is None):
-            raise ValueError("first and stop must be given together, got one of them")
-        if self.first is not None and self.stop is not None:
-            begin, end = int(self.first.min()), int(self.stop.max())
-            if begin < 0 or end > n_keys:
-                raise ValueError(f"fixed rows must lie within {n_keys} keys, got {begin} to {end}")
+        if self.reads_near and (_range(view.first)[0] < 0 or _range(view.stop)[1] > n_keys):
+            begin, end = _range(view.first)[0], _range(view.stop)[1]
+            raise ValueError(f"near rows must lie within {n_keys} keys, got {begin} to {end}")
 
     def sizes(self, more: int) -> CallSizes:
         """What there is of everything; `more` columns behind those of the tables."""
         return CallSizes(
             lanes=self.query.shape[0],
-            n_query=self.query.shape[1],
-            dim=self.query.shape[2],
+            n_query=self.query.shape[1] * self.query.shape[2],
+            length=self.query.shape[2],
+            dim=self.query.shape[3],
             value_dim=self.value.shape[-1],
             leaf=self.tables.rows.shape[2],
             room=self.tables.column_values.shape[1],
@@ -173,21 +181,31 @@ class FarProblem:
         )
 
 
+def _range(numbers: Tensor) -> tuple[int, int]:
+    """Least and most; 0 where there are none."""
+    if not numbers.numel():
+        return 0, 0
+    least, most = torch.aminmax(numbers)
+    return int(least), int(most)
+
+
 def run(name: str, problem: FarProblem, extra: GradientBuffers | SampleBuffers | None = None) -> None:
     """Call a function of the library; `extra` is for the backward and the sampled one."""
     problem.check()
     sizes = problem.sizes(extra.more if isinstance(extra, SampleBuffers) else 0)
     given: tuple[ctypes.Structure, ...] = () if extra is None else (extra.checked(sizes),)
     view, tables = problem.view, problem.tables
-    where = [rows_struct(t) for t in (problem.key, problem.value)]
-    pointers = ("query", "visible", "first", "stop", "output", "lse", "limit", "counts")
-    tensors = {name: getattr(problem, name) for name in pointers} | {
-        name: getattr(tables, name) for name in _TABLES
-    }
+    near = (view.first.data_ptr(), view.stop.data_ptr()) if problem.reads_near else (None, None)
+    where = [rows_struct(t) for t in (problem.query, problem.key, problem.value)]
     call = FarCall(
-        key=where[0],
-        value=where[1],
-        **{name: None if tensor is None else tensor.data_ptr() for name, tensor in tensors.items()},
+        query=where[0],
+        key=where[1],
+        value=where[2],
+        visible=view.visible.data_ptr(),
+        first=near[0],
+        stop=near[1],
+        **{name: getattr(tables, name).data_ptr() for name in _TABLES},
+        **{name: getattr(problem, name).data_ptr() for name in _RESULTS},
         **{name: getattr(sizes, name) for name in SHARED},
         sinks=tables.sinks,
         sink_room=tables.sink_room,

@@ -19,7 +19,7 @@ POINTER, SIZE, REAL = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 
 
 class RowsStruct(ctypes.Structure):
-    """Rows of keys or values where they lie."""
+    """Rows of queries, keys or values where they lie."""
 
     starts: ctypes.Array[ctypes.c_int64]
     _fields_ = (("data", POINTER), ("at", POINTER), ("step", SIZE), ("type", SIZE))
@@ -49,13 +49,20 @@ def check_tensors(expected: Sequence[Expected]) -> None:
 
 def check_lanes(key: Tensor, value: Tensor, n_lanes: int, leaf: int) -> None:
     """Refuse keys and values that compiled code does not know, or not side by side."""
-    dim, wide, n_keys = key.shape[-1], value.shape[-1], key.shape[-2]
-    for name, tensor in (("key", key), ("value", value)):
-        lanes, known = tensor.shape[:-2].numel(), tensor.dtype in TYPES and tensor.device.type == "cpu"
-        if tensor.stride(-1) != 1 or not known or lanes != n_lanes or tensor.shape[-2] != n_keys:
-            raise ValueError(f"{name} must be rows of {n_lanes} lanes, got {tuple(tensor.shape)} {tensor.dtype}")
+    dim, wide = key.shape[-1], value.shape[-1]
+    check_rows("key", key, n_lanes)
+    check_rows("value", value, n_lanes)
+    if key.shape[-2] != value.shape[-2]:
+        raise ValueError(f"value must have as many rows as key, {key.shape[-2]}, got {value.shape[-2]}")
     if dim % WIDTH or wide % WIDTH or leaf % WIDTH or not 0 < min(dim, wide) <= max(dim, wide) <= MOST_DIM:
         raise ValueError(f"sizes must be multiples of {WIDTH}, got {dim}, {wide} and {leaf}")
+
+
+def check_rows(name: str, rows: Tensor, n_lanes: int) -> None:
+    """Refuse rows of numbers that compiled code does not know, or not side by side."""
+    known = rows.dtype in TYPES and rows.device.type == "cpu"
+    if rows.stride(-1) != 1 or not known or rows.shape[:-2].numel() != n_lanes:
+        raise ValueError(f"{name} must be rows of {n_lanes} lanes, got {tuple(rows.shape)} {rows.dtype}")
 
 
 def call_library(name: str, *structures: ctypes.Structure) -> None:

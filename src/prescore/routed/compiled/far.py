@@ -1,7 +1,7 @@
-"""The far part of some lanes in compiled code, forward and backward, and single steps.
+"""Routed attention of some lanes in compiled code, forward and backward, and single steps.
 
 Sources become the layouts of ops/native/routed.h: columns (sinks, then nodes) sixteen side by side, codes
-likewise.
+likewise. Queries, keys and values are read where they lie.
 """
 
 from __future__ import annotations
@@ -47,18 +47,29 @@ def runs_on(query: Tensor, value_dim: int, leaf: int) -> bool:
     )
 
 
-def attend_compiled(
-    query: Tensor, sources: Sources, view: View, near: Attended
-) -> tuple[Attended, Tensor, Tensor]:
-    """The far part on top of what lies near, in place; also each query's limit, and counts."""
+def attend_compiled(query: Tensor, sources: Sources, view: View) -> tuple[Attended, Tensor, Tensor]:
+    """All that queries `[T, G, n, D]` read; also each query's limit, and counts."""
+    whole, limit, counts = _results(query, sources)
     tables = make_tables(sources)
-    n_lanes, group, length, _ = query.shape
-    limit = torch.full_like(near.lse, torch.inf)
-    counts = torch.zeros(2, dtype=torch.long)
-    asked = query.to(torch.float32).reshape(n_lanes, group * length, -1).contiguous()
-    seen = (sources.key, sources.value, tables, view, view.visible_to_each(group))
-    run("prescore_routed_forward", FarProblem(asked, *seen, near.output, near.lse, limit, counts))
-    return near, limit, counts
+    problem = FarProblem(query, sources.key, sources.value, tables, view, *whole, limit, counts, reads_near=True)
+    run("prescore_routed_forward", problem)
+    return whole, limit, counts
+
+
+def attend_near_compiled(query: Tensor, sources: Sources, view: View) -> Attended:
+    """What queries `[T, G, n, D]` read in any case, beside the sinks."""
+    near, limit, counts = _results(query, sources)
+    tables = make_tables(sources)
+    problem = FarProblem(query, sources.key, sources.value, tables, view, *near, limit, counts, reads_near=True)
+    run("prescore_routed_near", problem)
+    return near
+
+
+def _results(query: Tensor, sources: Sources) -> tuple[Attended, Tensor, Tensor]:
+    """Room for outputs and lse, for limits (infinite where nothing is far), and for counts."""
+    shape = query.shape[:3]
+    whole = Attended(torch.empty(*shape, sources.value.shape[-1]), torch.empty(shape))
+    return whole, torch.full(shape, torch.inf), torch.zeros(2, dtype=torch.long)
 
 
 def attend_compiled_backward(
@@ -70,7 +81,6 @@ def attend_compiled_backward(
         `[T, G, Q]`, the gradient of each query's limit, which the near part has a share in.
     """
     tables = make_tables(sources)
-    n_lanes, group, length, _ = query.shape
     counts = torch.zeros(2, dtype=torch.long)
     grads = grad.to(torch.float32).contiguous()
     product = (grads * merged.output).sum(-1)
@@ -81,10 +91,9 @@ def attend_compiled_backward(
     like = (sources.key, sources.value, column_keys, tables.column_values, tables.spread, tables.drift)
     parts = tuple(torch.zeros(_PARTS, *t.shape, dtype=torch.float32) for t in like)
     more = GradientBuffers(grads, product, column_keys, value_columns, turned_drift, sums[0], grad_limit, parts)
-    asked = query.to(torch.float32).reshape(n_lanes, group * length, -1).contiguous()
-    seen = (sources.key, sources.value, tables, view, view.visible_to_each(group))
     # the output is not looked at
-    run("prescore_routed_backward", FarProblem(asked, *seen, grads, merged.lse, limit, counts), more)
+    problem = FarProblem(query, sources.key, sources.value, tables, view, grads, merged.lse, limit, counts)
+    run("prescore_routed_backward", problem, more)
     for total, part in zip(sums[1:9], _learned(parts, tables, sources), strict=True):
         total.add_(part)
     return grad_limit
@@ -100,24 +109,19 @@ def _learned(parts: tuple[Tensor, ...], tables: Tables, sources: Sources) -> tup
 
 
 def step_compiled(
-    query: Tensor, rows: tuple[Tensor, Tensor], tables: Tables, view: View, near: int
+    query: Tensor, rows: tuple[Tensor, Tensor], tables: Tables, view: View
 ) -> tuple[Attended, float]:
-    """One query `[T, G, 1, D]` over keys and values `[B, Hkv, N, D]`, those from `near` on in any case.
+    """One query `[T, G, 1, D]` over keys and values `[B, Hkv, N, D]`.
 
     Returns:
         The result, and the rows found by a query on average.
     """
-    n_lanes, group, _, _ = query.shape
-    output = torch.zeros(n_lanes, group, rows[1].shape[-1])
-    lse = torch.full((n_lanes, group), -torch.inf)
+    shape = query.shape[:3]
+    output, lse, limit = torch.empty(*shape, rows[1].shape[-1]), torch.empty(shape), torch.empty(shape)
     counts = torch.zeros(2, dtype=torch.long)
-    shape, number = (n_lanes, group), torch.int32
-    fixed = torch.full(shape, near, dtype=number), torch.full(shape, rows[0].shape[2], dtype=number)
-    asked = query.to(torch.float32).reshape(n_lanes, group, -1).contiguous()
-    seen = (*rows, tables, view, view.visible.expand(shape).contiguous())
-    run("prescore_routed_forward", FarProblem(asked, *seen, output, lse, torch.empty_like(lse), counts, *fixed))
-    found = Attended(output[:, :, None].to(rows[1].dtype), lse[..., None])
-    return found, int(counts[1]) / lse.numel()
+    problem = FarProblem(query, *rows, tables, view, output, lse, limit, counts, reads_near=True)
+    run("prescore_routed_forward", problem)
+    return Attended(output.to(rows[1].dtype), lse), int(counts[1]) / lse.numel()
 
 
 def make_tables(sources: Sources) -> Tables:

@@ -21,7 +21,7 @@ def attend_sampled_compiled(
 ) -> tuple[Spread, Tensor]:
     """Queries that are active, with a sampled rest; also keys searched and rows read."""
     tables = make_tables(sources)
-    n_lanes, group, length, _ = query.shape
+    n_lanes = query.shape[0]
     each = tables.rows.shape[2] // WIDTH
     drawn = (draws.places[:, None] + torch.arange(each) * WIDTH).expand(n_lanes, -1, -1)
     rows = sources.rows.gather(2, drawn).flatten(1).long()
@@ -42,7 +42,6 @@ def attend_sampled_compiled(
     counts = torch.zeros(2, dtype=torch.long)
     given = active, aim, place, columns, values, value_columns, norms, coarse, signs, shadows
     samples = SampleBuffers(*given, variance, fourth, overlap, further, draws.allowed)
-    asked = query.to(torch.float32).reshape(n_lanes, group * length, -1).contiguous()
-    seen = (sources.key, sources.value, tables, view, view.visible_to_each(group))
-    run("prescore_routed_sampled", FarProblem(asked, *seen, output, lse, limit, counts), samples)
+    problem = FarProblem(query, sources.key, sources.value, tables, view, output, lse, limit, counts)
+    run("prescore_routed_sampled", problem, samples)
     return Spread(output, lse, variance, fourth, overlap, limit, further.bool()), counts

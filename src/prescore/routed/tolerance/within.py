@@ -19,11 +19,10 @@ from torch import Tensor
 
 from prescore.call import Call
 from prescore.config import Routed
-from prescore.ops.backend import accumulation_dtype
-from prescore.routed.compiled.far import can_run
+from prescore.routed.compiled.far import attend_near_compiled, can_run
 from prescore.routed.compiled.sampled import attend_sampled_compiled
 from prescore.routed.far import Search
-from prescore.routed.softmax import attend_near
+from prescore.routed.local import attend_near
 from prescore.routed.sources import Draws, Sources, View
 from prescore.routed.tolerance.draws import sample_places
 from prescore.routed.tolerance.error_bar import error_limit, estimated_error, longest_error
@@ -67,10 +66,8 @@ class Within(NamedTuple):
 
 def attend_to_tolerance(query: Tensor, sources: Sources, view: View, config: Routed, seed: int) -> Within:
     """Queries `[T, G, Q, D]` with their error bars, by the configuration's tolerance and confidence."""
-    wide = accumulation_dtype(query.dtype)
-    shape = (*query.shape[:3], sources.value.shape[-1])
-    near = Attended(query.new_empty(shape, dtype=wide), query.new_empty(shape[:3], dtype=wide))
-    attend_near(query, sources, view, near)
+    attend = attend_near_compiled if can_run(query, sources, view) else attend_near
+    near = attend(query, sources, view)
     bars = attend_within(query, sources, view, near, config, seed)
     return bars._replace(output=bars.output.to(query.dtype))
 
@@ -93,7 +90,7 @@ def attend_within(
     """Attend such that every error bar is within the tolerance, as far as looking for lighter keys gets.
 
     Args:
-        query: `[T, G, Q, D]`, whole blocks.
+        query: `[T, G, Q, D]`.
         sources: What they see.
         view: How they see it; its search is what is looked for in any case.
         near: What they read in any case.
