@@ -23,7 +23,7 @@ from torch.nn.functional import pad
 from prescore.call import Call
 from prescore.config import Routed
 from prescore.errors import Unsupported
-from prescore.routed.lanes import ERROR_FIGURES, Answer, attend_lanes, exact_answer
+from prescore.routed.lanes import ERROR_FIGURES, Answer, attend_lanes, exact_answer, is_learned
 from prescore.routed.layout import make_layout
 from prescore.types import Attended, Outcome, Selection
 
@@ -40,7 +40,7 @@ def routes_nothing(call: Call, config: Routed) -> bool:
 
 def attend_routed(call: Call, config: Routed, *, explain: bool = False) -> Outcome:
     """Run routed attention; with `explain` also tell what could be read, and figures about what was."""
-    if config.tolerance is not None and _learned(call):
+    if config.tolerance is not None and is_learned(call):
         raise Unsupported(
             "tolerance", ["which queries read on is not differentiable, and inputs require gradients"]
         )
@@ -66,10 +66,6 @@ def attend_routed(call: Call, config: Routed, *, explain: bool = False) -> Outco
         "backend": call.backend.name,
     }
     return Outcome(answer.attended, count_rows, _reachable(call, config), stats)
-
-
-def _learned(call: Call) -> bool:
-    return torch.is_grad_enabled() and any(t.requires_grad for t in (call.query, call.key, call.value))
 
 
 def _with_gaps(call: Call) -> Tensor | None:

@@ -13,6 +13,7 @@ from torch.nn.functional import pad
 from prescore.call import Call
 from prescore.config import Routed
 from prescore.ops.backend import Backend
+from prescore.ops.native.library import NO_LEVEL
 from prescore.routed.compiled.far import level_for
 from prescore.routed.compiled.nodes import build_nodes_compiled, can_build
 from prescore.routed.far import Search
@@ -53,13 +54,18 @@ def attend_lanes(call: Call, config: Routed) -> Answer:
     n_exact = layout.n_exact if call.query.numel() and call.key.numel() else layout.n_query
     figures = geometry(layout, n_exact, config)
     results = []
-    if n_exact or not layout.n_query:
-        results.append(attend_beginning(call, layout, n_exact))
+    level = level_for(call.query, call.value.shape[-1], layout.leaf, call.backend)
+    # compiled code reads the beginning too, and faster; the operator alone has its gradients
+    by_operator = config.tolerance is not None or level == NO_LEVEL or is_learned(call)
+    n_apart = n_exact if by_operator or n_exact == layout.n_query else 0
+    if n_apart or not layout.n_query:
+        results.append(attend_beginning(call, layout, n_apart))
     if n_exact < layout.n_query:
-        routed = _attend_heads(call, layout, n_exact, config)
+        routed = _attend_heads(call, layout, n_apart, config)
         results.append(routed.attended)
-        _count(figures, layout, n_exact, routed.counts / routed.attended.lse.numel())
-        figures["native"] = level_for(call.query, call.value.shape[-1], layout.leaf, call.backend)
+        n_routed = call.query.shape[:2].numel() * (layout.n_query - n_exact)
+        _count(figures, layout, n_exact, routed.counts / n_routed)
+        figures["native"] = level
     whole = results[0]
     if len(results) > 1:
         whole = Attended(*(torch.cat(tensors, dim=2) for tensors in zip(*results, strict=True)))
@@ -71,6 +77,11 @@ def attend_lanes(call: Call, config: Routed) -> Answer:
     figures["rows_per_query"] += float((over * layout.visible_rows().to(over.device)).mean())
     figures.update(error_figures(limit[real], error[real], further[real], over[real]))
     return Answer(whole, figures)
+
+
+def is_learned(call: Call) -> bool:
+    """Whether gradients of a call are recorded."""
+    return torch.is_grad_enabled() and any(t.requires_grad for t in (call.query, call.key, call.value))
 
 
 def error_figures(limit: Tensor, error: Tensor, further: Tensor, over: Tensor) -> Values:
@@ -134,12 +145,12 @@ class _Routed(NamedTuple):
     bars: tuple[Tensor, ...]
 
 
-def _attend_heads(call: Call, layout: Layout, n_exact: int, config: Routed) -> _Routed:
-    """The queries behind the first `n_exact`."""
+def _attend_heads(call: Call, layout: Layout, n_skipped: int, config: Routed) -> _Routed:
+    """The queries behind the first `n_skipped`."""
     search = search_of(config)
     results: list[tuple[Tensor, ...]] = []
     counts = torch.zeros(2, dtype=torch.double, device=call.query.device)
-    for lane in lanes_of(call, n_exact):
+    for lane in lanes_of(call, n_skipped):
         backend = call.backend.at(f"lane {len(results)}")
         view = view_of(lane, layout, search, call.scale, backend)
         sources = sources_of(lane, layout, backend)
@@ -195,7 +206,7 @@ def view_of(lane: Lane, layout: Layout, search: Search, scale: float, backend: B
     else:
         chunks = chunks_of(lane, layout).cpu()[:, None]
         stop = torch.tensor(layout.n_key) if lane.valid is None else lane.valid.sum(1, keepdim=True).cpu()
-    first = layout.sinks + chunks * layout.chunk
+    first = (layout.sinks + chunks * layout.chunk).masked_fill(chunks == 0, 0)
     seen = (chunks * layout.nodes_per_chunk, first, stop)
     shape = (n_lanes, n_query)
     visible, first, stop = (t.expand(shape).to(torch.int32).contiguous() for t in seen)

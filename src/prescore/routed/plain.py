@@ -133,7 +133,7 @@ def far_blocks(query: Tensor, sources: Sources, view: View) -> Iterator[_Block]:
         last = 0
         for nodes, count in zip(*(t.tolist() for t in runs), strict=True):
             first, last = last, last + count
-            if not nodes and not sources.sink_key.shape[1]:
+            if not nodes:
                 continue
             step = max(1, min(QUERY_BLOCK, NUMBERS_AT_ONCE // max(1, nodes * sources.rows.shape[2])))
             for head in range(query.shape[1]):
@@ -142,7 +142,7 @@ def far_blocks(query: Tensor, sources: Sources, view: View) -> Iterator[_Block]:
 
 
 def seen_of(sources: Sources, view: View, lane: int, nodes: int) -> Seen:
-    """What blocks see; without nodes the spread is that of none."""
+    """What blocks see."""
     pool = pool_of(view, nodes)
     wide = sources.node_key.dtype
     return Seen(
@@ -161,4 +161,4 @@ def seen_of(sources: Sources, view: View, lane: int, nodes: int) -> Seen:
 
 def pool_of(view: View, nodes: int) -> int:
     """Which pooled covariance belongs to so many nodes."""
-    return max(0, (nodes - 1) // view.nodes_per_chunk)
+    return (nodes - 1) // view.nodes_per_chunk

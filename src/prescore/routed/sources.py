@@ -51,7 +51,7 @@ class View:
     Attributes:
         visible: `[T, n]` int32 on the CPU: nodes that each query sees, the first ones of its lane.
         first, stop: `[T, n]` likewise: rows that it reads in any case. Causal: the chunk before its own, and its
-            own up to itself; else those behind the last full chunk.
+            own up to itself; else those behind the last full chunk. Where no node is seen: everything.
         causal: Which of both it is.
         chunk: Keys of a chunk.
         nodes_per_chunk: Of every chunk.

@@ -114,7 +114,7 @@ static void column_gradients(const Problem *p, const Gradients *g, Work *w, Tile
         memset(moves, 0, sizeof(float) * (size_t)w->columns);
     } else {
         sink_gradients(p, g, w, b, t);
-        if (w->nodes) of_limit = node_gradients(p, g, w, b, t);
+        of_limit = node_gradients(p, g, w, b, t);
         if (of_limit != 0) add_scaled(moves, b->along + t * w->padded, of_limit, w->columns);
     }
     g->limit[w->index[t]] = of_limit;
@@ -139,20 +139,20 @@ static void covariances_backward(const Problem *p, const Gradients *g, Work *w, 
 static void tile_backward(const Problem *p, const Gradients *g, Work *w, const Sums *s, Tile *b) {
     const int64_t dim = p->dim, wide = p->value_dim, columns = p->sink_room + w->nodes;
     const float *values = g->value_columns + w->lane * p->room * wide;
+    prescore_take_queries(p, w);
     prescore_begin_tile(p, w);
-    memset(w->n_found, 0, sizeof w->n_found);
     for (int64_t t = 0; t < w->n; t++) {
         w->limit[t] = p->limit[w->index[t]];
         memcpy(b->grads + t * wide, g->grad + w->index[t] * wide, sizeof(float) * (size_t)wide);
     }
-    if (w->nodes) prescore_find_rows(p, w);
+    prescore_find_rows(p, w);
     for (int64_t c = 0; c < w->columns / 16; c++)
         product(b->along + 16 * c, w->padded, b->grads, wide, 1, w->n, values + c * wide * 16, 16, wide, 16, 0);
     for (int64_t t = 0; t < w->n; t++) column_gradients(p, g, w, b, t);
     product(b->by_query, dim, w->move, w->padded, 1, w->n, g->column_keys + w->lane * p->room * dim, dim, columns, dim, 0);
     product(s->column_key, dim, w->move, 1, w->padded, columns, w->query, dim, w->n, dim, 1);
     product(s->column_value, wide, w->logits, 1, w->padded, columns, b->grads, wide, w->n, wide, 1);
-    if (w->nodes) covariances_backward(p, g, w, s, b);
+    covariances_backward(p, g, w, s, b);
     for (int64_t t = 0; t < w->n; t++) {
         if (p->lse[w->index[t]] == -INFINITY) continue;
         rows_backward(p, g, w, s, t, b->by_query + t * dim);
@@ -201,7 +201,7 @@ PRESCORE_EXPORT int prescore_routed_backward(const Problem *p, const Gradients *
             const int64_t begin = tile * TILE, stop = begin + TILE < p->n_query ? begin + TILE : p->n_query;
             for (int64_t done = begin; done < stop;) {
                 done = next_tile(p, w, lane, done, stop);
-                if (w->nodes || p->sinks) tile_backward(p, g, w, &s, b);
+                if (w->nodes) tile_backward(p, g, w, &s, b);
             }
         }
         free(b);

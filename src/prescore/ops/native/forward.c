@@ -1,7 +1,7 @@
-/* Routed attention beyond the local chunks, forward.
+/* Routed attention, forward.
  *
- * For each query: score sinks and nodes; read the rows that may matter by themselves; let a stand-in carry what is
- * left of each node. Results are folded into the query's running output and log-sum-exp.
+ * For each query: read what lies near; score sinks and nodes; read the rows that may matter by themselves; let a stand-in
+ * carry what is left of each node. Results are folded into the query's running output and log-sum-exp.
  */
 #include "routed.h"
 #include "stand_ins.h"
@@ -91,11 +91,10 @@ void prescore_take_queries(const Problem *p, Work *w) {
     }
 }
 
-/* Queries, logits of the columns, and the spread and drift of each query. */
+/* Logits of the columns, and the spread and drift of each query. */
 void prescore_begin_tile(const Problem *p, Work *w) {
     const int64_t dim = p->dim, wide = p->value_dim, blocks = p->room / 16;
     const float *columns = p->columns + w->lane * blocks * dim * 16;
-    prescore_take_queries(p, w);
     for (int64_t b = 0; b < w->columns / 16; b++)
         product(w->logits + 16 * b, w->padded, w->query, dim, 1, w->n, columns + b * dim * 16, 16, dim, 16, 0);
     for (int64_t t = 0; t < w->n; t++) {
@@ -103,7 +102,6 @@ void prescore_begin_tile(const Problem *p, Work *w) {
         for (int64_t i = p->sinks; i < p->sink_room; i++) logits[i] = -INFINITY;
         for (int64_t i = p->sink_room + w->nodes; i < w->columns; i++) logits[i] = -INFINITY;
     }
-    if (w->nodes == 0) return;
     const int64_t pool = w->lane * p->pools + (w->nodes - 1) / p->nodes_per_pool;
     product(w->moment, dim, w->query, dim, 1, w->n, p->spread + pool * dim * dim, dim, dim, dim, 0);
     product(w->drift, wide, w->query, dim, 1, w->n, p->drift + pool * dim * wide, wide, dim, wide, 0);
@@ -171,19 +169,13 @@ float prescore_read_rows(const Problem *p, Work *w, int64_t t, float *highest) {
 static int64_t run_tile(const Problem *p, Work *w) {
     const int64_t wide = p->value_dim;
     int64_t read = 0;
+    prescore_take_queries(p, w);
+    prescore_read_near(p, w);
+    if (w->nodes == 0) return 0; /* nothing is far, and sinks lie near */
     prescore_begin_tile(p, w);
-    if (w->near) prescore_read_near(p, w);
-    if (w->nodes == 0 && p->sinks == 0) return 0;
-    if (w->nodes == 0) {
-        memset(w->n_found, 0, sizeof w->n_found);
-        memset(w->drift, 0, sizeof(float) * (size_t)(w->n * wide));
-        memset(w->spread, 0, sizeof w->spread);
-        for (int64_t t = 0; t < w->n; t++) memset(w->move + t * w->padded, 0, sizeof(float) * (size_t)w->columns);
-    } else {
-        for (int64_t t = 0; t < w->n; t++) prescore_set_limit(p, w, t);
-        prescore_find_rows(p, w);
-        for (int64_t t = 0; t < w->n; t++) prescore_correct_columns(p, w, t);
-    }
+    for (int64_t t = 0; t < w->n; t++) prescore_set_limit(p, w, t);
+    prescore_find_rows(p, w);
+    for (int64_t t = 0; t < w->n; t++) prescore_correct_columns(p, w, t);
     float mass[TILE], peak[TILE];
     for (int64_t t = 0; t < w->n; t++) {
         mass[t] = prescore_read_rows(p, w, t, peak + t);
@@ -206,10 +198,10 @@ static int64_t run_tile(const Problem *p, Work *w) {
 PRESCORE_EXPORT int prescore_routed_forward(const Problem *p) {
     const int64_t tiles = (p->n_query + TILE - 1) / TILE;
     Near near = {0};
-    int failed = p->first ? prescore_take_near(p, &near) : 0;
+    int failed = prescore_take_near(p, &near);
 #pragma omp parallel num_threads(prescore_threads()) if (tiles * p->lanes > 1)
     {
-        Work *w = failed ? NULL : prescore_new_work(p, p->first ? &near : NULL);
+        Work *w = failed ? NULL : prescore_new_work(p, &near);
         int64_t read = 0;
         if (!w) {
 #pragma omp atomic write

@@ -39,7 +39,7 @@ static void project(const NodeCall *c, const Bench *b, const float *points, int6
     for (int64_t i = 0; i < n; i++)
         for (int64_t d = 0; d < dim; d += WIDTH)
             store(b->moved + i * dim + d, load(points + i * stride * dim + d) - load(mean + d));
-    product(b->covariance, dim, b->moved, 1, dim, dim, b->moved, dim, n, dim, 0);
+    second_moment(b->covariance, b->moved, n, dim);
     int64_t widest = 0;
     for (int64_t d = 1; d < dim; d++)
         if (b->covariance[d * dim + d] > b->covariance[widest * dim + widest]) widest = d;
@@ -101,26 +101,36 @@ static void centre(float *rows, float *mean, int64_t n, int64_t dim) {
     for (int64_t i = 0; i < n; i++) add_scaled(rows + i * dim, mean, -1.0f, dim);
 }
 
+/* Numbers of a half of a key as whole ones from 0 to 15; what a unit is worth. */
+static float encode_half(const float *part, uint8_t *numbers, int64_t half) {
+    int32_t most = 0, whole[MOST_DIM];
+    for (int64_t i = 0; i < half; i++) { /* lengths are ordered as their bits are */
+        int32_t length;
+        memcpy(&length, part + i, sizeof length);
+        length &= 0x7fffffff;
+        most = length > most ? length : most;
+    }
+    float scale;
+    memcpy(&scale, &most, sizeof scale);
+    scale /= 7.49f; /* half a unit beyond 7 would be a tie */
+    const float by = scale > 1.17549435e-38f ? scale : 1.17549435e-38f;
+    for (int64_t i = 0; i < half; i++) {
+        float x = part[i] / by;
+        x = x > -8.0f ? x : -8.0f; /* NaN becomes a number too */
+        x = (x < 7.0f ? x : 7.0f) + 12582912.0f;
+        whole[i] = (int32_t)(x - 12582912.0f) + 8;
+    }
+    for (int64_t i = 0; i < half; i++) numbers[i] = (uint8_t)whole[i];
+    return scale;
+}
+
 /* Codes of sixteen keys side by side. */
 static void encode(const float *keys, uint8_t *codes, float *scales, int64_t dim) {
     const int64_t half = dim / 2;
     for (int64_t key = 0; key < 16; key++) {
         uint8_t numbers[MOST_DIM];
-        for (int64_t h = 0; h < 2; h++) {
-            const float *part = keys + key * dim + h * half;
-            float most = 0;
-            for (int64_t i = 0; i < half; i++) most = fabsf(part[i]) > most ? fabsf(part[i]) : most;
-            const float scale = most / 7.49f, /* half a unit beyond 7 would be a tie */
-                         by = scale > 1.17549435e-38f ? scale : 1.17549435e-38f;
-            scales[16 * h + key] = scale;
-            for (int64_t i = 0; i < half; i++) {
-                float x = part[i] / by;
-                x = x > -8.0f ? x : -8.0f; /* NaN becomes a number too */
-                x = (x < 7.0f ? x : 7.0f) + 12582912.0f;
-                x -= 12582912.0f;
-                numbers[h * half + i] = (uint8_t)((int)x + 8);
-            }
-        }
+        for (int64_t h = 0; h < 2; h++)
+            scales[16 * h + key] = encode_half(keys + key * dim + h * half, numbers + h * half, half);
         for (int64_t i = 0; i < dim / 8; i++)
             for (int64_t k = 0; k < 4; k++)
                 codes[(i * 16 + key) * 4 + k] = (uint8_t)(numbers[4 * i + k] | numbers[half + 4 * i + k] << 4);
@@ -145,8 +155,8 @@ static void build_chunk(const NodeCall *c, Bench *b, int64_t lane, int64_t chunk
     }
     const floats part = splat(1.0f / (float)c->chunk);
     float *spread = c->spread + at * dim * dim, *drift = c->drift + at * dim * wide;
-    product(spread, dim, b->points, 1, dim, dim, b->points, dim, c->chunk, dim, 0);
-    product(drift, wide, b->points, 1, dim, dim, b->values, wide, c->chunk, wide, 0);
+    second_moment(spread, b->points, c->chunk, dim);
+    turned_product(drift, wide, b->points, dim, dim, b->values, wide, c->chunk, wide, 0);
     for (int64_t i = 0; i < dim * dim; i += WIDTH) store(spread + i, load(spread + i) * part);
     for (int64_t i = 0; i < dim * wide; i += WIDTH) store(drift + i, load(drift + i) * part);
 }

@@ -201,4 +201,28 @@ INLINE void product(float *to, int64_t to_step, const float *a, int64_t a_step, 
         product_of(1, to, to_step, a, a_step, a_inner, n, m, m_step, inner, wide, add);
 }
 
+/* to[t] (+)= sum over i of a[i, t] * m[i]: the same where the rows of `a` are summed over, and `n` of its columns, a
+ * multiple of 8, are wanted; of a result that is its own transpose, the `upper` half alone. */
+INLINE void turned_product(float *to, int64_t to_step, const float *a, int64_t a_step, int64_t n, const float *m,
+                           int64_t m_step, int64_t inner, int64_t wide, int upper) {
+    for (int64_t t = 0; t < n; t += 8)
+        for (int64_t c = upper ? t / 16 * 16 : 0; c < wide; c += WIDTH) {
+            floats sum[8];
+            for (int j = 0; j < 8; j++) sum[j] = splat(0);
+            for (int64_t i = 0; i < inner; i++) {
+                const floats x = load(m + i * m_step + c);
+                const float *own = a + i * a_step + t;
+                for (int j = 0; j < 8; j++) sum[j] += x * splat(own[j]);
+            }
+            for (int j = 0; j < 8; j++) store(to + (t + j) * to_step + c, sum[j]);
+        }
+}
+
+/* rows' rows, [dim, dim]: the half above the diagonal is computed, the other one copied. */
+INLINE void second_moment(float *to, const float *rows, int64_t n, int64_t dim) {
+    turned_product(to, dim, rows, dim, dim, rows, dim, n, dim, 1);
+    for (int64_t i = 16; i < dim; i++)
+        for (int64_t j = 0; j < i / 16 * 16; j++) to[i * dim + j] = to[j * dim + i];
+}
+
 #endif

@@ -272,6 +272,7 @@ static int64_t weigh_tile(const Problem *p, const Samples *s, Work *w, Guess *g)
 /* Returns how many rows were read, samples included. */
 static int64_t run_tile(const Problem *p, const Samples *s, Work *w, Guess *g) {
     const int64_t dim = p->dim, blocks = p->more / 16;
+    prescore_take_queries(p, w);
     prescore_begin_tile(p, w);
     const float *columns = s->columns + w->lane * blocks * dim * 16;
     for (int64_t b = 0; b < filled(w->nodes * s->each) / 16; b++)
