@@ -6,11 +6,10 @@ from types import SimpleNamespace
 import pytest
 from torch import nn
 
-from prescore.config import Routed
 from prescore.evaluation.language.choice import MethodChoice
 from prescore.evaluation.language.experiments import Scale, default_leaf, experiment_methods
 from prescore.evaluation.language.held_out import HELD_OUT, measured_after, measured_first
-from prescore.evaluation.language.methods import named
+from prescore.evaluation.language.methods import asked_for
 from prescore.evaluation.language.perplexity import loss_row
 from prescore.evaluation.language.retrieval import Question, retrieval_row
 from prescore.evaluation.speed.decode import DecodeSetting, decode_rows
@@ -27,7 +26,7 @@ from prescore.evaluation.vision.models import VisionModel
 from prescore.records import read_records, row_key
 
 EXPERIMENTS = Path(__file__).parent.parent / "experiments"
-ON_RANKS = MethodChoice(names=("kmeans", "default"), overrides={"chunk_size": 256, "exact_until": 2048})
+ON_RANKS = MethodChoice(names=("kmeans", "default"))
 """What `perplexity --parallel` was asked for: the paper's preset and the default as it is."""
 ABOUT_IMAGES = ("arch", "resolution", "batch_size", "model", "images", "n_images")
 
@@ -73,14 +72,11 @@ def planned_retrievals(record):
     config = record.config
     model, haystack = stand_in(config)
     question = Question(config["task"], config["n_tokens"], config["depth"])
-    untouched = Routed()
+    length = config["n_tokens"]
     methods = [
-        # with the leaves of an experiment, or with all that the default has: --leaf 256 --set exact_until=2048
-        named(name, leaf=leaf, overrides=overrides)
-        for leaf, overrides in (
-            (config["n_tokens"] // 8, {}),
-            (untouched.chunk_size, {"exact_until": untouched.exact_until}),
-        )
+        # --leaf, or the default as it is
+        asked_for(name, length=length, leaf=leaf)
+        for leaf in (length // 8, None)
         for name in ("exact", "local", "kmeans", "random", "default")
     ]
     return [

@@ -20,6 +20,7 @@ from prescore.cli.settings import (
     read_budget,
     read_changes,
     read_layers,
+    tell_what_is_exact,
 )
 
 
@@ -33,7 +34,7 @@ def command(
         typer.Option(help="exact is always measured; default, hyper, random, a scorer, a baseline; repeatable."),
     ] = None,
     length: Annotated[
-        list[int] | None, typer.Option("--length", "-n", help="Tokens; repeatable (default: 2048).")
+        list[int] | None, typer.Option("--length", "-n", help="Tokens; repeatable (default: 4096).")
     ] = None,
     depth: Annotated[
         list[float] | None, typer.Option(help="Where the fact stands, 0 to 1; repeatable (default: 0.1, 0.5).")
@@ -61,20 +62,20 @@ def command(
     Example: prescore retrieval --method default --method kmeans -n 4096 --depth 0.5 --samples 20
     """
     from prescore.evaluation.language.documents import load_documents
-    from prescore.evaluation.language.methods import named
+    from prescore.evaluation.language.methods import asked_for
     from prescore.evaluation.language.model import load_language_model
     from prescore.evaluation.language.overrides import check_overrides
     from prescore.evaluation.language.retrieval import TASKS, Question, make_problem, retrieval_row
     from prescore.report.language_tables import retrieval_table
 
-    lengths = length or [2048]
+    lengths = length or [4096]
     questions = [
         Question(one, n, place) for n, one, place in itertools.product(lengths, task or TASKS, depth or [0.1, 0.5])
     ]
     names = dict.fromkeys(["exact", "local", *(method or ["hyper", "kmeans", "random", "default"])])
     overrides, budget = read_changes(changes), read_budget(top_k)
     methods = {
-        n: [named(name, leaf=leaf or max(1, n // 8), top_k=budget, overrides=overrides) for name in names]
+        n: [asked_for(name, length=n, leaf=leaf, top_k=budget, overrides=overrides) for name in names]
         for n in lengths
     }
     for made in methods.values():
@@ -93,5 +94,6 @@ def command(
         for each in methods[question.length]
     ]
     records = session.run(rows)
+    tell_what_is_exact(session, methods)
     session.show(retrieval_table(records).to_rich())
     session.say(f"records: {session.file.path}")
