@@ -9,6 +9,7 @@ from torch import nn
 from prescore.evaluation.language.choice import MethodChoice
 from prescore.evaluation.language.experiments import Scale, default_leaf, experiment_methods
 from prescore.evaluation.language.held_out import HELD_OUT, measured_after, measured_first
+from prescore.evaluation.language.many_needles import TASK, Needles, needles_row
 from prescore.evaluation.language.methods import asked_for
 from prescore.evaluation.language.perplexity import loss_row
 from prescore.evaluation.language.retrieval import Question, retrieval_row
@@ -85,6 +86,16 @@ def planned_retrievals(record):
     ]
 
 
+def planned_needles(record):
+    config = record.config
+    length, (model, haystack) = config["n_tokens"], stand_in(config)
+    needles = Needles(length, tuple(config["depths"]))
+    return [
+        needles_row(model, haystack, method, needles, sample=config["sample"], seed=record.seed)
+        for method in (asked_for(name, length=length, leaf=None) for name in ("exact", "default"))
+    ]
+
+
 def planned_images(record):
     config = record.config
     n_tokens = record.figures.get("n_tokens") or record.figures["n_keys"]
@@ -105,7 +116,9 @@ def planned_images(record):
 @folders("language/*/records.jsonl")
 def test_language_rows(path):
     for record in read_records(path):
-        if record.command == "retrieval":
+        if record.config["part"] == TASK:
+            planned = planned_needles(record)
+        elif record.command == "retrieval":
             planned = planned_retrievals(record)
         else:
             planned = planned_losses(record, sinks=4 if path.parent.name.endswith("sinks") else 0)
