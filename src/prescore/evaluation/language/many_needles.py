@@ -28,6 +28,7 @@ CLEAR = 512
 NEEDLE = "Note: {city} = {number}"
 """A needle, and a question with its answer: of the wordings tried, exact attention found this one most often."""
 _APART = 0.02
+_COST = ("rows_per_query", "attention_seconds", "attention_processor_seconds")
 _MOST_DEPTHS = len(CITIES) // PER_DEPTH
 
 
@@ -191,8 +192,7 @@ def needles_row(
         cost = meter.figures()
         return {
             "by_depth": [_at_depth(depth, text.needles, answers) for depth in needles.depths],
-            "rows_per_query": cost["rows_per_query"],
-            "attention_seconds": cost["attention_seconds"],
+            **{name: cost[name] for name in _COST},
             **({} if scaling is None else {"position_scaling": scaling}),
         }
 
