@@ -6,11 +6,11 @@ from types import SimpleNamespace
 import pytest
 from torch import nn
 
-from prescore.config import Routed
 from prescore.evaluation.language.choice import MethodChoice
 from prescore.evaluation.language.experiments import Scale, default_leaf, experiment_methods
 from prescore.evaluation.language.held_out import HELD_OUT, measured_after, measured_first
-from prescore.evaluation.language.methods import named
+from prescore.evaluation.language.many_needles import TASK, Needles, needles_row
+from prescore.evaluation.language.methods import asked_for
 from prescore.evaluation.language.perplexity import loss_row
 from prescore.evaluation.language.retrieval import Question, retrieval_row
 from prescore.evaluation.speed.decode import DecodeSetting, decode_rows
@@ -27,7 +27,7 @@ from prescore.evaluation.vision.models import VisionModel
 from prescore.records import read_records, row_key
 
 EXPERIMENTS = Path(__file__).parent.parent / "experiments"
-ON_RANKS = MethodChoice(names=("kmeans", "default"), overrides={"chunk_size": 256, "exact_until": 2048})
+ON_RANKS = MethodChoice(names=("kmeans", "default"))
 """What `perplexity --parallel` was asked for: the paper's preset and the default as it is."""
 ABOUT_IMAGES = ("arch", "resolution", "batch_size", "model", "images", "n_images")
 
@@ -73,19 +73,26 @@ def planned_retrievals(record):
     config = record.config
     model, haystack = stand_in(config)
     question = Question(config["task"], config["n_tokens"], config["depth"])
-    untouched = Routed()
+    length = config["n_tokens"]
     methods = [
-        # with the leaves of an experiment, or with all that the default has: --leaf 256 --set exact_until=2048
-        named(name, leaf=leaf, overrides=overrides)
-        for leaf, overrides in (
-            (config["n_tokens"] // 8, {}),
-            (untouched.chunk_size, {"exact_until": untouched.exact_until}),
-        )
+        # --leaf, or the default as it is
+        asked_for(name, length=length, leaf=leaf)
+        for leaf in (length // 8, None)
         for name in ("exact", "local", "kmeans", "random", "default")
     ]
     return [
         retrieval_row(model, haystack, method, question, samples=config["samples"], seed=record.seed)
         for method in methods
+    ]
+
+
+def planned_needles(record):
+    config = record.config
+    length, (model, haystack) = config["n_tokens"], stand_in(config)
+    needles = Needles(length, tuple(config["depths"]))
+    return [
+        needles_row(model, haystack, method, needles, sample=config["sample"], seed=record.seed)
+        for method in (asked_for(name, length=length, leaf=None) for name in ("exact", "default"))
     ]
 
 
@@ -109,7 +116,9 @@ def planned_images(record):
 @folders("language/*/records.jsonl")
 def test_language_rows(path):
     for record in read_records(path):
-        if record.command == "retrieval":
+        if record.config["part"] == TASK:
+            planned = planned_needles(record)
+        elif record.command == "retrieval":
             planned = planned_retrievals(record)
         else:
             planned = planned_losses(record, sinks=4 if path.parent.name.endswith("sinks") else 0)

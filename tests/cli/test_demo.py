@@ -7,6 +7,7 @@ import re
 import pytest
 import torch
 
+from prescore import Routed
 from prescore.cli.main import main
 from prescore.testing.tiny_language_model import save_tiny_language_model
 
@@ -299,8 +300,10 @@ def test_retrieval_reports_exact_beside_the_others(model, text, tmp_path, capsys
     arguments = ["retrieval", "--model", model, "-d", text, "-n", "256", "--samples", "2", "--depth", "0.2"]
     arguments += ["--task", "single-needle", "--method", "default", "--out", str(tmp_path / "run")]
     assert main(arguments) == 0
-    printed = capsys.readouterr().out
+    printed, said = capsys.readouterr()
     assert "single-needle 256 at 20 %" in " ".join(printed.split())
+    assert "default is exact at 256 tokens: it reads everything up to exact_until=2048" in said
+    assert lines(tmp_path / "run")[-1]["config"]["method"]["settings"] == Routed().to_dict()
     assert [line["config"]["method"]["label"] for line in lines(tmp_path / "run")] == [
         "exact",
         "local only",

@@ -22,6 +22,7 @@ from prescore.cli.settings import (
     read_budget,
     read_changes,
     read_layers,
+    tell_what_is_exact,
 )
 
 if TYPE_CHECKING:
@@ -152,6 +153,7 @@ def command(
             lengths = length or default_lengths(experiment, loaded.trained_length)
             if document is None:
                 texts = long_enough(session, loaded, texts, offset + windows * max(lengths), documents)
+            methods = {n_tokens: chosen.methods(n_tokens) for n_tokens in lengths}
             rows: list[Row] = []
             for n_tokens in lengths:
                 read = make_windows(
@@ -163,9 +165,10 @@ def command(
                     per_document=windows,
                     skip_short=skip_short,
                 )
-                rows += grid_rows(loaded, read, chosen.methods(n_tokens), experiment, places, seed, ranks)
+                rows += grid_rows(loaded, read, methods[n_tokens], experiment, places, seed, ranks)
             summarise(list(session.file))  # a damaged figure is refused before hours are spent beside it
             records = session.run(rows)
+            tell_what_is_exact(session, methods)
             if leads:
                 write_results(session, records, experiment, loaded)
 

@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from typing import Annotated, Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from prescore.values import Values
 
+if TYPE_CHECKING:
+    from prescore.cli.options import Session
+    from prescore.evaluation.language.methods import LanguageMethod
+
 Model = Annotated[str, typer.Option(help="`smollm2`, a directory, a GGUF file, or a name on the hub.")]
 Dtype = Annotated[str, typer.Option(help="float32, bfloat16, float16 or float64.")]
 Device = Annotated[str, typer.Option(help="Such as cpu or cuda.")]
 RemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")]
-Leaf = Annotated[int | None, typer.Option(min=1, help="Exact causal leaves. (default: length / 8)")]
+Leaf = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        help="Exact causal leaves, and chunks of the default. (default: length / 8, and the default as it is)",
+    ),
+]
 Layers = Annotated[str, typer.Option(help="Layers replaced: all, first:N, last:N, even, odd, or numbers 0,3,7.")]
 Changes = Annotated[
     list[str] | None,
@@ -56,6 +66,20 @@ def read_layers(text: str) -> str | list[int]:
     if all(number.strip().lstrip("-").isdigit() for number in numbers):
         return [int(number) for number in numbers]
     return text
+
+
+def tell_what_is_exact(session: Session, methods: Mapping[int, Sequence[LanguageMethod]]) -> None:
+    """Say which methods read everything at a length: their figures are those of exact attention."""
+    from prescore.config import Routed
+
+    for length, made in methods.items():
+        for method in made:
+            config = method.config
+            if isinstance(config, Routed) and config.exact_until >= length:
+                session.say(
+                    f"{method.label} is exact at {length} tokens: it reads everything up to "
+                    f"exact_until={config.exact_until}; longer texts, --leaf or --set exact_until=N make it route"
+                )
 
 
 def quiet_loading() -> None:

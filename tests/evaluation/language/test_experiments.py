@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from prescore import Coupling, Exact, Hyper, Lsh, Routed, Selected, prescored_attention
+from prescore.evaluation.language.choice import MethodChoice
 from prescore.evaluation.language.experiments import (
     COUPLINGS,
     EXPERIMENTS,
@@ -13,6 +14,7 @@ from prescore.evaluation.language.experiments import (
     default_lengths,
     experiment_methods,
 )
+from prescore.evaluation.language.methods import asked_for
 
 
 def configs(name, scale, **options):
@@ -189,3 +191,17 @@ def test_without_a_selection_only_residual_and_overlap_differ(coupling, sinks):
     )
     changes_something = coupling in ("overlap counted", "early") or (coupling == "residual by n" and sinks)
     assert torch.allclose(got, wanted, atol=1e-6) != bool(changes_something)
+
+
+@pytest.mark.parametrize("length", [512, 8192])
+def test_without_a_leaf_the_default_is_left_as_it_is(length):
+    names = ("default", "kmeans")
+    untouched, *_ = (method.config for method in MethodChoice(names=names).methods(length)[2:])
+    assert untouched == Routed()
+    changed, other = (m.config for m in MethodChoice(names=names, leaf=64).methods(length)[2:])
+    assert changed == Routed(chunk_size=64, exact_until=64)
+    assert other.min_seq_len == 64
+    assert asked_for("default", length=length, leaf=None, overrides={"rows": 64}).config == Routed(rows=64)
+    assert asked_for("kmeans", length=length, leaf=None).config.min_seq_len == length // 8
+    with pytest.raises(ValueError, match=r"method must be one of .* got 'flash'"):
+        asked_for("flash", length=length, leaf=None)

@@ -14,7 +14,7 @@ from prescore.evaluation.language.experiments import (
     default_leaf,
     experiment_methods,
 )
-from prescore.evaluation.language.methods import LanguageMethod, exact, local, named
+from prescore.evaluation.language.methods import LanguageMethod, asked_for, exact, local
 from prescore.evaluation.language.overrides import Overrides, check_overrides
 from prescore.registry import list_scorers
 from prescore.values import Values
@@ -44,7 +44,7 @@ class MethodChoice:
 
     Attributes:
         experiment: A name of `EXPERIMENTS`, which then fixes `names`, `top_k`, `samples` and `leaf_rule`.
-        names: Names that `methods.named` understands.
+        names: Names that `methods.named` understands; `default` is `Routed()` itself unless there is a `leaf`.
         top_k: Keys kept, each a count or a share.
         samples: Residual samples of HyperAttention.
         leaf: Exact causal leaves; None = the paper's share of the length.
@@ -88,7 +88,7 @@ class MethodChoice:
         found = [exact(), local(leaf)]
         for name in self.names or USUAL:
             for own in self._combinations(name, length):
-                found += self._at_budgets(name, leaf, own)
+                found += self._at_budgets(name, length, own)
         check_overrides(self.overrides, [config for method in found if (config := method.config) is not None])
         return list({repr(method.describe()): method for method in found}.values())
 
@@ -123,12 +123,12 @@ class MethodChoice:
             for inclusive, samples in itertools.product(LEAF_RULES[self.leaf_rule], self.samples or (size,))
         ]
 
-    def _at_budgets(self, name: str, leaf: int, own: Values) -> list[LanguageMethod]:
+    def _at_budgets(self, name: str, length: int, own: Values) -> list[LanguageMethod]:
         """A method at every budget, where it has one, each by a name of its own."""
         budgets = self.top_k or (USUAL_TOP_K,)
         if name in ("exact", "local", "default", "hyper"):
             budgets = budgets[:1]
-        made = [named(name, leaf=leaf, top_k=top_k, overrides=own) for top_k in budgets]
+        made = [asked_for(name, length=length, leaf=self.leaf, top_k=top_k, overrides=own) for top_k in budgets]
         # `random` has its sinks in its name
         words, axes = _told(made[0], sinks=0 if name == "random" else own.get("sinks", 0))
         return [

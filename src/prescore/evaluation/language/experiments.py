@@ -13,7 +13,15 @@ from typing import Any
 from prescore import checks
 from prescore.causal_sizes import largest_block
 from prescore.config import Coupling, Exact, Hyper, Lsh, Routed, Selected
-from prescore.evaluation.language.methods import SINKS, LanguageMethod, exact, local, named, prescored
+from prescore.evaluation.language.methods import (
+    LEAVES_PER_TEXT,
+    SINKS,
+    LanguageMethod,
+    exact,
+    local,
+    named,
+    prescored,
+)
 from prescore.evaluation.language.overrides import AnyConfig, Overrides, changed, check_overrides, fitting
 
 PAPER_LENGTH = 32768
@@ -245,7 +253,7 @@ def default_lengths(name: str | None, trained: int | None) -> list[int]:
 
 def default_leaf(name: str | None, length: int) -> int:
     """Exact leaves of an experiment: the paper's share of the length, or the default's own chunk."""
-    return Routed().chunk_size if name == "rows" else max(1, length * PAPER_LEAF // PAPER_LENGTH)
+    return Routed().chunk_size if name == "rows" else max(1, length // LEAVES_PER_TEXT)
 
 
 def _grid(

@@ -26,6 +26,8 @@ from prescore.values import Values
 KINDS = ("exact", "local", "prescored", "baseline")
 SINKS = 4
 """First tokens that a "+ sinks" method keeps."""
+LEAVES_PER_TEXT = 8
+"""The paper read 32768 tokens in leaves of 4096."""
 
 
 CountedAttend: TypeAlias = Callable[[Tensor, Tensor, Tensor, Situation], Counted]
@@ -152,6 +154,26 @@ def named(name: str, *, leaf: int, top_k: int | float = 256, overrides: Override
         label, config = name, Selected.paper(name, top_k, min_seq_len=leaf)
         axes = {"scorer": name, "top_k": top_k}
     return prescored(label, changed(config, fitting(config, overrides or {})), **axes)
+
+
+def asked_for(
+    name: str, *, length: int, leaf: int | None, top_k: int | float = 256, overrides: Overrides | None = None
+) -> LanguageMethod:
+    """A method as a command asks for it by name, at a length.
+
+    Without a leaf `default` is `Routed()` itself, and the others have leaves of the paper's share of the length.
+
+    Args:
+        name: One of `method_names()`.
+        length: Tokens read.
+        leaf: What every method reads nearby, as in `named`; None = not asked for.
+        top_k: As in `named`.
+        overrides: As in `named`.
+    """
+    if name == "default" and leaf is None:
+        own = Routed()
+        return prescored(name, changed(own, fitting(own, overrides or {})))
+    return named(name, leaf=leaf or max(1, length // LEAVES_PER_TEXT), top_k=top_k, overrides=overrides)
 
 
 def _baseline_settings(name: str, leaf: int, top_k: int | float) -> Values:

@@ -21,7 +21,7 @@ from prescore.values import Values
 TASKS = ("single-needle", "multi-key-needle", "variable-tracking")
 N_DISTRACTORS = 3
 N_HOPS = 1
-_CITIES = (
+CITIES = (
     *("Lisbon", "Nairobi", "Oslo", "Lima", "Hanoi", "Quito", "Dublin", "Tunis"),
     *("Riga", "Accra", "Bern", "Doha", "Minsk", "Sofia", "Cairo", "Vienna"),
 )
@@ -86,7 +86,7 @@ def make_problem(language_model: LanguageModel, haystack: Document, question: Qu
     room = length - len(opening) - len(tail) - len(reply) - sum(len(tokens) for _, tokens in inserts)
     if room < 0:
         raise ValueError(f"length must leave room for the question, at least {length - room} tokens, got {length}")
-    text = _piece(language_model, haystack, room, draw)
+    text = haystack_piece(language_model, haystack, room, draw)
     pieces, begin = [opening], 0
     for place, tokens in sorted(inserts, key=lambda insert: insert[0]):
         end = round(place * room)
@@ -156,6 +156,19 @@ def retrieval_row(
     return Row(config=config, seed=seed, measure=measure, cost=float(question.length * samples))
 
 
+def haystack_piece(language_model: LanguageModel, haystack: Document, room: int, draw: random.Random) -> Tensor:
+    """`room` tokens of the haystack from a place drawn at random, again from its start where it ends."""
+    characters = 12 * room + 1
+    begin = draw.randrange(max(1, len(haystack.text) - characters))
+    tokens = language_model.encode(haystack.text[begin : begin + characters], special=False)
+    if len(tokens) < room:
+        tokens = language_model.encode(haystack.text, special=False)
+        if len(tokens) == 0:
+            raise ValueError(f"document {haystack.name} must have text, got none")
+        tokens = tokens.repeat(-(-room // len(tokens)))
+    return tokens[:room]
+
+
 def _facts(task: str, depth: float, draw: random.Random) -> tuple[list[tuple[float, str]], str, str]:
     """Sentences with their places, the question, and the answer."""
     number = str(draw.randrange(10_000, 100_000))
@@ -167,7 +180,7 @@ def _facts(task: str, depth: float, draw: random.Random) -> tuple[list[tuple[flo
         sentences += [f"VAR {new} = VAR {old}." for old, new in itertools.pairwise(names)]
         question = f"\nFollowing the variables set above, their values are known. VAR {names[-1]} ="
         return list(zip(places, sentences, strict=True)), question, f" {number}"
-    cities = draw.sample(_CITIES, N_DISTRACTORS + 1)
+    cities = draw.sample(CITIES, N_DISTRACTORS + 1)
     facts = [(depth, _secret(cities[0], number))]
     if task == "multi-key-needle":
         others = zip(_other_places(depth), cities[1:], strict=True)
@@ -182,16 +195,3 @@ def _secret(city: str, number: str) -> str:
 
 def _other_places(depth: float) -> list[float]:
     return sorted(_FALLBACK_DEPTHS, key=lambda place: -abs(place - depth))[:N_DISTRACTORS]
-
-
-def _piece(language_model: LanguageModel, haystack: Document, room: int, draw: random.Random) -> Tensor:
-    """`room` tokens of the haystack from a place drawn at random, again from its start where it ends."""
-    characters = 12 * room + 1
-    begin = draw.randrange(max(1, len(haystack.text) - characters))
-    tokens = language_model.encode(haystack.text[begin : begin + characters], special=False)
-    if len(tokens) < room:
-        tokens = language_model.encode(haystack.text, special=False)
-        if len(tokens) == 0:
-            raise ValueError(f"document {haystack.name} must have text, got none")
-        tokens = tokens.repeat(-(-room // len(tokens)))
-    return tokens[:room]
