@@ -6,6 +6,7 @@ from attention_checks import lanes
 from native_cases import LEVELS, answers, compiled_answer, rows_apart, use_level
 
 from prescore import Routed, exact_attention
+from prescore.ops.backend import Needs, pick_backend
 from prescore.ops.native import library
 from prescore.routed.codes import encode_keys
 from prescore.routed.compiled import far as native
@@ -136,17 +137,19 @@ def test_pieces_equal_the_whole_call(level):
 
 
 def test_what_it_cannot_run_is_left_to_plain_torch(level):
-    query = torch.zeros(1, 1, 8, 32)
-    assert native.runs_on(query, 16, 16)
+    query, backend = torch.zeros(1, 1, 8, 32), pick_backend(Needs.of(torch.zeros(1, 1, 8, 32)))
+    assert native.level_for(query, 16, 16, backend) == level
     for wrong in ((query.double(), 16, 16), (query[..., :20], 16, 16), (query, 20, 16), (query, 16, 8)):
-        assert not native.runs_on(*wrong)
-    assert not native.runs_on(torch.zeros(1, 1, 8, 272), 16, 16)
+        assert native.level_for(*wrong, backend) == library.NO_LEVEL
+    assert native.level_for(torch.zeros(1, 1, 8, 272), 16, 16, backend) == library.NO_LEVEL
+    assert native.level_for(query, 16, 16, pick_backend(Needs.of(query), "plain")) == library.NO_LEVEL
 
 
 def test_switched_off_there_is_none(monkeypatch):
     monkeypatch.setenv(library.VARIABLE, "0")
     assert library.load() is None
-    assert not native.runs_on(torch.zeros(1, 1, 8, 32), 16, 16)
+    query = torch.zeros(1, 1, 8, 32)
+    assert native.level_for(query, 16, 16, pick_backend(Needs.of(query))) == library.NO_LEVEL
 
 
 def test_codes_side_by_side():

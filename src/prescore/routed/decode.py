@@ -17,9 +17,9 @@ from prescore.config import Routed
 from prescore.ops.backend import Backend, Needs, Tile, accumulation_dtype, pick_backend
 from prescore.ops.native.library import NO_LEVEL
 from prescore.rng import DEFAULT_SEED, Streams
-from prescore.routed.compiled.call import Tables
-from prescore.routed.compiled.far import level_for, make_tables, step_compiled
+from prescore.routed.compiled.far import level_for, make_tables
 from prescore.routed.compiled.nodes import build_nodes_compiled, can_build
+from prescore.routed.compiled.steps import PreparedStep
 from prescore.routed.lanes import error_figures, search_of
 from prescore.routed.layout import Layout, make_layout
 from prescore.routed.plain import attend_plain
@@ -119,19 +119,16 @@ class _Past:
         nodes: Of all of them; the covariances are sums over chunks, `[T, 1, ...]`.
         means: The covariances' means over all chunks.
         means_before: Those without the last one: a step that was taken back sees one chunk less.
-        tables: The same for compiled code; None = not made yet.
+        made_by: The backend's name and the level of compiled code.
+        steps: Over all of them, in compiled code; None = not prepared.
     """
 
     n_chunks: int
     nodes: Nodes
     means: tuple[Tensor, Tensor]
     means_before: tuple[Tensor, Tensor]
-    tables: Tables | None = None
-
-    @property
-    def compiled(self) -> bool:
-        """Whether the codes lie as compiled code wants them."""
-        return self.nodes.codes.packed.ndim == 6
+    made_by: tuple[str, str]
+    steps: PreparedStep | None = None
 
 
 class _Lockstep:
@@ -181,13 +178,12 @@ class _Lockstep:
         codes = type(nodes.codes)(*(moved(part) for part in nodes.codes))
         own = {f.name: moved(getattr(nodes, f.name)) for f in fields(nodes) if f.name != "codes"}
         means, before = ((moved(spread), moved(drift)) for spread, drift in (past.means, past.means_before))
-        self._past = _Past(past.n_chunks, Nodes(**own, codes=codes), means, before)
+        self._past = _Past(past.n_chunks, Nodes(**own, codes=codes), means, before, past.made_by)
 
     def _extended(self, key: Tensor, value: Tensor, layout: Layout, backend: Backend) -> _Past:
         """With nodes of all chunks that are far enough behind by now."""
-        past = self._past
-        compiled = can_build(key, value, layout, backend)
-        if past is not None and (layout.n_chunks < past.n_chunks - 1 or past.compiled != compiled):
+        past, made_by = self._past, (backend.name, self.native or NO_LEVEL)
+        if past is not None and (layout.n_chunks < past.n_chunks - 1 or past.made_by != made_by):
             past = None
         done = 0 if past is None else past.n_chunks
         if past is not None and layout.n_chunks <= done:
@@ -206,7 +202,7 @@ class _Lockstep:
         count = layout.n_chunks
         means = (sums[0] / count, sums[1] / count)
         before = ((sums[0] - last[0]) / max(1, count - 1), (sums[1] - last[1]) / max(1, count - 1))
-        return _Past(count, nodes, means, before)
+        return _Past(count, nodes, means, before, made_by)
 
     def _attend_far(
         self, past: _Past, query: Tensor, key: Tensor, value: Tensor, layout: Layout, backend: Backend
@@ -215,20 +211,19 @@ class _Lockstep:
         n_nodes = layout.n_chunks * layout.nodes_per_chunk
         spread, drift = past.means if layout.n_chunks == past.n_chunks else past.means_before
         near = self._start + layout.sinks + layout.n_chunks * layout.chunk
+        tolerant, search = self._config.tolerance is not None, search_of(self._config)
+        if not tolerant and self.native != NO_LEVEL:
+            steps = past.steps
+            if steps is None or spread is not past.means[0]:  # a step that was taken back sees one chunk less
+                tables = make_tables(self._sources(key, value, past.nodes, layout, spread, drift))
+                steps = PreparedStep(tables, search, self._scale)
+                if spread is past.means[0]:
+                    self._past = replace(past, steps=steps)
+            return steps.attend(query, (key, value), n_nodes, near)
         shape = (query.shape[0], 1)
         visible, first, stop = (torch.full(shape, n, dtype=torch.int32) for n in (n_nodes, near, key.shape[2]))
         # one pool whatever the nodes: these are the means over all that is seen
-        search = search_of(self._config)
         view = View(visible, first, stop, True, layout.chunk, n_nodes, search, self._scale, backend)
-        tolerant = self._config.tolerance is not None
-        if not tolerant and self.native != NO_LEVEL:
-            tables = past.tables
-            if tables is None:
-                tables = make_tables(self._sources(key, value, past.nodes, layout, spread, drift))
-                self._past = replace(past, tables=tables)
-            if tables.spread is not spread:  # a step that was taken back sees one chunk less
-                tables = replace(tables, spread=spread, drift=drift)
-            return step_compiled(query, (key, value), tables, view)
         sources = self._sources(key, value, past.nodes, layout, spread, drift)
         tile = Tile(query, sources.key[:, None, near:], sources.value[:, None, near:], self._scale)
         wide = accumulation_dtype(query.dtype)

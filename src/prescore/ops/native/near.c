@@ -17,14 +17,39 @@ static void find_span(const Problem *p, Near *near) {
     near->blocks = (near->stop - near->begin + 15) / 16;
 }
 
+/* Four rows as columns, `to[16 * i + k] = rows[k][i]`. */
+INLINE void turn_four(const float *const *rows, float *to, int64_t dim) {
+#if defined(__SSE__)
+    for (int64_t i = 0; i < dim; i += 4) {
+        __m128 a = _mm_loadu_ps(rows[0] + i), b = _mm_loadu_ps(rows[1] + i);
+        __m128 c = _mm_loadu_ps(rows[2] + i), d = _mm_loadu_ps(rows[3] + i);
+        _MM_TRANSPOSE4_PS(a, b, c, d);
+        _mm_storeu_ps(to + 16 * i, a);
+        _mm_storeu_ps(to + 16 * (i + 1), b);
+        _mm_storeu_ps(to + 16 * (i + 2), c);
+        _mm_storeu_ps(to + 16 * (i + 3), d);
+    }
+#else
+    for (int64_t i = 0; i < dim; i++)
+        for (int64_t k = 0; k < 4; k++) to[16 * i + k] = rows[k][i];
+#endif
+}
+
 static void take_block(const Problem *p, const Near *near, int64_t lane, int64_t block) {
     const int64_t dim = p->dim, wide = p->value_dim, rows = near->stop - near->begin, first = 16 * block;
-    float *keys = near->keys + (lane * near->blocks + block) * dim * 16, own[MOST_DIM];
-    for (int64_t k = 0; k < 16; k++) {
-        const int64_t offset = row_offset(&p->key, lane, near->begin + first + k);
-        for (int64_t i = 0; i < dim; i += WIDTH)
-            store(own + i, first + k < rows ? load_row(&p->key, offset, i) : splat(0.0f));
-        for (int64_t i = 0; i < dim; i++) keys[16 * i + k] = own[i];
+    float *keys = near->keys + (lane * near->blocks + block) * dim * 16, own[4][MOST_DIM];
+    for (int64_t k = 0; k < 16; k += 4) {
+        const float *four[4];
+        for (int64_t j = 0; j < 4; j++) {
+            const int64_t row = first + k + j, offset = row_offset(&p->key, lane, near->begin + row);
+            four[j] = own[j];
+            if (row < rows && p->key.type == FLOAT32)
+                four[j] = (const float *)p->key.data + offset;
+            else
+                for (int64_t i = 0; i < dim; i += WIDTH)
+                    store(own[j] + i, row < rows ? load_row(&p->key, offset, i) : splat(0.0f));
+        }
+        turn_four(four, keys + k, dim);
     }
     if (!near->values) return;
     for (int64_t k = first; k < first + 16 && k < rows; k++) {

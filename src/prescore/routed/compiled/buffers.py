@@ -21,7 +21,6 @@ class CallSizes(NamedTuple):
 
     lanes: int
     n_query: int
-    length: int
     dim: int
     value_dim: int
     leaf: int
@@ -80,7 +79,7 @@ class GradientBuffers:
 
     def checked(self, sizes: CallSizes) -> FarGradients:
         """As compiled code takes it; refused where it could read or write outside."""
-        lanes, n_query, _, dim, wide, _, room, _, pools, n_keys, _ = sizes
+        lanes, n_query, dim, wide, _, room, _, pools, n_keys, _ = sizes
         each, n_parts = (lanes, n_query), self.learned[0].shape[0]
         shapes = (
             (*each, wide),

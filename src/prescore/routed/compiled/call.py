@@ -40,8 +40,8 @@ COUNTS = (
     "node_room",
     "pools",
 )
-SHARED = ("lanes", "n_query", "length", "dim", "value_dim", "leaf", "room", "node_room", "pools", "more")
-"""Counts that `CallSizes` has."""
+_OF_TABLES = ("lanes", "dim", "value_dim", "leaf", "room", "node_room", "pools")
+"""Counts that `CallSizes` has of them."""
 
 
 class FarCall(ctypes.Structure):
@@ -94,6 +94,27 @@ class Tables:
             )
         if not 0 <= self.sinks <= self.sink_room or self.sink_room + n_nodes > room or self.row_stop < 0:
             raise ValueError(f"columns must hold {self.sinks} sinks and {n_nodes} nodes, got {room}")
+
+    @property
+    def pointers(self) -> dict[str, int]:
+        """Where its tensors lie, by the names of `FarCall`."""
+        return {name: getattr(self, name).data_ptr() for name in _TABLES}
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """What there is of everything, likewise."""
+        lanes, dim, wide = self.sizes
+        return {
+            "lanes": lanes,
+            "dim": dim,
+            "value_dim": wide,
+            "leaf": self.rows.shape[2],
+            "sinks": self.sinks,
+            "sink_room": self.sink_room,
+            "room": self.column_values.shape[1],
+            "node_room": self.nodes,
+            "pools": self.pools,
+        }
 
     @property
     def nodes(self) -> int:
@@ -166,18 +187,12 @@ class FarProblem:
 
     def sizes(self, more: int) -> CallSizes:
         """What there is of everything; `more` columns behind those of the tables."""
+        counts = self.tables.counts
         return CallSizes(
-            lanes=self.query.shape[0],
             n_query=self.query.shape[1] * self.query.shape[2],
-            length=self.query.shape[2],
-            dim=self.query.shape[3],
-            value_dim=self.value.shape[-1],
-            leaf=self.tables.rows.shape[2],
-            room=self.tables.column_values.shape[1],
-            node_room=self.tables.nodes,
-            pools=self.tables.pools,
             n_keys=self.key.shape[-2],
             more=more,
+            **{name: counts[name] for name in _OF_TABLES},
         )
 
 
@@ -204,11 +219,12 @@ def run(name: str, problem: FarProblem, extra: GradientBuffers | SampleBuffers |
         visible=view.visible.data_ptr(),
         first=near[0],
         stop=near[1],
-        **{name: getattr(tables, name).data_ptr() for name in _TABLES},
+        **tables.pointers,
         **{name: getattr(problem, name).data_ptr() for name in _RESULTS},
-        **{name: getattr(sizes, name) for name in SHARED},
-        sinks=tables.sinks,
-        sink_room=tables.sink_room,
+        **tables.counts,
+        n_query=sizes.n_query,
+        length=problem.query.shape[2],
+        more=sizes.more,
         nodes_per_pool=view.nodes_per_chunk,
         scale=view.scale,
         reach=view.search.reach,

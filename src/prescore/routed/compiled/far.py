@@ -1,4 +1,4 @@
-"""Routed attention of some lanes in compiled code, forward and backward, and single steps.
+"""Routed attention of some lanes in compiled code, forward and backward.
 
 Sources become the layouts of ops/native/routed.h: columns (sinks, then nodes) sixteen side by side, codes
 likewise. Queries, keys and values are read where they lie.
@@ -28,23 +28,18 @@ def can_run(query: Tensor, sources: Sources, view: View) -> bool:
     return level != library.NO_LEVEL
 
 
-def level_for(query: Tensor, value_dim: int, leaf: int, backend: Backend) -> str:
-    """The level of compiled code that runs the far part of such a call; `none` = plain torch does."""
-    allowed = backend.name != "plain" and backend.dropout is None
-    return library.loaded_level() if allowed and runs_on(query, value_dim, leaf) else library.NO_LEVEL
-
-
-def runs_on(query: Tensor, value_dim: int, leaf: int) -> bool:
-    """Whether it knows such queries, values and nodes, and is there at all."""
-    dims = (query.shape[-1], value_dim)
-    return (
-        query.device.type == "cpu"
-        and query.dtype in TYPES
-        and all(dim % WIDTH == 0 and 0 < dim <= MOST_DIM for dim in dims)
+def level_for(rows: Tensor, value_dim: int, leaf: int, backend: Backend) -> str:
+    """The level of compiled code that runs calls of such queries or keys; `none` = plain torch does."""
+    known = (
+        backend.name != "plain"
+        and backend.dropout is None
+        and rows.device.type == "cpu"
+        and rows.dtype in TYPES
+        and all(dim % WIDTH == 0 and 0 < dim <= MOST_DIM for dim in (rows.shape[-1], value_dim))
         and leaf % WIDTH == 0
         and leaf <= MOST_SAMPLES * WIDTH
-        and library.load() is not None
     )
+    return library.loaded_level() if known else library.NO_LEVEL
 
 
 def attend_compiled(query: Tensor, sources: Sources, view: View) -> tuple[Attended, Tensor, Tensor]:
@@ -106,22 +101,6 @@ def _learned(parts: tuple[Tensor, ...], tables: Tables, sources: Sources) -> tup
     nodes = slice(tables.sink_room, tables.sink_room + sources.node_key.shape[1])
     columns = (part[:, own] for own in (sinks, nodes) for part in (column_key, column_value))
     return key, value, *columns, spread, drift
-
-
-def step_compiled(
-    query: Tensor, rows: tuple[Tensor, Tensor], tables: Tables, view: View
-) -> tuple[Attended, float]:
-    """One query `[T, G, 1, D]` over keys and values `[B, Hkv, N, D]`.
-
-    Returns:
-        The result, and the rows found by a query on average.
-    """
-    shape = query.shape[:3]
-    output, lse, limit = torch.empty(*shape, rows[1].shape[-1]), torch.empty(shape), torch.empty(shape)
-    counts = torch.zeros(2, dtype=torch.long)
-    problem = FarProblem(query, *rows, tables, view, output, lse, limit, counts, reads_near=True)
-    run("prescore_routed_forward", problem)
-    return Attended(output.to(rows[1].dtype), lse), int(counts[1]) / lse.numel()
 
 
 def make_tables(sources: Sources) -> Tables:

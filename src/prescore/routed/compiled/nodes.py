@@ -9,6 +9,7 @@ from torch import Tensor
 
 from prescore.clustering.tree import FIT_SIZE
 from prescore.ops.backend import Backend
+from prescore.ops.native.library import NO_LEVEL
 from prescore.routed.codes import Codes
 from prescore.routed.compiled.checked import (
     POINTER,
@@ -19,7 +20,7 @@ from prescore.routed.compiled.checked import (
     check_lanes,
     rows_struct,
 )
-from prescore.routed.compiled.far import runs_on
+from prescore.routed.compiled.far import level_for
 from prescore.routed.layout import Layout
 from prescore.routed.tables import Nodes
 
@@ -41,8 +42,8 @@ def can_build(key: Tensor, value: Tensor, layout: Layout, backend: Backend) -> b
     learned = torch.is_grad_enabled() and (key.requires_grad or value.requires_grad)
     # the tree takes another way for a few points of many dimensions
     few = layout.levels > 0 and 2 * (layout.chunk >> (layout.levels - 1)) <= key.shape[-1]
-    known = backend.name != "plain" and backend.dropout is None and not learned and not few
-    return known and key.stride(-1) == value.stride(-1) == 1 and runs_on(key, value.shape[-1], layout.leaf)
+    known = not learned and not few and key.stride(-1) == value.stride(-1) == 1
+    return known and level_for(key, value.shape[-1], layout.leaf, backend) != NO_LEVEL
 
 
 def build_nodes_compiled(key: Tensor, value: Tensor, layout: Layout, begin: int, n_chunks: int) -> Nodes:
