@@ -49,7 +49,7 @@ def make_call():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("chunk", [16, 64, 256])  # the last one is more than compiled code weighs at once
 def test_near_rows_as_the_operator_reads_them(level, make_call, is_causal, dtype, chunk):
-    sizes = {"batch": 2, "heads": 4, "kv_heads": 2, "n_keys": 789, "dim": 32, "value_dim": 48}
+    sizes = {"batch": 2, "heads": 4, "kv_heads": 2, "n_keys": 790, "dim": 32, "value_dim": 48}
     tensors = attention_tensors(**sizes, dtype=dtype)
     config = CONFIG.replace(chunk_size=chunk)
     query, sources, view = one_lane(tensors, config, make_call, is_causal=is_causal)
@@ -96,30 +96,30 @@ def prepared(make_call):
 
 def test_a_step_that_does_not_fit_is_refused(make_call, monkeypatch):
     step, query, key, value = prepared(make_call)
-    step.attend(query, (key, value), 12, 200)
+    step.attend(query, (key, value), 16, 200)
     monkeypatch.setattr(
         "prescore.routed.compiled.steps.call_library", lambda *_: pytest.fail("compiled code must not be called")
     )
     for wrong in (query.double(), query[:1], query[..., :16], query.expand(-1, -1, 2, -1)):
         with pytest.raises(ValueError, match="must"):
-            step.attend(wrong, (key, value), 12, 200)
+            step.attend(wrong, (key, value), 16, 200)
     for wrong in ((key.double(), value), (key[:, :1], value), (key, value[..., :32]), (key, value[:, :, :-1])):
         with pytest.raises(ValueError, match="must"):
-            step.attend(query, wrong, 12, 200)
+            step.attend(query, wrong, 16, 200)
     with pytest.raises(ValueError, match="rows up to"):
-        step.attend(query, (key[:, :, :150], value[:, :, :150]), 12, 100)
-    for nodes in (0, 13, -1):
-        with pytest.raises(ValueError, match=f"visible nodes must lie between 1 and 12, got {nodes}"):
+        step.attend(query, (key[:, :, :150], value[:, :, :150]), 16, 100)
+    for nodes in (0, 17, -1):
+        with pytest.raises(ValueError, match=f"visible nodes must lie between 1 and 16, got {nodes}"):
             step.attend(query, (key, value), nodes, 200)
     for first in (-1, 331):
         with pytest.raises(ValueError, match=f"near rows must lie within 330 keys, got {first}"):
-            step.attend(query, (key, value), 12, first)
+            step.attend(query, (key, value), 16, first)
 
 
 def test_every_number_of_a_step_is_set(make_call):
     """What a field of the structure is not told is 0, which no pointer and no count may be."""
     step, query, key, value = prepared(make_call)
-    step.attend(query, (key, value), 12, 200)
+    step.attend(query, (key, value), 16, 200)
     may_be_nothing = {"more", "margin"}
     for name, _ in FarCall._fields_:
         if name not in may_be_nothing and name not in ("query", "key", "value"):
