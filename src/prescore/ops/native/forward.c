@@ -6,6 +6,8 @@
 #include "routed.h"
 #include "stand_ins.h"
 
+#define AHEAD 16 /* rows that are fetched before they are read */
+
 static void *aligned(char **at, size_t bytes) {
     void *here = *at;
     *at += (bytes + 63) / 64 * 64;
@@ -126,6 +128,14 @@ void prescore_set_limit(const Problem *p, Work *w, int64_t t) {
     p->limit[w->index[t]] = w->limit[t];
 }
 
+/* Rows lie anywhere: the next ones, also those of the next query, are on their way while some are read. */
+static void fetch_rows(const Problem *p, const Work *w, const int32_t *rows, int64_t first, int64_t stop) {
+    for (int64_t i = first; i < first + AHEAD && i < stop; i++) {
+        fetch_row(&p->key, row_offset(&p->key, w->lane, rows[i]), p->dim);
+        fetch_row(&p->value, row_offset(&p->value, w->lane, rows[i]), p->value_dim);
+    }
+}
+
 /* One softmax over what was read elsewhere, the rows found and the columns: leaves weights of columns in `logits`, and
  * everything else in the output, not yet divided by the mass that is returned. */
 float prescore_read_rows(const Problem *p, Work *w, int64_t t, float *highest) {
@@ -133,12 +143,9 @@ float prescore_read_rows(const Problem *p, Work *w, int64_t t, float *highest) {
     const int32_t *rows = w->found + t * w->found_room;
     float *logits = w->logits + t * w->padded, *own = w->row_logits, peak = p->lse[at];
     floats top = splat(peak);
-    for (int64_t i = 0; i < found; i++) {
-        if (i + 8 < found) {
-            fetch_row(&p->key, row_offset(&p->key, w->lane, rows[i + 8]), p->dim);
-            fetch_row(&p->value, row_offset(&p->value, w->lane, rows[i + 8]), wide);
-        }
-        own[i] = row_dot(&p->key, row_offset(&p->key, w->lane, rows[i]), w->query + t * p->dim, p->dim);
+    for (int64_t i = 0; i < found; i += AHEAD) {
+        fetch_rows(p, w, rows, i + AHEAD, found);
+        row_dots(own + i, &p->key, w->lane, rows + i, w->query + t * p->dim, found - i < AHEAD ? found - i : AHEAD, p->dim);
     }
     for (int64_t i = found; i < (found + WIDTH - 1) / WIDTH * WIDTH; i++) own[i] = -INFINITY;
     for (int64_t i = 0; i < found; i += WIDTH) top = larger(top, load(own + i));
@@ -178,6 +185,7 @@ static int64_t run_tile(const Problem *p, Work *w) {
     for (int64_t t = 0; t < w->n; t++) prescore_correct_columns(p, w, t);
     float mass[TILE], peak[TILE];
     for (int64_t t = 0; t < w->n; t++) {
+        if (t + 1 < w->n) fetch_rows(p, w, w->found + (t + 1) * w->found_room, 0, w->n_found[t + 1]);
         mass[t] = prescore_read_rows(p, w, t, peak + t);
         read += w->n_found[t];
     }
@@ -209,8 +217,9 @@ PRESCORE_EXPORT int prescore_routed_forward(const Problem *p) {
         }
 #pragma omp for schedule(dynamic, 1)
         for (int64_t job = 0; job < tiles * p->lanes; job++) {
-            /* the last queries see most: first, so that no thread is left alone with them */
-            const int64_t lane = job % p->lanes, begin = (tiles - 1 - job / p->lanes) * TILE;
+            /* the last queries see most: first, so that no thread is left alone with them; and lane after lane, whose
+             * codes and rows then stay in cache */
+            const int64_t lane = job / tiles, begin = (tiles - 1 - job % tiles) * TILE;
             const int64_t stop = begin + TILE < p->n_query ? begin + TILE : p->n_query;
             for (int64_t done = begin; w && done < stop;) {
                 done = next_tile(p, w, lane, done, stop);

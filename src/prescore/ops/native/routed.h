@@ -128,6 +128,28 @@ INLINE float row_dot(const Rows *r, int64_t offset, const float *with, int64_t d
     for (int64_t i = 0; i < dim; i += WIDTH) s += load_row(r, offset, i) * load(with + i);
     return total(s);
 }
+/* Products of some rows with one vector, four at a time: more of them are on their way from memory. */
+INLINE void row_dots(float *to, const Rows *r, int64_t lane, const int32_t *rows, const float *with, int64_t n, int64_t dim) {
+    int64_t i = 0;
+    for (; r->type == FLOAT32 && i + 4 <= n; i += 4) {
+        const float *data = (const float *)r->data;
+        const float *a = data + row_offset(r, lane, rows[i]), *b = data + row_offset(r, lane, rows[i + 1]);
+        const float *c = data + row_offset(r, lane, rows[i + 2]), *d = data + row_offset(r, lane, rows[i + 3]);
+        floats sa = splat(0), sb = splat(0), sc = splat(0), sd = splat(0);
+        for (int64_t k = 0; k < dim; k += WIDTH) {
+            const floats x = load(with + k);
+            sa += load(a + k) * x;
+            sb += load(b + k) * x;
+            sc += load(c + k) * x;
+            sd += load(d + k) * x;
+        }
+        to[i] = total(sa);
+        to[i + 1] = total(sb);
+        to[i + 2] = total(sc);
+        to[i + 3] = total(sd);
+    }
+    for (; i < n; i++) to[i] = row_dot(r, row_offset(r, lane, rows[i]), with, dim);
+}
 INLINE void add_row(float *to, const Rows *r, int64_t offset, float factor, int64_t dim) {
     for (int64_t i = 0; i < dim; i += WIDTH) store(to + i, load(to + i) + load_row(r, offset, i) * splat(factor));
 }

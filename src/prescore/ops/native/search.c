@@ -15,9 +15,9 @@
 
 #if defined(__AVX512VNNI__) && defined(__AVX512BW__)
 
-/* Sixteen keys against some queries: which of them reach the limits. */
+/* Sixteen keys against some queries: which of them reach the limits. Where nothing is `lifted`, `lift` is not read. */
 INLINE void compare(const uint8_t *codes, const float *scales, const int8_t *const *q, const int32_t (*sums)[2],
-                    const float (*lift)[2], const float *limits, int64_t eighth, unsigned *above) {
+                    const float (*lift)[2], const float *limits, const int64_t eighth, const int lifted, unsigned *above) {
     __m512i a[TOGETHER], b[TOGETHER];
     for (int j = 0; j < TOGETHER; j++) { /* codes are 8 too large */
         a[j] = _mm512_set1_epi32(-8 * sums[j][0]);
@@ -37,8 +37,11 @@ INLINE void compare(const uint8_t *codes, const float *scales, const int8_t *con
     }
     const __m512 s0 = _mm512_loadu_ps(scales), s1 = _mm512_loadu_ps(scales + 16);
     for (int j = 0; j < TOGETHER; j++) {
-        __m512 x0 = _mm512_add_ps(_mm512_cvtepi32_ps(a[j]), _mm512_set1_ps(lift[j][0]));
-        __m512 x1 = _mm512_add_ps(_mm512_cvtepi32_ps(b[j]), _mm512_set1_ps(lift[j][1]));
+        __m512 x0 = _mm512_cvtepi32_ps(a[j]), x1 = _mm512_cvtepi32_ps(b[j]);
+        if (lifted) {
+            x0 = _mm512_add_ps(x0, _mm512_set1_ps(lift[j][0]));
+            x1 = _mm512_add_ps(x1, _mm512_set1_ps(lift[j][1]));
+        }
         __m512 x = _mm512_fmadd_ps(s1, x1, _mm512_mul_ps(s0, x0));
         above[j] = _mm512_cmp_ps_mask(x, _mm512_set1_ps(limits[j]), _CMP_GE_OQ);
     }
@@ -65,8 +68,9 @@ INLINE unsigned reaching(const int32_t *low, const int32_t *high, const int32_t 
 }
 
 INLINE void compare(const uint8_t *codes, const float *scales, const int8_t *const *q, const int32_t (*sums)[2],
-                    const float (*lift)[2], const float *limits, int64_t eighth, unsigned *above) {
+                    const float (*lift)[2], const float *limits, const int64_t eighth, const int lifted, unsigned *above) {
     int32_t low[16], high[16];
+    (void)lifted; /* lifts of 0 cost nothing here */
 #if defined(__AVX2__)
     __m256i sum[TOGETHER][4];
     for (int j = 0; j < TOGETHER; j++)
@@ -118,8 +122,9 @@ INLINE int32_t keep(int32_t *found, int32_t n, const int32_t *rows, unsigned abo
 #endif
 
 /* The rows of one node for the queries that search it. */
-static void search_node(const Problem *p, Work *w, int64_t node, const int *who, int n_who) {
-    const int64_t dim = p->dim, leaf = p->leaf, at = w->lane * p->node_room + node;
+INLINE void search_codes(const Problem *p, Work *w, int64_t node, const int *who, int n_who, const int64_t eighth,
+                         const int lifted) {
+    const int64_t dim = 8 * eighth, leaf = p->leaf, at = w->lane * p->node_room + node;
     const uint8_t *codes = p->codes + at * leaf * dim / 2;
     const float *scales = p->scales + at * leaf * 2;
     const int32_t *rows = p->rows + at * leaf;
@@ -142,7 +147,10 @@ static void search_node(const Problem *p, Work *w, int64_t node, const int *who,
         for (int64_t b = 0; b < leaf / 16; b++) {
             unsigned above[TOGETHER];
             compare(codes + b * 8 * dim, scales + 32 * b, q, (const int32_t (*)[2])sums, (const float (*)[2])lift, limits,
-                    dim / 8, above);
+                    eighth, lifted, above);
+            unsigned any = 0;
+            for (int j = 0; j < TOGETHER; j++) any |= above[j];
+            if (!any) continue; /* as nearly always */
             for (int j = 0; j < some; j++) n[j] = keep(found[j], n[j], rows + 16 * b, above[j]);
             if (w->place)
                 for (int j = 0; j < some; j++) sampled[j] |= (int32_t)(((above[j] >> w->place[node]) & 1) << b);
@@ -154,6 +162,18 @@ static void search_node(const Problem *p, Work *w, int64_t node, const int *who,
             w->sampled[t * w->padded + p->sink_room + node] = sampled[j];
         }
     }
+}
+
+/* The same, with the sizes that most models have known to the compiler. */
+static void search_node(const Problem *p, Work *w, int64_t node, const int *who, int n_who) {
+    if (p->margin != 0)
+        search_codes(p, w, node, who, n_who, p->dim / 8, 1);
+    else if (p->dim == 64)
+        search_codes(p, w, node, who, n_who, 8, 0);
+    else if (p->dim == 128)
+        search_codes(p, w, node, who, n_who, 16, 0);
+    else
+        search_codes(p, w, node, who, n_who, p->dim / 8, 0);
 }
 
 /* Find the rows of a tile whose limits are known. */
