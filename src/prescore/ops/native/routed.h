@@ -193,50 +193,62 @@ INLINE void fetch_row(const Rows *r, int64_t offset, int64_t dim) {
     for (int64_t i = 0; i < dim * size; i += 64) __builtin_prefetch((const char *)r->data + offset * size + i);
 }
 
-/* to[t] (+)= sum over i of a[t, i] * m[i], for the rows t of a tile and `wide` columns; `together` rows at a time. */
+/* Sums of products are kept in eight registers: sixteen columns, and as many rows as then are left. */
+#define VECTORS (16 / WIDTH)
+#define ROWS (8 / VECTORS)
+
+/* to[t] (+)= sum over i of a[t, i] * m[i], for the rows t of a tile and `wide` columns, a multiple of 16; `together` rows
+ * at a time. */
 INLINE void product_of(const int together, float *to, int64_t to_step, const float *a, int64_t a_step, int64_t a_inner,
                        int64_t n, const float *m, int64_t m_step, int64_t inner, int64_t wide, int add) {
-    for (int64_t c = 0; c < wide; c += WIDTH)
+    for (int64_t c = 0; c < wide; c += 16)
         for (int64_t t = 0; t < n; t += together) {
-            const float *row[8];
-            floats sum[8];
+            const float *row[ROWS];
+            floats sum[ROWS][VECTORS];
             for (int j = 0; j < together; j++) {
                 row[j] = a + (t + j < n ? t + j : n - 1) * a_step;
-                sum[j] = splat(0);
+                for (int v = 0; v < VECTORS; v++) sum[j][v] = splat(0);
             }
             for (int64_t i = 0; i < inner; i++) {
-                floats x = load(m + i * m_step + c);
-                for (int j = 0; j < together; j++) sum[j] += x * splat(row[j][i * a_inner]);
+                floats x[VECTORS];
+                for (int v = 0; v < VECTORS; v++) x[v] = load(m + i * m_step + c + v * WIDTH);
+                for (int j = 0; j < together; j++)
+                    for (int v = 0; v < VECTORS; v++) sum[j][v] += x[v] * splat(row[j][i * a_inner]);
             }
-            for (int j = 0; j < together && t + j < n; j++) {
-                float *at = to + (t + j) * to_step + c;
-                if (add) sum[j] += load(at);
-                store(at, sum[j]);
-            }
+            for (int j = 0; j < together && t + j < n; j++)
+                for (int v = 0; v < VECTORS; v++) {
+                    float *at = to + (t + j) * to_step + c + v * WIDTH;
+                    if (add) sum[j][v] += load(at);
+                    store(at, sum[j][v]);
+                }
         }
 }
 INLINE void product(float *to, int64_t to_step, const float *a, int64_t a_step, int64_t a_inner, int64_t n,
                     const float *m, int64_t m_step, int64_t inner, int64_t wide, int add) {
     if (n > 2) /* a single step has few queries */
-        product_of(8, to, to_step, a, a_step, a_inner, n, m, m_step, inner, wide, add);
+        product_of(ROWS, to, to_step, a, a_step, a_inner, n, m, m_step, inner, wide, add);
     else
         product_of(1, to, to_step, a, a_step, a_inner, n, m, m_step, inner, wide, add);
 }
 
-/* to[t] (+)= sum over i of a[i, t] * m[i]: the same where the rows of `a` are summed over, and `n` of its columns, a
+/* to[t] = sum over i of a[i, t] * m[i]: the same where the rows of `a` are summed over, and `n` of its columns, a
  * multiple of 8, are wanted; of a result that is its own transpose, the `upper` half alone. */
 INLINE void turned_product(float *to, int64_t to_step, const float *a, int64_t a_step, int64_t n, const float *m,
                            int64_t m_step, int64_t inner, int64_t wide, int upper) {
-    for (int64_t t = 0; t < n; t += 8)
-        for (int64_t c = upper ? t / 16 * 16 : 0; c < wide; c += WIDTH) {
-            floats sum[8];
-            for (int j = 0; j < 8; j++) sum[j] = splat(0);
+    for (int64_t t = 0; t < n; t += ROWS)
+        for (int64_t c = upper ? t / 16 * 16 : 0; c < wide; c += 16) {
+            floats sum[ROWS][VECTORS];
+            for (int j = 0; j < ROWS; j++)
+                for (int v = 0; v < VECTORS; v++) sum[j][v] = splat(0);
             for (int64_t i = 0; i < inner; i++) {
-                const floats x = load(m + i * m_step + c);
                 const float *own = a + i * a_step + t;
-                for (int j = 0; j < 8; j++) sum[j] += x * splat(own[j]);
+                floats x[VECTORS];
+                for (int v = 0; v < VECTORS; v++) x[v] = load(m + i * m_step + c + v * WIDTH);
+                for (int j = 0; j < ROWS; j++)
+                    for (int v = 0; v < VECTORS; v++) sum[j][v] += x[v] * splat(own[j]);
             }
-            for (int j = 0; j < 8; j++) store(to + (t + j) * to_step + c, sum[j]);
+            for (int j = 0; j < ROWS; j++)
+                for (int v = 0; v < VECTORS; v++) store(to + (t + j) * to_step + c + v * WIDTH, sum[j][v]);
         }
 }
 
