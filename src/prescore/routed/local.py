@@ -35,7 +35,7 @@ def attend_near(query: Tensor, sources: Sources, view: View) -> Attended:
             return Attended(empty, query.new_full(query.shape[:3], -torch.inf, dtype=wide))
         found = view.backend.at("tail").forward(tail.tile(query, view))
         return Attended(found.output.to(wide), found.lse.to(wide))
-    grid = Grid.of(view)
+    grid = ChunkGrid.of(view)
     blocks = grid.cut(query)
     shape = blocks.shape[:4]  # [T, n_blocks, G, size]
     output = query.new_empty((*shape, sources.value.shape[-1]), dtype=wide)
@@ -68,7 +68,7 @@ def attend_near_backward(
             tail.add(grad_key, found.key[:, 0])
             tail.add(grad_value, found.value[:, 0])
         return
-    grid = Grid.of(view)
+    grid = ChunkGrid.of(view)
     cut = [grid.cut(t) for t in (grad, query, merged.output, merged.lse[..., None])]
     for lane in range(query.shape[0]):
         chunks = Chunks(*(grid.chunks(t[lane]) for t in (sources.key, sources.value)))
@@ -83,7 +83,7 @@ def attend_near_backward(
 
 
 @dataclass(frozen=True)
-class Grid:
+class ChunkGrid:
     """How causal queries lie in blocks of a chunk each.
 
     Attributes:
@@ -101,7 +101,7 @@ class Grid:
     start: int
 
     @classmethod
-    def of(cls, view: View) -> Grid:
+    def of(cls, view: View) -> ChunkGrid:
         """The grid of a causal view."""
         start, size, n_query = int(view.first[0, 0]), view.chunk, view.stop.shape[1]
         before = int(view.stop[0, 0]) - 1 - start - size
@@ -155,7 +155,7 @@ class Chunks(NamedTuple):
 class _Strips:
     """Strips of the blocks of a lane, and how they are attended."""
 
-    grid: Grid
+    grid: ChunkGrid
     scale: float
     backend: Backend
 

@@ -18,7 +18,7 @@ from prescore.routed.compiled.checked import (
     RowsStruct,
     call_library,
     check_lanes,
-    check_rows,
+    check_row_tensor,
     check_tensors,
     rows_struct,
 )
@@ -172,7 +172,7 @@ class FarProblem:
                 *(Expected(name, tensor, places, torch.int32) for name, tensor in seen.items()),
             ]
         )
-        check_rows("query", self.query, n_lanes * group)
+        check_row_tensor("query", self.query, n_lanes * group)
         check_lanes(self.key, self.value, n_lanes, tables.rows.shape[2])
         if tables.sizes != (n_lanes, dim, wide) or self.key.shape[-1] != dim:
             raise ValueError(f"tables must be of {n_lanes} lanes of {dim} and {wide} numbers, got {tables.sizes}")

@@ -50,15 +50,15 @@ def check_tensors(expected: Sequence[Expected]) -> None:
 def check_lanes(key: Tensor, value: Tensor, n_lanes: int, leaf: int) -> None:
     """Refuse keys and values that compiled code does not know, or not side by side."""
     dim, wide = key.shape[-1], value.shape[-1]
-    check_rows("key", key, n_lanes)
-    check_rows("value", value, n_lanes)
+    check_row_tensor("key", key, n_lanes)
+    check_row_tensor("value", value, n_lanes)
     if key.shape[-2] != value.shape[-2]:
         raise ValueError(f"value must have as many rows as key, {key.shape[-2]}, got {value.shape[-2]}")
     if dim % WIDTH or wide % WIDTH or leaf % WIDTH or not 0 < min(dim, wide) <= max(dim, wide) <= MOST_DIM:
         raise ValueError(f"sizes must be multiples of {WIDTH}, got {dim}, {wide} and {leaf}")
 
 
-def check_rows(name: str, rows: Tensor, n_lanes: int) -> None:
+def check_row_tensor(name: str, rows: Tensor, n_lanes: int) -> None:
     """Refuse rows of numbers that compiled code does not know, or not side by side."""
     known = rows.dtype in TYPES and rows.device.type == "cpu"
     if rows.stride(-1) != 1 or not known or rows.shape[:-2].numel() != n_lanes:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from prescore.routed.compiled.call import FarCall, Tables
-from prescore.routed.compiled.checked import call_library, check_lanes, check_rows, rows_struct
+from prescore.routed.compiled.checked import call_library, check_lanes, check_row_tensor, rows_struct
 from prescore.routed.far import Search
 from prescore.routed.stand_ins import MOST_KNOWN_GAIN
 from prescore.types import Attended
@@ -77,7 +77,7 @@ class PreparedStep:
         """Refuse whatever compiled code could read outside of: it checks nothing itself."""
         tables, n_keys = self._tables, key.shape[-2]
         n_lanes, dim, wide = tables.sizes
-        check_rows("query", query, n_lanes * query.shape[1])
+        check_row_tensor("query", query, n_lanes * query.shape[1])
         check_lanes(key, value, n_lanes, tables.rows.shape[2])
         sizes = (query.shape[0], query.shape[2], query.shape[-1], key.shape[-1], value.shape[-1])
         if sizes != (n_lanes, 1, dim, dim, wide):
