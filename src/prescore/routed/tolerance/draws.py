@@ -17,6 +17,8 @@ MOST_OFF = 2.0
 A key is looked for with two deviations to spare. The chance that it is missed all the same falls faster with what
 it weighs than its part of the error grows, but only up to here.
 """
+BELOW = 0.6
+"""How much less the weights below a limit vary than those of normal logits would, for a guess."""
 SHADOWS = 8
 """Random projections of values that say in how many directions errors point."""
 
@@ -48,3 +50,9 @@ def code_units(scales: Tensor) -> Tensor:
     squares = flat.square().mean(2).cumsum(1)
     counts = torch.arange(1, squares.shape[1] + 1, device=squares.device)[:, None]
     return (squares / counts).sqrt()
+
+
+def usual_distance(apart: Tensor) -> Tensor:
+    """`[T, M]` the mean of `apart [T, M, m]` over the nodes up to each: how far values lie from their node's mean."""
+    counts = torch.arange(1, apart.shape[1] + 1, device=apart.device)
+    return (apart.mean(2).cumsum(1) / counts).contiguous()

@@ -1,0 +1,79 @@
+/* A search of every node that also weighs what it does not find, by the codes.
+ *
+ * Weights are in units of the limit's, so that all of them are below one.
+ */
+#include "coded.h"
+#include "sampled.h"
+
+/* A query of those that search together. */
+typedef struct {
+    float limit, unit, lift[2]; /* of a node, in units of the code; what such a unit is worth in powers of two */
+    int32_t *found, n;
+    float *coded, sum;
+} Seeker;
+
+/* Sixteen keys of a node that a seeker met: what it reads, and what the others weigh. */
+INLINE void weigh_block(Seeker *k, const float *scales, const int32_t *rows, const floats *low, const floats *high,
+                        int32_t place, int64_t block) {
+    unsigned above = 0;
+    floats sum = splat(0), light[PER_BLOCK];
+    for (int i = 0; i < PER_BLOCK; i++) {
+        const floats s0 = load(scales + i * WIDTH), s1 = load(scales + 16 + i * WIDTH);
+        const floats x = s0 * low[i] + s1 * high[i];
+        const ints read = x + (s0 * splat(k->lift[0]) + s1 * splat(k->lift[1])) >= splat(k->limit);
+        light[i] = rough_exp2((x - splat(k->limit)) * splat(k->unit));
+        sum += choose(read, splat(0.0f), light[i]);
+        above |= bits(read) << (i * WIDTH);
+    }
+    k->n = append_rows(k->found, k->n, rows, above);
+    k->sum += total(sum);
+    k->coded[block] = (above >> place) & 1 ? -1.0f : ((const float *)light)[place];
+}
+
+static void search_node(const Problem *p, const Samples *s, Work *w, Rest *r, int64_t node, const int *who, int n_who) {
+    const int64_t dim = p->dim, leaf = p->leaf, at = w->lane * p->node_room + node;
+    const uint8_t *codes = p->codes + at * leaf * dim / 2;
+    const float *scales = p->scales + at * leaf * 2;
+    const int32_t *rows = p->rows + at * leaf;
+    for (int x = 0; x < n_who; x += AT_ONCE) {
+        Seeker seekers[AT_ONCE];
+        const int8_t *q[AT_ONCE];
+        int32_t sums[AT_ONCE][2];
+        const int some = n_who - x < AT_ONCE ? n_who - x : AT_ONCE;
+        for (int j = 0; j < AT_ONCE; j++) {
+            const int t = who[j < some ? x + j : x];
+            q[j] = w->code + t * dim;
+            memcpy(sums[j], w->code_sum + 2 * t, sizeof sums[j]);
+            /* codes are of what a key differs from the mean */
+            const float limit = (w->limit[t] - w->logits[t * w->padded + p->sink_room + node]) / w->code_scale[t];
+            seekers[j] = (Seeker){limit, w->code_scale[t] * 1.44269504f, {w->lift[2 * t], w->lift[2 * t + 1]},
+                                  w->found + t * w->found_room, w->n_found[t],
+                                  r->coded + t * p->more + node * s->each, 0};
+        }
+        for (int64_t b = 0; b < leaf / 16; b++) {
+            floats low[AT_ONCE][PER_BLOCK], high[AT_ONCE][PER_BLOCK];
+            code_sums(codes + b * 8 * dim, q, (const int32_t (*)[2])sums, dim / 8, low, high);
+            for (int j = 0; j < AT_ONCE; j++)
+                if (j < some) weigh_block(seekers + j, scales + 32 * b, rows + 16 * b, low[j], high[j], s->place[node], b);
+        }
+        for (int j = 0; j < some; j++) {
+            const int t = who[x + j];
+            w->hits[t * w->padded + p->sink_room + node] = seekers[j].n - w->n_found[t];
+            w->n_found[t] = seekers[j].n;
+            r->unread[t * p->node_room + node] = seekers[j].sum;
+        }
+    }
+}
+
+/* Every query of a tile that has a limit searches all nodes. */
+void prescore_search_all(const Problem *p, const Samples *s, Work *w, Rest *r) {
+    int who[TILE], n_who = 0;
+    for (int64_t t = 0; t < w->n; t++) {
+        w->n_found[t] = 0;
+        who[n_who] = (int)t;
+        n_who += w->limit[t] != INFINITY;
+    }
+    for (int64_t node = 0; n_who && node < w->nodes; node++) search_node(p, s, w, r, node, who, n_who);
+#pragma omp atomic
+    p->counts[0] += n_who * w->nodes * p->leaf;
+}
