@@ -20,7 +20,7 @@ from prescore.routed.layout import Layout, make_layout
 from prescore.routed.softmax import attend_sources
 from prescore.routed.sources import Sources, View
 from prescore.routed.tables import build_nodes, pooled
-from prescore.routed.tolerance.within import attend_to_tolerance, read_on
+from prescore.routed.tolerance.within import attend_to_tolerance, is_over
 from prescore.types import Attended
 from prescore.values import Values
 
@@ -67,7 +67,9 @@ def attend_lanes(call: Call, config: Routed) -> Answer:
     if config.tolerance is None or n_exact == layout.n_query:
         return Answer(whole, figures)
     limit, error, further = (pad(bar, (n_exact, 0)) for bar in routed.bars)
-    whole, over = read_on(call, whole, limit, config.tolerance)
+    over = is_over(limit, config)
+    if call.query_valid is not None:
+        over &= call.query_valid[:, None]
     real = torch.ones_like(over) if call.query_valid is None else call.query_valid[:, None].expand_as(over)
     figures["rows_per_query"] += float((over * layout.visible_rows().to(over.device)).mean())
     figures.update(error_figures(limit[real], error[real], further[real], over[real]))

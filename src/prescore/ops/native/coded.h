@@ -99,17 +99,14 @@ INLINE int32_t append_rows(int32_t *found, int32_t n, const int32_t *rows, unsig
 #endif
 }
 
-/* Powers of two, to one part in 10,000: enough where the same is added and taken away again. */
-INLINE floats rough_exp2(floats x) {
-    x = larger(x, splat(-126.0f));
-    const floats shifted = x + splat(12582912.0f); /* 1.5 * 2^23 rounds to an integer */
-    const ints power = (ints)shifted - (ints)splat(12582912.0f);
-    const floats z = x - (shifted - splat(12582912.0f));
-    floats p = splat(0.0558382829f);
-    p = p * z + splat(0.2426394785f);
-    p = p * z + splat(0.6931367339f);
-    p = p * z + splat(0.9999245570f);
-    return (floats)((ints)p + (power << 23));
+/* Powers of two, in straight lines between whole ones: `x` is a power times 2^23, plus `STRAIGHT_ZERO`. */
+#define STRAIGHT_ZERO (127.0f * 8388608.0f)
+INLINE floats straight_exp2(floats x) {
+#if defined(__AVX512F__)
+    return (floats)_mm512_cvttps_epi32(_mm512_max_ps((__m512)x, _mm512_setzero_ps()));
+#else
+    return (floats)__builtin_convertvector(larger(x, splat(0.0f)), ints);
+#endif
 }
 
 #endif

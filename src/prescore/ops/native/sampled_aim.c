@@ -3,9 +3,9 @@
 
 #define MOST_AIMS 16
 
-/* Results as if nothing were to be found: near keys, sinks, and the nodes' means, which weigh what their samples say. */
+/* Results as if nothing were to be found: near keys, sinks and samples. */
 static void guess_outputs(const Problem *p, const Samples *s, Work *w, Rest *r) {
-    const int64_t end = filled(w->nodes * s->each), wide = p->value_dim;
+    const int64_t samples = w->nodes * s->each, end = filled(samples), wide = p->value_dim;
     const floats stands_for = splat(logf((float)s->stride));
     float *weights = w->move; /* not needed yet: [TILE, padded] */
     for (int64_t t = 0; t < w->n; t++) {
@@ -30,16 +30,12 @@ static void guess_outputs(const Problem *p, const Samples *s, Work *w, Rest *r) 
         r->lse[t] = peak + logf(all);
         for (int64_t c = 0; c < p->sink_room; c += WIDTH) store(columns + c, load(columns + c) * part);
         for (int64_t c = 0; c < end; c += WIDTH) store(own + c, load(own + c) * part);
-        for (int64_t node = 0; node < w->nodes; node++) {
-            float sum = 0;
-            for (int64_t i = 0; i < s->each; i++) sum += own[node * s->each + i];
-            columns[p->sink_room + node] = sum;
-        }
         const float *output = p->output + w->index[t] * wide;
         for (int64_t i = 0; i < wide; i += WIDTH) store(r->outputs + t * wide + i, load(output + i) * share);
     }
-    product(r->outputs, wide, weights, w->padded, 1, w->n, p->column_values + w->lane * p->room * wide, wide,
-            p->sink_room + w->nodes, wide, 1);
+    const float *values = s->values + w->lane * p->more * wide;
+    product(r->outputs, wide, weights, w->padded, 1, w->n, p->column_values + w->lane * p->room * wide, wide, p->sinks, wide, 1);
+    product(r->outputs, wide, r->drawn, p->more, 1, w->n, values, wide, samples, wide, 1);
     for (int64_t t = 0; t < w->n; t++) r->square[t] = dot(r->outputs + t * wide, r->outputs + t * wide, wide);
 }
 

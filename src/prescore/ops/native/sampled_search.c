@@ -5,28 +5,35 @@
 #include "coded.h"
 #include "sampled.h"
 
-/* A query of those that search together. */
+/* A query of those that search together, at one node. */
 typedef struct {
-    float limit, unit, lift[2]; /* of a node, in units of the code; what such a unit is worth in powers of two */
+    float limit, lift[2]; /* in units of the code */
+    float unit, zero;     /* what a unit of the code is worth, and the limit, as `straight_exp2` takes them */
     int32_t *found, n;
-    float *coded, sum;
+    float *coded;
+    floats sum;
 } Seeker;
 
 /* Sixteen keys of a node that a seeker met: what it reads, and what the others weigh. */
 INLINE void weigh_block(Seeker *k, const float *scales, const int32_t *rows, const floats *low, const floats *high,
                         int32_t place, int64_t block) {
     unsigned above = 0;
-    floats sum = splat(0), light[PER_BLOCK];
+    floats light[PER_BLOCK];
     for (int i = 0; i < PER_BLOCK; i++) {
         const floats s0 = load(scales + i * WIDTH), s1 = load(scales + 16 + i * WIDTH);
-        const floats x = s0 * low[i] + s1 * high[i];
-        const ints read = x + (s0 * splat(k->lift[0]) + s1 * splat(k->lift[1])) >= splat(k->limit);
-        light[i] = rough_exp2((x - splat(k->limit)) * splat(k->unit));
-        sum += choose(read, splat(0.0f), light[i]);
+        const floats x = s0 * low[i] + s1 * high[i], lifted = s0 * splat(k->lift[0]) + (s1 * splat(k->lift[1]) + x);
+        light[i] = straight_exp2(x * splat(k->unit) + splat(k->zero));
+#if defined(__AVX512F__)
+        const __mmask16 read = _mm512_cmp_ps_mask((__m512)lifted, _mm512_set1_ps(k->limit), _CMP_GE_OQ);
+        k->sum = (floats)_mm512_mask_add_ps((__m512)k->sum, (__mmask16)~read, (__m512)k->sum, (__m512)light[i]);
+        above = read;
+#else
+        const ints read = lifted >= splat(k->limit);
+        k->sum += choose(read, splat(0.0f), light[i]);
         above |= bits(read) << (i * WIDTH);
+#endif
     }
     k->n = append_rows(k->found, k->n, rows, above);
-    k->sum += total(sum);
     k->coded[block] = (above >> place) & 1 ? -1.0f : ((const float *)light)[place];
 }
 
@@ -46,9 +53,10 @@ static void search_node(const Problem *p, const Samples *s, Work *w, Rest *r, in
             memcpy(sums[j], w->code_sum + 2 * t, sizeof sums[j]);
             /* codes are of what a key differs from the mean */
             const float limit = (w->limit[t] - w->logits[t * w->padded + p->sink_room + node]) / w->code_scale[t];
-            seekers[j] = (Seeker){limit, w->code_scale[t] * 1.44269504f, {w->lift[2 * t], w->lift[2 * t + 1]},
+            const float unit = w->code_scale[t] * 1.44269504f * 8388608.0f;
+            seekers[j] = (Seeker){limit, {w->lift[2 * t], w->lift[2 * t + 1]}, unit, STRAIGHT_ZERO - limit * unit,
                                   w->found + t * w->found_room, w->n_found[t],
-                                  r->coded + t * p->more + node * s->each, 0};
+                                  r->coded + t * p->more + node * s->each, splat(0)};
         }
         for (int64_t b = 0; b < leaf / 16; b++) {
             floats low[AT_ONCE][PER_BLOCK], high[AT_ONCE][PER_BLOCK];
@@ -60,7 +68,7 @@ static void search_node(const Problem *p, const Samples *s, Work *w, Rest *r, in
             const int t = who[x + j];
             w->hits[t * w->padded + p->sink_room + node] = seekers[j].n - w->n_found[t];
             w->n_found[t] = seekers[j].n;
-            r->unread[t * p->node_room + node] = seekers[j].sum;
+            r->unread[t * p->node_room + node] = total(seekers[j].sum);
         }
     }
 }

@@ -29,9 +29,9 @@ def choose_limit(
     """`[t]`: the highest limit under which the samples below it spread little enough.
 
     Infinite where none does, or where so many keys would be read that reading everything is faster. The result is
-    guessed from what lies near, the sinks and the nodes' means, which weigh what their samples say. A term of the
-    error is as large as a weight differs from the mean of its node: of weights `exp(x)` with normal `x` of
-    deviation `s` that is a part `1 - exp(-s^2)` of their mean square, and less of those below a limit.
+    guessed from what lies near, the sinks and the samples. A term of the error is as large as a weight differs from
+    the mean of its node: of weights `exp(x)` with normal `x` of deviation `s` that is a part `1 - exp(-s^2)` of
+    their mean square, and less of those below a limit.
     """
     stands_for = (seen.rows.shape[1] / samples.exists.sum(1)).to(first.dtype).log()
     weighted = samples.logits + stands_for[:, None]
@@ -39,7 +39,7 @@ def choose_limit(
     weights = torch.exp(weighted - lse[:, None, None])
     output = torch.exp(near.lse - lse)[:, None] * near.output
     output = output + torch.exp(scores.sinks - lse[:, None]) @ seen.sink_value
-    output = output + weights.sum(2) @ seen.node_value
+    output = output + weights.flatten(1) @ samples.value.flatten(0, 1)
     uneven = BELOW * (1 - torch.exp(-scores.spread.square()))
     terms = uneven * (weights.square() * samples.apart).flatten(1)
     length, logits, n_samples = output.square().sum(1), samples.logits.flatten(1), samples.exists.sum()

@@ -17,7 +17,7 @@ MOST_OFF = 2.0
 A key is looked for with two deviations to spare. The chance that it is missed all the same falls faster with what
 it weighs than its part of the error grows, but only up to here.
 """
-BELOW = 0.6
+BELOW = 0.5
 """How much less the weights below a limit vary than those of normal logits would, for a guess."""
 SHADOWS = 8
 """Random projections of values that say in how many directions errors point."""

@@ -27,7 +27,7 @@ class Read(NamedTuple):
     Attributes:
         query, node, row: `[R]`, each row that is read.
         above: `[t, M, L]` which keys those are.
-        light: `[t, M, L]` logits of the others by their codes; -inf for those that are read.
+        light: `[t, M, L]` weights of the others by their codes, in units of that of the limit; 0 for those read.
         worth: `[t]` the others would read too much.
     """
 
@@ -51,8 +51,18 @@ def read_rows(query: Tensor, seen: Seen, scores: Scores, limit: Tensor, margin: 
     worth = ~torch.isinf(limit) & (above.flatten(1).sum(1) <= int(MOST_ROWS * n_nodes * leaf))
     above &= worth[:, None, None]
     asked, node, place = above.nonzero(as_tuple=True)
-    light = coded.masked_fill(above, -math.inf)
+    light = straight_exp(coded - limit[:, None, None]).masked_fill(above, 0.0)
     return Read(asked, node, seen.rows[node, place], above, light, worth)
+
+
+def straight_exp(logits: Tensor) -> Tensor:
+    """Nearly `exp(logits)`: powers of two, in straight lines between whole ones.
+
+    Off by 6 % at most, which samples make good, and a few instructions where this is compiled.
+    """
+    power = logits / math.log(2)
+    whole = power.floor()
+    return torch.where(whole < -126, 0.0, torch.exp2(whole) * (1 + (power - whole)))
 
 
 class Rest(NamedTuple):
@@ -73,9 +83,9 @@ class Rest(NamedTuple):
     alone: Tensor
 
 
-def rest_of(read: Read, samples: Samples, peak: Tensor) -> Rest:
+def rest_of(read: Read, samples: Samples, limit: Tensor, peak: Tensor) -> Rest:
     """What is left of each node; all samples' weights count for the keys that they stand for."""
-    light = torch.exp(read.light - peak[:, None, None])
+    light = read.light * torch.exp(limit - peak).masked_fill(~read.worth, 0.0)[:, None, None]
     place = samples.place.expand(len(peak), -1, -1)
     usable = samples.exists & ~read.above.gather(2, place)
     left, used = (~read.above).sum(-1), usable.sum(-1)
@@ -102,7 +112,7 @@ def weigh(
     peak = peak.masked_fill(torch.isneginf(peak), 0.0)
     rows = torch.exp(rows - peak.index_select(0, read.query))
     sinks, known = torch.exp(scores.sinks - peak[:, None]), torch.exp(near.lse - peak)
-    rest = rest_of(read, samples, peak)
+    rest = rest_of(read, samples, limit, peak)
     mass = (known + sinks.sum(1) + rest.unread.sum(1) + rest.off.sum((1, 2))).index_add(0, read.query, rows)
     output = known[:, None] * near.output + sinks @ seen.sink_value
     output = output + seen.rows.shape[1] * rest.share @ seen.node_value

@@ -17,7 +17,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from prescore.call import Call
 from prescore.config import Routed
 from prescore.ops.backend import accumulation_dtype
 from prescore.routed.compiled.far import can_run
@@ -27,7 +26,7 @@ from prescore.routed.softmax import attend_near
 from prescore.routed.sources import Draws, Sources, View
 from prescore.routed.tolerance.draws import sample_places
 from prescore.routed.tolerance.error_bar import error_limit, estimated_error, longest_error
-from prescore.routed.tolerance.exact_rows import exact_for
+from prescore.routed.tolerance.exact_rows import read_everything
 from prescore.routed.tolerance.plain import attend_sampled_plain
 from prescore.types import Attended
 
@@ -66,25 +65,27 @@ class Within(NamedTuple):
 
 
 def attend_to_tolerance(query: Tensor, sources: Sources, view: View, config: Routed, seed: int) -> Within:
-    """Queries `[T, G, Q, D]` with their error bars, by the configuration's tolerance and confidence."""
+    """Queries `[T, G, Q, D]` with their error bars, by the configuration's tolerance and confidence.
+
+    Those whose bar is still above the tolerance have read everything.
+    """
     wide = accumulation_dtype(query.dtype)
     shape = (*query.shape[:3], sources.value.shape[-1])
     near = Attended(query.new_empty(shape, dtype=wide), query.new_empty(shape[:3], dtype=wide))
     attend_near(query, sources, view, near)
     bars = attend_within(query, sources, view, near, config, seed)
-    return bars._replace(output=bars.output.to(query.dtype))
+    over = is_over(bars.limit, config)
+    over[:, :, : view.real.start] = over[:, :, view.real.stop :] = False
+    output, lse = bars.output, bars.lse
+    if bool(over.any()):
+        exact = read_everything(query, sources, view, near, over)
+        output, lse = torch.where(over[..., None], exact.output, output), torch.where(over, exact.lse, lse)
+    return bars._replace(output=output.to(query.dtype), lse=lse)
 
 
-def read_on(call: Call, answer: Attended, limit: Tensor, tolerance: float) -> tuple[Attended, Tensor]:
-    """Queries whose bar `[B, Hq, Nq]` is still above the tolerance read everything; also which they are."""
-    over = ~(limit <= tolerance)
-    if call.query_valid is not None:
-        over &= call.query_valid[:, None]
-    if not bool(over.any()):
-        return answer, over
-    exact = exact_for(replace(call, backend=call.backend.at("read on")), over)
-    output = torch.where(over[..., None], exact.output, answer.output)
-    return Attended(output, torch.where(over, exact.lse, answer.lse)), over
+def is_over(limit: Tensor, config: Routed) -> Tensor:
+    """Which error bars are above the tolerance."""
+    return ~(limit <= (config.tolerance or 0.0))
 
 
 def attend_within(
