@@ -41,31 +41,24 @@ static float weigh_all(float *x, int64_t n, float peak) {
     return total(sum);
 }
 
-/* What a node's unread keys weigh together; leaves the weights of its mean, of its samples, and `off`. Rows that were read
- * are taken out of the mean. */
-static float weigh_node(const Problem *p, const Samples *s, Work *w, Rest *r, int64_t t, int64_t node, float unit,
-                        float *rows) {
-    const int64_t each = s->each, hits = w->hits[t * w->padded + p->sink_room + node];
-    const float left = (float)(p->leaf - hits), *coded = r->coded + t * p->more + node * each;
-    const float unread = r->unread[t * p->node_room + node] * unit;
+/* Weights of a node's mean, of its samples, and `off`; rows that were read are taken out of the mean. Returns what all
+ * keys that are not read weigh by their codes. */
+INLINE float weigh_node(const Problem *p, const Samples *s, Work *w, Rest *r, int64_t t, int64_t node, float unit, float *rows) {
+    const int64_t each = s->each, hits = w->hits[t * w->padded + p->sink_room + node], at = t * p->node_room + node;
+    const float left = (float)(p->leaf - hits), used = r->used[at], unread = r->unread[at] * unit;
+    const float *coded = r->coded + t * p->more + node * each;
     float *drawn = w->logits + t * w->padded + p->room + node * each, *off = r->off + t * p->more + node * each;
-    float used = 0, by_code = 0, sum = 0;
-    for (int64_t i = 0; i < each; i++) {
-        used += coded[i] >= 0 ? 1.0f : 0.0f;
-        by_code += coded[i] >= 0 ? coded[i] * unit : 0.0f;
-    }
     const float mean = left > 0 ? unread / left : 0, stands_for = used > 0 ? left / used : 0;
-    const float share = used > 0 ? 2 * mean - by_code / used : mean;
+    const float share = used > 0 ? 2 * mean - r->shown[at] * unit / used : mean;
     for (int64_t i = 0; i < each; i++) {
-        const float weight = drawn[i];
-        off[i] = coded[i] >= 0 ? stands_for * (weight - coded[i] * unit) : 0.0f;
-        drawn[i] = coded[i] >= 0 ? stands_for * (weight - mean) : 0.0f;
-        sum += off[i];
+        const float counts = coded[i] >= 0 ? stands_for : 0.0f, weight = drawn[i];
+        off[i] = counts * (weight - coded[i] * unit);
+        drawn[i] = counts * (weight - mean);
     }
     for (int64_t i = 0; i < hits; i++) rows[i] -= share;
     w->logits[t * w->padded + p->sink_room + node] = share * (float)p->leaf;
-    r->alone[t * p->node_room + node] = used > 0 ? 0 : unread;
-    return unread + sum;
+    r->alone[at] = used > 0 ? 0 : unread;
+    return unread;
 }
 
 /* One softmax over everything: leaves weights of columns and samples in `logits`, and everything else in the output, not
@@ -81,7 +74,11 @@ static float weigh_query(const Problem *p, const Samples *s, Work *w, Rest *r, i
         mass += weigh_node(p, s, w, r, t, node, unit, own + done);
         done += w->hits[t * w->padded + p->sink_room + node];
     }
-    for (int64_t i = samples; i < filled(samples); i++) logits[p->room + i] = r->off[t * p->more + i] = 0;
+    float *off = r->off + t * p->more;
+    floats more = splat(0);
+    for (int64_t i = samples; i < filled(samples); i++) logits[p->room + i] = off[i] = 0;
+    for (int64_t i = 0; i < samples; i += WIDTH) more += load(off + i);
+    mass += total(more);
     float *output = p->output + at * wide, sum[MOST_DIM];
     if (!(mass > 0)) return 0;
     for (int64_t i = 0; i < wide; i += WIDTH) store(sum + i, load(output + i) * near);
@@ -157,13 +154,15 @@ static int64_t next_active(const Problem *p, const Samples *s, Work *w, int64_t 
 
 static Rest *new_rest(const Problem *p) {
     const size_t samples = (size_t)(TILE * p->more), nodes = (size_t)(TILE * p->node_room);
-    Rest *r = malloc(sizeof(Rest) + sizeof(float) * (3 * samples + 2 * nodes + 16));
+    Rest *r = malloc(sizeof(Rest) + sizeof(float) * (3 * samples + 4 * nodes + 16));
     if (!r) return NULL;
     r->drawn = (float *)(r + 1);
     r->coded = r->drawn + samples;
     r->off = r->coded + samples;
     r->unread = r->off + samples;
-    r->alone = r->unread + nodes;
+    r->shown = r->unread + nodes;
+    r->used = r->shown + nodes;
+    r->alone = r->used + nodes;
     return r;
 }
 

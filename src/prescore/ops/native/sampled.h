@@ -20,7 +20,8 @@ typedef struct {
     const float *shadows;       /* [lanes, more / 16, 2 * SHADOWS, 16]: what the values differ from their node's mean, and
                                  * the mean itself, projected */
     int64_t each, stride;       /* samples of a node, keys that each stands for */
-    int64_t aims;               /* limits to choose from, each for keys of half the weight */
+    int64_t aims;               /* limits to choose from */
+    float step;                 /* from one to the next */
     float allowed;              /* square of the relative error that is aimed at */
     float most_rows;            /* share of the keys in nodes from which on single rows are not worth reading */
     float most_off;             /* deviation of coded logits from which on no search is trusted */
@@ -32,10 +33,12 @@ typedef struct {
 
 /* Of the queries of a tile. Weights are those of single keys, times some factor of the query. */
 typedef struct {
-    float *drawn;  /* [TILE, more]: weights of the samples, while the limit is chosen */
+    float *drawn;  /* [TILE, more]: weights of the samples while the limit is chosen, then what `prescore_measure` needs */
     float *coded;  /* [TILE, more]: weights of the samples by their codes; -1 = read by itself */
     float *off;    /* [TILE, more]: what a sample's weight differs from that by its code, for all keys it stands for */
     float *unread; /* [TILE, node_room]: weights by their codes of all keys of a node that are not read */
+    float *shown;  /* [TILE, node_room]: of the samples among them */
+    float *used;   /* [TILE, node_room]: how many samples those are */
     float *alone;  /* [TILE, node_room]: those of nodes of which no sample is left */
     float outputs[TILE * MOST_DIM], square[TILE], lse[TILE];
 } Rest;

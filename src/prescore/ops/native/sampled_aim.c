@@ -1,8 +1,6 @@
 /* How light the keys must be that a query with samples looks for, before it looks. */
 #include "sampled.h"
 
-#define MOST_AIMS 16
-
 /* Results as if nothing were to be found: near keys, sinks and samples. */
 static void guess_outputs(const Problem *p, const Samples *s, Work *w, Rest *r) {
     const int64_t samples = w->nodes * s->each, end = filled(samples), wide = p->value_dim;
@@ -50,29 +48,41 @@ static float code_error(const Problem *p, const Samples *s, const Work *w, int64
     return sqrtf(square);
 }
 
+/* Samples from a limit on, and the sum of the terms of the others. */
+INLINE float spread_below(const float *logits, const float *terms, int64_t n, float limit, float *above) {
+    floats spread = splat(0), read = splat(0);
+    for (int64_t c = 0; c < n; c += WIDTH) {
+        const floats x = load(logits + c), term = load(terms + c);
+#if defined(__AVX512F__)
+        const __mmask16 over = _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(limit), _CMP_GE_OQ);
+        spread = (floats)_mm512_mask_add_ps((__m512)spread, (__mmask16)~over, (__m512)spread, (__m512)term);
+        read = (floats)_mm512_mask_add_ps((__m512)read, over, (__m512)read, _mm512_set1_ps(1.0f));
+#else
+        const ints over = x >= splat(limit);
+        spread += choose(over, splat(0.0f), term);
+        read += choose(over, splat(1.0f), splat(0.0f));
+#endif
+    }
+    *above = total(read);
+    return total(spread);
+}
+
 /* The highest limit under which the samples that stay below it spread little enough; inf where none does, or where so
  * many keys would be read that reading everything is faster. */
 static float choose_limit(const Problem *p, const Samples *s, const Work *w, const Rest *r, int64_t t) {
     if (code_error(p, s, w, t) > s->most_off) return INFINITY;
     const int64_t samples = w->nodes * s->each, end = filled(samples);
-    const float *logits = w->logits + t * w->padded + p->room, *weights = r->drawn + t * p->more;
-    const float *apart = s->apart + w->lane * p->more, usual = s->usual[w->lane * p->node_room + w->nodes - 1];
-    floats spread[MOST_AIMS], above[MOST_AIMS];
-    for (int j = 0; j < s->aims; j++) spread[j] = above[j] = splat(0);
-    for (int64_t c = 0; c < end; c += WIDTH) {
-        const floats weight = load(weights + c), x = load(logits + c), term = weight * weight * load(apart + c);
-        for (int j = 0; j < s->aims; j++) {
-            const ints read = x >= splat(w->limit[t] - (float)j * 0.69314718f);
-            spread[j] += choose(read, splat(0.0f), term);
-            above[j] += choose(read, splat(1.0f), splat(0.0f));
-        }
-    }
+    const float *logits = w->logits + t * w->padded + p->room, *apart = s->apart + w->lane * p->more;
+    const float usual = s->usual[w->lane * p->node_room + w->nodes - 1];
     const float uneven = s->below * (1 - expf(-w->spread[t] * w->spread[t]));
+    float *terms = r->drawn + t * p->more; /* weights, until now */
+    for (int64_t c = 0; c < end; c += WIDTH) store(terms + c, load(terms + c) * load(terms + c) * load(apart + c));
     for (int j = 0; j < s->aims; j++) {
-        const float limit = w->limit[t] - (float)j * 0.69314718f, unseen = expf(limit - r->lse[t]);
-        if (total(above[j]) > s->most_rows * (float)samples) return INFINITY;
-        const float hidden = (float)s->stride * unseen * unseen * usual;
-        if (uneven * total(spread[j]) + hidden <= s->allowed * r->square[t]) return limit;
+        float above;
+        const float limit = w->limit[t] - (float)j * s->step, unseen = expf(limit - r->lse[t]);
+        const float spread = spread_below(logits, terms, end, limit, &above);
+        if (above > s->most_rows * (float)samples) return INFINITY;
+        if (uneven * spread + (float)s->stride * unseen * unseen * usual <= s->allowed * r->square[t]) return limit;
     }
     return INFINITY;
 }

@@ -10,7 +10,7 @@ typedef struct {
     float limit, lift[2]; /* in units of the code */
     float unit, zero;     /* what a unit of the code is worth, and the limit, as `straight_exp2` takes them */
     int32_t *found, n;
-    float *coded;
+    float *coded, shown, used; /* samples: each, and their sum and number */
     floats sum;
 } Seeker;
 
@@ -34,7 +34,10 @@ INLINE void weigh_block(Seeker *k, const float *scales, const int32_t *rows, con
 #endif
     }
     k->n = append_rows(k->found, k->n, rows, above);
-    k->coded[block] = (above >> place) & 1 ? -1.0f : ((const float *)light)[place];
+    const float own = (above >> place) & 1 ? -1.0f : ((const float *)light)[place];
+    k->coded[block] = own;
+    k->shown += own >= 0 ? own : 0.0f;
+    k->used += own >= 0 ? 1.0f : 0.0f;
 }
 
 static void search_node(const Problem *p, const Samples *s, Work *w, Rest *r, int64_t node, const int *who, int n_who) {
@@ -56,7 +59,7 @@ static void search_node(const Problem *p, const Samples *s, Work *w, Rest *r, in
             const float unit = w->code_scale[t] * 1.44269504f * 8388608.0f;
             seekers[j] = (Seeker){limit, {w->lift[2 * t], w->lift[2 * t + 1]}, unit, STRAIGHT_ZERO - limit * unit,
                                   w->found + t * w->found_room, w->n_found[t],
-                                  r->coded + t * p->more + node * s->each, splat(0)};
+                                  r->coded + t * p->more + node * s->each, 0, 0, splat(0)};
         }
         for (int64_t b = 0; b < leaf / 16; b++) {
             floats low[AT_ONCE][PER_BLOCK], high[AT_ONCE][PER_BLOCK];
@@ -69,6 +72,8 @@ static void search_node(const Problem *p, const Samples *s, Work *w, Rest *r, in
             w->hits[t * w->padded + p->sink_room + node] = seekers[j].n - w->n_found[t];
             w->n_found[t] = seekers[j].n;
             r->unread[t * p->node_room + node] = total(seekers[j].sum);
+            r->shown[t * p->node_room + node] = seekers[j].shown;
+            r->used[t * p->node_room + node] = seekers[j].used;
         }
     }
 }

@@ -27,16 +27,13 @@ static float measure_overlap(const Problem *p, const Samples *s, const Work *w, 
     return sum / (SHADOWS * (SHADOWS - 1) / 2);
 }
 
-/* From weights that are not yet divided by `mass`. A sample stands for keys whose values differ from their node's mean,
- * and which weigh more or less than their codes say. */
-void prescore_measure(const Problem *p, const Samples *s, const Work *w, const Rest *r, int64_t t, float mass) {
-    const int64_t at = w->index[t], wide = p->value_dim, each = s->each;
-    const float *output = r->outputs + t * wide, *weights = w->logits + t * w->padded + p->room;
-    const float *off = r->off + t * p->more, *apart = s->apart + w->lane * p->more, part = 1 / (mass * mass);
-    /* a key at the limit that no sample shows: what it may weigh, drawn as often as any other; nothing that was estimated */
-    const float unseen = expf(w->limit[t] - p->lse[at]);
-    const float hidden = (float)s->stride * unseen * unseen * s->usual[w->lane * p->node_room + w->nodes - 1];
-    float all = 0, squares = 0, lone = 0;
+/* Squares of the distances of the nodes' means from an output, for each sample of a node; and the sum of the terms of nodes
+ * that no sample stands for, as if their keys were off together, with that of their squares. */
+static void measure_nodes(const Problem *p, const Samples *s, const Work *w, const Rest *r, int64_t t, float part, float *sums) {
+    const int64_t wide = p->value_dim, each = s->each;
+    const float *output = r->outputs + t * wide, *apart = s->apart + w->lane * p->more;
+    float *away = r->drawn + t * p->more;
+    sums[0] = sums[1] = 0;
     for (int64_t node = 0; node < w->nodes; node++) {
         const float *mean = p->column_values + (w->lane * p->room + p->sink_room + node) * wide;
         const float alone = r->alone[t * p->node_room + node];
@@ -45,21 +42,37 @@ void prescore_measure(const Problem *p, const Samples *s, const Work *w, const R
             const floats x = load(mean + i) - load(output + i);
             sum += x * x;
         }
-        const float away = total(sum);
+        const float square = total(sum);
+        for (int64_t i = 0; i < each; i++) away[node * each + i] = square;
+        if (alone <= 0) continue;
         float usual = 0;
-        for (int64_t i = node * each; i < (node + 1) * each; i++) {
-            const float term = (weights[i] * weights[i] * apart[i] + off[i] * off[i] * away) * part;
-            all += term;
-            squares += term * term;
-            usual += apart[i];
-        }
-        if (alone > 0) { /* as if its keys were off together */
-            const float term = alone * alone * usual / (float)each * part;
-            all += term;
-            lone += term * term;
-        }
+        for (int64_t i = 0; i < each; i++) usual += apart[node * each + i];
+        const float term = alone * alone * usual / (float)each * part;
+        sums[0] += term;
+        sums[1] += term * term;
     }
-    s->overlap[at] = measure_overlap(p, s, w, r, t, mass) + lone + hidden * hidden;
-    s->variance[at] = all + hidden;
-    s->fourth[at] = squares + lone;
+    for (int64_t i = w->nodes * each; i < filled(w->nodes * each); i++) away[i] = 0;
+}
+
+/* From weights that are not yet divided by `mass`. A sample stands for keys whose values differ from their node's mean,
+ * and which weigh more or less than their codes say. */
+void prescore_measure(const Problem *p, const Samples *s, const Work *w, const Rest *r, int64_t t, float mass) {
+    const int64_t at = w->index[t], end = filled(w->nodes * s->each);
+    const float *weights = w->logits + t * w->padded + p->room, *off = r->off + t * p->more;
+    const float *apart = s->apart + w->lane * p->more, *away = r->drawn + t * p->more, part = 1 / (mass * mass);
+    /* a key at the limit that no sample shows: what it may weigh, drawn as often as any other; nothing that was estimated */
+    const float unseen = expf(w->limit[t] - p->lse[at]);
+    const float hidden = (float)s->stride * unseen * unseen * s->usual[w->lane * p->node_room + w->nodes - 1];
+    float alone[2];
+    measure_nodes(p, s, w, r, t, part, alone);
+    floats second = splat(0), fourth = splat(0);
+    for (int64_t c = 0; c < end; c += WIDTH) {
+        const floats own = load(weights + c), whole = load(off + c);
+        const floats term = (own * own * load(apart + c) + whole * whole * load(away + c)) * splat(part);
+        second += term;
+        fourth += term * term;
+    }
+    s->overlap[at] = measure_overlap(p, s, w, r, t, mass) + alone[1] + hidden * hidden;
+    s->variance[at] = total(second) + alone[0] + hidden;
+    s->fourth[at] = total(fourth) + alone[1];
 }

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from prescore.routed.compiled.checked import POINTER, REAL, SIZE, WIDTH, Expected, check_tensors
-from prescore.routed.tolerance.draws import AIMS, BELOW, MOST_OFF, MOST_ROWS, SHADOWS
+from prescore.routed.tolerance.draws import AIMS, BELOW, MOST_OFF, MOST_ROWS, SHADOWS, STEP
 
 MOST_SAMPLES = 32
 """Of a node."""
@@ -52,7 +52,7 @@ class Samples(ctypes.Structure):
         *((name, POINTER) for name in ("active", "aim", "place", "columns", "values", "apart", "usual")),
         *((name, POINTER) for name in ("coarse", "signs", "shadows")),
         *((name, SIZE) for name in ("each", "stride", "aims")),
-        *((name, REAL) for name in ("allowed", "most_rows", "most_off", "below")),
+        *((name, REAL) for name in ("step", "allowed", "most_rows", "most_off", "below")),
         *((name, POINTER) for name in ("variance", "fourth", "overlap", "further")),
     )
 
@@ -164,5 +164,5 @@ class SampleBuffers:
         if self.place.numel() and not 0 <= int(self.place.min()) <= int(self.place.max()) < WIDTH:
             raise ValueError(f"place must lie between 0 and {WIDTH - 1}, got up to {int(self.place.max())}")
         pointers = {own.name: own.tensor.data_ptr() for own in expected}
-        chosen = {"aims": AIMS, "most_rows": MOST_ROWS, "most_off": MOST_OFF, "below": BELOW}
+        chosen = {"aims": AIMS, "step": STEP, "most_rows": MOST_ROWS, "most_off": MOST_OFF, "below": BELOW}
         return Samples(**pointers, each=each, stride=WIDTH, allowed=self.allowed, **chosen)

@@ -10,7 +10,7 @@ from torch.nn.functional import pad
 
 from prescore.routed.codes import UNIT
 from prescore.routed.far import Scores, Seen
-from prescore.routed.tolerance.draws import AIMS, BELOW, MOST_ROWS, STRIDE, code_units
+from prescore.routed.tolerance.draws import AIMS, BELOW, MOST_ROWS, STEP, STRIDE, code_units
 from prescore.routed.tolerance.samples import Samples
 from prescore.types import Attended
 
@@ -45,7 +45,7 @@ def choose_limit(
     length, logits, n_samples = output.square().sum(1), samples.logits.flatten(1), samples.exists.sum()
     chosen = torch.full_like(first, math.inf)
     for aim in reversed(range(AIMS)):
-        limit = first - aim * math.log(2)
+        limit = first - aim * STEP
         read = logits >= limit[:, None]
         hidden = STRIDE * torch.exp(2 * (limit - lse)) * samples.usual
         fits = (terms.masked_fill(read, 0.0).sum(1) + hidden) <= allowed * length

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 STRIDE = 16
 """Keys that a sample stands for."""
-AIMS = 8
-"""Limits that the samples choose from, each for keys of half the weight of the one before."""
+AIMS = 16
+"""Limits that the samples choose from."""
+STEP = math.log(2) / 2
+"""From one to the next: two steps for keys of half the weight."""
 MOST_ROWS = 1 / 4
 """Share of the keys in nodes from which on reading everything is faster than reading single rows."""
 MOST_OFF = 2.0
