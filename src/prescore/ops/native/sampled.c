@@ -9,19 +9,12 @@
  */
 #include "sampled.h"
 
-/* Logits of the rows that a query found, and the largest of everything that it counts. */
-static float read_logits(const Problem *p, const Work *w, int64_t t) {
-    const int64_t found = w->n_found[t], samples = filled(w->nodes * (p->leaf / 16));
-    const int32_t *rows = w->found + t * w->found_room;
+/* The largest logit of everything that a query counts. */
+static float highest_of(const Problem *p, const Samples *s, const Work *w, const Rest *r, int64_t t) {
+    const int64_t found = w->n_found[t], samples = filled(w->nodes * s->each);
     const float *logits = w->logits + t * w->padded;
-    float *own = w->row_logits, highest = p->lse[w->index[t]] > w->limit[t] ? p->lse[w->index[t]] : w->limit[t];
-    for (int64_t i = 0; i < found; i++) {
-        if (i + 8 < found) {
-            fetch_row(&p->key, row_offset(&p->key, w->lane, rows[i + 8]), p->dim);
-            fetch_row(&p->value, row_offset(&p->value, w->lane, rows[i + 8]), p->value_dim);
-        }
-        own[i] = row_dot(&p->key, row_offset(&p->key, w->lane, rows[i]), w->query + t * p->dim, p->dim);
-    }
+    float *own = r->rows + t * w->found_room, highest = p->lse[w->index[t]];
+    if (w->limit[t] > highest) highest = w->limit[t];
     for (int64_t i = found; i < (found + WIDTH - 1) / WIDTH * WIDTH; i++) own[i] = -INFINITY;
     floats top = splat(highest);
     for (int64_t i = 0; i < found; i += WIDTH) top = larger(top, load(own + i));
@@ -61,12 +54,12 @@ INLINE float weigh_node(const Problem *p, const Samples *s, Work *w, Rest *r, in
     return unread;
 }
 
-/* One softmax over everything: leaves weights of columns and samples in `logits`, and everything else in the output, not
- * yet divided by the mass that is returned. */
+/* One softmax over everything: leaves weights of columns and samples in `logits` and those of rows in `rows`, and what was
+ * read elsewhere in the output, not yet divided by the mass that is returned. */
 static float weigh_query(const Problem *p, const Samples *s, Work *w, Rest *r, int64_t t, float *highest) {
     const int64_t at = w->index[t], wide = p->value_dim, found = w->n_found[t], samples = w->nodes * s->each;
-    float *logits = w->logits + t * w->padded, *own = w->row_logits;
-    const float peak = *highest = read_logits(p, w, t), unit = expf(w->limit[t] - peak);
+    float *logits = w->logits + t * w->padded, *own = r->rows + t * w->found_room;
+    const float peak = *highest = highest_of(p, s, w, r, t), unit = expf(w->limit[t] - peak);
     const floats near = splat(expf(p->lse[at] - peak));
     float mass = near[0] + weigh_all(logits, p->sink_room, peak) + weigh_all(own, found, peak);
     weigh_all(logits + p->room, filled(samples), peak);
@@ -79,18 +72,28 @@ static float weigh_query(const Problem *p, const Samples *s, Work *w, Rest *r, i
     for (int64_t i = samples; i < filled(samples); i++) logits[p->room + i] = off[i] = 0;
     for (int64_t i = 0; i < samples; i += WIDTH) more += load(off + i);
     mass += total(more);
-    float *output = p->output + at * wide, sum[MOST_DIM];
     if (!(mass > 0)) return 0;
-    for (int64_t i = 0; i < wide; i += WIDTH) store(sum + i, load(output + i) * near);
-    add_rows(sum, &p->value, w->lane, w->found + t * w->found_room, 0, own, found, wide);
-    memcpy(output, sum, sizeof(float) * (size_t)wide);
+    float *output = p->output + at * wide;
+    for (int64_t i = 0; i < wide; i += WIDTH) store(output + i, load(output + i) * near);
     return mass;
+}
+
+/* Add the rows that were read, node by node: queries of a tile read many of the same. */
+static void add_values(const Problem *p, const Work *w, const Rest *r, const float *mass) {
+    int64_t done[TILE] = {0};
+    for (int64_t node = 0; node < w->nodes; node++)
+        for (int64_t t = 0; t < w->n; t++) {
+            const int64_t hits = w->hits[t * w->padded + p->sink_room + node], at = t * w->found_room + done[t];
+            if (mass[t] == 0 || hits == 0) continue;
+            add_rows(p->output + w->index[t] * p->value_dim, &p->value, w->lane, w->found + at, 0, r->rows + at, hits, p->value_dim);
+            done[t] += hits;
+        }
 }
 
 /* Queries that are worth it; the others keep what lies near, and nothing is known about them. */
 static int64_t weigh_tile(const Problem *p, const Samples *s, Work *w, Rest *r) {
     const int64_t wide = p->value_dim, samples = w->nodes * s->each;
-    const int32_t most = (int32_t)(s->most_rows * (float)(w->nodes * p->leaf));
+    const int32_t most = most_rows(p, s, w);
     int64_t read = 0;
     float mass[TILE], peak[TILE], *sums = w->moment;
     for (int64_t t = 0; t < w->n; t++) {
@@ -100,6 +103,7 @@ static int64_t weigh_tile(const Problem *p, const Samples *s, Work *w, Rest *r) 
         mass[t] = weigh_query(p, s, w, r, t, peak + t);
         read += w->n_found[t];
     }
+    add_values(p, w, r, mass);
     product(sums, wide, w->logits, w->padded, 1, w->n, p->column_values + w->lane * p->room * wide, wide,
             p->sink_room + w->nodes, wide, 0);
     product(sums, wide, w->logits + p->room, w->padded, 1, w->n, s->values + w->lane * p->more * wide, wide, samples, wide, 1);
@@ -152,9 +156,11 @@ static int64_t next_active(const Problem *p, const Samples *s, Work *w, int64_t 
     return begin;
 }
 
-static Rest *new_rest(const Problem *p) {
-    const size_t samples = (size_t)(TILE * p->more), nodes = (size_t)(TILE * p->node_room);
-    Rest *r = malloc(sizeof(Rest) + sizeof(float) * (3 * samples + 4 * nodes + 16));
+static Rest *new_rest(const Problem *p, const Work *w) {
+    const int64_t tile = p->n_query < TILE ? p->n_query : TILE;
+    const size_t samples = (size_t)(tile * p->more), nodes = (size_t)(tile * p->node_room);
+    const size_t rows = (size_t)(tile * w->found_room);
+    Rest *r = malloc(sizeof(Rest) + sizeof(float) * (3 * samples + 4 * nodes + rows + 16));
     if (!r) return NULL;
     r->drawn = (float *)(r + 1);
     r->coded = r->drawn + samples;
@@ -163,6 +169,7 @@ static Rest *new_rest(const Problem *p) {
     r->shown = r->unread + nodes;
     r->used = r->shown + nodes;
     r->alone = r->used + nodes;
+    r->rows = r->alone + nodes;
     return r;
 }
 
@@ -173,7 +180,7 @@ PRESCORE_EXPORT int prescore_routed_sampled(const Problem *p, const Samples *s) 
 #pragma omp parallel num_threads(prescore_threads()) if (spans * p->lanes > 1)
     {
         Work *w = prescore_new_work(p);
-        Rest *r = w ? new_rest(p) : NULL;
+        Rest *r = w ? new_rest(p, w) : NULL;
         int64_t read = 0;
         if (!r) {
 #pragma omp atomic write

@@ -40,10 +40,16 @@ typedef struct {
     float *shown;  /* [TILE, node_room]: of the samples among them */
     float *used;   /* [TILE, node_room]: how many samples those are */
     float *alone;  /* [TILE, node_room]: those of nodes of which no sample is left */
+    float *rows;   /* [TILE, found_room]: logits of the rows found, then their weights */
     float outputs[TILE * MOST_DIM], square[TILE], lse[TILE];
 } Rest;
 
 INLINE int64_t filled(int64_t samples) { return (samples + 15) / 16 * 16; }
+
+/* Rows of a query from which on reading everything is faster. */
+INLINE int32_t most_rows(const Problem *p, const Samples *s, const Work *w) {
+    return (int32_t)(s->most_rows * (float)(w->nodes * p->leaf));
+}
 
 void prescore_aim(const Problem *p, const Samples *s, Work *w, Rest *r);
 void prescore_search_all(const Problem *p, const Samples *s, Work *w, Rest *r);
