@@ -25,6 +25,7 @@ INLINE void code_sums(const uint8_t *codes, const int8_t *const *q, const int32_
         b[j] = _mm512_set1_epi32(-8 * sums[j][1]);
     }
     const __m512i nibble = _mm512_set1_epi8(15);
+#pragma GCC unroll 8
     for (int64_t i = 0; i < eighth; i++) {
         __m512i z = _mm512_loadu_si512(codes + 64 * i);
         __m512i first = _mm512_and_si512(z, nibble), second = _mm512_and_si512(_mm512_srli_epi16(z, 4), nibble);

@@ -13,7 +13,7 @@ AIMS = 16
 """Limits that the samples choose from."""
 STEP = math.log(2) / 2
 """From one to the next: two steps for keys of half the weight."""
-MOST_ROWS = 1 / 4
+MOST_ROWS = 1 / 3
 """Share of the keys in nodes from which on reading everything is faster than reading single rows."""
 MOST_OFF = 2.0
 """Deviation of coded logits from their true values up to which a search is trusted.
@@ -21,7 +21,7 @@ MOST_OFF = 2.0
 A key is looked for with two deviations to spare. The chance that it is missed all the same falls faster with what
 it weighs than its part of the error grows, but only up to here.
 """
-BELOW = 0.5
+BELOW = 0.6
 """How much less the weights below a limit vary than those of normal logits would, for a guess."""
 SHADOWS = 8
 """Random projections of values that say in how many directions errors point."""

@@ -10,13 +10,14 @@ from prescore.routed.sources import Sources, View
 from prescore.types import Attended
 
 
-def read_everything(query: Tensor, sources: Sources, view: View, near: Attended, wanted: Tensor) -> Attended:
-    """Exact attention of the `wanted [T, G, Q]` queries, who have read `near`; all others keep that.
+def read_everything(
+    query: Tensor, sources: Sources, view: View, near: Attended, wanted: Tensor, into: Attended
+) -> None:
+    """Exact attention of the `wanted [T, G, Q]` queries, who have read `near`, written to `into`.
 
     Queries of a block see the same keys beyond it, and none of these is hidden from any: no mask is needed, and the
     heads that share keys go together.
     """
-    output, lse = near.output.clone(), near.lse.clone()
     leaf, n_sinks = sources.rows.shape[2], sources.sink_key.shape[1]
     backend = view.backend.at("read on")
     for lane, nodes in enumerate(view.visible.tolist()):
@@ -28,10 +29,10 @@ def read_everything(query: Tensor, sources: Sources, view: View, near: Attended,
             own = (lane, head, place + rows.start)
             seen = (t[lane, : n_sinks + n_nodes * leaf][None, None] for t in (sources.key, sources.value))
             tile = Tile(query[own][None, None], *seen, view.scale)
-            far = backend.at(f"block {lane} {block}").forward(tile)
-            merged = torch.logaddexp(lse[own], far.lse[0, 0])
-            anchor = merged.masked_fill(torch.isneginf(merged), 0.0)
-            before, behind = (torch.exp(part - anchor)[:, None] for part in (lse[own], far.lse[0, 0]))
-            output[own] = output[own] * before + far.output[0, 0] * behind
-            lse[own] = merged
-    return Attended(output, lse)
+            found = backend.at(f"block {lane} {block}").forward(tile)
+            far = Attended(found.output[0, 0], found.lse[0, 0])
+            lse = torch.logaddexp(near.lse[own], far.lse)
+            anchor = lse.masked_fill(torch.isneginf(lse), 0.0)
+            before, behind = (torch.exp(part - anchor)[:, None] for part in (near.lse[own], far.lse))
+            into.output[own] = near.output[own] * before + far.output * behind
+            into.lse[own] = lse

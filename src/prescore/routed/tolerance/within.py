@@ -76,11 +76,8 @@ def attend_to_tolerance(query: Tensor, sources: Sources, view: View, config: Rou
     bars = attend_within(query, sources, view, near, config, seed)
     over = is_over(bars.limit, config)
     over[:, :, : view.real.start] = over[:, :, view.real.stop :] = False
-    output, lse = bars.output, bars.lse
-    if bool(over.any()):
-        exact = read_everything(query, sources, view, near, over)
-        output, lse = torch.where(over[..., None], exact.output, output), torch.where(over, exact.lse, lse)
-    return bars._replace(output=output.to(query.dtype), lse=lse)
+    read_everything(query, sources, view, near, over, Attended(bars.output, bars.lse))
+    return bars._replace(output=bars.output.to(query.dtype))
 
 
 def is_over(limit: Tensor, config: Routed) -> Tensor:
@@ -108,23 +105,19 @@ def attend_within(
     places = sample_places(sources.rows.shape[1], sources.rows.shape[2], seed, query.device)
     guessed = longest_error(torch.tensor(DIRECTIONS), torch.tensor(FREEDOM), confidence)
     allowed = float(AIMED_AT * tolerance / guessed) ** 2
-    output, lse = near
-    limit, error = torch.full_like(lse, torch.inf), torch.full_like(lse, torch.inf)
-    aim, active = torch.full_like(lse, torch.inf), torch.ones_like(lse, dtype=torch.bool)
-    further = torch.zeros_like(active)
-    counts = torch.zeros(2, dtype=torch.long, device=query.device)
-    for _ in range(LOOKS):
-        found, more = attend(query, sources, view, near, Draws(places, active, aim, allowed))
-        bars = error_limit(found, confidence)
-        output = torch.where(active[..., None], found.output, output)
-        lse, limit = torch.where(active, found.lse, lse), torch.where(active, bars, limit)
-        error = torch.where(active, estimated_error(found), error)
-        further |= active & found.further
-        counts += more
+    aim, again = torch.full_like(near.lse, torch.inf), torch.ones_like(near.lse, dtype=torch.bool)
+    whole, counts = attend(query, sources, view, near, Draws(places, again, aim, allowed))
+    limit, error = error_limit(whole, confidence), estimated_error(whole)
+    for _ in range(LOOKS - 1):
         # the variance falls as fast as the weight from which on keys are read
         lighter = (limit / (AIMED_AT * tolerance)).square() if tolerance else torch.full_like(limit, torch.inf)
-        active = active & (limit > tolerance) & (lighter <= MOST_LIGHTER)
-        if not bool(active.any()):
+        again = (limit > tolerance) & (lighter <= MOST_LIGHTER)
+        if not bool(again.any()):
             break
-        aim = found.limit - lighter.clamp(2.0, MOST_LIGHTER).log()
-    return Within(output, lse, limit, error, further, counts)
+        aim = whole.limit - lighter.clamp(2.0, MOST_LIGHTER).log()
+        found, more = attend(query, sources, view, near, Draws(places, again, aim, allowed))
+        counts += more
+        bars = error_limit(found, confidence), estimated_error(found)
+        for kept, part in zip((*whole, limit, error), (*found, *bars), strict=True):
+            kept[again] = part[again]
+    return Within(whole.output, whole.lse, limit, error, whole.further, counts)
