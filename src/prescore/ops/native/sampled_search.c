@@ -122,15 +122,20 @@ static void search_node(const Problem *p, const Samples *s, Work *w, Rest *r, in
     }
 }
 
-/* Every query of a tile that has a limit searches all nodes. */
+/* Every query of a tile that has a limit searches all nodes, or until it has found too much. */
 void prescore_search_all(const Problem *p, const Samples *s, Work *w, Rest *r) {
-    int who[TILE], n_who = 0;
-    for (int64_t t = 0; t < w->n; t++) {
-        w->n_found[t] = 0;
-        who[n_who] = (int)t;
-        n_who += w->limit[t] != INFINITY;
+    const int32_t most = most_rows(p, s, w);
+    int64_t searched = 0;
+    for (int64_t t = 0; t < w->n; t++) w->n_found[t] = 0;
+    for (int64_t node = 0; node < w->nodes; node++) {
+        int who[TILE], n_who = 0;
+        for (int64_t t = 0; t < w->n; t++) {
+            who[n_who] = (int)t;
+            n_who += w->limit[t] != INFINITY && w->n_found[t] <= most;
+        }
+        if (n_who) search_node(p, s, w, r, node, who, n_who);
+        searched += n_who;
     }
-    for (int64_t node = 0; n_who && node < w->nodes; node++) search_node(p, s, w, r, node, who, n_who);
 #pragma omp atomic
-    p->counts[0] += n_who * w->nodes * p->leaf;
+    p->counts[0] += searched * p->leaf;
 }

@@ -6,8 +6,9 @@ since keys of larger weight are read by themselves; one that may just have escap
 what it may weigh. So the error is nearly normal, with the covariance `C` that the terms have, and its squared
 length is nearly `V` times a chi-square over its degrees of freedom, which are `tr(C)^2 / tr(C^2)`: the
 *directions* that errors point in. An error of one direction exceeds twice its root mean square in one draw of
-twenty, one of many directions hardly ever exceeds it by a half. `V` itself is known from as many terms as matter;
-what a Student variable is to a normal one, an F variable is to that chi-square, so that few terms make a wide bar.
+twenty, one of many directions hardly ever exceeds it by a half. `V` itself is a sum of squares whose variance is at most the
+sum of the squares of those, as that of a chi-square with `2 V^2` over that sum degrees of freedom (Satterthwaite's);
+what a Student variable is to a normal one, an F variable is to the error, so that few terms make a wide bar.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ def error_limit(spread: Spread, confidence: float) -> Tensor:
     """Relative error that an output stays below with that confidence; inf where nothing is known."""
     square = spread.variance.square()
     least = torch.finfo(square.dtype).tiny
-    freedom = (square / spread.fourth.clamp_min(least)).clamp_min(1.0)
+    freedom = (2 * square / spread.fourth.clamp_min(least)).clamp_min(1.0)
     directions = (square / torch.maximum(spread.overlap, spread.fourth).clamp_min(least)).clamp_min(1.0)
     limit = longest_error(directions, freedom, confidence) * estimated_error(spread)
     return torch.where(spread.variance == 0, 0.0, limit).nan_to_num(nan=torch.inf, posinf=torch.inf)

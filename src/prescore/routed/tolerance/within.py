@@ -36,8 +36,8 @@ MARGIN = 2.0
 """Deviations by which codes may be off before a key is missed."""
 AIMED_AT = 0.9
 """Part of the tolerance that a search aims at, where a guess says how light its keys must be."""
-DIRECTIONS, FREEDOM = 6.0, 30.0
-"""What the guess believes about errors: in how many directions they point, and how many terms matter."""
+DIRECTIONS, FREEDOM = 6.0, 40.0
+"""What the guess believes about errors: in how many directions they point, and how well their spread is known."""
 MOST_LIGHTER = 32.0
 """How many times lighter the keys of another look may be."""
 
