@@ -10,8 +10,10 @@ from prescore.config import Routed
 from prescore.errors import Unsupported
 from prescore.routed.decode import RoutedIndex
 from prescore.routed.sources import Spread
+from prescore.routed.tolerance import within
 from prescore.routed.tolerance.draws import STRIDE, sample_places, sample_rows
-from prescore.routed.tolerance.error_bar import error_limit, estimated_error, longest_error
+from prescore.routed.tolerance.error_bar import error_limit, estimated_error, longest_error, of_single_query
+from prescore.routed.tolerance.within import attend_within
 
 CONFIG = Routed(rows=32, leaf_size=32, chunk_size=64, sinks=4, exact_until=128, tolerance=0.1)
 LENGTH = 900
@@ -72,7 +74,7 @@ def test_compiled_code_samples_as_plain_torch_does():
 
 @pytest.mark.parametrize("leaf", [512, 528])
 def test_nodes_of_many_samples(leaf):
-    """Which samples of a node are read by themselves is kept in 32 bits; larger nodes are left to plain torch."""
+    """Larger nodes than compiled code knows are left to plain torch."""
     config = CONFIG.replace(rows=4, leaf_size=leaf, chunk_size=leaf, exact_until=0, tolerance=0.3)
     query, key, value = clustered(seed=6, length=4 * leaf, dim=16)
     query = query[:, :, -40:]
@@ -140,6 +142,12 @@ def hostile(kind):
         key[:, :, 64:192] = -4 * direction + 0.1 * key[:, :, 64:192]
         key[:, :, 100] = 40 * direction
         query[:, :, 600:] += 4 * direction
+    elif kind == "values that follow the keys":
+        value = key @ torch.randn(32, 32, generator=generator) + 0.1 * value
+    elif kind == "broad, and a node of its own":
+        query *= 0.3
+        key[:, :, 64:96] = 2 * key[:, :, 64:65] + 0.1 * key[:, :, 64:96]
+        value[:, :, 64:96] += 5
     elif kind == "values on a line":
         value = value[..., :1] * torch.randn(32, generator=generator)
     elif kind == "a few huge values":
@@ -158,6 +166,8 @@ def hostile(kind):
         "all keys equal",
         "one dense cluster",
         "a needle among opposite keys",
+        "values that follow the keys",
+        "broad, and a node of its own",
         "values on a line",
         "a few huge values",
         "logits beyond any code",
@@ -169,6 +179,55 @@ def test_hostile_inputs_are_never_small_and_wrong(kind, backend):
     over = relative_error(output, qkv) > 0.05
     assert over[:, :, CONFIG.exact_until :].double().mean() <= 0.05
     assert over[:, :, 600:].double().mean() <= 0.05  # those who want the needle are not drowned by the others
+
+
+def bars_of(qkv, seed, backend, tolerance=0.1):
+    """True errors, estimated errors and limits of queries after one look, none of which reads everything."""
+    found = []
+
+    def one_look(*given):
+        found.append(attend_within(*given))
+        return found[0]._replace(limit=torch.zeros_like(found[0].limit))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(within, "attend_within", one_look)
+        patch.setattr(within, "LOOKS", 1)
+        config = CONFIG.replace(tolerance=tolerance, exact_until=256)
+        output = prescored_attention(*qkv, config, is_causal=True, generator=seed, backend=backend)
+    bars, n_query = found[0], LENGTH - 256
+    before = (256 - CONFIG.sinks) % CONFIG.chunk_size
+    error, limit = (t.flatten(0, 1)[:, before : before + n_query] for t in (bars.error, bars.limit))
+    true = relative_error(output, qkv)[0, :, 256:]
+    some = torch.isfinite(limit) & (limit > 0)
+    return true[some], error[some], limit[some]
+
+
+@pytest.mark.parametrize("backend", ["auto", "plain"])
+@pytest.mark.parametrize("sharpness", [0.5, 1.0, 2.0])
+def test_an_error_bar_is_neither_too_small_nor_useless(sharpness, backend):
+    """Whatever the tolerance makes of them: single bars hold as often as they say, and are not much too wide."""
+    query, key, value = clustered(seed=9)
+    found = [bars_of((sharpness * query, key, value), seed, backend) for seed in range(4)]
+    true, error, limit = (torch.cat(parts) for parts in zip(*found, strict=True))
+    assert len(true) > 1000
+    assert (true > limit).double().mean() <= 1 - of_single_query(0.95)
+    rms = (true.square().mean() / error.square().mean()).sqrt()
+    assert 0.5 < rms < 1.05
+
+
+def test_what_is_not_read_is_estimated_without_a_bias():
+    """Errors of many draws cancel, where values follow the keys and a mean would be off for all of them."""
+    query, key, _ = clustered(seed=10)
+    value = key @ torch.randn(32, 32, generator=torch.Generator().manual_seed(0)) + 1
+    config = CONFIG.replace(rows=4, tolerance=2.0, exact_until=256)
+    exact = exact_attention(query, key, value, is_causal=True).output[:, :, 256:]
+    off = torch.zeros_like(exact)
+    single, n_draws = 0.0, 64
+    for seed in range(n_draws):
+        output = prescored_attention(query, key, value, config, is_causal=True, generator=seed)[:, :, 256:]
+        off += (output - exact) / n_draws
+        single += float((output - exact).square().sum()) / n_draws
+    assert float(off.square().sum()) < 2.5 * single / n_draws
 
 
 def test_a_batch_changes_nothing():
@@ -230,6 +289,11 @@ def test_longest_is_the_root_of_an_f_quantile(directions, freedom, confidence, w
     assert float(longest_error(*given, confidence)) == pytest.approx(wanted, rel=0.02)
 
 
+@pytest.mark.parametrize(("share", "single"), [(0.5, 0.5), (0.7, 0.7), (0.9, 0.75), (0.95, 0.8), (0.99, 0.96)])
+def test_single_bars_hold_less_often_than_all_together(share, single):
+    assert of_single_query(share) == pytest.approx(single)
+
+
 def test_few_terms_and_few_directions_make_wide_bars():
     several = torch.tensor([1.0, 1.5, 2.0, 3.0, 5.0, 30.0], dtype=torch.float64)
     by_terms = longest_error(torch.full_like(several, 8.0), several, 0.95)
@@ -254,7 +318,8 @@ def test_error_limit_of_known_terms():
     along_one = torch.tensor([[0.1, 0.0]]).expand(50, 2)
     spread = spread_of(along_one, output)
     assert float(estimated_error(spread)) == pytest.approx(math.sqrt(0.5) / 5)
-    assert float(error_limit(spread, 0.95)) == pytest.approx(2.009 * math.sqrt(0.5) / 5, rel=0.02)
+    # Student's with 100 degrees of freedom: squares of equal terms vary less than those of normal ones
+    assert float(error_limit(spread, 0.95)) == pytest.approx(1.984 * math.sqrt(0.5) / 5, rel=0.02)
     along_two = torch.cat((along_one[:25], along_one[:25].flip(1)))
     assert float(error_limit(spread_of(along_two, output), 0.95)) < 0.9 * float(error_limit(spread, 0.95))
     nothing = spread_of(torch.zeros(1, 2), output)

@@ -110,7 +110,7 @@ class SampleBuffers:
     Attributes:
         active, aim: Queries that take part, and the limits they search with.
         place, columns, values: Which keys are drawn, and those in the layouts of tables.
-        apart, usual: Squares of their values' distances from their node's mean, and the means of those up to a node.
+        apart, usual: Squares of their values' distances from their node's mean, and the mean up to each node.
         coarse: What a unit of the codes is worth.
         signs, shadows: Random projections, and what values differ from their node's mean, and the mean, in them.
         variance, fourth, overlap, further: Written.

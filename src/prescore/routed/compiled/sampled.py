@@ -31,7 +31,9 @@ def attend_sampled_compiled(
         for t in (sources.key, sources.value)
     )
     columns = keys.unflatten(1, (-1, WIDTH)).transpose(2, 3).contiguous()
-    means = pad(sources.node_value.to(torch.float32).repeat_interleave(each, dim=1), (0, 0, 0, more - rows.shape[1]))
+    means = pad(
+        sources.node_value.to(torch.float32).repeat_interleave(each, dim=1), (0, 0, 0, more - rows.shape[1])
+    )
     apart, place = (values - means).square().sum(-1), draws.places.to(torch.int32)
     output, lse = (t.to(torch.float32).clone() for t in near)
     coarse = code_units(tables.scales).contiguous()

@@ -29,9 +29,9 @@ def choose_limit(
     """`[t]`: the highest limit under which the samples below it spread little enough.
 
     Infinite where none does, or where so many keys would be read that reading everything is faster. The result is
-    guessed from what lies near, the sinks and the samples. A term of the error is as large as a weight differs from
-    the mean of its node: of weights `exp(x)` with normal `x` of deviation `s` that is a part `1 - exp(-s^2)` of
-    their mean square, and less of those below a limit.
+    guessed from what lies near, the sinks and the samples. A term of the error is as large as a weight differs
+    from the mean of its node: of weights `exp(x)` with normal `x` of deviation `s` that is a part `1 - exp(-s^2)`
+    of their mean square, and less of those below a limit.
     """
     stands_for = (seen.rows.shape[1] / samples.exists.sum(1)).to(first.dtype).log()
     weighted = samples.logits + stands_for[:, None]

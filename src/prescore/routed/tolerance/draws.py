@@ -57,6 +57,6 @@ def code_units(scales: Tensor) -> Tensor:
 
 
 def usual_distance(apart: Tensor) -> Tensor:
-    """`[T, M]` the mean of `apart [T, M, m]` over the nodes up to each: how far values lie from their node's mean."""
+    """`[T, M]` the mean of `apart [T, M, m]` over the nodes up to each: how far values lie from their means."""
     counts = torch.arange(1, apart.shape[1] + 1, device=apart.device)
     return (apart.mean(2).cumsum(1) / counts).contiguous()

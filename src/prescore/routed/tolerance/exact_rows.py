@@ -15,7 +15,7 @@ def read_everything(
 ) -> None:
     """Exact attention of the `wanted [T, G, Q]` queries, who have read `near`, written to `into`.
 
-    Queries of a block see the same keys beyond it, and none of these is hidden from any: no mask is needed, and the
+    Queries of a block see the same keys beyond it, and none of these is hidden from any: no mask is needed, and
     heads that share keys go together.
     """
     leaf, n_sinks = sources.rows.shape[2], sources.sink_key.shape[1]
@@ -27,8 +27,8 @@ def read_everything(
             if not len(head):
                 continue
             own = (lane, head, place + rows.start)
-            seen = (t[lane, : n_sinks + n_nodes * leaf][None, None] for t in (sources.key, sources.value))
-            tile = Tile(query[own][None, None], *seen, view.scale)
+            key, value = (t[lane, : n_sinks + n_nodes * leaf][None, None] for t in (sources.key, sources.value))
+            tile = Tile(query[own][None, None], key, value, view.scale)
             found = backend.at(f"block {lane} {block}").forward(tile)
             far = Attended(found.output[0, 0], found.lse[0, 0])
             lse = torch.logaddexp(near.lse[own], far.lse)

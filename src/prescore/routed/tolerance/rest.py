@@ -1,9 +1,9 @@
 """What a query with samples makes of the keys that it does not read, in plain torch.
 
-Every key of a node that is not read is weighed by its code, and given the mean value of those that are left; that is
-known for all of them. Each sample then says how far off this is for the keys that it stands for: its true weight and
-value stand in place of what was assumed of it. So the sum is unbiased whatever the keys are like, and its terms are
-as small as what was assumed is good.
+Every key of a node that is not read is weighed by its code, and given the mean value of those that are left; that
+is known for all of them. Each sample then says how far off this is for the keys that it stands for: its true
+weight and value stand in place of what was assumed of it. So the sum is unbiased whatever the keys are like, and
+its terms are as small as what was assumed is good.
 """
 
 from __future__ import annotations
@@ -139,8 +139,8 @@ def _moments(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Variance, fourth and overlap; `unseen [t]` is the weight of a key at the limit.
 
-    The error of a sample is `within (v - mean) + off (mean - output)`: two vectors that have nothing to do with one
-    another, so that their squares add up.
+    The error of a sample is `within (v - mean) + off (mean - output)`: two vectors that have nothing to do with
+    one another, so that their squares add up.
     """
     within, off = rest.within / mass[:, None, None], rest.off / mass[:, None, None]
     away = _apart(output, seen.node_value.to(output.dtype))

@@ -25,7 +25,7 @@ from prescore.routed.far import Search
 from prescore.routed.softmax import attend_near
 from prescore.routed.sources import Draws, Sources, View
 from prescore.routed.tolerance.draws import sample_places
-from prescore.routed.tolerance.error_bar import error_limit, estimated_error, longest_error
+from prescore.routed.tolerance.error_bar import error_limit, estimated_error, longest_error, of_single_query
 from prescore.routed.tolerance.exact_rows import read_everything
 from prescore.routed.tolerance.plain import attend_sampled_plain
 from prescore.types import Attended
@@ -50,7 +50,7 @@ class Within(NamedTuple):
 
     Attributes:
         output, lse: The result.
-        limit: Relative error that each query stays below, with the confidence asked for.
+        limit: Relative error that each query stays below, as often as `of_single_query` has it.
         error: The error that is expected of it, a root mean square over draws.
         further: Whether it looked for lighter keys than in any case.
         counts: Keys searched, rows read, by all queries.
@@ -99,7 +99,7 @@ def attend_within(
         seed: Of the draws.
     """
     tolerance = config.tolerance or 0.0
-    confidence = CONFIDENCE if config.confidence is None else config.confidence
+    confidence = of_single_query(CONFIDENCE if config.confidence is None else config.confidence)
     attend = attend_sampled_compiled if can_run(query, sources, view) else attend_sampled_plain
     view = replace(view, search=Search(max(1.0, view.search.share), math.inf, MARGIN))
     places = sample_places(sources.rows.shape[1], sources.rows.shape[2], seed, query.device)
