@@ -20,7 +20,7 @@ Work *prescore_new_work(const Problem *p) {
         fixed = p->stop[i] - p->first[i] > fixed ? p->stop[i] - p->first[i] : fixed;
     const int64_t most = (found > fixed ? found : fixed) + 16, tile = p->n_query < TILE ? p->n_query : TILE;
     const size_t number = sizeof(float);
-    const size_t sizes = sizeof(Work) + number * (size_t)(4 * tile * padded + most + tile * found) + 64 * 8;
+    const size_t sizes = sizeof(Work) + number * (size_t)(3 * tile * padded + most + tile * found) + 64 * 8;
     char *at = aligned_alloc(64, (sizes + 63) / 64 * 64);
     if (!at) return NULL;
     Work *w = aligned(&at, sizeof(Work));
@@ -29,8 +29,6 @@ Work *prescore_new_work(const Problem *p) {
     w->logits = aligned(&at, number * (size_t)(tile * padded));
     w->move = aligned(&at, number * (size_t)(tile * padded));
     w->hits = aligned(&at, number * (size_t)(tile * padded));
-    w->sampled = aligned(&at, number * (size_t)(tile * padded));
-    w->place = NULL;
     w->row_logits = aligned(&at, number * (size_t)most);
     w->found = aligned(&at, number * (size_t)(tile * found));
     return w;

@@ -62,8 +62,6 @@ typedef struct {
     int32_t *hits;     /* [TILE, padded] rows read of each node */
     float *row_logits; /* [found_room] */
     int32_t *found;    /* [TILE, found_room] rows read */
-    const int32_t *place; /* [node_room]: which key of sixteen is sampled; NULL = none */
-    int32_t *sampled;     /* [TILE, padded]: which samples of each node are read by themselves, as bits */
 } Work;
 
 Work *prescore_new_work(const Problem *p);

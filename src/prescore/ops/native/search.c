@@ -125,7 +125,7 @@ static void search_node(const Problem *p, Work *w, int64_t node, const int *who,
     const int32_t *rows = p->rows + at * leaf;
     for (int x = 0; x < n_who; x += TOGETHER) {
         const int8_t *q[TOGETHER];
-        int32_t sums[TOGETHER][2], n[TOGETHER], sampled[TOGETHER] = {0};
+        int32_t sums[TOGETHER][2], n[TOGETHER];
         float limits[TOGETHER], lift[TOGETHER][2];
         int32_t *found[TOGETHER];
         const int some = n_who - x < TOGETHER ? n_who - x : TOGETHER;
@@ -144,14 +144,11 @@ static void search_node(const Problem *p, Work *w, int64_t node, const int *who,
             compare(codes + b * 8 * dim, scales + 32 * b, q, (const int32_t (*)[2])sums, (const float (*)[2])lift, limits,
                     dim / 8, above);
             for (int j = 0; j < some; j++) n[j] = keep(found[j], n[j], rows + 16 * b, above[j]);
-            if (w->place)
-                for (int j = 0; j < some; j++) sampled[j] |= (int32_t)(((above[j] >> w->place[node]) & 1) << b);
         }
         for (int j = 0; j < some; j++) {
             const int t = who[x + j];
             w->hits[t * w->padded + p->sink_room + node] = n[j] - w->n_found[t];
             w->n_found[t] = n[j];
-            w->sampled[t * w->padded + p->sink_room + node] = sampled[j];
         }
     }
 }
@@ -165,7 +162,6 @@ void prescore_find_rows(const Problem *p, Work *w) {
         least[t] = w->limit[t] == INFINITY ? INFINITY : w->limit[t] - p->reach * w->spread[t];
         w->n_found[t] = 0;
         memset(w->hits + t * w->padded, 0, sizeof(int32_t) * (size_t)w->columns);
-        if (w->place) memset(w->sampled + t * w->padded, 0, sizeof(int32_t) * (size_t)w->columns);
     }
     for (int64_t node = 0; node < w->nodes; node++) {
         int who[TILE], n_who = 0;

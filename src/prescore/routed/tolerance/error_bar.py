@@ -2,13 +2,13 @@
 
 The error of a result whose rest was sampled is, to first order, a sum of independent terms, one for each sample
 (`rest.py`), whose mean square length `V` is estimated by the sum of theirs. Each is small, since keys of larger
-weight are read by themselves; one that may just have escaped both search and samples adds what it may weigh. So the error is nearly normal, with the covariance `C` that the terms have, and its squared
-length is nearly `V` times a chi-square over its degrees of freedom, which are `tr(C)^2 / tr(C^2)`: the
-*directions* that errors point in. An error of one direction exceeds twice its root mean square in one draw of
-twenty, one of many directions hardly ever exceeds it by a half. `V` itself is a sum of squares whose variance is
-at most the sum of the squares of those: that of a chi-square with `2 V^2` over this sum degrees of freedom
-(Satterthwaite's). What a Student variable is to a normal one, an F variable is to the error, so that few terms
-make a wide bar.
+weight are read by themselves; one that may just have escaped both search and samples adds what it may weigh. So
+the error is nearly normal, with the covariance `C` that the terms have, and its squared length is nearly `V`
+times a chi-square over its degrees of freedom, which are `tr(C)^2 / tr(C^2)`: the *directions* that errors point
+in. An error of one direction exceeds twice its root mean square in one draw of twenty, one of many directions
+hardly ever exceeds it by a half. `V` itself is a sum of squares whose variance is at most the sum of the squares
+of those: that of a chi-square with `2 V^2` over this sum degrees of freedom (Satterthwaite's). What a Student
+variable is to a normal one, an F variable is to the error, so that few terms make a wide bar.
 """
 
 from __future__ import annotations
