@@ -11,7 +11,7 @@ from torch.nn.functional import pad
 from prescore.routed.codes import UNIT
 from prescore.routed.far import Scores, Seen
 from prescore.routed.tolerance.draws import AIMS, BELOW, MOST_ROWS, STEP, STRIDE, code_units
-from prescore.routed.tolerance.samples import Samples
+from prescore.routed.tolerance.samples import DrawnKeys
 from prescore.types import Attended
 
 
@@ -24,7 +24,7 @@ def code_error(query: Tensor, seen: Seen) -> Tensor:
 
 
 def choose_limit(
-    scores: Scores, samples: Samples, seen: Seen, near: Attended, first: Tensor, allowed: float
+    scores: Scores, samples: DrawnKeys, seen: Seen, near: Attended, first: Tensor, allowed: float
 ) -> Tensor:
     """`[t]`: the highest limit under which the samples below it spread little enough.
 

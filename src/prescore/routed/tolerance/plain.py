@@ -12,7 +12,7 @@ from prescore.routed.plain import far_blocks, seen_of
 from prescore.routed.sources import Draws, Sources, Spread, View
 from prescore.routed.tolerance.aim import choose_limit, code_error
 from prescore.routed.tolerance.draws import MOST_OFF
-from prescore.routed.tolerance.rest import weigh
+from prescore.routed.tolerance.rest import weigh_rest
 from prescore.routed.tolerance.samples import samples_of
 from prescore.types import Attended
 
@@ -39,7 +39,7 @@ def attend_sampled_plain(
         guessed = guessed.masked_fill(code_error(own, seen) > MOST_OFF, math.inf)
         aim = draws.aim[lane, head, some].to(first.dtype)
         chosen = torch.where(torch.isinf(aim), guessed, aim)
-        spread, more = weigh(own, seen, scores, samples, before, chosen, view.search.margin)
+        spread, more = weigh_rest(own, seen, scores, samples, before, chosen, view.search.margin)
         for all_of, part in zip(whole, (*spread, chosen, chosen != first), strict=True):
             all_of[lane, head, some] = part
         counts += more

@@ -17,7 +17,7 @@ from torch import Tensor
 from prescore.routed.codes import Codes, coded_logits
 from prescore.routed.far import Scores, Seen
 from prescore.routed.tolerance.draws import MOST_ROWS, SHADOWS, STRIDE, projection
-from prescore.routed.tolerance.samples import Samples
+from prescore.routed.tolerance.samples import DrawnKeys
 from prescore.types import Attended
 
 
@@ -83,7 +83,7 @@ class Rest(NamedTuple):
     alone: Tensor
 
 
-def rest_of(read: Read, samples: Samples, limit: Tensor, peak: Tensor) -> Rest:
+def rest_of(read: Read, samples: DrawnKeys, limit: Tensor, peak: Tensor) -> Rest:
     """What is left of each node; all samples' weights count for the keys that they stand for."""
     light = read.light * torch.exp(limit - peak).masked_fill(~read.worth, 0.0)[:, None, None]
     place = samples.place.expand(len(peak), -1, -1)
@@ -99,8 +99,8 @@ def rest_of(read: Read, samples: Samples, limit: Tensor, peak: Tensor) -> Rest:
     return Rest(share, unread, within, off, (used == 0) & (left > 0))
 
 
-def weigh(
-    query: Tensor, seen: Seen, scores: Scores, samples: Samples, near: Attended, limit: Tensor, margin: float
+def weigh_rest(
+    query: Tensor, seen: Seen, scores: Scores, samples: DrawnKeys, near: Attended, limit: Tensor, margin: float
 ) -> tuple[tuple[Tensor, ...], Tensor]:
     """Output, lse, variance, fourth and overlap of queries that read from `limit` on; keys searched, rows read."""
     read = read_rows(query, seen, scores, limit, margin)
@@ -135,7 +135,7 @@ def weigh(
 
 
 def _moments(
-    rest: Rest, samples: Samples, seen: Seen, output: Tensor, mass: Tensor, unseen: Tensor
+    rest: Rest, samples: DrawnKeys, seen: Seen, output: Tensor, mass: Tensor, unseen: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Variance, fourth and overlap; `unseen [t]` is the weight of a key at the limit.
 

@@ -11,7 +11,7 @@ from prescore.routed.far import Seen
 from prescore.routed.tolerance.draws import sample_rows
 
 
-class Samples(NamedTuple):
+class DrawnKeys(NamedTuple):
     """What `t` queries know of the `m` samples of each of `M` nodes.
 
     Attributes:
@@ -34,7 +34,7 @@ class Samples(NamedTuple):
         return self.apart.sum() / self.exists.sum()
 
 
-def samples_of(query: Tensor, seen: Seen, places: Tensor) -> Samples:
+def samples_of(query: Tensor, seen: Seen, places: Tensor) -> DrawnKeys:
     """The samples of the nodes that queries `[t, D]`, already scaled, see."""
     place, exists = sample_rows(places, seen.rows.shape[1])
     row = seen.rows.gather(1, place).flatten()
@@ -42,4 +42,4 @@ def samples_of(query: Tensor, seen: Seen, places: Tensor) -> Samples:
     logits = (query @ keys.t()).view(-1, *exists.shape).masked_fill(~exists, -math.inf)
     values = values.view(*exists.shape, -1)
     apart = (values - seen.node_value.to(query.dtype)[:, None]).square().sum(-1).masked_fill(~exists, 0.0)
-    return Samples(values, logits, place, exists, apart)
+    return DrawnKeys(values, logits, place, exists, apart)
