@@ -83,7 +83,7 @@ class Stats(Mapping[str, Any]):
         error_estimate: Relative error that is expected of a query's output, a root mean square over draws; mean.
             This and the next four are there where a `tolerance` was asked for; queries that read everything count
             with error 0.
-        error_limit_mean: Relative error that a query's output stays below, with the confidence asked for; mean.
+        error_limit_mean: Relative error that a query's output stays below, by its error bar; mean.
         error_limit_max: The same for the worst query.
         read_further: Share of queries that looked for lighter keys than `rows` asks for, or read everything.
         read_everything: Share of queries that read everything at last.

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from prescore import Routed, prescored_attention
-from prescore.routed import sampled
+from prescore.routed.tolerance import within
 
 PIECE = Routed().chunk_size
 FIRST = Routed().exact_until + 2 * PIECE
@@ -37,19 +37,19 @@ SHOWN = 100
 class Watched:
     """The bars of single queries, which `aux.stats` only averages; inside, `attend_within` is looked over."""
 
-    def __enter__(self) -> list[sampled.Within]:
-        found: list[sampled.Within] = []
-        self._inner = inner = sampled.attend_within
+    def __enter__(self) -> list[within.Within]:
+        found: list[within.Within] = []
+        self._inner = inner = within.attend_within
 
-        def watched(*given: object) -> sampled.Within:
+        def watched(*given: object) -> within.Within:
             found.append(inner(*given))
             return found[-1]
 
-        sampled.attend_within = watched
+        within.attend_within = watched
         return found
 
     def __exit__(self, *_: object) -> None:
-        sampled.attend_within = self._inner
+        within.attend_within = self._inner
 
 
 def pieces_of(tensors: dict[str, Tensor], sinks: int) -> list[tuple[list[Tensor], Tensor]]:

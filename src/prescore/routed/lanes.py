@@ -20,8 +20,8 @@ from prescore.routed.far import Search
 from prescore.routed.layout import Layout, make_layout
 from prescore.routed.softmax import attend_sources
 from prescore.routed.sources import Sources, View
-from prescore.routed.tables import build_nodes, pooled
-from prescore.routed.tolerance.within import attend_to_tolerance, read_on
+from prescore.routed.tables import build_nodes, mean_of_first, pooled
+from prescore.routed.tolerance.within import attend_to_tolerance, is_over
 from prescore.types import Attended
 from prescore.values import Values
 
@@ -72,7 +72,9 @@ def attend_lanes(call: Call, config: Routed) -> Answer:
     if config.tolerance is None or n_exact == layout.n_query:
         return Answer(whole, figures)
     limit, error, further = (pad(bar, (n_exact, 0)) for bar in routed.bars)
-    whole, over = read_on(call, whole, limit, config.tolerance)
+    over = is_over(limit, config)
+    if call.query_valid is not None:
+        over &= call.query_valid[:, None]
     real = torch.ones_like(over) if call.query_valid is None else call.query_valid[:, None].expand_as(over)
     figures["rows_per_query"] += float((over * layout.visible_rows().to(over.device)).mean())
     figures.update(error_figures(limit[real], error[real], further[real], over[real]))
@@ -210,7 +212,8 @@ def view_of(lane: Lane, layout: Layout, search: Search, scale: float, backend: B
     seen = (chunks * layout.nodes_per_chunk, first, stop)
     shape = (n_lanes, n_query)
     visible, first, stop = (t.expand(shape).to(torch.int32).contiguous() for t in seen)
-    return View(visible, first, stop, layout.causal, layout.chunk, layout.nodes_per_chunk, search, scale, backend)
+    per_pool = layout.nodes_per_chunk * (1 if layout.causal else layout.n_chunks)
+    return View(visible, first, stop, layout.causal, layout.chunk, per_pool, search, scale, backend)
 
 
 def chunks_of(lane: Lane, layout: Layout) -> Tensor:
@@ -224,6 +227,9 @@ def sources_of(lane: Lane, layout: Layout, backend: Backend) -> Sources:
     """What is made of the keys of some lanes, and they themselves."""
     build = build_nodes_compiled if can_build(lane.key, lane.value, layout, backend) else build_nodes
     nodes = build(lane.key, lane.value, layout, layout.sinks, layout.n_chunks)
+    # without a causal mask the queries of a lane all see the same chunks
+    seen = None if layout.causal else chunks_of(lane, layout).to(lane.key.device)
+    spread, drift = (pooled(t) if seen is None else mean_of_first(t, seen) for t in (nodes.spread, nodes.drift))
     return Sources(
         key=lane.key,
         value=lane.value,
@@ -231,8 +237,8 @@ def sources_of(lane: Lane, layout: Layout, backend: Backend) -> Sources:
         sink_value=lane.value[:, : layout.sinks],
         node_key=nodes.key,
         node_value=nodes.value,
-        spread=pooled(nodes.spread),
-        drift=pooled(nodes.drift),
+        spread=spread,
+        drift=drift,
         rows=nodes.rows,
         packed=nodes.codes.packed,
         scales=nodes.codes.scales,

@@ -128,17 +128,13 @@ def _dropout(view: View, block: _Block) -> Dropout | None:
 
 def far_blocks(query: Tensor, sources: Sources, view: View) -> Iterator[_Block]:
     """The queries of a call, some of one head at a time."""
-    for lane, visible in enumerate(view.visible):
-        runs = torch.unique_consecutive(visible, return_counts=True)
-        last = 0
-        for nodes, count in zip(*(t.tolist() for t in runs), strict=True):
-            first, last = last, last + count
-            if not nodes:
-                continue
-            step = max(1, min(QUERY_BLOCK, NUMBERS_AT_ONCE // max(1, nodes * sources.rows.shape[2])))
-            for head in range(query.shape[1]):
-                for start in range(first, last, step):
-                    yield _Block(lane, head, slice(start, min(start + step, last)), nodes)
+    for lane, rows, nodes in view.blocks():
+        if not nodes:
+            continue
+        step = max(1, min(QUERY_BLOCK, NUMBERS_AT_ONCE // (nodes * sources.rows.shape[2])))
+        for head in range(query.shape[1]):
+            for start in range(rows.start, rows.stop, step):
+                yield _Block(lane, head, slice(start, min(start + step, rows.stop)), nodes)
 
 
 def seen_of(sources: Sources, view: View, lane: int, nodes: int) -> Seen:
@@ -161,4 +157,4 @@ def seen_of(sources: Sources, view: View, lane: int, nodes: int) -> Seen:
 
 def pool_of(view: View, nodes: int) -> int:
     """Which pooled covariance belongs to so many nodes."""
-    return (nodes - 1) // view.nodes_per_chunk
+    return (nodes - 1) // view.nodes_per_pool

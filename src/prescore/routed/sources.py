@@ -5,9 +5,11 @@ A lane is one key head of one sequence, with the query heads that share it.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from prescore.ops.backend import Backend
@@ -21,7 +23,7 @@ class Sources(NamedTuple):
         key, value: `[T, N, D]` all rows.
         sink_key, sink_value: `[T, S, D]`.
         node_key, node_value: `[T, M, D]` means, in the accumulation dtype.
-        spread: `[T, C, D, D]` covariance of keys within nodes, pooled over the first chunks.
+        spread: `[T, C, D, D]` covariance of keys within nodes, pooled over the first chunks; over all if `C` is 1.
         drift: `[T, C, D, Dv]` that of keys and values.
         rows: `[T, M, L]` positions of the nodes' keys.
         packed, scales: Codes of the nodes' keys, `[T, M, L, D' / 2]` and `[T, M, L, 2]`.
@@ -54,7 +56,7 @@ class View:
             own up to itself; else those behind the last full chunk. Where no node is seen: everything.
         causal: Which of both it is.
         chunk: Keys of a chunk.
-        nodes_per_chunk: Of every chunk.
+        nodes_per_pool: How many nodes more there are behind each covariance than behind the one before.
         search: What is looked for.
         scale: Factor of the logits.
         backend: The operator for what lies near, where compiled code cannot run.
@@ -65,10 +67,18 @@ class View:
     stop: Tensor
     causal: bool
     chunk: int
-    nodes_per_chunk: int
+    nodes_per_pool: int
     search: Search
     scale: float
     backend: Backend
+
+    def blocks(self) -> Iterator[tuple[int, slice, int]]:
+        """Queries side by side that see the same nodes: their lane, their places, and how many nodes there are."""
+        for lane, visible in enumerate(self.visible):
+            runs, last = torch.unique_consecutive(visible, return_counts=True), 0
+            for nodes, count in zip(*(t.tolist() for t in runs), strict=True):
+                first, last = last, last + count
+                yield lane, slice(first, last), nodes
 
 
 class Draws(NamedTuple):

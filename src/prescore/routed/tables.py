@@ -76,6 +76,14 @@ def pooled(parts: Tensor) -> Tensor:
     return parts.cumsum(1) / count[:, None, None]
 
 
+def mean_of_first(parts: Tensor, counts: Tensor) -> Tensor:
+    """`[T, C, ...]` of chunks -> `[T, 1, ...]`, means over as many of the first ones as `counts [T]` says."""
+    inside = torch.arange(parts.shape[1], device=parts.device) < counts[:, None]
+    if not bool(inside.all()):
+        parts = parts.masked_fill(~inside[:, :, None, None], 0.0)
+    return parts.sum(1, keepdim=True) / counts[:, None, None, None]
+
+
 def take_rows(tensor: Tensor, rows: Tensor) -> Tensor:
     """`[T, N, D]` and positions `[T, ...]` -> `[T, ..., D]`."""
     if tensor.shape[0] == 1:

@@ -34,7 +34,7 @@ class Did:
         ran: What ran, in the words of a report, such as `routed` or `exact: shorter than exact_until=2048`.
         error: Relative error that is expected of a query's output, on average; None = no tolerance was asked for,
             or the call read everything in any case. So for the next three.
-        error_limit: Relative error that the output of every query stays below, with the confidence asked for.
+        error_limit: Relative error that the output of every query stays below, by its error bar.
         read_further: Share of queries that looked for lighter keys than in any case, or read everything.
         read_everything: Share of queries that read everything because no search was enough.
         native: Level of compiled code that ran the far part of a `Routed`; `none` where plain torch did; None

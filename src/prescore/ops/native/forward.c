@@ -19,7 +19,7 @@ Work *prescore_new_work(const Problem *p, const Near *near) {
     const int64_t padded = p->room + p->more + 16, found = p->node_room * p->leaf + 16;
     const int64_t tile = p->n_query < TILE ? p->n_query : TILE;
     const size_t number = sizeof(float);
-    const size_t sizes = sizeof(Work) + number * (size_t)(4 * tile * padded + found + tile * found) + 64 * 8;
+    const size_t sizes = sizeof(Work) + number * (size_t)(3 * tile * padded + found + tile * found) + 64 * 8;
     char *at = aligned_alloc(64, (sizes + 63) / 64 * 64);
     if (!at) return NULL;
     Work *w = aligned(&at, sizeof(Work));
@@ -28,8 +28,6 @@ Work *prescore_new_work(const Problem *p, const Near *near) {
     w->logits = aligned(&at, number * (size_t)(tile * padded));
     w->move = aligned(&at, number * (size_t)(tile * padded));
     w->hits = aligned(&at, number * (size_t)(tile * padded));
-    w->sampled = aligned(&at, number * (size_t)(tile * padded));
-    w->place = NULL;
     w->near = near;
     w->row_logits = aligned(&at, number * (size_t)found);
     w->found = aligned(&at, number * (size_t)(tile * found));

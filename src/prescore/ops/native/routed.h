@@ -71,9 +71,7 @@ typedef struct {
     int32_t *hits;     /* [TILE, padded] rows read of each node */
     float *row_logits; /* [found_room] */
     int32_t *found;    /* [TILE, found_room] rows read */
-    const int32_t *place; /* [node_room]: which key of sixteen is sampled; NULL = none */
-    int32_t *sampled;     /* [TILE, padded]: which samples of each node are read by themselves, as bits */
-    const Near *near;     /* what `first` and `stop` speak of; NULL = it was read elsewhere */
+    const Near *near;  /* what `first` and `stop` speak of; NULL = it was read elsewhere */
     float near_weights[TILE * NEAR_ROWS], near_sums[TILE * MOST_DIM];
 } Work;
 

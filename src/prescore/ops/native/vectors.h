@@ -58,6 +58,15 @@ INLINE unsigned bits(ints mask) {
 #endif
 }
 
+/* Which numbers of `a` are at least those of `b`, as bits. */
+INLINE unsigned at_least(floats a, floats b) {
+#if defined(__AVX512F__)
+    return _mm512_cmp_ps_mask((__m512)a, (__m512)b, _CMP_GE_OQ);
+#else
+    return bits(a >= b);
+#endif
+}
+
 /* exp: a power of two times a polynomial; 0 below -87 */
 INLINE floats vexp(floats x) {
     ints tiny = x < splat(-87.0f);

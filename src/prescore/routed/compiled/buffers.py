@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from prescore.routed.compiled.checked import POINTER, REAL, SIZE, WIDTH, Expected, check_tensors
-from prescore.routed.tolerance.draws import AIMS, MOST_OFF, MOST_ROWS, SHADOWS
+from prescore.routed.tolerance.draws import AIMS, BELOW, MOST_OFF, MOST_ROWS, SHADOWS, STEP
 
 MOST_SAMPLES = 32
-"""Of a node: which of them are read by themselves is kept in bits."""
+"""Of a node."""
 
 
 class CallSizes(NamedTuple):
@@ -46,13 +46,13 @@ class FarGradients(ctypes.Structure):
 
 
 class Samples(ctypes.Structure):
-    """What the sampled function reads and writes besides, as ops/native/sampled.c has it."""
+    """What the sampled function reads and writes besides, as ops/native/sampled.h has it."""
 
     _fields_ = (
-        *((name, POINTER) for name in ("active", "aim", "place", "columns", "values", "value_columns", "norms")),
+        *((name, POINTER) for name in ("active", "aim", "place", "columns", "values", "apart", "usual")),
         *((name, POINTER) for name in ("coarse", "signs", "shadows")),
         *((name, SIZE) for name in ("each", "stride", "aims")),
-        *((name, REAL) for name in ("allowed", "most_rows", "most_off")),
+        *((name, REAL) for name in ("step", "allowed", "most_rows", "most_off", "below")),
         *((name, POINTER) for name in ("variance", "fourth", "overlap", "further")),
     )
 
@@ -109,9 +109,10 @@ class SampleBuffers:
 
     Attributes:
         active, aim: Queries that take part, and the limits they search with.
-        place, columns, values, value_columns, norms: Which keys are drawn, and those in the layouts of tables.
+        place, columns, values: Which keys are drawn, and those in the layouts of tables.
+        apart, usual: Squares of their values' distances from their node's mean, and the mean up to each node.
         coarse: What a unit of the codes is worth.
-        signs, shadows: Random projections, and the values in them.
+        signs, shadows: Random projections, and what values differ from their node's mean, and the mean, in them.
         variance, fourth, overlap, further: Written.
         allowed: Square of the relative error that is aimed at.
     """
@@ -121,8 +122,8 @@ class SampleBuffers:
     place: Tensor
     columns: Tensor
     values: Tensor
-    value_columns: Tensor
-    norms: Tensor
+    apart: Tensor
+    usual: Tensor
     coarse: Tensor
     signs: Tensor
     shadows: Tensor
@@ -147,11 +148,11 @@ class SampleBuffers:
             Expected("place", self.place, (sizes.node_room,), torch.int32),
             Expected("columns", self.columns, (*blocks, sizes.dim, WIDTH)),
             Expected("values", self.values, (lanes, more, sizes.value_dim)),
-            Expected("value_columns", self.value_columns, (*blocks, sizes.value_dim, WIDTH)),
-            Expected("norms", self.norms, (lanes, more)),
+            Expected("apart", self.apart, (lanes, more)),
+            Expected("usual", self.usual, (lanes, sizes.node_room)),
             Expected("coarse", self.coarse, (lanes, sizes.node_room, 2)),
             Expected("signs", self.signs, (SHADOWS, sizes.value_dim)),
-            Expected("shadows", self.shadows, (*blocks, SHADOWS, WIDTH)),
+            Expected("shadows", self.shadows, (*blocks, 2 * SHADOWS, WIDTH)),
             *(Expected(name, getattr(self, name), rows) for name in ("variance", "fourth", "overlap")),
             Expected("further", self.further, rows, torch.uint8),
         ]
@@ -163,5 +164,5 @@ class SampleBuffers:
         if self.place.numel() and not 0 <= int(self.place.min()) <= int(self.place.max()) < WIDTH:
             raise ValueError(f"place must lie between 0 and {WIDTH - 1}, got up to {int(self.place.max())}")
         pointers = {own.name: own.tensor.data_ptr() for own in expected}
-        chosen = {"aims": AIMS, "allowed": self.allowed, "most_rows": MOST_ROWS, "most_off": MOST_OFF}
-        return Samples(**pointers, each=each, stride=WIDTH, **chosen)
+        chosen = {"aims": AIMS, "step": STEP, "most_rows": MOST_ROWS, "most_off": MOST_OFF, "below": BELOW}
+        return Samples(**pointers, each=each, stride=WIDTH, allowed=self.allowed, **chosen)

@@ -179,7 +179,7 @@ class FarProblem:
         if tables.row_stop > n_keys:
             raise ValueError(f"tables must be of {n_keys} keys, got rows up to {tables.row_stop}")
         least, most = _range(view.visible)
-        if not 0 <= least <= most <= min(tables.nodes, tables.pools * view.nodes_per_chunk):
+        if not 0 <= least <= most <= min(tables.nodes, tables.pools * view.nodes_per_pool):
             raise ValueError(f"visible nodes must lie between 0 and {tables.nodes}, got {least} to {most}")
         if self.reads_near and (_range(view.first)[0] < 0 or _range(view.stop)[1] > n_keys):
             begin, end = _range(view.first)[0], _range(view.stop)[1]
@@ -225,7 +225,7 @@ def run(name: str, problem: FarProblem, extra: GradientBuffers | SampleBuffers |
         n_query=sizes.n_query,
         length=problem.query.shape[2],
         more=sizes.more,
-        nodes_per_pool=view.nodes_per_chunk,
+        nodes_per_pool=view.nodes_per_pool,
         scale=view.scale,
         reach=view.search.reach,
         log_share=view.search.log_share,

@@ -12,7 +12,7 @@ from prescore.routed.compiled.checked import WIDTH
 from prescore.routed.compiled.far import make_tables
 from prescore.routed.sources import Draws, Sources, Spread, View
 from prescore.routed.tables import take_rows
-from prescore.routed.tolerance.draws import code_units, projection
+from prescore.routed.tolerance.draws import code_units, projection, usual_distance
 from prescore.types import Attended
 
 
@@ -30,17 +30,22 @@ def attend_sampled_compiled(
         pad(take_rows(t, rows).to(torch.float32), (0, 0, 0, more - rows.shape[1])).contiguous()
         for t in (sources.key, sources.value)
     )
-    columns, value_columns = (t.unflatten(1, (-1, WIDTH)).transpose(2, 3).contiguous() for t in (keys, values))
-    norms, place = values.square().sum(-1), draws.places.to(torch.int32)
+    columns = keys.unflatten(1, (-1, WIDTH)).transpose(2, 3).contiguous()
+    means = pad(
+        sources.node_value.to(torch.float32).repeat_interleave(each, dim=1), (0, 0, 0, more - rows.shape[1])
+    )
+    apart, place = (values - means).square().sum(-1), draws.places.to(torch.int32)
     output, lse = (t.to(torch.float32).clone() for t in near)
     coarse = code_units(tables.scales).contiguous()
+    usual = usual_distance(apart[:, : rows.shape[1]].unflatten(1, (-1, each)))
     signs = projection(values.shape[-1], values.device)
-    shadows = (values @ signs.t()).unflatten(1, (-1, WIDTH)).transpose(2, 3).contiguous()
+    shadows = torch.cat(((values - means) @ signs.t(), means @ signs.t()), dim=-1)
+    shadows = shadows.unflatten(1, (-1, WIDTH)).transpose(2, 3).contiguous()
     variance, fourth, overlap, limit = (torch.zeros_like(lse) for _ in range(4))
     aim, active = draws.aim.to(torch.float32).contiguous(), draws.active.to(torch.uint8).contiguous()
     further = torch.zeros_like(active)
     counts = torch.zeros(2, dtype=torch.long)
-    given = active, aim, place, columns, values, value_columns, norms, coarse, signs, shadows
+    given = active, aim, place, columns, values, apart, usual, coarse, signs, shadows
     samples = SampleBuffers(*given, variance, fourth, overlap, further, draws.allowed)
     problem = FarProblem(query, sources.key, sources.value, tables, view, output, lse, limit, counts)
     run("prescore_routed_sampled", problem, samples)

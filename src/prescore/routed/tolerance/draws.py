@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 STRIDE = 16
 """Keys that a sample stands for."""
-AIMS = 8
-"""Limits that the samples choose from, each for keys of half the weight of the one before."""
-MOST_ROWS = 1 / 4
+AIMS = 16
+"""Limits that the samples choose from."""
+STEP = math.log(2) / 2
+"""From one to the next: two steps for keys of half the weight."""
+MOST_ROWS = 1 / 3
 """Share of the keys in nodes from which on reading everything is faster than reading single rows."""
 MOST_OFF = 2.0
 """Deviation of coded logits from their true values up to which a search is trusted.
@@ -17,6 +21,8 @@ MOST_OFF = 2.0
 A key is looked for with two deviations to spare. The chance that it is missed all the same falls faster with what
 it weighs than its part of the error grows, but only up to here.
 """
+BELOW = 0.6
+"""How much less the weights below a limit vary than those of normal logits would, for a guess."""
 SHADOWS = 8
 """Random projections of values that say in how many directions errors point."""
 
@@ -48,3 +54,9 @@ def code_units(scales: Tensor) -> Tensor:
     squares = flat.square().mean(2).cumsum(1)
     counts = torch.arange(1, squares.shape[1] + 1, device=squares.device)[:, None]
     return (squares / counts).sqrt()
+
+
+def usual_distance(apart: Tensor) -> Tensor:
+    """`[T, M]` the mean of `apart [T, M, m]` over the nodes up to each: how far values lie from their means."""
+    counts = torch.arange(1, apart.shape[1] + 1, device=apart.device)
+    return (apart.mean(2).cumsum(1) / counts).contiguous()

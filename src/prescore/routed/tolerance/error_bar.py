@@ -1,13 +1,14 @@
 """How far a sampled result may be off: a Student interval for the length of its error.
 
-A result whose rest was sampled is `out = sum(w_i v_i)`; its error is, to first order, a sum of independent terms
-`w_i (v_i - out)` over the samples, whose mean square length `V` is estimated by the sum of theirs. Each is small,
-since keys of larger weight are read by themselves; one that may just have escaped both search and samples adds
-what it may weigh. So the error is nearly normal, with the covariance `C` that the terms have, and its squared
-length is nearly `V` times a chi-square over its degrees of freedom, which are `tr(C)^2 / tr(C^2)`: the
-*directions* that errors point in. An error of one direction exceeds twice its root mean square in one draw of
-twenty, one of many directions hardly ever exceeds it by a half. `V` itself is known from as many terms as matter;
-what a Student variable is to a normal one, an F variable is to that chi-square, so that few terms make a wide bar.
+The error of a result whose rest was sampled is, to first order, a sum of independent terms, one for each sample
+(`rest.py`), whose mean square length `V` is estimated by the sum of theirs. Each is small, since keys of larger
+weight are read by themselves; one that may just have escaped both search and samples adds what it may weigh. So
+the error is nearly normal, with the covariance `C` that the terms have, and its squared length is nearly `V`
+times a chi-square over its degrees of freedom, which are `tr(C)^2 / tr(C^2)`: the *directions* that errors point
+in. An error of one direction exceeds twice its root mean square in one draw of twenty, one of many directions
+hardly ever exceeds it by a half. `V` itself is a sum of squares whose variance is at most the sum of the squares
+of those: that of a chi-square with `2 V^2` over this sum degrees of freedom (Satterthwaite's). What a Student
+variable is to a normal one, an F variable is to the error, so that few terms make a wide bar.
 """
 
 from __future__ import annotations
@@ -16,6 +17,20 @@ import torch
 from torch import Tensor
 
 from prescore.routed.sources import Spread
+
+OFTEN, ONE_IN = 4, 4
+"""A single bar may be wrong so many times as often as all together, as long as that is at most one in `ONE_IN`."""
+
+
+def of_single_query(confidence: float) -> float:
+    """How often the bar of a single query has to hold, for that share of all queries to be within a tolerance.
+
+    Queries stop with bars anywhere below the tolerance, and errors of those far below hardly ever reach it: few
+    queries are over it, even if one of five is among those whose bar is as large as the tolerance itself. How few
+    is measured (docs/default.md).
+    """
+    wrong = 1 - confidence
+    return 1 - max(wrong, min(OFTEN * wrong, 1 / ONE_IN))
 
 
 def estimated_error(spread: Spread) -> Tensor:
@@ -29,7 +44,7 @@ def error_limit(spread: Spread, confidence: float) -> Tensor:
     """Relative error that an output stays below with that confidence; inf where nothing is known."""
     square = spread.variance.square()
     least = torch.finfo(square.dtype).tiny
-    freedom = (square / spread.fourth.clamp_min(least)).clamp_min(1.0)
+    freedom = (2 * square / spread.fourth.clamp_min(least)).clamp_min(1.0)
     directions = (square / torch.maximum(spread.overlap, spread.fourth).clamp_min(least)).clamp_min(1.0)
     limit = longest_error(directions, freedom, confidence) * estimated_error(spread)
     return torch.where(spread.variance == 0, 0.0, limit).nan_to_num(nan=torch.inf, posinf=torch.inf)

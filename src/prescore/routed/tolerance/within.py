@@ -17,7 +17,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from prescore.call import Call
 from prescore.config import Routed
 from prescore.routed.compiled.far import attend_near_compiled, can_run
 from prescore.routed.compiled.sampled import attend_sampled_compiled
@@ -25,8 +24,8 @@ from prescore.routed.far import Search
 from prescore.routed.local import attend_near
 from prescore.routed.sources import Draws, Sources, View
 from prescore.routed.tolerance.draws import sample_places
-from prescore.routed.tolerance.error_bar import error_limit, estimated_error, longest_error
-from prescore.routed.tolerance.exact_rows import exact_for
+from prescore.routed.tolerance.error_bar import error_limit, estimated_error, longest_error, of_single_query
+from prescore.routed.tolerance.exact_rows import read_everything
 from prescore.routed.tolerance.plain import attend_sampled_plain
 from prescore.types import Attended
 
@@ -36,8 +35,8 @@ MARGIN = 2.0
 """Deviations by which codes may be off before a key is missed."""
 AIMED_AT = 0.9
 """Part of the tolerance that a search aims at, where a guess says how light its keys must be."""
-DIRECTIONS, FREEDOM = 6.0, 30.0
-"""What the guess believes about errors: in how many directions they point, and how many terms matter."""
+DIRECTIONS, FREEDOM = 6.0, 40.0
+"""What the guess believes about errors: in how many directions they point, and how well their spread is known."""
 MOST_LIGHTER = 32.0
 """How many times lighter the keys of another look may be."""
 
@@ -50,7 +49,7 @@ class Within(NamedTuple):
 
     Attributes:
         output, lse: The result.
-        limit: Relative error that each query stays below, with the confidence asked for.
+        limit: Relative error that each query stays below, as often as `of_single_query` has it.
         error: The error that is expected of it, a root mean square over draws.
         further: Whether it looked for lighter keys than in any case.
         counts: Keys searched, rows read, by all queries.
@@ -65,23 +64,20 @@ class Within(NamedTuple):
 
 
 def attend_to_tolerance(query: Tensor, sources: Sources, view: View, config: Routed, seed: int) -> Within:
-    """Queries `[T, G, Q, D]` with their error bars, by the configuration's tolerance and confidence."""
+    """Queries `[T, G, Q, D]` with their error bars, by the configuration's tolerance and confidence.
+
+    Those whose bar is still above the tolerance have read everything.
+    """
     attend = attend_near_compiled if can_run(query, sources, view) else attend_near
     near = attend(query, sources, view)
     bars = attend_within(query, sources, view, near, config, seed)
+    read_everything(query, sources, view, near, is_over(bars.limit, config), Attended(bars.output, bars.lse))
     return bars._replace(output=bars.output.to(query.dtype))
 
 
-def read_on(call: Call, answer: Attended, limit: Tensor, tolerance: float) -> tuple[Attended, Tensor]:
-    """Queries whose bar `[B, Hq, Nq]` is still above the tolerance read everything; also which they are."""
-    over = ~(limit <= tolerance)
-    if call.query_valid is not None:
-        over &= call.query_valid[:, None]
-    if not bool(over.any()):
-        return answer, over
-    exact = exact_for(replace(call, backend=call.backend.at("read on")), over)
-    output = torch.where(over[..., None], exact.output, answer.output)
-    return Attended(output, torch.where(over, exact.lse, answer.lse)), over
+def is_over(limit: Tensor, config: Routed) -> Tensor:
+    """Which error bars are above the tolerance."""
+    return ~(limit <= (config.tolerance or 0.0))
 
 
 def attend_within(
@@ -98,29 +94,25 @@ def attend_within(
         seed: Of the draws.
     """
     tolerance = config.tolerance or 0.0
-    confidence = CONFIDENCE if config.confidence is None else config.confidence
+    confidence = of_single_query(CONFIDENCE if config.confidence is None else config.confidence)
     attend = attend_sampled_compiled if can_run(query, sources, view) else attend_sampled_plain
     view = replace(view, search=Search(max(1.0, view.search.share), math.inf, MARGIN))
     places = sample_places(sources.rows.shape[1], sources.rows.shape[2], seed, query.device)
     guessed = longest_error(torch.tensor(DIRECTIONS), torch.tensor(FREEDOM), confidence)
     allowed = float(AIMED_AT * tolerance / guessed) ** 2
-    output, lse = near
-    limit, error = torch.full_like(lse, torch.inf), torch.full_like(lse, torch.inf)
-    aim, active = torch.full_like(lse, torch.inf), torch.ones_like(lse, dtype=torch.bool)
-    further = torch.zeros_like(active)
-    counts = torch.zeros(2, dtype=torch.long, device=query.device)
-    for _ in range(LOOKS):
-        found, more = attend(query, sources, view, near, Draws(places, active, aim, allowed))
-        bars = error_limit(found, confidence)
-        output = torch.where(active[..., None], found.output, output)
-        lse, limit = torch.where(active, found.lse, lse), torch.where(active, bars, limit)
-        error = torch.where(active, estimated_error(found), error)
-        further |= active & found.further
-        counts += more
+    aim, again = torch.full_like(near.lse, torch.inf), torch.ones_like(near.lse, dtype=torch.bool)
+    whole, counts = attend(query, sources, view, near, Draws(places, again, aim, allowed))
+    limit, error = error_limit(whole, confidence), estimated_error(whole)
+    for _ in range(LOOKS - 1):
         # the variance falls as fast as the weight from which on keys are read
         lighter = (limit / (AIMED_AT * tolerance)).square() if tolerance else torch.full_like(limit, torch.inf)
-        active = active & (limit > tolerance) & (lighter <= MOST_LIGHTER)
-        if not bool(active.any()):
+        again = (limit > tolerance) & (lighter <= MOST_LIGHTER)
+        if not bool(again.any()):
             break
-        aim = found.limit - lighter.clamp(2.0, MOST_LIGHTER).log()
-    return Within(output, lse, limit, error, further, counts)
+        aim = whole.limit - lighter.clamp(2.0, MOST_LIGHTER).log()
+        found, more = attend(query, sources, view, near, Draws(places, again, aim, allowed))
+        counts += more
+        bars = error_limit(found, confidence), estimated_error(found)
+        for kept, part in zip((*whole, limit, error), (*found, *bars), strict=True):
+            kept[again] = part[again]
+    return Within(whole.output, whole.lse, limit, error, whole.further, counts)
