@@ -56,8 +56,7 @@ def attend_lanes(call: Call, config: Routed) -> Answer:
     results = []
     level = level_for(call.query, call.value.shape[-1], layout.leaf, call.backend)
     # compiled code reads the beginning too, and faster; the operator alone has its gradients
-    by_operator = config.tolerance is not None or level == NO_LEVEL or is_learned(call)
-    n_apart = n_exact if by_operator or n_exact == layout.n_query else 0
+    n_apart = n_exact if level == NO_LEVEL or is_learned(call) or n_exact == layout.n_query else 0
     if n_apart or not layout.n_query:
         results.append(attend_beginning(call, layout, n_apart))
     if n_exact < layout.n_query:
@@ -71,7 +70,7 @@ def attend_lanes(call: Call, config: Routed) -> Answer:
         whole = Attended(*(torch.cat(tensors, dim=2) for tensors in zip(*results, strict=True)))
     if config.tolerance is None or n_exact == layout.n_query:
         return Answer(whole, figures)
-    limit, error, further = (pad(bar, (n_exact, 0)) for bar in routed.bars)
+    limit, error, further = (pad(bar, (n_apart, 0)) for bar in routed.bars)
     over = is_over(limit, config)
     if call.query_valid is not None:
         over &= call.query_valid[:, None]
