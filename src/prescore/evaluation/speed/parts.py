@@ -30,7 +30,8 @@ from prescore.evaluation.speed.layer_inputs import LayerInputs, LayerSetting
 from prescore.evaluation.speed.timing import EXACT, seconds
 from prescore.ops.backend import Needs, pick_backend
 from prescore.routed import lanes
-from prescore.routed.compiled.far import attend_compiled, attend_near_compiled, can_run, make_tables
+from prescore.routed.compiled.far import attend_compiled, attend_near_compiled, make_tables
+from prescore.routed.compiled.nodes import can_build
 from prescore.routed.far import Search
 from prescore.routed.layout import Layout, make_layout
 from prescore.routed.local import attend_near
@@ -118,7 +119,8 @@ def _figures(median: dict[str, float], work: dict[str, float]) -> Values:
 def run_parts(call: Call, layout: Layout, config: Routed) -> dict[str, float]:
     """Seconds of every part, in one run."""
     spent = run_laps(call, layout, config).spent
-    own = {name: spent[name] for name in ("beginning", "nodes", "tables")}
+    own = {name: spent[name] for name in ("nodes", "tables")}
+    own["beginning"] = spent["beginning"] or spent["beginning and near"] - spent["near"]
     own["near"] = spent["near"] - spent["tables"]  # every call makes them
     own["stand-ins"] = spent["nothing"] - spent["near"]
     own["search"] = spent["looked"] - spent["nothing"]
@@ -128,17 +130,20 @@ def run_parts(call: Call, layout: Layout, config: Routed) -> dict[str, float]:
 
 def run_laps(call: Call, layout: Layout, config: Routed) -> _Laps:
     """A routed call piece by piece, its last part three times."""
-    laps, n_exact = _Laps(), layout.n_exact
-    laps.timed("beginning", lambda: lanes.attend_beginning(call, layout, n_exact) if n_exact else None)
-    search = lanes.search_of(config)
+    laps, n_exact, search = _Laps(), layout.n_exact, lanes.search_of(config)
     looks = {"nothing": Search(0.0), "looked": replace(search, margin=_OUT_OF_REACH), "whole": search}
-    for lane in lanes.lanes_of(call, n_exact):
-        view = lanes.view_of(lane, layout, search, call.scale, call.backend)
+    compiled = can_build(call.key, call.value, layout, call.backend)
+    if n_exact and not compiled:
+        laps.timed("beginning", lambda: lanes.attend_beginning(call, layout, n_exact))
+    attend = attend_compiled if compiled else _attend_plain
+    for whole, lane in zip(lanes.lanes_of(call, 0), lanes.lanes_of(call, n_exact), strict=True):
         sources = laps.timed("nodes", partial(lanes.sources_of, lane, layout, call.backend))
-        compiled = can_run(lane.query, sources, view)
-        laps.timed("tables", partial(make_tables, sources) if compiled else lambda: None)
-        laps.timed("near", partial(attend_near_compiled if compiled else attend_near, lane.query, sources, view))
-        attend = attend_compiled if compiled else _attend_plain
+        all_of_it, view = (lanes.view_of(some, layout, search, call.scale, call.backend) for some in (whole, lane))
+        if compiled:
+            laps.timed("tables", partial(make_tables, sources))
+            laps.timed("beginning and near", partial(attend_near_compiled, whole.query, sources, all_of_it))
+        near = attend_near_compiled if compiled else attend_near
+        laps.timed("near", partial(near, lane.query, sources, view))
         for name, own in looks.items():
             found = laps.timed(name, partial(attend, lane.query, sources, replace(view, search=own)))
         searched, rows = found[2].tolist()
