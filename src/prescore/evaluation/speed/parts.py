@@ -3,9 +3,9 @@
 Parts that Python sees are run and timed by themselves: what is made of the keys (trees, codes, covariances:
 nodes), the tables that compiled code wants, what lies near, and with it what queries before `exact_until` read
 (beginning). All else is one call with what lies near, of which less is asked for and the differences are taken:
-nothing is looked for (stand-ins), keys are looked for and none reaches its limit (search), the call as it is (rows). The rest of the call is what no
-part explains: checks, joining. The limit is the multiply-adds a second that exact attention reaches in
-the same run.
+nothing is looked for (stand-ins), keys are looked for and none reaches its limit (search), the call as it is
+(rows). The rest of the call is what no part explains: checks, joining. The limit is the multiply-adds a second
+that exact attention reaches in the same run.
 """
 
 from __future__ import annotations
