@@ -69,6 +69,12 @@ class TestInParts(unittest.TestCase):
             with self.subTest(asked=asked):
                 tiny("Llama")(IDS, output_attentions=asked)
 
+    def test_one_part_is_refused_and_one_broken(self):
+        with self.subTest():
+            tiny("Llama")(IDS, output_attentions=True)
+        with self.subTest():
+            test_knows_the_mask_of_sdpa()
+
     def test_one_part_is_skipped(self):
         with self.subTest():
             self.skipTest("nothing to do")
@@ -117,15 +123,16 @@ def said_by(capsys):
 def test_what_fails_with_ours_alone_is_told_from_what_is_refused(checkout, capsys):
     assert suite_command([str(checkout), "--model", "llama", "-k", "not nothing"]) == 1
     assert said_by(capsys) == [
-        "11 tests, 6 reached prescore, 6 passed",
+        "12 tests, 7 reached prescore, 6 passed",
         "3 refused",
         "test_learned_sinks_run_as_sdpa_ignores_them",
         "test_asks_for_weights_where_sdpa_skips",
         "test_one_part_asks_for_weights",
         "1 fail with both",
         "test_fails_anyway",
-        "1 fail with prescore alone",
+        "2 fail with prescore alone",
         "test_knows_the_mask_of_sdpa",
+        "test_one_part_is_refused_and_one_broken",
     ]
 
 
