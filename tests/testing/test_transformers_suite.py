@@ -8,9 +8,13 @@ import pytest
 from prescore.testing.transformers_suite import run_suite, suite_command
 
 TESTS = """
+import pathlib
+import unittest
+
 import pytest
 import torch
 
+from test_modeling_common import global_rng
 from tiny_models import prompts, tiny
 
 IDS, MASK = prompts()
@@ -54,6 +58,45 @@ def test_fails_anyway():
     assert False
 
 
+def test_asks_for_weights_where_sdpa_skips():
+    tiny("Llama")(IDS, output_attentions=True)
+    pytest.skip("sdpa has no weights")
+
+
+class TestInParts(unittest.TestCase):
+    def test_one_part_asks_for_weights(self):
+        for asked in (False, True, True):
+            with self.subTest(asked=asked):
+                tiny("Llama")(IDS, output_attentions=asked)
+
+    def test_one_part_is_refused_and_one_broken(self):
+        with self.subTest():
+            tiny("Llama")(IDS, output_attentions=True)
+        with self.subTest():
+            test_knows_the_mask_of_sdpa()
+
+    def test_one_part_is_skipped(self):
+        with self.subTest():
+            self.skipTest("nothing to do")
+
+
+def test_draws_what_the_other_run_drew():
+    drawn = f"{global_rng.random()} {torch.rand(1).item()}"
+    other = pathlib.Path(__file__).with_name("drawn")
+    assert not other.exists() or other.read_text() == drawn
+    other.write_text(drawn)
+
+
+def test_compiles_once():
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    fast = torch.compile(tiny("Llama"), fullgraph=True, backend="eager")
+    with torch.no_grad():
+        for _ in range(3):
+            fast(IDS, use_cache=False)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
 @pytest.mark.skip
 def test_skipped():
     assert False
@@ -68,25 +111,49 @@ def checkout(tmp_path, monkeypatch):
     )
     folder = tmp_path / "tests" / "models" / "llama"
     folder.mkdir(parents=True)
+    (folder / "test_modeling_common.py").write_text("import random\n\nglobal_rng = random.Random()\n")
     (folder / "test_modeling_llama.py").write_text(TESTS)
     return tmp_path
 
 
+def said_by(capsys):
+    return [line.rpartition("::")[2] for line in capsys.readouterr().out.splitlines()]
+
+
 def test_what_fails_with_ours_alone_is_told_from_what_is_refused(checkout, capsys):
     assert suite_command([str(checkout), "--model", "llama", "-k", "not nothing"]) == 1
-    said = [line.rpartition("::")[2] for line in capsys.readouterr().out.splitlines()]
-    assert said == [
-        "6 tests, 3 reached prescore, 3 passed",
-        "1 refused",
+    assert said_by(capsys) == [
+        "12 tests, 7 reached prescore, 6 passed",
+        "3 refused",
         "test_learned_sinks_run_as_sdpa_ignores_them",
-        "1 fail with prescore alone",
+        "test_asks_for_weights_where_sdpa_skips",
+        "test_one_part_asks_for_weights",
+        "1 fail with both",
+        "test_fails_anyway",
+        "2 fail with prescore alone",
         "test_knows_the_mask_of_sdpa",
+        "test_one_part_is_refused_and_one_broken",
     ]
 
 
-def test_a_model_that_is_not_there(checkout, capsys):
-    assert suite_command([str(checkout), "--model", "mamba"]) == 2
-    assert "got 'mamba'" in capsys.readouterr().err
+def test_what_would_be_refused_can_run_exactly(checkout, capsys):
+    command = [str(checkout), "--model", "llama", "--on-unsupported", "exact", "-k", "weights"]
+    assert suite_command(command) == 0
+    assert said_by(capsys) == [
+        "1 tests, 1 reached prescore, 1 passed",
+        "0 refused",
+        "0 fail with both",
+        "0 fail with prescore alone",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [(["--model", "mamba"], "got 'mamba'"), (["--model", "llama", "--config", '{"type": "Best"}'], "got 'Best'")],
+)
+def test_what_is_wrong_is_said_before_any_test_runs(checkout, capsys, command, said):
+    assert suite_command([str(checkout), *command]) == 2
+    assert said in capsys.readouterr().err
 
 
 def test_tests_that_cannot_run_are_said(checkout):

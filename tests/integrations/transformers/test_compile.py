@@ -125,6 +125,23 @@ def test_autocast_and_the_name_alone():
         torch.testing.assert_close(compiled(model)(IDS, attention_mask=MASK).logits, expected)
 
 
+def test_the_name_alone_in_a_graph_before_any_other_call():
+    import prescore.integrations.transformers
+
+    assert prescore.integrations.transformers.register() is None
+    model = tiny("Llama", attn_implementation="prescored")
+    fast = compiled(model, counting)
+    found.clear()
+    with torch.no_grad():
+        first, second = (fast(IDS, attention_mask=MASK, use_cache=False).logits for _ in range(2))
+        assert found == [2]
+        expected = model(IDS, attention_mask=MASK).logits
+    torch.testing.assert_close(first, expected)
+    assert torch.equal(first, second)
+    handles = [layer.self_attn._prescore_default_seat.handle for layer in model.model.layers]
+    assert len(set(handles)) == 2
+
+
 def test_a_vit_of_timm():
     timm = import_timm()
     torch.manual_seed(0)

@@ -167,15 +167,21 @@ def replace_at(places: Mapping[nn.Module, Seat], around: Iterable[nn.Module], sw
     return undo
 
 
-def default_seat(module: nn.Module, config: Config | None = None) -> Seat:
+def default_seat(module: nn.Module, config: Config | None = None, on_unsupported: str = "raise") -> Seat:
     """Of a module that was never replaced, made at its first call and kept for its memory."""
-    seat: Seat | None = module.__dict__.get(_DEFAULT)
-    if seat is None:
+    _sit_by_default(module, config, on_unsupported)
+    seat: Seat = getattr(module, _DEFAULT)
+    return seat
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _sit_by_default(module: nn.Module, config: Config | None, on_unsupported: str) -> None:
+    """No graph can make a seat, so that it is made once, while the graph is traced."""
+    if _DEFAULT not in module.__dict__:
         layer = getattr(module, "layer_idx", None)
         number = layer if isinstance(layer, int) else 0
-        seat = Seat(PrescoredAttention(config), number, n_prefix_tokens(module))
-        seat = module.__dict__.setdefault(_DEFAULT, seat)  # another thread may have been faster
-    return seat
+        seat = Seat(PrescoredAttention(config, on_unsupported), number, n_prefix_tokens(module))
+        module.__dict__.setdefault(_DEFAULT, seat)  # another thread may have been faster
 
 
 @dataclass(eq=False)
