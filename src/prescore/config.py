@@ -103,8 +103,8 @@ class Routed(_Settings):
     whole call does. docs/default.md has the measurements.
 
     Attributes:
-        rows: Exact far key rows per query, on average over the heads of a layer: a far key is read where its
-            weight may exceed one part in twice as many. Most queries of most heads find far fewer.
+        rows: A far key is read where its weight may exceed one part in twice as many: at most so many exact far
+            rows per query, on average over the heads of a layer. Most queries of most heads find far fewer.
         leaf_size: Keys per cluster.
         chunk_size: Keys of a chunk: a causal query reads its own and the one before.
         sinks: The first real positions of the sequence, read exactly by every query.

@@ -13,6 +13,14 @@ from prescore.scorers.clustered import ClusteringScorer
 from prescore.testing.inputs import attention_tensors
 
 MASKS = ("none", "left", "right", "both", "holes", "one key", "a row without keys")
+MEMORY = {
+    "rows": lambda t: t,
+    "columns": lambda t: t.transpose(2, 3).contiguous().transpose(2, 3),
+    "heads inside": lambda t: t.transpose(1, 2).contiguous().transpose(1, 2),
+    "every second number": lambda t: torch.stack((t, t), dim=-1).flatten(-2)[..., ::2],
+    "negated": lambda t: torch._neg_view(-t),
+}
+"""Where the numbers of a tensor lie."""
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -36,6 +44,7 @@ class Case:
     backend: str = "auto"
     given: bool = False
     keys: str = "gaussian"
+    memory: str = "rows"
     seed: int = 0
 
     def tensors(self):
@@ -57,7 +66,7 @@ class Case:
         elif self.keys == "few" and self.n_keys:  # a few keys again and again, some of them long
             again = torch.arange(self.n_keys) % 3
             key = key[:, :, again.clamp_max(self.n_keys - 1)] * (1 + again[:, None])
-        return query.to(self.dtype), key.to(self.dtype), value.to(self.dtype)
+        return tuple(MEMORY[self.memory](t.to(self.dtype)) for t in (query, key, value))
 
     def padding(self):
         """The mask, True = a real key; None for none."""
@@ -121,7 +130,7 @@ def random_case(draw):
     given = isinstance(config, Selected) and draw.random() < 0.2
     if given and draw.random() < 0.6:
         config = Selected(remainder="none", min_seq_len=config.min_seq_len)
-    dim = draw.choice([1, 2, 3, 4, 8, 16])
+    dim = draw.choice([1, 2, 3, 4, 8, 16, 16, 32])
     case = Case(
         config,
         n_keys=n_keys,
@@ -139,6 +148,7 @@ def random_case(draw):
         backend=draw.choice(["auto", "auto", "auto", "plain", *backends()]),
         given=given,
         keys=draw.choice(["gaussian"] * 6 + ["equal", "zero", "few"]),
+        memory=draw.choice(["rows"] * 6 + list(MEMORY)),
         seed=draw.randrange(2**31),
     )
     return replace(case, backend="auto") if case.dropout_p else case

@@ -36,6 +36,11 @@ def _changed(monkeypatch, change):
     monkeypatch.setattr(engines, "_is_exact", lambda made, config: False)
 
 
+def _strides_are_not_looked_at(monkeypatch):
+    for module in (cpu, exact, lanes):
+        monkeypatch.setattr(module, "readable", lambda rows: rows)
+
+
 def _padding_is_not_hidden(monkeypatch):
     original = exact.padding_bias
     for module in (exact,):
@@ -185,6 +190,7 @@ def _compiled_gradients_lose_the_spread(monkeypatch):
 
 
 BREAKS = {
+    _strides_are_not_looked_at: "dense",
     _padding_is_not_hidden: "dense",
     _padded_queries_count_positions: "padded_queries",
     _sign_of_the_scale_is_lost: "dense",

@@ -7,7 +7,7 @@ import torch
 
 from prescore import exact_attention, prescored_attention
 from prescore.config import Routed
-from prescore.routed.sources import Spread
+from prescore.routed.sources import Estimate
 from prescore.routed.tolerance import within
 from prescore.routed.tolerance.error_bar import error_limit, estimated_error, longest_error, of_single_query
 from prescore.routed.tolerance.within import attend_within
@@ -108,7 +108,7 @@ def spread_of(terms, output):
     overlap = (terms @ terms.t()).square().sum()
     unused = torch.zeros(1)
     moments = (squares.sum()[None], squares.square().sum()[None], overlap[None])
-    return Spread(output, unused, *moments, unused, unused.bool())
+    return Estimate(output, unused, *moments, unused, unused.bool())
 
 
 def test_error_limit_of_known_terms():

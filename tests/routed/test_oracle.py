@@ -84,7 +84,7 @@ def test_odd_sizes(leaf_size, chunk_size, leaf, chunk, is_causal):
 @pytest.mark.parametrize("is_causal", [True, False])
 def test_long_chunks_are_cut_into_strips_and_blocks(is_causal, monkeypatch):
     """Chunks long enough for two strips, several blocks of queries, few codes at once, directions from samples."""
-    monkeypatch.setattr("prescore.routed.plain.NUMBERS_AT_ONCE", 20_000)
+    monkeypatch.setattr("prescore.routed.plain.LOGITS_AT_ONCE", 20_000)
     monkeypatch.setattr("prescore.routed.plain.QUERY_BLOCK", 100)
     tensors = attention_tensors(heads=2, n_query=500, n_keys=1000, dim=8, value_dim=5, spread=1.0)
     config = Routed(rows=32, leaf_size=32, chunk_size=256, sinks=3, exact_until=0)

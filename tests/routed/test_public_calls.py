@@ -7,7 +7,7 @@ import torch
 
 import prescore
 from prescore import Coupling, Exact, Routed, Selected, exact_attention, prescored_attention
-from prescore.routed.lanes import ERROR_FIGURES
+from prescore.routed.figures import ERROR_FIGURES
 from prescore.testing.inputs import attention_tensors
 
 SMALL = Routed(exact_until=0, chunk_size=16, leaf_size=4, rows=8, sinks=2)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from prescore.ops.backend import Gradients, Needs, Tile, accumulation_dtype, dead_rows
+from prescore.ops.backend import Gradients, Needs, Tile, accumulation_dtype, dead_rows, readable
 from prescore.types import Attended
 
 
@@ -53,6 +53,7 @@ class CpuFlash:
             grad, output = pad(grad, (0, extra)), pad(output, (0, extra))
         # exp(-inf - -inf) is NaN: a row that saw nothing gets any finite lse, its weights are zero anyway
         lse = merged.lse.masked_fill(torch.isneginf(merged.lse), 0.0)
+        grad, output = readable(grad), readable(output)
         grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad, *wide[:3], output, lse, 0.0, tile.causal, attn_mask=_as_mask(tile), scale=tile.scale
         )
@@ -69,6 +70,7 @@ def _as_mask(tile: Tile) -> Tensor | None:
 def _same_width(tile: Tile) -> Tile:
     # the operator wants one head dimension; zeros change neither the logits nor the other value columns
     dim, value_dim = tile.query.shape[-1], tile.value.shape[-1]
+    tile = tile._replace(query=readable(tile.query), key=readable(tile.key), value=readable(tile.value))
     if dim < value_dim:
         query, key = (pad(t, (0, value_dim - dim)) for t in (tile.query, tile.key))
         return tile._replace(query=query, key=key)

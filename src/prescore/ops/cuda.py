@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from prescore.ops.backend import Gradients, Needs, Tile, dead_rows
+from prescore.ops.backend import Gradients, Needs, Tile, dead_rows, readable
 from prescore.types import Attended
 
 _BIAS_ALIGNMENT = 16
@@ -43,7 +43,7 @@ class CudaEfficient:
         """See `Backend`."""
         key, value = _repeated(tile)
         output, lse, _, _ = torch.ops.aten._scaled_dot_product_efficient_attention(
-            tile.query, key, value, _aligned(tile), True, 0.0, tile.causal, scale=tile.scale
+            readable(tile.query), key, value, _aligned(tile), True, 0.0, tile.causal, scale=tile.scale
         )
         lse = lse[..., : tile.query.shape[2]]  # the operator pads the rows
         dead = dead_rows(tile)
@@ -62,8 +62,9 @@ class CudaEfficient:
             grad = grad.masked_fill(dead[..., None], 0)
         state = torch.zeros((), dtype=torch.int64, device=grad.device)  # no dropout: never read
         wanted = [True, True, True, False]
+        grad, query, output = (readable(t) for t in (grad, tile.query, merged.output))
         grads = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
-            grad, tile.query, key, value, _aligned(tile), merged.output, padded, state, state, 0.0, wanted,
+            grad, query, key, value, _aligned(tile), output, padded, state, state, 0.0, wanted,
             tile.causal, scale=tile.scale,
         )  # fmt: skip
         return Gradients(grads[0], *(_per_key_head(part, tile) for part in grads[1:3]))
@@ -71,9 +72,10 @@ class CudaEfficient:
 
 def _repeated(tile: Tile) -> tuple[Tensor, Tensor]:
     group = tile.query.shape[1] // tile.key.shape[1]
+    key, value = readable(tile.key), readable(tile.value)
     if group == 1:
-        return tile.key, tile.value
-    return tile.key.repeat_interleave(group, dim=1), tile.value.repeat_interleave(group, dim=1)
+        return key, value
+    return key.repeat_interleave(group, dim=1), value.repeat_interleave(group, dim=1)
 
 
 def _per_key_head(grad: Tensor, tile: Tile) -> Tensor:

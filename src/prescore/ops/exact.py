@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from prescore.ops.backend import Backend
+from prescore.ops.backend import Backend, readable
 from prescore.ops.parts import Part, attend_parts
 
 
@@ -20,7 +20,7 @@ def exact_output(
     same_width = value.shape[3] == query.shape[3]
     if backend.name == "cpu-flash" and aligned and same_width and query.numel() and key.numel():
         output: Tensor = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            query, key, value, 0.0, is_causal, scale=scale
+            readable(query), readable(key), readable(value), 0.0, is_causal, scale=scale
         )[0]
         return output
     parts = exact_parts(query, key, is_causal=is_causal, valid=None)

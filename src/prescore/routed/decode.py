@@ -14,18 +14,20 @@ from torch import Tensor
 
 from prescore import checks
 from prescore.config import Routed
-from prescore.ops.backend import Backend, Needs, Tile, accumulation_dtype, pick_backend
+from prescore.ops.backend import Backend, Needs, Tile, accumulation_dtype, pick_backend, readable
 from prescore.ops.native.library import NO_LEVEL
 from prescore.rng import DEFAULT_SEED, Streams
 from prescore.routed.compiled.far import level_for, make_tables
 from prescore.routed.compiled.nodes import build_nodes_compiled, can_build
 from prescore.routed.compiled.steps import PreparedStep
-from prescore.routed.lanes import error_figures, search_of
+from prescore.routed.figures import error_figures
+from prescore.routed.lanes import search_of
 from prescore.routed.layout import Layout, make_layout
 from prescore.routed.plain import attend_plain
 from prescore.routed.sources import Sources, View
 from prescore.routed.tables import Nodes, build_nodes
-from prescore.routed.tolerance.within import attend_within
+from prescore.routed.tolerance.exact_rows import read_everything
+from prescore.routed.tolerance.within import attend_within, is_over
 from prescore.types import Attended
 from prescore.values import Values
 
@@ -144,7 +146,9 @@ class _Lockstep:
     def attend(self, query: Tensor, key: Tensor, value: Tensor, backend: Backend) -> Attended:
         """The newest query `[B, Hq, 1, D]` of these sequences."""
         layout = make_layout(1, key.shape[2] - self._start, causal=True, config=self._config)
+        query, key, value = (readable(t) for t in (query, key, value))
         grouped = query.reshape(-1, query.shape[1] // key.shape[1], 1, query.shape[-1])
+        self.bars = None
         self.native = level_for(grouped, value.shape[-1], layout.leaf, backend) if layout.n_chunks else None
         if layout.n_chunks:
             with torch.no_grad():
@@ -236,17 +240,11 @@ class _Lockstep:
     def _within(self, query: Tensor, sources: Sources, view: View, near: Attended) -> tuple[Attended, float]:
         """The step to the configuration's tolerance; where no search is enough, everything is read."""
         bars = attend_within(query, sources, view, near, self._config, self._seed)
-        each, output, lse = bars.lse.numel(), bars.output, bars.lse
-        over = ~(bars.limit <= (self._config.tolerance or 0.0))
+        whole, over = Attended(bars.output, bars.lse), is_over(bars.limit, self._config)
+        read_everything(query, sources, view, near, over, whole, self._start)
         self.bars = bars.limit, bars.error, bars.further, over
-        found = float(bars.counts[1]) / each
-        if bool(over.any()):
-            keys, values = (t[:, None, self._start :] for t in (sources.key, sources.value))
-            tile = Tile(query, keys, values, self._scale)
-            exact = view.backend.forward(tile)
-            output, lse = torch.where(over[..., None], exact.output, output), torch.where(over, exact.lse, lse)
-            found += float(over.sum()) / each * (sources.key.shape[1] - self._start)
-        return Attended(output.to(query.dtype), lse), found
+        n_read = float(bars.counts[1]) + float(over.sum()) * (sources.key.shape[1] - self._start)
+        return Attended(whole.output.to(query.dtype), whole.lse), n_read / over.numel()
 
     def _sources(
         self, key: Tensor, value: Tensor, nodes: Nodes, layout: Layout, spread: Tensor, drift: Tensor

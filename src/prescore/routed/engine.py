@@ -23,7 +23,8 @@ from torch.nn.functional import pad
 from prescore.call import Call
 from prescore.config import Routed
 from prescore.errors import Unsupported
-from prescore.routed.lanes import ERROR_FIGURES, Answer, attend_lanes, exact_answer, is_learned
+from prescore.routed.figures import ERROR_FIGURES, real_queries
+from prescore.routed.lanes import Answer, attend_lanes, exact_answer, is_learned
 from prescore.routed.layout import make_layout
 from prescore.types import Attended, Outcome, Selection
 
@@ -134,8 +135,8 @@ def _in_order(call: Call, parts: list[Answer], rows: list[Tensor]) -> Answer:
     """Answers for some sequences each, as one; figures are means over queries, the geometry is the last part's."""
     back = torch.cat(rows).argsort()
     whole = (torch.cat(t).index_select(0, back) for t in zip(*(part.attended for part in parts), strict=True))
-    real = call.query_valid
-    counts = [len(own) * call.n_query if real is None else int(real.index_select(0, own).sum()) for own in rows]
+    real = real_queries(call)
+    counts = [int(real.index_select(0, own).sum()) for own in rows]
     figures = dict(parts[-1].figures)
     for name in MEANS & figures.keys():
         total = sum(count * part.figures[name] for count, part in zip(counts, parts, strict=True))

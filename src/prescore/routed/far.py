@@ -17,7 +17,7 @@ from torch import Tensor
 
 from prescore.ops.dropout import Dropout
 from prescore.routed.codes import Codes, coded_logits
-from prescore.routed.stand_ins import LEAST_SPREAD, MOST_KNOWN_GAIN, corrections
+from prescore.routed.stand_ins import LEAST_SPREAD, MOST_KNOWN_GAIN, MOST_SPREAD, corrections
 
 REACH = 3.0
 """Deviations above a node's mean at which a key is still looked for."""
@@ -84,12 +84,10 @@ class Search:
     Attributes:
         share: A key is read where its weight may exceed one part in so many of what is known.
         reach: Deviations above a node's mean at which a key is still looked for.
-        margin: Deviations of its own error that a coded logit is lifted by.
     """
 
     share: float
     reach: float = REACH
-    margin: float = 0.0
 
     @property
     def log_share(self) -> float:
@@ -100,8 +98,8 @@ class Search:
 def scores_of(query: Tensor, seen: Seen) -> Scores:
     """Logits and spread of a block of queries `[t, D]`, already scaled."""
     variance = ((query @ seen.spread) * query).sum(-1, keepdim=True)
-    # bounded before the root, whose slope is infinite at 0
-    spread = variance.clamp_min(LEAST_SPREAD**2).sqrt()
+    # bounded before the root, whose slope is infinite at 0; what is no number (inf - inf) is large
+    spread = variance.nan_to_num(nan=MOST_SPREAD**2).clamp(LEAST_SPREAD**2, MOST_SPREAD**2).sqrt()
     return Scores(query @ seen.sink_key.t(), query @ seen.node_key.t(), spread)
 
 
@@ -142,7 +140,7 @@ def find_rows(query: Tensor, seen: Seen, search: Search, scores: Scores, limit: 
     searched = scores.nodes + search.reach * scores.spread >= limit[:, None]
     some = searched.any(0).nonzero().squeeze(1)
     codes = Codes(*(part.index_select(0, some).flatten(0, 1) for part in seen.codes))
-    coded = coded_logits(query, codes, search.margin).unflatten(1, (-1, leaf))
+    coded = coded_logits(query, codes).unflatten(1, (-1, leaf))
     above = scores.nodes.index_select(1, some)[..., None] + coded >= limit[:, None, None]
     above &= searched.index_select(1, some)[..., None]
     hits = torch.zeros_like(searched, dtype=torch.long).index_copy_(1, some, above.sum(-1))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -12,11 +12,12 @@ from torch.nn.functional import pad
 
 from prescore.call import Call
 from prescore.config import Routed
-from prescore.ops.backend import Backend
+from prescore.ops.backend import Backend, readable
 from prescore.ops.native.library import NO_LEVEL
 from prescore.routed.compiled.far import level_for
 from prescore.routed.compiled.nodes import build_nodes_compiled, can_build
 from prescore.routed.far import Search
+from prescore.routed.figures import error_figures, geometry, keys_seen, met, real_queries
 from prescore.routed.layout import Layout, make_layout
 from prescore.routed.softmax import attend_sources
 from prescore.routed.sources import Sources, View
@@ -27,11 +28,8 @@ from prescore.values import Values
 
 SHARE_PER_ROW = 2
 """A key is read where its weight may exceed one part in so many times `rows`: at most as many can."""
-NUMBERS_AT_ONCE = 2**22
+KEY_NUMBERS_AT_ONCE = 2**22
 """Numbers in the keys (or values) of the sequences that go together: copies of them are mapped memory in use."""
-
-ERROR_FIGURES = ("error_estimate", "error_limit_mean", "error_limit_max", "read_further", "read_everything")
-"""What a call with a tolerance tells; all zero where everything is read."""
 
 
 class Answer(NamedTuple):
@@ -52,7 +50,7 @@ def attend_lanes(call: Call, config: Routed) -> Answer:
     """
     layout = make_layout(call.n_query, call.n_keys, causal=call.is_causal, config=config)
     n_exact = layout.n_exact if call.query.numel() and call.key.numel() else layout.n_query
-    figures = geometry(layout, n_exact, config)
+    figures = geometry(call, layout, n_exact, config)
     results = []
     level = level_for(call.query, call.value.shape[-1], layout.leaf, call.backend)
     # compiled code reads the beginning too, and faster; the operator alone has its gradients
@@ -62,20 +60,16 @@ def attend_lanes(call: Call, config: Routed) -> Answer:
     if n_exact < layout.n_query:
         routed = _attend_heads(call, layout, n_apart, config)
         results.append(routed.attended)
-        n_routed = call.query.shape[:2].numel() * (layout.n_query - n_exact)
-        _count(figures, layout, n_exact, routed.counts / n_routed)
-        figures["native"] = level
+        figures |= {**met(call, layout, n_exact, routed.counts), "native": level}
     whole = results[0]
     if len(results) > 1:
         whole = Attended(*(torch.cat(tensors, dim=2) for tensors in zip(*results, strict=True)))
     if config.tolerance is None or n_exact == layout.n_query:
         return Answer(whole, figures)
     limit, error, further = (pad(bar, (n_apart, 0)) for bar in routed.bars)
-    over = is_over(limit, config)
-    if call.query_valid is not None:
-        over &= call.query_valid[:, None]
-    real = torch.ones_like(over) if call.query_valid is None else call.query_valid[:, None].expand_as(over)
-    figures["rows_per_query"] += float((over * layout.visible_rows().to(over.device)).mean())
+    real = real_queries(call)[:, None].expand_as(limit)
+    over = is_over(limit, config) & real
+    figures["rows_per_query"] += float((over * keys_seen(call)[:, None]).sum() / real.sum().clamp_min(1))
     figures.update(error_figures(limit[real], error[real], further[real], over[real]))
     return Answer(whole, figures)
 
@@ -83,20 +77,6 @@ def attend_lanes(call: Call, config: Routed) -> Answer:
 def is_learned(call: Call) -> bool:
     """Whether gradients of a call are recorded."""
     return torch.is_grad_enabled() and any(t.requires_grad for t in (call.query, call.key, call.value))
-
-
-def error_figures(limit: Tensor, error: Tensor, further: Tensor, over: Tensor) -> Values:
-    """Figures about the error bars of some queries, of which those `over` the tolerance read everything."""
-    if not limit.numel():
-        return dict.fromkeys(ERROR_FIGURES, 0.0)
-    bars = limit.masked_fill(over, 0.0)
-    return {
-        "error_estimate": float(error.masked_fill(over, 0.0).mean()),
-        "error_limit_mean": float(bars.mean()),
-        "error_limit_max": float(bars.max()),
-        "read_further": float((further | over).double().mean()),
-        "read_everything": float(over.double().mean()),
-    }
 
 
 def search_of(config: Routed) -> Search:
@@ -107,25 +87,7 @@ def search_of(config: Routed) -> Search:
 def exact_answer(call: Call, config: Routed) -> Answer:
     """Every query of the call reads every key it may see."""
     layout = make_layout(call.n_query, call.n_keys, causal=call.is_causal, config=config)
-    return Answer(call.exactly("few"), geometry(layout, layout.n_query, config))
-
-
-def geometry(layout: Layout, n_exact: int, config: Routed) -> Values:
-    """What is known before anything was read, as if all queries read everything."""
-    met = float(layout.visible_rows().mean()) if layout.n_query else 0.0
-    nothing = dict.fromkeys(("searched_keys", "far_rows", "stand_in_rows"), 0.0)
-    bars = dict.fromkeys(ERROR_FIGURES if config.tolerance is not None else (), 0.0)
-    return {**asdict(layout), "exact_queries": n_exact, **nothing, "rows_per_query": met, **bars}
-
-
-def _count(figures: Values, layout: Layout, n_exact: int, each: Tensor) -> None:
-    """Figures with what was found: `each` holds keys searched and rows read by a routed query, on average."""
-    position = torch.arange(n_exact, layout.n_query) + layout.first
-    searched, found = each.tolist()
-    figures["searched_keys"], figures["far_rows"] = searched, found
-    figures["stand_in_rows"] = float(layout.chunks_seen(position).double().mean()) * layout.nodes_per_chunk
-    routed = 1 - n_exact / layout.n_query
-    figures["rows_per_query"] = float(layout.rows_in_any_case().mean()) + found * routed
+    return Answer(call.exactly("few"), geometry(call, layout, layout.n_query, config))
 
 
 def attend_beginning(call: Call, layout: Layout, n_exact: int) -> Attended:
@@ -151,16 +113,16 @@ def _attend_heads(call: Call, layout: Layout, n_skipped: int, config: Routed) ->
     search = search_of(config)
     results: list[tuple[Tensor, ...]] = []
     counts = torch.zeros(2, dtype=torch.double, device=call.query.device)
-    for lane in lanes_of(call, n_skipped):
+    for lanes in lanes_of(call, n_skipped):
         backend = call.backend.at(f"lane {len(results)}")
-        view = view_of(lane, layout, search, call.scale, backend)
-        sources = sources_of(lane, layout, backend)
+        view = view_of(lanes, layout, search, call.scale, backend)
+        sources = sources_of(lanes, layout, backend)
         if config.tolerance is None:
-            found = attend_sources(lane.query, sources, view)
+            found = attend_sources(lanes.query, sources, view)
             results.append((found.output, found.lse))
             counts += found.counts
         else:
-            bars = attend_to_tolerance(lane.query, sources, view, config, call.streams.child("samples").seed)
+            bars = attend_to_tolerance(lanes.query, sources, view, config, call.streams.child("samples").seed)
             results.append(bars[:5])
             counts += bars.counts
     output, lse, *told = (_joined(part, call.query.shape[:2]) for part in zip(*results, strict=True))
@@ -173,16 +135,22 @@ def _joined(lanes: Sequence[Tensor], heads: torch.Size) -> Tensor:
     return whole.reshape(*heads, *whole.shape[2:])
 
 
-class Lane(NamedTuple):
-    """Some lanes: queries `[t, G, n, D]`, keys and values `[t, Nk, D]`, valid keys `[t, Nk]`."""
+class Lanes(NamedTuple):
+    """Some lanes: queries `[t, G, n, D]`, keys and values `[t, Nk, D]`.
+
+    Attributes:
+        valid: `[t, Nk]` keys that are real; None = all are.
+        looking: `[t, n]` queries that look for far keys; padded ones, answered elsewhere, do not. None = all do.
+    """
 
     query: Tensor
     key: Tensor
     value: Tensor
     valid: Tensor | None
+    looking: Tensor | None
 
 
-def lanes_of(call: Call, n_skipped: int) -> Iterator[Lane]:
+def lanes_of(call: Call, n_skipped: int) -> Iterator[Lanes]:
     """Some lanes at a time, of their queries those behind the first `n_skipped`.
 
     So few that what is made on the way is memory in use: fresh memory costs more than the arithmetic. A long
@@ -190,50 +158,49 @@ def lanes_of(call: Call, n_skipped: int) -> Iterator[Lane]:
     """
     n_kv_heads = call.key.shape[1]
     queries = call.query[:, :, n_skipped:].unflatten(1, (n_kv_heads, call.group)).flatten(0, 1)
-    keys, values = (tensor.flatten(0, 1) for tensor in (call.key, call.value))
-    valids = None if call.valid is None else call.valid.repeat_interleave(n_kv_heads, dim=0)
-    step = max(1, NUMBERS_AT_ONCE // (call.n_keys * max(keys.shape[-1], values.shape[-1])))
+    keys, values = (readable(tensor.flatten(0, 1)) for tensor in (call.key, call.value))
+    looking = call.query_valid[:, n_skipped:] if call.is_causal and call.query_valid is not None else None
+    valids, lookings = (
+        None if mark is None else mark.repeat_interleave(n_kv_heads, dim=0) for mark in (call.valid, looking)
+    )
+    step = max(1, KEY_NUMBERS_AT_ONCE // (call.n_keys * max(keys.shape[-1], values.shape[-1])))
     for start in range(0, len(queries), step):
         some = slice(start, start + step)
-        yield Lane(queries[some], keys[some], values[some], None if valids is None else valids[some])
+        own = (None if mark is None else mark[some] for mark in (valids, lookings))
+        yield Lanes(readable(queries[some]), keys[some], values[some], *own)
 
 
-def view_of(lane: Lane, layout: Layout, search: Search, scale: float, backend: Backend) -> View:
+def view_of(lanes: Lanes, layout: Layout, search: Search, scale: float, backend: Backend) -> View:
     """What the queries of some lanes see: the last ones of a causal call, or all."""
-    n_lanes, _, n_query, _ = lane.query.shape
+    n_lanes, _, n_query, _ = lanes.query.shape
     if layout.causal:
         position = torch.arange(layout.n_key - n_query, layout.n_key)[None]
         chunks, stop = layout.chunks_seen(position), position + 1
     else:
-        chunks = chunks_of(lane, layout).cpu()[:, None]
-        stop = torch.tensor(layout.n_key) if lane.valid is None else lane.valid.sum(1, keepdim=True).cpu()
+        chunks = layout.full_chunks(lanes.valid, n_lanes).cpu()[:, None]
+        stop = torch.tensor(layout.n_key) if lanes.valid is None else lanes.valid.sum(1, keepdim=True).cpu()
     first = (layout.sinks + chunks * layout.chunk).masked_fill(chunks == 0, 0)
     seen = (chunks * layout.nodes_per_chunk, first, stop)
     shape = (n_lanes, n_query)
     visible, first, stop = (t.expand(shape).to(torch.int32).contiguous() for t in seen)
+    if lanes.looking is not None:
+        visible.masked_fill_(~lanes.looking.cpu(), 0)
     per_pool = layout.nodes_per_chunk * (1 if layout.causal else layout.n_chunks)
     return View(visible, first, stop, layout.causal, layout.chunk, per_pool, search, scale, backend)
 
 
-def chunks_of(lane: Lane, layout: Layout) -> Tensor:
-    """`[t]` full chunks of each lane, without a causal mask."""
-    if lane.valid is None:
-        return torch.full((lane.query.shape[0],), layout.n_chunks)
-    return (lane.valid.sum(1) - layout.sinks) // layout.chunk
-
-
-def sources_of(lane: Lane, layout: Layout, backend: Backend) -> Sources:
+def sources_of(lanes: Lanes, layout: Layout, backend: Backend) -> Sources:
     """What is made of the keys of some lanes, and they themselves."""
-    build = build_nodes_compiled if can_build(lane.key, lane.value, layout, backend) else build_nodes
-    nodes = build(lane.key, lane.value, layout, layout.sinks, layout.n_chunks)
+    build = build_nodes_compiled if can_build(lanes.key, lanes.value, layout, backend) else build_nodes
+    nodes = build(lanes.key, lanes.value, layout, layout.sinks, layout.n_chunks)
     # without a causal mask the queries of a lane all see the same chunks
-    seen = None if layout.causal else chunks_of(lane, layout).to(lane.key.device)
+    seen = None if layout.causal else layout.full_chunks(lanes.valid, len(lanes.key)).to(lanes.key.device)
     spread, drift = (pooled(t) if seen is None else mean_of_first(t, seen) for t in (nodes.spread, nodes.drift))
     return Sources(
-        key=lane.key,
-        value=lane.value,
-        sink_key=lane.key[:, : layout.sinks],
-        sink_value=lane.value[:, : layout.sinks],
+        key=lanes.key,
+        value=lanes.value,
+        sink_key=lanes.key[:, : layout.sinks],
+        sink_value=lanes.value[:, : layout.sinks],
         node_key=nodes.key,
         node_value=nodes.value,
         spread=spread,

@@ -83,10 +83,11 @@ class Layout:
         """The same of the last query alone."""
         return self.n_key - self.n_chunks * (self.chunk - self.nodes_per_chunk)
 
-    def visible_rows(self) -> Tensor:
-        """`[Nq]` in float64: the keys that each query may see."""
-        n_keys = torch.full((self.n_query,), float(self.n_key), dtype=torch.float64)
-        return n_keys - torch.arange(self.n_query).flip(0) if self.causal else n_keys
+    def full_chunks(self, valid: Tensor | None, n_rows: int) -> Tensor:
+        """`[n_rows]` chunks of sequences with keys `valid [n_rows, Nk]`, without a causal mask."""
+        if valid is None:
+            return torch.full((n_rows,), self.n_chunks)
+        return (valid.sum(1) - self.sinks) // self.chunk
 
 
 def make_layout(n_query: int, n_key: int, *, causal: bool, config: Routed) -> Layout:

@@ -26,8 +26,8 @@ from prescore.types import Attended
 
 QUERY_BLOCK = 512
 """Queries that are worked off together, at most."""
-NUMBERS_AT_ONCE = 2**24
-"""Approximate logits formed at once."""
+LOGITS_AT_ONCE = 2**24
+"""Approximate ones formed at once."""
 
 
 class _Block(NamedTuple):
@@ -131,7 +131,7 @@ def far_blocks(query: Tensor, sources: Sources, view: View) -> Iterator[_Block]:
     for lane, rows, nodes in view.blocks():
         if not nodes:
             continue
-        step = max(1, min(QUERY_BLOCK, NUMBERS_AT_ONCE // (nodes * sources.rows.shape[2])))
+        step = max(1, min(QUERY_BLOCK, LOGITS_AT_ONCE // (nodes * sources.rows.shape[2])))
         for head in range(query.shape[1]):
             for start in range(rows.start, rows.stop, step):
                 yield _Block(lane, head, slice(start, min(start + step, rows.stop)), nodes)

@@ -97,7 +97,7 @@ class Draws(NamedTuple):
     allowed: float
 
 
-class Spread(NamedTuple):
+class Estimate(NamedTuple):
     """Results of queries that took part, `[T, G, Q]` all but the first.
 
     Attributes:

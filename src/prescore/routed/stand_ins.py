@@ -16,7 +16,7 @@ MOST_GAIN = 2.0
 """Logits within a node are not quite normal: a stand-in's gain is cut off here."""
 MOST_KNOWN_GAIN = 4.0
 """The same before any key was read, when the limit is chosen."""
-LEAST_SPREAD = 1e-3
+LEAST_SPREAD, MOST_SPREAD = 1e-3, 1e15
 FARTHEST = 1e30
 """Where nothing is looked for the limit is infinite; gradients want a number."""
 

@@ -42,8 +42,6 @@ from prescore.values import Values
 
 PARTS = ("beginning", "nodes", "near", "tables", "stand-ins", "search", "rows")
 REST = "the rest"
-_OUT_OF_REACH = -1e6
-"""A margin under which every key that is looked at falls short of its limit."""
 Result = TypeVar("Result")
 
 
@@ -131,7 +129,6 @@ def run_parts(call: Call, layout: Layout, config: Routed) -> dict[str, float]:
 def run_laps(call: Call, layout: Layout, config: Routed) -> _Laps:
     """A routed call piece by piece, its last part three times."""
     laps, n_exact, search = _Laps(), layout.n_exact, lanes.search_of(config)
-    looks = {"nothing": Search(0.0), "looked": replace(search, margin=_OUT_OF_REACH), "whole": search}
     compiled = can_build(call.key, call.value, layout, call.backend)
     if n_exact and not compiled:
         laps.timed("beginning", lambda: lanes.attend_beginning(call, layout, n_exact))
@@ -144,8 +141,11 @@ def run_laps(call: Call, layout: Layout, config: Routed) -> _Laps:
             laps.timed("beginning and near", partial(attend_near_compiled, whole.query, sources, all_of_it))
         near = attend_near_compiled if compiled else attend_near
         laps.timed("near", partial(near, lane.query, sources, view))
-        for name, own in looks.items():
-            found = laps.timed(name, partial(attend, lane.query, sources, replace(view, search=own)))
+        laps.timed("nothing", partial(attend, lane.query, sources, replace(view, search=Search(0.0))))
+        # a code that is worth no number reaches no limit
+        blind = sources._replace(scales=torch.full_like(sources.scales, torch.nan))
+        laps.timed("looked", partial(attend, lane.query, blind, view))
+        found = laps.timed("whole", partial(attend, lane.query, sources, view))
         searched, rows = found[2].tolist()
         laps.searched += searched
         laps.rows += rows

@@ -76,7 +76,7 @@ static float node_gradients(const Problem *p, const Gradients *g, Work *w, Tile 
     const float s = w->spread[t], own_gain = 0.5f * s * s;
     const floats one = splat(1.0f), part = splat(1.0f / s), limit = splat(w->limit[t]), far = splat(1e30f);
     const floats lse = splat(p->lse[at]), product = splat(g->product[at]), known = splat(known_mass(p, w, t));
-    const floats behind = splat(logf((float)p->leaf) + (own_gain < p->most_gain ? own_gain : p->most_gain));
+    const floats behind = splat(logf((float)p->leaf) + (own_gain < p->most_known_gain ? own_gain : p->most_known_gain));
     const floats drifted = splat(dot(b->grads + t * p->value_dim, w->drift + t * p->value_dim, p->value_dim));
     float *logits = w->logits + t * w->padded, *moves = w->move + t * w->padded, *along = b->along + t * w->padded;
     const int32_t *hits = w->hits + t * w->padded;
@@ -98,7 +98,7 @@ static float node_gradients(const Problem *p, const Gradients *g, Work *w, Tile 
         store(along + c, share);
         store(logits + c, weight);
     }
-    const float of_limit = total(by_limit), known_gain = own_gain < p->most_gain ? s : 0.0f;
+    const float of_limit = total(by_limit), known_gain = own_gain < p->most_known_gain ? s : 0.0f;
     const float of_spread = total(by_spread) + of_limit * total(shares) * known_gain;
     b->by_spread[t] = s > LEAST_SPREAD ? of_spread / s : 0.0f;
     b->moved[t] = total(moved);

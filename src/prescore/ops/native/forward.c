@@ -82,12 +82,6 @@ void prescore_take_queries(const Problem *p, Work *w) {
         const float unit = largest(most) / 31.0f;
         w->code_scale[t] = unit;
         encode_query(w, t, dim, unit);
-        for (int half = 0; half < 2; half++) { /* a key's number is off by a uniform part of a unit */
-            const float *part = own + half * dim / 2;
-            float square = 0;
-            for (int64_t i = 0; p->margin != 0 && i < dim / 2; i++) square += part[i] * part[i];
-            w->lift[2 * t + half] = p->margin * sqrtf(square / 12.0f) / unit;
-        }
     }
 }
 
@@ -106,7 +100,8 @@ void prescore_begin_tile(const Problem *p, Work *w) {
     product(w->moment, dim, w->query, dim, 1, w->n, p->spread + pool * dim * dim, dim, dim, dim, 0);
     product(w->drift, wide, w->query, dim, 1, w->n, p->drift + pool * dim * wide, wide, dim, wide, 0);
     for (int64_t t = 0; t < w->n; t++) {
-        const float s = sqrtf(dot(w->query + t * dim, w->moment + t * dim, dim));
+        const float square = dot(w->query + t * dim, w->moment + t * dim, dim), most = MOST_SPREAD * MOST_SPREAD;
+        const float s = sqrtf(square < 0 ? 0 : square <= most ? square : most); /* what is no number is large */
         w->spread[t] = s > LEAST_SPREAD ? s : LEAST_SPREAD;
     }
 }
@@ -114,7 +109,7 @@ void prescore_begin_tile(const Problem *p, Work *w) {
 /* From which logit on keys are read by themselves: a share of all that is known before any search. */
 void prescore_set_limit(const Problem *p, Work *w, int64_t t) {
     const float *logits = w->logits + t * w->padded, s = w->spread[t], elsewhere = p->lse[w->index[t]];
-    const float gain = 0.5f * s * s < p->most_gain ? 0.5f * s * s : p->most_gain;
+    const float gain = 0.5f * s * s < p->most_known_gain ? 0.5f * s * s : p->most_known_gain;
     const floats behind = splat(logf((float)p->leaf) + gain);
     floats top = splat(elsewhere), sum = splat(0);
     for (int64_t c = 0; c < p->sink_room; c += WIDTH) top = larger(top, load(logits + c));
@@ -143,7 +138,7 @@ float prescore_read_rows(const Problem *p, Work *w, int64_t t, float *highest) {
     floats top = splat(peak);
     for (int64_t i = 0; i < found; i += AHEAD) {
         fetch_rows(p, w, rows, i + AHEAD, found);
-        row_dots(own + i, &p->key, w->lane, rows + i, w->query + t * p->dim, found - i < AHEAD ? found - i : AHEAD, p->dim);
+        row_dots(own + i, &p->key, w->lane, rows + i, found - i < AHEAD ? found - i : AHEAD, w->query + t * p->dim, p->dim);
     }
     for (int64_t i = found; i < (found + WIDTH - 1) / WIDTH * WIDTH; i++) own[i] = -INFINITY;
     for (int64_t i = 0; i < found; i += WIDTH) top = larger(top, load(own + i));
@@ -166,7 +161,7 @@ float prescore_read_rows(const Problem *p, Work *w, int64_t t, float *highest) {
     const floats near = splat(expf(p->lse[at] - peak)), along = splat(total(moved));
     for (int64_t i = 0; i < wide; i += WIDTH)
         store(sum + i, load(output + i) * near + load(w->drift + t * wide + i) * along);
-    add_rows(sum, &p->value, w->lane, rows, 0, own, found, wide);
+    add_rows(sum, &p->value, w->lane, rows, own, found, wide);
     memcpy(output, sum, sizeof(float) * (size_t)wide);
     return total(mass) + near[0];
 }

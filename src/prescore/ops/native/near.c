@@ -134,9 +134,9 @@ void prescore_read_near(const Problem *p, Work *w) {
     }
     for (int64_t t = 0; t < w->n; t++) {
         float *output = p->output + w->index[t] * wide;
-        const floats part = splat(mass[t] > 0 ? 1.0f / mass[t] : 0.0f);
+        const floats part = splat(mass[t] == 0 ? 0.0f : 1.0f / mass[t]);
         for (int64_t i = 0; i < wide; i += WIDTH) store(output + i, load(sums + t * wide + i) * part);
-        p->lse[w->index[t]] = mass[t] > 0 ? peak[t] + logf(mass[t]) : -INFINITY;
+        p->lse[w->index[t]] = mass[t] == 0 ? -INFINITY : peak[t] + logf(mass[t]);
     }
 }
 

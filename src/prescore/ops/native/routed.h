@@ -41,8 +41,7 @@ typedef struct {
     const float *drift;         /* [lanes, pools, dim, value_dim]: that of keys and values */
     int64_t lanes, n_query, length, dim, value_dim, leaf, sinks, sink_room, room, node_room, pools, nodes_per_pool;
     int64_t more; /* columns behind `room` that a sampled rest needs */
-    float scale, reach, log_share, most_gain;
-    float margin; /* deviations of its own error that a coded logit is lifted by */
+    float scale, reach, log_share, most_known_gain;
     float *output, *lse; /* [lanes, n_query, value_dim], [lanes, n_query]: of what was read elsewhere; then of all */
     float *limit;        /* [lanes, n_query]: from which logit on keys are read by themselves */
     int64_t *counts;     /* keys searched, rows read */
@@ -63,7 +62,6 @@ typedef struct {
     float query[TILE * MOST_DIM], drift[TILE * MOST_DIM], moment[TILE * MOST_DIM];
     int8_t code[TILE * MOST_DIM];
     int32_t code_sum[TILE * 2];
-    float lift[TILE * 2]; /* of the sums of each half */
     float code_scale[TILE], spread[TILE], limit[TILE];
     int32_t n_found[TILE];
     float *logits;     /* [TILE, padded] of columns; later their weights */
@@ -126,41 +124,55 @@ INLINE float row_dot(const Rows *r, int64_t offset, const float *with, int64_t d
     for (int64_t i = 0; i < dim; i += WIDTH) s += load_row(r, offset, i) * load(with + i);
     return total(s);
 }
-/* Products of some rows with one vector, four at a time: more of them are on their way from memory. */
-INLINE void row_dots(float *to, const Rows *r, int64_t lane, const int32_t *rows, const float *with, int64_t n, int64_t dim) {
-    int64_t i = 0;
-    for (; r->type == FLOAT32 && i + 4 <= n; i += 4) {
-        const float *data = (const float *)r->data;
-        const float *a = data + row_offset(r, lane, rows[i]), *b = data + row_offset(r, lane, rows[i + 1]);
-        const float *c = data + row_offset(r, lane, rows[i + 2]), *d = data + row_offset(r, lane, rows[i + 3]);
-        floats sa = splat(0), sb = splat(0), sc = splat(0), sd = splat(0);
-        for (int64_t k = 0; k < dim; k += WIDTH) {
-            const floats x = load(with + k);
-            sa += load(a + k) * x;
-            sb += load(b + k) * x;
-            sc += load(c + k) * x;
-            sd += load(d + k) * x;
+/* The sums of four registers. */
+INLINE void totals(const floats *v, float *to) {
+#if defined(__AVX512F__)
+    const __m512 low = _mm512_add_ps(_mm512_unpacklo_ps((__m512)v[0], (__m512)v[1]), _mm512_unpackhi_ps((__m512)v[0], (__m512)v[1]));
+    const __m512 high = _mm512_add_ps(_mm512_unpacklo_ps((__m512)v[2], (__m512)v[3]), _mm512_unpackhi_ps((__m512)v[2], (__m512)v[3]));
+    const __m512 all = _mm512_add_ps(_mm512_shuffle_ps(low, high, 0x44), _mm512_shuffle_ps(low, high, 0xee));
+    const __m256 half = _mm256_add_ps(_mm512_castps512_ps256(all), _mm512_extractf32x8_ps(all, 1));
+    _mm_storeu_ps(to, _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1)));
+#else
+    for (int j = 0; j < 4; j++) to[j] = total(v[j]);
+#endif
+}
+INLINE void row_dots_of_type(float *to, const Rows *r, int64_t type, int64_t lane, const int32_t *rows, int64_t n,
+                             const float *with, int64_t dim) {
+    const Rows own = {r->data, r->at, r->step, type};
+    for (int64_t i = 0; i < n; i += 4) {
+        int64_t at[4];
+        floats sum[4];
+        for (int j = 0; j < 4; j++) {
+            at[j] = row_offset(&own, lane, rows[i + j < n ? i + j : n - 1]);
+            sum[j] = splat(0);
         }
-        to[i] = total(sa);
-        to[i + 1] = total(sb);
-        to[i + 2] = total(sc);
-        to[i + 3] = total(sd);
+        for (int64_t c = 0; c < dim; c += WIDTH) {
+            const floats x = load(with + c);
+            for (int j = 0; j < 4; j++) sum[j] += load_row(&own, at[j], c) * x;
+        }
+        totals(sum, to + i);
     }
-    for (; i < n; i++) to[i] = row_dot(r, row_offset(r, lane, rows[i]), with, dim);
+}
+/* Products of some rows with one vector, four at a time: more of them are on their way from memory, and the sums of four
+ * registers are one. Writes up to three numbers behind the last. */
+INLINE void row_dots(float *to, const Rows *r, int64_t lane, const int32_t *rows, int64_t n, const float *with, int64_t dim) {
+    if (r->type == FLOAT32)
+        row_dots_of_type(to, r, FLOAT32, lane, rows, n, with, dim);
+    else
+        row_dots_of_type(to, r, r->type, lane, rows, n, with, dim);
 }
 INLINE void add_row(float *to, const Rows *r, int64_t offset, float factor, int64_t dim) {
     for (int64_t i = 0; i < dim; i += WIDTH) store(to + i, load(to + i) + load_row(r, offset, i) * splat(factor));
 }
-/* to += the sum of some rows, `rows[i]` or, where that is NULL, `first + i`, each with its weight: four vectors at a
- * time stay in registers. */
-INLINE void add_rows_of_type(float *to, const Rows *r, int64_t type, int64_t lane, const int32_t *rows, int64_t first,
+/* to += the sum of some rows, each with its weight: four vectors at a time stay in registers. */
+INLINE void add_rows_of_type(float *to, const Rows *r, int64_t type, int64_t lane, const int32_t *rows,
                              const float *weights, int64_t n, int64_t dim) {
     const Rows own = {r->data, r->at, r->step, type};
     int64_t c = 0;
     for (; c + 4 * WIDTH <= dim; c += 4 * WIDTH) {
         floats a0 = load(to + c), a1 = load(to + c + WIDTH), a2 = load(to + c + 2 * WIDTH), a3 = load(to + c + 3 * WIDTH);
         for (int64_t i = 0; i < n; i++) {
-            const int64_t offset = row_offset(&own, lane, rows ? rows[i] : first + i) + c;
+            const int64_t offset = row_offset(&own, lane, rows[i]) + c;
             const floats w = splat(weights[i]);
             a0 += load_row(&own, offset, 0) * w;
             a1 += load_row(&own, offset, WIDTH) * w;
@@ -175,16 +187,16 @@ INLINE void add_rows_of_type(float *to, const Rows *r, int64_t type, int64_t lan
     for (; c < dim; c += WIDTH) {
         floats a = load(to + c);
         for (int64_t i = 0; i < n; i++)
-            a += load_row(&own, row_offset(&own, lane, rows ? rows[i] : first + i), c) * splat(weights[i]);
+            a += load_row(&own, row_offset(&own, lane, rows[i]), c) * splat(weights[i]);
         store(to + c, a);
     }
 }
-INLINE void add_rows(float *to, const Rows *r, int64_t lane, const int32_t *rows, int64_t first, const float *weights,
-                     int64_t n, int64_t dim) {
+INLINE void add_rows(float *to, const Rows *r, int64_t lane, const int32_t *rows, const float *weights, int64_t n,
+                     int64_t dim) {
     if (r->type == FLOAT32)
-        add_rows_of_type(to, r, FLOAT32, lane, rows, first, weights, n, dim);
+        add_rows_of_type(to, r, FLOAT32, lane, rows, weights, n, dim);
     else
-        add_rows_of_type(to, r, r->type, lane, rows, first, weights, n, dim);
+        add_rows_of_type(to, r, r->type, lane, rows, weights, n, dim);
 }
 INLINE void fetch_row(const Rows *r, int64_t offset, int64_t dim) {
     const int64_t size = r->type == FLOAT32 ? 4 : 2;

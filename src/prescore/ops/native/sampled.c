@@ -1,7 +1,7 @@
 /* Routed attention with a sampled rest: what is left of a node is weighed by its codes, and every sixteenth of its keys says
  * how far off that is.
  *
- * The estimate is unbiased, whatever the keys are like: what codes and means say is added for all keys and taken away
+ * The estimate is nearly unbiased, whatever the keys are like: what codes and means say is added for all keys and taken away
  * again for the samples, in whose place their true weights and values stand. Large terms are read by themselves; so the
  * spread of the terms says how far the result may be off. The samples are met before the search, and say how light the
  * keys must be that it looks for; a query for which no search will do is told so, and finds nothing. Queries may take part
@@ -85,7 +85,7 @@ static void add_values(const Problem *p, const Work *w, const Rest *r, const flo
         for (int64_t t = 0; t < w->n; t++) {
             const int64_t hits = w->hits[t * w->padded + p->sink_room + node], at = t * w->found_room + done[t];
             if (mass[t] == 0 || hits == 0) continue;
-            add_rows(p->output + w->index[t] * p->value_dim, &p->value, w->lane, w->found + at, 0, r->rows + at, hits, p->value_dim);
+            add_rows(p->output + w->index[t] * p->value_dim, &p->value, w->lane, w->found + at, r->rows + at, hits, p->value_dim);
             done[t] += hits;
         }
 }
@@ -126,10 +126,22 @@ static int64_t weigh_tile(const Problem *p, const Samples *s, Work *w, Rest *r) 
     return read;
 }
 
+/* By how much sums of codes are off: a key's number by a uniform part of a unit. */
+static void doubt_codes(const Problem *p, const Work *w, Rest *r) {
+    for (int64_t t = 0; t < w->n; t++)
+        for (int half = 0; half < 2; half++) {
+            const float *part = w->query + t * p->dim + half * p->dim / 2;
+            float square = 0;
+            for (int64_t i = 0; i < p->dim / 2; i++) square += part[i] * part[i];
+            r->uncertain[2 * t + half] = sqrtf(square / 12.0f) / w->code_scale[t];
+        }
+}
+
 /* Returns how many rows were read, samples included. */
 static int64_t run_tile(const Problem *p, const Samples *s, Work *w, Rest *r) {
     const int64_t dim = p->dim, samples = w->nodes * s->each;
     prescore_take_queries(p, w);
+    doubt_codes(p, w, r);
     prescore_begin_tile(p, w);
     const float *columns = s->columns + w->lane * p->more * dim;
     for (int64_t b = 0; b < filled(samples) / 16; b++)

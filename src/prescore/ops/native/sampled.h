@@ -25,6 +25,7 @@ typedef struct {
     float allowed;              /* square of the relative error that is aimed at */
     float most_rows;            /* share of the keys in nodes from which on single rows are not worth reading */
     float most_off;             /* deviation of coded logits from which on no search is trusted */
+    float margin;               /* deviations of its own error that a coded logit is lifted by */
     float below;                /* how much less than normal logits those below a limit spread, at most */
     float *variance, *fourth;   /* [lanes, n_query]: sums of squares of the terms' lengths, and of their squares */
     float *overlap;             /* [lanes, n_query]: sum of the squares of all products of two terms, estimated */
@@ -42,6 +43,7 @@ typedef struct {
     float *alone;  /* [TILE, node_room]: those of nodes of which no sample is left */
     float *rows;   /* [TILE, found_room]: logits of the rows found, then their weights */
     float outputs[TILE * MOST_DIM], square[TILE], lse[TILE];
+    float uncertain[TILE * 2]; /* deviation of the sums of each half of the codes, in units of the query's code */
 } Rest;
 
 INLINE int64_t filled(int64_t samples) { return (samples + 15) / 16 * 16; }

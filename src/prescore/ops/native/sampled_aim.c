@@ -38,11 +38,11 @@ static void guess_outputs(const Problem *p, const Samples *s, Work *w, Rest *r) 
 }
 
 /* By how much coded logits are off. */
-static float code_error(const Problem *p, const Samples *s, const Work *w, int64_t t) {
+static float code_error(const Problem *p, const Samples *s, const Work *w, const Rest *r, int64_t t) {
     const float *coarse = s->coarse + (w->lane * p->node_room + w->nodes - 1) * 2;
     float square = 0;
     for (int half = 0; half < 2; half++) {
-        const float off = w->lift[2 * t + half] / p->margin * w->code_scale[t] * coarse[half];
+        const float off = r->uncertain[2 * t + half] * w->code_scale[t] * coarse[half];
         square += off * off;
     }
     return sqrtf(square);
@@ -70,7 +70,7 @@ INLINE float spread_below(const float *logits, const float *terms, int64_t n, fl
 /* The highest limit under which the samples that stay below it spread little enough; inf where none does, or where so
  * many keys would be read that reading everything is faster. */
 static float choose_limit(const Problem *p, const Samples *s, const Work *w, const Rest *r, int64_t t) {
-    if (code_error(p, s, w, t) > s->most_off) return INFINITY;
+    if (code_error(p, s, w, r, t) > s->most_off) return INFINITY;
     const int64_t samples = w->nodes * s->each, end = filled(samples);
     const float *logits = w->logits + t * w->padded + p->room, *apart = s->apart + w->lane * p->more;
     const float usual = s->usual[w->lane * p->node_room + w->nodes - 1];

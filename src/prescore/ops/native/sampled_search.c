@@ -40,47 +40,6 @@ INLINE void weigh_block(Seeker *k, const float *scales, const int32_t *rows, con
     k->used += own >= 0 ? 1.0f : 0.0f;
 }
 
-/* The sums of four registers. */
-INLINE void totals(const floats *v, float *to) {
-#if defined(__AVX512F__)
-    const __m512 low = _mm512_add_ps(_mm512_unpacklo_ps((__m512)v[0], (__m512)v[1]), _mm512_unpackhi_ps((__m512)v[0], (__m512)v[1]));
-    const __m512 high = _mm512_add_ps(_mm512_unpacklo_ps((__m512)v[2], (__m512)v[3]), _mm512_unpackhi_ps((__m512)v[2], (__m512)v[3]));
-    const __m512 all = _mm512_add_ps(_mm512_shuffle_ps(low, high, 0x44), _mm512_shuffle_ps(low, high, 0xee));
-    const __m256 half = _mm256_add_ps(_mm512_castps512_ps256(all), _mm512_extractf32x8_ps(all, 1));
-    _mm_storeu_ps(to, _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1)));
-#else
-    for (int j = 0; j < 4; j++) to[j] = total(v[j]);
-#endif
-}
-
-/* Logits of some rows, four at a time: so the sums of four registers are one. */
-INLINE void rows_of_type(const Rows *key, int64_t type, int64_t lane, const int32_t *rows, int64_t n, const float *query,
-                       int64_t dim, float *logits) {
-    const Rows own = {key->data, key->at, key->step, type};
-    for (int64_t i = 0; i < n; i += 4) {
-        int64_t at[4];
-        floats sum[4];
-        for (int j = 0; j < 4; j++) {
-            at[j] = row_offset(&own, lane, rows[i + j < n ? i + j : n - 1]);
-            sum[j] = splat(0);
-        }
-        for (int64_t c = 0; c < dim; c += WIDTH) {
-            const floats q = load(query + c);
-            for (int j = 0; j < 4; j++) sum[j] += load_row(&own, at[j], c) * q;
-        }
-        totals(sum, logits + i);
-    }
-}
-
-static void row_logits(const Problem *p, const Work *w, int64_t t, int32_t first, int32_t n, float *logits) {
-    const int32_t *rows = w->found + t * w->found_room + first;
-    const float *query = w->query + t * p->dim;
-    if (p->key.type == FLOAT32)
-        rows_of_type(&p->key, FLOAT32, w->lane, rows, n, query, p->dim, logits + first);
-    else
-        rows_of_type(&p->key, p->key.type, w->lane, rows, n, query, p->dim, logits + first);
-}
-
 static void search_node(const Problem *p, const Samples *s, Work *w, Rest *r, int64_t node, const int *who, int n_who) {
     const int64_t dim = p->dim, leaf = p->leaf, at = w->lane * p->node_room + node;
     const uint8_t *codes = p->codes + at * leaf * dim / 2;
@@ -98,7 +57,8 @@ static void search_node(const Problem *p, const Samples *s, Work *w, Rest *r, in
             /* codes are of what a key differs from the mean */
             const float limit = (w->limit[t] - w->logits[t * w->padded + p->sink_room + node]) / w->code_scale[t];
             const float unit = w->code_scale[t] * 1.44269504f * 8388608.0f;
-            seekers[j] = (Seeker){limit, {w->lift[2 * t], w->lift[2 * t + 1]}, unit, STRAIGHT_ZERO - limit * unit,
+            const float *off = r->uncertain + 2 * t;
+            seekers[j] = (Seeker){limit, {s->margin * off[0], s->margin * off[1]}, unit, STRAIGHT_ZERO - limit * unit,
                                   w->found + t * w->found_room, w->n_found[t],
                                   r->coded + t * p->more + node * s->each, 0, 0, splat(0)};
         }
@@ -113,7 +73,9 @@ static void search_node(const Problem *p, const Samples *s, Work *w, Rest *r, in
             const int32_t before = w->n_found[t], n = seekers[j].n;
             w->hits[t * w->padded + p->sink_room + node] = n - before;
             /* now, while others of the tile read the same */
-            if (n > before && n <= most) row_logits(p, w, t, before, n - before, r->rows + t * w->found_room);
+            if (n > before && n <= most)
+                row_dots(r->rows + t * w->found_room + before, &p->key, w->lane, w->found + t * w->found_room + before,
+                         n - before, w->query + t * dim, dim);
             w->n_found[t] = n;
             r->unread[t * p->node_room + node] = total(seekers[j].sum);
             r->shown[t * p->node_room + node] = seekers[j].shown;

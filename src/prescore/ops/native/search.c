@@ -7,24 +7,17 @@
 #include "routed.h"
 
 /* Which of sixteen keys reach a limit, by the sums of both halves of their codes. */
-INLINE unsigned reaching(const floats *low, const floats *high, const float *scales, const float *lift, float limit,
-                         const int lifted) {
+INLINE unsigned reaching(const floats *low, const floats *high, const float *scales, float limit) {
     unsigned above = 0;
     for (int k = 0; k < PER_BLOCK; k++) {
-        floats a = low[k], b = high[k];
-        if (lifted) {
-            a += splat(lift[0]);
-            b += splat(lift[1]);
-        }
-        const floats x = load(scales + k * WIDTH) * a + load(scales + 16 + k * WIDTH) * b;
+        const floats x = load(scales + k * WIDTH) * low[k] + load(scales + 16 + k * WIDTH) * high[k];
         above |= at_least(x, splat(limit)) << (k * WIDTH);
     }
     return above;
 }
 
 /* The rows of one node for the queries that search it. */
-INLINE void search_codes(const Problem *p, Work *w, int64_t node, const int *who, int n_who, const int64_t eighth,
-                         const int lifted) {
+INLINE void search_codes(const Problem *p, Work *w, int64_t node, const int *who, int n_who, const int64_t eighth) {
     const int64_t dim = 8 * eighth, leaf = p->leaf, at = w->lane * p->node_room + node;
     const uint8_t *codes = p->codes + at * leaf * dim / 2;
     const float *scales = p->scales + at * leaf * 2;
@@ -32,14 +25,13 @@ INLINE void search_codes(const Problem *p, Work *w, int64_t node, const int *who
     for (int x = 0; x < n_who; x += AT_ONCE) {
         const int8_t *q[AT_ONCE];
         int32_t sums[AT_ONCE][2], n[AT_ONCE];
-        float limits[AT_ONCE], lift[AT_ONCE][2];
+        float limits[AT_ONCE];
         int32_t *found[AT_ONCE];
         const int some = n_who - x < AT_ONCE ? n_who - x : AT_ONCE;
         for (int j = 0; j < AT_ONCE; j++) {
             const int t = who[j < some ? x + j : x];
             q[j] = w->code + t * dim;
             memcpy(sums[j], w->code_sum + 2 * t, sizeof sums[j]);
-            memcpy(lift[j], w->lift + 2 * t, sizeof lift[j]);
             /* codes are of what a key differs from the mean */
             limits[j] = (w->limit[t] - w->logits[t * w->padded + p->sink_room + node]) / w->code_scale[t];
             found[j] = w->found + t * w->found_room;
@@ -50,7 +42,7 @@ INLINE void search_codes(const Problem *p, Work *w, int64_t node, const int *who
             unsigned above[AT_ONCE], any = 0;
             code_sums(codes + b * 8 * dim, q, (const int32_t (*)[2])sums, eighth, low, high);
             for (int j = 0; j < AT_ONCE; j++)
-                any |= above[j] = reaching(low[j], high[j], scales + 32 * b, lift[j], limits[j], lifted);
+                any |= above[j] = reaching(low[j], high[j], scales + 32 * b, limits[j]);
             if (!any) continue; /* as nearly always */
             for (int j = 0; j < some; j++) n[j] = append_rows(found[j], n[j], rows + 16 * b, above[j]);
         }
@@ -64,14 +56,12 @@ INLINE void search_codes(const Problem *p, Work *w, int64_t node, const int *who
 
 /* The same, with the sizes that most models have known to the compiler. */
 static void search_node(const Problem *p, Work *w, int64_t node, const int *who, int n_who) {
-    if (p->margin != 0)
-        search_codes(p, w, node, who, n_who, p->dim / 8, 1);
-    else if (p->dim == 64)
-        search_codes(p, w, node, who, n_who, 8, 0);
+    if (p->dim == 64)
+        search_codes(p, w, node, who, n_who, 8);
     else if (p->dim == 128)
-        search_codes(p, w, node, who, n_who, 16, 0);
+        search_codes(p, w, node, who, n_who, 16);
     else
-        search_codes(p, w, node, who, n_who, p->dim / 8, 0);
+        search_codes(p, w, node, who, n_who, p->dim / 8);
 }
 
 /* Find the rows of a tile whose limits are known. */
@@ -79,8 +69,7 @@ void prescore_find_rows(const Problem *p, Work *w) {
     float least[TILE];
     int64_t searched = 0;
     for (int64_t t = 0; t < w->n; t++) {
-        /* an infinite limit asks for nothing, however far one reaches */
-        least[t] = w->limit[t] == INFINITY ? INFINITY : w->limit[t] - p->reach * w->spread[t];
+        least[t] = w->limit[t] - p->reach * w->spread[t];
         w->n_found[t] = 0;
         memset(w->hits + t * w->padded, 0, sizeof(int32_t) * (size_t)w->columns);
     }

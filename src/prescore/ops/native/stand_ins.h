@@ -8,6 +8,7 @@
 #include "vectors.h"
 
 #define LEAST_SPREAD 1e-3f
+#define MOST_SPREAD 1e15f
 #define MOST_GAIN 2.0f
 #define LEAST_NORMAL -4.0f /* where the approximation is cut off, on both sides */
 #define MOST_NORMAL 8.0f

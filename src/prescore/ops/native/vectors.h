@@ -70,7 +70,7 @@ INLINE unsigned at_least(floats a, floats b) {
 /* exp: a power of two times a polynomial; 0 below -87 */
 INLINE floats vexp(floats x) {
     ints tiny = x < splat(-87.0f);
-    x = larger(smaller(x, splat(88.0f)), splat(-87.0f));
+    x = larger(splat(-87.0f), smaller(splat(88.0f), x)); /* in this order NaN stays NaN */
     floats shifted = x * splat(1.44269504f) + splat(12582912.0f); /* 1.5 * 2^23 rounds to an integer */
     ints power = (ints)shifted - (ints)splat(12582912.0f);
     floats whole = shifted - splat(12582912.0f);

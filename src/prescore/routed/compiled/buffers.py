@@ -10,10 +10,7 @@ import torch
 from torch import Tensor
 
 from prescore.routed.compiled.checked import POINTER, REAL, SIZE, WIDTH, Expected, check_tensors
-from prescore.routed.tolerance.draws import AIMS, BELOW, MOST_OFF, MOST_ROWS, SHADOWS, STEP
-
-MOST_SAMPLES = 32
-"""Of a node."""
+from prescore.routed.tolerance.draws import AIMS, BELOW, MARGIN, MOST_OFF, MOST_ROWS, SHADOWS, STEP
 
 
 class CallSizes(NamedTuple):
@@ -52,7 +49,7 @@ class Samples(ctypes.Structure):
         *((name, POINTER) for name in ("active", "aim", "place", "columns", "values", "apart", "usual")),
         *((name, POINTER) for name in ("coarse", "signs", "shadows")),
         *((name, SIZE) for name in ("each", "stride", "aims")),
-        *((name, REAL) for name in ("step", "allowed", "most_rows", "most_off", "below")),
+        *((name, REAL) for name in ("step", "allowed", "most_rows", "most_off", "margin", "below")),
         *((name, POINTER) for name in ("variance", "fourth", "overlap", "further")),
     )
 
@@ -157,12 +154,10 @@ class SampleBuffers:
             Expected("further", self.further, rows, torch.uint8),
         ]
         check_tensors(expected)
-        if more % WIDTH or more < sizes.node_room * each or each > MOST_SAMPLES:
-            raise ValueError(
-                f"samples must have {sizes.node_room} times {each} columns, at most {MOST_SAMPLES}, got {more}"
-            )
+        if more % WIDTH or more < sizes.node_room * each:
+            raise ValueError(f"samples must have {sizes.node_room} times {each} columns, got {more}")
         if self.place.numel() and not 0 <= int(self.place.min()) <= int(self.place.max()) < WIDTH:
             raise ValueError(f"place must lie between 0 and {WIDTH - 1}, got up to {int(self.place.max())}")
         pointers = {own.name: own.tensor.data_ptr() for own in expected}
         chosen = {"aims": AIMS, "step": STEP, "most_rows": MOST_ROWS, "most_off": MOST_OFF, "below": BELOW}
-        return Samples(**pointers, each=each, stride=WIDTH, allowed=self.allowed, **chosen)
+        return Samples(**pointers, each=each, stride=WIDTH, allowed=self.allowed, margin=MARGIN, **chosen)

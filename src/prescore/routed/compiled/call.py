@@ -27,7 +27,7 @@ from prescore.routed.stand_ins import MOST_KNOWN_GAIN
 
 _TABLES = ("columns", "column_values", "rows", "codes", "scales", "spread", "drift")
 _RESULTS = ("output", "lse", "limit", "counts")
-COUNTS = (
+_SIZES = (
     "lanes",
     "n_query",
     "length",
@@ -41,7 +41,7 @@ COUNTS = (
     "pools",
 )
 _OF_TABLES = ("lanes", "dim", "value_dim", "leaf", "room", "node_room", "pools")
-"""Counts that `CallSizes` has of them."""
+"""Sizes that `CallSizes` has of them."""
 
 
 class FarCall(ctypes.Structure):
@@ -50,8 +50,8 @@ class FarCall(ctypes.Structure):
     _fields_ = (
         *((name, RowsStruct) for name in ("query", "key", "value")),
         *((name, POINTER) for name in ("visible", "first", "stop", *_TABLES)),
-        *((name, SIZE) for name in (*COUNTS, "nodes_per_pool", "more")),
-        *((name, REAL) for name in ("scale", "reach", "log_share", "most_gain", "margin")),
+        *((name, SIZE) for name in (*_SIZES, "nodes_per_pool", "more")),
+        *((name, REAL) for name in ("scale", "reach", "log_share", "most_known_gain")),
         *((name, POINTER) for name in _RESULTS),
     )
 
@@ -229,7 +229,6 @@ def run(name: str, problem: FarProblem, extra: GradientBuffers | SampleBuffers |
         scale=view.scale,
         reach=view.search.reach,
         log_share=view.search.log_share,
-        most_gain=MOST_KNOWN_GAIN,
-        margin=view.search.margin,
+        most_known_gain=MOST_KNOWN_GAIN,
     )
     call_library(name, call, *given)

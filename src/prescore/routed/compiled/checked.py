@@ -60,9 +60,12 @@ def check_lanes(key: Tensor, value: Tensor, n_lanes: int, leaf: int) -> None:
 
 def check_row_tensor(name: str, rows: Tensor, n_lanes: int) -> None:
     """Refuse rows of numbers that compiled code does not know, or not side by side."""
-    known = rows.dtype in TYPES and rows.device.type == "cpu"
+    known = rows.dtype in TYPES and rows.device.type == "cpu" and not rows.is_neg()
     if rows.stride(-1) != 1 or not known or rows.shape[:-2].numel() != n_lanes:
-        raise ValueError(f"{name} must be rows of {n_lanes} lanes, got {tuple(rows.shape)} {rows.dtype}")
+        raise ValueError(
+            f"{name} must be rows of {n_lanes} lanes, their numbers side by side, "
+            f"got {tuple(rows.shape)} {rows.dtype} with strides {rows.stride()}"
+        )
 
 
 def call_library(name: str, *structures: ctypes.Structure) -> None:

@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 
 from prescore.ops.backend import Backend
 from prescore.ops.native import library
-from prescore.routed.compiled.buffers import MOST_SAMPLES, GradientBuffers
+from prescore.routed.compiled.buffers import GradientBuffers
 from prescore.routed.compiled.call import FarProblem, Tables, run
 from prescore.routed.compiled.checked import MOST_DIM, TYPES, WIDTH
 from prescore.routed.sources import Sources, View
@@ -37,7 +37,6 @@ def level_for(rows: Tensor, value_dim: int, leaf: int, backend: Backend) -> str:
         and rows.dtype in TYPES
         and all(dim % WIDTH == 0 and 0 < dim <= MOST_DIM for dim in (rows.shape[-1], value_dim))
         and leaf % WIDTH == 0
-        and leaf <= MOST_SAMPLES * WIDTH
     )
     return library.loaded_level() if known else library.NO_LEVEL
 

@@ -42,8 +42,7 @@ def can_build(key: Tensor, value: Tensor, layout: Layout, backend: Backend) -> b
     learned = torch.is_grad_enabled() and (key.requires_grad or value.requires_grad)
     # the tree takes another way for a few points of many dimensions
     few = layout.levels > 0 and 2 * (layout.chunk >> (layout.levels - 1)) <= key.shape[-1]
-    known = not learned and not few and key.stride(-1) == value.stride(-1) == 1
-    return known and level_for(key, value.shape[-1], layout.leaf, backend) != NO_LEVEL
+    return not learned and not few and level_for(key, value.shape[-1], layout.leaf, backend) != NO_LEVEL
 
 
 def build_nodes_compiled(key: Tensor, value: Tensor, layout: Layout, begin: int, n_chunks: int) -> Nodes:

@@ -10,7 +10,7 @@ from prescore.routed.compiled.buffers import SampleBuffers
 from prescore.routed.compiled.call import FarProblem, run
 from prescore.routed.compiled.checked import WIDTH
 from prescore.routed.compiled.far import make_tables
-from prescore.routed.sources import Draws, Sources, Spread, View
+from prescore.routed.sources import Draws, Estimate, Sources, View
 from prescore.routed.tables import take_rows
 from prescore.routed.tolerance.draws import code_units, projection, usual_distance
 from prescore.types import Attended
@@ -18,7 +18,7 @@ from prescore.types import Attended
 
 def attend_sampled_compiled(
     query: Tensor, sources: Sources, view: View, near: Attended, draws: Draws
-) -> tuple[Spread, Tensor]:
+) -> tuple[Estimate, Tensor]:
     """Queries that are active, with a sampled rest; also keys searched and rows read."""
     tables = make_tables(sources)
     n_lanes = query.shape[0]
@@ -49,4 +49,4 @@ def attend_sampled_compiled(
     samples = SampleBuffers(*given, variance, fourth, overlap, further, draws.allowed)
     problem = FarProblem(query, sources.key, sources.value, tables, view, output, lse, limit, counts)
     run("prescore_routed_sampled", problem, samples)
-    return Spread(output, lse, variance, fourth, overlap, limit, further.bool()), counts
+    return Estimate(output, lse, variance, fourth, overlap, limit, further.bool()), counts

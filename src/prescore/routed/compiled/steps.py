@@ -42,8 +42,7 @@ class PreparedStep:
             scale=scale,
             reach=search.reach,
             log_share=search.log_share,
-            most_gain=MOST_KNOWN_GAIN,
-            margin=search.margin,
+            most_known_gain=MOST_KNOWN_GAIN,
         )
 
     def attend(

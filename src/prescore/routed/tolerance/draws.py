@@ -18,9 +18,11 @@ MOST_ROWS = 1 / 3
 MOST_OFF = 2.0
 """Deviation of coded logits from their true values up to which a search is trusted.
 
-A key is looked for with two deviations to spare. The chance that it is missed all the same falls faster with what
-it weighs than its part of the error grows, but only up to here.
+A key is looked for with `MARGIN` deviations to spare. The chance that it is missed all the same falls faster with
+what it weighs than its part of the error grows, but only up to here.
 """
+MARGIN = 2.0
+"""Deviations by which codes may be off before a key is missed."""
 BELOW = 0.6
 """How much less the weights below a limit vary than those of normal logits would, for a guess."""
 SHADOWS = 8

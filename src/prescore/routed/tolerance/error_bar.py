@@ -16,7 +16,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from prescore.routed.sources import Spread
+from prescore.routed.sources import Estimate
 
 OFTEN, ONE_IN = 4, 4
 """A single bar may be wrong so many times as often as all together, as long as that is at most one in `ONE_IN`."""
@@ -33,14 +33,14 @@ def of_single_query(confidence: float) -> float:
     return 1 - max(wrong, min(OFTEN * wrong, 1 / ONE_IN))
 
 
-def estimated_error(spread: Spread) -> Tensor:
+def estimated_error(spread: Estimate) -> Tensor:
     """Relative error that is expected of an output: a root mean square over draws; inf where nothing is known."""
     length = torch.linalg.vector_norm(spread.output.to(spread.variance.dtype), dim=-1)
     error = spread.variance.sqrt() / length
     return torch.where(spread.variance == 0, 0.0, error).nan_to_num(nan=torch.inf, posinf=torch.inf)
 
 
-def error_limit(spread: Spread, confidence: float) -> Tensor:
+def error_limit(spread: Estimate, confidence: float) -> Tensor:
     """Relative error that an output stays below with that confidence; inf where nothing is known."""
     square = spread.variance.square()
     least = torch.finfo(square.dtype).tiny

@@ -11,12 +11,12 @@ from prescore.types import Attended
 
 
 def read_everything(
-    query: Tensor, sources: Sources, view: View, near: Attended, wanted: Tensor, into: Attended
+    query: Tensor, sources: Sources, view: View, near: Attended, wanted: Tensor, into: Attended, start: int = 0
 ) -> None:
     """Exact attention of the `wanted [T, G, Q]` queries, who have read `near`, written to `into`.
 
-    Queries of a block see the same keys beyond it, and none of these is hidden from any: no mask is needed, and
-    heads that share keys go together.
+    Queries of a block see the same keys beyond it, from `start` on, and none of these is hidden from any: no mask
+    is needed, and heads that share keys go together.
     """
     leaf, n_sinks = sources.rows.shape[2], sources.sink_key.shape[1]
     backend = view.backend.at("read on")
@@ -25,7 +25,8 @@ def read_everything(
         if not len(head):
             continue
         own = (lane, head, place + rows.start)
-        key, value = (t[lane, : n_sinks + n_nodes * leaf][None, None] for t in (sources.key, sources.value))
+        beyond = slice(start, start + n_sinks + n_nodes * leaf)
+        key, value = (t[lane, beyond][None, None] for t in (sources.key, sources.value))
         tile = Tile(query[own][None, None], key, value, view.scale)
         found = backend.at(f"block {lane} {rows.start}").forward(tile)
         far = Attended(found.output[0, 0], found.lse[0, 0])

@@ -2,8 +2,9 @@
 
 Every key of a node that is not read is weighed by its code, and given the mean value of those that are left; that
 is known for all of them. Each sample then says how far off this is for the keys that it stands for: its true
-weight and value stand in place of what was assumed of it. So the sum is unbiased whatever the keys are like, and
-its terms are as small as what was assumed is good.
+weight and value stand in place of what was assumed of it. So the sum is nearly unbiased whatever the keys are like
+(a ratio estimate: how many samples are left of a node depends on which were drawn), and its terms are as small as
+what was assumed is good.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from prescore.routed.codes import Codes, coded_logits
 from prescore.routed.far import Scores, Seen
-from prescore.routed.tolerance.draws import MOST_ROWS, SHADOWS, STRIDE, projection
+from prescore.routed.tolerance.draws import MARGIN, MOST_ROWS, SHADOWS, STRIDE, projection
 from prescore.routed.tolerance.samples import DrawnKeys
 from prescore.types import Attended
 
@@ -39,13 +40,13 @@ class Read(NamedTuple):
     worth: Tensor
 
 
-def read_rows(query: Tensor, seen: Seen, scores: Scores, limit: Tensor, margin: float) -> Read:
-    """The rows from `limit` on, by codes that are lifted by `margin` deviations of their own error."""
+def read_rows(query: Tensor, seen: Seen, scores: Scores, limit: Tensor) -> Read:
+    """The rows from `limit` on, by codes that are lifted by `MARGIN` deviations of their own error."""
     n_nodes, leaf = seen.rows.shape
     codes = Codes(*(part.flatten(0, 1) for part in seen.codes))
     lifted, coded = (
         scores.nodes[..., None] + coded_logits(query, codes, lift).unflatten(1, (-1, leaf))
-        for lift in (margin, 0.0)
+        for lift in (MARGIN, 0.0)
     )
     above = lifted >= limit[:, None, None]
     worth = ~torch.isinf(limit) & (above.flatten(1).sum(1) <= int(MOST_ROWS * n_nodes * leaf))
@@ -100,10 +101,10 @@ def rest_of(read: Read, samples: DrawnKeys, limit: Tensor, peak: Tensor) -> Rest
 
 
 def weigh_rest(
-    query: Tensor, seen: Seen, scores: Scores, samples: DrawnKeys, near: Attended, limit: Tensor, margin: float
+    query: Tensor, seen: Seen, scores: Scores, samples: DrawnKeys, near: Attended, limit: Tensor
 ) -> tuple[tuple[Tensor, ...], Tensor]:
     """Output, lse, variance, fourth and overlap of queries that read from `limit` on; keys searched, rows read."""
-    read = read_rows(query, seen, scores, limit, margin)
+    read = read_rows(query, seen, scores, limit)
     row_key, row_value = (t.index_select(0, read.row).to(query.dtype) for t in (seen.key, seen.value))
     rows = (query.index_select(0, read.query) * row_key).sum(-1)
     highest = torch.cat((near.lse[:, None], scores.sinks, samples.logits.flatten(1)), dim=1).amax(1)

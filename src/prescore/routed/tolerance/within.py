@@ -1,16 +1,15 @@
 """Routed attention to a tolerance: what is left of a node is sampled instead of modelled, and queries read on.
 
 Every node is searched, and one key of every sixteen of a node, in tree order, stands for those that are not read
-by themselves: an unbiased estimate with a measured spread, where a stand-in's bias could not be known. The samples
-come first, and say how light the keys must be that a query looks for; one whose error bar is too wide all the same
-looks again for lighter ones. A query that no search serves, or that is over the tolerance at last, reads
+by themselves: a nearly unbiased estimate with a measured spread, where a stand-in's bias could not be known. The
+samples come first, and say how light the keys must be that a query looks for; one whose error bar is too wide all
+the same looks again for lighter ones. A query that no search serves, or that is over the tolerance at last, reads
 everything. Which keys are sampled depends on the seed and on their node's number alone: draws are the same in
 pieces of a prompt, in single steps, and in any batch.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -31,8 +30,6 @@ from prescore.types import Attended
 
 LOOKS = 2
 """Searches of a query, before everything is read."""
-MARGIN = 2.0
-"""Deviations by which codes may be off before a key is missed."""
 AIMED_AT = 0.9
 """Part of the tolerance that a search aims at, where a guess says how light its keys must be."""
 DIRECTIONS, FREEDOM = 6.0, 40.0
@@ -96,7 +93,7 @@ def attend_within(
     tolerance = config.tolerance or 0.0
     confidence = of_single_query(CONFIDENCE if config.confidence is None else config.confidence)
     attend = attend_sampled_compiled if can_run(query, sources, view) else attend_sampled_plain
-    view = replace(view, search=Search(max(1.0, view.search.share), math.inf, MARGIN))
+    view = replace(view, search=Search(max(1.0, view.search.share)))
     places = sample_places(sources.rows.shape[1], sources.rows.shape[2], seed, query.device)
     guessed = longest_error(torch.tensor(DIRECTIONS), torch.tensor(FREEDOM), confidence)
     allowed = float(AIMED_AT * tolerance / guessed) ** 2
