@@ -259,7 +259,7 @@ Config = Routed | Selected | Hyper | Exact
 
 TYPES: dict[str, type[Any]] = {kind.__name__: kind for kind in (Routed, Selected, Hyper, Exact)}
 _PART_FIELDS = ("scorer", "remainder", "inner", "lsh", "coupling")
-_PARTS: dict[str, type[Any]] = {kind.__name__: kind for kind in (Exact, Lsh, Coupling)}
+_PARTS: dict[str, tuple[type[Any], ...]] = {"inner": (Exact, Lsh), "lsh": (Lsh,), "coupling": (Coupling,)}
 
 
 def config_from_dict(values: Mapping[str, Any]) -> Config:
@@ -300,7 +300,9 @@ def _from_dict(values: Any, kinds: Mapping[str, type[Any]], name: str) -> Any:
 
 
 def _part_from(name: str, values: Mapping[str, Any]) -> Any:
-    return Scorer.from_dict(values) if name in ("scorer", "remainder") else _from_dict(values, _PARTS, name)
+    if name in ("scorer", "remainder"):
+        return Scorer.from_dict(values)
+    return _from_dict(values, {kind.__name__: kind for kind in _PARTS[name]}, name)
 
 
 DEFAULT: Config = Routed()

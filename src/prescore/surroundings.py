@@ -43,6 +43,11 @@ def lowered(*tensors: Tensor) -> Iterator[Tensor]:
         yield _cast(tensor, torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else tensor
 
 
+def recorded(*tensors: Tensor) -> bool:
+    """Whether gradients of some of them are recorded."""
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+
+
 def differentiable_once(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The same tensors; a second derivative through what is computed from them is refused.
 
@@ -50,7 +55,7 @@ def differentiable_once(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tens
     derivatives would be wrong in silence.
     """
     tensors = query, key, value
-    if not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in tensors):
+    if not recorded(*tensors):
         return tensors
     once: tuple[Tensor, Tensor, Tensor] = _Once.apply(*tensors)  # type: ignore[no-untyped-call]
     return once

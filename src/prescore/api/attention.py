@@ -120,6 +120,7 @@ def prescored_attention(
     Returns:
         The output `[B, Hq, Nq, Dv]`, or `(output, Aux)`.
     """
+    checks.boolean("return_aux", return_aux)
     options = Options(
         is_causal, key_padding_mask, scale, generator, selection, dropout_p, dropout_generator, backend
     )

@@ -13,14 +13,14 @@ from prescore import checks
 from prescore.api.engines import run_engine, run_or_shortcut
 from prescore.api.scoring import Generator
 from prescore.call import Call, make_call
-from prescore.config import Config, Exact, Selected, check_config
+from prescore.config import Config, Exact, Routed, Selected, check_config
 from prescore.errors import Unsupported
 from prescore.ops.backend import Backend, Needs, pick_backend
 from prescore.ops.dropout import Dropout
 from prescore.parallel.door import PieceRequest, attend_in_group, refuse_in_group
 from prescore.rng import Streams, as_streams, check_generator
 from prescore.selection.given import check_selection, given_members
-from prescore.surroundings import differentiable_once, plain_torch
+from prescore.surroundings import differentiable_once, plain_torch, recorded
 from prescore.types import Attended, Outcome, Selection
 
 
@@ -102,6 +102,9 @@ def _check(query: Tensor, key: Tensor, value: Tensor, config: Config | None, opt
     checks.probability("dropout_p", dropout_p)
     check_generator(dropout_generator, "dropout_generator")
     checks.attention_inputs(query, key, value, is_causal=is_causal, key_padding_mask=mask, scale=scale)
+    if isinstance(config, Routed) and config.tolerance is not None and recorded(query, key, value):
+        reason = "which queries read on is not differentiable, and inputs require gradients"
+        raise Unsupported("tolerance", [reason])  # at every length: no training ends at its first long text
     if selection is not None:
         if not isinstance(config, Selected):
             raise ValueError(f"selection must come with a Selected configuration, got {type(config).__name__}")

@@ -34,7 +34,7 @@ Resume = Annotated[
 ]
 Quick = Annotated[bool, typer.Option("--quick", help="A small version that finishes in seconds.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error; anywhere.")]
-Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads.  [default: torch's choice]")]
+Threads = Annotated[int | None, typer.Option(min=1, max=1024, help="CPU threads.  [default: torch's choice]")]
 
 ARGV: ContextVar[tuple[str, ...]] = ContextVar("ARGV", default=())
 """The command line being run, for the records."""

@@ -81,6 +81,8 @@ def command(
         for path in save(save_heads, model, text_file, n, layers):
             print(path)
         return
+    if layers != "all":
+        raise ValueError(f"--layers must come with --save-heads, got {layers} without it")
     from prescore import checks
     from prescore.evaluation.speed.freed_memory import KEPT, choose_freed_memory
     from prescore.evaluation.speed.plan import SHORT, SpeedPlan

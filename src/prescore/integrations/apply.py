@@ -87,6 +87,8 @@ class Applied:
         return Report(tuple(entries))
 
     def __enter__(self) -> Applied:
+        if self._undo is None:
+            raise ValueError("an Applied must not be undone before it is entered, got one that was: apply again")
         return self
 
     def __exit__(

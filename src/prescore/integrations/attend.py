@@ -33,6 +33,7 @@ from prescore.integrations.reporting.phases import (
     words_for_step,
 )
 from prescore.rng import Streams
+from prescore.surroundings import recorded
 
 ON_UNSUPPORTED = ("raise", "exact")
 BARS = ("error_estimate", "error_limit_max", "read_further", "read_everything")
@@ -148,13 +149,13 @@ class PrescoredAttention:
         rows: CountRows | float | None
         figures: Mapping[str, Any] = {}
         visible = _all_in_sight(form, n_query)
-        exactly = self._why_exact(form, situation)
+        exactly = self._why_exact(form, situation, (query, key, value))
         if exactly is not None:
             output = attend_exactly(query, key, value, situation)
             path, rows, ran = exactly, visible, exactly
         else:
             path, output, rows, figures = self._attend(query, key, value, form, situation)
-            ran = self._words(path, n_query, form)
+            ran = self._words(path, n_query, form, situation)
         seconds = time.perf_counter() - begin
         bars = (figures.get(name) for name in BARS)
         told = *bars, figures.get("native")
@@ -205,13 +206,14 @@ class PrescoredAttention:
         output = exact_under_mask(query, *shown, form, scale=request.scale, dropout=request.dropout)
         return step.path, output, _all_in_sight(form, query.shape[2]), {}
 
-    def _words(self, path: str, n_query: int, form: MaskForm) -> str:
+    def _words(self, path: str, n_query: int, form: MaskForm, situation: Situation) -> str:
         """What ran, for the report; where inputs of one length only can come, an idle setting is said once."""
         if path != PROMPT:
             return words_for_step(self.config, path, form.n_keys)
         is_causal = form.kind != "full"
         words = words_for_prompt(self.config, n_query, form.n_keys, is_causal=is_causal)
-        if words.startswith(SHORT) and not is_causal and self._announces:
+        # a causal layer may get more tokens at once; one token alone has no mask that says so
+        if words.startswith(SHORT) and not is_causal and not situation.is_causal and self._announces:
             self._warn(f"{type(self.config).__name__} changes nothing at {form.n_keys} tokens: {words}")
         return words
 
@@ -220,13 +222,17 @@ class PrescoredAttention:
             self._told.add(text)
             warnings.warn(text, stacklevel=4)
 
-    def _why_exact(self, form: MaskForm, situation: Situation) -> str | None:
+    def _why_exact(
+        self, form: MaskForm, situation: Situation, tensors: tuple[Tensor, Tensor, Tensor]
+    ) -> str | None:
         """Why a call is exact, or None; raises when it should not be and must."""
         if isinstance(self.config, Exact):
             return "exact"
         if form.kind == "window" or situation.is_local:
             return "exact: a sliding window is local already"
         reasons = [*situation.obstacles, *inexpressible(form)]
+        if isinstance(self.config, Routed) and self.config.tolerance is not None and recorded(*tensors):
+            reasons.append("a tolerance has no gradients, and they are recorded, as they are not in torch.no_grad()")
         if not reasons:
             return None
         if self.on_unsupported == "raise":

@@ -22,9 +22,8 @@ from torch.nn.functional import pad
 
 from prescore.call import Call
 from prescore.config import Routed
-from prescore.errors import Unsupported
 from prescore.routed.figures import ERROR_FIGURES, real_queries
-from prescore.routed.lanes import Answer, attend_lanes, exact_answer, is_learned
+from prescore.routed.lanes import Answer, attend_lanes, exact_answer
 from prescore.routed.layout import make_layout
 from prescore.types import Attended, Outcome, Selection
 
@@ -41,10 +40,6 @@ def routes_nothing(call: Call, config: Routed) -> bool:
 
 def attend_routed(call: Call, config: Routed, *, explain: bool = False) -> Outcome:
     """Run routed attention; with `explain` also tell what could be read, and figures about what was."""
-    if config.tolerance is not None and is_learned(call):
-        raise Unsupported(
-            "tolerance", ["which queries read on is not differentiable, and inputs require gradients"]
-        )
     begin = time.perf_counter()
     gaps = _with_gaps(call)
     if isinstance(call.query_start, int):

@@ -64,7 +64,9 @@ class Scorer(ABC):
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> Scorer:
         """The inverse of `to_dict`; an unknown name or field is refused."""
-        kind = get_scorer(values.get("name"))
+        if "name" not in values:
+            raise ValueError(f'a scorer must have a "name", got {dict(values)}')
+        kind = get_scorer(values["name"])
         known = [f.name for f in dataclasses.fields(kind)]
         given = {name: value for name, value in values.items() if name != "name"}
         for name in given:

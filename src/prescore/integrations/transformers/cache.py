@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,8 @@ class PrescoredCache(DynamicCache):
             raise ValueError(
                 f"refresh_every must be None with evict=True, whose selection is final, got {refresh_every}"
             )
+        if config is not None and not hasattr(config, "get_text_config"):
+            raise TypeError(f"config must be a model's configuration or None, got {type(config).__name__}")
         super().__init__(config=config)
         self.evict = evict
         self.refresh_every = refresh_every
@@ -86,6 +89,26 @@ def upgrade(
         wide = type(layer) is DynamicSlidingWindowLayer and max_length and layer.sliding_window >= max_length
         if type(layer) is DynamicLayer or wide:
             cache.layers[number] = PrescoredLayer.adopt(layer, **options)
+
+
+def mark(cache: Cache) -> Callable[[], None]:
+    """Remember what a dynamic cache holds; the function that is returned goes back to it.
+
+    Layers of transformers replace what they hold when they grow, so that their attributes are enough.
+    """
+    n_layers, back = len(cache.layers), []
+    for layer in cache.layers:
+        if isinstance(layer, PrescoredLayer):
+            back.append(layer.mark())
+        else:
+            back.append(functools.partial(layer.__dict__.update, dict(layer.__dict__)))
+
+    def go_back() -> None:
+        del cache.layers[n_layers:]
+        for own in back:
+            own()
+
+    return go_back
 
 
 def prescored_layers(cache: Cache) -> dict[int, PrescoredLayer]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
+from prescore import checks
 from prescore.config import Config
 from prescore.decoding.decoder import Decoder, Past, Request, Step, remembers
 from prescore.decoding.rows import Rows
@@ -105,6 +107,22 @@ class PrescoredLayer(DynamicLayer):  # type: ignore[no-untyped-call]
             self.lazy_initialization(held.key, held.value)
             self._show()
 
+    def mark(self) -> Callable[[], None]:
+        """Remember what is held; the function that is returned goes back to it."""
+        content, n_since = self.content, 0 if self.state is None else self.state.n_since
+
+        def go_back() -> None:
+            # keys and selection grow in place
+            if content.rows is not None:
+                content.rows.crop(content.n_seen)
+            if content.state is not None:
+                content.state.crop(n_since)
+            self._decoder.go_back(content.n_seen)
+            self._unread = None
+            self.restore(content)
+
+        return go_back
+
     @property
     def state(self) -> SelectionState | None:
         """The selection; None until it is made."""
@@ -127,6 +145,12 @@ class PrescoredLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         if self.evicted and self._unread is not None:
             raise Unsupported(
                 "a cache with evicted keys", ["the model's attention did not go through prescore in the last step"]
+            )
+        held = self._held_rows()
+        if held is not None and held.key.shape[:2] != key_states.shape[:2]:
+            raise ValueError(
+                f"past_key_values must be of as many sequences and heads as the inputs, "
+                f"{tuple(key_states.shape[:2])}, got {tuple(held.key.shape[:2])}"
             )
         self.n_seen += key_states.shape[2]
         self._unread = (key_states, value_states)
@@ -195,7 +219,10 @@ class PrescoredLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         if indices.dtype == torch.bool:
             indices = indices.nonzero().squeeze(1)
         held = self._held_rows()
-        self._decoder.take(indices, 0 if held is None else held.key.shape[0])
+        n_rows = 0 if held is None else held.key.shape[0]
+        if held is not None and indices.numel() and not 0 <= int(indices.min()) <= int(indices.max()) < n_rows:
+            raise ValueError(f"indices must lie between 0 and {n_rows - 1}, got {indices.tolist()}")
+        self._decoder.take(indices, n_rows)
         if self.rows is not None:
             self.rows.take(indices)
         if self.valid is not None:
@@ -204,6 +231,7 @@ class PrescoredLayer(DynamicLayer):  # type: ignore[no-untyped-call]
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every batch row."""
+        checks.integer("repeats", repeats, minimum=1)
         self._decoder.repeat(repeats)
         if self.rows is not None:
             self.rows.repeat(repeats)

@@ -17,12 +17,13 @@ from prescore.errors import Unsupported
 from prescore.integrations.adapter import Seat, Undo, check_numbers
 from prescore.integrations.attend import Attend, attend_exactly
 from prescore.integrations.together import Together
-from prescore.integrations.transformers.cache import PrescoredCache, upgrade
+from prescore.integrations.transformers.cache import PrescoredCache, mark, upgrade
 from prescore.integrations.transformers.door import NAME, register, replace_at
 from prescore.integrations.transformers.pieces import prepare_pieces
 from prescore.values import Values
 
 _NO_LAYER = -1
+_MARK = "_prescore_mark"  # of a cache whose forward is running
 _ABOVE_APPLY = 5  # frames between the warning and whoever called `prescore.apply`
 
 
@@ -68,11 +69,13 @@ def prepare(model: nn.Module, configs: Mapping[int, Config]) -> Undo:
     """Let caches carry selections, and say when no chosen layer would select anything; returns the undo."""
     chosen = [number for number, config in configs.items() if not isinstance(config, Exact)]
     _warn_if_all_local(model, chosen)
+    models = [module for module in model.modules() if chosen and _is_pretrained(module)]
     hooks = [
-        module.register_forward_pre_hook(_with_selections, with_kwargs=True)
-        for module in model.modules()
-        if chosen and _is_pretrained(module)
+        module.register_forward_pre_hook(before, with_kwargs=True)
+        for before in (_with_selections, _remember)
+        for module in models
     ]
+    hooks += [module.register_forward_hook(_go_back, with_kwargs=True, always_call=True) for module in models]
 
     def undo() -> None:
         for hook in hooks:
@@ -121,6 +124,29 @@ def _with_selections(
     if not wanted or "past_key_values" not in inspect.signature(module.forward).parameters or len(args) > 1:
         return None
     return args, {**kwargs, "past_key_values": PrescoredCache(config)}
+
+
+def _remember(module: nn.Module, args: tuple[Any, ...], kwargs: Values) -> None:
+    """Before a forward: mark what its cache holds; layers grow one by one, and a later one may refuse."""
+    if torch.compiler.is_compiling():
+        return
+    cache = kwargs.get("past_key_values")
+    if isinstance(cache, DynamicCache):
+        outermost = cache.__dict__.get(_MARK, (module,))[0] is module
+        if outermost:
+            cache.__dict__[_MARK] = module, mark(cache)
+
+
+def _go_back(module: nn.Module, args: tuple[Any, ...], kwargs: Values, output: Any) -> None:
+    """After a forward, also one that was broken off: its cache is then as it was before."""
+    if torch.compiler.is_compiling():
+        return
+    cache = kwargs.get("past_key_values")
+    marked = cache.__dict__.get(_MARK) if isinstance(cache, DynamicCache) else None
+    if marked is not None and marked[0] is module:
+        del cache.__dict__[_MARK]
+        if output is None:
+            marked[1]()
 
 
 def _roots(model: nn.Module) -> list[Any]:
