@@ -81,10 +81,11 @@ class CacheMachine(RuleBasedStateMachine):
         new = torch.ones(batch, count, dtype=torch.bool) if valid is None else valid
         self.key, self.value = torch.cat((self.key, key), 2), torch.cat((self.value, value), 2)
         self.valid = torch.cat((self.valid, new), 1)
-        held = self.cache.update(key, value, 0)
+        new_key, new_value = self.cache.update(key, value, 0)
+        layer, new_key = layer_of(new_key)
         mask = None if bool(self.valid.all()) else self.valid[:, None, None, :]
-        situation = Situation(layer=0, mask=mask, is_causal=True, cache=layer_of(held[0]))
-        output = self.attend(query, *held, situation)
+        situation = Situation(layer=0, mask=mask, is_causal=True, cache=layer)
+        output = self.attend(query, new_key, new_value, situation)
         expected = prescore.exact_attention(
             query, self.key, self.value, is_causal=True, key_padding_mask=self.valid
         ).output

@@ -232,7 +232,7 @@ class PrescoredAttention:
             return "exact: a sliding window is local already"
         reasons = [*situation.obstacles, *inexpressible(form)]
         if isinstance(self.config, Routed) and self.config.tolerance is not None and recorded(*tensors):
-            reasons.append("a tolerance has no gradients, and they are recorded, as they are not in torch.no_grad()")
+            reasons.append("a tolerance has no gradients, which are recorded here and not in torch.no_grad()")
         if not reasons:
             return None
         if self.on_unsupported == "raise":

@@ -20,11 +20,11 @@ def merge(*parts: Attended) -> Attended:
         if not isinstance(part, Attended):
             raise TypeError(f"parts must be Attended, got {type(part).__name__} at {place}")
         if not (isinstance(part.output, Tensor) and isinstance(part.lse, Tensor)):
-            got = f"{type(part.output).__name__} and {type(part.lse).__name__}"
-            raise TypeError(f"parts must hold an output and an lse, both tensors, got {got} at {place}")
+            kinds = f"{type(part.output).__name__} and {type(part.lse).__name__}"
+            raise TypeError(f"parts must hold an output and an lse, both tensors, got {kinds} at {place}")
         if part.output.device != parts[0].output.device or part.lse.device != part.output.device:
-            got = f"{part.output.device} and {part.lse.device}"
-            raise ValueError(f"parts must lie on one device, {parts[0].output.device}, got {got} at {place}")
+            places = f"{part.output.device} and {part.lse.device}"
+            raise ValueError(f"parts must lie on one device, {parts[0].output.device}, got {places} at {place}")
         if part.output.shape != parts[0].output.shape:
             expected, got = tuple(parts[0].output.shape), tuple(part.output.shape)
             raise ValueError(f"parts must have outputs of one shape {expected}, got {got} at {place}")

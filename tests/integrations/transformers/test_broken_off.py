@@ -18,6 +18,12 @@ ROUTED = Routed(rows=8, chunk_size=8, leaf_size=4, sinks=1, exact_until=8)
 IDS = torch.randint(2, VOCABULARY, (1, 60), generator=torch.Generator().manual_seed(3))
 
 
+def held(cache):
+    """What is held of each layer; the room for later tokens may have grown."""
+    layers = cache.report()["layers"]
+    return [{name: count for name, count in layer.items() if name != "bytes"} for layer in layers]
+
+
 def asks_for_weights(model, cache):
     model(IDS[:, :40], past_key_values=cache, output_attentions=True)
 
@@ -42,10 +48,10 @@ def test_a_refused_forward_changes_no_cache(family, config, n_steps, refused):
         model(IDS, past_key_values=cache)
         for token in IDS[0, :n_steps]:
             model(token.view(1, 1), past_key_values=cache)
-        before, other = cache.report(), copy.deepcopy(cache)
-        with pytest.raises((Unsupported, ValueError)):
+        before, other = held(cache), copy.deepcopy(cache)
+        with pytest.raises((Unsupported, ValueError, RuntimeError)):  # the last by a layer of transformers
             refused(model, cache)
-        assert cache.report() == before
+        assert held(cache) == before
         for token in IDS[0, 5:8]:
             own, wanted = (model(token.view(1, 1), past_key_values=c).logits for c in (cache, other))
             torch.testing.assert_close(own, wanted)
@@ -78,7 +84,7 @@ def test_an_eviction_is_taken_back_too():
         with pytest.raises(RuntimeError, match="no"):  # layer 0 has selected and evicted by then
             model(IDS[:, :1], past_key_values=cache)
         hook.remove()
-        assert cache.report() == other.report()
+        assert held(cache) == held(other)
         own, wanted = (model(IDS[:, :30], past_key_values=c).logits for c in (cache, other))
         torch.testing.assert_close(own, wanted)
 

@@ -21,10 +21,26 @@ from prescore.errors import Unsupported
 _LAYER = "_prescore_layer"
 
 
-def layer_of(key: Tensor) -> PrescoredLayer | None:
-    """The cache layer that keys came out of; None when they came from elsewhere."""
+class NewKeys(Tensor):
+    """The newest keys of a layer whose past was evicted: all that is left is the selection, which we alone know.
+
+    Any other attention that reads them would take them for everything there is.
+    """
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Refuse to be read."""
+        reason = "the model's attention does not go through prescore, and the unselected keys are gone"
+        raise Unsupported("a cache with evicted keys", [reason])
+
+
+def layer_of(key: Tensor) -> tuple[PrescoredLayer | None, Tensor]:
+    """The cache layer that keys came out of, None when they came from elsewhere; and the keys, to be read."""
     layer: PrescoredLayer | None = getattr(key, _LAYER, None)
-    return layer
+    if isinstance(key, NewKeys):
+        with torch._C.DisableTorchFunctionSubclass():
+            return layer, key.as_subclass(Tensor)
+    return layer, key
 
 
 @dataclass(frozen=True, eq=False)
@@ -142,10 +158,6 @@ class PrescoredLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         """Append new keys and values; returns all that are held, or after an eviction the new ones."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        if self.evicted and self._unread is not None:
-            raise Unsupported(
-                "a cache with evicted keys", ["the model's attention did not go through prescore in the last step"]
-            )
         held = self._held_rows()
         if held is not None and held.key.shape[:2] != key_states.shape[:2]:
             raise ValueError(
@@ -154,8 +166,9 @@ class PrescoredLayer(DynamicLayer):  # type: ignore[no-untyped-call]
             )
         self.n_seen += key_states.shape[2]
         self._unread = (key_states, value_states)
+        key: Tensor
         if self.evicted:
-            key, value = key_states.view_as(key_states), value_states
+            key, value = key_states.view_as(key_states).as_subclass(NewKeys), value_states
         else:
             if self.rows is None:
                 self.rows = Rows(key_states, value_states)

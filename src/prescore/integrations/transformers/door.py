@@ -67,6 +67,7 @@ def prescored_attention_forward(
     Returns:
         `[B, Nq, Hq, Dv]`, and the weights where a model's own eager attention had to run.
     """
+    cache, key = layer_of(key)
     sitting = seats(module)
     seat = sitting[-1] if sitting else default_seat(module)
     obstacles = [reason for name, reason in _FOREIGN.items() if features.get(name) is not None]
@@ -79,7 +80,7 @@ def prescored_attention_forward(
         dropout=dropout,
         owner=type(module).__name__,
         is_local=_is_local(module, features.get("sliding_window")),
-        cache=layer_of(key),
+        cache=cache,
     )
     if features.get("output_attentions"):
         obstacles.append("output_attentions=True asks for weights that are never formed")
