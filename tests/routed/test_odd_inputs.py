@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from prescore import Exact, Routed, prescored_attention
+from prescore import Attended, Exact, Hyper, Lsh, Routed, Selected, exact_attention, merge, prescored_attention
+from prescore.errors import Unsupported
 from prescore.routed.decode import RoutedIndex
 
 CONFIG = Routed(rows=32, chunk_size=64, leaf_size=32, sinks=4, exact_until=128)
@@ -97,3 +98,28 @@ def test_a_step_that_reads_everything_has_no_error_bars():
     index.crop(100)
     index.attend(query[:, :, 99:100], key[:, :, :100], value[:, :, :100])
     assert "error_limit_max" not in index.figures
+
+
+@pytest.mark.parametrize("config", [Routed(), Selected(min_seq_len=8), Hyper(Lsh(8, 8), min_seq_len=8), Exact()])
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_no_heads_at_all(config, is_causal):
+    query, key, value = tensors(96)
+    found, aux = prescored_attention(query[:, :0], key, value, config, is_causal=is_causal, return_aux=True)
+    assert found.shape == (1, 0, 96, 32)
+    assert aux.lse.shape == (1, 0, 96)
+
+
+def test_a_tolerance_has_no_gradients_at_any_length():
+    query, key, value = tensors(40)
+    with pytest.raises(Unsupported, match="not differentiable"):
+        prescored_attention(query.requires_grad_(), key, value, Routed(tolerance=0.05), is_causal=True)
+    with torch.no_grad():
+        prescored_attention(query, key, value, Routed(tolerance=0.05), is_causal=True)
+
+
+def test_parts_that_cannot_be_merged():
+    whole = exact_attention(*tensors(20))
+    with pytest.raises(TypeError, match="got Tensor and NoneType at 1"):
+        merge(whole, Attended(whole.output, None))
+    with pytest.raises(ValueError, match="one device, cpu, got meta and meta at 1"):
+        merge(whole, Attended(whole.output.to("meta"), whole.lse.to("meta")))

@@ -18,6 +18,8 @@ from prescore.types import Attended, Outcome
 
 def run_engine(call: Call, config: Config, given: Tensor | None, explain: bool) -> Outcome:
     """The one place where a configuration's type becomes an engine."""
+    if not call.query.shape[1]:
+        return attend_to_all(call, explain=explain)  # no heads: there is nothing to choose for
     if isinstance(config, Routed):
         return _route(call, config, explain)
     if isinstance(config, Selected | Hyper):
