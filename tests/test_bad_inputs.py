@@ -365,7 +365,7 @@ def test_wrong_registrations():
         ),
         ({"type": "Hyper", "lsh": {"block_size": 3}}, ValueError, "lsh type must be one of .* got None"),
         ({"type": "Selected", "scorer": {"name": "kmean"}}, ValueError, "scorer must be one of .* got 'kmean'"),
-        ({"type": "Selected", "scorer": {}}, TypeError, "scorer must be a str, got NoneType None"),
+        ({"type": "Selected", "scorer": {}}, ValueError, 'a scorer must have a "name"'),
         (
             {"type": "Selected", "scorer": {"name": "kmeans", "clusters": 3}},
             ValueError,
@@ -376,9 +376,10 @@ def test_wrong_registrations():
             ValueError,
             "Coupling must .* got 'foo'",
         ),
-        ({"type": "Selected", "coupling": {"type": "Lsh"}}, TypeError, "coupling must be .* got Lsh"),
-        ({"type": "Selected", "inner": {"type": "Coupling"}}, TypeError, "inner must be .* got Coupling"),
+        ({"type": "Selected", "coupling": {"type": "Lsh"}}, ValueError, "coupling type must be .* got 'Lsh'"),
         ({"type": "Selected", "top_k": {"type": "Lsh"}}, TypeError, "top_k must be .* got dict"),
+        ({"type": "Selected", "scorer": {"type": "KMeans"}}, ValueError, 'a scorer must have a "name"'),
+        ({"type": "Selected", "inner": {"type": "Coupling"}}, ValueError, "'Exact', 'Lsh', got 'Coupling'"),
     ],
     ids=str,
 )

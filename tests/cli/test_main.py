@@ -63,7 +63,16 @@ def test_info_says_how_to_install_what_is_missing(capsys, monkeypatch):
     assert "missing timm: pip install 'prescore[vision]'" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("argv", [["no-such-command"], ["info", "--no-such-option"], []])
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["no-such-command"],
+        ["info", "--no-such-option"],
+        [],
+        ["speed", "--quick", "--layers", "0,1"],
+        ["speed", "--quick", "--threads", "100000"],
+    ],
+)
 def test_bad_usage_is_exit_code_2(argv, capsys):
     assert main(argv) == 2
     assert "Traceback" not in capsys.readouterr().err
