@@ -25,9 +25,9 @@ def shared_case(draw, ranks):
     n_keys = -(-case.n_keys // ranks) * ranks
     n_query = n_keys if case.n_query == case.n_keys else min(n_keys, -(-case.n_query // ranks) * ranks)
     mask = case.mask if case.mask in ("none", "left", "right", "both") else "none"
-    return replace(
-        case, n_keys=n_keys, n_query=n_query, mask=mask, dtype=torch.float64, given=False, dropout_p=0.0
-    )
+    memory = "rows" if case.memory == "negated" else case.memory  # a pending sign is lost between processes
+    pieces = replace(case, n_keys=n_keys, n_query=n_query, mask=mask, memory=memory)
+    return replace(pieces, dtype=torch.float64, given=False, dropout_p=0.0)
 
 
 def in_one_process(case, inputs, mask, learned):

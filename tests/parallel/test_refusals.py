@@ -49,19 +49,16 @@ def test_who_refused_is_named_on_the_others(crew):
 
 
 @pytest.mark.parametrize(
-    ("heads", "ranks", "refusing", "pattern"),
-    [
-        (1, 3, 2, "tolerance cannot run: .* inputs require gradients"),
-        (2, 2, 1, "keys must be at most 100, got 200"),
-    ],
+    ("heads", "ranks", "refusing"),
+    [(1, 3, 2), (2, 2, 1)],
     ids=["ranks without heads", "one rank's heads"],
 )
-def test_what_a_rank_refuses_while_it_computes(crew, heads, ranks, refusing, pattern):
+def test_what_a_rank_refuses_while_it_computes(crew, heads, ranks, refusing):
     outcomes = crew.outcomes(refuse_while_computing, heads, ranks=ranks)
     assert [kind for kind, _ in outcomes] == ["raised"] * ranks, outcomes
     sentences = [sentence for _, (_, sentence) in outcomes]
     here = sentences.pop(refusing)
-    assert re.fullmatch(pattern, here)
+    assert here == "keys must be at most 100, got 200"
     assert sentences == [f"rank {refusing} of {ranks} refused: {here}"] * (ranks - 1)
     assert crew.run(attend_wrongly, "nothing", ranks=2)  # and the group goes on
 

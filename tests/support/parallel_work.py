@@ -218,13 +218,11 @@ class Squeamish(prescore.Scorer):
 
 
 def refuse_while_computing(group, heads):
-    """With one head: gradients to a tolerance, where other ranks have no head. With two: one head's keys alone."""
+    """The last head's keys are refused by the rank that has them: with one head others have none."""
     inputs = attention_tensors(heads=heads, kv_heads=heads, n_keys=48, dim=8)
-    config = prescore.Routed(rows=4, leaf_size=4, chunk_size=8, exact_until=16, tolerance=0.1)
-    if heads > 1:
-        inputs[1][:, 1, 4] = 200.0
-        config = prescore.Selected(Squeamish(), 4, min_seq_len=8)
-    parts = [piece(tensor, group).requires_grad_(heads == 1) for tensor in inputs]
+    inputs[1][:, heads - 1, 4] = 200.0
+    config = prescore.Selected(Squeamish(), 4, min_seq_len=8)
+    parts = [piece(tensor, group) for tensor in inputs]
     return prescore.prescored_attention(*parts, config, is_causal=True, group=group)
 
 

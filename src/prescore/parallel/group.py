@@ -46,7 +46,7 @@ class Group:
         whole = tensor.new_empty(self.size, *tensor.shape)
         self.sent += (self.size - 1) * n_bytes(tensor)
         with self._talking():
-            dist.all_gather(list(whole.unbind(0)), tensor.contiguous(), group=self.process_group)
+            dist.all_gather(list(whole.unbind(0)), tensor.resolve_neg().contiguous(), group=self.process_group)
         return whole
 
     def gather_learned(self, tensor: Tensor) -> Tensor:
@@ -73,10 +73,10 @@ class Group:
         return [list(whole.split(own[1])) for whole, own in zip(received, splits, strict=True)]
 
     def _all_to_all(self, buffer: Tensor, splits: list[int], sizes: list[int]) -> Tensor:
-        received = buffer.new_empty(sum(sizes))
+        received, buffer = buffer.new_empty(sum(sizes)), buffer.resolve_neg().contiguous()
         self.sent += (buffer.numel() - splits[self.rank]) * buffer.element_size()
         with self._talking():
-            dist.all_to_all_single(received, buffer.contiguous(), sizes, splits, group=self.process_group)
+            dist.all_to_all_single(received, buffer, sizes, splits, group=self.process_group)
         return received
 
     @contextmanager
