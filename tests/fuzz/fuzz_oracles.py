@@ -8,7 +8,7 @@ import torch
 from fuzz_bad_inputs import bad_input
 from fuzz_compiled import compiled_agrees, compiled_causality
 from fuzz_gradients import gradients, slopes
-from fuzz_terms import CLOSE, FLIPPED, aligned_by_rank, need, reads_all
+from fuzz_terms import CLOSE, FLIPPED, aligned_by_rank, features_tie, need, reads_all
 
 import prescore
 from prescore import Coupling, Exact, Routed, Selected
@@ -90,7 +90,7 @@ def causality(case):
 
 def batch_and_padding(case):
     """A sequence alone gives what it gives in a batch, padded on any side."""
-    need(not case.dropout_p and not case.given)
+    need(not case.dropout_p and not case.given and not features_tie(case))
     case = replace(case, dtype=torch.float64)
     tensors, mask = case.tensors(), case.padding()
     need(mask is not None or case.batch > 1)

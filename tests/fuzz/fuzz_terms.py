@@ -2,7 +2,7 @@
 
 from dataclasses import fields, is_dataclass
 
-from prescore import Exact, Hyper, Lsh, Routed, Selected
+from prescore import Exact, GaussianKMeans, Hyper, Lsh, Routed, Selected
 from prescore.errors import Unsupported
 
 CLOSE = 1e-9
@@ -36,6 +36,17 @@ def reads_all(case):
         all_kept = config.top_k == 1.0 if isinstance(config.top_k, float) else config.top_k >= case.n_keys
         return all_kept and config.inner == Exact()
     return True
+
+
+def features_tie(case):
+    """Whether k-means in random features meets equal keys.
+
+    Products of equal rows differ by rounding where they stand in a matrix, so that equal centres share such keys in
+    any way. One number, normalized, is 1 or -1.
+    """
+    made = [getattr(case.config, name, None) for name in ("scorer", "remainder")]
+    found = [scorer for scorer in made if isinstance(scorer, GaussianKMeans)]
+    return bool(found) and (case.keys != "gaussian" or (case.dim == 1 and any(s.normalize for s in found)))
 
 
 def aligned_by_rank(config):
