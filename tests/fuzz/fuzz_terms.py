@@ -41,8 +41,8 @@ def reads_all(case):
 def features_tie(case):
     """Whether k-means in random features meets equal keys.
 
-    Products of equal rows differ by rounding where they stand in a matrix, so that equal centres share such keys in
-    any way. One number, normalized, is 1 or -1.
+    Products of equal rows differ by rounding, by where they stand in a matrix, so that equal centres share such
+    keys in any way. One number, normalized, is 1 or -1.
     """
     made = [getattr(case.config, name, None) for name in ("scorer", "remainder")]
     found = [scorer for scorer in made if isinstance(scorer, GaussianKMeans)]
