@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 from torch import nn
 
+from prescore.config import Routed
 from prescore.evaluation.language.choice import MethodChoice
 from prescore.evaluation.language.experiments import Scale, default_leaf, experiment_methods
 from prescore.evaluation.language.held_out import HELD_OUT, measured_after, measured_first
@@ -46,9 +47,8 @@ def stand_in(config):
     return model, SimpleNamespace(name=config["document"], document=config["document"], digest=config["digest"])
 
 
-def windows_beside(record):
+def windows_beside(record, path):
     """The sliding window of as many rows as the default read, which its record of the same text says."""
-    path = EXPERIMENTS / "language" / "default" / "records.jsonl"
     same = ("model", "document", "n_tokens")
     return [
         measured_after(other)
@@ -57,13 +57,22 @@ def windows_beside(record):
     ]
 
 
-def planned_losses(record, sinks):
-    config = record.config
+def fields_set(record):
+    """What `--set` had changed in the default."""
+    settings, usual = record.config["method"]["settings"], Routed().to_dict()
+    is_default = record.config["method"]["label"] == "default"
+    return {name: value for name, value in settings.items() if is_default and value != usual[name]}
+
+
+def planned_losses(record, path):
+    config, sinks = record.config, 4 if path.parent.name.endswith("sinks") else 0
     name, length = config["experiment"], config["n_tokens"]
     model, window = stand_in(config)
     window.tokens, window.first = range(length), config["first"]
     if name == HELD_OUT:
-        methods = [*measured_first(), *windows_beside(record)]
+        methods = [*measured_first(), *windows_beside(record, path)]
+    elif name is None:
+        methods = MethodChoice(names=("exact", "default"), overrides=fields_set(record)).methods(length)
     else:
         methods = experiment_methods(name, Scale(length, leaf=default_leaf(name, length), sinks=sinks))
     return [loss_row(model, window, method, experiment=name, seed=record.seed) for method in methods]
@@ -92,7 +101,10 @@ def planned_needles(record):
     needles = Needles(length, tuple(config["depths"]))
     return [
         needles_row(model, haystack, method, needles, sample=config["sample"], seed=record.seed)
-        for method in (asked_for(name, length=length, leaf=None) for name in ("exact", "default"))
+        for method in (
+            asked_for(name, length=length, leaf=None, overrides=fields_set(record))
+            for name in ("exact", "default")
+        )
     ]
 
 
@@ -121,7 +133,7 @@ def test_language_rows(path):
         elif record.command == "retrieval":
             planned = planned_retrievals(record)
         else:
-            planned = planned_losses(record, sinks=4 if path.parent.name.endswith("sinks") else 0)
+            planned = planned_losses(record, path)
         assert record.key in keys(record.command, planned), record.config["method"]["label"]
 
 
@@ -147,7 +159,7 @@ def test_vision_rows(path):
         assert record.key in keys(record.command, planned_images(record)), record.config["method"]
 
 
-@folders("**/speed/records.jsonl")
+@folders("**/speed/**/records.jsonl")
 def test_speed_rows(path):
     for record in read_records(path):
         config = dict(record.config)
@@ -166,7 +178,7 @@ def test_speed_rows(path):
 
 
 def test_every_committed_file_is_planned():
-    tested = ("language/*/records.jsonl", "vision/*/records.jsonl", "**/speed/records.jsonl")
+    tested = ("language/*/records.jsonl", "vision/*/records.jsonl", "**/speed/**/records.jsonl")
     tested += ("parallel/*/records.jsonl",)
     found = {path for pattern in tested for path in EXPERIMENTS.glob(pattern)}
     assert set(EXPERIMENTS.rglob("records*.jsonl")) == found

@@ -94,7 +94,7 @@ def prepared(make_call):
     return PreparedStep(make_tables(sources), Search(32.0), 0.2), query[:, :, -1:].view(2, 2, 1, 32), key, value
 
 
-def test_a_step_that_does_not_fit_is_refused(make_call, monkeypatch):
+def test_a_step_that_does_not_fit_is_refused(level, make_call, monkeypatch):
     step, query, key, value = prepared(make_call)
     step.attend(query, (key, value), 16, 200)
     monkeypatch.setattr(
@@ -116,7 +116,7 @@ def test_a_step_that_does_not_fit_is_refused(make_call, monkeypatch):
             step.attend(query, (key, value), 16, first)
 
 
-def test_every_number_of_a_step_is_set(make_call):
+def test_every_number_of_a_step_is_set(level, make_call):
     """What a field of the structure is not told is 0, which no pointer and no count may be."""
     step, query, key, value = prepared(make_call)
     step.attend(query, (key, value), 16, 200)
