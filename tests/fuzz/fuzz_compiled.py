@@ -42,7 +42,9 @@ def compiled_agrees(case):
         output, lse = case.run(inputs, mask, lse=True, backend=backend)
         found.append((inputs, output, lse))
     (own, output, lse), (others, expected, expected_lse) = found
-    budget = 64 * torch.finfo(case.dtype).eps * max(1.0, float(expected.detach().abs().max()))
+    # a sample adds what two nearly equal weights differ, for sixteen keys
+    units = 64 if learns else 1024
+    budget = units * torch.finfo(case.dtype).eps * max(1.0, float(expected.detach().abs().max()))
     apart = ~((output - expected).detach().abs().amax(-1) <= budget)
     apart |= ~(((lse - expected_lse).detach().abs() <= 1e-3) | (lse == expected_lse))
     many = f"{int(apart.sum())} of {apart.numel()} rows of compiled code differ from plain torch"
