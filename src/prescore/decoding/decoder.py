@@ -188,12 +188,6 @@ class Decoder:
         self.state = self._index = None
         self.evicted = False
 
-    def go_back(self, n_keys: int) -> None:
-        """Forget what was made of keys after the first `n_keys`, the selection included, whatever is left then."""
-        self.state = None
-        if self._index is not None:
-            self._index[1].crop(n_keys)
-
     def crop(self, n_keys: int) -> None:
         """Forget the keys after the first `n_keys`; a selection that saw none of them stays."""
         if self._index is not None:

@@ -24,6 +24,11 @@ def held(cache):
     return [{name: count for name, count in layer.items() if name != "bytes"} for layer in layers]
 
 
+def assert_goes_on_as(model, cache, other, ids):
+    own, wanted = (model(ids, past_key_values=each).logits for each in (cache, other))
+    torch.testing.assert_close(own, wanted)
+
+
 def asks_for_weights(model, cache):
     model(IDS[:, :40], past_key_values=cache, output_attentions=True)
 
@@ -53,8 +58,7 @@ def test_a_refused_forward_changes_no_cache(family, config, n_steps, refused):
             refused(model, cache)
         assert held(cache) == before
         for token in IDS[0, 5:8]:
-            own, wanted = (model(token.view(1, 1), past_key_values=c).logits for c in (cache, other))
-            torch.testing.assert_close(own, wanted)
+            assert_goes_on_as(model, cache, other, token.view(1, 1))
 
 
 def test_a_question_too_long_for_an_evicted_cache_can_be_asked_in_pieces():
@@ -66,8 +70,7 @@ def test_a_question_too_long_for_an_evicted_cache_can_be_asked_in_pieces():
         other = copy.deepcopy(cache)
         with pytest.raises(Unsupported, match="evicted"):
             model(IDS[:, :40], past_key_values=cache)
-        own, wanted = (model(IDS[:, :20], past_key_values=c).logits for c in (cache, other))
-        torch.testing.assert_close(own, wanted)
+        assert_goes_on_as(model, cache, other, IDS[:, :20])
 
 
 def test_an_eviction_is_taken_back_too():
@@ -85,8 +88,7 @@ def test_an_eviction_is_taken_back_too():
             model(IDS[:, :1], past_key_values=cache)
         hook.remove()
         assert held(cache) == held(other)
-        own, wanted = (model(IDS[:, :30], past_key_values=c).logits for c in (cache, other))
-        torch.testing.assert_close(own, wanted)
+        assert_goes_on_as(model, cache, other, IDS[:, :30])
 
 
 def test_indices_and_repeats_outside_are_refused():

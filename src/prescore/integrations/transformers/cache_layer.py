@@ -125,17 +125,14 @@ class PrescoredLayer(DynamicLayer):  # type: ignore[no-untyped-call]
 
     def mark(self) -> Callable[[], None]:
         """Remember what is held; the function that is returned goes back to it."""
-        content, n_since = self.content, 0 if self.state is None else self.state.n_since
+        content = self.content
 
         def go_back() -> None:
-            # keys and selection grow in place
             if content.rows is not None:
-                content.rows.crop(content.n_seen)
-            if content.state is not None:
-                content.state.crop(n_since)
-            self._decoder.go_back(content.n_seen)
-            self._unread = None
+                content.rows.crop(content.n_seen)  # they grow in place, and so does the selection
             self.restore(content)
+            self._decoder.crop(content.n_seen)
+            self._unread = None
 
         return go_back
 
