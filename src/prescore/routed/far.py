@@ -17,10 +17,13 @@ from torch import Tensor
 
 from prescore.ops.dropout import Dropout
 from prescore.routed.codes import Codes, coded_logits
+from prescore.routed.layout import ODD
 from prescore.routed.stand_ins import LEAST_SPREAD, MOST_KNOWN_GAIN, MOST_SPREAD, corrections
 
 REACH = 3.0
 """Deviations above a node's mean at which a key is still looked for."""
+SINK_PART = 0.1
+"""How much of the sinks' mass counts as known: trained models give them weight, and values near zero."""
 
 
 class Seen(NamedTuple):
@@ -30,7 +33,7 @@ class Seen(NamedTuple):
         key, value: `[N, D]` all rows of the lane.
         sink_key, sink_value: `[S, D]`.
         node_key, node_value: `[M, D]` means.
-        rows: `[M, L]` positions of the nodes' keys.
+        rows: `[M, L]` positions of the nodes' keys, the odd ones first.
         codes: Of what `[M, L]` keys differ from their means.
         spread: `[D, D]` covariance of keys within the nodes, pooled.
         drift: `[D, Dv]` that of keys and values.
@@ -129,24 +132,34 @@ def followed_limit(limit: Tensor, scores: Scores, seen: Seen, search: Search) ->
 
 
 def _known(scores: Scores, seen: Seen) -> Tensor:
-    """`[t, S + M]` logits of sinks, and of all keys of each node."""
+    """`[t, S + M]` logits that the limit counts: of sinks, and of all keys of each node."""
     gain = (0.5 * scores.spread.square()).clamp_max(MOST_KNOWN_GAIN)
-    return torch.cat((scores.sinks, scores.nodes + math.log(seen.rows.shape[1]) + gain), dim=1)
+    nodes = scores.nodes + math.log(seen.rows.shape[1]) + gain
+    return torch.cat((scores.sinks + math.log(SINK_PART), nodes), dim=1)
 
 
 def find_rows(query: Tensor, seen: Seen, search: Search, scores: Scores, limit: Tensor) -> Found:
-    """Which rows a block of queries `[t, D]`, already scaled, reads; `limit [t]` as `limit_of` has it."""
-    leaf = seen.rows.shape[1]
+    """Which rows a block of queries `[t, D]`, already scaled, reads; `limit [t]` as `limit_of` has it.
+
+    Every query compares the odd keys of all nodes, and the other keys of those nodes that may hold one to read.
+    """
+    (n_nodes, leaf), odd = seen.rows.shape, min(ODD, seen.rows.shape[1])
     searched = scores.nodes + search.reach * scores.spread >= limit[:, None]
-    some = searched.any(0).nonzero().squeeze(1)
-    codes = Codes(*(part.index_select(0, some).flatten(0, 1) for part in seen.codes))
-    coded = coded_logits(query, codes).unflatten(1, (-1, leaf))
-    above = scores.nodes.index_select(1, some)[..., None] + coded >= limit[:, None, None]
-    above &= searched.index_select(1, some)[..., None]
-    hits = torch.zeros_like(searched, dtype=torch.long).index_copy_(1, some, above.sum(-1))
+    looking = limit < math.inf
+
+    def reaching(nodes: Tensor, keys: slice) -> Tensor:
+        codes = Codes(*(part.index_select(0, nodes)[:, keys] for part in seen.codes))
+        coded = coded_logits(query, Codes(*(part.flatten(0, 1) for part in codes)))
+        above: Tensor = scores.nodes.index_select(1, nodes)[..., None] + coded.view(len(query), *codes.scales.shape[:2])
+        return above >= limit[:, None, None]
+
+    some, every = searched.any(0).nonzero().squeeze(1), torch.arange(n_nodes, device=query.device)
+    above = torch.zeros(len(query), n_nodes, leaf, dtype=torch.bool, device=query.device)
+    above[:, :, :odd] = reaching(every, slice(odd)) & looking[:, None, None]
+    above[:, some, odd:] = reaching(some, slice(odd, None)) & searched[:, some, None]
     asked, node, place = above.nonzero(as_tuple=True)
-    row = seen.rows[some.index_select(0, node), place]
-    return Found(asked, row, hits, searched.sum() * leaf)
+    n_searched = searched.sum() * (leaf - odd) + looking.sum() * n_nodes * odd
+    return Found(asked, seen.rows[node, place], above.sum(-1), n_searched)
 
 
 class Weighed(NamedTuple):

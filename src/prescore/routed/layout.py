@@ -17,6 +17,9 @@ from torch import Tensor
 from prescore.clustering.tree import tree_levels
 from prescore.config import Routed
 
+ODD = 16
+"""Keys of a node that lie farthest from its mean, its first ones: every query compares them."""
+
 
 @dataclass(frozen=True)
 class Layout:

@@ -10,7 +10,7 @@ from torch import Tensor
 from prescore.clustering.tree import bisection_tree
 from prescore.ops.backend import accumulation_dtype
 from prescore.routed.codes import Codes, encode_keys
-from prescore.routed.layout import Layout
+from prescore.routed.layout import ODD, Layout
 
 
 @dataclass(frozen=True, eq=False)
@@ -20,7 +20,7 @@ class Nodes:
     Gradients of means and covariances reach keys and values; rows and codes are choices.
 
     Attributes:
-        rows: `[T, M, L]` positions of the nodes' keys.
+        rows: `[T, M, L]` positions of the nodes' keys, the odd ones first.
         key: `[T, M, D]` means.
         value: `[T, M, Dv]` means.
         codes: Of what the keys differ from their means, `[T, M, L]` of them.
@@ -53,6 +53,7 @@ def build_nodes(key: Tensor, value: Tensor, layout: Layout, begin: int, n_chunks
         order = bisection_tree(points, layout.levels) if points.numel() else _in_order(span, key)
         start = torch.arange(n_chunks, device=key.device)[:, None] * layout.chunk + begin
         rows = (order + start).view(n_lanes, -1, layout.leaf)
+        rows = _odd_first(rows, take_rows(key, rows).to(wide))
     keys, values = (take_rows(t, rows).to(wide) for t in (key, value))
     mean_key, mean_value = keys.mean(2), values.mean(2)
     away, beside = (
@@ -68,6 +69,19 @@ def build_nodes(key: Tensor, value: Tensor, layout: Layout, begin: int, n_chunks
         turned @ away / layout.chunk,
         turned @ beside / layout.chunk,
     )
+
+
+def _odd_first(rows: Tensor, keys: Tensor) -> Tensor:
+    """Rows `[T, M, L]` of nodes, those first whose keys lie farthest from the mean; the others keep their order.
+
+    Lengths are compared by their leading bits, and of equal ones the earliest key is taken: so the choice is
+    hardly ever one of rounding.
+    """
+    square = (keys - keys.mean(2, keepdim=True)).square().sum(-1).to(torch.float32)
+    leading = (square.contiguous().view(torch.int32) >> 16 & 0x7FFF).to(torch.int64)
+    farthest = (leading * 2**40 - rows).topk(min(ODD, rows.shape[2]), dim=2).indices
+    odd = torch.zeros_like(rows).scatter_(2, farthest, 1)
+    return rows.gather(2, odd.argsort(dim=2, descending=True, stable=True))
 
 
 def pooled(parts: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from prescore.config import Routed
-from prescore.testing.routed_far import Far, Sizes, coded_query
+from prescore.testing.routed_far import Anyway, Far, Sizes, coded_query
 from prescore.types import Attended
 
 
@@ -164,7 +164,7 @@ class HeadTable(NamedTuple):
         shift: Padding before position 0.
         rows: `[M, L]` positions of the nodes' keys.
         keys: `[Nq, n]` keys that count by themselves.
-        searched: `[Nq, M]` nodes whose keys were compared.
+        compared: `[Nq]` of how many keys it looked at the codes.
         stand_ins: `[Nq, M]` what is added to the logits of the nodes' means; -inf = no stand-in.
         move: `[Nq, M]` how many drifts a stand-in's value lies from its node's mean.
         drift: `[Nq, Dv]`.
@@ -175,7 +175,7 @@ class HeadTable(NamedTuple):
     shift: int
     rows: Tensor
     keys: Tensor
-    searched: Tensor
+    compared: Tensor
     stand_ins: Tensor
     move: Tensor
     drift: Tensor
@@ -214,7 +214,8 @@ def make_table(sequence: Sequence, query: Tensor, key: Tensor, far: Far, scale: 
     for i in range(n_query):
         anyway = sequence.read_anyway(i)
         seen = far.first(sequence.chunks_seen(i) * 2**sequence.sizes.levels)
-        look = seen.look(scaled[i], coded[i], logits[i, anyway], sequence.config.rows)
+        is_sink = anyway.nonzero().squeeze(1) < sequence.sizes.sinks
+        look = seen.look(scaled[i], coded[i], Anyway(logits[i, anyway], is_sink), sequence.config.rows)
         keys[i] = anyway
         keys[i, seen.rows[look.read]] = True
         looks.append(look)
@@ -227,10 +228,10 @@ def make_table(sequence: Sequence, query: Tensor, key: Tensor, far: Far, scale: 
         sequence.shift,
         far.rows,
         keys,
-        table([look.searched for look in looks], n_nodes, False),
+        torch.tensor([float(look.compared.sum()) for look in looks]),
         table([look.stand_ins for look in looks], n_nodes, -math.inf),
         table([look.move for look in looks], n_nodes),
         table([look.drift for look in looks], far.beside.shape[-1]),
-        torch.tensor([float(len(look.searched)) for look in looks]),
+        torch.tensor([float(len(look.compared)) for look in looks]),
         torch.tensor([float(look.read.sum()) for look in looks]),
     )

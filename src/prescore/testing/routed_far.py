@@ -38,18 +38,25 @@ class Sizes(NamedTuple):
         return cls(config.sinks, levels, max(1, config.chunk_size // 2**levels))
 
 
+class Anyway(NamedTuple):
+    """Logits of the keys that a query reads in any case, and which of them are sinks."""
+
+    logits: Tensor
+    is_sink: Tensor
+
+
 class Look(NamedTuple):
     """What a query reads of `M` nodes of `L` keys, and how it counts the others.
 
     Attributes:
-        searched: `[M]` nodes whose keys were compared; a choice without gradients.
+        compared: `[M, L]` keys whose codes were looked at; a choice without gradients.
         read: `[M, L]` keys that count by themselves; likewise.
         stand_ins: `[M]` what the stand-ins' logits are above those of the means; -inf = all keys were read.
         move: `[M]` how many drifts the stand-ins' values lie from the means.
         drift: `[Dv]`.
     """
 
-    searched: Tensor
+    compared: Tensor
     read: Tensor
     stand_ins: Tensor
     move: Tensor
@@ -67,6 +74,7 @@ class Far:
         beside: `[M, L, Dv]` values less the mean of their node.
         codes: `[M, L, D']` what the keys are above the mean, as it is compared: whole numbers times the scale of
             their half.
+        odd: `[M, L]` the keys of each node that every query compares.
     """
 
     rows: Tensor
@@ -74,6 +82,7 @@ class Far:
     away: Tensor
     beside: Tensor
     codes: Tensor
+    odd: Tensor
 
     @classmethod
     def of(cls, key: Tensor, value: Tensor, sizes: Sizes, n_chunks: int) -> Far:
@@ -87,37 +96,53 @@ class Far:
         mean = keys.double().mean(1)
         away, beside = keys.double() - mean[:, None], values - values.mean(1, keepdim=True)
         own = keys.detach() if keys.dtype == torch.float64 else keys.detach().float()
-        return cls(places, mean, away, beside, coded_keys(own - own.mean(1, keepdim=True)))
+        apart = own - own.mean(1, keepdim=True)
+        return cls(places, mean, away, beside, coded_keys(apart), odd_keys(apart, places))
 
     def first(self, n_nodes: int) -> Far:
         """The first nodes alone."""
-        return Far(*(t[:n_nodes] for t in (self.rows, self.mean, self.away, self.beside, self.codes)))
+        return Far(*(t[:n_nodes] for t in (self.rows, self.mean, self.away, self.beside, self.codes, self.odd)))
 
-    def look(self, query: Tensor, coded: Tensor, exact: Tensor, rows: int) -> Look:
+    def look(self, query: Tensor, coded: Tensor, exact: Anyway, rows: int) -> Look:
         """What a query reads.
 
         Args:
             query: `[D]` in float64, times the scale of the logits.
             coded: `[D']` the same as it is compared.
-            exact: Logits of the keys that it reads in any case.
+            exact: What it reads in any case.
             rows: Of the configuration.
         """
         n_nodes, leaf = self.rows.shape
         if not n_nodes:
             nothing = query.new_zeros(0)
-            return Look(nothing > 0, self.rows > 0, nothing, nothing, self.beside.new_zeros(self.beside.shape[-1]))
+            none = self.rows > 0
+            return Look(none, none, nothing, nothing, self.beside.new_zeros(self.beside.shape[-1]))
         apart = self.away @ query
         deviation = apart.square().mean().clamp_min(1e-3**2).sqrt()
         drift = (apart[..., None] * self.beside).mean((0, 1))
         logits = self.mean @ query
         nodes = logits + math.log(leaf) + (deviation**2 / 2).clamp_max(4.0)
-        known = torch.cat((exact, nodes)).logsumexp(0)
+        counted = exact.logits + exact.is_sink.double() * math.log(0.1)
+        known = torch.cat((counted, nodes)).logsumexp(0)
         limit = known - math.log(2 * rows) if rows else torch.full_like(known, math.inf)
-        searched = logits + 3 * deviation >= limit
-        read = searched[:, None] & (logits[:, None] + self.codes @ coded >= limit)
+        compared = (logits + 3 * deviation >= limit)[:, None] | (self.odd & (limit < math.inf))
+        read = compared & (logits[:, None] + self.codes @ coded >= limit)
         gain, move = normal_rest(limit - logits, deviation)
         left = leaf - read.sum(1).double()
-        return Look(searched, read, left.log() + gain, move, drift)
+        return Look(compared, read, left.log() + gain, move, drift)
+
+
+def odd_keys(apart: Tensor, rows: Tensor) -> Tensor:
+    """`[M, L]` the sixteen keys of each node that lie farthest from its mean, `apart [M, L, D]`.
+
+    Squared distances are compared to eight binary digits; of equal ones the earliest key is taken.
+    """
+    odd = torch.zeros(apart.shape[:2], dtype=torch.bool)
+    for node, squares in enumerate(apart.square().sum(-1).tolist()):
+        digits = [(power, int(part * 256)) if part else (-math.inf, 0) for part, power in map(math.frexp, squares)]
+        first = sorted(range(len(squares)), key=lambda place: (digits[place], -rows[node, place]), reverse=True)
+        odd[node, first[:16]] = True
+    return odd
 
 
 def normal_rest(distance: Tensor, deviation: Tensor | float) -> tuple[Tensor, Tensor]:

@@ -59,7 +59,8 @@ static float known_mass(const Problem *p, const Work *w, int64_t t) {
  * `logits`, `move` and `along`. */
 static void sink_gradients(const Problem *p, const Gradients *g, Work *w, Tile *b, int64_t t) {
     const int64_t at = w->index[t];
-    const floats lse = splat(p->lse[at]), product = splat(g->product[at]), known = splat(known_mass(p, w, t));
+    const floats lse = splat(p->lse[at]), product = splat(g->product[at]);
+    const floats known = splat(known_mass(p, w, t) - p->log_sink_part);
     float *logits = w->logits + t * w->padded, *moves = w->move + t * w->padded, *along = b->along + t * w->padded;
     for (int64_t c = 0; c < p->sink_room; c += WIDTH) {
         const floats x = load(logits + c), weight = vexp(x - lse);

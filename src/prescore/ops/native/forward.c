@@ -106,16 +106,16 @@ void prescore_begin_tile(const Problem *p, Work *w) {
     }
 }
 
-/* From which logit on keys are read by themselves: a share of all that is known before any search. */
+/* From which logit on keys are read by themselves: a share of all that is known before any search. Sinks count little. */
 void prescore_set_limit(const Problem *p, Work *w, int64_t t) {
     const float *logits = w->logits + t * w->padded, s = w->spread[t], elsewhere = p->lse[w->index[t]];
     const float gain = 0.5f * s * s < p->most_known_gain ? 0.5f * s * s : p->most_known_gain;
-    const floats behind = splat(logf((float)p->leaf) + gain);
+    const floats behind = splat(logf((float)p->leaf) + gain), part = splat(p->log_sink_part);
     floats top = splat(elsewhere), sum = splat(0);
-    for (int64_t c = 0; c < p->sink_room; c += WIDTH) top = larger(top, load(logits + c));
+    for (int64_t c = 0; c < p->sink_room; c += WIDTH) top = larger(top, load(logits + c) + part);
     for (int64_t c = p->sink_room; c < w->columns; c += WIDTH) top = larger(top, load(logits + c) + behind);
     const floats peak = splat(largest(top));
-    for (int64_t c = 0; c < p->sink_room; c += WIDTH) sum += vexp(load(logits + c) - peak);
+    for (int64_t c = 0; c < p->sink_room; c += WIDTH) sum += vexp(load(logits + c) + part - peak);
     for (int64_t c = p->sink_room; c < w->columns; c += WIDTH) sum += vexp(load(logits + c) + behind - peak);
     w->limit[t] = peak[0] + logf(total(sum) + expf(elsewhere - peak[0])) - p->log_share;
     p->limit[w->index[t]] = w->limit[t];

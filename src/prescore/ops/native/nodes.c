@@ -93,6 +93,32 @@ static void load_points(const Rows *r, int64_t lane, int64_t row, float *to, int
     for (int64_t i = 0; i < dim; i += WIDTH) store(to + i, load_row(r, offset, i));
 }
 
+/* The longest differences from a node's mean come first, all others keep their order. Lengths are compared by their leading
+ * bits, and of equal ones the earliest key is taken: so the choice is hardly ever one of rounding. */
+static void put_odd_first(const NodeCall *c, const Bench *b, int64_t node) {
+    const int64_t dim = c->dim, leaf = c->leaf;
+    float *points = b->points + node * leaf * dim;
+    int32_t *order = b->order + node * leaf, *lengths = b->ranks, *room = b->room;
+    for (int64_t i = 0; i < leaf; i++) {
+        const float square = dot(points + i * dim, points + i * dim, dim);
+        memcpy(lengths + i, &square, sizeof square);
+        lengths[i] = lengths[i] >> 16 & 0x7fff;
+    }
+    for (int64_t k = 0; k < ODD; k++) {
+        int64_t most = 0; /* taken ones are -1 */
+        for (int64_t i = 1; i < leaf; i++)
+            if (lengths[i] > lengths[most] || (lengths[i] == lengths[most] && order[i] < order[most])) most = i;
+        lengths[most] = -1;
+    }
+    for (int64_t i = 0, odd = 0, rest = ODD; i < leaf; i++) {
+        const int64_t to = lengths[i] < 0 ? odd++ : rest++;
+        memcpy(b->moved + to * dim, points + i * dim, sizeof(float) * (size_t)dim);
+        room[to] = order[i];
+    }
+    memcpy(points, b->moved, sizeof(float) * (size_t)(leaf * dim));
+    memcpy(order, room, sizeof(int32_t) * (size_t)leaf);
+}
+
 /* The mean of a node's rows, which become differences from it. */
 static void centre(float *rows, float *mean, int64_t n, int64_t dim) {
     memset(mean, 0, sizeof(float) * (size_t)dim);
@@ -142,12 +168,15 @@ static void build_chunk(const NodeCall *c, Bench *b, int64_t lane, int64_t chunk
     const int64_t begin = c->begin + chunk * c->chunk, first = (lane * c->chunks + chunk) * each, at = lane * c->chunks + chunk;
     for (int64_t i = 0; i < c->chunk; i++) load_points(&c->key, lane, begin + i, b->points + i * dim, dim);
     bisect(c, b);
+    for (int64_t node = 0; node < each; node++) {
+        centre(b->points + node * leaf * dim, c->node_key + (first + node) * dim, leaf, dim);
+        put_odd_first(c, b, node);
+    }
     for (int64_t i = 0; i < c->chunk; i++) {
         c->rows[first * leaf + i] = (int32_t)(begin + b->order[i]);
         load_points(&c->value, lane, begin + b->order[i], b->values + i * wide, wide);
     }
     for (int64_t node = 0; node < each; node++) {
-        centre(b->points + node * leaf * dim, c->node_key + (first + node) * dim, leaf, dim);
         centre(b->values + node * leaf * wide, c->node_value + (first + node) * wide, leaf, wide);
         for (int64_t k = 0; k < leaf; k += 16)
             encode(b->points + (node * leaf + k) * dim, c->codes + ((first + node) * leaf + k) * dim / 2,

@@ -13,6 +13,7 @@
 
 #define TILE 32      /* queries that are worked off together */
 #define MOST_DIM 256 /* of keys: sums of codes in 16 bits hold no more; and of values */
+#define ODD 16       /* keys of a node that lie farthest from its mean: its first ones, compared by every query */
 #define NEAR_ROWS 256 /* that are weighed together: their weights for a tile stay in cache */
 
 enum { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2 };
@@ -37,11 +38,13 @@ typedef struct {
     const int32_t *rows;        /* [lanes, node_room, leaf]: the keys of each node */
     const uint8_t *codes;       /* [lanes, node_room, leaf / 16, dim / 8, 16, 4]: two numbers of four bits a byte */
     const float *scales;        /* [lanes, node_room, leaf / 16, 2, 16] */
+    const uint8_t *odd_codes;   /* [lanes, node_room, dim / 8, 16, 4]: those of the odd keys again, side by side */
+    const float *odd_scales;    /* [lanes, node_room, 2, 16] */
     const float *spread;        /* [lanes, pools, dim, dim]: covariance of keys within nodes */
     const float *drift;         /* [lanes, pools, dim, value_dim]: that of keys and values */
     int64_t lanes, n_query, length, dim, value_dim, leaf, sinks, sink_room, room, node_room, pools, nodes_per_pool;
     int64_t more; /* columns behind `room` that a sampled rest needs */
-    float scale, reach, log_share, most_known_gain;
+    float scale, reach, log_share, most_known_gain, log_sink_part;
     float *output, *lse; /* [lanes, n_query, value_dim], [lanes, n_query]: of what was read elsewhere; then of all */
     float *limit;        /* [lanes, n_query]: from which logit on keys are read by themselves */
     int64_t *counts;     /* keys searched, rows read */

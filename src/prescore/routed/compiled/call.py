@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 from dataclasses import dataclass
 
 import torch
@@ -22,10 +23,11 @@ from prescore.routed.compiled.checked import (
     check_tensors,
     rows_struct,
 )
+from prescore.routed.far import SINK_PART
 from prescore.routed.sources import View
 from prescore.routed.stand_ins import MOST_KNOWN_GAIN
 
-_TABLES = ("columns", "column_values", "rows", "codes", "scales", "spread", "drift")
+_TABLES = ("columns", "column_values", "rows", "codes", "scales", "odd_codes", "odd_scales", "spread", "drift")
 _RESULTS = ("output", "lse", "limit", "counts")
 _SIZES = (
     "lanes",
@@ -51,7 +53,7 @@ class FarCall(ctypes.Structure):
         *((name, RowsStruct) for name in ("query", "key", "value")),
         *((name, POINTER) for name in ("visible", "first", "stop", *_TABLES)),
         *((name, SIZE) for name in (*_SIZES, "nodes_per_pool", "more")),
-        *((name, REAL) for name in ("scale", "reach", "log_share", "most_known_gain")),
+        *((name, REAL) for name in ("scale", "reach", "log_share", "most_known_gain", "log_sink_part")),
         *((name, POINTER) for name in _RESULTS),
     )
 
@@ -59,6 +61,9 @@ class FarCall(ctypes.Structure):
 @dataclass(frozen=True, eq=False)
 class Tables:
     """Sources in the layouts of compiled code; columns, a multiple of 16, of which the first are sinks.
+
+    Codes and scales of each node's odd keys, its first sixteen, are there twice: every query compares them, and
+    side by side they stay in cache.
 
     They fit one another: what does not is refused when it is made, and not looked at again.
     """
@@ -68,6 +73,8 @@ class Tables:
     rows: Tensor
     codes: Tensor
     scales: Tensor
+    odd_codes: Tensor
+    odd_scales: Tensor
     spread: Tensor
     drift: Tensor
     sinks: int
@@ -84,6 +91,8 @@ class Tables:
                 Expected("rows", self.rows, (n_lanes, n_nodes, leaf), torch.int32),
                 Expected("codes", self.codes, (n_lanes, n_nodes, leaf // WIDTH, dim // 8, WIDTH, 4), torch.uint8),
                 Expected("scales", self.scales, (n_lanes, n_nodes, leaf // WIDTH, 2, WIDTH)),
+                Expected("odd_codes", self.odd_codes, (n_lanes, n_nodes, dim // 8, WIDTH, 4), torch.uint8),
+                Expected("odd_scales", self.odd_scales, (n_lanes, n_nodes, 2, WIDTH)),
                 Expected("spread", self.spread, (n_lanes, pools, dim, dim)),
                 Expected("drift", self.drift, (n_lanes, pools, dim, wide)),
             ]
@@ -230,5 +239,6 @@ def run(name: str, problem: FarProblem, extra: GradientBuffers | SampleBuffers |
         reach=view.search.reach,
         log_share=view.search.log_share,
         most_known_gain=MOST_KNOWN_GAIN,
+        log_sink_part=math.log(SINK_PART),
     )
     call_library(name, call, *given)

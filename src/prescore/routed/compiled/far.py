@@ -112,12 +112,16 @@ def make_tables(sources: Sources) -> Tables:
         return torch.cat((pad(sinks.float(), (0, 0, 0, sink_room - n_sinks)), pad(nodes, (0, 0, 0, fill))), dim=1)
 
     keys = columns(sources.sink_key.detach(), sources.node_key.detach())
+    codes = sources.packed if sources.packed.ndim == 6 else side_by_side(sources.packed)
+    scales = _scales_side_by_side(sources.scales)
     return Tables(
         columns=keys.unflatten(1, (-1, WIDTH)).transpose(2, 3).contiguous(),
         column_values=columns(sources.sink_value.detach(), sources.node_value.detach()),
         rows=sources.rows.to(torch.int32),
-        codes=sources.packed if sources.packed.ndim == 6 else side_by_side(sources.packed),
-        scales=_scales_side_by_side(sources.scales),
+        codes=codes,
+        scales=scales,
+        odd_codes=codes[:, :, 0].contiguous(),
+        odd_scales=scales[:, :, 0].contiguous(),
         spread=sources.spread.contiguous(),
         drift=sources.drift.contiguous(),
         sinks=n_sinks,

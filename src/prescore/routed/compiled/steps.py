@@ -6,13 +6,14 @@ A step takes a fraction of a millisecond, which looking at everything again woul
 from __future__ import annotations
 
 import ctypes
+import math
 
 import torch
 from torch import Tensor
 
 from prescore.routed.compiled.call import FarCall, Tables
 from prescore.routed.compiled.checked import call_library, check_lanes, check_row_tensor, rows_struct
-from prescore.routed.far import Search
+from prescore.routed.far import SINK_PART, Search
 from prescore.routed.stand_ins import MOST_KNOWN_GAIN
 from prescore.types import Attended
 
@@ -43,6 +44,7 @@ class PreparedStep:
             reach=search.reach,
             log_share=search.log_share,
             most_known_gain=MOST_KNOWN_GAIN,
+            log_sink_part=math.log(SINK_PART),
         )
 
     def attend(
