@@ -33,6 +33,8 @@ LSH = Lsh(block_size=4, sample_size=3, n_projections=3, alignment="rank")
 PAPER = Selected.paper("key-norm", 12, min_seq_len=0, inner=LSH)
 HASHED = Selected.paper("key-norm", 3, min_seq_len=4, inner=LSH.replace(alignment="hash"))
 ROUTED = Routed(rows=8, leaf_size=4, chunk_size=16, sinks=3, exact_until=0)
+WIDE = ROUTED.replace(leaf_size=32, chunk_size=32)
+"""Half of a node's keys are odd, the others are compared where its logits reach."""
 SEEDS = 400
 
 
@@ -223,6 +225,19 @@ def _nodes_searched_within_two_deviations(monkeypatch):
     monkeypatch.setattr(plain, "find_rows", broken)
 
 
+def _no_odd_keys(monkeypatch):
+    monkeypatch.setattr(far, "ODD", 0)
+
+
+def _nearest_keys_as_odd_ones(monkeypatch):
+    original = tables._odd_first
+    monkeypatch.setattr(tables, "_odd_first", lambda rows, keys: original(rows, keys).flip(2))
+
+
+def _sinks_count_in_full(monkeypatch):
+    monkeypatch.setattr(far, "SINK_PART", 1.0)
+
+
 def _twice_as_many_rows(monkeypatch):
     monkeypatch.setattr(lanes, "SHARE_PER_ROW", 4)
 
@@ -343,11 +358,13 @@ def _gradients():
     check_gradients(HASHED, attention_tensors(heads=2, kv_heads=1, n_keys=21, seed=2), is_causal=True)
 
 
-def _routed(is_causal=True, kind="none", dim=8, mask_seed=1):
+def _routed(is_causal=True, kind="none", dim=8, mask_seed=1, config=ROUTED, lone=1.0):
+    """`lone`: how many times as long one key of every node is."""
     sizes = {"batch": 2, "heads": 2, "kv_heads": 1, "dim": dim, "value_dim": 5}
     tensors = attention_tensors(n_keys=130, seed=6, **sizes)
+    tensors[1][:, :, 10::32] *= lone
     mask = random_mask(kind, 2, 130, seed=mask_seed)
-    return lambda: check_routed(ROUTED, tensors, is_causal=is_causal, mask=mask)
+    return lambda: check_routed(config, tensors, is_causal=is_causal, mask=mask)
 
 
 MUTATIONS = {
@@ -386,7 +403,13 @@ MUTATIONS = {
     "numbers of both halves swapped: routed": (_high_and_low_numbers_swapped, _routed()),
     "spread of one chunk, not of all: routed": (_spread_of_the_last_chunk_alone, _routed()),
     "rows that were read stay in their stand-in: routed": (_read_rows_stay_in_their_stand_in, _routed()),
-    "nodes searched within two deviations: routed": (_nodes_searched_within_two_deviations, _routed()),
+    "nodes searched within two deviations: routed": (_nodes_searched_within_two_deviations, _routed(config=WIDE)),
+    "odd keys compared no more than others: routed": (_no_odd_keys, _routed(config=WIDE, lone=4.0)),
+    "the keys nearest to the mean as odd ones: routed": (
+        _nearest_keys_as_odd_ones,
+        _routed(config=WIDE, lone=4.0),
+    ),
+    "sinks count in full in the limit: routed": (_sinks_count_in_full, _routed()),
     "limit of twice as many rows: routed": (_twice_as_many_rows, _routed()),
     "limit without what nodes gain: routed": (_known_without_the_nodes_gain, _routed()),
     "gain of a stand-in unbounded: routed": (_gain_without_a_bound, _routed()),

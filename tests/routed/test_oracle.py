@@ -19,11 +19,11 @@ SMALL = Routed(rows=8, leaf_size=4, chunk_size=16, sinks=3, exact_until=0)
 @st.composite
 def configs(draw):
     pick = lambda *values: draw(st.sampled_from(values))  # noqa: E731
-    leaf = pick(1, 2, 3, 4, 8)
+    leaf = pick(1, 3, 4, 8, 20, 24)  # beyond sixteen not all keys of a node are odd
     return Routed(
         rows=pick(0, 1, 3, 8, 40, 1000),
         leaf_size=leaf,
-        chunk_size=leaf * pick(1, 2, 3, 4) + pick(0, 1),
+        chunk_size=leaf * pick(1, 2, 3, 4 if leaf < 16 else 1) + pick(0, 1),
         sinks=pick(0, 1, 4, 20),
         exact_until=pick(0, 0, 20, 60),
     )
@@ -71,6 +71,8 @@ def test_sizes_rows_and_padding(is_causal, n_query, rows, padding):
         (3, 3, 3, 3),
         (100, 24, 24, 24),
         (6, 31, 3, 24),
+        (20, 40, 20, 40),
+        (17, 17, 17, 17),
     ],
 )
 def test_odd_sizes(leaf_size, chunk_size, leaf, chunk, is_causal):
