@@ -405,7 +405,7 @@ MUTATIONS = {
     "rows that were read stay in their stand-in: routed": (_read_rows_stay_in_their_stand_in, _routed()),
     "nodes searched within two deviations: routed": (_nodes_searched_within_two_deviations, _routed(config=WIDE)),
     "odd keys compared no more than others: routed": (_no_odd_keys, _routed(config=WIDE, lone=4.0)),
-    "the keys nearest to the mean as odd ones: routed": (
+    "the keys nearest to the mean are odd: routed": (
         _nearest_keys_as_odd_ones,
         _routed(config=WIDE, lone=4.0),
     ),

@@ -150,10 +150,9 @@ def find_rows(query: Tensor, seen: Seen, search: Search, scores: Scores, limit: 
     def reaching(nodes: Tensor, keys: slice) -> Tensor:
         codes = Codes(*(part.index_select(0, nodes)[:, keys] for part in seen.codes))
         coded = coded_logits(query, Codes(*(part.flatten(0, 1) for part in codes)))
-        above: Tensor = scores.nodes.index_select(1, nodes)[..., None] + coded.view(
-            len(query), *codes.scales.shape[:2]
-        )
-        return above >= limit[:, None, None]
+        apart = limit[:, None] - scores.nodes.index_select(1, nodes)
+        above: Tensor = coded.view(len(query), *codes.scales.shape[:2]) >= apart[..., None]
+        return above
 
     some, every = searched.any(0).nonzero().squeeze(1), torch.arange(n_nodes, device=query.device)
     above = torch.zeros(len(query), n_nodes, leaf, dtype=torch.bool, device=query.device)
