@@ -1,13 +1,14 @@
 """Errors of one layer's output when far rows are found by four-bit codes and stand-ins know their spread.
 
     python errors.py HEADS [HEADS ...] [--chunk 256] [--leaf 128] [--share 1024] [--reach 3.0]
-    python errors.py HEADS --codes keys                # what was tried: codes of the keys themselves,
+    python errors.py HEADS --odd 0 --sink-part 1       # what was tried: no odd keys, sinks counted in full,
+    python errors.py HEADS --codes keys                # codes of the keys themselves,
     python errors.py HEADS --codes keys --limits 2     # a second limit from what the first one finds,
     python errors.py HEADS --lift 1                    # coded logits lifted by deviations of their own error
 
 HEADS are safetensors files with `query [1, Hq, N, D]`, `key` and `value [1, Hkv, N, D]` behind RoPE. For 64
 positions behind 4200 every far key is behind nodes, everything else is exact. Prints the relative squared error
-(mean over heads, worst head), the share of nodes searched, and rows read. Without options it is what `Routed()`
+(mean over heads, worst head), the share of far keys compared, and rows read. Without options it is what `Routed()`
 does, whose `share` is twice its `rows`; `prescore.routed.far` is the library's own definition. README.md says
 what the parts are.
 """
@@ -73,7 +74,7 @@ def coded_logits(q: Tensor, node: Tensor, members: Tensor, mean: Tensor, options
 def one_head(
     query: Tensor, key: Tensor, value: Tensor, options: argparse.Namespace
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Errors, searched shares and rows of the query heads `[G, N, D]` of one key head."""
+    """Errors, shares of keys compared and rows of the query heads `[G, N, D]` of one key head."""
     n_keys, dim = key.shape
     position = torch.linspace(4200, n_keys - 1, 64).long()
     q = query[:, position] * dim**-0.5
@@ -91,6 +92,7 @@ def one_head(
     behind = torch.zeros(len(position), n_keys, dtype=torch.bool)
     behind[:, flat] = far.repeat_interleave(options.leaf, -1)
     near = logits.masked_fill(behind, -math.inf)
+    counted = near + math.log(options.sink_part) * (torch.arange(n_keys) < SINKS)
 
     mean_key, mean_value = key[rows].mean(1), value[rows].mean(1)
     away, beside = key[rows] - mean_key[:, None], value[rows] - mean_value[:, None]
@@ -103,11 +105,14 @@ def one_head(
     node = q @ mean_key.T
     gain = (0.5 * spread**2).clamp_max(options.known_gain)
     mass = (node + math.log(options.leaf) + gain).masked_fill(~far, -math.inf).logsumexp(-1)
-    known = torch.logaddexp(near.logsumexp(-1), mass)
+    known = torch.logaddexp(counted.logsumexp(-1), mass)
     limit = (known - math.log(options.share))[..., None]
     searched = (node + options.reach * spread >= limit) & far
+    odd = torch.zeros(rows.shape, dtype=torch.bool)
+    odd.scatter_(1, away.square().sum(-1).topk(options.odd, dim=1).indices, True)
+    compared = ((searched[..., None] | odd) & far[..., None]).flatten(-2)
     coded = coded_logits(q, node, key[rows], mean_key, options)
-    read = searched.repeat_interleave(options.leaf, -1) & (coded >= limit)
+    read = compared & (coded >= limit)
     if options.limits == 2:
         found = coded.masked_fill(~read, -math.inf).logsumexp(-1)
         limit = torch.maximum(limit, (torch.logaddexp(known, found) - math.log(options.share))[..., None])
@@ -122,7 +127,8 @@ def one_head(
     local, found, stood = weights.split((n_keys, len(flat), len(rows)), -1)
     output = local @ value + found @ value[flat] + stood @ mean_value + (stood * move).sum(-1)[..., None] * drift
     error = (output - exact).square().sum((-1, -2)) / exact.square().sum((-1, -2))
-    return error, searched.sum(-1).float().mean(-1) / far.sum(-1).float().mean(), read.sum(-1).float().mean(-1)
+    n_far = far.sum(-1).float().mean() * options.leaf
+    return error, compared.sum(-1).float().mean(-1) / n_far, read.sum(-1).float().mean(-1)
 
 
 def main() -> None:
@@ -133,6 +139,8 @@ def main() -> None:
     parser.add_argument("--leaf", type=int, default=128)
     parser.add_argument("--share", type=float, default=1024.0)
     parser.add_argument("--reach", type=float, default=3.0)
+    parser.add_argument("--odd", type=int, default=16)
+    parser.add_argument("--sink-part", type=float, default=0.1)
     parser.add_argument("--codes", choices=("differences", "keys"), default="differences")
     parser.add_argument("--known-gain", type=float, default=MOST_KNOWN_GAIN)
     parser.add_argument("--limits", type=int, choices=(1, 2), default=1)
@@ -142,10 +150,10 @@ def main() -> None:
         tensors = {name: tensor.float()[0] for name, tensor in load_file(path).items()}
         groups = tensors["query"].unflatten(0, (tensors["key"].shape[0], -1))
         parts = [one_head(*head, options) for head in zip(groups, tensors["key"], tensors["value"], strict=True)]
-        error, searched, rows = (torch.cat(figures) for figures in zip(*parts, strict=True))
+        error, compared, rows = (torch.cat(figures) for figures in zip(*parts, strict=True))
         print(  # noqa: T201
             f"{path.stem}: error {error.mean():.5f}, worst head {error.max():.4f}, "
-            f"nodes searched {searched.mean():.3f}, rows {rows.mean():.0f}"
+            f"keys compared {compared.mean():.3f}, rows {rows.mean():.0f}"
         )
 
 
