@@ -65,7 +65,7 @@ typedef struct {
     float query[TILE * MOST_DIM], drift[TILE * MOST_DIM], moment[TILE * MOST_DIM];
     int8_t code[TILE * MOST_DIM];
     int32_t code_sum[TILE * 2];
-    float code_scale[TILE], spread[TILE], limit[TILE];
+    float code_scale[TILE], per_code[TILE], spread[TILE], limit[TILE]; /* per_code: 1 / code_scale */
     int32_t n_found[TILE];
     float *logits;     /* [TILE, padded] of columns; later their weights */
     float *move;       /* [TILE, padded]: how far a stand-in's value goes along the drift */

@@ -39,7 +39,7 @@ INLINE void search_codes(const Problem *p, Work *w, int64_t node, const Keys *ke
             q[j] = w->code + t * dim;
             memcpy(sums[j], w->code_sum + 2 * t, sizeof sums[j]);
             /* codes are of what a key differs from the mean */
-            limits[j] = (w->limit[t] - w->logits[t * w->padded + column]) / w->code_scale[t];
+            limits[j] = (w->limit[t] - w->logits[t * w->padded + column]) * w->per_code[t];
         }
         for (int64_t b = 0; b < keys->blocks; b++) {
             floats low[AT_ONCE][PER_BLOCK], high[AT_ONCE][PER_BLOCK];
@@ -76,6 +76,7 @@ void prescore_find_rows(const Problem *p, Work *w) {
     int64_t searched = 0;
     for (int64_t t = 0; t < w->n; t++) {
         least[t] = w->limit[t] - p->reach * w->spread[t];
+        w->per_code[t] = 1.0f / w->code_scale[t];
         looking[n_looking] = (int)t;
         n_looking += w->limit[t] < INFINITY;
         w->n_found[t] = 0;
