@@ -41,7 +41,7 @@ class Reads(NamedTuple):
         stood: `[M]` weight of each stand-in, for one of the keys it carries.
         carried: Weight of all stand-ins together.
         limit: The weight from which on a key is read.
-        searched: Share of the nodes that were searched.
+        compared: Share of the far keys whose codes were compared.
         error: Relative error of the output.
     """
 
@@ -53,7 +53,7 @@ class Reads(NamedTuple):
     stood: Tensor
     carried: float
     limit: float
-    searched: float
+    compared: float
     error: float
 
 
@@ -100,7 +100,7 @@ def read_by(query: Tensor, key: Tensor, value: Tensor, config: Routed) -> Reads:
         stood=stood / left,
         carried=float(stood.sum()),
         limit=float(torch.exp(limit[0] - lse)),
-        searched=float(found.n_searched) / nodes.rows.numel(),
+        compared=float(found.n_searched) / nodes.rows.numel(),
         error=float(error),
     )
 
@@ -137,7 +137,7 @@ def draw(axes: Any, reads: Reads, title: str, chunk: int) -> None:
         reads.stood.clamp_min(LEAST), reads.nodes, reads.nodes + chunk, color=COLOURS[7], lw=1, label=label
     )
     axes.axhline(reads.limit, color=COLOURS[1], lw=1, ls="--", label="limit from which on keys are read")
-    about = f"{reads.searched:.0%} of the nodes searched, output off by {reads.error:.1%}"
+    about = f"{reads.compared:.0%} of the far keys compared, output off by {reads.error:.1%}"
     axes.set(title=f"{title}: {about}", yscale="log", ylim=(LEAST / 2, 1.5), ylabel="weight of a key")
     axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=8)
 
