@@ -1,10 +1,10 @@
 r"""Loss above exact attention on SmolLM2-135M with all layers routed, second half of the window.
 
     python experiments/routed/loss.py BOOK.txt --start 200000 --length 8192 \
-        --settings rows=512 rows=512,leaf_size=64 rows=512,reach=2.5 rows=512,share=4 rows=512,margin=1
+        --settings rows=512 rows=512,leaf_size=64 rows=512,reach=2.5 rows=512,share=4
 
 Fields are those of `prescore.Routed`. `share` sets how many times `rows` the share of
-`prescore.routed.far.Search` is (2 as shipped), `reach` and `margin` set its other two fields. Instead of --start,
+`prescore.routed.far.Search` is (2 as shipped), `reach` sets its other field. Instead of --start,
 `--windows 4 --window 2` takes the third of four windows as `prescore perplexity --windows 4` does; a document of
 the default corpus goes by its name (`python-reference`). Figures beside the loss are means over layers and routed
 queries: keys searched, rows read.
@@ -64,15 +64,15 @@ def logits_with(language_model: LanguageModel, tokens: Tensor, attend: Attend | 
         undo()
 
 
-def searching(share: float, reach: float, margin: float) -> Callable[[Routed], Search]:
+def searching(share: float, reach: float) -> Callable[[Routed], Search]:
     """In place of `prescore.routed.lanes.search_of`."""
-    return lambda config: Search(share * config.rows, reach, margin)
+    return lambda config: Search(share * config.rows, reach)
 
 
 def configured(setting: str) -> Routed:
     """The configuration of `name=value,...`; what is looked for is changed as it says."""
     fields = dict(field.split("=") for field in setting.split(","))
-    usual = {"share": lanes.SHARE_PER_ROW, "reach": REACH, "margin": 0.0}
+    usual = {"share": lanes.SHARE_PER_ROW, "reach": REACH}
     lanes.search_of = searching(**{name: float(fields.pop(name, value)) for name, value in usual.items()})
     return Routed(**{name: int(value) for name, value in fields.items()})
 

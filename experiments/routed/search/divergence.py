@@ -1,12 +1,13 @@
 """How far the default moves a language model's next-token distributions, in texts that constants were chosen on.
 
     python divergence.py BOOK.txt [--length 8192] [--texts 4] [--part 0.38] [--threads 1]
-    python divergence.py BOOK.txt --sink-part 1 --reach 4 --rows 1024      # other constants
+    python divergence.py BOOK.txt --sink-part 1 --reach 4 --rows 1024      # other constants; a part above 0
 
-Texts are those of `prescore retrieval --task many-needles` with the seed 101, made of the first part of a book: no
-reported window of `prescore perplexity --experiment default` lies there. Prints the mean divergence (Kullback and
-Leibler's, in nats) of the default's distributions from exact attention's, over the answers to all needles and over
-every sixteenth position in the second half of the text; losses of a few answers are far noisier.
+Texts are those of `prescore retrieval --task many-needles` with the seed 101, made of the first part of a book;
+the four of *Moby-Dick* touch no reported window of `prescore perplexity --experiment default`. Prints the mean
+divergence (Kullback and Leibler's, in nats) of the default's distributions from exact attention's, over the
+answers to all needles and over every sixteenth position in the second half of the text; losses of a few answers
+are far noisier.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from prescore.evaluation.language.measured import measured_attention
 from prescore.evaluation.language.methods import LanguageMethod, exact, prescored
 from prescore.evaluation.language.model import LanguageModel, load_language_model
 from prescore.routed import decode, far, lanes
-from prescore.routed.compiled import call
+from prescore.routed.compiled import call, steps
 
 SEED = 101
 
@@ -35,7 +36,7 @@ def set_constants(reach: float, sink_part: float) -> None:
     """In place of those that the library has."""
     usual = lanes.search_of
     lanes.search_of = decode.search_of = lambda config: replace(usual(config), reach=reach)
-    far.SINK_PART = call.SINK_PART = sink_part
+    far.SINK_PART = call.SINK_PART = steps.SINK_PART = sink_part
 
 
 def distributions(

@@ -2,7 +2,7 @@
 
 The caller owns keys and values and passes all of them; the index holds what was derived from them. New tokens stay
 in the exactly read local part until their chunk is far enough behind, then it becomes nodes. A step costs
-stand-ins, codes of the nodes it searches, and the rows it reads, not the length of the sequence.
+stand-ins, codes of odd keys and of the nodes it searches, and the rows it reads.
 """
 
 from __future__ import annotations

@@ -139,10 +139,18 @@ def odd_keys(apart: Tensor, rows: Tensor) -> Tensor:
     """
     odd = torch.zeros(apart.shape[:2], dtype=torch.bool)
     for node, squares in enumerate(apart.square().sum(-1).tolist()):
-        digits = [(power, int(part * 256)) if part else (-math.inf, 0) for part, power in map(math.frexp, squares)]
-        first = sorted(range(len(squares)), key=lambda place: (digits[place], -rows[node, place]), reverse=True)
+        ranks = [(_digits(square), -row) for square, row in zip(squares, rows[node].tolist(), strict=True)]
+        first = sorted(range(len(ranks)), key=lambda place: ranks[place], reverse=True)
         odd[node, first[:16]] = True
     return odd
+
+
+def _digits(number: float) -> tuple[float, int]:
+    """Power and first eight binary digits; what float32 cannot hold is as large as anything."""
+    part, power = math.frexp(number)
+    if not number <= torch.finfo(torch.float32).max:
+        return math.inf, 0
+    return (power, int(part * 256)) if part else (-math.inf, 0)
 
 
 def normal_rest(distance: Tensor, deviation: Tensor | float) -> tuple[Tensor, Tensor]:

@@ -1,11 +1,11 @@
 """Routed attention to a tolerance: what is left of a node is sampled instead of modelled, and queries read on.
 
-Every node is searched, and one key of every sixteen of a node, in tree order, stands for those that are not read
-by themselves: a nearly unbiased estimate with a measured spread, where a stand-in's bias could not be known. The
-samples come first, and say how light the keys must be that a query looks for; one whose error bar is too wide all
-the same looks again for lighter ones. A query that no search serves, or that is over the tolerance at last, reads
-everything. Which keys are sampled depends on the seed and on their node's number alone: draws are the same in
-pieces of a prompt, in single steps, and in any batch.
+Every node is searched, and one key of every sixteen of a node (its odd keys, then the others in tree order) stands
+for those that are not read by themselves: a nearly unbiased estimate with a measured spread, where the bias of a
+stand-in could not be known. The samples come first, and say how light the keys must be that a query looks for; one
+whose error bar is too wide all the same looks again for lighter ones. A query that no search serves, or that is
+over the tolerance at last, reads everything. Which keys are sampled depends on the seed and on their node's number
+alone: draws are the same in pieces of a prompt, in single steps, and in any batch.
 """
 
 from __future__ import annotations
