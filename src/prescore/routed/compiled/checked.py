@@ -34,6 +34,11 @@ class Expected(NamedTuple):
     dtype: torch.dtype = torch.float32
 
 
+def real_numbers(*shape: int) -> Tensor:
+    """Room for what compiled code writes; torch's default dtype and device have no say in it."""
+    return torch.empty(shape, dtype=torch.float32, device="cpu")
+
+
 def check_tensors(expected: Sequence[Expected]) -> None:
     """Refuse a tensor that compiled code could read or write outside of."""
     for name, tensor, shape, dtype in expected:

@@ -14,7 +14,7 @@ from prescore.ops.backend import Backend
 from prescore.ops.native import library
 from prescore.routed.compiled.buffers import GradientBuffers
 from prescore.routed.compiled.call import FarProblem, Tables, run
-from prescore.routed.compiled.checked import MOST_DIM, TYPES, WIDTH
+from prescore.routed.compiled.checked import MOST_DIM, TYPES, WIDTH, real_numbers
 from prescore.routed.sources import Sources, View
 from prescore.types import Attended
 
@@ -62,8 +62,8 @@ def attend_near_compiled(query: Tensor, sources: Sources, view: View) -> Attende
 def _results(query: Tensor, sources: Sources) -> tuple[Attended, Tensor, Tensor]:
     """Room for outputs and lse, for limits (infinite where nothing is far), and for counts."""
     shape = query.shape[:3]
-    whole = Attended(torch.empty(*shape, sources.value.shape[-1]), torch.empty(shape))
-    return whole, torch.full(shape, torch.inf), torch.zeros(2, dtype=torch.long)
+    whole = Attended(real_numbers(*shape, sources.value.shape[-1]), real_numbers(*shape))
+    return whole, real_numbers(*shape).fill_(torch.inf), torch.zeros(2, dtype=torch.long, device="cpu")
 
 
 def attend_compiled_backward(
@@ -75,7 +75,7 @@ def attend_compiled_backward(
         `[T, G, Q]`, the gradient of each query's limit, which the near part has a share in.
     """
     tables = make_tables(sources)
-    counts = torch.zeros(2, dtype=torch.long)
+    counts = torch.zeros(2, dtype=torch.long, device="cpu")
     grads = grad.to(torch.float32).contiguous()
     product = (grads * merged.output).sum(-1)
     column_keys = tables.columns.transpose(2, 3).flatten(1, 2).contiguous()
@@ -83,7 +83,7 @@ def attend_compiled_backward(
     turned_drift = tables.drift.transpose(2, 3).contiguous()
     grad_limit = torch.zeros_like(limit)
     like = (sources.key, sources.value, column_keys, tables.column_values, tables.spread, tables.drift)
-    parts = tuple(torch.zeros(_PARTS, *t.shape, dtype=torch.float32) for t in like)
+    parts = tuple(real_numbers(_PARTS, *t.shape).zero_() for t in like)
     more = GradientBuffers(grads, product, column_keys, value_columns, turned_drift, sums[0], grad_limit, parts)
     # the output is not looked at
     problem = FarProblem(query, sources.key, sources.value, tables, view, grads, merged.lse, limit, counts)

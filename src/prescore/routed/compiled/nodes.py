@@ -18,6 +18,7 @@ from prescore.routed.compiled.checked import (
     RowsStruct,
     call_library,
     check_lanes,
+    real_numbers,
     rows_struct,
 )
 from prescore.routed.compiled.far import level_for
@@ -52,11 +53,11 @@ def build_nodes_compiled(key: Tensor, value: Tensor, layout: Layout, begin: int,
     check_lanes(key, value, n_lanes, leaf)
     if begin < 0 or begin + n_chunks * layout.chunk > n_keys or layout.chunk != leaf << layout.levels:
         raise ValueError(f"chunks must lie within {n_keys} keys, got {n_chunks} from {begin} on")
-    rows = torch.empty(n_lanes, n_nodes, leaf, dtype=torch.int32)
-    means = [torch.empty(n_lanes, n_nodes, size) for size in (dim, wide)]
-    codes = torch.empty(n_lanes, n_nodes, leaf // WIDTH, dim // 8, WIDTH, 4, dtype=torch.uint8)
-    scales = torch.empty(n_lanes, n_nodes, leaf // WIDTH, 2, WIDTH)
-    spread, drift = (torch.empty(n_lanes, n_chunks, dim, size) for size in (dim, wide))
+    rows = torch.empty(n_lanes, n_nodes, leaf, dtype=torch.int32, device="cpu")
+    means = [real_numbers(n_lanes, n_nodes, size) for size in (dim, wide)]
+    codes = torch.empty(n_lanes, n_nodes, leaf // WIDTH, dim // 8, WIDTH, 4, dtype=torch.uint8, device="cpu")
+    scales = real_numbers(n_lanes, n_nodes, leaf // WIDTH, 2, WIDTH)
+    spread, drift = (real_numbers(n_lanes, n_chunks, dim, size) for size in (dim, wide))
     where = [rows_struct(t) for t in (key, value)]
     made = (rows, *means, codes, scales, spread, drift)
     names = ("rows", "node_key", "node_value", "codes", "scales", "spread", "drift")

@@ -23,7 +23,7 @@ def attend_sampled_compiled(
     tables = make_tables(sources)
     n_lanes = query.shape[0]
     each = tables.rows.shape[2] // WIDTH
-    drawn = (draws.places[:, None] + torch.arange(each) * WIDTH).expand(n_lanes, -1, -1)
+    drawn = (draws.places[:, None] + torch.arange(each, device="cpu") * WIDTH).expand(n_lanes, -1, -1)
     rows = sources.rows.gather(2, drawn).flatten(1).long()
     more = -(-rows.shape[1] // WIDTH) * WIDTH
     keys, values = (
@@ -44,7 +44,7 @@ def attend_sampled_compiled(
     variance, fourth, overlap, limit = (torch.zeros_like(lse) for _ in range(4))
     aim, active = draws.aim.to(torch.float32).contiguous(), draws.active.to(torch.uint8).contiguous()
     further = torch.zeros_like(active)
-    counts = torch.zeros(2, dtype=torch.long)
+    counts = torch.zeros(2, dtype=torch.long, device="cpu")
     given = active, aim, place, columns, values, apart, usual, coarse, signs, shadows
     samples = SampleBuffers(*given, variance, fourth, overlap, further, draws.allowed)
     problem = FarProblem(query, sources.key, sources.value, tables, view, output, lse, limit, counts)

@@ -8,11 +8,10 @@ from __future__ import annotations
 import ctypes
 import math
 
-import torch
 from torch import Tensor
 
 from prescore.routed.compiled.call import FarCall, Tables
-from prescore.routed.compiled.checked import call_library, check_lanes, check_row_tensor, rows_struct
+from prescore.routed.compiled.checked import call_library, check_lanes, check_row_tensor, real_numbers, rows_struct
 from prescore.routed.far import SINK_PART, Search
 from prescore.routed.stand_ins import MOST_KNOWN_GAIN
 from prescore.types import Attended
@@ -63,7 +62,7 @@ class PreparedStep:
         """
         (key, value), (n_lanes, group) = rows, query.shape[:2]
         self._check(query, key, value, n_nodes, first)
-        output, lse, limit = torch.empty(n_lanes, group, 1, value.shape[-1]), *torch.empty(2, n_lanes, group, 1)
+        output, lse, limit = (real_numbers(n_lanes, group, 1, *more) for more in ((value.shape[-1],), (), ()))
         for numbers, number in ((self._visible, n_nodes), (self._first, first), (self._stop, key.shape[2])):
             numbers[:] = [number] * n_lanes
         self._counts[:] = [0, 0]

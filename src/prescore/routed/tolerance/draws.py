@@ -32,7 +32,7 @@ SHADOWS = 8
 def projection(value_dim: int, device: torch.device) -> Tensor:
     """`[SHADOWS, Dv]` of random signs, the same in every call."""
     drawn = torch.randint(2, (SHADOWS, value_dim), generator=torch.Generator().manual_seed(0))
-    return (2.0 * drawn - 1).to(device)
+    return (2 * drawn - 1).to(device, torch.float32)
 
 
 def sample_places(n_nodes: int, leaf: int, seed: int, device: torch.device) -> Tensor:

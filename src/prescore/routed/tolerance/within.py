@@ -95,7 +95,8 @@ def attend_within(
     attend = attend_sampled_compiled if can_run(query, sources, view) else attend_sampled_plain
     view = replace(view, search=Search(max(1.0, view.search.share)))
     places = sample_places(sources.rows.shape[1], sources.rows.shape[2], seed, query.device)
-    guessed = longest_error(torch.tensor(DIRECTIONS), torch.tensor(FREEDOM), confidence)
+    directions, freedom = torch.tensor((DIRECTIONS, FREEDOM), dtype=torch.float32)
+    guessed = longest_error(directions, freedom, confidence)
     allowed = float(AIMED_AT * tolerance / guessed) ** 2
     aim, again = torch.full_like(near.lse, torch.inf), torch.ones_like(near.lse, dtype=torch.bool)
     whole, counts = attend(query, sources, view, near, Draws(places, again, aim, allowed))
