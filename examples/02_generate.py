@@ -6,7 +6,7 @@ python examples/02_generate.py [a folder of transformers, a GGUF file or a name 
 import sys
 
 import prescore
-from prescore.integrations.offline_model import load_model
+from prescore.bench.offline import load_model
 
 model, tokenizer = load_model(sys.argv[1] if len(sys.argv) > 1 else "smollm2")
 text = "Call me Ishmael. Some years ago, never mind how long precisely, I went to sea. " * 15

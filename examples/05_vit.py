@@ -5,7 +5,7 @@ import warnings
 import torch
 
 import prescore
-from prescore.integrations.timm_import import import_timm
+from prescore.integrations.torchvision import import_timm
 
 timm = import_timm()
 torch.manual_seed(0)

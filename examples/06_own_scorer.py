@@ -29,7 +29,7 @@ class Surprise(prescore.Scorer):
 
 
 if __name__ == "__main__":
-    from prescore.testing.scorer_contract import check_scorer
+    from prescore.testing import check_scorer
 
     check_scorer("surprise")
     torch.manual_seed(0)

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
+from oracles.budgets import assert_within, error_budget
+from oracles.inputs import attention_tensors
 
 import prescore
 from prescore import Exact, Hyper, KMeans, Lsh, Routed, Selected
-from prescore.testing.budgets import assert_within, error_budget
-from prescore.testing.inputs import attention_tensors
 
 LSH = Lsh(block_size=4, sample_size=5, n_projections=3, alignment="rank")
 CONFIGS = {
@@ -263,7 +263,7 @@ def test_no_configuration_is_the_default_and_a_selection_alone_is_read_exactly()
 
 
 def test_submodules_are_found_from_the_package():
-    assert prescore.integrations.offline_model is not None
+    assert prescore.bench.offline is not None
     assert prescore.testing is not None
     assert issubclass(prescore.errors.Unsupported, ValueError)
     for module in (prescore, prescore.integrations):

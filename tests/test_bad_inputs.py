@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from oracles.inputs import attention_tensors
 
 import prescore
 from prescore import (
@@ -23,7 +24,6 @@ from prescore import (
     config_from_dict,
 )
 from prescore.config import check_config
-from prescore.testing.inputs import attention_tensors
 
 QUERY, KEY, VALUE = attention_tensors(batch=2, heads=4, kv_heads=2, n_query=5, n_keys=9, dim=4, value_dim=3)
 WITH_NAN = KEY.clone()

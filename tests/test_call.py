@@ -4,13 +4,13 @@ import math
 
 import pytest
 import torch
+from oracles.budgets import assert_within
+from oracles.dense import dense_attention, full_weights
+from oracles.inputs import attention_tensors
 
 import prescore
-import prescore.api.engines
+import prescore.attention
 from prescore import Exact, Hyper, Lsh, Routed, Selected
-from prescore.testing.budgets import assert_within
-from prescore.testing.dense import dense_attention, full_weights
-from prescore.testing.inputs import attention_tensors
 
 READS_ALL = {
     "exact": Exact(),
@@ -83,13 +83,13 @@ def test_a_padded_query_has_the_gradient_of_exact_attention():
 
 def test_leading_padding_asks_for_nothing_more(monkeypatch):
     asked = []
-    original = prescore.api.engines.routed.attend_routed
+    original = prescore.attention.routed.attend_routed
 
     def attend(call, config, *, explain=False):
         asked.append(call.n_query if call.query_valid is None else int(call.query_valid.sum()))
         return original(call, config, explain=explain)
 
-    monkeypatch.setattr(prescore.api.engines.routed, "attend_routed", attend)
+    monkeypatch.setattr(prescore.attention.routed, "attend_routed", attend)
     for ends, expected in (([(7, 40), (0, 40)], [73]), ([(7, 38), (0, 40)], [71, 2])):
         asked.clear()
         query, key, value = attention_tensors(batch=2, n_keys=40)

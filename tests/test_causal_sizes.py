@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from prescore import Lsh, Selected, prescored_attention
-from prescore.causal_sizes import largest_block
+from prescore.bench.language.experiments import largest_block
 
 
 @pytest.mark.parametrize(("n", "leaf"), [(64, 8), (65, 8), (63, 8), (100, 12), (16, 16), (10, 16), (17, 16)])

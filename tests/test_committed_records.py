@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from prescore import config_from_dict
-from prescore.records import read_records
+from prescore.bench.records import read_records
 
 ROOT = Path(__file__).parent.parent
 FILES = sorted((ROOT / "experiments").rglob("records*.jsonl"))

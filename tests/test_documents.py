@@ -119,7 +119,7 @@ def command_lines(text):
 def options_of_commands():
     """Subcommands and the options that each takes."""
     typer = pytest.importorskip("typer", reason="the command line needs the extra eval")
-    application = typer.main.get_command(importlib.import_module("prescore.cli.main")._build())
+    application = typer.main.get_command(importlib.import_module("prescore.bench.cli.main")._build())
     return {
         name: {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
         for name, command in application.commands.items()

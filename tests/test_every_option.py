@@ -12,13 +12,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from oracles.inputs import attention_tensors
 
 import prescore
 from prescore import Coupling, Exact, Hyper, KMeans, Lsh, Routed, Selected, config, config_from_dict
 from prescore.registry import get_scorer
-from prescore.scorers.base import Scorer
-from prescore.scorers.rules import RULES
-from prescore.testing.inputs import attention_tensors
+from prescore.scoring.base import Scorer
+from prescore.scoring.rules import RULES
 
 SCORERS = [get_scorer(name) for name in prescore.list_scorers()]
 PARTS = {Lsh, Coupling}

@@ -12,7 +12,7 @@ import pytest
 
 import prescore.registry
 from prescore.baselines import REGISTERED
-from prescore.integrations.offline_model import smollm2_file
+from prescore.bench.offline import smollm2_file
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"

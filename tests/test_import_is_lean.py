@@ -13,7 +13,7 @@ HEAVY = ("transformers", "timm", "matplotlib", "sklearn")
     [
         ("import prescore", (*HEAVY, "typer", "rich")),
         ("import prescore; prescore.Selected", (*HEAVY, "typer", "rich")),
-        ("import prescore.cli.main as m; m.main(['--help'])", (*HEAVY, "torch")),
+        ("import prescore.bench.cli.main as m; m.main(['--help'])", (*HEAVY, "torch")),
     ],
     ids=["import", "config", "help"],
 )

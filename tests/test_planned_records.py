@@ -6,26 +6,20 @@ from types import SimpleNamespace
 import pytest
 from torch import nn
 
+from prescore.bench.language.experiments import MethodChoice, Scale, default_leaf, experiment_methods
+from prescore.bench.language.held_out import HELD_OUT, measured_after, measured_first
+from prescore.bench.language.methods import asked_for
+from prescore.bench.language.needles import TASK, Needles, needles_row
+from prescore.bench.language.perplexity import loss_row
+from prescore.bench.language.retrieval import Question, retrieval_row
+from prescore.bench.records import read_records, row_key
+from prescore.bench.speed.heads import HeadsSetting, LayerSetting, SavedHeads, heads_row, layer_rows, measure_parts
+from prescore.bench.speed.studies import DecodeSetting, ParallelSetting, decode_rows, parallel_row
+from prescore.bench.speed.timing import Setting, length_rows
+from prescore.bench.vision.accuracy import Grid, Study, study_rows
+from prescore.bench.vision.coverage import CoverageGrid, VisionSubject, coverage_rows
+from prescore.bench.vision.models import Preprocessing, VisionModel
 from prescore.config import Routed
-from prescore.evaluation.language.choice import MethodChoice
-from prescore.evaluation.language.experiments import Scale, default_leaf, experiment_methods
-from prescore.evaluation.language.held_out import HELD_OUT, measured_after, measured_first
-from prescore.evaluation.language.many_needles import TASK, Needles, needles_row
-from prescore.evaluation.language.methods import asked_for
-from prescore.evaluation.language.perplexity import loss_row
-from prescore.evaluation.language.retrieval import Question, retrieval_row
-from prescore.evaluation.speed.decode import DecodeSetting, decode_rows
-from prescore.evaluation.speed.heads import HeadsSetting, heads_row
-from prescore.evaluation.speed.layer_inputs import LayerSetting, layer_rows
-from prescore.evaluation.speed.parallel import ParallelSetting, parallel_row
-from prescore.evaluation.speed.parts import measure_parts
-from prescore.evaluation.speed.saved_heads import SavedHeads
-from prescore.evaluation.speed.timing import Setting, length_rows
-from prescore.evaluation.vision.accuracy import Grid, Study, study_rows
-from prescore.evaluation.vision.coverage import CoverageGrid, VisionSubject, coverage_rows
-from prescore.evaluation.vision.data import Preprocessing
-from prescore.evaluation.vision.models import VisionModel
-from prescore.records import read_records, row_key
 
 EXPERIMENTS = Path(__file__).parent.parent / "experiments"
 ON_RANKS = MethodChoice(names=("kmeans", "default"))

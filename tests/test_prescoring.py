@@ -2,9 +2,9 @@ import pytest
 import torch
 
 from prescore import GaussianKMeans, KeyNorm, KMeans, KMedian, Leverage, Selected
-from prescore.prescoring import score_keys, select_keys
 from prescore.rng import Streams
-from prescore.scorers.base import as_scorer
+from prescore.scoring.base import as_scorer
+from prescore.scoring.select import score_keys, select_keys
 
 
 def _keys(n=100, dim=8):

@@ -5,8 +5,7 @@ import sys
 
 import pytest
 
-from prescore.record_file import RecordFile
-from prescore.records import Record, RecordFileError, Row, measure, read_records, row_key
+from prescore.bench.records import Record, RecordFile, RecordFileError, Row, measure, read_records, row_key
 
 
 def make(value, seed=0):
@@ -156,7 +155,7 @@ def test_a_whole_file_is_left_alone(tmp_path):
 
 
 HOLD = (
-    "import sys; from prescore.record_file import RecordFile\n"
+    "import sys; from prescore.bench.records import RecordFile\n"
     "file = RecordFile(sys.argv[1], resume=True); print('held', flush=True); sys.stdin.read()"
 )
 
@@ -204,8 +203,8 @@ def test_only_regular_files_hold_records(tmp_path):
 
 FILL = """
 import resource, signal, sys
-from prescore.record_file import RecordFile
-from prescore.records import Row, measure
+from prescore.bench.records import RecordFile
+from prescore.bench.records import Row, measure
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 file = RecordFile(sys.argv[1], resume=True)
 make = lambda value: measure("demo", Row({"value": value}, 0, lambda: {"double": 2 * value}))
@@ -247,5 +246,5 @@ def test_a_missing_last_newline_does_not_join_two_records(tmp_path):
 
 
 def test_records_need_no_torch():
-    code = "import sys, prescore.record_file; sys.exit('torch' in sys.modules)"
+    code = "import sys, prescore.bench.records; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

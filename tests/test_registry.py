@@ -69,7 +69,7 @@ def test_an_installed_baseline_is_known_by_its_name(install):
 
 def test_a_broken_package_is_left_out_and_said_once(install):
     install("a_broken_package", "1 / 0", "prescore.scorers")
-    with pytest.warns(UserWarning, match="entry point 'a_broken_package' of prescore.scorers was left out .Zero"):
+    with pytest.warns(UserWarning, match="entry point 'a_broken_package' of prescore.scoring was left out .Zero"):
         assert "kmeans" in prescore.list_scorers()
     prescore.list_scorers()  # said once
 

@@ -5,12 +5,12 @@ import subprocess
 import sys
 
 import pytest
+from oracles.inputs import attention_tensors
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import prescore
 from prescore import Hyper, Lsh, Selected
 from prescore.ops.cpu import CpuFlash
-from prescore.testing.inputs import attention_tensors
 
 LSH = Lsh(block_size=8, sample_size=8, alignment="rank")
 CONFIGS = {

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from oracles.tiny_language_model import save_tiny_language_model, tiny_language_model
 
-from prescore.integrations import offline_model
-from prescore.testing.tiny_language_model import save_tiny_language_model, tiny_language_model
+from prescore.bench import offline as offline_model
 
 SOURCE = Path(__file__).parent.parent / "src" / "prescore"
 FILES = sorted(SOURCE.rglob("*.py"))

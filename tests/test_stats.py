@@ -1,10 +1,10 @@
 """`aux.stats`: documented fields, readable as a mapping."""
 
 import pytest
+from oracles.inputs import attention_tensors
 
 import prescore
 from prescore import Exact, Hyper, Lsh, Routed, Selected
-from prescore.testing.inputs import attention_tensors
 
 CONFIGS = (
     Routed(rows=4, leaf_size=4, chunk_size=8, sinks=2, exact_until=8),

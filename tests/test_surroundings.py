@@ -4,14 +4,14 @@ import math
 
 import pytest
 import torch
+from oracles.budgets import assert_within
+from oracles.dense import dense_attention, full_weights
+from oracles.inputs import attention_tensors
 from torch.autograd import forward_ad
 
 import prescore
 from prescore import Exact, Hyper, Lsh, Routed, Selected
 from prescore.errors import Unsupported
-from prescore.testing.budgets import assert_within
-from prescore.testing.dense import dense_attention, full_weights
-from prescore.testing.inputs import attention_tensors
 
 CONFIGS = {
     "exact": Exact(),

@@ -22,9 +22,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from prescore.cli.main import main
-from prescore.records import without_torn_end
-from prescore.testing.tiny_language_model import save_tiny_language_model
+from oracles.tiny_language_model import save_tiny_language_model
+
+from prescore.bench.cli.main import main
+from prescore.bench.records import without_torn_end
 
 
 class Disturbed(Exception):

@@ -48,7 +48,7 @@ class _Loader(importlib.abc.Loader):
             try:
                 return self.loader.exec_module(module)
             except RuntimeError as error:
-                from prescore.integrations.timm_import import define_missing
+                from prescore.integrations.torchvision import define_missing
 
                 if not define_missing(str(error)):
                     raise

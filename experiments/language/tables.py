@@ -10,10 +10,10 @@ from pathlib import Path
 
 from printed import APPENDIX_A, EXACT, TABLE_1, TOP_K, nats
 
-from prescore.records import read_records
-from prescore.report.language_summary import Summary, keeps_every_key, summarise
-from prescore.report.language_tables import describe_run, percent
-from prescore.report.tables import MISSING, Table, as_text
+from prescore.bench.records import read_records
+from prescore.bench.language.tables import Summary, keeps_every_key, summarise
+from prescore.bench.language.tables import describe_run, percent
+from prescore.bench.tables import MISSING, Table, as_text
 
 
 def main(experiment: str, directory: str, document: str = "") -> None:

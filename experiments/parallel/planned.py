@@ -12,17 +12,17 @@ from types import SimpleNamespace
 import torch
 
 from prescore import Config, Exact, Lsh, Routed, Selected
-from prescore.hyper.plan import block_scorer
+from prescore.selected.plan import block_scorer
 from prescore.ops.backend import Needs, pick_backend
-from prescore.parallel.blocks import Block, Map
-from prescore.parallel.choosing import cluster_scorer
-from prescore.parallel.handshake import NOTE
-from prescore.parallel.heads import share_heads
-from prescore.parallel.pieces import OwnPiece
-from prescore.parallel.rows import why_not_rows
-from prescore.parallel.told import Held, telling_of
+from prescore.parallel.shards import Block, Map
+from prescore.parallel.selected import cluster_scorer
+from prescore.parallel.comm import NOTE
+from prescore.parallel.ulysses import share_heads
+from prescore.parallel.shards import OwnPiece
+from prescore.parallel.selected import why_not_rows
+from prescore.parallel.stats import Held, telling_of
 from prescore.rng import Streams
-from prescore.scorers.base import Scorer
+from prescore.scoring.base import Scorer
 
 WIDE = 4
 """Bytes of scores, sums and hashes of many bits."""

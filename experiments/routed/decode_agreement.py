@@ -15,9 +15,9 @@ from pathlib import Path
 import torch
 
 import prescore
-from prescore.evaluation.language.documents import Document, decode
-from prescore.evaluation.language.model import LanguageModel, load_language_model
-from prescore.evaluation.language.perplexity import make_windows
+from prescore.bench.language.documents import Document, decode
+from prescore.bench.language.model import LanguageModel, load_language_model
+from prescore.bench.language.perplexity import make_windows
 
 
 @torch.no_grad()

@@ -4,7 +4,7 @@ r"""Loss above exact attention on SmolLM2-135M with all layers routed, second ha
         --settings rows=512 rows=512,leaf_size=64 rows=512,reach=2.5 rows=512,share=4
 
 Fields are those of `prescore.Routed`. `share` sets how many times `rows` the share of
-`prescore.routed.far.Search` is (2 as shipped), `reach` sets its other field. Instead of --start,
+`prescore.routed.reference.Search` is (2 as shipped), `reach` sets its other field. Instead of --start,
 `--windows 4 --window 2` takes the third of four windows as `prescore perplexity --windows 4` does; a document of
 the default corpus goes by its name (`python-reference`). Figures beside the loss are means over layers and routed
 queries: keys searched, rows read.
@@ -22,16 +22,16 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-import prescore.routed.lanes as lanes
+import prescore.routed.attention as lanes
 from prescore import Routed
 from prescore.call import make_call
-from prescore.evaluation.language.documents import load_documents
-from prescore.evaluation.language.model import LanguageModel, load_language_model
-from prescore.evaluation.language.perplexity import make_windows
+from prescore.bench.language.documents import load_documents
+from prescore.bench.language.model import LanguageModel, load_language_model
+from prescore.bench.language.perplexity import make_windows
 from prescore.integrations.apply import find_adapter, replace_attention
-from prescore.integrations.attend import Attend, Situation
+from prescore.integrations.attention import Attend, Situation
 from prescore.ops.backend import Needs, pick_backend
-from prescore.routed.far import REACH, Search
+from prescore.routed.reference import REACH, Search
 
 FIGURES = ("searched_keys", "far_rows")
 
@@ -65,7 +65,7 @@ def logits_with(language_model: LanguageModel, tokens: Tensor, attend: Attend | 
 
 
 def searching(share: float, reach: float) -> Callable[[Routed], Search]:
-    """In place of `prescore.routed.lanes.search_of`."""
+    """In place of `prescore.routed.attention.search_of`."""
     return lambda config: Search(share * config.rows, reach)
 
 

@@ -15,10 +15,10 @@ from pathlib import Path
 import torch
 
 from prescore import Routed
-from prescore.evaluation.language.documents import Document, decode
-from prescore.evaluation.language.methods import exact, local, named, prescored
-from prescore.evaluation.language.model import load_language_model
-from prescore.evaluation.language.perplexity import Window, make_windows, measure_loss
+from prescore.bench.language.documents import Document, decode
+from prescore.bench.language.methods import exact, local, named, prescored
+from prescore.bench.language.model import load_language_model
+from prescore.bench.language.perplexity import Window, make_windows, measure_loss
 
 
 def main() -> None:

@@ -14,8 +14,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from prescore.records import Record, read_records
-from prescore.report.tables import MISSING, Table
+from prescore.bench.records import Record, read_records
+from prescore.bench.tables import MISSING, Table
 
 CLUSTERED = ("kmeans", "kmeans-farthest-sample", "kmeans-cluster-share", "kmeans-balanced", "kmedian")
 

@@ -6,11 +6,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from prescore.api.attention import exact_attention as exact_attention
-    from prescore.api.attention import hyper_attention as hyper_attention
-    from prescore.api.attention import prescored_attention as prescored_attention
-    from prescore.api.scoring import score as score
-    from prescore.api.scoring import select as select
+    from prescore.attention import exact_attention as exact_attention
+    from prescore.attention import hyper_attention as hyper_attention
+    from prescore.attention import prescored_attention as prescored_attention
+    from prescore.attention import score as score
+    from prescore.attention import select as select
     from prescore.config import Config as Config
     from prescore.config import Coupling as Coupling
     from prescore.config import Exact as Exact
@@ -21,19 +21,19 @@ if TYPE_CHECKING:
     from prescore.config import config_from_dict as config_from_dict
     from prescore.integrations.apply import Applied as Applied
     from prescore.integrations.apply import apply as apply
-    from prescore.ops.merge import merge as merge
+    from prescore.ops.parts import merge as merge
     from prescore.registry import list_scorers as list_scorers
     from prescore.registry import register_scorer as register_scorer
-    from prescore.scorers.base import Scorer as Scorer
-    from prescore.scorers.companions import Companions as Companions
-    from prescore.scorers.gaussian_kmeans import GaussianKMeans as GaussianKMeans
-    from prescore.scorers.key_diff import KeyDiff as KeyDiff
-    from prescore.scorers.key_norm import KeyNorm as KeyNorm
-    from prescore.scorers.kmeans import KMeans as KMeans
-    from prescore.scorers.kmedian import KMedian as KMedian
-    from prescore.scorers.leverage import Leverage as Leverage
-    from prescore.scorers.minkowski import Minkowski as Minkowski
-    from prescore.scorers.uniform import Uniform as Uniform
+    from prescore.scoring.base import Scorer as Scorer
+    from prescore.scoring.companions import Companions as Companions
+    from prescore.scoring.key_diff import KeyDiff as KeyDiff
+    from prescore.scoring.key_norm import KeyNorm as KeyNorm
+    from prescore.scoring.kmeans import GaussianKMeans as GaussianKMeans
+    from prescore.scoring.kmeans import KMeans as KMeans
+    from prescore.scoring.kmeans import KMedian as KMedian
+    from prescore.scoring.kmeans import Minkowski as Minkowski
+    from prescore.scoring.leverage import Leverage as Leverage
+    from prescore.scoring.uniform import Uniform as Uniform
     from prescore.types import Attended as Attended
     from prescore.types import Aux as Aux
     from prescore.types import Selection as Selection
@@ -41,22 +41,18 @@ if TYPE_CHECKING:
 
 # Resolved on first use, so that `import prescore` touches neither a model library nor a device.
 _HOMES = {
-    "prescore.api.attention": ("exact_attention", "hyper_attention", "prescored_attention"),
-    "prescore.api.scoring": ("score", "select"),
+    "prescore.attention": ("exact_attention", "hyper_attention", "prescored_attention", "score", "select"),
     "prescore.config": ("Config", "Coupling", "Exact", "Hyper", "Lsh", "Routed", "Selected", "config_from_dict"),
     "prescore.integrations.apply": ("Applied", "apply"),
-    "prescore.ops.merge": ("merge",),
+    "prescore.ops.parts": ("merge",),
     "prescore.registry": ("list_scorers", "register_scorer"),
-    "prescore.scorers.base": ("Scorer",),
-    "prescore.scorers.companions": ("Companions",),
-    "prescore.scorers.gaussian_kmeans": ("GaussianKMeans",),
-    "prescore.scorers.key_diff": ("KeyDiff",),
-    "prescore.scorers.key_norm": ("KeyNorm",),
-    "prescore.scorers.kmeans": ("KMeans",),
-    "prescore.scorers.kmedian": ("KMedian",),
-    "prescore.scorers.leverage": ("Leverage",),
-    "prescore.scorers.minkowski": ("Minkowski",),
-    "prescore.scorers.uniform": ("Uniform",),
+    "prescore.scoring.base": ("Scorer",),
+    "prescore.scoring.companions": ("Companions",),
+    "prescore.scoring.key_diff": ("KeyDiff",),
+    "prescore.scoring.key_norm": ("KeyNorm",),
+    "prescore.scoring.kmeans": ("GaussianKMeans", "KMeans", "KMedian", "Minkowski"),
+    "prescore.scoring.leverage": ("Leverage",),
+    "prescore.scoring.uniform": ("Uniform",),
     "prescore.types": ("Attended", "Aux", "Selection", "Stats"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}

@@ -2,7 +2,7 @@
 
 import sys
 
-from prescore.cli.main import main
+from prescore.bench.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from prescore.ops.backend import Backend
-from prescore.ops.exact import exact_parts
-from prescore.ops.parts import attend_parts
+from prescore.ops.parts import attend_parts, exact_parts
 from prescore.rng import Streams
 from prescore.types import Attended, Selection
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 from prescore import checks
-from prescore.scorers.base import Scorer, as_scorer
-from prescore.scorers.clustered import ClusteringScorer
-from prescore.values import Values
+from prescore.scoring.base import Scorer, as_scorer
+from prescore.scoring.kmeans import ClusteringScorer
+from prescore.types import Values
 
 
 class _Settings:

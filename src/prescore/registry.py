@@ -1,4 +1,4 @@
-"""Names of scorers. A scorer is one file in `prescore/scorers`, or any class a third party registers.
+"""Names of scorers. A scorer is one file in `prescore/scoring`, or any class a third party registers.
 
 An installed package makes its scorers known by an entry point of the group `prescore.scorers`, which names the
 module that registers them.
@@ -16,9 +16,9 @@ from importlib import metadata
 from typing import Any, TypeVar
 
 _SCORERS: dict[str, type[Any]] = {}
-_PACKAGE = "prescore.scorers"
+_PACKAGE = "prescore.scoring"
 _GROUP = "prescore.scorers"
-_BASE = ("prescore.scorers.base", "Scorer")  # by name: that module asks this one for names
+_BASE = ("prescore.scoring.base", "Scorer")  # by name: that module asks this one for names
 
 ScorerType = TypeVar("ScorerType", bound=type[Any])
 
@@ -72,7 +72,7 @@ def get_scorer(name: object) -> type[Any]:
 
 
 def _discover() -> None:
-    # The one place with import magic: every file beside scorers/base.py registers itself when imported.
+    # The one place with import magic: every file beside scoring/base.py registers itself when imported.
     package = importlib.import_module(_PACKAGE)
     for module in pkgutil.iter_modules(package.__path__):
         importlib.import_module(f"{_PACKAGE}.{module.name}")

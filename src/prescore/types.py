@@ -1,14 +1,17 @@
-"""The values that one stage hands to the next."""
+"""Plain values by name, as JSON has them: settings, figures, records."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor
 
-from prescore.values import Values
+Values: TypeAlias = dict[str, Any]
+
+
+# The values that one stage hands to the next.
 
 
 class Attended(NamedTuple):

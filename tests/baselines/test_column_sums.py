@@ -2,8 +2,8 @@ import pytest
 import torch
 from baseline_reference import inputs
 
-from prescore.baselines import column_sums as module
-from prescore.baselines.column_sums import best_places, column_sums
+from prescore.baselines import tiles as module
+from prescore.baselines.tiles import best_places, column_sums
 
 
 @pytest.mark.parametrize("block", [1, 50, 2**21])

@@ -6,10 +6,10 @@ import re
 
 import pytest
 import torch
+from oracles.tiny_language_model import save_tiny_language_model
 
 from prescore import Routed
-from prescore.cli.main import main
-from prescore.testing.tiny_language_model import save_tiny_language_model
+from prescore.bench.cli.main import main
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +83,7 @@ def test_demo_report_stands_in_the_report_directory_by_default(model, text, tmp_
 
 
 def test_demo_without_the_model_says_what_to_do(text, tmp_path, capsys, monkeypatch):
-    from prescore.integrations import offline_model
+    from prescore.bench import offline as offline_model
 
     monkeypatch.setattr(offline_model, "_WHEEL", "no_such_wheel_at_all")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -97,7 +97,7 @@ def test_perplexity_resumes_without_repeating(model, text, tmp_path, monkeypatch
     out = tmp_path / "run"
     arguments = ["perplexity", "--model", model, "-d", text, "-n", "128", "--method", "kmeans", "--top-k", "8"]
     arguments += ["--top-k", "16", "--out", str(out)]
-    import prescore.evaluation.language.perplexity as perplexity
+    import prescore.bench.language.perplexity as perplexity
 
     measured = []
     real = perplexity.measure_loss
@@ -232,7 +232,7 @@ def test_options_that_contradict_each_other_are_refused(model, tmp_path, capsys,
 
 
 def test_short_documents_of_the_default_corpus_are_left_out_by_name(model, tmp_path, capsys, monkeypatch):
-    from prescore.evaluation.language import documents
+    from prescore.bench.language import documents
 
     texts = [documents.Document("short", "word " * 20), documents.Document("long", "word " * 400)]
     monkeypatch.setattr(documents, "default_corpus", lambda: iter(texts))

@@ -6,11 +6,11 @@ import shlex
 from pathlib import Path
 
 import pytest
+from oracles.tiny_language_model import save_tiny_language_model
 
 import prescore.registry
 from prescore.baselines import REGISTERED
-from prescore.cli.main import _build, main
-from prescore.testing.tiny_language_model import save_tiny_language_model
+from prescore.bench.cli.main import _build, main
 
 ROOT = Path(__file__).parent.parent.parent
 ELSEWHERE = {

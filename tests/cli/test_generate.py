@@ -3,11 +3,11 @@
 import json
 
 import pytest
+from oracles.tiny_language_model import save_tiny_language_model
 
 from prescore import Exact, Hyper, KMeans, Lsh, Routed, Selected
-from prescore.cli.generate import read_config
-from prescore.cli.main import main
-from prescore.testing.tiny_language_model import save_tiny_language_model
+from prescore.bench.cli.generate import read_config
+from prescore.bench.cli.main import main
 
 TEXT = "It was the best of times, it was the worst of times, it was the age of wisdom, the age of foolishness."
 

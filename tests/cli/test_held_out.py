@@ -3,9 +3,9 @@
 import json
 
 import pytest
+from oracles.tiny_language_model import save_tiny_language_model
 
-from prescore.cli.main import main
-from prescore.testing.tiny_language_model import save_tiny_language_model
+from prescore.bench.cli.main import main
 
 SMALL = ("chunk_size=16", "exact_until=32", "leaf_size=4", "rows=8")
 
@@ -17,7 +17,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture
 def arguments(model, tmp_path, monkeypatch):
-    from prescore.evaluation.language import documents
+    from prescore.bench.language import documents
 
     (tmp_path / "novel.txt").write_text("The keys that matter are few, and the rest may be stood for. " * 30)
     # half a megabyte of Python takes seconds to cut into letters

@@ -10,12 +10,11 @@ import time
 import pytest
 
 import prescore
-import prescore.cli.info as info
-from prescore.cli.main import main
-from prescore.cli.options import Session, open_session, progress
+import prescore.bench.cli.info as info
+from prescore.bench.cli.main import main
+from prescore.bench.cli.options import Session, open_session, progress
+from prescore.bench.records import RecordFile, Row, read_records
 from prescore.ops.native.library import describe_native
-from prescore.record_file import RecordFile
-from prescore.records import Row, read_records
 
 
 def rows(calls, n=4, fail_at=None, error=KeyboardInterrupt):
@@ -185,10 +184,10 @@ def test_default_directory_is_new_and_resume_finds_the_newest(tmp_path, monkeypa
 
 def test_resume_passes_over_a_run_that_never_measured_anything(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("prescore.cli.options.time.strftime", lambda *_: "20260101-000000")
+    monkeypatch.setattr("prescore.bench.cli.options.time.strftime", lambda *_: "20260101-000000")
     first = open_session("demo", out=None, json=False, resume=False, threads=None)
     first.run(rows([], n=1))
-    monkeypatch.setattr("prescore.cli.options.time.strftime", lambda *_: "20260102-000000")
+    monkeypatch.setattr("prescore.bench.cli.options.time.strftime", lambda *_: "20260102-000000")
     open_session("demo", out=None, json=False, resume=False, threads=None)  # as a refused model leaves it
     assert open_session("demo", out=None, json=False, resume=True, threads=None).out == first.out
 
@@ -202,7 +201,7 @@ def test_a_row_asked_for_twice_is_one(tmp_path, capsys):
 
 
 def test_progress_without_a_terminal_tells_the_time_left(capsys, monkeypatch):
-    monkeypatch.setattr("prescore.cli.options._LINE_EVERY", 0.0)
+    monkeypatch.setattr("prescore.bench.cli.options._LINE_EVERY", 0.0)
     with progress("demo", 4) as advance:
         advance(1)
         advance(3)
@@ -225,7 +224,7 @@ def planted(*argv, cwd):
         "--rule",
         "nearest",
     )
-    command = [sys.executable, "-m", "prescore.cli.main", "planted", *small, *argv]
+    command = [sys.executable, "-m", "prescore.bench.cli.main", "planted", *small, *argv]
     return subprocess.Popen(
         command, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ
     )

@@ -3,10 +3,10 @@
 import json
 
 import pytest
+from oracles.tiny_language_model import save_tiny_language_model
 
 from prescore import Routed
-from prescore.cli.main import main
-from prescore.testing.tiny_language_model import save_tiny_language_model
+from prescore.bench.cli.main import main
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from prescore.cli.settings import read_budget, read_changes, read_layers
+from prescore.bench.cli.settings import read_budget, read_changes, read_layers
 
 
 def test_values_are_json_or_words():

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from prescore.clustering.centres import best_members, zero_of_gradient
+from prescore.scoring.metrics import best_members, zero_of_gradient
 
 
 def _problem(dtype=torch.float64, odd=True):

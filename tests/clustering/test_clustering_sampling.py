@@ -1,7 +1,7 @@
 import torch
 
-from prescore.clustering.sampling import count_valid, fit_counts, gather_rows, holes_last, stratified
 from prescore.rng import Streams
+from prescore.scoring.sampling import count_valid, fit_counts, gather_rows, holes_last, stratified
 
 
 def test_gather_rows_equals_advanced_indexing():

@@ -5,9 +5,9 @@ import torch
 from sklearn.cluster import KMeans
 from sklearn.datasets import make_blobs
 
-from prescore.clustering.lloyd import fit
-from prescore.clustering.minkowski import EUCLIDEAN
 from prescore.rng import Streams
+from prescore.scoring.lloyd import fit
+from prescore.scoring.metrics import EUCLIDEAN
 
 RESTARTS = range(3)
 

@@ -1,10 +1,9 @@
 import pytest
 import torch
 
-from prescore.clustering.lloyd import assign, fit
-from prescore.clustering.metrics import Metric
-from prescore.clustering.minkowski import EUCLIDEAN, MEDIAN, LpMetric, metric_for
 from prescore.rng import Streams
+from prescore.scoring.lloyd import assign, fit
+from prescore.scoring.metrics import EUCLIDEAN, MEDIAN, LpMetric, Metric, metric_for
 
 METRICS = [EUCLIDEAN, MEDIAN, LpMetric(1.5), LpMetric(3.0), LpMetric(0.5)]
 

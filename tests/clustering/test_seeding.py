@@ -1,7 +1,7 @@
 import torch
 
-from prescore.clustering.seeding import pairwise_costs, seed_centres
 from prescore.rng import Streams
+from prescore.scoring.lloyd import pairwise_costs, seed_centres
 
 
 def _seeds(points, n_clusters, seeding="k-means++", weights=None, seed=0, power=2.0):

@@ -1,11 +1,11 @@
 import pytest
 import torch
 
-from prescore.clustering import shortlist
-from prescore.clustering.lloyd import assign, fit
-from prescore.clustering.minkowski import EUCLIDEAN, MEDIAN, SPHERICAL, LpMetric
-from prescore.clustering.scratch import Scratch
 from prescore.rng import Streams
+from prescore.scoring import metrics as shortlist
+from prescore.scoring.lloyd import assign, fit
+from prescore.scoring.metrics import EUCLIDEAN, MEDIAN, SPHERICAL, LpMetric
+from prescore.scoring.sampling import Scratch
 
 
 def _points(n_centres, *, dtype=torch.float64, scale=1.0):

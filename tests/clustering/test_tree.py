@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from prescore.clustering.tree import bisection_tree, tree_levels
+from prescore.routed.tree import bisection_tree, tree_levels
 
 
 def test_levels_reach_the_leaf_size():

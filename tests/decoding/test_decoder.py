@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from prescore import Coupling, Exact, Hyper, KMeans, Lsh, Routed, Selected, exact_attention, prescored_attention
-from prescore.api.run import Options, attend_counting
-from prescore.decoding.decoder import (
+from prescore.attention import Options, attend_counting
+from prescore.errors import Unsupported
+from prescore.integrations.decode import (
     OVER_ALL,
     OVER_CLUSTERS,
     OVER_SELECTION,
@@ -16,8 +17,7 @@ from prescore.decoding.decoder import (
     Request,
     remembers,
 )
-from prescore.decoding.state import SelectionState
-from prescore.errors import Unsupported
+from prescore.integrations.state import SelectionState
 
 SELECTED = Selected(KMeans(n_clusters=4), top_k=12)
 ROUTED = Routed(rows=8, leaf_size=4, chunk_size=8, sinks=2, exact_until=8)

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from prescore import KMeans, Selected
-from prescore.decoding.decoder import OVER_ALL, OVER_SELECTION, PROMPT, Past, Request
-from prescore.decoding.follow import Follower
+from prescore.integrations.decode import OVER_ALL, OVER_SELECTION, PROMPT, Follower, Past, Request
 
 CONFIG = Selected(KMeans(n_clusters=4), top_k=12)
 

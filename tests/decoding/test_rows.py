@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from prescore.decoding.rows import Rows
+from prescore.integrations.state import Rows
 
 
 @pytest.fixture

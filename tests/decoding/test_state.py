@@ -5,7 +5,7 @@ import torch
 
 import prescore
 from prescore import Coupling, KMeans, Lsh, Selected, prescored_attention
-from prescore.decoding.state import SelectionState, attend_last
+from prescore.integrations.state import SelectionState, attend_last
 
 ARTEFACTS = Coupling(mask="zero", residual_weight="all", overlap="count")
 

@@ -5,7 +5,7 @@ import sys
 import pytest
 import torch
 
-from prescore.evaluation.peak_memory import forget_peak, held_megabytes, peak_megabytes
+from prescore.bench.memory import forget_peak, held_megabytes, peak_megabytes
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="elsewhere a peak cannot be forgotten")

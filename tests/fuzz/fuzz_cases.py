@@ -5,12 +5,12 @@ import random
 from dataclasses import dataclass, replace
 
 import torch
+from oracles.inputs import attention_tensors
 
 import prescore
 from prescore import Coupling, Exact, Hyper, Lsh, Routed, Selected
-from prescore.scorers.base import as_scorer
-from prescore.scorers.clustered import ClusteringScorer
-from prescore.testing.inputs import attention_tensors
+from prescore.scoring.base import as_scorer
+from prescore.scoring.kmeans import ClusteringScorer
 
 MASKS = ("none", "left", "right", "both", "holes", "one key", "a row without keys")
 MEMORY = {

@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import torch
 from fuzz_terms import FLIPPED, need
+from oracles.budgets import assert_within
 
 from prescore import Routed
-from prescore.routed.compiled.checked import TYPES, WIDTH
-from prescore.testing.budgets import assert_within
+from prescore.routed.native import TYPES, WIDTH
 
 
 def _fitting(case):

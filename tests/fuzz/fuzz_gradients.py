@@ -4,8 +4,7 @@ from dataclasses import replace
 
 import torch
 from fuzz_terms import need
-
-from prescore.testing.budgets import assert_within
+from oracles.budgets import assert_within
 
 STEP = 1e-6
 """Of finite differences."""

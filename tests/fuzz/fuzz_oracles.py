@@ -9,12 +9,12 @@ from fuzz_bad_inputs import bad_input
 from fuzz_compiled import compiled_agrees, compiled_causality
 from fuzz_gradients import gradients, slopes
 from fuzz_terms import CLOSE, FLIPPED, aligned_by_rank, features_tie, need, reads_all
+from oracles.budgets import assert_within, error_budget
+from oracles.dense import dense_attention, full_weights, subset_weights
 
 import prescore
 from prescore import Coupling, Exact, Routed, Selected
-from prescore.decoding.decoder import OVER_SELECTION, Decoder, Past, Request, remembers
-from prescore.testing.budgets import assert_within, error_budget
-from prescore.testing.dense import dense_attention, full_weights, subset_weights
+from prescore.integrations.decode import OVER_SELECTION, Decoder, Past, Request, remembers
 
 
 def basics(case):

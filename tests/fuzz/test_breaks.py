@@ -10,14 +10,16 @@ from fuzz_cases import random_case
 
 from fuzz import refute
 from prescore import Routed, call, checks
-from prescore.api import engines
-from prescore.api import run as running
-from prescore.decoding import state
-from prescore.ops import cpu, exact, plain
+from prescore import attention as engines
+from prescore import attention as running
+from prescore.integrations import state
+from prescore.ops import cpu, plain
+from prescore.ops import parts as exact
 from prescore.ops.native.library import NO_LEVEL, loaded_level
 from prescore.rng import Streams
-from prescore.routed import lanes, softmax
-from prescore.routed.compiled import far
+from prescore.routed import attention as lanes
+from prescore.routed import native as far
+from prescore.routed import softmax
 from prescore.types import Attended, Outcome
 
 TRIES = 600

@@ -22,12 +22,11 @@ from tiny_models import VOCABULARY, tiny
 
 import prescore
 from prescore import Exact, Routed, Selected
-from prescore.decoding.decoder import Decoder
-from prescore.decoding.state import SelectionState
 from prescore.errors import Unsupported
-from prescore.integrations.attend import PrescoredAttention, Situation
-from prescore.integrations.transformers.cache import PrescoredCache
-from prescore.integrations.transformers.cache_layer import PrescoredLayer, layer_of
+from prescore.integrations.attention import PrescoredAttention, Situation
+from prescore.integrations.decode import Decoder
+from prescore.integrations.state import SelectionState
+from prescore.integrations.transformers.cache import PrescoredCache, PrescoredLayer, layer_of
 
 RUNS = int(os.environ.get("STATEFUL_RUNS", "25"))
 SETTINGS = settings(

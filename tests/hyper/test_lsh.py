@@ -3,11 +3,10 @@
 import pytest
 import torch
 from attention_checks import check_gray_neighbours
+from oracles.naive import gray_position
 
-from prescore.clustering.hashing import gray_rank, hash_ranks
-from prescore.hyper.lsh import projections, zero_rank
 from prescore.rng import Streams
-from prescore.testing.naive import gray_position
+from prescore.scoring.hashing import gray_rank, hash_ranks, projections, zero_rank
 
 
 @pytest.mark.parametrize("n_bits", range(1, 13))

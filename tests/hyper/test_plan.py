@@ -5,8 +5,8 @@ import torch
 from attention_checks import call_of
 
 from prescore import Exact, KMeans, KMedian, Lsh, Selected, Selection, exact_attention, prescored_attention
-from prescore.hyper.plan import make_plan
-from prescore.ops.exact import exact_parts
+from prescore.ops.parts import exact_parts
+from prescore.selected.plan import make_plan
 
 LSH = Lsh(block_size=16, sample_size=16)
 PAPER = Selected.paper("key-norm", 64, inner=LSH, min_seq_len=64)

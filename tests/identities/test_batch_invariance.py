@@ -4,10 +4,10 @@ import math
 
 import pytest
 import torch
+from oracles.inputs import attention_tensors, random_mask
 
 import prescore
 from prescore import Hyper, Lsh, Routed, Selected
-from prescore.testing.inputs import attention_tensors, random_mask
 
 CLOSE = 1e-10
 LSH = Lsh(block_size=4, sample_size=5, n_projections=3, alignment="rank")

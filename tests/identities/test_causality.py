@@ -3,10 +3,10 @@
 import pytest
 import torch
 from attention_checks import aligned_by_rank, with_lsh
+from oracles.inputs import attention_tensors
 
 import prescore
 from prescore import Coupling, Hyper, KMeans, Lsh, Routed, Selected
-from prescore.testing.inputs import attention_tensors
 
 EXACTLY = 1e-10
 RANK = Lsh(block_size=3, sample_size=3, n_projections=3, alignment="rank")

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
+from oracles.inputs import attention_tensors
 
 import prescore
 from prescore import Coupling, Hyper, KMeans, Lsh, Selected
-from prescore.testing.inputs import attention_tensors
 
 RANK = Lsh(block_size=3, sample_size=3, n_projections=3, alignment="rank")
 PAPER = Selected.paper("key-norm", 4, min_seq_len=2, inner=RANK)

@@ -7,11 +7,11 @@ import torch
 from attention_checks import FLOAT64, check_exact, check_merge_of_split, hidden, with_lsh
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from oracles.budgets import assert_within
+from oracles.inputs import MASKS, attention_tensors, random_mask
 
 import prescore
 from prescore import Coupling, Exact, Hyper, KMeans, KMedian, Leverage, Lsh, Minkowski, Routed, Selected
-from prescore.testing.budgets import assert_within
-from prescore.testing.inputs import MASKS, attention_tensors, random_mask
 
 LENGTHS = (1, 2, 3, 31, 61, 127, 255, 257)
 FAST = settings(derandomize=True, deadline=None, max_examples=25)

@@ -21,13 +21,21 @@ from attention_checks import (
     check_unbiased,
     with_lsh,
 )
+from oracles.inputs import attention_tensors, random_mask
 
 from prescore import Coupling, Lsh, Routed, Selected
-from prescore.clustering import hashing
-from prescore.hyper import blocks, grid
-from prescore.ops import cpu, exact, parts
-from prescore.routed import codes, engine, far, lanes, local, plain, softmax, stand_ins, tables
-from prescore.testing.inputs import attention_tensors, random_mask
+from prescore.ops import cpu, parts
+from prescore.ops import parts as exact
+from prescore.routed import attention as engine
+from prescore.routed import attention as lanes
+from prescore.routed import index as codes
+from prescore.routed import index as tables
+from prescore.routed import local, plain, softmax
+from prescore.routed import reference as far
+from prescore.routed import reference as stand_ins
+from prescore.scoring import hashing
+from prescore.selected import blocks
+from prescore.selected import causal_grid as grid
 
 LSH = Lsh(block_size=4, sample_size=3, n_projections=3, alignment="rank")
 PAPER = Selected.paper("key-norm", 12, min_seq_len=0, inner=LSH)
@@ -66,7 +74,7 @@ def _last_key_never_sampled(monkeypatch):
 
 
 def _stand_in_without_its_count(monkeypatch):
-    from prescore.hyper import plan
+    from prescore.selected import plan
 
     original = plan.centroid_stand_ins
 
@@ -78,7 +86,7 @@ def _stand_in_without_its_count(monkeypatch):
 
 
 def _block_one_key_too_far(monkeypatch):
-    from prescore.hyper import plan
+    from prescore.selected import plan
 
     original = plan.levels
 

@@ -5,10 +5,10 @@ import torch
 from attention_checks import aligned_by_rank, check_gradients, check_oracle, check_stand_ins_of_equal_keys
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from oracles.inputs import MASKS, attention_tensors, random_mask
 
 import prescore
 from prescore import Coupling, Exact, Hyper, KMeans, Lsh, Selected
-from prescore.testing.inputs import MASKS, attention_tensors, random_mask
 
 # scorers without ties: the oracle runs them unbatched, where rounding may break a tie the other way
 SCORERS = ("key-norm", "key-diff", "uniform")

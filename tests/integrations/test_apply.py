@@ -10,9 +10,9 @@ from torch import nn
 import prescore
 from prescore import Exact, KMeans, Routed, Selected
 from prescore.errors import Unsupported
-from prescore.integrations.adapter import seats
 from prescore.integrations.apply import replace_attention
-from prescore.integrations.attend import attend_exactly
+from prescore.integrations.attention import attend_exactly
+from prescore.integrations.patch import seats
 
 COARSE = Selected(top_k=4, min_seq_len=4, sinks=1, remainder="none")
 
@@ -406,7 +406,7 @@ def test_the_name_alone_means_the_default_configuration():
 
 def test_registration_checks_itself():
     from prescore.errors import PrescoreError
-    from prescore.integrations.transformers import door
+    from prescore.integrations.transformers import attention as door
 
     def no_mask(**kwargs):
         return None

@@ -12,7 +12,7 @@ import torch
 import prescore
 from prescore import Exact, Hyper, KMeans, Lsh, Routed, Selected
 from prescore.errors import Unsupported
-from prescore.integrations.attend import PrescoredAttention, Situation, attend_exactly, layer_seed
+from prescore.integrations.attention import PrescoredAttention, Situation, attend_exactly, layer_seed
 
 COARSE = Selected(KMeans(n_clusters=3), top_k=8, min_seq_len=8, sinks=2)
 ROUTED = Routed(rows=8, leaf_size=4, chunk_size=8, sinks=2, exact_until=8)
@@ -92,13 +92,13 @@ def test_padding_is_not_counted(is_causal, n_query, side):
 @pytest.mark.parametrize("config", [COARSE, HYPER], ids=["selected", "hyper"])
 def test_rows_are_counted_when_somebody_asks(config, monkeypatch):
     counted = []
-    real = prescore.api.attention.attend_counting
+    real = prescore.attention.attend_counting
 
     def spy(*inputs):
         attended = real(*inputs)
         return attended._replace(count_rows=lambda: counted.append(1) or attended.count_rows())
 
-    monkeypatch.setattr("prescore.integrations.masked.attend_counting", spy)
+    monkeypatch.setattr("prescore.integrations.masks.attend_counting", spy)
     attend = PrescoredAttention(config)
     attend(*qkv(), CAUSAL)
     assert not counted

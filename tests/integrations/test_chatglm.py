@@ -7,8 +7,8 @@ from chatglm_stand_in import ChatGLMStandIn, CoreAttention
 import prescore
 from prescore import KMeans, Routed, Selected
 from prescore.errors import Unsupported
-from prescore.integrations.adapter import seats
-from prescore.integrations.observe import observe
+from prescore.integrations.apply import observe
+from prescore.integrations.patch import seats
 
 EVERYTHING = Selected(top_k=1.0, remainder="none", min_seq_len=4)
 COARSE = Selected(KMeans(n_clusters=3), top_k=6, min_seq_len=8, sinks=2)

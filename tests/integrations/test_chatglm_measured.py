@@ -5,9 +5,9 @@ import torch
 from chatglm_stand_in import ChatGLMStandIn
 
 import prescore
-from prescore.evaluation.language import methods
-from prescore.evaluation.language.measured import measured_attention
-from prescore.integrations.adapter import seats
+from prescore.bench.language import methods
+from prescore.bench.language.methods import measured_attention
+from prescore.integrations.patch import seats
 
 
 @pytest.fixture

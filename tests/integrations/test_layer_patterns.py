@@ -3,7 +3,7 @@
 import pytest
 
 from prescore import Exact, Hyper, Routed, Selected
-from prescore.integrations.layers import configs_by_layer, pick_layers
+from prescore.integrations.apply import configs_by_layer, pick_layers
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from prescore.integrations.masked import exact_under_mask
-from prescore.integrations.masks import as_bool, full_mask, read_mask
+from prescore.integrations.masks import as_bool, exact_under_mask, full_mask, read_mask
 
 N = 12
 

@@ -6,8 +6,8 @@ from tiny_models import prompts, tiny
 
 import prescore
 from prescore.errors import Unsupported
-from prescore.integrations.adapter import seats
-from prescore.integrations.observe import observe
+from prescore.integrations.apply import observe
+from prescore.integrations.patch import seats
 
 
 def run(model):

@@ -8,11 +8,11 @@ import sys
 
 import pytest
 import torch
+from oracles.tiny_language_model import save_tiny_language_model, tiny_language_model
 
 import prescore
-from prescore.integrations import offline_model
-from prescore.integrations.offline_model import damage_of
-from prescore.testing.tiny_language_model import save_tiny_language_model, tiny_language_model
+from prescore.bench import offline as offline_model
+from prescore.bench.offline import damage_of
 
 
 def test_a_directory(tmp_path):
@@ -163,7 +163,7 @@ def test_smollm2_continues_a_text_as_under_sdpa():
 
 def test_an_unknown_name_is_asked_for_once_where_the_hub_cannot_be_reached(tmp_path):
     """Loading by itself would ask again for a minute, saying so each time."""
-    script = "from prescore.integrations.offline_model import load_model\nload_model('no/such-model')"
+    script = "from prescore.bench.offline import load_model\nload_model('no/such-model')"
     # nobody listens there
     unreachable = {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path)}
     environment = {**os.environ, **unreachable}

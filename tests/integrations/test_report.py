@@ -10,7 +10,7 @@ from vision_stand_ins import pixels, tiny_huggingface
 
 import prescore
 from prescore import Exact, Hyper, Lsh, Routed, Selected
-from prescore.integrations.reporting.phases import PREFILL, STEPS
+from prescore.integrations.report import PREFILL, STEPS
 from prescore.integrations.transformers import PrescoredCache
 
 ROUTED = Routed(rows=4, leaf_size=4, chunk_size=8, sinks=2, exact_until=8)

@@ -17,9 +17,9 @@ import prescore
 from prescore import KMeans, Selected
 from prescore.errors import Unsupported
 from prescore.integrations import timm as adapter
-from prescore.integrations.adapter import seats
-from prescore.integrations.attend import PrescoredAttention
-from prescore.integrations.timm_import import import_timm
+from prescore.integrations.attention import PrescoredAttention
+from prescore.integrations.patch import seats
+from prescore.integrations.torchvision import import_timm
 
 # before any `from timm...` below, whichever test runs first
 import_timm()
@@ -171,14 +171,14 @@ def replace_attention(model, config, **options):
 )
 def test_prefix_tokens_are_always_kept(options, n_prefix, monkeypatch):
     seen = []
-    real = prescore.api.run.attend_counting
+    real = prescore.attention.attend_counting
 
     def spy(query, key, value, config, options):
         _, aux = prescore.prescored_attention(query, key, value, config, **options._asdict(), return_aux=True)
         seen.append(aux.selection.indices)
         return real(query, key, value, config, options)
 
-    monkeypatch.setattr("prescore.integrations.masked.attend_counting", spy)
+    monkeypatch.setattr("prescore.integrations.masks.attend_counting", spy)
     model = tiny_timm(**options)
     # lots are drawn among all tokens: the first ones are kept only because they are protected
     config = Selected("uniform", top_k=8, sinks=0, remainder="none")

@@ -7,11 +7,11 @@ import pytest
 
 pytest.importorskip("transformers")
 
-TIMM = "from prescore.integrations.timm_import import import_timm; timm = import_timm()"
+TIMM = "from prescore.integrations.torchvision import import_timm; timm = import_timm()"
 LLAMA = "from transformers import LlamaConfig, LlamaModel; LlamaModel"
 VIT = "from transformers import ViTConfig, ViTModel; ViTModel"
 SMALL = "timm.create_model('vit_tiny_patch16_224', depth=1, embed_dim=48, num_heads=3)"
-MEND = "from prescore.integrations.timm_import import mend_torchvision; mend_torchvision()"
+MEND = "from prescore.integrations.torchvision import mend_torchvision; mend_torchvision()"
 
 
 def run(*lines):
@@ -53,7 +53,7 @@ def test_a_failed_import_of_a_model_can_be_repeated_after_mending():
 
 def test_the_module_itself_imports_nothing_heavy():
     code, said = run(
-        "import sys, prescore.integrations.timm_import",
+        "import sys, prescore.integrations.torchvision",
         "sys.exit(' '.join(n for n in ('timm', 'torchvision', 'transformers') if n in sys.modules) or 0)",
     )
     assert code == 0, said
@@ -62,7 +62,7 @@ def test_the_module_itself_imports_nothing_heavy():
 def test_without_torchvision_nothing_is_defined():
     code, said = run(
         "import sys; sys.modules['torchvision'] = None",
-        "import torch, prescore.integrations.timm_import as t",
+        "import torch, prescore.integrations.torchvision as t",
         "assert t.mend_torchvision() is False",
         "assert not hasattr(torch.ops.torchvision, 'nms')",
     )
@@ -75,7 +75,7 @@ def test_another_failure_of_torchvision_is_not_hidden(tmp_path):
     (package / "__init__.py").write_text("raise RuntimeError('operator torchvision::other does not exist')")
     code, said = run(
         f"import sys; sys.path.insert(0, {str(tmp_path)!r})",
-        "from prescore.integrations.timm_import import mend_torchvision",
+        "from prescore.integrations.torchvision import mend_torchvision",
         "mend_torchvision()",
     )
     assert code == 1

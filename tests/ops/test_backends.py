@@ -3,13 +3,13 @@
 import pytest
 import torch
 from attention_checks import FLOAT64
+from oracles.budgets import assert_within
+from oracles.inputs import MASKS, attention_tensors, random_mask
 
 import prescore
 from prescore import Exact, Hyper, Lsh, Routed, Selected
 from prescore.errors import Unsupported
 from prescore.ops.backend import Needs, pick_backend
-from prescore.testing.budgets import assert_within
-from prescore.testing.inputs import MASKS, attention_tensors, random_mask
 
 LSH = Lsh(block_size=4, sample_size=5, n_projections=3, alignment="rank")
 CONFIGS = {

@@ -152,7 +152,9 @@ def test_seeds_heads_sequences_and_places_drop_differently():
 
 
 def test_routed_sequences_and_heads_drop_differently(monkeypatch):
-    monkeypatch.setattr("prescore.routed.lanes.KEY_NUMBERS_AT_ONCE", 1)  # a lane for every sequence and key head
+    monkeypatch.setattr(
+        "prescore.routed.attention.KEY_NUMBERS_AT_ONCE", 1
+    )  # a lane for every sequence and key head
     flat = (seen_factors("routed", False) > 0).flatten(0, 1).flatten(1).double()
     for first in range(8):
         for second in range(first):

@@ -8,19 +8,18 @@ from pathlib import Path
 
 import pytest
 
-from prescore.evaluation.speed.parallel import ParallelSetting, parallel_row
-from prescore.record_file import RecordFile
-from prescore.records import measure, read_records, row_key
-from prescore.report.speed.parallel import parallel_table
+from prescore.bench.records import RecordFile, measure, read_records, row_key
+from prescore.bench.speed.studies import ParallelSetting, parallel_row
+from prescore.bench.speed.tables import parallel_table
 
 pytest.importorskip("typer", reason="the command line needs the extra eval")
-from prescore.cli.main import main
+from prescore.bench.cli.main import main
 
 SOURCE = Path(__file__).parent.parent.parent / "src"
 
 
 def test_perplexity_on_two_ranks_is_that_of_one_process(tmp_path, capsys):
-    from prescore.testing.tiny_language_model import save_tiny_language_model
+    from oracles.tiny_language_model import save_tiny_language_model
 
     model = save_tiny_language_model(tmp_path / "model")
     text = tmp_path / "text.txt"

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
+from oracles.inputs import attention_tensors
 from parallel_work import gathered, in_meshes, tied_exchange
 
 import prescore
-from prescore.testing.inputs import attention_tensors
 
 
 @pytest.mark.parametrize("use", [True, False], ids=["used", "unused"])

@@ -10,8 +10,8 @@ from tiny_models import prompts, tiny
 import prescore
 from prescore import Exact, Hyper, Lsh, Routed, Selected
 from prescore.errors import Unsupported
-from prescore.integrations.together import Together
-from prescore.integrations.transformers.pieces import prepare_pieces
+from prescore.integrations.parallel import Together
+from prescore.integrations.transformers.parallel import prepare_pieces
 
 CONFIGS = {
     "exact": Exact(),

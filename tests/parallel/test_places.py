@@ -4,10 +4,9 @@ import pytest
 import torch
 
 from prescore.config import Selected
-from prescore.hyper.grid import Queries, levels
-from prescore.parallel.blocks import Map, Span
-from prescore.parallel.heads import Share, share_heads
-from prescore.parallel.pieces import OwnPiece
+from prescore.parallel.shards import Map, OwnPiece, Span
+from prescore.parallel.ulysses import Share, share_heads
+from prescore.selected.causal_grid import Queries, levels
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import re
 
 import pytest
 from crew import Crew
+from oracles.inputs import attention_tensors
 from parallel_work import (
     attend_wrongly,
     die_or_attend,
@@ -13,8 +14,7 @@ from parallel_work import (
 )
 
 import prescore
-from prescore.parallel.handshake import NOTE
-from prescore.testing.inputs import attention_tensors
+from prescore.parallel.comm import NOTE
 
 SAME = "must be the same on all ranks of the group, got"
 CASES = {

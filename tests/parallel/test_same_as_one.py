@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from oracles.inputs import attention_tensors, random_mask
 from parallel_work import alone, attend, attend_quietly, gradient_weights, joined, piece
 
 from prescore import (
@@ -19,7 +20,6 @@ from prescore import (
     Selected,
     prescored_attention,
 )
-from prescore.testing.inputs import attention_tensors, random_mask
 
 NAMES = ("output", "lse", "gradient of query", "gradient of key", "gradient of value")
 FLOAT64 = 1e-9

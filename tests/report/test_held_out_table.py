@@ -2,8 +2,8 @@
 
 import pytest
 
-from prescore.records import Record
-from prescore.report.held_out import held_out_tables
+from prescore.bench.language.held_out import held_out_tables
+from prescore.bench.records import Record
 
 
 def record(kind, loss, seconds, *, document="novel, reported window 1", length=8192, **changes):

@@ -6,10 +6,18 @@ import math
 
 import pytest
 
-from prescore.records import Record
-from prescore.report.language_plots import plot_experiment
-from prescore.report.language_summary import confidence_half_width, holds_for, summarise
-from prescore.report.language_tables import full_csv, loss_table, paper_csv, percent, retrieval_table
+from prescore.bench.language.tables import (
+    confidence_half_width,
+    full_csv,
+    holds_for,
+    loss_table,
+    paper_csv,
+    percent,
+    plot_experiment,
+    retrieval_table,
+    summarise,
+)
+from prescore.bench.records import Record
 
 
 def record(label, kind, loss, document="a", n_tokens=4096, settings=None, **axes):
@@ -56,7 +64,7 @@ def grid(scorers=("kmeans", "leverage")):
 def test_no_point_is_cut_off_below_the_frame(tmp_path):
     from matplotlib.figure import Figure
 
-    from prescore.report.language_plots import _bound_losses, _count_hidden
+    from prescore.bench.language.tables import _bound_losses, _count_hidden
 
     axes = Figure().subplots()
     summaries = summarise([*references(), record("x", "prescored", 1.5), record("y", "prescored", 9.0)])

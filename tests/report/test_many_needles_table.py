@@ -2,8 +2,8 @@
 
 import pytest
 
-from prescore.records import Record
-from prescore.report.many_needles import needles_table
+from prescore.bench.language.needles import needles_table
+from prescore.bench.records import Record
 
 
 def record(label, sample, found, *, n_tokens=4096, **figures):

@@ -6,11 +6,10 @@ from itertools import pairwise
 import pytest
 from matplotlib.figure import Figure
 
-from prescore.records import Record
-from prescore.report import coverage_plots
-from prescore.report.language_plots import _count_hidden
-from prescore.report.language_summary import Summary
-from prescore.report.plots import line_style
+from prescore.bench.language.tables import Summary, _count_hidden
+from prescore.bench.plots import line_style
+from prescore.bench.records import Record
+from prescore.bench.vision import tables as coverage_plots
 
 
 def test_no_two_lines_look_the_same():

@@ -3,10 +3,10 @@ import math
 import pytest
 from planted_sweep import run_sweep
 
-from prescore.evaluation.planted.study import QUICK
-from prescore.report import planted as report
-from prescore.report.plots import COLOURS, bars, figure
-from prescore.report.tables import Table, as_text, mean_and_spread, span
+from prescore.bench.planted import study as report
+from prescore.bench.planted.study import QUICK
+from prescore.bench.plots import COLOURS, bars, figure
+from prescore.bench.tables import Table, as_text, mean_and_spread, span
 
 
 def test_table_as_markdown():

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+from oracles.routed import coded_keys, coded_query
 
-from prescore.routed.codes import coded_logits, encode_keys, encode_queries
-from prescore.testing.routed_far import coded_keys, coded_query
+from prescore.routed.index import coded_logits, encode_keys, encode_queries
 
 
 def unpacked(codes):

@@ -4,12 +4,15 @@ from dataclasses import fields, replace
 
 import pytest
 import torch
+from oracles.inputs import attention_tensors
 
 from prescore import Routed, prescored_attention
-from prescore.routed.compiled import call, far, nodes, sampled
-from prescore.routed.compiled.buffers import GradientBuffers
+from prescore.routed import native as call
+from prescore.routed import native as far
+from prescore.routed import native as nodes
+from prescore.routed import native as sampled
 from prescore.routed.layout import make_layout
-from prescore.testing.inputs import attention_tensors
+from prescore.routed.native import GradientBuffers
 
 CONFIG = Routed(rows=4, leaf_size=16, chunk_size=32, sinks=3, exact_until=0)
 WRONG = {

@@ -4,7 +4,7 @@ from attention_checks import lanes
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from prescore import Routed
-from prescore.decoding.rows import Rows
+from prescore.integrations.state import Rows
 from prescore.routed.decode import RoutedIndex
 
 CONFIG = Routed(rows=8, leaf_size=4, chunk_size=16, sinks=3, exact_until=0)

@@ -3,10 +3,10 @@
 import pytest
 import torch
 from attention_checks import lanes
+from oracles.budgets import assert_within
+from oracles.routed import routed_oracle
 
 from prescore import Routed, exact_attention, prescored_attention
-from prescore.testing.budgets import assert_within
-from prescore.testing.routed import routed_oracle
 
 SCALE = 8**-0.5
 
@@ -110,7 +110,7 @@ def test_query_heads_share_the_nodes_of_their_key_head(is_causal):
 def test_how_many_lanes_go_together_changes_nothing(at_once, monkeypatch):
     tensors = inputs(90, 90)
     whole = lanes(*tensors, **options(True)).attended
-    monkeypatch.setattr("prescore.routed.lanes.KEY_NUMBERS_AT_ONCE", at_once)
+    monkeypatch.setattr("prescore.routed.attention.KEY_NUMBERS_AT_ONCE", at_once)
     assert_same(lanes(*tensors, **options(True)).attended.output, whole.output)
 
 

@@ -7,10 +7,9 @@ import torch
 
 from prescore import exact_attention, prescored_attention
 from prescore.config import Routed
+from prescore.routed import error_bound as within
+from prescore.routed.error_bound import attend_within, error_limit, estimated_error, longest_error, of_single_query
 from prescore.routed.sources import Estimate
-from prescore.routed.tolerance import within
-from prescore.routed.tolerance.error_bar import error_limit, estimated_error, longest_error, of_single_query
-from prescore.routed.tolerance.within import attend_within
 
 CONFIG = Routed(rows=32, leaf_size=32, chunk_size=64, sinks=4, exact_until=256, tolerance=0.1)
 LENGTH = 900

@@ -5,10 +5,12 @@ import itertools
 import pytest
 import torch
 from attention_checks import lanes
+from oracles.routed import routed_oracle
 
 from prescore import Routed
-from prescore.routed import far, plain, tables
-from prescore.testing.routed import routed_oracle
+from prescore.routed import index as tables
+from prescore.routed import plain
+from prescore.routed import reference as far
 
 CONFIG = Routed(rows=4, leaf_size=4, chunk_size=8, sinks=2, exact_until=0)
 SIZES = ((2, 2, 43, 8), (2, 1, 43, 8), (2, 1, 43, 5))

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
+from oracles.routed import Sequence
 
 from prescore import Routed
 from prescore.routed.layout import make_layout
-from prescore.testing.routed import Sequence
 
 CONFIGS = [
     Routed(rows=8, leaf_size=4, chunk_size=16, sinks=3, exact_until=0),

@@ -4,14 +4,14 @@ import pytest
 import torch
 from attention_checks import lanes
 from native_cases import LEVELS, answers, compiled_answer, rows_apart, use_level
+from oracles.inputs import attention_tensors
+from oracles.routed import routed_oracle
 
 from prescore import Routed, exact_attention
 from prescore.ops.backend import Needs, pick_backend
 from prescore.ops.native import library
-from prescore.routed.codes import encode_keys
-from prescore.routed.compiled import far as native
-from prescore.testing.inputs import attention_tensors
-from prescore.testing.routed import routed_oracle
+from prescore.routed import native
+from prescore.routed.index import encode_keys
 
 CONFIG = Routed(rows=16, leaf_size=16, chunk_size=64, sinks=5, exact_until=0)
 SIZES = {"batch": 2, "heads": 4, "kv_heads": 2, "n_keys": 400, "dim": 32, "value_dim": 48, "spread": 1.0}

@@ -3,12 +3,12 @@
 import pytest
 import torch
 from native_cases import LEVELS, counted_calls, use_level
+from oracles.inputs import attention_tensors
 
 import prescore
 from prescore import Routed, Selected, prescored_attention
 from prescore.ops.native import library
 from prescore.routed.decode import RoutedIndex
-from prescore.testing.inputs import attention_tensors
 
 CONFIG = Routed(rows=16, leaf_size=16, chunk_size=32, sinks=3, exact_until=0)
 SIZES = {"batch": 2, "heads": 2, "kv_heads": 1, "n_keys": 160, "dim": 16, "dtype": torch.float32}

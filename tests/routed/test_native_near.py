@@ -4,16 +4,14 @@ import pytest
 import torch
 from attention_checks import lanes
 from native_cases import LEVELS, rows_apart, use_level
+from oracles.inputs import attention_tensors
 
 from prescore import Routed, exact_attention
-from prescore.routed.compiled.call import FarCall
-from prescore.routed.compiled.far import attend_near_compiled, make_tables
-from prescore.routed.compiled.steps import PreparedStep
-from prescore.routed.far import Search
-from prescore.routed.lanes import lanes_of, search_of, sources_of, view_of
+from prescore.routed.attention import lanes_of, search_of, sources_of, view_of
 from prescore.routed.layout import make_layout
 from prescore.routed.local import attend_near
-from prescore.testing.inputs import attention_tensors
+from prescore.routed.native import FarCall, PreparedStep, attend_near_compiled, make_tables
+from prescore.routed.reference import Search
 
 CONFIG = Routed(rows=16, leaf_size=16, chunk_size=64, sinks=5, exact_until=0)
 
@@ -98,7 +96,7 @@ def test_a_step_that_does_not_fit_is_refused(level, make_call, monkeypatch):
     step, query, key, value = prepared(make_call)
     step.attend(query, (key, value), 16, 200)
     monkeypatch.setattr(
-        "prescore.routed.compiled.steps.call_library", lambda *_: pytest.fail("compiled code must not be called")
+        "prescore.routed.native.call_library", lambda *_: pytest.fail("compiled code must not be called")
     )
     for wrong in (query.double(), query[:1], query[..., :16], query.expand(-1, -1, 2, -1)):
         with pytest.raises(ValueError, match="must"):

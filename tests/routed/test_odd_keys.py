@@ -4,15 +4,15 @@ import math
 
 import pytest
 import torch
+from oracles.routed import odd_keys
 
 from prescore import Routed, exact_attention, prescored_attention
 from prescore.ops.backend import Needs, pick_backend
 from prescore.ops.native import library
-from prescore.routed import far
-from prescore.routed.compiled.nodes import build_nodes_compiled, can_build
+from prescore.routed import reference as far
+from prescore.routed.index import build_nodes
 from prescore.routed.layout import ODD, make_layout
-from prescore.routed.tables import build_nodes
-from prescore.testing.routed_far import odd_keys
+from prescore.routed.native import build_nodes_compiled, can_build
 
 LAYOUT = make_layout(300, 300, causal=True, config=Routed(leaf_size=32, chunk_size=64, sinks=3, exact_until=0))
 DISTANCES = ("random", "in pairs", "equal")
@@ -37,7 +37,7 @@ def nodes_of(key, build):
 def test_the_farthest_keys_come_first_and_the_others_keep_their_order(distances, monkeypatch):
     key = keys_of(distances)
     rows = nodes_of(key, build_nodes).rows
-    monkeypatch.setattr("prescore.routed.tables.ODD", 0)
+    monkeypatch.setattr("prescore.routed.index.ODD", 0)
     tree_order = nodes_of(key, build_nodes).rows
     for lane in range(2):
         members = key[lane, tree_order[lane]]

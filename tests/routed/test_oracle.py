@@ -7,11 +7,10 @@ import torch
 from attention_checks import check_routed
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from oracles.inputs import MASKS, attention_tensors, random_mask
+from oracles.routed import Far, Sizes, coded_keys, coded_query, normal_rest, routed_oracle, routed_tables
 
 from prescore import Routed, exact_attention
-from prescore.testing.inputs import MASKS, attention_tensors, random_mask
-from prescore.testing.routed import routed_oracle, routed_tables
-from prescore.testing.routed_far import Far, Sizes, coded_keys, coded_query, normal_rest
 
 SMALL = Routed(rows=8, leaf_size=4, chunk_size=16, sinks=3, exact_until=0)
 

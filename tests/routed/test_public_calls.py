@@ -4,11 +4,11 @@ import math
 
 import pytest
 import torch
+from oracles.inputs import attention_tensors
 
 import prescore
 from prescore import Coupling, Exact, Routed, Selected, exact_attention, prescored_attention
-from prescore.routed.figures import ERROR_FIGURES
-from prescore.testing.inputs import attention_tensors
+from prescore.routed.attention import ERROR_FIGURES
 
 SMALL = Routed(exact_until=0, chunk_size=16, leaf_size=4, rows=8, sinks=2)
 

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
+from oracles.inputs import attention_tensors
+from oracles.routed import routed_tables
 
 from prescore import Exact, Routed, Selected, prescored_attention
-from prescore.api.run import Options, attend_counting
-from prescore.testing.inputs import attention_tensors
-from prescore.testing.routed import routed_tables
+from prescore.attention import Options, attend_counting
 
 CONFIG = Routed(chunk_size=32, leaf_size=8, rows=16, exact_until=64)
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from prescore.routed.stand_ins import corrections
+from prescore.routed.reference import corrections
 
 LOGITS = torch.linspace(-1.0, 1.0, 20_001, dtype=torch.float64)
 

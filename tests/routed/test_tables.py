@@ -4,9 +4,8 @@ import pytest
 import torch
 
 from prescore import Routed
-from prescore.routed.codes import encode_keys
+from prescore.routed.index import build_nodes, encode_keys, pooled, take_rows
 from prescore.routed.layout import make_layout
-from prescore.routed.tables import build_nodes, pooled, take_rows
 
 LAYOUT = make_layout(90, 90, causal=True, config=Routed(leaf_size=4, chunk_size=16, sinks=3, exact_until=0))
 

@@ -1,10 +1,10 @@
 import pytest
 import torch
 
-from prescore.evaluation.planted.model import PlantedSetting
-from prescore.prescoring import score_keys
+from prescore.bench.planted.model import PlantedSetting
 from prescore.rng import Streams
-from prescore.scorers.companions import Companions
+from prescore.scoring.companions import Companions
+from prescore.scoring.select import score_keys
 
 
 def _recall(model, seed, scorer):

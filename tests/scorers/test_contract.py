@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from prescore import KMeans, KMedian, Leverage, Minkowski
+from prescore import testing as scorer_contract
 from prescore.registry import _SCORERS, get_scorer, list_scorers, register_scorer
-from prescore.scorers.base import Scorer, as_scorer
-from prescore.testing import scorer_contract
-from prescore.testing.scorer_contract import CONTRACT, check_scorer
+from prescore.scoring.base import Scorer, as_scorer
+from prescore.testing import CONTRACT, check_scorer
 
 BUILT_IN = [
     "companions",
@@ -67,7 +67,7 @@ def test_options_keep_the_contract(scorer):
 def test_names_and_files_agree():
     assert set(BUILT_IN) <= set(list_scorers())
     for name in BUILT_IN:
-        assert get_scorer(name).__module__ == f"prescore.scorers.{name.replace('-', '_')}"
+        assert get_scorer(name).__module__ == f"prescore.scoring.{name.replace('-', '_')}"
 
 
 @pytest.mark.usefixtures("registered")

@@ -1,7 +1,7 @@
 import torch
 
 from prescore.rng import Streams
-from prescore.scorers.gaussian_kmeans import GaussianKMeans, bandwidth, fourier_features
+from prescore.scoring.kmeans import GaussianKMeans, bandwidth, fourier_features
 
 
 def _keys(n=300, dim=4):

@@ -2,13 +2,13 @@
 
 import torch
 
-from prescore.prescoring import score_keys
 from prescore.rng import Streams
-from prescore.scorers.base import as_scorer
-from prescore.scorers.key_diff import KeyDiff
-from prescore.scorers.key_norm import KeyNorm
-from prescore.scorers.minkowski import Minkowski
-from prescore.scorers.uniform import Uniform
+from prescore.scoring.base import as_scorer
+from prescore.scoring.key_diff import KeyDiff
+from prescore.scoring.key_norm import KeyNorm
+from prescore.scoring.kmeans import Minkowski
+from prescore.scoring.select import score_keys
+from prescore.scoring.uniform import Uniform
 
 
 def _keys():

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from prescore.rng import Streams
-from prescore.scorers.leverage import Leverage, exact_leverage
+from prescore.scoring.leverage import Leverage, exact_leverage
 
 
 def _oracle(keys):

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from prescore.scorers.rules import apply_rule, cluster_sums
+from prescore.scoring.rules import apply_rule, cluster_sums
 
 # Two clusters: {0, 2, 4} at distances 1, 3, 4 and {1, 3} at 2, 0; point 5 is padding in cluster 0.
 DISTANCES = torch.tensor([[1.0, 2.0, 3.0, 0.0, 4.0, 9.0]], dtype=torch.float64)

@@ -2,11 +2,7 @@ import pytest
 import torch
 
 from prescore.rng import Streams
-from prescore.selection.budget import budget_counts
-from prescore.selection.fallback import fallback_rows
-from prescore.selection.members import selection_of
-from prescore.selection.sample import race_scores
-from prescore.selection.top import select_top
+from prescore.scoring.select import budget_counts, fallback_rows, race_scores, select_top, selection_of
 
 
 def _naive(scores, count, valid, protected):

@@ -4,21 +4,21 @@ import itertools
 import math
 
 import torch
+from oracles.budgets import assert_within
+from oracles.dense import dense_attention, full_weights, subset_weights
+from oracles.inputs import attention_tensors
+from oracles.naive import naive_weights
+from oracles.routed import routed_oracle
 
 import prescore
 from prescore import Exact, Hyper, KMeans, Lsh, Selected
 from prescore.call import make_call
-from prescore.clustering import hashing
-from prescore.hyper.engine import attend_selected
 from prescore.ops.backend import Needs, pick_backend
 from prescore.rng import Streams
-from prescore.routed.lanes import attend_lanes
-from prescore.selection.given import given_members
-from prescore.testing.budgets import assert_within
-from prescore.testing.dense import dense_attention, full_weights, subset_weights
-from prescore.testing.inputs import attention_tensors
-from prescore.testing.naive import naive_weights
-from prescore.testing.routed import routed_oracle
+from prescore.routed.attention import attend_lanes
+from prescore.scoring import hashing
+from prescore.scoring.select import given_members
+from prescore.selected.attention import attend_selected
 
 FLOAT64 = 1e-10
 """A few hundred float64 roundings of numbers of size 1 to 100: far above rounding, far below any wrong weight."""

@@ -9,7 +9,7 @@ from attention_checks import call_of
 from prescore.errors import Unsupported
 from prescore.ops.native import library
 from prescore.routed import softmax
-from prescore.routed.lanes import attend_lanes
+from prescore.routed.attention import attend_lanes
 
 LEVELS = ("baseline", "avx2", "avx512")
 

@@ -4,9 +4,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
+from oracles.inputs import attention_tensors
 
 import prescore
-from prescore.testing.inputs import attention_tensors
 
 
 def piece(tensor, group, dim=2):
@@ -103,8 +103,8 @@ def run_as_core(group, config, ids):
     from tiny_models import tiny
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    from prescore.parallel.group import as_group
-    from prescore.parallel.heads import Change
+    from prescore.parallel.comm import as_group
+    from prescore.parallel.ulysses import Change
 
     model, ranks = tiny("Llama"), as_group(group)
     positions = torch.arange(ids.shape[1])[None]
@@ -160,7 +160,7 @@ def bytes_of(group, config, n_tokens, is_causal):
 
 def sent_without_figures(group, config, n_tokens, is_causal):
     """Bytes that this rank sends where nobody asks for lse or figures."""
-    from prescore.parallel.group import as_group
+    from prescore.parallel.comm import as_group
 
     ranks, generator = as_group(group), torch.Generator().manual_seed(group.rank())
     parts = [torch.randn(1, 1, n_tokens // group.size(), 64, generator=generator) for _ in range(3)]
@@ -242,8 +242,7 @@ def generator_after_refusal(group):
 
 def long_note(group, length):
     """Ranks that agree on a fact of so many letters."""
-    from prescore.parallel.group import Group
-    from prescore.parallel.handshake import agree
+    from prescore.parallel.comm import Group, agree
 
     agree(Group(group), {"config": "x" * length}, None, torch.device("cpu"))
 
@@ -263,7 +262,7 @@ def die_or_attend(group, in_backward):
 
 def tied_exchange(group, use):
     """Gradient of what was sent, where rank 1 uses what it received or not."""
-    from prescore.parallel.group import Group, Mail, tied
+    from prescore.parallel.comm import Group, Mail, tied
 
     ranks = Group(group)
     sent = torch.arange(4.0, dtype=torch.float64).add(10 * group.rank()).requires_grad_()
@@ -277,7 +276,7 @@ def tied_exchange(group, use):
 
 def gathered(group, dtype):
     """What all ranks told, and the gradient of this rank's part."""
-    from prescore.parallel.group import Group
+    from prescore.parallel.comm import Group
 
     ranks = Group(group)
     own = torch.full((2, 3), float(group.rank()), dtype=dtype, requires_grad=True)
@@ -304,12 +303,13 @@ def in_meshes(group):
 
 def run_losses(group, document, length, methods):
     """Figures of a tiny model on one document by each method, as `prescore perplexity --parallel` has them."""
-    from prescore.evaluation.language.documents import Document
-    from prescore.evaluation.language.methods import named
-    from prescore.evaluation.language.model import LanguageModel
-    from prescore.evaluation.language.perplexity import make_windows, measure_loss
-    from prescore.parallel.group import Group
-    from prescore.testing.tiny_language_model import tiny_language_model
+    from oracles.tiny_language_model import tiny_language_model
+
+    from prescore.bench.language.documents import Document
+    from prescore.bench.language.methods import named
+    from prescore.bench.language.model import LanguageModel
+    from prescore.bench.language.perplexity import make_windows, measure_loss
+    from prescore.parallel.comm import Group
 
     loaded = LanguageModel("tiny", *tiny_language_model(max_positions=512))
     (window,) = make_windows(loaded, [Document("text", document)], length)

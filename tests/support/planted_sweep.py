@@ -1,7 +1,7 @@
 """A planted-model sweep, run in memory."""
 
-from prescore.evaluation.planted.study import COMMAND, rows
-from prescore.records import measure
+from prescore.bench.planted.study import COMMAND, rows
+from prescore.bench.records import measure
 
 
 def run_sweep(sweep):

@@ -2,7 +2,7 @@
 
 import torch
 
-from prescore.integrations.timm_import import mend_torchvision
+from prescore.integrations.torchvision import mend_torchvision
 
 mend_torchvision()
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from prescore.integrations.timm_import import import_timm, mend_torchvision
+from prescore.integrations.torchvision import import_timm, mend_torchvision
 
 SHAPE = {
     "hidden_size": 48,

@@ -5,13 +5,13 @@ import math
 import pytest
 import torch
 from attention_checks import check_gradients, check_oracle
+from oracles.budgets import assert_within, error_budget
+from oracles.dense import dense_attention, full_weights, subset_weights, without_stand_ins
+from oracles.inputs import MASKS, attention_tensors, random_mask
+from oracles.naive import naive_weights
 
 import prescore
 from prescore import Selected
-from prescore.testing.budgets import assert_within, error_budget
-from prescore.testing.dense import dense_attention, full_weights, subset_weights, without_stand_ins
-from prescore.testing.inputs import MASKS, attention_tensors, random_mask
-from prescore.testing.naive import naive_weights
 
 
 def test_assert_within_fails_on_errors_nan_and_shapes():

@@ -4,8 +4,7 @@ import os
 from pathlib import Path
 
 import pytest
-
-from prescore.testing.transformers_suite import run_suite, suite_command
+from oracles.transformers_suite import run_suite, suite_command
 
 TESTS = """
 import pathlib

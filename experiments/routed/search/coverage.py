@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from prescore import Routed, prescored_attention
-from prescore.routed.tolerance import within
+from prescore.routed import error_bound as within
 
 PIECE = Routed().chunk_size
 FIRST = Routed().exact_until + 2 * PIECE

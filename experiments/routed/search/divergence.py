@@ -21,13 +21,13 @@ import torch
 from torch import Tensor
 
 from prescore import Routed
-from prescore.evaluation.language.documents import Document, load_documents
-from prescore.evaluation.language.many_needles import Needles, NeedleText, make_needle_text
-from prescore.evaluation.language.measured import measured_attention
-from prescore.evaluation.language.methods import LanguageMethod, exact, prescored
-from prescore.evaluation.language.model import LanguageModel, load_language_model
-from prescore.routed import decode, far, lanes
-from prescore.routed.compiled import call, steps
+from prescore.bench.language.documents import Document, load_documents
+from prescore.bench.language.needles import Needles, NeedleText, make_needle_text
+from prescore.bench.language.methods import measured_attention
+from prescore.bench.language.methods import LanguageMethod, exact, prescored
+from prescore.bench.language.model import LanguageModel, load_language_model
+from prescore.routed import decode, reference as far, attention as lanes
+from prescore.routed import native as call, native as steps
 
 SEED = 101
 

@@ -9,7 +9,7 @@
 HEADS are safetensors files with `query [1, Hq, N, D]`, `key` and `value [1, Hkv, N, D]` behind RoPE. For 64
 positions behind 4200 every far key is behind nodes, everything else is exact. Prints the relative squared error
 (mean over heads, worst head), the share of far keys compared, and rows read. Without options it is what `Routed()`
-does, whose `share` is twice its `rows`; `prescore.routed.far` is the library's own definition. README.md says
+does, whose `share` is twice its `rows`; `prescore.routed.reference` is the library's own definition. README.md says
 what the parts are.
 """
 
@@ -24,7 +24,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from prescore.clustering.tree import bisection_tree
+from prescore.routed.tree import bisection_tree
 
 SINKS = 16
 MOST_GAIN, MOST_KNOWN_GAIN = 2.0, 4.0

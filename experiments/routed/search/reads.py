@@ -19,11 +19,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from prescore import Routed, prescored_attention
-from prescore.report.plots import COLOURS, figure
-from prescore.routed.far import Seen, find_rows, limit_of, row_sums, scores_of, weigh
-from prescore.routed.lanes import search_of
+from prescore.bench.plots import COLOURS, figure
+from prescore.routed.reference import Seen, find_rows, limit_of, row_sums, scores_of, weigh
+from prescore.routed.attention import search_of
 from prescore.routed.layout import make_layout
-from prescore.routed.tables import build_nodes
+from prescore.routed.index import build_nodes
 
 LEAST = 1e-8  # weights below are drawn there
 PANELS = (("smooth", "A smooth head"), ("retrieval", "A searching head"))

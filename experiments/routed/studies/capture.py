@@ -14,11 +14,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from prescore.evaluation.language.documents import load_documents
-from prescore.evaluation.language.model import load_language_model
-from prescore.evaluation.language.perplexity import make_windows
+from prescore.bench.language.documents import load_documents
+from prescore.bench.language.model import load_language_model
+from prescore.bench.language.perplexity import make_windows
 from prescore.integrations.apply import replace_attention
-from prescore.integrations.attend import Situation, attend_exactly
+from prescore.integrations.attention import Situation, attend_exactly
 
 LAYERS = (2, 8, 14, 20, 26)
 LENGTH = 8192

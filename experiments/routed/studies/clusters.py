@@ -9,9 +9,9 @@ from scene import CHUNK, SINKS, Layer, View, even_positions
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from prescore.clustering.lloyd import fit
-from prescore.clustering.minkowski import metric_for
-from prescore.clustering.tree import bisection_tree, tree_levels
+from prescore.scoring.lloyd import fit
+from prescore.scoring.metrics import metric_for
+from prescore.routed.tree import bisection_tree, tree_levels
 from prescore.rng import Streams
 
 

@@ -9,8 +9,8 @@ from clusters import Clustering, cluster_sums, make_clusters
 from scene import Answer, View, attend
 from torch import Tensor
 
-from prescore.clustering.hashing import hash_ranks
-from prescore.hyper.lsh import projections
+from prescore.scoring.hashing import hash_ranks
+from prescore.scoring.hashing import projections
 from prescore.rng import Streams
 from selection import far_labels
 

@@ -14,8 +14,8 @@ from typing import Any
 from run import STUDIES, study_variants
 from summary import Line, markdown, summarise
 
-from prescore.records import read_records
-from prescore.report.plots import COLOURS, bars, figure
+from prescore.bench.records import read_records
+from prescore.bench.plots import COLOURS, bars, figure
 
 ERROR = "relative squared error, thousandths"
 RATIO = "error over the reference's (black), geometric mean over heads"

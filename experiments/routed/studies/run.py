@@ -17,8 +17,8 @@ import torch
 from scene import Book
 from variant import Variant, study_row
 
-from prescore.record_file import RecordFile
-from prescore.records import measure, row_key
+from prescore.bench.records import RecordFile
+from prescore.bench.records import measure, row_key
 
 COMMAND = "routed-study"
 STUDIES = (

@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from prescore import KMeans, Scorer, score, select
-from prescore.clustering.lloyd import fit
-from prescore.clustering.minkowski import metric_for
+from prescore.scoring.lloyd import fit
+from prescore.scoring.metrics import metric_for
 from prescore.rng import Streams
-from prescore.scorers.base import as_scorer
+from prescore.scoring.base import as_scorer
 from routed import ROWS
 
 N_STAND_INS = 64

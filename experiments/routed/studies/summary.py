@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-from prescore.records import Record, read_records
+from prescore.bench.records import Record, read_records
 
 TINY = 1e-9
 """Below this an error is rounding."""

@@ -11,7 +11,7 @@ import torch
 from clusters import Clustering
 from scene import Answer, Book, View, even_positions, views
 
-from prescore.records import Row
+from prescore.bench.records import Row
 from routed import ROWS, routed
 
 N_POSITIONS = 96

@@ -9,7 +9,7 @@ from clusters import Clustering, Clusters, make_clusters
 from scene import CHUNK, SINKS, Answer, View
 from torch import Tensor
 
-from prescore.clustering.tree import bisection_tree, tree_levels
+from prescore.routed.tree import bisection_tree, tree_levels
 from routed import ROWS, budget_of, choose, read, scores
 
 

@@ -21,13 +21,13 @@ from torch import Tensor
 from two_levels import TwoLevels, attend_two_levels
 from ways import Way, attend_way
 
-from prescore.api.attention import Counted
-from prescore.evaluation.language.documents import load_documents
-from prescore.evaluation.language.methods import CountedAttend, LanguageMethod, exact
-from prescore.evaluation.language.model import load_language_model
-from prescore.evaluation.language.perplexity import loss_row, make_windows
-from prescore.record_file import RecordFile
-from prescore.records import measure, row_key
+from prescore.attention import Counted
+from prescore.bench.language.documents import load_documents
+from prescore.bench.language.methods import CountedAttend, LanguageMethod, exact
+from prescore.bench.language.model import load_language_model
+from prescore.bench.language.perplexity import loss_row, make_windows
+from prescore.bench.records import RecordFile
+from prescore.bench.records import measure, row_key
 
 COMMAND = "routed-ways-loss"
 

@@ -21,9 +21,9 @@ from clusters import Clustering, Clusters, make_clusters
 from scene import CHUNK, SINKS, Book, Layer, View
 from torch import Tensor
 
-from prescore.clustering.tree import bisection_tree, tree_levels
-from prescore.record_file import RecordFile
-from prescore.records import Row, measure, row_key
+from prescore.routed.tree import bisection_tree, tree_levels
+from prescore.bench.records import RecordFile
+from prescore.bench.records import Row, measure, row_key
 from routed import ROWS, scores
 
 COMMAND = "routed-ways-time"

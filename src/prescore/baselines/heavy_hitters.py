@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from prescore import checks
-from prescore.baselines.column_sums import all_column_sums, best_places, column_sums
 from prescore.baselines.oracle import best_places_part
-from prescore.baselines.tiles import Placed, chunk_positions, place
+from prescore.baselines.tiles import Placed, all_column_sums, best_places, chunk_positions, column_sums, place
 from prescore.ops.parts import Part
 from prescore.types import Attended
 

@@ -8,12 +8,11 @@ import torch
 from torch import Tensor
 
 from prescore import checks
-from prescore.baselines.column_sums import best_places
-from prescore.baselines.tiles import Placed, chunk_positions, place
+from prescore.baselines.tiles import Placed, best_places, chunk_positions, place
 from prescore.ops.backend import accumulation_dtype
 from prescore.ops.parts import Part
-from prescore.scorers.leverage import exact_leverage
-from prescore.selection.members import selection_of
+from prescore.scoring.leverage import exact_leverage
+from prescore.scoring.select import selection_of
 from prescore.types import Attended
 
 

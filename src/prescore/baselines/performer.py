@@ -11,7 +11,7 @@ from torch import Tensor
 from prescore import checks
 from prescore.baselines.tiles import place
 from prescore.ops.backend import accumulation_dtype
-from prescore.ops.merge import merge
+from prescore.ops.parts import merge
 from prescore.rng import Streams, as_streams
 from prescore.types import Attended
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-_MODULES = ("chatglm", "offline_model", "timm", "transformers")
+_MODULES = ("chatglm", "timm", "transformers")
 
 
 def __getattr__(name: str) -> Any:

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from prescore.errors import Unsupported
-from prescore.integrations.adapter import Undo, own_forward, replace_forwards, seats
-from prescore.integrations.attend import Attend, Situation
-from prescore.integrations.opaque import attend_by
+from prescore.integrations.attention import Attend, Situation
+from prescore.integrations.compile import attend_by
+from prescore.integrations.patch import Undo, own_forward, replace_forwards, seats
 
 
 class _Heads(NamedTuple):

@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from prescore.integrations.adapter import Undo, refuse, replace_forwards, seats
-from prescore.integrations.attend import Attend, Situation
-from prescore.integrations.opaque import attend_by
+from prescore.integrations.attention import Attend, Situation
+from prescore.integrations.compile import attend_by
+from prescore.integrations.patch import Undo, refuse, replace_forwards, seats
 
 # named, not imported: this file is asked about models of every library
 _PLAIN = "timm.layers.attention.Attention"

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from prescore.ops.backend import Backend, Tile, accumulation_dtype
+from prescore.ops.backend import Backend, Tile, accumulation_dtype, readable
 from prescore.types import Attended
 
 _TINY_GRADIENT = 1e-15
@@ -290,3 +290,91 @@ def _add_columns(total: Tensor, extra: Tensor, part: Part, grad: Tensor) -> None
         total.add_(flat)
     else:
         total.index_add_(0, part.key_rows.reshape(-1), flat)
+
+
+# Combine attention over disjoint key sets into attention over their union.
+
+
+def merge(*parts: Attended) -> Attended:
+    """Merge by log-sum-exp: `lse = log sum exp(lse_i)`, `output = sum exp(lse_i - lse) output_i`.
+
+    Associative and order-free; a part that saw nothing (lse -inf) changes nothing; differentiable in every
+    output and lse.
+    """
+    if not parts:
+        raise ValueError("parts must hold at least one Attended, got none")
+    for place, part in enumerate(parts):
+        if not isinstance(part, Attended):
+            raise TypeError(f"parts must be Attended, got {type(part).__name__} at {place}")
+        if not (isinstance(part.output, Tensor) and isinstance(part.lse, Tensor)):
+            kinds = f"{type(part.output).__name__} and {type(part.lse).__name__}"
+            raise TypeError(f"parts must hold an output and an lse, both tensors, got {kinds} at {place}")
+        if part.output.device != parts[0].output.device or part.lse.device != part.output.device:
+            places = f"{part.output.device} and {part.lse.device}"
+            raise ValueError(f"parts must lie on one device, {parts[0].output.device}, got {places} at {place}")
+        if part.output.shape != parts[0].output.shape:
+            expected, got = tuple(parts[0].output.shape), tuple(part.output.shape)
+            raise ValueError(f"parts must have outputs of one shape {expected}, got {got} at {place}")
+        if part.lse.shape != part.output.shape[:-1]:
+            expected, got = tuple(part.output.shape[:-1]), tuple(part.lse.shape)
+            raise ValueError(f"parts must have an lse of shape {expected}, got {got} at {place}")
+    if len(parts) == 1:
+        return parts[0]
+    lses = torch.stack([part.lse for part in parts])
+    # the maximum only shifts the exponents: no gradient through it, and 0 where nothing was seen
+    shift = lses.detach().amax(0)
+    shift = shift.masked_fill(torch.isneginf(shift), 0.0)
+    weights = torch.exp(lses - shift)
+    total = weights.sum(0)
+    seen = total > 0
+    safe = total.masked_fill(~seen, 1.0)
+    wide = torch.stack([part.output for part in parts]).to(lses.dtype)
+    output = (wide * (weights / safe)[..., None]).sum(0)
+    lse = torch.where(seen, torch.log(safe) + shift, -torch.inf)
+    return Attended(output.to(parts[0].output.dtype), lse)
+
+
+# Exact softmax attention as parts, or straight from the operator.
+
+
+def exact_output(
+    query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, scale: float, backend: Backend
+) -> Tensor:
+    """Output of exact attention without padding, where nobody asks for lse.
+
+    Straight from the operator, with its own backward, where it can run as it is: short inputs feel every copy.
+    """
+    aligned = not is_causal or query.shape[2] == key.shape[2]
+    same_width = value.shape[3] == query.shape[3]
+    if backend.name == "cpu-flash" and aligned and same_width and query.numel() and key.numel():
+        output: Tensor = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            readable(query), readable(key), readable(value), 0.0, is_causal, scale=scale
+        )[0]
+        return output
+    parts = exact_parts(query, key, is_causal=is_causal, valid=None)
+    return attend_parts(query, key, value, parts, scale=scale, backend=backend).output
+
+
+def exact_parts(query: Tensor, key: Tensor, *, is_causal: bool, valid: Tensor | None) -> list[Part]:
+    """Parts of exact attention: everything at once, or past keys plus a causal square."""
+    batch, n_heads, n_query, _ = query.shape
+    n_kv_heads, n_keys = key.shape[1:3]
+    tiles = batch * n_kv_heads
+    shape = (tiles, n_heads // n_kv_heads, n_query)
+    bias = None if valid is None else padding_bias(valid, n_kv_heads, query.dtype)
+    if 0 in (tiles, n_heads, n_query, n_keys):
+        return []
+    if not is_causal or n_query == n_keys:
+        return [Part(shape, bias=bias, causal=is_causal)]
+    # the operator aligns a causal triangle to the first key: split off the keys all queries see
+    rows = torch.arange(tiles * n_keys, device=query.device).view(tiles, n_keys)
+    cut = n_keys - n_query
+    past_bias, own_bias = (None, None) if bias is None else bias.split([cut, n_query], dim=1)
+    past = Part(shape, key_rows=rows[:, :cut], bias=past_bias)
+    return [past, Part(shape, key_rows=rows[:, cut:], bias=own_bias, causal=True)]
+
+
+def padding_bias(valid: Tensor, n_kv_heads: int, dtype: torch.dtype) -> Tensor:
+    """`[B, N]` bool -> `[B * Hkv, N]` of 0 and -inf."""
+    bias = torch.zeros(valid.shape, dtype=dtype, device=valid.device).masked_fill_(~valid, -torch.inf)
+    return bias.repeat_interleave(n_kv_heads, dim=0)

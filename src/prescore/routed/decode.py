@@ -17,19 +17,14 @@ from prescore.config import Routed
 from prescore.ops.backend import Backend, Needs, Tile, accumulation_dtype, pick_backend, readable
 from prescore.ops.native.library import NO_LEVEL
 from prescore.rng import DEFAULT_SEED, Streams
-from prescore.routed.compiled.far import level_for, make_tables
-from prescore.routed.compiled.nodes import build_nodes_compiled, can_build
-from prescore.routed.compiled.steps import PreparedStep
-from prescore.routed.figures import error_figures
-from prescore.routed.lanes import search_of
+from prescore.routed.attention import error_figures, search_of
+from prescore.routed.error_bound import attend_within, is_over, read_everything
+from prescore.routed.index import Nodes, build_nodes
 from prescore.routed.layout import Layout, make_layout
+from prescore.routed.native import PreparedStep, build_nodes_compiled, can_build, level_for, make_tables
 from prescore.routed.plain import attend_plain
 from prescore.routed.sources import Sources, View
-from prescore.routed.tables import Nodes, build_nodes
-from prescore.routed.tolerance.exact_rows import read_everything
-from prescore.routed.tolerance.within import attend_within, is_over
-from prescore.types import Attended
-from prescore.values import Values
+from prescore.types import Attended, Values
 
 
 class RoutedIndex:

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from prescore.clustering.tree import tree_levels
 from prescore.config import Routed
+from prescore.routed.tree import tree_levels
 
 ODD = 16
 """Keys of a node that lie farthest from its mean, its first ones: every query compares them."""

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from prescore.ops.dropout import Dropout
-from prescore.routed.codes import Codes
-from prescore.routed.far import (
+from prescore.routed.index import Codes
+from prescore.routed.reference import (
     Found,
     Seen,
     find_rows,

@@ -14,8 +14,8 @@ from torch.autograd.function import once_differentiable
 
 from prescore.ops.backend import accumulation_dtype
 from prescore.ops.parts import fold_lse_gradient
-from prescore.routed.compiled.far import attend_compiled, attend_compiled_backward, can_run
 from prescore.routed.local import attend_near, attend_near_backward
+from prescore.routed.native import attend_compiled, attend_compiled_backward, can_run
 from prescore.routed.plain import attend_plain, attend_plain_backward
 from prescore.routed.sources import N_LEARNED, Sources, View
 from prescore.types import Attended

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from prescore.ops.backend import Backend
-from prescore.routed.far import Search
+from prescore.routed.reference import Search
 
 
 class Sources(NamedTuple):

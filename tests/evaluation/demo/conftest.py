@@ -1,11 +1,11 @@
 """A tiny model and a text to read."""
 
 import pytest
+from oracles.tiny_language_model import tiny_language_model
 
-from prescore.evaluation.language.documents import Document
-from prescore.evaluation.language.held_out import tokenized
-from prescore.evaluation.language.model import LanguageModel
-from prescore.testing.tiny_language_model import tiny_language_model
+from prescore.bench.language.documents import Document
+from prescore.bench.language.held_out import tokenized
+from prescore.bench.language.model import LanguageModel
 
 
 @pytest.fixture(scope="session")

@@ -3,7 +3,7 @@
 import pytest
 
 from prescore import Routed
-from prescore.evaluation.demo.methods import (
+from prescore.bench.demo.run import (
     BUDGET_ROWS,
     BUDGETS,
     budget_methods,
@@ -16,8 +16,8 @@ from prescore.evaluation.demo.methods import (
     short_window,
     shown_config,
 )
-from prescore.evaluation.language.perplexity import loss_row, measure_loss
-from prescore.records import Record, measure
+from prescore.bench.language.perplexity import loss_row, measure_loss
+from prescore.bench.records import Record, measure
 
 
 def record_of(tiny, window, method):

@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from prescore import Exact, Routed, prescored_attention
-from prescore.evaluation.demo.methods import demo_windows
-from prescore.evaluation.demo.reading import (
+from prescore.bench.demo.run import (
     MOST_FOUND,
     QueryReading,
     WatchedLayer,
+    demo_windows,
     layer_looks,
     look_of,
     reading_row,

@@ -2,13 +2,13 @@
 
 import pytest
 import torch
+from oracles.tiny_language_model import tiny_language_model
 
 from prescore import Selected
-from prescore.evaluation.demo.token_choice import ATTENDED, attention_received, token_row
-from prescore.evaluation.language.documents import Document
-from prescore.evaluation.language.model import LanguageModel
-from prescore.evaluation.language.perplexity import make_windows
-from prescore.testing.tiny_language_model import tiny_language_model
+from prescore.bench.demo.run import ATTENDED, attention_received, token_row
+from prescore.bench.language.documents import Document
+from prescore.bench.language.model import LanguageModel
+from prescore.bench.language.perplexity import make_windows
 
 TEXT = "Some tokens are met by every query, most are met by none at all. " * 8
 

@@ -5,7 +5,7 @@ import time
 import pytest
 import torch
 
-from prescore.evaluation.language.cost import Meter, baseline_rows, exact_rows, leaf_rows
+from prescore.bench.language.methods import Meter, baseline_rows, exact_rows, leaf_rows
 
 
 def test_plain_counts():

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from prescore.evaluation.language.documents import DEFAULT_MODULES, TOPICS, Document, decode, load_documents
+from prescore.bench.language.documents import DEFAULT_MODULES, TOPICS, Document, decode, load_documents
 
 
 def test_default_corpus_is_long_and_needs_no_network():

@@ -4,17 +4,17 @@ import pytest
 import torch
 
 from prescore import Coupling, Exact, Hyper, Lsh, Routed, Selected, prescored_attention
-from prescore.evaluation.language.choice import MethodChoice
-from prescore.evaluation.language.experiments import (
+from prescore.bench.language.experiments import (
     COUPLINGS,
     EXPERIMENTS,
     PAPER_LENGTH,
+    MethodChoice,
     Scale,
     default_leaf,
     default_lengths,
     experiment_methods,
 )
-from prescore.evaluation.language.methods import asked_for
+from prescore.bench.language.methods import asked_for
 
 
 def configs(name, scale, **options):

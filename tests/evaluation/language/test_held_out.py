@@ -5,12 +5,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from oracles.tiny_language_model import tiny_language_model
 
-from prescore.config import Routed
-from prescore.evaluation.language import documents, methods
-from prescore.evaluation.language.cost import baseline_rows, near_rows
-from prescore.evaluation.language.documents import SOURCE, SOURCE_MODULES, TOPICS, Document, load_documents
-from prescore.evaluation.language.held_out import (
+from prescore.bench.language import documents, methods
+from prescore.bench.language.documents import SOURCE, SOURCE_MODULES, TOPICS, Document, load_documents
+from prescore.bench.language.held_out import (
     LENGTHS,
     REPORTED,
     SEEN,
@@ -23,11 +22,12 @@ from prescore.evaluation.language.held_out import (
     tokenized,
     tuning_windows,
 )
-from prescore.evaluation.language.model import LanguageModel
-from prescore.evaluation.language.perplexity import loss_row, measure_loss
-from prescore.integrations.attend import Situation
-from prescore.records import measure
-from prescore.testing.tiny_language_model import tiny_language_model
+from prescore.bench.language.methods import baseline_rows, near_rows
+from prescore.bench.language.model import LanguageModel
+from prescore.bench.language.perplexity import loss_row, measure_loss
+from prescore.bench.records import measure
+from prescore.config import Routed
+from prescore.integrations.attention import Situation
 
 NOVEL = 325_000
 """Tokens of the shorter of two novels."""

@@ -4,11 +4,14 @@ import re
 
 import pytest
 import torch
+from oracles.tiny_language_model import tiny_language_model
 
 from prescore import Routed
-from prescore.evaluation.language import methods
-from prescore.evaluation.language.documents import Document
-from prescore.evaluation.language.many_needles import (
+from prescore.bench.language import methods
+from prescore.bench.language.documents import Document
+from prescore.bench.language.methods import measured_attention
+from prescore.bench.language.model import LanguageModel
+from prescore.bench.language.needles import (
     CLEAR,
     DEPTHS,
     PER_DEPTH,
@@ -19,11 +22,8 @@ from prescore.evaluation.language.many_needles import (
     make_needle_text,
     needles_row,
 )
-from prescore.evaluation.language.measured import measured_attention
-from prescore.evaluation.language.model import LanguageModel
-from prescore.evaluation.language.retrieval import Problem, answer_figures
-from prescore.records import row_key
-from prescore.testing.tiny_language_model import tiny_language_model
+from prescore.bench.language.retrieval import Problem, answer_figures
+from prescore.bench.records import row_key
 
 HAY = Document("hay", "Nothing to see in this sentence, nor in the next one. " * 60)
 LENGTH = 1500

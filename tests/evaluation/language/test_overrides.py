@@ -3,7 +3,7 @@
 import pytest
 
 from prescore import Exact, Hyper, KMeans, Leverage, Lsh, Routed, Selected
-from prescore.evaluation.language.overrides import changed, check_overrides, field_names, fitting
+from prescore.bench.language.methods import changed, check_overrides, field_names, fitting
 
 
 @pytest.mark.parametrize("config", [Routed(), Selected(), Selected.early(), Hyper(), Exact()], ids=repr)

@@ -5,16 +5,16 @@ import math
 
 import pytest
 import torch
+from oracles.tiny_language_model import tiny_language_model
 from tiny_models import tiny as tiny_model
 
 import prescore
-from prescore.evaluation.language import methods
-from prescore.evaluation.language.documents import Document
-from prescore.evaluation.language.measured import measured_attention
-from prescore.evaluation.language.model import LanguageModel
-from prescore.evaluation.language.perplexity import loss_row, make_windows, measure_loss, streamed_loss
-from prescore.integrations.attend import Situation, layer_seed
-from prescore.testing.tiny_language_model import tiny_language_model
+from prescore.bench.language import methods
+from prescore.bench.language.documents import Document
+from prescore.bench.language.methods import measured_attention
+from prescore.bench.language.model import LanguageModel
+from prescore.bench.language.perplexity import loss_row, make_windows, measure_loss, streamed_loss
+from prescore.integrations.attention import Situation, layer_seed
 
 TEXT = "In the beginning there was a key, and the key was with the query. " * 20
 

@@ -2,11 +2,12 @@
 
 import pytest
 import torch
+from oracles.tiny_language_model import tiny_language_model
 
-from prescore.evaluation.language import methods
-from prescore.evaluation.language.documents import Document
-from prescore.evaluation.language.model import LanguageModel
-from prescore.evaluation.language.retrieval import (
+from prescore.bench.language import methods
+from prescore.bench.language.documents import Document
+from prescore.bench.language.model import LanguageModel
+from prescore.bench.language.retrieval import (
     N_DISTRACTORS,
     TASKS,
     Problem,
@@ -15,7 +16,6 @@ from prescore.evaluation.language.retrieval import (
     make_problem,
     retrieval_row,
 )
-from prescore.testing.tiny_language_model import tiny_language_model
 
 HAY = Document("hay", "Nothing to see in this sentence, nor in the next one. " * 60)
 
@@ -99,8 +99,8 @@ def test_a_beginning_of_text_token_stands_once_and_not_before_the_answer():
 
 
 def test_positions_past_the_trained_length_are_scaled_and_said(tiny):
-    from prescore.records import measure
-    from prescore.report.language_tables import retrieval_table
+    from prescore.bench.language.tables import retrieval_table
+    from prescore.bench.records import measure
 
     short, long = (
         measure(

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from prescore.evaluation.planted import model as planted
+from prescore.bench.planted import model as planted
 
 
 def draw(**changes):

@@ -6,16 +6,10 @@ import pytest
 import torch
 from planted_sweep import run_sweep
 
-from prescore.evaluation.planted import claims as checks
-from prescore.evaluation.planted import model as planted
-from prescore.evaluation.planted.study import (
-    QUICK,
-    PlantedMethod,
-    Sweep,
-    best_recovery,
-    rows,
-)
-from prescore.records import row_key
+from prescore.bench.planted import model as planted
+from prescore.bench.planted import study as checks
+from prescore.bench.planted.study import QUICK, PlantedMethod, Sweep, best_recovery, rows
+from prescore.bench.records import row_key
 from prescore.registry import list_scorers
 
 TINY = dataclasses.replace(QUICK, n=(200,), d=(4,), seeds=(0, 1), powers=(2.0, 3.0), n_queries=16, restarts=1)

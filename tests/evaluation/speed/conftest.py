@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+from oracles.tiny_language_model import tiny_language_model
 
-from prescore.evaluation.speed.saved_heads import find_heads, save_heads
-from prescore.testing.tiny_language_model import tiny_language_model
+from prescore.bench.speed.heads import find_heads, save_heads
 
 LENGTH = 2700
 """More than `exact_until` of the default: some queries are routed."""

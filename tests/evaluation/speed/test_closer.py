@@ -4,14 +4,21 @@ import pytest
 import torch
 
 from prescore import Routed
-from prescore.evaluation.speed import steps
-from prescore.evaluation.speed.heads import HeadsSetting, heads_row
-from prescore.evaluation.speed.layer_inputs import LayerSetting, layer_inputs, layer_rows, saved_setting
-from prescore.evaluation.speed.parts import PARTS, REST, measure_parts
-from prescore.evaluation.speed.steps import measure_steps
-from prescore.records import Record, measure
-from prescore.report.speed.closer import curve, curves_plot, heads_table, parts_table, steps_table
-from prescore.report.speed.tables import length_table
+from prescore.bench.records import Record, measure
+from prescore.bench.speed import heads as steps
+from prescore.bench.speed.heads import (
+    PARTS,
+    REST,
+    HeadsSetting,
+    LayerSetting,
+    heads_row,
+    layer_inputs,
+    layer_rows,
+    measure_parts,
+    measure_steps,
+    saved_setting,
+)
+from prescore.bench.speed.tables import curve, curves_plot, heads_table, length_table, parts_table, steps_table
 
 LENGTH = 2700
 """As in the saved heads."""

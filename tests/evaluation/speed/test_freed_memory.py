@@ -3,7 +3,7 @@ import sys
 
 import pytest
 
-from prescore.evaluation.speed import freed_memory
+from prescore.bench import memory as freed_memory
 
 
 def test_unknown_choice_is_refused():
@@ -26,7 +26,7 @@ def test_freed_memory_stays_or_goes(choice):
     """A freed tensor of 64 MiB still counts as the process's memory, or not; in a process of its own."""
     script = f"""
 import os, torch
-from prescore.evaluation.speed.freed_memory import choose_freed_memory
+from prescore.bench.memory import choose_freed_memory
 
 def resident():
     with open("/proc/self/statm") as file:

@@ -5,22 +5,31 @@ import json
 
 import pytest
 import torch
+from oracles.inputs import attention_tensors
+from oracles.tiny_language_model import save_tiny_language_model
 from safetensors.torch import load_file, save_file
 
 from prescore import Exact, Routed, apply
-from prescore.cli.main import main
+from prescore.bench.cli.main import main
+from prescore.bench.records import read_records
+from prescore.bench.speed import heads as speed_heads
+from prescore.bench.speed import timing as speed_check
+from prescore.bench.speed.heads import (
+    HeadsSetting,
+    find_heads,
+    heads_row,
+    layer_inputs,
+    layer_rows,
+    lengths_of,
+    measure_heads,
+    measure_steps,
+    relative_error,
+    save_heads,
+    saved_setting,
+)
+from prescore.bench.speed.plan import SpeedPlan
+from prescore.bench.speed.timing import Setting
 from prescore.errors import Unsupported
-from prescore.evaluation.speed import check as speed_check
-from prescore.evaluation.speed import heads as speed_heads
-from prescore.evaluation.speed.heads import HeadsSetting, heads_row, lengths_of, measure_heads, relative_error
-from prescore.evaluation.speed.layer_inputs import layer_inputs, layer_rows, saved_setting
-from prescore.evaluation.speed.plan import SpeedPlan
-from prescore.evaluation.speed.saved_heads import find_heads, save_heads
-from prescore.evaluation.speed.steps import measure_steps
-from prescore.evaluation.speed.timing import Setting
-from prescore.records import read_records
-from prescore.testing.inputs import attention_tensors
-from prescore.testing.tiny_language_model import save_tiny_language_model
 
 LENGTH = 2700
 """More than `exact_until` of the default: some queries are routed."""

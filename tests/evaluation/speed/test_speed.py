@@ -4,17 +4,18 @@ import dataclasses
 
 import pytest
 import torch
+from oracles.dense import dense_attention
+from oracles.naive import naive_weights
 
 from prescore import Hyper, KMeans, Routed, Selected
-from prescore.cli.main import main
-from prescore.evaluation.speed import check as speed_check
-from prescore.evaluation.speed import studies as speed_studies
-from prescore.evaluation.speed import timing as speed
-from prescore.evaluation.speed.decode import DecodeSetting, decode_rows, measure_decode
-from prescore.evaluation.speed.plan import SpeedPlan
-from prescore.records import measure, read_records
-from prescore.registry import get_scorer, list_scorers
-from prescore.report.speed.tables import (
+from prescore.bench.cli.main import main
+from prescore.bench.records import measure, read_records
+from prescore.bench.speed import studies as speed_studies
+from prescore.bench.speed import timing as speed
+from prescore.bench.speed import timing as speed_check
+from prescore.bench.speed.plan import SpeedPlan
+from prescore.bench.speed.studies import DecodeSetting, decode_rows, measure_decode
+from prescore.bench.speed.tables import (
     decode_table,
     exponent,
     kinds,
@@ -24,9 +25,8 @@ from prescore.report.speed.tables import (
     short_table,
     speed_plot,
 )
-from prescore.scorers.clustered import ClusteringScorer
-from prescore.testing.dense import dense_attention
-from prescore.testing.naive import naive_weights
+from prescore.registry import get_scorer, list_scorers
+from prescore.scoring.kmeans import ClusteringScorer
 
 SETTING = speed.Setting(
     n=300, causal=True, backward=True, heads=2, dim=8, exact_heads=1, repeats=1, top_k=32, min_seq_len=64

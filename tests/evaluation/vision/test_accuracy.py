@@ -15,17 +15,24 @@ from PIL import Image
 
 import prescore
 from prescore import KMeans, Selected
-from prescore.cli.main import main
-from prescore.evaluation.vision import digits
-from prescore.evaluation.vision.accuracy import Grid, Study, study_rows
-from prescore.evaluation.vision.data import IMAGENET_MEAN, IMAGENET_STD, Preprocessing, decode_image, open_folder
-from prescore.evaluation.vision.methods import EXACT, parse_method
-from prescore.evaluation.vision.models import load_vision_model, vit_shape
-from prescore.hyper import plan
-from prescore.integrations.attend import PrescoredAttention, attend_exactly
-from prescore.integrations.timm_import import import_timm, mend_torchvision
-from prescore.records import read_records
-from prescore.report.vision_plots import accuracy_plot, accuracy_table, leverage_table, paper_accuracy_table
+from prescore.bench.cli.main import main
+from prescore.bench.records import read_records
+from prescore.bench.vision import models as digits
+from prescore.bench.vision.accuracy import Grid, Study, study_rows
+from prescore.bench.vision.methods import EXACT, parse_method
+from prescore.bench.vision.models import (
+    IMAGENET_MEAN,
+    IMAGENET_STD,
+    Preprocessing,
+    decode_image,
+    load_vision_model,
+    open_folder,
+    vit_shape,
+)
+from prescore.bench.vision.tables import accuracy_plot, accuracy_table, leverage_table, paper_accuracy_table
+from prescore.integrations.attention import PrescoredAttention, attend_exactly
+from prescore.integrations.torchvision import import_timm, mend_torchvision
+from prescore.selected import plan
 
 HAS_TIMM = all(importlib.util.find_spec(name) is not None for name in ("timm", "torchvision"))
 needs_timm = pytest.mark.skipif(not HAS_TIMM, reason="timm or torchvision is not installed")

@@ -9,9 +9,10 @@ if importlib.util.find_spec("transformers") is None:
     pytest.skip("transformers is not installed", allow_module_level=True)
 
 from prescore import KMeans, Selected, select
-from prescore.cli.main import main
-from prescore.evaluation.vision.accuracy import Study
-from prescore.evaluation.vision.coverage import (
+from prescore.bench.cli.main import main
+from prescore.bench.records import read_records
+from prescore.bench.vision.accuracy import Study
+from prescore.bench.vision.coverage import (
     CoverageGrid,
     TextSubject,
     VisionSubject,
@@ -21,13 +22,11 @@ from prescore.evaluation.vision.coverage import (
     kept_keys,
     measure_coverage,
 )
-from prescore.evaluation.vision.digits import Digits
-from prescore.evaluation.vision.models import load_vision_model
-from prescore.integrations.attend import Situation
-from prescore.integrations.observe import observe
-from prescore.integrations.timm_import import mend_torchvision
-from prescore.records import read_records
-from prescore.report.coverage_plots import paper_coverage_table
+from prescore.bench.vision.models import Digits, load_vision_model
+from prescore.bench.vision.tables import paper_coverage_table
+from prescore.integrations.apply import observe
+from prescore.integrations.attention import Situation
+from prescore.integrations.torchvision import mend_torchvision
 
 ALONE = Situation(layer=0)
 
@@ -177,7 +176,7 @@ def test_a_protected_prefix_is_among_the_kept(vision_subject, monkeypatch):
     kept = []
     real = kept_keys
     monkeypatch.setattr(
-        "prescore.evaluation.vision.coverage.kept_keys", lambda *given: kept.append(real(*given)) or kept[-1]
+        "prescore.bench.vision.coverage.kept_keys", lambda *given: kept.append(real(*given)) or kept[-1]
     )
     config = Selected("uniform", 3, sinks=0)
     measure_coverage(vision_subject, config, (0.1,), protect=True)

@@ -15,7 +15,7 @@ import prescore
 from prescore import Exact, KMeans, Routed, Selected
 from prescore.errors import Unsupported
 from prescore.integrations.apply import replace_attention
-from prescore.integrations.attend import PrescoredAttention, layer_seed
+from prescore.integrations.attention import PrescoredAttention, layer_seed
 from prescore.integrations.transformers.cache import PrescoredCache, prescored_layers
 
 COARSE = Selected(KMeans(n_clusters=3), top_k=8, min_seq_len=8, sinks=2)

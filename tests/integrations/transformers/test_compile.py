@@ -6,7 +6,7 @@ from tiny_models import prompts, tiny
 
 import prescore
 from prescore import Routed, Selected
-from prescore.integrations.timm_import import import_timm
+from prescore.integrations.torchvision import import_timm
 
 ROUTED = Routed(rows=2, leaf_size=2, chunk_size=2, sinks=1, exact_until=0)
 COARSE = Selected("kmeans", top_k=3, sinks=1, min_seq_len=4)
@@ -81,8 +81,8 @@ def test_a_static_cache_is_followed_through_compiled_steps():
 
 
 def test_dropout_is_drawn_from_torch_and_again_in_the_backward_pass():
-    from prescore.integrations.adapter import Seat
-    from prescore.integrations.attend import PrescoredAttention
+    from prescore.integrations.attention import PrescoredAttention
+    from prescore.integrations.patch import Seat
 
     seat = Seat(PrescoredAttention(COARSE), layer=0)
     query, key, value = (torch.randn(2, 2, 12, 4, dtype=torch.float64, requires_grad=True) for _ in range(3))
@@ -154,8 +154,8 @@ def test_a_vit_of_timm():
 
 
 def test_the_operator_keeps_its_promises():
-    from prescore.integrations.adapter import Seat
-    from prescore.integrations.attend import PrescoredAttention
+    from prescore.integrations.attention import PrescoredAttention
+    from prescore.integrations.patch import Seat
 
     seat = Seat(PrescoredAttention(COARSE), layer=0)
     inputs = [torch.randn(2, 2, 12, 4, requires_grad=True) for _ in range(3)]

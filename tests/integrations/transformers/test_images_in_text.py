@@ -6,7 +6,7 @@ from tiny_models import SIZES
 
 import prescore
 from prescore import Hyper, Lsh, Routed, Selected
-from prescore.integrations.attend import PrescoredAttention, Situation
+from prescore.integrations.attention import PrescoredAttention, Situation
 
 N = 24
 COARSE = Selected("key-norm", top_k=3, sinks=1, min_seq_len=4)

@@ -14,9 +14,9 @@ from vision_stand_ins import huggingface_from_timm, pixels, tiny_huggingface, ti
 import prescore
 from prescore import Hyper, KMeans, Lsh, Routed, Selected
 from prescore.errors import Unsupported
-from prescore.integrations.adapter import seats
 from prescore.integrations.apply import find_adapter, replace_attention
-from prescore.integrations.attend import PrescoredAttention, Situation
+from prescore.integrations.attention import PrescoredAttention, Situation
+from prescore.integrations.patch import seats
 
 FEW = Selected(KMeans(n_clusters=3), top_k=8, sinks=0, remainder="none")
 STAND_INS = FEW.replace(scorer=KMeans(n_clusters=3, rule="farthest", normalize=False), remainder="centroids")
@@ -226,7 +226,7 @@ def test_timm_and_huggingface_agree(config, protect):
 @pytest.mark.skipif(not HAS_TIMM, reason="timm or torchvision is not installed")
 @pytest.mark.skipif(not DEIT.is_file(), reason="the DeiT-tiny checkpoint of the development data is not there")
 def test_deit_tiny_gives_the_same_logits_by_both_routes():
-    from prescore.evaluation.vision.models import load_vision_model
+    from prescore.bench.vision.models import load_vision_model
 
     loaded = load_vision_model(DEIT)
     twin = huggingface_from_timm(loaded.model.state_dict(), n_heads=3, size=224, patch=16).double()

@@ -9,14 +9,7 @@ import sys
 
 import pytest
 
-from prescore.ops.native.build import (
-    ABI,
-    FOLDER,
-    build,
-    is_up_to_date,
-    levels_of_machine,
-    library_name,
-)
+from prescore.ops.native.build import ABI, FOLDER, build, is_up_to_date, levels_of_machine, library_name
 
 needs_compiler = pytest.mark.skipif(
     not any(map(shutil.which, ("cc", "gcc", "clang"))), reason="there is no C compiler here"

@@ -2,7 +2,7 @@
 
 import pytest
 
-from prescore.records import Record
+from prescore.bench.records import Record
 
 
 def loss_record(label, kind, loss, rows, seconds, *, window=1, comparison="equal rows", n_tokens=4096, **more):

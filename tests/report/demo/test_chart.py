@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 
-from prescore.report.demo.chart import HEIGHT, NARROW, WIDTH, Mark, Series, Words, apart, line_chart
+from prescore.bench.demo.page import HEIGHT, NARROW, WIDTH, Mark, Series, Words, apart, line_chart
 
 WORDS = Words("rows & <x>", "loss", "a <title>")
 

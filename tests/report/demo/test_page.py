@@ -10,11 +10,16 @@ from html.parser import HTMLParser
 
 import pytest
 
-from prescore.report.demo.compared import compare
-from prescore.report.demo.comparison import comparison_table, headline
-from prescore.report.demo.page import DOCUMENTS, demo_page
-from prescore.report.demo.reading import reading_section, telling
-from prescore.report.demo.token_map import token_map
+from prescore.bench.demo.page import (
+    DOCUMENTS,
+    compare,
+    comparison_table,
+    demo_page,
+    headline,
+    reading_section,
+    telling,
+    token_map,
+)
 
 CHROMIUM = next(
     (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None

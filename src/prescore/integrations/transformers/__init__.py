@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from prescore.integrations.transformers.attention import register as register
 from prescore.integrations.transformers.cache import PrescoredCache as PrescoredCache
-from prescore.integrations.transformers.door import register as register
-from prescore.integrations.transformers.pieces import generate_together as generate_together
+from prescore.integrations.transformers.parallel import generate_together as generate_together
 
 register()

@@ -14,13 +14,13 @@ from transformers.cache_utils import DynamicCache, DynamicSlidingWindowLayer
 
 from prescore.config import Config, Exact
 from prescore.errors import Unsupported
-from prescore.integrations.adapter import Seat, Undo, check_numbers
-from prescore.integrations.attend import Attend, attend_exactly
-from prescore.integrations.together import Together
+from prescore.integrations.attention import Attend, attend_exactly
+from prescore.integrations.parallel import Together
+from prescore.integrations.patch import Seat, Undo, check_numbers
+from prescore.integrations.transformers.attention import NAME, register, replace_at
 from prescore.integrations.transformers.cache import PrescoredCache, mark, upgrade
-from prescore.integrations.transformers.door import NAME, register, replace_at
-from prescore.integrations.transformers.pieces import prepare_pieces
-from prescore.values import Values
+from prescore.integrations.transformers.parallel import prepare_pieces
+from prescore.types import Values
 
 _NO_LAYER = -1
 _MARK = "_prescore_mark"  # of a cache whose forward is running

@@ -11,10 +11,9 @@ from typing import Any
 
 from torch import nn
 
-from prescore.integrations.adapter import Seat, Undo, check_numbers, refuse
-from prescore.integrations.attend import Attend, attend_exactly
-from prescore.integrations.transformers.door import NAME, register, replace_at
-from prescore.integrations.transformers.prefix import PREFIX, n_prefix_tokens
+from prescore.integrations.attention import Attend, attend_exactly
+from prescore.integrations.patch import Seat, Undo, check_numbers, refuse
+from prescore.integrations.transformers.attention import NAME, PREFIX, n_prefix_tokens, register, replace_at
 
 _JOINT = ("clip", "siglip")
 

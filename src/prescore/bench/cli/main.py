@@ -1,0 +1,88 @@
+"""The `prescore` command: finds its subcommands, turns errors into one sentence and an exit code."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from prescore.errors import PrescoreError
+
+if TYPE_CHECKING:
+    import typer
+
+
+_NOT_COMMANDS = ("main", "options", "ranks", "settings", "held_out", "speed_heads")
+DONE, FAULT, BAD_USAGE, INTERRUPTED = 0, 1, 2, 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command line; returns the exit code: 0 done, 1 a fault, 2 bad usage, 130 interrupted."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    try:
+        import typer
+
+        from prescore.bench.cli.options import ARGV, load_imports
+    except ModuleNotFoundError as error:
+        return _fail(f"prescore's command line needs {error.name}: pip install 'prescore[eval]'")
+    token = ARGV.set(("prescore", *argv))
+    debug = "--debug" in argv
+    try:
+        words = load_imports([word for word in argv if word != "--debug"])
+        code = _build()(words, prog_name="prescore", standalone_mode=False)
+        # depending on its version, typer turns an interrupt into this code or into Abort
+        if code == INTERRUPTED:
+            return _fail("interrupted", INTERRUPTED)
+        return code if isinstance(code, int) else DONE
+    except (KeyboardInterrupt, typer.Abort):
+        return _fail("interrupted", INTERRUPTED)
+    except SystemExit as stop:
+        return stop.code if isinstance(stop.code, int) else BAD_USAGE
+    except Exception as error:
+        if debug:
+            traceback.print_exc()
+        return _refuse(error)
+    finally:
+        ARGV.reset(token)
+
+
+def _refuse(error: Exception) -> int:
+    # typer's usage errors have no public base class; all of them know how to word themselves
+    if hasattr(error, "format_message"):
+        return _fail(error.format_message())
+    if isinstance(error, ModuleNotFoundError):
+        return _fail(f"this command needs the package {error.name}; `prescore info` says how to install it")
+    if isinstance(error, ValueError | TypeError | OSError | PrescoreError):
+        return _fail(str(error))
+    # a fault of ours, or of what was imported: neither bad usage nor done
+    return _fail(f"{type(error).__name__}: {error}; --debug shows where", FAULT)
+
+
+def _fail(sentence: str, code: int = BAD_USAGE) -> int:
+    if sentence:
+        print(f"prescore: {sentence}", file=sys.stderr)
+    return code
+
+
+def _build() -> typer.Typer:
+    """The application: every file beside this one is a subcommand, its `command` function."""
+    import typer
+
+    from prescore.bench.cli.options import root
+
+    app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
+
+    app.callback()(root)
+    package = importlib.import_module("prescore.bench.cli")
+    for module in sorted(pkgutil.iter_modules(package.__path__), key=lambda found: found.name):
+        if module.name not in _NOT_COMMANDS:
+            command = importlib.import_module(f"prescore.bench.cli.{module.name}").command
+            app.command(name=module.name.replace("_", "-"))(command)
+    return app
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,301 @@
+"""What every measuring command shares: its options, its record file, its progress."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from prescore.bench.records import Record, RecordFile, Row, measure, row_key
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from rich.console import RenderableType
+import dataclasses
+import os
+import tempfile
+from collections.abc import Iterator
+
+if TYPE_CHECKING:
+    from prescore.parallel.comm import Group
+
+
+Seed = Annotated[int, typer.Option(min=0, help="Seed of all randomness.")]
+Out = Annotated[
+    Path | None,
+    typer.Option(file_okay=False, help="Directory for records.jsonl and plots.  [default: runs/COMMAND/TIME]"),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON line per result instead of tables.")]
+Resume = Annotated[
+    bool, typer.Option("--resume", help="Continue the records in --out (else the newest run): finished rows stay.")
+]
+Quick = Annotated[bool, typer.Option("--quick", help="A small version that finishes in seconds.")]
+Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error; anywhere.")]
+Threads = Annotated[int | None, typer.Option(min=1, max=1024, help="CPU threads.  [default: torch's choice]")]
+
+ARGV: ContextVar[tuple[str, ...]] = ContextVar("ARGV", default=())
+"""The command line being run, for the records."""
+
+RUNS = Path("runs")
+RECORDS = "records.jsonl"
+_LINE_EVERY = 5.0
+
+
+Imports = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--import",
+        help="Python file or module that registers scorers or baselines; repeatable, anywhere.",
+    ),
+]
+
+
+def _tell_version(asked: bool) -> None:
+    if asked:
+        from prescore import __version__
+
+        print(f"prescore {__version__}")
+        raise typer.Exit
+
+
+Version = Annotated[
+    bool, typer.Option("--version", is_eager=True, callback=_tell_version, help="Show the version and stop.")
+]
+
+
+def root(debug: Debug = False, imports: Imports = None, version: Version = False) -> None:
+    """Attention over long contexts made cheap by scoring the keys before any query is seen."""
+
+
+def load_imports(words: Sequence[str]) -> list[str]:
+    """Run what `--import` names, wherever it stands on a command line; returns the other words."""
+    left, waiting = [], iter(words)
+    for word in waiting:
+        name, equals, value = word.partition("=")
+        if name != "--import":
+            left.append(word)
+            continue
+        given = value if equals else next(waiting, None)
+        if not given:
+            raise ValueError(f"--import must be followed by a Python file or module, got {word!r} alone")
+        _load(given)
+    return left
+
+
+def _load(name: str) -> None:
+    path = Path(name)
+    try:
+        if path.suffix != ".py":
+            importlib.import_module(name)
+        else:
+            spec = importlib.util.spec_from_file_location(path.stem, path)
+            if spec is None or spec.loader is None or not path.is_file():
+                raise FileNotFoundError("there is no such file")
+            module = importlib.util.module_from_spec(spec)
+            sys.modules[path.stem] = module  # dataclasses look their module up by its name
+            spec.loader.exec_module(module)
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise ValueError(f"--import must be a Python file or module that runs, got {name!r} ({reason})") from error
+
+
+@dataclass(frozen=True)
+class Session:
+    """One run of a measuring command: rows go in, records come out and are on disk as they do.
+
+    Example:
+        >>> session = open_session("planted", out=out, json=json, resume=resume, threads=threads)
+        >>> records = session.run(rows)  # finished rows are not run again
+        >>> session.show(table)  # printed unless --json
+    """
+
+    command: str
+    file: RecordFile
+    json: bool
+    threads: int
+    device: str
+    quiet: bool = False
+
+    @property
+    def out(self) -> Path:
+        """The run's directory."""
+        return self.file.path.parent
+
+    def run(self, rows: Sequence[Row]) -> list[Record]:
+        """Measure the rows that are not finished; return the records of all, in the rows' order, each once."""
+        # an option given twice asks for the same row twice, and must not count as another seed or document
+        named = {row_key(self.command, row.config, row.seed): row for row in rows}
+        todo = sum(row.cost for key, row in named.items() if key not in self.file)
+        finished = sum(key in self.file for key in named)
+        if finished:
+            self.say(f"{finished} of {len(named)} rows are finished in {self.file.path}")
+        try:
+            with nullcontext(_unseen) if self.quiet else progress(self.command, todo) as advance:
+                for key, row in named.items():
+                    if key not in self.file:
+                        self.file.append(self._measure(row))
+                        advance(row.cost)
+                    if self.json:
+                        print(self.file[key].to_json(), flush=True)
+        except KeyboardInterrupt:
+            self.say(
+                f"interrupted; finished rows are in {self.file.path}; continue with --resume --out {self.out}"
+            )
+            raise SystemExit(130) from None
+        return [self.file[key] for key in named]
+
+    def show(self, *renderables: RenderableType) -> None:
+        """Print tables and text to stdout, unless JSON lines were asked for."""
+        if self.json or self.quiet:
+            return
+        from rich.console import Console
+
+        console = Console()
+        # piped output has no width of its own, and a table squeezed to 80 columns loses its figures
+        console = console if console.is_terminal else Console(width=max(console.width, 160))
+        for renderable in renderables:
+            console.print(renderable)
+
+    def say(self, text: str) -> None:
+        """Print one line for people, beside stdout."""
+        if not self.quiet:
+            print(text, file=sys.stderr, flush=True)
+
+    def _measure(self, row: Row) -> Record:
+        return measure(self.command, row, argv=list(ARGV.get()), device=self.device, threads=self.threads)
+
+
+def open_session(
+    command: str, *, out: Path | None, json: bool, resume: bool, threads: int | None, device: str = "cpu"
+) -> Session:
+    """Open the record file before any work is done, so that a refusal costs nothing."""
+    file = RecordFile(_directory(command, out, resume) / RECORDS, resume=resume)
+    if file.dropped is not None:
+        print(file.dropped, file=sys.stderr, flush=True)
+    import torch
+
+    if threads is not None:
+        torch.set_num_threads(threads)
+    return Session(command, file, json, torch.get_num_threads(), device)
+
+
+def _directory(command: str, out: Path | None, resume: bool) -> Path:
+    if out is not None:
+        return out
+    # a run that was refused after its file was made has nothing to go on from
+    earlier = sorted(path.parent for path in (RUNS / command).glob(f"*/{RECORDS}") if path.stat().st_size)
+    if resume and earlier:
+        return earlier[-1]
+    return RUNS / command / time.strftime("%Y%m%d-%H%M%S")
+
+
+def _unseen(amount: float) -> None:
+    """Progress that nobody watches."""
+
+
+def progress(title: str, total: float) -> AbstractContextManager[Callable[[float], None]]:
+    """A progress display on stderr with the time left; yields `advance(amount)`.
+
+    A bar on a terminal; elsewhere a plain line now and then, so that a log stays readable.
+    """
+    return _bar(title, total) if sys.stderr.isatty() else _lines(title, total)
+
+
+@contextmanager
+def _bar(title: str, total: float) -> Iterator[Callable[[float], None]]:
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(title, total=total)
+        yield lambda amount: bar.advance(task, amount)
+
+
+@contextmanager
+def _lines(title: str, total: float) -> Iterator[Callable[[float], None]]:
+    started = last = time.monotonic()
+    done = 0.0
+
+    def advance(amount: float) -> None:
+        nonlocal done, last
+        done += amount
+        now = time.monotonic()
+        if now - last >= _LINE_EVERY and done > 0:
+            last = now
+            left = (now - started) * (total - done) / done
+            print(f"{title}: {100 * done / total:.0f} %, {left:.0f} s left", file=sys.stderr, flush=True)
+
+    yield advance
+
+
+# Commands on several ranks: `torchrun` starts them all, rank 0 keeps the records and talks, the others follow.
+
+Parallel = Annotated[
+    bool,
+    typer.Option(
+        "--parallel",
+        help="Sequences lie on the ranks that torchrun started: "
+        "torchrun --nproc-per-node 4 -m prescore perplexity ... --parallel",
+    ),
+]
+
+
+@contextmanager
+def joined_ranks(parallel: bool, device: str) -> Iterator[Group | None]:
+    """The ranks that torchrun started, joined inside the block; None where nobody asked for them."""
+    if not parallel:
+        yield None
+        return
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        raise ValueError(
+            "parallel must be started by torchrun --nproc-per-node N -m prescore, got a single process"
+        )
+    import torch.distributed as dist
+
+    from prescore.parallel.comm import as_group
+
+    dist.init_process_group("nccl" if device.startswith("cuda") else "gloo")
+    try:
+        yield as_group(dist.group.WORLD)
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def shared_session(session: Session | None, ranks: Group | None, command: str) -> Iterator[Session]:
+    """Rank 0's session; every other rank has a silent one, in a folder that goes, with the same finished rows.
+
+    Args:
+        session: Of rank 0, or of the only process; None elsewhere.
+        ranks: None = there is one process.
+        command: What is run.
+    """
+    if ranks is None:
+        if session is None:
+            raise ValueError("session must be given to a single process, got None")
+        yield session
+        return
+    import torch
+    import torch.distributed as dist
+
+    lines: list[list[str] | None] = [None if session is None else [record.to_json() for record in session.file]]
+    dist.broadcast_object_list(lines, src=0)
+    if session is not None:
+        yield dataclasses.replace(session, device=f"{session.device} x {ranks.size}")
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        file = RecordFile(Path(folder) / RECORDS)
+        for line in lines[0] or []:
+            file.append(Record.from_json(line))
+        yield Session(command, file, False, torch.get_num_threads(), "cpu", quiet=True)

@@ -1,0 +1,94 @@
+"""What commands on language models share: their options, and what the words behind `--set` and its like mean."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from prescore.types import Values
+
+if TYPE_CHECKING:
+    from prescore.bench.cli.options import Session
+    from prescore.bench.language.methods import LanguageMethod
+
+
+Model = Annotated[str, typer.Option(help="`smollm2`, a directory, a GGUF file, or a name on the hub.")]
+Dtype = Annotated[str, typer.Option(help="float32, bfloat16, float16 or float64.")]
+Device = Annotated[str, typer.Option(help="Such as cpu or cuda.")]
+RemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")]
+Leaf = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        help="Exact causal leaves, and chunks of the default. (default: length / 8, and the default as it is)",
+    ),
+]
+Layers = Annotated[str, typer.Option(help="Layers replaced: all, first:N, last:N, even, odd, or numbers 0,3,7.")]
+Changes = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        help="FIELD=VALUE of the configurations, in JSON or a word, nested fields by their path "
+        "(scorer.n_clusters=64, inner.block_size=128, lsh.sample_size=0, coupling.mask=zero); repeatable.",
+    ),
+]
+
+
+def read_changes(changes: Sequence[str] | None) -> Values:
+    """`FIELD=VALUE` pairs; a value that is not JSON is a word. Which fields there are is known later."""
+    found: Values = {}
+    for change in changes or []:
+        name, equals, value = change.partition("=")
+        if not equals:
+            raise ValueError(f"set must be FIELD=VALUE, got {change!r}")
+        try:
+            found[name.strip()] = json.loads(value)
+        except json.JSONDecodeError:
+            found[name.strip()] = value
+    return found
+
+
+def read_budget(text: str) -> int | float:
+    """`256` keys or `0.25` of them."""
+    for read in (int, float):
+        try:
+            return read(text)
+        except ValueError:
+            continue
+    raise ValueError(f"top_k must be a count or a fraction, got {text!r}")
+
+
+def read_layers(text: str) -> str | list[int]:
+    """A pattern, or numbers with commas."""
+    numbers = text.split(",")
+    if all(number.strip().lstrip("-").isdigit() for number in numbers):
+        return [int(number) for number in numbers]
+    return text
+
+
+def tell_what_is_exact(session: Session, methods: Mapping[int, Sequence[LanguageMethod]]) -> None:
+    """Say which methods read everything at a length: their figures are those of exact attention."""
+    from prescore.config import Routed
+
+    for length, made in methods.items():
+        for method in made:
+            config = method.config
+            if isinstance(config, Routed) and config.exact_until >= length:
+                session.say(
+                    f"{method.label} is exact at {length} tokens: it reads everything up to "
+                    f"exact_until={config.exact_until}; longer texts, --leaf or --set exact_until=N make it route"
+                )
+
+
+def quiet_loading() -> None:
+    """Let transformers load without bars of its own: the command shows its own progress."""
+    from prescore.integrations.torchvision import mend_torchvision
+
+    mend_torchvision()
+    import transformers.utils.logging
+
+    library: Any = transformers.utils.logging
+    library.disable_progress_bar()

@@ -1,0 +1,169 @@
+"""Texts to measure on: files, directories, LongBench records, and what every Python ships."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from prescore.types import Values
+
+DEFAULT_MODULES = ("argparse", "inspect", "typing", "tarfile", "pydoc", "turtle")
+TOPICS = "python-reference"
+SOURCE = "python-source"
+SOURCE_MODULES = (
+    *("difflib", "doctest", "enum", "logging", "mailbox", "subprocess"),
+    *("unittest.mock", "urllib.request", "ipaddress", "http.client", "optparse", "configparser"),
+)
+"""What `python-source` is made of, none of it in the default corpus."""
+_SUFFIXES = (".txt", ".md", ".rst", ".py", ".tex", ".html", ".jsonl", ".json")
+_CHOICES = ("choice_A", "choice_B", "choice_C", "choice_D")
+
+
+@dataclass(frozen=True)
+class Document:
+    """A text and the name that records know it by."""
+
+    name: str
+    text: str
+
+    @property
+    def digest(self) -> str:
+        """A short name of the text itself: a changed text is another row."""
+        return hashlib.sha256(self.text.encode("utf-8", "surrogatepass")).hexdigest()[:12]
+
+
+def load_documents(sources: Sequence[str | Path] | None = None, *, limit: int | None = None) -> list[Document]:
+    """Read all documents of the given sources, in order; none given = the default corpus.
+
+    A source is a text file, a directory (its text files, by name), or a `.jsonl` / `.json` file with LongBench
+    records: `context` and `input` (v1), or `context`, `question` and choices (v2). A name of the default corpus
+    (`python-reference`, or a module such as `argparse`) is a source too, and so is `python-source`: modules of the
+    same library, one behind the other.
+
+    Raises:
+        OSError: A source cannot be read, or is not text.
+        ValueError: It holds no document.
+    """
+    found: list[Document] = []
+    for document in _each(sources):
+        if limit is not None and len(found) == limit:
+            break
+        found.append(document)
+    if not found:
+        raise ValueError(f"documents must hold at least one text, got none in {_listed(sources)}")
+    return found
+
+
+def default_corpus() -> Iterator[Document]:
+    """The language reference and long modules of Python's own library: real text that needs no network."""
+    for name in (TOPICS, *DEFAULT_MODULES):
+        yield _python_document(name)
+
+
+def decode(content: bytes, name: str) -> str:
+    """Bytes to text: UTF-8, else Latin-1; line ends become newlines; binary content is refused."""
+    if b"\0" in content[:65536]:
+        raise OSError(f"document {name} must be text, got a binary file")
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        text = content.decode("latin-1")
+    return text.replace("\r\n", "\n").replace("\r", "\n")
+
+
+def _each(sources: Sequence[str | Path] | None) -> Iterator[Document]:
+    if not sources:
+        yield from default_corpus()
+        return
+    for source in sources:
+        if not str(source).strip():
+            raise ValueError(f"document must name a file, directory or text of the default corpus, got {source!r}")
+        path = Path(source)
+        if path.is_dir():
+            for file in sorted(p for p in path.rglob("*") if p.suffix.lower() in _SUFFIXES and p.is_file()):
+                yield from _file_documents(file)
+        elif not path.exists() and str(source) in (TOPICS, SOURCE, *DEFAULT_MODULES):
+            yield _python_document(str(source))
+        else:
+            yield from _file_documents(path)
+
+
+def _file_documents(path: Path) -> Iterator[Document]:
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise OSError(f"document must be a readable file, got {path} ({error.strerror or error})") from error
+    text = decode(content, path.name)
+    if path.suffix.lower() not in (".jsonl", ".json"):
+        yield Document(path.name, text)
+        return
+    for number, record in enumerate(_json_records(text, path), start=1):
+        yield Document(f"{path.name}#{record.get('_id', number)}", _record_text(record, path, number))
+
+
+def _json_records(text: str, path: Path) -> Iterator[Values]:
+    whole = text.lstrip().startswith("[")
+    # an object over several lines is one record; one per line is the usual case
+    lines = [text] if whole or _is_object(text) else text.split("\n")
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            value = json.loads(line)
+        except (json.JSONDecodeError, RecursionError) as error:
+            reason = getattr(error, "msg", "nested too deeply")
+            raise ValueError(
+                f"document {path.name} must hold JSON, got a damaged line {number} ({reason})"
+            ) from error
+        records = value if whole else [value]
+        for record in records:
+            if not isinstance(record, dict):
+                raise ValueError(
+                    f"document {path.name} must hold JSON objects, got {type(record).__name__} in line {number}"
+                )
+            yield record
+
+
+def _is_object(text: str) -> bool:
+    try:
+        return isinstance(json.loads(text), dict)
+    except (json.JSONDecodeError, RecursionError):
+        return False
+
+
+def _record_text(record: Values, path: Path, number: int) -> str:
+    if not isinstance(record.get("context"), str):
+        raise ValueError(
+            f"document {path.name} must have a field 'context' in every record, got none in record {number}"
+        )
+    asked = record.get("input") or record.get("question") or ""
+    if not isinstance(asked, str):
+        kind = type(asked).__name__
+        raise ValueError(
+            f"document {path.name} must have text in 'input' or 'question', got {kind} in record {number}"
+        )
+    parts = [record["context"], asked]
+    parts += [f"{name[-1]}. {record[name]}" for name in _CHOICES if record.get(name)]
+    return "\n\n".join(part for part in parts if part).replace("\r\n", "\n")
+
+
+def _python_document(name: str) -> Document:
+    if name == TOPICS:
+        from pydoc_data.topics import topics
+
+        # in the order of their names, so that it is the same text wherever the same Python runs
+        return Document(name, "\n\n".join(topics[topic].strip() for topic in sorted(topics)))
+    if name == SOURCE:
+        return Document(name, "\n\n".join(_python_document(module).text.strip() for module in SOURCE_MODULES))
+    spec = importlib.util.find_spec(name)
+    if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
+        raise OSError(f"document must be a readable file, got the module {name!r}, whose source this Python lacks")
+    return Document(f"{name}.py", decode(Path(spec.origin).read_bytes(), name))
+
+
+def _listed(sources: Sequence[str | Path] | None) -> str:
+    return ", ".join(map(str, sources)) if sources else "the default corpus"

@@ -1,0 +1,313 @@
+"""Results as JSON lines: one record per measured row, appended as soon as it is known.
+
+Shared by the commands that measure and the reports that read; imports no torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import math
+import os
+import platform
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from prescore.errors import PrescoreError
+from prescore.types import Values
+
+_PACKAGES = ("prescore", "torch", "transformers", "timm")
+
+
+class RecordFileError(PrescoreError, OSError):
+    """A record file that cannot be read or may not be written to."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A result still to be measured.
+
+    Attributes:
+        config: Everything that identifies the row beside the seed, in JSON values.
+        seed: The seed of the row's randomness; None where there is none.
+        measure: Makes the figures, in JSON values.
+        cost: Expected share of the work, for the time left.
+    """
+
+    config: Mapping[str, Any]
+    seed: int | None
+    measure: Callable[[], Values]
+    cost: float = 1.0
+
+
+@dataclass(frozen=True)
+class Record:
+    """One measured row and what is needed to measure it again.
+
+    `key` names the row (command, config and seed, hashed), `seconds` is its wall time, `created` the time it
+    was finished (ISO, UTC).
+    """
+
+    command: str
+    key: str
+    config: Values
+    seed: int | None
+    figures: Values
+    seconds: float
+    argv: list[str] = field(default_factory=list)
+    versions: dict[str, str] = field(default_factory=dict)
+    device: str = "cpu"
+    threads: int | None = None
+    created: str = ""
+
+    def to_json(self) -> str:
+        """One line of JSON; numbers that JSON does not have are written as "nan", "inf" and "-inf"."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        try:
+            return json.dumps(_finite(values), allow_nan=False)
+        except TypeError as error:
+            raise TypeError(f"record must hold plain JSON values, got {error}") from error
+
+    @classmethod
+    def from_json(cls, line: str) -> Record:
+        """The inverse of `to_json`."""
+        values = json.loads(line)
+        if not isinstance(values, dict):
+            raise ValueError(f"record must be a JSON object, got {type(values).__name__}")
+        known = {f.name for f in fields(cls)}
+        missing = {"command", "key", "config", "seed", "figures", "seconds"} - set(values)
+        if missing or set(values) - known:
+            raise ValueError(f"record must have the fields {sorted(known)}, got {sorted(values)}")
+        for name in ("config", "figures"):
+            if not isinstance(values[name], dict):
+                raise ValueError(f"record must have an object as {name}, got {type(values[name]).__name__}")
+        if not values["figures"]:
+            raise ValueError("record must have figures, got none")
+        named = row_key(values["command"], values["config"], values["seed"])
+        if values["key"] != named:
+            raise ValueError(f"record must have the key of its settings, {named}, got {values['key']!r}")
+        return cls(**values)
+
+
+def row_key(command: str, config: Mapping[str, Any], seed: int | None) -> str:
+    """The name of a row: equal for equal settings, whatever the order they are written in."""
+    canonical = json.dumps([_finite(dict(config)), seed], sort_keys=True, allow_nan=False)
+    return f"{command}-{hashlib.sha256(canonical.encode()).hexdigest()[:16]}"
+
+
+def measure(
+    command: str, row: Row, *, argv: list[str] | None = None, device: str = "cpu", threads: int | None = None
+) -> Record:
+    """Run one row and wrap its figures."""
+    started = time.perf_counter()
+    figures = row.measure()
+    seconds = time.perf_counter() - started
+    return Record(
+        command=command,
+        key=row_key(command, row.config, row.seed),
+        config=dict(row.config),
+        seed=row.seed,
+        figures=figures,
+        seconds=round(seconds, 4),
+        argv=list(argv or []),
+        versions=versions(),
+        device=device,
+        threads=threads,
+        created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    )
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python and of the installed packages that can change a figure."""
+    found = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def read_records(path: str | Path) -> list[Record]:
+    """All records of a file, which must be whole: a damaged line is refused by its number."""
+    path = Path(path)
+    return parse_records(path.read_bytes(), path)
+
+
+def parse_records(content: bytes, path: Path) -> list[Record]:
+    """The records of a file's content; `path` is what messages call it."""
+    found: list[Record] = []
+    seen: dict[str, int] = {}
+    for number, line in enumerate(content.split(b"\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            record = Record.from_json(line.decode())
+            if record.key in seen:
+                raise ValueError(f"key {record.key!r} is already on line {seen[record.key]}")
+        except (ValueError, TypeError, RecursionError) as error:
+            reason = str(error).splitlines()[0]
+            torn = len(without_torn_end(content)) < len(content)
+            advice = "continue it with --resume, which drops it," if torn else "remove that line"
+            raise RecordFileError(
+                f"{path} must hold one record per line, got a damaged line {number} ({reason}); "
+                f"the file was not changed: {advice} or choose another --out"
+            ) from error
+        seen[record.key] = number
+        found.append(record)
+    return found
+
+
+def without_torn_end(content: bytes) -> bytes:
+    """The content without a last line that a crash left unfinished: cut off, or blocks of zeros never written."""
+    used = content.rstrip(b"\0\n")
+    begin = used.rfind(b"\n") + 1
+    last, behind = used[begin:], content[len(used) :]
+    if b"\0" not in last and (b"\n" in behind.split(b"\0")[0] or _is_record(last)):
+        # the last line is whole, or was damaged by something else than a crash; only zeros behind it go
+        return used + b"\n" if b"\0" in behind else content
+    return content[:begin]
+
+
+def _is_record(line: bytes) -> bool:
+    try:
+        Record.from_json(line.decode())
+    except (ValueError, TypeError, RecursionError):
+        return False
+    return True
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {name: _finite(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value
+
+
+# The file that records are appended to: one process at a time, whole after a crash, continued by `--resume`.
+
+try:
+    import fcntl
+except ImportError:  # not a Unix
+    fcntl = None  # type: ignore[assignment]
+
+
+class RecordFile:
+    """A JSON-lines file that only grows, one flushed and synced line per record.
+
+    It is this object's alone until `close`, or until the object is gone: another process is refused, and whoever
+    opens it again in this one takes it over. A crash or a full disk can leave the last line unfinished: that is no
+    record, and is dropped when the file is continued.
+
+    Args:
+        path: The file; its directory is created.
+        resume: Continue an existing file. Without it a file that already holds records is refused, so that
+            two runs never mix by accident.
+
+    Attributes:
+        dropped: What was dropped of the end of the file, in words; None = nothing.
+    """
+
+    def __init__(self, path: str | Path, *, resume: bool = False) -> None:
+        self.path = Path(path)
+        earlier = _OPEN.get(self.path.resolve())
+        if earlier is not None:
+            earlier.close()
+        self._file = descriptor = _open_alone(self.path)
+        self._closing = weakref.finalize(self, os.close, descriptor)
+        _OPEN[self.path.resolve()] = self
+        content = self.path.read_bytes()
+        whole = without_torn_end(content) if resume else content
+        self._records = {record.key: record for record in parse_records(whole, self.path)}
+        if self._records and not resume:
+            raise RecordFileError(
+                f"{self.path} must be new or empty, got {len(self._records)} records in it; "
+                "continue it with --resume or choose another --out"
+            )
+        self.dropped: str | None = None
+        if len(whole) < len(content):
+            os.ftruncate(descriptor, len(whole))
+            os.fsync(descriptor)
+            size = f"{len(content) - len(whole)} bytes"
+            self.dropped = f"dropped one unfinished row at the end of {self.path} ({size}); it is run again"
+
+    def close(self) -> None:
+        """Let others write to the file; a second call does nothing."""
+        self._closing()
+
+    def __contains__(self, key: object) -> bool:
+        """Whether the row named `key` is finished."""
+        return key in self._records
+
+    def __getitem__(self, key: str) -> Record:
+        return self._records[key]
+
+    def __iter__(self) -> Iterator[Record]:
+        return iter(self._records.values())
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def append(self, record: Record) -> None:
+        """Add one record; when this returns it is on the disk."""
+        if record.key in self._records:
+            raise ValueError(f"key must be new in {self.path}, got {record.key!r} again")
+        if not self._closing.alive:
+            raise RecordFileError(f"{self.path} must be open, got a record after it was closed or opened again")
+        line = record.to_json().encode() + b"\n"
+        end = os.lseek(self._file, 0, os.SEEK_END)
+        # a last line that was completed by hand may lack its newline; two records must not share a line
+        if end and os.pread(self._file, 1, end - 1) != b"\n":
+            line = b"\n" + line
+        try:
+            _write_all(self._file, line)
+            os.fsync(self._file)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._file, end)
+            raise RecordFileError(
+                f"{self.path} must take one more record, got {error}; make room and continue with --resume"
+            ) from error
+        self._records[record.key] = record
+
+
+_OPEN: weakref.WeakValueDictionary[Path, RecordFile] = weakref.WeakValueDictionary()
+"""Who holds which file in this process."""
+
+
+def _open_alone(path: Path) -> int:
+    """A descriptor of a regular file that no other process writes to; the file and its directory are made."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError) as error:
+        raise RecordFileError(f"{path} must lie in a directory, got {error}") from error
+    # asked before it is opened, which would wait for the other end of a pipe
+    if path.exists() and not path.is_file():
+        raise RecordFileError(f"{path} must be a regular file, got something else of that name")
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    if fcntl is None:
+        return descriptor
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(descriptor)
+        raise RecordFileError(
+            f"{path} must not be in use, got another run that writes to it; wait for it or choose another --out"
+        ) from error
+    except OSError:
+        pass  # a file system without locks
+    return descriptor
+
+
+def _write_all(descriptor: int, line: bytes) -> None:
+    while line:
+        line = line[os.write(descriptor, line) :]

@@ -1,1 +1,0 @@
-"""Parses and prints; one subcommand per file."""

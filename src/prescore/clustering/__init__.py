@@ -1,1 +1,0 @@
-"""Points in, centres and labels out; knows metrics, never heads or attention."""

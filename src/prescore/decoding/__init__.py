@@ -1,1 +1,0 @@
-"""State of a generation, as values the caller owns."""

@@ -1,1 +1,0 @@
-"""Configurations in, records out; prints and plots nothing."""

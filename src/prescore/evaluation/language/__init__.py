@@ -1,1 +1,0 @@
-"""Language models on long texts."""

@@ -1,1 +1,0 @@
-"""The paper's planted model, claim by claim."""

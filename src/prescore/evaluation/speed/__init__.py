@@ -1,1 +1,0 @@
-"""Times as ratios to exact attention."""

@@ -1,0 +1,242 @@
+"""How a public function enters a group: check on every rank, agree, make a piece, attend."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from prescore.autograd import differentiable_once
+from prescore.call import Call, make_call, with_positive_scale
+from prescore.config import Config, Exact, Selected
+from prescore.errors import Unsupported
+from prescore.ops.backend import Backend, Needs, pick_backend
+from prescore.ops.parts import merge
+from prescore.parallel.comm import Group, agree, as_group, done_by_all
+from prescore.parallel.selected import attend_by_rows, why_not_rows
+from prescore.parallel.shards import OwnPiece, whole_mask
+from prescore.parallel.ulysses import Change
+from prescore.rng import Streams, as_streams
+from prescore.types import Attended, Outcome, Values
+
+_SHOWN = 600
+
+
+@dataclass(frozen=True, eq=False)
+class PieceRequest:
+    """What one rank was asked for, not yet checked; the fields are arguments of `prescored_attention`."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    is_causal: bool
+    key_padding_mask: Tensor | None
+    scale: float | None
+    generator: torch.Generator | int | None
+    explain: bool
+
+
+def attend_in_group(
+    group: object, asked: PieceRequest, check: Callable[[], tuple[Config, Backend]], run: Run
+) -> Outcome:
+    """This rank's piece of the result.
+
+    Args:
+        group: A process group or a one-dimensional device mesh.
+        asked: What this rank was asked for.
+        check: Refuses what one process would refuse; gives the configuration and the operator.
+        run: The one-process engines.
+    """
+    ranks = as_group(group)
+    generator, sent = asked.generator, ranks.sent
+    before = generator.get_state() if isinstance(generator, torch.Generator) else None
+    refusal: Exception | None = None
+    facts: Values = {}
+    checked: tuple[Config, Backend, Streams] | None = None
+    try:
+        checked = (*check(), as_streams(generator))
+        facts = _facts(asked, *checked)
+    except (ValueError, TypeError) as error:
+        refusal = error
+    try:
+        agree(ranks, facts, refusal, ranks.device)
+        mask = whole_mask(ranks, asked.key_padding_mask)
+    except (ValueError, TypeError):
+        if before is not None and isinstance(generator, torch.Generator):
+            generator.set_state(before)  # a refused call must not advance it
+        raise
+    if checked is None:
+        raise RuntimeError("a rank that refuses must have raised")
+    config, backend, streams = checked
+    query, key, value = differentiable_once(asked.query, asked.key, asked.value)
+    query, scale = with_positive_scale(query, asked.scale)
+    piece = OwnPiece(ranks, query, key, value, mask, asked.is_causal, scale, backend, streams)
+    outcome = attend_pieces(piece, config, run, explain=asked.explain)
+    if not asked.explain:
+        return outcome
+    return dataclasses.replace(outcome, stats={**outcome.stats, "bytes_sent": ranks.sent - sent})
+
+
+def refuse_in_group(has_selection: bool, dropout_p: float) -> None:
+    """Refuse what one process can do and several cannot."""
+    reasons = []
+    if has_selection:
+        reasons.append("a selection cannot be given for a sequence that lies on several ranks")
+    if dropout_p:
+        reasons.append(f"dropout_p must be 0, for one process would drop other weights, got {dropout_p}")
+    if reasons:
+        raise Unsupported("group", reasons)
+
+
+def _facts(asked: PieceRequest, config: Config, backend: Backend, streams: Streams) -> Values:
+    """What must be equal on all ranks, by the names of the arguments."""
+    tensors = {"query": asked.query, "key": asked.key, "value": asked.value}
+    learned = torch.is_grad_enabled()
+    return {
+        **{f"{name} shape": list(tensor.shape) for name, tensor in tensors.items()},
+        "dtype": str(asked.query.dtype),
+        "is_causal": asked.is_causal,
+        "scale": asked.scale,
+        "config": _short(json.dumps(config.to_dict(), sort_keys=True, default=repr)),
+        "key_padding_mask": "none" if asked.key_padding_mask is None else "a mask",
+        "generator's seed": streams.seed,
+        "backend": backend.name,
+        "return_aux": asked.explain,
+        "requires_grad": [name for name, tensor in tensors.items() if learned and tensor.requires_grad],
+    }
+
+
+def _short(text: str) -> str:
+    """A long text by its beginning and a number that changes with the rest."""
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}... ({zlib.crc32(text.encode()):08x})"
+
+
+# Attention of a sequence that lies on several ranks: which way each configuration goes.
+#
+# | configuration | way | what travels |
+# |---|---|---|
+# | `Exact` | `gather` | all keys and values to every rank |
+# | `Selected` | `rows` where pieces are enough to score, else `heads` | a sample, scores, the selected rows |
+# | `Hyper`, `Routed` | `heads` | each rank gets all positions of some heads, outputs go back |
+
+Run = Callable[[Call, Config, bool], Outcome]
+"""The one-process engines: a call, its configuration, whether to explain."""
+
+GATHER, HEADS, ROWS = "gather", "heads", "rows"
+OWN_HEADS = "query_heads"
+"""Figure of a call by heads: how many query heads this rank had, of which its other figures tell."""
+
+
+def attend_pieces(piece: OwnPiece, config: Config, run: Run, *, explain: bool = False) -> Outcome:
+    """This rank's piece of the result; `Outcome.attended` is where the queries were.
+
+    Args:
+        piece: What this rank holds, which all ranks agree upon.
+        config: How to attend.
+        run: The one-process engines.
+        explain: Also tell figures, and lse, which is else empty where nobody had to know it.
+    """
+    if isinstance(config, Exact):
+        way, outcome = GATHER, _by_gathering(piece, config, run, explain)
+    elif isinstance(config, Selected) and not why_not_rows(piece, config):
+        way, outcome = ROWS, attend_by_rows(piece, config, explain=explain)
+    else:
+        way, outcome = HEADS, _by_heads(piece, config, run, explain)
+    if not explain:
+        return outcome
+    stats: Values = {**outcome.stats, "way": way, "ranks": piece.group.size}
+    if way == HEADS and isinstance(config, Selected):
+        stats["why_not_rows"] = why_not_rows(piece, config)
+    return Outcome(outcome.attended, outcome.count_rows, [], stats)
+
+
+def _by_gathering(piece: OwnPiece, config: Config, run: Run, explain: bool) -> Outcome:
+    """All keys and values on every rank, own queries only."""
+    width = piece.key.shape[-1]
+    whole = piece.group.gather_learned(torch.cat((piece.key, piece.value), dim=-1))
+    whole = whole.permute(1, 2, 0, 3, 4).flatten(2, 3)
+    end = piece.end_query if piece.is_causal else piece.n_keys
+    key, value = whole[:, :, :end, :width], whole[:, :, :end, width:]
+    mask = None if piece.mask is None else piece.mask[:, :end]
+    call = make_call(
+        piece.query, key, value, mask, is_causal=piece.is_causal, scale=piece.scale, backend=piece.backend,
+        streams=piece.streams, aligned=False,
+    )  # fmt: skip
+    outcome = run(call, config, explain)
+    return Outcome(call.restore(outcome.attended), outcome.count_rows, [], outcome.stats)
+
+
+def _by_heads(piece: OwnPiece, config: Config, run: Run, explain: bool) -> Outcome:
+    """All positions of some heads on every rank."""
+    change = Change(piece.group, piece.query.shape[1], piece.key.shape[1])
+    query, key, value = change.there(piece.query, piece.key, piece.value)
+
+    def own_heads() -> Outcome:
+        if not change.own.n_query_heads:
+            return _nothing(query, value, piece.backend.name)
+        call = make_call(
+            query, key, value, piece.mask, is_causal=piece.is_causal, scale=piece.scale, backend=piece.backend,
+            streams=piece.streams,
+        )  # fmt: skip
+        outcome = run(call, config, explain)
+        return Outcome(call.restore(outcome.attended), outcome.count_rows, [], outcome.stats)
+
+    outcome = done_by_all(piece.group, own_heads)
+    attended, stats = outcome.attended, {**outcome.stats, OWN_HEADS: change.own.n_query_heads}
+    if not explain:
+        (output,) = change.back(attended.output)
+        return Outcome(Attended(output, attended.lse.new_empty(0)), outcome.count_rows, [], stats)
+    output, lse = change.back(attended.output, attended.lse[..., None])
+    return Outcome(Attended(output, lse.squeeze(-1)), outcome.count_rows, [], stats)
+
+
+def _nothing(query: Tensor, value: Tensor, backend: str) -> Outcome:
+    """Of a rank that got no head."""
+    output = query.new_empty(*query.shape[:3], value.shape[-1])
+    lse = torch.empty(query.shape[:3], dtype=torch.promote_types(query.dtype, torch.float32), device=query.device)
+    stats: Values = {"rows_per_query": 0.0, "keys_kept": 0.0, "seconds": {}, "backend": backend}
+    return Outcome(Attended(output, lse), lambda: 0.0, [], stats)
+
+
+# A decode step on keys that lie on several ranks: each rank attends to its own, results merge by log-sum-exp.
+#
+# New tokens are the same on all ranks, so their queries need not be sent: what travels is one output and one
+# lse for
+# each query and head, whatever the length of the past.
+
+
+@torch.no_grad()
+def attend_step(
+    group: Group, query: Tensor, key: Tensor, value: Tensor, *, valid: Tensor | None, scale: float | None
+) -> Attended:
+    """Exact attention of the newest queries, which every rank has, to the keys of all ranks.
+
+    Args:
+        group: The ranks; the last one holds the new tokens' keys.
+        query: `[B, Hq, Nq, D]`, the same on every rank.
+        key: `[B, Hkv, n, D]`, this rank's keys.
+        value: `[B, Hkv, n, Dv]`, likewise.
+        valid: `[B, n]`, True = a real key; None = all.
+        scale: Factor of the logits.
+    """
+    newest = group.rank == group.size - 1
+    call = make_call(
+        query,
+        key,
+        value,
+        valid,
+        is_causal=newest,
+        scale=scale,
+        backend=pick_backend(Needs.of(query)),
+        aligned=False,
+    )
+    own = call.exactly()
+    told = torch.cat((own.output.to(own.lse.dtype), own.lse[..., None]), dim=-1)
+    parts = group.gather(told)
+    merged = merge(*(Attended(part[..., :-1], part[..., -1]) for part in parts))
+    return Attended(merged.output.to(query.dtype), merged.lse)

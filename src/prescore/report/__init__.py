@@ -1,1 +1,0 @@
-"""Records in; tables, plots and pages out."""

@@ -1,1 +1,0 @@
-"""The report of `prescore demo`: one self-contained page."""

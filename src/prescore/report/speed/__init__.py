@@ -1,1 +1,0 @@
-"""Records of `prescore speed` as tables and plots."""

@@ -1,1 +1,0 @@
-"""Routed attention to a tolerance: a sampled rest, its error bar, and who reads on."""

@@ -1,1 +1,0 @@
-"""Keys in, scores out; one file, one scorer; a higher score is kept."""

@@ -1,1 +1,0 @@
-"""Scores in, kept positions out; never sees keys or values."""

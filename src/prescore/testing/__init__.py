@@ -1,1 +1,0 @@
-"""Inputs, oracles and error budgets that third parties can use on their own scorers."""
