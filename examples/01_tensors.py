@@ -14,7 +14,7 @@ for config in (prescore.Routed(rows=256), prescore.Selected(top_k=512, min_seq_l
     output, aux = prescore.prescored_attention(query, key, value, config, is_causal=True, return_aux=True)
     error = float((output - exact).norm() / exact.norm())
     name = type(config).__name__
-    print(f"{name:8}  {aux.stats.rows_per_query:6.0f} rows per query  error {error:.3f}  {aux.stats.backend}")
+    print(f"{name:8}  {aux.stats.keys_per_query:6.0f} rows per query  error {error:.3f}  {aux.stats.backend}")
 
 # scoring and selecting can be had alone: which keys would be kept?
 kept = prescore.select(key, prescore.KMeans(n_clusters=16), top_k=8, sinks=2, generator=0)

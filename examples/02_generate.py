@@ -13,7 +13,7 @@ text = "Call me Ishmael. Some years ago, never mind how long precisely, I went t
 inputs = tokenizer(text, return_tensors="pt")
 exact = model.generate(**inputs, max_new_tokens=4, do_sample=False)
 
-# exact leaves of 128 tokens, 64 keys of every block before them; steps read 64 keys, stand-ins and what came since
+# exact leaves of 128 tokens, 64 keys of every block before them; steps read 64 keys, centroids and what came since
 with prescore.apply(model, prescore.Selected(top_k=64, min_seq_len=128)) as applied:
     tokens = model.generate(**inputs, max_new_tokens=4, do_sample=False)
     print(applied)

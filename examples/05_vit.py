@@ -14,7 +14,7 @@ images = torch.randn(2, 3, 224, 224)
 with torch.no_grad():
     exact = model(images)
 
-# stand-ins only: the class token, and one mean for each of 63 clusters of patches
+# centroids only: the class token, and one mean for each of 63 clusters of patches
 scorer = prescore.KMeans(n_clusters=63, rule="farthest", normalize=False)
 with prescore.apply(model, prescore.Selected(scorer, top_k=1, sinks=1)) as applied, torch.no_grad():
     logits = model(images)

@@ -18,7 +18,7 @@ CONFIGS = {
     "default": Routed(),
     "routed": Routed(rows=4, leaf_size=2, chunk_size=4, sinks=2, exact_until=0),
     "exact": Exact(),
-    "stand-ins": Selected.paper("kmeans", 9, remainder="centroids", min_seq_len=0, inner=LSH),
+    "centroids": Selected.paper("kmeans", 9, remainder="centroids", min_seq_len=0, inner=LSH),
     "sampled": Selected(KMeans(noise=0.1), 9, selector="sample", min_seq_len=8),
 }
 
@@ -30,7 +30,7 @@ def _fixed_selection(n_keys=61, every=3):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("way", ["exact", "stand-ins", "residual"])
+@pytest.mark.parametrize("way", ["exact", "centroids", "residual"])
 def test_low_precision_is_within_its_budget(way, is_causal, dtype):
     inputs = attention_tensors(batch=2, heads=4, kv_heads=2, n_keys=61, dim=16, seed=4, spread=1.0)
     # what is kept and which block is read is fixed, so that only arithmetic differs
@@ -58,7 +58,7 @@ def test_low_precision_is_within_its_budget(way, is_causal, dtype):
 
 
 def test_log_weights_are_not_rounded_to_half_precision():
-    # 985 equal keys, one of them kept: the stand-in's log weight log(984) = 6.8916 lies between 6.875 and 6.90625
+    # 985 equal keys, one of them kept: the centroid's log weight log(984) = 6.8916 lies between 6.875 and 6.90625
     query, key, value = attention_tensors(heads=1, n_query=3, n_keys=1, dim=8, dtype=torch.bfloat16)
     key, value = key.expand(1, 1, 985, 8).contiguous(), value.expand(1, 1, 985, 8).contiguous()
     config = Selected(KMeans(n_clusters=1), 1, sinks=0)
@@ -230,17 +230,17 @@ def test_aux_tells_what_happened():
     output, aux = prescore.prescored_attention(*tensors, config=CONFIGS["paper"], return_aux=True)
     assert torch.equal(output, prescore.prescored_attention(*tensors, config=CONFIGS["paper"]))
     assert aux.selection.indices.shape == (2, 2, 9)
-    assert aux.stats["keys_kept"] == 9
+    assert aux.stats["keys_selected"] == 9
     assert aux.stats["depth"] == 0
     assert aux.stats["fallbacks"] == 0
-    assert 0 < aux.stats["seen_mass"] < 1
+    assert 0 < aux.stats["mass_read"] < 1
     assert {"scoring", "hashing", "attending"} <= set(aux.stats["seconds"])
     _, causal = prescore.prescored_attention(*tensors, config=CONFIGS["paper"], is_causal=True, return_aux=True)
     assert causal.stats["depth"] == 3  # blocks of 8, 16 and 32
     assert [len(s.indices[0, 0]) for s in causal.selection] == [8, 8, 8, 9, 9]
     for name in ("selected", "exact"):
         _, exact = prescore.prescored_attention(*tensors, config=CONFIGS[name], return_aux=True)
-        assert exact.stats["seen_mass"] == 1.0
+        assert exact.stats["mass_read"] == 1.0
 
 
 def test_scale_is_a_factor_of_the_logits():

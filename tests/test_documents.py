@@ -274,7 +274,7 @@ def test_the_checks_notice():
     assert missing_members("`routed.gone.run`, `routed.engine`") == ["routed.gone.run"]
     assert missing_members("`ops/native/gone.c`, `ops/native/nodes.c`") == ["ops/native/gone.c"]
     assert (
-        missing_members("`exact.attend_to_all`, `config.TYPES`, `dataclasses.replace`, `ops.backend.Backend.at`")
+        missing_members("`exact.attend_exact`, `config.TYPES`, `dataclasses.replace`, `ops.backend.Backend.at`")
         == []
     )
     assert missing_names("from prescore import Selected, PrescoreConfig") == ["prescore.PrescoreConfig"]

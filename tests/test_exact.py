@@ -77,7 +77,7 @@ def test_padding_is_never_counted():
         _, aux = prescored_attention(
             query, key, value, config, is_causal=is_causal, key_padding_mask=real, return_aux=True
         )
-        assert aux.stats["keys_kept"] == 6
-        assert aux.stats["rows_per_query"] == pytest.approx(rows)
+        assert aux.stats["keys_selected"] == 6
+        assert aux.stats["keys_per_query"] == pytest.approx(rows)
     _, aux = prescored_attention(query, key, value, Routed(), key_padding_mask=real, return_aux=True)
-    assert aux.stats["keys_kept"] == 6
+    assert aux.stats["keys_selected"] == 6

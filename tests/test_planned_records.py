@@ -35,7 +35,7 @@ def keys(command, rows):
     return {row_key(command, row.config, row.seed) for row in rows}
 
 
-def stand_in(config):
+def centroid(config):
     """What a language row asks of its model and of its document."""
     model = SimpleNamespace(name=config["model"], dtype=config["dtype"])
     return model, SimpleNamespace(name=config["document"], document=config["document"], digest=config["digest"])
@@ -61,7 +61,7 @@ def fields_set(record):
 def planned_losses(record, path):
     config, sinks = record.config, 4 if path.parent.name.endswith("sinks") else 0
     name, length = config["experiment"], config["n_tokens"]
-    model, window = stand_in(config)
+    model, window = centroid(config)
     window.tokens, window.first = range(length), config["first"]
     if name == HELD_OUT:
         methods = [*measured_first(), *windows_beside(record, path)]
@@ -74,7 +74,7 @@ def planned_losses(record, path):
 
 def planned_retrievals(record):
     config = record.config
-    model, haystack = stand_in(config)
+    model, haystack = centroid(config)
     question = Question(config["task"], config["n_tokens"], config["depth"])
     length = config["n_tokens"]
     methods = [
@@ -91,7 +91,7 @@ def planned_retrievals(record):
 
 def planned_needles(record):
     config = record.config
-    length, (model, haystack) = config["n_tokens"], stand_in(config)
+    length, (model, haystack) = config["n_tokens"], centroid(config)
     needles = Needles(length, tuple(config["depths"]))
     return [
         needles_row(model, haystack, method, needles, sample=config["sample"], seed=record.seed)
@@ -139,7 +139,7 @@ def test_rows_of_ranks(path):
             config.pop("study")
             planned = [parallel_row(ParallelSetting(**config), record.seed)]
         else:
-            model, window = stand_in(config)
+            model, window = centroid(config)
             window.tokens, window.first = range(config["n_tokens"]), config["first"]
             group = SimpleNamespace(size=config["ranks"]) if "ranks" in config else None
             methods = ON_RANKS.methods(config["n_tokens"])

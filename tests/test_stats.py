@@ -21,16 +21,18 @@ def test_stats_are_fields_and_a_mapping():
         stats = prescore.prescored_attention(*tensors, config=config, is_causal=True, return_aux=True)[1].stats
         assert isinstance(stats, prescore.Stats)
         assert stats.backend == stats["backend"] == "cpu-flash"
-        assert stats.rows_per_query == stats["rows_per_query"] > 0
+        assert stats.keys_per_query == stats["keys_per_query"] > 0
         assert sum(stats.seconds.values()) > 0
-        assert (stats.seen_mass is None) == isinstance(config, Routed)
-        assert (stats.searched_keys is None) == (not isinstance(config, Routed))
-        assert (stats.error_limit_max is None) == (getattr(config, "tolerance", None) is None)
+        assert (stats.mass_read is None) == isinstance(config, Routed)
+        assert (stats.keys_compared is None) == (not isinstance(config, Routed))
+        assert (stats.error_bound_max is None) == (getattr(config, "tolerance", None) is None)
         assert len(stats) == len(list(stats))
-        assert f"rows_per_query={stats.rows_per_query!r}" in repr(stats)
+        assert f"keys_per_query={stats.keys_per_query!r}" in repr(stats)
         # what has no field of its own is the geometry of routed attention
         assert not stats.details or isinstance(config, Routed)
     with pytest.raises(KeyError, match="nothing"):
         stats["nothing"]
-    known = prescore.Stats.of({"backend": "b", "seconds": {}, "rows_per_query": 1.0, "keys_kept": 2.0, "new": 3})
+    known = prescore.Stats.of(
+        {"backend": "b", "seconds": {}, "keys_per_query": 1.0, "keys_selected": 2.0, "new": 3}
+    )
     assert (known.details, known["new"]) == ({"new": 3}, 3)

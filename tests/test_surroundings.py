@@ -39,8 +39,8 @@ def tensors(dtype=torch.float32, n_keys=40):
 def test_autocast_casts_the_inputs_and_nothing_inside(name, dtype, lower):
     query, key, value = (t.requires_grad_() for t in tensors(dtype))
     kept = dtype if dtype == torch.float64 else lower
-    lowered = [t.detach().to(kept).requires_grad_() for t in (query, key, value)]
-    expected = prescore.prescored_attention(*lowered, CONFIGS[name], is_causal=True)
+    autocast_inputs = [t.detach().to(kept).requires_grad_() for t in (query, key, value)]
+    expected = prescore.prescored_attention(*autocast_inputs, CONFIGS[name], is_causal=True)
     with torch.autocast("cpu", dtype=lower):
         output = prescore.prescored_attention(query, key, value, CONFIGS[name], is_causal=True)
         like_torch = torch.nn.functional.scaled_dot_product_attention(query, key.repeat(1, 2, 1, 1), query)
@@ -48,7 +48,7 @@ def test_autocast_casts_the_inputs_and_nothing_inside(name, dtype, lower):
     assert torch.equal(output, expected)
     expected.float().sum().backward()
     output.float().sum().backward()
-    for ours, theirs in zip((query, key, value), lowered, strict=True):
+    for ours, theirs in zip((query, key, value), autocast_inputs, strict=True):
         assert ours.grad.dtype == dtype
         assert torch.equal(ours.grad, theirs.grad.to(dtype))
 

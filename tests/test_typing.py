@@ -25,9 +25,9 @@ def attend(query: Tensor, key: Tensor, value: Tensor, *, explain: bool) -> Tenso
     told: tuple[Tensor, Aux] = prescore.prescored_attention(query, key, value, Routed(rows=8), return_aux=True)
     either = prescore.prescored_attention(query, key, value, return_aux=explain)
     stats: Stats = told[1].stats
-    rows: float = stats.rows_per_query
+    rows: float = stats.keys_per_query
     chosen: Selection = prescore.select(key, "key-diff", top_k=8)
-    print(rows, stats.error_limit_max, chosen.indices.shape, prescore.list_scorers())
+    print(rows, stats.error_bound_max, chosen.indices.shape, prescore.list_scorers())
     return output if isinstance(either, tuple) else either
 
 

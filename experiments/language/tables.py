@@ -63,7 +63,7 @@ def table1(summaries: Sequence[Summary]) -> Iterator[Table]:
         key = (s.axes.get("scorer") == "kmeans", s.axes.get("blockwise"))
         printed = EXACT if s.kind == "exact" else TABLE_1.get(key) if s.axes else None
         cells = [s.label, f"{s.loss:.3f}", as_text(s.perplexity, 4), above(s.above_exact), percent(s.gap_closed)]
-        cells += [as_text(s.rows_per_query, 4), MISSING if printed is None else f"{nats(printed):.3f}"]
+        cells += [as_text(s.keys_per_query, 4), MISSING if printed is None else f"{nats(printed):.3f}"]
         rows.append((*cells, above(printed and nats(printed) - nats(EXACT))))
     columns = ("method", "loss", "perplexity", "above exact", "gap closed", "rows per query")
     columns += ("paper's loss", "above its exact")
@@ -97,7 +97,7 @@ def cost(summaries: Sequence[Summary]) -> Iterator[Table]:
             (
                 name,
                 *(
-                    MISSING if s is None else f"{above(s.above_exact)} ({s.rows_per_query:.0f}, {seconds(s)})"
+                    MISSING if s is None else f"{above(s.above_exact)} ({s.keys_per_query:.0f}, {seconds(s)})"
                     for s in line
                 ),
             )

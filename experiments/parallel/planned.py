@@ -18,9 +18,9 @@ from prescore.parallel.shards import Block, Map
 from prescore.parallel.selected import cluster_scorer
 from prescore.parallel.comm import NOTE
 from prescore.parallel.ulysses import share_heads
-from prescore.parallel.shards import OwnPiece
-from prescore.parallel.selected import why_not_rows
-from prescore.parallel.stats import Held, telling_of
+from prescore.parallel.shards import Shard
+from prescore.parallel.selected import why_not_selected
+from prescore.parallel.stats import Held, stats_kind_of
 from prescore.rng import Streams
 from prescore.scoring.base import Scorer
 
@@ -40,13 +40,13 @@ class Layer:
     dtype: torch.dtype
     is_causal: bool
 
-    def piece(self, rank: int) -> OwnPiece:
+    def piece(self, rank: int) -> Shard:
         """What a rank holds, without any numbers."""
         own = (self.n // self.ranks, self.dim)
         query, key = (torch.empty(1, heads, *own, dtype=self.dtype, device="meta") for heads in self._both)
         group = SimpleNamespace(rank=rank, size=self.ranks)
         backend = pick_backend(Needs.of(torch.empty(1, 1, 1, self.dim)))
-        return OwnPiece(group, query, key, key, None, self.is_causal, 1.0, backend, Streams())  # type: ignore[arg-type]
+        return Shard(group, query, key, key, None, self.is_causal, 1.0, backend, Streams())  # type: ignore[arg-type]
 
     @property
     def _both(self) -> tuple[int, int]:
@@ -63,7 +63,7 @@ def planned_bytes(layer: Layer, config: Config) -> list[float]:
     notes = (layer.ranks - 1) * NOTE
     if isinstance(config, Exact):
         return [notes + (layer.ranks - 1) * layer.n / layer.ranks * layer.kv_heads * 2 * layer.row] * layer.ranks
-    if isinstance(config, Selected) and not why_not_rows(layer.piece(0), config):
+    if isinstance(config, Selected) and not why_not_selected(layer.piece(0), config):
         return [notes + _Rows(layer, config, rank).sent() for rank in range(layer.ranks)]
     return [notes + layer.ranks - 1 + _by_heads(layer, rank) for rank in range(layer.ranks)]
 
@@ -100,7 +100,7 @@ class _Rows:
     def _told(self, block: Block, scorer: Scorer) -> float:
         """What scores need, to the other holders."""
         layer, span = self.layer, self.places.columns(block, self.rank)
-        telling = telling_of(block_scorer(scorer, layer.dim) if layer.is_causal else scorer)
+        telling = stats_kind_of(block_scorer(scorer, layer.dim) if layer.is_causal else scorer)
         if telling is None:
             raise TypeError(f"scorer must be one that can be told from pieces, got {scorer!r}")
         held = Held(torch.empty(1, 1, 0, layer.dim), span, block.keys.length, Streams().child(block.name))
@@ -112,7 +112,7 @@ class _Rows:
         return best * WIDE * self._others(self.places.holders(block))
 
     def _rows(self, block: Block, stands_in: bool) -> float:
-        """Kept keys and values, their number, sums for stand-ins, to ranks whose queries meet the block."""
+        """Kept keys and values, their number, sums for centroids, to ranks whose queries meet the block."""
         layer, config = self.layer, self.config
         kept = block.n_kept * self.places.columns(block, self.rank).length / block.keys.length * 2 * layer.row
         clusters = cluster_scorer(config) if stands_in else None

@@ -29,20 +29,20 @@ from prescore.bench.language.documents import load_documents
 from prescore.bench.language.model import LanguageModel, load_language_model
 from prescore.bench.language.perplexity import make_windows
 from prescore.integrations.apply import find_adapter, replace_attention
-from prescore.integrations.attention import Attend, Situation
+from prescore.integrations.attention import Attend, AttentionContext
 from prescore.ops.backend import Needs, pick_backend
 from prescore.routed.reference import REACH, Search
 
-FIGURES = ("searched_keys", "far_rows")
+FIGURES = ("keys_compared", "far_keys_read")
 
 
 def routed_attend(config: Routed, spent: dict[str, list[float]]) -> Attend:
     """Causal attention of one window, routed; its processor time and figures are added to `spent`."""
 
-    def attend(query: Tensor, key: Tensor, value: Tensor, situation: Situation) -> Tensor:
+    def attend(query: Tensor, key: Tensor, value: Tensor, context: AttentionContext) -> Tensor:
         begin = time.process_time()
         backend = pick_backend(Needs.of(query))
-        call = make_call(query, key, value, is_causal=True, scale=situation.scale, backend=backend)
+        call = make_call(query, key, value, is_causal=True, scale=context.scale, backend=backend)
         answer = lanes.attend_lanes(call, config)
         spent.setdefault("cpu_seconds", []).append(time.process_time() - begin)
         for name in FIGURES:

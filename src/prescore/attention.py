@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from prescore import checks
-from prescore.autograd import differentiable_once, plain_torch, recorded
+from prescore.autograd import differentiable_once, records_gradients, without_autocast
 from prescore.call import Call, align_keys, make_call, shifted_back
 from prescore.config import Config, Exact, Hyper, Routed, Selected, check_config
 from prescore.errors import Unsupported
 from prescore.ops.backend import Backend, Needs, pick_backend
 from prescore.ops.dropout import Dropout
 from prescore.ops.parts import exact_output
-from prescore.parallel.entry import PieceRequest, attend_in_group, refuse_in_group
+from prescore.parallel.entry import ShardRequest, attend_in_group, refuse_in_group
 from prescore.rng import Streams, as_streams, check_generator
 from prescore.routed import attention as routed
 from prescore.scoring.base import Scorer, as_scorer
@@ -129,7 +129,7 @@ def prescored_attention(
         selection: With a `Selected`: use this selection instead of making one. Without a configuration: as
             `Selected(remainder="none")` would, exactly over these keys (in causal mode beside its exact leaves).
         dropout_p: Probability of dropping an attention weight, for training: the kept ones are scaled by
-            `1 / (1 - p)`, lse counts all keys as before, and a stand-in is dropped as a whole. Which ones are
+            `1 / (1 - p)`, lse counts all keys as before, and a centroid is dropped as a whole. Which ones are
             dropped is drawn apart for each sequence and head, and drawn again in the backward pass rather than
             stored. The fused operators cannot do this: the plain backend runs, which is slower.
         dropout_generator: Seed or generator of the dropout alone, so that it may change from step to step
@@ -149,7 +149,7 @@ def prescored_attention(
         is_causal, key_padding_mask, scale, generator, selection, dropout_p, dropout_generator, backend
     )
     if group is not None:
-        outcome = attend_together(query, key, value, config, options, group, explain=return_aux)
+        outcome = attend_context_parallel(query, key, value, config, options, group, explain=return_aux)
         attended = outcome.attended
         return (attended.output, Aux(attended.lse, [], Stats.of(outcome.stats))) if return_aux else attended.output
     if not return_aux:
@@ -189,7 +189,7 @@ def exact_attention(
     """
     options = Options(is_causal, key_padding_mask, scale, backend=backend)
     if group is not None:
-        return attend_together(query, key, value, Exact(), options, group, explain=True).attended
+        return attend_context_parallel(query, key, value, Exact(), options, group, explain=True).attended
     return attend_with_lse(query, key, value, Exact(), options)
 
 
@@ -229,24 +229,24 @@ class Options(NamedTuple):
 
 
 class Counted(NamedTuple):
-    """An output, a function that counts the key and stand-in rows that a query met, and figures at hand."""
+    """An output, a function that counts the key and centroid rows that a query met, and figures at hand."""
 
     output: Tensor
-    count_rows: Callable[[], float]
+    count_keys: Callable[[], float]
     figures: Mapping[str, Any] = MappingProxyType({})
 
 
 def attend_counting(query: Tensor, key: Tensor, value: Tensor, config: Config | None, options: Options) -> Counted:
     """`prescored_attention` without statistics; rows are counted when somebody asks, outside of any timer."""
     call, outcome = attend_call(query, key, value, config, options, explain=False)
-    return Counted(call.restore(outcome.attended).output, outcome.count_rows, outcome.stats)
+    return Counted(call.restore(outcome.attended).output, outcome.count_keys, outcome.stats)
 
 
 def attend_call(
     query: Tensor, key: Tensor, value: Tensor, config: Config | None, options: Options, *, explain: bool
 ) -> tuple[Call, Outcome]:
     """Check everything, then run it; the result is still in aligned positions."""
-    with plain_torch(query, key, value) as (query, key, value):
+    with without_autocast(query, key, value) as (query, key, value):
         return _attend_plainly(query, key, value, config, options, explain)
 
 
@@ -263,7 +263,7 @@ def _attend_plainly(
 
 def attend_with_lse(query: Tensor, key: Tensor, value: Tensor, config: Config, options: Options) -> Attended:
     """Output and lse, without statistics."""
-    with plain_torch(query, key, value) as (query, key, value):
+    with without_autocast(query, key, value) as (query, key, value):
         _check(query, key, value, config, options)
         call = _made(query, key, value, config, options)
         return call.restore(run_engine(call, config, None, False).attended)
@@ -293,7 +293,7 @@ def _check(query: Tensor, key: Tensor, value: Tensor, config: Config | None, opt
     checks.probability("dropout_p", dropout_p)
     check_generator(dropout_generator, "dropout_generator")
     checks.attention_inputs(query, key, value, is_causal=is_causal, key_padding_mask=mask, scale=scale)
-    if isinstance(config, Routed) and config.tolerance is not None and recorded(query, key, value):
+    if isinstance(config, Routed) and config.tolerance is not None and records_gradients(query, key, value):
         reason = "which queries read on is not differentiable, and inputs require gradients"
         raise Unsupported("tolerance", [reason])  # at every length: no training ends at its first long text
     if selection is not None:
@@ -304,7 +304,7 @@ def _check(query: Tensor, key: Tensor, value: Tensor, config: Config | None, opt
     return config
 
 
-def attend_together(
+def attend_context_parallel(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -321,7 +321,7 @@ def attend_together(
     """
     with ExitStack() as surroundings:
         try:
-            query, key, value = surroundings.enter_context(plain_torch(query, key, value))
+            query, key, value = surroundings.enter_context(without_autocast(query, key, value))
         except Unsupported as error:
             refused = refused or error  # the other ranks must hear of it, and wait for nobody
 
@@ -332,7 +332,7 @@ def attend_together(
             return _check(query, key, value, config, options), _backend(query, options.backend, 0.0, Streams())
 
         is_causal, mask, scale, generator, *_ = options
-        asked = PieceRequest(query, key, value, is_causal, mask, scale, generator, explain)
+        asked = ShardRequest(query, key, value, is_causal, mask, scale, generator, explain)
         return attend_in_group(group, asked, check, run_or_shortcut)
 
 
@@ -348,13 +348,13 @@ def _backend(query: Tensor, name: str, dropout_p: float, streams: Streams) -> Ba
 def run_engine(call: Call, config: Config, given: Tensor | None, explain: bool) -> Outcome:
     """The one place where a configuration's type becomes an engine."""
     if not call.query.shape[1]:
-        return attend_to_all(call, explain=explain)  # no heads: there is nothing to choose for
+        return attend_exact(call, explain=explain)  # no heads: there is nothing to choose for
     if isinstance(config, Routed):
         return _route(call, config, explain)
     if isinstance(config, Selected | Hyper):
         return selected.attend_selected(call, config, given, explain=explain)
     checks.instance("config", config, (Exact,))
-    return attend_to_all(call, explain=explain)
+    return attend_exact(call, explain=explain)
 
 
 def _route(call: Call, config: Routed, explain: bool) -> Outcome:
@@ -394,24 +394,24 @@ def run_or_shortcut(call: Call, config: Config, explain: bool) -> Outcome:
 # Exact attention as an engine: what `Exact()` runs, and what every other configuration is measured against.
 
 
-def attend_to_all(call: Call, *, explain: bool = False) -> Outcome:
+def attend_exact(call: Call, *, explain: bool = False) -> Outcome:
     """Every query reads every key it may see; with `explain` also tell how many that are."""
     begin = time.perf_counter()
-    attended, count_rows = call.exactly(), visible_keys(call)
+    attended, count_keys = call.exactly(), visible_keys(call)
     if not explain:
-        return Outcome(attended, count_rows)
+        return Outcome(attended, count_keys)
     shape = call.key.shape[:3]
     real = call.valid[:, None].expand(shape) if call.valid is not None else torch.ones(shape, dtype=torch.bool)
     stats = {
-        "keys_kept": call.mean_keys(),
-        "rows_per_query": count_rows(),
+        "keys_selected": call.mean_keys(),
+        "keys_per_query": count_keys(),
         "depth": 0,
         "fallbacks": 0,
-        "seen_mass": 1.0,
+        "mass_read": 1.0,
         "seconds": {"attending": time.perf_counter() - begin},
         "backend": call.backend.name,
     }
-    return Outcome(attended, count_rows, [selection_of(real.to(call.key.device))], stats)
+    return Outcome(attended, count_keys, [selection_of(real.to(call.key.device))], stats)
 
 
 def visible_keys(call: Call) -> Callable[[], float]:
@@ -455,7 +455,7 @@ def score(
         `[B, Hkv, N]` in at least float32; higher = kept, padded keys -inf, sinks not raised.
     """
     chosen = as_scorer(scorer)
-    with plain_torch(key):
+    with without_autocast(key):
         return _score(key, chosen, key_padding_mask, generator)
 
 
@@ -493,7 +493,7 @@ def select(
         torch.Size([1, 8, 256])
     """
     config = Selected(scorer, top_k, selector=selector, sinks=sinks, recent=recent, min_fraction=min_fraction)
-    with plain_torch(key):
+    with without_autocast(key):
         return select_by(key, config, key_padding_mask=key_padding_mask, generator=generator)
 
 

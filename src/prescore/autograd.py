@@ -22,7 +22,7 @@ _NO_SECOND = "second derivatives are not defined for it; create_graph=True ends 
 
 
 @contextmanager
-def plain_torch(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+def without_autocast(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """The tensors as the body shall see them, autocast being done and off; refuses transforms of torch.func."""
     given = [tensor for tensor in tensors if isinstance(tensor, Tensor)]
     _refuse_transforms(given)
@@ -31,19 +31,19 @@ def plain_torch(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     if len(kinds) != 1 or not active:
         yield tensors
         return
-    cast = tuple(lowered(*tensors))
+    cast = tuple(autocast_inputs(*tensors))
     with torch.autocast(active[0], enabled=False):
         yield cast
 
 
-def lowered(*tensors: Tensor) -> Iterator[Tensor]:
+def autocast_inputs(*tensors: Tensor) -> Iterator[Tensor]:
     """The tensors as autocast, where it is on, hands them to torch's own attention."""
     for tensor in tensors:
         kind = tensor.device.type if isinstance(tensor, Tensor) else "cpu"
         yield _cast(tensor, torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else tensor
 
 
-def recorded(*tensors: Tensor) -> bool:
+def records_gradients(*tensors: Tensor) -> bool:
     """Whether gradients of some of them are recorded."""
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
@@ -55,7 +55,7 @@ def differentiable_once(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tens
     derivatives would be wrong in silence.
     """
     tensors = query, key, value
-    if not recorded(*tensors):
+    if not records_gradients(*tensors):
         return tensors
     once: tuple[Tensor, Tensor, Tensor] = _Once.apply(*tensors)  # type: ignore[no-untyped-call]
     return once

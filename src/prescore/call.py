@@ -229,14 +229,14 @@ def make_call(
     key, valid, shift = align_keys(key, mask)
     query_valid, moved = None, False
     if mask is not None and valid is not None:
-        together = n_query == n_keys
+        parallel_group = n_query == n_keys
         value = value.masked_fill(~mask[:, None, :, None], 0)
         # without causality nothing depends on where a query stands: padded rows may be real queries of their own
-        query_valid = None if not together else valid if is_causal or shift is None else mask
+        query_valid = None if not parallel_group else valid if is_causal or shift is None else mask
         if shift is not None:
             index, inside = _shifted(shift, n_keys)
             value = _take_rows(value, index) * inside[:, None, :, None]
-            moved = is_causal and together
+            moved = is_causal and parallel_group
             if moved:
                 query, start = _take_rows(query, index), 0
             elif is_causal:

@@ -93,12 +93,12 @@ class Coupling(_Settings):
 
 @dataclass(frozen=True)
 class Routed(_Settings):
-    """The default: keys that matter to a query are found and read, stand-ins carry the others.
+    """The default: keys that matter to a query are found and read, centroids carry the others.
 
     Keys are clustered and coded in four bits once, before any query is seen. Each query reads exactly its own and
     the previous chunk (nearby tokens matter to almost every head), the first tokens (they draw mass from every
     query and drown in any mean), and every far key whose weight, by its code, may exceed one part in `2 * rows`; a
-    stand-in that knows the spread of its cluster carries what is left of it (many small weights add up). Every
+    centroid that knows the spread of its cluster carries what is left of it (many small weights add up). Every
     query chooses for itself, so nothing leaks from later ones, and pieces of a prompt and single steps read as the
     whole call does. docs/default.md has the measurements.
 

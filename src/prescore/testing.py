@@ -98,10 +98,10 @@ def inputs_untouched(scorer: Scorer) -> None:
 def heads_and_rows_are_independent(scorer: Scorer) -> None:
     """A head alone has the scores it has among others."""
     keys = _keys(3, 2, 200, 8)
-    together = _score(keys, scorer).scores
+    parallel_group = _score(keys, scorer).scores
     for row, head in ((0, 0), (2, 1)):
         alone = _score(keys[row : row + 1, head : head + 1], scorer).scores
-        _require_equal(alone[0, 0], together[row, head], f"row {row}, head {head} alone and in a batch")
+        _require_equal(alone[0, 0], parallel_group[row, head], f"row {row}, head {head} alone and in a batch")
 
 
 def padding_changes_nothing(scorer: Scorer) -> None:

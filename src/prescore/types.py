@@ -50,13 +50,13 @@ class Outcome:
 
     Attributes:
         attended: The result.
-        count_rows: Counts the key and stand-in rows that a query met, on average; work is done when it is called.
+        count_keys: Counts the key and centroid rows that a query met, on average; work is done when it is called.
         selections: What could be read, where that was asked for.
         stats: Figures about the call: all where they were asked for, else those that cost nothing.
     """
 
     attended: Attended
-    count_rows: Callable[[], float]
+    count_keys: Callable[[], float]
     selections: list[Selection] = field(default_factory=list)
     stats: Values = field(default_factory=dict)
 
@@ -65,7 +65,7 @@ class Outcome:
 class Stats(Mapping[str, Any]):
     """Figures about one call, see `Aux`; None = the configuration's engine has no such figure.
 
-    `stats.rows_per_query` and `stats["rows_per_query"]` are the same; as a mapping it holds the figures that are
+    `stats.keys_per_query` and `stats["keys_per_query"]` are the same; as a mapping it holds the figures that are
     not None, those of `details` included.
 
     Attributes:
@@ -73,52 +73,52 @@ class Stats(Mapping[str, Any]):
         native: Level of compiled code that ran the far part of a `Routed` (`avx512`, `avx2`, `baseline`); `none`
             where plain torch did. None where no query had a far part, and for other configurations.
         seconds: Seconds by stage.
-        rows_per_query: Key and stand-in rows that a query met, on average.
-        keys_kept: Keys that could be read, on average over heads and blocks: the budget of a `Selected`.
+        keys_per_query: Key and centroid rows that a query met, on average.
+        keys_selected: Keys that could be read, on average over heads and blocks: the budget of a `Selected`.
         depth: Levels of the causal recursion.
         fallbacks: Blocks that ran unfiltered because fewer than `min_fraction` of their keys were selected.
-        seen_mass: Mean share of the attention mass that comes from keys read, not from the sampled residual.
-        searched_keys: Keys whose codes a routed query was compared with, on average.
-        far_rows: Far keys that a routed query found and read, on average.
-        stand_in_rows: Stand-ins that a routed query met, on average.
+        mass_read: Mean share of the attention mass that comes from keys read, not from the sampled residual.
+        keys_compared: Keys whose codes a routed query was compared with, on average.
+        far_keys_read: Far keys that a routed query found and read, on average.
+        centroids_per_query: Centroids that a routed query met, on average.
         exact_queries: Queries of a sequence that read everything because they come before `exact_until`.
         exact_sequences: Sequences that read everything because padding lies between their keys.
         error_estimate: Relative error that is expected of a query's output, a root mean square over draws; mean.
             This and the next four are there where a `tolerance` was asked for; queries that read everything count
             with error 0.
-        error_limit_mean: Relative error that a query's output stays below, by its error bar; mean.
-        error_limit_max: The same for the worst query.
-        read_further: Share of queries that looked for lighter keys than `rows` asks for, or read everything.
-        read_everything: Share of queries that read everything at last.
+        error_bound_mean: Relative error that a query's output stays below, by its error bar; mean.
+        error_bound_max: The same for the worst query.
+        refined: Share of queries that looked for lighter keys than `rows` asks for, or read everything.
+        read_all: Share of queries that read everything at last.
         way: With a group: what travelled between the ranks, `gather`, `heads` or `rows`.
         ranks: With a group: how many.
         bytes_sent: With a group: bytes that this rank sent in the forward pass.
-        why_not_rows: With a group: why the rows of a `Selected` did not travel by themselves.
+        why_not_selected: With a group: why the rows of a `Selected` did not travel by themselves.
         details: Figures of the engine's own geometry, by name; they may change with every version.
     """
 
     backend: str
     seconds: Mapping[str, float]
-    rows_per_query: float
-    keys_kept: float
+    keys_per_query: float
+    keys_selected: float
     depth: int = 0
     fallbacks: int = 0
     native: str | None = None
-    seen_mass: float | None = None
-    searched_keys: float | None = None
-    far_rows: float | None = None
-    stand_in_rows: float | None = None
+    mass_read: float | None = None
+    keys_compared: float | None = None
+    far_keys_read: float | None = None
+    centroids_per_query: float | None = None
     exact_queries: int | None = None
     exact_sequences: int | None = None
     error_estimate: float | None = None
-    error_limit_mean: float | None = None
-    error_limit_max: float | None = None
-    read_further: float | None = None
-    read_everything: float | None = None
+    error_bound_mean: float | None = None
+    error_bound_max: float | None = None
+    refined: float | None = None
+    read_all: float | None = None
     way: str | None = None
     ranks: int | None = None
     bytes_sent: int | None = None
-    why_not_rows: str | None = None
+    why_not_selected: str | None = None
     details: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod

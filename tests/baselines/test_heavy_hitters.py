@@ -43,9 +43,9 @@ def test_equals_eviction_by_hand(budget, recent, size, n_query):
 
 def test_heads_of_a_group_vote_together():
     query, key, value = inputs(batch=1, heads=2, kv_heads=1)
-    together = heavy_hitter_attention(query, key, value, budget=3, chunk_size=4, is_causal=True)
+    parallel_group = heavy_hitter_attention(query, key, value, budget=3, chunk_size=4, is_causal=True)
     alone = heavy_hitter_attention(query[:, :1], key, value, budget=3, chunk_size=4, is_causal=True)
-    assert_differ([together.output[:, :1]], [alone.output])
+    assert_differ([parallel_group.output[:, :1]], [alone.output])
     twice = query[:, :1].expand(-1, 2, -1, -1)
     same = heavy_hitter_attention(twice, key, value, budget=3, chunk_size=4, is_causal=True)
     assert_same([t[:, :1] for t in same], alone)

@@ -130,7 +130,7 @@ def test_experiment_writes_records_csv_and_plot(model, text, tmp_path, experimen
     assert names == {"records.jsonl", f"{experiment}.csv", f"{experiment}-as-printed.csv", f"{experiment}.png"}
     replaced = [line for line in lines(out) if line["config"]["method"]["kind"] == "prescored"]
     assert {line["config"]["method"]["settings"]["sinks"] for line in replaced} == {2}
-    assert all(line["figures"]["rows_per_query"] > 0 for line in replaced)
+    assert all(line["figures"]["keys_per_query"] > 0 for line in replaced)
 
 
 def test_several_lengths_get_files_of_their_own(model, text, tmp_path, capsys):

@@ -127,7 +127,7 @@ def test_an_imported_baseline_is_compared_like_ours(model, book, tmp_path, nothi
     figures = {record["config"]["method"]["label"].split(",")[0]: record["figures"] for record in records}
     assert set(figures) == {"exact", "local only", "peak", "blocks", "streaming"}
     # blocks of 64: a query meets 32.5 of their keys on average
-    assert figures["blocks"]["rows_per_query"] == 32.5
+    assert figures["blocks"]["keys_per_query"] == 32.5
     assert figures["exact"]["loss"] != figures["blocks"]["loss"]
     assert "blocks" in capsys.readouterr().out
 

@@ -70,7 +70,7 @@ def test_a_tolerance_shows_errors_rows_and_who_read_further_by_layer(model, tmp_
     ]
     for bar in bars:
         assert 0 <= bar["error"] <= bar["error_limit"] <= 0.2
-        assert 0 <= bar["read_everything"] <= bar["read_further"] <= 1
+        assert 0 <= bar["read_all"] <= bar["refined"] <= 1
         assert bar["rows"] > 0
 
 

@@ -35,7 +35,7 @@ def test_a_row_is_one_text_under_one_method(arguments, tmp_path, capsys):
         (line["config"]["n_tokens"], line["config"]["sample"], line["config"]["method"]["label"]) for line in found
     ] == [(n, sample, label) for n in (2600, 1400) for sample in (0, 1) for label in ("exact", "default")]
     assert found[1]["config"]["method"]["settings"] == Routed().to_dict()
-    assert found[1]["figures"]["rows_per_query"] < found[0]["figures"]["rows_per_query"]
+    assert found[1]["figures"]["keys_per_query"] < found[0]["figures"]["keys_per_query"]
     assert "default is exact at 1400 tokens" in said
     assert "default is exact at 2600" not in said
     shown = [line.split() for line in printed.splitlines()]

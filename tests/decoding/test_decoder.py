@@ -12,8 +12,8 @@ from prescore.integrations.decode import (
     OVER_SELECTION,
     PROMPT,
     STEP_AT_MOST,
+    CachedKeys,
     Decoder,
-    Past,
     Request,
     remembers,
 )
@@ -34,7 +34,7 @@ def qkv():
 
 def step(decoder, qkv, n_keys, n_query=1, config=SELECTED, valid=None, **asked):
     query, key, value = (t[:, :, :n_keys] for t in qkv)
-    past = Past(key, value, valid, n_keys)
+    past = CachedKeys(key, value, valid, n_keys)
     return decoder.step(query[:, :, n_keys - n_query :], past, Request(config, **asked))
 
 
@@ -76,7 +76,7 @@ def test_steps_go_the_way_of_their_configuration(qkv, config, path):
     assert taken.path == path
     assert (taken.output is None) == (path == OVER_ALL)
     if path == OVER_SELECTION:
-        assert taken.count_rows() <= decoder.state.rows.length
+        assert taken.count_keys() <= decoder.state.rows.length
 
 
 def test_clusters_are_chosen_only_where_they_pay_and_can_be_trusted(qkv):
@@ -102,7 +102,7 @@ def test_pieces_of_a_prompt(qkv):
     assert step(decoder, qkv, 55 + 0, STEP_AT_MOST + 1).path == PROMPT
     assert decoder.state is None  # the next step selects among the new keys too
     query, key, value = (t[:, :, :56] for t in qkv)
-    shuffled = Past(key, value, None, 56, in_order=False)
+    shuffled = CachedKeys(key, value, None, 56, in_order=False)
     assert decoder.step(query[:, :, -2:], shuffled, Request(SELECTED)).path == PROMPT
 
 
@@ -160,10 +160,10 @@ def test_rows_of_a_step_are_those_of_the_call(qkv):
     for config in (SELECTED, SELECTED.replace(remainder="none"), Selected(top_k=48)):
         taken = step(Decoder(), qkv, 51, 1, config, valid)
         whole = attend_counting(query[:, :, -1:], key, value, config, Options(key_padding_mask=valid))
-        assert taken.count_rows() == pytest.approx(whole.count_rows())
-        assert taken.count_rows() < 48
+        assert taken.count_keys() == pytest.approx(whole.count_keys())
+        assert taken.count_keys() < 48
     several = step(Decoder(), qkv, 55, 4, SELECTED.replace(remainder="none"))
-    assert several.count_rows() == 12 + (1 + 2 + 3 + 4) / 4
+    assert several.count_keys() == 12 + (1 + 2 + 3 + 4) / 4
 
 
 def test_another_configuration_selects_anew(qkv):
@@ -182,7 +182,7 @@ def test_eviction_is_final(qkv):
     kept = Decoder()
     step(kept, qkv, 51)
     expected = step(kept, qkv, 52)
-    newest = Past(key[:, :, 51:52], value[:, :, 51:52], None, 52)  # all the owner still has
+    newest = CachedKeys(key[:, :, 51:52], value[:, :, 51:52], None, 52)  # all the owner still has
     got = decoder.step(query[:, :, 51:52], newest, Request(SELECTED))
     assert torch.equal(got.output, expected.output)
     refused = {"evicted the unselected": Exact(), "configuration changed": SELECTED.replace(top_k=5)}
@@ -203,14 +203,14 @@ def test_eviction_is_final(qkv):
 def test_selecting_before_the_first_step(qkv):
     _, key, value = (t[:, :, :50] for t in qkv)
     early, at_once = Decoder(), Decoder()
-    early.select(Past(key, value, None, 50), Request(SELECTED))
+    early.select(CachedKeys(key, value, None, 50), Request(SELECTED))
     assert early.state.n_selected_from == 50
     first = [step(early, qkv, n_keys).output for n_keys in (51, 52)]
     assert (early.state.n_selected_from, early.state.n_since) == (50, 2)  # what was asked for stays
     both = step(at_once, qkv, 52, 2).output
     torch.testing.assert_close(both, torch.cat(first, dim=2), atol=1e-6, rtol=1e-5)  # float32
     nothing = Decoder()
-    nothing.select(Past(key, value, None, 50), Request(ROUTED))
+    nothing.select(CachedKeys(key, value, None, 50), Request(ROUTED))
     assert nothing.state is None
 
 
@@ -240,11 +240,11 @@ def test_a_routed_step_counts_its_rows_as_the_whole_call_does(start):
     query, key, value = (torch.randn(1, 2, 400, 8, generator=torch.Generator().manual_seed(n)) for n in range(3))
     valid = torch.ones(1, 400, dtype=torch.bool)
     valid[:, :start] = False
-    taken = Decoder().step(query[:, :, -1:], Past(key, value, valid, 400), Request(ROUTED))
+    taken = Decoder().step(query[:, :, -1:], CachedKeys(key, value, valid, 400), Request(ROUTED))
     alone = (query[:, :, -1:], key[:, :, start:], value[:, :, start:])
     whole = attend_counting(*alone, ROUTED, Options(is_causal=True))
     torch.testing.assert_close(taken.output, whole.output)
-    assert taken.count_rows() == whole.count_rows()
+    assert taken.count_keys() == whole.count_keys()
 
 
 def test_every_row_read_is_exact(qkv):

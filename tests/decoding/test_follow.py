@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from prescore import KMeans, Selected
-from prescore.integrations.decode import OVER_ALL, OVER_SELECTION, PROMPT, Follower, Past, Request
+from prescore.integrations.decode import OVER_ALL, OVER_SELECTION, PROMPT, CachedKeys, ExternalCache, Request
 
 CONFIG = Selected(KMeans(n_clusters=4), top_k=12)
 
@@ -18,13 +18,13 @@ def qkv():
 
 
 def step(follower, query, key, value, n_keys, n_query=1, config=CONFIG, valid=None):
-    past = Past(key[:, :, :n_keys], value[:, :, :n_keys], valid, n_keys)
+    past = CachedKeys(key[:, :, :n_keys], value[:, :, :n_keys], valid, n_keys)
     return follower.step(query[:, :, n_keys - n_query : n_keys], past, Request(config))
 
 
 def test_other_keys_are_noticed(qkv):
     query, key, value = qkv
-    follower = Follower()
+    follower = ExternalCache()
     step(follower, query, key, value, 51)
     first = follower.state
     step(follower, query, key, value, 52)
@@ -55,7 +55,7 @@ def test_other_tokens_behind_the_same_prompt_are_all_noticed(qkv, changed, promp
     query, key, value = qkv
     other = key.clone()
     other[:, :, changed] += 1
-    follower, alone = Follower(), Follower()
+    follower, alone = ExternalCache(), ExternalCache()
     if prompted:
         for each in (follower, alone):
             step(each, query, key, value, 50, 50)
@@ -72,7 +72,7 @@ def test_other_tokens_behind_the_same_prompt_are_all_noticed(qkv, changed, promp
 def test_a_change_between_the_probes_of_a_late_selection_is_noticed(qkv):
     """Of what came behind a prompt every key is compared, however many of them a selection saw."""
     query, key, value = qkv
-    follower = Follower()
+    follower = ExternalCache()
     step(follower, query, key, value, 10, 10)
     step(follower, query, key, value, 58)
     first = follower.state
@@ -90,11 +90,11 @@ def test_a_change_between_the_probes_of_a_late_selection_is_noticed(qkv):
 def test_a_step_back_behind_the_selection_selects_anew(qkv):
     """Queries must not meet a selection among keys that come after them."""
     query, key, value = qkv
-    follower = Follower()
+    follower = ExternalCache()
     step(follower, query, key, value, 51)
     step(follower, query, key, value, 52, 5)
     assert follower.state.n_selected_from == 47
-    again = Follower()
+    again = ExternalCache()
     step(again, query, key, value, 52, 5)
     step(follower, query, key, value, 49)
     assert follower.state.n_selected_from == 47
@@ -103,7 +103,7 @@ def test_a_step_back_behind_the_selection_selects_anew(qkv):
 
 def test_the_same_step_again_keeps_its_selection(qkv):
     query, key, value = qkv
-    follower = Follower()
+    follower = ExternalCache()
     first = step(follower, query, key, value, 51)
     state = follower.state
     assert torch.equal(step(follower, query, key, value, 51).output, first.output)
@@ -112,10 +112,10 @@ def test_the_same_step_again_keeps_its_selection(qkv):
 
 def test_another_batch_is_another_text(qkv):
     query, key, value = qkv
-    follower = Follower()
+    follower = ExternalCache()
     step(follower, query, key, value, 51)
     alone = step(follower, query[:1], key[:1], value[:1], 52)
-    expected = step(Follower(), query[:1], key[:1], value[:1], 52)
+    expected = step(ExternalCache(), query[:1], key[:1], value[:1], 52)
     assert torch.equal(alone.output, expected.output)
 
 
@@ -123,15 +123,15 @@ def test_unused_room_behind_the_keys_is_not_read(qkv):
     query, key, value = qkv
     valid = torch.zeros(2, 60, dtype=torch.bool)
     valid[:, :51] = True
-    past = Past(key, value, valid, 60)
-    follower = Follower()
+    past = CachedKeys(key, value, valid, 60)
+    follower = ExternalCache()
     got = follower.step(query[:, :, 50:51], past, Request(CONFIG))
     assert follower.state.n_selected_from == 51
-    assert torch.equal(got.output, step(Follower(), query, key, value, 51).output)
+    assert torch.equal(got.output, step(ExternalCache(), query, key, value, 51).output)
 
 
 def test_what_keeps_no_selection_reads_everything(qkv):
-    follower = Follower()
+    follower = ExternalCache()
     taken = step(follower, *qkv, 51, config=Selected(top_k=1.0))
     assert (taken.path, taken.output) == (OVER_ALL, None)
     assert step(follower, *qkv, 52).path == OVER_SELECTION

@@ -56,7 +56,7 @@ def test_fresh_selection_is_prescored_attention(qkv, mask, changes, seed):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_step_in_half_precision_is_as_good_as_the_call(dtype):
-    """Stand-ins weigh as many keys as they stand for: log(1001) is 6.9087, and 6.9062 in bfloat16."""
+    """Centroids weigh as many keys as they stand for: log(1001) is 6.9087, and 6.9062 in bfloat16."""
     generator = torch.Generator().manual_seed(0)
     inputs = [torch.randn(2, 2, n, 16, generator=generator).to(dtype) for n in (1, 4000, 4000)]
     config = Selected(KMeans(n_clusters=4), top_k=4)
@@ -74,7 +74,7 @@ def test_a_step_in_half_precision_is_as_good_as_the_call(dtype):
 
 
 def test_selected_rows_and_later_tokens(qkv):
-    """Without stand-ins, a step is exact attention over the selected keys and every token since."""
+    """Without centroids, a step is exact attention over the selected keys and every token since."""
     query, key, value = qkv
     config = Selected(top_k=12, remainder="none")
     state = SelectionState.select(key[:, :, :50], value[:, :, :50], None, config)
@@ -92,12 +92,12 @@ def test_selected_rows_and_later_tokens(qkv):
 def test_several_queries_are_causal_among_themselves(qkv, bias):
     query, key, value = qkv
     weight = torch.randn(2, 2, 60, generator=torch.Generator().manual_seed(1)) if bias else None
-    together = attend_last(query[:, :, -4:], key, value, weight, None)
+    parallel_group = attend_last(query[:, :, -4:], key, value, weight, None)
     for back in range(4):
         end = 60 - back
         rows = None if weight is None else weight[:, :, :end]
         alone = attend_last(query[:, :, end - 1 : end], key[:, :, :end], value[:, :, :end], rows, None)
-        torch.testing.assert_close(together[:, :, 3 - back], alone[:, :, 0], atol=1e-6, rtol=1e-5)  # float32
+        torch.testing.assert_close(parallel_group[:, :, 3 - back], alone[:, :, 0], atol=1e-6, rtol=1e-5)  # float32
 
 
 def test_padding_among_new_tokens_is_not_seen(qkv):

@@ -14,7 +14,7 @@ from oracles.dense import dense_attention, full_weights, subset_weights
 
 import prescore
 from prescore import Coupling, Exact, Routed, Selected
-from prescore.integrations.decode import OVER_SELECTION, Decoder, Past, Request, remembers
+from prescore.integrations.decode import OVER_SELECTION, CachedKeys, Decoder, Request, remembers
 
 
 def basics(case):
@@ -94,11 +94,11 @@ def batch_and_padding(case):
     case = replace(case, dtype=torch.float64)
     tensors, mask = case.tensors(), case.padding()
     need(mask is not None or case.batch > 1)
-    together, off, n_rows = case.run(tensors, mask), 0, 0
+    parallel_group, off, n_rows = case.run(tensors, mask), 0, 0
     for number in range(case.batch):
         own = [t[number : number + 1] for t in tensors]
         row = None if mask is None else mask[number]
-        result = together[number : number + 1]
+        result = parallel_group[number : number + 1]
         if row is not None and not bool(row.any()):
             continue
         place = _span(case, row)
@@ -188,7 +188,7 @@ def decode_step(case):
     mask = case.padding()
     need(mask is None or bool(mask[:, -1].all()))
     last = query[:, :, -1:]
-    step = Decoder().step(last, Past(key, value, mask, case.n_keys), Request(config, None, 0.0, case.seed))
+    step = Decoder().step(last, CachedKeys(key, value, mask, case.n_keys), Request(config, None, 0.0, case.seed))
     assert routed or step.path == OVER_SELECTION
     need(step.output is not None)
     expected = prescore.prescored_attention(

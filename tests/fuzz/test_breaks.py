@@ -32,7 +32,7 @@ def _changed(monkeypatch, change):
     def run(made, config, given, explain):
         outcome = original(made, config, given, explain)
         attended = Attended(change(made, outcome.attended.output), outcome.attended.lse)
-        return Outcome(attended, outcome.count_rows, outcome.selections, outcome.stats)
+        return Outcome(attended, outcome.count_keys, outcome.selections, outcome.stats)
 
     for module in (engines, running):
         monkeypatch.setattr(module, "run_engine", run)

@@ -23,7 +23,7 @@ from tiny_models import VOCABULARY, tiny
 import prescore
 from prescore import Exact, Routed, Selected
 from prescore.errors import Unsupported
-from prescore.integrations.attention import PrescoredAttention, Situation
+from prescore.integrations.attention import AttentionContext, PrescoredAttention
 from prescore.integrations.decode import Decoder
 from prescore.integrations.state import SelectionState
 from prescore.integrations.transformers.cache import PrescoredCache, PrescoredLayer, layer_of
@@ -40,7 +40,7 @@ HEADS, DIM = 2, 4
 CONFIGS = {
     # with room for every key, so that what a selection reads is all there is
     "selected": Selected("key-norm", top_k=10_000, sinks=2),
-    "without stand-ins": Selected("kmeans", top_k=10_000, sinks=0, remainder="none"),
+    "without centroids": Selected("kmeans", top_k=10_000, sinks=0, remainder="none"),
     "routed": Routed(),
 }
 CLOSE = 1e-10
@@ -83,8 +83,8 @@ class CacheMachine(RuleBasedStateMachine):
         new_key, new_value = self.cache.update(key, value, 0)
         layer, new_key = layer_of(new_key)
         mask = None if bool(self.valid.all()) else self.valid[:, None, None, :]
-        situation = Situation(layer=0, mask=mask, is_causal=True, cache=layer)
-        output = self.attend(query, new_key, new_value, situation)
+        context = AttentionContext(layer=0, mask=mask, is_causal=True, cache=layer)
+        output = self.attend(query, new_key, new_value, context)
         expected = prescore.exact_attention(
             query, self.key, self.value, is_causal=True, key_padding_mask=self.valid
         ).output

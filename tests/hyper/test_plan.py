@@ -34,7 +34,7 @@ def test_everything_is_reported_as_selected_when_everything_is_read():
     for config in (PAPER.replace(top_k=1.0), PAPER.replace(top_k=100), Exact()):
         _, aux = prescored_attention(query, key, value, config, return_aux=True)
         assert aux.selection.indices[0, 0].tolist() == list(range(100))
-        assert aux.stats["keys_kept"] == 100
+        assert aux.stats["keys_selected"] == 100
 
 
 def test_rows_of_a_batch_decide_for_themselves():

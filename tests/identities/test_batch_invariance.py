@@ -61,18 +61,18 @@ def _batch(sides, *, junk, n_query=None):
 def test_alone_and_padded_in_a_batch(name, is_causal, sides):
     config = CONFIGS[name]
     tensors, mask, places = _batch(sides, junk=math.nan)
-    together, aux = prescore.prescored_attention(
+    parallel_group, aux = prescore.prescored_attention(
         *tensors, config=config, is_causal=is_causal, key_padding_mask=mask, generator=3, return_aux=True
     )
     for number, (own, place) in enumerate(zip(_sequences(), places, strict=True)):
         alone, alone_aux = prescore.prescored_attention(
             *own, config=config, is_causal=is_causal, generator=3, return_aux=True
         )
-        assert float((together[number : number + 1, :, place] - alone).abs().max()) <= CLOSE, f"row {number}"
+        assert float((parallel_group[number : number + 1, :, place] - alone).abs().max()) <= CLOSE, f"row {number}"
         assert float((aux.lse[number : number + 1, :, place] - alone_aux.lse).abs().max()) <= CLOSE, (
             f"row {number}"
         )
-    assert torch.isfinite(together[mask[:, None].expand(together.shape[:3])]).all()
+    assert torch.isfinite(parallel_group[mask[:, None].expand(parallel_group.shape[:3])]).all()
 
 
 @pytest.mark.parametrize("n_query", [1, 6])
@@ -80,11 +80,13 @@ def test_alone_and_padded_in_a_batch(name, is_causal, sides):
 def test_last_queries_of_left_padded_sequences(name, n_query):
     config = CONFIGS[name]
     tensors, mask, _ = _batch(("left",) * 4, junk=math.nan, n_query=n_query)
-    together = prescore.prescored_attention(*tensors, config=config, is_causal=True, key_padding_mask=mask)
+    parallel_group = prescore.prescored_attention(*tensors, config=config, is_causal=True, key_padding_mask=mask)
     for number, (query, key, value) in enumerate(_sequences()):
         count = min(n_query, key.shape[2])
         alone = prescore.prescored_attention(query[:, :, -count:], key, value, config=config, is_causal=True)
-        assert float((together[number : number + 1, :, -count:] - alone).abs().max()) <= CLOSE, f"row {number}"
+        assert float((parallel_group[number : number + 1, :, -count:] - alone).abs().max()) <= CLOSE, (
+            f"row {number}"
+        )
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -102,7 +104,7 @@ def test_place_in_the_batch_does_not_matter(name):
 @pytest.mark.parametrize("name", CONFIGS)
 def test_heads_do_not_matter_to_each_other(name):
     query, key, value = attention_tensors(batch=1, heads=4, kv_heads=2, n_keys=35, seed=9)
-    together = prescore.prescored_attention(query, key, value, config=CONFIGS[name], is_causal=True)
+    parallel_group = prescore.prescored_attention(query, key, value, config=CONFIGS[name], is_causal=True)
     for head in range(2):
         alone = prescore.prescored_attention(
             query[:, 2 * head : 2 * head + 2],
@@ -111,7 +113,7 @@ def test_heads_do_not_matter_to_each_other(name):
             config=CONFIGS[name],
             is_causal=True,
         )
-        assert float((together[:, 2 * head : 2 * head + 2] - alone).abs().max()) <= CLOSE
+        assert float((parallel_group[:, 2 * head : 2 * head + 2] - alone).abs().max()) <= CLOSE
 
 
 @pytest.mark.parametrize("scorer", prescore.list_scorers())

@@ -15,9 +15,9 @@ CONFIGS = {
     "paper": PAPER,
     "paper sinks": PAPER.replace(sinks=1, recent=1),
     "early": Selected.early("key-norm", 4, min_seq_len=2, inner=RANK),
-    "stand-ins exact": Selected(top_k=3, sinks=1, min_seq_len=2),
-    "stand-ins of two clusters": Selected(KMeans(n_clusters=2), 3, sinks=1, min_seq_len=2),
-    "stand-ins hyper": PAPER.replace(remainder="centroids"),
+    "centroids exact": Selected(top_k=3, sinks=1, min_seq_len=2),
+    "centroids of two clusters": Selected(KMeans(n_clusters=2), 3, sinks=1, min_seq_len=2),
+    "centroids hyper": PAPER.replace(remainder="centroids"),
     "count": PAPER.replace(coupling=Coupling(overlap="count")),
 }
 """All but routed attention, whose codes may round either way: tests/routed/test_gradients.py."""

@@ -31,8 +31,8 @@ from prescore.routed import attention as lanes
 from prescore.routed import index as codes
 from prescore.routed import index as tables
 from prescore.routed import local, plain, softmax
+from prescore.routed import reference as centroids
 from prescore.routed import reference as far
-from prescore.routed import reference as stand_ins
 from prescore.scoring import hashing
 from prescore.selected import blocks
 from prescore.selected import causal_grid as grid
@@ -52,9 +52,9 @@ def _residual(change):
     def patch(monkeypatch):
         original = blocks._residual_columns
 
-        def broken(meeting, keys, draws, coupling, dtype):
+        def broken(pair, keys, draws, coupling, dtype):
             coupling, draws = change(coupling, draws, keys.count)
-            return original(meeting, keys, draws, coupling, dtype)
+            return original(pair, keys, draws, coupling, dtype)
 
         monkeypatch.setattr(blocks, "_residual_columns", broken)
 
@@ -76,13 +76,13 @@ def _last_key_never_sampled(monkeypatch):
 def _stand_in_without_its_count(monkeypatch):
     from prescore.selected import plan
 
-    original = plan.centroid_stand_ins
+    original = plan.cluster_centroids
 
     def broken(*arguments):
         made, columns = original(*arguments)
         return made, dataclasses.replace(columns, bias=columns.bias.clamp_max(0.0))
 
-    monkeypatch.setattr(plan, "centroid_stand_ins", broken)
+    monkeypatch.setattr(plan, "cluster_centroids", broken)
 
 
 def _block_one_key_too_far(monkeypatch):
@@ -255,7 +255,7 @@ def _known_without_the_nodes_gain(monkeypatch):
 
 
 def _gain_without_a_bound(monkeypatch):
-    monkeypatch.setattr(stand_ins, "MOST_GAIN", math.inf)
+    monkeypatch.setattr(centroids, "MOST_GAIN", math.inf)
 
 
 def _no_gain(monkeypatch):
@@ -381,7 +381,7 @@ MUTATIONS = {
     "own block not excluded from the residual: unbiased": (_overlap_counted, _unbiased(selected=True)),
     "own block not excluded, all keys: unbiased": (_overlap_counted, _unbiased(selected=False)),
     "last key never sampled: unbiased": (_last_key_never_sampled, _unbiased(selected=False, seeds=1200)),
-    "stand-in without log count: stand-ins of equal keys": (
+    "centroid without log count: centroids of equal keys": (
         _stand_in_without_its_count,
         check_stand_ins_of_equal_keys,
     ),
@@ -410,9 +410,9 @@ MUTATIONS = {
     "one scale for both halves of a code: routed": (_one_scale_for_both_halves, _routed(dim=20)),
     "numbers of both halves swapped: routed": (_high_and_low_numbers_swapped, _routed()),
     "spread of one chunk, not of all: routed": (_spread_of_the_last_chunk_alone, _routed()),
-    "rows that were read stay in their stand-in: routed": (_read_rows_stay_in_their_stand_in, _routed()),
+    "rows that were read stay in their centroid: routed": (_read_rows_stay_in_their_stand_in, _routed()),
     "nodes searched within two deviations: routed": (_nodes_searched_within_two_deviations, _routed(config=WIDE)),
-    "odd keys compared no more than others: routed": (_no_odd_keys, _routed(config=WIDE, lone=4.0)),
+    "outlier keys compared no more than others: routed": (_no_odd_keys, _routed(config=WIDE, lone=4.0)),
     "the keys nearest to the mean are odd: routed": (
         _nearest_keys_as_odd_ones,
         _routed(config=WIDE, lone=4.0),
@@ -420,9 +420,9 @@ MUTATIONS = {
     "sinks count in full in the limit: routed": (_sinks_count_in_full, _routed()),
     "limit of twice as many rows: routed": (_twice_as_many_rows, _routed()),
     "limit without what nodes gain: routed": (_known_without_the_nodes_gain, _routed()),
-    "gain of a stand-in unbounded: routed": (_gain_without_a_bound, _routed()),
-    "no gain of a stand-in: routed": (_no_gain, _routed()),
-    "values of stand-ins do not move: routed": (_values_do_not_move, _routed()),
+    "gain of a centroid unbounded: routed": (_gain_without_a_bound, _routed()),
+    "no gain of a centroid: routed": (_no_gain, _routed()),
+    "values of centroids do not move: routed": (_values_do_not_move, _routed()),
     "own chunk read beyond the query: routed": (_own_square_is_not_causal, _routed()),
     "one chunk too many behind a query: routed": (_one_chunk_too_many_behind, _routed()),
     "gaps behind queries overlooked: routed": (_gaps_are_overlooked, _routed(kind="holes")),
@@ -434,7 +434,7 @@ MUTATIONS = {
         _filler_of_a_tail_has_mass,
         _routed(is_causal=False, kind="right", mask_seed=0),
     ),
-    "stand-ins pass no gradient to keys: routed": (_stand_ins_pass_no_gradient_to_keys, _routed()),
+    "centroids pass no gradient to keys: routed": (_stand_ins_pass_no_gradient_to_keys, _routed()),
     "rows found again by another limit: routed": (_rows_found_again_by_another_limit, _routed()),
     "spread passes no gradient: routed": (_spread_passes_no_gradient, _routed()),
     "drift passes no gradient: routed": (_drift_passes_no_gradient, _routed()),

@@ -83,7 +83,7 @@ def test_identity_9_unused_keys_get_exact_zeros(is_causal):
     unused = check_gradients(config, tensors, is_causal=is_causal)
     assert unused > 0 or is_causal  # in the last leaf of a causal call every key is used
     behind = check_gradients(config.replace(remainder="centroids"), tensors, is_causal=is_causal)
-    assert behind == 0  # a key behind a stand-in is used
+    assert behind == 0  # a key behind a centroid is used
 
 
 def test_no_gradient_flows_through_scoring():

@@ -12,7 +12,7 @@ from prescore import Exact, KMeans, Routed, Selected
 from prescore.errors import Unsupported
 from prescore.integrations.apply import replace_attention
 from prescore.integrations.attention import attend_exactly
-from prescore.integrations.patch import seats
+from prescore.integrations.patch import patches
 
 COARSE = Selected(top_k=4, min_seq_len=4, sinks=1, remainder="none")
 
@@ -190,8 +190,8 @@ def test_three_threads_do_not_disturb_one_another():
     with prescore.apply(model, config):
         alone = [generate(ids) for ids in texts]
         with ThreadPoolExecutor(3) as pool:
-            together = list(pool.map(generate, texts))
-    for one, other in zip(alone, together, strict=True):
+            parallel_group = list(pool.map(generate, texts))
+    for one, other in zip(alone, parallel_group, strict=True):
         assert torch.equal(one, other)
 
 
@@ -212,9 +212,9 @@ def test_any_function_may_take_the_place_of_attention():
     before = logits(model)
     seen = []
 
-    def look(query, key, value, situation):
-        seen.append((situation.layer, situation.owner, tuple(query.shape), tuple(key.shape)))
-        return attend_exactly(query, key, value, situation)
+    def look(query, key, value, context):
+        seen.append((context.layer, context.owner, tuple(query.shape), tuple(key.shape)))
+        return attend_exactly(query, key, value, context)
 
     undo = replace_attention(model, {1: look})
     assert (logits(model) - before).abs().max() < 1e-4  # another exact kernel
@@ -395,7 +395,7 @@ def test_the_name_alone_means_the_default_configuration():
             expected = model(ids, logits_to_keep=4).logits
         model.set_attn_implementation("prescored")
         got = model(ids, logits_to_keep=4).logits
-        assert not seats(model.model.layers[0].self_attn)
+        assert not patches(model.model.layers[0].self_attn)
         with prescore.apply(model, Exact()):  # and an application on top of it comes off again
             assert (model(ids, logits_to_keep=4).logits - exact).abs().max() < 1e-4
         assert model.config._attn_implementation == "prescored"

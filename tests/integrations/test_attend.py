@@ -12,12 +12,12 @@ import torch
 import prescore
 from prescore import Exact, Hyper, KMeans, Lsh, Routed, Selected
 from prescore.errors import Unsupported
-from prescore.integrations.attention import PrescoredAttention, Situation, attend_exactly, layer_seed
+from prescore.integrations.attention import AttentionContext, PrescoredAttention, attend_exactly, layer_seed
 
 COARSE = Selected(KMeans(n_clusters=3), top_k=8, min_seq_len=8, sinks=2)
 ROUTED = Routed(rows=8, leaf_size=4, chunk_size=8, sinks=2, exact_until=8)
 HYPER = Hyper(Lsh(8, 8), min_seq_len=8)
-CAUSAL = Situation(layer=3, is_causal=True)
+CAUSAL = AttentionContext(layer=3, is_causal=True)
 
 
 def qkv(n_query=40, n_keys=40, batch=2):
@@ -33,13 +33,13 @@ def qkv(n_query=40, n_keys=40, batch=2):
 def test_a_prompt_is_prescored_attention_with_a_seed_of_the_layers_own(config, is_causal):
     inputs = qkv()
     attend = PrescoredAttention(config, seed=7)
-    situation = Situation(layer=3, is_causal=is_causal, scale=0.3)
+    context = AttentionContext(layer=3, is_causal=is_causal, scale=0.3)
     expected, aux = prescore.prescored_attention(
         *inputs, config, is_causal=is_causal, scale=0.3, generator=layer_seed(7, 3), return_aux=True
     )
-    assert torch.equal(attend(*inputs, situation), expected)
+    assert torch.equal(attend(*inputs, context), expected)
     assert attend.last.path == "prescored"
-    assert attend.last.rows == pytest.approx(aux.stats["rows_per_query"])
+    assert attend.last.rows == pytest.approx(aux.stats["keys_per_query"])
     assert (attend.last.n_query, attend.last.n_keys) == (40, 40)
     assert attend.last.mask == ("causal" if is_causal else "full")
 
@@ -48,7 +48,7 @@ def test_layers_and_seeds_draw_apart():
     inputs = qkv()
     uniform = Selected("uniform", top_k=8, min_seq_len=8, remainder="none")
     results = [
-        PrescoredAttention(uniform, seed=seed)(*inputs, Situation(layer=layer, is_causal=True))
+        PrescoredAttention(uniform, seed=seed)(*inputs, AttentionContext(layer=layer, is_causal=True))
         for seed, layer in ((0, 0), (0, 0), (0, 1), (1, 0))
     ]
     assert torch.equal(results[0], results[1])
@@ -85,7 +85,7 @@ def test_padding_is_not_counted(is_causal, n_query, side):
     counted = real if n_query == 40 else torch.ones(2, n_query, dtype=torch.bool)
     expected = seen.sum(-1)[counted].double().mean()
     attend = PrescoredAttention(Exact())
-    attend(query, key, value, Situation(layer=0, mask=real, is_causal=is_causal))
+    attend(query, key, value, AttentionContext(layer=0, mask=real, is_causal=is_causal))
     assert attend.last.rows == pytest.approx(float(expected))
 
 
@@ -96,7 +96,7 @@ def test_rows_are_counted_when_somebody_asks(config, monkeypatch):
 
     def spy(*inputs):
         attended = real(*inputs)
-        return attended._replace(count_rows=lambda: counted.append(1) or attended.count_rows())
+        return attended._replace(count_keys=lambda: counted.append(1) or attended.count_keys())
 
     monkeypatch.setattr("prescore.integrations.masks.attend_counting", spy)
     attend = PrescoredAttention(config)
@@ -136,7 +136,7 @@ def test_several_queries_that_see_everything_are_no_step():
     """Without a causal mask there is no order among them that a step could follow."""
     query, key, value = qkv(n_query=5)
     attend = PrescoredAttention(COARSE)
-    got = attend(query, key, value, Situation(layer=0))
+    got = attend(query, key, value, AttentionContext(layer=0))
     assert attend.last.path == "prescored"
     expected = prescore.prescored_attention(query, key, value, COARSE, generator=layer_seed(0, 0))
     assert torch.equal(got, expected)
@@ -150,8 +150,8 @@ def test_a_mask_given_once_serves_the_whole_batch(config):
     segments = torch.tensor([0] * 17 + [1] * 23)
     packed = (segments[:, None] == segments).tril()[None, None]
     for mask in (real, packed):
-        once = PrescoredAttention(config)(*inputs, Situation(layer=0, mask=mask, is_causal=True))
-        each = Situation(layer=0, mask=mask.repeat(2, 1, 1, 1), is_causal=True)
+        once = PrescoredAttention(config)(*inputs, AttentionContext(layer=0, mask=mask, is_causal=True))
+        each = AttentionContext(layer=0, mask=mask.repeat(2, 1, 1, 1), is_causal=True)
         seen = mask.any(-1)[0, 0]  # what padded queries get is nobody's business
         assert torch.equal(once[:, :, seen], PrescoredAttention(config)(*inputs, each)[:, :, seen])
 
@@ -164,11 +164,11 @@ def test_obstacles_are_refused_or_run_by_the_model_itself():
         asked.append(query.shape)
         return query
 
-    situation = Situation(
+    context = AttentionContext(
         layer=3, is_causal=True, owner="GemmaAttention", obstacles=("its logits are soft-capped",), own=own
     )
     with pytest.raises(Unsupported) as refused:
-        PrescoredAttention(COARSE)(*inputs, situation)
+        PrescoredAttention(COARSE)(*inputs, context)
     assert str(refused.value) == (
         "pre-scored attention in layer 3 (GemmaAttention) cannot run: its logits are soft-capped; "
         'on_unsupported="exact" would run such layers exactly'
@@ -176,20 +176,20 @@ def test_obstacles_are_refused_or_run_by_the_model_itself():
     assert not asked
     attend = PrescoredAttention(COARSE, "exact")
     with pytest.warns(UserWarning, match="GemmaAttention runs exactly: its logits are soft-capped"):
-        assert attend(*inputs, situation) is inputs[0]
+        assert attend(*inputs, context) is inputs[0]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        attend(*inputs, situation)
+        attend(*inputs, context)
     assert attend.last.path == "exact: unsupported because its logits are soft-capped"
-    assert PrescoredAttention(Exact())(*inputs, situation) is inputs[0]  # exact attention needs no leave
+    assert PrescoredAttention(Exact())(*inputs, context) is inputs[0]  # exact attention needs no leave
     assert len(asked) == 3
 
 
 def test_local_layers_stay_exact():
     inputs = qkv()
     attend = PrescoredAttention(COARSE)
-    situation = Situation(layer=0, is_causal=True, is_local=True)
-    assert torch.equal(attend(*inputs, situation), attend_exactly(*inputs, situation))
+    context = AttentionContext(layer=0, is_causal=True, is_local=True)
+    assert torch.equal(attend(*inputs, context), attend_exactly(*inputs, context))
     assert attend.last.path == "exact: a sliding window is local already"
 
 

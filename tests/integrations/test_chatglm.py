@@ -8,7 +8,7 @@ import prescore
 from prescore import KMeans, Routed, Selected
 from prescore.errors import Unsupported
 from prescore.integrations.apply import observe
-from prescore.integrations.patch import seats
+from prescore.integrations.patch import patches
 
 EVERYTHING = Selected(top_k=1.0, remainder="none", min_seq_len=4)
 COARSE = Selected(KMeans(n_clusters=3), top_k=6, min_seq_len=8, sinks=2)
@@ -58,7 +58,7 @@ def test_every_key_equals_the_original(model, ids, padded, top_k):
 def test_layers_and_undo(model, ids):
     layers = model.transformer.encoder.layers
     with prescore.apply(model, COARSE, layers="last:2") as applied:
-        assert [len(seats(layer.self_attention.core_attention)) for layer in layers] == [0, 1, 1]
+        assert [len(patches(layer.self_attention.core_attention)) for layer in layers] == [0, 1, 1]
         assert applied.layers[2] == "transformer.encoder.layers.2.self_attention.core_attention"
         generate(model, ids, n_new=2)
         assert applied.report()[1].path == "step over the selection"
@@ -100,7 +100,7 @@ def test_the_default_reads_short_texts_exactly(model, ids):
 
 def test_observers_see_every_layer_and_change_nothing(model, ids):
     expected, seen = generate(model, ids, n_new=1), []
-    with observe(model, lambda query, key, situation: seen.append((situation.layer, query.shape, key.shape))) as n:
+    with observe(model, lambda query, key, context: seen.append((context.layer, query.shape, key.shape))) as n:
         assert torch.equal(generate(model, ids, n_new=1), expected)
     assert n == 3
     assert seen == [(number, (2, 4, 40, 8), (2, 2, 40, 8)) for number in range(3)]
@@ -136,11 +136,11 @@ def test_real_selection_ignores_padding_and_batch(model, ids):
     mask = torch.ones_like(ids)
     mask[0, :7] = 0
     with prescore.apply(model, COARSE):
-        together = generate(model, ids, mask)
+        parallel_group = generate(model, ids, mask)
         alone = generate(model, ids[:1, 7:])
         other = generate(model, ids[1:])
-    assert (together[0] - alone[0]).abs().max() < ROUNDING
-    assert (together[1] - other[0]).abs().max() < ROUNDING
+    assert (parallel_group[0] - alone[0]).abs().max() < ROUNDING
+    assert (parallel_group[1] - other[0]).abs().max() < ROUNDING
     assert (other - generate(model, ids[1:])).abs().max() > 100 * ROUNDING
 
 
@@ -181,7 +181,7 @@ def test_keys_are_scored_once_per_group(model, ids):
     with prescore.apply(model, COARSE):
         core = model.transformer.encoder.layers[0].self_attention.core_attention
         generate(model, ids, n_new=2)
-        assert seats(core)[-1].attend._memory.follower.state.rows.key.shape[1] == 2
+        assert patches(core)[-1].attend._memory.follower.state.rows.key.shape[1] == 2
 
 
 def test_another_layout_is_refused(model):

@@ -7,7 +7,7 @@ from chatglm_stand_in import ChatGLMStandIn
 import prescore
 from prescore.bench.language import methods
 from prescore.bench.language.methods import measured_attention
-from prescore.integrations.patch import seats
+from prescore.integrations.patch import patches
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def test_exact_changes_nothing_and_is_timed(model, tokens):
     with measured_attention(model, methods.exact()) as meter:
         torch.testing.assert_close(run(model, tokens), plain)
     assert sorted(meter.seconds) == [0, 1, 2]
-    assert meter.figures()["rows_per_query"] == 48.5
+    assert meter.figures()["keys_per_query"] == 48.5
     assert [layer.self_attention.core_attention for layer in model.transformer.encoder.layers] == cores
 
 
@@ -55,4 +55,4 @@ def test_training_with_dropout_is_refused_and_nothing_is_left_behind(tokens):
     ):
         run(model, tokens)
     assert model.transformer.encoder.layers[0].self_attention.core_attention is core
-    assert not seats(core)
+    assert not patches(core)

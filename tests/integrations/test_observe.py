@@ -7,7 +7,7 @@ from tiny_models import prompts, tiny
 import prescore
 from prescore.errors import Unsupported
 from prescore.integrations.apply import observe
-from prescore.integrations.patch import seats
+from prescore.integrations.patch import patches
 
 
 def run(model):
@@ -20,14 +20,14 @@ def run(model):
 def test_every_layer_is_shown_once(family):
     model = tiny(family)
     expected, seen = run(model), []
-    with observe(model, lambda query, key, situation: seen.append((situation, query, key))) as n_layers:
+    with observe(model, lambda query, key, context: seen.append((context, query, key))) as n_layers:
         got = run(model)
     assert n_layers == 2
-    assert [situation.layer for situation, _, _ in seen] == [0, 1]
+    assert [context.layer for context, _, _ in seen] == [0, 1]
     assert all(query.shape[2] == key.shape[2] == 32 for _, query, key in seen)
     assert (got - expected).abs().max() < 1e-4  # another exact kernel
     assert torch.equal(run(model), expected)
-    assert not any(seats(module) for module in model.modules())
+    assert not any(patches(module) for module in model.modules())
 
 
 def test_an_observer_above_an_application_comes_off_again():
@@ -49,7 +49,7 @@ def test_an_error_in_an_observer_leaves_nothing_behind():
     with pytest.raises(RuntimeError, match="looked away"), observe(model, fail):
         run(model)
     assert model.config._attn_implementation == "sdpa"
-    assert not any(seats(module) for module in model.modules())
+    assert not any(patches(module) for module in model.modules())
 
 
 def test_models_without_an_attention_that_can_be_reached_are_refused():

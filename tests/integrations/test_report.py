@@ -167,7 +167,7 @@ def test_with_a_tolerance_error_limits_and_further_reading_are_columns():
         for entry in report.layers:
             last = entry.phases[name].last
             assert 0 <= last.error <= last.error_limit <= 0.25
-            assert 0 <= last.read_everything <= last.read_further <= 1
+            assert 0 <= last.read_all <= last.refined <= 1
         worst = max(entry.phases[name].last.error_limit for entry in report.layers)
         shown = [line.split() for line in lines if name in line.split()]
         assert f"{worst:.4f}" in {cells[-5] for cells in shown}

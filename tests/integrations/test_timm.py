@@ -18,7 +18,7 @@ from prescore import KMeans, Selected
 from prescore.errors import Unsupported
 from prescore.integrations import timm as adapter
 from prescore.integrations.attention import PrescoredAttention
-from prescore.integrations.patch import seats
+from prescore.integrations.patch import patches
 from prescore.integrations.torchvision import import_timm
 
 # before any `from timm...` below, whichever test runs first
@@ -55,7 +55,7 @@ def test_all_keys_selected_is_the_model_itself_and_undo_restores(options):
     with prescore.apply(model, FEW):
         assert (answer(model) - before).abs().max() > 1e-2
     assert torch.equal(answer(model), before)
-    assert not any("forward" in m.__dict__ or seats(m) for m in model.modules())
+    assert not any("forward" in m.__dict__ or patches(m) for m in model.modules())
     assert not any(name.startswith("_prescore") for m in model.modules() for name in m.__dict__)
 
 
@@ -251,7 +251,7 @@ def test_twice_is_undone_in_any_order(order):
     both[order[0]].undo()
     both[order[1]].undo()
     assert torch.equal(answer(model), before)
-    assert not any("forward" in m.__dict__ or seats(m) for m in model.modules())
+    assert not any("forward" in m.__dict__ or patches(m) for m in model.modules())
 
 
 def test_a_forward_of_somebody_else_comes_back():
@@ -276,7 +276,7 @@ def test_functions_for_layers_that_are_not_there_are_refused():
     model = tiny_timm()
     with pytest.raises(ValueError, match="functions must be for layers 0 to 1, got one for layer 2"):
         adapter.replace_attention(model, {0: PrescoredAttention(FEW), 2: PrescoredAttention(FEW)})
-    assert not any(seats(m) for m in model.modules())
+    assert not any(patches(m) for m in model.modules())
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ CONFIGS = {
     "exact": Exact(),
     "every key": SELECTED.replace(top_k=1.0),
     "selected": SELECTED,
-    "stand-ins": SELECTED.replace(scorer=KMeans(n_clusters=4), remainder="centroids"),
+    "centroids": SELECTED.replace(scorer=KMeans(n_clusters=4), remainder="centroids"),
     "hyper": SELECTED.replace(top_k=24, inner=Lsh(block_size=8, sample_size=8, n_projections=3)),
     "routed": ROUTED,
 }
@@ -59,7 +59,7 @@ def padding():
 
 def seen_factors(name, is_causal, mask=None):
     """What each weight was multiplied by, NaN where the key has no weight anyway."""
-    # stand-ins of equal keys spread their weight evenly, and no value moves
+    # centroids of equal keys spread their weight evenly, and no value moves
     inputs = tensors(one_hot=True, alike=name == "routed")
     dropped, whole = (attend(inputs, name, is_causal, dropout_p=p, mask=mask)[0].detach() for p in (P, 0.0))
     assert bool((dropped[whole == 0] == 0).all())
@@ -74,8 +74,8 @@ def test_a_weight_is_dropped_or_scaled_up_and_p_of_them_are_dropped(name, is_cau
     factors = factors[~factors.isnan()]
     gone = factors.abs() < 1e-9
     torch.testing.assert_close(factors[~gone], torch.full_like(factors[~gone], 1 / (1 - P)), rtol=1e-9, atol=0)
-    # stand-ins drop all their keys at once: leaves hold 4, centroids up to all 90 keys; 5 standard deviations
-    spread = math.sqrt(P * (1 - P) / factors.numel() * (20 if name == "stand-ins" else 4))
+    # centroids drop all their keys at once: leaves hold 4, centroids up to all 90 keys; 5 standard deviations
+    spread = math.sqrt(P * (1 - P) / factors.numel() * (20 if name == "centroids" else 4))
     assert abs(float(gone.double().mean()) - P) < 5 * spread
 
 
@@ -116,13 +116,13 @@ def test_lse_is_unchanged_and_the_same_seed_drops_the_same(name, is_causal):
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("name", ["selected", "stand-ins", "routed"])
+@pytest.mark.parametrize("name", ["selected", "centroids", "routed"])
 def test_the_mean_over_seeds_is_the_undropped_output(name, is_causal):
     inputs = [t.detach() for t in tensors(40, 40, batch=1)]
     whole = attend(inputs, name, is_causal, dropout_p=0.0, seed=0)[0]
     seeds = 200
     config = CONFIGS[name]
-    if name == "stand-ins":  # k-means draws its first centres, one cluster does not: only what is dropped may vary
+    if name == "centroids":  # k-means draws its first centres, one cluster does not: only what is dropped may vary
         config = config.replace(scorer="key-norm", remainder=KMeans(n_clusters=1))
         whole = prescore.prescored_attention(*inputs, config=config, is_causal=is_causal)
     drawn = torch.stack([
@@ -158,7 +158,7 @@ def test_routed_sequences_and_heads_drop_differently(monkeypatch):
     flat = (seen_factors("routed", False) > 0).flatten(0, 1).flatten(1).double()
     for first in range(8):
         for second in range(first):
-            # independent rows agree in 0.58 of the places; keys behind one stand-in drop together
+            # independent rows agree in 0.58 of the places; keys behind one centroid drop together
             assert abs(float((flat[first] == flat[second]).double().mean()) - 0.58) < 0.1
 
 
@@ -229,7 +229,7 @@ def test_a_fused_operator_refuses_to_drop_and_the_generator_stays(name):
 
 def test_a_generator_of_its_own_leaves_the_selection_alone():
     """Scoring draws from `generator`: with the dropout's own seed only what is dropped changes."""
-    inputs, config = tensors(), CONFIGS["stand-ins"]
+    inputs, config = tensors(), CONFIGS["centroids"]
 
     def run(seed, own):
         output, aux = prescore.prescored_attention(

@@ -40,10 +40,10 @@ def test_perplexity_on_two_ranks_is_that_of_one_process(tmp_path, capsys):
     two = read_records(tmp_path / "two" / "records.jsonl")
     assert two[0] == finished
     assert len(one) == len(two) > 2
-    for alone, together in zip(one[1:], two[1:], strict=True):
-        assert together.key == _on_two_ranks(alone).key
-        assert together.figures["loss"] == pytest.approx(alone.figures["loss"], abs=5e-5)
-        assert together.figures["peak_megabytes"] > 0
+    for alone, parallel_group in zip(one[1:], two[1:], strict=True):
+        assert parallel_group.key == _on_two_ranks(alone).key
+        assert parallel_group.figures["loss"] == pytest.approx(alone.figures["loss"], abs=5e-5)
+        assert parallel_group.figures["peak_megabytes"] > 0
 
 
 def _on_two_ranks(record):

@@ -10,8 +10,8 @@ from tiny_models import prompts, tiny
 import prescore
 from prescore import Exact, Hyper, Lsh, Routed, Selected
 from prescore.errors import Unsupported
-from prescore.integrations.parallel import Together
-from prescore.integrations.transformers.parallel import prepare_pieces
+from prescore.integrations.parallel import ContextParallel
+from prescore.integrations.transformers.parallel import prepare_shards
 
 CONFIGS = {
     "exact": Exact(),
@@ -91,7 +91,7 @@ def test_refusals(crew):
 
 def test_a_model_that_takes_no_positions():
     with pytest.raises(Unsupported, match="mesh on Linear cannot run: its forward takes no position_ids"):
-        prepare_pieces([torch.nn.Linear(1, 1)], Together(None))
+        prepare_shards([torch.nn.Linear(1, 1)], ContextParallel(None))
 
 
 @pytest.mark.parametrize("family", ["Qwen3", "GPT2", "OPT", "GPTNeoX", "Phi3"])
@@ -116,7 +116,7 @@ def test_losses_of_methods_are_those_of_one_process(crew, ranks):
     for found in results:
         for name in methods:
             assert found[name]["loss"] == pytest.approx(wanted[name]["loss"], abs=5e-5), name
-            assert found[name]["rows_per_query"] == pytest.approx(wanted[name]["rows_per_query"], abs=0.02), name
+            assert found[name]["keys_per_query"] == pytest.approx(wanted[name]["keys_per_query"], abs=0.02), name
             assert found[name]["positions"] == wanted[name]["positions"]
             assert found[name]["ranks"] == ranks
             assert found[name]["bytes_sent_per_layer"] > 0

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from prescore.config import Selected
-from prescore.parallel.shards import Map, OwnPiece, Span
+from prescore.parallel.shards import Map, Shard, Span
 from prescore.parallel.ulysses import Share, share_heads
 from prescore.selected.causal_grid import Queries, levels
 
@@ -39,7 +39,7 @@ class _Ranks:
 
 def piece(n_query, n_keys, ranks, *, is_causal=True):
     query, key = torch.zeros(1, 1, n_query, 2), torch.zeros(1, 1, n_keys, 2)
-    return OwnPiece(_Ranks(ranks), query, key, key, None, is_causal, None, None, None)
+    return Shard(_Ranks(ranks), query, key, key, None, is_causal, None, None, None)
 
 
 @pytest.mark.parametrize(("n_query", "n_keys", "ranks", "leaf"), [(24, 24, 4, 8), (10, 10, 3, 4), (5, 16, 2, 3)])

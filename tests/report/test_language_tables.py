@@ -35,7 +35,7 @@ def record(label, kind, loss, document="a", n_tokens=4096, settings=None, **axes
             "method": {"label": label, "kind": kind, "settings": settings or {}, "axes": axes},
         },
         seed=0,
-        figures={"loss": loss, "rows_per_query": 10.0, "attention_seconds": 0.5, "forward_seconds": 1.0},
+        figures={"loss": loss, "keys_per_query": 10.0, "attention_seconds": 0.5, "forward_seconds": 1.0},
         seconds=1.0,
     )
 
@@ -85,7 +85,7 @@ def test_a_record_without_its_loss_is_refused_by_name():
         summarise([broken])
 
 
-@pytest.mark.parametrize("name", ["loss", "rows_per_query", "attention_seconds"])
+@pytest.mark.parametrize("name", ["loss", "keys_per_query", "attention_seconds"])
 @pytest.mark.parametrize("figure", ["text", [1.0], {}])
 def test_a_figure_that_is_no_number_is_refused_by_name(name, figure):
     broken = record("x", "prescored", 1.0)

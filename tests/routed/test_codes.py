@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from oracles.routed import coded_keys, coded_query
 
+from prescore.bench.routed_oracle import coded_keys, coded_query
 from prescore.routed.index import coded_logits, encode_keys, encode_queries
 
 

@@ -23,7 +23,7 @@ WRONG = {
 }
 
 
-def recorded(monkeypatch, tolerance=None):
+def records_gradients(monkeypatch, tolerance=None):
     """The calls of a forward pass and, without a tolerance, of its backward pass: name, problem, extra."""
     calls = []
 
@@ -74,7 +74,7 @@ def swapped(items, at, item):
 
 @pytest.mark.parametrize("tolerance", [None, 0.3], ids=["forward and backward", "sampled"])
 def test_a_wrong_tensor_is_refused(tolerance, monkeypatch):
-    calls = recorded(monkeypatch, tolerance)
+    calls = records_gradients(monkeypatch, tolerance)
     names = {name for name, _, _ in calls}
     both = {"prescore_routed_forward", "prescore_routed_backward"}
     assert names == (both if tolerance is None else {"prescore_routed_near", "prescore_routed_sampled"})
@@ -90,7 +90,7 @@ def test_a_wrong_tensor_is_refused(tolerance, monkeypatch):
 
 @pytest.mark.parametrize("name", ["query", "key", "value"])
 def test_rows_that_are_none_are_refused(name, monkeypatch):
-    function, problem, extra = recorded(monkeypatch)[0]
+    function, problem, extra = records_gradients(monkeypatch)[0]
     rows = getattr(problem, name)
     for wrong in (rows.double(), rows[:, :-1], rows.transpose(1, 2), rows[..., :-1], rows[:0]):
         with pytest.raises(ValueError, match="must"):
@@ -98,7 +98,7 @@ def test_rows_that_are_none_are_refused(name, monkeypatch):
 
 
 def test_samples_of_nodes_that_are_not_there_are_refused(monkeypatch):
-    name, problem, extra = recorded(monkeypatch, 0.3)[1]
+    name, problem, extra = records_gradients(monkeypatch, 0.3)[1]
     place = extra.place
     for wrong in (place + 16, place - 16):
         with pytest.raises(ValueError, match="place must lie between 0 and 15"):

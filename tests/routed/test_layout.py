@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from oracles.routed import Sequence
 
 from prescore import Routed
+from prescore.bench.routed_oracle import Sequence
 from prescore.routed.layout import make_layout
 
 CONFIGS = [

@@ -10,7 +10,7 @@ from prescore.errors import Unsupported
 from prescore.routed.decode import RoutedIndex
 
 CONFIG = Routed(rows=32, chunk_size=64, leaf_size=32, sinks=4, exact_until=128)
-FIGURES = ("rows_per_query", "far_rows", "stand_in_rows", "searched_keys")
+FIGURES = ("keys_per_query", "far_keys_read", "centroids_per_query", "keys_compared")
 
 
 def tensors(length=700, dim=32, seed=0):
@@ -78,7 +78,7 @@ def test_padding_is_in_no_figure(left):
     mask = torch.cat([torch.full((1, n), n == 500) for n in ((400, 500) if left else (500, 400))], dim=1)
     _, aux = prescored_attention(*padded, CONFIG, is_causal=True, key_padding_mask=mask, return_aux=True)
     assert {name: aux.stats[name] for name in FIGURES} == pytest.approx(wanted)
-    assert wanted["far_rows"] > 0
+    assert wanted["far_keys_read"] > 0
 
 
 def test_stand_ins_of_padded_chunks_are_not_counted():
@@ -87,17 +87,17 @@ def test_stand_ins_of_padded_chunks_are_not_counted():
     padded = [torch.cat((t, torch.zeros(1, 2, 400, 32)), dim=2) for t in alone]
     mask = (torch.arange(900) < 500)[None]
     _, other = prescored_attention(*padded, CONFIG, key_padding_mask=mask, return_aux=True)
-    assert other.stats["stand_in_rows"] == aux.stats["stand_in_rows"] > 0
+    assert other.stats["centroids_per_query"] == aux.stats["centroids_per_query"] > 0
 
 
 def test_a_step_that_reads_everything_has_no_error_bars():
     query, key, value = tensors()
     index = RoutedIndex(CONFIG.replace(tolerance=0.05), scale=32**-0.5)
     index.attend(query[:, :, -1:], key, value)
-    assert "error_limit_max" in index.figures
+    assert "error_bound_max" in index.figures
     index.crop(100)
     index.attend(query[:, :, 99:100], key[:, :, :100], value[:, :, :100])
-    assert "error_limit_max" not in index.figures
+    assert "error_bound_max" not in index.figures
 
 
 @pytest.mark.parametrize("config", [Routed(), Selected(min_seq_len=8), Hyper(Lsh(8, 8), min_seq_len=8), Exact()])

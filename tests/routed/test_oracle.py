@@ -8,9 +8,17 @@ from attention_checks import check_routed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles.inputs import MASKS, attention_tensors, random_mask
-from oracles.routed import Far, Sizes, coded_keys, coded_query, normal_rest, routed_oracle, routed_tables
 
 from prescore import Routed, exact_attention
+from prescore.bench.routed_oracle import (
+    Far,
+    Sizes,
+    coded_keys,
+    coded_query,
+    normal_rest,
+    routed_oracle,
+    routed_tables,
+)
 
 SMALL = Routed(rows=8, leaf_size=4, chunk_size=16, sinks=3, exact_until=0)
 
@@ -56,7 +64,7 @@ def test_sizes_rows_and_padding(is_causal, n_query, rows, padding):
     mask = {"left": places >= torch.tensor([[0], [29]]), "right": places < torch.tensor([[90], [61]])}.get(padding)
     stats = check_routed(SMALL.replace(rows=rows), tensors, is_causal=is_causal, mask=mask)
     assert stats["n_chunks"] > 0
-    assert (stats["far_rows"] > 0) == (rows > 0)
+    assert (stats["far_keys_read"] > 0) == (rows > 0)
 
 
 @pytest.mark.parametrize("is_causal", [True, False])
@@ -139,8 +147,8 @@ def test_a_query_by_hand():
     assert table.keys.tolist() == [[True, False, False, False, True]]
     assert table.drift[0].tolist() == pytest.approx([-0.25])
     gain, move = normal_rest(torch.tensor([limit - 4, limit + 1], dtype=torch.float64), deviation)
-    assert table.stand_ins[0, near] == pytest.approx(float(gain[0]))  # one key is left
-    assert table.stand_ins[0, 1 - near] == pytest.approx(math.log(2) + float(gain[1]))
+    assert table.centroids[0, near] == pytest.approx(float(gain[0]))  # one key is left
+    assert table.centroids[0, 1 - near] == pytest.approx(math.log(2) + float(gain[1]))
     weights = [math.exp(5), 1.0, math.exp(4 + float(gain[0])), 2 * math.exp(-1 + float(gain[1]))]
     values = [1.0, 7.0, 1.5 - 0.25 * float(move[0]), 4.0 - 0.25 * float(move[1])]
     wanted = sum(w * v for w, v in zip(weights, values, strict=True)) / sum(weights)

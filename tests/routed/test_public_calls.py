@@ -109,20 +109,20 @@ def test_queries_that_begin_apart_are_all_in_the_figures(easy):
     mask = torch.ones(2, 140, dtype=torch.bool)
     mask[0, :30] = False
     config = SMALL.replace(tolerance=1.0)
-    together = error_figures(config, query, key, value, is_causal=True, key_padding_mask=mask)
+    parallel_group = error_figures(config, query, key, value, is_causal=True, key_padding_mask=mask)
     other = 1 - easy
     cut = 30 if other == 0 else 0
     alone = error_figures(
         config, *(t[other:][:1] for t in (query, key[:, :, cut:], value[:, :, cut:])), is_causal=True
     )
-    assert alone["error_limit_max"] > 0
-    assert alone["read_further"] > 0
-    assert together["error_limit_max"] == pytest.approx(alone["error_limit_max"])
-    for name in ("error_limit_mean", "read_further", "read_everything"):
-        assert together[name] == pytest.approx(alone[name] / 2, rel=1e-6, abs=1e-9)
+    assert alone["error_bound_max"] > 0
+    assert alone["refined"] > 0
+    assert parallel_group["error_bound_max"] == pytest.approx(alone["error_bound_max"])
+    for name in ("error_bound_mean", "refined", "read_all"):
+        assert parallel_group[name] == pytest.approx(alone[name] / 2, rel=1e-6, abs=1e-9)
     strict = error_figures(SMALL.replace(tolerance=1e-9), query, key, value, is_causal=True, key_padding_mask=mask)
-    assert strict["read_everything"] >= 0.5
-    assert strict["error_limit_max"] <= 1e-9
+    assert strict["read_all"] >= 0.5
+    assert strict["error_bound_max"] <= 1e-9
 
 
 @pytest.mark.parametrize("is_causal", [True, False])
@@ -133,10 +133,10 @@ def test_padded_queries_are_in_no_figure(is_causal):
     config = SMALL.replace(tolerance=0.3)
     alone = [error_figures(config, *own, is_causal=is_causal) for own in rows]
     query[1, :, 70:] = torch.nan
-    together = error_figures(config, query, key, value, is_causal=is_causal, key_padding_mask=mask)
-    for name in ("error_limit_mean", "read_further", "read_everything"):
-        assert together[name] == pytest.approx((2 * alone[0][name] + alone[1][name]) / 3, rel=1e-6)
-    assert together["error_limit_max"] == pytest.approx(max(own["error_limit_max"] for own in alone))
+    parallel_group = error_figures(config, query, key, value, is_causal=is_causal, key_padding_mask=mask)
+    for name in ("error_bound_mean", "refined", "read_all"):
+        assert parallel_group[name] == pytest.approx((2 * alone[0][name] + alone[1][name]) / 3, rel=1e-6)
+    assert parallel_group["error_bound_max"] == pytest.approx(max(own["error_bound_max"] for own in alone))
 
 
 def test_sequences_read_exactly_have_no_error():

@@ -3,10 +3,10 @@
 import pytest
 import torch
 from oracles.inputs import attention_tensors
-from oracles.routed import routed_tables
 
 from prescore import Exact, Routed, Selected, prescored_attention
 from prescore.attention import Options, attend_counting
+from prescore.bench.routed_oracle import routed_tables
 
 CONFIG = Routed(chunk_size=32, leaf_size=8, rows=16, exact_until=64)
 
@@ -25,10 +25,10 @@ def test_figures_are_what_the_oracle_reads(n_query, n_key, causal, rows):
     routed = nodes > 0
     assert bool(routed.any())
     assert stats["exact_queries"] == int((~routed[0]).sum())
-    assert stats["rows_per_query"] == pytest.approx(float((keys + nodes).mean()))
-    assert stats["far_rows"] == pytest.approx(float(found[routed].mean()))
-    assert stats["stand_in_rows"] == pytest.approx(float(nodes[routed].mean()))
-    assert stats["searched_keys"] == pytest.approx(float(compared[routed].mean()))
+    assert stats["keys_per_query"] == pytest.approx(float((keys + nodes).mean()))
+    assert stats["far_keys_read"] == pytest.approx(float(found[routed].mean()))
+    assert stats["centroids_per_query"] == pytest.approx(float(nodes[routed].mean()))
+    assert stats["keys_compared"] == pytest.approx(float(compared[routed].mean()))
 
 
 def test_calls_that_read_everything():
@@ -36,9 +36,9 @@ def test_calls_that_read_everything():
     for config in (Routed(), Exact()):
         for causal, rows in ((True, 20.5), (False, 40.0)):
             stats = prescored_attention(query, key, key, config, is_causal=causal, return_aux=True)[1].stats
-            assert stats["rows_per_query"] == rows
+            assert stats["keys_per_query"] == rows
         late = prescored_attention(query[:, :, -4:], key, key, config, is_causal=True, return_aux=True)[1].stats
-        assert late["rows_per_query"] == (37 + 38 + 39 + 40) / 4
+        assert late["keys_per_query"] == (37 + 38 + 39 + 40) / 4
 
 
 @pytest.mark.parametrize("sinks", [0, 4])
@@ -50,7 +50,7 @@ def test_selections_count_keys_that_are_seen(name, sinks):
     config = Selected(name, budget, min_seq_len=leaf, remainder="none", sinks=sinks)
     value = torch.eye(n, dtype=torch.float64)[None, None]
     output, aux = prescored_attention(query, key, value, config=config, is_causal=True, return_aux=True)
-    assert aux.stats["rows_per_query"] == float((output > 0).sum(-1).double().mean())
+    assert aux.stats["keys_per_query"] == float((output > 0).sum(-1).double().mean())
 
 
 @pytest.mark.parametrize(
@@ -66,11 +66,11 @@ def test_selections_count_keys_that_are_seen(name, sinks):
 @pytest.mark.parametrize("is_causal", [True, False])
 def test_counting_changes_neither_the_result_nor_what_is_exact(config, is_causal):
     query, key = torch.randn(2, 1, 1, 400, 16, generator=torch.Generator().manual_seed(0))
-    output, count_rows, stats = attend_counting(query, key, key, config, Options(is_causal=is_causal, generator=0))
+    output, count_keys, stats = attend_counting(query, key, key, config, Options(is_causal=is_causal, generator=0))
     options = {"is_causal": is_causal, "generator": 0}
     assert torch.equal(output, prescored_attention(query, key, key, config, **options))
     told = prescored_attention(query, key, key, config, **options, return_aux=True)[1].stats
-    assert count_rows() == told["rows_per_query"]
+    assert count_keys() == told["keys_per_query"]
     assert {name: told[name] for name in stats} == dict(stats)
     with pytest.raises(ValueError, match="query"):
         attend_counting(query[0, 0], key, key, config, Options(is_causal=True))

@@ -39,8 +39,8 @@ def test_nearly_all_queries_are_within_the_tolerance(tolerance, backend):
     output, aux = prescored_attention(*qkv, config, is_causal=True, backend=backend, return_aux=True)
     error = relative_error(output, qkv)[:, :, CONFIG.exact_until :]
     assert (error > tolerance).double().mean() <= 0.05
-    assert aux.stats["error_limit_max"] <= tolerance
-    assert 0 <= aux.stats["read_everything"] <= 1
+    assert aux.stats["error_bound_max"] <= tolerance
+    assert 0 <= aux.stats["read_all"] <= 1
 
 
 def test_a_wide_tolerance_reads_less_than_a_narrow_one():
@@ -48,7 +48,7 @@ def test_a_wide_tolerance_reads_less_than_a_narrow_one():
     rows = []
     for tolerance in (0.02, 0.2, 1.0):
         config = CONFIG.replace(tolerance=tolerance)
-        rows.append(prescored_attention(*qkv, config, is_causal=True, return_aux=True)[1].stats["rows_per_query"])
+        rows.append(prescored_attention(*qkv, config, is_causal=True, return_aux=True)[1].stats["keys_per_query"])
     assert rows[0] > rows[1] > rows[2]
 
 
@@ -184,9 +184,9 @@ def test_a_batch_changes_nothing():
         both = [torch.cat(pair) for pair in zip(padded, other, strict=True)]
         mask = torch.ones(2, 700, dtype=torch.bool)
         mask[0, :before] = mask[0, 700 - after :] = False
-        together = prescored_attention(*both, CONFIG, is_causal=True, key_padding_mask=mask)
+        parallel_group = prescored_attention(*both, CONFIG, is_causal=True, key_padding_mask=mask)
         for row, whole, place in ((0, alone[0], slice(before, before + 500)), (1, alone[1], slice(0, 700))):
-            apart = (together[row : row + 1, :, place] - whole).abs().amax(-1)
+            apart = (parallel_group[row : row + 1, :, place] - whole).abs().amax(-1)
             assert (apart > 1e-4).double().mean() <= 0.005
 
 
@@ -207,7 +207,7 @@ def test_more_confidence_reads_more():
     rows = []
     for confidence in (0.5, 0.95, 0.999):
         config = CONFIG.replace(confidence=confidence)
-        rows.append(prescored_attention(*qkv, config, is_causal=True, return_aux=True)[1].stats["rows_per_query"])
+        rows.append(prescored_attention(*qkv, config, is_causal=True, return_aux=True)[1].stats["keys_per_query"])
     assert rows[0] < rows[1] < rows[2]
 
 

@@ -1,4 +1,4 @@
-"""Gain and move of a stand-in against normal logits that are cut off, integrated numerically."""
+"""Gain and move of a centroid against normal logits that are cut off, integrated numerically."""
 
 import pytest
 import torch

@@ -8,10 +8,10 @@ from oracles.budgets import assert_within
 from oracles.dense import dense_attention, full_weights, subset_weights
 from oracles.inputs import attention_tensors
 from oracles.naive import naive_weights
-from oracles.routed import routed_oracle
 
 import prescore
 from prescore import Exact, Hyper, KMeans, Lsh, Selected
+from prescore.bench.routed_oracle import routed_oracle
 from prescore.call import make_call
 from prescore.ops.backend import Needs, pick_backend
 from prescore.rng import Streams
@@ -122,7 +122,7 @@ def check_gradients(config, tensors, *, is_causal=False, mask=None, seed=0):
     for name, got, wanted in zip(("query", "key", "value"), actual, expected, strict=True):
         assert_within(got, wanted, FLOAT64, f"gradient of {name}")
     means = (weights.means > 0).unflatten(1, (key.shape[1], -1)) & ~torch.isneginf(
-        weights.stand_ins.transpose(2, 3)
+        weights.centroids.transpose(2, 3)
     ).unflatten(1, (key.shape[1], -1)).all(-1, keepdim=True)
     used = (~torch.isneginf(weights.keys)).unflatten(1, (key.shape[1], -1)).any(3).any(2) | means.any(3).any(2)
     for name, got in (("key", actual[1]), ("value", actual[2])):
@@ -278,9 +278,9 @@ def check_exact(tensors, *, is_causal=False, mask=None, backend="auto"):
 
 
 def check_stand_ins_of_equal_keys():
-    """Where the keys behind a stand-in are equal it is exact: nothing is lost by leaving them out."""
+    """Where the keys behind a centroid are equal it is exact: nothing is lost by leaving them out."""
     query, key, value = attention_tensors(heads=2, kv_heads=1, n_query=5, n_keys=3, seed=3)
     key, value = key.repeat_interleave(7, dim=2), value.repeat_interleave(7, dim=2)
     config = Selected(KMeans(n_clusters=3), 4, sinks=0, inner=Exact(), remainder="centroids")
     output = prescore.prescored_attention(query, key, value, config=config)
-    assert_within(output, prescore.exact_attention(query, key, value).output, FLOAT64, "stand-ins of equal keys")
+    assert_within(output, prescore.exact_attention(query, key, value).output, FLOAT64, "centroids of equal keys")

@@ -90,11 +90,11 @@ def run_generation(group, config, ids, new_tokens):
     """Greedy tokens of a tiny model whose prompt lies on all ranks, and keys held by each layer's cache."""
     from tiny_models import tiny
 
-    from prescore.integrations.transformers import generate_together
+    from prescore.integrations.transformers import generate_context_parallel
 
     model = tiny("Llama")
     with prescore.apply(model, config, mesh=group) as applied:
-        tokens = generate_together(model, piece(ids, group, 1), group, max_new_tokens=new_tokens)
+        tokens = generate_context_parallel(model, piece(ids, group, 1), group, max_new_tokens=new_tokens)
         return tokens, str(applied.report())
 
 
@@ -262,11 +262,11 @@ def die_or_attend(group, in_backward):
 
 def tied_exchange(group, use):
     """Gradient of what was sent, where rank 1 uses what it received or not."""
-    from prescore.parallel.comm import Group, Mail, tied
+    from prescore.parallel.comm import Group, Message, tied
 
     ranks = Group(group)
     sent = torch.arange(4.0, dtype=torch.float64).add(10 * group.rank()).requires_grad_()
-    (parts,) = ranks.exchange([Mail([sent[:1], sent[1:]], [1, 1] if group.rank() == 0 else [3, 3])])
+    (parts,) = ranks.exchange([Message([sent[:1], sent[1:]], [1, 1] if group.rank() == 0 else [3, 3])])
     output = torch.zeros(1, dtype=torch.float64)
     if group.rank() == 0 or use:
         output = output + sum((part * 2).sum() for part in parts)
@@ -364,11 +364,11 @@ def refused_models(group):
 def _generated(ids, group, new_tokens):
     from tiny_models import tiny
 
-    from prescore.integrations.transformers import generate_together
+    from prescore.integrations.transformers import generate_context_parallel
 
     model = tiny("Llama")
     with prescore.apply(model, prescore.Exact(), mesh=group):
-        generate_together(model, ids, group, max_new_tokens=new_tokens)
+        generate_context_parallel(model, ids, group, max_new_tokens=new_tokens)
 
 
 def _foreign_cache():

@@ -43,9 +43,9 @@ def measure(tensors: list[Tensor], tolerances: list[float], repeats: int) -> dic
             )
             stats = result[1].stats
             kept[f"{tolerance:g}"] = {
-                "rows": round(stats["rows_per_query"], 1),
+                "rows": round(stats["keys_per_query"], 1),
                 "exact_rows": (tensors[1].shape[2] + 1) / 2,
-                "read_everything": round(stats["read_everything"], 4),
+                "read_all": round(stats["read_all"], 4),
             }
             if turn:
                 ratios[tolerance].append(own / exact)
@@ -63,7 +63,7 @@ def line_of(name: str, kept: dict[str, dict[str, float]]) -> str:
     cells = (
         " / ".join(f"{own['ratio']:.2f}" for own in some),
         " / ".join(f"{own['rows']:.0f}" for own in some),
-        " / ".join(f"{100 * own['read_everything']:.0f}" for own in some) + " %",
+        " / ".join(f"{100 * own['read_all']:.0f}" for own in some) + " %",
     )
     return f"| {name} | {' | '.join(cells)} |"
 

@@ -29,7 +29,7 @@ from prescore.routed import error_bound as within
 PIECE = Routed().chunk_size
 FIRST = Routed().exact_until + 2 * PIECE
 N_PREFIXES = 4
-FIGURES = ("error_limit_mean", "rows_per_query", "read_further", "read_everything")
+FIGURES = ("error_bound_mean", "keys_per_query", "refined", "read_all")
 SHOWN = 100
 """Queries of each file in the plot."""
 
@@ -115,8 +115,8 @@ def line_of(name: str, tolerance: str, kept: dict[str, object]) -> str:
     worst = f"{100 * kept['worst_over']:.2f} % ({kept['worst_head']})"
     return (
         f"| {name} | {tolerance} | {100 * kept['over']:.2f} % | {worst} | "
-        f"{estimated:.4f} | {true:.4f} | {kept['rows_per_query']:.0f} | {100 * kept['read_further']:.0f} % | "
-        f"{100 * kept['read_everything']:.1f} % |"
+        f"{estimated:.4f} | {true:.4f} | {kept['keys_per_query']:.0f} | {100 * kept['refined']:.0f} % | "
+        f"{100 * kept['read_all']:.1f} % |"
     )
 
 

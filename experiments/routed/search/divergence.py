@@ -73,7 +73,7 @@ def main() -> None:
         text = make(sample=sample)
         (*truth, _), (*own, cost) = (distributions(model, text, method) for method in methods)
         apart = [(p.exp() * (p - q)).sum(-1).mean() for p, q in zip(truth, own, strict=True)]
-        costs = (cost["rows_per_query"], cost["attention_processor_seconds"])
+        costs = (cost["keys_per_query"], cost["attention_processor_seconds"])
         found.append(torch.tensor([*apart, *costs], dtype=torch.float64))
         means = torch.stack(found).mean(0).tolist()
         print(  # noqa: T201

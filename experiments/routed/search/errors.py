@@ -1,7 +1,7 @@
-"""Errors of one layer's output when far rows are found by four-bit codes and stand-ins know their spread.
+"""Errors of one layer's output when far rows are found by four-bit codes and centroids know their spread.
 
     python errors.py HEADS [HEADS ...] [--chunk 256] [--leaf 128] [--share 1024] [--reach 3.0]
-    python errors.py HEADS --odd 0 --sink-part 1       # what was tried: no odd keys, sinks counted in full,
+    python errors.py HEADS --odd 0 --sink-part 1       # what was tried: no outlier keys, sinks counted in full,
     python errors.py HEADS --codes keys                # codes of the keys themselves,
     python errors.py HEADS --codes keys --limits 2     # a second limit from what the first one finds,
     python errors.py HEADS --lift 1                    # coded logits lifted by deviations of their own error
@@ -98,9 +98,9 @@ def one_head(
     away, beside = key[rows] - mean_key[:, None], value[rows] - mean_value[:, None]
     share = far.to(q) / far.sum(-1, keepdim=True)
     covariance = torch.einsum("pm,mde->pde", share, away.transpose(1, 2) @ away / options.leaf)
-    together = torch.einsum("pm,mde->pde", share, beside.transpose(1, 2) @ away / options.leaf)
+    parallel_group = torch.einsum("pm,mde->pde", share, beside.transpose(1, 2) @ away / options.leaf)
     spread = torch.einsum("gpd,pde,gpe->gp", q, covariance, q).sqrt().clamp_min(1e-3)[..., None]
-    drift = torch.einsum("pde,gpe->gpd", together, q)
+    drift = torch.einsum("pde,gpe->gpd", parallel_group, q)
 
     node = q @ mean_key.T
     gain = (0.5 * spread**2).clamp_max(options.known_gain)
@@ -122,8 +122,8 @@ def one_head(
     within, _ = log_normal((limit - node) / spread)
     gain = (0.5 * spread**2 + beyond - within).clamp(-MOST_GAIN, MOST_GAIN)
     move = (1 - slope / spread).clamp(-1, 1)
-    stand_in = (node + gain + left.clamp_min(1e-9).log()).masked_fill(~far | (left == 0), -math.inf)
-    weights = torch.cat((near, logits[..., flat].masked_fill(~read, -math.inf), stand_in), -1).softmax(-1)
+    centroid = (node + gain + left.clamp_min(1e-9).log()).masked_fill(~far | (left == 0), -math.inf)
+    weights = torch.cat((near, logits[..., flat].masked_fill(~read, -math.inf), centroid), -1).softmax(-1)
     local, found, stood = weights.split((n_keys, len(flat), len(rows)), -1)
     output = local @ value + found @ value[flat] + stood @ mean_value + (stood * move).sum(-1)[..., None] * drift
     error = (output - exact).square().sum((-1, -2)) / exact.square().sum((-1, -2))

@@ -38,8 +38,8 @@ class Reads(NamedTuple):
         sinks: How many first positions are read.
         found: `[R]` positions read because of their codes.
         nodes: `[M]` first positions of the chunks that nodes belong to.
-        stood: `[M]` weight of each stand-in, for one of the keys it carries.
-        carried: Weight of all stand-ins together.
+        stood: `[M]` weight of each centroid, for one of the keys it carries.
+        carried: Weight of all centroids together.
         limit: The weight from which on a key is read.
         compared: Share of the far keys whose codes were compared.
         error: Relative error of the output.
@@ -132,7 +132,7 @@ def draw(axes: Any, reads: Reads, title: str, chunk: int) -> None:
     for name, some, colour, size in kinds:
         label = f"{name} ({len(some)} keys, {float(reads.weights[some].sum()):.1%})"
         axes.plot(some, weights[some], ".", color=colour, markersize=size, label=label, rasterized=True)
-    label = f"stand-ins ({len(reads.stood)}, claim {reads.carried:.1%}): height is one key's share"
+    label = f"centroids ({len(reads.stood)}, claim {reads.carried:.1%}): height is one key's share"
     axes.hlines(
         reads.stood.clamp_min(LEAST), reads.nodes, reads.nodes + chunk, color=COLOURS[7], lw=1, label=label
     )

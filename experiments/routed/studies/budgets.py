@@ -1,4 +1,4 @@
-"""Rows given to layers and heads by what past queries leave to stand-ins, the total unchanged."""
+"""Rows given to layers and heads by what past queries leave to centroids, the total unchanged."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Budgets:
 
     Attributes:
         scope: Among whom rows are shared out: `head` (the heads of a layer), `layer` (layers, equal heads), `all`.
-        rule: `unresolved` (in proportion to the share of the softmax that stand-ins hold), `root` (to its root),
+        rule: `unresolved` (in proportion to the share of the softmax that centroids hold), `root` (to its root),
             `greedy` (leaf by leaf to whoever's next leaf holds the largest share).
     """
 
@@ -60,7 +60,7 @@ class Budgets:
 
 
 def _votes(layer: Layer, chunk: int, clustering: Clustering, rows: int) -> Tensor:
-    """`[Hkv, G, 1 + M]`: what stand-ins hold at equal rows, then the mean share of the k-th best leaf, all k."""
+    """`[Hkv, G, 1 + M]`: what centroids hold at equal rows, then the mean share of the k-th best leaf, all k."""
     name = ("votes", chunk, clustering, rows)
     if name not in layer.memory:
         begin = SINKS + (chunk - 1) * CHUNK

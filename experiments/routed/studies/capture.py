@@ -18,7 +18,7 @@ from prescore.bench.language.documents import load_documents
 from prescore.bench.language.model import load_language_model
 from prescore.bench.language.perplexity import make_windows
 from prescore.integrations.apply import replace_attention
-from prescore.integrations.attention import Situation, attend_exactly
+from prescore.integrations.attention import AttentionContext, attend_exactly
 
 LAYERS = (2, 8, 14, 20, 26)
 LENGTH = 8192
@@ -35,10 +35,10 @@ def capture(book: Path, cache: Path) -> Path:
     window = make_windows(language_model, load_documents([book]), LENGTH, offset=OFFSET)[0]
     layers: dict[int, dict[str, Tensor]] = {}
 
-    def keep(query: Tensor, key: Tensor, value: Tensor, situation: Situation) -> Tensor:
+    def keep(query: Tensor, key: Tensor, value: Tensor, context: AttentionContext) -> Tensor:
         named = zip(("query", "key", "value"), (query, key, value), strict=True)
-        layers[situation.layer] = {name: tensor[0].float().clone() for name, tensor in named}
-        return attend_exactly(query, key, value, situation)
+        layers[context.layer] = {name: tensor[0].float().clone() for name, tensor in named}
+        return attend_exactly(query, key, value, context)
 
     undo = replace_attention(language_model.model, dict.fromkeys(LAYERS, keep))
     try:

@@ -1,8 +1,8 @@
 """What a leaf's mean key and value leave out, and cheap or oracle ways to put it back.
 
-A stand-in's logit `q . mean + log(n)` is too low (exp is convex) by about half the variance of the leaf's logits;
+A centroid's logit `q . mean + log(n)` is too low (exp is convex) by about half the variance of the leaf's logits;
 its value is the plain mean although heavier members should count more. A correction may enter the *choice* of
-leaves, the *logit* of the stand-ins that remain, or their *value*.
+leaves, the *logit* of the centroids that remain, or their *value*.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def attend_corrected(view: View, clustering: Clustering, choice: str, logit: str
 
 
 def _gain(name: str, view: View, clusters: Clusters) -> Tensor:
-    """`[Hkv, G, P, M]` (or broadcast to it), added to a stand-in's logit."""
+    """`[Hkv, G, P, M]` (or broadcast to it), added to a centroid's logit."""
     if name == "plain":
         return torch.zeros(())
     if name.startswith("plus"):
@@ -98,7 +98,7 @@ def _log_mass(logits: Tensor, clusters: Clusters) -> Tensor:
 
 
 def _calibration(view: View, clusters: Clusters) -> tuple[Tensor, Tensor]:
-    """Per query head: how far stand-ins were too low for past queries `[Hkv, G, 1, M]`, and weighted values.
+    """Per query head: how far centroids were too low for past queries `[Hkv, G, 1, M]`, and weighted values.
 
     A tree is complete one chunk before anyone sees its leaves; the queries of that chunk read them exactly and are
     past for everyone who will not. So this is strictly causal, and done once per tree.

@@ -22,13 +22,13 @@ class Hyper:
     Attributes:
         block: Keys of an LSH block, read exactly.
         samples: Keys drawn uniformly with replacement for the residual.
-        stand_ins: Clusters whose means stand for the keys outside the block.
+        centroids: Clusters whose means stand for the keys outside the block.
         clusters: `k-means` over unit keys, or `tree`.
     """
 
     block: int
     samples: int = 0
-    stand_ins: int = 0
+    centroids: int = 0
     clusters: str = "k-means"
 
 
@@ -52,19 +52,19 @@ def attend_hyper(view: View, hyper: Hyper, seed: int, n_projections: int = 7) ->
         drawn = (streams.uniform(f"samples {view.chunk}", hyper.samples, like=key) * key.shape[1]).long()
         times = torch.bincount(drawn, minlength=key.shape[1]) * (key.shape[1] / hyper.samples)
         bias = torch.where(inside, bias, times.log())
-    if not hyper.stand_ins:
+    if not hyper.centroids:
         return attend(view, bias)
-    return attend(view, bias, *_stand_ins(view, hyper, place, block, n_blocks))
+    return attend(view, bias, *_centroids(view, hyper, place, block, n_blocks))
 
 
-def _stand_ins(view: View, hyper: Hyper, place: Tensor, block: Tensor, n_blocks: int) -> tuple[Tensor, Tensor]:
+def _centroids(view: View, hyper: Hyper, place: Tensor, block: Tensor, n_blocks: int) -> tuple[Tensor, Tensor]:
     """Logits and values of the clusters without the members in a query's own block."""
     key, value = view.layer.key[:, view.far], view.layer.value[:, view.far]
     if hyper.clusters == "tree":
-        leaf = -(-key.shape[1] // hyper.stand_ins)
+        leaf = -(-key.shape[1] // hyper.centroids)
         labels = make_clusters(view, Clustering(leaf=leaf, singles=0.0, trees="all")).labels
     else:
-        labels = far_labels(view, hyper.stand_ins)
+        labels = far_labels(view, hyper.centroids)
     n_clusters = int(labels.max()) + 1
     both = place * n_clusters + labels
 

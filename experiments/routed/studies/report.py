@@ -45,7 +45,7 @@ def draw_grid(lines: Sequence[Line], path: Path, title: str) -> None:
         for place, fine in enumerate((32, 16)):
             own = [line for line in lines if line.settings.get("fine") == fine and line.settings["coarse"] == 128]
             _curve(axes, own, f"leaf 128 opened into {fine}", COLOURS[2 + place], "x")
-        axes.set(title=title, xlabel="far rows + singles + stand-ins", ylabel=ERROR, xscale="log", yscale="log")
+        axes.set(title=title, xlabel="far rows + singles + centroids", ylabel=ERROR, xscale="log", yscale="log")
         _plain_ticks(axes)
         axes.legend()
 
@@ -110,8 +110,8 @@ def draw_ways(lines: Sequence[Line], path: Path, title: str, out: Path) -> None:
 
 
 def _curve(axes: Any, lines: Sequence[Line], label: str, colour: str, style: str) -> None:
-    lines = sorted(lines, key=lambda line: line.far_rows + line.stand_ins)
-    read = [line.far_rows + line.stand_ins for line in lines]
+    lines = sorted(lines, key=lambda line: line.far_keys_read + line.centroids)
+    read = [line.far_keys_read + line.centroids for line in lines]
     axes.errorbar(
         read, [line.error for line in lines], [line.spread for line in lines],
         fmt=style, color=colour, label=label, capsize=2,
@@ -130,7 +130,7 @@ TITLES = {
     "selection": "(d) Selection alone at the rows of routed attention, sinks exact",
     "hyper": "(e) LSH block and something for the rest, 512 rows, sinks exact",
     "grid": "(f) Leaf size against rows",
-    "stand_ins": "(g) Corrected choices, logits and values, 512 rows",
+    "centroids": "(g) Corrected choices, logits and values, 512 rows",
     "points": "(h) What the trees cut, 512 rows",
     "singles": "(i) Singles and size of trees, 512 rows",
     "shared": "(j) Shared against chosen rows, leaf 64, equal total",
@@ -149,7 +149,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "ways": lambda *drawing: draw_ways(*drawing, options.out),
         "selection": lambda *drawing: draw_bars(*drawing, log=True),
         "hyper": lambda *drawing: draw_bars(*drawing, log=True),
-        "stand_ins": lambda lines, *drawing: draw_bars([x for x in lines if x.settings["leaf"] == 128], *drawing),
+        "centroids": lambda lines, *drawing: draw_bars([x for x in lines if x.settings["leaf"] == 128], *drawing),
     }  # fmt: skip
     for study in STUDIES:
         places = {variant.label: place for place, variant in enumerate(study_variants(study))}

@@ -11,7 +11,7 @@ ROWS = 512
 
 
 def scores(view: View, clusters: Clusters) -> Tensor:
-    """`[Hkv, G, P, M]`: `q . mean key + log(members)`, the logit of a stand-in; -inf for an empty cluster."""
+    """`[Hkv, G, P, M]`: `q . mean key + log(members)`, the logit of a centroid; -inf for an empty cluster."""
     return view.query @ clusters.key[:, None].transpose(-1, -2) + clusters.count.log()[:, None, None]
 
 
@@ -44,11 +44,11 @@ def read(
     *,
     stand_in_logits: Tensor | None = None,
     stand_in_values: Tensor | None = None,
-    stand_ins: bool = True,
+    centroids: bool = True,
 ) -> Answer:
-    """Exact over single keys and the chosen clusters, a stand-in for every other."""
+    """Exact over single keys and the chosen clusters, a centroid for every other."""
     bias = torch.zeros(()).where(clusters.spread(chosen, True), -torch.inf)
-    if not stand_ins:
+    if not centroids:
         return attend(view, bias)
     logits = scores(view, clusters) if stand_in_logits is None else stand_in_logits
     values = clusters.value if stand_in_values is None else stand_in_values
@@ -56,7 +56,7 @@ def read(
 
 
 def routed(view: View, clustering: Clustering, rows: int = ROWS) -> Answer:
-    """The default: every query chooses for itself by the stand-ins' logits."""
+    """The default: every query chooses for itself by the centroids' logits."""
     clusters = make_clusters(view, clustering)
     chosen = choose(scores(view, clusters), clusters, budget_of(clustering, rows))
     return read(view, clusters, chosen)

@@ -22,7 +22,7 @@ from prescore.bench.records import measure, row_key
 
 COMMAND = "routed-study"
 STUDIES = (
-    "clustering", "ways", "budgets", "selection", "hyper", "grid", "stand_ins", "points", "singles", "shared",
+    "clustering", "ways", "budgets", "selection", "hyper", "grid", "centroids", "points", "singles", "shared",
 )  # fmt: skip
 
 
@@ -56,8 +56,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             records.append(record)
             figures = record.figures
             print(  # noqa: T201
-                f"{study}: {variant.label}: {figures['error']:.5f}, {figures['far_rows']} far rows, "
-                f"{figures['stand_ins']} stand-ins, {figures['cpu_seconds']} s", flush=True,
+                f"{study}: {variant.label}: {figures['error']:.5f}, {figures['far_keys_read']} far rows, "
+                f"{figures['centroids']} centroids, {figures['cpu_seconds']} s", flush=True,
             )  # fmt: skip
 
 

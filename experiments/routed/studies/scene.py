@@ -111,21 +111,21 @@ class Answer:
 
     Attributes:
         output: `[Hkv, G, P, D]`.
-        far_rows: Far keys read, on average over heads and queries.
-        stand_ins: Stand-ins met, likewise.
-        stand_in_share: `[Hkv, G, P]`, share of the softmax that stand-ins hold.
+        far_keys_read: Far keys read, on average over heads and queries.
+        centroids: Centroids met, likewise.
+        stand_in_share: `[Hkv, G, P]`, share of the softmax that centroids hold.
     """
 
     output: Tensor
-    far_rows: float
-    stand_ins: float
+    far_keys_read: float
+    centroids: float
     stand_in_share: Tensor
 
 
 def attend(
     view: View, far_bias: Tensor, stand_in_logits: Tensor | None = None, stand_in_values: Tensor | None = None
 ) -> Answer:
-    """One softmax over sinks, local chunks, far keys and stand-ins.
+    """One softmax over sinks, local chunks, far keys and centroids.
 
     Args:
         view: The queries.

@@ -31,13 +31,13 @@ class Kept:
         rule: For clustering scorers.
         draw: `top`, or `sampled`: every key with a probability in proportion to its score (1 at most), weighted by
             its inverse.
-        stand_ins: One centroid for the unselected keys of each of 64 clusters, inside the same rows.
+        centroids: One centroid for the unselected keys of each of 64 clusters, inside the same rows.
     """
 
     method: str
     rule: str = "nearest"
     draw: str = "top"
-    stand_ins: bool = False
+    centroids: bool = False
 
     def scorer(self) -> Scorer:
         """For `prescore.score` and `prescore.select`."""
@@ -45,15 +45,15 @@ class Kept:
 
 
 def total_rows(view: View) -> int:
-    """Rows that routed attention reads: chosen leaves, singles and stand-ins."""
+    """Rows that routed attention reads: chosen leaves, singles and centroids."""
     return ROWS + view.n_pieces * (LEAVES_PER_CHUNK + SINGLES_PER_CHUNK) - ROWS // 128 - ROWS // 128
 
 
 def attend_selection(view: View, kept: Kept, seed: int) -> Answer:
     """Exact over the kept keys, the same for every query of the chunk."""
-    rows = total_rows(view) - (N_STAND_INS if kept.stand_ins else 0)
+    rows = total_rows(view) - (N_STAND_INS if kept.centroids else 0)
     bias = _bias(view, kept, rows, seed)[:, None, None]  # [Hkv, 1, 1, F]
-    if not kept.stand_ins:
+    if not kept.centroids:
         return attend(view, bias)
     key, value = view.layer.key[:, view.far], view.layer.value[:, view.far]
     labels = far_labels(view).masked_fill(torch.isfinite(bias[:, 0, 0]), -1)
@@ -64,7 +64,7 @@ def attend_selection(view: View, kept: Kept, seed: int) -> Answer:
 
 
 def far_labels(view: View, n_clusters: int = N_STAND_INS) -> Tensor:
-    """`[Hkv, F]`: k-means on unit keys, as the library's stand-ins have it."""
+    """`[Hkv, F]`: k-means on unit keys, as the library's centroids have it."""
     name = ("k-means", view.chunk, n_clusters)
     if name not in view.layer.memory:
         points = normalize(view.layer.key[:, view.far], dim=-1)

@@ -14,7 +14,7 @@ ROWS = (128, 256, 512, 1024)
 
 
 def variants() -> list[Variant]:
-    """Every pair; smaller leaves need more stand-ins, which the table counts."""
+    """Every pair; smaller leaves need more centroids, which the table counts."""
     two = [(TwoLevels(128, fine, opened), rows) for rows in (256, 512) for fine in (32, 16) for opened in (8, 16)]
     two += [(TwoLevels(64, fine, 16), 512) for fine in (32, 16)]
     made = [

@@ -1,4 +1,4 @@
-"""(e) HyperAttention's residual: sampled keys against centroid stand-ins, sinks exact in both."""
+"""(e) HyperAttention's residual: sampled keys against centroid centroids, sinks exact in both."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ STUDY = "hyper"
 LAYOUTS = {
     "block 512, no residual": Hyper(512),
     "block 256 + 256 samples": Hyper(256, samples=256),
-    "block 256 + 256 centroids (k-means)": Hyper(256, stand_ins=256),
-    "block 256 + 256 centroids (tree)": Hyper(256, stand_ins=256, clusters="tree"),
+    "block 256 + 256 centroids (k-means)": Hyper(256, centroids=256),
+    "block 256 + 256 centroids (tree)": Hyper(256, centroids=256, clusters="tree"),
     "block 448 + 64 samples": Hyper(448, samples=64),
-    "block 448 + 64 centroids (k-means)": Hyper(448, stand_ins=64),
-    "block 448 + 64 centroids (tree)": Hyper(448, stand_ins=64, clusters="tree"),
+    "block 448 + 64 centroids (k-means)": Hyper(448, centroids=64),
+    "block 448 + 64 centroids (tree)": Hyper(448, centroids=64, clusters="tree"),
 }
 
 

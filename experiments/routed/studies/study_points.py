@@ -10,7 +10,7 @@ POINTS = ("keys", "unit keys", "keys and values", "query metric", "unit keys, qu
 
 
 def variants() -> list[Variant]:
-    """Singles and stand-ins stay what they are; only the cuts move."""
+    """Singles and centroids stay what they are; only the cuts move."""
     return [
         routed_variant(STUDY, f"{points}, leaf {leaf}", Clustering(leaf=leaf, points=points))
         for leaf in (128, 64)

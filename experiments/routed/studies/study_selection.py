@@ -1,4 +1,4 @@
-"""(d) Selection alone at the rows of routed attention: which keys, drawn how, with and without stand-ins."""
+"""(d) Selection alone at the rows of routed attention: which keys, drawn how, with and without centroids."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ N_SEEDS = 3
 
 
 def variants() -> list[Variant]:
-    """Every scorer: its top, the same with stand-ins, drawn in proportion."""
+    """Every scorer: its top, the same with centroids, drawn in proportion."""
     made = [
         routed_variant(STUDY, "routed, leaf 128", Clustering()),
         Variant(STUDY, "nothing far", lambda view, _: attend(view, torch.full((1, 1, 1, 1), -torch.inf))),
     ]
     for label, (method, rule) in SCORERS.items():
-        for draw, stand_ins in (("top", False), ("top", True), ("sampled", False)):
+        for draw, centroids in (("top", False), ("top", True), ("sampled", False)):
             if draw == "sampled" and rule == "nearest" and method == "kmeans":
                 continue  # minus a distance is no weight
-            kept = Kept(method, rule, draw, stand_ins)
-            made.append(_variant(f"{label}, {draw}{' + stand-ins' if stand_ins else ''}", kept))
+            kept = Kept(method, rule, draw, centroids)
+            made.append(_variant(f"{label}, {draw}{' + centroids' if centroids else ''}", kept))
     made.append(_variant("oracle columns (sees the queries)", Kept("oracle")))
-    made.append(_variant("oracle columns (sees the queries) + stand-ins", Kept("oracle", stand_ins=True)))
+    made.append(_variant("oracle columns (sees the queries) + centroids", Kept("oracle", centroids=True)))
     return made
 
 

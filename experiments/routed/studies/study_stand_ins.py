@@ -1,4 +1,4 @@
-"""(g) Better stand-ins and better choices: second order, corrections learnt from past queries, oracles."""
+"""(g) Better centroids and better choices: second order, corrections learnt from past queries, oracles."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from clusters import Clustering
 from corrections import CHOICES, LOGITS, VALUES, attend_corrected
 from variant import Variant
 
-STUDY = "stand_ins"
+STUDY = "centroids"
 
 
 def variants() -> list[Variant]:

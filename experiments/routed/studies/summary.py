@@ -32,8 +32,8 @@ class Line:
     ratio: float
     ratio_spread: float
     better: float
-    far_rows: float
-    stand_ins: float
+    far_keys_read: float
+    centroids: float
     cpu_seconds: float
 
 
@@ -49,7 +49,7 @@ REFERENCES: dict[str, Callable[[str], str]] = {
     "selection": lambda _: "routed, leaf 128",
     "hyper": lambda _: "block 256 + 256 samples",
     "grid": lambda _: "leaf 128, 512 rows",
-    "stand_ins": lambda label: label.split(":")[0] + ": plain",
+    "centroids": lambda label: label.split(":")[0] + ": plain",
     "points": lambda label: f"keys, leaf {_leaf(label)}",
     "singles": lambda label: f"leaf {_leaf(label)}, 1 single per 128 keys, trees over 2048",
     "shared": lambda label: f"leaf {_leaf(label)}, 1 single per 128 keys by cosine, 512 rows",
@@ -78,7 +78,7 @@ def summarise(study: str, out: Path) -> list[Line]:
                 ratio,
                 ratio * standard_error(ratios),
                 fmean(a < b for a, b in zip(own, reference, strict=True)),
-                *(record.figures[name] for name in ("far_rows", "stand_ins", "cpu_seconds")),
+                *(record.figures[name] for name in ("far_keys_read", "centroids", "cpu_seconds")),
             )
         )
     return lines
@@ -98,7 +98,7 @@ def _cells(record: Record) -> list[float]:
 
 def markdown(lines: Sequence[Line]) -> str:
     """A table for a page."""
-    rows = ["| variant | error, thousandths | ratio to reference | heads better | far rows + stand-ins |"]
+    rows = ["| variant | error, thousandths | ratio to reference | heads better | far rows + centroids |"]
     rows.append("|---|---|---|---|---|")
     for line in lines:
         same = line.ratio == 1 and line.ratio_spread == 0
@@ -106,6 +106,6 @@ def markdown(lines: Sequence[Line]) -> str:
         better = "" if same else f"{100 * line.better:.0f} %"
         rows.append(
             f"| {line.label} | {line.error:.2f} ± {line.spread:.2f} | {compared} | {better} "
-            f"| {line.far_rows:.0f} + {line.stand_ins:.0f} |"
+            f"| {line.far_keys_read:.0f} + {line.centroids:.0f} |"
         )
     return "\n".join(rows) + "\n"

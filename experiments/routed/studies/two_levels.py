@@ -1,4 +1,4 @@
-"""Large leaves opened into small ones: few stand-ins for most of the past, small leaves where a query looks."""
+"""Large leaves opened into small ones: few centroids for most of the past, small leaves where a query looks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from routed import ROWS, choose, scores
 class TwoLevels:
     """A query opens the `opened` large leaves it likes best and reads small leaves inside them.
 
-    The small leaves of opened ones that it does not read have a stand-in each; every other large leaf has one.
+    The small leaves of opened ones that it does not read have a centroid each; every other large leaf has one.
     """
 
     coarse: int

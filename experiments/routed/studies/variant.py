@@ -60,7 +60,7 @@ def study_row(variant: Variant, books: Sequence[Book]) -> Row:
 @torch.no_grad()
 def errors(variant: Variant, books: Sequence[Book]) -> dict[str, Any]:
     """Relative squared error of every head: squared error over squared length, each summed over positions."""
-    table, rows, stand_ins, begin = [], [], [], time.process_time()
+    table, rows, centroids, begin = [], [], [], time.process_time()
     for book in books:
         for layer in book.layers.values():
             length = layer.key.shape[1]
@@ -70,15 +70,15 @@ def errors(variant: Variant, books: Sequence[Book]) -> dict[str, Any]:
                     answer = variant.run(view, seed)
                     share = len(view.positions) / N_POSITIONS / variant.n_seeds
                     wrong = wrong + (answer.output - view.exact).square().sum((2, 3)) / variant.n_seeds
-                    rows.append(answer.far_rows * share)
-                    stand_ins.append(answer.stand_ins * share)
+                    rows.append(answer.far_keys_read * share)
+                    centroids.append(answer.centroids * share)
                 right = right + view.exact.square().sum((2, 3))
             table.append([float(f"{error:.4g}") for error in (wrong / right).flatten().tolist()])
     n_layers = len(table)
     return {
         "error": sum(map(sum, table)) / n_layers / len(table[0]),
-        "far_rows": round(sum(rows) / n_layers, 1),
-        "stand_ins": round(sum(stand_ins) / n_layers, 1),
+        "far_keys_read": round(sum(rows) / n_layers, 1),
+        "centroids": round(sum(centroids) / n_layers, 1),
         "cpu_seconds": round(time.process_time() - begin, 2),
         "heads": table,
     }

@@ -56,7 +56,7 @@ class Way:
 
 
 def attend_way(view: View, way: Way, clustering: Clustering, rows: int = ROWS) -> Answer:
-    """Routed attention with a shared choice; stand-ins belong to each query all the same."""
+    """Routed attention with a shared choice; centroids belong to each query all the same."""
     clusters = make_clusters(view, clustering)
     chosen = choose(way.liking(view, clusters), clusters, budget_of(clustering, rows))
     return read(view, clusters, chosen)

@@ -44,8 +44,8 @@ class Slow(LanguageMethod):
 
     def attention(self, seed: int) -> CountedAttend:
         """Causal attention of one sequence; rows are not counted here, `run.py` has them."""
-        return lambda query, key, value, situation: Counted(
-            self._attend(query[0], key[0], value[0], situation.scale or query.shape[-1] ** -0.5), lambda: math.nan
+        return lambda query, key, value, context: Counted(
+            self._attend(query[0], key[0], value[0], context.scale or query.shape[-1] ** -0.5), lambda: math.nan
         )
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:

@@ -3,7 +3,7 @@ r"""(b) Processor time of choosing leaves and attending inside them, each causal
     python experiments/routed/studies/ways_time.py --cache DIR --out DIR
 
 One chunk of 512 queries at the end of each captured layer, all heads, one thread, plain torch; the scores of the
-queries themselves are not counted: every way needs them for its stand-ins. Results are checked against dense masks
+queries themselves are not counted: every way needs them for its centroids. Results are checked against dense masks
 before they are timed.
 """
 

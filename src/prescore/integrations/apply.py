@@ -18,8 +18,14 @@ from torch import Tensor, nn
 from prescore import checks
 from prescore.config import Config, Exact, check_config
 from prescore.errors import Unsupported
-from prescore.integrations.attention import ON_UNSUPPORTED, Attend, PrescoredAttention, Situation, attend_exactly
-from prescore.integrations.parallel import Together, TogetherAttention
+from prescore.integrations.attention import (
+    ON_UNSUPPORTED,
+    Attend,
+    AttentionContext,
+    PrescoredAttention,
+    attend_exactly,
+)
+from prescore.integrations.parallel import ContextParallel, ContextParallelAttention
 from prescore.integrations.patch import Adapter, Undo
 from prescore.integrations.report import LayerReport, Report, describe
 from prescore.parallel.comm import as_group
@@ -50,7 +56,7 @@ class Applied:
         adapter: Adapter,
         configs: Mapping[int, Config],
         on_unsupported: str,
-        together: Together | None = None,
+        parallel_group: ContextParallel | None = None,
     ) -> None:
         names = adapter.layers(model)
         told: set[str] = set()
@@ -59,17 +65,17 @@ class Applied:
         self.configs = dict(configs)
         self.layers = {number: names[number] for number in configs}
         self._n_layers = len(names)
-        self._functions: dict[int, PrescoredAttention | TogetherAttention] = {
+        self._functions: dict[int, PrescoredAttention | ContextParallelAttention] = {
             number: PrescoredAttention(config, on_unsupported, told=told)
-            if together is None
-            else TogetherAttention(config, together)
+            if parallel_group is None
+            else ContextParallelAttention(config, parallel_group)
             for number, config in configs.items()
         }
         self._undo: Undo | None
-        if together is None:
+        if parallel_group is None:
             self._undo = _replace_and_prepare(model, adapter, self._functions, self.configs)
         else:
-            self._undo = replace_together(model, self._functions, together)
+            self._undo = replace_context_parallel(model, self._functions, parallel_group)
 
     def undo(self) -> None:
         """Take back what this did to the model, whatever else was applied; a second call does nothing."""
@@ -148,7 +154,7 @@ def apply(
         return Applied(model, adapter, configs, on_unsupported)
     if on_unsupported != "raise":
         raise ValueError(f"on_unsupported must be 'raise' with a mesh, got {on_unsupported!r}")
-    return Applied(model, adapter, configs, on_unsupported, Together(as_group(mesh, "mesh")))
+    return Applied(model, adapter, configs, on_unsupported, ContextParallel(as_group(mesh, "mesh")))
 
 
 def replace_attention(model: nn.Module, functions: Mapping[int, Attend]) -> Undo:
@@ -156,18 +162,20 @@ def replace_attention(model: nn.Module, functions: Mapping[int, Attend]) -> Undo
     return find_adapter(model).replace_attention(model, functions)
 
 
-def replace_together(model: nn.Module, functions: Mapping[int, Attend], together: Together) -> Undo:
+def replace_context_parallel(
+    model: nn.Module, functions: Mapping[int, Attend], parallel_group: ContextParallel
+) -> Undo:
     """The same on several ranks, for which layers without a function are exact too; returns the undo."""
     adapter = find_adapter(model)
-    prepare = getattr(adapter, "prepare_together", None)
+    prepare = getattr(adapter, "prepare_context_parallel", None)
     if prepare is None:
         name = adapter.__name__.removeprefix(f"{_PACKAGE}.")
         raise Unsupported(f"apply with a mesh on {type(model).__name__}", [f"{name} models run on one rank"])
     everywhere: dict[int, Attend] = {
-        number: functions.get(number) or TogetherAttention(Exact(), together)
+        number: functions.get(number) or ContextParallelAttention(Exact(), parallel_group)
         for number in range(len(adapter.layers(model)))
     }
-    return _both(adapter.replace_attention(model, everywhere), lambda: prepare(model, together))
+    return _both(adapter.replace_attention(model, everywhere), lambda: prepare(model, parallel_group))
 
 
 def find_adapter(model: nn.Module) -> Adapter:
@@ -280,8 +288,8 @@ def _is_number(value: object) -> bool:
 
 # Looking at a model's true queries and keys while it runs as it always does.
 
-Look: TypeAlias = Callable[[Tensor, Tensor, Situation], None]
-"""Receives `query [B, Hq, N, D]`, `key [B, Hkv, N, D]` and the situation of every attention layer."""
+Look: TypeAlias = Callable[[Tensor, Tensor, AttentionContext], None]
+"""Receives `query [B, Hq, N, D]`, `key [B, Hkv, N, D]` and the context of every attention layer."""
 
 
 @contextmanager
@@ -293,9 +301,9 @@ def observe(model: nn.Module, look: Look) -> Iterator[int]:
     adapter = find_adapter(model)
     n_layers = len(adapter.layers(model))
 
-    def attend(query: Tensor, key: Tensor, value: Tensor, situation: Situation) -> Tensor:
-        look(query, key, situation)
-        return attend_exactly(query, key, value, situation)
+    def attend(query: Tensor, key: Tensor, value: Tensor, context: AttentionContext) -> Tensor:
+        look(query, key, context)
+        return attend_exactly(query, key, value, context)
 
     undo = adapter.replace_attention(model, dict.fromkeys(range(n_layers), attend))
     try:

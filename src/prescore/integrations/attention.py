@@ -1,4 +1,4 @@
-"""What stands in the place of a layer's attention: any function of queries, keys, values and the situation.
+"""What stands in the place of a layer's attention: any function of queries, keys, values and the context.
 
 Whatever the library a model is from, its adapter calls an `Attend` for every layer that was replaced.
 `PrescoredAttention` is the one that `prescore.apply` puts there; observers, timers and studies put their own.
@@ -18,28 +18,28 @@ import torch
 from torch import Tensor
 
 from prescore import checks
-from prescore.autograd import recorded
+from prescore.autograd import records_gradients
 from prescore.config import Config, Exact, Routed, Selected, check_config
 from prescore.errors import Unsupported
-from prescore.integrations.decode import PROMPT, Follower, Keeper, Past, Request
+from prescore.integrations.decode import PROMPT, CachedKeys, ExternalCache, LayerCache, Request
 from prescore.integrations.masks import (
     MaskForm,
     exact_under_mask,
     inexpressible,
-    keys_in_sight,
     padded_both_ways,
     prescored_under_mask,
     read_mask,
+    visible_keys_under_mask,
 )
-from prescore.integrations.report import SHORT, CountRows, Did, History, words_for_prompt, words_for_step
+from prescore.integrations.report import SHORT, CallTrace, CountRows, Trace, words_for_prompt, words_for_step
 from prescore.rng import Streams
 
 ON_UNSUPPORTED = ("raise", "exact")
-BARS = ("error_estimate", "error_limit_max", "read_further", "read_everything")
+BARS = ("error_estimate", "error_bound_max", "refined", "read_all")
 """Figures of a call with a tolerance that a report shows."""
 
 
-class OwnedKeys(Keeper, Protocol):
+class OwnedKeys(LayerCache, Protocol):
     """The layer of a cache of ours that keys came out of."""
 
     @property
@@ -51,7 +51,7 @@ class OwnedKeys(Keeper, Protocol):
 
 
 @dataclass(frozen=True, eq=False)
-class Situation:
+class AttentionContext:
     """What a layer knows beside its queries, keys and values.
 
     Attributes:
@@ -87,18 +87,18 @@ class Situation:
         return form.for_batch(query.shape[0])
 
 
-Attend: TypeAlias = Callable[[Tensor, Tensor, Tensor, Situation], Tensor]
-"""`query [B, Hq, Nq, D]`, `key [B, Hkv, Nk, D]`, `value [B, Hkv, Nk, Dv]`, situation -> `[B, Hq, Nq, Dv]`."""
+Attend: TypeAlias = Callable[[Tensor, Tensor, Tensor, AttentionContext], Tensor]
+"""`query [B, Hq, Nq, D]`, `key [B, Hkv, Nk, D]`, `value [B, Hkv, Nk, Dv]`, context -> `[B, Hq, Nq, Dv]`."""
 
 
-def attend_exactly(query: Tensor, key: Tensor, value: Tensor, situation: Situation) -> Tensor:
+def attend_exactly(query: Tensor, key: Tensor, value: Tensor, context: AttentionContext) -> Tensor:
     """The attention the layer would have run by itself."""
-    if situation.cache is not None:
-        situation.cache.used_exactly()
-    if situation.own is not None:
-        return situation.own(query, key, value)
-    form = situation.form(query, key)
-    return exact_under_mask(query, key, value, form, scale=situation.scale, dropout=situation.dropout)
+    if context.cache is not None:
+        context.cache.used_exactly()
+    if context.own is not None:
+        return context.own(query, key, value)
+    form = context.form(query, key)
+    return exact_under_mask(query, key, value, form, scale=context.scale, dropout=context.dropout)
 
 
 class PrescoredAttention:
@@ -132,33 +132,33 @@ class PrescoredAttention:
         self.on_unsupported = on_unsupported
         self.protect_prefix = protect_prefix
         self.seed = seed
-        self.last: Did | None = None
-        self.history = History()
+        self.last: CallTrace | None = None
+        self.history = Trace()
         self._announces = told is not None
         self._told = set() if told is None else told
         self._memory = _Memory()
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, situation: Situation) -> Tensor:
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, context: AttentionContext) -> Tensor:
         """Attend; see `Attend`."""
         begin = time.perf_counter()
         self.last = None  # and what it kept for counting
         n_query = query.shape[2]
         self.history.begin(n_query)
-        form = _without_blind_padding(situation.form(query, key)).for_batch(query.shape[0])
+        form = _without_blind_padding(context.form(query, key)).for_batch(query.shape[0])
         rows: CountRows | float | None
         figures: Mapping[str, Any] = {}
         visible = _all_in_sight(form, n_query)
-        exactly = self._why_exact(form, situation, (query, key, value))
+        exactly = self._why_exact(form, context, (query, key, value))
         if exactly is not None:
-            output = attend_exactly(query, key, value, situation)
+            output = attend_exactly(query, key, value, context)
             path, rows, ran = exactly, visible, exactly
         else:
-            path, output, rows, figures = self._attend(query, key, value, form, situation)
-            ran = self._words(path, n_query, form, situation)
+            path, output, rows, figures = self._attend(query, key, value, form, context)
+            ran = self._words(path, n_query, form, context)
         seconds = time.perf_counter() - begin
         bars = (figures.get(name) for name in BARS)
         told = *bars, figures.get("native")
-        self.last = Did(path, form.kind, n_query, form.n_keys, seconds, rows, visible, ran, *told)
+        self.last = CallTrace(path, form.kind, n_query, form.n_keys, seconds, rows, visible, ran, *told)
         self.history.add(self.last)
         return output
 
@@ -183,36 +183,36 @@ class PrescoredAttention:
         return f"PrescoredAttention({self.config!r}, {self.on_unsupported!r})"
 
     def _attend(
-        self, query: Tensor, key: Tensor, value: Tensor, form: MaskForm, situation: Situation
+        self, query: Tensor, key: Tensor, value: Tensor, form: MaskForm, context: AttentionContext
     ) -> tuple[str, Tensor, CountRows | float | None, Mapping[str, Any]]:
         """The path, the output, the rows or what counts them, and figures at hand."""
-        seed = layer_seed(self.seed, situation.layer)
+        seed = layer_seed(self.seed, context.layer)
         config = self.config
-        if situation.n_prefix:
-            config = self.for_prefix(situation.n_prefix, form.fewest_keys())
-        request = Request(config, situation.scale, situation.dropout, seed)
-        keeper: Keeper = self._memory.follower if situation.cache is None else situation.cache
+        if context.n_prefix:
+            config = self.for_prefix(context.n_prefix, form.fewest_keys())
+        request = Request(config, context.scale, context.dropout, seed)
+        layer_cache: LayerCache = self._memory.follower if context.cache is None else context.cache
         in_order = query.shape[2] == 1 or form.kind == "causal"
         shown = key[:, :, : form.n_keys], value[:, :, : form.n_keys]
-        step = keeper.step(query, Past(*shown, form.valid, form.n_keys, in_order), request)
+        step = layer_cache.step(query, CachedKeys(*shown, form.valid, form.n_keys, in_order), request)
         if step.output is not None:
-            return step.path, step.output, step.count_rows, step.figures
+            return step.path, step.output, step.count_keys, step.figures
         if step.path == PROMPT:
             attended = prescored_under_mask(query, *shown, form, request)
             # the routed engine has its figures at hand, and its function would keep the output alive
-            rows = attended.count_rows() if isinstance(config, Routed) else attended.count_rows
+            rows = attended.count_keys() if isinstance(config, Routed) else attended.count_keys
             return step.path, attended.output, rows, attended.figures
         output = exact_under_mask(query, *shown, form, scale=request.scale, dropout=request.dropout)
         return step.path, output, _all_in_sight(form, query.shape[2]), {}
 
-    def _words(self, path: str, n_query: int, form: MaskForm, situation: Situation) -> str:
+    def _words(self, path: str, n_query: int, form: MaskForm, context: AttentionContext) -> str:
         """What ran, for the report; where inputs of one length only can come, an idle setting is said once."""
         if path != PROMPT:
             return words_for_step(self.config, path, form.n_keys)
         is_causal = form.kind != "full"
         words = words_for_prompt(self.config, n_query, form.n_keys, is_causal=is_causal)
         # a causal layer may get more tokens at once; one token alone has no mask that says so
-        if words.startswith(SHORT) and not is_causal and not situation.is_causal and self._announces:
+        if words.startswith(SHORT) and not is_causal and not context.is_causal and self._announces:
             self._warn(f"{type(self.config).__name__} changes nothing at {form.n_keys} tokens: {words}")
         return words
 
@@ -222,22 +222,22 @@ class PrescoredAttention:
             warnings.warn(text, stacklevel=4)
 
     def _why_exact(
-        self, form: MaskForm, situation: Situation, tensors: tuple[Tensor, Tensor, Tensor]
+        self, form: MaskForm, context: AttentionContext, tensors: tuple[Tensor, Tensor, Tensor]
     ) -> str | None:
         """Why a call is exact, or None; raises when it should not be and must."""
         if isinstance(self.config, Exact):
             return "exact"
-        if form.kind == "window" or situation.is_local:
+        if form.kind == "window" or context.is_local:
             return "exact: a sliding window is local already"
-        reasons = [*situation.obstacles, *inexpressible(form)]
-        if isinstance(self.config, Routed) and self.config.tolerance is not None and recorded(*tensors):
+        reasons = [*context.obstacles, *inexpressible(form)]
+        if isinstance(self.config, Routed) and self.config.tolerance is not None and records_gradients(*tensors):
             reasons.append("a tolerance has no gradients, which are recorded here and not in torch.no_grad()")
         if not reasons:
             return None
         if self.on_unsupported == "raise":
-            what = f"pre-scored attention in layer {situation.layer} ({situation.owner})"
+            what = f"pre-scored attention in layer {context.layer} ({context.owner})"
             raise Unsupported(what, [*reasons, 'on_unsupported="exact" would run such layers exactly'])
-        text = f"pre-scored attention in {situation.owner} runs exactly: {'; '.join(reasons)}"
+        text = f"pre-scored attention in {context.owner} runs exactly: {'; '.join(reasons)}"
         self._warn(text)
         return f"exact: unsupported because {'; '.join(reasons)}"
 
@@ -251,7 +251,7 @@ class _Memory(threading.local):
     """What follows keys that come from a foreign cache: one generation at a time, hence one per thread."""
 
     def __init__(self) -> None:
-        self.follower = Follower()
+        self.follower = ExternalCache()
 
     def __reduce__(self) -> tuple[type[_Memory], tuple[()]]:
         return _Memory, ()  # a copy of a model begins without memories
@@ -259,7 +259,7 @@ class _Memory(threading.local):
 
 def _all_in_sight(form: MaskForm, n_query: int) -> CountRows | None:
     """What counts the keys that queries may see; None where only the mask itself would tell."""
-    return partial(keys_in_sight, form, n_query) if form.kind in ("full", "causal") else None
+    return partial(visible_keys_under_mask, form, n_query) if form.kind in ("full", "causal") else None
 
 
 def _without_blind_padding(form: MaskForm) -> MaskForm:

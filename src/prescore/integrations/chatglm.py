@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from prescore.errors import Unsupported
-from prescore.integrations.attention import Attend, Situation
+from prescore.integrations.attention import Attend, AttentionContext
 from prescore.integrations.compile import attend_by
-from prescore.integrations.patch import Undo, own_forward, replace_forwards, seats
+from prescore.integrations.patch import Undo, own_forward, patches, replace_forwards
 
 
 class _Heads(NamedTuple):
@@ -76,12 +76,12 @@ def _forward(
         result: Tensor = own_forward(module)(*there, attention_mask)
         return result.reshape(*result.shape[:2], heads.n_query, -1).permute(1, 2, 0, 3)
 
-    seat = seats(module)[-1]
+    patch = patches(module)[-1]
     query, key, value = (layer.permute(1, 2, 0, 3) for layer in (query_layer, key_layer, value_layer))
     # the caller's repetition of key heads is undone, so that each is scored once
     key, value = key[:, :: heads.repeats], value[:, :: heads.repeats]
-    situation = Situation(
-        layer=seat.layer,
+    context = AttentionContext(
+        layer=patch.layer,
         scale=query.shape[-1] ** -0.5,
         mask=_seen(attention_mask),
         is_causal=True,
@@ -89,7 +89,7 @@ def _forward(
         owner="ChatGLM",
         own=own,
     )
-    return attend_by(seat, query, key, value, situation).permute(2, 0, 1, 3).flatten(2)
+    return attend_by(patch, query, key, value, context).permute(2, 0, 1, 3).flatten(2)
 
 
 def _dropout(module: nn.Module) -> float:

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from prescore.autograd import lowered
+from prescore.autograd import autocast_inputs
 from prescore.errors import Unsupported
-from prescore.integrations.attention import Situation
-from prescore.integrations.patch import Seat, seat_of
+from prescore.integrations.attention import AttentionContext
+from prescore.integrations.patch import Patch, patch_of
 
 _SEEDS = 2**62
 _ARGUMENTS = (
@@ -25,24 +25,24 @@ _ARGUMENTS = (
 _LIBRARY = torch.library.Library("prescore", "DEF")
 
 
-def attend_by(seat: Seat, query: Tensor, key: Tensor, value: Tensor, situation: Situation) -> Tensor:
+def attend_by(patch: Patch, query: Tensor, key: Tensor, value: Tensor, context: AttentionContext) -> Tensor:
     """What a seat's function gives, as one opaque operator where a graph is being traced."""
     if not torch.compiler.is_compiling():
-        return seat.attend(query, key, value, situation)
-    if situation.obstacles:
-        raise Unsupported(f"compiled attention in {situation.owner}", situation.obstacles)
-    query, key, value = lowered(query, key, value)
+        return patch.attend(query, key, value, context)
+    if context.obstacles:
+        raise Unsupported(f"compiled attention in {context.owner}", context.obstacles)
+    query, key, value = autocast_inputs(query, key, value)
     output: Tensor = torch.ops.prescore.attend(
         query,
         key,
         value,
-        situation.mask,
-        situation.scale,
-        situation.is_causal,
-        situation.dropout,
-        situation.is_local,
-        situation.owner,
-        seat.handle,
+        context.mask,
+        context.scale,
+        context.is_causal,
+        context.dropout,
+        context.is_local,
+        context.owner,
+        patch.handle,
     )[0]
     return output
 
@@ -59,12 +59,12 @@ def _run(
     owner: str,
     handle: int,
 ) -> Tensor:
-    seat = seat_of(handle)
-    if seat is None:
+    patch = patch_of(handle)
+    if patch is None:
         raise Unsupported(f"compiled attention in {owner}", ["what was applied to the model has been undone"])
-    situation = Situation(
-        layer=seat.layer,
-        n_prefix=seat.n_prefix,
+    context = AttentionContext(
+        layer=patch.layer,
+        n_prefix=patch.n_prefix,
         scale=scale,
         mask=mask,
         is_causal=is_causal,
@@ -72,7 +72,7 @@ def _run(
         owner=owner,
         is_local=is_local,
     )
-    return seat.attend(query, key, value, situation)
+    return patch.attend(query, key, value, context)
 
 
 def _forward(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:

@@ -2,7 +2,7 @@
 
 A layer is asked again and again while its keys grow: for pieces of a prompt, then for a few new tokens at a time.
 `Decoder` decides which way each call goes, whoever owns the keys: a cache of ours (`PrescoredLayer`), or a model
-that shows all of them at every step (`Follower`).
+that shows all of them at every step (`ExternalCache`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from prescore.autograd import plain_torch
+from prescore.autograd import without_autocast
 from prescore.call import first_real
 from prescore.config import Config, Routed, Selected
 from prescore.errors import Unsupported
@@ -50,7 +50,7 @@ class Request(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Past:
+class CachedKeys:
     """The keys a call may read, its own newest ones included.
 
     Attributes:
@@ -85,20 +85,20 @@ class Step(NamedTuple):
     Attributes:
         path: In words.
         output: `[B, Hq, Nq, Dv]`; None = the caller attends, pre-scored to a `PROMPT`, exactly `OVER_ALL`.
-        count_rows: Counts the key and stand-in rows that a query met, on average; None = the caller knows.
+        count_keys: Counts the key and centroid rows that a query met, on average; None = the caller knows.
         figures: What is known of it beside that, by the names of `Stats`.
     """
 
     path: str
     output: Tensor | None = None
-    count_rows: Callable[[], float] | None = None
+    count_keys: Callable[[], float] | None = None
     figures: Mapping[str, Any] = MappingProxyType({})
 
 
-class Keeper(Protocol):
+class LayerCache(Protocol):
     """Remembers for a layer from one call to the next."""
 
-    def step(self, query: Tensor, past: Past, request: Request) -> Step:
+    def step(self, query: Tensor, past: CachedKeys, request: Request) -> Step:
         """Answer a call, or say how it is to be answered; `past` is what the model showed."""
 
 
@@ -149,7 +149,7 @@ class Decoder:
         self.evicted = False
         self._index: tuple[tuple[Routed, float], RoutedIndex] | None = None
 
-    def step(self, query: Tensor, past: Past, request: Request) -> Step:
+    def step(self, query: Tensor, past: CachedKeys, request: Request) -> Step:
         """Answer the newest queries `[B, Hq, Nq, D]`, or say how they are to be answered."""
         n_query = query.shape[2]
         if n_query == past.n_keys or n_query > STEP_AT_MOST or not past.in_order:
@@ -158,16 +158,16 @@ class Decoder:
         if remembers(request.config):
             state = self._up_to_date(past, n_query, request)
             output = state.attend(query, request.scale, request.dropout)
-            return Step(OVER_SELECTION, output, state.rows_met(n_query))
+            return Step(OVER_SELECTION, output, state.keys_read(n_query))
         self.needs_all()
         index = self._clusters(query, past, request)
         if index is None:
             return Step(OVER_ALL)
-        with plain_torch(query, past.key, past.value) as tensors:
-            output, rows = index.attend(*tensors).output, index.rows_read
+        with without_autocast(query, past.key, past.value) as tensors:
+            output, rows = index.attend(*tensors).output, index.keys_read
         return Step(OVER_CLUSTERS, output, lambda: rows, index.figures)
 
-    def select(self, past: Past, request: Request) -> None:
+    def select(self, past: CachedKeys, request: Request) -> None:
         """Make the selection now instead of at the first step, where one will be needed and there is none."""
         if self.state is None and remembers(request.config):
             self._keep(self._selected(past, past.n_keys, request))
@@ -212,7 +212,7 @@ class Decoder:
         if self.state is not None:
             self.state.repeat(repeats)
 
-    def _up_to_date(self, past: Past, n_query: int, request: Request) -> SelectionState:
+    def _up_to_date(self, past: CachedKeys, n_query: int, request: Request) -> SelectionState:
         """The selection with the newest tokens behind it; made, or made anew, where that is due."""
         if self.state is not None and self.state.config != request.config:
             self.forget("the configuration changed")
@@ -228,14 +228,14 @@ class Decoder:
     def _is_old(self, state: SelectionState, n_keys: int) -> bool:
         return self.refresh_every is not None and n_keys - state.n_selected_from >= self.refresh_every
 
-    def _selected(self, past: Past, n_keys: int, request: Request) -> SelectionState:
+    def _selected(self, past: CachedKeys, n_keys: int, request: Request) -> SelectionState:
         self.needs_all()
         return SelectionState.select(*past.until(n_keys), request.config, request.seed)
 
     def _keep(self, state: SelectionState) -> None:
         self.state, self.evicted = state, self.evict
 
-    def _clusters(self, query: Tensor, past: Past, request: Request) -> RoutedIndex | None:
+    def _clusters(self, query: Tensor, past: CachedKeys, request: Request) -> RoutedIndex | None:
         """The nodes that new queries choose from; None where they read everything instead."""
         config = request.config
         if not isinstance(config, Routed) or not self.owned:
@@ -294,7 +294,7 @@ class _Seen:
         return _equal(key[:, :, self.n_prompt : self.n_prompt + self.later.shape[2]], self.later)
 
 
-class Follower:
+class ExternalCache:
     """Reuses one selection as long as each call's keys continue those of the call before.
 
     A model that hands over all keys at every step, but no cache object, leaves no place for a state that its
@@ -314,7 +314,7 @@ class Follower:
         """The selection of the last step; None where it made none."""
         return self._decoder.state
 
-    def step(self, query: Tensor, past: Past, request: Request) -> Step:
+    def step(self, query: Tensor, past: CachedKeys, request: Request) -> Step:
         """Answer a call, or say how it is to be answered; `past` holds all keys so far, perhaps unused room."""
         n_query = query.shape[2]
         past = _used(past, n_query)
@@ -332,7 +332,7 @@ class Follower:
             self._seen = _Seen.of(made, self._n_prompt, past.key)
         return step
 
-    def _goes_on(self, seen: _Seen, past: Past, n_query: int) -> bool:
+    def _goes_on(self, seen: _Seen, past: CachedKeys, n_query: int) -> bool:
         """Whether the selection is of keys that the queries may see; recent tokens that differ are dropped."""
         state = seen.state
         if selectable(past.n_keys, n_query) < state.n_selected_from:
@@ -344,17 +344,17 @@ class Follower:
             state.crop(0)
         return True
 
-    def _begin_again(self, seen: _Seen, past: Past, n_query: int, request: Request) -> None:
+    def _begin_again(self, seen: _Seen, past: CachedKeys, n_query: int, request: Request) -> None:
         """Give the selection up; in the same text, make it again where it was made."""
         self._decoder.reset()
         self._seen, n_keys = None, seen.state.n_selected_from
         if not seen.same_prompt(past.key):
             self._n_prompt = 0
         elif n_keys <= selectable(past.n_keys, n_query):
-            self._decoder.select(Past(*past.until(n_keys), n_keys), request)
+            self._decoder.select(CachedKeys(*past.until(n_keys), n_keys), request)
 
 
-def _used(past: Past, n_query: int) -> Past:
+def _used(past: CachedKeys, n_query: int) -> CachedKeys:
     """Without what lies behind the newest key: a static cache has room there, which no sequence has reached."""
     if n_query > 1 or past.valid is None:
         return past

@@ -304,7 +304,7 @@ def exact_under_mask(
     return _sdpa(query, key, value, mask, scale, dropout)
 
 
-def keys_in_sight(form: MaskForm, n_query: int) -> float | None:
+def visible_keys_under_mask(form: MaskForm, n_query: int) -> float | None:
     """Real keys that a real query may see, on average; None under a mask that is neither full nor causal."""
     if form.kind not in ("full", "causal"):
         return None
@@ -358,9 +358,9 @@ def _per_segment(query: Tensor, key: Tensor, value: Tensor, form: MaskForm, requ
     attended = prescored_under_mask(apart(query), apart(key), apart(value), alone, request)
     output = attended.output.transpose(1, 2)[valid]
     batch, n_heads, n_query, _ = query.shape
-    together = output.new_zeros(batch * n_query, n_heads, value.shape[-1])
-    together = together.index_put((rows[valid],), output)
-    return attended._replace(output=together.view(batch, n_query, n_heads, -1).transpose(1, 2))
+    parallel_group = output.new_zeros(batch * n_query, n_heads, value.shape[-1])
+    parallel_group = parallel_group.index_put((rows[valid],), output)
+    return attended._replace(output=parallel_group.view(batch, n_query, n_heads, -1).transpose(1, 2))
 
 
 def _looking_ahead(

@@ -13,21 +13,21 @@ import zlib
 import torch
 from torch import Tensor
 
-from prescore.attention import Options, attend_together
+from prescore.attention import Options, attend_context_parallel
 from prescore.config import Config, Exact, check_config
 from prescore.errors import Unsupported
-from prescore.integrations.attention import Situation, layer_seed
-from prescore.integrations.report import Did, History, words_for_prompt
+from prescore.integrations.attention import AttentionContext, layer_seed
+from prescore.integrations.report import CallTrace, Trace, words_for_prompt
 from prescore.parallel.comm import Group, agree
 from prescore.parallel.entry import OWN_HEADS, attend_step
 from prescore.types import Outcome
 
 PIECES = "_prescore_pieces"
-"""Attribute of keys that came out of a cache whose layers hold pieces: what they came from, a `HeldPiece`."""
+"""Attribute of keys that came out of a cache whose layers hold pieces: what they came from, a `HeldShard`."""
 STEP_OF_ALL = "step over the keys of all ranks"
 
 
-class HeldPiece:
+class HeldShard:
     """The keys of this rank in one layer, between the calls of a generation.
 
     Attributes:
@@ -42,7 +42,7 @@ class HeldPiece:
         self.valid: Tensor | None = None
 
 
-class Together:
+class ContextParallel:
     """What the layers of a model on several ranks share.
 
     Attributes:
@@ -100,7 +100,7 @@ class Together:
         return torch.arange(first, first + n_tokens, device=device)[None]
 
 
-class TogetherAttention:
+class ContextParallelAttention:
     """Attention of one layer on several ranks; see `prescore.integrations.attention.Attend`.
 
     Args:
@@ -114,80 +114,78 @@ class TogetherAttention:
         history: What the calls since the last prompt began did.
     """
 
-    def __init__(self, config: Config | None, together: Together, *, seed: int = 0) -> None:
+    def __init__(self, config: Config | None, parallel_group: ContextParallel, *, seed: int = 0) -> None:
         self.config = check_config(config)
-        self.together = together
+        self.parallel_group = parallel_group
         self.seed = seed
-        self.last: Did | None = None
+        self.last: CallTrace | None = None
         self.own_heads: int | None = None
-        self.history = History()
+        self.history = Trace()
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, situation: Situation) -> Tensor:
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, context: AttentionContext) -> Tensor:
         """Attend to the keys of all ranks."""
         begin = time.perf_counter()
         self.last = None
-        held: HeldPiece | None = getattr(key, PIECES, None)
-        group, n_query = self.together.group, query.shape[2]
+        held: HeldShard | None = getattr(key, PIECES, None)
+        group, n_query = self.parallel_group.group, query.shape[2]
         self.history.begin(n_query)
         bars: tuple[float | None, float | None] = (None, None)
         if held is not None and held.is_step:
-            attended = attend_step(group, query, key, value, valid=held.valid, scale=situation.scale)
+            attended = attend_step(group, query, key, value, valid=held.valid, scale=context.scale)
             output, path, n_keys, rows = attended.output, STEP_OF_ALL, held.n_all, None
             ran = path
         else:
-            outcome = self._attend(query, key, value, situation, held)
+            outcome = self._attend(query, key, value, context, held)
             self.own_heads = outcome.stats.get(OWN_HEADS)
-            bars = outcome.stats.get("error_limit_max"), outcome.stats.get("read_further")
+            bars = outcome.stats.get("error_bound_max"), outcome.stats.get("refined")
             kind = "exact" if isinstance(self.config, Exact) else "prescored"
             output, path = outcome.attended.output, f"{kind} on {group.size} ranks"
-            n_keys, rows = key.shape[2] * group.size, outcome.count_rows
+            n_keys, rows = key.shape[2] * group.size, outcome.count_keys
             n_query *= group.size
-            words = words_for_prompt(self.config, n_query, n_keys, is_causal=situation.is_causal)
+            words = words_for_prompt(self.config, n_query, n_keys, is_causal=context.is_causal)
             ran = f"{words} on {group.size} ranks"
         seconds = time.perf_counter() - begin
-        kind = "causal" if situation.is_causal else "full"
-        self.last = Did(path, kind, n_query, n_keys, seconds, rows, None, ran, *bars)
+        kind = "causal" if context.is_causal else "full"
+        self.last = CallTrace(path, kind, n_query, n_keys, seconds, rows, None, ran, *bars)
         self.history.add(self.last)
         return output
 
     def _attend(
-        self, query: Tensor, key: Tensor, value: Tensor, situation: Situation, held: HeldPiece | None
+        self, query: Tensor, key: Tensor, value: Tensor, context: AttentionContext, held: HeldShard | None
     ) -> Outcome:
         """A piece of a prompt; what this rank alone cannot do is refused by all."""
         refusal, valid = None, None
         try:
-            self._refuse(query, key, situation)
-            valid = self._valid(query, key, situation)
+            self._refuse(query, key, context)
+            valid = self._valid(query, key, context)
         except ValueError as error:
             refusal = error
         if held is not None:
             held.valid = valid
-        seed = layer_seed(self.seed, situation.layer)
-        options = Options(situation.is_causal, valid, situation.scale, seed, dropout_p=situation.dropout)
-        group = self.together.group
-        return attend_together(query, key, value, self.config, options, group, refused=refusal)
+        seed = layer_seed(self.seed, context.layer)
+        options = Options(context.is_causal, valid, context.scale, seed, dropout_p=context.dropout)
+        group = self.parallel_group.group
+        return attend_context_parallel(query, key, value, self.config, options, group, refused=refusal)
 
-    def _refuse(self, query: Tensor, key: Tensor, situation: Situation) -> None:
+    def _refuse(self, query: Tensor, key: Tensor, context: AttentionContext) -> None:
         """What a layer asks for and ranks cannot do together."""
-        reasons = list(situation.obstacles)
-        if situation.is_local:
+        reasons = list(context.obstacles)
+        if context.is_local:
             reasons.append("it has a sliding window, which no piece can see on its own")
         if query.shape[2] != key.shape[2]:
             reasons.append(f"it has {query.shape[2]} queries for {key.shape[2]} keys that no cache of ours holds")
         if reasons:
-            raise Unsupported(
-                f"attention on several ranks in layer {situation.layer} ({situation.owner})", reasons
-            )
+            raise Unsupported(f"attention on several ranks in layer {context.layer} ({context.owner})", reasons)
 
-    def _valid(self, query: Tensor, key: Tensor, situation: Situation) -> Tensor | None:
+    def _valid(self, query: Tensor, key: Tensor, context: AttentionContext) -> Tensor | None:
         """`[B, n]` real keys of this rank, where any rank has padding; None = there is none."""
-        form = situation.form(query, key)
+        form = context.form(query, key)
         if form.kind not in ("causal", "full"):
             reason = "the attention mask must be causal or full beside padding on every rank"
             raise Unsupported(
-                f"attention on several ranks in layer {situation.layer}", [f"{reason}, got {form.kind}"]
+                f"attention on several ranks in layer {context.layer}", [f"{reason}, got {form.kind}"]
             )
-        if not self.together.padded:
+        if not self.parallel_group.padded:
             return None
         if form.valid is not None:
             return form.valid

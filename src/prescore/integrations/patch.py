@@ -19,7 +19,7 @@ from prescore.errors import Unsupported
 from prescore.integrations.attention import Attend, attend_exactly
 from prescore.types import Values
 
-_SEATS = "_prescore_seats"
+_PATCHES = "_prescore_seats"
 _FORWARD = "_prescore_own_forward"
 
 Undo = Callable[[], None]
@@ -48,7 +48,7 @@ class Adapter(Protocol):
 
 
 @dataclass(frozen=True, eq=False)
-class Seat:
+class Patch:
     """A function in the place of a module's attention.
 
     Attributes:
@@ -69,39 +69,39 @@ class Seat:
     def __reduce__(self) -> tuple[Any, ...]:
         # a copy is another seat, with a handle of its own
         own = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "handle"}
-        return _sit_again, (type(self), own)
+        return _unpickle_patch, (type(self), own)
 
 
-def _sit_again(kind: type[Seat], values: Values) -> Seat:
+def _unpickle_patch(kind: type[Patch], values: Values) -> Patch:
     return kind(**values)
 
 
-_BY_HANDLE: WeakValueDictionary[int, Seat] = WeakValueDictionary()
+_BY_HANDLE: WeakValueDictionary[int, Patch] = WeakValueDictionary()
 
 
-def seat_of(handle: int) -> Seat | None:
+def patch_of(handle: int) -> Patch | None:
     """The seat of a handle, as compiled graphs know it; None when nobody holds it any more."""
     return _BY_HANDLE.get(handle)
 
 
-def seats(module: nn.Module) -> list[Seat]:
+def patches(module: nn.Module) -> list[Patch]:
     """Who sits on a module, newest last."""
-    found: list[Seat] = module.__dict__.get(_SEATS, [])
+    found: list[Patch] = module.__dict__.get(_PATCHES, [])
     return found
 
 
-def take_seat(module: nn.Module, seat: Seat) -> None:
+def attach_patch(module: nn.Module, patch: Patch) -> None:
     """Sit down above all others."""
-    module.__dict__.setdefault(_SEATS, []).append(seat)
+    module.__dict__.setdefault(_PATCHES, []).append(patch)
 
 
-def leave_seat(module: nn.Module, seat: Seat) -> None:
+def detach_patch(module: nn.Module, patch: Patch) -> None:
     """Stand up, wherever in the stack; nothing is left behind by the last one."""
-    left = [other for other in seats(module) if other is not seat]
+    left = [other for other in patches(module) if other is not patch]
     if left:
-        module.__dict__[_SEATS] = left
+        module.__dict__[_PATCHES] = left
     else:
-        module.__dict__.pop(_SEATS, None)
+        module.__dict__.pop(_PATCHES, None)
 
 
 def replace_forwards(
@@ -122,21 +122,21 @@ def replace_forwards(
     taken = []
     for number, module in enumerate(modules):
         # layers left alone keep their own forward, unless somebody else sits there already
-        if number in functions or seats(module):
-            taken.append((module, Seat(functions.get(number, attend_exactly), number, n_prefix(number))))
-    for module, seat in taken:
-        if not seats(module):
+        if number in functions or patches(module):
+            taken.append((module, Patch(functions.get(number, attend_exactly), number, n_prefix(number))))
+    for module, patch in taken:
+        if not patches(module):
             module.__dict__[_FORWARD] = module.__dict__.get("forward")
             # bound to the module, so that a deep copy of the model runs on its own weights
             module.forward = MethodType(forward, module)
-        take_seat(module, seat)
+        attach_patch(module, patch)
 
     def undo() -> None:
-        for module, seat in taken:
-            if seat not in seats(module):
+        for module, patch in taken:
+            if patch not in patches(module):
                 continue
-            leave_seat(module, seat)
-            if not seats(module):
+            detach_patch(module, patch)
+            if not patches(module):
                 del module.forward
                 own = module.__dict__.pop(_FORWARD)
                 if own is not None:

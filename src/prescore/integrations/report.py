@@ -18,7 +18,7 @@ CountRows: TypeAlias = Callable[[], float | None]
 
 
 @dataclass(eq=False)
-class Did:
+class CallTrace:
     """What a layer did in a call.
 
     Rows are counted when somebody asks for them. Until then, or until the layer's next call, what counting needs
@@ -36,8 +36,8 @@ class Did:
         error: Relative error that is expected of a query's output, on average; None = no tolerance was asked for,
             or the call read everything in any case. So for the next three.
         error_limit: Relative error that the output of every query stays below, by its error bar.
-        read_further: Share of queries that looked for lighter keys than in any case, or read everything.
-        read_everything: Share of queries that read everything because no search was enough.
+        refined: Share of queries that looked for lighter keys than in any case, or read everything.
+        read_all: Share of queries that read everything because no search was enough.
         native: Level of compiled code that ran the far part of a `Routed`; `none` where plain torch did; None
             where nothing was far.
     """
@@ -52,13 +52,13 @@ class Did:
     ran: str = ""
     error: float | None = None
     error_limit: float | None = None
-    read_further: float | None = None
-    read_everything: float | None = None
+    refined: float | None = None
+    read_all: float | None = None
     native: str | None = None
 
     @property
     def rows(self) -> float | None:
-        """Key and stand-in rows that a query met, on average, padding not counted; None = not known."""
+        """Key and centroid rows that a query met, on average, padding not counted; None = not known."""
         if callable(self._rows):
             self._rows = self._rows()
         return self._rows
@@ -75,13 +75,13 @@ class Did:
         """Whether it read a prompt, or made a step."""
         return STEPS if self.n_query < self.n_keys and self.n_query <= STEP_AT_MOST else PREFILL
 
-    def counted(self) -> Did:
+    def counted(self) -> CallTrace:
         """The same, with its rows counted and nothing else kept."""
         if not callable(self._rows) and not callable(self._visible):
             return self
         return replace(self, _rows=self.rows, _visible=self.visible)
 
-    def let_go(self) -> Did:
+    def let_go(self) -> CallTrace:
         """The same, without what counting needs: rows that were not counted are not known any more."""
         if not callable(self._rows) and not callable(self._visible):
             return self
@@ -104,13 +104,13 @@ class Phase:
         ways: What ran, and how often.
     """
 
-    last: Did
+    last: CallTrace
     calls: int = 0
     queries: int = 0
     seconds: float = 0.0
     ways: dict[str, int] = field(default_factory=dict)
 
-    def and_then(self, did: Did) -> Phase:
+    def and_then(self, did: CallTrace) -> Phase:
         """With one more call."""
         ways = {**self.ways, did.ran: self.ways.get(did.ran, 0) + 1}
         return Phase(did, self.calls + 1, self.queries + did.n_query, self.seconds + did.seconds, ways)
@@ -128,7 +128,7 @@ class Phase:
         return ", ".join(f"{words} ({self.ways[words]}x)" for words in ordered)
 
 
-class History:
+class Trace:
     """Phases of the newest prompt; a whole new prompt, and more of one after steps, begin anew.
 
     Threads may share it: what is kept is replaced as a whole, and the last one wins.
@@ -151,7 +151,7 @@ class History:
             for name, phase in self._phases.items()
         }
 
-    def add(self, did: Did) -> None:
+    def add(self, did: CallTrace) -> None:
         """After a call."""
         phases = self._phases
         if did.phase == PREFILL and (did.n_query == did.n_keys or STEPS in phases):
@@ -231,7 +231,7 @@ class LayerReport:
     layer: int
     name: str
     config: Config
-    last: Did | None
+    last: CallTrace | None
     phases: Mapping[str, Phase] = field(default_factory=dict)
 
     @property
@@ -372,13 +372,13 @@ def _cells(phases: Sequence[Phase]) -> dict[str, str]:
     }
 
 
-def _error_cells(calls: Sequence[Did]) -> dict[str, str]:
+def _error_cells(calls: Sequence[CallTrace]) -> dict[str, str]:
     """What is known about errors: nothing where no tolerance was asked for."""
     limits = [did.error_limit for did in calls if did.error_limit is not None]
     if not limits:
         return {}
     error, further, everything = (
-        _mean(getattr(did, name) for did in calls) or 0.0 for name in ("error", "read_further", "read_everything")
+        _mean(getattr(did, name) for did in calls) or 0.0 for name in ("error", "refined", "read_all")
     )
     shown = (f"{error:.4f}", f"{max(limits):.4f}", f"{100 * further:.0f} %", f"{100 * everything:.1f} %")
     return dict(zip(_ERRORS, shown, strict=True))

@@ -17,14 +17,14 @@ from prescore.selected.plan import make_plan
 
 
 class SelectionState:
-    """Selected keys, stand-ins for the others, and every token since, side by side in memory.
+    """Selected keys, centroids for the others, and every token since, side by side in memory.
 
     A step is one exact attention over `n_rows + n_since` rows, however long the past was.
 
     Attributes:
         config: The configuration of the selection.
         n_selected_from: Keys that were there when it was made.
-        n_rows: Rows that stand for them: selected keys, sinks and stand-ins.
+        n_rows: Rows that stand for them: selected keys, sinks and centroids.
         rows: These rows and the tokens since.
     """
 
@@ -66,8 +66,8 @@ class SelectionState:
         plan = make_plan(call, _exactly(config))
         keys, values, biases = [], [], []
         for part in plan.parts:
-            keys.append(_columns(plan.key, None if plan.stand_ins is None else plan.stand_ins.key, part))
-            values.append(_columns(plan.value, None if plan.stand_ins is None else plan.stand_ins.value, part))
+            keys.append(_columns(plan.key, None if plan.centroids is None else plan.centroids.key, part))
+            values.append(_columns(plan.value, None if plan.centroids is None else plan.centroids.value, part))
             biases.append(_bias(part, keys[-1]))
         if not keys:  # nothing but padding so far
             return cls(config, Rows(key[:, :, :0], value[:, :, :0]), key.shape[2], 0)
@@ -101,7 +101,7 @@ class SelectionState:
         """Exact attention of the last `Nq` tokens over the rows, in one call."""
         return attend_last(query, self.rows.key, self.rows.value, self.rows.bias, scale, dropout)
 
-    def rows_met(self, n_query: int) -> Callable[[], float]:
+    def keys_read(self, n_query: int) -> Callable[[], float]:
         """Counts the rows that the last `n_query` tokens meet, on average; padding and empty clusters are none."""
         return partial(_rows_met, self.rows.length, self.rows.bias, n_query)
 
@@ -238,9 +238,9 @@ class Rows:
             more = torch.zeros_like(key[..., :1]) if bias is None else bias[..., None]
             new.append(more.to(self._tables[2].dtype))
         end = self.length + key.shape[2]
-        recorded = torch.is_grad_enabled() and any(t.requires_grad for t in (*new, *self._tables))
-        if recorded or not self._owned or end > self._tables[0].shape[2]:
-            room = 0 if recorded else max(_LEAST_ROOM, end // 8)
+        records_gradients = torch.is_grad_enabled() and any(t.requires_grad for t in (*new, *self._tables))
+        if records_gradients or not self._owned or end > self._tables[0].shape[2]:
+            room = 0 if records_gradients else max(_LEAST_ROOM, end // 8)
             self._tables = [
                 _joined(table[:, :, : self.length], more, room)
                 for table, more in zip(self._tables, new, strict=True)

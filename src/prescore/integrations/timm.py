@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from prescore.integrations.attention import Attend, Situation
+from prescore.integrations.attention import Attend, AttentionContext
 from prescore.integrations.compile import attend_by
-from prescore.integrations.patch import Undo, refuse, replace_forwards, seats
+from prescore.integrations.patch import Undo, patches, refuse, replace_forwards
 
 # named, not imported: this file is asked about models of every library
 _PLAIN = "timm.layers.attention.Attention"
@@ -60,12 +60,12 @@ def tokens_before_patches(model: nn.Module, name: str) -> int:
 
 def _forward(self: Any, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
     """The forward of timm with its attention exchanged: norms, gate, projection and dropout stay."""
-    seat = seats(self)[-1]
+    patch = patches(self)[-1]
     gate = None if self.gate is None else self.gate(x).sigmoid()
     query, key, value = self.qkv(x).unflatten(-1, (3, self.num_heads, self.head_dim)).permute(2, 0, 3, 1, 4)
-    situation = Situation(
-        layer=seat.layer,
-        n_prefix=seat.n_prefix,
+    context = AttentionContext(
+        layer=patch.layer,
+        n_prefix=patch.n_prefix,
         scale=self.scale,
         # as torch reads it: a mask of two dimensions is queries by keys, for all inputs
         mask=attn_mask[None, None] if attn_mask is not None and attn_mask.ndim == 2 else attn_mask,
@@ -73,7 +73,7 @@ def _forward(self: Any, x: Tensor, attn_mask: Tensor | None = None, is_causal: b
         dropout=self.attn_drop.p if self.training else 0.0,
         owner=type(self).__name__,
     )
-    attended = attend_by(seat, self.q_norm(query), self.k_norm(key), value, situation)
+    attended = attend_by(patch, self.q_norm(query), self.k_norm(key), value, context)
     joined = self.norm(attended.transpose(1, 2).flatten(2))
     if gate is not None:
         joined = joined * gate

@@ -1,7 +1,7 @@
 """Attention as a sum of parts.
 
 Everything this package computes is one softmax per query over a union of key sets: leaves, LSH blocks, sampled
-residuals, sinks, stand-ins. A `Part` names, by row numbers, which queries meet which keys; `attend_parts` runs
+residuals, sinks, centroids. A `Part` names, by row numbers, which queries meet which keys; `attend_parts` runs
 the fused operator once per part, merges the results in place by log-sum-exp, and differentiates each part
 under the merged output and lse, so that no part's probabilities are ever stored.
 """
@@ -38,7 +38,7 @@ class Part:
         query_rows: `[b, h, t]`; None = all query rows in order, viewed in that shape.
         query_valid: `[b, h, t]`, False on filler; None = no filler. Each query row occurs at most once.
         key_rows: `[b, c]`; None = all key rows in order, viewed as `[b, c]`.
-        extra_rows: `[b, e]` rows of the stand-ins, appended as further columns.
+        extra_rows: `[b, e]` rows of the centroids, appended as further columns.
         bias: `[b, c + e]` added to the logits (-inf = not seen), or anything that broadcasts to
             `[b, h, t, c + e]`.
         causal: Row i of a tile sees its first i + 1 columns only.
@@ -95,7 +95,7 @@ class Part:
 
 
 @dataclass(frozen=True, eq=False)
-class StandIns:
+class Centroids:
     """Keys and values that stand for others, `[rows, D]` and `[rows, Dv]`; gradients reach what they came from."""
 
     key: Tensor
@@ -110,7 +110,7 @@ def attend_parts(
     *,
     scale: float,
     backend: Backend,
-    stand_ins: StandIns | None = None,
+    centroids: Centroids | None = None,
 ) -> Attended:
     """One softmax over the union of the parts.
 
@@ -121,15 +121,15 @@ def attend_parts(
         parts: What each query sees. A key row that occurs in several parts (or twice) counts that often.
         scale: Factor of the logits.
         backend: The operator.
-        stand_ins: Rows that `extra_rows` refer to.
+        centroids: Rows that `extra_rows` refer to.
     """
     rows, dim, value_dim = query.shape[:3], query.shape[-1], value.shape[-1]
-    if stand_ins is None:
-        stand_ins = StandIns(key.new_empty(0, dim), value.new_empty(0, value_dim))
+    if centroids is None:
+        centroids = Centroids(key.new_empty(0, dim), value.new_empty(0, value_dim))
     pieces = tuple(piece for part in parts for piece in part.split(ROWS_AT_ONCE))
     flat = query.reshape(-1, dim), key.reshape(-1, dim), value.reshape(-1, value_dim)
     plan = _Plan(pieces, scale, backend)
-    output, lse = _AttendParts.apply(plan, *flat, stand_ins.key, stand_ins.value)  # type: ignore[no-untyped-call]
+    output, lse = _AttendParts.apply(plan, *flat, centroids.key, centroids.value)  # type: ignore[no-untyped-call]
     return Attended(output.view(*rows, value_dim), lse.view(rows))
 
 
@@ -140,7 +140,7 @@ class _Plan(NamedTuple):
 
 
 class _Tables(NamedTuple):
-    """Flat rows: `query [q, D]`, `key [k, D]`, `value [k, Dv]`, and the stand-ins' keys and values."""
+    """Flat rows: `query [q, D]`, `key [k, D]`, `value [k, Dv]`, and the centroids' keys and values."""
 
     query: Tensor
     key: Tensor

@@ -63,7 +63,7 @@ class Group:
             splits = [part.numel() for part in parts]
             return list(self._all_to_all(buffer, splits, list(sizes)).split(list(sizes)))
 
-    def exchange(self, mails: Sequence[Mail]) -> list[list[Tensor]]:
+    def exchange(self, mails: Sequence[Message]) -> list[list[Tensor]]:
         """Several swaps with gradients, as one step of the graph: all ranks go through them in the same order.
 
         Received parts must take part in the result on every rank (see `tied`), or the ranks would wait for one
@@ -93,7 +93,7 @@ class Group:
             ) from error
 
 
-class Mail:
+class Message:
     """What goes to each rank (`parts`, flat, of one dtype), and how many numbers come from each (`sizes`)."""
 
     def __init__(self, parts: Sequence[Tensor], sizes: Sequence[int]) -> None:

@@ -18,8 +18,8 @@ from prescore.errors import Unsupported
 from prescore.ops.backend import Backend, Needs, pick_backend
 from prescore.ops.parts import merge
 from prescore.parallel.comm import Group, agree, as_group, done_by_all
-from prescore.parallel.selected import attend_by_rows, why_not_rows
-from prescore.parallel.shards import OwnPiece, whole_mask
+from prescore.parallel.selected import attend_by_rows, why_not_selected
+from prescore.parallel.shards import Shard, whole_mask
 from prescore.parallel.ulysses import Change
 from prescore.rng import Streams, as_streams
 from prescore.types import Attended, Outcome, Values
@@ -28,7 +28,7 @@ _SHOWN = 600
 
 
 @dataclass(frozen=True, eq=False)
-class PieceRequest:
+class ShardRequest:
     """What one rank was asked for, not yet checked; the fields are arguments of `prescored_attention`."""
 
     query: Tensor
@@ -42,7 +42,7 @@ class PieceRequest:
 
 
 def attend_in_group(
-    group: object, asked: PieceRequest, check: Callable[[], tuple[Config, Backend]], run: Run
+    group: object, asked: ShardRequest, check: Callable[[], tuple[Config, Backend]], run: Run
 ) -> Outcome:
     """This rank's piece of the result.
 
@@ -75,8 +75,8 @@ def attend_in_group(
     config, backend, streams = checked
     query, key, value = differentiable_once(asked.query, asked.key, asked.value)
     query, scale = with_positive_scale(query, asked.scale)
-    piece = OwnPiece(ranks, query, key, value, mask, asked.is_causal, scale, backend, streams)
-    outcome = attend_pieces(piece, config, run, explain=asked.explain)
+    piece = Shard(ranks, query, key, value, mask, asked.is_causal, scale, backend, streams)
+    outcome = attend_shards(piece, config, run, explain=asked.explain)
     if not asked.explain:
         return outcome
     return dataclasses.replace(outcome, stats={**outcome.stats, "bytes_sent": ranks.sent - sent})
@@ -93,7 +93,7 @@ def refuse_in_group(has_selection: bool, dropout_p: float) -> None:
         raise Unsupported("group", reasons)
 
 
-def _facts(asked: PieceRequest, config: Config, backend: Backend, streams: Streams) -> Values:
+def _facts(asked: ShardRequest, config: Config, backend: Backend, streams: Streams) -> Values:
     """What must be equal on all ranks, by the names of the arguments."""
     tensors = {"query": asked.query, "key": asked.key, "value": asked.value}
     learned = torch.is_grad_enabled()
@@ -132,7 +132,7 @@ OWN_HEADS = "query_heads"
 """Figure of a call by heads: how many query heads this rank had, of which its other figures tell."""
 
 
-def attend_pieces(piece: OwnPiece, config: Config, run: Run, *, explain: bool = False) -> Outcome:
+def attend_shards(piece: Shard, config: Config, run: Run, *, explain: bool = False) -> Outcome:
     """This rank's piece of the result; `Outcome.attended` is where the queries were.
 
     Args:
@@ -143,7 +143,7 @@ def attend_pieces(piece: OwnPiece, config: Config, run: Run, *, explain: bool = 
     """
     if isinstance(config, Exact):
         way, outcome = GATHER, _by_gathering(piece, config, run, explain)
-    elif isinstance(config, Selected) and not why_not_rows(piece, config):
+    elif isinstance(config, Selected) and not why_not_selected(piece, config):
         way, outcome = ROWS, attend_by_rows(piece, config, explain=explain)
     else:
         way, outcome = HEADS, _by_heads(piece, config, run, explain)
@@ -151,11 +151,11 @@ def attend_pieces(piece: OwnPiece, config: Config, run: Run, *, explain: bool = 
         return outcome
     stats: Values = {**outcome.stats, "way": way, "ranks": piece.group.size}
     if way == HEADS and isinstance(config, Selected):
-        stats["why_not_rows"] = why_not_rows(piece, config)
-    return Outcome(outcome.attended, outcome.count_rows, [], stats)
+        stats["why_not_selected"] = why_not_selected(piece, config)
+    return Outcome(outcome.attended, outcome.count_keys, [], stats)
 
 
-def _by_gathering(piece: OwnPiece, config: Config, run: Run, explain: bool) -> Outcome:
+def _by_gathering(piece: Shard, config: Config, run: Run, explain: bool) -> Outcome:
     """All keys and values on every rank, own queries only."""
     width = piece.key.shape[-1]
     whole = piece.group.gather_learned(torch.cat((piece.key, piece.value), dim=-1))
@@ -168,10 +168,10 @@ def _by_gathering(piece: OwnPiece, config: Config, run: Run, explain: bool) -> O
         streams=piece.streams, aligned=False,
     )  # fmt: skip
     outcome = run(call, config, explain)
-    return Outcome(call.restore(outcome.attended), outcome.count_rows, [], outcome.stats)
+    return Outcome(call.restore(outcome.attended), outcome.count_keys, [], outcome.stats)
 
 
-def _by_heads(piece: OwnPiece, config: Config, run: Run, explain: bool) -> Outcome:
+def _by_heads(piece: Shard, config: Config, run: Run, explain: bool) -> Outcome:
     """All positions of some heads on every rank."""
     change = Change(piece.group, piece.query.shape[1], piece.key.shape[1])
     query, key, value = change.there(piece.query, piece.key, piece.value)
@@ -184,22 +184,22 @@ def _by_heads(piece: OwnPiece, config: Config, run: Run, explain: bool) -> Outco
             streams=piece.streams,
         )  # fmt: skip
         outcome = run(call, config, explain)
-        return Outcome(call.restore(outcome.attended), outcome.count_rows, [], outcome.stats)
+        return Outcome(call.restore(outcome.attended), outcome.count_keys, [], outcome.stats)
 
     outcome = done_by_all(piece.group, own_heads)
     attended, stats = outcome.attended, {**outcome.stats, OWN_HEADS: change.own.n_query_heads}
     if not explain:
         (output,) = change.back(attended.output)
-        return Outcome(Attended(output, attended.lse.new_empty(0)), outcome.count_rows, [], stats)
+        return Outcome(Attended(output, attended.lse.new_empty(0)), outcome.count_keys, [], stats)
     output, lse = change.back(attended.output, attended.lse[..., None])
-    return Outcome(Attended(output, lse.squeeze(-1)), outcome.count_rows, [], stats)
+    return Outcome(Attended(output, lse.squeeze(-1)), outcome.count_keys, [], stats)
 
 
 def _nothing(query: Tensor, value: Tensor, backend: str) -> Outcome:
     """Of a rank that got no head."""
     output = query.new_empty(*query.shape[:3], value.shape[-1])
     lse = torch.empty(query.shape[:3], dtype=torch.promote_types(query.dtype, torch.float32), device=query.device)
-    stats: Values = {"rows_per_query": 0.0, "keys_kept": 0.0, "seconds": {}, "backend": backend}
+    stats: Values = {"keys_per_query": 0.0, "keys_selected": 0.0, "seconds": {}, "backend": backend}
     return Outcome(Attended(output, lse), lambda: 0.0, [], stats)
 
 

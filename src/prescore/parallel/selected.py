@@ -16,18 +16,18 @@ from torch import Tensor
 
 from prescore.config import Exact, Lsh, Selected
 from prescore.ops.backend import accumulation_dtype
-from prescore.ops.parts import Part, StandIns, attend_parts
-from prescore.parallel.comm import Mail, tied
-from prescore.parallel.shards import Block, Map, OwnPiece, Span, count_blocks
-from prescore.parallel.stats import Held, Told, telling_of
+from prescore.ops.parts import Centroids, Part, attend_parts
+from prescore.parallel.comm import Message, tied
+from prescore.parallel.shards import Block, Map, Shard, Span, count_blocks
+from prescore.parallel.stats import Held, ScoreStats, stats_kind_of
 from prescore.scoring.base import Scored, Scorer
 from prescore.scoring.hashing import hash_ranks, projections
 from prescore.scoring.kmeans import ClusteringScorer, KMeans
 from prescore.scoring.select import bring_forward
-from prescore.selected.attention import rows_per_query
-from prescore.selected.blocks import KeyRows, Meeting, PlacedQueries, exact_part, hyper_part
+from prescore.selected.attention import keys_per_query
+from prescore.selected.blocks import BlockPair, KeyRows, PlacedQueries, exact_part, hyper_part
 from prescore.selected.causal_grid import Queries, leaf_parts
-from prescore.selected.centroids import cluster_totals, stand_ins_of
+from prescore.selected.centroids import centroids_of, cluster_totals
 from prescore.selected.plan import block_scorer, kept_rows
 from prescore.types import Attended, Outcome, Values
 
@@ -35,7 +35,7 @@ MOST_BLOCKS = 1024
 """Blocks of the causal grid that are worked off one by one."""
 
 
-def why_not_rows(piece: OwnPiece, config: Selected) -> str:
+def why_not_selected(piece: Shard, config: Selected) -> str:
     """Why a call goes by heads instead; empty = it need not."""
     if piece.mask is not None:
         return "positions of padded sequences begin at different places"
@@ -43,7 +43,7 @@ def why_not_rows(piece: OwnPiece, config: Selected) -> str:
         return 'coupling.mask="zero" keeps every key'
     if config.selector != "top":
         return f"the selector {config.selector!r} compares all scores"
-    if telling_of(config.scoring) is None:
+    if stats_kind_of(config.scoring) is None:
         rule = getattr(config.scoring, "rule", None)
         return f"the scorer {config.scoring.name!r}{f' by {rule!r}' if rule else ''} compares all keys"
     n_blocks = count_blocks(piece.n_keys, piece.n_query, max(1, config.min_seq_len)) if piece.is_causal else 1
@@ -54,13 +54,13 @@ def why_not_rows(piece: OwnPiece, config: Selected) -> str:
     return ""
 
 
-def attend_by_rows(piece: OwnPiece, config: Selected, *, explain: bool = False) -> Outcome:
+def attend_by_rows(piece: Shard, config: Selected, *, explain: bool = False) -> Outcome:
     """This rank's piece of the result."""
     begin = time.perf_counter()
     places = Map(piece, config)
     kept = Choosing(piece, config, places).choose()
-    arrived = Travel(piece, config, places, kept).run()
-    parts, stand_ins = _Parts(piece, config, places, arrived).build()
+    arrived = Exchange(piece, config, places, kept).run()
+    parts, centroids = _Parts(piece, config, places, arrived).build()
     attended = attend_parts(
         piece.query,
         arrived.key,
@@ -68,61 +68,59 @@ def attend_by_rows(piece: OwnPiece, config: Selected, *, explain: bool = False) 
         parts,
         scale=piece.scale,
         backend=piece.backend,
-        stand_ins=stand_ins,
+        centroids=centroids,
     )
     attended = Attended(tied(attended.output, *arrived.received), attended.lse)
     n_queries = piece.query.shape[:3].numel()
 
-    def count_rows() -> float:
-        return rows_per_query(parts, n_queries)
+    def count_keys() -> float:
+        return keys_per_query(parts, n_queries)
 
     if not explain:
-        return Outcome(attended, count_rows)
+        return Outcome(attended, count_keys)
     stats: Values = {
-        "keys_kept": sum(block.n_kept for block in places.blocks) / max(1, len(places.blocks)),
-        "rows_per_query": count_rows(),
+        "keys_selected": sum(block.n_kept for block in places.blocks) / max(1, len(places.blocks)),
+        "keys_per_query": count_keys(),
         "depth": len({block.name for block in places.blocks}) if piece.is_causal else 0,
         "fallbacks": sum(block.fell_back for block in places.blocks) * piece.key.shape[0],
         "seconds": {"attending": time.perf_counter() - begin},
         "backend": piece.backend.name,
     }
-    return Outcome(attended, count_rows, [], stats)
+    return Outcome(attended, count_keys, [], stats)
 
 
 class _Parts:
     """What this rank's queries meet, in rows of what arrived."""
 
-    def __init__(self, piece: OwnPiece, config: Selected, places: Map, arrived: Arrived) -> None:
+    def __init__(self, piece: Shard, config: Selected, places: Map, arrived: Received) -> None:
         self.piece, self.config, self.places, self.arrived = piece, config, places, arrived
         batch, heads = piece.key.shape[:2]
         group = piece.query.shape[1] // heads
         self.own = places.queries[piece.group.rank]
         device = piece.query.device
         self.queries = Queries(batch, heads, group, piece.query.shape[2], self.own.begin, device)
-        self.stand_ins: list[StandIns] = []
+        self.centroids: list[Centroids] = []
         self.n_stand_ins = 0
 
-    def build(self) -> tuple[list[Part], StandIns | None]:
-        """Parts, and the stand-ins that they refer to."""
+    def build(self) -> tuple[list[Part], Centroids | None]:
+        """Parts, and the centroids that they refer to."""
         parts = self._leaves()
         ranks = self._hashes(self.config.inner) if isinstance(self.config.inner, Lsh) else None
         placed = self._placed(ranks[0]) if ranks is not None else {}
         for block, rows in self.arrived.rows.items():
-            meeting = self._meeting(block, rows)
+            pair = self._block_pair(block, rows)
             if ranks is None or block.is_exact or isinstance(self.config.inner, Exact):
-                parts.append(exact_part(meeting, self.piece.query.dtype))
+                parts.append(exact_part(pair, self.piece.query.dtype))
                 continue
             streams = self.piece.streams.child(block.name)
             draws = streams.uniform("residual", self.config.inner.sample_size, like=self.piece.key)
-            hashed = ranks[0][meeting.query_rows], ranks[1][meeting.key_rows]
+            hashed = ranks[0][pair.query_rows], ranks[1][pair.key_rows]
             dtype, coupling = self.piece.query.dtype, self.config.coupling
-            parts.append(
-                hyper_part(meeting, *hashed, draws, self.config.inner, coupling, dtype, placed.get(block))
-            )
-        if not self.stand_ins:
+            parts.append(hyper_part(pair, *hashed, draws, self.config.inner, coupling, dtype, placed.get(block)))
+        if not self.centroids:
             return parts, None
-        keys, values = (torch.cat([getattr(own, name) for own in self.stand_ins]) for name in ("key", "value"))
-        return parts, StandIns(keys, values)
+        keys, values = (torch.cat([getattr(own, name) for own in self.centroids]) for name in ("key", "value"))
+        return parts, Centroids(keys, values)
 
     def _leaves(self) -> list[Part]:
         """Exact causal attention inside the leaves, counted from the first one this rank touches."""
@@ -140,7 +138,7 @@ class _Parts:
             for part in found
         ]
 
-    def _meeting(self, block: Block, rows: Tensor) -> Meeting:
+    def _block_pair(self, block: Block, rows: Tensor) -> BlockPair:
         positions = self.own.within(block.queries)
         query_rows, _ = self.queries.rows(
             torch.arange(positions.begin, positions.end, device=self.queries.device)[None]
@@ -152,7 +150,7 @@ class _Parts:
             apart = apart.expand(rows.shape)
             kept = kept_rows(rows, apart, dtype)
             rows, usable = bring_forward(rows, ~apart)
-        return Meeting(
+        return BlockPair(
             query_rows=query_rows,
             query_valid=None,
             query_real=None,
@@ -168,9 +166,9 @@ class _Parts:
         if totals is None:
             return None
         batch, heads = self.piece.key.shape[:2]
-        made, rows = stand_ins_of(totals, (batch, heads, totals[0].shape[1]), self.piece.query.dtype)
+        made, rows = centroids_of(totals, (batch, heads, totals[0].shape[1]), self.piece.query.dtype)
         moved = KeyRows(rows.rows + self.n_stand_ins, rows.bias)
-        self.stand_ins.append(made)
+        self.centroids.append(made)
         self.n_stand_ins += made.key.shape[0]
         return moved
 
@@ -229,7 +227,7 @@ class Kept:
 
     Attributes:
         keep: `[B, H, w]` bool, the keys that are kept.
-        clusters: Labels for stand-ins; None where there are none.
+        clusters: Labels for centroids; None where there are none.
     """
 
     keep: Tensor
@@ -239,7 +237,7 @@ class Kept:
 class Choosing:
     """The choices of one call on this rank, for all its blocks."""
 
-    def __init__(self, piece: OwnPiece, config: Selected, places: Map) -> None:
+    def __init__(self, piece: Shard, config: Selected, places: Map) -> None:
         self.piece, self.config, self.places = piece, config, places
         wide = torch.promote_types(piece.key.dtype, torch.float32)
         self.wide = wide
@@ -278,7 +276,7 @@ class Choosing:
         """Scores of own keys by block, after the holders of each block told one another what they must."""
         if self.piece.is_causal:
             scorer = block_scorer(scorer, self._keys.shape[-1])
-        telling = telling_of(scorer)
+        telling = stats_kind_of(scorer)
         if telling is None:
             raise TypeError(f"scorer must be one that can be told from pieces, got {scorer!r}")
         held = {block: self._held(block) for block in self.scored if self._holds(block)}
@@ -288,7 +286,7 @@ class Choosing:
             own, lambda block, rank: telling.size(held[block], self._span(block, rank)), dtype
         )
         return {
-            block: telling.score(each, [Told(self._span(block, rank), part) for rank, part in told[block]])
+            block: telling.score(each, [ScoreStats(self._span(block, rank), part) for rank, part in told[block]])
             for block, each in held.items()
         }
 
@@ -297,10 +295,10 @@ class Choosing:
     ) -> dict[Block, list[tuple[int, Tensor]]]:
         """`[B, H, n]` of every holder of the blocks that this rank holds, in the order of ranks."""
         group, lead = self.piece.group, self.piece.key.shape[:2]
-        together = {block: self.places.holders(block) for block in own}
+        parallel_group = {block: self.places.holders(block) for block in own}
         parts, sizes, shapes = [], [], []
         for rank in range(group.size):
-            shared = [block for block in own if rank in together[block] and rank != group.rank]
+            shared = [block for block in own if rank in parallel_group[block] and rank != group.rank]
             parts.append(_flat([own[block] for block in shared], dtype, self._keys.device))
             shapes.append([(block, size(block, rank)) for block in shared])
             sizes.append(sum(n for _, n in shapes[-1]) * lead.numel())
@@ -353,7 +351,7 @@ class Choosing:
 
 
 def cluster_scorer(config: Selected) -> ClusteringScorer | None:
-    """Whose clusters have stand-ins; None = there are none."""
+    """Whose clusters have centroids; None = there are none."""
     if isinstance(config.remainder, ClusteringScorer):
         return config.remainder
     if config.remainder == "none":
@@ -368,7 +366,7 @@ def _flat(tensors: Sequence[Tensor], dtype: torch.dtype, device: torch.device) -
     return torch.cat([tensor.reshape(-1) for tensor in tensors])
 
 
-# Rows on their way: near keys, selected keys and values, and sums for stand-ins go to the ranks that need them.
+# Rows on their way: near keys, selected keys and values, and sums for centroids go to the ranks that need them.
 #
 # One exchange for all blocks of a call: its backward pass is one exchange too, and in the same order on every
 # rank.
@@ -377,13 +375,13 @@ Totals = tuple[Tensor, Tensor, Tensor]
 """Sums of keys and of values, and numbers of members, by cluster; see `cluster_totals`."""
 
 
-class Arrived(NamedTuple):
+class Received(NamedTuple):
     """What a rank has of the others, and of itself.
 
     Attributes:
         key, value: `[rows, D]` tables: first the near positions `[B, H, near]`, then selected rows of the blocks.
         rows: By block that this rank's queries meet: `[B, H, n_kept]` rows of the tables, in order of position.
-        totals: By block: what its stand-ins are made of.
+        totals: By block: what its centroids are made of.
         received: All that came, for `prescore.parallel.comm.tied`.
     """
 
@@ -394,17 +392,17 @@ class Arrived(NamedTuple):
     received: tuple[Tensor, ...]
 
 
-class Travel:
+class Exchange:
     """The exchange of one call.
 
     Args:
         piece: What this rank holds.
-        config: Whether there are stand-ins.
+        config: Whether there are centroids.
         places: Who holds and who needs what.
         kept: What this rank keeps of its own columns.
     """
 
-    def __init__(self, piece: OwnPiece, config: Selected, places: Map, kept: Mapping[Block, Kept]) -> None:
+    def __init__(self, piece: Shard, config: Selected, places: Map, kept: Mapping[Block, Kept]) -> None:
         self.piece, self.places, self.kept = piece, places, kept
         self.rank, self.size = piece.group.rank, piece.group.size
         self.lead = piece.key.shape[:2]
@@ -413,7 +411,7 @@ class Travel:
         self.stands_in = scorer is not None
         self.n_clusters = 0 if scorer is None else scorer.n_clusters or piece.key.shape[-1] + 1
 
-    def run(self) -> Arrived:
+    def run(self) -> Received:
         """Send and receive."""
         piece, wide = self.piece, accumulation_dtype(self.piece.key.dtype)
         counts = self._counts()
@@ -427,7 +425,7 @@ class Travel:
         for table in (piece.key, piece.value):
             flat, dim = table.reshape(-1, table.shape[-1]), table.shape[-1]
             parts = [flat.index_select(0, rows).reshape(-1) for rows in leaving]
-            mails.append(Mail(parts, [n * dim for n in n_incoming]))
+            mails.append(Message(parts, [n * dim for n in n_incoming]))
         if self.stands_in:
             mails.append(self._totals_mail(wide))
         received = piece.group.exchange(mails)
@@ -437,7 +435,7 @@ class Travel:
             self._table(parts, near, table.shape[-1])
             for parts, table in zip(received[:2], (piece.key, piece.value), strict=True)
         )
-        return Arrived(key, value, rows, totals, tuple(part for parts in received for part in parts))
+        return Received(key, value, rows, totals, tuple(part for parts in received for part in parts))
 
     def _to(self, needer: int, sender: int | None = None) -> list[Block]:
         """Blocks of which a sender (this rank) has keys that a rank needs, in the shared order."""
@@ -513,7 +511,7 @@ class Travel:
         first = torch.cat([part.view(self.n_rows, -1, dim) for part, _ in begun], dim=1)
         return torch.cat([first.reshape(-1, dim), *(rest.view(-1, dim) for _, rest in begun)])
 
-    def _totals_mail(self, wide: torch.dtype) -> Mail:
+    def _totals_mail(self, wide: torch.dtype) -> Message:
         own = {block: self._own_totals(block, kept, wide) for block, kept in self.kept.items() if kept.clusters}
         empty = torch.empty(0, dtype=wide, device=self.piece.key.device)
         parts, sizes = [], []
@@ -522,7 +520,7 @@ class Travel:
             parts.append(torch.cat(mine) if mine else empty)
             theirs = [block for block in self._to(self.rank, other) if not block.keeps_all]
             sizes.append(len(theirs) * self.n_rows * self.n_clusters * self._width())
-        return Mail(parts, sizes)
+        return Message(parts, sizes)
 
     def _own_totals(self, block: Block, kept: Kept, wide: torch.dtype) -> Tensor:
         """`[B * H, clusters, D + Dv + 1]`: sums over this rank's unselected keys of a block."""

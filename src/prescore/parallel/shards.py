@@ -16,7 +16,7 @@ from prescore.selected.causal_grid import FULL
 
 
 @dataclass(frozen=True, eq=False)
-class OwnPiece:
+class Shard:
     """This rank's piece of a call, checked on every rank.
 
     Attributes:
@@ -159,7 +159,7 @@ class Map:
         near: In causal mode: the positions whose keys each rank reads exactly, beginning with a leaf; else empty.
     """
 
-    def __init__(self, piece: OwnPiece, config: Selected) -> None:
+    def __init__(self, piece: Shard, config: Selected) -> None:
         n_own_keys, n_own = piece.key.shape[2], piece.query.shape[2]
         ranks = range(piece.group.size)
         first = piece.n_keys - piece.n_query if piece.is_causal else 0
@@ -191,7 +191,7 @@ def count_blocks(n_keys: int, n_query: int, leaf: int) -> int:
     return 0 if n_query == 0 else -(-n_keys // leaf)
 
 
-def _full_block(piece: OwnPiece, config: Selected) -> Block:
+def _full_block(piece: Shard, config: Selected) -> Block:
     n_query = piece.n_query
     few = n_query <= config.min_seq_len if config.leaf_inclusive else n_query < config.min_seq_len
     keys = Span(0, piece.n_keys)

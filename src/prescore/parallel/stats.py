@@ -60,14 +60,14 @@ class Held:
         return dataclasses.replace(self, keys=self.keys + noise * drawn[self.span.begin : self.span.end])
 
 
-class Told(NamedTuple):
+class ScoreStats(NamedTuple):
     """What the holder of some columns told: `numbers [B, H, size]`."""
 
     span: Span
     numbers: Tensor
 
 
-class Telling(ABC):
+class StatsKind(ABC):
     """How one scorer scores keys that lie on several ranks."""
 
     def wire(self, keys: torch.dtype, wide: torch.dtype) -> torch.dtype:
@@ -83,11 +83,11 @@ class Telling(ABC):
         """`[B, H, size]`: what this holder tells the others."""
 
     @abstractmethod
-    def score(self, held: Held, told: Sequence[Told]) -> Scored:
+    def score(self, held: Held, told: Sequence[ScoreStats]) -> Scored:
         """Scores of this holder's keys, from what all holders told, in the order of their columns."""
 
 
-def telling_of(scorer: Scorer) -> Telling | None:
+def stats_kind_of(scorer: Scorer) -> StatsKind | None:
     """How a scorer does it; None = it needs all keys in one place."""
     if type(scorer) is KeyNorm or type(scorer) is Uniform:
         return _Alone(scorer)
@@ -102,7 +102,7 @@ def telling_of(scorer: Scorer) -> Telling | None:
 
 
 @dataclass(frozen=True)
-class _Alone(Telling):
+class _Alone(StatsKind):
     """Every key for itself."""
 
     scorer: Scorer
@@ -113,7 +113,7 @@ class _Alone(Telling):
     def tell(self, held: Held) -> Tensor:
         return held.keys.new_zeros(*held.keys.shape[:2], 0)
 
-    def score(self, held: Held, told: Sequence[Told]) -> Scored:
+    def score(self, held: Held, told: Sequence[ScoreStats]) -> Scored:
         if isinstance(self.scorer, KeyNorm):
             return Scored(torch.linalg.vector_norm(held.keys, dim=-1))
         draws = held.streams.uniform("uniform", held.n_keys, like=held.keys).to(held.keys.dtype)
@@ -121,7 +121,7 @@ class _Alone(Telling):
 
 
 @dataclass(frozen=True)
-class _Mean(Telling):
+class _Mean(StatsKind):
     """`KeyDiff`: sums of the normalised keys."""
 
     def size(self, like: Held, span: Span) -> int:
@@ -130,7 +130,7 @@ class _Mean(Telling):
     def tell(self, held: Held) -> Tensor:
         return torch.matmul(self._inverse(held.keys).unsqueeze(2), held.keys).squeeze(2)
 
-    def score(self, held: Held, told: Sequence[Told]) -> Scored:
+    def score(self, held: Held, told: Sequence[ScoreStats]) -> Scored:
         total = _in_order(told).unsqueeze(2)
         direction = torch.nn.functional.normalize(total, dim=-1, eps=torch.finfo(total.dtype).tiny)
         cosines = torch.matmul(held.keys, direction.transpose(2, 3)).squeeze(3)
@@ -143,7 +143,7 @@ class _Mean(Telling):
 
 
 @dataclass(frozen=True)
-class _Gram(Telling):
+class _Gram(StatsKind):
     """`Leverage`: triangular factors, whose Gram matrices add up to that of all keys."""
 
     scorer: Leverage
@@ -159,7 +159,7 @@ class _Gram(Telling):
         factors: Tensor = torch.linalg.qr(_leverage_rows(self.scorer, held).to(torch.float64), mode="r").R
         return factors.flatten(2)
 
-    def score(self, held: Held, told: Sequence[Told]) -> Scored:
+    def score(self, held: Held, told: Sequence[ScoreStats]) -> Scored:
         dim, dtype = held.keys.shape[-1], held.keys.dtype
         stacked = torch.cat([factors.unflatten(2, (-1, dim)) for _, factors in told], dim=2).flatten(0, 1)
         whitening = whitening_of(stacked, dim * torch.finfo(dtype).eps)
@@ -168,7 +168,7 @@ class _Gram(Telling):
 
 
 @dataclass(frozen=True)
-class _Sketch(Telling):
+class _Sketch(StatsKind):
     """`Leverage` from a sketch: the sum of the holders' sketches."""
 
     scorer: Leverage
@@ -184,7 +184,7 @@ class _Sketch(Telling):
         size = sketch_rows(self.sketch_size, rows.shape[-1])
         return sketch_of(rows.flatten(0, 1), signs, size, held.span.begin).flatten(1).view(*rows.shape[:2], -1)
 
-    def score(self, held: Held, told: Sequence[Told]) -> Scored:
+    def score(self, held: Held, told: Sequence[ScoreStats]) -> Scored:
         rows = _leverage_rows(self.scorer, held)
         sketch = _in_order(told).unflatten(2, (-1, rows.shape[-1])).flatten(0, 1)
         whitening = sketched_whitening(sketch, torch.finfo(rows.dtype).eps, held.streams)
@@ -193,7 +193,7 @@ class _Sketch(Telling):
 
 
 @dataclass(frozen=True)
-class _Centres(Telling):
+class _Centres(StatsKind):
     """Clustering scorers: every holder fits the same centres on the same sample, and assigns its own keys."""
 
     scorer: ClusteringScorer
@@ -210,7 +210,7 @@ class _Centres(Telling):
         rows = [keys[:, :, _inside(places, held.span)] for places in self._samples(held)]
         return torch.cat(rows, dim=2).flatten(2)
 
-    def score(self, held: Held, told: Sequence[Told]) -> Scored:
+    def score(self, held: Held, told: Sequence[ScoreStats]) -> Scored:
         scorer, shape = self.scorer, held.keys.shape
         fitted, widths = self._together(held, told)
         lift = scorer.lift(widths, None, held.streams)
@@ -245,7 +245,7 @@ class _Centres(Telling):
         few = n_keys.clamp(max=BANDWIDTH_SAMPLE if isinstance(self.scorer, GaussianKMeans) else 0)
         return fitted, _sample(n_keys, few, held.streams, "bandwidth sample")
 
-    def _together(self, held: Held, told: Sequence[Told]) -> tuple[Tensor, Tensor]:
+    def _together(self, held: Held, told: Sequence[ScoreStats]) -> tuple[Tensor, Tensor]:
         """The two samples `[B * H, n, D]` out of what all holders told."""
         dim, dtype = held.keys.shape[-1], held.keys.dtype
         fitted, _ = self._samples(held)
@@ -278,7 +278,7 @@ def _leverage_rows(scorer: Leverage, held: Held) -> Tensor:
     return keys
 
 
-def _in_order(told: Sequence[Told]) -> Tensor:
+def _in_order(told: Sequence[ScoreStats]) -> Tensor:
     """The sum in the order of ranks, so that all get the same bits."""
     total = told[0].numbers
     for part in told[1:]:

@@ -14,7 +14,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from prescore.parallel.comm import Group, Mail, done_by_all, tied
+from prescore.parallel.comm import Group, Message, done_by_all, tied
 
 
 @dataclass(frozen=True)
@@ -92,17 +92,17 @@ class Change:
             whole.append(torch.cat(heads, dim=1))
         return whole
 
-    def _mail_back(self, result: Tensor) -> Mail:
+    def _mail_back(self, result: Tensor) -> Message:
         batch, _, positions, dim = result.shape
         length = positions // self.group.size
         pieces = [result[:, :, rank * length : (rank + 1) * length] for rank in range(self.group.size)]
         sizes = [batch * share.n_query_heads * length * dim for share in self.shares]
-        return Mail([piece.reshape(-1) for piece in pieces], sizes)
+        return Message([piece.reshape(-1) for piece in pieces], sizes)
 
-    def _mail(self, table: Tensor, ranges: list[tuple[int, int]]) -> Mail:
+    def _mail(self, table: Tensor, ranges: list[tuple[int, int]]) -> Message:
         first, end = ranges[self.group.rank]
         size = table.shape[0] * (end - first) * table.shape[2] * table.shape[3]
-        return Mail([table[:, a:b].reshape(-1) for a, b in ranges], [size] * self.group.size)
+        return Message([table[:, a:b].reshape(-1) for a, b in ranges], [size] * self.group.size)
 
 
 def attend_by_heads(

@@ -1,1 +1,1 @@
-"""The default engine: queries read the keys that matter to them, stand-ins carry the others."""
+"""The default engine: queries read the keys that matter to them, centroids carry the others."""

@@ -1,9 +1,9 @@
-"""Routed attention as a whole call: rows that matter are read by themselves, stand-ins carry all others.
+"""Routed attention as a whole call: rows that matter are read by themselves, centroids carry all others.
 
 Why each part is there, with figures in docs/default.md: *local chunks*, because nearby tokens are read by almost
 every head; *sinks*, because the first keys draw mass from every query and drown in any mean; *rows found by their
 codes*, because what else matters is single keys that depend on the query, and a choice shared with later queries
-would leak the future; *stand-ins that know their spread*, because many small weights add up. The ideas come from
+would leak the future; *centroids that know their spread*, because many small weights add up. The ideas come from
 tree and multipole methods (one mean for a far cluster), from quantised search, and from the laplace approximation
 of a sum by a normal.
 
@@ -35,9 +35,11 @@ from prescore.routed.softmax import attend_sources
 from prescore.routed.sources import Sources, View
 from prescore.types import Attended, Outcome, Selection, Values
 
-ERROR_FIGURES = ("error_estimate", "error_limit_mean", "error_limit_max", "read_further", "read_everything")
+ERROR_FIGURES = ("error_estimate", "error_bound_mean", "error_bound_max", "refined", "read_all")
 """What a call with a tolerance tells; all zero where everything is read."""
-MEANS = {"rows_per_query", "searched_keys", "far_rows", "stand_in_rows"} | set(ERROR_FIGURES) - {"error_limit_max"}
+MEANS = {"keys_per_query", "keys_compared", "far_keys_read", "centroids_per_query"} | set(ERROR_FIGURES) - {
+    "error_bound_max"
+}
 """Figures that are means over queries."""
 
 
@@ -56,22 +58,22 @@ def attend_routed(call: Call, config: Routed, *, explain: bool = False) -> Outco
         answer = _at_one_start(call, config, gaps)
     else:
         answer = _start_by_start(call, config, gaps)
-    rows = float(answer.figures["rows_per_query"])
+    rows = float(answer.figures["keys_per_query"])
 
-    def count_rows() -> float:
+    def count_keys() -> float:
         return rows
 
     if not explain:
-        return Outcome(answer.attended, count_rows, stats=answer.figures)
+        return Outcome(answer.attended, count_keys, stats=answer.figures)
     stats = {
         **answer.figures,
-        "keys_kept": call.mean_keys(),
+        "keys_selected": call.mean_keys(),
         "depth": 0,
         "fallbacks": 0,
         "seconds": {"attending": time.perf_counter() - begin},
         "backend": call.backend.name,
     }
-    return Outcome(answer.attended, count_rows, _reachable(call, config), stats)
+    return Outcome(answer.attended, count_keys, _reachable(call, config), stats)
 
 
 def _with_gaps(call: Call) -> Tensor | None:
@@ -146,8 +148,8 @@ def _in_order(call: Call, parts: list[Answer], rows: list[Tensor]) -> Answer:
     for name in MEANS & figures.keys():
         total = sum(count * part.figures[name] for count, part in zip(counts, parts, strict=True))
         figures[name] = total / max(1, sum(counts))
-    if "error_limit_max" in figures:
-        figures["error_limit_max"] = max(part.figures["error_limit_max"] for part in parts)
+    if "error_bound_max" in figures:
+        figures["error_bound_max"] = max(part.figures["error_bound_max"] for part in parts)
     found = [part.figures["exact_sequences"] for part in parts if "exact_sequences" in part.figures]
     if found:
         figures["exact_sequences"] = sum(found)
@@ -203,7 +205,7 @@ class Answer(NamedTuple):
 
 
 def attend_lanes(call: Call, config: Routed) -> Answer:
-    """Attention over local chunks, sinks, rows found and stand-ins.
+    """Attention over local chunks, sinks, rows found and centroids.
 
     Args:
         call: Aligned inputs whose queries all begin at one position. Padding may only lie behind the last real
@@ -217,7 +219,7 @@ def attend_lanes(call: Call, config: Routed) -> Answer:
     results = []
     level = level_for(call.query, call.value.shape[-1], layout.leaf, call.backend)
     # compiled code reads the beginning too, and faster; the operator alone has its gradients
-    n_apart = n_exact if level == NO_LEVEL or is_learned(call) or n_exact == layout.n_query else 0
+    n_apart = n_exact if level == NO_LEVEL or needs_gradients(call) or n_exact == layout.n_query else 0
     if n_apart or not layout.n_query:
         results.append(attend_beginning(call, layout, n_apart))
     if n_exact < layout.n_query:
@@ -232,12 +234,12 @@ def attend_lanes(call: Call, config: Routed) -> Answer:
     limit, error, further = (pad(bar, (n_apart, 0)) for bar in routed.bars)
     real = real_queries(call)[:, None].expand_as(limit)
     over = is_over(limit, config) & real
-    figures["rows_per_query"] += float((over * keys_seen(call)[:, None]).sum() / real.sum().clamp_min(1))
+    figures["keys_per_query"] += float((over * keys_seen(call)[:, None]).sum() / real.sum().clamp_min(1))
     figures.update(error_figures(limit[real], error[real], further[real], over[real]))
     return Answer(whole, figures)
 
 
-def is_learned(call: Call) -> bool:
+def needs_gradients(call: Call) -> bool:
     """Whether gradients of a call are recorded."""
     return torch.is_grad_enabled() and any(t.requires_grad for t in (call.query, call.key, call.value))
 
@@ -398,9 +400,9 @@ def keys_seen(call: Call) -> Tensor:
 def geometry(call: Call, layout: Layout, n_exact: int, config: Routed) -> Values:
     """What is known before anything was read, as if all queries read everything."""
     rows = _mean(keys_seen(call), real_queries(call))
-    nothing = dict.fromkeys(("searched_keys", "far_rows", "stand_in_rows"), 0.0)
+    nothing = dict.fromkeys(("keys_compared", "far_keys_read", "centroids_per_query"), 0.0)
     bars = dict.fromkeys(ERROR_FIGURES if config.tolerance is not None else (), 0.0)
-    return {**asdict(layout), "exact_queries": n_exact, **nothing, "rows_per_query": rows, **bars}
+    return {**asdict(layout), "exact_queries": n_exact, **nothing, "keys_per_query": rows, **bars}
 
 
 def met(call: Call, layout: Layout, n_exact: int, counts: Tensor) -> Values:
@@ -422,10 +424,10 @@ def met(call: Call, layout: Layout, n_exact: int, counts: Tensor) -> Values:
     rows = keys_seen(call) - chunks * (layout.chunk - layout.nodes_per_chunk)
     share = int(routed.sum()) / max(1, int(real.sum()))
     return {
-        "searched_keys": searched,
-        "far_rows": found,
-        "stand_in_rows": _mean(chunks[:, n_exact:].double(), routed) * layout.nodes_per_chunk,
-        "rows_per_query": _mean(rows, real) + found * share,
+        "keys_compared": searched,
+        "far_keys_read": found,
+        "centroids_per_query": _mean(chunks[:, n_exact:].double(), routed) * layout.nodes_per_chunk,
+        "keys_per_query": _mean(rows, real) + found * share,
     }
 
 
@@ -442,8 +444,8 @@ def error_figures(limit: Tensor, error: Tensor, further: Tensor, over: Tensor) -
     bars = limit.masked_fill(over, 0.0)
     return {
         "error_estimate": float(error.masked_fill(over, 0.0).mean()),
-        "error_limit_mean": float(bars.mean()),
-        "error_limit_max": float(bars.max()),
-        "read_further": float((further | over).double().mean()),
-        "read_everything": float(over.double().mean()),
+        "error_bound_mean": float(bars.mean()),
+        "error_bound_max": float(bars.max()),
+        "refined": float((further | over).double().mean()),
+        "read_all": float(over.double().mean()),
     }

@@ -2,7 +2,7 @@
 
 The caller owns keys and values and passes all of them; the index holds what was derived from them. New tokens stay
 in the exactly read local part until their chunk is far enough behind, then it becomes nodes. A step costs
-stand-ins, codes of odd keys and of the nodes it searches, and the rows it reads.
+centroids, codes of outlier keys and of the nodes it searches, and the rows it reads.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from prescore.ops.backend import Backend, Needs, Tile, accumulation_dtype, pick_
 from prescore.ops.native.library import NO_LEVEL
 from prescore.rng import DEFAULT_SEED, Streams
 from prescore.routed.attention import error_figures, search_of
-from prescore.routed.error_bound import attend_within, is_over, read_everything
+from prescore.routed.error_bound import attend_within, is_over, read_all
 from prescore.routed.index import Nodes, build_nodes
 from prescore.routed.layout import Layout, make_layout
 from prescore.routed.native import PreparedStep, build_nodes_compiled, can_build, level_for, make_tables
@@ -62,8 +62,8 @@ class RoutedIndex:
         return Attended(*(torch.cat(tensors, dim=2) for tensors in zip(*wholes, strict=True)))
 
     @property
-    def rows_read(self) -> float:
-        """Keys and stand-ins that a query met in the last step, on average over the sequences."""
+    def keys_read(self) -> float:
+        """Keys and centroids that a query met in the last step, on average over the sequences."""
         sizes = [1 if rows.stop is None else rows.stop - rows.start for rows, _ in self._groups]
         met = sum(size * group.n_read for size, (_, group) in zip(sizes, self._groups, strict=True))
         return met / max(1, sum(sizes))
@@ -236,7 +236,7 @@ class _Lockstep:
         """The step to the configuration's tolerance; where no search is enough, everything is read."""
         bars = attend_within(query, sources, view, near, self._config, self._seed)
         whole, over = Attended(bars.output, bars.lse), is_over(bars.limit, self._config)
-        read_everything(query, sources, view, near, over, whole, self._start)
+        read_all(query, sources, view, near, over, whole, self._start)
         self.bars = bars.limit, bars.error, bars.further, over
         n_read = float(bars.counts[1]) + float(over.sum()) * (sources.key.shape[1] - self._start)
         return Attended(whole.output.to(query.dtype), whole.lse), n_read / over.numel()

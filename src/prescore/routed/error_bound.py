@@ -380,7 +380,7 @@ def attend_sampled_plain(
 # Everything that some queries see, on top of what they have read near them: those that an error bar asks for.
 
 
-def read_everything(
+def read_all(
     query: Tensor, sources: Sources, view: View, near: Attended, wanted: Tensor, into: Attended, start: int = 0
 ) -> None:
     """Exact attention of the `wanted [T, G, Q]` queries, who have read `near`, written to `into`.
@@ -409,10 +409,10 @@ def read_everything(
 
 # Routed attention to a tolerance: what is left of a node is sampled instead of modelled, and queries read on.
 #
-# Every node is searched, and one key of every sixteen of a node (its odd keys, then the others in tree order)
+# Every node is searched, and one key of every sixteen of a node (its outlier keys, then the others in tree order)
 # stands
 # for those that are not read by themselves: a nearly unbiased estimate with a measured spread, where the bias of a
-# stand-in could not be known. The samples come first, and say how light the keys must be that a query looks
+# centroid could not be known. The samples come first, and say how light the keys must be that a query looks
 # for; one
 # whose error bar is too wide all the same looks again for lighter ones. A query that no search serves, or that is
 # over the tolerance at last, reads everything. Which keys are sampled depends on the seed and on their node's
@@ -459,7 +459,7 @@ def attend_to_tolerance(query: Tensor, sources: Sources, view: View, config: Rou
     attend = attend_near_compiled if can_run(query, sources, view) else attend_near
     near = attend(query, sources, view)
     bars = attend_within(query, sources, view, near, config, seed)
-    read_everything(query, sources, view, near, is_over(bars.limit, config), Attended(bars.output, bars.lse))
+    read_all(query, sources, view, near, is_over(bars.limit, config), Attended(bars.output, bars.lse))
     return bars._replace(output=bars.output.to(query.dtype))
 
 

@@ -75,7 +75,7 @@ class Layout:
         return chunks.masked_fill(position < self.exact_until, 0)
 
     def rows_in_any_case(self) -> Tensor:
-        """`[Nq]` in float64: keys and stand-ins that each query meets, whatever it looks for."""
+        """`[Nq]` in float64: keys and centroids that each query meets, whatever it looks for."""
         position = torch.arange(self.n_query) + self.first
         chunks = self.chunks_seen(position)
         visible = position + 1 if self.causal else torch.full_like(position, self.n_key)

@@ -306,7 +306,7 @@ class FarCall(ctypes.Structure):
 class Tables:
     """Sources in the layouts of compiled code; columns, a multiple of 16, of which the first are sinks.
 
-    Codes and scales of each node's odd keys, its first sixteen, are there twice: every query compares them, and
+    Codes and scales of each node's outlier keys, its first sixteen, are there twice: every query compares them, and
     side by side they stay in cache.
 
     They fit one another: what does not is refused when it is made, and not looked at again.

@@ -1,4 +1,4 @@
-"""Attention beyond the local chunks in plain torch: sinks, rows found by their codes, stand-ins for the rest.
+"""Attention beyond the local chunks in plain torch: sinks, rows found by their codes, centroids for the rest.
 
 This is the definition that compiled code follows; it runs on every device and in every precision, and drops
 weights. Queries come in blocks of one lane that see the same nodes. All but `find_rows`, which makes discrete
@@ -141,7 +141,7 @@ def _known(scores: Scores, seen: Seen) -> Tensor:
 def find_rows(query: Tensor, seen: Seen, search: Search, scores: Scores, limit: Tensor) -> Found:
     """Which rows a block of queries `[t, D]`, already scaled, reads; `limit [t]` as `limit_of` has it.
 
-    Every query compares the odd keys of all nodes, and the other keys of those nodes that may hold one to read.
+    Every query compares the outlier keys of all nodes, and the other keys of those nodes that may hold one to read.
     """
     (n_nodes, leaf), odd = seen.rows.shape, min(ODD, seen.rows.shape[1])
     searched = scores.nodes + search.reach * scores.spread >= limit[:, None]
@@ -167,9 +167,9 @@ class Weighed(NamedTuple):
     """What a block counts.
 
     Attributes:
-        columns: `[t, S + M]` logits of sinks and stand-ins.
+        columns: `[t, S + M]` logits of sinks and centroids.
         rows: `[R]` logits of the rows it reads.
-        move: `[t, M]` how far the stand-ins' values move along the drift.
+        move: `[t, M]` how far the centroids' values move along the drift.
         drift: `[t, Dv]`.
     """
 
@@ -183,8 +183,8 @@ def weigh(query: Tensor, seen: Seen, scores: Scores, limit: Tensor, found: Found
     """Logits under which everything is counted; `row_key [R, D]` are the keys of the rows read."""
     left = seen.rows.shape[1] - found.hits
     gain, move = corrections(limit[:, None] - scores.nodes, scores.spread)
-    stand_ins = scores.nodes + gain + left.clamp_min(1).to(query.dtype).log()
-    columns = torch.cat((scores.sinks, stand_ins.masked_fill(left == 0, -math.inf)), dim=1)
+    centroids = scores.nodes + gain + left.clamp_min(1).to(query.dtype).log()
+    columns = torch.cat((scores.sinks, centroids.masked_fill(left == 0, -math.inf)), dim=1)
     rows = (query.index_select(0, found.query) * row_key).sum(-1)
     return Weighed(columns, rows, move, query @ seen.drift)
 
@@ -214,14 +214,14 @@ def highest(weighed: Weighed, found: Found, near: Tensor) -> Tensor:
 
 # What is left of a node when its heaviest keys are read by themselves.
 #
-# A stand-in counts the other keys of its node as if their logits were normal around that of the mean, with the
+# A centroid counts the other keys of its node as if their logits were normal around that of the mean, with the
 # deviation `s` that the pooled covariance gives for this query, cut off at the limit from which on keys are read.
 # The mean of `exp` under that cut is `exp(s^2 / 2) Phi(t / s - s) / Phi(t / s)`, `t` the distance to the limit,
 # and
 # the values behind it lie on average `1 - phi(t / s - s) / (s Phi(t / s - s))` of the drift away from their mean.
 
 MOST_GAIN = 2.0
-"""Logits within a node are not quite normal: a stand-in's gain is cut off here."""
+"""Logits within a node are not quite normal: a centroid's gain is cut off here."""
 MOST_KNOWN_GAIN = 4.0
 """The same before any key was read, when the limit is chosen."""
 LEAST_SPREAD, MOST_SPREAD = 1e-3, 1e15
@@ -230,7 +230,7 @@ FARTHEST = 1e30
 
 
 def corrections(distance: Tensor, spread: Tensor) -> tuple[Tensor, Tensor]:
-    """What a stand-in's logit gains, and how far its value moves along the drift.
+    """What a centroid's logit gains, and how far its value moves along the drift.
 
     Args:
         distance: `[t, M]` from the nodes' logits to the limit.

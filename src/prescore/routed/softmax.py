@@ -1,4 +1,4 @@
-"""One softmax over what lies near, sinks, rows found and stand-ins, with exact gradients.
+"""One softmax over what lies near, sinks, rows found and centroids, with exact gradients.
 
 Forward merges the parts by log-sum-exp; backward runs each part under the merged output and lse, so nothing is
 stored but the inputs and each query's limit, from which its rows are found again.

@@ -21,7 +21,7 @@ class Scored:
     """Scores `[B, H, N]`, and the clusters behind them where the scorer made any.
 
     `labels [B, H, N]` are cluster numbers in `0..n_clusters-1`, so that attention can use the same clusters for
-    stand-ins without clustering twice.
+    centroids without clustering twice.
     """
 
     scores: Tensor

@@ -61,7 +61,7 @@ def stratified(
 ) -> tuple[Tensor, Tensor | None]:
     """One point from each of `counts [P]` equal slices of the valid points, which must come first.
 
-    Position i is `floor((i + u_i) * n_valid / count)` with `u_i` the same in every problem. Problems with fewer
+    Position i is `floor((i + u_i) * n_valid / count)` with `u_i` the same in every problem. BlockPairs with fewer
     points than the largest get filler of weight zero.
 
     Returns:

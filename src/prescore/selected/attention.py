@@ -35,12 +35,12 @@ def attend_selected(
     attended = plan.timed("attending", lambda: plan.run(call))
     parts, n_queries = plan.parts, call.query.shape[:3].numel()
 
-    def count_rows() -> float:  # keeps row numbers alive, but no keys or values
-        return rows_per_query(parts, n_queries)
+    def count_keys() -> float:  # keeps row numbers alive, but no keys or values
+        return keys_per_query(parts, n_queries)
 
     if not explain:
-        return Outcome(attended, count_rows)
-    return Outcome(attended, count_rows, plan.selections, statistics(call, plan, attended))
+        return Outcome(attended, count_keys)
+    return Outcome(attended, count_keys, plan.selections, statistics(call, plan, attended))
 
 
 def selecting(config: Selected | Hyper) -> Selected:
@@ -64,26 +64,26 @@ def statistics(call: Call, plan: Plan, attended: Attended) -> Values:
     """Statistics of a plan whose result is `attended`, in aligned positions.
 
     Returns:
-        `keys_kept` (mean per problem and head), `rows_per_query` (key and stand-in columns a query met, on
-        average), `depth` of the causal recursion, `fallbacks` taken, `seen_mass` (mean share of the estimated
+        `keys_selected` (mean per problem and head), `keys_per_query` (key and centroid columns a query met, on
+        average), `depth` of the causal recursion, `fallbacks` taken, `mass_read` (mean share of the estimated
         attention mass that was seen exactly rather than estimated by the residual), and `seconds`
         per stage.
     """
     problems = sum(kept.valid.shape[:2].numel() for kept in plan.selections)
     n_kept = sum(int(kept.valid.sum()) for kept in plan.selections)
     return {
-        "keys_kept": n_kept / problems if problems else 0.0,
-        "rows_per_query": rows_per_query(plan.parts, call.query.shape[:3].numel()),
+        "keys_selected": n_kept / problems if problems else 0.0,
+        "keys_per_query": keys_per_query(plan.parts, call.query.shape[:3].numel()),
         "depth": plan.depth,
         "fallbacks": sum(int(kept.fallback.sum()) for kept in plan.selections if kept.fallback is not None),
-        "seen_mass": seen_mass(call, plan, attended),
+        "mass_read": mass_read(call, plan, attended),
         "seconds": dict(plan.seconds),
         "backend": call.backend.name,
     }
 
 
 @torch.no_grad()
-def seen_mass(call: Call, plan: Plan, attended: Attended) -> float:
+def mass_read(call: Call, plan: Plan, attended: Attended) -> float:
     """Mean of exp(lse without the residual - lse with it) over queries that saw anything."""
     if not any(part.residual[1] for part in plan.parts):
         return 1.0
@@ -95,7 +95,7 @@ def seen_mass(call: Call, plan: Plan, attended: Attended) -> float:
     return float(torch.exp(seen[anywhere] - whole[anywhere]).mean())
 
 
-def rows_per_query(parts: list[Part], n_queries: int) -> float:
+def keys_per_query(parts: list[Part], n_queries: int) -> float:
     """Columns met per query, counting a causal square as half; what a bias hides from a query it does not meet."""
     return sum(_pairs(part) for part in parts) / n_queries if n_queries else 0.0
 

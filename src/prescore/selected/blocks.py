@@ -1,6 +1,6 @@
 """HyperAttention over given keys: one LSH block per query, plus a sampled residual.
 
-All columns a query sees (its block, the residual samples, keys that are always kept, stand-ins) go into one
+All columns a query sees (its block, the residual samples, keys that are always kept, centroids) go into one
 call of the operator, so there is one softmax and nothing to merge.
 """
 
@@ -31,7 +31,7 @@ class KeyRows:
 
 
 @dataclass(frozen=True, eq=False)
-class Meeting:
+class BlockPair:
     """Independent attention problems of one size: queries over selected keys.
 
     `P` problems (batch rows, or blocks of the causal recursion), `H` KV heads, `G` query heads for each.
@@ -43,7 +43,7 @@ class Meeting:
         key_rows: `[P, H, S]` flat rows of the selected keys.
         key_valid: `[P, H, S]`, False = filler; None = none.
         kept: Keys outside blocks and residual, seen exactly by every query.
-        extra: Stand-ins, likewise.
+        extra: Centroids, likewise.
         n_all: `[P]` real keys before selection.
         n_selected: `[P, H]` selected keys, where `key_rows` hold others too (`mask="zero"`); None = all of them.
     """
@@ -65,7 +65,7 @@ class Meeting:
             return torch.full(shape[:2], shape[2], device=self.key_rows.device)
         return self.key_valid.sum(-1)
 
-    def some(self, problems: Tensor) -> Meeting:
+    def some(self, problems: Tensor) -> BlockPair:
         """Some of the problems only."""
 
         def pick(value: Any) -> Any:
@@ -73,25 +73,25 @@ class Meeting:
                 return None
             return value.some(problems) if isinstance(value, KeyRows) else value.index_select(0, problems)
 
-        return Meeting(*(pick(getattr(self, f.name)) for f in dataclasses.fields(self)))
+        return BlockPair(*(pick(getattr(self, f.name)) for f in dataclasses.fields(self)))
 
 
-def exact_part(meeting: Meeting, dtype: torch.dtype) -> Part:
+def exact_part(pair: BlockPair, dtype: torch.dtype) -> Part:
     """Every query over all selected keys of its problem; `dtype` is the query's."""
     dtype = accumulation_dtype(dtype)
-    n_problems, heads, group, width = meeting.query_rows.shape
-    columns = [KeyRows(meeting.key_rows, _validity_bias(meeting, dtype))]
-    columns += [meeting.kept] if meeting.kept is not None else []
-    filled = meeting.query_valid
+    n_problems, heads, group, width = pair.query_rows.shape
+    columns = [KeyRows(pair.key_rows, _validity_bias(pair, dtype))]
+    columns += [pair.kept] if pair.kept is not None else []
+    filled = pair.query_valid
     if filled is not None:
-        filled = filled[:, None, None, :].expand(meeting.query_rows.shape).flatten(0, 1)
+        filled = filled[:, None, None, :].expand(pair.query_rows.shape).flatten(0, 1)
     shape = (n_problems * heads, group, width)
-    biased = meeting.key_valid is not None
-    return _part(shape, meeting.query_rows.flatten(0, 1), filled, columns, meeting.extra, biased)
+    biased = pair.key_valid is not None
+    return _part(shape, pair.query_rows.flatten(0, 1), filled, columns, pair.extra, biased)
 
 
 def hyper_part(
-    meeting: Meeting,
+    pair: BlockPair,
     query_ranks: Tensor,
     key_ranks: Tensor,
     draws: Tensor,
@@ -113,29 +113,29 @@ def hyper_part(
         placed: Where the queries stand among more than these, for `alignment="rank"`; None = these are all.
     """
     dtype = accumulation_dtype(dtype)
-    n_problems, heads, _ = meeting.key_rows.shape
-    keys = _sort_keys(meeting, key_ranks, lsh.block_size)
+    n_problems, heads, _ = pair.key_rows.shape
+    keys = _sort_keys(pair, key_ranks, lsh.block_size)
     if keys.most <= 1:
-        tiles = _whole(meeting)
+        tiles = _whole(pair)
     elif placed is not None:
         tiles = placed_tiles(placed, keys.n_blocks)
     elif lsh.alignment == "rank":
-        tiles = rank_tiles(query_ranks, keys.n_blocks, keys.most, meeting.query_real, meeting.query_valid)
+        tiles = rank_tiles(query_ranks, keys.n_blocks, keys.most, pair.query_real, pair.query_valid)
     else:
-        tiles = hash_tiles(query_ranks, keys.ranks, keys.block_size, keys.n_blocks, meeting.query_valid)
+        tiles = hash_tiles(query_ranks, keys.ranks, keys.block_size, keys.n_blocks, pair.query_valid)
     columns = []
     if keys.block_size:
-        columns.append(_block_columns(meeting, keys, dtype))
+        columns.append(_block_columns(pair, keys, dtype))
     residual = (0, 0)
     if draws.numel():
         residual = (keys.block_size, keys.block_size + draws.numel())
-        columns.append(_residual_columns(meeting, keys, draws, coupling, dtype))
+        columns.append(_residual_columns(pair, keys, draws, coupling, dtype))
     n_tiles = tiles.block.shape[-1]
     picked = [_pick(column, tiles.block) for column in columns]
-    if meeting.kept is not None:
-        picked.append(_spread(meeting.kept, n_tiles))
-    extra = None if meeting.extra is None else _spread(meeting.extra, n_tiles)
-    query_rows = meeting.query_rows.flatten(2).gather(-1, tiles.places.flatten(2)).view(tiles.places.shape)
+    if pair.kept is not None:
+        picked.append(_spread(pair.kept, n_tiles))
+    extra = None if pair.extra is None else _spread(pair.extra, n_tiles)
+    query_rows = pair.query_rows.flatten(2).gather(-1, tiles.places.flatten(2)).view(tiles.places.shape)
     shape = (n_problems * heads * n_tiles, *tiles.places.shape[3:])
     filled = None if tiles.filled is None else tiles.filled.flatten(0, 2)
     part = _part(shape, query_rows.flatten(0, 2), filled, picked, extra, True)
@@ -163,54 +163,54 @@ class _SortedKeys:
     most: int
 
 
-def _sort_keys(meeting: Meeting, key_ranks: Tensor, block_size: int) -> _SortedKeys:
-    if meeting.key_valid is not None:
-        key_ranks = key_ranks.masked_fill(~meeting.key_valid, torch.iinfo(key_ranks.dtype).max)
+def _sort_keys(pair: BlockPair, key_ranks: Tensor, block_size: int) -> _SortedKeys:
+    if pair.key_valid is not None:
+        key_ranks = key_ranks.masked_fill(~pair.key_valid, torch.iinfo(key_ranks.dtype).max)
     ranks, order = torch.sort(key_ranks, dim=-1, stable=True)
-    n_keys, count = meeting.key_rows.shape[-1], meeting.counts()
+    n_keys, count = pair.key_rows.shape[-1], pair.counts()
     block_size = min(block_size, n_keys)
     most = -(-n_keys // block_size) if block_size else 1
     n_blocks: Tensor | int = most
-    if block_size and meeting.key_valid is not None:
+    if block_size and pair.key_valid is not None:
         n_blocks = ((count + block_size - 1) // block_size).clamp_min(1)
     return _SortedKeys(order, ranks, count, block_size, n_blocks, most)
 
 
-def _whole(meeting: Meeting) -> Tiles:
+def _whole(pair: BlockPair) -> Tiles:
     """One tile per problem and head holding all queries in order: nothing to sort."""
-    n_problems, heads, group, width = meeting.query_rows.shape
-    places = torch.arange(group * width, device=meeting.query_rows.device).view(1, 1, 1, group, width)
+    n_problems, heads, group, width = pair.query_rows.shape
+    places = torch.arange(group * width, device=pair.query_rows.device).view(1, 1, 1, group, width)
     places = places.expand(n_problems, heads, 1, group, width)
-    filled = meeting.query_valid
+    filled = pair.query_valid
     if filled is not None:
         filled = filled[:, None, None, None, :].expand(places.shape)
     return Tiles(places, filled, places.new_zeros(n_problems, heads, 1))
 
 
-def _block_columns(meeting: Meeting, keys: _SortedKeys, dtype: torch.dtype) -> KeyRows:
+def _block_columns(pair: BlockPair, keys: _SortedKeys, dtype: torch.dtype) -> KeyRows:
     """`[P, H, blocks, block_size]` rows of the sorted keys, -inf on filler."""
     cut = (keys.most, keys.block_size)
     slot = torch.arange(keys.most * keys.block_size, device=keys.order.device)
-    rows = meeting.key_rows.gather(-1, keys.order)
+    rows = pair.key_rows.gather(-1, keys.order)
     rows = rows.index_select(-1, slot.clamp_max(rows.shape[-1] - 1)).unflatten(-1, cut)
     bias = torch.zeros((), dtype=dtype, device=slot.device).where(slot < keys.count[..., None], -torch.inf)
     return KeyRows(rows, bias.unflatten(-1, cut))
 
 
 def _residual_columns(
-    meeting: Meeting, keys: _SortedKeys, draws: Tensor, coupling: Coupling, dtype: torch.dtype
+    pair: BlockPair, keys: _SortedKeys, draws: Tensor, coupling: Coupling, dtype: torch.dtype
 ) -> KeyRows:
     """`[P, H, blocks, samples]`: sampled keys weighted by (keys / samples), own block left out."""
     n_samples, count, order = draws.numel(), keys.count, keys.order
     sample = (draws * count[..., None]).floor().to(torch.int64)
     sample = torch.minimum(sample, (count[..., None] - 1).clamp_min(0))
-    if meeting.key_valid is not None:
+    if pair.key_valid is not None:
         # the i-th *valid* key: filler may stand anywhere in a ragged list
-        sample = torch.sort(~meeting.key_valid, dim=-1, stable=True).indices.gather(-1, sample)
-    rows = meeting.key_rows.gather(-1, sample)
-    size = count if meeting.n_selected is None else meeting.n_selected
+        sample = torch.sort(~pair.key_valid, dim=-1, stable=True).indices.gather(-1, sample)
+    rows = pair.key_rows.gather(-1, sample)
+    size = count if pair.n_selected is None else pair.n_selected
     if coupling.residual_weight == "all":
-        size = meeting.n_all[:, None].expand_as(count)
+        size = pair.n_all[:, None].expand_as(count)
     bias = torch.log(size.to(torch.float64) / n_samples).to(dtype)
     bias = bias.masked_fill(count == 0, -torch.inf)[..., None, None].expand(*count.shape, keys.most, n_samples)
     if keys.block_size and coupling.overlap == "exclude":
@@ -236,9 +236,9 @@ def _spread(columns: KeyRows, n_tiles: int) -> KeyRows:
     return KeyRows(rows, bias)
 
 
-def _validity_bias(meeting: Meeting, dtype: torch.dtype) -> Tensor:
-    bias = torch.zeros(meeting.key_rows.shape, dtype=dtype, device=meeting.key_rows.device)
-    return bias if meeting.key_valid is None else bias.masked_fill_(~meeting.key_valid, -torch.inf)
+def _validity_bias(pair: BlockPair, dtype: torch.dtype) -> Tensor:
+    bias = torch.zeros(pair.key_rows.shape, dtype=dtype, device=pair.key_rows.device)
+    return bias if pair.key_valid is None else bias.masked_fill_(~pair.key_valid, -torch.inf)
 
 
 def _part(

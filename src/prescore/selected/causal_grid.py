@@ -190,7 +190,7 @@ class Candidates:
         query_valid: `[P, W]`, False = filler; None = none.
         query_real: `[P, W]`, False = filler or padding; None = none.
         key: `[P, H, N, D]` candidates.
-        value: Their values, where stand-ins need them.
+        value: Their values, where centroids need them.
         rows: `[P, H, N]` flat rows of the candidates.
         valid: `[P, N]`, False = padding; None = none.
         protect: `[P, N]`, keys to be kept and seen exactly; None = none.
@@ -223,7 +223,7 @@ class Candidates:
 
 
 @dataclass(frozen=True, eq=False)
-class Problems:
+class BlockPairs:
     """The problems of one call; `given [B, Hkv, Nk]` is the caller's selection, in aligned positions."""
 
     call: Call
@@ -289,7 +289,7 @@ class Problems:
         )
 
     def _gathered(self, rows: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Keys and values of a level's blocks; values only where stand-ins need them."""
+        """Keys and values of a level's blocks; values only where centroids need them."""
         shape = (*rows.shape, -1)
         flat = rows.reshape(-1)
         key = self.call.key.reshape(-1, self.call.key.shape[-1]).index_select(0, flat).view(shape)

@@ -1,4 +1,4 @@
-"""One stand-in per cluster for its keys that were not selected."""
+"""One centroid per cluster for its keys that were not selected."""
 
 from __future__ import annotations
 
@@ -6,54 +6,54 @@ import torch
 from torch import Tensor
 
 from prescore.ops.backend import accumulation_dtype
-from prescore.ops.parts import StandIns
+from prescore.ops.parts import Centroids
 from prescore.selected.blocks import KeyRows
 
 _CHUNK = 8192
 
 
-def centroid_stand_ins(
-    tables: StandIns, labels: Tensor, unselected: Tensor, n_clusters: int, dtype: torch.dtype
-) -> tuple[StandIns, KeyRows]:
+def cluster_centroids(
+    tables: Centroids, labels: Tensor, unselected: Tensor, n_clusters: int, dtype: torch.dtype
+) -> tuple[Centroids, KeyRows]:
     """Means of the true keys and values of each cluster's unselected members, weighted by their number.
 
-    A stand-in enters the softmax with logit `q . mean key + log(count)` and carries the mean value: exact where
+    A centroid enters the softmax with logit `q . mean key + log(count)` and carries the mean value: exact where
     the cluster's keys are equal, and an underestimate of its mass otherwise (exp is convex).
 
     Args:
         tables: Keys `[P, H, N, D]` and values `[P, H, N, Dv]`; gradients flow into them.
         labels: `[P, H, N]` cluster numbers.
         unselected: `[P, H, N]` bool, real keys that were not selected.
-        n_clusters: Stand-ins per problem and head.
+        n_clusters: Centroids per problem and head.
         dtype: Of the queries; log weights are at least float32.
 
     Returns:
-        The stand-ins, and their rows and log weights `[P, H, n_clusters]` (-inf for an empty cluster).
+        The centroids, and their rows and log weights `[P, H, n_clusters]` (-inf for an empty cluster).
     """
     key, value = tables.key, tables.value
     n_problems, heads = labels.shape[:2]
     wide = torch.promote_types(key.dtype, torch.float32)
     points = [tensor.flatten(0, 1).to(wide) for tensor in (key, value)]
     totals = cluster_totals(points, labels, unselected, n_clusters)
-    return stand_ins_of(totals, (n_problems, heads, n_clusters), dtype)
+    return centroids_of(totals, (n_problems, heads, n_clusters), dtype)
 
 
-def stand_ins_of(
+def centroids_of(
     totals: tuple[Tensor, Tensor, Tensor], shape: tuple[int, int, int], dtype: torch.dtype
-) -> tuple[StandIns, KeyRows]:
-    """What `centroid_stand_ins` returns, from sums of keys and values and numbers of members.
+) -> tuple[Centroids, KeyRows]:
+    """What `cluster_centroids` returns, from sums of keys and values and numbers of members.
 
     Args:
         totals: As `cluster_totals` gives them.
-        shape: Problems, heads, clusters.
+        shape: BlockPairs, heads, clusters.
         dtype: Of the queries, keys and values.
     """
     key_sum, value_sum, count = totals
     safe = count.clamp_min(1)
-    stand_ins = StandIns((key_sum / safe).flatten(0, 1).to(dtype), (value_sum / safe).flatten(0, 1).to(dtype))
-    rows = torch.arange(stand_ins.key.shape[0], device=count.device)
+    centroids = Centroids((key_sum / safe).flatten(0, 1).to(dtype), (value_sum / safe).flatten(0, 1).to(dtype))
+    rows = torch.arange(centroids.key.shape[0], device=count.device)
     # log(0) = -inf is what an empty cluster should weigh
-    return stand_ins, KeyRows(rows.view(shape), torch.log(count).view(shape).to(accumulation_dtype(dtype)))
+    return centroids, KeyRows(rows.view(shape), torch.log(count).view(shape).to(accumulation_dtype(dtype)))
 
 
 def cluster_totals(

@@ -16,15 +16,15 @@ from torch import Tensor
 
 from prescore.call import Call
 from prescore.config import Exact, Lsh, Selected
-from prescore.ops.parts import Part, StandIns, attend_parts, exact_parts
+from prescore.ops.parts import Centroids, Part, attend_parts, exact_parts
 from prescore.rng import Streams
 from prescore.scoring.base import Scorer
 from prescore.scoring.hashing import hash_ranks, projections, zero_rank
 from prescore.scoring.kmeans import ClusteringScorer, KMeans
 from prescore.scoring.select import Chosen, bring_forward, membership, score_keys, select_keys, selection_of
-from prescore.selected.blocks import KeyRows, Meeting, exact_part, hyper_part
-from prescore.selected.causal_grid import Candidates, Problems, Queries, leaf_parts, levels
-from prescore.selected.centroids import centroid_stand_ins
+from prescore.selected.blocks import BlockPair, KeyRows, exact_part, hyper_part
+from prescore.selected.causal_grid import BlockPairs, Candidates, Queries, leaf_parts, levels
+from prescore.selected.centroids import cluster_centroids
 from prescore.types import Attended, Selection
 
 CAUSAL_FIT_PER_CLUSTER = 16
@@ -40,7 +40,7 @@ class Plan:
     Attributes:
         parts: Which queries meet which keys.
         key, value: Tables the parts' rows refer to (with a zero row at the end under `mask="zero"`).
-        stand_ins: Rows the parts' extra columns refer to.
+        centroids: Rows the parts' extra columns refer to.
         selections: One per full problem or off-diagonal block, in aligned positions.
         depth: Levels of the causal recursion.
         seconds: Time spent per stage.
@@ -49,7 +49,7 @@ class Plan:
     key: Tensor
     value: Tensor
     parts: list[Part] = field(default_factory=list)
-    stand_ins: StandIns | None = None
+    centroids: Centroids | None = None
     selections: list[Selection] = field(default_factory=list)
     depth: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
@@ -72,7 +72,7 @@ class Plan:
             self.parts if parts is None else parts,
             scale=call.scale,
             backend=call.backend,
-            stand_ins=self.stand_ins,
+            centroids=self.centroids,
         )
 
 
@@ -88,7 +88,7 @@ class _Planner:
         batch, heads = call.key.shape[:2]
         self.call, self.config = call, config
         self.queries = Queries(batch, heads, call.group, call.n_query, call.query_start, call.query.device)
-        self.problems = Problems(call, config, self.queries, given)
+        self.problems = BlockPairs(call, config, self.queries, given)
         self.zeroing = config.coupling.mask == "zero"
         self.plan = Plan(*self._tables())
         self._ranks: tuple[Tensor, Tensor] | None = None
@@ -135,28 +135,28 @@ class _Planner:
         nothing = selection.indices.shape[-1] == 0  # padding everywhere, or a given selection that lies elsewhere
         extra = None
         if config.remainder != "none" and not chosen.everything and candidates.any_valid():
-            extra = plan.timed("stand-ins", lambda: self._stand_ins(candidates, chosen, streams))
+            extra = plan.timed("centroids", lambda: self._centroids(candidates, chosen, streams))
         if nothing and extra is None:
             return
-        meeting = self._meeting(candidates, selection, extra)
+        pair = self._block_pair(candidates, selection, extra)
         if nothing or isinstance(config.inner, Exact):
-            plan.parts.append(exact_part(meeting, dtype))
+            plan.parts.append(exact_part(pair, dtype))
             return
         lsh, exact = config.inner, candidates.exact.to(selection.indices.device)
         if bool(exact.any()):
-            own = meeting if bool(exact.all()) else meeting.some(exact.nonzero()[:, 0])
+            own = pair if bool(exact.all()) else pair.some(exact.nonzero()[:, 0])
             plan.parts.append(exact_part(own, dtype))
         if not bool(exact.all()):
-            own = meeting.some((~exact).nonzero()[:, 0]) if bool(exact.any()) else meeting
+            own = pair.some((~exact).nonzero()[:, 0]) if bool(exact.any()) else pair
             plan.parts.append(self._hyper_part(own, lsh, streams))
 
-    def _hyper_part(self, meeting: Meeting, lsh: Lsh, streams: Streams) -> Part:
+    def _hyper_part(self, pair: BlockPair, lsh: Lsh, streams: Streams) -> Part:
         query_ranks, key_ranks = self.plan.timed("hashing", lambda: self._hash(lsh))
         draws = streams.uniform("residual", lsh.sample_size, like=self.call.key)
-        ranks = query_ranks[meeting.query_rows], key_ranks[meeting.key_rows]
+        ranks = query_ranks[pair.query_rows], key_ranks[pair.key_rows]
         return self.plan.timed(
             "sorting",
-            lambda: hyper_part(meeting, *ranks, draws, lsh, self.config.coupling, self.call.query.dtype),
+            lambda: hyper_part(pair, *ranks, draws, lsh, self.config.coupling, self.call.query.dtype),
         )
 
     def _choose(self, candidates: Candidates, streams: Streams) -> Chosen:
@@ -186,8 +186,8 @@ class _Planner:
             found.append(Selection(selection.indices[own] + first[number], selection.valid[own], mark))
         return found
 
-    def _stand_ins(self, candidates: Candidates, chosen: Chosen, streams: Streams) -> KeyRows:
-        """Add stand-ins of these problems to the table; returns their rows and weights."""
+    def _centroids(self, candidates: Candidates, chosen: Chosen, streams: Streams) -> KeyRows:
+        """Add centroids of these problems to the table; returns their rows and weights."""
         keys, scored = candidates.key.detach(), chosen.scored
         own = self.config.remainder if isinstance(self.config.remainder, Scorer) else None
         if scored is None or own is not None:  # with a given selection, the clusters as if it had been made here
@@ -200,18 +200,16 @@ class _Planner:
         unselected = ~membership(chosen.selection, keys.shape[2])
         if candidates.valid is not None:
             unselected = unselected & candidates.valid[:, None, :]
-        tables = StandIns(candidates.key, candidates.value)
-        made, rows = centroid_stand_ins(
-            tables, scored.labels, unselected, scored.n_clusters, self.call.query.dtype
-        )
-        before = self.plan.stand_ins
+        tables = Centroids(candidates.key, candidates.value)
+        made, rows = cluster_centroids(tables, scored.labels, unselected, scored.n_clusters, self.call.query.dtype)
+        before = self.plan.centroids
         if before is None:
-            self.plan.stand_ins = made
+            self.plan.centroids = made
             return rows
-        self.plan.stand_ins = StandIns(torch.cat((before.key, made.key)), torch.cat((before.value, made.value)))
+        self.plan.centroids = Centroids(torch.cat((before.key, made.key)), torch.cat((before.value, made.value)))
         return KeyRows(rows.rows + before.key.shape[0], rows.bias)
 
-    def _meeting(self, candidates: Candidates, selection: Selection, extra: KeyRows | None) -> Meeting:
+    def _block_pair(self, candidates: Candidates, selection: Selection, extra: KeyRows | None) -> BlockPair:
         indices, valid = selection.indices, selection.valid
         n_selected, kept = None, None
         rows = candidates.rows.gather(-1, indices)
@@ -225,7 +223,7 @@ class _Planner:
             apart = candidates.protect[:, None, :].expand(candidates.rows.shape).gather(-1, indices) & valid
             kept = kept_rows(rows, apart, self.call.query.dtype)
             rows, usable = bring_forward(rows, valid & ~apart)
-        return Meeting(
+        return BlockPair(
             query_rows=candidates.query_rows,
             query_valid=candidates.query_valid,
             query_real=candidates.query_real,

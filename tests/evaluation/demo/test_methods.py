@@ -55,11 +55,11 @@ def test_rivals_read_as_many_rows_and_no_fewer(tiny, text):
     rows = default.figures["replaced_rows_per_query"]
     sliding, selection = rivals(default)
     for method in (sliding, selection):
-        read = measure_loss(tiny, window, method)["rows_per_query"]
+        read = measure_loss(tiny, window, method)["keys_per_query"]
         assert rows <= read < 1.15 * rows
         assert method.settings["sinks"] == shown_config(512).sinks
     leaf, top_k = selection.settings["min_seq_len"], selection.settings["top_k"]
-    assert measure_loss(tiny, window, selection)["rows_per_query"] == pytest.approx(
+    assert measure_loss(tiny, window, selection)["keys_per_query"] == pytest.approx(
         selected_rows(512, leaf, top_k), abs=0.01
     )
     smaller = max(selected_rows(512, leaf, top_k - 1), 0)

@@ -37,8 +37,8 @@ def test_looks_are_those_of_the_engine(given):
     looks = layer_looks(given, CONFIG)
     assert list(looks) == [0, 1, 2, 3]
     every = [look for head in looks.values() for look in head]
-    assert sum(look.rows[1] for look in every) / len(every) == pytest.approx(aux.stats.far_rows, rel=0.02)
-    assert aux.stats.far_rows > 1
+    assert sum(look.rows[1] for look in every) / len(every) == pytest.approx(aux.stats.far_keys_read, rel=0.02)
+    assert aux.stats.far_keys_read > 1
     told = torch.tensor([[look.error for look in head] for head in looks.values()]) / 10_000
     torch.testing.assert_close(told, error[0], atol=1e-3, rtol=0.02)
     assert error.max() > 0.002  # there is an error to be told
@@ -47,7 +47,7 @@ def test_looks_are_those_of_the_engine(given):
 def test_weights_are_all_of_the_softmax(given):
     for look in (look for head in layer_looks(given, CONFIG).values() for look in head):
         assert sum(look[:4]) == pytest.approx(10_000, abs=3)
-        assert sum(look.chunks) == pytest.approx(look.stand_ins, abs=len(look.chunks))
+        assert sum(look.chunks) == pytest.approx(look.centroids, abs=len(look.chunks))
         assert len(look.heaviest) == 2 * min(MOST_FOUND, look.rows[1])
         weights = look.heaviest[1::2]
         assert weights == sorted(weights, reverse=True)

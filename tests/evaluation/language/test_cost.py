@@ -36,7 +36,7 @@ def test_meter_sums_layers_and_tells_replaced_ones_apart():
         "attention_processor_seconds": 1.5,
         "replaced_seconds": 2.0,
         "layers_replaced": 1,
-        "rows_per_query": 10.0,  # over both layers
+        "keys_per_query": 10.0,  # over both layers
         "replaced_rows_per_query": 7.0,
     }
 

@@ -27,7 +27,7 @@ from prescore.bench.language.model import LanguageModel
 from prescore.bench.language.perplexity import loss_row, measure_loss
 from prescore.bench.records import measure
 from prescore.config import Routed
-from prescore.integrations.attention import Situation
+from prescore.integrations.attention import AttentionContext
 
 NOVEL = 325_000
 """Tokens of the shorter of two novels."""
@@ -129,8 +129,8 @@ def test_nearby_is_attention_to_two_chunks_and_sinks(length, sinks):
     wanted = torch.nn.functional.scaled_dot_product_attention(
         query, key, value, attn_mask=seen, scale=0.3, enable_gqa=True
     )
-    situation = Situation(layer=0, is_causal=True, scale=0.3)
-    output, rows, _ = methods.nearby(16, sinks).attention(0)(query, key, value, situation)
+    context = AttentionContext(layer=0, is_causal=True, scale=0.3)
+    output, rows, _ = methods.nearby(16, sinks).attention(0)(query, key, value, context)
     torch.testing.assert_close(output, wanted)
     assert rows() == near_rows(length, 16, sinks) == pytest.approx(float(seen.sum(1).double().mean()))
 
@@ -161,7 +161,7 @@ def test_the_window_follows_what_the_default_read():
     record = measure("perplexity", loss_row(tiny, window, method, experiment="default"))
     rival = measured_after(record)
     assert rival.axes == {"beside": method.label}
-    read = measure_loss(tiny, window, rival)["rows_per_query"]
+    read = measure_loss(tiny, window, rival)["keys_per_query"]
     assert 0 <= read - record.figures["replaced_rows_per_query"] < 1
     damaged = SimpleNamespace(figures={}, config=record.config, key="k")
     with pytest.raises(ValueError, match="record k must have the rows that the default read, got None"):

@@ -166,7 +166,7 @@ def test_a_row_has_every_needle_by_depth(tiny):
         assert one["asked"] == PER_DEPTH
         assert one["found"] == [int(answer.found) for answer in own]
         assert one["answer_loss"] == pytest.approx(sum(answer.loss for answer in own) / PER_DEPTH)
-    assert figures["rows_per_query"] == 25.5
+    assert figures["keys_per_query"] == 25.5
     assert figures["attention_processor_seconds"] > 0
     assert "position_scaling" not in figures
 

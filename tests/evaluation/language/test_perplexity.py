@@ -14,7 +14,7 @@ from prescore.bench.language.documents import Document
 from prescore.bench.language.methods import measured_attention
 from prescore.bench.language.model import LanguageModel
 from prescore.bench.language.perplexity import loss_row, make_windows, measure_loss, streamed_loss
-from prescore.integrations.attention import Situation, layer_seed
+from prescore.integrations.attention import AttentionContext, layer_seed
 
 TEXT = "In the beginning there was a key, and the key was with the query. " * 20
 
@@ -42,7 +42,7 @@ def test_exact_through_the_door_changes_nothing(tiny, window):
     figures = measure_loss(tiny, window, methods.exact())
     assert figures["loss"] == pytest.approx(plain, abs=1e-10)
     assert figures["perplexity"] == pytest.approx(math.exp(plain))
-    assert figures["rows_per_query"] == 100.5
+    assert figures["keys_per_query"] == 100.5
     assert figures["attention_seconds"] > 0
     assert tiny.model.config._attn_implementation == "sdpa"
 
@@ -67,13 +67,13 @@ def test_rows_of_every_layer_are_counted_and_change_nothing(tiny, window):
     ):
         method = methods.prescored("some", config)
         tensors = torch.randn(3, 1, 2, 200, 8, generator=torch.Generator().manual_seed(0))
-        situation = Situation(layer=3, is_causal=True)
-        output, count_rows, stats = method.attention(5)(*tensors, situation)
+        context = AttentionContext(layer=3, is_causal=True)
+        output, count_keys, stats = method.attention(5)(*tensors, context)
         plain, aux = prescore.prescored_attention(
             *tensors, config, is_causal=True, generator=layer_seed(5, 3), return_aux=True
         )
         torch.testing.assert_close(output, plain, rtol=0, atol=0)
-        assert count_rows() == aux.stats["rows_per_query"]
+        assert count_keys() == aux.stats["keys_per_query"]
         assert {name: aux.stats[name] for name in stats} == dict(stats)
         with measured_attention(tiny.model, method) as meter:
             streamed_loss(tiny, window)
@@ -84,7 +84,7 @@ def test_the_seed_of_a_layer_reaches_a_baseline():
     tensors = torch.randn(3, 1, 2, 64, 8, generator=torch.Generator().manual_seed(0))
     method = methods.named("performer", leaf=16, top_k=8)
     one, same, layer, seed = (
-        method.attention(seed)(*tensors, Situation(layer=layer, is_causal=True)).output
+        method.attention(seed)(*tensors, AttentionContext(layer=layer, is_causal=True)).output
         for seed, layer in ((0, 1), (0, 1), (0, 2), (1, 1))
     )
     assert torch.equal(one, same)
@@ -130,7 +130,7 @@ def test_every_named_method_runs(tiny, window, name):
     method = methods.named(name, leaf=32, top_k=16, overrides=_few(name))
     figures = measure_loss(tiny, window, method)
     assert math.isfinite(figures["loss"])
-    assert 0 < figures["rows_per_query"] <= 201
+    assert 0 < figures["keys_per_query"] <= 201
 
 
 def _few(name):

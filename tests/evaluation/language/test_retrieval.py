@@ -135,7 +135,7 @@ def test_a_row_reports_accuracy_and_cost(tiny):
     row = retrieval_row(tiny, HAY, methods.local(32), Question(TASKS[0], 256, 0.1), samples=2)
     figures = row.measure()
     assert figures["accuracy"] == sum(figures["answers"]) / 2
-    assert figures["rows_per_query"] == 16.5
+    assert figures["keys_per_query"] == 16.5
     assert row.config["part"] == "retrieval"
 
 

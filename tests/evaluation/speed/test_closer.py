@@ -41,7 +41,7 @@ def test_parts_add_up_to_the_call(saved):
     routed = range(HEAD, LENGTH)
     assert work["beginning"] == 4 * 16 * HEAD * (HEAD + 1) / 2
     assert work["near"] == 4 * 16 * sum((p - sinks) % chunk + 1 + chunk for p in routed)
-    assert work["stand-ins"] == 4 * 16 * sum(sinks + each * ((p - sinks) // chunk - 1) for p in routed)
+    assert work["centroids"] == 4 * 16 * sum(sinks + each * ((p - sinks) // chunk - 1) for p in routed)
     assert work["rows"] % 16 == 0
     assert work["search"] % 8 == 0
 

@@ -139,7 +139,7 @@ def test_figures_hold_the_error_beside_the_time(saved):
     assert exact["speedup"] == 1.0
     assert 0 < own["error"] < 0.5
     assert len(own["head_errors"]) == 4
-    assert own["rows_per_query"] < (LENGTH + 1) / 2
+    assert own["keys_per_query"] < (LENGTH + 1) / 2
     assert 0 < own["searched_per_query"] < LENGTH
     assert own["rows_off"] == paper["rows_off"] == 0.0
     assert paper["searched_per_query"] == 0.0
@@ -149,7 +149,7 @@ def test_figures_hold_the_error_beside_the_time(saved):
 def test_short_heads_are_exact(saved):
     figures = measure_heads(saved[0], setting_of(saved[0], n=64))["methods"]["default"]
     assert figures["error"] < 1e-9
-    assert figures["rows_per_query"] == 32.5
+    assert figures["keys_per_query"] == 32.5
     assert figures["searched_per_query"] == 0.0
 
 

@@ -99,7 +99,7 @@ def test_where_a_call_is_exact_it_is_checked_and_timed_too(causal):
     figures = speed.measure_setting(setting, seed=0)["methods"]
     assert set(figures) == {"exact", *speed.METHODS}
     columns = 24.5 if causal else 48
-    assert figures["hyper"]["rows_per_query"] == figures["default"]["rows_per_query"] == columns
+    assert figures["hyper"]["keys_per_query"] == figures["default"]["keys_per_query"] == columns
     assert all(entry["error"] < 1e-6 for entry in figures.values())
 
 

@@ -228,9 +228,9 @@ def test_method_names(name, scorer, rule, selector, remainder):
     assert isinstance(config, Selected)
     assert (config.scoring.name, getattr(config.scoring, "rule", None)) == (scorer, rule)
     assert (config.selector, config.remainder) == (selector, remainder)
-    stand_ins = 0 if remainder == "none" else clusters_of_stand_ins(config).n_clusters
-    assert config.top_k + stand_ins == 32
-    assert stand_ins == {"key-diff+centroids": 8, "centroids": 31}.get(name, 0)
+    centroids = 0 if remainder == "none" else clusters_of_stand_ins(config).n_clusters
+    assert config.top_k + centroids == 32
+    assert centroids == {"key-diff+centroids": 8, "centroids": 31}.get(name, 0)
     if rule is not None and remainder == "none":
         assert config.scoring.n_clusters == 6
 
@@ -271,8 +271,8 @@ def test_routed_rows_are_a_limit_of_those_of_the_call(rows, n_tokens, n_prefix):
     query, key, value = torch.randn(3, 1, 2, n_tokens, 16, generator=torch.Generator().manual_seed(0))
     _, aux = prescore.prescored_attention(query, key, value, config, return_aux=True)
     assert aux.stats["exact_queries"] == 0
-    assert aux.stats["far_rows"] > 0
-    assert aux.stats["rows_per_query"] <= method.rows(config, rows, n_tokens=n_tokens) <= rows
+    assert aux.stats["far_keys_read"] > 0
+    assert aux.stats["keys_per_query"] <= method.rows(config, rows, n_tokens=n_tokens) <= rows
 
 
 def test_routed_needs_room_and_the_untouched_default_is_exact_when_short(model_folder, image_folder):

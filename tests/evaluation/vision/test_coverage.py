@@ -25,10 +25,10 @@ from prescore.bench.vision.coverage import (
 from prescore.bench.vision.models import Digits, load_vision_model
 from prescore.bench.vision.tables import paper_coverage_table
 from prescore.integrations.apply import observe
-from prescore.integrations.attention import Situation
+from prescore.integrations.attention import AttentionContext
 from prescore.integrations.torchvision import mend_torchvision
 
-ALONE = Situation(layer=0)
+ALONE = AttentionContext(layer=0)
 
 
 def tiny_vit(folder):
@@ -73,12 +73,12 @@ def by_hand():
 
 def test_a_case_solved_by_hand():
     query, key = by_hand()
-    situation = Situation(layer=0, scale=1.0)
+    context = AttentionContext(layer=0, scale=1.0)
     torch.testing.assert_close(
-        attention_weights(query, key, situation)[0, 0, 0], torch.tensor([0.5, 0.3, 0.15, 0.05])
+        attention_weights(query, key, context)[0, 0, 0], torch.tensor([0.5, 0.3, 0.15, 0.05])
     )
     kept = torch.tensor([[[True, False, False, True]]])
-    found = head_coverage(query, key, kept, situation, (0.1, 0.2, 0.9))
+    found = head_coverage(query, key, kept, context, (0.1, 0.2, 0.9))
     # above 0.1: keys 0, 1, 2 of the first query and 2 of the second; of these four only one is on a kept key
     assert found["heavy_0.1"].item() == pytest.approx(1 / 4)
     assert found["heavy_0.2"].item() == pytest.approx(1 / 3)
@@ -92,7 +92,7 @@ def test_causal_and_grouped_heads():
     draw = torch.Generator().manual_seed(0)
     query = torch.randn(2, 4, 6, 8, generator=draw)
     key = torch.randn(2, 2, 6, 8, generator=draw)
-    causal = Situation(layer=0, is_causal=True)
+    causal = AttentionContext(layer=0, is_causal=True)
     weights = attention_weights(query, key, causal)
     assert weights.shape == (2, 4, 6, 6)
     assert (weights.triu(1) == 0).all()
@@ -232,7 +232,7 @@ def test_the_median_of_an_even_number_lies_between_the_middle_two():
             # every query of a head looks at one key: kept entries are all or nothing
             key = torch.eye(4)[None, None].expand(1, 2, 4, 4) * 9.0
             query = torch.stack([torch.eye(4)[[0] * 4], torch.eye(4)[[3] * 4]])[None] * 9.0
-            look(query, key, Situation(layer=0))
+            look(query, key, AttentionContext(layer=0))
 
     figures = measure_coverage(TwoHeads(), Selected("uniform", 1, sinks=1, remainder="none"), (0.3,))
     # the one kept key is the first: it holds all heavy entries of one head and none of the other

@@ -56,7 +56,7 @@ def test_a_step_reads_the_selection_and_what_came_since(model):
     assert seen.path == "step over the selection"
     assert (seen.rows, seen.n_keys) == (8 + 3 + 2, 43)
     assert (state.n_selected_from, state.n_since) == (41, 2)
-    assert state.n_rows == 8 + 3  # the budget, and a stand-in per cluster
+    assert state.n_rows == 8 + 3  # the budget, and a centroid per cluster
     assert cache.get_seq_length() == 43
 
 
@@ -84,8 +84,8 @@ def test_fresh_selection_equals_prescored_attention(model, refresh_every, n_step
         with_state = steps(model, cache, ids[:, :n_steps], mask)
         assert applied.report()[0].path == "step over the selection"
 
-    def anew(query, key, value, situation):
-        form = situation.form(query, key)
+    def anew(query, key, value, context):
+        form = context.form(query, key)
         return prescore.prescored_attention(
             query,
             key,
@@ -93,8 +93,8 @@ def test_fresh_selection_equals_prescored_attention(model, refresh_every, n_step
             COARSE,
             is_causal=form.kind == "causal",
             key_padding_mask=form.valid,
-            scale=situation.scale,
-            generator=layer_seed(0, situation.layer),
+            scale=context.scale,
+            generator=layer_seed(0, context.layer),
         )
 
     undo = replace_attention(model, dict.fromkeys(range(2), anew))
@@ -216,8 +216,8 @@ def test_several_tokens_at_once_equal_one_by_one(model):
         singly = steps(model, one, ids[:, :5], mask)
         longer = torch.cat((mask, torch.ones_like(mask[:, :5])), dim=1)
         with torch.no_grad():
-            together = model(ids[:, :5], attention_mask=longer, past_key_values=many).logits
-    assert (singly - together).abs().max() < ROUNDING
+            parallel_group = model(ids[:, :5], attention_mask=longer, past_key_values=many).logits
+    assert (singly - parallel_group).abs().max() < ROUNDING
 
 
 def test_batch_of_different_lengths_equals_each_alone(model):
@@ -226,12 +226,12 @@ def test_batch_of_different_lengths_equals_each_alone(model):
     with prescore.apply(model, COARSE):
         cache = PrescoredCache(model.config)
         prefill(model, cache, ids, mask)
-        together = steps(model, cache, tokens, mask)
+        parallel_group = steps(model, cache, tokens, mask)
         for row, first in ((0, 9), (1, 0)):
             alone = PrescoredCache(model.config)
             prefill(model, alone, ids[row : row + 1, first:])
             single = steps(model, alone, tokens[row : row + 1])
-            assert (together[row] - single[0]).abs().max() < ROUNDING
+            assert (parallel_group[row] - single[0]).abs().max() < ROUNDING
 
 
 def test_padding_among_later_tokens_is_not_seen(model):

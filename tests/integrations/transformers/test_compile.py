@@ -82,14 +82,14 @@ def test_a_static_cache_is_followed_through_compiled_steps():
 
 def test_dropout_is_drawn_from_torch_and_again_in_the_backward_pass():
     from prescore.integrations.attention import PrescoredAttention
-    from prescore.integrations.patch import Seat
+    from prescore.integrations.patch import Patch
 
-    seat = Seat(PrescoredAttention(COARSE), layer=0)
+    patch = Patch(PrescoredAttention(COARSE), layer=0)
     query, key, value = (torch.randn(2, 2, 12, 4, dtype=torch.float64, requires_grad=True) for _ in range(3))
 
     def attend(seed):
         torch.manual_seed(seed)
-        return torch.ops.prescore.attend(query, key, value, None, None, True, 0.4, False, "t", seat.handle)[0]
+        return torch.ops.prescore.attend(query, key, value, None, None, True, 0.4, False, "t", patch.handle)[0]
 
     output = attend(0)
     assert torch.equal(attend(0), output)
@@ -155,11 +155,11 @@ def test_a_vit_of_timm():
 
 def test_the_operator_keeps_its_promises():
     from prescore.integrations.attention import PrescoredAttention
-    from prescore.integrations.patch import Seat
+    from prescore.integrations.patch import Patch
 
-    seat = Seat(PrescoredAttention(COARSE), layer=0)
+    patch = Patch(PrescoredAttention(COARSE), layer=0)
     inputs = [torch.randn(2, 2, 12, 4, requires_grad=True) for _ in range(3)]
-    arguments = (*inputs, None, None, True, 0.0, False, "test", seat.handle)
+    arguments = (*inputs, None, None, True, 0.0, False, "test", patch.handle)
     torch.library.opcheck(torch.ops.prescore.attend.default, arguments)
 
 

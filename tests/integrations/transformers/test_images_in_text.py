@@ -6,7 +6,7 @@ from tiny_models import SIZES
 
 import prescore
 from prescore import Hyper, Lsh, Routed, Selected
-from prescore.integrations.attention import PrescoredAttention, Situation
+from prescore.integrations.attention import AttentionContext, PrescoredAttention
 
 N = 24
 COARSE = Selected("key-norm", top_k=3, sinks=1, min_seq_len=4)
@@ -87,9 +87,9 @@ def test_rows_that_look_ahead_are_exact_and_the_others_causal(name, blocks, vali
     key, value = (torch.randn(2, 2, N, 8, generator=generator) for _ in range(2))
     mask = both_ways(BLOCKS[blocks], valid)
     attend = PrescoredAttention(CONFIGS[name])
-    output = attend(query, key, value, Situation(layer=0, mask=mask, is_causal=True))
+    output = attend(query, key, value, AttentionContext(layer=0, mask=mask, is_causal=True))
     assert (attend.last.path, attend.last.mask) == ("prescored", "ahead")
-    causal = attend(query, key, value, Situation(layer=0, mask=both_ways([], valid), is_causal=True))
+    causal = attend(query, key, value, AttentionContext(layer=0, mask=both_ways([], valid), is_causal=True))
     repeated = (t.repeat_interleave(2, dim=1) for t in (key, value))
     exact = torch.nn.functional.scaled_dot_product_attention(query, *repeated, attn_mask=mask)
     ahead = torch.zeros(N, dtype=torch.bool)

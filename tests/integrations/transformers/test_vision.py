@@ -15,8 +15,8 @@ import prescore
 from prescore import Hyper, KMeans, Lsh, Routed, Selected
 from prescore.errors import Unsupported
 from prescore.integrations.apply import find_adapter, replace_attention
-from prescore.integrations.attention import PrescoredAttention, Situation
-from prescore.integrations.patch import seats
+from prescore.integrations.attention import AttentionContext, PrescoredAttention
+from prescore.integrations.patch import patches
 
 FEW = Selected(KMeans(n_clusters=3), top_k=8, sinks=0, remainder="none")
 STAND_INS = FEW.replace(scorer=KMeans(n_clusters=3, rule="farthest", normalize=False), remainder="centroids")
@@ -50,12 +50,12 @@ def test_families(kind, config, n_prefix):
         # the same sums in another order of operations, float32
         torch.testing.assert_close(answer(model), before, rtol=1e-3, atol=1e-3)
         first = model.get_submodule(applied.layers[0])
-        assert seats(first)[-1].n_prefix == n_prefix
+        assert patches(first)[-1].n_prefix == n_prefix
     with prescore.apply(model, FEW):
         assert (answer(model) - before).abs().max() > 1e-3
     assert torch.equal(answer(model), before)
     assert model.config._attn_implementation == implementation
-    assert not any(seats(module) for module in model.modules())
+    assert not any(patches(module) for module in model.modules())
 
 
 def test_layers_left_out_stay_exact():
@@ -179,7 +179,7 @@ def test_a_budget_has_room_for_the_prefix(top_k, expected, sinks):
 @pytest.mark.parametrize("top_k", [2, 0.05])
 @pytest.mark.parametrize("padded", [False, True])
 def test_prefix_tokens_are_read_whatever_the_budget(top_k, padded):
-    """Without stand-ins, a query reads the tokens before the patches and nothing else."""
+    """Without centroids, a query reads the tokens before the patches and nothing else."""
     generator = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(2, 2, 24, 8, generator=generator) for _ in range(3))
     real = torch.ones(2, 24, dtype=torch.bool)
@@ -187,7 +187,7 @@ def test_prefix_tokens_are_read_whatever_the_budget(top_k, padded):
         real[1, 20:] = False
     config = Selected("uniform", top_k=top_k, sinks=0, remainder="none")
     attend = PrescoredAttention(config)
-    got = attend(query, key, value, Situation(layer=0, n_prefix=5, mask=real if padded else None))
+    got = attend(query, key, value, AttentionContext(layer=0, n_prefix=5, mask=real if padded else None))
     # a share is raised for the shortest sequence, and may keep a token more of a longer one
     n_read = 6 if padded and isinstance(top_k, float) else 5
     expected = prescore.exact_attention(query, key[:, :, :5], value[:, :, :5]).output
@@ -211,7 +211,7 @@ def both_routes(weights_of, images, config, seed, protect):
 
 @pytest.mark.skipif(not HAS_TIMM, reason="timm or torchvision is not installed")
 @pytest.mark.parametrize("protect", [True, False])
-@pytest.mark.parametrize("config", [FEW, STAND_INS, SAMPLED], ids=["nearest", "stand-ins", "sampled"])
+@pytest.mark.parametrize("config", [FEW, STAND_INS, SAMPLED], ids=["nearest", "centroids", "sampled"])
 def test_timm_and_huggingface_agree(config, protect):
     model = tiny_timm().double()
     twin = huggingface_from_timm(model.state_dict(), n_heads=3, size=64, patch=8).double()

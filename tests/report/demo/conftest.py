@@ -27,7 +27,7 @@ def loss_record(label, kind, loss, rows, seconds, *, window=1, comparison="equal
         figures={
             "loss": loss,
             "stretch_losses": [loss + (0.01 if part % 2 else -0.01) * (kind != "exact") for part in range(16)],
-            "rows_per_query": rows,
+            "keys_per_query": rows,
             "attention_seconds": seconds,
             "forward_seconds": 2 * seconds,
         },

@@ -265,8 +265,8 @@ def check_what_was_picked(found):
     assert clicked["pale"] == [" dog", " came"]
     assert clicked["strokes"] == [1, 0]
     assert clicked["weights"] == [
-        "Weight: first tokens 5 %, local part 25 % (3 keys), found 60 % (1 rows), stand-ins 10 % (for 5 keys).",
-        "Weight: first tokens 5 %, local part 25 % (3 keys), found 0 % (0 rows), stand-ins 70 % (for 6 keys).",
+        "Weight: first tokens 5 %, local part 25 % (3 keys), found 60 % (1 rows), centroids 10 % (for 5 keys).",
+        "Weight: first tokens 5 %, local part 25 % (3 keys), found 0 % (0 rows), centroids 70 % (for 6 keys).",
     ]
     assert clicked["chosen"] == ["0", "1"]
     assert swapped["chosen"] == ["1", "1"]  # a head's bar puts it on the left

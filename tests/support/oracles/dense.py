@@ -20,23 +20,23 @@ class Weights:
 
     Attributes:
         keys: `[B, Hq, Nq, Nk]` log of how often each key counts, -inf = not at all.
-        means: `[B, Hq, E, Nk]` rows that average keys and values into stand-ins.
-        stand_ins: `[B, Hq, Nq, E]` log of how often each stand-in counts.
+        means: `[B, Hq, E, Nk]` rows that average keys and values into centroids.
+        centroids: `[B, Hq, Nq, E]` log of how often each centroid counts.
     """
 
     keys: Tensor
     means: Tensor
-    stand_ins: Tensor
+    centroids: Tensor
 
 
 def dense_attention(query: Tensor, key: Tensor, value: Tensor, weights: Weights, *, scale: float) -> Attended:
-    """Softmax over all keys and stand-ins; differentiable by autograd."""
+    """Softmax over all keys and centroids; differentiable by autograd."""
     group = query.shape[1] // key.shape[1]
     query, key, value = (t.to(torch.float64) for t in (query, key, value))
     key, value = (t.repeat_interleave(group, dim=1) for t in (key, value))
     keys = torch.cat((key, weights.means @ key), dim=2)
     values = torch.cat((value, weights.means @ value), dim=2)
-    logits = query @ keys.transpose(-1, -2) * scale + torch.cat((weights.keys, weights.stand_ins), dim=-1)
+    logits = query @ keys.transpose(-1, -2) * scale + torch.cat((weights.keys, weights.centroids), dim=-1)
     if logits.shape[-1] == 0:
         return Attended(
             query.new_zeros(*query.shape[:3], value.shape[-1]), query.new_full(query.shape[:3], -torch.inf)

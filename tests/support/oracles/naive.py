@@ -1,7 +1,7 @@
 """Algorithm 2 in loops, one sequence and one head at a time: what the batched plan must reproduce.
 
 Shares with the library Algorithm 1 (scorers and selection), the random streams and nothing else: hashing, sorting,
-blocks, sampling, recursion, padding and stand-ins are written again, by definition.
+blocks, sampling, recursion, padding and centroids are written again, by definition.
 """
 
 from __future__ import annotations
@@ -57,12 +57,12 @@ def naive_weights(
             sight.look(is_causal)
             sights.append(sight)
     most = max((len(sight.means) for sight in sights), default=0)
-    keys, means, stand_ins = zip(*(sight.padded(most) for sight in sights), strict=True)
+    keys, means, centroids = zip(*(sight.padded(most) for sight in sights), strict=True)
     shape = (batch, query.shape[1])
     return Weights(
         torch.stack(keys).view(*shape, *keys[0].shape[1:]).log(),
         torch.stack(means).view(*shape, most, n_keys),
-        torch.stack(stand_ins).view(*shape, *stand_ins[0].shape[1:]).log(),
+        torch.stack(centroids).view(*shape, *centroids[0].shape[1:]).log(),
     )
 
 
@@ -75,7 +75,7 @@ class Column:
 
 
 class Sight:
-    """Weights of one sequence and one KV head: `[group, Nq, columns]`, keys first, stand-ins after."""
+    """Weights of one sequence and one KV head: `[group, Nq, columns]`, keys first, centroids after."""
 
     def __init__(
         self,
@@ -215,13 +215,13 @@ class Sight:
             self.table[:, i].index_add_(1, number, weights)
 
     def new_column(self, mean: Tensor) -> int:
-        """Add a stand-in; returns its column number."""
+        """Add a centroid; returns its column number."""
         self.means.append(mean)
         self.table = torch.cat((self.table, self.table.new_zeros(*self.table.shape[:2], 1)), dim=2)
         return self.table.shape[2] - 1
 
     def padded(self, most: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Key weights, means and stand-in weights, repeated per query head and filled up to `most`."""
+        """Key weights, means and centroid weights, repeated per query head and filled up to `most`."""
         group, n_keys = self.table.shape[0], self.key.shape[0]
         rows = [*self.means, *(self.table.new_zeros(n_keys) for _ in range(most - len(self.means)))]
         means = torch.stack(rows) if rows else self.table.new_zeros(0, n_keys)

@@ -80,7 +80,7 @@ def take_the_place_of_sdpa(notes: _Notes, config: str, on_unsupported: str) -> N
 
     from prescore.config import config_from_dict
     from prescore.integrations.transformers.attention import (
-        default_seat,
+        default_patch,
         prescored_attention_forward,
         prescored_mask,
     )
@@ -101,7 +101,7 @@ def take_the_place_of_sdpa(notes: _Notes, config: str, on_unsupported: str) -> N
     def counted(module: Any, *args: Any, **kwargs: Any) -> Any:
         count()
         if made is not None:
-            default_seat(module, made, on_unsupported)
+            default_patch(module, made, on_unsupported)
         return attend(module, *args, **kwargs)
 
     AttentionInterface.register(KEPT, counted)

@@ -60,7 +60,7 @@ def command(
         ),
     ] = None,
     samples: Annotated[
-        int, typer.Option(min=1, help="Problems per task, length and depth; texts of many-needles.")
+        int, typer.Option(min=1, help="BlockPairs per task, length and depth; texts of many-needles.")
     ] = 10,
     top_k: Annotated[str, typer.Option(help="Keys kept, count or fraction.")] = "256",
     leaf: Leaf = None,

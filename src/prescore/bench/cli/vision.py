@@ -69,13 +69,13 @@ def command(
             "--samples",
             "--num-sample",
             min=1,
-            help="Key rows in all, stand-ins included; may be repeated.  [default: 32 64 96 128]",
+            help="Key rows in all, centroids included; may be repeated.  [default: 32 64 96 128]",
         ),
     ] = None,
     share: Annotated[
         list[float] | None,
         typer.Option(
-            min=0.01, max=0.99, help="Share of stand-ins in `+centroids`; may be repeated.  [default: 0.5]"
+            min=0.01, max=0.99, help="Share of centroids in `+centroids`; may be repeated.  [default: 0.5]"
         ),
     ] = None,
     prefix: Annotated[str, typer.Option(help="Class token and its like: protected, free or both.")] = "protected",

@@ -80,9 +80,9 @@ def budget_chart(lines: Sequence[Line]) -> str:
         Series(
             name,
             tuple(
-                (line.summary.rows_per_query, line.above)
+                (line.summary.keys_per_query, line.above)
                 for line in lines
-                if line.name == name and line.summary.rows_per_query is not None and line.above is not None
+                if line.name == name and line.summary.keys_per_query is not None and line.above is not None
             ),
             place % N_COLOURS,
         )
@@ -91,8 +91,8 @@ def budget_chart(lines: Sequence[Line]) -> str:
     marks = [
         Mark(line.name, line.above) for line in lines if line.summary.kind == "local" and line.above is not None
     ]
-    if exact is not None and exact.rows_per_query is not None:
-        marks.append(Mark("exact", exact.rows_per_query, upright=True))
+    if exact is not None and exact.keys_per_query is not None:
+        marks.append(Mark("exact", exact.keys_per_query, upright=True))
     title = "loss above exact against key rows per query; lower is better"
     words = Words(
         "key rows met per query  (← fewer is cheaper)", "↓ loss above exact (nats), lower is better", title
@@ -239,7 +239,7 @@ def comparison_table(records: Sequence[Record]) -> Table:
             f"{line.summary.loss:.4f}",
             above_words(line),
             percent(line.summary.gap_closed),
-            as_text(line.summary.rows_per_query, 4),
+            as_text(line.summary.keys_per_query, 4),
             f"{line.summary.attention_seconds:.2f} s",
             times(line.summary.speed_up),
         )
@@ -267,7 +267,7 @@ def headline(lines: Sequence[Line]) -> str:
     fast = whole.attention_seconds / own.attention_seconds
     saved = whole.forward_seconds / own.forward_seconds
     return (
-        f"Meeting <strong>{as_text(own.rows_per_query, 3)} of {as_text(whole.rows_per_query, 4)} key rows</strong>"
+        f"BlockPair <strong>{as_text(own.keys_per_query, 3)} of {as_text(whole.keys_per_query, 4)} key rows</strong>"
         f" per query, the default loses <strong>{lost} nats</strong> per token against exact "
         f"attention (perplexity {as_text(own.perplexity, 4)} instead of {as_text(whole.perplexity, 4)}) and takes "
         f"<strong>{own.attention_seconds:.1f} s</strong> for attention instead of "
@@ -316,14 +316,14 @@ def panels(lines: Sequence[Line]) -> str:
         for line in lines
     ]
     rows = [
-        Bar(line.name, line.summary.rows_per_query, as_text(line.summary.rows_per_query, 4), line.is_default)
+        Bar(line.name, line.summary.keys_per_query, as_text(line.summary.keys_per_query, 4), line.is_default)
         for line in lines
     ]
     return (
         "<div class='panels'>"
         + _panel("Loss above exact", "nats per token", loss, most)
         + _panel("Time in attention", "one forward, all layers", seconds)
-        + _panel("Key rows met per query", "stand-ins included", rows)
+        + _panel("Key rows met per query", "centroids included", rows)
         + "</div>"
     )
 
@@ -343,7 +343,7 @@ def details(lines: Sequence[Line]) -> str:
             as_text(own.perplexity, 4),
             above_words(line),
             percent(own.gap_closed),
-            as_text(own.rows_per_query, 4),
+            as_text(own.keys_per_query, 4),
             f"{own.attention_seconds:.2f} s",
             times(own.speed_up),
             f"{own.forward_seconds:.2f} s",
@@ -456,7 +456,7 @@ def _legend() -> str:
         "sinks": "first tokens",
         "near": "local part: own and previous chunk",
         "found": "rows found far away",
-        "stands": "stand-ins for the rest",
+        "stands": "centroids for the rest",
     }
     items = "".join(f'<li><span class="swatch {kind}"></span>{text}</li>' for kind, text in words.items())
     return f'<ul class="legend">{items}</ul>'

@@ -8,8 +8,6 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-from oracles.routed import HeadTable, routed_tables
-from oracles.routed import Sequence as Positions
 from torch import Tensor
 
 from prescore.attention import select_by
@@ -18,9 +16,11 @@ from prescore.bench.language.methods import LanguageMethod, exact, nearby, presc
 from prescore.bench.language.model import LanguageModel
 from prescore.bench.language.perplexity import Window, described
 from prescore.bench.records import Record, Row
+from prescore.bench.routed_oracle import HeadTable, routed_tables
+from prescore.bench.routed_oracle import Sequence as Positions
 from prescore.config import Hyper, Lsh, Routed, Selected, config_from_dict
 from prescore.integrations.apply import find_adapter, observe, replace_attention
-from prescore.integrations.attention import PrescoredAttention, Situation
+from prescore.integrations.attention import AttentionContext, PrescoredAttention
 from prescore.types import Values
 
 STARTS = REPORTED[8192]
@@ -163,9 +163,9 @@ def _named(method: LanguageMethod, label: str, part: str, **axes: Any) -> Langua
     return replace(method, label=label, axes={"series": label, "comparison": part, **axes})
 
 
-# What single queries of the default read, head by head: near keys, rows found, stand-ins, and their weights.
+# What single queries of the default read, head by head: near keys, rows found, centroids, and their weights.
 #
-# Told by the oracle of `oracles.routed`, which follows the definition of the engine key by key; the model
+# ScoreStats by the oracle of `oracles.routed`, which follows the definition of the engine key by key; the model
 # itself runs on the default while its queries, keys and values are looked at.
 
 N_QUERIES = 96
@@ -181,18 +181,18 @@ class QueryReading(NamedTuple):
     """What one query of one head reads; weights in parts of 10000.
 
     Attributes:
-        sinks, near, found, stand_ins: Weights of the first keys, of the local part, of rows found far away and of
-            stand-ins; together all of it.
+        sinks, near, found, centroids: Weights of the first keys, of the local part, of rows found far away and of
+            centroids; together all of it.
         error: Of the output, relative to that of exact attention, in parts of 10000 too.
         rows: How many near keys, and how many rows found.
-        chunks: Weight of the stand-ins of each far chunk.
+        chunks: Weight of the centroids of each far chunk.
         heaviest: Position and weight of the heaviest rows found, in turn.
     """
 
     sinks: int
     near: int
     found: int
-    stand_ins: int
+    centroids: int
     error: int
     rows: list[int]
     chunks: list[int]
@@ -215,7 +215,7 @@ def reading_row(
 
     Figures: `pieces` (all tokens as text), `first` (position of the first query), the sizes `sinks` and `chunk`,
     `heads` (pairs of layer and query head), `searching` and `smooth` (which of them give most weight to rows
-    found, and to stand-ins), and `looks[head][query]`, the fields of `QueryReading` in turn.
+    found, and to centroids), and `looks[head][query]`, the fields of `QueryReading` in turn.
     """
     return Row(
         config={
@@ -243,7 +243,7 @@ def _measure(
             looks.append(found)
     places = range(len(looks))
     searching = max(places, key=lambda place: sum(look.found for look in looks[place]), default=None)
-    smooth = max(places, key=lambda place: sum(look.stand_ins for look in looks[place]), default=None)
+    smooth = max(places, key=lambda place: sum(look.centroids for look in looks[place]), default=None)
     sizes = Positions.of(torch.ones(1, dtype=torch.bool), 1, True, config).sizes
     return {
         "pieces": [language_model.tokenizer.decode([number]) for number in window.tokens.tolist()],
@@ -269,13 +269,11 @@ def watched(
         def __init__(self) -> None:
             self.attention = PrescoredAttention(config, seed=seed)
 
-        def __call__(self, query: Tensor, key: Tensor, value: Tensor, situation: Situation) -> Tensor:
-            if situation.layer in layers and not situation.is_local:
+        def __call__(self, query: Tensor, key: Tensor, value: Tensor, context: AttentionContext) -> Tensor:
+            if context.layer in layers and not context.is_local:
                 last = query[0, :, query.shape[2] - n_query :]
-                kept[situation.layer] = WatchedLayer(
-                    last.clone(), key[0].clone(), value[0].clone(), situation.scale
-                )
-            return self.attention(query, key, value, situation)
+                kept[context.layer] = WatchedLayer(last.clone(), key[0].clone(), value[0].clone(), context.scale)
+            return self.attention(query, key, value, context)
 
     model = language_model.model
     undo = replace_attention(
@@ -314,16 +312,16 @@ def _head_looks(
 ) -> list[QueryReading]:
     n_keys = len(key)
     logits = query @ key.T
-    nodes = query @ key[table.rows].mean(1).T + table.stand_ins
+    nodes = query @ key[table.rows].mean(1).T + table.centroids
     lse = torch.cat((logits.masked_fill(~table.keys, -torch.inf), nodes), dim=1).logsumexp(1)
     weights = torch.exp(logits - lse[:, None]).masked_fill(~table.keys, 0.0)
-    stand_ins = torch.exp(nodes - lse[:, None])
+    centroids = torch.exp(nodes - lse[:, None])
     position = torch.arange(n_keys)
     future = position > position[n_keys - len(query) :, None]
     exact = logits.masked_fill(future, -torch.inf).softmax(1)
     wanted = exact @ value
     error = (table.attend(query, key, value).output - wanted).norm(dim=1) / wanted.norm(dim=1).clamp_min(1e-12)
-    per_chunk = stand_ins.unflatten(1, (-1, 2**positions.sizes.levels)).sum(2) if len(table.rows) else stand_ins
+    per_chunk = centroids.unflatten(1, (-1, 2**positions.sizes.levels)).sum(2) if len(table.rows) else centroids
     return [
         look_of(weights[i], anyway[i] & ~future[i], table.keys[i], per_chunk[i], positions.sizes.sinks, error[i])
         for i in range(len(query))
@@ -331,7 +329,7 @@ def _head_looks(
 
 
 def look_of(
-    weights: Tensor, anyway: Tensor, read: Tensor, stand_ins: Tensor, sinks: int, error: Tensor
+    weights: Tensor, anyway: Tensor, read: Tensor, centroids: Tensor, sinks: int, error: Tensor
 ) -> QueryReading:
     """What one query of one head reads.
 
@@ -339,7 +337,7 @@ def look_of(
         weights: `[N]` of single keys.
         anyway: `[N]` which keys are read in any case.
         read: `[N]` which are read at all.
-        stand_ins: `[C]` weights of the stand-ins of each chunk.
+        centroids: `[C]` weights of the centroids of each chunk.
         sinks: First keys, read by every query.
         error: Of the output.
     """
@@ -350,10 +348,10 @@ def look_of(
         sinks=_parts(weights[anyway & first].sum()),
         near=_parts(weights[anyway & ~first].sum()),
         found=_parts(weights[places].sum()),
-        stand_ins=_parts(stand_ins.sum()),
+        centroids=_parts(centroids.sum()),
         error=_parts(error),
         rows=[int((anyway & ~first).sum()), len(places)],
-        chunks=[_parts(weight) for weight in stand_ins],
+        chunks=[_parts(weight) for weight in centroids],
         heaviest=[part for place in best for part in (place, _parts(weights[place]))],
     )
 
@@ -410,8 +408,8 @@ def _measure_token_choice(
     kept: dict[str, dict[str, list[list[int]]]] = {name: {} for name in (*configs, ATTENDED)}
     mass: dict[str, dict[str, float]] = {name: {} for name in kept}
 
-    def look(query: Tensor, key: Tensor, situation: Situation) -> None:
-        if situation.layer not in layers:
+    def look(query: Tensor, key: Tensor, context: AttentionContext) -> None:
+        if context.layer not in layers:
             return
         received = attention_received(query[:, :, half:], key, half)
         chosen = {
@@ -420,8 +418,8 @@ def _measure_token_choice(
         }
         chosen[ATTENDED] = received.topk(min(budget, half), dim=-1).indices.sort().values
         for name, indices in chosen.items():
-            kept[name][str(situation.layer)] = indices.tolist()
-            mass[name][str(situation.layer)] = float(received.gather(1, indices).sum() / received.sum())
+            kept[name][str(context.layer)] = indices.tolist()
+            mass[name][str(context.layer)] = float(received.gather(1, indices).sum() / received.sum())
 
     with observe(language_model.model, look):
         language_model.hidden(window.tokens)

@@ -18,7 +18,7 @@ from prescore.bench.records import Record
 from prescore.bench.tables import MISSING, Table, as_text
 from prescore.config import Config, Routed
 from prescore.integrations.apply import Layers, apply, find_adapter, pick_layers, replace_attention
-from prescore.integrations.attention import Attend, PrescoredAttention, Situation, attend_exactly
+from prescore.integrations.attention import Attend, AttentionContext, PrescoredAttention, attend_exactly
 from prescore.integrations.decode import remembers
 from prescore.types import Values
 
@@ -86,9 +86,9 @@ class Stopwatch:
     def timed(self, attend: Attend) -> Attend:
         """The same attention, with its time on this watch."""
 
-        def attend_and_stop(query: Tensor, key: Tensor, value: Tensor, situation: Situation) -> Tensor:
+        def attend_and_stop(query: Tensor, key: Tensor, value: Tensor, context: AttentionContext) -> Tensor:
             started = time.perf_counter()
-            output = attend(query, key, value, situation)
+            output = attend(query, key, value, context)
             if output.device.type == "cuda":
                 torch.cuda.synchronize(output.device)
             self.seconds += time.perf_counter() - started
@@ -109,8 +109,8 @@ class Stopwatch:
                 "visible": phase.last.visible,
                 "error": phase.last.error,
                 "error_limit": phase.last.error_limit,
-                "read_further": phase.last.read_further,
-                "read_everything": phase.last.read_everything,
+                "refined": phase.last.refined,
+                "read_all": phase.last.read_all,
             }
             for number, attention in self.layers.items()
             for name, phase in attention.history.phases.items()
@@ -319,7 +319,7 @@ def error_table(record: Record) -> Table | None:
         (
             *(str(bar["layer"]), bar["phase"], as_text(bar["rows"], 4), as_text(bar["visible"], 4)),
             *(f"{bar['error']:.4f}", f"{bar['error_limit']:.4f}"),
-            *(f"{100 * bar[name]:.1f} %" for name in ("read_further", "read_everything")),
+            *(f"{100 * bar[name]:.1f} %" for name in ("refined", "read_all")),
         )
         for bar in sorted(bars, key=lambda bar: bar["phase"])
     )

@@ -19,7 +19,7 @@ from prescore.baselines import get_baseline, list_baselines, third_party_baselin
 from prescore.config import Config, Exact, Hyper, Routed, Selected, config_from_dict
 from prescore.errors import Unsupported
 from prescore.integrations.apply import Layers, find_adapter, pick_layers, replace_attention
-from prescore.integrations.attention import PrescoredAttention, Situation, attend_exactly, layer_seed
+from prescore.integrations.attention import AttentionContext, PrescoredAttention, attend_exactly, layer_seed
 from prescore.ops.parts import merge
 from prescore.registry import list_scorers
 from prescore.types import Values
@@ -31,7 +31,7 @@ LEAVES_PER_TEXT = 8
 """The paper read 32768 tokens in leaves of 4096."""
 
 
-CountedAttend: TypeAlias = Callable[[Tensor, Tensor, Tensor, Situation], Counted]
+CountedAttend: TypeAlias = Callable[[Tensor, Tensor, Tensor, AttentionContext], Counted]
 """Causal attention of one layer whose rows can be counted, called as `Attend` is."""
 
 
@@ -192,44 +192,44 @@ def _baseline_settings(name: str, leaf: int, top_k: int | float) -> Values:
     return {"budget": top_k, "chunk_size": leaf}
 
 
-def _exactly(query: Tensor, key: Tensor, value: Tensor, situation: Situation) -> Counted:
-    return Counted(attend_exactly(query, key, value, situation), lambda: exact_rows(query.shape[2]))
+def _exactly(query: Tensor, key: Tensor, value: Tensor, context: AttentionContext) -> Counted:
+    return Counted(attend_exactly(query, key, value, context), lambda: exact_rows(query.shape[2]))
 
 
 def _prescored(
-    attention: PrescoredAttention, query: Tensor, key: Tensor, value: Tensor, situation: Situation
+    attention: PrescoredAttention, query: Tensor, key: Tensor, value: Tensor, context: AttentionContext
 ) -> Counted:
-    output = attention(query, key, value, situation)
+    output = attention(query, key, value, context)
 
     last = attention.last
 
-    def count_rows() -> float:
+    def count_keys() -> float:
         rows = None if last is None else last.rows
         if rows is None:
             raise RuntimeError(f"rows must be known after a causal call, got {last}")
         return rows
 
-    return Counted(output, count_rows)
+    return Counted(output, count_keys)
 
 
 def _by_baseline(
-    settings: Mapping[str, Any], seed: int, query: Tensor, key: Tensor, value: Tensor, situation: Situation
+    settings: Mapping[str, Any], seed: int, query: Tensor, key: Tensor, value: Tensor, context: AttentionContext
 ) -> Counted:
     arguments = {name: setting for name, setting in settings.items() if name != "name"}
-    run, seed = get_baseline(settings["name"]), layer_seed(seed, situation.layer)
-    output = run(query, key, value, is_causal=True, scale=situation.scale, generator=seed, **arguments).output
+    run, seed = get_baseline(settings["name"]), layer_seed(seed, context.layer)
+    output = run(query, key, value, is_causal=True, scale=context.scale, generator=seed, **arguments).output
     return Counted(output, lambda: baseline_rows(settings["name"], query.shape[2], arguments))
 
 
 def _locally(
-    settings: Mapping[str, int], query: Tensor, key: Tensor, value: Tensor, situation: Situation
+    settings: Mapping[str, int], query: Tensor, key: Tensor, value: Tensor, context: AttentionContext
 ) -> Counted:
     leaf, length = settings["leaf"], query.shape[2]
     if "before" not in settings:
-        output = leaves_alone(query, key, value, leaf=leaf, scale=situation.scale)
+        output = leaves_alone(query, key, value, leaf=leaf, scale=context.scale)
         return Counted(output, lambda: leaf_rows(length, leaf))
     sinks = settings["sinks"]
-    output = near_chunks(query, key, value, chunk=leaf, sinks=sinks, scale=situation.scale)
+    output = near_chunks(query, key, value, chunk=leaf, sinks=sinks, scale=context.scale)
     return Counted(output, lambda: near_rows(length, leaf, sinks))
 
 
@@ -378,29 +378,29 @@ class _Measured:
     meter: Meter
     attention: CountedAttend
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, situation: Situation) -> Tensor:
-        meter, layer, form = self.meter, situation.layer, situation.form(query, key)
-        _refuse(query, key, situation, situation.obstacles if layer in meter.replaced else ())
-        is_causal = form.kind == "causal" and form.valid is None and not situation.is_local
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, context: AttentionContext) -> Tensor:
+        meter, layer, form = self.meter, context.layer, context.form(query, key)
+        _refuse(query, key, context, context.obstacles if layer in meter.replaced else ())
+        is_causal = form.kind == "causal" and form.valid is None and not context.is_local
         if layer in meter.replaced and is_causal:
-            output, count_rows, _ = meter.timed(
-                layer, lambda: self.attention(query, key, value, situation), key.device
+            output, count_keys, _ = meter.timed(
+                layer, lambda: self.attention(query, key, value, context), key.device
             )
-            meter.rows[layer] = count_rows()
+            meter.rows[layer] = count_keys()
             return output
         if is_causal:
             meter.exact_rows[layer] = exact_rows(query.shape[2])
-        return meter.timed(layer, lambda: attend_exactly(query, key, value, situation), key.device)
+        return meter.timed(layer, lambda: attend_exactly(query, key, value, context), key.device)
 
 
-def _refuse(query: Tensor, key: Tensor, situation: Situation, obstacles: Sequence[str]) -> None:
+def _refuse(query: Tensor, key: Tensor, context: AttentionContext, obstacles: Sequence[str]) -> None:
     reasons = list(obstacles)
     if query.shape[2] != key.shape[2]:
         reasons.append(f"it has {query.shape[2]} queries for {key.shape[2]} keys; measure without a cache")
-    if situation.dropout > 0:
-        reasons.append(f"it drops attention weights with probability {situation.dropout}; call model.eval() first")
+    if context.dropout > 0:
+        reasons.append(f"it drops attention weights with probability {context.dropout}; call model.eval() first")
     if reasons:
-        raise Unsupported(f"measuring attention in layer {situation.layer} ({situation.owner})", reasons)
+        raise Unsupported(f"measuring attention in layer {context.layer} ({context.owner})", reasons)
 
 
 # What an attention costs: key rows met per query, and seconds spent in the attention function itself.
@@ -453,7 +453,7 @@ class Meter:
             "attention_processor_seconds": round(sum(processor), 4) if processor else None,
             "replaced_seconds": round(sum(replaced), 4),
             "layers_replaced": len(replaced),
-            "rows_per_query": None if mean is None else round(mean, 2),
+            "keys_per_query": None if mean is None else round(mean, 2),
             "replaced_rows_per_query": None if own is None else round(own, 2),
         }
 

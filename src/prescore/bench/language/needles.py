@@ -29,7 +29,7 @@ CLEAR = 512
 NEEDLE = "Note: {city} = {number}"
 """A needle, and a question with its answer: of the wordings tried, exact attention found this one most often."""
 _APART = 0.02
-_COST = ("rows_per_query", "attention_seconds", "attention_processor_seconds")
+_COST = ("keys_per_query", "attention_seconds", "attention_processor_seconds")
 _MOST_DEPTHS = len(CITIES) // PER_DEPTH
 
 

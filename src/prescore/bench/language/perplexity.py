@@ -21,9 +21,9 @@ from prescore.bench.language.model import LanguageModel
 from prescore.bench.memory import forget_peak, held_megabytes, peak_megabytes
 from prescore.bench.records import Row
 from prescore.config import Exact
-from prescore.integrations.apply import Layers, find_adapter, pick_layers, replace_together
-from prescore.integrations.attention import Attend, Situation
-from prescore.integrations.parallel import Together, TogetherAttention
+from prescore.integrations.apply import Layers, find_adapter, pick_layers, replace_context_parallel
+from prescore.integrations.attention import Attend, AttentionContext
+from prescore.integrations.parallel import ContextParallel, ContextParallelAttention
 from prescore.parallel.comm import Group
 from prescore.parallel.entry import OWN_HEADS
 from prescore.parallel.ulysses import attend_by_heads
@@ -248,12 +248,12 @@ def measured_pieces(
     model = language_model.model
     n_layers = len(find_adapter(model).layers(model))
     meter = Meter(replaced=frozenset(pick_layers(layers, n_layers)))
-    together = Together(group)
+    parallel_group = ContextParallel(group)
     functions: dict[int, Attend] = {}
     for number in range(n_layers):
         chosen = method if number in meter.replaced else LanguageMethod("exact", "exact")
-        functions[number] = _Timed(meter, group, _attention(chosen, together, seed))
-    undo = replace_together(model, functions, together)
+        functions[number] = _Timed(meter, group, _attention(chosen, parallel_group, seed))
+    undo = replace_context_parallel(model, functions, parallel_group)
     forget_peak()
     sent, held = group.sent, held_megabytes()
     try:
@@ -268,32 +268,32 @@ class _Timed:
     def __init__(self, meter: Meter, group: Group, attend: Callable[..., Counted]) -> None:
         self.meter, self.group, self.attend = meter, group, attend
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, situation: Situation) -> Tensor:
-        meter, layer = self.meter, situation.layer
-        output, count_rows, figures = meter.timed(
-            layer, lambda: self.attend(query, key, value, situation), key.device
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, context: AttentionContext) -> Tensor:
+        meter, layer = self.meter, context.layer
+        output, count_keys, figures = meter.timed(
+            layer, lambda: self.attend(query, key, value, context), key.device
         )
         if layer in meter.replaced:
             # of all queries, a rank works off its positions, or all positions of its heads
             own_heads = figures.get(OWN_HEADS)
             share = 1.0 if own_heads is None else own_heads * self.group.size / query.shape[1]
-            meter.rows[layer] = share * count_rows()
+            meter.rows[layer] = share * count_keys()
         else:
             meter.exact_rows[layer] = exact_rows(query.shape[2] * self.group.size)
         return output
 
 
-def _attention(method: LanguageMethod, together: Together, seed: int) -> Callable[..., Counted]:
+def _attention(method: LanguageMethod, parallel_group: ContextParallel, seed: int) -> Callable[..., Counted]:
     if method.kind in ("exact", "prescored"):
         config = Exact() if method.config is None else method.config
-        return partial(_counted, TogetherAttention(config, together, seed=seed))
-    return partial(_by_heads, together.group, method.attention(seed))
+        return partial(_counted, ContextParallelAttention(config, parallel_group, seed=seed))
+    return partial(_by_heads, parallel_group.group, method.attention(seed))
 
 
 def _counted(
-    attention: TogetherAttention, query: Tensor, key: Tensor, value: Tensor, situation: Situation
+    attention: ContextParallelAttention, query: Tensor, key: Tensor, value: Tensor, context: AttentionContext
 ) -> Counted:
-    output = attention(query, key, value, situation)
+    output = attention(query, key, value, context)
     did = attention.last
     rows = None if did is None else did.rows
     if rows is None:
@@ -303,14 +303,19 @@ def _counted(
 
 
 def _by_heads(
-    group: Group, attend: Callable[..., Counted], query: Tensor, key: Tensor, value: Tensor, situation: Situation
+    group: Group,
+    attend: Callable[..., Counted],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    context: AttentionContext,
 ) -> Counted:
     """What knows nothing of ranks, on whole sequences of some heads."""
     rows, n_heads = [0.0], [0]
 
     def attend_whole(*whole: Tensor) -> Tensor:
-        output, count_rows, _ = attend(*whole, situation)
-        rows[0], n_heads[0] = count_rows(), output.shape[1]
+        output, count_keys, _ = attend(*whole, context)
+        rows[0], n_heads[0] = count_keys(), output.shape[1]
         return output
 
     output = attend_by_heads(group, query, key, value, attend_whole)
@@ -321,7 +326,7 @@ def _figures(meter: Meter, group: Group, costs: list[float]) -> Values:
     """Figures of all ranks; `costs` are this rank's bytes per layer, peak of memory, and memory before."""
     figures = meter.figures()
     seconds = [name for name in figures if name.endswith("_seconds") and figures[name] is not None]
-    rows = [name for name in figures if name.endswith("rows_per_query") and figures[name] is not None]
+    rows = [name for name in figures if name.endswith("keys_per_query") and figures[name] is not None]
     own = [float(figures[name]) for name in (*seconds, *rows)]
     told = torch.tensor([*own, *costs], dtype=torch.float64, device=group.device)
     everyone = group.gather(told).cpu()

@@ -134,7 +134,7 @@ def retrieval_row(
             "accuracy": sum(found) / samples,
             "answer_loss": sum(losses) / samples,
             "answers": [int(right) for right in found],
-            "rows_per_query": meters[0]["rows_per_query"],
+            "keys_per_query": meters[0]["keys_per_query"],
             "attention_seconds": round(sum(figures["attention_seconds"] for figures in meters) / samples, 4),
             **({} if scaling is None else {"position_scaling": scaling}),
         }

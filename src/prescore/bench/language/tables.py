@@ -21,7 +21,7 @@ from prescore.types import Values
 # two-sided 95 % points of Student's t for 1, 2, ... degrees of freedom
 _STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145)
 
-_NEEDED = ("loss", "rows_per_query", "attention_seconds", "forward_seconds")
+_NEEDED = ("loss", "keys_per_query", "attention_seconds", "forward_seconds")
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Summary:
         label, kind, settings, axes: The method.
         n_tokens, layers: Where it was measured.
         losses: Loss in nats by document (mean over seeds).
-        rows_per_query: Key rows met.
+        keys_per_query: Key rows met.
         attention_seconds: Inside the attention functions, per forward.
         processor_seconds: The same as processor time; None where it was not measured on a CPU.
         forward_seconds: Whole forward and loss.
@@ -50,7 +50,7 @@ class Summary:
     n_tokens: int
     layers: Any
     losses: dict[str, float]
-    rows_per_query: float | None
+    keys_per_query: float | None
     attention_seconds: float
     forward_seconds: float
     processor_seconds: float | None = None
@@ -108,7 +108,7 @@ def _check(record: Record) -> None:
     for name in _NEEDED:
         figure = record.figures.get(name)
         plain = isinstance(figure, int | float) or figure in ("nan", "inf", "-inf")
-        if not plain and not (name == "rows_per_query" and figure is None and name in record.figures):
+        if not plain and not (name == "keys_per_query" and figure is None and name in record.figures):
             raise ValueError(f"record {record.key} must have a number as {name}, got {figure!r}")
 
 
@@ -127,7 +127,7 @@ def _summary(group: Sequence[Record]) -> Summary:
     for record in group:
         name = f"{record.config['document']}@{record.config['digest']}"
         by_document.setdefault(name, []).append(float(record.figures["loss"]))
-    rows = [figure["rows_per_query"] for figure in figures if figure["rows_per_query"] is not None]
+    rows = [figure["keys_per_query"] for figure in figures if figure["keys_per_query"] is not None]
     processor: list[Any] = [figure.get("attention_processor_seconds") for figure in figures]
     return Summary(
         label=method["label"],
@@ -137,7 +137,7 @@ def _summary(group: Sequence[Record]) -> Summary:
         n_tokens=group[0].config["n_tokens"],
         layers=group[0].config["layers"],
         losses={name: statistics.fmean(values) for name, values in by_document.items()},
-        rows_per_query=statistics.fmean(rows) if rows else None,
+        keys_per_query=statistics.fmean(rows) if rows else None,
         attention_seconds=statistics.fmean(figure["attention_seconds"] for figure in figures),
         forward_seconds=statistics.fmean(figure["forward_seconds"] for figure in figures),
         processor_seconds=None if None in processor else statistics.fmean(processor),
@@ -213,7 +213,7 @@ def loss_table(summaries: Sequence[Summary], title: str, note: str = "") -> Tabl
                 f"{summary.loss:.4f}" + _plus_minus(summary.half_width),
                 as_text(summary.perplexity, 4),
                 percent(summary.gap_closed),
-                as_text(summary.rows_per_query, 4),
+                as_text(summary.keys_per_query, 4),
                 f"{summary.attention_seconds:.2f} s",
                 times(summary.speed_up),
             )
@@ -268,7 +268,7 @@ def full_csv(summaries: Sequence[Summary]) -> str:
     axes = list(dict.fromkeys(name for summary in summaries for name in summary.axes))
     documents = list(dict.fromkeys(name for summary in summaries for name in summary.losses))
     head = ["method", "kind", "n_tokens", "layers", *axes, "loss", "ci95_half_width", "perplexity", "gap_closed"]
-    head += ["above_exact", "above_exact_ci95_half_width", "rows_per_query"]
+    head += ["above_exact", "above_exact_ci95_half_width", "keys_per_query"]
     head += ["attention_seconds", "attention_processor_seconds", "speed_up", "forward_seconds"]
     head += [f"loss {document}" for document in documents]
     lines: Lines = [head]
@@ -276,7 +276,7 @@ def full_csv(summaries: Sequence[Summary]) -> str:
         lines.append(
             [s.label, s.kind, s.n_tokens, s.layers, *(s.axes.get(name) for name in axes)]
             + [s.loss, s.half_width, s.perplexity, s.gap_closed, s.above_exact, s.above_exact_half_width]
-            + [s.rows_per_query, s.attention_seconds, s.processor_seconds, s.speed_up, s.forward_seconds]
+            + [s.keys_per_query, s.attention_seconds, s.processor_seconds, s.speed_up, s.forward_seconds]
             + [s.losses.get(document) for document in documents]
         )
     return _text(lines)
@@ -499,7 +499,7 @@ def plot_cost(summaries: Sequence[Summary], path: str | Path, title: str) -> Non
     processor = all(s.processor_seconds is not None for s in summaries)
     seconds = "processor_seconds" if processor else "attention_seconds"
     words = f"attention of one forward, scoring included, {'processor ' if processor else ''}seconds"
-    costs = {"rows_per_query": "key rows per query", seconds: words}
+    costs = {"keys_per_query": "key rows per query", seconds: words}
     shape = {"nrows": 2, "ncols": len(groups), "squeeze": False, "sharex": "row", "sharey": True}
     with figure(path, (max(6.4, 4.1 * len(groups)), 7.4), **shape) as (drawn, grid):
         drawn.suptitle(title, x=0.01, ha="left")

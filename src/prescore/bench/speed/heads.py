@@ -40,8 +40,8 @@ from prescore.call import Call
 from prescore.config import Config, Routed
 from prescore.errors import Unsupported
 from prescore.integrations.apply import Layers, find_adapter, pick_layers, replace_attention
-from prescore.integrations.attention import Attend, Situation, attend_exactly
-from prescore.integrations.decode import Decoder, Past, Request
+from prescore.integrations.attention import Attend, AttentionContext, attend_exactly
+from prescore.integrations.decode import CachedKeys, Decoder, Request
 from prescore.ops.backend import Needs, pick_backend
 from prescore.routed import attention as lanes
 from prescore.routed.layout import Layout, make_layout
@@ -150,8 +150,8 @@ def _read(inputs: Inputs, config: Config, scale: float | None) -> Values:
     stats = prescored_attention(*inputs, config, is_causal=True, scale=scale, return_aux=True)[1].stats
     searched = 0.0
     if isinstance(config, Routed):
-        searched = stats["searched_keys"] * (1 - stats["exact_queries"] / inputs[0].shape[2])
-    return {"rows_per_query": float(stats["rows_per_query"]), "searched_per_query": float(searched)}
+        searched = stats["keys_compared"] * (1 - stats["exact_queries"] / inputs[0].shape[2])
+    return {"keys_per_query": float(stats["keys_per_query"]), "searched_per_query": float(searched)}
 
 
 def _in_turn(calls: dict[str, Callable[[], Tensor]], repeats: int) -> dict[str, list[float]]:
@@ -285,19 +285,19 @@ def save_heads(
 
 
 def _save_and_attend(
-    path: Path, dtype: torch.dtype, query: Tensor, key: Tensor, value: Tensor, situation: Situation
+    path: Path, dtype: torch.dtype, query: Tensor, key: Tensor, value: Tensor, context: AttentionContext
 ) -> Tensor:
     from safetensors.torch import save_file
 
-    form = situation.form(query, key)
-    if form.kind != "causal" or form.valid is not None or query.shape[2] != key.shape[2] or situation.is_local:
-        what = "a sliding window" if situation.is_local else f"a {form.kind} mask"
-        raise Unsupported(f"saving layer {situation.layer}", [f"it must be causal over all positions, got {what}"])
+    form = context.form(query, key)
+    if form.kind != "causal" or form.valid is not None or query.shape[2] != key.shape[2] or context.is_local:
+        what = "a sliding window" if context.is_local else f"a {form.kind} mask"
+        raise Unsupported(f"saving layer {context.layer}", [f"it must be causal over all positions, got {what}"])
     found = dict(zip(_NAMES, (query, key, value), strict=True))
-    ours = situation.scale is None or situation.scale == query.shape[-1] ** -0.5
-    metadata = {} if ours else {"scale": repr(situation.scale)}
+    ours = context.scale is None or context.scale == query.shape[-1] ** -0.5
+    metadata = {} if ours else {"scale": repr(context.scale)}
     save_file({name: t.detach().to(dtype).contiguous().cpu() for name, t in found.items()}, path, metadata)
-    return attend_exactly(query, key, value, situation)
+    return attend_exactly(query, key, value, context)
 
 
 def _header(path: Path) -> dict[str, Any]:
@@ -402,11 +402,11 @@ def layer_rows(
 # Parts that Python sees are run and timed by themselves: what is made of the keys (trees, codes, covariances:
 # nodes), the tables that compiled code wants, what lies near, and with it what queries before `exact_until` read
 # (beginning). All else is one call with what lies near, of which less is asked for and the differences are taken:
-# nothing is looked for (stand-ins), keys are looked for and none reaches its limit (search), the call as it is
+# nothing is looked for (centroids), keys are looked for and none reaches its limit (search), the call as it is
 # (rows). The rest of the call is what no part explains: checks, joining. The limit is the multiply-adds a second
 # that exact attention reaches in the same run.
 
-PARTS = ("beginning", "nodes", "near", "tables", "stand-ins", "search", "rows")
+PARTS = ("beginning", "nodes", "near", "tables", "centroids", "search", "rows")
 REST = "the rest"
 Result = TypeVar("Result")
 
@@ -486,7 +486,7 @@ def run_parts(call: Call, layout: Layout, config: Routed) -> dict[str, float]:
     own = {name: spent[name] for name in ("nodes", "tables")}
     own["beginning"] = spent["beginning"] or spent["beginning and near"] - spent["near"]
     own["near"] = spent["near"] - spent["tables"]  # every call makes them
-    own["stand-ins"] = spent["nothing"] - spent["near"]
+    own["centroids"] = spent["nothing"] - spent["near"]
     own["search"] = spent["looked"] - spent["nothing"]
     own["rows"] = spent["whole"] - spent["looked"]
     return own
@@ -542,7 +542,7 @@ def multiply_adds(call: Call, layout: Layout, laps: _Laps) -> dict[str, float]:
         "nodes": lanes_ * layout.n_chunks * layout.chunk * each,
         "near": heads * both * float(near.sum()),
         "tables": 0.0,
-        "stand-ins": heads * both * float(columns.sum()),
+        "centroids": heads * both * float(columns.sum()),
         "search": float(laps.searched) * dim,
         "rows": float(laps.rows) * both,
     }
@@ -633,7 +633,7 @@ def _folded_step(now: Inputs, scale: float) -> Tensor:
 def _routed_step(decoder: Decoder, now: Inputs, config: Routed, scale: float) -> tuple[Tensor, float, str]:
     """Output, rows met and the path of a step, as a layer with a cache of ours takes it."""
     query, key, value = now
-    step = decoder.step(query, Past(key, value, None, key.shape[2]), Request(config, scale))
-    if step.output is None or step.count_rows is None:
+    step = decoder.step(query, CachedKeys(key, value, None, key.shape[2]), Request(config, scale))
+    if step.output is None or step.count_keys is None:
         return _exact_step(now, scale), float(key.shape[2]), step.path
-    return step.output, step.count_rows(), step.path
+    return step.output, step.count_keys(), step.path

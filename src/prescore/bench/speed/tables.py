@@ -11,7 +11,7 @@ from prescore.bench.records import Record
 from prescore.bench.tables import MISSING, Table, as_text
 from prescore.types import Values
 
-STAGES = ("scoring", "stand-ins", "hashing", "sorting", "gathering", "operator", "routing")
+STAGES = ("scoring", "centroids", "hashing", "sorting", "gathering", "operator", "routing")
 
 
 def kinds(records: Sequence[Record], study: str = "lengths") -> list[tuple[bool, bool]]:
@@ -82,7 +82,7 @@ def share_table(records: Sequence[Record], causal: bool) -> Table:
             continue
         shares = [f"{100 * entry['shares'].get(stage, 0.0):.0f} %" for stage in STAGES]
         rows.append(
-            (method, *shares, f"{100 * entry['scoring_of_exact']:.2f} %", f"{entry['rows_per_query']:.0f}")
+            (method, *shares, f"{100 * entry['scoring_of_exact']:.2f} %", f"{entry['keys_per_query']:.0f}")
         )
     name = f"Shares of the forward time, {title(causal, False)}, n = {record.config['n']}"
     return Table(name, ("method", *STAGES, "scoring / exact", "rows per query"), tuple(rows))
@@ -204,7 +204,7 @@ def heads_table(records: Sequence[Record]) -> Table:
     rows = []
     for record in _of(records, "heads"):
         for method, entry in record.figures["methods"].items():
-            error, read, searched = (entry.get(name) for name in ("error", "rows_per_query", "searched_per_query"))
+            error, read, searched = (entry.get(name) for name in ("error", "keys_per_query", "searched_per_query"))
             cells = (as_text(error, 2), _count(read), _count(searched))
             name = f"{record.config['heads']} {record.config['n']}"
             rows.append((name, method, time_cell(entry), f"{entry['speedup']:.2f}x", *cells))
@@ -230,7 +230,7 @@ def parts_table(records: Sequence[Record]) -> Table:
     columns = ("layer", "part", "time", "share of the call", "billion multiply-adds", "of exact attention's rate")
     note = (
         "search multiplies four-bit numbers, of which a processor does more at once; "
-        "stand-ins, search and rows are differences of calls that ask for less"
+        "centroids, search and rows are differences of calls that ask for less"
     )
     return Table("Parts of the default, causal, forward", columns, tuple(rows), note, left=2)
 

@@ -13,13 +13,13 @@ from dataclasses import asdict, dataclass
 from functools import partial
 
 import torch
-from oracles.routed import routed_oracle
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from prescore.attention import prescored_attention
 from prescore.bench.memory import SYSTEM
 from prescore.bench.records import Row
+from prescore.bench.routed_oracle import routed_oracle
 from prescore.config import Config, Hyper, Routed, Selected
 from prescore.registry import get_scorer
 from prescore.scoring.kmeans import ClusteringScorer
@@ -122,7 +122,7 @@ def measure_setting(setting: Setting, seed: int) -> Values:
     }
     for name, found in details.items():
         columns = (setting.n + 1) / 2 if setting.causal else setting.n
-        limit = columns / max(found["rows_per_query"], 1.0)
+        limit = columns / max(found["keys_per_query"], 1.0)
         share = methods[name]["speedup"] / limit
         scoring = found["stage_seconds"].get("scoring", 0.0) / exact
         methods[name] |= {**found, "limit": limit, "limit_share": share, "scoring_of_exact": scoring}
@@ -168,7 +168,7 @@ def _details(setting: Setting, method: str, inputs: Inputs) -> Values:
         stages["gathering"] = attending - stages["operator"]
     total = sum(stages.values())
     shares = {stage: spent / total for stage, spent in stages.items()}
-    return {"rows_per_query": stats.rows_per_query, "stage_seconds": stages, "shares": shares}
+    return {"keys_per_query": stats.keys_per_query, "stage_seconds": stages, "shares": shares}
 
 
 def _operator_seconds(setting: Setting, method: str, inputs: Inputs) -> float:

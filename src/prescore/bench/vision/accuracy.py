@@ -1,7 +1,7 @@
 """Zero-shot substitution in vision transformers: accuracy and speed at a given number of key rows.
 
-Rows are counted in all: what a query reads is `rows` selected keys, or selected keys and stand-ins that
-together are `rows`. So methods with and without stand-ins are compared at equal cost of attention.
+Rows are counted in all: what a query reads is `rows` selected keys, or selected keys and centroids that
+together are `rows`. So methods with and without centroids are compared at equal cost of attention.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from prescore.bench.records import Row
 from prescore.bench.vision.methods import DEFAULT, EXACT, PAPER_GRID, VisionMethod, parse_method
 from prescore.bench.vision.models import Images, VisionModel
 from prescore.integrations.apply import replace_attention
-from prescore.integrations.attention import Attend, PrescoredAttention, Situation, attend_exactly
+from prescore.integrations.attention import Attend, AttentionContext, PrescoredAttention, attend_exactly
 from prescore.types import Values
 
 
@@ -28,7 +28,7 @@ from prescore.types import Values
 class Grid:
     """What to measure: all combinations, exact attention once.
 
-    `share` is the part of the rows that are stand-ins in `+centroids` methods; `protect` says whether the class
+    `share` is the part of the rows that are centroids in `+centroids` methods; `protect` says whether the class
     token and its like are always kept.
     """
 
@@ -159,7 +159,7 @@ def _combinations(grid: Grid, n_prefix: int) -> Iterator[_Combination]:
             continue
         method = parse_method(name)
         clusters: Sequence[int | None] = grid.clusters if method.clusters else (None,)
-        shares: Sequence[float | None] = grid.shares if method.stand_ins and not method.only_stand_ins else (None,)
+        shares: Sequence[float | None] = grid.shares if method.centroids and not method.only_stand_ins else (None,)
         # without prefix tokens there is nothing to protect, and routing always reads its sinks
         protections = grid.protect if n_prefix and not method.routed else (True,)
         rows = grid.rows if method.name != DEFAULT else (0,)
@@ -173,10 +173,10 @@ class _Timed:
     def __init__(self, attend: Attend, device: str) -> None:
         self.attend, self.device, self.seconds = attend, device, 0.0
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, situation: Situation) -> Tensor:
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, context: AttentionContext) -> Tensor:
         """Run it between two looks at the clock."""
         begin = time.perf_counter()
-        result = self.attend(query, key, value, situation)
+        result = self.attend(query, key, value, context)
         if self.device.startswith("cuda"):
             torch.cuda.synchronize(self.device)
         self.seconds += time.perf_counter() - begin

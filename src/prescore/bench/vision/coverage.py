@@ -23,7 +23,7 @@ from prescore.bench.vision.accuracy import Study
 from prescore.bench.vision.methods import EXACT, parse_method
 from prescore.config import Selected
 from prescore.integrations.apply import Look, observe
-from prescore.integrations.attention import Situation, layer_seed
+from prescore.integrations.attention import AttentionContext, layer_seed
 from prescore.integrations.masks import full_mask
 from prescore.scoring.select import membership
 from prescore.types import Values
@@ -114,7 +114,7 @@ def coverage_rows(subject: Subject, grid: CoverageGrid) -> list[Row]:
     rows = []
     for name in grid.methods:
         method = parse_method(name) if name != EXACT else None
-        if method is None or method.stand_ins or method.routed:
+        if method is None or method.centroids or method.routed:
             raise ValueError(f"method must select keys and nothing else to have a coverage, got {name!r}")
         clusters: Sequence[int | None] = grid.clusters if method.clusters else (None,)
         protections = grid.protect if subject.n_prefix else (False,)
@@ -148,13 +148,13 @@ def measure_coverage(
     chances: list[float] = []
     n_keys: list[int] = []
 
-    def look(query: Tensor, key: Tensor, situation: Situation) -> None:
-        sinks = max(config.sinks, situation.n_prefix) if protect else config.sinks
-        kept = kept_keys(key, config.replace(sinks=sinks), layer_seed(seed, situation.layer))
+    def look(query: Tensor, key: Tensor, context: AttentionContext) -> None:
+        sinks = max(config.sinks, context.n_prefix) if protect else config.sinks
+        kept = kept_keys(key, config.replace(sinks=sinks), layer_seed(seed, context.layer))
         chances.append(float(kept.float().mean()))
         n_keys.append(key.shape[2])
-        found = head_coverage(query, key, kept, situation, thresholds)
-        gathered.setdefault(situation.layer, []).append(found)
+        found = head_coverage(query, key, kept, context, thresholds)
+        gathered.setdefault(context.layer, []).append(found)
 
     subject.run(look)
     by_layer = [
@@ -183,14 +183,14 @@ def kept_keys(key: Tensor, config: Selected, seed: int) -> Tensor:
 
 
 def head_coverage(
-    query: Tensor, key: Tensor, kept: Tensor, situation: Situation, thresholds: Sequence[float]
+    query: Tensor, key: Tensor, kept: Tensor, context: AttentionContext, thresholds: Sequence[float]
 ) -> dict[str, Tensor]:
     """Coverage per (input, head), `[B, Hq]` each.
 
     `heavy_E`: share of the entries above E whose key was kept, NaN where there is none; `columns`: share of the s
     columns with the largest sums that were kept, s = keys kept; `mass`: attention on kept keys.
     """
-    weights = attention_weights(query, key, situation)
+    weights = attention_weights(query, key, context)
     kept = kept.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
     found = {}
     for threshold in thresholds:
@@ -206,12 +206,12 @@ def head_coverage(
     return found
 
 
-def attention_weights(query: Tensor, key: Tensor, situation: Situation) -> Tensor:
+def attention_weights(query: Tensor, key: Tensor, context: AttentionContext) -> Tensor:
     """The layer's own softmax, `[B, Hq, Nq, Nk]`."""
-    scale = query.shape[-1] ** -0.5 if situation.scale is None else situation.scale
+    scale = query.shape[-1] ** -0.5 if context.scale is None else context.scale
     key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
     logits = torch.matmul(query.float(), key.float().transpose(-1, -2)) * scale
-    mask = full_mask(situation.form(query, key), query.shape[2], query.device)
+    mask = full_mask(context.form(query, key), query.shape[2], query.device)
     if mask is not None:
         logits = logits.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else logits + mask
     return logits.softmax(dim=-1).nan_to_num(0.0)

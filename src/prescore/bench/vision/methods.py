@@ -44,7 +44,7 @@ class VisionMethod:
 
     `SCORER[-RULE][-sample][+centroids]`, such as `kmeans` (the paper's nearest rule), `kmeans-farthest-sample`
     (sampling in proportion to the distance) or `key-diff+centroids`; `random` is the scorer `uniform`; and
-    `centroids` keeps the prefix tokens only and lets one stand-in per cluster speak for everything else;
+    `centroids` keeps the prefix tokens only and lets one centroid per cluster speak for everything else;
     `routed` is the default's attention at so many rows, and `default` is `Routed()` untouched.
     """
 
@@ -52,7 +52,7 @@ class VisionMethod:
     scorer: str
     rule: str = "nearest"
     selector: str = "top"
-    stand_ins: bool = False
+    centroids: bool = False
     only_stand_ins: bool = False
 
     @property
@@ -63,12 +63,12 @@ class VisionMethod:
     @property
     def clusters(self) -> bool:
         """Whether the number of clusters is free to choose."""
-        return not self.routed and _clusters_keys(self.scorer) and not self.stand_ins
+        return not self.routed and _clusters_keys(self.scorer) and not self.centroids
 
     @property
     def random(self) -> bool:
         """Whether the seed changes anything."""
-        return self.clusters or self.stand_ins or self.selector == "sample" or self.scorer == "uniform"
+        return self.clusters or self.centroids or self.selector == "sample" or self.scorer == "uniform"
 
     def config(
         self, rows: int, *, clusters: int | None, share: float, n_prefix: int, n_tokens: int = 0
@@ -78,13 +78,13 @@ class VisionMethod:
             return Routed()
         if self.name == ROUTED:
             return routed_config(rows, n_tokens=n_tokens, n_prefix=n_prefix)
-        if not self.stand_ins:
+        if not self.centroids:
             return self.selected(rows, clusters=clusters)
         least = max(1, n_prefix)
         n_clusters = rows - least if self.only_stand_ins else min(round(rows * share), rows - least)
         if n_clusters < 1:
-            raise ValueError(f"rows must leave room for stand-ins beside {least} kept keys, got {rows}")
-        # stand-ins are means of the true keys, so the clusters must be close in true keys too
+            raise ValueError(f"rows must leave room for centroids beside {least} kept keys, got {rows}")
+        # centroids are means of the true keys, so the clusters must be close in true keys too
         scorer = self._scorer(n_clusters, normalize=False)
         own = KMeans(n_clusters=n_clusters, normalize=False)
         remainder = "centroids" if isinstance(scorer, ClusteringScorer) else own
@@ -97,7 +97,7 @@ class VisionMethod:
 
     def rows(self, config: Selected | Routed, rows: int, *, n_tokens: int) -> int:
         """Key rows that a query reads in all: as asked for, except that routing rounds to whole leaves."""
-        return rows_read(config, n_tokens) if isinstance(config, Routed) else rows
+        return keys_read(config, n_tokens) if isinstance(config, Routed) else rows
 
     def _scorer(self, n_clusters: int | None, *, normalize: bool) -> Scorer:
         kind = get_scorer(self.scorer)
@@ -112,17 +112,17 @@ def parse_method(name: str) -> VisionMethod:
     if name in (ROUTED, DEFAULT):
         return VisionMethod(name, name)
     if name == CENTROIDS:
-        return VisionMethod(name, "kmeans", "farthest", stand_ins=True, only_stand_ins=True)
-    rest, stand_ins = name.removesuffix(_STAND_INS), name.endswith(_STAND_INS)
+        return VisionMethod(name, "kmeans", "farthest", centroids=True, only_stand_ins=True)
+    rest, centroids = name.removesuffix(_STAND_INS), name.endswith(_STAND_INS)
     rest, sampled = rest.removesuffix(_SAMPLE), rest.endswith(_SAMPLE)
     selector = "sample" if sampled else "top"
     scorers = {**{scorer: scorer for scorer in list_scorers()}, _RANDOM: "uniform"}
     for word, scorer in scorers.items():
         if rest == word:
-            return VisionMethod(name, scorer, selector=selector, stand_ins=stand_ins)
+            return VisionMethod(name, scorer, selector=selector, centroids=centroids)
         start, _, rule = rest.partition(f"{word}-")
         if not start and rule in RULES and _clusters_keys(scorer):
-            return VisionMethod(name, scorer, rule, selector, stand_ins)
+            return VisionMethod(name, scorer, rule, selector, centroids)
     raise ValueError(
         f"method must be {EXACT}, {CENTROIDS}, {ROUTED}, {DEFAULT} or SCORER[-RULE][-sample][+centroids] with a "
         f"scorer among {', '.join(scorers)} and, where it makes clusters, a rule among {', '.join(RULES)}, "
@@ -138,9 +138,9 @@ def _clusters_keys(scorer: str) -> bool:
 
 
 def routed_config(rows: int, *, n_tokens: int, n_prefix: int) -> Routed:
-    """Routed attention that reads about `rows` key rows per query: prefix, stand-ins, and rows it finds.
+    """Routed attention that reads about `rows` key rows per query: prefix, centroids, and rows it finds.
 
-    All patches are one chunk, and at most half of the rows are stand-ins. How many rows are found depends on the
+    All patches are one chunk, and at most half of the rows are centroids. How many rows are found depends on the
     queries; tables report what was read. `exact_until` is 0, because the untouched default runs such short
     sequences exactly.
     """
@@ -155,7 +155,7 @@ def routed_config(rows: int, *, n_tokens: int, n_prefix: int) -> Routed:
         if always <= rows and (not fitting or 1 << levels <= rows // 2):
             fitting.append(config.replace(rows=(rows - always) // 2))
     if not fitting:
-        raise ValueError(f"rows must leave room for {n_prefix} prefix tokens and stand-ins, got {rows}")
+        raise ValueError(f"rows must leave room for {n_prefix} prefix tokens and centroids, got {rows}")
     return fitting[-1]
 
 
@@ -165,7 +165,7 @@ def rows_in_any_case(config: Routed, n_tokens: int) -> int:
     return int(layout.rows_in_any_case()[0])
 
 
-def rows_read(config: Routed, n_tokens: int) -> int:
+def keys_read(config: Routed, n_tokens: int) -> int:
     """Key rows that a query of a full call reads, at most, where as many are found as there are shares."""
     if n_tokens < config.exact_until:
         return n_tokens

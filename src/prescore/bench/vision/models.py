@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from prescore import checks
 from prescore.bench.offline import cache_directory
 from prescore.integrations.apply import find_adapter, replace_attention
-from prescore.integrations.attention import Situation, attend_exactly
+from prescore.integrations.attention import AttentionContext, attend_exactly
 from prescore.integrations.torchvision import import_timm, mend_torchvision
 from prescore.types import Values
 
@@ -237,9 +237,9 @@ def _measured(
     n_layers = len(find_adapter(model).layers(model))
     seen: list[tuple[int, int]] = []
 
-    def look(query: Tensor, key: Tensor, value: Tensor, situation: Situation) -> Tensor:
-        seen.append((key.shape[2], situation.n_prefix))
-        return attend_exactly(query, key, value, situation)
+    def look(query: Tensor, key: Tensor, value: Tensor, context: AttentionContext) -> Tensor:
+        seen.append((key.shape[2], context.n_prefix))
+        return attend_exactly(query, key, value, context)
 
     undo = replace_attention(model, dict.fromkeys(range(n_layers), look))
     try:
@@ -450,7 +450,7 @@ def digits_model(
     Args:
         epochs: How long it is trained; a model of its own for every value.
         cache: Where models are kept; None = `$XDG_CACHE_HOME/prescore` or `~/.cache/prescore`.
-        report: Told what is going on, one line at a time.
+        report: ScoreStats what is going on, one line at a time.
     """
     folder = (cache or cache_directory()) / f"{_RECIPE}-{epochs}"
     if (folder / "config.json").is_file():

@@ -39,7 +39,7 @@ def label(line: Line) -> str:
     if clusters is not None:
         words.append(f"{clusters} clusters")
     if share is not None:
-        words.append(f"{100 * share:g} % stand-ins")
+        words.append(f"{100 * share:g} % centroids")
     if not protect:
         words.append("class token free")
     return ", ".join(words)
@@ -65,7 +65,7 @@ def accuracy_table(records: Sequence[Record], figure_name: str = "top1") -> Tabl
         title=f"Top-1 in per cent at so many key rows of {n_tokens}, {n_images} images",
         columns=("method", *(str(rows) for rows in columns), "top-5", "images/s"),
         rows=tuple(body),
-        note=f"mean ± standard deviation over seeds; rows count selected keys and stand-ins; standard error from "
+        note=f"mean ± standard deviation over seeds; rows count selected keys and centroids; standard error from "
         f"{n_images} images is about {_standard_error(records):.1f} points; top-5 and images/s at the most rows",
     )
 
@@ -98,7 +98,7 @@ def leverage_table(records: Sequence[Record]) -> Table:
     body = []
     for line, by_rows in values.items():
         leverage = values.get((_LEVERAGE, None, None, line[3]), {})
-        # stand-ins are ours, and no part of the claim
+        # centroids are ours, and no part of the claim
         if line[1] is not None and any(rows in leverage for rows in by_rows):
             cells = [
                 f"{statistics.fmean(by_rows[rows]) - statistics.fmean(leverage[rows]):+.1f}"

@@ -22,10 +22,10 @@ from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from prescore.config import Config
 from prescore.errors import PrescoreError, Unsupported
-from prescore.integrations.attention import PrescoredAttention, Situation
+from prescore.integrations.attention import AttentionContext, PrescoredAttention
 from prescore.integrations.compile import attend_by
 from prescore.integrations.masks import full_mask
-from prescore.integrations.patch import Seat, Undo, leave_seat, seats, take_seat
+from prescore.integrations.patch import Patch, Undo, attach_patch, detach_patch, patches
 from prescore.integrations.transformers.cache import layer_of
 from prescore.types import Values
 
@@ -67,12 +67,12 @@ def prescored_attention_forward(
         `[B, Nq, Hq, Dv]`, and the weights where a model's own eager attention had to run.
     """
     cache, key = layer_of(key)
-    sitting = seats(module)
-    seat = sitting[-1] if sitting else default_seat(module)
+    sitting = patches(module)
+    patch = sitting[-1] if sitting else default_patch(module)
     obstacles = [reason for name, reason in _FOREIGN.items() if features.get(name) is not None]
-    situation = Situation(
-        layer=seat.layer,
-        n_prefix=seat.n_prefix,
+    context = AttentionContext(
+        layer=patch.layer,
+        n_prefix=patch.n_prefix,
         scale=scaling,
         mask=attention_mask,
         is_causal=bool(getattr(module, "is_causal", True) if is_causal is None else is_causal),
@@ -83,9 +83,9 @@ def prescored_attention_forward(
     )
     if features.get("output_attentions"):
         obstacles.append("output_attentions=True asks for weights that are never formed")
-    eager = _Eager(module, situation, features, obstacles) if obstacles else None
-    situation = dataclasses.replace(situation, obstacles=tuple(obstacles), own=eager)
-    output = attend_by(seat, query, key, value, situation)
+    eager = _Eager(module, context, features, obstacles) if obstacles else None
+    context = dataclasses.replace(context, obstacles=tuple(obstacles), own=eager)
+    output = attend_by(patch, query, key, value, context)
     return output.transpose(1, 2).contiguous(), None if eager is None else eager.weights
 
 
@@ -140,7 +140,7 @@ def register() -> None:
     AttentionMaskInterface.register(NAME, prescored_mask)
 
 
-def replace_at(places: Mapping[nn.Module, Seat], around: Iterable[nn.Module], switch: Callable[[], None]) -> Undo:
+def replace_at(places: Mapping[nn.Module, Patch], around: Iterable[nn.Module], switch: Callable[[], None]) -> Undo:
     """Let modules attend by what sits on them; returns the undo.
 
     Args:
@@ -150,12 +150,12 @@ def replace_at(places: Mapping[nn.Module, Seat], around: Iterable[nn.Module], sw
     """
     taken = list(places.items())
     undo_configs = take_own_configs(around)
-    for module, seat in taken:
-        take_seat(module, seat)
+    for module, patch in taken:
+        attach_patch(module, patch)
 
     def undo() -> None:
-        for module, seat in taken:
-            leave_seat(module, seat)
+        for module, patch in taken:
+            detach_patch(module, patch)
         taken.clear()
         undo_configs()
 
@@ -167,21 +167,21 @@ def replace_at(places: Mapping[nn.Module, Seat], around: Iterable[nn.Module], sw
     return undo
 
 
-def default_seat(module: nn.Module, config: Config | None = None, on_unsupported: str = "raise") -> Seat:
+def default_patch(module: nn.Module, config: Config | None = None, on_unsupported: str = "raise") -> Patch:
     """Of a module that was never replaced, made at its first call and kept for its memory."""
-    _sit_by_default(module, config, on_unsupported)
-    seat: Seat = getattr(module, _DEFAULT)
-    return seat
+    _attach_default(module, config, on_unsupported)
+    patch: Patch = getattr(module, _DEFAULT)
+    return patch
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _sit_by_default(module: nn.Module, config: Config | None, on_unsupported: str) -> None:
+def _attach_default(module: nn.Module, config: Config | None, on_unsupported: str) -> None:
     """No graph can make a seat, so that it is made once, while the graph is traced."""
     if _DEFAULT not in module.__dict__:
         layer = getattr(module, "layer_idx", None)
         number = layer if isinstance(layer, int) else 0
-        seat = Seat(PrescoredAttention(config, on_unsupported), number, n_prefix_tokens(module))
-        module.__dict__.setdefault(_DEFAULT, seat)  # another thread may have been faster
+        patch = Patch(PrescoredAttention(config, on_unsupported), number, n_prefix_tokens(module))
+        module.__dict__.setdefault(_DEFAULT, patch)  # another thread may have been faster
 
 
 @dataclass(eq=False)
@@ -189,23 +189,23 @@ class _Eager:
     """The attention of the model's own file, which knows the model's own features."""
 
     module: nn.Module
-    situation: Situation
+    context: AttentionContext
     features: Values
     obstacles: Sequence[str]
     weights: Tensor | None = None
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """See `Situation.own`; keeps the weights."""
+        """See `AttentionContext.own`; keeps the weights."""
         eager = getattr(sys.modules[type(self.module).__module__], "eager_attention_forward", None)
         if eager is None:
-            raise Unsupported(f"exact attention of {self.situation.owner}", self.obstacles)
-        form = self.situation.form(query, key)
+            raise Unsupported(f"exact attention of {self.context.owner}", self.obstacles)
+        form = self.context.form(query, key)
         key, value = key[:, :, : form.n_keys], value[:, :, : form.n_keys]
         mask = full_mask(form, query.shape[2], query.device)
         if mask is not None and mask.dtype == torch.bool:
             shown = torch.zeros(mask.shape, dtype=query.dtype, device=query.device)
             mask = shown.masked_fill_(~mask, torch.finfo(query.dtype).min)
-        options = {"dropout": self.situation.dropout, "scaling": self.situation.scale, **self.features}
+        options = {"dropout": self.context.dropout, "scaling": self.context.scale, **self.features}
         output: Tensor
         output, self.weights = eager(self.module, query, key, value, mask, **options)
         return output.transpose(1, 2)

@@ -20,7 +20,7 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicS
 from prescore import checks
 from prescore.config import Config, Selected, config_from_dict
 from prescore.errors import Unsupported
-from prescore.integrations.decode import Decoder, Past, Request, Step, remembers
+from prescore.integrations.decode import CachedKeys, Decoder, Request, Step, remembers
 from prescore.integrations.state import Rows, SelectionState
 from prescore.types import Values
 
@@ -319,7 +319,7 @@ class PrescoredLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         setattr(key, _LAYER, self)
         return key, value
 
-    def step(self, query: Tensor, past: Past, request: Request) -> Step:
+    def step(self, query: Tensor, past: CachedKeys, request: Request) -> Step:
         """Answer the newest tokens' queries, or say how they are to be answered; see `Decoder`."""
         self.valid, self.request = past.valid, request
         self._say_what_is_idle(request.config)
@@ -332,7 +332,7 @@ class PrescoredLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         """Make the selection now instead of at the first step, once a prompt has been read."""
         if self.request is not None and self.rows is not None:
             key, value = self.rows.key, self.rows.value
-            self._decoder.select(Past(key, value, self.valid, self.n_seen), self.request)
+            self._decoder.select(CachedKeys(key, value, self.valid, self.n_seen), self.request)
             self._drop_rows()
 
     def used_exactly(self) -> None:
@@ -403,7 +403,7 @@ class PrescoredLayer(DynamicLayer):  # type: ignore[no-untyped-call]
             self._told.add(text)
             warnings.warn(text, stacklevel=2)
 
-    def _past(self, shown: Past) -> Past:
+    def _past(self, shown: CachedKeys) -> CachedKeys:
         """All that is held, whatever the attention function was shown of it."""
         rows = (self.rows.key, self.rows.value) if self.rows is not None else self._unread
         return shown if rows is None else replace(shown, key=rows[0], value=rows[1], n_keys=self.n_seen)

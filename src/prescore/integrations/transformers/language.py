@@ -15,11 +15,11 @@ from transformers.cache_utils import DynamicCache, DynamicSlidingWindowLayer
 from prescore.config import Config, Exact
 from prescore.errors import Unsupported
 from prescore.integrations.attention import Attend, attend_exactly
-from prescore.integrations.parallel import Together
-from prescore.integrations.patch import Seat, Undo, check_numbers
+from prescore.integrations.parallel import ContextParallel
+from prescore.integrations.patch import Patch, Undo, check_numbers
 from prescore.integrations.transformers.attention import NAME, register, replace_at
 from prescore.integrations.transformers.cache import PrescoredCache, mark, upgrade
-from prescore.integrations.transformers.parallel import prepare_pieces
+from prescore.integrations.transformers.parallel import prepare_shards
 from prescore.types import Values
 
 _NO_LAYER = -1
@@ -56,7 +56,7 @@ def replace_attention(model: nn.Module, functions: Mapping[int, Attend]) -> Undo
     places = {}
     for name, module in _interface_modules(model).items():
         number = numbers.get(name, _NO_LAYER)
-        places[module] = Seat(functions.get(number, attend_exactly), number)
+        places[module] = Patch(functions.get(number, attend_exactly), number)
 
     def switch() -> None:
         for root in _roots(model):
@@ -84,9 +84,9 @@ def prepare(model: nn.Module, configs: Mapping[int, Config]) -> Undo:
     return undo
 
 
-def prepare_together(model: nn.Module, together: Together) -> Undo:
+def prepare_context_parallel(model: nn.Module, parallel_group: ContextParallel) -> Undo:
     """Let every rank of a mesh run the model on its piece; returns the undo."""
-    return prepare_pieces([module for module in model.modules() if _is_pretrained(module)], together)
+    return prepare_shards([module for module in model.modules() if _is_pretrained(module)], parallel_group)
 
 
 def _warn_if_all_local(model: nn.Module, chosen: list[int]) -> None:

@@ -11,19 +11,19 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from prescore import checks
 from prescore.errors import Unsupported
-from prescore.integrations.parallel import PIECES, HeldPiece, Together
+from prescore.integrations.parallel import PIECES, ContextParallel, HeldShard
 from prescore.integrations.patch import Undo
 from prescore.parallel.comm import Group, agree, as_group
 from prescore.types import Values
 
 
-class PieceLayer(DynamicLayer):  # type: ignore[no-untyped-call]
+class ShardLayer(DynamicLayer):  # type: ignore[no-untyped-call]
     """This rank's keys and values of one layer; further tokens are kept by the last rank alone."""
 
     def __init__(self, group: Group) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.group = group
-        self.held = HeldPiece()
+        self.held = HeldShard()
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Take a piece of the prompt, or further tokens; returns what this rank holds."""
@@ -50,12 +50,12 @@ class PieceLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         raise Unsupported("a crop of a cache of pieces", ["what to forget may lie on another rank"])
 
 
-class PieceCache(DynamicCache):
+class ShardCache(DynamicCache):
     """A cache of which every rank holds a piece; `prescore.apply(model, mesh=...)` makes it by itself."""
 
     def __init__(self, config: Any, group: Group) -> None:
         super().__init__(config=config)
-        self.layers = [PieceLayer(group) for _ in self.layers]
+        self.layers = [ShardLayer(group) for _ in self.layers]
 
     @property
     def n_all(self) -> int:
@@ -64,7 +64,7 @@ class PieceCache(DynamicCache):
         return 0 if layer is None else int(layer.held.n_all)
 
 
-def prepare_pieces(modules: list[nn.Module], together: Together) -> Undo:
+def prepare_shards(modules: list[nn.Module], parallel_group: ContextParallel) -> Undo:
     """Let every forward of some models of transformers begin where its piece does; returns the undo."""
     for module in modules:
         if "position_ids" not in inspect.signature(module.forward).parameters:
@@ -72,10 +72,10 @@ def prepare_pieces(modules: list[nn.Module], together: Together) -> Undo:
             raise Unsupported(f"apply with a mesh on {type(module).__name__}", [reason])
 
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: Values) -> tuple[tuple[Any, ...], Values]:
-        return _before(module, args, kwargs, together) if together.enter() else (args, kwargs)
+        return _before(module, args, kwargs, parallel_group) if parallel_group.enter() else (args, kwargs)
 
     def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        together.leave()
+        parallel_group.leave()
 
     hooks = [module.register_forward_pre_hook(before, with_kwargs=True) for module in modules]
     hooks += [module.register_forward_hook(after, always_call=True) for module in modules]
@@ -88,7 +88,7 @@ def prepare_pieces(modules: list[nn.Module], together: Together) -> Undo:
 
 
 def _before(
-    module: nn.Module, args: tuple[Any, ...], kwargs: Values, together: Together
+    module: nn.Module, args: tuple[Any, ...], kwargs: Values, parallel_group: ContextParallel
 ) -> tuple[tuple[Any, ...], Values]:
     """Agree with the other ranks, then fill in positions and cache."""
     names = list(inspect.signature(module.forward).parameters)
@@ -97,26 +97,26 @@ def _before(
     tokens: Tensor = given["input_ids"] if embeddings is None else embeddings
     cache: Cache | None = given.get("past_key_values")
     foreign, n_before = None, 0
-    if isinstance(cache, PieceCache):
+    if isinstance(cache, ShardCache):
         n_before = cache.n_all
     elif cache is not None:
         name = type(cache).__name__
         foreign = Unsupported(f"a cache of type {name} on several ranks", ["it holds whole sequences"])
-    together.agree(tokens, given.get("attention_mask"), n_before, foreign)
+    parallel_group.agree(tokens, given.get("attention_mask"), n_before, foreign)
     config: Any = module.config.get_text_config(decoder=True)  # type: ignore[operator, union-attr]
     if given.get("position_ids") is None:
-        given["position_ids"] = together.positions(tokens.shape[1], n_before, tokens.device)
+        given["position_ids"] = parallel_group.positions(tokens.shape[1], n_before, tokens.device)
     wanted = given.get("use_cache")
     wanted = getattr(config, "use_cache", False) if wanted is None else wanted
     if cache is None and wanted and not module.training and "past_key_values" in names:
-        given["past_key_values"] = PieceCache(config, together.group)
+        given["past_key_values"] = ShardCache(config, parallel_group.group)
     if n_before:
         given["attention_mask"] = None  # what is padding is known from the prompt
     return (), given
 
 
 @torch.no_grad()
-def generate_together(
+def generate_context_parallel(
     model: nn.Module, input_ids: Tensor, mesh: object, *, max_new_tokens: int, eos_token_id: int | None = None
 ) -> Tensor:
     """Greedy generation from a prompt that lies on several ranks; `model` must be applied with the same mesh.

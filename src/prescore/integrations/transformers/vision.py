@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from prescore.integrations.attention import Attend, attend_exactly
-from prescore.integrations.patch import Seat, Undo, check_numbers, refuse
+from prescore.integrations.patch import Patch, Undo, check_numbers, refuse
 from prescore.integrations.transformers.attention import NAME, PREFIX, n_prefix_tokens, register, replace_at
 
 _JOINT = ("clip", "siglip")
@@ -48,7 +48,7 @@ def replace_attention(model: nn.Module, functions: Mapping[int, Attend]) -> Undo
     modules = [model.get_submodule(name) for name in layers(model)]
     check_numbers(functions, len(modules))
     places = {
-        module: Seat(functions.get(number, attend_exactly), number, n_prefix_tokens(module))
+        module: Patch(functions.get(number, attend_exactly), number, n_prefix_tokens(module))
         for number, module in enumerate(modules)
     }
     named = {id(module.config) for module in modules}

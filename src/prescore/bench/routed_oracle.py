@@ -1,7 +1,7 @@
 """Routed attention from its definition, in loops over sequences, heads and queries, in float64.
 
 The oracle of `prescore.routed`, which shares the configuration and the tree with it and nothing else. Each query
-tells which keys it counts and what its stand-ins are; one dense softmax does the rest. Autograd goes through all
+tells which keys it counts and what its centroids are; one dense softmax does the rest. Autograd goes through all
 of it but the choices: the tree, codes, and which keys are read.
 """
 
@@ -106,8 +106,8 @@ class Sequence:
         """The sequence with these real keys, `mask [Nk]`."""
         n_keys = len(mask)
         shift = int(mask.nonzero()[0]) if bool(mask.any()) else 0
-        together = n_query == n_keys  # then a query is padding where its key is
-        n_real_query = int(mask.sum()) if together else n_query
+        parallel_group = n_query == n_keys  # then a query is padding where its key is
+        n_real_query = int(mask.sum()) if parallel_group else n_query
         return cls(mask[shift:], shift, n_keys - n_query - shift, n_query, n_real_query, is_causal, config)
 
     @cached_property
@@ -165,8 +165,8 @@ class HeadTable(NamedTuple):
         rows: `[M, L]` positions of the nodes' keys.
         keys: `[Nq, n]` keys that count by themselves.
         compared: `[Nq]` of how many keys it looked at the codes.
-        stand_ins: `[Nq, M]` what is added to the logits of the nodes' means; -inf = no stand-in.
-        move: `[Nq, M]` how many drifts a stand-in's value lies from its node's mean.
+        centroids: `[Nq, M]` what is added to the logits of the nodes' means; -inf = no centroid.
+        move: `[Nq, M]` how many drifts a centroid's value lies from its node's mean.
         drift: `[Nq, Dv]`.
         nodes: `[Nq]` how many nodes each query sees.
         found: `[Nq]` how many of their keys it reads.
@@ -176,19 +176,19 @@ class HeadTable(NamedTuple):
     rows: Tensor
     keys: Tensor
     compared: Tensor
-    stand_ins: Tensor
+    centroids: Tensor
     move: Tensor
     drift: Tensor
     nodes: Tensor
     found: Tensor
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Attended:
-        """One softmax over keys and stand-ins; `query [Nq, D]` is scaled, `key [Nk, D]` has padding before."""
+        """One softmax over keys and centroids; `query [Nq, D]` is scaled, `key [Nk, D]` has padding before."""
         key, value = key[self.shift :], value[self.shift :]
         logits = torch.cat(
             (
                 (query @ key.T).masked_fill(~self.keys, -math.inf),
-                query @ key[self.rows].mean(1).T + self.stand_ins,
+                query @ key[self.rows].mean(1).T + self.centroids,
             ),
             dim=1,
         )
@@ -229,7 +229,7 @@ def make_table(sequence: Sequence, query: Tensor, key: Tensor, far: Far, scale: 
         far.rows,
         keys,
         torch.tensor([float(look.compared.sum()) for look in looks]),
-        table([look.stand_ins for look in looks], n_nodes, -math.inf),
+        table([look.centroids for look in looks], n_nodes, -math.inf),
         table([look.move for look in looks], n_nodes),
         table([look.drift for look in looks], far.beside.shape[-1]),
         torch.tensor([float(len(look.compared)) for look in looks]),
@@ -277,14 +277,14 @@ class Look(NamedTuple):
     Attributes:
         compared: `[M, L]` keys whose codes were looked at; a choice without gradients.
         read: `[M, L]` keys that count by themselves; likewise.
-        stand_ins: `[M]` what the stand-ins' logits are above those of the means; -inf = all keys were read.
-        move: `[M]` how many drifts the stand-ins' values lie from the means.
+        centroids: `[M]` what the centroids' logits are above those of the means; -inf = all keys were read.
+        move: `[M]` how many drifts the centroids' values lie from the means.
         drift: `[Dv]`.
     """
 
     compared: Tensor
     read: Tensor
-    stand_ins: Tensor
+    centroids: Tensor
     move: Tensor
     drift: Tensor
 
