@@ -10,7 +10,7 @@ key = torch.randn(1, 2, 6000, 64)  # two heads of keys for four of queries
 value = torch.randn(1, 2, 6000, 64)
 exact = prescore.exact_attention(query, key, value, is_causal=True).output
 
-for config in (prescore.Routed(rows=256), prescore.Selected(top_k=512, min_seq_len=1024), prescore.Exact()):
+for config in (prescore.Routed(min_weight=1 / 512), prescore.Selected(top_k=512, min_seq_len=1024), prescore.Exact()):
     output, aux = prescore.prescored_attention(query, key, value, config, is_causal=True, return_aux=True)
     error = float((output - exact).norm() / exact.norm())
     name = type(config).__name__

@@ -27,7 +27,7 @@ with warnings.catch_warnings(record=True) as told, prescore.apply(model), torch.
     model(images)
 print("warned:", told[0].message)
 
-routed = prescore.Routed(exact_until=0, rows=32, leaf_size=8, chunk_size=128)
+routed = prescore.Routed(exact_until=0, min_weight=1 / 64, cluster_size=8, chunk_size=128)
 with prescore.apply(model, routed) as applied, torch.no_grad():
     model(images)
 print(applied)

@@ -16,7 +16,7 @@ CONFIGS = {
     "early": Selected.early(top_k=9, min_seq_len=8, inner=LSH),
     "selected": Selected(top_k=9, min_seq_len=8),
     "default": Routed(),
-    "routed": Routed(rows=4, leaf_size=2, chunk_size=4, sinks=2, exact_until=0),
+    "routed": Routed(min_weight=1 / 8, cluster_size=2, chunk_size=4, sinks=2, exact_until=0),
     "exact": Exact(),
     "centroids": Selected.paper("kmeans", 9, remainder="centroids", min_seq_len=0, inner=LSH),
     "sampled": Selected(KMeans(noise=0.1), 9, selector="sample", min_seq_len=8),

@@ -19,7 +19,7 @@ READS_ALL = {
     "hyper": Hyper(Lsh(64, 8), min_seq_len=8),
 }
 # as many padded queries as are read exactly, while the last real ones are routed
-ROUTED = Routed(rows=2, leaf_size=2, chunk_size=2, sinks=1, exact_until=25)
+ROUTED = Routed(min_weight=1 / 4, cluster_size=2, chunk_size=2, sinks=1, exact_until=25)
 ENDS = {
     "one sequence": [(0, 21)],
     "several": [(0, 21), (0, 40), (0, 39)],
@@ -100,7 +100,7 @@ def test_leading_padding_asks_for_nothing_more(monkeypatch):
 def test_a_padded_query_moves_no_other():
     mask = masks(ENDS["several"])
     query, key, value = attention_tensors(batch=3, heads=2, kv_heads=1, n_keys=40, seed=7)
-    config = Routed(rows=8, leaf_size=4, chunk_size=4, sinks=1, exact_until=0)
+    config = Routed(min_weight=1 / 16, cluster_size=4, chunk_size=4, sinks=1, exact_until=0)
     output = prescore.prescored_attention(query, key, value, config, is_causal=True, key_padding_mask=mask)
     other = torch.where(mask[:, None, :, None], query, -3 * query)
     moved = prescore.prescored_attention(other, key, value, config, is_causal=True, key_padding_mask=mask)

@@ -32,6 +32,6 @@ for wanted, found in zip(expected, calls(), strict=True):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float64"])
 def test_results_do_not_depend_on_the_default_dtype(dtype):
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, dtype, "leaf_size"], check=False, capture_output=True, text=True
+        [sys.executable, "-c", PROGRAM, dtype, "cluster_size"], check=False, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr[-2000:]

@@ -88,7 +88,7 @@ VALUES = {
 
 LSH = Lsh(4, 5, 3)
 BASES = {
-    Routed: [Routed(rows=8, leaf_size=4, chunk_size=16, sinks=3, exact_until=0)],
+    Routed: [Routed(min_weight=1 / 16, cluster_size=4, chunk_size=16, sinks=3, exact_until=0)],
     Hyper: [Hyper(LSH, sinks=2, min_seq_len=16), Hyper(LSH.replace(alignment="rank"), min_seq_len=16)],
     Selected: [
         Selected("key-norm", 12, sinks=2, min_seq_len=16),

@@ -7,8 +7,8 @@ import prescore
 from prescore import Exact, Hyper, Lsh, Routed, Selected
 
 CONFIGS = (
-    Routed(rows=4, leaf_size=4, chunk_size=8, sinks=2, exact_until=8),
-    Routed(rows=4, leaf_size=4, chunk_size=8, sinks=2, exact_until=8, tolerance=0.3),
+    Routed(min_weight=1 / 8, cluster_size=4, chunk_size=8, sinks=2, exact_until=8),
+    Routed(min_weight=1 / 8, cluster_size=4, chunk_size=8, sinks=2, exact_until=8, tolerance=0.3),
     Selected(top_k=6, min_seq_len=8),
     Hyper(Lsh(4, 4), min_seq_len=8),
     Exact(),

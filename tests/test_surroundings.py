@@ -16,7 +16,7 @@ from prescore.errors import Unsupported
 CONFIGS = {
     "exact": Exact(),
     "routed, short": Routed(),
-    "routed": Routed(rows=8, leaf_size=4, chunk_size=4, sinks=1, exact_until=0),
+    "routed": Routed(min_weight=1 / 16, cluster_size=4, chunk_size=4, sinks=1, exact_until=0),
     "selected": Selected("kmeans", 6, min_seq_len=8),
     "hyper": Hyper(Lsh(8, 8), min_seq_len=8),
 }

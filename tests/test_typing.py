@@ -22,7 +22,7 @@ from prescore import Aux, KMeans, Routed, Selected, Selection, Stats
 def attend(query: Tensor, key: Tensor, value: Tensor, *, explain: bool) -> Tensor:
     config = Selected(KMeans(n_clusters=8), top_k=0.25, sinks=4).replace(recent=2)
     output: Tensor = prescore.prescored_attention(query, key, value, config, is_causal=True)
-    told: tuple[Tensor, Aux] = prescore.prescored_attention(query, key, value, Routed(rows=8), return_aux=True)
+    told: tuple[Tensor, Aux] = prescore.prescored_attention(query, key, value, Routed(min_weight=1 / 16), return_aux=True)
     either = prescore.prescored_attention(query, key, value, return_aux=explain)
     stats: Stats = told[1].stats
     rows: float = stats.keys_per_query
@@ -38,7 +38,7 @@ def on_a_model(model: torch.nn.Module) -> float | None:
 WRONG = {
     "Selected(top_k='many')": "arg-type",
     "Selected(topk=3)": "call-arg",
-    "Routed(rows=1.5)": "arg-type",
+    "Routed(min_weight=1 / 2.5)": "arg-type",
     "KMeans(n_cluster=3)": "call-arg",
     "prescored_attention(query, query)": "call-overload",
     "prescored_attention(query, query, query, return_aux=True).shape": "attr-defined",

@@ -1,40 +1,44 @@
-"""The public functions of attention."""
+"""The public functions on tensors: check, make a `Call`, run the engine of the configuration, put results back."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
-from types import MappingProxyType
-from typing import Any, Literal, NamedTuple, overload
+from typing import Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
 
 from prescore import checks
 from prescore.autograd import differentiable_once, records_gradients, without_autocast
-from prescore.call import Call, align_keys, make_call, shifted_back
+from prescore.call import align_keys, make_call, shifted_back
 from prescore.config import Config, Exact, Hyper, Routed, Selected, check_config
+from prescore.engines import run_engine
 from prescore.errors import Unsupported
 from prescore.ops.backend import Backend, Needs, pick_backend
 from prescore.ops.dropout import Dropout
-from prescore.ops.parts import exact_output
-from prescore.parallel.entry import ShardRequest, attend_in_group, refuse_in_group
+from prescore.parallel.entry import ShardRequest, attend_in_group
 from prescore.rng import Streams, as_streams, check_generator
-from prescore.routed import attention as routed
+from prescore.routed import native
 from prescore.scoring.base import Scorer, as_scorer
-from prescore.scoring.select import (
-    check_selection,
-    given_members,
-    protected_positions,
-    score_keys,
-    select_keys,
-    selection_of,
-)
-from prescore.selected import attention as selected
+from prescore.scoring.select import check_selection, given_members, protected_positions, score_keys, select_keys
 from prescore.selected.causal_grid import FULL
-from prescore.types import Attended, Aux, Outcome, Selection, Stats
+from prescore.types import Attended, Aux, Result, Selection, Stats
+
+Generator = torch.Generator | int | None
+
+
+class Options(NamedTuple):
+    """The arguments of `prescored_attention` beside tensors and configuration, with its defaults."""
+
+    is_causal: bool = False
+    key_padding_mask: Tensor | None = None
+    scale: float | None = None
+    generator: Generator = None
+    selection: Selection | None = None
+    dropout_p: float = 0.0
+    dropout_generator: Generator = None
+    backend: str = "auto"
 
 
 @overload
@@ -123,23 +127,25 @@ def prescored_attention(
         config: How to attend: a `Routed`, `Selected`, `Hyper` or `Exact`; None = `Routed()`.
         is_causal: Queries are the last `Nq` positions and see no later key.
         key_padding_mask: `[B, Nk]`, True = a real key. Queries of padded keys see the real keys before them; in
-            causal mode one that is no number is read as zeros.
+            causal mode a padding query that holds NaN or infinity is read as zeros.
         scale: Factor of the logits, any finite number; `D ** -0.5` by default.
         generator: Seed, generator or None.
         selection: With a `Selected`: use this selection instead of making one. Without a configuration: as
             `Selected(remainder="none")` would, exactly over these keys (in causal mode beside its exact leaves).
         dropout_p: Probability of dropping an attention weight, for training: the kept ones are scaled by
-            `1 / (1 - p)`, lse counts all keys as before, and a centroid is dropped as a whole. Which ones are
-            dropped is drawn apart for each sequence and head, and drawn again in the backward pass rather than
-            stored. The fused operators cannot do this: the plain backend runs, which is slower.
+            `1 / (1 - p)`, lse counts all keys as before, and a centroid is dropped as a whole. Each sequence
+            and head draws its own, and the backward pass draws again rather than store. The fused operators cannot
+            do this, so the plain backend runs, which is slower.
         dropout_generator: Seed or generator of the dropout alone, so that it may change from step to step
             while the selection does not; None = from `generator` too.
-        group: A `torch.distributed` process group or one-dimensional `DeviceMesh` whose ranks hold equal,
-            consecutive pieces of the sequence: every rank passes its piece of query, key, value and mask, gets its
-            piece of the result, and must take part in the backward pass. No `selection` and no dropout there, and
-            `Aux.selection` is empty: what was selected stays with the ranks that hold it. See docs/parallel.md.
-        backend: Operator backend: `auto`, `cpu-flash`, `cuda-efficient` or `plain`.
-        return_aux: Also return lse, the selection and statistics.
+        group: Context parallel: a `torch.distributed` process group or one-dimensional `DeviceMesh` whose ranks
+            hold equal, consecutive shards of the sequence. Every rank passes its shard of query, key, value and mask,
+            gets its shard of the result, and must take part in the backward pass. No `selection` and no dropout
+            there, and `Aux.selection` is empty: selections stay with the ranks that hold the keys. See
+            docs/parallel.md.
+        backend: `auto`, `native` (C on CPUs, for `Routed`), `plain` (plain torch), or one of torch's fused
+            operators, `cpu-flash` or `cuda-efficient`. A named backend runs or raises with its reasons.
+        return_aux: Also return lse, the selection and stats.
 
     Returns:
         The output `[B, Hq, Nq, Dv]`, or `(output, Aux)`.
@@ -148,17 +154,13 @@ def prescored_attention(
     options = Options(
         is_causal, key_padding_mask, scale, generator, selection, dropout_p, dropout_generator, backend
     )
-    if group is not None:
-        outcome = attend_context_parallel(query, key, value, config, options, group, explain=return_aux)
-        attended = outcome.attended
-        return (attended.output, Aux(attended.lse, [], Stats.of(outcome.stats))) if return_aux else attended.output
+    result = attend(query, key, value, config, options, group=group, explain=return_aux)
     if not return_aux:
-        return attend_counting(query, key, value, config, options).output
-    call, outcome = attend_call(query, key, value, config, options, explain=True)
-    attended = call.restore(outcome.attended)
-    kept = [call.restore_selection(chosen) for chosen in outcome.selections]
-    chosen = kept if is_causal else kept[0] if kept else nothing_selected(key)
-    return attended.output, Aux(attended.lse, chosen, Stats.of(outcome.stats))
+        return result.output
+    selections: Selection | list[Selection] = result.selections
+    if not is_causal and group is None:
+        selections = result.selections[0] if result.selections else empty_selection(key)
+    return result.output, Aux(result.lse, selections, Stats.of(result.stats))
 
 
 def exact_attention(
@@ -181,16 +183,14 @@ def exact_attention(
         is_causal: Queries are the last `Nq` positions and see no later key.
         key_padding_mask: `[B, Nk]`, True = a real key.
         scale: Factor of the logits, `D ** -0.5` by default.
-        group: Ranks that hold pieces of the sequence, as in `prescored_attention`.
+        group: Ranks that hold shards of the sequence, as in `prescored_attention`.
         backend: `auto`, `cpu-flash`, `cuda-efficient` or `plain`.
 
     Returns:
         Output and lse; a query that sees nothing has output 0 and lse -inf.
     """
     options = Options(is_causal, key_padding_mask, scale, backend=backend)
-    if group is not None:
-        return attend_context_parallel(query, key, value, Exact(), options, group, explain=True).attended
-    return attend_with_lse(query, key, value, Exact(), options)
+    return attend(query, key, value, Exact(), options, group=group, need_lse=True).attended
 
 
 def hyper_attention(
@@ -209,231 +209,126 @@ def hyper_attention(
     config = Hyper.published() if config is None else config
     checks.instance("config", config, (Hyper,))
     options = Options(is_causal, key_padding_mask, scale, generator, backend=backend)
-    return attend_with_lse(query, key, value, config, options)
+    return attend(query, key, value, config, options, need_lse=True).attended
 
 
 # How a public call runs: check everything, make a `Call`, let the configuration's engine answer it.
 
 
-class Options(NamedTuple):
-    """What `prescored_attention` is told beside its tensors and its configuration; the defaults are its own."""
-
-    is_causal: bool = False
-    key_padding_mask: Tensor | None = None
-    scale: float | None = None
-    generator: Generator = None
-    selection: Selection | None = None
-    dropout_p: float = 0.0
-    dropout_generator: Generator = None
-    backend: str = "auto"
-
-
-class Counted(NamedTuple):
-    """An output, a function that counts the key and centroid rows that a query met, and figures at hand."""
-
-    output: Tensor
-    count_keys: Callable[[], float]
-    figures: Mapping[str, Any] = MappingProxyType({})
-
-
-def attend_counting(query: Tensor, key: Tensor, value: Tensor, config: Config | None, options: Options) -> Counted:
-    """`prescored_attention` without statistics; rows are counted when somebody asks, outside of any timer."""
-    call, outcome = attend_call(query, key, value, config, options, explain=False)
-    return Counted(call.restore(outcome.attended).output, outcome.count_keys, outcome.stats)
-
-
-def attend_call(
-    query: Tensor, key: Tensor, value: Tensor, config: Config | None, options: Options, *, explain: bool
-) -> tuple[Call, Outcome]:
-    """Check everything, then run it; the result is still in aligned positions."""
-    with without_autocast(query, key, value) as (query, key, value):
-        return _attend_plainly(query, key, value, config, options, explain)
-
-
-def _attend_plainly(
-    query: Tensor, key: Tensor, value: Tensor, config: Config | None, options: Options, explain: bool
-) -> tuple[Call, Outcome]:
-    config = _check(query, key, value, config, options)
-    call = _made(query, key, value, config, options)
-    if options.selection is None:
-        return call, run_or_shortcut(call, config, explain)
-    given = given_members(options.selection, call.shift, call.valid, key.shape[2])
-    return call, run_engine(call, config, given, explain)
-
-
-def attend_with_lse(query: Tensor, key: Tensor, value: Tensor, config: Config, options: Options) -> Attended:
-    """Output and lse, without statistics."""
-    with without_autocast(query, key, value) as (query, key, value):
-        _check(query, key, value, config, options)
-        call = _made(query, key, value, config, options)
-        return call.restore(run_engine(call, config, None, False).attended)
-
-
-def _made(query: Tensor, key: Tensor, value: Tensor, config: Config, options: Options) -> Call:
-    """The call, after all checks: one that is refused must not advance a generator."""
-    streams = as_streams(options.generator)
-    dropping = streams if options.dropout_generator is None else as_streams(options.dropout_generator)
-    return make_call(
-        *differentiable_once(query, key, value),
-        options.key_padding_mask,
-        is_causal=options.is_causal,
-        scale=options.scale,
-        backend=_backend(query, options.backend, options.dropout_p, dropping),
-        streams=streams,
-        aligned=not isinstance(config, Exact),
-    )
-
-
-def _check(query: Tensor, key: Tensor, value: Tensor, config: Config | None, options: Options) -> Config:
-    """Refuse what cannot be; gives the configuration that will run."""
-    is_causal, mask, scale, _, selection, dropout_p, dropout_generator, backend = options
-    if config is None and selection is not None:
-        config = Selected(remainder="none")
-    config = check_config(config)
-    checks.probability("dropout_p", dropout_p)
-    check_generator(dropout_generator, "dropout_generator")
-    checks.attention_inputs(query, key, value, is_causal=is_causal, key_padding_mask=mask, scale=scale)
-    if isinstance(config, Routed) and config.tolerance is not None and records_gradients(query, key, value):
-        reason = "which queries read on is not differentiable, and inputs require gradients"
-        raise Unsupported("tolerance", [reason])  # at every length: no training ends at its first long text
-    if selection is not None:
-        if not isinstance(config, Selected):
-            raise ValueError(f"selection must come with a Selected configuration, got {type(config).__name__}")
-        check_selection(selection, key)
-    _backend(query, backend, dropout_p, Streams())
-    return config
-
-
-def attend_context_parallel(
+def attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
     config: Config | None,
     options: Options,
-    group: object,
     *,
+    group: object = None,
     explain: bool = False,
-    refused: ValueError | None = None,
-) -> Outcome:
-    """`prescored_attention` of this rank's piece; with `explain` also lse and figures.
+    need_lse: bool = False,
+    refusal: Exception | None = None,
+) -> Result:
+    """What all public functions run: check everything, then compute; the result lies where the queries were.
 
-    `refused` is what this rank alone has to say against the call: every rank raises it.
+    Args:
+        query: As the user gave it, like all that follows.
+        key: Likewise.
+        value: Likewise.
+        config: None = `Routed()`.
+        options: Everything else.
+        group: Context parallel: the ranks.
+        explain: Also return selections and all stats.
+        need_lse: Whether lse is needed; it is always there with `explain`.
+        refusal: Context parallel: why this rank alone cannot run the call; every rank raises it.
     """
-    with ExitStack() as surroundings:
+    with ExitStack() as guards:
         try:
-            query, key, value = surroundings.enter_context(without_autocast(query, key, value))
-        except Unsupported as error:
-            refused = refused or error  # the other ranks must hear of it, and wait for nobody
-
-        def check() -> tuple[Config, Backend]:
-            if refused is not None:
-                raise refused
-            refuse_in_group(options.selection is not None, options.dropout_p)
-            return _check(query, key, value, config, options), _backend(query, options.backend, 0.0, Streams())
-
-        is_causal, mask, scale, generator, *_ = options
-        asked = ShardRequest(query, key, value, is_causal, mask, scale, generator, explain)
-        return attend_in_group(group, asked, check, run_or_shortcut)
-
-
-def _backend(query: Tensor, name: str, dropout_p: float, streams: Streams) -> Backend:
-    """The operator of a call; raises when none, or not the named one, can run it."""
-    dropout = Dropout(dropout_p, streams.child("dropout")) if dropout_p else None
-    return pick_backend(Needs.of(query, dropout), name)
-
-
-# The one place where a configuration's type becomes an engine.
-
-
-def run_engine(call: Call, config: Config, given: Tensor | None, explain: bool) -> Outcome:
-    """The one place where a configuration's type becomes an engine."""
-    if not call.query.shape[1]:
-        return attend_exact(call, explain=explain)  # no heads: there is nothing to choose for
-    if isinstance(config, Routed):
-        return _route(call, config, explain)
-    if isinstance(config, Selected | Hyper):
-        return selected.attend_selected(call, config, given, explain=explain)
-    checks.instance("config", config, (Exact,))
-    return attend_exact(call, explain=explain)
+            query, key, value = guards.enter_context(without_autocast(query, key, value))
+            config = _checked(query, key, value, config, options, is_parallel=group is not None)
+        except (ValueError, TypeError) as error:
+            if group is None:
+                raise
+            refusal = refusal or error  # the other ranks must hear of it instead of waiting
+        if group is not None:
+            is_causal, mask, scale, generator, *_ = options
+            request = ShardRequest(query, key, value, is_causal, mask, scale, generator, explain or need_lse)
+            return attend_in_group(group, request, config, options.backend, refusal)
+        config = check_config(config)
+        # only now: a call that is refused must not advance a generator
+        streams = as_streams(options.generator)
+        dropout = streams if options.dropout_generator is None else as_streams(options.dropout_generator)
+        call = make_call(
+            *differentiable_once(query, key, value),
+            options.key_padding_mask,
+            is_causal=options.is_causal,
+            scale=options.scale,
+            backend=_backend(query, options, dropout),
+            streams=streams,
+            aligned=not isinstance(config, Exact),
+            native=options.backend in ("auto", "native"),
+        )
+        members = None
+        if options.selection is not None:
+            members = given_members(options.selection, call.shift, call.valid, key.shape[2])
+        result = run_engine(call, config, members=members, explain=explain, need_lse=need_lse)
+        output, lse = call.restore(result.attended)
+        selections = [call.restore_selection(kept) for kept in result.selections]
+        return replace(result, output=output, lse=lse, selections=selections)
 
 
-def _route(call: Call, config: Routed, explain: bool) -> Outcome:
-    """Routed attention; queries behind a sequence's end are no positions of its geometry, and run apart."""
-    outcome = routed.attend_routed(call, config, explain=explain)
-    padded = call.behind_the_end()
-    if padded is None:
-        return outcome
-    own = routed.attend_routed(padded.call, config)
-    return replace(outcome, attended=padded.put_into(outcome.attended, own.attended))
-
-
-def _is_exact(call: Call, config: Config) -> bool:
-    """Whether a call is exact attention as it stands, straight from the operator: short inputs feel every copy."""
-    if call.padded or call.backend.dropout is not None:
-        return False
-    if isinstance(config, Routed):
-        return routed.routes_nothing(call, config)
-    if isinstance(config, Selected | Hyper):
-        return selected.selects_nothing(call, config)
-    return isinstance(config, Exact)
-
-
-def _operator_alone(call: Call) -> Tensor:
-    return exact_output(
-        call.query, call.key, call.value, is_causal=call.is_causal, scale=call.scale, backend=call.backend
+def _checked(
+    query: Tensor, key: Tensor, value: Tensor, config: Config | None, options: Options, *, is_parallel: bool
+) -> Config:
+    """The configuration that will run; refuses what cannot."""
+    if config is None and options.selection is not None:
+        config = Selected(remainder="none")
+    config = check_config(config)
+    checks.probability("dropout_p", options.dropout_p)
+    check_generator(options.dropout_generator, "dropout_generator")
+    checks.attention_inputs(
+        query,
+        key,
+        value,
+        is_causal=options.is_causal,
+        key_padding_mask=options.key_padding_mask,
+        scale=options.scale,
     )
+    if isinstance(config, Routed) and config.tolerance is not None and records_gradients(query, key, value):
+        # refused at every length, so that no training run ends at its first long text
+        reason = "which queries read more keys is not differentiable, and inputs require gradients"
+        raise Unsupported("tolerance", [reason])
+    if options.selection is not None:
+        if not isinstance(config, Selected):
+            raise ValueError(f"selection must come with a Selected configuration, got {type(config).__name__}")
+        check_selection(options.selection, key)
+    if is_parallel:
+        _refuse_in_parallel(options)
+    if options.backend == "native":
+        reasons = ["it runs Routed only"]
+        if isinstance(config, Routed):
+            reasons = native.unsupported(query, value.shape[-1], config)
+        if options.dropout_p:
+            reasons.append("it cannot drop attention weights")
+        if reasons:
+            raise Unsupported("backend 'native'", reasons)
+    _backend(query, options, Streams())
+    return config
 
 
-def run_or_shortcut(call: Call, config: Config, explain: bool) -> Outcome:
-    """Exact attention as it stands, where that is all a call asks for; else its engine."""
-    if not explain and _is_exact(call, config):
-        return Outcome(Attended(_operator_alone(call), call.query.new_empty(0)), visible_keys(call))
-    return run_engine(call, config, None, explain)
+def _refuse_in_parallel(options: Options) -> None:
+    """Refuse what one process can do and several cannot."""
+    reasons = []
+    if options.selection is not None:
+        reasons.append("a selection cannot be given for a sequence that lies on several ranks")
+    if options.dropout_p:
+        reasons.append(f"dropout_p must be 0, as the ranks would drop other weights, got {options.dropout_p}")
+    if reasons:
+        raise Unsupported("group", reasons)
 
 
-# Exact attention as an engine: what `Exact()` runs, and what every other configuration is measured against.
-
-
-def attend_exact(call: Call, *, explain: bool = False) -> Outcome:
-    """Every query reads every key it may see; with `explain` also tell how many that are."""
-    begin = time.perf_counter()
-    attended, count_keys = call.exactly(), visible_keys(call)
-    if not explain:
-        return Outcome(attended, count_keys)
-    shape = call.key.shape[:3]
-    real = call.valid[:, None].expand(shape) if call.valid is not None else torch.ones(shape, dtype=torch.bool)
-    stats = {
-        "keys_selected": call.mean_keys(),
-        "keys_per_query": count_keys(),
-        "depth": 0,
-        "fallbacks": 0,
-        "mass_read": 1.0,
-        "seconds": {"attending": time.perf_counter() - begin},
-        "backend": call.backend.name,
-    }
-    return Outcome(attended, count_keys, [selection_of(real.to(call.key.device))], stats)
-
-
-def visible_keys(call: Call) -> Callable[[], float]:
-    """Counts the real keys that a real query may see, on average; keeps nothing of the call but its padding."""
-    n_query, n_keys, is_causal, valid = call.n_query, call.n_keys, call.is_causal, call.valid
-
-    def count() -> float:
-        if not n_query or not n_keys:
-            return 0.0
-        if valid is None:
-            return n_keys - ((n_query - 1) / 2 if is_causal else 0.0)
-        seen = valid.cumsum(1)
-        seen = seen[:, n_keys - n_query :] if is_causal else seen[:, -1:].expand(-1, n_query)
-        real = valid if n_query == n_keys else torch.ones_like(seen, dtype=torch.bool)
-        return float(seen[real].double().mean()) if bool(real.any()) else 0.0
-
-    return count
-
-
-# The public functions on keys alone: scores, and the keys that are kept (Algorithm 1).
-
-Generator = torch.Generator | int | None
+def _backend(query: Tensor, options: Options, streams: Streams) -> Backend:
+    """The operator of a call; raises when none, or not the named one, can run it."""
+    dropout = Dropout(options.dropout_p, streams.child("dropout")) if options.dropout_p else None
+    return pick_backend(Needs.of(query, dropout), options.backend)
 
 
 def score(
@@ -504,7 +399,7 @@ def select_by(
     checks.keys(key, key_padding_mask)
     streams = as_streams(generator)
     if 0 in key.shape[:3]:
-        return nothing_selected(key)
+        return empty_selection(key)
     aligned, valid, shift = align_keys(key, key_padding_mask)
     protect = None
     if config.sinks or config.recent:
@@ -513,7 +408,7 @@ def select_by(
     return shifted_back(chosen.selection, shift, key.shape[2])
 
 
-def nothing_selected(key: Tensor) -> Selection:
+def empty_selection(key: Tensor) -> Selection:
     """A selection without keys."""
     empty = torch.zeros(*key.shape[:2], 0, dtype=torch.int64, device=key.device)
     return Selection(empty, empty.bool())

@@ -34,6 +34,7 @@ class Call:
             is padding); None = all are real. They are answered, but move no other query.
         shift: `[B]` how far each row moved; None = not at all.
         queries_moved: Whether the queries were shifted too.
+        native: Whether native code may run where it can.
     """
 
     query: Tensor
@@ -48,6 +49,7 @@ class Call:
     query_valid: Tensor | None = None
     shift: Tensor | None = None
     queries_moved: bool = False
+    native: bool = True
 
     @property
     def n_query(self) -> int:
@@ -202,6 +204,7 @@ def make_call(
     backend: Backend,
     streams: Streams | None = None,
     aligned: bool = True,
+    native: bool = True,
 ) -> Call:
     """The inputs of an attention function as a call.
 
@@ -215,6 +218,7 @@ def make_call(
         backend: The operator.
         streams: Randomness; None = that of the default seed.
         aligned: Shift rows to their first real key; exact attention does not look at positions, and need not.
+        native: Whether native code may run where it can.
     """
     streams = streams or Streams()
     n_query, n_keys = query.shape[2], key.shape[2]
@@ -225,7 +229,9 @@ def make_call(
     if not aligned:
         if mask is not None:  # padding may hold anything, and 0 * NaN is NaN
             key, value = (t.masked_fill(~mask[:, None, :, None], 0) for t in (key, value))
-        return Call(query, key, value, is_causal, factor, backend, streams, valid=mask, query_start=start)
+        return Call(
+            query, key, value, is_causal, factor, backend, streams, valid=mask, query_start=start, native=native
+        )
     key, valid, shift = align_keys(key, mask)
     query_valid, moved = None, False
     if mask is not None and valid is not None:
@@ -243,7 +249,7 @@ def make_call(
                 start = start - shift
     return Call(
         query, key, value, is_causal, factor, backend, streams,
-        valid=valid, query_start=start, query_valid=query_valid, shift=shift, queries_moved=moved,
+        valid=valid, query_start=start, query_valid=query_valid, shift=shift, queries_moved=moved, native=native,
     )  # fmt: skip
 
 

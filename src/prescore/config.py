@@ -1,13 +1,13 @@
-"""Four small configurations, one for each way to attend; the type is the choice, the field docs are the reference.
+"""Four configurations, one for each way to attend. The type is the choice; the field docs are the reference.
 
-Every field changes something for every configuration of its type: what would do nothing cannot be written, or is
-refused by name.
+Every field has an effect in every configuration of its type. A setting without effect is refused by name.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import math
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -16,17 +16,25 @@ from prescore.scoring.base import Scorer, as_scorer
 from prescore.scoring.kmeans import ClusteringScorer
 from prescore.types import Values
 
+_RENAMED = {
+    "rows": "min_weight: rows=512 is min_weight=1/1024",
+    "leaf_size": "cluster_size",
+}
+"""Fields of older versions, and what to write today."""
+
 
 class _Settings:
-    """What all configurations can do: change some fields, and become JSON values and back."""
+    """What all configurations share: copies with changed fields, and JSON values."""
 
     def __new__(cls, *args: Any, **given: Any) -> Self:
-        """Refuse a field that does not exist, with the nearest that does; `__init__` does everything else."""
+        """Refuse an unknown field and name the nearest known one; `__init__` does everything else."""
+        _refuse_renamed(cls, given)
         checks.known_argument(cls, given)
         return super().__new__(cls)
 
     def replace(self, **changes: Any) -> Self:
         """A copy with some fields changed."""
+        _refuse_renamed(type(self), changes)
         known = [f.name for f in dataclasses.fields(self)]  # type: ignore[arg-type]
         for name in changes:
             checks.known_field(type(self).__name__, name, known)
@@ -79,44 +87,48 @@ class Coupling(_Settings):
         mask: `exclude` unselected keys, or `zero` them and their values, so that each still adds `e^0`.
         residual_weight: The residual is scaled by the number of `selected` keys, or of `all` keys.
         overlap: A key that block and sample both hold counts once (`exclude`) or twice (`count`).
+        blocks: LSH blocks are cut over the `selected` keys (Algorithm 2), or over `all` keys with the unselected
+            ones masked (the published GLM3 file).
     """
 
     mask: str = "exclude"
     residual_weight: str = "selected"
     overlap: str = "exclude"
+    blocks: str = "selected"
 
     def __post_init__(self) -> None:
         checks.one_of("coupling.mask", self.mask, ("exclude", "zero"))
         checks.one_of("coupling.residual_weight", self.residual_weight, ("selected", "all"))
         checks.one_of("coupling.overlap", self.overlap, ("exclude", "count"))
+        checks.one_of("coupling.blocks", self.blocks, ("selected", "all"))
 
 
 @dataclass(frozen=True)
 class Routed(_Settings):
-    """The default: keys that matter to a query are found and read, centroids carry the others.
+    """The default: each query reads the far keys that matter to it; centroids represent the others.
 
-    Keys are clustered and coded in four bits once, before any query is seen. Each query reads exactly its own and
-    the previous chunk (nearby tokens matter to almost every head), the first tokens (they draw mass from every
-    query and drown in any mean), and every far key whose weight, by its code, may exceed one part in `2 * rows`; a
-    centroid that knows the spread of its cluster carries what is left of it (many small weights add up). Every
-    query chooses for itself, so nothing leaks from later ones, and pieces of a prompt and single steps read as the
-    whole call does. docs/default.md has the measurements.
+    The key index is built once, before any query is seen: keys are clustered and quantized to int4. Each query
+    reads its own and the previous chunk exactly, the first tokens (attention sinks), and every far key whose
+    estimated attention weight exceeds `min_weight`. The unread keys of a cluster are represented by its centroid,
+    corrected for the covariance of the keys. Every query chooses for itself: no later query or key changes what it
+    reads, and chunked prefill and decode steps read what the whole call reads. docs/default.md has the details and
+    the measurements.
 
     Attributes:
-        rows: A far key is read where its weight may exceed one part in twice as many: at most so many exact far
-            rows per query, on average over the heads of a layer. Most queries of most heads find far fewer.
-        leaf_size: Keys per cluster.
-        chunk_size: Keys of a chunk: a causal query reads its own and the one before.
-        sinks: The first real positions of the sequence, read exactly by every query.
-        exact_until: Causal queries before this position read everything, and so do whole calls without a causal
-            mask that have fewer queries: reading all is faster there, and exact.
-        tolerance: None, or the relative error of its output that a query may have: those whose error bar exceeds
-            it read more, everything at last.
-        confidence: Share of the queries that `tolerance` is meant for; None = 0.95. Refused without a tolerance.
+        min_weight: A far key is read where its estimated attention weight exceeds this, in (0, 1]. Smaller values
+            read more keys: smaller error, more time. 1 reads no far key.
+        cluster_size: Keys per cluster, at most.
+        chunk_size: A causal query reads its own and the previous chunk of this many keys exactly.
+        sinks: The first positions of the sequence, read exactly by every query.
+        exact_until: Causal queries before this position read every key. Without a causal mask, calls with fewer
+            queries than this are exact. Exact attention is faster there.
+        tolerance: None, or the relative error that the output of a query may have: a query whose error bound
+            exceeds it reads more keys, in the end all of them.
+        confidence: Share of the queries that must be within `tolerance`; None = 0.95. Refused without a tolerance.
     """
 
-    rows: int = 512
-    leaf_size: int = 128
+    min_weight: float = 1 / 1024
+    cluster_size: int = 128
     chunk_size: int = 256
     sinks: int = 16
     exact_until: int = 2048
@@ -124,8 +136,8 @@ class Routed(_Settings):
     confidence: float | None = None
 
     def __post_init__(self) -> None:
-        checks.integer("rows", self.rows, minimum=0)
-        checks.integer("leaf_size", self.leaf_size, minimum=1)
+        checks.number("min_weight", self.min_weight, minimum=0.0, exclusive=True, maximum=1.0)
+        checks.integer("cluster_size", self.cluster_size, minimum=1)
         checks.integer("chunk_size", self.chunk_size, minimum=1)
         checks.integer("sinks", self.sinks, minimum=0)
         checks.integer("exact_until", self.exact_until, minimum=0)
@@ -144,7 +156,8 @@ class Selected(_Settings):
     Attributes:
         scorer: What ranks the keys: a name of `prescore.list_scorers()`, or a `Scorer` object with its settings.
         top_k: Keys kept: an int counts them, a float in (0, 1] is a share. In causal mode each off-diagonal block
-            of the recursion keeps that many of its own keys.
+            of the recursion keeps that many of its own keys. 1024 where neither this nor `min_score` is given.
+        min_score: Instead of `top_k`: keep every key that scores at least this (the paper's universal set).
         selector: `top` scores, or `sample` without replacement in proportion to the score.
         sinks: The first real positions, always kept, inside the budget, attended exactly (with
             `coupling.mask="zero"` they are kept like any other selected key).
@@ -163,7 +176,8 @@ class Selected(_Settings):
     """
 
     scorer: str | Scorer = "key-diff"
-    top_k: int | float = 1024
+    top_k: int | float | None = None
+    min_score: float | None = None
     selector: str = "top"
     sinks: int = 4
     recent: int = 0
@@ -176,7 +190,16 @@ class Selected(_Settings):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "scorer", as_scorer(self.scorer))
-        checks.budget("top_k", self.top_k)
+        if self.top_k is None and self.min_score is None:
+            object.__setattr__(self, "top_k", 1024)
+        if self.top_k is not None and self.min_score is not None:
+            raise ValueError(f"top_k must be None where min_score is given, got {self.top_k!r}")
+        if self.top_k is not None:
+            checks.budget("top_k", self.top_k)
+        if self.min_score is not None:
+            checks.number("min_score", self.min_score, minimum=-math.inf)
+            if self.selector != "top":
+                raise ValueError(f"selector must be 'top' with min_score, got {self.selector!r}")
         checks.one_of("selector", self.selector, ("top", "sample"))
         checks.integer("sinks", self.sinks, minimum=0)
         checks.integer("recent", self.recent, minimum=0)
@@ -200,13 +223,24 @@ class Selected(_Settings):
                 ("leaf_inclusive", self.leaf_inclusive, False),
                 ("coupling.residual_weight", self.coupling.residual_weight, usual.residual_weight),
                 ("coupling.overlap", self.coupling.overlap, usual.overlap),
+                ("coupling.blocks", self.coupling.blocks, usual.blocks),
             ):
                 if value != idle:
                     raise ValueError(f"{name} must be {idle!r} with inner=Exact(), got {value!r}")
+        if self.coupling.mask == "zero" and self.coupling.blocks != "selected":
+            raise ValueError(
+                'coupling.blocks must be "selected" where mask="zero" keeps every key, '
+                f"got {self.coupling.blocks!r}"
+            )
         if self.coupling.mask == "zero" and self.remainder != "none":
             raise ValueError(
                 f'remainder must be "none" where coupling.mask="zero" keeps every key, got {self.remainder!r}'
             )
+
+    @property
+    def budget(self) -> int | float:
+        """`top_k`; all keys where `min_score` decides."""
+        return 1.0 if self.top_k is None else self.top_k
 
     @property
     def scoring(self) -> Scorer:
@@ -215,9 +249,9 @@ class Selected(_Settings):
 
     @classmethod
     def paper(cls, scorer: str | Scorer = "kmeans", top_k: int | float = 2048, **changes: Any) -> Self:
-        """Algorithms 1 and 2 to the letter, with the corrected coupling."""
-        letter: Values = {"sinks": 0, "remainder": "none", "inner": Lsh(alignment="rank")}
-        return cls(scorer, top_k, **{**letter, **changes})
+        """Algorithms 1 and 2 as printed, with the corrected coupling."""
+        printed: Values = {"sinks": 0, "remainder": "none", "inner": Lsh(alignment="rank")}
+        return cls(scorer, top_k, **{**printed, **changes})
 
     @classmethod
     def early(cls, scorer: str | Scorer = "kmeans", top_k: int | float = 2048, **changes: Any) -> Self:
@@ -279,6 +313,13 @@ def check_config(config: Any, name: str = "config") -> Config:
     return config
 
 
+def _refuse_renamed(kind: type, given: Collection[str]) -> None:
+    known = {f.name for f in dataclasses.fields(kind)} if dataclasses.is_dataclass(kind) else set(given)
+    for name in given:
+        if name in _RENAMED and name not in known and kind.__name__ == "Routed":
+            raise ValueError(f"Routed must have its field {name!r} written as {_RENAMED[name]}, got {name!r}")
+
+
 def _plain(value: Any) -> Any:
     return value.to_dict() if isinstance(value, _Settings | Scorer) else value
 
@@ -288,6 +329,7 @@ def _from_dict(values: Any, kinds: Mapping[str, type[Any]], name: str) -> Any:
         raise TypeError(f"{name} must be a mapping, got {type(values).__name__}")
     checks.one_of(f"{name} type", values.get("type"), tuple(kinds))
     kind = kinds[values["type"]]
+    _refuse_renamed(kind, values)
     known = [f.name for f in dataclasses.fields(kind)]
     given = {}
     for field_name, value in values.items():

@@ -44,70 +44,82 @@ class Selection:
         return iter((self.indices, self.valid))
 
 
+class Reads(NamedTuple):
+    """How many keys and centroids a query read, on average."""
+
+    keys: float
+    centroids: float = 0.0
+
+
 @dataclass(frozen=True, eq=False)
-class Outcome:
-    """What an engine did with a call.
+class Result:
+    """What an engine computed for one call.
 
     Attributes:
-        attended: The result.
-        count_keys: Counts the key and centroid rows that a query met, on average; work is done when it is called.
-        selections: What could be read, where that was asked for.
-        stats: Figures about the call: all where they were asked for, else those that cost nothing.
+        output: `[B, Hq, Nq, Dv]`.
+        lse: `[B, Hq, Nq]`; empty where the caller did not need it.
+        count_reads: Counts what a query read. The counting is done when it is called, outside of any timer.
+        stats: Fields of `Stats`: all where the caller asked for them, else those that cost nothing.
+        selections: The keys that could be read, where the caller asked for them.
     """
 
-    attended: Attended
-    count_keys: Callable[[], float]
-    selections: list[Selection] = field(default_factory=list)
+    output: Tensor
+    lse: Tensor
+    count_reads: Callable[[], Reads]
     stats: Values = field(default_factory=dict)
+    selections: list[Selection] = field(default_factory=list)
+
+    @property
+    def attended(self) -> Attended:
+        """Output and lse alone."""
+        return Attended(self.output, self.lse)
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class Stats(Mapping[str, Any]):
-    """Figures about one call, see `Aux`; None = the configuration's engine has no such figure.
+    """Numbers about one call, see `Aux`; None = not defined for this configuration.
 
-    `stats.keys_per_query` and `stats["keys_per_query"]` are the same; as a mapping it holds the figures that are
-    not None, those of `details` included.
+    `stats.keys_per_query` and `stats["keys_per_query"]` are the same; as a mapping it holds the fields that are
+    not None, and those of `details`.
 
     Attributes:
-        backend: Operator backend that ran.
-        native: Level of compiled code that ran the far part of a `Routed` (`avx512`, `avx2`, `baseline`); `none`
-            where plain torch did. None where no query had a far part, and for other configurations.
+        backend: What ran: `native` or `plain` for the far keys of a `Routed`, else the operator of torch.
+        native_level: Instruction set of the native code that ran (`avx512`, `avx2`, `baseline`).
         seconds: Seconds by stage.
-        keys_per_query: Key and centroid rows that a query met, on average.
+        keys_per_query: Keys that a query read, on average; centroids are counted apart.
+        centroids_per_query: Centroids that a query read, on average.
         keys_selected: Keys that could be read, on average over heads and blocks: the budget of a `Selected`.
         depth: Levels of the causal recursion.
         fallbacks: Blocks that ran unfiltered because fewer than `min_fraction` of their keys were selected.
         mass_read: Mean share of the attention mass that comes from keys read, not from the sampled residual.
-        keys_compared: Keys whose codes a routed query was compared with, on average.
-        far_keys_read: Far keys that a routed query found and read, on average.
-        centroids_per_query: Centroids that a routed query met, on average.
-        exact_queries: Queries of a sequence that read everything because they come before `exact_until`.
-        exact_sequences: Sequences that read everything because padding lies between their keys.
-        error_estimate: Relative error that is expected of a query's output, a root mean square over draws; mean.
-            This and the next four are there where a `tolerance` was asked for; queries that read everything count
-            with error 0.
-        error_bound_mean: Relative error that a query's output stays below, by its error bar; mean.
+        keys_compared: Int4 keys that a routed query was compared with, on average.
+        far_keys_read: Far keys that a routed query read, on average.
+        exact_queries: Queries of a sequence that read every key because they come before `exact_until`.
+        exact_sequences: Sequences that read every key because padding lies between their keys.
+        error_estimate: Expected relative error of a query's output (root mean square over samples), mean over
+            queries. This and the next four need a `tolerance`; queries that read every key count as 0.
+        error_bound_mean: Confidence limit of the relative error, mean over queries.
         error_bound_max: The same for the worst query.
-        refined: Share of queries that looked for lighter keys than `rows` asks for, or read everything.
-        read_all: Share of queries that read everything at last.
-        way: With a group: what travelled between the ranks, `gather`, `heads` or `rows`.
-        ranks: With a group: how many.
-        bytes_sent: With a group: bytes that this rank sent in the forward pass.
-        why_not_selected: With a group: why the rows of a `Selected` did not travel by themselves.
-        details: Figures of the engine's own geometry, by name; they may change with every version.
+        refined: Share of the queries that read lighter keys than `min_weight`, or every key.
+        read_all: Share of the queries that read every key.
+        exchange: Context parallel: what the ranks exchanged: `all-gather` (keys), `ulysses` (heads) or `selected`.
+        exchange_reason: Context parallel: why a `Selected` did not exchange its selected keys alone.
+        ranks: Context parallel: number of ranks.
+        bytes_sent: Context parallel: bytes that this rank sent in the forward pass.
+        details: Numbers of the engine's own layout, by name; they may change with every version.
     """
 
     backend: str
     seconds: Mapping[str, float]
     keys_per_query: float
+    centroids_per_query: float = 0.0
     keys_selected: float
     depth: int = 0
     fallbacks: int = 0
-    native: str | None = None
+    native_level: str | None = None
     mass_read: float | None = None
     keys_compared: float | None = None
     far_keys_read: float | None = None
-    centroids_per_query: float | None = None
     exact_queries: int | None = None
     exact_sequences: int | None = None
     error_estimate: float | None = None
@@ -115,18 +127,18 @@ class Stats(Mapping[str, Any]):
     error_bound_max: float | None = None
     refined: float | None = None
     read_all: float | None = None
-    way: str | None = None
+    exchange: str | None = None
+    exchange_reason: str | None = None
     ranks: int | None = None
     bytes_sent: int | None = None
-    why_not_selected: str | None = None
     details: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, figures: Mapping[str, Any]) -> Stats:
-        """What an engine tells; figures that have no field of their own are `details`."""
+    def of(cls, reported: Mapping[str, Any]) -> Stats:
+        """From what an engine reports; names without a field of their own become `details`."""
         own = {each.name for each in fields(cls)} - {"details"}
-        known = {name: figure for name, figure in figures.items() if name in own}
-        return cls(**known, details={name: figure for name, figure in figures.items() if name not in own})
+        known = {name: number for name, number in reported.items() if name in own}
+        return cls(**known, details={name: number for name, number in reported.items() if name not in own})
 
     def __getitem__(self, name: str) -> Any:
         return self._present()[name]
@@ -138,21 +150,21 @@ class Stats(Mapping[str, Any]):
         return len(self._present())
 
     def __repr__(self) -> str:
-        return f"Stats({', '.join(f'{name}={figure!r}' for name, figure in self._present().items())})"
+        return f"Stats({', '.join(f'{name}={number!r}' for name, number in self._present().items())})"
 
     def _present(self) -> Values:
         own = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "details"}
-        return {**{name: figure for name, figure in own.items() if figure is not None}, **self.details}
+        return {**{name: number for name, number in own.items() if number is not None}, **self.details}
 
 
 class Aux(NamedTuple):
-    """What `prescored_attention(return_aux=True)` tells beside the output.
+    """What `prescored_attention(return_aux=True)` returns beside the output.
 
     Attributes:
         lse: `[B, Hq, Nq]`, log of the sum of exp of the scaled logits that were counted.
         selection: One `Selection`, or in causal mode a list: one entry per off-diagonal block (`Selected`,
             `Hyper`), per chunk (`Routed`), or one of all keys (`Exact`).
-        stats: Figures about the call.
+        stats: Numbers about the call.
     """
 
     lse: Tensor

@@ -197,6 +197,6 @@ def test_options_become_a_config():
         KMeans(rule="farthest"), 0.25, sinks=7, inner=Lsh(sample_size=0)
     )
     assert read_config("kmeans", None, None) == Selected("kmeans")
-    assert read_config("default", None, ["rows=64"]) == Routed(rows=64)
+    assert read_config("default", None, ["rows=64"]) == Routed(min_weight=1 / 128)
     assert read_config("hyper", None, ["lsh.block_size=64"]) == Hyper(lsh=Lsh(block_size=64))
     assert read_config("exact", None, None) == Exact()

@@ -20,7 +20,7 @@ from prescore.integrations.decode import (
 from prescore.integrations.state import SelectionState
 
 SELECTED = Selected(KMeans(n_clusters=4), top_k=12)
-ROUTED = Routed(rows=8, leaf_size=4, chunk_size=8, sinks=2, exact_until=8)
+ROUTED = Routed(min_weight=1 / 16, cluster_size=4, chunk_size=8, sinks=2, exact_until=8)
 N = 60
 
 

@@ -14,7 +14,7 @@ def _fitting(case):
     """A case like this one that compiled code can run, long enough for nodes to be seen."""
     need(isinstance(case.config, Routed) and case.dtype in TYPES and not case.dropout_p)
     sixteens = 1 + case.seed % 2
-    config = case.config.replace(leaf_size=WIDTH * sixteens, chunk_size=WIDTH * (2 + case.seed % 3))
+    config = case.config.replace(cluster_size=WIDTH * sixteens, chunk_size=WIDTH * (2 + case.seed % 3))
     longer = 80 + WIDTH * sixteens
     n_query = case.n_query + (longer if case.n_query == case.n_keys or not case.is_causal else 0)
     return replace(

@@ -166,7 +166,7 @@ def test_caches_through_any_order_of_operations(tmp_path):
 
 SETTINGS_OF_APPLY = {
     "selected": Selected("key-norm", top_k=2, sinks=1, min_seq_len=4),
-    "routed": Routed(rows=2, leaf_size=2, chunk_size=2, sinks=1, exact_until=0),
+    "routed": Routed(min_weight=1 / 4, cluster_size=2, chunk_size=2, sinks=1, exact_until=0),
     "exact": Exact(),
 }
 IDS = torch.randint(2, VOCABULARY, (2, 14), generator=torch.Generator().manual_seed(0))

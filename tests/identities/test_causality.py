@@ -21,9 +21,13 @@ PRESETS = {
     "early hash": Selected.early(top_k=5, min_seq_len=4, inner=HASH),
     "selected": Selected(top_k=5, min_seq_len=4),
     "selected recent": Selected(top_k=5, min_seq_len=4, recent=2),
-    "routed": Routed(rows=4, leaf_size=2, chunk_size=4, sinks=2, exact_until=0),
-    "routed behind an exact beginning": Routed(rows=2, leaf_size=1, chunk_size=2, sinks=1, exact_until=15),
-    "routed within a tolerance": Routed(rows=2, leaf_size=2, chunk_size=4, sinks=1, exact_until=0, tolerance=0.3),
+    "routed": Routed(min_weight=1 / 8, cluster_size=2, chunk_size=4, sinks=2, exact_until=0),
+    "routed behind an exact beginning": Routed(
+        min_weight=1 / 4, cluster_size=1, chunk_size=2, sinks=1, exact_until=15
+    ),
+    "routed within a tolerance": Routed(
+        min_weight=1 / 4, cluster_size=2, chunk_size=4, sinks=1, exact_until=0, tolerance=0.3
+    ),
     "centroids hyper": Selected(top_k=9, min_seq_len=4, inner=HASH),
     "sampled": Selected(top_k=5, selector="sample", min_seq_len=4),
     "share and fallback": Selected(top_k=0.3, min_fraction=0.35, min_seq_len=4, inner=HASH),

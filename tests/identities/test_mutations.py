@@ -40,8 +40,8 @@ from prescore.selected import causal_grid as grid
 LSH = Lsh(block_size=4, sample_size=3, n_projections=3, alignment="rank")
 PAPER = Selected.paper("key-norm", 12, min_seq_len=0, inner=LSH)
 HASHED = Selected.paper("key-norm", 3, min_seq_len=4, inner=LSH.replace(alignment="hash"))
-ROUTED = Routed(rows=8, leaf_size=4, chunk_size=16, sinks=3, exact_until=0)
-WIDE = ROUTED.replace(leaf_size=32, chunk_size=32)
+ROUTED = Routed(min_weight=1 / 16, cluster_size=4, chunk_size=16, sinks=3, exact_until=0)
+WIDE = ROUTED.replace(cluster_size=32, chunk_size=32)
 """Half of a node's keys are odd, the others are compared where its logits reach."""
 SEEDS = 400
 

@@ -15,7 +15,7 @@ from prescore.errors import Unsupported
 from prescore.integrations.attention import AttentionContext, PrescoredAttention, attend_exactly, layer_seed
 
 COARSE = Selected(KMeans(n_clusters=3), top_k=8, min_seq_len=8, sinks=2)
-ROUTED = Routed(rows=8, leaf_size=4, chunk_size=8, sinks=2, exact_until=8)
+ROUTED = Routed(min_weight=1 / 16, cluster_size=4, chunk_size=8, sinks=2, exact_until=8)
 HYPER = Hyper(Lsh(8, 8), min_seq_len=8)
 CAUSAL = AttentionContext(layer=3, is_causal=True)
 

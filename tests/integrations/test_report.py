@@ -13,7 +13,7 @@ from prescore import Exact, Hyper, Lsh, Routed, Selected
 from prescore.integrations.report import PREFILL, STEPS
 from prescore.integrations.transformers import PrescoredCache
 
-ROUTED = Routed(rows=4, leaf_size=4, chunk_size=8, sinks=2, exact_until=8)
+ROUTED = Routed(min_weight=1 / 8, cluster_size=4, chunk_size=8, sinks=2, exact_until=8)
 SELECTED = Selected(top_k=4, sinks=1, remainder="none", min_seq_len=4)
 HYPER = Hyper(Lsh(4, 4), min_seq_len=4)
 CONFIGS = {"routed": ROUTED, "selected": SELECTED, "hyper": HYPER}
@@ -189,7 +189,9 @@ def test_a_vision_model_too_small_to_route_says_so_once():
             model(images)  # said once
         assert "exact: shorter than exact_until=" in str(applied)
     with (
-        prescore.apply(model, Routed(exact_until=0, rows=8, leaf_size=4, chunk_size=16, sinks=1)) as applied,
+        prescore.apply(
+            model, Routed(exact_until=0, min_weight=1 / 16, cluster_size=4, chunk_size=16, sinks=1)
+        ) as applied,
         warnings.catch_warnings(),
     ):
         warnings.simplefilter("error")

@@ -17,7 +17,7 @@ CONFIGS = {
     "hyper hash": Hyper(LSH.replace(alignment="hash"), min_seq_len=6),
     "early": Selected.early("key-norm", 9, min_seq_len=6, inner=LSH),
     "selected": Selected(top_k=9, min_seq_len=6),
-    "routed": Routed(rows=4, leaf_size=2, chunk_size=4, sinks=2, exact_until=0),
+    "routed": Routed(min_weight=1 / 8, cluster_size=2, chunk_size=4, sinks=2, exact_until=0),
     "exact": Exact(),
 }
 

@@ -18,7 +18,7 @@ from prescore.ops.dropout import Dropout
 from prescore.rng import Streams
 
 P = 0.3
-ROUTED = Routed(rows=8, leaf_size=4, chunk_size=16, sinks=3, exact_until=0)
+ROUTED = Routed(min_weight=1 / 16, cluster_size=4, chunk_size=16, sinks=3, exact_until=0)
 SELECTED = Selected("key-norm", 10, sinks=2, remainder="none", min_seq_len=12)
 CONFIGS = {
     "exact": Exact(),

@@ -10,7 +10,7 @@ from prescore import Routed, Selected
 
 CONFIGS = {
     "selected": Selected("key-norm", 4, min_seq_len=8),
-    "routed": Routed(rows=8, leaf_size=4, chunk_size=8, exact_until=16),
+    "routed": Routed(min_weight=1 / 16, cluster_size=4, chunk_size=8, exact_until=16),
 }
 FLOAT32 = 5e-4
 

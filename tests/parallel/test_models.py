@@ -16,7 +16,7 @@ from prescore.integrations.transformers.parallel import prepare_shards
 CONFIGS = {
     "exact": Exact(),
     "selected": Selected(top_k=4, min_seq_len=8),
-    "routed": Routed(rows=8, leaf_size=4, chunk_size=8, exact_until=16),
+    "routed": Routed(min_weight=1 / 16, cluster_size=4, chunk_size=8, exact_until=16),
     "hyper": Hyper(Lsh(4, 4), min_seq_len=8),
     "by layer": {"first:1": Selected.paper("kmeans", 4, min_seq_len=8)},
 }

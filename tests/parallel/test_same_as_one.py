@@ -48,7 +48,7 @@ BY_ROWS = {
     "odd leaves": Selected("kmeans", 8, min_seq_len=7),
 }
 BY_HEADS = {
-    "routed": Routed(rows=16, leaf_size=8, chunk_size=16, exact_until=32),
+    "routed": Routed(min_weight=1 / 32, cluster_size=8, chunk_size=16, exact_until=32),
     "hyper": Hyper(Lsh(8, 8), min_seq_len=16),
     "published": Hyper.published(lsh=BY_RANK, min_seq_len=16),
     "zero": Selected.early("kmeans", 12, inner=BY_RANK, min_seq_len=16),

@@ -14,7 +14,7 @@ from prescore.routed import native as sampled
 from prescore.routed.layout import make_layout
 from prescore.routed.native import GradientBuffers
 
-CONFIG = Routed(rows=4, leaf_size=16, chunk_size=32, sinks=3, exact_until=0)
+CONFIG = Routed(min_weight=1 / 8, cluster_size=16, chunk_size=32, sinks=3, exact_until=0)
 WRONG = {
     "shorter": lambda t: t[..., :-1].contiguous(),
     "longer": lambda t: torch.cat((t, t[..., :1]), dim=-1),

@@ -7,7 +7,7 @@ from prescore import Routed
 from prescore.integrations.state import Rows
 from prescore.routed.decode import RoutedIndex
 
-CONFIG = Routed(rows=8, leaf_size=4, chunk_size=16, sinks=3, exact_until=0)
+CONFIG = Routed(min_weight=1 / 16, cluster_size=4, chunk_size=16, sinks=3, exact_until=0)
 SCALE = 8**-0.5
 
 

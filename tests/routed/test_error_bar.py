@@ -11,7 +11,7 @@ from prescore.routed import error_bound as within
 from prescore.routed.error_bound import attend_within, error_limit, estimated_error, longest_error, of_single_query
 from prescore.routed.sources import Estimate
 
-CONFIG = Routed(rows=32, leaf_size=32, chunk_size=64, sinks=4, exact_until=256, tolerance=0.1)
+CONFIG = Routed(min_weight=1 / 64, cluster_size=32, chunk_size=64, sinks=4, exact_until=256, tolerance=0.1)
 LENGTH = 900
 
 

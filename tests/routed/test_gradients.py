@@ -12,7 +12,7 @@ from prescore.routed import index as tables
 from prescore.routed import plain
 from prescore.routed import reference as far
 
-CONFIG = Routed(rows=4, leaf_size=4, chunk_size=8, sinks=2, exact_until=0)
+CONFIG = Routed(min_weight=1 / 8, cluster_size=4, chunk_size=8, sinks=2, exact_until=0)
 SIZES = ((2, 2, 43, 8), (2, 1, 43, 8), (2, 1, 43, 5))
 
 
@@ -86,7 +86,7 @@ def test_gradcheck_where_corrections_are_free_and_where_they_are_bounded(is_caus
 
 def test_gradcheck_of_every_number(held):
     tensors = random_tensors(((1, 1, 3, 3), (1, 1, 14, 3), (1, 1, 14, 2)), seed=2)
-    config = Routed(rows=2, leaf_size=2, chunk_size=4, sinks=1, exact_until=0)
+    config = Routed(min_weight=1 / 4, cluster_size=2, chunk_size=4, sinks=1, exact_until=0)
 
     def run(*values):
         return tuple(lanes(*values, config).attended)

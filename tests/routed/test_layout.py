@@ -8,11 +8,11 @@ from prescore.bench.routed_oracle import Sequence
 from prescore.routed.layout import make_layout
 
 CONFIGS = [
-    Routed(rows=8, leaf_size=4, chunk_size=16, sinks=3, exact_until=0),
-    Routed(rows=8, leaf_size=5, chunk_size=13, sinks=0, exact_until=0),
-    Routed(rows=8, leaf_size=4, chunk_size=16, sinks=3, exact_until=70),
-    Routed(rows=8, leaf_size=1, chunk_size=1, sinks=1, exact_until=0),
-    Routed(rows=8, leaf_size=8, chunk_size=8, sinks=200, exact_until=0),
+    Routed(min_weight=1 / 16, cluster_size=4, chunk_size=16, sinks=3, exact_until=0),
+    Routed(min_weight=1 / 16, cluster_size=5, chunk_size=13, sinks=0, exact_until=0),
+    Routed(min_weight=1 / 16, cluster_size=4, chunk_size=16, sinks=3, exact_until=70),
+    Routed(min_weight=1 / 16, cluster_size=1, chunk_size=1, sinks=1, exact_until=0),
+    Routed(min_weight=1 / 16, cluster_size=8, chunk_size=8, sinks=200, exact_until=0),
 ]
 
 
@@ -38,7 +38,7 @@ def test_chunks_and_keys_met_are_those_of_the_definition(config, causal, n_query
     [(512, 128, 2, 128), (512, 512, 0, 512), (512, 100, 3, 64), (500, 128, 2, 125), (3, 1, 2, 1), (13, 5, 2, 3)],
 )
 def test_sizes_are_rounded_to_full_trees(chunk_size, leaf_size, levels, leaf):
-    layout = make_layout(9, 9, causal=True, config=Routed(chunk_size=chunk_size, leaf_size=leaf_size))
+    layout = make_layout(9, 9, causal=True, config=Routed(chunk_size=chunk_size, cluster_size=leaf_size))
     assert (layout.levels, layout.leaf, layout.nodes_per_chunk) == (levels, leaf, 2**levels)
     assert layout.chunk == leaf * 2**levels
     assert layout.leaf <= leaf_size

@@ -13,7 +13,7 @@ from prescore.ops.native import library
 from prescore.routed import native
 from prescore.routed.index import encode_keys
 
-CONFIG = Routed(rows=16, leaf_size=16, chunk_size=64, sinks=5, exact_until=0)
+CONFIG = Routed(min_weight=1 / 32, cluster_size=16, chunk_size=64, sinks=5, exact_until=0)
 SIZES = {"batch": 2, "heads": 4, "kv_heads": 2, "n_keys": 400, "dim": 32, "value_dim": 48, "spread": 1.0}
 
 

@@ -10,7 +10,7 @@ from prescore import Routed, Selected, prescored_attention
 from prescore.ops.native import library
 from prescore.routed.decode import RoutedIndex
 
-CONFIG = Routed(rows=16, leaf_size=16, chunk_size=32, sinks=3, exact_until=0)
+CONFIG = Routed(min_weight=1 / 32, cluster_size=16, chunk_size=32, sinks=3, exact_until=0)
 SIZES = {"batch": 2, "heads": 2, "kv_heads": 1, "n_keys": 160, "dim": 16, "dtype": torch.float32}
 REASON = "routed by plain torch, which is slower"
 

@@ -13,7 +13,7 @@ from prescore.routed.local import attend_near
 from prescore.routed.native import FarCall, PreparedStep, attend_near_compiled, make_tables
 from prescore.routed.reference import Search
 
-CONFIG = Routed(rows=16, leaf_size=16, chunk_size=64, sinks=5, exact_until=0)
+CONFIG = Routed(min_weight=1 / 32, cluster_size=16, chunk_size=64, sinks=5, exact_until=0)
 
 
 @pytest.fixture(params=LEVELS)

@@ -9,7 +9,7 @@ from prescore import Attended, Exact, Hyper, Lsh, Routed, Selected, exact_attent
 from prescore.errors import Unsupported
 from prescore.routed.decode import RoutedIndex
 
-CONFIG = Routed(rows=32, chunk_size=64, leaf_size=32, sinks=4, exact_until=128)
+CONFIG = Routed(min_weight=1 / 64, chunk_size=64, cluster_size=32, sinks=4, exact_until=128)
 FIGURES = ("keys_per_query", "far_keys_read", "centroids_per_query", "keys_compared")
 
 

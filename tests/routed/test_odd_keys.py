@@ -14,7 +14,7 @@ from prescore.routed.index import build_nodes
 from prescore.routed.layout import ODD, make_layout
 from prescore.routed.native import build_nodes_compiled, can_build
 
-LAYOUT = make_layout(300, 300, causal=True, config=Routed(leaf_size=32, chunk_size=64, sinks=3, exact_until=0))
+LAYOUT = make_layout(300, 300, causal=True, config=Routed(cluster_size=32, chunk_size=64, sinks=3, exact_until=0))
 DISTANCES = ("random", "in pairs", "equal")
 
 
@@ -74,7 +74,7 @@ def test_a_lone_key_is_found_however_far_from_its_nodes_mean(backend, monkeypatc
 
     def error():
         # few rows are asked for: its node would be passed over
-        output = prescored_attention(late, key, value, Routed(rows=8), is_causal=True, backend=backend)
+        output = prescored_attention(late, key, value, Routed(min_weight=1 / 16), is_causal=True, backend=backend)
         return float((output - exact).square().sum() / exact.square().sum())
 
     assert error() < 1e-3

@@ -20,7 +20,7 @@ from prescore.bench.routed_oracle import (
     routed_tables,
 )
 
-SMALL = Routed(rows=8, leaf_size=4, chunk_size=16, sinks=3, exact_until=0)
+SMALL = Routed(min_weight=1 / 16, cluster_size=4, chunk_size=16, sinks=3, exact_until=0)
 
 
 @st.composite
@@ -28,8 +28,8 @@ def configs(draw):
     pick = lambda *values: draw(st.sampled_from(values))  # noqa: E731
     leaf = pick(1, 3, 4, 8, 20, 24)  # beyond sixteen not all keys of a node are odd
     return Routed(
-        rows=pick(0, 1, 3, 8, 40, 1000),
-        leaf_size=leaf,
+        min_weight=1 / (2 * pick)(0, 1, 3, 8, 40, 1000),
+        cluster_size=leaf,
         chunk_size=leaf * pick(1, 2, 3, 4 if leaf < 16 else 1) + pick(0, 1),
         sinks=pick(0, 1, 4, 20),
         exact_until=pick(0, 0, 20, 60),
@@ -62,7 +62,7 @@ def test_sizes_rows_and_padding(is_causal, n_query, rows, padding):
     tensors = attention_tensors(batch=2, heads=4, kv_heads=2, n_query=n_query, n_keys=90, dim=8, value_dim=5)
     places = torch.arange(90)
     mask = {"left": places >= torch.tensor([[0], [29]]), "right": places < torch.tensor([[90], [61]])}.get(padding)
-    stats = check_routed(SMALL.replace(rows=rows), tensors, is_causal=is_causal, mask=mask)
+    stats = check_routed(SMALL.replace(min_weight=1 / (2 * rows)), tensors, is_causal=is_causal, mask=mask)
     assert stats["n_chunks"] > 0
     assert (stats["far_keys_read"] > 0) == (rows > 0)
 
@@ -83,7 +83,7 @@ def test_sizes_rows_and_padding(is_causal, n_query, rows, padding):
     ],
 )
 def test_odd_sizes(leaf_size, chunk_size, leaf, chunk, is_causal):
-    config = Routed(rows=6, leaf_size=leaf_size, chunk_size=chunk_size, sinks=2, exact_until=0)
+    config = Routed(min_weight=1 / 12, cluster_size=leaf_size, chunk_size=chunk_size, sinks=2, exact_until=0)
     tensors = attention_tensors(heads=2, n_query=40, n_keys=120, dim=8, value_dim=5, seed=chunk_size)
     stats = check_routed(config, tensors, is_causal=is_causal)
     assert (stats["leaf"], stats["chunk"]) == (leaf, chunk)
@@ -96,7 +96,7 @@ def test_long_chunks_are_cut_into_strips_and_blocks(is_causal, monkeypatch):
     monkeypatch.setattr("prescore.routed.plain.LOGITS_AT_ONCE", 20_000)
     monkeypatch.setattr("prescore.routed.plain.QUERY_BLOCK", 100)
     tensors = attention_tensors(heads=2, n_query=500, n_keys=1000, dim=8, value_dim=5, spread=1.0)
-    config = Routed(rows=32, leaf_size=32, chunk_size=256, sinks=3, exact_until=0)
+    config = Routed(min_weight=1 / 64, cluster_size=32, chunk_size=256, sinks=3, exact_until=0)
     stats = check_routed(config, tensors, is_causal=is_causal, scale=0.3)
     assert (stats["chunk"], stats["n_chunks"]) == (256, 2 if is_causal else 3)
 
@@ -123,7 +123,11 @@ def test_the_oracle_is_exact_attention_where_everything_is_read(is_causal):
     tensors = attention_tensors(batch=2, heads=4, kv_heads=2, n_keys=75, dim=8)
     exact = exact_attention(*tensors, is_causal=is_causal)
     # so many rows that every key is above the limit, however rare: logits here span less than 2 log(1e9)
-    for config in (SMALL.replace(rows=2**31 - 1), SMALL.replace(exact_until=76), SMALL.replace(sinks=75)):
+    for config in (
+        SMALL.replace(min_weight=1 / (2 * 2**31) - 1),
+        SMALL.replace(exact_until=76),
+        SMALL.replace(sinks=75),
+    ):
         oracle = routed_oracle(*tensors, config, is_causal=is_causal)
         torch.testing.assert_close(oracle.output, exact.output, rtol=0, atol=1e-12)
         torch.testing.assert_close(oracle.lse, exact.lse, rtol=0, atol=1e-12)
@@ -134,7 +138,7 @@ def test_a_query_by_hand():
     key = torch.tensor([[5.0, 0.0], [3.0, 0.0], [-1.0, 0.0], [-1.0, 0.0], [0.0, 0.0]], dtype=torch.float64)
     value = torch.tensor([[1.0], [2.0], [3.0], [5.0], [7.0]], dtype=torch.float64)
     query = torch.tensor([[1.0, 0.0]], dtype=torch.float64)
-    config = Routed(rows=1, leaf_size=2, chunk_size=4, sinks=0, exact_until=0)
+    config = Routed(min_weight=1 / 2, cluster_size=2, chunk_size=4, sinks=0, exact_until=0)
     tensors = [t[None, None] for t in (query, key, value)]
     table = routed_tables(*tensors, config, is_causal=False, scale=1.0)[0, 0]
     assert sorted(map(sorted, table.rows.tolist())) == [[0, 1], [2, 3]]
@@ -168,7 +172,7 @@ def test_codes_by_hand():
 
 
 def test_nodes_hold_every_key_of_their_chunks_once():
-    sizes = Sizes.of(Routed(leaf_size=5, chunk_size=13, sinks=2))
+    sizes = Sizes.of(Routed(cluster_size=5, chunk_size=13, sinks=2))
     assert (sizes.levels, sizes.leaf, sizes.chunk) == (2, 3, 12)
     key = torch.randn(40, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     far = Far.of(key, key, sizes, 3)

@@ -10,7 +10,7 @@ import prescore
 from prescore import Coupling, Exact, Routed, Selected, exact_attention, prescored_attention
 from prescore.routed.attention import ERROR_FIGURES
 
-SMALL = Routed(exact_until=0, chunk_size=16, leaf_size=4, rows=8, sinks=2)
+SMALL = Routed(exact_until=0, chunk_size=16, cluster_size=4, min_weight=1 / 16, sinks=2)
 
 
 def tensors(n, **sizes):

@@ -8,7 +8,7 @@ from prescore import Exact, Routed, Selected, prescored_attention
 from prescore.attention import Options, attend_counting
 from prescore.bench.routed_oracle import routed_tables
 
-CONFIG = Routed(chunk_size=32, leaf_size=8, rows=16, exact_until=64)
+CONFIG = Routed(chunk_size=32, cluster_size=8, min_weight=1 / 32, exact_until=64)
 
 
 @pytest.mark.parametrize(("n_query", "n_key", "causal"), [(300, 300, True), (50, 300, True), (70, 290, False)])

@@ -9,7 +9,7 @@ from prescore.errors import Unsupported
 from prescore.routed.decode import RoutedIndex
 from prescore.routed.draws import STRIDE, sample_places, sample_rows
 
-CONFIG = Routed(rows=32, leaf_size=32, chunk_size=64, sinks=4, exact_until=128, tolerance=0.1)
+CONFIG = Routed(min_weight=1 / 64, cluster_size=32, chunk_size=64, sinks=4, exact_until=128, tolerance=0.1)
 LENGTH = 900
 
 

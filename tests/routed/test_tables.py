@@ -7,7 +7,7 @@ from prescore import Routed
 from prescore.routed.index import build_nodes, encode_keys, pooled, take_rows
 from prescore.routed.layout import make_layout
 
-LAYOUT = make_layout(90, 90, causal=True, config=Routed(leaf_size=4, chunk_size=16, sinks=3, exact_until=0))
+LAYOUT = make_layout(90, 90, causal=True, config=Routed(cluster_size=4, chunk_size=16, sinks=3, exact_until=0))
 
 
 def made(dtype=torch.float64, n_lanes=3):

@@ -67,7 +67,7 @@ def main() -> None:
     model, book = load_language_model("smollm2"), load_documents([options.book])[0]
     haystack = Document(book.name, book.text[: int(options.part * len(book.text))])
     make = partial(make_needle_text, model, haystack, Needles(options.length), seed=SEED)
-    methods = (exact(), prescored("default", Routed(rows=options.rows)))
+    methods = (exact(), prescored("default", Routed(min_weight=1 / (2 * options).rows)))
     found = []
     for sample in range(options.texts):
         text = make(sample=sample)

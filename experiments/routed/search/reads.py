@@ -151,7 +151,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=Routed().rows)
     parser.add_argument("--chunk", type=int, default=Routed().chunk_size)
     options = parser.parse_args()
-    config = Routed(rows=options.rows, chunk_size=options.chunk)
+    config = Routed(min_weight=1 / (2 * options).rows, chunk_size=options.chunk)
     with figure(options.to, (11.0, 6.0), nrows=2, sharex=True) as (_, panels):
         for axes, (name, title) in zip(panels, PANELS, strict=True):
             number, reads = head_of(

@@ -215,7 +215,7 @@ def make_table(sequence: Sequence, query: Tensor, key: Tensor, far: Far, scale: 
         anyway = sequence.read_anyway(i)
         seen = far.first(sequence.chunks_seen(i) * 2**sequence.sizes.levels)
         is_sink = anyway.nonzero().squeeze(1) < sequence.sizes.sinks
-        look = seen.look(scaled[i], coded[i], Anyway(logits[i, anyway], is_sink), sequence.config.rows)
+        look = seen.look(scaled[i], coded[i], Anyway(logits[i, anyway], is_sink), sequence.config.min_weight)
         keys[i] = anyway
         keys[i, seen.rows[look.read]] = True
         looks.append(look)
@@ -259,7 +259,7 @@ class Sizes(NamedTuple):
     def of(cls, config: Routed) -> Sizes:
         """Halve the chunk until no piece is larger than asked for; what does not divide is left off."""
         levels = 0
-        while config.leaf_size * 2**levels < config.chunk_size:
+        while config.cluster_size * 2**levels < config.chunk_size:
             levels += 1
         return cls(config.sinks, levels, max(1, config.chunk_size // 2**levels))
 
@@ -329,14 +329,14 @@ class Far:
         """The first nodes alone."""
         return Far(*(t[:n_nodes] for t in (self.rows, self.mean, self.away, self.beside, self.codes, self.odd)))
 
-    def look(self, query: Tensor, coded: Tensor, exact: Anyway, rows: int) -> Look:
+    def look(self, query: Tensor, coded: Tensor, exact: Anyway, min_weight: float) -> Look:
         """What a query reads.
 
         Args:
             query: `[D]` in float64, times the scale of the logits.
             coded: `[D']` the same as it is compared.
             exact: What it reads in any case.
-            rows: Of the configuration.
+            min_weight: Of the configuration.
         """
         n_nodes, leaf = self.rows.shape
         if not n_nodes:
@@ -350,7 +350,7 @@ class Far:
         nodes = logits + math.log(leaf) + (deviation**2 / 2).clamp_max(4.0)
         counted = exact.logits + exact.is_sink.double() * math.log(0.1)
         known = torch.cat((counted, nodes)).logsumexp(0)
-        limit = known - math.log(2 * rows) if rows else torch.full_like(known, math.inf)
+        limit = known - math.log(1 / min_weight) if min_weight < 1 else torch.full_like(known, math.inf)
         compared = (logits + 3 * deviation >= limit)[:, None] | (self.odd & (limit < math.inf))
         read = compared & (logits[:, None] + self.codes @ coded >= limit)
         gain, move = normal_rest(limit - logits, deviation)

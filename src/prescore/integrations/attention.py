@@ -175,8 +175,8 @@ class PrescoredAttention:
         if isinstance(config, Selected):
             # sinks are kept inside the budget, and cut to it
             share = n_prefix / max(n_prefix, n_keys)
-            least = share if isinstance(config.top_k, float) else n_prefix
-            config = config.replace(top_k=max(config.top_k, least))
+            least = share if isinstance(config.budget, float) else n_prefix
+            config = config.replace(top_k=max(config.budget, least))
         return config.replace(sinks=max(config.sinks, n_prefix))
 
     def __repr__(self) -> str:
@@ -199,9 +199,10 @@ class PrescoredAttention:
             return step.path, step.output, step.count_keys, step.figures
         if step.path == PROMPT:
             attended = prescored_under_mask(query, *shown, form, request)
-            # the routed engine has its figures at hand, and its function would keep the output alive
-            rows = attended.count_keys() if isinstance(config, Routed) else attended.count_keys
-            return step.path, attended.output, rows, attended.figures
+            count = attended.count_reads
+            # the routed engine has counted already, and its function would keep the output alive
+            rows = sum(count()) if isinstance(config, Routed) else lambda: sum(count())
+            return step.path, attended.output, rows, attended.stats
         output = exact_under_mask(query, *shown, form, scale=request.scale, dropout=request.dropout)
         return step.path, output, _all_in_sight(form, query.shape[2]), {}
 

@@ -13,10 +13,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from prescore.attention import Counted, Options, attend_counting
+from prescore.attention import Options, attend
 from prescore.config import Exact
 from prescore.errors import Unsupported
 from prescore.integrations.decode import Request
+from prescore.types import Result
 
 _ROWS_AT_ONCE = 512
 _HIDDEN_BELOW = -1e4
@@ -240,7 +241,7 @@ def _check_shape(mask: Tensor, n_query: int, n_keys: int) -> None:
 _LEAST_WINDOW_BLOCK = 256
 
 
-def prescored_under_mask(query: Tensor, key: Tensor, value: Tensor, form: MaskForm, request: Request) -> Counted:
+def prescored_under_mask(query: Tensor, key: Tensor, value: Tensor, form: MaskForm, request: Request) -> Result:
     """Pre-scored attention under a causal, full or packed mask; `Unsupported` under any other.
 
     Queries that see on to the end of a block, such as an image, are exact; all others are as under a causal mask.
@@ -268,7 +269,7 @@ def prescored_under_mask(query: Tensor, key: Tensor, value: Tensor, form: MaskFo
         dropout_p=request.dropout,
         dropout_generator=dropout_seed() if request.dropout else None,
     )
-    return attend_counting(query, key, value, request.config, options)
+    return attend(query, key, value, request.config, options)
 
 
 def inexpressible(form: MaskForm) -> list[str]:
@@ -299,7 +300,7 @@ def exact_under_mask(
         )
     if plain and dropout == 0.0:
         options = Options(is_causal=form.kind == "causal", key_padding_mask=form.valid, scale=scale)
-        return attend_counting(query, key, value, Exact(), options).output
+        return attend(query, key, value, Exact(), options).output
     mask = full_mask(form, query.shape[2], query.device)
     return _sdpa(query, key, value, mask, scale, dropout)
 
@@ -347,7 +348,7 @@ def _sdpa(
     )
 
 
-def _per_segment(query: Tensor, key: Tensor, value: Tensor, form: MaskForm, request: Request) -> Counted:
+def _per_segment(query: Tensor, key: Tensor, value: Tensor, form: MaskForm, request: Request) -> Result:
     """Packed sequences become a right-padded batch of sequences, and come back."""
     rows, valid = _segment_rows(form)
 
@@ -358,14 +359,14 @@ def _per_segment(query: Tensor, key: Tensor, value: Tensor, form: MaskForm, requ
     attended = prescored_under_mask(apart(query), apart(key), apart(value), alone, request)
     output = attended.output.transpose(1, 2)[valid]
     batch, n_heads, n_query, _ = query.shape
-    parallel_group = output.new_zeros(batch * n_query, n_heads, value.shape[-1])
-    parallel_group = parallel_group.index_put((rows[valid],), output)
-    return attended._replace(output=parallel_group.view(batch, n_query, n_heads, -1).transpose(1, 2))
+    back = output.new_zeros(batch * n_query, n_heads, value.shape[-1])
+    back = back.index_put((rows[valid],), output)
+    return replace(attended, output=back.view(batch, n_query, n_heads, -1).transpose(1, 2))
 
 
 def _looking_ahead(
     query: Tensor, key: Tensor, value: Tensor, form: MaskForm, reach: Tensor, request: Request
-) -> Counted:
+) -> Result:
     """Causal attention, and exact attention in the rows of queries that see later keys."""
     n_query = query.shape[2]
     causal = prescored_under_mask(query, key, value, replace(form, kind="causal", reach=None), request)
@@ -380,7 +381,7 @@ def _looking_ahead(
         exact = _sdpa(query[:, :, some], key, value, mask, request.scale, request.dropout)
         chosen = torch.where(ahead[:, None, some, None], exact, output[:, :, some])
         output = output.index_copy(2, some, chosen)
-    return causal._replace(output=output)
+    return replace(causal, output=output)
 
 
 def _segment_rows(form: MaskForm) -> tuple[Tensor, Tensor]:

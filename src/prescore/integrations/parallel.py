@@ -13,14 +13,14 @@ import zlib
 import torch
 from torch import Tensor
 
-from prescore.attention import Options, attend_context_parallel
+from prescore.attention import Options, attend
 from prescore.config import Config, Exact, check_config
 from prescore.errors import Unsupported
 from prescore.integrations.attention import AttentionContext, layer_seed
 from prescore.integrations.report import CallTrace, Trace, words_for_prompt
 from prescore.parallel.comm import Group, agree
 from prescore.parallel.entry import OWN_HEADS, attend_step
-from prescore.types import Outcome
+from prescore.types import Result
 
 PIECES = "_prescore_pieces"
 """Attribute of keys that came out of a cache whose layers hold pieces: what they came from, a `HeldShard`."""
@@ -140,8 +140,8 @@ class ContextParallelAttention:
             bars = outcome.stats.get("error_bound_max"), outcome.stats.get("refined")
             kind = "exact" if isinstance(self.config, Exact) else "prescored"
             output, path = outcome.attended.output, f"{kind} on {group.size} ranks"
-            n_keys, rows = key.shape[2] * group.size, outcome.count_keys
-            n_query *= group.size
+            n_keys, count = key.shape[2] * group.size, outcome.count_reads
+            n_query, rows = n_query * group.size, lambda: sum(count())
             words = words_for_prompt(self.config, n_query, n_keys, is_causal=context.is_causal)
             ran = f"{words} on {group.size} ranks"
         seconds = time.perf_counter() - begin
@@ -152,7 +152,7 @@ class ContextParallelAttention:
 
     def _attend(
         self, query: Tensor, key: Tensor, value: Tensor, context: AttentionContext, held: HeldShard | None
-    ) -> Outcome:
+    ) -> Result:
         """A piece of a prompt; what this rank alone cannot do is refused by all."""
         refusal, valid = None, None
         try:
@@ -165,7 +165,7 @@ class ContextParallelAttention:
         seed = layer_seed(self.seed, context.layer)
         options = Options(context.is_causal, valid, context.scale, seed, dropout_p=context.dropout)
         group = self.parallel_group.group
-        return attend_context_parallel(query, key, value, self.config, options, group, refused=refusal)
+        return attend(query, key, value, self.config, options, group=group, refusal=refusal)
 
     def _refuse(self, query: Tensor, key: Tensor, context: AttentionContext) -> None:
         """What a layer asks for and ranks cannot do together."""

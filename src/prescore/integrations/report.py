@@ -194,7 +194,7 @@ def _words_for_routed(config: Routed, n_query: int, n_keys: int, *, is_causal: b
 
 
 def _keeps_all(config: Selected, n_keys: int) -> bool:
-    whole = config.top_k == 1.0 if isinstance(config.top_k, float) else config.top_k >= n_keys
+    whole = config.budget == 1.0 if isinstance(config.budget, float) else config.budget >= n_keys
     return whole and isinstance(config.inner, Exact)
 
 

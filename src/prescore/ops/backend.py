@@ -102,10 +102,12 @@ def pick_backend(needs: Needs, name: str = "auto") -> Backend:
     from prescore.ops import cpu, cuda, plain
 
     backends: tuple[Backend, ...] = (cpu.CpuFlash(), cuda.CudaEfficient(), plain.Plain(needs.dropout))
-    if name != "auto":
+    if name not in ("auto", "native"):  # native code runs the far keys of a `Routed`; this is for everything else
         backends = tuple(backend for backend in backends if backend.name == name)
         if not backends:
-            raise ValueError(f"backend must be one of auto, cpu-flash, cuda-efficient, plain, got {name!r}")
+            raise ValueError(
+                f"backend must be one of auto, native, plain, cpu-flash, cuda-efficient, got {name!r}"
+            )
     reasons = []
     for backend in backends:
         found = backend.unsupported(needs)

@@ -5,24 +5,24 @@ from __future__ import annotations
 import dataclasses
 import json
 import zlib
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from prescore.autograd import differentiable_once
-from prescore.call import Call, make_call, with_positive_scale
-from prescore.config import Config, Exact, Selected
-from prescore.errors import Unsupported
+from prescore.call import make_call, with_positive_scale
+from prescore.config import Config, Exact, Selected, check_config
+from prescore.engines import run_engine
 from prescore.ops.backend import Backend, Needs, pick_backend
 from prescore.ops.parts import merge
+from prescore.ops.plain import Plain
 from prescore.parallel.comm import Group, agree, as_group, done_by_all
 from prescore.parallel.selected import attend_by_rows, why_not_selected
 from prescore.parallel.shards import Shard, whole_mask
 from prescore.parallel.ulysses import Change
 from prescore.rng import Streams, as_streams
-from prescore.types import Attended, Outcome, Values
+from prescore.types import Attended, Reads, Result, Values
 
 _SHOWN = 600
 
@@ -42,58 +42,48 @@ class ShardRequest:
 
 
 def attend_in_group(
-    group: object, asked: ShardRequest, check: Callable[[], tuple[Config, Backend]], run: Run
-) -> Outcome:
-    """This rank's piece of the result.
+    group: object, request: ShardRequest, config: Config | None, backend: str, refusal: Exception | None
+) -> Result:
+    """This rank's shard of the result.
 
     Args:
         group: A process group or a one-dimensional device mesh.
-        asked: What this rank was asked for.
-        check: Refuses what one process would refuse; gives the configuration and the operator.
-        run: The one-process engines.
+        request: What this rank was asked for.
+        config: How to attend, checked unless there is a refusal.
+        backend: Name of the backend.
+        refusal: Why this rank cannot run the call; every rank raises it.
     """
     ranks = as_group(group)
-    generator, sent = asked.generator, ranks.sent
+    generator, sent = request.generator, ranks.sent
     before = generator.get_state() if isinstance(generator, torch.Generator) else None
-    refusal: Exception | None = None
     facts: Values = {}
-    checked: tuple[Config, Backend, Streams] | None = None
+    config = check_config(config) if refusal is None else Exact()
+    operator: Backend = Plain()
+    streams = Streams()
     try:
-        checked = (*check(), as_streams(generator))
-        facts = _facts(asked, *checked)
+        if refusal is None:
+            operator, streams = pick_backend(Needs.of(request.query), backend), as_streams(generator)
+            facts = _facts(request, config, backend, streams)
     except (ValueError, TypeError) as error:
         refusal = error
     try:
         agree(ranks, facts, refusal, ranks.device)
-        mask = whole_mask(ranks, asked.key_padding_mask)
+        mask = whole_mask(ranks, request.key_padding_mask)
     except (ValueError, TypeError):
         if before is not None and isinstance(generator, torch.Generator):
             generator.set_state(before)  # a refused call must not advance it
         raise
-    if checked is None:
-        raise RuntimeError("a rank that refuses must have raised")
-    config, backend, streams = checked
-    query, key, value = differentiable_once(asked.query, asked.key, asked.value)
-    query, scale = with_positive_scale(query, asked.scale)
-    piece = Shard(ranks, query, key, value, mask, asked.is_causal, scale, backend, streams)
-    outcome = attend_shards(piece, config, run, explain=asked.explain)
-    if not asked.explain:
-        return outcome
-    return dataclasses.replace(outcome, stats={**outcome.stats, "bytes_sent": ranks.sent - sent})
+    query, key, value = differentiable_once(request.query, request.key, request.value)
+    query, scale = with_positive_scale(query, request.scale)
+    native = backend in ("auto", "native")
+    shard = Shard(ranks, query, key, value, mask, request.is_causal, scale, operator, streams, native)
+    result = attend_shards(shard, config, explain=request.explain)
+    if not request.explain:
+        return result
+    return dataclasses.replace(result, stats={**result.stats, "bytes_sent": ranks.sent - sent})
 
 
-def refuse_in_group(has_selection: bool, dropout_p: float) -> None:
-    """Refuse what one process can do and several cannot."""
-    reasons = []
-    if has_selection:
-        reasons.append("a selection cannot be given for a sequence that lies on several ranks")
-    if dropout_p:
-        reasons.append(f"dropout_p must be 0, for one process would drop other weights, got {dropout_p}")
-    if reasons:
-        raise Unsupported("group", reasons)
-
-
-def _facts(asked: ShardRequest, config: Config, backend: Backend, streams: Streams) -> Values:
+def _facts(asked: ShardRequest, config: Config, backend: str, streams: Streams) -> Values:
     """What must be equal on all ranks, by the names of the arguments."""
     tensors = {"query": asked.query, "key": asked.key, "value": asked.value}
     learned = torch.is_grad_enabled()
@@ -105,7 +95,7 @@ def _facts(asked: ShardRequest, config: Config, backend: Backend, streams: Strea
         "config": _short(json.dumps(config.to_dict(), sort_keys=True, default=repr)),
         "key_padding_mask": "none" if asked.key_padding_mask is None else "a mask",
         "generator's seed": streams.seed,
-        "backend": backend.name,
+        "backend": backend,
         "return_aux": asked.explain,
         "requires_grad": [name for name, tensor in tensors.items() if learned and tensor.requires_grad],
     }
@@ -124,38 +114,34 @@ def _short(text: str) -> str:
 # | `Selected` | `rows` where pieces are enough to score, else `heads` | a sample, scores, the selected rows |
 # | `Hyper`, `Routed` | `heads` | each rank gets all positions of some heads, outputs go back |
 
-Run = Callable[[Call, Config, bool], Outcome]
-"""The one-process engines: a call, its configuration, whether to explain."""
-
-GATHER, HEADS, ROWS = "gather", "heads", "rows"
+GATHER, HEADS, ROWS = "all-gather", "ulysses", "selected"
 OWN_HEADS = "query_heads"
 """Figure of a call by heads: how many query heads this rank had, of which its other figures tell."""
 
 
-def attend_shards(piece: Shard, config: Config, run: Run, *, explain: bool = False) -> Outcome:
-    """This rank's piece of the result; `Outcome.attended` is where the queries were.
+def attend_shards(piece: Shard, config: Config, *, explain: bool = False) -> Result:
+    """This rank's piece of the result; the output is where the queries were.
 
     Args:
         piece: What this rank holds, which all ranks agree upon.
         config: How to attend.
-        run: The one-process engines.
         explain: Also tell figures, and lse, which is else empty where nobody had to know it.
     """
     if isinstance(config, Exact):
-        way, outcome = GATHER, _by_gathering(piece, config, run, explain)
+        way, outcome = GATHER, _by_gathering(piece, config, explain)
     elif isinstance(config, Selected) and not why_not_selected(piece, config):
         way, outcome = ROWS, attend_by_rows(piece, config, explain=explain)
     else:
-        way, outcome = HEADS, _by_heads(piece, config, run, explain)
+        way, outcome = HEADS, _by_heads(piece, config, explain)
     if not explain:
         return outcome
-    stats: Values = {**outcome.stats, "way": way, "ranks": piece.group.size}
+    stats: Values = {**outcome.stats, "exchange": way, "ranks": piece.group.size}
     if way == HEADS and isinstance(config, Selected):
-        stats["why_not_selected"] = why_not_selected(piece, config)
-    return Outcome(outcome.attended, outcome.count_keys, [], stats)
+        stats["exchange_reason"] = why_not_selected(piece, config)
+    return Result(*outcome.attended, outcome.count_reads, stats)
 
 
-def _by_gathering(piece: Shard, config: Config, run: Run, explain: bool) -> Outcome:
+def _by_gathering(piece: Shard, config: Config, explain: bool) -> Result:
     """All keys and values on every rank, own queries only."""
     width = piece.key.shape[-1]
     whole = piece.group.gather_learned(torch.cat((piece.key, piece.value), dim=-1))
@@ -165,42 +151,42 @@ def _by_gathering(piece: Shard, config: Config, run: Run, explain: bool) -> Outc
     mask = None if piece.mask is None else piece.mask[:, :end]
     call = make_call(
         piece.query, key, value, mask, is_causal=piece.is_causal, scale=piece.scale, backend=piece.backend,
-        streams=piece.streams, aligned=False,
+        streams=piece.streams, aligned=False, native=piece.native,
     )  # fmt: skip
-    outcome = run(call, config, explain)
-    return Outcome(call.restore(outcome.attended), outcome.count_keys, [], outcome.stats)
+    outcome = run_engine(call, config, explain=explain, need_lse=explain)
+    return Result(*call.restore(outcome.attended), outcome.count_reads, outcome.stats)
 
 
-def _by_heads(piece: Shard, config: Config, run: Run, explain: bool) -> Outcome:
+def _by_heads(piece: Shard, config: Config, explain: bool) -> Result:
     """All positions of some heads on every rank."""
     change = Change(piece.group, piece.query.shape[1], piece.key.shape[1])
     query, key, value = change.there(piece.query, piece.key, piece.value)
 
-    def own_heads() -> Outcome:
+    def own_heads() -> Result:
         if not change.own.n_query_heads:
             return _nothing(query, value, piece.backend.name)
         call = make_call(
             query, key, value, piece.mask, is_causal=piece.is_causal, scale=piece.scale, backend=piece.backend,
-            streams=piece.streams,
+            streams=piece.streams, native=piece.native,
         )  # fmt: skip
-        outcome = run(call, config, explain)
-        return Outcome(call.restore(outcome.attended), outcome.count_keys, [], outcome.stats)
+        outcome = run_engine(call, config, explain=explain, need_lse=explain)
+        return Result(*call.restore(outcome.attended), outcome.count_reads, outcome.stats)
 
     outcome = done_by_all(piece.group, own_heads)
     attended, stats = outcome.attended, {**outcome.stats, OWN_HEADS: change.own.n_query_heads}
     if not explain:
         (output,) = change.back(attended.output)
-        return Outcome(Attended(output, attended.lse.new_empty(0)), outcome.count_keys, [], stats)
+        return Result(output, attended.lse.new_empty(0), outcome.count_reads, stats)
     output, lse = change.back(attended.output, attended.lse[..., None])
-    return Outcome(Attended(output, lse.squeeze(-1)), outcome.count_keys, [], stats)
+    return Result(output, lse.squeeze(-1), outcome.count_reads, stats)
 
 
-def _nothing(query: Tensor, value: Tensor, backend: str) -> Outcome:
+def _nothing(query: Tensor, value: Tensor, backend: str) -> Result:
     """Of a rank that got no head."""
     output = query.new_empty(*query.shape[:3], value.shape[-1])
     lse = torch.empty(query.shape[:3], dtype=torch.promote_types(query.dtype, torch.float32), device=query.device)
     stats: Values = {"keys_per_query": 0.0, "keys_selected": 0.0, "seconds": {}, "backend": backend}
-    return Outcome(Attended(output, lse), lambda: 0.0, [], stats)
+    return Result(output, lse, lambda: Reads(0.0), stats)
 
 
 # A decode step on keys that lie on several ranks: each rank attends to its own, results merge by log-sum-exp.

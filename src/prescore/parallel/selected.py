@@ -24,12 +24,12 @@ from prescore.scoring.base import Scored, Scorer
 from prescore.scoring.hashing import hash_ranks, projections
 from prescore.scoring.kmeans import ClusteringScorer, KMeans
 from prescore.scoring.select import bring_forward
-from prescore.selected.attention import keys_per_query
+from prescore.selected.attention import reads_per_query
 from prescore.selected.blocks import BlockPair, KeyRows, PlacedQueries, exact_part, hyper_part
 from prescore.selected.causal_grid import Queries, leaf_parts
 from prescore.selected.centroids import centroids_of, cluster_totals
 from prescore.selected.plan import block_scorer, kept_rows
-from prescore.types import Attended, Outcome, Values
+from prescore.types import Attended, Reads, Result, Values
 
 MOST_BLOCKS = 1024
 """Blocks of the causal grid that are worked off one by one."""
@@ -54,7 +54,7 @@ def why_not_selected(piece: Shard, config: Selected) -> str:
     return ""
 
 
-def attend_by_rows(piece: Shard, config: Selected, *, explain: bool = False) -> Outcome:
+def attend_by_rows(piece: Shard, config: Selected, *, explain: bool = False) -> Result:
     """This rank's piece of the result."""
     begin = time.perf_counter()
     places = Map(piece, config)
@@ -73,20 +73,22 @@ def attend_by_rows(piece: Shard, config: Selected, *, explain: bool = False) -> 
     attended = Attended(tied(attended.output, *arrived.received), attended.lse)
     n_queries = piece.query.shape[:3].numel()
 
-    def count_keys() -> float:
-        return keys_per_query(parts, n_queries)
+    def count_reads() -> Reads:
+        return reads_per_query(parts, n_queries)
 
     if not explain:
-        return Outcome(attended, count_keys)
+        return Result(*attended, count_reads)
+    reads = count_reads()
     stats: Values = {
         "keys_selected": sum(block.n_kept for block in places.blocks) / max(1, len(places.blocks)),
-        "keys_per_query": count_keys(),
+        "keys_per_query": reads.keys,
+        "centroids_per_query": reads.centroids,
         "depth": len({block.name for block in places.blocks}) if piece.is_causal else 0,
         "fallbacks": sum(block.fell_back for block in places.blocks) * piece.key.shape[0],
         "seconds": {"attending": time.perf_counter() - begin},
         "backend": piece.backend.name,
     }
-    return Outcome(attended, count_keys, [], stats)
+    return Result(*attended, count_reads, stats)
 
 
 class _Parts:

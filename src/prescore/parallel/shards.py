@@ -27,6 +27,7 @@ class Shard:
         scale: Factor of the logits, above 0.
         backend: The operator.
         streams: Randomness, the same on every rank.
+        native: Whether native code may run where it can.
     """
 
     group: Group
@@ -38,6 +39,7 @@ class Shard:
     scale: float
     backend: Backend
     streams: Streams
+    native: bool = True
 
     @property
     def n_query(self) -> int:
@@ -214,7 +216,7 @@ def _causal_blocks(queries: Span, config: Selected, leaf: int) -> list[Block]:
 
 def _kept(keys: Span, config: Selected) -> tuple[int, Span, Span, bool]:
     """Keys to keep of a block, and columns of the protected ones among them; too many are cut off at the end."""
-    n_kept = budget_count(config.top_k, keys.length)
+    n_kept = budget_count(config.budget, keys.length)
     fell_back = n_kept < config.min_fraction * keys.length
     n_kept = keys.length if fell_back else n_kept
     n_first = min(Span(0, config.sinks).within(keys).length, n_kept)

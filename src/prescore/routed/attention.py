@@ -33,7 +33,7 @@ from prescore.routed.native import build_nodes_compiled, can_build, level_for
 from prescore.routed.reference import Search
 from prescore.routed.softmax import attend_sources
 from prescore.routed.sources import Sources, View
-from prescore.types import Attended, Outcome, Selection, Values
+from prescore.types import Attended, Reads, Result, Selection, Values
 
 ERROR_FIGURES = ("error_estimate", "error_bound_mean", "error_bound_max", "refined", "read_all")
 """What a call with a tolerance tells; all zero where everything is read."""
@@ -43,14 +43,14 @@ MEANS = {"keys_per_query", "keys_compared", "far_keys_read", "centroids_per_quer
 """Figures that are means over queries."""
 
 
-def routes_nothing(call: Call, config: Routed) -> bool:
+def reads_every_key(call: Call, config: Routed) -> bool:
     """Whether every query of a call without padding reads every key it may see."""
     if call.is_causal:
         return make_layout(call.n_query, call.n_keys, causal=True, config=config).n_chunks == 0
     return call.n_query < config.exact_until
 
 
-def attend_routed(call: Call, config: Routed, *, explain: bool = False) -> Outcome:
+def attend_routed(call: Call, config: Routed, *, explain: bool = False) -> Result:
     """Run routed attention; with `explain` also tell what could be read, and figures about what was."""
     begin = time.perf_counter()
     gaps = _with_gaps(call)
@@ -58,22 +58,23 @@ def attend_routed(call: Call, config: Routed, *, explain: bool = False) -> Outco
         answer = _at_one_start(call, config, gaps)
     else:
         answer = _start_by_start(call, config, gaps)
-    rows = float(answer.figures["keys_per_query"])
+    stats = answer.figures
+    reads = Reads(float(stats["keys_per_query"]), float(stats["centroids_per_query"]))
 
-    def count_keys() -> float:
-        return rows
+    def count_reads() -> Reads:
+        return reads
 
     if not explain:
-        return Outcome(answer.attended, count_keys, stats=answer.figures)
+        return Result(*answer.attended, count_reads, stats)
     stats = {
-        **answer.figures,
+        "backend": call.backend.name,
+        **stats,
         "keys_selected": call.mean_keys(),
         "depth": 0,
         "fallbacks": 0,
         "seconds": {"attending": time.perf_counter() - begin},
-        "backend": call.backend.name,
     }
-    return Outcome(answer.attended, count_keys, _reachable(call, config), stats)
+    return Result(*answer.attended, count_reads, stats, _reachable(call, config))
 
 
 def _with_gaps(call: Call) -> Tensor | None:
@@ -154,7 +155,8 @@ def _in_order(call: Call, parts: list[Answer], rows: list[Tensor]) -> Answer:
     if found:
         figures["exact_sequences"] = sum(found)
     # parts differ in length alone, and only those that routed know it
-    figures |= next(({"native": part.figures["native"]} for part in parts if "native" in part.figures), {})
+    names = ("native_level", "backend")
+    figures |= {name: part.figures[name] for part in reversed(parts) for name in names if name in part.figures}
     return Answer(Attended(*whole), figures)
 
 
@@ -191,8 +193,6 @@ def _reachable(call: Call, config: Routed) -> list[Selection]:
 
 # Routed attention of sequences that begin at one position: the exact beginning, then some key heads at a time.
 
-SHARE_PER_ROW = 2
-"""A key is read where its weight may exceed one part in so many times `rows`: at most as many can."""
 KEY_NUMBERS_AT_ONCE = 2**22
 """Numbers in the keys (or values) of the sequences that go together: copies of them are mapped memory in use."""
 
@@ -225,7 +225,11 @@ def attend_lanes(call: Call, config: Routed) -> Answer:
     if n_exact < layout.n_query:
         routed = _attend_heads(call, layout, n_apart, config)
         results.append(routed.attended)
-        figures |= {**met(call, layout, n_exact, routed.counts), "native": level}
+        figures |= {
+            **met(call, layout, n_exact, routed.counts),
+            "native_level": level,
+            **({} if level == NO_LEVEL else {"backend": "native"}),
+        }
     whole = results[0]
     if len(results) > 1:
         whole = Attended(*(torch.cat(tensors, dim=2) for tensors in zip(*results, strict=True)))
@@ -246,7 +250,7 @@ def needs_gradients(call: Call) -> bool:
 
 def search_of(config: Routed) -> Search:
     """What is looked for with so many rows."""
-    return Search(float(SHARE_PER_ROW * config.rows))
+    return Search(1 / config.min_weight if config.min_weight < 1 else 0.0)
 
 
 def exact_answer(call: Call, config: Routed) -> Answer:
@@ -420,13 +424,12 @@ def met(call: Call, layout: Layout, n_exact: int, counts: Tensor) -> Values:
     routed = real[:, n_exact:]
     n_looking = int(routed.sum()) if layout.causal else routed.numel()
     searched, found = (counts / (call.query.shape[1] * max(1, n_looking))).tolist()
-    # of a chunk that is seen as nodes none but those are met
-    rows = keys_seen(call) - chunks * (layout.chunk - layout.nodes_per_chunk)
+    rows = keys_seen(call) - chunks * layout.chunk  # the keys of far chunks are read only where they are found
     share = int(routed.sum()) / max(1, int(real.sum()))
     return {
         "keys_compared": searched,
         "far_keys_read": found,
-        "centroids_per_query": _mean(chunks[:, n_exact:].double(), routed) * layout.nodes_per_chunk,
+        "centroids_per_query": _mean(chunks.double(), real) * layout.nodes_per_chunk,
         "keys_per_query": _mean(rows, real) + found * share,
     }
 

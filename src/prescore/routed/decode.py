@@ -72,7 +72,7 @@ class RoutedIndex:
     def figures(self) -> Values:
         """Of the last step: which compiled code ran; with a tolerance, its error bars and who read on."""
         levels = [group.native for _, group in self._groups if group.native is not None]
-        figures: Values = {"native": levels[0]} if levels else {}
+        figures: Values = {"native_level": levels[0]} if levels else {}
         bars = [group.bars for _, group in self._groups if group.bars is not None]
         if bars:
             parts = zip(*bars, strict=True)

@@ -96,7 +96,7 @@ class Layout:
 def make_layout(n_query: int, n_key: int, *, causal: bool, config: Routed) -> Layout:
     """Round the configured sizes so that every chunk is a full binary tree; depends on no sequence length."""
     sinks = min(config.sinks, n_key)
-    levels = tree_levels(config.chunk_size, config.leaf_size)
+    levels = tree_levels(config.chunk_size, config.cluster_size)
     leaf = max(1, config.chunk_size >> levels)
     chunk = leaf << levels
     behind = n_key - sinks

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from prescore.config import Routed
 from prescore.ops.backend import Backend
 from prescore.ops.native import library
 from prescore.ops.native.library import NO_LEVEL
@@ -28,7 +29,7 @@ from prescore.routed.draws import (
     usual_distance,
 )
 from prescore.routed.index import Codes, Nodes, take_rows
-from prescore.routed.layout import Layout
+from prescore.routed.layout import Layout, make_layout
 from prescore.routed.reference import MOST_KNOWN_GAIN, SINK_PART, Search
 from prescore.routed.sources import Draws, Estimate, Sources, View
 from prescore.routed.tree import FIT_SIZE
@@ -501,6 +502,24 @@ def can_run(query: Tensor, sources: Sources, view: View) -> bool:
     """Whether compiled code can run a call: all else is plain torch's."""
     level = level_for(query, sources.value.shape[-1], sources.rows.shape[2], view.backend)
     return level != library.NO_LEVEL
+
+
+def unsupported(query: Tensor, value_dim: int, config: Routed) -> list[str]:
+    """Reasons why native code cannot run a call; empty means it can."""
+    reasons = []
+    if query.device.type != "cpu":
+        reasons.append(f"it runs on CPU tensors, got {query.device}")
+    if query.dtype not in TYPES:
+        reasons.append(f"it knows {', '.join(str(dtype) for dtype in TYPES)}, got {query.dtype}")
+    for name, dim in (("head dimension", query.shape[-1]), ("value dimension", value_dim)):
+        if dim % WIDTH or not 0 < dim <= MOST_DIM:
+            reasons.append(f"the {name} must be a multiple of {WIDTH} up to {MOST_DIM}, got {dim}")
+    size = make_layout(1, 1, causal=True, config=config).leaf
+    if size % WIDTH:
+        reasons.append(f"clusters must have a multiple of {WIDTH} keys, got {size}")
+    if library.loaded_level() == library.NO_LEVEL:
+        reasons.append(library.describe_native())
+    return reasons
 
 
 def level_for(rows: Tensor, value_dim: int, leaf: int, backend: Backend) -> str:

@@ -72,7 +72,7 @@ def select_keys(
         n_valid = torch.full((n_rows,), n_keys, dtype=torch.int64, device=keys.device)
     else:
         n_valid = valid.sum(dim=1)
-    counts = budget_counts(config.top_k, n_valid)
+    counts = budget_counts(config.budget, n_valid)
     fallback = fallback_rows(counts, n_valid, config.min_fraction)
     if fallback is not None:
         counts = torch.where(fallback, n_valid, counts)

@@ -12,17 +12,17 @@ from prescore.call import Call
 from prescore.config import Hyper, Selected
 from prescore.ops.parts import Part
 from prescore.selected.plan import Plan, make_plan
-from prescore.types import Attended, Outcome, Values
+from prescore.types import Attended, Reads, Result, Values
 
 
-def selects_nothing(call: Call, config: Selected | Hyper) -> bool:
+def reads_every_key(call: Call, config: Selected | Hyper) -> bool:
     """Whether every query of a call without padding or a given selection reads every key it may see."""
     return call.is_causal and call.n_keys <= max(1, config.min_seq_len)
 
 
 def attend_selected(
     call: Call, config: Selected | Hyper, given: Tensor | None = None, *, explain: bool = False
-) -> Outcome:
+) -> Result:
     """Run Algorithm 2.
 
     Args:
@@ -35,12 +35,12 @@ def attend_selected(
     attended = plan.timed("attending", lambda: plan.run(call))
     parts, n_queries = plan.parts, call.query.shape[:3].numel()
 
-    def count_keys() -> float:  # keeps row numbers alive, but no keys or values
-        return keys_per_query(parts, n_queries)
+    def count_reads() -> Reads:  # holds indices, but no keys or values
+        return reads_per_query(parts, n_queries)
 
     if not explain:
-        return Outcome(attended, count_keys)
-    return Outcome(attended, count_keys, plan.selections, statistics(call, plan, attended))
+        return Result(*attended, count_reads)
+    return Result(*attended, count_reads, statistics(call, plan, attended), plan.selections)
 
 
 def selecting(config: Selected | Hyper) -> Selected:
@@ -69,11 +69,13 @@ def statistics(call: Call, plan: Plan, attended: Attended) -> Values:
         attention mass that was seen exactly rather than estimated by the residual), and `seconds`
         per stage.
     """
+    reads = reads_per_query(plan.parts, call.query.shape[:3].numel())
     problems = sum(kept.valid.shape[:2].numel() for kept in plan.selections)
     n_kept = sum(int(kept.valid.sum()) for kept in plan.selections)
     return {
         "keys_selected": n_kept / problems if problems else 0.0,
-        "keys_per_query": keys_per_query(plan.parts, call.query.shape[:3].numel()),
+        "keys_per_query": reads.keys,
+        "centroids_per_query": reads.centroids,
         "depth": plan.depth,
         "fallbacks": sum(int(kept.fallback.sum()) for kept in plan.selections if kept.fallback is not None),
         "mass_read": mass_read(call, plan, attended),
@@ -95,21 +97,27 @@ def mass_read(call: Call, plan: Plan, attended: Attended) -> float:
     return float(torch.exp(seen[anywhere] - whole[anywhere]).mean())
 
 
-def keys_per_query(parts: list[Part], n_queries: int) -> float:
-    """Columns met per query, counting a causal square as half; what a bias hides from a query it does not meet."""
-    return sum(_pairs(part) for part in parts) / n_queries if n_queries else 0.0
+def reads_per_query(parts: list[Part], n_queries: int) -> Reads:
+    """Keys and centroids read per query; a causal square counts as half, a masked key not at all."""
+    if not n_queries:
+        return Reads(0.0)
+    pairs = [_pairs(part) for part in parts]
+    return Reads(*(sum(counts) / n_queries for counts in zip(*pairs, strict=True))) if pairs else Reads(0.0)
 
 
-def _pairs(part: Part) -> float:
-    """How many pairs of a query and a column a part has."""
-    columns = part.shape[2] if part.key_rows is None else part.key_rows.shape[1]
-    columns += 0 if part.extra_rows is None else part.extra_rows.shape[1]
+def _pairs(part: Part) -> tuple[float, float]:
+    """How many pairs of a query and a key, and of a query and a centroid, a part has."""
+    n_keys = part.shape[2] if part.key_rows is None else part.key_rows.shape[1]
+    n_centroids = 0 if part.extra_rows is None else part.extra_rows.shape[1]
     n_queries = math.prod(part.shape) if part.query_valid is None else int(part.query_valid.sum())
     bias = part.bias4()
     if part.causal or bias is None:
-        return n_queries * ((columns + 1) / 2 if part.causal else columns)
-    met = (~torch.isneginf(bias)).sum(-1).expand(part.shape)
-    return float(met.sum() if part.query_valid is None else (met * part.query_valid).sum())
+        return n_queries * ((n_keys + 1) / 2 if part.causal else n_keys), float(n_queries * n_centroids)
+    visible = ~torch.isneginf(bias)
+    read = (visible[..., :n_keys].sum(-1), visible[..., n_keys:].sum(-1))
+    counts = (count.expand(part.shape) for count in read)
+    keys, centroids = (n if part.query_valid is None else n * part.query_valid for n in counts)
+    return float(keys.sum()), float(centroids.sum())
 
 
 def _without_residual(part: Part) -> Part:

@@ -15,7 +15,7 @@ from prescore.bench.demo.run import (
     watched,
 )
 
-CONFIG = Routed(rows=8, leaf_size=16, chunk_size=32, sinks=4, exact_until=0)
+CONFIG = Routed(min_weight=1 / 16, cluster_size=16, chunk_size=32, sinks=4, exact_until=0)
 
 
 @pytest.fixture(scope="module")

@@ -129,7 +129,7 @@ def test_cost_compares_all_baselines_at_every_budget():
 def test_a_budget_changes_nothing_of_the_default_but_its_rows():
     found = [m for m in experiment_methods("cost", Scale(4096)) if m.axes.get("series") == "default"]
     assert [method.config for method in found] == [
-        Routed(rows=method.axes["budget"], chunk_size=512, exact_until=512) for method in found
+        Routed(min_weight=1 / (2 * method).axes["budget"], chunk_size=512, exact_until=512) for method in found
     ]
     assert len(found) == 6
 
@@ -201,7 +201,9 @@ def test_without_a_leaf_the_default_is_left_as_it_is(length):
     changed, other = (m.config for m in MethodChoice(names=names, leaf=64).methods(length)[2:])
     assert changed == Routed(chunk_size=64, exact_until=64)
     assert other.min_seq_len == 64
-    assert asked_for("default", length=length, leaf=None, overrides={"rows": 64}).config == Routed(rows=64)
+    assert asked_for("default", length=length, leaf=None, overrides={"rows": 64}).config == Routed(
+        min_weight=1 / 128
+    )
     assert asked_for("kmeans", length=length, leaf=None).config.min_seq_len == length // 8
     with pytest.raises(ValueError, match=r"method must be one of .* got 'flash'"):
         asked_for("flash", length=length, leaf=None)

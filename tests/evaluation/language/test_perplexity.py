@@ -51,7 +51,7 @@ def test_the_door_agrees_with_apply(tiny, window):
     for config in (
         prescore.Selected("uniform", 16, min_seq_len=32, remainder="none"),
         prescore.Hyper.published(lsh=prescore.Lsh(8, 8, alignment="rank"), min_seq_len=32),
-        prescore.Routed(chunk_size=16, leaf_size=4, rows=8, exact_until=0),
+        prescore.Routed(chunk_size=16, cluster_size=4, min_weight=1 / 16, exact_until=0),
     ):
         with prescore.apply(tiny.model, config):
             expected = float(streamed_loss(tiny, window).mean())
@@ -62,7 +62,7 @@ def test_the_door_agrees_with_apply(tiny, window):
 
 def test_rows_of_every_layer_are_counted_and_change_nothing(tiny, window):
     for config in (
-        prescore.Routed(chunk_size=16, leaf_size=4, rows=8, exact_until=0),
+        prescore.Routed(chunk_size=16, cluster_size=4, min_weight=1 / 16, exact_until=0),
         prescore.Selected.paper("kmeans", 16, min_seq_len=32),
     ):
         method = methods.prescored("some", config)

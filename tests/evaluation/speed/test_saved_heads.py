@@ -190,7 +190,7 @@ def test_few_rows_may_differ(n_off, fails):
 @pytest.mark.parametrize("place", [1100, 2050])
 def test_long_routed_calls_are_checked_in_the_middle_and_at_the_end(causal, place, monkeypatch):
     monkeypatch.setattr(speed_check, "ORACLE_LENGTH", 1024)
-    config = Routed(rows=16, leaf_size=16, chunk_size=64, exact_until=128)
+    config = Routed(min_weight=1 / 32, cluster_size=16, chunk_size=64, exact_until=128)
     inputs = attention_tensors(n_keys=2100, dim=16, dtype=torch.float32)
     output = speed_check.plain_output(inputs, config, causal)
     assert speed_check.check_method("routed", inputs, config, output, causal) < 1e-6

@@ -50,7 +50,7 @@ def test_the_reference_is_the_definition(causal, method):
 def test_routed_attention_is_held_against_its_definition(causal, exact_until, monkeypatch):
     setting = dataclasses.replace(SETTING, causal=causal, backward=False)
     inputs = setting.inputs(2, 0)
-    config = Routed(chunk_size=32, leaf_size=8, rows=16, exact_until=exact_until)
+    config = Routed(chunk_size=32, cluster_size=8, min_weight=1 / 32, exact_until=exact_until)
     output = speed_check.plain_output(inputs, config, causal)
     assert speed_check.check_method("routed", inputs, config, output, causal) < 1e-6
     # an error that the plain backend shares

@@ -14,7 +14,7 @@ from prescore.errors import Unsupported
 from prescore.integrations.transformers import PrescoredCache
 
 SELECTED = Selected(top_k=8, min_seq_len=8, sinks=1)
-ROUTED = Routed(rows=8, chunk_size=8, leaf_size=4, sinks=1, exact_until=8)
+ROUTED = Routed(min_weight=1 / 16, chunk_size=8, cluster_size=4, sinks=1, exact_until=8)
 IDS = torch.randint(2, VOCABULARY, (1, 60), generator=torch.Generator().manual_seed(3))
 
 

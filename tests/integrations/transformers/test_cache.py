@@ -19,7 +19,7 @@ from prescore.integrations.attention import PrescoredAttention, layer_seed
 from prescore.integrations.transformers.cache import PrescoredCache, prescored_layers
 
 COARSE = Selected(KMeans(n_clusters=3), top_k=8, min_seq_len=8, sinks=2)
-ROUTED = Routed(rows=8, leaf_size=4, chunk_size=8, sinks=2, exact_until=8)
+ROUTED = Routed(min_weight=1 / 16, cluster_size=4, chunk_size=8, sinks=2, exact_until=8)
 EVERYTHING = Selected(top_k=1.0, remainder="none", min_seq_len=4)
 ROUNDING = 1e-4
 

@@ -8,7 +8,7 @@ import prescore
 from prescore import Routed, Selected
 from prescore.integrations.torchvision import import_timm
 
-ROUTED = Routed(rows=2, leaf_size=2, chunk_size=2, sinks=1, exact_until=0)
+ROUTED = Routed(min_weight=1 / 4, cluster_size=2, chunk_size=2, sinks=1, exact_until=0)
 COARSE = Selected("kmeans", top_k=3, sinks=1, min_seq_len=4)
 IDS, MASK = prompts()
 

@@ -63,7 +63,9 @@ def test_all_keys_are_the_model_itself_and_fewer_are_not(family, text):
 
 def test_queries_choose_in_an_encoder_too(text):
     model, (ids, mask) = encoder("Bert"), text
-    with prescore.apply(model, Routed(exact_until=0, rows=8, leaf_size=4, chunk_size=8, sinks=1)) as applied:
+    with prescore.apply(
+        model, Routed(exact_until=0, min_weight=1 / 16, cluster_size=4, chunk_size=8, sinks=1)
+    ) as applied:
         states(model, ids, mask)
     assert applied.report()[0].phases["prefill"].ran == "routed"
 

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:every chosen layer")  # of Mistr
 EVERYTHING = Selected(top_k=1.0, remainder="none", min_seq_len=4)
 SELECTIONS = {
     "selected": Selected(KMeans(n_clusters=3), top_k=6, min_seq_len=8, sinks=2),
-    "routed": Routed(rows=4, leaf_size=4, chunk_size=8, sinks=2, exact_until=8),
+    "routed": Routed(min_weight=1 / 8, cluster_size=4, chunk_size=8, sinks=2, exact_until=8),
 }
 TOLERANCE = 1e-4  # the issue's; float32 over two layers leaves about 1e-6
 

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:every chosen layer")  # of Mistr
 
 EVERYTHING = Selected(top_k=1.0, remainder="none", min_seq_len=4)
 COARSE = Selected(top_k=6, min_seq_len=8, sinks=2)
-ROUTED = Routed(rows=8, leaf_size=4, chunk_size=8, sinks=2, exact_until=8)
+ROUTED = Routed(min_weight=1 / 16, cluster_size=4, chunk_size=8, sinks=2, exact_until=8)
 
 
 @pytest.mark.parametrize("family", ["Llama", "Gemma3", "Mistral"])
@@ -206,7 +206,9 @@ def test_half_precision_runs():
 
 @pytest.mark.parametrize("lower", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("config", [Routed(rows=2, leaf_size=2, chunk_size=2, exact_until=0), Selected(top_k=3)])
+@pytest.mark.parametrize(
+    "config", [Routed(min_weight=1 / 4, cluster_size=2, chunk_size=2, exact_until=0), Selected(top_k=3)]
+)
 def test_autocast_of_any_type_reads_steps_and_trains(config, dtype, lower):
     model = tiny("Llama", num_hidden_layers=1).to(dtype)
     ids, mask = prompts()

@@ -12,7 +12,7 @@ N = 24
 COARSE = Selected("key-norm", top_k=3, sinks=1, min_seq_len=4)
 CONFIGS = {
     "selected": COARSE,
-    "routed": Routed(rows=2, leaf_size=2, chunk_size=2, sinks=1, exact_until=0),
+    "routed": Routed(min_weight=1 / 4, cluster_size=2, chunk_size=2, sinks=1, exact_until=0),
     "hyper": Hyper(Lsh(2, 2), min_seq_len=4),
 }
 

@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import prescore
 
-CONFIG = prescore.Routed(rows=16, leaf_size=8, chunk_size=16, sinks=2, exact_until=16)
+CONFIG = prescore.Routed(min_weight=1 / 32, cluster_size=8, chunk_size=16, sinks=2, exact_until=16)
 
 
 @pytest.fixture(scope="module")

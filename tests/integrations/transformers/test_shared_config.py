@@ -12,7 +12,7 @@ from prescore import Exact, Routed, Selected
 from prescore.errors import Unsupported
 
 COARSE = Selected("key-norm", top_k=3, sinks=1, min_seq_len=4)
-ROUTED = Routed(rows=2, leaf_size=2, chunk_size=2, sinks=1, exact_until=0)
+ROUTED = Routed(min_weight=1 / 4, cluster_size=2, chunk_size=2, sinks=1, exact_until=0)
 IDS, MASK = prompts()
 
 

@@ -17,7 +17,7 @@ from prescore import Routed, Selected
 
 N_THREADS = 6
 GENERATIONS = int(os.environ.get("GENERATIONS", "30"))
-ROUTED = Routed(rows=2, leaf_size=2, chunk_size=2, sinks=1, exact_until=0)
+ROUTED = Routed(min_weight=1 / 4, cluster_size=2, chunk_size=2, sinks=1, exact_until=0)
 COARSE = Selected("kmeans", top_k=3, sinks=1, min_seq_len=4)
 
 

@@ -147,7 +147,11 @@ def test_the_name_alone_keeps_the_prefix_too():
 
 @pytest.mark.parametrize(
     "config",
-    [FEW, Routed(rows=0, leaf_size=4, chunk_size=8, sinks=0, exact_until=0), Hyper(Lsh(4, 0), min_seq_len=0)],
+    [
+        FEW,
+        Routed(min_weight=1.0, cluster_size=4, chunk_size=8, sinks=0, exact_until=0),
+        Hyper(Lsh(4, 0), min_seq_len=0),
+    ],
     ids=["selected", "routed", "hyper"],
 )
 def test_a_prefix_is_kept_by_every_configuration_that_has_sinks(config):

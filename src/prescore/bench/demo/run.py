@@ -62,7 +62,7 @@ def shown_config(length: int) -> Routed:
     if length > alone.exact_until:
         return alone
     rows, chunk = max(1, length // 16), max(1, min(alone.chunk_size, length // 8))
-    return Routed(rows=rows, chunk_size=chunk, sinks=_SHORT_SINKS, exact_until=0)
+    return Routed(min_weight=1 / (2 * rows), chunk_size=chunk, sinks=_SHORT_SINKS, exact_until=0)
 
 
 def first_methods(length: int) -> list[LanguageMethod]:
@@ -89,7 +89,7 @@ def budget_methods(length: int) -> list[LanguageMethod]:
         _named(nearby(config.chunk_size, config.sinks), "local only", BUDGETS),
     ]
     for rows in BUDGET_ROWS:
-        method = prescored(f"default, rows={rows}", replace(config, rows=rows))
+        method = prescored(f"default, rows={rows}", replace(config, min_weight=1 / (2 * rows)))
         found.append(_named(method, "default", BUDGETS))
     return found
 

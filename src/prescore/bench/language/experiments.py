@@ -212,7 +212,7 @@ def cost(scale: Scale) -> Iterator[LanguageMethod]:
 def default_rows(scale: Scale) -> Iterator[LanguageMethod]:
     """The default, and nothing of it changed but the far rows per query."""
     for rows in ROWS:
-        yield prescored(f"default, {rows} rows", scale.changed(Routed(rows=rows)), rows=rows)
+        yield prescored(f"default, {rows} rows", scale.changed(Routed(min_weight=1 / (2 * rows))), rows=rows)
 
 
 def default_method(scale: Scale, **changes: Any) -> LanguageMethod:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from prescore import checks
-from prescore.attention import Counted, exact_attention
+from prescore.attention import exact_attention
 from prescore.baselines import get_baseline, list_baselines, third_party_baselines
 from prescore.config import Config, Exact, Hyper, Routed, Selected, config_from_dict
 from prescore.errors import Unsupported
@@ -22,7 +22,7 @@ from prescore.integrations.apply import Layers, find_adapter, pick_layers, repla
 from prescore.integrations.attention import AttentionContext, PrescoredAttention, attend_exactly, layer_seed
 from prescore.ops.parts import merge
 from prescore.registry import list_scorers
-from prescore.types import Values
+from prescore.types import Reads, Result, Values
 
 KINDS = ("exact", "local", "prescored", "baseline")
 SINKS = 4
@@ -31,7 +31,7 @@ LEAVES_PER_TEXT = 8
 """The paper read 32768 tokens in leaves of 4096."""
 
 
-CountedAttend: TypeAlias = Callable[[Tensor, Tensor, Tensor, AttentionContext], Counted]
+Attend: TypeAlias = Callable[[Tensor, Tensor, Tensor, AttentionContext], Result]
 """Causal attention of one layer whose rows can be counted, called as `Attend` is."""
 
 
@@ -60,7 +60,7 @@ class LanguageMethod:
         """The configuration of a pre-scored method; None = it has none."""
         return config_from_dict(self.settings) if self.kind == "prescored" else None
 
-    def attention(self, seed: int) -> CountedAttend:
+    def attention(self, seed: int) -> Attend:
         """A new attention function for one layer; every layer makes a seed of its own from this one."""
         if self.kind == "exact":
             return _exactly
@@ -192,13 +192,18 @@ def _baseline_settings(name: str, leaf: int, top_k: int | float) -> Values:
     return {"budget": top_k, "chunk_size": leaf}
 
 
-def _exactly(query: Tensor, key: Tensor, value: Tensor, context: AttentionContext) -> Counted:
-    return Counted(attend_exactly(query, key, value, context), lambda: exact_rows(query.shape[2]))
+def counted(output: Tensor, count: Callable[[], float], stats: Values | None = None) -> Result:
+    """A result of which only the output and the number of keys read are known."""
+    return Result(output, output.new_empty(0), lambda: Reads(count()), stats or {})
+
+
+def _exactly(query: Tensor, key: Tensor, value: Tensor, context: AttentionContext) -> Result:
+    return counted(attend_exactly(query, key, value, context), lambda: exact_rows(query.shape[2]))
 
 
 def _prescored(
     attention: PrescoredAttention, query: Tensor, key: Tensor, value: Tensor, context: AttentionContext
-) -> Counted:
+) -> Result:
     output = attention(query, key, value, context)
 
     last = attention.last
@@ -209,28 +214,28 @@ def _prescored(
             raise RuntimeError(f"rows must be known after a causal call, got {last}")
         return rows
 
-    return Counted(output, count_keys)
+    return counted(output, count_keys)
 
 
 def _by_baseline(
     settings: Mapping[str, Any], seed: int, query: Tensor, key: Tensor, value: Tensor, context: AttentionContext
-) -> Counted:
+) -> Result:
     arguments = {name: setting for name, setting in settings.items() if name != "name"}
     run, seed = get_baseline(settings["name"]), layer_seed(seed, context.layer)
     output = run(query, key, value, is_causal=True, scale=context.scale, generator=seed, **arguments).output
-    return Counted(output, lambda: baseline_rows(settings["name"], query.shape[2], arguments))
+    return counted(output, lambda: baseline_rows(settings["name"], query.shape[2], arguments))
 
 
 def _locally(
     settings: Mapping[str, int], query: Tensor, key: Tensor, value: Tensor, context: AttentionContext
-) -> Counted:
+) -> Result:
     leaf, length = settings["leaf"], query.shape[2]
     if "before" not in settings:
         output = leaves_alone(query, key, value, leaf=leaf, scale=context.scale)
-        return Counted(output, lambda: leaf_rows(length, leaf))
+        return counted(output, lambda: leaf_rows(length, leaf))
     sinks = settings["sinks"]
     output = near_chunks(query, key, value, chunk=leaf, sinks=sinks, scale=context.scale)
-    return Counted(output, lambda: near_rows(length, leaf, sinks))
+    return counted(output, lambda: near_rows(length, leaf, sinks))
 
 
 def leaves_alone(query: Tensor, key: Tensor, value: Tensor, *, leaf: int, scale: float | None) -> Tensor:
@@ -376,18 +381,16 @@ class _Measured:
     """Stands in the place of a layer's attention: by the method where it can, else exactly; timed always."""
 
     meter: Meter
-    attention: CountedAttend
+    attention: Attend
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, context: AttentionContext) -> Tensor:
         meter, layer, form = self.meter, context.layer, context.form(query, key)
         _refuse(query, key, context, context.obstacles if layer in meter.replaced else ())
         is_causal = form.kind == "causal" and form.valid is None and not context.is_local
         if layer in meter.replaced and is_causal:
-            output, count_keys, _ = meter.timed(
-                layer, lambda: self.attention(query, key, value, context), key.device
-            )
-            meter.rows[layer] = count_keys()
-            return output
+            result = meter.timed(layer, lambda: self.attention(query, key, value, context), key.device)
+            meter.rows[layer] = sum(result.count_reads())
+            return result.output
         if is_causal:
             meter.exact_rows[layer] = exact_rows(query.shape[2])
         return meter.timed(layer, lambda: attend_exactly(query, key, value, context), key.device)
@@ -405,7 +408,7 @@ def _refuse(query: Tensor, key: Tensor, context: AttentionContext, obstacles: Se
 
 # What an attention costs: key rows met per query, and seconds spent in the attention function itself.
 
-Result = TypeVar("Result")
+Timed = TypeVar("Timed")
 
 
 @dataclass(eq=False)
@@ -427,7 +430,7 @@ class Meter:
     exact_rows: dict[int, float] = field(default_factory=dict)
     replaced: frozenset[int] = frozenset()
 
-    def timed(self, layer: int, work: Callable[[], Result], device: torch.device) -> Result:
+    def timed(self, layer: int, work: Callable[[], Timed], device: torch.device) -> Timed:
         """Run a layer's attention and add its time to the books; work queued on a GPU before is not counted."""
         _wait(device)
         begin, processor = time.perf_counter(), time.process_time()

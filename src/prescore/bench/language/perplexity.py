@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from prescore import checks
-from prescore.attention import Counted
 from prescore.bench.language.documents import Document
-from prescore.bench.language.methods import LanguageMethod, Meter, exact_rows, measured_attention
+from prescore.bench.language.methods import LanguageMethod, Meter, counted, exact_rows, measured_attention
 from prescore.bench.language.model import LanguageModel
 from prescore.bench.memory import forget_peak, held_megabytes, peak_megabytes
 from prescore.bench.records import Row
@@ -27,7 +26,7 @@ from prescore.integrations.parallel import ContextParallel, ContextParallelAtten
 from prescore.parallel.comm import Group
 from prescore.parallel.entry import OWN_HEADS
 from prescore.parallel.ulysses import attend_by_heads
-from prescore.types import Values
+from prescore.types import Result, Values
 
 POSITIONS_AT_ONCE = 256
 """Positions whose logits exist at the same time."""
@@ -265,25 +264,23 @@ def measured_pieces(
 class _Timed:
     """Attention of one layer on its piece, timed, its rows counted."""
 
-    def __init__(self, meter: Meter, group: Group, attend: Callable[..., Counted]) -> None:
+    def __init__(self, meter: Meter, group: Group, attend: Callable[..., Result]) -> None:
         self.meter, self.group, self.attend = meter, group, attend
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, context: AttentionContext) -> Tensor:
         meter, layer = self.meter, context.layer
-        output, count_keys, figures = meter.timed(
-            layer, lambda: self.attend(query, key, value, context), key.device
-        )
+        result = meter.timed(layer, lambda: self.attend(query, key, value, context), key.device)
         if layer in meter.replaced:
             # of all queries, a rank works off its positions, or all positions of its heads
-            own_heads = figures.get(OWN_HEADS)
+            own_heads = result.stats.get(OWN_HEADS)
             share = 1.0 if own_heads is None else own_heads * self.group.size / query.shape[1]
-            meter.rows[layer] = share * count_keys()
+            meter.rows[layer] = share * sum(result.count_reads())
         else:
             meter.exact_rows[layer] = exact_rows(query.shape[2] * self.group.size)
-        return output
+        return result.output
 
 
-def _attention(method: LanguageMethod, parallel_group: ContextParallel, seed: int) -> Callable[..., Counted]:
+def _attention(method: LanguageMethod, parallel_group: ContextParallel, seed: int) -> Callable[..., Result]:
     if method.kind in ("exact", "prescored"):
         config = Exact() if method.config is None else method.config
         return partial(_counted, ContextParallelAttention(config, parallel_group, seed=seed))
@@ -292,34 +289,34 @@ def _attention(method: LanguageMethod, parallel_group: ContextParallel, seed: in
 
 def _counted(
     attention: ContextParallelAttention, query: Tensor, key: Tensor, value: Tensor, context: AttentionContext
-) -> Counted:
+) -> Result:
     output = attention(query, key, value, context)
     did = attention.last
     rows = None if did is None else did.rows
     if rows is None:
         raise RuntimeError(f"rows must be known after a piece of a prompt, got {did}")
     own_heads = attention.own_heads
-    return Counted(output, lambda: rows, {} if own_heads is None else {OWN_HEADS: own_heads})
+    return counted(output, lambda: rows, {} if own_heads is None else {OWN_HEADS: own_heads})
 
 
 def _by_heads(
     group: Group,
-    attend: Callable[..., Counted],
+    attend: Callable[..., Result],
     query: Tensor,
     key: Tensor,
     value: Tensor,
     context: AttentionContext,
-) -> Counted:
+) -> Result:
     """What knows nothing of ranks, on whole sequences of some heads."""
     rows, n_heads = [0.0], [0]
 
     def attend_whole(*whole: Tensor) -> Tensor:
-        output, count_keys, _ = attend(*whole, context)
-        rows[0], n_heads[0] = count_keys(), output.shape[1]
-        return output
+        result = attend(*whole, context)
+        rows[0], n_heads[0] = sum(result.count_reads()), result.output.shape[1]
+        return result.output
 
     output = attend_by_heads(group, query, key, value, attend_whole)
-    return Counted(output, lambda: rows[0], {OWN_HEADS: n_heads[0]})
+    return counted(output, lambda: rows[0], {OWN_HEADS: n_heads[0]})
 
 
 def _figures(meter: Meter, group: Group, costs: list[float]) -> Values:

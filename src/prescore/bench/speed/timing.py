@@ -246,10 +246,10 @@ def check_method(name: str, inputs: Inputs, config: Config, output: Tensor, is_c
 def weight_at_limit(config: Routed, value: Tensor) -> float:
     """How far off a row may be where two keys at the limit are read by one and not by the other.
 
-    Such a key has about one part in `2 * rows` of the weight, and its value differs from the others' by at most
+    Such a key has about `min_weight` of the weight, and its value differs from the others' by at most
     twice the largest.
     """
-    return 0.0 if config.rows == 0 else 4 * float(value.detach().abs().max()) / (2 * config.rows)
+    return 0.0 if config.min_weight == 1 else 4 * float(value.detach().abs().max()) * config.min_weight
 
 
 def plain_output(inputs: Inputs, config: Config, is_causal: bool) -> Tensor:

@@ -88,12 +88,12 @@ class VisionMethod:
         scorer = self._scorer(n_clusters, normalize=False)
         own = KMeans(n_clusters=n_clusters, normalize=False)
         remainder = "centroids" if isinstance(scorer, ClusteringScorer) else own
-        return Selected(scorer, rows - n_clusters, self.selector, sinks=0, remainder=remainder)
+        return Selected(scorer, rows - n_clusters, selector=self.selector, sinks=0, remainder=remainder)
 
     def selected(self, rows: int, *, clusters: int | None) -> Selected:
         """The configuration that keeps `rows` keys and lets nothing stand for the others."""
         scorer = self._scorer(clusters, normalize=True)
-        return Selected(scorer, rows, self.selector, sinks=0, remainder="none")
+        return Selected(scorer, rows, selector=self.selector, sinks=0, remainder="none")
 
     def rows(self, config: Selected | Routed, rows: int, *, n_tokens: int) -> int:
         """Key rows that a query reads in all: as asked for, except that routing rounds to whole leaves."""
@@ -150,10 +150,10 @@ def routed_config(rows: int, *, n_tokens: int, n_prefix: int) -> Routed:
         leaf_size = behind >> levels
         if leaf_size < 1:
             break
-        config = Routed(rows=0, leaf_size=leaf_size, chunk_size=leaf_size << levels, sinks=n_prefix, exact_until=0)
+        config = Routed(1.0, leaf_size, leaf_size << levels, sinks=n_prefix, exact_until=0)
         always = rows_in_any_case(config, n_tokens)
         if always <= rows and (not fitting or 1 << levels <= rows // 2):
-            fitting.append(config.replace(rows=(rows - always) // 2))
+            fitting.append(config.replace(min_weight=1 / max(1, 2 * ((rows - always) // 2))))
     if not fitting:
         raise ValueError(f"rows must leave room for {n_prefix} prefix tokens and centroids, got {rows}")
     return fitting[-1]
@@ -169,4 +169,7 @@ def keys_read(config: Routed, n_tokens: int) -> int:
     """Key rows that a query of a full call reads, at most, where as many are found as there are shares."""
     if n_tokens < config.exact_until:
         return n_tokens
-    return min(n_tokens, rows_in_any_case(config, n_tokens) + 2 * config.rows)
+    return min(
+        n_tokens,
+        rows_in_any_case(config, n_tokens) + (round(1 / config.min_weight) if config.min_weight < 1 else 0),
+    )

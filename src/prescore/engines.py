@@ -1,0 +1,100 @@
+"""The one place where the type of a configuration chooses an engine; and the engine of `Exact`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from prescore.call import Call
+from prescore.config import Config, Hyper, Routed, Selected
+from prescore.ops.parts import exact_output
+from prescore.routed import attention as routed
+from prescore.scoring.select import selection_of
+from prescore.selected import attention as selected
+from prescore.types import Reads, Result
+
+
+def run_engine(
+    call: Call, config: Config, *, members: Tensor | None = None, explain: bool = False, need_lse: bool = True
+) -> Result:
+    """Run a call by the engine of its configuration.
+
+    Args:
+        call: Aligned inputs.
+        config: How to attend.
+        members: `[B, Hkv, Nk]` bool, a given selection in aligned positions; `Selected` only.
+        explain: Also return selections and all stats.
+        need_lse: Without it, exact calls run torch's fused operator alone and return an empty lse.
+    """
+    if not need_lse and not explain and members is None and _reads_every_key(call, config):
+        # short inputs feel every copy, so nothing is split or merged here
+        output = exact_output(
+            call.query, call.key, call.value, is_causal=call.is_causal, scale=call.scale, backend=call.backend
+        )
+        return Result(output, call.query.new_empty(0), visible_keys(call))
+    if not call.query.shape[1]:
+        return attend_exact(call, explain=explain)  # no heads: there is nothing to choose for
+    if isinstance(config, Routed):
+        result = routed.attend_routed(call, config, explain=explain)
+        padded = call.behind_the_end()
+        if padded is None:
+            return result
+        # padding queries behind the end of a sequence have no position in its layout, and run apart
+        output, lse = padded.put_into(result.attended, routed.attend_routed(padded.call, config).attended)
+        return replace(result, output=output, lse=lse)
+    if isinstance(config, Selected | Hyper):
+        return selected.attend_selected(call, config, members, explain=explain)
+    return attend_exact(call, explain=explain)
+
+
+def _reads_every_key(call: Call, config: Config) -> bool:
+    """Whether a call is exact attention without padding, which the operator can run as it is."""
+    if call.padded or call.backend.dropout is not None:
+        return False
+    if isinstance(config, Routed):
+        return routed.reads_every_key(call, config)
+    if isinstance(config, Selected | Hyper):
+        return selected.reads_every_key(call, config)
+    return True
+
+
+def attend_exact(call: Call, *, explain: bool = False) -> Result:
+    """Every query reads every key it may see."""
+    begin = time.perf_counter()
+    attended, count_reads = call.exactly(), visible_keys(call)
+    if not explain:
+        return Result(*attended, count_reads)
+    shape = call.key.shape[:3]
+    if call.valid is None:
+        real = torch.ones(shape, dtype=torch.bool, device=call.key.device)
+    else:
+        real = call.valid[:, None].expand(shape)
+    stats = {
+        "keys_selected": call.mean_keys(),
+        "keys_per_query": count_reads().keys,
+        "mass_read": 1.0,
+        "seconds": {"attending": time.perf_counter() - begin},
+        "backend": call.backend.name,
+    }
+    return Result(*attended, count_reads, stats, [selection_of(real)])
+
+
+def visible_keys(call: Call) -> Callable[[], Reads]:
+    """Counts the real keys that a real query may see, on average; holds no keys or values of the call."""
+    n_query, n_keys, is_causal, valid = call.n_query, call.n_keys, call.is_causal, call.valid
+
+    def count() -> Reads:
+        if not n_query or not n_keys:
+            return Reads(0.0)
+        if valid is None:
+            return Reads(n_keys - ((n_query - 1) / 2 if is_causal else 0.0))
+        visible = valid.cumsum(1)
+        visible = visible[:, n_keys - n_query :] if is_causal else visible[:, -1:].expand(-1, n_query)
+        real = valid if n_query == n_keys else torch.ones_like(visible, dtype=torch.bool)
+        return Reads(float(visible[real].double().mean()) if bool(real.any()) else 0.0)
+
+    return count
