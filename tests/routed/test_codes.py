@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from prescore.bench.routed_oracle import coded_keys, coded_query
+from oracles.routed import coded_keys, coded_query
 from prescore.routed.index import coded_logits, encode_keys, encode_queries
 
 

@@ -6,7 +6,7 @@ from attention_checks import lanes
 from oracles.budgets import assert_within
 
 from prescore import Routed, exact_attention, prescored_attention
-from prescore.bench.routed_oracle import routed_oracle
+from oracles.routed import routed_oracle
 
 SCALE = 8**-0.5
 

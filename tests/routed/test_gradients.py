@@ -7,7 +7,7 @@ import torch
 from attention_checks import lanes
 
 from prescore import Routed
-from prescore.bench.routed_oracle import routed_oracle
+from oracles.routed import routed_oracle
 from prescore.routed import index as tables
 from prescore.routed import plain
 from prescore.routed import reference as far

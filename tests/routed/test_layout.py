@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from prescore import Routed
-from prescore.bench.routed_oracle import Sequence
+from oracles.routed import Sequence
 from prescore.routed.layout import make_layout
 
 CONFIGS = [

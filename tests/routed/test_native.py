@@ -7,7 +7,7 @@ from native_cases import LEVELS, answers, compiled_answer, rows_apart, use_level
 from oracles.inputs import attention_tensors
 
 from prescore import Routed, exact_attention
-from prescore.bench.routed_oracle import routed_oracle
+from oracles.routed import routed_oracle
 from prescore.ops.backend import Needs, pick_backend
 from prescore.ops.native import library
 from prescore.routed import native

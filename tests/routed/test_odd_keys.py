@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from prescore import Routed, exact_attention, prescored_attention
-from prescore.bench.routed_oracle import odd_keys
+from oracles.routed import odd_keys
 from prescore.ops.backend import Needs, pick_backend
 from prescore.ops.native import library
 from prescore.routed import reference as far

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from oracles.inputs import MASKS, attention_tensors, random_mask
 
 from prescore import Routed, exact_attention
-from prescore.bench.routed_oracle import (
+from oracles.routed import (
     Far,
     Sizes,
     coded_keys,

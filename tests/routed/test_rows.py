@@ -6,7 +6,7 @@ from oracles.inputs import attention_tensors
 
 from prescore import Exact, Routed, Selected, prescored_attention
 from prescore.attention import Options, attend_counting
-from prescore.bench.routed_oracle import routed_tables
+from oracles.routed import routed_tables
 
 CONFIG = Routed(chunk_size=32, cluster_size=8, min_weight=1 / 32, exact_until=64)
 

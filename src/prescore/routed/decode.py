@@ -1,8 +1,8 @@
-"""Routed attention one token at a time: nodes of the past are kept, only what a step looks for is read.
+"""Routed attention one token at a time: the key index of earlier chunks is kept, and grows chunk by chunk.
 
-The caller owns keys and values and passes all of them; the index holds what was derived from them. New tokens stay
-in the exactly read local part until their chunk is far enough behind, then it becomes nodes. A step costs
-centroids, codes of outlier keys and of the nodes it searches, and the rows it reads.
+The caller owns keys and values and passes all of them; the index holds what was derived from them. New tokens are
+local keys until their chunk is far enough behind, then it joins the index. A step reads centroids, int4 keys of
+outliers and of the clusters it searches, local keys, and the far keys it finds.
 """
 
 from __future__ import annotations
@@ -15,28 +15,25 @@ from torch import Tensor
 from prescore import checks
 from prescore.config import Routed
 from prescore.ops.backend import Backend, Needs, Tile, accumulation_dtype, pick_backend, readable
-from prescore.ops.native.library import NO_LEVEL
+from prescore.ops.native.library import loaded_level
 from prescore.rng import DEFAULT_SEED, Streams
-from prescore.routed.attention import error_figures, search_of
-from prescore.routed.error_bound import attend_within, is_over, read_all
-from prescore.routed.index import Nodes, build_nodes
-from prescore.routed.layout import Layout, make_layout
-from prescore.routed.native import PreparedStep, build_nodes_compiled, can_build, level_for, make_tables
-from prescore.routed.plain import attend_plain
-from prescore.routed.sources import Sources, View
-from prescore.types import Attended, Values
+from prescore.routed import native, plain, reference
+from prescore.routed.error_bound import above_tolerance, read_all, refine, summarise
+from prescore.routed.layout import Layout, RoutedKeys, View, make_layout
+from prescore.routed.reference import Clusters, log_inverse_weight
+from prescore.types import Attended, Reads, Values
 
 
 class RoutedIndex:
-    """Nodes of a growing sequence, for decoding.
+    """The key index of a growing sequence, for decoding.
 
     A step equals the row of a whole causal call (contract, identity 10); without gradients.
 
     Args:
-        config: The geometry, how many rows are looked for, and the tolerance.
+        config: The configuration.
         scale: Factor of the logits.
         start: `[B]` index of each sequence's first real token (left padding), or None = all 0.
-        seed: Of the draws that a tolerance needs.
+        seed: Of the samples that a tolerance needs.
     """
 
     def __init__(
@@ -44,40 +41,52 @@ class RoutedIndex:
     ) -> None:
         self._config, self._scale, self._seed = config, scale, Streams(seed).child("samples").seed
         self._start = start
-        self._groups: list[tuple[slice, _Lockstep]] = []
+        self._groups: list[tuple[slice, _SameStart]] = []
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, *, backend: str = "auto") -> Attended:
         """Attend for the newest positions, `query [B, Hq, n, D]`, over all keys and values so far."""
-        chosen = pick_backend(Needs.of(query), backend)
+        operator = pick_backend(Needs.of(query), backend)
+        may_run_native = backend in ("auto", "native")
         if not self._groups:
             self._groups = self._split()
         n_query, steps = query.shape[2], []
-        for place in range(n_query):  # each sees the keys before it, and nodes as they were then
+        for place in range(n_query):  # each sees the keys before it, and the index as it was then
             stop = key.shape[2] - n_query + place + 1
-            asked, keys, values = query[:, :, place : place + 1], key[:, :, :stop], value[:, :, :stop]
-            steps.append([own.attend(asked[rows], keys[rows], values[rows], chosen) for rows, own in self._groups])
+            one, keys, values = query[:, :, place : place + 1], key[:, :, :stop], value[:, :, :stop]
+            steps.append(
+                [
+                    group.attend(one[rows], keys[rows], values[rows], operator, may_run_native)
+                    for rows, group in self._groups
+                ]
+            )
         if len(steps) == 1 and len(steps[0]) == 1:
             return steps[0][0]
-        wholes = [[torch.cat(tensors) for tensors in zip(*parts, strict=True)] for parts in steps]
-        return Attended(*(torch.cat(tensors, dim=2) for tensors in zip(*wholes, strict=True)))
+        joined = [[torch.cat(tensors) for tensors in zip(*parts, strict=True)] for parts in steps]
+        return Attended(*(torch.cat(tensors, dim=2) for tensors in zip(*joined, strict=True)))
 
     @property
-    def keys_read(self) -> float:
-        """Keys and centroids that a query met in the last step, on average over the sequences."""
+    def reads(self) -> Reads:
+        """Keys and centroids that a query read in the last step, on average over the sequences."""
         sizes = [1 if rows.stop is None else rows.stop - rows.start for rows, _ in self._groups]
-        met = sum(size * group.n_read for size, (_, group) in zip(sizes, self._groups, strict=True))
-        return met / max(1, sum(sizes))
+        groups = [group.reads for _, group in self._groups]
+        totals = (
+            sum(size * read[part] for size, read in zip(sizes, groups, strict=True)) / max(1, sum(sizes))
+            for part in range(2)
+        )
+        return Reads(*totals)
 
     @property
-    def figures(self) -> Values:
-        """Of the last step: which compiled code ran; with a tolerance, its error bars and who read on."""
-        levels = [group.native for _, group in self._groups if group.native is not None]
-        figures: Values = {"native_level": levels[0]} if levels else {}
-        bars = [group.bars for _, group in self._groups if group.bars is not None]
-        if bars:
-            parts = zip(*bars, strict=True)
-            figures.update(error_figures(*(torch.cat([each.flatten() for each in part]) for part in parts)))
-        return figures
+    def stats(self) -> Values:
+        """Of the last step: which backend ran; with a tolerance, the error fields of `Stats`."""
+        ran = [group.runs_native for _, group in self._groups if group.runs_native is not None]
+        stats: Values = {}
+        if ran:
+            stats = {"backend": "native", "native_level": loaded_level()} if ran[0] else {"backend": "plain"}
+        bounds = [group.bounds for _, group in self._groups if group.bounds is not None]
+        if bounds:
+            parts = zip(*bounds, strict=True)
+            stats.update(summarise(*(torch.cat([part.flatten() for part in group]) for group in parts)))
+        return stats
 
     def crop(self, n_keys: int) -> None:
         """Forget what was made of keys after the first `n_keys`."""
@@ -92,184 +101,193 @@ class RoutedIndex:
             for group, place in moves:
                 group.reorder(place)
         else:
-            # which sequences move in step changes with the rows: build anew
+            # sequences with other starts become neighbours: build anew
             self._start, self._groups = self._start.index_select(0, rows), []
 
-    def _split(self) -> list[tuple[slice, _Lockstep]]:
-        """Neighbours in the batch that start together, as slices: a copy of all keys costs more than a step."""
+    def _split(self) -> list[tuple[slice, _SameStart]]:
+        """Neighbours in the batch with the same start, as slices: a copy of all keys costs more than a step."""
         if self._start is None:
-            return [(slice(0, None), _Lockstep(self._config, self._scale, 0, self._seed))]
+            return [(slice(0, None), _SameStart(self._config, self._scale, 0, self._seed))]
         checks.integer("start", int(self._start.min()), minimum=0)
         starts, counts = (t.tolist() for t in torch.unique_consecutive(self._start, return_counts=True))
         groups, end = [], 0
         for start, count in zip(starts, counts, strict=True):
-            groups.append((slice(end, end + count), _Lockstep(self._config, self._scale, start, self._seed)))
+            groups.append((slice(end, end + count), _SameStart(self._config, self._scale, start, self._seed)))
             end += count
         return groups
 
 
 @dataclass(frozen=True, eq=False)
-class _Past:
-    """What was made of the first chunks.
+class _Index:
+    """The key index of the first chunks.
 
     Attributes:
-        nodes: Of all of them; the covariances are sums over chunks, `[T, 1, ...]`.
-        means: The covariances' means over all chunks.
-        means_before: Those without the last one: a step that was taken back sees one chunk less.
-        made_by: The backend's name and the level of compiled code.
-        steps: Over all of them, in compiled code; None = not prepared.
+        n_chunks: How many there are.
+        clusters: Of all of them; the covariances are sums over chunks, `[T, 1, ...]`.
+        means: Mean covariances over all chunks.
+        means_before: Those without the last chunk: a step that was taken back sees one chunk less.
+        built_by: Operator, and whether native code built it.
+        step: Prepared native steps over all chunks; None = not prepared.
     """
 
     n_chunks: int
-    nodes: Nodes
+    clusters: Clusters
     means: tuple[Tensor, Tensor]
     means_before: tuple[Tensor, Tensor]
-    made_by: tuple[str, str]
-    steps: PreparedStep | None = None
+    built_by: tuple[str, bool]
+    step: native.PreparedStep | None = None
 
 
-class _Lockstep:
-    """Sequences that start at the same index, hence gain nodes at the same time."""
+class _SameStart:
+    """Sequences that start at the same index: their chunks end at the same time."""
 
     def __init__(self, config: Routed, scale: float, start: int, seed: int) -> None:
         self._config, self._scale, self._start, self._seed = config, scale, start, seed
-        self._past: _Past | None = None
-        self.n_read = 0.0  # rows of the last step
-        self.native: str | None = None  # the level of compiled code in it; None = nothing was far
-        self.bars: tuple[Tensor, Tensor, Tensor, Tensor] | None = None  # see `error_figures`
+        self._index: _Index | None = None
+        self.reads = Reads(0.0)  # of the last step
+        self.runs_native: bool | None = None  # in the last step; None = nothing was far
+        self.bounds: tuple[Tensor, Tensor, Tensor, Tensor] | None = None  # arguments of `summarise`
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, backend: Backend) -> Attended:
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, backend: Backend, may_run_native: bool
+    ) -> Attended:
         """The newest query `[B, Hq, 1, D]` of these sequences."""
         layout = make_layout(1, key.shape[2] - self._start, causal=True, config=self._config)
         query, key, value = (readable(t) for t in (query, key, value))
         grouped = query.reshape(-1, query.shape[1] // key.shape[1], 1, query.shape[-1])
-        self.bars = None
-        self.native = level_for(grouped, value.shape[-1], layout.leaf, backend) if layout.n_chunks else None
+        self.bounds, self.runs_native, n_read = None, None, 0.0
         if layout.n_chunks:
+            self.runs_native = may_run_native and native.can_run(grouped, value.shape[-1], layout.cluster_size)
             with torch.no_grad():
-                self._past = self._extended(key, value, layout, backend)
-                attended, found = self._attend_far(self._past, grouped, key, value, layout, backend)
+                self._index = self._extended(key, value, layout, backend)
+                attended, n_read = self._attend_far(self._index, grouped, key, value, layout, backend)
         else:
-            near_key, near_value = (t[:, :, self._start :].flatten(0, 1)[:, None] for t in (key, value))
-            attended, found = backend.forward(Tile(grouped, near_key, near_value, self._scale)), 0.0
-        self.n_read = layout.last_rows_in_any_case + found
+            local_key, local_value = (t[:, :, self._start :].flatten(0, 1)[:, None] for t in (key, value))
+            attended = backend.forward(Tile(grouped, local_key, local_value, self._scale))
+        always = layout.n_keys - layout.n_chunks * layout.chunk_size
+        self.reads = Reads(always + n_read, float(layout.n_chunks * layout.clusters_per_chunk))
         shape = query.shape[:3]
         return Attended(attended.output.reshape(*shape, -1), attended.lse.reshape(shape))
 
     def crop(self, n_keys: int) -> None:
-        """Forget nodes of keys after the first `n_keys`."""
-        if self._past is None:
+        """Forget the index of keys after the first `n_keys`."""
+        if self._index is None:
             return
         layout = make_layout(1, max(1, n_keys - self._start), causal=True, config=self._config)
-        if n_keys < self._start + layout.sinks + self._past.n_chunks * layout.chunk:
-            self._past = None
+        if n_keys < self._start + layout.sinks + self._index.n_chunks * layout.chunk_size:
+            self._index = None
 
     def reorder(self, rows: Tensor) -> None:
         """Sequence i becomes a copy of sequence `rows[i]`."""
-        if self._past is None:
+        if self._index is None:
             return
 
         def moved(tensor: Tensor) -> Tensor:
             apart: Tensor = tensor.unflatten(0, (rows.shape[0], -1)).index_select(0, rows)
             return apart.flatten(0, 1)
 
-        past, nodes = self._past, self._past.nodes
-        codes = type(nodes.codes)(*(moved(part) for part in nodes.codes))
-        own = {f.name: moved(getattr(nodes, f.name)) for f in fields(nodes) if f.name != "codes"}
-        means, before = ((moved(spread), moved(drift)) for spread, drift in (past.means, past.means_before))
-        self._past = _Past(past.n_chunks, Nodes(**own, codes=codes), means, before, past.made_by)
+        index, clusters = self._index, self._index.clusters
+        int4 = type(clusters.int4)(*(moved(part) for part in clusters.int4))
+        own = {f.name: moved(getattr(clusters, f.name)) for f in fields(clusters) if f.name != "int4"}
+        means, before = ((moved(key), moved(both)) for key, both in (index.means, index.means_before))
+        self._index = _Index(index.n_chunks, Clusters(**own, int4=int4), means, before, index.built_by)
 
-    def _extended(self, key: Tensor, value: Tensor, layout: Layout, backend: Backend) -> _Past:
-        """With nodes of all chunks that are far enough behind by now."""
-        past, made_by = self._past, (backend.name, self.native or NO_LEVEL)
-        if past is not None and (layout.n_chunks < past.n_chunks - 1 or past.made_by != made_by):
-            past = None
-        done = 0 if past is None else past.n_chunks
-        if past is not None and layout.n_chunks <= done:
-            return past
-        begin = self._start + layout.sinks + done * layout.chunk
-        new = _new_nodes(key, value, layout, begin, layout.n_chunks - done, backend)
-        sums = [part.sum(1, keepdim=True) for part in (new.spread, new.drift)]
-        last = [part[:, -1:] for part in (new.spread, new.drift)]
-        if past is not None:
-            sums = [old + own for old, own in zip((past.nodes.spread, past.nodes.drift), sums, strict=True)]
-            parts = [torch.cat(pair, dim=1) for pair in zip(_tensors(past.nodes), _tensors(new), strict=True)]
-        else:
-            parts = _tensors(new)
-        rows, keys, values, *codes = parts
-        nodes = Nodes(rows, keys, values, type(new.codes)(*codes), sums[0], sums[1])
+    def _extended(self, key: Tensor, value: Tensor, layout: Layout, backend: Backend) -> _Index:
+        """The index with all chunks that are far by now."""
+        index, built_by = self._index, (backend.name, bool(self.runs_native))
+        if index is not None and (layout.n_chunks < index.n_chunks - 1 or index.built_by != built_by):
+            index = None
+        done = 0 if index is None else index.n_chunks
+        if index is not None and layout.n_chunks <= done:
+            return index
+        begin = self._start + layout.sinks + done * layout.chunk_size
+        new = self._build(key, value, layout, begin, layout.n_chunks - done)
+        sums = [part.sum(1, keepdim=True) for part in (new.key_cov, new.key_value_cov)]
+        last = [part[:, -1:] for part in (new.key_cov, new.key_value_cov)]
+        parts = _tensors(new)
+        if index is not None:
+            old = index.clusters
+            sums = [before + more for before, more in zip((old.key_cov, old.key_value_cov), sums, strict=True)]
+            parts = [torch.cat(pair, dim=1) for pair in zip(_tensors(old), parts, strict=True)]
+        positions, keys, values, *int4 = parts
+        clusters = Clusters(positions, keys, values, type(new.int4)(*int4), sums[0], sums[1])
         count = layout.n_chunks
         means = (sums[0] / count, sums[1] / count)
         before = ((sums[0] - last[0]) / max(1, count - 1), (sums[1] - last[1]) / max(1, count - 1))
-        return _Past(count, nodes, means, before, made_by)
+        return _Index(count, clusters, means, before, built_by)
+
+    def _build(self, key: Tensor, value: Tensor, layout: Layout, begin: int, n_chunks: int) -> Clusters:
+        """The index of chunks of keys `[B, Hkv, N, D]`, which are not copied."""
+        if self.runs_native and native.can_build(key, value, layout):
+            return native.build_clusters(key, value, layout, begin, n_chunks)
+        span = slice(begin, begin + n_chunks * layout.chunk_size)
+        keys, values = (t[:, :, span].flatten(0, 1) for t in (key, value))
+        new = reference.build_clusters(keys, values, layout, 0, n_chunks)
+        return replace(new, positions=new.positions + begin)
 
     def _attend_far(
-        self, past: _Past, query: Tensor, key: Tensor, value: Tensor, layout: Layout, backend: Backend
+        self, index: _Index, query: Tensor, key: Tensor, value: Tensor, layout: Layout, backend: Backend
     ) -> tuple[Attended, float]:
-        """The step of `query [T, G, 1, D]`, and the rows that each query found on average."""
-        n_nodes = layout.n_chunks * layout.nodes_per_chunk
-        spread, drift = past.means if layout.n_chunks == past.n_chunks else past.means_before
-        near = self._start + layout.sinks + layout.n_chunks * layout.chunk
-        tolerant, search = self._config.tolerance is not None, search_of(self._config)
-        if not tolerant and self.native != NO_LEVEL:
-            steps = past.steps
-            if steps is None or spread is not past.means[0]:  # a step that was taken back sees one chunk less
-                tables = make_tables(self._sources(key, value, past.nodes, layout, spread, drift))
-                steps = PreparedStep(tables, search, self._scale)
-                if spread is past.means[0]:
-                    self._past = replace(past, steps=steps)
-            return steps.attend(query, (key, value), n_nodes, near)
-        shape = (query.shape[0], 1)
-        visible, first, stop = (torch.full(shape, n, dtype=torch.int32) for n in (n_nodes, near, key.shape[2]))
-        # one pool whatever the nodes: these are the means over all that is seen
-        view = View(visible, first, stop, True, layout.chunk, n_nodes, search, self._scale, backend)
-        sources = self._sources(key, value, past.nodes, layout, spread, drift)
-        tile = Tile(query, sources.key[:, None, near:], sources.value[:, None, near:], self._scale)
+        """The step of `query [T, G, 1, D]`, and the far keys that each query read on average."""
+        n_clusters = layout.n_chunks * layout.clusters_per_chunk
+        is_latest = layout.n_chunks == index.n_chunks  # else a step was taken back
+        means = index.means if is_latest else index.means_before
+        local_start = self._start + layout.sinks + layout.n_chunks * layout.chunk_size
+        tolerant, log_inverse = self._config.tolerance is not None, log_inverse_weight(self._config.min_weight)
+        if not tolerant and self.runs_native:
+            step = index.step if is_latest else None
+            if step is None:
+                keys = self._routed_keys(key, value, index.clusters, layout, means)
+                step = native.PreparedStep(native.Tables.of(keys), log_inverse, self._scale)
+                if is_latest:
+                    self._index = replace(index, step=step)
+            return step.attend(query, key, value, n_clusters, local_start)
+        counts, start, stop = (
+            torch.full((query.shape[0], 1), n, dtype=torch.int32, device="cpu")
+            for n in (n_clusters, local_start, key.shape[2])
+        )
+        native_runs = bool(self.runs_native)
+        view = View(
+            counts,
+            start,
+            stop,
+            True,
+            layout.chunk_size,
+            n_clusters,
+            log_inverse,
+            self._scale,
+            backend,
+            native_runs,
+        )
+        keys = self._routed_keys(key, value, index.clusters, layout, means)
+        local_key, local_value = (t[:, None, local_start:] for t in (keys.key, keys.value))
         wide = accumulation_dtype(query.dtype)
-        found = Attended(*(t.to(wide) for t in backend.forward(tile)))
+        tile = Tile(query, local_key, local_value, self._scale)
+        local = Attended(*(t.to(wide) for t in backend.forward(tile)))
         if tolerant:
-            return self._within(query, sources, view, found)
-        whole, _, counts = attend_plain(query, sources, view, found)
-        return Attended(whole.output.to(value.dtype), whole.lse), float(counts[1]) / whole.lse.numel()
+            return self._within(query, keys, view, local)
+        merged, _, counts = plain.add_far(query, keys, view, local)
+        return Attended(merged.output.to(value.dtype), merged.lse), float(counts[1]) / merged.lse.numel()
 
-    def _within(self, query: Tensor, sources: Sources, view: View, near: Attended) -> tuple[Attended, float]:
-        """The step to the configuration's tolerance; where no search is enough, everything is read."""
-        bars = attend_within(query, sources, view, near, self._config, self._seed)
-        whole, over = Attended(bars.output, bars.lse), is_over(bars.limit, self._config)
-        read_all(query, sources, view, near, over, whole, self._start)
-        self.bars = bars.limit, bars.error, bars.further, over
-        n_read = float(bars.counts[1]) + float(over.sum()) * (sources.key.shape[1] - self._start)
-        return Attended(whole.output.to(query.dtype), whole.lse), n_read / over.numel()
+    def _within(self, query: Tensor, keys: RoutedKeys, view: View, local: Attended) -> tuple[Attended, float]:
+        """The step within the configured tolerance."""
+        bounded = refine(query, keys, view, local, self._config, self._seed)
+        result, above = Attended(bounded.output, bounded.lse), above_tolerance(bounded.bound, self._config)
+        read_all(query, keys, view, local, above, result, self._start)
+        self.bounds = bounded.bound, bounded.error, bounded.refined, above
+        n_read = float(bounded.counts[1]) + float(above.sum()) * (keys.key.shape[1] - self._start)
+        return Attended(result.output.to(query.dtype), result.lse), n_read / above.numel()
 
-    def _sources(
-        self, key: Tensor, value: Tensor, nodes: Nodes, layout: Layout, spread: Tensor, drift: Tensor
-    ) -> Sources:
+    def _routed_keys(
+        self, key: Tensor, value: Tensor, clusters: Clusters, layout: Layout, means: tuple[Tensor, Tensor]
+    ) -> RoutedKeys:
         keys, values = key.flatten(0, 1), value.flatten(0, 1)
         sinks = slice(self._start, self._start + layout.sinks)
-        return Sources(
-            key=keys,
-            value=values,
-            sink_key=keys[:, sinks],
-            sink_value=values[:, sinks],
-            node_key=nodes.key,
-            node_value=nodes.value,
-            spread=spread,
-            drift=drift,
-            rows=nodes.rows,
-            packed=nodes.codes.packed,
-            scales=nodes.codes.scales,
+        centroids = (clusters.key, clusters.value, *means)
+        return RoutedKeys(
+            keys, values, keys[:, sinks], values[:, sinks], *centroids, clusters.positions, *clusters.int4
         )
 
 
-def _new_nodes(key: Tensor, value: Tensor, layout: Layout, begin: int, n_chunks: int, backend: Backend) -> Nodes:
-    """Nodes of chunks of keys `[B, Hkv, N, D]`, which are not copied."""
-    if can_build(key, value, layout, backend):
-        return build_nodes_compiled(key, value, layout, begin, n_chunks)
-    span = slice(begin, begin + n_chunks * layout.chunk)
-    some_keys, some_values = (t[:, :, span].flatten(0, 1) for t in (key, value))
-    new = build_nodes(some_keys, some_values, layout, 0, n_chunks)
-    return replace(new, rows=new.rows + begin)
-
-
-def _tensors(nodes: Nodes) -> list[Tensor]:
-    return [nodes.rows, nodes.key, nodes.value, *nodes.codes]
+def _tensors(clusters: Clusters) -> list[Tensor]:
+    return [clusters.positions, clusters.key, clusters.value, *clusters.int4]

@@ -1,24 +1,24 @@
-"""Where routed attention reads exactly, and how its nodes lie.
+"""Which keys a routed query reads exactly, and which it sees as clusters.
 
-The keys behind the sinks are cut into *chunks* of fixed length, and each chunk into *nodes* of equal size. A
-causal query reads the sinks, its own chunk up to itself and the chunk before exactly; the chunks before that are
-nodes for it. Without a causal mask every full chunk is nodes for every query, and the keys behind the last full
-one are read exactly. What a query sees depends on its position alone: pieces of a prompt and single steps read as
-the whole call.
+The keys behind the sinks are cut into *chunks* of fixed length, and each chunk into *clusters* of equal size. A
+causal query reads the sinks, its own chunk up to itself and the previous chunk exactly; earlier chunks are *far*:
+it sees them as clusters. Without a causal mask every full chunk is far for every query, and the keys behind the
+last full chunk are read exactly. What a query sees depends on its position alone, so chunked prefill and decode
+steps see what the whole call sees.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from prescore.config import Routed
+from prescore.ops.backend import Backend
 from prescore.routed.tree import tree_levels
-
-ODD = 16
-"""Keys of a node that lie farthest from its mean, its first ones: every query compares them."""
 
 
 @dataclass(frozen=True)
@@ -27,80 +27,147 @@ class Layout:
 
     Attributes:
         n_query: Queries.
-        n_key: Keys.
+        n_keys: Keys.
         causal: Whether queries are the last `n_query` positions and see no later key.
-        sinks: First positions, read exactly by everyone.
-        chunk: Keys of one chunk, `2 ** levels * leaf`.
+        sinks: First positions, read exactly by every query.
+        chunk_size: Keys of one chunk, `2 ** levels * cluster_size`.
         levels: Bisections of a chunk.
-        leaf: Keys of one node, at most the size asked for.
-        n_chunks: Chunks that some query sees as nodes.
-        exact_until: Causal: queries before this position read everything exactly, whatever the chunks.
+        cluster_size: Keys of one cluster, at most the configured size.
+        n_chunks: Chunks that are far for some query.
+        exact_until: Causal: queries before this position read every key.
     """
 
     n_query: int
-    n_key: int
+    n_keys: int
     causal: bool
     sinks: int
-    chunk: int
+    chunk_size: int
     levels: int
-    leaf: int
+    cluster_size: int
     n_chunks: int
     exact_until: int
 
     @property
-    def nodes_per_chunk(self) -> int:
-        """Nodes of one chunk."""
+    def clusters_per_chunk(self) -> int:
+        """Clusters of one chunk."""
         return 1 << self.levels
 
     @property
     def first(self) -> int:
         """Position of the first query."""
-        return self.n_key - self.n_query if self.causal else 0
-
-    @property
-    def head(self) -> int:
-        """Causal: queries before this position read everything exactly."""
-        return max(self.sinks + 2 * self.chunk, self.exact_until) if self.causal else 0
+        return self.n_keys - self.n_query if self.causal else 0
 
     @property
     def n_exact(self) -> int:
-        """First queries of the call, which read everything exactly."""
-        return max(0, min(self.head - self.first, self.n_query)) if self.n_chunks else self.n_query
+        """First queries of the call, which read every key."""
+        if not self.n_chunks:
+            return self.n_query
+        end = max(self.sinks + 2 * self.chunk_size, self.exact_until) if self.causal else 0
+        return max(0, min(end - self.first, self.n_query))
 
-    def chunks_seen(self, position: Tensor) -> Tensor:
-        """How many chunks a query at this position sees as nodes."""
+    def far_chunks(self, position: Tensor) -> Tensor:
+        """How many chunks are far for a query at this position."""
         if not self.causal:
             return torch.full_like(position, self.n_chunks)
-        chunks = ((position - self.sinks) // self.chunk - 1).clamp_min(0)
+        chunks = ((position - self.sinks) // self.chunk_size - 1).clamp_min(0)
         return chunks.masked_fill(position < self.exact_until, 0)
 
-    def rows_in_any_case(self) -> Tensor:
-        """`[Nq]` in float64: keys and centroids that each query meets, whatever it looks for."""
-        position = torch.arange(self.n_query) + self.first
-        chunks = self.chunks_seen(position)
-        visible = position + 1 if self.causal else torch.full_like(position, self.n_key)
-        return (visible - chunks * (self.chunk - self.nodes_per_chunk)).double()
-
-    @property
-    def last_rows_in_any_case(self) -> int:
-        """The same of the last query alone."""
-        return self.n_key - self.n_chunks * (self.chunk - self.nodes_per_chunk)
-
-    def full_chunks(self, valid: Tensor | None, n_rows: int) -> Tensor:
-        """`[n_rows]` chunks of sequences with keys `valid [n_rows, Nk]`, without a causal mask."""
+    def full_chunks(self, valid: Tensor | None, n_sequences: int) -> Tensor:
+        """`[n]` far chunks of sequences with real keys `valid [n, Nk]`, without a causal mask."""
         if valid is None:
-            return torch.full((n_rows,), self.n_chunks)
-        return (valid.sum(1) - self.sinks) // self.chunk
+            return torch.full((n_sequences,), self.n_chunks, dtype=torch.int64, device="cpu")
+        return (valid.sum(1) - self.sinks) // self.chunk_size
 
 
-def make_layout(n_query: int, n_key: int, *, causal: bool, config: Routed) -> Layout:
-    """Round the configured sizes so that every chunk is a full binary tree; depends on no sequence length."""
-    sinks = min(config.sinks, n_key)
+def make_layout(n_query: int, n_keys: int, *, causal: bool, config: Routed) -> Layout:
+    """Round the configured sizes so that every chunk is a full binary tree; they depend on no sequence length."""
+    sinks = min(config.sinks, n_keys)
     levels = tree_levels(config.chunk_size, config.cluster_size)
-    leaf = max(1, config.chunk_size >> levels)
-    chunk = leaf << levels
-    behind = n_key - sinks
-    n_chunks = max(0, (behind - 1) // chunk - 1) if causal else behind // chunk
-    if causal and n_key <= config.exact_until:
+    cluster_size = max(1, config.chunk_size >> levels)
+    chunk_size = cluster_size << levels
+    behind = n_keys - sinks
+    n_chunks = max(0, (behind - 1) // chunk_size - 1) if causal else behind // chunk_size
+    if causal and n_keys <= config.exact_until:
         n_chunks = 0
-    return Layout(n_query, n_key, causal, sinks, chunk, levels, leaf, max(0, n_chunks), config.exact_until)
+    return Layout(
+        n_query, n_keys, causal, sinks, chunk_size, levels, cluster_size, max(0, n_chunks), config.exact_until
+    )
+
+
+def routes(config: Routed, n_query: int, n_keys: int, *, is_causal: bool) -> bool:
+    """Whether some query of a call without padding sees far keys as clusters; else the call is exact."""
+    if not is_causal and n_query < config.exact_until:
+        return False
+    return make_layout(n_query, n_keys, causal=is_causal, config=config).n_chunks > 0
+
+
+class RoutedKeys(NamedTuple):
+    """What the queries of `T` KV heads can read: `N` keys, `S` sinks, `M` clusters of `L` keys.
+
+    Attributes:
+        key, value: `[T, N, D]`, `[T, N, Dv]` all keys and values.
+        sink_key, sink_value: `[T, S, D]`, `[T, S, Dv]`.
+        centroid_key, centroid_value: `[T, M, D]`, `[T, M, Dv]` in the accumulation dtype.
+        key_cov: `[T, C, D, D]` covariance of keys within clusters, averaged over the first 1 to `C` chunks, or
+            over all where `C` is 1.
+        key_value_cov: `[T, C, D, Dv]` covariance of keys and values, likewise.
+        positions: `[T, M, L]` where the keys of each cluster are.
+        packed, scales: Int4 keys of the clusters, `[T, M, L, D' / 2]` and `[T, M, L, 2]`.
+    """
+
+    key: Tensor
+    value: Tensor
+    sink_key: Tensor
+    sink_value: Tensor
+    centroid_key: Tensor
+    centroid_value: Tensor
+    key_cov: Tensor
+    key_value_cov: Tensor
+    positions: Tensor
+    packed: Tensor
+    scales: Tensor
+
+
+N_DIFFERENTIABLE = 8
+"""The first fields of `RoutedKeys`: gradients reach them."""
+
+
+@dataclass(frozen=True, eq=False)
+class View:
+    """What each query of some KV heads sees; the query heads of a KV head share their positions.
+
+    Attributes:
+        n_clusters: `[T, n]` int32 on the CPU: how many clusters a query sees, the first ones of its KV head.
+        local_start, local_stop: `[T, n]` likewise: the local keys. Causal: the previous chunk, and its own up to
+            the query; else the keys behind the last full chunk. Every key where the query sees no cluster.
+        causal: Which of both it is.
+        chunk_size: Keys of a chunk.
+        clusters_per_cov: Clusters that each covariance adds to those of the one before.
+        log_inverse: `reference.log_inverse_weight(min_weight)`.
+        scale: Factor of the logits.
+        backend: The operator for local keys, where native code cannot run.
+        native: Whether native code runs.
+    """
+
+    n_clusters: Tensor
+    local_start: Tensor
+    local_stop: Tensor
+    causal: bool
+    chunk_size: int
+    clusters_per_cov: int
+    log_inverse: float
+    scale: float
+    backend: Backend
+    native: bool
+
+    def runs(self) -> Iterator[tuple[int, slice, int]]:
+        """Consecutive queries that see the same clusters: KV head, queries, number of clusters."""
+        for head, counts in enumerate(self.n_clusters):
+            runs, last = torch.unique_consecutive(counts, return_counts=True), 0
+            for n_clusters, length in zip(*(t.tolist() for t in runs), strict=True):
+                first, last = last, last + length
+                yield head, slice(first, last), n_clusters
+
+    def covariance(self, n_clusters: int) -> int:
+        """Which covariance belongs to so many visible clusters."""
+        return (n_clusters - 1) // self.clusters_per_cov

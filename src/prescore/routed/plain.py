@@ -1,160 +1,369 @@
-"""The far part of some lanes in plain torch, block by block, forward and backward."""
+"""The plain backend of routed attention: the reference, block by block, forward and backward, on any device.
+
+Local keys run on torch's fused operator. The far keys of a block of queries run on the functions of
+`reference.py`, and both meet in one softmax. The backward pass runs each part under the merged output and lse; the
+keys read are found again from the saved thresholds.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
+from prescore.ops.backend import Backend, Tile, accumulation_dtype
 from prescore.ops.dropout import Dropout
-from prescore.routed.index import Codes
+from prescore.routed.layout import RoutedKeys, View
 from prescore.routed.reference import (
-    Found,
-    Seen,
-    find_rows,
-    followed_limit,
-    highest,
-    limit_of,
-    row_sums,
-    scores_of,
-    weigh,
+    FarKeys,
+    Hits,
+    Int4Keys,
+    far_logits,
+    far_peak,
+    far_sums,
+    far_terms,
+    find_keys,
+    logit_threshold,
+    with_gradient,
 )
-from prescore.routed.sources import Sources, View
 from prescore.types import Attended
 
 QUERY_BLOCK = 512
-"""Queries that are worked off together, at most."""
+"""Queries of a block, at most."""
 LOGITS_AT_ONCE = 2**24
-"""Approximate ones formed at once."""
+"""Int4 logits of a block, at most."""
 
 
-class _Block(NamedTuple):
-    """Some queries of one head that see the same nodes."""
+class Block(NamedTuple):
+    """Some queries of one query head that see the same clusters."""
 
-    lane: int
+    kv_head: int
     head: int
-    rows: slice
-    nodes: int
+    queries: slice
+    n_clusters: int
 
 
-def attend_plain(query: Tensor, sources: Sources, view: View, near: Attended) -> tuple[Attended, Tensor, Tensor]:
-    """The far part on top of what lies near, in place; also each query's limit, and counts."""
-    output, lse = near
-    limit = torch.full_like(lse, torch.inf)
-    counts = torch.zeros(2, dtype=torch.long, device=query.device)
-    for block in far_blocks(query, sources, view):
+def forward(query: Tensor, keys: RoutedKeys, view: View) -> tuple[Attended, Tensor, Tensor]:
+    """Result of `query [T, G, n, D]`, each query's threshold, and counts: keys compared, far keys read."""
+    return add_far(query, keys, view, attend_local(query, keys, view))
+
+
+def add_far(query: Tensor, keys: RoutedKeys, view: View, local: Attended) -> tuple[Attended, Tensor, Tensor]:
+    """`forward` of queries that have read their local keys already; `local` is overwritten with the result."""
+    output, lse = local
+    threshold = torch.full_like(lse, torch.inf)
+    counts = torch.zeros(2, dtype=torch.int64, device=query.device)
+    for block in far_blocks(query, keys, view):
         place = block[:3]
-        own = query[place].to(lse.dtype) * view.scale
-        before, seen = lse[place], seen_of(sources, view, block.lane, block.nodes)
-        scores = scores_of(own, seen)
-        own_limit = limit_of(scores, seen, view.search, before)
-        found = find_rows(own, seen, view.search, scores, own_limit)
-        row_key = seen.key.index_select(0, found.row).to(own.dtype)
-        weighed = weigh(own, seen, scores, own_limit, found, row_key)
-        peak = highest(weighed, found, before)
-        row_value = seen.value.index_select(0, found.row).to(own.dtype)
-        total, mass = row_sums(weighed, peak, seen, found, row_value, _dropout(view, block))
-        weight = torch.exp(before - peak)
-        mass = mass + weight
-        total = total + output[place] * weight[:, None]
+        scaled, local_lse = query[place].to(lse.dtype) * view.scale, lse[place]
+        far = far_keys(keys, view, block)
+        logits = far_logits(scaled, far)
+        own_threshold = logit_threshold(logits, far, view.log_inverse, local_lse)
+        hits = find_keys(scaled, far, logits, own_threshold)
+        hit_key, hit_value = (t.index_select(0, hits.position).to(lse.dtype) for t in (far.key, far.value))
+        terms = far_terms(scaled, far, logits, own_threshold, hits, hit_key)
+        peak = far_peak(terms, hits, local_lse)
+        total, mass = far_sums(terms, peak, far, hits, hit_value, _dropout(view, block))
+        local_mass = torch.exp(local_lse - peak)
+        mass = mass + local_mass
+        total = total + output[place] * local_mass[:, None]
         output[place] = total / mass.masked_fill(mass == 0, 1.0)[:, None]
         lse[place] = peak + mass.log()
-        limit[place] = own_limit
-        counts += torch.stack((found.n_searched, torch.tensor(found.row.shape[0], device=query.device)))
-    return Attended(output, lse), limit, counts
+        threshold[place] = own_threshold
+        counts[0] += hits.n_compared
+        counts[1] += hits.position.shape[0]
+    return Attended(output, lse), threshold, counts
 
 
-def attend_plain_backward(
-    grad: Tensor, query: Tensor, sources: Sources, view: View, merged: Attended, limit: Tensor, sums: list[Tensor]
+def add_far_gradients(
+    grad: Tensor,
+    query: Tensor,
+    keys: RoutedKeys,
+    view: View,
+    merged: Attended,
+    threshold: Tensor,
+    sums: list[Tensor],
 ) -> Tensor:
-    """Add the gradients of the far part to `sums`, of the query and the learned sources.
+    """Add the gradients of the far part to `sums`: of the query and the differentiable fields of `RoutedKeys`.
 
     Returns:
-        `[T, G, Q]`, the gradient of each query's limit, which the near part has a share in.
+        `[T, G, n]`, the gradient of each query's threshold, which local keys have a share in.
     """
     grad_query, grad_key, grad_value, *grad_columns = sums[:7]
-    grad_spread, grad_drift = sums[7:9]
-    wide, grad_limit = merged.lse.dtype, torch.zeros_like(limit)
+    grad_key_cov, grad_key_value_cov = sums[7:9]
+    wide, grad_threshold = merged.lse.dtype, torch.zeros_like(threshold)
     product = (grad.to(wide) * merged.output.to(wide)).sum(-1)
-    for block in far_blocks(query, sources, view):
-        lane, place = block.lane, block[:3]
-        seen = seen_of(sources, view, lane, block.nodes)
-        own = query[place].to(wide) * view.scale
-        found = find_rows(own, seen, view.search, scores_of(own, seen), limit[place])
-        row_key, row_value = (t.index_select(0, found.row).to(wide) for t in (seen.key, seen.value))
-        learned = [
+    for block in far_blocks(query, keys, view):
+        head, place = block.kv_head, block[:3]
+        far = far_keys(keys, view, block)
+        scaled = query[place].to(wide) * view.scale
+        hits = find_keys(scaled, far, far_logits(scaled, far), threshold[place])
+        hit_key, hit_value = (t.index_select(0, hits.position).to(wide) for t in (far.key, far.value))
+        inputs = [
             t.detach().requires_grad_()
-            for t in (own, row_key, row_value, *seen[2:6], seen.spread, seen.drift, limit[place])
+            for t in (scaled, hit_key, hit_value, *far[2:6], far.key_cov, far.key_value_cov, threshold[place])
         ]
         with torch.enable_grad():
-            both = _sums_again(learned, seen, found, view, merged.lse[place], _dropout(view, block))
-        grads = torch.autograd.grad(both, learned, (grad[place].to(wide), -product[place]))
+            both = _sums_again(inputs, far, hits, view, merged.lse[place], _dropout(view, block))
+        grads = torch.autograd.grad(both, inputs, (grad[place].to(wide), -product[place]))
         grad_query[place] += grads[0] * view.scale
-        grad_key[lane].index_add_(0, found.row, grads[1])
-        grad_value[lane].index_add_(0, found.row, grads[2])
+        grad_key[head].index_add_(0, hits.position, grads[1])
+        grad_value[head].index_add_(0, hits.position, grads[2])
         for total, part in zip(grad_columns, grads[3:7], strict=True):
-            total[lane, : part.shape[0]] += part
-        pool = pool_of(view, block.nodes)
-        grad_spread[lane, pool] += grads[7]
-        grad_drift[lane, pool] += grads[8]
-        grad_limit[place] = grads[9]
-    return grad_limit
+            total[head, : part.shape[0]] += part
+        pool = view.covariance(block.n_clusters)
+        grad_key_cov[head, pool] += grads[7]
+        grad_key_value_cov[head, pool] += grads[8]
+        grad_threshold[place] = grads[9]
+    return grad_threshold
 
 
 def _sums_again(
-    learned: list[Tensor], seen: Seen, found: Found, view: View, lse: Tensor, dropout: Dropout | None
+    inputs: list[Tensor], far: FarKeys, hits: Hits, view: View, lse: Tensor, dropout: Dropout | None
 ) -> tuple[Tensor, Tensor]:
-    """What the forward pass summed, under the merged lse, as a function of all that gradients reach."""
-    own, row_key, row_value, sink_key, sink_value, node_key, node_value, spread, drift, limit = learned
-    seen = seen._replace(
+    """The sums of the forward pass, under the merged lse, as a function of all that gradients reach."""
+    scaled, hit_key, hit_value, sink_key, sink_value, *centroids, key_cov, key_value_cov, threshold = inputs
+    far = far._replace(
         sink_key=sink_key,
         sink_value=sink_value,
-        node_key=node_key,
-        node_value=node_value,
-        spread=spread,
-        drift=drift,
+        centroid_key=centroids[0],
+        centroid_value=centroids[1],
+        key_cov=key_cov,
+        key_value_cov=key_value_cov,
     )
-    scores = scores_of(own, seen)
-    weighed = weigh(own, seen, scores, followed_limit(limit, scores, seen, view.search), found, row_key)
-    shift = lse.masked_fill(torch.isneginf(lse), torch.inf)  # saw nothing: every weight is 0
-    return row_sums(weighed, shift, seen, found, row_value, dropout)
+    logits = far_logits(scaled, far)
+    threshold = with_gradient(threshold, logits, far, view.log_inverse)
+    terms = far_terms(scaled, far, logits, threshold, hits, hit_key)
+    shift = lse.masked_fill(torch.isneginf(lse), torch.inf)  # a query that saw nothing: every weight is 0
+    return far_sums(terms, shift, far, hits, hit_value, dropout)
 
 
-def _dropout(view: View, block: _Block) -> Dropout | None:
-    return view.backend.at(f"far {block.lane} {block.head} {block.rows.start}").dropout
-
-
-def far_blocks(query: Tensor, sources: Sources, view: View) -> Iterator[_Block]:
-    """The queries of a call, some of one head at a time."""
-    for lane, rows, nodes in view.blocks():
-        if not nodes:
+def far_blocks(query: Tensor, keys: RoutedKeys, view: View) -> Iterator[Block]:
+    """The queries that see clusters, some of one head at a time."""
+    for kv_head, queries, n_clusters in view.runs():
+        if not n_clusters:
             continue
-        step = max(1, min(QUERY_BLOCK, LOGITS_AT_ONCE // (nodes * sources.rows.shape[2])))
+        step = max(1, min(QUERY_BLOCK, LOGITS_AT_ONCE // (n_clusters * keys.positions.shape[2])))
         for head in range(query.shape[1]):
-            for start in range(rows.start, rows.stop, step):
-                yield _Block(lane, head, slice(start, min(start + step, rows.stop)), nodes)
+            for start in range(queries.start, queries.stop, step):
+                yield Block(kv_head, head, slice(start, min(start + step, queries.stop)), n_clusters)
 
 
-def seen_of(sources: Sources, view: View, lane: int, nodes: int) -> Seen:
-    """What blocks see."""
-    pool = pool_of(view, nodes)
-    wide = sources.node_key.dtype
-    return Seen(
-        key=sources.key[lane],
-        value=sources.value[lane],
-        sink_key=sources.sink_key[lane].to(wide),
-        sink_value=sources.sink_value[lane].to(wide),
-        node_key=sources.node_key[lane, :nodes],
-        node_value=sources.node_value[lane, :nodes],
-        rows=sources.rows[lane, :nodes],
-        codes=Codes(sources.packed[lane, :nodes], sources.scales[lane, :nodes]),
-        spread=sources.spread[lane, pool],
-        drift=sources.drift[lane, pool],
+def far_keys(keys: RoutedKeys, view: View, block: Block) -> FarKeys:
+    """What a block of queries sees beyond its local keys."""
+    head, n_clusters = block.kv_head, block.n_clusters
+    pool, wide = view.covariance(n_clusters), keys.centroid_key.dtype
+    return FarKeys(
+        key=keys.key[head],
+        value=keys.value[head],
+        sink_key=keys.sink_key[head].to(wide),
+        sink_value=keys.sink_value[head].to(wide),
+        centroid_key=keys.centroid_key[head, :n_clusters],
+        centroid_value=keys.centroid_value[head, :n_clusters],
+        positions=keys.positions[head, :n_clusters],
+        int4=Int4Keys(keys.packed[head, :n_clusters], keys.scales[head, :n_clusters]),
+        key_cov=keys.key_cov[head, pool],
+        key_value_cov=keys.key_value_cov[head, pool],
     )
 
 
-def pool_of(view: View, nodes: int) -> int:
-    """Which pooled covariance belongs to so many nodes."""
-    return (nodes - 1) // view.nodes_per_pool
+def _dropout(view: View, block: Block) -> Dropout | None:
+    return view.backend.at(f"far {block.kv_head} {block.head} {block.queries.start}").dropout
+
+
+# --- local keys
+# -----------------------------------------------------------------------------------------------------
+
+
+def attend_local(query: Tensor, keys: RoutedKeys, view: View) -> Attended:
+    """Queries `[T, G, n, D]` over their local keys, without the sinks; in the accumulation dtype."""
+    wide = accumulation_dtype(query.dtype)
+    if not view.causal:
+        tail = _Tail.of(keys, view)
+        if not tail.key.shape[1]:
+            empty = query.new_zeros((*query.shape[:3], keys.value.shape[-1]), dtype=wide)
+            return Attended(empty, query.new_full(query.shape[:3], -torch.inf, dtype=wide))
+        result = view.backend.at("tail").forward(tail.tile(query, view))
+        return Attended(result.output.to(wide), result.lse.to(wide))
+    grid = _ChunkGrid.of(view)
+    blocks = grid.cut(query)  # [T, n_blocks, G, size, D]
+    output = query.new_empty((*blocks.shape[:4], keys.value.shape[-1]), dtype=wide)
+    lse = query.new_empty(blocks.shape[:4], dtype=wide)
+    for head in range(query.shape[0]):
+        chunks = _Chunks(*(grid.chunks(t[head]) for t in (keys.key, keys.value)))
+        for some, rows, backend in grid.strips(view, head):
+            own, near = blocks[head, some, :, rows], chunks.of(some)
+            window = backend.at(f"window {rows.start}").forward(near.window(own, rows, view.scale))
+            square = backend.at(f"square {rows.start}").forward(near.square(own, rows, view.scale))
+            merged = torch.logaddexp(window.lse, square.lse)
+            weight = torch.exp(window.lse - merged)[..., None]
+            into = output[head, some, :, rows]
+            into.copy_(torch.lerp(square.output.to(wide), window.output.to(wide), weight))
+            lse[head, some, :, rows] = merged
+    return Attended(grid.joined(output), grid.joined(lse[..., None]).squeeze(-1))
+
+
+def add_local_gradients(
+    grad: Tensor, query: Tensor, keys: RoutedKeys, view: View, merged: Attended, sums: list[Tensor]
+) -> None:
+    """Add the gradients of the local keys, under the merged result, to `sums`: of queries, keys and values."""
+    grad_query, grad_key, grad_value = sums
+    dtype = merged.output.dtype
+    if dtype != query.dtype:  # a gradient of lse is folded in, which half precision would round away
+        query, keys = query.to(dtype), keys._replace(key=keys.key.to(dtype), value=keys.value.to(dtype))
+    grad = grad.to(dtype)
+    if not view.causal:
+        tail = _Tail.of(keys, view)
+        if tail.key.shape[1]:
+            full = Attended(*(t.contiguous() for t in merged))
+            grads = view.backend.at("tail").backward(tail.tile(query, view), grad.contiguous(), full)
+            grad_query += grads.query
+            tail.add(grad_key, grads.key[:, 0])
+            tail.add(grad_value, grads.value[:, 0])
+        return
+    grid = _ChunkGrid.of(view)
+    cut = [grid.cut(t) for t in (grad, query, merged.output, merged.lse[..., None])]
+    wide = accumulation_dtype(query.dtype)
+    for head in range(query.shape[0]):
+        chunks = _Chunks(*(grid.chunks(t[head]) for t in (keys.key, keys.value)))
+        by_query = torch.zeros(cut[1][head].shape, dtype=wide, device=query.device)
+        totals = _Chunks(*(torch.zeros(t.shape, dtype=wide, device=t.device) for t in chunks))
+        for some, rows, backend in grid.strips(view, head):
+            own_grad, own_query, output, lse = (t[head, some, :, rows].contiguous() for t in cut)
+            result, near = Attended(output, lse.squeeze(-1)), chunks.of(some)
+            tile = near.window(own_query, rows, view.scale)
+            window = backend.at(f"window {rows.start}").backward(tile, own_grad, result)
+            tile = near.square(own_query, rows, view.scale)
+            square = backend.at(f"square {rows.start}").backward(tile, own_grad, result)
+            by_query[some, :, rows] += window.query + square.query
+            for total, behind, beside in zip(totals.of(some), window[1:], square[1:], strict=True):
+                total[:-1] += behind[:, 0, : grid.size]
+                total[1:, : rows.start] += behind[:, 0, grid.size :]
+                total[1:, rows] += beside[:, 0]
+        grad_query[head] += grid.joined(by_query[None])[0]
+        for into, total in zip((grad_key, grad_value), totals, strict=True):
+            grid.add(into[head], total)
+
+
+@dataclass(frozen=True)
+class _ChunkGrid:
+    """How causal queries lie in blocks of a chunk each.
+
+    Attributes:
+        size: Queries of a block, keys of a chunk.
+        n_blocks: Of all queries.
+        before: Filler before the first query.
+        n_query: Queries without filler.
+        start: Position where the chunk before the first block begins.
+    """
+
+    size: int
+    n_blocks: int
+    before: int
+    n_query: int
+    start: int
+
+    @classmethod
+    def of(cls, view: View) -> _ChunkGrid:
+        start, size, n_query = int(view.local_start[0, 0]), view.chunk_size, view.local_stop.shape[1]
+        before = int(view.local_stop[0, 0]) - 1 - start - size
+        return cls(size, -(-(before + n_query) // size), before, n_query, start)
+
+    def cut(self, rows: Tensor) -> Tensor:
+        """`[T, G, n, D]` -> `[T, n_blocks, G, size, D]`, filler is 0."""
+        after = self.n_blocks * self.size - self.before - self.n_query
+        blocks: Tensor = pad(rows, (0, 0, self.before, after)).unflatten(2, (self.n_blocks, self.size))
+        return blocks.transpose(1, 2)
+
+    def joined(self, blocks: Tensor) -> Tensor:
+        """The way back, without the filler."""
+        rows: Tensor = blocks.transpose(1, 2).flatten(2, 3)
+        return rows[:, :, self.before : self.before + self.n_query]
+
+    def chunks(self, rows: Tensor) -> Tensor:
+        """`[N, D]` of a KV head -> `[n_blocks + 1, size, D]`, see `_Chunks`."""
+        length = (self.n_blocks + 1) * self.size
+        some = rows[self.start : self.start + length]
+        if some.shape[0] < length:
+            some = pad(some, (0, 0, 0, length - some.shape[0]))
+        return some.contiguous().view(-1, self.size, rows.shape[-1])
+
+    def add(self, rows: Tensor, chunks: Tensor) -> None:
+        """Add gradients of `chunks` to those of the rows."""
+        own = rows[self.start : self.start + chunks.shape[0] * self.size]
+        own += chunks.flatten(0, 1)[: own.shape[0]]
+
+    def strips(self, view: View, head: int) -> Iterator[tuple[slice, slice, Backend]]:
+        """Blocks, rows and operator of each half of the blocks: in halves, less of a causal square is masked."""
+        n_strips = 2 if self.size % 2 == 0 and self.size >= 128 else 1
+        step, stop = self.size // n_strips, self.before + self.n_query
+        for start in range(0, self.size, step):
+            first = max(0, (self.before - start - step) // self.size + 1)
+            last = (stop - 1 - start) // self.size + 1
+            if first < last:
+                yield slice(first, last), slice(start, start + step), view.backend.at(f"near {head}")
+
+
+class _Chunks(NamedTuple):
+    """Keys and values `[n + 1, t, D]`: chunk i comes before block i of the queries, chunk i + 1 is its own."""
+
+    key: Tensor
+    value: Tensor
+
+    def of(self, blocks: slice) -> _Chunks:
+        """Those of some blocks."""
+        return _Chunks(self.key[blocks.start : blocks.stop + 1], self.value[blocks.start : blocks.stop + 1])
+
+    def window(self, query: Tensor, rows: slice, scale: float) -> Tile:
+        """What a strip of queries sees before its own keys: the previous chunk, and its own up to the strip."""
+        return Tile(query, _window(self.key, rows.start), _window(self.value, rows.start), scale)
+
+    def square(self, query: Tensor, rows: slice, scale: float) -> Tile:
+        """The strip's own keys, causally."""
+        return Tile(query, self.key[1:, None, rows], self.value[1:, None, rows], scale, causal=True)
+
+
+def _window(chunks: Tensor, own: int) -> Tensor:
+    """`[n + 1, t, D]` -> `[n, 1, t + own, D]`: every chunk but the last, with the first rows of the next one."""
+    n_chunks, size, dim = chunks.shape
+    step, *inner = chunks.stride()
+    return chunks.as_strided((n_chunks - 1, 1, size + own, dim), (step, step, *inner), chunks.storage_offset())
+
+
+class _Tail(NamedTuple):
+    """Keys and values `[T, c, D]` behind the last full chunk of each KV head, without a causal mask.
+
+    Attributes:
+        position: `[T, c]` where they are.
+        bias: `[T, c]` of 0, or -inf where a KV head has fewer; None = all have as many.
+    """
+
+    key: Tensor
+    value: Tensor
+    position: Tensor
+    bias: Tensor | None
+
+    @classmethod
+    def of(cls, keys: RoutedKeys, view: View) -> _Tail:
+        device = keys.key.device
+        first, stop = (t[:, 0].long().to(device) for t in (view.local_start, view.local_stop))
+        longest = int((stop - first).max())
+        position = first[:, None] + torch.arange(longest, dtype=torch.int64, device=device)
+        inside = position < stop[:, None]
+        position = position.clamp_max(keys.key.shape[1] - 1)
+        key, value = (t.gather(1, position[..., None].expand(-1, -1, t.shape[-1])) for t in keys[:2])
+        hidden = torch.zeros(inside.shape, dtype=key.dtype, device=device).masked_fill(~inside, -torch.inf)
+        return cls(key, value, position, None if bool(inside.all()) else hidden)
+
+    def tile(self, query: Tensor, view: View) -> Tile:
+        """All queries over them."""
+        bias = None if self.bias is None else self.bias[:, None, None].to(query.dtype)
+        return Tile(query, self.key[:, None], self.value[:, None], view.scale, bias)
+
+    def add(self, rows: Tensor, grads: Tensor) -> None:
+        """Add their gradients to `rows [T, N, D]`; the gradients of filler are 0."""
+        rows.scatter_add_(1, self.position[..., None].expand(-1, -1, rows.shape[-1]), grads.to(rows.dtype))

@@ -1,47 +1,47 @@
-/* Routed attention beyond the local chunks, backward, under the merged output and log-sum-exp.
+/* The far part of routed attention, backward, under the merged output and log-sum-exp.
  *
- * With weights `p` and the gradient `g` of the output, a logit's gradient is `p (g . v - g . output)`. Which rows were
- * read is found again from each query's limit. A stand-in's logit and value also depend on the limit, on the spread and
- * on the drift of its query; the limit again on all that is known before the search.
+ * With weights `p` and the gradient `g` of the output, a logit's gradient is `p (g . v - g . output)`. The keys read are found
+ * again from each query's threshold. A centroid's logit and value also depend on the threshold, on the standard deviation and
+ * on the direction `C'q` of its query; the threshold depends on the mass that is estimated before the search.
  */
 #include "routed.h"
-#include "stand_ins.h"
+#include "centroids.h"
 
-/* Must equal `FarGradients` in routed/compiled/buffers.py. Sums of keys, values, columns and covariances are kept
- * `parts` times, for as many threads at once, one after the other. */
+/* Must equal `RoutedGradients` in routed/native.py. Sums of keys, values, columns and covariances are kept `parts` times, for
+ * as many threads. */
 typedef struct {
-    const float *grad, *product;        /* [lanes, n_query, value_dim], [lanes, n_query]: grad . output */
-    const float *column_keys;           /* [lanes, room, dim] */
-    const float *value_columns;         /* [lanes, room / 16, value_dim, 16] */
-    const float *turned_drift;          /* [lanes, pools, value_dim, dim] */
-    float *query;                       /* [lanes, n_query, dim]: added to */
-    float *limit;                       /* [lanes, n_query]: written */
-    float *key, *value;                 /* [parts, lanes, n_keys, dim], [.., value_dim]: added to */
-    float *column_key, *column_value;   /* [parts, lanes, room, dim], [.., value_dim]: added to */
-    float *spread, *drift;              /* [parts, lanes, pools, dim, dim], [.., dim, value_dim]: added to */
+    const float *grad, *product;      /* [kv_heads, n_query, value_dim], [kv_heads, n_query]: grad . output */
+    const float *column_keys;         /* [kv_heads, n_columns, dim] */
+    const float *value_columns;       /* [kv_heads, n_columns / 16, value_dim, 16] */
+    const float *key_value_cov_t;     /* [kv_heads, n_covs, value_dim, dim] */
+    float *query;                     /* [kv_heads, n_query, dim]: added to */
+    float *threshold;                 /* [kv_heads, n_query]: written */
+    float *key, *value;               /* [parts, kv_heads, n_keys, dim], [.., value_dim]: added to */
+    float *column_key, *column_value; /* [parts, kv_heads, n_columns, dim], [.., value_dim]: added to */
+    float *key_cov, *key_value_cov;   /* [parts, kv_heads, n_covs, dim, dim], [.., dim, value_dim]: added to */
     int64_t parts, n_keys;
 } Gradients;
 
-/* One thread's share of the sums of a lane. */
+/* One thread's share of the sums of a KV head. */
 typedef struct {
-    float *key, *value, *column_key, *column_value, *spread, *drift;
+    float *key, *value, *column_key, *column_value, *key_cov, *key_value_cov;
 } Sums;
 
-/* What a tile needs besides its `Work`. */
+/* What the backward pass of a tile needs besides. */
 typedef struct {
-    float *along;        /* [TILE, padded]: grad . value of each column; later its share of what is known */
-    float *grads;        /* [TILE, value_dim] */
-    float by_query[TILE * MOST_DIM]; /* gradients of the scaled queries */
-    float by_spread[TILE]; /* of each query's spread, divided by the spread */
-    float moved[TILE];   /* weights of the stand-ins times their moves, summed */
-} Tile;
+    float *along;                   /* [TILE, padded]: grad . value of each column; later its share of the estimated mass */
+    float *grads;                   /* [TILE, value_dim] */
+    float by_query[TILE * MAX_DIM]; /* gradients of the scaled queries */
+    float by_std[TILE];             /* of each query's standard deviation, divided by it */
+    float moved[TILE];              /* weights of the centroids times their moves, summed */
+} GradTile;
 
-static void rows_backward(const Problem *p, const Gradients *g, const Work *w, const Sums *s, int64_t t, float *to) {
-    const int64_t at = w->index[t], dim = p->dim, wide = p->value_dim, found = w->n_found[t];
-    const int32_t *rows = w->found + t * w->found_room;
+static void hits_backward(const RoutedCall *p, const Gradients *g, const Tile *w, const Sums *s, int64_t t, float *to) {
+    const int64_t at = w->index[t], dim = p->dim, wide = p->value_dim, hits = w->n_hits[t];
+    const int32_t *rows = w->hits + t * w->max_hits;
     const float *query = w->query + t * dim, *grad = g->grad + at * wide;
-    for (int64_t i = 0; i < found; i++) {
-        const int64_t row = rows[i], key = row_offset(&p->key, w->lane, row), value = row_offset(&p->value, w->lane, row);
+    for (int64_t i = 0; i < hits; i++) {
+        const int64_t row = rows[i], key = row_offset(&p->key, w->kv_head, row), value = row_offset(&p->value, w->kv_head, row);
         const float weight = expf(row_dot(&p->key, key, query, dim) - p->lse[at]);
         const float d = weight * (row_dot(&p->value, value, grad, wide) - g->product[at]);
         add_row(to, &p->key, key, d, dim);
@@ -50,132 +50,132 @@ static void rows_backward(const Problem *p, const Gradients *g, const Work *w, c
     }
 }
 
-/* The log-sum-exp of all that a query knew before its search; infinite where nothing was looked for. */
-static float known_mass(const Problem *p, const Work *w, int64_t t) {
-    return p->log_share == -INFINITY ? INFINITY : w->limit[t] + p->log_share;
+/* Log of the mass that a query estimated before its search; infinite where it did not search. */
+static float estimated_mass(const RoutedCall *p, const Tile *w, int64_t t) {
+    return p->log_inverse == -INFINITY ? INFINITY : w->threshold[t] + p->log_inverse;
 }
 
-/* Weights of the sinks of a query, the gradients of their logits and their shares of what is known, in place of
+/* Weights of the sinks of a query, the gradients of their logits and their shares of the estimated mass, in place of
  * `logits`, `move` and `along`. */
-static void sink_gradients(const Problem *p, const Gradients *g, Work *w, Tile *b, int64_t t) {
+static void sink_gradients(const RoutedCall *p, const Gradients *g, Tile *w, GradTile *b, int64_t t) {
     const int64_t at = w->index[t];
     const floats lse = splat(p->lse[at]), product = splat(g->product[at]);
-    const floats known = splat(known_mass(p, w, t) - p->log_sink_part);
+    const floats mass = splat(estimated_mass(p, w, t) - p->log_sink_weight);
     float *logits = w->logits + t * w->padded, *moves = w->move + t * w->padded, *along = b->along + t * w->padded;
-    for (int64_t c = 0; c < p->sink_room; c += WIDTH) {
+    for (int64_t c = 0; c < p->sink_columns; c += WIDTH) {
         const floats x = load(logits + c), weight = vexp(x - lse);
         store(moves + c, weight * (load(along + c) - product));
-        store(along + c, vexp(x - known));
+        store(along + c, vexp(x - mass));
         store(logits + c, weight);
     }
 }
 
-/* The same for the stand-ins, and what their corrections make of the gradient: of the limit, which is returned, of the
- * spread and of the drift. */
-static float node_gradients(const Problem *p, const Gradients *g, Work *w, Tile *b, int64_t t) {
+/* The same for the centroids, and the gradients through their corrections: of the threshold, which is returned, of the
+ * standard deviation and of the direction. */
+static float centroid_gradients(const RoutedCall *p, const Gradients *g, Tile *w, GradTile *b, int64_t t) {
     const int64_t at = w->index[t];
-    const float s = w->spread[t], own_gain = 0.5f * s * s;
-    const floats one = splat(1.0f), part = splat(1.0f / s), limit = splat(w->limit[t]), far = splat(1e30f);
-    const floats lse = splat(p->lse[at]), product = splat(g->product[at]), known = splat(known_mass(p, w, t));
-    const floats behind = splat(logf((float)p->leaf) + (own_gain < p->most_known_gain ? own_gain : p->most_known_gain));
-    const floats drifted = splat(dot(b->grads + t * p->value_dim, w->drift + t * p->value_dim, p->value_dim));
+    const float s = w->std[t], gain_of_std = 0.5f * s * s;
+    const floats one = splat(1.0f), part = splat(1.0f / s), threshold = splat(w->threshold[t]), far = splat(1e30f);
+    const floats lse = splat(p->lse[at]), product = splat(g->product[at]), mass = splat(estimated_mass(p, w, t));
+    const floats behind = splat(logf((float)p->cluster_size) + (gain_of_std < p->max_mass_gain ? gain_of_std : p->max_mass_gain));
+    const floats pulled_grad = splat(dot(b->grads + t * p->value_dim, w->direction + t * p->value_dim, p->value_dim));
     float *logits = w->logits + t * w->padded, *moves = w->move + t * w->padded, *along = b->along + t * w->padded;
-    const int32_t *hits = w->hits + t * w->padded;
-    floats by_limit = splat(0), by_spread = splat(0), moved = splat(0), shares = splat(0);
-    for (int64_t c = p->sink_room; c < w->columns; c += WIDTH) {
-        /* the limit may be infinite, and an empty column lies infinitely deep: 0 * inf would be NaN */
-        const floats x = load(logits + c), r = larger(smaller((limit - x) * part, far), -far);
+    const int32_t *cluster_hits = w->cluster_hits + t * w->padded;
+    floats by_threshold = splat(0), by_std = splat(0), moved = splat(0), shares = splat(0);
+    for (int64_t c = p->sink_columns; c < w->columns; c += WIDTH) {
+        /* the threshold may be infinite, and the logit of an empty column is -inf: 0 * inf would be NaN */
+        const floats x = load(logits + c), r = larger(smaller((threshold - x) * part, far), -far);
         const Correction k = correct_with_slopes(r, s);
-        const floats left = splat((float)p->leaf) - __builtin_convertvector(*(const ints *)(hits + c), floats);
+        const floats left = splat((float)p->cluster_size) - __builtin_convertvector(*(const ints *)(cluster_hits + c), floats);
         floats weight = vexp(x + k.gain + vlog(larger(left, one)) - lse);
         weight = choose(left > splat(0.0f), weight, splat(0.0f));
-        const floats d = weight * (load(along + c) + k.move * drifted - product), pull = weight * drifted;
-        const floats up = (d * k.gain_by_r + pull * k.move_by_r) * part, share = vexp(x + behind - known);
-        by_limit += up;
-        by_spread += d * k.gain_by_s + pull * k.move_by_s - up * r;
+        const floats d = weight * (load(along + c) + k.move * pulled_grad - product), pull = weight * pulled_grad;
+        const floats up = (d * k.gain_by_r + pull * k.move_by_r) * part, share = vexp(x + behind - mass);
+        by_threshold += up;
+        by_std += d * k.gain_by_s + pull * k.move_by_s - up * r;
         moved += weight * k.move;
         shares += share;
         store(moves + c, d - up);
         store(along + c, share);
         store(logits + c, weight);
     }
-    const float of_limit = total(by_limit), known_gain = own_gain < p->most_known_gain ? s : 0.0f;
-    const float of_spread = total(by_spread) + of_limit * total(shares) * known_gain;
-    b->by_spread[t] = s > LEAST_SPREAD ? of_spread / s : 0.0f;
+    const float by_threshold_total = total(by_threshold), mass_gain = gain_of_std < p->max_mass_gain ? s : 0.0f;
+    const float by_std_total = total(by_std) + by_threshold_total * total(shares) * mass_gain;
+    b->by_std[t] = s > MIN_STD ? by_std_total / s : 0.0f;
     b->moved[t] = total(moved);
-    return of_limit;
+    return by_threshold_total;
 }
 
 /* Weights of the columns of a query, and the gradients of their logits, in place of `logits` and `move`. */
-static void column_gradients(const Problem *p, const Gradients *g, Work *w, Tile *b, int64_t t) {
-    float *logits = w->logits + t * w->padded, *moves = w->move + t * w->padded, of_limit = 0;
-    b->by_spread[t] = b->moved[t] = 0;
+static void column_gradients(const RoutedCall *p, const Gradients *g, Tile *w, GradTile *b, int64_t t) {
+    float *logits = w->logits + t * w->padded, *moves = w->move + t * w->padded, by_threshold_total = 0;
+    b->by_std[t] = b->moved[t] = 0;
     if (p->lse[w->index[t]] == -INFINITY) { /* saw nothing */
         memset(logits, 0, sizeof(float) * (size_t)w->columns);
         memset(moves, 0, sizeof(float) * (size_t)w->columns);
     } else {
         sink_gradients(p, g, w, b, t);
-        of_limit = node_gradients(p, g, w, b, t);
-        if (of_limit != 0) add_scaled(moves, b->along + t * w->padded, of_limit, w->columns);
+        by_threshold_total = centroid_gradients(p, g, w, b, t);
+        if (by_threshold_total != 0) add_scaled(moves, b->along + t * w->padded, by_threshold_total, w->columns);
     }
-    g->limit[w->index[t]] = of_limit;
+    g->threshold[w->index[t]] = by_threshold_total;
 }
 
-/* Through the spread `sqrt(q' V q)` and the drift `C' q` of each query; uses up `moment` and `drift`. */
-static void covariances_backward(const Problem *p, const Gradients *g, Work *w, const Sums *s, Tile *b) {
-    const int64_t dim = p->dim, wide = p->value_dim, pool = (w->nodes - 1) / p->nodes_per_pool;
+/* Through `sqrt(q' V q)` and `C' q` of each query; overwrites `moment` and `direction`. */
+static void covariances_backward(const RoutedCall *p, const Gradients *g, Tile *w, const Sums *s, GradTile *b) {
+    const int64_t dim = p->dim, wide = p->value_dim, cov = (w->clusters - 1) / p->clusters_per_cov;
     for (int64_t t = 0; t < w->n; t++) {
-        float *half = w->moment + t * dim, *pulled = w->drift + t * wide;
-        add_scaled(b->by_query + t * dim, half, b->by_spread[t], dim);
-        const floats by_spread = splat(0.5f * b->by_spread[t]), moved = splat(b->moved[t]);
-        for (int64_t i = 0; i < dim; i += WIDTH) store(half + i, load(w->query + t * dim + i) * by_spread);
+        float *half = w->moment + t * dim, *pulled = w->direction + t * wide;
+        add_scaled(b->by_query + t * dim, half, b->by_std[t], dim);
+        const floats by_std = splat(0.5f * b->by_std[t]), moved = splat(b->moved[t]);
+        for (int64_t i = 0; i < dim; i += WIDTH) store(half + i, load(w->query + t * dim + i) * by_std);
         for (int64_t i = 0; i < wide; i += WIDTH) store(pulled + i, load(b->grads + t * wide + i) * moved);
     }
-    const float *turned = g->turned_drift + (w->lane * p->pools + pool) * dim * wide;
-    product(b->by_query, dim, w->drift, wide, 1, w->n, turned, dim, wide, dim, 1);
-    product(s->spread + pool * dim * dim, dim, w->query, 1, dim, dim, w->moment, dim, w->n, dim, 1);
-    product(s->drift + pool * dim * wide, wide, w->query, 1, dim, dim, w->drift, wide, w->n, wide, 1);
+    const float *converted = g->key_value_cov_t + (w->kv_head * p->n_covs + cov) * dim * wide;
+    product(b->by_query, dim, w->direction, wide, 1, w->n, converted, dim, wide, dim, 1);
+    product(s->key_cov + cov * dim * dim, dim, w->query, 1, dim, dim, w->moment, dim, w->n, dim, 1);
+    product(s->key_value_cov + cov * dim * wide, wide, w->query, 1, dim, dim, w->direction, wide, w->n, wide, 1);
 }
 
-static void tile_backward(const Problem *p, const Gradients *g, Work *w, const Sums *s, Tile *b) {
-    const int64_t dim = p->dim, wide = p->value_dim, columns = p->sink_room + w->nodes;
-    const float *values = g->value_columns + w->lane * p->room * wide;
-    prescore_take_queries(p, w);
+static void tile_backward(const RoutedCall *p, const Gradients *g, Tile *w, const Sums *s, GradTile *b) {
+    const int64_t dim = p->dim, wide = p->value_dim, columns = p->sink_columns + w->clusters;
+    const float *values = g->value_columns + w->kv_head * p->n_columns * wide;
+    prescore_load_queries(p, w);
     prescore_begin_tile(p, w);
     for (int64_t t = 0; t < w->n; t++) {
-        w->limit[t] = p->limit[w->index[t]];
+        w->threshold[t] = p->threshold[w->index[t]];
         memcpy(b->grads + t * wide, g->grad + w->index[t] * wide, sizeof(float) * (size_t)wide);
     }
-    prescore_find_rows(p, w);
+    prescore_find_keys(p, w);
     for (int64_t c = 0; c < w->columns / 16; c++)
         product(b->along + 16 * c, w->padded, b->grads, wide, 1, w->n, values + c * wide * 16, 16, wide, 16, 0);
     for (int64_t t = 0; t < w->n; t++) column_gradients(p, g, w, b, t);
-    product(b->by_query, dim, w->move, w->padded, 1, w->n, g->column_keys + w->lane * p->room * dim, dim, columns, dim, 0);
+    product(b->by_query, dim, w->move, w->padded, 1, w->n, g->column_keys + w->kv_head * p->n_columns * dim, dim, columns, dim, 0);
     product(s->column_key, dim, w->move, 1, w->padded, columns, w->query, dim, w->n, dim, 1);
     product(s->column_value, wide, w->logits, 1, w->padded, columns, b->grads, wide, w->n, wide, 1);
     covariances_backward(p, g, w, s, b);
     for (int64_t t = 0; t < w->n; t++) {
         if (p->lse[w->index[t]] == -INFINITY) continue;
-        rows_backward(p, g, w, s, t, b->by_query + t * dim);
+        hits_backward(p, g, w, s, t, b->by_query + t * dim);
         add_scaled(g->query + w->index[t] * dim, b->by_query + t * dim, p->scale, dim);
     }
 }
 
-static Sums sums_of(const Problem *p, const Gradients *g, int64_t lane, int64_t part) {
-    const int64_t own = part * p->lanes + lane, dim = p->dim, wide = p->value_dim;
+static Sums sums_of(const RoutedCall *p, const Gradients *g, int64_t kv_head, int64_t part) {
+    const int64_t own = part * p->kv_heads + kv_head, dim = p->dim, wide = p->value_dim;
     return (Sums){
         .key = g->key + own * g->n_keys * dim,
         .value = g->value + own * g->n_keys * wide,
-        .column_key = g->column_key + own * p->room * dim,
-        .column_value = g->column_value + own * p->room * wide,
-        .spread = g->spread + own * p->pools * dim * dim,
-        .drift = g->drift + own * p->pools * dim * wide,
+        .column_key = g->column_key + own * p->n_columns * dim,
+        .column_value = g->column_value + own * p->n_columns * wide,
+        .key_cov = g->key_cov + own * p->n_covs * dim * dim,
+        .key_value_cov = g->key_value_cov + own * p->n_covs * dim * wide,
     };
 }
 
 /* A tile with its arrays behind it; NULL where there is no memory. */
-static Tile *new_tile(const Work *w) {
-    Tile *b = malloc(sizeof(Tile) + sizeof(float) * (size_t)(TILE * (w->padded + MOST_DIM)));
+static GradTile *new_grad_tile(const Tile *w) {
+    GradTile *b = malloc(sizeof(GradTile) + sizeof(float) * (size_t)(TILE * (w->padded + MAX_DIM)));
     if (!b) return NULL;
     b->along = (float *)(b + 1);
     b->grads = b->along + TILE * w->padded;
@@ -183,26 +183,26 @@ static Tile *new_tile(const Work *w) {
 }
 
 /* Returns 0, or 1 where there was no memory. */
-PRESCORE_EXPORT int prescore_routed_backward(const Problem *p, const Gradients *g) {
-    const int64_t tiles = (p->n_query + TILE - 1) / TILE, lanes = p->lanes;
+PRESCORE_EXPORT int prescore_routed_backward(const RoutedCall *p, const Gradients *g) {
+    const int64_t tiles = (p->n_query + TILE - 1) / TILE, kv_heads = p->kv_heads;
     int failed = 0;
 #pragma omp parallel for schedule(dynamic, 1) num_threads(prescore_threads())
-    for (int64_t job = 0; job < lanes * g->parts; job++) {
-        const int64_t lane = job % lanes, part = job / lanes;
-        Work *w = prescore_new_work(p, NULL);
-        Tile *b = w ? new_tile(w) : NULL;
+    for (int64_t job = 0; job < kv_heads * g->parts; job++) {
+        const int64_t kv_head = job % kv_heads, part = job / kv_heads;
+        Tile *w = prescore_new_tile(p, NULL);
+        GradTile *b = w ? new_grad_tile(w) : NULL;
         if (!b) {
 #pragma omp atomic write
             failed = 1;
             free(w);
             continue;
         }
-        const Sums s = sums_of(p, g, lane, part);
+        const Sums s = sums_of(p, g, kv_head, part);
         for (int64_t tile = part; tile < tiles; tile += g->parts) {
             const int64_t begin = tile * TILE, stop = begin + TILE < p->n_query ? begin + TILE : p->n_query;
             for (int64_t done = begin; done < stop;) {
-                done = next_tile(p, w, lane, done, stop);
-                if (w->nodes) tile_backward(p, g, w, &s, b);
+                done = next_tile(p, w, kv_head, done, stop);
+                if (w->clusters) tile_backward(p, g, w, &s, b);
             }
         }
         free(b);

@@ -1,7 +1,6 @@
-/* Routed attention beyond the local chunks, on CPUs: what a call is made of, and what one thread works with.
+/* Routed attention on CPUs: what a call is made of, and what one thread works with.
  *
- * Pointers and sizes only. routed/compiled/checked.py makes the only calls, and all they touch is checked there; nothing
- * here checks again.
+ * Pointers and sizes only. routed/native.py makes the only calls and checks everything they touch; nothing is checked here.
  */
 #ifndef PRESCORE_ROUTED_H
 #define PRESCORE_ROUTED_H
@@ -11,97 +10,97 @@
 #include "threads.h"
 #include "vectors.h"
 
-#define TILE 32      /* queries that are worked off together */
-#define MOST_DIM 256 /* of keys: sums of codes in 16 bits hold no more; and of values */
-#define ODD 16       /* keys of a node that lie farthest from its mean: its first ones, compared by every query */
-#define NEAR_ROWS 256 /* that are weighed together: their weights for a tile stay in cache */
+#define TILE 32        /* queries of a tile */
+#define MAX_DIM 256    /* of keys: sums of int4 products in 16 bits hold no more; and of values */
+#define OUTLIERS 16    /* keys of a cluster farthest from its centroid: its first ones, compared by every query */
+#define LOCAL_KEYS 256 /* local keys of one step: their weights for a tile stay in cache */
 
 enum { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2 };
 
-/* Rows of keys or values where they lie: that of a lane begins `at[lane]` numbers behind `data`. */
+/* Queries, keys or values where they lie: the rows of a head begin `at[head]` numbers behind `data`. */
 typedef struct {
     const void *data;
     const int64_t *at;
     int64_t step, type; /* numbers between rows, one of the types above */
 } Rows;
 
-/* Must equal `FarCall` in routed/compiled/call.py. A lane has `n_query` queries, `length` of each of its heads, one head
- * after the other. A column is a sink or a node: `sink_room` places for sinks (a multiple of 16, those behind `sinks` are
- * empty), then the nodes. */
+/* Must equal `RoutedCall` in routed/native.py. A KV head has `n_query` queries, `length` of each of its query heads, one
+ * query head after the other. A column is a sink or a centroid: `sink_columns` places for sinks (a multiple of 16, those
+ * behind `sinks` are empty), then the centroids. */
 typedef struct {
-    Rows query; /* [lanes * heads] lanes of `length` rows */
+    Rows query; /* [kv_heads * query heads of each], `length` rows */
     Rows key, value;
-    const int32_t *visible;     /* [lanes, length]: nodes that a query sees */
-    const int32_t *first, *stop; /* [lanes, length]: rows that it reads in any case; NULL = read elsewhere */
-    const float *columns;       /* [lanes, room / 16, dim, 16]: keys of the columns, sixteen side by side */
-    const float *column_values; /* [lanes, room, value_dim] */
-    const int32_t *rows;        /* [lanes, node_room, leaf]: the keys of each node */
-    const uint8_t *codes;       /* [lanes, node_room, leaf / 16, dim / 8, 16, 4]: two numbers of four bits a byte */
-    const float *scales;        /* [lanes, node_room, leaf / 16, 2, 16] */
-    const uint8_t *odd_codes;   /* [lanes, node_room, dim / 8, 16, 4]: those of the odd keys again, side by side */
-    const float *odd_scales;    /* [lanes, node_room, 2, 16] */
-    const float *spread;        /* [lanes, pools, dim, dim]: covariance of keys within nodes */
-    const float *drift;         /* [lanes, pools, dim, value_dim]: that of keys and values */
-    int64_t lanes, n_query, length, dim, value_dim, leaf, sinks, sink_room, room, node_room, pools, nodes_per_pool;
-    int64_t more; /* columns behind `room` that a sampled rest needs */
-    float scale, reach, log_share, most_known_gain, log_sink_part;
-    float *output, *lse; /* [lanes, n_query, value_dim], [lanes, n_query]: of what was read elsewhere; then of all */
-    float *limit;        /* [lanes, n_query]: from which logit on keys are read by themselves */
-    int64_t *counts;     /* keys searched, rows read */
-} Problem;
+    const int32_t *visible;                  /* [kv_heads, length]: clusters that a query sees */
+    const int32_t *local_start, *local_stop; /* [kv_heads, length]: its local keys; NULL = read elsewhere */
+    const float *columns;                    /* [kv_heads, n_columns / 16, dim, 16]: keys, sixteen side by side */
+    const float *column_values;              /* [kv_heads, n_columns, value_dim] */
+    const int32_t *positions;                /* [kv_heads, n_clusters, cluster_size]: the keys of each cluster */
+    const uint8_t *int4;                     /* [kv_heads, n_clusters, cluster_size / 16, dim / 8, 16, 4]: two a byte */
+    const float *scales;                     /* [kv_heads, n_clusters, cluster_size / 16, 2, 16] */
+    const uint8_t *outlier_int4;             /* [kv_heads, n_clusters, dim / 8, 16, 4]: the outliers again, side by side */
+    const float *outlier_scales;             /* [kv_heads, n_clusters, 2, 16] */
+    const float *key_cov;                    /* [kv_heads, n_covs, dim, dim]: covariance of keys within clusters */
+    const float *key_value_cov;              /* [kv_heads, n_covs, dim, value_dim]: of keys and values */
+    int64_t kv_heads, n_query, length, dim, value_dim, cluster_size, sinks, sink_columns, n_columns, n_clusters, n_covs;
+    int64_t clusters_per_cov, extra_columns; /* extra: columns behind `n_columns` that samples need */
+    float scale, search_stds, log_inverse, max_mass_gain, log_sink_weight;
+    float *output, *lse; /* [kv_heads, n_query, value_dim], [kv_heads, n_query]: of what was read elsewhere; then of all */
+    float *threshold;    /* [kv_heads, n_query]: the logit from which on far keys are read */
+    int64_t *counts;     /* int4 keys compared, far keys read */
+} RoutedCall;
 
-/* Rows from `begin` to `stop` of every lane, which some query reads in any case. */
+/* Keys from `begin` to `stop` of every KV head: the local keys of all queries. */
 typedef struct {
     int64_t begin, stop, blocks;
-    float *keys;   /* [lanes, blocks, dim, 16]: sixteen side by side */
-    float *values; /* [lanes, stop - begin, value_dim]; NULL = they lie as they should */
-} Near;
+    float *keys;   /* [kv_heads, blocks, dim, 16]: sixteen side by side */
+    float *values; /* [kv_heads, stop - begin, value_dim]; NULL = they are float32 and read where they lie */
+} LocalKeys;
 
-/* A tile of queries of one lane that see the same nodes. */
+/* A tile of queries of one KV head that see the same clusters. */
 typedef struct {
-    int64_t lane, n, nodes, columns; /* columns are rounded up to 16 */
-    int64_t index[TILE];             /* of each query in [lanes, n_query] */
-    int64_t padded, found_room;
-    float query[TILE * MOST_DIM], drift[TILE * MOST_DIM], moment[TILE * MOST_DIM];
-    int8_t code[TILE * MOST_DIM];
-    int32_t code_sum[TILE * 2];
-    float code_scale[TILE], per_code[TILE], spread[TILE], limit[TILE]; /* per_code: 1 / code_scale */
-    int32_t n_found[TILE];
-    float *logits;     /* [TILE, padded] of columns; later their weights */
-    float *move;       /* [TILE, padded]: how far a stand-in's value goes along the drift */
-    int32_t *hits;     /* [TILE, padded] rows read of each node */
-    float *row_logits; /* [found_room] */
-    int32_t *found;    /* [TILE, found_room] rows read */
-    const Near *near;  /* what `first` and `stop` speak of; NULL = it was read elsewhere */
-    float near_weights[TILE * NEAR_ROWS], near_sums[TILE * MOST_DIM];
-} Work;
+    int64_t kv_head, n, clusters, columns; /* columns are rounded up to 16 */
+    int64_t index[TILE];                   /* of each query in [kv_heads, n_query] */
+    int64_t padded, max_hits;
+    float query[TILE * MAX_DIM], direction[TILE * MAX_DIM], moment[TILE * MAX_DIM]; /* q, C'q and V q */
+    int8_t int6[TILE * MAX_DIM];
+    int32_t int6_sum[TILE * 2];
+    float int6_scale[TILE], int6_inverse[TILE], std[TILE], threshold[TILE];
+    int32_t n_hits[TILE];
+    float *logits;         /* [TILE, padded] of columns; later their weights */
+    float *move;           /* [TILE, padded]: how far a centroid's value moves along the direction */
+    int32_t *cluster_hits; /* [TILE, padded] keys read of each cluster */
+    float *hit_logits;     /* [max_hits] */
+    int32_t *hits;         /* [TILE, max_hits] positions of the keys read */
+    const LocalKeys *local; /* NULL = local keys were read elsewhere */
+    float local_weights[TILE * LOCAL_KEYS], local_sums[TILE * MAX_DIM];
+} Tile;
 
-Work *prescore_new_work(const Problem *p, const Near *near);
-int prescore_take_near(const Problem *p, Near *near);
-void prescore_free_near(Near *near);
-void prescore_read_near(const Problem *p, Work *w);
-void prescore_take_queries(const Problem *p, Work *w);
-void prescore_begin_tile(const Problem *p, Work *w);
-void prescore_find_rows(const Problem *p, Work *w);
-void prescore_correct_columns(const Problem *p, Work *w, int64_t t);
-void prescore_set_limit(const Problem *p, Work *w, int64_t t);
-float prescore_read_rows(const Problem *p, Work *w, int64_t t, float *highest);
+Tile *prescore_new_tile(const RoutedCall *p, const LocalKeys *local);
+int prescore_load_local(const RoutedCall *p, LocalKeys *local);
+void prescore_free_local(LocalKeys *local);
+void prescore_attend_local(const RoutedCall *p, Tile *w);
+void prescore_load_queries(const RoutedCall *p, Tile *w);
+void prescore_begin_tile(const RoutedCall *p, Tile *w);
+void prescore_find_keys(const RoutedCall *p, Tile *w);
+void prescore_correct_centroids(const RoutedCall *p, Tile *w, int64_t t);
+void prescore_set_threshold(const RoutedCall *p, Tile *w, int64_t t);
+float prescore_read_hits(const RoutedCall *p, Tile *w, int64_t t, float *highest);
 
-/* Where a lane's query stands in what all heads share. */
-INLINE int64_t place_of(const Problem *p, int64_t lane, int64_t query) { return lane * p->length + query % p->length; }
+/* Where a query stands in the arrays that query heads share. */
+INLINE int64_t place_of(const RoutedCall *p, int64_t kv_head, int64_t query) { return kv_head * p->length + query % p->length; }
 
-/* Take the next queries of a lane that see the same nodes, at most a tile; returns how many there are behind them. */
-INLINE int64_t next_tile(const Problem *p, Work *w, int64_t lane, int64_t begin, int64_t stop) {
-    w->lane = lane;
-    w->nodes = p->visible[place_of(p, lane, begin)];
-    w->columns = (p->sink_room + w->nodes + 15) / 16 * 16;
+/* Take the next queries of a KV head that see the same clusters, at most a tile; returns where the next tile begins. */
+INLINE int64_t next_tile(const RoutedCall *p, Tile *w, int64_t kv_head, int64_t begin, int64_t stop) {
+    w->kv_head = kv_head;
+    w->clusters = p->visible[place_of(p, kv_head, begin)];
+    w->columns = (p->sink_columns + w->clusters + 15) / 16 * 16;
     w->n = 0;
-    while (w->n < TILE && begin < stop && p->visible[place_of(p, lane, begin)] == w->nodes)
-        w->index[w->n++] = lane * p->n_query + begin++;
+    while (w->n < TILE && begin < stop && p->visible[place_of(p, kv_head, begin)] == w->clusters)
+        w->index[w->n++] = kv_head * p->n_query + begin++;
     return begin;
 }
 
-INLINE int64_t row_offset(const Rows *r, int64_t lane, int64_t row) { return r->at[lane] + row * r->step; }
+INLINE int64_t row_offset(const Rows *r, int64_t kv_head, int64_t row) { return r->at[kv_head] + row * r->step; }
 
 /* Sixteen-bit numbers as floats. */
 INLINE floats widen(const uint16_t *from, int64_t type) {
@@ -139,14 +138,14 @@ INLINE void totals(const floats *v, float *to) {
     for (int j = 0; j < 4; j++) to[j] = total(v[j]);
 #endif
 }
-INLINE void row_dots_of_type(float *to, const Rows *r, int64_t type, int64_t lane, const int32_t *rows, int64_t n,
+INLINE void row_dots_of_type(float *to, const Rows *r, int64_t type, int64_t kv_head, const int32_t *rows, int64_t n,
                              const float *with, int64_t dim) {
     const Rows own = {r->data, r->at, r->step, type};
     for (int64_t i = 0; i < n; i += 4) {
         int64_t at[4];
         floats sum[4];
         for (int j = 0; j < 4; j++) {
-            at[j] = row_offset(&own, lane, rows[i + j < n ? i + j : n - 1]);
+            at[j] = row_offset(&own, kv_head, rows[i + j < n ? i + j : n - 1]);
             sum[j] = splat(0);
         }
         for (int64_t c = 0; c < dim; c += WIDTH) {
@@ -156,26 +155,26 @@ INLINE void row_dots_of_type(float *to, const Rows *r, int64_t type, int64_t lan
         totals(sum, to + i);
     }
 }
-/* Products of some rows with one vector, four at a time: more of them are on their way from memory, and the sums of four
- * registers are one. Writes up to three numbers behind the last. */
-INLINE void row_dots(float *to, const Rows *r, int64_t lane, const int32_t *rows, int64_t n, const float *with, int64_t dim) {
+/* Products of some rows with one vector, four at a time: more loads are in flight, and four registers are summed at once.
+ * Writes up to three numbers behind the last. */
+INLINE void row_dots(float *to, const Rows *r, int64_t kv_head, const int32_t *rows, int64_t n, const float *with, int64_t dim) {
     if (r->type == FLOAT32)
-        row_dots_of_type(to, r, FLOAT32, lane, rows, n, with, dim);
+        row_dots_of_type(to, r, FLOAT32, kv_head, rows, n, with, dim);
     else
-        row_dots_of_type(to, r, r->type, lane, rows, n, with, dim);
+        row_dots_of_type(to, r, r->type, kv_head, rows, n, with, dim);
 }
 INLINE void add_row(float *to, const Rows *r, int64_t offset, float factor, int64_t dim) {
     for (int64_t i = 0; i < dim; i += WIDTH) store(to + i, load(to + i) + load_row(r, offset, i) * splat(factor));
 }
 /* to += the sum of some rows, each with its weight: four vectors at a time stay in registers. */
-INLINE void add_rows_of_type(float *to, const Rows *r, int64_t type, int64_t lane, const int32_t *rows,
+INLINE void add_rows_of_type(float *to, const Rows *r, int64_t type, int64_t kv_head, const int32_t *rows,
                              const float *weights, int64_t n, int64_t dim) {
     const Rows own = {r->data, r->at, r->step, type};
     int64_t c = 0;
     for (; c + 4 * WIDTH <= dim; c += 4 * WIDTH) {
         floats a0 = load(to + c), a1 = load(to + c + WIDTH), a2 = load(to + c + 2 * WIDTH), a3 = load(to + c + 3 * WIDTH);
         for (int64_t i = 0; i < n; i++) {
-            const int64_t offset = row_offset(&own, lane, rows[i]) + c;
+            const int64_t offset = row_offset(&own, kv_head, rows[i]) + c;
             const floats w = splat(weights[i]);
             a0 += load_row(&own, offset, 0) * w;
             a1 += load_row(&own, offset, WIDTH) * w;
@@ -190,18 +189,18 @@ INLINE void add_rows_of_type(float *to, const Rows *r, int64_t type, int64_t lan
     for (; c < dim; c += WIDTH) {
         floats a = load(to + c);
         for (int64_t i = 0; i < n; i++)
-            a += load_row(&own, row_offset(&own, lane, rows[i]), c) * splat(weights[i]);
+            a += load_row(&own, row_offset(&own, kv_head, rows[i]), c) * splat(weights[i]);
         store(to + c, a);
     }
 }
-INLINE void add_rows(float *to, const Rows *r, int64_t lane, const int32_t *rows, const float *weights, int64_t n,
+INLINE void add_rows(float *to, const Rows *r, int64_t kv_head, const int32_t *rows, const float *weights, int64_t n,
                      int64_t dim) {
     if (r->type == FLOAT32)
-        add_rows_of_type(to, r, FLOAT32, lane, rows, weights, n, dim);
+        add_rows_of_type(to, r, FLOAT32, kv_head, rows, weights, n, dim);
     else
-        add_rows_of_type(to, r, r->type, lane, rows, weights, n, dim);
+        add_rows_of_type(to, r, r->type, kv_head, rows, weights, n, dim);
 }
-INLINE void fetch_row(const Rows *r, int64_t offset, int64_t dim) {
+INLINE void prefetch_row(const Rows *r, int64_t offset, int64_t dim) {
     const int64_t size = r->type == FLOAT32 ? 4 : 2;
     for (int64_t i = 0; i < dim * size; i += 64) __builtin_prefetch((const char *)r->data + offset * size + i);
 }
@@ -210,25 +209,25 @@ INLINE void fetch_row(const Rows *r, int64_t offset, int64_t dim) {
 #define VECTORS (16 / WIDTH)
 #define ROWS (8 / VECTORS)
 
-/* to[t] (+)= sum over i of a[t, i] * m[i], for the rows t of a tile and `wide` columns, a multiple of 16; `together` rows
- * at a time. */
-INLINE void product_of(const int together, float *to, int64_t to_step, const float *a, int64_t a_step, int64_t a_inner,
+/* to[t] (+)= sum over i of a[t, i] * m[i], for the rows t of a tile and `wide` columns, a multiple of 16; `at_once` rows at a
+ * time. */
+INLINE void product_of(const int at_once, float *to, int64_t to_step, const float *a, int64_t a_step, int64_t a_inner,
                        int64_t n, const float *m, int64_t m_step, int64_t inner, int64_t wide, int add) {
     for (int64_t c = 0; c < wide; c += 16)
-        for (int64_t t = 0; t < n; t += together) {
+        for (int64_t t = 0; t < n; t += at_once) {
             const float *row[ROWS];
             floats sum[ROWS][VECTORS];
-            for (int j = 0; j < together; j++) {
+            for (int j = 0; j < at_once; j++) {
                 row[j] = a + (t + j < n ? t + j : n - 1) * a_step;
                 for (int v = 0; v < VECTORS; v++) sum[j][v] = splat(0);
             }
             for (int64_t i = 0; i < inner; i++) {
                 floats x[VECTORS];
                 for (int v = 0; v < VECTORS; v++) x[v] = load(m + i * m_step + c + v * WIDTH);
-                for (int j = 0; j < together; j++)
+                for (int j = 0; j < at_once; j++)
                     for (int v = 0; v < VECTORS; v++) sum[j][v] += x[v] * splat(row[j][i * a_inner]);
             }
-            for (int j = 0; j < together && t + j < n; j++)
+            for (int j = 0; j < at_once && t + j < n; j++)
                 for (int v = 0; v < VECTORS; v++) {
                     float *at = to + (t + j) * to_step + c + v * WIDTH;
                     if (add) sum[j][v] += load(at);

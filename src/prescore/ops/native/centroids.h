@@ -1,15 +1,15 @@
-/* What is left of a node when its heaviest keys are read by themselves, and how that changes with the query.
+/* How a centroid represents the unread keys of its cluster, and how that changes with the query.
  *
- * Logits within a node are taken as normal, with deviation `s`, and cut off `r` deviations above their mean.
+ * Logits within a cluster are taken as normal with standard deviation `s`, cut off `r` deviations above their mean.
  */
-#ifndef PRESCORE_STAND_INS_H
-#define PRESCORE_STAND_INS_H
+#ifndef PRESCORE_CENTROIDS_H
+#define PRESCORE_CENTROIDS_H
 
 #include "vectors.h"
 
-#define LEAST_SPREAD 1e-3f
-#define MOST_SPREAD 1e15f
-#define MOST_GAIN 2.0f
+#define MIN_STD 1e-3f
+#define MAX_STD 1e15f
+#define MAX_GAIN 2.0f
 #define LEAST_NORMAL -4.0f /* where the approximation is cut off, on both sides */
 #define MOST_NORMAL 8.0f
 
@@ -30,7 +30,7 @@ INLINE floats log_normal_bend(floats x, floats slope) {
     return choose((x >= splat(LEAST_NORMAL)) & (x <= splat(MOST_NORMAL)), bend, splat(0.0f));
 }
 
-/* What a stand-in's logit gains and how far its value moves along the drift; each by `r`, and by `s` at the same `r`. */
+/* What a centroid's logit gains and how far its value moves along `C' q`; each by `r`, and by `s` at the same `r`. */
 typedef struct {
     floats gain, gain_by_r, gain_by_s, move, move_by_r, move_by_s;
 } Correction;
@@ -40,7 +40,7 @@ INLINE floats within(floats x, float most) { return larger(smaller(x, splat(most
 INLINE void correct(floats r, float s, floats *gain, floats *move) {
     floats slope, unused;
     const floats beyond = log_normal(r - splat(s), &slope), below = log_normal(r, &unused);
-    *gain = within(splat(0.5f * s * s) + beyond - below, MOST_GAIN);
+    *gain = within(splat(0.5f * s * s) + beyond - below, MAX_GAIN);
     *move = within(splat(1.0f) - slope * splat(1.0f / s), 1.0f);
 }
 
@@ -53,10 +53,10 @@ INLINE Correction correct_with_slopes(floats r, float s) {
     const floats low = splat(LEAST_NORMAL), high = splat(MOST_NORMAL);
     const floats by_x = choose((x >= low) & (x <= high), slope, zero);
     const floats by_r = by_x - choose((r >= low) & (r <= high), slope_below, zero);
-    const ints gain_free = (gain >= splat(-MOST_GAIN)) & (gain <= splat(MOST_GAIN));
+    const ints gain_free = (gain >= splat(-MAX_GAIN)) & (gain <= splat(MAX_GAIN));
     const ints move_free = (move >= splat(-1.0f)) & (move <= splat(1.0f));
     return (Correction){
-        .gain = within(gain, MOST_GAIN),
+        .gain = within(gain, MAX_GAIN),
         .gain_by_r = choose(gain_free, by_r, zero),
         .gain_by_s = choose(gain_free, splat(s) - by_x, zero),
         .move = within(move, 1.0f),

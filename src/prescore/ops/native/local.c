@@ -1,0 +1,169 @@
+/* Local keys, read exactly.
+ *
+ * The local keys of a query lie between its `local_start` and `local_stop`. They are loaded once for all tiles, keys sixteen
+ * side by side, and then weighed some hundred at a time with a running maximum.
+ */
+#include "routed.h"
+
+static void find_span(const RoutedCall *p, LocalKeys *local) {
+    local->begin = INT64_MAX;
+    local->stop = 0;
+    for (int64_t i = 0; i < p->kv_heads * p->length; i++) {
+        if (p->local_stop[i] <= p->local_start[i]) continue;
+        local->begin = p->local_start[i] < local->begin ? p->local_start[i] : local->begin;
+        local->stop = p->local_stop[i] > local->stop ? p->local_stop[i] : local->stop;
+    }
+    if (local->begin > local->stop) local->begin = local->stop;
+    local->blocks = (local->stop - local->begin + 15) / 16;
+}
+
+/* Four rows as columns, `to[16 * i + k] = rows[k][i]`. */
+INLINE void transpose_four(const float *const *rows, float *to, int64_t dim) {
+#if defined(__SSE__)
+    for (int64_t i = 0; i < dim; i += 4) {
+        __m128 a = _mm_loadu_ps(rows[0] + i), b = _mm_loadu_ps(rows[1] + i);
+        __m128 c = _mm_loadu_ps(rows[2] + i), d = _mm_loadu_ps(rows[3] + i);
+        _MM_TRANSPOSE4_PS(a, b, c, d);
+        _mm_storeu_ps(to + 16 * i, a);
+        _mm_storeu_ps(to + 16 * (i + 1), b);
+        _mm_storeu_ps(to + 16 * (i + 2), c);
+        _mm_storeu_ps(to + 16 * (i + 3), d);
+    }
+#else
+    for (int64_t i = 0; i < dim; i++)
+        for (int64_t k = 0; k < 4; k++) to[16 * i + k] = rows[k][i];
+#endif
+}
+
+static void load_block(const RoutedCall *p, const LocalKeys *local, int64_t kv_head, int64_t block) {
+    const int64_t dim = p->dim, wide = p->value_dim, rows = local->stop - local->begin, first = 16 * block;
+    float *keys = local->keys + (kv_head * local->blocks + block) * dim * 16, own[4][MAX_DIM];
+    for (int64_t k = 0; k < 16; k += 4) {
+        const float *four[4];
+        for (int64_t j = 0; j < 4; j++) {
+            const int64_t row = first + k + j, offset = row_offset(&p->key, kv_head, local->begin + row);
+            four[j] = own[j];
+            if (row < rows && p->key.type == FLOAT32)
+                four[j] = (const float *)p->key.data + offset;
+            else
+                for (int64_t i = 0; i < dim; i += WIDTH)
+                    store(own[j] + i, row < rows ? load_row(&p->key, offset, i) : splat(0.0f));
+        }
+        transpose_four(four, keys + k, dim);
+    }
+    if (!local->values) return;
+    for (int64_t k = first; k < first + 16 && k < rows; k++) {
+        const int64_t offset = row_offset(&p->value, kv_head, local->begin + k);
+        float *to = local->values + (kv_head * rows + k) * wide;
+        for (int64_t i = 0; i < wide; i += WIDTH) store(to + i, load_row(&p->value, offset, i));
+    }
+}
+
+/* Load the local keys of all queries; returns 1 where there is no memory. */
+int prescore_load_local(const RoutedCall *p, LocalKeys *local) {
+    find_span(p, local);
+    const int64_t numbers = p->kv_heads * local->blocks * p->dim * 16, rows = p->kv_heads * (local->stop - local->begin);
+    const int converted = p->value.type != FLOAT32;
+    local->keys = aligned_alloc(64, sizeof(float) * (size_t)(numbers + 16));
+    local->values = converted ? malloc(sizeof(float) * (size_t)(rows * p->value_dim + 1)) : NULL;
+    if (!local->keys || (converted && !local->values)) return 1;
+#pragma omp parallel for schedule(static) num_threads(prescore_threads()) if (local->blocks * p->kv_heads > 64)
+    for (int64_t job = 0; job < p->kv_heads * local->blocks; job++)
+        load_block(p, local, job / local->blocks, job % local->blocks);
+    return 0;
+}
+
+void prescore_free_local(LocalKeys *local) {
+    free(local->keys);
+    free(local->values);
+}
+
+/* Weights of a query for some local keys, in place of their logits, under a new maximum; sums under the old one are scaled.
+ * Keys outside of `begin` to `stop` weigh nothing. */
+INLINE void weigh_keys(float *logits, int64_t n, int64_t begin, int64_t stop, float *peak, float *mass, float *sum,
+                       int64_t wide) {
+    if (stop <= begin) {
+        memset(logits, 0, sizeof(float) * (size_t)n);
+        return;
+    }
+    for (int64_t c = 0; c < begin; c++) logits[c] = -INFINITY;
+    for (int64_t c = stop; c < n; c++) logits[c] = -INFINITY;
+    floats top = splat(*peak), added = splat(0);
+    for (int64_t c = 0; c < n; c += WIDTH) top = larger(top, load(logits + c));
+    const float highest = largest(top), scale = *peak == highest ? 1.0f : expf(*peak - highest);
+    for (int64_t c = 0; c < n; c += WIDTH) {
+        const floats x = vexp(load(logits + c) - splat(highest));
+        store(logits + c, x);
+        added += x;
+    }
+    *mass = *mass * scale + total(added);
+    *peak = highest;
+    if (scale == 1.0f) return;
+    for (int64_t i = 0; i < wide; i += WIDTH) store(sum + i, load(sum + i) * splat(scale));
+}
+
+/* Output and log-sum-exp of the local keys of a tile; 0 and -inf where there are none. */
+void prescore_attend_local(const RoutedCall *p, Tile *w) {
+    const LocalKeys *local = w->local;
+    const int64_t dim = p->dim, wide = p->value_dim, rows = local->stop - local->begin;
+    const int32_t *first = p->local_start, *stop = p->local_stop;
+    int64_t begin = rows, end = 0, place[TILE];
+    float peak[TILE], mass[TILE], *sums = w->local_sums, *weights = w->local_weights;
+    for (int64_t t = 0; t < w->n; t++) {
+        place[t] = place_of(p, w->kv_head, w->index[t] - w->kv_head * p->n_query);
+        peak[t] = -INFINITY;
+        mass[t] = 0;
+        if (stop[place[t]] <= first[place[t]]) continue;
+        begin = first[place[t]] - local->begin < begin ? first[place[t]] - local->begin : begin;
+        end = stop[place[t]] - local->begin > end ? stop[place[t]] - local->begin : end;
+    }
+    memset(sums, 0, sizeof(float) * (size_t)(w->n * wide));
+    for (int64_t row = begin / 16 * 16; row < end; row += LOCAL_KEYS) {
+        const int64_t some = end - row < LOCAL_KEYS ? end - row : LOCAL_KEYS, filled = (some + 15) / 16 * 16;
+        const float *keys = local->keys + (w->kv_head * local->blocks + row / 16) * dim * 16;
+        for (int64_t b = 0; b < filled / 16; b++)
+            product(weights + 16 * b, LOCAL_KEYS, w->query, dim, 1, w->n, keys + b * dim * 16, 16, dim, 16, 0);
+        for (int64_t t = 0; t < w->n; t++) {
+            const int64_t from = first[place[t]] - local->begin - row, to = stop[place[t]] - local->begin - row;
+            weigh_keys(weights + t * LOCAL_KEYS, filled, from > 0 ? from : 0, to < filled ? to : filled, peak + t, mass + t,
+                       sums + t * wide, wide);
+        }
+        const float *values = local->values ? local->values + (w->kv_head * rows + row) * wide
+                                           : (const float *)p->value.data + row_offset(&p->value, w->kv_head, local->begin + row);
+        product(sums, wide, weights, LOCAL_KEYS, 1, w->n, values, local->values ? wide : p->value.step, some, wide, 1);
+    }
+    for (int64_t t = 0; t < w->n; t++) {
+        float *output = p->output + w->index[t] * wide;
+        const floats part = splat(mass[t] == 0 ? 0.0f : 1.0f / mass[t]);
+        for (int64_t i = 0; i < wide; i += WIDTH) store(output + i, load(sums + t * wide + i) * part);
+        p->lse[w->index[t]] = mass[t] == 0 ? -INFINITY : peak[t] + logf(mass[t]);
+    }
+}
+
+/* The local keys alone; returns 0, or 1 where there was no memory. */
+PRESCORE_EXPORT int prescore_routed_local(const RoutedCall *p) {
+    const int64_t tiles = (p->n_query + TILE - 1) / TILE;
+    LocalKeys local = {0};
+    int failed = prescore_load_local(p, &local);
+#pragma omp parallel num_threads(prescore_threads()) if (tiles * p->kv_heads > 1)
+    {
+        Tile *w = failed ? NULL : prescore_new_tile(p, &local);
+        if (!w) {
+#pragma omp atomic write
+            failed = 1;
+        }
+#pragma omp for schedule(dynamic, 1)
+        for (int64_t job = 0; job < tiles * p->kv_heads; job++) {
+            const int64_t kv_head = job % p->kv_heads, begin = job / p->kv_heads * TILE;
+            const int64_t stop = begin + TILE < p->n_query ? begin + TILE : p->n_query;
+            for (int64_t done = begin; w && done < stop;) {
+                done = next_tile(p, w, kv_head, done, stop);
+                prescore_load_queries(p, w);
+                prescore_attend_local(p, w);
+            }
+        }
+        free(w);
+    }
+    prescore_free_local(&local);
+    return failed;
+}
