@@ -58,7 +58,7 @@ _HOMES = {
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 _SUBPACKAGES = ("baselines", "errors", "integrations", "testing")
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 __all__ = [*_HOME_OF, "__version__"]  # noqa: PLE0604
 
 
