@@ -1,4 +1,4 @@
-"""Train a small model through pre-scored attention: gradients reach every key and value that was read."""
+"""Train a small model through selected keys: gradients reach every key and value that was read."""
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -10,7 +10,7 @@ sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "n
 model = LlamaForCausalLM(LlamaConfig(vocab_size=256, max_position_embeddings=512, **sizes)).train()
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 
-# text that repeats itself after 128 bytes: a model that attends that far back can learn to copy
+# text that repeats after 128 bytes: a model that attends that far back can learn to copy
 bytes_ = torch.randint(0, 256, (8, 128), generator=torch.Generator().manual_seed(1)).repeat(1, 2)
 
 with prescore.apply(model, prescore.Selected("key-diff", top_k=32, min_seq_len=64)) as applied:

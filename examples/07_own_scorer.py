@@ -1,6 +1,6 @@
-"""A scorer of your own, in one class: checked against the contract, used by name, also on the command line.
+"""Your own scorer in one class: checked against the contract, used by name, also on the command line.
 
-prescore --import examples/06_own_scorer.py generate --prompt-file book.txt --config surprise --top-k 64
+prescore --import examples/07_own_scorer.py generate --prompt-file book.txt --config surprise --top-k 64
 """
 
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ class Surprise(prescore.Scorer):
         window = before - torch.nn.functional.pad(before, (0, 0, self.width, 0))[:, :, : keys.shape[2]]
         return -torch.cosine_similarity(keys, window, dim=-1)
 
-    permutation_equivariant = False  # it looks at neighbours
+    permutation_equivariant = False  # scores depend on neighbours
 
 
 if __name__ == "__main__":
