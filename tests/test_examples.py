@@ -23,12 +23,13 @@ NEEDS = {"lm_eval"}
 """What an example may need that the package's extras do not install."""
 
 SCRIPTS = {
-    "01_tensors.py": ["Routed", "Selected", "rows per query", "padded: (1, 4, 6000, 64)"],
-    "02_generate.py": ["0-29   prefill  selected", "0-29   steps    selected", "note: Routed changed nothing"],
-    "03_save_a_cache.py": ["MiB on disk", "0-29   steps  selected"],
-    "04_train.py": ["step  20", "0-1    prefill  selected"],
-    "05_vit.py": ["0-11   prefill  selected", "warned: Routed changes nothing at 197 tokens", "routed"],
-    "06_own_scorer.py": ["surprise", "Surprise(width=64)"],
+    "01_tensors.py": ["Routed", "Selected", "centroids per query", "padded: (1, 4, 6000, 64)"],
+    "02_long_prompt.py": ["prefill  exact", "prefill  routed", "loss of the last tokens"],
+    "03_generate.py": ["0-29   prefill  selected", "0-29   steps    selected", "note: Routed changed nothing"],
+    "04_save_a_cache.py": ["MiB on disk", "0-29   steps  selected"],
+    "05_train.py": ["step  20", "0-1    prefill  selected"],
+    "06_vit.py": ["0-11   prefill  selected", "warned: Routed changes nothing at 197 tokens", "routed"],
+    "07_own_scorer.py": ["surprise", "Surprise(width=64)"],
 }
 
 
@@ -81,7 +82,7 @@ def test_every_script_is_known_and_short():
 @pytest.mark.usefixtures("_offline_model")
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_script_runs_and_shows_what_it_promises(name, capsys):
-    if name == "05_vit.py":
+    if name == "06_vit.py":
         pytest.importorskip("timm")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -95,12 +96,12 @@ def test_a_script_runs_and_shows_what_it_promises(name, capsys):
 @pytest.mark.model
 @pytest.mark.usefixtures("_offline_model")
 def test_the_notebook_runs(capsys, monkeypatch):
-    notebook = json.loads((EXAMPLES / "07_tour.ipynb").read_text())
+    notebook = json.loads((EXAMPLES / "08_tour.ipynb").read_text())
     monkeypatch.setitem(sys.modules, "notebook", module := type(sys)("notebook"))
     for cell in notebook["cells"]:
         if cell["cell_type"] == "code":
             assert cell["outputs"] == []  # results are made by the reader
-            exec(compile("".join(cell["source"]), "07_tour.ipynb", "exec"), module.__dict__)
+            exec(compile("".join(cell["source"]), "08_tour.ipynb", "exec"), module.__dict__)
     shown = capsys.readouterr().out
     for words in ("prefill  selected", "leverage [", "26-29  Selected(top_k=128", " MiB", "peak      "):
         assert words in shown

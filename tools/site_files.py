@@ -1,7 +1,7 @@
-"""A hook of mkdocs: documents, pictures and examples that lie outside of `docs` become part of the site.
+"""A hook of mkdocs: documents, pictures and examples outside of `docs` become part of the site.
 
-Documents link to one another as they lie in the repository, so that links work there. In the site `docs` is the
-top, and everything else keeps its path: the hook adds those files, and moves links to where they are.
+Documents link to one another by their paths in the repository, so that links work there. In the site `docs` is the
+top, and everything else keeps its path: the hook adds those files and rewrites the links.
 """
 
 import posixpath
@@ -26,12 +26,12 @@ OUTSIDE = (
     "examples/*.ipynb",
 )
 _LINK = re.compile(r"(\[[\w/.-]+\.md)?(\]\()([^)\s:#]+)((?:#[^)\s]*)?\))")
-"""A link from its label's end on, or with the whole label where that is the name of a document."""
+"""A link from the end of its label on, or with the full label where that is the name of a document."""
 _CODE = re.compile(r"(^```.*?^```|`[^`\n]+`)", re.DOTALL | re.MULTILINE)
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add what lies outside of `docs`."""
+    """Add the files outside of `docs`."""
     for pattern in OUTSIDE:
         for path in sorted(ROOT.glob(pattern)):
             name = path.relative_to(ROOT).as_posix()
@@ -40,20 +40,20 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Move relative links of a page to where their targets are in the site, and call pages by their titles."""
-    own, titles = page.file.src_uri, dict(_titles(config.nav or []))
-    inside = files.get_file_from_path(own).generated_by is None
-    here = DOCS + own if inside else own
+    """Rewrite the relative links of a page to their targets in the site, and name pages by their titles."""
+    in_site, titles = page.file.src_uri, dict(_titles(config.nav or []))
+    in_docs = files.get_file_from_path(in_site).generated_by is None
+    in_repository = DOCS + in_site if in_docs else in_site
 
-    def moved(link: re.Match[str]) -> str:
+    def rewrite(link: re.Match[str]) -> str:
         name, begin, target, end = link.groups(default="")
-        found = posixpath.normpath(posixpath.join(posixpath.dirname(here), target)).removeprefix(DOCS)
-        if name and found in titles:
-            name = f"[{titles[found]}"
-        return name + begin + posixpath.relpath(found, posixpath.dirname(own) or ".") + end
+        path = posixpath.normpath(posixpath.join(posixpath.dirname(in_repository), target)).removeprefix(DOCS)
+        if name and path in titles:
+            name = f"[{titles[path]}"
+        return name + begin + posixpath.relpath(path, posixpath.dirname(in_site) or ".") + end
 
-    pieces = _CODE.split(markdown)
-    return "".join(piece if _CODE.fullmatch(piece) else _LINK.sub(moved, piece) for piece in pieces)
+    parts = _CODE.split(markdown)
+    return "".join(part if _CODE.fullmatch(part) else _LINK.sub(rewrite, part) for part in parts)
 
 
 def _titles(entries: list[dict[str, object]]) -> Iterator[tuple[str, str]]:
