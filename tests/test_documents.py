@@ -32,6 +32,9 @@ MADE_BY_NAME = (
     *("GaussianKMeans", "Leverage", "KeyNorm", "KeyDiff", "Companions", "Uniform"),
 )
 
+FOLDERS = ("integrations", "selected", "routed", "scoring", "parallel")
+"""Folders below which DESIGN.md names files without their folder."""
+
 each_document = pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 
 
@@ -206,15 +209,15 @@ def test_the_front_page_shows_both_commands():
 
 
 def source_file(name):
-    """A file as DESIGN.md names it: below the package, below a folder in that folder's table, or at the top."""
+    """A file as DESIGN.md names it: below the package, below a folder of it, or at the top."""
     package = SOURCE / "prescore"
-    places = (package, package / "integrations", package / "hyper", package / "routed", ROOT)
+    places = (package, *(package / name for name in FOLDERS), ROOT)
     return next((place / name for place in places if (place / name).is_file()), None)
 
 
 def test_design_names_files_that_exist():
     named = {span for span in inline_code((ROOT / "DESIGN.md").read_text()) if re.fullmatch(r"[\w/]+\.py", span)}
-    assert len(named) > 50
+    assert len(named) > 20
     assert [name for name in sorted(named) if source_file(name) is None] == []
 
 
@@ -228,13 +231,13 @@ def test_walks_name_functions_that_exist():
         for name in cells[2] if files else []:
             found += 1
             assert re.search(rf"\b(def|class) {name.split('.')[-1]}\b", text), f"{name} in {', '.join(files)}"
-    assert found > 40
+    assert found > 15
 
 
 def members(text):
     """Spans such as `ops/exact.exact_output` whose module is ours, and whether it has that name."""
     package = SOURCE / "prescore"
-    places = (package, *(package / name for name in ("integrations", "hyper", "routed")))
+    places = (package, *(package / name for name in FOLDERS))
     known = {}
     for span in inline_code(text):
         if not re.fullmatch(r"[a-z][\w/]*(\.\w+)+", span) or span.endswith((".py", ".md", ".toml")):
@@ -262,21 +265,15 @@ def is_defined(name, text):
 def test_design_names_members_that_exist():
     text = (ROOT / "DESIGN.md").read_text()
     assert missing_members(text) == []
-    assert len(members(text)) > 30
+    assert len(members(text)) > 15
 
 
 def test_the_checks_notice():
-    assert missing_members("`exact.attend_exactly`, `ops/exact.nothing`") == [
-        "exact.attend_exactly",
-        "ops/exact.nothing",
-    ]
-    assert missing_members("`decoding.decoder.Decoder.stop`") == ["decoding.decoder.Decoder.stop"]
-    assert missing_members("`routed.gone.run`, `routed.engine`") == ["routed.gone.run"]
-    assert missing_members("`ops/native/gone.c`, `ops/native/nodes.c`") == ["ops/native/gone.c"]
-    assert (
-        missing_members("`exact.attend_exact`, `config.TYPES`, `dataclasses.replace`, `ops.backend.Backend.at`")
-        == []
-    )
+    assert missing_members("`engines.run`, `ops/parts.nothing`") == ["engines.run", "ops/parts.nothing"]
+    assert missing_members("`routed.gone.run`, `routed.reference`") == ["routed.gone.run"]
+    assert missing_members("`ops/native/gone.c`, `ops/native/index.c`") == ["ops/native/gone.c"]
+    known = "`engines.run_engine`, `config.TYPES`, `dataclasses.replace`, `ops.backend.Backend.at`"
+    assert missing_members(known) == []
     assert missing_names("from prescore import Selected, PrescoreConfig") == ["prescore.PrescoreConfig"]
     assert missing_names("import prescore\nprescore.appply(model)") == ["prescore.appply"]
     assert missing_names("import prescore.attention.exact") == ["prescore.attention.exact"]
