@@ -26,6 +26,7 @@ from prescore.parallel.comm import Group, Shard, agree, as_group, done_by_all
 from prescore.parallel.selected import attend_selected_shards, why_not_selected
 from prescore.parallel.ulysses import Ulysses
 from prescore.rng import Streams, as_streams
+from prescore.scoring.sampling import arange
 from prescore.types import Attended, Reads, Result, Values
 
 OWN_HEADS = "query_heads"
@@ -109,7 +110,7 @@ def _full_mask(group: Group, mask: Tensor | None) -> Tensor | None:
     full = group.gather(mask.to(torch.uint8)).bool().transpose(0, 1).flatten(1)
     if bool(full.all()):
         return None
-    position = torch.arange(full.shape[1], device=full.device)
+    position = arange(full.shape[1], like=full)
     first = torch.where(full, position, full.shape[1]).amin(1, keepdim=True)
     last = torch.where(full, position, -1).amax(1, keepdim=True)
     holes = ~full & (position > first) & (position < last)

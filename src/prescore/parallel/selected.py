@@ -25,6 +25,7 @@ from prescore.parallel.comm import Shapes, Shard, Tensors, done_by_all, tied
 from prescore.scoring.base import KeyShard, Scored, Scorer, checked_scores
 from prescore.scoring.hashing import hash_ranks, projections
 from prescore.scoring.kmeans import ClusteringScorer, centroid_clusters
+from prescore.scoring.sampling import arange
 from prescore.scoring.select import bring_forward, budget_count
 from prescore.selected.attention import reads_per_query
 from prescore.selected.blocks import BlockPair, KeyRows, PlacedQueries, exact_part, hyper_part
@@ -227,7 +228,8 @@ def cluster_scorer(config: Selected, shard: Shard) -> ClusteringScorer | None:
 def empty_stats(scorer: Scorer, shard: Shard, positions: range, n_keys: int) -> Tensor | None:
     """Statistics of an empty batch at some positions of a block: their dtype and size; None = not supported."""
     dtype, (heads, dim) = shard.key.dtype, (shard.key.shape[1], shard.key.shape[3])
-    keys = torch.empty(0, heads, len(positions), dim, dtype=torch.promote_types(dtype, torch.float32))
+    wide = torch.promote_types(dtype, torch.float32)
+    keys = torch.empty(0, heads, len(positions), dim, dtype=wide, device="cpu")
     return scorer.stats(KeyShard(keys, positions.start, n_keys, dtype, shard.streams))
 
 
@@ -311,7 +313,7 @@ def _best(shard: Shard, layout: Layout, scored: Mapping[Block, Scored]) -> dict[
     rank, protected = shard.group.rank, {}
     for block in scored:
         columns = layout.columns(block, rank)
-        column = torch.arange(columns.start, columns.stop, device=shard.key.device)
+        column = arange(columns.start, columns.stop, like=shard.key)
         is_sink = (column >= block.sinks.start) & (column < block.sinks.stop)
         protected[block] = is_sink | ((column >= block.recent.start) & (column < block.recent.stop))
     free = {b: each.scores.masked_fill(protected[b], -torch.inf) for b, each in scored.items()}
@@ -382,7 +384,9 @@ def _exchange(
     )
     # by holder: rows of each head at local positions, then of each block
     n_local = [len(overlap(layout.keys[holder], layout.local[rank])) for holder in ranks]
-    per_head = [[torch.full((batch, heads), n, device=device), *counts[r]] for r, n in enumerate(n_local)]
+    per_head = [
+        [shard.key.new_full((batch, heads), n, dtype=torch.int32), *counts[r]] for r, n in enumerate(n_local)
+    ]
     n_rows = [sum(int(count.sum()) for count in each) for each in per_head]
     rows = [_outgoing_rows(shard, layout, members, reader, going[reader]) for reader in ranks]
     like = [shard.key, shard.value]
@@ -415,10 +419,10 @@ def _outgoing_rows(
     shard: Shard, layout: Layout, members: Mapping[Block, Tensor], reader: int, blocks: list[Block]
 ) -> Tensor:
     """Flat rows of this rank's tables that go to a rank: local ones, then the selected ones of each block."""
-    own, device = layout.keys[shard.group.rank], shard.key.device
+    own = layout.keys[shard.group.rank]
     local = shifted(overlap(own, layout.local[reader]), -own.start)
-    head = torch.arange(shard.key.shape[:2].numel(), device=device)[:, None] * len(own)
-    rows = [(head + torch.arange(local.start, local.stop, device=device)).reshape(-1)]
+    head = arange(shard.key.shape[:2].numel(), like=shard.key)[:, None] * len(own)
+    rows = [(head + arange(local.start, local.stop, like=shard.key)).reshape(-1)]
     for block in blocks:
         head, column = members[block].flatten(0, 1).nonzero().unbind(1)
         rows.append(head * len(own) + column + overlap(own, block.keys).start - own.start)
@@ -435,9 +439,9 @@ def _numbered(coming: list[list[Block]], per_head: list[list[Tensor]]) -> dict[B
     begin, shape = 0, per_head[0][0].shape
     for blocks, counts in zip(coming, per_head, strict=True):
         for block, count in zip((None, *blocks), counts, strict=True):
-            head = torch.arange(shape.numel(), device=count.device).repeat_interleave(count.flatten())
+            head = arange(shape.numel(), like=count).repeat_interleave(count.flatten())
             heads.setdefault(block, []).append(head)
-            rows.setdefault(block, []).append(torch.arange(begin, begin + len(head), device=count.device))
+            rows.setdefault(block, []).append(arange(begin, begin + len(head), like=count))
             begin += len(head)
     order = {block: torch.sort(torch.cat(parts), stable=True).indices for block, parts in heads.items()}
     return {block: torch.cat(parts)[order[block]].view(*shape, -1) for block, parts in rows.items()}
@@ -502,16 +506,25 @@ class _Parts:
 
     def _block_pair(self, block: Block, rows: Tensor, centroids: list[Centroids]) -> BlockPair:
         positions = overlap(self.own, block.queries)
-        query_rows, _ = self.queries.rows(torch.arange(positions.start, positions.stop, device=rows.device)[None])
-        protected, usable, n_all = None, None, torch.full((rows.shape[0],), len(block.keys), device=rows.device)
+        query_rows, _ = self.queries.rows(arange(positions.start, positions.stop, like=rows)[None])
+        protected, usable, n_all = None, None, rows.new_full((rows.shape[0],), len(block.keys))
         if block.sinks or block.recent:
-            column = torch.arange(block.n_selected, device=rows.device)
+            column = arange(block.n_selected, like=rows)
             apart = (column < len(block.sinks)) | (column >= block.n_selected - len(block.recent))
             apart = apart.expand(rows.shape)
             protected = kept_rows(rows, apart, self.shard.query.dtype)
             rows, usable = bring_forward(rows, ~apart)
         extra = self._centroids(block, centroids)
-        return BlockPair(query_rows, None, None, rows, usable, protected, extra, n_all)
+        return BlockPair(
+            query_rows=query_rows,
+            query_valid=None,
+            query_real=None,
+            key_rows=rows,
+            key_valid=usable,
+            kept=protected,
+            extra=extra,
+            n_all=n_all,
+        )
 
     def _centroids(self, block: Block, centroids: list[Centroids]) -> KeyRows | None:
         """Add the centroids of a block; returns their rows and weights."""
@@ -542,7 +555,7 @@ class _Parts:
         placed = {}
         for block, parts in _among(self.shard, layout.readers, own, shape, ranks).items():
             order = torch.sort(torch.cat(parts, dim=-1), dim=-1, stable=True).indices
-            numbers = torch.arange(order.shape[-1], device=order.device).expand_as(order)
+            numbers = arange(order.shape[-1], like=order).expand_as(order)
             places = torch.empty_like(order).scatter_(-1, order, numbers)
             inside = shifted(overlap(self.own, block.queries), -block.queries.start)
             placed[block] = PlacedQueries(places[..., inside.start : inside.stop], order.shape[-1])

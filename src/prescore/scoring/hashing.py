@@ -39,4 +39,4 @@ def projections(n_projections: int, like: Tensor, streams: Streams) -> Tensor:
 
 def zero_rank(n_bits: int) -> int:
     """The rank of the zero vector, whose projections all count as non-negative."""
-    return int(gray_rank(torch.tensor(2**n_bits - 1), n_bits))
+    return int(gray_rank(torch.tensor(2**n_bits - 1, dtype=torch.int64, device="cpu"), n_bits))

@@ -47,4 +47,4 @@ def _sum_of_directions(keys: Tensor, inverse: Tensor) -> Tensor:
 def _difference(keys: Tensor, inverse: Tensor, total: Tensor) -> Tensor:
     """`-cos(k_i, m)`; the length of the sum cancels."""
     direction = torch.nn.functional.normalize(total, dim=-1, eps=torch.finfo(total.dtype).tiny)
-    return -torch.matmul(keys, direction.unsqueeze(3)).squeeze(3) * inverse
+    return -torch.matmul(keys, direction.unsqueeze(2).transpose(2, 3)).squeeze(3) * inverse

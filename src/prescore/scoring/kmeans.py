@@ -59,10 +59,9 @@ class ClusteringScorer(Scorer):
         checks.number("noise", self.noise, minimum=0.0)
         if self.n_clusters is not None:
             checks.integer("n_clusters", self.n_clusters, minimum=1)
+        if type(self.fit_size) is int and self.fit_size == 0:
+            raise ValueError("fit_size must be None (fit on all keys) or at least 1, got 0")
         if self.fit_size is not None:
-            if type(self.fit_size) is int and self.fit_size < 1:
-                got = checks.shown(self.fit_size)
-                raise ValueError(f"fit_size must be None (fit on all keys) or at least 1, got {got}")
             checks.integer("fit_size", self.fit_size, minimum=1)
 
     @abstractmethod
@@ -98,10 +97,10 @@ class ClusteringScorer(Scorer):
         sent = torch.cat(positions).unique()
         keys = torch.cat([part.to(dtype).unflatten(2, (-1, dim)) for part in stats], dim=2).flatten(0, 1)
         fitted, lifted = (keys[:, torch.searchsorted(sent, places)] for places in positions)
-        partial_fit = torch.full((len(keys),), fitted.shape[1] < shard.n_keys, device=keys.device)
+        is_partial = keys.new_full((len(keys),), fitted.shape[1] < shard.n_keys, dtype=torch.bool)
         points = with_noise(shard.keys, self.noise, shard.streams, shard=shard).flatten(0, 1)
         lift = self.lift(lifted, None, shard.streams)
-        return self._scored(shard.keys, points, None, Sample(fitted, None, partial_fit), lift, shard.streams)
+        return self._scored(shard.keys, points, None, Sample(fitted, None, is_partial), lift, shard.streams)
 
     def _sampled_positions(self, shard: KeyShard) -> tuple[Tensor, Tensor]:
         """Positions that the clusters are fitted on, and those that `lift` looks at."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from prescore.rng import Streams
 from prescore.scoring.metrics import Euclidean
-from prescore.scoring.sampling import Sample, Scratch, draw_sample, gather_rows
+from prescore.scoring.sampling import Sample, Scratch, arange, draw_sample, gather_rows
 
 SEEDINGS = ("k-means++", "random")
 _ASSIGN_ROWS = 8192
@@ -153,7 +153,7 @@ def _iterate(
     scratch: Scratch,
 ) -> Tensor:
     result = centres
-    numbers = torch.arange(len(points), device=points.device)
+    numbers = arange(len(points), like=points)
     moving = torch.ones(len(points), dtype=torch.bool, device=points.device)
     for _ in range(max_iter):
         updated = _step(points, weights, centres, metric, scratch, final=False)
@@ -230,11 +230,11 @@ def seed_centres(
 def _random(points: Tensor, weights: Tensor | None, n_clusters: int, streams: Streams) -> Tensor:
     n_problems, size = points.shape[:2]
     lots = streams.uniform("random seeds", size, like=points).expand(n_problems, size)
-    n_valid = torch.full((n_problems,), size, device=points.device)
+    n_valid = points.new_full((n_problems,), size, dtype=torch.int64)
     if weights is not None:
         n_valid = (weights > 0).sum(dim=1)
         lots = lots.masked_fill(weights <= 0, 2.0)
-    turns = torch.arange(n_clusters, device=points.device) % n_valid.clamp(min=1).unsqueeze(1)
+    turns = arange(n_clusters, like=points) % n_valid.clamp(min=1).unsqueeze(1)
     return torch.argsort(lots, dim=1, stable=True).gather(1, turns)
 
 

@@ -7,7 +7,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from prescore.scoring.sampling import Scratch, gather_rows
+from prescore.scoring.sampling import Scratch, arange, gather_rows
 
 # Bisection steps before the last iteration and in it; the bracket is wider above p = 2. Ten halvings of a standard
 # deviation change a cluster's cost by less than 1e-6 of itself.
@@ -85,7 +85,7 @@ class Euclidean:
 
 def one_hot(labels: Tensor, weights: Tensor, n_clusters: int) -> tuple[Tensor, Tensor]:
     """`[P, k, n]`: the weight of a point in the row of its label, zero elsewhere; and the labels."""
-    clusters = torch.arange(n_clusters, device=labels.device).unsqueeze(1)
+    clusters = arange(n_clusters, like=labels).unsqueeze(1)
     hot = (labels.unsqueeze(1) == clusters).to(weights.dtype)
     return hot.mul_(weights.unsqueeze(1)), labels
 

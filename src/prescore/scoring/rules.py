@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from prescore.scoring.sampling import arange
+
 RULES = ("nearest", "farthest", "cluster-share", "sensitivity", "balanced")
 
 
@@ -62,7 +64,7 @@ def cluster_sums(labels: Tensor, n_clusters: int, present: Tensor, *values: Tens
 
 def _starts(sorted_labels: Tensor, n_clusters: int) -> Tensor:
     """`[P, n_clusters + 1]`: where each cluster, and then the absent points, begin in the sorted labels."""
-    numbers = torch.arange(n_clusters + 1, device=sorted_labels.device)
+    numbers = arange(n_clusters + 1, like=sorted_labels)
     return torch.searchsorted(sorted_labels, numbers.expand(len(sorted_labels), -1).contiguous())
 
 
@@ -81,6 +83,6 @@ def _balanced(distances: Tensor, labels: Tensor, n_clusters: int, present: Tenso
     order = torch.argsort(groups.to(torch.float64) + fraction, dim=1, stable=True)
     sorted_groups = groups.gather(1, order)
     starts = _starts(sorted_groups, n_clusters).gather(1, sorted_groups)
-    rank = torch.arange(distances.shape[1], device=labels.device) - starts
+    rank = arange(distances.shape[1], like=labels) - starts
     ranks = torch.empty_like(rank).scatter_(1, order, rank)
     return -(ranks + fraction)

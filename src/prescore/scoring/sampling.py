@@ -42,7 +42,7 @@ def draw_sample(points: Tensor, weights: Tensor | None, size: int | None, stream
     if not n_problems or not n_points:
         return Sample(points, weights, points.new_zeros(n_problems, dtype=torch.bool))
     if weights is None:
-        n_valid = torch.full((n_problems,), n_points, device=points.device)
+        n_valid = points.new_full((n_problems,), n_points, dtype=torch.int64)
     else:
         n_valid = (weights > 0).sum(dim=1)
         points, weights = _padding_last(points, weights, n_valid)
@@ -53,7 +53,7 @@ def draw_sample(points: Tensor, weights: Tensor | None, size: int | None, stream
     if most == n_points and not bool(is_partial.any()):
         return Sample(points, weights, is_partial)
     positions = _strata(n_valid, counts, most, streams, name, like=points)
-    inside = torch.arange(most, device=points.device) < counts.unsqueeze(1)
+    inside = arange(most, like=points) < counts.unsqueeze(1)
     if weights is None:
         kept = None if bool(inside.all()) else inside.to(points.dtype)
     else:
@@ -63,15 +63,15 @@ def draw_sample(points: Tensor, weights: Tensor | None, size: int | None, stream
 
 def sample_positions(n_points: int, size: int | None, streams: Streams, name: str) -> Tensor:
     """The positions `[m]` that `draw_sample` takes of points that all have weight 1."""
-    if size is None or size == 0 or size >= n_points:
-        return torch.arange(n_points if size is None else min(size, n_points))
-    n_valid, counts = torch.tensor([n_points]), torch.tensor([size])
-    return _strata(n_valid, counts, size, streams, name, like=counts)[0]
+    counts = torch.tensor([n_points if size is None else min(size, n_points)], dtype=torch.int64, device="cpu")
+    if int(counts) in (0, n_points):
+        return arange(int(counts), like=counts)
+    return _strata(torch.full_like(counts, n_points), counts, int(counts), streams, name, like=counts)[0]
 
 
 def _strata(n_valid: Tensor, counts: Tensor, most: int, streams: Streams, name: str, *, like: Tensor) -> Tensor:
     """`[P, most]`: position i is `floor((i + u_i) * n_valid / count)`; those beyond a count are filler."""
-    jitter = torch.arange(most, device=like.device) + streams.uniform(name, most, like=like)
+    jitter = arange(most, like=like) + streams.uniform(name, most, like=like)
     stride = n_valid.to(torch.float64) / counts.clamp(min=1)
     last = (n_valid - 1).clamp(min=0).unsqueeze(1)
     return torch.minimum((jitter * stride.unsqueeze(1)).to(torch.int64), last)
@@ -80,16 +80,21 @@ def _strata(n_valid: Tensor, counts: Tensor, most: int, streams: Streams, name: 
 def _padding_last(points: Tensor, weights: Tensor, n_valid: Tensor) -> tuple[Tensor, Tensor]:
     """Points of weight zero behind the others, which keep their order."""
     present = weights > 0
-    if torch.equal(present, torch.arange(points.shape[1], device=points.device) < n_valid.unsqueeze(1)):
+    if torch.equal(present, arange(points.shape[1], like=points) < n_valid.unsqueeze(1)):
         return points, weights
     order = torch.argsort(present.to(torch.uint8), dim=1, descending=True, stable=True)
     return gather_rows(points, order), weights.gather(1, order)
 
 
+def arange(*bounds: int, like: Tensor) -> Tensor:
+    """Consecutive integers on `like`'s device."""
+    return torch.arange(*bounds, dtype=torch.int64, device=like.device)
+
+
 def gather_rows(rows: Tensor, index: Tensor, *, out: Tensor | None = None) -> Tensor:
     """Rows `[P, n, ...]` at `index [P, m]` as `[P, m, ...]`, into `out` if given; faster than `gather`."""
     n_problems, n_rows = rows.shape[:2]
-    offsets = torch.arange(n_problems, device=rows.device).unsqueeze(1) * n_rows
+    offsets = arange(n_problems, like=rows).unsqueeze(1) * n_rows
     flat = rows.reshape(n_problems * n_rows, *rows.shape[2:])
     into = None if out is None else out.view(-1, *rows.shape[2:])
     gathered = torch.index_select(flat, 0, (index + offsets).reshape(-1), out=into)

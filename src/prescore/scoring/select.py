@@ -11,6 +11,7 @@ from torch import Tensor
 from prescore.config import Selected
 from prescore.rng import Streams
 from prescore.scoring.base import Scored, Scorer, checked_scores
+from prescore.scoring.sampling import arange
 from prescore.types import Selection
 
 
@@ -199,10 +200,10 @@ def selection_of(member: Tensor) -> Selection:
     n_keys = member.shape[2]
     counts = member.sum(dim=2, keepdim=True)
     size = int(counts.max()) if counts.numel() else 0
-    valid = torch.arange(size, device=member.device) < counts
+    valid = arange(size, like=member) < counts
     if size == 0:
         return Selection(torch.zeros_like(valid, dtype=torch.int64), valid)
-    positions = torch.arange(n_keys, device=member.device).expand_as(member)
+    positions = arange(n_keys, like=member).expand_as(member)
     # other positions go to a slot that is cut off
     slot = (member.cumsum(dim=2) - 1).masked_fill_(~member, size)
     indices = torch.zeros(*member.shape[:2], size + 1, dtype=torch.int64, device=member.device)
