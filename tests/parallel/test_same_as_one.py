@@ -149,7 +149,9 @@ def test_fewer_queries_than_keys(crew, name, is_causal):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", ["exact", "key-diff", "kmeans", "sampled", "paper", "leverage", "hyper", "routed"])
+@pytest.mark.parametrize(
+    "name", ["exact", "key-diff", "kmeans", "sampled", "paper", "leverage", "hyper", "routed"]
+)
 def test_lower_precision(crew, name, dtype):
     # outputs and gradients of size 1 to 10: some roundings of the dtype, far less than one wrong key
     check(crew, name, tensors(dtype), ranks=2, is_causal=True, budget=64 * torch.finfo(dtype).eps)
