@@ -71,7 +71,8 @@ class Companions(Scorer):
 
     def _unused_bits(self, present: Tensor) -> Tensor:
         # so many bits that a bucket holds about half a window of a problem's keys
-        buckets = (present.sum(dim=1, keepdim=True) / (self.window / 2)).clamp(min=1.0, max=2.0**_MAX_BITS)
+        n_present = present.sum(dim=1, keepdim=True).to(torch.float32)
+        buckets = (n_present / (self.window / 2)).clamp(min=1.0, max=2.0**_MAX_BITS)
         return _MAX_BITS - buckets.log2().ceil().to(torch.int64)
 
 
