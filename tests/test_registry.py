@@ -30,7 +30,7 @@ def everything(query, key, value, **options):
 
 @pytest.fixture
 def install(tmp_path, monkeypatch):
-    """Makes a package with a module and entry points, as pip would; all that it registers is gone afterwards."""
+    """Make a package with a module and entry points, as pip would; its registrations disappear afterwards."""
     prescore.list_scorers()
     known = [(names, dict(names)) for names in (registry._SCORERS, REGISTERED)]
     monkeypatch.syspath_prepend(tmp_path)
@@ -67,11 +67,11 @@ def test_an_installed_baseline_is_known_by_its_name(install):
     assert get_baseline("oracle") is BASELINES["oracle"]
 
 
-def test_a_broken_package_is_left_out_and_said_once(install):
+def test_a_broken_package_is_left_out_with_one_warning(install):
     install("a_broken_package", "1 / 0", "prescore.scorers")
-    with pytest.warns(UserWarning, match="entry point 'a_broken_package' of prescore.scoring was left out .Zero"):
+    with pytest.warns(UserWarning, match="entry point 'a_broken_package' of prescore.scorers was left out .Zero"):
         assert "kmeans" in prescore.list_scorers()
-    prescore.list_scorers()  # said once
+    prescore.list_scorers()  # no second warning
 
 
 def test_baselines_have_names_of_their_own(install):
@@ -96,15 +96,12 @@ def test_baselines_have_names_of_their_own(install):
     ("make", "said"),
     [
         (lambda: prescore.Selected(topk=3), r"Selected must have fields .*got 'topk' \(did you mean 'top_k'\?\)"),
-        (lambda: prescore.Routed(row=3), r"got 'row' \(did you mean 'rows'\?\)"),
-        (
-            lambda: prescore.KMeans(n_cluster=3),
-            r"got 'n_cluster' \(did you mean 'n_clusters'\?\)",
-        ),
+        (lambda: prescore.Routed(chunk=3), r"got 'chunk' \(did you mean 'chunk_size'\?\)"),
+        (lambda: prescore.KMeans(n_cluster=3), r"got 'n_cluster' \(did you mean 'n_clusters'\?\)"),
         (lambda: prescore.KeyNorm(power=3), "KeyNorm must have fields among none, got 'power'"),
         (lambda: prescore.Exact(rows=3), "Exact must have fields among none, got 'rows'"),
     ],
 )
-def test_a_misspelt_field_is_told_the_nearest(make, said):
+def test_a_misspelt_field_is_answered_with_the_nearest(make, said):
     with pytest.raises(TypeError, match=said):
         make()

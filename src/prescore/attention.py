@@ -250,8 +250,11 @@ def attend(
             refusal = refusal or error  # the other ranks must hear of it instead of waiting
         if group is not None:
             is_causal, mask, scale, generator, *_ = options
-            request = ShardRequest(query, key, value, is_causal, mask, scale, generator, explain or need_lse)
-            return attend_in_group(group, request, config, options.backend, refusal)
+            explain = explain or need_lse
+            request = ShardRequest(
+                query, key, value, config, is_causal, mask, scale, generator, options.backend, explain
+            )
+            return attend_in_group(group, request, refusal)
         config = check_config(config)
         # only now: a call that is refused must not advance a generator
         streams = as_streams(options.generator)
@@ -283,6 +286,7 @@ def _checked(
         config = Selected(remainder="none")
     config = check_config(config)
     checks.probability("dropout_p", options.dropout_p)
+    check_generator(options.generator)
     check_generator(options.dropout_generator, "dropout_generator")
     checks.attention_inputs(
         query,

@@ -1,7 +1,7 @@
-"""Names of scorers. A scorer is one file in `prescore/scoring`, or any class a third party registers.
+"""Names of scorers. A scorer is one class in `prescore/scoring`, or any class that a third party registers.
 
-An installed package makes its scorers known by an entry point of the group `prescore.scorers`, which names the
-module that registers them.
+An installed package registers its scorers through an entry point of the group `prescore.scorers` that names the
+module with the classes.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from typing import Any, TypeVar
 _SCORERS: dict[str, type[Any]] = {}
 _PACKAGE = "prescore.scoring"
 _GROUP = "prescore.scorers"
-_BASE = ("prescore.scoring.base", "Scorer")  # by name: that module asks this one for names
+_BASE = ("prescore.scoring.base", "Scorer")  # by name, because that module imports this one
 
 ScorerType = TypeVar("ScorerType", bound=type[Any])
 
 
 def register_scorer(name: str) -> Callable[[ScorerType], ScorerType]:
-    """Class decorator: make a scorer known under `name`.
+    """Class decorator: register a scorer under `name`.
 
     Example:
         >>> @register_scorer("key-norm")
@@ -35,16 +35,12 @@ def register_scorer(name: str) -> Callable[[ScorerType], ScorerType]:
         raise TypeError(f"name must be a non-empty str, got {name!r}")
 
     def register(scorer: ScorerType) -> ScorerType:
-        if not isinstance(scorer, type) or _BASE not in {
-            (base.__module__, base.__name__) for base in scorer.__mro__
-        }:
+        bases = {(base.__module__, base.__name__) for base in getattr(scorer, "__mro__", ())}
+        if _BASE not in bases:
             raise TypeError(f"scorer must be a class derived from prescore.Scorer, got {scorer!r}")
-        known = _SCORERS.get(name)
+        known = _SCORERS.get(name, scorer)
         # a module that is loaded again registers its class again
-        if known is not None and (known.__module__, known.__qualname__) != (
-            scorer.__module__,
-            scorer.__qualname__,
-        ):
+        if (known.__module__, known.__qualname__) != (scorer.__module__, scorer.__qualname__):
             raise ValueError(f"name must be new, got {name!r}, which {known.__qualname__} has already")
         _SCORERS[name] = scorer
         scorer.name = name
@@ -72,7 +68,7 @@ def get_scorer(name: object) -> type[Any]:
 
 
 def _discover() -> None:
-    # The one place with import magic: every file beside scoring/base.py registers itself when imported.
+    """Import every module of `prescore/scoring` and of installed packages: scorers register when imported."""
     package = importlib.import_module(_PACKAGE)
     for module in pkgutil.iter_modules(package.__path__):
         importlib.import_module(f"{_PACKAGE}.{module.name}")
@@ -81,7 +77,7 @@ def _discover() -> None:
 
 @functools.cache
 def load_entry_points(group: str) -> None:
-    """Import what installed packages name in a group, once; what cannot be imported is said, and left out."""
+    """Import the modules that installed packages name in a group, once; a failing import becomes a warning."""
     for point in metadata.entry_points(group=group):
         try:
             point.load()

@@ -1,6 +1,7 @@
-"""What every scorer must do, as checks that anyone can run on their own.
+"""What every scorer must do, as checks to run on a scorer of your own.
 
-    pass  # dropped import
+    from prescore.testing import check_scorer
+
     check_scorer("my-scorer")
     check_scorer(MyScorer(window=3))
 
@@ -11,6 +12,7 @@ to 0.5 % of the keys may differ where a method has ties.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +20,7 @@ import torch
 from torch import Tensor
 
 from prescore.rng import Streams
-from prescore.scoring.base import Scored, Scorer, as_scorer
+from prescore.scoring.base import KeyShard, Scored, Scorer, as_scorer, checked_scores
 from prescore.scoring.select import score_keys
 
 Check = Callable[[Scorer], None]
@@ -34,41 +36,28 @@ def check_scorer(scorer: str | Scorer) -> None:
 
 
 def shapes_and_dtypes(scorer: Scorer) -> None:
-    """Scores are `[B, H, N]`, at least float32; labels are integers below `n_clusters`."""
+    """Scores are `[B, H, N]`, finite, at least float32; labels are integers below `n_clusters`."""
     for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
-        keys = _keys(2, 3, 40, 8).to(dtype)
-        scored = _score(keys, scorer)
-        expected = torch.promote_types(dtype, torch.float32)
-        _require(scored.scores.shape == (2, 3, 40), f"scores must be [B, H, N], got {scored.scores.shape}")
-        _require(
-            scored.scores.dtype == expected, f"scores must be {expected} for {dtype}, got {scored.scores.dtype}"
-        )
-        if scored.labels is not None:
-            _require(scored.labels.shape == (2, 3, 40), f"labels must be [B, H, N], got {scored.labels.shape}")
-            inside = (scored.labels >= 0) & (scored.labels < scored.n_clusters)
-            _require(bool(inside.all()), f"labels must be below n_clusters = {scored.n_clusters}")
+        _score(_keys(2, 3, 40, 8).to(dtype), scorer)
 
 
 def finite_on_degenerate_keys(scorer: Scorer) -> None:
     """Equal keys, zero keys, one key, fewer keys than clusters, no keys, no batch: finite scores."""
-    one = _keys(1, 2, 1, 8)
+    one, position = _keys(1, 2, 1, 8), torch.arange(50, dtype=torch.float64, device="cpu")
     cases = {
         "equal keys": one.expand(1, 2, 50, 8).contiguous(),
-        "zero keys": torch.zeros(1, 2, 50, 8),
+        "zero keys": _keys(1, 2, 50, 8) * 0,
         "a single key": one,
         "fewer keys than clusters": _keys(1, 2, 3, 8),
-        "huge and tiny keys": _keys(1, 2, 50, 8) * torch.logspace(-12, 12, 50)[:, None],
-        "no keys": torch.zeros(1, 2, 0, 8),
-        "an empty batch": torch.zeros(0, 2, 5, 8),
+        "huge and tiny keys": _keys(1, 2, 50, 8) * 10.0 ** (position * 24 / 49 - 12)[:, None],
+        "no keys": _keys(1, 2, 0, 8),
+        "an empty batch": _keys(0, 2, 5, 8),
     }
     for name, keys in cases.items():
-        scores = _score(keys, scorer).scores
-        _require(scores.shape == keys.shape[:3], f"{name}: scores must be [B, H, N], got {scores.shape}")
-        _require(bool(torch.isfinite(scores).all()), f"{name}: scores must be finite, got {scores}")
-    padded = torch.arange(50) < torch.tensor([[50], [0]])
+        _score(keys, scorer, what=f"{name}: ")
+    padded = _first(50, 50, 0)
     keys = _keys(2, 2, 50, 8) * padded[:, None, :, None]
-    scores = _score(keys, scorer, valid=padded).scores
-    _require(bool(torch.isfinite(scores[0]).all()), "a row beside an all-padding row must have finite scores")
+    _score(keys, scorer, valid=padded, what="a sequence beside one of padding: ")
 
 
 def same_seed_same_scores(scorer: Scorer) -> None:
@@ -77,7 +66,7 @@ def same_seed_same_scores(scorer: Scorer) -> None:
     state = torch.random.get_rng_state()
     first = _score(keys, scorer).scores
     _require(torch.equal(torch.random.get_rng_state(), state), "scoring must leave the global generator alone")
-    torch.rand(3)
+    torch.rand(3, dtype=torch.float32, device="cpu")
     second = _score(keys, scorer).scores
     torch.random.set_rng_state(state)
     _require(torch.equal(first, second), "the same seed must give the same scores")
@@ -85,11 +74,11 @@ def same_seed_same_scores(scorer: Scorer) -> None:
 
 def inputs_untouched(scorer: Scorer) -> None:
     """Keys and mask are not written to, and no gradient flows through scoring."""
-    for own in (scorer, *(_changed(scorer, normalize=choice) for choice in (False, True))):
+    for variant in (scorer, *(_changed(scorer, normalize=choice) for choice in (False, True))):
         keys = _keys(2, 2, 60, 8).requires_grad_()
-        valid = torch.arange(60) < torch.tensor([[60], [40]])
+        valid = _first(60, 60, 40)
         before, mask = keys.detach().clone(), valid.clone()
-        scores = _score(keys, own, valid=valid).scores
+        scores = _score(keys, variant, valid=valid).scores
         _require(torch.equal(keys.detach(), before), "scoring must not write to the keys")
         _require(torch.equal(valid, mask), "scoring must not write to the mask")
         _require(not scores.requires_grad, "scores must not require a gradient")
@@ -98,16 +87,16 @@ def inputs_untouched(scorer: Scorer) -> None:
 def heads_and_rows_are_independent(scorer: Scorer) -> None:
     """A head alone has the scores it has among others."""
     keys = _keys(3, 2, 200, 8)
-    parallel_group = _score(keys, scorer).scores
+    batched = _score(keys, scorer).scores
     for row, head in ((0, 0), (2, 1)):
         alone = _score(keys[row : row + 1, head : head + 1], scorer).scores
-        _require_equal(alone[0, 0], parallel_group[row, head], f"row {row}, head {head} alone and in a batch")
+        _require_equal(alone[0, 0], batched[row, head], f"row {row}, head {head} alone and in a batch")
 
 
 def padding_changes_nothing(scorer: Scorer) -> None:
     """A sequence padded inside a batch has the scores it has alone, and -inf on the padding."""
     keys = _keys(2, 2, 200, 8)
-    valid = torch.arange(200) < torch.tensor([[120], [200]])
+    valid = _first(200, 120, 200)
     keys = keys * valid[:, None, :, None]
     padded = _score(keys, scorer, valid=valid).scores
     alone = _score(keys[:1, :, :120], scorer).scores
@@ -120,10 +109,34 @@ def permuting_keys_permutes_scores(scorer: Scorer) -> None:
     if not scorer.permutation_equivariant:
         return
     keys = _keys(1, 2, 200, 8)
-    order = torch.randperm(200, generator=torch.Generator().manual_seed(5))
+    order = _keys(200).argsort()
     scorer = _changed(scorer, noise=0.0)
     moved = _score(keys[:, :, order], scorer).scores
     _require_equal(moved, _score(keys, scorer).scores[:, :, order], "permuted keys")
+
+
+@torch.no_grad()
+def shards_score_as_the_full_sequence(scorer: Scorer) -> None:
+    """For scorers with statistics: keys that lie on several ranks have the scores they have on one."""
+    keys, cuts = _keys(2, 2, 200, 8), (0, 3, 90, 200)
+    full, streams = _score(keys, scorer), Streams(7)
+    shards = [
+        KeyShard(keys[:, :, begin:end], begin, 200, keys.dtype, streams) for begin, end in itertools.pairwise(cuts)
+    ]
+    sent = [scorer.stats(shard) for shard in shards]
+    stats = [each for each in sent if each is not None]
+    if not stats:
+        return
+    for shard, own in zip(shards, stats, strict=True):
+        empty = scorer.stats(dataclasses.replace(shard, keys=shard.keys[:0]))
+        _require(
+            empty is not None and (empty.shape[1:], empty.dtype) == (own.shape[1:], own.dtype),
+            f"stats of an empty batch must tell shape {tuple(own.shape)} and dtype {own.dtype}, got {empty}",
+        )
+        scored = checked_scores(scorer.score_from(stats, shard), scorer, shard.keys, None)
+        _require_equal(scored.scores, full.scores[:, :, shard.positions], f"keys {shard.positions} alone")
+        if scored.labels is not None and full.labels is not None:
+            _require_equal(scored.labels, full.labels[:, :, shard.positions], "labels of shards")
 
 
 CONTRACT: tuple[Check, ...] = (
@@ -134,20 +147,30 @@ CONTRACT: tuple[Check, ...] = (
     heads_and_rows_are_independent,
     padding_changes_nothing,
     permuting_keys_permutes_scores,
+    shards_score_as_the_full_sequence,
 )
 
 
 def _keys(*size: int) -> Tensor:
-    generator = torch.Generator().manual_seed(sum(size))
-    return torch.randn(*size, generator=generator, dtype=torch.float64)
+    generator = torch.Generator("cpu").manual_seed(sum(size))
+    return torch.randn(*size, generator=generator, dtype=torch.float64, device="cpu")
 
 
-def _score(keys: Tensor, scorer: Scorer, valid: Tensor | None = None) -> Scored:
-    return score_keys(keys, scorer, valid=valid, streams=Streams(7))
+def _first(length: int, *counts: int) -> Tensor:
+    """A mask `[B, length]`: the first `counts` keys of each sequence are real."""
+    position = torch.arange(length, dtype=torch.int64, device="cpu")
+    return position < torch.tensor(counts, dtype=torch.int64, device="cpu")[:, None]
+
+
+def _score(keys: Tensor, scorer: Scorer, valid: Tensor | None = None, what: str = "") -> Scored:
+    try:
+        return score_keys(keys, scorer, valid=valid, streams=Streams(7))
+    except (ValueError, TypeError) as error:
+        raise AssertionError(f"{what}{error}") from error
 
 
 def _changed(scorer: Any, **changes: object) -> Scorer:
-    """The scorer with those of the hyper-parameters changed that it has."""
+    """The scorer with other values for those of the hyper-parameters that it has."""
     known = {field.name for field in dataclasses.fields(scorer)}
     changed: Scorer = dataclasses.replace(scorer, **{name: changes[name] for name in known & set(changes)})
     return changed

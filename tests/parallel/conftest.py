@@ -6,6 +6,6 @@ from crew import Crew
 
 @pytest.fixture(scope="package")
 def crew(tmp_path_factory):
-    made = Crew(tmp_path_factory.mktemp("crew") / "store")
-    yield made
-    made.stop()
+    crew = Crew(tmp_path_factory.mktemp("crew") / "store")
+    yield crew
+    crew.stop()

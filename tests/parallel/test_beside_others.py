@@ -1,4 +1,4 @@
-"""`prescored` as the core attention of what other libraries spread over ranks."""
+"""`prescored` as the core attention of other libraries that distribute a model."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ def logits_of_one_process(config, ids, **sizes):
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_under_a_registration_that_exchanges_heads(crew, name):
-    """As DeepSpeed's Ulysses registers itself: the function of the name is wrapped, and sees whole sequences."""
+    """As DeepSpeed's Ulysses registers itself: the function of the name is wrapped, and sees full sequences."""
     ids, _ = prompts(batch=2, length=48, cut=0)
     found = torch.cat(crew.run(run_as_core, CONFIGS[name], ids, ranks=2), dim=1)
     torch.testing.assert_close(found, logits_of_one_process(CONFIGS[name], ids), rtol=FLOAT32, atol=FLOAT32)

@@ -51,7 +51,7 @@ def test_loss_and_gradients_are_those_of_one_process(crew, name, side, ranks):
 
 
 @pytest.mark.parametrize("name", ["exact", "selected", "routed", "hyper"])
-def test_greedy_generation_from_a_cache_of_pieces(crew, name):
+def test_greedy_generation_from_a_cache_of_shards(crew, name):
     """The prompt is read as one process reads it; steps read the keys of all ranks exactly."""
     ids, _ = prompts(batch=2, length=48, cut=0)
     results = crew.run(run_generation, CONFIGS[name], ids, 12, ranks=3)
@@ -97,7 +97,7 @@ def test_a_model_that_takes_no_positions():
 @pytest.mark.parametrize("family", ["Qwen3", "GPT2", "OPT", "GPTNeoX", "Phi3"])
 def test_families(crew, family):
     ids, _ = prompts(batch=1, length=48, cut=0)
-    # without clusters: keys that differ by rounding, as those of pieces do, may be clustered otherwise
+    # without clusters: keys that differ by rounding, as those of shards do, may be clustered otherwise
     config = Selected("key-norm", 4, min_seq_len=8, remainder="none")
     results = crew.run(run_model, config, ids, None, family, False, ranks=2)
     model = tiny(family)

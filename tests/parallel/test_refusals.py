@@ -1,4 +1,4 @@
-"""Wrong use is refused in one sentence on every rank; nobody waits for a rank that raised."""
+"""Wrong use is refused in one sentence on every rank; no rank waits for one that raised."""
 
 import re
 
@@ -26,9 +26,10 @@ CASES = {
     "hole": r"key_padding_mask must have no padding between the real keys .* got some at position 9 of sequence 0",
     "dtype": rf"dtype {SAME} torch.float32 on rank 0 and torch.float64 on rank 1",
     "gradients": rf"requires_grad {SAME} \[\] on rank 0 and \['key'\] on rank 1",
-    "NaN": r"key must be finite where it is not padding, got nan at \(0, 0, 3, 2\)",
+    "NaN": r"key must be finite where it is not padding, got nan at \(0, 0, 3, 0\)",
+    "generator": "generator must be an int, a torch.Generator or None, got str 'six'",
     "type": "query must be a torch.Tensor, got str",
-    "dropout": "group cannot run: dropout_p must be 0, for one process would drop other weights, got 0.1",
+    "dropout": "group cannot run: dropout_p must be 0, as the ranks would drop other weights, got 0.1",
     "selection": "group cannot run: a selection cannot be given for a sequence that lies on several ranks",
 }
 
@@ -43,18 +44,18 @@ def test_every_rank_refuses(crew, wrong):
     assert crew.run(attend_wrongly, "nothing", ranks=2)  # and the group goes on
 
 
-def test_who_refused_is_named_on_the_others(crew):
+def test_the_refusing_rank_is_named_on_the_others(crew):
     (_, (_, elsewhere)), (_, (_, here)) = crew.outcomes(attend_wrongly, "NaN", ranks=2)
     assert elsewhere == f"rank 1 of 2 refused: {here}"
 
 
 @pytest.mark.parametrize(
-    ("heads", "ranks", "refusing"),
-    [(1, 3, 2), (2, 2, 1)],
-    ids=["ranks without heads", "one rank's heads"],
+    ("heads", "ranks", "sharded", "refusing"),
+    [(1, 3, False, 2), (2, 2, False, 1), (2, 2, True, 0)],
+    ids=["ranks without heads", "one rank's heads", "one rank's keys"],
 )
-def test_what_a_rank_refuses_while_it_computes(crew, heads, ranks, refusing):
-    outcomes = crew.outcomes(refuse_while_computing, heads, ranks=ranks)
+def test_what_a_rank_refuses_while_it_computes(crew, heads, ranks, sharded, refusing):
+    outcomes = crew.outcomes(refuse_while_computing, heads, sharded, ranks=ranks)
     assert [kind for kind, _ in outcomes] == ["raised"] * ranks, outcomes
     sentences = [sentence for _, (_, sentence) in outcomes]
     here = sentences.pop(refusing)

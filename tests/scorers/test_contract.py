@@ -1,27 +1,23 @@
-"""Every registered scorer keeps the contract, and the contract can be broken."""
+"""Every registered scorer keeps the contract, the contract can be broken, and bad results are refused."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import pytest
 import torch
 
-from prescore import KMeans, KMedian, Leverage, Minkowski
-from prescore import testing as scorer_contract
+import prescore
+from prescore import GaussianKMeans, KeyNorm, KMeans, KMedian, Leverage, Minkowski, Selected
+from prescore import testing as contract
 from prescore.registry import _SCORERS, get_scorer, list_scorers, register_scorer
-from prescore.scoring.base import Scorer, as_scorer
+from prescore.rng import Streams
+from prescore.scoring.base import KeyShard, Scored, Scorer, as_scorer
 from prescore.testing import CONTRACT, check_scorer
 
-BUILT_IN = [
-    "companions",
-    "gaussian-kmeans",
-    "key-diff",
-    "key-norm",
-    "kmeans",
-    "kmedian",
-    "leverage",
-    "minkowski",
-    "uniform",
-]
+MODULES = {
+    "companions": "companions", "gaussian-kmeans": "kmeans", "key-diff": "key_diff", "key-norm": "key_norm",
+    "kmeans": "kmeans", "kmedian": "kmeans", "leverage": "leverage", "minkowski": "kmeans", "uniform": "uniform",
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -39,21 +35,17 @@ def test_registered_scorer(name, check):
     check(as_scorer(name))
 
 
-@pytest.mark.parametrize("rule", ["farthest", "cluster-share", "sensitivity", "balanced"])
-def test_rules_keep_the_contract(rule):
-    check_scorer(KMeans(rule=rule))
-
-
 @pytest.mark.parametrize(
     "scorer",
     [
-        Minkowski(p=1.5),
-        Minkowski(p=3.0),
-        Minkowski(p=0.5),
+        *(KMeans(rule=rule) for rule in ("farthest", "cluster-share", "sensitivity", "balanced")),
+        *(Minkowski(p=p) for p in (0.5, 1.5, 3.0)),
         KMeans(seeding="random"),
         KMeans(fit_size=40, n_clusters=4),
         KMedian(fit_size=40, n_clusters=4, normalize=False),
+        GaussianKMeans(fit_size=50, noise=0.1),
         Leverage(sketch_size=20),
+        Leverage(sketch_size=20, noise=0.1, normalize=True),
         Leverage(noise=0.1),
         Leverage(normalize=True),
         KMeans(noise=0.1, max_iter=0),
@@ -64,10 +56,10 @@ def test_options_keep_the_contract(scorer):
     check_scorer(scorer)
 
 
-def test_names_and_files_agree():
-    assert set(BUILT_IN) <= set(list_scorers())
-    for name in BUILT_IN:
-        assert get_scorer(name).__module__ == f"prescore.scoring.{name.replace('-', '_')}"
+def test_built_in_scorers():
+    assert set(MODULES) <= set(list_scorers())
+    for name, module in MODULES.items():
+        assert get_scorer(name).__module__ == f"prescore.scoring.{module}"
 
 
 @pytest.mark.usefixtures("registered")
@@ -82,42 +74,130 @@ def test_a_third_party_scorer_is_one_class():
     check_scorer("first-coordinate")
 
 
-def _register(name, function, **attributes):
-    scorer = dataclass(frozen=True)(
-        type(name, (Scorer,), {"score": lambda self, keys, *, valid, streams: function(keys), **attributes})
-    )
-    register_scorer(name)(scorer)
-    return scorer()
+def scorer_of(function, **attributes):
+    """A scorer whose scores are a function of the keys."""
+    attributes = {"score": lambda self, keys, *, valid, streams: function(keys), **attributes}
+    return dataclass(frozen=True)(type("Broken", (Scorer,), attributes))()
 
 
-def _overwritten(keys):
+def overwritten(keys):
     scores = keys.sum(-1)
     keys.zero_()
     return scores
 
 
-def _position(keys):
-    return keys.sum(-1) + torch.arange(keys.shape[2])
+def shards_alone(self, stats, shard):
+    return shard.keys.norm(dim=-1) / shard.keys.shape[2]
 
 
-@pytest.mark.usefixtures("registered")
+def mean_norm(self, shard):
+    return shard.keys.norm(dim=-1).mean(dim=2, keepdim=True)
+
+
+SHARDED = {"stats": mean_norm, "score_from": shards_alone}
+GROWING = {
+    "stats": lambda self, shard: shard.keys[..., 0, : max(1, shard.keys.shape[0])],
+    "score_from": shards_alone,
+}
+
+
 @pytest.mark.parametrize(
-    ("function", "check", "message"),
+    ("function", "attributes", "check", "message"),
     [
-        (lambda k: k, scorer_contract.shapes_and_dtypes, r"\[B, H, N\]"),
-        (lambda k: k[..., 0].to(torch.float32), scorer_contract.shapes_and_dtypes, "float64"),
-        (lambda k: k.sum(-1) / k.norm(dim=-1), scorer_contract.finite_on_degenerate_keys, "zero keys"),
-        (lambda k: torch.rand(k.shape[:3]), scorer_contract.same_seed_same_scores, "generator"),
-        (_overwritten, scorer_contract.inputs_untouched, "write to the keys"),
-        (lambda k: k.sum(-1) - k.mean(), scorer_contract.heads_and_rows_are_independent, "row 0, head 0"),
-        (lambda k: k.sum(-1) / k.shape[2], scorer_contract.padding_changes_nothing, "alone and padded"),
-        (_position, scorer_contract.permuting_keys_permutes_scores, "permuted keys"),
+        (lambda k: k, {}, contract.shapes_and_dtypes, r"shape \(2, 3, 40\), got \(2, 3, 40, 8\)"),
+        (lambda k: k[..., 0].float(), {}, contract.shapes_and_dtypes, "float64, got torch.float32"),
+        (lambda k: k.sum(-1) / k.norm(dim=-1), {}, contract.finite_on_degenerate_keys, "zero keys: scores of"),
+        (lambda k: torch.rand(k.shape[:3]).to(k.dtype), {}, contract.same_seed_same_scores, "generator"),
+        (overwritten, {}, contract.inputs_untouched, "write to the keys"),
+        (lambda k: k.sum(-1) - k.mean(), {}, contract.heads_and_rows_are_independent, "row 0, head 0"),
+        (lambda k: k.sum(-1) / k.shape[2], {}, contract.padding_changes_nothing, "alone and padded"),
+        (lambda k: k.sum(-1) + torch.arange(k.shape[2]), {}, contract.permuting_keys_permutes_scores, "permuted"),
+        (lambda k: k.norm(dim=-1), SHARDED, contract.shards_score_as_the_full_sequence, "slice.0, 3.*alone"),
+        (lambda k: k.norm(dim=-1), GROWING, contract.shards_score_as_the_full_sequence, "stats of an empty batch"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_each_check_can_fail(function, attributes, check, message):
+    with pytest.raises(AssertionError, match=message):
+        check(scorer_of(function, **attributes))
+
+
+def spoilt(value):
+    def score(keys):
+        scores = keys.norm(dim=-1)
+        scores[0, 1, 5] = value
+        return scores
+
+    return score
+
+
+def labelled(labels, n_clusters=3):
+    return lambda keys: Scored(keys.norm(dim=-1), labels, n_clusters)
+
+
+@pytest.mark.parametrize(
+    ("function", "error", "message"),
+    [
+        (lambda k: k.tolist(), TypeError, "scores of Broken must be a torch.Tensor, got list"),
+        (lambda k: k[..., 0].long(), TypeError, "scores of Broken must be torch.float32, got torch.int64"),
+        (lambda k: k[..., 0].double(), TypeError, "scores of Broken must be torch.float32, got torch.float64"),
+        (lambda k: k[:, 0, :, 0], ValueError, r"scores of Broken must have shape \(1, 2, 40\), got \(1, 40\)"),
+        (lambda k: k[:, :, :9, 0], ValueError, r"scores of Broken must have shape .* got \(1, 2, 9\)"),
+        (spoilt(torch.nan), ValueError, r"scores of Broken must be finite, got nan at \(0, 1, 5\)"),
+        (spoilt(torch.inf), ValueError, r"scores of Broken must be finite, got inf at \(0, 1, 5\)"),
+        (spoilt(-torch.inf), ValueError, r"scores of Broken must be finite, got -inf at \(0, 1, 5\)"),
+        (labelled(torch.zeros(1, 2, 40)), TypeError, "labels of Broken must be torch.int64, got torch.float32"),
+        (labelled(torch.zeros(1, 2, 3).long()), ValueError, r"labels of Broken must have shape \(1, 2, 40\)"),
+        (labelled(torch.full((1, 2, 40), 3)), ValueError, r"labels of Broken must be in 0\.\.2, got 3"),
+        (labelled(torch.full((1, 2, 40), -1)), ValueError, r"labels of Broken must be in 0\.\.2, got -1"),
     ],
 )
-def test_each_check_can_fail(function, check, message):
-    scorer = _register("broken", function)
-    with pytest.raises(AssertionError, match=message):
-        check(scorer)
+def test_bad_results_are_refused_everywhere(function, error, message):
+    scorer, key = scorer_of(function, name="broken"), torch.randn(1, 2, 40, 4)
+    config = Selected(scorer, 8, min_seq_len=8)
+    for call in (
+        lambda: prescore.score(key, scorer),
+        lambda: prescore.select(key, scorer, top_k=3),
+        lambda: prescore.prescored_attention(key, key, key, config),
+        lambda: prescore.prescored_attention(key, key, key, Selected(scorer, min_score=0.5, min_seq_len=8)),
+    ):
+        with pytest.raises(error, match=message):
+            call()
+
+
+def test_padding_may_score_anything():
+    mask = torch.arange(40)[None] < 30
+    scorer = scorer_of(lambda keys: 1 / keys.norm(dim=-1), name="inverse")
+    scores = prescore.score(torch.randn(1, 2, 40, 4), scorer, key_padding_mask=mask)
+    assert torch.isfinite(scores[..., :30]).all()
+    assert (scores[..., 30:] == -torch.inf).all()
+
+
+def test_statistics_belong_to_the_score_of_their_class():
+    @dataclass(frozen=True)
+    class Shortest(KeyNorm):
+        name: ClassVar[str] = "shortest"
+
+        def score(self, keys, *, valid, streams):
+            return -super().score(keys, valid=valid, streams=streams)
+
+    shard = KeyShard(torch.ones(1, 1, 4, 2), 0, 4, torch.float32, Streams(0))
+    assert KeyNorm().stats(shard).shape == (1, 1, 0)
+    assert Shortest().stats(shard) is None
+    with pytest.raises(NotImplementedError, match="Shortest has no statistics"):
+        Scorer.score_from(Shortest(), [], shard)
+
+
+def test_clusters_are_fitted_on_all_keys_unless_a_size_is_given():
+    key = torch.randn(1, 1, 3000, 4, generator=torch.Generator().manual_seed(0))
+    on_all, sampled = prescore.score(key, KMeans()), prescore.score(key, KMeans(fit_size=500))
+    for size in (3000, 10**6):
+        assert torch.equal(prescore.score(key, KMeans(fit_size=size)), on_all)
+    assert not torch.equal(sampled, on_all)
+    with pytest.raises(ValueError, match=r"fit_size must be None \(fit on all keys\) or at least 1, got 0"):
+        KMeans(fit_size=0)
+    with pytest.raises(TypeError, match="fit_size must be an int, got bool False"):
+        KMeans(fit_size=False)
 
 
 def test_only_scorers_are_registered():
@@ -125,6 +205,7 @@ def test_only_scorers_are_registered():
         def score(self, keys, *, valid, streams):
             return keys.norm(dim=-1)
 
-    with pytest.raises(TypeError, match=r"derived from prescore\.Scorer, got .*Duck"):
-        register_scorer("duck")(Duck)
+    for wrong in (Duck, KeyNorm()):
+        with pytest.raises(TypeError, match=r"derived from prescore\.Scorer, got .*(Duck|KeyNorm)"):
+            register_scorer("duck")(wrong)
     assert "duck" not in list_scorers()

@@ -1,4 +1,4 @@
-"""What the crew is told to do; every function takes the process group first and returns plain tensors."""
+"""What the crew runs; every function takes the process group first and returns plain tensors."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -9,36 +9,29 @@ from oracles.inputs import attention_tensors
 import prescore
 
 
-def piece(tensor, group, dim=2):
+def shard(tensor, group, dim=2):
     """This rank's part of a tensor."""
-    if tensor is None:
-        return None
-    return tensor.chunk(group.size(), dim)[group.rank()].contiguous()
+    return None if tensor is None else tensor.chunk(group.size(), dim)[group.rank()].contiguous()
 
 
 def attend(group, config, inputs, mask, options, learned=True):
-    """Output, lse, gradients of query, key and value, and statistics, all of this rank's piece."""
-    parts = [piece(tensor, group).requires_grad_(learned) for tensor in inputs]
-    output, aux = prescore.prescored_attention(
-        *parts, config, key_padding_mask=piece(mask, group, 1), group=group, return_aux=True, **options
-    )
+    """Output, lse, gradients of query, key and value, and stats, all of this rank's shard."""
+    parts = [shard(tensor, group).requires_grad_(learned) for tensor in inputs]
+    options = {**options, "key_padding_mask": shard(mask, group, 1), "group": group}
+    output, aux = prescore.prescored_attention(*parts, config, return_aux=True, **options)
     if learned:
-        weights = piece(gradient_weights(inputs), group)
-        (output * weights).sum().backward()
-    grads = [part.grad for part in parts]
-    return output.detach(), aux.lse.detach(), *grads, aux.stats
+        (output * shard(gradient_weights(inputs), group)).sum().backward()
+    return output.detach(), aux.lse.detach(), *(part.grad for part in parts), aux.stats
 
 
-def attend_quietly(group, config, inputs, mask, options):
-    """The output alone, without lse or gradients."""
-    parts = [piece(tensor, group) for tensor in inputs]
-    return prescore.prescored_attention(
-        *parts, config, key_padding_mask=piece(mask, group, 1), group=group, **options
-    )
+def attend_without_lse(group, config, inputs, options):
+    """The output alone."""
+    parts = [shard(tensor, group) for tensor in inputs]
+    return prescore.prescored_attention(*parts, config, group=group, **options)
 
 
 def gradient_weights(inputs):
-    """What the output is weighed with, so that every gradient is another."""
+    """Weights of the output in the loss, so that every gradient differs."""
     query, _, value = inputs
     return attention_tensors(
         batch=query.shape[0], heads=query.shape[1], kv_heads=1, n_query=query.shape[2], n_keys=1,
@@ -46,8 +39,8 @@ def gradient_weights(inputs):
     )[0]  # fmt: skip
 
 
-def alone(config, inputs, mask, options):
-    """The same in one process."""
+def one_process(config, inputs, mask, options):
+    """`attend` in one process."""
     parts = [tensor.clone().requires_grad_() for tensor in inputs]
     output, aux = prescore.prescored_attention(*parts, config, key_padding_mask=mask, return_aux=True, **options)
     (output * gradient_weights(inputs)).sum().backward()
@@ -55,23 +48,24 @@ def alone(config, inputs, mask, options):
 
 
 def joined(results):
-    """Pieces of all ranks behind one another: output, lse, gradients."""
-    return [torch.cat(parts, dim=2) for parts in zip(*(result[:5] for result in results), strict=True)]
+    """Shards of all ranks behind one another: output, lse, gradients where there are any."""
+    columns = zip(*(result[:5] for result in results), strict=True)
+    return [torch.cat(parts, dim=2) for parts in columns if parts[0] is not None]
 
 
 def run_model(group, config, ids, mask, family, learned):
-    """Logits of this rank's piece of a tiny model, its loss, and the gradients of all parameters, summed."""
+    """Logits of this rank's shard of a tiny model, its loss, and the gradients of all parameters, summed."""
     import torch.distributed as dist
     from tiny_models import tiny
 
     model = tiny(family)
-    kwargs = {} if mask is None else {"attention_mask": piece(mask, group, 1)}
+    kwargs = {} if mask is None else {"attention_mask": shard(mask, group, 1)}
     labels = torch.nn.functional.pad(ids[:, 1:], (0, 1), value=-100)
     if mask is not None:
         labels = labels.masked_fill(torch.nn.functional.pad(mask[:, 1:], (0, 1)) == 0, -100)
     with prescore.apply(model, config, mesh=group) as applied:
         result = model(
-            piece(ids, group, 1), labels=piece(ids, group, 1), shift_labels=piece(labels, group, 1),
+            shard(ids, group, 1), labels=shard(ids, group, 1), shift_labels=shard(labels, group, 1),
             num_items_in_batch=(labels != -100).sum(), use_cache=False, **kwargs,
         )  # fmt: skip
         report = str(applied.report())
@@ -94,17 +88,17 @@ def run_generation(group, config, ids, new_tokens):
 
     model = tiny("Llama")
     with prescore.apply(model, config, mesh=group) as applied:
-        tokens = generate_context_parallel(model, piece(ids, group, 1), group, max_new_tokens=new_tokens)
+        tokens = generate_context_parallel(model, shard(ids, group, 1), group, max_new_tokens=new_tokens)
         return tokens, str(applied.report())
 
 
 def run_as_core(group, config, ids):
-    """Logits of this rank's piece, where a wrapper around the registered function exchanges heads."""
+    """Logits of this rank's shard, where a wrapper around the registered function exchanges heads."""
     from tiny_models import tiny
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     from prescore.parallel.comm import as_group
-    from prescore.parallel.ulysses import Change
+    from prescore.parallel.ulysses import Ulysses
 
     model, ranks = tiny("Llama"), as_group(group)
     positions = torch.arange(ids.shape[1])[None]
@@ -112,16 +106,16 @@ def run_as_core(group, config, ids):
         core = ALL_ATTENTION_FUNCTIONS["prescored"]
 
         def exchange_heads(module, query, key, value, attention_mask, *args, **kwargs):
-            change = Change(ranks, query.shape[1], key.shape[1])
-            whole = change.there(query, key, value)
-            output, weights = core(module, *whole, None, *args, **{**kwargs, "position_ids": positions})
-            return change.back(output.transpose(1, 2))[0].transpose(1, 2), weights
+            ulysses = Ulysses(ranks, query.shape[1], key.shape[1])
+            full = ulysses.to_heads(query, key, value)
+            output, weights = core(module, *full, None, *args, **{**kwargs, "position_ids": positions})
+            return ulysses.to_positions(output.transpose(1, 2))[0].transpose(1, 2), weights
 
         ALL_ATTENTION_FUNCTIONS["prescored"] = exchange_heads
         try:
             with torch.no_grad():
-                own = {"position_ids": piece(positions, group, 1), "use_cache": False}
-                return model(piece(ids, group, 1), **own).logits
+                own = {"position_ids": shard(positions, group, 1), "use_cache": False}
+                return model(shard(ids, group, 1), **own).logits
         finally:
             ALL_ATTENTION_FUNCTIONS["prescored"] = core
 
@@ -150,65 +144,53 @@ def run_tensor_parallel(group, config, ids, path):
     return n_heads, logits
 
 
-def bytes_of(group, config, n_tokens, is_causal):
-    """Bytes that this rank sends in one call of random keys, one head of 64 numbers; and the way it went."""
-    generator = torch.Generator().manual_seed(group.rank())
-    parts = [torch.randn(1, 1, n_tokens // group.size(), 64, generator=generator) for _ in range(3)]
-    _, aux = prescore.prescored_attention(*parts, config, is_causal=is_causal, group=group, return_aux=True)
-    return aux.stats["bytes_sent"], aux.stats["way"]
-
-
-def sent_without_figures(group, config, n_tokens, is_causal):
-    """Bytes that this rank sends where nobody asks for lse or figures."""
+def bytes_sent(group, config, n_tokens, is_causal, explain):
+    """Bytes that this rank sends in one call of random keys, one head of 64 numbers; and the exchange if asked."""
     from prescore.parallel.comm import as_group
 
     ranks, generator = as_group(group), torch.Generator().manual_seed(group.rank())
     parts = [torch.randn(1, 1, n_tokens // group.size(), 64, generator=generator) for _ in range(3)]
-    prescore.prescored_attention(*parts, config, is_causal=is_causal, group=ranks)
-    return ranks.sent
+    options = {"is_causal": is_causal, "group": ranks, "return_aux": explain}
+    result = prescore.prescored_attention(*parts, config, **options)
+    if explain:
+        assert result[1].stats.bytes_sent == ranks.sent
+    return ranks.sent, result[1].stats.exchange if explain else None
 
 
 def attend_wrongly(group, wrong):
     """A call in which rank 1 alone does something else; `wrong` says what."""
-    query, key, value = (
-        tensor.to(torch.float32) for tensor in attention_tensors(n_query=12, n_keys=12, dim=4, seed=group.rank())
-    )
-    options = {"config": prescore.Selected("kmeans", 4, min_seq_len=4), "is_causal": True, "generator": 5}
-    other = group.rank() == 1
-    mask = torch.ones(1, 12, dtype=torch.bool)
-    if wrong == "length" and other:
-        query, key, value = query[:, :, :9], key[:, :, :9], value[:, :, :9]
-    if wrong == "configuration" and other:
-        options["config"] = options["config"].replace(top_k=5)
-    if wrong == "seed" and other:
-        options["generator"] = 6
-    if wrong == "causality" and other:
-        options["is_causal"] = False
-    if wrong == "mask" and other:
-        options["key_padding_mask"] = mask
+    inputs = attention_tensors(n_query=12, n_keys=12, dim=4, seed=group.rank(), dtype=torch.float32)
+    config, mask = prescore.Selected("kmeans", 4, min_seq_len=4), torch.ones(1, 12, dtype=torch.bool)
+    options = {"config": config, "is_causal": True, "generator": 5}
     if wrong == "hole":
         mask[:, -3 if group.rank() == 0 else 0 :] = group.rank() != 0
         options["key_padding_mask"] = mask
-    if wrong == "dtype" and other:
-        query, key, value = query.double(), key.double(), value.double()
-    if wrong == "gradients" and other:
-        key.requires_grad_()
-    if wrong == "NaN" and other:
-        key[0, 0, 3, 2] = torch.nan
-    if wrong == "type" and other:
-        query = "nothing"
-    if wrong == "dropout":
-        options["dropout_p"] = 0.1
-    if wrong == "selection":
-        options["selection"] = prescore.select(key, top_k=3)
-    return prescore.prescored_attention(query, key, value, group=group, **options)
+    changes = {
+        "length": lambda: [tensor[:, :, :9] for tensor in inputs],
+        "dtype": lambda: [tensor.double() for tensor in inputs],
+        "gradients": lambda: [inputs[0], inputs[1].requires_grad_(), inputs[2]],
+        "NaN": lambda: [inputs[0], inputs[1].index_fill(2, torch.tensor([3]), torch.nan), inputs[2]],
+        "type": lambda: ["nothing", *inputs[1:]],
+        "configuration": lambda: {"config": config.replace(top_k=5)},
+        "seed": lambda: {"generator": 6},
+        "generator": lambda: {"generator": "six"},
+        "causality": lambda: {"is_causal": False},
+        "mask": lambda: {"key_padding_mask": mask},
+        "dropout": lambda: {"dropout_p": 0.1},
+        "selection": lambda: {"selection": prescore.select(inputs[1], top_k=3)},
+    }
+    change = changes[wrong]() if wrong in changes and group.rank() == 1 else {}
+    if isinstance(change, list):
+        return prescore.prescored_attention(*change, group=group, **options)
+    return prescore.prescored_attention(*inputs, group=group, **{**options, **change})
 
 
 @dataclass(frozen=True)
-class Squeamish(prescore.Scorer):
-    """Refuses large keys, wherever it meets them."""
+class Limited(prescore.Scorer):
+    """Refuses large keys; `sharded` scores them where they are."""
 
-    name: ClassVar[str] = "squeamish"
+    sharded: bool = False
+    name: ClassVar[str] = "limited"
 
     def score(self, keys, *, valid, streams):
         largest = float(keys.max())
@@ -216,13 +198,19 @@ class Squeamish(prescore.Scorer):
             raise ValueError(f"keys must be at most 100, got {largest:g}")
         return keys.norm(dim=-1)
 
+    def stats(self, shard):
+        return shard.keys.new_zeros(*shard.keys.shape[:2], 0) if self.sharded else None
 
-def refuse_while_computing(group, heads):
-    """The last head's keys are refused by the rank that has them: with one head others have none."""
+    def score_from(self, stats, shard):
+        return self.score(shard.keys, valid=None, streams=shard.streams)
+
+
+def refuse_while_computing(group, heads, sharded):
+    """The last head has keys that its rank refuses; with `sharded` the rank that holds them."""
     inputs = attention_tensors(heads=heads, kv_heads=heads, n_keys=48, dim=8)
     inputs[1][:, heads - 1, 4] = 200.0
-    config = prescore.Selected(Squeamish(), 4, min_seq_len=8)
-    parts = [piece(tensor, group) for tensor in inputs]
+    config = prescore.Selected(Limited(sharded), 4, min_seq_len=8, remainder="none")
+    parts = [shard(tensor, group) for tensor in inputs]
     return prescore.prescored_attention(*parts, config, is_causal=True, group=group)
 
 
@@ -262,27 +250,30 @@ def die_or_attend(group, in_backward):
 
 def tied_exchange(group, use):
     """Gradient of what was sent, where rank 1 uses what it received or not."""
-    from prescore.parallel.comm import Group, Message, tied
+    from prescore.parallel.comm import Group, tied
 
     ranks = Group(group)
     sent = torch.arange(4.0, dtype=torch.float64).add(10 * group.rank()).requires_grad_()
-    (parts,) = ranks.exchange([Message([sent[:1], sent[1:]], [1, 1] if group.rank() == 0 else [3, 3])])
+    shape = (1,) if group.rank() == 0 else (3,)
+    message = [[sent[:1]], [sent[1:]]], [[shape], [shape]]
+    (received,), anchor = ranks.all_to_all_with_grad(message, like=[sent])
+    parts = [part for (part,) in received]
     output = torch.zeros(1, dtype=torch.float64)
     if group.rank() == 0 or use:
         output = output + sum((part * 2).sum() for part in parts)
-    tied(output, *parts).sum().backward()
+    tied(output, anchor).sum().backward()
     return [part.detach() for part in parts], sent.grad, ranks.sent
 
 
 def gathered(group, dtype):
-    """What all ranks told, and the gradient of this rank's part."""
+    """The tensors of all ranks, and the gradient of this rank's."""
     from prescore.parallel.comm import Group
 
     ranks = Group(group)
     own = torch.full((2, 3), float(group.rank()), dtype=dtype, requires_grad=True)
-    whole = ranks.gather_learned(own)
-    (whole * (group.rank() + 1) * torch.arange(3)).sum().backward()
-    return whole.detach(), own.grad, ranks.sent
+    full = ranks.gather_with_grad(own)
+    (full * (group.rank() + 1) * torch.arange(3)).sum().backward()
+    return full.detach(), own.grad, ranks.sent
 
 
 def in_meshes(group):
@@ -290,7 +281,7 @@ def in_meshes(group):
     from torch.distributed.device_mesh import DeviceMesh
 
     inputs = attention_tensors(n_keys=24)
-    parts = [piece(tensor, group) for tensor in inputs]
+    parts = [shard(tensor, group) for tensor in inputs]
     line = DeviceMesh("cpu", torch.arange(group.size()))
     output = prescore.exact_attention(*parts, is_causal=True, group=line)
     square = DeviceMesh("cpu", torch.arange(group.size()).view(2, 2))
@@ -302,7 +293,7 @@ def in_meshes(group):
 
 
 def run_losses(group, document, length, methods):
-    """Figures of a tiny model on one document by each method, as `prescore perplexity --parallel` has them."""
+    """Stats of a tiny model on one document by each method, as `prescore perplexity --parallel` has them."""
     from oracles.tiny_language_model import tiny_language_model
 
     from prescore.bench.language.documents import Document
@@ -325,7 +316,7 @@ def refused_models(group):
     from tiny_models import prompts, tiny
 
     ids, _ = prompts(batch=1, length=24, cut=0)
-    own, found = piece(ids, group, 1), {}
+    own, found = shard(ids, group, 1), {}
 
     def refusal(name, work):
         try:
@@ -342,7 +333,7 @@ def refused_models(group):
     refusal("window", lambda: forward("Mistral"))
     refusal("length", lambda: forward("Llama", other))
     refusal("mask", lambda: forward("Llama", attention_mask=torch.ones(1, 3)))
-    refusal("configuration", lambda: forward("Llama", config=prescore.Routed(min_weight=1 / (2 * group).rank())))
+    refusal("configuration", lambda: forward("Llama", config=prescore.Routed(min_weight=0.1 / (1 + group.rank()))))
     refusal("on_unsupported", lambda: prescore.apply(tiny("Llama"), mesh=group, on_unsupported="exact"))
     refusal("group", lambda: prescore.apply(tiny("Llama"), mesh="all"))
     refusal("cache", lambda: forward("Llama", past_key_values=_foreign_cache()))
@@ -356,7 +347,7 @@ def refused_models(group):
     with prescore.apply(model, prescore.Exact(), mesh=group):
         refusal("length", lambda: model(other))
         here = model(own, use_cache=False).logits  # after a refusal the group and the model go on
-    same = torch.allclose(here, piece(before, group, 1), atol=1e-4) and torch.equal(model(ids).logits, before)
+    same = torch.allclose(here, shard(before, group, 1), atol=1e-4) and torch.equal(model(ids).logits, before)
     found["afterwards"] = "the model as it was" if same else "another model"
     return found
 

@@ -132,7 +132,7 @@ def _cut(layer: Layer, run: tuple[int, int], clustering: Clustering) -> tuple[Te
     points = _points(layer, inside, clustering.points)
     points = points.gather(1, rest[..., None].expand(-1, -1, points.shape[-1]))
     if clustering.method == "k-means":
-        settings = {"n_clusters": n_clusters, "metric": metric_for(2.0), "streams": Streams(0), "fit_size": 0}
+        settings = {"n_clusters": n_clusters, "metric": metric_for(2.0), "streams": Streams(0)}
         return labels.scatter(1, rest, fit(points, **settings).labels), n_clusters
     levels = tree_levels(size, clustering.leaf)
     leaf = -(-rest.shape[1] // n_clusters)

@@ -13,6 +13,7 @@ from torch.nn.functional import normalize
 from prescore import KMeans, Scorer, score, select
 from prescore.scoring.lloyd import fit
 from prescore.scoring.metrics import metric_for
+from prescore.scoring.sampling import draw_sample
 from prescore.rng import Streams
 from prescore.scoring.base import as_scorer
 from routed import ROWS
@@ -68,7 +69,8 @@ def far_labels(view: View, n_clusters: int = N_STAND_INS) -> Tensor:
     name = ("k-means", view.chunk, n_clusters)
     if name not in view.layer.memory:
         points = normalize(view.layer.key[:, view.far], dim=-1)
-        clustering = fit(points, n_clusters=n_clusters, metric=metric_for(2.0), streams=Streams(0))
+        sample = draw_sample(points, None, 32 * max(n_clusters, 64), Streams(0), "fit sample")
+        clustering = fit(points, sample, n_clusters=n_clusters, metric=metric_for(2.0), streams=Streams(0))
         view.layer.memory[name] = clustering.labels
     found: Tensor = view.layer.memory[name]
     return found

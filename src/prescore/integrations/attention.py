@@ -172,7 +172,7 @@ class PrescoredAttention:
         config = self.config
         if not self.protect_prefix or not n_prefix or isinstance(config, Exact):
             return config
-        if isinstance(config, Selected):
+        if isinstance(config, Selected) and config.min_score is None:
             # sinks are kept inside the budget, and cut to it
             share = n_prefix / max(n_prefix, n_keys)
             least = share if isinstance(config.budget, float) else n_prefix

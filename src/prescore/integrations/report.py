@@ -195,7 +195,7 @@ def _words_for_routed(config: Routed, n_query: int, n_keys: int, *, is_causal: b
 
 def _keeps_all(config: Selected, n_keys: int) -> bool:
     whole = config.budget == 1.0 if isinstance(config.budget, float) else config.budget >= n_keys
-    return whole and isinstance(config.inner, Exact)
+    return whole and config.min_score is None and isinstance(config.inner, Exact)
 
 
 # What the layers of a model did since their last prompt began, as a table by layer and phase.

@@ -1,1 +1,1 @@
-"""Sequences that lie on several ranks: the communication, and what each rank then computes."""
+"""Context parallel: sequences that lie on several ranks."""

@@ -1,10 +1,12 @@
-"""The ranks that share a sequence, and the few ways in which they talk; every byte sent is counted."""
+"""The ranks that share a sequence: collectives whose bytes are counted, the handshake, and what one rank holds."""
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -13,8 +15,14 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from prescore.errors import PrescoreError, Unsupported
-from prescore.ops.backend import accumulation_dtype
+from prescore.ops.backend import Backend, accumulation_dtype
+from prescore.rng import Streams
 from prescore.types import Values
+
+Tensors = Sequence[Sequence[Tensor]]
+"""By rank: tensors of one dtype that go there."""
+Shapes = Sequence[Sequence[Sequence[int]]]
+"""By rank: shapes of the tensors that come from there."""
 
 
 class RankLost(PrescoreError, RuntimeError):
@@ -22,7 +30,7 @@ class RankLost(PrescoreError, RuntimeError):
 
 
 class Group:
-    """Ranks `0 .. size - 1`, of which this process is `rank`; rank r holds the r-th piece of the sequence.
+    """Ranks `0 .. size - 1`, of which this process is `rank`; rank r holds the r-th shard of the sequence.
 
     Args:
         process_group: What `torch.distributed` made.
@@ -39,50 +47,57 @@ class Group:
 
     @property
     def device(self) -> torch.device:
-        """Where tensors must live that the group itself makes."""
+        """Where the tensors of the handshake live."""
         nccl = "nccl" in str(dist.get_backend(self.process_group))
         return torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
 
     def gather(self, tensor: Tensor) -> Tensor:
         """`[size, ...]`: the equally shaped tensors of all ranks, without gradients."""
-        whole = tensor.new_empty(self.size, *tensor.shape)
-        self.sent += (self.size - 1) * n_bytes(tensor)
-        with self._talking():
-            dist.all_gather(list(whole.unbind(0)), tensor.resolve_neg().contiguous(), group=self.process_group)
-        return whole
+        gathered = tensor.new_empty(self.size, *tensor.shape)
+        self.sent += (self.size - 1) * tensor.numel() * tensor.element_size()
+        with self._rank_errors():
+            dist.all_gather(list(gathered.unbind(0)), tensor.resolve_neg().contiguous(), group=self.process_group)
+        return gathered
 
-    def gather_learned(self, tensor: Tensor) -> Tensor:
-        """The same with gradients, which come back from every rank and are added up."""
-        whole: Tensor = _Gather.apply(self, tensor)  # type: ignore[no-untyped-call]
-        return whole
+    def gather_with_grad(self, tensor: Tensor) -> Tensor:
+        """`gather` with gradients, which come back from every rank and are added up."""
+        gathered: Tensor = _Gather.apply(self, tensor)  # type: ignore[no-untyped-call]
+        return gathered
 
-    def swap(self, parts: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
-        """Send `parts[r]`, a flat tensor, to each rank r; receive `sizes[r]` numbers from each. No gradients."""
-        with torch.no_grad():
-            buffer = torch.cat(list(parts)) if parts else torch.empty(0)
-            splits = [part.numel() for part in parts]
-            return list(self._all_to_all(buffer, splits, list(sizes)).split(list(sizes)))
+    @torch.no_grad()
+    def all_to_all(self, outgoing: Tensors, shapes: Shapes, *, like: Tensor) -> list[list[Tensor]]:
+        """Send `outgoing[r]` to each rank r, receive tensors of `shapes[r]` in `like`'s dtype; no gradients."""
+        buffer, splits, sizes = _packed(outgoing, shapes, like)
+        return _unpacked(self._all_to_all(buffer, splits, sizes), shapes)
 
-    def exchange(self, mails: Sequence[Message]) -> list[list[Tensor]]:
-        """Several swaps with gradients, as one step of the graph: all ranks go through them in the same order.
+    def all_to_all_with_grad(
+        self, *messages: tuple[Tensors, Shapes], like: Sequence[Tensor]
+    ) -> tuple[list[list[list[Tensor]]], Tensor]:
+        """Several all-to-alls with gradients as one step of the graph, so that all ranks keep their order.
 
-        Received parts must take part in the result on every rank (see `tied`), or the ranks would wait for one
-        another in the backward pass.
+        Args:
+            *messages: `outgoing` and `shapes` of each, as in `all_to_all`.
+            like: Dtype and device of each.
+
+        Returns:
+            What each of them received; and a tensor for `tied`, as every rank must take part in the backward pass.
         """
-        buffers = [torch.cat(list(mail.parts)) for mail in mails]
-        splits = [([part.numel() for part in mail.parts], list(mail.sizes)) for mail in mails]
-        received = _Exchange.apply(self, splits, *buffers)  # type: ignore[no-untyped-call]
-        return [list(whole.split(own[1])) for whole, own in zip(received, splits, strict=True)]
+        packed = [_packed(*message, like=each) for message, each in zip(messages, like, strict=True)]
+        splits = [(sent, received) for _, sent, received in packed]
+        buffers = _AllToAll.apply(self, splits, *(buffer for buffer, _, _ in packed))  # type: ignore[no-untyped-call]
+        received = [_unpacked(buffer, shapes) for buffer, (_, shapes) in zip(buffers, messages, strict=True)]
+        return received, buffers[0]
 
     def _all_to_all(self, buffer: Tensor, splits: list[int], sizes: list[int]) -> Tensor:
+        """Send `splits[r]` numbers of a flat buffer to each rank r, receive `sizes[r]`."""
         received, buffer = buffer.new_empty(sum(sizes)), buffer.resolve_neg().contiguous()
         self.sent += (buffer.numel() - splits[self.rank]) * buffer.element_size()
-        with self._talking():
+        with self._rank_errors():
             dist.all_to_all_single(received, buffer, sizes, splits, group=self.process_group)
         return received
 
     @contextmanager
-    def _talking(self) -> Iterator[None]:
+    def _rank_errors(self) -> Iterator[None]:
         try:
             yield
         except RuntimeError as error:
@@ -93,12 +108,18 @@ class Group:
             ) from error
 
 
-class Message:
-    """What goes to each rank (`parts`, flat, of one dtype), and how many numbers come from each (`sizes`)."""
+def _packed(outgoing: Tensors, shapes: Shapes, like: Tensor) -> tuple[Tensor, list[int], list[int]]:
+    """All tensors as one flat buffer; numbers sent to, and received from, each rank."""
+    flat = [tensor.reshape(-1) for tensors in outgoing for tensor in tensors]
+    splits = [sum(tensor.numel() for tensor in tensors) for tensors in outgoing]
+    sizes = [sum(math.prod(shape) for shape in each) for each in shapes]
+    return torch.cat([like.new_empty(0), *flat]), splits, sizes
 
-    def __init__(self, parts: Sequence[Tensor], sizes: Sequence[int]) -> None:
-        self.parts = parts
-        self.sizes = sizes
+
+def _unpacked(buffer: Tensor, shapes: Shapes) -> list[list[Tensor]]:
+    flat = [shape for each in shapes for shape in each]
+    parts = iter(buffer.split([math.prod(shape) for shape in flat]) if flat else ())
+    return [[next(parts).view(*shape) for shape in each] for each in shapes]
 
 
 class _Gather(torch.autograd.Function):
@@ -117,7 +138,7 @@ class _Gather(torch.autograd.Function):
         return None, parts.sum(0, dtype=accumulation_dtype(grad.dtype)).to(grad.dtype)
 
 
-class _Exchange(torch.autograd.Function):
+class _AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, group: Group, splits: list[tuple[list[int], list[int]]], *buffers: Tensor) -> Any:
         ctx.group, ctx.splits = group, splits
@@ -130,21 +151,20 @@ class _Exchange(torch.autograd.Function):
         return None, None, *back
 
 
-def tied(output: Tensor, *received: Tensor) -> Tensor:
-    """The output itself, whose backward pass reaches what was received even where nothing of it was used."""
-    tied_output: Tensor = _Tied.apply(output, *received)  # type: ignore[no-untyped-call]
-    return tied_output
-
-
 class _Tied(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, output: Tensor, *received: Tensor) -> Tensor:
-        ctx.n_received = len(received)
+    def forward(ctx: Any, output: Tensor, received: Tensor) -> Tensor:
         return output.view_as(output)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return grad, *(None,) * ctx.n_received  # no gradient, but what sent it is asked for its own
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+def tied(output: Tensor, received: Tensor) -> Tensor:
+    """The output itself; its backward pass reaches `received` even where nothing of it was used."""
+    tied_output: Tensor = _Tied.apply(output, received)  # type: ignore[no-untyped-call]
+    return tied_output
 
 
 def as_group(group: object, name: str = "group") -> Group:
@@ -170,22 +190,15 @@ def as_group(group: object, name: str = "group") -> Group:
     return Group(group)
 
 
-def n_bytes(tensor: Tensor) -> int:
-    """Memory of the entries."""
-    return tensor.numel() * tensor.element_size()
-
-
-# Before anything is computed: all ranks say what they were asked for, and refuse together if they disagree.
-#
-# A rank that raised alone would leave the others waiting, so every rank sends a note of fixed size: what it was
-# asked for, or the sentence with which it refuses. All read the same notes and raise the same error. What a rank
-# refuses only when it computes, the others hear of before they wait for its result.
+# The handshake. A rank that raised alone would leave the others waiting. So before anything is computed, every
+# rank sends a note of fixed size with what it was asked for, or with the sentence by which it refuses. All read
+# the same notes and raise the same error.
 
 NOTE = 2048
 """Bytes of a note."""
 _REFUSED = "refused"
-Result = TypeVar("Result")
 _KINDS: dict[str, type[Exception]] = {"TypeError": TypeError}
+Value = TypeVar("Value")
 
 
 def agree(group: Group, facts: Values, refusal: Exception | None, device: torch.device) -> None:
@@ -198,7 +211,7 @@ def agree(group: Group, facts: Values, refusal: Exception | None, device: torch.
         device: Where the group's tensors live.
     """
     note: Values = facts if refusal is None else {_REFUSED: [type(refusal).__name__, str(refusal)]}
-    notes = [_read(row) for row in group.gather(_written(note, device)).cpu()]
+    notes = [json.loads(bytes(row.tolist()).decode()) for row in group.gather(_encoded(note).to(device)).cpu()]
     for rank, other in enumerate(notes):
         if _REFUSED in other:
             kind, sentence = other[_REFUSED]
@@ -214,36 +227,70 @@ def agree(group: Group, facts: Values, refusal: Exception | None, device: torch.
                 )
 
 
-def done_by_all(group: Group, work: Callable[[], Result]) -> Result:
-    """What this rank's work gives; if a rank refuses its own, every rank raises its sentence. One byte is sent.
-
-    Ranks may have different work, some none: what all of them would refuse is not refused by those.
-    """
+def done_by_all(group: Group, work: Callable[[], Value]) -> Value:
+    """The result of this rank's work; if one rank refuses, all raise its sentence. One byte is sent."""
+    result, refusal = None, None
     try:
         result = work()
     except (ValueError, TypeError) as error:
-        _refused_by_some(group, error)
-        raise
-    _refused_by_some(group, None)
-    return result
-
-
-def _refused_by_some(group: Group, refusal: Exception | None) -> None:
+        refusal = error
     flag = torch.tensor([refusal is not None], dtype=torch.uint8, device=group.device)
     if bool(group.gather(flag).any()):
         agree(group, {}, refusal, group.device)
+    return result  # type: ignore[return-value]
 
 
-def _written(note: Values, device: torch.device) -> Tensor:
+def _encoded(note: Values) -> Tensor:
     text = json.dumps(note).encode()
     if len(text) > NOTE:
-        kind, sentence = note.get(
-            _REFUSED, ["ValueError", f"a note must have {NOTE} bytes at most, got {len(text)}"]
-        )
+        too_long = ["ValueError", f"a note must have {NOTE} bytes at most, got {len(text)}"]
+        kind, sentence = note.get(_REFUSED, too_long)
         text = json.dumps({_REFUSED: [kind, sentence[: NOTE // 8]]}).encode()
-    return torch.frombuffer(bytearray(text.ljust(NOTE)), dtype=torch.uint8).to(device)
+    return torch.frombuffer(bytearray(text.ljust(NOTE)), dtype=torch.uint8)
 
 
-def _read(note: Tensor) -> Values:
-    read: Values = json.loads(bytes(note.tolist()).decode())
-    return read
+@dataclass(frozen=True, eq=False)
+class Shard:
+    """What this rank holds of a call that all ranks agreed upon.
+
+    Attributes:
+        group: The ranks.
+        query, key, value: `[B, Hq, nq, D]`, `[B, Hkv, nk, D]`, `[B, Hkv, nk, Dv]`.
+        mask: `[B, size * nk]` of the full sequence, True = a real key; None = all are.
+        is_causal: The queries of all ranks are the last positions and see no later key.
+        scale: Factor of the logits, above 0.
+        backend: The operator.
+        streams: Randomness, the same on every rank.
+        native: Whether native code may run where it can.
+    """
+
+    group: Group
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Tensor | None
+    is_causal: bool
+    scale: float
+    backend: Backend
+    streams: Streams
+    native: bool = True
+
+    @property
+    def n_query(self) -> int:
+        """Queries of all ranks."""
+        return self.query.shape[2] * self.group.size
+
+    @property
+    def n_keys(self) -> int:
+        """Keys of all ranks."""
+        return self.key.shape[2] * self.group.size
+
+    def keys_of(self, rank: int) -> range:
+        """Positions of a rank's keys."""
+        length = self.key.shape[2]
+        return range(rank * length, (rank + 1) * length)
+
+    def queries_of(self, rank: int) -> range:
+        """Positions of a rank's queries; without causality they only number the queries."""
+        first, length = (self.n_keys - self.n_query if self.is_causal else 0), self.query.shape[2]
+        return range(first + rank * length, first + (rank + 1) * length)

@@ -1,11 +1,17 @@
-"""How a public function enters a group: check on every rank, agree, make a piece, attend."""
+"""How a public call runs in context parallel: the handshake, then one of three exchanges.
+
+| configuration | exchange | what is sent |
+|---|---|---|
+| `Exact` | `all-gather` | all keys and values to every rank |
+| `Selected` | `selected`, else `ulysses` | score statistics, best scores, selected keys and values |
+| `Hyper`, `Routed` | `ulysses` | each rank gets all positions of some heads, outputs go back |
+"""
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -14,193 +20,186 @@ from prescore.autograd import differentiable_once
 from prescore.call import make_call, with_positive_scale
 from prescore.config import Config, Exact, Selected, check_config
 from prescore.engines import run_engine
-from prescore.ops.backend import Backend, Needs, pick_backend
+from prescore.ops.backend import Needs, pick_backend
 from prescore.ops.parts import merge
-from prescore.ops.plain import Plain
-from prescore.parallel.comm import Group, agree, as_group, done_by_all
-from prescore.parallel.selected import attend_by_rows, why_not_selected
-from prescore.parallel.shards import Shard, whole_mask
-from prescore.parallel.ulysses import Change
+from prescore.parallel.comm import Group, Shard, agree, as_group, done_by_all
+from prescore.parallel.selected import attend_selected_shards, why_not_selected
+from prescore.parallel.ulysses import Ulysses
 from prescore.rng import Streams, as_streams
+from prescore.scoring.sampling import arange
 from prescore.types import Attended, Reads, Result, Values
 
+OWN_HEADS = "query_heads"
+"""Name in the stats of a call by Ulysses: query heads of this rank, to which its other stats refer."""
 _SHOWN = 600
 
 
 @dataclass(frozen=True, eq=False)
 class ShardRequest:
-    """What one rank was asked for, not yet checked; the fields are arguments of `prescored_attention`."""
+    """What one rank was asked for: arguments of `prescored_attention`; `explain` is `return_aux`."""
 
     query: Tensor
     key: Tensor
     value: Tensor
+    config: Config | None
     is_causal: bool
     key_padding_mask: Tensor | None
     scale: float | None
     generator: torch.Generator | int | None
+    backend: str
     explain: bool
 
 
-def attend_in_group(
-    group: object, request: ShardRequest, config: Config | None, backend: str, refusal: Exception | None
-) -> Result:
+def attend_in_group(group: object, request: ShardRequest, refusal: Exception | None) -> Result:
     """This rank's shard of the result.
 
     Args:
         group: A process group or a one-dimensional device mesh.
-        request: What this rank was asked for.
-        config: How to attend, checked unless there is a refusal.
-        backend: Name of the backend.
+        request: What this rank was asked for, checked unless there is a refusal.
         refusal: Why this rank cannot run the call; every rank raises it.
     """
-    ranks = as_group(group)
-    generator, sent = request.generator, ranks.sent
-    before = generator.get_state() if isinstance(generator, torch.Generator) else None
-    facts: Values = {}
-    config = check_config(config) if refusal is None else Exact()
-    operator: Backend = Plain()
-    streams = Streams()
+    ranks, generator = as_group(group), request.generator
+    sent, state = ranks.sent, generator.get_state() if isinstance(generator, torch.Generator) else None
+    streams = as_streams(generator) if refusal is None else Streams()
     try:
-        if refusal is None:
-            operator, streams = pick_backend(Needs.of(request.query), backend), as_streams(generator)
-            facts = _facts(request, config, backend, streams)
-    except (ValueError, TypeError) as error:
-        refusal = error
-    try:
-        agree(ranks, facts, refusal, ranks.device)
-        mask = whole_mask(ranks, request.key_padding_mask)
+        agree(ranks, _facts(request, streams) if refusal is None else {}, refusal, ranks.device)
+        mask = _full_mask(ranks, request.key_padding_mask)
     except (ValueError, TypeError):
-        if before is not None and isinstance(generator, torch.Generator):
-            generator.set_state(before)  # a refused call must not advance it
+        if isinstance(generator, torch.Generator) and state is not None:
+            generator.set_state(state)  # a refused call must not advance it
         raise
     query, key, value = differentiable_once(request.query, request.key, request.value)
     query, scale = with_positive_scale(query, request.scale)
-    native = backend in ("auto", "native")
-    shard = Shard(ranks, query, key, value, mask, request.is_causal, scale, operator, streams, native)
-    result = attend_shards(shard, config, explain=request.explain)
+    backend, native = pick_backend(Needs.of(query), request.backend), request.backend in ("auto", "native")
+    shard = Shard(ranks, query, key, value, mask, request.is_causal, scale, backend, streams, native)
+    result = _attend(shard, check_config(request.config), explain=request.explain)
     if not request.explain:
         return result
-    return dataclasses.replace(result, stats={**result.stats, "bytes_sent": ranks.sent - sent})
+    return replace(result, stats={**result.stats, "ranks": ranks.size, "bytes_sent": ranks.sent - sent})
 
 
-def _facts(asked: ShardRequest, config: Config, backend: str, streams: Streams) -> Values:
+def _facts(request: ShardRequest, streams: Streams) -> Values:
     """What must be equal on all ranks, by the names of the arguments."""
-    tensors = {"query": asked.query, "key": asked.key, "value": asked.value}
+    tensors = {"query": request.query, "key": request.key, "value": request.value}
+    config = json.dumps(check_config(request.config).to_dict(), sort_keys=True, default=repr)
+    if len(config) > _SHOWN:
+        config = f"{config[:_SHOWN]}... ({zlib.crc32(config.encode()):08x})"
     learned = torch.is_grad_enabled()
     return {
         **{f"{name} shape": list(tensor.shape) for name, tensor in tensors.items()},
-        "dtype": str(asked.query.dtype),
-        "is_causal": asked.is_causal,
-        "scale": asked.scale,
-        "config": _short(json.dumps(config.to_dict(), sort_keys=True, default=repr)),
-        "key_padding_mask": "none" if asked.key_padding_mask is None else "a mask",
+        "dtype": str(request.query.dtype),
+        "is_causal": request.is_causal,
+        "scale": request.scale,
+        "config": config,
+        "key_padding_mask": "none" if request.key_padding_mask is None else "a mask",
         "generator's seed": streams.seed,
-        "backend": backend,
-        "return_aux": asked.explain,
+        "backend": request.backend,
+        "return_aux": request.explain,
         "requires_grad": [name for name, tensor in tensors.items() if learned and tensor.requires_grad],
     }
 
 
-def _short(text: str) -> str:
-    """A long text by its beginning and a number that changes with the rest."""
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}... ({zlib.crc32(text.encode()):08x})"
+def _full_mask(group: Group, mask: Tensor | None) -> Tensor | None:
+    """The masks of all ranks as one `[B, N]`; None where every key is real.
 
-
-# Attention of a sequence that lies on several ranks: which way each configuration goes.
-#
-# | configuration | way | what travels |
-# |---|---|---|
-# | `Exact` | `gather` | all keys and values to every rank |
-# | `Selected` | `rows` where pieces are enough to score, else `heads` | a sample, scores, the selected rows |
-# | `Hyper`, `Routed` | `heads` | each rank gets all positions of some heads, outputs go back |
-
-GATHER, HEADS, ROWS = "all-gather", "ulysses", "selected"
-OWN_HEADS = "query_heads"
-"""Figure of a call by heads: how many query heads this rank had, of which its other figures tell."""
-
-
-def attend_shards(piece: Shard, config: Config, *, explain: bool = False) -> Result:
-    """This rank's piece of the result; the output is where the queries were.
-
-    Args:
-        piece: What this rank holds, which all ranks agree upon.
-        config: How to attend.
-        explain: Also tell figures, and lse, which is else empty where nobody had to know it.
+    Raises:
+        ValueError: A sequence has padding between real keys; every rank raises it.
     """
+    if mask is None:
+        return None
+    full = group.gather(mask.to(torch.uint8)).bool().transpose(0, 1).flatten(1)
+    if bool(full.all()):
+        return None
+    position = arange(full.shape[1], like=full)
+    first = torch.where(full, position, full.shape[1]).amin(1, keepdim=True)
+    last = torch.where(full, position, -1).amax(1, keepdim=True)
+    holes = ~full & (position > first) & (position < last)
+    if bool(holes.any()):
+        row, place = holes.nonzero()[0].tolist()
+        raise ValueError(
+            f"key_padding_mask must have no padding between the real keys of a sequence on several ranks, "
+            f"got some at position {place} of sequence {row}"
+        )
+    return full
+
+
+def _attend(shard: Shard, config: Config, *, explain: bool) -> Result:
+    """This rank's shard of the result; the output is where the queries were."""
+    reason = why_not_selected(shard, config) if isinstance(config, Selected) else None
     if isinstance(config, Exact):
-        way, outcome = GATHER, _by_gathering(piece, config, explain)
-    elif isinstance(config, Selected) and not why_not_selected(piece, config):
-        way, outcome = ROWS, attend_by_rows(piece, config, explain=explain)
+        exchange, result = "all-gather", _by_all_gather(shard, config, explain)
+    elif isinstance(config, Selected) and not reason:
+        exchange, result = "selected", attend_selected_shards(shard, config, explain=explain)
     else:
-        way, outcome = HEADS, _by_heads(piece, config, explain)
-    if not explain:
-        return outcome
-    stats: Values = {**outcome.stats, "exchange": way, "ranks": piece.group.size}
-    if way == HEADS and isinstance(config, Selected):
-        stats["exchange_reason"] = why_not_selected(piece, config)
-    return Result(*outcome.attended, outcome.count_reads, stats)
+        exchange, result = "ulysses", _by_ulysses(shard, config, explain)
+    stats = {**result.stats, "exchange": exchange, "exchange_reason": reason or None} if explain else result.stats
+    return replace(result, stats=stats, selections=[])
 
 
-def _by_gathering(piece: Shard, config: Config, explain: bool) -> Result:
+def _by_all_gather(shard: Shard, config: Config, explain: bool) -> Result:
     """All keys and values on every rank, own queries only."""
-    width = piece.key.shape[-1]
-    whole = piece.group.gather_learned(torch.cat((piece.key, piece.value), dim=-1))
-    whole = whole.permute(1, 2, 0, 3, 4).flatten(2, 3)
-    end = piece.end_query if piece.is_causal else piece.n_keys
-    key, value = whole[:, :, :end, :width], whole[:, :, :end, width:]
-    mask = None if piece.mask is None else piece.mask[:, :end]
-    call = make_call(
-        piece.query, key, value, mask, is_causal=piece.is_causal, scale=piece.scale, backend=piece.backend,
-        streams=piece.streams, aligned=False, native=piece.native,
-    )  # fmt: skip
-    outcome = run_engine(call, config, explain=explain, need_lse=explain)
-    return Result(*call.restore(outcome.attended), outcome.count_reads, outcome.stats)
+    dim = shard.key.shape[-1]
+    full = shard.group.gather_with_grad(torch.cat((shard.key, shard.value), dim=-1))
+    full = full.permute(1, 2, 0, 3, 4).flatten(2, 3)
+    end = shard.queries_of(shard.group.rank).stop if shard.is_causal else shard.n_keys
+    key, value = full[:, :, :end, :dim], full[:, :, :end, dim:]
+    return _run(shard, shard.query, key, value, config, explain, aligned=False)
 
 
-def _by_heads(piece: Shard, config: Config, explain: bool) -> Result:
+def _by_ulysses(shard: Shard, config: Config, explain: bool) -> Result:
     """All positions of some heads on every rank."""
-    change = Change(piece.group, piece.query.shape[1], piece.key.shape[1])
-    query, key, value = change.there(piece.query, piece.key, piece.value)
+    ulysses = Ulysses(shard.group, shard.query.shape[1], shard.key.shape[1])
+    query, key, value = ulysses.to_heads(shard.query, shard.key, shard.value)
 
-    def own_heads() -> Result:
-        if not change.own.n_query_heads:
-            return _nothing(query, value, piece.backend.name)
-        call = make_call(
-            query, key, value, piece.mask, is_causal=piece.is_causal, scale=piece.scale, backend=piece.backend,
-            streams=piece.streams, native=piece.native,
-        )  # fmt: skip
-        outcome = run_engine(call, config, explain=explain, need_lse=explain)
-        return Result(*call.restore(outcome.attended), outcome.count_reads, outcome.stats)
+    def attend_heads() -> Result:
+        if ulysses.heads:
+            return _run(shard, query, key, value, config, explain)
+        wide = torch.promote_types(query.dtype, torch.float32)
+        output, lse = (
+            query.new_empty(*query.shape[:3], value.shape[-1]),
+            query.new_empty(query.shape[:3], dtype=wide),
+        )
+        stats: Values = {"keys_per_query": 0.0, "keys_selected": 0.0, "seconds": {}, "backend": shard.backend.name}
+        return Result(output, lse, lambda: Reads(0.0), stats)
 
-    outcome = done_by_all(piece.group, own_heads)
-    attended, stats = outcome.attended, {**outcome.stats, OWN_HEADS: change.own.n_query_heads}
+    result = done_by_all(shard.group, attend_heads)
+    stats = {**result.stats, OWN_HEADS: len(ulysses.heads)}
     if not explain:
-        (output,) = change.back(attended.output)
-        return Result(output, attended.lse.new_empty(0), outcome.count_reads, stats)
-    output, lse = change.back(attended.output, attended.lse[..., None])
-    return Result(output, lse.squeeze(-1), outcome.count_reads, stats)
+        (output,) = ulysses.to_positions(result.output)
+        return replace(result, output=output, lse=result.lse.new_empty(0), stats=stats)
+    output, lse = ulysses.to_positions(result.output, result.lse[..., None])
+    return replace(result, output=output, lse=lse.squeeze(-1), stats=stats)
 
 
-def _nothing(query: Tensor, value: Tensor, backend: str) -> Result:
-    """Of a rank that got no head."""
-    output = query.new_empty(*query.shape[:3], value.shape[-1])
-    lse = torch.empty(query.shape[:3], dtype=torch.promote_types(query.dtype, torch.float32), device=query.device)
-    stats: Values = {"keys_per_query": 0.0, "keys_selected": 0.0, "seconds": {}, "backend": backend}
-    return Result(output, lse, lambda: Reads(0.0), stats)
-
-
-# A decode step on keys that lie on several ranks: each rank attends to its own, results merge by log-sum-exp.
-#
-# New tokens are the same on all ranks, so their queries need not be sent: what travels is one output and one
-# lse for
-# each query and head, whatever the length of the past.
+def _run(
+    shard: Shard, query: Tensor, key: Tensor, value: Tensor, config: Config, explain: bool, *, aligned: bool = True
+) -> Result:
+    """The one-process engine over full sequences; the result lies where the queries were."""
+    call = make_call(
+        query,
+        key,
+        value,
+        None if shard.mask is None else shard.mask[:, : key.shape[2]],
+        is_causal=shard.is_causal,
+        scale=shard.scale,
+        backend=shard.backend,
+        streams=shard.streams,
+        aligned=aligned,
+        native=shard.native,
+    )
+    result = run_engine(call, config, explain=explain, need_lse=explain)
+    output, lse = call.restore(result.attended)
+    return replace(result, output=output, lse=lse)
 
 
 @torch.no_grad()
 def attend_step(
     group: Group, query: Tensor, key: Tensor, value: Tensor, *, valid: Tensor | None, scale: float | None
 ) -> Attended:
-    """Exact attention of the newest queries, which every rank has, to the keys of all ranks.
+    """A decode step: exact attention of the newest queries to the keys of all ranks.
+
+    Every rank has the queries and attends to its own keys; the results merge by log-sum-exp. Each rank sends one
+    output and one lse per query and head, whatever the length of the cache.
 
     Args:
         group: The ranks; the last one holds the new tokens' keys.
@@ -210,19 +209,17 @@ def attend_step(
         valid: `[B, n]`, True = a real key; None = all.
         scale: Factor of the logits.
     """
-    newest = group.rank == group.size - 1
     call = make_call(
         query,
         key,
         value,
         valid,
-        is_causal=newest,
+        is_causal=group.rank == group.size - 1,
         scale=scale,
         backend=pick_backend(Needs.of(query)),
         aligned=False,
     )
-    own = call.exactly()
-    told = torch.cat((own.output.to(own.lse.dtype), own.lse[..., None]), dim=-1)
-    parts = group.gather(told)
+    local = call.exactly()
+    parts = group.gather(torch.cat((local.output.to(local.lse.dtype), local.lse[..., None]), dim=-1))
     merged = merge(*(Attended(part[..., :-1], part[..., -1]) for part in parts))
     return Attended(merged.output.to(query.dtype), merged.lse)

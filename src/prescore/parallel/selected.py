@@ -1,377 +1,346 @@
-"""`Selected` where rows travel: which keys matter is known before any query is seen, so only those are sent.
+"""The `selected` exchange: only the keys that a `Selected` selects are sent.
 
-Every rank scores and selects among its own keys (`choosing`), the selected rows go to the ranks whose queries meet
-them (`travel`), and each rank attends from its own queries to what arrived, as one process would.
+Which keys matter is known before any query is seen. The ranks that hold keys of a block exchange the statistics
+that its scorer needs, score their own keys, and compare their best scores. Then the selected keys go to the
+ranks whose queries read the block, and each rank attends from its own queries, as one process would.
+
+A block is all keys without causality, or an off-diagonal block of the causal grid
+(`prescore.selected.causal_grid`).
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from prescore.config import Exact, Lsh, Selected
+from prescore.config import Lsh, Selected
 from prescore.ops.backend import accumulation_dtype
 from prescore.ops.parts import Centroids, Part, attend_parts
-from prescore.parallel.comm import Message, tied
-from prescore.parallel.shards import Block, Map, Shard, Span, count_blocks
-from prescore.parallel.stats import Held, ScoreStats, stats_kind_of
-from prescore.scoring.base import Scored, Scorer
+from prescore.parallel.comm import Shapes, Shard, Tensors, done_by_all, tied
+from prescore.scoring.base import KeyShard, Scored, Scorer, checked_scores
 from prescore.scoring.hashing import hash_ranks, projections
-from prescore.scoring.kmeans import ClusteringScorer, KMeans
-from prescore.scoring.select import bring_forward
+from prescore.scoring.kmeans import ClusteringScorer, centroid_clusters
+from prescore.scoring.sampling import arange
+from prescore.scoring.select import bring_forward, budget_count
 from prescore.selected.attention import reads_per_query
 from prescore.selected.blocks import BlockPair, KeyRows, PlacedQueries, exact_part, hyper_part
-from prescore.selected.causal_grid import Queries, leaf_parts
+from prescore.selected.causal_grid import FULL, Queries, leaf_parts
 from prescore.selected.centroids import centroids_of, cluster_totals
-from prescore.selected.plan import block_scorer, kept_rows
-from prescore.types import Attended, Reads, Result, Values
+from prescore.selected.plan import kept_rows
+from prescore.types import Attended, Result, Values
 
-MOST_BLOCKS = 1024
+MAX_BLOCKS = 1024
 """Blocks of the causal grid that are worked off one by one."""
 
 
-def why_not_selected(piece: Shard, config: Selected) -> str:
-    """Why a call goes by heads instead; empty = it need not."""
-    if piece.mask is not None:
+def why_not_selected(shard: Shard, config: Selected) -> str:
+    """Why a call runs by Ulysses instead; empty = it need not."""
+    if shard.mask is not None:
         return "positions of padded sequences begin at different places"
     if config.coupling.mask == "zero":
         return 'coupling.mask="zero" keeps every key'
+    if config.coupling.blocks == "all":
+        return 'coupling.blocks="all" cuts blocks over every key'
     if config.selector != "top":
         return f"the selector {config.selector!r} compares all scores"
-    if stats_kind_of(config.scoring) is None:
-        rule = getattr(config.scoring, "rule", None)
-        return f"the scorer {config.scoring.name!r}{f' by {rule!r}' if rule else ''} compares all keys"
-    n_blocks = count_blocks(piece.n_keys, piece.n_query, max(1, config.min_seq_len)) if piece.is_causal else 1
-    if n_blocks > MOST_BLOCKS:
-        return f"the causal grid has {n_blocks} blocks, more than {MOST_BLOCKS}"
-    if 0 in (piece.query.numel(), piece.key.numel()):
+    if config.min_score is not None:
+        return "min_score keeps another number of keys in every head"
+    leaf = max(1, config.min_seq_len)
+    n_blocks = -(-shard.n_keys // leaf) if shard.is_causal and shard.n_query else 1
+    if n_blocks > MAX_BLOCKS:
+        return f"the causal grid has {n_blocks} blocks, more than {MAX_BLOCKS}"
+    if 0 in (shard.query.numel(), shard.key.numel()):
         return "there is nothing to select from"
+    for scorer in (config.scoring, cluster_scorer(config, shard)):
+        if scorer is not None and empty_stats(scorer, shard, range(1), 1) is None:
+            rule = getattr(scorer, "rule", None)
+            return f"the scorer {scorer.name!r}{f' by {rule!r}' if rule else ''} compares all keys"
     return ""
 
 
-def attend_by_rows(piece: Shard, config: Selected, *, explain: bool = False) -> Result:
-    """This rank's piece of the result."""
+def attend_selected_shards(shard: Shard, config: Selected, *, explain: bool = False) -> Result:
+    """This rank's shard of the result."""
     begin = time.perf_counter()
-    places = Map(piece, config)
-    kept = Choosing(piece, config, places).choose()
-    arrived = Exchange(piece, config, places, kept).run()
-    parts, centroids = _Parts(piece, config, places, arrived).build()
+    layout = Layout(shard, config)
+    members, clusters = _select(shard, config, layout)
+    received = _exchange(shard, layout, members, clusters, cluster_scorer(config, shard))
+    parts, centroids = _Parts(shard, config, layout, received).build()
     attended = attend_parts(
-        piece.query,
-        arrived.key,
-        arrived.value,
+        shard.query,
+        received.key,
+        received.value,
         parts,
-        scale=piece.scale,
-        backend=piece.backend,
+        scale=shard.scale,
+        backend=shard.backend,
         centroids=centroids,
     )
-    attended = Attended(tied(attended.output, *arrived.received), attended.lse)
-    n_queries = piece.query.shape[:3].numel()
-
-    def count_reads() -> Reads:
-        return reads_per_query(parts, n_queries)
-
+    attended = Attended(tied(attended.output, received.anchor), attended.lse)
+    n_queries = shard.query.shape[:3].numel()
     if not explain:
-        return Result(*attended, count_reads)
-    reads = count_reads()
+        return Result(*attended, lambda: reads_per_query(parts, n_queries))
+    reads, blocks = reads_per_query(parts, n_queries), layout.blocks
     stats: Values = {
-        "keys_selected": sum(block.n_kept for block in places.blocks) / max(1, len(places.blocks)),
+        "keys_selected": sum(block.n_selected for block in blocks) / max(1, len(blocks)),
         "keys_per_query": reads.keys,
         "centroids_per_query": reads.centroids,
-        "depth": len({block.name for block in places.blocks}) if piece.is_causal else 0,
-        "fallbacks": sum(block.fell_back for block in places.blocks) * piece.key.shape[0],
+        "depth": len({block.name for block in blocks}) if shard.is_causal else 0,
+        "fallbacks": sum(block.is_fallback for block in blocks) * shard.key.shape[0],
         "seconds": {"attending": time.perf_counter() - begin},
-        "backend": piece.backend.name,
+        "backend": shard.backend.name,
     }
-    return Result(*attended, count_reads, stats)
+    return Result(*attended, lambda: reads, stats)
 
 
-class _Parts:
-    """What this rank's queries meet, in rows of what arrived."""
-
-    def __init__(self, piece: Shard, config: Selected, places: Map, arrived: Received) -> None:
-        self.piece, self.config, self.places, self.arrived = piece, config, places, arrived
-        batch, heads = piece.key.shape[:2]
-        group = piece.query.shape[1] // heads
-        self.own = places.queries[piece.group.rank]
-        device = piece.query.device
-        self.queries = Queries(batch, heads, group, piece.query.shape[2], self.own.begin, device)
-        self.centroids: list[Centroids] = []
-        self.n_stand_ins = 0
-
-    def build(self) -> tuple[list[Part], Centroids | None]:
-        """Parts, and the centroids that they refer to."""
-        parts = self._leaves()
-        ranks = self._hashes(self.config.inner) if isinstance(self.config.inner, Lsh) else None
-        placed = self._placed(ranks[0]) if ranks is not None else {}
-        for block, rows in self.arrived.rows.items():
-            pair = self._block_pair(block, rows)
-            if ranks is None or block.is_exact or isinstance(self.config.inner, Exact):
-                parts.append(exact_part(pair, self.piece.query.dtype))
-                continue
-            streams = self.piece.streams.child(block.name)
-            draws = streams.uniform("residual", self.config.inner.sample_size, like=self.piece.key)
-            hashed = ranks[0][pair.query_rows], ranks[1][pair.key_rows]
-            dtype, coupling = self.piece.query.dtype, self.config.coupling
-            parts.append(hyper_part(pair, *hashed, draws, self.config.inner, coupling, dtype, placed.get(block)))
-        if not self.centroids:
-            return parts, None
-        keys, values = (torch.cat([getattr(own, name) for own in self.centroids]) for name in ("key", "value"))
-        return parts, Centroids(keys, values)
-
-    def _leaves(self) -> list[Part]:
-        """Exact causal attention inside the leaves, counted from the first one this rank touches."""
-        if not self.piece.is_causal:
-            return []
-        near = self.places.near[self.piece.group.rank]
-        queries = Queries(
-            self.queries.batch, self.queries.heads, self.queries.group, self.queries.length,
-            self.own.begin - near.begin, self.queries.device,
-        )  # fmt: skip
-        found = leaf_parts(self.places.leaf, queries, near.length, None, self.piece.query.dtype)
-        whole = torch.arange(self.queries.batch * self.queries.heads * near.length, device=self.queries.device)
-        return [
-            part if part.key_rows is not None else replace(part, key_rows=whole.view(part.shape[0], -1))
-            for part in found
-        ]
-
-    def _block_pair(self, block: Block, rows: Tensor) -> BlockPair:
-        positions = self.own.within(block.queries)
-        query_rows, _ = self.queries.rows(
-            torch.arange(positions.begin, positions.end, device=self.queries.device)[None]
-        )
-        kept, usable, dtype = None, None, self.piece.query.dtype
-        if block.first.length + block.last.length:
-            column = torch.arange(block.n_kept, device=rows.device)
-            apart = (column < block.first.length) | (column >= block.n_kept - block.last.length)
-            apart = apart.expand(rows.shape)
-            kept = kept_rows(rows, apart, dtype)
-            rows, usable = bring_forward(rows, ~apart)
-        return BlockPair(
-            query_rows=query_rows,
-            query_valid=None,
-            query_real=None,
-            key_rows=rows,
-            key_valid=usable,
-            kept=kept,
-            extra=self._extra(block),
-            n_all=torch.full((rows.shape[0],), block.keys.length, device=rows.device),
-        )
-
-    def _extra(self, block: Block) -> KeyRows | None:
-        totals = self.arrived.totals.get(block)
-        if totals is None:
-            return None
-        batch, heads = self.piece.key.shape[:2]
-        made, rows = centroids_of(totals, (batch, heads, totals[0].shape[1]), self.piece.query.dtype)
-        moved = KeyRows(rows.rows + self.n_stand_ins, rows.bias)
-        self.centroids.append(made)
-        self.n_stand_ins += made.key.shape[0]
-        return moved
-
-    def _hashes(self, lsh: Lsh) -> tuple[Tensor, Tensor]:
-        """Gray ranks of this rank's queries and of the rows that arrived."""
-        directions = projections(lsh.n_projections, self.piece.key, self.piece.streams)
-        query = self.piece.query.reshape(-1, self.piece.query.shape[-1])
-        return hash_ranks(query, directions), hash_ranks(self.arrived.key, directions)
-
-    def _placed(self, ranks: Tensor) -> dict[Block, PlacedQueries]:
-        """Where own queries stand among all of a block, for `alignment="rank"`: the others are asked."""
-        lsh = self.config.inner
-        if not isinstance(lsh, Lsh) or lsh.alignment != "rank":
-            return {}
-        group, places, small = self.piece.group, self.places, lsh.n_projections <= 8
-        shared = [block for block in places.blocks if not block.is_exact and len(places.needers(block)) > 1]
-        own = ranks.view(self.queries.batch, self.queries.heads, self.queries.group, -1)
-        own = own.to(torch.uint8 if small else torch.int32)
-        lead = own.shape[:3]
-        mine = {
-            block: own[..., span.begin : span.end]
-            for block in shared
-            if (span := self.own.within(block.queries).behind(self.own.begin)).length
-        }
-        spans = [
-            [(b, q.within(b.queries).length) for b in mine if q.within(b.queries).length] for q in places.queries
-        ]
-        parts = [
-            torch.cat([own.new_empty(0), *(mine[block].reshape(-1) for block, _ in spans[other])])
-            for other in range(group.size)
-        ]
-        received = group.swap(parts, [lead.numel() * sum(n for _, n in told) for told in spans])
-        heard: dict[Block, list[Tensor]] = {block: [] for block in mine}
-        for other in range(group.size):
-            for (block, n), part in zip(
-                spans[other], received[other].split([lead.numel() * n for _, n in spans[other]]), strict=True
-            ):
-                heard[block].append(part.view(*lead, n))
-        return {block: self._place(block, torch.cat(told, dim=-1)) for block, told in heard.items()}
-
-    def _place(self, block: Block, ranks: Tensor) -> PlacedQueries:
-        order = torch.sort(ranks, dim=-1, stable=True).indices
-        places = torch.empty_like(order).scatter_(
-            -1, order, torch.arange(order.shape[-1], device=order.device).expand_as(order)
-        )
-        own = self.own.within(block.queries).behind(block.queries.begin)
-        return PlacedQueries(places[..., own.begin : own.end], order.shape[-1])
+# The layout: which ranks hold the keys of a block, and which ranks have queries that read it.
 
 
-# Algorithm 1 on several ranks: holders score their own keys, compare candidates, and know which are kept.
+def overlap(first: range, second: range) -> range:
+    """The positions that two ranges share."""
+    begin = max(first.start, second.start)
+    return range(begin, max(begin, min(first.stop, second.stop)))
+
+
+def shifted(positions: range, by: int) -> range:
+    """The same positions, moved."""
+    return range(positions.start + by, positions.stop + by)
 
 
 @dataclass(frozen=True, eq=False)
-class Kept:
-    """What a holder knows of its own columns of a block.
+class Block:
+    """Keys that are scored and selected together, and the queries that read them.
 
     Attributes:
-        keep: `[B, H, w]` bool, the keys that are kept.
-        clusters: Labels for centroids; None where there are none.
+        name: Of its random streams.
+        keys: Positions of its keys.
+        queries: Positions of its queries.
+        is_exact: Whether it has so few queries that they read its selection exactly.
+        n_selected: Keys to keep, of every sequence and head.
+        sinks: Columns of protected keys at its beginning, which are selected and read exactly.
+        recent: Columns of protected keys towards its end, likewise.
+        is_fallback: Whether the budget is so small that all keys are kept.
     """
 
-    keep: Tensor
-    clusters: Scored | None
+    name: str
+    keys: range
+    queries: range
+    is_exact: bool
+    n_selected: int
+    sinks: range
+    recent: range
+    is_fallback: bool
+
+    @classmethod
+    def of(cls, name: str, keys: range, queries: range, config: Selected, *, is_exact: bool) -> Block:
+        """A block with the budget of a configuration; protected keys beyond the budget are cut off at the end."""
+        n_selected = budget_count(config.budget, len(keys))
+        is_fallback = n_selected < config.min_fraction * len(keys)
+        n_selected = len(keys) if is_fallback else n_selected
+        n_sinks = min(len(overlap(range(config.sinks), keys)), n_selected)
+        begin = max(n_sinks, len(keys) - config.recent)
+        recent = range(begin, min(len(keys), begin + n_selected - n_sinks))
+        return cls(name, keys, queries, is_exact, n_selected, range(n_sinks), recent, is_fallback)
+
+    @property
+    def n_free(self) -> int:
+        """Keys to keep that are not protected."""
+        return self.n_selected - len(self.sinks) - len(self.recent)
+
+    @property
+    def keeps_all(self) -> bool:
+        """Whether nothing need be scored."""
+        return self.n_selected == len(self.keys)
 
 
-class Choosing:
-    """The choices of one call on this rank, for all its blocks."""
+class Layout:
+    """Where everything lies. It follows from lengths alone, so every rank knows it of all ranks.
 
-    def __init__(self, piece: Shard, config: Selected, places: Map) -> None:
-        self.piece, self.config, self.places = piece, config, places
-        wide = torch.promote_types(piece.key.dtype, torch.float32)
-        self.wide = wide
-        self._keys = piece.key.detach().to(wide)
-        self.scored = [block for block in places.blocks if not block.keeps_all]
+    Attributes:
+        keys: Positions of each rank's keys.
+        queries: Positions of each rank's queries.
+        blocks: All blocks, in an order that every rank shares.
+        leaf: Positions of a causal leaf.
+        local: In causal mode the positions that each rank reads exactly, beginning with a leaf; else empty.
+    """
 
-    @torch.no_grad()
-    def choose(self) -> dict[Block, Kept]:
-        """By block, for those of which this rank holds keys."""
-        scores = self._scores(self.config.scoring)
-        scorer = cluster_scorer(self.config)
-        clusters: dict[Block, Scored] = {}
-        if scorer is not None:
-            clusters = scores if scorer is self.config.scoring else self._scores(scorer)
-        keeps = self._kept(scores)
-        for block in self.places.blocks:
-            if block.keeps_all and self._holds(block):
-                shape = (*self.piece.key.shape[:2], self._span(block).length)
-                keeps[block] = torch.ones(shape, dtype=torch.bool, device=self._keys.device)
-        return {block: Kept(keep, clusters.get(block)) for block, keep in keeps.items()}
+    def __init__(self, shard: Shard, config: Selected) -> None:
+        ranks, self.leaf = range(shard.group.size), max(1, config.min_seq_len)
+        self.keys = [shard.keys_of(rank) for rank in ranks]
+        self.queries = [shard.queries_of(rank) for rank in ranks]
+        if shard.is_causal:
+            self.blocks = _causal_blocks(range(self.queries[0].start, shard.n_keys), config, self.leaf)
+            self.local = [range(own.start // self.leaf * self.leaf, own.stop) for own in self.queries]
+        else:
+            n_query, limit = shard.n_query, config.min_seq_len
+            is_exact = n_query <= limit if config.leaf_inclusive else n_query < limit
+            self.blocks = [Block.of(FULL, range(shard.n_keys), range(n_query), config, is_exact=is_exact)]
+            self.local = [range(0) for _ in ranks]
 
-    def _holds(self, block: Block) -> bool:
-        return self.piece.group.rank in self.places.holders(block)
+    def holders(self, block: Block) -> list[int]:
+        """Ranks with keys of a block, in the order of their positions."""
+        return [rank for rank, own in enumerate(self.keys) if overlap(own, block.keys)]
 
-    def _span(self, block: Block, rank: int | None = None) -> Span:
-        return self.places.columns(block, self.piece.group.rank if rank is None else rank)
+    def readers(self, block: Block) -> list[int]:
+        """Ranks with queries that read a block."""
+        return [rank for rank, own in enumerate(self.queries) if overlap(own, block.queries)]
 
-    def _held(self, block: Block) -> Held:
-        """This rank's keys of a block."""
-        own = self.places.keys[self.piece.group.rank]
-        inside = own.within(block.keys).behind(own.begin)
-        streams = self.piece.streams.child(block.name)
-        return Held(self._keys[:, :, inside.begin : inside.end], self._span(block), block.keys.length, streams)
+    def columns(self, block: Block, rank: int) -> range:
+        """The keys of a rank in a block, counted from the block's first."""
+        return shifted(overlap(self.keys[rank], block.keys), -block.keys.start)
 
-    def _scores(self, scorer: Scorer) -> dict[Block, Scored]:
-        """Scores of own keys by block, after the holders of each block told one another what they must."""
-        if self.piece.is_causal:
-            scorer = block_scorer(scorer, self._keys.shape[-1])
-        telling = stats_kind_of(scorer)
-        if telling is None:
-            raise TypeError(f"scorer must be one that can be told from pieces, got {scorer!r}")
-        held = {block: self._held(block) for block in self.scored if self._holds(block)}
-        dtype = telling.wire(self.piece.key.dtype, self.wide)
-        own = {block: telling.tell(each).to(dtype) for block, each in held.items()}
-        told = self._among_holders(
-            own, lambda block, rank: telling.size(held[block], self._span(block, rank)), dtype
-        )
-        return {
-            block: telling.score(each, [ScoreStats(self._span(block, rank), part) for rank, part in told[block]])
-            for block, each in held.items()
-        }
-
-    def _among_holders(
-        self, own: dict[Block, Tensor], size: Callable[[Block, int], int], dtype: torch.dtype
-    ) -> dict[Block, list[tuple[int, Tensor]]]:
-        """`[B, H, n]` of every holder of the blocks that this rank holds, in the order of ranks."""
-        group, lead = self.piece.group, self.piece.key.shape[:2]
-        parallel_group = {block: self.places.holders(block) for block in own}
-        parts, sizes, shapes = [], [], []
-        for rank in range(group.size):
-            shared = [block for block in own if rank in parallel_group[block] and rank != group.rank]
-            parts.append(_flat([own[block] for block in shared], dtype, self._keys.device))
-            shapes.append([(block, size(block, rank)) for block in shared])
-            sizes.append(sum(n for _, n in shapes[-1]) * lead.numel())
-        received = group.swap(parts, sizes)
-        heard: dict[Block, list[tuple[int, Tensor]]] = {block: [] for block in own}
-        for rank in range(group.size):
-            begin = 0
-            for block, n in shapes[rank]:
-                end = begin + n * lead.numel()
-                heard[block].append((rank, received[rank][begin:end].view(*lead, n)))
-                begin = end
-            if rank == group.rank:
-                for block, numbers in own.items():
-                    heard[block].append((rank, numbers))
-        return heard
-
-    def _kept(self, scores: dict[Block, Scored]) -> dict[Block, Tensor]:
-        """Which own keys are among the best of each block; equal scores go to the lower position."""
-        protected = {block: self._protected(block) for block in scores}
-        free = {block: scored.scores.masked_fill(protected[block], -torch.inf) for block, scored in scores.items()}
-        best = {
-            block: values.topk(min(block.n_free, values.shape[2]), dim=2).values for block, values in free.items()
-        }
-        candidates = self._among_holders(
-            best, lambda block, rank: min(block.n_free, self._span(block, rank).length), self.wide
-        )
-        return {
-            block: protected[block] | self._chosen(values, candidates[block], block.n_free)
-            for block, values in free.items()
-        }
-
-    def _protected(self, block: Block) -> Tensor:
-        """`[w]`: own columns that are kept whatever their score."""
-        span = self._span(block)
-        columns = torch.arange(span.begin, span.end, device=self._keys.device)
-        ends = [(columns >= kept.begin) & (columns < kept.end) for kept in (block.first, block.last)]
-        return ends[0] | ends[1]
-
-    def _chosen(self, values: Tensor, candidates: Sequence[tuple[int, Tensor]], n_free: int) -> Tensor:
-        if not n_free:
-            return torch.zeros_like(values, dtype=torch.bool)
-        everyone = torch.cat([part for _, part in candidates], dim=2)
-        boundary = everyone.topk(n_free, dim=2).values[..., -1:]
-        room = n_free - (everyone > boundary).sum(dim=2, keepdim=True)
-        before = [part == boundary for rank, part in candidates if rank < self.piece.group.rank]
-        if before:
-            room = room - torch.cat(before, dim=2).sum(dim=2, keepdim=True)
-        level = values == boundary
-        return (values > boundary) | (level & (level.cumsum(dim=2) <= room))
+    def sent_blocks(self, holder: int, reader: int) -> list[Block]:
+        """The blocks of which one rank holds keys and another has queries, in the shared order."""
+        return [b for b in self.blocks if holder in self.holders(b) and reader in self.readers(b)]
 
 
-def cluster_scorer(config: Selected) -> ClusteringScorer | None:
-    """Whose clusters have centroids; None = there are none."""
+def _causal_blocks(queries: range, config: Selected, leaf: int) -> list[Block]:
+    blocks, width = [], leaf
+    while width < queries.stop:
+        name = f"level{(width // leaf).bit_length() - 1}"
+        is_exact = config.leaf_inclusive and width <= config.min_seq_len
+        for odd in range(1, -(-queries.stop // width), 2):
+            own = overlap(range(odd * width, (odd + 1) * width), queries)
+            if own:
+                keys = range((odd - 1) * width, odd * width)
+                blocks.append(Block.of(name, keys, own, config, is_exact=is_exact))
+        width *= 2
+    return blocks
+
+
+# Algorithm 1: the holders of a block score their own keys and compare their best.
+
+
+def cluster_scorer(config: Selected, shard: Shard) -> ClusteringScorer | None:
+    """The scorer whose clusters have centroids; None = there are no centroids."""
     if isinstance(config.remainder, ClusteringScorer):
         return config.remainder
     if config.remainder == "none":
         return None
-    return config.scoring if isinstance(config.scoring, ClusteringScorer) else KMeans()
+    if isinstance(config.scoring, ClusteringScorer):
+        return config.scoring
+    return centroid_clusters(shard.key.shape[-1], is_causal=shard.is_causal)
 
 
-def _flat(tensors: Sequence[Tensor], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Tensors of one dtype behind one another, as numbers."""
-    if not tensors:
-        return torch.empty(0, dtype=dtype, device=device)
-    return torch.cat([tensor.reshape(-1) for tensor in tensors])
+def empty_stats(scorer: Scorer, shard: Shard, positions: range, n_keys: int) -> Tensor | None:
+    """Statistics of an empty batch at some positions of a block: their dtype and size; None = not supported."""
+    dtype, (heads, dim) = shard.key.dtype, (shard.key.shape[1], shard.key.shape[3])
+    wide = torch.promote_types(dtype, torch.float32)
+    keys = torch.empty(0, heads, len(positions), dim, dtype=wide, device="cpu")
+    return scorer.stats(KeyShard(keys, positions.start, n_keys, dtype, shard.streams))
 
 
-# Rows on their way: near keys, selected keys and values, and sums for centroids go to the ranks that need them.
-#
-# One exchange for all blocks of a call: its backward pass is one exchange too, and in the same order on every
-# rank.
+@torch.no_grad()
+def _select(shard: Shard, config: Selected, layout: Layout) -> tuple[dict[Block, Tensor], dict[Block, Scored]]:
+    """By block of which this rank holds keys: which of them are selected `[B, H, w]`, and clusters if needed."""
+    held = [block for block in layout.blocks if shard.group.rank in layout.holders(block)]
+    scores = _score(shard, layout, held, config.scoring)
+    scorer = cluster_scorer(config, shard)
+    clusters = {}
+    if scorer is not None:
+        clusters = scores if scorer is config.scoring else _score(shard, layout, held, scorer)
+    best = _best(shard, layout, scores)
+    width = {block: len(layout.columns(block, shard.group.rank)) for block in held}
+    full = {b: shard.key.new_ones(*shard.key.shape[:2], width[b], dtype=torch.bool) for b in held if b.keeps_all}
+    return {block: best[block] if block in best else full[block] for block in held}, clusters
+
+
+def _score(shard: Shard, layout: Layout, held: list[Block], scorer: Scorer) -> dict[Block, Scored]:
+    """Scores of this rank's keys, after the holders of each block exchanged their statistics."""
+    group, own = shard.group, layout.keys[shard.group.rank]
+    keys = shard.key.detach().to(torch.promote_types(shard.key.dtype, torch.float32))
+    shards = {}
+    for block in held:
+        if not block.keeps_all:
+            inside = shifted(overlap(own, block.keys), -own.start)
+            columns, streams = layout.columns(block, group.rank), shard.streams.child(block.name)
+            part = keys[:, :, inside.start : inside.stop]
+            shards[block] = KeyShard(part, columns.start, len(block.keys), shard.key.dtype, streams)
+
+    def local_stats() -> dict[Block, Tensor]:
+        return {block: _required(scorer, scorer.stats(part)) for block, part in shards.items()}
+
+    def shape(block: Block, rank: int) -> tuple[int, ...]:
+        child = replace(shard, streams=shards[block].streams)
+        empty = empty_stats(scorer, child, layout.columns(block, rank), len(block.keys))
+        return *keys.shape[:2], _required(scorer, empty).shape[2]
+
+    like = _required(scorer, empty_stats(scorer, shard, range(1), 1)).to(keys.device)
+    stats = _among(shard, layout.holders, done_by_all(group, local_stats), shape, like)
+
+    def local_scores() -> dict[Block, Scored]:
+        return {
+            block: checked_scores(scorer.score_from(stats[block], part), scorer, part.keys, None)
+            for block, part in shards.items()
+        }
+
+    return done_by_all(group, local_scores)
+
+
+def _required(scorer: Scorer, stats: Tensor | None) -> Tensor:
+    if stats is None:
+        raise TypeError(f"stats of {type(scorer).__name__} must be the same kind for every shard, got None")
+    return stats
+
+
+def _among(
+    shard: Shard,
+    members: Callable[[Block], list[int]],
+    own: Mapping[Block, Tensor],
+    shape: Callable[[Block, int], tuple[int, ...]],
+    like: Tensor,
+) -> dict[Block, list[Tensor]]:
+    """The tensors of all members of each block, in the order of ranks; `own` has this rank's, in shared order."""
+    group = shard.group
+    shared = [[b for b in own if rank in members(b) and rank != group.rank] for rank in range(group.size)]
+    received = group.all_to_all(
+        [[own[block] for block in blocks] for blocks in shared],
+        [[shape(block, rank) for block in blocks] for rank, blocks in enumerate(shared)],
+        like=like,
+    )
+    by_rank: list[Mapping[Block, Tensor]] = [
+        dict(zip(blocks, tensors, strict=True)) for blocks, tensors in zip(shared, received, strict=True)
+    ]
+    by_rank[group.rank] = own
+    return {block: [by_rank[rank][block] for rank in members(block)] for block in own}
+
+
+def _best(shard: Shard, layout: Layout, scored: Mapping[Block, Scored]) -> dict[Block, Tensor]:
+    """Which of this rank's keys are among the best of each block; equal scores go to the lower position."""
+    rank, protected = shard.group.rank, {}
+    for block in scored:
+        columns = layout.columns(block, rank)
+        column = arange(columns.start, columns.stop, like=shard.key)
+        is_sink = (column >= block.sinks.start) & (column < block.sinks.stop)
+        protected[block] = is_sink | ((column >= block.recent.start) & (column < block.recent.stop))
+    free = {b: each.scores.masked_fill(protected[b], -torch.inf) for b, each in scored.items()}
+    best = {b: scores.topk(min(b.n_free, scores.shape[2]), dim=2).values for b, scores in free.items()}
+
+    def shape(block: Block, other: int) -> tuple[int, ...]:
+        return *shard.key.shape[:2], min(block.n_free, len(layout.columns(block, other)))
+
+    like = shard.key.new_empty(0, dtype=torch.promote_types(shard.key.dtype, torch.float32))
+    candidates = _among(shard, layout.holders, best, shape, like)
+    members = {}
+    for block, scores in free.items():
+        members[block] = protected[block].expand_as(scores)
+        if block.n_free:
+            everyone = torch.cat(candidates[block], dim=2)
+            boundary = everyone.topk(block.n_free, dim=2).values[..., -1:]
+            room = block.n_free - (everyone > boundary).sum(dim=2, keepdim=True)
+            for part in candidates[block][: layout.holders(block).index(rank)]:  # lower positions come first
+                room = room - (part == boundary).sum(dim=2, keepdim=True)
+            level = scores == boundary
+            chosen = (scores > boundary) | (level & (level.cumsum(dim=2) <= room))
+            members[block] = members[block] | chosen
+    return members
+
+
+# The exchange of keys and values. One step of the graph for all blocks: its backward pass is one exchange too,
+# and in the same order on every rank.
 
 Totals = tuple[Tensor, Tensor, Tensor]
 """Sums of keys and of values, and numbers of members, by cluster; see `cluster_totals`."""
@@ -381,173 +350,213 @@ class Received(NamedTuple):
     """What a rank has of the others, and of itself.
 
     Attributes:
-        key, value: `[rows, D]` tables: first the near positions `[B, H, near]`, then selected rows of the blocks.
-        rows: By block that this rank's queries meet: `[B, H, n_kept]` rows of the tables, in order of position.
+        key, value: `[rows, D]` tables.
+        local: `[B, H, n]` rows of the tables at this rank's local positions.
+        rows: By block that this rank's queries read: `[B, H, n_selected]` rows, ascending in position.
         totals: By block: what its centroids are made of.
-        received: All that came, for `prescore.parallel.comm.tied`.
+        anchor: For `prescore.parallel.comm.tied`.
     """
 
     key: Tensor
     value: Tensor
+    local: Tensor
     rows: dict[Block, Tensor]
     totals: dict[Block, Totals]
-    received: tuple[Tensor, ...]
+    anchor: Tensor
 
 
-class Exchange:
-    """The exchange of one call.
+def _exchange(
+    shard: Shard,
+    layout: Layout,
+    members: Mapping[Block, Tensor],
+    clusters: Mapping[Block, Scored],
+    scorer: ClusteringScorer | None,
+) -> Received:
+    """Local keys, selected keys and values, and sums for centroids go to the ranks that read them."""
+    group, rank, ranks = shard.group, shard.group.rank, range(shard.group.size)
+    (batch, heads), device = shard.key.shape[:2], shard.key.device
+    going = [layout.sent_blocks(rank, reader) for reader in ranks]
+    coming = [layout.sent_blocks(holder, rank) for holder in ranks]
+    counts = group.all_to_all(
+        [[members[block].sum(-1, dtype=torch.int32) for block in blocks] for blocks in going],
+        [[(batch, heads)] * len(blocks) for blocks in coming],
+        like=torch.empty(0, dtype=torch.int32, device=device),
+    )
+    # by holder: rows of each head at local positions, then of each block
+    n_local = [len(overlap(layout.keys[holder], layout.local[rank])) for holder in ranks]
+    per_head = [
+        [shard.key.new_full((batch, heads), n, dtype=torch.int32), *counts[r]] for r, n in enumerate(n_local)
+    ]
+    n_rows = [sum(int(count.sum()) for count in each) for each in per_head]
+    rows = [_outgoing_rows(shard, layout, members, reader, going[reader]) for reader in ranks]
+    like = [shard.key, shard.value]
+    messages: list[tuple[Tensors, Shapes]] = []
+    for table in like:
+        flat = table.reshape(-1, table.shape[-1])
+        messages.append(([[flat.index_select(0, own)] for own in rows], [[(n, table.shape[-1])] for n in n_rows]))
+    widths = [shard.key.shape[-1], shard.value.shape[-1], 1]
+    scored = [[block for block in blocks if not block.keeps_all] for blocks in coming]
+    if scorer is not None:
+        sums = {b: _cluster_sums(shard, layout, b, members[b], each) for b, each in clusters.items()}
+        shape = (batch * heads, scorer.n_clusters or shard.key.shape[-1] + 1, sum(widths))
+        outgoing = [[sums[block] for block in blocks if block in sums] for blocks in going]
+        messages.append((outgoing, [[shape] * len(blocks) for blocks in scored]))
+        like.append(torch.empty(0, dtype=accumulation_dtype(shard.key.dtype), device=device))
+    received, anchor = group.all_to_all_with_grad(*messages, like=like)
+    key, value = (torch.cat([table for (table,) in each]) for each in received[:2])
+    numbered = _numbered(coming, per_head)
+    totals: dict[Block, Tensor] = {}
+    for blocks, parts in zip(scored, received[2], strict=True) if scorer is not None else ():
+        for block, part in zip(blocks, parts, strict=True):  # in the order of ranks, so that all get the same bits
+            totals[block] = totals[block] + part if block in totals else part
+    split = {block: total.split(widths, dim=-1) for block, total in totals.items()}
+    by_cluster = {block: (parts[0], parts[1], parts[2].detach()) for block, parts in split.items()}
+    local = numbered.pop(None)
+    return Received(key, value, local, {b: r for b, r in numbered.items() if b is not None}, by_cluster, anchor)
 
-    Args:
-        piece: What this rank holds.
-        config: Whether there are centroids.
-        places: Who holds and who needs what.
-        kept: What this rank keeps of its own columns.
+
+def _outgoing_rows(
+    shard: Shard, layout: Layout, members: Mapping[Block, Tensor], reader: int, blocks: list[Block]
+) -> Tensor:
+    """Flat rows of this rank's tables that go to a rank: local ones, then the selected ones of each block."""
+    own = layout.keys[shard.group.rank]
+    local = shifted(overlap(own, layout.local[reader]), -own.start)
+    head = arange(shard.key.shape[:2].numel(), like=shard.key)[:, None] * len(own)
+    rows = [(head + arange(local.start, local.stop, like=shard.key)).reshape(-1)]
+    for block in blocks:
+        head, column = members[block].flatten(0, 1).nonzero().unbind(1)
+        rows.append(head * len(own) + column + overlap(own, block.keys).start - own.start)
+    return torch.cat(rows)
+
+
+def _numbered(coming: list[list[Block]], per_head: list[list[Tensor]]) -> dict[Block | None, Tensor]:
+    """Rows `[B, H, n]` of the received tables by block, None = local positions, ascending in position.
+
+    A holder's rows are sorted by block, then by head, then by position, and holders are sorted by position.
     """
+    rows: dict[Block | None, list[Tensor]] = {None: []}
+    heads: dict[Block | None, list[Tensor]] = {None: []}
+    begin, shape = 0, per_head[0][0].shape
+    for blocks, counts in zip(coming, per_head, strict=True):
+        for block, count in zip((None, *blocks), counts, strict=True):
+            head = arange(shape.numel(), like=count).repeat_interleave(count.flatten())
+            heads.setdefault(block, []).append(head)
+            rows.setdefault(block, []).append(arange(begin, begin + len(head), like=count))
+            begin += len(head)
+    order = {block: torch.sort(torch.cat(parts), stable=True).indices for block, parts in heads.items()}
+    return {block: torch.cat(parts)[order[block]].view(*shape, -1) for block, parts in rows.items()}
 
-    def __init__(self, piece: Shard, config: Selected, places: Map, kept: Mapping[Block, Kept]) -> None:
-        self.piece, self.places, self.kept = piece, places, kept
-        self.rank, self.size = piece.group.rank, piece.group.size
-        self.lead = piece.key.shape[:2]
-        self.n_rows = self.lead.numel()
-        scorer = cluster_scorer(config)
-        self.stands_in = scorer is not None
-        self.n_clusters = 0 if scorer is None else scorer.n_clusters or piece.key.shape[-1] + 1
 
-    def run(self) -> Received:
-        """Send and receive."""
-        piece, wide = self.piece, accumulation_dtype(self.piece.key.dtype)
-        counts = self._counts()
-        near = [self._near(sender, self.rank).length * self.n_rows for sender in range(self.size)]
-        n_incoming = [
-            near[sender] + sum(int(count.sum()) for count in counts[sender].values())
-            for sender in range(self.size)
+def _cluster_sums(shard: Shard, layout: Layout, block: Block, member: Tensor, scored: Scored) -> Tensor:
+    """`[B * H, clusters, D + Dv + 1]`: sums over this rank's unselected keys of a block."""
+    if scored.labels is None:
+        raise TypeError(f"clusters must have labels, got {scored!r}")
+    own = layout.keys[shard.group.rank]
+    inside, wide = shifted(overlap(own, block.keys), -own.start), accumulation_dtype(shard.key.dtype)
+    points = [t[:, :, inside.start : inside.stop].flatten(0, 1).to(wide) for t in (shard.key, shard.value)]
+    return torch.cat(cluster_totals(points, scored.labels, ~member, scored.n_clusters), dim=-1)
+
+
+# Algorithm 2: this rank's queries over what it received.
+
+
+class _Parts:
+    """What this rank's queries read, in rows of the received tables."""
+
+    def __init__(self, shard: Shard, config: Selected, layout: Layout, received: Received) -> None:
+        self.shard, self.config, self.layout, self.received = shard, config, layout, received
+        self.own = layout.queries[shard.group.rank]
+        (batch, n_heads, n_query), n_kv_heads = shard.query.shape[:3], shard.key.shape[1]
+        group, device = n_heads // n_kv_heads, shard.query.device
+        self.queries = Queries(batch, n_kv_heads, group, n_query, self.own.start, device)
+
+    def build(self) -> tuple[list[Part], Centroids | None]:
+        """Parts, and the centroids that they refer to."""
+        shard, lsh, dtype = self.shard, self.config.inner, self.shard.query.dtype
+        parts = self._leaves() if shard.is_causal else []
+        hashes, placed = None, {}
+        if isinstance(lsh, Lsh):
+            directions = projections(lsh.n_projections, shard.key, shard.streams)
+            query = shard.query.reshape(-1, shard.query.shape[-1])
+            hashes = hash_ranks(query, directions), hash_ranks(self.received.key, directions)
+            placed = self._placed(hashes[0], lsh) if lsh.alignment == "rank" else {}
+        centroids: list[Centroids] = []
+        for block, rows in self.received.rows.items():
+            pair = self._block_pair(block, rows, centroids)
+            if block.is_exact or hashes is None or not isinstance(lsh, Lsh):
+                parts.append(exact_part(pair, dtype))
+                continue
+            draws = shard.streams.child(block.name).uniform("residual", lsh.sample_size, like=shard.key)
+            ranks = hashes[0][pair.query_rows], hashes[1][pair.key_rows]
+            parts.append(hyper_part(pair, *ranks, draws, lsh, self.config.coupling, dtype, placed.get(block)))
+        if not centroids:
+            return parts, None
+        keys, values = (torch.cat([getattr(each, name) for each in centroids]) for name in ("key", "value"))
+        return parts, Centroids(keys, values)
+
+    def _leaves(self) -> list[Part]:
+        """Exact causal attention inside the leaves, counted from the first one this rank touches."""
+        local, rows = self.layout.local[self.shard.group.rank], self.received.local.flatten()
+        queries = replace(self.queries, start=self.own.start - local.start)
+        parts = leaf_parts(self.layout.leaf, queries, len(local), None, self.shard.query.dtype)
+        return [
+            replace(part, key_rows=rows.view(part.shape[0], -1) if part.key_rows is None else rows[part.key_rows])
+            for part in parts
         ]
-        leaving = [self._leaving(needer) for needer in range(self.size)]
-        mails = []
-        for table in (piece.key, piece.value):
-            flat, dim = table.reshape(-1, table.shape[-1]), table.shape[-1]
-            parts = [flat.index_select(0, rows).reshape(-1) for rows in leaving]
-            mails.append(Message(parts, [n * dim for n in n_incoming]))
-        if self.stands_in:
-            mails.append(self._totals_mail(wide))
-        received = piece.group.exchange(mails)
-        rows = self._numbered(counts, near, n_incoming)
-        totals = self._totals(received[2]) if self.stands_in else {}
-        key, value = (
-            self._table(parts, near, table.shape[-1])
-            for parts, table in zip(received[:2], (piece.key, piece.value), strict=True)
+
+    def _block_pair(self, block: Block, rows: Tensor, centroids: list[Centroids]) -> BlockPair:
+        positions = overlap(self.own, block.queries)
+        query_rows, _ = self.queries.rows(arange(positions.start, positions.stop, like=rows)[None])
+        protected, usable, n_all = None, None, rows.new_full((rows.shape[0],), len(block.keys))
+        if block.sinks or block.recent:
+            column = arange(block.n_selected, like=rows)
+            apart = (column < len(block.sinks)) | (column >= block.n_selected - len(block.recent))
+            apart = apart.expand(rows.shape)
+            protected = kept_rows(rows, apart, self.shard.query.dtype)
+            rows, usable = bring_forward(rows, ~apart)
+        extra = self._centroids(block, centroids)
+        return BlockPair(
+            query_rows=query_rows,
+            query_valid=None,
+            query_real=None,
+            key_rows=rows,
+            key_valid=usable,
+            kept=protected,
+            extra=extra,
+            n_all=n_all,
         )
-        return Received(key, value, rows, totals, tuple(part for parts in received for part in parts))
 
-    def _to(self, needer: int, sender: int | None = None) -> list[Block]:
-        """Blocks of which a sender (this rank) has keys that a rank needs, in the shared order."""
-        sender = self.rank if sender is None else sender
-        return [
-            block
-            for block in self.places.blocks
-            if sender in self.places.holders(block) and needer in self.places.needers(block)
-        ]
+    def _centroids(self, block: Block, centroids: list[Centroids]) -> KeyRows | None:
+        """Add the centroids of a block; returns their rows and weights."""
+        totals = self.received.totals.get(block)
+        if totals is None:
+            return None
+        shape = (*self.shard.key.shape[:2], totals[0].shape[1])
+        made, rows = centroids_of(totals, (shape[0], shape[1], shape[2]), self.shard.query.dtype)
+        n_before = sum(each.key.shape[0] for each in centroids)
+        centroids.append(made)
+        return KeyRows(rows.rows + n_before, rows.bias)
 
-    def _near(self, sender: int, needer: int) -> Span:
-        """Positions of a sender's keys that a rank reads exactly."""
-        return self.places.keys[sender].within(self.places.near[needer])
+    def _placed(self, ranks: Tensor, lsh: Lsh) -> dict[Block, PlacedQueries]:
+        """Places of own queries among all queries of a block, for `alignment="rank"`: ranks exchange hashes."""
+        rank, layout = self.shard.group.rank, self.layout
+        ranks = ranks.view(self.queries.batch, self.queries.heads, self.queries.group, -1)
+        ranks = ranks.to(torch.uint8 if lsh.n_projections <= 8 else torch.int32)
+        own = {}
+        for block in layout.blocks:
+            readers = layout.readers(block)
+            if not block.is_exact and rank in readers and len(readers) > 1:
+                inside = shifted(overlap(self.own, block.queries), -self.own.start)
+                own[block] = ranks[..., inside.start : inside.stop]
 
-    def _leaving(self, needer: int) -> Tensor:
-        """Flat rows of this rank's tables that go to a rank: near ones, then the selected ones of each block."""
-        n_own, device = self.piece.key.shape[2], self.piece.key.device
-        head = torch.arange(self.n_rows, device=device)[:, None] * n_own
-        first = self.places.keys[self.rank].begin
-        near = self._near(self.rank, needer).behind(first)
-        found = [(head + torch.arange(near.begin, near.end, device=device)).reshape(-1)]
-        for block in self._to(needer):
-            begin = self.places.keys[self.rank].within(block.keys).begin - first
-            row, column = self.kept[block].keep.flatten(0, 1).nonzero().unbind(1)
-            found.append(row * n_own + column + begin)
-        return torch.cat(found)
+        def shape(block: Block, other: int) -> tuple[int, ...]:
+            return *ranks.shape[:3], len(overlap(layout.queries[other], block.queries))
 
-    def _counts(self) -> list[dict[Block, Tensor]]:
-        """By sender and block: `[B, H]` selected keys that will come from there."""
-        device = self.piece.key.device
-        parts, sizes = [], []
-        for other in range(self.size):
-            mine = [self.kept[block].keep.sum(-1, dtype=torch.int32).reshape(-1) for block in self._to(other)]
-            parts.append(torch.cat(mine) if mine else torch.empty(0, dtype=torch.int32, device=device))
-            sizes.append(len(self._to(self.rank, other)) * self.n_rows)
-        received = self.piece.group.swap(parts, sizes)
-        return [
-            {
-                block: count.long()
-                for block, count in zip(
-                    self._to(self.rank, sender), received[sender].view(-1, *self.lead), strict=True
-                )
-            }
-            for sender in range(self.size)
-        ]
-
-    def _numbered(
-        self, counts: list[dict[Block, Tensor]], near: list[int], n_incoming: list[int]
-    ) -> dict[Block, Tensor]:
-        """Rows of the tables by block; those of earlier ranks come first, so that they ascend in position."""
-        start, device = sum(near), self.piece.key.device
-        found: dict[Block, Tensor] = {}
-        filled: dict[Block, Tensor] = {}
-        for sender in range(self.size):
-            at = start
-            for block, count in counts[sender].items():
-                if block not in found:
-                    shape = (*self.lead, block.n_kept)
-                    found[block] = torch.zeros(shape, dtype=torch.int64, device=device)
-                    filled[block] = torch.zeros(self.lead, dtype=torch.int64, device=device)
-                before = (count.flatten().cumsum(0) - count.flatten()).view(self.lead)
-                slot = torch.arange(block.n_kept, device=device) - filled[block][..., None]
-                own = (slot >= 0) & (slot < count[..., None])
-                found[block] = torch.where(own, at + before[..., None] + slot, found[block])
-                filled[block] = filled[block] + count
-                at += int(count.sum())
-            start += n_incoming[sender] - near[sender]
-        return found
-
-    def _table(self, received: list[Tensor], near: list[int], dim: int) -> Tensor:
-        """Near rows of all senders as `[B, H, near]`, then everything else in the order of senders."""
-        begun = [part.split([n * dim, part.numel() - n * dim]) for part, n in zip(received, near, strict=True)]
-        first = torch.cat([part.view(self.n_rows, -1, dim) for part, _ in begun], dim=1)
-        return torch.cat([first.reshape(-1, dim), *(rest.view(-1, dim) for _, rest in begun)])
-
-    def _totals_mail(self, wide: torch.dtype) -> Message:
-        own = {block: self._own_totals(block, kept, wide) for block, kept in self.kept.items() if kept.clusters}
-        empty = torch.empty(0, dtype=wide, device=self.piece.key.device)
-        parts, sizes = [], []
-        for other in range(self.size):
-            mine = [own[block].reshape(-1) for block in self._to(other) if block in own]
-            parts.append(torch.cat(mine) if mine else empty)
-            theirs = [block for block in self._to(self.rank, other) if not block.keeps_all]
-            sizes.append(len(theirs) * self.n_rows * self.n_clusters * self._width())
-        return Message(parts, sizes)
-
-    def _own_totals(self, block: Block, kept: Kept, wide: torch.dtype) -> Tensor:
-        """`[B * H, clusters, D + Dv + 1]`: sums over this rank's unselected keys of a block."""
-        clusters = kept.clusters
-        if clusters is None or clusters.labels is None:
-            raise TypeError(f"clusters must have labels, got {clusters!r}")
-        own = self.places.keys[self.rank]
-        inside = own.within(block.keys).behind(own.begin)
-        points = [
-            table[:, :, inside.begin : inside.end].flatten(0, 1).to(wide)
-            for table in (self.piece.key, self.piece.value)
-        ]
-        return torch.cat(cluster_totals(points, clusters.labels, ~kept.keep, clusters.n_clusters), dim=-1)
-
-    def _totals(self, received: list[Tensor]) -> dict[Block, Totals]:
-        """Sums over all holders, in the order of ranks."""
-        found: dict[Block, Tensor] = {}
-        for sender in range(self.size):
-            blocks = [block for block in self._to(self.rank, sender) if not block.keeps_all]
-            parts = received[sender].view(len(blocks), self.n_rows, self.n_clusters, self._width())
-            for block, part in zip(blocks, parts, strict=True):
-                found[block] = part if block not in found else found[block] + part
-        widths = [self.piece.key.shape[-1], self.piece.value.shape[-1], 1]
-        split = {block: total.split(widths, dim=-1) for block, total in found.items()}
-        return {block: (parts[0], parts[1], parts[2].detach()) for block, parts in split.items()}
-
-    def _width(self) -> int:
-        return self.piece.key.shape[-1] + self.piece.value.shape[-1] + 1
+        placed = {}
+        for block, parts in _among(self.shard, layout.readers, own, shape, ranks).items():
+            order = torch.sort(torch.cat(parts, dim=-1), dim=-1, stable=True).indices
+            numbers = arange(order.shape[-1], like=order).expand_as(order)
+            places = torch.empty_like(order).scatter_(-1, order, numbers)
+            inside = shifted(overlap(self.own, block.queries), -block.queries.start)
+            placed[block] = PlacedQueries(places[..., inside.start : inside.stop], order.shape[-1])
+        return placed

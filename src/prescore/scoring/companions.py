@@ -1,19 +1,18 @@
 """Keys that have close companions in direction: the robust score for planted keys.
 
-The planted model of the paper hides d groups of m nearly parallel keys among n keys of random direction. Read with
-every row normalised, nothing but closeness tells the groups from the noise, and leverage cannot; read with noise
-at its small norm, leverage can, and the paper's nearest rule on raw keys picks noise. Directions are the same in
-both readings, so a score of directions alone wins both or loses both. The score is the cosine to the second
-closest companion: two and not one, because among n random keys some pair is always close by chance.
+The planted model of the paper hides d groups of m nearly parallel keys among n keys of random direction. If every
+key is normalised, only closeness tells the groups from the noise, and leverage fails. If noise keeps its small
+norm, leverage works, and the paper's nearest rule on raw keys picks noise. Directions are the same in both
+readings, so a score of directions alone works in both or in none. The score is the cosine to the second closest
+companion, because among n random keys some pair is always close by chance.
 
 Companions are searched in the style of HyperAttention's sortLSH: keys are sorted by the Gray rank of random sign
 bits and compared within windows of the sorted order, in several independent tables.
 
-What was tried, as recall of the planted keys in the normalised / small-noise reading (n = 4096, then 16384; the
-whole table is in `experiments/planted/README.md`): nearest rule 0.58 / 0.58, then 0.10 / 0.10; leverage
-0.13 / 1.00, then 0.03 / 1.00; farthest on raw keys 0.01 / 0.99, then 0.01 / 0.97; `companions` 1.00 / 1.00 at both
-sizes. What it cannot do: a planted key without companions (m = 1) has none to be found by, and parallel noise
-(Appendix B) looks like a group.
+Recall of the planted keys in the normalised / small-noise reading, at n = 4096, then 16384 (the full table is in
+`experiments/planted/README.md`): nearest rule 0.58 / 0.58, then 0.10 / 0.10; leverage 0.13 / 1.00, then 0.03 /
+1.00; farthest on raw keys 0.01 / 0.99, then 0.01 / 0.97; `companions` 1.00 / 1.00 at both sizes. Limits: a
+planted key without companions (m = 1) is not found, and parallel noise (Appendix B) looks like a group.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from prescore.scoring.hashing import hash_ranks
 from prescore.scoring.kmeans import flat_mask
 from prescore.scoring.sampling import gather_rows
 
-_MOST_BITS = 16
+_MAX_BITS = 16
 
 
 @register_scorer("companions")
@@ -40,8 +39,8 @@ _MOST_BITS = 16
 class Companions(Scorer):
     """Cosine to the second closest key of the same window, best of `n_tables` hash tables.
 
-    Cost per table is one sort and `N * window * D` multiplications. Duplicates of a key count as companions; a
-    key that met fewer than two others scores -1, and a zero key 0.
+    A table costs one sort and `N * window * D` multiplications. Duplicates of a key count as companions. A key
+    with fewer than two others in its windows scores -1, a zero key 0.
     """
 
     n_tables: int = 8
@@ -64,16 +63,17 @@ class Companions(Scorer):
         shifts = self._unused_bits(present)
         best = points.new_full(points.shape[:2], -1.0)
         for table in range(self.n_tables):
-            planes = streams.normal(f"planes {table}", _MOST_BITS, points.shape[2], like=points)
+            planes = streams.normal(f"planes {table}", _MAX_BITS, points.shape[2], like=points)
             # the first plane is the highest bit
             ranks = hash_ranks(points, planes.flip(0).t()).to(torch.int64) >> shifts
             best = torch.maximum(best, second_cosine(points, ranks, present, self.window))
         return best.reshape(keys.shape[:3])
 
     def _unused_bits(self, present: Tensor) -> Tensor:
-        # as many bits as leave about half a window of each row's own keys in a bucket
-        buckets = (present.sum(dim=1, keepdim=True) / (self.window / 2)).clamp(min=1.0, max=2.0**_MOST_BITS)
-        return _MOST_BITS - buckets.log2().ceil().to(torch.int64)
+        # so many bits that a bucket holds about half a window of a problem's keys
+        n_present = present.sum(dim=1, keepdim=True).to(torch.float32)
+        buckets = (n_present / (self.window / 2)).clamp(min=1.0, max=2.0**_MAX_BITS)
+        return _MAX_BITS - buckets.log2().ceil().to(torch.int64)
 
 
 def second_cosine(points: Tensor, ranks: Tensor, present: Tensor, window: int) -> Tensor:
@@ -89,5 +89,5 @@ def second_cosine(points: Tensor, ranks: Tensor, present: Tensor, window: int) -
     cosines.diagonal(dim1=1, dim2=2).fill_(-1.0)
     first = cosines.max(dim=2, keepdim=True).indices
     second = cosines.scatter_(2, first, -1.0).amax(dim=2)
-    found = second.reshape(n_problems, -1)[:, :n_points]
-    return torch.empty_like(found).scatter_(1, order, found)
+    in_order = second.reshape(n_problems, -1)[:, :n_points]
+    return torch.empty_like(in_order).scatter_(1, order, in_order)

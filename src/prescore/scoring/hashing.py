@@ -1,4 +1,4 @@
-"""Angular hashing whose buckets are ordered so that neighbours differ in one bit."""
+"""Angular LSH whose buckets are ordered so that neighbours differ in one bit."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from prescore.rng import Streams
 
 
 def gray_rank(code: Tensor, n_bits: int) -> Tensor:
-    """Where a bit pattern stands in the reflected Gray sequence: the inverse of `rank ^ (rank >> 1)`.
+    """Position of a bit pattern in the reflected Gray sequence: the inverse of `rank ^ (rank >> 1)`.
 
-    Sorting by the rank (not by the Gray code itself) puts patterns that differ in one bit side by side.
+    Sorting by the rank puts patterns that differ in one bit side by side; sorting by the pattern would not.
     """
     shift = 1
     while shift < n_bits:
@@ -32,14 +32,11 @@ def hash_ranks(vectors: Tensor, directions: Tensor) -> Tensor:
     return gray_rank((signs.to(wide) @ powers).to(torch.int32), n_bits)
 
 
-# sortLSH: the random directions of a call, and where they put the zero vector.
-
-
 def projections(n_projections: int, like: Tensor, streams: Streams) -> Tensor:
-    """`[D, n_projections]` Gaussian directions, the same for every row, head and recursion level."""
+    """`[D, n_projections]` Gaussian directions, the same for every sequence, head and recursion level."""
     return streams.normal("lsh", like.shape[-1], n_projections, like=like)
 
 
 def zero_rank(n_bits: int) -> int:
     """The rank of the zero vector, whose projections all count as non-negative."""
-    return int(gray_rank(torch.tensor(2**n_bits - 1), n_bits))
+    return int(gray_rank(torch.tensor(2**n_bits - 1, dtype=torch.int64, device="cpu"), n_bits))

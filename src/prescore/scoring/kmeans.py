@@ -1,10 +1,10 @@
-"""What the clustering scorers share; registers nothing itself."""
+"""Clustering scorers: cluster the keys of each KV head, score a key by the distance to its own centre."""
 
 from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
@@ -15,16 +15,16 @@ from torch import Tensor
 from prescore import checks
 from prescore.registry import register_scorer
 from prescore.rng import Streams
-from prescore.scoring.base import Scored, Scorer, with_noise
-from prescore.scoring.lloyd import fit, pairwise_costs
-from prescore.scoring.metrics import EUCLIDEAN, MEDIAN, SPHERICAL, Metric, metric_for
+from prescore.scoring.base import KeyShard, Scored, Scorer, with_noise
+from prescore.scoring.lloyd import SEEDINGS, Lift, fit, pairwise_costs
+from prescore.scoring.metrics import EUCLIDEAN, MEDIAN, SPHERICAL, Euclidean, metric_for
 from prescore.scoring.rules import RULES, apply_rule
-from prescore.scoring.sampling import Scratch, count_valid, holes_last, stratified
+from prescore.scoring.sampling import Sample, Scratch, draw_sample, sample_positions
 
 
 @dataclass(frozen=True)
 class ClusteringScorer(Scorer):
-    """Cluster the keys of each KV head, score each key by its distance to its own centre.
+    """What the clustering scorers share; registers nothing itself.
 
     Attributes:
         n_clusters: None = `D + 1`, as in the paper.
@@ -32,12 +32,11 @@ class ClusteringScorer(Scorer):
             `cluster-share` (distance over its cluster's total), `sensitivity` (d^2 over the cluster's sum of d^2,
             plus 1 / cluster size), `balanced` (equal share per cluster, nearest first).
         max_iter: Lloyd iterations at most.
-        normalize: Cluster the l2-normalised keys; block by block, without a normalised copy of all.
+        normalize: Cluster the l2-normalised keys.
         noise: Standard deviation of the Gaussian noise added before scoring (Algorithm 1, line 1).
         seeding: `k-means++` or `random`.
-        fit_size: Keys the clusters are fitted on, at most; None = 32 for each cluster, counted as at least 64
-            (16 for metrics other than the Euclidean, and in the blocks of causal attention); 0 = all keys. Every
-            key is assigned once at the end in either case.
+        fit_size: None = clusters are fitted on all keys (paper); an int = on a stratified sample of at most so
+            many. Every key is assigned once at the end in either case.
     """
 
     n_clusters: int | None = None
@@ -49,72 +48,100 @@ class ClusteringScorer(Scorer):
     fit_size: int | None = None
 
     permutation_equivariant: ClassVar[bool] = False
+    lift_size: ClassVar[int] = 0
+    """Keys that `lift` looks at."""
 
     def __post_init__(self) -> None:
         checks.one_of("rule", self.rule, RULES)
-        checks.one_of("seeding", self.seeding, ("k-means++", "random"))
+        checks.one_of("seeding", self.seeding, SEEDINGS)
         checks.integer("max_iter", self.max_iter, minimum=0)
         checks.boolean("normalize", self.normalize)
         checks.number("noise", self.noise, minimum=0.0)
-        for name, minimum in (("n_clusters", 1), ("fit_size", 0)):
-            if getattr(self, name) is not None:
-                checks.integer(name, getattr(self, name), minimum=minimum)
+        if self.n_clusters is not None:
+            checks.integer("n_clusters", self.n_clusters, minimum=1)
+        if type(self.fit_size) is int and self.fit_size == 0:
+            raise ValueError("fit_size must be None (fit on all keys) or at least 1, got 0")
+        if self.fit_size is not None:
+            checks.integer("fit_size", self.fit_size, minimum=1)
 
     @abstractmethod
-    def metric(self) -> Metric:
+    def metric(self) -> Euclidean:
         """The metric of the clusters."""
+
+    def lift(self, points: Tensor, weights: Tensor | None, streams: Streams) -> Lift | None:
+        """Features to cluster in, block by block, which may depend on `points [P, n, d]`; None = the keys."""
+        return partial(unit_rows, scratch=Scratch()) if self.normalize else None
 
     def score(self, keys: Tensor, *, valid: Tensor | None, streams: Streams) -> Scored:
         """Score keys, see `Scorer.score`."""
-        n_clusters = keys.shape[-1] + 1 if self.n_clusters is None else self.n_clusters
-        points = with_noise(keys, self.noise, valid, streams).flatten(0, 1)
+        points = with_noise(keys, self.noise, streams, valid=valid).flatten(0, 1)
         present = flat_mask(keys, valid)
-        clusters = fit(
+        weights = None if present is None else present.to(points.dtype)
+        sample = draw_sample(points, weights, self.fit_size, streams.child("clusters"), "fit sample")
+        return self._scored(keys, points, present, sample, self.lift(points, weights, streams), streams)
+
+    def stats(self, shard: KeyShard) -> Tensor | None:
+        """The sampled keys that lie in the shard, `[B, H, n * D]`."""
+        if self.rule not in ("nearest", "farthest"):
+            return None  # the other rules compare all keys of a cluster
+        first, end = shard.positions.start, shard.positions.stop
+        sent = torch.cat(self._sampled_positions(shard)).unique()
+        keys = with_noise(shard.keys, self.noise, shard.streams, shard=shard)
+        keys = keys[:, :, sent[(sent >= first) & (sent < end)] - first].flatten(2)
+        return keys if self.noise else keys.to(shard.dtype)
+
+    def score_from(self, stats: Sequence[Tensor], shard: KeyShard) -> Scored:
+        """Score the keys of a shard, see `Scorer.score_from`: every rank fits the same centres."""
+        dim, dtype = shard.keys.shape[-1], shard.keys.dtype
+        positions = self._sampled_positions(shard)
+        sent = torch.cat(positions).unique()
+        keys = torch.cat([part.to(dtype).unflatten(2, (-1, dim)) for part in stats], dim=2).flatten(0, 1)
+        fitted, lifted = (keys[:, torch.searchsorted(sent, places)] for places in positions)
+        is_partial = keys.new_full((len(keys),), fitted.shape[1] < shard.n_keys, dtype=torch.bool)
+        points = with_noise(shard.keys, self.noise, shard.streams, shard=shard).flatten(0, 1)
+        lift = self.lift(lifted, None, shard.streams)
+        return self._scored(shard.keys, points, None, Sample(fitted, None, is_partial), lift, shard.streams)
+
+    def _sampled_positions(self, shard: KeyShard) -> tuple[Tensor, Tensor]:
+        """Positions that the clusters are fitted on, and those that `lift` looks at."""
+        streams = shard.streams
+        return (
+            sample_positions(shard.n_keys, self.fit_size, streams.child("clusters"), "fit sample"),
+            sample_positions(shard.n_keys, self.lift_size, streams, "bandwidth sample"),
+        )
+
+    def _scored(
+        self,
+        keys: Tensor,
+        points: Tensor,
+        present: Tensor | None,
+        sample: Sample,
+        lift: Lift | None,
+        streams: Streams,
+    ) -> Scored:
+        n_clusters = keys.shape[-1] + 1 if self.n_clusters is None else self.n_clusters
+        _, labels, distances = fit(
             points,
+            sample,
             n_clusters=n_clusters,
             metric=self.metric(),
+            streams=streams.child("clusters"),
             max_iter=self.max_iter,
             seeding=self.seeding,
-            weights=None if present is None else present.to(points.dtype),
-            streams=streams.child("clusters"),
-            fit_size=self.fit_size,
-            lift=self.lift(points, present, streams),
+            lift=lift,
         )
-        scores = apply_rule(self.rule, clusters.distances, clusters.labels, n_clusters=n_clusters, valid=present)
-        return Scored(scores.reshape(keys.shape[:3]), clusters.labels.reshape(keys.shape[:3]), n_clusters)
-
-    def lift(self, points: Tensor, present: Tensor | None, streams: Streams) -> Callable[[Tensor], Tensor] | None:
-        """Features of blocks of the flattened keys, to cluster in; None = the keys themselves."""
-        return partial(unit_rows, scratch=Scratch()) if self.normalize else None
-
-
-def unit_rows(points: Tensor, scratch: Scratch) -> Tensor:
-    """Rows of `[P, n, d]` at unit length, in scratch memory; a zero row stays zero."""
-    lengths = torch.linalg.vector_norm(points, dim=2, keepdim=True).clamp_(min=torch.finfo(points.dtype).tiny)
-    return torch.div(points, lengths, out=scratch.take("unit", *points.shape, like=points))
-
-
-def flat_mask(keys: Tensor, valid: Tensor | None) -> Tensor | None:
-    """The mask `[B, N]` repeated for each head of `keys [B, H, N, D]`, as `[B * H, N]`."""
-    if valid is None:
-        return None
-    return valid.unsqueeze(1).expand(keys.shape[:3]).flatten(0, 1)
-
-
-# k-means: Euclidean clusters, the paper's Algorithm 1.
+        scores = apply_rule(self.rule, distances, labels, n_clusters=n_clusters, valid=present)
+        return Scored(scores.reshape(keys.shape[:3]), labels.reshape(keys.shape[:3]), n_clusters)
 
 
 @register_scorer("kmeans")
 @dataclass(frozen=True)
 class KMeans(ClusteringScorer):
-    """Distance to the mean of the own k-means cluster."""
+    """Distance to the mean of the own k-means cluster (paper, Algorithm 1)."""
 
-    def metric(self) -> Metric:
+    def metric(self) -> Euclidean:
         """Euclidean."""
         return EUCLIDEAN
-
-
-# k-median: clusters in the l_1 metric around coordinate medians.
 
 
 @register_scorer("kmedian")
@@ -122,12 +149,9 @@ class KMeans(ClusteringScorer):
 class KMedian(ClusteringScorer):
     """l_1 distance to the coordinate median of the own cluster; an outlier moves a median less than a mean."""
 
-    def metric(self) -> Metric:
+    def metric(self) -> Euclidean:
         """l_1."""
         return MEDIAN
-
-
-# Minkowski k-means: clusters in the l_p metric, any p > 0.
 
 
 @register_scorer("minkowski")
@@ -145,52 +169,46 @@ class Minkowski(ClusteringScorer):
         super().__post_init__()
         checks.number("p", self.p, minimum=0.0, exclusive=True)
 
-    def metric(self) -> Metric:
+    def metric(self) -> Euclidean:
         """l_p."""
         return metric_for(self.p)
-
-
-# Kernel k-means with a Gaussian kernel, in linear time by random Fourier features.
-#
-# Kernel k-means clusters the images `phi(x)` of the keys in the feature space of `exp(-|x - y|^2 / (2 h^2))`; the
-# centre of a cluster is a mean of images and has no preimage, so its distance
-#
-#     |phi(x) - m_C|^2 = 1 - 2/|C| sum_{y in C} K(x, y) + 1/|C|^2 sum_{y, z in C} K(y, z)
-#
-# is no function of the distance to any one point. Random Fourier features `z(x)` (cosine and sine pairs, so that
-# `|z(x)| = 1` exactly) have `z(x).z(y) ~ K(x, y)` with error of order `1/sqrt(n_features)`, and Euclidean
-# k-means on
-# them is kernel k-means up to that error.
-#
-# The paper's Appendix I uses "Gaussian kernel k-means" for something smaller: Euclidean clusters, with
-# `1 - exp(-d^2 / (2 h^2))` of the distance to the centre as the score. That map is monotone, so `nearest` and
-# `farthest` keep the same keys as plain `kmeans`; the method here is not of that kind.
-
-BANDWIDTH_SAMPLE = 128
-"""Keys whose distances tell the bandwidth, at most."""
 
 
 @register_scorer("gaussian-kmeans")
 @dataclass(frozen=True)
 class GaussianKMeans(ClusteringScorer):
-    """Distance to the own cluster's mean in Gaussian feature space; the bandwidth is the median distance.
+    """Kernel k-means with a Gaussian kernel, in linear time by random Fourier features.
 
-    `n_features` counts cosines and sines together.
+    Kernel k-means clusters the images `phi(x)` of the keys in the feature space of `exp(-|x - y|^2 / (2 h^2))`;
+    the bandwidth h is the median distance of some keys. The centre of a cluster is a mean of images and has no
+    preimage, so its distance
+
+        |phi(x) - m_C|^2 = 1 - 2/|C| sum_{y in C} K(x, y) + 1/|C|^2 sum_{y, z in C} K(y, z)
+
+    is not a function of the distance to any one point. Random Fourier features `z(x)` (cosine and sine pairs, so
+    that `|z(x)| = 1` exactly) have `z(x).z(y) ~ K(x, y)` with error of order `1/sqrt(n_features)`, and Euclidean
+    k-means on them is kernel k-means up to that error. `n_features` counts cosines and sines together.
+
+    The paper's Appendix I calls something smaller "Gaussian kernel k-means": Euclidean clusters with the score
+    `1 - exp(-d^2 / (2 h^2))`. That map is monotone, so `nearest` and `farthest` keep the same keys as `kmeans`.
     """
 
     n_features: int = 128
+
+    lift_size: ClassVar[int] = 128
 
     def __post_init__(self) -> None:
         super().__post_init__()
         checks.integer("n_features", self.n_features, minimum=2)
 
-    def metric(self) -> Metric:
-        """Euclidean, in feature space; features are approximations, so their distances may be too."""
+    def metric(self) -> Euclidean:
+        """Euclidean in feature space; features are approximations, so four digits of a distance are enough."""
         return SPHERICAL
 
-    def lift(self, points: Tensor, present: Tensor | None, streams: Streams) -> Callable[[Tensor], Tensor]:
+    def lift(self, points: Tensor, weights: Tensor | None, streams: Streams) -> Lift:
         """Random Fourier features."""
-        widths = bandwidth(points, present, streams, unit=self.normalize)
+        sample = draw_sample(points, weights, self.lift_size, streams, "bandwidth sample")
+        widths = bandwidths(sample, unit=self.normalize)
         half = max(1, self.n_features // 2)
         frequencies = streams.normal("frequencies", half, points.shape[-1], like=points)
         # the width goes into the small matrix, not into the points
@@ -200,31 +218,44 @@ class GaussianKMeans(ClusteringScorer):
         return partial(fourier_features, frequencies=frequencies, scratch=scratch)
 
 
-def bandwidth(points: Tensor, present: Tensor | None, streams: Streams, *, unit: bool = False) -> Tensor:
-    """Median of the pairwise distances in a stratified sample of each problem, `[P]`; 1 where that is 0.
+def centroid_clusters(dim: int, *, is_causal: bool) -> KMeans:
+    """The clusters behind centroids where the scorer makes none.
 
-    `unit` normalises the sample first.
+    They are fitted on a sample, as nothing is scored by them: a centre fitted on s keys is off by 1/s of the
+    variance of its cluster. Causal blocks are many and get the smaller sample.
     """
+    per_cluster = 16 if is_causal else 32
+    return KMeans(fit_size=per_cluster * max(dim + 1, 64))
+
+
+def unit_rows(points: Tensor, scratch: Scratch) -> Tensor:
+    """Rows of `[P, n, d]` at unit length, in scratch memory; a zero row stays zero."""
+    lengths = torch.linalg.vector_norm(points, dim=2, keepdim=True).clamp_(min=torch.finfo(points.dtype).tiny)
+    return torch.div(points, lengths, out=scratch.take("unit", *points.shape, like=points))
+
+
+def flat_mask(keys: Tensor, valid: Tensor | None) -> Tensor | None:
+    """The mask `[B, N]` repeated for each head of `keys [B, H, N, D]`, as `[B * H, N]`."""
+    if valid is None:
+        return None
+    return valid.unsqueeze(1).expand(keys.shape[:3]).flatten(0, 1)
+
+
+def bandwidths(sample: Sample, *, unit: bool = False) -> Tensor:
+    """Median of the pairwise distances of each sample `[P]`, of normalised points if `unit`; 1 where that is 0."""
+    points, weights, _ = sample
     if points.numel() == 0:
         return points.new_ones(len(points))
-    weights = None if present is None else present.to(points.dtype)
-    n_valid = count_valid(points, weights)
-    points, weights = holes_last(points, weights, n_valid)
-    counts = n_valid.clamp(max=BANDWIDTH_SAMPLE)
-    sample, weights = stratified(points, weights, n_valid, counts, streams, "bandwidth sample")
-    if unit:
-        sample = unit_rows(sample, Scratch())
-    distances = pairwise_costs(sample, 1.0)
-    absent = torch.eye(sample.shape[1], dtype=torch.bool, device=sample.device)
+    distances = pairwise_costs(unit_rows(points, Scratch()) if unit else points, 1.0)
+    absent = torch.eye(points.shape[1], dtype=torch.bool, device=points.device)
     if weights is not None:
         absent = absent | (weights <= 0).unsqueeze(1) | (weights <= 0).unsqueeze(2)
     medians = distances.masked_fill(absent, torch.nan).flatten(1).nanmedian(dim=1).values
     return torch.where(medians > 0, medians, 1.0)
 
 
-def fourier_features(points: Tensor, frequencies: Tensor, scratch: Scratch | None = None) -> Tensor:
+def fourier_features(points: Tensor, frequencies: Tensor, scratch: Scratch) -> Tensor:
     """Cosines and sines of `x.w` for the columns w of `frequencies [P, d, f]`, of unit norm: `[P, n, 2 f]`."""
-    scratch = scratch or Scratch()
     n_problems, n_points, _ = points.shape
     half = frequencies.shape[-1]
     angles = torch.bmm(points, frequencies, out=scratch.take("angles", n_problems, n_points, half, like=points))

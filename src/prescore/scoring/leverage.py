@@ -2,12 +2,13 @@
 
 `h_i = k_i^T (K^T K)^+ k_i`, between 0 and 1, summing to the rank of K. With `K^T K = V S^2 V^T` it is the squared
 length of `k_i V S^-1` over the singular values that are not zero. Singular values below `D * eps * s_max` count
-as zero: rounding in the entries of K gives rise to values of that size whatever the number of rows.
+as zero: rounding in the entries of K makes values of that size, whatever the number of rows.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,14 +17,14 @@ from torch import Tensor
 from prescore import checks
 from prescore.registry import register_scorer
 from prescore.rng import Streams
-from prescore.scoring.base import Scorer, with_noise
+from prescore.scoring.base import KeyShard, Scorer, with_noise
 
 _BLOCK = 2048
 # Squaring K squares its condition number. Above this ratio of eigenvalues, the float64 Gram matrix still gives
 # leverages to 1e-7; below it, K itself is factorised.
 _GRAM_RATIO = 1e-8
 _SKETCH_ROWS_PER_COLUMN = 16
-_FEWEST_COLUMNS = 8
+_MIN_COLUMNS = 8
 
 
 @register_scorer("leverage")
@@ -51,29 +52,70 @@ class Leverage(Scorer):
 
     def score(self, keys: Tensor, *, valid: Tensor | None, streams: Streams) -> Tensor:
         """Score keys, see `Scorer.score`."""
-        keys = with_noise(keys, self.noise, valid, streams)
-        if self.normalize:
-            keys = torch.nn.functional.normalize(keys, dim=-1, eps=torch.finfo(keys.dtype).tiny)
-        flat = keys.flatten(0, 1)
-        if flat.numel() == 0:
+        rows = self._rows(with_noise(keys, self.noise, streams, valid=valid))
+        if rows.numel() == 0:
             return keys.new_zeros(keys.shape[:3])
         if self.sketch_size is None:
-            scores = exact_leverage(flat)
+            scores = exact_leverage(rows)
         else:
-            scores = sketched_leverage(flat, self.sketch_size, streams)
+            scores = _sketched_leverage(rows, self._sketch(rows, 0, rows.shape[1], streams), streams)
         return scores.reshape(keys.shape[:3])
+
+    def stats(self, shard: KeyShard) -> Tensor:
+        """The triangular factor of the keys in float64 (Gram matrices of shards add up), or their sketch."""
+        rows = self._rows(with_noise(shard.keys, self.noise, shard.streams, shard=shard))
+        if self.sketch_size is None:
+            table = torch.linalg.qr(rows.to(torch.float64), mode="r").R
+        else:
+            table = self._sketch(rows, shard.begin, shard.n_keys, shard.streams)
+        stats: Tensor = table.unflatten(0, shard.keys.shape[:2]).flatten(2)
+        return stats
+
+    def score_from(self, stats: Sequence[Tensor], shard: KeyShard) -> Tensor:
+        """Score the keys of a shard, see `Scorer.score_from`."""
+        rows = self._rows(with_noise(shard.keys, self.noise, shard.streams, shard=shard))
+        tables = [part.flatten(0, 1).unflatten(1, (-1, rows.shape[2])) for part in stats]
+        if self.sketch_size is None:
+            factors = torch.cat(tables, dim=1)
+            scores = _squared_lengths(rows, _whitening_of(factors, _cutoff(rows))).to(rows.dtype)
+        else:
+            # added in order of position, so that all ranks get the same bits
+            scores = _sketched_leverage(rows, sum(tables[1:], start=tables[0]), shard.streams)
+        return scores.reshape(shard.keys.shape[:3])
+
+    def _rows(self, keys: Tensor) -> Tensor:
+        """`[P, n, d]`: the matrix of each sequence and head."""
+        if self.normalize:
+            keys = torch.nn.functional.normalize(keys, dim=-1, eps=torch.finfo(keys.dtype).tiny)
+        return keys.flatten(0, 1)
+
+    def _sketch(self, rows: Tensor, begin: int, n_keys: int, streams: Streams) -> Tensor:
+        """Rows `[P, n, d]` at positions from `begin` on, added with random signs into `[P, m, d]`."""
+        n_problems, n_rows, dim = rows.shape
+        size = max(self.sketch_size or 0, 2 * dim)
+        signs = (streams.uniform("sketch signs", n_keys, like=rows) < 0.5).to(rows.dtype) * 2 - 1
+        before = begin % size
+        n_layers = math.ceil((before + n_rows) / size)
+        after = n_layers * size - before - n_rows
+        signed = rows * signs[begin : begin + n_rows].unsqueeze(1)
+        # row i goes into bucket i mod m: a reshape and a sum, where a hash would need a scatter
+        layers = torch.nn.functional.pad(signed, (0, 0, before, after)).reshape(n_problems, n_layers, size, dim)
+        return layers.sum(dim=1)
 
 
 def exact_leverage(rows: Tensor) -> Tensor:
     """Leverage of each row of `rows [P, n, d]` (zero rows count for nothing), `[P, n]`, computed in float64."""
-    whitening = whitening_of(rows, rows.shape[2] * torch.finfo(rows.dtype).eps)
-    return lengths_after(rows, whitening).to(rows.dtype)
+    return _squared_lengths(rows, _whitening_of(rows, _cutoff(rows))).to(rows.dtype)
 
 
-def whitening_of(rows: Tensor, cutoff: float) -> Tensor:
+def _cutoff(rows: Tensor) -> float:
+    return rows.shape[2] * torch.finfo(rows.dtype).eps
+
+
+def _whitening_of(rows: Tensor, cutoff: float) -> Tensor:
     """`[P, d, d]` in float64 that turns rows into vectors whose squared lengths are their leverages.
 
-    Rows with the same Gram matrix have the same, such as the triangular factors of pieces below one another.
+    It depends on the Gram matrix of the rows only, which the triangular factors of shards below one another share.
     """
     gram = rows.new_zeros(len(rows), rows.shape[2], rows.shape[2], dtype=torch.float64)
     for block in torch.split(rows, _BLOCK, dim=1):
@@ -87,8 +129,8 @@ def whitening_of(rows: Tensor, cutoff: float) -> Tensor:
     return whitening
 
 
-def lengths_after(rows: Tensor, whitening: Tensor) -> Tensor:
-    """Squared lengths `[P, n]` of rows in the whitening's dtype, block by block."""
+def _squared_lengths(rows: Tensor, whitening: Tensor) -> Tensor:
+    """`[P, n]`, in the whitening's dtype, block by block."""
     parts = [
         torch.bmm(block.to(whitening.dtype), whitening).square_().sum(dim=2)
         for block in torch.split(rows, _BLOCK, dim=1)
@@ -96,44 +138,15 @@ def lengths_after(rows: Tensor, whitening: Tensor) -> Tensor:
     return torch.cat(parts, dim=1)
 
 
-def sketched_leverage(rows: Tensor, sketch_size: int, streams: Streams) -> Tensor:
-    """Approximate leverage of `rows [P, n, d]`, `[P, n]`, in time `O(n d c + m d^2)`; see `Leverage`."""
-    signs = sketch_signs(rows.shape[1], streams, like=rows)
-    sketch = sketch_of(rows, signs, sketch_rows(sketch_size, rows.shape[2]))
-    whitening = sketched_whitening(sketch, torch.finfo(rows.dtype).eps, streams)
-    return torch.bmm(rows, whitening.to(rows.dtype)).square_().sum(dim=2)
-
-
-def sketch_rows(sketch_size: int, dim: int) -> int:
-    """Rows of a sketch."""
-    return max(sketch_size, 2 * dim)
-
-
-def sketch_signs(n_rows: int, streams: Streams, *, like: Tensor) -> Tensor:
-    """A random sign for each row."""
-    return (streams.uniform("sketch signs", n_rows, like=like) < 0.5).to(like.dtype) * 2 - 1
-
-
-def sketch_of(rows: Tensor, signs: Tensor, size: int, first: int = 0) -> Tensor:
-    """Rows `[P, n, d]`, which stand at `first` and behind, with `signs [n]` added into `[P, size, d]`."""
-    n_problems, n_rows, dim = rows.shape
-    before = first % size
-    n_layers = math.ceil((before + n_rows) / size)
-    after = n_layers * size - before - n_rows
-    signed = torch.nn.functional.pad(rows * signs.unsqueeze(1), (0, 0, before, after))
-    # row i goes into bucket i mod m: a reshape and a sum, where a hash would need a scatter
-    return signed.reshape(n_problems, n_layers, size, dim).sum(dim=1)
-
-
-def sketched_whitening(sketch: Tensor, eps: float, streams: Streams) -> Tensor:
-    """`[P, d, c]` in float64: what makes of a row a vector whose squared length is about its leverage."""
+def _sketched_leverage(rows: Tensor, sketch: Tensor, streams: Streams) -> Tensor:
+    """Approximate leverage of `rows [P, n, d]` from their sketch `[P, m, d]`, in time `O(n d c + m d^2)`."""
     size, dim = sketch.shape[1:]
-    whitening = _whitening_by_qr(sketch.to(torch.float64), dim * eps)
-    n_columns = min(dim, max(_FEWEST_COLUMNS, size // _SKETCH_ROWS_PER_COLUMN))
+    whitening = _whitening_by_qr(sketch.to(torch.float64), _cutoff(rows))
+    n_columns = min(dim, max(_MIN_COLUMNS, size // _SKETCH_ROWS_PER_COLUMN))
     if n_columns < dim:
         directions = streams.normal("sketch directions", n_columns, dim, like=whitening).t()
         whitening = torch.matmul(whitening, directions / math.sqrt(n_columns))
-    return whitening
+    return torch.bmm(rows, whitening.to(rows.dtype)).square_().sum(dim=2)
 
 
 def _whitening_by_qr(rows: Tensor, cutoff: float) -> Tensor:

@@ -1,54 +1,73 @@
-"""What a metric must give to the Lloyd loop: nearest centre, distance, and the centre of a cluster."""
+"""Metrics of the Lloyd loop: nearest centres, distances, and the centre of a cluster."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from prescore import checks
-from prescore.scoring.sampling import Scratch, gather_rows
+from prescore.scoring.sampling import Scratch, arange, gather_rows
+
+# Bisection steps before the last iteration and in it; the bracket is wider above p = 2. Ten halvings of a standard
+# deviation change a cluster's cost by less than 1e-6 of itself.
+_STEPS, _STEPS_WIDE = (3, 10), (5, 12)
+_EXACT_ELEMENTS = 2**20
+_CANDIDATES = 8
+_TIE = 1e-6
+MAX_PACKED_CENTRES = 1024
+"""With more centres, packing their numbers into distances would leave too few bits of the distance."""
+_INTEGERS = {torch.float32: torch.int32, torch.float64: torch.int64}
 
 
-class Metric(ABC):
+class Euclidean:
+    """Least squares: `d(x, c) = |x - c|`, and the centre of a cluster is its mean. Other metrics derive from it.
+
+    All methods take `points [P, n, d]` and `centres [P, k, d]`.
+    """
+
+    p: float = 2.0
     """`d(x, c) = (sum_j |x_j - c_j|^p)^(1/p)`; a cluster's centre minimises its sum of `d^p`."""
-
-    p: float
-    shortlists: ClassVar[bool]
+    shortlists: ClassVar[bool] = False
     """Whether `nearest` has a cheaper form that compares a shortlist of centres only."""
-    samples_per_cluster: ClassVar[int]
-    """Points per cluster that a fit on a sample looks at."""
-    opening: ClassVar[Metric | None] = None
+    opening: ClassVar[Euclidean | None] = None
     """A cheaper metric for the first half of the Lloyd iterations, which only bring the centres near."""
 
-    @abstractmethod
     def labels(self, points: Tensor, centres: Tensor, scratch: Scratch) -> Tensor:
-        """Nearest centre of each point inside the Lloyd loop, `[P, n]` from `[P, n, d]` and `[P, k, d]`."""
+        """Nearest centre of each point inside the Lloyd loop, `[P, n]`."""
+        order = scratch.take("order", *points.shape[:2], centres.shape[1], like=points)
+        # |c|^2 - 2 x.c orders centres as the squared distance does; baddbmm would first write the squares to every
+        # entry of the result
+        torch.bmm(points, (centres * -2.0).transpose(1, 2), out=order)
+        return order.add_(centres.square().sum(dim=2).unsqueeze(1)).min(dim=2).indices
+
+    def nearest(self, points: Tensor, centres: Tensor, scratch: Scratch, *, exact: bool) -> tuple[Tensor, Tensor]:
+        """Nearest centre and distance of a block of points in the final pass, `[P, n]` each.
+
+        With `exact=False` a metric with `shortlists` compares a shortlist of centres only.
+        """
+        labels = self.labels(points, centres, scratch)
+        return labels, self.distances(points, centres, labels, scratch)
+
+    def distances(self, points: Tensor, centres: Tensor, labels: Tensor, scratch: Scratch) -> Tensor:
+        """Distance of each point to the centre of its label, `[P, n]`."""
+        # |x|^2 + |c|^2 - 2 x.c would lose the small distances to rounding
+        distances: Tensor = torch.linalg.vector_norm(differences(points, centres, labels, scratch), dim=2)
+        return distances
 
     def membership(
         self, points: Tensor, weights: Tensor, centres: Tensor, scratch: Scratch
     ) -> tuple[Tensor, Tensor | None]:
         """`[P, k, n]`: the weight of a point in its cluster's row, zero elsewhere; and the labels if known."""
-        labels = self.labels(points, centres, scratch)
-        clusters = torch.arange(centres.shape[1], device=labels.device).unsqueeze(1)
-        hot = (labels.unsqueeze(1) == clusters).to(weights.dtype)
-        return hot.mul_(weights.unsqueeze(1)), labels
+        order = scratch.take("order", len(points), centres.shape[1], points.shape[1], like=points)
+        torch.bmm(centres * -2.0, points.transpose(1, 2), out=order).add_(centres.square().sum(2, keepdim=True))
+        # a reduction without indices is faster than one with
+        nearest = order == order.amin(dim=1, keepdim=True)
+        if int(nearest.count_nonzero()) > points.shape[0] * points.shape[1]:
+            # equal distances: the first centre takes all
+            return one_hot(self.labels(points, centres, scratch), weights, centres.shape[1])
+        return nearest.to(weights.dtype).mul_(weights.unsqueeze(1)), None
 
-    @abstractmethod
-    def nearest(self, points: Tensor, centres: Tensor, scratch: Scratch, *, exact: bool) -> tuple[Tensor, Tensor]:
-        """Nearest centre and distance for a block of points, `[P, n]` each, in the final pass.
-
-        With `exact=False` a metric that has no matrix-product form may compare a shortlist of centres only.
-        """
-
-    @abstractmethod
-    def distances(self, points: Tensor, centres: Tensor, labels: Tensor, scratch: Scratch) -> Tensor:
-        """Distance of each point to its own centre, `[P, n]`."""
-
-    @abstractmethod
     def update(
         self, points: Tensor, labels: Tensor | None, membership: Tensor, sizes: Tensor, *, final: bool
     ) -> Tensor:
@@ -57,53 +76,18 @@ class Metric(ABC):
         Args:
             points: `[P, n, d]`.
             labels: `[P, n]`, or None where `membership` came without them.
-            membership: `[P, k, n]`, the weight of a point in its own cluster's row, zero elsewhere.
+            membership: `[P, k, n]`, see `membership`.
             sizes: `[P, k]`, row sums of `membership`, made positive where a cluster is empty.
             final: Solve finely; before the last iteration a coarse solution is enough.
         """
-
-
-class Euclidean(Metric):
-    """Least squares: the centre is the mean."""
-
-    p = 2.0
-    shortlists = False
-    samples_per_cluster = 32
-
-    def labels(self, points: Tensor, centres: Tensor, scratch: Scratch) -> Tensor:
-        """By matrix product: `|c|^2 - 2 x.c` orders centres as the squared distance does."""
-        order = scratch.take("order", *points.shape[:2], centres.shape[1], like=points)
-        # not baddbmm, which first writes the squares to every entry of the result
-        torch.bmm(points, (centres * -2.0).transpose(1, 2), out=order)
-        return order.add_(centres.square().sum(dim=2).unsqueeze(1)).min(dim=2).indices
-
-    def nearest(self, points: Tensor, centres: Tensor, scratch: Scratch, *, exact: bool) -> tuple[Tensor, Tensor]:
-        """By matrix product, always exact."""
-        labels = self.labels(points, centres, scratch)
-        return labels, self.distances(points, centres, labels, scratch)
-
-    def distances(self, points: Tensor, centres: Tensor, labels: Tensor, scratch: Scratch) -> Tensor:
-        """From the difference itself: `|x|^2 + |c|^2 - 2 x.c` would lose the small distances to rounding."""
-        distances: Tensor = torch.linalg.vector_norm(differences(points, centres, labels, scratch), dim=2)
-        return distances
-
-    def membership(
-        self, points: Tensor, weights: Tensor, centres: Tensor, scratch: Scratch
-    ) -> tuple[Tensor, Tensor | None]:
-        """Where the matrix product attains its minimum: a reduction without indices is faster than one with."""
-        order = scratch.take("order", len(points), centres.shape[1], points.shape[1], like=points)
-        torch.bmm(centres * -2.0, points.transpose(1, 2), out=order).add_(centres.square().sum(2, keepdim=True))
-        nearest = order == order.amin(dim=1, keepdim=True)
-        if int(nearest.count_nonzero()) > points.shape[0] * points.shape[1]:
-            # equal distances: the first centre takes all
-            return super().membership(points, weights, centres, scratch)
-        return nearest.to(weights.dtype).mul_(weights.unsqueeze(1)), None
-
-    def update(
-        self, points: Tensor, labels: Tensor | None, membership: Tensor, sizes: Tensor, *, final: bool
-    ) -> Tensor:
-        """Weighted means by one matrix product."""
         return torch.bmm(membership, points) / sizes.unsqueeze(2)
+
+
+def one_hot(labels: Tensor, weights: Tensor, n_clusters: int) -> tuple[Tensor, Tensor]:
+    """`[P, k, n]`: the weight of a point in the row of its label, zero elsewhere; and the labels."""
+    clusters = arange(n_clusters, like=labels).unsqueeze(1)
+    hot = (labels.unsqueeze(1) == clusters).to(weights.dtype)
+    return hot.mul_(weights.unsqueeze(1)), labels
 
 
 def differences(points: Tensor, centres: Tensor, labels: Tensor, scratch: Scratch) -> Tensor:
@@ -111,23 +95,6 @@ def differences(points: Tensor, centres: Tensor, labels: Tensor, scratch: Scratc
     buffer = scratch.take("differences", *points.shape, like=points)
     return gather_rows(centres, labels, out=buffer).sub_(points)
 
-
-# The l_p metrics other than the Euclidean one; p = 1 is the k-median metric.
-#
-# An l_p distance has no matrix-product form, and comparing every point with every centre costs ten times the
-# rest of the method. Centres near in l_p are near in l_2, so the Lloyd loop compares exactly only the two centres
-# that a Euclidean matrix product finds nearest, and so does the final pass over all points after a fit on a
-# sample.
-# The final pass after a fit on all points compares every centre. Measured on key-like points (n = 8192, d = 32,
-# k = 33, p = 1, 1.5 and 3, two seeds), this and coarse centres inside the loop change the total cost by -1.0 % to
-# +0.2 % against comparing every centre. Euclidean iterations in the first half change it by -1.0 % to +0.2 % again
-# (blobs, key-like and random points, n = 6000 to 16384, four seeds).
-
-# Bisection steps before the last iteration and in it; the bracket is wider above p = 2. Ten halvings of a standard
-# deviation change a cluster's cost by less than 1e-6 of itself.
-_COARSE_STEPS, _FINE_STEPS = 3, 10
-_COARSE_STEPS_WIDE, _FINE_STEPS_WIDE = 5, 12
-_EXACT_ELEMENTS = 2**20
 
 EUCLIDEAN = Euclidean()
 
@@ -137,7 +104,7 @@ class Spherical(Euclidean):
 
     def nearest(self, points: Tensor, centres: Tensor, scratch: Scratch, *, exact: bool) -> tuple[Tensor, Tensor]:
         """From the matrix product alone: no second pass over the points."""
-        if centres.shape[1] > MOST_CENTRES:
+        if centres.shape[1] > MAX_PACKED_CENTRES:
             return super().nearest(points, centres, scratch, exact=exact)
         return nearest_on_sphere(points, centres, scratch)
 
@@ -145,18 +112,33 @@ class Spherical(Euclidean):
 SPHERICAL = Spherical()
 
 
-@dataclass(frozen=True)
-class LpMetric(Metric):
-    """Sum of absolute differences to the power p: coordinate medians at p = 1."""
+class LpMetric(Euclidean):
+    """The l_p metrics other than the Euclidean one; centres are coordinate medians at p = 1.
 
-    p: float
-    shortlists: ClassVar[bool] = True
-    samples_per_cluster: ClassVar[int] = 16
-    opening: ClassVar[Metric | None] = EUCLIDEAN
+    An l_p distance has no matrix-product form, and comparing every point with every centre costs ten times the
+    rest of the method. Centres near in l_p are near in l_2, so the Lloyd loop compares only the two centres that a
+    Euclidean matrix product finds nearest, and so does the final pass over all points after a fit on a sample.
+    The final pass after a fit on all points compares every centre. Measured on key-like points (n = 8192, d = 32,
+    k = 33, p = 1, 1.5 and 3, two seeds), this and coarse centres inside the loop change the total cost by -1.0 %
+    to +0.2 % against comparing every centre. Euclidean iterations in the first half change it by -1.0 % to +0.2
+    % again (blobs, key-like and random points, n = 6000 to 16384, four seeds).
+    """
+
+    shortlists = True
+    opening = EUCLIDEAN
+
+    def __init__(self, p: float) -> None:
+        self.p = p
 
     def labels(self, points: Tensor, centres: Tensor, scratch: Scratch) -> Tensor:
         """Exact among the centres that are nearest in the Euclidean metric."""
         return self._shortlisted(points, centres, scratch)[0]
+
+    def membership(
+        self, points: Tensor, weights: Tensor, centres: Tensor, scratch: Scratch
+    ) -> tuple[Tensor, Tensor | None]:
+        """By the labels."""
+        return one_hot(self.labels(points, centres, scratch), weights, centres.shape[1])
 
     def nearest(self, points: Tensor, centres: Tensor, scratch: Scratch, *, exact: bool) -> tuple[Tensor, Tensor]:
         """Over all centres if `exact`, else over a shortlist of two."""
@@ -183,11 +165,8 @@ class LpMetric(Metric):
             labels = membership.argmax(dim=1)
         if self.p < 1.0:
             return best_members(points, labels, membership, sizes, self.p)
-        if self.p <= 2.0:
-            steps = _FINE_STEPS if final else _COARSE_STEPS
-        else:
-            steps = _FINE_STEPS_WIDE if final else _COARSE_STEPS_WIDE
-        return zero_of_gradient(points, labels, membership, sizes, self.p, steps=steps)
+        coarse, fine = _STEPS if self.p <= 2.0 else _STEPS_WIDE
+        return zero_of_gradient(points, labels, membership, sizes, self.p, steps=fine if final else coarse)
 
     def _compared(self, points: Tensor, centres: Tensor) -> tuple[Tensor, Tensor]:
         """Nearest of all centres `[P, 1, k, d]` of each point, and the cost `sum |x - c|^p`."""
@@ -211,39 +190,22 @@ class LpMetric(Metric):
 MEDIAN = LpMetric(1.0)
 
 
-def metric_for(p: float) -> Metric:
-    """The metric of exponent p: exactly the k-means one at 2 and the k-median one at 1."""
-    checks.number("p", p, minimum=0.0, exclusive=True)
+def metric_for(p: float) -> Euclidean:
+    """The metric of exponent p > 0: exactly the k-means one at 2 and the k-median one at 1."""
     if p == 2:
         return EUCLIDEAN
     return MEDIAN if p == 1 else LpMetric(float(p))
 
 
-# Centres of clusters in l_p, for all clusters and coordinates at once.
-
-_CANDIDATES = 8
-_TIE = 1e-6
-
-
 def zero_of_gradient(
-    points: Tensor, labels: Tensor, membership: Tensor, sizes: Tensor, p: float, *, steps: int | None = None
+    points: Tensor, labels: Tensor, membership: Tensor, sizes: Tensor, p: float, *, steps: int
 ) -> Tensor:
-    """Minimise `sum_i w_i |x_i - c|^p` per cluster and coordinate for p >= 1 by bisection.
+    """Minimise `sum_i w_i |x_i - c|^p` per cluster and coordinate for p >= 1 by bisection, `[P, k, d]`.
 
     The derivative `-p sum_i w_i sign(x_i - c) |x_i - c|^(p - 1)` rises with c. A bisection step is one row
     gather, one power and one matrix product. For p <= 2 the zero lies within one standard deviation of the mean
-    (at p = 1 it is the median, at p = 2 the mean); for larger p the bracket is the cluster's range.
-
-    Args:
-        points: `[P, n, d]`.
-        labels: `[P, n]`.
-        membership: `[P, k, n]`, weights by cluster.
-        sizes: `[P, k]`, total weights, positive.
-        p: Exponent.
-        steps: Bisection steps; None = until the dtype has no more digits.
-
-    Returns:
-        `[P, k, d]`.
+    (at p = 1 it is the median, at p = 2 the mean); for larger p the bracket is the cluster's range. Arguments are
+    those of `Euclidean.update`.
     """
     totals = sizes.unsqueeze(2)
     means = torch.bmm(membership, points) / totals
@@ -255,8 +217,6 @@ def zero_of_gradient(
         half_width = torch.bmm(membership, deviations.abs().pow_(6.0)).pow_(1.0 / 6.0)
     # offsets from the mean, not absolute positions: digits are spent on the difference
     middle = torch.zeros_like(means)
-    if steps is None:
-        steps = 20 if points.dtype == torch.float32 else 50
     for _ in range(steps):
         residuals = deviations - gather_rows(middle, labels)
         pull = torch.sign(residuals)
@@ -275,8 +235,8 @@ def best_members(points: Tensor, labels: Tensor, membership: Tensor, sizes: Tens
     lower position.
     """
     means = torch.bmm(membership, points) / sizes.unsqueeze(2)
-    spread = (points - gather_rows(means, labels)).square_().sum(dim=2)
-    ranked = spread.unsqueeze(1).expand_as(membership).masked_fill(membership <= 0, torch.inf)
+    squares = (points - gather_rows(means, labels)).square_().sum(dim=2)
+    ranked = squares.unsqueeze(1).expand_as(membership).masked_fill(membership <= 0, torch.inf)
     nearest = ranked.topk(min(_CANDIDATES, points.shape[1]), dim=2, largest=False)
     costs = torch.stack(
         [
@@ -295,32 +255,17 @@ def _cost(points: Tensor, labels: Tensor, membership: Tensor, centres: Tensor, p
     return torch.bmm(membership, costs.unsqueeze(2)).squeeze(2)
 
 
-# The nearest centres of each point by matrix product, without a reduction that returns indices.
-#
-# Such a reduction runs one number at a time; one that returns values is vectorised. So the number of a centre
-# takes
-# the place of the lowest bits of its squared distance, read as an integer (which orders positive floats as their
-# values do), and the smallest integer names the nearest centre. Distances that agree in the bits that are left (16
-# of 23 for 65 centres in float32) count as equal; among equals the lower number comes first.
-
-MOST_CENTRES = 1024
-"""With more centres too few bits of the distance would be left."""
-_INTEGERS = {torch.float32: torch.int32, torch.float64: torch.int64}
+# The nearest centres of each point by matrix product. A reduction that returns indices runs one number at a
+# time, one that returns values is vectorised. So the number of a centre takes the place of the lowest bits of
+# its squared distance, read as an integer (which orders positive floats as their values do), and the smallest
+# integer names the nearest centre. Distances that agree in the bits that are left (16 of 23 for 65 centres in
+# float32) count as equal; among equals the lower number comes first.
 
 
 def two_nearest(points: Tensor, centres: Tensor, scratch: Scratch) -> tuple[Tensor, Tensor]:
-    """Numbers of the nearest and the second nearest centre of each point, as a shortlist for other metrics.
-
-    Args:
-        points: `[P, n, d]`, float32 or float64.
-        centres: `[P, k, d]`, k at least 2.
-        scratch: Buffers to reuse.
-
-    Returns:
-        Two `[P, n]` of integers.
-    """
+    """Numbers `[P, n]` of the nearest and the second nearest of at least two centres, as a shortlist."""
     order = _order(points, centres, centres.square().sum(dim=2), scratch)
-    if centres.shape[1] > MOST_CENTRES:
+    if centres.shape[1] > MAX_PACKED_CENTRES:
         nearest = order.topk(2, dim=1, largest=False).indices
         return nearest[:, 0], nearest[:, 1]
     # the true squared distance: nonnegative, and small where the bits matter
@@ -358,9 +303,6 @@ def _pack(squares: Tensor) -> tuple[Tensor, int]:
     packed = squares.clamp_(min=0.0).view(_INTEGERS[squares.dtype])
     numbers = torch.arange(squares.shape[1], dtype=packed.dtype, device=packed.device).unsqueeze(1)
     return packed.bitwise_and_(~low).bitwise_or_(numbers), low
-
-
-# Powers of non-negative numbers, with the cheap exponents done cheaply.
 
 
 def power(values: Tensor, exponent: float, *, out: Tensor | None = None) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from prescore import checks
+from prescore.scoring.sampling import arange
 
 RULES = ("nearest", "farthest", "cluster-share", "sensitivity", "balanced")
 
@@ -22,7 +22,7 @@ def apply_rule(
     - `cluster-share`: `d / sum of d over C`
     - `sensitivity`: `d^2 / sum of d^2 over C + 1 / |C|`
     - `balanced`: minus the rank of d within C, so that the best s keys hold an equal share of every cluster,
-      nearest first, and a cluster that runs out leaves its share to the others; equal ranks go by distance.
+      nearest first. A cluster that runs out leaves its share to the others; equal ranks go by distance.
 
     Args:
         rule: One of the above.
@@ -30,18 +30,14 @@ def apply_rule(
         labels: `[P, n]` in `0..n_clusters-1`.
         n_clusters: Clusters per problem.
         valid: `[P, n]` bool; other points count for nothing and get arbitrary scores. None = all.
-
-    Returns:
-        `[P, n]`.
     """
-    checks.one_of("rule", rule, RULES)
     if rule == "nearest":
         return -distances
     if rule == "farthest":
         return distances
-    if rule == "balanced":
-        return _balanced(distances, labels, n_clusters, valid)
     present = torch.ones_like(labels, dtype=torch.bool) if valid is None else valid
+    if rule == "balanced":
+        return _balanced(distances, labels, n_clusters, present)
     if rule == "cluster-share":
         (totals,) = cluster_sums(labels, n_clusters, present, distances)
         return _share(distances, totals.gather(1, labels))
@@ -53,12 +49,11 @@ def apply_rule(
 def cluster_sums(labels: Tensor, n_clusters: int, present: Tensor, *values: Tensor) -> list[Tensor]:
     """Sum each `values [P, n]` over the present points of each cluster, `[P, n_clusters]`.
 
-    Sorted segments and differences of running sums: deterministic on every device, unlike atomic adds. Running
+    Sorted segments and differences of running sums are deterministic on every device, unlike atomic adds. Running
     sums are float64, so that the differences keep more digits than the values have.
     """
     sorted_labels, order = torch.sort(labels.masked_fill(~present, n_clusters), dim=1, stable=True)
-    edges = torch.arange(n_clusters + 1, device=labels.device).expand(len(labels), -1).contiguous()
-    ends = torch.searchsorted(sorted_labels, edges)
+    ends = _starts(sorted_labels, n_clusters)
     sums = []
     for value in values:
         running = value.gather(1, order).to(torch.float64).cumsum(dim=1)
@@ -67,24 +62,27 @@ def cluster_sums(labels: Tensor, n_clusters: int, present: Tensor, *values: Tens
     return sums
 
 
+def _starts(sorted_labels: Tensor, n_clusters: int) -> Tensor:
+    """`[P, n_clusters + 1]`: where each cluster, and then the absent points, begin in the sorted labels."""
+    numbers = arange(n_clusters + 1, like=sorted_labels)
+    return torch.searchsorted(sorted_labels, numbers.expand(len(sorted_labels), -1).contiguous())
+
+
 def _share(part: Tensor, total: Tensor) -> Tensor:
     # a cluster of coinciding keys has total 0, and each key has no share of it
     return torch.where(total > 0, part / total.clamp(min=torch.finfo(part.dtype).tiny), 0.0)
 
 
-def _balanced(distances: Tensor, labels: Tensor, n_clusters: int, valid: Tensor | None) -> Tensor:
-    n_points = distances.shape[1]
-    if n_points == 0:
+def _balanced(distances: Tensor, labels: Tensor, n_clusters: int, present: Tensor) -> Tensor:
+    if distances.shape[1] == 0:
         return distances
-    present = torch.ones_like(labels, dtype=torch.bool) if valid is None else valid
     largest = distances.masked_fill(~present, 0.0).amax(dim=1, keepdim=True)
     fraction = 0.5 * _share(distances, largest)
     groups = labels.masked_fill(~present, n_clusters)
     # one sort does both levels: cluster number before the point, distance behind it
     order = torch.argsort(groups.to(torch.float64) + fraction, dim=1, stable=True)
     sorted_groups = groups.gather(1, order)
-    edges = torch.arange(n_clusters + 1, device=labels.device).expand(len(labels), -1).contiguous()
-    starts = torch.searchsorted(sorted_groups, edges).gather(1, sorted_groups)
-    rank = torch.arange(n_points, device=labels.device) - starts
+    starts = _starts(sorted_groups, n_clusters).gather(1, sorted_groups)
+    rank = arange(distances.shape[1], like=labels) - starts
     ranks = torch.empty_like(rank).scatter_(1, order, rank)
     return -(ranks + fraction)

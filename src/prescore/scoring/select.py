@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from prescore import checks
 from prescore.config import Selected
 from prescore.rng import Streams
-from prescore.scoring.base import Scored, Scorer
+from prescore.scoring.base import Scored, Scorer, checked_scores
+from prescore.scoring.sampling import arange
 from prescore.types import Selection
 
 
@@ -19,7 +19,10 @@ from prescore.types import Selection
 class Chosen:
     """What `select_keys` decided.
 
-    `everything` says that every real key is kept, in which case nothing was scored and `scored` is None.
+    Attributes:
+        selection: The keys to keep.
+        everything: Whether every real key is kept.
+        scored: Scores and clusters; None where nothing had to be scored.
     """
 
     selection: Selection
@@ -29,7 +32,7 @@ class Chosen:
 
 @torch.no_grad()
 def score_keys(keys: Tensor, scorer: Scorer, *, valid: Tensor | None, streams: Streams) -> Scored:
-    """Score checked keys.
+    """Score checked keys; the result is checked too.
 
     Args:
         keys: `[B, H, N, D]`, real keys first, zero where not valid.
@@ -41,12 +44,7 @@ def score_keys(keys: Tensor, scorer: Scorer, *, valid: Tensor | None, streams: S
         Scores `[B, H, N]` in at least float32, -inf where not valid, and the clusters if the scorer made any.
     """
     keys = keys.detach().to(torch.promote_types(keys.dtype, torch.float32))
-    result = scorer.score(keys, valid=valid, streams=streams)
-    scored = result if isinstance(result, Scored) else Scored(result)
-    if valid is None:
-        return scored
-    scores = scored.scores.masked_fill(~valid.unsqueeze(1), -torch.inf)
-    return Scored(scores, scored.labels, scored.n_clusters)
+    return checked_scores(scorer.score(keys, valid=valid, streams=streams), scorer, keys, valid)
 
 
 @torch.no_grad()
@@ -58,91 +56,84 @@ def select_keys(
     streams: Streams,
     protect: Tensor | None = None,
 ) -> Chosen:
-    """Choose the keys to keep; nothing is scored when that is all of them.
+    """Choose the keys to keep; nothing is scored where the budget keeps all of them.
 
     Args:
         keys: `[B, H, N, D]`, real keys first, zero where not valid.
-        config: Scorer, budget, selector, delta test.
+        config: Scorer, budget or `min_score`, selector, delta test.
         valid: `[B, N]` bool, True = a real key; None = all.
         streams: Randomness.
-        protect: `[B, N]` bool, positions kept before any score is looked at, inside the budget.
+        protect: `[B, N]` bool, positions kept whatever their score, inside the budget.
     """
-    n_rows, n_heads, n_keys, _ = keys.shape
-    if valid is None:
-        n_valid = torch.full((n_rows,), n_keys, dtype=torch.int64, device=keys.device)
-    else:
-        n_valid = valid.sum(dim=1)
+    batch, _, n_keys, _ = keys.shape
+    real = torch.ones(batch, n_keys, dtype=torch.bool, device=keys.device) if valid is None else valid
+    n_valid = real.sum(dim=1)
+    if config.min_score is not None:
+        scored = score_keys(keys, config.scoring, valid=valid, streams=streams)
+        return _universal_set(scored, config, config.min_score, real.unsqueeze(1), protect)
     counts = budget_counts(config.budget, n_valid)
     fallback = fallback_rows(counts, n_valid, config.min_fraction)
     if fallback is not None:
         counts = torch.where(fallback, n_valid, counts)
-    everything = bool((counts == n_valid).all())
-    scored = None
-    if everything:
-        scores = keys.new_zeros(n_rows, n_heads, n_keys, dtype=torch.float32)
-    else:
-        scored = score_keys(keys, config.scoring, valid=valid, streams=streams)
-        scores = scored.scores
-        if config.selector == "sample":
-            scores = race_scores(scores, valid=valid, streams=streams)
+    if bool((counts == n_valid).all()):
+        selection = selection_of(real.unsqueeze(1).expand(keys.shape[:3]))
+        return Chosen(Selection(selection.indices, selection.valid, fallback), True, None)
+    scored = score_keys(keys, config.scoring, valid=valid, streams=streams)
+    scores = scored.scores
+    if config.selector == "sample":
+        scores = race_scores(scores, valid=valid, streams=streams)
     selection = select_top(scores, counts, valid=valid, protected=protect)
+    return Chosen(Selection(selection.indices, selection.valid, fallback), False, scored)
+
+
+def _universal_set(
+    scored: Scored, config: Selected, min_score: float, real: Tensor, protect: Tensor | None
+) -> Chosen:
+    """Keep every key that scores at least `min_score`; `real [B, 1, N]` marks the keys that are not padding.
+
+    Heads differ in how many keys they keep, so each one has its own delta test.
+    """
+    member = scored.scores >= min_score
+    if protect is not None:
+        member = member | (protect.unsqueeze(1) & real)
+    fallback = fallback_rows(member.sum(2), real.sum(2), config.min_fraction)
+    if fallback is not None:
+        member = member | (fallback.unsqueeze(2) & real)
+    selection = selection_of(member)
+    everything = bool((member == real).all())
     return Chosen(Selection(selection.indices, selection.valid, fallback), everything, scored)
 
 
-# From a budget as the user states it to a number of keys per row.
-
-
 def budget_counts(top_k: int | float, n_valid: Tensor) -> Tensor:
-    """Keys to keep per row, `[B]` int64, at most the row's `n_valid [B]`.
-
-    An int is a count, a float a share of the row's own keys, rounded up.
-    """
-    checks.budget("top_k", top_k)
-    if isinstance(top_k, float):
-        counts = [budget_count(top_k, n) for n in n_valid.tolist()]
-        return torch.tensor(counts, dtype=torch.int64, device=n_valid.device)
-    return n_valid.to(torch.int64).clamp(max=top_k)
+    """Keys to keep of each row `[B]`, at most its `n_valid [B]`."""
+    if isinstance(top_k, int):
+        return n_valid.clamp(max=top_k)
+    counts = [budget_count(top_k, n) for n in n_valid.tolist()]
+    return torch.tensor(counts, dtype=torch.int64, device=n_valid.device)
 
 
 def budget_count(top_k: int | float, n_valid: int) -> int:
-    """The same for one row; `top_k` is a checked budget."""
+    """Keys to keep of one row: an int is a count, a float a share of the row's own keys, rounded up."""
     # exact on rounding: 0.1 * 30 is 3.0000000000000004 in floats, and 4 would be wrong
-    asked = math.ceil(round(top_k * n_valid, 9)) if isinstance(top_k, float) else top_k
-    return min(asked, n_valid)
-
-
-# The delta test of Algorithm 2.
+    wanted = math.ceil(round(top_k * n_valid, 9)) if isinstance(top_k, float) else top_k
+    return min(wanted, n_valid)
 
 
 def fallback_rows(counts: Tensor, n_valid: Tensor, min_fraction: float) -> Tensor | None:
-    """Rows `[B]` bool where fewer than `min_fraction * n_valid` keys are to be kept; None if the test is off.
+    """The delta test of Algorithm 2: where fewer than `min_fraction * n_valid` keys are to be kept; None = off.
 
-    Such a row keeps every real key, and attention over it runs unfiltered.
+    There every real key is kept, and attention runs unfiltered.
     """
-    checks.number("min_fraction", min_fraction, minimum=0.0)
-    if min_fraction == 0:
-        return None
-    return counts.to(torch.float64) < min_fraction * n_valid.to(torch.float64)
-
-
-# Random selection without replacement, in proportion to the score.
+    return counts.to(torch.float64) < min_fraction * n_valid.to(torch.float64) if min_fraction else None
 
 
 def race_scores(scores: Tensor, *, valid: Tensor | None, streams: Streams) -> Tensor:
-    """Scores whose top s are a sample without replacement in proportion to the given ones.
+    """Scores `[B, H, N]` whose top s are a sample without replacement in proportion to the given ones.
 
     An exponential race: with `u_i` uniform, `log(w_i) - log(-log(u_i))` is largest for key i with probability
-    `w_i / sum w`, and so on among the rest (Gumbel top-k). Weights are the scores, shifted per head so that the
+    `w_i / sum w`, and so on among the others (Gumbel top-k). Weights are the scores, shifted per head so that the
     lowest is 0 where any is negative; keys of weight 0 come last, in random order. The uniforms are the same for
-    every row and head.
-
-    Args:
-        scores: `[B, H, N]`.
-        valid: `[B, N]` bool or None.
-        streams: Randomness.
-
-    Returns:
-        `[B, H, N]`, -inf where not valid.
+    every sequence and head.
     """
     if scores.numel() == 0:
         return scores
@@ -156,52 +147,33 @@ def race_scores(scores: Tensor, *, valid: Tensor | None, streams: Streams) -> Te
     return (logs + gumbel).masked_fill(absent, -torch.inf)
 
 
-# The best keys of each head.
-
-
 def select_top(
     scores: Tensor, counts: Tensor, *, valid: Tensor | None = None, protected: Tensor | None = None
 ) -> Selection:
     """Keep the `counts` best real keys of each row and head.
 
-    Protected positions come first, inside the budget, in order of position when they exceed it; then the highest
-    scores. Equal scores go to the lower position.
+    Protected positions come first, inside the budget; then the highest scores. Ties go to the lower position.
 
     Args:
-        scores: `[B, H, N]`, higher = kept, no NaN.
+        scores: `[B, H, N]`, higher = kept, finite where valid.
         counts: `[B]` int64, at most the row's number of real keys.
         valid: `[B, N]` bool, True = a real key; None = all.
         protected: `[B, N]` bool; only real keys among them count.
-
-    Returns:
-        Positions in ascending order; filler repeats the last kept position.
     """
-    n_keys = scores.shape[2]
     size = int(counts.max()) if counts.numel() else 0
     if size == 0 or scores.numel() == 0:
         return selection_of(torch.zeros_like(scores, dtype=torch.bool))
+    if protected is not None:
+        scores = scores.masked_fill(protected.unsqueeze(1), torch.inf)
     if valid is not None:
         scores = scores.masked_fill(~valid.unsqueeze(1), -torch.inf)
-    kept = torch.zeros_like(scores, dtype=torch.bool)
-    remaining = counts.reshape(-1, 1, 1)
-    if protected is not None:
-        safe = protected if valid is None else protected & valid
-        safe = safe & (safe.cumsum(dim=1) <= counts.unsqueeze(1))
-        kept = kept | safe.unsqueeze(1)
-        remaining = remaining - safe.sum(dim=1).reshape(-1, 1, 1)
-    eligible = ~kept if valid is None else ~kept & valid.unsqueeze(1)
-    # the score of the last kept key, from an unstable topk; who is kept among its equals is decided by position
-    candidates = scores.masked_fill(~eligible, -torch.inf)
-    ranked = candidates.topk(min(size, n_keys), dim=2).values
-    boundary = ranked.gather(2, (remaining - 1).clamp(min=0).expand(-1, scores.shape[1], -1))
-    above = eligible & (candidates > boundary)
-    level = eligible & (candidates == boundary)
-    room = remaining - above.sum(dim=2, keepdim=True)
-    chosen = above | (level & (level.cumsum(dim=2) <= room))
-    return selection_of(kept | (chosen & (remaining > 0)))
-
-
-# Selections as sets of positions: membership, its inverse, and positions that are always kept.
+    counts = counts.reshape(-1, 1, 1)
+    # topk is not stable: it gives the score of the last kept key, and positions decide among equal scores
+    best = scores.topk(size, dim=2).values
+    boundary = best.gather(2, (counts - 1).clamp(min=0).expand(-1, scores.shape[1], -1))
+    above, level = scores > boundary, scores == boundary
+    member = above | (level & (level.cumsum(dim=2) <= counts - above.sum(dim=2, keepdim=True)))
+    return selection_of(member & (counts > 0))
 
 
 def protected_positions(valid: Tensor | None, like: Tensor, sinks: int, recent: int) -> Tensor:
@@ -213,7 +185,7 @@ def protected_positions(valid: Tensor | None, like: Tensor, sinks: int, recent: 
 
 
 def membership(selection: Selection, n_keys: int) -> Tensor:
-    """`[B, H, N]` bool: was the key selected."""
+    """`[B, H, N]` bool: whether a key is selected."""
     indices = selection.indices
     member = torch.zeros(*indices.shape[:2], n_keys, dtype=torch.int8, device=indices.device)
     # amax, because filler repeats the index of a kept key
@@ -228,10 +200,10 @@ def selection_of(member: Tensor) -> Selection:
     n_keys = member.shape[2]
     counts = member.sum(dim=2, keepdim=True)
     size = int(counts.max()) if counts.numel() else 0
-    valid = torch.arange(size, device=member.device) < counts
+    valid = arange(size, like=member) < counts
     if size == 0:
         return Selection(torch.zeros_like(valid, dtype=torch.int64), valid)
-    positions = torch.arange(n_keys, device=member.device).expand_as(member)
+    positions = arange(n_keys, like=member).expand_as(member)
     # other positions go to a slot that is cut off
     slot = (member.cumsum(dim=2) - 1).masked_fill_(~member, size)
     indices = torch.zeros(*member.shape[:2], size + 1, dtype=torch.int64, device=member.device)
@@ -251,9 +223,6 @@ def bring_forward(rows: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor | None]:
     order = torch.sort(wanted.to(torch.int8), dim=-1, descending=True, stable=True).indices[..., :most]
     valid = wanted.gather(-1, order)
     return rows.gather(-1, order), None if bool(valid.all()) else valid
-
-
-# A selection that the caller passed in.
 
 
 def given_members(selection: Selection, shift: Tensor | None, valid: Tensor | None, n_keys: int) -> Tensor:

@@ -20,15 +20,12 @@ from prescore.ops.parts import Centroids, Part, attend_parts, exact_parts
 from prescore.rng import Streams
 from prescore.scoring.base import Scorer
 from prescore.scoring.hashing import hash_ranks, projections, zero_rank
-from prescore.scoring.kmeans import ClusteringScorer, KMeans
+from prescore.scoring.kmeans import centroid_clusters
 from prescore.scoring.select import Chosen, bring_forward, membership, score_keys, select_keys, selection_of
 from prescore.selected.blocks import BlockPair, KeyRows, exact_part, hyper_part
 from prescore.selected.causal_grid import BlockPairs, Candidates, Queries, leaf_parts, levels
 from prescore.selected.centroids import cluster_centroids
 from prescore.types import Attended, Selection
-
-CAUSAL_FIT_PER_CLUSTER = 16
-"""Keys that clusters are fitted on in the blocks of causal attention, which are many."""
 
 Result = TypeVar("Result")
 
@@ -164,14 +161,11 @@ class _Planner:
             return Chosen(selection_of(candidates.given), False, None)
         return select_keys(
             candidates.key.detach(),
-            self.config.replace(scorer=self._fitted(self.config.scoring)),
+            self.config,
             valid=candidates.valid,
             streams=streams,
             protect=candidates.protect,
         )
-
-    def _fitted(self, scorer: Scorer) -> Scorer:
-        return block_scorer(scorer, self.call.key.shape[-1]) if self.call.is_causal else scorer
 
     def _by_block(self, candidates: Candidates, selection: Selection) -> list[Selection]:
         """One selection per block of the grid, in positions of the whole sequence."""
@@ -191,10 +185,10 @@ class _Planner:
         keys, scored = candidates.key.detach(), chosen.scored
         own = self.config.remainder if isinstance(self.config.remainder, Scorer) else None
         if scored is None or own is not None:  # with a given selection, the clusters as if it had been made here
-            scorer = self._fitted(own or self.config.scoring)
-            scored = score_keys(keys, scorer, valid=candidates.valid, streams=streams)
+            scored = score_keys(keys, own or self.config.scoring, valid=candidates.valid, streams=streams)
         if scored.labels is None:  # the scorer made no clusters
-            scored = score_keys(keys, self._fitted(KMeans()), valid=candidates.valid, streams=streams)
+            scorer = centroid_clusters(keys.shape[-1], is_causal=self.call.is_causal)
+            scored = score_keys(keys, scorer, valid=candidates.valid, streams=streams)
         if scored.labels is None:
             raise TypeError(f"kmeans must return labels, got {scored!r}")
         unselected = ~membership(chosen.selection, keys.shape[2])
@@ -245,14 +239,6 @@ class _Planner:
                 key = torch.cat((key, key.new_full((1,), zero_rank(lsh.n_projections))))
             self._ranks = query, key
         return self._ranks
-
-
-def block_scorer(scorer: Scorer, dim: int) -> Scorer:
-    """Causal blocks are many, so their clusters are fitted on smaller samples unless told otherwise."""
-    if not isinstance(scorer, ClusteringScorer) or scorer.fit_size is not None:
-        return scorer
-    n_clusters = scorer.n_clusters or dim + 1
-    return dataclasses.replace(scorer, fit_size=CAUSAL_FIT_PER_CLUSTER * max(n_clusters, 64))
 
 
 def _with_zero_row(table: Tensor) -> Tensor:

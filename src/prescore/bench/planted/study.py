@@ -113,7 +113,7 @@ class PlantedMethod:
         if self.name == SENSITIVITY:
             chosen[planted.lp_sensitivities(model.keys, self.power).topk(budget).indices] = True
             return chosen
-        wanted = {"rule": rule, "normalize": self.normalize, "fit_size": fit_size, "p": self.power}
+        wanted = {"rule": rule, "normalize": self.normalize, "fit_size": fit_size or None, "p": self.power}
         known = _fields(self.name)
         # a scorer without clusters has no rule, and None leaves it as it is
         options = {name: value for name, value in wanted.items() if name in known and value is not None}
@@ -230,7 +230,7 @@ def _counterexample(sweep: Sweep, setting: PlantedSetting, spread: float, seed: 
 
 def best_recovery(model: PlantedModel, restarts: int, seed: int, *, p: float = 2.0) -> Recovery:
     """Cluster all keys as they are into `d + 1` clusters; the cheapest of some restarts."""
-    scorer = Minkowski(p=p, normalize=False, fit_size=0, max_iter=CONVERGED)
+    scorer = Minkowski(p=p, normalize=False, max_iter=CONVERGED)
     keys = model.keys[None, None]
     best: tuple[float, Tensor] | None = None
     for restart in range(restarts):
