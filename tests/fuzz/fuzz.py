@@ -1,8 +1,8 @@
 """The functional fuzzer: random calls, oracles that hold for any engine, and a small case that shows a failure.
 
-    python tests/fuzz/fuzz.py --calls 20000 --seed 1
+    make fuzz CALLS=20000 SEED=1
 
-Case `k` of seed `s` depends on nothing else, so that any one can be run again: `--seed s --first k --calls 1`.
+Case `k` of seed `s` depends on nothing else, so any one can be run again: `make fuzz SEED=s FIRST=k CALLS=1`.
 """
 
 import argparse

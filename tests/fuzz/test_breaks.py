@@ -1,4 +1,4 @@
-"""Deliberate breaks that the fuzzer catches: each changes one line (see `breaks.Break`), an oracle refutes a call."""
+"""Deliberate breaks that the fuzzer catches: each changes one line of code, and an oracle refutes some call."""
 
 import random
 

@@ -22,10 +22,9 @@ def seed():
 
 @pytest.mark.parametrize("part", range(PARTS))
 def test_random_calls_hold(part, seed):
-    print(f"python tests/fuzz/fuzz.py --seed {seed} --calls {CALLS}")  # noqa: T201
     for number in range(part * CALLS // PARTS, (part + 1) * CALLS // PARTS):
         failure = run_case(seed, number)
-        assert failure is None, f"seed {seed}, case {number}: {shrink(failure)}"
+        assert failure is None, f"make fuzz SEED={seed} FIRST={number} CALLS=1: {shrink(failure)}"
 
 
 def test_a_case_is_its_seed_and_its_text():
