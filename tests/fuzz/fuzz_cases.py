@@ -250,7 +250,7 @@ SCORER_FIELDS = {
     "normalize": lambda draw: draw.random() < 0.5,
     "noise": lambda draw: draw.choice([0.0, 0.2]),
     "seeding": lambda draw: draw.choice(["k-means++", "random"]),
-    "fit_size": lambda draw: draw.choice([0, 8, 64]),
+    "fit_size": lambda draw: draw.choice([None, 8, 64]),
     "sketch_size": lambda draw: draw.choice([4, 64]),
     "n_features": lambda draw: draw.choice([2, 8]),
     "n_tables": lambda draw: draw.choice([1, 3]),
