@@ -29,13 +29,14 @@ class Streams:
 
     def generator(self, name: str) -> torch.Generator:
         """A fresh CPU generator for one stream."""
-        generator = torch.Generator()
+        generator = torch.Generator("cpu")
         generator.manual_seed(self.child(name).seed)
         return generator
 
     def uniform(self, name: str, *size: int, like: Tensor) -> Tensor:
         """Uniforms in [0, 1) on `like`'s device, float64 so that `floor(u * n)` is fair for any n."""
-        return torch.rand(*size, generator=self.generator(name), dtype=torch.float64).to(like.device)
+        numbers = torch.rand(*size, generator=self.generator(name), dtype=torch.float64, device="cpu")
+        return numbers.to(like.device)
 
     def normal(self, name: str, *size: int, like: Tensor) -> Tensor:
         """Standard normals in `like`'s dtype.
