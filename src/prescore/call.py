@@ -93,7 +93,7 @@ class Call:
         """
         if not self.is_causal or self.query_valid is None or self.valid is None or not self.query.numel():
             return None
-        position = torch.arange(1, self.n_keys + 1, dtype=torch.int64, device=self.valid.device)
+        position = torch.arange(1, self.n_keys + 1, device=self.valid.device)
         ends = (self.valid * position).amax(1)  # [B]
         # rows that were shifted in from nowhere are no queries at all
         lasts = torch.full_like(ends, self.n_keys) if self.shift is None else self.n_keys - self.shift
@@ -123,9 +123,7 @@ class Call:
         """Put the outputs back where the queries were; rows shifted out saw nothing."""
         if self.shift is None or not self.queries_moved:
             return attended
-        index = (
-            torch.arange(attended.lse.shape[2], dtype=torch.int64, device=self.shift.device) - self.shift[:, None]
-        )
+        index = torch.arange(attended.lse.shape[2], device=self.shift.device) - self.shift[:, None]
         outside = index < 0
         index = index.clamp_min(0)
         output, lse = (_take_rows(t, index) for t in (attended.output, attended.lse[..., None]))
@@ -273,14 +271,14 @@ def _readable(query: Tensor, real: Tensor) -> Tensor:
 
 
 def _shifted(shift: Tensor, length: int) -> tuple[Tensor, Tensor]:
-    index = torch.arange(length, dtype=torch.int64, device=shift.device) + shift[:, None]
+    index = torch.arange(length, device=shift.device) + shift[:, None]
     return index.clamp_max(length - 1), index < length
 
 
 def _take_rows(tensor: Tensor, index: Tensor) -> Tensor:
     """`[B, H, N, D]` rows by `[B, M]` positions, as one flat row gather."""
     batch, heads, length, dim = tensor.shape
-    base = torch.arange(batch * heads, dtype=torch.int64, device=tensor.device).view(batch, heads, 1) * length
+    base = torch.arange(batch * heads, device=tensor.device).view(batch, heads, 1) * length
     rows = (base + index[:, None, :]).reshape(-1)
     flat = tensor.reshape(batch * heads * length, dim)  # no size left open: there may be no heads
     return flat.index_select(0, rows).view(batch, heads, index.shape[1], dim)

@@ -91,7 +91,7 @@ def probability(name: str, value: Any) -> None:
 def device(name: str, value: str) -> None:
     """Refuse a device that this torch cannot use."""
     try:
-        torch.empty(0, dtype=torch.float32, device=value)
+        torch.empty(0, device=value)
     except (RuntimeError, AssertionError) as error:  # a build without CUDA asserts
         raise ValueError(f"{name} must be usable, got {value!r} ({str(error).splitlines()[0]})") from error
 

@@ -29,14 +29,13 @@ class Streams:
 
     def generator(self, name: str) -> torch.Generator:
         """A fresh CPU generator for one stream."""
-        generator = torch.Generator("cpu")
+        generator = torch.Generator()
         generator.manual_seed(self.child(name).seed)
         return generator
 
     def uniform(self, name: str, *size: int, like: Tensor) -> Tensor:
         """Uniforms in [0, 1) on `like`'s device, float64 so that `floor(u * n)` is fair for any n."""
-        numbers = torch.rand(*size, generator=self.generator(name), dtype=torch.float64, device="cpu")
-        return numbers.to(like.device)
+        return torch.rand(*size, generator=self.generator(name), dtype=torch.float64).to(like.device)
 
     def normal(self, name: str, *size: int, like: Tensor) -> Tensor:
         """Standard normals in `like`'s dtype.
