@@ -41,10 +41,12 @@ test-fast: setup
 sanitize: setup
 	HF_HUB_OFFLINE=1 $(BIN)/python tools/sanitize.py tests/ops/native tests/routed
 
-# any number of random calls: make fuzz CALLS=20000 SEED=1
+# any number of random calls: make fuzz CALLS=20000 SEED=1; one of them again: make fuzz SEED=1 FIRST=137 CALLS=1
 CALLS ?= 2000
+FIRST ?= 0
 fuzz: setup
-	OMP_NUM_THREADS=1 $(BIN)/python tests/fuzz/fuzz.py --calls $(CALLS) $(if $(SEED),--seed $(SEED))
+	OMP_NUM_THREADS=1 PYTHONPATH=tests/support $(BIN)/python tests/fuzz/fuzz.py --calls $(CALLS) --first $(FIRST) \
+		$(if $(SEED),--seed $(SEED))
 
 # caches and applications through any order of operations: make stateful RUNS=1000
 RUNS ?= 200

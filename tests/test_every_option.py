@@ -1,12 +1,13 @@
-"""Every option of every configuration, part and scorer: another value changes the result, or is refused by name.
+"""Every field of every configuration, part and scorer: another value changes the result, or is refused by name.
 
-The fields are enumerated, so that a new one without an entry here fails.
+The fields are enumerated, so a new one without a row here fails.
 """
 
 import dataclasses
 import inspect
 import itertools
 import json
+from functools import cache
 
 import pytest
 import torch
@@ -20,10 +21,16 @@ from prescore.registry import get_scorer
 from prescore.scoring.base import Scorer
 from prescore.scoring.rules import RULES
 
+MIN_SCORE = Selected("kmeans", min_score=-0.7, sinks=2, min_seq_len=16, remainder="none")
+PENDING_FIELDS = {"min_score", "blocks", "coupling"}
+PENDING_BASES = {MIN_SCORE}
+PENDING = pytest.mark.xfail(strict=False, reason="min_score, coupling.blocks and fit_size=None are not there yet")
+"""Rows that may fail until `Selected.min_score`, `Coupling.blocks` and `fit_size=None` (all keys) have landed.
+Then delete these three names and the marks."""
+
 SCORERS = [get_scorer(name) for name in prescore.list_scorers()]
 PARTS = {Lsh, Coupling}
 TYPES = {*config.TYPES.values(), *PARTS, *SCORERS}
-
 CLUSTERING = {
     "n_clusters": [None, 2, 3],
     "rule": list(RULES),
@@ -35,17 +42,18 @@ CLUSTERING = {
 }
 VALUES = {
     Routed: {
-        "rows": [8, 0, 16],
-        "leaf_size": [4, 2, 8],
+        "min_weight": [1 / 16, 1.0, 1 / 32],
+        "cluster_size": [4, 2, 8],
         "chunk_size": [16, 8, 24],
         "sinks": [3, 0, 5],
         "exact_until": [0, 40, 70],
         "tolerance": [None, 0.0, 0.2],
-        "confidence": [None, 0.9],
+        "confidence": [None, 0.5, 0.8],
     },
     Selected: {
         "scorer": ["key-norm", "key-diff", "kmeans", KMeans(n_clusters=3)],
         "top_k": [12, 6, 0.5],
+        "min_score": [None, -0.7, -0.6, -0.8],
         "selector": ["top", "sample"],
         "sinks": [2, 0, 5],
         "recent": [0, 3],
@@ -54,7 +62,10 @@ VALUES = {
         "inner": [Exact(), Lsh(4, 5, 3), Lsh(6, 5, 3)],
         "min_seq_len": [16, 24, 40],
         "leaf_inclusive": [False, True],
-        "coupling": [Coupling(), Coupling("zero"), Coupling(residual_weight="all"), Coupling(overlap="count")],
+        "coupling": [
+            *(Coupling(), Coupling("zero"), Coupling(residual_weight="all")),
+            *(Coupling(overlap="count"), Coupling(blocks="all")),
+        ],
     },
     Hyper: {
         "lsh": [Lsh(4, 5, 3), Lsh(6, 5, 3)],
@@ -73,6 +84,7 @@ VALUES = {
         "mask": ["exclude", "zero"],
         "residual_weight": ["selected", "all"],
         "overlap": ["exclude", "count"],
+        "blocks": ["selected", "all"],
     },
     prescore.KMeans: CLUSTERING,
     prescore.KMedian: CLUSTERING,
@@ -84,11 +96,12 @@ VALUES = {
     prescore.Companions: {"n_tables": [8, 1, 2], "window": [128, 4, 16]},
     prescore.Uniform: {},
 }
-"""For every field some values that it may have, no two of which may give the same result."""
+"""For every field some values, no two of which may give the same result."""
 
 LSH = Lsh(4, 5, 3)
+ROUTED = Routed(min_weight=1 / 16, cluster_size=4, chunk_size=16, sinks=3, exact_until=0)
 BASES = {
-    Routed: [Routed(min_weight=1 / 16, cluster_size=4, chunk_size=16, sinks=3, exact_until=0)],
+    Routed: [ROUTED, ROUTED.replace(tolerance=0.4)],
     Hyper: [Hyper(LSH, sinks=2, min_seq_len=16), Hyper(LSH.replace(alignment="rank"), min_seq_len=16)],
     Selected: [
         Selected("key-norm", 12, sinks=2, min_seq_len=16),
@@ -97,16 +110,23 @@ BASES = {
         Selected("key-norm", 12, sinks=2, min_seq_len=16, remainder="none", coupling=Coupling("zero")),
         Selected.paper("kmeans", 12, min_seq_len=16, inner=LSH.replace(alignment="rank")),
         Selected.early("kmeans", 12, min_seq_len=16, inner=LSH),
+        MIN_SCORE,
     ],
     Lsh: [LSH, LSH.replace(alignment="rank")],
     Coupling: [Coupling(), Coupling("zero", "all", "count")],
     prescore.Companions: [prescore.Companions(window=16)],
 }
 """Configurations in which every field of their type must do something, or be refused."""
-
+CASES = [
+    (base, field.name)
+    for kind in sorted(TYPES, key=lambda kind: kind.__name__)
+    for base in BASES.get(kind, [kind()])
+    for field in dataclasses.fields(kind)
+]
 QUERY, KEY, VALUE = attention_tensors(batch=1, heads=2, kv_heads=1, n_keys=90, dim=8, seed=3)
 
 
+@cache
 def results(settings):
     """What a configuration, a part of one, or a scorer gives: with and without a causal mask, output and lse."""
     if isinstance(settings, Lsh):
@@ -118,9 +138,8 @@ def results(settings):
         return [prescore.score(KEY, settings), *results(chosen)]
     found = []
     for is_causal in (False, True):
-        output, aux = prescore.prescored_attention(
-            QUERY, KEY, VALUE, settings, is_causal=is_causal, generator=5, return_aux=True
-        )
+        options = {"is_causal": is_causal, "generator": 5, "return_aux": True}
+        output, aux = prescore.prescored_attention(QUERY, KEY, VALUE, settings, **options)
         found += [output, aux.lse]
     return found
 
@@ -140,15 +159,7 @@ def outcomes(base, name):
     return found
 
 
-CASES = [
-    (base, field.name)
-    for kind in sorted(TYPES, key=lambda kind: kind.__name__)
-    for base in BASES.get(kind, [kind()])
-    for field in dataclasses.fields(kind)
-]
-
-
-def test_every_type_and_every_field_has_an_entry():
+def test_every_type_and_every_field_has_a_row():
     assert set(config._Settings.__subclasses__()) == {*config.TYPES.values(), *PARTS}
     assert set(VALUES) == TYPES
     for kind in TYPES:
@@ -157,28 +168,29 @@ def test_every_type_and_every_field_has_an_entry():
 
 
 @pytest.mark.parametrize(
-    ("base", "name"), CASES, ids=[f"{type(base).__name__}.{name} {base}" for base, name in CASES]
+    ("base", "name"),
+    [
+        pytest.param(*case, marks=PENDING if case[0] in PENDING_BASES or case[1] in PENDING_FIELDS else ())
+        for case in CASES
+    ],
+    ids=[f"{type(base).__name__}.{name} {base}" for base, name in CASES],
 )
 def test_another_value_changes_the_result_or_is_refused(base, name):
     found = outcomes(base, name)
-    for value, other in itertools.combinations(found, 2):
-        for refusal in (found[value], found[other]):
-            if isinstance(refusal, str):
-                assert name in refusal, f"a refusal of {name} must name it, got: {refusal}"
-        if not isinstance(found[value], str) and not isinstance(found[other], str):
-            assert differ(found[value], found[other]), (
-                f"{name}={value!r} and {name}={other!r} give the same result"
-            )
-    assert not isinstance(found.get(getattr(base, name), []), str)
+    refusals = [outcome for outcome in found.values() if isinstance(outcome, str)]
+    assert [refusal for refusal in refusals if name not in refusal] == [], "a refusal must name the field"
+    ran = {value: outcome for value, outcome in found.items() if not isinstance(outcome, str)}
+    for value, other in itertools.combinations(ran, 2):
+        assert differ(ran[value], ran[other]), f"{name}={value!r} and {name}={other!r} give the same result"
+    assert not isinstance(found.get(getattr(base, name)), str)
 
 
-@pytest.mark.parametrize(("kind", "name"), sorted({(type(b), n) for b, n in CASES}, key=str))
-def test_every_field_does_something_somewhere(kind, name):
-    if (kind, name) == (Routed, "confidence"):
-        return  # reserved: every value but None is refused
-    bases = [base for base, field in CASES if (type(base), field) == (kind, name)]
-    ran = [sum(not isinstance(result, str) for result in outcomes(base, name).values()) for base in bases]
-    assert max(ran) > 1, f"{kind.__name__}.{name} is refused in every configuration"
+def test_every_field_does_something_somewhere():
+    idle = set(itertools.chain(*([(type(base), name)] for base, name in CASES)))
+    for base, name in CASES:
+        if sum(not isinstance(outcome, str) for outcome in outcomes(base, name).values()) > 1:
+            idle.discard((type(base), name))
+    assert idle == set(), "these are refused in every configuration"
 
 
 SELECT = {
@@ -193,46 +205,78 @@ SELECT = {
 
 @pytest.mark.parametrize("name", SELECT)
 def test_every_option_of_select_changes_the_selection(name):
-    given = {"key", "key_padding_mask", "generator"}
-    assert set(SELECT) == set(inspect.signature(prescore.select).parameters) - given
+    assert set(SELECT) == set(inspect.signature(prescore.select).parameters) - {
+        "key",
+        "key_padding_mask",
+        "generator",
+    }
     found = [prescore.select(KEY, **{"top_k": 12, name: value}).indices for value in SELECT[name]]
     for one, other in itertools.combinations(found, 2):
         assert not torch.equal(one, other)
 
 
-def scorers():
-    return st.one_of([made(kind) for kind in SCORERS])
+@PENDING
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_clusters_are_fitted_on_all_keys_by_default(is_causal):
+    tensors = attention_tensors(heads=1, kv_heads=1, n_query=2600, n_keys=2600, dim=4, seed=1)
+    made = [Selected(KMeans(fit_size=size, max_iter=2), 64, min_seq_len=1200) for size in (None, 2600, 500)]
+    on_all, also_on_all, on_some = (prescore.prescored_attention(*tensors, c, is_causal=is_causal) for c in made)
+    assert torch.equal(on_all, also_on_all)
+    assert not torch.equal(on_all, on_some)
+
+
+@PENDING
+def test_every_key_above_the_minimum_score_is_selected():
+    scores = prescore.score(KEY, "key-diff")
+    chosen = Selected("key-diff", min_score=0.1, sinks=0, recent=0, remainder="none")
+    _, aux = prescore.prescored_attention(QUERY, KEY, VALUE, chosen, return_aux=True)
+    assert torch.equal(aux.selection.indices[0, 0], (scores[0, 0] >= 0.1).nonzero()[:, 0])
+
+
+@pytest.mark.parametrize(("old", "new"), [("rows", "min_weight"), ("leaf_size", "cluster_size")])
+def test_old_names_are_refused_with_the_new_one(old, new):
+    for make in (
+        lambda: Routed(**{old: 64}),
+        lambda: Routed().replace(**{old: 64}),
+        lambda: config_from_dict({"type": "Routed", old: 64}),
+    ):
+        with pytest.raises(ValueError, match=f"{new}.*, got '{old}'"):
+            make()
 
 
 def made(kind, **fields):
+    """Random configurations of a type, without combinations that are refused."""
     values = {name: st.sampled_from(values) for name, values in VALUES[kind].items()}
-    return st.builds(kind, **{**values, **fields})
 
-
-def valid(kind, **fields):
-    """Random configurations, without combinations that are refused."""
-    names = {name: st.sampled_from(values) for name, values in VALUES[kind].items()}
-
-    def build(values):
+    def build(given):
         try:
-            return kind(**values)
+            return kind(**given)
         except ValueError:
             return None
 
-    return st.fixed_dictionaries({**names, **fields}).map(build).filter(lambda made: made is not None)
+    return st.fixed_dictionaries({**values, **fields}).map(build).filter(lambda built: built is not None)
 
 
-LSHS = valid(Lsh)
+RANDOM_SCORERS = st.one_of([made(kind) for kind in SCORERS])
 CONFIGS = st.one_of(
-    valid(Routed, confidence=st.none()),
-    valid(Selected, scorer=scorers(), inner=st.one_of(st.just(Exact()), LSHS), coupling=made(Coupling)),
-    valid(Hyper, lsh=LSHS),
+    made(Routed),
+    made(
+        Selected,
+        scorer=RANDOM_SCORERS,
+        inner=st.one_of(st.just(Exact()), made(Lsh)),
+        coupling=made(Coupling),
+        top_k=st.just(12),
+        min_score=st.none(),
+    ),
+    made(Selected, selector=st.just("top"), top_k=st.none(), min_score=st.sampled_from([-0.7, 0, 0.5])),
+    made(Hyper, lsh=made(Lsh)),
     st.just(Exact()),
 )
+EXAMPLES = settings(derandomize=True, deadline=None, max_examples=100)
 
 
 @given(CONFIGS)
-@settings(derandomize=True, deadline=None, max_examples=200)
+@EXAMPLES
 def test_dictionaries_go_both_ways(made_config):
     values = made_config.to_dict()
     assert values["type"] == type(made_config).__name__
@@ -243,7 +287,7 @@ def test_dictionaries_go_both_ways(made_config):
 
 
 @given(CONFIGS, st.data())
-@settings(derandomize=True, deadline=None, max_examples=100)
+@EXAMPLES
 def test_unknown_fields_are_refused_with_a_hint(made_config, data):
     known = [field.name for field in dataclasses.fields(made_config)]
     if not known:
@@ -257,30 +301,33 @@ def test_unknown_fields_are_refused_with_a_hint(made_config, data):
         made_config.replace(**{typo: 1})
 
 
-@given(scorers(), st.data())
-@settings(derandomize=True, deadline=None, max_examples=50)
-def test_unknown_fields_of_scorers_are_refused_with_a_hint(scorer, data):
-    values = Selected(scorer).to_dict()
-    assert config_from_dict(values).scorer == scorer
-    known = [field.name for field in dataclasses.fields(scorer)]
-    if known:
-        name = data.draw(st.sampled_from(known))
-        values["scorer"][f"{name}s"] = 1
-        with pytest.raises(ValueError, match=f"{type(scorer).__name__} must have .*did you mean '{name}'"):
-            config_from_dict(values)
+def test_unknown_fields_of_scorers_are_refused_with_a_hint():
+    for scorer in (kind() for kind in SCORERS):
+        values = Selected(scorer).to_dict()
+        assert config_from_dict(values).scorer == scorer
+        for field in dataclasses.fields(scorer):
+            typo = {**values, "scorer": {**values["scorer"], f"{field.name}s": 1}}
+            with pytest.raises(
+                ValueError, match=f"{type(scorer).__name__} must have .*did you mean '{field.name}'"
+            ):
+                config_from_dict(typo)
 
 
 @given(CONFIGS, st.data())
-@settings(derandomize=True, deadline=None, max_examples=100)
+@EXAMPLES
 def test_replace_changes_one_field_only(made_config, data):
     known = {field.name: getattr(made_config, field.name) for field in dataclasses.fields(made_config)}
     if not known:
         return
     name = data.draw(st.sampled_from(sorted(known)))
     value = data.draw(st.sampled_from(VALUES[type(made_config)][name]))
-    try:
-        changed = made_config.replace(**{name: value})
-    except ValueError:
-        return  # what it refuses is seen above
-    wanted = config.as_scorer(value) if name == "scorer" else value
-    assert {**known, name: wanted} == {n: getattr(changed, n) for n in known}
+    outcomes = []
+    for make in (
+        lambda: type(made_config)(**{**known, name: value}),
+        lambda: made_config.replace(**{name: value}),
+    ):
+        try:
+            outcomes.append(make())
+        except ValueError as refusal:
+            outcomes.append(str(refusal))
+    assert outcomes[0] == outcomes[1]

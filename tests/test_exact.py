@@ -35,7 +35,8 @@ def test_a_call_that_is_exact_goes_straight_to_the_operator(name, kv_heads, monk
     def refuse(*_, **__):
         raise AssertionError("no engine is needed")
 
-    monkeypatch.setattr("prescore.attention.run_engine", refuse)
+    for engine in ("attend_exact", "routed.attend_routed", "selected.attend_selected"):
+        monkeypatch.setattr(f"prescore.engines.{engine}", refuse)
     got = prescored_attention(*inputs, config=config, is_causal=causal)
     torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-12)
     for grad, right in zip(torch.autograd.grad(got.square().sum(), inputs), wanted_grads, strict=True):

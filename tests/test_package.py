@@ -1,5 +1,7 @@
-"""What is shipped: versions agree, the source distribution is whole, a wheel works in a fresh environment."""
+"""What is shipped: versions agree, the source distribution is complete, a wheel works in a fresh environment."""
 
+import ctypes
+import os
 import re
 import shutil
 import subprocess
@@ -14,16 +16,29 @@ from pathlib import Path
 import pytest
 
 import prescore
+from prescore.ops.native.build import ABI, levels_of_machine, library_name
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+PARTS = ("src", "pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE")
 MADE_HERE = {"site", "runs", "report", "build", "dist"}
+LIBRARIES = {f"prescore/ops/native/{library_name(level)}" for level in levels_of_machine()}
 USE = """
 import torch, prescore
-assert prescore.__file__.startswith({place!r}), prescore.__file__
+from prescore.ops.native import library
+library.load()
 tensors = [torch.randn(1, 2, 300, 8) for _ in range(3)]
 config = prescore.Selected("kmeans", 32, min_seq_len=64)
-print(prescore.prescored_attention(*tensors, config, is_causal=True).shape, prescore.__version__)
+print(prescore.__file__, prescore.prescored_attention(*tensors, config, is_causal=True).shape, sep="\\n")
+print(prescore.__version__, library.describe_native(), sep="\\n")
+"""
+REAL_COMPILER = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
+QUICK_COMPILER = f"""#!/bin/sh
+exec {REAL_COMPILER} "$@" -O0
+"""
+FAKE_COMPILER = """#!/bin/sh
+while [ "$1" != -o ]; do shift; done
+echo "not a library" > "$2"
 """
 
 
@@ -35,52 +50,92 @@ def run(*command, **options):
 
 def not_shipped(folder, names):
     """What tools leave behind, and at the top what commands make."""
-    hidden = {name for name in names if name.startswith(".") or name in ("__pycache__", "prescore.egg-info")}
-    return hidden | (MADE_HERE & set(names) if Path(folder) == ROOT else set())
+    left = {name for name in names if name.startswith(".") or name == "__pycache__"}
+    left |= {name for name in names if name.endswith((".egg-info", ".so"))}
+    return left | (MADE_HERE & set(names) if Path(folder) == ROOT else set())
 
 
-@pytest.fixture(scope="module")
-def built(tmp_path_factory):
-    """The source distribution, and the wheel that is made from it and nothing else."""
-    pytest.importorskip("build", reason="the package is built by the extra dev")
-    folder = tmp_path_factory.mktemp("package")
-    # a copy, because building writes into the tree
-    tree = shutil.copytree(ROOT, folder / "tree", ignore=not_shipped)
-    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder / "dist"), str(tree))
-    (source,), (wheel,) = ((folder / "dist").glob(pattern) for pattern in ("*.tar.gz", "*.whl"))
-    return source, wheel
+@pytest.fixture
+def sources(tmp_path):
+    """The files that a wheel is built from, so that nothing is written into this tree."""
+    for name in PARTS:
+        part, copied = ROOT / name, tmp_path / "clone" / name
+        copied.parent.mkdir(exist_ok=True)
+        shutil.copytree(part, copied, ignore=not_shipped) if part.is_dir() else shutil.copy(part, copied)
+    return tmp_path / "clone"
 
 
-def test_versions_agree():
+def build(hook, sources, out, compiler=None):
+    """Call a hook of the build backend as pip and `python -m build` do; the file it makes."""
+    out.mkdir(exist_ok=True)
+    code = f"import sys; from setuptools import build_meta; build_meta.{hook}(sys.argv[1])"
+    environment = {name: value for name, value in os.environ.items() if name not in ("CC", "PYTHONPATH")}
+    if compiler is not None:
+        environment["CC"] = str(compiler)
+    run(sys.executable, "-c", code, str(out), cwd=sources, env=environment)
+    (made,) = out.iterdir()
+    return made
+
+
+def script(folder, text):
+    path = folder / "compiler"
+    path.write_text(text)
+    path.chmod(0o755)
+    return path
+
+
+def names_in(archive):
+    if archive.suffix == ".whl":
+        with zipfile.ZipFile(archive) as file:
+            return set(file.namelist())
+    with tarfile.open(archive) as file:
+        return {name.partition("/")[2] for name in file.getnames()}
+
+
+def used_in_a_fresh_environment(folder, wheel):
+    """Install a wheel, use it as a library and as a command; what native code it runs."""
+    venv.create(folder, with_pip=False)
+    paths = {"base": str(folder), "platbase": str(folder)}
+    packages, scripts = (Path(sysconfig.get_path(name, "venv", paths)) for name in ("purelib", "scripts"))
+    # torch and the command line's packages are borrowed, behind what is installed here
+    (packages / "borrowed.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    install = ("install", "--no-deps", "--no-index", "--force-reinstall", "--quiet", wheel)
+    run(sys.executable, "-m", "pip", "--python", scripts / "python", *install, cwd=folder)
+    bare = {"PATH": str(scripts), "HOME": str(folder)}
+    file, shape, version, native = run(scripts / "python", "-c", USE, cwd=folder, env=bare).splitlines()
+    assert Path(file).is_relative_to(packages)
+    assert shape == "torch.Size([1, 2, 300, 8])"
+    assert version == prescore.__version__
+    assert run(scripts / "prescore", "--version", cwd=folder, env=bare) == f"prescore {version}\n"
+    return native
+
+
+def test_versions_agree_and_the_front_page_needs_no_file():
     version = PROJECT["version"]
     assert prescore.__version__ == version
     assert re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE).group(1) == version
     assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text()
-
-
-def test_the_paper_is_found_at_one_place():
-    paper = PROJECT["urls"]["Paper"]
-    for name in ("CITATION.cff", "README.md", "docs/methods.md", "docs/faq.md"):
-        assert paper in (ROOT / name).read_text(), name
-
-
-def test_the_front_page_needs_no_file_of_the_repository_to_be_seen():
-    """It is also what a package index shows, where pictures by relative paths are broken."""
+    # a package index shows the front page, where pictures by relative paths are broken
     pictures = re.findall(r"!\[[^\]]*\]\(([^)]+)\)", (ROOT / PROJECT["readme"]).read_text())
     assert [picture for picture in pictures if not picture.startswith("https://")] == []
 
 
 def test_every_extra_is_explained():
     text = (ROOT / "docs" / "start.md").read_text()
-    for extra in set(PROJECT["optional-dependencies"]) - {"dev", "docs"}:
-        assert re.search(rf"\[[\w,]*\b{extra}\b[\w,]*\]", text), f"{extra}: say in docs/start.md what it is for"
+    extras = set(PROJECT["optional-dependencies"]) - {"dev", "docs"}
+    assert [extra for extra in sorted(extras) if not re.search(rf"\[[\w,]*\b{extra}\b[\w,]*\]", text)] == []
 
 
 @pytest.mark.slow
-def test_the_source_distribution_is_whole(built):
-    with tarfile.open(built[0]) as archive:
-        found = {name.partition("/")[2] for name in archive.getnames()}
-    for name in (
+@pytest.mark.skipif(REAL_COMPILER is None, reason="there is no C compiler here")
+def test_the_source_distribution_is_complete_and_its_wheel_works(tmp_path):
+    # a copy, because building writes into the tree
+    tree = shutil.copytree(ROOT, tmp_path / "tree", ignore=not_shipped)
+    (tree / "src/prescore/ops/native" / library_name("baseline")).write_text("of this machine")
+    archive = build("build_sdist", tree, tmp_path / "sdist")
+    shipped = names_in(archive)
+    assert not any(name.endswith(".so") for name in shipped)
+    expected = {
         "README.md",
         "LICENSE",
         "CITATION.cff",
@@ -88,33 +143,43 @@ def test_the_source_distribution_is_whole(built):
         "Makefile",
         "constraints.txt",
         "mkdocs.yml",
-    ):
-        assert name in found
-    for folder in ("src/prescore", "tests", "docs", "examples", "experiments", "tools"):
-        files = [
-            path
-            for path in (ROOT / folder).rglob("*")
-            if path.is_file() and path.suffix != ".so" and "__pycache__" not in path.parts
-        ]
-        assert {path.relative_to(ROOT).as_posix() for path in files} - found == set()
+    }
+    for name in ("src/prescore", "tests", "docs", "examples", "experiments", "tools"):
+        files = [path for path in (tree / name).rglob("*") if path.is_file() and path.suffix != ".so"]
+        expected |= {path.relative_to(tree).as_posix() for path in files}
+    assert expected - shipped == set()
+    with tarfile.open(archive) as file:
+        file.extractall(tmp_path, filter="data")
+    unpacked = tmp_path / archive.name.removesuffix(".tar.gz")
+    wheel = build("build_wheel", unpacked, tmp_path / "out", script(tmp_path, QUICK_COMPILER))
+    platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
+    assert wheel.name.endswith(f"-py3-none-{platform}.whl")
+    names = names_in(wheel)
+    assert {*LIBRARIES, "prescore/py.typed", "prescore/bench/demo/templates/report.html"} <= names
+    assert {name.split("/")[0].split("-")[0] for name in names} == {"prescore"}
+    assert not any(".data/" in name for name in names)  # all of it at the top, where the tag says it belongs
+    with zipfile.ZipFile(wheel) as file:
+        library = file.extract(f"prescore/ops/native/{library_name('baseline')}", tmp_path)
+    assert ctypes.CDLL(library).prescore_native_abi() == ABI
+    assert used_in_a_fresh_environment(tmp_path / "fresh", wheel).split()[0] in levels_of_machine()
 
 
 @pytest.mark.slow
-def test_a_wheel_works_in_a_fresh_environment(built, tmp_path):
-    with zipfile.ZipFile(built[1]) as archive:
-        names = archive.namelist()
-    assert "prescore/py.typed" in names
-    assert "prescore/report/templates/report.html" in names
-    assert {name.split("/")[0].split("-")[0] for name in names} == {"prescore"}
-    place = tmp_path / "fresh"
-    venv.create(place)
-    own = {"base": str(place), "platbase": str(place)}
-    packages, scripts = (Path(sysconfig.get_path(name, "venv", own)) for name in ("purelib", "scripts"))
-    # torch and the command line's packages are borrowed, behind what is installed here
-    (packages / "borrowed.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    install = ("install", "--no-deps", "--no-index", "--force-reinstall", "--quiet", built[1])
-    run(sys.executable, "-m", "pip", "--python", scripts / "python", *install, cwd=tmp_path)
-    bare = {"PATH": str(scripts), "HOME": str(tmp_path)}
-    shown = run(scripts / "python", "-c", USE.format(place=str(packages)), cwd=tmp_path, env=bare)
-    assert shown == f"torch.Size([1, 2, 300, 8]) {prescore.__version__}\n"
-    assert run(scripts / "prescore", "--version", cwd=tmp_path, env=bare) == f"prescore {prescore.__version__}\n"
+def test_a_wheel_without_a_compiler_is_pure(sources, tmp_path):
+    # what an earlier build left behind must not get in
+    for folder in (sources / "src/prescore/ops/native", sources / "build/lib/prescore/ops/native"):
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / library_name("baseline")).write_text("of other sources")
+    wheel = build("build_wheel", sources, tmp_path / "out", compiler="/bin/false")
+    assert wheel.name.endswith("-py3-none-any.whl")
+    assert not any(name.endswith(".so") for name in names_in(wheel))
+    assert used_in_a_fresh_environment(tmp_path / "fresh", wheel).startswith("none (")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("has_compiler", [True, False])
+def test_an_editable_installation_builds_beside_the_sources(sources, tmp_path, has_compiler):
+    compiler = script(tmp_path, FAKE_COMPILER) if has_compiler else "/bin/false"
+    build("build_editable", sources, tmp_path / "out", compiler)
+    made = {path.relative_to(sources / "src").as_posix() for path in sources.rglob("*.so")}
+    assert made == (LIBRARIES if has_compiler else set())

@@ -22,8 +22,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from oracles.tiny_language_model import save_tiny_language_model
-
 from prescore.bench.cli.main import main
 from prescore.bench.records import without_torn_end
 
@@ -174,7 +172,10 @@ def fill_disk(command: Command, disks: int, scratch: Path, draw: random.Random, 
 
 
 def commands(scratch: Path) -> list[Command]:
-    """Each measuring command that is asked about, on a tiny model or a small study."""
+    """The measuring commands to disturb, on a tiny model or a small study."""
+    sys.path.append(str(Path(__file__).parents[1] / "tests" / "support"))
+    from oracles.tiny_language_model import save_tiny_language_model
+
     model = save_tiny_language_model(scratch / "model")
     text = scratch / "text.txt"
     text.write_text("The keys that matter are few, and the rest may be stood for. " * 20)

@@ -43,11 +43,9 @@ def main(tests: list[str]) -> int:
         check = [sys.executable, "-c", CHECK, str(source / NATIVE)]
         if subprocess.run(check, cwd=ROOT, env=environment, check=False).returncode:
             return 1
-        # installing needs no checks, and would compile all again
-        apart = "--ignore=tests/ops/native/test_install.py"
         # the report of a fault ends the process: neither it nor the name of the test may wait in a buffer
         shown = ("--capture=sys", "-vv")
-        command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *shown, apart, *tests]
+        command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *shown, *tests]
         return subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
 
 

@@ -139,9 +139,9 @@ def prescored_attention(
         dropout_generator: Seed or generator of the dropout alone, so that it may change from step to step
             while the selection does not; None = from `generator` too.
         group: Context parallel: a `torch.distributed` process group or one-dimensional `DeviceMesh` whose ranks
-            hold equal, consecutive shards of the sequence. Every rank passes its shard of query, key, value and mask,
-            gets its shard of the result, and must take part in the backward pass. No `selection` and no dropout
-            there, and `Aux.selection` is empty: selections stay with the ranks that hold the keys. See
+            hold equal, consecutive shards of the sequence. Every rank passes its shard of query, key, value and
+            mask, gets its shard of the result, and must take part in the backward pass. No `selection` and no
+            dropout there, and `Aux.selection` is empty: selections stay with the ranks that hold the keys. See
             docs/parallel.md.
         backend: `auto`, `native` (C on CPUs, for `Routed`), `plain` (plain torch), or one of torch's fused
             operators, `cpu-flash` or `cuda-efficient`. A named backend runs or raises with its reasons.
@@ -367,7 +367,7 @@ def _score(key: Tensor, scorer: Scorer, key_padding_mask: Tensor | None, generat
     scores = score_keys(aligned, scorer, valid=valid, streams=streams.child(FULL)).scores
     if shift is None:
         return scores
-    index = torch.arange(key.shape[2], device=key.device) - shift[:, None]
+    index = torch.arange(key.shape[2], dtype=torch.int64, device=key.device) - shift[:, None]
     moved = scores.gather(-1, index.clamp_min(0)[:, None, :].expand_as(scores))
     return moved.masked_fill((index < 0)[:, None, :], -torch.inf)
 

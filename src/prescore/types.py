@@ -1,17 +1,16 @@
-"""Plain values by name, as JSON has them: settings, figures, records."""
+"""The values that one stage hands to the next."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
-from torch import Tensor
+if TYPE_CHECKING:  # records and the command line's help use this module and must not load torch
+    from torch import Tensor
 
 Values: TypeAlias = dict[str, Any]
-
-
-# The values that one stage hands to the next.
+"""Plain values by name, as JSON has them: settings, stats, records."""
 
 
 class Attended(NamedTuple):

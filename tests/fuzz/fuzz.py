@@ -1,8 +1,8 @@
-"""The functional fuzzer: random calls, oracles that hold for any engine, and a minimal reproduction of a failure.
+"""The functional fuzzer: random calls, oracles that hold for any engine, and a small case that shows a failure.
 
-    python tests/fuzz/fuzz.py --calls 20000 --seed 1
+    make fuzz CALLS=20000 SEED=1
 
-Case `k` of seed `s` depends on nothing else, so that any one can be run again: `--seed s --first k --calls 1`.
+Case `k` of seed `s` depends on nothing else, so any one can be run again: `make fuzz SEED=s FIRST=k CALLS=1`.
 """
 
 import argparse
@@ -60,13 +60,13 @@ def refute(oracle, case, number=-1):
     try:
         check(oracle, case)
     except Exception as error:
-        said = str(error).splitlines()
-        return Failure(oracle, case, f"{type(error).__name__}: {said[0] if said else ''}", number)
+        message = (str(error).splitlines() or [""])[0]
+        return Failure(oracle, case, f"{type(error).__name__}: {message}", number)
     return None
 
 
 def run_case(seed, number, checked=None):
-    """The failure of case `number`, if there is one: the basics, and some oracles that have something to say."""
+    """The failure of case `number`, if there is one: the basics, and some oracles that apply."""
     draw = random.Random(f"{seed}/{number}")
     case = random_case(draw)
     others = [name for name in ORACLES if name != "bad_input"]
@@ -75,11 +75,11 @@ def run_case(seed, number, checked=None):
     left = 1 + ORACLES_OF_A_CASE
     for oracle in order:
         try:
-            said = check(oracle, case)
+            applied = check(oracle, case)
         except Exception:
             return refute(oracle, case, number) or Failure(oracle, case, "fails at times only", number)
-        checked[oracle] += said
-        left -= said
+        checked[oracle] += applied
+        left -= applied
         if not left:
             break
     return None
@@ -149,16 +149,11 @@ def main():
             print(f"\ncase {number}: {shrink(found)}", flush=True)
             if len(failures) >= options.most_failures:
                 break
-        if (number + 1 - options.first) % 500 == 0:
-            print(
-                f"{number + 1 - options.first} calls, {len(failures)} wrong, {time.monotonic() - begin:.0f} s",
-                flush=True,
-            )
-    done = number + 1 - options.first
-    print(
-        f"seed {seed}: {done} calls, {len(failures)} wrong; checked "
-        + ", ".join(f"{k} {v}" for k, v in checked.items())
-    )
+        done = number + 1 - options.first
+        if done % 500 == 0:
+            print(f"{done} calls, {len(failures)} wrong, {time.monotonic() - begin:.0f} s", flush=True)
+    counts = ", ".join(f"{name} {count}" for name, count in checked.items())
+    print(f"seed {seed}: {done} calls, {len(failures)} wrong; checked {counts}")
     return 1 if failures else 0
 
 

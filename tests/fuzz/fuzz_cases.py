@@ -168,16 +168,10 @@ def random_config(draw, n_keys):
     """Any configuration whose fields mean something at this length; refused combinations are drawn again."""
     kind = draw.choice([Routed, Routed, Selected, Selected, Hyper, Exact])
     while True:
-        known = {f.name for f in dataclasses.fields(kind)}
-        drawn = {name: make(draw, n_keys) for name, make in FIELDS[kind].items() if name in known}
-        kept = {name: value for name, value in drawn.items() if draw.random() < 0.8}
-        if kind is Routed:  # the defaults are for thousands of keys
-            kept = {
-                **{name: drawn[name] for name in ("leaf_size", "chunk_size", "exact_until") if name in drawn},
-                **kept,
-            }
+        drawn = {name: make(draw, n_keys) for name, make in FIELDS[kind].items()}
+        fixed = LONG_BY_DEFAULT if kind is Routed else ()
         try:
-            return kind(**kept)
+            return kind(**{name: value for name, value in drawn.items() if name in fixed or draw.random() < 0.8})
         except ValueError:
             continue
 
@@ -207,6 +201,7 @@ def _coupling(draw, n_keys):
         draw.choice(["exclude", "exclude", "zero"]),
         draw.choice(["selected", "selected", "all"]),
         draw.choice(["exclude", "exclude", "count"]),
+        draw.choice(["selected", "selected", "all"]),
     )
 
 
@@ -214,10 +209,12 @@ def _leaf(draw, n_keys):
     return draw.choice([0, 1, 2, 4, 8, 16, 31, n_keys, n_keys + 1])
 
 
+LONG_BY_DEFAULT = ("cluster_size", "chunk_size", "exact_until")
+"""Fields of `Routed` whose defaults are for thousands of keys."""
 FIELDS = {
     Routed: {
-        "rows": lambda draw, n: draw.choice([0, 1, 4, 16, 64, 4 * n]),
-        "leaf_size": lambda draw, n: draw.choice([1, 2, 3, 8, 16, 64]),
+        "min_weight": lambda draw, n: draw.choice([1.0, 1 / 2, 1 / 8, 1 / 32, 1 / 128, 1 / (8 * n)]),
+        "cluster_size": lambda draw, n: draw.choice([1, 2, 3, 8, 16, 64]),
         "chunk_size": lambda draw, n: draw.choice([1, 2, 4, 7, 16, 64]),
         "sinks": lambda draw, n: draw.choice([0, 1, 4, 9]),
         "exact_until": lambda draw, n: draw.choice([0, 0, 0, 1, n // 2, n, n + 1]),
@@ -226,7 +223,8 @@ FIELDS = {
     },
     Selected: {
         "scorer": lambda draw, n: random_scorer(draw),
-        "top_k": lambda draw, n: draw.choice([1, 2, 5, 12, n, 2 * n, 0.01, 0.4, 1.0]),
+        "top_k": lambda draw, n: draw.choice([1, 2, 5, 12, n, 2 * n, 0.01, 0.4, 1.0, None]),
+        "min_score": lambda draw, n: draw.choice([None, None, -1.0, 0.0, 0.5]),
         "selector": lambda draw, n: draw.choice(["top", "top", "sample"]),
         "sinks": lambda draw, n: draw.choice([0, 1, 4, 20]),
         "recent": lambda draw, n: draw.choice([0, 0, 1, 6]),

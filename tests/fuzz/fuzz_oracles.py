@@ -1,20 +1,27 @@
-"""What must hold for any call, whatever engine answers it: an oracle asserts it, or passes a case over."""
+"""What must hold for any call, whichever engine runs it: an oracle asserts it, or passes a case over."""
 
 import math
 import random
 from dataclasses import replace
 
 import torch
-from fuzz_bad_inputs import bad_input
-from fuzz_compiled import compiled_agrees, compiled_causality
-from fuzz_gradients import gradients, slopes
 from fuzz_terms import CLOSE, FLIPPED, aligned_by_rank, features_tie, need, reads_all
 from oracles.budgets import assert_within, error_budget
 from oracles.dense import dense_attention, full_weights, subset_weights
 
 import prescore
 from prescore import Coupling, Exact, Routed, Selected
-from prescore.integrations.decode import OVER_SELECTION, CachedKeys, Decoder, Request, remembers
+from prescore.errors import Unsupported
+
+STEP = 1e-6
+"""Of finite differences."""
+BEND = 1e-4
+"""Of a step. The loss in the middle of two steps lies within this of their mean, unless a step flipped a choice:
+then the difference is a jump and no slope."""
+DIRECTIONS = 4
+"""Tries to find a slope; a wrong gradient is wrong in every direction."""
+NATIVE_WIDTH = 16
+"""Sizes that native code runs are multiples of this."""
 
 
 def basics(case):
@@ -36,24 +43,17 @@ def basics(case):
     again, lse_again = case.run(tensors, mask, lse=True)
     assert torch.equal(again, output), "the same call must give the same bits"
     assert torch.equal(lse_again, lse)
-    budget = (
-        1e-10 if case.dtype == torch.float64 else 64 * torch.finfo(case.dtype).eps * max(1, output.abs().max())
-    )
     if output.numel():
-        assert_within(case.run(tensors, mask), output, float(budget), "output without statistics")
+        units = 64 * torch.finfo(case.dtype).eps * max(1, float(output.abs().max()))
+        budget = 1e-10 if case.dtype == torch.float64 else units
+        assert_within(case.run(tensors, mask), output, budget, "output without stats")
 
 
 def dense(case):
     """Exact attention wherever the configuration reads everything, forward and backward."""
     need(reads_all(case) and not case.dropout_p)
-    wide, mask = replace(case, dtype=torch.float64).tensors(), case.padding()
-    scale = case.dim**-0.5 if case.scale is None else case.scale
-    weights = full_weights(*wide[:2], is_causal=case.is_causal, key_padding_mask=mask)
-
-    def reference(query, key, value):
-        return dense_attention(query, key, value, weights, scale=scale)
-
-    _compare(case, reference, mask)
+    query, key, _ = replace(case, dtype=torch.float64).tensors()
+    _compare(case, full_weights(query, key, is_causal=case.is_causal, key_padding_mask=case.padding()))
 
 
 def chosen_keys(case):
@@ -62,11 +62,9 @@ def chosen_keys(case):
     need(case.given and not case.is_causal and not case.dropout_p and isinstance(config, Selected))
     need(config.inner == Exact() and config.remainder == "none" and config.coupling.mask == "exclude")
     need(not config.min_fraction)
-    wide, mask, chosen = replace(case, dtype=torch.float64).tensors(), case.padding(), case.selection()
-    member = torch.zeros(wide[1].shape[:3], dtype=torch.bool).scatter(2, chosen.indices, chosen.valid)
-    weights = subset_weights(full_weights(*wide[:2], key_padding_mask=mask), member)
-    scale = case.dim**-0.5 if case.scale is None else case.scale
-    _compare(case, lambda q, k, v: dense_attention(q, k, v, weights, scale=scale), mask)
+    (query, key, _), chosen = replace(case, dtype=torch.float64).tensors(), case.selection()
+    member = torch.zeros(key.shape[:3], dtype=torch.bool).scatter(2, chosen.indices, chosen.valid)
+    _compare(case, subset_weights(full_weights(query, key, key_padding_mask=case.padding()), member))
 
 
 def causality(case):
@@ -77,15 +75,14 @@ def causality(case):
     draw = random.Random(f"{case.seed} cut")
     cut, tensors = draw.randrange(case.n_keys - 1), case.tensors()
     other = replace(case, seed=case.seed + 1, keys="gaussian").tensors()
-    past = case.n_keys - case.n_query
-    changed = [tensors[0].clone(), *(t.clone() for t in tensors[1:])]
+    n_early = max(0, cut + 1 - (case.n_keys - case.n_query))
+    changed = [t.clone() for t in tensors]
     if not aligned_by_rank(case.config):
-        changed[0][:, :, max(0, cut + 1 - past) :] = 3 * other[0][:, :, max(0, cut + 1 - past) :]
-    for own, new in zip(changed[1:], other[1:], strict=True):
-        own[:, :, cut + 1 :] = 5 * new[:, :, cut + 1 :]
-    n_early = max(0, cut + 1 - past)
+        changed[0][:, :, n_early:] = 3 * other[0][:, :, n_early:]
+    for old, new in zip(changed[1:], other[1:], strict=True):
+        old[:, :, cut + 1 :] = 5 * new[:, :, cut + 1 :]
     before, after = case.run(tensors)[:, :, :n_early], case.run(changed)[:, :, :n_early]
-    assert_within(after, before, CLOSE, f"rows up to position {cut}")
+    assert_within(after, before, CLOSE, f"queries up to position {cut}")
 
 
 def batch_and_padding(case):
@@ -94,30 +91,30 @@ def batch_and_padding(case):
     case = replace(case, dtype=torch.float64)
     tensors, mask = case.tensors(), case.padding()
     need(mask is not None or case.batch > 1)
-    parallel_group, off, n_rows = case.run(tensors, mask), 0, 0
+    batched, off, n_rows = case.run(tensors, mask), 0, 0
     for number in range(case.batch):
-        own = [t[number : number + 1] for t in tensors]
+        alone = [t[number : number + 1] for t in tensors]
         row = None if mask is None else mask[number]
-        result = parallel_group[number : number + 1]
+        result = batched[number : number + 1]
         if row is not None and not bool(row.any()):
             continue
         place = _span(case, row)
         if place is None:  # padding in between: the mask stays
-            own_mask = None if row is None else row[None]
+            row_mask = None if row is None else row[None]
         else:
-            own_mask, (first, last) = None, place
-            own[1:] = [t[:, :, first:last] for t in own[1:]]
+            row_mask, (first, last) = None, place
+            alone[1:] = [t[:, :, first:last] for t in alone[1:]]
             if case.is_causal or case.n_query == case.n_keys:  # queries of padded keys are padding too
                 queries = _queries(case, first, last)
-                own[0], result = own[0][:, :, queries], result[:, :, queries]
-        alone = prescore.prescored_attention(*own, case.config, key_padding_mask=own_mask, **case.options())
-        wrong = ~((alone - result).abs().amax(-1) <= CLOSE)
+                alone[0], result = alone[0][:, :, queries], result[:, :, queries]
+        expected = prescore.prescored_attention(*alone, case.config, key_padding_mask=row_mask, **case.options())
+        wrong = ~((expected - result).abs().amax(-1) <= CLOSE)
         off, n_rows = off + int(wrong.sum()), n_rows + wrong.numel()
-    assert off <= FLIPPED * n_rows, f"{off} of {n_rows} rows differ between a batch and its sequences alone"
+    assert off <= FLIPPED * n_rows, f"{off} of {n_rows} queries differ between a batch and its sequences alone"
 
 
 def padded_queries(case):
-    """Queries behind the end of a right-padded sequence see its real keys; exactly, where few are asked."""
+    """Queries behind the end of a right-padded sequence see its real keys; exactly, where they are few."""
     need(isinstance(case.config, Routed) and case.is_causal and not case.dropout_p)
     need(case.mask in ("right", "both"))
     case = replace(case, dtype=torch.float64, n_query=case.n_keys)
@@ -129,10 +126,10 @@ def padded_queries(case):
     scale = case.dim**-0.5 if case.scale is None else case.scale
     weights = full_weights(query, key, is_causal=True, key_padding_mask=mask)
     truth = dense_attention(query, key, value, weights, scale=scale)
-    asked = after[:, None].expand(truth.lse.shape)
+    padded = after[:, None].expand(truth.lse.shape)
     output, lse = case.run((query, key, value), mask, lse=True)
-    assert_within(output[asked], truth.output[asked], CLOSE, "padded queries")
-    assert_within(lse[asked], truth.lse[asked], CLOSE, "lse of padded queries")
+    assert_within(output[padded], truth.output[padded], CLOSE, "padded queries")
+    assert_within(lse[padded], truth.lse[padded], CLOSE, "lse of padded queries")
 
 
 def padding_content(case):
@@ -155,7 +152,7 @@ def padding_content(case):
 
 
 def backends_agree(case):
-    """The plain operator and the one that is chosen by itself."""
+    """`plain` and `auto`."""
     need(not case.dropout_p and case.dtype in (torch.float64, torch.float32))
     case = replace(case, dtype=torch.float64)
     plain = case.run(lse=True, backend="plain")
@@ -163,19 +160,21 @@ def backends_agree(case):
         assert_within(result, expected, 1e-8, "the automatic backend")
 
 
-def pieces(case):
-    """The last queries alone = the same rows of the whole call (identity 11)."""
+def last_queries(case):
+    """The last queries alone = the end of the full call (identity 11)."""
     need(case.is_causal and case.n_query == case.n_keys and case.mask in ("none", "left") and not case.dropout_p)
     need(not aligned_by_rank(case.config) and not case.given)
     case = replace(case, dtype=torch.float64)
     query, key, value = case.tensors()
-    count = random.Random(f"{case.seed} piece").randrange(1, case.n_keys + 1)
-    whole = case.run((query, key, value))[:, :, -count:]
-    assert_within(case.run((query[:, :, -count:], key, value)), whole, CLOSE, f"the last {count} rows")
+    count = random.Random(f"{case.seed} last").randrange(1, case.n_keys + 1)
+    full = case.run((query, key, value))[:, :, -count:]
+    assert_within(case.run((query[:, :, -count:], key, value)), full, CLOSE, f"the last {count} queries")
 
 
 def decode_step(case):
     """A step with fresh state = the call of that one query over all keys so far (identity 10)."""
+    from prescore.integrations.decode import OVER_SELECTION, CachedKeys, Decoder, Request, remembers
+
     config = case.config
     routed = isinstance(config, Routed)
     need(routed or (remembers(config) and not case.given))
@@ -197,6 +196,180 @@ def decode_step(case):
     assert_within(step.output, expected, CLOSE, "a decode step")
 
 
+def gradients(case):
+    """Finite, the same twice, none for padding, and those of a function that is linear in the values."""
+    case = replace(case, dtype=torch.float64)
+    mask = case.padding()
+    inputs = list(case.tensors())
+    if mask is not None and case.is_causal:  # a padded query may be anything too
+        real = mask[:, case.n_keys - case.n_query :, None]
+        inputs[0] = inputs[0].masked_fill(~real[:, None], torch.nan)
+    inputs = [t.requires_grad_() for t in inputs]
+    output = case.run(inputs, mask)
+    grad = _cotangent(case, output)
+    first = torch.autograd.grad(output, inputs, grad)
+    second = torch.autograd.grad(case.run(inputs, mask), inputs, grad)
+    for name, one, other in zip(("query", "key", "value"), first, second, strict=True):
+        assert torch.isfinite(one).all(), f"the gradient of {name} must be finite"
+        assert torch.equal(one, other), f"the gradient of {name} must be the same twice"
+    if mask is not None:
+        padded = ~mask[:, None, :, None]
+        assert not (first[1] * padded).any(), "a padded key must have no gradient"
+        assert not (first[2] * padded).any(), "a padded value must have no gradient"
+    moved, expected = (first[2] * inputs[2]).sum(), (grad * output).sum()
+    size = float((grad * output).detach().abs().sum()) + 1
+    assert_within(moved[None], expected[None], 1e-9 * size, "the derivative along the values")
+
+
+def slopes(case):
+    """Gradients of output and lse are those of finite differences; small steps keep all choices."""
+    need(case.keys == "gaussian")  # where keys are equal, a step chooses among equal clusters
+    case = replace(case, dtype=torch.float64)
+    mask, tensors = case.padding(), case.tensors()
+    generator = torch.Generator().manual_seed(case.seed)
+    inputs = [t.clone().requires_grad_() for t in tensors]
+    loss = _loss(*case.run(inputs, mask, lse=True))
+    expected = torch.autograd.grad(loss, inputs, materialize_grads=True)
+    off = []
+    for _ in range(DIRECTIONS):
+        ways = [torch.randn(t.shape, generator=generator, dtype=t.dtype) for t in tensors]
+        there, back = (
+            float(_loss(*case.run([t + step * way for t, way in zip(tensors, ways, strict=True)], mask, lse=True)))
+            for step in (STEP, -STEP)
+        )
+        found = (there - back) / (2 * STEP)
+        slope = float(sum((grad * way).sum() for grad, way in zip(expected, ways, strict=True)))
+        size = float(sum((grad * way).abs().sum() for grad, way in zip(expected, ways, strict=True)))
+        if abs(found - slope) <= 1e-6 * (1 + size):
+            return
+        if abs(there + back - 2 * float(loss.detach())) <= BEND * STEP * (1 + size):
+            off.append(f"{slope:.6g} instead of {found:.6g}")
+    need(off)  # where scores are equal but for rounding, every step chooses anew
+    raise AssertionError(f"slopes must be those of finite differences, got {', '.join(off)}")
+
+
+def _loss(output, lse):
+    """A number that feels every entry differently."""
+    counted = torch.where(torch.isneginf(lse), 0.0, lse)
+    weights = torch.arange(1.0, 1 + output.numel(), dtype=output.dtype).sin().view(output.shape)
+    return (output * weights).sum() + (counted * weights[..., 0].cos()).sum()
+
+
+def _fitting(case):
+    """A case like this one that native code can run, long enough for far clusters."""
+    need(isinstance(case.config, Routed) and case.dtype != torch.float64 and not case.dropout_p)
+    sixteens = 1 + case.seed % 2
+    config = case.config.replace(
+        cluster_size=NATIVE_WIDTH * sixteens, chunk_size=NATIVE_WIDTH * (2 + case.seed % 3)
+    )
+    longer = 80 + NATIVE_WIDTH * sixteens
+    n_query = case.n_query + (longer if case.n_query == case.n_keys or not case.is_causal else 0)
+    return replace(
+        case,
+        config=config,
+        n_keys=case.n_keys + longer,
+        n_query=n_query,
+        dim=NATIVE_WIDTH * (1 + case.dim % 3),
+        value_dim=NATIVE_WIDTH * (1 + case.value_dim % 2),
+        scale=None if case.scale is None else case.scale / 8,  # float32 rounds logits of a hundred to 1e-5
+        backend="auto",
+    )
+
+
+def native_agrees(case):
+    """`native` and `plain`, in sizes that native code runs: results and gradients."""
+    case = _fitting(case)
+    # with equal weights rounding decides whether a query reads all keys or none, and what is sampled
+    need(case.scale != 0 and case.keys == "gaussian")
+    learns = case.config.tolerance is None
+    mask, results = case.padding(), []
+    for backend in ("native", "plain"):
+        inputs = [t.requires_grad_(learns) for t in case.tensors()]
+        try:
+            results.append((inputs, *case.run(inputs, mask, lse=True, backend=backend)))
+        except Unsupported:  # there is no native code here
+            need(False)
+    (inputs, output, lse), (plain_inputs, expected, expected_lse) = results
+    # a sample adds the difference of two nearly equal weights, for sixteen keys
+    units = 64 if learns else 1024
+    budget = units * torch.finfo(case.dtype).eps * max(1.0, float(expected.detach().abs().max()))
+    apart = ~((output - expected).detach().abs().amax(-1) <= budget)
+    apart |= ~(((lse - expected_lse).detach().abs() <= 1e-3) | (lse == expected_lse))
+    many = f"{int(apart.sum())} of {apart.numel()} queries of native code differ from plain torch"
+    assert int(apart.sum()) <= max(1, FLIPPED * apart.numel()), many
+    need(learns)
+    found = torch.autograd.grad(output[~apart].float().sin().sum(), inputs)
+    truth = torch.autograd.grad(expected[~apart].float().sin().sum(), plain_inputs)
+    for name, got, wanted in zip(("query", "key", "value"), found, truth, strict=True):
+        size = max(1.0, float(wanted.abs().max()))
+        assert_within(got, wanted, 256 * torch.finfo(case.dtype).eps * size, f"gradient of {name}")
+
+
+def native_causality(case):
+    """What comes after a position changes nothing up to it, but by rounding."""
+    need(case.is_causal)
+    case = replace(_fitting(case), dtype=torch.float32, mask="none")
+    # error bounds decide what is read
+    config = case.config.replace(tolerance=0.3) if case.seed % 2 else case.config
+    case = replace(case, n_query=case.n_keys, config=config)
+    cut, tensors = case.n_keys // 2 + case.seed % (case.n_keys // 2), case.tensors()
+    other = replace(case, seed=case.seed + 1, keys="gaussian").tensors()
+    changed = [
+        torch.cat((old[:, :, :cut], 30 * new[:, :, cut:]), 2) for old, new in zip(tensors, other, strict=True)
+    ]
+    before, after = (case.run(inputs)[:, :, :cut] for inputs in (tensors, changed))
+    apart = ~((after - before).abs().amax(-1) <= 1e-4 * max(1.0, float(before.abs().max())))
+    many = f"{int(apart.sum())} of {apart.numel()} queries change with what comes after position {cut - 1}"
+    assert int(apart.sum()) <= max(1, FLIPPED * apart.numel()), many
+
+
+def bad_input(case):
+    """One thing wrong: a sentence of an allowed kind, and the inputs as they were."""
+    draw = random.Random(f"{case.seed} bad")
+    tensors, options = list(case.tensors()), {**case.options(), "key_padding_mask": case.padding()}
+    need(all(t.numel() for t in tensors))
+    number = draw.randrange(3)
+    spoilt = draw.choice(
+        [
+            *(lambda t: t[0], lambda t: t[None], lambda t: t.int(), lambda t: t[..., :0], lambda t: t.to("meta")),
+            *(lambda t: t.to_sparse(), lambda t: t.tolist(), lambda t: None, lambda t: t.cfloat()),
+            *(lambda t: torch.cat((t, t), 0)[:0], lambda t: t[:, :0]),
+        ]
+    )
+    wrong = draw.choice(["tensor", "tensor", "option", "not a number"])
+    if wrong == "tensor":
+        tensors[number] = spoilt(tensors[number])
+    elif wrong == "not a number":
+        number = max(1, number)
+        tensors[number][0, 0, -1, 0] = draw.choice([math.nan, math.inf, -math.inf])
+        options["key_padding_mask"] = None
+    else:
+        name = draw.choice(
+            ["is_causal", "scale", "dropout_p", "backend", "generator", "selection", "key_padding_mask"]
+        )
+        options[name] = draw.choice(["yes", -1.5j, [], object(), math.nan, 10**400, torch.ones(2), {}])
+    before = [t.clone() if isinstance(t, torch.Tensor) and not t.is_meta else None for t in tensors]
+    said = _refusal(tensors, case.config, options)
+    if said is None:
+        assert wrong != "not a number", "a key or value that is no number must be refused"
+    else:
+        assert said, "an error must say something"
+        assert "\n" not in said, f"an error must be one sentence, got {said}"
+        assert len(said) < 600, f"an error must be short, got {len(said)} characters"
+    for tensor, copied in zip(tensors, before, strict=True):
+        if copied is not None and copied.layout == torch.strided:
+            assert torch.equal(tensor.nan_to_num(), copied.nan_to_num()), "inputs must not change"
+
+
+def _refusal(tensors, config, options):
+    """What an allowed error says; None when there was none."""
+    try:
+        prescore.prescored_attention(*tensors, config, **options)
+    except (ValueError, TypeError) as error:  # Unsupported is a ValueError
+        return str(error)
+    return None
+
+
 ORACLES = {
     oracle.__name__: oracle
     for oracle in (
@@ -209,42 +382,45 @@ ORACLES = {
         gradients,
         slopes,
         backends_agree,
-        compiled_agrees,
-        compiled_causality,
-        pieces,
+        native_agrees,
+        native_causality,
+        last_queries,
         decode_step,
         bad_input,
     )
 }
 
 
-def _compare(case, reference, mask):
-    """Output, lse and gradients of a case against a function in float64."""
+def _compare(case, weights):
+    """Output, lse and gradients of a case against a dense softmax in float64."""
+    scale = case.dim**-0.5 if case.scale is None else case.scale
+
+    def reference(query, key, value):
+        return dense_attention(query, key, value, weights, scale=scale)
+
     wide = [t.requires_grad_() for t in replace(case, dtype=torch.float64).tensors()]
     truth = reference(*wide)
     budget = error_budget(lambda *t: reference(*t).output, tuple(t.detach() for t in wide), case.dtype)
-    own = [t.requires_grad_() for t in case.tensors()]
-    output, lse = case.run(own, mask, lse=True)
-    # the yardstick rounds the inputs; sums and products inside are rounded too
-    least = (
-        1e-9
-        if case.dtype == torch.float64
-        else 32 * torch.finfo(case.dtype).eps * float(wide[2].detach().abs().max())
-    )
-    assert_within(output, truth.output, max(4 * budget, least), "output")
+    inputs = [t.requires_grad_() for t in case.tensors()]
+    output, lse = case.run(inputs, case.padding(), lse=True)
+    # the budget rounds the inputs; sums and products inside are rounded too
+    units = 32 * torch.finfo(case.dtype).eps * float(wide[2].detach().abs().max())
+    assert_within(output, truth.output, max(4 * budget, 1e-9 if case.dtype == torch.float64 else units), "output")
     if case.dtype != torch.float64:
         return
     assert_within(lse, truth.lse, CLOSE, "lse")
-    grad = torch.randn(output.shape, generator=torch.Generator().manual_seed(case.seed), dtype=output.dtype)
-    expected = torch.autograd.grad(truth.output, wide, grad)
-    for name, got, wanted in zip(
-        ("query", "key", "value"), torch.autograd.grad(output, own, grad), expected, strict=True
-    ):
+    grad = _cotangent(case, output)
+    found, expected = torch.autograd.grad(output, inputs, grad), torch.autograd.grad(truth.output, wide, grad)
+    for name, got, wanted in zip(("query", "key", "value"), found, expected, strict=True):
         assert_within(got, wanted, 1e-8 * (1 + float(wanted.abs().max())), f"gradient of {name}")
 
 
+def _cotangent(case, output):
+    return torch.randn(output.shape, generator=torch.Generator().manual_seed(case.seed), dtype=output.dtype)
+
+
 def _span(case, row):
-    """Where a sequence's real keys lie, if they follow one another and its queries can be told; else None."""
+    """Where a sequence's real keys lie, if they follow one another and its queries are known; else None."""
     if row is None:
         return 0, case.n_keys
     real = row.nonzero().squeeze(1)

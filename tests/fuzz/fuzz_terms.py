@@ -1,18 +1,18 @@
 """What oracles share: when they pass a case over, how close is close, and what a configuration reads."""
 
-from dataclasses import fields, is_dataclass
+from attention_checks import aligned_by_rank as aligned_by_rank
 
-from prescore import Exact, GaussianKMeans, Hyper, Lsh, Routed, Selected
+from prescore import Exact, GaussianKMeans, Hyper, Routed, Selected
 from prescore.errors import Unsupported
 
 CLOSE = 1e-9
 """Of float64 results that differ by the order of sums."""
 FLIPPED = 0.005
-"""Share of rows that may differ where rounding flips a choice."""
+"""Share of queries that may differ where rounding flips a choice."""
 
 
 class PassedOver(Exception):
-    """The oracle has nothing to say about this case."""
+    """The oracle does not apply to this case."""
 
 
 def need(condition):
@@ -33,30 +33,25 @@ def reads_all(case):
     if isinstance(config, Hyper):
         return not case.is_causal and case.n_query < config.min_seq_len
     if isinstance(config, Selected):
-        all_kept = config.top_k == 1.0 if isinstance(config.top_k, float) else config.top_k >= case.n_keys
-        return all_kept and config.inner == Exact()
+        if config.top_k is None:  # `min_score` may leave some out
+            return False
+        all_selected = config.top_k == 1.0 if isinstance(config.top_k, float) else config.top_k >= case.n_keys
+        return all_selected and config.inner == Exact()
     return True
 
 
 def features_tie(case):
     """Whether k-means in random features meets equal keys.
 
-    Products of equal rows differ by rounding, by where they stand in a matrix, so that equal centres share such
-    keys in any way. One number, normalized, is 1 or -1.
+    Products of equal rows differ by rounding, by their place in a matrix, so equal clusters share such keys in any
+    way. A single normalized number is 1 or -1.
     """
-    made = [getattr(case.config, name, None) for name in ("scorer", "remainder")]
-    found = [scorer for scorer in made if isinstance(scorer, GaussianKMeans)]
-    return bool(found) and (case.keys != "gaussian" or (case.dim == 1 and any(s.normalize for s in found)))
-
-
-def aligned_by_rank(config):
-    """Whether some part of a configuration is an `Lsh` aligned by rank, which sees all queries."""
-    if isinstance(config, Lsh):
-        return config.alignment == "rank"
-    return is_dataclass(config) and any(aligned_by_rank(getattr(config, f.name)) for f in fields(config))
+    scorers = [getattr(case.config, name, None) for name in ("scorer", "remainder")]
+    kernel = [scorer for scorer in scorers if isinstance(scorer, GaussianKMeans)]
+    return bool(kernel) and (case.keys != "gaussian" or (case.dim == 1 and any(s.normalize for s in kernel)))
 
 
 def refused(case, error):
-    """Whether an error is a refusal with its reason: of a backend, or of an error bar beside gradients."""
-    asked = case.backend != "auto" or getattr(case.config, "tolerance", None) is not None
-    return isinstance(error, Unsupported) and asked
+    """Whether an error is a refusal with its reason: of a named backend, or of a tolerance beside gradients."""
+    possible = case.backend != "auto" or getattr(case.config, "tolerance", None) is not None
+    return isinstance(error, Unsupported) and possible

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from attention_checks import attend
 from oracles.inputs import attention_tensors, random_mask
 
 import prescore
@@ -11,6 +12,7 @@ from prescore import Hyper, Lsh, Routed, Selected
 
 CLOSE = 1e-10
 LSH = Lsh(block_size=4, sample_size=5, n_projections=3, alignment="rank")
+ROUTED = Routed(min_weight=1 / 8, cluster_size=2, chunk_size=4, sinks=2, exact_until=0)
 CONFIGS = {
     "paper": Selected.paper("kmeans", 9, min_seq_len=8, inner=LSH),
     "paper full": Selected.paper("kmeans", 9, min_seq_len=0, inner=LSH),
@@ -18,148 +20,119 @@ CONFIGS = {
     "hyper hash": Hyper(LSH.replace(alignment="hash"), min_seq_len=8),
     "early": Selected.early("key-norm", 9, min_seq_len=8, inner=LSH),
     "selected": Selected(top_k=9, min_seq_len=8),
+    "selected by score": Selected("key-diff", min_score=0.0, min_seq_len=8),
     "short is exact": Hyper(LSH, min_seq_len=30),
-    "routed": Routed(min_weight=1 / 8, cluster_size=2, chunk_size=4, sinks=2, exact_until=0),
-    "routed, short is exact": Routed(min_weight=1 / 4, cluster_size=2, chunk_size=4, sinks=1, exact_until=30),
+    "routed": ROUTED,
+    "routed, short is exact": ROUTED.replace(min_weight=1 / 4, sinks=1, exact_until=30),
     "share": Selected(top_k=0.4, min_fraction=0.45, min_seq_len=8),
     "sampled": Selected(top_k=9, selector="sample", recent=2, min_seq_len=8),
     "sample fallback": Selected.paper("key-diff", 9, min_fraction=0.35, min_seq_len=0, inner=LSH),
 }
 LENGTHS = (27, 40, 1, 33)
 N_KEYS = 40
+SEQUENCES = [attention_tensors(batch=1, heads=4, kv_heads=2, n_keys=length, seed=length) for length in LENGTHS]
 
 
-def _sequences(dtype=torch.float64):
-    return [
-        attention_tensors(batch=1, heads=4, kv_heads=2, n_keys=length, dtype=dtype, seed=length)
-        for length in LENGTHS
-    ]
-
-
-def _batch(sides, *, junk, n_query=None):
-    """The sequences in one batch, each padded on its side with junk: tensors, mask, and where each one sits."""
-    rows, mask, places = [], torch.zeros(len(LENGTHS), N_KEYS, dtype=torch.bool), []
-    for number, (tensors, side) in enumerate(zip(_sequences(), sides, strict=True)):
-        length = tensors[1].shape[2]
+def batched(sides):
+    """The sequences in one batch, padded with NaN on their sides: tensors, mask, and where each sequence is."""
+    mask = torch.zeros(len(LENGTHS), N_KEYS, dtype=torch.bool)
+    full = [torch.full((len(LENGTHS), heads, N_KEYS, 4), math.nan, dtype=torch.float64) for heads in (4, 2, 2)]
+    full[0][:] = 7.0
+    places = []
+    for number, (length, side, tensors) in enumerate(zip(LENGTHS, sides, SEQUENCES, strict=True)):
         start = N_KEYS - length if side == "left" else 0
         places.append(slice(start, start + length))
         mask[number, places[-1]] = True
-        padded = [t.new_full((1, t.shape[1], N_KEYS, t.shape[3]), junk) for t in tensors]
-        padded[0] = torch.full_like(padded[0], 7.0)
-        for target, real in zip(padded, tensors, strict=True):
-            target[:, :, places[-1]] = real
-        rows.append(padded)
-    query, key, value = (torch.cat(parts) for parts in zip(*rows, strict=True))
-    if n_query is not None:
-        query = query[:, :, -n_query:]
-    return (query, key, value), mask, places
+        for target, real in zip(full, tensors, strict=True):
+            target[number, :, places[-1]] = real[0]
+    return full, mask, places
 
 
-@pytest.mark.parametrize("sides", [("left",) * 4, ("right",) * 4, ("left", "right", "left", "right")])
+def assert_close(result, expected, what):
+    for name in ("output", "lse"):
+        distance = (getattr(result, name) - getattr(expected, name)).abs().max()
+        assert float(distance) <= CLOSE, f"{name} of {what}"
+
+
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_alone_and_padded_in_a_batch(name, is_causal, sides):
-    config = CONFIGS[name]
-    tensors, mask, places = _batch(sides, junk=math.nan)
-    parallel_group, aux = prescore.prescored_attention(
-        *tensors, config=config, is_causal=is_causal, key_padding_mask=mask, generator=3, return_aux=True
-    )
-    for number, (own, place) in enumerate(zip(_sequences(), places, strict=True)):
-        alone, alone_aux = prescore.prescored_attention(
-            *own, config=config, is_causal=is_causal, generator=3, return_aux=True
-        )
-        assert float((parallel_group[number : number + 1, :, place] - alone).abs().max()) <= CLOSE, f"row {number}"
-        assert float((aux.lse[number : number + 1, :, place] - alone_aux.lse).abs().max()) <= CLOSE, (
-            f"row {number}"
-        )
-    assert torch.isfinite(parallel_group[mask[:, None].expand(parallel_group.shape[:3])]).all()
-
-
-@pytest.mark.parametrize("n_query", [1, 6])
-@pytest.mark.parametrize("name", CONFIGS)
-def test_last_queries_of_left_padded_sequences(name, n_query):
-    config = CONFIGS[name]
-    tensors, mask, _ = _batch(("left",) * 4, junk=math.nan, n_query=n_query)
-    parallel_group = prescore.prescored_attention(*tensors, config=config, is_causal=True, key_padding_mask=mask)
-    for number, (query, key, value) in enumerate(_sequences()):
-        count = min(n_query, key.shape[2])
-        alone = prescore.prescored_attention(query[:, :, -count:], key, value, config=config, is_causal=True)
-        assert float((parallel_group[number : number + 1, :, -count:] - alone).abs().max()) <= CLOSE, (
-            f"row {number}"
-        )
+def test_alone_and_padded_in_a_batch(name, is_causal):
+    config, options = CONFIGS[name], {"is_causal": is_causal, "generator": 3}
+    alone = [attend(tensors, config, **options)[0] for tensors in SEQUENCES]
+    for sides in (("left",) * 4, ("right",) * 4, ("left", "right", "left", "right")):
+        tensors, mask, places = batched(sides)
+        (output, lse), _ = attend(tensors, config, mask, **options)
+        for number, place in enumerate(places):
+            own = prescore.Attended(output[number : number + 1, :, place], lse[number : number + 1, :, place])
+            assert_close(own, alone[number], f"sequence {number}, padded {sides[number]}")
+        assert torch.isfinite(output[mask[:, None].expand(output.shape[:3])]).all()
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_place_in_the_batch_does_not_matter(name):
-    query, key, value = attention_tensors(batch=4, heads=4, kv_heads=2, n_keys=35, seed=9)
+def test_last_queries_of_left_padded_sequences(name):
+    (query, key, value), mask, _ = batched(("left",) * 4)
+    for n_query in (1, 6):
+        (output, lse), _ = attend((query[:, :, -n_query:], key, value), CONFIGS[name], mask, is_causal=True)
+        for number, (own_query, own_key, own_value) in enumerate(SEQUENCES):
+            count = min(n_query, own_key.shape[2])
+            alone, _ = attend((own_query[:, :, -count:], own_key, own_value), CONFIGS[name], is_causal=True)
+            last = prescore.Attended(output[number : number + 1, :, -count:], lse[number : number + 1, :, -count:])
+            assert_close(last, alone, f"the last {count} queries of sequence {number}")
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_place_in_the_batch_and_other_heads_do_not_matter(name):
+    tensors = attention_tensors(batch=4, heads=4, kv_heads=2, n_keys=35, seed=9)
     order = torch.tensor([2, 0, 3, 1])
     for is_causal in (False, True):
-        straight = prescore.prescored_attention(query, key, value, config=CONFIGS[name], is_causal=is_causal)
-        mixed = prescore.prescored_attention(
-            query[order], key[order], value[order], config=CONFIGS[name], is_causal=is_causal
-        )
-        assert float((straight[order] - mixed).abs().max()) <= CLOSE
-
-
-@pytest.mark.parametrize("name", CONFIGS)
-def test_heads_do_not_matter_to_each_other(name):
-    query, key, value = attention_tensors(batch=1, heads=4, kv_heads=2, n_keys=35, seed=9)
-    parallel_group = prescore.prescored_attention(query, key, value, config=CONFIGS[name], is_causal=True)
-    for head in range(2):
-        alone = prescore.prescored_attention(
-            query[:, 2 * head : 2 * head + 2],
-            key[:, head : head + 1],
-            value[:, head : head + 1],
-            config=CONFIGS[name],
-            is_causal=True,
-        )
-        assert float((parallel_group[:, 2 * head : 2 * head + 2] - alone).abs().max()) <= CLOSE
-
-
-@pytest.mark.parametrize("scorer", prescore.list_scorers())
-def test_scores_and_selections_come_back_in_place(scorer):
-    budget = {"top_k": 7, "sinks": 2, "recent": 1}
-    (_, key, _), mask, places = _batch(("left", "right", "left", "left"), junk=math.nan)
-    scores = prescore.score(key, scorer, key_padding_mask=mask)
-    assert torch.isneginf(scores[~mask[:, None].expand_as(scores)]).all()
-    chosen = prescore.select(key, scorer, **budget, key_padding_mask=mask)
-    for number, (place, (_, own, _)) in enumerate(zip(places, _sequences(), strict=True)):
-        alone = prescore.score(own, scorer)
-        flips = (scores[number : number + 1, :, place] - alone).abs() > 1e-8
-        assert float(flips.double().mean()) <= 0.005
-        kept = prescore.select(own, scorer, **budget)
+        straight, _ = attend(tensors, CONFIGS[name], is_causal=is_causal)
+        mixed, _ = attend([t[order] for t in tensors], CONFIGS[name], is_causal=is_causal)
+        assert_close(mixed, prescore.Attended(straight.output[order], straight.lse[order]), "a reordered batch")
         for head in range(2):
-            mine = chosen.indices[number, head][chosen.valid[number, head]] - place.start
-            assert mine.tolist() == kept.indices[0, head].tolist()
+            heads = [slice(2 * head, 2 * head + 2), *[slice(head, head + 1)] * 2]
+            own = [t[:, some] for t, some in zip(tensors, heads, strict=True)]
+            alone, _ = attend(own, CONFIGS[name], is_causal=is_causal)
+            expected = prescore.Attended(straight.output[:, heads[0]], straight.lse[:, heads[0]])
+            assert_close(alone, expected, f"KV head {head}")
 
 
-def test_a_row_of_nothing_but_padding_gives_zero():
-    for is_causal in (False, True):
-        for config in CONFIGS.values():
-            tensors = attention_tensors(batch=2, heads=4, kv_heads=2, n_keys=20, seed=3)
-            mask = torch.ones(2, 20, dtype=torch.bool)
-            mask[1] = False
-            output, aux = prescore.prescored_attention(
-                *tensors, config=config, is_causal=is_causal, key_padding_mask=mask, return_aux=True
-            )
+def test_scores_and_selections_come_back_in_place():
+    budget = {"top_k": 7, "sinks": 2, "recent": 1}
+    (_, key, _), mask, places = batched(("left", "right", "left", "left"))
+    for scorer in prescore.list_scorers():
+        scores = prescore.score(key, scorer, key_padding_mask=mask)
+        assert torch.isneginf(scores[~mask[:, None].expand_as(scores)]).all()
+        chosen = prescore.select(key, scorer, **budget, key_padding_mask=mask)
+        for number, (place, (_, alone, _)) in enumerate(zip(places, SEQUENCES, strict=True)):
+            flips = (scores[number : number + 1, :, place] - prescore.score(alone, scorer)).abs() > 1e-8
+            assert float(flips.double().mean()) <= 0.005
+            selected = prescore.select(alone, scorer, **budget)
+            for head in range(2):
+                here = chosen.indices[number, head][chosen.valid[number, head]] - place.start
+                assert here.tolist() == selected.indices[0, head].tolist(), (scorer, number)
+
+
+def test_a_sequence_of_nothing_but_padding_gives_zero():
+    tensors = attention_tensors(batch=2, heads=4, kv_heads=2, n_keys=20, seed=3)
+    mask = torch.tensor([[True], [False]]).expand(2, 20)
+    for config in CONFIGS.values():
+        for is_causal in (False, True):
+            (output, lse), _ = attend(tensors, config, mask, is_causal=is_causal)
             assert not output[1].any()
-            assert torch.isneginf(aux.lse[1]).all()
-            assert torch.isfinite(aux.lse[0]).all()
+            assert torch.isneginf(lse[1]).all()
+            assert torch.isfinite(lse[0]).all()
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("kind", ["left", "right", "holes"])
 def test_selections_point_at_real_keys_and_their_filler_inside_the_tensor(kind, is_causal):
-    n_keys = 40
     for seed in range(8):
-        query, key, value = attention_tensors(batch=3, heads=2, kv_heads=1, n_keys=n_keys, seed=seed)
-        mask = random_mask(kind, 3, n_keys, seed=seed)
+        tensors = attention_tensors(batch=3, heads=2, kv_heads=1, n_keys=N_KEYS, seed=seed)
+        mask = random_mask(kind, 3, N_KEYS, seed=seed)
         for config in (CONFIGS["paper"].replace(min_seq_len=4), CONFIGS["share"].replace(min_seq_len=4)):
-            _, aux = prescore.prescored_attention(
-                query, key, value, config=config, is_causal=is_causal, key_padding_mask=mask, return_aux=True
-            )
+            _, aux = attend(tensors, config, mask, is_causal=is_causal)
             for chosen in aux.selection if is_causal else [aux.selection]:
-                real = mask[:, None].expand(3, 1, n_keys).gather(2, chosen.indices)
+                real = mask[:, None].expand(3, 1, N_KEYS).gather(2, chosen.indices)
                 assert (real | ~chosen.valid).all()
                 steps = chosen.indices.diff(dim=-1)
                 assert (steps >= 0).all()

@@ -1,10 +1,11 @@
-"""Identities 1, 2, 3, 5, 6 and 10 of the contract, over shapes, masks, ratios and seeds."""
+"""Identities 1, 2, 3, 5, 6, 7 and 10 of the contract, over shapes, masks, budgets and seeds."""
 
+import itertools
 import math
 
 import pytest
 import torch
-from attention_checks import FLOAT64, check_exact, check_merge_of_split, hidden, with_lsh
+from attention_checks import FLOAT64, attend, check_exact, check_merge_of_split, hidden, with_lsh
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles.budgets import assert_within
@@ -26,22 +27,10 @@ def cases(draw, lengths=LENGTHS, masks=MASKS, dtypes=(torch.float64, torch.float
     is_causal = draw(st.booleans()) if causal is None else causal
     n_query = draw(st.sampled_from((n_keys, 1, max(1, n_keys // 2), n_keys if is_causal else n_keys + 3)))
     seed = draw(st.integers(0, 1000))
-    tensors = attention_tensors(
-        batch=batch,
-        heads=kv_heads * group,
-        kv_heads=kv_heads,
-        n_query=n_query,
-        n_keys=n_keys,
-        dim=draw(st.sampled_from((1, 4, 7))),
-        value_dim=draw(st.sampled_from((1, 4, 9))),
-        dtype=draw(st.sampled_from(dtypes)),
-        seed=seed,
-    )
+    sizes = {"batch": batch, "heads": kv_heads * group, "kv_heads": kv_heads, "n_query": n_query, "n_keys": n_keys}
+    dims = {"dim": draw(st.sampled_from((1, 4, 7))), "value_dim": draw(st.sampled_from((1, 4, 9)))}
+    tensors = attention_tensors(dtype=draw(st.sampled_from(dtypes)), seed=seed, **sizes, **dims)
     return tensors, random_mask(draw(st.sampled_from(masks)), batch, n_keys, seed=seed), is_causal, seed
-
-
-def _tolerance(tensor):
-    return FLOAT64 if tensor.dtype == torch.float64 else SINGLE
 
 
 def _poisoned(tensors, mask):
@@ -49,17 +38,11 @@ def _poisoned(tensors, mask):
     return query, hidden(key, mask, math.nan), hidden(value, mask, math.inf)
 
 
-def _run(tensors, mask, is_causal, config, seed=0, **more):
-    output, aux = prescore.prescored_attention(
-        *tensors,
-        config=config,
-        is_causal=is_causal,
-        key_padding_mask=mask,
-        generator=seed,
-        return_aux=True,
-        **more,
-    )
-    return prescore.Attended(output, aux.lse), aux
+def _same(result, truth, what=""):
+    """Output and lse agree, as far as their dtype allows."""
+    budget = FLOAT64 if truth.output.dtype == torch.float64 else SINGLE
+    assert_within(result.output, truth.output, budget, f"output{what}")
+    assert_within(result.lse, truth.lse, budget, f"lse{what}")
 
 
 @given(cases(dtypes=(torch.float64,)))
@@ -79,9 +62,7 @@ def test_identity_1_everything_selected_or_one_block_is_exact(case, way, alignme
         config = Hyper(Lsh(block_size=512, sample_size=0, alignment=alignment), min_seq_len=0)
     tensors = _poisoned(tensors, mask)
     truth = prescore.exact_attention(*tensors, is_causal=is_causal, key_padding_mask=mask)
-    result, _ = _run(tensors, mask, is_causal, config, seed)
-    assert_within(result.output, truth.output, _tolerance(tensors[0]), "output")
-    assert_within(result.lse, truth.lse, _tolerance(tensors[0]), "lse")
+    _same(attend(tensors, config, mask, is_causal=is_causal, generator=seed)[0], truth)
 
 
 @given(cases(causal=False), st.sampled_from(prescore.list_scorers()), st.sampled_from((1, 7, 0.4)))
@@ -90,20 +71,17 @@ def test_identity_2_exact_inner_is_attention_over_the_selected_rows(case, scorer
     tensors, mask, _, seed = case
     config = Selected(scorer, top_k, inner=Exact(), remainder="none", sinks=2)
     query, key, value = tensors
-    result, aux = _run(tensors, mask, False, config, seed)
+    result, aux = attend(tensors, config, mask, generator=seed)
     chosen = prescore.select(key, scorer, top_k=top_k, sinks=2, key_padding_mask=mask, generator=seed)
     assert torch.equal(chosen.indices, aux.selection.indices)
     assert torch.equal(chosen.valid, aux.selection.valid)
-    for row in range(query.shape[0]):
-        for head in range(key.shape[1]):
-            kept = chosen.indices[row, head][chosen.valid[row, head]]
-            group = slice(head * (query.shape[1] // key.shape[1]), (head + 1) * (query.shape[1] // key.shape[1]))
-            one = (slice(row, row + 1), slice(head, head + 1))
-            truth = prescore.exact_attention(
-                query[row : row + 1, group], key[one][:, :, kept], value[one][:, :, kept]
-            )
-            assert_within(result.output[row : row + 1, group], truth.output, _tolerance(query), "output")
-            assert_within(result.lse[row : row + 1, group], truth.lse, _tolerance(query), "lse")
+    group = query.shape[1] // key.shape[1]
+    for row, head in itertools.product(range(query.shape[0]), range(key.shape[1])):
+        selected = chosen.indices[row, head][chosen.valid[row, head]]
+        queries = slice(row, row + 1), slice(head * group, (head + 1) * group)
+        rows = [t[row : row + 1, head : head + 1, selected] for t in (key, value)]
+        found = prescore.Attended(result.output[queries], result.lse[queries])
+        _same(found, prescore.exact_attention(query[queries], *rows))
 
 
 @pytest.mark.parametrize("n_keys", [3, 31, 64, 61])
@@ -111,28 +89,26 @@ def test_identity_2_exact_inner_is_attention_over_the_selected_rows(case, scorer
 def test_identity_2_causal_is_the_merge_of_leaves_and_blocks(n_keys, leaf):
     query, key, value = attention_tensors(batch=2, heads=4, kv_heads=2, n_keys=n_keys, seed=n_keys)
     config = Selected("key-norm", 3, inner=Exact(), remainder="none", sinks=1, min_seq_len=leaf)
-    result, aux = _run((query, key, value), None, True, config)
-    pieces = []
+    result, aux = attend((query, key, value), config, is_causal=True)
+    parts = []
     for start in range(0, n_keys, leaf):
-        own = slice(start, min(start + leaf, n_keys))
-        part = prescore.exact_attention(query[:, :, own], key[:, :, own], value[:, :, own], is_causal=True)
-        pieces.append(_placed(part, own, n_keys))
+        rows = slice(start, min(start + leaf, n_keys))
+        part = prescore.exact_attention(query[:, :, rows], key[:, :, rows], value[:, :, rows], is_causal=True)
+        parts.append(_placed(part, rows, n_keys))
     selections = iter(aux.selection)
     width = leaf
     while width < n_keys:
         for start in range(width, n_keys, 2 * width):
-            own = slice(start, min(start + width, n_keys))
+            queries = slice(start, min(start + width, n_keys))
             chosen = next(selections)
             assert chosen.valid.all()
             assert ((chosen.indices >= start - width) & (chosen.indices < start)).all()
             rows = chosen.indices[..., None].expand(-1, -1, -1, key.shape[-1])
-            part = prescore.exact_attention(query[:, :, own], key.gather(2, rows), value.gather(2, rows))
-            pieces.append(_placed(part, own, n_keys))
+            part = prescore.exact_attention(query[:, :, queries], key.gather(2, rows), value.gather(2, rows))
+            parts.append(_placed(part, queries, n_keys))
         width *= 2
     assert next(selections, None) is None
-    truth = prescore.merge(*pieces)
-    assert_within(result.output, truth.output, FLOAT64, "output")
-    assert_within(result.lse, truth.lse, FLOAT64, "lse")
+    _same(result, prescore.merge(*parts))
 
 
 def _placed(part, rows, n_query):
@@ -170,8 +146,8 @@ def _logits(query, key):
 def test_identity_5_zeroing_adds_one_per_unselected_key_to_the_denominator(top_k):
     query, key, value = attention_tensors(heads=4, kv_heads=2, n_query=6, n_keys=17, seed=top_k)
     config = Selected.paper("key-norm", top_k, inner=Exact())
-    excluded, aux = _run((query, key, value), None, False, config)
-    zeroed, _ = _run((query, key, value), None, False, config.replace(coupling=Coupling(mask="zero")))
+    excluded, aux = attend((query, key, value), config)
+    zeroed, _ = attend((query, key, value), config.replace(coupling=Coupling(mask="zero")))
     denominator = excluded.lse.exp() + (17 - top_k)
     assert_within(zeroed.lse, denominator.log(), FLOAT64, "lse")
     assert_within(zeroed.output, excluded.output * (excluded.lse.exp() / denominator)[..., None], FLOAT64)
@@ -182,18 +158,12 @@ def test_identity_5_zeroing_adds_one_per_unselected_key_to_the_denominator(top_k
 
 
 def test_identity_5_residual_weight_scales_the_residual_by_all_keys():
-    query, key, value = attention_tensors(heads=4, kv_heads=2, n_query=6, n_keys=17)
+    tensors = attention_tensors(heads=4, kv_heads=2, n_query=6, n_keys=17)
     config = Selected.paper("key-norm", 7, min_seq_len=0, inner=Lsh(block_size=0, sample_size=9))
-    by_selected, _ = _run((query, key, value), None, False, config)
-    by_all, _ = _run((query, key, value), None, False, config.replace(coupling=Coupling(residual_weight="all")))
-    assert_within(by_all.lse - by_selected.lse, torch.full_like(by_all.lse, math.log(17 / 7)), FLOAT64, "lse")
-    assert_within(by_all.output, by_selected.output, FLOAT64, "output")
-    zeroed = []
-    for weight in ("selected", "all"):
-        coupling = Coupling(mask="zero", residual_weight=weight)
-        zeroed.append(_run((query, key, value), None, False, config.replace(coupling=coupling))[0])
-    ratio = zeroed[1].lse - zeroed[0].lse
-    assert_within(ratio, torch.full_like(ratio, math.log(17 / 7)), FLOAT64, "lse under zeroing")
+    for mask in ("exclude", "zero"):
+        couplings = [Coupling(mask, weight) for weight in ("selected", "all")]
+        by_selected, by_all = (attend(tensors, config.replace(coupling=coupling))[0] for coupling in couplings)
+        _same(by_all, prescore.Attended(by_selected.output, by_selected.lse + math.log(17 / 7)), f" under {mask}")
 
 
 @pytest.mark.parametrize("alignment", ["rank", "hash"])
@@ -201,22 +171,20 @@ def test_identity_5_overlap_counts_a_key_in_block_and_sample_twice(alignment):
     query, key, value = attention_tensors(heads=2, kv_heads=1, n_query=6, n_keys=17)
     lsh = Lsh(block_size=16, sample_size=9, alignment=alignment)
     config = Selected.paper("key-norm", 7, min_seq_len=0, inner=lsh)
-    whole, aux = _run((query, key, value), None, False, config)
-    twice, _ = _run((query, key, value), None, False, config.replace(coupling=Coupling(overlap="count")))
-    residual, _ = _run((query, key, value), None, False, with_lsh(config, block_size=0))
+    once, aux = attend((query, key, value), config)
+    twice, _ = attend((query, key, value), config.replace(coupling=Coupling(overlap="count")))
+    residual, _ = attend((query, key, value), with_lsh(config, block_size=0))
     # one block holds all seven keys: with exclusion the residual vanishes, without it is added in full
-    kept = aux.selection.indices[..., None].expand(-1, -1, -1, 4)
-    exact = prescore.exact_attention(query, key.gather(2, kept), value.gather(2, kept))
-    assert_within(whole.lse, exact.lse, FLOAT64, "lse with exclusion")
-    truth = prescore.merge(exact, residual)
-    assert_within(twice.lse, truth.lse, FLOAT64, "lse with double counting")
-    assert_within(twice.output, truth.output, FLOAT64, "output with double counting")
+    selected = aux.selection.indices[..., None].expand(-1, -1, -1, 4)
+    exact = prescore.exact_attention(query, key.gather(2, selected), value.gather(2, selected))
+    _same(once, exact, " with exclusion")
+    _same(twice, prescore.merge(exact, residual), " with double counting")
 
 
 def test_identity_5_the_early_integration_is_all_three_artefacts():
     assert Selected.early().coupling == Coupling(mask="zero", residual_weight="all", overlap="count")
     assert Selected.early().replace(coupling=Coupling()) == Selected.paper()
-    assert Selected.paper().coupling == Coupling()
+    assert Selected.paper().coupling == Coupling("exclude", "selected", "exclude", "selected") == Coupling()
 
 
 @given(
@@ -230,10 +198,9 @@ def test_identity_6_causal_with_large_leaves_is_exact(case, preset, leaf):
     config = PRESETS[preset].replace(**{"exact_until" if preset == "routed" else "min_seq_len": leaf})
     tensors = _poisoned(tensors, mask)
     truth = prescore.exact_attention(*tensors, is_causal=True, key_padding_mask=mask)
-    result, aux = _run(tensors, mask, True, config, seed)
+    result, aux = attend(tensors, config, mask, is_causal=True, generator=seed)
     assert preset == "routed" or aux.selection == []  # routed attention lists its chunks
-    assert_within(result.output, truth.output, _tolerance(tensors[0]), "output")
-    assert_within(result.lse, truth.lse, _tolerance(tensors[0]), "lse")
+    _same(result, truth)
 
 
 PRESETS = {
@@ -255,11 +222,10 @@ def test_identity_10_a_step_with_a_fresh_selection_is_the_call_that_selects(scor
         (Selected.paper(scorer, 20, remainder=remainder, inner=lsh, min_seq_len=0), {"top_k": 20, "sinks": 0}),
     ):
         fresh = prescore.select(key, scorer, **budget, generator=5)
-        made, _ = _run((query, key, value), None, False, config, 5)
-        given_one, aux = _run((query, key, value), None, False, config, 5, selection=fresh)
+        made, _ = attend((query, key, value), config, generator=5)
+        with_given, aux = attend((query, key, value), config, generator=5, selection=fresh)
         assert torch.equal(aux.selection.indices, fresh.indices)
-        assert_within(given_one.output, made.output, FLOAT64, f"{scorer} output")
-        assert_within(given_one.lse, made.lse, FLOAT64, f"{scorer} lse")
+        _same(with_given, made, f" of {scorer}")
 
 
 def test_a_given_selection_is_used_as_given_and_causally():
@@ -267,14 +233,13 @@ def test_a_given_selection_is_used_as_given_and_causally():
     indices = torch.tensor([1, 6, 11, 17]).expand(2, 1, 4)
     chosen = prescore.Selection(indices, torch.ones_like(indices, dtype=torch.bool))
     config = Selected(remainder="none", min_seq_len=4, sinks=0)
-    result, _ = _run((query, key, value), None, True, config, selection=chosen)
-    seen = torch.zeros(19, 19, dtype=torch.bool)
+    result, _ = attend((query, key, value), config, is_causal=True, selection=chosen)
+    visible = torch.zeros(19, 19, dtype=torch.bool)
     for i in range(19):
-        seen[i, i // 4 * 4 : i + 1] = True
-        seen[i, [j for j in (1, 6, 11, 17) if j <= i]] = True
-    logits = _logits(query, key).masked_fill(~seen, -torch.inf)
-    assert_within(result.lse, logits.logsumexp(-1), FLOAT64, "lse")
-    assert_within(result.output, logits.softmax(-1) @ value, FLOAT64, "output")
+        visible[i, i // 4 * 4 : i + 1] = True
+        visible[i, [j for j in (1, 6, 11, 17) if j <= i]] = True
+    logits = _logits(query, key).masked_fill(~visible, -torch.inf)
+    _same(result, prescore.Attended(logits.softmax(-1) @ value, logits.logsumexp(-1)))
 
 
 @pytest.mark.parametrize(("p", "kind"), [(2.0, KMeans), (1.0, KMedian)])

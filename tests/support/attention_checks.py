@@ -11,14 +11,13 @@ from oracles.naive import naive_weights
 
 import prescore
 from prescore import Exact, Hyper, KMeans, Lsh, Selected
+from prescore.attention import Options
+from prescore.attention import attend as run_call
 from prescore.bench.routed_oracle import routed_oracle
 from prescore.call import make_call
 from prescore.ops.backend import Needs, pick_backend
 from prescore.rng import Streams
-from prescore.routed.attention import attend_lanes
 from prescore.scoring import hashing
-from prescore.scoring.select import given_members
-from prescore.selected.attention import attend_selected
 
 FLOAT64 = 1e-10
 """A few hundred float64 roundings of numbers of size 1 to 100: far above rounding, far below any wrong weight."""
@@ -45,13 +44,29 @@ def call_of(query, key, value, mask=None, *, is_causal, scale=None, seed=0):
 
 
 def lanes(query, key, value, config, *, is_causal=True, valid=None, scale=None):
-    """Routed attention of sequences that begin at one position: result and figures."""
-    call = call_of(query, key, value, valid, is_causal=is_causal, scale=scale)
-    return attend_lanes(call, config)
+    """Routed attention of sequences that begin at one position: result and stats."""
+    from prescore.routed.attention import attend_lanes
+
+    return attend_lanes(call_of(query, key, value, valid, is_causal=is_causal, scale=scale), config)
+
+
+def attend(tensors, config, mask=None, **options):
+    """`prescored_attention` as output and lse, and what it reports."""
+    output, aux = prescore.prescored_attention(
+        *tensors, config=config, key_padding_mask=mask, return_aux=True, **options
+    )
+    return prescore.Attended(output, aux.lse), aux
 
 
 def hidden(tensor, mask, fill):
+    """Padded keys or values hold `fill`."""
     return tensor if mask is None else tensor.masked_fill(~mask[:, None, :, None], fill)
+
+
+def assert_equal(result, truth, what=""):
+    """Output and lse agree, up to the order of float64 sums."""
+    assert_within(result.output, truth.output, FLOAT64, f"output{what}")
+    assert_within(result.lse, truth.lse, FLOAT64, f"lse{what}")
 
 
 def real_queries(query, key, mask):
@@ -70,30 +85,15 @@ def check_oracle(config, tensors, *, is_causal=False, mask=None, seed=0, selecti
     )
     scale = query.shape[-1] ** -0.5
     truth = dense_attention(query, hidden(key, mask, 0.0), hidden(value, mask, 0.0), weights, scale=scale)
-    output, aux = prescore.prescored_attention(
-        query,
-        hidden(key, mask, math.nan),
-        hidden(value, mask, math.nan),
-        config=config,
-        is_causal=is_causal,
-        key_padding_mask=mask,
-        generator=seed,
-        selection=selection,
-        return_aux=True,
-    )
-    real = real_queries(query, key, mask if aligned_by_rank(config) else None)
-    zero = torch.zeros((), dtype=output.dtype)
-    assert_within(
-        torch.where(real[..., None], output, zero),
-        torch.where(real[..., None], truth.output, zero),
-        FLOAT64,
-        "output",
-    )
-    assert_within(torch.where(real, aux.lse, zero), torch.where(real, truth.lse, zero), FLOAT64, "lse")
+    poisoned = query, hidden(key, mask, math.nan), hidden(value, mask, math.nan)
+    options = {"is_causal": is_causal, "generator": seed, "selection": selection}
+    result, _ = attend(poisoned, config, mask, **options)
+    real = real_queries(query, key, mask if aligned_by_rank(config) else None).expand(truth.lse.shape)
+    assert_equal(*(prescore.Attended(found.output[real], found.lse[real]) for found in (result, truth)))
 
 
 def check_gradients(config, tensors, *, is_causal=False, mask=None, seed=0):
-    """Gradients through output and lse equal autograd on the oracle; keys nobody saw get exact zeros."""
+    """Gradients through output and lse equal autograd on the oracle; unused keys get exact zeros."""
     query, key, value = (t.clone().requires_grad_() for t in tensors)
     weights = naive_weights(query, key, config, is_causal=is_causal, key_padding_mask=mask, generator=seed)
     truth = dense_attention(query, key, value, weights, scale=query.shape[-1] ** -0.5)
@@ -108,17 +108,8 @@ def check_gradients(config, tensors, *, is_causal=False, mask=None, seed=0):
         )
 
     expected = gradients(*truth)
-    output, aux = prescore.prescored_attention(
-        query,
-        key,
-        value,
-        config=config,
-        is_causal=is_causal,
-        key_padding_mask=mask,
-        generator=seed,
-        return_aux=True,
-    )
-    actual = gradients(output, aux.lse)
+    result, _ = attend((query, key, value), config, mask, is_causal=is_causal, generator=seed)
+    actual = gradients(*result)
     for name, got, wanted in zip(("query", "key", "value"), actual, expected, strict=True):
         assert_within(got, wanted, FLOAT64, f"gradient of {name}")
     means = (weights.means > 0).unflatten(1, (key.shape[1], -1)) & ~torch.isneginf(
@@ -133,16 +124,14 @@ def check_gradients(config, tensors, *, is_causal=False, mask=None, seed=0):
 
 
 def check_routed(config, tensors, *, is_causal=True, mask=None, scale=None):
-    """Routed attention is its definition, NaN in the padding and all, forward and backward; returns figures."""
+    """Routed attention is its definition, NaN in the padding and all, forward and backward; returns its stats."""
     query, key, value = (t.detach().clone().requires_grad_() for t in tensors)
-    options = {"is_causal": is_causal, "key_padding_mask": mask, "scale": scale}
-    truth = routed_oracle(query, key, value, config, **options)
-    output, aux = prescore.prescored_attention(
-        query, hidden(key, mask, math.nan), hidden(value, mask, math.nan), config, return_aux=True, **options
-    )
+    options = {"is_causal": is_causal, "scale": scale}
+    truth = routed_oracle(query, key, value, config, key_padding_mask=mask, **options)
+    poisoned = query, hidden(key, mask, math.nan), hidden(value, mask, math.nan)
+    result, aux = attend(poisoned, config, mask, **options)
     real = real_queries(query, key, mask if is_causal else None).expand(truth.lse.shape)
-    assert_within(output[real], truth.output[real], FLOAT64, "output")
-    assert_within(aux.lse[real], truth.lse[real], FLOAT64, "lse")
+    assert_equal(*(prescore.Attended(found.output[real], found.lse[real]) for found in (result, truth)))
     generator = torch.Generator().manual_seed(1)
     cotangent = torch.randn(truth.output.shape, generator=generator, dtype=torch.float64)
     real = real & ~torch.isneginf(truth.lse)
@@ -151,8 +140,7 @@ def check_routed(config, tensors, *, is_causal=True, mask=None, scale=None):
         loss = (output * cotangent)[real].sum() + (lse * cotangent[..., 0])[real].sum()
         return torch.autograd.grad(loss, (query, key, value))
 
-    found = zip(("query", "key", "value"), gradients(output, aux.lse), gradients(*truth), strict=True)
-    for name, got, wanted in found:
+    for name, got, wanted in zip(("query", "key", "value"), gradients(*result), gradients(*truth), strict=True):
         assert_within(got, wanted, FLOAT64, f"gradient of {name}")
     return aux.stats
 
@@ -166,9 +154,12 @@ def check_unbiased(config, *, seeds, selected):
         indices = member.nonzero()[:, 2][None, None]
         selection = prescore.Selection(indices, torch.ones_like(indices, dtype=torch.bool))
     truth = dense_attention(query, key, value, subset_weights(full_weights(query, key), member), scale=3**-0.5)
+    if not selected:
+        config = Hyper(config.inner, min_seq_len=config.min_seq_len)
     samples = []
-    for seed in range(seeds):
-        output, lse = _output_and_lse(query, key, value, config, seed, selection)
+    for seed in range(seeds):  # without the stats of `return_aux`, which take longer than the call
+        options = Options(generator=seed, selection=selection)
+        output, lse = run_call(query, key, value, config, options, need_lse=True).attended
         mass = lse.exp()[..., None]
         samples.append(torch.cat((mass, mass * output), dim=-1))
     drawn = torch.stack(samples)
@@ -180,37 +171,27 @@ def check_unbiased(config, *, seeds, selected):
     assert float(distance) <= 4.0, f"mean over {seeds} seeds is {float(distance):.1f} standard errors away"
 
 
-def _output_and_lse(query, key, value, config, seed, selection):
-    if selection is None:
-        whole = Hyper(config.inner, min_seq_len=config.min_seq_len)
-        return prescore.hyper_attention(query, key, value, whole, generator=seed)
-    call = call_of(query, key, value, is_causal=False, seed=seed)
-    return attend_selected(call, config, given_members(selection, None, None, key.shape[2])).attended
-
-
 def check_future(config, *, n_keys=37, cut=20, queries=True, seed=0):
-    """Changing keys, values (and queries) after `cut` changes nothing up to it; returns rows moved by queries."""
-    tensors = attention_tensors(batch=2, heads=2, kv_heads=1, n_keys=n_keys, dim=4, seed=seed)
-    other = attention_tensors(batch=2, heads=2, kv_heads=1, n_keys=n_keys, dim=4, seed=seed + 1000, spread=4.0)
-    before = prescore.prescored_attention(*tensors, config=config, is_causal=True)
+    """Changing keys, values (and queries) after `cut` changes nothing up to it; the share of queries that move."""
+    sizes = {"batch": 2, "heads": 2, "kv_heads": 1, "n_keys": n_keys}
+    tensors = attention_tensors(seed=seed, **sizes)
+    other = attention_tensors(seed=seed + 1000, spread=4.0, **sizes)
+    options = {"config": config, "is_causal": True, "generator": seed}
+    before = prescore.prescored_attention(*tensors, **options)
 
     def moved(names):
         changed = [
             torch.cat((t[:, :, : cut + 1], o[:, :, cut + 1 :]), dim=2) if name in names else t
             for name, t, o in zip("qkv", tensors, other, strict=True)
         ]
-        after = prescore.prescored_attention(*changed, config=config, is_causal=True)
-        assert not torch.equal(after[:, :, cut + 1 :], before[:, :, cut + 1 :]), (
-            "the perturbation must be felt later"
-        )
-        return (after - before)[:, :, : cut + 1].abs().amax(-1)
+        distance = (prescore.prescored_attention(*changed, **options) - before).abs().amax(-1)
+        assert bool((distance[:, :, cut + 1 :] > 1e-3).any()), "later queries must feel the change"
+        return distance[:, :, : cut + 1]
 
-    drift = moved("kv")
-    assert float(drift.max()) <= FLOAT64, f"keys and values of the future move the past by {float(drift.max())}"
+    distance = float(moved("kv").max())
+    assert distance <= FLOAT64, f"keys and values after {cut} move earlier queries by {distance}"
     by_queries = moved("q")
-    if queries:
-        drift = float(by_queries.max())
-        assert drift <= FLOAT64, f"queries of the future move the past by {drift}"
+    assert not queries or float(by_queries.max()) <= FLOAT64, f"queries after {cut} move earlier ones"
     return float((by_queries > FLOAT64).double().mean())
 
 
@@ -245,21 +226,21 @@ def check_padding_sides(config, *, is_causal, seed=0):
 
 
 def check_merge_of_split(seed=0):
-    """Merging attention over three pieces of the keys = attention over all, forward and backward."""
-    query, key, value = (t.requires_grad_() for t in attention_tensors(n_query=5, n_keys=17, seed=seed))
-    pieces = [slice(0, 4), slice(4, 11), slice(11, 17)]
-    parts = [prescore.exact_attention(query, key[:, :, p], value[:, :, p]) for p in pieces]
+    """Merging attention over three parts of the keys = attention over all, forward and backward."""
+    inputs = query, key, value = [t.requires_grad_() for t in attention_tensors(n_query=5, n_keys=17, seed=seed)]
+    keys = [slice(0, 4), slice(4, 11), slice(11, 17)]
+    parts = [prescore.exact_attention(query, key[:, :, p], value[:, :, p]) for p in keys]
+
+    def gradients(result):
+        loss = result.output.square().sum() + result.lse.sin().sum()
+        return torch.autograd.grad(loss, inputs, retain_graph=True)
+
     truth = dense_attention(query, key, value, full_weights(query, key), scale=0.5)
     merged = prescore.merge(*parts)
     nested = prescore.merge(prescore.merge(parts[2], parts[0]), parts[1])
     for name, result in (("merged", merged), ("nested and reordered", nested)):
-        for got, wanted in zip(result, truth, strict=True):
-            assert_within(got, wanted, FLOAT64, name)
-        expected = torch.autograd.grad(truth.output.square().sum() + truth.lse.sin().sum(), (query, key, value),
-                                       retain_graph=True)  # fmt: skip
-        actual = torch.autograd.grad(result.output.square().sum() + result.lse.sin().sum(), (query, key, value),
-                                     retain_graph=True)  # fmt: skip
-        for got, wanted in zip(actual, expected, strict=True):
+        assert_equal(result, truth, f", {name}")
+        for got, wanted in zip(gradients(result), gradients(truth), strict=True):
             assert_within(got, wanted, FLOAT64, f"gradient of {name}")
 
 
@@ -270,14 +251,11 @@ def check_exact(tensors, *, is_causal=False, mask=None, backend="auto"):
     scale = query.shape[-1] ** -0.5
     truth = dense_attention(query, hidden(key, mask, 0.0), hidden(value, mask, 0.0), weights, scale=scale)
     key, value = hidden(key, mask, math.nan), hidden(value, mask, math.nan)
-    result = prescore.exact_attention(
-        query, key, value, is_causal=is_causal, key_padding_mask=mask, backend=backend
-    )
-    assert_within(result.output, truth.output, FLOAT64, "output")
-    assert_within(result.lse, truth.lse, FLOAT64, "lse")
+    options = {"is_causal": is_causal, "key_padding_mask": mask, "backend": backend}
+    assert_equal(prescore.exact_attention(query, key, value, **options), truth)
 
 
-def check_stand_ins_of_equal_keys():
+def check_centroids_of_equal_keys():
     """Where the keys behind a centroid are equal it is exact: nothing is lost by leaving them out."""
     query, key, value = attention_tensors(heads=2, kv_heads=1, n_query=5, n_keys=3, seed=3)
     key, value = key.repeat_interleave(7, dim=2), value.repeat_interleave(7, dim=2)

@@ -83,7 +83,7 @@ def test_a_level_that_cannot_run_is_refused(monkeypatch, tmp_path):
         library.load()
 
 
-def test_without_a_library_the_reason_is_told(monkeypatch, tmp_path):
+def test_without_a_library_there_is_a_reason(monkeypatch, tmp_path):
     monkeypatch.setattr(library, "_FOLDER", tmp_path)
     assert library.load() is None
     assert library.describe_native().endswith("baseline is not built)")
@@ -130,7 +130,7 @@ def test_torch_says_how_many_threads(threads):
 
 @needs_library
 def test_two_python_threads_at_once(threads):
-    """A thread of its own hears of torch's number too, and neither disturbs the other."""
+    """A thread of its own uses torch's number too, and neither disturbs the other."""
     torch.set_num_threads(2)
     with ThreadPoolExecutor(2) as pool:
         found = list(pool.map(lambda _: [library.load().prescore_native_threads() for _ in range(500)], range(2)))
@@ -142,7 +142,8 @@ def test_two_python_threads_at_once(threads):
 
 FORK = """
 import os, signal, sys, torch
-from prescore.ops.native.library import load
+from prescore.ops.native.library import _found, load
+assert not _found  # importing loads nothing
 torch.set_num_threads(2)
 used = load().prescore_native_threads()
 child = os.fork()
@@ -156,12 +157,6 @@ print(used, os.waitstatus_to_exitcode(status), load().prescore_native_threads())
 
 @needs_library
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
-def test_a_forked_child_goes_on_with_one_thread():
+def test_a_forked_child_goes_on_with_one_thread_and_importing_loads_nothing():
     done = subprocess.run([sys.executable, "-c", FORK], capture_output=True, text=True, check=False)
     assert done.stdout.split() == ["2", "1", "2"], done.stderr
-
-
-def test_importing_loads_nothing():
-    code = "from prescore.ops.native import library; print(library._found)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "{}"

@@ -1,0 +1,73 @@
+"""Deliberate breaks: change a piece of text inside a function of the package, and run the changed function."""
+
+import importlib
+import inspect
+from pathlib import Path
+from typing import NamedTuple
+
+
+class Break(NamedTuple):
+    """A change of source text.
+
+    Attributes:
+        module: Where, below `prescore`.
+        old: Text inside a function or method. It occurs once in the module.
+        new: What replaces it.
+    """
+
+    module: str
+    old: str
+    new: str
+
+    def apply(self, monkeypatch):
+        """Give the functions that contain the text their changed code.
+
+        The function objects stay the same, so every module that imported them runs the change.
+        """
+        module = importlib.import_module(f"prescore.{self.module}")
+        source = Path(module.__file__).read_text()
+        before, after = (compile(text, module.__file__, "exec") for text in (source, self.replaced(source)))
+        changed = [pair for pair in _functions(module, before, after) if pair[0].__code__ != pair[1]]
+        assert changed, f"{self.module}: {self.old!r} must be part of a function"
+        for function, code in changed:
+            monkeypatch.setattr(function, "__code__", code)
+
+    def replaced(self, source):
+        """The changed source of the module."""
+        found = source.count(self.old)
+        assert found == 1, f"{self.module}: the text must occur once, got {found} times: {self.old!r}"
+        return source.replace(self.old, self.new)
+
+
+def stale(rows):
+    """What is wrong with the texts of some breaks, by name."""
+    wrong = {}
+    for name, row in rows.items():
+        try:
+            module = importlib.import_module(f"prescore.{row.module}")
+            compile(row.replaced(Path(module.__file__).read_text()), row.module, "exec")
+        except (AssertionError, ImportError, SyntaxError) as error:
+            wrong[name] = str(error)
+    return wrong
+
+
+def _functions(owner, before, after):
+    """Live functions of a module or class, each with its code after the change."""
+    for old, new in zip(_codes(before), _codes(after), strict=True):
+        held = inspect.getattr_static(owner, old.co_name, None)
+        if inspect.isclass(held):
+            yield from _functions(held, old, new)
+            continue
+        while held is not None and not hasattr(held, "__code__"):
+            held = (
+                getattr(held, "__func__", None)
+                or getattr(held, "fget", None)
+                or getattr(held, "__wrapped__", None)
+            )
+        held = inspect.unwrap(held) if held is not None else None
+        if held is not None and held.__code__.co_firstlineno == old.co_firstlineno:
+            yield held, new
+
+
+def _codes(code):
+    return [inner for inner in code.co_consts if inspect.iscode(inner)]
