@@ -190,8 +190,8 @@ def test_three_threads_do_not_disturb_one_another():
     with prescore.apply(model, config):
         alone = [generate(ids) for ids in texts]
         with ThreadPoolExecutor(3) as pool:
-            parallel_group = list(pool.map(generate, texts))
-    for one, other in zip(alone, parallel_group, strict=True):
+            batched = list(pool.map(generate, texts))
+    for one, other in zip(alone, batched, strict=True):
         assert torch.equal(one, other)
 
 
@@ -412,5 +412,5 @@ def test_registration_checks_itself():
         return None
 
     with pytest.raises(PrescoreError, match="does not hide padding"):
-        door._check_padding(door.prescored_attention_forward, no_mask)
-    door._check_padding(door.prescored_attention_forward, door.prescored_mask)
+        door.check_padding(door.prescored_attention_forward, no_mask)
+    door.check_padding(door.prescored_attention_forward, door.prescored_mask)

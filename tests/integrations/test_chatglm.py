@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from chatglm_stand_in import ChatGLMStandIn, CoreAttention
+from tiny_chatglm import TinyChatGLM, CoreAttention
 
 import prescore
 from prescore import KMeans, Routed, Selected
@@ -18,7 +18,7 @@ ROUNDING = 1e-9  # float64, three layers without norms
 @pytest.fixture
 def model():
     torch.manual_seed(0)
-    made = ChatGLMStandIn().double().eval()
+    made = TinyChatGLM().double().eval()
     for layer in made.transformer.encoder.layers:
         layer.self_attention.query_key_value.weight.data *= 4  # sharp attention
     return made
@@ -136,11 +136,11 @@ def test_real_selection_ignores_padding_and_batch(model, ids):
     mask = torch.ones_like(ids)
     mask[0, :7] = 0
     with prescore.apply(model, COARSE):
-        parallel_group = generate(model, ids, mask)
+        batched = generate(model, ids, mask)
         alone = generate(model, ids[:1, 7:])
         other = generate(model, ids[1:])
-    assert (parallel_group[0] - alone[0]).abs().max() < ROUNDING
-    assert (parallel_group[1] - other[0]).abs().max() < ROUNDING
+    assert (batched[0] - alone[0]).abs().max() < ROUNDING
+    assert (batched[1] - other[0]).abs().max() < ROUNDING
     assert (other - generate(model, ids[1:])).abs().max() > 100 * ROUNDING
 
 
@@ -181,7 +181,7 @@ def test_keys_are_scored_once_per_group(model, ids):
     with prescore.apply(model, COARSE):
         core = model.transformer.encoder.layers[0].self_attention.core_attention
         generate(model, ids, n_new=2)
-        assert patches(core)[-1].attend._memory.follower.state.rows.key.shape[1] == 2
+        assert patches(core)[-1].attend._external.cache.selection.rows.key.shape[1] == 2
 
 
 def test_another_layout_is_refused(model):
@@ -193,7 +193,7 @@ def test_another_layout_is_refused(model):
 
 
 def test_dropout_in_training_is_honoured(ids):
-    model = ChatGLMStandIn(dropout=0.2).eval()
+    model = TinyChatGLM(dropout=0.2).eval()
     with prescore.apply(model, COARSE), torch.no_grad():
         whole = model(ids)[0]
         model.train()

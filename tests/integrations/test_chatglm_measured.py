@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from chatglm_stand_in import ChatGLMStandIn
+from tiny_chatglm import TinyChatGLM
 
 import prescore
 from prescore.bench.language import methods
@@ -13,7 +13,7 @@ from prescore.integrations.patch import patches
 @pytest.fixture
 def model():
     torch.manual_seed(0)
-    return ChatGLMStandIn().double().eval()
+    return TinyChatGLM().double().eval()
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ def test_prescored_is_what_apply_does(model, tokens):
 
 
 def test_training_with_dropout_is_refused_and_nothing_is_left_behind(tokens):
-    model = ChatGLMStandIn(dropout=0.5).train()
+    model = TinyChatGLM(dropout=0.5).train()
     core = model.transformer.encoder.layers[0].self_attention.core_attention
     with (
         pytest.raises(ValueError, match=r"drops attention weights with probability 0\.5"),

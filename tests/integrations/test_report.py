@@ -6,7 +6,7 @@ import warnings
 import pytest
 import torch
 from tiny_models import prompts, tiny
-from vision_stand_ins import pixels, tiny_huggingface
+from tiny_vision_models import pixels, tiny_huggingface
 
 import prescore
 from prescore import Exact, Hyper, Lsh, Routed, Selected
@@ -52,19 +52,19 @@ def test_a_line_per_layer_and_phase(name):
         assert list(entry.phases) == [PREFILL, STEPS]
         prompt, steps = entry.phases.values()
         assert (prompt.calls, prompt.queries, steps.calls, steps.queries) == (1, 32, 2, 2)
-        assert (prompt.last.visible, steps.last.visible) == (16.5, 34)
+        assert (prompt.last.visible_keys, steps.last.visible_keys) == (16.5, 34)
         assert 0 < prompt.seconds < 10
         assert prompt.ran == (name if layer == 0 else "exact")
         lines = cells(str(report), str(layer))
         assert all(type(config).__name__ in line[1] for line in lines)
         assert [phase for line in lines for phase in line if phase in (PREFILL, STEPS)] == [PREFILL, STEPS]
-    assert report[0].phases[PREFILL].last.rows < 16.5 == report[1].phases[PREFILL].last.rows
-    ran, rows = report[0].phases[STEPS].ran, report[0].phases[STEPS].last.rows
+    assert report[0].phases[PREFILL].last.reads.keys < 16.5 == report[1].phases[PREFILL].last.reads.keys
+    ran, rows = report[0].phases[STEPS].ran, report[0].phases[STEPS].last.reads.keys
     everything = "exact: a step reads every key so far"
     assert ran in {"routed": ("routed", everything), "selected": ("selected",), "hyper": (everything,)}[name]
     assert rows == 34 if ran == everything else rows < 34
     assert len(cells(str(report), "all")) == 2
-    assert report.rows(PREFILL) == (report[0].phases[PREFILL].last.rows + 16.5) / 2
+    assert report.rows(PREFILL) == (report[0].phases[PREFILL].last.reads.keys + 16.5) / 2
     assert report.visible(STEPS) == 34
     assert report.seconds(STEPS) == sum(report[n].phases[STEPS].seconds for n in (0, 1))
     # nodes of four keys are nothing for compiled code
@@ -116,15 +116,15 @@ def test_a_prompt_is_counted_when_its_steps_begin_and_nothing_of_it_is_kept():
     model = tiny("Llama")
     with prescore.apply(model, SELECTED) as applied:
         forward(model)
-        alone = applied.report()[0].phases[PREFILL].last.rows
-        history = applied._functions[0].history
+        alone = applied.report()[0].phases[PREFILL].last.reads.keys
+        history = applied._functions[0].trace
         forward(model)
         assert callable(history._phases[PREFILL].last._rows)  # nobody asked yet
         generate(model)
         assert history._phases[PREFILL].last._rows == alone
         assert callable(history._phases[STEPS].last._rows)
         twin = copy.deepcopy(history)
-        assert twin.phases[STEPS].last.rows == history.phases[STEPS].last.rows
+        assert twin.phases[STEPS].last.reads.keys == history.phases[STEPS].last.reads.keys
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from torch import nn
 if importlib.util.find_spec("timm") is None or importlib.util.find_spec("torchvision") is None:
     pytest.skip("timm or torchvision is not installed", allow_module_level=True)
 
-from vision_stand_ins import pixels, tiny_timm
+from tiny_vision_models import pixels, tiny_timm
 
 import prescore
 from prescore import KMeans, Selected
@@ -171,14 +171,14 @@ def replace_attention(model, config, **options):
 )
 def test_prefix_tokens_are_always_kept(options, n_prefix, monkeypatch):
     seen = []
-    real = prescore.attention.attend_counting
+    real = prescore.attention.attend
 
     def spy(query, key, value, config, options):
         _, aux = prescore.prescored_attention(query, key, value, config, **options._asdict(), return_aux=True)
         seen.append(aux.selection.indices)
         return real(query, key, value, config, options)
 
-    monkeypatch.setattr("prescore.integrations.masks.attend_counting", spy)
+    monkeypatch.setattr("prescore.integrations.masks.attend", spy)
     model = tiny_timm(**options)
     # lots are drawn among all tokens: the first ones are kept only because they are protected
     config = Selected("uniform", top_k=8, sinks=0, remainder="none")

@@ -58,13 +58,13 @@ def test_real_selection_ignores_padding_and_batch(family, selection, side):
     real = mask[0].bool()
     alone = ids[:1, real]
     with prescore.apply(model, SELECTIONS[selection]):
-        parallel_group = logits(model, ids, mask)
+        batched = logits(model, ids, mask)
         single = logits(model, alone, torch.ones_like(alone))
         other = logits(model, ids[1:], mask[1:])
     exact = logits(model, alone, torch.ones_like(alone))
     # rounding differs with the batch, hence not equal
-    assert (parallel_group[0, real] - single[0]).abs().max() < TOLERANCE
-    assert (parallel_group[1] - other[0]).abs().max() < TOLERANCE
+    assert (batched[0, real] - single[0]).abs().max() < TOLERANCE
+    assert (batched[1] - other[0]).abs().max() < TOLERANCE
     if family != "Mistral":  # whose windows stay exact
         assert (single - exact).abs().max() > 10 * TOLERANCE  # the selection does leave keys out
 

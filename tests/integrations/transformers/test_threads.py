@@ -50,8 +50,8 @@ def test_six_threads_give_the_tokens_of_one(config, cache):
     applied = None if config is None else prescore.apply(model, config)
     alone = [generate(ids) for ids in jobs]
     with ThreadPoolExecutor(N_THREADS) as pool:
-        parallel_group = list(pool.map(generate, jobs))
-    for one, other in zip(alone, parallel_group, strict=True):
+        batched = list(pool.map(generate, jobs))
+    for one, other in zip(alone, batched, strict=True):
         assert torch.equal(one, other)
     if applied is not None:
         applied.undo()

@@ -39,7 +39,7 @@ def test_a_prompt_is_prescored_attention_with_a_seed_of_the_layers_own(config, i
     )
     assert torch.equal(attend(*inputs, context), expected)
     assert attend.last.path == "prescored"
-    assert attend.last.rows == pytest.approx(aux.stats["keys_per_query"])
+    assert attend.last.reads.keys == pytest.approx(aux.stats["keys_per_query"])
     assert (attend.last.n_query, attend.last.n_keys) == (40, 40)
     assert attend.last.mask == ("causal" if is_causal else "full")
 
@@ -68,14 +68,14 @@ def test_a_step_of_everything_else_reads_all_keys(config):
     else:
         assert torch.equal(output, exact)
         assert attend.last.path == ("exact" if config == Exact() else "step over all keys")
-        assert attend.last.rows == 40
+        assert attend.last.reads.keys == 40
 
 
 @pytest.mark.parametrize("is_causal", [True, False])
 @pytest.mark.parametrize("n_query", [40, 3, 1])
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padding_is_not_counted(is_causal, n_query, side):
-    """Rows of exact attention are the real keys that real queries see, counted one by one."""
+    """KVBuffer of exact attention are the real keys that real queries see, counted one by one."""
     query, key, value = qkv(n_query=n_query)
     real = torch.ones(2, 40, dtype=torch.bool)
     real[0, slice(9) if side == "left" else slice(-9, None)] = False
@@ -86,24 +86,24 @@ def test_padding_is_not_counted(is_causal, n_query, side):
     expected = seen.sum(-1)[counted].double().mean()
     attend = PrescoredAttention(Exact())
     attend(query, key, value, AttentionContext(layer=0, mask=real, is_causal=is_causal))
-    assert attend.last.rows == pytest.approx(float(expected))
+    assert attend.last.reads.keys == pytest.approx(float(expected))
 
 
 @pytest.mark.parametrize("config", [COARSE, HYPER], ids=["selected", "hyper"])
 def test_rows_are_counted_when_somebody_asks(config, monkeypatch):
     counted = []
-    real = prescore.attention.attend_counting
+    real = prescore.attention.attend
 
     def spy(*inputs):
         attended = real(*inputs)
-        return attended._replace(count_keys=lambda: counted.append(1) or attended.count_keys())
+        return attended._replace(count_keys=lambda: counted.append(1) or attended.result.count_reads())
 
-    monkeypatch.setattr("prescore.integrations.masks.attend_counting", spy)
+    monkeypatch.setattr("prescore.integrations.masks.attend", spy)
     attend = PrescoredAttention(config)
     attend(*qkv(), CAUSAL)
     assert not counted
-    rows = attend.last.rows
-    assert rows == attend.last.rows == attend.last.counted().rows > 0
+    rows = attend.last.reads.keys
+    assert rows == attend.last.reads.keys == attend.last.counted().rows > 0
     assert counted == [1]
 
 
@@ -119,7 +119,7 @@ def test_counting_keeps_nothing_once_it_is_done_or_the_next_call_begins(config):
         return [weakref.ref(t) for t in (query, key, value, output)]
 
     kept = call()
-    assert attend.last.rows > 0
+    assert attend.last.reads.keys > 0
     gc.collect()
     assert [ref() for ref in kept] == [None] * 4
     kept = call()
@@ -217,7 +217,7 @@ def test_a_copy_begins_without_memories(copied):
     attend = PrescoredAttention(COARSE)
     expected = attend(query, key, value, CAUSAL)
     twin = copied(attend)
-    assert attend._memory.follower.state is not None
-    assert twin._memory.follower.state is None
-    assert twin.last.rows == attend.last.rows
+    assert attend._external.cache.selection is not None
+    assert twin._external.cache.selection is None
+    assert twin.last.reads.keys == attend.last.reads.keys
     assert torch.equal(twin(query, key, value, CAUSAL), expected)
