@@ -199,9 +199,7 @@ def test_several_tokens_at_once_equal_one_by_one(model):
         for cache in (one, many):
             cache.select()  # among the prompt; by itself, a first token would choose among all keys
         singly = steps(model, one, IDS[:, :5], MASK)
-        at_once = forward(
-            model, IDS[:, :5], torch.nn.functional.pad(MASK, (0, 5), value=1), past_key_values=many
-        )
+        at_once = forward(model, IDS[:, :5], torch.nn.functional.pad(MASK, (0, 5), value=1), past_key_values=many)
     assert (singly - at_once).abs().max() < ROUNDING
 
 
