@@ -71,8 +71,8 @@ def test_layers_left_out_stay_exact():
 
 
 def test_the_text_tower_of_clip_is_left_alone():
-    from transformers import CLIPConfig, CLIPModel
     from tiny_vision_models import SHAPE, spread
+    from transformers import CLIPConfig, CLIPModel
 
     text = {"hidden_size": 48, "num_hidden_layers": 1, "num_attention_heads": 3, "intermediate_size": 96}
     model = spread(CLIPModel(CLIPConfig(vision_config=SHAPE, text_config={**text, "vocab_size": 50})))
