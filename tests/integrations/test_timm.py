@@ -11,25 +11,44 @@ from torch import nn
 if importlib.util.find_spec("timm") is None or importlib.util.find_spec("torchvision") is None:
     pytest.skip("timm or torchvision is not installed", allow_module_level=True)
 
-from vision_stand_ins import pixels, tiny_timm
+from tiny_models import leftovers
+from tiny_vision_models import pixels, tiny_timm
 
 import prescore
 from prescore import KMeans, Selected
 from prescore.errors import Unsupported
 from prescore.integrations import timm as adapter
 from prescore.integrations.attention import PrescoredAttention
-from prescore.integrations.patch import patches
 from prescore.integrations.torchvision import import_timm
 
 # before any `from timm...` below, whichever test runs first
 import_timm()
 
 FEW = Selected(KMeans(n_clusters=3), top_k=8, sinks=0, remainder="none")
+TOKENS = torch.randn(20, 20, 48, generator=torch.Generator().manual_seed(0))
+FLOAT32 = {"rtol": 1e-4, "atol": 1e-4}  # the same sums in another order of operations
+NO_CLASS_TOKEN = {"class_token": False, "global_pool": "avg"}
 
 
 @torch.inference_mode()
-def answer(model, images=None):
-    return model(pixels() if images is None else images)
+def answer(model):
+    return model(pixels())
+
+
+def replace_attention(model, config, **options):
+    attend = PrescoredAttention(config, **options)
+    return adapter.replace_attention(model, dict.fromkeys(range(len(adapter.layers(model))), attend))
+
+
+@pytest.fixture
+def layer():
+    """One attention layer, as a model of its own."""
+    from timm.layers import Attention
+
+    torch.manual_seed(0)
+    model = nn.Module()
+    model.attn = Attention(48, num_heads=3, gated=True).eval()
+    return model
 
 
 @pytest.mark.parametrize(
@@ -38,42 +57,34 @@ def answer(model, images=None):
         {},
         {"qk_norm": True},
         {"reg_tokens": 4},
-        {"class_token": False, "global_pool": "avg"},
+        NO_CLASS_TOKEN,
         {"init_values": 0.5},
         {"scale_attn_norm": True},
     ],
     ids=str,
 )
-def test_all_keys_selected_is_the_model_itself_and_undo_restores(options):
+def test_every_key_selected_is_the_model_itself_and_undo_restores(options):
     model = tiny_timm(**options)
     before = answer(model)
     with prescore.apply(model, Selected(top_k=1.0)) as applied:
-        # the same sums in another order of operations, float32
-        torch.testing.assert_close(answer(model), before, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(answer(model), before, **FLOAT32)
         assert applied.adapter == "timm"
         assert applied.layers == {0: "blocks.0.attn", 1: "blocks.1.attn"}
     with prescore.apply(model, FEW):
         assert (answer(model) - before).abs().max() > 1e-2
+    with prescore.apply(model, FEW, layers="last:1"):
+        assert ["forward" in block.attn.__dict__ for block in model.blocks] == [False, True]
     assert torch.equal(answer(model), before)
-    assert not any("forward" in m.__dict__ or patches(m) for m in model.modules())
-    assert not any(name.startswith("_prescore") for m in model.modules() for name in m.__dict__)
+    assert not leftovers(model)
 
 
-def test_a_gate_is_kept():
-    from timm.layers import Attention
-
-    torch.manual_seed(0)
-    layer = Attention(48, num_heads=3, gated=True).eval()
-    model = nn.Module()
-    model.attn = layer
-    tokens = torch.randn(2, 20, 48, generator=torch.Generator().manual_seed(0))
-    before = layer(tokens)
-    undo = adapter.replace_attention(
-        model, {0: lambda q, k, v, s: nn.functional.scaled_dot_product_attention(q, k, v)}
-    )
-    torch.testing.assert_close(layer(tokens), before)
-    layer.gate.weight.data.add_(0.5)
-    assert not torch.allclose(layer(tokens), before)
+def test_a_gate_is_kept(layer):
+    before = layer.attn(TOKENS)
+    sdpa = nn.functional.scaled_dot_product_attention
+    undo = adapter.replace_attention(layer, {0: lambda query, key, value, context: sdpa(query, key, value)})
+    torch.testing.assert_close(layer.attn(TOKENS), before)
+    layer.attn.gate.weight.data.add_(0.5)
+    assert not torch.allclose(layer.attn(TOKENS), before)
     undo()
 
 
@@ -91,119 +102,72 @@ def test_projection_and_attention_dropout_are_kept():
         assert torch.equal(model.eval()(pixels()), model(pixels()))
 
 
-def test_padding_masks_are_honoured_and_other_masks_refused():
-    from timm.layers import Attention
-
-    torch.manual_seed(0)
-    model = nn.Module()
-    model.attn = Attention(48, num_heads=3).eval()
-    tokens = torch.randn(2, 20, 48, generator=torch.Generator().manual_seed(0))
-    real = torch.ones(2, 1, 20, 20, dtype=torch.bool)
-    real[1, :, :, 12:] = False
-    config = FEW.replace(top_k=6)
-    undo = replace_attention(model, config)
+def test_padding_masks_are_honoured_and_other_masks_refused(layer):
+    """Also the mask of NaFlex, which blinds padding queries too."""
+    tokens = TOKENS[:2]
+    real = torch.ones(2, 20, dtype=torch.bool)
+    real[1, 12:] = False
+    keys_only = real[:, None, None, :].expand(2, 1, 20, 20)
+    both = real[:, None, :, None] & real[:, None, None, :]
+    naflex = torch.zeros(both.shape).masked_fill(~both, torch.finfo(torch.float32).min)
+    undo = replace_attention(layer, FEW.replace(top_k=6))
     with torch.no_grad():
-        masked = model.attn(tokens, attn_mask=real)
-        alone = model.attn(tokens[1:, :12])
-        torch.testing.assert_close(masked[1:, :12], alone, rtol=1e-4, atol=1e-5)
-        odd = real.clone()
+        for mask in (keys_only, naflex):
+            masked = layer.attn(tokens, attn_mask=mask)
+            torch.testing.assert_close(masked[1:, :12], layer.attn(tokens[1:, :12]), **FLOAT32)
+            torch.testing.assert_close(masked[:1], layer.attn(tokens[:1]), **FLOAT32)
+        odd = keys_only.clone()
         odd[0, 0, 3, 5] = False
-        with pytest.raises(
-            Unsupported, match=r"in layer 0 \(Attention\) cannot run: the attention mask is neither"
-        ):
-            model.attn(tokens, attn_mask=odd)
+        with pytest.raises(Unsupported, match=r"in layer 0 \(Attention\) .* the attention mask is neither"):
+            layer.attn(tokens, attn_mask=odd)
     undo()
 
 
 @pytest.mark.parametrize("batch", [2, 20])
-def test_a_square_mask_is_queries_by_keys_whatever_the_batch(batch):
-    from timm.layers import Attention
-
-    torch.manual_seed(0)
-    model = nn.Module()
-    model.attn = Attention(48, num_heads=3).eval()
-    draw = torch.Generator().manual_seed(0)
-    tokens = torch.randn(batch, 20, 48, generator=draw)
-    masks = {
+@pytest.mark.parametrize("name", ["causal", "padding", "random"])
+def test_a_square_mask_is_queries_by_keys_whatever_the_batch(layer, batch, name):
+    mask = {
         "causal": torch.ones(20, 20, dtype=torch.bool).tril(),
         "padding": torch.ones(1, 1, 1, 20, dtype=torch.bool).index_fill(3, torch.arange(12, 20), False),
-        "any": torch.rand(20, 20, generator=draw) > 0.5,
-    }
-    masks["any"].fill_diagonal_(True)
-    everything = Selected(top_k=1.0)
-    for name, mask in masks.items():
-        said = pytest.warns(UserWarning, match="runs exactly") if name == "any" else contextlib.nullcontext()
-        with torch.no_grad():
-            before = model.attn(tokens, attn_mask=mask)
-            undo = replace_attention(model, everything, on_unsupported="exact")
-            with said:
-                got = model.attn(tokens, attn_mask=mask)
-            undo()
-        torch.testing.assert_close(got, before, rtol=1e-4, atol=1e-5, msg=name)
-
-
-def test_padding_that_blinds_padded_queries_too_is_padding():
-    from timm.layers import Attention
-
-    torch.manual_seed(0)
-    model = nn.Module()
-    model.attn = Attention(48, num_heads=3).eval()
-    tokens = torch.randn(2, 20, 48, generator=torch.Generator().manual_seed(0))
-    real = torch.ones(2, 20, dtype=torch.bool)
-    real[1, 12:] = False
-    both = real[:, None, :, None] & real[:, None, None, :]
-    as_naflex_makes_it = torch.zeros(both.shape).masked_fill(~both, torch.finfo(torch.float32).min)
-    undo = replace_attention(model, FEW.replace(top_k=6))
+        "random": torch.rand(20, 20, generator=torch.Generator().manual_seed(0)) > 0.5,
+    }[name]
+    mask = mask.clone()
+    if name == "random":
+        mask.fill_diagonal_(True)
+    warns = pytest.warns(UserWarning, match="runs exactly") if name == "random" else contextlib.nullcontext()
     with torch.no_grad():
-        masked = model.attn(tokens, attn_mask=as_naflex_makes_it)
-        torch.testing.assert_close(masked[1:, :12], model.attn(tokens[1:, :12]), rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(masked[:1], model.attn(tokens[:1]), rtol=1e-4, atol=1e-5)
-    undo()
+        before = layer.attn(TOKENS[:batch], attn_mask=mask)
+        undo = replace_attention(layer, Selected(top_k=1.0), on_unsupported="exact")
+        with warns:
+            got = layer.attn(TOKENS[:batch], attn_mask=mask)
+        undo()
+    torch.testing.assert_close(got, before, **FLOAT32)
 
 
-def replace_attention(model, config, **options):
-    attend = PrescoredAttention(config, **options)
-    return adapter.replace_attention(model, dict.fromkeys(range(len(adapter.layers(model))), attend))
-
-
-@pytest.mark.parametrize(
-    ("options", "n_prefix"), [({}, 1), ({"reg_tokens": 4}, 5), ({"class_token": False, "global_pool": "avg"}, 0)]
-)
-def test_prefix_tokens_are_always_kept(options, n_prefix, monkeypatch):
-    seen = []
-    real = prescore.attention.attend_counting
+@pytest.mark.parametrize(("options", "n_prefix"), [({}, 1), ({"reg_tokens": 4}, 5), (NO_CLASS_TOKEN, 0)])
+def test_prefix_tokens_are_always_read(options, n_prefix, monkeypatch):
+    selected, run = [], prescore.attention.attend
 
     def spy(query, key, value, config, options):
         _, aux = prescore.prescored_attention(query, key, value, config, **options._asdict(), return_aux=True)
-        seen.append(aux.selection.indices)
-        return real(query, key, value, config, options)
+        selected.append(bool((aux.selection.indices[..., :n_prefix] == torch.arange(n_prefix)).all()))
+        assert aux.selection.indices.shape[-1] == 8
+        return run(query, key, value, config, options)
 
-    monkeypatch.setattr("prescore.integrations.masks.attend_counting", spy)
+    monkeypatch.setattr("prescore.integrations.masks.attend", spy)
     model = tiny_timm(**options)
-    # lots are drawn among all tokens: the first ones are kept only because they are protected
+    # keys are drawn among all tokens: the first ones are read only because they are protected
     config = Selected("uniform", top_k=8, sinks=0, remainder="none")
     with prescore.apply(model, config):
         answer(model)
-    assert len(seen) == 2
-    for indices in seen:
-        assert indices.shape[-1] == 8
-        assert (indices[..., :n_prefix] == torch.arange(n_prefix)).all()
-    seen.clear()
+    assert selected == [True, True]
     undo = replace_attention(model, config, protect_prefix=False, seed=3)
     answer(model)
     undo()
-    if n_prefix:
-        assert not all((indices[..., :n_prefix] == torch.arange(n_prefix)).all() for indices in seen)
+    assert all(selected[2:]) == (n_prefix == 0)
 
 
-def test_only_the_layers_asked_for():
-    model = tiny_timm()
-    with prescore.apply(model, FEW, layers="last:1"):
-        assert "forward" not in model.blocks[0].attn.__dict__
-        assert "forward" in model.blocks[1].attn.__dict__
-
-
-def test_seed_changes_sampling_and_nothing_else_does():
+def test_the_seed_changes_sampling():
     model = tiny_timm()
     config = FEW.replace(selector="sample", scorer=KMeans(n_clusters=3, rule="farthest"))
     results = []
@@ -245,19 +209,18 @@ def test_twice_is_undone_in_any_order(order):
     with prescore.apply(model, other, layers=[0]):
         of_b = answer(model)
     both = {"a": prescore.apply(model, FEW), "b": prescore.apply(model, other, layers=[0])}
-    assert torch.equal(answer(model), of_b)  # layer 1 is exact, although the first application sits there too
-    both[order[0]].undo()
-    assert torch.equal(answer(model), of_b if order == "ab" else of_a)
-    both[order[0]].undo()
+    assert torch.equal(answer(model), of_b)  # layer 1 is exact, although the first application is there too
+    for _ in range(2):
+        both[order[0]].undo()
+        assert torch.equal(answer(model), of_b if order == "ab" else of_a)
     both[order[1]].undo()
     assert torch.equal(answer(model), before)
-    assert not any("forward" in m.__dict__ or patches(m) for m in model.modules())
+    assert not leftovers(model)
 
 
-def test_a_forward_of_somebody_else_comes_back():
+def test_a_forward_that_was_replaced_before_comes_back():
     model = tiny_timm()
-    layer = model.blocks[0].attn
-    calls = []
+    layer, calls = model.blocks[0].attn, []
 
     def counted(x, **options):
         calls.append(x.shape)
@@ -272,15 +235,15 @@ def test_a_forward_of_somebody_else_comes_back():
     assert layer.forward is counted
 
 
-def test_functions_for_layers_that_are_not_there_are_refused():
+def test_functions_for_missing_layers_are_refused():
     model = tiny_timm()
     with pytest.raises(ValueError, match="functions must be for layers 0 to 1, got one for layer 2"):
         adapter.replace_attention(model, {0: PrescoredAttention(FEW), 2: PrescoredAttention(FEW)})
-    assert not any(patches(m) for m in model.modules())
+    assert not leftovers(model)
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "match"),
     [
         ("swin_tiny_patch4_window7_224", r"SwinTransformer.*WindowAttention"),
         ("beit_base_patch16_224", r"Beit cannot.*timm\.models\.beit\.Attention"),
@@ -290,10 +253,10 @@ def test_functions_for_layers_that_are_not_there_are_refused():
         ("resnet18", r"ResNet.*plain Attention"),
     ],
 )
-def test_other_architectures_are_refused_by_name(name, said):
+def test_other_architectures_are_refused_by_name(name, match):
     with torch.device("meta"):
         model = import_timm().create_model(name)
-    with pytest.raises(Unsupported, match=said):
+    with pytest.raises(Unsupported, match=match):
         prescore.apply(model, FEW)
 
 

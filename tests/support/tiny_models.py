@@ -2,6 +2,7 @@
 
 import torch
 
+from prescore import KMeans, Routed, Selected
 from prescore.integrations.torchvision import mend_torchvision
 
 mend_torchvision()
@@ -41,6 +42,12 @@ FAMILIES = {
 }
 CLASSES = {"GPT2": "GPT2LMHeadModel", "Gemma3": "Gemma3ForCausalLM"}
 CONFIGS = {"Gemma3": "Gemma3TextConfig"}
+# small enough to leave keys out of the prompts below
+COARSE = Selected(KMeans(n_clusters=3), top_k=8, min_seq_len=8, sinks=2)
+ROUTED = Routed(min_weight=1 / 16, cluster_size=4, chunk_size=8, sinks=2, exact_until=8)
+EVERY_KEY = Selected(top_k=1.0, remainder="none", min_seq_len=4)
+ROUNDING = 1e-4
+"""Between two exact kernels, over two float32 layers."""
 
 
 def tiny(family, **overrides):
@@ -64,3 +71,25 @@ def prompts(batch=2, length=24, side="left", cut=7, seed=1):
     elif side == "right" and cut:
         mask[0, -cut:] = 0
     return ids * mask, mask
+
+
+def forward(model, ids, mask=None, **options):
+    """Logits without gradients."""
+    with torch.no_grad():
+        return model(ids, attention_mask=mask, **options).logits
+
+
+def steps(model, cache, tokens, mask=None):
+    """Logits of tokens fed one by one to a model with a cache; `mask` is that of the tokens before."""
+    logits = []
+    for token in tokens.split(1, dim=1):
+        mask = None if mask is None else torch.nn.functional.pad(mask, (0, 1), value=1)
+        logits.append(forward(model, token, mask, past_key_values=cache)[:, -1])
+    return torch.stack(logits, dim=1)
+
+
+def leftovers(model):
+    """What a replacement has left on the modules of a model: attributes of ours, methods and hooks."""
+    modules = list(model.modules())
+    names = [name for m in modules for name in vars(m) if name.startswith("_prescore") or name == "forward"]
+    return names + [hook for m in modules for hook in (*m._forward_pre_hooks, *m._forward_hooks)]

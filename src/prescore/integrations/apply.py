@@ -1,7 +1,7 @@
-"""`prescore.apply`: one call that puts pre-scored attention into any supported model.
+"""`prescore.apply`: put pre-scored attention into any supported model.
 
-Each foreign library has one adapter beside this file (see `prescore.integrations.patch.Adapter`). All that takes
-the place of a model's attention, in `apply`, in observers and in studies, goes through `replace_attention`.
+Each model library has one adapter beside this file (see `prescore.integrations.patch.Adapter`). Whatever replaces
+a model's attention, in `apply`, in observers and in studies, goes through the adapter's `replace_attention`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import TypeAlias, cast
 
@@ -37,17 +37,24 @@ ADAPTERS = {
     "chatglm": None,
     "transformers.language": "transformers",
 }
-"""Adapter -> the library it needs. Asked in this order; the general one comes last."""
+"""Adapter -> the library it needs. Tried in this order; the general one comes last."""
+
+Layers: TypeAlias = str | int | Sequence[int]
+ConfigByLayers: TypeAlias = Mapping[str | int | tuple[int, ...], Config | None]
+Observer: TypeAlias = Callable[[Tensor, Tensor, AttentionContext], None]
+"""Receives `query [B, Hq, N, D]`, `key [B, Hkv, N, D]` and the context of an attention call."""
+
+_LAYERS_RULE = '"all", "first:N", "last:N", "even", "odd", a layer number or a list of layer numbers'
 
 
 class Applied:
-    """A model whose attention is replaced; use it as a context manager, or call `undo` when done.
+    """A model whose attention is replaced; use it as a context manager, or call `undo`.
 
     Attributes:
-        model: The model that was given.
-        adapter: What knows its library, such as `transformers.language`.
-        layers: Names of the replaced layers, by layer number.
-        configs: Their configurations, by layer number.
+        model: The model.
+        adapter: The adapter of its library, such as `transformers.language`.
+        layers: Names of the replaced layers, by number.
+        configs: Their configurations, by number.
     """
 
     def __init__(
@@ -56,41 +63,46 @@ class Applied:
         adapter: Adapter,
         configs: Mapping[int, Config],
         on_unsupported: str,
-        parallel_group: ContextParallel | None = None,
+        parallel: ContextParallel | None = None,
     ) -> None:
         names = adapter.layers(model)
-        told: set[str] = set()
+        warned: set[str] = set()
         self.model = model
-        self.adapter = adapter.__name__.removeprefix(f"{_PACKAGE}.")
+        self.adapter = _name(adapter)
         self.configs = dict(configs)
         self.layers = {number: names[number] for number in configs}
         self._n_layers = len(names)
         self._functions: dict[int, PrescoredAttention | ContextParallelAttention] = {
-            number: PrescoredAttention(config, on_unsupported, told=told)
-            if parallel_group is None
-            else ContextParallelAttention(config, parallel_group)
+            number: PrescoredAttention(config, on_unsupported, warned=warned)
+            if parallel is None
+            else ContextParallelAttention(config, parallel)
             for number, config in configs.items()
         }
         self._undo: Undo | None
-        if parallel_group is None:
-            self._undo = _replace_and_prepare(model, adapter, self._functions, self.configs)
-        else:
-            self._undo = replace_context_parallel(model, self._functions, parallel_group)
+        if parallel is not None:
+            self._undo = replace_context_parallel(model, self._functions, parallel)
+            return
+        with ExitStack() as undo:
+            undo.callback(adapter.replace_attention(model, self._functions))
+            prepare = getattr(adapter, "prepare", None)
+            if prepare is not None:
+                undo.callback(prepare(model, self.configs))
+            self._undo = undo.pop_all().close
 
     def undo(self) -> None:
-        """Take back what this did to the model, whatever else was applied; a second call does nothing."""
+        """Restore the model, whatever else was applied to it; a second call does nothing."""
         undo, self._undo = self._undo, None
         if undo is not None:
             undo()
 
     def report(self) -> Report:
         """What each replaced layer did since its last prompt began; print it to see a table."""
-        entries = []
-        for number, function in self._functions.items():
-            did = None if function.last is None else function.last.counted()
-            phases = function.history.phases
-            entries.append(LayerReport(number, self.layers[number], function.config, did, phases))
-        return Report(tuple(entries))
+        return Report(
+            tuple(
+                LayerReport(number, self.layers[number], each.config, each.last, each.trace.phases)
+                for number, each in self._functions.items()
+            )
+        )
 
     def __enter__(self) -> Applied:
         if self._undo is None:
@@ -103,19 +115,20 @@ class Applied:
         self.undo()
 
     def __deepcopy__(self, memo: object) -> Applied:
-        reason = "it undoes what it did to one model; copy the model, which stays as it is, and apply to the copy"
+        reason = "it belongs to one model; copy the model, whose copy stays replaced, or apply to the copy"
         raise Unsupported("a copy of an Applied", [reason])
 
     def __str__(self) -> str:
-        kinds = ", ".join(dict.fromkeys(describe(config) for config in self.configs.values())) or "all exact"
-        state = "undone; it was " if self._undo is None else ""
-        where = f"in {len(self.layers)} of {self._n_layers} layers"
-        return f"{type(self.model).__name__} ({self.adapter}): {state}{kinds} {where}\n{self.report()}"
+        return f"{self._describe()}\n{self.report()}"
 
     def __repr__(self) -> str:
-        state = "undone" if self._undo is None else f"{len(self.layers)} of {self._n_layers} layers"
-        kinds = ", ".join(dict.fromkeys(describe(config) for config in self.configs.values()))
-        return f"<Applied to {type(self.model).__name__} ({self.adapter}), {state}: {kinds or 'all exact'}>"
+        return f"<Applied to {self._describe()}>"
+
+    def _describe(self) -> str:
+        configs = ", ".join(dict.fromkeys(describe(config) for config in self.configs.values())) or "all exact"
+        where = f"{configs} in {len(self.layers)} of {self._n_layers} layers"
+        undone = ", undone" if self._undo is None else ""
+        return f"{type(self.model).__name__} ({self.adapter}{undone}): {where}"
 
 
 def apply(
@@ -134,11 +147,11 @@ def apply(
             layers (`"all"`, `"first:N"`, a number, a tuple of numbers, ...) to such configurations, None there =
             leave these layers alone. Later entries win.
         layers: Which layers: `all`, `first:N`, `last:N`, `even`, `odd`, or a list of numbers.
-        on_unsupported: What a layer asks for and pre-scored attention cannot do raises (`raise`), or makes the
-            layer run exactly (`exact`), which is said once.
-        mesh: A one-dimensional `DeviceMesh` or process group whose ranks hold consecutive pieces of the sequence:
-            every rank calls the model with its piece, see docs/parallel.md. Only for language models of
-            transformers.
+        on_unsupported: Where a layer asks for what pre-scored attention cannot do: raise (`raise`), or run the
+            layer exactly with one warning (`exact`).
+        mesh: Context parallel: a one-dimensional `DeviceMesh` or process group whose ranks hold consecutive shards
+            of the sequence. Every rank calls the model with its shard, see docs/parallel.md. Only for language
+            models of transformers.
 
     Example:
         >>> with prescore.apply(model, prescore.Selected(top_k=1024), layers="last:8") as applied:
@@ -158,78 +171,65 @@ def apply(
 
 
 def replace_attention(model: nn.Module, functions: Mapping[int, Attend]) -> Undo:
-    """Let `functions[number]` be the attention of layer `number`, all others being exact; returns the undo."""
+    """Let layer `number` attend by `functions[number]`, and all others exactly; returns the undo."""
     return find_adapter(model).replace_attention(model, functions)
 
 
-def replace_context_parallel(
-    model: nn.Module, functions: Mapping[int, Attend], parallel_group: ContextParallel
-) -> Undo:
-    """The same on several ranks, for which layers without a function are exact too; returns the undo."""
+def replace_context_parallel(model: nn.Module, functions: Mapping[int, Attend], parallel: ContextParallel) -> Undo:
+    """The same for a model whose sequences lie on several ranks; returns the undo."""
     adapter = find_adapter(model)
     prepare = getattr(adapter, "prepare_context_parallel", None)
     if prepare is None:
-        name = adapter.__name__.removeprefix(f"{_PACKAGE}.")
-        raise Unsupported(f"apply with a mesh on {type(model).__name__}", [f"{name} models run on one rank"])
-    everywhere: dict[int, Attend] = {
-        number: functions.get(number) or ContextParallelAttention(Exact(), parallel_group)
-        for number in range(len(adapter.layers(model)))
-    }
-    return _both(adapter.replace_attention(model, everywhere), lambda: prepare(model, parallel_group))
+        reason = f"{_name(adapter)} models run on one rank"
+        raise Unsupported(f"apply with a mesh on {type(model).__name__}", [reason])
+    numbers = range(len(adapter.layers(model)))
+    exact = {number: ContextParallelAttention(Exact(), parallel) for number in numbers}
+    with ExitStack() as undo:
+        undo.callback(adapter.replace_attention(model, {**exact, **functions}))
+        undo.callback(prepare(model, parallel))
+        return undo.pop_all().close
+
+
+@contextmanager
+def observe(model: nn.Module, observer: Observer) -> Iterator[int]:
+    """Show the queries and keys of every attention call to `observer`; yields the number of layers.
+
+    Attention stays exact, and the model is restored afterwards.
+    """
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, context: AttentionContext) -> Tensor:
+        observer(query, key, context)
+        return attend_exactly(query, key, value, context)
+
+    n_layers = len(find_adapter(model).layers(model))
+    undo = replace_attention(model, dict.fromkeys(range(n_layers), attend))
+    try:
+        yield n_layers
+    finally:
+        undo()
 
 
 def find_adapter(model: nn.Module) -> Adapter:
-    """The adapter that knows the model; raises `Unsupported` when none does."""
+    """The adapter of the model's library; raises `Unsupported` when there is none."""
     for name, library in ADAPTERS.items():
         if library is not None and library not in sys.modules:
-            continue  # nobody has a model of a library that was never imported
+            continue  # a model of this library would have imported it
         adapter = cast(Adapter, importlib.import_module(f"{_PACKAGE}.{name}"))
         if adapter.detect(model):
             return adapter
-    raise Unsupported(
-        f"apply on {type(model).__name__}",
-        [
-            "it is neither a model of transformers or timm nor a ChatGLM with core_attention modules; "
-            "call prescore.prescored_attention in its forward instead"
-        ],
+    reason = (
+        "it is neither a model of transformers or timm nor a ChatGLM with core_attention modules; "
+        "call prescore.prescored_attention in its forward instead"
     )
+    raise Unsupported(f"apply on {type(model).__name__}", [reason])
 
 
-def _replace_and_prepare(
-    model: nn.Module, adapter: Adapter, functions: Mapping[int, Attend], configs: Mapping[int, Config]
-) -> Undo:
-    undo = adapter.replace_attention(model, functions)
-    prepare = getattr(adapter, "prepare", None)
-    if prepare is None:
-        return undo
-    return _both(undo, lambda: prepare(model, configs))
-
-
-def _both(undo: Undo, prepare: Callable[[], Undo]) -> Undo:
-    """Prepare what was replaced; returns the undo of both. A preparation that fails undoes the replacement."""
-    try:
-        undo_preparations = prepare()
-    except BaseException:
-        undo()
-        raise
-
-    def undo_both() -> None:
-        undo_preparations()
-        undo()
-
-    return undo_both
-
-
-# Which layers of a model: patterns such as `first:8`, lists, and mappings from these to configurations.
-
-Layers: TypeAlias = str | int | Sequence[int]
-ConfigByLayers: TypeAlias = Mapping[str | int | tuple[int, ...], Config | None]
-
-_RULE = '"all", "first:N", "last:N", "even", "odd", a layer number or a list of layer numbers'
+def _name(adapter: Adapter) -> str:
+    return adapter.__name__.removeprefix(f"{_PACKAGE}.")
 
 
 def pick_layers(layers: Layers | None, n_layers: int, name: str = "layers") -> list[int]:
-    """The layer numbers a pattern means, ascending; None = all. `name` is what errors call it.
+    """The layer numbers that a pattern means, ascending; None = all. `name` is the argument's name in errors.
 
     Example:
         >>> pick_layers("last:2", 6)
@@ -238,14 +238,26 @@ def pick_layers(layers: Layers | None, n_layers: int, name: str = "layers") -> l
     if layers is None:
         return list(range(n_layers))
     if isinstance(layers, str):
-        return _pick_named(layers, n_layers, name)
+        return _pick_by_pattern(layers, n_layers, name)
     numbers = [layers] if isinstance(layers, int) else layers
-    if not isinstance(numbers, Sequence) or not all(_is_number(number) for number in numbers):
-        raise TypeError(f"{name} must be {_RULE}, got {layers!r}")
+    if not isinstance(numbers, Sequence) or not all(type(number) is int for number in numbers):
+        raise TypeError(f"{name} must be {_LAYERS_RULE}, got {layers!r}")
     for number in numbers:
         if not -n_layers <= number < n_layers:
             raise ValueError(f"{name} must lie between {-n_layers} and {n_layers - 1}, got {number}")
     return sorted({number % n_layers for number in numbers})
+
+
+def _pick_by_pattern(pattern: str, n_layers: int, name: str) -> list[int]:
+    numbers = list(range(n_layers))
+    if pattern in ("all", "even", "odd"):
+        return {"all": numbers, "even": numbers[::2], "odd": numbers[1::2]}[pattern]
+    side, colon, count = pattern.partition(":")
+    if side not in ("first", "last") or not colon or not count.isdigit() or int(count) == 0:
+        raise ValueError(f"{name} must be {_LAYERS_RULE}, got {pattern!r}")
+    if int(count) > n_layers:
+        raise ValueError(f"{name} must ask for at most the model's {n_layers} layers, got {pattern!r}")
+    return numbers[: int(count)] if side == "first" else numbers[-int(count) :]
 
 
 def configs_by_layer(
@@ -253,8 +265,8 @@ def configs_by_layer(
 ) -> dict[int, Config]:
     """The configuration of every layer that is replaced.
 
-    A mapping's keys are patterns, its values say how these layers attend: a configuration, or None to leave them
-    alone. Later entries win, and layers that no entry names are left alone.
+    The keys of a mapping are patterns, its values the configurations of these layers, None = leave them alone.
+    Later entries win, and layers that no entry names are left alone.
 
     Example:
         >>> configs = configs_by_layer({"all": Routed(), "first:2": None, -1: Exact()}, 6)
@@ -262,51 +274,9 @@ def configs_by_layer(
     chosen = pick_layers(layers, n_layers)
     if not isinstance(config, Mapping):
         return dict.fromkeys(chosen, check_config(config))
-    found: dict[int, Config | None] = {}
-    for pattern, own in config.items():
+    configs: dict[int, Config | None] = {}
+    for pattern, entry in config.items():
         numbers = pick_layers(pattern, n_layers, "layers of config")
-        checked = None if own is None else check_config(own, f"config[{pattern!r}]")
-        found.update(dict.fromkeys(numbers, checked))
-    return {number: own for number in chosen if (own := found.get(number)) is not None}
-
-
-def _pick_named(pattern: str, n_layers: int, name: str) -> list[int]:
-    everything = list(range(n_layers))
-    if pattern in ("all", "even", "odd"):
-        return {"all": everything, "even": everything[::2], "odd": everything[1::2]}[pattern]
-    side, colon, count = pattern.partition(":")
-    if side not in ("first", "last") or not colon or not count.isdigit() or int(count) == 0:
-        raise ValueError(f"{name} must be {_RULE}, got {pattern!r}")
-    if int(count) > n_layers:
-        raise ValueError(f"{name} must ask for at most the model's {n_layers} layers, got {pattern!r}")
-    return everything[: int(count)] if side == "first" else everything[-int(count) :]
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-# Looking at a model's true queries and keys while it runs as it always does.
-
-Look: TypeAlias = Callable[[Tensor, Tensor, AttentionContext], None]
-"""Receives `query [B, Hq, N, D]`, `key [B, Hkv, N, D]` and the context of every attention layer."""
-
-
-@contextmanager
-def observe(model: nn.Module, look: Look) -> Iterator[int]:
-    """Show every attention call of a model to `look`; yields the number of layers.
-
-    Attention itself stays exact, and the model is as before afterwards.
-    """
-    adapter = find_adapter(model)
-    n_layers = len(adapter.layers(model))
-
-    def attend(query: Tensor, key: Tensor, value: Tensor, context: AttentionContext) -> Tensor:
-        look(query, key, context)
-        return attend_exactly(query, key, value, context)
-
-    undo = adapter.replace_attention(model, dict.fromkeys(range(n_layers), attend))
-    try:
-        yield n_layers
-    finally:
-        undo()
+        checked = None if entry is None else check_config(entry, f"config[{pattern!r}]")
+        configs.update(dict.fromkeys(numbers, checked))
+    return {number: entry for number in chosen if (entry := configs.get(number)) is not None}

@@ -1,7 +1,7 @@
-"""What stands in the place of a layer's attention: any function of queries, keys, values and the context.
+"""The function that replaces a layer's attention: of queries, keys, values and the layer's context.
 
-Whatever the library a model is from, its adapter calls an `Attend` for every layer that was replaced.
-`PrescoredAttention` is the one that `prescore.apply` puts there; observers, timers and studies put their own.
+The adapter of each library calls an `Attend` for every replaced layer. `prescore.apply` installs
+`PrescoredAttention`; observers, timers and studies install their own.
 """
 
 from __future__ import annotations
@@ -9,12 +9,11 @@ from __future__ import annotations
 import threading
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, TypeAlias
+from typing import TypeAlias
 
-import torch
 from torch import Tensor
 
 from prescore import checks
@@ -22,50 +21,30 @@ from prescore.autograd import records_gradients
 from prescore.config import Config, Exact, Routed, Selected, check_config
 from prescore.errors import Unsupported
 from prescore.integrations.decode import PROMPT, CachedKeys, ExternalCache, LayerCache, Request
-from prescore.integrations.masks import (
-    MaskForm,
-    exact_under_mask,
-    inexpressible,
-    padded_both_ways,
-    prescored_under_mask,
-    read_mask,
-    visible_keys_under_mask,
-)
-from prescore.integrations.report import SHORT, CallTrace, CountRows, Trace, words_for_prompt, words_for_step
+from prescore.integrations.masks import MaskForm, exact_under_mask, prescored_under_mask, read_mask
+from prescore.integrations.report import READS_ALL, CallTrace, Trace, what_ran
 from prescore.rng import Streams
+from prescore.types import Reads, Result
 
 ON_UNSUPPORTED = ("raise", "exact")
-BARS = ("error_estimate", "error_bound_max", "refined", "read_all")
-"""Figures of a call with a tolerance that a report shows."""
-
-
-class OwnedKeys(LayerCache, Protocol):
-    """The layer of a cache of ours that keys came out of."""
-
-    @property
-    def n_seen(self) -> int:
-        """Tokens so far, those evicted included."""
-
-    def used_exactly(self) -> None:
-        """Called when attention reads the keys as they are; refuses when some are gone."""
 
 
 @dataclass(frozen=True, eq=False)
 class AttentionContext:
-    """What a layer knows beside its queries, keys and values.
+    """What a layer's call says beside its queries, keys and values.
 
     Attributes:
         layer: The layer's number.
-        n_prefix: Tokens at the front that are no patches.
+        n_prefix: Tokens before the image patches.
         scale: Factor of the logits; None = `D ** -0.5`.
-        mask: The model's own mask, as `read_mask` takes it.
-        is_causal: Whether the layer asked for causal attention.
+        mask: The model's mask, as `read_mask` takes it.
+        is_causal: Whether the layer asks for causal attention.
         dropout: Probability of dropping an attention weight, 0 outside training.
-        owner: What the layer is called in messages, such as `LlamaAttention`.
+        owner: The layer's name in messages, such as `LlamaAttention`.
         obstacles: What the layer asks for that pre-scored attention cannot do, a sentence each.
         is_local: Whether the layer is local by design (a sliding window).
-        cache: The cache layer that remembers for it; None when the keys came from elsewhere.
-        own: The model's own attention, where nothing else knows all it asks for.
+        cache: The cache of this layer, where it is one of ours.
+        own: The model's own attention, where nothing else knows all that the layer asks for.
     """
 
     layer: int
@@ -77,12 +56,12 @@ class AttentionContext:
     owner: str = "attention"
     obstacles: tuple[str, ...] = ()
     is_local: bool = False
-    cache: OwnedKeys | None = None
+    cache: LayerCache | None = None
     own: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
 
     def form(self, query: Tensor, key: Tensor) -> MaskForm:
-        """What each query may see, for every sequence of the batch."""
-        n_keys = key.shape[2] if self.cache is None else self.cache.n_seen
+        """The structure of the mask, for every sequence of the batch."""
+        n_keys = key.shape[2] if self.cache is None else self.cache.n_tokens
         form = read_mask(self.mask, n_query=query.shape[2], n_keys=n_keys, is_causal=self.is_causal)
         return form.for_batch(query.shape[0])
 
@@ -92,9 +71,9 @@ Attend: TypeAlias = Callable[[Tensor, Tensor, Tensor, AttentionContext], Tensor]
 
 
 def attend_exactly(query: Tensor, key: Tensor, value: Tensor, context: AttentionContext) -> Tensor:
-    """The attention the layer would have run by itself."""
+    """The attention that the layer would run by itself."""
     if context.cache is not None:
-        context.cache.used_exactly()
+        context.cache.require_all_keys()
     if context.own is not None:
         return context.own(query, key, value)
     form = context.form(query, key)
@@ -102,20 +81,19 @@ def attend_exactly(query: Tensor, key: Tensor, value: Tensor, context: Attention
 
 
 class PrescoredAttention:
-    """Attention of one layer as users get it: prompts, decode steps, refusals.
+    """Attention of one layer as `prescore.apply` installs it: prompts, decode steps, refusals.
 
     Args:
         config: How to attend; None = the default.
-        on_unsupported: What cannot be honoured raises, or runs exactly (`exact`), which is said once.
-        protect_prefix: Always keep the tokens before the patches; False is for comparison only.
-        seed: Every layer draws from a stream of its own, made from this: the same keys drawn everywhere would
-            lose the same keys everywhere.
-        told: Warnings that were given already; layers that share it warn once together, also of a setting that
-            cannot act at the length of a model's inputs.
+        on_unsupported: What cannot be honoured raises, or runs exactly (`exact`) with one warning.
+        protect_prefix: Always read the tokens before the image patches; False is for comparison only.
+        seed: Each layer draws from its own stream of this seed, so that layers do not lose the same keys.
+        warned: Warnings already given; layers that share the set warn once. With a set, a configuration that
+            cannot act at the fixed length of a model's inputs is warned about too.
 
     Attributes:
         last: What the last call did; None before the first, and while a call runs.
-        history: What the calls since the last prompt began did.
+        trace: What the calls since the last prompt began did.
     """
 
     def __init__(
@@ -125,7 +103,7 @@ class PrescoredAttention:
         *,
         protect_prefix: bool = True,
         seed: int = 0,
-        told: set[str] | None = None,
+        warned: set[str] | None = None,
     ) -> None:
         checks.one_of("on_unsupported", on_unsupported, ON_UNSUPPORTED)
         self.config = check_config(config)
@@ -133,139 +111,111 @@ class PrescoredAttention:
         self.protect_prefix = protect_prefix
         self.seed = seed
         self.last: CallTrace | None = None
-        self.history = Trace()
-        self._announces = told is not None
-        self._told = set() if told is None else told
-        self._memory = _Memory()
+        self.trace = Trace()
+        self._warns_if_idle = warned is not None
+        self._warned = set() if warned is None else warned
+        self._external = _PerThread()
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, context: AttentionContext) -> Tensor:
         """Attend; see `Attend`."""
         begin = time.perf_counter()
-        self.last = None  # and what it kept for counting
         n_query = query.shape[2]
-        self.history.begin(n_query)
-        form = _without_blind_padding(context.form(query, key)).for_batch(query.shape[0])
-        rows: CountRows | float | None
-        figures: Mapping[str, Any] = {}
-        visible = _all_in_sight(form, n_query)
-        exactly = self._why_exact(form, context, (query, key, value))
-        if exactly is not None:
+        self.last = None
+        self.trace.begin(n_query)
+        form = context.form(query, key)
+        visible = partial(form.visible_keys, n_query)
+        result: Result | None = None
+        reason = self._why_exact(form, context, query, key, value)
+        if reason is not None:
+            path = ran = reason
             output = attend_exactly(query, key, value, context)
-            path, rows, ran = exactly, visible, exactly
         else:
-            path, output, rows, figures = self._attend(query, key, value, form, context)
-            ran = self._words(path, n_query, form, context)
+            config = self.with_prefix(context.n_prefix, form.fewest_keys()) if context.n_prefix else self.config
+            request = Request(config, context.scale, context.dropout, layer_seed(self.seed, context.layer))
+            cache = self._external.cache if context.cache is None else context.cache
+            key, value = key[:, :, : form.n_keys], value[:, :, : form.n_keys]
+            in_order = n_query == 1 or form.kind == "causal"
+            path, result = cache.step(query, CachedKeys(key, value, form.valid, form.n_keys, in_order), request)
+            if path == PROMPT:
+                result = prescored_under_mask(query, key, value, form, request)
+            if result is None:
+                output = exact_under_mask(query, key, value, form, scale=context.scale, dropout=context.dropout)
+            else:
+                output = result.output
+            ran = what_ran(self.config, path, n_query, form.n_keys, is_causal=form.kind != "full")
+            self._warn_if_idle(ran, form, context)
         seconds = time.perf_counter() - begin
-        bars = (figures.get(name) for name in BARS)
-        told = *bars, figures.get("native")
-        self.last = CallTrace(path, form.kind, n_query, form.n_keys, seconds, rows, visible, ran, *told)
-        self.history.add(self.last)
+        count, stats = (partial(_all_keys, visible), {}) if result is None else (result.count_reads, result.stats)
+        self.last = CallTrace(path, ran, form.kind, n_query, form.n_keys, seconds, count, visible, stats)
+        self.trace.add(self.last)
         return output
 
-    def for_prefix(self, n_prefix: int, n_keys: int) -> Config:
-        """The configuration with room for the prefix tokens among the sinks, and for those in the budget.
+    def with_prefix(self, n_prefix: int, n_keys: int) -> Config:
+        """The configuration whose sinks hold the prefix tokens, and whose budget has room for them.
 
         Args:
-            n_prefix: Tokens before the patches.
-            n_keys: Real keys of a sequence, of the shortest one where they differ: what a share is of.
+            n_prefix: Tokens before the image patches.
+            n_keys: Real keys of a sequence, of the shortest one where they differ: `top_k` may be a share of them.
         """
         config = self.config
         if not self.protect_prefix or not n_prefix or isinstance(config, Exact):
             return config
-        if isinstance(config, Selected) and config.min_score is None:
-            # sinks are kept inside the budget, and cut to it
+        if isinstance(config, Selected) and config.top_k is not None:
+            # sinks are inside the budget, and cut to it
             share = n_prefix / max(n_prefix, n_keys)
-            least = share if isinstance(config.budget, float) else n_prefix
-            config = config.replace(top_k=max(config.budget, least))
+            needed = share if isinstance(config.top_k, float) else n_prefix
+            config = config.replace(top_k=max(config.top_k, needed))
         return config.replace(sinks=max(config.sinks, n_prefix))
 
     def __repr__(self) -> str:
         return f"PrescoredAttention({self.config!r}, {self.on_unsupported!r})"
 
-    def _attend(
-        self, query: Tensor, key: Tensor, value: Tensor, form: MaskForm, context: AttentionContext
-    ) -> tuple[str, Tensor, CountRows | float | None, Mapping[str, Any]]:
-        """The path, the output, the rows or what counts them, and figures at hand."""
-        seed = layer_seed(self.seed, context.layer)
-        config = self.config
-        if context.n_prefix:
-            config = self.for_prefix(context.n_prefix, form.fewest_keys())
-        request = Request(config, context.scale, context.dropout, seed)
-        layer_cache: LayerCache = self._memory.follower if context.cache is None else context.cache
-        in_order = query.shape[2] == 1 or form.kind == "causal"
-        shown = key[:, :, : form.n_keys], value[:, :, : form.n_keys]
-        step = layer_cache.step(query, CachedKeys(*shown, form.valid, form.n_keys, in_order), request)
-        if step.output is not None:
-            return step.path, step.output, step.count_keys, step.figures
-        if step.path == PROMPT:
-            attended = prescored_under_mask(query, *shown, form, request)
-            count = attended.count_reads
-            # the routed engine has counted already, and its function would keep the output alive
-            rows = sum(count()) if isinstance(config, Routed) else lambda: sum(count())
-            return step.path, attended.output, rows, attended.stats
-        output = exact_under_mask(query, *shown, form, scale=request.scale, dropout=request.dropout)
-        return step.path, output, _all_in_sight(form, query.shape[2]), {}
-
-    def _words(self, path: str, n_query: int, form: MaskForm, context: AttentionContext) -> str:
-        """What ran, for the report; where inputs of one length only can come, an idle setting is said once."""
-        if path != PROMPT:
-            return words_for_step(self.config, path, form.n_keys)
-        is_causal = form.kind != "full"
-        words = words_for_prompt(self.config, n_query, form.n_keys, is_causal=is_causal)
-        # a causal layer may get more tokens at once; one token alone has no mask that says so
-        if words.startswith(SHORT) and not is_causal and not context.is_causal and self._announces:
-            self._warn(f"{type(self.config).__name__} changes nothing at {form.n_keys} tokens: {words}")
-        return words
-
-    def _warn(self, text: str) -> None:
-        if text not in self._told:
-            self._told.add(text)
-            warnings.warn(text, stacklevel=4)
-
     def _why_exact(
-        self, form: MaskForm, context: AttentionContext, tensors: tuple[Tensor, Tensor, Tensor]
+        self, form: MaskForm, context: AttentionContext, query: Tensor, key: Tensor, value: Tensor
     ) -> str | None:
-        """Why a call is exact, or None; raises when it should not be and must."""
+        """Why a call is exact, or None; raises where the user wants pre-scored attention and it cannot run."""
         if isinstance(self.config, Exact):
             return "exact"
         if form.kind == "window" or context.is_local:
-            return "exact: a sliding window is local already"
-        reasons = [*context.obstacles, *inexpressible(form)]
-        if isinstance(self.config, Routed) and self.config.tolerance is not None and records_gradients(*tensors):
+            return f"{READS_ALL}a sliding window is local already"
+        reasons = [*context.obstacles, *form.unsupported()]
+        tolerant = isinstance(self.config, Routed) and self.config.tolerance is not None
+        if tolerant and records_gradients(query, key, value):
             reasons.append("a tolerance has no gradients, which are recorded here and not in torch.no_grad()")
         if not reasons:
             return None
         if self.on_unsupported == "raise":
             what = f"pre-scored attention in layer {context.layer} ({context.owner})"
             raise Unsupported(what, [*reasons, 'on_unsupported="exact" would run such layers exactly'])
-        text = f"pre-scored attention in {context.owner} runs exactly: {'; '.join(reasons)}"
-        self._warn(text)
-        return f"exact: unsupported because {'; '.join(reasons)}"
+        self._warn(f"pre-scored attention in {context.owner} runs exactly: {'; '.join(reasons)}")
+        return f"{READS_ALL}unsupported because {'; '.join(reasons)}"
+
+    def _warn_if_idle(self, ran: str, form: MaskForm, context: AttentionContext) -> None:
+        """Warn once where the configuration cannot act; not in causal layers, whose length varies."""
+        if self._warns_if_idle and ran.startswith(READS_ALL) and form.kind == "full" and not context.is_causal:
+            self._warn(f"{type(self.config).__name__} changes nothing at {form.n_keys} tokens: {ran}")
+
+    def _warn(self, text: str) -> None:
+        if text not in self._warned:
+            self._warned.add(text)
+            warnings.warn(text, stacklevel=4)
 
 
 def layer_seed(seed: int, layer: int) -> int:
-    """A seed of its own for every layer."""
+    """The seed of one layer."""
     return Streams(seed).child(f"layer {layer}").seed
 
 
-class _Memory(threading.local):
-    """What follows keys that come from a foreign cache: one generation at a time, hence one per thread."""
+class _PerThread(threading.local):
+    """The cache for models whose cache is not ours. It follows one generation at a time, hence one per thread."""
 
     def __init__(self) -> None:
-        self.follower = ExternalCache()
+        self.cache = ExternalCache()
 
-    def __reduce__(self) -> tuple[type[_Memory], tuple[()]]:
-        return _Memory, ()  # a copy of a model begins without memories
-
-
-def _all_in_sight(form: MaskForm, n_query: int) -> CountRows | None:
-    """What counts the keys that queries may see; None where only the mask itself would tell."""
-    return partial(visible_keys_under_mask, form, n_query) if form.kind in ("full", "causal") else None
+    def __reduce__(self) -> tuple[type[_PerThread], tuple[()]]:
+        return _PerThread, ()  # a copy of a model starts without state
 
 
-def _without_blind_padding(form: MaskForm) -> MaskForm:
-    """A mask that also blinds padded queries is padding: nobody reads what those queries see."""
-    if form.kind != "other" or form.mask is None or form.mask.dtype != torch.bool:
-        return form
-    valid = padded_both_ways(form.mask)
-    return form if valid is None else MaskForm("full", form.n_keys, valid=valid)
+def _all_keys(visible: Callable[[], float | None]) -> Reads | None:
+    n_keys = visible()
+    return None if n_keys is None else Reads(n_keys)

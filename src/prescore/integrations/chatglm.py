@@ -1,49 +1,54 @@
 """ChatGLM2 and ChatGLM3: remote-code models with a `core_attention` module in every layer.
 
-Their layout is `[sequence, batch, heads, dim]`, keys and values of a multi-query group are repeated by the caller,
-and a mask is True where nothing may be seen. The model's code is loaded by transformers only if its user passes
-`trust_remote_code=True`; here nothing of it is imported, the modules are recognised by their structure.
+Their layout is `[sequence, batch, heads, dim]`, the caller repeats the keys and values of a multi-query group, and
+a mask is True where a key is hidden. The modules are recognised by their structure; none of the model's code is
+imported here, and transformers loads it only if the user passes `trust_remote_code=True`.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from prescore.errors import Unsupported
 from prescore.integrations.attention import Attend, AttentionContext
-from prescore.integrations.compile import attend_by
-from prescore.integrations.patch import Undo, own_forward, patches, replace_forwards
+from prescore.integrations.compile import attention_of
+from prescore.integrations.patch import Undo, original_forward, patches, replace_forwards
 
 
 class _Heads(NamedTuple):
-    """Query heads, to whose number the caller repeats the key heads, and key heads before that."""
+    """Query heads, and KV heads before the caller repeats them."""
 
     n_query: int
-    n_key: int
+    n_kv: int
 
     @property
     def repeats(self) -> int:
-        return self.n_query // self.n_key
+        return self.n_query // self.n_kv
 
 
 def detect(model: nn.Module) -> bool:
     """Whether the model has layers with `self_attention.core_attention`."""
-    return bool(_owners(model))
+    return bool(layers(model))
 
 
 def layers(model: nn.Module) -> list[str]:
     """Names of the `core_attention` modules, in order."""
-    return [f"{name}.core_attention" for name in _owners(model)]
+    return [
+        f"{name}.core_attention"
+        for name, module in model.named_modules()
+        if name.rpartition(".")[2] == "self_attention"
+        and isinstance(getattr(module, "core_attention", None), nn.Module)
+    ]
 
 
 def replace_attention(model: nn.Module, functions: Mapping[int, Attend]) -> Undo:
-    """Let `functions[number]` be the attention of layer `number`; returns the undo."""
+    """Let layer `number` attend by `functions[number]`; returns the undo."""
     modules = [model.get_submodule(name) for name in layers(model)]
-    return replace_forwards(modules, functions, functools.partial(_forward, _heads(model)))
+    return replace_forwards(modules, functions, partial(_forward, _heads(model)))
 
 
 def _forward(
@@ -61,7 +66,7 @@ def _forward(
         module: The core attention.
         query_layer: Queries of the newest positions.
         key_layer: All keys so far, heads repeated.
-        value_layer: All values so far, likewise.
+        value_layer: All values so far, heads repeated.
         attention_mask: None, or bool `[B, 1, Nq, Nk]`, True = hidden.
     """
     if query_layer.shape[2] != heads.n_query:
@@ -70,40 +75,27 @@ def _forward(
             [f"queries must be [sequence, batch, {heads.n_query} heads, dim], got {tuple(query_layer.shape)}"],
         )
 
-    def own(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def original(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         repeated = (t.repeat_interleave(heads.repeats, dim=1) for t in (key, value))
-        there = (t.permute(2, 0, 1, 3) for t in (query, *repeated))
-        result: Tensor = own_forward(module)(*there, attention_mask)
+        inputs = (t.permute(2, 0, 1, 3) for t in (query, *repeated))
+        result: Tensor = original_forward(module)(*inputs, attention_mask)
         return result.reshape(*result.shape[:2], heads.n_query, -1).permute(1, 2, 0, 3)
 
     patch = patches(module)[-1]
     query, key, value = (layer.permute(1, 2, 0, 3) for layer in (query_layer, key_layer, value_layer))
-    # the caller's repetition of key heads is undone, so that each is scored once
+    # one of the repeated heads each, so that every KV head is scored once
     key, value = key[:, :: heads.repeats], value[:, :: heads.repeats]
+    dropout = getattr(getattr(module, "attention_dropout", None), "p", 0.0) if module.training else 0.0
     context = AttentionContext(
         layer=patch.layer,
         scale=query.shape[-1] ** -0.5,
-        mask=_seen(attention_mask),
+        mask=_visible(attention_mask),
         is_causal=True,
-        dropout=_dropout(module),
+        dropout=dropout,
         owner="ChatGLM",
-        own=own,
+        own=original,
     )
-    return attend_by(patch, query, key, value, context).permute(2, 0, 1, 3).flatten(2)
-
-
-def _dropout(module: nn.Module) -> float:
-    return getattr(getattr(module, "attention_dropout", None), "p", 0.0) if module.training else 0.0
-
-
-def _owners(model: nn.Module) -> dict[str, nn.Module]:
-    """The modules that hold a `core_attention`, by name."""
-    return {
-        name: module
-        for name, module in model.named_modules()
-        if name.rpartition(".")[2] == "self_attention"
-        and isinstance(getattr(module, "core_attention", None), nn.Module)
-    }
+    return attention_of(patch)(query, key, value, context).permute(2, 0, 1, 3).flatten(2)
 
 
 def _heads(model: nn.Module) -> _Heads:
@@ -120,18 +112,17 @@ def _heads(model: nn.Module) -> _Heads:
     return _Heads(n_heads, n_groups)
 
 
-def _seen(attention_mask: Tensor | None) -> Tensor | None:
-    """True = attend, and nothing for padded queries.
+def _visible(attention_mask: Tensor | None) -> Tensor | None:
+    """The mask with True = attend, and nothing for padding queries.
 
-    ChatGLM lets padded queries see everything, the future included, to keep their softmax defined. Such a row is
-    known by seeing the last key although it is not the last; nobody reads its output.
+    ChatGLM lets padding queries see all keys, later ones included, to keep their softmax defined. Such a query
+    sees the last key although it is not the last query. Its output is not used.
     """
     if attention_mask is None:
         return None
-    seen = ~attention_mask.bool()
-    n_query = seen.shape[-2]
-    if n_query > 1:
-        padded = seen[..., -1:].clone()
-        padded[..., -1, :] = False
-        seen = seen & ~padded
-    return seen
+    visible = ~attention_mask.bool()
+    if visible.shape[-2] > 1:
+        padding = visible[..., -1:].clone()
+        padding[..., -1, :] = False
+        visible = visible & ~padding
+    return visible

@@ -1,45 +1,51 @@
-"""How each call of one layer is answered during a generation, and what later calls reuse of it.
+"""How each call of one layer is answered during a generation, and what later calls reuse.
 
-A layer is asked again and again while its keys grow: for pieces of a prompt, then for a few new tokens at a time.
-`Decoder` decides which way each call goes, whoever owns the keys: a cache of ours (`PrescoredLayer`), or a model
-that shows all of them at every step (`ExternalCache`).
+A layer is called with chunks of a prompt, then with a few new tokens at a time. `LayerCache` decides how each call
+is answered: `PrescoredLayer` holds one for keys in a cache of ours, `ExternalCache` one for models that pass all
+keys at every step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from prescore.autograd import without_autocast
-from prescore.call import first_real
-from prescore.config import Config, Routed, Selected
+from prescore.autograd import records_gradients, without_autocast
+from prescore.call import first_real, make_call
+from prescore.config import Config, Coupling, Exact, Routed, Selected
 from prescore.errors import Unsupported
-from prescore.integrations.state import SelectionState
-from prescore.rng import DEFAULT_SEED
+from prescore.ops.backend import Needs, accumulation_dtype, pick_backend
+from prescore.rng import DEFAULT_SEED, Streams
 from prescore.routed.decode import RoutedIndex
 from prescore.routed.layout import make_layout
+from prescore.selected.plan import make_plan
+from prescore.types import Reads, Result
 
 STEP_AT_MOST = 32
-"""Queries of one decode step; more at once are another piece of the prompt."""
+"""Queries of one decode step; more at once are another chunk of the prompt."""
 
 PROMPT = "prescored"
 OVER_SELECTION = "step over the selection"
 OVER_CLUSTERS = "routed step"
 OVER_ALL = "step over all keys"
 
+_MIN_ROOM = 64
+_PROBES = 16
+
 
 class Request(NamedTuple):
-    """How a layer wants to attend.
+    """How a layer attends.
 
     Attributes:
         config: Its configuration.
         scale: Factor of the logits; None = `D ** -0.5`.
-        dropout: Probability of dropping a weight.
+        dropout: Probability of dropping an attention weight.
         seed: Of everything that is drawn.
     """
 
@@ -51,7 +57,7 @@ class Request(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class CachedKeys:
-    """The keys a call may read, its own newest ones included.
+    """The keys a call may read, those of the new tokens included.
 
     Attributes:
         key: `[B, Hkv, n, D]`, the last `n` keys: all of them, unless earlier ones were evicted.
@@ -67,309 +73,577 @@ class CachedKeys:
     n_keys: int
     in_order: bool = True
 
-    def until(self, end: int) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Keys, values and validity of the positions before `end`."""
+    def until(self, end: int) -> CachedKeys:
+        """The keys before position `end`."""
         valid = None if self.valid is None else self.valid[:, :end]
-        return self.key[:, :, :end], self.value[:, :, :end], valid
-
-    def since(self, first: int) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Keys, values and validity from position `first` on."""
-        held = first - (self.n_keys - self.key.shape[2])
-        valid = None if self.valid is None else self.valid[:, first:]
-        return self.key[:, :, held:], self.value[:, :, held:], valid
+        return replace(self, key=self.key[:, :, :end], value=self.value[:, :, :end], valid=valid, n_keys=end)
 
 
 class Step(NamedTuple):
-    """Which way a call goes.
+    """How a call is answered.
 
     Attributes:
         path: In words.
-        output: `[B, Hq, Nq, Dv]`; None = the caller attends, pre-scored to a `PROMPT`, exactly `OVER_ALL`.
-        count_keys: Counts the key and centroid rows that a query met, on average; None = the caller knows.
-        figures: What is known of it beside that, by the names of `Stats`.
+        result: The answer; None = the caller attends, pre-scored for `PROMPT`, exactly for `OVER_ALL`.
     """
 
     path: str
-    output: Tensor | None = None
-    count_keys: Callable[[], float] | None = None
-    figures: Mapping[str, Any] = MappingProxyType({})
+    result: Result | None = None
 
 
-class LayerCache(Protocol):
-    """Remembers for a layer from one call to the next."""
-
-    def step(self, query: Tensor, past: CachedKeys, request: Request) -> Step:
-        """Answer a call, or say how it is to be answered; `past` is what the model showed."""
-
-
-def remembers(config: Config) -> bool:
-    """Whether decoding keeps a selection; if not, a step chooses among all keys, or reads them all.
-
-    There is nothing to remember when nothing is filtered out.
-    """
+def keeps_selection(config: Config) -> bool:
+    """Whether decode steps reuse a selection; other configurations choose at every step, or read all keys."""
     return isinstance(config, Selected) and not (isinstance(config.top_k, float) and config.top_k == 1.0)
 
 
-def selectable(n_keys: int, n_query: int) -> int:
-    """The first keys among which the newest queries may choose.
-
-    One token chooses among all keys, its own included, as in `prescored_attention`; several would see one
-    another's future there, and choose among those before them.
-    """
-    return n_keys if n_query == 1 else n_keys - n_query
-
-
-def routes(config: Routed, n_query: int, n_keys: int, *, is_causal: bool) -> bool:
-    """Whether some query of a call without padding reads less than it sees."""
+def routes(config: Routed, n_query: int, n_keys: int, is_causal: bool) -> bool:
+    """Whether some query of a call without padding reads fewer keys than it sees."""
     layout = make_layout(n_query, n_keys, causal=is_causal, config=config)
     if is_causal:
         return layout.n_chunks > 0
     return n_query >= config.exact_until and n_keys >= layout.sinks + layout.chunk
 
 
-class Decoder:
-    """The state of one layer between calls.
+class LayerCache:
+    """What one layer keeps between calls: keys and values, a selection or an index of clusters.
 
     Args:
-        evict: Let the owner of the keys free them once a selection is made, which is then final.
-        refresh_every: Select anew after so many tokens; None = never.
-        owned: Whether keys change only in ways that this decoder is told of. Clusters are kept through steps only
-            then: whoever merely shows keys may have exchanged some.
+        evict: Free the keys and values once a selection is made; the selection is then final.
+        refresh_every: Select again after so many tokens; None = never.
+        owned: Whether all changes of the keys go through this object. Clusters are kept only then.
+        warned: Warnings already given; layers that share the set warn once.
 
     Attributes:
-        state: The selection; None until it is made.
+        n_tokens: Tokens so far, those evicted included.
+        buffer: All keys and values; None before the first token, after an eviction, and for external caches.
+        selection: The selection; None until it is made.
         evicted: Whether only the selection and later tokens are left.
+        valid: `[B, n_tokens]`, True = a real key, as of the last call; None = all are.
+        request: The request of the last call.
     """
 
-    def __init__(self, *, evict: bool = False, refresh_every: int | None = None, owned: bool = True) -> None:
+    def __init__(
+        self,
+        *,
+        evict: bool = False,
+        refresh_every: int | None = None,
+        owned: bool = True,
+        warned: set[str] | None = None,
+    ) -> None:
         self.evict = evict
         self.refresh_every = refresh_every
-        self.owned = owned
-        self.state: SelectionState | None = None
+        self._owned = owned
+        self._warned = set() if warned is None else warned
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self.n_tokens = 0
+        self.buffer: KVBuffer | None = None
+        self.selection: SelectionState | None = None
         self.evicted = False
+        self.valid: Tensor | None = None
+        self.request: Request | None = None
         self._index: tuple[tuple[Routed, float], RoutedIndex] | None = None
 
-    def step(self, query: Tensor, past: CachedKeys, request: Request) -> Step:
-        """Answer the newest queries `[B, Hq, Nq, D]`, or say how they are to be answered."""
+    @property
+    def held(self) -> KVBuffer | None:
+        """The buffer of all keys, or after an eviction that of the selection."""
+        if self.buffer is None and self.selection is not None:
+            return self.selection.buffer
+        return self.buffer
+
+    @property
+    def n_bytes(self) -> int:
+        """Memory of keys, values and selection."""
+        buffers = (self.buffer, None if self.selection is None else self.selection.buffer)
+        return sum(buffer.n_bytes for buffer in buffers if buffer is not None)
+
+    def append(self, key: Tensor, value: Tensor) -> None:
+        """Add the keys and values of new tokens; after an eviction the next step adds them to the selection."""
+        held = self.held
+        if held is not None and held.key.shape[:2] != key.shape[:2]:
+            raise ValueError(
+                f"past_key_values must be of as many sequences and heads as the inputs, "
+                f"{tuple(key.shape[:2])}, got {tuple(held.key.shape[:2])}"
+            )
+        self.n_tokens += key.shape[2]
+        if self.buffer is not None:
+            self.buffer.append(key, value)
+        elif not self.evicted:
+            self.buffer = KVBuffer(key, value)
+
+    def step(self, query: Tensor, keys: CachedKeys, request: Request) -> Step:
+        """Answer the newest queries `[B, Hq, Nq, D]`, or say how to answer them."""
         n_query = query.shape[2]
-        if n_query == past.n_keys or n_query > STEP_AT_MOST or not past.in_order:
-            self.forget("a further piece of the prompt needs all keys")
+        self.valid, self.request = keys.valid, request
+        self._warn_if_idle(request.config)
+        if n_query == keys.n_keys or n_query > STEP_AT_MOST or not keys.in_order:
+            self.drop_selection("a further chunk of the prompt needs all keys")
             return Step(PROMPT)
-        if remembers(request.config):
-            state = self._up_to_date(past, n_query, request)
-            output = state.attend(query, request.scale, request.dropout)
-            return Step(OVER_SELECTION, output, state.keys_read(n_query))
-        self.needs_all()
-        index = self._clusters(query, past, request)
+        if keeps_selection(request.config):
+            selection = self._updated_selection(keys, n_query, request)
+            output = selection.attend(query, request.scale, request.dropout)
+            return Step(OVER_SELECTION, Result(output, output.new_empty(0), selection.count_reads(n_query)))
+        self.require_all_keys()
+        index = self._routed_index(query, keys, request)
         if index is None:
             return Step(OVER_ALL)
-        with without_autocast(query, past.key, past.value) as tensors:
-            output, rows = index.attend(*tensors).output, index.keys_read
-        return Step(OVER_CLUSTERS, output, lambda: rows, index.figures)
+        with without_autocast(query, keys.key, keys.value) as tensors:
+            attended = index.attend(*tensors)
+        reads = Reads(index.keys_read)
+        return Step(OVER_CLUSTERS, Result(*attended, lambda: reads, index.figures))
 
-    def select(self, past: CachedKeys, request: Request) -> None:
-        """Make the selection now instead of at the first step, where one will be needed and there is none."""
-        if self.state is None and remembers(request.config):
-            self._keep(self._selected(past, past.n_keys, request))
+    def select(self, keys: CachedKeys | None = None, request: Request | None = None) -> None:
+        """Make the selection now instead of at the first step, where steps will need one and there is none.
 
-    def needs_all(self) -> None:
-        """Refuse when some keys are gone."""
+        Args:
+            keys: The keys to select from; None = all that are held.
+            request: How to attend; None = as in the last call.
+        """
+        if keys is None and self.buffer is not None:
+            valid = self.valid
+            if valid is not None:  # tokens since the last call of `step` are real
+                valid = torch.nn.functional.pad(valid, (0, self.n_tokens - valid.shape[1]), value=True)
+            keys = CachedKeys(self.buffer.key, self.buffer.value, valid, self.n_tokens)
+        request = request or self.request
+        if self.selection is None and keys is not None and request is not None and keeps_selection(request.config):
+            self._keep(self._select(keys, request))
+
+    def require_all_keys(self) -> None:
+        """Refuse when some keys were evicted."""
         if self.evicted:
             raise Unsupported("attention over all keys", ["the cache has evicted the unselected ones"])
 
-    def forget(self, reason: str) -> None:
-        """Give the selection up; refused when nothing else is left."""
+    def drop_selection(self, reason: str) -> None:
+        """Drop the selection; refused when the keys were evicted."""
         if self.evicted:
             raise Unsupported("a cache with evicted keys", [reason])
-        self.state = None
+        self.selection = None
 
-    def reset(self) -> None:
-        """Start anew."""
-        self.state = self._index = None
-        self.evicted = False
-
-    def crop(self, n_keys: int) -> None:
-        """Forget the keys after the first `n_keys`; a selection that saw none of them stays."""
+    def crop(self, n_tokens: int) -> None:
+        """Forget the tokens after the first `n_tokens`; a selection made before them stays."""
+        if self.selection is not None and n_tokens < self.selection.n_selected_from:
+            self.drop_selection(f"a crop to {n_tokens} tokens removes keys that were selected from")
+        self.n_tokens = min(self.n_tokens, n_tokens)
+        self.valid = None if self.valid is None else self.valid[:, :n_tokens]
+        if self.buffer is not None:
+            self.buffer.crop(n_tokens)
+        if self.selection is not None:
+            self.selection.crop(n_tokens - self.selection.n_selected_from)
         if self._index is not None:
-            self._index[1].crop(n_keys)
-        if self.state is not None and n_keys < self.state.n_selected_from:
-            self.forget(f"a crop to {n_keys} tokens goes behind the selection")
-        elif self.state is not None:
-            self.state.crop(n_keys - self.state.n_selected_from)
+            self._index[1].crop(n_tokens)
 
-    def take(self, index: Tensor, n_before: int) -> None:
-        """Keep these of `n_before` batch rows, in this order."""
-        if self.state is not None:
-            self.state.take(index)
-        if self._index is not None and index.numel() == n_before:
-            self._index[1].reorder(index)
+    def take(self, sequences: Tensor) -> None:
+        """Keep these sequences of the batch, in this order; an index may occur several times."""
+        if self._index is not None and self.held is not None and len(sequences) == self.held.key.shape[0]:
+            self._index[1].reorder(sequences)
         else:
             self._index = None
+        if self.selection is not None:
+            self.selection.buffer.take(sequences)
+        if self.buffer is not None:
+            self.buffer.take(sequences)
+        if self.valid is not None:
+            self.valid = self.valid.index_select(0, sequences.to(self.valid.device))
 
-    def repeat(self, repeats: int) -> None:
-        """Repeat every batch row."""
-        self._index = None
-        if self.state is not None:
-            self.state.repeat(repeats)
+    def save_point(self) -> Callable[[], None]:
+        """Remember what is held; the returned function goes back to it. Buffers grow in place, and are cropped."""
+        before = dict(vars(self))
 
-    def _up_to_date(self, past: CachedKeys, n_query: int, request: Request) -> SelectionState:
-        """The selection with the newest tokens behind it; made, or made anew, where that is due."""
-        if self.state is not None and self.state.config != request.config:
-            self.forget("the configuration changed")
-        if self.state is not None and self._is_old(self.state, past.n_keys):
-            self.forget("refresh_every selects among all keys again")
-        state = self.state or self._selected(past, selectable(past.n_keys, n_query), request)
-        first = state.n_selected_from + state.n_since
-        if first < past.n_keys:
-            state.append(*past.since(first))
-        self._keep(state)
-        return state
+        def go_back() -> None:
+            vars(self).update(before)
+            self.crop(self.n_tokens)
 
-    def _is_old(self, state: SelectionState, n_keys: int) -> bool:
-        return self.refresh_every is not None and n_keys - state.n_selected_from >= self.refresh_every
+        return go_back
 
-    def _selected(self, past: CachedKeys, n_keys: int, request: Request) -> SelectionState:
-        self.needs_all()
-        return SelectionState.select(*past.until(n_keys), request.config, request.seed)
+    def _updated_selection(self, keys: CachedKeys, n_query: int, request: Request) -> SelectionState:
+        """The selection with the newest tokens appended; made where there is none, or where it is due again."""
+        selection = self.selection
+        if selection is not None and selection.config != request.config:
+            self.drop_selection("the configuration changed")
+        elif selection is not None and self._is_due(keys.n_keys - selection.n_selected_from):
+            self.drop_selection("refresh_every selects among all keys again")
+        selection = self.selection or self._select(keys.until(_n_selectable(keys.n_keys, n_query)), request)
+        first = selection.n_selected_from + selection.n_since
+        if first < keys.n_keys:
+            place = first - (keys.n_keys - keys.key.shape[2])
+            valid = None if keys.valid is None else keys.valid[:, first:]
+            selection.append(keys.key[:, :, place:], keys.value[:, :, place:], valid)
+        self._keep(selection)
+        return selection
 
-    def _keep(self, state: SelectionState) -> None:
-        self.state, self.evicted = state, self.evict
+    def _is_due(self, n_since: int) -> bool:
+        return self.refresh_every is not None and n_since >= self.refresh_every
 
-    def _clusters(self, query: Tensor, past: CachedKeys, request: Request) -> RoutedIndex | None:
-        """The nodes that new queries choose from; None where they read everything instead."""
+    def _select(self, keys: CachedKeys, request: Request) -> SelectionState:
+        self.require_all_keys()
+        return SelectionState.select(keys.key, keys.value, keys.valid, request.config, request.seed)
+
+    def _keep(self, selection: SelectionState) -> None:
+        self.selection, self.evicted = selection, self.evict
+        if self.evict:
+            self.buffer = None
+
+    def _routed_index(self, query: Tensor, keys: CachedKeys, request: Request) -> RoutedIndex | None:
+        """The clusters that new queries choose from; None where they read every key instead."""
         config = request.config
-        if not isinstance(config, Routed) or not self.owned:
+        if not isinstance(config, Routed) or not self._owned or not routes(config, 1, keys.n_keys, True):
             return None
-        if past.n_keys <= config.exact_until:
-            return None
-        learned = torch.is_grad_enabled() and query.requires_grad
-        if request.dropout or learned:
-            return None  # a step has neither dropout nor gradients
+        if request.dropout or records_gradients(query, keys.key, keys.value):
+            return None  # the index has neither dropout nor gradients
         start = None
-        if past.valid is not None and not bool(past.valid.all()):
-            start = first_real(past.valid)
-            padding = torch.arange(past.n_keys, device=start.device) < start[:, None]
-            if not torch.equal(past.valid, ~padding):
-                return None  # padding behind or between real keys: positions would not be those of the trees
-        made = (config, float(query.shape[-1] ** -0.5 if request.scale is None else request.scale))
-        if self._index is None or self._index[0] != made:
-            self._index = (made, RoutedIndex(config, scale=made[1], start=start, seed=request.seed))
+        if keys.valid is not None and not bool(keys.valid.all()):
+            start = first_real(keys.valid)
+            position = torch.arange(keys.n_keys, device=start.device)
+            if not torch.equal(keys.valid, position >= start[:, None]):
+                return (
+                    None  # padding behind or between real keys: positions would differ from those of the clusters
+                )
+        made_for = (config, float(query.shape[-1] ** -0.5 if request.scale is None else request.scale))
+        if self._index is None or self._index[0] != made_for:
+            self._index = (made_for, RoutedIndex(config, scale=made_for[1], start=start, seed=request.seed))
         return self._index[1]
 
+    def _warn_if_idle(self, config: Config) -> None:
+        """Warn once about settings for selections where none is made."""
+        settings = ["evict=True"] if self.evict else []
+        settings += [] if self.refresh_every is None else [f"refresh_every={self.refresh_every}"]
+        if not settings or keeps_selection(config):
+            return
+        text = f"{settings[0]} of the cache does nothing under {type(config).__name__}, which keeps every key"
+        if text not in self._warned:
+            self._warned.add(text)
+            warnings.warn(text, stacklevel=3)
 
-# Decoding for models whose cache is not ours: it follows the keys it is shown, and checks that they go on.
 
-_PROBES = 16
+def _n_selectable(n_keys: int, n_query: int) -> int:
+    """How many of the first keys the newest queries may select from.
+
+    One query selects from all keys, its own included, as in `prescored_attention`. Several queries would see each
+    other's future there, so they select from the keys before them.
+    """
+    return n_keys if n_query == 1 else n_keys - n_query
+
+
+class ExternalCache:
+    """Reuses one selection for a model whose cache is not ours, as long as each call continues the one before.
+
+    Such a model passes all keys at every step, and no object that could hold a state. So every step compares some
+    keys of the prompt, and all keys after it, with those of the step before. Another prompt means another
+    selection. Where only later keys changed (reordered beams), recent keys are read again; if the selection was
+    made from keys that changed, it is made again from as many keys.
+    """
+
+    def __init__(self) -> None:
+        self._cache = LayerCache(owned=False)
+        self._n_prompt = 0  # 0 = unknown
+        self._known: _KnownKeys | None = None
+
+    @property
+    def selection(self) -> SelectionState | None:
+        """The selection of the last step; None where it made none."""
+        return self._cache.selection
+
+    def step(self, query: Tensor, keys: CachedKeys, request: Request) -> Step:
+        """Answer a call, or say how to answer it; `keys` holds all keys so far, perhaps with unused room."""
+        n_query = query.shape[2]
+        keys = _without_room(keys, n_query)
+        if self._known is not None and not self._continues(self._known, keys, n_query):
+            self._start_again(self._known, keys, n_query, request)
+        step = self._cache.step(query, keys, request)
+        if step.path == PROMPT:
+            self._n_prompt = keys.n_keys
+        elif not 0 < self._n_prompt <= keys.n_keys - n_query:
+            self._n_prompt = keys.n_keys - n_query  # the prompt was read elsewhere
+        selection = self._cache.selection
+        if selection is None:
+            self._known = None
+        elif self._known is None or self._known.selection is not selection:
+            self._known = _KnownKeys.of(selection, self._n_prompt, keys.key)
+        return step
+
+    def _continues(self, known: _KnownKeys, keys: CachedKeys, n_query: int) -> bool:
+        """Whether the selection was made from keys that the queries may see; drops recent tokens that differ."""
+        selection = known.selection
+        if _n_selectable(keys.n_keys, n_query) < selection.n_selected_from:
+            return False
+        if not known.same_prompt(keys.key) or not known.same_later(keys.key):
+            return False
+        end = selection.n_selected_from + selection.n_since
+        recent = keys.key[:, :, selection.n_selected_from : end]
+        if not _equal(recent, selection.buffer.key[:, :, selection.n_entries :]):
+            selection.crop(0)
+        return True
+
+    def _start_again(self, known: _KnownKeys, keys: CachedKeys, n_query: int, request: Request) -> None:
+        """Drop the selection; after the same prompt, make it again from as many keys."""
+        self._cache.clear()
+        self._known, n_keys = None, known.selection.n_selected_from
+        if not known.same_prompt(keys.key):
+            self._n_prompt = 0
+        elif n_keys <= _n_selectable(keys.n_keys, n_query):
+            self._cache.select(keys.until(n_keys), request)
 
 
 @dataclass(frozen=True, eq=False)
-class _Seen:
-    """Keys to recognise a text by: a few of its prompt, and all that a selection saw behind it.
+class _KnownKeys:
+    """Keys that identify a text: a few of its prompt, and all later ones that a selection was made from."""
 
-    Attributes:
-        state: The selection.
-        n_prompt: Keys of the prompt.
-        prompt: Some of its rows.
-        later: `[B, Hkv, n_selected_from - n_prompt, D]`, every key behind it that was selected from.
-    """
-
-    state: SelectionState
+    selection: SelectionState
     n_prompt: int
     prompt: Tensor
     later: Tensor
 
     @classmethod
-    def of(cls, state: SelectionState, n_prompt: int, key: Tensor) -> _Seen:
-        """What to remember of the keys that a selection was made from."""
-        n_prompt = min(n_prompt, state.n_selected_from)
-        later = key.detach()[:, :, n_prompt : state.n_selected_from].clone()
-        return cls(state, n_prompt, _probe(key[:, :, :n_prompt]).clone(), later)
+    def of(cls, selection: SelectionState, n_prompt: int, key: Tensor) -> _KnownKeys:
+        n_prompt = min(n_prompt, selection.n_selected_from)
+        later = key.detach()[:, :, n_prompt : selection.n_selected_from].clone()
+        return cls(selection, n_prompt, _probe(key[:, :, :n_prompt]).clone(), later)
 
     def same_prompt(self, key: Tensor) -> bool:
-        """Whether the keys begin with the prompt."""
         return _equal(_probe(key[:, :, : self.n_prompt]), self.prompt)
 
     def same_later(self, key: Tensor) -> bool:
-        """Whether what was selected from behind the prompt is still there."""
         return _equal(key[:, :, self.n_prompt : self.n_prompt + self.later.shape[2]], self.later)
 
 
-class ExternalCache:
-    """Reuses one selection as long as each call's keys continue those of the call before.
-
-    A model that hands over all keys at every step, but no cache object, leaves no place for a state that its
-    caller owns. So this one believes nothing: before every step it compares some of the prompt's keys, and all
-    keys since, with what it is shown. Another prompt means another selection. Behind the same prompt (beams that
-    were reordered) recent keys are read again, and where the selection saw some that changed, it is made again
-    among as many keys, as if they had been there before.
-    """
-
-    def __init__(self) -> None:
-        self._decoder = Decoder(owned=False)
-        self._n_prompt = 0  # 0 = none was seen
-        self._seen: _Seen | None = None
-
-    @property
-    def state(self) -> SelectionState | None:
-        """The selection of the last step; None where it made none."""
-        return self._decoder.state
-
-    def step(self, query: Tensor, past: CachedKeys, request: Request) -> Step:
-        """Answer a call, or say how it is to be answered; `past` holds all keys so far, perhaps unused room."""
-        n_query = query.shape[2]
-        past = _used(past, n_query)
-        if self._seen is not None and not self._goes_on(self._seen, past, n_query):
-            self._begin_again(self._seen, past, n_query, request)
-        step = self._decoder.step(query, past, request)
-        made = self._decoder.state
-        if step.path == PROMPT:
-            self._n_prompt = past.n_keys
-        elif not 0 < self._n_prompt <= past.n_keys - n_query:
-            self._n_prompt = past.n_keys - n_query  # it was shown to somebody else
-        if made is None:
-            self._seen = None
-        elif self._seen is None or self._seen.state is not made:
-            self._seen = _Seen.of(made, self._n_prompt, past.key)
-        return step
-
-    def _goes_on(self, seen: _Seen, past: CachedKeys, n_query: int) -> bool:
-        """Whether the selection is of keys that the queries may see; recent tokens that differ are dropped."""
-        state = seen.state
-        if selectable(past.n_keys, n_query) < state.n_selected_from:
-            return False
-        if not seen.same_prompt(past.key) or not seen.same_later(past.key):
-            return False
-        known = past.key[:, :, state.n_selected_from : state.n_selected_from + state.n_since]
-        if not _equal(known, state.rows.key[:, :, state.n_rows :]):
-            state.crop(0)
-        return True
-
-    def _begin_again(self, seen: _Seen, past: CachedKeys, n_query: int, request: Request) -> None:
-        """Give the selection up; in the same text, make it again where it was made."""
-        self._decoder.reset()
-        self._seen, n_keys = None, seen.state.n_selected_from
-        if not seen.same_prompt(past.key):
-            self._n_prompt = 0
-        elif n_keys <= selectable(past.n_keys, n_query):
-            self._decoder.select(CachedKeys(*past.until(n_keys), n_keys), request)
+def _without_room(keys: CachedKeys, n_query: int) -> CachedKeys:
+    """Without the unused room of a static cache, behind the newest key."""
+    if n_query > 1 or keys.valid is None:
+        return keys
+    real = keys.valid.any(dim=0).nonzero()
+    return keys.until(int(real.max()) + 1 if len(real) else keys.n_keys)
 
 
-def _used(past: CachedKeys, n_query: int) -> CachedKeys:
-    """Without what lies behind the newest key: a static cache has room there, which no sequence has reached."""
-    if n_query > 1 or past.valid is None:
-        return past
-    reached = past.valid.any(dim=0).nonzero()
-    n_keys = int(reached.max()) + 1 if len(reached) else past.n_keys
-    key, value, valid = past.until(n_keys)
-    return replace(past, key=key, value=value, valid=valid, n_keys=n_keys)
-
-
-def _equal(shown: Tensor, known: Tensor) -> bool:
-    return shown.shape == known.shape and torch.equal(shown, known)
+def _equal(key: Tensor, known: Tensor) -> bool:
+    return key.shape == known.shape and torch.equal(key, known)
 
 
 def _probe(key: Tensor) -> Tensor:
-    """A few rows spread over the keys; the last is always among them."""
+    """A few keys at even distances; the last is always among them."""
     n_keys = key.shape[2]
-    places = torch.linspace(0, n_keys - 1, min(_PROBES, n_keys), device=key.device).round().long()
-    return key.detach()[:, :, places]
+    places = torch.linspace(0, n_keys - 1, min(_PROBES, n_keys), dtype=torch.float64, device=key.device)
+    return key.detach()[:, :, places.round().long()]
+
+
+class SelectionState:
+    """Selected keys, centroids of the others, and every token since, in one buffer.
+
+    A step is one exact attention over `n_entries + n_since` entries, however many keys there were.
+
+    Attributes:
+        config: The configuration of the selection.
+        buffer: The entries and the tokens since.
+        n_selected_from: Keys that were there when it was made.
+        n_entries: Entries that represent them: selected keys, then centroids.
+        n_centroids: How many of the entries are centroids.
+    """
+
+    def __init__(
+        self, config: Selected, buffer: KVBuffer, n_selected_from: int, n_entries: int, n_centroids: int
+    ) -> None:
+        self.config = config
+        self.buffer = buffer
+        self.n_selected_from = n_selected_from
+        self.n_entries = n_entries
+        self.n_centroids = n_centroids
+
+    @classmethod
+    def select(
+        cls, key: Tensor, value: Tensor, valid: Tensor | None, config: Config, seed: int = DEFAULT_SEED
+    ) -> SelectionState:
+        """Select among the keys so far.
+
+        The entries are those that `prescored_attention` of one query over the same keys would read, with exact
+        attention over the selection, so that a fresh selection gives the same output.
+
+        Args:
+            key: `[B, Hkv, N, D]`.
+            value: `[B, Hkv, N, Dv]`.
+            valid: `[B, N]`, True = a real key; None = all.
+            config: A `Selected`.
+            seed: Of the scorer, as `generator` of `prescored_attention`.
+        """
+        if not isinstance(config, Selected):
+            raise TypeError(f"config must be a Selected to keep a selection, got {type(config).__name__}")
+        query = key[:, :, -1:]
+        backend = pick_backend(Needs.of(query))
+        call = make_call(
+            query, key, value, valid, is_causal=False, scale=None, backend=backend, streams=Streams(seed)
+        )
+        plan = make_plan(call, _with_exact_inner(config))
+        if not plan.parts:  # nothing but padding so far
+            return cls(config, KVBuffer(key[:, :, :0], value[:, :, :0]), key.shape[2], 0, 0)
+        (part,) = plan.parts
+        entries, n_centroids = [], 0
+        for name in ("key", "value"):
+            table: Tensor = getattr(plan, name)
+            rows = table.reshape(-1, table.shape[-1])
+            rows = rows if part.key_rows is None else rows[part.key_rows]
+            rows = rows.view(part.shape[0], -1, table.shape[-1])
+            if part.extra_rows is not None and plan.centroids is not None:
+                n_centroids = part.extra_rows.shape[1]
+                rows = torch.cat((rows, getattr(plan.centroids, name)[part.extra_rows]), dim=1)
+            entries.append(rows.unflatten(0, key.shape[:2]))
+        bias = None
+        if part.bias is not None and bool(part.bias.any()):
+            bias = part.bias.reshape(entries[0].shape[:3])
+        buffer = KVBuffer(entries[0], entries[1], bias)
+        return cls(config, buffer, key.shape[2], buffer.length, n_centroids)
+
+    @property
+    def n_since(self) -> int:
+        """Tokens appended since the selection."""
+        return self.buffer.length - self.n_entries
+
+    def append(self, key: Tensor, value: Tensor, valid: Tensor | None) -> None:
+        """Add new tokens; `valid [B, n]` marks padding among them."""
+        bias = None
+        if valid is not None and not bool(valid.all()):
+            dtype = accumulation_dtype(key.dtype)
+            hidden = torch.zeros(valid.shape, dtype=dtype, device=key.device).masked_fill_(~valid, -torch.inf)
+            bias = hidden[:, None, :].expand(key.shape[:3])
+            key, value = (t.masked_fill(~valid[:, None, :, None], 0) for t in (key, value))
+        self.buffer.append(key, value, bias)
+
+    def attend(self, query: Tensor, scale: float | None, dropout: float = 0.0) -> Tensor:
+        """Exact attention of the last `Nq` tokens over all entries up to each of them, in one call."""
+        return attend_last(query, self.buffer.key, self.buffer.value, self.buffer.bias, scale, dropout)
+
+    def count_reads(self, n_query: int) -> Callable[[], Reads]:
+        """Counts what the last `n_query` tokens read; padding and empty clusters do not count."""
+        centroids = slice(self.n_entries - self.n_centroids, self.n_entries)
+        return partial(_count_reads, self.buffer.length, self.buffer.bias, centroids, n_query)
+
+    def crop(self, n_since: int) -> None:
+        """Forget the tokens after the first `n_since`."""
+        self.buffer.crop(self.n_entries + n_since)
+
+
+def _with_exact_inner(config: Selected) -> Selected:
+    """One query over its selection is exact, also where `min_fraction` makes attention run unfiltered."""
+    return config.replace(
+        inner=Exact(),
+        min_seq_len=max(2, config.min_seq_len),
+        # these need an Lsh inside
+        leaf_inclusive=False,
+        coupling=Coupling(mask=config.coupling.mask),
+    )
+
+
+def attend_last(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale: float | None, dropout: float = 0.0
+) -> Tensor:
+    """Attention of the last `Nq` tokens, each over all keys up to its own.
+
+    Args:
+        query: `[B, Hq, Nq, D]`.
+        key: `[B, Hkv, n, D]`, the last `Nq` being those of the queries.
+        value: `[B, Hkv, n, Dv]`.
+        bias: `[B, Hkv, n]` added to the logits, or None.
+        scale: Factor of the logits.
+        dropout: Probability of dropping a weight, drawn by torch.
+    """
+    batch, n_heads, n_query, dim = query.shape
+    n_kv_heads, n_keys = key.shape[1:3]
+    # the queries of a group become queries of one head, so that no key is repeated
+    grouped = query.reshape(batch, n_kv_heads, -1, dim)
+    mask = None if bias is None else bias[:, :, None, :]
+    if mask is not None and query.device.type != "cpu":
+        # elsewhere torch takes the mask in the queries' dtype only, which rounds the logs of counts
+        mask = mask.to(query.dtype)
+    if n_query > 1:
+        position = torch.arange(n_keys, device=query.device) - (n_keys - n_query)
+        later = position > torch.arange(n_query, device=query.device)[:, None]
+        hidden = torch.zeros(n_query, n_keys, dtype=query.dtype, device=query.device)
+        hidden = hidden.masked_fill_(later, -torch.inf).repeat(n_heads // n_kv_heads, 1)
+        mask = hidden if mask is None else hidden + mask
+    output = torch.nn.functional.scaled_dot_product_attention(
+        grouped, key, value, attn_mask=mask, dropout_p=dropout, scale=scale
+    )
+    return output.reshape(batch, n_heads, n_query, -1)
+
+
+def _count_reads(length: int, bias: Tensor | None, centroids: slice, n_query: int) -> Reads:
+    if bias is None:
+        n_centroids = centroids.stop - centroids.start
+        return Reads(length - (n_query - 1) / 2 - n_centroids, float(n_centroids))
+    real = ~torch.isneginf(bias)
+    entries = float(real.cumsum(-1)[..., length - n_query :].double().mean())
+    n_centroids = float(real[..., centroids].sum(-1).double().mean())
+    return Reads(entries - n_centroids, n_centroids)
+
+
+class KVBuffer:
+    """Keys `[B, H, n, D]`, values `[B, H, n, Dv]` and a bias `[B, H, n]` that grow along the sequence.
+
+    They lie in larger tensors, so that appending writes new positions only. When gradients are recorded, or the
+    room is used up, everything is copied once. The bias keeps its own dtype: it holds logs of counts, which half
+    precision would round by percents.
+
+    Attributes:
+        length: Positions in use.
+    """
+
+    def __init__(self, key: Tensor, value: Tensor, bias: Tensor | None = None) -> None:
+        self._tables = [key, value] if bias is None else [key, value, bias[..., None]]
+        self._owned = False  # the caller's tensors are never written to
+        self.length = key.shape[2]
+
+    @property
+    def key(self) -> Tensor:
+        """The keys in use, a view."""
+        return self._tables[0][:, :, : self.length]
+
+    @property
+    def value(self) -> Tensor:
+        """The values in use, a view."""
+        return self._tables[1][:, :, : self.length]
+
+    @property
+    def bias(self) -> Tensor | None:
+        """What is added to each logit, a view; None = nothing."""
+        return self._tables[2][:, :, : self.length, 0] if len(self._tables) > 2 else None
+
+    @property
+    def n_bytes(self) -> int:
+        """Memory held, the room for later positions included."""
+        return sum(table.numel() * table.element_size() for table in self._tables)
+
+    def append(self, key: Tensor, value: Tensor, bias: Tensor | None = None) -> None:
+        """Add positions at the end; `bias` is 0 where none is given."""
+        if bias is not None and len(self._tables) == 2:
+            self._tables.append(torch.zeros_like(self._tables[0][..., :1], dtype=bias.dtype))
+        new = [key, value]
+        if len(self._tables) > 2:
+            more = torch.zeros_like(key[..., :1]) if bias is None else bias[..., None]
+            new.append(more.to(self._tables[2].dtype))
+        start, self.length = self.length, self.length + key.shape[2]
+        if records_gradients(*new, *self._tables):
+            self._tables = [
+                torch.cat((table[:, :, :start], more), dim=2)
+                for table, more in zip(self._tables, new, strict=True)
+            ]
+            return
+        if not self._owned or self.length > self._tables[0].shape[2]:
+            self._grow(start, self.length + max(_MIN_ROOM, self.length // 8))
+        for table, more in zip(self._tables, new, strict=True):
+            table[:, :, start : self.length] = more
+
+    def crop(self, length: int) -> None:
+        """Forget the positions from `length` on."""
+        self.length = min(self.length, length)
+
+    def take(self, sequences: Tensor) -> None:
+        """Keep these sequences of the batch, in this order; only positions in use are copied."""
+        sequences = sequences.to(self._tables[0].device)
+        self._tables = [table[:, :, : self.length].index_select(0, sequences) for table in self._tables]
+        self._owned = True
+
+    def _grow(self, length: int, size: int) -> None:
+        """Move the first `length` positions to tensors of `size` positions."""
+        for number, table in enumerate(self._tables):
+            self._tables[number] = table.new_empty(*table.shape[:2], size, table.shape[3])
+            self._tables[number][:, :, :length] = table[:, :, :length]
+        self._owned = True

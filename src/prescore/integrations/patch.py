@@ -1,14 +1,14 @@
-"""What an adapter of a foreign library is, and what all of them share.
+"""`Patch`: what replaces the attention of a module; and the protocol of an adapter.
 
-A replaced module carries a stack of seats, newest last: the last one acts. An undo takes its own seats away, so
-that several replacements of one model may be undone in any order, and the model is as it was when none is left.
+A module carries a stack of patches, and the newest one acts. An undo removes its own patch, so that several
+replacements of one model can be undone in any order. When none is left, the module is as it was.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from types import MethodType
 from typing import Any, Protocol
 from weakref import WeakValueDictionary
@@ -17,31 +17,30 @@ from torch import Tensor, nn
 
 from prescore.errors import Unsupported
 from prescore.integrations.attention import Attend, attend_exactly
-from prescore.types import Values
 
-_PATCHES = "_prescore_seats"
-_FORWARD = "_prescore_own_forward"
+_PATCHES = "_prescore_patches"
+_FORWARD = "_prescore_original_forward"
 
 Undo = Callable[[], None]
 
 
 class Adapter(Protocol):
-    """A module of `prescore.integrations` that knows one foreign library.
+    """A module of `prescore.integrations` that knows one model library.
 
-    Where it has more to do for users than to replace attention, it also has
-    `prepare(model, configs: Mapping[int, Config]) -> Undo`, which `prescore.apply` calls.
+    Two functions are optional: `prepare(model, configs: Mapping[int, Config]) -> Undo`, which `prescore.apply`
+    calls after replacing attention, and `prepare_context_parallel(model, parallel: ContextParallel) -> Undo`.
     """
 
     __name__: str
 
     def detect(self, model: nn.Module) -> bool:
-        """Whether the model is this adapter's, found out without importing what the model does not need."""
+        """Whether the model belongs to this library; imports nothing that the model does not need."""
 
     def layers(self, model: nn.Module) -> list[str]:
-        """Names of the attention layers in order; raises `Unsupported` when the model cannot be served."""
+        """Names of the attention layers in order; raises `Unsupported` for a model that cannot be served."""
 
     def replace_attention(self, model: nn.Module, functions: Mapping[int, Attend]) -> Undo:
-        """Let `functions[number]` be the attention of layer `number`, and all others exact; returns the undo.
+        """Let layer `number` attend by `functions[number]`, and all others exactly; returns the undo.
 
         If it raises, the model is as it was.
         """
@@ -49,13 +48,13 @@ class Adapter(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Patch:
-    """A function in the place of a module's attention.
+    """A function in place of a module's attention.
 
     Attributes:
         attend: The function.
         layer: The layer's number.
-        n_prefix: Tokens before the patches.
-        handle: Its number in this process, by which a compiled graph calls it.
+        n_prefix: Tokens before the image patches.
+        handle: A number by which compiled graphs find the patch.
     """
 
     attend: Attend
@@ -67,36 +66,30 @@ class Patch:
         _BY_HANDLE[self.handle] = self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # a copy is another seat, with a handle of its own
-        own = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "handle"}
-        return _unpickle_patch, (type(self), own)
-
-
-def _unpickle_patch(kind: type[Patch], values: Values) -> Patch:
-    return kind(**values)
+        return Patch, (self.attend, self.layer, self.n_prefix)  # a copy has its own handle
 
 
 _BY_HANDLE: WeakValueDictionary[int, Patch] = WeakValueDictionary()
 
 
-def patch_of(handle: int) -> Patch | None:
-    """The seat of a handle, as compiled graphs know it; None when nobody holds it any more."""
+def patch_by_handle(handle: int) -> Patch | None:
+    """The patch of a handle; None when it was undone."""
     return _BY_HANDLE.get(handle)
 
 
 def patches(module: nn.Module) -> list[Patch]:
-    """Who sits on a module, newest last."""
+    """The patches of a module, newest last."""
     found: list[Patch] = module.__dict__.get(_PATCHES, [])
     return found
 
 
 def attach_patch(module: nn.Module, patch: Patch) -> None:
-    """Sit down above all others."""
+    """Put a patch on top of the module's stack."""
     module.__dict__.setdefault(_PATCHES, []).append(patch)
 
 
 def detach_patch(module: nn.Module, patch: Patch) -> None:
-    """Stand up, wherever in the stack; nothing is left behind by the last one."""
+    """Remove a patch, wherever it is in the stack."""
     left = [other for other in patches(module) if other is not patch]
     if left:
         module.__dict__[_PATCHES] = left
@@ -110,21 +103,21 @@ def replace_forwards(
     forward: Callable[..., Tensor],
     n_prefix: Callable[[int], int] = lambda number: 0,
 ) -> Undo:
-    """Replace the attention of modules by a `forward` of ours, which asks `seats` what to call.
+    """Replace the `forward` of attention modules by one that calls the newest patch.
 
     Args:
         modules: All attention modules in order.
-        functions: What is to stand in their place.
-        forward: Becomes the modules' method; reaches their own as `own_forward(module)`.
-        n_prefix: Tokens before the patches, by number.
+        functions: Attention functions, by the modules' numbers.
+        forward: The new method; it calls the replaced one as `original_forward(module)`.
+        n_prefix: Tokens before the image patches, by the modules' numbers.
     """
     check_numbers(functions, len(modules))
-    taken = []
+    attached = []
     for number, module in enumerate(modules):
-        # layers left alone keep their own forward, unless somebody else sits there already
+        # modules without a function keep their forward, unless an earlier replacement acts there
         if number in functions or patches(module):
-            taken.append((module, Patch(functions.get(number, attend_exactly), number, n_prefix(number))))
-    for module, patch in taken:
+            attached.append((module, Patch(functions.get(number, attend_exactly), number, n_prefix(number))))
+    for module, patch in attached:
         if not patches(module):
             module.__dict__[_FORWARD] = module.__dict__.get("forward")
             # bound to the module, so that a deep copy of the model runs on its own weights
@@ -132,23 +125,23 @@ def replace_forwards(
         attach_patch(module, patch)
 
     def undo() -> None:
-        for module, patch in taken:
+        for module, patch in attached:
             if patch not in patches(module):
                 continue
             detach_patch(module, patch)
             if not patches(module):
                 del module.forward
-                own = module.__dict__.pop(_FORWARD)
-                if own is not None:
-                    module.forward = own
+                original = module.__dict__.pop(_FORWARD)
+                if original is not None:
+                    module.forward = original
 
     return undo
 
 
-def own_forward(module: nn.Module) -> Callable[..., Any]:
+def original_forward(module: nn.Module) -> Callable[..., Any]:
     """The forward that a module had before it was replaced."""
-    own: Callable[..., Any] | None = module.__dict__.get(_FORWARD)
-    return MethodType(type(module).forward, module) if own is None else own
+    original: Callable[..., Any] | None = module.__dict__.get(_FORWARD)
+    return MethodType(type(module).forward, module) if original is None else original
 
 
 def check_numbers(functions: Mapping[int, Attend], n_layers: int) -> None:
@@ -159,5 +152,5 @@ def check_numbers(functions: Mapping[int, Attend], n_layers: int) -> None:
 
 
 def refuse(model: nn.Module, names: Iterable[str], reason: str) -> Unsupported:
-    """The refusal of an architecture, by its name and the names of what is in the way."""
+    """The refusal of an architecture, with the names of the modules that cannot be served."""
     return Unsupported(f"apply on {type(model).__name__}", [f"{reason}, got {', '.join(sorted(set(names)))}"])

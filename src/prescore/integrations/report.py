@@ -1,95 +1,92 @@
-"""What a layer did since its last prompt began, by phase: reading the prompt, then its steps."""
+"""What the layers of a model did since their last prompt began, by phase (prefill, then steps), and as a table."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import TypeAlias
+from dataclasses import dataclass, field
 
 from prescore.config import Config, Exact, Hyper, Routed, Selected
-from prescore.integrations.decode import OVER_ALL, STEP_AT_MOST, routes
+from prescore.integrations.decode import OVER_ALL, OVER_CLUSTERS, OVER_SELECTION, STEP_AT_MOST, routes
+from prescore.ops.native.library import NO_LEVEL
+from prescore.types import Reads, Values
 
 PREFILL, STEPS = "prefill", "steps"
-SHORT = "exact: "
-"""How the words for a call begin that read everything although its configuration need not."""
+READS_ALL = "exact: "
+"""Begins the description of a call that read every key, followed by the reason."""
 
-CountRows: TypeAlias = Callable[[], float | None]
+_ERRORS = ("error estimate", "error bound", "refined", "read all")
+_TEXT_COLUMNS = ("layer", "configuration", "phase", "what ran")
+_COLUMNS = (
+    *_TEXT_COLUMNS,
+    *("keys read", "centroids", "of", "share", "calls", "queries", "seconds"),
+    *_ERRORS,
+)
+_UNKNOWN = "-"
+_MERGE_WITHIN = 0.05
+"""Layers whose shares of keys read differ by less may share a line."""
 
 
 @dataclass(eq=False)
 class CallTrace:
-    """What a layer did in a call.
+    """What a layer did in one call.
 
-    Rows are counted when somebody asks for them. Until then, or until the layer's next call, what counting needs
-    stays alive: after a prompt the plan of a `Selected` or `Hyper` (row numbers, and the keys and values that they
-    count in), or the query, key and value of a call short enough to be exact; after a step, and whenever every key
-    was read, a bias or mask of one entry per key. A `Routed` knows its rows beforehand, and keeps nothing.
+    Keys are counted on demand. Until then, or until the layer's next call, what the counting needs stays in
+    memory: indices and masks, but no keys or values.
 
     Attributes:
-        path: The way it went, in words, such as `prescored` or `step over the selection`.
-        mask: The kind of mask it was given.
+        path: How the call was answered, such as `prescored` or `step over the selection`.
+        ran: What ran, as in the report, such as `routed` or `exact: shorter than exact_until=2048`.
+        mask: The kind of mask.
         n_query: Queries.
         n_keys: Keys so far, padding included.
         seconds: Time until the result was there, or on a GPU until its work was queued.
-        ran: What ran, in the words of a report, such as `routed` or `exact: shorter than exact_until=2048`.
-        error: Relative error that is expected of a query's output, on average; None = no tolerance was asked for,
-            or the call read everything in any case. So for the next three.
-        error_limit: Relative error that the output of every query stays below, by its error bar.
-        refined: Share of queries that looked for lighter keys than in any case, or read everything.
-        read_all: Share of queries that read everything because no search was enough.
-        native: Level of compiled code that ran the far part of a `Routed`; `none` where plain torch did; None
-            where nothing was far.
+        stats: Numbers that cost nothing, by the names of `prescore.Stats`.
     """
 
     path: str
+    ran: str
     mask: str
     n_query: int
     n_keys: int
     seconds: float
-    _rows: CountRows | float | None = field(default=None, repr=False)
-    _visible: CountRows | float | None = field(default=None, repr=False)
-    ran: str = ""
-    error: float | None = None
-    error_limit: float | None = None
-    refined: float | None = None
-    read_all: float | None = None
-    native: str | None = None
+    count_reads: Callable[[], Reads | None] | None = field(default=None, repr=False)
+    count_visible: Callable[[], float | None] | None = field(default=None, repr=False)
+    stats: Values = field(default_factory=dict)
+    _reads: Reads | None = field(default=None, init=False, repr=False)
+    _visible: float | None = field(default=None, init=False, repr=False)
 
     @property
-    def rows(self) -> float | None:
-        """Key and centroid rows that a query met, on average, padding not counted; None = not known."""
-        if callable(self._rows):
-            self._rows = self._rows()
-        return self._rows
+    def reads(self) -> Reads | None:
+        """Keys and centroids that a query read, on average, padding not counted; None = unknown."""
+        self.count()
+        return self._reads
 
     @property
-    def visible(self) -> float | None:
-        """Keys that a query might have met, on average, padding not counted; None = not known."""
-        if callable(self._visible):
-            self._visible = self._visible()
+    def visible_keys(self) -> float | None:
+        """Keys that a query could see, on average, padding not counted; None = unknown."""
+        self.count()
         return self._visible
 
     @property
     def phase(self) -> str:
-        """Whether it read a prompt, or made a step."""
+        """Whether the call read a prompt or made a step."""
         return STEPS if self.n_query < self.n_keys and self.n_query <= STEP_AT_MOST else PREFILL
 
-    def counted(self) -> CallTrace:
-        """The same, with its rows counted and nothing else kept."""
-        if not callable(self._rows) and not callable(self._visible):
-            return self
-        return replace(self, _rows=self.rows, _visible=self.visible)
+    def count(self) -> None:
+        """Count now, and free what the counting needs."""
+        if self.count_reads is not None:
+            self._reads, self.count_reads = self.count_reads(), None
+        if self.count_visible is not None:
+            self._visible, self.count_visible = self.count_visible(), None
 
-    def let_go(self) -> CallTrace:
-        """The same, without what counting needs: rows that were not counted are not known any more."""
-        if not callable(self._rows) and not callable(self._visible):
-            return self
-        rows, visible = (None if callable(count) else count for count in (self._rows, self._visible))
-        return replace(self, _rows=rows, _visible=visible)
+    def release(self) -> None:
+        """Free what the counting needs; what was not counted stays unknown."""
+        self.count_reads = self.count_visible = None
 
-    def __getstate__(self) -> dict[str, object]:
-        return vars(self.counted())
+    def __getstate__(self) -> Values:
+        self.count()
+        return vars(self)
 
 
 @dataclass(frozen=True)
@@ -97,41 +94,38 @@ class Phase:
     """The calls of one phase.
 
     Attributes:
-        last: The last call; rows, keys and errors are its.
-        calls: Calls.
+        last: The last call.
+        calls: Number of calls.
         queries: Queries of all calls.
         seconds: Time of all calls.
-        ways: What ran, and how often.
+        counts: What ran, and in how many calls.
     """
 
     last: CallTrace
     calls: int = 0
     queries: int = 0
     seconds: float = 0.0
-    ways: dict[str, int] = field(default_factory=dict)
+    counts: Mapping[str, int] = field(default_factory=dict)
 
-    def and_then(self, did: CallTrace) -> Phase:
+    def add(self, call: CallTrace) -> Phase:
         """With one more call."""
-        ways = {**self.ways, did.ran: self.ways.get(did.ran, 0) + 1}
-        return Phase(did, self.calls + 1, self.queries + did.n_query, self.seconds + did.seconds, ways)
-
-    def counted(self) -> Phase:
-        """The same, with the rows of the last call counted and nothing else kept."""
-        return replace(self, last=self.last.counted())
+        counts = {**self.counts, call.ran: self.counts.get(call.ran, 0) + 1}
+        return Phase(call, self.calls + 1, self.queries + call.n_query, self.seconds + call.seconds, counts)
 
     @property
     def ran(self) -> str:
-        """What ran, in words, the last first; how often each, where that changed."""
-        if len(self.ways) == 1:
+        """What ran, the last first; with the number of calls where that changed."""
+        if len(self.counts) == 1:
             return self.last.ran
-        ordered = sorted(self.ways, key=lambda words: words != self.last.ran)
-        return ", ".join(f"{words} ({self.ways[words]}x)" for words in ordered)
+        ordered = sorted(self.counts, key=lambda ran: ran != self.last.ran)
+        return ", ".join(f"{ran} ({self.counts[ran]}x)" for ran in ordered)
 
 
 class Trace:
-    """Phases of the newest prompt; a whole new prompt, and more of one after steps, begin anew.
+    """The calls of one layer since its last prompt began.
 
-    Threads may share it: what is kept is replaced as a whole, and the last one wins.
+    A prompt from its first token, or a further chunk of a prompt after steps, begins anew. Threads may share a
+    trace: each call replaces the phases as a whole, and the last one wins.
     """
 
     def __init__(self) -> None:
@@ -139,81 +133,67 @@ class Trace:
 
     @property
     def phases(self) -> dict[str, Phase]:
-        """By name; rows of the last call of each are counted."""
-        self._phases = counted = {name: phase.counted() for name, phase in self._phases.items()}
-        return dict(counted)
+        """By name; the keys that the last call of each phase read are counted."""
+        phases = self._phases
+        for phase in phases.values():
+            phase.last.count()
+        return dict(phases)
 
     def begin(self, n_query: int) -> None:
-        """Before a call: let go of what only counting needs; a prompt is counted when its first step comes."""
-        ends = n_query <= STEP_AT_MOST
-        self._phases = {
-            name: phase.counted() if ends and name == PREFILL else replace(phase, last=phase.last.let_go())
-            for name, phase in self._phases.items()
-        }
+        """Before a call: free what only counting needs. A prompt is counted when its first step begins."""
+        for name, phase in self._phases.items():
+            if name == PREFILL and n_query <= STEP_AT_MOST:
+                phase.last.count()
+            else:
+                phase.last.release()
 
-    def add(self, did: CallTrace) -> None:
+    def add(self, call: CallTrace) -> None:
         """After a call."""
         phases = self._phases
-        if did.phase == PREFILL and (did.n_query == did.n_keys or STEPS in phases):
+        if call.phase == PREFILL and (call.n_query == call.n_keys or STEPS in phases):
             phases = {}
-        before = phases.get(did.phase, Phase(did))
-        self._phases = {**phases, did.phase: before.and_then(did)}
+        self._phases = {**phases, call.phase: phases.get(call.phase, Phase(call)).add(call)}
 
 
-def words_for_prompt(config: Config, n_query: int, n_keys: int, *, is_causal: bool) -> str:
-    """What a pre-scored call over so many keys runs: an engine, or exact attention and why."""
+def what_ran(config: Config, path: str, n_query: int, n_keys: int, *, is_causal: bool) -> str:
+    """What a call ran, for the report: an engine, or exact attention and why.
+
+    Args:
+        config: The layer's configuration.
+        path: How the call was answered, see `prescore.integrations.decode.Step`.
+        n_query: Queries.
+        n_keys: Keys so far.
+        is_causal: Whether the mask is causal.
+    """
+    if path in (OVER_SELECTION, OVER_CLUSTERS):
+        return "selected" if path == OVER_SELECTION else "routed"
+    is_step = path == OVER_ALL
     if isinstance(config, Routed):
-        return _words_for_routed(config, n_query, n_keys, is_causal=is_causal)
+        is_causal = is_causal or is_step
+        if not routes(config, n_query, n_keys, is_causal):
+            if n_keys <= config.exact_until if is_causal else n_query < config.exact_until:
+                return f"{READS_ALL}shorter than exact_until={config.exact_until}"
+            chunks = "two chunks" if is_causal else "a chunk"
+            return f"{READS_ALL}no longer than sinks and {chunks} of {config.chunk_size}"
+        return f"{READS_ALL}a step reads every key so far" if is_step else "routed"
     if isinstance(config, Exact):
         return "exact"
-    if is_causal and n_keys <= config.min_seq_len:
-        return f"{SHORT}no longer than min_seq_len={config.min_seq_len}"
     if isinstance(config, Hyper):
-        return "hyper" if is_causal or n_query >= config.min_seq_len else f"{SHORT}shorter than min_seq_len"
-    return f"{SHORT}top_k keeps every key" if _keeps_all(config, n_keys) and not is_causal else "selected"
+        if is_step:
+            return f"{READS_ALL}a step reads every key so far"
+        if is_causal and n_keys <= config.min_seq_len:
+            return f"{READS_ALL}no longer than min_seq_len={config.min_seq_len}"
+        return "hyper" if is_causal or n_query >= config.min_seq_len else f"{READS_ALL}shorter than min_seq_len"
+    if is_causal and not is_step and n_keys <= config.min_seq_len:
+        return f"{READS_ALL}no longer than min_seq_len={config.min_seq_len}"
+    keeps_all = is_step or (not is_causal and _keeps_every_key(config, n_keys))
+    return f"{READS_ALL}top_k keeps every key" if keeps_all else "selected"
 
 
-def words_for_step(config: Config, path: str, n_keys: int) -> str:
-    """What a decode step runs, from the way it went."""
-    if isinstance(config, Routed) and (path != OVER_ALL or n_keys <= config.exact_until):
-        return _words_for_routed(config, 1, n_keys, is_causal=True)
-    if path != OVER_ALL:
-        return "selected"
-    if isinstance(config, Selected):
-        return f"{SHORT}top_k keeps every key"
-    return f"{SHORT}a step reads every key so far"
-
-
-def _words_for_routed(config: Routed, n_query: int, n_keys: int, *, is_causal: bool) -> str:
-    if routes(config, n_query, n_keys, is_causal=is_causal):
-        return "routed"
-    if n_keys <= config.exact_until if is_causal else n_query < config.exact_until:
-        return f"{SHORT}shorter than exact_until={config.exact_until}"
-    near = "two chunks" if is_causal else "a chunk"
-    return f"{SHORT}no longer than sinks and {near} of {config.chunk_size}"
-
-
-def _keeps_all(config: Selected, n_keys: int) -> bool:
-    whole = config.budget == 1.0 if isinstance(config.budget, float) else config.budget >= n_keys
-    return whole and config.min_score is None and isinstance(config.inner, Exact)
-
-
-# What the layers of a model did since their last prompt began, as a table by layer and phase.
-
-_ERRORS = ("error", "error at most", "read further", "read everything")
-_CONFIGURATION = "configuration"
-_COLUMNS = (
-    *("layer", _CONFIGURATION, "phase", "what ran", "rows read", "of", "share"),
-    *("calls", "queries", "seconds", *_ERRORS),
-)
-_LEFT = ("layer", _CONFIGURATION, "phase", "what ran")
-_UNKNOWN = "-"
-_PLAIN = (
-    "routed by plain torch, which is slower: "
-    "compiled code is missing (prescore info says why) or does not know such inputs"
-)
-_MERGED_WITHIN = 0.05
-"""Layers whose shares of rows differ by less may share a line."""
+def _keeps_every_key(config: Selected, n_keys: int) -> bool:
+    if config.top_k is None or not isinstance(config.inner, Exact):
+        return False
+    return config.top_k == 1.0 if isinstance(config.top_k, float) else config.top_k >= n_keys
 
 
 @dataclass(frozen=True)
@@ -223,7 +203,7 @@ class LayerReport:
     Attributes:
         layer: Its number.
         name: Its name in the model.
-        config: How it was asked to attend.
+        config: Its configuration.
         last: What it did in its last call; None = it was not called yet.
         phases: What it did since its last prompt began, by phase: `prefill`, `steps`.
     """
@@ -236,7 +216,7 @@ class LayerReport:
 
     @property
     def path(self) -> str | None:
-        """The way the last call went; None = there was none."""
+        """How the last call was answered; None = there was none."""
         return None if self.last is None else self.last.path
 
 
@@ -254,36 +234,39 @@ class Report:
 
     @property
     def notes(self) -> list[str]:
-        """What to know beside the figures: what changed nothing and why, and that compiled code did not run."""
+        """What the numbers do not say: that a configuration changed nothing and why, that no native code ran."""
         phases = [phase for entry in self.layers for phase in entry.phases.values()]
-        ways = {words for phase in phases for words in phase.ways}
+        ran = {text for phase in phases for text in phase.counts}
         notes = []
-        if ways and all(words.startswith(SHORT) for words in ways):
+        if ran and all(text.startswith(READS_ALL) for text in ran):
             kinds = " and ".join(dict.fromkeys(type(entry.config).__name__ for entry in self.layers))
-            reasons = "; ".join(sorted(words.removeprefix(SHORT) for words in ways))
+            reasons = "; ".join(sorted(text.removeprefix(READS_ALL) for text in ran))
             notes.append(f"{kinds} changed nothing, all attention was exact: {reasons}")
-        if any(phase.last.native == "none" for phase in phases):
-            notes.append(_PLAIN)
+        if any(phase.last.stats.get("native_level") == NO_LEVEL for phase in phases):
+            notes.append(
+                "routed by plain torch, which is slower: "
+                "native code is missing (prescore info says why) or does not support such inputs"
+            )
         return notes
 
     def seconds(self, phase: str) -> float:
         """Time of all layers in a phase, `prefill` or `steps`."""
-        return sum(found.seconds for found in self._all(phase))
+        return sum(each.seconds for each in self._phases(phase))
 
-    def rows(self, phase: str) -> float | None:
-        """Rows that a query met in the last call of a phase, mean over layers; None = not known."""
-        return _mean(found.last.rows for found in self._all(phase))
+    def reads(self, phase: str) -> Reads | None:
+        """Keys and centroids that a query read in the last call of a phase, mean over layers; None = unknown."""
+        return _mean_reads(self._phases(phase))
 
-    def visible(self, phase: str) -> float | None:
-        """Keys that a query might have met there, mean over layers; None = not known."""
-        return _mean(found.last.visible for found in self._all(phase))
+    def visible_keys(self, phase: str) -> float | None:
+        """Keys that a query could see there, mean over layers; None = unknown."""
+        return _mean(each.last.visible_keys for each in self._phases(phase))
 
     def table(self, *, merge: bool = True) -> str:
         """The table.
 
         Args:
-            merge: Let neighbouring layers share a line that did the same and read about as much, with the least
-                and the most rows, and their seconds added up.
+            merge: Let neighbouring layers that did the same and read about as much share a line, with the least
+                and the most keys, and the sum of their seconds.
         """
         if not self.layers:
             return "no layer was replaced: all attention is exact"
@@ -301,96 +284,89 @@ class Report:
     def __str__(self) -> str:
         return "\n".join([self.table(), *(f"note: {note}" for note in self.notes)])
 
-    def _all(self, phase: str) -> list[Phase]:
+    def _phases(self, phase: str) -> list[Phase]:
         return [entry.phases[phase] for entry in self.layers if phase in entry.phases]
 
 
 def describe(config: Config) -> str:
     """A configuration in one line: its type, and what differs from the defaults."""
-    return _brief(config, dict(vars(type(config)())))
+    return _brief(config, vars(type(config)()))
 
 
-def _brief(value: object, usual: Mapping[str, object] | None = None) -> str:
+def _brief(value: object, defaults: Mapping[str, object] | None = None) -> str:
     if not dataclasses.is_dataclass(value) or isinstance(value, type):
         return repr(value)
     fields = dataclasses.fields(value)
-    defaults = {field.name: field.default for field in fields} if usual is None else usual
-    changed = [
-        f"{field.name}={_brief(own)}"
-        for field in fields
-        if (own := getattr(value, field.name)) != defaults[field.name]
-    ]
+    usual = {field.name: field.default for field in fields} if defaults is None else defaults
+    pairs = [(field.name, getattr(value, field.name)) for field in fields]
+    changed = [f"{name}={_brief(setting)}" for name, setting in pairs if setting != usual[name]]
     return f"{type(value).__name__}({', '.join(changed)})"
 
 
 def _alike(group: Sequence[LayerReport], entry: LayerReport) -> bool:
     """Whether a layer may share the line of those before it."""
-    first, known = group[0], entry.phases
-    if entry.layer != group[-1].layer + 1 or entry.config != first.config or set(known) != set(first.phases):
+    first = group[0]
+    if entry.layer != group[-1].layer + 1 or entry.config != first.config:
         return False
-    return all(
-        (known[name].ran, known[name].calls, known[name].queries) == (phase.ran, phase.calls, phase.queries)
-        and (known[name].last.error_limit is None) == (phase.last.error_limit is None)
-        and abs(_share(known[name]) - _share(phase)) < _MERGED_WITHIN
-        for name, phase in first.phases.items()
+    return set(entry.phases) == set(first.phases) and all(
+        (phase.ran, phase.calls, phase.queries) == (other.ran, other.calls, other.queries)
+        and ("error_bound_max" in phase.last.stats) == ("error_bound_max" in other.last.stats)
+        and abs((_share([phase]) or 0.0) - (_share([other]) or 0.0)) < _MERGE_WITHIN
+        for phase, other in ((first.phases[name], entry.phases[name]) for name in first.phases)
     )
-
-
-def _share(phase: Phase) -> float:
-    rows, visible = phase.last.rows, phase.last.visible
-    return rows / visible if rows is not None and visible else -1.0
 
 
 def _lines(group: Sequence[LayerReport]) -> Iterator[dict[str, str]]:
     """A line per phase of some layers."""
     first, last = group[0], group[-1]
-    layer = str(first.layer) if first is last else f"{first.layer}-{last.layer}"
-    about = {"layer": layer}
+    line = {"layer": str(first.layer) if first is last else f"{first.layer}-{last.layer}"}
     if len({describe(entry.config) for entry in group}) == 1:
-        about[_CONFIGURATION] = describe(first.config)
+        line["configuration"] = describe(first.config)
     if not any(entry.phases for entry in group):
-        yield {**about, "what ran": "not called yet"}
+        yield {**line, "what ran": "not called yet"}
     for name in (PREFILL, STEPS):
         phases = [entry.phases[name] for entry in group if name in entry.phases]
         if phases:
-            yield {**about, "phase": name, **_cells(phases)}
+            yield {**line, "phase": name, **_cells(phases)}
 
 
 def _cells(phases: Sequence[Phase]) -> dict[str, str]:
-    """What some layers did in one phase; what differs from layer to layer as least and most, or not at all."""
-    ways = list(dict.fromkeys(phase.ran for phase in phases))
-    rows, visible = _mean(p.last.rows for p in phases), _mean(p.last.visible for p in phases)
-    return {
-        "what ran": ways[0] if len(ways) == 1 else f"{len(ways)} ways",
-        "rows read": _span([phase.last.rows for phase in phases]),
-        "of": _span([phase.last.visible for phase in phases]),
-        "share": f"{100 * rows / visible:.0f} %" if rows is not None and visible else _UNKNOWN,
-        "calls": _span([phase.calls for phase in phases]),
-        "queries": _span([phase.queries for phase in phases]),
+    """One phase of some layers; numbers that differ between layers as the least and the most."""
+    ran = list(dict.fromkeys(phase.ran for phase in phases))
+    reads = [phase.last.reads for phase in phases]
+    share = _share(phases)
+    cells = {
+        "what ran": ran[0] if len(ran) == 1 else f"{len(ran)} different",
+        "keys read": _span(each.keys for each in reads if each is not None),
+        "centroids": _span(each.centroids for each in reads if each is not None),
+        "of": _span(phase.last.visible_keys for phase in phases),
+        "share": _UNKNOWN if share is None else f"{100 * share:.0f} %",
+        "calls": _span(phase.calls for phase in phases),
+        "queries": _span(phase.queries for phase in phases),
         "seconds": f"{sum(phase.seconds for phase in phases):.4f}",
-        **_error_cells([phase.last for phase in phases]),
     }
+    stats = [phase.last.stats for phase in phases if "error_bound_max" in phase.last.stats]
+    if stats:
+        estimate, refined, read_all = (
+            sum(each.get(name, 0.0) for each in stats) / len(stats)
+            for name in ("error_estimate", "refined", "read_all")
+        )
+        cells["error estimate"] = f"{estimate:.4f}"
+        cells["error bound"] = f"{max(each['error_bound_max'] for each in stats):.4f}"
+        cells["refined"] = f"{100 * refined:.0f} %"
+        cells["read all"] = f"{100 * read_all:.1f} %"
+    return cells
 
 
-def _error_cells(calls: Sequence[CallTrace]) -> dict[str, str]:
-    """What is known about errors: nothing where no tolerance was asked for."""
-    limits = [did.error_limit for did in calls if did.error_limit is not None]
-    if not limits:
-        return {}
-    error, further, everything = (
-        _mean(getattr(did, name) for did in calls) or 0.0 for name in ("error", "refined", "read_all")
-    )
-    shown = (f"{error:.4f}", f"{max(limits):.4f}", f"{100 * further:.0f} %", f"{100 * everything:.1f} %")
-    return dict(zip(_ERRORS, shown, strict=True))
+def _share(phases: Sequence[Phase]) -> float | None:
+    """Keys read as a share of the keys that queries could see."""
+    reads, visible = _mean_reads(phases), _mean(phase.last.visible_keys for phase in phases)
+    return reads.keys / visible if reads is not None and visible else None
 
 
-def _span(values: Sequence[float | None]) -> str:
-    """The least and the most of what is known."""
-    known = [value for value in values if value is not None]
-    if not known:
-        return _UNKNOWN
-    least, most = f"{min(known):.0f}", f"{max(known):.0f}"
-    return least if least == most else f"{least}-{most}"
+def _mean_reads(phases: Sequence[Phase]) -> Reads | None:
+    reads = [phase.last.reads for phase in phases if phase.last.reads is not None]
+    return Reads(*(sum(each) / len(reads) for each in zip(*reads, strict=True))) if reads else None
 
 
 def _mean(values: Iterable[float | None]) -> float | None:
@@ -399,19 +375,27 @@ def _mean(values: Iterable[float | None]) -> float | None:
     return sum(known) / len(known) if known else None
 
 
-def _table(rows: Sequence[Mapping[str, str]]) -> str:
-    """Lines under a heading; a column that says nothing, or the same for all layers, is left out."""
-    asked = any(_ERRORS[0] in row for row in rows)
-    columns = [name for name in _COLUMNS if asked or name not in _ERRORS]
-    if len({row[_CONFIGURATION] for row in rows if _CONFIGURATION in row}) == 1:
-        columns.remove(_CONFIGURATION)
-    cells = [columns, *([row.get(name, "") for name in columns] for row in rows)]
-    widths = [max(len(line[place]) for line in cells) for place in range(len(columns))]
+def _span(values: Iterable[float | None]) -> str:
+    """The least and the most of what is known."""
+    known = [value for value in values if value is not None]
+    if not known:
+        return _UNKNOWN
+    least, most = f"{min(known):.0f}", f"{max(known):.0f}"
+    return least if least == most else f"{least}-{most}"
+
+
+def _table(lines: Sequence[Mapping[str, str]]) -> str:
+    """Lines under a heading, without columns that are empty, or a configuration that all layers have."""
+    columns = [name for name in _COLUMNS if name not in _ERRORS or any(name in line for line in lines)]
+    if len({line["configuration"] for line in lines if "configuration" in line}) == 1:
+        columns.remove("configuration")
+    cells = [columns, *([line.get(name, "") for name in columns] for line in lines)]
+    widths = [max(len(row[place]) for row in cells) for place in range(len(columns))]
     cells.insert(1, ["-" * width for width in widths])
     return "\n".join(
         "  ".join(
-            cell.ljust(width) if name in _LEFT else cell.rjust(width)
-            for name, cell, width in zip(columns, line, widths, strict=True)
+            cell.ljust(width) if name in _TEXT_COLUMNS else cell.rjust(width)
+            for name, cell, width in zip(columns, row, widths, strict=True)
         ).rstrip()
-        for line in cells
+        for row in cells
     )

@@ -8,12 +8,12 @@ from typing import Any
 from torch import Tensor, nn
 
 from prescore.integrations.attention import Attend, AttentionContext
-from prescore.integrations.compile import attend_by
+from prescore.integrations.compile import attention_of
 from prescore.integrations.patch import Undo, patches, refuse, replace_forwards
 
-# named, not imported: this file is asked about models of every library
+# by name, so that this file can be imported without timm
 _PLAIN = "timm.layers.attention.Attention"
-# pooling heads read the patches once, with a query of their own; they stay exact
+# pooling heads read the patches once, with a query of their own, and stay exact
 _POOLING = ("AttentionPoolLatent", "AttentionPool2d", "RotAttentionPool2d", "AttentionPoolPrr")
 
 
@@ -24,18 +24,19 @@ def detect(model: nn.Module) -> bool:
 
 def layers(model: nn.Module) -> list[str]:
     """Names of the model's plain attention layers; refuses models that also mix tokens in another way."""
-    found = {name: module for name, module in model.named_modules() if _is_plain(module)}
-    others = [_full_name(module) for module in model.modules() if _mixes_tokens(module) and not _is_plain(module)]
+    names = [name for name, module in model.named_modules() if _class_name(module) == _PLAIN]
+    others = [_class_name(module) for module in model.modules() if _mixes_tokens(module)]
+    others = [name for name in others if name != _PLAIN]
     if others:
         raise refuse(model, others, "its token mixing must be timm's plain Attention class")
-    if not found:
+    if not names:
         blocks = [type(module).__name__ for module in model.children()]
         raise refuse(model, blocks, "it must have blocks that use timm's plain Attention class")
-    return list(found)
+    return names
 
 
 def replace_attention(model: nn.Module, functions: Mapping[int, Attend]) -> Undo:
-    """Let `functions[number]` be the attention of layer `number`; returns the undo."""
+    """Let layer `number` attend by `functions[number]`; returns the undo."""
     names = layers(model)
     modules = [model.get_submodule(name) for name in names]
     return replace_forwards(
@@ -44,14 +45,14 @@ def replace_attention(model: nn.Module, functions: Mapping[int, Attend]) -> Undo
 
 
 def tokens_before_patches(model: nn.Module, name: str) -> int:
-    """Tokens before the patches, as the nearest module around the layer says."""
+    """Tokens before the image patches, as the nearest module around the layer says."""
     parts = name.split(".")
     for depth in range(len(parts), -1, -1):
         around = model.get_submodule(".".join(parts[:depth]))
         count = getattr(around, "num_prefix_tokens", None)
         if isinstance(count, int):
             return count
-        # PiT does not give their number by that name
+        # PiT has no attribute for their number
         tokens = getattr(around, "cls_token", None)
         if isinstance(tokens, nn.Parameter):
             return int(tokens.shape[1])
@@ -59,7 +60,7 @@ def tokens_before_patches(model: nn.Module, name: str) -> int:
 
 
 def _forward(self: Any, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
-    """The forward of timm with its attention exchanged: norms, gate, projection and dropout stay."""
+    """The forward of timm with another attention function; norms, gate, projection and dropout stay."""
     patch = patches(self)[-1]
     gate = None if self.gate is None else self.gate(x).sigmoid()
     query, key, value = self.qkv(x).unflatten(-1, (3, self.num_heads, self.head_dim)).permute(2, 0, 3, 1, 4)
@@ -67,25 +68,20 @@ def _forward(self: Any, x: Tensor, attn_mask: Tensor | None = None, is_causal: b
         layer=patch.layer,
         n_prefix=patch.n_prefix,
         scale=self.scale,
-        # as torch reads it: a mask of two dimensions is queries by keys, for all inputs
+        # as in torch, a mask of two dimensions is [queries, keys] for the whole batch
         mask=attn_mask[None, None] if attn_mask is not None and attn_mask.ndim == 2 else attn_mask,
         is_causal=is_causal,
         dropout=self.attn_drop.p if self.training else 0.0,
         owner=type(self).__name__,
     )
-    attended = attend_by(patch, self.q_norm(query), self.k_norm(key), value, context)
-    joined = self.norm(attended.transpose(1, 2).flatten(2))
-    if gate is not None:
-        joined = joined * gate
-    projected: Tensor = self.proj_drop(self.proj(joined))
+    attended = attention_of(patch)(self.q_norm(query), self.k_norm(key), value, context)
+    output = self.norm(attended.transpose(1, 2).flatten(2))
+    output = output if gate is None else output * gate
+    projected: Tensor = self.proj_drop(self.proj(output))
     return projected
 
 
-def _is_plain(module: nn.Module) -> bool:
-    return _full_name(module) == _PLAIN
-
-
-def _full_name(module: nn.Module) -> str:
+def _class_name(module: nn.Module) -> str:
     return f"{type(module).__module__}.{type(module).__qualname__}"
 
 

@@ -1,9 +1,8 @@
-"""Importing timm so that nothing else breaks.
+"""Import timm and torchvision beside a build of torch that torchvision's compiled part does not fit.
 
-timm imports torchvision. Beside a build of torch that its compiled part does not fit (the CPU build, say),
-torchvision fails half way through its import, because it describes operators that were never defined; and
-transformers, which tries torchvision when it is installed, then cannot import a single model. Defining the
-missing operators first, by name only, lets all three load; calling one of them still fails.
+There torchvision fails in the middle of its import, because it describes operators that were never defined; and
+transformers, which imports an installed torchvision, cannot import a single model. Defining the missing operators
+first, by name only, lets all three load; calling one of these operators still fails.
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ _SCHEMAS = {
 }
 _MISSING = re.compile(r"operator torchvision::(\w+) does not exist")
 
-# torch removes a library's operators when the object that defined them dies: they must live with the process
+# torch removes a library's operators with the object that defined them, so the objects are kept
 _DEFINED: list[torch.library.Library] = []
 
 
 def import_timm() -> ModuleType:
-    """The module `timm`, imported without harm to torchvision or transformers.
+    """Import timm, so that torchvision and transformers work too.
 
     Raises:
         ModuleNotFoundError: timm or torchvision is not installed.
@@ -40,8 +39,8 @@ def import_timm() -> ModuleType:
 def mend_torchvision() -> bool:
     """Make an installed torchvision importable; True when operators had to be defined for it.
 
-    Does nothing when torchvision is absent or loads by itself, so calling it is always safe. Call it before
-    importing a model from transformers on a machine where torchvision may not fit torch.
+    Does nothing where torchvision is missing or loads by itself. Call it before importing a model from
+    transformers on a machine where torchvision may not fit torch.
     """
     if "torchvision" in sys.modules or importlib.util.find_spec("torchvision") is None:
         return bool(_DEFINED)
@@ -56,16 +55,12 @@ def mend_torchvision() -> bool:
 
 
 def define_missing(message: str) -> bool:
-    """Define the operator that torchvision's error message names; False when it names none we know."""
+    """Define the operator that torchvision's error message names; False when it names none of ours."""
     missing = _MISSING.search(message)
     if missing is None or missing[1] not in _SCHEMAS:
         return False
-    _define(missing[1])
-    return True
-
-
-def _define(operator: str) -> None:
-    # FRAGMENT adds to a namespace whether or not somebody else has defined it
+    # FRAGMENT adds to a namespace, whether or not it is defined elsewhere
     library = torch.library.Library("torchvision", "FRAGMENT")
-    library.define(_SCHEMAS[operator])
+    library.define(_SCHEMAS[missing[1]])
     _DEFINED.append(library)
+    return True

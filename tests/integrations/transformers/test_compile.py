@@ -138,7 +138,7 @@ def test_the_name_alone_in_a_graph_before_any_other_call():
         expected = model(IDS, attention_mask=MASK).logits
     torch.testing.assert_close(first, expected)
     assert torch.equal(first, second)
-    handles = [layer.self_attn._prescore_default_seat.handle for layer in model.model.layers]
+    handles = [layer.self_attn._prescore_default_patch.handle for layer in model.model.layers]
     assert len(set(handles)) == 2
 
 

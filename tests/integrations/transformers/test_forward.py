@@ -1,192 +1,184 @@
-"""Prefill in pieces, static caches, packed sequences, training."""
+"""Chunks of a prompt, static caches, assisted generation, packed sequences, training, threads."""
+
+import os
+import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from tiny_models import VOCABULARY, prompts, tiny
+from tiny_models import EVERY_KEY, ROUNDING, ROUTED, VOCABULARY, forward, prompts, tiny
 from transformers import DynamicCache, StaticCache
 
 import prescore
-from prescore import Routed, Selected
+import prescore.integrations.transformers
+from prescore import Hyper, Lsh, Routed, Selected
 from prescore.integrations.transformers.cache import PrescoredCache
 
 pytestmark = pytest.mark.filterwarnings("ignore:every chosen layer")  # of Mistral, tested in test_apply
 
-EVERYTHING = Selected(top_k=1.0, remainder="none", min_seq_len=4)
 COARSE = Selected(top_k=6, min_seq_len=8, sinks=2)
-ROUTED = Routed(min_weight=1 / 16, cluster_size=4, chunk_size=8, sinks=2, exact_until=8)
+CONFIGS = {"every key": EVERY_KEY, "coarse": COARSE, "routed": ROUTED}
+SMALL = {
+    "selected": Selected("key-norm", top_k=3, sinks=1, min_seq_len=4),
+    "routed": Routed(min_weight=1 / 4, cluster_size=2, chunk_size=2, sinks=1, exact_until=0),
+    "hyper": Hyper(Lsh(2, 2), min_seq_len=4),
+}
+GENERATIONS = int(os.environ.get("GENERATIONS", "30"))
+both = pytest.mark.parametrize("config", [COARSE, ROUTED], ids=["coarse", "routed"])
 
 
 @pytest.mark.parametrize("family", ["Llama", "Gemma3", "Mistral"])
-@pytest.mark.parametrize("config", [EVERYTHING, COARSE, ROUTED], ids=["everything", "coarse", "routed"])
-def test_prefill_in_chunks_equals_prefill_at_once(family, config):
+@pytest.mark.parametrize("name", CONFIGS)
+def test_prefill_in_chunks_equals_prefill_at_once(family, name):
     model = tiny(family)
     ids, mask = prompts(length=96, cut=5)
-    pieces = (40, 40, 16)  # a piece of at most 32 tokens counts as decoding, so it is compared with all keys only
-    cache = DynamicCache(config=model.config)
-    with torch.no_grad(), prescore.apply(model, config):
-        whole = model(ids, attention_mask=mask).logits
-        done, parts = 0, []
-        for size in pieces[: 3 if config is EVERYTHING else 2]:
-            piece = ids[:, done : done + size]
-            done += size
-            parts.append(model(piece, attention_mask=mask[:, :done], past_key_values=cache).logits)
+    # a chunk of at most 32 tokens counts as decoding, so it is compared with every key only
+    sizes, cache = (40, 40, 16) if name == "every key" else (40, 40), DynamicCache(config=model.config)
+    with prescore.apply(model, CONFIGS[name]):
+        whole, done, parts = forward(model, ids, mask), 0, []
+        for size in sizes:
+            chunk, done = ids[:, done : done + size], done + size
+            parts.append(forward(model, chunk, mask[:, :done], past_key_values=cache))
     real = mask[:, :done].bool()
-    difference = (torch.cat(parts, 1) - whole[:, :done])[real].abs().max()
-    assert difference < 1e-4
+    assert (torch.cat(parts, 1) - whole[:, :done])[real].abs().max() < ROUNDING
 
 
 @pytest.mark.parametrize("family", ["Llama", "Gemma3"])
-def test_static_cache(family):
+def test_a_static_cache_with_every_key_equals_sdpa(family):
     model = tiny(family)
     ids, mask = prompts(length=20, cut=5)
     options = {"attention_mask": mask, "max_new_tokens": 6, "do_sample": False, "disable_compile": True}
     expected = model.generate(ids, **options)
-    with prescore.apply(model, EVERYTHING):
+    with prescore.apply(model, EVERY_KEY):
         cache = StaticCache(config=model.config, max_cache_len=40)
         assert torch.equal(model.generate(ids, **options, past_key_values=cache), expected)
 
 
-def test_assisted_generation_and_sampling_with_every_key_equal_sdpa():
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("name", SMALL)
+def test_right_padded_prompts_generate_the_same_with_any_cache(name, cache):
+    model = tiny("Llama")
+    ids, mask = prompts(side="right")
+    mask[1, -2:] = 0  # every sequence ends in padding
+    ids = ids * mask
+    options = {"max_new_tokens": 5, "do_sample": False, "attention_mask": mask}
+    exact = model.generate(ids, **options)
+    with prescore.apply(model, SMALL[name]):
+        expected = model.generate(ids, **options)
+        assert torch.equal(model.generate(ids, cache_implementation=cache, **options), expected)
+    for config in (EVERY_KEY, Routed()):
+        with prescore.apply(model, config):
+            assert torch.equal(model.generate(ids, cache_implementation=cache, **options), exact)
+
+
+def test_assisted_generation_and_sampling():
     model, assistant = tiny("Llama"), tiny("Llama", num_hidden_layers=1)
-    ids, _ = prompts(batch=1, length=40, side="none")
+    ids, mask = prompts(batch=1, length=40, side="none")
     assisted = {"assistant_model": assistant, "max_new_tokens": 12, "do_sample": False}
     sampled = {"max_new_tokens": 12, "do_sample": True, "temperature": 0.7}
 
     def generate(options):
         torch.manual_seed(3)
-        return model.generate(ids, attention_mask=torch.ones_like(ids), **options)
+        return model.generate(ids, attention_mask=mask, **options)
 
     expected = [generate(options) for options in (assisted, sampled)]
-    for config in (EVERYTHING, EVERYTHING.replace(top_k=1000)):
+    for config in (EVERY_KEY, EVERY_KEY.replace(top_k=1000)):
         with prescore.apply(model, config):
             got = [generate(options) for options in (assisted, sampled)]
         assert all(torch.equal(one, other) for one, other in zip(got, expected, strict=True))
-
-
-def test_assisted_generation_runs_on_a_selection():
-    model, assistant = tiny("Llama"), tiny("Llama", num_hidden_layers=1)
-    ids, _ = prompts(batch=1, length=40, side="none")
-    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 12, "do_sample": False}
-    with torch.no_grad(), prescore.apply(model, COARSE) as applied:
+    with prescore.apply(model, COARSE) as applied:
         cache = PrescoredCache(model.config)
-        greedy = [model(ids, past_key_values=cache).logits[:, -1:].argmax(-1)]
+        greedy = [forward(model, ids, past_key_values=cache)[:, -1:].argmax(-1)]
         cache.select()  # among the prompt, as several first tokens do
         while len(greedy) < 12:
-            greedy.append(model(greedy[-1], past_key_values=cache).logits.argmax(-1))
-        assisted = model.generate(ids, assistant_model=assistant, **options)
+            greedy.append(forward(model, greedy[-1], past_key_values=cache).argmax(-1))
+        # the same selection: its crops never reach the prompt
+        assert torch.equal(generate(assisted)[:, 40:], torch.cat(greedy, dim=1))
         assert applied.report()[0].path == "step over the selection"
-    # the same selection: its crops never reach the prompt
-    assert torch.equal(assisted[:, 40:], torch.cat(greedy, dim=1))
 
 
-@pytest.mark.parametrize("config", [EVERYTHING, COARSE, ROUTED], ids=["everything", "coarse", "routed"])
-def test_packed_sequences_do_not_see_each_other(config):
+@pytest.mark.parametrize("name", CONFIGS)
+def test_packed_sequences_do_not_see_each_other(name):
     model = tiny("Llama")
     ids, _ = prompts(length=44, side="none")
-    cuts = (17, 27)
-    positions = torch.cat([torch.arange(n) for n in cuts])[None].expand(2, -1)
-    with torch.no_grad(), prescore.apply(model, config) as applied:
-        packed = model(ids, position_ids=positions, use_cache=False).logits
+    positions = torch.cat([torch.arange(n) for n in (17, 27)])[None].expand(2, -1)
+    with prescore.apply(model, CONFIGS[name]) as applied:
+        packed = forward(model, ids, position_ids=positions, use_cache=False)
         assert applied.report()[0].last.mask == "packed"
-        alone = [model(part, use_cache=False).logits for part in ids.split(cuts, dim=1)]
-    assert (packed - torch.cat(alone, 1)).abs().max() < 1e-4
+        alone = [forward(model, part, use_cache=False) for part in ids.split((17, 27), dim=1)]
+    assert (packed - torch.cat(alone, 1)).abs().max() < ROUNDING
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("family", ["Llama", "Qwen3", "GPT2"])
-@pytest.mark.parametrize("config", [COARSE, ROUTED], ids=["coarse", "routed"])
-def test_training_step_lowers_the_loss(family, checkpointing, config):
-    model = tiny(family)
+def train(model, config, n_steps, checkpointing=False):
+    """Losses, and the gradients of the first step."""
     ids, mask = prompts(batch=3, length=48)
     labels = ids.masked_fill(mask == 0, -100)
     if checkpointing:
         model.gradient_checkpointing_enable()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-    losses = []
-    with prescore.apply(model, config):
-        model.train()
-        for _ in range(3):
+    optimizer, losses, gradients = torch.optim.SGD(model.parameters(), lr=1e-2), [], []
+    torch.manual_seed(11)
+    with prescore.apply(model.train(), config) as applied:
+        for _ in range(n_steps):
             loss = model(ids, attention_mask=mask, labels=labels, use_cache=False).loss
             optimizer.zero_grad()
             loss.backward()
+            gradients = gradients or [parameter.grad.clone() for parameter in model.parameters()]
             optimizer.step()
             losses.append(float(loss.detach()))
+        assert applied.report()[0].path == "prescored"
+    return losses, gradients
+
+
+@pytest.mark.parametrize("family", ["Llama", "Qwen3", "GPT2"])
+@both
+def test_training_lowers_the_loss_and_checkpointing_gives_the_same_gradients(family, config):
+    losses, plain = train(tiny(family), config, 3)
     assert losses[2] < losses[1] < losses[0]
+    losses, recomputed = train(tiny(family), config, 3, checkpointing=True)
+    assert losses[2] < losses[1] < losses[0]
+    assert max(gradient.abs().max() for gradient in plain) > 1e-3
+    for one, other in zip(plain, recomputed, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-4)  # recomputed sums may round differently
 
 
-@pytest.mark.parametrize("config", [COARSE, ROUTED], ids=["coarse", "routed"])
-def test_checkpointing_gives_the_same_gradients(config):
-    gradients = []
-    for checkpointing in (False, True):
-        model = tiny("Llama").train()
-        ids, mask = prompts(length=40)
-        if checkpointing:
-            model.gradient_checkpointing_enable()
-        with prescore.apply(model, config):
-            model(ids, attention_mask=mask, labels=ids).loss.backward()
-        gradients.append(model.model.layers[0].self_attn.k_proj.weight.grad)
-    assert gradients[0].abs().max() > 1e-3
-    # recomputed sums may round differently
-    torch.testing.assert_close(gradients[0], gradients[1], atol=1e-6, rtol=1e-4)
-
-
-@pytest.mark.parametrize("config", [COARSE, ROUTED], ids=["coarse", "routed"])
+@both
 def test_attention_dropout_trains_and_checkpointing_draws_it_again(config):
     """Both runs start from one seed of torch's generator, which checkpointing restores."""
-    ids, mask = prompts(batch=3, length=48)
-    labels = ids.masked_fill(mask == 0, -100)
     gradients = []
     for dropout, checkpointing in ((0.1, False), (0.1, True), (0.0, False)):
-        model = tiny("Llama", attention_dropout=dropout).train()
-        if checkpointing:
-            model.gradient_checkpointing_enable()
-        optimizer, losses = torch.optim.SGD(model.parameters(), lr=1e-2), []
-        torch.manual_seed(11)
-        with prescore.apply(model, config) as applied:
-            for _ in range(12):
-                loss = model(ids, attention_mask=mask, labels=labels, use_cache=False).loss
-                optimizer.zero_grad()
-                loss.backward()
-                if not losses:
-                    gradients.append([p.grad.clone() for p in model.parameters()])
-                optimizer.step()
-                losses.append(float(loss.detach()))
-            assert applied.report()[0].path == "prescored"
+        losses, first = train(tiny("Llama", attention_dropout=dropout), config, 12, checkpointing)
         assert sum(losses[-3:]) < sum(losses[:3])
-    for plain, recomputed, whole in zip(*gradients, strict=True):
+        gradients.append(first)
+    for plain, recomputed, without in zip(*gradients, strict=True):
         torch.testing.assert_close(plain, recomputed, atol=1e-6, rtol=1e-4)
-        assert not torch.allclose(plain, whole, atol=1e-6, rtol=1e-4)
+        assert not torch.allclose(plain, without, atol=1e-6, rtol=1e-4)
 
 
-@pytest.mark.parametrize("config", [EVERYTHING, COARSE], ids=["everything", "coarse"])
+@pytest.mark.parametrize("config", [EVERY_KEY, COARSE], ids=["every key", "coarse"])
 def test_a_step_on_a_cache_drops_too(config):
     model = tiny("Llama", attention_dropout=0.3)
     ids, mask = prompts(length=40)
-    with torch.no_grad(), prescore.apply(model, config) as applied:
-        results = []
+    results = []
+    with prescore.apply(model, config) as applied:
         for training in (False, True, True):
             cache = DynamicCache(config=model.config)
-            model.eval()(ids[:, :-1], attention_mask=mask[:, :-1], past_key_values=cache)
+            forward(model.eval(), ids[:, :-1], mask[:, :-1], past_key_values=cache)
             torch.manual_seed(len(results))
-            model.train(training)
-            results.append(model(ids[:, -1:], attention_mask=mask, past_key_values=cache).logits)
+            results.append(forward(model.train(training), ids[:, -1:], mask, past_key_values=cache))
             assert "step" in applied.report()[0].path
-    for first in range(3):
-        for second in range(first):
-            assert not torch.allclose(results[first], results[second])
+    for one, other in ((0, 1), (0, 2), (1, 2)):
+        assert not torch.allclose(results[one], results[other])
 
 
 def test_gradients_equal_sdpa_with_every_key():
+    ids, mask = prompts(length=30)
     gradients = []
-    for config in (None, EVERYTHING):
+    for replaced in (False, True):
         model = tiny("Llama").train()
-        ids, mask = prompts(length=30)
-        labels = ids.masked_fill(mask == 0, -100)
-        applied = None if config is None else prescore.apply(model, config)
-        model(ids, attention_mask=mask, labels=labels).loss.backward()
-        gradients.append([p.grad for p in model.parameters()])
-        if applied is not None:
-            applied.undo()
+        if replaced:
+            prescore.apply(model, EVERY_KEY)
+        model(ids, attention_mask=mask, labels=ids.masked_fill(mask == 0, -100)).loss.backward()
+        gradients.append([parameter.grad for parameter in model.parameters()])
     for expected, got in zip(*gradients, strict=True):
         # two float32 kernels that sum in different orders
         torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-3)
@@ -195,8 +187,8 @@ def test_gradients_equal_sdpa_with_every_key():
 def test_half_precision_runs():
     model = tiny("Llama").to(torch.bfloat16)
     ids, mask = prompts()
-    with torch.no_grad(), prescore.apply(model, COARSE):
-        got = model(ids, attention_mask=mask).logits
+    with prescore.apply(model, COARSE):
+        got = forward(model, ids, mask)
         tokens = model.generate(ids, attention_mask=mask, max_new_tokens=4, do_sample=False)
     assert got.dtype == torch.bfloat16
     assert torch.isfinite(got[mask.bool()].float()).all()
@@ -206,13 +198,11 @@ def test_half_precision_runs():
 
 @pytest.mark.parametrize("lower", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(
-    "config", [Routed(min_weight=1 / 4, cluster_size=2, chunk_size=2, exact_until=0), Selected(top_k=3)]
-)
-def test_autocast_of_any_type_reads_steps_and_trains(config, dtype, lower):
+@pytest.mark.parametrize("name", ["selected", "routed"])
+def test_autocast_of_any_type_reads_steps_and_trains(name, dtype, lower):
     model = tiny("Llama", num_hidden_layers=1).to(dtype)
     ids, mask = prompts()
-    with prescore.apply(model, config), torch.autocast("cpu", dtype=lower):
+    with prescore.apply(model, SMALL[name]), torch.autocast("cpu", dtype=lower):
         tokens = model.generate(ids, attention_mask=mask, max_new_tokens=3, do_sample=False)
         loss = model.train()(ids, attention_mask=mask, labels=ids).loss
     assert tokens.shape == (2, 27)
@@ -248,3 +238,30 @@ def test_trainer(tmp_path):
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     assert len(losses) == 6
     assert losses[-1] < 0.8 * losses[0]
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("name", ["by name", "routed", "selected"])
+def test_six_threads_give_the_tokens_of_one(name, cache, request):
+    """`GENERATIONS=200 python -m pytest -k six_threads` runs longer."""
+    interval = sys.getswitchinterval()
+    request.addfinalizer(lambda: sys.setswitchinterval(interval))
+    sys.setswitchinterval(1e-5)
+    model = tiny("Llama", **({"attn_implementation": "prescored"} if name == "by name" else {}))
+    generator = torch.Generator().manual_seed(0)
+    texts = [
+        torch.randint(2, VOCABULARY, (1 + number % 2, 11 + number % 7), generator=generator)
+        for number in range(GENERATIONS)
+    ]
+
+    def generate(ids):
+        options = {"max_new_tokens": 6, "do_sample": False, "cache_implementation": cache}
+        return model.generate(ids, attention_mask=torch.ones_like(ids), **options)
+
+    if name != "by name":
+        prescore.apply(model, SMALL[name])
+    alone = [generate(ids) for ids in texts]
+    with ThreadPoolExecutor(6) as pool:
+        threaded = list(pool.map(generate, texts))
+    for one, other in zip(alone, threaded, strict=True):
+        assert torch.equal(one, other)

@@ -9,7 +9,7 @@ import torch
 if importlib.util.find_spec("transformers") is None:
     pytest.skip("transformers is not installed", allow_module_level=True)
 
-from vision_stand_ins import huggingface_from_timm, pixels, tiny_huggingface, tiny_timm
+from tiny_vision_models import huggingface_from_timm, pixels, tiny_huggingface, tiny_timm
 
 import prescore
 from prescore import Hyper, KMeans, Lsh, Routed, Selected
@@ -71,8 +71,8 @@ def test_layers_left_out_stay_exact():
 
 
 def test_the_text_tower_of_clip_is_left_alone():
+    from tiny_vision_models import SHAPE, spread
     from transformers import CLIPConfig, CLIPModel
-    from vision_stand_ins import SHAPE, spread
 
     text = {"hidden_size": 48, "num_hidden_layers": 1, "num_attention_heads": 3, "intermediate_size": 96}
     model = spread(CLIPModel(CLIPConfig(vision_config=SHAPE, text_config={**text, "vocab_size": 50})))
@@ -142,7 +142,7 @@ def test_the_name_alone_keeps_the_prefix_too():
     model.set_attn_implementation("prescored")
     torch.testing.assert_close(answer(model), before, rtol=1e-3, atol=1e-3)
     layer = model.get_submodule(find_adapter(model).layers(model)[0])
-    assert layer._prescore_default_seat.n_prefix == 5
+    assert layer._prescore_default_patch.n_prefix == 5
 
 
 @pytest.mark.parametrize(
@@ -156,10 +156,10 @@ def test_the_name_alone_keeps_the_prefix_too():
 )
 def test_a_prefix_is_kept_by_every_configuration_that_has_sinks(config):
     attend, free = PrescoredAttention(config), PrescoredAttention(config, protect_prefix=False)
-    assert attend.for_prefix(5, 21) == config.replace(sinks=5)
-    assert attend.for_prefix(0, 21) == free.for_prefix(5, 21) == config
-    assert PrescoredAttention(config.replace(sinks=7)).for_prefix(5, 21).sinks == 7
-    assert PrescoredAttention(prescore.Exact()).for_prefix(5, 21) == prescore.Exact()
+    assert attend.with_prefix(5, 21) == config.replace(sinks=5)
+    assert attend.with_prefix(0, 21) == free.with_prefix(5, 21) == config
+    assert PrescoredAttention(config.replace(sinks=7)).with_prefix(5, 21).sinks == 7
+    assert PrescoredAttention(prescore.Exact()).with_prefix(5, 21) == prescore.Exact()
     model = tiny_huggingface("Dinov2WithRegistersModel", "Dinov2WithRegistersConfig")
     results = []
     for one in (attend, free, PrescoredAttention(config.replace(sinks=5))):
@@ -175,9 +175,9 @@ def test_a_prefix_is_kept_by_every_configuration_that_has_sinks(config):
 )
 @pytest.mark.parametrize("sinks", [0, 5, 7])
 def test_a_budget_has_room_for_the_prefix(top_k, expected, sinks):
-    config = PrescoredAttention(FEW.replace(top_k=top_k, sinks=sinks)).for_prefix(5, 21)
+    config = PrescoredAttention(FEW.replace(top_k=top_k, sinks=sinks)).with_prefix(5, 21)
     assert (config.top_k, config.sinks) == (expected, max(sinks, 5))
-    assert PrescoredAttention(FEW.replace(top_k=0.1)).for_prefix(5, 3).top_k == 1.0
+    assert PrescoredAttention(FEW.replace(top_k=0.1)).with_prefix(5, 3).top_k == 1.0
 
 
 @pytest.mark.parametrize("top_k", [2, 0.05])
@@ -196,7 +196,7 @@ def test_prefix_tokens_are_read_whatever_the_budget(top_k, padded):
     n_read = 6 if padded and isinstance(top_k, float) else 5
     expected = prescore.exact_attention(query, key[:, :, :5], value[:, :, :5]).output
     torch.testing.assert_close(got[1], expected[1], atol=1e-6, rtol=1e-5)  # float32, another order of summing
-    assert attend.last.rows == pytest.approx((n_read + 5) / 2)
+    assert attend.last.reads.keys == pytest.approx((n_read + 5) / 2)
 
 
 def both_routes(weights_of, images, config, seed, protect):

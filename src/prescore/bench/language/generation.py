@@ -19,7 +19,7 @@ from prescore.bench.tables import MISSING, Table, as_text
 from prescore.config import Config, Routed
 from prescore.integrations.apply import Layers, apply, find_adapter, pick_layers, replace_attention
 from prescore.integrations.attention import Attend, AttentionContext, PrescoredAttention, attend_exactly
-from prescore.integrations.decode import remembers
+from prescore.integrations.decode import keeps_selection
 from prescore.types import Values
 
 
@@ -50,9 +50,9 @@ class Continuation:
         checks.integer("n_beams", self.n_beams, minimum=1)
         if self.ignore_end and self.n_beams > 1:
             raise ValueError(f"ignore_end must come with one beam, got n_beams={self.n_beams}")
-        keeps_selection = self.config is not None and remembers(self.config)
+        keeps = self.config is not None and keeps_selection(self.config)
         for name, value in {"evict": self.evict, "refresh_every": self.refresh_every}.items():
-            if value and not keeps_selection:
+            if value and not keeps:
                 got = "the model's own attention" if self.config is None else type(self.config).__name__
                 raise ValueError(f"{name} must come with a Selected that leaves keys out, got {got}")
 
@@ -105,16 +105,16 @@ class Stopwatch:
             {
                 "layer": number,
                 "phase": name,
-                "rows": phase.last.rows,
-                "visible": phase.last.visible,
-                "error": phase.last.error,
-                "error_limit": phase.last.error_limit,
-                "refined": phase.last.refined,
-                "read_all": phase.last.read_all,
+                "rows": None if phase.last.reads is None else sum(phase.last.reads),
+                "visible": phase.last.visible_keys,
+                "error": phase.last.stats["error_estimate"],
+                "error_limit": phase.last.stats["error_bound_max"],
+                "refined": phase.last.stats["refined"],
+                "read_all": phase.last.stats["read_all"],
             }
             for number, attention in self.layers.items()
-            for name, phase in attention.history.phases.items()
-            if phase.last.error_limit is not None
+            for name, phase in attention.trace.phases.items()
+            if "error_bound_max" in phase.last.stats
         ]
 
 
@@ -388,13 +388,17 @@ def beam_table(records: Sequence[Record]) -> Table:
 
 def _selection_line(record: Record) -> str:
     """Rows a decode step reads for the prompt; neighbouring layers with the same number share an entry."""
-    entries = [entry for entry in record.figures["cache"]["layers"] if "rows" in entry]
+    entries = [entry for entry in record.figures["cache"]["layers"] if "selected" in entry]
     if not entries:
         routed = "routed step" in record.figures["decode_paths"]
         return "every key was kept" if routed else "no layer made a selection: every key was kept"
     groups = []
-    for rows, group in itertools.groupby(entries, key=lambda entry: (entry["rows"], entry["selected_from"])):
+    for rows, group in itertools.groupby(entries, key=_selection_size):
         numbers = [entry["layer"] for entry in group]
         span = str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]}-{numbers[-1]}"
         groups.append(f"layers {span}: {rows[0]} of {rows[1]}")
     return f"rows that stand for the prompt: {', '.join(groups)}"
+
+
+def _selection_size(entry: Values) -> tuple[int, int]:
+    return entry["selected"] + entry["centroids"], entry["selected_from"]

@@ -209,10 +209,10 @@ def _prescored(
     last = attention.last
 
     def count_keys() -> float:
-        rows = None if last is None else last.rows
-        if rows is None:
-            raise RuntimeError(f"rows must be known after a causal call, got {last}")
-        return rows
+        reads = None if last is None else last.reads
+        if reads is None:
+            raise RuntimeError(f"keys read must be known after a causal call, got {last}")
+        return sum(reads)
 
     return counted(output, count_keys)
 

@@ -291,12 +291,11 @@ def _counted(
     attention: ContextParallelAttention, query: Tensor, key: Tensor, value: Tensor, context: AttentionContext
 ) -> Result:
     output = attention(query, key, value, context)
-    did = attention.last
-    rows = None if did is None else did.rows
-    if rows is None:
-        raise RuntimeError(f"rows must be known after a piece of a prompt, got {did}")
-    own_heads = attention.own_heads
-    return counted(output, lambda: rows, {} if own_heads is None else {OWN_HEADS: own_heads})
+    reads = None if attention.last is None else attention.last.reads
+    if reads is None:
+        raise RuntimeError(f"keys read must be known after a shard of a prompt, got {attention.last}")
+    own_heads = attention.query_heads
+    return counted(output, lambda: sum(reads), {} if own_heads is None else {OWN_HEADS: own_heads})
 
 
 def _by_heads(

@@ -41,7 +41,7 @@ from prescore.config import Config, Routed
 from prescore.errors import Unsupported
 from prescore.integrations.apply import Layers, find_adapter, pick_layers, replace_attention
 from prescore.integrations.attention import Attend, AttentionContext, attend_exactly
-from prescore.integrations.decode import CachedKeys, Decoder, Request
+from prescore.integrations.decode import CachedKeys, LayerCache, Request
 from prescore.ops.backend import Needs, pick_backend
 from prescore.routed import attention as lanes
 from prescore.routed.layout import Layout, make_layout
@@ -565,7 +565,7 @@ Result_steps = TypeVar("Result_steps")
 @torch.no_grad()
 def measure_steps(setting: LayerSetting, inputs: LayerInputs) -> Values:
     """Seconds of a step over the last positions of a layer; the first one, which makes the index, apart."""
-    decoder, config = Decoder(), Routed()
+    decoder, config = LayerCache(), Routed()
     first = setting.n - setting.repeats
     if first < 1:
         raise ValueError(f"n must be more than the {setting.repeats} steps, got {setting.n}")
@@ -630,10 +630,10 @@ def _folded_step(now: Inputs, scale: float) -> Tensor:
     return scaled_dot_product_attention(folded, key, value, scale=scale).flatten(1, 2)[:, :, None]
 
 
-def _routed_step(decoder: Decoder, now: Inputs, config: Routed, scale: float) -> tuple[Tensor, float, str]:
+def _routed_step(decoder: LayerCache, now: Inputs, config: Routed, scale: float) -> tuple[Tensor, float, str]:
     """Output, rows met and the path of a step, as a layer with a cache of ours takes it."""
     query, key, value = now
     step = decoder.step(query, CachedKeys(key, value, None, key.shape[2]), Request(config, scale))
-    if step.output is None or step.count_keys is None:
+    if step.result is None:
         return _exact_step(now, scale), float(key.shape[2]), step.path
-    return step.output, step.count_keys(), step.path
+    return step.result.output, sum(step.result.count_reads()), step.path

@@ -24,7 +24,7 @@ from prescore.attention import prescored_attention, score
 from prescore.bench.records import Row
 from prescore.bench.speed.timing import EXACT, Inputs, check_exact, check_method, check_output, seconds
 from prescore.config import Config, Exact, Hyper, Routed, Selected
-from prescore.integrations.state import SelectionState
+from prescore.integrations.decode import SelectionState
 from prescore.parallel.comm import Group, as_group
 from prescore.scoring.base import Scorer
 from prescore.scoring.kmeans import GaussianKMeans, KMeans, KMedian, Minkowski
@@ -188,7 +188,7 @@ def measure_decode(setting: DecodeSetting, seed: int) -> Values:
     return {
         "seconds": medians,
         "spread": {name: max(measured) - min(measured) for name, measured in times.items()},
-        "rows": state.n_rows,
+        "rows": state.n_entries,
         "speedup": medians[EXACT] / medians["selected"],
         "error": error,
     }

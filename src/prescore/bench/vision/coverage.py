@@ -22,7 +22,7 @@ from prescore.bench.records import Row
 from prescore.bench.vision.accuracy import Study
 from prescore.bench.vision.methods import EXACT, parse_method
 from prescore.config import Selected
-from prescore.integrations.apply import Look, observe
+from prescore.integrations.apply import Observer, observe
 from prescore.integrations.attention import AttentionContext, layer_seed
 from prescore.integrations.masks import full_mask
 from prescore.scoring.select import membership
@@ -51,7 +51,7 @@ class Subject(Protocol):
     def n_prefix(self) -> int:
         """Tokens before the patches."""
 
-    def run(self, look: Look) -> None:
+    def run(self, look: Observer) -> None:
         """Run all inputs with `look` on every attention layer."""
 
 
@@ -72,7 +72,7 @@ class VisionSubject:
         return self.study.model.n_prefix
 
     @torch.inference_mode()
-    def run(self, look: Look) -> None:
+    def run(self, look: Observer) -> None:
         """See `Subject.run`."""
         study = self.study
         with observe(study.model.model, look):
@@ -90,7 +90,7 @@ class TextSubject:
     n_prefix: int = 0
 
     @torch.no_grad()
-    def run(self, look: Look) -> None:
+    def run(self, look: Observer) -> None:
         """See `Subject.run`."""
         with observe(self.model, look):
             for sequence in self.tokens.split(1):

@@ -1,4 +1,4 @@
-"""Language models of transformers: their causal self-attention, and caches that carry selections."""
+"""Language models of transformers: their causal self-attention, and caches that hold selections."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import inspect
 import sys
 import warnings
 from collections.abc import Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -17,30 +18,30 @@ from prescore.errors import Unsupported
 from prescore.integrations.attention import Attend, attend_exactly
 from prescore.integrations.parallel import ContextParallel
 from prescore.integrations.patch import Patch, Undo, check_numbers
-from prescore.integrations.transformers.attention import NAME, register, replace_at
-from prescore.integrations.transformers.cache import PrescoredCache, mark, upgrade
+from prescore.integrations.transformers.attention import attach_patches, register
+from prescore.integrations.transformers.cache import NAME, PrescoredCache, find_cache, save_point, upgrade
 from prescore.integrations.transformers.parallel import prepare_shards
 from prescore.types import Values
 
 _NO_LAYER = -1
-_MARK = "_prescore_mark"  # of a cache whose forward is running
-_ABOVE_APPLY = 5  # frames between the warning and whoever called `prescore.apply`
+_SAVE_POINT = "_prescore_save_point"  # of a cache whose forward is running
+_ABOVE_APPLY = 5  # frames between a warning and the call of `prescore.apply`
 
 
 def detect(model: nn.Module) -> bool:
     """Whether the model is one of transformers or wraps one."""
-    return bool(_roots(model))
+    return bool(_outermost(model))
 
 
 def layers(model: nn.Module) -> list[str]:
     """Names of the self-attention modules that go through transformers' attention interface.
 
-    Those of a decoder are causal; only a model that has none of these is an encoder, all of whose layers count.
+    The causal ones, or in an encoder, which has none, all of them.
     """
-    found = _interface_modules(model)
-    names = [name for name, module in found.items() if _causal(module)]
-    names = names or [name for name, module in found.items() if not getattr(module, "is_cross_attention", False)]
-    if not names or not all(root._can_set_attn_implementation() for root in _roots(model)):
+    modules = _interface_modules(model)
+    names = [name for name, module in modules.items() if _is_causal(module)]
+    names = names or [name for name, module in modules.items() if not _is_cross_attention(module)]
+    if not names or not all(each._can_set_attn_implementation() for each in _outermost(model)):
         raise Unsupported(
             f"apply on {type(model).__name__}",
             ["its attention does not go through transformers' attention interface, so nothing would change"],
@@ -49,55 +50,49 @@ def layers(model: nn.Module) -> list[str]:
 
 
 def replace_attention(model: nn.Module, functions: Mapping[int, Attend]) -> Undo:
-    """Let `functions[number]` be the attention of layer `number`, all others being exact; returns the undo."""
+    """Let layer `number` attend by `functions[number]`, and all others exactly; returns the undo."""
     register()
     numbers = {name: number for number, name in enumerate(layers(model))}
     check_numbers(functions, len(numbers))
-    places = {}
+    attached = {}
     for name, module in _interface_modules(model).items():
         number = numbers.get(name, _NO_LAYER)
-        places[module] = Patch(functions.get(number, attend_exactly), number)
+        attached[module] = Patch(functions.get(number, attend_exactly), number)
 
     def switch() -> None:
-        for root in _roots(model):
-            root.set_attn_implementation(NAME)
+        for each in _outermost(model):
+            each.set_attn_implementation(NAME)
 
-    return replace_at(places, model.modules(), switch)
+    return attach_patches(attached, model.modules(), switch)
 
 
 def prepare(model: nn.Module, configs: Mapping[int, Config]) -> Undo:
-    """Let caches carry selections, and say when no chosen layer would select anything; returns the undo."""
+    """Let caches hold selections, and warn when no chosen layer would select anything; returns the undo."""
     chosen = [number for number, config in configs.items() if not isinstance(config, Exact)]
     _warn_if_all_local(model, chosen)
-    models = [module for module in model.modules() if chosen and _is_pretrained(module)]
-    hooks = [
-        module.register_forward_pre_hook(before, with_kwargs=True)
-        for before in (_with_selections, _remember)
-        for module in models
-    ]
-    hooks += [module.register_forward_hook(_go_back, with_kwargs=True, always_call=True) for module in models]
-
-    def undo() -> None:
-        for hook in hooks:
-            hook.remove()
-
-    return undo
+    with ExitStack() as undo:
+        for module in model.modules() if chosen else ():
+            if _is_pretrained(module):
+                undo.callback(module.register_forward_pre_hook(_before, with_kwargs=True).remove)
+                hook = module.register_forward_hook(_after, with_kwargs=True, always_call=True)
+                undo.callback(hook.remove)
+        return undo.pop_all().close
 
 
-def prepare_context_parallel(model: nn.Module, parallel_group: ContextParallel) -> Undo:
-    """Let every rank of a mesh run the model on its piece; returns the undo."""
-    return prepare_shards([module for module in model.modules() if _is_pretrained(module)], parallel_group)
+def prepare_context_parallel(model: nn.Module, parallel: ContextParallel) -> Undo:
+    """Let every rank of a mesh run the model on its shard; returns the undo."""
+    return prepare_shards([module for module in model.modules() if _is_pretrained(module)], parallel)
 
 
 def _warn_if_all_local(model: nn.Module, chosen: list[int]) -> None:
-    """Sliding-window layers stay exact; say so when no other layer was chosen."""
-    config = _roots(model)[0].config.get_text_config(decoder=True)
-    kinds: list[Any] = DynamicCache(config=config).layers
+    """Sliding-window layers stay exact; warn when no other layer was chosen."""
+    config = _outermost(model)[0].config.get_text_config(decoder=True)
+    cache_layers: list[Any] = DynamicCache(config=config).layers
     longest = getattr(config, "max_position_embeddings", None) or sys.maxsize
     local = [
-        isinstance(kinds[number], DynamicSlidingWindowLayer) and kinds[number].sliding_window < longest
-        for number in chosen
-        if number < len(kinds)
+        isinstance(layer, DynamicSlidingWindowLayer) and layer.sliding_window < longest
+        for number, layer in enumerate(cache_layers)
+        if number in chosen
     ]
     if local and all(local):
         warnings.warn(
@@ -106,54 +101,42 @@ def _warn_if_all_local(model: nn.Module, chosen: list[int]) -> None:
         )
 
 
-def _with_selections(
-    module: nn.Module, args: tuple[Any, ...], kwargs: Values
-) -> tuple[tuple[Any, ...], Values] | None:
-    """Before a forward: let the cache, the caller's or a new one, carry selections."""
+def _before(module: nn.Module, args: tuple[Any, ...], kwargs: Values) -> tuple[tuple[Any, ...], Values] | None:
+    """Before a forward: let its cache, or a new one, hold selections, and remember what it holds."""
     if torch.compiler.is_compiling():
-        return None  # a graph knows nothing of our caches; keys are followed as those of any other
+        return None
     config: Any = module.config.get_text_config(decoder=True)  # type: ignore[operator, union-attr]
-    cache = kwargs.get("past_key_values")
+    cache = find_cache(args, kwargs)
     if isinstance(cache, DynamicCache):
         upgrade(cache, max_length=getattr(config, "max_position_embeddings", None))
-        return None
+        if _SAVE_POINT not in vars(cache):  # else a model around this one has set it
+            vars(cache)[_SAVE_POINT] = module, save_point(cache)
     if cache is not None or module.training or getattr(config, "is_encoder_decoder", False):
         return None
     use_cache = kwargs.get("use_cache")
-    wanted = getattr(config, "use_cache", False) if use_cache is None else use_cache
-    if not wanted or "past_key_values" not in inspect.signature(module.forward).parameters or len(args) > 1:
+    use_cache = getattr(config, "use_cache", False) if use_cache is None else use_cache
+    if not use_cache or "past_key_values" not in inspect.signature(module.forward).parameters or len(args) > 1:
         return None
     return args, {**kwargs, "past_key_values": PrescoredCache(config)}
 
 
-def _remember(module: nn.Module, args: tuple[Any, ...], kwargs: Values) -> None:
-    """Before a forward: mark what its cache holds; layers grow one by one, and a later one may refuse."""
+def _after(module: nn.Module, args: tuple[Any, ...], kwargs: Values, output: Any) -> None:
+    """After a forward: if it raised, its cache goes back to what it held. Layers grow one by one."""
     if torch.compiler.is_compiling():
         return
-    cache = kwargs.get("past_key_values")
-    if isinstance(cache, DynamicCache):
-        outermost = cache.__dict__.get(_MARK, (module,))[0] is module
-        if outermost:
-            cache.__dict__[_MARK] = module, mark(cache)
+    cache = find_cache(args, kwargs)
+    owner, go_back = (None, None) if cache is None else vars(cache).get(_SAVE_POINT, (None, None))
+    if cache is not None and owner is module:
+        del vars(cache)[_SAVE_POINT]
+        if output is None and go_back is not None:
+            go_back()
 
 
-def _go_back(module: nn.Module, args: tuple[Any, ...], kwargs: Values, output: Any) -> None:
-    """After a forward, also one that was broken off: its cache is then as it was before."""
-    if torch.compiler.is_compiling():
-        return
-    cache = kwargs.get("past_key_values")
-    marked = cache.__dict__.get(_MARK) if isinstance(cache, DynamicCache) else None
-    if marked is not None and marked[0] is module:
-        del cache.__dict__[_MARK]
-        if output is None:
-            marked[1]()
-
-
-def _roots(model: nn.Module) -> list[Any]:
+def _outermost(model: nn.Module) -> list[Any]:
     """The outermost models of transformers: the model itself, or those inside a wrapper."""
     if _is_pretrained(model):
         return [model]
-    return [root for child in model.children() for root in _roots(child)]
+    return [each for child in model.children() for each in _outermost(child)]
 
 
 def _is_pretrained(module: nn.Module) -> bool:
@@ -164,24 +147,21 @@ def _is_pretrained(module: nn.Module) -> bool:
 
 
 def _interface_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Modules whose forward asks transformers' attention interface what to run, by name."""
-    asks: dict[str, bool] = {}
-    found = {}
-    for name, module in model.named_modules():
-        kind = f"{type(module).__module__}.{type(module).__qualname__}"
-        if kind not in asks:
-            asks[kind] = _mentions_interface(type(module))
-        if asks[kind]:
-            found[name] = module
-    return found
+    """Modules whose forward looks its attention function up in transformers' attention interface, by name."""
+    uses: dict[type[nn.Module], bool] = {}
+    for module in model.modules():
+        if type(module) not in uses:
+            try:
+                source = inspect.getsource(type(module).forward)
+            except (OSError, TypeError):
+                source = ""
+            uses[type(module)] = "ALL_ATTENTION_FUNCTIONS" in source
+    return {name: module for name, module in model.named_modules() if uses[type(module)]}
 
 
-def _mentions_interface(kind: type[nn.Module]) -> bool:
-    try:
-        return "ALL_ATTENTION_FUNCTIONS" in inspect.getsource(kind.forward)
-    except (OSError, TypeError):
-        return False
+def _is_causal(module: nn.Module) -> bool:
+    return bool(getattr(module, "is_causal", True)) and not _is_cross_attention(module)
 
 
-def _causal(module: nn.Module) -> bool:
-    return bool(getattr(module, "is_causal", True)) and not getattr(module, "is_cross_attention", False)
+def _is_cross_attention(module: nn.Module) -> bool:
+    return bool(getattr(module, "is_cross_attention", False))

@@ -67,7 +67,7 @@ class GLMBlock(nn.Module):
         return hidden + torch.tanh(self.mlp(hidden)), cache
 
 
-class ChatGLMStandIn(nn.Module):
+class TinyChatGLM(nn.Module):
     def __init__(self, dropout=0.0):
         super().__init__()
         self.config = types.SimpleNamespace(

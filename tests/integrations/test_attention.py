@@ -1,0 +1,225 @@
+"""`PrescoredAttention` in place of a layer's attention: paths, masks, refusals, seeds, what it keeps."""
+
+import copy
+import gc
+import pickle
+import warnings
+import weakref
+from dataclasses import replace
+
+import pytest
+import torch
+
+import prescore
+from prescore import Exact, Hyper, KMeans, Lsh, Routed, Selected
+from prescore.errors import Unsupported
+from prescore.integrations.attention import AttentionContext, PrescoredAttention, attend_exactly, layer_seed
+
+COARSE = Selected(KMeans(n_clusters=3), top_k=8, min_seq_len=8, sinks=2)
+ROUTED = Routed(min_weight=1 / 16, cluster_size=4, chunk_size=8, sinks=2, exact_until=8)
+SIMPLE = Selected("key-norm", top_k=8, min_seq_len=8, remainder="none")
+HYPER = Hyper(Lsh(8, 8), min_seq_len=8)
+ENGINES = {"selected": COARSE, "routed": ROUTED.replace(exact_until=0), "hyper": HYPER}
+CAUSAL = AttentionContext(layer=3, is_causal=True)
+
+
+def qkv(n_query=40, n_keys=40, batch=2):
+    draw = torch.Generator().manual_seed(0)
+    query = torch.randn(batch, 4, n_keys, 8, generator=draw)[:, :, n_keys - n_query :]
+    return query, *(torch.randn(batch, 2, n_keys, 8, generator=draw) for _ in range(2))
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize("name", ENGINES)
+def test_a_prompt_is_prescored_attention_with_a_seed_of_the_layer(name, is_causal):
+    attend = PrescoredAttention(ENGINES[name], seed=7)
+    options = {"is_causal": is_causal, "scale": 0.3, "generator": layer_seed(7, 3), "return_aux": True}
+    expected, aux = prescore.prescored_attention(*qkv(), ENGINES[name], **options)
+    assert torch.equal(attend(*qkv(), AttentionContext(layer=3, is_causal=is_causal, scale=0.3)), expected)
+    last = attend.last
+    assert (last.path, last.mask, last.n_query, last.n_keys) == (
+        "prescored",
+        "causal" if is_causal else "full",
+        40,
+        40,
+    )
+    assert last.reads == pytest.approx((aux.stats.keys_per_query, aux.stats.centroids_per_query))
+    assert last.visible_keys == (20.5 if is_causal else 40)
+
+
+def test_layers_and_seeds_draw_apart():
+    uniform = Selected("uniform", top_k=8, min_seq_len=8, remainder="none")
+    first, again, layer, seed = (
+        PrescoredAttention(uniform, seed=seed)(*qkv(), AttentionContext(layer=layer, is_causal=True))
+        for seed, layer in ((0, 0), (0, 0), (0, 1), (1, 0))
+    )
+    assert torch.equal(first, again)
+    assert not torch.allclose(first, layer)
+    assert not torch.allclose(first, seed)
+
+
+@pytest.mark.parametrize("config", [COARSE, ROUTED, HYPER, Exact(), Selected(top_k=1.0)], ids=str)
+def test_a_step_without_a_selection_reads_all_keys(config):
+    inputs, attend = qkv(n_query=1), PrescoredAttention(config)
+    output, exact = attend(*inputs, CAUSAL), attend_exactly(*inputs, CAUSAL)
+    if config is COARSE:
+        assert attend.last.path == "step over the selection"
+        assert not torch.allclose(output, exact, atol=1e-3)
+    else:
+        assert torch.equal(output, exact)
+        assert attend.last.path == ("exact" if config == Exact() else "step over all keys")
+        assert attend.last.reads == (40, 0)
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize("n_query", [40, 3, 1])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_is_not_counted(is_causal, n_query, side):
+    """Exact attention reads the real keys that real queries see, counted one by one."""
+    real = torch.ones(2, 40, dtype=torch.bool)
+    real[0, slice(9) if side == "left" else slice(-9, None)] = False
+    visible = real[:, None, :].expand(2, n_query, 40)
+    if is_causal:
+        visible = visible & torch.ones(40, 40, dtype=torch.bool).tril()[-n_query:]
+    counted = real if n_query == 40 else torch.ones(2, n_query, dtype=torch.bool)
+    attend = PrescoredAttention(Exact())
+    attend(*qkv(n_query), AttentionContext(layer=0, mask=real, is_causal=is_causal))
+    assert attend.last.reads.keys == pytest.approx(float(visible.sum(-1)[counted].double().mean()))
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_keys_are_counted_on_demand_and_nothing_is_kept_for_it(name, monkeypatch):
+    counted, run = [], prescore.attention.attend
+
+    def spy(*inputs):
+        result = run(*inputs)
+        return replace(result, count_reads=lambda: counted.append(1) or result.count_reads())
+
+    monkeypatch.setattr("prescore.integrations.masks.attend", spy)
+    attend = PrescoredAttention(ENGINES[name])
+
+    def call():
+        query, key, value = qkv()
+        output = attend(query, key, value, CAUSAL)
+        return [weakref.ref(t) for t in (query, key, value, output)]
+
+    kept = call()
+    assert not counted
+    assert attend.last.reads.keys == attend.last.reads.keys > 0
+    assert counted == [1]
+    monkeypatch.undo()
+    for use in (call, lambda: attend.last.reads):  # the next call begins, or it is counted
+        gc.collect()
+        assert [ref() for ref in kept] == [None] * 4
+        kept = call()
+        use()
+    gc.collect()
+    assert [ref() for ref in kept] == [None] * 4
+
+
+def test_several_queries_that_see_everything_are_no_step():
+    """Without a causal mask they have no order that a step could follow."""
+    inputs, attend = qkv(n_query=5), PrescoredAttention(COARSE)
+    expected = prescore.prescored_attention(*inputs, COARSE, generator=layer_seed(0, 0))
+    assert torch.equal(attend(*inputs, AttentionContext(layer=0)), expected)
+    assert attend.last.path == "prescored"
+
+
+@pytest.mark.parametrize("config", [COARSE, Exact()], ids=["selected", "exact"])
+def test_a_mask_given_once_serves_the_whole_batch(config):
+    padded = torch.ones(1, 1, 40, 40, dtype=torch.bool).tril()
+    padded[..., :5] = False
+    segments = torch.tensor([0] * 17 + [1] * 23)
+    for mask in (padded, (segments[:, None] == segments).tril()[None, None]):
+        once, each = (
+            PrescoredAttention(config)(*qkv(), AttentionContext(layer=0, mask=own, is_causal=True))
+            for own in (mask, mask.repeat(2, 1, 1, 1))
+        )
+        real = mask.any(-1)[0, 0]  # outputs of padding queries are not used
+        assert torch.equal(once[:, :, real], each[:, :, real])
+
+
+def test_obstacles_are_refused_or_run_by_the_model_itself():
+    query, key, value = qkv()
+    calls = []
+    context = AttentionContext(
+        layer=3,
+        is_causal=True,
+        owner="GemmaAttention",
+        obstacles=("its logits are soft-capped",),
+        own=lambda query, key, value: calls.append(1) or query,
+    )
+    with pytest.raises(Unsupported) as refused:
+        PrescoredAttention(COARSE)(query, key, value, context)
+    assert str(refused.value) == (
+        "pre-scored attention in layer 3 (GemmaAttention) cannot run: its logits are soft-capped; "
+        'on_unsupported="exact" would run such layers exactly'
+    )
+    attend = PrescoredAttention(COARSE, "exact")
+    with pytest.warns(UserWarning, match="GemmaAttention runs exactly: its logits are soft-capped"):
+        assert attend(query, key, value, context) is query
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        attend(query, key, value, context)
+    assert attend.last.path == "exact: unsupported because its logits are soft-capped"
+    assert PrescoredAttention(Exact())(query, key, value, context) is query  # exact attention is not refused
+    assert len(calls) == 3
+
+
+def test_local_layers_stay_exact():
+    attend, context = PrescoredAttention(COARSE), AttentionContext(layer=0, is_causal=True, is_local=True)
+    assert torch.equal(attend(*qkv(), context), attend_exactly(*qkv(), context))
+    assert attend.last.path == "exact: a sliding window is local already"
+
+
+def test_arguments():
+    assert PrescoredAttention().config == Routed()
+    assert repr(PrescoredAttention(Exact(), "exact")) == "PrescoredAttention(Exact(), 'exact')"
+    with pytest.raises(TypeError, match="config must be a prescore.Routed"):
+        PrescoredAttention("routed")
+    with pytest.raises(ValueError, match="on_unsupported must be one of 'raise', 'exact', got 'ignore'"):
+        PrescoredAttention(None, "ignore")
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda attend: pickle.loads(pickle.dumps(attend))])
+def test_a_copy_begins_without_state(copied):
+    inputs, attend = qkv(n_query=1, n_keys=41), PrescoredAttention(COARSE)
+    expected = attend(*inputs, CAUSAL)
+    twin = copied(attend)
+    assert attend._external.cache.selection is not None
+    assert twin._external.cache.selection is None
+    assert twin.last.reads == attend.last.reads
+    assert torch.equal(twin(*inputs, CAUSAL), expected)
+
+
+@pytest.mark.parametrize(
+    ("default", "config"),
+    [("meta", Exact()), ("meta", SIMPLE), ("bfloat16", Exact()), ("bfloat16", COARSE), ("bfloat16", HYPER)],
+    ids=["meta-exact", "meta-selected", "bfloat16-exact", "bfloat16-selected", "bfloat16-hyper"],
+)
+def test_defaults_of_torch_change_nothing(default, config, request):
+    """Every tensor has its dtype and device."""
+    query, key, value = qkv()
+    real, segments = torch.ones(2, 40, dtype=torch.bool), torch.tensor([0] * 17 + [1] * 23)
+    real[0, :5] = False
+    packed = (segments[:, None] == segments).tril().expand(2, 1, 40, 40)
+
+    def run():
+        attend, outputs = PrescoredAttention(config), []
+        for n_query, mask in ((1, real), (3, real), (40, real), (40, packed.clone())):
+            if n_query == 40 and default == "meta" and not isinstance(config, Exact):
+                continue  # engines have tests of their own
+            context = AttentionContext(layer=0, mask=mask, is_causal=True)
+            outputs.append(attend(query[:, :, -n_query:], key, value, context))
+            assert attend.last.reads is not None or mask is not real
+        return outputs
+
+    expected = run()
+    request.addfinalizer(lambda: torch.set_default_device("cpu"))
+    request.addfinalizer(lambda: torch.set_default_dtype(torch.float32))
+    if default == "meta":
+        torch.set_default_device("meta")
+    else:
+        torch.set_default_dtype(torch.bfloat16)
+    for got, wanted in zip(run(), expected, strict=True):
+        assert torch.equal(got, wanted)
