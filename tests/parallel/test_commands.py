@@ -61,8 +61,8 @@ def test_without_torchrun(capsys, monkeypatch):
 
 def test_the_study_of_ranks():
     config = {
-        "n": 256, "ranks": 2, "causal": True, "backward": True, "heads": 2, "dim": 8, "dtype": "float32", "repeats": 1,
-        "top_k": 8, "min_seq_len": 32, "study": "parallel",
+        "study": "parallel", "n": 256, "ranks": 2, "causal": True, "backward": True, "heads": 2, "dim": 8,
+        "dtype": "float32", "repeats": 1, "top_k": 8, "min_seq_len": 32,
     }  # fmt: skip
     record = measure("speed", Row(config, 0, partial(measure_parallel, config, 0)))
     methods = record.results["methods"]

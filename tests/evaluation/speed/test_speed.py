@@ -154,7 +154,7 @@ def test_a_wrong_output_is_never_timed(module, name, monkeypatch):
     right = getattr(module, name)
     monkeypatch.setattr(module, name, lambda *given, **more: right(*given, **more) + 1.0)
     monkeypatch.setattr(timing, "seconds", lambda *_: pytest.fail("timed"))
-    with pytest.raises(RuntimeError, match="output of hyper at n = 300 must match its reference to 0.0002, got "):
+    with pytest.raises(RuntimeError, match=r"output of hyper at n = 300 must match its reference to 0.0002"):
         measure_methods(CONFIG, 0)
 
 
@@ -215,8 +215,8 @@ def test_every_study_becomes_a_table(monkeypatch, tmp_path):
     assert kinds(records) == [(True, False)]
     made = {table.title.split(",")[0]: table for table in tables(records)}
     assert list(made) == [
-        "Attention", "Shares of the forward time", "Time against top_k", "Time against n_clusters", "One decode step",
-        "Scoring alone", "Short inputs",
+        "Attention", "Shares of the forward time", "Time against top_k", "Time against n_clusters",
+        "One decode step", "Scoring alone", "Short inputs",
     ]  # fmt: skip
     assert [row[0] for row in made["Attention"].rows] == ["128", "256", "exponent"]
     assert len(made["Shares of the forward time"].rows) == len(METHODS)

@@ -3,9 +3,6 @@
 import pytest
 import torch
 
-pytest.importorskip("transformers")
-Image = pytest.importorskip("PIL.Image")
-
 from prescore.bench.vision.accuracy import Study
 from prescore.bench.vision.models import load_vision_model, open_folder
 from prescore.integrations.torchvision import mend_torchvision
@@ -28,6 +25,8 @@ def model_folder(tmp_path):
 
 @pytest.fixture
 def image_folder(tmp_path):
+    from PIL import Image
+
     draw = torch.Generator().manual_seed(1)
     for label in range(5):
         (tmp_path / "images" / f"class{label}").mkdir(parents=True)
