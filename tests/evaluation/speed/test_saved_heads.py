@@ -11,7 +11,6 @@ from prescore.bench.cli.main import main
 from prescore.bench.records import measure, read_records
 from prescore.bench.speed import studies
 from prescore.bench.speed.heads import find_heads, heads_at_lengths, save_heads
-from prescore.bench.speed.parts import OTHER, PARTS
 from prescore.bench.speed.studies import Run, measure_layer, measure_methods, plan_rows, relative_error
 from prescore.bench.speed.tables import tables
 from prescore.errors import Unsupported
@@ -21,6 +20,7 @@ IDS = torch.arange(LENGTH)[None] % 251
 DEFAULT = Routed()
 START = max(DEFAULT.sinks + 2 * DEFAULT.chunk_size, DEFAULT.exact_until)
 """Where the default starts to route."""
+PARTS = ["exact queries", "index", "local and centroids", "search and keys"]
 SETTINGS = {
     "heads": 4, "dim": 16, "dtype": "float32", "repeats": 1, "top_k": 256, "min_seq_len": 512,
     "methods": ["default"], "memory": "system",
@@ -130,29 +130,25 @@ def test_a_wrong_output_is_not_timed(saved, monkeypatch):
         measure_methods({**SETTINGS, "n": LENGTH}, 0, saved=saved[0])
 
 
-def test_parts_add_up_to_the_call(saved):
-    results = measure_layer(layer_config("parts", LENGTH, dim=8), 0, saved=saved[0])
+@pytest.mark.parametrize("dim", [8, 16])
+def test_parts_add_up_to_the_call(dim, saved):
+    """Native code runs heads of 16 dimensions, where there is any."""
+    results = measure_layer(layer_config("parts", LENGTH, dim=dim), 0, saved=saved[0] if dim == 8 else None)
+    heads = 4 if dim == 8 else 2
     parts = results["parts"]
-    assert set(parts) == {*PARTS, OTHER}
+    assert list(parts) == PARTS
     assert sum(entry["seconds"] for entry in parts.values()) == pytest.approx(results["call_seconds"])
-    assert results["exact_multiply_adds"] == 4 * 16 * LENGTH * (LENGTH + 1) / 2
+    assert results["exact_multiply_adds"] == heads * 2 * dim * LENGTH * (LENGTH + 1) / 2
     assert 0 < results["call_multiply_adds"] < results["exact_multiply_adds"]
-    work = {name: entry["multiply_adds"] for name, entry in parts.items()}
+    work = {name: entry["multiply_adds"] / (heads * dim) for name, entry in parts.items()}
     # counted position by position, from the default's sizes
     chunk, sinks = DEFAULT.chunk_size, DEFAULT.sinks
     centroids, routed = chunk // DEFAULT.cluster_size, range(START, LENGTH)
-    assert work["exact queries"] == 4 * 16 * START * (START + 1) / 2
-    assert work["local"] == 4 * 16 * sum((p - sinks) % chunk + 1 + chunk for p in routed)
-    assert work["centroids"] == 4 * 16 * sum(sinks + centroids * ((p - sinks) // chunk - 1) for p in routed)
-    assert work["keys"] % 16 == 0
-    assert work["search"] % 8 == 0
-
-
-def test_parts_of_native_code_and_too_few_queries():
-    """Native code runs heads of 16 dimensions, where there is any."""
-    parts = measure_layer(layer_config("parts", LENGTH), 0, saved=None)["parts"]
-    assert min(parts[name]["multiply_adds"] for name in PARTS if name != "tables") > 0
-    assert parts["index"]["seconds"] > 0
+    assert work["exact queries"] == START * (START + 1)
+    local = sum(sinks + (p - sinks) % chunk + 1 + chunk for p in routed)
+    far = sum(centroids * ((p - sinks) // chunk - 1) for p in routed)
+    assert work["local and centroids"] == pytest.approx(2 * (local + far))
+    assert work["search and keys"] > 0
     with pytest.raises(ValueError, match=f"n must be more than {START}, where routing starts, got 600"):
         measure_layer(layer_config("parts", 600), 0, saved=None)
 
@@ -214,7 +210,7 @@ def test_tables_show_random_and_saved_heads(saved):
     assert lengths.rows[2][2] == "-"  # hyper was not timed there
     assert "x error " in lengths.rows[2][3]
     assert [row[:2] for row in made["Saved heads"].rows] == [("layer-00 64", "exact"), ("layer-00 64", "default")]
-    assert [row[1] for row in made["Parts of the default"].rows] == ["exact", "the call", *PARTS, OTHER]
+    assert [row[1] for row in made["Parts of the default"].rows] == ["exact", "the call", *PARTS]
     assert made["Parts of the default"].rows[0][-1] == "100 %"
     assert made["One decode step of the default"].rows[0][:2] == ("layer-00 2700", "routed step")
 

@@ -25,7 +25,6 @@ from prescore import checks
 from prescore.attention import prescored_attention, score
 from prescore.bench.records import Row, Values
 from prescore.bench.speed.heads import SavedHeads, heads_at_lengths
-from prescore.bench.speed.parts import measure_parts
 from prescore.bench.speed.timing import (
     EXACT,
     MOST_MISMATCHED,
@@ -360,6 +359,70 @@ def measure_layer(config: Values, seed: int, *, saved: SavedHeads | None) -> Val
     if config["study"] == "parts":
         return measure_parts(inputs, scale, config["repeats"], from_model=saved is not None)
     return measure_steps(inputs, scale, config["repeats"])
+
+
+@torch.no_grad()
+def measure_parts(inputs: Inputs, scale: float, repeats: int, *, from_model: bool) -> Values:
+    """Seconds, multiply-adds and their rate for the parts of a causal call of `Routed()`.
+
+    Parts are differences of calls with less to do: the queries before `exact_until` alone, one query (the key
+    index), and no search (`min_weight=1`).
+    """
+    config, (query, key, value) = Routed(), inputs
+    n, both = query.shape[2], key.shape[3] + value.shape[3]
+    start = max(config.exact_until, config.sinks + 2 * config.chunk_size)
+    if n <= start:
+        raise ValueError(f"n must be more than {start}, where routing starts, got {n}")
+    no_search = config.replace(min_weight=1.0)
+    first, last = [tensor[:, :, :start] for tensor in inputs], [query[:, :, -1:], key, value]
+    attend = partial(prescored_attention, is_causal=True, scale=scale)
+    calls = {
+        EXACT: partial(_exact, inputs, True, scale),
+        "call": partial(attend, *inputs, config),
+        "exact queries": partial(attend, *first, config),
+        "no search": partial(attend, *inputs, no_search),
+        "index": partial(attend, *last, no_search),
+    }
+    kind: Values = {"is_causal": True, "scale": scale}
+    check_exact("exact attention", inputs, calls[EXACT](), **kind)
+    check_method("the default", inputs, config, calls["call"](), **kind, from_model=from_model)
+    spent = {name: entry["seconds"] for name, entry in time_calls(calls, repeats).items()}
+    taken = {
+        "exact queries": spent["exact queries"],
+        "index": spent["index"],
+        "local and centroids": spent["no search"] - spent["index"] - spent["exact queries"],
+        "search and keys": spent["call"] - spent["no search"],
+    }
+    stats = prescored_attention(*inputs, config, **kind, return_aux=True)[1].stats
+    n_exact, n_reads = start * (start + 1) / 2, n * (stats.keys_per_query + stats.centroids_per_query)
+    n_compared, n_far = ((n - start) * (number or 0.0) for number in (stats.keys_compared, stats.far_keys_read))
+    work = {
+        "exact queries": n_exact * both,
+        "index": 0.0,  # not counted
+        "local and centroids": (n_reads - n_far - n_exact) * both,
+        "search and keys": n_compared * key.shape[3] + n_far * both,
+    }
+    work = {name: query.shape[1] * number for name, number in work.items()}
+    exact_total, total = query.shape[1] * n * (n + 1) / 2 * both, sum(work.values())
+    exact_rate = exact_total / spent[EXACT]
+    parts = {
+        name: {
+            "seconds": took,
+            "share": took / spent["call"],
+            "multiply_adds": work[name],
+            "of_exact_rate": work[name] / took / exact_rate if work[name] and took > 0 else None,
+        }
+        for name, took in taken.items()
+    }
+    return {
+        "exact_seconds": spent[EXACT],
+        "exact_multiply_adds": exact_total,
+        "call_seconds": spent["call"],
+        "call_multiply_adds": total,
+        "speedup": spent[EXACT] / spent["call"],
+        "call_of_exact_rate": total / spent["call"] / exact_rate,
+        "parts": parts,
+    }
 
 
 @torch.no_grad()

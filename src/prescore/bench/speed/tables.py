@@ -48,8 +48,9 @@ def kind(config: Values) -> str:
 
 
 def time(entry: Values) -> str:
-    """A median and the distance between the slowest and the fastest round."""
-    return f"{as_text(1e3 * entry['seconds'])} ± {as_text(1e3 * entry['spread'], 2)} ms"
+    """A median, and the distance between the slowest and the fastest round where it is known."""
+    spread = f" ± {as_text(1e3 * entry['spread'], 2)}" if "spread" in entry else ""
+    return f"{as_text(1e3 * entry['seconds'])}{spread} ms"
 
 
 def count(value: float | None) -> str:
@@ -121,7 +122,7 @@ def of_parts(record: Record) -> Iterator[Entry]:
     exact |= {"share": None, "of_exact_rate": 1.0}
     call |= {"share": 1.0, "of_exact_rate": results["call_of_exact_rate"]}
     for name, part in {EXACT: exact, "the call": call, **results["parts"]}.items():
-        yield Entry(record.config, name, {**part, "spread": 0.0})
+        yield Entry(record.config, name, part)
 
 
 SPECS = {
@@ -145,8 +146,8 @@ SPECS = {
         "Parts of the default, causal, forward",
         "layer|part|time|share of the call|billion multiply-adds|of exact attention's rate",
         of_parts,
-        "search multiplies int4 numbers, of which a processor does more at once; centroids, search and keys are "
-        "differences of calls with less to do",
+        "parts are differences of calls with less to do; a search multiplies int4 numbers, of which a processor "
+        "does more at once",
         left=2,
     ),
     "steps": Spec(
