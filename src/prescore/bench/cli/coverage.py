@@ -68,7 +68,7 @@ def command(
         methods=method or (_QUICK_METHODS if quick else None),
         budgets=samples or (_DIGIT_BUDGETS if digits else None),
         n_clusters=clusters,
-        keep_prefix=vision.read_prefix(prefix),
+        prefix=prefix,
         thresholds=epsilon,
         seeds=range(seed, seed + seeds),
     )

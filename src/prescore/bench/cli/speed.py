@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -87,8 +86,6 @@ def command(
 
     Example: prescore speed --heads heads --method default --threads 2
     """
-    # torch's profiler writes its start and stop to stderr; torch reads this when it is imported
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     if save_heads is not None:
         for path in _save(save_heads, model, text_file, n, layers):
             print(path)

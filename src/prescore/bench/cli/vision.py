@@ -106,7 +106,7 @@ def command(
         budgets=samples or (None if model else _DIGIT_BUDGETS),
         n_clusters=clusters,
         centroid_shares=share,
-        keep_prefix=read_prefix(prefix),
+        prefix=prefix,
         seeds=range(seed, seed + seeds),
     )
     study = open_study(model, images, limit, batch_size, device, quick, arch, labels, resolution)
@@ -117,17 +117,13 @@ def command(
     show_run(session, session.run(rows), made, tables.accuracy_plot)
 
 
-def read_grid(**options: Sequence[object] | None) -> Values:
+def read_grid(*, prefix: str, **options: Sequence[object] | None) -> Values:
     """The options that were given; the study has the defaults of the others."""
-    return {name: tuple(values) for name, values in options.items() if values}
-
-
-def read_prefix(prefix: str) -> tuple[bool, ...]:
-    """Whether prefix tokens are kept, from `--prefix`."""
     from prescore import checks
 
     checks.one_of("prefix", prefix, _KEEP_PREFIX)
-    return _KEEP_PREFIX[prefix]
+    given = {name: tuple(values) for name, values in options.items() if values}
+    return {**given, "keep_prefix": _KEEP_PREFIX[prefix]}
 
 
 def show_run(

@@ -103,12 +103,7 @@ def heads_at_lengths(saved: Sequence[SavedHeads], lengths: Sequence[int] | None)
 
 @torch.no_grad()
 def save_heads(
-    model: Any,
-    ids: Tensor,
-    directory: str | Path,
-    *,
-    layers: Layers = "all",
-    dtype: torch.dtype = torch.float16,
+    model: Any, ids: Tensor, directory: str | Path, *, layers: Layers = "all", dtype: torch.dtype = torch.float16
 ) -> list[Path]:
     """Run a model over tokens `[1, N]` with exact attention, and save the attention inputs of some layers.
 

@@ -160,19 +160,11 @@ def lengths(run: Run) -> Iterator[Row]:
         yield run.row("lengths", measure_methods, _METHOD_FIELDS, **own)
 
 
-def budgets(run: Run) -> Iterator[Row]:
-    """Every method against `top_k`, full, forward."""
-    own = {"n": run.longest, "causal": False, "backward": False, "n_clusters": None}
-    for top_k in TOP_K:
-        if top_k < run.longest:
-            yield run.row("top-k", measure_methods, _METHOD_FIELDS, **own, top_k=top_k)
-
-
-def cluster_counts(run: Run) -> Iterator[Row]:
-    """Every method against the number of clusters, full, forward."""
-    own = {"n": run.longest, "causal": False, "backward": False}
-    for n_clusters in CLUSTERS:
-        yield run.row("clusters", measure_methods, _METHOD_FIELDS, **own, n_clusters=n_clusters)
+def sweep(run: Run, study: str, field: str, values: Sequence[int]) -> Iterator[Row]:
+    """Every method against one field, full, forward."""
+    for value in values:
+        own = {"n": run.longest, "causal": False, "backward": False, "n_clusters": None, field: value}
+        yield run.row(study, measure_methods, _METHOD_FIELDS, **own)
 
 
 def short(run: Run) -> Iterator[Row]:
@@ -217,7 +209,7 @@ def measure_methods(config: Values, seed: int, saved: SavedHeads | None = None) 
         for name, method in configs.items():  # the same calls are timed
             output = calls[name]()
             checked = check_method(f"{name} {place}", inputs, method, output, **kind, from_model=saved is not None)
-            results[name] = {**checked, **_call_stats(inputs, method, calls[name], **kind)}
+            results[name] = {**checked, **_call_stats(inputs, method, **kind)}
             if saved is not None:
                 results[name]["error"] = relative_error(output, exact)
                 heads = zip(output.unbind(1), exact.unbind(1), strict=True)
@@ -248,26 +240,16 @@ def _random(config: Values, seed: int) -> Inputs:
     return random_inputs(config["n"], config["heads"], config["dim"], dtype=config["dtype"], seed=seed)
 
 
-def _call_stats(inputs: Inputs, config: Config, call: Callable[[], Tensor], **kind: Any) -> Values:
+def _call_stats(inputs: Inputs, config: Config, **kind: Any) -> Values:
     """What a query reads and compares on average, seconds by stage, and the stages' shares."""
     stats = prescored_attention(*inputs, config, **kind, return_aux=True)[1].stats
-    stages: dict[str, float] = dict(stats.seconds)
-    attending = stages.pop("attending")
-    if isinstance(config, Routed):
-        stages["routing"] = attending
-    else:
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-            call()
-        events = [event for event in profile.key_averages() if "scaled_dot_product" in event.key]
-        stages["operator"] = min(sum(float(event.self_cpu_time_total) for event in events) / 1e6, attending)
-        stages["gathering"] = attending - stages["operator"]
-    total = sum(stages.values())
+    total = sum(stats.seconds.values())
     routed_share = 1 - (stats.exact_queries or 0) / inputs[0].shape[2]
     return {
         "reads_per_query": stats.keys_per_query + stats.centroids_per_query,
         "keys_compared_per_query": (stats.keys_compared or 0.0) * routed_share,
-        "stage_seconds": stages,
-        "shares": {stage: spent / total for stage, spent in stages.items()},
+        "stage_seconds": dict(stats.seconds),
+        "shares": {stage: spent / total for stage, spent in stats.seconds.items()},
     }
 
 
@@ -580,8 +562,8 @@ def _measure_on_ranks(config: Values, method: Config, group: Group, inputs: Inpu
 
 STUDIES: dict[str, Callable[[Run], Iterator[Row]]] = {
     "lengths": lengths,
-    "top-k": budgets,
-    "clusters": cluster_counts,
+    "top-k": lambda run: sweep(run, "top-k", "top_k", [top_k for top_k in TOP_K if top_k < run.longest]),
+    "clusters": lambda run: sweep(run, "clusters", "n_clusters", CLUSTERS),
     "decode": decode,
     "scoring": scoring,
     "short": short,

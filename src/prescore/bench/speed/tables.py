@@ -12,7 +12,6 @@ from prescore.bench.records import Record, Values
 from prescore.bench.speed.timing import EXACT
 from prescore.bench.tables import MISSING, Table, as_text
 
-STAGES = ("scoring", "centroids", "hashing", "sorting", "gathering", "operator", "routing")
 _LABELS = {
     "hyper": "HyperAttention",
     "paper:kmeans": "paper, k-means",
@@ -225,15 +224,16 @@ def _length_cells(record: Record, methods: Sequence[str], label: str) -> tuple[s
 
 
 def share_table(record: Record) -> Table:
-    """Shares of the forward time of each method."""
+    """Shares of the forward time of each method, by stage."""
+    entries = [entry for entry in of_methods(record) if entry.name != EXACT]
+    stages = list(dict.fromkeys(stage for entry in entries for stage in entry.results["shares"]))
     last = ("scoring / exact", "keys and centroids read")
-    rows = [
-        (e.name, *(percent(e.results["shares"].get(s, 0.0)) for s in STAGES), *(CELLS[name](e) for name in last))
-        for e in of_methods(record)
-        if e.name != EXACT
-    ]
+    rows = []
+    for entry in entries:
+        shares = (percent(entry.results["shares"].get(stage, 0.0)) for stage in stages)
+        rows.append((entry.name, *shares, *(CELLS[name](entry) for name in last)))
     title = f"Shares of the forward time, {kind(record.config)}, n = {record.config['n']}"
-    return Table(title, ("method", *STAGES, *last), tuple(rows))
+    return Table(title, ("method", *stages, *last), tuple(rows))
 
 
 def length_plot(records: Sequence[Record], path: Path, field: str) -> None:
