@@ -186,7 +186,7 @@ def commands(scratch: Path) -> list[Command]:
     return [
         Command("perplexity", ("perplexity", *language, *budgets)),
         Command("planted", ("planted", *planted, "--rule", "nearest")),
-        Command("speed", ("speed", *speed, "--method", "hyper", "--method", "kmeans")),
+        Command("speed", ("speed", *speed, "--method", "hyper", "--method", "paper:kmeans")),
     ]
 
 

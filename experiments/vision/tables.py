@@ -11,7 +11,7 @@ from __future__ import annotations
 import statistics
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from prescore.bench.records import Record, read_records
@@ -19,97 +19,104 @@ from prescore.bench.tables import MISSING, Table
 
 CLUSTERED = ("kmeans", "kmeans-farthest-sample", "kmeans-cluster-share", "kmeans-balanced", "kmedian")
 
+Cell = tuple[str, int | None, int, bool]
+"""Method, clusters, budget, and whether the class token is protected."""
 
-def main(arguments: Sequence[str]) -> None:
-    """Print one kind of table from some runs."""
+
+def main(arguments: Sequence[str]) -> int:
+    """Print one kind of table from some runs; returns the exit code."""
+    if len(arguments) < 2 or arguments[0] not in TABLES:
+        got = " ".join(arguments) or "nothing"
+        print(f"usage: tables.py {'|'.join(TABLES)} FOLDER..., got {got}", file=sys.stderr)  # noqa: T201
+        return 2
     kind, *folders = arguments
     records = [record for folder in folders for record in read_records(Path(folder) / "records.jsonl")]
-    if kind != "coverage":  # exact attention is in every other record
-        records = [record for record in records if record.config["method"] != "exact"]
+    # every other record holds the accuracy of exact attention
+    records = [record for record in records if record.config["method"] != "exact"]
     print(TABLES[kind](records).to_markdown())  # noqa: T201
+    return 0
 
 
 def bars(records: Sequence[Record]) -> Table:
-    """Top-1 of every method and number of rows over seeds, beside exact attention."""
+    """Top-1 of every method and budget over seeds, beside exact attention."""
+    groups: dict[tuple[str, int], list[Record]] = defaultdict(list)
+    for record in records:
+        groups[record.config["method"], record.config["budget"]].append(record)
     rows = []
-    for (method, n_rows), found in _grouped(records, "method", "rows").items():
-        top1 = [record.figures["top1"] for record in found]
-        exact = found[0].figures["top1_exact"]
+    for (method, budget), group in groups.items():
+        top1 = [record.results["top1"] for record in group]
+        exact, mean = group[0].results["top1_exact"], statistics.fmean(top1)
         spread = f" ± {statistics.stdev(top1):.1f}" if len(top1) > 1 else ""
-        mean = statistics.fmean(top1)
-        others = [statistics.fmean(record.figures[name] for record in found) for name in ("top5", "agreement")]
-        worst = exact - min(top1)
-        cells = [method, n_rows, f"{mean:.1f}{spread}", f"{exact - mean:.1f}", f"{worst:.1f}"]
-        rows.append((*map(str, cells), *(f"{value:.1f}" for value in others), str(len(top1))))
-    columns = ("method", "rows", "top-1", "lost", "lost, worst seed", "top-5", "same answer as exact", "seeds")
+        others = [statistics.fmean(record.results[name] for record in group) for name in ("top5", "agreement")]
+        numbers = (exact - mean, exact - min(top1), *others)
+        rows.append((method, str(budget), f"{mean:.1f}{spread}", *(f"{n:.1f}" for n in numbers), str(len(top1))))
+    columns = ("method", "budget", "top-1", "lost", "lost, worst seed", "top-5", "same answer as exact", "seeds")
     return Table("Against exact attention", columns, tuple(rows))
 
 
 def grid(records: Sequence[Record]) -> Table:
-    """Top-1 by method and clusters; for every number of rows, class token protected / free."""
-    sizes = sorted({record.config["rows"] for record in records})
-    found = {_cell(record): record.figures["top1"] for record in records if record.seed == 0}
-    names = dict.fromkeys((r.config["method"], r.config["clusters"]) for r in records)
+    """Top-1 by method and clusters; for every budget, class token protected / free."""
+    top1, budgets = _top1(records)
     rows = []
-    for method, clusters in sorted(names, key=lambda name: (name[0], name[1] or 0)):
-        cells = [method, str(clusters or "")]
-        for size in sizes:
-            pair = [found.get((method, clusters, size, protect)) for protect in (True, False)]
-            cells.append(" / ".join(MISSING if value is None else f"{value:.1f}" for value in pair))
-        rows.append(tuple(cells))
-    exact = records[0].figures["top1_exact"]
-    columns = ("method", "clusters", *map(str, sizes))
+    for method, clusters in sorted({cell[:2] for cell in top1}, key=lambda name: (name[0], name[1] or 0)):
+        cells = [
+            " / ".join(_text(top1.get((method, clusters, budget, keep)), ".1f") for keep in (True, False))
+            for budget in budgets
+        ]
+        rows.append((method, str(clusters or ""), *cells))
+    exact = records[0].results["top1_exact"]
+    columns = ("method", "clusters", *map(str, budgets))
     return Table(f"Top-1, protected / free; exact {exact:.1f}", columns, tuple(rows))
 
 
 def against_leverage(records: Sequence[Record]) -> Table:
-    """Top-1 of every clustering rule less that of leverage scores at the same rows, protected / free."""
-    found = {_cell(record): record.figures["top1"] for record in records if record.seed == 0}
-    sizes = sorted({record.config["rows"] for record in records})
-    clusters = sorted({r.config["clusters"] for r in records if r.config["clusters"]})
+    """Top-1 of every clustering rule minus that of leverage scores at the same budget, protected / free."""
+    top1, budgets = _top1(records)
     rows = []
     for method in CLUSTERED:
-        for count in clusters:
-            cells, won, of = [method, str(count)], 0, 0
-            for size in sizes:
-                pair = []
-                for protect in (True, False):
-                    own = found.get((method, count, size, protect))
-                    other = found.get(("leverage", None, size, protect))
-                    known = own is not None and other is not None
-                    pair.append(f"{own - other:+.1f}" if known else MISSING)
-                    won, of = won + (known and own > other), of + known
-                cells.append(" / ".join(pair))
-            rows.append((*cells, f"{won} of {of}"))
-    return Table("Points ahead of leverage", ("rule", "clusters", *map(str, sizes), "wins"), tuple(rows))
+        for clusters in sorted({cell[1] for cell in top1 if cell[1]}):
+            gains: dict[tuple[int, bool], float] = {}
+            for budget in budgets:
+                for keep in (True, False):
+                    ours, theirs = (method, clusters, budget, keep), ("leverage", None, budget, keep)
+                    if ours in top1 and theirs in top1:
+                        gains[budget, keep] = top1[ours] - top1[theirs]
+            cells = [" / ".join(_text(gains.get((b, keep)), "+.1f") for keep in (True, False)) for b in budgets]
+            wins = sum(gain > 0 for gain in gains.values())
+            rows.append((method, str(clusters), *cells, f"{wins} of {len(gains)}"))
+    return Table("Points ahead of leverage", ("rule", "clusters", *map(str, budgets), "wins"), tuple(rows))
 
 
 def coverage(records: Sequence[Record]) -> Table:
-    """Share of heavy entries kept, mean (median), and of the heaviest columns, beside chance."""
+    """Share of heavy entries on selected keys, mean (median), and of the heaviest columns, beside chance."""
+    thresholds = records[0].config["thresholds"]
+    names = [*(f"heavy_{eps}" for eps in thresholds), "columns"]
     rows = []
     for record in records:
-        config, figures = record.config, record.figures
-        cells = [config["method"], str(config["clusters"]), str(config["rows"]), f"{figures['chance']:.2f}"]
-        for eps in config["thresholds"]:
-            cells.append(f"{figures[f'heavy_{eps}_mean']:.2f} ({figures[f'heavy_{eps}_median']:.2f})")
-        rows.append((*cells, f"{figures['columns_mean']:.2f} ({figures['columns_median']:.2f})"))
-    heavy = tuple(f"> {eps}" for eps in records[0].config["thresholds"])
+        config, results = record.config, record.results
+        shares = [f"{results[f'{name}_mean']:.2f} ({results[f'{name}_median']:.2f})" for name in names]
+        cells = (config["method"], str(config["n_clusters"]), str(config["budget"]), f"{results['chance']:.2f}")
+        rows.append((*cells, *shares))
+    heavy = tuple(f"> {eps}" for eps in thresholds)
     return Table("Coverage", ("method", "clusters", "keys", "chance", *heavy, "heaviest columns"), tuple(rows))
 
 
-def _cell(record: Record) -> tuple[str, int | None, int, bool]:
-    config = record.config
-    return config["method"], config["clusters"], config["rows"], config["protect"]
-
-
-def _grouped(records: Iterable[Record], *names: str) -> dict[tuple[object, ...], list[Record]]:
-    groups: dict[tuple[object, ...], list[Record]] = defaultdict(list)
+def _top1(records: Sequence[Record]) -> tuple[dict[Cell, float], list[int]]:
+    """Top-1 of the first seed by cell, and the budgets."""
+    top1 = {}
     for record in records:
-        groups[tuple(record.config[name] for name in names)].append(record)
-    return groups
+        config = record.config
+        if record.seed == 0:
+            cell = config["method"], config["n_clusters"], config["budget"], config["keep_prefix"]
+            top1[cell] = record.results["top1"]
+    return top1, sorted({record.config["budget"] for record in records})
+
+
+def _text(value: float | None, form: str) -> str:
+    return MISSING if value is None else format(value, form)
 
 
 TABLES = {"bars": bars, "grid": grid, "against-leverage": against_leverage, "coverage": coverage}
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    sys.exit(main(sys.argv[1:]))

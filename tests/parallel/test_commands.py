@@ -4,13 +4,14 @@ import dataclasses
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from prescore.bench.records import RecordFile, measure, read_records, row_key
-from prescore.bench.speed.studies import ParallelSetting, parallel_row
-from prescore.bench.speed.tables import parallel_table
+from prescore.bench.records import RecordFile, Row, measure, read_records, row_key
+from prescore.bench.speed.studies import measure_parallel
+from prescore.bench.speed.tables import tables
 
 pytest.importorskip("typer", reason="the command line needs the extra eval")
 from prescore.bench.cli.main import main
@@ -59,44 +60,20 @@ def test_without_torchrun(capsys, monkeypatch):
 
 
 def test_the_study_of_ranks():
-    setting = ParallelSetting(
-        n=256,
-        ranks=2,
-        causal=True,
-        backward=True,
-        heads=2,
-        dim=8,
-        dtype="float32",
-        repeats=1,
-        top_k=8,
-        min_seq_len=32,
-    )
-    record = measure("speed", parallel_row(setting, 0))
-    ways = record.figures["ways"]
-    assert {name: way["way"] for name, way in ways.items()} == {
-        "all-gather": "gather", "selected": "rows", "paper": "rows", "hyper": "heads", "default": "heads"
+    config = {
+        "study": "parallel", "n": 256, "ranks": 2, "causal": True, "backward": True, "heads": 2, "dim": 8,
+        "dtype": "float32", "repeats": 1, "top_k": 8, "min_seq_len": 32,
+    }  # fmt: skip
+    record = measure("speed", Row(config, 0, partial(measure_parallel, config, 0)))
+    methods = record.results["methods"]
+    assert {name: method["exchange"] for name, method in methods.items()} == {
+        "all-gather": "all-gather", "selected": "selected", "paper": "selected", "hyper": "ulysses",
+        "default": "ulysses",
     }  # fmt: skip
     # keys and values to the other rank, their gradients back, and the note of the handshake
-    assert ways["all-gather"]["bytes"] == 2 * 128 * 2 * 16 * 4 + 2048
-    assert ways["selected"]["of_all_gather"] < 1
-    table = parallel_table([record])
-    assert len(table.rows) == len(ways)
-    assert table.rows[0][:5] == ("causal, + backward", "256", "2", "all-gather", "gather")
+    assert methods["all-gather"]["bytes"] == 2 * 128 * 2 * 16 * 4 + 2048
+    assert methods["selected"]["of_all_gather"] < 1
+    (table,) = tables([record])
+    assert len(table.rows) == len(methods)
+    assert table.rows[0][:5] == ("causal, forward + backward", "256", "2", "all-gather", "all-gather")
     assert table.rows[0][6] == "1.000"
-
-
-def test_a_study_that_ranks_cannot_share():
-    setting = ParallelSetting(
-        n=255,
-        ranks=2,
-        causal=True,
-        backward=False,
-        heads=2,
-        dim=8,
-        dtype="float32",
-        repeats=1,
-        top_k=8,
-        min_seq_len=32,
-    )
-    with pytest.raises(ValueError, match="--n must be a multiple of the 2 ranks, got 255"):
-        parallel_row(setting, 0)

@@ -22,7 +22,7 @@ def test_no_two_lines_look_the_same():
 
 @pytest.fixture
 def drawn(monkeypatch):
-    """The panels of the next picture, kept instead of saved."""
+    """The panels of the next plot, which is not saved."""
     panels = []
 
     @contextmanager
@@ -35,17 +35,17 @@ def drawn(monkeypatch):
     return panels
 
 
-def coverage_record(method, rows, covered):
-    config = {"method": method, "clusters": None, "protect": False, "rows": rows, "thresholds": [0.3]}
-    figures = {"heavy_0.3_median": covered, "columns_mean": covered, "chance": rows / 197}
-    return Record(command="coverage", key=f"{method}{rows}", config=config, seed=0, figures=figures, seconds=1.0)
+def coverage_record(method, budget, covered):
+    config = {"method": method, "n_clusters": None, "keep_prefix": False, "budget": budget, "thresholds": [0.3]}
+    results = {"heavy_0.3_median": covered, "columns_mean": covered, "chance": budget / 197}
+    return Record("coverage", f"{method}{budget}", config, 0, results, 1.0)
 
 
 def test_equal_curves_of_coverage_do_not_hide_each_other(drawn, tmp_path):
     records = [
-        coverage_record(method, rows, covered)
+        coverage_record(method, budget, covered)
         for method, covered in (("kmeans", 0.0), ("kmedian", 0.0), ("leverage", 1.0), ("key-diff", 1.0))
-        for rows in (32, 64, 128)
+        for budget in (32, 64, 128)
     ]
     coverage_plots.coverage_plot(records, tmp_path / "coverage.png")
     for panel in drawn:

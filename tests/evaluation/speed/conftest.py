@@ -6,10 +6,6 @@ from oracles.tiny_language_model import tiny_language_model
 
 from prescore.bench.speed.heads import find_heads, save_heads
 
-LENGTH = 2700
-"""More than `exact_until` of the default: some queries are routed."""
-IDS = torch.arange(LENGTH)[None] % 251
-
 
 @pytest.fixture(scope="session")
 def model():
@@ -17,13 +13,9 @@ def model():
 
 
 @pytest.fixture(scope="session")
-def directory(model, tmp_path_factory):
+def saved(model, tmp_path_factory):
+    """2700 positions, more than `exact_until` of the default: some queries are routed."""
     folder = tmp_path_factory.mktemp("heads")
-    paths = save_heads(model, IDS, folder)
+    paths = save_heads(model, torch.arange(2700)[None] % 251, folder)
     assert [path.name for path in paths] == ["layer-00.safetensors", "layer-01.safetensors"]
-    return folder
-
-
-@pytest.fixture(scope="session")
-def saved(directory):
-    return find_heads(directory)
+    return find_heads(folder)

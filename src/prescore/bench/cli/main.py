@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import typer
 
 
-_NOT_COMMANDS = ("main", "options", "ranks", "settings", "held_out", "speed_heads")
+_NOT_COMMANDS = ("main", "options", "ranks", "settings", "held_out")
 DONE, FAULT, BAD_USAGE, INTERRUPTED = 0, 1, 2, 130
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from prescore.bench.cli.options import Json, Out, Quick, Resume, Seed, Threads, open_session
-from prescore.types import Values
+from prescore.bench.records import Values
 
 
 def command(
@@ -46,41 +46,21 @@ def command(
     """
     import dataclasses
 
-    from prescore.bench.planted.study import (
-        QUICK,
-        Sweep,
-        claim_table,
-        describe_setting,
-        planted_plot,
-        recall_table,
-        rows,
-        settings,
-    )
-    from prescore.scoring.kmeans import KMeans
+    from prescore.bench.planted import tables
+    from prescore.bench.planted.study import QUICK, Sweep, planted_rows
 
     base = QUICK if quick else Sweep()
-    given: dict[str, list[Any] | None] = {
-        "n": n,
-        "d": d,
-        "epsilon": epsilon,
-        "c_signal": c_signal,
-        "c_noise": c_noise,
-        "methods": method,
-        "rules": rule,
-    }
-    changes: Values = {name: tuple(values) for name, values in given.items() if values}
-    changes["seeds"] = tuple(range(seed, seed + (seeds or len(base.seeds))))
-    sweep = dataclasses.replace(base, **changes, degree=degree, norm=norm)
-    for name in sweep.rules:
-        KMeans(rule=name)  # refuses an unknown one
-    # settings are checked here, so that bad ones leave no empty run behind
-    planned = rows(sweep)
+    lists: Values = {"n": n, "d": d, "epsilon": epsilon, "c_signal": c_signal, "c_noise": c_noise}
+    lists |= {"methods": method, "rules": rule, "seeds": range(seed, seed + (seeds or len(base.seeds)))}
+    given: Values = {name: tuple(values) for name, values in lists.items() if values}
+    # settings are checked before a run is opened
+    rows = planted_rows(dataclasses.replace(base, **given, degree=degree, norm=norm))
     session = open_session("planted", out=out, json=json, resume=resume, threads=threads)
-    records = session.run(planned)
-    for point in settings(records):
-        session.show(recall_table(records, point).to_rich())
-        picture = session.out / f"planted {describe_setting(point)}.png".replace(" ", "-").replace("=", "")
-        planted_plot(records, point, picture)
-        session.say(f"plot: {picture}")
-    session.show(claim_table(records).to_rich())
+    records = session.run(rows)
+    for setting in tables.recall_settings(records):
+        session.show(tables.recall_table(records, setting).to_rich())
+        name = f"planted {tables.describe_setting(setting)}.png".replace(" ", "-").replace("=", "")
+        tables.planted_plot(records, setting, session.out / name)
+        session.say(f"plot: {session.out / name}")
+    session.show(tables.claim_table(records).to_rich())
     session.say(f"records: {session.file.path}")

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import os
-from typing import TYPE_CHECKING, Annotated
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
 
 import typer
 
-from prescore.bench.cli.options import Json, Out, Quick, Resume, Seed, Session, Threads, open_session
-from prescore.bench.cli.settings import Layers, Model
-from prescore.bench.cli.speed_heads import Heads, SaveHeads, TextFile, save
-
-if TYPE_CHECKING:
-    from prescore.bench.records import Record
+from prescore.bench.cli.options import Json, Out, Quick, Resume, Seed, Threads, open_session
+from prescore.bench.cli.settings import Layers, Model, quiet_loading, read_layers
+from prescore.bench.records import Values
 
 
 def command(
@@ -21,7 +20,7 @@ def command(
     ] = None,
     method: Annotated[
         list[str] | None,
-        typer.Option(help="hyper, default or a scorer of the paper's preset; may be repeated.  [default: all]"),
+        typer.Option(help="default, hyper or paper:SCORER (the paper's preset); may be repeated.  [default: all]"),
     ] = None,
     causal: Annotated[bool | None, typer.Option(help="Only causal, or only full.  [default: both]")] = None,
     backward: Annotated[
@@ -30,34 +29,46 @@ def command(
     study: Annotated[
         list[str] | None,
         typer.Option(
-            help="lengths, top-k, clusters, decode, scoring (each method alone), short (what short inputs lose), "
-            "heads (those of --heads), parts (of the default, against the arithmetic limit), steps (the default's "
-            "while decoding), parallel (bytes and times on 2 and 4 processes); may be repeated.  "
-            "[default: the first six, or with --heads those]"
+            help="lengths, top-k, clusters, decode, scoring (scorers alone), short (short inputs), heads (those "
+            "of --heads), parts (of the default), steps (decode steps of the default), parallel (bytes and times "
+            "on 2 and 4 processes); may be repeated.  [default: the first six, or heads with --heads]"
         ),
     ] = None,
-    heads: Heads = None,
-    save_heads: SaveHeads = None,
+    heads: Annotated[
+        Path | None,
+        typer.Option(
+            file_okay=False,
+            exists=True,
+            help="Directory of saved attention inputs (--save-heads) for the studies heads, parts, steps and "
+            "lengths; the first --n positions of files that have as many.  [default: all]",
+        ),
+    ] = None,
+    save_heads: Annotated[
+        Path | None,
+        typer.Option(
+            file_okay=False,
+            help="Save the attention inputs of --model over the first --n tokens of --text-file here.",
+        ),
+    ] = None,
     model: Model = "smollm2",
-    text_file: TextFile = None,
+    text_file: Annotated[
+        Path | None, typer.Option(exists=True, dir_okay=False, help="The text that --save-heads reads.")
+    ] = None,
     layers: Layers = "all",
-    n_heads: Annotated[int, typer.Option(min=1, help="Random heads.")] = 4,
+    n_heads: Annotated[
+        int | None,
+        typer.Option(min=1, help="Random heads, for exact attention too.  [default: 4, 1 above 32768 tokens]"),
+    ] = None,
     dim: Annotated[int, typer.Option(min=1, help="Head dimension.")] = 64,
     dtype: Annotated[str, typer.Option(help="float32, float64, bfloat16 or float16.")] = "float32",
-    top_k: Annotated[int, typer.Option(min=1, help="Keys kept by the paper's preset.")] = 2048,
+    top_k: Annotated[int, typer.Option(min=1, help="Keys selected by the paper's preset.")] = 2048,
     min_seq_len: Annotated[int, typer.Option(min=1, help="Exact causal leaves of the paper's preset.")] = 2048,
-    repeats: Annotated[int, typer.Option(min=1, help="Timed repeats; the median counts.")] = 3,
-    exact_heads: Annotated[
-        int | None,
-        typer.Option(
-            min=1, help="Heads exact attention is measured on; its time is then scaled.  [default: 1 above 32768]"
-        ),
-    ] = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Timed rounds; the median counts.")] = 3,
     memory: Annotated[
         str,
         typer.Option(
-            help="Memory that a call frees is kept for the next (as jemalloc does), or goes back to the system, "
-            "whose page faults then count: kept or system."
+            help="Memory that a call frees is kept for the next one (as jemalloc does), or goes back to the "
+            "system, and its page faults count: kept or system."
         ),
     ] = "kept",
     seed: Seed = 0,
@@ -67,7 +78,7 @@ def command(
     quick: Quick = False,
     threads: Threads = None,
 ) -> None:
-    """Time exact, unfiltered and pre-scored attention, interleaved in one run, each output checked first.
+    """Time attention against exact attention: same heads, in turn, in one run, each output checked first.
 
     Example: prescore speed --n 8192 --n 32768 --causal --threads 2
 
@@ -75,92 +86,64 @@ def command(
 
     Example: prescore speed --heads heads --method default --threads 2
     """
-    # the profiler behind the shares writes its own start and stop to stderr; read when torch is first imported
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     if save_heads is not None:
-        for path in save(save_heads, model, text_file, n, layers):
+        for path in _save(save_heads, model, text_file, n, layers):
             print(path)
         return
     if layers != "all":
         raise ValueError(f"--layers must come with --save-heads, got {layers} without it")
     from prescore import checks
     from prescore.bench.memory import KEPT, choose_freed_memory
+    from prescore.bench.speed import studies
     from prescore.bench.speed.heads import find_heads
-    from prescore.bench.speed.plan import SHORT, SpeedPlan
-    from prescore.bench.speed.timing import METHODS, Setting
+    from prescore.bench.speed.tables import kinds, length_plot, tables
 
     checks.one_of("--dtype", dtype, ("float32", "float64", "bfloat16", "float16"))
-    lengths = sorted(set(n or ([1024, 2048, 4096] if quick else [2**p for p in range(10, 18)])))
     freed = choose_freed_memory(memory)
-    base = Setting(
-        n=lengths[-1],
-        causal=False,
-        backward=False,
-        heads=n_heads,
-        dim=dim,
-        dtype=dtype,
-        repeats=repeats,
-        top_k=top_k,
-        min_seq_len=min_seq_len,
-        methods=tuple(method or METHODS),
-        memory=freed,
+    settings: Values = {"heads": n_heads, "dim": dim, "dtype": dtype, "repeats": repeats, "top_k": top_k}
+    settings |= {"min_seq_len": min_seq_len, "methods": list(method or studies.METHODS), "memory": freed}
+    run = studies.Run(
+        settings,
+        n=sorted(set(n)) if n else None,
+        lengths=sorted(set(n)) if n else studies.QUICK_LENGTHS if quick else studies.LENGTHS,
+        causal=(False, True) if causal is None else (causal,),
+        backward=(False, True) if backward is None else (backward,),
+        saved=[] if heads is None else find_heads(heads),
+        seed=seed,
     )
-    plan = SpeedPlan(
-        base,
-        lengths,
-        studies=_studies(study, quick, heads is not None),
-        causal=_both(causal),
-        backward=_both(backward),
-        exact_heads=exact_heads,
-        caches=lengths[-1:] if n else [8192, lengths[-1]],
-        short=[length for length in lengths if length <= SHORT[-1]] if n else SHORT,
-        step_caches=lengths if n else [8192, 32768, 131072],
-        heads=[] if heads is None else find_heads(heads),
-        head_lengths=lengths if n else None,
-    )
+    chosen = study or (["heads"] if heads else ["lengths", "decode"] if quick else studies.DEFAULT_STUDIES)
+    if heads and "lengths" in chosen:
+        chosen = [*chosen, "heads"]
+    rows = studies.plan_rows(run, chosen)
     session = open_session("speed", out=out, json=json, resume=resume, threads=threads)
-    records = session.run(plan.rows(seed))
-    _show(session, records)
-    regime = "kept for the next" if freed == KEPT else "given back to the system"
-    session.say(f"memory that a call frees: {regime}")
+    records = session.run(rows)
+    session.show(*(table.to_rich() for table in tables(records)))
+    if kinds(records):
+        for name, field in (("speed.png", "seconds"), ("curves.png", "speedup")):
+            length_plot(records, session.out / name, field)
+            session.say(f"plot: {session.out / name}")
+    kept = "kept for the next one" if freed == KEPT else "given back to the system"
+    session.say(f"memory that a call frees: {kept}")
     session.say(f"records: {session.file.path}")
 
 
-def _show(session: Session, records: list[Record]) -> None:
-    """The tables of each study on the terminal, and the plots of the lengths in the run's directory."""
-    from prescore.bench.speed import tables as closer
-    from prescore.bench.speed import tables as report
-    from prescore.bench.speed.tables import parallel_table
+def _save(
+    directory: Path, model: str, text_file: Path | None, lengths: Sequence[int] | None, layers: str
+) -> list[Path]:
+    """Save the heads of a model; positions past its trained length are scaled (YaRN)."""
+    if text_file is None:
+        raise ValueError("--save-heads must come with a --text-file, got none")
+    chosen = read_layers(layers)
+    from prescore.bench.language.documents import decode
+    from prescore.bench.language.model import load_language_model
+    from prescore.bench.speed.heads import save_heads
 
-    studies = {record.config["study"] for record in records}
-    kinds = report.kinds(records)
-    for is_causal, is_backward in kinds:
-        session.show(report.length_table(records, is_causal, is_backward).to_rich())
-        if not is_backward:
-            session.show(report.share_table(records, is_causal).to_rich())
-    for name, field in (("top-k", "top_k"), ("clusters", "n_clusters")):
-        if name in studies:
-            session.show(report.sweep_table(records, name, field).to_rich())
-    tables = {"decode": report.decode_table, "scoring": report.scoring_table, "short": report.short_table}
-    tables |= {"heads": closer.heads_table, "parts": closer.parts_table, "steps": closer.steps_table}
-    tables["parallel"] = parallel_table
-    for name, table in tables.items():
-        if name in studies:
-            session.show(table(records).to_rich())
-    if kinds:
-        report.speed_plot(records, session.out / "speed.png")
-        closer.curves_plot(records, session.out / "curves.png")
-        session.say(f"plots: {session.out / 'speed.png'}, {session.out / 'curves.png'}")
-
-
-def _studies(asked: list[str] | None, quick: bool, has_heads: bool) -> tuple[str, ...]:
-    """Names of the studies; saved heads are part of the lengths."""
-    from prescore.bench.speed.plan import EVERY_RUN
-
-    if not asked:
-        return ("heads",) if has_heads else ("lengths", "decode") if quick else EVERY_RUN
-    return (*asked, *(["heads"] if has_heads and "lengths" in asked and "heads" not in asked else []))
-
-
-def _both(choice: bool | None) -> tuple[bool, ...]:
-    return (False, True) if choice is None else (choice,)
+    quiet_loading()
+    loaded = load_language_model(model)
+    tokens = loaded.encode(decode(text_file.read_bytes(), str(text_file)))
+    n_tokens = max(lengths) if lengths else min(len(tokens), loaded.trained_length or len(tokens))
+    if n_tokens > len(tokens):
+        raise ValueError(f"--n must be at most the {len(tokens)} tokens of {text_file.name}, got {n_tokens}")
+    print(f"reading {n_tokens} tokens", file=sys.stderr, flush=True)
+    with loaded.extended(n_tokens):
+        return save_heads(loaded.model, tokens[None, :n_tokens], directory, layers=chosen)

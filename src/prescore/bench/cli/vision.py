@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from prescore.bench.cli.options import Json, Out, Quick, Resume, Seed, Threads, open_session
-from prescore.types import Values
+from prescore.bench.cli.options import Json, Out, Quick, Resume, Seed, Session, Threads, open_session
+from prescore.bench.records import Values
 
 if TYPE_CHECKING:
-    from prescore.bench.vision.accuracy import Study
+    from collections.abc import Callable, Sequence
 
+    from prescore.bench.records import Record
+    from prescore.bench.tables import Table
+    from prescore.bench.vision.accuracy import Study
 
 Model = Annotated[
     str | None,
@@ -31,13 +35,30 @@ Limit = Annotated[int | None, typer.Option(min=1, help="Use this many images, ch
 Resolution = Annotated[
     int | None, typer.Option(min=1, help="Image side in pixels; position embeddings are resized.")
 ]
+Clusters = Annotated[
+    list[int] | None,
+    typer.Option(
+        "--clusters", "--num-cluster", min=1, help="Clusters of the scorers; may be repeated.  [default: 4]"
+    ),
+]
+Samples = Annotated[
+    list[int] | None,
+    typer.Option(
+        "--samples",
+        "--num-sample",
+        min=1,
+        help="Keys and centroids that a query reads; may be repeated.  [default: 32 64 (96) 128]",
+    ),
+]
+Prefix = Annotated[str, typer.Option(help="Whether class tokens are always read: protected, free or both.")]
+Seeds = Annotated[int, typer.Option(min=1, help="Seeds per setting, from --seed up.")]
 BatchSize = Annotated[int, typer.Option(min=1, help="Images per forward pass.")]
 Device = Annotated[str, typer.Option(help="Where to run: cpu, cuda, ...")]
 
 _QUICK_LIMIT = 100
-_QUICK_METHODS = ("exact", "kmeans", "kmeans-farthest-sample", "random", "centroids")
-_DIGIT_ROWS = (8, 16, 24, 32)
-_PROTECT = {"protected": (True,), "free": (False,), "both": (True, False)}
+_QUICK_METHODS = ["exact", "kmeans", "kmeans-farthest-sample", "random", "centroids"]
+_DIGIT_BUDGETS = [8, 16, 24, 32]
+_KEEP_PREFIX = {"protected": (True,), "free": (False,), "both": (True, False)}
 
 
 def command(
@@ -54,32 +75,16 @@ def command(
             "[default: the paper's grid and ours]"
         ),
     ] = None,
-    clusters: Annotated[
-        list[int] | None,
-        typer.Option(
-            "--clusters",
-            "--num-cluster",
-            min=1,
-            help="Clusters of clustering scorers; may be repeated.  [default: 4]",
-        ),
-    ] = None,
-    samples: Annotated[
-        list[int] | None,
-        typer.Option(
-            "--samples",
-            "--num-sample",
-            min=1,
-            help="Key rows in all, centroids included; may be repeated.  [default: 32 64 96 128]",
-        ),
-    ] = None,
+    clusters: Clusters = None,
+    samples: Samples = None,
     share: Annotated[
         list[float] | None,
         typer.Option(
             min=0.01, max=0.99, help="Share of centroids in `+centroids`; may be repeated.  [default: 0.5]"
         ),
     ] = None,
-    prefix: Annotated[str, typer.Option(help="Class token and its like: protected, free or both.")] = "protected",
-    seeds: Annotated[int, typer.Option(min=1, help="Seeds per setting, from --seed up.")] = 1,
+    prefix: Prefix = "protected",
+    seeds: Seeds = 1,
     batch_size: BatchSize = 50,
     device: Device = "cpu",
     seed: Seed = 0,
@@ -93,94 +98,85 @@ def command(
 
     Example: prescore vision --model deit.safetensors --images val --samples 64 --samples 128 --seeds 3
     """
-    from prescore.bench.vision.accuracy import Grid, study_rows
-    from prescore.bench.vision.tables import accuracy_plot, accuracy_table, leverage_table, paper_accuracy_table
+    from prescore.bench.vision import tables
+    from prescore.bench.vision.accuracy import accuracy_rows
 
-    base = Grid()
-    grid = Grid(
-        methods=tuple(method or (_QUICK_METHODS if quick else base.methods)),
-        rows=tuple(samples or (base.rows if model else _DIGIT_ROWS)),
-        clusters=tuple(clusters or base.clusters),
-        shares=tuple(share or base.shares),
-        protect=protections(prefix),
-        seeds=tuple(range(seed, seed + seeds)),
+    grid = read_grid(
+        methods=method or (_QUICK_METHODS if quick else None),
+        budgets=samples or (None if model else _DIGIT_BUDGETS),
+        n_clusters=clusters,
+        centroid_shares=share,
+        prefix=prefix,
+        seeds=range(seed, seed + seeds),
     )
-    asked = StudyOptions(model, arch, images, labels, limit, resolution, batch_size, device, quick)
-    study = open_study(asked)
-    # methods are checked here, so that a bad one leaves no empty run behind
-    planned = study_rows(study, grid)
+    study = open_study(model, images, limit, batch_size, device, quick, arch, labels, resolution)
+    # methods are checked before a run is opened
+    rows = accuracy_rows(study, **grid)
     session = open_session("vision", out=out, json=json, resume=resume, threads=threads, device=device)
-    records = session.run(planned)
-    session.show(accuracy_table(records).to_rich())
-    for beside in (leverage_table(records), paper_accuracy_table(records)):
-        if beside.rows:
-            session.show(beside.to_rich())
-    picture = session.out / "vision.png"
-    accuracy_plot(records, picture)
-    session.say(f"plot: {picture}")
-    session.say(f"records: {session.file.path}")
+    made = (tables.accuracy_table, tables.leverage_table, tables.paper_accuracy_table)
+    show_run(session, session.run(rows), made, tables.accuracy_plot)
 
 
-def protections(prefix: str) -> tuple[bool, ...]:
-    """Whether the class token and its like are kept, from what `--prefix` says."""
-    if prefix not in _PROTECT:
-        raise ValueError(f"prefix must be one of {', '.join(_PROTECT)}, got {prefix!r}")
-    return _PROTECT[prefix]
+def read_grid(*, prefix: str, **options: Sequence[object] | None) -> Values:
+    """The options that were given; the study has the defaults of the others."""
+    from prescore import checks
+
+    checks.one_of("prefix", prefix, _KEEP_PREFIX)
+    given = {name: tuple(values) for name, values in options.items() if values}
+    return {**given, "keep_prefix": _KEEP_PREFIX[prefix]}
 
 
-class StudyOptions(NamedTuple):
-    """What the command line says about a model and its images."""
+def show_run(
+    session: Session,
+    records: Sequence[Record],
+    tables: Sequence[Callable[[Sequence[Record]], Table]],
+    draw: Callable[[Sequence[Record], Path], None],
+) -> None:
+    """Print the tables that have rows, and save the plot."""
+    shown = [table(records) for table in tables]
+    session.show(*(table.to_rich() for table in shown if table.rows))
+    picture = session.out / f"{session.command}.png"
+    draw(records, picture)
+    session.say(f"plot: {picture}\nrecords: {session.file.path}")
 
-    model: str | None
-    arch: str | None
-    images: Path | None
-    labels: Path | None
-    limit: int | None
-    resolution: int | None
-    batch_size: int
-    device: str
-    quick: bool
 
-
-def open_study(asked: StudyOptions) -> Study:
-    """The model on its images, from what the command line says; shared with `prescore coverage`."""
+def open_study(
+    model: str | None,
+    images: Path | None,
+    limit: int | None,
+    batch_size: int,
+    device: str,
+    quick: bool,
+    arch: str | None,
+    labels: Path | None,
+    resolution: int | None,
+) -> Study:
+    """The model on its images, for `vision` and `coverage`; without either, the digits."""
+    from prescore.bench.vision import models
     from prescore.bench.vision.accuracy import Study
-    from prescore.bench.vision.models import load_vision_model, open_folder
 
-    if (asked.model is None) != (asked.images is None):
-        missing, given = ("images", "model") if asked.images is None else ("model", "images")
+    if (model is None) != (images is None):
+        missing, given = ("images", "model") if images is None else ("model", "images")
         raise ValueError(f"{missing} must be given together with {given}, got only {given}")
-    limit = asked.limit or (_QUICK_LIMIT if asked.quick else None)
-    described = {"arch": asked.arch, "resolution": asked.resolution, "batch_size": asked.batch_size}
-    if asked.model is None or asked.images is None:
-        return _open_digits(asked, limit, described)
-    found = open_folder(asked.images, labels=asked.labels, limit=limit)
-    loaded = load_vision_model(asked.model, arch=asked.arch, resolution=asked.resolution, device=asked.device)
-    described |= {"model": Path(asked.model).name, "images": asked.images.name, "n_images": len(found)}
-    return Study(loaded, found, described, asked.batch_size, asked.device)
-
-
-def _open_digits(asked: StudyOptions, limit: int | None, described: Values) -> Study:
-    """The offline default: a model trained here on scans that come with scikit-learn."""
-    import sys
-
-    from prescore.bench.vision.accuracy import Study
-    from prescore.bench.vision.models import (
-        EPOCHS,
-        QUICK_EPOCHS,
-        Digits,
-        digits_model,
-        load_digits,
-        load_vision_model,
-    )
-
-    for name in ("arch", "labels", "resolution"):
-        value = getattr(asked, name)
-        if value is not None:
-            raise ValueError(f"{name} must be given with a model and images, got {name} {value} for the digits")
-    epochs = QUICK_EPOCHS if asked.quick else EPOCHS
-    folder = digits_model(epochs=epochs, report=lambda line: print(line, file=sys.stderr, flush=True))
-    digits = load_digits()[1]
-    digits = Digits(digits.pixels[:limit], digits.labels[:limit])
-    described |= {"model": f"digits ({epochs} epochs)", "images": "digits", "n_images": len(digits)}
-    return Study(load_vision_model(folder, device=asked.device), digits, described, asked.batch_size, asked.device)
+    limit = limit or (_QUICK_LIMIT if quick else None)
+    described: Values = {"arch": arch, "resolution": resolution, "batch_size": batch_size}
+    found: models.Images
+    if model is not None and images is not None:
+        found = models.open_folder(images, labels=labels, limit=limit)
+        described |= {"model": Path(model).name, "images": images.name}
+    else:
+        for name, value in (("arch", arch), ("labels", labels), ("resolution", resolution)):
+            if value is not None:
+                raise ValueError(
+                    f"{name} must be given with a model and images, got {name} {value} for the digits"
+                )
+        epochs = models.QUICK_EPOCHS if quick else models.EPOCHS
+        model = str(
+            models.digits_model(epochs=epochs, report=lambda line: print(line, file=sys.stderr, flush=True))
+        )
+        test = models.load_digits()[1]
+        found = models.Digits(test.pixels[:limit], test.labels[:limit])
+        described |= {"model": f"digits ({epochs} epochs)", "images": "digits"}
+    described["n_images"] = len(found)
+    loaded = models.load_vision_model(model, arch=arch, resolution=resolution, device=device)
+    return Study(loaded, found, described, batch_size, device)

@@ -1,7 +1,7 @@
 """The planted model of the paper's section 4: keys whose important rows are known.
 
-`d` groups of `m = ceil(1 / epsilon)` signal rows sit around the directions of an orthonormal basis, all other
-rows are noise. The paper uses the model in two ways that differ in substance, so both are here:
+`d` groups of `m = ceil(1 / epsilon)` signal rows lie around the directions of an orthonormal basis; all other rows
+are noise. The paper uses two models that differ:
 
 - `"normalized"`: items 4, 5 and 7 of the model to the letter, every row scaled to norm 1.
 - `"small-noise"`: rows as drawn, `v_j + delta` and `eta`, as the proofs and the l_p claim use them; noise then
@@ -69,12 +69,8 @@ def group_size(epsilon: float) -> int:
 class PlantedSetting:
     """The numbers of a planted model: `sigma_S^2 = c_signal / d`, `sigma_N^2 = c_noise / (n * epsilon)`.
 
-    Attributes:
-        n: Rows, more than `d * ceil(1 / epsilon)`.
-        d: Dimension and number of groups.
-        epsilon: In (0, 1]; 1 is the singleton case m = 1.
-        c_signal: Noise constant of the signal rows.
-        c_noise: Noise constant of the noise rows.
+    There are `n > d * ceil(1 / epsilon)` rows of `d` dimensions in `d` groups; `epsilon = 1` is the singleton
+    case m = 1.
     """
 
     n: int
@@ -133,12 +129,7 @@ class PlantedSetting:
 
 
 def counterexample_keys(
-    n: int,
-    d: int,
-    norm: float = 100.0,
-    *,
-    spread: float = 0.0,
-    generator: Generator = None,
+    n: int, d: int, norm: float = 100.0, *, spread: float = 0.0, generator: Generator = None
 ) -> PlantedModel:
     """Appendix B: `d / 2` orthogonal unit signal rows, and noise rows of norm `M` in one further direction.
 
@@ -203,7 +194,7 @@ def lp_sensitivities(keys: Tensor, p: float, *, n_iter: int = 100) -> Tensor:
     tiny = torch.finfo(torch.float64).tiny
     for _ in range(n_iter):
         scale = weights.clamp_min(tiny).pow(1 - 2 / p)
-        # a zero row has weight 0, whose negative power must not meet it
+        # a zero row has weight 0, whose negative power is infinite
         gram = rows.mT @ (rows * torch.where(weights > tiny, scale, 0).unsqueeze(-1))
         inverse = torch.linalg.pinv(gram, hermitian=True)
         before, weights = weights, ((rows @ inverse) * rows).sum(-1).clamp_min(0).pow(p / 2)
@@ -248,7 +239,7 @@ def polynomial_attention(query: Tensor, key: Tensor, degree: int) -> Tensor:
 
 
 def planted_queries(model: PlantedModel, n_queries: int, *, generator: Generator = None) -> Tensor:
-    """Queries `[n_queries, d]`: every second near a planted direction, the others anywhere."""
+    """Queries `[n_queries, d]`: every second one near a planted direction, the others random."""
     checks.integer("n_queries", n_queries, minimum=1)
     streams = as_streams(generator)
     like = model.keys.double()
@@ -260,13 +251,7 @@ def planted_queries(model: PlantedModel, n_queries: int, *, generator: Generator
 
 
 def heavy_recall(attention: Tensor, selected: Tensor, threshold: float) -> float | None:
-    """Share of the entries above `threshold` that lie in the selected columns; None where no entry is heavy.
-
-    Args:
-        attention: `[q, n]`, rows sum to 1.
-        selected: `[n]` bool.
-        threshold: What counts as heavy.
-    """
+    """Share of the entries of `attention [q, n]` above `threshold` in columns `selected [n]`; None without any."""
     heavy = attention > threshold
     total = int(heavy.sum())
     return int((heavy & selected).sum()) / total if total else None

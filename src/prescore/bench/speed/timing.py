@@ -1,333 +1,242 @@
-"""How long attention takes, as ratios to exact attention within one run.
+"""How attention calls are timed and checked.
 
-The methods of a row are timed in turn, repeat by repeat, so that whatever else the machine does hits all of
-them; a time is kept only after the same call's output was checked.
+Calls are timed in turn, round by round, so that other load on the machine hits all of them alike. No time is
+reported before the output of the same call matched its reference on the same inputs.
+
+An output is compared with the same call on the plain backend, in the same precision: keys are selected by
+comparing numbers, and a clustering in float64 would select others. Long routed calls are compared in two chunks
+of queries, because the plain backend forms every logit. Short ones, and exact attention at every length, are also
+compared with their definition in float64.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from functools import partial
+from collections.abc import Callable, Mapping
+from typing import TypeVar
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
 from prescore.attention import prescored_attention
-from prescore.bench.memory import SYSTEM
-from prescore.bench.records import Row
+from prescore.bench.records import Values
 from prescore.bench.routed_oracle import routed_oracle
-from prescore.config import Config, Hyper, Routed, Selected
-from prescore.registry import get_scorer
-from prescore.scoring.kmeans import ClusteringScorer
-from prescore.types import Values
+from prescore.config import Config, Routed
 
 EXACT = "exact"
-METHODS = ("hyper", "kmeans", "kmedian", "leverage", "default")
-LONG = 32768
-"""Above this length exact attention is timed once: one run is long and steady."""
+MOST_ROUNDS = 200
+
+TOLERANCE = 2e-4  # float32 sums of up to 131,072 terms
+TOLERANCE_HALF = 3e-2
+MOST_MISMATCHED = 0.005
+"""Share of the queries of a model that may differ: real keys lie at every threshold, and rounding decides."""
+MOST_AT_THRESHOLD = 0.01
+"""Share of random queries that may read a key at the threshold which the reference does not, or the reverse."""
+CHECKED_QUERIES = 8
+ORACLE_LENGTH = 8192
+CHUNK = 512
+"""Queries of each chunk of a routed call longer than `ORACLE_LENGTH`."""
+
+Inputs = tuple[Tensor, Tensor, Tensor]
+"""Query, key and value."""
+Attention = Callable[[], Tensor]
+Answer = TypeVar("Answer")
+AnyConfig = TypeVar("AnyConfig", bound=Config)
 
 
-@dataclass(frozen=True)
-class Setting:
-    """One point of the study; every field goes into the record. `memory`: see `freed_memory.py`."""
-
-    n: int
-    causal: bool
-    backward: bool
-    heads: int = 4
-    dim: int = 64
-    dtype: str = "float32"
-    exact_heads: int = 4
-    repeats: int = 3
-    top_k: int = 2048
-    n_clusters: int | None = None
-    min_seq_len: int = 2048
-    methods: tuple[str, ...] = METHODS
-    memory: str = SYSTEM
-
-    @property
-    def exact_repeats(self) -> int:
-        """Timed repeats of exact attention."""
-        return self.repeats if self.n <= LONG else 1
-
-    @property
-    def cost(self) -> float:
-        """Expected work, for the time left."""
-        exact = self.n**2 * self.exact_heads * (0.5 if self.causal else 1.0)
-        exact *= (3.5 if self.backward else 1.0) * self.exact_repeats
-        return exact + 4e3 * self.n * self.heads
-
-    def config(self, method: str) -> Config:
-        """The configuration a method name stands for: the paper's preset, or the library's default."""
-        if method == "default":
-            return Routed()
-        if method == "hyper":
-            return Hyper.published(min_seq_len=self.min_seq_len)
-        scorer = get_scorer(method)
-        clusters = {"n_clusters": self.n_clusters} if issubclass(scorer, ClusteringScorer) else {}
-        return Selected.paper(scorer(**clusters), self.top_k, min_seq_len=self.min_seq_len)
-
-    def inputs(self, heads: int, seed: int) -> Inputs:
-        """Random query, key and value."""
-        generator = torch.Generator().manual_seed(seed)
-        dtype = getattr(torch, self.dtype)
-        made = [torch.randn(1, heads, self.n, self.dim, generator=generator).to(dtype) for _ in range(3)]
-        if self.backward:
-            made = [tensor.requires_grad_() for tensor in made]
-        return made[0], made[1], made[2]
+def random_inputs(
+    n: int, heads: int, dim: int, *, kv_heads: int | None = None, dtype: str = "float32", seed: int = 0
+) -> Inputs:
+    """Normal query `[1, heads, n, dim]`, key and value `[1, kv_heads, n, dim]`."""
+    generator = torch.Generator().manual_seed(seed)
+    sizes = (heads, kv_heads or heads, kv_heads or heads)
+    query, key, value = (torch.randn(1, size, n, dim, generator=generator) for size in sizes)
+    kind: torch.dtype = getattr(torch, dtype)
+    return query.to(kind), key.to(kind), value.to(kind)
 
 
-def length_rows(settings: Sequence[Setting], seed: int, study: str = "lengths") -> list[Row]:
-    """Rows that time every method of each setting."""
-    return [
-        Row(
-            {"study": study, **asdict(setting), "methods": list(setting.methods)},
-            seed,
-            partial(measure_setting, setting, seed),
-            setting.cost,
-        )
-        for setting in settings
-    ]
+def timed(work: Callable[[], Answer]) -> tuple[float, Answer]:
+    """Wall time in seconds, and the result."""
+    begin = time.perf_counter()
+    result = work()
+    return time.perf_counter() - begin, result
 
 
-def measure_setting(setting: Setting, seed: int) -> Values:
-    """Time exact attention and every method of a setting; figures are seconds, ratios and shares."""
-    inputs = setting.inputs(setting.heads, seed)
-    few = setting.exact_heads < setting.heads
-    exact_inputs = setting.inputs(setting.exact_heads, seed) if few else inputs
-    calls = {EXACT: _exact_call(setting, exact_inputs)}
-    calls |= {method: _method_call(setting, method, inputs) for method in setting.methods}
-    with torch.no_grad():
-        errors = {EXACT: check_exact(_at(EXACT, setting), exact_inputs, calls[EXACT](), setting.causal)}
-        for method in setting.methods:  # the very calls that are timed
-            config, output = setting.config(method), calls[method]()
-            errors[method] = check_method(_at(method, setting), inputs, config, output, setting.causal)
-    details = {method: _details(setting, method, inputs) for method in setting.methods}
-    times = _interleave(setting, calls)
-    scale = setting.heads / setting.exact_heads if few else 1.0
-    times[EXACT] = [scale * spent for spent in times[EXACT]]
+def seconds(call: Attention, *, backward: bool = False) -> float:
+    """Wall time of an attention call, with its backward pass where asked for."""
+
+    def run() -> None:
+        with torch.set_grad_enabled(backward):
+            output = call()
+        if backward:
+            output.backward(torch.ones_like(output))
+
+    return timed(run)[0]
+
+
+def time_calls(
+    calls: Mapping[str, Attention], repeats: int, *, backward: bool = False, min_seconds: float = 0.0
+) -> dict[str, Values]:
+    """Time calls in turn: `seconds` (median), `spread` (slowest - fastest) and `speedup` over `exact` of each.
+
+    Every call runs as often as exact attention does, on the same inputs. A first round is not counted: it takes
+    memory from the system that later rounds reuse.
+
+    Args:
+        calls: By name; `exact` is one of them.
+        repeats: Rounds.
+        backward: Whether the backward pass counts.
+        min_seconds: Add rounds until exact attention has run this long.
+    """
+    first = {name: seconds(call, backward=backward) for name, call in calls.items()}
+    rounds = max(repeats, min(MOST_ROUNDS, int(min_seconds / first[EXACT])))
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(rounds):
+        for name, call in calls.items():
+            times[name].append(seconds(call, backward=backward))
     exact = statistics.median(times[EXACT])
-    methods = {
+    return {
         name: {
             "seconds": statistics.median(spent),
             "spread": max(spent) - min(spent),
-            "error": errors[name],
             "speedup": exact / statistics.median(spent),
         }
         for name, spent in times.items()
     }
-    for name, found in details.items():
-        columns = (setting.n + 1) / 2 if setting.causal else setting.n
-        limit = columns / max(found["keys_per_query"], 1.0)
-        share = methods[name]["speedup"] / limit
-        scoring = found["stage_seconds"].get("scoring", 0.0) / exact
-        methods[name] |= {**found, "limit": limit, "limit_share": share, "scoring_of_exact": scoring}
-    return {"exact_scaled": few, "methods": methods}
-
-
-def seconds(call: Callable[[], Tensor], *, backward: bool = False) -> float:
-    """Wall time of one call, with its backward pass if asked."""
-    begin = time.perf_counter()
-    if backward:
-        output = call()
-        output.backward(torch.ones_like(output))
-    else:
-        with torch.no_grad():
-            call()
-    return time.perf_counter() - begin
-
-
-def _at(name: str, setting: Setting) -> str:
-    return f"{name} at n = {setting.n}"
-
-
-def _exact_call(setting: Setting, inputs: Inputs) -> Callable[[], Tensor]:
-    return lambda: scaled_dot_product_attention(*inputs, is_causal=setting.causal)
-
-
-def _method_call(setting: Setting, method: str, inputs: Inputs) -> Callable[[], Tensor]:
-    config = setting.config(method)
-    return lambda: prescored_attention(*inputs, config, is_causal=setting.causal)
-
-
-def _details(setting: Setting, method: str, inputs: Inputs) -> Values:
-    """Rows per query, seconds per stage and their shares; the checks before have paid for the memory."""
-    config = setting.config(method)
-    with torch.no_grad():
-        stats = prescored_attention(*inputs, config, is_causal=setting.causal, return_aux=True)[1].stats
-    stages: dict[str, float] = dict(stats.seconds)
-    attending = stages.pop("attending")
-    if isinstance(config, Routed):
-        stages["routing"] = attending
-    else:
-        stages["operator"] = min(_operator_seconds(setting, method, inputs), attending)
-        stages["gathering"] = attending - stages["operator"]
-    total = sum(stages.values())
-    shares = {stage: spent / total for stage, spent in stages.items()}
-    return {"keys_per_query": stats.keys_per_query, "stage_seconds": stages, "shares": shares}
-
-
-def _operator_seconds(setting: Setting, method: str, inputs: Inputs) -> float:
-    """Seconds inside the fused operator, from one profiled call."""
-    with torch.no_grad(), torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        _method_call(setting, method, inputs)()
-    events = [event for event in profile.key_averages() if "scaled_dot_product" in event.key]
-    return sum(float(event.self_cpu_time_total) for event in events) / 1e6
-
-
-def _interleave(setting: Setting, calls: dict[str, Callable[[], Tensor]]) -> dict[str, list[float]]:
-    """Every method once per repeat; exact attention less often where one run is long.
-
-    A first round is not counted: the memory that it takes from the system is there for the others.
-    """
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for name, call in calls.items():
-        if name != EXACT or setting.exact_repeats > 1:
-            seconds(call, backward=setting.backward)
-    for repeat in range(setting.repeats):
-        for name, call in calls.items():
-            if name == EXACT and repeat >= setting.exact_repeats:
-                continue
-            times[name].append(seconds(call, backward=setting.backward))
-    return times
-
-
-# Is a timed output right? No speed is reported without a correct result.
-#
-# Every row of a method's output is held against the same call on the plain backend, which forms every logit; of
-# long
-# routed calls, which would take it an hour, two pieces, in the middle and at the end. That runs in the same
-# precision, because keys are chosen by comparing numbers: in float64 a long clustering takes other turns, and all
-# that depends on it differs although nothing is wrong. Up to `ORACLE_LENGTH`, where it does not, some rows of
-# routed
-# attention are also held against its definition in float64. So is exact attention, at all lengths.
-#
-# Routed queries read a key by itself where its weight exceeds a limit. Sums in another order move a few keys
-# across
-# it, and such a row is off by what a key at the limit weighs: few rows may be, and by no more than that.
-
-TOLERANCE = 2e-4  # float32 sums of up to 131,072 terms; half types get TOLERANCE_HALF
-TOLERANCE_HALF = 3e-2
-MOST_FLIPPED = 0.005
-CHECKED_ROWS = 8
-MOST_AT_THE_LIMIT = 0.01
-"""Share of the rows that may be off by keys at the limit; of a million queries far fewer are."""
-ORACLE_LENGTH = 8192
-PIECE = 512
-"""Queries of a piece of a routed call that is longer than `ORACLE_LENGTH`."""
-
-Inputs = tuple[Tensor, Tensor, Tensor]
-"""Query, key and value."""
 
 
 @torch.no_grad()
-def check_method(name: str, inputs: Inputs, config: Config, output: Tensor, is_causal: bool) -> float:
-    """The largest error of any row of a call's output; one that is off is refused by name."""
+def check_method(
+    name: str,
+    inputs: Inputs,
+    config: Config,
+    output: Tensor,
+    *,
+    is_causal: bool,
+    scale: float | None = None,
+    from_model: bool = False,
+) -> Values:
+    """Compare the output of a timed call with its references; see `check_output`.
+
+    Args:
+        name: What messages call the method.
+        inputs: Of the call.
+        config: Of the call.
+        output: Of the call.
+        is_causal: Of the call.
+        scale: Of the call.
+        from_model: Whether the inputs come from a model: a few queries may differ then, by any amount.
+    """
+    n = inputs[0].shape[2]
+    routed = isinstance(config, Routed)
+    chunks = [slice(0, n)]
+    if routed and n > ORACLE_LENGTH:
+        chunks = [slice(n // 2 - CHUNK // 2, n // 2 + CHUNK // 2), slice(n - CHUNK, n)]
+    wanted = torch.cat([plain_output(inputs, config, queries, is_causal, scale) for queries in chunks], dim=2)
+    compared = torch.cat([output[:, :, queries] for queries in chunks], dim=2)
+    n_compared = compared[..., 0].numel()
+    if from_model:
+        largest = wanted.double().abs().amax((-1, -2), keepdim=True).squeeze(-1)
+        return check_output(name, compared, wanted, unit=largest, most=MOST_MISMATCHED * n_compared)
     if not isinstance(config, Routed):
-        return check_output(name, output, plain_output(inputs, config, is_causal))
-    n, at_limit = inputs[0].shape[2], weight_at_limit(config, inputs[2])
-    if n > ORACLE_LENGTH:
-        pieces = ((rows, plain_piece(inputs, config, rows, is_causal)) for rows in middle_and_end(n))
-        return max(check_output(name, output[:, :, rows], wanted, at_limit) for rows, wanted in pieces)
-    error = check_output(name, output, plain_output(inputs, config, is_causal), at_limit)
-    if config.tolerance is None and output.dtype in (torch.float32, torch.float64):
-        # a full call of a few queries would be exact, which the whole call need not be
-        same = config if is_causal or n < config.exact_until else config.replace(exact_until=0)
-        query, key, value = inputs
-        wanted = routed_oracle(query[:, :, -CHECKED_ROWS:], key, value, same, is_causal=is_causal).output
-        error = max(error, check_output(name, output[:, :, -CHECKED_ROWS:], wanted, at_limit))
-    return error
+        return check_output(name, compared, wanted)
+    at_threshold = weight_at_threshold(config, inputs[2])
+    checked = check_output(name, compared, wanted, most=max(1, MOST_AT_THRESHOLD * n_compared), by=at_threshold)
+    if n <= ORACLE_LENGTH and config.tolerance is None and output.dtype in (torch.float32, torch.float64):
+        last = slice(n - min(n, CHECKED_QUERIES), n)
+        wanted = oracle_output(inputs, config, last, is_causal)
+        defined = check_output(name, output[:, :, last], wanted, most=1, by=at_threshold)
+        checked["error"] = max(checked["error"], defined["error"])
+    return checked
 
 
-def weight_at_limit(config: Routed, value: Tensor) -> float:
-    """How far off a row may be where two keys at the limit are read by one and not by the other.
+def check_output(
+    name: str,
+    output: Tensor,
+    wanted: Tensor,
+    *,
+    unit: Tensor | float = 1.0,
+    most: float = 0.0,
+    by: float = float("inf"),
+) -> Values:
+    """Refuse an output `[..., n, Dv]` that differs from its reference.
 
-    Such a key has about `min_weight` of the weight, and its value differs from the others' by at most
-    twice the largest.
+    Args:
+        name: What the message calls it.
+        output: Of the call.
+        wanted: Of the reference.
+        unit: What the tolerance is relative to, `[...]` or a number.
+        most: Number of queries that may differ.
+        by: Amount by which these may differ.
+
+    Returns:
+        `error`, the largest difference, and `mismatched_queries`, the share of queries that differ.
+    """
+    tolerance = TOLERANCE if output.dtype in (torch.float32, torch.float64) else TOLERANCE_HALF
+    errors = (output.detach().double() - wanted.double()).abs().amax(-1)
+    error, n_off = float(errors.max()), int((~(errors <= tolerance * unit)).sum())
+    if n_off > most or (n_off and not error <= tolerance + by):
+        raise RuntimeError(
+            f"output of {name} must match its reference to {tolerance}, got {error} in {n_off} of "
+            f"{errors.numel()} queries"
+        )
+    return {"error": error, "mismatched_queries": n_off / errors.numel()}
+
+
+def weight_at_threshold(config: Routed, value: Tensor) -> float:
+    """Error of a query that reads two keys at the threshold which the reference does not.
+
+    Such a key has about `min_weight` of the weight, and its value differs from the others by at most twice the
+    largest.
     """
     return 0.0 if config.min_weight == 1 else 4 * float(value.detach().abs().max()) * config.min_weight
 
 
-def plain_output(inputs: Inputs, config: Config, is_causal: bool) -> Tensor:
-    """The same call on the plain backend."""
-    return prescored_attention(*inputs, config, is_causal=is_causal, backend="plain")
-
-
-def middle_and_end(n: int) -> list[slice]:
-    """Two pieces of `n` queries; all of them where they are few."""
-    if n <= 2 * PIECE:
-        return [slice(0, n)]
-    return [slice(n // 2 - PIECE // 2, n // 2 + PIECE // 2), slice(n - PIECE, n)]
-
-
-def plain_piece(
-    inputs: Inputs, config: Routed, rows: slice, is_causal: bool, scale: float | None = None
+def plain_output(
+    inputs: Inputs, config: Config, queries: slice, is_causal: bool, scale: float | None = None
 ) -> Tensor:
-    """Some queries of a routed call on the plain backend: a piece is what it is in the whole call."""
+    """Some queries of a call on the plain backend."""
     query, key, value = inputs
-    stop = rows.stop if is_causal else key.shape[2]
-    # a full call of a few queries would be exact, which the whole call need not be
-    same = config if is_causal or query.shape[2] < config.exact_until else config.replace(exact_until=0)
-    piece = (query[:, :, rows], key[:, :, :stop], value[:, :, :stop])
-    return prescored_attention(*piece, same, is_causal=is_causal, scale=scale, backend="plain")
+    stop = key.shape[2] - (query.shape[2] - queries.stop if is_causal else 0)
+    call = (query[:, :, queries], key[:, :, :stop], value[:, :, :stop], part_config(config, query, is_causal))
+    return prescored_attention(*call, is_causal=is_causal, scale=scale, backend="plain")
 
 
-def check_output(name: str, output: Tensor, wanted: Tensor, at_limit: float = 0.0) -> float:
-    """The largest error of any row; an output that is off is refused by name.
+def oracle_output(inputs: Inputs, config: Routed, queries: slice, is_causal: bool) -> Tensor:
+    """The last queries of a routed call by its definition, in float64."""
+    query, key, value = inputs
+    part = part_config(config, query, is_causal)
+    return routed_oracle(query[:, :, queries], key, value, part, is_causal=is_causal).output
 
-    Args:
-        name: Of the method.
-        output: What it gave, `[..., Dv]`.
-        wanted: What it should.
-        at_limit: What a few rows, `MOST_AT_THE_LIMIT` of them and at least one, may be off by besides.
+
+def part_config(config: AnyConfig, query: Tensor, is_causal: bool) -> AnyConfig:
+    """The configuration under which some queries of a call read what they read in the full call.
+
+    Without a causal mask a call of fewer queries than `exact_until` is exact, which the full call need not be.
     """
-    limit = TOLERANCE if output.dtype in (torch.float32, torch.float64) else TOLERANCE_HALF
-    errors = (output.detach().double() - wanted.double()).abs().amax(-1)
-    error = float(errors.max())
-    n_off = int((~(errors <= limit)).sum())
-    few = n_off <= max(1, MOST_AT_THE_LIMIT * errors.numel())
-    if n_off and not (few and error <= limit + at_limit):
-        raise RuntimeError(f"output of {name} must match its reference to {limit}, got {error} in {n_off} rows")
-    return error
+    if is_causal or not isinstance(config, Routed) or query.shape[2] < config.exact_until:
+        return config
+    return config.replace(exact_until=0)
 
 
-def check_rows(name: str, output: Tensor, wanted: Tensor) -> float:
-    """The share of rows that differ; more than rounding may flip are refused by name.
-
-    Keys are chosen by comparing numbers, and real heads have keys at every limit: where rounding decides, a row
-    is read by one of two right results and not by the other. The contract allows that of one row in 200.
-    """
-    limit = TOLERANCE if output.dtype in (torch.float32, torch.float64) else TOLERANCE_HALF
-    away = (output.detach().double() - wanted.double()).abs().amax(-1)
-    off = ~(away <= limit * wanted.double().abs().amax((-1, -2), keepdim=True).squeeze(-1))
-    share = float(off.double().mean())
-    if not share <= MOST_FLIPPED:
-        raise RuntimeError(
-            f"output of {name} must match its reference in all rows but {MOST_FLIPPED}, got {share}"
-        )
-    return share
+@torch.no_grad()
+def check_exact(
+    name: str, inputs: Inputs, output: Tensor, *, is_causal: bool, scale: float | None = None
+) -> Values:
+    """Compare some queries of exact attention with the definition in float64."""
+    n = output.shape[2]
+    positions = torch.linspace(0, n - 1, min(n, CHECKED_QUERIES), dtype=torch.float64).long()
+    return check_output(name, output[:, :, positions], softmax_queries(inputs, positions, is_causal, scale))
 
 
-def check_exact(name: str, inputs: Inputs, output: Tensor, is_causal: bool) -> float:
-    """The same for exact attention, a few rows of it."""
-    total = output.shape[:3].numel()
-    rows = torch.linspace(0, total - 1, CHECKED_ROWS, dtype=torch.float64).long()
-    wanted = softmax_rows(*inputs, rows, is_causal)
-    return check_output(name, output.detach().reshape(-1, output.shape[-1]).index_select(0, rows), wanted)
-
-
-def softmax_rows(query: Tensor, key: Tensor, value: Tensor, rows: Tensor, is_causal: bool) -> Tensor:
-    """Outputs of some flat query rows under exact attention, `[r, Dv]` in float64; `Nq = Nk`, equal heads."""
-    length, dim = query.shape[2:]
+def softmax_queries(inputs: Inputs, positions: Tensor, is_causal: bool, scale: float | None = None) -> Tensor:
+    """Exact attention of the queries at `positions`, `[B, Hq, len(positions), Dv]` in float64; `Nq = Nk`."""
+    query, key, value = (tensor.detach().double() for tensor in inputs)
+    query = query.unflatten(1, (key.shape[1], -1)) * (query.shape[-1] ** -0.5 if scale is None else scale)
     outputs = []
-    for row in rows.tolist():
-        head, position = divmod(row, length)
-        end = position + 1 if is_causal else length
-        keys, values = (t.detach().flatten(0, 1)[head, :end].double() for t in (key, value))
-        logits = keys @ query.detach().flatten(0, 1)[head, position].double() * dim**-0.5
-        outputs.append(torch.softmax(logits, dim=0) @ values)
-    return torch.stack(outputs)
+    for position in positions.tolist():
+        stop = position + 1 if is_causal else key.shape[2]
+        logits = query[:, :, :, position] @ key[:, :, :stop].mT
+        outputs.append((logits.softmax(-1) @ value[:, :, :stop]).flatten(1, 2))
+    return torch.stack(outputs, dim=2)

@@ -1,23 +1,16 @@
-"""How the command line names a method of a vision study, and the configuration it stands for."""
+"""The methods of the vision studies: their names on the command line, and their configurations."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from prescore.config import Routed, Selected
+from prescore.config import Config, Routed, Selected
 from prescore.registry import get_scorer, list_scorers
-from prescore.routed.layout import make_layout
 from prescore.scoring.base import Scorer
 from prescore.scoring.kmeans import ClusteringScorer, KMeans
 from prescore.scoring.rules import RULES
 
-EXACT = "exact"
-CENTROIDS = "centroids"
-ROUTED = "routed"
-DEFAULT = "default"
-_RANDOM = "random"
-_STAND_INS = "+centroids"
-_SAMPLE = "-sample"
+EXACT, CENTROIDS, ROUTED, DEFAULT = "exact", "centroids", "routed", "default"
 
 PAPER_GRID = (
     EXACT,
@@ -30,7 +23,7 @@ PAPER_GRID = (
     "leverage",
     "key-norm",
     "key-diff",
-    _RANDOM,
+    "random",
     "key-diff+centroids",
     "kmeans-farthest+centroids",
     CENTROIDS,
@@ -40,89 +33,96 @@ PAPER_GRID = (
 
 @dataclass(frozen=True)
 class VisionMethod:
-    """A method as the command line names it.
+    """A method by its name.
 
     `SCORER[-RULE][-sample][+centroids]`, such as `kmeans` (the paper's nearest rule), `kmeans-farthest-sample`
-    (sampling in proportion to the distance) or `key-diff+centroids`; `random` is the scorer `uniform`; and
-    `centroids` keeps the prefix tokens only and lets one centroid per cluster speak for everything else;
-    `routed` is the default's attention at so many rows, and `default` is `Routed()` untouched.
+    (keys sampled in proportion to their distance) or `key-diff+centroids`. `random` is the scorer `uniform`.
+    `centroids` selects the prefix tokens and represents all others by centroids, `routed` is `Routed` at a given
+    budget, `default` is `Routed()`.
     """
 
     name: str
-    scorer: str
+    scorer: str | None = None
     rule: str = "nearest"
     selector: str = "top"
-    centroids: bool = False
-    only_stand_ins: bool = False
+    adds_centroids: bool = False
 
     @property
-    def routed(self) -> bool:
-        """Whether queries choose clusters, and no scorer does."""
-        return self.name in (ROUTED, DEFAULT)
+    def makes_clusters(self) -> bool:
+        """Whether its scorer clusters the keys."""
+        return self.scorer is not None and issubclass(get_scorer(self.scorer), ClusteringScorer)
 
     @property
-    def clusters(self) -> bool:
-        """Whether the number of clusters is free to choose."""
-        return not self.routed and _clusters_keys(self.scorer) and not self.centroids
+    def takes_n_clusters(self) -> bool:
+        """Whether the number of clusters is free; centroids fix it to theirs."""
+        return self.makes_clusters and not self.adds_centroids
 
     @property
-    def random(self) -> bool:
-        """Whether the seed changes anything."""
-        return self.clusters or self.centroids or self.selector == "sample" or self.scorer == "uniform"
+    def takes_share(self) -> bool:
+        """Whether the share of centroids in the budget is free."""
+        return self.adds_centroids and self.name != CENTROIDS
+
+    @property
+    def is_random(self) -> bool:
+        """Whether the seed changes the result."""
+        return self.makes_clusters or self.adds_centroids or self.selector == "sample" or self.scorer == "uniform"
 
     def config(
-        self, rows: int, *, clusters: int | None, share: float, n_prefix: int, n_tokens: int = 0
-    ) -> Selected | Routed:
-        """The configuration that reads `rows` key rows per query in all; `n_tokens` matters to `routed` only."""
+        self,
+        budget: int,
+        *,
+        n_clusters: int | None = None,
+        share: float = 0.5,
+        n_prefix: int = 0,
+        n_tokens: int = 0,
+    ) -> Config:
+        """The configuration under which a query reads `budget` keys and centroids.
+
+        Args:
+            budget: Keys and centroids in all.
+            n_clusters: Clusters of a clustering scorer without centroids.
+            share: Centroids in the budget, as a share.
+            n_prefix: Tokens before the patches.
+            n_tokens: Keys of a layer; only `routed` depends on it.
+        """
         if self.name == DEFAULT:
             return Routed()
         if self.name == ROUTED:
-            return routed_config(rows, n_tokens=n_tokens, n_prefix=n_prefix)
-        if not self.centroids:
-            return self.selected(rows, clusters=clusters)
+            return routed_config(budget, n_tokens=n_tokens, n_prefix=n_prefix)
+        if not self.adds_centroids:
+            scorer = self._scorer(n_clusters, normalize=True)
+            return Selected(scorer, budget, selector=self.selector, sinks=0, remainder="none")
         least = max(1, n_prefix)
-        n_clusters = rows - least if self.only_stand_ins else min(round(rows * share), rows - least)
-        if n_clusters < 1:
-            raise ValueError(f"rows must leave room for centroids beside {least} kept keys, got {rows}")
-        # centroids are means of the true keys, so the clusters must be close in true keys too
-        scorer = self._scorer(n_clusters, normalize=False)
-        own = KMeans(n_clusters=n_clusters, normalize=False)
-        remainder = "centroids" if isinstance(scorer, ClusteringScorer) else own
-        return Selected(scorer, rows - n_clusters, selector=self.selector, sinks=0, remainder=remainder)
-
-    def selected(self, rows: int, *, clusters: int | None) -> Selected:
-        """The configuration that keeps `rows` keys and lets nothing stand for the others."""
-        scorer = self._scorer(clusters, normalize=True)
-        return Selected(scorer, rows, selector=self.selector, sinks=0, remainder="none")
-
-    def rows(self, config: Selected | Routed, rows: int, *, n_tokens: int) -> int:
-        """Key rows that a query reads in all: as asked for, except that routing rounds to whole leaves."""
-        return keys_read(config, n_tokens) if isinstance(config, Routed) else rows
+        n_centroids = min(round(budget * share) if self.takes_share else budget, budget - least)
+        if n_centroids < 1:
+            raise ValueError(f"budget must leave room for centroids beside {least} selected keys, got {budget}")
+        # centroids are means of the keys as they are, so these are clustered without normalisation
+        scorer = self._scorer(n_centroids, normalize=False)
+        remainder = "centroids" if self.makes_clusters else KMeans(n_clusters=n_centroids, normalize=False)
+        return Selected(scorer, budget - n_centroids, selector=self.selector, sinks=0, remainder=remainder)
 
     def _scorer(self, n_clusters: int | None, *, normalize: bool) -> Scorer:
-        kind = get_scorer(self.scorer)
-        made: Scorer = kind()
-        if _clusters_keys(self.scorer):
-            made = kind(n_clusters=n_clusters, rule=self.rule, normalize=normalize)
-        return made
+        options = {"n_clusters": n_clusters, "rule": self.rule, "normalize": normalize}
+        scorer: Scorer = get_scorer(self.scorer or "")(**options if self.makes_clusters else {})
+        return scorer
 
 
 def parse_method(name: str) -> VisionMethod:
     """Read a method's name; an unknown one is refused with the known ones."""
-    if name in (ROUTED, DEFAULT):
-        return VisionMethod(name, name)
+    if name in (EXACT, ROUTED, DEFAULT):
+        return VisionMethod(name)
     if name == CENTROIDS:
-        return VisionMethod(name, "kmeans", "farthest", centroids=True, only_stand_ins=True)
-    rest, centroids = name.removesuffix(_STAND_INS), name.endswith(_STAND_INS)
-    rest, sampled = rest.removesuffix(_SAMPLE), rest.endswith(_SAMPLE)
-    selector = "sample" if sampled else "top"
-    scorers = {**{scorer: scorer for scorer in list_scorers()}, _RANDOM: "uniform"}
+        return VisionMethod(name, "kmeans", "farthest", adds_centroids=True)
+    stem = name.removesuffix("+centroids")
+    adds_centroids = stem != name
+    selector = "sample" if stem.endswith("-sample") else "top"
+    stem = stem.removesuffix("-sample")
+    scorers = {**{scorer: scorer for scorer in list_scorers()}, "random": "uniform"}
     for word, scorer in scorers.items():
-        if rest == word:
-            return VisionMethod(name, scorer, selector=selector, centroids=centroids)
-        start, _, rule = rest.partition(f"{word}-")
-        if not start and rule in RULES and _clusters_keys(scorer):
-            return VisionMethod(name, scorer, rule, selector, centroids)
+        rule = stem.removeprefix(f"{word}-")
+        method = VisionMethod(name, scorer, "nearest" if stem == word else rule, selector, adds_centroids)
+        if stem == word or (rule != stem and rule in RULES and method.makes_clusters):
+            return method
     raise ValueError(
         f"method must be {EXACT}, {CENTROIDS}, {ROUTED}, {DEFAULT} or SCORER[-RULE][-sample][+centroids] with a "
         f"scorer among {', '.join(scorers)} and, where it makes clusters, a rule among {', '.join(RULES)}, "
@@ -130,46 +130,34 @@ def parse_method(name: str) -> VisionMethod:
     )
 
 
-def _clusters_keys(scorer: str) -> bool:
-    return issubclass(get_scorer(scorer), ClusteringScorer)
+def routed_config(budget: int, *, n_tokens: int, n_prefix: int) -> Routed:
+    """Routed attention that reads about `budget` keys and centroids per query, on short sequences.
 
-
-# The default, routed attention, at a given number of key rows in all on the short sequences of vision models.
-
-
-def routed_config(rows: int, *, n_tokens: int, n_prefix: int) -> Routed:
-    """Routed attention that reads about `rows` key rows per query: prefix, centroids, and rows it finds.
-
-    All patches are one chunk, and at most half of the rows are centroids. How many rows are found depends on the
-    queries; tables report what was read. `exact_until` is 0, because the untouched default runs such short
-    sequences exactly.
+    All patches are one chunk, and at most half of the budget are centroids. How many keys a query reads depends
+    on the query; 1 / `min_weight` keys are the most that can exceed the weight. `exact_until` is 0, because the
+    default is exact on such short sequences.
     """
-    behind = n_tokens - n_prefix
+    n_patches = n_tokens - n_prefix
     fitting: list[Routed] = []
-    for levels in range(1, max(2, behind.bit_length())):
-        leaf_size = behind >> levels
-        if leaf_size < 1:
-            break
-        config = Routed(1.0, leaf_size, leaf_size << levels, sinks=n_prefix, exact_until=0)
-        always = rows_in_any_case(config, n_tokens)
-        if always <= rows and (not fitting or 1 << levels <= rows // 2):
-            fitting.append(config.replace(min_weight=1 / max(1, 2 * ((rows - always) // 2))))
+    for levels in range(1, max(2, n_patches.bit_length())):
+        cluster_size, n_centroids = n_patches >> levels, 1 << levels
+        n_others = n_tokens - (cluster_size << levels)  # the prefix, and patches that the chunk leaves over
+        n_far_keys = budget - n_others - n_centroids
+        if cluster_size and n_far_keys >= 0 and (not fitting or n_centroids <= budget // 2):
+            min_weight = 1 / (2 * (n_far_keys // 2)) if n_far_keys > 1 else 1.0
+            chunk_size = cluster_size << levels
+            fitting.append(Routed(min_weight, cluster_size, chunk_size, sinks=n_prefix, exact_until=0))
     if not fitting:
-        raise ValueError(f"rows must leave room for {n_prefix} prefix tokens and centroids, got {rows}")
+        raise ValueError(f"budget must leave room for {n_prefix} prefix tokens and centroids, got {budget}")
     return fitting[-1]
 
 
-def rows_in_any_case(config: Routed, n_tokens: int) -> int:
-    """Key rows that a query of a full call reads, whatever it looks for."""
-    layout = make_layout(n_tokens, n_tokens, causal=False, config=config)
-    return int(layout.rows_in_any_case()[0])
-
-
-def keys_read(config: Routed, n_tokens: int) -> int:
-    """Key rows that a query of a full call reads, at most, where as many are found as there are shares."""
-    if n_tokens < config.exact_until:
+def full_budget(method: VisionMethod, config: Config, budget: int, n_tokens: int) -> int:
+    """Keys and centroids that a query reads, at most: `budget`, which routing rounds down."""
+    if not isinstance(config, Routed):
+        return min(budget, n_tokens)
+    if method.name == DEFAULT:
         return n_tokens
-    return min(
-        n_tokens,
-        rows_in_any_case(config, n_tokens) + (round(1 / config.min_weight) if config.min_weight < 1 else 0),
-    )
+    n_centroids = config.chunk_size // config.cluster_size
+    n_far_keys = round(1 / config.min_weight) if config.min_weight < 1 else 0
+    return min(n_tokens, n_tokens - config.chunk_size + n_centroids + n_far_keys)

@@ -1,4 +1,4 @@
-"""Any image classifier by name: a timm architecture, a Hugging Face folder, or a bare checkpoint file."""
+"""Image classifiers by name, folders of labelled images, and the small model that needs neither."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from prescore import checks
 from prescore.bench.offline import cache_directory
-from prescore.integrations.apply import find_adapter, replace_attention
-from prescore.integrations.attention import AttentionContext, attend_exactly
+from prescore.bench.records import Values
+from prescore.integrations.apply import observe
+from prescore.integrations.attention import AttentionContext
 from prescore.integrations.torchvision import import_timm, mend_torchvision
-from prescore.types import Values
 
 _CHECKPOINT = ".safetensors"
 _PICKLED = (".pt", ".pth", ".bin", ".ckpt")
@@ -32,7 +32,6 @@ class VisionModel:
 
     Attributes:
         model: The module, in evaluation mode.
-        name: What the user called it.
         preprocessing: Of its images.
         n_tokens: Keys of an attention layer, prefix tokens included.
         n_prefix: Tokens before the patches.
@@ -41,7 +40,6 @@ class VisionModel:
     """
 
     model: nn.Module
-    name: str
     preprocessing: Preprocessing
     n_tokens: int
     n_prefix: int
@@ -81,7 +79,7 @@ def load_vision_model(
     else:
         model, preprocessing, arguments = _from_timm(str(name), resolution)
     model = model.eval().to(device)
-    return _measured(model, str(name), preprocessing, arguments, device)
+    return _with_sizes(model, preprocessing, arguments, device)
 
 
 def _from_folder(path: Path, resolution: int | None) -> tuple[nn.Module, Preprocessing, Values]:
@@ -91,7 +89,7 @@ def _from_folder(path: Path, resolution: int | None) -> tuple[nn.Module, Preproc
     try:
         model = AutoModelForImageClassification.from_pretrained(path, local_files_only=True, use_safetensors=True)
     except Exception as error:
-        # transformers and safetensors raise what they like, some of it pages long
+        # transformers and safetensors raise many types, with messages of many lines
         raise OSError(
             f"model must be an image classifier of transformers, got {path} ({_first(error)})"
         ) from error
@@ -100,12 +98,8 @@ def _from_folder(path: Path, resolution: int | None) -> tuple[nn.Module, Preproc
     described: Values = {}
     if (path / "preprocessor_config.json").is_file():
         described = json.loads((path / "preprocessor_config.json").read_text())
-    preprocessing = Preprocessing(
-        size=resolution or size,
-        crop=_crop(described),
-        mean=tuple(described.get("image_mean") or IMAGENET_MEAN),
-        std=tuple(described.get("image_std") or IMAGENET_STD),
-    )
+    mean, std = described.get("image_mean") or IMAGENET_MEAN, described.get("image_std") or IMAGENET_STD
+    preprocessing = Preprocessing(resolution or size, _crop(described), tuple(mean), tuple(std))
     resized = resolution is not None and resolution != size
     return model, preprocessing, {"interpolate_pos_encoding": True} if resized else {}
 
@@ -130,7 +124,7 @@ def _from_timm(name: str, resolution: int | None) -> tuple[nn.Module, Preprocess
     try:
         model = timm.create_model(name, pretrained=True, **options)
     except Exception as error:
-        # hub libraries raise what they like when there is no network
+        # hub libraries raise many types without a network
         raise OSError(f"timm could not fetch the weights of {name!r}: {error}") from error
     return model, _timm_preprocessing(model, resolution), {}
 
@@ -166,7 +160,7 @@ def _read(path: Path) -> dict[str, Tensor]:
     try:
         return dict(load_file(path))
     except Exception as error:
-        # a damaged file makes the readers fail in many ways, none of them of one kind
+        # readers raise many types for a damaged file
         raise OSError(f"model must be a readable checkpoint, got {path.name} ({_first(error)})") from error
 
 
@@ -175,9 +169,9 @@ def _first(error: Exception) -> str:
 
 
 def vit_shape(weights: Mapping[str, Tensor]) -> Values:
-    """Arguments of timm's `VisionTransformer` that fit a checkpoint; heads are taken to be 64 wide.
+    """Arguments of timm's `VisionTransformer` for a checkpoint, assuming heads of 64 dimensions.
 
-    What the weights do not tell (activation, epsilon) is timm's default for a ViT.
+    Activation and epsilon, which weights do not show, are timm's defaults for a ViT.
     """
     needed = ("patch_embed.proj.weight", "pos_embed", "blocks.0.attn.qkv.weight", "blocks.0.mlp.fc1.weight")
     absent = [name for name in needed if name not in weights]
@@ -221,35 +215,25 @@ def vit_shape(weights: Mapping[str, Tensor]) -> Values:
 
 def _timm_preprocessing(model: Any, resolution: int | None) -> Preprocessing:
     described: Values = getattr(model, "pretrained_cfg", None) or {}
-    return Preprocessing(
-        size=resolution or int(model.patch_embed.img_size[0]),
-        crop=float(described.get("crop_pct") or Preprocessing.crop),
-        mean=tuple(described.get("mean") or IMAGENET_MEAN),
-        std=tuple(described.get("std") or IMAGENET_STD),
-    )
+    size, crop = resolution or int(model.patch_embed.img_size[0]), described.get("crop_pct") or Preprocessing.crop
+    mean, std = described.get("mean") or IMAGENET_MEAN, described.get("std") or IMAGENET_STD
+    return Preprocessing(size, float(crop), tuple(mean), tuple(std))
 
 
 @torch.inference_mode()
-def _measured(
-    model: nn.Module, name: str, preprocessing: Preprocessing, arguments: Values, device: str
-) -> VisionModel:
-    """Count tokens by looking at one image's way through the layers."""
-    n_layers = len(find_adapter(model).layers(model))
-    seen: list[tuple[int, int]] = []
+def _with_sizes(model: nn.Module, preprocessing: Preprocessing, arguments: Values, device: str) -> VisionModel:
+    """Count layers and tokens on one empty image."""
+    sizes: list[tuple[int, int]] = []
 
-    def look(query: Tensor, key: Tensor, value: Tensor, context: AttentionContext) -> Tensor:
-        seen.append((key.shape[2], context.n_prefix))
-        return attend_exactly(query, key, value, context)
+    def look(query: Tensor, key: Tensor, context: AttentionContext) -> None:
+        sizes.append((key.shape[2], context.n_prefix))
 
-    undo = replace_attention(model, dict.fromkeys(range(n_layers), look))
-    try:
-        channels = next(p.shape[1] for p in model.parameters() if p.ndim == 4)
-        size = preprocessing.size
-        model(torch.zeros(1, channels, size, size, device=device), **arguments)
-    finally:
-        undo()
-    n_tokens, n_prefix = max(seen)
-    return VisionModel(model, name, preprocessing, n_tokens, n_prefix, n_layers, arguments)
+    channels = next(p.shape[1] for p in model.parameters() if p.ndim == 4)
+    pixels = torch.zeros(1, channels, preprocessing.size, preprocessing.size, device=device)
+    with observe(model, look) as n_layers:
+        model(pixels, **arguments)
+    n_tokens, n_prefix = max(sizes)
+    return VisionModel(model, preprocessing, n_tokens, n_prefix, n_layers, arguments)
 
 
 # Folders of labelled images as batches of normalised pixels, with PIL and torch alone.
@@ -270,30 +254,19 @@ class Preprocessing:
     std: tuple[float, ...] = IMAGENET_STD
 
 
-class Images(Protocol):
-    """Labelled images that come in batches."""
-
-    def __len__(self) -> int:
-        """How many there are."""
-
-    def batches(self, preprocessing: Preprocessing, batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """`(pixels [B, 3, S, S], labels [B])`, always in the same order."""
-
-
 @dataclass(eq=False)
 class ImageFolder:
-    """Images on disk. Decoded pixels are kept, as bytes, while they are few enough to keep."""
+    """Images on disk; decoded pixels are cached as bytes, up to 1 GiB."""
 
     paths: list[Path]
     labels: list[int]
-    _kept: dict[tuple[int, int, float], Tensor] = field(default_factory=dict)
+    _cache: dict[tuple[int, int, float], Tensor] = field(default_factory=dict)
 
     def __len__(self) -> int:
-        """How many there are."""
         return len(self.paths)
 
     def batches(self, preprocessing: Preprocessing, batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """See `Images.batches`."""
+        """`(pixels [B, 3, S, S], labels [B])`, always in the same order."""
         mean = torch.tensor(preprocessing.mean).view(-1, 1, 1)
         std = torch.tensor(preprocessing.std).view(-1, 1, 1)
         for start in range(0, len(self), batch_size):
@@ -303,12 +276,12 @@ class ImageFolder:
 
     def _pixels(self, number: int, preprocessing: Preprocessing) -> Tensor:
         place = (number, preprocessing.size, preprocessing.crop)
-        if place not in self._kept:
+        if place not in self._cache:
             decoded = decode_image(self.paths[number], preprocessing.size, preprocessing.crop)
-            if (len(self._kept) + 1) * decoded.numel() > _CACHE_BYTES:
+            if (len(self._cache) + 1) * decoded.numel() > _CACHE_BYTES:
                 return decoded
-            self._kept[place] = decoded
-        return self._kept[place]
+            self._cache[place] = decoded
+        return self._cache[place]
 
 
 def decode_image(path: Path, size: int, crop: float) -> Tensor:
@@ -329,18 +302,14 @@ def decode_image(path: Path, size: int, crop: float) -> Tensor:
     return raw.view(size, size, 3).permute(2, 0, 1).contiguous()
 
 
-def open_folder(
-    folder: str | Path, *, labels: str | Path | None = None, limit: int | None = None, seed: int = 0
-) -> ImageFolder:
+def open_folder(folder: str | Path, *, labels: str | Path | None = None, limit: int | None = None) -> ImageFolder:
     """Find labelled images.
 
     Args:
-        folder: Either one sub-folder per class (classes are numbered in the order of their names), or images
-            beside each other, with a labels file.
+        folder: One sub-folder per class (numbered in the order of their names), or images with a labels file.
         labels: JSON that maps file names to class numbers. None = `labels.json` inside the folder or
             `<folder>_labels.json` beside it, if there is one.
-        limit: Take this many, chosen at random with `seed`; the first n of a larger n.
-        seed: Of that choice.
+        limit: Take this many, chosen at random; a smaller limit is the start of a larger one.
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -353,7 +322,7 @@ def open_folder(
             f"with no labelled {', '.join(SUFFIXES)} in it"
         )
     if limit is not None and limit < len(found):
-        random.Random(seed).shuffle(found)
+        random.Random(0).shuffle(found)
         found = found[:limit]
     return ImageFolder([path for path, _ in found], [label for _, label in found])
 
@@ -389,8 +358,8 @@ def _from_classes(folder: Path) -> list[tuple[Path, int]]:
 
 # The offline default of the vision studies: a small ViT trained on scikit-learn's digits.
 #
-# 1,797 real 8x8 scans come with scikit-learn; the model sees every pixel as a token (65 with the class token)
-# and is trained in about a minute on a CPU, once, then kept in the user's cache.
+# scikit-learn has 1,797 scans of 8x8 pixels. Every pixel is a token (65 with the class token). Training takes
+# about a minute on a CPU; the model is cached.
 
 SIZE = 8
 N_TEST = 500
@@ -398,7 +367,7 @@ EPOCHS = 30
 QUICK_EPOCHS = 6
 _BATCH = 32
 _RATE = 2e-3
-# small weights at the start make all pixel tokens look alike, and learning takes three times as long
+# with smaller initial weights all pixel tokens are alike, and training takes three times as long
 _SHAPE: Values = {
     "initializer_range": 0.1,
     "hidden_size": 48,
@@ -410,7 +379,7 @@ _SHAPE: Values = {
     "num_channels": 1,
     "num_labels": 10,
 }
-# part of the cache's name: another recipe must not find an old model
+# part of the cached model's name; changes with the recipe
 _RECIPE = "digits-vit-1"
 
 
@@ -422,12 +391,15 @@ class Digits:
     labels: Tensor
 
     def __len__(self) -> int:
-        """How many there are."""
         return len(self.labels)
 
     def batches(self, preprocessing: Preprocessing, batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """See `Images.batches`."""
+        """`(pixels [B, 1, 8, 8], labels [B])`."""
         yield from zip(self.pixels.split(batch_size), self.labels.split(batch_size), strict=True)
+
+
+Images: TypeAlias = ImageFolder | Digits
+Report: TypeAlias = Callable[[str], None]
 
 
 def load_digits() -> tuple[Digits, Digits]:
@@ -442,62 +414,58 @@ def load_digits() -> tuple[Digits, Digits]:
     return Digits(pixels[train], labels[train]), Digits(pixels[test], labels[test])
 
 
-def digits_model(
-    *, epochs: int = EPOCHS, cache: Path | None = None, report: Callable[[str], None] | None = None
-) -> Path:
-    """The folder of the trained model, in Hugging Face format; trains it when it is not there.
+def digits_model(*, epochs: int = EPOCHS, cache: Path | None = None, report: Report = print) -> Path:
+    """The folder of the trained model in Hugging Face format; it is trained where it does not exist.
 
     Args:
-        epochs: How long it is trained; a model of its own for every value.
-        cache: Where models are kept; None = `$XDG_CACHE_HOME/prescore` or `~/.cache/prescore`.
-        report: ScoreStats what is going on, one line at a time.
+        epochs: Training length; every value has its own model.
+        cache: Parent folder; None = `$XDG_CACHE_HOME/prescore` or `~/.cache/prescore`.
+        report: Receives progress, one line at a time.
     """
     folder = (cache or cache_directory()) / f"{_RECIPE}-{epochs}"
     if (folder / "config.json").is_file():
         return folder
-    say = report or (lambda line: None)
-    say(f"training a small ViT on scikit-learn's digits, once, for {folder}")
-    model = train(epochs=epochs, report=say)
-    # a name of its own first: two runs, or an interrupted one, must not leave half a model
+    report(f"training a small ViT on scikit-learn's digits, once, for {folder}")
+    model = train(epochs, report)
+    # renamed when complete: two runs, or an interrupted one, must not leave half a model
     part = folder.with_name(f"{folder.name}.{os.getpid()}")
     model.save_pretrained(part)
-    if folder.exists():
-        return folder
-    part.rename(folder)
+    if not folder.exists():
+        part.rename(folder)
     return folder
 
 
-def train(*, epochs: int = EPOCHS, seed: int = 0, report: Callable[[str], None] | None = None) -> Any:
-    """A ViT that reads digits (93.6 % of the test scans after `EPOCHS`, seed 0)."""
+def train(epochs: int, report: Report) -> Any:
+    """Train a ViT on digits (93.6 % of the test scans after `EPOCHS`)."""
     mend_torchvision()
     from transformers import ViTConfig, ViTForImageClassification
 
-    known, unseen = load_digits()
-    # initialisation draws from the global generator: fork it, so that the caller's stays as it was
+    training, test = load_digits()
+    # initialisation draws from the global generator; the caller's state must not change
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        torch.manual_seed(0)
         model: Any = ViTForImageClassification(ViTConfig(**_SHAPE))
-    order = torch.Generator().manual_seed(seed)
+    order = torch.Generator().manual_seed(0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=_RATE, betas=(0.9, 0.98), weight_decay=0.05)
-    steps = epochs * -(-len(known) // _BATCH)
+    steps = epochs * -(-len(training) // _BATCH)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=_RATE, total_steps=steps, pct_start=0.2)
     for epoch in range(epochs):
         model.train()
-        for chosen in torch.randperm(len(known), generator=order).split(_BATCH):
-            logits = model(pixel_values=_shifted(known.pixels[chosen], order)).logits
-            loss = nn.functional.cross_entropy(logits, known.labels[chosen], label_smoothing=0.05)
+        for chosen in torch.randperm(len(training), generator=order).split(_BATCH):
+            logits = model(pixel_values=_shifted(training.pixels[chosen], order)).logits
+            loss = nn.functional.cross_entropy(logits, training.labels[chosen], label_smoothing=0.05)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
             schedule.step()
-        if report is not None and (epoch + 1) % 10 == 0:
-            report(f"epoch {epoch + 1} of {epochs}: {100 * accuracy(model, unseen):.1f} % of the test scans")
+        if (epoch + 1) % 10 == 0:
+            report(f"epoch {epoch + 1} of {epochs}: {100 * accuracy(model, test):.1f} % of the test scans")
     return model.eval()
 
 
 @torch.inference_mode()
 def accuracy(model: Any, digits: Digits) -> float:
-    """Share of the scans that are read correctly."""
+    """Share of the scans that are classified correctly."""
     model.eval()
     right = sum(
         int((model(pixel_values=pixels).logits.argmax(-1) == labels).sum())
@@ -507,7 +475,7 @@ def accuracy(model: Any, digits: Digits) -> float:
 
 
 def _shifted(pixels: Tensor, generator: torch.Generator) -> Tensor:
-    """Move a batch by up to one pixel: 1,297 scans are few, and position is most of what there is to overfit."""
+    """Move a batch by up to one pixel; without it the model overfits positions."""
     down, right = torch.randint(-1, 2, (2,), generator=generator).tolist()
     padded = nn.functional.pad(pixels, (1, 1, 1, 1), value=-1.0)
     return padded[:, :, 1 + down : 1 + down + SIZE, 1 + right : 1 + right + SIZE]

@@ -1,0 +1,138 @@
+"""Records of the planted model as tables and a plot."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from prescore.bench.planted.study import NO_RULE, VARIANTS
+from prescore.bench.plots import COLOURS, bars, figure
+from prescore.bench.records import Record, Values
+from prescore.bench.tables import MISSING, Table, as_text, mean_and_spread, span
+
+_SETTING = ("n", "d", "epsilon", "c_signal", "c_noise")
+
+Setting = tuple[Any, ...]
+Recall = dict[tuple[str, str], dict[tuple[str, bool | None], list[Any]]]
+"""By (method, rule) and variant, a value for each seed."""
+
+
+def recall_settings(records: Sequence[Record]) -> list[Setting]:
+    """The settings at which recall was measured, in order."""
+    return list(dict.fromkeys(_setting(record) for record in records if record.config["part"] == "recall"))
+
+
+def describe_setting(setting: Setting) -> str:
+    """`n=4096 d=32 ...`."""
+    return " ".join(f"{name}={value:g}" for name, value in zip(_SETTING, setting, strict=True))
+
+
+def recall_table(records: Sequence[Record], setting: Setting) -> Table:
+    """Recall of the planted keys and of heavy entries, by method, rule and reading."""
+    recall, heavy = _recall(records, setting, "recall"), _recall(records, setting, "heavy_recall")
+    rows = tuple(
+        (*name, *(mean_and_spread(values[name].get(v, [])) for values in (recall, heavy) for v in VARIANTS))
+        for name in recall
+    )
+    words = tuple(VARIANTS.values())
+    return Table(
+        title=f"Planted keys found, {describe_setting(setting)}",
+        columns=("method", "rule", *words, *(f"heavy: {word}" for word in words)),
+        rows=rows,
+        note="recall of the d*m planted keys with a budget of d*m, mean ± standard deviation over seeds; "
+        "as shipped = clustering scorers l2-normalise; heavy = share of polynomial-attention entries above eps/2 "
+        "on selected keys",
+        left=2,
+    )
+
+
+def claim_table(records: Sequence[Record]) -> Table:
+    """Every claim with its measured quantity beside the bound, and in how many seeds it held."""
+    claims = [record for record in records if record.config["part"] == "claims"]
+    points = list(dict.fromkeys((record.config["n"], record.config["d"]) for record in claims))
+    # settings beside n and d that vary are named in the row
+    swept = [record.config for record in claims if record.config["topic"] not in ("singleton", "counterexample")]
+    varying = [name for name in _SETTING[2:] if len({config[name] for config in swept}) > 1]
+    found: dict[tuple[str, ...], dict[tuple[int, int], list[Values]]] = defaultdict(lambda: defaultdict(list))
+    for record in claims:
+        config = record.config
+        more = [f"{name}={config[name]:g}" for name in varying if config[name] is not None]
+        reading = " ".join([config["reading"], *more])
+        for check in record.results["checks"]:
+            bound = f"{check['relation']} {as_text(check['bound'])}"
+            found[check["claim"], reading, check["quantity"], bound][config["n"], config["d"]].append(check)
+    rows = []
+    for row, by_point in found.items():
+        cells = [cell for point in points for cell in verdict(by_point.get(point, []))]
+        notes = Counter(check["note"] for checks in by_point.values() for check in checks if check["note"])
+        rows.append((*row, *cells, notes.most_common(1)[0][0] if notes else ""))
+    columns = [column for n, d in points for column in (f"measured, n={n} d={d}", "held")]
+    return Table(
+        title="Claims of the paper on the planted model",
+        columns=("claim", "reading", "quantity", "bound", *columns, "note"),
+        rows=tuple(rows),
+        note="measured: mean over seeds (lowest to highest); held: seeds in which the bound was met",
+        left=4,
+    )
+
+
+def verdict(checks: Sequence[Values]) -> tuple[str, str]:
+    """What was measured over seeds, and in how many of them a claim held."""
+    if not checks:
+        return MISSING, MISSING
+    held = sum(check["held"] for check in checks)
+    word = "yes" if held == len(checks) else "no" if held == 0 else "partly"
+    return span([check["measured"] for check in checks], digits=2), f"{word} {held}/{len(checks)}"
+
+
+def planted_plot(records: Sequence[Record], setting: Setting, path: str | Path) -> None:
+    """Recall by method and rule in each reading, and the leverage of signal and noise."""
+    recall = _recall(records, setting, "recall")
+    labels = [method if rule == NO_RULE else f"{method}, {rule}" for method, rule in recall]
+    methods = list(dict.fromkeys(method for method, _ in recall))
+    colours = [COLOURS[methods.index(method) % len(COLOURS)] for method, _ in recall]
+    size = (15, 1.2 + 0.19 * len(recall))
+    with figure(path, size, ncols=4, width_ratios=(1, 1, 1, 0.9)) as (drawn, axes):
+        drawn.suptitle(f"Planted keys found, {describe_setting(setting)}")
+        for panel, (variant, title) in zip(axes[:3], VARIANTS.items(), strict=True):
+            values = [by_variant.get(variant, []) for by_variant in recall.values()]
+            means = [statistics.fmean(seeds) if seeds else 0.0 for seeds in values]
+            spreads = [statistics.stdev(seeds) if len(seeds) > 1 else 0.0 for seeds in values]
+            bars(panel, labels if panel is axes[0] else [""] * len(labels), means, spreads, colours)
+            panel.set(title=title, xlabel="recall", xlim=(0, 1.15))
+        _leverage_panel(axes[3], records, setting)
+
+
+def _leverage_panel(axes: Any, records: Sequence[Record], setting: Setting) -> None:
+    lines = (("Lemma 1", "highest noise", COLOURS[1], -0.1), ("Lemma 2", "lowest signal", COLOURS[0], 0.1))
+    for claim, words, colour, offset in lines:
+        points = [
+            (("normalized", "small-noise").index(record.config["reading"]) + offset, check["measured"])
+            for record in records
+            if record.config.get("topic") == "leverage" and _setting(record) == setting
+            for check in record.results["checks"]
+            if check["claim"] == claim
+        ]
+        axes.plot(*zip(*points, strict=True), "o", alpha=0.6, color=colour, label=words)
+    axes.axhline(1.0, color="#444444", linewidth=1, linestyle="--")
+    axes.annotate("eps", (1.45, 1.0), (0, 3), textcoords="offset points", fontsize=8, ha="right")
+    axes.set(title="leverage / eps, one dot per seed", yscale="log", xlim=(-0.5, 1.5))
+    axes.set_xticks([0, 1], ["every row\nnormalised", "small noise"])
+    axes.legend(loc="lower left")
+
+
+def _setting(record: Record) -> Setting:
+    return tuple(record.config[name] for name in _SETTING)
+
+
+def _recall(records: Sequence[Record], setting: Setting, name: str) -> Recall:
+    values: Recall = defaultdict(lambda: defaultdict(list))
+    for record in records:
+        if record.config["part"] == "recall" and _setting(record) == setting:
+            variant = (record.config["reading"], record.config["normalize"])
+            for rule, value in record.results[name].items():
+                values[record.config["method"], rule][variant].append(value)
+    return values

@@ -1,0 +1,204 @@
+"""The study of the planted model: a check reports what is built in to hold or to break; no theorem is asserted."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from prescore.bench.planted import model as planted
+from prescore.bench.planted import study, tables
+from prescore.bench.planted.study import QUICK, Recovery, check, planted_rows, recovery
+from prescore.bench.records import measure, row_key
+from prescore.registry import list_scorers
+
+TINY = dataclasses.replace(QUICK, n=(200,), d=(4,), powers=(2.0, 3.0), n_queries=16, restarts=1)
+
+
+def exact_model(n_noise=20, noise=0.0):
+    """Two groups of two equal rows on the axes, and noise rows of a given size along (1, 1)."""
+    signal = torch.eye(2, dtype=torch.float64).repeat_interleave(2, 0)
+    keys = torch.cat((signal, torch.full((n_noise, 2), noise, dtype=torch.float64)))
+    groups = torch.tensor([1, 1, 2, 2, *[0] * n_noise])
+    return planted.PlantedModel(keys, groups, torch.eye(2, dtype=torch.float64), 0.5, 0.1, 0.1, "small-noise")
+
+
+def held(claims):
+    return {claim["quantity"]: claim["held"] for claim in claims}
+
+
+def notes(claims):
+    return {claim["quantity"]: claim["note"] for claim in claims}
+
+
+@pytest.mark.parametrize(
+    ("relation", "holds", "breaks"),
+    [
+        ("<=", 1.0, 1.1),
+        (">=", 1.0, 0.9),
+        ("<", 0.9, 1.0),
+        (">", 1.1, 1.0),
+        ("=", 1.0, 0.99),
+        ("within 4x of", 3.9, 4.1),
+    ],
+)
+def test_a_check_can_hold_and_can_break(relation, holds, breaks):
+    found = [check("claim", "x", measured, relation, 1.0)["held"] for measured in (holds, breaks, float("nan"))]
+    assert found == [True, False, False]
+
+
+def test_leverage_claims_tell_separated_from_mixed():
+    # noise rows without any length have leverage 0; the signal rows of a group share 1
+    good = held(study.leverage_claims(exact_model(noise=1e-3)))
+    assert good["min signal leverage / eps"]
+    assert good["min signal leverage / max noise leverage"]
+    assert good["sigma_min^2 * eps"]
+    bad = held(study.leverage_claims(exact_model(n_noise=2, noise=3.0)))
+    assert not bad["min signal leverage / max noise leverage"]
+    assert not bad["delta_1"]  # rows of a group are parallel, whatever the noise
+
+
+def test_recovery_of_the_truth_and_of_mistakes():
+    model = exact_model(noise=0.01)
+    assert recovery(model, model.groups) == (1.0, 1.0, 1.0)
+    renamed = recovery(model, 2 - model.groups)
+    assert renamed.groups == renamed.noise == 1.0
+    mixed, split = model.groups.clone(), model.groups.clone()
+    mixed[0] = 0
+    split[4:14] = 3
+    assert recovery(model, mixed).groups == 0.5
+    assert recovery(model, split).noise == 0.5
+    merged = recovery(model, torch.zeros_like(model.groups))
+    assert merged.groups == 0.0
+    assert merged.cost_ratio < 1
+
+
+def test_a_cheaper_partition_than_the_truth_is_reported():
+    model = exact_model(n_noise=40)
+    keys = model.keys.clone()
+    keys[4:24] = torch.tensor([-5.0, 0.0], dtype=torch.float64)
+    keys[24:] = torch.tensor([0.0, -5.0], dtype=torch.float64)
+    far = dataclasses.replace(model, keys=keys)
+    labels = torch.tensor([0, 0, 0, 0, *[1] * 20, *[2] * 20])
+    claims = study.recovery_claims(recovery(far, labels), "Theorem 2")
+    assert not held(claims)["cost of the truth / cost found"]
+    assert not held(claims)["signal groups that are one cluster"]
+    assert notes(claims)["noise rows in one cluster"] == "the truth is not optimal"
+    true = study.recovery_claims(recovery(far, far.groups), "Theorem 2")
+    assert notes(true)["cost of the truth / cost found"] == "none cheaper found, no proof"
+
+
+def test_centroid_claims_see_a_shifted_group():
+    model = exact_model()
+    assert all(held(study.centroid_claims(model)).values())
+    shifted = dataclasses.replace(model, keys=model.keys + 5.0)
+    assert not any(held(study.centroid_claims(shifted)).values())
+
+
+@pytest.mark.parametrize("p", [1.0, 3.0])
+def test_the_lp_claim_needs_the_standard_basis(p):
+    setting = planted.PlantedSetting(300, 8, 0.2, 0.001, 0.01)
+    standard, rotated = (setting.draw("small-noise", rotated=r, generator=0) for r in (False, True))
+    assert held(study.lp_claims(standard, p=p, basis="standard", seed=0))["Delta_min"]
+    assert not held(study.lp_claims(rotated, p=p, basis="rotated", seed=0))["Delta_min"]
+
+
+@pytest.mark.parametrize(("raw", "normalized", "expected"), [(0.0, 1.0, True), (1.0, 0.0, False)])
+def test_counterexample_claims_report_both_outcomes(raw, normalized, expected, monkeypatch):
+    groups = iter((raw, normalized))
+    monkeypatch.setattr(study, "best_recovery", lambda *_: Recovery(next(groups), 1.0, 1.0))
+    claims = study.counterexample_claims(planted.counterexample_keys(100, 8), name="x", restarts=1, seed=0)
+    quantities = ["signal rows isolated, raw keys", "signal rows isolated, normalised keys"]
+    assert [held(claims)[quantity] for quantity in quantities] == [expected, expected]
+    assert held(claims)["max(delta_1, delta_2)"]
+    assert "only 5 different rows" in notes(claims)[quantities[0]]
+
+
+def test_universal_set_covers_heavy_entries_of_quadratic_attention():
+    # a quadratic entry is at most the key's leverage: algebra, not a theorem of the paper
+    model = planted.PlantedSetting(300, 8, 0.2, 0.01, 0.01).draw("small-noise", generator=0)
+    assert held(study.universal_set_claims(model, n_queries=64, seed=0))["recall of entries > eps/2, degree 2"]
+
+
+def test_clustering_finds_groups_that_are_far_apart():
+    model = planted.PlantedSetting(60, 4, 0.2, 1e-6, 1e-6).draw("small-noise", generator=0)
+    assert all(held(study.clustering_claims(model, claim="Theorem 2", restarts=8, seed=0)).values())
+
+
+def test_rows_are_unique_cover_every_scorer_and_share_what_does_not_depend_on_epsilon():
+    rows = planted_rows(dataclasses.replace(TINY, epsilon=(0.1, 0.2)))
+    keys = [row_key("planted", row.config, row.seed) for row in rows]
+    assert len(keys) == len(set(keys))
+    methods = {row.config["method"].split(" ")[0] for row in rows if row.config["part"] == "recall"}
+    assert methods >= set(list_scorers())
+    assert {row.seed for row in rows} == {0, 1}
+    topics = [row.config.get("topic") for row in rows if row.seed == 0]
+    assert [topics.count(topic) for topic in ("singleton", "counterexample", "leverage")] == [2, 2, 4]
+
+
+@pytest.mark.parametrize("name", ["kmeans", "leverage", "lp-sensitivity"])
+def test_a_method_selects_exactly_its_budget(name):
+    model = planted.PlantedSetting(200, 4, 0.1, 0.05, 0.1).draw("small-noise", generator=0)
+    options = {"rule": "farthest", "normalize": False, "p": 1.0}
+    assert int(study.select_planted(model, name, options, 0).sum()) == 40
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"n": (200, 10)}, "n must be above"),
+        ({"methods": ("magic",)}, "method must be one of .*, got 'magic'"),
+        ({"rules": ("magic",)}, "rule must be one of .*, got 'magic'"),
+        ({"restarts": 0}, "restarts must be at least 1, got 0"),
+    ],
+)
+def test_bad_settings_are_refused_before_anything_runs(changes, said):
+    with pytest.raises(ValueError, match=said):
+        planted_rows(dataclasses.replace(TINY, **changes))
+
+
+@pytest.fixture(scope="module")
+def records():
+    methods = ("kmeans", "key-norm", "uniform")
+    small = dataclasses.replace(
+        TINY, n=(200, 300), powers=(2.0,), rules=("nearest", "farthest"), methods=methods, n_queries=8
+    )
+    return [measure("planted", row) for row in planted_rows(small)]
+
+
+def test_recall_can_be_high_and_low(records):
+    recall = {
+        (record.config["method"], record.config["reading"]): record.results["recall"]["-"]
+        for record in records
+        if record.config["part"] == "recall" and record.config["normalize"] is False
+        if record.config["method"] != "kmeans"
+    }
+    assert recall["key-norm", "small-noise"] == 1.0
+    assert recall["uniform", "small-noise"] < 0.6
+    claims = [check for r in records if r.config["part"] == "claims" for check in r.results["checks"]]
+    assert {check["held"] for check in claims} == {True, False}
+
+
+def test_recall_table_has_a_row_per_method_and_rule(records):
+    settings = tables.recall_settings(records)
+    assert [setting[0] for setting in settings] == [200, 300]
+    table = tables.recall_table(records, settings[0])
+    names = [("kmeans", "nearest"), ("kmeans", "farthest"), ("key-norm", "-"), ("uniform", "-")]
+    assert [row[:2] for row in table.rows] == names
+    assert all("±" in row[2] for row in table.rows)
+    assert "n=200" in table.title
+
+
+def test_claim_table_counts_the_seeds_in_which_a_claim_held(records):
+    table = tables.claim_table(records)
+    claims = {row[0] for row in table.rows}
+    assert {"Lemma 1", "Lemma 2", "Theorem 1", "Theorem 2", "Corollary 1", "Claim 1, p=2, rotated"} <= claims
+    assert {"Appendix B, as printed", "Appendix B, norms spread", "rho: S in U"} <= claims
+    verdicts = {cell.split()[0] for row in table.rows for cell in (row[5], row[7])}
+    assert {"yes", "no"} <= verdicts <= {"yes", "no", "partly", "-"}
+    both = [{"held": True, "measured": 1.0}, {"held": False, "measured": 3.0}]
+    assert tables.verdict(both) == ("2 (1 to 3)", "partly 1/2")
+
+
+def test_plot_is_written(records, tmp_path):
+    tables.planted_plot(records, tables.recall_settings(records)[0], tmp_path / "planted.png")
+    assert (tmp_path / "planted.png").stat().st_size > 10_000

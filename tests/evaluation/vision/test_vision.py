@@ -1,0 +1,373 @@
+"""The vision study: images, models by name, budgets, results, command line."""
+
+import dataclasses
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+if importlib.util.find_spec("transformers") is None or importlib.util.find_spec("PIL") is None:
+    pytest.skip("transformers or pillow is not installed", allow_module_level=True)
+
+from PIL import Image
+
+import prescore
+from prescore import KMeans, Selected
+from prescore.bench.cli.main import main
+from prescore.bench.records import read_records
+from prescore.bench.vision import models
+from prescore.bench.vision.accuracy import Study, accuracy_rows
+from prescore.bench.vision.methods import EXACT, full_budget, parse_method
+from prescore.bench.vision.models import IMAGENET_MEAN, IMAGENET_STD, Preprocessing, load_vision_model, open_folder
+from prescore.bench.vision.tables import accuracy_plot, accuracy_table, leverage_table, paper_accuracy_table
+from prescore.integrations.attention import PrescoredAttention, attend_exactly
+from prescore.integrations.torchvision import import_timm
+from prescore.selected import plan
+
+HAS_TIMM = all(importlib.util.find_spec(name) is not None for name in ("timm", "torchvision"))
+needs_timm = pytest.mark.skipif(not HAS_TIMM, reason="timm or torchvision is not installed")
+VISION = Path(__file__).parents[4] / "shared" / "data" / "vision"
+
+
+def method_layer(name, budget, n_clusters=None):
+    return PrescoredAttention(parse_method(name).config(budget, n_clusters=n_clusters, n_prefix=1))
+
+
+def picture(path, colour, size=(40, 30)):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.new("RGB", size, colour).save(path)
+
+
+def test_folders_of_classes_are_numbered_by_name(tmp_path):
+    picture(tmp_path / "dog" / "1.png", "red")
+    picture(tmp_path / "cat" / "2.jpg", "red")
+    (tmp_path / "cat" / "notes.txt").write_text("no image")
+    images = open_folder(tmp_path)
+    assert ([path.name for path in images.paths], images.labels) == (["2.jpg", "1.png"], [0, 1])
+
+
+@pytest.mark.parametrize("place", ["labels.json", "../flat_labels.json", "elsewhere"])
+def test_labels_from_json(tmp_path, place):
+    folder = tmp_path / "flat"
+    for name in ("a.png", "b.png"):
+        picture(folder / name, "blue")
+    file = tmp_path / "other.json" if place == "elsewhere" else folder / place
+    file.write_text(json.dumps({"b.png": 7, "a.png": 3, "absent.png": 1}))
+    images = open_folder(folder, labels=file if place == "elsewhere" else None)
+    assert ([path.name for path in images.paths], images.labels) == (["a.png", "b.png"], [3, 7])
+
+
+def test_a_smaller_limit_is_the_start_of_a_larger(image_folder):
+    assert open_folder(image_folder, limit=3).paths == open_folder(image_folder, limit=6).paths[:3]
+    assert len(open_folder(image_folder, limit=99)) == 10
+
+
+def test_preprocessing_crops_the_centre_and_normalises(tmp_path):
+    picture(tmp_path / "a" / "x.png", (255, 0, 128), size=(80, 40))
+    pixels = models.decode_image(tmp_path / "a" / "x.png", 28, 0.875)
+    assert pixels.shape == (3, 28, 28)
+    assert pixels[:, 0, 0].tolist() == [255, 0, 128]
+    batch, labels = next(open_folder(tmp_path).batches(Preprocessing(28), 4))
+    wanted = [(v / 255 - m) / s for v, m, s in zip((255, 0, 128), IMAGENET_MEAN, IMAGENET_STD, strict=True)]
+    torch.testing.assert_close(batch[0, :, 5, 5], torch.tensor(wanted))
+    assert labels.tolist() == [0]
+    image = Image.new("RGB", (64, 32), "black")
+    image.paste((255, 255, 255), (16, 0, 48, 32))
+    image.save(tmp_path / "centre.png")
+    assert models.decode_image(tmp_path / "centre.png", 32, 1.0).float().mean() == 255
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda p: open_folder(p / "absent"), "images must be a folder, got .*absent"),
+        (open_folder, "no labelled"),
+        (lambda p: open_folder(p, labels=p / "absent.json"), "labels must be a JSON file, got .*absent"),
+        (lambda p: load_vision_model(p / "absent.safetensors"), "file that exists, got .*absent"),
+        (lambda p: load_vision_model(p, arch="vit"), "arch must not be given.*'vit'"),
+        (lambda p: load_vision_model(p, device="nowhere"), "device must be usable, got 'nowhere'"),
+        (lambda p: load_vision_model(p / "x.pth"), r"must be a \.safetensors file, for a pickled .* got .*pth"),
+        (lambda p: models.vit_shape({}), "got no patch_embed"),
+        (lambda p: parse_method("kmeens"), "got 'kmeens'"),
+        (lambda p: parse_method("kmeans-closest"), "got 'kmeans-closest'"),
+        (lambda p: parse_method("farthest"), "got 'farthest'"),
+        (lambda p: parse_method("key-norm-farthest"), "makes clusters, a rule .* got 'key-norm-farthest'"),
+        (lambda p: parse_method("centroids").config(1, n_prefix=1), "budget must leave room .* got 1"),
+        (
+            lambda p: parse_method("routed").config(2, n_prefix=1, n_tokens=197),
+            "budget must leave room for 1 prefix tokens.*got 2",
+        ),
+    ],
+)
+def test_refusals(tmp_path, make, said):
+    with pytest.raises(ValueError, match=said):
+        make(tmp_path)
+
+
+@needs_timm
+@pytest.mark.parametrize(
+    ("name", "arch", "said"),
+    [
+        ("broken.safetensors", None, r"readable checkpoint, got broken\.safetensors"),
+        ("foreign.safetensors", "vit_huge", "arch must be an architecture of timm, got 'vit_huge'"),
+        ("foreign.safetensors", "resnet10t", r"weights of resnet10t, got foreign\.safetensors"),
+        ("empty", None, r"image classifier of transformers, got .*empty"),
+    ],
+)
+def test_damaged_and_foreign_checkpoints_are_refused_in_one_sentence(name, arch, said, tmp_path):
+    from safetensors.torch import save_file
+
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "broken.safetensors").write_bytes(b"nothing of the kind" * 20)
+    save_file({"patch_embed.proj.weight": torch.zeros(2)}, tmp_path / "foreign.safetensors")
+    with pytest.raises((ValueError, OSError), match=said) as caught:
+        load_vision_model(tmp_path / name, arch=arch)
+    assert "\n" not in str(caught.value)
+
+
+def test_labels_that_the_model_does_not_have_are_refused(model_folder, image_folder, tmp_path):
+    names = [f"{folder.name}/{file.name}" for folder in image_folder.iterdir() for file in folder.iterdir()]
+    (tmp_path / "labels.json").write_text(json.dumps(dict.fromkeys(names, 7)))
+    study = Study(load_vision_model(model_folder), open_folder(image_folder, labels=tmp_path / "labels.json"), {})
+    with pytest.raises(ValueError, match="labels must lie below the model's 5 classes, got 7"):
+        _ = study.exact
+    (tmp_path / "labels.json").write_text("{no")
+    with pytest.raises(ValueError, match=r"labels must be a JSON file, got .*labels\.json"):
+        open_folder(image_folder, labels=tmp_path / "labels.json")
+
+
+def test_hugging_face_folder_and_resolution(model_folder):
+    loaded = load_vision_model(model_folder)
+    assert (loaded.n_tokens, loaded.n_prefix, loaded.n_layers, loaded.preprocessing.size) == (17, 1, 2, 32)
+    larger = load_vision_model(model_folder, resolution=48)
+    assert larger.n_tokens == 37
+    assert larger.logits(torch.zeros(1, 3, 48, 48)).shape == (1, 5)
+
+
+@needs_timm
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"reg_tokens": 2, "no_embed_class": True},
+        {"class_token": False, "global_pool": "avg", "fc_norm": False},
+        {"global_pool": "avg"},
+        {"qk_norm": True, "init_values": 0.1, "qkv_bias": False},
+    ],
+    ids=str,
+)
+def test_the_architecture_of_a_checkpoint_is_read_from_its_weights(tmp_path, options):
+    import_timm()
+    from safetensors.torch import save_file
+    from timm.models.vision_transformer import VisionTransformer
+
+    shape = {"img_size": 32, "patch_size": 8, "embed_dim": 64, "depth": 2, "num_heads": 1, "num_classes": 5}
+    model = VisionTransformer(**shape, **options).eval()
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    loaded = load_vision_model(tmp_path / "model.safetensors")
+    pixels = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        torch.testing.assert_close(loaded.logits(pixels), model(pixels))
+    assert load_vision_model(tmp_path / "model.safetensors", resolution=64).n_tokens - loaded.n_tokens == 48
+
+
+@pytest.mark.parametrize(
+    ("described", "crop"),
+    [
+        ({}, 0.875),
+        ({"size": {"shortest_edge": 256}, "crop_size": {"height": 224}, "do_center_crop": True}, 0.875),
+        ({"size": {"shortest_edge": 40}, "crop_size": {"height": 32, "width": 32}, "do_center_crop": True}, 0.8),
+        ({"size": {"height": 224, "width": 224}}, 1.0),
+        ({"size": 224}, 0.875),
+    ],
+)
+def test_the_crop_is_the_one_the_model_was_made_with(described, crop, model_folder):
+    (model_folder / "preprocessor_config.json").write_text(json.dumps(described))
+    assert load_vision_model(model_folder).preprocessing.crop == crop
+
+
+@pytest.mark.parametrize(
+    ("name", "scorer", "rule", "selector", "remainder", "n_centroids"),
+    [
+        ("kmeans", "kmeans", "nearest", "top", "none", 0),
+        ("kmeans-cluster-share", "kmeans", "cluster-share", "top", "none", 0),
+        ("kmedian-farthest-sample", "kmedian", "farthest", "sample", "none", 0),
+        ("gaussian-kmeans-balanced", "gaussian-kmeans", "balanced", "top", "none", 0),
+        ("random", "uniform", None, "top", "none", 0),
+        ("key-diff+centroids", "key-diff", None, "top", KMeans(n_clusters=8, normalize=False), 8),
+        ("centroids", "kmeans", "farthest", "top", "centroids", 31),
+    ],
+)
+def test_method_names(name, scorer, rule, selector, remainder, n_centroids):
+    config = parse_method(name).config(32, n_clusters=6, share=0.25, n_prefix=1)
+    assert isinstance(config, Selected)
+    assert (config.scoring.name, getattr(config.scoring, "rule", None)) == (scorer, rule)
+    assert (config.selector, config.remainder, config.top_k) == (selector, remainder, 32 - n_centroids)
+    if n_centroids:
+        clustering = config.scoring if remainder == "centroids" else remainder
+        assert (clustering.n_clusters, clustering.normalize) == (n_centroids, False)
+    elif rule is not None:
+        assert config.scoring.n_clusters == 6
+
+
+def columns_read(part):
+    """Columns of a part that a query can read: filler and empty clusters have a bias of minus infinity."""
+    columns = sum(rows.shape[-1] for rows in (part.key_rows, part.extra_rows) if rows is not None)
+    return columns if part.bias is None else int(torch.isfinite(part.bias).sum(-1).max())
+
+
+@pytest.mark.parametrize("name", ["kmeans", "kmeans-farthest+centroids", "centroids", "random"])
+def test_a_query_reads_its_budget(name, study, monkeypatch):
+    widths = []
+    real = plan.attend_parts
+
+    def spy(query, key, value, parts, **kwargs):
+        widths.append(sum(map(columns_read, parts)))
+        return real(query, key, value, parts, **kwargs)
+
+    monkeypatch.setattr(plan, "attend_parts", spy)
+    study.predict(method_layer(name, 9, n_clusters=3))
+    # two layers, three batches; a cluster whose keys are all selected has no centroid
+    assert len(widths) == 6
+    assert all(7 <= width <= 9 for width in widths)
+
+
+@pytest.mark.parametrize(("n_tokens", "n_prefix"), [(577, 1), (197, 1), (198, 2), (64, 0)])
+@pytest.mark.parametrize("budget", [40, 63])
+def test_a_routed_query_reads_at_most_its_budget(budget, n_tokens, n_prefix):
+    method = parse_method("routed")
+    config = method.config(budget, n_prefix=n_prefix, n_tokens=n_tokens)
+    query, key, value = torch.randn(3, 1, 2, n_tokens, 16, generator=torch.Generator().manual_seed(0))
+    stats = prescore.prescored_attention(query, key, value, config, return_aux=True)[1].stats
+    assert stats.exact_queries == 0
+    assert stats.far_keys_read > 0
+    reads = stats.keys_per_query + stats.centroids_per_query
+    assert reads <= full_budget(method, config, budget, n_tokens) <= budget
+
+
+def test_results_of_exact_and_of_all_keys_selected(study):
+    exact = study.measure(attend_exactly)
+    assert (exact["agreement"], exact["kl"], exact["n_images"], exact["top5"]) == (100, 0, 10, 100)
+    logits, labels = study.exact.logits, study.exact.labels
+    assert exact["top1"] == pytest.approx(100 * float((logits.argmax(-1) == labels).float().mean()))
+    assert study.measure(method_layer("kmeans", 17, n_clusters=3))["kl"] == pytest.approx(0, abs=1e-5)
+    few = study.measure(method_layer("kmeans", 3, n_clusters=3))
+    assert few["kl"] > 1e-3
+    assert few["attention_seconds"] > 0
+
+
+def test_the_grid_repeats_nothing_that_cannot_differ(study):
+    rows = accuracy_rows(
+        study,
+        methods=(EXACT, "kmeans", "key-norm", "kmeans-farthest+centroids", "default"),
+        budgets=(4, 8),
+        n_clusters=(2, 3),
+        centroid_shares=(0.25, 0.5),
+        keep_prefix=(True, False),
+        seeds=(0, 1),
+    )
+    methods = [row.config["method"] for row in rows]
+    assert {name: methods.count(name) for name in methods} == {
+        EXACT: 1, "kmeans": 16, "key-norm": 4, "kmeans-farthest+centroids": 16, "default": 1
+    }  # fmt: skip
+
+
+def test_no_budget_exceeds_the_keys_and_the_default_is_exact_when_short(study):
+    rows = accuracy_rows(study, methods=("kmeans", "centroids"), budgets=(8, 500))
+    assert [row.config["budget"] for row in rows] == [8, 17, 8, 17]
+    assert [row.config["config"]["top_k"] for row in rows] == [8, 17, 1, 1]
+    default, routed = accuracy_rows(study, methods=("default", "routed"), budgets=(9, 10))
+    assert (default.config["method"], default.config["budget"]) == ("default", 17)
+    assert default.measure()["agreement"] == 100
+    assert routed.measure()["kl"] > 0
+
+
+def test_command_measures_records_resumes_and_draws(model_folder, image_folder, tmp_path, capsys):
+    argv = ["vision", "--model", str(model_folder), "--images", str(image_folder), "--out", str(tmp_path / "run")]
+    argv += ["--method", "exact", "--method", "kmeans", "--method", "centroids", "--num-sample", "6"]
+    argv += ["--seeds", "2"]
+    assert main(argv) == 0
+    shown = capsys.readouterr().out
+    assert "kmeans, 4 clusters" in shown
+    assert "±" in shown
+    assert len(read_records(tmp_path / "run" / "records.jsonl")) == 5
+    assert (tmp_path / "run" / "vision.png").stat().st_size > 1000
+    assert main([*argv, "--resume", "--prefix", "both"]) == 0
+    assert len(read_records(tmp_path / "run" / "records.jsonl")) == 9
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["vision", "--resolution", "16"], "resolution must be given with a model and images, got resolution 16"),
+        (["vision", "--arch", "vit"], "arch must be given with a model"),
+        (["vision", "--labels", "labels.json"], "labels must be given with a model"),
+        (["vision", "--model", "vit"], "images must be given together with model"),
+        (["vision", "--prefix", "none"], "got 'none'"),
+        (["coverage", "--text", "book.txt"], "text must be given with a language model, got text 'book.txt'"),
+        (["coverage", "--model", "vit", "--language-model", "smollm2"], "without model and images, got 'smollm2'"),
+    ],
+)
+def test_bad_options_are_refused(argv, said, tmp_path, capsys):
+    assert main([*argv, "--out", str(tmp_path / "run")]) == 2
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_tables_compare_only_what_is_comparable(model_folder, image_folder, tmp_path):
+    argv = ["vision", "--model", str(model_folder), "--images", str(image_folder), "--out", str(tmp_path / "run")]
+    assert main([*argv, "--method", "kmeans", "--samples", "32", "--json"]) == 0
+    records = read_records(tmp_path / "run" / "records.jsonl")
+    assert paper_accuracy_table(records).rows == ()
+    # the paper printed budgets out of 197 tokens; this model has 17
+    records[0].results["n_tokens"], records[0].config["budget"] = 197, 32
+    assert paper_accuracy_table(records).rows[0][3:] == ("31.34 of 85.11", "53.05 of 85.85")
+    assert accuracy_table(records).rows[0][0] == "kmeans, 4 clusters"
+    assert leverage_table(records).rows == ()
+    other = dataclasses.replace(
+        records[0],
+        config={**records[0].config, "method": "leverage", "n_clusters": None},
+        results={**records[0].results, "top1": records[0].results["top1"] - 2.5},
+    )
+    assert leverage_table([records[0], other]).rows == (("kmeans, 4 clusters", "+2.5"),)
+    accuracy_plot(records, tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").exists()
+
+
+def test_the_split_of_digits_never_changes():
+    pytest.importorskip("sklearn")
+    (training, test), (again, _) = models.load_digits(), models.load_digits()
+    assert (len(training), len(test)) == (1297, 500)
+    assert torch.equal(training.pixels, again.pixels)
+    assert training.pixels.shape[1:] == (1, 8, 8)
+    assert (training.pixels.min(), training.pixels.max()) == (-1, 1)
+
+
+@pytest.mark.slow
+def test_the_digits_model_learns_and_is_trained_once(tmp_path):
+    pytest.importorskip("sklearn")
+    state = torch.get_rng_state()
+    lines = []
+    folder = models.digits_model(epochs=models.QUICK_EPOCHS, cache=tmp_path, report=lines.append)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert len(lines) == 1
+    loaded = load_vision_model(folder)
+    assert loaded.n_tokens == 65
+    # six epochs classify 64 of the first 100 test scans; chance is one in ten
+    assert models.accuracy(loaded.model, models.load_digits()[1]) > 0.4
+    assert models.digits_model(epochs=models.QUICK_EPOCHS, cache=tmp_path, report=lines.append) == folder
+    assert len(lines) == 1
+
+
+@pytest.mark.slow
+@needs_timm
+@pytest.mark.skipif(not VISION.is_dir(), reason="the development images are not there")
+def test_deit_tiny_classifies_real_images():
+    loaded = load_vision_model(VISION / "deit_tiny_patch16_224.safetensors")
+    study = Study(loaded, open_folder(VISION / "imagenet_val_1000", limit=20), {}, batch_size=20)
+    assert loaded.n_tokens == 197
+    # 72.9 % on all thousand; 20 images must be far above one in a thousand
+    assert study.measure(attend_exactly)["top1"] >= 50
+    assert study.measure(method_layer("centroids", 64))["agreement"] >= 60
