@@ -365,7 +365,7 @@ def tensors_of(argument):
 
 
 @needs_native
-@pytest.mark.parametrize(("tolerance", "n_tensors"), [(None, 16 + 14 + 13), (0.3, 16 + 14 + 14)])
+@pytest.mark.parametrize(("tolerance", "n_tensors"), [(None, 16 + 14 + 13), (0.3, 16 + 2 * (14 + 14))])
 def test_a_wrong_tensor_is_refused(tolerance, n_tensors, monkeypatch):
     n_refused = 0
     for function, arguments, options in recorded_calls(monkeypatch, tolerance):
