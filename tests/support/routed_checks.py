@@ -3,15 +3,18 @@
 import math
 import os
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import pytest
 import torch
 from oracles.budgets import assert_within
 from oracles.routed import routed_oracle
+from torch import Tensor
 
 from prescore import prescored_attention
 from prescore.errors import Unsupported
 from prescore.ops.native import library
+from prescore.routed.reference import reference_attention
 from prescore.types import Attended
 
 FLOAT64 = 1e-10
@@ -73,20 +76,63 @@ def loss_of(attended, counted):
     return output[counted].sum() + lse[counted].sum()
 
 
-def check_routed(config, tensors, *, is_causal=True, mask=None, scale=None, backend="auto"):
-    """A float64 call equals the oracle, forward and backward, with NaN in the padding; returns its stats."""
-    inputs = query, key, value = [t.detach().clone().requires_grad_() for t in tensors]
-    options = {"is_causal": is_causal, "key_padding_mask": mask, "scale": scale}
-    truth = routed_oracle(*inputs, config, **options)
-    padded = (query, padded_with_nan(key, mask), padded_with_nan(value, mask))
-    got, stats = attend(padded, config, **options, backend=backend)
-    counted = specified_queries(query, mask, is_causal)
-    assert_within(got.output[counted], truth.output[counted], FLOAT64, "output")
-    assert_within(got.lse[counted], truth.lse[counted], FLOAT64, "lse")
-    grads = [torch.autograd.grad(loss_of(result, counted), inputs) for result in (got, truth)]
-    for name, grad, wanted in zip(("query", "key", "value"), *grads, strict=True):
+class Truth(NamedTuple):
+    """What the oracle says: result, queries that it specifies, and gradients of `loss_of` them."""
+
+    attended: Attended
+    counted: Tensor
+    grads: tuple[Tensor, ...]
+
+
+def oracle_truth(config, tensors, *, is_causal=True, mask=None, scale=None):
+    """Result and gradients of a call by the oracle."""
+    inputs = [t.detach().clone().requires_grad_() for t in tensors]
+    result = routed_oracle(*inputs, config, is_causal=is_causal, key_padding_mask=mask, scale=scale)
+    counted = specified_queries(inputs[0], mask, is_causal)
+    grads = torch.autograd.grad(loss_of(result, counted), inputs)
+    return Truth(Attended(*(t.detach() for t in result)), counted, grads)
+
+
+def assert_true(got, inputs, truth):
+    """Output, lse and gradients of a float64 result equal those of the oracle."""
+    counted = truth.counted
+    assert_within(got.output[counted], truth.attended.output[counted], FLOAT64, "output")
+    assert_within(got.lse[counted], truth.attended.lse[counted], FLOAT64, "lse")
+    grads = torch.autograd.grad(loss_of(got, counted), inputs)
+    for name, grad, wanted in zip(("query", "key", "value"), grads, truth.grads, strict=True):
         assert_within(grad, wanted, FLOAT64, f"gradient of {name}")
+
+
+def check_routed(config, tensors, *, is_causal=True, mask=None, scale=None, backend="auto", truth=None):
+    """A float64 call equals the oracle, forward and backward, with NaN in the padding; returns its stats."""
+    options = {"is_causal": is_causal, "scale": scale}
+    truth = truth or oracle_truth(config, tensors, mask=mask, **options)
+    inputs = query, key, value = [t.detach().clone().requires_grad_() for t in tensors]
+    padded = (query, padded_with_nan(key, mask), padded_with_nan(value, mask))
+    got, stats = attend(padded, config, **options, key_padding_mask=mask, backend=backend)
+    assert_true(got, inputs, truth)
     return stats
+
+
+def check_reference(config, tensors, *, is_causal=True, scale=None, truth=None):
+    """`reference_attention` of every head equals the oracle, forward and backward; returns it by head."""
+    truth = truth or oracle_truth(config, tensors, is_causal=is_causal, scale=scale)
+    inputs = query, key, value = [t.detach().clone().requires_grad_() for t in tensors]
+    group = query.shape[1] // key.shape[1]
+    heads = {
+        (row, head): reference_attention(
+            *(query[row, head], key[row, head // group], value[row, head // group], config),
+            is_causal=is_causal,
+            scale=scale,
+        )
+        for row in range(query.shape[0])
+        for head in range(query.shape[1])
+    }
+    output, lse = (torch.stack([getattr(h, name) for h in heads.values()]) for name in ("output", "lse"))
+    assert_true(
+        Attended(output.view(truth.attended.output.shape), lse.view(truth.attended.lse.shape)), inputs, truth
+    )
+    return heads
 
 
 def differing_queries(got, wanted, budget):

@@ -90,8 +90,8 @@ def quantize_queries(queries: Tensor) -> tuple[Tensor, Tensor]:
 def int4_logits(queries: Tensor, int4: Int4Keys, margin: float = 0.0) -> Tensor:
     """`[t, D]` queries and `[n]` int4 keys -> estimated logits `[t, n]`.
 
-    Sums of the products are exact in float32. The estimates are raised by `margin` standard deviations of their own
-    rounding error.
+    Sums of the products are exact in float32. The estimates are raised by `margin` standard deviations of their
+    own rounding error.
     """
     numbers, scale = quantize_queries(queries)
     low, high = (int4.packed & 15), (int4.packed >> 4)
