@@ -1,85 +1,180 @@
+"""Decode steps equal the rows of the whole call, whatever happens to the cache in between."""
+
 import pytest
 import torch
-from attention_checks import lanes
+from oracles.inputs import attention_tensors
+from routed_checks import attend, levels_here, native_level, needs_native
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from prescore import Routed
-from prescore.integrations.state import Rows
+from prescore import Routed, exact_attention
+from prescore.errors import Unsupported
+from prescore.ops.native import library
+from prescore.routed import native
 from prescore.routed.decode import RoutedIndex
 
-CONFIG = Routed(min_weight=1 / 16, cluster_size=4, chunk_size=16, sinks=3, exact_until=0)
-SCALE = 8**-0.5
+SMALL = Routed(min_weight=1 / 16, cluster_size=4, chunk_size=16, sinks=3, exact_until=0)
+NATIVE = Routed(min_weight=1 / 16, cluster_size=16, chunk_size=32, sinks=3, exact_until=0)
+SCALE = 0.3
 
 
-def inputs(length, *, batch=2, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    sizes = ((batch, 4, length, 8), (batch, 2, length, 8), (batch, 2, length, 5))
-    return [torch.randn(size, generator=generator, dtype=torch.float64) for size in sizes]
+def tensors(length=150, *, config=SMALL, batch=2, seed=0):
+    sizes = {"dim": 8, "value_dim": 5} if config == SMALL else {"dim": 16, "value_dim": 32, "dtype": torch.float32}
+    return attention_tensors(batch=batch, heads=4, kv_heads=2, n_keys=length, seed=seed, spread=1.0, **sizes)
 
 
-def whole(query, key, value):
-    return lanes(query, key, value, CONFIG, scale=SCALE).attended
+def index_of(config=SMALL, **options):
+    return RoutedIndex(config, scale=SCALE, **options)
 
 
-def test_steps_equal_the_whole_call():
-    query, key, value = inputs(150)
-    expected = whole(query, key, value)
-    index = RoutedIndex(CONFIG, scale=SCALE)
-    for length in range(21, 151):  # through several chunks and two joined pieces
-        got = index.attend(query[:, :, length - 1 : length], key[:, :, :length], value[:, :, :length])
+def step(index, inputs, length=None, **options):
+    """The newest query of the first `length` positions."""
+    query, key, value = (t[:, :, :length] for t in inputs)
+    return index.attend(query[:, :, -1:], key, value, **options)
+
+
+def rows_of_whole_call(inputs, places, config=SMALL):
+    attended, _ = attend(inputs, config, scale=SCALE)
+    return type(attended)(attended.output[:, :, places], attended.lse[:, :, places])
+
+
+def assert_steps(got, wanted, budget=1e-12):
+    torch.testing.assert_close(got.output, wanted.output, rtol=0, atol=budget)
+    torch.testing.assert_close(got.lse, wanted.lse, rtol=0, atol=budget)
+
+
+@pytest.mark.parametrize("backend", ["auto", "plain"])
+@pytest.mark.parametrize("exact_until", [0, 70])
+def test_steps_equal_the_whole_call(backend, exact_until):
+    inputs, config = tensors(), SMALL.replace(exact_until=exact_until)
+    full, stats = attend(inputs, config, scale=SCALE)
+    index, n_read = index_of(config), 0.0
+    for length in range(1, 151):
+        got = step(index, inputs, length, backend=backend)
         place = slice(length - 1, length)
-        torch.testing.assert_close(got.output, expected.output[:, :, place], rtol=0, atol=1e-12)
-        torch.testing.assert_close(got.lse, expected.lse[:, :, place], rtol=0, atol=1e-12)
+        assert_steps(got, type(full)(full.output[:, :, place], full.lse[:, :, place]))
+        n_read += index.reads.keys / 150
+    assert n_read == pytest.approx(stats.keys_per_query)
+    assert index.reads.centroids == 4 * stats["n_chunks"]
 
 
-def test_a_long_prompt_at_once_equals_growing():
-    query, key, value = inputs(150)
-    index = RoutedIndex(CONFIG, scale=SCALE)
-    got = index.attend(query[:, :, -1:], key, value)
-    torch.testing.assert_close(got.output, whole(query, key, value).output[:, :, -1:], rtol=0, atol=1e-12)
+@needs_native
+@pytest.mark.parametrize("level", levels_here())
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_native_steps_equal_the_whole_call(level, dtype):
+    inputs = [t.to(dtype) for t in tensors(300, config=NATIVE)]
+    full, _ = attend(inputs, NATIVE, scale=SCALE, backend="plain")
+    with native_level(level):
+        index, differ = index_of(NATIVE), 0
+        for length in range(120, 301):
+            got = step(index, inputs, length, backend="native")
+            budget = 2e-5 if dtype == torch.float32 else 3 * torch.finfo(dtype).eps
+            off = (got.output.double() - full.output[:, :, length - 1 : length].double()).abs().amax(-1)
+            off = torch.maximum(off, (got.lse - full.lse[:, :, length - 1 : length]).abs())
+            differ += int((off > budget).sum())
+        assert index.stats == {"backend": "native", "native_level": level}
+    assert got.output.dtype == dtype
+    assert differ <= 2  # rounding may move a key across the threshold
 
 
-def test_left_padding_changes_nothing():
-    query, key, value = inputs(130, batch=3)
-    start = torch.tensor([0, 29, 0])
-    index = RoutedIndex(CONFIG, scale=SCALE, start=start)
-    got = index.attend(query[:, :, -1:], key, value)
-    for place, first in enumerate(start.tolist()):
-        lone = [t[place : place + 1, :, first:] for t in (query, key, value)]
-        expected = whole(*lone).output[:, :, -1:]
-        torch.testing.assert_close(got.output[place : place + 1], expected, rtol=0, atol=1e-12)
+def test_a_long_prompt_at_once_and_several_positions_at_once():
+    inputs = query, key, value = tensors()
+    for begin in (149, 60):
+        index = index_of()
+        if begin < 149:
+            step(index, inputs, begin)
+        got = index.attend(query[:, :, begin:], key, value)
+        assert_steps(got, rows_of_whole_call(inputs, slice(begin, None)))
 
 
-@pytest.mark.parametrize("start", [None, torch.tensor([0, 29, 29]), torch.tensor([29, 0, 0])])
-@pytest.mark.parametrize("rows", [torch.tensor([2, 0, 0]), torch.tensor([0, 2, 2]), torch.tensor([0, 2, 1])])
-def test_beams_can_be_reordered(start, rows):
-    query, key, value = inputs(130, batch=3)
-    index = RoutedIndex(CONFIG, scale=SCALE, start=start)
-    before = index.attend(query[:, :, -1:], key, value)
+@pytest.mark.parametrize("start", [[0, 29, 0], [29, 29, 3], [100, 0, 149]])
+def test_left_padding_changes_nothing(start):
+    inputs = tensors(batch=3)
+    index = index_of(start=torch.tensor(start))
+    got = step(index, inputs)
+    n_read = 0.0
+    for row, first in enumerate(start):
+        alone = [t[row : row + 1, :, first:] for t in inputs]
+        wanted, stats = attend((alone[0][:, :, -1:], *alone[1:]), SMALL, scale=SCALE)
+        assert_steps(type(got)(*(t[row : row + 1] for t in got)), wanted)
+        n_read += stats.keys_per_query / 3
+    assert index.reads.keys == pytest.approx(n_read)
+    with pytest.raises(ValueError, match="start must be at least 0, got -1"):
+        step(index_of(start=torch.tensor([0, -1, 0])), inputs)
+
+
+@pytest.mark.parametrize("config", [SMALL, NATIVE], ids=["plain", "native"])
+@pytest.mark.parametrize("start", [None, [0, 29, 29], [29, 0, 0]])
+@pytest.mark.parametrize("rows", [[2, 0, 0], [0, 2, 2], [0, 2, 1]])
+def test_beams_can_be_reordered(config, start, rows):
+    inputs, rows = tensors(config=config, batch=3), torch.tensor(rows)
+    index = index_of(config, start=None if start is None else torch.tensor(start))
+    before = step(index, inputs)
     index.reorder(rows)
-    after = index.attend(query[rows, :, -1:], key[rows], value[rows])
-    torch.testing.assert_close(after.output, before.output[rows], rtol=0, atol=1e-12)
+    after = step(index, [t[rows] for t in inputs])
+    assert_steps(after, type(before)(*(t[rows] for t in before)))
 
 
-def test_several_positions_are_steps_one_after_another():
-    query, key, value = inputs(150)
-    expected = whole(query, key, value)
-    index = RoutedIndex(CONFIG, scale=SCALE)
-    index.attend(query[:, :, 59:60], key[:, :, :60], value[:, :, :60])
-    got = index.attend(query[:, :, 60:], key, value)
-    torch.testing.assert_close(got.output, expected.output[:, :, 60:], rtol=0, atol=1e-12)
-    torch.testing.assert_close(got.lse, expected.lse[:, :, 60:], rtol=0, atol=1e-12)
+@pytest.mark.parametrize("config", [SMALL, NATIVE], ids=["plain", "native"])
+@pytest.mark.parametrize("length", [50, 114, 115, 130, 149])
+def test_a_cropped_sequence_may_grow_in_another_way(config, length):
+    inputs = [t.clone() for t in tensors(config=config)]
+    index = index_of(config)
+    step(index, inputs)
+    index.crop(length)
+    for tensor, other in zip(inputs, tensors(config=config, seed=1), strict=True):
+        tensor[:, :, length:] = other[:, :, length:]
+    for n in (length, length + 1, 150):
+        wanted = rows_of_whole_call([t[:, :, :n] for t in inputs], slice(n - 1, n), config)
+        assert_steps(step(index, inputs, n), wanted, 1e-12 if config == SMALL else 1e-5)
 
 
-def test_a_sequence_can_be_cropped_and_grow_otherwise():
-    query, key, value = inputs(150)
-    index = RoutedIndex(CONFIG, scale=SCALE)
-    index.attend(query[:, :, -1:], key, value)
-    index.crop(50)
-    for tensor, other in zip((query, key, value), inputs(150, seed=1), strict=True):
-        tensor[:, :, 50:] = other[:, :, 50:]
-    got = index.attend(query[:, :, -1:], key, value)
-    torch.testing.assert_close(got.output, whole(query, key, value).output[:, :, -1:], rtol=0, atol=1e-12)
+@pytest.mark.parametrize("way", ["heads inside", "negated", "columns side by side"])
+def test_memory_layout_does_not_matter(way):
+    change = {
+        "heads inside": lambda t: t.transpose(1, 2).contiguous().transpose(1, 2),
+        "negated": lambda t: torch._neg_view(-t),
+        "columns side by side": lambda t: t.transpose(2, 3).contiguous().transpose(2, 3),
+    }[way]
+    inputs = tensors(config=NATIVE)
+    torch.testing.assert_close(
+        step(index_of(NATIVE), [change(t) for t in inputs]).output, step(index_of(NATIVE), inputs).output
+    )
+
+
+@needs_native
+@pytest.mark.parametrize("tolerance", [None, 0.3])
+def test_stats_say_which_backend_ran(tolerance, monkeypatch):
+    inputs = tensors(160, config=NATIVE)
+    index = index_of(NATIVE.replace(tolerance=tolerance))
+    step(index, inputs, 41)
+    assert index.stats == {}  # nothing was far
+    for backend, wanted in (("auto", library.loaded_level()), ("plain", None), ("native", library.loaded_level())):
+        step(index, inputs, backend=backend)
+        assert index.stats["backend"] == ("plain" if wanted is None else "native")
+        assert index.stats.get("native_level") == wanted
+        assert ("error_bound_max" in index.stats) == (tolerance is not None)
+    index.crop(60)
+    step(index, inputs, 60)
+    assert index.stats == {}
+    monkeypatch.setattr(native, "call_library", lambda *_: pytest.fail("native code must not run"))
+    step(index, inputs, backend="plain")
+
+
+def test_native_steps_are_refused_with_their_reasons(monkeypatch):
+    with pytest.raises(Unsupported, match=r"backend 'native' cannot run: .* got torch\.float64"):
+        step(index_of(), tensors(), backend="native")
+    monkeypatch.setenv(library.VARIABLE, "0")
+    with pytest.raises(Unsupported, match="PRESCORE_NATIVE=0"):
+        step(index_of(NATIVE), tensors(config=NATIVE), backend="native")
+    with pytest.raises(ValueError, match=r"backend must be one of .* got 'fast'"):
+        step(index_of(), tensors(), backend="fast")
+
+
+def test_a_step_without_far_keys_is_exact():
+    inputs = tensors(40)
+    got = step(index_of(SMALL.replace(exact_until=41)), inputs)
+    wanted = exact_attention(inputs[0][:, :, -1:], *inputs[1:], scale=SCALE)
+    assert_steps(got, wanted)
 
 
 class LargestTensor(TorchDispatchMode):
@@ -99,18 +194,16 @@ class LargestTensor(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("start", [None, [0, 29, 0], [29, 29, 29]])
-def test_a_step_copies_no_past(start):
+def test_a_step_copies_no_keys(start):
     """Neither with padding nor where keys lie in a buffer with room for more, as they do in our cache."""
-    query, key, value = inputs(700, batch=3)
-    rows = Rows(key[:, :, :-1], value[:, :, :-1])
-    rows.append(key[:, :, -1:], value[:, :, -1:])
-    assert not rows.key.is_contiguous()
+    query, key, value = tensors(700, batch=3)
+    cache = [torch.cat((t, torch.full_like(t[:, :, :100], torch.nan)), dim=2)[:, :, :700] for t in (key, value)]
+    assert not cache[0].is_contiguous()
     start = None if start is None else torch.tensor(start)
-    index = RoutedIndex(CONFIG, scale=SCALE, start=start)
-    query = query[:, :, -1:]
-    expected = RoutedIndex(CONFIG, scale=SCALE, start=start).attend(query, key, value)
-    index.attend(query, rows.key, rows.value)  # builds what later steps use
+    index, query = index_of(start=start), query[:, :, -1:]
+    expected = index_of(start=start).attend(query, key, value)
+    index.attend(query, *cache)  # builds the index that later steps use
     with LargestTensor() as largest:
-        got = index.attend(query, rows.key, rows.value)
-    torch.testing.assert_close(got.output, expected.output, rtol=0, atol=1e-12)
+        got = index.attend(query, *cache)
+    assert_steps(got, expected)
     assert 0 < largest.size < 0.2 * key.numel()

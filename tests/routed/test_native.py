@@ -1,173 +1,484 @@
-"""Compiled code against plain torch and the definition, at every level of the processor."""
+"""Native code against the plain backend and the oracle at every level; what it refuses; which backend runs."""
+
+import random
+from dataclasses import replace
 
 import pytest
 import torch
-from attention_checks import lanes
-from native_cases import LEVELS, answers, compiled_answer, rows_apart, use_level
 from oracles.inputs import attention_tensors
-
-from prescore import Routed, exact_attention
 from oracles.routed import routed_oracle
-from prescore.ops.backend import Needs, pick_backend
+from routed_checks import (
+    assert_alike,
+    attend,
+    check_native,
+    differing_queries,
+    levels_here,
+    loss_of,
+    native_level,
+    needs_native,
+    specified_queries,
+)
+
+from prescore import Exact, Routed, Selected, exact_attention, prescored_attention
+from prescore.errors import Unsupported
 from prescore.ops.native import library
-from prescore.routed import native
-from prescore.routed.index import encode_keys
+from prescore.routed import error_bound, native
+from prescore.routed.layout import View, make_layout
+from prescore.types import Attended
 
 CONFIG = Routed(min_weight=1 / 32, cluster_size=16, chunk_size=64, sinks=5, exact_until=0)
-SIZES = {"batch": 2, "heads": 4, "kv_heads": 2, "n_keys": 400, "dim": 32, "value_dim": 48, "spread": 1.0}
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+both = pytest.mark.parametrize("is_causal", [True, False])
 
 
-@pytest.fixture(params=LEVELS)
-def level(request, monkeypatch):
-    use_level(request.param, monkeypatch)
-    return request.param
+def tensors(n_keys=400, **sizes):
+    usual = {"batch": 2, "heads": 4, "kv_heads": 2, "dim": 32, "value_dim": 48, "spread": 1.0}
+    return attention_tensors(**{**usual, "dtype": torch.float32, "n_keys": n_keys, **sizes})
 
 
-def assert_alike(compiled, plain, budget, *, n_flips=2):
-    """Equal but for a few queries, where a key at the very limit is read by one and not by the other."""
-    apart = rows_apart(compiled.attended, plain.attended, budget)
-    assert int(apart.sum()) <= n_flips, f"{int(apart.sum())} of {apart.numel()} queries differ"
-    found = [answer.figures["far_keys_read"] for answer in (compiled, plain)]
-    assert found[0] == pytest.approx(found[1], rel=1e-3, abs=1e-9)
+@pytest.fixture(params=levels_here() or [pytest.param("none", marks=pytest.mark.skip(reason="nothing is built"))])
+def level(request):
+    with native_level(request.param) as name:
+        yield name
 
 
-@pytest.mark.parametrize("is_causal", [True, False])
-@pytest.mark.parametrize("rows", [0, 16, 300])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_compiled_code_is_plain_torch(level, is_causal, rows, dtype):
-    tensors = attention_tensors(**SIZES, dtype=dtype)
-    compiled, plain = answers(tensors, CONFIG.replace(rows=rows), is_causal=is_causal)
-    # float32 sums in another order; then a rounding of the output, which may fall either way
-    budget = 2e-5 if dtype == torch.float32 else 3 * torch.finfo(dtype).eps
-    assert_alike(compiled, plain, budget)
-    assert (compiled.figures["far_keys_read"] > 0) == (rows > 0)
-    assert compiled.figures["keys_compared"] == pytest.approx(plain.figures["keys_compared"], rel=1e-3)
+# --- results
 
 
-@pytest.mark.parametrize("is_causal", [True, False])
-def test_compiled_code_is_the_definition(level, is_causal):
-    tensors = attention_tensors(**SIZES, dtype=torch.float32)
-    got = lanes(*tensors, CONFIG, is_causal=is_causal).attended
-    wanted = routed_oracle(*tensors, CONFIG, is_causal=is_causal)
-    assert int(rows_apart(got, wanted, 1e-4).sum()) <= 2
+@both
+@pytest.mark.parametrize("min_weight", [1.0, 1 / 32, 1e-9])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_native_code_is_the_plain_backend(level, is_causal, min_weight, dtype):
+    stats = check_native(CONFIG.replace(min_weight=min_weight), tensors(dtype=dtype), is_causal=is_causal)
+    assert stats.native_level == level
+    assert (stats.far_keys_read > 0) == (min_weight < 1)
 
 
-def gradients(attended, tensors, real):
-    """Of a loss in which only some queries count, their lse too."""
-    generator = torch.Generator().manual_seed(1)
-    weight = torch.randn(attended.output.shape, generator=generator).to(attended.output.dtype)
-    loss = ((attended.output * weight)[real]).sum() + attended.lse[real].sin().sum()
-    return torch.autograd.grad(loss, tensors)
-
-
-def assert_same_gradients(found, wanted, budget):
-    for name, got, own in zip("qkv", found, wanted, strict=True):
-        off = float((got.double() - own.double()).abs().max()) / float(own.abs().max())
-        assert off < budget, f"gradient of {name} is {off} off"
-
-
-@pytest.mark.parametrize("is_causal", [True, False])
-@pytest.mark.parametrize("rows", [0, 4, 16, 10**9])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_gradients_are_those_of_plain_torch(level, is_causal, rows, dtype):
-    tensors = [t.requires_grad_() for t in attention_tensors(**SIZES, dtype=dtype)]
-    compiled, plain = answers(tensors, CONFIG.replace(rows=rows), is_causal=is_causal)
-    budget = 2e-5 if dtype == torch.float32 else 3 * torch.finfo(dtype).eps
-    # queries at whose limit a key lies may have read other rows
-    alike = ~rows_apart(compiled.attended, plain.attended, budget)
-    assert int((~alike).sum()) <= 2
-    both = [gradients(answer.attended, tensors, alike) for answer in (compiled, plain)]
-    assert_same_gradients(*both, 5e-6 if dtype == torch.float32 else 4 * torch.finfo(dtype).eps)
-
-
-@pytest.mark.parametrize("is_causal", [True, False])
+@needs_native
+@both
 @pytest.mark.parametrize("padded", [False, True])
-def test_gradients_are_those_of_the_definition(level, is_causal, padded):
-    tensors = [t.requires_grad_() for t in attention_tensors(**{**SIZES, "n_keys": 250}, dtype=torch.float32)]
-    valid = torch.arange(250) < torch.tensor([[250], [201]]) if padded else None
-    got = compiled_answer(tensors, CONFIG, is_causal=is_causal, valid=valid).attended
-    wanted = routed_oracle(*tensors, CONFIG, is_causal=is_causal, key_padding_mask=valid)
-    real = torch.ones_like(got.lse, dtype=torch.bool) if valid is None else valid[:, None].expand(got.lse.shape)
-    alike = ~rows_apart(got, wanted, 1e-4) & real
-    assert int((~alike & real).sum()) <= 2
-    assert_same_gradients(*(gradients(own, tensors, alike) for own in (got, wanted)), 1e-5)
+def test_native_code_is_the_definition(is_causal, padded):
+    inputs = [t.requires_grad_() for t in tensors(230, heads=2, kv_heads=1)]
+    mask = torch.arange(230) < torch.tensor([[230], [201]]) if padded else None
+    truth = routed_oracle(*inputs, CONFIG, is_causal=is_causal, key_padding_mask=mask)
+    for level in levels_here():
+        with native_level(level):
+            got, _ = attend(inputs, CONFIG, is_causal=is_causal, key_padding_mask=mask, backend="native")
+            counted = specified_queries(inputs[0], mask, True)
+            alike = counted & ~differing_queries(got, truth, 1e-4)
+            assert int(alike.sum()) >= int(counted.sum()) - 2
+            grads = [torch.autograd.grad(loss_of(own, alike), inputs, retain_graph=True) for own in (got, truth)]
+        for grad, wanted in zip(*grads, strict=True):
+            assert float((grad - wanted).abs().max()) < 1e-5 * float(wanted.abs().max())
 
 
-def test_lanes_of_different_lengths(level):
-    tensors = attention_tensors(**SIZES, dtype=torch.float32)
-    valid = torch.arange(400) < torch.tensor([[400], [150]])
-    compiled, plain = answers(tensors, CONFIG, is_causal=False, valid=valid)
-    assert_alike(compiled, plain, 2e-5)
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        *({"dim": dim, "value_dim": 16} for dim in (16, 64, 80, 128, 256)),
+        {"value_dim": 256},
+        {"heads": 1, "kv_heads": 1},
+        {"heads": 7, "kv_heads": 1},
+        {"heads": 4, "kv_heads": 4},
+    ],
+    ids=str,
+)
+def test_head_dimensions_and_groups(level, sizes):
+    check_native(CONFIG, tensors(**{"batch": 1, **sizes}), budget=4e-5)
 
 
-def test_more_sinks_than_one_vector_holds(level):
-    tensors = attention_tensors(**SIZES, dtype=torch.float32)
-    for sinks in (0, 1, 16, 17, 100):
-        assert_alike(*answers(tensors, CONFIG.replace(sinks=sinks), is_causal=True), 2e-5)
+@pytest.mark.parametrize(
+    ("changes", "n_keys"),
+    [
+        *(({"sinks": sinks}, 400) for sinks in (0, 1, 16, 17, 100)),
+        *(({"chunk_size": size, "cluster_size": size}, 400) for size in (16, 48, 128)),
+        ({"chunk_size": 256, "cluster_size": 128}, 900),  # more local keys than native code weighs at once
+        ({"exact_until": 300}, 400),
+    ],
+    ids=str,
+)
+def test_sizes(level, changes, n_keys):
+    check_native(CONFIG.replace(**changes), tensors(n_keys, batch=1, heads=2, kv_heads=1))
 
 
-@pytest.mark.parametrize("dim", [16, 64, 80, 128, 256])
-def test_dimensions(level, dim):
-    sizes = {**SIZES, "dim": dim, "value_dim": 16, "batch": 1}
-    tensors = attention_tensors(**sizes, dtype=torch.float32)
-    assert_alike(*answers(tensors, CONFIG, is_causal=True), 3e-5)
+@both
+@pytest.mark.parametrize("n_query", [300, 40])
+@pytest.mark.parametrize("side", ["left", "right", "both", "holes"])
+def test_padding(level, is_causal, n_query, side):
+    position = torch.arange(300)
+    mask = {
+        "left": position >= torch.tensor([[0], [90]]),
+        "right": position < torch.tensor([[300], [210]]),
+        "both": (position >= torch.tensor([[50], [3]])) & (position < torch.tensor([[260], [297]])),
+        "holes": position.remainder(40) != torch.tensor([[100], [3]]),
+    }[side]
+    if is_causal and n_query < 300 and side == "both":  # every query has padding before it: all of it is exact
+        mask[0] = True
+    check_native(CONFIG, tensors(300, n_query=n_query), is_causal=is_causal, mask=mask)
+
+
+@pytest.mark.parametrize("heads", [1, 2, 7])
+def test_the_exact_beginning_is_exact_attention(level, heads):
+    """It is longer than native code weighs at once, and its first queries see a few keys."""
+    inputs = tensors(700, batch=1, heads=heads, kv_heads=1, dim=16)
+    got, stats = attend(inputs, CONFIG.replace(exact_until=600), backend="native")
+    wanted = exact_attention(*inputs, is_causal=True)
+    assert stats.exact_queries == 600
+    differ = differing_queries(got, wanted, 1e-5)  # float32 sums of up to 600 terms in another order
+    assert not differ[:, :, :600].any()
+    assert differ[:, :, 600:].any()
+
+
+def test_chunked_prefill_equals_the_whole_call(level):
+    query, key, value = tensors()
+    full, _ = attend((query, key, value), CONFIG, backend="native")
+    parts = []
+    for start, stop in ((0, 150), (150, 151), (151, 400)):
+        part = (query[:, :, start:stop], key[:, :, :stop], value[:, :, :stop])
+        parts.append(attend(part, CONFIG, backend="native")[0])
+    joined = Attended(*(torch.cat(same, dim=2) for same in zip(*parts, strict=True)))
+    assert_alike(joined, full, 2e-5, what="chunked prefill")
 
 
 def test_a_needle_is_found(level):
-    query, key, value = attention_tensors(**SIZES, dtype=torch.float32)
-    key[:, :, 77] = 2.0
-    query[:, :, 390:] = 2.0
-    late = slice(390, None)
-    got = lanes(query, key, value, CONFIG).attended.output[:, :, late]
-    wanted = exact_attention(query, key, value, is_causal=True).output[:, :, late]
-    assert float((got - wanted).abs().max()) < 1e-2
-    lost = lanes(query, key, value, CONFIG.replace(rows=0)).attended.output[:, :, late]
-    assert float((lost - wanted).abs().max()) > 0.1
+    query, key, value = tensors()
+    key[:, :, 77], query[:, :, 390:] = 2.0, 2.0
+    wanted = exact_attention(query, key, value, is_causal=True).output[:, :, 390:]
+    for min_weight, found in ((1 / 32, True), (1.0, False)):
+        got, _ = attend((query, key, value), CONFIG.replace(min_weight=min_weight), backend="native")
+        assert (float((got.output[:, :, 390:] - wanted).abs().max()) < 1e-2) == found
 
 
-def test_pieces_equal_the_whole_call(level):
-    query, key, value = attention_tensors(**SIZES, dtype=torch.float32)
-    whole = lanes(query, key, value, CONFIG).attended
-    n_flips = 0
-    for start, stop in ((0, 150), (150, 151), (151, 400)):
-        piece = lanes(query[:, :, start:stop], key[:, :, :stop], value[:, :, :stop], CONFIG).attended
-        own = type(whole)(whole.output[:, :, start:stop], whole.lse[:, :, start:stop])
-        n_flips += int(rows_apart(piece, own, 2e-5).sum())
-    assert n_flips <= 2
+# --- random calls
 
 
-def test_what_it_cannot_run_is_left_to_plain_torch(level):
-    query, backend = torch.zeros(1, 1, 8, 32), pick_backend(Needs.of(torch.zeros(1, 1, 8, 32)))
-    assert native.level_for(query, 16, 16, backend) == level
-    for wrong in ((query.double(), 16, 16), (query[..., :20], 16, 16), (query, 20, 16), (query, 16, 8)):
-        assert native.level_for(*wrong, backend) == library.NO_LEVEL
-    assert native.level_for(torch.zeros(1, 1, 8, 272), 16, 16, backend) == library.NO_LEVEL
-    assert native.level_for(query, 16, 16, pick_backend(Needs.of(query), "plain")) == library.NO_LEVEL
+class Case:
+    """One random call, from a seed: sizes, dtype, and where each tensor lies in memory."""
+
+    def __init__(self, seed, **fixed):
+        self.pick = pick = random.Random(seed)
+        self.generator = torch.Generator().manual_seed(seed)
+        size, n_clusters = pick.choice(((16, 1), (16, 2), (16, 4), (32, 1), (32, 2)))
+        self.is_causal = fixed.get("is_causal", pick.random() < 0.6)
+        self.config = Routed(
+            min_weight=pick.choice((1.0, 1 / 2, 1 / 8, 1 / 60, 1e-6)),
+            cluster_size=size,
+            chunk_size=size * n_clusters,
+            sinks=pick.choice((0, 1, 5, 16, 19)),
+            exact_until=pick.choice((0, 0, 90)) if self.is_causal else 0,
+        )
+        least = max(self.config.sinks + 2 * self.config.chunk_size, self.config.exact_until)
+        self.n_keys = least + pick.randint(1, self.config.chunk_size + 20)
+        self.n_query = self.n_keys if fixed else pick.choice((self.n_keys, pick.randint(1, self.n_keys)))
+        self.dtype = pick.choice((torch.float32, *DTYPES))
+        shapes = ((1, 1, 1), (1, 1, 2), (1, 2, 1), (2, 1, 2), (2, 2, 1))
+        self.batch, self.kv_heads, group = pick.choice(shapes)
+        dim, value_dim = (16 * pick.choice((1, 1, 2, 4)) for _ in range(2))
+        spread, heads = pick.choice((0.3, 1.0, 1.0, 3.0)), self.kv_heads * group
+        self.tensors = [
+            self._strided(heads, self.n_query, dim, spread),
+            self._strided(self.kv_heads, self.n_keys, dim, spread),
+            self._strided(self.kv_heads, self.n_keys, value_dim, 1.0),
+        ]
+
+    def _strided(self, heads, length, dim, spread):
+        values = torch.randn(self.batch, heads, length, dim, generator=self.generator).to(self.dtype) * spread
+        way = self.pick.choice(("plain", "plain", "heads inside", "wide", "long", "odd"))
+        before = self.pick.randint(1, 5)
+        if way == "heads inside":  # as models have them: [B, N, H, D]
+            return values.transpose(1, 2).contiguous().transpose(1, 2)
+        if way == "wide":
+            room = torch.full((self.batch, heads, length, before + dim + 3), torch.nan, dtype=self.dtype)
+            return room[..., before : before + dim].copy_(values)
+        if way == "long":
+            room = torch.full((self.batch, heads, before + length + 7, dim), torch.nan, dtype=self.dtype)
+            return room[:, :, before : before + length].copy_(values)
+        if way == "odd":  # vectors are not aligned
+            room = torch.full((values.numel() + 9,), torch.nan, dtype=self.dtype)
+            return room[before : before + values.numel()].view(values.shape).copy_(values)
+        return values
+
+    @property
+    def budget(self):
+        return 1e-4 if self.dtype == torch.float32 else 8 * torch.finfo(self.dtype).eps
 
 
-def test_switched_off_there_is_none(monkeypatch):
+@needs_native
+def test_random_calls():
+    """Rounding may move a key across the threshold: hardly ever, and in one query then."""
+    n_differ = n_queries = 0
+    for seed in range(300):
+        case, levels = Case(seed), levels_here()
+        backward = seed % 3 == 0
+        inputs = [t.requires_grad_(backward) for t in case.tensors]
+        plain, _ = attend(inputs, case.config, is_causal=case.is_causal, backend="plain")
+        for level in levels:
+            with native_level(level):
+                got, stats = attend(inputs, case.config, is_causal=case.is_causal, backend="native")
+                assert stats.native_level == level
+                alike = assert_alike(got, plain, case.budget, n_flips=1, what=f"{level}, seed {seed},")
+                n_differ, n_queries = n_differ + int((~alike).sum()), n_queries + alike.numel()
+                if not backward:
+                    continue
+                grads = [torch.autograd.grad(loss_of(t, alike), inputs, retain_graph=True) for t in (got, plain)]
+            for name, one, other in zip("qkv", *grads, strict=True):
+                off = float((one.double() - other.double()).abs().max()) / max(1.0, float(other.abs().max()))
+                assert off <= 5 * case.budget, f"seed {seed}, {level}: gradient of {name} is {off} off"
+    assert n_differ <= 1e-4 * n_queries
+
+
+@needs_native
+def test_nan_and_infinities_reach_no_earlier_query():
+    for seed in range(10_000, 10_040):
+        case = Case(seed, is_causal=True)
+        place, huge = case.pick.randint(0, case.n_keys - 1), torch.finfo(case.dtype).max
+        for tensor in case.pick.sample(case.tensors, case.pick.randint(1, 3)):
+            poison = case.pick.choice((torch.nan, torch.inf, -torch.inf, huge))
+            if tensor is not case.tensors[0]:
+                poison = huge  # public calls refuse other keys and values
+            tensor[:, :, place, :: case.pick.choice((1, 7, 100))] = poison
+        plain, _ = attend(case.tensors, case.config, backend="plain")
+        for level in levels_here():
+            with native_level(level):
+                got, _ = attend(case.tensors, case.config, backend="native")
+            early = [Attended(*(t[:, :, :place] for t in result)) for result in (got, plain)]
+            assert_alike(*early, case.budget, n_flips=1, what=f"{level}, seed {seed},")
+
+
+# --- which backend runs
+
+
+SMALL = {"n_keys": 160, "heads": 2, "kv_heads": 1, "dim": 16, "value_dim": 16}
+PLAIN_ONLY = {
+    "float64": ({"dtype": torch.float64}, {}, {}, "it knows torch.float32, .* got torch.float64"),
+    "head dimension": ({"dim": 20}, {}, {}, "the head dimension must be a multiple of 16 up to 256, got 20"),
+    "large head": ({"dim": 272}, {}, {}, "the head dimension must be a multiple of 16 up to 256, got 272"),
+    "value dimension": ({"value_dim": 8}, {}, {}, "the value dimension must be .* got 8"),
+    "cluster size": ({}, {"cluster_size": 8}, {}, "clusters must have a multiple of 16 keys, got 8"),
+    "dropout": ({}, {}, {"dropout_p": 0.1}, "it cannot drop attention weights"),
+    "two": ({"dim": 20, "value_dim": 8}, {}, {}, "head dimension .* got 20; the value dimension .* got 8"),
+}
+
+
+@needs_native
+@pytest.mark.parametrize("name", PLAIN_ONLY)
+def test_native_is_refused_with_its_reasons_where_auto_runs_plain_torch(name, monkeypatch):
+    sizes, changes, options, reason = PLAIN_ONLY[name]
+    inputs, config = tensors(**{**SMALL, **sizes}), CONFIG.replace(**changes)
+    with pytest.raises(Unsupported, match=f"backend 'native' cannot run: .*{reason}"):
+        attend(inputs, config, backend="native", **options)
+    monkeypatch.setattr(native, "call_library", lambda *_: pytest.fail("native code must not run"))
+    stats = attend(inputs, config, **options)[1]
+    assert stats.backend != "native"
+    assert stats.native_level is None
+
+
+def test_native_is_refused_without_a_library_and_for_other_configurations(monkeypatch):
+    inputs = tensors(**SMALL)
+    for config in (Exact(), Selected(top_k=16, min_seq_len=32)):
+        with pytest.raises(Unsupported, match="backend 'native' cannot run: it runs Routed only"):
+            attend(inputs, config, backend="native")
+    assert native.unsupported(inputs[0].to("meta"), 16, CONFIG)[0] == "it runs on CPU tensors, got meta"
     monkeypatch.setenv(library.VARIABLE, "0")
-    assert library.load() is None
-    query = torch.zeros(1, 1, 8, 32)
-    assert native.level_for(query, 16, 16, pick_backend(Needs.of(query))) == library.NO_LEVEL
+    with pytest.raises(Unsupported, match=r"backend 'native' cannot run: none \(PRESCORE_NATIVE=0\)"):
+        attend(inputs, CONFIG, backend="native")
+    assert not native.can_run(inputs[0], 16, 16)
+    stats = attend(inputs, CONFIG)[1]
+    assert (stats.backend != "native", stats.native_level) == (True, None)
 
 
-def test_codes_side_by_side():
-    packed = encode_keys(torch.randn(2, 3, 32, 48, generator=torch.Generator().manual_seed(0))).packed
-    blocks = native.side_by_side(packed)
-    assert blocks.shape == (2, 3, 2, 6, 16, 4)
-    for node, key, byte in ((0, 0, 0), (2, 17, 5), (1, 31, 23), (1, 15, 22)):
-        assert blocks[1, node, key // 16, byte // 4, key % 16, byte % 4] == packed[1, node, key, byte]
+@needs_native
+def test_auto_takes_native_code_and_plain_never_does(monkeypatch):
+    inputs = tensors(**SMALL)
+    ran = []
+    original = native.call_library
+    monkeypatch.setattr(native, "call_library", lambda name, *rest: (ran.append(name), original(name, *rest)))
+    for config in (CONFIG, CONFIG.replace(tolerance=0.3)):
+        for backend in ("auto", "native", "plain", "cpu-flash"):
+            ran.clear()
+            stats = attend(inputs, config, backend=backend)[1]
+            is_native = backend in ("auto", "native")
+            assert (stats.backend == "native", bool(ran)) == (is_native, is_native)
+            assert stats.backend in ("native", backend)
+            assert stats.native_level == (library.loaded_level() if is_native else None)
+    ran.clear()
+    for config in (CONFIG.replace(exact_until=160), Selected(top_k=16, min_seq_len=32)):
+        stats = attend(inputs, config)[1]
+        assert (stats.backend, stats.native_level, ran) == ("cpu-flash", None, [])
+    mask = torch.ones(2, 160, dtype=torch.bool)
+    mask[0, :140] = False  # one sequence is too short to route, whichever comes first
+    for order in (mask, mask.flip(0)):
+        assert attend(inputs, CONFIG, key_padding_mask=order)[1].backend == "native"
 
 
-@pytest.mark.parametrize("is_causal", [True, False])
-def test_gradients_of_inputs_that_lie_as_models_have_them(level, is_causal):
-    """`[B, N, H, D]` turned: where nothing is filled up, lanes are views of it."""
-    sizes = {**SIZES, "batch": 1, "n_query": 5 + 6 * 64, "n_keys": 5 + 6 * 64}
-    tensors = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in attention_tensors(**sizes)]
-    tensors = [t.float().requires_grad_() for t in tensors]
-    assert not tensors[0].is_contiguous()
-    compiled, plain = answers(tensors, CONFIG.replace(rows=0), is_causal=is_causal)
-    grads = [torch.autograd.grad(a.attended.output.square().sum(), tensors) for a in (compiled, plain)]
-    for got, wanted in zip(*grads, strict=True):
-        torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
+# --- nothing that C could read or write outside of gets through
+
+
+WRONG = {
+    "shorter": lambda t: t[..., :-1].contiguous(),
+    "longer": lambda t: torch.cat((t, t[..., :1]), dim=-1),
+    "another dtype": lambda t: t.to(torch.float64),
+    "strided": lambda t: t.repeat_interleave(2, dim=-1)[..., ::2],
+}
+FUNCTIONS = {
+    "run": native,
+    "_gradients": native,
+    "_native_samples": error_bound,
+}
+
+
+def recorded_calls(monkeypatch, tolerance):
+    """Checked functions with their arguments, from a forward and backward pass or one with a tolerance."""
+    calls = []
+
+    def recording(function):
+        def record(*arguments, **options):
+            calls.append((function, arguments, options))
+            return function(*arguments, **options)
+
+        return record
+
+    for name, module in FUNCTIONS.items():
+        monkeypatch.setattr(module, name, recording(getattr(module, name)))
+    inputs = [t.requires_grad_(tolerance is None) for t in tensors(150, batch=1, heads=2, kv_heads=1, dim=16)]
+    config = CONFIG.replace(chunk_size=32, tolerance=tolerance)
+    output = prescored_attention(*inputs, config, is_causal=True)
+    if tolerance is None:
+        output.sum().backward()
+    monkeypatch.undo()
+    monkeypatch.setattr(native, "call_library", lambda *_: pytest.fail("C must not be called"))
+    return calls
+
+
+def tensors_of(argument):
+    """Name and tensor of what C reads in an argument, and a function that puts another tensor in its place."""
+    if isinstance(argument, dict):
+        for name, tensor in argument.items():
+            yield name, tensor, lambda t, a=name: {**argument, a: t}
+    elif isinstance(argument, list):
+        for i, tensor in enumerate(argument):
+            yield f"sum {i}", tensor, lambda t, i=i: [*argument[:i], t, *argument[i + 1 :]]
+    elif isinstance(argument, native.Tables | View):
+        for name, tensor in vars(argument).items():
+            if isinstance(tensor, torch.Tensor):
+                yield name, tensor, lambda t, a=name: replace(argument, **{a: t})
+
+
+@needs_native
+@pytest.mark.parametrize(("tolerance", "n_tensors"), [(None, 16 + 14 + 13), (0.3, 16 + 2 * (14 + 14))])
+def test_a_wrong_tensor_is_refused(tolerance, n_tensors, monkeypatch):
+    n_refused = 0
+    for function, arguments, options in recorded_calls(monkeypatch, tolerance):
+
+        def run(put, tensor, place, function=function, arguments=arguments, options=options):
+            function(*arguments[:place], put(tensor), *arguments[place + 1 :], **options)
+
+        for place, argument in enumerate(arguments):
+            if isinstance(argument, native.Tables) and function.__name__ != "run":
+                continue  # checked when the function runs
+            for name, tensor, put in tensors_of(argument):
+                if name.startswith("local_") and not options["reads_local"]:
+                    continue  # C does not see them
+                n_refused += 1
+                for change in WRONG.values():
+                    with pytest.raises(ValueError, match="must"):
+                        run(put, change(tensor), place)
+    assert n_refused == n_tensors
+
+
+@needs_native
+def test_wrong_queries_keys_and_values_are_refused(monkeypatch):
+    run, arguments, options = recorded_calls(monkeypatch, None)[0]
+    name, query, keys, *rest = arguments
+    for wrong in (query.double(), query[:, :1], query[:, :, :-1], query[..., :-1], query.transpose(2, 3)):
+        with pytest.raises(ValueError, match="must"):
+            run(name, wrong, keys, *rest, **options)
+    for field in ("key", "value"):
+        own = getattr(keys, field)
+        wrongs = [own.double(), own[:, :-1], own[..., :-1], own[:0], own.transpose(1, 2), torch._neg_view(own)]
+        for wrong in wrongs:
+            with pytest.raises(ValueError, match="must"):
+                run(name, query, keys._replace(**{field: wrong}), *rest, **options)
+    fewer = keys._replace(key=keys.key[:, :90], value=keys.value[:, :90])
+    view = replace(rest[0], local_stop=rest[0].local_stop.clamp_max(90))
+    with pytest.raises(ValueError, match=r"tables must be of 90 keys, got position \d+"):
+        run(name, query, fewer, view, *rest[1:], **options)
+
+
+@needs_native
+@pytest.mark.parametrize(
+    ("field", "number", "message"),
+    [
+        ("n_clusters", -1, "visible clusters must lie between 0 and"),
+        ("n_clusters", 99, "visible clusters must be at most"),
+        ("local_start", -1, "local keys must lie within 150 keys, got -1"),
+        ("local_stop", 151, "local keys must lie within 150 keys, got 37 to 151"),
+    ],
+)
+def test_a_view_beyond_the_keys_is_refused(field, number, message, monkeypatch):
+    run, (name, query, keys, view, *rest), options = recorded_calls(monkeypatch, None)[0]
+    changed = getattr(view, field).clone()
+    changed[0, -1] = number
+    with pytest.raises(ValueError, match=message):
+        run(name, query, keys, replace(view, **{field: changed}), *rest, **options)
+
+
+@needs_native
+def test_samples_beyond_the_clusters_are_refused(monkeypatch):
+    calls = recorded_calls(monkeypatch, 0.3)
+    check, (buffers, *rest), _ = next(call for call in calls if call[0].__name__ == "_native_samples")
+    for place in (buffers["place"] + 16, buffers["place"] - 16):
+        with pytest.raises(ValueError, match="place must lie between 0 and 15"):
+            check({**buffers, "place": place}, *rest)
+    with pytest.raises(ValueError, match="must"):
+        check({**buffers, "values": buffers["values"][:, :-16].contiguous()}, *rest)
+
+
+@needs_native
+def test_wrong_columns_of_tables_are_refused(monkeypatch):
+    tables = recorded_calls(monkeypatch, None)[0][1][4]
+    for changes in ({"sink_columns": 8}, {"sinks": -1}, {"sinks": 17}, {"sink_columns": 32, "sinks": 20}):
+        with pytest.raises(ValueError, match="columns must"):
+            replace(tables, **changes)
+
+
+@needs_native
+def test_chunks_beyond_the_keys_are_refused(monkeypatch):
+    monkeypatch.setattr(native, "call_library", lambda *_: pytest.fail("C must not be called"))
+    key = torch.zeros(1, 70, 16)
+    layout = make_layout(70, 70, causal=True, config=CONFIG.replace(chunk_size=32))
+    for begin, n_chunks in ((-1, 2), (7, 2), (0, 3)):
+        with pytest.raises(ValueError, match="chunks must lie within 70 keys"):
+            native.build_clusters(key, key, layout, begin, n_chunks)
+    for wrong in (key.double(), key[:, :-1], key[..., :-1], key.transpose(1, 2)):
+        for pair in ((key, wrong), (wrong, key)):
+            with pytest.raises(ValueError, match="must"):
+                native.build_clusters(*pair, layout, 0, 2)
+
+
+@needs_native
+def test_a_step_that_does_not_fit_is_refused(monkeypatch):
+    _, arguments, _ = recorded_calls(monkeypatch, None)[0]
+    _, query, keys, _, tables, _ = arguments
+    covs = (t[:, -1:].contiguous() for t in (tables.key_cov, tables.key_value_cov))
+    tables = replace(tables, **dict(zip(("key_cov", "key_value_cov"), covs, strict=True)))
+    step = native.PreparedStep(tables, 3.0, 0.25)
+    query, key, value = query[:, :, -1:], keys.key[None], keys.value[None]
+    calls = []
+    monkeypatch.setattr(native, "call_library", lambda *arguments: calls.append(arguments))
+    step.attend(query, key, value, 6, 99)
+    (_, structure) = calls.pop()
+    for name, _ in native.RoutedCall._fields_:  # a field that is not set is 0, which only this one may be
+        assert name in ("query", "key", "value", "extra_columns") or getattr(structure, name), name
+    for wrong in (query.double(), query[:0], query[..., :-1], query.expand(-1, -1, 2, -1)):
+        with pytest.raises(ValueError, match="must"):
+            step.attend(wrong, key, value, 6, 99)
+    for wrong in ((key.double(), value), (key[:, :0], value), (key, value[..., :16]), (key, value[:, :, :-1])):
+        with pytest.raises(ValueError, match="must"):
+            step.attend(query, *wrong, 6, 99)
+    with pytest.raises(ValueError, match="tables must be of 90 keys"):
+        step.attend(query, key[:, :, :90], value[:, :, :90], 6, 80)
+    for n_clusters, start in ((0, 99), (-1, 99), (99, 99), (6, -1), (6, 151)):
+        with pytest.raises(ValueError, match="must"):
+            step.attend(query, key, value, n_clusters, start)
+    assert not calls

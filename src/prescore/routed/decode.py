@@ -14,6 +14,7 @@ from torch import Tensor
 
 from prescore import checks
 from prescore.config import Routed
+from prescore.errors import Unsupported
 from prescore.ops.backend import Backend, Needs, Tile, accumulation_dtype, pick_backend, readable
 from prescore.ops.native.library import loaded_level
 from prescore.rng import DEFAULT_SEED, Streams
@@ -45,6 +46,9 @@ class RoutedIndex:
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, *, backend: str = "auto") -> Attended:
         """Attend for the newest positions, `query [B, Hq, n, D]`, over all keys and values so far."""
+        reasons = native.unsupported(query, value.shape[-1], self._config) if backend == "native" else []
+        if reasons:
+            raise Unsupported("backend 'native'", reasons)
         operator = pick_backend(Needs.of(query), backend)
         may_run_native = backend in ("auto", "native")
         if not self._groups:

@@ -90,8 +90,8 @@ def quantize_queries(queries: Tensor) -> tuple[Tensor, Tensor]:
 def int4_logits(queries: Tensor, int4: Int4Keys, margin: float = 0.0) -> Tensor:
     """`[t, D]` queries and `[n]` int4 keys -> estimated logits `[t, n]`.
 
-    Sums of the products are exact in float32. The estimates are raised by `margin` standard deviations of their own
-    rounding error.
+    Sums of the products are exact in float32. The estimates are raised by `margin` standard deviations of their
+    own rounding error.
     """
     numbers, scale = quantize_queries(queries)
     low, high = (int4.packed & 15), (int4.packed >> 4)
@@ -148,7 +148,7 @@ def build_clusters(key: Tensor, value: Tensor, layout: Layout, begin: int, n_chu
     keys, values = (take(t, positions).to(wide) for t in (key, value))
     centroid_key, centroid_value = keys.mean(2), values.mean(2)
     key_offset, value_offset = (
-        (members - centroids[:, :, None]).view(*shape, -1)
+        (members - centroids[:, :, None]).view(*shape, members.shape[-1])
         for members, centroids in ((keys, centroid_key), (values, centroid_value))
     )
     return Clusters(
@@ -191,11 +191,11 @@ def mean_of_first(parts: Tensor, counts: Tensor) -> Tensor:
 def take(tensor: Tensor, positions: Tensor) -> Tensor:
     """`[T, N, D]` and positions `[T, ...]` -> `[T, ..., D]`, as one flat gather."""
     if tensor.shape[0] == 1:
-        return tensor[0].index_select(0, positions.reshape(-1)).view(*positions.shape, -1)
-    n_heads, length = tensor.shape[:2]
+        return tensor[0].index_select(0, positions.reshape(-1)).view(*positions.shape, tensor.shape[-1])
+    n_heads, length, dim = tensor.shape
     start = torch.arange(0, n_heads * length, length, dtype=torch.int64, device=positions.device)
     flat = positions + start.view(-1, *[1] * (positions.ndim - 1))
-    return tensor.reshape(-1, tensor.shape[-1]).index_select(0, flat.reshape(-1)).view(*positions.shape, -1)
+    return tensor.reshape(-1, dim).index_select(0, flat.reshape(-1)).view(*positions.shape, dim)
 
 
 # --- threshold and search

@@ -1,13 +1,24 @@
-"""Routed attention from its definition, in loops over sequences, heads and queries, in float64.
+"""Routed attention from its definition, one query at a time, in float64: the oracle of `prescore.routed`.
 
-The oracle of `prescore.routed`, which shares the configuration and the tree with it and nothing else. Each query
-tells which keys it counts and what its centroids are; one dense softmax does the rest. Autograd goes through all
-of it but the choices: the tree, codes, and which keys are read.
+It shares the configuration and the bisection tree with the engine and nothing else. The keys behind the sinks are
+cut into chunks, and each chunk by its tree into clusters. A causal query reads the sinks, its own and the previous
+chunk; earlier chunks are far. With `q` the query times the scale, a query that sees far chunks
+
+1. takes `s`, the root mean square over all far keys of their logits' distance from that of their centroid;
+2. estimates the attention mass: exp(logit) of the keys that it reads in any case, a tenth of it for sinks, and
+   `L exp(centroid logit + min(s^2 / 2, 4))` for each cluster of `L` keys; `min_weight` of that is its threshold;
+3. compares the sixteen outliers of each cluster, and all keys of clusters within `3 s` of the threshold, by the
+   logits of int4 keys with its int6 query; it reads the keys that reach the threshold;
+4. counts the unread keys of a cluster as its centroid: their logits are taken as normal, cut off at the threshold.
+
+One softmax over all of it follows. Autograd goes through everything but the choices: the tree, int4 keys, and
+which keys are read.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -18,6 +29,8 @@ from torch import Tensor
 from prescore.config import Routed
 from prescore.routed.tree import bisection_tree
 from prescore.types import Attended
+
+N_OUTLIERS = 16
 
 
 def routed_oracle(
@@ -32,26 +45,18 @@ def routed_oracle(
 ) -> Attended:
     """What `prescored_attention` must give with this configuration, in float64 and differentiable by autograd.
 
-    Trees and codes are made in the precision of the inputs. Causal queries that are padding themselves are not
-    specified behind the last real key: they see nothing here.
+    Trees and int4 keys are made in the precision of the inputs. Causal padding queries behind the last real key
+    are not specified: they see nothing here.
     """
-    arguments = (query, key, value, config)
-    tables = routed_tables(*arguments, is_causal=is_causal, key_padding_mask=key_padding_mask, scale=scale)
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
-    group = query.shape[1] // key.shape[1]
-    if key_padding_mask is not None:  # padding may hold anything, and 0 * NaN is NaN
-        key, value = (t.masked_fill(~key_padding_mask[:, None, :, None], 0.0) for t in (key, value))
-    query, key, value = (t.double() for t in (query, key, value))
-    outputs, lses = query.new_zeros(*query.shape[:3], value.shape[-1]), query.new_zeros(query.shape[:3])
-    for (row, head), table in tables.items():
-        kind = head // group
-        found = table.attend(query[row, head] * scale, key[row, kind], value[row, kind])
-        place = (torch.tensor(row), torch.tensor(head))
-        outputs, lses = outputs.index_put(place, found.output), lses.index_put(place, found.lse)
-    return Attended(outputs, lses)
+    heads = oracle_reads(
+        query, key, value, config, is_causal=is_causal, key_padding_mask=key_padding_mask, scale=scale
+    )
+    results = [reads.attend() for head in heads.values() for reads in head]
+    output, lse = (torch.stack(part) for part in zip(*results, strict=True))
+    return Attended(output.view(*query.shape[:3], value.shape[-1]), lse.view(query.shape[:3]))
 
 
-def routed_tables(
+def oracle_reads(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -60,60 +65,69 @@ def routed_tables(
     is_causal: bool,
     key_padding_mask: Tensor | None = None,
     scale: float | None = None,
-) -> dict[tuple[int, int], HeadTable]:
-    """What the queries of each sequence and query head count."""
+) -> dict[tuple[int, int], list[QueryReads]]:
+    """What each query reads, by sequence and query head."""
     if config.tolerance is not None:
         raise ValueError(f"tolerance must be None for the oracle, which bounds nothing, got {config.tolerance}")
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    group, n_keys = query.shape[1] // key.shape[1], key.shape[2]
-    tables = {}
+    group, n_keys, reads = query.shape[1] // key.shape[1], key.shape[2], {}
     for row in range(query.shape[0]):
         mask = torch.ones(n_keys, dtype=torch.bool) if key_padding_mask is None else key_padding_mask[row]
         sequence = Sequence.of(mask, query.shape[2], is_causal, config)
-        own = slice(sequence.shift, sequence.shift + len(sequence.real))
-        for kind in range(key.shape[1]):
-            keys, values = (t[row, kind, own].masked_fill(~sequence.real[:, None], 0.0) for t in (key, value))
-            far = Far.of(keys, values, sequence.sizes, sequence.most_chunks())
-            for head in range(kind * group, (kind + 1) * group):
-                tables[row, head] = make_table(sequence, query[row, head], keys, far, scale)
-    return tables
+        for head in range(query.shape[1]):
+            behind = (row, head // group, slice(sequence.first, None))
+            keys, values = (t[behind].masked_fill(~sequence.real[:, None], 0.0) for t in (key, value))
+            reads[row, head] = list(_reads_of_head(sequence, query[row, head], keys, values, scale))
+    return reads
 
 
 @dataclass(frozen=True, eq=False)
 class Sequence:
-    """Where the queries of one sequence stand; positions count from its first real key.
+    """Where the queries of one sequence stand. Positions count from its first real key.
 
     Attributes:
         real: `[n]` which positions hold real keys.
-        shift: Padding before position 0.
-        start: Position of the first query; negative = before the first real key. Causal only.
+        first: Padding before position 0.
+        start: Position of the first query, causal only; negative = before the first real key.
         n_query: Queries.
-        n_real_query: Those that are not padding themselves.
+        n_real_queries: Those that are not padding.
         is_causal: Whether a query sees no later key.
         config: The configuration.
     """
 
     real: Tensor
-    shift: int
+    first: int
     start: int
     n_query: int
-    n_real_query: int
+    n_real_queries: int
     is_causal: bool
     config: Routed
 
     @classmethod
     def of(cls, mask: Tensor, n_query: int, is_causal: bool, config: Routed) -> Sequence:
-        """The sequence with these real keys, `mask [Nk]`."""
-        n_keys = len(mask)
-        shift = int(mask.nonzero()[0]) if bool(mask.any()) else 0
-        parallel_group = n_query == n_keys  # then a query is padding where its key is
-        n_real_query = int(mask.sum()) if parallel_group else n_query
-        return cls(mask[shift:], shift, n_keys - n_query - shift, n_query, n_real_query, is_causal, config)
+        """The sequence with real keys `mask [Nk]`."""
+        first = int(mask.nonzero()[0]) if bool(mask.any()) else 0
+        # with as many queries as keys, a query is padding where its key is
+        n_real_queries = int(mask.sum()) if n_query == len(mask) else n_query
+        return cls(mask[first:], first, len(mask) - n_query - first, n_query, n_real_queries, is_causal, config)
 
     @cached_property
-    def sizes(self) -> Sizes:
-        """The configured sizes, rounded."""
-        return Sizes.of(self.config)
+    def levels(self) -> int:
+        """Bisections of a chunk until no cluster is larger than configured."""
+        levels = 0
+        while self.config.cluster_size * 2**levels < self.config.chunk_size:
+            levels += 1
+        return levels
+
+    @property
+    def cluster_size(self) -> int:
+        """Keys of a cluster; what does not divide is left off."""
+        return max(1, self.config.chunk_size // 2**self.levels)
+
+    @property
+    def chunk_size(self) -> int:
+        """Keys of a chunk."""
+        return self.cluster_size << self.levels
 
     @cached_property
     def n_real(self) -> int:
@@ -121,301 +135,212 @@ class Sequence:
         return int(self.real.sum())
 
     @cached_property
-    def reads_all(self) -> bool:
-        """Whether every query reads all keys that it may see."""
+    def is_exact(self) -> bool:
+        """Whether every query reads every key that it may see."""
         if not bool(self.real[: self.n_real].all()):
             return True  # padding between real keys
-        if self.is_causal:
-            beside = self.n_query == len(self.real) + self.shift
-            return not beside and self.n_real < len(self.real)  # padding behind real keys, but before real queries
-        return self.n_real_query < self.config.exact_until or self.n_real < self.sizes.sinks + self.sizes.chunk
+        if self.is_causal:  # padding behind real keys, but before real queries
+            return self.n_query != self.first + len(self.real) and self.n_real < len(self.real)
+        n_chunk = self.config.sinks + self.chunk_size
+        return self.n_real_queries < self.config.exact_until or self.n_real < n_chunk
 
-    def chunks_seen(self, i: int) -> int:
-        """How many chunks are nodes for query `i`."""
-        if self.reads_all:
+    def far_chunks(self, i: int) -> int:
+        """How many chunks are far for query `i`."""
+        if self.is_exact:
             return 0
         if not self.is_causal:
-            return (self.n_real - self.sizes.sinks) // self.sizes.chunk
-        position, exact = self.start + i, max(self.sizes.sinks + 2 * self.sizes.chunk, self.config.exact_until)
-        if position < exact or position >= self.n_real:
+            return (self.n_real - self.config.sinks) // self.chunk_size
+        position, exact_until = self.start + i, self.config.exact_until
+        if position < max(self.config.sinks + 2 * self.chunk_size, exact_until) or position >= self.n_real:
             return 0
-        return (position - self.sizes.sinks) // self.sizes.chunk - 1
+        return (position - self.config.sinks) // self.chunk_size - 1
 
-    def most_chunks(self) -> int:
-        """Chunks that some query sees as nodes."""
-        return max((self.chunks_seen(i) for i in range(self.n_query)), default=0)
-
-    def read_anyway(self, i: int) -> Tensor:
-        """`[n]` keys that query `i` reads whatever it looks for."""
-        position = torch.arange(len(self.real))
-        begin, chunks = self.sizes.sinks, self.chunks_seen(i)
-        nodes = (position >= begin) & (position < begin + chunks * self.sizes.chunk)
-        read = self.real & ~nodes
+    def always_read(self, i: int) -> Tensor:
+        """`[n]` sinks and local keys of query `i`."""
+        position, sinks = torch.arange(len(self.real)), self.config.sinks
+        far = (position >= sinks) & (position < sinks + self.far_chunks(i) * self.chunk_size)
         if not self.is_causal:
-            return read
-        padding = not self.reads_all and self.start + i >= self.n_real
-        return read & (position <= self.start + i) & (not padding)
+            return self.real & ~far
+        is_padding = not self.is_exact and self.start + i >= self.n_real
+        return self.real & ~far & (position <= self.start + i) & (not is_padding)
 
 
-class HeadTable(NamedTuple):
-    """What the queries of one head count; `n` positions with `shift` of padding before, `M` nodes of `L` keys.
+class QueryReads(NamedTuple):
+    """What one query reads: keys `[n]` by position, and `M` clusters.
 
     Attributes:
-        shift: Padding before position 0.
-        rows: `[M, L]` positions of the nodes' keys.
-        keys: `[Nq, n]` keys that count by themselves.
-        compared: `[Nq]` of how many keys it looked at the codes.
-        centroids: `[Nq, M]` what is added to the logits of the nodes' means; -inf = no centroid.
-        move: `[Nq, M]` how many drifts a centroid's value lies from its node's mean.
-        drift: `[Nq, Dv]`.
-        nodes: `[Nq]` how many nodes each query sees.
-        found: `[Nq]` how many of their keys it reads.
+        logits: `[n]` of all keys.
+        values: `[n, Dv]`.
+        always: `[n]` sinks and local keys.
+        hits: `[n]` far keys that it reads.
+        n_compared: Int4 keys that it compared.
+        centroid_logits: `[M]` of the unread keys of each cluster together; -inf = all were read.
+        centroid_values: `[M, Dv]`.
     """
-
-    shift: int
-    rows: Tensor
-    keys: Tensor
-    compared: Tensor
-    centroids: Tensor
-    move: Tensor
-    drift: Tensor
-    nodes: Tensor
-    found: Tensor
-
-    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Attended:
-        """One softmax over keys and centroids; `query [Nq, D]` is scaled, `key [Nk, D]` has padding before."""
-        key, value = key[self.shift :], value[self.shift :]
-        logits = torch.cat(
-            (
-                (query @ key.T).masked_fill(~self.keys, -math.inf),
-                query @ key[self.rows].mean(1).T + self.centroids,
-            ),
-            dim=1,
-        )
-        # rows that see nothing are computed as if flat and then cleared: autograd through -inf - -inf is NaN
-        blind = torch.isneginf(logits).all(1)
-        logits = logits.masked_fill(blind[:, None], 0.0)
-        weights = logits.softmax(1)
-        moved = (weights[:, len(key) :] * self.move).sum(1, keepdim=True) * self.drift
-        output = weights @ torch.cat((value, value[self.rows].mean(1))) + moved
-        lse = logits.logsumexp(1).masked_fill(blind, -math.inf)
-        return Attended(output.masked_fill(blind[:, None], 0.0), lse)
-
-
-def make_table(sequence: Sequence, query: Tensor, key: Tensor, far: Far, scale: float) -> HeadTable:
-    """Let every query of one head look; `query [Nq, D]` and `key [n, D]` as they were given."""
-    n_query, n_nodes = sequence.n_query, far.rows.shape[0]
-    scaled = query.double() * scale
-    own = query.detach()
-    coded = coded_query((own if own.dtype == torch.float64 else own.float()) * scale)
-    logits = scaled @ key.double().T
-    keys = torch.zeros(n_query, len(key), dtype=torch.bool)
-    looks = []
-    for i in range(n_query):
-        anyway = sequence.read_anyway(i)
-        seen = far.first(sequence.chunks_seen(i) * 2**sequence.sizes.levels)
-        is_sink = anyway.nonzero().squeeze(1) < sequence.sizes.sinks
-        look = seen.look(scaled[i], coded[i], Anyway(logits[i, anyway], is_sink), sequence.config.min_weight)
-        keys[i] = anyway
-        keys[i, seen.rows[look.read]] = True
-        looks.append(look)
-
-    def table(parts: list[Tensor], width: int, fill: float = 0.0) -> Tensor:
-        rows = [torch.cat((part, part.new_full((width - len(part),), fill))) for part in parts]
-        return torch.stack(rows) if rows else torch.zeros(0, width)
-
-    return HeadTable(
-        sequence.shift,
-        far.rows,
-        keys,
-        torch.tensor([float(look.compared.sum()) for look in looks]),
-        table([look.centroids for look in looks], n_nodes, -math.inf),
-        table([look.move for look in looks], n_nodes),
-        table([look.drift for look in looks], far.beside.shape[-1]),
-        torch.tensor([float(len(look.compared)) for look in looks]),
-        torch.tensor([float(look.read.sum()) for look in looks]),
-    )
-
-
-# What one query makes of the chunks that it sees as nodes, from the definition and without any table.
-#
-# A part of the oracle in `oracles.routed`. It shares the tree with the engine and nothing else: spread and
-# drift are sums over single keys, codes are whole numbers beside their scales.
-
-
-class Sizes(NamedTuple):
-    """Lengths in keys; a chunk is `2 ** levels` nodes of `leaf` keys."""
-
-    sinks: int
-    levels: int
-    leaf: int
-
-    @property
-    def chunk(self) -> int:
-        """Keys of a chunk."""
-        return self.leaf << self.levels
-
-    @classmethod
-    def of(cls, config: Routed) -> Sizes:
-        """Halve the chunk until no piece is larger than asked for; what does not divide is left off."""
-        levels = 0
-        while config.cluster_size * 2**levels < config.chunk_size:
-            levels += 1
-        return cls(config.sinks, levels, max(1, config.chunk_size // 2**levels))
-
-
-class Anyway(NamedTuple):
-    """Logits of the keys that a query reads in any case, and which of them are sinks."""
 
     logits: Tensor
-    is_sink: Tensor
+    values: Tensor
+    always: Tensor
+    hits: Tensor
+    n_compared: int
+    centroid_logits: Tensor
+    centroid_values: Tensor
+
+    def attend(self) -> tuple[Tensor, Tensor]:
+        """Output `[Dv]` and lse of one softmax over keys and centroids."""
+        hidden = ~(self.always | self.hits)
+        logits = torch.cat((self.logits.masked_fill(hidden, -math.inf), self.centroid_logits))
+        if bool(torch.isneginf(logits).all()):  # autograd through -inf - -inf would be NaN
+            return self.values.sum(0) * 0, logits.new_full((), -math.inf)
+        by_key, by_centroid = logits.softmax(0).split((len(self.values), len(self.centroid_values)))
+        return by_key @ self.values + by_centroid @ self.centroid_values, logits.logsumexp(0)
 
 
-class Look(NamedTuple):
-    """What a query reads of `M` nodes of `L` keys, and how it counts the others.
+def _reads_of_head(
+    sequence: Sequence, query: Tensor, key: Tensor, value: Tensor, scale: float
+) -> Iterator[QueryReads]:
+    """What the queries `[Nq, D]` of one head read of `key [n, D]` and `value [n, Dv]`, all as they were given."""
+    clusters = Clusters.of(key, value, sequence)
+    counts = [sequence.far_chunks(i) << sequence.levels for i in range(sequence.n_query)]
+    prefixes = {count: Clusters(*(part[:count] for part in clusters)) for count in set(counts)}
+    scaled, int6 = query.double() * scale, int6_query(_at_least_float32(query.detach()) * scale)
+    all_logits, values = scaled @ key.double().T, value.double()
+    is_sink = torch.arange(len(key)) < sequence.config.sinks
+    for i, (own, logits) in enumerate(zip(scaled.unbind(), all_logits.unbind(), strict=True)):
+        always, visible = sequence.always_read(i), prefixes[counts[i]]
+        hits, n_compared = torch.zeros_like(always), 0
+        centroid_logits, centroid_values = logits.new_zeros(0), values.new_zeros(0, values.shape[1])
+        if counts[i]:
+            known = logits[always] + is_sink[always].double() * math.log(0.1)
+            found = visible.search(own, int6[i], known, sequence.config.min_weight)
+            read, n_compared, centroid_logits, centroid_values = found
+            hits[visible.positions[read]] = True
+        yield QueryReads(logits, values, always, hits, n_compared, centroid_logits, centroid_values)
+
+
+class Clusters(NamedTuple):
+    """Clusters of the far chunks of one KV head, in float64: `M` clusters of `L` keys.
 
     Attributes:
-        compared: `[M, L]` keys whose codes were looked at; a choice without gradients.
-        read: `[M, L]` keys that count by themselves; likewise.
-        centroids: `[M]` what the centroids' logits are above those of the means; -inf = all keys were read.
-        move: `[M]` how many drifts the centroids' values lie from the means.
-        drift: `[Dv]`.
+        positions: `[M, L]` of their keys.
+        key, value: `[M, D]`, `[M, Dv]` centroids.
+        key_offset, value_offset: `[M, L, D]`, `[M, L, Dv]` differences from the centroids.
+        int4: `[M, L, D']` the key offsets, quantized.
+        outlier: `[M, L]` which keys every query compares.
     """
 
-    compared: Tensor
-    read: Tensor
-    centroids: Tensor
-    move: Tensor
-    drift: Tensor
-
-
-@dataclass(frozen=True, eq=False)
-class Far:
-    """The first chunks of one key head as nodes, in float64; rows and codes are choices without gradients.
-
-    Attributes:
-        rows: `[M, L]` positions of the nodes' keys.
-        mean: `[M, D]` of their keys.
-        away: `[M, L, D]` keys less the mean of their node.
-        beside: `[M, L, Dv]` values less the mean of their node.
-        codes: `[M, L, D']` what the keys are above the mean, as it is compared: whole numbers times the scale of
-            their half.
-        odd: `[M, L]` the keys of each node that every query compares.
-    """
-
-    rows: Tensor
-    mean: Tensor
-    away: Tensor
-    beside: Tensor
-    codes: Tensor
-    odd: Tensor
+    positions: Tensor
+    key: Tensor
+    value: Tensor
+    key_offset: Tensor
+    value_offset: Tensor
+    int4: Tensor
+    outlier: Tensor
 
     @classmethod
-    def of(cls, key: Tensor, value: Tensor, sizes: Sizes, n_chunks: int) -> Far:
-        """Nodes of `key [N, D]` and `value [N, Dv]`, tree and codes in the precision that the keys come in."""
-        rows = [torch.zeros(0, sizes.leaf, dtype=torch.int64)]
-        for begin in range(sizes.sinks, sizes.sinks + n_chunks * sizes.chunk, sizes.chunk):
-            order = bisection_tree(key.detach()[begin : begin + sizes.chunk], sizes.levels)
-            rows.append(begin + order.view(-1, sizes.leaf))
-        places = torch.cat(rows)
-        keys, values = key[places], value[places].double()
-        mean = keys.double().mean(1)
-        away, beside = keys.double() - mean[:, None], values - values.mean(1, keepdim=True)
-        own = keys.detach() if keys.dtype == torch.float64 else keys.detach().float()
-        apart = own - own.mean(1, keepdim=True)
-        return cls(places, mean, away, beside, coded_keys(apart), odd_keys(apart, places))
+    def of(cls, key: Tensor, value: Tensor, sequence: Sequence) -> Clusters:
+        """Of all chunks that some query sees; trees and int4 keys in the precision of the keys."""
+        sinks, size, n_chunks = sequence.config.sinks, sequence.chunk_size, 0
+        if sequence.n_query:
+            n_chunks = max(sequence.far_chunks(i) for i in range(sequence.n_query))
+        chunks = range(sinks, sinks + n_chunks * size, size)
+        orders = [begin + bisection_tree(key.detach()[begin : begin + size], sequence.levels) for begin in chunks]
+        positions = torch.cat([torch.zeros(0, dtype=torch.int64), *orders]).view(-1, sequence.cluster_size)
+        keys, values = key[positions].double(), value[positions].double()
+        given = _at_least_float32(key.detach()[positions])
+        offsets = given - given.mean(1, keepdim=True)
+        return cls(
+            positions,
+            keys.mean(1),
+            values.mean(1),
+            keys - keys.mean(1, keepdim=True),
+            values - values.mean(1, keepdim=True),
+            int4_keys(offsets),
+            outliers(offsets, positions),
+        )
 
-    def first(self, n_nodes: int) -> Far:
-        """The first nodes alone."""
-        return Far(*(t[:n_nodes] for t in (self.rows, self.mean, self.away, self.beside, self.codes, self.odd)))
-
-    def look(self, query: Tensor, coded: Tensor, exact: Anyway, min_weight: float) -> Look:
-        """What a query reads.
+    def search(
+        self, query: Tensor, int6: Tensor, known: Tensor, min_weight: float
+    ) -> tuple[Tensor, int, Tensor, Tensor]:
+        """Keys `[M, L]` that a query reads, how many it compared, logits and values of the centroids.
 
         Args:
-            query: `[D]` in float64, times the scale of the logits.
-            coded: `[D']` the same as it is compared.
-            exact: What it reads in any case.
+            query: `[D]`, times the scale.
+            int6: `[D']` the same, quantized.
+            known: Logits of the keys that it reads in any case, those of sinks less `log(10)`.
             min_weight: Of the configuration.
         """
-        n_nodes, leaf = self.rows.shape
-        if not n_nodes:
-            nothing = query.new_zeros(0)
-            none = self.rows > 0
-            return Look(none, none, nothing, nothing, self.beside.new_zeros(self.beside.shape[-1]))
-        apart = self.away @ query
-        deviation = apart.square().mean().clamp_min(1e-3**2).sqrt()
-        drift = (apart[..., None] * self.beside).mean((0, 1))
-        logits = self.mean @ query
-        nodes = logits + math.log(leaf) + (deviation**2 / 2).clamp_max(4.0)
-        counted = exact.logits + exact.is_sink.double() * math.log(0.1)
-        known = torch.cat((counted, nodes)).logsumexp(0)
-        limit = known - math.log(1 / min_weight) if min_weight < 1 else torch.full_like(known, math.inf)
-        compared = (logits + 3 * deviation >= limit)[:, None] | (self.odd & (limit < math.inf))
-        read = compared & (logits[:, None] + self.codes @ coded >= limit)
-        gain, move = normal_rest(limit - logits, deviation)
-        left = leaf - read.sum(1).double()
-        return Look(compared, read, left.log() + gain, move, drift)
+        size = self.positions.shape[1]
+        offsets, logits = self.key_offset @ query, self.key @ query
+        std = offsets.square().mean().clamp_min(1e-3**2).sqrt()
+        mass = torch.cat((known, logits + math.log(size) + (std**2 / 2).clamp_max(4.0))).logsumexp(0)
+        threshold = mass + math.log(min_weight) if min_weight < 1 else torch.full_like(mass, math.inf)
+        searched = logits + 3 * std >= threshold
+        compared = searched[:, None] | (self.outlier & (threshold < math.inf))
+        read = compared & (logits[:, None] + self.int4 @ int6 >= threshold)
+        gain, move = below_threshold(threshold - logits, std)
+        unread = (size - read.sum(1)).double()
+        direction = offsets.flatten() @ self.value_offset.flatten(0, 1) / offsets.numel()
+        return read, int(compared.sum()), logits + unread.log() + gain, self.value + move[:, None] * direction
 
 
-def odd_keys(apart: Tensor, rows: Tensor) -> Tensor:
-    """`[M, L]` the sixteen keys of each node that lie farthest from its mean, `apart [M, L, D]`.
-
-    Squared distances are compared to eight binary digits; of equal ones the earliest key is taken.
-    """
-    odd = torch.zeros(apart.shape[:2], dtype=torch.bool)
-    for node, squares in enumerate(apart.square().sum(-1).tolist()):
-        ranks = [(_digits(square), -row) for square, row in zip(squares, rows[node].tolist(), strict=True)]
-        first = sorted(range(len(ranks)), key=lambda place: ranks[place], reverse=True)
-        odd[node, first[:16]] = True
-    return odd
+def below_threshold(distance: Tensor, std: Tensor | float) -> tuple[Tensor, Tensor]:
+    """Gain of a centroid's logit and move of its value, for normal logits cut off `distance` above their mean."""
+    x = distance.clamp_max(1e30) / std  # an infinite threshold would give autograd 0 * inf
+    gain = std**2 / 2 + _log_phi(x - std) - _log_phi(x)
+    x = (x - std).clamp(-4, 8)
+    slope = torch.sigmoid(-(1.5976 * x + 0.07056 * x**3)) * (1.5976 + 3 * 0.07056 * x**2)
+    return gain.clamp(-2, 2), (1 - slope / std).clamp(-1, 1)
 
 
-def _digits(number: float) -> tuple[float, int]:
-    """Power and first eight binary digits; what float32 cannot hold is as large as anything."""
-    part, power = math.frexp(number)
-    if not number <= torch.finfo(torch.float32).max:
-        return math.inf, 0
-    return (power, int(part * 256)) if part else (-math.inf, 0)
-
-
-def normal_rest(distance: Tensor, deviation: Tensor | float) -> tuple[Tensor, Tensor]:
-    """What is left of normal logits below a limit: the gain over their mean, and the share of the drift."""
-    far = distance.clamp_max(1e30) / deviation  # with no limit at all autograd would meet 0 * inf
-    gain = deviation**2 / 2 + log_phi(far - deviation) - log_phi(far)
-    move = 1 - log_phi_slope(far - deviation) / deviation
-    return gain.clamp(-2, 2), move.clamp(-1, 1)
-
-
-def log_phi(x: Tensor) -> Tensor:
-    """About the log of the normal distribution function."""
+def _log_phi(x: Tensor) -> Tensor:
+    """The log of the normal distribution function, approximated."""
     x = x.clamp(-4, 8)
     return -torch.log1p(torch.exp(-(1.5976 * x + 0.07056 * x**3)))
 
 
-def log_phi_slope(x: Tensor) -> Tensor:
-    """Its derivative."""
-    x = x.clamp(-4, 8)
-    return torch.sigmoid(-(1.5976 * x + 0.07056 * x**3)) * (1.5976 + 3 * 0.07056 * x**2)
+def outliers(offsets: Tensor, positions: Tensor) -> Tensor:
+    """`[M, L]` the sixteen keys of each cluster that lie farthest from its centroid; `offsets [M, L, D]`.
+
+    Squared distances are compared to eight binary digits; of equal ones the earliest key is taken.
+    """
+    found = torch.zeros(offsets.shape[:2], dtype=torch.bool)
+    for cluster, squares in enumerate(offsets.square().sum(-1).tolist()):
+        earliest = (-positions[cluster]).tolist()
+        ranks = [(_leading(square), place) for square, place in zip(squares, earliest, strict=True)]
+        farthest = sorted(range(len(ranks)), key=lambda place: ranks[place], reverse=True)
+        found[cluster, farthest[:N_OUTLIERS]] = True
+    return found
 
 
-def coded_keys(key: Tensor) -> Tensor:
-    """Keys `[..., D]` rounded to four bits, as float64 `[..., D']`: each half of the dimensions has a scale."""
-    halves: Tensor = _filled(key).unflatten(-1, (2, -1))
-    scale: Tensor = halves.abs().amax(-1, keepdim=True) / 7.49
+def _leading(number: float) -> tuple[float, int]:
+    """Exponent and first eight binary digits; beyond float32 all numbers are equal."""
+    part, exponent = math.frexp(number)
+    if not number <= torch.finfo(torch.float32).max:
+        return math.inf, 0
+    return (exponent, int(part * 256)) if part else (-math.inf, 0)
+
+
+def int4_keys(keys: Tensor) -> Tensor:
+    """Keys `[..., D]` rounded to int4, as float64 `[..., D']`; each half of the dimensions has a scale."""
+    halves = _padded(keys).unflatten(-1, (2, -1))
+    scale = halves.abs().amax(-1, keepdim=True) / 7.49
     numbers = (halves / scale.masked_fill(scale == 0, 1.0)).round().clamp(-8, 7)
     return (numbers.double() * scale.double()).flatten(-2)
 
 
-def coded_query(query: Tensor) -> Tensor:
-    """Queries `[..., D]`, already scaled, rounded to six bits, as float64 `[..., D']`."""
-    query = _filled(query)
+def int6_query(query: Tensor) -> Tensor:
+    """Queries `[..., D]`, times the scale, rounded to int6, as float64 `[..., D']`."""
+    query = _padded(query)
     scale = query.abs().amax(-1, keepdim=True) / 31
     return (query / scale.masked_fill(scale == 0, 1.0)).round().double() * scale.double()
 
 
-def _filled(rows: Tensor) -> Tensor:
-    """Zeros up to a multiple of 16 dimensions, at least in float32."""
-    rows = rows if rows.dtype == torch.float64 else rows.float()
-    n_fill = -rows.shape[-1] % 16
-    return torch.cat((rows, rows.new_zeros(*rows.shape[:-1], n_fill)), dim=-1)
+def _at_least_float32(tensor: Tensor) -> Tensor:
+    return tensor if tensor.dtype == torch.float64 else tensor.float()
+
+
+def _padded(rows: Tensor) -> Tensor:
+    """Zeros up to a multiple of 16 dimensions."""
+    rows = _at_least_float32(rows)
+    return torch.cat((rows, rows.new_zeros(*rows.shape[:-1], -rows.shape[-1] % 16)), dim=-1)

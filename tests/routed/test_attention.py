@@ -1,0 +1,461 @@
+"""Routed attention through the public call: definition, causality, chunked prefill, padding, odd inputs, stats."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracles.budgets import assert_within
+from oracles.inputs import MASKS, attention_tensors, random_mask
+from oracles.routed import oracle_reads, routed_oracle
+from routed_checks import attend, check_routed
+
+from prescore import Exact, Routed, exact_attention, prescored_attention
+
+SMALL = Routed(min_weight=1 / 16, cluster_size=4, chunk_size=16, sinks=3, exact_until=0)
+WIDE = Routed(min_weight=1 / 64, cluster_size=32, chunk_size=64, sinks=4, exact_until=128)
+"""Sizes that native code knows."""
+both = pytest.mark.parametrize("is_causal", [True, False])
+
+
+def tensors(n_keys=90, **sizes):
+    usual = {"batch": 2, "heads": 4, "kv_heads": 2, "dim": 8, "value_dim": 5, "spread": 1.0}
+    return attention_tensors(**{**usual, "n_keys": n_keys, **sizes})
+
+
+def large(length=700, seed=0):
+    """`[1, 2, length, 32]` in float32, which native code runs."""
+    sizes = {"heads": 2, "kv_heads": 2, "n_keys": length, "dim": 32, "spread": 1.0}
+    return list(attention_tensors(**sizes, dtype=torch.float32, seed=seed))
+
+
+def assert_same(got, wanted):
+    assert_within(got, wanted, 1e-12)  # float64 sums in another order
+
+
+# --- the definition
+
+
+@st.composite
+def cases(draw):
+    def pick(*values):
+        return draw(st.sampled_from(values))
+
+    size = pick(1, 3, 4, 8, 20, 24)  # beyond sixteen, not all keys of a cluster are outliers
+    config = Routed(
+        min_weight=pick(1.0, 1 / 2, 1 / 6, 1 / 16, 1 / 80, 1 / 2000, 1e-6),
+        cluster_size=size,
+        chunk_size=size * pick(1, 2, 3, 4 if size < 16 else 1) + pick(0, 1),
+        sinks=pick(0, 1, 4, 20),
+        exact_until=pick(0, 0, 20, 60),
+    )
+    n_keys, batch, kv_heads, is_causal = pick(1, 7, 40, 81, 110), pick(1, 2, 3), pick(1, 2), draw(st.booleans())
+    n_query = pick(n_keys, n_keys, 1, max(1, n_keys // 3), n_keys if is_causal else n_keys + 3)
+    seed, heads = draw(st.integers(0, 10_000)), kv_heads * pick(1, 2)
+    sizes = {"heads": heads, "kv_heads": kv_heads, "dim": pick(3, 8, 20), "value_dim": pick(1, 5)}
+    inputs = attention_tensors(batch=batch, n_query=n_query, n_keys=n_keys, seed=seed, **sizes)
+    mask = random_mask(pick(*MASKS), batch, n_keys, seed=seed)
+    return config, inputs, {"is_causal": is_causal, "mask": mask, "backend": pick("auto", "plain")}
+
+
+@given(cases())
+@settings(derandomize=True, deadline=None, max_examples=50)
+def test_random_calls_are_the_definition(case):
+    config, inputs, options = case
+    check_routed(config, inputs, **options)
+
+
+@both
+@pytest.mark.parametrize("n_query", [90, 70, 5])
+@pytest.mark.parametrize("padding", ["none", "left", "right", "holes"])
+def test_numbers_of_queries_and_padding(is_causal, n_query, padding):
+    position = torch.arange(90)
+    mask = {
+        "left": position >= torch.tensor([[0], [29]]),
+        "right": position < torch.tensor([[90], [61]]),
+        "holes": position.remainder(17) != torch.tensor([[100], [3]]),
+    }.get(padding)
+    stats = check_routed(SMALL, tensors(n_query=n_query, heads=2, kv_heads=1), is_causal=is_causal, mask=mask)
+    assert stats["far_keys_read"] > 0
+    gaps = padding == "holes" or (is_causal and padding == "right" and n_query < 90)
+    assert stats.exact_sequences == (1 if gaps else None)
+
+
+@both
+@pytest.mark.parametrize(
+    ("cluster_size", "chunk_size", "rounded", "chunk"),
+    [(1, 16, 1, 16), (5, 13, 3, 12), (100, 24, 24, 24), (6, 31, 3, 24), (17, 17, 17, 17)],
+)
+def test_odd_sizes(cluster_size, chunk_size, rounded, chunk, is_causal):
+    config = SMALL.replace(cluster_size=cluster_size, chunk_size=chunk_size, sinks=2)
+    inputs = tensors(120, batch=1, heads=2, n_query=40, seed=chunk_size)
+    stats = check_routed(config, inputs, is_causal=is_causal)
+    assert (stats["cluster_size"], stats["chunk_size"]) == (rounded, chunk)
+    assert stats["n_chunks"] > 0
+
+
+@both
+def test_long_chunks_are_cut_into_strips_and_blocks(is_causal, monkeypatch):
+    """Chunks of two strips, several blocks of queries, few int4 logits at once, directions from samples."""
+    monkeypatch.setattr("prescore.routed.plain.LOGITS_AT_ONCE", 20_000)
+    monkeypatch.setattr("prescore.routed.plain.QUERY_BLOCK", 100)
+    config = Routed(min_weight=1 / 64, cluster_size=32, chunk_size=256, sinks=3, exact_until=0)
+    inputs = tensors(1000, batch=1, heads=1, kv_heads=1, n_query=400)
+    assert check_routed(config, inputs, is_causal=is_causal, scale=0.3)["n_chunks"] == (2 if is_causal else 3)
+
+
+def equal_in_clusters(key):
+    key[:, :, 3:83] = key[:, :, 3:23].repeat_interleave(4, dim=2)
+
+
+UNUSUAL = {
+    "equal keys": lambda query, key: key.copy_(key[:, :, :1].clone()),
+    "zero keys": lambda query, key: key.zero_(),
+    "one huge key": lambda query, key: key[:, :, 30].mul_(40),
+    "zero queries": lambda query, key: query[:, :, ::3].zero_(),
+    "equal in clusters": lambda query, key: equal_in_clusters(key),
+    # from keys that hardly differ to keys so far apart that gains, moves and deviations reach their bounds
+    "tight keys": lambda query, key: key.mul_(0.02),
+    "wide keys": lambda query, key: key.mul_(6.0),
+}
+
+
+@both
+@pytest.mark.parametrize("name", UNUSUAL)
+def test_unusual_keys(name, is_causal):
+    query, key, value = tensors(batch=1, heads=2, kv_heads=1, seed=4)
+    UNUSUAL[name](query, key)
+    check_routed(SMALL, (query, key, value), is_causal=is_causal)
+
+
+@both
+@pytest.mark.parametrize("scale", [0.0, -0.5, 3.0])
+def test_any_scale(scale, is_causal):
+    check_routed(SMALL, tensors(batch=1, heads=2, kv_heads=1), is_causal=is_causal, scale=scale)
+
+
+@both
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("backend", ["plain", "cpu-flash"])
+def test_low_precision(dtype, is_causal, backend):
+    inputs = tensors(dtype=dtype, batch=1)
+    config = SMALL.replace(min_weight=1.0)  # no key is read, so rounding moves no choice
+    got, _ = attend(inputs, config, is_causal=is_causal, backend=backend)
+    wanted = routed_oracle(*inputs, config, is_causal=is_causal)
+    assert (got.output.dtype, got.lse.dtype) == (dtype, torch.float32)
+    # a few roundings of outputs of size about 1
+    assert_within(got.output, wanted.output, 8 * torch.finfo(dtype).eps + 2e-6)
+    assert_within(got.lse, wanted.lse, 2e-5 if dtype == torch.float32 else 16 * torch.finfo(dtype).eps)
+
+
+def test_gradients_of_the_output_alone_and_of_the_lse_alone():
+    inputs = [t.requires_grad_() for t in tensors(70, batch=1)]
+    (output, lse), _ = attend(inputs, SMALL)
+    losses = (output.sin().sum() + lse.cos().sum(), output.sin().sum(), lse.cos().sum())
+    grads = [torch.autograd.grad(x, inputs, retain_graph=True, materialize_grads=True) for x in losses]
+    for full, by_output, by_lse in zip(*grads, strict=True):
+        assert_same(by_output + by_lse, full)
+
+
+# --- exact attention
+
+
+@both
+def test_reading_every_key_is_exact_attention(is_causal):
+    inputs = tensors(75)
+    exact = exact_attention(*inputs, is_causal=is_causal)
+    got, stats = attend(inputs, SMALL.replace(min_weight=1e-20), is_causal=is_causal)
+    assert stats["far_keys_read"] > 16
+    short, stats = attend(inputs, SMALL.replace(min_weight=1.0, exact_until=76), is_causal=is_causal)
+    assert stats.exact_queries == 75
+    for result in (got, short):
+        assert_same(result.output, exact.output)
+        assert_same(result.lse, exact.lse)
+
+
+@both
+@pytest.mark.parametrize("min_weight", [1.0, 1 / 8, 1 / 2000])
+def test_equal_keys_are_exact_whatever_is_read(is_causal, min_weight):
+    query, key, value = tensors()
+    key = key[:, :, :1].expand_as(key).contiguous()
+    got, _ = attend((query, key, value), SMALL.replace(min_weight=min_weight), is_causal=is_causal)
+    expected = exact_attention(query, key, value, is_causal=is_causal)
+    # the least standard deviation is 1e-3; half its square is the gain
+    assert_within(got.output, expected.output, 1e-5)
+    assert_within(got.lse, expected.lse, 1e-6)
+
+
+@both
+@pytest.mark.parametrize("shape", [(0, 9, 9), (1, 0, 9), (1, 1, 1), (1, 3, 3)])
+def test_empty_and_tiny_calls(is_causal, shape):
+    batch, n_query, n_keys = shape
+    inputs = tensors(n_keys, batch=batch, n_query=n_query)
+    output = prescored_attention(*inputs, SMALL, is_causal=is_causal)
+    assert_same(output, exact_attention(*inputs, is_causal=is_causal).output)
+
+
+@both
+@pytest.mark.parametrize("place", [3, 50, 90])
+def test_a_needle_that_only_late_queries_look_for_is_found(is_causal, place):
+    query, key, value = tensors(200, batch=1, heads=2, kv_heads=1)
+    needle, late = torch.full((8,), 3.0, dtype=torch.float64), slice(190, 200)
+    key[:, :, place] = needle
+    query[:, :, late] = 0.1 * query[:, :, late] + needle
+    for dtype, budget in ((torch.float64, 1e-3), (torch.float32, 1e-3), (torch.bfloat16, 3e-2)):
+        inputs = [t.to(dtype) for t in (query, key, value)]
+        expected = exact_attention(*inputs, is_causal=is_causal).output[:, :, late].double()
+        outputs = [
+            prescored_attention(*inputs, config, is_causal=is_causal)[:, :, late].double()
+            for config in (SMALL, SMALL.replace(min_weight=1.0))
+        ]
+        assert_within(outputs[0], expected, budget, "needle")
+        assert float((outputs[1] - expected).abs().max()) > 10 * budget
+
+
+@pytest.mark.parametrize("backend", ["auto", "plain"])
+def test_an_outlier_is_found_however_far_from_its_centroid(backend, monkeypatch):
+    """Tight keys, and one far back that every late query looks for, many deviations off its centroid."""
+    query, key, value = (t.float() for t in tensors(3000, batch=1, heads=2, dim=64, value_dim=64))
+    direction = torch.nn.functional.normalize(torch.randn(64, generator=torch.Generator().manual_seed(0)), dim=0)
+    query, key = (0.1 * query + 2.5 * direction)[:, :, -50:], 0.1 * key
+    key[:, :, 700] = 30 * direction
+    exact = exact_attention(query, key, value, is_causal=True).output
+
+    def error():  # few keys are read: the cluster of the outlier is not searched
+        output = prescored_attention(query, key, value, Routed(min_weight=1 / 16), is_causal=True, backend=backend)
+        return float((output - exact).square().sum() / exact.square().sum())
+
+    assert error() < 1e-3
+    if backend == "plain":
+        monkeypatch.setattr("prescore.routed.reference.OUTLIERS", 0)
+        assert error() > 0.1
+
+
+# --- causality, chunks, batches, padding
+
+
+@pytest.mark.parametrize("min_weight", [1.0, 1 / 16, 1 / 120])
+def test_later_queries_keys_and_values_change_nothing(min_weight):
+    inputs, config = tensors(130), SMALL.replace(min_weight=min_weight)
+    before, _ = attend(inputs, config)
+    for place in range(3):
+        changed = [t.clone() for t in inputs]
+        changed[place][:, :, 83:] = torch.randn(changed[place][:, :, 83:].shape, dtype=torch.float64) * 9
+        after, _ = attend(changed, config)
+        assert_same(after.output[:, :, :83], before.output[:, :, :83])
+        assert not torch.allclose(after.output[:, :, 83:], before.output[:, :, 83:])
+
+
+@pytest.mark.parametrize("exact_until", [0, 61])
+@pytest.mark.parametrize("sizes", [(130,), (1, 129), (60, 61, 9), (35, 16, 16, 63), (100, 1, 1, 1, 27)])
+def test_chunked_prefill_equals_the_whole_call(sizes, exact_until):
+    query, key, value = tensors(130)
+    config = SMALL.replace(exact_until=exact_until)
+    full, _ = attend((query, key, value), config)
+    stop = 0
+    for size in sizes:
+        start, stop = stop, stop + size
+        part, _ = attend((query[:, :, start:stop], key[:, :, :stop], value[:, :, :stop]), config)
+        assert_same(part.output, full.output[:, :, start:stop])
+        assert_same(part.lse, full.lse[:, :, start:stop])
+
+
+@both
+@pytest.mark.parametrize("length", [61, 20, 1])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_batch_and_padding_change_nothing(is_causal, length, side):
+    inputs = tensors(batch=3)
+    own = slice(0, length) if side == "right" else slice(90 - length, 90)
+    mask = torch.ones(3, 90, dtype=torch.bool)
+    mask[1] = False
+    mask[1, own] = True
+    batch = prescored_attention(*inputs, SMALL, is_causal=is_causal, key_padding_mask=mask)
+    for row, place in ((0, slice(None)), (1, own), (2, slice(None))):
+        alone = prescored_attention(*(t[row : row + 1, :, place] for t in inputs), SMALL, is_causal=is_causal)
+        assert_same(batch[row : row + 1, :, place], alone)
+
+
+@both
+def test_groups_of_heads_and_batches_of_heads_change_nothing(is_causal, monkeypatch):
+    query, key, value = tensors()
+    full = prescored_attention(query, key, value, SMALL, is_causal=is_causal)
+    repeated = [t.repeat_interleave(2, dim=1) for t in (key, value)]
+    assert_same(prescored_attention(query, *repeated, SMALL, is_causal=is_causal), full)
+    for at_once in (1, 90 * 8 * 3):
+        monkeypatch.setattr("prescore.routed.attention.KEY_NUMBERS_AT_ONCE", at_once)
+        assert_same(prescored_attention(query, key, value, SMALL, is_causal=is_causal), full)
+
+
+@pytest.mark.parametrize("n_query", [140, 5, 1])
+def test_padding_between_keys_is_never_read(n_query):
+    query, key, value = tensors(140, seed=140)
+    query, mask = query[:, :, -n_query:], torch.ones(2, 140, dtype=torch.bool)
+    mask[0, 90:110] = False
+    mask[1, 120:] = n_query == 140
+    got, _ = attend((query, key, value), SMALL, key_padding_mask=mask)
+    wanted = exact_attention(query, key, value, is_causal=True, key_padding_mask=mask)
+    for row in (0, 1) if n_query < 140 else (0,):
+        assert_same(got.output[row], wanted.output[row])
+        assert_same(got.lse[row], wanted.lse[row])
+
+
+def test_a_sequence_of_padding_sees_nothing():
+    mask = torch.ones(2, 60, dtype=torch.bool)
+    mask[1] = False
+    got, _ = attend(tensors(60), SMALL, key_padding_mask=mask)
+    assert torch.isneginf(got.lse[1]).all()
+    assert (got.output[1] == 0).all()
+    assert torch.isfinite(got.lse[0]).all()
+
+
+@both
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("wrong", [math.nan, math.inf])
+def test_nan_in_padding_reaches_no_output_and_no_gradient(is_causal, side, wrong):
+    inputs = [t.requires_grad_() for t in tensors()]
+    length = torch.tensor([[90], [55]])
+    mask = torch.arange(90) < length if side == "right" else torch.arange(90) >= 90 - length
+    results = []
+    for fill in (0.0, wrong):
+        padded = [t.masked_fill(~mask[:, None, :, None], fill) for t in inputs]
+        if not is_causal:  # there padding queries are answered as others are
+            padded[0] = inputs[0]
+        output = prescored_attention(*padded, SMALL, is_causal=is_causal, key_padding_mask=mask)
+        real = output[mask[:, None].expand(output.shape[:3])]
+        results.append((real, *torch.autograd.grad(real.sin().sum(), inputs)))
+    for clean, dirty in zip(*results, strict=True):
+        assert torch.isfinite(clean).all()
+        assert torch.equal(clean, dirty)
+
+
+# --- tensors as callers have them
+
+
+WAYS = {
+    "columns side by side": lambda t: t.transpose(2, 3).contiguous().transpose(2, 3),
+    "every second number": lambda t: torch.stack((t, t), dim=-1).flatten(-2)[..., ::2],
+    "heads inside": lambda t: t.transpose(1, 2).contiguous().transpose(1, 2),
+    "a negated view": lambda t: torch._neg_view(-t),
+    "one head for all": lambda t: t[:, :1].expand(-1, 2, -1, -1),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@both
+def test_memory_layout_does_not_matter(way, is_causal):
+    given = [WAYS[way](t) for t in large()]
+    plain = [t.resolve_neg().clone().contiguous() for t in given]
+    expected = prescored_attention(*plain, WIDE, is_causal=is_causal)
+    for place in range(4):  # each of them alone, then all
+        mixed = [one if place in (i, 3) else two for i, (one, two) in enumerate(zip(given, plain, strict=True))]
+        torch.testing.assert_close(prescored_attention(*mixed, WIDE, is_causal=is_causal), expected)
+
+
+@pytest.mark.parametrize("wrong", [math.nan, math.inf])
+@pytest.mark.parametrize("place", [100, 400])
+def test_a_query_of_nan_gives_nan(wrong, place):
+    query, key, value = large()
+    query[0, 0, place] = wrong
+    got, exact = (prescored_attention(query, key, value, config, is_causal=True) for config in (WIDE, Exact()))
+    assert torch.equal(got.isnan(), exact.isnan())
+    assert got.isnan().any()
+
+
+@pytest.mark.parametrize("backend", ["auto", "plain"])
+def test_keys_whose_covariance_overflows(backend):
+    query, key, value = large()
+    output = prescored_attention(query, key * 1e19, value, WIDE, is_causal=True, backend=backend)
+    assert output.isfinite().all()
+
+
+@both
+@pytest.mark.parametrize(("dtype", "size"), [(torch.float64, 1e4), (torch.float64, 1e12), (torch.float32, 1e4)])
+def test_a_huge_key_overflows_nothing(is_causal, dtype, size):
+    query, key, value = tensors(130, batch=1, heads=2, kv_heads=1)
+    key[:, :, 60] = size
+    query[:, 0, ::2] = -query[:, 0, ::2].abs()  # the first head avoids it, the second looks at nothing else
+    query[:, 1, ::2] = query[:, 1, ::2].abs()
+    inputs = [t.to(dtype).requires_grad_() for t in (query, key, value)]
+    got, _ = attend(inputs, SMALL.replace(min_weight=1 / 120), is_causal=is_causal)
+    grads = torch.autograd.grad(got.output.square().sum(), inputs)
+    assert all(torch.isfinite(t).all() for t in (*got, *grads))
+    late = slice(100, None, 2)
+    expected = exact_attention(*inputs, is_causal=is_causal).output
+    assert_within(got.output[:, 1, late], expected[:, 1, late], 1e-5)
+
+
+@both
+def test_sums_beyond_half_precision(is_causal):
+    """Centroids of keys and values whose sum is above 65504, the largest number of float16."""
+    query, key, value = tensors()
+    inputs = [t.half() for t in (query * 0.001, key * 0.1 + 25000, value + 25000)]
+    got, _ = attend(inputs, SMALL.replace(min_weight=1 / 8, chunk_size=32), is_causal=is_causal)
+    expected = exact_attention(*(t.double() for t in inputs), is_causal=is_causal)
+    assert_within(got.output, expected.output, 16)  # float16 numbers of 25000 lie 16 apart
+    torch.testing.assert_close(got.lse.double(), expected.lse, rtol=2e-3, atol=0.1)
+
+
+@both
+def test_dropout_keeps_the_normaliser_and_repeats(is_causal):
+    inputs = tensors(batch=1, heads=2, kv_heads=1)
+
+    def run(p, seed=0):
+        return attend(inputs, SMALL, is_causal=is_causal, dropout_p=p, generator=seed)[0]
+
+    full, dropped = run(0.0), run(0.4)
+    assert_same(dropped.lse, full.lse)
+    assert torch.equal(run(0.4).output, dropped.output)
+    assert not torch.allclose(run(0.4, seed=1).output, dropped.output)
+    mean = torch.stack([run(0.4, seed).output for seed in range(25)]).mean(0)
+    # the mean of 25 draws of weights that are 0 or 1 / 0.6 is five times closer
+    off = [float((t - full.output).square().mean()) for t in (mean, dropped.output)]
+    assert off[0] < 2 / 25 * off[1]
+
+
+# --- stats
+
+
+@pytest.mark.parametrize(("n_query", "n_keys", "causal"), [(300, 300, True), (50, 300, True), (70, 290, False)])
+@pytest.mark.parametrize("min_weight", [1.0, 1 / 32])
+@pytest.mark.parametrize("backend", ["plain", "auto"])
+def test_stats_count_what_the_oracle_reads(n_query, n_keys, causal, min_weight, backend):
+    config = Routed(chunk_size=32, cluster_size=16, min_weight=min_weight, exact_until=64)
+    dtype = torch.float64 if backend == "plain" else torch.float32  # native code
+    sizes = {"batch": 1, "heads": 2, "n_query": n_query, "dim": 16, "value_dim": 16}
+    inputs = tensors(n_keys, **sizes, dtype=dtype, seed=2, spread=1.5)
+    _, stats = attend(inputs, config, is_causal=causal, backend=backend)
+    reads = [read for head in oracle_reads(*inputs, config, is_causal=causal).values() for read in head]
+    counts = [(int(r.always.sum()), int(r.hits.sum()), r.n_compared, len(r.centroid_logits)) for r in reads]
+    always, hits, compared, centroids = torch.tensor(counts, dtype=torch.float64).T
+    routed = centroids > 0
+    assert stats.exact_queries == int((~routed).sum()) / 2
+    assert stats.keys_per_query == pytest.approx(float((always + hits).mean()), rel=1e-4)
+    assert stats.centroids_per_query == pytest.approx(float(centroids.mean()))
+    assert stats.far_keys_read == pytest.approx(float(hits[routed].mean()), rel=1e-3)
+    assert stats.keys_compared == pytest.approx(float(compared[routed].mean()), rel=1e-3)
+
+
+def test_stats_of_calls_that_read_every_key():
+    query, key = torch.randn(2, 1, 1, 40, 16, generator=torch.Generator().manual_seed(0))
+    for config in (Routed(), Exact()):
+        for causal, n_read in ((True, 20.5), (False, 40.0)):
+            assert attend((query, key, key), config, is_causal=causal)[1].keys_per_query == n_read
+        late = attend((query[:, :, -4:], key, key), config)[1]
+        assert late.keys_per_query == (37 + 38 + 39 + 40) / 4
+
+
+@both
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_is_in_no_stats(side, is_causal):
+    names = ("keys_per_query", "far_keys_read", "centroids_per_query", "keys_compared")
+    inputs, empty = large(500), torch.zeros(1, 2, 400, 32)
+    _, alone = attend(inputs, WIDE, is_causal=is_causal)
+    padded = [torch.cat((empty, t) if side == "left" else (t, empty), dim=2) for t in inputs]
+    position = torch.arange(900)[None]
+    mask = position >= 400 if side == "left" else position < 500
+    _, stats = attend(padded, WIDE, is_causal=is_causal, key_padding_mask=mask)
+    assert alone.far_keys_read > 0
+    # without a causal mask padding queries are answered, and search as others do
+    for name in names if is_causal else ("centroids_per_query",):
+        assert stats[name] == pytest.approx(alone[name]), name

@@ -1,0 +1,327 @@
+"""The key index: layout, bisection tree, clusters, outliers, int4 keys; native code builds the same."""
+
+import pytest
+import torch
+from oracles.routed import Sequence, int4_keys, int6_query, outliers
+from routed_checks import levels_here, native_level, needs_native
+
+from prescore import Routed
+from prescore.routed import native, reference
+from prescore.routed.layout import make_layout, routes
+from prescore.routed.reference import build_clusters, int4_logits, quantize_keys, quantize_queries
+from prescore.routed.tree import bisection_tree, tree_levels
+
+SMALL = Routed(cluster_size=4, chunk_size=16, sinks=3, exact_until=0)
+
+
+def normal(*size, seed=0, dtype=torch.float64):
+    return torch.randn(*size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+# --- layout
+
+
+LAYOUTS = {
+    "usual": SMALL,
+    "odd sizes": Routed(cluster_size=5, chunk_size=13, sinks=0, exact_until=0),
+    "exact until": SMALL.replace(exact_until=70),
+    "single keys": Routed(cluster_size=1, chunk_size=1, sinks=1, exact_until=0),
+    "only sinks": Routed(cluster_size=8, chunk_size=8, sinks=200, exact_until=0),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(("n_query", "n_keys"), [(130, 130), (40, 130), (1, 130), (36, 36), (1, 1), (34, 34)])
+def test_far_chunks_are_those_of_the_definition(name, causal, n_query, n_keys):
+    config = LAYOUTS[name]
+    sequence = Sequence.of(torch.ones(n_keys, dtype=torch.bool), n_query, causal, config)
+    wanted = [sequence.far_chunks(i) for i in range(n_query)]
+    assert routes(config, n_query, n_keys, is_causal=causal) == (max(wanted) > 0)
+    layout = make_layout(n_query, n_keys, causal=causal, config=config)
+    if not causal and n_query < config.exact_until:
+        return  # such a call is exact, whatever its layout is
+    assert layout.far_chunks(torch.arange(n_query) + layout.first).tolist() == wanted
+    assert layout.n_chunks == max(wanted)
+    assert layout.n_exact == sum(count == 0 for count in wanted)
+
+
+@pytest.mark.parametrize(
+    ("chunk_size", "cluster_size", "levels", "rounded"),
+    [(512, 128, 2, 128), (512, 512, 0, 512), (512, 100, 3, 64), (500, 128, 2, 125), (3, 1, 2, 1), (13, 5, 2, 3)],
+)
+def test_sizes_are_rounded_to_full_trees(chunk_size, cluster_size, levels, rounded):
+    layout = make_layout(9, 9, causal=True, config=Routed(chunk_size=chunk_size, cluster_size=cluster_size))
+    assert (layout.levels, layout.cluster_size, layout.clusters_per_chunk) == (levels, rounded, 2**levels)
+    assert layout.chunk_size == rounded * 2**levels
+
+
+def test_what_a_query_sees_depends_on_no_later_key():
+    full = make_layout(139, 139, causal=True, config=SMALL)
+    for length in range(1, 140):
+        chunks = int(full.far_chunks(torch.tensor([length - 1])))
+        for n_query in (length, 1):
+            layout = make_layout(n_query, length, causal=True, config=SMALL)
+            assert int(layout.far_chunks(torch.tensor([length - 1]))) == layout.n_chunks == chunks
+
+
+# --- tree
+
+
+def test_levels_reach_the_cluster_size():
+    assert [tree_levels(n, 32) for n in (1, 32, 33, 64, 65, 512)] == [0, 0, 1, 1, 2, 4]
+
+
+def test_separated_groups_become_clusters():
+    generator = torch.Generator().manual_seed(1)
+    centres = torch.tensor([[0.0, 0.0], [0.0, 10.0], [100.0, 0.0], [100.0, 10.0]])
+    label = torch.arange(4).repeat_interleave(8)[torch.randperm(32, generator=generator)]
+    clusters = label[bisection_tree(centres[label] + 0.1 * torch.randn(32, 2, generator=generator), 2)].view(4, 8)
+    assert (clusters == clusters[:, :1]).all()
+    assert set(clusters[:2, 0].tolist()) in ({0, 1}, {2, 3})  # the wide axis is cut first
+
+
+@pytest.mark.parametrize("dim", [5, 200])  # 200: products of points with points are the smaller matrix
+def test_cuts_are_at_the_median_of_the_main_direction(dim):
+    points = normal(2, 3, 48, dim)
+    order = bisection_tree(points, 1)
+    assert torch.equal(order.sort(-1).values, torch.arange(48).expand(2, 3, 48))
+    for tree, chunk in zip(order.view(6, 2, 24), points.view(6, 48, dim), strict=True):
+        centred = chunk - chunk.mean(0)
+        direction = centred[:, centred.square().sum(0).argmax()] @ centred  # the start of the power iteration
+        for _ in range(3):
+            direction = centred.T @ (centred @ (direction / direction.norm()))
+        left, right = (centred[half] @ direction for half in tree)
+        assert left.max() <= right.min()
+
+
+def test_invalid_points_come_last_and_do_not_move_the_cut():
+    points, valid = normal(16, 3, seed=2), torch.arange(16) < 11
+    order = bisection_tree(points, 2, valid=valid)
+    assert valid[order].tolist() == [True] * 11 + [False] * 5
+    moved = torch.where(valid[:, None], points, 1e6)
+    assert torch.equal(bisection_tree(moved, 2, valid=valid)[:11], order[:11])
+
+
+def test_scale_strides_and_equal_points_of_a_tree():
+    points = normal(3, 70, 4)[:, 5:37]
+    order = bisection_tree(points, 3)
+    assert not points.is_contiguous()
+    assert torch.equal(bisection_tree(points.contiguous(), 3), order)
+    for scale in (1e-18, 1e18):
+        assert torch.equal(bisection_tree(points * scale, 3), order)
+    assert torch.equal(bisection_tree(torch.ones(16, 3), 2), torch.arange(16))
+    with pytest.raises(ValueError, match="multiple of 8 for 3 levels, got 12"):
+        bisection_tree(torch.zeros(12, 2), 3)
+
+
+# --- clusters
+
+
+LAYOUT = make_layout(90, 90, causal=True, config=SMALL)
+
+
+def small_index(dtype=torch.float64, n_heads=3):
+    key, value = (normal(n_heads, 90, dim, seed=dim).to(dtype).requires_grad_() for dim in (8, 5))
+    return key, value, build_clusters(key, value, LAYOUT, 3, 4)
+
+
+@pytest.mark.parametrize("n_heads", [1, 3])
+def test_clusters_hold_each_key_once_with_its_centroid_covariance_and_int4_key(n_heads):
+    key, value, index = small_index(n_heads=n_heads)
+    assert index.positions.shape == (n_heads, 16, 4)
+    for head in range(n_heads):
+        for chunk, positions in enumerate(index.positions[head].view(4, 16).tolist()):
+            assert sorted(positions) == list(range(3 + 16 * chunk, 19 + 16 * chunk))
+        covs = torch.zeros(4, 13, 13, dtype=torch.float64)
+        for cluster, positions in enumerate(index.positions[head]):
+            keys, values = key[head, positions], value[head, positions]
+            torch.testing.assert_close(index.key[head, cluster], keys.mean(0))
+            torch.testing.assert_close(index.value[head, cluster], values.mean(0))
+            covs[cluster // 4] += torch.cov(torch.cat((keys, values), dim=1).T, correction=0) / 4
+            for part, wanted in zip(index.int4, quantize_keys(keys - keys.mean(0)), strict=True):
+                assert torch.equal(part[head, cluster], wanted)
+        torch.testing.assert_close(index.key_cov[head], covs[:, :8, :8])
+        torch.testing.assert_close(index.key_value_cov[head], covs[:, :8, 8:])
+
+
+def test_gradients_reach_keys_and_values_through_centroids_and_covariances_only():
+    key, value, index = small_index()
+    assert not any(t.requires_grad for t in (index.positions, *index.int4))
+    (grad,) = torch.autograd.grad(index.key.sum(), key, retain_graph=True)
+    wanted = torch.zeros(90, dtype=torch.float64)
+    wanted[3:67] = 1 / 4
+    assert torch.equal(grad, wanted[None, :, None].expand_as(key))
+
+    def covariances(keys, values):
+        offsets = [reference.take(t, index.positions) for t in (keys, values)]
+        offsets = [(t - t.mean(2, keepdim=True)).reshape(3, 4, 16, -1) for t in offsets]
+        return [torch.einsum("tcki,tckj->tcij", offsets[0], other) / 16 for other in offsets]
+
+    for own, other in zip((index.key_cov, index.key_value_cov), covariances(key, value), strict=True):
+        weight = normal(*own.shape, seed=2)
+        got, expected = (
+            torch.autograd.grad((t * weight).sum(), (key, value), retain_graph=True, materialize_grads=True)
+            for t in (own, other)
+        )
+        for one, two in zip(got, expected, strict=True):
+            torch.testing.assert_close(one, two, rtol=0, atol=1e-14)
+        assert float(got[0].abs().max()) > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_dtypes_are_summed_in_float32(dtype):
+    key, value, index = small_index(dtype)
+    wide = build_clusters(key.float(), value.float(), LAYOUT, 3, 4)
+    assert index.key.dtype == index.value.dtype == index.key_cov.dtype == torch.float32
+    for name in ("positions", "key"):
+        assert torch.equal(getattr(index, name), getattr(wide, name))
+    assert torch.equal(index.int4.packed, wide.int4.packed)
+
+
+def test_covariances_are_averaged_over_the_visible_chunks():
+    parts = normal(2, 5, 3, 4)
+    for n in range(1, 6):
+        torch.testing.assert_close(reference.mean_of_prefixes(parts)[:, n - 1], parts[:, :n].mean(1))
+    first = reference.mean_of_first(parts, torch.tensor([2, 5]))
+    for head, count in enumerate((2, 5)):
+        torch.testing.assert_close(first[head, 0], parts[head, :count].mean(0))
+
+
+# --- outliers
+
+
+WIDE = make_layout(300, 300, causal=True, config=Routed(cluster_size=32, chunk_size=64, sinks=3, exact_until=0))
+LENGTHS = ("different", "in pairs", "equal")
+
+
+def keys_of_lengths(lengths):
+    key = normal(2, 300, 16, seed=3, dtype=torch.float32)
+    if lengths == "in pairs":
+        key[:, 1::2] = -key[:, ::2]  # as far from a centroid of 0 in every whole chunk
+    elif lengths == "equal":
+        key = torch.eye(16).repeat(2, 20, 1)[:, :300].contiguous()
+    return key
+
+
+@pytest.mark.parametrize("lengths", LENGTHS)
+def test_outliers_come_first_and_the_others_keep_their_order(lengths, monkeypatch):
+    key = keys_of_lengths(lengths)
+    positions = build_clusters(key, key, WIDE, 3, 4).positions
+    monkeypatch.setattr(reference, "OUTLIERS", 0)
+    tree_order = build_clusters(key, key, WIDE, 3, 4).positions
+    for head in range(2):
+        members = key[head, tree_order[head]]
+        is_outlier = outliers(members - members.mean(1, keepdim=True), tree_order[head])
+        assert (is_outlier.sum(1) == 16).all()
+        for cluster, own in enumerate(tree_order[head]):
+            wanted = [*own[is_outlier[cluster]].tolist(), *own[~is_outlier[cluster]].tolist()]
+            assert positions[head, cluster].tolist() == wanted
+
+
+# --- int4 keys, int6 queries
+
+
+def unpacked(int4):
+    """`[..., D']` whole numbers."""
+    return torch.cat((int4.packed & 15, int4.packed >> 4), dim=-1).to(torch.int64) - 8
+
+
+@pytest.mark.parametrize("dim", [1, 3, 8, 9, 16, 17, 40, 64])
+@pytest.mark.parametrize(("dtype", "budget"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
+def test_int4_logits_are_those_of_the_definition(dim, dtype, budget):
+    query, key = normal(20, dim, dtype=dtype), normal(50, dim, seed=1, dtype=dtype)
+    got = int4_logits(query, quantize_keys(key))
+    torch.testing.assert_close(got.double(), int6_query(query) @ int4_keys(key).T, rtol=0, atol=budget)
+
+
+def test_rounding_is_within_half_a_unit():
+    key, query = normal(200, 32), normal(50, 24)
+    int4 = quantize_keys(key)
+    numbers, units = unpacked(int4), int4.scales.repeat_interleave(16, dim=-1)
+    assert (int4.packed.shape, int(numbers.min()), int(numbers.max())) == ((200, 16), -7, 7)
+    assert float(((numbers * units - key).abs() / units).max()) <= 0.5 + 1e-9
+    for half in (0, 1):  # the largest number of each half is 7.49 units
+        torch.testing.assert_close(key[:, 16 * half :][:, :16].abs().amax(1) / 7.49, int4.scales[:, half])
+    int6, scale = quantize_queries(query)
+    assert float(int6.abs().max()) == 31
+    torch.testing.assert_close(scale.squeeze(1) * 31, query.abs().amax(1))
+    assert float((((int6.flatten(1) * scale)[:, :24] - query).abs() / scale).max()) <= 0.5 + 1e-9
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_zeros_have_logits_of_zero(dtype):
+    key, query = normal(4, 20, dtype=dtype), normal(3, 20, seed=1, dtype=dtype)
+    key[0], key[1, :16], query[2] = 0, 0, 0
+    got = int4_logits(query, quantize_keys(key))
+    assert torch.isfinite(got).all()
+    assert (got[:, 0] == 0).all()
+    assert (got[2] == 0).all()
+    assert (got[:2, 1:] != 0).all()
+
+
+def test_int4_keys_follow_the_scale_and_a_huge_number_spoils_its_own_half_alone():
+    key = normal(30, 32, dtype=torch.float32)
+    for scale in (2.0**-100, 2.0**100):
+        assert torch.equal(quantize_keys(key * scale).packed, quantize_keys(key).packed)
+        assert torch.equal(quantize_keys(key * scale).scales, quantize_keys(key).scales * scale)
+    usual = unpacked(quantize_keys(key))
+    key[:, 3] = 1e4
+    spoilt = unpacked(quantize_keys(key))
+    assert (spoilt[:, :16].count_nonzero(1) == 1).all()
+    assert torch.equal(spoilt[:, 16:], usual[:, 16:])
+
+
+def test_int4_logits_are_good_enough_to_search_by():
+    query, key = normal(100, 64), normal(400, 64, seed=1)
+    error = int4_logits(query, quantize_keys(key)) - query @ key.T
+    # numbers are off by a unit over sqrt(12), and a unit is a 7.5th of the largest of 32 normals, about 2.1
+    assert 0.05 < float(error.std()) / 8 < 0.12
+    assert abs(float(error.mean())) < 0.1
+    raised = int4_logits(query, quantize_keys(key), margin=2.0) - query @ key.T
+    # each half is raised by two deviations, together by 2.8 of both: one estimate in 400 stays below its logit
+    assert 0.001 < float((raised < 0).double().mean()) < 0.01
+
+
+# --- native code
+
+
+@needs_native
+@pytest.mark.parametrize("level", levels_here())
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("cluster_size", "chunk_size"), [(16, 64), (32, 32), (48, 192), (128, 256)])
+def test_native_code_builds_the_same_index(level, dtype, cluster_size, chunk_size):
+    config = Routed(cluster_size=cluster_size, chunk_size=chunk_size, sinks=3, exact_until=0)
+    layout = make_layout(600, 600, causal=True, config=config)
+    key, value = (normal(2, 2, 600, dim, seed=dim, dtype=dtype).transpose(0, 1) for dim in (32, 48))
+    assert native.can_build(key, value, layout)
+    with native_level(level):
+        built = native.build_clusters(key, value, layout, 5, 2)
+    wanted = build_clusters(key.flatten(0, 1), value.flatten(0, 1), layout, 5, 2)
+    assert torch.equal(built.positions.long(), wanted.positions)
+    for name in ("key", "value", "key_cov", "key_value_cov"):
+        torch.testing.assert_close(getattr(built, name), getattr(wanted, name), rtol=1e-4, atol=1e-5)
+    blocks = wanted.int4.packed.unflatten(2, (-1, 16)).unflatten(4, (-1, 4)).transpose(3, 4)
+    # sums in another order move a number across the middle of two now and then
+    assert (built.int4.packed != blocks).double().mean() < 1e-3
+    scales = wanted.int4.scales.unflatten(2, (-1, 16)).transpose(3, 4)
+    torch.testing.assert_close(built.int4.scales, scales, rtol=1e-4, atol=1e-6)
+
+
+@needs_native
+@pytest.mark.parametrize("lengths", LENGTHS[:2])  # of equal keys the tree is one of rounding
+def test_native_outliers_are_the_same(lengths):
+    key = keys_of_lengths(lengths)
+    positions = native.build_clusters(key, key, WIDE, 3, 4).positions.long()
+    assert torch.equal(positions, build_clusters(key, key, WIDE, 3, 4).positions)
+
+
+@needs_native
+def test_native_code_builds_no_index_with_gradients_nor_of_few_points_of_many_dimensions():
+    key = torch.zeros(1, 300, 64)
+    assert native.can_build(key, key, WIDE)
+    assert not native.can_build(key.clone().requires_grad_(), key, WIDE)
+    with torch.no_grad():
+        assert native.can_build(key.clone().requires_grad_(), key, WIDE)
+    assert not native.can_build(torch.zeros(1, 300, 128), key, WIDE)
+    assert not native.can_build(key.double(), key, WIDE)

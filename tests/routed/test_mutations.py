@@ -1,0 +1,392 @@
+"""The mutation table: each row breaks one line of the engine on purpose, and a named check must fail.
+
+A break in Python replaces the code of the function that holds the line, so that every importer runs it. A break in
+C is compiled into a folder of its own and loaded from there.
+"""
+
+import importlib
+import inspect
+import subprocess
+from functools import cache
+from pathlib import Path
+from types import FunctionType
+
+import pytest
+import torch
+from oracles.inputs import attention_tensors
+from oracles.routed import oracle_reads
+from routed_checks import attend, check_native, check_reference, check_routed, differing_queries, oracle_truth
+
+from prescore import Routed
+from prescore.ops.native import build, library
+from prescore.routed.decode import RoutedIndex
+from prescore.types import Attended
+
+SMALL = Routed(min_weight=1 / 16, cluster_size=4, chunk_size=16, sinks=3, exact_until=0)
+WIDE = SMALL.replace(cluster_size=32, chunk_size=32)
+"""Half of the keys of a cluster are outliers; the others are compared where the cluster is searched."""
+NATIVE = Routed(min_weight=1 / 32, cluster_size=32, chunk_size=64, sinks=3, exact_until=0)
+TOLERANT = NATIVE.replace(tolerance=1.0)
+
+# --- checks
+
+
+@cache
+def small_case(name):
+    """Configuration, tensors, options and truth of a float64 call."""
+    config, options = SMALL, {"is_causal": not name.startswith("full")}
+    sizes = {"heads": 2, "kv_heads": 1, "n_keys": 104, "dim": 20, "value_dim": 5}
+    sizes |= {"batch": {"full padded": 2, "batch": 3}.get(name, 1), "n_query": 50 if name == "batch" else 104}
+    tensors, position = attention_tensors(**sizes, seed=6), torch.arange(104)
+    if name == "outliers":
+        config = WIDE
+        tensors[1][:, :, 10::32] *= 4
+    if name == "holes":
+        options["mask"] = (position.remainder(20) != 3)[None]
+    elif name == "full padded":
+        options["mask"] = position < torch.tensor([[104], [81]])
+    elif name == "batch":
+        options["mask"] = position >= torch.tensor([[0], [29], [11]])
+    return config, tensors, options, oracle_truth(config, tensors, **options)
+
+
+def plain(name="causal"):
+    config, tensors, options, truth = small_case(name)
+    check_routed(config, tensors, **options, truth=truth)
+
+
+def reference():
+    config, tensors, _, truth = small_case("causal")
+    check_reference(config, tensors, truth=truth)
+
+
+def stats():
+    config, tensors, _, _ = small_case("outliers")
+    _, found = attend(tensors, config)
+    reads = [read for head in small_reads() for read in head]
+    routed = [read for read in reads if len(read.centroid_logits)]
+    n_read = sum(int((read.always | read.hits).sum()) for read in reads) / len(reads)
+    assert abs(found.keys_per_query - n_read) < 1e-9
+    assert abs(found.keys_compared - sum(read.n_compared for read in routed) / len(routed)) < 1e-9
+
+
+@cache
+def small_reads():
+    config, tensors, _, _ = small_case("outliers")
+    return oracle_reads(*tensors, config, is_causal=True).values()
+
+
+def native_tensors(dtype=torch.float32):
+    sizes = {"batch": 1, "heads": 4, "kv_heads": 2, "n_keys": 330, "dim": 32, "value_dim": 48, "spread": 1.0}
+    tensors = attention_tensors(**sizes, dtype=dtype)
+    tensors[1][:, :, 10::32] *= 4
+    return tensors
+
+
+def native(**changes):
+    check_native(NATIVE.replace(**changes), native_tensors())
+
+
+def native_forward():
+    """Without gradients native code builds the index and reads the first queries too."""
+    check_native(NATIVE.replace(exact_until=280), native_tensors(), gradients=False)
+
+
+def decode(config=SMALL):
+    """Steps equal the rows of the whole call, after a step back, a crop and a change of beams too."""
+    is_small, size = config == SMALL, config.chunk_size
+    sizes = {"dim": 20, "value_dim": 5} if is_small else {"dim": 32, "value_dim": 48, "dtype": torch.float32}
+    end = 120 if is_small else 300
+    tensors = attention_tensors(batch=2, heads=2, n_keys=end, seed=1, spread=1.0, **sizes)
+    index = RoutedIndex(config, scale=sizes["dim"] ** -0.5)
+
+    def check_steps(*stops):
+        full, _ = attend(tensors, config)
+        for stop in stops:
+            query, key, value = (t[:, :, :stop] for t in tensors)
+            step = index.attend(query[:, :, -1:], key, value)
+            wanted = Attended(*(t[:, :, stop - 1 : stop] for t in full))
+            assert not differing_queries(step, wanted, 1e-10 if is_small else 2e-5).any(), f"step {stop}"
+            always = stop - ((stop - 1 - config.sinks) // size - 1) * size
+            assert always <= index.reads.keys <= always + 40
+
+    check_steps(end - 2 * size, end - size, end, end - size)
+    index.crop(end - 3 * size)
+    tensors = [torch.cat((t[:, :, : -3 * size], t[:, :, -3 * size :].flip(2)), dim=2) for t in tensors]
+    check_steps(end - 5)
+    order = torch.tensor([1, 1])
+    index.reorder(order)
+    tensors = [t[order] for t in tensors]
+    check_steps(end)
+
+
+def tolerance():
+    """Native code samples as the plain backend does."""
+    (got, found), (wanted, other) = (attend(native_tensors(), TOLERANT, backend=b) for b in ("native", "plain"))
+    differ = differing_queries(got, wanted, 1e-3).double().mean()
+    assert differ <= 0.01, f"{float(differ)} of the queries differ"
+    for name in ("error_estimate", "error_bound_mean", "far_keys_read", "read_all"):
+        assert abs(found[name] - other[name]) <= 0.02 * other[name] + 1e-3, name
+
+
+def seeds():
+    outputs = [attend(native_tensors(), TOLERANT, generator=seed, backend="plain")[0].output for seed in (1, 2)]
+    assert not torch.equal(*outputs)
+
+
+CHECKS = {
+    "causal": plain,
+    "full": lambda: plain("full"),
+    "outliers": lambda: plain("outliers"),
+    "holes": lambda: plain("holes"),
+    "full padded": lambda: plain("full padded"),
+    "batch": lambda: plain("batch"),
+    "reference": reference,
+    "stats": stats,
+    "decode": decode,
+    "seeds": seeds,
+    "native": native,
+    "native forward": native_forward,
+    "native decode": lambda: decode(NATIVE),
+    "tolerance": tolerance,
+}
+NATIVE_CHECKS = ("native", "native forward", "native decode", "tolerance")
+
+# --- the table
+
+
+BREAKS = {
+    ("reference.py", "outliers"): [
+        ("no outliers", "OUTLIERS = 16", "OUTLIERS = 0"),
+        ("clusters searched within two deviations", "SEARCH_STDS = 3.0", "SEARCH_STDS = 2.0"),
+        ("outliers last", "argsort(dim=2, descending=True", "argsort(dim=2, descending=False"),
+    ],
+    ("reference.py", "causal"): [
+        ("sinks count in full", "SINK_WEIGHT = 0.1", "SINK_WEIGHT = 1.0"),
+        ("gain unbounded", "\nMAX_GAIN = 2.0", "\nMAX_GAIN = math.inf"),
+        ("threshold without the gain", "MAX_MASS_GAIN = 4.0", "MAX_MASS_GAIN = 0.0"),
+        ("half the weight", "-math.log(min_weight) if", "math.log(2) - math.log(min_weight) if"),
+        ("scales of the halves swapped", "first * sums[0] + second *", "second * sums[0] + first *"),
+        ("int4 of keys, not of offsets", "quantize_keys(key_offset.detach()", "quantize_keys(keys.detach()"),
+        ("halves packed the other way", "0, :] | (numbers[..., 1, :]", "1, :] | (numbers[..., 0, :]"),
+        ("tree without power iterations", "layout.levels)\n", "layout.levels, power_iterations=0)\n"),
+        ("covariance of one chunk", "parts.cumsum(1) / count[:, None, None]", "parts + 0 * count[:, None, None]"),
+        ("keys read stay in the centroid", "- hits.per_cluster", "- 0 * hits.per_cluster"),
+        ("no gain", "0.5 * std * std + shifted - unshifted", "0 * (shifted - unshifted)"),
+        ("values do not move", "(1 - slope / std).clamp(-1, 1)", "0 * slope"),
+        ("stricter search", ">= distance[..., None]", ">= distance[..., None] + 0.5"),
+        ("threshold without gradients", "(shares - shares.detach())", "0 * shares"),
+    ],
+    ("reference.py", "full padded"): [
+        ("covariance of padded chunks", "if not bool(inside.all()):", "if False:"),
+    ],
+    ("reference.py", "stats"): [
+        ("wrong count of int4 keys", "(size - n_outliers) +", "size +"),
+    ],
+    ("reference.py", "reference"): [
+        ("covariance of the first chunk", "index.key_cov[0, :count].mean(0)", "index.key_cov[0, :1].mean(0)"),
+        ("sinks forgotten", "& ~is_far, query @", "& ~is_far & ~is_sink, query @"),
+    ],
+    ("plain.py", "causal"): [
+        ("local mass counted twice", "mass = mass + local_mass", "mass = mass + 2 * local_mass"),
+        ("query gradient without the scale", "+= grads[0] * view.scale", "+= grads[0]"),
+        ("no gradient through centroids", ": part.shape[0]] += part", ": part.shape[0]] += 0 * part"),
+        ("no gradient through key_cov", "pool] += grads[7]", "pool] += 0 * grads[7]"),
+        ("no gradient through key_value_cov", "pool] += grads[8]", "pool] += 0 * grads[8]"),
+        ("other keys in the backward pass", "far), threshold[place])", "far), threshold[place] + 0.5)"),
+        ("the mass has no gradient", "-product[place]))", "0 * product[place]))"),
+        ("own chunk not causal", "scale, causal=True)", "scale, causal=False)"),
+        ("own keys without gradients", "rows] += beside[:, 0]", "rows] += 0 * beside[:, 0]"),
+    ],
+    ("plain.py", "full padded"): [
+        ("padding weighs", "None if bool(inside.all()) else hidden", "None"),
+    ],
+    ("attention.py", "holes"): [
+        ("gaps overlooked", "return gaps if bool(gaps.any()) else None", "return None"),
+    ],
+    ("attention.py", "batch"): [
+        ("sequences in another order", "torch.cat(rows).argsort()", "torch.cat(rows)"),
+    ],
+    ("attention.py", "causal"): [
+        ("threshold passes nothing to local keys", "if not bool(more.any()):", "if True:"),
+        ("lse without a gradient", "grad, output = _fold(grad.to(wide)", "_ = _fold(grad.to(wide)"),
+    ],
+    ("attention.py", "stats"): [
+        ("far keys counted as local", "- chunks * layout.chunk_size, real", "- 0 * chunks, real"),
+    ],
+    ("layout.py", "causal"): [
+        ("the first covariance for all", "(n_clusters - 1) //", "0 * (n_clusters - 1) //"),
+        ("one chunk less is far", "// self.chunk_size - 1).clamp", "// self.chunk_size - 2).clamp"),
+    ],
+    ("layout.py", "full padded"): [
+        ("one full chunk less", "(valid.sum(1) - self.sinks) //", "(valid.sum(1) - 20) //"),
+    ],
+    ("layout.py", "native forward"): [
+        ("exact queries route", "position < self.exact_until, 0)", "position < 0, 0)"),
+    ],
+    ("decode.py", "decode"): [
+        ("covariance of new chunks only", "[before + more for", "[more for"),
+        ("covariance after a step back", "index.means if is_latest else index.means_before", "index.means"),
+        ("crop forgets nothing", "chunk_size:\n            self._index = None", "chunk_size:\n            pass"),
+        ("beams stay", "(rows.shape[0], -1)).index_select(0, rows)", "(rows.shape[0], -1))"),
+        ("centroids count as keys", "layout.n_keys - layout.n_chunks *", "layout.n_keys - 0 *"),
+    ],
+    ("native.py", "native"): [
+        ("values move further", "keys.key_value_cov.contiguous()", "keys.key_value_cov * 1.01"),
+        ("sinks count in full in C", "math.log(SINK_WEIGHT)", "0.0"),
+        ("one thread's gradients", "(part.sum(0) for part in parts)", "(part[0] for part in parts)"),
+        ("no product in C", "(grads * merged.output).sum(-1)", "0 * grads.sum(-1)"),
+    ],
+    ("native.py", "native decode"): [
+        ("a step misses its own key", "(self._stop, n_keys)", "(self._stop, n_keys - 1)"),
+    ],
+    ("error_bound.py", "seeds"): [
+        ("one seed for all samples", "(seed % 2**31) *", "0 *"),
+    ],
+    ("error_bound.py", "tolerance"): [
+        ("int4 weights kept", "represents * (true - by_int4)", "0 * represents"),
+    ],
+    ("search.c", "native"): [
+        ("clusters searched within one deviation", "- p->search_stds *", "- 1.0f *"),
+        ("outliers not compared", "n_searching += w->threshold[t] < INFINITY", "n_searching += 0"),
+    ],
+    ("int4.h", "native"): [
+        ("int4 offset", "- 8 * sums[j][1], floats", "- 7 * sums[j][1], floats"),
+        ("high half times the low query", "q[j][4 * (i + eighth) + k]", "q[j][4 * i + k]"),
+    ],
+    ("centroids.h", "native"): [
+        ("gain without the cut", "+ beyond - below, MAX_GAIN)", ", MAX_GAIN)"),
+        ("no move", "splat(1.0f) - slope * splat(1.0f / s), 1.0f)", "splat(0.0f), 1.0f)"),
+        ("slope of the gain", "splat(s) - by_x, zero)", "splat(s), zero)"),
+    ],
+    ("forward.c", "native"): [
+        (
+            "keys read stay in the centroid",
+            "floats left = splat((float)p->cluster_size) -",
+            "floats left = splat(32.0f) - 0.0f *",
+        ),
+        ("coarser query", "largest(most) / 31.0f", "largest(most) / 7.0f"),
+        ("threshold too low", "- p->log_inverse;", "- 1.1f * p->log_inverse;"),
+        ("the first covariance for all", "(w->clusters - 1) / p->clusters_per_cov", "0"),
+    ],
+    ("local.c", "native"): [
+        ("later keys are read", "for (int64_t c = stop; c < n; c++)", "for (int64_t c = n; c < n; c++)"),
+    ],
+    ("local.c", "native forward"): [
+        ("masses under the old maximum", "*mass * scale + total(added)", "*mass + total(added)"),
+    ],
+    ("index.c", "native forward"): [
+        ("nearest keys as outliers", "lengths[i] >> 16 & 0x7fff", "0x7fff - (lengths[i] >> 16 & 0x7fff)"),
+        ("other int4 units", "numbers[i] = (uint8_t)whole[i]", "numbers[i] = (uint8_t)(15 - whole[i])"),
+        ("no power iterations", "step < 3", "step < 0"),
+        ("double covariance", "1.0f / (float)c->chunk_size", "2.0f / (float)c->chunk_size"),
+    ],
+    ("backward.c", "native"): [
+        ("no gradient through the deviation", "s > MIN_STD ? by_std_total / s", "s < 0 ? by_std_total / s"),
+        ("threshold passes nothing to local keys", "= by_threshold_total;", "= 0;"),
+        ("threshold passes nothing to centroids", "if (by_threshold_total != 0)", "if (0)"),
+        ("values of hits", "grad, weight, wide);", "grad, 1.01f * weight, wide);"),
+    ],
+    ("sampled.c", "tolerance"): [
+        ("shares of centroids", "2 * mean - r->shown", "mean - r->shown"),
+    ],
+    ("sampled_search.c", "tolerance"): [
+        ("no margin", "{s->margin * off[0], s->margin * off[1]}", "{0, 0}"),
+    ],
+    ("sampled_threshold.c", "tolerance"): [
+        ("larger steps", "(float)j * s->step", "3 * (float)j * s->step"),
+    ],
+    ("sampled_variance.c", "tolerance"): [
+        ("half the variance", "total(second) + alone[0]", "0.5f * total(second) + alone[0]"),
+    ],
+}
+"""By file and the check that must fail: what breaks, the text, its replacement."""
+
+# --- breaking
+
+
+def functions_of(namespace, file):
+    """Functions and methods defined in a file, by name."""
+    found = {}
+    for value in namespace.values():
+        for member in vars(value).values() if isinstance(value, type) else (value,):
+            function = getattr(member, "fget", None) or getattr(member, "__func__", None) or member
+            function = inspect.unwrap(function) if callable(function) else function
+            if isinstance(function, FunctionType) and function.__code__.co_filename == file:
+                found[function.__qualname__] = function
+    return found
+
+
+def break_python(monkeypatch, name, text, replacement):
+    """Run a module of the engine with one text replaced, wherever it was imported."""
+    module = importlib.import_module(f"prescore.routed.{name}")
+    source, broken = Path(module.__file__).read_text(), dict(vars(module))
+    assert source.count(text) == 1, f"{text!r} must occur once in {name}.py, got {source.count(text)}"
+    exec(compile(source.replace(text, replacement), module.__file__, "exec"), broken)
+    for own in functions_of(vars(module), module.__file__).values():
+        monkeypatch.setattr(own, "__code__", functions_of(broken, module.__file__)[own.__qualname__].__code__)
+    others = ("attention", "decode", "error_bound", "native", "plain", "reference")
+    for constant in [key for key, value in broken.items() if isinstance(value, int | float) and key.isupper()]:
+        for other in (importlib.import_module(f"prescore.routed.{part}") for part in others):
+            if constant in vars(other) and broken[constant] != getattr(module, constant):
+                monkeypatch.setattr(other, constant, broken[constant])
+
+
+def compile_c(command, *files):
+    command = [*build._find_compiler(), *command, *map(str, files)]
+    subprocess.run(command, check=True, capture_output=True, text=True)
+
+
+FLAGS = [*(flag for flag in build._FLAGS if flag not in ("-O3", "-shared")), "-O1"]
+
+
+@pytest.fixture(scope="module")
+def objects(tmp_path_factory):
+    """Every C file of the engine, compiled."""
+    if build._find_compiler() is None:
+        pytest.skip("there is no C compiler here")
+    folder = tmp_path_factory.mktemp("objects")
+    for path in build.FOLDER.glob("*.c"):
+        compile_c([*FLAGS, "-c", "-o"], folder / f"{path.stem}.o", path)
+    return folder
+
+
+def load_c(monkeypatch, objects, folder, file=None, text="", replacement=""):
+    """Load a library with one text of one file replaced."""
+    linked = {path.stem: path for path in objects.glob("*.o")}
+    for path in build.FOLDER.glob("*.[ch]"):
+        source = path.read_text()
+        if path.name == file:
+            assert source.count(text) == 1, f"{text!r} must occur once in {file}, got {source.count(text)}"
+            source = source.replace(text, replacement)
+        (folder / path.name).write_text(source)
+    for path in folder.glob("*.c"):
+        if path.name == file or (file is not None and f'#include "{file}"' in path.read_text()):
+            linked[path.stem] = folder / f"{path.stem}.o"
+            compile_c([*FLAGS, "-c", "-o"], linked[path.stem], path)
+    compile_c([*FLAGS, "-shared", "-o"], folder / build.library_name("baseline"), *linked.values(), "-lm")
+    monkeypatch.setattr(library, "_FOLDER", folder)
+    monkeypatch.setattr(library, "_found", {})
+    monkeypatch.setenv(library.VARIABLE, "baseline")
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_a_check_passes_on_the_engine_as_it_is(name, monkeypatch, objects, tmp_path):
+    load_c(monkeypatch, objects, tmp_path)
+    CHECKS[name]()
+
+
+ROWS = [(*place, *row) for place, rows in BREAKS.items() for row in rows]
+
+
+@pytest.mark.parametrize("row", ROWS, ids=[f"{file}: {name}" for file, _, name, _, _ in ROWS])
+def test_a_break_is_caught(row, request, monkeypatch, tmp_path):
+    file, check, _, text, replacement = row
+    if file.endswith(".py"):
+        if check in NATIVE_CHECKS and library.loaded_level() == library.NO_LEVEL:
+            pytest.skip("no native library is built")
+        break_python(monkeypatch, file.removesuffix(".py"), text, replacement)
+    else:
+        load_c(monkeypatch, request.getfixturevalue("objects"), tmp_path, file, text, replacement)
+    with pytest.raises(AssertionError):
+        CHECKS[check]()

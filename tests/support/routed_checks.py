@@ -1,0 +1,184 @@
+"""Calls of routed attention and checks of their results, shared by tests/routed and its mutation table."""
+
+import math
+import os
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import pytest
+import torch
+from oracles.budgets import assert_within
+from oracles.routed import routed_oracle
+from torch import Tensor
+
+from prescore import prescored_attention
+from prescore.errors import Unsupported
+from prescore.ops.native import library
+from prescore.routed.reference import reference_attention
+from prescore.types import Attended
+
+FLOAT64 = 1e-10
+"""A few hundred float64 roundings of numbers of size 1 to 100: far above rounding, far below any wrong weight."""
+LEVELS = ("baseline", "avx2", "avx512")
+
+
+@contextmanager
+def native_level(level):
+    """Run native code of one level; `0` runs none. Skips the test where the level cannot run."""
+    before = os.environ.get(library.VARIABLE)
+    os.environ[library.VARIABLE] = level
+    try:
+        try:
+            library.load()
+        except Unsupported as refusal:
+            pytest.skip(str(refusal))
+        yield level
+    finally:
+        os.environ.pop(library.VARIABLE)
+        if before is not None:
+            os.environ[library.VARIABLE] = before
+
+
+def levels_here():
+    """Levels that are built and run on this processor."""
+    folder = library._FOLDER
+    levels = library.levels_of_processor()
+    return [level for level in levels if (folder / library.library_name(level)).is_file()]
+
+
+needs_native = pytest.mark.skipif(not levels_here(), reason="no native library is built (make native)")
+
+
+def attend(tensors, config, **options):
+    """Result and stats of a public call, causal unless said otherwise."""
+    output, aux = prescored_attention(*tensors, config, **{"is_causal": True, **options}, return_aux=True)
+    return Attended(output, aux.lse), aux.stats
+
+
+def padded_with_nan(tensor, mask):
+    """The tensor with NaN wherever `mask [B, Nk]` has padding."""
+    return tensor if mask is None else tensor.masked_fill(~mask[:, None, :, None], math.nan)
+
+
+def specified_queries(query, mask, is_causal):
+    """`[B, Hq, Nq]`: the oracle says nothing about causal padding queries."""
+    if mask is None or not is_causal or query.shape[2] != mask.shape[1]:
+        return torch.ones(query.shape[:3], dtype=torch.bool)
+    return mask[:, None].expand(query.shape[:3])
+
+
+def loss_of(attended, counted):
+    """A number that feels output and lse of each counted query that sees something, each in its own way."""
+    generator = torch.Generator().manual_seed(1)
+    weight = torch.randn(attended.output.shape, generator=generator, dtype=torch.float64)
+    counted = counted & ~torch.isneginf(attended.lse.detach())
+    output, lse = attended.output.double() * weight, attended.lse.double() * weight[..., 0]
+    return output[counted].sum() + lse[counted].sum()
+
+
+class Truth(NamedTuple):
+    """What the oracle says: result, queries that it specifies, and gradients of `loss_of` them."""
+
+    attended: Attended
+    counted: Tensor
+    grads: tuple[Tensor, ...]
+
+
+def oracle_truth(config, tensors, *, is_causal=True, mask=None, scale=None):
+    """Result and gradients of a call by the oracle."""
+    inputs = [t.detach().clone().requires_grad_() for t in tensors]
+    result = routed_oracle(*inputs, config, is_causal=is_causal, key_padding_mask=mask, scale=scale)
+    counted = specified_queries(inputs[0], mask, is_causal)
+    grads = torch.autograd.grad(loss_of(result, counted), inputs)
+    return Truth(Attended(*(t.detach() for t in result)), counted, grads)
+
+
+def assert_true(got, inputs, truth):
+    """Output, lse and gradients of a float64 result equal those of the oracle."""
+    counted = truth.counted
+    assert_within(got.output[counted], truth.attended.output[counted], FLOAT64, "output")
+    assert_within(got.lse[counted], truth.attended.lse[counted], FLOAT64, "lse")
+    grads = torch.autograd.grad(loss_of(got, counted), inputs)
+    for name, grad, wanted in zip(("query", "key", "value"), grads, truth.grads, strict=True):
+        assert_within(grad, wanted, FLOAT64, f"gradient of {name}")
+
+
+def check_routed(config, tensors, *, is_causal=True, mask=None, scale=None, backend="auto", truth=None):
+    """A float64 call equals the oracle, forward and backward, with NaN in the padding; returns its stats."""
+    options = {"is_causal": is_causal, "scale": scale}
+    truth = truth or oracle_truth(config, tensors, mask=mask, **options)
+    inputs = query, key, value = [t.detach().clone().requires_grad_() for t in tensors]
+    padded = (query, padded_with_nan(key, mask), padded_with_nan(value, mask))
+    got, stats = attend(padded, config, **options, key_padding_mask=mask, backend=backend)
+    assert_true(got, inputs, truth)
+    return stats
+
+
+def check_reference(config, tensors, *, is_causal=True, scale=None, truth=None):
+    """`reference_attention` of every head equals the oracle, forward and backward; returns it by head."""
+    truth = truth or oracle_truth(config, tensors, is_causal=is_causal, scale=scale)
+    inputs = query, key, value = [t.detach().clone().requires_grad_() for t in tensors]
+    group = query.shape[1] // key.shape[1]
+    heads = {
+        (row, head): reference_attention(
+            *(query[row, head], key[row, head // group], value[row, head // group], config),
+            is_causal=is_causal,
+            scale=scale,
+        )
+        for row in range(query.shape[0])
+        for head in range(query.shape[1])
+    }
+    output, lse = (torch.stack([getattr(h, name) for h in heads.values()]) for name in ("output", "lse"))
+    shape = query.shape[:3]
+    assert_true(Attended(output.view(*shape, -1), lse.view(shape)), inputs, truth)
+    return heads
+
+
+def differing_queries(got, wanted, budget):
+    """`[B, Hq, Nq]` queries that differ by more than `budget`; NaN equals NaN, and infinities themselves."""
+
+    def off(one, other):
+        one, other = one.detach().double(), other.detach().double()
+        same = (one == other) | (one.isnan() & other.isnan())
+        return (one - other).abs().masked_fill(same, 0.0)
+
+    return ~(off(got.output, wanted.output).amax(-1) <= budget) | ~(off(got.lse, wanted.lse) <= budget)
+
+
+def assert_alike(got, wanted, budget, n_flips=2, what="native code"):
+    """Equal but for a few queries, where rounding moves a key across the threshold; returns the equal ones."""
+    differ = differing_queries(got, wanted, budget)
+    message = f"{int(differ.sum())} of {differ.numel()} queries of {what} differ"
+    assert int(differ.sum()) <= n_flips, message
+    return ~differ
+
+
+def check_native(config, tensors, *, is_causal=True, mask=None, budget=None, gradients=True, truth=None):
+    """Native code equals the plain backend (or `truth`), forward and backward; returns its stats.
+
+    Args:
+        config, tensors, is_causal, mask: Of the call.
+        budget: Of each number of output and lse; sums of float32 in another order by default.
+        gradients: Whether they are compared.
+        truth: What it is compared with: an `Attended` of the same tensors.
+    """
+    dtype = tensors[0].dtype
+    inputs = [t.detach().requires_grad_(gradients) for t in tensors] if truth is None else list(tensors)
+    options = {"is_causal": is_causal, "key_padding_mask": mask}
+    got, stats = attend(inputs, config, **options, backend="native")
+    assert stats.backend == "native", "nothing was far: native code did not run"
+    plain_stats = None
+    if truth is None:
+        truth, plain_stats = attend(inputs, config, **options, backend="plain")
+    budget = budget or (2e-5 if dtype == torch.float32 else 3 * torch.finfo(dtype).eps)
+    alike = assert_alike(got, truth, budget) & specified_queries(inputs[0], mask, is_causal)
+    if plain_stats is not None:
+        for name in ("keys_compared", "far_keys_read", "keys_per_query"):
+            assert stats[name] == pytest.approx(plain_stats[name], rel=1e-3, abs=1e-9), name
+    if gradients:
+        grads = [torch.autograd.grad(loss_of(result, alike), inputs) for result in (got, truth)]
+        budget = 5e-6 if dtype == torch.float32 else 4 * torch.finfo(dtype).eps
+        for name, grad, wanted in zip(("query", "key", "value"), *grads, strict=True):
+            size = float(wanted.abs().max())
+            assert_within(grad.double() / size, wanted.double() / size, budget, f"gradient of {name}")
+    return stats
