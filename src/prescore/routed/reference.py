@@ -143,7 +143,7 @@ def build_clusters(key: Tensor, value: Tensor, layout: Layout, begin: int, n_chu
         if points.numel():
             order = bisection_tree(points, layout.levels)
         start = torch.arange(n_chunks, dtype=torch.int64, device=key.device)[:, None] * layout.chunk_size + begin
-        positions = (order + start).view(n_heads, -1, layout.cluster_size)
+        positions = (order + start).view(n_heads, n_chunks * layout.clusters_per_chunk, layout.cluster_size)
         positions = outliers_first(positions, take(key, positions).to(wide))
     keys, values = (take(t, positions).to(wide) for t in (key, value))
     centroid_key, centroid_value = keys.mean(2), values.mean(2)

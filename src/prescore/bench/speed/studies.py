@@ -38,8 +38,7 @@ from prescore.bench.speed.timing import (
     timed,
 )
 from prescore.config import Config, Exact, Hyper, Routed, Selected
-from prescore.integrations.decode import CachedKeys, Decoder, Request
-from prescore.integrations.state import SelectionState
+from prescore.integrations.decode import CachedKeys, LayerCache, Request, SelectionState
 from prescore.parallel.comm import Group, as_group
 from prescore.registry import get_scorer
 from prescore.scoring.base import Scorer
@@ -302,7 +301,7 @@ def measure_decode(config: Values, seed: int) -> Values:
     return {
         "seconds": {name: entry["seconds"] for name, entry in times.items()},
         "spread": {name: entry["spread"] for name, entry in times.items()},
-        "reads_per_query": state.n_rows,
+        "reads_per_query": state.n_entries,
         "speedup": times["selected"]["speedup"],
         "error": checked["error"],
     }
@@ -414,7 +413,7 @@ def measure_steps(inputs: Inputs, scale: float, n_steps: int) -> Values:
     Exact attention is timed with grouped heads, and packed: the heads of a group as queries of one KV head, which
     reads every key once.
     """
-    n, config, decoder = inputs[0].shape[2], Routed(), Decoder()
+    n, config, decoder = inputs[0].shape[2], Routed(), LayerCache()
     if n <= n_steps:
         raise ValueError(f"n must be more than the {n_steps} steps, got {n}")
     index_seconds, _ = timed(partial(_routed_step, decoder, _newest(inputs, n - n_steps), config, scale))
@@ -464,13 +463,13 @@ def packed_step(newest: Inputs, scale: float) -> Tensor:
     return scaled_dot_product_attention(packed, key, value, scale=scale).flatten(1, 2)[:, :, None]
 
 
-def _routed_step(decoder: Decoder, newest: Inputs, config: Routed, scale: float) -> tuple[Tensor, float, str]:
+def _routed_step(decoder: LayerCache, newest: Inputs, config: Routed, scale: float) -> tuple[Tensor, float, str]:
     """Output, keys and centroids read, and the path of a step, as a layer with a cache takes it."""
     query, key, value = newest
     step = decoder.step(query, CachedKeys(key, value, None, key.shape[2]), Request(config, scale))
-    if step.output is None or step.count_keys is None:
+    if step.result is None:
         return _exact(newest, False, scale), float(key.shape[2]), step.path
-    return step.output, step.count_keys(), step.path
+    return step.result.output, sum(step.result.count_reads()), step.path
 
 
 # Context parallel: a row starts as many processes on this machine as it has ranks.

@@ -19,7 +19,7 @@ from torch import Tensor
 from prescore.bench.records import Row, Values, row_key
 from prescore.bench.vision.methods import DEFAULT, EXACT, PAPER_GRID, ROUTED, full_budget, parse_method
 from prescore.bench.vision.models import Images, VisionModel
-from prescore.integrations.apply import Look, observe, replace_attention
+from prescore.integrations.apply import Observer, observe, replace_attention
 from prescore.integrations.attention import Attend, AttentionContext, PrescoredAttention, attend_exactly
 
 
@@ -83,7 +83,7 @@ class Study:
         return Predictions(torch.cat(logits), torch.cat(labels), seconds, attention_seconds)
 
     @torch.inference_mode()
-    def observe(self, look: Look) -> None:
+    def observe(self, look: Observer) -> None:
         """Run all images with exact attention, and show the queries and keys of every layer to `look`."""
         with observe(self.model.model, look):
             for pixels, _ in self.images.batches(self.model.preprocessing, self.batch_size):

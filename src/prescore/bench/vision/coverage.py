@@ -20,7 +20,7 @@ from prescore.attention import select_by
 from prescore.bench.records import Row, Values, row_key
 from prescore.bench.vision.methods import parse_method
 from prescore.config import Selected
-from prescore.integrations.apply import Look, observe
+from prescore.integrations.apply import Observer, observe
 from prescore.integrations.attention import AttentionContext, layer_seed
 from prescore.integrations.masks import full_mask
 from prescore.scoring.select import membership
@@ -47,7 +47,7 @@ class Subject:
     """
 
     described: Values
-    observe: Callable[[Look], None]
+    observe: Callable[[Observer], None]
     n_prefix: int = 0
 
 
@@ -55,7 +55,7 @@ def text_subject(model: nn.Module, texts: Sequence[Tensor], described: Values) -
     """A causal language model on texts of tokens `[length]`."""
 
     @torch.no_grad()
-    def run(look: Look) -> None:
+    def run(look: Observer) -> None:
         with observe(model, look):
             for tokens in texts:
                 model(input_ids=tokens[None].to(next(model.parameters()).device), use_cache=False)
