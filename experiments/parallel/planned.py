@@ -6,7 +6,7 @@ heads and 8 KV heads of 128 numbers, bfloat16. Selected keys are taken to lie ev
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import torch
@@ -95,8 +95,7 @@ class _SelectedExchange:
 
     def _stats(self, block: Block, scorer: Scorer) -> float:
         """Score statistics, to the other holders."""
-        shard = replace(self.shard, streams=self.shard.streams.child(block.name))
-        stats = empty_stats(scorer, shard, self.layout.columns(block, self.rank), len(block.keys))
+        stats = empty_stats(scorer, self.shard, block, self.layout.columns(block, self.rank))
         if stats is None:
             raise TypeError(f"scorer must have statistics, got {scorer!r}")
         return stats.shape[2] * stats.itemsize * self._others(self.layout.holders(block))

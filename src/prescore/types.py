@@ -30,8 +30,8 @@ class Selection:
 
     `indices [B, Hkv, S]` int64, ascending in position; `valid [B, Hkv, S]` is False on the filler of rows that
     keep fewer than `S` keys (filler repeats the last kept index, so the order stays ascending).
-    `fallback [B]` marks the rows where fewer than `min_fraction * n` keys were asked for, so that attention
-    runs unfiltered: there every real key is "selected".
+    `fallback [B]` (with `min_score` `[B, Hkv]`) marks where fewer than `min_fraction * n` keys were to be kept,
+    so that attention runs unfiltered: there every real key is "selected".
     """
 
     indices: Tensor

@@ -57,7 +57,7 @@ def why_not_selected(shard: Shard, config: Selected) -> str:
     if 0 in (shard.query.numel(), shard.key.numel()):
         return "there is nothing to select from"
     for scorer in (config.scoring, cluster_scorer(config, shard)):
-        if scorer is not None and empty_stats(scorer, shard, range(1), 1) is None:
+        if scorer is not None and empty_stats(scorer, shard) is None:
             rule = getattr(scorer, "rule", None)
             return f"the scorer {scorer.name!r}{f' by {rule!r}' if rule else ''} compares all keys"
     return ""
@@ -192,6 +192,11 @@ class Layout:
         """The keys of a rank in a block, counted from the block's first."""
         return shifted(overlap(self.keys[rank], block.keys), -block.keys.start)
 
+    def rows(self, block: Block, rank: int) -> slice:
+        """Where the keys of a rank in a block lie in its tables."""
+        inside = shifted(overlap(self.keys[rank], block.keys), -self.keys[rank].start)
+        return slice(inside.start, inside.stop)
+
     def sent_blocks(self, holder: int, reader: int) -> list[Block]:
         """The blocks of which one rank holds keys and another has queries, in the shared order."""
         return [b for b in self.blocks if holder in self.holders(b) and reader in self.readers(b)]
@@ -225,12 +230,17 @@ def cluster_scorer(config: Selected, shard: Shard) -> ClusteringScorer | None:
     return centroid_clusters(shard.key.shape[-1], is_causal=shard.is_causal)
 
 
-def empty_stats(scorer: Scorer, shard: Shard, positions: range, n_keys: int) -> Tensor | None:
-    """Statistics of an empty batch at some positions of a block: their dtype and size; None = not supported."""
-    dtype, (heads, dim) = shard.key.dtype, (shard.key.shape[1], shard.key.shape[3])
-    wide = torch.promote_types(dtype, torch.float32)
-    keys = torch.empty(0, heads, len(positions), dim, dtype=wide, device="cpu")
-    return scorer.stats(KeyShard(keys, positions.start, n_keys, dtype, shard.streams))
+def empty_stats(
+    scorer: Scorer, shard: Shard, block: Block | None = None, columns: range = range(1)
+) -> Tensor | None:
+    """Statistics of an empty batch: the dtype and size of those of a rank with these columns of a block.
+
+    None = the scorer has no statistics, whatever the block.
+    """
+    dtype, wide = shard.key.dtype, torch.promote_types(shard.key.dtype, torch.float32)
+    keys = torch.empty(0, shard.key.shape[1], len(columns), shard.key.shape[3], dtype=wide, device="cpu")
+    n_keys, streams = (1, shard.streams) if block is None else (len(block.keys), shard.streams.child(block.name))
+    return scorer.stats(KeyShard(keys, columns.start, n_keys, dtype, streams))
 
 
 @torch.no_grad()
@@ -242,40 +252,41 @@ def _select(shard: Shard, config: Selected, layout: Layout) -> tuple[dict[Block,
     clusters = {}
     if scorer is not None:
         clusters = scores if scorer is config.scoring else _score(shard, layout, held, scorer)
-    best = _best(shard, layout, scores)
-    width = {block: len(layout.columns(block, shard.group.rank)) for block in held}
-    full = {b: shard.key.new_ones(*shard.key.shape[:2], width[b], dtype=torch.bool) for b in held if b.keeps_all}
-    return {block: best[block] if block in best else full[block] for block in held}, clusters
+    members = _best(shard, layout, scores)
+    for block in held:
+        if block.keeps_all:
+            n_own = len(layout.columns(block, shard.group.rank))
+            members[block] = shard.key.new_ones(*shard.key.shape[:2], n_own, dtype=torch.bool)
+    return members, clusters
 
 
 def _score(shard: Shard, layout: Layout, held: list[Block], scorer: Scorer) -> dict[Block, Scored]:
     """Scores of this rank's keys, after the holders of each block exchanged their statistics."""
-    group, own = shard.group, layout.keys[shard.group.rank]
-    keys = shard.key.detach().to(torch.promote_types(shard.key.dtype, torch.float32))
+    group, dtype = shard.group, shard.key.dtype
+    keys = shard.key.detach().to(torch.promote_types(dtype, torch.float32))
     shards = {}
-    for block in held:
-        if not block.keeps_all:
-            inside = shifted(overlap(own, block.keys), -own.start)
-            columns, streams = layout.columns(block, group.rank), shard.streams.child(block.name)
-            part = keys[:, :, inside.start : inside.stop]
-            shards[block] = KeyShard(part, columns.start, len(block.keys), shard.key.dtype, streams)
+    for block in (block for block in held if not block.keeps_all):
+        begin, streams = layout.columns(block, group.rank).start, shard.streams.child(block.name)
+        part = keys[:, :, layout.rows(block, group.rank)]
+        shards[block] = KeyShard(part, begin, len(block.keys), dtype, streams)
 
     def local_stats() -> dict[Block, Tensor]:
         return {block: _required(scorer, scorer.stats(part)) for block, part in shards.items()}
 
     def shape(block: Block, rank: int) -> tuple[int, ...]:
-        child = replace(shard, streams=shards[block].streams)
-        empty = empty_stats(scorer, child, layout.columns(block, rank), len(block.keys))
+        empty = empty_stats(scorer, shard, block, layout.columns(block, rank))
         return *keys.shape[:2], _required(scorer, empty).shape[2]
 
-    like = _required(scorer, empty_stats(scorer, shard, range(1), 1)).to(keys.device)
+    like = _required(scorer, empty_stats(scorer, shard)).to(keys.device)
     stats = _among(shard, layout.holders, done_by_all(group, local_stats), shape, like)
 
     def local_scores() -> dict[Block, Scored]:
-        return {
-            block: checked_scores(scorer.score_from(stats[block], part), scorer, part.keys, None)
-            for block, part in shards.items()
-        }
+        scores = {}
+        for block, part in shards.items():
+            scores[block] = checked_scores(scorer.score_from(stats[block], part), scorer, part.keys, None)
+            if scores[block].labels is not None and not isinstance(scorer, ClusteringScorer):
+                raise TypeError(f"scorer must be a ClusteringScorer to return labels of shards, got {scorer!r}")
+        return scores
 
     return done_by_all(group, local_scores)
 
@@ -342,9 +353,6 @@ def _best(shard: Shard, layout: Layout, scored: Mapping[Block, Scored]) -> dict[
 # The exchange of keys and values. One step of the graph for all blocks: its backward pass is one exchange too,
 # and in the same order on every rank.
 
-Totals = tuple[Tensor, Tensor, Tensor]
-"""Sums of keys and of values, and numbers of members, by cluster; see `cluster_totals`."""
-
 
 class Received(NamedTuple):
     """What a rank has of the others, and of itself.
@@ -353,7 +361,7 @@ class Received(NamedTuple):
         key, value: `[rows, D]` tables.
         local: `[B, H, n]` rows of the tables at this rank's local positions.
         rows: By block that this rank's queries read: `[B, H, n_selected]` rows, ascending in position.
-        totals: By block: what its centroids are made of.
+        totals: By block with centroids: what `_cluster_sums` gives, over all holders.
         anchor: For `prescore.parallel.comm.tied`.
     """
 
@@ -361,7 +369,7 @@ class Received(NamedTuple):
     value: Tensor
     local: Tensor
     rows: dict[Block, Tensor]
-    totals: dict[Block, Totals]
+    totals: dict[Block, Tensor]
     anchor: Tensor
 
 
@@ -394,25 +402,21 @@ def _exchange(
     for table in like:
         flat = table.reshape(-1, table.shape[-1])
         messages.append(([[flat.index_select(0, own)] for own in rows], [[(n, table.shape[-1])] for n in n_rows]))
-    widths = [shard.key.shape[-1], shard.value.shape[-1], 1]
     scored = [[block for block in blocks if not block.keeps_all] for blocks in coming]
     if scorer is not None:
         sums = {b: _cluster_sums(shard, layout, b, members[b], each) for b, each in clusters.items()}
-        shape = (batch * heads, scorer.n_clusters or shard.key.shape[-1] + 1, sum(widths))
         outgoing = [[sums[block] for block in blocks if block in sums] for blocks in going]
+        width = shard.key.shape[-1] + shard.value.shape[-1] + 1
+        shape = (batch * heads, scorer.n_clusters or shard.key.shape[-1] + 1, width)
         messages.append((outgoing, [[shape] * len(blocks) for blocks in scored]))
         like.append(torch.empty(0, dtype=accumulation_dtype(shard.key.dtype), device=device))
     received, anchor = group.all_to_all_with_grad(*messages, like=like)
     key, value = (torch.cat([table for (table,) in each]) for each in received[:2])
-    numbered = _numbered(coming, per_head)
     totals: dict[Block, Tensor] = {}
     for blocks, parts in zip(scored, received[2], strict=True) if scorer is not None else ():
         for block, part in zip(blocks, parts, strict=True):  # in the order of ranks, so that all get the same bits
             totals[block] = totals[block] + part if block in totals else part
-    split = {block: total.split(widths, dim=-1) for block, total in totals.items()}
-    by_cluster = {block: (parts[0], parts[1], parts[2].detach()) for block, parts in split.items()}
-    local = numbered.pop(None)
-    return Received(key, value, local, {b: r for b, r in numbered.items() if b is not None}, by_cluster, anchor)
+    return Received(key, value, *_numbered(coming, per_head), totals, anchor)
 
 
 def _outgoing_rows(
@@ -425,12 +429,12 @@ def _outgoing_rows(
     rows = [(head + arange(local.start, local.stop, like=shard.key)).reshape(-1)]
     for block in blocks:
         head, column = members[block].flatten(0, 1).nonzero().unbind(1)
-        rows.append(head * len(own) + column + overlap(own, block.keys).start - own.start)
+        rows.append(head * len(own) + column + layout.rows(block, shard.group.rank).start)
     return torch.cat(rows)
 
 
-def _numbered(coming: list[list[Block]], per_head: list[list[Tensor]]) -> dict[Block | None, Tensor]:
-    """Rows `[B, H, n]` of the received tables by block, None = local positions, ascending in position.
+def _numbered(coming: list[list[Block]], per_head: list[list[Tensor]]) -> tuple[Tensor, dict[Block, Tensor]]:
+    """Rows `[B, H, n]` of the received tables, ascending in position: at local positions, and by block.
 
     A holder's rows are sorted by block, then by head, then by position, and holders are sorted by position.
     """
@@ -444,16 +448,16 @@ def _numbered(coming: list[list[Block]], per_head: list[list[Tensor]]) -> dict[B
             rows.setdefault(block, []).append(arange(begin, begin + len(head), like=count))
             begin += len(head)
     order = {block: torch.sort(torch.cat(parts), stable=True).indices for block, parts in heads.items()}
-    return {block: torch.cat(parts)[order[block]].view(*shape, -1) for block, parts in rows.items()}
+    numbered = {block: torch.cat(parts)[order[block]].view(*shape, -1) for block, parts in rows.items()}
+    return numbered[None], {block: each for block, each in numbered.items() if block is not None}
 
 
 def _cluster_sums(shard: Shard, layout: Layout, block: Block, member: Tensor, scored: Scored) -> Tensor:
-    """`[B * H, clusters, D + Dv + 1]`: sums over this rank's unselected keys of a block."""
+    """`[B * H, clusters, D + Dv + 1]`: sums of keys, values and ones over this rank's unselected keys."""
     if scored.labels is None:
         raise TypeError(f"clusters must have labels, got {scored!r}")
-    own = layout.keys[shard.group.rank]
-    inside, wide = shifted(overlap(own, block.keys), -own.start), accumulation_dtype(shard.key.dtype)
-    points = [t[:, :, inside.start : inside.stop].flatten(0, 1).to(wide) for t in (shard.key, shard.value)]
+    rows, wide = layout.rows(block, shard.group.rank), accumulation_dtype(shard.key.dtype)
+    points = [table[:, :, rows].flatten(0, 1).to(wide) for table in (shard.key, shard.value)]
     return torch.cat(cluster_totals(points, scored.labels, ~member, scored.n_clusters), dim=-1)
 
 
@@ -528,11 +532,16 @@ class _Parts:
 
     def _centroids(self, block: Block, centroids: list[Centroids]) -> KeyRows | None:
         """Add the centroids of a block; returns their rows and weights."""
-        totals = self.received.totals.get(block)
-        if totals is None:
+        total = self.received.totals.get(block)
+        if total is None:
             return None
-        shape = (*self.shard.key.shape[:2], totals[0].shape[1])
-        made, rows = centroids_of(totals, (shape[0], shape[1], shape[2]), self.shard.query.dtype)
+        (batch, heads), widths = (
+            self.shard.key.shape[:2],
+            (self.shard.key.shape[-1], self.shard.value.shape[-1], 1),
+        )
+        keys, values, counts = total.split(widths, dim=-1)
+        totals, shape = (keys, values, counts.detach()), (batch, heads, total.shape[1])
+        made, rows = centroids_of(totals, shape, self.shard.query.dtype)
         n_before = sum(each.key.shape[0] for each in centroids)
         centroids.append(made)
         return KeyRows(rows.rows + n_before, rows.bias)

@@ -96,7 +96,7 @@ class Scorer(ABC):
         """The statistics `[B, H, size]` that all ranks need of this shard; None = the scorer needs all keys.
 
         Dtype and size depend on the position and length of the shard, not on its numbers: a rank learns from an
-        empty batch what another rank will send.
+        empty batch what another rank will send. With statistics, only a `ClusteringScorer` may return labels.
         """
         return None
 

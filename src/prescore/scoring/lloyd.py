@@ -80,51 +80,29 @@ def fit(
     )
     weights = fitted.new_ones(fitted.shape[:2]) if sample.weights is None else sample.weights
     centres = _settle(fitted, weights, seeds, metric, max_iter, tol)
-    labels, distances = _assign_all(points, centres, metric, ~sample.is_partial, lift)
-    return Clustering(centres, labels, distances)
+    return Clustering(centres, *assign(points, centres, metric, exact=~sample.is_partial, lift=lift))
 
 
 def assign(
-    points: Tensor,
-    centres: Tensor,
-    metric: Euclidean,
-    *,
-    exact: bool = True,
-    lift: Lift | None = None,
-    problems: Tensor | None = None,
+    points: Tensor, centres: Tensor, metric: Euclidean, *, exact: Tensor | None = None, lift: Lift | None = None
 ) -> tuple[Tensor, Tensor]:
     """Nearest centre of every point and the distance to it, in blocks so that no `n x k` table is held.
 
-    With `problems`, of those only.
+    Problems that are not `exact [P]` use the shortlist of the metric if it has one; None = all are exact. Each
+    problem has its own choice, so that a short one does not notice a long one in its batch.
     """
-    rows = max(256, _ASSIGN_ROWS // len(points))
-    scratch = Scratch()
-    if problems is not None:
-        centres = centres[problems]
-    labels, distances = [], []
-    for block in torch.split(points, rows, dim=1):
-        lifted = block if lift is None else lift(block)
-        nearest = metric.nearest(lifted if problems is None else lifted[problems], centres, scratch, exact=exact)
-        labels.append(nearest[0])
-        distances.append(nearest[1])
-    return torch.cat(labels, dim=1), torch.cat(distances, dim=1)
-
-
-def _assign_all(
-    points: Tensor, centres: Tensor, metric: Euclidean, exact: Tensor, lift: Lift | None
-) -> tuple[Tensor, Tensor]:
-    """Assign exactly where `exact [P]`, by shortlist elsewhere if the metric has one.
-
-    The choice is made for each problem: a short one that shares its batch with a long one must not notice.
-    """
-    if not metric.shortlists or bool((exact == exact[0]).all()):
-        return assign(points, centres, metric, exact=bool(exact[0]), lift=lift)
+    choices = {True} if exact is None or not metric.shortlists else set(exact.tolist())
+    groups: list[tuple[bool, slice | Tensor]] = [(choice, slice(None)) for choice in choices]
+    if exact is not None and len(choices) == 2:
+        groups = [(choice, torch.where(exact == choice)[0]) for choice in choices]
     labels = torch.zeros(points.shape[:2], dtype=torch.int64, device=points.device)
-    distances = points.new_zeros(points.shape[:2])
-    for choice in (True, False):
-        (problems,) = torch.where(exact == choice)
-        assigned = assign(points, centres, metric, exact=choice, lift=lift, problems=problems)
-        labels[problems], distances[problems] = assigned
+    distances, scratch, begin = points.new_zeros(points.shape[:2]), Scratch(), 0
+    for block in torch.split(points, max(256, _ASSIGN_ROWS // len(points)), dim=1):
+        lifted, rows = block if lift is None else lift(block), slice(begin, begin + block.shape[1])
+        for choice, some in groups:
+            nearest = metric.nearest(lifted[some], centres[some], scratch, exact=choice)
+            labels[some, rows], distances[some, rows] = nearest
+        begin = rows.stop
     return labels, distances
 
 
