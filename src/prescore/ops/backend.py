@@ -1,8 +1,8 @@
 """Softmax attention with its log-sum-exp, on each device's fused operator.
 
-Every backend computes two functions of a `Tile`: `forward`, and `backward`, which takes the *merged* output and lse of
-the tile's queries. The weights of a part are `exp(logit - lse)` under the lse of the union of all parts, so the
-gradient of the part's own softmax would be wrong.
+Every backend computes two functions of a `Tile`: `forward`, and `backward`, which takes the *merged* output and
+lse of the tile's queries. The weights of a part are `exp(logit - lse)` under the lse of the union of all parts, so
+the gradient of the part's own softmax would be wrong.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The CUDA memory-efficient operator of PyTorch: any float dtype but float64, bias, lse.
 
-The flash operator takes neither a bias nor float32. The memory-efficient one takes both, so one backend serves every
-part. It wants one key head per query head and a bias whose rows are aligned.
+The flash operator takes neither a bias nor float32. The memory-efficient one takes both, so one backend serves
+every part. It wants one key head per query head and a bias whose rows are aligned.
 """
 
 from __future__ import annotations

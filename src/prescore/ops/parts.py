@@ -2,8 +2,8 @@
 
 Everything this package computes is one softmax per query over a union of key sets: leaves, LSH blocks, sampled
 residuals, sinks, centroids. A `Part` names, by row numbers, which queries read which keys. `attend_parts` runs the
-fused operator once per part, merges the results by log-sum-exp, and differentiates each part under the merged output
-and lse, so that no part's probabilities are ever stored.
+fused operator once per part, merges the results by log-sum-exp, and differentiates each part under the merged
+output and lse, so that no part's probabilities are ever stored.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from prescore.types import Attended
 _TINY_GRADIENT = 1e-15
 
 ROWS_AT_ONCE = 32768
-"""Query rows gathered at once: the allocator reuses temporaries of a few megabytes, and maps and clears larger ones
-anew each time."""
+"""Query rows gathered at once: the allocator reuses temporaries of a few megabytes, and maps and clears larger
+ones anew each time."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,7 +77,7 @@ class Part:
         return parts
 
     def occupied(self) -> tuple[Tensor | None, Tensor | None]:
-        """(`slots`, `rows`): slots of the tiles that are not filler, and their query rows; None = all, in order."""
+        """(`slots`, `rows`): slots of the tiles that hold queries, and their query rows; None = all, in order."""
         if self.query_rows is None:
             return None, None
         rows = self.query_rows.reshape(-1)
@@ -294,8 +294,8 @@ def _add_rows(total: Tensor, rows: Tensor | None, flat: Tensor) -> None:
 def merge(*parts: Attended) -> Attended:
     """Merge attention over disjoint key sets into attention over their union.
 
-    `lse = log sum exp(lse_i)`, `output = sum exp(lse_i - lse) output_i`. Associative and order-free; a part that read
-    no key (lse -inf) changes nothing; differentiable in every output and lse.
+    `lse = log sum exp(lse_i)`, `output = sum exp(lse_i - lse) output_i`. Associative and order-free; a part that
+    read no key (lse -inf) changes nothing; differentiable in every output and lse.
     """
     if not parts:
         raise ValueError("parts must hold at least one Attended, got none")

@@ -28,7 +28,7 @@ from prescore.selected.attention import reads_per_query
 from prescore.selected.blocks import BlockPair, KeyRows, PlacedQueries, exact_part, hyper_part
 from prescore.selected.causal_grid import Queries, leaf_parts
 from prescore.selected.centroids import centroids_of, cluster_totals
-from prescore.selected.plan import block_scorer, kept_rows
+from prescore.selected.plan import kept_rows
 from prescore.types import Attended, Reads, Result, Values
 
 MOST_BLOCKS = 1024
@@ -41,6 +41,8 @@ def why_not_selected(piece: Shard, config: Selected) -> str:
         return "positions of padded sequences begin at different places"
     if config.coupling.mask == "zero":
         return 'coupling.mask="zero" keeps every key'
+    if config.coupling.blocks == "all":
+        return 'coupling.blocks="all" cuts blocks over every key'
     if config.selector != "top":
         return f"the selector {config.selector!r} compares all scores"
     if stats_kind_of(config.scoring) is None:
@@ -276,8 +278,6 @@ class Choosing:
 
     def _scores(self, scorer: Scorer) -> dict[Block, Scored]:
         """Scores of own keys by block, after the holders of each block told one another what they must."""
-        if self.piece.is_causal:
-            scorer = block_scorer(scorer, self._keys.shape[-1])
         telling = stats_kind_of(scorer)
         if telling is None:
             raise TypeError(f"scorer must be one that can be told from pieces, got {scorer!r}")
