@@ -51,7 +51,7 @@ def _padding_is_not_hidden(monkeypatch):
 
 
 def _padded_queries_count_positions(monkeypatch):
-    monkeypatch.setattr(call.Call, "behind_the_end", lambda self: None)
+    monkeypatch.setattr(call.Call, "trailing_padding", lambda self: None)
 
 
 def _sign_of_the_scale_is_lost(monkeypatch):

@@ -52,6 +52,9 @@ BY_HEADS = {
     "hyper": Hyper(Lsh(8, 8), min_seq_len=16),
     "published": Hyper.published(lsh=BY_RANK, min_seq_len=16),
     "zero": Selected.early("kmeans", 12, inner=BY_RANK, min_seq_len=16),
+    "blocks of all keys": Selected.paper(
+        "kmeans", 12, inner=BY_RANK, min_seq_len=16, coupling=Coupling(blocks="all")
+    ),
     "companions": Selected(Companions(window=8), 8, min_seq_len=16),
     "balanced": Selected(KMeans(rule="balanced"), 8, min_seq_len=16),
     "sample": Selected("key-norm", 8, selector="sample", min_seq_len=16),
