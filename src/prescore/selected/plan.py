@@ -29,7 +29,7 @@ from prescore.config import Exact, Lsh, Selected
 from prescore.ops.parts import Centroids, Part, attend_parts, exact_parts, mask_bias
 from prescore.rng import Streams
 from prescore.scoring.base import Scorer
-from prescore.scoring.hashing import hash_ranks, projections, zero_rank
+from prescore.scoring.hashing import hash_ranks, projections
 from prescore.scoring.kmeans import KMeans
 from prescore.scoring.select import (
     Chosen,
@@ -338,10 +338,9 @@ class Plan:
 
         def hashed() -> tuple[Tensor, Tensor]:
             directions = projections(lsh.n_projections, self.call.key, self.call.streams)
-            query, key = (hash_ranks(t, directions).reshape(-1) for t in (self.call.query, self.call.key))
-            if self.zeroing:
-                key = torch.cat((key, key.new_full((1,), zero_rank(lsh.n_projections))))
-            return query, key
+            tables = self.call.query, self.call.key, self.call.key.new_zeros(1, self.call.key.shape[-1])
+            query, key, zero = (hash_ranks(table, directions).reshape(-1) for table in tables)
+            return query, torch.cat((key, zero)) if self.zeroing else key
 
         return self.timed("hashing", hashed)
 
