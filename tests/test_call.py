@@ -1,4 +1,4 @@
-"""Queries behind the end of a right-padded sequence: they see every real key before them, and no padding."""
+"""Calls as engines see them: padding queries after the end of a sequence, and the defaults of torch."""
 
 import math
 
@@ -9,8 +9,7 @@ from oracles.dense import dense_attention, full_weights
 from oracles.inputs import attention_tensors
 
 import prescore
-import prescore.attention
-from prescore import Exact, Hyper, Lsh, Routed, Selected
+from prescore import Coupling, Exact, Hyper, KMeans, Lsh, Routed, Selected
 
 READS_ALL = {
     "exact": Exact(),
@@ -18,7 +17,7 @@ READS_ALL = {
     "selected": Selected("key-norm", 1.0, min_seq_len=8),
     "hyper": Hyper(Lsh(64, 8), min_seq_len=8),
 }
-# as many padded queries as are read exactly, while the last real ones are routed
+# the last real queries are routed, while as many padding queries as these would be exact
 ROUTED = Routed(min_weight=1 / 4, cluster_size=2, chunk_size=2, sinks=1, exact_until=25)
 ENDS = {
     "one sequence": [(0, 21)],
@@ -34,19 +33,25 @@ def masks(ends, n_keys=40):
     return torch.stack([(position >= first) & (position < end) for first, end in ends])
 
 
+def tensors(mask):
+    return attention_tensors(batch=len(mask), heads=4, kv_heads=2, n_keys=40, seed=5)
+
+
+def exact_truth(inputs, mask):
+    weights = full_weights(*inputs[:2], is_causal=True, key_padding_mask=mask)
+    return dense_attention(*inputs, weights, scale=0.5)
+
+
 @pytest.mark.parametrize("ends", ENDS)
 @pytest.mark.parametrize("name", READS_ALL)
-def test_padded_queries_follow_the_rule_of_exact_attention(name, ends):
+def test_padding_queries_follow_the_rule_of_exact_attention(name, ends):
     mask = masks(ENDS[ends])
-    query, key, value = attention_tensors(batch=len(mask), heads=4, kv_heads=2, n_keys=40, seed=5)
-    truth = dense_attention(
-        query, key, value, full_weights(query, key, is_causal=True, key_padding_mask=mask), scale=0.5
-    )
-    shown = [t.masked_fill(~mask[:, None, :, None], math.nan) for t in (key, value)]
-    inputs = [t.requires_grad_() for t in (query, *shown)]
-    output, aux = prescore.prescored_attention(
-        *inputs, READS_ALL[name], is_causal=True, key_padding_mask=mask, return_aux=True
-    )
+    query, key, value = tensors(mask)
+    truth = exact_truth((query, key, value), mask)
+    broken = [t.masked_fill(~mask[:, None, :, None], math.nan) for t in (key, value)]
+    inputs = [t.requires_grad_() for t in (query, *broken)]
+    options = {"is_causal": True, "key_padding_mask": mask, "return_aux": True}
+    output, aux = prescore.prescored_attention(*inputs, READS_ALL[name], **options)
     assert_within(output, truth.output, 1e-12, "output")
     assert_within(aux.lse, truth.lse, 1e-12, "lse")
     for grad in torch.autograd.grad(output.square().sum(), inputs):
@@ -54,56 +59,83 @@ def test_padded_queries_follow_the_rule_of_exact_attention(name, ends):
 
 
 @pytest.mark.parametrize("ends", ENDS)
-def test_queries_behind_the_end_are_no_positions_of_routed_attention(ends):
+def test_trailing_padding_queries_of_routed_attention_are_exact_there(ends):
     mask = masks(ENDS[ends])
-    query, key, value = attention_tensors(batch=len(mask), heads=4, kv_heads=2, n_keys=40, seed=5)
-    weights = full_weights(query, key, is_causal=True, key_padding_mask=mask)
-    truth = dense_attention(query, key, value, weights, scale=0.5)
+    inputs = [t.requires_grad_() for t in tensors(mask)]
+    truth = exact_truth(inputs, mask)
     options = {"is_causal": True, "key_padding_mask": mask, "return_aux": True}
-    output, aux = prescore.prescored_attention(query, key, value, ROUTED, **options)
+    output, aux = prescore.prescored_attention(*inputs, ROUTED, **options)
     last = torch.tensor([end for _, end in ENDS[ends]])
-    behind = (torch.arange(40) >= last[:, None])[:, None].expand(aux.lse.shape)
-    assert behind.any()
-    assert_within(output[behind], truth.output[behind], 1e-12, "output")
-    assert_within(aux.lse[behind], truth.lse[behind], 1e-12, "lse")
+    trailing = (torch.arange(40) >= last[:, None])[:, None].expand(aux.lse.shape)
+    assert trailing.any()
+    assert_within(output[trailing], truth.output[trailing], 1e-12, "output")
+    assert_within(aux.lse[trailing], truth.lse[trailing], 1e-12, "lse")
+    grads, wanted = (
+        torch.autograd.grad((o * trailing[..., None]).square().sum(), inputs) for o in (output, truth.output)
+    )
+    for left, right in zip(grads, wanted, strict=True):
+        assert_within(left, right, 1e-12, "gradient")
 
 
-def test_a_padded_query_has_the_gradient_of_exact_attention():
-    mask = masks(ENDS["several"])
-    inputs = [t.requires_grad_() for t in attention_tensors(batch=3, heads=2, kv_heads=1, n_keys=40, seed=7)]
-    weights = full_weights(*inputs[:2], is_causal=True, key_padding_mask=mask)
-    truth = dense_attention(*inputs, weights, scale=0.5).output
-    output = prescore.prescored_attention(*inputs, ROUTED, is_causal=True, key_padding_mask=mask)
-    behind = ~mask[:, None, :, None]
-    expected = torch.autograd.grad((truth * behind).square().sum(), inputs)
-    actual = torch.autograd.grad((output * behind).square().sum(), inputs)
-    for grad, wanted in zip(actual, expected, strict=True):
-        assert_within(grad, wanted, 1e-12, "gradient")
-
-
-def test_leading_padding_asks_for_nothing_more(monkeypatch):
-    asked = []
-    original = prescore.attention.routed.attend_routed
+def test_leading_padding_needs_no_second_run(monkeypatch):
+    n_queries, original = [], prescore.engines.routed.attend_routed
 
     def attend(call, config, *, explain=False):
-        asked.append(call.n_query if call.query_valid is None else int(call.query_valid.sum()))
+        n_queries.append(call.n_query if call.query_valid is None else int(call.query_valid.sum()))
         return original(call, config, explain=explain)
 
-    monkeypatch.setattr(prescore.attention.routed, "attend_routed", attend)
+    monkeypatch.setattr(prescore.engines.routed, "attend_routed", attend)
     for ends, expected in (([(7, 40), (0, 40)], [73]), ([(7, 38), (0, 40)], [71, 2])):
-        asked.clear()
-        query, key, value = attention_tensors(batch=2, n_keys=40)
-        prescore.prescored_attention(query, key, value, ROUTED, is_causal=True, key_padding_mask=masks(ends))
-        assert asked == expected
+        n_queries.clear()
+        mask = masks(ends)
+        prescore.prescored_attention(*tensors(mask), ROUTED, is_causal=True, key_padding_mask=mask)
+        assert n_queries == expected
 
 
-def test_a_padded_query_moves_no_other():
+def test_a_padding_query_moves_no_other():
     mask = masks(ENDS["several"])
-    query, key, value = attention_tensors(batch=3, heads=2, kv_heads=1, n_keys=40, seed=7)
+    query, key, value = tensors(mask)
     config = Routed(min_weight=1 / 16, cluster_size=4, chunk_size=4, sinks=1, exact_until=0)
-    output = prescore.prescored_attention(query, key, value, config, is_causal=True, key_padding_mask=mask)
     other = torch.where(mask[:, None, :, None], query, -3 * query)
-    moved = prescore.prescored_attention(other, key, value, config, is_causal=True, key_padding_mask=mask)
+    output, moved = (
+        prescore.prescored_attention(q, key, value, config, is_causal=True, key_padding_mask=mask)
+        for q in (query, other)
+    )
     real = mask[:, None, :].expand(output.shape[:3])
     assert torch.equal(moved[real], output[real])
     assert not torch.equal(moved[~real], output[~real])
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize(
+    "config",
+    [
+        Exact(),
+        Selected(KMeans(n_clusters=3), 6, sinks=2, recent=1, min_seq_len=8),
+        Selected.early("key-norm", 6, inner=Lsh(4, 4), min_seq_len=8),
+        Selected.paper("key-norm", 6, inner=Lsh(4, 4), sinks=2, min_seq_len=8, coupling=Coupling(blocks="all")),
+        Hyper(Lsh(4, 4), min_seq_len=8),
+        Hyper.published(lsh=Lsh(4, 4, alignment="rank"), min_seq_len=8),
+    ],
+    ids=str,
+)
+def test_the_default_dtype_and_device_of_torch_change_nothing(config, is_causal):
+    padding = masks([(3, 30), (0, 40)])
+    inputs = [t.requires_grad_() for t in tensors(padding)]
+
+    def results():
+        for mask, dropout_p in ((None, 0.0), (padding, 0.0), (None, 0.3)):
+            options = {"is_causal": is_causal, "key_padding_mask": mask, "dropout_p": dropout_p}
+            output, aux = prescore.prescored_attention(*inputs, config, return_aux=True, **options)
+            yield from (output, aux.lse, *torch.autograd.grad(output.sum(), inputs))
+        yield from prescore.merge(prescore.exact_attention(*inputs), prescore.exact_attention(*inputs))
+
+    expected = list(results())
+    try:
+        torch.set_default_dtype(torch.float16)
+        with torch.device("meta"):
+            found = list(results())
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for left, right in zip(found, expected, strict=True):
+        assert torch.equal(left, right)

@@ -1,4 +1,4 @@
-"""Calls that are exact attention as they stand go straight to the operator, checked like all others."""
+"""Calls that are exact attention as they stand run the fused operator alone, checked like all others."""
 
 import pytest
 import torch
@@ -17,27 +17,22 @@ DIRECT = {
 }
 
 
-def draw(n, *, dim=8):
+def draw(n, *, kv_heads=2, value_dim=8):
     generator = torch.Generator().manual_seed(n)
-    return [torch.randn(1, 2, n, dim, generator=generator, dtype=torch.float64) for _ in range(3)]
+    sizes = ((2, 8), (kv_heads, 8), (kv_heads, value_dim))
+    return [torch.randn(1, heads, n, dim, generator=generator, dtype=torch.float64) for heads, dim in sizes]
 
 
 @pytest.mark.parametrize("name", DIRECT)
 @pytest.mark.parametrize("kv_heads", [1, 2])
-def test_a_call_that_is_exact_goes_straight_to_the_operator(name, kv_heads, monkeypatch):
-    config, causal = DIRECT[name]
-    query, key, value = draw(200)
-    key, value = key[:, :kv_heads], value[:, :kv_heads]
-    inputs = [tensor.clone().requires_grad_() for tensor in (query, key, value)]
-    wanted = exact_attention(*inputs, is_causal=causal).output
+def test_a_call_that_is_exact_runs_no_engine(name, kv_heads, monkeypatch):
+    config, is_causal = DIRECT[name]
+    inputs = [t.requires_grad_() for t in draw(200, kv_heads=kv_heads)]
+    wanted = exact_attention(*inputs, is_causal=is_causal).output
     wanted_grads = torch.autograd.grad(wanted.square().sum(), inputs)
-
-    def refuse(*_, **__):
-        raise AssertionError("no engine is needed")
-
     for engine in ("attend_exact", "routed.attend_routed", "selected.attend_selected"):
-        monkeypatch.setattr(f"prescore.engines.{engine}", refuse)
-    got = prescored_attention(*inputs, config=config, is_causal=causal)
+        monkeypatch.setattr(f"prescore.engines.{engine}", lambda *_, **__: pytest.fail("no engine is needed"))
+    got = prescored_attention(*inputs, config=config, is_causal=is_causal)
     torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-12)
     for grad, right in zip(torch.autograd.grad(got.square().sum(), inputs), wanted_grads, strict=True):
         torch.testing.assert_close(grad, right, rtol=1e-10, atol=1e-12)
@@ -45,16 +40,16 @@ def test_a_call_that_is_exact_goes_straight_to_the_operator(name, kv_heads, monk
 
 @pytest.mark.parametrize("value_dim", [8, 5])
 @pytest.mark.parametrize("config", [Exact(), Selected(min_seq_len=100), Routed()], ids=lambda c: type(c).__name__)
-def test_the_direct_call_knows_decode_shapes_and_other_value_widths(config, value_dim):
-    query, key, value = draw(100)
-    value = value[..., :value_dim]
+def test_decode_shapes_and_other_value_widths(config, value_dim):
+    query, key, value = draw(100, value_dim=value_dim)
     for n_query in (1, 7, 100):
-        got = prescored_attention(query[:, :, -n_query:], key, value, config, is_causal=True)
-        wanted = exact_attention(query[:, :, -n_query:], key, value, is_causal=True).output
+        last = query[:, :, -n_query:]
+        got = prescored_attention(last, key, value, config, is_causal=True)
+        wanted = exact_attention(last, key, value, is_causal=True).output
         torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-12)
 
 
-def test_the_direct_call_still_checks_and_still_advances_the_generator():
+def test_an_exact_call_is_checked_and_advances_the_generator():
     query, key, value = draw(50)
     generator = torch.Generator().manual_seed(0)
     before = generator.get_state()
@@ -65,20 +60,3 @@ def test_the_direct_call_still_checks_and_still_advances_the_generator():
     key[0, 1, 3, 2] = torch.inf
     with pytest.raises(ValueError, match=r"key must be finite where it is not padding, got inf at \(0, 1, 3, 2\)"):
         prescored_attention(query, key, value, Exact())
-
-
-def test_padding_is_never_counted():
-    query, key, value = (torch.randn(2, 1, 8, 4) for _ in range(3))
-    real = torch.ones(2, 8, dtype=torch.bool)
-    real[1, 4:] = False
-    for config, is_causal, rows in (
-        (Exact(), False, 20 / 3),  # eight queries see 8 keys, four see 4
-        (Exact(), True, (36 + 10) / 12),
-    ):
-        _, aux = prescored_attention(
-            query, key, value, config, is_causal=is_causal, key_padding_mask=real, return_aux=True
-        )
-        assert aux.stats["keys_selected"] == 6
-        assert aux.stats["keys_per_query"] == pytest.approx(rows)
-    _, aux = prescored_attention(query, key, value, Routed(), key_padding_mask=real, return_aux=True)
-    assert aux.stats["keys_selected"] == 6

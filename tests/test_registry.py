@@ -22,7 +22,7 @@ BASELINE = """
 from prescore import exact_attention
 from prescore.baselines import register_baseline
 
-@register_baseline("of-a-package", settings=lambda leaf, top_k: {}, rows=lambda length, settings: length)
+@register_baseline("of-a-package", settings=lambda leaf, top_k: {}, keys_read=lambda length, settings: length)
 def everything(query, key, value, **options):
     return exact_attention(query, key, value, is_causal=options["is_causal"])
 """
@@ -81,7 +81,7 @@ def test_baselines_have_names_of_their_own(install):
     def second(*tensors):
         raise AssertionError
 
-    own = {"settings": lambda leaf, top_k: {}, "rows": lambda length, settings: 1.0}
+    own = {"settings": lambda leaf, top_k: {}, "keys_read": lambda length, settings: 1.0}
     assert register_baseline("mine", **own)(first) is first
     register_baseline("mine", **own)(first)  # loaded again
     with pytest.raises(ValueError, match=r"name must be new, got 'mine', which .*first has already"):

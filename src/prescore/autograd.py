@@ -1,7 +1,7 @@
-"""What surrounds a call in torch: autocast, function transforms, and derivatives beyond the first.
+"""Autograd and autocast guards: autocast, function transforms, and derivatives beyond the first.
 
-Autocast means for a call what it means for torch's own attention: inputs are cast to its dtype, and nothing inside
-is. What torch can ask of its own functions and the engines cannot answer is refused, with its reason.
+Autocast acts on a call as on torch's own attention: inputs are cast to its dtype, and nothing inside is. Function
+transforms, forward-mode and second derivatives are refused, with the reason.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from torch.autograd import forward_ad
 
 from prescore.errors import Unsupported
 
-_NO_TRANSFORMS = "torch.func transforms (grad, vmap, jvp and their kin) cannot see through a choice of keys"
+_NO_TRANSFORMS = "torch.func transforms (grad, vmap, jvp, ...) cannot differentiate a selection of keys"
 _NO_TANGENTS = "forward-mode derivatives are not defined for it; backward gives first derivatives"
 _NO_SECOND = "second derivatives are not defined for it; create_graph=True ends at its inputs"
 
 
 @contextmanager
 def without_autocast(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """The tensors as the body shall see them, autocast being done and off; refuses transforms of torch.func."""
+    """Cast the tensors as autocast does and switch it off for the body; refuses transforms of torch.func."""
     given = [tensor for tensor in tensors if isinstance(tensor, Tensor)]
     _refuse_transforms(given)
     kinds = {tensor.device.type for tensor in given if tensor.device.type != "meta"}
@@ -37,35 +37,31 @@ def without_autocast(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
 
 
 def autocast_inputs(*tensors: Tensor) -> Iterator[Tensor]:
-    """The tensors as autocast, where it is on, hands them to torch's own attention."""
+    """The tensors as autocast, where it is on, passes them to torch's own attention: float64 and integers stay."""
     for tensor in tensors:
-        kind = tensor.device.type if isinstance(tensor, Tensor) else "cpu"
-        yield _cast(tensor, torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else tensor
+        lowered = isinstance(tensor, Tensor) and tensor.is_floating_point() and tensor.dtype != torch.float64
+        if lowered and torch.is_autocast_enabled(tensor.device.type):
+            yield tensor.to(torch.get_autocast_dtype(tensor.device.type))
+        else:
+            yield tensor
 
 
 def records_gradients(*tensors: Tensor) -> bool:
-    """Whether gradients of some of them are recorded."""
+    """Whether autograd records a gradient for some of the tensors."""
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
 def differentiable_once(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The same tensors; a second derivative through what is computed from them is refused.
+    """The same tensors; a second derivative with respect to them is refused.
 
     Without this, a graph of the backward pass would lack what the engines compute outside of autograd, and second
-    derivatives would be wrong in silence.
+    derivatives would be silently wrong.
     """
     tensors = query, key, value
     if not records_gradients(*tensors):
         return tensors
     once: tuple[Tensor, Tensor, Tensor] = _Once.apply(*tensors)  # type: ignore[no-untyped-call]
     return once
-
-
-def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """As autocast does for a function that it lowers: float64 and what is no float stay."""
-    if not isinstance(tensor, Tensor) or not tensor.is_floating_point() or tensor.dtype == torch.float64:
-        return tensor
-    return tensor.to(dtype)
 
 
 def _refuse_transforms(tensors: list[Tensor]) -> None:

@@ -1,7 +1,7 @@
-"""One attention call as the engines see it: aligned tensors, what they mean, and what runs them.
+"""One attention call as the engines see it: aligned tensors, their meaning, and what runs them.
 
-Positions count from each sequence's first real token, so rows with leading padding are shifted to the left before
-anything looks at them, and results go back to where the queries were.
+Positions count from each sequence's first real token. Rows with leading padding are shifted to the left before an
+engine runs, and results are shifted back.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class Call:
         backend: The operator.
         streams: Randomness.
         valid: `[B, Nk]`, True = a real key; None = all are.
-        query_start: `[B]` position of the first query row, or an int where all rows agree. Without causality
-            positions of queries mean nothing and this is 0.
-        query_valid: `[B, Nq]`, False on query rows that are padding (as many queries as keys, and the key there
-            is padding); None = all are real. They are answered, but move no other query.
+        query_start: `[B]` position of the first query row, or an int where all rows agree. 0 without causality,
+            where positions of queries mean nothing.
+        query_valid: `[B, Nq]`, False on padding queries (as many queries as keys, and the key there is padding);
+            None = all are real. Padding queries get an output, but move no other query.
         shift: `[B]` how far each row moved; None = not at all.
         queries_moved: Whether the queries were shifted too.
         native: Whether native code may run where it can.
@@ -61,15 +61,9 @@ class Call:
         """Key rows of a sequence, padding included."""
         return self.key.shape[2]
 
-    def mean_keys(self) -> float:
-        """Real keys of a sequence, on average."""
-        if self.valid is None or not self.valid.shape[0]:
-            return float(self.n_keys)
-        return float(self.valid.sum(1).double().mean())
-
     @property
     def group(self) -> int:
-        """Query heads that share a key head."""
+        """Query heads that share a KV head."""
         return self.query.shape[1] // self.key.shape[1]
 
     @property
@@ -77,32 +71,38 @@ class Call:
         """Whether some key is padding."""
         return self.valid is not None
 
+    def mean_keys(self) -> float:
+        """Real keys of a sequence, on average."""
+        if self.valid is None or not self.valid.shape[0]:
+            return float(self.n_keys)
+        return float(self.valid.sum(1).double().mean())
+
     def exactly(self, place: str = "exact") -> Attended:
         """Exact attention of the whole call."""
-        if not self.is_causal or isinstance(self.query_start, int):
-            parts = exact_parts(self.query, self.key, is_causal=self.is_causal, valid=self.valid)
-            backend = self.backend.at(place)
-            return attend_parts(self.query, self.key, self.value, parts, scale=self.scale, backend=backend)
-        raise ValueError("query_start must be one position, got one for each row")
+        if self.is_causal and not isinstance(self.query_start, int):
+            raise ValueError("query_start must be one position, got one for each row")
+        parts = exact_parts(self.query, self.key, is_causal=self.is_causal, valid=self.valid)
+        backend = self.backend.at(place)
+        return attend_parts(self.query, self.key, self.value, parts, scale=self.scale, backend=backend)
 
-    def behind_the_end(self) -> BehindTheEnd | None:
-        """The padded queries behind the last real keys, which see all of them; None where there are none.
+    def trailing_padding(self) -> TrailingPadding | None:
+        """The padding queries after the last real keys; None where there are none.
 
-        They follow the rule of exact attention: such a query sees every real key before it, and no padding. An
-        engine that counts positions would let them read where no key is.
+        By the rule of exact attention such a query sees every real key before it, and no padding. It has no
+        position among the keys, so an engine that counts positions must run it apart.
         """
         if not self.is_causal or self.query_valid is None or self.valid is None or not self.query.numel():
             return None
-        position = torch.arange(1, self.n_keys + 1, device=self.valid.device)
+        position = _arange(self.n_keys, self.valid) + 1
         ends = (self.valid * position).amax(1)  # [B]
-        # rows that were shifted in from nowhere are no queries at all
+        # after a shift the last rows hold no query
         lasts = torch.full_like(ends, self.n_keys) if self.shift is None else self.n_keys - self.shift
         rows = (ends < lasts).nonzero().squeeze(1)
         if not rows.numel():
             return None
         ends, lasts = ends.index_select(0, rows), lasts.index_select(0, rows)
         first, n_keys = int(ends.min()), int(ends.max())
-        behind = (position > ends[:, None]) & (position <= lasts[:, None])  # [rows, N]
+        trailing = (position > ends[:, None]) & (position <= lasts[:, None])  # [rows, N]
         query, key, value = (tensor.index_select(0, rows) for tensor in (self.query, self.key, self.value))
         call = replace(
             self,
@@ -113,17 +113,17 @@ class Call:
             backend=self.backend.at("behind the end"),
             valid=self.valid.index_select(0, rows)[:, :n_keys],
             query_start=0,
-            query_valid=behind[:, first:],
+            query_valid=trailing[:, first:],
             shift=None,
             queries_moved=False,
         )
-        return BehindTheEnd(call, rows, behind, first)
+        return TrailingPadding(call, rows, trailing, first)
 
     def restore(self, attended: Attended) -> Attended:
-        """Put the outputs back where the queries were; rows shifted out saw nothing."""
+        """Shift outputs back to the given rows; rows before the first real key have output 0 and lse -inf."""
         if self.shift is None or not self.queries_moved:
             return attended
-        index = torch.arange(attended.lse.shape[2], device=self.shift.device) - self.shift[:, None]
+        index = _arange(attended.lse.shape[2], self.shift) - self.shift[:, None]
         outside = index < 0
         index = index.clamp_min(0)
         output, lse = (_take_rows(t, index) for t in (attended.output, attended.lse[..., None]))
@@ -132,39 +132,39 @@ class Call:
         return Attended(output, lse)
 
     def restore_selection(self, selection: Selection) -> Selection:
-        """From aligned positions to positions of the tensors the caller gave."""
+        """From aligned positions to positions of the given tensors."""
         return shifted_back(selection, self.shift, self.n_keys)
 
 
 @dataclass(frozen=True, eq=False)
-class BehindTheEnd:
-    """Padded queries as a call of their own, and their places in the whole.
+class TrailingPadding:
+    """Trailing padding queries as a call of their own.
 
     Attributes:
         call: Queries from `first` on of some sequences, without causality over their real keys.
         rows: `[b]` which sequences these are.
-        behind: `[b, N]` which of their queries are meant.
+        trailing: `[b, N]` which of their queries are trailing padding.
         first: The first query row.
     """
 
     call: Call
     rows: Tensor
-    behind: Tensor
+    trailing: Tensor
     first: int
 
-    def put_into(self, whole: Attended, own: Attended) -> Attended:
-        """The whole result with these queries' own."""
-        batch = whole.output.shape[0]
+    def put_into(self, result: Attended, padding: Attended) -> Attended:
+        """The result of all queries, with that of the padding queries put in their rows."""
+        batch, (_, n_query) = result.output.shape[0], self.trailing.shape
 
         def spread(tensor: Tensor) -> Tensor:  # [b, H, N - first, ...] -> [B, H, N, ...]
-            full = tensor.new_zeros((batch, tensor.shape[1], self.behind.shape[1], *tensor.shape[3:]))
+            full = tensor.new_zeros((batch, tensor.shape[1], n_query, *tensor.shape[3:]))
             padded = torch.cat((full[self.rows, :, : self.first], tensor), dim=2)
             return full.index_copy(0, self.rows, padded)
 
-        meant = torch.zeros((batch, self.behind.shape[1]), dtype=torch.bool, device=self.rows.device)
-        meant = meant.index_copy(0, self.rows, self.behind)[:, None]
-        output = torch.where(meant[..., None], spread(own.output), whole.output)
-        return Attended(output, torch.where(meant, spread(own.lse), whole.lse))
+        trailing = torch.zeros((batch, n_query), dtype=torch.bool, device=self.rows.device)
+        trailing = trailing.index_copy(0, self.rows, self.trailing)[:, None]
+        output = torch.where(trailing[..., None], spread(padding.output), result.output)
+        return Attended(output, torch.where(trailing, spread(padding.lse), result.lse))
 
 
 def first_real(mask: Tensor) -> Tensor:
@@ -217,38 +217,35 @@ def make_call(
         scale: Factor of the logits; None = `D ** -0.5`.
         backend: The operator.
         streams: Randomness; None = that of the default seed.
-        aligned: Shift rows to their first real key; exact attention does not look at positions, and need not.
+        aligned: Shift rows to their first real key. Exact attention does not need it.
         native: Whether native code may run where it can.
     """
-    streams = streams or Streams()
     n_query, n_keys = query.shape[2], key.shape[2]
     if is_causal and mask is not None:
-        query = _readable(query, mask[:, n_keys - n_query :])
+        query = _finite_padding(query, mask[:, n_keys - n_query :])
     query, factor = with_positive_scale(query, scale)
     start: Tensor | int = n_keys - n_query if is_causal else 0
-    if not aligned:
-        if mask is not None:  # padding may hold anything, and 0 * NaN is NaN
-            key, value = (t.masked_fill(~mask[:, None, :, None], 0) for t in (key, value))
-        return Call(
-            query, key, value, is_causal, factor, backend, streams, valid=mask, query_start=start, native=native
-        )
-    key, valid, shift = align_keys(key, mask)
-    query_valid, moved = None, False
-    if mask is not None and valid is not None:
-        parallel_group = n_query == n_keys
+    valid, shift, query_valid, moved = mask, None, None, False
+    if aligned:
+        key, valid, shift = align_keys(key, mask)
+    elif mask is not None:
+        key = key.masked_fill(~mask[:, None, :, None], 0)
+    if mask is not None and valid is not None:  # padding may hold anything, and 0 * NaN is NaN
         value = value.masked_fill(~mask[:, None, :, None], 0)
-        # without causality nothing depends on where a query stands: padded rows may be real queries of their own
-        query_valid = None if not parallel_group else valid if is_causal or shift is None else mask
+    if aligned and mask is not None and valid is not None:
+        self_attention = n_query == n_keys
+        # without causality nothing depends on positions of queries: padded rows may be real queries of their own
+        query_valid = None if not self_attention else valid if is_causal or shift is None else mask
         if shift is not None:
             index, inside = _shifted(shift, n_keys)
             value = _take_rows(value, index) * inside[:, None, :, None]
-            moved = is_causal and parallel_group
+            moved = is_causal and self_attention
             if moved:
                 query, start = _take_rows(query, index), 0
             elif is_causal:
                 start = start - shift
     return Call(
-        query, key, value, is_causal, factor, backend, streams,
+        query, key, value, is_causal, factor, backend, streams or Streams(),
         valid=valid, query_start=start, query_valid=query_valid, shift=shift, queries_moved=moved, native=native,
     )  # fmt: skip
 
@@ -261,24 +258,28 @@ def with_positive_scale(query: Tensor, scale: float | None) -> tuple[Tensor, flo
     return (-query, -factor) if factor < 0 else (query * 0, 1.0)
 
 
-def _readable(query: Tensor, real: Tensor) -> Tensor:
-    """Queries with zeros for the padded ones (`real [B, Nq]`) that are no numbers.
+def _finite_padding(query: Tensor, real: Tensor) -> Tensor:
+    """Zero the padding queries (`real [B, Nq]`) that hold NaN or infinity.
 
-    Their rows are nobody's, but gradients of keys and values sum over all rows, and 0 * NaN is NaN.
+    Their output is not defined, but gradients of keys and values sum over all rows, and 0 * NaN is NaN.
     """
-    spoilt = ~real[:, None] & ~torch.isfinite(query.detach()).all(-1)
-    return query.masked_fill(spoilt[..., None], 0) if bool(spoilt.any()) else query
+    broken = ~real[:, None] & ~torch.isfinite(query.detach()).all(-1)
+    return query.masked_fill(broken[..., None], 0) if bool(broken.any()) else query
 
 
 def _shifted(shift: Tensor, length: int) -> tuple[Tensor, Tensor]:
-    index = torch.arange(length, device=shift.device) + shift[:, None]
+    index = _arange(length, shift) + shift[:, None]
     return index.clamp_max(length - 1), index < length
 
 
 def _take_rows(tensor: Tensor, index: Tensor) -> Tensor:
     """`[B, H, N, D]` rows by `[B, M]` positions, as one flat row gather."""
     batch, heads, length, dim = tensor.shape
-    base = torch.arange(batch * heads, device=tensor.device).view(batch, heads, 1) * length
+    base = _arange(batch * heads, tensor).view(batch, heads, 1) * length
     rows = (base + index[:, None, :]).reshape(-1)
-    flat = tensor.reshape(batch * heads * length, dim)  # no size left open: there may be no heads
+    flat = tensor.reshape(batch * heads * length, dim)  # explicit sizes: there may be no heads
     return flat.index_select(0, rows).view(batch, heads, index.shape[1], dim)
+
+
+def _arange(n: int, like: Tensor) -> Tensor:
+    return torch.arange(n, dtype=torch.int64, device=like.device)

@@ -15,7 +15,7 @@ FLOAT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _LONG_BITS = 1024
 _LONG_TEXT = 40
 LARGEST = 2**31 - 1
-"""The largest count that is accepted anywhere: more than any sequence has, and safe in every arithmetic."""
+"""The largest count that any argument accepts: longer than any sequence, and without overflow."""
 
 
 def one_of(name: str, value: Any, allowed: Collection[Any]) -> None:
@@ -25,26 +25,24 @@ def one_of(name: str, value: Any, allowed: Collection[Any]) -> None:
         raise ValueError(f"{name} must be one of {listed}, got {value!r}{_nearest(value, allowed)}")
 
 
-def known_field(owner: str, name: Any, known: Collection[str]) -> None:
-    """Refuse a field that a configuration does not have, and say which one may have been meant."""
-    if name in known:
-        return
-    listed = ", ".join(known) or "none"
-    raise ValueError(f"{owner} must have fields among {listed}, got {name!r}{_nearest(name, known)}")
+def known_field(
+    owner: str, name: Any, known: Collection[str], error: type[ValueError | TypeError] = ValueError
+) -> None:
+    """Refuse a field that a configuration does not have, and name the nearest one."""
+    if name not in known:
+        listed = ", ".join(known) or "none"
+        raise error(f"{owner} must have fields among {listed}, got {name!r}{_nearest(name, known)}")
 
 
 def known_argument(kind: type, given: Collection[str]) -> None:
-    """Refuse a keyword that is no field of a dataclass, as Python does, and say which one may have been meant."""
+    """The same for keywords of a dataclass: a TypeError, as Python raises."""
     known = [field.name for field in dataclasses.fields(kind)] if dataclasses.is_dataclass(kind) else list(given)
     for name in given:
-        if name not in known:
-            listed = ", ".join(known) or "none"
-            hint = _nearest(name, known)
-            raise TypeError(f"{kind.__name__} must have fields among {listed}, got {name!r}{hint}")
+        known_field(kind.__name__, name, known, TypeError)
 
 
 def _nearest(value: Any, known: Collection[Any]) -> str:
-    """Which of the known words may have been meant; empty = none is near."""
+    """A hint at the nearest of the known words; empty = none is near."""
     words = [word for word in known if isinstance(word, str)]
     close = difflib.get_close_matches(value, words, n=1) if isinstance(value, str) else []
     return f" (did you mean {close[0]!r}?)" if close else ""
@@ -71,8 +69,7 @@ def number(
     name: str, value: Any, *, minimum: float = -math.inf, exclusive: bool = False, maximum: float | None = None
 ) -> None:
     """Refuse anything but a finite number of at least (or above) `minimum` and at most `maximum`."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"{name} must be a number, got {type(value).__name__} {value!r}")
+    _refuse_non_numbers(name, value)
     if not _is_finite(value) or value < minimum or (exclusive and value == minimum):
         rule = "" if minimum == -math.inf else f" and above {minimum}" if exclusive else f" and at least {minimum}"
         raise ValueError(f"{name} must be finite{rule}, got {shown(value)}")
@@ -80,10 +77,14 @@ def number(
         raise ValueError(f"{name} must be at most {maximum}, got {shown(value)}")
 
 
+def _refuse_non_numbers(name: str, value: Any, rule: str = "a number") -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name} must be {rule}, got {type(value).__name__} {value!r}")
+
+
 def probability(name: str, value: Any) -> None:
     """Refuse anything but a number in [0, 1)."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"{name} must be a number, got {type(value).__name__} {value!r}")
+    _refuse_non_numbers(name, value)
     if not 0 <= value < 1:
         raise ValueError(f"{name} must be at least 0 and below 1, got {shown(value)}")
 
@@ -91,7 +92,7 @@ def probability(name: str, value: Any) -> None:
 def device(name: str, value: str) -> None:
     """Refuse a device that this torch cannot use."""
     try:
-        torch.empty(0, device=value)
+        torch.empty(0, dtype=torch.float32, device=value)
     except (RuntimeError, AssertionError) as error:  # a build without CUDA asserts
         raise ValueError(f"{name} must be usable, got {value!r} ({str(error).splitlines()[0]})") from error
 
@@ -104,8 +105,7 @@ def boolean(name: str, value: Any) -> None:
 
 def budget(name: str, value: Any) -> None:
     """Refuse a budget that is neither a count of at least 1 nor a fraction in (0, 1]."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"{name} must be an int or a float, got {type(value).__name__} {value!r}")
+    _refuse_non_numbers(name, value, "an int or a float")
     if isinstance(value, int) and not 1 <= value <= LARGEST:
         rule = "at least 1" if value < 1 else f"at most {LARGEST}"
         raise ValueError(f"{name} must be a count of {rule}, got {shown(value)}")
@@ -114,7 +114,7 @@ def budget(name: str, value: Any) -> None:
 
 
 def shown(value: float) -> str:
-    """A number as it is written in a message; one of very many digits is cut."""
+    """A number as text for a message; very many digits are cut."""
     text = str(value) if not isinstance(value, int) or value.bit_length() < _LONG_BITS else hex(value)
     return text if len(text) <= _LONG_TEXT else f"{text[:_LONG_TEXT]}..."
 
@@ -166,7 +166,7 @@ def attention_inputs(
     key_padding_mask: Tensor | None,
     scale: float | None,
 ) -> None:
-    """Refuse malformed inputs of any attention function, at its public door and nowhere else."""
+    """Refuse malformed inputs of an attention function; runs once, at the public entry point."""
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         tensor4(name, tensor)
     boolean("is_causal", is_causal)
@@ -193,7 +193,7 @@ def attention_inputs(
     if scale is not None:
         number("scale", scale)
     keys(key, key_padding_mask)
-    # a weight of zero does not silence it: 0 * NaN is NaN, in queries that may not see the key too
+    # a weight of zero does not help: 0 * NaN is NaN, also for queries that may not see the key
     _finite("value", value, key_padding_mask)
 
 

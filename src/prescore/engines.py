@@ -40,7 +40,7 @@ def run_engine(
         return attend_exact(call, explain=explain)  # no heads: there is nothing to choose for
     if isinstance(config, Routed):
         result = routed.attend_routed(call, config, explain=explain)
-        padded = call.behind_the_end()
+        padded = call.trailing_padding()
         if padded is None:
             return result
         # padding queries behind the end of a sequence have no position in its layout, and run apart

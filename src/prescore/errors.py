@@ -1,4 +1,4 @@
-"""Errors that are ours; wrong arguments raise plain ValueError and TypeError."""
+"""Errors of this package; wrong arguments raise plain ValueError and TypeError."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ class PrescoreError(Exception):
 
 
 class Unsupported(PrescoreError, ValueError):
-    """Something was asked that cannot be honoured; `reasons` says why, one sentence each."""
+    """A request that cannot be honoured; `reasons` says why, one sentence each."""
 
     def __init__(self, what: str, reasons: Sequence[str]) -> None:
         self.reasons = tuple(reasons)

@@ -1,8 +1,8 @@
 """Randomness as an explicit input.
 
-One call of a public function draws one seed from the caller's generator and derives from it named streams.
-A stream's first numbers do not depend on how many are drawn, and no stream depends on another, so what a
-sequence receives does not depend on padding, on its batch, or on what else was computed.
+One call of a public function draws one seed from the caller's generator and derives named streams from it. The
+first numbers of a stream do not depend on how many are drawn, and no stream depends on another. So the numbers
+that a sequence gets do not depend on padding, on its batch, or on what else was computed.
 """
 
 from __future__ import annotations
@@ -29,13 +29,14 @@ class Streams:
 
     def generator(self, name: str) -> torch.Generator:
         """A fresh CPU generator for one stream."""
-        generator = torch.Generator()
+        generator = torch.Generator("cpu")
         generator.manual_seed(self.child(name).seed)
         return generator
 
     def uniform(self, name: str, *size: int, like: Tensor) -> Tensor:
         """Uniforms in [0, 1) on `like`'s device, float64 so that `floor(u * n)` is fair for any n."""
-        return torch.rand(*size, generator=self.generator(name), dtype=torch.float64).to(like.device)
+        drawn = torch.rand(size, generator=self.generator(name), dtype=torch.float64, device="cpu")
+        return drawn.to(like.device)
 
     def normal(self, name: str, *size: int, like: Tensor) -> Tensor:
         """Standard normals in `like`'s dtype.

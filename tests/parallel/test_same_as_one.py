@@ -74,6 +74,9 @@ BY_ULYSSES = {
     "hyper": Hyper(Lsh(8, 8), min_seq_len=16),
     "published": Hyper.published(lsh=BY_RANK, min_seq_len=16),
     "zero": Selected.early("kmeans", 12, inner=BY_RANK, min_seq_len=16),
+    "blocks of all keys": Selected.paper(
+        "kmeans", 12, inner=BY_RANK, min_seq_len=16, coupling=Coupling(blocks="all")
+    ),
     "companions": selected(Companions(window=8), 8),
     "balanced": selected(KMeans(rule="balanced"), 8),
     "sample": selected("key-norm", 8, selector="sample"),

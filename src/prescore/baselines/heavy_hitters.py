@@ -1,15 +1,14 @@
-"""Keys that have received most attention so far: H2O, in chunks."""
+"""The keys that have received most attention so far: H2O, in chunks."""
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from prescore import checks
-from prescore.baselines.oracle import best_places_part
-from prescore.baselines.tiles import Placed, all_column_sums, best_places, chunk_positions, column_sums, place
+from prescore.baselines.oracle import heaviest_keys
+from prescore.baselines.tiles import Placed, best_places, place
 from prescore.ops.parts import Part
 from prescore.types import Attended
 
@@ -27,14 +26,14 @@ def heavy_hitter_attention(
     scale: float | None = None,
     generator: torch.Generator | int | None = None,
 ) -> Attended:
-    """Exact attention to a cache of heavy hitters; sees queries, of the past only when causal.
+    """Exact attention to a cache of heavy hitters, which depends on queries: when causal, on earlier ones only.
 
     Causal: the queries of a chunk see the cache and, exactly, their own chunk up to themselves. Their softmax
-    weights are then added to the keys' totals, and the cache becomes the `recent` latest keys and, up to
-    `budget`, those of the cache and the chunk with the largest totals; what falls out never returns. Totals are
-    summed over the query heads that share a KV head. `chunk_size=1` is the published algorithm, which evicts
-    after every token; larger chunks evict later, so that a query sees up to `chunk_size - 1` keys more. Equal
-    totals go to the later key. Keys before the first query (`Nq < Nk`) start with a total of 0.
+    weights are then added to the keys' totals. The cache becomes the `recent` latest keys and, up to `budget`,
+    those of the cache and the chunk with the largest totals; an evicted key never returns. Totals are summed
+    over the query heads that share a KV head. `chunk_size=1` is the published algorithm, which evicts after
+    every token; larger chunks evict later, so that a query sees up to `chunk_size - 1` keys more. Equal totals
+    go to the later key. Keys before the first query (`Nq < Nk`) start with a total of 0.
 
     Not causal: the `budget` keys with the largest column sums of the softmax, as the oracle.
 
@@ -56,52 +55,36 @@ def heavy_hitter_attention(
         raise ValueError(f"recent must be at most the budget {budget}, got {recent}")
     checks.integer("chunk_size", chunk_size, minimum=1)
     placed = place(query, key, value, is_causal=is_causal, key_padding_mask=key_padding_mask, scale=scale)
-    if placed.empty:
-        parts = []
-    elif is_causal:
+    parts = []
+    if not placed.empty and not is_causal:
+        parts = [heaviest_keys(placed, budget)]
+    elif not placed.empty:
         parts = _causal_parts(placed, budget, recent, min(chunk_size, key.shape[2]))
-    else:
-        parts = [best_places_part(placed, all_column_sums(placed), budget)]
     return placed.attend(parts)
 
 
 @torch.no_grad()
 def _causal_parts(placed: Placed, budget: int, recent: int, size: int) -> list[Part]:
-    first, last = placed.first_position // size, math.ceil(placed.call.n_keys / size)
-    chunks = chunk_positions(first, last, size, placed.call.key)
+    chunks = placed.chunks(size)
     parts = [placed.part(chunks, chunks, causal=True)]
     if budget == 0:
         return parts
     batch, heads = placed.call.key.shape[:2]
-    start = first * size
-    cache = torch.arange(max(0, start - budget), start, device=placed.call.key.device).expand(batch, heads, -1)
-    totals = torch.zeros(cache.shape, dtype=torch.float64, device=placed.call.key.device)
-    _, real = placed.key_tiles(cache[:, :, None])
-    totals = totals.masked_fill(~real.view(cache.shape), -torch.inf)
+    start = int(chunks[0, 0])
+    cache = placed.arange(max(0, start - budget), start).expand(batch, heads, -1)
+    real = placed.key_tiles(cache[:, :, None])[1].view(cache.shape)
+    totals = torch.zeros(cache.shape, dtype=torch.float64, device=cache.device).masked_fill(~real, -torch.inf)
     for queries in chunks[:, None]:  # [1, size]
+        usable = ~torch.isneginf(totals)
         if cache.shape[2]:
-            parts.append(placed.part(queries, cache[:, :, None], hidden=torch.isneginf(totals)[:, :, None]))
+            parts.append(placed.part(queries, cache[:, :, None], hidden=~usable[:, :, None]))
         candidates = torch.cat((cache, queries.expand(batch, heads, -1)), dim=2)
-        totals = torch.nn.functional.pad(totals, (0, size)) + _weights(placed, queries, candidates, totals)
-        end = int(queries[0, -1]) + 1
-        urgent = (candidates >= end - recent) & ~torch.isneginf(totals)
-        places, _ = best_places(totals.masked_fill(urgent, torch.inf), budget, latest=True)
+        received = placed.column_sums(
+            queries, candidates[:, :, None], n_local=size, chosen=pad(usable, (0, size), value=True)
+        )
+        totals = pad(totals, (0, size)) + received.to(torch.float64)
+        first_recent = int(queries[0, -1]) + 1 - recent
+        ranked = totals.masked_fill((candidates >= first_recent) & ~torch.isneginf(totals), torch.inf)
+        places, _ = best_places(ranked, budget, latest=True)
         cache, totals = candidates.gather(2, places), totals.gather(2, places)
     return parts
-
-
-def _weights(placed: Placed, queries: Tensor, candidates: Tensor, totals: Tensor) -> Tensor:
-    """Attention `[B, Hkv, c]` of the queries at `[1, t]` to the candidates, which end with their own positions."""
-    dim, own = placed.call.key.shape[-1], queries.shape[1]
-    query_rows, _ = placed.query_tiles(queries)
-    key_rows, seen = placed.key_tiles(candidates[:, :, None])
-    kept = torch.nn.functional.pad(~torch.isneginf(totals), (0, own), value=True)
-    sums = column_sums(
-        placed.call.query.reshape(-1, dim)[query_rows],
-        placed.call.key.reshape(-1, dim)[key_rows],
-        voting=placed.voting(queries),
-        seen=seen & kept.flatten(0, 1),
-        scale=placed.call.scale,
-        own=own,
-    )
-    return sums.view(candidates.shape).to(torch.float64)

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
 from prescore import checks
-from prescore.baselines.tiles import Placed, best_places, chunk_positions, place
+from prescore.baselines.tiles import Placed, best_places, place
 from prescore.ops.backend import accumulation_dtype
-from prescore.ops.parts import Part
 from prescore.scoring.leverage import exact_leverage
 from prescore.scoring.select import selection_of
 from prescore.types import Attended
@@ -31,15 +28,15 @@ def lev_attention(
 ) -> Attended:
     """Exact attention to the universal set `{i : k_i^T (K^T K)^+ k_i >= epsilon}`, or to the `budget` best of it.
 
-    Causal: leverage among all keys would tell of the future, so the queries of a chunk of `chunk_size` positions
-    see their own chunk exactly, and the universal set of the keys before the chunk, found among those alone.
+    Causal: leverage among all keys depends on the future, so the queries of a chunk of `chunk_size` positions see
+    their own chunk exactly, and the universal set of the keys before the chunk, computed from those alone.
 
     Args:
         query: `[B, Hq, Nq, D]`.
         key: `[B, Hkv, Nk, D]`.
         value: `[B, Hkv, Nk, Dv]`.
         epsilon: Smallest leverage; None = no threshold, and then a budget must be given.
-        budget: Largest number of keys, those of highest leverage first; None = no limit.
+        budget: Largest number of keys, those of highest leverage first; None = all of the set.
         chunk_size: Causal: positions that share a universal set.
         is_causal: Queries are the last `Nq` positions and see no later key.
         key_padding_mask: `[B, Nk]`, True = a real key.
@@ -54,45 +51,31 @@ def lev_attention(
         checks.integer("budget", budget, minimum=0)
     checks.integer("chunk_size", chunk_size, minimum=1)
     placed = place(query, key, value, is_causal=is_causal, key_padding_mask=key_padding_mask, scale=scale)
-    if placed.empty:
-        parts = []
-    elif is_causal:
-        parts = _causal_parts(placed, epsilon, budget, min(chunk_size, key.shape[2]))
-    else:
-        everywhere = torch.arange(key.shape[2], device=key.device)
-        places, kept = _universal_set(placed, everywhere, epsilon, budget)
-        rows, seen = placed.key_tiles(places[:, :, None])
-        parts = [placed.part_of_all(rows, seen & kept.flatten(0, 1))]
+    parts = []
+    if not placed.empty and not is_causal:
+        places, chosen = _universal_set(placed, placed.arange(key.shape[2])[None], epsilon, budget)
+        rows, visible = placed.key_tiles(places[:, :, None])
+        parts = [placed.part_of_all(rows, visible & chosen.flatten(0, 1))]
+    elif not placed.empty:
+        parts = placed.chunk_parts(chunk_size, lambda _, past: _universal_set(placed, past, epsilon, budget))
     return placed.attend(parts)
-
-
-def _causal_parts(placed: Placed, epsilon: float | None, budget: int | None, size: int) -> list[Part]:
-    first, last = placed.first_position // size, math.ceil(placed.call.n_keys / size)
-    chunks = chunk_positions(first, last, size, placed.call.key)
-    parts = [placed.part(chunks, chunks, causal=True)]
-    for queries in chunks[:, None]:  # [1, size]
-        past = torch.arange(int(queries[0, 0]), device=placed.call.key.device)
-        if len(past):
-            places, kept = _universal_set(placed, past, epsilon, budget)
-            parts.append(placed.part(queries, places[:, :, None], hidden=~kept[:, :, None]))
-    return parts
 
 
 @torch.no_grad()
 def _universal_set(
     placed: Placed, positions: Tensor, epsilon: float | None, budget: int | None
 ) -> tuple[Tensor, Tensor]:
-    """Kept positions among `positions [c]` (which begin at 0), and which slots are not filler: `[B, Hkv, s]`."""
+    """Chosen positions among the first `positions [1, c]`, and which are not filler: `[B, Hkv, s]`."""
     batch, heads, _, dim = placed.call.key.shape
-    rows, seen = placed.key_tiles(positions[None])
+    rows, visible = placed.key_tiles(positions)
     keys = placed.call.key.reshape(-1, dim)[rows].to(accumulation_dtype(placed.call.key.dtype))
     # a row of zeros adds nothing to the Gram matrix
-    scores = exact_leverage(keys.masked_fill(~seen[..., None], 0)).masked_fill(~seen, -torch.inf)
+    scores = exact_leverage(keys.masked_fill(~visible[..., None], 0)).masked_fill(~visible, -torch.inf)
     if epsilon is not None:
         scores = scores.masked_fill(scores < epsilon, -torch.inf)
     scores = scores.view(batch, heads, -1)
     if budget is not None:
         # with no more keys than dimensions all leverages are 1, and rounding must not decide among equals
         return best_places(scores.round(decimals=5), budget)
-    kept = selection_of(~torch.isneginf(scores))
-    return kept.indices, kept.valid
+    selection = selection_of(~torch.isneginf(scores))
+    return selection.indices, selection.valid

@@ -1,14 +1,12 @@
-"""The keys that truly receive most attention: a bound to compare with, not a method."""
+"""The keys that receive most attention: a bound to compare with, not a method."""
 
 from __future__ import annotations
-
-import math
 
 import torch
 from torch import Tensor
 
 from prescore import checks
-from prescore.baselines.tiles import Placed, all_column_sums, best_places, chunk_positions, column_sums, place
+from prescore.baselines.tiles import Placed, best_places, column_sums, place
 from prescore.ops.parts import Part
 from prescore.types import Attended
 
@@ -36,7 +34,7 @@ def oracle_attention(
         query: `[B, Hq, Nq, D]`.
         key: `[B, Hkv, Nk, D]`.
         value: `[B, Hkv, Nk, Dv]`.
-        budget: Keys kept (causal: beside the own chunk).
+        budget: Keys kept (causal: beside the query's chunk).
         chunk_size: Causal: positions that share a choice.
         is_causal: Queries are the last `Nq` positions and see no later key.
         key_padding_mask: `[B, Nk]`, True = a real key.
@@ -46,47 +44,28 @@ def oracle_attention(
     checks.integer("budget", budget, minimum=0)
     checks.integer("chunk_size", chunk_size, minimum=1)
     placed = place(query, key, value, is_causal=is_causal, key_padding_mask=key_padding_mask, scale=scale)
-    if placed.empty:
-        parts = []
-    elif is_causal:
-        parts = _causal_parts(placed, budget, min(chunk_size, key.shape[2]))
-    else:
-        parts = [best_places_part(placed, all_column_sums(placed), budget)]
+    parts = []
+    if not placed.empty and not is_causal:
+        parts = [heaviest_keys(placed, budget)]
+    elif not placed.empty:
+        parts = placed.chunk_parts(chunk_size, lambda q, past: best_places(placed.column_sums(q, past), budget))
     return placed.attend(parts)
 
 
-def best_places_part(placed: Placed, scores: Tensor, budget: int) -> Part:
-    """Every query meeting the `budget` keys of the highest `scores [B, Hkv, Nk]`, -inf = never."""
-    places, seen = best_places(scores, budget)
-    heads = torch.arange(scores.shape[0] * scores.shape[1], device=scores.device).view(*scores.shape[:2], 1)
-    return placed.part_of_all((places + heads * scores.shape[2]).flatten(0, 1), seen.flatten(0, 1))
+def heaviest_keys(placed: Placed, budget: int) -> Part:
+    """Every query over the `budget` keys with the largest column sums over all queries, without causality.
 
-
-def _causal_parts(placed: Placed, budget: int, size: int) -> list[Part]:
-    first, last = placed.first_position // size, math.ceil(placed.call.n_keys / size)
-    chunks = chunk_positions(first, last, size, placed.call.key)
-    parts = [placed.part(chunks, chunks, causal=True)]
-    if budget == 0:
-        return parts
-    for queries in chunks[:, None]:  # [1, size]
-        past = torch.arange(int(queries[0, 0]), device=placed.call.key.device)
-        if len(past) == 0:
-            continue
-        places, kept = best_places(_chunk_sums(placed, queries, past[None]), budget)
-        parts.append(placed.part(queries, places[:, :, None], hidden=~kept[:, :, None]))
-    return parts
-
-
-def _chunk_sums(placed: Placed, queries: Tensor, keys: Tensor) -> Tensor:
-    """Column sums `[B, Hkv, c]` of the queries at positions `[1, t]` over the keys at positions `[1, c]`."""
-    batch, heads, _, dim = placed.call.key.shape
-    query_rows, _ = placed.query_tiles(queries)
-    key_rows, seen = placed.key_tiles(keys)
+    With as many queries as keys, queries at padded positions are padding and do not count.
+    """
+    batch, heads, length, dim = placed.call.key.shape
+    n_query = placed.call.n_query
+    counted = placed.valid if n_query == length else placed.valid.new_ones(batch, n_query)
     sums = column_sums(
-        placed.call.query.reshape(-1, dim)[query_rows],
-        placed.call.key.reshape(-1, dim)[key_rows],
-        voting=placed.voting(queries),
-        seen=seen,
+        placed.call.query.reshape(batch * heads, placed.call.group, n_query, dim),
+        placed.call.key.reshape(batch * heads, length, dim),
+        counted=counted.repeat_interleave(heads, 0),
+        visible=placed.valid.repeat_interleave(heads, 0),
         scale=placed.call.scale,
     )
-    return sums.view(batch, heads, -1)
+    places, chosen = best_places(sums, budget)
+    return placed.part_of_all(places + placed.arange(batch * heads)[:, None] * length, chosen)

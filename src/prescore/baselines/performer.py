@@ -33,7 +33,7 @@ def performer_attention(
 
     `phi_f(x) = exp(w_f.x' - |x'|^2 / 2) / sqrt(n_features)` with `x' = sqrt(scale) x`, and directions `w_f` with
     the lengths of Gaussian vectors, orthogonal in blocks of D. The lse is the log of the estimated normaliser.
-    Features stay logarithms relative to maxima over what the query may see, so that nothing overflows and a
+    Features are kept as logarithms relative to maxima over the visible keys, so that nothing overflows and a
     later key cannot make an earlier one underflow. Linear in time and memory.
 
     Args:
@@ -77,7 +77,7 @@ def orthogonal_features(n_features: int, dim: int, streams: Streams, *, like: Te
 class _FeatureSums(NamedTuple):
     """Keys and values so far: feature f holds `exp(peak_f) * (values_f, weight_f)`."""
 
-    peak: Tensor  # [B, H, F], 0 where no key was seen
+    peak: Tensor  # [B, H, F], 0 without keys
     values: Tensor  # [B, H, F, Dv]
     weight: Tensor  # [B, H, F]
 
@@ -88,70 +88,72 @@ def _log_features(rows: Tensor, directions: Tensor, scale: float) -> Tensor:
     return rows @ directions.t() - constant
 
 
-def _extend(memory: _FeatureSums | None, keys: Tensor, values: Tensor) -> _FeatureSums:
+def _peak(logs: Tensor, dim: int) -> Tensor:
+    """The maximum, which only shifts exponents: without gradient, 0 where all are -inf."""
+    peak = logs.detach().amax(dim, keepdim=True)
+    return peak.masked_fill(torch.isneginf(peak), 0.0)
+
+
+def _extend(sums: _FeatureSums | None, keys: Tensor, values: Tensor) -> _FeatureSums:
     """Add keys `[B, H, c, F]` (-inf = padding) and values `[B, H, c, Dv]`."""
     if keys.shape[2] == 0:
         keys = keys.new_full((*keys.shape[:2], 1, keys.shape[3]), -torch.inf)
         values = values.new_zeros(*values.shape[:2], 1, values.shape[3])
-    peak = keys.detach().amax(dim=2)
-    if memory is not None:
-        empty = memory.weight.detach() == 0
-        peak = torch.maximum(peak, memory.peak.masked_fill(empty, -torch.inf))
-    peak = peak.masked_fill(torch.isneginf(peak), 0.0)
-    features = torch.exp(keys - peak[:, :, None])
-    held, weight = features.transpose(-1, -2) @ values, features.sum(2)
-    if memory is None:
-        return _FeatureSums(peak, held, weight)
-    shrink = torch.exp(torch.where(empty, 0.0, memory.peak - peak))
-    return _FeatureSums(peak, held + memory.values * shrink[..., None], weight + memory.weight * shrink)
+    if sums is None:
+        peak = _peak(keys, 2)
+        features = torch.exp(keys - peak)
+        return _FeatureSums(peak.squeeze(2), features.transpose(-1, -2) @ values, features.sum(2))
+    empty = sums.weight.detach() == 0
+    old_peak = sums.peak.masked_fill(empty, -torch.inf)
+    peak = _peak(torch.cat((keys, old_peak[:, :, None]), dim=2), 2)
+    features = torch.exp(keys - peak)
+    shrink = torch.exp(old_peak - peak.squeeze(2))
+    return _FeatureSums(
+        peak.squeeze(2),
+        features.transpose(-1, -2) @ values + sums.values * shrink[..., None],
+        features.sum(2) + sums.weight * shrink,
+    )
 
 
-def _read(queries: Tensor, memory: _FeatureSums) -> Attended:
-    """What queries `[B, H, G, t, F]` get from the memory."""
-    logs = queries + memory.peak[:, :, None, None]
-    logs = logs.masked_fill((memory.weight == 0)[:, :, None, None], -torch.inf)
-    top = logs.detach().amax(-1, keepdim=True)
-    top = top.masked_fill(torch.isneginf(top), 0.0)
-    features = torch.exp(logs - top)
-    return _normalise(features @ memory.values[:, :, None], features @ memory.weight[:, :, None, :, None], top)
+def _read(queries: Tensor, sums: _FeatureSums) -> Attended:
+    """Attention of queries `[B, H, G, t, F]` to the keys of the sums."""
+    logs = queries + sums.peak[:, :, None, None]
+    logs = logs.masked_fill((sums.weight == 0)[:, :, None, None], -torch.inf)
+    peak = _peak(logs, -1)
+    features = torch.exp(logs - peak)
+    return _normalise(features @ sums.values[:, :, None], features @ sums.weight[:, :, None, :, None], peak)
 
 
-def _normalise(sums: Tensor, weight: Tensor, log_factor: Tensor) -> Attended:
-    nothing = weight == 0
-    safe = weight.masked_fill(nothing, 1.0)
-    lse = (torch.log(safe) + log_factor).masked_fill(nothing, -torch.inf)
-    return Attended(sums / safe, lse.squeeze(-1))
+def _normalise(outputs: Tensor, weight: Tensor, log_factor: Tensor) -> Attended:
+    empty = weight == 0
+    safe = weight.masked_fill(empty, 1.0)
+    lse = (torch.log(safe) + log_factor).masked_fill(empty, -torch.inf)
+    return Attended(outputs / safe, lse.squeeze(-1))
 
 
 def _causal(queries: Tensor, keys: Tensor, values: Tensor) -> Attended:
-    """Chunk by chunk: the memory of all earlier chunks, and the own chunk pair by pair."""
+    """Chunk by chunk: the feature sums of all earlier chunks, and the chunk itself pair by pair."""
     offset, n_query = keys.shape[2] - queries.shape[3], queries.shape[3]
-    memory = _extend(None, keys[:, :, :offset], values[:, :, :offset])
-    outputs, lses = [], []
+    sums = _extend(None, keys[:, :, :offset], values[:, :, :offset])
+    chunks = []
     for start in range(0, max(n_query, 1), _CHUNK):
-        own = slice(offset + start, offset + start + _CHUNK)
+        local = slice(offset + start, offset + start + _CHUNK)
         chunk = queries[:, :, :, start : start + _CHUNK]
-        seen = merge(_read(chunk, memory), _read_own(chunk, keys[:, :, own], values[:, :, own]))
-        outputs.append(seen.output)
-        lses.append(seen.lse)
-        memory = _extend(memory, keys[:, :, own], values[:, :, own])
-    return Attended(torch.cat(outputs, dim=3), torch.cat(lses, dim=3))
+        chunks.append(merge(_read(chunk, sums), _read_chunk(chunk, keys[:, :, local], values[:, :, local])))
+        sums = _extend(sums, keys[:, :, local], values[:, :, local])
+    return Attended(*(torch.cat(parts, dim=3) for parts in zip(*chunks, strict=True)))
 
 
-def _read_own(queries: Tensor, keys: Tensor, values: Tensor) -> Attended:
-    """Queries `[B, H, G, t, F]` and the keys at their own positions, each relative to its own maximum."""
+def _read_chunk(queries: Tensor, keys: Tensor, values: Tensor) -> Attended:
+    """Queries `[B, H, G, t, F]` over the keys at their positions, each relative to its own maximum."""
     if queries.shape[3] == 0:
         return Attended(queries.new_zeros(*queries.shape[:-1], values.shape[-1]), queries[..., 0])
-    query_top = queries.detach().amax(-1, keepdim=True)
-    key_top = keys.detach().amax(-1, keepdim=True)
-    absent = torch.isneginf(key_top)
-    key_top = key_top.masked_fill(absent, 0.0)
-    agreement = torch.exp(queries - query_top) @ torch.exp(keys - key_top).transpose(-1, -2)[:, :, None]
+    query_peak, key_peak = _peak(queries, -1), _peak(keys, -1)
+    padding = torch.isneginf(keys.detach()).all(-1)[:, :, None, None]  # [B, H, 1, 1, t]
+    agreement = torch.exp(queries - query_peak) @ torch.exp(keys - key_peak).transpose(-1, -2)[:, :, None]
     tiny = torch.finfo(agreement.dtype).tiny
-    logits = torch.log(agreement.clamp_min(tiny)) + key_top.transpose(-1, -2)[:, :, None]  # [B, H, G, t, t]
-    hidden = absent.transpose(-1, -2)[:, :, None] | torch.ones_like(logits, dtype=torch.bool).triu(1)
-    logits = logits.masked_fill(hidden, -torch.inf)
-    top = logits.detach().amax(-1, keepdim=True)
-    top = top.masked_fill(torch.isneginf(top), 0.0)
-    weights = torch.exp(logits - top)
-    return _normalise(weights @ values[:, :, None], weights.sum(-1, keepdim=True), top + query_top)
+    logits = torch.log(agreement.clamp_min(tiny)) + key_peak.transpose(-1, -2)[:, :, None]  # [B, H, G, t, t]
+    logits = logits.masked_fill(padding | torch.ones_like(logits, dtype=torch.bool).triu(1), -torch.inf)
+    peak = _peak(logits, -1)
+    weights = torch.exp(logits - peak)
+    return _normalise(weights @ values[:, :, None], weights.sum(-1, keepdim=True), peak + query_peak)

@@ -1,8 +1,8 @@
-"""Reformer-style attention: queries meet the keys that hash to the same bucket, several times over."""
+"""Reformer-style attention: queries read the keys that hash to the same bucket, in several rounds."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,17 +28,17 @@ def reformer_attention(
     scale: float | None = None,
     generator: torch.Generator | int | None = None,
 ) -> Attended:
-    """Exact attention to the keys of the query's own bucket nearby, in the union of several hash rounds.
+    """Exact attention to nearby keys of the query's bucket, in the union of several hash rounds.
 
     A round hashes queries and keys by `argmax [x R, -x R]` with one random `R [D, n_buckets / 2]`. The keys of a
     bucket, in order of position, are cut into chunks of `chunk_size`. A query belongs to the chunk of the last
-    key of its bucket that is not behind its own position, and sees that chunk and the one before it. A key seen
-    in r rounds gets the weight 1 / r in each, so it counts once.
+    key of its bucket that is not behind its position, and sees that chunk and the one before it. A key seen in r
+    rounds gets the weight 1 / r in each, so it counts once.
 
     The published method cuts the sequence sorted by bucket into chunks across buckets, so that a later key or
     query moves the cuts for earlier ones. Here chunks are counted from the start of their bucket, so what a
-    query sees depends on nothing later than itself. Nor are queries and keys one projection here: a query
-    whose bucket holds no earlier key, in any round, sees nothing.
+    query sees depends on nothing later than itself. Queries and keys are not one projection here: a query whose
+    bucket holds no earlier key, in any round, sees nothing.
 
     Without causality a query sees the same two chunks, later keys included; with `Nq != Nk` the queries are
     spread evenly over the positions. Time and memory are `O(n_rounds n chunk_size)` and more for the hash.
@@ -64,19 +64,17 @@ def reformer_attention(
     placed = place(query, key, value, is_causal=is_causal, key_padding_mask=key_padding_mask, scale=scale)
     parts = []
     if not placed.empty:
-        positions = _query_positions(placed)
-        size = min(chunk_size, key.shape[2])
-        rounds = [_hash_round(placed, positions, n_buckets, size, streams, r) for r in range(n_rounds)]
-        parts = [_round_part(placed, rounds, r, positions) for r in range(n_rounds)]
+        index, size = _query_index(placed), min(chunk_size, key.shape[2])
+        names = [f"reformer round {number}" for number in range(n_rounds)]
+        rounds = [_hash_round(placed, index, n_buckets, size, streams, name) for name in names]
+        parts = [_round_part(placed, rounds, this, index, size) for this in rounds]
     return placed.attend(parts)
 
 
-@dataclass(frozen=True, eq=False)
-class _Round:
+class _Round(NamedTuple):
     """One hash. A cell is a chunk of a bucket; cell numbers of neighbouring chunks of a bucket differ by one.
 
     Attributes:
-        size: Keys in a chunk.
         key_cells: `[B * Hkv, Nk]`.
         query_cells: `[B * Hkv, G * Nq]`.
         order: `[B * Hkv, Nk]` keys sorted by bucket and position.
@@ -85,7 +83,6 @@ class _Round:
         query_ends: `[B * Hkv, G * Nq]` place where its bucket ends.
     """
 
-    size: int
     key_cells: Tensor
     query_cells: Tensor
     order: Tensor
@@ -94,43 +91,38 @@ class _Round:
     query_ends: Tensor
 
 
-def _query_positions(placed: Placed) -> Tensor:
-    """`[B, Nq]` positions, counted from the first real key; negative where a query is before it."""
+def _query_index(placed: Placed) -> Tensor:
+    """`[B * Hkv, G * Nq]` index of the key at each query's position; it may lie before the first real key."""
     n_query, n_keys = placed.call.n_query, placed.call.n_keys
-    index = torch.arange(n_query, device=placed.shift.device)
+    index = placed.arange(n_query).expand(len(placed.shift), n_query)
     if placed.call.is_causal or n_query == n_keys:
-        return index + (n_keys - n_query) - placed.shift[:, None]
-    return index * placed.valid.sum(1, keepdim=True) // n_query
+        index = index + (n_keys - n_query)
+    else:
+        index = index * placed.valid.sum(1, keepdim=True) // n_query + placed.shift[:, None]
+    return index.repeat_interleave(placed.call.key.shape[1], 0).repeat(1, placed.call.group)
 
 
 @torch.no_grad()
-def _hash_round(
-    placed: Placed, positions: Tensor, n_buckets: int, size: int, streams: Streams, number: int
-) -> _Round:
+def _hash_round(placed: Placed, index: Tensor, n_buckets: int, size: int, streams: Streams, name: str) -> _Round:
     batch, heads, n_keys, dim = placed.call.key.shape
-    wide = accumulation_dtype(placed.call.key.dtype)
-    rotation = streams.normal(
-        f"reformer round {number}", dim, n_buckets // 2, like=placed.call.key.new_empty(0, dtype=wide)
-    )
-    key_buckets = _buckets(placed.call.key.to(wide).flatten(0, 1), rotation)
+    query, key = (t.to(accumulation_dtype(t.dtype)) for t in (placed.call.query, placed.call.key))
+    rotation = streams.normal(name, dim, n_buckets // 2, like=key)
     # padding goes to a bucket that no query has
-    key_buckets = key_buckets.masked_fill(~placed.valid.repeat_interleave(heads, 0), n_buckets)
-    query_buckets = _buckets(placed.call.query.to(wide).reshape(batch * heads, -1, dim), rotation)
-    key_positions = torch.arange(n_keys, device=placed.call.key.device)
-    codes, order = torch.sort(key_buckets * n_keys + key_positions)
+    padding = ~placed.valid.repeat_interleave(heads, 0)
+    key_buckets = _buckets(key.flatten(0, 1), rotation).masked_fill(padding, n_buckets)
+    query_buckets = _buckets(query.reshape(batch * heads, -1, dim), rotation)
+    key_index = placed.arange(n_keys)
+    codes, order = torch.sort(key_buckets * n_keys + key_index)
     starts = torch.searchsorted(codes, key_buckets * n_keys)
-    ranks = torch.empty_like(order).scatter_(1, order, key_positions.expand_as(order)) - starts
-    # positions of queries as indices of keys, at most the last of the bucket's range
-    own = (positions + placed.shift[:, None]).clamp(-1, n_keys - 1)
-    own = own.repeat_interleave(heads, 0).repeat(1, placed.call.group)
+    ranks = torch.empty_like(order).scatter_(1, order, key_index.expand_as(order)) - starts
     query_starts = torch.searchsorted(codes, query_buckets * n_keys)
     query_ends = torch.searchsorted(codes, (query_buckets + 1) * n_keys)
-    earlier = torch.searchsorted(codes, query_buckets * n_keys + own, right=True) - query_starts
+    reach = query_buckets * n_keys + index.clamp(-1, n_keys - 1)
+    earlier = torch.searchsorted(codes, reach, right=True) - query_starts
     chunks = (earlier - 1).clamp_min(0) // size
     # one more than any chunk's number, so that chunk 0 has no neighbour below it
     stride = n_keys // size + 2
     return _Round(
-        size,
         key_buckets * stride + ranks // size,
         query_buckets * stride + chunks,
         order,
@@ -152,34 +144,35 @@ def _buckets(rows: Tensor, rotation: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def _round_part(placed: Placed, rounds: list[_Round], number: int, positions: Tensor) -> Part:
-    """Queries of one cell, in tiles of the chunk size, meeting the keys of the cell and of the one before."""
-    this = rounds[number]
-    n_keys, tiles_of = placed.call.n_keys, this.order.shape[0]
-    slots, filled = _tile(this.query_cells, this.size)  # [b, T, t] places in [0, G * Nq)
-    leaders = slots[:, :, 0]
-    places = this.query_chunks.gather(1, leaders)[..., None] - this.size
-    places = places + torch.arange(2 * this.size, device=places.device)  # [b, T, 2 * size]
-    starts, ends = (t.gather(1, leaders)[..., None] for t in (this.query_starts, this.query_ends))
-    there = (places >= starts) & (places < ends)
+def _round_part(placed: Placed, rounds: list[_Round], this: _Round, index: Tensor, size: int) -> Part:
+    """Queries of one cell, in tiles of the chunk size, over the keys of the cell and of the one before."""
+    n_keys = placed.call.n_keys
+    slots, filled = _tile(this.query_cells, size)  # [b, T, t] places in [0, G * Nq)
+
+    def of_slots(table: Tensor) -> Tensor:
+        return table.gather(1, slots.flatten(1)).view(*slots.shape, 1)
+
+    first = slots[:, :, 0]
+    begin, bucket_start, bucket_end = (
+        t.gather(1, first)[..., None] for t in (this.query_chunks, this.query_starts, this.query_ends)
+    )
+    places = begin - size + placed.arange(2 * size)  # [b, T, 2 * size]
+    there = (places >= bucket_start) & (places < bucket_end)
     keys = this.order.gather(1, places.clamp(0, n_keys - 1).flatten(1)).view_as(places)
-    rounds_seen = torch.zeros(*slots.shape, keys.shape[2], dtype=torch.int32, device=keys.device)
+    n_rounds = torch.zeros(*slots.shape, keys.shape[2], dtype=torch.int32, device=keys.device)
     for other in rounds:
-        query_cells = other.query_cells.gather(1, slots.flatten(1)).view(*slots.shape, 1)
+        query_cells = of_slots(other.query_cells)
         key_cells = other.key_cells.gather(1, keys.flatten(1)).view(*keys.shape[:2], 1, -1)
-        rounds_seen += (key_cells == query_cells) | (key_cells == query_cells - 1)
-    seen = there[:, :, None].expand_as(rounds_seen)
+        n_rounds += (key_cells == query_cells) | (key_cells == query_cells - 1)
+    visible = there[:, :, None].expand_as(n_rounds)
     if placed.call.is_causal:
-        own = positions + placed.shift[:, None]
-        own = own.repeat_interleave(placed.call.key.shape[1], 0).repeat(1, placed.call.group)
-        seen = seen & (keys[:, :, None] <= own.gather(1, slots.flatten(1)).view(*slots.shape, 1))
-    bias = -torch.log(rounds_seen.clamp_min(1).to(placed.call.query.dtype))
-    bias = bias.masked_fill_(~seen, -torch.inf).flatten(0, 1)[:, None]  # [b * T, 1, t, 2 * size]
-    base = torch.arange(tiles_of, device=keys.device).view(-1, 1, 1)
-    query_rows = (slots + base * (placed.call.group * placed.call.n_query)).flatten(0, 1)[:, None]
-    key_rows = (keys + base * n_keys).flatten(0, 1)
-    shape = (query_rows.shape[0], 1, this.size)
-    return Part(shape, query_rows, filled.flatten(0, 1)[:, None], key_rows, bias=bias)
+        visible = visible & (keys[:, :, None] <= of_slots(index))
+    bias = -torch.log(n_rounds.clamp_min(1).to(placed.call.query.dtype))
+    bias = bias.masked_fill_(~visible, -torch.inf).flatten(0, 1)[:, None]  # [b * T, 1, t, 2 * size]
+    head = placed.arange(len(keys)).view(-1, 1, 1)
+    query_rows = (slots + head * (placed.call.group * placed.call.n_query)).flatten(0, 1)[:, None]
+    key_rows = (keys + head * n_keys).flatten(0, 1)
+    return Part((len(query_rows), 1, size), query_rows, filled.flatten(0, 1)[:, None], key_rows, bias=bias)
 
 
 def _tile(cells: Tensor, size: int) -> tuple[Tensor, Tensor]:
@@ -190,13 +183,11 @@ def _tile(cells: Tensor, size: int) -> tuple[Tensor, Tensor]:
         no row needs, and the tile's first place otherwise.
     """
     ordered, order = torch.sort(cells, dim=1, stable=True)
-    index = torch.arange(cells.shape[1], device=cells.device)
-    rank = index - torch.searchsorted(ordered, ordered)
-    within = rank % size
+    index = torch.arange(cells.shape[1], dtype=torch.int64, device=cells.device)
+    within = (index - torch.searchsorted(ordered, ordered)) % size
     tile = (within == 0).cumsum(1) - 1
     n_tiles = int(tile.max()) + 1
     slots = torch.full((cells.shape[0], n_tiles * size), -1, dtype=torch.int64, device=cells.device)
     slots = slots.scatter_(1, tile * size + within, order).view(-1, n_tiles, size)
     filled = slots >= 0
-    slots = torch.where(filled, slots, slots[:, :, :1]).clamp_min(0)
-    return slots, filled
+    return torch.where(filled, slots, slots[:, :, :1]).clamp_min(0), filled

@@ -1,14 +1,12 @@
-"""Local window plus sinks: what StreamingLLM keeps."""
+"""A sliding window plus sinks: the keys that StreamingLLM keeps."""
 
 from __future__ import annotations
-
-import math
 
 import torch
 from torch import Tensor
 
 from prescore import checks
-from prescore.baselines.tiles import Placed, chunk_positions, place
+from prescore.baselines.tiles import Placed, place
 from prescore.ops.parts import Part
 from prescore.types import Attended
 
@@ -49,18 +47,17 @@ def streaming_attention(
         raise ValueError(
             f"query length must be at most the key length {key.shape[2]} for a window, got {query.shape[2]}"
         )
-    parts = [] if placed.empty else _parts(placed, window, min(sinks, key.shape[2]))
-    return placed.attend(parts)
+    sinks = min(sinks, key.shape[2])
+    return placed.attend([] if placed.empty else _window_parts(placed, window, sinks) + _sink_parts(placed, sinks))
 
 
-def _parts(placed: Placed, window: int, sinks: int) -> list[Part]:
-    length, is_causal = placed.call.n_keys, placed.call.is_causal
-    # one further off than the window reaches is where a chunk's neighbour begins to matter
-    size = min(window if is_causal else window + 1, length)
-    first, last = placed.first_position // size, math.ceil(length / size)
-    chunks = chunk_positions(first, last, size, placed.call.key)  # [T, size]
+def _window_parts(placed: Placed, window: int, sinks: int) -> list[Part]:
+    is_causal = placed.call.is_causal
+    # the first key outside the window is where a chunk's neighbour begins to matter
+    size = min(window if is_causal else window + 1, placed.call.n_keys)
+    chunks = placed.chunks(size)
     parts = [placed.part(chunks, chunks, hidden=chunks < sinks, causal=is_causal)]
-    if size > 1 and last > 1:
+    if size > 1 and size < placed.call.n_keys:
         # Query i of a chunk sees keys j > i of the chunk before. Read backwards and without the last query,
         # that is a causal triangle.
         before = chunks.flip(1) - size
@@ -68,17 +65,16 @@ def _parts(placed: Placed, window: int, sinks: int) -> list[Part]:
         if not is_causal:
             after = chunks + size  # of which query i sees keys j < i
             parts.append(placed.part(chunks[:, 1:], after, hidden=after < sinks, causal=True))
-    return parts + _sink_parts(placed, sinks)
+    return parts
 
 
 def _sink_parts(placed: Placed, sinks: int) -> list[Part]:
-    positions = torch.arange(placed.call.n_keys, device=placed.call.key.device)
-    anchors = positions[None, :sinks]
+    if not sinks:
+        return []
+    first, length, keys = placed.first_position, placed.call.n_keys, placed.arange(sinks)[None]
     if not placed.call.is_causal:
-        return [placed.part(positions[None, placed.first_position :], anchors)] if sinks else []
-    pieces = []
-    if placed.first_position < sinks:
-        pieces.append(placed.part(anchors, anchors, causal=True))
-    if 0 < sinks < len(positions):
-        pieces.append(placed.part(positions[None, max(sinks, placed.first_position) :], anchors))
-    return pieces
+        return [placed.part(placed.arange(first, length)[None], keys)]
+    parts = [placed.part(keys, keys, causal=True)] if first < sinks else []
+    if sinks < length:
+        parts.append(placed.part(placed.arange(max(sinks, first), length)[None], keys))
+    return parts

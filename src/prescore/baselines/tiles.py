@@ -1,12 +1,13 @@
 """From positions in the sequence to the row numbers of attention parts.
 
-Positions count from each sequence's first real token, so tiles named by position mean the same tokens whatever
-the padding. Keys are never copied or repeated: a tile is a list of row numbers.
+Positions count from each sequence's first real token, so a position means the same token whatever the padding.
+Keys are never copied or repeated: a tile is a list of row numbers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,8 +16,10 @@ from torch import Tensor
 from prescore import checks
 from prescore.call import Call, first_real, make_call
 from prescore.ops.backend import Needs, accumulation_dtype, pick_backend
-from prescore.ops.parts import Part, attend_parts
+from prescore.ops.parts import Part, attend_parts, mask_bias
 from prescore.types import Attended
+
+_LARGEST_BLOCK = 2**21
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,8 +43,17 @@ class Placed:
 
     @property
     def first_position(self) -> int:
-        """Smallest position any query has, at least 0."""
+        """Smallest position of a query, at least 0."""
         return max(0, self.call.n_keys - self.call.n_query - int(self.shift.max()))
+
+    def arange(self, *bounds: int) -> Tensor:
+        """Positions or row numbers, as `torch.arange`."""
+        return torch.arange(*bounds, dtype=torch.int64, device=self.shift.device)
+
+    def chunks(self, size: int) -> Tensor:
+        """Positions `[n, size]` of the chunks that hold queries."""
+        first, last = self.first_position // size, math.ceil(self.call.n_keys / size)
+        return self.arange(first * size, last * size).view(-1, size)
 
     def key_tiles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Key rows at `positions`, broadcastable to `[B, Hkv, T, c]`.
@@ -54,9 +66,9 @@ class Placed:
         index = positions + self.shift.view(-1, 1, 1, 1)
         inside = (positions >= 0) & (index < length)
         index = index.clamp(0, length - 1)
-        seen = inside & self.valid.gather(1, index.reshape(batch, -1)).view_as(index)
-        tile_heads = torch.arange(batch * heads, device=index.device).view(batch, heads, 1, 1)
-        return (index + tile_heads * length).flatten(0, 2), seen.flatten(0, 2)
+        visible = inside & self.valid.gather(1, index.reshape(batch, -1)).view_as(index)
+        rows = index + self.arange(batch * heads).view(batch, heads, 1, 1) * length
+        return rows.flatten(0, 2), visible.flatten(0, 2)
 
     def query_tiles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Query rows at `positions [T, t]`.
@@ -68,30 +80,65 @@ class Placed:
         positions = positions[None, None, :, None, :]
         index = positions + (self.shift - (self.call.n_keys - length)).view(-1, 1, 1, 1, 1)
         inside = (positions >= 0) & (index >= 0) & (index < length)
-        tile_heads = torch.arange(batch * heads, device=index.device).view(batch, -1, 1, self.call.group, 1)
-        rows = index.clamp(0, length - 1) + tile_heads * length
+        head = self.arange(batch * heads).view(batch, -1, 1, self.call.group, 1)
+        rows = index.clamp(0, length - 1) + head * length
         return rows.flatten(0, 2), inside.expand_as(rows).flatten(0, 2)
 
-    def voting(self, positions: Tensor) -> Tensor:
-        """Whether a real query is at `positions [T, t]`, `[B * Hkv * T, t]`: padding has no say in choices."""
-        _, present = self.query_tiles(positions)
-        _, real = self.key_tiles(positions)
-        return present[:, 0] & real
-
     def part(self, queries: Tensor, keys: Tensor, *, hidden: Tensor | None = None, causal: bool = False) -> Part:
-        """Queries at positions `[T, t]` meeting keys at positions `[.., T, c]`, save `hidden` positions."""
+        """Queries at positions `[T, t]` over keys at positions `[.., T, c]`, without those that are `hidden`."""
         query_rows, query_valid = self.query_tiles(queries)
-        key_rows, seen = self.key_tiles(keys)
+        rows, visible = self.key_tiles(keys)
         if hidden is not None:
-            seen = seen & ~hidden.expand(*self.call.key.shape[:2], *hidden.shape[-2:]).flatten(0, 2)
-        shape = (query_rows.shape[0], query_rows.shape[1], query_rows.shape[2])
-        bias = zero_or_hidden(seen, self.call.query.dtype)
-        return Part(shape, query_rows, query_valid, key_rows, bias=bias, causal=causal)
+            visible = visible & ~hidden.expand(*self.call.key.shape[:2], *hidden.shape[-2:]).flatten(0, 2)
+        n_tiles, group, width = query_rows.shape
+        bias = mask_bias(visible, self.call.query.dtype)
+        return Part((n_tiles, group, width), query_rows, query_valid, rows, bias=bias, causal=causal)
 
-    def part_of_all(self, key_rows: Tensor, seen: Tensor) -> Part:
-        """Every query of a group meeting the key rows `[B * Hkv, c]` where seen."""
+    def part_of_all(self, key_rows: Tensor, visible: Tensor) -> Part:
+        """Every query over the key rows `[B * Hkv, c]` that are visible."""
         shape = (key_rows.shape[0], self.call.group, self.call.n_query)
-        return Part(shape, key_rows=key_rows, bias=zero_or_hidden(seen, self.call.query.dtype))
+        return Part(shape, key_rows=key_rows, bias=mask_bias(visible, self.call.query.dtype))
+
+    def chunk_parts(self, size: int, choose: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> list[Part]:
+        """Causal parts: every chunk reads itself exactly, and a choice of the keys before it.
+
+        Args:
+            size: Positions in a chunk.
+            choose: (positions `[1, t]` of the chunk, positions `[1, c]` of the earlier keys) -> chosen positions
+                `[B, Hkv, s]`, and which of them are not filler.
+        """
+        chunks = self.chunks(min(size, self.call.n_keys))
+        parts = [self.part(chunks, chunks, causal=True)]
+        for queries in chunks[:, None]:
+            if int(queries[0, 0]):
+                places, chosen = choose(queries, self.arange(int(queries[0, 0]))[None])
+                parts.append(self.part(queries, places[:, :, None], hidden=~chosen[:, :, None]))
+        return parts
+
+    def column_sums(
+        self, queries: Tensor, keys: Tensor, *, n_local: int = 0, chosen: Tensor | None = None
+    ) -> Tensor:
+        """Attention `[B, Hkv, c]` that keys receive from the queries at positions `[1, t]`; -inf = not visible.
+
+        Args:
+            queries: Positions; queries at padded positions do not count.
+            keys: Positions, broadcastable to `[B, Hkv, 1, c]`.
+            n_local: The last so many keys are at the queries' own positions, see `column_sums`.
+            chosen: `[B, Hkv, c]`, False = not visible.
+        """
+        dim = self.call.key.shape[-1]
+        (query_rows, there), (key_rows, visible) = self.query_tiles(queries), self.key_tiles(keys)
+        if chosen is not None:
+            visible = visible & chosen.flatten(0, 1)
+        sums = column_sums(
+            self.call.query.reshape(-1, dim)[query_rows],
+            self.call.key.reshape(-1, dim)[key_rows],
+            counted=there[:, 0] & self.key_tiles(queries)[1],
+            visible=visible,
+            scale=self.call.scale,
+            n_local=n_local,
+        )
+        return sums.view(*self.call.key.shape[:2], -1)
 
     def attend(self, parts: Sequence[Part]) -> Attended:
         """One softmax over the union of the parts."""
@@ -108,7 +155,7 @@ def place(
     key_padding_mask: Tensor | None,
     scale: float | None,
 ) -> Placed:
-    """Check the arguments every baseline shares, and empty the padding."""
+    """Check the arguments that every baseline shares, and zero the padding."""
     mask = key_padding_mask
     checks.attention_inputs(query, key, value, is_causal=is_causal, key_padding_mask=mask, scale=scale)
     backend = pick_backend(Needs.of(query))
@@ -118,73 +165,42 @@ def place(
     return Placed(call, valid, shift)
 
 
-def zero_or_hidden(seen: Tensor, dtype: torch.dtype) -> Tensor:
-    """0 where seen, -inf elsewhere."""
-    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -torch.inf)
-
-
-def chunk_positions(first: int, last: int, size: int, like: Tensor) -> Tensor:
-    """Positions of the chunks `first..last - 1`, `[last - first, size]`."""
-    return torch.arange(first * size, last * size, device=like.device).view(-1, size)
-
-
-# How much attention each key receives, and the keys that receive most.
-
-_LARGEST_BLOCK = 2**21
-
-
 @torch.no_grad()
-def column_sums(query: Tensor, key: Tensor, *, voting: Tensor, seen: Tensor, scale: float, own: int = 0) -> Tensor:
+def column_sums(
+    query: Tensor, key: Tensor, *, counted: Tensor, visible: Tensor, scale: float, n_local: int = 0
+) -> Tensor:
     """Sum over the queries of their softmax weights, in blocks of queries.
 
     Args:
         query: `[b, G, t, D]`.
         key: `[b, c, D]`.
-        voting: `[b, t]`, False on queries that do not count.
-        seen: `[b, c]`, False on keys nobody sees.
+        counted: `[b, t]`, False on queries that do not count.
+        visible: `[b, c]`, False on keys that no query sees.
         scale: Factor of the logits.
-        own: The last `own` keys are those of the queries: query i sees the first i + 1 of them.
+        n_local: The last so many keys are at the positions of the queries: query i sees the first i + 1 of them.
 
     Returns:
-        `[b, c]`, -inf where not seen.
+        `[b, c]`, -inf where not visible.
     """
     wide = accumulation_dtype(query.dtype)
     tiles, group, n_query, _ = query.shape
     n_keys = key.shape[1]
     total = torch.zeros(tiles, n_keys, dtype=wide, device=key.device)
     transposed = key.to(wide).transpose(1, 2)[:, None]  # [b, 1, D, c]
-    rank = torch.arange(n_keys, device=key.device) - (n_keys - own)
+    local = torch.arange(n_keys, dtype=torch.int64, device=key.device) - (n_keys - n_local)
     step = max(1, _LARGEST_BLOCK // max(1, tiles * group * n_keys))
     for start in range(0, n_query, step):
         rows = slice(start, min(start + step, n_query))
         logits = (query[:, :, rows].to(wide) @ transposed) * scale
-        logits.masked_fill_(~seen[:, None, None, :], -torch.inf)
-        if own:
-            later = rank > torch.arange(rows.start, rows.stop, device=key.device)[:, None]
-            logits.masked_fill_(later, -torch.inf)
+        logits.masked_fill_(~visible[:, None, None, :], -torch.inf)
+        if n_local:
+            position = torch.arange(rows.start, rows.stop, dtype=torch.int64, device=key.device)
+            logits.masked_fill_(local > position[:, None], -torch.inf)
         weights = torch.softmax(logits, dim=-1)
-        # a query that sees nothing gives NaN, and one that is padding may hold anything
-        counted = voting[:, None, rows, None] & ~torch.isneginf(logits.amax(-1, keepdim=True))
-        total += torch.where(counted, weights, 0.0).sum(dim=(1, 2))
-    return total.masked_fill(~seen, -torch.inf)
-
-
-def all_column_sums(placed: Placed) -> Tensor:
-    """Column sums over all queries and keys without causality, `[B, Hkv, Nk]`.
-
-    With as many queries as keys, queries at padded positions are taken for padding and do not vote.
-    """
-    batch, heads, length, dim = placed.call.key.shape
-    n_query = placed.call.n_query
-    voting = placed.valid if n_query == length else placed.valid.new_ones(batch, n_query)
-    sums = column_sums(
-        placed.call.query.reshape(batch * heads, placed.call.group, n_query, dim),
-        placed.call.key.reshape(batch * heads, length, dim),
-        voting=voting.repeat_interleave(heads, 0),
-        seen=placed.valid.repeat_interleave(heads, 0),
-        scale=placed.call.scale,
-    )
-    return sums.view(batch, heads, length)
+        # a query that sees nothing gives NaN, and padding may hold anything
+        usable = counted[:, None, rows, None] & ~torch.isneginf(logits.amax(-1, keepdim=True))
+        total += weights.masked_fill(~usable, 0.0).sum(dim=(1, 2))
+    return total.masked_fill(~visible, -torch.inf)
 
 
 def best_places(scores: Tensor, budget: int, *, latest: bool = False) -> tuple[Tensor, Tensor]:

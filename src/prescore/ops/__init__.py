@@ -1,1 +1,1 @@
-"""Tensors in, tensors out: operators on each device and how their results are put together; no policy."""
+"""Exact attention with its log-sum-exp on each device, and the softmax over a union of key sets; no policy."""

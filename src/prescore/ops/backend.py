@@ -1,8 +1,8 @@
 """Softmax attention with its log-sum-exp, on each device's fused operator.
 
-Every backend computes the same two functions on a `Tile`: `forward`, and `backward`, which takes the output and
-lse of the *merged* result the tile went into: the softmax weights of a part are `exp(logit - lse)` under the lse
-of the whole, which is why a part's own softmax gradient would be wrong.
+Every backend computes two functions of a `Tile`: `forward`, and `backward`, which takes the *merged* output and
+lse of the tile's queries. The weights of a part are `exp(logit - lse)` under the lse of the union of all parts, so
+the gradient of the part's own softmax would be wrong.
 """
 
 from __future__ import annotations
@@ -38,14 +38,8 @@ class Tile(NamedTuple):
     causal: bool = False
 
 
-def readable(rows: Tensor) -> Tensor:
-    """The same numbers, those of a row side by side: operators look at no other stride, nor at a pending sign."""
-    plain = rows.resolve_neg()
-    return plain if plain.stride(-1) == 1 else plain.contiguous()
-
-
 class Gradients(NamedTuple):
-    """Of a tile's query, key and value."""
+    """Gradients of a tile's query, key and value."""
 
     query: Tensor
     key: Tensor
@@ -54,7 +48,7 @@ class Gradients(NamedTuple):
 
 @dataclass(frozen=True)
 class Needs:
-    """What a backend needs to know to say whether it can run."""
+    """What decides whether a backend can run a call."""
 
     device: str
     dtype: torch.dtype
@@ -63,7 +57,7 @@ class Needs:
 
     @classmethod
     def of(cls, query: Tensor, dropout: Dropout | None = None) -> Needs:
-        """Those of a call with such queries."""
+        """The needs of a call with such queries."""
         return cls(query.device.type, query.dtype, query.shape[-1], dropout)
 
 
@@ -74,17 +68,17 @@ class Backend(Protocol):
 
     @property
     def dropout(self) -> Dropout | None:
-        """What it drops; only the plain backend can."""
+        """The dropout that it applies; only the plain backend can."""
 
     def at(self, place: str) -> Backend:
-        """The backend for one operator call, or for several named below it.
+        """The backend for one operator call, or for several calls named below it.
 
-        Calls of forward and backward that belong together must have the same place, all others their own: it
-        decides which weights are dropped.
+        The place decides which weights are dropped. Forward and backward of one call have the same place; every
+        other call has its own.
         """
 
     def unsupported(self, needs: Needs) -> list[str]:
-        """Reasons it cannot run such a call; empty means it may."""
+        """Reasons why it cannot run such a call; empty = it can."""
 
     def forward(self, tile: Tile) -> Attended:
         """Output `[b, h, t, Dv]` and lse `[b, h, t]`, the latter at least float32."""
@@ -96,8 +90,8 @@ class Backend(Protocol):
 def pick_backend(needs: Needs, name: str = "auto") -> Backend:
     """The named backend, or the first that can run the call; raises with every reason when none can.
 
-    The fused operators cannot drop attention weights such that forward and backward of merged parts agree, so a
-    call with dropout is the plain backend's.
+    Dropout needs the plain backend: the fused operators cannot drop the same weights in the forward and backward
+    pass of merged parts.
     """
     from prescore.ops import cpu, cuda, plain
 
@@ -110,27 +104,51 @@ def pick_backend(needs: Needs, name: str = "auto") -> Backend:
             )
     reasons = []
     for backend in backends:
-        found = backend.unsupported(needs)
-        if not found:
+        unsupported = backend.unsupported(needs)
+        if not unsupported:
             return backend
-        reasons += [f"{backend.name}: {reason}" for reason in found]
+        reasons += [f"{backend.name}: {reason}" for reason in unsupported]
     raise Unsupported("attention", reasons)
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Where sums and log-sum-exps live: float64 stays, everything else is float32."""
+    """The dtype of sums and log-sum-exps: float64 for float64, float32 for everything else."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def dead_rows(tile: Tile) -> Tensor | None:
-    """Which rows see no key at all, broadcastable to `[b, h, t]`; None = none can be."""
+def readable(rows: Tensor) -> Tensor:
+    """The same numbers with a last stride of 1 and no pending negation: the fused operators assume both."""
+    plain = rows.resolve_neg()
+    return plain if plain.stride(-1) == 1 else plain.contiguous()
+
+
+def softmax_with_lse(logits: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    """Softmax weights along `dim`, and the log-sum-exp; a row of -inf has weights 0 and lse -inf.
+
+    The weights are divided by their computed sum. `exp(logit - lse)` would not sum to 1 for large logits, because
+    lse is rounded: by 0.004 at 4e4 in float32. Merging attention results is the softmax of their lse.
+    """
+    if logits.shape[dim] == 0:
+        return logits, logits.sum(dim) - torch.inf
+    peak = logits.detach().amax(dim, keepdim=True)  # only shifts the exponents, so no gradient flows through it
+    peak = peak.masked_fill(torch.isneginf(peak), 0.0)
+    weights = torch.exp(logits - peak)
+    total = weights.sum(dim, keepdim=True)
+    empty = total == 0
+    total = total.masked_fill(empty, 1.0)
+    lse = (torch.log(total) + peak).masked_fill(empty, -torch.inf)
+    return weights / total, lse.squeeze(dim)
+
+
+def empty_rows(tile: Tile) -> Tensor | None:
+    """Which rows see no key at all, broadcastable to `[b, h, t]`; None = every row sees one."""
     bias = tile.bias
     if bias is None:
         return None
-    seen = ~torch.isneginf(bias)
+    visible = ~torch.isneginf(bias)
     if not tile.causal:
-        return ~seen.any(dim=-1)
+        return ~visible.any(dim=-1)
     if bias.shape[-2] == 1:
-        last = torch.arange(tile.query.shape[2], device=bias.device).clamp_max(bias.shape[-1] - 1)
-        return ~(seen.squeeze(-2).cumsum(-1) > 0).index_select(-1, last)
-    return ~seen.tril().any(dim=-1)
+        last = torch.arange(tile.query.shape[2], dtype=torch.int64, device=bias.device)
+        return ~(visible.squeeze(-2).cumsum(-1) > 0).index_select(-1, last.clamp_max(bias.shape[-1] - 1))
+    return ~visible.tril().any(dim=-1)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from prescore.ops.backend import Gradients, Needs, Tile, accumulation_dtype, dead_rows, readable
+from prescore.ops.backend import Gradients, Needs, Tile, accumulation_dtype, empty_rows, readable
 from prescore.types import Attended
 
 
@@ -27,19 +27,21 @@ class CpuFlash:
 
     def forward(self, tile: Tile) -> Attended:
         """See `Backend`."""
-        if tile.key.shape[2] == 0 or tile.query.numel() == 0:
-            return _nothing_seen(tile)  # the operator divides by zero on empty inputs
+        query, value = tile.query, tile.value
+        if tile.key.shape[2] == 0 or query.numel() == 0:  # the operator divides by zero on empty inputs
+            lse = query.new_full(query.shape[:3], -torch.inf, dtype=accumulation_dtype(query.dtype))
+            return Attended(query.new_zeros((*query.shape[:3], value.shape[-1])), lse)
         wide = _same_width(tile)
         output, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             wide.query, wide.key, wide.value, 0.0, tile.causal, attn_mask=_as_mask(tile), scale=tile.scale
         )
-        output = output[..., : tile.value.shape[-1]]
-        dead = dead_rows(tile)
-        if dead is not None:
+        output = output[..., : value.shape[-1]]
+        empty = empty_rows(tile)
+        if empty is not None:
             # the operator reports lse 0 for a fully masked row, which is a valid lse for another row
-            lse = lse.masked_fill(dead, -torch.inf)
-            if bool(dead.any()):
-                output = output.masked_fill(dead[..., None], 0)  # a padded query may be NaN
+            lse = lse.masked_fill(empty, -torch.inf)
+            if bool(empty.any()):
+                output = output.masked_fill(empty[..., None], 0)  # a padding query may be NaN
         return Attended(output, lse)
 
     def backward(self, tile: Tile, grad: Tensor, merged: Attended) -> Gradients:
@@ -51,12 +53,12 @@ class CpuFlash:
         extra = wide.value.shape[-1] - value_dim
         if extra:
             grad, output = pad(grad, (0, extra)), pad(output, (0, extra))
-        # exp(-inf - -inf) is NaN: a row that saw nothing gets any finite lse, its weights are zero anyway
+        # exp(-inf - -inf) is NaN: a row that sees nothing gets a finite lse; its weights are 0 all the same
         lse = merged.lse.masked_fill(torch.isneginf(merged.lse), 0.0)
-        grad, output = readable(grad), readable(output)
         grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad, *wide[:3], output, lse, 0.0, tile.causal, attn_mask=_as_mask(tile), scale=tile.scale
-        )
+            readable(grad), *wide[:3], readable(output), lse, 0.0, tile.causal, attn_mask=_as_mask(tile),
+            scale=tile.scale,
+        )  # fmt: skip
         return Gradients(grads[0][..., :dim], grads[1][..., :dim], grads[2][..., :value_dim])
 
 
@@ -70,14 +72,9 @@ def _as_mask(tile: Tile) -> Tensor | None:
 def _same_width(tile: Tile) -> Tile:
     # the operator wants one head dimension; zeros change neither the logits nor the other value columns
     dim, value_dim = tile.query.shape[-1], tile.value.shape[-1]
-    tile = tile._replace(query=readable(tile.query), key=readable(tile.key), value=readable(tile.value))
+    query, key, value = (readable(t) for t in tile[:3])
     if dim < value_dim:
-        query, key = (pad(t, (0, value_dim - dim)) for t in (tile.query, tile.key))
-        return tile._replace(query=query, key=key)
-    return tile._replace(value=pad(tile.value, (0, dim - value_dim))) if value_dim < dim else tile
-
-
-def _nothing_seen(tile: Tile) -> Attended:
-    rows = tile.query.shape[:3]
-    lse = tile.query.new_full(rows, -torch.inf, dtype=accumulation_dtype(tile.query.dtype))
-    return Attended(tile.query.new_zeros((*rows, tile.value.shape[-1])), lse)
+        query, key = (pad(t, (0, value_dim - dim)) for t in (query, key))
+    elif value_dim < dim:
+        value = pad(value, (0, dim - value_dim))
+    return tile._replace(query=query, key=key, value=value)

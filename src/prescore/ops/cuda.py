@@ -1,6 +1,6 @@
 """The CUDA memory-efficient operator of PyTorch: any float dtype but float64, bias, lse.
 
-The flash operator takes no bias and no float32; the memory-efficient one takes both, so one backend serves
+The flash operator takes neither a bias nor float32. The memory-efficient one takes both, so one backend serves
 every part. It wants one key head per query head and a bias whose rows are aligned.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from prescore.ops.backend import Gradients, Needs, Tile, dead_rows, readable
+from prescore.ops.backend import Gradients, Needs, Tile, empty_rows, readable
 from prescore.types import Attended
 
 _BIAS_ALIGNMENT = 16
@@ -46,10 +46,10 @@ class CudaEfficient:
             readable(tile.query), key, value, _aligned(tile), True, 0.0, tile.causal, scale=tile.scale
         )
         lse = lse[..., : tile.query.shape[2]]  # the operator pads the rows
-        dead = dead_rows(tile)
-        if dead is not None:
-            lse = lse.masked_fill(dead, -torch.inf)
-            output = output.masked_fill(dead[..., None], 0)
+        empty = empty_rows(tile)
+        if empty is not None:
+            lse = lse.masked_fill(empty, -torch.inf)
+            output = output.masked_fill(empty[..., None], 0)
         return Attended(output, lse)
 
     def backward(self, tile: Tile, grad: Tensor, merged: Attended) -> Gradients:
@@ -57,40 +57,40 @@ class CudaEfficient:
         key, value = _repeated(tile)
         finite = merged.lse.masked_fill(torch.isneginf(merged.lse), 0.0)
         padded = torch.nn.functional.pad(finite, (0, -tile.query.shape[2] % _ROW_ALIGNMENT), value=0.0)
-        dead = dead_rows(tile)
-        if dead is not None:
-            grad = grad.masked_fill(dead[..., None], 0)
+        empty = empty_rows(tile)
+        if empty is not None:
+            grad = grad.masked_fill(empty[..., None], 0)
         state = torch.zeros((), dtype=torch.int64, device=grad.device)  # no dropout: never read
-        wanted = [True, True, True, False]
+        needed = [True, True, True, False]
         grad, query, output = (readable(t) for t in (grad, tile.query, merged.output))
         grads = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
-            grad, query, key, value, _aligned(tile), output, padded, state, state, 0.0, wanted,
+            grad, query, key, value, _aligned(tile), output, padded, state, state, 0.0, needed,
             tile.causal, scale=tile.scale,
         )  # fmt: skip
-        return Gradients(grads[0], *(_per_key_head(part, tile) for part in grads[1:3]))
+        group = _group(tile)
+        per_head = (part if group == 1 else part.unflatten(1, (-1, group)).sum(2) for part in grads[1:3])
+        return Gradients(grads[0], *per_head)
+
+
+def _group(tile: Tile) -> int:
+    return tile.query.shape[1] // tile.key.shape[1]
 
 
 def _repeated(tile: Tile) -> tuple[Tensor, Tensor]:
-    group = tile.query.shape[1] // tile.key.shape[1]
-    key, value = readable(tile.key), readable(tile.value)
+    key, value, group = readable(tile.key), readable(tile.value), _group(tile)
     if group == 1:
         return key, value
     return key.repeat_interleave(group, dim=1), value.repeat_interleave(group, dim=1)
-
-
-def _per_key_head(grad: Tensor, tile: Tile) -> Tensor:
-    group = tile.query.shape[1] // tile.key.shape[1]
-    return grad if group == 1 else grad.unflatten(1, (-1, group)).sum(2)
 
 
 def _aligned(tile: Tile) -> Tensor | None:
     if tile.bias is None:
         return None
     bias, columns = tile.bias, tile.key.shape[2]
-    dead = dead_rows(tile)
-    if dead is not None:
-        # a fully masked row is NaN in the operator; let it see everything, forward() overwrites it
-        bias = torch.where(dead[..., None], torch.zeros_like(bias[..., :1]), bias)
+    empty = empty_rows(tile)
+    if empty is not None:
+        # a fully masked row is NaN in the operator: let it see every key, forward() overwrites it
+        bias = torch.where(empty[..., None], torch.zeros_like(bias[..., :1]), bias)
     room = bias.new_zeros((*bias.shape[:-1], columns + (-columns % _BIAS_ALIGNMENT)), dtype=tile.query.dtype)
     room[..., :columns] = bias
     return room[..., :columns].expand(*tile.query.shape[:3], columns)

@@ -1,4 +1,4 @@
-"""Plain torch on any device: the oracle of the fused operators, and the one that can drop attention weights.
+"""Plain torch on any device: the reference of the fused operators, and the only backend with dropout.
 
 Blocked to bound memory: over queries, and with dropout, where it has to serve real training, over tiles too.
 """
@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from prescore.ops.backend import Gradients, Needs, Tile, accumulation_dtype
+from prescore.ops.backend import Gradients, Needs, Tile, accumulation_dtype, softmax_with_lse
 from prescore.ops.dropout import Dropout
 from prescore.types import Attended
 
@@ -22,7 +22,7 @@ LOGITS_AT_ONCE = 2**22
 
 @dataclass(frozen=True)
 class Plain:
-    """Matrix products, a softmax, and perhaps dropout; nothing else."""
+    """Matrix products, a softmax, and dropout where the call has it."""
 
     dropout: Dropout | None = None
 
@@ -43,13 +43,11 @@ class Plain:
         output = query.new_empty((*query.shape[:3], value.shape[-1]))
         lse = query.new_empty(query.shape[:3], dtype=wide)
         for tiles, rows in self._blocks(tile):
-            logits = _logits(tile, tiles, rows)
-            own_lse = _logsumexp(logits)
-            weights = torch.exp(logits - _finite(own_lse)[..., None])  # [tiles, g, h/g, rows, c]
+            weights, block_lse = softmax_with_lse(_logits(tile, tiles, rows), -1)  # [tiles, g, h/g, rows, c]
             factors = self._factors(weights, tiles, rows)
             weights = weights if factors is None else weights * factors
             output[tiles, :, rows] = (weights @ value[tiles].to(wide)[:, :, None]).flatten(1, 2).to(query.dtype)
-            lse[tiles, :, rows] = own_lse.flatten(1, 2)
+            lse[tiles, :, rows] = block_lse.flatten(1, 2)
         return Attended(output, lse)
 
     def backward(self, tile: Tile, grad: Tensor, merged: Attended) -> Gradients:
@@ -61,20 +59,23 @@ class Plain:
         for tiles, rows in self._blocks(tile):
             q, g, o = (t[tiles, :, rows].to(wide).unflatten(1, heads) for t in (query, grad, merged.output))
             k, v = key[tiles].to(wide)[:, :, None], value[tiles].to(wide)[:, :, None]
-            lse = _finite(merged.lse[tiles, :, rows].unflatten(1, heads))
-            weights = torch.exp(_logits(tile, tiles, rows) - lse[..., None])
-            grad_weights, kept = g @ v.transpose(-1, -2), weights
+            merged_lse = merged.lse[tiles, :, rows].unflatten(1, heads)
+            merged_lse = merged_lse.masked_fill(torch.isneginf(merged_lse), 0.0)
+            # the tile's share of the merged softmax, times its own weights, which sum to 1 by construction
+            weights, lse = softmax_with_lse(_logits(tile, tiles, rows), -1)
+            weights = weights * torch.exp(lse - merged_lse)[..., None]
+            grad_weights, dropped = g @ v.transpose(-1, -2), weights
             factors = self._factors(weights, tiles, rows)
             if factors is not None:
-                grad_weights, kept = grad_weights * factors, weights * factors
+                grad_weights, dropped = grad_weights * factors, weights * factors
             grad_logits = weights * (grad_weights - (g * o).sum(-1, keepdim=True)) * tile.scale
             grad_query[tiles, :, rows] = (grad_logits @ k).flatten(1, 2)
             grad_key[tiles] += (grad_logits.transpose(-1, -2) @ q).sum(2)
-            grad_value[tiles] += (kept.transpose(-1, -2) @ g).sum(2)
+            grad_value[tiles] += (dropped.transpose(-1, -2) @ g).sum(2)
         return Gradients(grad_query.to(query.dtype), grad_key.to(key.dtype), grad_value.to(value.dtype))
 
     def _blocks(self, tile: Tile) -> Iterator[tuple[slice, slice]]:
-        """Tiles and query rows that are worked off together."""
+        """Slices of tiles and query rows that are computed at once."""
         n_tiles, n_heads, n_rows = tile.query.shape[:3]
         tiles, rows = max(n_tiles, 1), QUERY_BLOCK
         if self.dropout is not None:
@@ -98,22 +99,12 @@ def _logits(tile: Tile, tiles: slice, rows: slice) -> Tensor:
     grouped = query.to(wide).unflatten(1, (key.shape[1], group))
     logits: Tensor = (grouped @ key.to(wide)[:, :, None].transpose(-1, -2)) * tile.scale  # [b, g, h/g, t, c]
     if bias is not None:
-        own = bias if bias.shape[0] == 1 else bias[tiles]
-        own = own if own.shape[-2] == 1 else own[..., rows, :]
-        heads = own[:, :, None] if own.shape[1] == 1 else own.unflatten(1, (key.shape[1], group))
-        logits = logits + heads.to(wide)
+        bias = bias if bias.shape[0] == 1 else bias[tiles]
+        bias = bias if bias.shape[-2] == 1 else bias[..., rows, :]
+        bias = bias[:, :, None] if bias.shape[1] == 1 else bias.unflatten(1, (key.shape[1], group))
+        logits = logits + bias.to(wide)
     if tile.causal:
-        position = torch.arange(rows.start, rows.start + query.shape[2], device=query.device)
-        later = torch.arange(key.shape[2], device=query.device) > position[:, None]
-        logits = logits.masked_fill(later, -torch.inf)
+        columns = torch.arange(key.shape[2], dtype=torch.int64, device=query.device)
+        position = torch.arange(query.shape[2], dtype=torch.int64, device=query.device) + rows.start
+        logits = logits.masked_fill(columns > position[:, None], -torch.inf)
     return logits
-
-
-def _logsumexp(logits: Tensor) -> Tensor:
-    if logits.shape[-1] == 0:
-        return logits.new_full(logits.shape[:-1], -torch.inf)
-    return torch.logsumexp(logits, dim=-1)
-
-
-def _finite(lse: Tensor) -> Tensor:
-    return lse.masked_fill(torch.isneginf(lse), 0.0)

@@ -1,4 +1,4 @@
-"""Attention over keys that were selected before any query was seen, as one call: plan, run, tell."""
+"""The engine of `Selected` and `Hyper`: plan a call, run it, and report numbers about it."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from prescore.call import Call
 from prescore.config import Hyper, Selected
 from prescore.ops.parts import Part
 from prescore.selected.plan import Plan, make_plan
-from prescore.types import Attended, Reads, Result, Values
+from prescore.types import Reads, Result, Values
 
 
 def reads_every_key(call: Call, config: Selected | Hyper) -> bool:
-    """Whether every query of a call without padding or a given selection reads every key it may see."""
+    """Whether a call without padding or a given selection lies in one causal leaf, which is exact."""
     return call.is_causal and call.n_keys <= max(1, config.min_seq_len)
 
 
@@ -26,98 +26,58 @@ def attend_selected(
     """Run Algorithm 2.
 
     Args:
-        call: The aligned inputs.
+        call: Aligned inputs.
         config: How keys are selected and attended to.
         given: `[B, Hkv, Nk]` bool, a selection to use instead of making one, in aligned positions.
-        explain: Also tell what was selected and figures about it.
+        explain: Also return selections and stats.
     """
-    plan = make_plan(call, selecting(config), given)
-    attended = plan.timed("attending", lambda: plan.run(call))
+    if isinstance(config, Hyper):  # HyperAttention over all keys selects every key
+        config = Selected(
+            top_k=1.0,
+            sinks=config.sinks,
+            remainder="none",
+            inner=config.lsh,
+            min_seq_len=config.min_seq_len,
+            leaf_inclusive=config.leaf_inclusive,
+        )
+    plan = make_plan(call, config, given)
+    attended = plan.timed("attending", plan.run)
     parts, n_queries = plan.parts, call.query.shape[:3].numel()
 
-    def count_reads() -> Reads:  # holds indices, but no keys or values
+    def count_reads() -> Reads:  # holds row numbers, but no keys or values
         return reads_per_query(parts, n_queries)
 
     if not explain:
         return Result(*attended, count_reads)
-    return Result(*attended, count_reads, statistics(call, plan, attended), plan.selections)
+    stats = _stats(plan, attended.lse, count_reads())
+    return Result(*attended, count_reads, stats, plan.selections)
 
 
-def selecting(config: Selected | Hyper) -> Selected:
-    """HyperAttention over all keys is a selection that keeps every key."""
-    if isinstance(config, Selected):
-        return config
-    return Selected(
-        top_k=1.0,
-        sinks=config.sinks,
-        remainder="none",
-        inner=config.lsh,
-        min_seq_len=config.min_seq_len,
-        leaf_inclusive=config.leaf_inclusive,
-    )
-
-
-# Plain numbers about one call: what was kept, what the residual carried, where the time went.
-
-
-def statistics(call: Call, plan: Plan, attended: Attended) -> Values:
-    """Statistics of a plan whose result is `attended`, in aligned positions.
-
-    Returns:
-        `keys_selected` (mean per problem and head), `keys_per_query` (key and centroid columns a query met, on
-        average), `depth` of the causal recursion, `fallbacks` taken, `mass_read` (mean share of the estimated
-        attention mass that was seen exactly rather than estimated by the residual), and `seconds`
-        per stage.
-    """
-    reads = reads_per_query(plan.parts, call.query.shape[:3].numel())
-    problems = sum(kept.valid.shape[:2].numel() for kept in plan.selections)
-    n_kept = sum(int(kept.valid.sum()) for kept in plan.selections)
+def _stats(plan: Plan, lse: Tensor, reads: Reads) -> Values:
+    """Fields of `Stats`; the means over block pairs and heads count every pair of every sequence."""
+    selections = plan.selections
+    n_pairs = sum(selection.valid.shape[:2].numel() for selection in selections)
+    n_selected = sum(int(selection.valid.sum()) for selection in selections)
     return {
-        "keys_selected": n_kept / problems if problems else 0.0,
+        "keys_selected": n_selected / n_pairs if n_pairs else 0.0,
         "keys_per_query": reads.keys,
         "centroids_per_query": reads.centroids,
         "depth": plan.depth,
-        "fallbacks": sum(int(kept.fallback.sum()) for kept in plan.selections if kept.fallback is not None),
-        "mass_read": mass_read(call, plan, attended),
+        "fallbacks": sum(int(each.fallback.sum()) for each in selections if each.fallback is not None),
+        "mass_read": _mass_read(plan, lse),
         "seconds": dict(plan.seconds),
-        "backend": call.backend.name,
+        "backend": plan.call.backend.name,
     }
 
 
 @torch.no_grad()
-def mass_read(call: Call, plan: Plan, attended: Attended) -> float:
-    """Mean of exp(lse without the residual - lse with it) over queries that saw anything."""
-    if not any(part.residual[1] for part in plan.parts):
+def _mass_read(plan: Plan, lse: Tensor) -> float:
+    """Mean of exp(lse without the residual - lse with it) over queries that read a key."""
+    non_empty = ~torch.isneginf(lse)
+    if not any(part.residual[1] for part in plan.parts) or not bool(non_empty.any()):
         return 1.0
-    whole = attended.lse
-    seen = plan.run(call, [_without_residual(part) for part in plan.parts]).lse
-    anywhere = ~torch.isneginf(whole)
-    if not bool(anywhere.any()):
-        return 1.0
-    return float(torch.exp(seen[anywhere] - whole[anywhere]).mean())
-
-
-def reads_per_query(parts: list[Part], n_queries: int) -> Reads:
-    """Keys and centroids read per query; a causal square counts as half, a masked key not at all."""
-    if not n_queries:
-        return Reads(0.0)
-    pairs = [_pairs(part) for part in parts]
-    return Reads(*(sum(counts) / n_queries for counts in zip(*pairs, strict=True))) if pairs else Reads(0.0)
-
-
-def _pairs(part: Part) -> tuple[float, float]:
-    """How many pairs of a query and a key, and of a query and a centroid, a part has."""
-    n_keys = part.shape[2] if part.key_rows is None else part.key_rows.shape[1]
-    n_centroids = 0 if part.extra_rows is None else part.extra_rows.shape[1]
-    n_queries = math.prod(part.shape) if part.query_valid is None else int(part.query_valid.sum())
-    bias = part.bias4()
-    if part.causal or bias is None:
-        return n_queries * ((n_keys + 1) / 2 if part.causal else n_keys), float(n_queries * n_centroids)
-    visible = ~torch.isneginf(bias)
-    read = (visible[..., :n_keys].sum(-1), visible[..., n_keys:].sum(-1))
-    counts = (count.expand(part.shape) for count in read)
-    keys, centroids = (n if part.query_valid is None else n * part.query_valid for n in counts)
-    return float(keys.sum()), float(centroids.sum())
+    without = plan.run([_without_residual(part) for part in plan.parts]).lse
+    return float(torch.exp(without[non_empty] - lse[non_empty]).mean())
 
 
 def _without_residual(part: Part) -> Part:
@@ -127,3 +87,23 @@ def _without_residual(part: Part) -> Part:
     bias = part.bias.clone()
     bias[:, begin:end] = -torch.inf
     return dataclasses.replace(part, bias=bias)
+
+
+def reads_per_query(parts: list[Part], n_queries: int) -> Reads:
+    """Keys and centroids that a query reads on average; a causal square counts as half, a masked key as none."""
+    keys = centroids = 0.0
+    for part in parts:
+        n_keys = part.shape[2] if part.key_rows is None else part.key_rows.shape[1]
+        n_centroids = 0 if part.extra_rows is None else part.extra_rows.shape[1]
+        bias = part.bias4()
+        if part.causal or bias is None:
+            rows = math.prod(part.shape) if part.query_valid is None else int(part.query_valid.sum())
+            keys += rows * ((n_keys + 1) / 2 if part.causal else n_keys)
+            centroids += rows * n_centroids
+            continue
+        visible = ~torch.isneginf(bias)
+        for count, is_key in ((visible[..., :n_keys].sum(-1), True), (visible[..., n_keys:].sum(-1), False)):
+            reads = count.expand(part.shape)
+            total = float((reads if part.query_valid is None else reads * part.query_valid).sum())
+            keys, centroids = (keys + total, centroids) if is_key else (keys, centroids + total)
+    return Reads(keys / n_queries, centroids / n_queries) if n_queries else Reads(0.0)

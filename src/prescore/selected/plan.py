@@ -1,14 +1,24 @@
-"""Algorithm 2 as a plan: score, select, and say which queries meet which key rows.
+"""Algorithm 2 as a plan: which queries read which keys.
 
-This is where the three stages meet. A plan is a list of `Part`s; running it is `attend_parts`.
+For every block pair (all queries and keys, or an off-diagonal block of the causal grid):
+
+1. Score the keys and select some of them (line 1, which is Algorithm 1); where too few are selected, select all
+   (lines 2 to 4, the delta test).
+2. Replace the unselected keys of each cluster by its centroid (not in the paper; `remainder="none"` leaves it
+   out).
+3. Attend to the selected keys (line 5): exactly, or by HyperAttention, which sorts the keys by their hash, cuts
+   them into blocks, and samples a residual.
+
+Everything a query reads becomes a column of a `Part`, and `attend_parts` runs one softmax over all columns.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
 from typing import TypeVar
 
 import torch
@@ -16,43 +26,170 @@ from torch import Tensor
 
 from prescore.call import Call
 from prescore.config import Exact, Lsh, Selected
-from prescore.ops.parts import Centroids, Part, attend_parts, exact_parts
+from prescore.ops.parts import Centroids, Part, attend_parts, exact_parts, mask_bias
 from prescore.rng import Streams
 from prescore.scoring.base import Scorer
-from prescore.scoring.hashing import hash_ranks, projections, zero_rank
+from prescore.scoring.hashing import hash_ranks, projections
 from prescore.scoring.kmeans import centroid_clusters
-from prescore.scoring.select import Chosen, bring_forward, membership, score_keys, select_keys, selection_of
+from prescore.scoring.select import (
+    Chosen,
+    bring_forward,
+    membership,
+    protected_positions,
+    score_keys,
+    select_keys,
+    selection_of,
+)
 from prescore.selected.blocks import BlockPair, KeyRows, exact_part, hyper_part
-from prescore.selected.causal_grid import BlockPairs, Candidates, Queries, leaf_parts, levels
+from prescore.selected.causal_grid import FULL, Level, Queries, key_rows, key_valid, leaf_parts, levels
 from prescore.selected.centroids import cluster_centroids
 from prescore.types import Attended, Selection
 
-Result = TypeVar("Result")
+T = TypeVar("T")
 
 
-@dataclass(eq=False)
-class Plan:
-    """What one call will compute, and what was decided on the way.
+def make_plan(call: Call, config: Selected, given: Tensor | None = None) -> Plan:
+    """Plan a call.
+
+    Args:
+        call: Aligned inputs.
+        config: How keys are selected and attended to.
+        given: `[B, Hkv, Nk]` bool, a selection to use instead of making one, in aligned positions.
+    """
+    plan = Plan(call, config)
+    queries, leaf = plan.queries, max(1, config.min_seq_len)
+    if 0 in (queries.batch, call.n_query, call.n_keys):
+        return plan
+    if not call.is_causal:
+        plan.add(_full_pair(call, config, queries, given))
+    elif call.n_keys <= leaf and isinstance(call.query_start, int):
+        plan.parts = exact_parts(call.query, call.key, is_causal=True, valid=call.valid)
+    else:
+        plan.parts = leaf_parts(leaf, queries, call.n_keys, call.valid, call.query.dtype)
+        for level in levels(leaf, queries):
+            plan.add(_level_pairs(call, config, queries, level, given))
+            plan.depth += 1
+    return plan
+
+
+@dataclass(frozen=True, eq=False)
+class Candidates:
+    """Block pairs of one size before selection, `P = B * n` for `n` blocks of each sequence.
 
     Attributes:
-        parts: Which queries meet which keys.
+        name: Of their random streams.
+        n_blocks: `n`.
+        query_rows: `[P, H, G, W]` flat rows of the queries.
+        query_valid: `[P, W]`, False = filler; None = no filler.
+        query_real: `[P, W]`, False = filler or padding; None = all are real.
+        key: `[P, H, N, D]` candidate keys.
+        value: Their values, where centroids need them.
+        rows: `[P, H, N]` flat rows of the candidates.
+        valid: `[P, N]`, False = padding; None = all are real.
+        protect: `[P, N]`, sinks and recent keys, selected before any score is compared and read by every query.
+        exact: `[P]`, pairs with so few queries that they are exact over their selection.
+        given: `[P, H, N]`, the caller's selection; None = make one.
+    """
+
+    name: str
+    n_blocks: int
+    query_rows: Tensor
+    query_valid: Tensor | None
+    query_real: Tensor | None
+    key: Tensor
+    value: Tensor
+    rows: Tensor
+    valid: Tensor | None
+    protect: Tensor
+    exact: Tensor
+    given: Tensor | None
+
+
+def _full_pair(call: Call, config: Selected, queries: Queries, given: Tensor | None) -> Candidates:
+    """One block pair per sequence: all its queries and all its keys."""
+    n_query = torch.full((queries.batch,), queries.length, dtype=torch.int64, device=queries.device)
+    if call.query_valid is not None:
+        n_query = call.query_valid.sum(1)
+    few = n_query <= config.min_seq_len if config.leaf_inclusive else n_query < config.min_seq_len
+    from_zero = dataclasses.replace(queries, start=0)
+    return Candidates(
+        name=FULL,
+        n_blocks=1,
+        query_rows=from_zero.rows(queries.arange(queries.length)[None])[0],
+        query_valid=None,
+        query_real=call.query_valid,
+        key=call.key,
+        value=call.value,
+        rows=key_rows(queries.arange(call.n_keys)[None], queries, call.n_keys),
+        valid=call.valid,
+        protect=protected_positions(call.valid, call.key, config.sinks, config.recent),
+        exact=few,
+        given=given,
+    )
+
+
+def _level_pairs(call: Call, config: Selected, queries: Queries, level: Level, given: Tensor | None) -> Candidates:
+    """All off-diagonal blocks of one level of the causal grid."""
+    width, key_positions, query_positions = level.width, level.key_positions, level.query_positions
+    inside = key_positions.clamp_max(call.n_keys - 1)
+    query_rows, there = queries.rows(query_positions)
+    valid = key_valid(key_positions, queries, call.n_keys, call.valid)
+    rows = key_rows(key_positions, queries, call.n_keys)
+
+    def gather(table: Tensor) -> Tensor:
+        return table.reshape(-1, table.shape[-1]).index_select(0, rows.reshape(-1)).view(*rows.shape, -1)
+
+    key = gather(call.key)
+    if valid is not None:
+        key = key * valid[:, None, :, None]
+    real = there
+    if call.query_valid is not None:
+        real = there & call.query_valid[:, query_positions.clamp_max(call.n_keys - 1)].flatten(0, 1)
+    sinks = protected_positions(call.valid, call.key, config.sinks, 0)[:, inside].flatten(0, 1)
+    exact = config.leaf_inclusive and width <= config.min_seq_len
+    return Candidates(
+        # named by size: which levels a call reaches depends on its other sequences
+        name=f"level{(width // max(1, config.min_seq_len)).bit_length() - 1}",
+        n_blocks=key_positions.shape[0],
+        query_rows=query_rows,
+        query_valid=None if bool(there.all()) else there,
+        query_real=None if bool(real.all()) else real,
+        key=key,
+        value=call.value if config.remainder == "none" else gather(call.value),
+        rows=rows,
+        valid=valid,
+        protect=sinks | protected_positions(valid, key, 0, config.recent),
+        exact=torch.full((rows.shape[0],), exact, dtype=torch.bool, device=rows.device),
+        given=None if given is None else given[:, :, inside].transpose(1, 2).flatten(0, 1),
+    )
+
+
+class Plan:
+    """What one call computes, and what was decided on the way.
+
+    Attributes:
+        parts: Which queries read which keys.
         key, value: Tables the parts' rows refer to (with a zero row at the end under `mask="zero"`).
         centroids: Rows the parts' extra columns refer to.
-        selections: One per full problem or off-diagonal block, in aligned positions.
+        selections: One per full pair or off-diagonal block, in aligned positions.
         depth: Levels of the causal recursion.
         seconds: Time spent per stage.
     """
 
-    key: Tensor
-    value: Tensor
-    parts: list[Part] = field(default_factory=list)
-    centroids: Centroids | None = None
-    selections: list[Selection] = field(default_factory=list)
-    depth: int = 0
-    seconds: dict[str, float] = field(default_factory=dict)
+    def __init__(self, call: Call, config: Selected) -> None:
+        batch, heads = call.key.shape[:2]
+        self.call, self.config = call, config
+        self.queries = Queries(batch, heads, call.group, call.n_query, call.query_start, call.query.device)
+        self.zeroing = config.coupling.mask == "zero"
+        self.key, self.value = call.key, call.value
+        self.parts: list[Part] = []
+        self.centroids: Centroids | None = None
+        self.selections: list[Selection] = []
+        self.depth = 0
+        self.seconds: dict[str, float] = {}
 
-    def timed(self, stage: str, work: Callable[[], Result]) -> Result:
-        """Run a stage and add its time to the books."""
+    def timed(self, stage: str, work: Callable[[], T]) -> T:
+        """Run a stage and add its time to `seconds`."""
         begin = time.perf_counter()
         result = work()
         if self.key.device.type == "cuda":
@@ -60,103 +197,43 @@ class Plan:
         self.seconds[stage] = self.seconds.get(stage, 0.0) + time.perf_counter() - begin
         return result
 
-    def run(self, call: Call, parts: list[Part] | None = None) -> Attended:
-        """Attend to the planned parts, or to some of them."""
+    def run(self, parts: list[Part] | None = None) -> Attended:
+        """One softmax over the planned parts, or over others of the same tables."""
         return attend_parts(
-            call.query,
+            self.call.query,
             self.key,
             self.value,
             self.parts if parts is None else parts,
-            scale=call.scale,
-            backend=call.backend,
+            scale=self.call.scale,
+            backend=self.call.backend,
             centroids=self.centroids,
         )
 
-
-def make_plan(call: Call, config: Selected, given: Tensor | None = None) -> Plan:
-    """What a call computes; `given [B, Hkv, Nk]` is a selection to use instead of making one."""
-    return _Planner(call, config, given).build()
-
-
-class _Planner:
-    """Builds a plan for one call; holds nothing beyond it."""
-
-    def __init__(self, call: Call, config: Selected, given: Tensor | None) -> None:
-        batch, heads = call.key.shape[:2]
-        self.call, self.config = call, config
-        self.queries = Queries(batch, heads, call.group, call.n_query, call.query_start, call.query.device)
-        self.problems = BlockPairs(call, config, self.queries, given)
-        self.zeroing = config.coupling.mask == "zero"
-        self.plan = Plan(*self._tables())
-        self._ranks: tuple[Tensor, Tensor] | None = None
-
-    def build(self) -> Plan:
-        """The plan of the whole call."""
-        plan, call = self.plan, self.call
-        leaf = max(1, self.config.min_seq_len)
-        if 0 in (self.queries.batch, call.n_query, call.n_keys):
-            return plan
-        if not call.is_causal:
-            self._add(self.problems.full())
-        elif call.n_keys <= leaf and isinstance(call.query_start, int):
-            plan.parts += self._numbered(exact_parts(call.query, call.key, is_causal=True, valid=call.valid))
-        else:
-            plan.parts += self._numbered(leaf_parts(leaf, self.queries, call.n_keys, call.valid, call.query.dtype))
-            grid = levels(leaf, self.queries)
-            plan.depth = len(grid)
-            for level in grid:
-                self._add(self.problems.level(level))
-        return plan
-
-    def _tables(self) -> tuple[Tensor, Tensor]:
-        key, value = self.call.key, self.call.value
-        return (_with_zero_row(key), _with_zero_row(value)) if self.zeroing else (key, value)
-
-    def _numbered(self, parts: list[Part]) -> list[Part]:
-        """Number the keys of parts that take all of them, where the table ends in a zero row that is none."""
-        if not self.zeroing:
-            return parts
-        rows = torch.arange(self.plan.key.shape[0] - 1, device=self.plan.key.device)
-        return [
-            part if part.key_rows is not None else dataclasses.replace(part, key_rows=rows.view(part.shape[0], -1))
-            for part in parts
-        ]
-
-    def _add(self, candidates: Candidates) -> None:
-        """Select, then append the part of these problems."""
-        plan, config, dtype = self.plan, self.config, self.call.query.dtype
+    def add(self, candidates: Candidates) -> None:
+        """Algorithm 2 for block pairs of one size."""
+        config, dtype = self.config, self.call.query.dtype
         streams = self.call.streams.child(candidates.name)
-        chosen = plan.timed("scoring", lambda: self._choose(candidates, streams))
-        selection = chosen.selection
-        plan.selections += self._by_block(candidates, selection)
-        nothing = selection.indices.shape[-1] == 0  # padding everywhere, or a given selection that lies elsewhere
+        chosen = self.timed("scoring", lambda: self._select(candidates, streams))
+        self.selections += self._by_block(candidates, chosen.selection)
         extra = None
-        if config.remainder != "none" and not chosen.everything and candidates.any_valid():
-            extra = plan.timed("centroids", lambda: self._centroids(candidates, chosen, streams))
-        if nothing and extra is None:
+        any_key = candidates.valid is None or bool(candidates.valid.any())
+        if config.remainder != "none" and not chosen.everything and any_key:
+            extra = self.timed("centroids", lambda: self._add_centroids(candidates, chosen, streams))
+        none_selected = chosen.selection.indices.shape[-1] == 0  # only padding, or a given selection elsewhere
+        if none_selected and extra is None:
             return
-        pair = self._block_pair(candidates, selection, extra)
-        if nothing or isinstance(config.inner, Exact):
-            plan.parts.append(exact_part(pair, dtype))
+        pair = self._block_pair(candidates, chosen.selection, extra)
+        if none_selected or isinstance(config.inner, Exact):
+            self.parts.append(exact_part(pair, dtype))
             return
-        lsh, exact = config.inner, candidates.exact.to(selection.indices.device)
-        if bool(exact.any()):
-            own = pair if bool(exact.all()) else pair.some(exact.nonzero()[:, 0])
-            plan.parts.append(exact_part(own, dtype))
-        if not bool(exact.all()):
-            own = pair.some((~exact).nonzero()[:, 0]) if bool(exact.any()) else pair
-            plan.parts.append(self._hyper_part(own, lsh, streams))
+        for exact, which in ((True, candidates.exact), (False, ~candidates.exact)):
+            if bool(which.any()):
+                some = pair if bool(which.all()) else pair.some(which.nonzero()[:, 0])
+                part = exact_part(some, dtype) if exact else self._hyper_part(some, config.inner, streams)
+                self.parts.append(part)
 
-    def _hyper_part(self, pair: BlockPair, lsh: Lsh, streams: Streams) -> Part:
-        query_ranks, key_ranks = self.plan.timed("hashing", lambda: self._hash(lsh))
-        draws = streams.uniform("residual", lsh.sample_size, like=self.call.key)
-        ranks = query_ranks[pair.query_rows], key_ranks[pair.key_rows]
-        return self.plan.timed(
-            "sorting",
-            lambda: hyper_part(pair, *ranks, draws, lsh, self.config.coupling, self.call.query.dtype),
-        )
-
-    def _choose(self, candidates: Candidates, streams: Streams) -> Chosen:
+    def _select(self, candidates: Candidates, streams: Streams) -> Chosen:
+        """Algorithm 1 and the delta test."""
         if candidates.given is not None:
             return Chosen(selection_of(candidates.given), False, None)
         return select_keys(
@@ -167,86 +244,110 @@ class _Planner:
             protect=candidates.protect,
         )
 
-    def _by_block(self, candidates: Candidates, selection: Selection) -> list[Selection]:
+    def _by_block(self, candidates: Candidates, selection: Selection) -> Iterator[Selection]:
         """One selection per block of the grid, in positions of the whole sequence."""
         if not self.call.is_causal:
-            return [selection]
+            yield selection
+            return
         n_blocks, fallback = candidates.n_blocks, selection.fallback
-        first = candidates.rows.view(self.queries.batch, n_blocks, self.queries.heads, -1)[0, :, 0, 0]
-        found = []
+        first = candidates.rows[:n_blocks, 0, 0]  # rows of the first sequence and head are positions
         for number in range(n_blocks):
-            own = slice(number, None, n_blocks)
-            mark = None if fallback is None else fallback[own]
-            found.append(Selection(selection.indices[own] + first[number], selection.valid[own], mark))
-        return found
+            of_block = slice(number, None, n_blocks)
+            marks = None if fallback is None else fallback[of_block]
+            yield Selection(selection.indices[of_block] + first[number], selection.valid[of_block], marks)
 
-    def _centroids(self, candidates: Candidates, chosen: Chosen, streams: Streams) -> KeyRows:
-        """Add centroids of these problems to the table; returns their rows and weights."""
-        keys, scored = candidates.key.detach(), chosen.scored
-        own = self.config.remainder if isinstance(self.config.remainder, Scorer) else None
-        if scored is None or own is not None:  # with a given selection, the clusters as if it had been made here
-            scored = score_keys(keys, own or self.config.scoring, valid=candidates.valid, streams=streams)
-        if scored.labels is None:  # the scorer made no clusters
-            scorer = centroid_clusters(keys.shape[-1], is_causal=self.call.is_causal)
-            scored = score_keys(keys, scorer, valid=candidates.valid, streams=streams)
-        if scored.labels is None:
+    def _add_centroids(self, candidates: Candidates, chosen: Chosen, streams: Streams) -> KeyRows:
+        """Add the centroids of these pairs to the table; returns their rows and weights."""
+        keys, scored, scorer = candidates.key.detach(), chosen.scored, self.config.scoring
+        if isinstance(self.config.remainder, Scorer):
+            scored, scorer = None, self.config.remainder
+        k_means = centroid_clusters(keys.shape[-1], is_causal=self.call.is_causal)
+        for clustering in (scorer, k_means):  # k-means where the scorer makes no clusters
+            if scored is None or scored.labels is None:
+                scored = score_keys(keys, clustering, valid=candidates.valid, streams=streams)
+        if scored is None or scored.labels is None:
             raise TypeError(f"kmeans must return labels, got {scored!r}")
         unselected = ~membership(chosen.selection, keys.shape[2])
         if candidates.valid is not None:
             unselected = unselected & candidates.valid[:, None, :]
         tables = Centroids(candidates.key, candidates.value)
         made, rows = cluster_centroids(tables, scored.labels, unselected, scored.n_clusters, self.call.query.dtype)
-        before = self.plan.centroids
+        before = self.centroids
         if before is None:
-            self.plan.centroids = made
+            self.centroids = made
             return rows
-        self.plan.centroids = Centroids(torch.cat((before.key, made.key)), torch.cat((before.value, made.value)))
+        self.centroids = Centroids(torch.cat((before.key, made.key)), torch.cat((before.value, made.value)))
         return KeyRows(rows.rows + before.key.shape[0], rows.bias)
 
     def _block_pair(self, candidates: Candidates, selection: Selection, extra: KeyRows | None) -> BlockPair:
-        indices, valid = selection.indices, selection.valid
-        n_selected, kept = None, None
-        rows = candidates.rows.gather(-1, indices)
-        usable: Tensor | None = None if bool(valid.all()) else valid
+        """The keys that blocks are cut from, and those that every query reads."""
+        all_rows, valid = candidates.rows, candidates.valid
+        if valid is None:
+            valid = torch.ones(all_rows.shape[::2], dtype=torch.bool, device=all_rows.device)
+        real, protect = (t[:, None].expand_as(all_rows) for t in (valid, candidates.protect))
+        n_selected, selected, kept = None, None, None
+        pooled: Tensor | None  # which rows blocks are cut from
         if self.zeroing:
-            zero = self.plan.key.shape[0] - 1
-            rows = torch.where(membership(selection, candidates.key.shape[2]), candidates.rows, zero)
-            usable = None if candidates.valid is None else candidates.valid[:, None, :].expand(rows.shape)
-            n_selected = valid.sum(-1)
-        elif candidates.protect is not None and bool(candidates.protect.any()):
-            apart = candidates.protect[:, None, :].expand(candidates.rows.shape).gather(-1, indices) & valid
-            kept = kept_rows(rows, apart, self.call.query.dtype)
-            rows, usable = bring_forward(rows, valid & ~apart)
+            member = membership(selection, all_rows.shape[-1])
+            rows, pooled, n_selected = torch.where(member, all_rows, self._zero_row()), real, member.sum(-1)
+        elif self.config.coupling.blocks == "all":
+            selected = membership(selection, all_rows.shape[-1])
+            apart = selected & protect
+            rows, pooled = all_rows, real & ~apart
+            kept = kept_rows(rows, apart, self.call.query.dtype) if bool(apart.any()) else None
+        else:
+            rows, pooled = all_rows.gather(-1, selection.indices), selection.valid
+            apart = protect.gather(-1, selection.indices) & pooled
+            if bool(apart.any()):
+                kept = kept_rows(rows, apart, self.call.query.dtype)
+                rows, pooled = bring_forward(rows, pooled & ~apart)
         return BlockPair(
             query_rows=candidates.query_rows,
             query_valid=candidates.query_valid,
             query_real=candidates.query_real,
             key_rows=rows,
-            key_valid=usable,
+            key_valid=None if pooled is None or bool(pooled.all()) else pooled,
             kept=kept,
             extra=extra,
-            n_all=candidates.n_keys(),
+            n_all=valid.sum(1),
             n_selected=n_selected,
+            selected=selected,
         )
 
-    def _hash(self, lsh: Lsh) -> tuple[Tensor, Tensor]:
-        """Gray ranks of all query and key rows, once for all levels."""
-        if self._ranks is None:
+    def _zero_row(self) -> int:
+        """Number of a row of zeros at the end of the tables."""
+        if self.key is self.call.key:
+            self.key, self.value = (
+                torch.cat((t.reshape(-1, t.shape[-1]), t.new_zeros(1, t.shape[-1])))
+                for t in (self.key, self.value)
+            )
+        return self.key.shape[0] - 1
+
+    def _hyper_part(self, pair: BlockPair, lsh: Lsh, streams: Streams) -> Part:
+        query_ranks, key_ranks = self._ranks
+        draws = streams.uniform("residual", lsh.sample_size, like=self.call.key)
+        ranks, coupling = (query_ranks[pair.query_rows], key_ranks[pair.key_rows]), self.config.coupling
+        dtype = self.call.query.dtype
+        return self.timed("sorting", lambda: hyper_part(pair, *ranks, draws, lsh, coupling, dtype))
+
+    @cached_property
+    def _ranks(self) -> tuple[Tensor, Tensor]:
+        """Gray ranks of the hashes of all query and key rows, once for all levels."""
+        lsh = self.config.inner
+        if not isinstance(lsh, Lsh):
+            raise TypeError(f"inner must be an Lsh to hash keys, got {lsh!r}")
+
+        def hashed() -> tuple[Tensor, Tensor]:
             directions = projections(lsh.n_projections, self.call.key, self.call.streams)
-            query = hash_ranks(self.call.query, directions).reshape(-1)
-            key = hash_ranks(self.call.key, directions).reshape(-1)
-            if self.zeroing:
-                key = torch.cat((key, key.new_full((1,), zero_rank(lsh.n_projections))))
-            self._ranks = query, key
-        return self._ranks
+            tables = self.call.query, self.call.key, self.call.key.new_zeros(1, self.call.key.shape[-1])
+            query, key, zero = (hash_ranks(table, directions).reshape(-1) for table in tables)
+            return query, torch.cat((key, zero)) if self.zeroing else key
 
-
-def _with_zero_row(table: Tensor) -> Tensor:
-    return torch.cat((table.reshape(-1, table.shape[-1]), table.new_zeros(1, table.shape[-1])))
+        return self.timed("hashing", hashed)
 
 
 def kept_rows(rows: Tensor, apart: Tensor, dtype: torch.dtype) -> KeyRows:
-    """The rows `[P, H, S]` that are apart from the others, as columns that every query sees."""
+    """The rows `[P, H, S]` that are set apart, as columns that every query reads."""
     kept, valid = bring_forward(rows, apart)
-    bias = torch.zeros(kept.shape, dtype=dtype, device=rows.device)
-    return KeyRows(kept, bias if valid is None else bias.masked_fill_(~valid, -torch.inf))
+    every = torch.ones_like(kept, dtype=torch.bool) if valid is None else valid
+    return KeyRows(kept, mask_bias(every, dtype))

@@ -491,7 +491,7 @@ def baseline_rows(name: str, length: int, settings: Mapping[str, Any]) -> float:
     """
     third_party = third_party_baselines()
     if name in third_party:
-        return float(third_party[name].rows(length, settings))
+        return float(third_party[name].keys_read(length, settings))
     position = torch.arange(length, dtype=torch.float64)
     if name == "streaming":
         beyond = (position + 1 - settings["window"]).clamp_min(0)
