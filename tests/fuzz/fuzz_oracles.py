@@ -14,7 +14,7 @@ from oracles.dense import dense_attention, full_weights, subset_weights
 
 import prescore
 from prescore import Coupling, Exact, Routed, Selected
-from prescore.integrations.decode import OVER_SELECTION, CachedKeys, Decoder, Request, remembers
+from prescore.integrations.decode import OVER_SELECTION, CachedKeys, LayerCache, Request, keeps_selection
 
 
 def basics(case):
@@ -178,7 +178,7 @@ def decode_step(case):
     """A step with fresh state = the call of that one query over all keys so far (identity 10)."""
     config = case.config
     routed = isinstance(config, Routed)
-    need(routed or (remembers(config) and not case.given))
+    need(routed or (keeps_selection(config) and not case.given))
     if isinstance(config, Selected):  # a step is exact over its selection
         coupling = Coupling(mask=config.coupling.mask)
         config = config.replace(inner=Exact(), leaf_inclusive=False, min_fraction=0.0, coupling=coupling)
@@ -188,13 +188,14 @@ def decode_step(case):
     mask = case.padding()
     need(mask is None or bool(mask[:, -1].all()))
     last = query[:, :, -1:]
-    step = Decoder().step(last, CachedKeys(key, value, mask, case.n_keys), Request(config, None, 0.0, case.seed))
+    keys = CachedKeys(key, value, mask, case.n_keys)
+    step = LayerCache().step(last, keys, Request(config, None, 0.0, case.seed))
     assert routed or step.path == OVER_SELECTION
-    need(step.output is not None)
+    need(step.result is not None)
     expected = prescore.prescored_attention(
         last, key, value, config, is_causal=routed, key_padding_mask=mask, generator=case.seed
     )
-    assert_within(step.output, expected, CLOSE, "a decode step")
+    assert_within(step.result.output, expected, CLOSE, "a decode step")
 
 
 ORACLES = {

@@ -12,7 +12,7 @@ from fuzz import refute
 from prescore import Routed, call, checks
 from prescore import attention as engines
 from prescore import attention as running
-from prescore.integrations import state
+from prescore.integrations import decode
 from prescore.ops import cpu, plain
 from prescore.ops import parts as exact
 from prescore.ops.native.library import NO_LEVEL, loaded_level
@@ -144,8 +144,10 @@ def _a_given_key_is_lost(monkeypatch):
 
 
 def _a_step_has_no_sinks(monkeypatch):
-    original = state.make_plan
-    monkeypatch.setattr(state, "make_plan", lambda made, config: original(made, config.replace(sinks=0, recent=0)))
+    original = decode.make_plan
+    monkeypatch.setattr(
+        decode, "make_plan", lambda made, config: original(made, config.replace(sinks=0, recent=0))
+    )
 
 
 def _pieces_have_other_positions(monkeypatch):

@@ -4,7 +4,7 @@ from attention_checks import lanes
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from prescore import Routed
-from prescore.integrations.state import Rows
+from prescore.integrations.decode import KVBuffer
 from prescore.routed.decode import RoutedIndex
 
 CONFIG = Routed(min_weight=1 / 16, cluster_size=4, chunk_size=16, sinks=3, exact_until=0)
@@ -102,7 +102,7 @@ class LargestTensor(TorchDispatchMode):
 def test_a_step_copies_no_past(start):
     """Neither with padding nor where keys lie in a buffer with room for more, as they do in our cache."""
     query, key, value = inputs(700, batch=3)
-    rows = Rows(key[:, :, :-1], value[:, :, :-1])
+    rows = KVBuffer(key[:, :, :-1], value[:, :, :-1])
     rows.append(key[:, :, -1:], value[:, :, -1:])
     assert not rows.key.is_contiguous()
     start = None if start is None else torch.tensor(start)
