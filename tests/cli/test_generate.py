@@ -34,7 +34,8 @@ def test_text_speeds_memory_and_selection_are_shown(model, tmp_path, capsys):
     exact, own = (record["figures"] for record in records)
     assert exact["new_tokens"] == own["new_tokens"] == 5
     assert own["prompt_tokens"] == len(TEXT)
-    assert [entry.get("rows") for entry in own["cache"]["layers"]] == [None, 12, 12]
+    entries = [entry.get("selected", 0) + entry.get("centroids", 0) for entry in own["cache"]["layers"]]
+    assert entries == [0, 12, 12]
     assert own["prefill_attention_seconds"] < own["prefill_seconds"]
     assert exact["text"] in shown
 

@@ -24,9 +24,8 @@ import prescore
 from prescore import Exact, Routed, Selected
 from prescore.errors import Unsupported
 from prescore.integrations.attention import AttentionContext, PrescoredAttention
-from prescore.integrations.decode import Decoder
-from prescore.integrations.state import SelectionState
-from prescore.integrations.transformers.cache import PrescoredCache, PrescoredLayer, layer_of
+from prescore.integrations.decode import KVBuffer, LayerCache
+from prescore.integrations.transformers.cache import PrescoredCache, PrescoredLayer
 
 RUNS = int(os.environ.get("STATEFUL_RUNS", "25"))
 SETTINGS = settings(
@@ -80,10 +79,11 @@ class CacheMachine(RuleBasedStateMachine):
         new = torch.ones(batch, count, dtype=torch.bool) if valid is None else valid
         self.key, self.value = torch.cat((self.key, key), 2), torch.cat((self.value, value), 2)
         self.valid = torch.cat((self.valid, new), 1)
+        if self.cache.layers:
+            self.layer.is_expected = True  # pre-scored attention follows
         new_key, new_value = self.cache.update(key, value, 0)
-        layer, new_key = layer_of(new_key)
         mask = None if bool(self.valid.all()) else self.valid[:, None, None, :]
-        context = AttentionContext(layer=0, mask=mask, is_causal=True, cache=layer)
+        context = AttentionContext(layer=0, mask=mask, is_causal=True, cache=self.layer.cache)
         output = self.attend(query, new_key, new_value, context)
         expected = prescore.exact_attention(
             query, self.key, self.value, is_causal=True, key_padding_mask=self.valid
@@ -105,15 +105,15 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(count=st.integers(0, 6))
     def crop(self, count):
-        left = max(1, self.layer.n_seen - count)
-        state = self.layer.state
-        if self.layer.evicted and left < state.n_selected_from:
-            before = (self.layer.n_seen, state.rows.length)
-            with pytest.raises(Unsupported, match="goes behind the selection"):
-                self.layer.crop(left - self.layer.n_seen)
-            assert (self.layer.n_seen, state.rows.length) == before
+        held = self.layer.cache
+        left = max(1, held.n_tokens - count)
+        if held.evicted and left < held.selection.n_selected_from:
+            before = (held.n_tokens, held.selection.buffer.length)
+            with pytest.raises(Unsupported, match="removes keys that were selected from"):
+                self.layer.crop(left - held.n_tokens)
+            assert (held.n_tokens, held.selection.buffer.length) == before
             return
-        self.layer.crop(left - self.layer.n_seen)
+        self.layer.crop(left - held.n_tokens)
         self.key, self.value, self.valid = self.key[:, :, :left], self.value[:, :, :left], self.valid[:, :left]
 
     @rule(seed=st.integers(0, 100), n_rows=st.integers(1, 4))
@@ -154,9 +154,9 @@ class CacheMachine(RuleBasedStateMachine):
     @invariant()
     def counts(self):
         if hasattr(self, "cache"):
-            assert self.cache.get_seq_length() == self.layer.n_seen == self.key.shape[2]
-            if self.layer.rows is not None:
-                assert torch.equal(self.layer.rows.key, self.key)
+            assert self.cache.get_seq_length() == self.layer.cache.n_tokens == self.key.shape[2]
+            if self.layer.cache.buffer is not None:
+                assert torch.equal(self.layer.cache.buffer.key, self.key)
 
 
 def test_caches_through_any_order_of_operations(tmp_path):
@@ -241,8 +241,8 @@ def test_applications_through_any_order():
 
 
 BREAKS = {
-    "a crop keeps the selection": lambda patch: patch.setattr(Decoder, "crop", lambda self, n_keys: None),
-    "rows are not reordered": lambda patch: patch.setattr(SelectionState, "take", lambda self, index: None),
+    "a crop keeps the selection": lambda patch: patch.setattr(LayerCache, "crop", lambda self, n_tokens: None),
+    "rows are not reordered": lambda patch: patch.setattr(KVBuffer, "take", lambda self, sequences: None),
     "padding is lost with the rows": lambda patch: patch.setattr(
         PrescoredLayer, "batch_repeat_interleave", lambda self, repeats: None
     ),

@@ -175,7 +175,7 @@ def test_local_layers_stay_exact():
 def test_arguments():
     assert PrescoredAttention().config == Routed()
     assert repr(PrescoredAttention(Exact(), "exact")) == "PrescoredAttention(Exact(), 'exact')"
-    with pytest.raises(TypeError, match="config must be a prescore.Routed"):
+    with pytest.raises(TypeError, match=r"config must be a prescore\.Routed"):
         PrescoredAttention("routed")
     with pytest.raises(ValueError, match="on_unsupported must be one of 'raise', 'exact', got 'ignore'"):
         PrescoredAttention(None, "ignore")

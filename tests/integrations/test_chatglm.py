@@ -123,9 +123,9 @@ def test_an_unknown_mask_is_refused_or_runs_as_the_model_would(model, ids, monke
     refused = pytest.raises(Unsupported, match=r"in layer 0 \(ChatGLM\) cannot run: the attention mask is neither")
     with prescore.apply(model, COARSE), refused:
         model(ids, mask)
-    with prescore.apply(model, COARSE, on_unsupported="exact") as applied:
-        with pytest.warns(UserWarning, match="ChatGLM runs exactly"):
-            assert torch.equal(model(ids, mask)[0], expected)
+    applied = prescore.apply(model, COARSE, on_unsupported="exact")
+    with applied, pytest.warns(UserWarning, match="ChatGLM runs exactly"):
+        assert torch.equal(model(ids, mask)[0], expected)
     assert applied.report()[2].path.startswith("exact: unsupported because the attention mask")
 
 

@@ -126,9 +126,8 @@ def test_windows_over_several_blocks(n_query):
     """Each block of queries reads every key that its windows reach."""
     n_keys, window = 600, 7
     generator = torch.Generator().manual_seed(0)
-    query, key, value = (
-        torch.randn(1, h, n, 4, generator=generator) for h, n in ((2, n_query), (1, 600), (1, 600))
-    )
+    sizes = ((2, n_query), (1, n_keys), (1, n_keys))
+    query, key, value = (torch.randn(1, *size, 4, generator=generator) for size in sizes)
     mask = causal(n_query, n_keys) & ~causal(n_query, n_keys).tril(n_keys - n_query - window)
     form = read(mask[None, None])
     assert (form.kind, form.window) == ("window", window)

@@ -1,4 +1,4 @@
-"""A small model with the module tree and calling convention of ChatGLM2/3's remote code, written anew.
+"""A tiny model with the module tree and calling convention of ChatGLM2/3's remote code, written anew.
 
 `transformer.encoder.layers[i].self_attention.core_attention`; hidden states are `[sequence, batch, channels]`, the
 cache is a tuple of `(key, value)` per layer, keys of a multi-query group are repeated before the core attention.

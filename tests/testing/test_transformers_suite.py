@@ -53,7 +53,7 @@ def test_knows_the_mask_of_sdpa():
     assert AttentionMaskInterface._global_mapping["sdpa"].__name__ == "sdpa_mask"
 
 
-def test_fails_anyway():
+def test_fails_with_both():
     assert False
 
 
@@ -128,7 +128,7 @@ def test_what_fails_with_ours_alone_is_told_from_what_is_refused(checkout, capsy
         "test_asks_for_weights_where_sdpa_skips",
         "test_one_part_asks_for_weights",
         "1 fail with both",
-        "test_fails_anyway",
+        "test_fails_with_both",
         "2 fail with prescore alone",
         "test_knows_the_mask_of_sdpa",
         "test_one_part_is_refused_and_one_broken",

@@ -1,4 +1,4 @@
-"""`PrescoredCache`: selections and clusters are made once, kept, reordered, cropped, saved, evicted, taken back."""
+"""`PrescoredCache`: selections and clusters are made once, reordered, cropped, saved, evicted, taken back."""
 
 import contextlib
 import copy

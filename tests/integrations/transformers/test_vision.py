@@ -5,43 +5,49 @@ from pathlib import Path
 
 import pytest
 import torch
-
-if importlib.util.find_spec("transformers") is None:
-    pytest.skip("transformers is not installed", allow_module_level=True)
-
-from tiny_vision_models import huggingface_from_timm, pixels, tiny_huggingface, tiny_timm
+import transformers
+from tiny_models import leftovers
+from tiny_vision_models import (
+    SHAPE,
+    huggingface_from_timm,
+    pixels,
+    spread,
+    tiny_huggingface,
+    tiny_timm,
+)
 
 import prescore
-from prescore import Hyper, KMeans, Lsh, Routed, Selected
+from prescore import Exact, Hyper, KMeans, Lsh, Routed, Selected
 from prescore.errors import Unsupported
 from prescore.integrations.apply import find_adapter, replace_attention
 from prescore.integrations.attention import AttentionContext, PrescoredAttention
 from prescore.integrations.patch import patches
 
 FEW = Selected(KMeans(n_clusters=3), top_k=8, sinks=0, remainder="none")
-STAND_INS = FEW.replace(scorer=KMeans(n_clusters=3, rule="farthest", normalize=False), remainder="centroids")
+CENTROIDS = FEW.replace(scorer=KMeans(n_clusters=3, rule="farthest", normalize=False), remainder="centroids")
 SAMPLED = FEW.replace(scorer=KMeans(n_clusters=3, rule="farthest"), selector="sample")
 HAS_TIMM = all(importlib.util.find_spec(name) is not None for name in ("timm", "torchvision"))
+needs_timm = pytest.mark.skipif(not HAS_TIMM, reason="timm or torchvision is not installed")
 DEIT = Path(__file__).parents[4] / "shared" / "data" / "vision" / "deit_tiny_patch16_224.safetensors"
-
-FAMILIES = [
-    ("ViTForImageClassification", "ViTConfig", 1),
-    ("DeiTForImageClassification", "DeiTConfig", 2),
-    ("Dinov2ForImageClassification", "Dinov2Config", 1),
-    ("Dinov2WithRegistersModel", "Dinov2WithRegistersConfig", 5),
-    ("CLIPVisionModel", "CLIPVisionConfig", 1),
-    ("SiglipVisionModel", "SiglipVisionConfig", 0),
-]
+REGISTERS = ("Dinov2WithRegistersModel", "Dinov2WithRegistersConfig")
+FAMILIES = {
+    ("ViTForImageClassification", "ViTConfig"): 1,
+    ("DeiTForImageClassification", "DeiTConfig"): 2,
+    ("Dinov2ForImageClassification", "Dinov2Config"): 1,
+    REGISTERS: 5,
+    ("CLIPVisionModel", "CLIPVisionConfig"): 1,
+    ("SiglipVisionModel", "SiglipVisionConfig"): 0,
+}
 
 
 @torch.inference_mode()
-def answer(model, **inputs):
-    return model(pixel_values=pixels(), **inputs)[0]
+def answer(model):
+    return model(pixel_values=pixels())[0]
 
 
-@pytest.mark.parametrize(("kind", "config", "n_prefix"), FAMILIES, ids=[kind for kind, *_ in FAMILIES])
-def test_families(kind, config, n_prefix):
-    model = tiny_huggingface(kind, config)
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family[0])
+def test_families(family):
+    model = tiny_huggingface(*family)
     before = answer(model)
     implementation = model.config._attn_implementation
     with prescore.apply(model, Selected(top_k=1.0)) as applied:
@@ -49,13 +55,12 @@ def test_families(kind, config, n_prefix):
         assert len(applied.layers) == 2
         # the same sums in another order of operations, float32
         torch.testing.assert_close(answer(model), before, rtol=1e-3, atol=1e-3)
-        first = model.get_submodule(applied.layers[0])
-        assert patches(first)[-1].n_prefix == n_prefix
+        assert patches(model.get_submodule(applied.layers[0]))[-1].n_prefix == FAMILIES[family]
     with prescore.apply(model, FEW):
         assert (answer(model) - before).abs().max() > 1e-3
     assert torch.equal(answer(model), before)
     assert model.config._attn_implementation == implementation
-    assert not any(patches(module) for module in model.modules())
+    assert not leftovers(model)
 
 
 def test_layers_left_out_stay_exact():
@@ -63,59 +68,50 @@ def test_layers_left_out_stay_exact():
     before = answer(model)
     with prescore.apply(model, FEW, layers=[]):
         torch.testing.assert_close(answer(model), before, rtol=1e-4, atol=1e-4)
-    with prescore.apply(model, FEW, layers=[1]) as one:
+    with prescore.apply(model, FEW, layers=[1]) as applied:
         changed = answer(model)
+    assert applied.layers == {1: "vit.layers.1.attention"}
     with prescore.apply(model, FEW):
         assert not torch.equal(answer(model), changed)
-    assert one.layers == {1: "vit.layers.1.attention"}
 
 
 def test_the_text_tower_of_clip_is_left_alone():
-    from tiny_vision_models import SHAPE, spread
-    from transformers import CLIPConfig, CLIPModel
-
     text = {"hidden_size": 48, "num_hidden_layers": 1, "num_attention_heads": 3, "intermediate_size": 96}
-    model = spread(CLIPModel(CLIPConfig(vision_config=SHAPE, text_config={**text, "vocab_size": 50})))
-    ids = torch.tensor([[1, 2, 3, 4], [4, 3, 2, 1]])
+    config = transformers.CLIPConfig(vision_config=SHAPE, text_config={**text, "vocab_size": 50})
+    model = spread(transformers.CLIPModel(config))
+    inputs = {"pixel_values": pixels(), "input_ids": torch.tensor([[1, 2, 3, 4], [4, 3, 2, 1]])}
     with torch.inference_mode():
-        before = model(pixel_values=pixels(), input_ids=ids)
+        before = model(**inputs)
         with prescore.apply(model, FEW) as applied:
-            after = model(pixel_values=pixels(), input_ids=ids)
+            after = model(**inputs)
     assert all(name.startswith("vision_model") for name in applied.layers.values())
     assert torch.equal(after.text_embeds, before.text_embeds)
     assert not torch.allclose(after.image_embeds, before.image_embeds)
 
 
 @pytest.mark.parametrize(
-    ("kind", "config", "said"),
-    [
-        ("SwinModel", "SwinConfig", "SwinModel.*SwinAttention"),
-        ("BeitModel", "BeitConfig", "BeitModel.*BeitAttention"),
-    ],
+    ("name", "options"),
+    [("Swin", {"embed_dim": 24, "depths": [1], "num_heads": [3]}), ("Beit", {"num_hidden_layers": 1})],
 )
-def test_other_architectures_are_refused_by_name(kind, config, said):
-    import transformers
-
-    options = (
-        {"embed_dim": 24, "depths": [1], "num_heads": [3]} if kind == "SwinModel" else {"num_hidden_layers": 1}
-    )
+def test_other_architectures_are_refused_by_name(name, options):
     with torch.device("meta"):
-        model = getattr(transformers, kind)(getattr(transformers, config)(**options))
-    with pytest.raises(Unsupported, match=said):
+        model = getattr(transformers, f"{name}Model")(getattr(transformers, f"{name}Config")(**options))
+    with pytest.raises(Unsupported, match=f"{name}Model.*{name}Attention"):
         prescore.apply(model, FEW)
 
 
 def test_attention_dropout_is_honoured_in_training():
     model = tiny_huggingface(attention_probs_dropout_prob=0.25, hidden_dropout_prob=0.0)
-    with prescore.apply(model, FEW), torch.no_grad():
-        whole = model(pixel_values=pixels())[0]
+    with prescore.apply(model, FEW):
+        expected = answer(model)
         model.train()
         torch.manual_seed(2)
-        first, second = model(pixel_values=pixels())[0], model(pixel_values=pixels())[0]
+        first, second = answer(model), answer(model)
         torch.manual_seed(2)
-        assert torch.equal(model(pixel_values=pixels())[0], first)
+        assert torch.equal(answer(model), first)
         assert not torch.allclose(first, second)
-        assert torch.equal(model.eval()(pixel_values=pixels())[0], whole)
+        model.eval()
+        assert torch.equal(answer(model), expected)
 
 
 @pytest.mark.parametrize("order", ["ab", "ba"])
@@ -135,9 +131,8 @@ def test_twice_is_undone_in_any_order(order):
     assert torch.equal(answer(model), before)
 
 
-def test_the_name_alone_keeps_the_prefix_too():
-    """A default configuration reads short inputs exactly, so that another one is put where the default sits."""
-    model = tiny_huggingface("Dinov2WithRegistersModel", "Dinov2WithRegistersConfig")
+def test_the_name_alone_knows_the_prefix_too():
+    model = tiny_huggingface(*REGISTERS)
     before = answer(model)
     model.set_attn_implementation("prescored")
     torch.testing.assert_close(answer(model), before, rtol=1e-3, atol=1e-3)
@@ -149,21 +144,21 @@ def test_the_name_alone_keeps_the_prefix_too():
     "config",
     [
         FEW,
+        Selected("key-norm", min_score=3.0, sinks=0, remainder="none"),
         Routed(min_weight=1.0, cluster_size=4, chunk_size=8, sinks=0, exact_until=0),
         Hyper(Lsh(4, 0), min_seq_len=0),
     ],
-    ids=["selected", "routed", "hyper"],
+    ids=["selected", "min score", "routed", "hyper"],
 )
-def test_a_prefix_is_kept_by_every_configuration_that_has_sinks(config):
+def test_every_configuration_with_sinks_reads_the_prefix(config):
     attend, free = PrescoredAttention(config), PrescoredAttention(config, protect_prefix=False)
     assert attend.with_prefix(5, 21) == config.replace(sinks=5)
     assert attend.with_prefix(0, 21) == free.with_prefix(5, 21) == config
     assert PrescoredAttention(config.replace(sinks=7)).with_prefix(5, 21).sinks == 7
-    assert PrescoredAttention(prescore.Exact()).with_prefix(5, 21) == prescore.Exact()
-    model = tiny_huggingface("Dinov2WithRegistersModel", "Dinov2WithRegistersConfig")
-    results = []
-    for one in (attend, free, PrescoredAttention(config.replace(sinks=5))):
-        undo = replace_attention(model, {0: one, 1: one})
+    assert PrescoredAttention(Exact()).with_prefix(5, 21) == Exact()
+    model, results = tiny_huggingface(*REGISTERS), []
+    for each in (attend, free, PrescoredAttention(config.replace(sinks=5))):
+        undo = replace_attention(model, {0: each, 1: each})
         results.append(answer(model))
         undo()
     assert torch.equal(results[0], results[2])
@@ -187,54 +182,50 @@ def test_prefix_tokens_are_read_whatever_the_budget(top_k, padded):
     generator = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(2, 2, 24, 8, generator=generator) for _ in range(3))
     real = torch.ones(2, 24, dtype=torch.bool)
-    if padded:
-        real[1, 20:] = False
-    config = Selected("uniform", top_k=top_k, sinks=0, remainder="none")
-    attend = PrescoredAttention(config)
+    real[1, 20:] = not padded
+    attend = PrescoredAttention(Selected("uniform", top_k=top_k, sinks=0, remainder="none"))
     got = attend(query, key, value, AttentionContext(layer=0, n_prefix=5, mask=real if padded else None))
-    # a share is raised for the shortest sequence, and may keep a token more of a longer one
-    n_read = 6 if padded and isinstance(top_k, float) else 5
     expected = prescore.exact_attention(query, key[:, :, :5], value[:, :, :5]).output
     torch.testing.assert_close(got[1], expected[1], atol=1e-6, rtol=1e-5)  # float32, another order of summing
-    assert attend.last.reads.keys == pytest.approx((n_read + 5) / 2)
+    # a share is raised for the shortest sequence, and may keep a token more of a longer one
+    n_read = 6 if padded and isinstance(top_k, float) else 5
+    assert attend.last.reads == (pytest.approx((n_read + 5) / 2), 0)
 
 
-def both_routes(weights_of, images, config, seed, protect):
+def both_libraries(models, images, config, seed, protect=True):
     """Logits of timm and of Hugging Face for the same weights, images, configuration and seed."""
-    model, twin = weights_of
     results = []
-    for one in (model, twin):
+    for model in models:
         attend = PrescoredAttention(config, protect_prefix=protect, seed=seed)
-        undo = replace_attention(one, dict.fromkeys(range(len(find_adapter(one).layers(one))), attend))
+        undo = replace_attention(model, dict.fromkeys(range(len(find_adapter(model).layers(model))), attend))
         with torch.inference_mode():
-            found = one(images)
+            found = model(images)
         undo()
         results.append(found if isinstance(found, torch.Tensor) else found.logits)
     return results
 
 
-@pytest.mark.skipif(not HAS_TIMM, reason="timm or torchvision is not installed")
+@needs_timm
 @pytest.mark.parametrize("protect", [True, False])
-@pytest.mark.parametrize("config", [FEW, STAND_INS, SAMPLED], ids=["nearest", "centroids", "sampled"])
+@pytest.mark.parametrize("config", [FEW, CENTROIDS, SAMPLED], ids=["nearest", "centroids", "sampled"])
 def test_timm_and_huggingface_agree(config, protect):
     model = tiny_timm().double()
-    twin = huggingface_from_timm(model.state_dict(), n_heads=3, size=64, patch=8).double()
-    # float64: a rounding difference of float32 may move a key across a cluster border
-    one, other = both_routes((model, twin), pixels().double(), config, seed=5, protect=protect)
+    models = (model, huggingface_from_timm(model.state_dict(), n_heads=3, size=64, patch=8).double())
+    # float64: a rounding difference of float32 may move a key to another cluster
+    one, other = both_libraries(models, pixels().double(), config, 5, protect)
     torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
-    changed, _ = both_routes((model, twin), pixels().double(), config, seed=6, protect=protect)
+    changed, _ = both_libraries(models, pixels().double(), config, 6, protect)
     assert not torch.equal(one, changed)
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not HAS_TIMM, reason="timm or torchvision is not installed")
+@needs_timm
 @pytest.mark.skipif(not DEIT.is_file(), reason="the DeiT-tiny checkpoint of the development data is not there")
-def test_deit_tiny_gives_the_same_logits_by_both_routes():
+def test_deit_tiny_gives_the_same_logits_in_both_libraries():
     from prescore.bench.vision.models import load_vision_model
 
-    loaded = load_vision_model(DEIT)
-    twin = huggingface_from_timm(loaded.model.state_dict(), n_heads=3, size=224, patch=16).double()
-    config = STAND_INS.replace(top_k=16, scorer=KMeans(n_clusters=48, rule="farthest", normalize=False))
-    pair = (loaded.model.double(), twin)
-    one, other = both_routes(pair, pixels(size=224).double(), config, seed=1, protect=True)
+    model = load_vision_model(DEIT).model
+    models = (model.double(), huggingface_from_timm(model.state_dict(), n_heads=3, size=224, patch=16).double())
+    config = CENTROIDS.replace(top_k=16, scorer=KMeans(n_clusters=48, rule="farthest", normalize=False))
+    one, other = both_libraries(models, pixels(size=224).double(), config, 1)
     torch.testing.assert_close(one, other, rtol=1e-8, atol=1e-8)

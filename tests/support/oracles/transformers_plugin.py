@@ -1,6 +1,6 @@
-"""A pytest plugin that puts pre-scored attention in the place of sdpa, and notes which tests reached it.
+"""A pytest plugin that runs pre-scored attention under the name of sdpa, and notes which tests called it.
 
-`oracles.transformers_suite` loads it; what it learns goes to a JSON file.
+`oracles.transformers_suite` loads it, and reads the JSON file that it writes.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ if TYPE_CHECKING:
 REPORT = "--prescore-report"
 CONFIG = "--prescore-config"
 ON_UNSUPPORTED = "--prescore-on-unsupported"
-KEPT = "sdpa"
+SDPA = "sdpa"
 """As configuration: sdpa stays, and is only counted."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Where to write, which configuration, in JSON, attends, and what becomes of what it cannot honour."""
+    """Where to write, the configuration as JSON, and what happens to unsupported features."""
     parser.addoption(REPORT, required=True)
-    parser.addoption(CONFIG, default=KEPT)
+    parser.addoption(CONFIG, default=SDPA)
     parser.addoption(ON_UNSUPPORTED, default="raise")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Take the place of sdpa before any test is collected."""
+    """Replace sdpa before any test is collected."""
     notes = _Notes(Path(config.getoption(REPORT)))
-    take_the_place_of_sdpa(notes, config.getoption(CONFIG), config.getoption(ON_UNSUPPORTED))
+    replace_sdpa(notes, config.getoption(CONFIG), config.getoption(ON_UNSUPPORTED))
     config.pluginmanager.register(notes)
 
 
@@ -49,7 +49,7 @@ class _Notes:
         self.running = nodeid
 
     def pytest_runtest_setup(self) -> None:
-        """Let both runs draw the same, so that chance does not tell them apart."""
+        """Seed both runs alike."""
         from transformers import set_seed
 
         set_seed(0)
@@ -58,7 +58,7 @@ class _Notes:
                 module.global_rng.seed(0)  # where transformers' tests draw their inputs
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Keep the worst: parts of a test (unittest's subTest) report before it, and it passes where they fail."""
+        """Keep the worst outcome: a test passes where its parts (unittest's subTest) fail, which report first."""
         said = report.longreprtext[-2000:]
         is_part = hasattr(report, "context")
         known = self.tests.get(report.nodeid, {})
@@ -73,7 +73,7 @@ class _Notes:
         self.path.write_text(json.dumps(found))
 
 
-def take_the_place_of_sdpa(notes: _Notes, config: str, on_unsupported: str) -> None:
+def replace_sdpa(notes: _Notes, config: str, on_unsupported: str) -> None:
     """Register attention and mask under transformers' name `sdpa`; every call counts for the test that runs."""
     import torch
     from transformers import AttentionInterface, AttentionMaskInterface
@@ -85,17 +85,17 @@ def take_the_place_of_sdpa(notes: _Notes, config: str, on_unsupported: str) -> N
         prescored_mask,
     )
 
-    if config == KEPT:
-        attend = AttentionInterface._global_mapping[KEPT]
+    if config == SDPA:
+        attend = AttentionInterface._global_mapping[SDPA]
     else:
         attend = prescored_attention_forward
-        AttentionMaskInterface.register(KEPT, prescored_mask)
-    made = None if config == KEPT else config_from_dict(json.loads(config))
+        AttentionMaskInterface.register(SDPA, prescored_mask)
+    made = None if config == SDPA else config_from_dict(json.loads(config))
 
     def count() -> None:
         notes.calls[notes.running] += 1
 
-    # a graph counts while it is traced; a number that it had to watch would have it traced at every call
+    # a graph counts while it is traced; a changing number would have it traced again at every call
     count = torch.compiler.assume_constant_result(count)
 
     def counted(module: Any, *args: Any, **kwargs: Any) -> Any:
@@ -104,4 +104,4 @@ def take_the_place_of_sdpa(notes: _Notes, config: str, on_unsupported: str) -> N
             default_patch(module, made, on_unsupported)
         return attend(module, *args, **kwargs)
 
-    AttentionInterface.register(KEPT, counted)
+    AttentionInterface.register(SDPA, counted)

@@ -1,10 +1,10 @@
-"""Transformers' own tests with pre-scored attention in the place of sdpa.
+"""Run transformers' own tests with pre-scored attention under the name of sdpa.
 
     python -m oracles.transformers_suite CHECKOUT --model llama --model qwen2
 
-runs the chosen models' test files of a checkout of transformers twice, with sdpa and with ours under its name, and
-says what fails with ours alone. A refusal (`Unsupported`) is listed apart. Tests count as reached only if they
-called attention: many tests of a model file do not. docs/integrations.md says how to get such a checkout.
+runs the test files of these models in a checkout of transformers twice, with sdpa and with ours under its name,
+and lists what fails with ours alone. A refusal (`Unsupported`) is listed apart. A test counts as reached only if
+it called attention; many tests of a model file do not. docs/integrations.md says how to get such a checkout.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from oracles.transformers_plugin import CONFIG, KEPT, ON_UNSUPPORTED, REPORT
+from oracles.transformers_plugin import CONFIG, ON_UNSUPPORTED, REPORT, SDPA
 
 from prescore.config import Routed, config_from_dict
 
@@ -30,7 +30,7 @@ _USUAL_EXITS = (0, 1, 5)  # all passed, some failed, none collected
 
 @dataclass(frozen=True)
 class SuiteResult:
-    """What two runs of the same tests say; each list holds names of tests.
+    """Names of tests, by outcome of two runs.
 
     Attributes:
         n_tests: Tests that ran with ours.
@@ -38,7 +38,7 @@ class SuiteResult:
         passed: Passed with ours.
         refused: Do not fail with sdpa, and are refused by name with ours.
         broken: Do not fail with sdpa, and fail with ours in another way.
-        fail_anyway: Fail with both, and say nothing of ours.
+        fail_with_both: Fail with both.
     """
 
     n_tests: int
@@ -46,13 +46,13 @@ class SuiteResult:
     passed: list[str]
     refused: list[str]
     broken: list[str]
-    fail_anyway: list[str]
+    fail_with_both: list[str]
 
     def __str__(self) -> str:
         lines = [f"{self.n_tests} tests, {self.n_reached} reached prescore, {len(self.passed)} passed"]
         kinds = {
             "refused": self.refused,
-            "fail with both": self.fail_anyway,
+            "fail with both": self.fail_with_both,
             "fail with prescore alone": self.broken,
         }
         for kind, names in kinds.items():
@@ -83,12 +83,12 @@ def run_suite(
         if not folder.is_dir():
             raise FileNotFoundError(f"model must be a folder of {folder.parent}, got {folder.name!r}")
     chosen = json.dumps(Routed().to_dict()) if config is None else config
-    config_from_dict(json.loads(chosen))  # a wrong one is said before any test runs
-    usual = _run(checkout, folders, KEPT, options)
+    config_from_dict(json.loads(chosen))  # a wrong one is refused before any test runs
+    usual = _run(checkout, folders, SDPA, options)
     ours = _run(checkout, folders, chosen, [f"{ON_UNSUPPORTED}={on_unsupported}", *options])
     failed = [name for name, test in ours.items() if test["outcome"] == "failed"]
-    anyway = [name for name in failed if usual.get(name, {}).get("outcome") == "failed"]
-    worse = [name for name in failed if name not in anyway]
+    with_both = [name for name in failed if usual.get(name, {}).get("outcome") == "failed"]
+    worse = [name for name in failed if name not in with_both]
     refused = [name for name in worse if all(_REFUSAL in said for said in ours[name]["said"])]
     ran = [test for test in ours.values() if test["outcome"] != "skipped"]
     return SuiteResult(
@@ -97,7 +97,7 @@ def run_suite(
         passed=[name for name, test in ours.items() if test["outcome"] == "passed"],
         refused=refused,
         broken=[name for name in worse if name not in refused],
-        fail_anyway=anyway,
+        fail_with_both=with_both,
     )
 
 
