@@ -1,6 +1,6 @@
-"""Results as JSON lines: one record per measured row, appended as soon as it is known.
+"""Results as JSON lines: one record per measured row, on disk as soon as it is measured.
 
-Shared by the commands that measure and the reports that read; imports no torch.
+The commands that measure and the code that makes tables share this module. It does not import torch.
 """
 
 from __future__ import annotations
@@ -11,22 +11,31 @@ import json
 import math
 import os
 import platform
+import re
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from prescore.errors import PrescoreError
-from prescore.types import Values
 
+try:
+    import fcntl
+except ImportError:  # not a Unix
+    fcntl = None  # type: ignore[assignment]
+
+Values: TypeAlias = dict[str, Any]
+"""JSON values by name. `prescore.types` has the same alias, but imports torch."""
+
+SCHEMA = 2
 _PACKAGES = ("prescore", "torch", "transformers", "timm")
 
 
 class RecordFileError(PrescoreError, OSError):
-    """A record file that cannot be read or may not be written to."""
+    """A record file that cannot be read or must not be written to."""
 
 
 @dataclass(frozen=True)
@@ -36,8 +45,8 @@ class Row:
     Attributes:
         config: Everything that identifies the row beside the seed, in JSON values.
         seed: The seed of the row's randomness; None where there is none.
-        measure: Makes the figures, in JSON values.
-        cost: Expected share of the work, for the time left.
+        measure: Computes the results, in JSON values.
+        cost: Expected share of the work, for the estimate of the time left.
     """
 
     config: Mapping[str, Any]
@@ -50,7 +59,7 @@ class Row:
 class Record:
     """One measured row and what is needed to measure it again.
 
-    `key` names the row (command, config and seed, hashed), `seconds` is its wall time, `created` the time it
+    `key` identifies the row (a hash of command, config and seed), `seconds` is its wall time, `created` the time it
     was finished (ISO, UTC).
     """
 
@@ -58,7 +67,7 @@ class Record:
     key: str
     config: Values
     seed: int | None
-    figures: Values
+    results: Values
     seconds: float
     argv: list[str] = field(default_factory=list)
     versions: dict[str, str] = field(default_factory=dict)
@@ -67,8 +76,8 @@ class Record:
     created: str = ""
 
     def to_json(self) -> str:
-        """One line of JSON; numbers that JSON does not have are written as "nan", "inf" and "-inf"."""
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        """One line of JSON; numbers that JSON lacks are written as "nan", "inf" and "-inf"."""
+        values = {"schema": SCHEMA, **{f.name: getattr(self, f.name) for f in fields(self)}}
         try:
             return json.dumps(_finite(values), allow_nan=False)
         except TypeError as error:
@@ -76,27 +85,38 @@ class Record:
 
     @classmethod
     def from_json(cls, line: str) -> Record:
-        """The inverse of `to_json`."""
+        """The inverse of `to_json`; a record of an older schema is upgraded."""
         values = json.loads(line)
         if not isinstance(values, dict):
             raise ValueError(f"record must be a JSON object, got {type(values).__name__}")
-        known = {f.name for f in fields(cls)}
-        missing = {"command", "key", "config", "seed", "figures", "seconds"} - set(values)
-        if missing or set(values) - known:
-            raise ValueError(f"record must have the fields {sorted(known)}, got {sorted(values)}")
-        for name in ("config", "figures"):
-            if not isinstance(values[name], dict):
-                raise ValueError(f"record must have an object as {name}, got {type(values[name]).__name__}")
-        if not values["figures"]:
-            raise ValueError("record must have figures, got none")
-        named = row_key(values["command"], values["config"], values["seed"])
-        if values["key"] != named:
-            raise ValueError(f"record must have the key of its settings, {named}, got {values['key']!r}")
-        return cls(**values)
+        schema = values.get("schema", 1)
+        if schema not in (1, SCHEMA):
+            raise ValueError(f"record must have schema {SCHEMA} or older, got {schema!r} of another version")
+        if schema == SCHEMA:
+            _check_fields(values, {"schema", *(f.name for f in fields(cls))}, "results")
+        else:
+            _check_fields(values, {f.name for f in fields(cls)} - {"results"} | {"figures"}, "figures")
+            values = upgrade(values)
+        return cls(**{name: value for name, value in values.items() if name != "schema"})
+
+
+def _check_fields(values: Values, known: set[str], results: str) -> None:
+    """Refuse a record with missing or unknown fields, without results, or with a wrong key."""
+    needed = {"command", "key", "config", "seed", results, "seconds"}
+    if needed - set(values) or set(values) - known:
+        raise ValueError(f"record must have the fields {sorted(known)}, got {sorted(values)}")
+    for name in ("config", results):
+        if not isinstance(values[name], dict):
+            raise ValueError(f"record must have an object as {name}, got {type(values[name]).__name__}")
+    if not values[results]:
+        raise ValueError(f"record must have {results}, got none")
+    key = row_key(values["command"], values["config"], values["seed"])
+    if values["key"] != key:
+        raise ValueError(f"record must have the key of its settings, {key}, got {values['key']!r}")
 
 
 def row_key(command: str, config: Mapping[str, Any], seed: int | None) -> str:
-    """The name of a row: equal for equal settings, whatever the order they are written in."""
+    """The key of a row: equal for equal settings, whatever their order."""
     canonical = json.dumps([_finite(dict(config)), seed], sort_keys=True, allow_nan=False)
     return f"{command}-{hashlib.sha256(canonical.encode()).hexdigest()[:16]}"
 
@@ -104,16 +124,16 @@ def row_key(command: str, config: Mapping[str, Any], seed: int | None) -> str:
 def measure(
     command: str, row: Row, *, argv: list[str] | None = None, device: str = "cpu", threads: int | None = None
 ) -> Record:
-    """Run one row and wrap its figures."""
+    """Measure one row."""
     started = time.perf_counter()
-    figures = row.measure()
+    results = row.measure()
     seconds = time.perf_counter() - started
     return Record(
         command=command,
         key=row_key(command, row.config, row.seed),
         config=dict(row.config),
         seed=row.seed,
-        figures=figures,
+        results=results,
         seconds=round(seconds, 4),
         argv=list(argv or []),
         versions=versions(),
@@ -124,63 +144,12 @@ def measure(
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python and of the installed packages that can change a figure."""
-    found = {"python": platform.python_version()}
+    """Versions of Python and of the installed packages that can change a result."""
+    installed = {"python": platform.python_version()}
     for package in _PACKAGES:
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
-
-
-def read_records(path: str | Path) -> list[Record]:
-    """All records of a file, which must be whole: a damaged line is refused by its number."""
-    path = Path(path)
-    return parse_records(path.read_bytes(), path)
-
-
-def parse_records(content: bytes, path: Path) -> list[Record]:
-    """The records of a file's content; `path` is what messages call it."""
-    found: list[Record] = []
-    seen: dict[str, int] = {}
-    for number, line in enumerate(content.split(b"\n"), start=1):
-        if not line.strip():
-            continue
-        try:
-            record = Record.from_json(line.decode())
-            if record.key in seen:
-                raise ValueError(f"key {record.key!r} is already on line {seen[record.key]}")
-        except (ValueError, TypeError, RecursionError) as error:
-            reason = str(error).splitlines()[0]
-            torn = len(without_torn_end(content)) < len(content)
-            advice = "continue it with --resume, which drops it," if torn else "remove that line"
-            raise RecordFileError(
-                f"{path} must hold one record per line, got a damaged line {number} ({reason}); "
-                f"the file was not changed: {advice} or choose another --out"
-            ) from error
-        seen[record.key] = number
-        found.append(record)
-    return found
-
-
-def without_torn_end(content: bytes) -> bytes:
-    """The content without a last line that a crash left unfinished: cut off, or blocks of zeros never written."""
-    used = content.rstrip(b"\0\n")
-    begin = used.rfind(b"\n") + 1
-    last, behind = used[begin:], content[len(used) :]
-    if b"\0" not in last and (b"\n" in behind.split(b"\0")[0] or _is_record(last)):
-        # the last line is whole, or was damaged by something else than a crash; only zeros behind it go
-        return used + b"\n" if b"\0" in behind else content
-    return content[:begin]
-
-
-def _is_record(line: bytes) -> bool:
-    try:
-        Record.from_json(line.decode())
-    except (ValueError, TypeError, RecursionError):
-        return False
-    return True
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            installed[package] = metadata.version(package)
+    return installed
 
 
 def _finite(value: Any) -> Any:
@@ -193,28 +162,209 @@ def _finite(value: Any) -> Any:
     return value
 
 
-# The file that records are appended to: one process at a time, whole after a crash, continued by `--resume`.
+# Schema 1 had no `schema` field. What its names are today:
 
-try:
-    import fcntl
-except ImportError:  # not a Unix
-    fcntl = None  # type: ignore[assignment]
+_SAMPLED_ABOVE = 1024
+"""Up to so many keys, schema 1's automatic sample for clustering held all of them."""
+_EVERYWHERE = {
+    "rows_per_query": "reads_per_query",
+    "keys_per_query": "reads_per_query",
+    "replaced_rows_per_query": "replaced_reads_per_query",
+    "searched_per_query": "keys_compared_per_query",
+    "rows_off": "mismatched_queries",
+    "flipped_rows": "mismatched_queries",
+    "held_megabytes": "start_megabytes",
+    "stretch_losses": "segment_losses",
+}
+_VISION = {"rows": "budget", "clusters": "n_clusters", "share": "centroid_share", "protect": "keep_prefix"}
+_RETRIEVAL = {"per_depth": "needles_per_depth", "asked": "n_needles", "found": "hits", "answers": "hits"}
+_LANGUAGE = {"blockwise": "leaf_inclusive", "beside": "compared_with"}
+_SPEED = {
+    "key_heads": "kv_heads",
+    "limit": "speedup_bound",
+    "limit_share": "share_of_bound",
+    "of_limit": "of_exact_rate",
+    "call_of_limit": "call_of_exact_rate",
+    "folded": "packed",
+    "speedup_folded": "speedup_packed",
+    "ways": "methods",
+    "way": "exchange",
+    "rows": "reads_per_query",
+}
+_BY_COMMAND = {"speed": _SPEED, "vision": _VISION, "coverage": _VISION, "retrieval": _RETRIEVAL}
+_PARTS = {
+    "beginning": "exact queries",
+    "nodes": "index",
+    "near": "local",
+    "stand-ins": "centroids",
+    "rows": "keys",
+    "the rest": "other",
+}
+_EXCHANGES = {"gather": "all-gather", "heads": "ulysses", "rows": "selected"}
+_PAPER = {name: f"paper:{name}" for name in ("kmeans", "kmedian", "leverage")}
+_LABELS = (
+    (r"\bstand-in(s?)\b", lambda match: f"centroid{match[1]}"),
+    (r"\bodd\b", lambda match: "outlier"),
+    (r"\brows=(\d+)", lambda match: f"min_weight=1/{2 * int(match[1])}"),
+    (r"\bleaf_size=", lambda match: "cluster_size="),
+)
+
+
+def upgrade(record: Values) -> Values:
+    """A record of schema 1 as one of today's schema, under its new key.
+
+    Scorers of schema 1 with `fit_size=None` were fitted on an automatic sample, which no configuration of today does:
+    their records keep `"auto"`.
+    """
+    command, config, results = record["command"], record["config"], record["figures"]
+    n_keys = config.get("n_tokens") or results.get("n_tokens") or results.get("n_keys") or math.inf
+    names = {**_EVERYWHERE, **_LANGUAGE, **_BY_COMMAND.get(command, {})}
+    if command == "speed":
+        results = _upgrade_speed(config, results)
+    config = _upgrade_values(config, names, sampled=n_keys > _SAMPLED_ABOVE)
+    if command == "speed" and "methods" in config:
+        config["methods"] = [_PAPER.get(name, name) for name in config["methods"]]
+    if isinstance(config.get("method"), dict):
+        config["method"] = _upgrade_method(config["method"])
+    results = _upgrade_values(results, names, sampled=False)
+    kept = {name: value for name, value in record.items() if name != "figures"}
+    key = row_key(command, config, record["seed"])
+    return {"schema": SCHEMA, **kept, "key": key, "config": config, "results": results}
+
+
+def _upgrade_speed(config: Values, results: Values) -> Values:
+    """Names that depend on the study: parts of a call, methods, and exchanges of ranks."""
+    if config["study"] == "parts":
+        return {**results, "parts": {_PARTS.get(name, name): part for name, part in results["parts"].items()}}
+    if config["study"] == "parallel":
+        methods = {n: {**way, "way": _EXCHANGES.get(way["way"], way["way"])} for n, way in results["ways"].items()}
+        return {**results, "ways": methods}
+    if "methods" in results:
+        return {**results, "methods": {_PAPER.get(name, name): own for name, own in results["methods"].items()}}
+    return results
+
+
+def _upgrade_values(value: Any, names: Mapping[str, str], *, sampled: bool) -> Any:
+    """Rename fields at every depth, and bring configurations and scorers up to date."""
+    if isinstance(value, list):
+        return [_upgrade_values(item, names, sampled=sampled) for item in value]
+    if not isinstance(value, dict):
+        return value
+    kind = value.get("type")
+    if kind == "Routed":
+        rows, cluster_size = value["rows"], value["leaf_size"]
+        same = {name: item for name, item in value.items() if name not in ("type", "rows", "leaf_size")}
+        weight = 1.0 if rows == 0 else 1 / (2 * rows)
+        return {"type": "Routed", "min_weight": weight, "cluster_size": cluster_size, **same}
+    upgraded = {names.get(name, name): _upgrade_values(v, names, sampled=sampled) for name, v in value.items()}
+    if "fit_size" in value:
+        upgraded["fit_size"] = {0: None, None: "auto" if sampled else None}.get(value["fit_size"], value["fit_size"])
+    if kind == "Selected":
+        upgraded["min_score"] = None
+    if kind == "Coupling":
+        upgraded["blocks"] = "selected"
+    return upgraded
+
+
+def _upgrade_method(method: Values) -> Values:
+    """Label, configuration and axes of a language method; its kind is the configuration's type today."""
+    kind, config, axes = method["kind"], dict(method["settings"]), dict(method.get("axes", {}))
+    if kind == "exact":
+        config = {"type": "Exact"}
+    elif kind == "local":
+        previous, sinks = "before" in config, config.get("sinks", 0)
+        config = {"type": "Local", "chunk_size": config["leaf"], "previous_chunk": previous, "sinks": sinks}
+    elif kind == "baseline":
+        config = {"type": "Baseline", **config}
+    is_paper = config.get("inner", {}).get("type") == "Lsh"
+    label = _upgrade_label(method["label"], is_paper=is_paper)
+    if "series" in axes:
+        axes["series"] = _upgrade_label(axes["series"], is_paper=is_paper)
+    return {"label": label, "config": config, "axes": axes}
+
+
+def _upgrade_label(label: str, *, is_paper: bool) -> str:
+    for pattern, word in _LABELS:
+        label = re.sub(pattern, word, label)
+    name, comma, options = label.partition(",")
+    # a bare scorer name meant the paper's preset
+    return f"paper:{name}{comma}{options}" if is_paper and " " not in name else label
+
+
+# Files of records: one process at a time, intact after a crash, continued by `--resume`.
+
+
+def read_records(path: str | Path) -> list[Record]:
+    """All records of a file; a damaged line is refused by its number."""
+    path = Path(path)
+    return _parse(path.read_bytes(), path)
+
+
+def _parse(content: bytes, path: Path) -> list[Record]:
+    records: list[Record] = []
+    lines: dict[str, int] = {}
+    for number, line in enumerate(content.split(b"\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            record = Record.from_json(line.decode())
+            if record.key in lines:
+                raise ValueError(f"key {record.key!r} is already on line {lines[record.key]}")
+        except (ValueError, TypeError, LookupError, RecursionError) as error:
+            reason = (str(error) or type(error).__name__).splitlines()[0]
+            torn = len(without_torn_end(content)) < len(content)
+            advice = "continue it with --resume, which drops it," if torn else "remove that line"
+            raise RecordFileError(
+                f"{path} must hold one record per line, got a damaged line {number} ({reason}); "
+                f"the file was not changed: {advice} or choose another --out"
+            ) from error
+        lines[record.key] = number
+        records.append(record)
+    return records
+
+
+def without_torn_end(content: bytes) -> bytes:
+    """The content without a last line that a crash left unfinished.
+
+    An unfinished write leaves the beginning of a record without its newline, or zeros in place of blocks that were
+    never written. Anything else stays: this module did not write it.
+    """
+    used = content.rstrip(b"\0\n")
+    begin = used.rfind(b"\n") + 1
+    last, behind = used[begin:], content[len(used) :]
+    is_complete = b"\0" not in last and (behind.startswith(b"\n") or _is_record(last))
+    if b"\0" not in last + behind:
+        return content if is_complete or not _begins_record(last) else content[:begin]
+    return used + b"\n" if is_complete else content[:begin]
+
+
+def _is_record(line: bytes) -> bool:
+    try:
+        Record.from_json(line.decode())
+    except (ValueError, TypeError, LookupError, RecursionError):
+        return False
+    return True
+
+
+def _begins_record(line: bytes) -> bool:
+    """Whether a line may be the beginning of a record, cut off anywhere."""
+    return any(line[: len(start)] == start[: len(line)] for start in (b'{"schema": ', b'{"command": "'))
 
 
 class RecordFile:
     """A JSON-lines file that only grows, one flushed and synced line per record.
 
-    It is this object's alone until `close`, or until the object is gone: another process is refused, and whoever
-    opens it again in this one takes it over. A crash or a full disk can leave the last line unfinished: that is no
-    record, and is dropped when the file is continued.
+    The file is locked until `close`, or until the object is garbage. Another process is refused; opening the file
+    again in this process takes it over. A crash or a full disk can leave the last line unfinished: it is dropped when
+    the file is continued.
 
     Args:
         path: The file; its directory is created.
-        resume: Continue an existing file. Without it a file that already holds records is refused, so that
-            two runs never mix by accident.
+        resume: Continue an existing file. Without it a file that holds records is refused, so that two runs never
+            mix by accident.
 
     Attributes:
-        dropped: What was dropped of the end of the file, in words; None = nothing.
+        dropped: What was dropped from the end of the file, in words; None = nothing.
     """
 
     def __init__(self, path: str | Path, *, resume: bool = False) -> None:
@@ -222,30 +372,37 @@ class RecordFile:
         earlier = _OPEN.get(self.path.resolve())
         if earlier is not None:
             earlier.close()
-        self._file = descriptor = _open_alone(self.path)
+        self._file = descriptor = _open_locked(self.path)
         self._closing = weakref.finalize(self, os.close, descriptor)
         _OPEN[self.path.resolve()] = self
         content = self.path.read_bytes()
-        whole = without_torn_end(content) if resume else content
-        self._records = {record.key: record for record in parse_records(whole, self.path)}
+        intact = without_torn_end(content) if resume else content
+        self._records = {record.key: record for record in _parse(intact, self.path)}
         if self._records and not resume:
             raise RecordFileError(
                 f"{self.path} must be new or empty, got {len(self._records)} records in it; "
                 "continue it with --resume or choose another --out"
             )
         self.dropped: str | None = None
-        if len(whole) < len(content):
-            os.ftruncate(descriptor, len(whole))
+        size = len(content) - len(intact)
+        if size:
+            if not self._records and not _begins_record(content):
+                raise RecordFileError(
+                    f"{self.path} must hold records of prescore, got {len(content)} bytes of something else; "
+                    "the file was not changed: choose another --out"
+                )
+            os.ftruncate(descriptor, len(intact))
             os.fsync(descriptor)
-            size = f"{len(content) - len(whole)} bytes"
-            self.dropped = f"dropped one unfinished row at the end of {self.path} ({size}); it is run again"
+            self.dropped = (
+                f"dropped one unfinished row at the end of {self.path} ({size} bytes); it is measured again"
+            )
 
     def close(self) -> None:
-        """Let others write to the file; a second call does nothing."""
+        """Unlock the file; a second call does nothing."""
         self._closing()
 
     def __contains__(self, key: object) -> bool:
-        """Whether the row named `key` is finished."""
+        """Whether the row with this key is finished."""
         return key in self._records
 
     def __getitem__(self, key: str) -> Record:
@@ -269,7 +426,8 @@ class RecordFile:
         if end and os.pread(self._file, 1, end - 1) != b"\n":
             line = b"\n" + line
         try:
-            _write_all(self._file, line)
+            while line:
+                line = line[os.write(self._file, line) :]
             os.fsync(self._file)
         except OSError as error:
             with contextlib.suppress(OSError):
@@ -281,16 +439,18 @@ class RecordFile:
 
 
 _OPEN: weakref.WeakValueDictionary[Path, RecordFile] = weakref.WeakValueDictionary()
-"""Who holds which file in this process."""
+"""The open record files of this process."""
 
 
-def _open_alone(path: Path) -> int:
-    """A descriptor of a regular file that no other process writes to; the file and its directory are made."""
+def _open_locked(path: Path) -> int:
+    """A descriptor of a regular file that no other process writes to; the file and its directory are created."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError) as error:
         raise RecordFileError(f"{path} must lie in a directory, got {error}") from error
-    # asked before it is opened, which would wait for the other end of a pipe
+    if path.resolve().parent != path.parent.resolve():
+        raise RecordFileError(f"{path} must lie in its own directory, got a symbolic link to {path.resolve()}")
+    # checked before it is opened: opening a pipe would wait for its other end
     if path.exists() and not path.is_file():
         raise RecordFileError(f"{path} must be a regular file, got something else of that name")
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
@@ -306,8 +466,3 @@ def _open_alone(path: Path) -> int:
     except OSError:
         pass  # a file system without locks
     return descriptor
-
-
-def _write_all(descriptor: int, line: bytes) -> None:
-    while line:
-        line = line[os.write(descriptor, line) :]
