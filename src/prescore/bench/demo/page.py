@@ -443,7 +443,8 @@ def _view(results: Values, method: str, layer: str, *, hidden: bool) -> str:
         f"{' hidden' if hidden else ''}>"
         f'<p class="mass">{", ".join(counts)} of {len(tokens)} keys selected per head; they receive '
         f"<strong>{100 * results['mass'][method][layer]:.0f} %</strong> of the attention that the second half "
-        f'gives to these keys.</p><div class="bars">{bars}</div><p class="text">{_passage(tokens, heads)}</p></div>'
+        f'gives to these keys.</p><div class="bars">{bars}</div>'
+        f'<p class="text">{_passage(tokens, heads)}</p></div>'
     )
 
 
