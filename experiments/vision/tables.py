@@ -33,11 +33,11 @@ def bars(records: Sequence[Record]) -> Table:
     """Top-1 of every method and number of rows over seeds, beside exact attention."""
     rows = []
     for (method, n_rows), found in _grouped(records, "method", "rows").items():
-        top1 = [record.figures["top1"] for record in found]
-        exact = found[0].figures["top1_exact"]
+        top1 = [record.results["top1"] for record in found]
+        exact = found[0].results["top1_exact"]
         spread = f" ± {statistics.stdev(top1):.1f}" if len(top1) > 1 else ""
         mean = statistics.fmean(top1)
-        others = [statistics.fmean(record.figures[name] for record in found) for name in ("top5", "agreement")]
+        others = [statistics.fmean(record.results[name] for record in found) for name in ("top5", "agreement")]
         worst = exact - min(top1)
         cells = [method, n_rows, f"{mean:.1f}{spread}", f"{exact - mean:.1f}", f"{worst:.1f}"]
         rows.append((*map(str, cells), *(f"{value:.1f}" for value in others), str(len(top1))))
@@ -48,7 +48,7 @@ def bars(records: Sequence[Record]) -> Table:
 def grid(records: Sequence[Record]) -> Table:
     """Top-1 by method and clusters; for every number of rows, class token protected / free."""
     sizes = sorted({record.config["rows"] for record in records})
-    found = {_cell(record): record.figures["top1"] for record in records if record.seed == 0}
+    found = {_cell(record): record.results["top1"] for record in records if record.seed == 0}
     names = dict.fromkeys((r.config["method"], r.config["clusters"]) for r in records)
     rows = []
     for method, clusters in sorted(names, key=lambda name: (name[0], name[1] or 0)):
@@ -57,14 +57,14 @@ def grid(records: Sequence[Record]) -> Table:
             pair = [found.get((method, clusters, size, protect)) for protect in (True, False)]
             cells.append(" / ".join(MISSING if value is None else f"{value:.1f}" for value in pair))
         rows.append(tuple(cells))
-    exact = records[0].figures["top1_exact"]
+    exact = records[0].results["top1_exact"]
     columns = ("method", "clusters", *map(str, sizes))
     return Table(f"Top-1, protected / free; exact {exact:.1f}", columns, tuple(rows))
 
 
 def against_leverage(records: Sequence[Record]) -> Table:
     """Top-1 of every clustering rule less that of leverage scores at the same rows, protected / free."""
-    found = {_cell(record): record.figures["top1"] for record in records if record.seed == 0}
+    found = {_cell(record): record.results["top1"] for record in records if record.seed == 0}
     sizes = sorted({record.config["rows"] for record in records})
     clusters = sorted({r.config["clusters"] for r in records if r.config["clusters"]})
     rows = []
@@ -88,7 +88,7 @@ def coverage(records: Sequence[Record]) -> Table:
     """Share of heavy entries kept, mean (median), and of the heaviest columns, beside chance."""
     rows = []
     for record in records:
-        config, figures = record.config, record.figures
+        config, figures = record.config, record.results
         cells = [config["method"], str(config["clusters"]), str(config["rows"]), f"{figures['chance']:.2f}"]
         for eps in config["thresholds"]:
             cells.append(f"{figures[f'heavy_{eps}_mean']:.2f} ({figures[f'heavy_{eps}_median']:.2f})")

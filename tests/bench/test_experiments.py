@@ -153,9 +153,7 @@ def test_thresholds_of_the_default_change_nothing_else():
 
 def test_a_field_that_is_set_reaches_every_configuration_that_has_it():
     fields = {"lsh.n_projections": 5, "inner.n_projections": 5, "tolerance": 0.5}
-    plain, set_ = (
-        [config for _, config in configs("cost", 1024, changes=changes)] for changes in ({}, fields)
-    )
+    plain, set_ = ([config for _, config in configs("cost", 1024, changes=changes)] for changes in ({}, fields))
     assert len(plain) == len(set_)
     for before, after in zip(plain, set_, strict=True):
         assert type(before) is type(after)

@@ -147,7 +147,9 @@ def test_a_field_that_no_method_has_is_refused():
 
 
 @pytest.mark.parametrize("length", [12, 32, 53])
-@pytest.mark.parametrize("local", [Local(16), Local(16, previous_chunk=True), Local(16, previous_chunk=True, sinks=3)])
+@pytest.mark.parametrize(
+    "local", [Local(16), Local(16, previous_chunk=True), Local(16, previous_chunk=True, sinks=3)]
+)
 def test_local_attention_is_attention_under_its_mask(length, local):
     generator = torch.Generator().manual_seed(0)
     query = torch.randn(2, 4, length, 8, generator=generator, dtype=torch.float64)
@@ -296,7 +298,9 @@ def test_sliding_window_layers_stay_as_they_are(window):
     gemma.check_head()
     plain = float(window_losses(gemma, window).mean())
     assert measure_loss(gemma, window, EXACT)["loss"] == pytest.approx(plain, abs=1e-10)
-    both, last = (measure_loss(gemma, window, local_only(32), layers=layers)["loss"] for layers in ("all", "last:1"))
+    both, last = (
+        measure_loss(gemma, window, local_only(32), layers=layers)["loss"] for layers in ("all", "last:1")
+    )
     assert both == last != pytest.approx(plain, abs=1e-10)
 
 

@@ -138,7 +138,9 @@ def test_an_experiment_writes_records_csv_and_plot(run, lines, tmp_path, experim
     assert run("--experiment", experiment, "-n", "256", "--sinks", "2") == 0
     names = {path.name for path in (tmp_path / "run").iterdir()}
     assert names == {"records.jsonl", f"{experiment}.csv", f"{experiment}-as-printed.csv", f"{experiment}.png"}
-    replaced = [r for r in lines(tmp_path / "run") if r["config"]["method"]["config"]["type"] in ("Selected", "Hyper")]
+    replaced = [
+        r for r in lines(tmp_path / "run") if r["config"]["method"]["config"]["type"] in ("Selected", "Hyper")
+    ]
     assert {line["config"]["method"]["config"]["sinks"] for line in replaced} == {2}
     assert all(line["results"]["reads_per_query"] > 0 for line in replaced)
 
@@ -175,7 +177,13 @@ def test_json_prints_records_only(run, tmp_path, capsys):
 
 def test_fields_reach_the_configurations_that_have_them(run, capsys):
     options = ["-n", "64", "--method", "hyper", "--method", "paper:kmeans", "--method", "default", "--json"]
-    for field in ("inner.n_projections=3", "scorer.n_clusters=5", "lsh.n_projections=4", "tolerance=0.5", "sinks=1"):
+    for field in (
+        "inner.n_projections=3",
+        "scorer.n_clusters=5",
+        "lsh.n_projections=4",
+        "tolerance=0.5",
+        "sinks=1",
+    ):
         options += ["--set", field]
     assert run(*options) == 0
     printed = [json.loads(line)["config"]["method"]["config"] for line in capsys.readouterr().out.splitlines()]

@@ -45,7 +45,9 @@ def test_a_record_survives_the_round_trip():
 
 def test_the_key_depends_on_settings_not_on_their_order():
     assert row_key("a", {"n": 1, "d": 2}, 0) == row_key("a", {"d": 2, "n": 1}, 0)
-    others = [row_key(*row) for row in (("a", {"n": 1}, 0), ("b", {"n": 1}, 0), ("a", {"n": 2}, 0), ("a", {"n": 1}, 1))]
+    others = [
+        row_key(*row) for row in (("a", {"n": 1}, 0), ("b", {"n": 1}, 0), ("a", {"n": 2}, 0), ("a", {"n": 1}, 1))
+    ]
     assert len(set(others)) == 4
 
 
@@ -112,7 +114,10 @@ def test_methods_of_schema_1_become_configurations(method, config):
             {"study": "parts", "key_heads": 2},
             {"parts": {"stand-ins": {"of_limit": 1}, "rows": {"of_limit": 2}}, "rows_off": 0.0},
             {"study": "parts", "kv_heads": 2},
-            {"parts": {"centroids": {"of_exact_rate": 1}, "keys": {"of_exact_rate": 2}}, "mismatched_queries": 0.0},
+            {
+                "parts": {"centroids": {"of_exact_rate": 1}, "keys": {"of_exact_rate": 2}},
+                "mismatched_queries": 0.0,
+            },
         ),
         (
             "speed",
@@ -290,7 +295,9 @@ def test_whole_lines_stay(tmp_path):
     path.write_bytes(LINE + bytes(512))  # zeros behind a whole line go
     assert make(2).key in RecordFile(path, resume=True)
     assert path.read_bytes() == LINE
-    path.write_bytes(LINE + b"\n" + make(3).to_json().encode())  # no last newline: two records must not share a line
+    path.write_bytes(
+        LINE + b"\n" + make(3).to_json().encode()
+    )  # no last newline: two records must not share a line
     file = RecordFile(path, resume=True)
     assert file.dropped is None
     file.append(make(4))

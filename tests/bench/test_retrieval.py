@@ -1,4 +1,4 @@
-"""Synthetic retrieval: texts are what they say, answers are judged as greedy decoding would, tables and commands."""
+"""Synthetic retrieval: texts, the judging of answers, tables and the command."""
 
 import json
 import re
@@ -277,7 +277,14 @@ def test_refusals(make, refusal):
 def test_the_retrieval_table_puts_accuracy_beside_answer_loss():
     config = {"part": "retrieval", "task": "single-needle", "n_tokens": 512, "depth": 0.5}
     records = [
-        Record("retrieval", label, {**config, "method": {"label": label}}, 0, {"accuracy": a, "answer_loss": 0.25}, 1.0)
+        Record(
+            "retrieval",
+            label,
+            {**config, "method": {"label": label}},
+            0,
+            {"accuracy": a, "answer_loss": 0.25},
+            1.0,
+        )
         for label, a in (("exact", 1.0), ("x", 0.5))
     ]
     table = retrieval_table(records)
@@ -356,7 +363,9 @@ def test_a_row_is_one_text_under_one_method(run, lines, tmp_path, capsys):
     printed, said = capsys.readouterr()
     found = lines(tmp_path / "run")
     rows = [(r["config"]["n_tokens"], r["config"]["sample"], r["config"]["method"]["label"]) for r in found]
-    assert rows == [(n, sample, label) for n in (2600, 1400) for sample in (0, 1) for label in ("exact", "default")]
+    assert rows == [
+        (n, sample, label) for n in (2600, 1400) for sample in (0, 1) for label in ("exact", "default")
+    ]
     assert found[1]["config"]["method"]["config"] == Routed().to_dict()
     assert found[1]["results"]["reads_per_query"] < found[0]["results"]["reads_per_query"]
     assert "default is exact at 1400 tokens" in said
@@ -385,7 +394,18 @@ def test_a_run_is_continued_text_by_text(run, lines, tmp_path, capsys):
 def test_tasks_run_side_by_side_and_another_text_is_another_row(run, text, lines, tmp_path, capsys):
     from pathlib import Path
 
-    options = ("--task", "many-needles", "--task", "single-needle", "-n", "1400", "--depth", "0.5", "--samples", "1")
+    options = (
+        "--task",
+        "many-needles",
+        "--task",
+        "single-needle",
+        "-n",
+        "1400",
+        "--depth",
+        "0.5",
+        "--samples",
+        "1",
+    )
     assert run(*options, "--method", "exact", "--resume") == 0
     printed = " ".join(capsys.readouterr().out.split())
     assert "single-needle 1400 at 50 %" in printed
@@ -400,7 +420,10 @@ def test_tasks_run_side_by_side_and_another_text_is_another_row(run, text, lines
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ("--task many-needles -n 600", "length must leave room for the facts, the questions and 512 tokens between"),
+        (
+            "--task many-needles -n 600",
+            "length must leave room for the facts, the questions and 512 tokens between",
+        ),
         ("--task single-needle -n 4", "length must leave room for the facts, the questions, at least"),
         ("--task many-needles --depth 1.5", "depth must lie between 0 and 1, got 1.5"),
         ("--task many-needles --depth 0.5 --depth 0.5", "depths must differ from each other, got [0.5, 0.5]"),
