@@ -2,9 +2,9 @@
 
     python tools/kill_and_resume.py --kills 30
 
-Each command runs on something tiny, in a process of its own that is killed with SIGKILL. No finished row may be
-lost or repeated, and in the end every figure is that of an undisturbed run, but for those in which two undisturbed
-runs differ already: times. A disk is full where the record file may not grow any further.
+Each command runs on tiny inputs in its own process, which is killed with SIGKILL. No finished row may be lost or
+repeated, and in the end every result is that of an undisturbed run, but for those in which two undisturbed runs
+differ: times. A disk is full where the record file may not grow any further.
 """
 
 from __future__ import annotations
@@ -87,15 +87,15 @@ def _finished(out: Path) -> bytes:
     return without_torn_end(_records(out).read_bytes()) if _records(out).exists() else b""
 
 
-def _figures(out: Path) -> dict[str, object]:
-    """Every figure by its row and path; a row that is there twice is refused."""
-    figures: dict[str, object] = {}
+def _results(out: Path) -> dict[str, object]:
+    """Every result by its row and path; a repeated row is refused."""
+    results: dict[str, object] = {}
     rows = [json.loads(line) for line in _records(out).read_text().splitlines()]
     if len({row["key"] for row in rows}) != len(rows):
         raise Disturbed(f"every row must be there once, got {len(rows)} with repetitions in {out}")
     for row in rows:
-        figures.update(_leaves(row["key"], row["figures"]))
-    return figures
+        results.update(_leaves(row["key"], row["results"]))
+    return results
 
 
 def _leaves(path: str, value: object) -> Iterator[tuple[str, object]]:
@@ -110,7 +110,7 @@ def _leaves(path: str, value: object) -> Iterator[tuple[str, object]]:
 
 
 class Undisturbed:
-    """What a command measures when nothing happens: twice, so that times can be told from figures."""
+    """What a command measures when nothing happens: twice, so that times can be told from other results."""
 
     def __init__(self, command: Command, scratch: Path) -> None:
         runs = []
@@ -118,7 +118,7 @@ class Undisturbed:
             begin = time.monotonic()
             command.finish(scratch / f"whole {number}")
             self.seconds = time.monotonic() - begin
-            runs.append(_figures(scratch / f"whole {number}"))
+            runs.append(_results(scratch / f"whole {number}"))
         self.paths = set(runs[0])
         # times may agree by chance
         same = {path: value for path, value in runs[0].items() if runs[1].get(path, None) == value}
@@ -126,13 +126,13 @@ class Undisturbed:
         self.size = _records(scratch / "whole 0").stat().st_size
 
     def compare(self, out: Path) -> None:
-        """Refuse other rows, other figures or figures of another value."""
-        found = _figures(out)
+        """Refuse other rows or other results."""
+        found = _results(out)
         if set(found) != self.paths:
-            raise Disturbed(f"the same rows and figures must be there, got others in {out}")
+            raise Disturbed(f"the same rows must be there, got others in {out}")
         off = [path for path, value in self.fixed.items() if found[path] != value]
         if off:
-            raise Disturbed(f"figures must be those of an undisturbed run, got another {off[0]} in {out}")
+            raise Disturbed(f"results must be those of an undisturbed run, got another {off[0]} in {out}")
 
 
 def kill_often(command: Command, kills: int, scratch: Path, draw: random.Random, whole: Undisturbed) -> int:
@@ -178,8 +178,19 @@ def commands(scratch: Path) -> list[Command]:
 
     model = save_tiny_language_model(scratch / "model")
     text = scratch / "text.txt"
-    text.write_text("The keys that matter are few, and the rest may be stood for. " * 20)
-    language = ("--model", str(model), "-d", str(text), "-n", "128", "--method", "kmeans", "--method", "key-norm")
+    text.write_text("The keys that matter are few, and centroids represent the others. " * 20)
+    language = (
+        "--model",
+        str(model),
+        "-d",
+        str(text),
+        "-n",
+        "128",
+        "--method",
+        "paper:kmeans",
+        "--method",
+        "key-norm",
+    )
     budgets = ("--top-k", "8", "--top-k", "16", "--top-k", "24")
     planted = ("--quick", "--n", "400", "--d", "4", "--method", "key-norm", "--method", "kmeans")
     speed = ("--quick", "--n", "64", "--n", "128", "--dim", "16", "--n-heads", "1", "--method", "default")
@@ -213,7 +224,7 @@ def kill_all(argv: Sequence[str] | None = None) -> int:
                 return 1
             sys.stdout.write(
                 f"{command.name}: {options.kills} kills in {runs} runs, {options.disks} full disks, "
-                f"{len(whole.fixed)} of {len(whole.paths)} figures compared\n"
+                f"{len(whole.fixed)} of {len(whole.paths)} results compared\n"
             )
             sys.stdout.flush()
     return 0

@@ -11,9 +11,8 @@ from pathlib import Path
 from printed import APPENDIX_A, EXACT, TABLE_1, TOP_K, nats
 
 from prescore.bench.records import read_records
-from prescore.bench.language.tables import Summary, keeps_every_key, summarise
-from prescore.bench.language.tables import describe_run, percent
-from prescore.bench.tables import MISSING, Table, as_text
+from prescore.bench.language.tables import READS, Summary, describe_run, keeps_every_key, summarise
+from prescore.bench.tables import MISSING, Table, as_text, percent
 
 
 def main(experiment: str, directory: str, document: str = "") -> None:
@@ -22,10 +21,9 @@ def main(experiment: str, directory: str, document: str = "") -> None:
     records = [record for record in records if record.config["document"].startswith(document)]
     summaries = summarise(records)
     print(f"{len(records)} records: {describe_run(summaries, records[0].config['model'])}\n")  # noqa: T201
-    for kind in ("exact", "local"):
-        for s in summaries:
-            if s.kind == kind:
-                print(f"{s.label}: loss {s.loss:.3f}, perplexity {s.perplexity:.2f}, at {s.n_tokens} tokens")  # noqa: T201
+    for s in summaries:
+        if s.is_exact or s.is_local:
+            print(f"{s.label}: loss {s.loss:.3f}, perplexity {s.perplexity:.2f}, at {s.n_tokens} tokens")  # noqa: T201
     print()  # noqa: T201
     for table in TABLES[experiment](summaries):
         print(table.to_markdown())  # noqa: T201
@@ -34,7 +32,7 @@ def main(experiment: str, directory: str, document: str = "") -> None:
 def appendix_a(summaries: Sequence[Summary]) -> Iterator[Table]:
     """With samples and without: budgets by scorers, ours and the paper's; a cell is PPL / PPL* (blockwise)."""
     found = {
-        (s.axes["scorer"], s.axes["paper_sample_size"], s.axes["paper_top_k"], s.axes["blockwise"]): s
+        (s.axes["scorer"], s.axes["paper_sample_size"], s.axes["paper_top_k"], s.axes["leaf_inclusive"]): s
         for s in summaries
         if "scorer" in s.axes
     }
@@ -60,12 +58,12 @@ def table1(summaries: Sequence[Summary]) -> Iterator[Table]:
     """The five rows and the floor."""
     rows = []
     for s in summaries:
-        key = (s.axes.get("scorer") == "kmeans", s.axes.get("blockwise"))
-        printed = EXACT if s.kind == "exact" else TABLE_1.get(key) if s.axes else None
+        key = (s.axes.get("scorer") == "kmeans", s.axes.get("leaf_inclusive"))
+        printed = EXACT if s.is_exact else TABLE_1.get(key) if s.axes else None
         cells = [s.label, f"{s.loss:.3f}", as_text(s.perplexity, 4), above(s.above_exact), percent(s.gap_closed)]
-        cells += [as_text(s.keys_per_query, 4), MISSING if printed is None else f"{nats(printed):.3f}"]
+        cells += [as_text(s.reads_per_query, 4), MISSING if printed is None else f"{nats(printed):.3f}"]
         rows.append((*cells, above(printed and nats(printed) - nats(EXACT))))
-    columns = ("method", "loss", "perplexity", "above exact", "gap closed", "rows per query")
+    columns = ("method", "loss", "perplexity", "above exact", "gap closed", READS)
     columns += ("paper's loss", "above its exact")
     yield Table("Table 1", columns, tuple(rows))
 
@@ -87,7 +85,7 @@ def appendix_f(summaries: Sequence[Summary]) -> Iterator[Table]:
 
 
 def cost(summaries: Sequence[Summary]) -> Iterator[Table]:
-    """Every method at every budget: loss above exact, rows, processor seconds."""
+    """Every method at every budget: loss above exact, reads, processor seconds."""
     cells = {(s.axes["series"], s.axes["budget"]): s for s in summaries if "series" in s.axes}
     budgets = sorted({budget for _, budget in cells})
     rows = []
@@ -97,12 +95,12 @@ def cost(summaries: Sequence[Summary]) -> Iterator[Table]:
             (
                 name,
                 *(
-                    MISSING if s is None else f"{above(s.above_exact)} ({s.keys_per_query:.0f}, {seconds(s)})"
+                    MISSING if s is None else f"{above(s.above_exact)} ({s.reads_per_query:.0f}, {seconds(s)})"
                     for s in line
                 ),
             )
         )
-    title = "Loss above exact (rows per query, processor seconds of attention)"
+    title = "Loss above exact (keys and centroids read, processor seconds of attention)"
     yield Table(title, ("method", *(f"budget {b}" for b in budgets)), tuple(rows))
 
 

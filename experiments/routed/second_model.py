@@ -14,9 +14,9 @@ from pathlib import Path
 
 import torch
 
-from prescore import Routed
+from prescore import Exact, Routed, Selected
 from prescore.bench.language.documents import Document, decode
-from prescore.bench.language.methods import exact, local, named, prescored
+from prescore.bench.language.methods import EXACT, SINKS, Method, local_only
 from prescore.bench.language.model import load_language_model
 from prescore.bench.language.perplexity import Window, make_windows, measure_loss
 
@@ -43,13 +43,13 @@ def main() -> None:
     begin = loaded.tokenizer.bos_token_id
     if begin is not None:
         windows = [Window(w.document, torch.cat((torch.tensor([begin]), w.tokens[1:])), w.first) for w in windows]
-    untouched = prescored("default", Routed())
-    methods = [exact(), local(512), untouched, named("random", leaf=512, top_k=options.top_k)]
+    random = Selected.paper("uniform", options.top_k, sinks=SINKS, inner=Exact(), min_seq_len=512)
+    methods = [EXACT, local_only(512), Method("default", Routed()), Method("random + sinks", random)]
     methods = [method for method in methods if not options.only or method.label in options.only]
     for window in windows:
         for method in methods:
-            figures = measure_loss(loaded, window, method)
-            print(json.dumps({"method": method.label, "window": window.document, **figures}), flush=True)  # noqa: T201
+            results = measure_loss(loaded, window, method)
+            print(json.dumps({"method": method.label, "window": window.document, **results}), flush=True)  # noqa: T201
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ def test_perplexity_on_two_ranks_is_that_of_one_process(tmp_path, capsys):
     text = tmp_path / "text.txt"
     text.write_text("".join(f"word {number * number % 97} and {number} again. " for number in range(60)))
     argv = ["perplexity", "--model", str(model), "-d", str(text), "-n", "128", "--leaf", "32", "--top-k", "8"]
-    argv += ["--method", "exact", "--method", "kmeans", "--method", "default", "--threads", "1"]
+    argv += ["--method", "exact", "--method", "paper:kmeans", "--method", "default", "--threads", "1"]
     assert main([*argv, "--out", str(tmp_path / "one")]) == 0
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command = [*torchrun, "-m", "prescore", *argv, "--parallel", "--out", str(tmp_path / "two")]
@@ -43,8 +43,8 @@ def test_perplexity_on_two_ranks_is_that_of_one_process(tmp_path, capsys):
     assert len(one) == len(two) > 2
     for alone, parallel_group in zip(one[1:], two[1:], strict=True):
         assert parallel_group.key == _on_two_ranks(alone).key
-        assert parallel_group.figures["loss"] == pytest.approx(alone.figures["loss"], abs=5e-5)
-        assert parallel_group.figures["peak_megabytes"] > 0
+        assert parallel_group.results["loss"] == pytest.approx(alone.results["loss"], abs=5e-5)
+        assert parallel_group.results["peak_megabytes"] > 0
 
 
 def _on_two_ranks(record):

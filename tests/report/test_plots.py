@@ -6,18 +6,8 @@ from itertools import pairwise
 import pytest
 from matplotlib.figure import Figure
 
-from prescore.bench.language.tables import Summary, _count_hidden
-from prescore.bench.plots import line_style
 from prescore.bench.records import Record
 from prescore.bench.vision import tables as coverage_plots
-
-
-def test_no_two_lines_look_the_same():
-    styles = [line_style(place) for place in range(30)]
-    assert len({str(style) for style in styles}) == 30
-    for name in ("color", "marker"):
-        assert len({style[name] for style in styles[:10]}) == 10
-    assert not {style["color"] for style in styles} & {"#000000", "#F0E442"}  # kept apart, and lost on white
 
 
 @pytest.fixture
@@ -60,12 +50,3 @@ def test_equal_curves_of_coverage_do_not_hide_each_other(drawn, tmp_path):
         assert low < 0
         assert high > 100  # a line at either end is not cut in half
         assert list(panel.get_xticks()) == [32, 64, 128]
-
-
-def test_the_note_about_hidden_points_is_outside_of_the_frame():
-    axes = Figure().subplots()
-    above = Summary("x", "prescored", {}, {}, 64, "all", {"a": 9.0}, None, 1.0, 1.0)
-    _count_hidden(axes, [above], 4.5)
-    (note,) = axes.texts
-    assert note.xy[1] > 1
-    assert note.get_ha() == "right"  # the title is at the left

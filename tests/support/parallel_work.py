@@ -297,7 +297,7 @@ def run_losses(group, document, length, methods):
     from oracles.tiny_language_model import tiny_language_model
 
     from prescore.bench.language.documents import Document
-    from prescore.bench.language.methods import named
+    from prescore.bench.language.methods import named_method
     from prescore.bench.language.model import LanguageModel
     from prescore.bench.language.perplexity import make_windows, measure_loss
     from prescore.parallel.comm import Group
@@ -306,7 +306,7 @@ def run_losses(group, document, length, methods):
     (window,) = make_windows(loaded, [Document("text", document)], length)
     ranks = None if group is None else Group(group)
     return {
-        name: measure_loss(loaded, window, named(name, leaf=32, top_k=8), group=ranks, layers="first:1")
+        name: measure_loss(loaded, window, named_method(name, length=length, leaf=32, top_k=8), group=ranks, layers="first:1")
         for name in methods
     }
 

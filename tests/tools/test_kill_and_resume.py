@@ -36,16 +36,16 @@ def test_commands_survive_kills_and_full_disks():
     assert all("2 kills" in line and "1 full disks" in line for line in lines)
 
 
-def record(key, **figures):
-    return json.dumps({"key": key, "figures": figures}) + "\n"
+def record(key, **results):
+    return json.dumps({"key": key, "results": results}) + "\n"
 
 
 def test_rows_lost_repeated_or_changed_are_noticed(tool, tmp_path):
     whole = object.__new__(tool.Undisturbed)
     path = tmp_path / "records.jsonl"
     path.write_text(record("a", loss=1.0, seconds=2.0) + record("b", loss=[3.0, 4.0], seconds=5.0))
-    whole.paths = set(tool._figures(tmp_path))
-    whole.fixed = {name: value for name, value in tool._figures(tmp_path).items() if "seconds" not in name}
+    whole.paths = set(tool._results(tmp_path))
+    whole.fixed = {name: value for name, value in tool._results(tmp_path).items() if "seconds" not in name}
     assert whole.fixed == {"a/loss": 1.0, "b/loss/0": 3.0, "b/loss/1": 4.0}
     path.write_text(record("b", loss=[3.0, 4.0], seconds=6.0) + record("a", loss=1.0, seconds=7.0))
     whole.compare(tmp_path)

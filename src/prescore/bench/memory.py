@@ -1,4 +1,4 @@
-"""How much memory this process holds, and the most that it held since a moment."""
+"""How much memory this process uses, and whether freed memory goes back to the system."""
 
 from __future__ import annotations
 
@@ -11,34 +11,34 @@ from pathlib import Path
 from prescore import checks
 
 _STATUS = Path("/proc/self/status")
-_FORGET = Path("/proc/self/clear_refs")
+_CLEAR = Path("/proc/self/clear_refs")
 
 
-def forget_peak() -> None:
-    """Give back what is free, and let the peak begin with what is left.
+def reset_peak() -> None:
+    """Free unused memory, and let the peak begin with what is left.
 
-    Where the system cannot forget, the peak is that of the process's whole life.
+    Where the system cannot reset it, the peak is that of the whole process.
     """
-    if not _FORGET.exists():
+    if not _CLEAR.exists():
         return
     gc.collect()
-    # else memory that an earlier measurement freed counts as held
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc alone
+    # otherwise memory that an earlier measurement freed counts as used
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc only
     if trim is not None:
         trim(0)
-    _FORGET.write_text("5", encoding="ascii")
+    _CLEAR.write_text("5", encoding="ascii")
 
 
 def peak_megabytes() -> float:
-    """The most memory held since `forget_peak`."""
+    """The largest resident memory since `reset_peak`."""
     if _STATUS.exists():
         return _kilobytes("VmHWM:") / 2**10
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak / (2**20 if sys.platform == "darwin" else 2**10)
 
 
-def held_megabytes() -> float:
-    """The memory held at this moment; the peak where the system tells nothing else."""
+def resident_megabytes() -> float:
+    """Resident memory now; the peak where the system tells nothing else."""
     return _kilobytes("VmRSS:") / 2**10 if _STATUS.exists() else peak_megabytes()
 
 
@@ -46,14 +46,11 @@ def _kilobytes(name: str) -> int:
     return int(_STATUS.read_text(encoding="utf-8").split(name)[1].split()[0])
 
 
-# What becomes of memory that is freed: kept for the next call, or given back to the system.
-#
-# glibc gives large blocks back at once, and the next call pays a page fault for every 4 KiB it touches. Exact
-# attention touches little besides its output; methods that gather and sort touch much more, and on a virtual
-# machine
-# the faults can cost as much as their arithmetic. Services that run for long keep freed memory (jemalloc,
-# tcmalloc,
-# or glibc with its two thresholds raised, as PyTorch's tuning guide advises). A benchmark must say which it saw.
+# Freed memory is kept for the next call, or given back to the system. glibc gives large blocks back at once, and
+# the next call pays a page fault for every 4 KiB that it touches. Exact attention touches little beside its
+# output; methods that gather and sort touch much more, and on a virtual machine the faults can cost as much as the
+# arithmetic. Services that run for long keep freed memory (jemalloc, tcmalloc, or glibc with raised thresholds, as
+# PyTorch's tuning guide advises). A benchmark must say which of the two it measured.
 
 KEPT, SYSTEM = "kept", "system"
 CHOICES = (KEPT, SYSTEM)
@@ -79,5 +76,5 @@ def choose_freed_memory(choice: str) -> str:
 def _c_library() -> ctypes.CDLL | None:
     try:
         return ctypes.CDLL(None)
-    except (OSError, TypeError):  # no C library to be had by that name: Windows
+    except (OSError, TypeError):  # Windows
         return None

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from prescore.types import Values
+from prescore.bench.records import Values
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 # Okabe and Ito's palette, black last
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#F0E442", "#000000")
-# without yellow, which is lost on white, and black, which is for what a picture is about; then Tol's muted ones
+# without yellow, which is invisible on white, and black, which is for the main line; then Tol's muted ones
 _LINES = (*COLOURS[:6], "#332288", "#882255", "#999933", "#117733")
 _MARKERS = "osD^vPXp*h"
 _DASHES: tuple[Any, ...] = ("-", (0, (4, 2)), (0, (1, 1.5)))
@@ -39,43 +39,34 @@ _STYLE: Values = {
 
 @contextmanager
 def figure(path: str | Path, size: tuple[float, float], **subplots: Any) -> Iterator[tuple[Figure, Any]]:
-    """Draw in the house style and save to `path`; the caller's matplotlib settings stay as they were.
+    """Draw in the house style and save to `path`; the caller's matplotlib settings do not change.
 
     Example:
         >>> with figure("loss.png", (6, 4)) as (_, axes):
         ...     axes.plot(lengths, losses, color=COLOURS[0])
     """
-    with drawing(size, **subplots) as (drawn, axes):
-        yield drawn, axes
-        drawn.savefig(path)
-
-
-@contextmanager
-def drawing(
-    size: tuple[float, float], style: Mapping[str, Any] | None = None, **subplots: Any
-) -> Iterator[tuple[Figure, Any]]:
-    """A figure in the house style, with changes of it, that lives inside the block and is saved by the caller."""
     import matplotlib
     from cycler import cycler
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure as NewFigure
 
-    settings: Any = {**_STYLE, "axes.prop_cycle": cycler(color=COLOURS), **(style or {})}
+    settings: Any = {**_STYLE, "axes.prop_cycle": cycler(color=COLOURS)}
     with matplotlib.rc_context(settings):
         drawn = NewFigure(figsize=size, layout="constrained")
         FigureCanvasAgg(drawn)
         yield drawn, drawn.subplots(**subplots)
+        drawn.savefig(path)
 
 
 def line_style(place: int) -> Values:
     """Colour, marker and dashes of the line at a place: no two of the first ten share a colour or a marker."""
-    round_, own = divmod(place, len(_LINES))
-    dashes = _DASHES[round_ % len(_DASHES)]
-    return {"color": _LINES[own], "marker": _MARKERS[(own + round_) % len(_MARKERS)], "linestyle": dashes}
+    cycle, index = divmod(place, len(_LINES))
+    dashes = _DASHES[cycle % len(_DASHES)]
+    return {"color": _LINES[index], "marker": _MARKERS[(index + cycle) % len(_MARKERS)], "linestyle": dashes}
 
 
 def powers_of_two(axes: Axes) -> None:
-    """Let the x axis count in powers of two."""
+    """Scale the x axis in powers of two."""
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:.{6 if value >= 1 else 2}g}")
 

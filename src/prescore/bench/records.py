@@ -59,8 +59,8 @@ class Row:
 class Record:
     """One measured row and what is needed to measure it again.
 
-    `key` identifies the row (a hash of command, config and seed), `seconds` is its wall time, `created` the time it
-    was finished (ISO, UTC).
+    `key` identifies the row (a hash of command, config and seed), `seconds` is its wall time, `created` the time
+    it was finished (ISO, UTC).
     """
 
     command: str
@@ -213,8 +213,8 @@ _LABELS = (
 def upgrade(record: Values) -> Values:
     """A record of schema 1 as one of today's schema, under its new key.
 
-    Scorers of schema 1 with `fit_size=None` were fitted on an automatic sample, which no configuration of today does:
-    their records keep `"auto"`.
+    Scorers of schema 1 with `fit_size=None` were fitted on an automatic sample, which no configuration of today
+    does: their records keep `"auto"`.
     """
     command, config, results = record["command"], record["config"], record["figures"]
     n_keys = config.get("n_tokens") or results.get("n_tokens") or results.get("n_keys") or math.inf
@@ -258,7 +258,9 @@ def _upgrade_values(value: Any, names: Mapping[str, str], *, sampled: bool) -> A
         return {"type": "Routed", "min_weight": weight, "cluster_size": cluster_size, **same}
     upgraded = {names.get(name, name): _upgrade_values(v, names, sampled=sampled) for name, v in value.items()}
     if "fit_size" in value:
-        upgraded["fit_size"] = {0: None, None: "auto" if sampled else None}.get(value["fit_size"], value["fit_size"])
+        upgraded["fit_size"] = {0: None, None: "auto" if sampled else None}.get(
+            value["fit_size"], value["fit_size"]
+        )
     if kind == "Selected":
         upgraded["min_score"] = None
     if kind == "Coupling":
@@ -355,8 +357,8 @@ class RecordFile:
     """A JSON-lines file that only grows, one flushed and synced line per record.
 
     The file is locked until `close`, or until the object is garbage. Another process is refused; opening the file
-    again in this process takes it over. A crash or a full disk can leave the last line unfinished: it is dropped when
-    the file is continued.
+    again in this process takes it over. A crash or a full disk can leave the last line unfinished: it is dropped
+    when the file is continued.
 
     Args:
         path: The file; its directory is created.

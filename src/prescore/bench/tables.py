@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from prescore.bench.records import Record
+
 if TYPE_CHECKING:
     import rich.table
 
@@ -17,7 +19,7 @@ MISSING = "-"
 
 @dataclass(frozen=True)
 class Table:
-    """Cells of text under a title; `note` stands below, `left` counts the columns that hold words."""
+    """Cells of text under a title; `note` stands below, `left` counts the columns that are left-aligned."""
 
     title: str
     columns: tuple[str, ...]
@@ -53,8 +55,28 @@ class Table:
         return f"**{self.title}**\n\n{text}\n" + (f"\n{self.note}\n" if self.note else "")
 
 
+def number(record: Record, value: Any, name: str) -> float:
+    """A result of a record as a number; anything else is refused with the record's key."""
+    if isinstance(value, int | float) or value in ("nan", "inf", "-inf"):
+        return float(value)
+    raise ValueError(f"record {record.key} must have a number as {name}, got {value!r}")
+
+
+def percent(value: float | None) -> str:
+    """A share in whole per cent, `worse` where it is negative."""
+    if value is None or math.isnan(value):
+        return MISSING
+    shown = round(100 * value)
+    return f"{shown} %" if shown >= 0 else f"worse ({shown} %)"
+
+
+def times(value: float | None) -> str:
+    """A speed-up."""
+    return MISSING if value is None else f"{value:.2f}x"
+
+
 def as_text(value: Any, digits: int = 3) -> str:
-    """A figure with `digits` significant digits; what is missing is a dash."""
+    """A number with `digits` significant digits; a dash where it is missing."""
     if value is None:
         return MISSING
     value = float(value)

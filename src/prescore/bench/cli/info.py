@@ -7,8 +7,7 @@ import re
 from importlib import metadata
 
 from prescore.bench.cli.options import Json
-from prescore.bench.records import versions
-from prescore.types import Values
+from prescore.bench.records import Values, versions
 
 
 def command(json: Json = False) -> None:

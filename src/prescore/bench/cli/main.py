@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import typer
 
 
-_NOT_COMMANDS = ("main", "options", "ranks", "settings", "held_out")
+_NOT_COMMANDS = ("main", "options", "settings", "speed_heads")
 DONE, FAULT, BAD_USAGE, INTERRUPTED = 0, 1, 2, 130
 
 
@@ -50,14 +50,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _refuse(error: Exception) -> int:
-    # typer's usage errors have no public base class; all of them know how to word themselves
+    # typer's usage errors have no public base class; all of them have this method
     if hasattr(error, "format_message"):
         return _fail(error.format_message())
     if isinstance(error, ModuleNotFoundError):
         return _fail(f"this command needs the package {error.name}; `prescore info` says how to install it")
     if isinstance(error, ValueError | TypeError | OSError | PrescoreError):
         return _fail(str(error))
-    # a fault of ours, or of what was imported: neither bad usage nor done
+    # a fault in this package or in an imported one
     return _fail(f"{type(error).__name__}: {error}; --debug shows where", FAULT)
 
 

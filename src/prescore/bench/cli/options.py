@@ -1,39 +1,45 @@
-"""What every measuring command shares: its options, its record file, its progress."""
+"""What every measuring command shares: its options, its record file, its progress, and ranks."""
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import importlib.util
+import os
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from prescore.bench.records import Record, RecordFile, Row, measure, row_key
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from rich.console import RenderableType
-import dataclasses
-import os
-import tempfile
-from collections.abc import Iterator
 
-if TYPE_CHECKING:
     from prescore.parallel.comm import Group
+
+
+def _folder(text: str) -> Path:
+    if not text.strip():
+        raise ValueError(f"--out must name a directory, got {text!r}")
+    return Path(text)
 
 
 Seed = Annotated[int, typer.Option(min=0, help="Seed of all randomness.")]
 Out = Annotated[
     Path | None,
-    typer.Option(file_okay=False, help="Directory for records.jsonl and plots.  [default: runs/COMMAND/TIME]"),
+    typer.Option(
+        parser=_folder,
+        metavar="DIRECTORY",
+        help="Directory for records.jsonl and plots.  [default: runs/COMMAND/TIME]",
+    ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON line per result instead of tables.")]
 Resume = Annotated[
@@ -42,6 +48,21 @@ Resume = Annotated[
 Quick = Annotated[bool, typer.Option("--quick", help="A small version that finishes in seconds.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error; anywhere.")]
 Threads = Annotated[int | None, typer.Option(min=1, max=1024, help="CPU threads.  [default: torch's choice]")]
+Parallel = Annotated[
+    bool,
+    typer.Option(
+        "--parallel",
+        help="Context parallel on the ranks that torchrun started: "
+        "torchrun --nproc-per-node 4 -m prescore perplexity ... --parallel",
+    ),
+]
+Imports = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--import",
+        help="Python file or module that registers scorers or baselines; repeatable, anywhere.",
+    ),
+]
 
 ARGV: ContextVar[tuple[str, ...]] = ContextVar("ARGV", default=())
 """The command line being run, for the records."""
@@ -51,17 +72,8 @@ RECORDS = "records.jsonl"
 _LINE_EVERY = 5.0
 
 
-Imports = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--import",
-        help="Python file or module that registers scorers or baselines; repeatable, anywhere.",
-    ),
-]
-
-
-def _tell_version(asked: bool) -> None:
-    if asked:
+def _show_version(is_given: bool) -> None:
+    if is_given:
         from prescore import __version__
 
         print(f"prescore {__version__}")
@@ -69,7 +81,7 @@ def _tell_version(asked: bool) -> None:
 
 
 Version = Annotated[
-    bool, typer.Option("--version", is_eager=True, callback=_tell_version, help="Show the version and stop.")
+    bool, typer.Option("--version", is_eager=True, callback=_show_version, help="Show the version and stop.")
 ]
 
 
@@ -79,17 +91,17 @@ def root(debug: Debug = False, imports: Imports = None, version: Version = False
 
 def load_imports(words: Sequence[str]) -> list[str]:
     """Run what `--import` names, wherever it stands on a command line; returns the other words."""
-    left, waiting = [], iter(words)
-    for word in waiting:
+    others, remaining = [], iter(words)
+    for word in remaining:
         name, equals, value = word.partition("=")
         if name != "--import":
-            left.append(word)
+            others.append(word)
             continue
-        given = value if equals else next(waiting, None)
-        if not given:
+        module = value if equals else next(remaining, None)
+        if not module:
             raise ValueError(f"--import must be followed by a Python file or module, got {word!r} alone")
-        _load(given)
-    return left
+        _load(module)
+    return others
 
 
 def _load(name: str) -> None:
@@ -111,7 +123,7 @@ def _load(name: str) -> None:
 
 @dataclass(frozen=True)
 class Session:
-    """One run of a measuring command: rows go in, records come out and are on disk as they do.
+    """One run of a measuring command: it measures rows and appends their records to a file.
 
     Example:
         >>> session = open_session("planted", out=out, json=json, resume=resume, threads=threads)
@@ -133,17 +145,19 @@ class Session:
 
     def run(self, rows: Sequence[Row]) -> list[Record]:
         """Measure the rows that are not finished; return the records of all, in the rows' order, each once."""
-        # an option given twice asks for the same row twice, and must not count as another seed or document
-        named = {row_key(self.command, row.config, row.seed): row for row in rows}
-        todo = sum(row.cost for key, row in named.items() if key not in self.file)
-        finished = sum(key in self.file for key in named)
+        # an option given twice repeats a row, which must not count as another seed or document
+        by_key = {row_key(self.command, row.config, row.seed): row for row in rows}
+        cost = sum(row.cost for key, row in by_key.items() if key not in self.file)
+        finished = sum(key in self.file for key in by_key)
         if finished:
-            self.say(f"{finished} of {len(named)} rows are finished in {self.file.path}")
+            self.say(f"{finished} of {len(by_key)} rows are finished in {self.file.path}")
+        argv = list(ARGV.get())
         try:
-            with nullcontext(_unseen) if self.quiet else progress(self.command, todo) as advance:
-                for key, row in named.items():
+            with nullcontext(lambda amount: None) if self.quiet else progress(self.command, cost) as advance:
+                for key, row in by_key.items():
                     if key not in self.file:
-                        self.file.append(self._measure(row))
+                        record = measure(self.command, row, argv=argv, device=self.device, threads=self.threads)
+                        self.file.append(record)
                         advance(row.cost)
                     if self.json:
                         print(self.file[key].to_json(), flush=True)
@@ -152,27 +166,24 @@ class Session:
                 f"interrupted; finished rows are in {self.file.path}; continue with --resume --out {self.out}"
             )
             raise SystemExit(130) from None
-        return [self.file[key] for key in named]
+        return [self.file[key] for key in by_key]
 
     def show(self, *renderables: RenderableType) -> None:
-        """Print tables and text to stdout, unless JSON lines were asked for."""
+        """Print tables and text to stdout, unless `--json` was given."""
         if self.json or self.quiet:
             return
         from rich.console import Console
 
         console = Console()
-        # piped output has no width of its own, and a table squeezed to 80 columns loses its figures
+        # piped output has no width, and a table squeezed to 80 columns loses its numbers
         console = console if console.is_terminal else Console(width=max(console.width, 160))
         for renderable in renderables:
             console.print(renderable)
 
     def say(self, text: str) -> None:
-        """Print one line for people, beside stdout."""
+        """Print one line to stderr."""
         if not self.quiet:
             print(text, file=sys.stderr, flush=True)
-
-    def _measure(self, row: Row) -> Record:
-        return measure(self.command, row, argv=list(ARGV.get()), device=self.device, threads=self.threads)
 
 
 def open_session(
@@ -192,15 +203,11 @@ def open_session(
 def _directory(command: str, out: Path | None, resume: bool) -> Path:
     if out is not None:
         return out
-    # a run that was refused after its file was made has nothing to go on from
+    # a run that was refused after its file was made has nothing to continue
     earlier = sorted(path.parent for path in (RUNS / command).glob(f"*/{RECORDS}") if path.stat().st_size)
     if resume and earlier:
         return earlier[-1]
     return RUNS / command / time.strftime("%Y%m%d-%H%M%S")
-
-
-def _unseen(amount: float) -> None:
-    """Progress that nobody watches."""
 
 
 def progress(title: str, total: float) -> AbstractContextManager[Callable[[float], None]]:
@@ -239,63 +246,41 @@ def _lines(title: str, total: float) -> Iterator[Callable[[float], None]]:
     yield advance
 
 
-# Commands on several ranks: `torchrun` starts them all, rank 0 keeps the records and talks, the others follow.
-
-Parallel = Annotated[
-    bool,
-    typer.Option(
-        "--parallel",
-        help="Sequences lie on the ranks that torchrun started: "
-        "torchrun --nproc-per-node 4 -m prescore perplexity ... --parallel",
-    ),
-]
-
-
 @contextmanager
-def joined_ranks(parallel: bool, device: str) -> Iterator[Group | None]:
-    """The ranks that torchrun started, joined inside the block; None where nobody asked for them."""
+def parallel_session(
+    command: str, parallel: bool, *, out: Path | None, json: bool, resume: bool, threads: int | None, device: str
+) -> Iterator[tuple[Session, Group | None]]:
+    """A session and the ranks that torchrun started, or None without `parallel`.
+
+    Rank 0 writes the records and prints. Every other rank gets a silent session in a temporary folder, with the
+    same finished rows.
+    """
+    options: dict[str, Any] = {"out": out, "json": json, "resume": resume, "threads": threads, "device": device}
     if not parallel:
-        yield None
+        yield open_session(command, **options), None
         return
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         raise ValueError(
             "parallel must be started by torchrun --nproc-per-node N -m prescore, got a single process"
         )
+    import torch
     import torch.distributed as dist
 
     from prescore.parallel.comm import as_group
 
     dist.init_process_group("nccl" if device.startswith("cuda") else "gloo")
     try:
-        yield as_group(dist.group.WORLD)
+        ranks = as_group(dist.group.WORLD)
+        session = open_session(command, **options) if ranks.rank == 0 else None
+        lines = [None if session is None else [record.to_json() for record in session.file]]
+        dist.broadcast_object_list(lines, src=0)
+        if session is not None:
+            yield dataclasses.replace(session, device=f"{device} x {ranks.size}"), ranks
+            return
+        with tempfile.TemporaryDirectory() as folder:
+            file = RecordFile(Path(folder) / RECORDS)
+            for line in lines[0] or []:
+                file.append(Record.from_json(line))
+            yield Session(command, file, False, torch.get_num_threads(), device, quiet=True), ranks
     finally:
         dist.destroy_process_group()
-
-
-@contextmanager
-def shared_session(session: Session | None, ranks: Group | None, command: str) -> Iterator[Session]:
-    """Rank 0's session; every other rank has a silent one, in a folder that goes, with the same finished rows.
-
-    Args:
-        session: Of rank 0, or of the only process; None elsewhere.
-        ranks: None = there is one process.
-        command: What is run.
-    """
-    if ranks is None:
-        if session is None:
-            raise ValueError("session must be given to a single process, got None")
-        yield session
-        return
-    import torch
-    import torch.distributed as dist
-
-    lines: list[list[str] | None] = [None if session is None else [record.to_json() for record in session.file]]
-    dist.broadcast_object_list(lines, src=0)
-    if session is not None:
-        yield dataclasses.replace(session, device=f"{session.device} x {ranks.size}")
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        file = RecordFile(Path(folder) / RECORDS)
-        for line in lines[0] or []:
-            file.append(Record.from_json(line))
-        yield Session(command, file, False, torch.get_num_threads(), "cpu", quiet=True)

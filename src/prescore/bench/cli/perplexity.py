@@ -7,19 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from prescore.bench.cli.held_out import HeldOutRun
-from prescore.bench.cli.options import (
-    Json,
-    Out,
-    Parallel,
-    Resume,
-    Seed,
-    Session,
-    Threads,
-    joined_ranks,
-    open_session,
-    shared_session,
-)
+from prescore.bench.cli.options import Json, Out, Parallel, Resume, Seed, Session, Threads, parallel_session
 from prescore.bench.cli.settings import (
     Changes,
     Device,
@@ -32,39 +20,38 @@ from prescore.bench.cli.settings import (
     read_budget,
     read_changes,
     read_layers,
-    tell_what_is_exact,
+    refuse_options,
+    say_what_is_exact,
 )
 
 if TYPE_CHECKING:
     from prescore.bench.language.documents import Document
-    from prescore.bench.language.methods import LanguageMethod
+    from prescore.bench.language.held_out import TokenizedText
+    from prescore.bench.language.methods import Method
     from prescore.bench.language.model import LanguageModel
     from prescore.bench.language.perplexity import Window
-    from prescore.bench.records import Record, Row
-    from prescore.parallel.comm import Group
+    from prescore.bench.records import Record, Values
 
 
-Documents = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--document",
-        "-d",
-        help="Text file, directory or LongBench .jsonl; repeatable. (default: Python's own docs)",
-    ),
-]
+_OF_EXPERIMENTS = ("method", "top_k", "sample_size", "leaf_rule")
+_OF_HELD_OUT = (
+    *(*_OF_EXPERIMENTS, "leaf", "coupling", "sinks", "first", "offset", "windows", "documents"),
+    *("skip_short", "parallel"),
+)
 _TYPICAL_LENGTH = 4096
 
 
 def command(
+    context: typer.Context,
     experiment: Annotated[
         str | None,
         typer.Option(
-            help="table1, appendix-a, figure-glm3, appendix-f, appendix-i, longest, cost, rows or default."
+            help="table1, appendix-a, figure-glm3, appendix-f, appendix-i, longest, cost, min-weight or default."
         ),
     ] = None,
     method: Annotated[
         list[str] | None,
-        typer.Option(help="exact, local, default, hyper, random, a scorer or a baseline; repeatable."),
+        typer.Option(help="exact, local, default, hyper, SCORER, paper:SCORER or a baseline; repeatable."),
     ] = None,
     top_k: Annotated[list[str] | None, typer.Option(help="Keys kept, count or fraction; repeatable.")] = None,
     sample_size: Annotated[list[int] | None, typer.Option(help="Residual samples; repeatable.")] = None,
@@ -75,12 +62,21 @@ def command(
     coupling: Annotated[
         str | None, typer.Option(help="corrected (default of appendix-a) or early (of appendix-i).")
     ] = None,
-    sinks: Annotated[int, typer.Option(min=0, help="First tokens that paper methods keep.")] = 0,
+    sinks: Annotated[
+        int | None, typer.Option(min=0, help="First tokens that hyper and paper: methods keep. (default: 0)")
+    ] = None,
     length: Annotated[list[int] | None, typer.Option("--length", "-n", help="Tokens read; repeatable.")] = None,
     first: Annotated[int | None, typer.Option(help="First position in the loss. (default: the middle)")] = None,
-    offset: Annotated[int, typer.Option(min=0, help="Tokens passed over at the start of a document.")] = 0,
+    offset: Annotated[int, typer.Option(min=0, help="Tokens skipped at the start of a document.")] = 0,
     windows: Annotated[int, typer.Option(min=1, help="Windows read in each document, evenly spaced over it.")] = 1,
-    document: Documents = None,
+    document: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--document",
+            "-d",
+            help="Text file, directory or LongBench .jsonl; repeatable. (default: Python's own docs)",
+        ),
+    ] = None,
     documents: Annotated[int | None, typer.Option(min=1, help="Documents at most.")] = None,
     skip_short: Annotated[
         bool, typer.Option("--skip-short", help="Leave out documents that are too short.")
@@ -106,134 +102,109 @@ def command(
     `--experiment default` measures the default on windows it was not tuned on, in the given documents and in
     Python's own; a further model joins the table with `--resume --out DIR`.
 
-    Example: prescore perplexity --method kmeans --method default --top-k 64 --top-k 256 -n 4096 --out runs/first
+    Example: prescore perplexity --method key-diff --method default --top-k 64 --top-k 256 -n 4096 --out runs/first
 
     Example: prescore perplexity --experiment appendix-a -d book.txt --out runs/appendix-a   (--resume goes on)
 
-    Example: torchrun --nproc-per-node 4 -m prescore perplexity --method kmeans -n 8192 --parallel
+    Example: torchrun --nproc-per-node 4 -m prescore perplexity --method paper:kmeans -n 8192 --parallel
     """
-    from prescore.bench.language.documents import load_documents
-    from prescore.bench.language.experiments import MethodChoice, default_lengths
-    from prescore.bench.language.held_out import HELD_OUT
-    from prescore.bench.language.model import load_language_model
-    from prescore.bench.language.perplexity import make_windows
-    from prescore.bench.language.tables import summarise
-
-    def start() -> tuple[Session, LanguageModel]:
-        quiet_loading()
-        opened = open_session("perplexity", out=out, json=json, resume=resume, threads=threads, device=device)
-        return opened, load_language_model(model, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
-
-    check_experiment(experiment, tuning=tuning)
-    places = read_layers(layers)
-    if experiment == HELD_OUT:
-        beside = {"method": method, "top-k": top_k, "sample-size": sample_size, "leaf": leaf, "coupling": coupling}
-        beside |= {
-            "leaf-rule": leaf_rule != "exclusive",
-            "sinks": sinks,
-            "first": first is not None,
-            "offset": offset,
-        }
-        beside |= {"windows": windows != 1, "documents": documents, "skip-short": skip_short, "parallel": parallel}
-        held_out = HeldOutRun(document, length, tuning, places, read_changes(changes), seed)
-        held_out.check(beside)
-        held_out.run(start)
-        return
-    chosen = MethodChoice(
-        experiment,
-        tuple(method or ()),
-        tuple(read_budget(text) for text in top_k or ()),
-        tuple(sample_size or ()),
-        leaf,
-        leaf_rule,
-        coupling,
-        sinks,
-        read_changes(changes),
-    )
-    chosen.methods(_TYPICAL_LENGTH)  # what cannot be is refused before anything is loaded
-    texts = load_documents(document, limit=None if document is None else documents)
-    quiet_loading()
-    with joined_ranks(parallel, device) as ranks:
-        leads = ranks is None or ranks.rank == 0
-        opened = None
-        if leads:
-            opened = open_session("perplexity", out=out, json=json, resume=resume, threads=threads, device=device)
-        with shared_session(opened, ranks, "perplexity") as session:
-            loaded = load_language_model(model, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
-            lengths = length or default_lengths(experiment, loaded.trained_length)
-            if document is None:
-                texts = long_enough(session, loaded, texts, offset + windows * max(lengths), documents)
-            methods = {n_tokens: chosen.methods(n_tokens) for n_tokens in lengths}
-            rows: list[Row] = []
-            for n_tokens in lengths:
-                read = make_windows(
-                    loaded,
-                    texts,
-                    n_tokens,
-                    first=first,
-                    offset=offset,
-                    per_document=windows,
-                    skip_short=skip_short,
-                )
-                rows += grid_rows(loaded, read, methods[n_tokens], experiment, places, seed, ranks)
-            summarise(list(session.file))  # a damaged figure is refused before hours are spent beside it
-            records = session.run(rows)
-            tell_what_is_exact(session, methods)
-            if leads:
-                write_results(session, records, experiment, loaded)
-
-
-def check_experiment(experiment: str | None, *, tuning: bool) -> None:
-    """Refuse a name that no experiment has, and tuning windows where there are none."""
     from prescore import checks
-    from prescore.bench.language.experiments import EXPERIMENTS
-    from prescore.bench.language.held_out import HELD_OUT
+    from prescore.bench.language.documents import load_documents
+    from prescore.bench.language.experiments import (
+        EXPERIMENTS,
+        default_lengths,
+        experiment_methods,
+        grid_methods,
+    )
+    from prescore.bench.language.held_out import HELD_OUT, LENGTHS, TokenizedText, held_out_methods, held_out_texts
+    from prescore.bench.language.model import load_language_model
+    from prescore.bench.language.perplexity import loss_row, make_windows
+    from prescore.bench.language.tables import held_out_tables, summarise
 
+    is_held_out, fields, places = experiment == HELD_OUT, read_changes(changes), read_layers(layers)
     if experiment is not None:
         checks.one_of("experiment", experiment, (*EXPERIMENTS, HELD_OUT))
-    if tuning and experiment != HELD_OUT:
+        refuse_options(context, _OF_HELD_OUT if is_held_out else _OF_EXPERIMENTS, f"the experiment {experiment}")
+    if tuning and not is_held_out:
         raise ValueError(f"tuning must come with the experiment {HELD_OUT}, got {experiment!r}")
 
+    def methods_at(n_tokens: int) -> list[Method]:
+        if experiment is not None:
+            return experiment_methods(
+                experiment, n_tokens, leaf=leaf, sinks=sinks or 0, coupling=coupling, changes=fields
+            )
+        if coupling is not None:
+            raise ValueError(f"coupling must come with an experiment, got {coupling!r} without one")
+        return grid_methods(
+            method or (),
+            n_tokens,
+            leaf=leaf,
+            top_k=[read_budget(text) for text in top_k or ()],
+            samples=sample_size or (),
+            leaf_rule=leaf_rule,
+            sinks=sinks,
+            changes=fields,
+        )
 
-def grid_rows(
-    loaded: LanguageModel,
-    windows: Sequence[Window],
-    methods: Sequence[LanguageMethod],
-    experiment: str | None,
-    layers: str | list[int],
-    seed: int,
-    group: Group | None = None,
-) -> list[Row]:
-    """Every window under every method."""
-    from prescore.bench.language.perplexity import loss_row
+    # bad options and documents are refused before anything is loaded
+    if is_held_out:
+        held_out, texts = held_out_methods(fields), held_out_texts(document)
+    else:
+        methods_at(_TYPICAL_LENGTH)
+        texts = load_documents(document, limit=None if document is None else documents)
+    quiet_loading()
+    options: Values = {"out": out, "json": json, "resume": resume, "threads": threads, "device": device}
+    with parallel_session("perplexity", parallel, **options) as (session, ranks):
+        loaded = load_language_model(model, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
+        # a damaged result is refused before hours of measuring
+        (held_out_tables if is_held_out else summarise)(list(session.file))
+        if is_held_out:
+            tokenized = [TokenizedText.of(loaded, text) for text in texts]
+            for n_tokens in length or LENGTHS:
+                read = _held_out_windows(session, tokenized, n_tokens, seed if tuning else None)
+                _measure_held_out(session, loaded, read, held_out, places, seed)
+            _write_held_out(session)
+            return
+        lengths = length or default_lengths(experiment, loaded.trained_length)
+        if document is None:
+            texts = _long_enough(session, loaded, texts, offset + windows * max(lengths), documents)
+        methods = {n_tokens: methods_at(n_tokens) for n_tokens in lengths}
+        rows = []
+        for n_tokens in lengths:
+            read = make_windows(
+                loaded, texts, n_tokens, first=first, offset=offset, per_document=windows, skip_short=skip_short
+            )
+            rows += [
+                loss_row(loaded, window, each, experiment=experiment, layers=places, seed=seed, group=ranks)
+                for each in methods[n_tokens]
+                for window in read
+            ]
+        records = session.run(rows)
+        say_what_is_exact(session, methods)
+        if not session.quiet:
+            _write_results(session, records, experiment, loaded)
 
-    return [
-        loss_row(loaded, window, method, experiment=experiment, layers=layers, seed=seed, group=group)
-        for method in methods
-        for window in windows
-    ]
 
-
-def long_enough(
-    session: Session, loaded: LanguageModel, texts: list[Document], wanted: int, most: int | None
+def _long_enough(
+    session: Session, loaded: LanguageModel, texts: list[Document], needed: int, most: int | None
 ) -> list[Document]:
-    """The documents of the default corpus that hold the longest window; nobody asked for those that do not."""
+    """The documents of the default corpus that hold the longest window; the others are left out."""
     from prescore.bench.language.perplexity import has_tokens
 
-    found = [text for text in texts if has_tokens(loaded, text, wanted)]
-    if not found:
+    long = [text for text in texts if has_tokens(loaded, text, needed)]
+    if not long:
         raise ValueError(
-            f"length must be at most that of a document of the default corpus, got {wanted} tokens; "
+            f"length must be at most that of a document of the default corpus, got {needed} tokens; "
             "give a longer one by --document"
         )
-    left_out = [text.name for text in texts if text not in found]
+    left_out = [text.name for text in texts if text not in long]
     if left_out:
-        session.say(f"left out, with fewer than {wanted} tokens: {', '.join(left_out)}")
-    return found[:most]
+        session.say(f"left out, with fewer than {needed} tokens: {', '.join(left_out)}")
+    return long[:most]
 
 
-def write_results(session: Session, records: list[Record], experiment: str | None, loaded: LanguageModel) -> None:
-    """The table on the terminal, CSV files and the plot in the run's directory."""
+def _write_results(session: Session, records: list[Record], experiment: str | None, loaded: LanguageModel) -> None:
+    """The table on the terminal, CSV files and plots in the run's directory."""
     from prescore.bench.language.tables import (
         describe_run,
         full_csv,
@@ -243,25 +214,76 @@ def write_results(session: Session, records: list[Record], experiment: str | Non
         summarise,
     )
 
-    summaries = summarise(records)
-    title = f"{experiment or 'perplexity'}: {describe_run(summaries, loaded.name)}"
+    summaries, name = summarise(records), experiment or "perplexity"
     note = "gap closed = (local - loss) / (local - exact); attention = inside the attention functions, one forward"
-    session.show(loss_table(summaries, title, note).to_rich())
-    name = experiment or "perplexity"
-    written = {f"{name}.csv": full_csv(summaries)}
-    plots: list[str] = []
-    # what the paper prints and most pictures have no place for a length: each gets files of its own
+    session.show(loss_table(summaries, f"{name}: {describe_run(summaries, loaded.name)}", note).to_rich())
+    files = {f"{name}.csv": full_csv(summaries)}
+    # the paper's shapes and most pictures are for one length
     lengths = sorted({summary.n_tokens for summary in summaries})
-    apart = len(lengths) > 1 and experiment != "longest"
-    for length in lengths if apart else [None]:
+    for length in lengths if len(lengths) > 1 and experiment != "longest" else [None]:
         inside = [summary for summary in summaries if length in (None, summary.n_tokens)]
         stem = name if length is None else f"{name}-{length}"
-        shaped = None if experiment is None else paper_csv(experiment, inside)
-        if shaped is not None:
-            written[f"{stem}-as-printed.csv"] = shaped
-        plots.append(f"{stem}.png")
-        shown = f"{name}: {describe_run(inside, loaded.name)}"
-        plot_experiment(experiment, inside, session.out / plots[-1], shown)
-    for file, text in written.items():
-        (session.out / file).write_text(text, encoding="utf-8")
-    session.say(f"records: {session.file.path}; also {', '.join([*written, *plots])}")
+        printed = paper_csv(experiment, inside)
+        if printed is not None:
+            files[f"{stem}-as-printed.csv"] = printed
+        files[f"{stem}.png"] = ""
+        plot_experiment(
+            experiment, inside, session.out / f"{stem}.png", f"{name}: {describe_run(inside, loaded.name)}"
+        )
+    for file, text in files.items():
+        if text:
+            (session.out / file).write_text(text, encoding="utf-8")
+    session.say(f"records: {session.file.path}; also {', '.join(files)}")
+
+
+def _held_out_windows(
+    session: Session, texts: Sequence[TokenizedText], length: int, tuning_seed: int | None
+) -> list[Window]:
+    """Reported windows of all texts, or with a seed tuning windows."""
+    from prescore.bench.language.held_out import reported_windows, tuning_windows
+
+    windows: list[Window] = []
+    for text in texts:
+        own = reported_windows(text, length)
+        if tuning_seed is not None:
+            own = tuning_windows(text, length, tuning_seed)
+        if not own:
+            session.say(f"left out at {length} tokens: {text.name}, which has {len(text.tokens)}")
+        windows += own
+    if not windows:
+        raise ValueError(f"length must be at most that of the longest text, got {length}")
+    return windows
+
+
+def _measure_held_out(
+    session: Session,
+    loaded: LanguageModel,
+    windows: Sequence[Window],
+    methods: Sequence[Method],
+    layers: str | list[int],
+    seed: int,
+) -> None:
+    """The default first: how much it reads determines the width of the sliding window beside it."""
+    from prescore.bench.language.held_out import HELD_OUT, window_like
+    from prescore.bench.language.perplexity import loss_row
+
+    def measure(pairs: Sequence[tuple[Window, Method]]) -> list[Record]:
+        rows = [loss_row(loaded, *pair, experiment=HELD_OUT, layers=layers, seed=seed) for pair in pairs]
+        return session.run(rows)
+
+    pairs = [(window, method) for window in windows for method in methods]
+    measured = zip(pairs, measure(pairs), strict=True)
+    defaults = [
+        (w, record) for (w, _), record in measured if record.config["method"]["config"]["type"] == "Routed"
+    ]
+    measure([(window, window_like(record)) for window, record in defaults])
+
+
+def _write_held_out(session: Session) -> None:
+    from prescore.bench.language.tables import held_out_tables
+
+    tables = held_out_tables(list(session.file))
+    session.show(*(table.to_rich() for table in tables))
+    written = session.out / "default.md"
+    written.write_text("\n".join(table.to_markdown() for table in tables), encoding="utf-8")
+    session.say(f"records: {session.file.path}; also {written.name}")

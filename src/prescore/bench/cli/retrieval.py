@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -21,21 +20,10 @@ from prescore.bench.cli.settings import (
     read_budget,
     read_changes,
     read_layers,
-    tell_what_is_exact,
+    say_what_is_exact,
 )
 
-if TYPE_CHECKING:
-    from prescore.bench.language.documents import Document
-    from prescore.bench.language.methods import LanguageMethod
-    from prescore.bench.language.model import LanguageModel
-    from prescore.bench.language.needles import Needles
-    from prescore.bench.language.retrieval import Question
-    from prescore.bench.records import Row
-
-
-_USUAL = ("hyper", "kmeans", "random", "default")
-Methods = Mapping[int, Sequence["LanguageMethod"]]
-"""What is measured at each length."""
+_USUAL = ("hyper", "paper:kmeans", "uniform", "default")
 
 
 def command(
@@ -48,7 +36,9 @@ def command(
     ] = None,
     method: Annotated[
         list[str] | None,
-        typer.Option(help="exact is always measured; default, hyper, random, a scorer, a baseline; repeatable."),
+        typer.Option(
+            help="default, hyper, SCORER, paper:SCORER, a baseline; repeatable. exact is always measured."
+        ),
     ] = None,
     length: Annotated[
         list[int] | None, typer.Option("--length", "-n", help="Tokens; repeatable (default: 4096).")
@@ -60,7 +50,7 @@ def command(
         ),
     ] = None,
     samples: Annotated[
-        int, typer.Option(min=1, help="BlockPairs per task, length and depth; texts of many-needles.")
+        int, typer.Option(min=1, help="Problems per task, length and depth; texts of many-needles.")
     ] = 10,
     top_k: Annotated[str, typer.Option(help="Keys kept, count or fraction.")] = "256",
     leaf: Leaf = None,
@@ -81,93 +71,68 @@ def command(
 ) -> None:
     """Hide facts in a long text and count how often the model states them, exactly and with replaced attention.
 
-    Example: prescore retrieval --method default --method kmeans -n 4096 --depth 0.5 --samples 20
+    Example: prescore retrieval --method default --method paper:kmeans -n 4096 --depth 0.5 --samples 20
 
     Example: prescore retrieval --task many-needles --method default -n 4096 -n 8192 --samples 25 -d book.txt
     """
     from prescore import checks
     from prescore.bench.language.documents import load_documents
-    from prescore.bench.language.methods import asked_for, check_overrides
+    from prescore.bench.language.methods import check_changes, named_method
     from prescore.bench.language.model import load_language_model
-    from prescore.bench.language.needles import DEPTHS, TASK, Needles, needles_table
-    from prescore.bench.language.retrieval import TASKS, Question
-    from prescore.bench.language.tables import retrieval_table
+    from prescore.bench.language.retrieval import (
+        MANY_NEEDLES,
+        NEEDLE_DEPTHS,
+        TASK_DEPTHS,
+        TASKS,
+        Needles,
+        Question,
+        make_needle_text,
+        make_problem,
+        needles_row,
+        retrieval_row,
+    )
+    from prescore.bench.language.tables import needles_table, retrieval_table
 
     lengths, tasks = length or [4096], task or TASKS
     for one in tasks:
-        checks.one_of("task", one, (*TASKS, TASK))
-    single = [one for one in tasks if one != TASK]
-    questions = [
-        Question(one, n, place) for n, one, place in itertools.product(lengths, single, depth or (0.1, 0.5))
-    ]
-    texts = [Needles(n, tuple(depth or DEPTHS)) for n in lengths] if TASK in tasks else []
-    # local only is the floor of problems with one answer; many needles are dear, and only exact joins unasked
+        checks.one_of("task", one, (*TASKS, MANY_NEEDLES))
+    single = [one for one in tasks if one != MANY_NEEDLES]
+    questions = [Question(one, n, at) for n, one, at in itertools.product(lengths, single, depth or TASK_DEPTHS)]
+    texts = [Needles(n, tuple(depth or NEEDLE_DEPTHS)) for n in lengths] if MANY_NEEDLES in tasks else []
+    # local-only is the floor of single answers; many needles are expensive, and only exact attention is added
     names = dict.fromkeys(["exact", *(["local"] if single else []), *(method or _USUAL)])
-    overrides, budget = read_changes(changes), read_budget(top_k)
+    fields, budget, places = read_changes(changes), read_budget(top_k), read_layers(layers)
     methods = {
-        n: [asked_for(name, length=n, leaf=leaf, top_k=budget, overrides=overrides) for name in names]
+        n: [named_method(name, length=n, leaf=leaf, top_k=budget, changes=fields) for name in names]
         for n in lengths
     }
-    for made in methods.values():
-        check_overrides(overrides, [config for each in made if (config := each.config) is not None])
+    for own in methods.values():
+        check_changes(fields, own)
     haystack = load_documents([document], limit=1)[0]
     session = open_session("retrieval", out=out, json=json, resume=resume, threads=threads, device=device)
     quiet_loading()
     loaded = load_language_model(model, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
-    places = read_layers(layers)
-    rows = _rows_of_questions(loaded, haystack, methods, questions, samples=samples, layers=places, seed=seed)
-    rows += _rows_of_texts(loaded, haystack, methods, texts, samples=samples, layers=places, seed=seed)
+    # a length without room for the facts is refused before anything is measured
+    for question in questions:
+        make_problem(loaded, haystack, question, seed)
+    for text, sample in itertools.product(texts, range(samples)):
+        make_needle_text(loaded, haystack, text, seed=seed, sample=sample)
+    rows = [
+        retrieval_row(loaded, haystack, each, question, samples=samples, layers=places, seed=seed)
+        for question in questions
+        for each in methods[question.length]
+    ]
+    # text by text, each under all methods: the records of a killed run can be compared
+    rows += [
+        needles_row(loaded, haystack, each, text, sample=sample, layers=places, seed=seed)
+        for text in texts
+        for sample in range(samples)
+        for each in methods[text.length]
+    ]
     records = session.run(rows)
-    tell_what_is_exact(session, methods)
+    say_what_is_exact(session, methods)
     if questions:
         session.show(retrieval_table(records).to_rich())
     if texts:
         session.show(needles_table(records).to_rich())
     session.say(f"records: {session.file.path}")
-
-
-def _rows_of_questions(
-    loaded: LanguageModel,
-    haystack: Document,
-    methods: Methods,
-    questions: Sequence[Question],
-    *,
-    samples: int,
-    layers: str | list[int],
-    seed: int,
-) -> list[Row]:
-    """Every question under every method."""
-    from prescore.bench.language.retrieval import make_problem, retrieval_row
-
-    # a length without room for a question is refused before any is measured
-    for question in questions:
-        make_problem(loaded, haystack, question, seed)
-    return [
-        retrieval_row(loaded, haystack, each, question, samples=samples, layers=layers, seed=seed)
-        for question in questions
-        for each in methods[question.length]
-    ]
-
-
-def _rows_of_texts(
-    loaded: LanguageModel,
-    haystack: Document,
-    methods: Methods,
-    texts: Sequence[Needles],
-    *,
-    samples: int,
-    layers: str | list[int],
-    seed: int,
-) -> list[Row]:
-    """Text by text, each under all methods: what a killed run leaves can be compared."""
-    from prescore.bench.language.needles import make_needle_text, needles_row
-
-    # how much room needles need depends on the cities that are drawn
-    for text, sample in itertools.product(texts, range(samples)):
-        make_needle_text(loaded, haystack, text, seed=seed, sample=sample)
-    return [
-        needles_row(loaded, haystack, each, text, sample=sample, layers=layers, seed=seed)
-        for text in texts
-        for sample in range(samples)
-        for each in methods[text.length]
-    ]

@@ -1,4 +1,4 @@
-"""What commands on language models share: their options, and what the words behind `--set` and its like mean."""
+"""Options that commands on language models share, and how their values are read."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from prescore.types import Values
+from prescore.bench.records import Values
 
 if TYPE_CHECKING:
     from prescore.bench.cli.options import Session
-    from prescore.bench.language.methods import LanguageMethod
+    from prescore.bench.language.methods import Method
 
 
 Model = Annotated[str, typer.Option(help="`smollm2`, a directory, a GGUF file, or a name on the hub.")]
@@ -38,17 +38,17 @@ Changes = Annotated[
 
 
 def read_changes(changes: Sequence[str] | None) -> Values:
-    """`FIELD=VALUE` pairs; a value that is not JSON is a word. Which fields there are is known later."""
-    found: Values = {}
+    """`FIELD=VALUE` pairs; a value that is not JSON is a word."""
+    values: Values = {}
     for change in changes or []:
         name, equals, value = change.partition("=")
         if not equals:
             raise ValueError(f"set must be FIELD=VALUE, got {change!r}")
         try:
-            found[name.strip()] = json.loads(value)
+            values[name.strip()] = json.loads(value)
         except json.JSONDecodeError:
-            found[name.strip()] = value
-    return found
+            values[name.strip()] = value
+    return values
 
 
 def read_budget(text: str) -> int | float:
@@ -69,22 +69,31 @@ def read_layers(text: str) -> str | list[int]:
     return text
 
 
-def tell_what_is_exact(session: Session, methods: Mapping[int, Sequence[LanguageMethod]]) -> None:
-    """Say which methods read everything at a length: their figures are those of exact attention."""
+def refuse_options(context: typer.Context, names: Sequence[str], owner: str) -> None:
+    """Refuse options on the command line that something else decides."""
+    for name in names:
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            options = ", ".join(f"--{each.replace('_', '-')}" for each in names)
+            raise ValueError(f"{owner} must be given without {options}, got --{name.replace('_', '-')} too")
+
+
+def say_what_is_exact(session: Session, methods: Mapping[int, Sequence[Method]]) -> None:
+    """Say which methods read every key at a length: their results are those of exact attention."""
     from prescore.config import Routed
 
-    for length, made in methods.items():
-        for method in made:
-            config = method.config
-            if isinstance(config, Routed) and config.exact_until >= length:
+    for length, own in methods.items():
+        for method in own:
+            if isinstance(method.config, Routed) and method.config.exact_until >= length:
                 session.say(
                     f"{method.label} is exact at {length} tokens: it reads everything up to "
-                    f"exact_until={config.exact_until}; longer texts, --leaf or --set exact_until=N make it route"
+                    f"exact_until={method.config.exact_until}; "
+                    "longer texts, --leaf or --set exact_until=N make it route"
                 )
 
 
 def quiet_loading() -> None:
-    """Let transformers load without bars of its own: the command shows its own progress."""
+    """Switch off the progress bars of transformers: the command shows its own progress."""
     from prescore.integrations.torchvision import mend_torchvision
 
     mend_torchvision()

@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-import io
 import json
 import math
-import re
+import os
 import shlex
 import statistics
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from importlib import resources
+from pathlib import Path
 from string import Template
 from typing import Any
 
-from prescore.bench.language.tables import Summary, confidence_half_width, describe_run, percent, summarise, times
-from prescore.bench.plots import drawing, powers_of_two
-from prescore.bench.records import Record
-from prescore.bench.tables import MISSING, Table, as_text
-from prescore.types import Values
+from prescore.bench.demo.run import BUDGETS, EQUAL_READS
+from prescore.bench.language.tables import Summary, confidence_half_width, describe_run, summarise
+from prescore.bench.records import Record, Values
+from prescore.bench.tables import MISSING, Table, as_text, percent, times
 
-BUDGETS = "budgets"
-N_COLOURS = 6
 DOCUMENTS = {
     "default": "how the default works, and what was measured",
     "choosing": "choosing a configuration",
@@ -31,37 +28,56 @@ DOCUMENTS = {
     "long-prompts": "long prompts",
     "glossary": "words used here",
 }
-"""Documents that the page points to."""
+"""Documents that the page links to."""
 _TEMPLATES = "templates"
 _NO_BUDGETS = (
     "No time was left for it: <code>prescore demo --minutes 12</code>, or <code>--resume</code> with more minutes."
 )
 
 
+def write_page(records: Sequence[Record], directory: Path) -> Path:
+    """Write `index.html`; an earlier page is replaced only by a complete new one."""
+    text = demo_page(records, _find_documents(directory))
+    directory.mkdir(parents=True, exist_ok=True)
+    page = directory / "index.html"
+    page.write_text(text, encoding="utf-8")
+    return page
+
+
+def _find_documents(directory: Path) -> dict[str, str]:
+    """Addresses of documents relative to a directory: of the built site, else of the source; none in a wheel."""
+    root = Path(__file__).resolve().parents[4]
+    addresses = {}
+    for name in DOCUMENTS:
+        for path in (root / "site" / f"{name}.html", root / "docs" / f"{name}.md"):
+            if path.is_file() and name not in addresses:
+                addresses[name] = Path(os.path.relpath(path, directory.resolve())).as_posix()
+    return addresses
+
+
 def demo_page(records: Sequence[Record], documents: Mapping[str, str] | None = None) -> str:
     """The whole page.
 
     Args:
-        records: Of one run of `prescore demo`: `loss` rows of its two comparisons, a `reading` row and, where
-            there was time for it, a `tokens` row.
-        documents: Addresses of `DOCUMENTS` by name; None = they are named, and not linked.
+        records: Of one run of `prescore demo`: `loss` rows of its two comparisons, a `reads` row and, where there
+            was time for it, a `selections` row.
+        documents: Addresses of `DOCUMENTS` by name; those without one are not linked.
     """
-    lines, budgets = compare(records, EQUAL_ROWS), compare(records, BUDGETS)
+    lines, budgets = compare(records, EQUAL_READS), compare(records, BUDGETS)
     first = next(record for record in records if record.config["part"] == "loss")
-    parts = {name: [r for r in records if r.config["part"] == name] for name in ("reading", "tokens")}
-    maps = "\n".join(map(token_map, parts["tokens"]))
+    parts = {name: [r for r in records if r.config["part"] == name] for name in ("reads", "selections")}
     values = {
         "style": _template("style.css"),
-        "script": _template("script.js") + _template("reading.js"),
+        "script": _template("script.js") + _template("reads.js"),
         "headline": headline(lines),
         "run": escape(describe_run([line.summary for line in lines], first.config["model"])),
-        "panels": panels(lines),
-        "details": details(lines),
-        "interval": interval_words(lines),
-        "reading": "\n".join(map(reading_section, parts["reading"])) or "<p>Nobody was asked.</p>",
+        "panels": _panels(lines),
+        "details": _html_table(_COLUMNS, [_cells(line) for line in lines], marked="default"),
+        "interval": _interval_words(lines),
+        "reads": "\n".join(map(reads_section, parts["reads"])) or "<p>Nothing was recorded.</p>",
         "chart": budget_chart(budgets) if budgets else f"<p>{_NO_BUDGETS}</p>",
         "short": str(budgets[0].summary.n_tokens) if budgets else "fewer",
-        "tokens": maps or f"<p>{_NO_BUDGETS}</p>",
+        "selections": "\n".join(map(selection_map, parts["selections"])) or f"<p>{_NO_BUDGETS}</p>",
         "documents": _documents(documents or {}),
         "timings": _timings(records),
         "facts": _facts(records, first),
@@ -70,35 +86,20 @@ def demo_page(records: Sequence[Record], documents: Mapping[str, str] | None = N
     return Template(_template("report.html")).substitute(values)
 
 
-def budget_chart(lines: Sequence[Line]) -> str:
-    """Loss above exact against rows, wide and narrow; the style sheet shows one of them."""
-    exact = next((line.summary for line in lines if line.summary.kind == "exact"), None)
-    names = dict.fromkeys(line.name for line in lines if line.summary.kind not in ("exact", "local"))
-    # the default has a colour of its own
-    order = sorted(names, key=lambda name: name != "default")
-    series = [
-        Series(
-            name,
-            tuple(
-                (line.summary.keys_per_query, line.above)
-                for line in lines
-                if line.name == name and line.summary.keys_per_query is not None and line.above is not None
-            ),
-            place % N_COLOURS,
-        )
-        for place, name in enumerate(order)
-    ]
-    marks = [
-        Mark(line.name, line.above) for line in lines if line.summary.kind == "local" and line.above is not None
-    ]
-    if exact is not None and exact.keys_per_query is not None:
-        marks.append(Mark("exact", exact.keys_per_query, upright=True))
-    title = "loss above exact against key rows per query; lower is better"
-    words = Words(
-        "key rows met per query  (← fewer is cheaper)", "↓ loss above exact (nats), lower is better", title
+def _template(name: str) -> str:
+    return (resources.files("prescore.bench.demo") / _TEMPLATES / name).read_text(encoding="utf-8")
+
+
+def _html_table(columns: Sequence[str], rows: Iterable[Sequence[str]], marked: str | None = None) -> str:
+    """A table whose first column names the rows."""
+    body = "".join(
+        f"<tr class='{'best' if name == marked else 'row'}'><th scope='row'>{escape(name)}</th>"
+        + "".join(f"<td>{escape(cell)}</td>" for cell in cells)
+        + "</tr>"
+        for name, *cells in rows
     )
-    short = Words("← key rows per query", "↓ loss above exact (nats)", title)
-    return line_chart(series, marks, words) + line_chart(series, marks, short, width=NARROW, style="narrow")
+    head = "".join(f"<th scope='col'>{escape(name)}</th>" for name in columns)
+    return f"<table class='plain'><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
 
 def _documents(addresses: Mapping[str, str]) -> str:
@@ -112,44 +113,30 @@ def _documents(addresses: Mapping[str, str]) -> str:
 
 
 def _timings(records: Sequence[Record]) -> str:
-    lines = []
+    rows = []
     for record in records:
         if record.config["part"] == "loss":
-            figures = record.figures
-            rest = figures["forward_seconds"] - figures["attention_seconds"]
+            attention, forward = (record.results[f"{name}_seconds"] for name in ("attention", "forward"))
+            seconds = (attention, forward - attention, record.seconds)
             label = f"{record.config['method']['label']}, {record.config['n_tokens']} tokens"
-            lines.append(
-                f"<tr><th scope='row'>{escape(label)}</th>"
-                f"<td>{figures['attention_seconds']:.2f} s</td><td>{rest:.2f} s</td>"
-                f"<td>{record.seconds:.2f} s</td></tr>"
-            )
+            rows.append((label, *(f"{spent:.2f} s" for spent in seconds)))
     total = sum(record.seconds for record in records)
-    names = ("row", "attention", "rest of the model", "wall time")
-    head = "".join(f"<th scope='col'>{name}</th>" for name in names)
-    return (
-        f"<table class='plain'><thead><tr>{head}</tr></thead><tbody>{''.join(lines)}</tbody></table>"
-        f"<p>{len(records)} rows, {total:.0f} s in all, loading the model not counted.</p>"
-    )
+    table = _html_table(("row", "attention", "rest of the model", "wall time"), rows)
+    return f"{table}<p>{len(records)} rows, {total:.0f} s in all, loading the model not counted.</p>"
 
 
 def _facts(records: Sequence[Record], first: Record) -> str:
-    command = shlex.join(first.argv) if first.argv else "prescore demo"
-    versions = ", ".join(f"{name} {version}" for name, version in first.versions.items())
     facts = {
-        "command": f"<code>{escape(command)}</code>",
-        "versions": escape(versions),
+        "command": f"<code>{escape(shlex.join(first.argv) if first.argv else 'prescore demo')}</code>",
+        "versions": escape(", ".join(f"{name} {version}" for name, version in first.versions.items())),
         "device": escape(f"{first.device}, {first.threads} threads, {first.config['dtype']}"),
         "seed": escape(str(first.seed)),
-        "records": f"{len(records)} lines in <code>records.jsonl</code>; every figure here is read from them",
+        "records": f"{len(records)} lines in <code>records.jsonl</code>; every number here is read from them",
     }
     return "<dl>" + "".join(f"<dt>{name}</dt><dd>{value}</dd>" for name, value in facts.items()) + "</dl>"
 
 
-def _template(name: str) -> str:
-    return (resources.files("prescore.bench.demo") / _TEMPLATES / name).read_text(encoding="utf-8")
-
-
-# Methods beside exact attention on the same stretches of text, with intervals.
+# Methods beside exact attention on the same segments of text, with intervals.
 
 
 @dataclass(frozen=True)
@@ -157,312 +144,252 @@ class Line:
     """One method.
 
     Attributes:
-        summary: Its figures over all windows that it read.
-        name: What it is called.
-        n_windows: How many those are.
-        n_stretches: Stretches of text that its loss was compared in, stretch by stretch.
+        summary: Its results over all windows.
+        name: Its name on the page.
+        n_windows: Number of windows.
+        n_segments: Segments of text in which its loss is compared with exact attention's.
         above: Loss above exact attention's on the same tokens, nats per token; None = that was not measured.
-        half_width: Half of the 95 % interval of that, over the stretches.
+        half_width: Half of the 95 % interval of that, over the segments.
     """
 
     summary: Summary
     name: str
     n_windows: int
-    n_stretches: int
+    n_segments: int
     above: float | None
     half_width: float | None
-
-    @property
-    def is_default(self) -> bool:
-        """Whether it is what the page is about."""
-        return self.name == "default"
 
 
 def compare(records: Sequence[Record], comparison: str) -> list[Line]:
     """The lines of one comparison, in the order of their records."""
-    own = [r for r in records if r.config["part"] == "loss" and _axes(r).get("comparison") == comparison]
-    exact = {_window(record): record for record in own if record.config["method"]["kind"] == "exact"}
+    own = [
+        r
+        for r in records
+        if r.config["part"] == "loss" and r.config["method"]["axes"].get("comparison") == comparison
+    ]
+    exact = {_window(r): r for r in own if r.config["method"]["config"]["type"] == "Exact"}
     lines = []
     for summary in summarise(own):
-        mine = [record for record in own if record.config["method"]["label"] == summary.label]
-        pairs = [(record, exact[_window(record)]) for record in mine if _window(record) in exact]
-        apart = [gap for one, other in pairs for gap in _gaps(one, other)]
+        mine = [record for record in own if record.config["method"]["config"] == summary.config]
+        gaps = [gap for one in mine if _window(one) in exact for gap in _gaps(one, exact[_window(one)])]
         lines.append(
             Line(
                 summary,
                 str(summary.axes["series"]),
                 len({_window(record) for record in mine}),
-                len(apart),
-                statistics.fmean(apart) if apart else None,
-                None if summary.kind == "exact" else confidence_half_width(apart),
+                len(gaps),
+                statistics.fmean(gaps) if gaps else None,
+                None if summary.is_exact else confidence_half_width(gaps),
             )
         )
     return lines
-
-
-def find_line(lines: Sequence[Line], name: str) -> Line | None:
-    """The line of that name."""
-    return next((line for line in lines if line.name == name), None)
-
-
-def _gaps(one: Record, other: Record) -> list[float]:
-    """What the first lost more than the second, stretch by stretch."""
-    losses = [record.figures.get("stretch_losses") for record in (one, other)]
-    if not all(isinstance(parts, list) and parts for parts in losses):
-        raise ValueError(f"record {one.key} must have losses by stretches of its text, got {losses[0]!r}")
-    return [float(a) - float(b) for a, b in zip(*losses, strict=True)]
 
 
 def _window(record: Record) -> str:
     return f"{record.config['document']}@{record.config['digest']}"
 
 
-def _axes(record: Record) -> dict[str, object]:
-    return dict(record.config["method"]["axes"])
+def _gaps(one: Record, exact: Record) -> list[float]:
+    """Differences of the losses of two records, segment by segment."""
+    losses = [record.results.get("segment_losses") for record in (one, exact)]
+    if not all(isinstance(parts, list) and parts for parts in losses):
+        raise ValueError(f"record {one.key} must have a list as segment_losses, got {losses[0]!r}")
+    return [float(a) - float(b) for a, b in zip(*losses, strict=True)]
 
 
-# Methods that read as many rows: the headline, bars for the page, a table for the terminal.
+_COLUMNS = (
+    *("method", "windows", "loss", "perplexity", "above exact", "gap closed", "keys and centroids read"),
+    *("attention", "speed-up", "forward"),
+)
 
-EQUAL_ROWS = "equal rows"
-_BEYOND = 1.3
-"""Bars end at so many times what dropping the far context loses; a method that loses more is cut off there."""
+
+def _cells(line: Line) -> tuple[str, ...]:
+    s = line.summary
+    return (
+        line.name,
+        str(line.n_windows),
+        f"{s.loss:.4f}",
+        as_text(s.perplexity, 4),
+        above_words(line),
+        percent(s.gap_closed),
+        as_text(s.reads_per_query, 4),
+        f"{s.attention_seconds:.2f} s",
+        times(s.speed_up),
+        f"{s.forward_seconds:.2f} s",
+    )
 
 
 def comparison_table(records: Sequence[Record]) -> Table:
     """The comparison for the terminal."""
-    lines = compare(records, EQUAL_ROWS)
+    lines = compare(records, EQUAL_READS)
     first = next(record for record in records if record.config["part"] == "loss")
-    rows = tuple(
-        (
-            line.name,
-            str(line.n_windows),
-            f"{line.summary.loss:.4f}",
-            above_words(line),
-            percent(line.summary.gap_closed),
-            as_text(line.summary.keys_per_query, 4),
-            f"{line.summary.attention_seconds:.2f} s",
-            times(line.summary.speed_up),
-        )
-        for line in lines
-    )
     return Table(
         title=describe_run([line.summary for line in lines], first.config["model"]),
-        columns=(
-            *("method", "windows", "loss (nats)", "above exact", "gap closed", "rows/query"),
-            *("attention", "speed-up"),
-        ),
-        rows=rows,
-        note="above exact: on the same tokens, with a 95 % interval over stretches of text; gap closed: from "
-        "local only (far context dropped) to exact; speed-up: against fused exact attention",
+        columns=_COLUMNS,
+        rows=tuple(_cells(line) for line in lines),
+        note="above exact: on the same tokens, with a 95 % interval over segments of text; gap closed: from "
+        "local only (far keys dropped) to exact; speed-up: against fused exact attention",
     )
 
 
 def headline(lines: Sequence[Line]) -> str:
-    """What was read, what it cost in loss and in time, and what the default would do alone."""
-    default, exact = find_line(lines, "default"), find_line(lines, "exact")
+    """What was read, what it cost in loss and in time, and what the default does unchanged."""
+    default, exact = (next((line for line in lines if line.name == name), None) for name in ("default", "exact"))
     if default is None or exact is None or default.above is None:
         return "A language model read a long text with its attention replaced."
-    own, whole = default.summary, exact.summary
+    own, full = default.summary, exact.summary
     lost = above_words(default).replace(" ", "\N{NO-BREAK SPACE}")
-    fast = whole.attention_seconds / own.attention_seconds
-    saved = whole.forward_seconds / own.forward_seconds
+    reads = f"{as_text(own.reads_per_query, 3)} keys and centroids of {as_text(full.reads_per_query, 4)} keys"
     return (
-        f"BlockPair <strong>{as_text(own.keys_per_query, 3)} of {as_text(whole.keys_per_query, 4)} key rows</strong>"
-        f" per query, the default loses <strong>{lost} nats</strong> per token against exact "
-        f"attention (perplexity {as_text(own.perplexity, 4)} instead of {as_text(whole.perplexity, 4)}) and takes "
-        f"<strong>{own.attention_seconds:.1f} s</strong> for attention instead of "
-        f"{whole.attention_seconds:.1f} s: <strong>{_ratio(fast)}</strong>; the whole forward is {_ratio(saved)}. "
-        f"{alone(default)}"
+        f"Reading <strong>{reads}</strong> per query, the default loses <strong>{lost} nats</strong> per token "
+        f"against exact attention (perplexity {as_text(own.perplexity, 4)} instead of "
+        f"{as_text(full.perplexity, 4)}) and takes <strong>{own.attention_seconds:.1f} s</strong> for attention "
+        f"instead of {full.attention_seconds:.1f} s: "
+        f"<strong>{_ratio(full.attention_seconds / own.attention_seconds)}</strong>; "
+        f"the whole forward is {_ratio(full.forward_seconds / own.forward_seconds)}. {_unchanged(own)}"
     )
 
 
-def alone(default: Line) -> str:
-    """What the default does at this length when nobody changes it."""
-    length, until = default.summary.n_tokens, int(default.summary.settings.get("exact_until", 0))
+def _unchanged(default: Summary) -> str:
+    """What the default does at this length without changes."""
+    length, until = default.n_tokens, int(default.config.get("exact_until", 0))
     apply = "<code>prescore.apply(model)</code>"
     if until and length > until:
-        return (
-            f"This is what {apply} does by itself at {length} tokens; up to {until} it reads everything, exactly."
-        )
+        return f"This is what {apply} does at {length} tokens; up to {until} it reads every key."
     return (
-        f"Left alone, {apply} reads everything at {length} tokens, exactly, because that is faster there: here it "
-        "was made to route, to show how."
+        f"Unchanged, {apply} reads every key at {length} tokens, because that is faster there; here it is set to "
+        "route, to show how."
     )
-
-
-@dataclass(frozen=True)
-class Bar:
-    """One bar of a panel; `spread` is half of its interval."""
-
-    name: str
-    value: float | None
-    words: str
-    best: bool
-    spread: float = 0.0
-
-
-def panels(lines: Sequence[Line]) -> str:
-    """Loss, time and rows side by side, or below one another where the page is narrow."""
-    local = find_line(lines, "local only")
-    most = max((line.above + (line.half_width or 0.0) for line in lines if line.above is not None), default=0.0)
-    if local is not None and local.above is not None and local.above > 0:
-        most = min(most, _BEYOND * local.above)
-    loss = [
-        Bar(line.name, line.above, above_words(line, digits=3), line.is_default, line.half_width or 0.0)
-        for line in lines
-    ]
-    seconds = [
-        Bar(line.name, line.summary.attention_seconds, f"{line.summary.attention_seconds:.1f} s", line.is_default)
-        for line in lines
-    ]
-    rows = [
-        Bar(line.name, line.summary.keys_per_query, as_text(line.summary.keys_per_query, 4), line.is_default)
-        for line in lines
-    ]
-    return (
-        "<div class='panels'>"
-        + _panel("Loss above exact", "nats per token", loss, most)
-        + _panel("Time in attention", "one forward, all layers", seconds)
-        + _panel("Key rows met per query", "centroids included", rows)
-        + "</div>"
-    )
-
-
-def details(lines: Sequence[Line]) -> str:
-    """Every figure, as a table."""
-    names = (
-        *("method", "windows", "loss", "perplexity", "above exact", "gap closed", "rows per query"),
-        *("attention", "speed-up", "forward"),
-    )
-    body = []
-    for line in lines:
-        own = line.summary
-        cells = (
-            str(line.n_windows),
-            f"{own.loss:.4f}",
-            as_text(own.perplexity, 4),
-            above_words(line),
-            percent(own.gap_closed),
-            as_text(own.keys_per_query, 4),
-            f"{own.attention_seconds:.2f} s",
-            times(own.speed_up),
-            f"{own.forward_seconds:.2f} s",
-        )
-        kind = " class='best'" if line.is_default else ""
-        body.append(
-            f"<tr{kind}><th scope='row'>{escape(line.name)}</th>"
-            + "".join(f"<td>{escape(cell)}</td>" for cell in cells)
-            + "</tr>"
-        )
-    head = "".join(f"<th scope='col'>{name}</th>" for name in names)
-    return f"<table class='plain'><thead><tr>{head}</tr></thead><tbody>{''.join(body)}</tbody></table>"
-
-
-def interval_words(lines: Sequence[Line]) -> str:
-    """What the intervals are over."""
-    known = [line for line in lines if line.half_width is not None]
-    if not known:
-        return ""
-    most = max(known, key=lambda line: line.n_stretches)
-    each = most.summary.n_tokens // 2 * most.n_windows // most.n_stretches
-    windows = "one window" if most.n_windows == 1 else f"{most.n_windows} windows"
-    return (
-        f"± is half of a 95 % interval over {most.n_stretches} stretches of {each} tokens from {windows}, each "
-        "compared with exact attention on the same tokens."
-    )
-
-
-def above_words(line: Line, digits: int = 4) -> str:
-    """What a method loses, with its interval; what would be shown as nothing has one more digit."""
-    if line.above is None or math.isnan(line.above):
-        return MISSING
-    if line.summary.kind == "exact":
-        return "0"
-    digits += abs(line.above) < 0.5 * 10.0**-digits
-    return f"{line.above:.{digits}f}" + ("" if line.half_width is None else f" ± {line.half_width:.{digits}f}")
 
 
 def _ratio(value: float) -> str:
     return f"{value:.1f} times as fast" if value >= 1 else f"slower, by {1 / value:.1f} times"
 
 
-def _panel(title: str, unit: str, bars: Sequence[Bar], most: float | None = None) -> str:
-    top = max((bar.value or 0.0 for bar in bars), default=0.0) if most is None else most
-    rows = "".join(_bar(bar, top or 1.0) for bar in bars)
+def above_words(line: Line, digits: int = 4) -> str:
+    """Loss above exact with its interval; a value that would be shown as zero has one more digit."""
+    if line.above is None or math.isnan(line.above):
+        return MISSING
+    if line.summary.is_exact:
+        return "0"
+    digits += abs(line.above) < 0.5 * 10.0**-digits
+    return f"{line.above:.{digits}f}" + ("" if line.half_width is None else f" ± {line.half_width:.{digits}f}")
+
+
+def _interval_words(lines: Sequence[Line]) -> str:
+    known = [line for line in lines if line.half_width is not None]
+    if not known:
+        return ""
+    most = max(known, key=lambda line: line.n_segments)
+    each = most.summary.n_tokens // 2 * most.n_windows // most.n_segments
+    windows = "one window" if most.n_windows == 1 else f"{most.n_windows} windows"
+    return (
+        f"± is half of a 95 % interval over {most.n_segments} segments of {each} tokens from {windows}, each "
+        "compared with exact attention on the same tokens."
+    )
+
+
+_CUT = 1.3
+"""Bars of the loss end at so many times the loss of local-only; a longer bar is cut off there."""
+
+
+def _panels(lines: Sequence[Line]) -> str:
+    """Loss, time and reads side by side, or below one another where the page is narrow."""
+    most = max((line.above + (line.half_width or 0.0) for line in lines if line.above is not None), default=0.0)
+    local = next((line.above for line in lines if line.name == "local only"), None)
+    if local is not None and local > 0:
+        most = min(most, _CUT * local)
+    loss = [(line, line.above, above_words(line, digits=3), line.half_width or 0.0) for line in lines]
+    seconds, reads = (
+        [(line, value, shown(value), 0.0) for line in lines for value in [getattr(line.summary, name)]]
+        for name, shown in (("attention_seconds", "{:.1f} s".format), ("reads_per_query", lambda n: as_text(n, 4)))
+    )
+    return (
+        "<div class='panels'>"
+        + _panel("Loss above exact", "nats per token", loss, most)
+        + _panel("Time in attention", "one forward, all layers", seconds)
+        + _panel("Keys and centroids read", "per query", reads)
+        + "</div>"
+    )
+
+
+def _panel(
+    title: str, unit: str, bars: Sequence[tuple[Line, float | None, str, float]], most: float | None = None
+) -> str:
+    top = (max((value or 0.0 for _, value, _, _ in bars), default=0.0) if most is None else most) or 1.0
+    rows = []
+    for line, value, words, spread in bars:
+        length = value or 0.0
+        low, width, high = (
+            100 * min(1.0, max(0.0, end / top)) for end in (length - spread, length, length + spread)
+        )
+        kinds = "bar-row" + (" best" if line.name == "default" else "") + (" cut" if length > top else "")
+        whisker = (
+            f"<span class='whisker' style='left:{low:.1f}%;width:{high - low:.1f}%'></span>" if spread else ""
+        )
+        rows.append(
+            f"<div class='{kinds}'><span class='name'>{escape(line.name)}</span>"
+            f"<span class='value'>{escape(words)}</span>"
+            f"<span class='track'><span class='fill' style='width:{width:.1f}%'></span>{whisker}</span></div>"
+        )
     return (
         f"<figure class='measure'><figcaption><b>{title}</b><span class='better'>↓ lower is better · {unit}</span>"
-        f"</figcaption>{rows}</figure>"
+        f"</figcaption>{''.join(rows)}</figure>"
     )
 
 
-def _bar(bar: Bar, top: float) -> str:
-    value = bar.value or 0.0
-    kinds = [name for name, holds in (("bar-row", True), ("best", bar.best), ("cut", value > top)) if holds]
-    width = 100 * min(1.0, max(0.0, value / top))
-    whisker = ""
-    if bar.spread:
-        low, high = (100 * min(1.0, max(0.0, end / top)) for end in (value - bar.spread, value + bar.spread))
-        whisker = f"<span class='whisker' style='left:{low:.1f}%;width:{high - low:.1f}%'></span>"
-    return (
-        f"<div class='{' '.join(kinds)}'><span class='name'>{escape(bar.name)}</span>"
-        f"<span class='value'>{escape(bar.words)}</span>"
-        f"<span class='track'><span class='fill' style='width:{width:.1f}%'></span>{whisker}</span></div>"
-    )
-
-
-# What the default reads for a token that the reader picks: a passage to click in, and the data behind it.
+# What the default reads for a token that the reader picks: a passage to click in, and its data.
 
 BEFORE = 48
 """Tokens shown before those that can be picked."""
-_FOUND = 2
-"""Place in a look, as `prescore.bench.demo.run.QueryReading` has it."""
+_FAR = 2
+"""Index of the far weight in `prescore.bench.demo.run.QueryReads`."""
+_LEGEND = {
+    "sinks": "first tokens (sinks)",
+    "local": "local keys: own and previous chunk",
+    "far": "far keys that are read",
+    "centroids": "centroids of the unread keys",
+}
 
 
-def reading_section(record: Record) -> str:
-    """HTML of a `reading` record; `templates/reading.js` fills it in."""
-    figures = record.figures
-    if not figures["heads"]:
-        return "<p>The layers that were looked at are local by design, and do not search.</p>"
-    pieces: list[str] = figures["pieces"]
-    first: int = figures["first"]
-    before = escape("".join(pieces[max(0, first - BEFORE) : first]))
-    tokens = "".join(_token(piece, number) for number, piece in enumerate(pieces[first:]))
-    data = json.dumps({**figures, "start": telling(figures["looks"][figures["searching"]], pieces[first:])})
+def reads_section(record: Record) -> str:
+    """HTML of a `reads` record; `templates/reads.js` fills it in."""
+    results = record.results
+    if not results["heads"]:
+        return "<p>These layers have a sliding window and do not search.</p>"
+    tokens: list[str] = results["tokens"]
+    first: int = results["first"]
+    before = escape("".join(tokens[max(0, first - BEFORE) : first]))
+    picks = "".join(
+        f'<span class="token" role="button" tabindex="0" data-query="{number}">{escape(_visible(token))}</span>'
+        for number, token in enumerate(tokens[first:])
+    )
+    legend = "".join(f'<li><span class="swatch {kind}"></span>{text}</li>' for kind, text in _LEGEND.items())
+    data = json.dumps({**results, "start": first_pick(results["reads"][results["searching"]], tokens[first:])})
     return (
-        '<div class="reading">\n'
-        f'<p class="text passage"><span class="before">{before}</span>{tokens}</p>\n'
-        '<p class="asked" aria-live="polite"><noscript>Picking a token needs JavaScript.</noscript></p>\n'
-        f"{_legend()}\n"
+        '<div class="reads">\n'
+        f'<p class="text passage"><span class="before">{before}</span>{picks}</p>\n'
+        '<p class="picked-token" aria-live="polite"><noscript>Picking a token needs JavaScript.</noscript></p>\n'
+        f'<ul class="legend">{legend}</ul>\n'
         '<div class="cards"><div class="card"></div><div class="card"></div></div>\n'
-        '<h3>Every head for this token: layer.head, weights, rows found</h3>\n<div class="heads"></div>\n'
-        # a text may hold what ends a script
+        '<h3>Every head for this token: layer.head, weights, far keys read</h3>\n<div class="heads"></div>\n'
+        # a text may hold the end of a script
         f'<script type="application/json">{data.replace("<", chr(92) + "u003c")}</script>\n</div>'
     )
 
 
-def telling(looks: list[list[int]], pieces: list[str]) -> int:
-    """The query to begin with: of those that are words, the one that gives most weight to rows it found."""
-    words = [number for number, piece in enumerate(pieces) if sum(map(str.isalpha, piece)) > 2]
-    return max(words or range(len(pieces)), key=lambda number: looks[number][_FOUND])
+def first_pick(reads: list[list[Any]], tokens: list[str]) -> int:
+    """The query to begin with: of those that are words, the one with most weight on far keys."""
+    words = [number for number, token in enumerate(tokens) if sum(map(str.isalpha, token)) > 2]
+    return max(words or range(len(tokens)), key=lambda number: reads[number][_FAR])
 
 
-def _token(piece: str, number: int) -> str:
-    shown = piece if piece.strip("\n") else "⏎" * max(1, piece.count("\n")) + piece
-    return f'<span class="token" role="button" tabindex="0" data-query="{number}">{escape(shown)}</span>'
+def _visible(token: str) -> str:
+    """A line end is shown, and still ends the line."""
+    return token if token.strip("\n") else "⏎" * max(1, token.count("\n")) + token
 
 
-def _legend() -> str:
-    words = {
-        "sinks": "first tokens",
-        "near": "local part: own and previous chunk",
-        "found": "rows found far away",
-        "stands": "centroids for the rest",
-    }
-    items = "".join(f'<li><span class="swatch {kind}"></span>{text}</li>' for kind, text in words.items())
-    return f'<ul class="legend">{items}</ul>'
-
-
-# A picture of which tokens were kept: bars over the whole text, and the words themselves.
+# Which keys scorers select: bars over the whole text, and a passage with the selected words marked.
 
 PASSAGE = 420
 """Tokens shown as text; the bars show all."""
@@ -470,36 +397,25 @@ _STRONG = 4
 _BAR_WIDTH, _BAR_HEIGHT = 1000, 14
 
 
-def token_map(record: Record) -> str:
-    """HTML of one `tokens` record: choices, a bar per head, and a passage with the kept words marked."""
-    figures = record.figures
-    methods, layers = list(figures["kept"]), [str(layer) for layer in record.config["layers"]]
-    choices = [
-        _choice("method", "Keys chosen by", methods, methods),
-        _choice("layer", "in", [f"layer {int(layer) + 1}" for layer in layers], layers),
-    ]
+def selection_map(record: Record) -> str:
+    """HTML of one `selections` record: choices, a bar per head, and a passage with the selected words marked."""
+    results = record.results
+    methods, layers = list(results["selected"]), [str(layer) for layer in record.config["layers"]]
+    names = [f"layer {int(layer) + 1}" for layer in layers]
+    choices = _choice("method", "Keys selected by", methods, methods) + _choice("layer", "in", names, layers)
     views = [
-        _view(figures, method, layer, first=(method, layer) == (methods[0], layers[0]))
+        _view(results, method, layer, hidden=(method, layer) != (methods[0], layers[0]))
         for method in methods
         for layer in layers
     ]
-    shown = (
-        f'<div class="tokens">\n<div class="choices">{"".join(choices)}</div>\n' + "\n".join(views) + "\n</div>"
+    mass = [(method, *(f"{100 * results['mass'][method][layer]:.0f} %" for layer in layers)) for method in methods]
+    return (
+        f'<div class="tokens">\n<div class="choices">{choices}</div>\n'
+        + "\n".join(views)
+        + "\n</div><div class='scroll mass-table'>"
+        + _html_table(("attention on selected keys", *names), mass)
+        + "</div>"
     )
-    return shown + _mass_table(figures["mass"], methods, layers)
-
-
-def _mass_table(mass: dict[str, dict[str, float]], methods: Sequence[str], layers: Sequence[str]) -> str:
-    """The share of attention on kept keys, all methods and layers beside one another."""
-    head = "".join(f"<th scope='col'>layer {int(layer) + 1}</th>" for layer in layers)
-    lines = []
-    for method in methods:
-        cells = "".join(f"<td>{100 * mass[method][layer]:.0f} %</td>" for layer in layers)
-        lines.append(f"<tr><th scope='row'>{escape(method)}</th>{cells}</tr>")
-    table = (
-        f"<thead><tr><th scope='col'>attention on kept keys</th>{head}</tr></thead><tbody>{''.join(lines)}</tbody>"
-    )
-    return f"<div class='scroll'><table class='plain mass-table'>{table}</table></div>"
 
 
 def _choice(name: str, words: str, labels: Sequence[str], values: Sequence[str]) -> str:
@@ -510,89 +426,52 @@ def _choice(name: str, words: str, labels: Sequence[str], values: Sequence[str])
     return f'<label>{words} <select data-choice="{name}">{options}</select></label>'
 
 
-def _view(figures: Values, method: str, layer: str, *, first: bool) -> str:
-    heads: list[list[int]] = figures["kept"][method][layer]
-    pieces: list[str] = figures["pieces"]
-    mass = figures["mass"][method][layer]
-    shown = "" if first else " hidden"
-    counts = [len(head) for head in heads]
-    kept = str(counts[0]) if len(set(counts)) == 1 else ", ".join(map(str, counts))
-    bars = "".join(_bar_token_map(head, len(pieces), number) for number, head in enumerate(heads))
-    return (
-        f'<div class="view" data-method="{escape(method)}" data-layer="{escape(layer)}"{shown}>'
-        f'<p class="mass">{kept} of {len(pieces)} keys kept per head; they receive '
-        f"<strong>{100 * mass:.0f} %</strong> of the attention that the second half gives to these keys.</p>"
-        f'<div class="bars">{bars}</div>'
-        f'<p class="text">{_text(pieces, heads)}</p></div>'
-    )
-
-
-def _bar_token_map(head: Sequence[int], length: int, number: int) -> str:
-    step = _BAR_WIDTH / length
-    marks = "".join(f"M{position * step:.1f} 0v{_BAR_HEIGHT}" for position in head)
-    return (
+def _view(results: Values, method: str, layer: str, *, hidden: bool) -> str:
+    heads: list[list[int]] = results["selected"][method][layer]
+    tokens: list[str] = results["tokens"]
+    counts = dict.fromkeys(str(len(head)) for head in heads)
+    step = _BAR_WIDTH / len(tokens)
+    bars = "".join(
         f'<svg class="bar" viewBox="0 0 {_BAR_WIDTH} {_BAR_HEIGHT}" preserveAspectRatio="none" role="img" '
-        f'aria-label="positions kept by head {number + 1}"><path d="{marks}"/></svg>'
+        f'aria-label="positions selected in head {number}"><path d="'
+        + "".join(f"M{position * step:.1f} 0v{_BAR_HEIGHT}" for position in head)
+        + '"/></svg>'
+        for number, head in enumerate(heads, start=1)
+    )
+    return (
+        f'<div class="view" data-method="{escape(method)}" data-layer="{escape(layer)}"'
+        f"{' hidden' if hidden else ''}>"
+        f'<p class="mass">{", ".join(counts)} of {len(tokens)} keys selected per head; they receive '
+        f"<strong>{100 * results['mass'][method][layer]:.0f} %</strong> of the attention that the second half "
+        f'gives to these keys.</p><div class="bars">{bars}</div>'
+        f'<p class="text">{_passage(tokens, heads)}</p></div>'
     )
 
 
-def _text(pieces: Sequence[str], heads: Sequence[Sequence[int]]) -> str:
-    """The passage; a token kept by more heads is marked more strongly."""
-    votes = [0] * len(pieces)
+def _passage(tokens: Sequence[str], heads: Sequence[Sequence[int]]) -> str:
+    """The passage; a token selected by more heads is marked more strongly."""
+    votes = [0] * len(tokens)
     for head in heads:
         for position in head:
             votes[position] += 1
-    parts: list[str] = []
-    plain: list[str] = []
-    for piece, count in zip(pieces[:PASSAGE], votes, strict=False):
-        if count == 0:
-            plain.append(piece)
-            continue
-        parts.append(escape("".join(plain)))
-        plain.clear()
+    parts = []
+    for token, count in zip(tokens[:PASSAGE], votes, strict=False):
         strength = max(1, round(_STRONG * count / len(heads)))
-        parts.append(f'<mark class="s{strength}">{escape(_visible(piece))}</mark>')
-    parts.append(escape("".join(plain)))
+        parts.append(f'<mark class="s{strength}">{escape(_visible(token))}</mark>' if count else escape(token))
     return "".join(parts)
 
 
-def _visible(piece: str) -> str:
-    """A kept line end must be seen, and still end the line."""
-    return piece if piece.strip("\n") else "⏎" * max(1, piece.count("\n")) + piece
+# A log-log line chart as SVG, coloured by the page's style sheet.
 
-
-# A line chart as SVG text inside a page, drawn by matplotlib and coloured by the page's own style sheet.
-
-WIDTH, HEIGHT = 720.0, 380.0
-NARROW = 360.0
-"""Width of the same chart for a phone, where a wide one would shrink its words beyond reading."""
+WIDTH, NARROW, HEIGHT = 720.0, 360.0, 380.0
+"""A wide chart would shrink its words beyond reading on a phone, so the page holds both."""
 FLOOR = 1e-3
-"""Where values that have no logarithm are drawn."""
-
-_POINTS_PER_INCH = 72.0
-_LINE_HEIGHT = 15.0 / 310.0
-"""Of a label, as a share of the frame's height."""
+"""Values below this are drawn at it."""
+N_COLOURS = 6
+_LEFT, _TOP, _BOTTOM = 58.0, 14.0, 334.0
+_LINE_HEIGHT = 15.0
 _WRAP = 14
 """Letters in a line of a label where the chart is narrow."""
-# colours that nothing else in a drawing has, and what they become in the page
-_INK, _QUIET, _RULE = "#010101", "#020202", "#030303"
-_VARIABLES = {_INK: "--ink", _QUIET: "--quiet", _RULE: "--rule"}
-_SERIES = tuple(f"#0404{place:02x}" for place in range(16))
-_STYLE = {
-    "font.size": 12,
-    "axes.labelsize": 13,
-    "axes.labelcolor": _QUIET,
-    "axes.edgecolor": _RULE,
-    "xtick.labelcolor": _QUIET,
-    "ytick.labelcolor": _QUIET,
-    "xtick.color": _RULE,
-    "ytick.color": _RULE,
-    "grid.color": _RULE,
-    "savefig.bbox": None,
-    "svg.fonttype": "none",
-    "svg.hashsalt": "prescore",
-}
-_REFERENCE: Values = {"color": _INK, "linewidth": 1.2, "linestyle": (0, (5, 4)), "alpha": 0.7}
 
 
 @dataclass(frozen=True)
@@ -606,146 +485,154 @@ class Series:
 
 @dataclass(frozen=True)
 class Mark:
-    """A line of reference: horizontal, or upright where `upright` is set and `value` is a place on the x axis."""
+    """A dashed reference line: horizontal, or vertical where `vertical` is set and `value` lies on the x axis."""
 
     label: str
     value: float
-    upright: bool = False
+    vertical: bool = False
 
 
-@dataclass(frozen=True)
-class Words:
-    """Below the x axis, beside the y axis, and for readers who do not see the chart."""
-
-    x: str
-    y: str
-    title: str
+def budget_chart(lines: Sequence[Line]) -> str:
+    """Loss above exact against reads, wide and narrow; the style sheet shows one of them."""
+    others = [line for line in lines if not line.summary.is_exact and not line.summary.is_local]
+    names = sorted(dict.fromkeys(line.name for line in others), key=lambda name: name != "default")
+    series = []
+    for place, name in enumerate(names):
+        points = [(line.summary.reads_per_query, line.above) for line in others if line.name == name]
+        known = tuple((x, y) for x, y in points if x is not None and y is not None)
+        series.append(Series(name, known, place % N_COLOURS))
+    marks = [Mark(line.name, line.above) for line in lines if line.summary.is_local and line.above is not None]
+    exact = next((line.summary.reads_per_query for line in lines if line.summary.is_exact), None)
+    if exact is not None:
+        marks.append(Mark("exact", exact, vertical=True))
+    return line_chart(series, marks) + line_chart(series, marks, width=NARROW, style="narrow")
 
 
 def line_chart(
-    series: Sequence[Series], marks: Sequence[Mark], words: Words, *, width: float = WIDTH, style: str = "wide"
+    series: Sequence[Series], marks: Sequence[Mark], *, width: float = WIDTH, style: str = "wide"
 ) -> str:
-    """The chart: x in powers of two, y in powers of ten; what is not above `FLOOR` is drawn at it.
+    """Loss above exact against keys and centroids read: x in powers of two, y in powers of ten.
 
     Args:
         series: Lines.
-        marks: Lines of reference.
-        words: What its axes are called.
+        marks: Reference lines.
         width: In the units of its text size.
-        style: A further class of the style sheet, and what its parts' names begin with.
+        style: A further class of the style sheet.
     """
-    if not any(one.points for one in series):
+    points = [point for one in series for point in one.points]
+    if not points:
         return f'<p class="{style}">No points to draw.</p>'
-    text, size = io.StringIO(), (width / _POINTS_PER_INCH, HEIGHT / _POINTS_PER_INCH)
-    with drawing(size, _STYLE) as (figure, axes):
-        tips = [tip for number, one in enumerate(series) for tip in _line(axes, one, number)]
-        for number, mark in enumerate(marks):
-            draw = axes.axvline if mark.upright else axes.axhline
-            draw(_drawn(mark.value), gid=f"mark-{number}", **_REFERENCE)
-        _frame(axes)
-        _names(axes, marks)
-        _label_lines(axes, series, wrap=_WRAP if width < WIDTH else None)
-        axes.set(xlabel=words.x, ylabel=words.y)
-        figure.savefig(text, format="svg", transparent=True, metadata={"Date": None})
-    return _inside_a_page(text.getvalue(), dict(tips), f"chart {style}", words.title)
-
-
-def _line(axes: Any, one: Series, number: int) -> list[tuple[str, str]]:
-    """Draw a series; returns the names of its points in the drawing, and what is said about each."""
-    colour, points = _SERIES[one.place % len(_SERIES)], sorted(one.points)
-    if len(points) > 1:
-        x, y = zip(*points, strict=True)
-        axes.plot(x, [_drawn(value) for value in y], color=colour, linewidth=2.5, gid=f"line-{number}")
-    tips = []
-    for place, (rows, value) in enumerate(points):
-        name = f"point-{number}-{place}"
-        axes.plot([rows], [_drawn(value)], marker="o", markersize=9, color=colour, gid=name, clip_on=False)
-        tips.append((name, f"{one.label}: {value:.3f} at {rows:.0f}"))
-    return tips
-
-
-def _names(axes: Any, marks: Sequence[Mark]) -> None:
-    """Beside the lines of reference; the upright ones from their upper ends down."""
-    text: Values = {"textcoords": "offset points", "color": _INK, "fontweight": "bold", "ha": "right"}
-    # methods worse than a level line are cheap: its right end is free, up to the first upright line
-    end = min([axes.get_xlim()[1], *(mark.value for mark in marks if mark.upright)])
+    is_wide, title = width >= WIDTH, "loss above exact against keys and centroids read; lower is better"
+    right = width - (178.0 if is_wide else 104.0)
+    x_axis = _Axis([x for x, _ in points] + [m.value for m in marks if m.vertical], _LEFT, right)
+    y_axis = _Axis([y for _, y in points] + [m.value for m in marks if not m.vertical], _BOTTOM, _TOP)
+    parts = [f'<svg class="chart {style}" viewBox="0 0 {width:g} {HEIGHT:g}" role="img" aria-label="{title}">']
+    for tick in y_axis.decades():
+        parts.append(_segment(_LEFT, y_axis(tick), right, y_axis(tick), "stroke:var(--rule)"))
+        parts.append(_words(f"{tick:g}", _LEFT - 7, y_axis(tick) + 4, "end"))
+    for tick in x_axis.powers_of_two():
+        parts.append(_words(f"{tick:g}", x_axis(tick), _BOTTOM + 20, "middle"))
     for mark in marks:
-        if mark.upright:
-            top = {"xycoords": axes.get_xaxis_transform(), "rotation": 90, "va": "top"}
-            axes.annotate(mark.label, (mark.value, 1), (-3, -2), **top, **text)
+        dashed = "stroke:var(--ink);stroke-dasharray:5 4;opacity:.7"
+        if mark.vertical:
+            at = x_axis(mark.value)
+            parts.append(_segment(at, _TOP, at, _BOTTOM, dashed, kind="mark"))
+            parts.append(_words(mark.label, at - 5, _TOP + 12, "end", "fill:var(--ink);font-weight:bold"))
         else:
-            axes.annotate(mark.label, (end, _drawn(mark.value)), (-8, 2), va="bottom", **text)
+            at = y_axis(mark.value)
+            parts.append(_segment(_LEFT, at, right, at, dashed, kind="mark"))
+            parts.append(_words(mark.label, _LEFT + 6, at - 5, "start", "fill:var(--ink);font-weight:bold"))
+    for one in series:
+        parts += _draw(one, x_axis, y_axis)
+    parts += _series_labels(series, y_axis, right + 14, wrap=None if is_wide else _WRAP)
+    x_words = "keys and centroids read per query  (← fewer is cheaper)" if is_wide else "← keys and centroids read"
+    parts.append(_words(x_words, (_LEFT + right) / 2, HEIGHT - 6, "middle"))
+    middle = (_TOP + _BOTTOM) / 2
+    turned = f' transform="rotate(-90 14 {middle:g})"'
+    parts.append(_words("↓ loss above exact (nats)", 14, middle, "middle", attributes=turned))
+    return "".join(parts) + "</svg>"
 
 
-def _label_lines(axes: Any, series: Sequence[Series], *, wrap: int | None) -> None:
-    """Each line's name in its colour, to the right of the frame, level with its end where others leave room."""
-    low, high = (math.log(end) for end in axes.get_ylim())
-    named = []
+@dataclass(frozen=True)
+class _Axis:
+    """Maps the logarithm of values to a span of the drawing, with a margin at both ends."""
+
+    values: Sequence[float]
+    begin: float
+    end: float
+
+    @property
+    def limits(self) -> tuple[float, float]:
+        logs = [math.log2(max(value, FLOOR)) for value in self.values]
+        margin = 0.06 * (max(logs) - min(logs)) or 0.5
+        return min(logs) - margin, max(logs) + margin
+
+    def __call__(self, value: float) -> float:
+        low, high = self.limits
+        return self.begin + (self.end - self.begin) * (math.log2(max(value, FLOOR)) - low) / (high - low)
+
+    def powers_of_two(self) -> list[float]:
+        low, high = self.limits
+        return [2.0**power for power in range(math.ceil(low), math.floor(high) + 1)]
+
+    def decades(self) -> list[float]:
+        """1, 2 and 5 times powers of ten; powers alone where these would crowd."""
+        low, high = (2.0**limit for limit in self.limits)
+        steps = (1, 2, 5) if high / low < 200 else (1,)
+        powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+        return [step * 10.0**power for power in powers for step in steps if low <= step * 10.0**power <= high]
+
+
+def _draw(one: Series, x_axis: _Axis, y_axis: _Axis) -> list[str]:
+    colour, points = f"var(--series-{one.place})", sorted(one.points)
+    parts = []
+    if len(points) > 1:
+        path = " ".join(f"{x_axis(x):.1f},{y_axis(y):.1f}" for x, y in points)
+        parts.append(f'<polyline points="{path}" style="fill:none;stroke:{colour};stroke-width:2.5"/>')
+    for x, y in points:
+        tip = f"<title>{escape(one.label)}: {y:.3f} at {x:.0f}</title>"
+        circle = f'<circle cx="{x_axis(x):.1f}" cy="{y_axis(y):.1f}" r="4.5" style="fill:{colour}">'
+        parts.append(f"{circle}{tip}</circle>")
+    return parts
+
+
+def _series_labels(series: Sequence[Series], y_axis: _Axis, left: float, *, wrap: int | None) -> list[str]:
+    """Each line's name in its colour, right of the frame, level with its end where there is room."""
+    labels = []
     for one in series:
         if one.points:
-            x, y = max(one.points)
-            words = one.label if wrap is None else textwrap.fill(one.label, wrap)
-            named.append(((math.log(_drawn(y)) - low) / (high - low), x, _drawn(y), words, one.place))
-    named.sort(key=lambda name: name[0])
-    heights = apart([name[0] for name in named], [_LINE_HEIGHT * (1 + name[3].count("\n")) for name in named])
-    for height, (_, x, y, words, place) in zip(heights, named, strict=True):
-        colour = _SERIES[place % len(_SERIES)]
-        line = {"arrowstyle": "-", "color": colour, "linewidth": 0.8, "shrinkA": 1, "shrinkB": 6}
-        text = {"color": colour, "va": "center", "ha": "left", "fontweight": "bold", "arrowprops": line}
-        axes.annotate(words, (x, y), (1.04, height), textcoords="axes fraction", annotation_clip=False, **text)
+            rows = [one.label] if wrap is None else textwrap.wrap(one.label, wrap)
+            labels.append((y_axis(max(one.points)[1]), rows, one.place))
+    labels.sort(key=lambda label: label[0])
+    sizes = [_LINE_HEIGHT * len(rows) for _, rows, _ in labels]
+    middles = spread_apart([y for y, _, _ in labels], sizes, HEIGHT)
+    parts = []
+    for middle, (_, rows, place) in zip(middles, labels, strict=True):
+        top = middle - _LINE_HEIGHT * len(rows) / 2
+        for number, row in enumerate(rows):
+            look = f"fill:var(--series-{place});font-weight:bold"
+            parts.append(_words(row, left, top + _LINE_HEIGHT * number + 11, "start", look))
+    return parts
 
 
-def apart(places: Sequence[float], sizes: Sequence[float]) -> list[float]:
-    """Ascending places moved up or down until things of these sizes do not overlap, and stay between 0 and 1."""
+def spread_apart(places: Sequence[float], sizes: Sequence[float], end: float) -> list[float]:
+    """Ascending middles moved until things of these sizes do not overlap, and lie between 0 and `end`."""
     moved: list[float] = []
     for number, (place, size) in enumerate(zip(places, sizes, strict=True)):
         least = size / 2 if number == 0 else moved[-1] + (sizes[number - 1] + size) / 2
         moved.append(max(place, least))
-    most = 1.0
     for number in reversed(range(len(moved))):
-        moved[number] = min(moved[number], most - sizes[number] / 2)
-        most = moved[number] - sizes[number] / 2
+        moved[number] = min(moved[number], end - sizes[number] / 2)
+        end = moved[number] - sizes[number] / 2
     return moved
 
 
-def _frame(axes: Any) -> None:
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
-
-    axes.set_yscale("log")
-    powers_of_two(axes)
-    axes.margins(x=0.05, y=0.08)
-    low, high = axes.get_ylim()
-    # 1, 2 and 5 times powers of ten; powers alone where these would crowd
-    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if high / low < 200 else (1.0,)))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    for axis in (axes.xaxis, axes.yaxis):
-        axis.set_minor_locator(NullLocator())
-    axes.tick_params(length=0)
-    for side in axes.spines.values():
-        side.set_visible(False)
+def _segment(x1: float, y1: float, x2: float, y2: float, style: str, kind: str = "grid") -> str:
+    return f'<line class="{kind}" x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" style="{style}"/>'
 
 
-def _drawn(value: float) -> float:
-    return max(value, FLOOR)
-
-
-def _inside_a_page(svg: str, tips: dict[str, str], kind: str, title: str) -> str:
-    """The drawing as a page wants it: nothing to fetch, colours of the style sheet, names that are its own."""
-    svg = svg[svg.index("<svg") :]
-    box = re.search(r'viewBox="[^"]*"', svg)
-    if box is None:
-        raise ValueError("matplotlib's SVG must say its viewBox")
-    look = 'style="stroke-linejoin:round" role="img"'
-    svg = re.sub(r"<svg[^>]*>", f'<svg class="{kind}" {box[0]} {look} aria-label="{escape(title)}">', svg, count=1)
-    # addresses of what its words mean, a style that would hold for the whole page, fonts that are not the page's
-    for foreign in (r"<metadata>.*?</metadata>", r"<style.*?</style>", r"font-family: [^;]*; "):
-        svg = re.sub(foreign, "", svg, flags=re.DOTALL)
-    for name, words in tips.items():
-        svg = svg.replace(f'<g id="{name}">', f'<g id="{name}"><title>{escape(words)}</title>', 1)
-    prefix = kind.split()[-1]
-    svg = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{prefix}-", svg)
-    for place, colour in enumerate(_SERIES):
-        svg = svg.replace(colour, f"var(--series-{place})")
-    for colour, variable in _VARIABLES.items():
-        svg = svg.replace(colour, f"var({variable})")
-    return svg.replace("xlink:href", "href").strip()
+def _words(
+    text: str, x: float, y: float, anchor: str, style: str = "fill:var(--quiet)", attributes: str = ""
+) -> str:
+    place = f'x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"'
+    return f'<text {place} style="{style};font-size:12.5px"{attributes}>{escape(text)}</text>'

@@ -1,38 +1,127 @@
-"""What the demo compares: the default as it is, and rivals that read as many rows per query."""
+"""What the demo measures: the default as it is, and other methods that read as many keys per query."""
 
 from __future__ import annotations
 
 import bisect
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import Any, NamedTuple
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from prescore.attention import select_by
 from prescore.bench.language.held_out import REPORTED, TokenizedText
-from prescore.bench.language.methods import LanguageMethod, exact, nearby, prescored, sliding_window
+from prescore.bench.language.methods import EXACT, Method, local_only, sliding_window
 from prescore.bench.language.model import LanguageModel
-from prescore.bench.language.perplexity import Window, described
-from prescore.bench.records import Record, Row
+from prescore.bench.language.perplexity import Window, describe_window, loss_row
+from prescore.bench.records import Record, Row, Values, row_key
 from prescore.bench.routed_oracle import HeadTable, routed_tables
 from prescore.bench.routed_oracle import Sequence as Positions
+from prescore.bench.tables import number
 from prescore.config import Hyper, Lsh, Routed, Selected, config_from_dict
 from prescore.integrations.apply import find_adapter, observe, replace_attention
 from prescore.integrations.attention import AttentionContext, PrescoredAttention
-from prescore.types import Values
+
+if TYPE_CHECKING:
+    from prescore.bench.cli.options import Session
+
 
 STARTS = REPORTED[8192]
 """Where windows begin, as shares of the text: nothing was tuned on these."""
-EQUAL_ROWS, BUDGETS = "equal rows", "budgets"
-"""The two comparisons: the default as it is beside rivals that read as much, and several budgets of all."""
-BUDGET_ROWS = (512, 128, 32)
-"""`rows` of the default in the second comparison."""
-STRETCHES = 16
-"""Parts of a window whose losses are kept apart, for intervals."""
+EQUAL_READS, BUDGETS = "equal reads", "budgets"
+"""The two comparisons: the default beside methods that read as much, and several budgets of all methods."""
+MIN_WEIGHTS = (1 / 1024, 1 / 256, 1 / 64)
+"""Thresholds of the default in the second comparison."""
+SEGMENTS = 16
+"""Parts of a window whose losses are recorded apart, for intervals."""
 _SHORTEST = 128
 _SHORT_SINKS = 4
+
+
+@dataclass(frozen=True, eq=False)
+class Demo:
+    """One run of the demo: the first comparison always, everything else while there is time.
+
+    Attributes:
+        session: Where records go.
+        model: The model.
+        text: What it reads.
+        length: Tokens of a window.
+        seed: Seed of all randomness.
+        deadline: On the clock of `time.monotonic`.
+    """
+
+    session: Session
+    model: LanguageModel
+    text: TokenizedText
+    length: int
+    seed: int
+    deadline: float
+
+    def run(self) -> list[Record]:
+        """Measure; returns all records."""
+        first, *others = demo_windows(self.text, self.length)
+        self.session.say(f"reading {self.length} tokens of {self.text.name} six times")
+        methods = first_methods(self.length)
+        records = self.session.run(self._losses(first, methods))
+        methods += equal_methods(next(r for r in records if is_default(r)))
+        reads = reads_row(self.model, first, shown_config(self.length), layers=self._layers(), seed=self.seed)
+        records += self.session.run([*self._losses(first, methods[3:]), reads])
+        seconds = sum(record.seconds for record in records if record.config["part"] == "loss")
+        for window in others:
+            rows = self._losses(window, methods)
+            if self._has_time(rows, seconds):
+                self.session.say(f"the same with {window.document}")
+                records += self.session.run(rows)
+            else:
+                self.session.say(f"no time is left for {window.document}; --minutes gives more")
+        return records + self._budgets(statistics.median(r.seconds for r in records))
+
+    def _budgets(self, seconds: float) -> list[Record]:
+        """Several budgets on a shorter text; a row of the first comparison takes so many seconds."""
+        window = short_window(self.text, self.length)
+        each = seconds * len(window.tokens) / self.length
+        budget = max(1, len(window.tokens) // 16)
+        selected = selection_row(self.model, window, budget=budget, layers=self._layers(), seed=self.seed)
+        rows = [*self._losses(window, budget_methods(len(window.tokens))), selected]
+        if not self._has_time(rows, each * len(rows)):
+            self.session.say("no time is left for several budgets; --minutes gives more")
+            return []
+        self.session.say(f"several budgets on {len(window.tokens)} tokens")
+        records = self.session.run(rows)
+        each = max(statistics.median(record.seconds for record in records), 1e-3)
+        more = self._losses(window, other_budget_methods([r for r in records if is_default(r)]))
+        in_time = [row for place, row in enumerate(more) if self._has_time([row], (place + 1) * each)]
+        if len(in_time) < len(more):
+            self.session.say(f"the time is up: the plot has {len(in_time)} of {len(more)} further points")
+        return records + self.session.run(in_time)
+
+    def _has_time(self, rows: Sequence[Row], seconds: float) -> bool:
+        """Whether rows that take so long end before the deadline; finished ones take no time."""
+        finished = all(row_key("demo", row.config, row.seed) in self.session.file for row in rows)
+        return finished or time.monotonic() + seconds <= self.deadline
+
+    def _losses(self, window: Window, methods: Sequence[Method]) -> list[Row]:
+        options: Values = {"experiment": "demo", "seed": self.seed, "segments": SEGMENTS}
+        return [loss_row(self.model, window, method, **options) for method in methods]
+
+    def _layers(self) -> list[int]:
+        """An early, a middle and a late layer."""
+        n_layers = self.model.model.config.get_text_config(decoder=True).num_hidden_layers
+        return sorted({n_layers // 6, n_layers // 2, n_layers - 1 - n_layers // 6})
+
+
+def is_default(record: Record) -> bool:
+    """Whether a record is a loss under the default."""
+    config = record.config
+    return bool(config["part"] == "loss" and config["method"]["axes"]["series"] == "default")
+
+
+# Windows and methods.
 
 
 def demo_windows(text: TokenizedText, length: int) -> list[Window]:
@@ -48,159 +137,148 @@ def demo_windows(text: TokenizedText, length: int) -> list[Window]:
 def short_window(text: TokenizedText, length: int) -> Window:
     """A quarter of the first window, for the comparison over budgets."""
     start = round(STARTS[0] * (len(text.tokens) - length))
-    return text.window(start, short_length(length), "beginning of window 1")
-
-
-def short_length(length: int) -> int:
-    """Tokens of that quarter."""
-    return min(length, max(_SHORTEST, length // 4))
+    return text.window(start, min(length, max(_SHORTEST, length // 4)), "beginning of window 1")
 
 
 def shown_config(length: int) -> Routed:
-    """The default as it is; where it would read everything, one that is made to route."""
-    alone = Routed()
-    if length > alone.exact_until:
-        return alone
-    rows, chunk = max(1, length // 16), max(1, min(alone.chunk_size, length // 8))
-    return Routed(min_weight=1 / (2 * rows), chunk_size=chunk, sinks=_SHORT_SINKS, exact_until=0)
+    """The default as it is; where it would read every key, one that routes."""
+    default = Routed()
+    if length > default.exact_until:
+        return default
+    weight, chunk = 1 / (2 * max(1, length // 16)), max(1, min(default.chunk_size, length // 8))
+    return Routed(min_weight=weight, chunk_size=chunk, sinks=_SHORT_SINKS, exact_until=0)
 
 
-def first_methods(length: int) -> list[LanguageMethod]:
-    """Exact attention, the default, and the default without its far part."""
+def _method(label: str, config: Any, comparison: str, series: str | None = None) -> Method:
+    return Method(label, config, {"series": series or label, "comparison": comparison})
+
+
+def _local(config: Routed, comparison: str) -> Method:
+    local = local_only(config.chunk_size, previous_chunk=True, sinks=config.sinks)
+    return _method(local.label, local.config, comparison)
+
+
+def first_methods(length: int) -> list[Method]:
+    """Exact attention, the default, and the default without its far keys."""
     config = shown_config(length)
-    return [
-        _named(exact(), "exact", EQUAL_ROWS),
-        _named(prescored("default", config), "default", EQUAL_ROWS),
-        _named(nearby(config.chunk_size, config.sinks), "local only", EQUAL_ROWS),
-    ]
+    exact = _method("exact", EXACT.config, EQUAL_READS)
+    return [exact, _method("default", config, EQUAL_READS), _local(config, EQUAL_READS)]
 
 
-def rivals(default: Record) -> list[LanguageMethod]:
-    """A sliding window and a selection, both with sinks, that read no fewer rows than this record's default."""
-    read = _read(default)
-    return [_window(*read, EQUAL_ROWS), _selection(*read, EQUAL_ROWS)]
+def equal_methods(default: Record) -> list[Method]:
+    """A sliding window and a selection, both with sinks, that read no less than this record's default."""
+    reads = _reads_of(default)
+    return [_window(*reads, EQUAL_READS), _selection(*reads, EQUAL_READS)]
 
 
-def budget_methods(length: int) -> list[LanguageMethod]:
-    """Exact attention, the default without its far part, and the default at several budgets."""
+def budget_methods(length: int) -> list[Method]:
+    """Exact attention, the default without its far keys, and the default at several thresholds."""
     config = replace(shown_config(length), exact_until=0)
-    found = [
-        _named(exact(), "exact", BUDGETS),
-        _named(nearby(config.chunk_size, config.sinks), "local only", BUDGETS),
-    ]
-    for rows in BUDGET_ROWS:
-        method = prescored(f"default, rows={rows}", replace(config, min_weight=1 / (2 * rows)))
-        found.append(_named(method, "default", BUDGETS))
-    return found
+    methods = [_method("exact", EXACT.config, BUDGETS), _local(config, BUDGETS)]
+    for weight in MIN_WEIGHTS:
+        label = f"default, min_weight=1/{round(1 / weight)}"
+        methods.append(_method(label, replace(config, min_weight=weight), BUDGETS, "default"))
+    return methods
 
 
-def budget_rivals(defaults: Sequence[Record]) -> list[LanguageMethod]:
-    """Rivals that read as many rows as each of these records of the default, the most telling first."""
-    read = [_read(record) for record in defaults]
-    found = [_window(*one, BUDGETS) for one in read]
-    found += [_selection(*one, BUDGETS) for one in read]
+def other_budget_methods(defaults: Sequence[Record]) -> list[Method]:
+    """Methods that read as much as each of these records of the default, the most informative first."""
+    reads = [_reads_of(record) for record in defaults]
+    methods = [_window(*one, BUDGETS) for one in reads]
+    methods += [_selection(*one, BUDGETS) for one in reads]
     for selects in (True, False):
-        found += [_published(*one, selects=selects) for one in read]
-    return found
+        methods += [_published(*one, selects=selects) for one in reads]
+    return methods
 
 
-def selected_rows(length: int, leaf: int, top_k: int) -> float:
-    """Keys that a causal query meets in a selection: those of its exact leaf, and the kept ones of each block."""
-    position = torch.arange(length)
-    rows, block = position % leaf + 1, leaf
-    while block < length:
-        rows += (position // block % 2) * min(top_k, block)
-        block *= 2
-    return float(rows.double().mean())
+def _reads_of(default: Record) -> tuple[int, Routed, float]:
+    """Length and configuration of a record of the default, and its reads per query."""
+    name = "replaced_reads_per_query"
+    config = config_from_dict(default.config["method"]["config"])
+    if not isinstance(config, Routed):
+        raise ValueError(f"record {default.key} must be one of the default, got {type(config).__name__}")
+    return int(default.config["n_tokens"]), config, number(default, default.results.get(name), name)
 
 
-def _window(length: int, config: Routed, rows: float, part: str) -> LanguageMethod:
-    method = sliding_window(length, rows, config.sinks)
-    return _named(method, f"sliding window, {method.settings['window']}", part, series="sliding window + sinks")
+def _window(length: int, config: Routed, reads: float, comparison: str) -> Method:
+    window = sliding_window(length, reads, config.sinks).config
+    label = f"sliding window, {window.to_dict()['window']}"
+    return _method(label, window, comparison, "sliding window + sinks")
 
 
-def _selection(length: int, config: Routed, rows: float, part: str) -> LanguageMethod:
+def _selection(length: int, config: Routed, reads: float, comparison: str) -> Method:
     leaf = 2 * config.chunk_size  # the default reads two chunks too
-    top_k = _budget(length, leaf, rows, config.sinks)
+    top_k = _budget(length, leaf, reads, config.sinks)
     selected = Selected("key-diff", top_k, sinks=config.sinks, remainder="none", min_seq_len=leaf)
-    return _named(prescored("", selected), f"selection, top {top_k}", part, series="selection + sinks")
+    return _method(f"selection, top {top_k}", selected, comparison, "selection + sinks")
 
 
-def _published(length: int, config: Routed, rows: float, *, selects: bool) -> LanguageMethod:
-    """The paper's algorithm with k-means, or HyperAttention with the others' sinks, at about as many rows."""
+def _published(length: int, config: Routed, reads: float, *, selects: bool) -> Method:
+    """The paper's algorithm with k-means, or HyperAttention with the same sinks, at about as many reads."""
     leaf = config.chunk_size
-    budget = _budget(length, leaf, rows, config.sinks)
+    budget = _budget(length, leaf, reads, config.sinks)
     half = max(1, budget // 2)
     lsh = Lsh(half, half, alignment="rank")
     if not selects:
         hyper = Hyper(lsh, config.sinks, leaf)
-        return _named(
-            prescored("", hyper), f"HyperAttention, {2 * half}", BUDGETS, series="HyperAttention + sinks"
-        )
+        return _method(f"HyperAttention, {2 * half}", hyper, BUDGETS, "HyperAttention + sinks")
     paper = Selected.paper("kmeans", 2 * budget, inner=lsh, min_seq_len=leaf)
-    return _named(prescored("", paper), f"paper: k-means, top {2 * budget}", BUDGETS, series="paper: k-means")
+    return _method(f"paper: k-means, top {2 * budget}", paper, BUDGETS, "paper: k-means")
 
 
-def _budget(length: int, leaf: int, rows: float, sinks: int) -> int:
-    """The smallest selection that reads no fewer rows and has room for the sinks."""
+def _budget(length: int, leaf: int, reads: float, sinks: int) -> int:
+    """The smallest selection that reads no less and has room for the sinks."""
     counts = range(sinks + 1, max(sinks + 2, length))
-    place = bisect.bisect_left(counts, rows, key=lambda count: selected_rows(length, leaf, count))
+    place = bisect.bisect_left(counts, reads, key=lambda count: selected_reads(length, leaf, count))
     return counts[min(place, len(counts) - 1)]
 
 
-def _read(default: Record) -> tuple[int, Routed, float]:
-    """Length and configuration of a record of the default, and the rows that it read."""
-    rows, config = (
-        default.figures.get("replaced_rows_per_query"),
-        config_from_dict(default.config["method"]["settings"]),
-    )
-    if not isinstance(rows, int | float) or not isinstance(config, Routed):
-        raise ValueError(f"record {default.key} must have the rows that the default read, got {rows!r}")
-    return int(default.config["n_tokens"]), config, float(rows)
+def selected_reads(length: int, leaf: int, top_k: int) -> float:
+    """Keys that a causal query of a selection reads: its exact leaf, and the selected keys of each block."""
+    position = torch.arange(length)
+    reads, block = position % leaf + 1, leaf
+    while block < length:
+        reads += (position // block % 2) * min(top_k, block)
+        block *= 2
+    return float(reads.double().mean())
 
 
-def _named(method: LanguageMethod, label: str, part: str, **axes: Any) -> LanguageMethod:
-    return replace(method, label=label, axes={"series": label, "comparison": part, **axes})
-
-
-# What single queries of the default read, head by head: near keys, rows found, centroids, and their weights.
-#
-# ScoreStats by the oracle of `oracles.routed`, which follows the definition of the engine key by key; the model
-# itself runs on the default while its queries, keys and values are looked at.
+# What single queries of the default read, head by head, from the reference implementation. The model itself runs
+# on the default while the inputs of its layers are recorded.
 
 N_QUERIES = 96
-"""Last tokens of a window that can be asked what they read."""
-MOST_FOUND = 24
-"""Heaviest rows found by a query that are told one by one."""
+"""Last tokens of a window that can be picked on the page."""
+MOST_LISTED = 24
+"""Heaviest far keys of a query that are listed."""
 _MOST_HEADS = 12
 _ONE = 10_000
-"""Weights are told in whole parts of so many."""
+"""Weights are whole parts of this."""
 
 
-class QueryReading(NamedTuple):
+class QueryReads(NamedTuple):
     """What one query of one head reads; weights in parts of 10000.
 
     Attributes:
-        sinks, near, found, centroids: Weights of the first keys, of the local part, of rows found far away and of
-            centroids; together all of it.
-        error: Of the output, relative to that of exact attention, in parts of 10000 too.
-        rows: How many near keys, and how many rows found.
+        sinks, local, far, centroids: Weights of the first keys, of the local keys, of far keys that are read and
+            of centroids; they sum to 1.
+        error: Relative error of the output against exact attention, in parts of 10000 too.
+        counts: How many local keys, and how many far keys.
         chunks: Weight of the centroids of each far chunk.
-        heaviest: Position and weight of the heaviest rows found, in turn.
+        heaviest: Position and weight of the heaviest far keys, in turn.
     """
 
     sinks: int
-    near: int
-    found: int
+    local: int
+    far: int
     centroids: int
     error: int
-    rows: list[int]
+    counts: list[int]
     chunks: list[int]
     heaviest: list[int]
 
 
-class WatchedLayer(NamedTuple):
-    """What a layer was given: its last queries `[Hq, Nq, D]`, and all keys and values `[Hkv, N, D]`."""
+class LayerInputs(NamedTuple):
+    """Inputs of a layer: its last queries `[Hq, Nq, D]`, and all keys and values `[Hkv, N, D]`."""
 
     query: Tensor
     key: Tensor
@@ -208,223 +286,193 @@ class WatchedLayer(NamedTuple):
     scale: float | None
 
 
-def reading_row(
+def reads_row(
     language_model: LanguageModel, window: Window, config: Routed, *, layers: Sequence[int], seed: int = 0
 ) -> Row:
-    """What the last queries of a window read in some layers, as a row; those local by design are left out.
+    """What the last queries of a window read in some layers, as a row; sliding-window layers are left out.
 
-    Figures: `pieces` (all tokens as text), `first` (position of the first query), the sizes `sinks` and `chunk`,
-    `heads` (pairs of layer and query head), `searching` and `smooth` (which of them give most weight to rows
-    found, and to centroids), and `looks[head][query]`, the fields of `QueryReading` in turn.
+    Results: `tokens` (all tokens as text), `first` (position of the first query), `sinks` and `chunk` (sizes),
+    `heads` (pairs of layer and query head), `searching` and `smooth` (the head with most weight on far keys, and
+    on centroids), and `reads[head][query]`, the fields of `QueryReads` in turn.
     """
-    return Row(
-        config={
-            "part": "reading",
-            **described(language_model, window),
-            "layers": list(layers),
-            "method": {"label": "default", "kind": "prescored", "settings": config.to_dict()},
-        },
-        seed=seed,
-        measure=lambda: _measure(language_model, window, config, layers, seed),
-        cost=float(len(window.tokens)),
-    )
+    described = {**describe_window(language_model, window), "layers": list(layers)}
+    method = {"label": "default", "config": config.to_dict(), "axes": {}}
+    measure = partial(_measure_reads, language_model, window, config, layers, seed)
+    return Row({"part": "reads", **described, "method": method}, seed, measure, cost=float(len(window.tokens)))
 
 
-def _measure(
+def _measure_reads(
     language_model: LanguageModel, window: Window, config: Routed, layers: Sequence[int], seed: int
 ) -> Values:
     n_query = min(N_QUERIES, len(window.tokens) // 4)
-    inputs = watched(language_model, window, config, layers, n_query, seed)
     heads: list[list[int]] = []
-    looks: list[list[QueryReading]] = []
-    for layer, given in inputs.items():
-        for head, found in layer_looks(given, config).items():
-            heads.append([layer, head])
-            looks.append(found)
-    places = range(len(looks))
-    searching = max(places, key=lambda place: sum(look.found for look in looks[place]), default=None)
-    smooth = max(places, key=lambda place: sum(look.centroids for look in looks[place]), default=None)
-    sizes = Positions.of(torch.ones(1, dtype=torch.bool), 1, True, config).sizes
+    reads: list[list[QueryReads]] = []
+    sinks = chunk = 0
+    for layer, inputs in layer_inputs(language_model, window, config, layers, n_query, seed).items():
+        by_head, sinks, chunk = layer_reads(inputs, config)
+        heads += [[layer, head] for head in by_head]
+        reads += by_head.values()
+    places = range(len(reads))
     return {
-        "pieces": [language_model.tokenizer.decode([number]) for number in window.tokens.tolist()],
+        "tokens": [language_model.tokenizer.decode([token]) for token in window.tokens.tolist()],
         "first": len(window.tokens) - n_query,
-        "sinks": sizes.sinks,
-        "chunk": sizes.chunk,
+        "sinks": sinks,
+        "chunk": chunk,
         "heads": heads,
-        "searching": searching,
-        "smooth": smooth,
-        "looks": [[list(look) for look in found] for found in looks],
+        "searching": max(places, key=lambda place: sum(query.far for query in reads[place]), default=None),
+        "smooth": max(places, key=lambda place: sum(query.centroids for query in reads[place]), default=None),
+        "reads": [[list(query) for query in head] for head in reads],
     }
 
 
-def watched(
+def layer_inputs(
     language_model: LanguageModel, window: Window, config: Routed, layers: Sequence[int], n_query: int, seed: int
-) -> dict[int, WatchedLayer]:
-    """Let the model read the window by the default, and keep what some layers were given."""
-    kept: dict[int, WatchedLayer] = {}
-
-    class Watched:
-        """A layer's attention, which remembers its last input."""
-
-        def __init__(self) -> None:
-            self.attention = PrescoredAttention(config, seed=seed)
-
-        def __call__(self, query: Tensor, key: Tensor, value: Tensor, context: AttentionContext) -> Tensor:
-            if context.layer in layers and not context.is_local:
-                last = query[0, :, query.shape[2] - n_query :]
-                kept[context.layer] = WatchedLayer(last.clone(), key[0].clone(), value[0].clone(), context.scale)
-            return self.attention(query, key, value, context)
-
+) -> dict[int, LayerInputs]:
+    """Run the model on the default over the window, and record the inputs of some layers."""
     model = language_model.model
-    undo = replace_attention(
-        model, {number: Watched() for number in range(len(find_adapter(model).layers(model)))}
-    )
+    numbers = range(len(find_adapter(model).layers(model)))
+    attention = {number: PrescoredAttention(config, seed=seed) for number in numbers}
+    inputs: dict[int, LayerInputs] = {}
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, context: AttentionContext) -> Tensor:
+        if context.layer in layers and not context.is_local:
+            last = query[0, :, query.shape[2] - n_query :]
+            inputs[context.layer] = LayerInputs(last.clone(), key[0].clone(), value[0].clone(), context.scale)
+        return attention[context.layer](query, key, value, context)
+
+    undo = replace_attention(model, dict.fromkeys(numbers, attend))
     try:
         with language_model.extended(len(window.tokens)):
             language_model.hidden(window.tokens)
     finally:
         undo()
-    return dict(sorted(kept.items()))
+    return dict(sorted(inputs.items()))
 
 
 @torch.no_grad()
-def layer_looks(given: WatchedLayer, config: Routed) -> dict[int, list[QueryReading]]:
-    """What the queries of each head read; of many heads some, evenly spread."""
-    n_heads, n_query = given.query.shape[:2]
-    n_keys, group = given.key.shape[1], n_heads // given.key.shape[0]
+def layer_reads(inputs: LayerInputs, config: Routed) -> tuple[dict[int, list[QueryReads]], int, int]:
+    """What the queries of each head read (of many heads some), and the sizes of sinks and chunks."""
+    n_heads, n_query = inputs.query.shape[:2]
+    n_keys, group = inputs.key.shape[1], n_heads // inputs.key.shape[0]
     positions = Positions.of(torch.ones(n_keys, dtype=torch.bool), n_query, True, config)
-    anyway = torch.stack([positions.read_anyway(number) for number in range(n_query)])
-    scale = given.query.shape[-1] ** -0.5 if given.scale is None else given.scale
+    sizes = positions.sizes
+    always = torch.stack([positions.read_anyway(number) for number in range(n_query)])
+    scale = inputs.query.shape[-1] ** -0.5 if inputs.scale is None else inputs.scale
     shown = range(0, n_heads, -(-n_heads // _MOST_HEADS))
-    found: dict[int, list[QueryReading]] = {}
-    for kind, (key, value) in enumerate(zip(given.key.float(), given.value.float(), strict=True)):
-        heads = [head for head in shown if head // group == kind]
-        query = given.query[heads].float()
-        inputs = (query[None], key[None, None], value[None, None])
-        tables = routed_tables(*inputs, config, is_causal=True, scale=scale) if heads else {}
+    reads: dict[int, list[QueryReads]] = {}
+    for kv_head, (key, value) in enumerate(zip(inputs.key.float(), inputs.value.float(), strict=True)):
+        heads = [head for head in shown if head // group == kv_head]
+        query = inputs.query[heads].float()
+        tensors = (query[None], key[None, None], value[None, None])
+        tables = routed_tables(*tensors, config, is_causal=True, scale=scale) if heads else {}
         for head, own, table in zip(heads, query.double() * scale, tables.values(), strict=True):
-            found[head] = _head_looks(table, own, key.double(), value.double(), anyway, positions)
-    return found
+            reads[head] = _head_reads(table, own, key.double(), value.double(), always, sizes.sinks, sizes.levels)
+    return reads, sizes.sinks, sizes.chunk
 
 
-def _head_looks(
-    table: HeadTable, query: Tensor, key: Tensor, value: Tensor, anyway: Tensor, positions: Positions
-) -> list[QueryReading]:
-    n_keys = len(key)
+def _head_reads(
+    table: HeadTable, query: Tensor, key: Tensor, value: Tensor, always: Tensor, sinks: int, levels: int
+) -> list[QueryReads]:
     logits = query @ key.T
-    nodes = query @ key[table.rows].mean(1).T + table.centroids
-    lse = torch.cat((logits.masked_fill(~table.keys, -torch.inf), nodes), dim=1).logsumexp(1)
+    centroid_logits = query @ key[table.rows].mean(1).T + table.centroids
+    lse = torch.cat((logits.masked_fill(~table.keys, -torch.inf), centroid_logits), dim=1).logsumexp(1)
     weights = torch.exp(logits - lse[:, None]).masked_fill(~table.keys, 0.0)
-    centroids = torch.exp(nodes - lse[:, None])
-    position = torch.arange(n_keys)
-    future = position > position[n_keys - len(query) :, None]
-    exact = logits.masked_fill(future, -torch.inf).softmax(1)
-    wanted = exact @ value
-    error = (table.attend(query, key, value).output - wanted).norm(dim=1) / wanted.norm(dim=1).clamp_min(1e-12)
-    per_chunk = centroids.unflatten(1, (-1, 2**positions.sizes.levels)).sum(2) if len(table.rows) else centroids
+    centroids = torch.exp(centroid_logits - lse[:, None])
+    position = torch.arange(len(key))
+    future = position > position[len(key) - len(query) :, None]
+    exact = logits.masked_fill(future, -torch.inf).softmax(1) @ value
+    error = (table.attend(query, key, value).output - exact).norm(dim=1) / exact.norm(dim=1).clamp_min(1e-12)
+    chunks = centroids.unflatten(1, (-1, 2**levels)).sum(2) if len(table.rows) else centroids
     return [
-        look_of(weights[i], anyway[i] & ~future[i], table.keys[i], per_chunk[i], positions.sizes.sinks, error[i])
+        query_reads(weights[i], always[i] & ~future[i], table.keys[i], chunks[i], sinks, error[i])
         for i in range(len(query))
     ]
 
 
-def look_of(
-    weights: Tensor, anyway: Tensor, read: Tensor, centroids: Tensor, sinks: int, error: Tensor
-) -> QueryReading:
+def query_reads(
+    weights: Tensor, always: Tensor, read: Tensor, centroids: Tensor, sinks: int, error: Tensor
+) -> QueryReads:
     """What one query of one head reads.
 
     Args:
-        weights: `[N]` of single keys.
-        anyway: `[N]` which keys are read in any case.
-        read: `[N]` which are read at all.
+        weights: `[N]` attention weights of keys.
+        always: `[N]` sinks and local keys.
+        read: `[N]` all keys that are read.
         centroids: `[C]` weights of the centroids of each chunk.
-        sinks: First keys, read by every query.
-        error: Of the output.
+        sinks: Number of first keys that every query reads.
+        error: Relative error of the output.
     """
     first = torch.arange(len(weights)) < sinks
-    places = (read & ~anyway).nonzero().squeeze(1)
-    best = places[weights[places].topk(min(MOST_FOUND, len(places))).indices].tolist()
-    return QueryReading(
-        sinks=_parts(weights[anyway & first].sum()),
-        near=_parts(weights[anyway & ~first].sum()),
-        found=_parts(weights[places].sum()),
-        centroids=_parts(centroids.sum()),
-        error=_parts(error),
-        rows=[int((anyway & ~first).sum()), len(places)],
-        chunks=[_parts(weight) for weight in centroids],
-        heaviest=[part for place in best for part in (place, _parts(weights[place]))],
+    far = (read & ~always).nonzero().squeeze(1)
+    heaviest = far[weights[far].topk(min(MOST_LISTED, len(far))).indices].tolist()
+
+    def parts(share: Tensor) -> int:
+        return round(_ONE * float(share))
+
+    return QueryReads(
+        sinks=parts(weights[always & first].sum()),
+        local=parts(weights[always & ~first].sum()),
+        far=parts(weights[far].sum()),
+        centroids=parts(centroids.sum()),
+        error=parts(error),
+        counts=[int((always & ~first).sum()), len(far)],
+        chunks=[parts(weight) for weight in centroids],
+        heaviest=[part for key in heaviest for part in (key, parts(weights[key]))],
     )
 
 
-def _parts(share: Tensor) -> int:
-    return round(_ONE * float(share))
+# Which keys scorers select, beside those that receive most of the model's attention.
+
+MOST_ATTENDED = "most attended"
 
 
-# Which tokens of a real text pre-scoring keeps, beside those that the model truly attends to.
-
-ATTENDED = "most attended"
-
-
-def token_row(
-    language_model: LanguageModel,
-    window: Window,
-    configs: Mapping[str, Selected],
-    *,
-    layers: Sequence[int],
-    budget: int,
-    seed: int = 0,
+def selection_row(
+    language_model: LanguageModel, window: Window, *, budget: int, layers: Sequence[int], seed: int = 0
 ) -> Row:
-    """The keys of the first half that each configuration keeps, by layer and KV head, as a row.
+    """The keys of the first half that scorers select, by layer and KV head, as a row.
 
-    In the causal recursion these are the keys that the second half's queries may meet. `most attended` are the
+    In the causal recursion these are the keys that queries of the second half may read. `most attended` are the
     `budget` keys that receive most of those queries' exact attention.
 
-    Figures: `pieces` (the first half's tokens as text), `kept[method][layer][head]` (positions), and
-    `mass[method][layer]` (share of the second half's attention to the first half that falls on kept keys).
+    Results: `tokens` (those of the first half as text), `selected[method][layer][head]` (positions), and
+    `mass[method][layer]` (share of the second half's attention to the first half that falls on selected keys).
     """
-    return Row(
-        config={
-            "part": "tokens",
-            **described(language_model, window),
-            "layers": list(layers),
-            "budget": budget,
-            "methods": {name: config.to_dict() for name, config in configs.items()},
-        },
-        seed=seed,
-        measure=lambda: _measure_token_choice(language_model, window, configs, layers, budget, seed),
-        cost=float(len(window.tokens)),
-    )
-
-
-def _measure_token_choice(
-    language_model: LanguageModel,
-    window: Window,
-    configs: Mapping[str, Selected],
-    layers: Sequence[int],
-    budget: int,
-    seed: int,
-) -> Values:
+    configs = {
+        "key-diff with sinks": Selected("key-diff", budget),
+        "k-means, nearest (paper)": Selected.paper("kmeans", budget),
+        "leverage (paper)": Selected.paper("leverage", budget),
+        "random": Selected.paper("uniform", budget),
+    }
+    described = {
+        "part": "selections",
+        **describe_window(language_model, window),
+        "layers": list(layers),
+        "budget": budget,
+        "methods": {name: config.to_dict() for name, config in configs.items()},
+    }
     half = len(window.tokens) // 2
-    kept: dict[str, dict[str, list[list[int]]]] = {name: {} for name in (*configs, ATTENDED)}
-    mass: dict[str, dict[str, float]] = {name: {} for name in kept}
 
-    def look(query: Tensor, key: Tensor, context: AttentionContext) -> None:
-        if context.layer not in layers:
-            return
-        received = attention_received(query[:, :, half:], key, half)
-        chosen = {
-            name: select_by(key[:, :, :half], config, generator=seed).indices[0]
-            for name, config in configs.items()
-        }
-        chosen[ATTENDED] = received.topk(min(budget, half), dim=-1).indices.sort().values
-        for name, indices in chosen.items():
-            kept[name][str(context.layer)] = indices.tolist()
-            mass[name][str(context.layer)] = float(received.gather(1, indices).sum() / received.sum())
+    def measure() -> Values:
+        selected: dict[str, dict[str, list[list[int]]]] = {name: {} for name in (*configs, MOST_ATTENDED)}
+        mass: dict[str, dict[str, float]] = {name: {} for name in selected}
 
-    with observe(language_model.model, look):
-        language_model.hidden(window.tokens)
-    pieces = [language_model.tokenizer.decode([number]) for number in window.tokens[:half].tolist()]
-    return {"pieces": pieces, "kept": kept, "mass": mass}
+        def look(query: Tensor, key: Tensor, context: AttentionContext) -> None:
+            if context.layer not in layers:
+                return
+            received = attention_received(query[:, :, half:], key, half)
+            first = key[:, :, :half]
+            chosen = {name: select_by(first, own, generator=seed).indices[0] for name, own in configs.items()}
+            chosen[MOST_ATTENDED] = received.topk(min(budget, half), dim=-1).indices.sort().values
+            for name, indices in chosen.items():
+                selected[name][str(context.layer)] = indices.tolist()
+                mass[name][str(context.layer)] = float(received.gather(1, indices).sum() / received.sum())
+
+        with observe(language_model.model, look):
+            language_model.hidden(window.tokens)
+        tokens = [language_model.tokenizer.decode([token]) for token in window.tokens[:half].tolist()]
+        return {"tokens": tokens, "selected": selected, "mass": mass}
+
+    return Row(described, seed, measure, cost=float(len(window.tokens)))
 
 
 @torch.no_grad()
@@ -436,10 +484,10 @@ def attention_received(query: Tensor, key: Tensor, n_counted: int) -> Tensor:
     n_heads, n_query, dim = query.shape[1:]
     n_keys, group = key.shape[2], n_heads // key.shape[1]
     position = torch.arange(n_keys, device=key.device)
-    hidden = position[None] > position[n_keys - n_query :, None]
+    future = position[None] > position[n_keys - n_query :, None]
     received = torch.zeros(key.shape[1], n_counted, device=key.device)
     for head in range(n_heads):
         logits = (query[0, head].float() @ key[0, head // group].float().t()) * dim**-0.5
-        weights = logits.masked_fill_(hidden, -torch.inf).softmax(-1)
+        weights = logits.masked_fill_(future, -torch.inf).softmax(-1)
         received[head // group] += weights[:, :n_counted].sum(0)
     return received.cpu()

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from prescore.types import Values
+from prescore.bench.records import Values
 
 DEFAULT_MODULES = ("argparse", "inspect", "typing", "tarfile", "pydoc", "turtle")
 TOPICS = "python-reference"

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from prescore import checks
 from prescore.bench.offline import SMOLLM2, load_model
+from prescore.bench.records import Values
 from prescore.errors import Unsupported
-from prescore.types import Values
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 _ROPE = "yarn"

@@ -14,9 +14,9 @@ from prescore.bench.cli.main import _build, main
 
 ROOT = Path(__file__).parent.parent.parent
 ELSEWHERE = {
-    "planted": "tests/cli/test_main.py",
+    "planted": "tests/bench/test_main.py",
     "speed": "tests/evaluation/speed/test_speed.py",
-    "demo": "tests/cli/test_demo.py",
+    "demo": "tests/bench/test_demo.py",
 }
 """Commands that take more than a few seconds as written, and where a smaller call of theirs is tested."""
 
@@ -124,11 +124,11 @@ def test_an_imported_baseline_is_compared_like_ours(model, book, tmp_path, nothi
     methods = ["--method", "peak", "--method", "blocks", "--method", "streaming"]
     assert main([*imports, *command, *methods, "--out", str(tmp_path / "run")]) == 0
     records = [json.loads(line) for line in (tmp_path / "run" / "records.jsonl").read_text().splitlines()]
-    figures = {record["config"]["method"]["label"].split(",")[0]: record["figures"] for record in records}
-    assert set(figures) == {"exact", "local only", "peak", "blocks", "streaming"}
-    # blocks of 64: a query meets 32.5 of their keys on average
-    assert figures["blocks"]["keys_per_query"] == 32.5
-    assert figures["exact"]["loss"] != figures["blocks"]["loss"]
+    results = {record["config"]["method"]["label"].split(",")[0]: record["results"] for record in records}
+    assert set(results) == {"exact", "local only", "peak", "blocks", "streaming"}
+    # blocks of 64: a query reads 32.5 of their keys on average
+    assert results["blocks"]["reads_per_query"] == 32.5
+    assert results["exact"]["loss"] != results["blocks"]["loss"]
     assert "blocks" in capsys.readouterr().out
 
 

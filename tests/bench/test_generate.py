@@ -28,10 +28,10 @@ KEY_DIFF = ("--config", "key-diff", "--set", "min_seq_len=16")
 def test_text_speeds_memory_and_selection_are_shown(model, tmp_path, capsys):
     assert run(model, tmp_path, *KEY_DIFF, "--top-k", "12", "--set", "remainder=none", "--layers", "last:2") == 0
     shown = capsys.readouterr().out
-    for words in ("exact", "prescored", "tok/s", "MiB", "the prompt: selected", "layers 1-2: 12 of"):
+    for words in ("exact", "prescored", "tok/s", "MiB", "prefill: selected", "layers 1-2: 12 of"):
         assert words in shown
     records = [json.loads(line) for line in (tmp_path / "records.jsonl").read_text().splitlines()]
-    exact, own = (record["figures"] for record in records)
+    exact, own = (record["results"] for record in records)
     assert exact["new_tokens"] == own["new_tokens"] == 5
     assert own["prompt_tokens"] == len(TEXT)
     entries = [entry.get("selected", 0) + entry.get("centroids", 0) for entry in own["cache"]["layers"]]
@@ -44,35 +44,38 @@ def test_text_speeds_memory_and_selection_are_shown(model, tmp_path, capsys):
 def test_every_key_gives_the_exact_text(model, tmp_path, capsys, config):
     assert run(model, tmp_path, "--config", *config, "--json") == 0
     exact, own = (json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{"))
-    assert own["figures"]["text"] == exact["figures"]["text"]
-    assert own["figures"]["same_tokens"] == 5
-    assert own["figures"]["first_token_kl"] < 1e-6
+    assert own["results"]["text"] == exact["results"]["text"]
+    assert own["results"]["same_tokens"] == 5
+    assert own["results"]["first_token_kl"] < 1e-6
 
 
 def test_a_prompt_that_is_too_short_says_so(model, tmp_path, capsys):
     assert run(model, tmp_path, "--no-exact") == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert f"the prompt: exact: shorter than exact_until={Routed().exact_until}" in said
+    assert f"prefill: exact: shorter than exact_until={Routed().exact_until}" in said
 
 
-SMALL = [f"--set={each}" for each in ("rows=4", "leaf_size=8", "chunk_size=16", "sinks=2", "exact_until=32")]
+SMALL = [
+    f"--set={each}"
+    for each in ("min_weight=0.125", "cluster_size=8", "chunk_size=16", "sinks=2", "exact_until=32")
+]
 
 
-def test_a_tolerance_shows_errors_rows_and_who_read_further_by_layer(model, tmp_path, capsys):
+def test_a_tolerance_shows_errors_and_reads_by_layer(model, tmp_path, capsys):
     assert run(model, tmp_path, "--tolerance", "0.2", *SMALL) == 0
     shown = capsys.readouterr().out
-    for words in ("within 0.2 of exact attention", "error at most", "read further", "read everything"):
+    for words in ("within 0.2 of exact attention", "error bound", "queries refined", "queries that read all"):
         assert words in shown
     record = json.loads((tmp_path / "records.jsonl").read_text().splitlines()[-1])
     assert record["config"]["config"]["tolerance"] == 0.2
-    bars = record["figures"]["error_bars"]
-    assert [(bar["layer"], bar["phase"]) for bar in bars] == [
+    bounds = record["results"]["error_bounds"]
+    assert [(bound["layer"], bound["phase"]) for bound in bounds] == [
         (n, p) for n in range(3) for p in ("prefill", "steps")
     ]
-    for bar in bars:
-        assert 0 <= bar["error"] <= bar["error_limit"] <= 0.2
-        assert 0 <= bar["read_all"] <= bar["refined"] <= 1
-        assert bar["rows"] > 0
+    for bound in bounds:
+        assert 0 <= bound["error_estimate"] <= bound["error_bound"] <= 0.2
+        assert 0 <= bound["read_all"] <= bound["refined"] <= 1
+        assert bound["reads"] > 0
 
 
 def test_a_tolerance_is_the_default_configurations(model, tmp_path, capsys):
@@ -84,12 +87,12 @@ def agreed(model, out, *extra):
     assert run(model, out, "--agreement", "--ignore-end", *extra) == 0
     records = [json.loads(line) for line in (out / "records.jsonl").read_text().splitlines()]
     assert [record["config"]["attention"] for record in records] == [
-        *("exact", "prescored", "prescored, shown the exact text"),
+        *("exact", "prescored", "prescored, after the exact text"),
     ]
-    return [record["figures"] for record in records]
+    return [record["results"] for record in records]
 
 
-def test_choices_behind_the_exact_text_are_compared_with_it(model, tmp_path, capsys):
+def test_choices_after_the_exact_text_are_compared_with_it(model, tmp_path, capsys):
     same = agreed(model, tmp_path / "same", "--config", "exact")[2]
     assert (same["agreement"], same["step_agreement"], same["compared"]) == (1.0, 1.0, 5)
     assert "100.0 % of 5" in capsys.readouterr().out
@@ -110,13 +113,13 @@ def test_agreement_can_go_on_from_a_finished_exact_row(model, tmp_path):
     assert run(model, tmp_path, "--config", "exact", "--agreement", "--resume") == 0
     lines = (tmp_path / "records.jsonl").read_text().splitlines()
     assert len(lines) == 3
-    assert json.loads(lines[-1])["figures"]["agreement"] == 1.0
+    assert json.loads(lines[-1])["results"]["agreement"] == 1.0
 
 
 def test_eviction_frees_memory(model, tmp_path):
     assert run(model, tmp_path, *KEY_DIFF, "--top-k", "12", "--evict", "--no-exact") == 0
     (record,) = [json.loads(line) for line in (tmp_path / "records.jsonl").read_text().splitlines()]
-    cache = record["figures"]["cache"]
+    cache = record["results"]["cache"]
     assert all(entry["evicted"] for entry in cache["layers"])
     assert cache["bytes"] < cache["exact_bytes"]
 
@@ -125,7 +128,7 @@ def test_beams_say_how_far_they_are_from_exact(model, tmp_path, capsys):
     assert run(model, tmp_path, *KEY_DIFF, "--top-k", "8", "--beams", "3", "--set", "remainder=none") == 0
     assert "under exact attention" in capsys.readouterr().out
     records = [json.loads(line) for line in (tmp_path / "records.jsonl").read_text().splitlines()]
-    exact, own = (record["figures"] for record in records)
+    exact, own = (record["results"] for record in records)
     # an exact search scores its own tokens as exact attention does, up to rounding
     assert exact["score"] == pytest.approx(exact["exact_score"], abs=1e-3)
     assert abs(own["score"] - own["exact_score"]) > 1e-3
@@ -146,7 +149,7 @@ def test_a_refreshed_selection_covers_the_new_tokens(model, tmp_path):
     assert run(model, tmp_path, *KEY_DIFF, "--top-k", "12", "--refresh-every", "2", "--no-exact") == 0
     (record,) = [json.loads(line) for line in (tmp_path / "records.jsonl").read_text().splitlines()]
     assert record["config"]["refresh_every"] == 2
-    assert {entry["selected_from"] for entry in record["figures"]["cache"]["layers"]} == {len(TEXT) + 4}
+    assert {entry["selected_from"] for entry in record["results"]["cache"]["layers"]} == {len(TEXT) + 4}
 
 
 def test_beams_use_the_cache_that_was_asked_for(model, tmp_path, capsys):
@@ -154,7 +157,7 @@ def test_beams_use_the_cache_that_was_asked_for(model, tmp_path, capsys):
     scores = []
     for number, extra in enumerate(((), ("--refresh-every", "1"))):
         assert run(model, tmp_path / str(number), *arguments, *extra) == 0
-        scores.append(json.loads(capsys.readouterr().out.splitlines()[-1])["figures"]["score"])
+        scores.append(json.loads(capsys.readouterr().out.splitlines()[-1])["results"]["score"])
     assert scores[0] != scores[1]
 
 
@@ -169,7 +172,7 @@ def test_beams_use_the_cache_that_was_asked_for(model, tmp_path, capsys):
         (["--prompt", "a", "--set", "sinks"], "FIELD=VALUE"),
         (["--prompt", "a", "--config", "magic"], "config must be one of 'default', 'hyper', 'exact', "),
         (["--prompt", "a", "--top-k", "12"], "top_k must come with a scorer as --config, got 12 for 'default'"),
-        (["--prompt", "a", "--set", "top_k=12"], "Routed must have fields among rows, "),
+        (["--prompt", "a", "--set", "top_k=12"], "Routed must have fields among min_weight, "),
         (["--prompt", "a", "--agreement", "--no-exact"], "--agreement must come with --exact and one beam"),
         (["--prompt", "a", "--ignore-end", "--beams", "2"], "ignore_end must come with one beam, got n_beams=2"),
         (["--prompt", "a", "--evict"], "evict must come with a Selected that leaves keys out, got Routed"),
@@ -198,6 +201,7 @@ def test_options_become_a_config():
         KMeans(rule="farthest"), 0.25, sinks=7, inner=Lsh(sample_size=0)
     )
     assert read_config("kmeans", None, None) == Selected("kmeans")
-    assert read_config("default", None, ["rows=64"]) == Routed(min_weight=1 / 128)
-    assert read_config("hyper", None, ["lsh.block_size=64"]) == Hyper(lsh=Lsh(block_size=64))
+    assert read_config("default", None, ["min_weight=0.0078125"]) == Routed(min_weight=1 / 128)
+    assert read_config("hyper", None, ["lsh.block_size=64"]) == Hyper(lsh=Lsh(block_size=64, alignment="rank"))
+    assert read_config("paper:kmeans", "64", None) == Selected.paper("kmeans", 64)
     assert read_config("exact", None, None) == Exact()

@@ -1,4 +1,4 @@
-"""The paper's grids, scaled."""
+"""The paper's grids, scaled, and grids of options."""
 
 import pytest
 import torch
@@ -8,18 +8,19 @@ from prescore.bench.language.experiments import (
     COUPLINGS,
     EXPERIMENTS,
     PAPER_LENGTH,
-    MethodChoice,
     Scale,
-    default_leaf,
     default_lengths,
     experiment_methods,
+    grid_methods,
+    largest_block,
 )
-from prescore.bench.language.methods import asked_for
+from prescore.bench.language.methods import EXACT, Local, local_only
 
 
-def configs(name, scale, **options):
-    found = [method for method in experiment_methods(name, scale, **options) if method.kind == "prescored"]
-    return [(method, method.config) for method in found]
+def configs(name, length, **options):
+    """Methods with a configuration of the library, beside exact attention."""
+    methods = experiment_methods(name, length, **options)
+    return [(method, method.config) for method in methods if isinstance(method.config, Routed | Selected | Hyper)]
 
 
 def top_k(config):
@@ -34,7 +35,7 @@ def lsh(config):
 def test_at_the_papers_length_the_counts_are_the_papers():
     scale = Scale(PAPER_LENGTH)
     assert (scale.leaf_size, scale.count(256), scale.count(2048)) == (4096, 256, 2048)
-    kept = {top_k(config) for _, config in configs("appendix-a", scale)}
+    kept = {top_k(config) for _, config in configs("appendix-a", PAPER_LENGTH)}
     assert kept == {0, 32, 128, 512, 2048, 8192, 16384}
 
 
@@ -44,7 +45,7 @@ def test_a_budget_of_half_the_length_filters_nothing():
     scale = Scale(64, leaf=8)
 
     def output(scorer: str, top_k: int):
-        config = scale.prescored(scorer, top_k, 8192).config
+        config = scale.paper(scorer, top_k, 8192).config
         generator = torch.Generator().manual_seed(1)
         return prescored_attention(query, key, value, is_causal=True, config=config, generator=generator)
 
@@ -55,7 +56,7 @@ def test_a_budget_of_half_the_length_filters_nothing():
 
 
 def test_appendix_a_at_an_eighth_is_the_grid_of_the_issue():
-    found = configs("appendix-a", Scale(4096))
+    found = configs("appendix-a", 4096)
     assert {top_k(config) for _, config in found} == {0, 4, 16, 64, 256, 1024, 2048}
     assert {lsh(config).sample_size for _, config in found} == {0, 32}
     assert {lsh(config).block_size for _, config in found} == {32}
@@ -65,7 +66,7 @@ def test_appendix_a_at_an_eighth_is_the_grid_of_the_issue():
     # 4 scorers by 5 budgets by 2 by 2, and once for all scorers the rows that select nothing or everything
     assert len(found) == 4 * 5 * 4 + 4 + 4
     assert {config.sinks for _, config in found} == {0}
-    assert {config.sinks for _, config in configs("appendix-a", Scale(4096, sinks=4))} == {4}
+    assert {config.sinks for _, config in configs("appendix-a", 4096, sinks=4)} == {4}
     assert {method.axes["fraction"] for method, _ in found} == {
         0,
         4 / 4096,
@@ -78,14 +79,14 @@ def test_appendix_a_at_an_eighth_is_the_grid_of_the_issue():
 
 
 def test_table1_is_five_rows_and_the_floor():
-    methods = experiment_methods("table1", Scale(8192))
-    assert [method.kind for method in methods] == ["exact", "local"] + ["prescored"] * 4
-    shapes = [(m.axes["paper_top_k"], m.axes["blockwise"]) for m in methods[2:]]
+    methods = experiment_methods("table1", 8192)
+    assert methods[:2] == [EXACT, local_only(1024)]
+    shapes = [(m.axes["paper_top_k"], m.axes["leaf_inclusive"]) for m in methods[2:]]
     assert shapes == [(0, False), (0, True), (2048, False), (8192, True)]
 
 
 def test_appendix_f_switches_one_artefact_at_a_time():
-    for method, config in configs("appendix-f", Scale(4096)):
+    for method, config in configs("appendix-f", 4096):
         own = Coupling() if isinstance(config, Hyper) else config.coupling
         assert own == COUPLINGS[method.axes["coupling"]]
     alone = [COUPLINGS[name] for name in ("zeroed keys", "residual by n", "overlap counted")]
@@ -97,24 +98,23 @@ def test_appendix_f_switches_one_artefact_at_a_time():
 
 
 def test_appendix_i_is_early_as_printed_and_can_be_corrected():
-    early = configs("appendix-i", Scale(4096))
+    early = configs("appendix-i", 4096)
     assert {method.axes["coupling"] for method, _ in early} == {"early"}
     assert {config.coupling for _, config in early} == {COUPLINGS["early"]}
-    fixed = configs("appendix-i", Scale(4096), coupling="corrected")
+    fixed = configs("appendix-i", 4096, coupling="corrected")
     assert {method.axes["coupling"] for method, _ in fixed} == {"corrected"}
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_every_experiment_begins_with_its_two_references(name):
-    methods = experiment_methods(name, Scale(2048))
-    assert [method.kind for method in methods[:2]] == ["exact", "local"]
-    assert methods[1].settings == {"leaf": 256}
+    methods = experiment_methods(name, 2048)
+    assert methods[:2] == [EXACT, local_only(256 if name != "min-weight" else Routed().chunk_size)]
     names = [repr(method.describe()) for method in methods]
     assert len(set(names)) == len(names)
 
 
 def test_cost_compares_all_baselines_at_every_budget():
-    methods = experiment_methods("cost", Scale(4096))[2:]
+    methods = experiment_methods("cost", 4096)[2:]
     series = {}
     for method in methods:
         series.setdefault(method.axes["series"], []).append(method.axes["budget"])
@@ -127,9 +127,9 @@ def test_cost_compares_all_baselines_at_every_budget():
 
 
 def test_a_budget_changes_nothing_of_the_default_but_its_rows():
-    found = [m for m in experiment_methods("cost", Scale(4096)) if m.axes.get("series") == "default"]
+    found = [m for m in experiment_methods("cost", 4096) if m.axes.get("series") == "default"]
     assert [method.config for method in found] == [
-        Routed(min_weight=1 / (2 * method).axes["budget"], chunk_size=512, exact_until=512) for method in found
+        Routed(min_weight=1 / (2 * method.axes["budget"]), chunk_size=512, exact_until=512) for method in found
     ]
     assert len(found) == 6
 
@@ -140,25 +140,20 @@ def test_lengths_stay_inside_what_was_trained_but_for_longest():
     assert default_lengths("table1", 2048) == [2048]
     assert default_lengths("longest", 8192) == [8192, 16384, 32768]
     with pytest.raises(ValueError, match=r"experiment must be one of .* got 'table9'"):
-        experiment_methods("table9", Scale(4096))
+        experiment_methods("table9", 4096)
 
 
-def test_the_budgets_of_the_default_change_nothing_but_the_rows():
-    methods = experiment_methods("rows", Scale(8192, default_leaf("rows", 8192)))
-    assert [method.label for method in methods[2:]] == [f"default, {rows} rows" for rows in (256, 512, 1024)]
-    usual = Routed().to_dict()
-    for method in methods[2:]:
-        changed = {name for name, value in method.settings.items() if value != usual[name]}
-        assert changed <= {"rows"}
-    assert methods[1].settings == {"leaf": usual["chunk_size"]}
+def test_thresholds_of_the_default_change_nothing_else():
+    methods = experiment_methods("min-weight", 8192)
+    weights = (1 / 512, 1 / 1024, 1 / 2048)
+    assert [method.config for method in methods[2:]] == [Routed(min_weight=weight) for weight in weights]
+    assert methods[2].label == "default, min_weight=1/512"
+    assert methods[1].config == Local(Routed().chunk_size)
 
 
 def test_a_field_that_is_set_reaches_every_configuration_that_has_it():
     fields = {"lsh.n_projections": 5, "inner.n_projections": 5, "tolerance": 0.5}
-    plain, set_ = (
-        [m.config for m in experiment_methods("cost", Scale(1024, overrides=overrides)) if m.kind == "prescored"]
-        for overrides in ({}, fields)
-    )
+    plain, set_ = ([config for _, config in configs("cost", 1024, changes=changes)] for changes in ({}, fields))
     assert len(plain) == len(set_)
     for before, after in zip(plain, set_, strict=True):
         assert type(before) is type(after)
@@ -174,9 +169,9 @@ def test_a_field_that_is_set_reaches_every_configuration_that_has_it():
 
 def test_a_field_that_no_configuration_has_is_refused():
     with pytest.raises(ValueError, match=r"got 'block_size' \(did you mean '(inner|lsh)\.block_size'\?\)"):
-        experiment_methods("cost", Scale(1024, overrides={"block_size": 5}))
+        experiment_methods("cost", 1024, changes={"block_size": 5})
     with pytest.raises(ValueError, match=r"^Hyper or Selected must have fields among .* got 'tolerance'"):
-        experiment_methods("table1", Scale(1024, overrides={"tolerance": 0.5}))
+        experiment_methods("table1", 1024, changes={"tolerance": 0.5})
 
 
 @pytest.mark.parametrize("coupling", COUPLINGS)
@@ -184,7 +179,7 @@ def test_a_field_that_no_configuration_has_is_refused():
 def test_without_a_selection_only_residual_and_overlap_differ(coupling, sinks):
     """HyperAttention, or a selection of every key where an artefact asks for one: the keys are the same."""
     query, key, value = torch.randn(3, 1, 2, 64, 8, generator=torch.Generator().manual_seed(0))
-    config = Scale(64, leaf=8, sinks=sinks).prescored("kmeans", 0, 8192, coupling=coupling).config
+    config = Scale(64, leaf=8, sinks=sinks).paper("kmeans", 0, 8192, coupling=coupling).config
     plain = Hyper(Lsh(1, 16, alignment="rank"), sinks, 8)
     got, wanted = (
         prescored_attention(query, key, value, one, is_causal=True, generator=1) for one in (config, plain)
@@ -193,17 +188,37 @@ def test_without_a_selection_only_residual_and_overlap_differ(coupling, sinks):
     assert torch.allclose(got, wanted, atol=1e-6) != bool(changes_something)
 
 
-@pytest.mark.parametrize("length", [512, 8192])
-def test_without_a_leaf_the_default_is_left_as_it_is(length):
-    names = ("default", "kmeans")
-    untouched, *_ = (method.config for method in MethodChoice(names=names).methods(length)[2:])
-    assert untouched == Routed()
-    changed, other = (m.config for m in MethodChoice(names=names, leaf=64).methods(length)[2:])
-    assert changed == Routed(chunk_size=64, exact_until=64)
-    assert other.min_seq_len == 64
-    assert asked_for("default", length=length, leaf=None, overrides={"rows": 64}).config == Routed(
-        min_weight=1 / 128
+@pytest.mark.parametrize(("n", "leaf"), [(64, 8), (65, 8), (63, 8), (100, 12), (16, 16), (10, 16), (17, 16)])
+def test_the_largest_block_is_that_of_a_call(n, leaf):
+    query, key = torch.randn(2, 1, 1, n, 8, generator=torch.Generator().manual_seed(0))
+    config = Selected.paper("key-norm", n, min_seq_len=leaf, inner=Lsh(4, 0, alignment="rank"))
+    blocks = prescored_attention(query, key, key, config=config, is_causal=True, return_aux=True)[1].selection
+    assert largest_block(n, leaf) == max((int(block.valid.sum(-1).max()) for block in blocks), default=0)
+
+
+def test_a_grid_has_every_combination_once():
+    methods = grid_methods(
+        ["paper:kmeans", "key-diff", "default", "hyper", "exact"],
+        1024,
+        top_k=[8, 16],
+        samples=[0, 4],
+        leaf_rule="both",
+        sinks=2,
     )
-    assert asked_for("kmeans", length=length, leaf=None).config.min_seq_len == length // 8
-    with pytest.raises(ValueError, match=r"method must be one of .* got 'flash'"):
-        asked_for("flash", length=length, leaf=None)
+    labels = [method.label for method in methods]
+    assert labels[:2] == ["exact", "local only"]
+    assert labels.count("exact") == 1
+    rules, sizes = ("", ", blockwise"), ("0", "4")
+    assert labels[2:] == [
+        *(f"paper:kmeans, top {k}, {n} samples{rule}" for rule in rules for n in sizes for k in (8, 16)),
+        *("key-diff, top 8", "key-diff, top 16", "default"),
+        *(f"hyper, {n} samples{rule}" for rule in rules for n in sizes),
+    ]
+    by_label = {method.label: method.config for method in methods}
+    assert by_label["default"] == Routed()
+    assert by_label["key-diff, top 8"] == Selected("key-diff", 8, min_seq_len=128)  # --sinks is the paper's
+    lsh = Lsh(8, 4, alignment="rank")
+    assert by_label["hyper, 4 samples, blockwise"] == Hyper(lsh, 2, 128, leaf_inclusive=True)
+    assert [method.label for method in grid_methods((), 1024)[2:]] == [
+        *("hyper", "paper:kmeans", "paper:leverage", "default"),
+    ]

@@ -12,15 +12,15 @@ from prescore.bench.language.tables import (
     holds_for,
     loss_table,
     paper_csv,
-    percent,
     plot_experiment,
-    retrieval_table,
     summarise,
 )
 from prescore.bench.records import Record
+from prescore.bench.tables import percent
 
 
-def record(label, kind, loss, document="a", n_tokens=4096, settings=None, **axes):
+def record(label, loss, document="a", n_tokens=4096, config=None, **axes):
+    kind = {"exact": "Exact", "local only": "Local"}.get(label, "Selected")
     return Record(
         command="perplexity",
         key=f"{label}-{document}-{n_tokens}",
@@ -32,16 +32,16 @@ def record(label, kind, loss, document="a", n_tokens=4096, settings=None, **axes
             "digest": "0",
             "n_tokens": n_tokens,
             "layers": "all",
-            "method": {"label": label, "kind": kind, "settings": settings or {}, "axes": axes},
+            "method": {"label": label, "config": {"type": kind, **(config or {})}, "axes": axes},
         },
         seed=0,
-        figures={"loss": loss, "keys_per_query": 10.0, "attention_seconds": 0.5, "forward_seconds": 1.0},
+        results={"loss": loss, "reads_per_query": 10.0, "attention_seconds": 0.5, "forward_seconds": 1.0},
         seconds=1.0,
     )
 
 
 def references(exact=2.0, local=3.0, **options):
-    return [record("exact", "exact", exact, **options), record("local only", "local", local, **options)]
+    return [record("exact", exact, **options), record("local only", local, **options)]
 
 
 def grid(scorers=("kmeans", "leverage")):
@@ -49,15 +49,15 @@ def grid(scorers=("kmeans", "leverage")):
     for number, scorer in enumerate(scorers):
         for samples in (256, 0):
             for top_k in (0, 32, 2048):
-                for blockwise in (False, True):
+                for leaf_inclusive in (False, True):
                     name = "none" if top_k == 0 else scorer
                     axes = {
                         "scorer": name, "top_k": top_k // 8, "paper_top_k": top_k, "fraction": top_k / 32768,
-                        "sample_size": samples // 8, "paper_sample_size": samples, "blockwise": blockwise,
+                        "sample_size": samples // 8, "paper_sample_size": samples, "leaf_inclusive": leaf_inclusive,
                         "coupling": "corrected", "sinks": 0,
                     }  # fmt: skip
-                    loss = 2.1 + 0.01 * top_k / 32 + 0.1 * blockwise + (0.001 * number if top_k else 0)
-                    found.append(record(f"{name}{top_k}{samples}{blockwise}", "prescored", loss, **axes))
+                    loss = 2.1 + 0.01 * top_k / 32 + 0.1 * leaf_inclusive + (0.001 * number if top_k else 0)
+                    found.append(record(f"{name}{top_k}{samples}{leaf_inclusive}", loss, **axes))
     return list({one.key: one for one in found}.values())
 
 
@@ -67,7 +67,7 @@ def test_no_point_is_cut_off_below_the_frame(tmp_path):
     from prescore.bench.language.tables import _bound_losses, _count_hidden
 
     axes = Figure().subplots()
-    summaries = summarise([*references(), record("x", "prescored", 1.5), record("y", "prescored", 9.0)])
+    summaries = summarise([*references(), record("x", 1.5), record("y", 9.0)])
     top = _bound_losses(axes, summaries)
     low, high = axes.get_ylim()
     assert low < 1.5
@@ -79,23 +79,23 @@ def test_no_point_is_cut_off_below_the_frame(tmp_path):
 
 
 def test_a_record_without_its_loss_is_refused_by_name():
-    broken = record("x", "prescored", 1.0)
-    del broken.figures["loss"]
+    broken = record("x", 1.0)
+    del broken.results["loss"]
     with pytest.raises(ValueError, match=r"record x-a-4096 must have a number as loss, got None"):
         summarise([broken])
 
 
-@pytest.mark.parametrize("name", ["loss", "keys_per_query", "attention_seconds"])
+@pytest.mark.parametrize("name", ["loss", "reads_per_query", "attention_seconds"])
 @pytest.mark.parametrize("figure", ["text", [1.0], {}])
 def test_a_figure_that_is_no_number_is_refused_by_name(name, figure):
-    broken = record("x", "prescored", 1.0)
-    broken.figures[name] = figure
+    broken = record("x", 1.0)
+    broken.results[name] = figure
     with pytest.raises(ValueError, match=rf"record x-a-4096 must have a number as {name}, got"):
         summarise([broken])
 
 
 def test_a_loss_that_is_not_a_number_is_shown_and_not_fatal(tmp_path):
-    records = [*references(), record("x", "prescored", "nan")]
+    records = [*references(), record("x", "nan")]
     summaries = summarise(records)
     assert "nan" in loss_table(summaries, "t").to_markdown()
     assert "nan" in full_csv(summaries)
@@ -103,9 +103,7 @@ def test_a_loss_that_is_not_a_number_is_shown_and_not_fatal(tmp_path):
 
 
 def test_losses_are_averaged_over_documents_with_students_interval():
-    records = [
-        record("exact", "exact", loss, document=name) for name, loss in (("a", 2.0), ("b", 2.5), ("c", 3.0))
-    ]
+    records = [record("exact", loss, document=name) for name, loss in (("a", 2.0), ("b", 2.5), ("c", 3.0))]
     summary = summarise(records)[0]
     assert summary.loss == 2.5
     assert summary.perplexity == pytest.approx(math.exp(2.5))
@@ -116,10 +114,10 @@ def test_losses_are_averaged_over_documents_with_students_interval():
 def test_gap_is_over_the_same_documents_and_the_same_leaves():
     records = [
         *references(),
-        record("local only", "local", 5.0, settings={"leaf": 64}),
+        record("local only", 5.0, config={"chunk_size": 64}),
         *references(exact=1.0, local=9.0, document="b"),
-        record("x", "prescored", 2.25, settings={"min_seq_len": 512}),
-        record("y", "prescored", 2.6, settings={"min_seq_len": 64}),
+        record("x", 2.25, config={"min_seq_len": 512}),
+        record("y", 2.6, config={"min_seq_len": 64}),
     ]
     by_label = {summary.label: summary for summary in summarise(records)}
     assert by_label["x"].gap_closed == pytest.approx(0.75)
@@ -128,10 +126,8 @@ def test_gap_is_over_the_same_documents_and_the_same_leaves():
 
 
 def test_above_exact_is_paired_by_document():
-    records = [record("exact", "exact", loss, document=name) for name, loss in (("a", 2.0), ("b", 4.0))]
-    records += [
-        record("x", "prescored", loss, document=name) for name, loss in (("a", 2.5), ("b", 4.7), ("c", 9.0))
-    ]
+    records = [record("exact", loss, document=name) for name, loss in (("a", 2.0), ("b", 4.0))]
+    records += [record("x", loss, document=name) for name, loss in (("a", 2.5), ("b", 4.7), ("c", 9.0))]
     summary = summarise(records)[-1]
     assert summary.above_exact == pytest.approx(0.6)
     assert summary.above_exact_half_width == pytest.approx(12.706 * 0.1)
@@ -139,7 +135,7 @@ def test_above_exact_is_paired_by_document():
 
 
 def test_without_a_gap_none_is_closed():
-    records = [*references(exact=3.0, local=2.9), record("x", "prescored", 2.0)]
+    records = [*references(exact=3.0, local=2.9), record("x", 2.0)]
     assert summarise(records)[-1].gap_closed is None
     assert summarise(records[2:])[0].gap_closed is None
 
@@ -151,7 +147,7 @@ def test_percent_has_no_minus_zero():
 
 
 def test_table_shows_every_method():
-    table = loss_table(summarise([*references(), record("x", "prescored", 2.25)]), "title")
+    table = loss_table(summarise([*references(), record("x", 2.25)]), "title")
     assert [row[0] for row in table.rows] == ["exact", "local only", "x"]
     assert table.rows[2][1:4] == ("2.2500", "9.488", "75 %")
 
@@ -171,10 +167,10 @@ def test_appendix_a_has_the_papers_columns_and_order():
 def test_a_line_that_keeps_every_key_is_every_scorers():
     whole = grid(("kmeans", "leverage"))
     axes = {"scorer": "kmeans", "top_k": 2048, "paper_top_k": 16384, "fraction": 0.5, "sample_size": 32}
-    axes |= {"paper_sample_size": 256, "blockwise": False}
-    whole.append(record("all", "prescored", 2.5, settings={"top_k": 2048, "min_seq_len": 512}, **axes))
+    axes |= {"paper_sample_size": 256, "leaf_inclusive": False}
+    whole.append(record("all", 2.5, config={"top_k": 2048, "min_seq_len": 512}, **axes))
     # blocks of 600, 1200, 2400 keys: the last are filtered by the same budget
-    other = record("some", "prescored", 2.6, settings={"top_k": 2048, "min_seq_len": 600}, **axes)
+    other = record("some", 2.6, config={"top_k": 2048, "min_seq_len": 600}, **axes)
     assert not holds_for(summarise([other])[0], "leverage")
     lines = list(csv.reader(io.StringIO(paper_csv("appendix-a", summarise(whole)))))
     kept = [line for line in lines if line[1] == "2048"]
@@ -208,34 +204,11 @@ def test_every_experiment_has_a_picture(experiment, tmp_path):
     assert path.stat().st_size > 5000
 
 
-def test_retrieval_table_puts_accuracy_beside_answer_loss():
-    found = []
-    for label, accuracy in (("exact", 1.0), ("x", 0.5)):
-        found.append(
-            Record(
-                command="retrieval",
-                key=label,
-                config={
-                    "part": "retrieval", "task": "single-needle", "n_tokens": 512, "depth": 0.5,
-                    "method": {"label": label},
-                },
-                seed=0,
-                figures={"accuracy": accuracy, "answer_loss": 0.25},
-                seconds=1.0,
-            )
-        )  # fmt: skip
-    table = retrieval_table(found)
-    assert table.columns[1] == "single-needle 512 at 50 %"
-    assert [row[1] for row in table.rows] == ["100 % (0.25)", "50 % (0.25)"]
-
-
 def test_appendix_f_has_the_largest_budget_for_every_scorer():
     def cell(scorer, coupling, top_k, loss):
         axes = {"scorer": scorer, "coupling": coupling, "top_k": top_k // 8, "paper_top_k": top_k}
         settings = {"top_k": top_k // 8, "min_seq_len": 512}
-        return record(
-            f"{scorer}{coupling}{top_k}", "prescored", loss, settings=settings, fraction=top_k / 32768, **axes
-        )
+        return record(f"{scorer}{coupling}{top_k}", loss, config=settings, fraction=top_k / 32768, **axes)
 
     records = [
         *references(),
@@ -256,3 +229,21 @@ def test_appendix_f_has_the_largest_budget_for_every_scorer():
         ("early", "Leverage", "32", "2.6"),
         ("early", "Leverage", "16384", "2.5"),
     ]
+
+
+def test_a_sampled_fit_is_said():
+    sampled = record("paper:kmeans", 2.0, config={"scorer": {"name": "kmeans", "fit_size": "auto"}})
+    assert summarise([sampled])[0].label == "paper:kmeans (sampled fit)"
+
+
+def test_the_note_about_hidden_points_is_outside_of_the_frame():
+    from matplotlib.figure import Figure
+
+    from prescore.bench.language.tables import Summary, _count_hidden
+
+    axes = Figure().subplots()
+    above = Summary("x", {}, {}, 64, "all", {"a": 9.0}, None, 1.0, 1.0)
+    _count_hidden(axes, [above], 4.5)
+    (note,) = axes.texts
+    assert note.xy[1] > 1
+    assert note.get_ha() == "right"  # the title is at the left

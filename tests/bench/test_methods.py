@@ -1,0 +1,377 @@
+"""Methods by name, fields by path, and measured attention against plain computations."""
+
+import math
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+from chatglm_stand_in import ChatGLMStandIn
+from oracles.tiny_language_model import tiny_language_model
+from tiny_models import tiny as tiny_model
+
+import prescore
+from prescore import Exact, Hyper, KMeans, Leverage, Lsh, Routed, Selected
+from prescore.bench.language.documents import Document
+from prescore.bench.language.methods import (
+    EXACT,
+    Baseline,
+    Local,
+    MeasuredAttention,
+    Method,
+    change,
+    check_changes,
+    field_paths,
+    local_only,
+    measured_attention,
+    method_names,
+    named_method,
+    sliding_window,
+)
+from prescore.bench.language.model import LanguageModel
+from prescore.bench.language.perplexity import make_windows, measure_loss, window_losses
+from prescore.integrations.attention import AttentionContext, layer_seed
+from prescore.integrations.patch import patches
+
+TEXT = "In the beginning there was a key, and the key was with the query. " * 20
+SMALL = Routed(chunk_size=16, cluster_size=4, min_weight=1 / 16, exact_until=0)
+
+
+@pytest.fixture(scope="module")
+def window(precise):
+    return make_windows(precise, [Document("text", TEXT)], 200)[0]
+
+
+# Names.
+
+
+@pytest.mark.parametrize("length", [512, 8192])
+@pytest.mark.parametrize("leaf", [None, 64])
+def test_a_name_means_the_same_as_in_python(length, leaf):
+    size, lsh = leaf or length // 8, Lsh(length // 128, length // 128, alignment="rank")
+    wanted = {
+        "exact": Exact(),
+        "local": Local(size),
+        "default": Routed() if leaf is None else Routed(chunk_size=64, exact_until=64),
+        "key-diff": Selected("key-diff", 32, min_seq_len=size),
+        "paper:key-diff": Selected.paper("key-diff", 32, inner=lsh, min_seq_len=size),
+        "hyper": Hyper(lsh, min_seq_len=size),
+        "oracle": Baseline("oracle", {"budget": 32, "chunk_size": size}),
+    }
+    found = {name: named_method(name, length=length, leaf=leaf, top_k=32).config for name in wanted}
+    assert found == wanted
+
+
+def test_unknown_names_and_budgets_are_refused():
+    with pytest.raises(ValueError, match=r"method must be one of .* got 'flash'"):
+        named_method("flash", length=64)
+    with pytest.raises(ValueError, match=r"top_k must be a count of keys for the baseline 'oracle', got 0\.5"):
+        named_method("oracle", length=64, top_k=0.5)
+
+
+# Fields.
+
+
+@pytest.mark.parametrize("config", [Routed(), Selected(), Selected.early(), Hyper(), Exact()], ids=repr)
+def test_every_path_is_a_field_that_can_be_set(config):
+    values = config.to_dict()
+    for path in field_paths(config):
+        owner = values
+        for part in path.split("."):
+            owner = owner[part]
+        assert change(config, {path: owner}) == config
+    assert change(config, {}) == config
+
+
+def test_nested_fields_words_and_objects():
+    config = change(
+        Selected.paper("kmeans", 64),
+        {"top_k": 32, "scorer.n_clusters": 5, "inner.block_size": 16, "coupling.overlap": "count"},
+    )
+    assert (config.top_k, config.scorer, config.inner.block_size) == (32, KMeans(n_clusters=5), 16)
+    assert (config.inner.alignment, config.coupling.overlap) == ("rank", "count")
+    assert change(Selected.paper("kmeans", 64), {"inner": "Exact"}).inner == Exact()
+    # a part comes before the fields inside it, whatever the order
+    fields = {"inner.block_size": 8, "scorer.sketch_size": 9, "inner": "Lsh", "scorer": "leverage"}
+    made = change(Selected(), fields)
+    assert (made.inner, made.scorer) == (Lsh(block_size=8), Leverage(sketch_size=9))
+    assert change(Selected(), {"inner": Lsh(4, 4)}).inner == Lsh(4, 4)
+    with_clusters = Selected(remainder=KMeans(n_clusters=3))
+    assert change(with_clusters, {"remainder.n_clusters": 4}).remainder == KMeans(n_clusters=4)
+    assert change(with_clusters, {"remainder": "none"}).remainder == "none"
+    # fields that only go together
+    assert change(Selected(), {"min_score": 0.5, "top_k": None}) == Selected(min_score=0.5)
+    assert change(Routed(), {"confidence": 0.9, "tolerance": 0.1}).confidence == 0.9
+    assert change(Local(8), {"sinks": 3}, partly=True) == Local(8)
+
+
+@pytest.mark.parametrize(
+    ("config", "fields", "error", "message"),
+    [
+        (Selected(), {"topk": 1}, ValueError, r"^Selected must have fields among .* \(did you mean 'top_k'\?\)"),
+        (Selected("kmeans"), {"scorer.clusters": 1}, ValueError, r"\(did you mean 'scorer.n_clusters'\?\)"),
+        (Selected.paper(), {"inner.blocksize": 1}, ValueError, r"\(did you mean 'inner.block_size'\?\)"),
+        (Selected(), {"min_weight": 1}, ValueError, "got 'min_weight'"),
+        (Selected(), {"type": "Exact"}, ValueError, "got 'type'"),
+        (Selected(), {"scorer.name": "kmeans"}, ValueError, "got 'scorer.name'"),
+        (Selected(), {"inner": "exact"}, ValueError, r"inner type must be one of .* got 'exact'"),
+        (Routed(), {"sinks": -1}, ValueError, "sinks must be at least 0, got -1"),
+        (Hyper(), {"lsh.block_size": "many"}, TypeError, "block_size must be an int, got str 'many'"),
+    ],
+)
+def test_bad_fields_are_refused(config, fields, error, message):
+    with pytest.raises(error, match=message):
+        change(config, fields)
+
+
+def test_partly_takes_the_fields_that_a_configuration_has():
+    fields = {"sinks": 2, "min_weight": 1 / 8, "inner": "Exact", "inner.block_size": 4, "lsh.block_size": 3}
+    assert change(Routed(), fields, partly=True) == Routed(sinks=2, min_weight=1 / 8)
+    assert change(Selected.paper(), fields, partly=True) == Selected.paper(sinks=2, inner=Exact())
+    assert change(Hyper(), fields, partly=True) == Hyper(Lsh(block_size=3), sinks=2)
+    assert change(Exact(), fields, partly=True) == Exact()
+
+
+def test_a_field_that_no_method_has_is_refused():
+    methods = [Method("a", Routed()), Method("b", Selected.paper()), EXACT, local_only(8)]
+    check_changes({"min_weight": 0.5, "inner.block_size": 4}, methods)
+    with pytest.raises(ValueError, match=r"^Routed or Selected must have fields among .* got 'lsh.block_size'"):
+        check_changes({"lsh.block_size": 4}, methods)
+    with pytest.raises(ValueError, match=r"got 'inner.block_size'"):
+        check_changes({"inner": "Exact", "inner.block_size": 4}, methods)
+    with pytest.raises(ValueError, match="got 'sinks'"):
+        check_changes({"sinks": 4}, [EXACT])
+
+
+# Reads, counted one query at a time.
+
+
+@pytest.mark.parametrize("length", [12, 32, 53])
+@pytest.mark.parametrize(
+    "local", [Local(16), Local(16, previous_chunk=True), Local(16, previous_chunk=True, sinks=3)]
+)
+def test_local_attention_is_attention_under_its_mask(length, local):
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randn(2, 4, length, 8, generator=generator, dtype=torch.float64)
+    key, value = torch.randn(2, 2, 2, length, 8, generator=generator, dtype=torch.float64)
+    row, column = torch.arange(length)[:, None], torch.arange(length)[None]
+    visible = (column <= row) & ((column // 16 >= row // 16 - int(local.previous_chunk)) | (column < local.sinks))
+    wanted = torch.nn.functional.scaled_dot_product_attention(
+        query, key, value, attn_mask=visible, scale=0.3, enable_gqa=True
+    )
+    torch.testing.assert_close(local.attend(query, key, value, scale=0.3, seed=0), wanted)
+    assert local.reads(length) == pytest.approx(float(visible.sum(1).double().mean()))
+
+
+def test_reads_of_baselines():
+    streaming = [len({*range(max(0, i - 3), i + 1), *range(min(2, i + 1))}) for i in range(9)]
+    assert Baseline("streaming", {"window": 4, "sinks": 2}).reads(9) == pytest.approx(sum(streaming) / 9)
+    chunked = [i % 4 + 1 + min(3, i // 4 * 4) for i in range(10)]
+    assert Baseline("oracle", {"chunk_size": 4, "budget": 3}).reads(10) == pytest.approx(sum(chunked) / 10)
+
+
+@pytest.mark.parametrize("reads", [1.0, 3.5, 60.2, 90.0, 128.5])
+def test_the_sliding_window_is_the_narrowest_that_reads_as_much(reads):
+    window = sliding_window(256, reads, sinks=2).config
+    assert window.reads(256) >= reads
+    width = window.settings["window"]
+    assert width == 1 or Baseline("streaming", {"window": width - 1, "sinks": 2}).reads(256) < reads
+
+
+# Measured attention in a model.
+
+
+def test_exact_attention_changes_nothing(precise, window):
+    plain = float(window_losses(precise, window).mean())
+    results = measure_loss(precise, window, EXACT)
+    assert results["loss"] == pytest.approx(plain, abs=1e-10)
+    assert results["perplexity"] == pytest.approx(math.exp(plain))
+    assert results["reads_per_query"] == 100.5
+    assert results["attention_seconds"] > 0
+    assert precise.model.config._attn_implementation == "sdpa"
+
+
+CONFIGS = [
+    Selected("uniform", 16, min_seq_len=32, remainder="none"),
+    Selected.paper("kmeans", 16, min_seq_len=32),
+    Hyper.published(lsh=Lsh(8, 8, alignment="rank"), min_seq_len=32),
+    SMALL,
+]
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: type(config).__name__)
+def test_a_configuration_does_what_apply_does(precise, window, config):
+    with prescore.apply(precise.model, config):
+        expected = float(window_losses(precise, window).mean())
+    assert measure_loss(precise, window, Method("some", config))["loss"] == pytest.approx(expected, abs=1e-10)
+    assert abs(expected - float(window_losses(precise, window).mean())) > 1e-6
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: type(config).__name__)
+def test_reads_are_those_of_the_call(config):
+    tensors = torch.randn(3, 1, 2, 200, 8, generator=torch.Generator().manual_seed(0))
+    attention = MeasuredAttention(Method("some", config), [3], seed=5)
+    output = attention(*tensors, AttentionContext(layer=3, is_causal=True))
+    options = {"is_causal": True, "generator": layer_seed(5, 3), "return_aux": True}
+    plain, aux = prescore.prescored_attention(*tensors, config, **options)
+    torch.testing.assert_close(output, plain, rtol=0, atol=0)
+    stats = aux.stats
+    assert attention.reads[3] == pytest.approx(stats.keys_per_query + stats.centroids_per_query)
+
+
+def test_layers_are_summed_and_replaced_ones_told_apart():
+    attention = MeasuredAttention(local_only(4), [1])
+    tensors = torch.randn(3, 1, 2, 8, 4)
+    for layer in (0, 1):
+        attention(*tensors, AttentionContext(layer=layer, is_causal=True))
+    attention.seconds, attention.processor_seconds = {0: 1.0, 1: 2.0}, {0: 0.5, 1: 1.0}
+    assert attention.results() == {
+        "attention_seconds": 3.0,
+        "attention_processor_seconds": 1.5,
+        "replaced_seconds": 2.0,
+        "layers_replaced": 1,
+        "reads_per_query": 3.5,  # 4.5 and 2.5
+        "replaced_reads_per_query": 2.5,
+    }
+    assert MeasuredAttention(EXACT).results()["reads_per_query"] is None
+
+
+def test_waiting_is_time_but_not_processor_time():
+    class Slow(Local):
+        def attend(self, query, key, value, *, scale, seed):
+            time.sleep(0.05)
+            return query
+
+    attention = MeasuredAttention(Method("slow", Slow(8)), [0])
+    attention(*torch.zeros(3, 1, 1, 8, 4), AttentionContext(layer=0, is_causal=True))
+    results = attention.results()
+    assert results["attention_processor_seconds"] < 0.04 < results["attention_seconds"]
+
+
+def test_only_the_chosen_layers_are_replaced(precise, window):
+    one, both = (measure_loss(precise, window, local_only(25), layers=layers) for layers in ("last:1", "all"))
+    assert (one["layers_replaced"], both["layers_replaced"]) == (1, 2)
+    assert one["replaced_reads_per_query"] == both["reads_per_query"] == 13.0
+    exact = measure_loss(precise, window, EXACT)
+    assert len({round(results["loss"], 9) for results in (exact, one, both)}) == 3
+
+
+FEW = {"lsh.block_size": 8, "lsh.sample_size": 8, "inner.block_size": 8, "inner.sample_size": 8}
+
+
+@pytest.mark.parametrize("name", method_names())
+def test_every_name_runs(precise, window, name):
+    results = measure_loss(precise, window, named_method(name, length=200, leaf=32, top_k=16, changes=FEW))
+    assert math.isfinite(results["loss"])
+    assert 0 < results["reads_per_query"] <= 201
+
+
+CAUSAL = ("key-diff", "paper:kmeans", "hyper", "uniform", "performer", "reformer", "heavy-hitters", "streaming")
+
+
+@pytest.mark.parametrize("name", [*CAUSAL, "lev-attention", "default", "local"])
+def test_no_method_but_the_oracle_sees_the_future(precise, window, name):
+    lsh = Lsh(8, 8, alignment="hash")
+    method = named_method(name, length=200, leaf=32, top_k=16, changes={"lsh": lsh, "inner": lsh})
+    changed = window.tokens.clone()
+    changed[150:] = changed[150:].flip(0)
+    with measured_attention(precise.model, method):
+        before, after = precise.hidden(window.tokens), precise.hidden(changed)
+    torch.testing.assert_close(before[:150], after[:150])
+
+
+def test_the_seed_reaches_the_method(precise, window):
+    method = named_method("uniform", length=200, leaf=32, top_k=8)
+    one, same, other = (measure_loss(precise, window, method, seed=seed)["loss"] for seed in (0, 0, 1))
+    assert one == same != other
+
+
+def test_sliding_window_layers_stay_as_they_are(window):
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+    config = Gemma3TextConfig(
+        vocab_size=256, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, sliding_window=16, max_position_embeddings=512,
+        layer_types=["sliding_attention", "full_attention"], final_logit_softcapping=2.0,
+    )  # fmt: skip
+    gemma = LanguageModel("gemma", Gemma3ForCausalLM(config).double().eval(), None)
+    gemma.check_head()
+    plain = float(window_losses(gemma, window).mean())
+    assert measure_loss(gemma, window, EXACT)["loss"] == pytest.approx(plain, abs=1e-10)
+    both, last = (
+        measure_loss(gemma, window, local_only(32), layers=layers)["loss"] for layers in ("all", "last:1")
+    )
+    assert both == last != pytest.approx(plain, abs=1e-10)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["exact", "paper:kmeans", "default"])
+def test_lower_precision_moves_the_loss_little(window, dtype, name):
+    model, tokenizer = tiny_language_model()
+    changes = {"inner": "Exact"} if name == "paper:kmeans" else None
+    method = named_method(name, length=200, leaf=64, top_k=32, changes=changes)
+    exact = measure_loss(LanguageModel("tiny", model.double(), tokenizer), window, method)["loss"]
+    low = LanguageModel("tiny", model.to(dtype), tokenizer)
+    low.check_head()
+    # 100 positions whose logits carry a relative rounding of 2^-9 in bfloat16, after two layers
+    assert measure_loss(low, window, method)["loss"] == pytest.approx(exact, rel=0.02)
+
+
+def test_what_a_method_would_ignore_is_refused(window):
+    sizes = {"vocab_size": 256, "max_position_embeddings": 512, "layer_types": ["full_attention"] * 2}
+    gemma = LanguageModel("gemma", tiny_model("Gemma2", attn_logit_softcapping=5.0, **sizes), None)
+    for name in ("local", "streaming", "default"):
+        with pytest.raises(ValueError, match="its logits are soft-capped"):
+            measure_loss(gemma, window, named_method(name, length=200, leaf=32))
+    plain = float(window_losses(gemma, window).mean())
+    with measured_attention(gemma.model, local_only(32), layers=[]):  # layers that are not replaced may do so
+        assert float(window_losses(gemma, window).mean()) == pytest.approx(plain, rel=1e-5)
+
+
+def test_dropout_and_caches_are_refused(precise, window):
+    with torch.no_grad(), measured_attention(precise.model, EXACT):
+        past = precise.model(input_ids=window.tokens[None, :50], use_cache=True).past_key_values
+        with pytest.raises(ValueError, match="it has 1 queries for 51 keys; measure without a cache"):
+            precise.model(input_ids=window.tokens[None, 50:51], past_key_values=past)
+    model, tokenizer = tiny_language_model()
+    model.train()
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.1
+    with pytest.raises(ValueError, match=r"drops attention weights with probability 0\.1"):
+        measure_loss(LanguageModel("tiny", model, tokenizer), window, EXACT)
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_chatglm_is_measured_through_the_same_function():
+    torch.manual_seed(0)
+    model = ChatGLMStandIn().double().eval()
+    tokens = torch.randint(61, (1, 96), generator=torch.Generator().manual_seed(1))
+    cores = [layer.self_attention.core_attention for layer in model.transformer.encoder.layers]
+    with torch.no_grad():
+        plain = model(tokens)[0]
+        with measured_attention(model, EXACT) as cost:
+            torch.testing.assert_close(model(tokens)[0], plain)
+            assert cost()["reads_per_query"] == 48.5
+        config = Selected("key-diff", top_k=8, min_seq_len=16, sinks=2, remainder="none")
+        with prescore.apply(model, config, layers="first:2"):
+            applied = model(tokens)[0]
+        with measured_attention(model, Method("key-diff", config), layers="first:2") as cost:
+            torch.testing.assert_close(model(tokens)[0], applied)
+            assert cost()["layers_replaced"] == 2
+    assert (applied - plain).abs().max() > 1e-6
+    training = ChatGLMStandIn(dropout=0.5).train()
+    core = training.transformer.encoder.layers[0].self_attention.core_attention
+    with (
+        pytest.raises(ValueError, match=r"drops attention weights with probability 0\.5"),
+        measured_attention(training, EXACT),
+    ):
+        training(tokens)
+    assert [layer.self_attention.core_attention for layer in model.transformer.encoder.layers] == cores
+    assert training.transformer.encoder.layers[0].self_attention.core_attention is core
+    assert not patches(core)
+
+
+def test_a_shard_with_a_sliding_window_is_refused():
+    attention = MeasuredAttention(EXACT, [0], group=SimpleNamespace(size=2, rank=0))
+    with pytest.raises(ValueError, match="it has a sliding window, which no shard can see on its own"):
+        attention(*torch.zeros(3, 1, 1, 8, 4), AttentionContext(layer=0, is_causal=True, is_local=True))

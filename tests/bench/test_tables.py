@@ -1,0 +1,64 @@
+"""Tables as values, numbers as text, and the style of plots."""
+
+import math
+
+import pytest
+
+from prescore.bench.plots import COLOURS, bars, figure, line_style
+from prescore.bench.tables import Table, as_text, mean_and_spread, span
+
+
+def test_table_as_markdown():
+    table = Table("Title", ("name", "value"), (("a|b", "1"),), note="below")
+    assert table.to_markdown() == "**Title**\n\n| name | value |\n| --- | ---: |\n| a\\|b | 1 |\n\nbelow\n"
+
+
+def test_table_on_a_terminal_prints_brackets_as_they_are(capsys):
+    from rich.console import Console
+
+    Console(width=100).print(Table("T", ("a", "b"), (("[bold]", "prescore[eval]"),)).to_rich())
+    shown = capsys.readouterr().out
+    assert "[bold]" in shown
+    assert "prescore[eval]" in shown
+
+
+def test_ragged_rows_are_refused():
+    with pytest.raises(ValueError, match="rows must have 2 cells, got 1"):
+        Table("T", ("a", "b"), (("x",),))
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(None, "-"), (0.0, "0"), (1.0, "1"), (0.12345, "0.123"), (1234.5, "1234"), (1e-6, "1e-06"),
+     (2.5e7, "2.5e+07"), (math.inf, "inf"), ("nan", "nan"), (-0.5, "-0.5"), (100.0, "100")],
+)  # fmt: skip
+def test_number(value, text):
+    assert as_text(value) == text
+
+
+def test_spreads():
+    assert mean_and_spread([0.5, 0.7]) == "0.60 ± 0.14"
+    assert mean_and_spread([0.5]) == "0.50"
+    assert mean_and_spread([None, 0.5]) == "0.50"
+    assert mean_and_spread([None]) == mean_and_spread([]) == span([]) == "-"
+    assert span([1.0, 3.0]) == "2 (1 to 3)"
+    assert span([1.0, 1.0]) == "1"
+    assert span([1.0, math.inf]) == "inf (1 to inf)"
+
+
+def test_plots_leave_the_callers_style_alone(tmp_path):
+    import matplotlib
+
+    before = dict(matplotlib.rcParams)
+    with figure(tmp_path / "x.png", (3, 2)) as (_, axes):
+        bars(axes, ["a", "b"], [0.5, 1.0], [0.1, 0.0], COLOURS[:2])
+    assert dict(matplotlib.rcParams) == before
+    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_no_two_lines_look_the_same():
+    styles = [line_style(place) for place in range(30)]
+    assert len({str(style) for style in styles}) == 30
+    for name in ("color", "marker"):
+        assert len({style[name] for style in styles[:10]}) == 10
+    assert not {style["color"] for style in styles} & {"#000000", "#F0E442"}  # kept apart, and lost on white
