@@ -8,12 +8,12 @@ from oracles.budgets import assert_within
 from oracles.dense import dense_attention, full_weights, subset_weights
 from oracles.inputs import attention_tensors
 from oracles.naive import naive_weights
+from prescore.bench.routed_oracle import routed_oracle
 
 import prescore
 from prescore import Exact, Hyper, KMeans, Lsh, Selected
 from prescore.attention import Options
 from prescore.attention import attend as run_call
-from prescore.bench.routed_oracle import routed_oracle
 from prescore.call import make_call
 from prescore.ops.backend import Needs, pick_backend
 from prescore.rng import Streams

@@ -306,7 +306,9 @@ def run_losses(group, document, length, methods):
     (window,) = make_windows(loaded, [Document("text", document)], length)
     ranks = None if group is None else Group(group)
     return {
-        name: measure_loss(loaded, window, named_method(name, length=length, leaf=32, top_k=8), group=ranks, layers="first:1")
+        name: measure_loss(
+            loaded, window, named_method(name, length=length, leaf=32, top_k=8), group=ranks, layers="first:1"
+        )
         for name in methods
     }
 

@@ -23,7 +23,7 @@ from prescore.errors import Unsupported
 from prescore.ops.backend import Needs, accumulation_dtype, pick_backend
 from prescore.rng import DEFAULT_SEED, Streams
 from prescore.routed.decode import RoutedIndex
-from prescore.routed.layout import make_layout
+from prescore.routed.layout import routes
 from prescore.selected.plan import make_plan
 from prescore.types import Reads, Result
 
@@ -94,14 +94,6 @@ class Step(NamedTuple):
 def keeps_selection(config: Config) -> bool:
     """Whether decode steps reuse a selection; other configurations choose at every step, or read all keys."""
     return isinstance(config, Selected) and not (isinstance(config.top_k, float) and config.top_k == 1.0)
-
-
-def routes(config: Routed, n_query: int, n_keys: int, is_causal: bool) -> bool:
-    """Whether some query of a call without padding reads fewer keys than it sees."""
-    layout = make_layout(n_query, n_keys, causal=is_causal, config=config)
-    if is_causal:
-        return layout.n_chunks > 0
-    return n_query >= config.exact_until and n_keys >= layout.sinks + layout.chunk
 
 
 class LayerCache:
@@ -191,8 +183,8 @@ class LayerCache:
             return Step(OVER_ALL)
         with without_autocast(query, keys.key, keys.value) as tensors:
             attended = index.attend(*tensors)
-        reads = Reads(index.keys_read)
-        return Step(OVER_CLUSTERS, Result(*attended, lambda: reads, index.figures))
+        reads = index.reads
+        return Step(OVER_CLUSTERS, Result(*attended, lambda: reads, index.stats))
 
     def select(self, keys: CachedKeys | None = None, request: Request | None = None) -> None:
         """Make the selection now instead of at the first step, where steps will need one and there is none.
@@ -288,7 +280,7 @@ class LayerCache:
     def _routed_index(self, query: Tensor, keys: CachedKeys, request: Request) -> RoutedIndex | None:
         """The clusters that new queries choose from; None where they read every key instead."""
         config = request.config
-        if not isinstance(config, Routed) or not self._owned or not routes(config, 1, keys.n_keys, True):
+        if not isinstance(config, Routed) or not self._owned or not routes(config, 1, keys.n_keys, is_causal=True):
             return None
         if request.dropout or records_gradients(query, keys.key, keys.value):
             return None  # the index has neither dropout nor gradients

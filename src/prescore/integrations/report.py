@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from prescore.config import Config, Exact, Hyper, Routed, Selected
-from prescore.integrations.decode import OVER_ALL, OVER_CLUSTERS, OVER_SELECTION, STEP_AT_MOST, routes
+from prescore.integrations.decode import OVER_ALL, OVER_CLUSTERS, OVER_SELECTION, STEP_AT_MOST
 from prescore.ops.native.library import NO_LEVEL
+from prescore.routed.layout import routes
 from prescore.types import Reads, Values
 
 PREFILL, STEPS = "prefill", "steps"
@@ -170,7 +171,7 @@ def what_ran(config: Config, path: str, n_query: int, n_keys: int, *, is_causal:
     is_step = path == OVER_ALL
     if isinstance(config, Routed):
         is_causal = is_causal or is_step
-        if not routes(config, n_query, n_keys, is_causal):
+        if not routes(config, n_query, n_keys, is_causal=is_causal):
             if n_keys <= config.exact_until if is_causal else n_query < config.exact_until:
                 return f"{READS_ALL}shorter than exact_until={config.exact_until}"
             chunks = "two chunks" if is_causal else "a chunk"

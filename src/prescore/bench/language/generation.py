@@ -17,7 +17,7 @@ from prescore.bench.records import Values
 from prescore.config import Config, Routed
 from prescore.integrations.apply import Layers, apply, find_adapter, pick_layers, replace_attention
 from prescore.integrations.attention import AttentionContext, PrescoredAttention, attend_exactly
-from prescore.integrations.decode import remembers
+from prescore.integrations.decode import keeps_selection
 
 
 @dataclass(frozen=True)
@@ -47,9 +47,9 @@ class Continuation:
         checks.integer("n_beams", self.n_beams, minimum=1)
         if self.ignore_end and self.n_beams > 1:
             raise ValueError(f"ignore_end must come with one beam, got n_beams={self.n_beams}")
-        keeps_selection = self.config is not None and remembers(self.config)
+        reuses = self.config is not None and keeps_selection(self.config)
         for name, value in {"evict": self.evict, "refresh_every": self.refresh_every}.items():
-            if value and not keeps_selection:
+            if value and not reuses:
                 got = "the model's own attention" if self.config is None else type(self.config).__name__
                 raise ValueError(f"{name} must come with a Selected that leaves keys out, got {got}")
 
@@ -113,16 +113,16 @@ class _Timer:
             {
                 "layer": number,
                 "phase": name,
-                "reads": phase.last.rows,
-                "visible": phase.last.visible,
-                "error_estimate": phase.last.error,
-                "error_bound": phase.last.error_limit,
-                "refined": phase.last.refined,
-                "read_all": phase.last.read_all,
+                "reads": None if phase.last.reads is None else sum(phase.last.reads),
+                "visible": phase.last.visible_keys,
+                "error_estimate": phase.last.stats.get("error_estimate"),
+                "error_bound": phase.last.stats["error_bound_max"],
+                "refined": phase.last.stats.get("refined"),
+                "read_all": phase.last.stats.get("read_all"),
             }
             for number, attention in self.layers.items()
-            for name, phase in attention.history.phases.items()
-            if phase.last.error_limit is not None
+            for name, phase in attention.trace.phases.items()
+            if "error_bound_max" in phase.last.stats
         ]
 
 

@@ -132,7 +132,7 @@ class Baseline:
         """
         settings, third_party = self.settings, third_party_baselines()
         if self.name in third_party:
-            return float(third_party[self.name].rows(length, settings))
+            return float(third_party[self.name].keys_read(length, settings))
         position = torch.arange(length, dtype=torch.float64)
         if self.name == "streaming":
             beyond = (position + 1 - settings["window"]).clamp_min(0)
