@@ -162,8 +162,15 @@ def test_padding_changes_nothing(kind, is_causal):
         assert_within(padded[row : row + 1, :, real], alone, FLOAT64, "output")
 
 
-def test_leverage_above_epsilon_sums_to_what_it_keeps():
-    """The universal set of the paper: with eps = 0 every key, and at most rank / eps keys."""
+def test_a_key_of_exactly_the_score_is_kept():
+    key = torch.tensor([3.0, 1.0, 2.0, 4.0])[None, None, :, None]
+    config = Selected("key-norm", min_score=2, sinks=0, remainder="none")
+    _, aux = prescored_attention(key, key, key, config, return_aux=True)
+    assert aux.selection.indices.tolist() == [[[0, 2, 3]]]
+
+
+def test_leverage_keeps_at_most_rank_over_epsilon_keys():
+    """The universal set of the paper: scores sum to the rank, so that few keys reach epsilon."""
     _, key, value = tensors()
     for epsilon in (0.01, 0.05, 0.2):
         config = Selected("leverage", min_score=epsilon, sinks=0, remainder="none")

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import prescore
-from prescore import Selected, select
+from prescore import KMeans, Selected, prescored_attention, select
 from prescore.rng import Streams
 from prescore.scoring.select import budget_counts, race_scores, select_keys, select_top, selection_of
 
@@ -113,6 +113,23 @@ def test_the_delta_test_falls_back_row_by_row():
     assert counts(selection) == [[100] * 3, [10] * 3]
     assert select(KEYS, "key-norm", min_fraction=0.1, **options).fallback.tolist() == [False, False]
     assert select(KEYS, "key-norm", min_fraction=0.5, **options).fallback.tolist() == [True, True]
+
+
+@pytest.mark.parametrize(("is_causal", "per_cluster"), [(False, 32), (True, 16)], ids=["full", "causal"])
+@pytest.mark.parametrize("dim", [4, 80])
+def test_centroids_of_a_scorer_without_clusters_are_fitted_on_a_sample(is_causal, per_cluster, dim):
+    """These clusters score nothing, so a sample is enough: so many keys for each of at least 64 clusters."""
+    generator = torch.Generator().manual_seed(1)
+    query, key, value = (torch.randn(1, 1, n, dim, generator=generator) for n in (1500, 5300, 5300))
+    config = Selected("key-norm", 64, min_seq_len=1300)
+    sampled = config.replace(remainder=KMeans(fit_size=per_cluster * max(dim + 1, 64)))
+    options = {"is_causal": is_causal, "generator": 3}
+    found, wanted, other = (
+        prescored_attention(query, key, value, each, **options)
+        for each in (config, sampled, config.replace(remainder=KMeans(max_iter=2)))
+    )
+    assert torch.equal(found, wanted)
+    assert not torch.equal(found, other)
 
 
 def test_low_precision_keys_are_scored_in_float32_without_gradients():

@@ -39,7 +39,7 @@ class Crew:
         return [result for _, result in outcomes]
 
     def outcomes(self, function, *args, ranks=2):
-        """Of each rank `("done", result)`, `("raised", (type, message))`, `("error", traceback)` or `("dead", None)`."""
+        """Of each rank `done` and its result, `raised` and (type, message), `error` and a trace, or `dead`."""
         for order in self.orders[:ranks]:
             order.put((function.__module__, function.__name__, args, ranks))
         outcomes = []
