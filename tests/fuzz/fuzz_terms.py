@@ -57,6 +57,6 @@ def aligned_by_rank(config):
 
 
 def refused(case, error):
-    """Whether an error is a refusal with its reason: of a backend, or of an error bar beside gradients."""
+    """Whether an error is a refusal with its reason: of a named backend, or of a tolerance with gradients."""
     asked = case.backend != "auto" or getattr(case.config, "tolerance", None) is not None
     return isinstance(error, Unsupported) and asked

@@ -262,8 +262,8 @@ BREAKS = {
     ("forward.c", "native"): [
         (
             "keys read stay in the centroid",
-            "floats left = splat((float)p->cluster_size) -",
-            "floats left = splat(32.0f) - 0.0f *",
+            "left = splat((float)p->cluster_size) -",
+            "left = splat(32.0f) - 0.0f *",
         ),
         ("coarser query", "largest(most) / 31.0f", "largest(most) / 7.0f"),
         ("threshold too low", "- p->log_inverse;", "- 1.1f * p->log_inverse;"),
@@ -302,7 +302,7 @@ BREAKS = {
 }
 """By file and the check that must fail: what breaks, the text, its replacement."""
 
-# --- breaking
+# --- how a break is made
 
 
 def functions_of(namespace, file):
