@@ -42,11 +42,11 @@ def cases(draw):
     def pick(*values):
         return draw(st.sampled_from(values))
 
-    size = pick(1, 3, 4, 8, 20, 24)  # beyond sixteen, not all keys of a cluster are outliers
+    size = pick(1, 3, 4, 5, 8, 17, 20, 24)  # beyond sixteen, not all keys of a cluster are outliers
     config = Routed(
         min_weight=pick(1.0, 1 / 2, 1 / 6, 1 / 16, 1 / 80, 1 / 2000, 1e-6),
         cluster_size=size,
-        chunk_size=size * pick(1, 2, 3, 4 if size < 16 else 1) + pick(0, 1),
+        chunk_size=size * pick(1, 2, 3, 4 if size < 16 else 1) + pick(0, 0, 1, 3),
         sinks=pick(0, 1, 4, 20),
         exact_until=pick(0, 0, 20, 60),
     )
@@ -60,7 +60,7 @@ def cases(draw):
 
 
 @given(cases())
-@settings(derandomize=True, deadline=None, max_examples=50)
+@settings(derandomize=True, deadline=None, max_examples=60)
 def test_random_calls_are_the_definition(case):
     config, inputs, options = case
     check_routed(config, inputs, **options)
@@ -80,19 +80,6 @@ def test_numbers_of_queries_and_padding(is_causal, n_query, padding):
     assert stats["far_keys_read"] > 0
     gaps = padding == "holes" or (is_causal and padding == "right" and n_query < 90)
     assert stats.exact_sequences == (1 if gaps else None)
-
-
-@both
-@pytest.mark.parametrize(
-    ("cluster_size", "chunk_size", "rounded", "chunk"),
-    [(1, 16, 1, 16), (5, 13, 3, 12), (100, 24, 24, 24), (6, 31, 3, 24), (17, 17, 17, 17)],
-)
-def test_odd_sizes(cluster_size, chunk_size, rounded, chunk, is_causal):
-    config = SMALL.replace(cluster_size=cluster_size, chunk_size=chunk_size, sinks=2)
-    inputs = tensors(120, batch=1, heads=2, n_query=40, seed=chunk_size)
-    stats = check_routed(config, inputs, is_causal=is_causal)
-    assert (stats["cluster_size"], stats["chunk_size"]) == (rounded, chunk)
-    assert stats["n_chunks"] > 0
 
 
 @both
@@ -162,19 +149,6 @@ def test_gradients_of_the_output_alone_and_of_the_lse_alone():
 
 
 @both
-def test_reading_every_key_is_exact_attention(is_causal):
-    inputs = tensors(75)
-    exact = exact_attention(*inputs, is_causal=is_causal)
-    got, stats = attend(inputs, SMALL.replace(min_weight=1e-20), is_causal=is_causal)
-    assert stats["far_keys_read"] > 16
-    short, stats = attend(inputs, SMALL.replace(min_weight=1.0, exact_until=76), is_causal=is_causal)
-    assert stats.exact_queries == 75
-    for result in (got, short):
-        assert_same(result.output, exact.output)
-        assert_same(result.lse, exact.lse)
-
-
-@both
 @pytest.mark.parametrize("min_weight", [1.0, 1 / 8, 1 / 2000])
 def test_equal_keys_are_exact_whatever_is_read(is_causal, min_weight):
     query, key, value = tensors()
@@ -235,18 +209,6 @@ def test_an_outlier_is_found_however_far_from_its_centroid(backend, monkeypatch)
 # --- causality, chunks, batches, padding
 
 
-@pytest.mark.parametrize("min_weight", [1.0, 1 / 16, 1 / 120])
-def test_later_queries_keys_and_values_change_nothing(min_weight):
-    inputs, config = tensors(130), SMALL.replace(min_weight=min_weight)
-    before, _ = attend(inputs, config)
-    for place in range(3):
-        changed = [t.clone() for t in inputs]
-        changed[place][:, :, 83:] = torch.randn(changed[place][:, :, 83:].shape, dtype=torch.float64) * 9
-        after, _ = attend(changed, config)
-        assert_same(after.output[:, :, :83], before.output[:, :, :83])
-        assert not torch.allclose(after.output[:, :, 83:], before.output[:, :, 83:])
-
-
 @pytest.mark.parametrize("exact_until", [0, 61])
 @pytest.mark.parametrize("sizes", [(130,), (1, 129), (60, 61, 9), (35, 16, 16, 63), (100, 1, 1, 1, 27)])
 def test_chunked_prefill_equals_the_whole_call(sizes, exact_until):
@@ -262,21 +224,6 @@ def test_chunked_prefill_equals_the_whole_call(sizes, exact_until):
 
 
 @both
-@pytest.mark.parametrize("length", [61, 20, 1])
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_batch_and_padding_change_nothing(is_causal, length, side):
-    inputs = tensors(batch=3)
-    own = slice(0, length) if side == "right" else slice(90 - length, 90)
-    mask = torch.ones(3, 90, dtype=torch.bool)
-    mask[1] = False
-    mask[1, own] = True
-    batch = prescored_attention(*inputs, SMALL, is_causal=is_causal, key_padding_mask=mask)
-    for row, place in ((0, slice(None)), (1, own), (2, slice(None))):
-        alone = prescored_attention(*(t[row : row + 1, :, place] for t in inputs), SMALL, is_causal=is_causal)
-        assert_same(batch[row : row + 1, :, place], alone)
-
-
-@both
 def test_groups_of_heads_and_batches_of_heads_change_nothing(is_causal, monkeypatch):
     query, key, value = tensors()
     full = prescored_attention(query, key, value, SMALL, is_causal=is_causal)
@@ -285,19 +232,6 @@ def test_groups_of_heads_and_batches_of_heads_change_nothing(is_causal, monkeypa
     for at_once in (1, 90 * 8 * 3):
         monkeypatch.setattr("prescore.routed.attention.KEY_NUMBERS_AT_ONCE", at_once)
         assert_same(prescored_attention(query, key, value, SMALL, is_causal=is_causal), full)
-
-
-@pytest.mark.parametrize("n_query", [140, 5, 1])
-def test_padding_between_keys_is_never_read(n_query):
-    query, key, value = tensors(140, seed=140)
-    query, mask = query[:, :, -n_query:], torch.ones(2, 140, dtype=torch.bool)
-    mask[0, 90:110] = False
-    mask[1, 120:] = n_query == 140
-    got, _ = attend((query, key, value), SMALL, key_padding_mask=mask)
-    wanted = exact_attention(query, key, value, is_causal=True, key_padding_mask=mask)
-    for row in (0, 1) if n_query < 140 else (0,):
-        assert_same(got.output[row], wanted.output[row])
-        assert_same(got.lse[row], wanted.lse[row])
 
 
 def test_a_sequence_of_padding_sees_nothing():

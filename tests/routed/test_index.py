@@ -9,7 +9,7 @@ from prescore import Routed
 from prescore.routed import native, reference
 from prescore.routed.layout import make_layout, routes
 from prescore.routed.reference import build_clusters, int4_logits, quantize_keys, quantize_queries
-from prescore.routed.tree import bisection_tree, tree_levels
+from prescore.routed.tree import bisection_tree
 
 SMALL = Routed(cluster_size=4, chunk_size=16, sinks=3, exact_until=0)
 
@@ -66,10 +66,6 @@ def test_what_a_query_sees_depends_on_no_later_key():
 
 
 # --- tree
-
-
-def test_levels_reach_the_cluster_size():
-    assert [tree_levels(n, 32) for n in (1, 32, 33, 64, 65, 512)] == [0, 0, 1, 1, 2, 4]
 
 
 def test_separated_groups_become_clusters():

@@ -62,12 +62,12 @@ def reference():
 
 def stats():
     config, tensors, _, _ = small_case("outliers")
-    _, found = attend(tensors, config)
+    _, reported = attend(tensors, config)
     reads = [read for head in small_reads() for read in head]
     routed = [read for read in reads if len(read.centroid_logits)]
     n_read = sum(int((read.always | read.hits).sum()) for read in reads) / len(reads)
-    assert abs(found.keys_per_query - n_read) < 1e-9
-    assert abs(found.keys_compared - sum(read.n_compared for read in routed) / len(routed)) < 1e-9
+    assert abs(reported.keys_per_query - n_read) < 1e-9
+    assert abs(reported.keys_compared - sum(read.n_compared for read in routed) / len(routed)) < 1e-9
 
 
 @cache
@@ -76,15 +76,15 @@ def small_reads():
     return oracle_reads(*tensors, config, is_causal=True).values()
 
 
-def native_tensors(dtype=torch.float32):
-    sizes = {"batch": 1, "heads": 4, "kv_heads": 2, "n_keys": 330, "dim": 32, "value_dim": 48, "spread": 1.0}
-    tensors = attention_tensors(**sizes, dtype=dtype)
+def native_tensors():
+    sizes = {"heads": 4, "kv_heads": 2, "n_keys": 330, "dim": 32, "value_dim": 48}
+    tensors = attention_tensors(**sizes, spread=1.0, dtype=torch.float32)
     tensors[1][:, :, 10::32] *= 4
     return tensors
 
 
-def native(**changes):
-    check_native(NATIVE.replace(**changes), native_tensors())
+def native():
+    check_native(NATIVE, native_tensors())
 
 
 def native_forward():
@@ -122,11 +122,12 @@ def decode(config=SMALL):
 
 def tolerance():
     """Native code samples as the plain backend does."""
-    (got, found), (wanted, other) = (attend(native_tensors(), TOLERANT, backend=b) for b in ("native", "plain"))
+    calls = [attend(native_tensors(), TOLERANT, backend=backend) for backend in ("native", "plain")]
+    (got, stats), (wanted, plain_stats) = calls
     differ = differing_queries(got, wanted, 1e-3).double().mean()
     assert differ <= 0.01, f"{float(differ)} of the queries differ"
     for name in ("error_estimate", "error_bound_mean", "far_keys_read", "read_all"):
-        assert abs(found[name] - other[name]) <= 0.02 * other[name] + 1e-3, name
+        assert abs(stats[name] - plain_stats[name]) <= 0.02 * plain_stats[name] + 1e-3, name
 
 
 def seeds():
@@ -262,8 +263,8 @@ BREAKS = {
     ("forward.c", "native"): [
         (
             "keys read stay in the centroid",
-            "floats left = splat((float)p->cluster_size) -",
-            "floats left = splat(32.0f) - 0.0f *",
+            "left = splat((float)p->cluster_size) -",
+            "left = splat(32.0f) - 0.0f *",
         ),
         ("coarser query", "largest(most) / 31.0f", "largest(most) / 7.0f"),
         ("threshold too low", "- p->log_inverse;", "- 1.1f * p->log_inverse;"),
@@ -302,19 +303,19 @@ BREAKS = {
 }
 """By file and the check that must fail: what breaks, the text, its replacement."""
 
-# --- breaking
+# --- how a break is made
 
 
 def functions_of(namespace, file):
     """Functions and methods defined in a file, by name."""
-    found = {}
+    functions = {}
     for value in namespace.values():
         for member in vars(value).values() if isinstance(value, type) else (value,):
             function = getattr(member, "fget", None) or getattr(member, "__func__", None) or member
             function = inspect.unwrap(function) if callable(function) else function
             if isinstance(function, FunctionType) and function.__code__.co_filename == file:
-                found[function.__qualname__] = function
-    return found
+                functions[function.__qualname__] = function
+    return functions
 
 
 def break_python(monkeypatch, name, text, replacement):

@@ -19,7 +19,7 @@ from routed_checks import (
     specified_queries,
 )
 
-from prescore import Exact, Routed, Selected, exact_attention, prescored_attention
+from prescore import Exact, Routed, Selected, prescored_attention
 from prescore.errors import Unsupported
 from prescore.ops.native import library
 from prescore.routed import error_bound, native
@@ -93,7 +93,7 @@ def test_head_dimensions_and_groups(level, sizes):
         *(({"sinks": sinks}, 400) for sinks in (0, 1, 16, 17, 100)),
         *(({"chunk_size": size, "cluster_size": size}, 400) for size in (16, 48, 128)),
         ({"chunk_size": 256, "cluster_size": 128}, 900),  # more local keys than native code weighs at once
-        ({"exact_until": 300}, 400),
+        ({"exact_until": 300}, 400),  # an exact beginning of more keys than that, too
     ],
     ids=str,
 )
@@ -117,18 +117,6 @@ def test_padding(level, is_causal, n_query, side):
     check_native(CONFIG, tensors(300, n_query=n_query), is_causal=is_causal, mask=mask)
 
 
-@pytest.mark.parametrize("heads", [1, 2, 7])
-def test_the_exact_beginning_is_exact_attention(level, heads):
-    """It is longer than native code weighs at once, and its first queries see a few keys."""
-    inputs = tensors(700, batch=1, heads=heads, kv_heads=1, dim=16)
-    got, stats = attend(inputs, CONFIG.replace(exact_until=600), backend="native")
-    wanted = exact_attention(*inputs, is_causal=True)
-    assert stats.exact_queries == 600
-    differ = differing_queries(got, wanted, 1e-5)  # float32 sums of up to 600 terms in another order
-    assert not differ[:, :, :600].any()
-    assert differ[:, :, 600:].any()
-
-
 def test_chunked_prefill_equals_the_whole_call(level):
     query, key, value = tensors()
     full, _ = attend((query, key, value), CONFIG, backend="native")
@@ -138,15 +126,6 @@ def test_chunked_prefill_equals_the_whole_call(level):
         parts.append(attend(part, CONFIG, backend="native")[0])
     joined = Attended(*(torch.cat(same, dim=2) for same in zip(*parts, strict=True)))
     assert_alike(joined, full, 2e-5, what="chunked prefill")
-
-
-def test_a_needle_is_found(level):
-    query, key, value = tensors()
-    key[:, :, 77], query[:, :, 390:] = 2.0, 2.0
-    wanted = exact_attention(query, key, value, is_causal=True).output[:, :, 390:]
-    for min_weight, found in ((1 / 32, True), (1.0, False)):
-        got, _ = attend((query, key, value), CONFIG.replace(min_weight=min_weight), backend="native")
-        assert (float((got.output[:, :, 390:] - wanted).abs().max()) < 1e-2) == found
 
 
 # --- random calls
@@ -207,7 +186,7 @@ class Case:
 def test_random_calls():
     """Rounding may move a key across the threshold: hardly ever, and in one query then."""
     n_differ = n_queries = 0
-    for seed in range(300):
+    for seed in range(200):
         case, levels = Case(seed), levels_here()
         backward = seed % 3 == 0
         inputs = [t.requires_grad_(backward) for t in case.tensors]

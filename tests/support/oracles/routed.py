@@ -206,14 +206,15 @@ def _reads_of_head(
     scaled, int6 = query.double() * scale, int6_query(_at_least_float32(query.detach()) * scale)
     all_logits, values = scaled @ key.double().T, value.double()
     is_sink = torch.arange(len(key)) < sequence.config.sinks
-    for i, (own, logits) in enumerate(zip(scaled.unbind(), all_logits.unbind(), strict=True)):
+    for i, (scaled_query, logits) in enumerate(zip(scaled.unbind(), all_logits.unbind(), strict=True)):
         always, visible = sequence.always_read(i), prefixes[counts[i]]
         hits, n_compared = torch.zeros_like(always), 0
         centroid_logits, centroid_values = logits.new_zeros(0), values.new_zeros(0, values.shape[1])
         if counts[i]:
             known = logits[always] + is_sink[always].double() * math.log(0.1)
-            found = visible.search(own, int6[i], known, sequence.config.min_weight)
-            read, n_compared, centroid_logits, centroid_values = found
+            read, n_compared, centroid_logits, centroid_values = visible.search(
+                scaled_query, int6[i], known, sequence.config.min_weight
+            )
             hits[visible.positions[read]] = True
         yield QueryReads(logits, values, always, hits, n_compared, centroid_logits, centroid_values)
 
@@ -304,13 +305,13 @@ def outliers(offsets: Tensor, positions: Tensor) -> Tensor:
 
     Squared distances are compared to eight binary digits; of equal ones the earliest key is taken.
     """
-    found = torch.zeros(offsets.shape[:2], dtype=torch.bool)
+    is_outlier = torch.zeros(offsets.shape[:2], dtype=torch.bool)
     for cluster, squares in enumerate(offsets.square().sum(-1).tolist()):
         earliest = (-positions[cluster]).tolist()
         ranks = [(_leading(square), place) for square, place in zip(squares, earliest, strict=True)]
         farthest = sorted(range(len(ranks)), key=lambda place: ranks[place], reverse=True)
-        found[cluster, farthest[:N_OUTLIERS]] = True
-    return found
+        is_outlier[cluster, farthest[:N_OUTLIERS]] = True
+    return is_outlier
 
 
 def _leading(number: float) -> tuple[float, int]:
