@@ -342,7 +342,7 @@ def refused_models(group):
     refusal("window", lambda: forward("Mistral"))
     refusal("length", lambda: forward("Llama", other))
     refusal("mask", lambda: forward("Llama", attention_mask=torch.ones(1, 3)))
-    refusal("configuration", lambda: forward("Llama", config=prescore.Routed(min_weight=1 / (2 * group).rank())))
+    refusal("configuration", lambda: forward("Llama", config=prescore.Routed(min_weight=1 / (2 + group.rank()))))
     refusal("on_unsupported", lambda: prescore.apply(tiny("Llama"), mesh=group, on_unsupported="exact"))
     refusal("group", lambda: prescore.apply(tiny("Llama"), mesh="all"))
     refusal("cache", lambda: forward("Llama", past_key_values=_foreign_cache()))
