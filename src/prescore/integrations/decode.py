@@ -471,13 +471,13 @@ class SelectionState:
         entries, n_centroids = [], 0
         for name in ("key", "value"):
             table: Tensor = getattr(plan, name)
-            rows = table.reshape(-1, table.shape[-1])
-            rows = rows if part.key_rows is None else rows[part.key_rows]
-            rows = rows.view(part.shape[0], -1, table.shape[-1])
+            columns = table.reshape(-1, table.shape[-1])
+            columns = columns if part.key_rows is None else columns[part.key_rows]
+            columns = columns.view(part.shape[0], -1, table.shape[-1])
             if part.extra_rows is not None and plan.centroids is not None:
                 n_centroids = part.extra_rows.shape[1]
-                rows = torch.cat((rows, getattr(plan.centroids, name)[part.extra_rows]), dim=1)
-            entries.append(rows.unflatten(0, key.shape[:2]))
+                columns = torch.cat((columns, getattr(plan.centroids, name)[part.extra_rows]), dim=1)
+            entries.append(columns.unflatten(0, key.shape[:2]))
         bias = None
         if part.bias is not None and bool(part.bias.any()):
             bias = part.bias.reshape(entries[0].shape[:3])

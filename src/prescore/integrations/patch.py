@@ -79,8 +79,8 @@ def patch_by_handle(handle: int) -> Patch | None:
 
 def patches(module: nn.Module) -> list[Patch]:
     """The patches of a module, newest last."""
-    found: list[Patch] = module.__dict__.get(_PATCHES, [])
-    return found
+    stack: list[Patch] = module.__dict__.get(_PATCHES, [])
+    return stack
 
 
 def attach_patch(module: nn.Module, patch: Patch) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from integration_checks import check_dropout, check_undo_in_any_order
 from tiny_models import leftovers
 from tiny_vision_models import (
     SHAPE,
@@ -102,33 +103,13 @@ def test_other_architectures_are_refused_by_name(name, options):
 
 def test_attention_dropout_is_honoured_in_training():
     model = tiny_huggingface(attention_probs_dropout_prob=0.25, hidden_dropout_prob=0.0)
-    with prescore.apply(model, FEW):
-        expected = answer(model)
-        model.train()
-        torch.manual_seed(2)
-        first, second = answer(model), answer(model)
-        torch.manual_seed(2)
-        assert torch.equal(answer(model), first)
-        assert not torch.allclose(first, second)
-        model.eval()
-        assert torch.equal(answer(model), expected)
+    check_dropout(model, answer, FEW)
 
 
-@pytest.mark.parametrize("order", ["ab", "ba"])
-def test_twice_is_undone_in_any_order(order):
+def test_twice_is_undone_in_any_order():
     model = tiny_huggingface()
-    before = answer(model)
-    with prescore.apply(model, FEW):
-        of_a = answer(model)
-    with prescore.apply(model, SAMPLED, layers=[0]):
-        of_b = answer(model)
-    both = {"a": prescore.apply(model, FEW), "b": prescore.apply(model, SAMPLED, layers=[0])}
-    assert torch.equal(answer(model), of_b)
-    both[order[0]].undo()
-    assert torch.equal(answer(model), of_b if order == "ab" else of_a)
-    both[order[1]].undo()
+    check_undo_in_any_order(model, answer, FEW, SAMPLED, [0])
     assert model.config._attn_implementation == "sdpa"
-    assert torch.equal(answer(model), before)
 
 
 def test_the_name_alone_knows_the_prefix_too():

@@ -50,7 +50,7 @@ _UNSUPPORTED = {
     "cache": "the paged cache keeps keys in pages",
 }
 _DEFAULT = "_prescore_default_patch"
-_CONFIG = "_prescore_own_config"
+_CONFIG = "_prescore_config_copy"
 _IMPLEMENTATION = "_attn_implementation_internal"
 _MISSING = object()
 
@@ -102,7 +102,7 @@ def prescored_attention_forward(
     )
     eager = _Eager(module, context, features) if obstacles else None
     if eager is not None:
-        context = dataclasses.replace(context, own=eager)
+        context = dataclasses.replace(context, original=eager)
     output = attention_of(patch)(query, key, value, context)
     if layer is not None and layer.cache.evicted:
         layer.show()  # so that the layer does not keep evicted keys alive
@@ -183,10 +183,10 @@ def attach_patches(
     Args:
         attached: The patches, by modules that call transformers' attention interface.
         owners: All modules whose configurations name the attention implementation.
-        switch: Makes these configurations, by then copies of the model's own, name `prescored`.
+        switch: Makes these configurations, by then copies, name `prescored`.
     """
     with ExitStack() as undo:
-        undo.callback(own_configs(owners))
+        undo.callback(copy_configs(owners))
         for module, patch in attached.items():
             attach_patch(module, patch)
             undo.callback(detach_patch, module, patch)
@@ -231,7 +231,7 @@ class _Eager:
     weights: Tensor | None = None
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """See `AttentionContext.own`."""
+        """See `AttentionContext.original`."""
         eager = getattr(sys.modules[type(self.module).__module__], "eager_attention_forward", None)
         if eager is None:
             raise Unsupported(f"exact attention of {self.context.owner}", self.context.obstacles)
@@ -254,19 +254,19 @@ def _is_local(module: nn.Module, sliding_window: int | None) -> bool:
 
 
 @dataclass(eq=False)
-class _OwnConfig:
+class _ConfigCopy:
     """A configuration that several models may share, and the copy that one model uses while it is replaced.
 
     Attributes:
         shared: The configuration that the modules had.
-        own: The copy that they have meanwhile.
-        before: The copy's attributes at first.
+        copy: The copy that they have meanwhile.
+        before: The attributes of the copy at first.
         modules: The modules.
         n_users: Replacements that need the copy.
     """
 
     shared: Any
-    own: Any
+    copy: Any
     before: Values
     modules: list[nn.Module] = field(default_factory=list)
     n_users: int = 0
@@ -278,17 +278,17 @@ class _OwnConfig:
             return
         for module in self.modules:
             del vars(module)[_CONFIG]
-            if vars(module).get("config") is self.own:  # else the user has set another one
+            if vars(module).get("config") is self.copy:  # else the user has set another one
                 vars(module)["config"] = self.shared
-        for name in {*self.before, *vars(self.own)} - {_IMPLEMENTATION}:
-            value = vars(self.own).get(name, _MISSING)
+        for name in {*self.before, *vars(self.copy)} - {_IMPLEMENTATION}:
+            value = vars(self.copy).get(name, _MISSING)
             if value is _MISSING:
                 vars(self.shared).pop(name, None)
             elif value is not self.before.get(name, _MISSING):
                 vars(self.shared)[name] = value
 
 
-def own_configs(modules: Iterable[nn.Module]) -> Undo:
+def copy_configs(modules: Iterable[nn.Module]) -> Undo:
     """Give modules copies of their configurations, nested ones included; returns the undo.
 
     A configuration names the attention implementation, and models may share one object. What is changed on a copy
@@ -296,34 +296,34 @@ def own_configs(modules: Iterable[nn.Module]) -> Undo:
     """
     holders = [module for module in modules if _is_config(vars(module).get("config"))]
     known = [vars(module)[_CONFIG] for module in holders if _CONFIG in vars(module)]
-    by_shared: dict[int, _OwnConfig] = {id(each.shared): each for each in known}
+    by_shared: dict[int, _ConfigCopy] = {id(each.shared): each for each in known}
     used = dict.fromkeys(known)
     for module in holders:
         if _CONFIG not in vars(module):
-            own = _own_config(vars(module)["config"], by_shared)
-            vars(module)[_CONFIG], vars(module)["config"] = own, own.own
-            own.modules.append(module)
-            used[own] = None
-    for own in used:
-        own.n_users += 1
+            made = _copy_config(vars(module)["config"], by_shared)
+            vars(module)[_CONFIG], vars(module)["config"] = made, made.copy
+            made.modules.append(module)
+            used[made] = None
+    for each in used:
+        each.n_users += 1
 
     def undo() -> None:
-        for own in used:
-            own.release()
+        for each in used:
+            each.release()
         used.clear()
 
     return undo
 
 
-def _own_config(config: Any, by_shared: dict[int, _OwnConfig]) -> _OwnConfig:
+def _copy_config(config: Any, by_shared: dict[int, _ConfigCopy]) -> _ConfigCopy:
     """The copy of a configuration, made where there is none yet; nested configurations are copied too."""
     if id(config) not in by_shared:
-        own = copy.copy(config)
+        made = copy.copy(config)
         for name in getattr(config, "sub_configs", {}):
             nested = vars(config).get(name)
             if _is_config(nested):
-                vars(own)[name] = _own_config(nested, by_shared).own
-        by_shared[id(config)] = _OwnConfig(config, own, dict(vars(own)))
+                vars(made)[name] = _copy_config(nested, by_shared).copy
+        by_shared[id(config)] = _ConfigCopy(config, made, dict(vars(made)))
     return by_shared[id(config)]
 
 

@@ -243,8 +243,8 @@ def layer_of(module: nn.Module, key: Tensor, cache: Cache | None) -> PrescoredLa
     """
     layers = [] if cache is None else cache.layers
     number = getattr(module, "layer_idx", None)
-    own = layers[number : number + 1] if isinstance(number, int) else []
-    for layer in (*own, *layers):
+    first = layers[number : number + 1] if isinstance(number, int) else []
+    for layer in (*first, *layers):
         if isinstance(layer, PrescoredLayer) and layer.returned(key):
             return layer
     return None
