@@ -10,8 +10,8 @@ from pathlib import Path
 
 from printed import APPENDIX_A, EXACT, TABLE_1, TOP_K, nats
 
-from prescore.bench.records import read_records
 from prescore.bench.language.tables import READS, Summary, describe_run, keeps_every_key, summarise
+from prescore.bench.records import read_records
 from prescore.bench.tables import MISSING, Table, as_text, percent
 
 

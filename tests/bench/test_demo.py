@@ -488,7 +488,8 @@ const pixels = (chart) => (text) => (
 const left = (name) => [...document.querySelectorAll(name)].map((node) => node.getBoundingClientRect().left);
 const words = (name) => [...document.querySelectorAll(name)].map((node) => node.textContent);
 const state = () => ({
-  picked: words(".token.picked"), picked_token: words(".asked")[0], weights: words(".weights"), rows: words(".far-keys li"),
+  picked: words(".token.picked"), picked_token: words(".picked-token")[0], weights: words(".weights"),
+  rows: words(".far-keys li"),
   strokes: [...document.querySelectorAll(".card")].map((card) => card.querySelectorAll("rect.far").length),
   heads: words(".head .value"), pale: words(".token.later"),
   chosen: [...document.querySelectorAll(".card select")].map((choice) => choice.value),

@@ -53,7 +53,8 @@ def grid(scorers=("kmeans", "leverage")):
                     name = "none" if top_k == 0 else scorer
                     axes = {
                         "scorer": name, "top_k": top_k // 8, "paper_top_k": top_k, "fraction": top_k / 32768,
-                        "sample_size": samples // 8, "paper_sample_size": samples, "leaf_inclusive": leaf_inclusive,
+                        "sample_size": samples // 8, "paper_sample_size": samples,
+                        "leaf_inclusive": leaf_inclusive,
                         "coupling": "corrected", "sinks": 0,
                     }  # fmt: skip
                     loss = 2.1 + 0.01 * top_k / 32 + 0.1 * leaf_inclusive + (0.001 * number if top_k else 0)

@@ -22,10 +22,9 @@ from torch import Tensor
 
 from prescore import Routed
 from prescore.bench.language.documents import Document, load_documents
-from prescore.bench.language.needles import Needles, NeedleText, make_needle_text
-from prescore.bench.language.methods import measured_attention
-from prescore.bench.language.methods import LanguageMethod, exact, prescored
+from prescore.bench.language.methods import EXACT, Method, measured_attention
 from prescore.bench.language.model import LanguageModel, load_language_model
+from prescore.bench.language.retrieval import Needles, NeedleText, make_needle_text
 from prescore.routed import decode, reference as far, attention as lanes
 from prescore.routed import native as call, native as steps
 
@@ -40,14 +39,15 @@ def set_constants(reach: float, sink_part: float) -> None:
 
 
 def distributions(
-    model: LanguageModel, text: NeedleText, method: LanguageMethod
+    model: LanguageModel, text: NeedleText, method: Method
 ) -> tuple[Tensor, Tensor, dict[str, float]]:
     """Logarithms of the probabilities of every token, at the answers and in the text; what it cost."""
-    with measured_attention(model.model, method) as meter:
+    with measured_attention(model.model, method) as cost:
         hidden = model.hidden(text.tokens)
+        costs = cost()
     answers = [place - 1 for needle in text.needles for place in range(*needle.answer)]
     body = list(range(len(text.tokens) // 2, text.questions, 16))
-    return *(model.logits(hidden[places]).log_softmax(-1) for places in (answers, body)), meter.figures()
+    return *(model.logits(hidden[places]).log_softmax(-1) for places in (answers, body)), costs
 
 
 def main() -> None:
@@ -57,7 +57,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=8192)
     parser.add_argument("--texts", type=int, default=4)
     parser.add_argument("--part", type=float, default=0.38)
-    parser.add_argument("--rows", type=int, default=Routed().rows)
+    parser.add_argument("--min-weight", type=float, default=Routed().min_weight)
     parser.add_argument("--reach", type=float, default=far.REACH)
     parser.add_argument("--sink-part", type=float, default=far.SINK_PART)
     parser.add_argument("--threads", type=int, default=1)
@@ -67,13 +67,13 @@ def main() -> None:
     model, book = load_language_model("smollm2"), load_documents([options.book])[0]
     haystack = Document(book.name, book.text[: int(options.part * len(book.text))])
     make = partial(make_needle_text, model, haystack, Needles(options.length), seed=SEED)
-    methods = (exact(), prescored("default", Routed(min_weight=1 / (2 * options).rows)))
+    methods = (EXACT, Method("default", Routed(min_weight=options.min_weight)))
     found = []
     for sample in range(options.texts):
         text = make(sample=sample)
         (*truth, _), (*own, cost) = (distributions(model, text, method) for method in methods)
         apart = [(p.exp() * (p - q)).sum(-1).mean() for p, q in zip(truth, own, strict=True)]
-        costs = (cost["keys_per_query"], cost["attention_processor_seconds"])
+        costs = (cost["reads_per_query"], cost["attention_processor_seconds"])
         found.append(torch.tensor([*apart, *costs], dtype=torch.float64))
         means = torch.stack(found).mean(0).tolist()
         print(  # noqa: T201

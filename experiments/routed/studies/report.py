@@ -93,17 +93,17 @@ def draw_ways(lines: Sequence[Line], path: Path, title: str, out: Path) -> None:
         found: dict[tuple[int, str], list[float]] = {}
         for record in read_records(times):
             name = (record.config["leaf"], record.config["way"])
-            found.setdefault(name, []).append(record.figures["milliseconds"])
+            found.setdefault(name, []).append(record.results["milliseconds"])
         rows = ["| leaf | way | milliseconds |", "|---|---|---|"]
         rows += [f"| {leaf} | {way} | {fmean(own):.1f} |" for (leaf, way), own in found.items()]
         path.with_name("ways-time.md").write_text("\n".join(rows) + "\n")
     losses = out / "ways-loss.jsonl"
     if losses.exists():
         records = read_records(losses)
-        exact = next(r.figures["loss"] for r in records if r.config["method"]["kind"] == "exact")
+        exact = next(r.results["loss"] for r in records if r.config["method"]["config"]["type"] == "Exact")
         rows = ["| method | loss | above exact |", "|---|---|---|"]
         rows += [
-            f"| {r.config['method']['label']} | {r.figures['loss']:.4f} | {r.figures['loss'] - exact:.4f} |"
+            f"| {r.config['method']['label']} | {r.results['loss']:.4f} | {r.results['loss'] - exact:.4f} |"
             for r in records
         ]
         path.with_name("ways-loss.md").write_text("\n".join(rows) + "\n")

@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 continue
             record = measure(COMMAND, row, threads=1)
             records.append(record)
-            figures = record.figures
+            figures = record.results
             print(  # noqa: T201
                 f"{study}: {variant.label}: {figures['error']:.5f}, {figures['far_keys_read']} far rows, "
                 f"{figures['centroids']} centroids, {figures['cpu_seconds']} s", flush=True,

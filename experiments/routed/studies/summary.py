@@ -78,7 +78,7 @@ def summarise(study: str, out: Path) -> list[Line]:
                 ratio,
                 ratio * standard_error(ratios),
                 fmean(a < b for a, b in zip(own, reference, strict=True)),
-                *(record.figures[name] for name in ("far_keys_read", "centroids", "cpu_seconds")),
+                *(record.results[name] for name in ("far_keys_read", "centroids", "cpu_seconds")),
             )
         )
     return lines
@@ -91,7 +91,7 @@ def standard_error(values: Sequence[float]) -> float:
 
 def _cells(record: Record) -> list[float]:
     """Error of every (layer, head), averaged over books: books share their heads' habits."""
-    table, n_layers = record.figures["heads"], len(record.config["layers"])
+    table, n_layers = record.results["heads"], len(record.config["layers"])
     books = [table[begin : begin + n_layers] for begin in range(0, len(table), n_layers)]
     return [fmean(values) for layers in zip(*books, strict=True) for values in zip(*layers, strict=True)]
 

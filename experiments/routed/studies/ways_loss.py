@@ -101,7 +101,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             continue
         record = measure(COMMAND, row, threads=1)
         records.append(record)
-        print(f"{method.label}: {record.figures['loss']:.4f}, {record.seconds:.0f} s", flush=True)  # noqa: T201
+        print(f"{method.label}: {record.results['loss']:.4f}, {record.seconds:.0f} s", flush=True)  # noqa: T201
 
 
 if __name__ == "__main__":

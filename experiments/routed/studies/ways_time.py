@@ -187,7 +187,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 if row_key(COMMAND, row.config, row.seed) not in records:
                     record = measure(COMMAND, row, threads=1)
                     records.append(record)
-                    print(config, record.figures, flush=True)  # noqa: T201
+                    print(config, record.results, flush=True)  # noqa: T201
 
 
 if __name__ == "__main__":
