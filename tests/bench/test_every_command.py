@@ -21,7 +21,7 @@ ELSEWHERE = {
 """Commands that take more than a few seconds as written, and where a smaller call of theirs is tested."""
 
 
-def documented(page="commands.md"):
+def documented(page="evaluation.md"):
     """The command lines of a page's first block."""
     text = (ROOT / "docs" / page).read_text()
     block = re.search(r"^```bash\n(.*?)^```", text, re.DOTALL | re.MULTILINE).group(1)

@@ -19,12 +19,12 @@ from prescore.bench.language.methods import EXACT, Method, local_only, sliding_w
 from prescore.bench.language.model import LanguageModel
 from prescore.bench.language.perplexity import Window, describe_window, loss_row
 from prescore.bench.records import Record, Row, Values, row_key
-from prescore.bench.routed_oracle import HeadTable, routed_tables
-from prescore.bench.routed_oracle import Sequence as Positions
 from prescore.bench.tables import number
 from prescore.config import Hyper, Lsh, Routed, Selected, config_from_dict
 from prescore.integrations.apply import find_adapter, observe, replace_attention
 from prescore.integrations.attention import AttentionContext, PrescoredAttention
+from prescore.routed.layout import Layout, make_layout
+from prescore.routed.reference import reference_attention
 
 if TYPE_CHECKING:
     from prescore.bench.cli.options import Session
@@ -354,37 +354,30 @@ def layer_reads(inputs: LayerInputs, config: Routed) -> tuple[dict[int, list[Que
     """What the queries of each head read (of many heads some), and the sizes of sinks and chunks."""
     n_heads, n_query = inputs.query.shape[:2]
     n_keys, group = inputs.key.shape[1], n_heads // inputs.key.shape[0]
-    positions = Positions.of(torch.ones(n_keys, dtype=torch.bool), n_query, True, config)
-    sizes = positions.sizes
-    always = torch.stack([positions.read_anyway(number) for number in range(n_query)])
-    scale = inputs.query.shape[-1] ** -0.5 if inputs.scale is None else inputs.scale
-    shown = range(0, n_heads, -(-n_heads // _MOST_HEADS))
+    layout = make_layout(n_query, n_keys, causal=True, config=config)
     reads: dict[int, list[QueryReads]] = {}
-    for kv_head, (key, value) in enumerate(zip(inputs.key.float(), inputs.value.float(), strict=True)):
-        heads = [head for head in shown if head // group == kv_head]
-        query = inputs.query[heads].float()
-        tensors = (query[None], key[None, None], value[None, None])
-        tables = routed_tables(*tensors, config, is_causal=True, scale=scale) if heads else {}
-        for head, own, table in zip(heads, query.double() * scale, tables.values(), strict=True):
-            reads[head] = _head_reads(table, own, key.double(), value.double(), always, sizes.sinks, sizes.levels)
-    return reads, sizes.sinks, sizes.chunk
+    for head in range(0, n_heads, -(-n_heads // _MOST_HEADS)):
+        query, key, value = inputs.query[head], inputs.key[head // group], inputs.value[head // group]
+        reads[head] = _head_reads(query.float(), key.float(), value.float(), config, layout, inputs.scale)
+    return reads, layout.sinks, layout.chunk_size
 
 
 def _head_reads(
-    table: HeadTable, query: Tensor, key: Tensor, value: Tensor, always: Tensor, sinks: int, levels: int
+    query: Tensor, key: Tensor, value: Tensor, config: Routed, layout: Layout, scale: float | None
 ) -> list[QueryReads]:
-    logits = query @ key.T
-    centroid_logits = query @ key[table.rows].mean(1).T + table.centroids
-    lse = torch.cat((logits.masked_fill(~table.keys, -torch.inf), centroid_logits), dim=1).logsumexp(1)
-    weights = torch.exp(logits - lse[:, None]).masked_fill(~table.keys, 0.0)
-    centroids = torch.exp(centroid_logits - lse[:, None])
-    position = torch.arange(len(key))
+    result = reference_attention(query, key, value, config, is_causal=True, scale=scale)
+    logits = query @ key.T * (query.shape[-1] ** -0.5 if scale is None else scale)
+    read = result.local | result.hits
+    weights = torch.exp(logits - result.lse[:, None]).masked_fill(~read, 0.0)
+    centroids = torch.exp(result.centroid_logits - result.lse[:, None])
+    if layout.n_chunks:
+        centroids = centroids.unflatten(1, (-1, layout.clusters_per_chunk)).sum(2)
+    position = torch.arange(len(key), dtype=torch.int64, device=key.device)
     future = position > position[len(key) - len(query) :, None]
     exact = logits.masked_fill(future, -torch.inf).softmax(1) @ value
-    error = (table.attend(query, key, value).output - exact).norm(dim=1) / exact.norm(dim=1).clamp_min(1e-12)
-    chunks = centroids.unflatten(1, (-1, 2**levels)).sum(2) if len(table.rows) else centroids
+    error = (result.output - exact).norm(dim=1) / exact.norm(dim=1).clamp_min(1e-12)
     return [
-        query_reads(weights[i], always[i] & ~future[i], table.keys[i], chunks[i], sinks, error[i])
+        query_reads(weights[i], result.local[i], read[i], centroids[i], layout.sinks, error[i])
         for i in range(len(query))
     ]
 
