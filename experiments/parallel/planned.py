@@ -12,7 +12,6 @@ from types import SimpleNamespace
 import torch
 
 from prescore import Config, Exact, Lsh, Routed, Selected
-from prescore.selected.plan import block_scorer
 from prescore.ops.backend import Needs, pick_backend
 from prescore.parallel.shards import Block, Map
 from prescore.parallel.selected import cluster_scorer
@@ -100,7 +99,7 @@ class _Rows:
     def _told(self, block: Block, scorer: Scorer) -> float:
         """What scores need, to the other holders."""
         layer, span = self.layer, self.places.columns(block, self.rank)
-        telling = stats_kind_of(block_scorer(scorer, layer.dim) if layer.is_causal else scorer)
+        telling = stats_kind_of(scorer)
         if telling is None:
             raise TypeError(f"scorer must be one that can be told from pieces, got {scorer!r}")
         held = Held(torch.empty(1, 1, 0, layer.dim), span, block.keys.length, Streams().child(block.name))
