@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from chatglm_stand_in import ChatGLMStandIn
 from oracles.tiny_language_model import tiny_language_model
+from tiny_chatglm import TinyChatGLM
 from tiny_models import tiny as tiny_model
 
 import prescore
@@ -344,7 +344,7 @@ def test_dropout_and_caches_are_refused(precise, window):
 
 def test_chatglm_is_measured_through_the_same_function():
     torch.manual_seed(0)
-    model = ChatGLMStandIn().double().eval()
+    model = TinyChatGLM().double().eval()
     tokens = torch.randint(61, (1, 96), generator=torch.Generator().manual_seed(1))
     cores = [layer.self_attention.core_attention for layer in model.transformer.encoder.layers]
     with torch.no_grad():
@@ -359,7 +359,7 @@ def test_chatglm_is_measured_through_the_same_function():
             torch.testing.assert_close(model(tokens)[0], applied)
             assert cost()["layers_replaced"] == 2
     assert (applied - plain).abs().max() > 1e-6
-    training = ChatGLMStandIn(dropout=0.5).train()
+    training = TinyChatGLM(dropout=0.5).train()
     core = training.transformer.encoder.layers[0].self_attention.core_attention
     with (
         pytest.raises(ValueError, match=r"drops attention weights with probability 0\.5"),

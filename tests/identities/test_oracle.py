@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from attention_checks import aligned_by_rank, check_gradients, check_oracle, check_stand_ins_of_equal_keys
+from attention_checks import aligned_by_rank, check_centroids_of_equal_keys, check_gradients, check_oracle
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles.inputs import MASKS, attention_tensors, random_mask
@@ -138,7 +138,7 @@ def test_no_gradient_flows_through_scoring():
 
 
 def test_centroids_are_exact_for_equal_keys():
-    check_stand_ins_of_equal_keys()
+    check_centroids_of_equal_keys()
 
 
 def test_padding_of_the_keys_says_nothing_about_the_queries_of_cross_attention():

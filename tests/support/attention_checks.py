@@ -8,7 +8,7 @@ from oracles.budgets import assert_within
 from oracles.dense import dense_attention, full_weights, subset_weights
 from oracles.inputs import attention_tensors
 from oracles.naive import naive_weights
-from prescore.bench.routed_oracle import routed_oracle
+from oracles.routed import routed_oracle
 
 import prescore
 from prescore import Exact, Hyper, KMeans, Lsh, Selected

@@ -6,7 +6,7 @@ import pytest
 import torch
 from attention_checks import check_gradients, check_oracle
 from oracles.budgets import assert_within, error_budget
-from oracles.dense import dense_attention, full_weights, subset_weights, without_stand_ins
+from oracles.dense import dense_attention, full_weights, subset_weights, without_centroids
 from oracles.inputs import MASKS, attention_tensors, random_mask
 from oracles.naive import naive_weights
 
@@ -62,7 +62,7 @@ def test_the_dense_oracle_is_torch_attention():
 
 def test_the_dense_oracle_where_nothing_is_seen():
     query, key, value = (t.requires_grad_() for t in attention_tensors(n_query=2, n_keys=3))
-    nothing = without_stand_ins(torch.full((1, 2, 2, 3), -torch.inf, dtype=torch.float64))
+    nothing = without_centroids(torch.full((1, 2, 2, 3), -torch.inf, dtype=torch.float64))
     output, lse = dense_attention(query, key, value, nothing, scale=1.0)
     assert torch.isneginf(lse).all()
     assert not output.any()

@@ -1,7 +1,7 @@
-"""The plain oracle: every weight of every key written out, one softmax, float64.
+"""The dense oracle: every weight of every key written out, one softmax, float64.
 
-`Weights` say for each query how often (in logs) each key counts, and which averages of keys stand in for others.
-They come from the definition in loops (`oracles.naive`), which shares no layout with the plan.
+`Weights` say for each query how often (in logs) each key counts, and which averages of keys are centroids. They
+come from the definition in loops (`oracles.naive`), which shares no layout with the plan.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from prescore.types import Attended
 
 @dataclass(frozen=True, eq=False)
 class Weights:
-    """What the queries of a call see.
+    """What the queries of a call read.
 
     Attributes:
         keys: `[B, Hq, Nq, Nk]` log of how often each key counts, -inf = not at all.
@@ -41,17 +41,17 @@ def dense_attention(query: Tensor, key: Tensor, value: Tensor, weights: Weights,
         return Attended(
             query.new_zeros(*query.shape[:3], value.shape[-1]), query.new_full(query.shape[:3], -torch.inf)
         )
-    # rows that see nothing are computed as if flat and then cleared: autograd through -inf - -inf is NaN
-    blind = torch.isneginf(logits).all(dim=-1)
-    logits = logits.masked_fill(blind[..., None], 0.0)
-    output = (logits.softmax(dim=-1) @ values).masked_fill(blind[..., None], 0.0)
-    return Attended(output, torch.logsumexp(logits, dim=-1).masked_fill(blind, -torch.inf))
+    # rows that read nothing are computed as if flat and then cleared: autograd through -inf - -inf is NaN
+    empty = torch.isneginf(logits).all(dim=-1)
+    logits = logits.masked_fill(empty[..., None], 0.0)
+    output = (logits.softmax(dim=-1) @ values).masked_fill(empty[..., None], 0.0)
+    return Attended(output, torch.logsumexp(logits, dim=-1).masked_fill(empty, -torch.inf))
 
 
 def full_weights(
     query: Tensor, key: Tensor, *, is_causal: bool = False, key_padding_mask: Tensor | None = None
 ) -> Weights:
-    """Weights of exact attention: 0 on every key that may be seen."""
+    """Weights of exact attention: 0 on every visible key."""
     batch, heads, n_query = query.shape[:3]
     n_keys = key.shape[2]
     weights = torch.zeros(batch, heads, n_query, n_keys, dtype=torch.float64)
@@ -60,10 +60,10 @@ def full_weights(
     if is_causal:
         position = torch.arange(n_keys - n_query, n_keys)
         weights = weights.masked_fill(torch.arange(n_keys) > position[:, None], -torch.inf)
-    return without_stand_ins(weights)
+    return without_centroids(weights)
 
 
-def without_stand_ins(keys: Tensor) -> Weights:
+def without_centroids(keys: Tensor) -> Weights:
     """Log weights of keys alone."""
     batch, heads, n_query, n_keys = keys.shape
     return Weights(keys, keys.new_zeros(batch, heads, 0, n_keys), keys.new_zeros(batch, heads, n_query, 0))
@@ -72,5 +72,5 @@ def without_stand_ins(keys: Tensor) -> Weights:
 def subset_weights(full: Weights, member: Tensor) -> Weights:
     """Weights with only the keys of `member [B, Hkv, Nk]` left."""
     group = full.keys.shape[1] // member.shape[1]
-    seen = member.repeat_interleave(group, dim=1)[:, :, None, :]
-    return without_stand_ins(full.keys.masked_fill(~seen, -torch.inf))
+    visible = member.repeat_interleave(group, dim=1)[:, :, None, :]
+    return without_centroids(full.keys.masked_fill(~visible, -torch.inf))
