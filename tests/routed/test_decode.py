@@ -45,14 +45,14 @@ def assert_steps(got, wanted, budget=1e-12):
 @pytest.mark.parametrize("backend", ["auto", "plain"])
 @pytest.mark.parametrize("exact_until", [0, 70])
 def test_steps_equal_the_whole_call(backend, exact_until):
-    inputs, config = tensors(), SMALL.replace(exact_until=exact_until)
+    inputs, config = tensors(110), SMALL.replace(exact_until=exact_until)
     full, stats = attend(inputs, config, scale=SCALE)
     index, n_read = index_of(config), 0.0
-    for length in range(1, 151):
+    for length in range(1, 111):
         got = step(index, inputs, length, backend=backend)
         place = slice(length - 1, length)
         assert_steps(got, type(full)(full.output[:, :, place], full.lse[:, :, place]))
-        n_read += index.reads.keys / 150
+        n_read += index.reads.keys / 110
     assert n_read == pytest.approx(stats.keys_per_query)
     assert index.reads.centroids == 4 * stats["n_chunks"]
 

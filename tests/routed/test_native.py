@@ -46,10 +46,10 @@ def level(request):
 
 
 @both
-@pytest.mark.parametrize("min_weight", [1.0, 1 / 32, 1e-9])
+@pytest.mark.parametrize("min_weight", [1.0, 1 / 32, 1e-4])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_native_code_is_the_plain_backend(level, is_causal, min_weight, dtype):
-    stats = check_native(CONFIG.replace(min_weight=min_weight), tensors(dtype=dtype), is_causal=is_causal)
+    stats = check_native(CONFIG.replace(min_weight=min_weight), tensors(300, dtype=dtype), is_causal=is_causal)
     assert stats.native_level == level
     assert (stats.far_keys_read > 0) == (min_weight < 1)
 
@@ -58,8 +58,8 @@ def test_native_code_is_the_plain_backend(level, is_causal, min_weight, dtype):
 @both
 @pytest.mark.parametrize("padded", [False, True])
 def test_native_code_is_the_definition(is_causal, padded):
-    inputs = [t.requires_grad_() for t in tensors(230, heads=2, kv_heads=1)]
-    mask = torch.arange(230) < torch.tensor([[230], [201]]) if padded else None
+    inputs = [t.requires_grad_() for t in tensors(200, heads=2, kv_heads=1)]
+    mask = torch.arange(200) < torch.tensor([[200], [171]]) if padded else None
     truth = routed_oracle(*inputs, CONFIG, is_causal=is_causal, key_padding_mask=mask)
     for level in levels_here():
         with native_level(level):
@@ -186,7 +186,7 @@ class Case:
 def test_random_calls():
     """Rounding may move a key across the threshold: hardly ever, and in one query then."""
     n_differ = n_queries = 0
-    for seed in range(200):
+    for seed in range(160):
         case, levels = Case(seed), levels_here()
         backward = seed % 3 == 0
         inputs = [t.requires_grad_(backward) for t in case.tensors]
