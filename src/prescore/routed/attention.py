@@ -254,7 +254,7 @@ def _attend_behind(
     results: list[tuple[Tensor, ...]] = []
     counts = torch.zeros(2, dtype=torch.float64, device=call.query.device)
     for batch in _head_batches(call, n_skipped):
-        view = _view(call, batch, layout, config, f"lane {len(results)}", runs_native)
+        view = _view(call, batch, layout, config, f"heads {len(results)}", runs_native)
         keys = _routed_keys(batch, layout, runs_native)
         if config.tolerance is None:
             output, lse, count = _RoutedAttention.apply(view, batch.query, *keys)  # type: ignore[no-untyped-call]

@@ -1,7 +1,7 @@
-"""A balanced bisection tree: equal, contiguous, nested clusters.
+"""A balanced bisection tree: clusters of equal size.
 
-Each node is cut at the median along its main direction, until the pieces have at most `leaf_size` points.
-The result is one permutation: leaf i is a run of equal length, and every upper node is a run of leaves.
+The points are cut at the median along their main direction, then each half is, until no part has more than
+`cluster_size` points. The result is one permutation, in which every cluster is a run of equal length.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 FIT_SIZE = 120
-"""A node's main direction is found from at least this many of its points, evenly spaced."""
+"""The main direction of a part is found from at least this many of its points, evenly spaced."""
 
 
-def tree_levels(n_points: int, leaf_size: int) -> int:
-    """Bisections needed until no piece of `n_points` has more than `leaf_size` points."""
-    return max(0, -(-n_points // leaf_size) - 1).bit_length()
+def tree_levels(n_points: int, cluster_size: int) -> int:
+    """Bisections needed until no part of `n_points` has more than `cluster_size` points."""
+    return max(0, -(-n_points // cluster_size) - 1).bit_length()
 
 
 def bisection_tree(
@@ -25,9 +25,9 @@ def bisection_tree(
 
     Args:
         points: `[..., N, D]`, `N` a multiple of `2 ** levels`.
-        levels: Bisections; leaf i is `order[..., i * m : (i + 1) * m]` with `m = N / 2 ** levels`.
-        valid: `[..., N]`, False points come last in every node and move no cut direction.
-        power_iterations: Steps towards the main direction of each node.
+        levels: Bisections; cluster i is `order[..., i * m : (i + 1) * m]` with `m = N / 2 ** levels`.
+        valid: `[..., N]`, False points come last in every part and move no cut direction.
+        power_iterations: Steps towards the main direction of each part.
 
     Returns:
         `[..., N]` int64, a permutation of `0 .. N - 1`. No gradient.
@@ -46,14 +46,14 @@ def bisection_tree(
     alive = None if valid is None else valid.expand(*lead, n_points).reshape(n_trees, n_points)
     order = torch.arange(n_points, device=points.device).expand(n_trees, n_points).contiguous()
     for level in range(levels):
-        n_nodes = n_trees * 2**level
+        n_parts = n_trees * 2**level
         size = n_points >> level
-        nodes = work.view(n_nodes, size, dim)
-        node_alive = None if alive is None else alive.view(n_nodes, size)
-        projection = _projection(nodes, node_alive, power_iterations)
+        parts = work.view(n_parts, size, dim)
+        part_alive = None if alive is None else alive.view(n_parts, size)
+        projection = _projection(parts, part_alive, power_iterations)
         ranks = projection.argsort(dim=-1, stable=True)  # equal points keep their order: deterministic
-        order = order.view(n_nodes, size).gather(1, ranks).view(n_trees, n_points)
-        rows = ranks + torch.arange(0, n_nodes * size, size, device=points.device)[:, None]
+        order = order.view(n_parts, size).gather(1, ranks).view(n_trees, n_points)
+        rows = ranks + torch.arange(0, n_parts * size, size, device=points.device)[:, None]
         if alive is not None:
             alive = alive.reshape(-1).index_select(0, rows.view(-1)).view(n_trees, n_points)
         if level + 1 < levels:
@@ -61,32 +61,32 @@ def bisection_tree(
     return order.view(*lead, n_points)
 
 
-def _projection(nodes: Tensor, alive: Tensor | None, power_iterations: int) -> Tensor:
-    """`[nodes, size]`: place of every point along its node's main direction, +inf for dead points."""
-    stride = max(1, nodes.shape[1] // FIT_SIZE)
-    sample = nodes[:, ::stride]
+def _projection(parts: Tensor, alive: Tensor | None, power_iterations: int) -> Tensor:
+    """`[parts, size]`: place of every point along the main direction of its part, +inf for invalid points."""
+    stride = max(1, parts.shape[1] // FIT_SIZE)
+    sample = parts[:, ::stride]
     if alive is None:
         centred = sample - sample.mean(dim=1, keepdim=True)
     else:
-        weight = alive[:, ::stride, None].to(nodes.dtype)
+        weight = alive[:, ::stride, None].to(parts.dtype)
         count = weight.sum(dim=1, keepdim=True).clamp_min(1)
         centred = (sample - (sample * weight).sum(dim=1, keepdim=True) / count) * weight
-    if stride == 1 and 2 * nodes.shape[1] <= nodes.shape[2]:
+    if stride == 1 and 2 * parts.shape[1] <= parts.shape[2]:
         projection = _few_points(centred, power_iterations)
         return projection if alive is None else projection.masked_fill(~alive, torch.inf)
     # the covariance costs one matrix product; iterating on the points would read them twice per step
     covariance = centred.transpose(1, 2) @ centred
     widest = covariance.diagonal(dim1=1, dim2=2).argmax(dim=1)
-    direction = covariance[torch.arange(len(nodes), device=nodes.device), widest]
+    direction = covariance[torch.arange(len(parts), device=parts.device), widest]
     for _ in range(power_iterations):
         # row times matrix: the operator is several times slower at matrix times column
         direction = (_unit(direction)[:, None] @ covariance).squeeze(1)
-    projection = (_unit(direction)[:, None] @ nodes.transpose(1, 2)).squeeze(1)
+    projection = (_unit(direction)[:, None] @ parts.transpose(1, 2)).squeeze(1)
     return projection if alive is None else projection.masked_fill(~alive, torch.inf)
 
 
 def _few_points(centred: Tensor, power_iterations: int) -> Tensor:
-    """The same places, less the node's mean, by products of points with points, a far smaller matrix.
+    """The same places, less the mean of the part, by products of points with points, a far smaller matrix.
 
     With X the points in rows, every direction of the iteration is X'u: it starts with u the widest coordinate, a
     step makes u into XX'u, and the places X(X'u) are one more step.
