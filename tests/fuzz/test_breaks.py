@@ -97,22 +97,26 @@ BREAKS = {
     "the threshold passes no gradient": (
         "slopes",
         Break(
-            "routed.softmax",
-            "grad, merged = _through_the_limit(grad, merged, limit + ctx.view.search.log_share, grad_limit)",
-            "pass",
+            "routed.attention",
+            "merged, threshold + view.log_inverse, grad_threshold",
+            "merged, threshold, 0 * threshold",
         ),
     ),
     "covariances pass no gradient": (
         "slopes",
-        Break("routed.index", "parts.cumsum(1) / count", "parts.detach().cumsum(1) / count"),
+        Break("routed.reference", "parts.cumsum(1) / count", "parts.detach().cumsum(1) / count"),
     ),
     "native values are corrected too far": (
         "native_agrees",
-        Break("routed.native", "drift=sources.drift.contiguous(),", "drift=sources.drift * 1.01,"),
+        Break(
+            "routed.native",
+            "key_value_cov=keys.key_value_cov.contiguous(),",
+            "key_value_cov=keys.key_value_cov * 1.01,",
+        ),
     ),
     "native gradients lose the key covariance": (
         "native_agrees",
-        Break("routed.native", "*columns, spread, drift", "*columns, spread * 0, drift"),
+        Break("routed.native", "(key, value, *split, *covs)", "(key, value, *split, 0 * covs[0], covs[1])"),
     ),
 }
 """Name -> oracle and break."""

@@ -16,7 +16,6 @@ from attention_checks import (
     check_merge_of_split,
     check_oracle,
     check_padding_sides,
-    check_routed,
     check_unbiased,
     with_lsh,
 )
@@ -29,7 +28,6 @@ LSH = Lsh(block_size=4, sample_size=3, n_projections=3, alignment="rank")
 PAPER = Selected.paper("key-norm", 12, min_seq_len=0, inner=LSH)
 HASHED = Selected.paper("key-norm", 3, min_seq_len=4, inner=LSH.replace(alignment="hash"))
 ROUTED = Routed(min_weight=1 / 16, cluster_size=4, chunk_size=16, sinks=3, exact_until=0)
-WIDE = ROUTED.replace(cluster_size=32, chunk_size=32)
 """Half of a cluster's keys are outliers. The others are compared where its logits reach the threshold."""
 SEEDS = 400
 
@@ -37,13 +35,6 @@ SEEDS = 400
 def _oracle(config, is_causal=False):
     tensors = attention_tensors(batch=2, heads=4, kv_heads=2, n_keys=31, seed=6)
     check_oracle(config, tensors, is_causal=is_causal)
-
-
-def _routed(is_causal=True, kind="none", dim=8, mask_seed=1, config=ROUTED, outliers=1.0):
-    """`outliers`: factor of one key in every cluster."""
-    tensors = attention_tensors(batch=2, heads=2, kv_heads=1, dim=dim, value_dim=5, n_keys=130, seed=6)
-    tensors[1][:, :, 10::32] *= outliers
-    check_routed(config, tensors, is_causal=is_causal, mask=random_mask(kind, 2, 130, seed=mask_seed))
 
 
 CHECKS = {
@@ -64,19 +55,11 @@ CHECKS = {
         HASHED, attention_tensors(heads=2, kv_heads=1, n_keys=21, seed=2), is_causal=True
     ),
     "padding sides": lambda: check_padding_sides(HASHED, is_causal=True),
-    "routed": _routed,
-    "routed, 20 dimensions": lambda: _routed(dim=20),
-    "routed, large clusters": lambda: _routed(config=WIDE),
-    "routed, outliers": lambda: _routed(config=WIDE, outliers=4.0),
-    "routed, holes": lambda: _routed(kind="holes"),
-    "routed, holes, not causal": lambda: _routed(is_causal=False, kind="holes"),
-    "routed, right padding, not causal": lambda: _routed(is_causal=False, kind="right", mask_seed=0),
 }
 
 RESIDUAL_OF_ALL = Break("selected.blocks", 'if coupling.residual_weight == "all":', "if True:")
 OVERLAP_COUNTED = Break("selected.blocks", 'if keys.block_size and coupling.overlap == "exclude":', "if False:")
 GRAY_CODE_AS_RANK = Break("scoring.hashing", "        shift *= 2\n", "        shift = n_bits\n")
-GAPS_OVERLOOKED = Break("routed.attention", "return gaps if bool(gaps.any()) else None", "return None")
 
 MUTATIONS = {
     "residual weighted by n, not |S|": (RESIDUAL_OF_ALL, "unbiased over selected keys"),
@@ -128,107 +111,6 @@ MUTATIONS = {
         "oracle, hash",
     ),
 }  # fmt: skip
-ROUTED_MUTATIONS = {
-    "tree cut across another direction": (
-        Break("routed.index", "(points, layout.levels)", "(points, layout.levels, power_iterations=0)"),
-        "routed",
-    ),
-    "keys quantized without subtracting their centroid": (
-        Break("routed.index", "encode_keys(away.detach().view(keys.shape))", "encode_keys(keys.detach())"),
-        "routed",
-    ),
-    "one scale for both halves of an int4 key": (
-        Break("routed.index", "<< 4), scales)", "<< 4), scales.amax(-1, keepdim=True).expand_as(scales))"),
-        "routed, 20 dimensions",
-    ),
-    "halves of an int4 key swapped": (
-        Break("routed.index", "numbers[..., 0, :] | (numbers[..., 1, :] << 4)",
-              "numbers[..., 1, :] | (numbers[..., 0, :] << 4)"),
-        "routed",
-    ),
-    "key covariance of one chunk, not of all": (
-        Break("routed.index", "return parts.cumsum(1) / count[:, None, None]", "return parts"),
-        "routed",
-    ),
-    "keys read stay in their centroid": (
-        Break("routed.reference", "seen.rows.shape[1] - found.hits", "seen.rows.shape[1] - 0 * found.hits"),
-        "routed",
-    ),
-    "clusters searched within two deviations": (
-        Break("routed.reference", "search.reach * scores.spread", "2.0 * scores.spread"),
-        "routed, large clusters",
-    ),
-    "outlier keys compared no more than others": (
-        Break("routed.reference", "min(ODD, seen.rows.shape[1])", "min(0, seen.rows.shape[1])"),
-        "routed, outliers",
-    ),
-    "keys nearest to the centroid are outliers": (
-        Break("routed.index", "odd.argsort(dim=2, descending=True", "odd.argsort(dim=2, descending=False"),
-        "routed, outliers",
-    ),
-    "sinks count in full in the threshold": (
-        Break("routed.reference", "scores.sinks + math.log(SINK_PART)", "scores.sinks"),
-        "routed",
-    ),
-    "half the minimum weight": (
-        Break("routed.attention", "Search(1 / config.min_weight", "Search(2 / config.min_weight"),
-        "routed",
-    ),
-    "threshold without the covariance correction": (
-        Break("routed.reference", ".clamp_max(MOST_KNOWN_GAIN)", "* 0"),
-        "routed",
-    ),
-    "covariance correction unbounded": (
-        Break("routed.reference", ".clamp(-MOST_GAIN, MOST_GAIN)", ""),
-        "routed",
-    ),
-    "no covariance correction of a centroid": (
-        Break("routed.reference", "scores.nodes + gain + left.clamp_min(1)", "scores.nodes + left.clamp_min(1)"),
-        "routed",
-    ),
-    "values of centroids not corrected": (
-        Break("routed.reference", "columns[:, n_sinks:] * weighed.move", "columns[:, n_sinks:] * 0"),
-        "routed",
-    ),
-    "query's chunk read beyond the query": (Break("routed.local", "causal=True)", "causal=False)"), "routed"),
-    "one far chunk too many": (
-        Break("routed.attention", "seen = (chunks * layout.nodes_per_chunk",
-              "seen = ((chunks + 1).clamp_max(layout.n_chunks) * layout.nodes_per_chunk"),
-        "routed",
-    ),
-    "holes overlooked": (GAPS_OVERLOOKED, "routed, holes"),
-    "holes overlooked, not causal": (GAPS_OVERLOOKED, "routed, holes, not causal"),
-    "filler behind a short sequence gets mass": (
-        Break("routed.local", "None if bool(inside.all()) else hidden)", "None)"),
-        "routed, right padding, not causal",
-    ),
-    "centroids pass no gradient to keys": (
-        Break("routed.plain", "node_key=node_key,", "node_key=node_key.detach() + 0 * node_key,"),
-        "routed",
-    ),
-    "key covariance passes no gradient": (
-        Break("routed.plain", "spread=spread,", "spread=spread.detach() + 0 * spread,"),
-        "routed",
-    ),
-    "key-value covariance passes no gradient": (
-        Break("routed.plain", "drift=drift,", "drift=drift.detach() + 0 * drift,"),
-        "routed",
-    ),
-    "backward pass finds keys by another threshold": (
-        Break("routed.plain", "scores_of(own, seen), limit[place])", "scores_of(own, seen), limit[place] + 0.5)"),
-        "routed",
-    ),
-    "threshold passes no gradient to local keys": (
-        Break("routed.plain", "grad_limit[place] = grads[9]", "grad_limit[place] = 0 * grads[9]"),
-        "routed",
-    ),
-    "threshold passes no gradient to centroids": (
-        Break("routed.plain", "followed_limit(limit, scores, seen, view.search)", "limit"),
-        "routed",
-    ),
-}  # fmt: skip
-"""Rows of the routed engine."""
-ALL = {**MUTATIONS, **ROUTED_MUTATIONS}
 
 
 @cache
@@ -238,12 +120,12 @@ def _holds(check):
 
 
 def test_every_text_is_there():
-    assert stale({name: row for name, (row, _) in ALL.items()}) == {}
+    assert stale({name: row for name, (row, _) in MUTATIONS.items()}) == {}
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", MUTATIONS)
 def test_a_deliberate_break_is_caught(name, monkeypatch):
-    row, check = ALL[name]
+    row, check = MUTATIONS[name]
     assert _holds(check)
     row.apply(monkeypatch)
     with pytest.raises(AssertionError):

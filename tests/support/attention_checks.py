@@ -8,7 +8,6 @@ from oracles.budgets import assert_within
 from oracles.dense import dense_attention, full_weights, subset_weights
 from oracles.inputs import attention_tensors
 from oracles.naive import naive_weights
-from oracles.routed import routed_oracle
 
 import prescore
 from prescore import Exact, Hyper, KMeans, Lsh, Selected
@@ -41,13 +40,6 @@ def call_of(query, key, value, mask=None, *, is_causal, scale=None, seed=0):
     return make_call(
         query, key, value, mask, is_causal=is_causal, scale=scale, backend=backend, streams=Streams(seed)
     )
-
-
-def lanes(query, key, value, config, *, is_causal=True, valid=None, scale=None):
-    """Routed attention of sequences that begin at one position: result and stats."""
-    from prescore.routed.attention import attend_lanes
-
-    return attend_lanes(call_of(query, key, value, valid, is_causal=is_causal, scale=scale), config)
 
 
 def attend(tensors, config, mask=None, **options):
@@ -121,28 +113,6 @@ def check_gradients(config, tensors, *, is_causal=False, mask=None, seed=0):
             f"gradient of unused {name} must be exactly 0"
         )
     return int((~used).sum())
-
-
-def check_routed(config, tensors, *, is_causal=True, mask=None, scale=None):
-    """Routed attention is its definition, NaN in the padding and all, forward and backward; returns its stats."""
-    query, key, value = (t.detach().clone().requires_grad_() for t in tensors)
-    options = {"is_causal": is_causal, "scale": scale}
-    truth = routed_oracle(query, key, value, config, key_padding_mask=mask, **options)
-    poisoned = query, hidden(key, mask, math.nan), hidden(value, mask, math.nan)
-    result, aux = attend(poisoned, config, mask, **options)
-    real = real_queries(query, key, mask if is_causal else None).expand(truth.lse.shape)
-    assert_equal(*(prescore.Attended(found.output[real], found.lse[real]) for found in (result, truth)))
-    generator = torch.Generator().manual_seed(1)
-    cotangent = torch.randn(truth.output.shape, generator=generator, dtype=torch.float64)
-    real = real & ~torch.isneginf(truth.lse)
-
-    def gradients(output, lse):
-        loss = (output * cotangent)[real].sum() + (lse * cotangent[..., 0])[real].sum()
-        return torch.autograd.grad(loss, (query, key, value))
-
-    for name, got, wanted in zip(("query", "key", "value"), gradients(*result), gradients(*truth), strict=True):
-        assert_within(got, wanted, FLOAT64, f"gradient of {name}")
-    return aux.stats
 
 
 def check_unbiased(config, *, seeds, selected):
