@@ -65,15 +65,23 @@ def small_model():
     return type(model)(config).eval(), tokenizer
 
 
+def load_the_small_model(monkeypatch):
+    """Examples get the small model whatever they load."""
+    model, tokenizer = small_model()
+    monkeypatch.setattr(offline, "load_model", lambda *_, **__: (copy.deepcopy(model), tokenizer))
+
+
 def blocks(text):
     """The Python blocks of a document that are meant to run, in order."""
     return re.findall(r"^```python\n(.*?)^```", NOT_RUN.sub("", text), re.DOTALL | re.MULTILINE)
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_a_script_runs_and_shows_what_it_promises(name, capsys):
+def test_a_script_runs_and_shows_what_it_promises(name, capsys, monkeypatch):
     if name == "vit":
         pytest.importorskip("timm")
+    if name == "long_prompt":  # which would take half a minute
+        load_the_small_model(monkeypatch)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         runpy.run_path(str(SCRIPTS[name]), run_name="__main__")
@@ -114,8 +122,7 @@ def test_the_examples_of_a_document_run_in_order(path, monkeypatch):
 def run_in_order(codes, name, monkeypatch):
     """Run pieces of code in one module of its own, which classes look up by its name."""
     if any("load_model" in code for code in codes):
-        model, tokenizer = small_model()
-        monkeypatch.setattr(offline, "load_model", lambda name: (copy.deepcopy(model), tokenizer))
+        load_the_small_model(monkeypatch)
     module = type(sys)("document_of_examples")
     monkeypatch.setitem(sys.modules, module.__name__, module)
     for number, code in enumerate(codes):
