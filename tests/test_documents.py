@@ -18,8 +18,6 @@ DOCUMENTS = {
     path.relative_to(ROOT).as_posix(): path.read_text()
     for path in (*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "experiments").rglob("*.md"))
 }
-PENDING = pytest.mark.xfail(strict=False, reason="DESIGN.md names files of the old tree")
-"""Delete this when it has been rewritten."""
 HISTORY = {"CHANGELOG.md"}
 """Names what there was."""
 DIARY = re.compile(
@@ -180,7 +178,6 @@ def test_links_lead_somewhere():
     assert offenders(lambda name, text: broken_links(ROOT / name, text)) == {}
 
 
-@PENDING
 def test_the_design_names_files_that_exist():
     assert missing_files(DOCUMENTS["DESIGN.md"]) == []
 

@@ -22,12 +22,6 @@ from prescore.scoring.base import Scorer
 from prescore.scoring.rules import RULES
 
 MIN_SCORE = Selected("kmeans", min_score=-0.7, sinks=2, min_seq_len=16, remainder="none")
-PENDING_FIELDS = {"min_score", "blocks", "coupling"}
-PENDING_BASES = {MIN_SCORE}
-PENDING = pytest.mark.xfail(strict=False, reason="min_score, coupling.blocks and fit_size=None are not there yet")
-"""Rows that may fail until `Selected.min_score`, `Coupling.blocks` and `fit_size=None` (all keys) have landed.
-Then delete these three names and the marks."""
-
 SCORERS = [get_scorer(name) for name in prescore.list_scorers()]
 PARTS = {Lsh, Coupling}
 TYPES = {*config.TYPES.values(), *PARTS, *SCORERS}
@@ -168,12 +162,7 @@ def test_every_type_and_every_field_has_a_row():
 
 
 @pytest.mark.parametrize(
-    ("base", "name"),
-    [
-        pytest.param(*case, marks=PENDING if case[0] in PENDING_BASES or case[1] in PENDING_FIELDS else ())
-        for case in CASES
-    ],
-    ids=[f"{type(base).__name__}.{name} {base}" for base, name in CASES],
+    ("base", "name"), CASES, ids=[f"{type(base).__name__}.{name} {base}" for base, name in CASES]
 )
 def test_another_value_changes_the_result_or_is_refused(base, name):
     found = outcomes(base, name)
@@ -215,7 +204,6 @@ def test_every_option_of_select_changes_the_selection(name):
         assert not torch.equal(one, other)
 
 
-@PENDING
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_clusters_are_fitted_on_all_keys_by_default(is_causal):
     tensors = attention_tensors(heads=1, kv_heads=1, n_query=2600, n_keys=2600, dim=4, seed=1)
@@ -225,7 +213,6 @@ def test_clusters_are_fitted_on_all_keys_by_default(is_causal):
     assert not torch.equal(on_all, on_some)
 
 
-@PENDING
 def test_every_key_above_the_minimum_score_is_selected():
     scores = prescore.score(KEY, "key-diff")
     chosen = Selected("key-diff", min_score=0.1, sinks=0, recent=0, remainder="none")

@@ -8,8 +8,6 @@ from pathlib import Path
 import pytest
 
 CORE = Path(__file__).parent.parent / "src" / "prescore"
-PENDING_CALLS = pytest.mark.xfail(strict=False, reason="some areas still use the default dtype or device")
-PENDING_STATIC = pytest.mark.xfail(strict=False, reason="some areas still make tensors without dtype and device")
 """Until every area has landed; delete both then."""
 
 PROGRAM = """
@@ -100,7 +98,6 @@ def run_program():
     return lines
 
 
-@PENDING_CALLS
 @pytest.mark.parametrize("default", ["bfloat16", "float16", "float64", "meta"])
 def test_results_do_not_depend_on_a_default(default, differences):
     assert [line for line in differences if line.startswith(default)] == []
@@ -134,7 +131,6 @@ def test_the_reader_sees_what_it_must():
     )
 
 
-@PENDING_STATIC
 def test_every_tensor_is_made_with_its_dtype_and_device():
     files = [path for path in sorted(CORE.rglob("*.py")) if "bench" not in path.relative_to(CORE).parts]
     wrong = [f"{path.relative_to(CORE)}:{line}" for path in files for line in made_by_default(path.read_text())]

@@ -391,6 +391,7 @@ def select(
         >>> kept.indices.shape
         torch.Size([1, 8, 256])
     """
+    checks.budget("top_k", top_k)
     config = Selected(scorer, top_k, selector=selector, sinks=sinks, recent=recent, min_fraction=min_fraction)
     with without_autocast(key):
         return select_by(key, config, key_padding_mask=key_padding_mask, generator=generator)

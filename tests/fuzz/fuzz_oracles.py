@@ -12,6 +12,7 @@ from oracles.dense import dense_attention, full_weights, subset_weights
 import prescore
 from prescore import Coupling, Exact, Routed, Selected
 from prescore.errors import Unsupported
+from prescore.integrations.decode import OVER_SELECTION, CachedKeys, LayerCache, Request, keeps_selection
 
 STEP = 1e-6
 """Of finite differences."""
@@ -173,11 +174,9 @@ def last_queries(case):
 
 def decode_step(case):
     """A step with fresh state = the call of that one query over all keys so far (identity 10)."""
-    from prescore.integrations.decode import OVER_SELECTION, CachedKeys, Decoder, Request, remembers
-
     config = case.config
     routed = isinstance(config, Routed)
-    need(routed or (remembers(config) and not case.given))
+    need(routed or (keeps_selection(config) and not case.given))
     if isinstance(config, Selected):  # a step is exact over its selection
         coupling = Coupling(mask=config.coupling.mask)
         config = config.replace(inner=Exact(), leaf_inclusive=False, min_fraction=0.0, coupling=coupling)
@@ -187,13 +186,13 @@ def decode_step(case):
     mask = case.padding()
     need(mask is None or bool(mask[:, -1].all()))
     last = query[:, :, -1:]
-    step = Decoder().step(last, CachedKeys(key, value, mask, case.n_keys), Request(config, None, 0.0, case.seed))
+    step = LayerCache().step(last, CachedKeys(key, value, mask, case.n_keys), Request(config, seed=case.seed))
     assert routed or step.path == OVER_SELECTION
-    need(step.output is not None)
+    need(step.result is not None)
     expected = prescore.prescored_attention(
         last, key, value, config, is_causal=routed, key_padding_mask=mask, generator=case.seed
     )
-    assert_within(step.output, expected, CLOSE, "a decode step")
+    assert_within(step.result.output, expected, CLOSE, "a decode step")
 
 
 def gradients(case):

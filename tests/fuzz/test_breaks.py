@@ -17,7 +17,7 @@ BREAKS = {
         "dense",
         Break("ops.backend", "plain if plain.stride(-1) == 1 else plain.contiguous()", "rows"),
     ),
-    "padding is not hidden": ("dense", Break("ops.parts", ".masked_fill_(~valid, -torch.inf)", "")),
+    "padding is not hidden": ("dense", Break("ops.parts", ".masked_fill_(~visible, -torch.inf)", "")),
     "the sign of the scale is lost": ("dense", Break("call", "(-query, -factor) if", "(query, -factor) if")),
     "the key gradient is lost": ("dense", Break("ops.cpu", "grads[1][..., :dim],", "grads[1][..., :dim] * 0,")),
     "outputs stay shifted": (
@@ -38,7 +38,11 @@ BREAKS = {
     ),
     "inputs are changed": (
         "basics",
-        Break("call", "streams = streams or Streams()", "value.data.mul_(1.5); streams = streams or Streams()"),
+        Break(
+            "call",
+            "n_query, n_keys = query.shape[2], key.shape[2]",
+            "value.data.mul_(1.5); n_query, n_keys = query.shape[2], key.shape[2]",
+        ),
     ),
     "queries without keys see": (
         "basics",
@@ -54,7 +58,7 @@ BREAKS = {
     ),
     "padded queries spoil gradients": (
         "gradients",
-        Break("call", "spoilt = ~real[:, None] &", "spoilt = ~real[:, None] & False &"),
+        Break("call", "broken = ~real[:, None] &", "broken = ~real[:, None] & False &"),
     ),
     "plain rounds": (
         "backends_agree",
@@ -76,9 +80,9 @@ BREAKS = {
     "a step has no sinks": (
         "decode_step",
         Break(
-            "integrations.state",
-            "make_plan(call, _exactly(config))",
-            "make_plan(call, _exactly(config).replace(sinks=0, recent=0))",
+            "integrations.decode",
+            "make_plan(call, _with_exact_inner(config))",
+            "make_plan(call, _with_exact_inner(config).replace(sinks=0, recent=0))",
         ),
     ),
     "the last queries have other positions": (

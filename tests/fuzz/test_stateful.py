@@ -237,11 +237,13 @@ def test_applications_through_any_order():
 
 BREAKS = {
     "a crop keeps the selection": Break(
-        "integrations.decode", "self.state.crop(n_keys - self.state.n_selected_from)", "pass"
+        "integrations.decode", "self.selection.crop(n_tokens - self.selection.n_selected_from)", "pass"
     ),
-    "the selection is not reordered": Break("integrations.state", "self.rows.take(index)", "pass"),
-    "the selection is not repeated": Break(
-        "integrations.transformers.cache", "self._decoder.repeat(repeats)", "pass"
+    "the selection is not reordered": Break(
+        "integrations.decode", "self.selection.buffer.take(sequences)", "pass"
+    ),
+    "sequences are not repeated": Break(
+        "integrations.transformers.cache", "repeat_interleave(repeats))", "repeat_interleave(1))"
     ),
 }
 

@@ -1,4 +1,4 @@
-"""The mutation table: break one line of the code on purpose, and a named check must fail.
+"""The mutation table of all but the routed engine: break one line of code, and a named check must fail.
 
 A row is data: the module, the text, what replaces it (see `breaks.Break`), and the check. When the code moves, the
 first test lists every row whose text is gone.
@@ -85,14 +85,14 @@ MUTATIONS = {
     "Gray code used as the rank": (GRAY_CODE_AS_RANK, "gray neighbours"),
     "Gray code used as the rank, oracle": (GRAY_CODE_AS_RANK, "oracle"),
     "parts folded with a wrong weight": (
-        Break("ops.parts", "torch.logaddexp(old.lse, lse)", "torch.logaddexp(old.lse, lse + 0.1)"),
+        Break("ops.parts", "(old.peak - shift), lse - shift))", "(old.peak - shift), lse + 0.1 - shift))"),
         "oracle, causal",
     ),
     "merge by plain average": (
-        Break("ops.parts", "(wide * (weights / safe)[..., None]).sum(0)", "wide.mean(0)"),
+        Break("ops.parts", "(outputs * weights[..., None]).sum(0)", "outputs.mean(0)"),
         "merge of a split",
     ),
-    "padding bias dropped": (Break("ops.parts", ".masked_fill_(~valid, -torch.inf)", ""), "exact with padding"),
+    "padding bias dropped": (Break("ops.parts", ".masked_fill_(~visible, -torch.inf)", ""), "exact with padding"),
     "gradient under the part's own lse": (
         Break("ops.cpu", "wide, output = _same_width(tile), merged.output",
               "merged = self.forward(tile); wide, output = _same_width(tile), merged.output"),

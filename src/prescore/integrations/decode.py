@@ -287,11 +287,9 @@ class LayerCache:
         start = None
         if keys.valid is not None and not bool(keys.valid.all()):
             start = first_real(keys.valid)
-            position = torch.arange(keys.n_keys, device=start.device)
+            position = torch.arange(keys.n_keys, dtype=torch.int64, device=start.device)
             if not torch.equal(keys.valid, position >= start[:, None]):
-                return (
-                    None  # padding behind or between real keys: positions would differ from those of the clusters
-                )
+                return None  # padding behind or between real keys: positions are not those of the clusters
         made_for = (config, float(query.shape[-1] ** -0.5 if request.scale is None else request.scale))
         if self._index is None or self._index[0] != made_for:
             self._index = (made_for, RoutedIndex(config, scale=made_for[1], start=start, seed=request.seed))
@@ -546,8 +544,8 @@ def attend_last(
         # elsewhere torch takes the mask in the queries' dtype only, which rounds the logs of counts
         mask = mask.to(query.dtype)
     if n_query > 1:
-        position = torch.arange(n_keys, device=query.device) - (n_keys - n_query)
-        later = position > torch.arange(n_query, device=query.device)[:, None]
+        position = torch.arange(n_keys, dtype=torch.int64, device=query.device) - (n_keys - n_query)
+        later = position > torch.arange(n_query, dtype=torch.int64, device=query.device)[:, None]
         hidden = torch.zeros(n_query, n_keys, dtype=query.dtype, device=query.device)
         hidden = hidden.masked_fill_(later, -torch.inf).repeat(n_heads // n_kv_heads, 1)
         mask = hidden if mask is None else hidden + mask

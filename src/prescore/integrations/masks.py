@@ -151,8 +151,8 @@ def as_bool(mask: Tensor) -> Tensor | None:
 
 def rebuild(form: MaskForm, first: int, last: int, n_query: int, device: torch.device) -> Tensor:
     """The mask of queries `first` to `last` that a form describes, `[B or 1, last - first, Nk]` bool."""
-    key = torch.arange(form.n_keys, device=device)
-    query = torch.arange(first, last, device=device)[:, None] + (form.n_keys - n_query)
+    key = torch.arange(form.n_keys, dtype=torch.int64, device=device)
+    query = torch.arange(first, last, dtype=torch.int64, device=device)[:, None] + (form.n_keys - n_query)
     shown = torch.ones(1, last - first, form.n_keys, dtype=torch.bool, device=device)
     if form.kind in ("causal", "window", "packed"):
         shown = shown & (key <= query)
@@ -178,7 +178,7 @@ def _guesses(shown: Tensor) -> Iterator[MaskForm]:
     """Forms that the margins of `shown [B, Nq, Nk]` allow, most likely first."""
     n_query, n_keys = shown.shape[1:]
     real, last_key = shown.any(dim=1), _last_visible(shown)
-    position = torch.arange(n_query, device=shown.device)
+    position = torch.arange(n_query, dtype=torch.int64, device=shown.device)
     # all keys count, or those before the unused room of a static cache: a causal query sees up to its own key
     n_before = int((last_key - position).max()) if shown.numel() else 0
     for end in dict.fromkeys((n_keys, min(n_keys, n_query + max(0, n_before)))):
@@ -188,7 +188,9 @@ def _guesses(shown: Tensor) -> Iterator[MaskForm]:
             yield replace(causal, kind="full")
         window = int(shown.sum(dim=2).max())
         # keys that left every window are not padding
-        inside = real[:, :end] | (torch.arange(end, device=shown.device) <= end - n_query - window)
+        inside = real[:, :end] | (
+            torch.arange(end, dtype=torch.int64, device=shown.device) <= end - n_query - window
+        )
         yield MaskForm("window", end, valid=_unless_all(inside), window=window)
         yield MaskForm("window", end, valid=_unless_all(real[:, :end]), window=window)
     if n_query == n_keys:
@@ -310,7 +312,7 @@ def _ahead(query: Tensor, key: Tensor, value: Tensor, form: MaskForm, reach: Ten
     """Causal attention, and exact attention for the queries that see later keys."""
     n_query = query.shape[2]
     causal = prescored_under_mask(query, key, value, replace(form, kind="causal", reach=None), request)
-    ahead = reach > torch.arange(form.n_keys - n_query, form.n_keys, device=query.device)
+    ahead = reach > torch.arange(form.n_keys - n_query, form.n_keys, dtype=torch.int64, device=query.device)
     output = causal.output
     for first in range(0, n_query, _MIN_WINDOW_BLOCK):
         block = ahead[:, first : first + _MIN_WINDOW_BLOCK]
@@ -345,14 +347,14 @@ def _per_segment(
 def _segments(starts: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor]:
     """`[segments, longest]` flat positions of each segment's real tokens, and which of them are not filler."""
     batch, length = starts.shape
-    offset = torch.arange(batch, device=starts.device)[:, None] * length
+    offset = torch.arange(batch, dtype=torch.int64, device=starts.device)[:, None] * length
     segment = (starts + offset).flatten()
-    positions = torch.arange(batch * length, device=segment.device)
+    positions = torch.arange(batch * length, dtype=torch.int64, device=segment.device)
     if valid is not None:
         positions, segment = positions[valid.flatten()], segment[valid.flatten()]
     _, number, counts = torch.unique_consecutive(segment, return_inverse=True, return_counts=True)
     first = counts.cumsum(0) - counts
-    place = torch.arange(len(positions), device=segment.device) - first[number]
+    place = torch.arange(len(positions), dtype=torch.int64, device=segment.device) - first[number]
     places = positions.new_zeros(len(counts), int(counts.max()) if len(counts) else 0)
     is_token = torch.zeros_like(places, dtype=torch.bool)
     places[number, place] = positions

@@ -82,7 +82,7 @@ class ContextParallel:
     def positions(self, n_tokens: int, device: torch.device) -> Tensor:
         """`[1, n]`: the positions of this rank's tokens in the sequence."""
         first = self.n_before or self.group.rank * n_tokens
-        return torch.arange(first, first + n_tokens, device=device)[None]
+        return torch.arange(first, first + n_tokens, dtype=torch.int64, device=device)[None]
 
 
 class ContextParallelAttention:

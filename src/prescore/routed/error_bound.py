@@ -317,7 +317,7 @@ class Samples(NamedTuple):
     @property
     def mean_distance2(self) -> Tensor:
         """The mean over all samples."""
-        return self.distance2.sum() / self.exists.sum()
+        return self.distance2.sum() / self.exists.sum().to(self.distance2.dtype)
 
 
 def sample_places(n_clusters: int, cluster_size: int, seed: int, device: torch.device) -> Tensor:
@@ -382,7 +382,7 @@ def _choose_threshold(
         square, and
     less of those below a threshold.
     """
-    represents = (far.positions.shape[1] / samples.exists.sum(1)).to(first.dtype).log()
+    represents = (far.positions.shape[1] / samples.exists.sum(1).to(first.dtype)).log()
     weighted = samples.logits + represents[:, None]
     lse = torch.cat((local.lse[:, None], logits.sinks, weighted.flatten(1)), dim=1).logsumexp(1)
     weights = torch.exp(weighted - lse[:, None, None])
@@ -520,7 +520,7 @@ def _unread(read: Tensor, light: Tensor, samples: Samples, peak: Tensor) -> _Unr
     left, used = (~read).sum(-1), usable.sum(-1)
     mass = light.sum(-1)
     mean = mass / left.clamp_min(1)
-    represents = (left / used.clamp_min(1))[..., None] * usable
+    represents = (left.to(mass.dtype) / used.clamp_min(1))[..., None] * usable
     true = torch.exp(samples.logits - peak[:, None, None]).masked_fill(~usable, 0.0)
     by_int4 = light.gather(2, place).masked_fill(~usable, 0.0)
     share = torch.where(used > 0, 2 * mean - by_int4.sum(-1) / used.clamp_min(1), mean)
@@ -542,7 +542,7 @@ def _moments(
     distance2 = torch.cdist(output, centroids, compute_mode="donot_use_mm_for_euclid_dist").square()
     terms = within.square() * samples.distance2 + off.square() * distance2[..., None]
     # keys that no sample represents: as if they were off together
-    typical = samples.distance2.sum(1) / samples.exists.sum(1)
+    typical = samples.distance2.sum(1) / samples.exists.sum(1).to(samples.distance2.dtype)
     alone = (unread.mass / mass[:, None]).square().masked_fill(~unread.alone, 0.0) * typical
     # a key at the threshold that no sample shows; it is not estimated, so it adds nothing to the degrees of
     # freedom

@@ -44,7 +44,7 @@ def bisection_tree(
     )
     n_trees = work.shape[0]
     alive = None if valid is None else valid.expand(*lead, n_points).reshape(n_trees, n_points)
-    order = torch.arange(n_points, device=points.device).expand(n_trees, n_points).contiguous()
+    order = torch.arange(n_points, dtype=torch.int64, device=points.device).expand(n_trees, n_points).contiguous()
     for level in range(levels):
         n_parts = n_trees * 2**level
         size = n_points >> level
@@ -53,7 +53,7 @@ def bisection_tree(
         projection = _projection(parts, part_alive, power_iterations)
         ranks = projection.argsort(dim=-1, stable=True)  # equal points keep their order: deterministic
         order = order.view(n_parts, size).gather(1, ranks).view(n_trees, n_points)
-        rows = ranks + torch.arange(0, n_parts * size, size, device=points.device)[:, None]
+        rows = ranks + torch.arange(0, n_parts * size, size, dtype=torch.int64, device=points.device)[:, None]
         if alive is not None:
             alive = alive.reshape(-1).index_select(0, rows.view(-1)).view(n_trees, n_points)
         if level + 1 < levels:
@@ -77,7 +77,7 @@ def _projection(parts: Tensor, alive: Tensor | None, power_iterations: int) -> T
     # the covariance costs one matrix product; iterating on the points would read them twice per step
     covariance = centred.transpose(1, 2) @ centred
     widest = covariance.diagonal(dim1=1, dim2=2).argmax(dim=1)
-    direction = covariance[torch.arange(len(parts), device=parts.device), widest]
+    direction = covariance[torch.arange(len(parts), dtype=torch.int64, device=parts.device), widest]
     for _ in range(power_iterations):
         # row times matrix: the operator is several times slower at matrix times column
         direction = (_unit(direction)[:, None] @ covariance).squeeze(1)

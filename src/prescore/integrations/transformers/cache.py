@@ -204,7 +204,7 @@ class PrescoredLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         checks.integer("repeats", repeats, minimum=1)
         held = self.cache.held
         if held is not None:
-            sequences = torch.arange(held.key.shape[0], device=held.key.device)
+            sequences = torch.arange(held.key.shape[0], dtype=torch.int64, device=held.key.device)
             self.batch_select_indices(sequences.repeat_interleave(repeats))
 
 
