@@ -22,9 +22,9 @@ ELSEWHERE = {
 
 
 def documented(page="evaluation.md"):
-    """The command lines of a page's first block."""
+    """The command lines of a page's block that begins with `prescore info`."""
     text = (ROOT / "docs" / page).read_text()
-    block = re.search(r"^```bash\n(.*?)^```", text, re.DOTALL | re.MULTILINE).group(1)
+    block = re.search(r"^```bash\n(prescore info\n.*?)^```", text, re.DOTALL | re.MULTILINE).group(1)
     return [shlex.split(line)[1:] for line in block.splitlines()]
 
 

@@ -11,13 +11,13 @@ from prescore.bench import memory
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux can reset the peak")
 def test_the_peak_is_that_since_the_reset():
-    memory.forget_peak()
-    before = memory.held_megabytes()
+    memory.reset_peak()
+    before = memory.resident_megabytes()
     assert memory.peak_megabytes() == pytest.approx(before, abs=20)
     numbers = torch.ones(25 * 2**20)  # 100 MB
     del numbers
     assert 95 < memory.peak_megabytes() - before < 130
-    memory.forget_peak()
+    memory.reset_peak()
     assert memory.peak_megabytes() - before < 30
 
 

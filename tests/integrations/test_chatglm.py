@@ -166,24 +166,3 @@ def test_training_with_dropout(ids):
         torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()).backward()
     weights = model.transformer.encoder.layers[0].self_attention.query_key_value.weight
     assert weights.grad.abs().max() > 0
-
-
-def test_measured_attention_is_what_apply_does(model, ids):
-    config = Selected("key-diff", top_k=8, min_seq_len=16, sinks=2, remainder="none")
-    plain = generate(model, ids, n_new=1)
-    with measured_attention(model, methods.exact()) as meter:
-        torch.testing.assert_close(generate(model, ids, n_new=1), plain)
-    assert sorted(meter.seconds) == [0, 1, 2]
-    assert meter.figures()["keys_per_query"] == 20.5
-    with prescore.apply(model, config, layers="first:2"):
-        applied = generate(model, ids, n_new=1)
-    with measured_attention(model, methods.prescored("key-diff", config), layers="first:2") as meter:
-        torch.testing.assert_close(generate(model, ids, n_new=1), applied)
-    assert meter.figures()["layers_replaced"] == 2
-    assert (applied - plain).abs().max() > 1e-6
-    refused = pytest.raises(ValueError, match=r"drops attention weights with probability 0\.5")
-    dropping = TinyChatGLM(dropout=0.5).train()
-    with refused, measured_attention(dropping, methods.exact()):
-        dropping(ids)
-    assert is_untouched(model)
-    assert is_untouched(dropping)

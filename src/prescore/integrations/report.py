@@ -243,7 +243,7 @@ class Report:
             kinds = " and ".join(dict.fromkeys(type(entry.config).__name__ for entry in self.layers))
             reasons = "; ".join(sorted(text.removeprefix(READS_ALL) for text in ran))
             notes.append(f"{kinds} changed nothing, all attention was exact: {reasons}")
-        if any(phase.last.stats.get("native_level") == NO_LEVEL for phase in phases):
+        if any(phase.last.stats.get("backend") == "plain" for phase in phases):
             notes.append(
                 "routed by plain torch, which is slower: "
                 "native code is missing (prescore info says why) or does not support such inputs"

@@ -216,8 +216,9 @@ def _attend(call: Call, config: Routed) -> tuple[Attended, Values]:
         attended, counts, bounds = _attend_behind(call, layout, n_apart, config, runs_native)
         results.append(attended)
         stats |= _routed_stats(call, layout, n_exact, counts)
+        stats["backend"] = "native" if runs_native else "plain"
         if runs_native:
-            stats |= {"backend": "native", "native_level": loaded_level()}
+            stats["native_level"] = loaded_level()
     merged = results[0]
     if len(results) > 1:
         merged = Attended(*(torch.cat(tensors, dim=2) for tensors in zip(*results, strict=True)))
