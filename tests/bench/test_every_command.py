@@ -21,10 +21,10 @@ ELSEWHERE = {
 """Commands that take more than a few seconds as written, and where a smaller call of theirs is tested."""
 
 
-def documented(page="evaluation.md"):
-    """The command lines of a page's block that begins with `prescore info`."""
-    text = (ROOT / "docs" / page).read_text()
-    block = re.search(r"^```bash\n(prescore info\n.*?)^```", text, re.DOTALL | re.MULTILINE).group(1)
+def documented(first="prescore info"):
+    """The command lines of the page's first block that begins so."""
+    text = (ROOT / "docs" / "evaluation.md").read_text()
+    block = re.search(rf"^```bash\n({first}.*?)^```", text, re.DOTALL | re.MULTILINE).group(1)
     return [shlex.split(line)[1:] for line in block.splitlines()]
 
 
@@ -94,7 +94,7 @@ def test_a_command_runs_as_documented(argv, tmp_path, monkeypatch, capsys):
         assert list(tmp_path.glob("runs/**/records.jsonl"))
 
 
-@pytest.mark.parametrize("argv", documented("evaluation.md"), ids=" ".join)
+@pytest.mark.parametrize("argv", documented("prescore perplexity"), ids=" ".join)
 def test_measuring_runs_as_documented_on_any_model(argv, model, book, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     Path(book).write_text(Path(book).read_text() * 4)  # book.txt, as the page calls it

@@ -7,9 +7,7 @@ from tiny_chatglm import CoreAttention, TinyChatGLM
 from tiny_models import COARSE, EVERY_KEY, leftovers
 
 import prescore
-from prescore import Routed, Selected
-from prescore.bench.language import methods
-from prescore.bench.language.methods import measured_attention
+from prescore import Routed
 from prescore.errors import Unsupported
 from prescore.integrations.apply import observe
 from prescore.integrations.patch import patches

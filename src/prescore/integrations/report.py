@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 
 from prescore.config import Config, Exact, Hyper, Routed, Selected
 from prescore.integrations.decode import OVER_ALL, OVER_CLUSTERS, OVER_SELECTION, STEP_AT_MOST
-from prescore.ops.native.library import NO_LEVEL
 from prescore.routed.layout import routes
 from prescore.types import Reads, Values
 

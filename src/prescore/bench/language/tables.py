@@ -609,12 +609,14 @@ def _speed_note(results: dict[str, Values]) -> str:
 
 def _selection_note(results: Values) -> str:
     """Keys of the prompt that a decode step reads; neighbouring layers with the same number share an entry."""
-    entries = [entry for entry in results["cache"]["layers"] if "rows" in entry]
+    entries = [entry for entry in results["cache"]["layers"] if "selected" in entry]
     if not entries:
         routed = "routed step" in results["decode_paths"]
         return "every key is in the cache" if routed else "no layer made a selection: every key is read"
     groups = []
-    for sizes, group in itertools.groupby(entries, key=lambda entry: (entry["rows"], entry["selected_from"])):
+    for sizes, group in itertools.groupby(
+        entries, key=lambda entry: (entry["selected"] + entry["centroids"], entry["selected_from"])
+    ):
         numbers = [entry["layer"] for entry in group]
         span = str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]}-{numbers[-1]}"
         groups.append(f"layers {span}: {sizes[0]} of {sizes[1]}")
