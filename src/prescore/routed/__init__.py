@@ -1,1 +1,1 @@
-"""The default engine: a query reads far keys found to weigh at least `min_weight`; centroids represent the rest."""
+"""The default engine: queries read far keys found to weigh at least `min_weight`; centroids represent the rest."""
