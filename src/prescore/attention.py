@@ -29,7 +29,7 @@ Generator = torch.Generator | int | None
 
 
 class Options(NamedTuple):
-    """The arguments of `prescored_attention` beside tensors and configuration, with its defaults."""
+    """The arguments of `prescored_attention` other than tensors and configuration, with its defaults."""
 
     is_causal: bool = False
     key_padding_mask: Tensor | None = None
@@ -118,7 +118,7 @@ def prescored_attention(
     backend: str = "auto",
     return_aux: bool = False,
 ) -> Tensor | tuple[Tensor, Aux]:
-    """Attention over the keys that matter.
+    """Attention by the given configuration; `Routed()` if none.
 
     Args:
         query: `[B, Hq, Nq, D]`.
@@ -131,7 +131,8 @@ def prescored_attention(
         scale: Factor of the logits, any finite number; `D ** -0.5` by default.
         generator: Seed, generator or None.
         selection: With a `Selected`: use this selection instead of making one. Without a configuration: as
-            `Selected(remainder="none")` would, exactly over these keys (in causal mode beside its exact leaves).
+            `Selected(remainder="none")` would, exactly over these keys (in causal mode in addition to its exact
+            leaves).
         dropout_p: Probability of dropping an attention weight, for training: the kept ones are scaled by
             `1 / (1 - p)`, lse counts all keys as before, and a centroid is dropped as a whole. Each sequence
             and head draws its own, and the backward pass draws again rather than store. The fused operators cannot
@@ -227,7 +228,7 @@ def attend(
     need_lse: bool = False,
     refusal: Exception | None = None,
 ) -> Result:
-    """What all public functions run: check everything, then compute; the result lies where the queries were.
+    """What all public functions run: check everything, then compute; outputs are in the caller's positions.
 
     Args:
         query: As the user gave it, like all that follows.

@@ -19,7 +19,7 @@ from prescore.types import Attended, Selection
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """Inputs whose every row begins with its first real key.
+    """Inputs of one call; rows begin at their first real key unless made with `aligned=False`.
 
     Attributes:
         query, key, value: As given, shifted left where a row had leading padding; padded keys and values are 0.
@@ -28,8 +28,8 @@ class Call:
         backend: The operator.
         streams: Randomness.
         valid: `[B, Nk]`, True = a real key; None = all are.
-        query_start: `[B]` position of the first query row, or an int where all rows agree. 0 without causality,
-            where positions of queries mean nothing.
+        query_start: `[B]` position of the first query row, or an int where all rows agree. 0 without a causal
+            mask.
         query_valid: `[B, Nq]`, False on padding queries (as many queries as keys, and the key there is padding);
             None = all are real. Padding queries get an output, but move no other query.
         shift: `[B]` how far each row moved; None = not at all.

@@ -1,6 +1,6 @@
-"""Four configurations, one for each way to attend. The type is the choice; the field docs are the reference.
+"""Four configurations. The type selects the engine.
 
-Every field has an effect in every configuration of its type. A setting without effect is refused by name.
+A setting that could have no effect next to the others is refused by name.
 """
 
 from __future__ import annotations
@@ -108,15 +108,15 @@ class Routed(_Settings):
     """The default: each query reads the far keys that matter to it; centroids represent the others.
 
     The key index is built once, before any query is seen: keys are clustered and quantized to int4. Each query
-    reads its own and the previous chunk exactly, the first tokens (attention sinks), and every far key whose
-    estimated attention weight exceeds `min_weight`. The unread keys of a cluster are represented by its centroid,
+    reads its own and the previous chunk exactly, the first tokens (attention sinks), and every far key that the
+    search finds to weigh at least `min_weight`. The unread keys of a cluster are represented by its centroid,
     corrected for the covariance of the keys. Every query chooses for itself: no later query or key changes what it
     reads, and chunked prefill and decode steps read what the whole call reads. docs/default.md has the details and
     the measurements.
 
     Attributes:
-        min_weight: A far key is read where its estimated attention weight exceeds this, in (0, 1]. Smaller values
-            read more keys: smaller error, more time. 1 reads no far key.
+        min_weight: A far key is read if the search finds its estimated attention weight to be at least this, in
+            (0, 1]. Smaller values read more keys: smaller error, more time. 1 reads no far key.
         cluster_size: Keys per cluster, at most.
         chunk_size: A causal query reads its own and the previous chunk of this many keys exactly.
         sinks: The first positions of the sequence, read exactly by every query.
@@ -156,7 +156,7 @@ class Selected(_Settings):
     Attributes:
         scorer: What ranks the keys: a name of `prescore.list_scorers()`, or a `Scorer` object with its settings.
         top_k: Keys kept: an int counts them, a float in (0, 1] is a share. In causal mode each off-diagonal block
-            of the recursion keeps that many of its own keys. 1024 where neither this nor `min_score` is given.
+            of the causal grid keeps that many of its own keys. 1024 where neither this nor `min_score` is given.
         min_score: Instead of `top_k`: keep every key that scores at least this (the paper's universal set).
         selector: `top` scores, or `sample` without replacement in proportion to the score.
         sinks: The first real positions, always kept, inside the budget, attended exactly (with
@@ -168,10 +168,10 @@ class Selected(_Settings):
             clusters or, where it makes none, of k-means with its defaults (`centroids`), or of a clustering scorer
             given here, such as `KMeans(n_clusters=64)`.
         inner: Attention over the selected keys: `Exact()`, or an `Lsh(...)` for HyperAttention (paper).
-        min_seq_len: Causal leaves of this many keys are exact. With an `Lsh`, a full or off-diagonal block with
-            fewer queries than this is exact over its selection; an off-diagonal block counts the positions of its
-            grid cell, so that nothing depends on how many later tokens there are.
-        leaf_inclusive: The paper's "blockwise" flag: "at most this many" instead of "fewer" in that rule.
+        min_seq_len: Causal leaves have this many keys and are exact. With an `Lsh`, blocks with fewer queries than
+            this are exact over their selected keys. The queries of an off-diagonal block are counted as the
+            positions of its grid cell, so that later tokens change nothing.
+        leaf_inclusive: True: blocks with exactly `min_seq_len` queries are exact too (the paper's blockwise flag).
         coupling: How the selection enters attention, see `Coupling`.
     """
 
@@ -267,8 +267,8 @@ class Hyper(_Settings):
     Attributes:
         lsh: Blocks and residual.
         sinks: The first real positions, attended exactly by every query.
-        min_seq_len: Causal leaves of this many keys are exact, and so are blocks with fewer queries than this.
-        leaf_inclusive: The paper's "blockwise" flag: "at most this many" instead of "fewer" in that rule.
+        min_seq_len: Causal leaves have this many keys and are exact. So are blocks with fewer queries.
+        leaf_inclusive: True: blocks with exactly `min_seq_len` queries are exact too (the paper's blockwise flag).
     """
 
     lsh: Lsh = field(default_factory=Lsh)

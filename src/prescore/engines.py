@@ -43,7 +43,7 @@ def run_engine(
         padded = call.trailing_padding()
         if padded is None:
             return result
-        # padding queries behind the end of a sequence have no position in its layout, and run apart
+        # padding queries after the last real key have no position in its layout, and run apart
         output, lse = padded.put_into(result.attended, routed.attend_routed(padded.call, config).attended)
         return replace(result, output=output, lse=lse)
     if isinstance(config, Selected | Hyper):

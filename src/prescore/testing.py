@@ -57,7 +57,7 @@ def finite_on_degenerate_keys(scorer: Scorer) -> None:
         _score(keys, scorer, what=f"{name}: ")
     padded = _first(50, 50, 0)
     keys = _keys(2, 2, 50, 8) * padded[:, None, :, None]
-    _score(keys, scorer, valid=padded, what="a sequence beside one of padding: ")
+    _score(keys, scorer, valid=padded, what="a sequence batched with one of padding: ")
 
 
 def same_seed_same_scores(scorer: Scorer) -> None:

@@ -30,8 +30,8 @@ class Selection:
 
     `indices [B, Hkv, S]` int64, ascending in position; `valid [B, Hkv, S]` is False on the filler of rows that
     keep fewer than `S` keys (filler repeats the last kept index, so the order stays ascending).
-    `fallback [B]` (with `min_score` `[B, Hkv]`) marks where fewer than `min_fraction * n` keys were to be kept,
-    so that attention runs unfiltered: there every real key is "selected".
+    `fallback [B]` (with `min_score` `[B, Hkv]`) marks rows in which the delta test selected all keys: fewer than
+    `min_fraction * n` were to be kept, so attention runs unfiltered.
     """
 
     indices: Tensor
@@ -87,13 +87,13 @@ class Stats(Mapping[str, Any]):
         seconds: Seconds by stage.
         keys_per_query: Keys that a query read, on average; centroids are counted apart.
         centroids_per_query: Centroids that a query read, on average.
-        keys_selected: Keys that could be read, on average over heads and blocks: the budget of a `Selected`.
-        depth: Levels of the causal recursion.
+        keys_selected: Keys available after selection, mean over heads and blocks.
+        depth: Levels of the causal grid.
         fallbacks: Blocks that ran unfiltered because fewer than `min_fraction` of their keys were selected.
         mass_read: Mean share of the attention mass that comes from keys read, not from the sampled residual.
         keys_compared: Int4 keys that a routed query was compared with, on average.
         far_keys_read: Far keys that a routed query read, on average.
-        exact_queries: Queries of a sequence that read every key because they come before `exact_until`.
+        exact_queries: Queries of a sequence that read every key because of their position.
         exact_sequences: Sequences that read every key because padding lies between their keys.
         error_estimate: Expected relative error of a query's output (root mean square over samples), mean over
             queries. This and the next four need a `tolerance`; queries that read every key count as 0.
@@ -157,12 +157,12 @@ class Stats(Mapping[str, Any]):
 
 
 class Aux(NamedTuple):
-    """What `prescored_attention(return_aux=True)` returns beside the output.
+    """What `prescored_attention(return_aux=True)` returns in addition to the output.
 
     Attributes:
         lse: `[B, Hq, Nq]`, log of the sum of exp of the scaled logits that were counted.
         selection: One `Selection`, or in causal mode a list: one entry per off-diagonal block (`Selected`,
-            `Hyper`), per chunk (`Routed`), or one of all keys (`Exact`).
+            `Hyper`), or one of all keys (`Exact`). `Routed`: every visible key, by chunk; not the keys read.
         stats: Numbers about the call.
     """
 

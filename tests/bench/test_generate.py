@@ -52,7 +52,7 @@ def test_every_key_gives_the_exact_text(model, tmp_path, capsys, config):
 def test_a_prompt_that_is_too_short_says_so(model, tmp_path, capsys):
     assert run(model, tmp_path, "--no-exact") == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert f"prefill: exact: shorter than exact_until={Routed().exact_until}" in said
+    assert f"prefill: exact: up to exact_until={Routed().exact_until}" in said
 
 
 SMALL = [

@@ -119,7 +119,7 @@ def test_a_prompt_is_counted_when_its_steps_begin():
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
-        (Routed(), f"shorter than exact_until={Routed().exact_until}"),
+        (Routed(), f"up to exact_until={Routed().exact_until}"),
         (Routed(exact_until=0), f"no longer than sinks and two chunks of {Routed().chunk_size}"),
         (Selected(), "no longer than min_seq_len=4096"),
         (Hyper(min_seq_len=40), "no longer than min_seq_len=40"),
@@ -167,13 +167,13 @@ def test_a_tolerance_adds_error_columns():
 def test_a_vision_model_too_small_to_route_warns_once():
     model, images = tiny_huggingface(), pixels()
     with prescore.apply(model) as applied:
-        with pytest.warns(UserWarning, match="Routed changes nothing at .* tokens: exact: shorter than") as said:
+        with pytest.warns(UserWarning, match="Routed changes nothing at .* tokens: exact: up to") as said:
             model(images)
         assert len(said) == 1
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             model(images)  # once
-        assert "exact: shorter than exact_until=" in str(applied)
+        assert "exact: up to exact_until=" in str(applied)
     config = Routed(exact_until=0, min_weight=1 / 16, cluster_size=4, chunk_size=16, sinks=1)
     with prescore.apply(model, config) as applied, warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -59,8 +59,10 @@ def register_baseline(
     """Decorator: register a function as a baseline, for commands too; see `Registered` for the arguments.
 
     Example:
-        >>> @register_baseline("last", settings=lambda leaf, top_k: {"n": top_k}, keys_read=lambda n, own:
-        own["n"]) ... def last_keys(query, key, value, *, n, is_causal=False, **options): ...
+        >>> @register_baseline(
+        ...     "last", settings=lambda leaf, top_k: {"n": top_k}, keys_read=lambda n, own: own["n"]
+        ... )
+        ... def last_keys(query, key, value, *, n, is_causal=False, **options): ...
     """
     if not isinstance(name, str) or not name:
         raise TypeError(f"name must be a non-empty str, got {name!r}")

@@ -34,7 +34,7 @@ def oracle_attention(
         query: `[B, Hq, Nq, D]`.
         key: `[B, Hkv, Nk, D]`.
         value: `[B, Hkv, Nk, Dv]`.
-        budget: Keys kept (causal: beside the query's chunk).
+        budget: Keys kept (causal: in addition to the query's chunk).
         chunk_size: Causal: positions that share a choice.
         is_causal: Queries are the last `Nq` positions and see no later key.
         key_padding_mask: `[B, Nk]`, True = a real key.

@@ -32,7 +32,7 @@ def reformer_attention(
 
     A round hashes queries and keys by `argmax [x R, -x R]` with one random `R [D, n_buckets / 2]`. The keys of a
     bucket, in order of position, are cut into chunks of `chunk_size`. A query belongs to the chunk of the last
-    key of its bucket that is not behind its position, and sees that chunk and the one before it. A key seen in r
+    key of its bucket that is not after its position, and sees that chunk and the one before it. A key seen in r
     rounds gets the weight 1 / r in each, so it counts once.
 
     The published method cuts the sequence sorted by bucket into chunks across buckets, so that a later key or

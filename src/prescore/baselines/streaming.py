@@ -34,7 +34,7 @@ def streaming_attention(
         key: `[B, Hkv, Nk, D]`.
         value: `[B, Hkv, Nk, Dv]`.
         window: Keys in the window, at least 1.
-        sinks: First positions of the sequence that every query sees, beside the window.
+        sinks: First positions of the sequence that every query sees, in addition to the window.
         is_causal: Queries see no later key.
         key_padding_mask: `[B, Nk]`, True = a real key.
         scale: Factor of the logits, `D ** -0.5` by default.

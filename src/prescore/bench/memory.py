@@ -47,7 +47,7 @@ def _kilobytes(name: str) -> int:
 
 
 # Freed memory is kept for the next call, or given back to the system. glibc gives large blocks back at once, and
-# the next call pays a page fault for every 4 KiB that it touches. Exact attention touches little beside its
+# the next call pays a page fault for every 4 KiB that it touches. Exact attention touches little apart from its
 # output; methods that gather and sort touch much more, and on a virtual machine the faults can cost as much as the
 # arithmetic. Services that run for long keep freed memory (jemalloc, tcmalloc, or glibc with raised thresholds, as
 # PyTorch's tuning guide advises). A benchmark must say which of the two it measured.

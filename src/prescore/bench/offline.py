@@ -128,7 +128,7 @@ def _convert(source: Path, target: Path, say: Say) -> None:
     model, tokenizer = _load(str(source.parent), gguf_file=source.name)
     model = _plain(model)
     target.parent.mkdir(parents=True, exist_ok=True)
-    # written beside the target and renamed, so that an interrupted conversion leaves nothing half done
+    # written next to the target and renamed, so that an interrupted conversion leaves nothing half done
     working = Path(tempfile.mkdtemp(dir=target.parent))
     try:
         model.save_pretrained(working)

@@ -43,7 +43,7 @@ class Row:
     """A result still to be measured.
 
     Attributes:
-        config: Everything that identifies the row beside the seed, in JSON values.
+        config: Everything that identifies the row apart from the seed, in JSON values.
         seed: The seed of the row's randomness; None where there is none.
         measure: Computes the results, in JSON values.
         cost: Expected share of the work, for the estimate of the time left.

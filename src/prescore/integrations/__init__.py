@@ -1,4 +1,4 @@
-"""Other people's models on our attention; one foreign library per file or folder, undo always works."""
+"""Adapters for model libraries."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """`prescore.apply`: put pre-scored attention into any supported model.
 
-Each model library has one adapter beside this file (see `prescore.integrations.patch.Adapter`). Whatever replaces
+Each model library has one adapter in this folder (see `prescore.integrations.patch.Adapter`). Whatever replaces
 a model's attention, in `apply`, in observers and in studies, goes through the adapter's `replace_attention`.
 """
 

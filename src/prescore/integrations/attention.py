@@ -31,7 +31,7 @@ ON_UNSUPPORTED = ("raise", "exact")
 
 @dataclass(frozen=True, eq=False)
 class AttentionContext:
-    """What a layer's call says beside its queries, keys and values.
+    """What a layer's call says in addition to its queries, keys and values.
 
     Attributes:
         layer: The layer's number.
@@ -88,8 +88,8 @@ class PrescoredAttention:
         on_unsupported: What cannot be honoured raises, or runs exactly (`exact`) with one warning.
         protect_prefix: Always read the tokens before the image patches; False is for comparison only.
         seed: Each layer draws from its own stream of this seed, so that layers do not lose the same keys.
-        warned: Warnings already given; layers that share the set warn once. With a set, a configuration that
-            cannot act at the fixed length of a model's inputs is warned about too.
+        warned: Warnings already given; layers that share the set warn once. With a set, also warn if the
+            configuration is exact at the model's fixed input length.
 
     Attributes:
         last: What the last call did; None before the first, and while a call runs.

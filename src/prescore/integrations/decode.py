@@ -83,7 +83,7 @@ class Step(NamedTuple):
     """How a call is answered.
 
     Attributes:
-        path: In words.
+        path: One of `PROMPT`, `OVER_SELECTION`, `OVER_CLUSTERS`, `OVER_ALL`.
         result: The answer; None = the caller attends, pre-scored for `PROMPT`, exactly for `OVER_ALL`.
     """
 
@@ -97,7 +97,7 @@ def keeps_selection(config: Config) -> bool:
 
 
 class LayerCache:
-    """What one layer keeps between calls: keys and values, a selection or an index of clusters.
+    """What one layer keeps between calls: keys and values, a selection or a key index.
 
     Args:
         evict: Free the keys and values once a selection is made; the selection is then final.
@@ -283,13 +283,13 @@ class LayerCache:
         if not isinstance(config, Routed) or not self._owned or not routes(config, 1, keys.n_keys, is_causal=True):
             return None
         if request.dropout or records_gradients(query, keys.key, keys.value):
-            return None  # the index has neither dropout nor gradients
+            return None  # the key index has neither dropout nor gradients
         start = None
         if keys.valid is not None and not bool(keys.valid.all()):
             start = first_real(keys.valid)
             position = torch.arange(keys.n_keys, dtype=torch.int64, device=start.device)
             if not torch.equal(keys.valid, position >= start[:, None]):
-                return None  # padding behind or between real keys: positions are not those of the clusters
+                return None  # padding after or between real keys: positions are not those of the clusters
         made_for = (config, float(query.shape[-1] ** -0.5 if request.scale is None else request.scale))
         if self._index is None or self._index[0] != made_for:
             self._index = (made_for, RoutedIndex(config, scale=made_for[1], start=start, seed=request.seed))
@@ -320,9 +320,11 @@ class ExternalCache:
     """Reuses one selection for a model whose cache is not ours, as long as each call continues the one before.
 
     Such a model passes all keys at every step, and no object that could hold a state. So every step compares some
-    keys of the prompt, and all keys after it, with those of the step before. Another prompt means another
-    selection. Where only later keys changed (reordered beams), recent keys are read again; if the selection was
-    made from keys that changed, it is made again from as many keys.
+    keys of the prompt, and all keys after it, with those of the step before:
+
+    - another prompt: a new selection is made;
+    - only later keys differ (reordered beams): the selection stays, and recent keys are read again;
+    - keys differ that the selection was made from: it is made again from as many keys.
     """
 
     def __init__(self) -> None:
@@ -399,7 +401,7 @@ class _KnownKeys:
 
 
 def _without_room(keys: CachedKeys, n_query: int) -> CachedKeys:
-    """Without the unused room of a static cache, behind the newest key."""
+    """Without the unused room of a static cache, after the newest key."""
     if n_query > 1 or keys.valid is None:
         return keys
     real = keys.valid.any(dim=0).nonzero()

@@ -83,7 +83,9 @@ class MaskForm:
     def unsupported(self) -> list[str]:
         """Reasons why pre-scored attention cannot follow the mask; empty = it can."""
         if self.kind == "other":
-            return ["the attention mask is neither causal, full, packed nor a sliding window beside padding"]
+            return [
+                "the attention mask is neither causal, full, packed nor a sliding window, with or without padding"
+            ]
         return []
 
 
@@ -91,7 +93,7 @@ def read_mask(mask: Tensor | None, *, n_query: int, n_keys: int, is_causal: bool
     """The structure of a mask.
 
     Args:
-        mask: None (nothing but `is_causal`), `[B, Nk]` or `[B, 1, 1, Nk]` (real keys, beside `is_causal`),
+        mask: None (nothing but `is_causal`), `[B, Nk]` or `[B, 1, 1, Nk]` (real keys, in addition to `is_causal`),
             or `[B, 1 or H, Nq, Nk]`; bool with True = attend, or float with very negative = hidden.
         n_query: Queries; with `is_causal` they are the last positions.
         n_keys: Keys.

@@ -151,6 +151,8 @@ class ContextParallelAttention:
         if query.shape[2] != key.shape[2]:
             reasons.append(f"it has {query.shape[2]} queries for {key.shape[2]} keys that no cache of ours holds")
         elif (kind := context.form(query, key).kind) not in ("causal", "full"):
-            reasons.append(f"the attention mask must be causal or full beside padding on every rank, got {kind}")
+            reasons.append(
+                f"the attention mask must be causal or full apart from padding on every rank, got {kind}"
+            )
         if reasons:
             raise Unsupported(f"attention on several ranks in layer {context.layer} ({context.owner})", reasons)

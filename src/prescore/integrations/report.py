@@ -36,7 +36,7 @@ class CallTrace:
 
     Attributes:
         path: How the call was answered, such as `prescored` or `step over the selection`.
-        ran: What ran, as in the report, such as `routed` or `exact: shorter than exact_until=2048`.
+        ran: What ran, as in the report, such as `routed` or `exact: up to exact_until=2048`.
         mask: The kind of mask.
         n_query: Queries.
         n_keys: Keys so far, padding included.
@@ -172,7 +172,7 @@ def what_ran(config: Config, path: str, n_query: int, n_keys: int, *, is_causal:
         is_causal = is_causal or is_step
         if not routes(config, n_query, n_keys, is_causal=is_causal):
             if n_keys <= config.exact_until if is_causal else n_query < config.exact_until:
-                return f"{READS_ALL}shorter than exact_until={config.exact_until}"
+                return f"{READS_ALL}up to exact_until={config.exact_until}"
             chunks = "two chunks" if is_causal else "a chunk"
             return f"{READS_ALL}no longer than sinks and {chunks} of {config.chunk_size}"
         return f"{READS_ALL}a step reads every key so far" if is_step else "routed"

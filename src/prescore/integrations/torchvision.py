@@ -1,4 +1,4 @@
-"""Import timm and torchvision beside a build of torch that torchvision's compiled part does not fit.
+"""Import timm and torchvision with a build of torch that torchvision's compiled part does not fit.
 
 There torchvision fails in the middle of its import, because it describes operators that were never defined; and
 transformers, which imports an installed torchvision, cannot import a single model. Defining the missing operators

@@ -1,9 +1,9 @@
 """Attention as a sum of parts.
 
-Everything this package computes is one softmax per query over a union of key sets: leaves, LSH blocks, sampled
-residuals, sinks, centroids. A `Part` names, by row numbers, which queries read which keys. `attend_parts` runs the
-fused operator once per part, merges the results by log-sum-exp, and differentiates each part under the merged
-output and lse, so that no part's probabilities are ever stored.
+Exact attention and the engine of `Selected` and `Hyper` compute one softmax per query over a union of key sets:
+leaves, LSH blocks, sampled residuals, sinks, centroids. A `Part` names, by row numbers, which queries read which
+keys. `attend_parts` runs the fused operator once per part, merges the results by log-sum-exp, and differentiates
+each part under the merged output and lse, so that no part's probabilities are ever stored.
 """
 
 from __future__ import annotations

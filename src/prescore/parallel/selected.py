@@ -28,7 +28,7 @@ from prescore.scoring.kmeans import ClusteringScorer, centroid_clusters
 from prescore.scoring.sampling import arange
 from prescore.scoring.select import bring_forward, budget_count
 from prescore.selected.attention import reads_per_query
-from prescore.selected.blocks import BlockPair, KeyRows, PlacedQueries, exact_part, hyper_part
+from prescore.selected.blocks import BlockPairs, KeyRows, PlacedQueries, exact_part, hyper_part
 from prescore.selected.causal_grid import FULL, Queries, leaf_parts
 from prescore.selected.centroids import centroids_of, cluster_totals
 from prescore.selected.plan import kept_rows
@@ -508,7 +508,7 @@ class _Parts:
             for part in parts
         ]
 
-    def _block_pair(self, block: Block, rows: Tensor, centroids: list[Centroids]) -> BlockPair:
+    def _block_pair(self, block: Block, rows: Tensor, centroids: list[Centroids]) -> BlockPairs:
         positions = overlap(self.own, block.queries)
         query_rows, _ = self.queries.rows(arange(positions.start, positions.stop, like=rows)[None])
         protected, usable, n_all = None, None, rows.new_full((rows.shape[0],), len(block.keys))
@@ -519,7 +519,7 @@ class _Parts:
             protected = kept_rows(rows, apart, self.shard.query.dtype)
             rows, usable = bring_forward(rows, ~apart)
         extra = self._centroids(block, centroids)
-        return BlockPair(
+        return BlockPairs(
             query_rows=query_rows,
             query_valid=None,
             query_real=None,

@@ -1,1 +1,1 @@
-"""The default engine: queries read the keys that matter to them, centroids carry the others."""
+"""The default engine: queries read far keys found to weigh at least `min_weight`; centroids represent the rest."""

@@ -31,7 +31,7 @@ from prescore.routed.layout import N_DIFFERENTIABLE, Layout, RoutedKeys, View, m
 from prescore.types import Attended, Reads, Result, Selection, Values
 
 KEY_NUMBERS_AT_ONCE = 2**22
-"""Numbers in the keys (or values) of a batch of KV heads: its temporaries stay in memory that is mapped."""
+"""Elements of keys processed per batch of KV heads; keeps temporaries small enough to be reused."""
 MAX_EXPONENT = 80.0
 """Bound on an exponent whose exponential would overflow float32."""
 _MEANS = ("keys_per_query", "centroids_per_query", "keys_compared", "far_keys_read")
@@ -72,7 +72,7 @@ def attend_routed(call: Call, config: Routed, *, explain: bool = False) -> Resul
 
 
 def _gaps(call: Call) -> Tensor | None:
-    """`[B]`: sequences with padding between keys that a query sees, which chunks cannot express; None = none.
+    """`[B]`: sequences with padding between real keys; they run exactly. None = none.
 
     Trailing padding is no gap without a causal mask, nor where each query has its own key: there it comes after
     every real query.
@@ -132,7 +132,7 @@ def _short(call: Call, config: Routed) -> Tensor:
 
 
 def _sequences(call: Call, rows: Tensor, n_keys: int, n_skipped: int, place: str) -> Call:
-    """Some sequences of a call, their first `n_keys` keys, and their queries behind the first `n_skipped`."""
+    """Some sequences of a call, their first `n_keys` keys, and their queries after the first `n_skipped`."""
     query, key, value = (t.index_select(0, rows) for t in (call.query, call.key, call.value))
     valid = None if call.valid is None else call.valid.index_select(0, rows)[:, :n_keys]
     query_valid = None if call.query_valid is None else call.query_valid.index_select(0, rows)[:, n_skipped:]
@@ -198,7 +198,7 @@ def _attend_exactly(call: Call, config: Routed) -> tuple[Attended, Values]:
 def _attend(call: Call, config: Routed) -> tuple[Attended, Values]:
     """Routed attention of sequences whose queries all begin at one position.
 
-    Padding may only lie behind the last real key, and in causal mode only where each query has its own key.
+    Padding may only follow the last real key, in causal mode only if Nq == Nk.
     Without a causal mask every sequence has a full chunk.
     """
     layout = make_layout(call.n_query, call.n_keys, causal=call.is_causal, config=config)
@@ -213,7 +213,7 @@ def _attend(call: Call, config: Routed) -> tuple[Attended, Values]:
     if n_apart or n_exact == layout.n_query:
         results.append(_attend_first(call, layout, n_apart))
     if n_exact < layout.n_query:
-        attended, counts, bounds = _attend_behind(call, layout, n_apart, config, runs_native)
+        attended, counts, bounds = _attend_from(call, layout, n_apart, config, runs_native)
         results.append(attended)
         stats |= _routed_stats(call, layout, n_exact, counts)
         stats["backend"] = "native" if runs_native else "plain"
@@ -248,10 +248,10 @@ def _attend_first(call: Call, layout: Layout, n_exact: int) -> Attended:
     return replace(call, query=query, key=key, value=value, valid=valid).exactly("head")
 
 
-def _attend_behind(
+def _attend_from(
     call: Call, layout: Layout, n_skipped: int, config: Routed, runs_native: bool
 ) -> tuple[Attended, Tensor, tuple[Tensor, ...]]:
-    """The queries behind the first `n_skipped`: result, counts, and with a tolerance their error bounds."""
+    """The queries after the first `n_skipped`: result, counts, and with a tolerance their error bounds."""
     results: list[tuple[Tensor, ...]] = []
     counts = torch.zeros(2, dtype=torch.float64, device=call.query.device)
     for batch in _head_batches(call, n_skipped):
@@ -291,7 +291,7 @@ class _HeadBatch(NamedTuple):
 
 
 def _head_batches(call: Call, n_skipped: int) -> Iterator[_HeadBatch]:
-    """Batches of KV heads with their queries behind the first `n_skipped`; a long sequence goes alone."""
+    """Batches of KV heads with their queries after the first `n_skipped`; a long sequence goes alone."""
     n_kv_heads = call.key.shape[1]
     queries = call.query[:, :, n_skipped:].unflatten(1, (n_kv_heads, call.group)).flatten(0, 1)
     keys, values = (readable(tensor.flatten(0, 1)) for tensor in (call.key, call.value))
@@ -339,7 +339,7 @@ def _view(call: Call, batch: _HeadBatch, layout: Layout, config: Routed, place: 
 
 
 def _routed_keys(batch: _HeadBatch, layout: Layout, runs_native: bool) -> RoutedKeys:
-    """The keys of a batch with their index."""
+    """The keys of a batch with their key index."""
     build = reference.build_clusters
     if runs_native and native.can_build(batch.key, batch.value, layout):
         build = native.build_clusters

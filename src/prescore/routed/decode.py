@@ -1,7 +1,7 @@
 """Routed attention one token at a time: the key index of earlier chunks is kept, and grows chunk by chunk.
 
-The caller owns keys and values and passes all of them; the index holds what was derived from them. New tokens are
-local keys until their chunk is far enough behind, then it joins the index. A step reads centroids, int4 keys of
+The caller owns keys and values and passes all of them; the key index holds what was derived from them. New tokens
+are local keys until their chunk is far, then it joins the key index. A step reads centroids, int4 keys of
 outliers and of the clusters it searches, local keys, and the far keys it finds.
 """
 
@@ -28,7 +28,7 @@ from prescore.types import Attended, Reads, Values
 class RoutedIndex:
     """The key index of a growing sequence, for decoding.
 
-    A step equals the row of a whole causal call (contract, identity 10); without gradients.
+    Each step gives the row that one full causal call would give; without gradients.
 
     Args:
         config: The configuration.
@@ -54,15 +54,13 @@ class RoutedIndex:
         if not self._groups:
             self._groups = self._split()
         n_query, steps = query.shape[2], []
-        for place in range(n_query):  # each sees the keys before it, and the index as it was then
+        for place in range(n_query):  # each sees the keys before it, and the key index as it was then
             stop = key.shape[2] - n_query + place + 1
             one, keys, values = query[:, :, place : place + 1], key[:, :, :stop], value[:, :, :stop]
-            steps.append(
-                [
-                    group.attend(one[rows], keys[rows], values[rows], operator, may_run_native)
-                    for rows, group in self._groups
-                ]
-            )
+            parts = []
+            for rows, group in self._groups:
+                parts.append(group.attend(one[rows], keys[rows], values[rows], operator, may_run_native))
+            steps.append(parts)
         if len(steps) == 1 and len(steps[0]) == 1:
             return steps[0][0]
         joined = [[torch.cat(tensors) for tensors in zip(*parts, strict=True)] for parts in steps]
@@ -93,7 +91,7 @@ class RoutedIndex:
         return stats
 
     def crop(self, n_keys: int) -> None:
-        """Forget what was made of keys after the first `n_keys`."""
+        """Drop the key index if a chunk in it loses keys; the next step builds it again."""
         for _, group in self._groups:
             group.crop(n_keys)
 
@@ -129,7 +127,7 @@ class _Index:
         n_chunks: How many there are.
         clusters: Of all of them; the covariances are sums over chunks, `[T, 1, ...]`.
         means: Mean covariances over all chunks.
-        means_before: Those without the last chunk: a step that was taken back sees one chunk less.
+        means_before: Mean covariances without the last chunk, used after a crop.
         built_by: Operator, and whether native code built it.
         step: Prepared native steps over all chunks; None = not prepared.
     """
@@ -174,7 +172,7 @@ class _SameStart:
         return Attended(attended.output.reshape(*shape, -1), attended.lse.reshape(shape))
 
     def crop(self, n_keys: int) -> None:
-        """Forget the index of keys after the first `n_keys`."""
+        """Drop the key index if a chunk in it loses keys; the next step builds it again."""
         if self._index is None:
             return
         layout = make_layout(1, max(1, n_keys - self._start), causal=True, config=self._config)
@@ -197,7 +195,7 @@ class _SameStart:
         self._index = _Index(index.n_chunks, Clusters(**own, int4=int4), means, before, index.built_by)
 
     def _extended(self, key: Tensor, value: Tensor, layout: Layout, backend: Backend) -> _Index:
-        """The index with all chunks that are far by now."""
+        """The key index with all chunks that are far by now."""
         index, built_by = self._index, (backend.name, bool(self.runs_native))
         if index is not None and (layout.n_chunks < index.n_chunks - 1 or index.built_by != built_by):
             index = None
@@ -221,7 +219,7 @@ class _SameStart:
         return _Index(count, clusters, means, before, built_by)
 
     def _build(self, key: Tensor, value: Tensor, layout: Layout, begin: int, n_chunks: int) -> Clusters:
-        """The index of chunks of keys `[B, Hkv, N, D]`, which are not copied."""
+        """The key index of chunks of keys `[B, Hkv, N, D]`, which are not copied."""
         if self.runs_native and native.can_build(key, value, layout):
             return native.build_clusters(key, value, layout, begin, n_chunks)
         span = slice(begin, begin + n_chunks * layout.chunk_size)

@@ -60,7 +60,7 @@ weight than its part of the error grows, but only up to here.
 MARGIN = 2.0
 """Standard deviations by which int4 logits are raised."""
 BELOW = 0.6
-"""How much less the weights below a threshold vary than those of normal logits would, for a guess."""
+"""Empirical factor on the variance of weights below the threshold, used for the first guess."""
 PROJECTIONS = 8
 """Random projections of values that estimate the number of directions of errors."""
 SEARCHES = 2
@@ -74,12 +74,11 @@ MAX_LIGHTER = 32.0
 CONFIDENCE = 0.95
 """Where none is configured."""
 OFTEN, ONE_IN = 4, 4
-"""A single bound may be wrong so many times as often as all together, as long as that is at most one in
-`ONE_IN`."""
+"""The bound of one query may fail `OFTEN` times as often as 1 - confidence, at most 1 in `ONE_IN`."""
 
 
 class Bounded(NamedTuple):
-    """A result with its error bounds; all but the first two and the last are `[T, G, n]`.
+    """A result with its error bounds; all but `output` and `counts` are `[T, G, n]`.
 
     Attributes:
         output, lse: The result.
@@ -174,7 +173,7 @@ def read_all(
 
 
 def error_stats(bounds: tuple[Tensor, ...], real: Tensor, visible: Tensor, config: Routed) -> tuple[float, Values]:
-    """Keys that queries above the tolerance read besides, per real query; and the error fields of `Stats`.
+    """Keys that queries above the tolerance read in addition, per real query; and the error fields of `Stats`.
 
     Args:
         bounds: Bound, expected error and `refined`, `[B, Hq, Nq]` each.
@@ -377,10 +376,8 @@ def _choose_threshold(
 
     Infinite where there is none, or where so many keys would be read that reading every key is faster. The result
     is guessed from local keys, sinks and samples. A term of the error is as large as a weight differs from the
-    mean of its
-    cluster: of weights `exp(x)` with normal `x` of deviation `s` that is a part `1 - exp(-s^2)` of their mean
-        square, and
-    less of those below a threshold.
+    mean of its cluster: of weights `exp(x)` with normal `x` of deviation `s` that is a part `1 - exp(-s^2)` of
+    their mean square, and less of those below a threshold.
     """
     represents = (far.positions.shape[1] / samples.exists.sum(1).to(first.dtype)).log()
     weighted = samples.logits + represents[:, None]
@@ -499,10 +496,10 @@ class _Unread(NamedTuple):
     """Weights of the unread keys, `exp(logit - peak)`.
 
     Attributes:
-        share: `[t, M]` of the mean value of a cluster, for each of its keys.
+        share: `[t, M]` weight put on the cluster's mean value, per key.
         mass: `[t, M]` of all unread keys of a cluster, by their int4 logits.
         within: `[t, M, m]` of the samples' values: what their weights differ from the mean of the cluster.
-        off: `[t, M, m]` what their weights differ from their int4 weights.
+        off: `[t, M, m]` true weight minus int4 weight, times keys represented.
         alone: `[t, M]` clusters with unread keys but without an unread sample.
     """
 
@@ -575,7 +572,7 @@ _WRITTEN = ("variance", "fourth", "overlap", "refined")
 
 
 class NativeSamples(ctypes.Structure):
-    """What the sampled function reads and writes besides, as `Samples` in sampled.h."""
+    """What the sampled function reads and writes in addition, as `Samples` in sampled.h."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in _READ),

@@ -1,8 +1,8 @@
 """Which keys a routed query reads exactly, and which it sees as clusters.
 
-The keys behind the sinks are cut into *chunks* of fixed length, and each chunk into *clusters* of equal size. A
+The keys after the sinks are cut into *chunks* of fixed length, and each chunk into *clusters* of equal size. A
 causal query reads the sinks, its own chunk up to itself and the previous chunk exactly; earlier chunks are *far*:
-it sees them as clusters. Without a causal mask every full chunk is far for every query, and the keys behind the
+it sees them as clusters. Without a causal mask every full chunk is far for every query, and the keys after the
 last full chunk are read exactly. What a query sees depends on its position alone, so chunked prefill and decode
 steps see what the whole call sees.
 """
@@ -59,7 +59,7 @@ class Layout:
 
     @property
     def n_exact(self) -> int:
-        """First queries of the call, which read every key."""
+        """Number of leading queries that read every key."""
         if not self.n_chunks:
             return self.n_query
         end = max(self.sinks + 2 * self.chunk_size, self.exact_until) if self.causal else 0
@@ -80,13 +80,16 @@ class Layout:
 
 
 def make_layout(n_query: int, n_keys: int, *, causal: bool, config: Routed) -> Layout:
-    """Round the configured sizes so that every chunk is a full binary tree; they depend on no sequence length."""
+    """Round the configured sizes so that every chunk is a full binary tree.
+
+    Chunk and cluster sizes depend on the configuration only; `sinks` and `n_chunks` also on the length.
+    """
     sinks = min(config.sinks, n_keys)
     levels = tree_levels(config.chunk_size, config.cluster_size)
     cluster_size = max(1, config.chunk_size >> levels)
     chunk_size = cluster_size << levels
-    behind = n_keys - sinks
-    n_chunks = max(0, (behind - 1) // chunk_size - 1) if causal else behind // chunk_size
+    rest = n_keys - sinks
+    n_chunks = max(0, (rest - 1) // chunk_size - 1) if causal else rest // chunk_size
     if causal and n_keys <= config.exact_until:
         n_chunks = 0
     return Layout(
@@ -139,10 +142,10 @@ class View:
     Attributes:
         n_clusters: `[T, n]` int32 on the CPU: how many clusters a query sees, the first ones of its KV head.
         local_start, local_stop: `[T, n]` likewise: the local keys. Causal: the previous chunk, and its own up to
-            the query; else the keys behind the last full chunk. Every key where the query sees no cluster.
-        causal: Which of both it is.
+            the query; else the keys after the last full chunk. Every key where the query sees no cluster.
+        causal: Whether the mask is causal.
         chunk_size: Keys of a chunk.
-        clusters_per_cov: Clusters that each covariance adds to those of the one before.
+        clusters_per_cov: Covariance i averages the first (i + 1) x this many clusters.
         log_inverse: `reference.log_inverse_weight(min_weight)`.
         scale: Factor of the logits.
         backend: The operator for local keys, where native code cannot run.

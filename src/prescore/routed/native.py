@@ -1,7 +1,7 @@
 """The native backend of routed attention: C on CPUs, called through ctypes.
 
-Queries, keys and values are read where they lie. The key index is laid out sixteen side by side (`Tables`). C
-checks nothing: every tensor that reaches it is checked here, by the one function that calls it.
+Queries, keys and values are read where they lie. Index arrays interleave sixteen keys for vector loads (`Tables`).
+C checks nothing: every tensor that reaches it is checked here, by the one function that calls it.
 """
 
 from __future__ import annotations
@@ -203,7 +203,7 @@ def rows_of(tensor: Tensor) -> Rows:
 
 
 def can_build(key: Tensor, value: Tensor, layout: Layout) -> bool:
-    """Whether native code builds the same index, and no gradient must reach it."""
+    """Whether C can build this key index: supported sizes, no gradient recorded."""
     recorded = torch.is_grad_enabled() and (key.requires_grad or value.requires_grad)
     # the tree computes few points of many dimensions in another way
     few = layout.levels > 0 and 2 * (layout.chunk_size >> (layout.levels - 1)) <= key.shape[-1]
@@ -393,11 +393,12 @@ def run(
         keys: What the queries can read.
         view: What each query sees.
         tables: Of the same keys.
-        results: `output`, `lse`, `threshold` and `counts`, which are written; without `reads_local` output and lse
-            hold the local result.
+        results: `output`, `lse`, `threshold` and `counts`: written, except by the backward function, which reads
+            `output` (= gradient), `lse` and `threshold`. Without `reads_local`, other functions find the local
+            result in output and lse.
         reads_local: Whether local keys are read here.
         extra: Second argument of the function.
-        extra_columns: Columns behind those of the tables.
+        extra_columns: Columns after those of the tables.
     """
     n_heads, group, length, _ = query.shape
     each, value_dim, n_keys = (n_heads, group, length), keys.value.shape[-1], keys.key.shape[-2]

@@ -240,10 +240,10 @@ def add_local_gradients(
             tile = near.square(own_query, rows, view.scale)
             square = backend.at(f"square {rows.start}").backward(tile, own_grad, result)
             by_query[some, :, rows] += window.query + square.query
-            for total, behind, beside in zip(totals.of(some), window[1:], square[1:], strict=True):
-                total[:-1] += behind[:, 0, : grid.size]
-                total[1:, : rows.start] += behind[:, 0, grid.size :]
-                total[1:, rows] += beside[:, 0]
+            for total, from_window, from_square in zip(totals.of(some), window[1:], square[1:], strict=True):
+                total[:-1] += from_window[:, 0, : grid.size]
+                total[1:, : rows.start] += from_window[:, 0, grid.size :]
+                total[1:, rows] += from_square[:, 0]
         grad_query[head] += grid.joined(by_query[None])[0]
         for into, total in zip((grad_key, grad_value), totals, strict=True):
             grid.add(into[head], total)
@@ -335,7 +335,7 @@ def _window(chunks: Tensor, own: int) -> Tensor:
 
 
 class _Tail(NamedTuple):
-    """Keys and values `[T, c, D]` behind the last full chunk of each KV head, without a causal mask.
+    """Keys and values `[T, c, D]` after the last full chunk of each KV head, without a causal mask.
 
     Attributes:
         position: `[T, c]` where they are.

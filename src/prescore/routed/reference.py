@@ -292,7 +292,7 @@ def logit_threshold(logits: FarLogits, far: FarKeys, log_inverse: float, local_l
 
 
 def with_gradient(threshold: Tensor, logits: FarLogits, far: FarKeys, log_inverse: float) -> Tensor:
-    """A saved threshold as a function of the far logits: the same value, with their gradients.
+    """Reattach the gradient of a saved threshold with respect to the far logits.
 
     A log-sum-exp moves with each of its terms by the term's share, so the local keys need not be kept for this.
     """
@@ -335,11 +335,14 @@ def find_keys(query: Tensor, far: FarKeys, logits: FarLogits, threshold: Tensor)
 
 
 def centroid_corrections(distance: Tensor, std: Tensor) -> tuple[Tensor, Tensor]:
-    """What a centroid's logit gains, and how far its value moves along `C' q`, the covariance of keys and values.
+    """What a centroid's logit gains, and the factor `m` by which its value moves along `C'q`.
+
+    `C'q` is the covariance of keys and values times the query.
 
     The logits of the unread keys are taken as normal around that of the centroid with standard deviation `s`, cut
     off at the threshold, `d` above it. With `x = d / s`, the mean of `exp` under that cut is
-    `exp(s^2 / 2) Phi(x - s) / Phi(x)`, and the mean value is off by `1 - phi(x - s) / (s Phi(x - s))` of `C' q`.
+    `exp(s^2 / 2) Phi(x - s) / Phi(x)`, and with `nu` the mean value of the cluster, the mean value is
+    `nu + m C'q`, with `m = 1 - phi(x - s) / (s Phi(x - s))`.
 
     Args:
         distance: `[t, M]` from the centroids' logits to the threshold.
@@ -421,7 +424,7 @@ class Reference(NamedTuple):
         output: `[Nq, Dv]`.
         lse: `[Nq]`.
         local: `[Nq, Nk]` keys that are read in any case: local keys and sinks.
-        hits: `[Nq, Nk]` far keys that are read because their estimated weight exceeds `min_weight`.
+        hits: `[Nq, Nk]` far keys that the search finds to weigh at least `min_weight`, and that are read.
         centroid_logits: `[Nq, M]` corrected logits of the centroids; -inf = not visible, or all its keys were
             read.
     """

@@ -1,7 +1,8 @@
 """A balanced bisection tree: clusters of equal size.
 
-The points are cut at the median along their main direction, then each half is, until no part has more than
-`cluster_size` points. The result is one permutation, in which every cluster is a run of equal length.
+The points are cut at the median along their first principal component, then each half is, until no part
+has more than `cluster_size` points. The result is one permutation, in which every cluster is a run of equal
+length.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 FIT_SIZE = 120
-"""The main direction of a part is found from at least this many of its points, evenly spaced."""
+"""The first principal component of a part is found from at least this many of its points, evenly spaced."""
 
 
 def tree_levels(n_points: int, cluster_size: int) -> int:
@@ -27,7 +28,7 @@ def bisection_tree(
         points: `[..., N, D]`, `N` a multiple of `2 ** levels`.
         levels: Bisections; cluster i is `order[..., i * m : (i + 1) * m]` with `m = N / 2 ** levels`.
         valid: `[..., N]`, False points come last in every part and move no cut direction.
-        power_iterations: Steps towards the main direction of each part.
+        power_iterations: Steps towards the first principal component of each part.
 
     Returns:
         `[..., N]` int64, a permutation of `0 .. N - 1`. No gradient.
@@ -62,7 +63,7 @@ def bisection_tree(
 
 
 def _projection(parts: Tensor, alive: Tensor | None, power_iterations: int) -> Tensor:
-    """`[parts, size]`: place of every point along the main direction of its part, +inf for invalid points."""
+    """`[parts, size]`: places of points on the first principal component of their part, +inf if invalid."""
     stride = max(1, parts.shape[1] // FIT_SIZE)
     sample = parts[:, ::stride]
     if alive is None:

@@ -20,7 +20,7 @@ from prescore.types import Values
 
 @dataclass(frozen=True, eq=False)
 class Scored:
-    """Scores `[B, H, N]`, and the clusters behind them where the scorer made any.
+    """Scores `[B, H, N]`, and the clusters they were made from, if any.
 
     `labels [B, H, N]` are cluster numbers in `0..n_clusters-1`. Attention uses them for centroids, so that nothing
     is clustered twice.
@@ -95,8 +95,8 @@ class Scorer(ABC):
     def stats(self, shard: KeyShard) -> Tensor | None:
         """The statistics `[B, H, size]` that all ranks need of this shard; None = the scorer needs all keys.
 
-        Dtype and size depend on the position and length of the shard, not on its numbers: a rank learns from an
-        empty batch what another rank will send. With statistics, only a `ClusteringScorer` may return labels.
+        Shape and dtype must depend only on position and length, so that ranks can compute them with an empty
+        batch. With statistics, only a `ClusteringScorer` may return labels.
         """
         return None
 

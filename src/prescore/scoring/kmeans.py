@@ -219,7 +219,7 @@ class GaussianKMeans(ClusteringScorer):
 
 
 def centroid_clusters(dim: int, *, is_causal: bool) -> KMeans:
-    """The clusters behind centroids where the scorer makes none.
+    """The clusters that centroids represent where the scorer makes none.
 
     They are fitted on a sample, as nothing is scored by them: a centre fitted on s keys is off by 1/s of the
     variance of its cluster. Causal blocks are many and get the smaller sample.

@@ -1,4 +1,4 @@
-"""The one loop behind every clustering scorer: seed, assign, update, converge, final assignment."""
+"""The one loop of every clustering scorer: seed, assign, update, converge, final assignment."""
 
 from __future__ import annotations
 

@@ -115,13 +115,9 @@ SPHERICAL = Spherical()
 class LpMetric(Euclidean):
     """The l_p metrics other than the Euclidean one; centres are coordinate medians at p = 1.
 
-    An l_p distance has no matrix-product form, and comparing every point with every centre costs ten times the
-    rest of the method. Centres near in l_p are near in l_2, so the Lloyd loop compares only the two centres that a
-    Euclidean matrix product finds nearest, and so does the final pass over all points after a fit on a sample.
-    The final pass after a fit on all points compares every centre. Measured on key-like points (n = 8192, d = 32,
-    k = 33, p = 1, 1.5 and 3, two seeds), this and coarse centres inside the loop change the total cost by -1.0 %
-    to +0.2 % against comparing every centre. Euclidean iterations in the first half change it by -1.0 % to +0.2
-    % again (blobs, key-like and random points, n = 6000 to 16384, four seeds).
+    An l_p distance has no matrix-product form. So the Lloyd loop compares the two nearest Euclidean centres only,
+    and so does the final pass over all points after a fit on a sample. The final pass after a fit on all points
+    compares every centre. The first half of the iterations is Euclidean.
     """
 
     shortlists = True

@@ -79,7 +79,7 @@ def _balanced(distances: Tensor, labels: Tensor, n_clusters: int, present: Tenso
     largest = distances.masked_fill(~present, 0.0).amax(dim=1, keepdim=True)
     fraction = 0.5 * _share(distances, largest)
     groups = labels.masked_fill(~present, n_clusters)
-    # one sort does both levels: cluster number before the point, distance behind it
+    # one sort does both levels: cluster number before the decimal point, distance after it
     order = torch.argsort(groups.to(torch.float64) + fraction, dim=1, stable=True)
     sorted_groups = groups.gather(1, order)
     starts = _starts(sorted_groups, n_clusters).gather(1, sorted_groups)

@@ -78,7 +78,7 @@ def _strata(n_valid: Tensor, counts: Tensor, most: int, streams: Streams, name: 
 
 
 def _padding_last(points: Tensor, weights: Tensor, n_valid: Tensor) -> tuple[Tensor, Tensor]:
-    """Points of weight zero behind the others, which keep their order."""
+    """Points of weight zero after the others, which keep their order."""
     present = weights > 0
     if torch.equal(present, arange(points.shape[1], like=points) < n_valid.unsqueeze(1)):
         return points, weights

@@ -27,8 +27,8 @@ class KeyRows:
 
 
 @dataclass(frozen=True, eq=False)
-class BlockPair:
-    """Block pairs of one size: queries, and the keys that were selected for them.
+class BlockPairs:
+    """Block pairs of one size: their queries, and the keys that were selected for them.
 
     `P` pairs (sequences, or off-diagonal blocks of the causal grid), `H` KV heads, `G` query heads for each.
 
@@ -62,7 +62,7 @@ class BlockPair:
             return self.key_valid if self.selected is None else self.selected
         return self.selected & self.key_valid
 
-    def some(self, pairs: Tensor) -> BlockPair:
+    def some(self, pairs: Tensor) -> BlockPairs:
         """Some of the pairs only."""
 
         def pick(value: Any) -> Any:
@@ -70,10 +70,10 @@ class BlockPair:
                 return KeyRows(pick(value.rows), pick(value.bias))
             return None if value is None else value.index_select(0, pairs)
 
-        return BlockPair(*(pick(getattr(self, field.name)) for field in dataclasses.fields(self)))
+        return BlockPairs(*(pick(getattr(self, field.name)) for field in dataclasses.fields(self)))
 
 
-def exact_part(pair: BlockPair, dtype: torch.dtype) -> Part:
+def exact_part(pair: BlockPairs, dtype: torch.dtype) -> Part:
     """Every query over all selected keys of its pair; `dtype` is the query's."""
     dtype = accumulation_dtype(dtype)
     n_pairs, heads, group, width = pair.query_rows.shape
@@ -89,7 +89,7 @@ def exact_part(pair: BlockPair, dtype: torch.dtype) -> Part:
 
 
 def hyper_part(
-    pair: BlockPair,
+    pair: BlockPairs,
     query_ranks: Tensor,
     key_ranks: Tensor,
     draws: Tensor,
@@ -160,7 +160,7 @@ class _SortedKeys:
     most: int
 
 
-def _sort_keys(pair: BlockPair, key_ranks: Tensor, block_size: int) -> _SortedKeys:
+def _sort_keys(pair: BlockPairs, key_ranks: Tensor, block_size: int) -> _SortedKeys:
     if pair.key_valid is not None:
         key_ranks = key_ranks.masked_fill(~pair.key_valid, torch.iinfo(key_ranks.dtype).max)
     ranks, order = torch.sort(key_ranks, dim=-1, stable=True)
@@ -179,7 +179,7 @@ def _counts(valid: Tensor | None, rows: Tensor) -> Tensor:
     return torch.full(rows.shape[:2], rows.shape[2], dtype=torch.int64, device=rows.device)
 
 
-def _block_columns(pair: BlockPair, keys: _SortedKeys, dtype: torch.dtype) -> KeyRows:
+def _block_columns(pair: BlockPairs, keys: _SortedKeys, dtype: torch.dtype) -> KeyRows:
     """`[P, H, blocks, block_size]` rows of the sorted keys, -inf on filler and on keys that are not read."""
     cut = (keys.most, keys.block_size)
     slot = torch.arange(keys.most * keys.block_size, dtype=torch.int64, device=keys.order.device)
@@ -193,7 +193,7 @@ def _block_columns(pair: BlockPair, keys: _SortedKeys, dtype: torch.dtype) -> Ke
 
 
 def _residual_columns(
-    pair: BlockPair, keys: _SortedKeys, draws: Tensor, coupling: Coupling, dtype: torch.dtype
+    pair: BlockPairs, keys: _SortedKeys, draws: Tensor, coupling: Coupling, dtype: torch.dtype
 ) -> KeyRows:
     """`[P, H, blocks, samples]`: selected keys, sampled, each with the weight (keys / samples)."""
     n_samples, readable = draws.numel(), pair.readable()
@@ -280,7 +280,7 @@ class Tiles(NamedTuple):
     block: Tensor
 
 
-def _one_tile(pair: BlockPair) -> Tiles:
+def _one_tile(pair: BlockPairs) -> Tiles:
     """One tile per pair and head with all queries in order, where there is one block."""
     n_pairs, heads, group, width = pair.query_rows.shape
     places = torch.arange(group * width, dtype=torch.int64, device=pair.query_rows.device)
@@ -343,7 +343,11 @@ def placed_tiles(placed: PlacedQueries, n_blocks: Tensor | int) -> Tiles:
 
 
 def _cut(count: Tensor, blocks: Tensor, most_blocks: int) -> tuple[Tensor, Tensor]:
-    """Cut places `0..count [P]` into `blocks [P, H]` equal blocks: `[P, H, most_blocks, rows]`, and which are."""
+    """Cut places `0..count [P]` into `blocks [P, H]` equal blocks.
+
+    Returns:
+        Slots `[P, H, most_blocks, rows]`, and a mask of filled slots.
+    """
     edge = torch.arange(most_blocks + 1, dtype=torch.int64, device=count.device)
     total, blocks = count[:, None, None], blocks[..., None]
     # ceil(edge * count / blocks); blocks that a pair lacks are empty

@@ -40,7 +40,7 @@ from prescore.scoring.select import (
     select_keys,
     selection_of,
 )
-from prescore.selected.blocks import BlockPair, KeyRows, exact_part, hyper_part
+from prescore.selected.blocks import BlockPairs, KeyRows, exact_part, hyper_part
 from prescore.selected.causal_grid import FULL, Level, Queries, key_rows, key_valid, leaf_parts, levels
 from prescore.selected.centroids import cluster_centroids
 from prescore.types import Attended, Selection
@@ -279,7 +279,7 @@ class Plan:
         self.centroids = Centroids(torch.cat((before.key, made.key)), torch.cat((before.value, made.value)))
         return KeyRows(rows.rows + before.key.shape[0], rows.bias)
 
-    def _block_pair(self, candidates: Candidates, selection: Selection, extra: KeyRows | None) -> BlockPair:
+    def _block_pair(self, candidates: Candidates, selection: Selection, extra: KeyRows | None) -> BlockPairs:
         """The keys that blocks are cut from, and those that every query reads."""
         all_rows, valid = candidates.rows, candidates.valid
         if valid is None:
@@ -301,7 +301,7 @@ class Plan:
             if bool(apart.any()):
                 kept = kept_rows(rows, apart, self.call.query.dtype)
                 rows, pooled = bring_forward(rows, pooled & ~apart)
-        return BlockPair(
+        return BlockPairs(
             query_rows=candidates.query_rows,
             query_valid=candidates.query_valid,
             query_real=candidates.query_real,
@@ -323,7 +323,7 @@ class Plan:
             )
         return self.key.shape[0] - 1
 
-    def _hyper_part(self, pair: BlockPair, lsh: Lsh, streams: Streams) -> Part:
+    def _hyper_part(self, pair: BlockPairs, lsh: Lsh, streams: Streams) -> Part:
         query_ranks, key_ranks = self._ranks
         draws = streams.uniform("residual", lsh.sample_size, like=self.call.key)
         ranks, coupling = (query_ranks[pair.query_rows], key_ranks[pair.key_rows]), self.config.coupling

@@ -1,4 +1,4 @@
-"""`prescore generate`: continue a text with pre-scored attention, beside exact attention."""
+"""`prescore generate`: continue a text with pre-scored attention, compared with exact attention."""
 
 from __future__ import annotations
 

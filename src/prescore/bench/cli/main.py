@@ -68,7 +68,7 @@ def _fail(sentence: str, code: int = BAD_USAGE) -> int:
 
 
 def _build() -> typer.Typer:
-    """The application: every file beside this one is a subcommand, its `command` function."""
+    """The application: every other file of this folder is a subcommand, its `command` function."""
     import typer
 
     from prescore.bench.cli.options import root

@@ -263,7 +263,7 @@ def _measure_held_out(
     layers: str | list[int],
     seed: int,
 ) -> None:
-    """The default first: how much it reads determines the width of the sliding window beside it."""
+    """`Routed` first: how much it reads determines the width of the sliding window compared with it."""
     from prescore.bench.language.held_out import HELD_OUT, window_like
     from prescore.bench.language.perplexity import loss_row
 

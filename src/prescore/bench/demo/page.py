@@ -136,7 +136,7 @@ def _facts(records: Sequence[Record], first: Record) -> str:
     return "<dl>" + "".join(f"<dt>{name}</dt><dd>{value}</dd>" for name, value in facts.items()) + "</dl>"
 
 
-# Methods beside exact attention on the same segments of text, with intervals.
+# Methods compared with exact attention on the same segments of text, with intervals.
 
 
 @dataclass(frozen=True)

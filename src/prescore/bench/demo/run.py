@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 STARTS = REPORTED[8192]
 """Where windows begin, as shares of the text: nothing was tuned on these."""
 EQUAL_READS, BUDGETS = "equal reads", "budgets"
-"""The two comparisons: the default beside methods that read as much, and several budgets of all methods."""
+"""The two comparisons: `Routed` with methods that read as much, and several budgets of all methods."""
 MIN_WEIGHTS = (1 / 1024, 1 / 256, 1 / 64)
 """Thresholds of the default in the second comparison."""
 SEGMENTS = 16
@@ -414,7 +414,7 @@ def query_reads(
     )
 
 
-# Which keys scorers select, beside those that receive most of the model's attention.
+# Which keys scorers select, compared with those that receive most of the model's attention.
 
 MOST_ATTENDED = "most attended"
 

@@ -42,7 +42,7 @@ def load_documents(sources: Sequence[str | Path] | None = None, *, limit: int | 
     A source is a text file, a directory (its text files, by name), or a `.jsonl` / `.json` file with LongBench
     records: `context` and `input` (v1), or `context`, `question` and choices (v2). A name of the default corpus
     (`python-reference`, or a module such as `argparse`) is a source too, and so is `python-source`: modules of the
-    same library, one behind the other.
+    same library, one after the other.
 
     Raises:
         OSError: A source cannot be read, or is not text.

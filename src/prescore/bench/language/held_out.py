@@ -1,4 +1,4 @@
-"""The default where it was not tuned: which windows of which texts are read, and what is measured beside it.
+"""`Routed` where it was not tuned: which windows of which texts are read, and what it is compared with.
 
 What may be used to choose constants and what is reported is fixed here, before anything is measured:
 

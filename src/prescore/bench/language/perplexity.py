@@ -57,7 +57,7 @@ def make_windows(
     per_document: int = 1,
     skip_short: bool = False,
 ) -> list[Window]:
-    """The tokens `offset..offset+length-1` of every document, and further windows evenly spaced behind them.
+    """The tokens `offset..offset+length-1` of every document, and further windows evenly spaced after them.
 
     Args:
         language_model: Whose tokenizer is used.

@@ -1,7 +1,7 @@
 """Can a model still find facts far back in a long text? Needles and chains of variables.
 
-One task hides a single fact in each text and puts one question behind it. `many-needles` hides several facts at
-all depths of one text and puts all questions behind it, so that every depth is measured in one forward.
+One task hides a single fact in each text and puts one question after it. `many-needles` hides several facts at
+all depths of one text and puts all questions after it, so that every depth is measured in one forward.
 """
 
 from __future__ import annotations
@@ -279,7 +279,7 @@ class Needle:
         city: What it is about.
         number: The answer.
         begin: Its first token in the text.
-        answer: First token of the answer behind the text, and the token after its last one.
+        answer: First token of the answer after the text, and the token after its last one.
     """
 
     depth: float
@@ -291,7 +291,7 @@ class Needle:
 
 @dataclass(frozen=True, eq=False)
 class NeedleText:
-    """A text with needles, and behind it every question with its answer.
+    """A text with needles, and after it every question with its answer.
 
     Attributes:
         tokens: `[N]`.

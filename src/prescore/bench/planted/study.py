@@ -2,7 +2,7 @@
 
 Every row is one seed of one setting. Rows of part `recall` hold, per rule, the share of the planted keys among the
 `d * m` selected ones, and the share of heavy entries of polynomial attention on them. Rows of part `claims` hold
-the checks of one topic: a measured number beside its bound. A check that fails is a finding, not an error.
+the checks of one topic: a measured number with its bound. A check that fails is a finding, not an error.
 """
 
 from __future__ import annotations

@@ -50,10 +50,10 @@ def recall_table(records: Sequence[Record], setting: Setting) -> Table:
 
 
 def claim_table(records: Sequence[Record]) -> Table:
-    """Every claim with its measured quantity beside the bound, and in how many seeds it held."""
+    """Every claim with its measured quantity next to the bound, and in how many seeds it held."""
     claims = [record for record in records if record.config["part"] == "claims"]
     points = list(dict.fromkeys((record.config["n"], record.config["d"]) for record in claims))
-    # settings beside n and d that vary are named in the row
+    # settings other than n and d that vary are named in the row
     swept = [record.config for record in claims if record.config["topic"] not in ("singleton", "counterexample")]
     varying = [name for name in _SETTING[2:] if len({config[name] for config in swept}) > 1]
     found: dict[tuple[str, ...], dict[tuple[int, int], list[Values]]] = defaultdict(lambda: defaultdict(list))

@@ -1,6 +1,6 @@
 """The studies of `prescore speed`: each yields rows, and each row compares with exact attention on its own inputs.
 
-A row's `config` is all that its measurement depends on beside the seed, and is what the record holds.
+A row's `config` is all that its measurement depends on apart from the seed, and is what the record holds.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class Run:
         return max(int(self.settings["repeats"]), FEWEST_ROUNDS)
 
     def row(self, study: str, measure: Callable[[Values, int], Values], names: str, **own: Any) -> Row:
-        """A row with the settings `names` beside its own fields; a setting `heads=None` depends on the length."""
+        """A row with the settings `names` and its own fields; a setting `heads=None` depends on the length."""
         shared = {name: self.settings[name] for name in names.split()}
         if "heads" in shared and shared["heads"] is None:
             shared["heads"] = HEADS if own["n"] <= LONG else LONG_HEADS

@@ -1,7 +1,7 @@
 """Heavy-entry coverage (Appendix G): how many of the large attention weights lie on selected keys.
 
 Measured on the queries and keys of every layer, and compared with keys selected at random. Coverage says little
-about accuracy: a method may cover every large weight and lose all the others. Read it beside `prescore vision` or
+about accuracy: a method may cover every large weight and lose all the others. Read it with `prescore vision` or
 `prescore perplexity`.
 """
 

@@ -95,7 +95,9 @@ class VisionMethod:
         least = max(1, n_prefix)
         n_centroids = min(round(budget * share) if self.takes_share else budget, budget - least)
         if n_centroids < 1:
-            raise ValueError(f"budget must leave room for centroids beside {least} selected keys, got {budget}")
+            raise ValueError(
+                f"budget must leave room for centroids in addition to {least} selected keys, got {budget}"
+            )
         # centroids are means of the keys as they are, so these are clustered without normalisation
         scorer = self._scorer(n_centroids, normalize=False)
         remainder = "centroids" if self.makes_clusters else KMeans(n_clusters=n_centroids, normalize=False)
@@ -134,7 +136,7 @@ def routed_config(budget: int, *, n_tokens: int, n_prefix: int) -> Routed:
     """Routed attention that reads about `budget` keys and centroids per query, on short sequences.
 
     All patches are one chunk, and at most half of the budget are centroids. How many keys a query reads depends
-    on the query; 1 / `min_weight` keys are the most that can exceed the weight. `exact_until` is 0, because the
+    on the query; 1 / `min_weight` keys are the most that can reach the weight. `exact_until` is 0, because the
     default is exact on such short sequences.
     """
     n_patches = n_tokens - n_prefix

@@ -36,7 +36,7 @@ class VisionModel:
         n_tokens: Keys of an attention layer, prefix tokens included.
         n_prefix: Tokens before the patches.
         n_layers: Attention layers.
-        arguments: Passed to every call beside the pixels.
+        arguments: Passed to every call with the pixels.
     """
 
     model: nn.Module
@@ -308,7 +308,7 @@ def open_folder(folder: str | Path, *, labels: str | Path | None = None, limit: 
     Args:
         folder: One sub-folder per class (numbered in the order of their names), or images with a labels file.
         labels: JSON that maps file names to class numbers. None = `labels.json` inside the folder or
-            `<folder>_labels.json` beside it, if there is one.
+            `<folder>_labels.json` next to it, if there is one.
         limit: Take this many, chosen at random; a smaller limit is the start of a larger one.
     """
     folder = Path(folder)

@@ -1,4 +1,4 @@
-"""Vision records as tables and plots, with the paper's published numbers beside ours."""
+"""Vision records as tables and plots, with the paper's published numbers next to ours."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def accuracy_table(records: Sequence[Record]) -> Table:
 
 
 def paper_accuracy_table(records: Sequence[Record]) -> Table:
-    """Our results for the settings that the paper prints, each beside its own exact baseline."""
+    """Our results for the settings that the paper prints, each with its own exact baseline."""
     rows = []
     exact = next((f"{r.results['top1']:.1f}" for r in records if r.config["method"] == EXACT), MISSING)
     comparable = records[0].results["n_tokens"] == _PUBLISHED_TOKENS
@@ -153,7 +153,7 @@ def coverage_table(records: Sequence[Record]) -> Table:
 
 
 def paper_coverage_table(records: Sequence[Record]) -> Table:
-    """Our medians beside the paper's, for the settings that it prints."""
+    """Our medians compared with the paper's, for the settings that it prints."""
     names = ("heavy_0.01_median", "heavy_0.1_median", "heavy_0.3_median", "columns_mean")
     cells = [_values(records, name) for name in names]
     rows = []

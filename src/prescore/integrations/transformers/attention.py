@@ -124,7 +124,7 @@ def prescored_mask(
     """The mask for `prescored_attention_forward`, never square where causality and padding say it all.
 
     Returns:
-        None for causal attention whose queries are the last positions, `[B, 1, 1, Nk]` for the same beside
+        None for causal attention whose queries are the last positions, `[B, 1, 1, Nk]` for the same with
         padding, and otherwise sdpa's `[B, 1, Nq, Nk]`.
     """
     at_the_end = not isinstance(q_offset, Tensor) and kv_offset + kv_length == q_offset + q_length

@@ -86,7 +86,7 @@ class PrescoredCache(DynamicCache):
         layers = [_save_layer(layer, f"{number}.", tensors) for number, layer in enumerate(self.layers)]
         facts = {"format": _FORMAT, "evict": self.evict, "refresh_every": self.refresh_every, "layers": layers}
         contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
-        # written beside the target and renamed, so that a crash leaves the old file, or none
+        # written next to the target and renamed, so that a crash leaves the old file, or none
         path = Path(path)
         with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
             working = Path(scratch) / path.name

@@ -1,7 +1,7 @@
 """Vision transformers of transformers: ViT, DeiT, DINOv2, DINOv3, CLIP, SigLIP and others.
 
 They look their attention function up by name at every call. While a model is replaced, the configuration of its
-vision tower names ours; that of a text tower beside it stays.
+vision tower names ours; that of its text tower stays.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ typedef struct {
     float *key, *value, *column_key, *column_value, *key_cov, *key_value_cov;
 } Sums;
 
-/* What the backward pass of a tile needs besides. */
+/* What the backward pass of a tile needs in addition. */
 typedef struct {
     float *along;                   /* [TILE, padded]: grad . value of each column; later its share of the estimated mass */
     float *grads;                   /* [TILE, value_dim] */
@@ -173,7 +173,7 @@ static Sums sums_of(const RoutedCall *p, const Gradients *g, int64_t kv_head, in
     };
 }
 
-/* A tile with its arrays behind it; NULL where there is no memory. */
+/* A tile with its arrays after it; NULL where there is no memory. */
 static GradTile *new_grad_tile(const Tile *w) {
     GradTile *b = malloc(sizeof(GradTile) + sizeof(float) * (size_t)(TILE * (w->padded + MAX_DIM)));
     if (!b) return NULL;

@@ -30,7 +30,7 @@ static void unit(float *v, int64_t dim) {
     for (int64_t i = 0; i < dim; i++) v[i] /= length;
 }
 
-/* Place of every point along the main direction of the points. */
+/* Place of every point along the first principal component of the points. */
 static void project(const IndexCall *c, const Scratch *b, const float *points, int64_t size, float *places) {
     const int64_t dim = c->dim, stride = size / c->fit_size > 1 ? size / c->fit_size : 1;
     const int64_t n = (size + stride - 1) / stride;

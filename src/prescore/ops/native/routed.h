@@ -17,7 +17,7 @@
 
 enum { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2 };
 
-/* Queries, keys or values where they lie: the rows of a head begin `at[head]` numbers behind `data`. */
+/* Queries, keys or values where they lie: the rows of a head begin `at[head]` numbers after `data`. */
 typedef struct {
     const void *data;
     const int64_t *at;
@@ -26,7 +26,7 @@ typedef struct {
 
 /* Must equal `RoutedCall` in routed/native.py. A KV head has `n_query` queries, `length` of each of its query heads, one
  * query head after the other. A column is a sink or a centroid: `sink_columns` places for sinks (a multiple of 16, those
- * behind `sinks` are empty), then the centroids. */
+ * after `sinks` are empty), then the centroids. */
 typedef struct {
     Rows query; /* [kv_heads * query heads of each], `length` rows */
     Rows key, value;
@@ -42,7 +42,7 @@ typedef struct {
     const float *key_cov;                    /* [kv_heads, n_covs, dim, dim]: covariance of keys within clusters */
     const float *key_value_cov;              /* [kv_heads, n_covs, dim, value_dim]: of keys and values */
     int64_t kv_heads, n_query, length, dim, value_dim, cluster_size, sinks, sink_columns, n_columns, n_clusters, n_covs;
-    int64_t clusters_per_cov, extra_columns; /* extra: columns behind `n_columns` that samples need */
+    int64_t clusters_per_cov, extra_columns; /* extra: columns after `n_columns` that samples need */
     float scale, search_stds, log_inverse, max_mass_gain, log_sink_weight;
     float *output, *lse; /* [kv_heads, n_query, value_dim], [kv_heads, n_query]: of what was read elsewhere; then of all */
     float *threshold;    /* [kv_heads, n_query]: the logit from which on far keys are read */
@@ -156,7 +156,7 @@ INLINE void row_dots_of_type(float *to, const Rows *r, int64_t type, int64_t kv_
     }
 }
 /* Products of some rows with one vector, four at a time: more loads are in flight, and four registers are summed at once.
- * Writes up to three numbers behind the last. */
+ * Writes up to three numbers after the last. */
 INLINE void row_dots(float *to, const Rows *r, int64_t kv_head, const int32_t *rows, int64_t n, const float *with, int64_t dim) {
     if (r->type == FLOAT32)
         row_dots_of_type(to, r, FLOAT32, kv_head, rows, n, with, dim);

@@ -144,7 +144,7 @@ static int64_t run_tile(const RoutedCall *p, const Samples *s, Tile *w, SampledT
     const float *columns = s->columns + w->kv_head * p->extra_columns * dim;
     for (int64_t b = 0; b < filled(samples) / 16; b++)
         product(w->logits + p->n_columns + 16 * b, w->padded, w->query, dim, 1, w->n, columns + b * dim * 16, 16, dim, 16, 0);
-    for (int64_t t = 0; t < w->n; t++) /* samples behind belong to clusters that are not visible */
+    for (int64_t t = 0; t < w->n; t++) /* later samples belong to clusters that are not visible */
         for (int64_t i = samples; i < filled(samples); i++) w->logits[t * w->padded + p->n_columns + i] = -INFINITY;
     prescore_choose_thresholds(p, s, w, r);
     prescore_search_all(p, s, w, r);

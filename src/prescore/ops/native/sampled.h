@@ -1,4 +1,4 @@
-/* Routed attention with sampled unread keys (`tolerance`): what a call is given besides, and what a tile keeps. */
+/* Routed attention with sampled unread keys (`tolerance`): what a call is given in addition, and what a tile keeps. */
 #ifndef PRESCORE_SAMPLED_H
 #define PRESCORE_SAMPLED_H
 
