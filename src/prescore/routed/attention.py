@@ -46,11 +46,12 @@ def reads_every_key(call: Call, config: Routed) -> bool:
 def attend_routed(call: Call, config: Routed, *, explain: bool = False) -> Result:
     """Run routed attention; with `explain` also return what could be read, and all stats."""
     begin = time.perf_counter()
-    gaps = _gaps(call)
-    if isinstance(call.query_start, int):
-        attended, stats = _same_start(call, config, gaps)
+    if call.is_causal and call.valid is None:
+        attended, stats = _attend(call, config)
+    elif isinstance(call.query_start, int):
+        attended, stats = _same_start(call, config, _gaps(call))
     else:
-        attended, stats = _by_start(call, config, gaps)
+        attended, stats = _by_start(call, config, _gaps(call))
     reads = Reads(float(stats["keys_per_query"]), float(stats["centroids_per_query"]))
 
     def count_reads() -> Reads:
