@@ -197,7 +197,7 @@ BREAKS = {
         ("other keys in the backward pass", "far), threshold[place])", "far), threshold[place] + 0.5)"),
         ("the mass has no gradient", "-product[place]))", "0 * product[place]))"),
         ("own chunk not causal", "scale, causal=True)", "scale, causal=False)"),
-        ("own keys without gradients", "rows] += beside[:, 0]", "rows] += 0 * beside[:, 0]"),
+        ("own keys without gradients", "rows] += from_square[:, 0]", "rows] += 0 * from_square[:, 0]"),
     ],
     ("plain.py", "full padded"): [
         ("padding weighs", "None if bool(inside.all()) else hidden", "None"),

@@ -63,7 +63,8 @@ def _forward(self: Any, x: Tensor, attn_mask: Tensor | None = None, is_causal: b
     """The forward of timm with another attention function; norms, gate, projection and dropout stay."""
     patch = patches(self)[-1]
     gate = None if self.gate is None else self.gate(x).sigmoid()
-    query, key, value = self.qkv(x).unflatten(-1, (3, self.num_heads, self.head_dim)).permute(2, 0, 3, 1, 4)
+    packed = self.qkv(x).reshape(*x.shape[:2], 3, self.num_heads, self.head_dim)
+    query, key, value = packed.permute(2, 0, 3, 1, 4)
     context = AttentionContext(
         layer=patch.layer,
         n_prefix=patch.n_prefix,
