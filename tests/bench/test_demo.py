@@ -503,7 +503,7 @@ const enter = new KeyboardEvent("keydown", { key: "Enter", bubbles: true });
 document.querySelectorAll(".token")[2].dispatchEvent(enter);
 const typed = state();
 const tracks = [...document.querySelectorAll(".track")].map((node) => node.getBoundingClientRect());
-document.body.dataset.far = JSON.stringify({
+document.body.dataset.found = JSON.stringify({
   overflow: document.documentElement.scrollWidth - window.innerWidth,
   charts: shown.map((chart) => chart.classList[1]),
   smallest: Math.min(...shown.flatMap((chart) => [...chart.querySelectorAll("text")].map(pixels(chart)))),
