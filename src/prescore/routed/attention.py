@@ -2,7 +2,7 @@
 
 Why each part is there, with measurements in docs/default.md: *local keys*, because nearby tokens are read by
 almost every head; *sinks*, because the first keys draw mass from every query and are lost in any mean; *keys found
-by their int4 logits*, because what else matters is single keys, other ones for each query; *centroids corrected
+by their int8 logits*, because what else matters is single keys, other ones for each query; *centroids corrected
 for the covariance*, because many small weights add up. Every query chooses for itself, so that
 nothing depends on later queries.
 """
@@ -362,7 +362,9 @@ def _routed_keys(batch: _HeadBatch, layout: Layout, runs_native: bool) -> Routed
         key_cov,
         key_value_cov,
         index.positions,
-        *index.int4,
+        *index.int8,
+        *index.sub_int8,
+        index.spread,
     )
 
 

@@ -1,13 +1,13 @@
 """Routed attention one token at a time: the key index of earlier chunks is kept, and grows chunk by chunk.
 
 The caller owns keys and values and passes all of them; the key index holds what was derived from them. New tokens
-are local keys until their chunk is far, then it joins the key index. A step reads centroids, int4 keys of
+are local keys until their chunk is far, then it joins the key index. A step reads centroids, int8 keys of
 outliers and of the clusters it searches, local keys, and the far keys it finds.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from prescore.rng import DEFAULT_SEED, Streams
 from prescore.routed import native, plain, reference
 from prescore.routed.error_bound import above_tolerance, read_all, refine, summarise
 from prescore.routed.layout import Layout, RoutedKeys, View, make_layout
-from prescore.routed.reference import Clusters, log_inverse_weight
+from prescore.routed.reference import Clusters, Int8Keys, log_inverse_weight
 from prescore.types import Attended, Reads, Values
 
 
@@ -189,10 +189,10 @@ class _SameStart:
             return apart.flatten(0, 1)
 
         index, clusters = self._index, self._index.clusters
-        int4 = type(clusters.int4)(*(moved(part) for part in clusters.int4))
-        own = {f.name: moved(getattr(clusters, f.name)) for f in fields(clusters) if f.name != "int4"}
+        covs = (moved(clusters.key_cov), moved(clusters.key_value_cov))
+        own = _clusters([moved(part) for part in _tensors(clusters)], *covs)
         means, before = ((moved(key), moved(both)) for key, both in (index.means, index.means_before))
-        self._index = _Index(index.n_chunks, Clusters(**own, int4=int4), means, before, index.built_by)
+        self._index = _Index(index.n_chunks, own, means, before, index.built_by)
 
     def _extended(self, key: Tensor, value: Tensor, layout: Layout, backend: Backend) -> _Index:
         """The key index with all chunks that are far by now."""
@@ -211,8 +211,7 @@ class _SameStart:
             old = index.clusters
             sums = [before + more for before, more in zip((old.key_cov, old.key_value_cov), sums, strict=True)]
             parts = [torch.cat(pair, dim=1) for pair in zip(_tensors(old), parts, strict=True)]
-        positions, keys, values, *int4 = parts
-        clusters = Clusters(positions, keys, values, type(new.int4)(*int4), sums[0], sums[1])
+        clusters = _clusters(parts, *sums)
         count = layout.n_chunks
         means = (sums[0] / count, sums[1] / count)
         before = ((sums[0] - last[0]) / max(1, count - 1), (sums[1] - last[1]) / max(1, count - 1))
@@ -287,9 +286,18 @@ class _SameStart:
         sinks = slice(self._start, self._start + layout.sinks)
         centroids = (clusters.key, clusters.value, *means)
         return RoutedKeys(
-            keys, values, keys[:, sinks], values[:, sinks], *centroids, clusters.positions, *clusters.int4
+            *(keys, values, keys[:, sinks], values[:, sinks], *centroids, clusters.positions),
+            *(*clusters.int8, *clusters.sub_int8, clusters.spread),
         )
 
 
 def _tensors(clusters: Clusters) -> list[Tensor]:
-    return [clusters.positions, clusters.key, clusters.value, *clusters.int4]
+    """All that grows with the clusters, in the order of the fields; `_clusters` puts them together."""
+    own = (clusters.positions, clusters.key, clusters.value)
+    return [*own, *clusters.int8, *clusters.sub_int8, clusters.spread]
+
+
+def _clusters(parts: list[Tensor], key_cov: Tensor, key_value_cov: Tensor) -> Clusters:
+    positions, key, value, numbers, scales, sub_numbers, sub_scales, spread = parts
+    int8, sub_int8 = Int8Keys(numbers, scales), Int8Keys(sub_numbers, sub_scales)
+    return Clusters(positions, key, value, int8, sub_int8, spread, key_cov, key_value_cov)

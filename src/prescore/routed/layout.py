@@ -115,7 +115,9 @@ class RoutedKeys(NamedTuple):
             over all where `C` is 1.
         key_value_cov: `[T, C, D, Dv]` covariance of keys and values, likewise.
         positions: `[T, M, L]` where the keys of each cluster are.
-        packed, scales: Int4 keys of the clusters, `[T, M, L, D' / 2]` and `[T, M, L, 2]`.
+        numbers, scales: Int8 keys of the clusters, `[T, M, L, D]` and `[T, M, L]`.
+        sub_numbers, sub_scales: Centroids of the subclusters, `[T, M, S, D]` and `[T, M, S]`.
+        spread: `[T, M, S]` root of the mean squared distance of a subcluster's keys from their centroid.
     """
 
     key: Tensor
@@ -127,8 +129,11 @@ class RoutedKeys(NamedTuple):
     key_cov: Tensor
     key_value_cov: Tensor
     positions: Tensor
-    packed: Tensor
+    numbers: Tensor
     scales: Tensor
+    sub_numbers: Tensor
+    sub_scales: Tensor
+    spread: Tensor
 
 
 N_DIFFERENTIABLE = 8

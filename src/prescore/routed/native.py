@@ -19,13 +19,25 @@ from torch.nn.functional import pad
 from prescore.config import Routed
 from prescore.ops.native import library
 from prescore.routed.layout import Layout, RoutedKeys, View, make_layout
-from prescore.routed.reference import MAX_MASS_GAIN, SEARCH_STDS, SINK_WEIGHT, Clusters, Int4Keys
+from prescore.routed.reference import (
+    HEAVY_INT8_ERROR,
+    HEAVY_STDS,
+    MAX_MASS_GAIN,
+    SEARCH_STDS,
+    SINK_WEIGHT,
+    Clusters,
+    Int8Keys,
+    heavy_margin,
+    subcluster_levels,
+)
 from prescore.routed.tree import FIT_SIZE
 from prescore.types import Attended
 
 WIDTH = 16
 """Columns and keys that lie side by side."""
 MAX_DIM = 256
+KEY_ZERO = 64
+"""What 0 is stored as: native code has keys without sign."""
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _POINTER, _SIZE, _REAL = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 _PARTS = 4
@@ -76,7 +88,7 @@ class Rows(ctypes.Structure):
 
 
 _TABLES = (
-    *("columns", "column_values", "positions", "int4", "scales", "outlier_int4", "outlier_scales"),
+    *("columns", "column_values", "positions", "int8", "scales", "sub_int8", "sub_scales", "spread"),
     *("key_cov", "key_value_cov"),
 )
 _SIZES = (
@@ -90,6 +102,10 @@ _SIZES = (
     "sink_columns",
     "n_columns",
 )
+_NUMBERS = (
+    *("scale", "search_stds", "heavy_stds", "heavy_int8_error", "margin"),
+    *("log_inverse", "max_mass_gain", "log_sink_weight"),
+)
 _RESULTS = ("output", "lse", "threshold", "counts")
 
 
@@ -99,8 +115,8 @@ class RoutedCall(ctypes.Structure):
     _fields_ = (
         *((name, Rows) for name in ("query", "key", "value")),
         *((name, _POINTER) for name in ("visible", "local_start", "local_stop", *_TABLES)),
-        *((name, _SIZE) for name in (*_SIZES, "n_clusters", "n_covs", "clusters_per_cov", "extra_columns")),
-        *((name, _REAL) for name in ("scale", "search_stds", "log_inverse", "max_mass_gain", "log_sink_weight")),
+        *((name, _SIZE) for name in (*_SIZES, "n_clusters", "n_covs", "clusters_per_cov")),
+        *((name, _REAL) for name in _NUMBERS),
         *((name, _POINTER) for name in _RESULTS),
     )
 
@@ -115,7 +131,10 @@ class RoutedGradients(ctypes.Structure):
     _fields_ = (*((name, _POINTER) for name in (*_GIVEN, *_SUMMED)), ("parts", _SIZE), ("n_keys", _SIZE))
 
 
-_INDEX = ("positions", "centroid_key", "centroid_value", "int4", "scales", "key_cov", "key_value_cov")
+_INDEX = (
+    *("positions", "centroid_key", "centroid_value", "int8", "scales", "sub_int8", "sub_scales", "spread"),
+    *("key_cov", "key_value_cov"),
+)
 
 
 class IndexCall(ctypes.Structure):
@@ -205,13 +224,11 @@ def rows_of(tensor: Tensor) -> Rows:
 def can_build(key: Tensor, value: Tensor, layout: Layout) -> bool:
     """Whether C can build this key index: supported sizes, no gradient recorded."""
     recorded = torch.is_grad_enabled() and (key.requires_grad or value.requires_grad)
-    # the tree computes few points of many dimensions in another way
-    few = layout.levels > 0 and 2 * (layout.chunk_size >> (layout.levels - 1)) <= key.shape[-1]
-    return not recorded and not few and can_run(key, value.shape[-1], layout.cluster_size)
+    return not recorded and can_run(key, value.shape[-1], layout.cluster_size)
 
 
 def build_clusters(key: Tensor, value: Tensor, layout: Layout, begin: int, n_chunks: int) -> Clusters:
-    """As `reference.build_clusters`, with int4 keys in the layout of C; keys `[T, N, D]` or `[B, Hkv, N, D]`."""
+    """As `reference.build_clusters`, with int8 keys in the layout of C; keys `[T, N, D]` or `[B, Hkv, N, D]`."""
     n_heads, n_keys, dim, value_dim = key.shape[:-2].numel(), key.shape[-2], key.shape[-1], value.shape[-1]
     n_clusters, size = n_chunks * layout.clusters_per_chunk, layout.cluster_size
     _check_keys(key, value, n_heads, size)
@@ -221,8 +238,11 @@ def build_clusters(key: Tensor, value: Tensor, layout: Layout, begin: int, n_chu
         "positions": empty(n_heads, n_clusters, size, dtype=torch.int32),
         "centroid_key": empty(n_heads, n_clusters, dim),
         "centroid_value": empty(n_heads, n_clusters, value_dim),
-        "int4": empty(n_heads, n_clusters, size // WIDTH, dim // 8, WIDTH, 4, dtype=torch.uint8),
-        "scales": empty(n_heads, n_clusters, size // WIDTH, 2, WIDTH),
+        "int8": empty(n_heads, n_clusters, size // WIDTH, dim // 4, WIDTH, 4, dtype=torch.uint8),
+        "scales": empty(n_heads, n_clusters, size),
+        "sub_int8": empty(n_heads, n_clusters, size // WIDTH, dim, dtype=torch.uint8),
+        "sub_scales": empty(n_heads, n_clusters, size // WIDTH),
+        "spread": empty(n_heads, n_clusters, size // WIDTH),
         "key_cov": empty(n_heads, n_chunks, dim, dim),
         "key_value_cov": empty(n_heads, n_chunks, dim, value_dim),
     }
@@ -234,7 +254,7 @@ def build_clusters(key: Tensor, value: Tensor, layout: Layout, begin: int, n_chu
         begin=begin,
         chunks=n_chunks,
         chunk_size=layout.chunk_size,
-        levels=layout.levels,
+        levels=layout.levels + subcluster_levels(size),
         cluster_size=size,
         dim=dim,
         value_dim=value_dim,
@@ -242,25 +262,27 @@ def build_clusters(key: Tensor, value: Tensor, layout: Layout, begin: int, n_chu
         **{name: tensor.data_ptr() for name, tensor in made.items()},
     )
     call_library("prescore_build_index", call)
-    positions, centroid_key, centroid_value, int4, scales, key_cov, key_value_cov = made.values()
-    return Clusters(positions, centroid_key, centroid_value, Int4Keys(int4, scales), key_cov, key_value_cov)
+    positions, centroid_key, centroid_value, int8, scales, sub_int8, sub_scales, *others = made.values()
+    quantized = (Int8Keys(int8, scales), Int8Keys(sub_int8, sub_scales))
+    return Clusters(positions, centroid_key, centroid_value, *quantized, *others)
 
 
 @dataclass(frozen=True, eq=False)
 class Tables:
     """`RoutedKeys` in the layout of C. Columns are sinks, then centroids, each rounded up to a multiple of 16.
 
-    The int4 keys of outliers, the first sixteen of each cluster, are there twice: every query compares them, and
-    side by side they stay in cache. Sizes are checked once, when the tables are made.
+    The centroids of subclusters lie sixteen side by side, as keys do; the last block is filled up. Sizes are checked
+    once, when the tables are made.
     """
 
     columns: Tensor
     column_values: Tensor
     positions: Tensor
-    int4: Tensor
+    int8: Tensor
     scales: Tensor
-    outlier_int4: Tensor
-    outlier_scales: Tensor
+    sub_int8: Tensor
+    sub_scales: Tensor
+    spread: Tensor
     key_cov: Tensor
     key_value_cov: Tensor
     sinks: int
@@ -277,10 +299,17 @@ class Tables:
             room = pad(sinks.detach().float(), (0, 0, 0, sink_columns - n_sinks))
             return torch.cat((room, pad(centroids.detach(), (0, 0, 0, fill))), dim=1)
 
-        int4, scales = keys.packed, keys.scales
-        if int4.ndim == 4:  # [T, M, L, D / 2] of the reference
-            int4 = int4.unflatten(2, (-1, WIDTH)).unflatten(4, (-1, 4)).transpose(3, 4).contiguous()
-            scales = scales.unflatten(2, (-1, WIDTH)).transpose(3, 4).contiguous()
+        def stored(numbers: Tensor) -> Tensor:
+            return numbers if numbers.dtype == torch.uint8 else (numbers.to(torch.int16) + KEY_ZERO).to(torch.uint8)
+
+        def side_by_side(parts: Tensor) -> Tensor:  # [T, M, S, x] -> [T, blocks, 16, x]
+            flat = parts.flatten(1, 2)
+            blocks: Tensor = pad(flat, (0, 0, 0, -flat.shape[1] % WIDTH)).unflatten(1, (-1, WIDTH))
+            return blocks
+
+        int8 = keys.numbers
+        if int8.dtype == torch.int8:  # [T, M, L, D] of the reference
+            int8 = stored(int8).unflatten(2, (-1, WIDTH)).unflatten(4, (-1, 4)).transpose(3, 4).contiguous()
         return cls(
             columns=columns(keys.sink_key, keys.centroid_key)
             .unflatten(1, (-1, WIDTH))
@@ -288,10 +317,11 @@ class Tables:
             .contiguous(),
             column_values=columns(keys.sink_value, keys.centroid_value),
             positions=keys.positions.to(torch.int32),
-            int4=int4,
-            scales=scales,
-            outlier_int4=int4[:, :, 0].contiguous(),
-            outlier_scales=scales[:, :, 0].contiguous(),
+            int8=int8,
+            scales=keys.scales,
+            sub_int8=side_by_side(stored(keys.sub_numbers)).unflatten(3, (-1, 4)).transpose(2, 3).contiguous(),
+            sub_scales=side_by_side(keys.sub_scales[..., None]).contiguous(),
+            spread=side_by_side(keys.spread[..., None]).contiguous(),
             key_cov=keys.key_cov.contiguous(),
             key_value_cov=keys.key_value_cov.contiguous(),
             sinks=n_sinks,
@@ -303,17 +333,17 @@ class Tables:
         n_heads, n_clusters, size = self.positions.shape
         (n_columns, value_dim), (n_covs, dim) = self.column_values.shape[1:], self.key_cov.shape[1:3]
         blocks = (n_heads, n_clusters, size // WIDTH)
+        sub_blocks = (n_heads, -(-n_clusters * (size // WIDTH) // WIDTH))
         check_tensors(
             [
                 Expected("columns", self.columns, (n_heads, n_columns // WIDTH, dim, WIDTH)),
                 Expected("column_values", self.column_values, (n_heads, n_columns, value_dim)),
                 Expected("positions", self.positions, (n_heads, n_clusters, size), torch.int32),
-                Expected("int4", self.int4, (*blocks, dim // 8, WIDTH, 4), torch.uint8),
-                Expected("scales", self.scales, (*blocks, 2, WIDTH)),
-                Expected(
-                    "outlier_int4", self.outlier_int4, (n_heads, n_clusters, dim // 8, WIDTH, 4), torch.uint8
-                ),
-                Expected("outlier_scales", self.outlier_scales, (n_heads, n_clusters, 2, WIDTH)),
+                Expected("int8", self.int8, (*blocks, dim // 4, WIDTH, 4), torch.uint8),
+                Expected("scales", self.scales, (*blocks, WIDTH)),
+                Expected("sub_int8", self.sub_int8, (*sub_blocks, dim // 4, WIDTH, 4), torch.uint8),
+                Expected("sub_scales", self.sub_scales, (*sub_blocks, WIDTH)),
+                Expected("spread", self.spread, (*sub_blocks, WIDTH)),
                 Expected("key_cov", self.key_cov, (n_heads, n_covs, dim, dim)),
                 Expected("key_value_cov", self.key_value_cov, (n_heads, n_covs, dim, value_dim)),
             ]
@@ -350,6 +380,9 @@ class Tables:
             clusters_per_cov=clusters_per_cov,
             scale=scale,
             search_stds=SEARCH_STDS,
+            heavy_stds=HEAVY_STDS,
+            heavy_int8_error=HEAVY_INT8_ERROR,
+            margin=heavy_margin(log_inverse),
             log_inverse=log_inverse,
             max_mass_gain=MAX_MASS_GAIN,
             log_sink_weight=math.log(SINK_WEIGHT),
@@ -383,7 +416,6 @@ def run(
     *,
     reads_local: bool,
     extra: ctypes.Structure | None = None,
-    extra_columns: int = 0,
 ) -> None:
     """Check a call and run a function of the library.
 
@@ -398,7 +430,6 @@ def run(
             result in output and lse.
         reads_local: Whether local keys are read here.
         extra: Second argument of the function.
-        extra_columns: Columns after those of the tables.
     """
     n_heads, group, length, _ = query.shape
     each, value_dim, n_keys = (n_heads, group, length), keys.value.shape[-1], keys.key.shape[-2]
@@ -425,7 +456,7 @@ def run(
     call.query, call.key, call.value = rows
     for field, tensor in (*seen.items(), *results.items()):
         setattr(call, field, tensor.data_ptr())
-    call.n_query, call.length, call.extra_columns = group * length, length, extra_columns
+    call.n_query, call.length = group * length, length
     call_library(name, call, *(() if extra is None else (extra,)))
 
 

@@ -21,7 +21,7 @@ from prescore.routed.layout import RoutedKeys, View
 from prescore.routed.reference import (
     FarKeys,
     Hits,
-    Int4Keys,
+    Int8Keys,
     far_logits,
     far_peak,
     far_sums,
@@ -35,7 +35,7 @@ from prescore.types import Attended
 QUERY_BLOCK = 512
 """Queries of a block, at most."""
 LOGITS_AT_ONCE = 2**24
-"""Int4 logits of a block, at most."""
+"""Int8 logits of a block, at most."""
 
 
 class Block(NamedTuple):
@@ -63,7 +63,7 @@ def add_far(query: Tensor, keys: RoutedKeys, view: View, local: Attended) -> tup
         far = far_keys(keys, view, block)
         logits = far_logits(scaled, far)
         own_threshold = logit_threshold(logits, far, view.log_inverse, local_lse)
-        hits = find_keys(scaled, far, logits, own_threshold)
+        hits = find_keys(scaled, far, logits, own_threshold, view.log_inverse)
         hit_key, hit_value = (t.index_select(0, hits.position).to(lse.dtype) for t in (far.key, far.value))
         terms = far_terms(scaled, far, logits, own_threshold, hits, hit_key)
         peak = far_peak(terms, hits, local_lse)
@@ -101,7 +101,7 @@ def add_far_gradients(
         head, place = block.kv_head, block[:3]
         far = far_keys(keys, view, block)
         scaled = query[place].to(wide) * view.scale
-        hits = find_keys(scaled, far, far_logits(scaled, far), threshold[place])
+        hits = find_keys(scaled, far, far_logits(scaled, far), threshold[place], view.log_inverse)
         hit_key, hit_value = (t.index_select(0, hits.position).to(wide) for t in (far.key, far.value))
         inputs = [
             t.detach().requires_grad_()
@@ -165,7 +165,9 @@ def far_keys(keys: RoutedKeys, view: View, block: Block) -> FarKeys:
         centroid_key=keys.centroid_key[head, :n_clusters],
         centroid_value=keys.centroid_value[head, :n_clusters],
         positions=keys.positions[head, :n_clusters],
-        int4=Int4Keys(keys.packed[head, :n_clusters], keys.scales[head, :n_clusters]),
+        int8=Int8Keys(keys.numbers[head, :n_clusters], keys.scales[head, :n_clusters]),
+        sub_int8=Int8Keys(keys.sub_numbers[head, :n_clusters], keys.sub_scales[head, :n_clusters]),
+        spread=keys.spread[head, :n_clusters],
         key_cov=keys.key_cov[head, pool],
         key_value_cov=keys.key_value_cov[head, pool],
     )

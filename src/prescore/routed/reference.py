@@ -5,8 +5,8 @@ keys and values alone (`build_clusters`). Then each query, with `q` the query ti
 
 1. estimates the standard deviation `s = sqrt(q' V q)` of the logits within clusters (`far_logits`);
 2. sets a logit threshold, `min_weight` of the attention mass that it can estimate (`logit_threshold`);
-3. compares int4 keys with the threshold: the outliers of every cluster, and all keys of clusters whose centroid
-   lies within three deviations of the threshold; keys that reach it are read exactly (`find_keys`);
+3. compares the centroids of all subclusters with the threshold, and the int8 keys of those subclusters that lie
+   within a few deviations of it; keys that reach it are read exactly (`find_keys`);
 4. represents the unread keys of each cluster by the centroid, corrected for the covariance
    (`centroid_corrections`);
 5. takes one softmax over local keys, sinks, keys read and centroids (`far_terms`, `far_sums`).
@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad, softplus
+from torch.nn.functional import softplus
 
 from prescore.config import Routed
 from prescore.ops.backend import accumulation_dtype
@@ -31,10 +31,16 @@ from prescore.ops.dropout import Dropout
 from prescore.routed.layout import Layout, make_layout
 from prescore.routed.tree import bisection_tree
 
-OUTLIERS = 16
-"""Keys of a cluster that lie farthest from its centroid. They come first in it, and every query compares them."""
-SEARCH_STDS = 3.0
-"""A cluster is searched where its centroid lies within so many standard deviations of the threshold."""
+SUBCLUSTER = 16
+"""Keys of a subcluster: the unit of the search."""
+SEARCH_STDS = 2.5
+"""A subcluster is searched where its centroid lies within so many standard deviations of the threshold."""
+HEAVY_WEIGHT = 0.05
+"""A key of this weight is found even where it is extreme: see the next two constants."""
+HEAVY_STDS = 4.2
+"""How many standard deviations a heavy key may lie above the centroid of its subcluster."""
+HEAVY_INT8_ERROR = 0.1
+"""How far the int8 logit of a heavy key may be too low, in standard deviations of the logits within clusters."""
 SINK_WEIGHT = 0.1
 """Share of the sinks' mass that the threshold counts: trained models give sinks weight, but values near zero."""
 MAX_GAIN = 2.0
@@ -46,64 +52,44 @@ MIN_STD, MAX_STD = 1e-3, 1e15
 MAX_DISTANCE = 1e30
 """Bound on the distance to an infinite threshold, so that gradients are numbers."""
 
-INT4_PADDING = 16
-"""Dimensions are padded with zeros to a multiple of this, so that both halves are whole bytes in every layout."""
-INT4_MAX = 7.49
-"""What the largest number of a half becomes: it rounds to 7 on every machine, where 7.5 would be a tie."""
-INT6_MAX = 31
-"""Largest number of a quantized query."""
+KEY_MAX, QUERY_MAX = 63, 127
+"""Largest whole numbers of int8 keys and queries: two products fit into 16 bits."""
 
 
-# --- int4 keys
+# --- int8 keys
 # ------------------------------------------------------------------------------------------------------
 
 
-class Int4Keys(NamedTuple):
-    """Quantized keys: how a key differs from its centroid, as whole numbers from -7 to 7.
+class Int8Keys(NamedTuple):
+    """Quantized keys: how a key differs from its centroid, as whole numbers from -63 to 63.
 
     Attributes:
-        packed: `[..., D' / 2]` uint8. The number of dimension i plus 8 is in the low half of byte i, that of
-            dimension `i + D' / 2` in the high half.
-        scales: `[..., 2]` what a unit is worth in each half of the dimensions.
+        numbers: `[..., D]` int8.
+        scales: `[...]` what a unit is worth.
     """
 
-    packed: Tensor
+    numbers: Tensor
     scales: Tensor
 
 
-def quantize_keys(keys: Tensor) -> Int4Keys:
-    """Int4 keys of `[..., D]`."""
-    halves = pad(keys, (0, -keys.shape[-1] % INT4_PADDING)).unflatten(-1, (2, -1))
-    scales = halves.abs().amax(-1) / INT4_MAX
-    numbers = (halves / scales.clamp_min(torch.finfo(keys.dtype).tiny)[..., None]).round().clamp(-8, 7)
-    numbers = numbers.add_(8).to(torch.uint8)
-    return Int4Keys(numbers[..., 0, :] | (numbers[..., 1, :] << 4), scales)
+def quantize(rows: Tensor, most: int) -> tuple[Tensor, Tensor]:
+    """Rows `[..., D]` as whole numbers up to `most`, and what a unit is worth, `[...]`."""
+    scales = rows.abs().amax(-1) / most
+    numbers = (rows / scales.clamp_min(torch.finfo(torch.float32).tiny)[..., None]).round().clamp(-most, most)
+    return numbers, scales
 
 
-def quantize_queries(queries: Tensor) -> tuple[Tensor, Tensor]:
-    """Whole numbers from -31 to 31, `[..., 2, D' / 2]`, and what a unit is worth, `[..., 1]`."""
-    halves = pad(queries, (0, -queries.shape[-1] % INT4_PADDING)).unflatten(-1, (2, -1))
-    scale = halves.abs().amax((-1, -2)).clamp_min(1e-30)[..., None] / INT6_MAX
-    return (halves / scale[..., None]).round(), scale
+def quantize_keys(keys: Tensor) -> Int8Keys:
+    """Int8 keys of `[..., D]`."""
+    numbers, scales = quantize(keys, KEY_MAX)
+    return Int8Keys(numbers.to(torch.int8), scales)
 
 
-def int4_logits(queries: Tensor, int4: Int4Keys, margin: float = 0.0) -> Tensor:
-    """`[t, D]` queries and `[n]` int4 keys -> estimated logits `[t, n]`.
-
-    Sums of the products are exact in float32. The estimates are raised by `margin` standard deviations of their
-    own rounding error.
-    """
-    numbers, scale = quantize_queries(queries)
-    low, high = (int4.packed & 15), (int4.packed >> 4)
-    sums = [
-        half @ (part.to(queries.dtype) - 8).t() for half, part in zip(numbers.unbind(-2), (low, high), strict=True)
-    ]
-    first, second = int4.scales.to(queries.dtype).unbind(-1)
-    if margin:
-        halves = pad(queries, (0, -queries.shape[-1] % INT4_PADDING)).unflatten(-1, (2, -1))
-        lift = torch.linalg.vector_norm(halves, dim=-1) * (margin / 12**0.5) / scale
-        sums = [part + own[:, None] for part, own in zip(sums, lift.unbind(-1), strict=True)]
-    return scale * (first * sums[0] + second * sums[1])
+def int8_logits(queries: Tensor, int8: Int8Keys) -> Tensor:
+    """`[t, D]` queries and `[n]` int8 keys -> estimated logits `[t, n]`. Sums of products are exact in float32."""
+    numbers, scales = quantize(queries, QUERY_MAX)
+    products = numbers @ int8.numbers.to(queries.dtype).t()
+    return products * int8.scales.to(queries.dtype) * scales[:, None]
 
 
 # --- the key index
@@ -114,13 +100,15 @@ def int4_logits(queries: Tensor, int4: Int4Keys, margin: float = 0.0) -> Tensor:
 class Clusters:
     """The key index of consecutive chunks: `T` KV heads, `C` chunks, `M` clusters of `L` keys.
 
-    Gradients of centroids and covariances reach keys and values; positions and int4 keys are discrete choices.
+    Gradients of centroids and covariances reach keys and values; positions and int8 keys are discrete choices.
 
     Attributes:
-        positions: `[T, M, L]` where the keys of each cluster are in the sequence, outliers first.
+        positions: `[T, M, L]` where the keys of each cluster are in the sequence, one subcluster after the other.
         key: `[T, M, D]` centroids of the keys.
         value: `[T, M, Dv]` centroids of the values.
-        int4: `[T, M, L]` quantized differences of keys and centroids.
+        int8: `[T, M, L]` quantized differences of keys and centroids.
+        sub_int8: `[T, M, S]` quantized differences of the subclusters' centroids and the centroids.
+        spread: `[T, M, S]` root of the mean squared distance of a subcluster's keys from their centroid.
         key_cov: `[T, C, D, D]` covariance of the keys within clusters, chunk by chunk.
         key_value_cov: `[T, C, D, Dv]` covariance of keys and values within clusters.
     """
@@ -128,7 +116,9 @@ class Clusters:
     positions: Tensor
     key: Tensor
     value: Tensor
-    int4: Int4Keys
+    int8: Int8Keys
+    sub_int8: Int8Keys
+    spread: Tensor
     key_cov: Tensor
     key_value_cov: Tensor
 
@@ -141,37 +131,48 @@ def build_clusters(key: Tensor, value: Tensor, layout: Layout, begin: int, n_chu
         points = key[:, begin:stop].reshape(*shape, dim)
         order = torch.arange(layout.chunk_size, dtype=torch.int64, device=key.device).expand(shape)
         if points.numel():
-            order = bisection_tree(points, layout.levels)
+            order = bisection_tree(points, layout.levels + subcluster_levels(layout.cluster_size))
         start = torch.arange(n_chunks, dtype=torch.int64, device=key.device)[:, None] * layout.chunk_size + begin
         positions = (order + start).view(n_heads, n_chunks * layout.clusters_per_chunk, layout.cluster_size)
-        positions = outliers_first(positions, take(key, positions).to(wide))
     keys, values = (take(t, positions).to(wide) for t in (key, value))
     centroid_key, centroid_value = keys.mean(2), values.mean(2)
     key_offset, value_offset = (
-        (members - centroids[:, :, None]).view(*shape, members.shape[-1])
+        (members - centroids[:, :, None])
         for members, centroids in ((keys, centroid_key), (values, centroid_value))
     )
+    sub_offset, spread = subclusters(key_offset.detach())
+    by_chunk, values_by_chunk = (offset.view(*shape, offset.shape[-1]) for offset in (key_offset, value_offset))
     return Clusters(
         positions,
         centroid_key,
         centroid_value,
-        quantize_keys(key_offset.detach().view(keys.shape)),
-        key_offset.transpose(2, 3) @ key_offset / layout.chunk_size,
-        key_offset.transpose(2, 3) @ value_offset / layout.chunk_size,
+        quantize_keys(key_offset.detach()),
+        quantize_keys(sub_offset),
+        spread,
+        by_chunk.transpose(2, 3) @ by_chunk / layout.chunk_size,
+        by_chunk.transpose(2, 3) @ values_by_chunk / layout.chunk_size,
     )
 
 
-def outliers_first(positions: Tensor, keys: Tensor) -> Tensor:
-    """Positions `[T, M, L]` with the outliers of each cluster first; the other keys stay in tree order.
+def subcluster_levels(cluster_size: int) -> int:
+    """Bisections of a cluster: as long as the halves are whole and no smaller than a subcluster."""
+    levels = 0
+    while cluster_size % 2 == 0 and cluster_size >= 2 * SUBCLUSTER:
+        cluster_size, levels = cluster_size // 2, levels + 1
+    return levels
 
-    Squared distances are compared by their leading bits, and of equal ones the earlier key wins. So the choice
-    hardly ever depends on rounding.
+
+def subclusters(offset: Tensor) -> tuple[Tensor, Tensor]:
+    """`[T, M, L, D]` of clusters in tree order -> of each 16 keys: mean `[T, M, S, D]` and spread `[T, M, S]`.
+
+    The spread is the root of the mean squared distance of the keys from their mean.
     """
-    square = (keys - keys.mean(2, keepdim=True)).square().sum(-1).to(torch.float32)
-    leading = (square.contiguous().view(torch.int32) >> 16 & 0x7FFF).to(torch.int64)
-    farthest = (leading * 2**40 - positions).topk(min(OUTLIERS, positions.shape[2]), dim=2).indices
-    is_outlier = torch.zeros_like(positions).scatter_(2, farthest, 1)
-    return positions.gather(2, is_outlier.argsort(dim=2, descending=True, stable=True))
+    member = torch.arange(offset.shape[2], dtype=torch.int64, device=offset.device) // SUBCLUSTER
+    each = torch.nn.functional.one_hot(member).t().to(offset.dtype)
+    each = each / each.sum(1, keepdim=True)
+    mean = each @ offset
+    squares = (offset - mean.index_select(2, member)).square().sum(-1)
+    return mean, (squares @ each.t()).sqrt()
 
 
 def mean_of_prefixes(parts: Tensor) -> Tensor:
@@ -209,8 +210,10 @@ class FarKeys(NamedTuple):
         key, value: `[N, D]`, `[N, Dv]` all keys and values of the KV head.
         sink_key, sink_value: `[S, D]`, `[S, Dv]`.
         centroid_key, centroid_value: `[M, D]`, `[M, Dv]`.
-        positions: `[M, L]` where the keys of each cluster are, outliers first.
-        int4: `[M, L]` quantized keys.
+        positions: `[M, L]` where the keys of each cluster are, one subcluster after the other.
+        int8: `[M, L]` quantized keys.
+        sub_int8: `[M, S]` quantized centroids of the subclusters.
+        spread: `[M, S]` root of the mean squared distance of a subcluster's keys from their centroid.
         key_cov: `[D, D]` covariance of the keys within the visible clusters.
         key_value_cov: `[D, Dv]` covariance of keys and values.
     """
@@ -222,7 +225,9 @@ class FarKeys(NamedTuple):
     centroid_key: Tensor
     centroid_value: Tensor
     positions: Tensor
-    int4: Int4Keys
+    int8: Int8Keys
+    sub_int8: Int8Keys
+    spread: Tensor
     key_cov: Tensor
     key_value_cov: Tensor
 
@@ -247,7 +252,7 @@ class Hits(NamedTuple):
     Attributes:
         query, position: `[R]` pairs of a query and the position of a key, in ascending order.
         per_cluster: `[t, M]` keys read of each cluster.
-        n_compared: Int4 keys that were compared.
+        n_compared: Int8 keys and centroids of subclusters that were compared.
     """
 
     query: Tensor
@@ -303,30 +308,39 @@ def with_gradient(threshold: Tensor, logits: FarLogits, far: FarKeys, log_invers
     return threshold + (shares - shares.detach())
 
 
-def find_keys(query: Tensor, far: FarKeys, logits: FarLogits, threshold: Tensor) -> Hits:
+def heavy_margin(log_inverse: float) -> float:
+    """How far the logit of a key of `HEAVY_WEIGHT` lies above the threshold."""
+    return max(0.0, log_inverse + math.log(HEAVY_WEIGHT))
+
+
+def find_keys(query: Tensor, far: FarKeys, logits: FarLogits, threshold: Tensor, log_inverse: float) -> Hits:
     """Which far keys a block of queries `[t, D]`, times the scale, reads.
 
-    Every query compares the outliers of all clusters. It compares the other keys only of clusters whose centroid
-    lies within `SEARCH_STDS` standard deviations of the threshold.
+    Every query compares the centroids of all subclusters. It compares the keys of those whose centroid lies within
+    reach of the threshold: `SEARCH_STDS` standard deviations of the logits within the subcluster. A key of
+    `HEAVY_WEIGHT` lies `margin` above the threshold, so it is within reach from `HEAVY_STDS` deviations. The
+    threshold is lowered where the int8 logit of such a key may lie below it.
     """
-    (n_clusters, size), n_outliers = far.positions.shape, min(OUTLIERS, far.positions.shape[1])
-    searched = logits.centroids + SEARCH_STDS * logits.std >= threshold[:, None]
+    (n_clusters, size), n_subclusters = far.positions.shape, far.spread.shape[1]
+    margin = heavy_margin(log_inverse)
+    std = logits.std / far.key_cov.diagonal().sum().clamp_min(MIN_STD**2).sqrt() * far.spread.flatten()
+    reach = torch.maximum(SEARCH_STDS * std, HEAVY_STDS * std - margin).view(-1, n_clusters, n_subclusters)
+    lowered = threshold - (HEAVY_INT8_ERROR * logits.std[:, 0] - margin).clamp_min(0.0)
+    distance = lowered[:, None, None] - logits.centroids[..., None]
+
+    def int8_offsets(int8: Int8Keys) -> Tensor:
+        offsets = int8_logits(query, Int8Keys(*(part.flatten(0, 1) for part in int8)))
+        return offsets.view(len(query), *int8.scales.shape)
+
     searching = threshold < math.inf
-
-    def above(clusters: Tensor, keys: slice) -> Tensor:
-        int4 = Int4Keys(*(part.index_select(0, clusters)[:, keys] for part in far.int4))
-        offsets = int4_logits(query, Int4Keys(*(part.flatten(0, 1) for part in int4)))
-        distance = threshold[:, None] - logits.centroids.index_select(1, clusters)
-        reached: Tensor = offsets.view(len(query), *int4.scales.shape[:2]) >= distance[..., None]
-        return reached
-
-    some = searched.any(0).nonzero().squeeze(1)
-    every = torch.arange(n_clusters, dtype=torch.int64, device=query.device)
+    searched = (int8_offsets(far.sub_int8) + reach >= distance) & searching[:, None, None]
+    some = searched.any(2).any(0).nonzero().squeeze(1)
+    int8 = Int8Keys(*(part.index_select(0, some) for part in far.int8))
     hit = torch.zeros(len(query), n_clusters, size, dtype=torch.bool, device=query.device)
-    hit[:, :, :n_outliers] = above(every, slice(n_outliers)) & searching[:, None, None]
-    hit[:, some, n_outliers:] = above(some, slice(n_outliers, None)) & searched[:, some, None]
+    by_key = searched.repeat_interleave(SUBCLUSTER, dim=2)[..., :size]
+    hit[:, some] = (int8_offsets(int8) >= distance[:, some]) & by_key[:, some]
     which, cluster, place = hit.nonzero(as_tuple=True)
-    n_compared = searched.sum() * (size - n_outliers) + searching.sum() * n_clusters * n_outliers
+    n_compared = by_key.sum() + searching.sum() * n_clusters * n_subclusters
     return Hits(which, far.positions[cluster, place], hit.sum(-1), n_compared)
 
 
@@ -441,8 +455,7 @@ def reference_attention(
 ) -> Reference:
     """Routed attention of one head without padding, `query [Nq, D]`, `key [Nk, D]`, `value [Nk, Dv]`.
 
-    Everything is computed densely, for reading and checking. Causal queries are the last `Nq` positions. There is
-    no tolerance here.
+    Everything is computed densely, for reading and checking. Causal queries are the last `Nq` positions.
     """
     n_query, n_keys, wide = len(query), len(key), accumulation_dtype(query.dtype)
     layout = make_layout(n_query, n_keys, causal=is_causal, config=config)
@@ -476,14 +489,16 @@ def reference_attention(
             index.key[0, :n_clusters],
             index.value[0, :n_clusters],
             index.positions[0, :n_clusters],
-            Int4Keys(*(part[0, :n_clusters] for part in index.int4)),
+            *(Int8Keys(*(part[0, :n_clusters] for part in int8)) for int8 in (index.int8, index.sub_int8)),
+            index.spread[0, :n_clusters],
             index.key_cov[0, :count].mean(0),
             index.key_value_cov[0, :count].mean(0),
         )
         local_logits = logits[own].masked_fill(~(local[own] & ~is_sink), -math.inf)
         before = far_logits(query[own], far)
-        threshold = logit_threshold(before, far, log_inverse_weight(config.min_weight), local_logits.logsumexp(1))
-        hits = find_keys(query[own], far, before, threshold)
+        log_inverse = log_inverse_weight(config.min_weight)
+        threshold = logit_threshold(before, far, log_inverse, local_logits.logsumexp(1))
+        hits = find_keys(query[own], far, before, threshold, log_inverse)
         hit[own[hits.query], hits.position] = True
         hit_key, hit_value = (t.index_select(0, hits.position).to(wide) for t in (key, value))
         terms = far_terms(query[own], far, before, threshold, hits, hit_key)

@@ -30,6 +30,7 @@ typedef struct {
 /* What the backward pass of a tile needs in addition. */
 typedef struct {
     float *along;                   /* [TILE, padded]: grad . value of each column; later its share of the estimated mass */
+    float *move;                    /* [TILE, padded]: gradients of the columns' logits */
     float *grads;                   /* [TILE, value_dim] */
     float by_query[TILE * MAX_DIM]; /* gradients of the scaled queries */
     float by_std[TILE];             /* of each query's standard deviation, divided by it */
@@ -38,7 +39,7 @@ typedef struct {
 
 static void hits_backward(const RoutedCall *p, const Gradients *g, const Tile *w, const Sums *s, int64_t t, float *to) {
     const int64_t at = w->index[t], dim = p->dim, wide = p->value_dim, hits = w->n_hits[t];
-    const int32_t *rows = w->hits + t * w->max_hits;
+    const int32_t *rows = w->hits + t * MAX_HITS;
     const float *query = w->query + t * dim, *grad = g->grad + at * wide;
     for (int64_t i = 0; i < hits; i++) {
         const int64_t row = rows[i], key = row_offset(&p->key, w->kv_head, row), value = row_offset(&p->value, w->kv_head, row);
@@ -61,7 +62,7 @@ static void sink_gradients(const RoutedCall *p, const Gradients *g, Tile *w, Gra
     const int64_t at = w->index[t];
     const floats lse = splat(p->lse[at]), product = splat(g->product[at]);
     const floats mass = splat(estimated_mass(p, w, t) - p->log_sink_weight);
-    float *logits = w->logits + t * w->padded, *moves = w->move + t * w->padded, *along = b->along + t * w->padded;
+    float *logits = w->logits + t * w->padded, *moves = b->move + t * w->padded, *along = b->along + t * w->padded;
     for (int64_t c = 0; c < p->sink_columns; c += WIDTH) {
         const floats x = load(logits + c), weight = vexp(x - lse);
         store(moves + c, weight * (load(along + c) - product));
@@ -79,7 +80,7 @@ static float centroid_gradients(const RoutedCall *p, const Gradients *g, Tile *w
     const floats lse = splat(p->lse[at]), product = splat(g->product[at]), mass = splat(estimated_mass(p, w, t));
     const floats behind = splat(logf((float)p->cluster_size) + (gain_of_std < p->max_mass_gain ? gain_of_std : p->max_mass_gain));
     const floats pulled_grad = splat(dot(b->grads + t * p->value_dim, w->direction + t * p->value_dim, p->value_dim));
-    float *logits = w->logits + t * w->padded, *moves = w->move + t * w->padded, *along = b->along + t * w->padded;
+    float *logits = w->logits + t * w->padded, *moves = b->move + t * w->padded, *along = b->along + t * w->padded;
     const int32_t *cluster_hits = w->cluster_hits + t * w->padded;
     floats by_threshold = splat(0), by_std = splat(0), moved = splat(0), shares = splat(0);
     for (int64_t c = p->sink_columns; c < w->columns; c += WIDTH) {
@@ -108,7 +109,7 @@ static float centroid_gradients(const RoutedCall *p, const Gradients *g, Tile *w
 
 /* Weights of the columns of a query, and the gradients of their logits, in place of `logits` and `move`. */
 static void column_gradients(const RoutedCall *p, const Gradients *g, Tile *w, GradTile *b, int64_t t) {
-    float *logits = w->logits + t * w->padded, *moves = w->move + t * w->padded, by_threshold_total = 0;
+    float *logits = w->logits + t * w->padded, *moves = b->move + t * w->padded, by_threshold_total = 0;
     b->by_std[t] = b->moved[t] = 0;
     if (p->lse[w->index[t]] == -INFINITY) { /* saw nothing */
         memset(logits, 0, sizeof(float) * (size_t)w->columns);
@@ -132,9 +133,9 @@ static void covariances_backward(const RoutedCall *p, const Gradients *g, Tile *
         for (int64_t i = 0; i < wide; i += WIDTH) store(pulled + i, load(b->grads + t * wide + i) * moved);
     }
     const float *converted = g->key_value_cov_t + (w->kv_head * p->n_covs + cov) * dim * wide;
-    product(b->by_query, dim, w->direction, wide, 1, w->n, converted, dim, wide, dim, 1);
-    product(s->key_cov + cov * dim * dim, dim, w->query, 1, dim, dim, w->moment, dim, w->n, dim, 1);
-    product(s->key_value_cov + cov * dim * wide, wide, w->query, 1, dim, dim, w->direction, wide, w->n, wide, 1);
+    product(b->by_query, dim, w->direction, wide, 1, w->n, converted, dim, 16, wide, dim, 1);
+    product(s->key_cov + cov * dim * dim, dim, w->query, 1, dim, dim, w->moment, dim, 16, w->n, dim, 1);
+    product(s->key_value_cov + cov * dim * wide, wide, w->query, 1, dim, dim, w->direction, wide, 16, w->n, wide, 1);
 }
 
 static void tile_backward(const RoutedCall *p, const Gradients *g, Tile *w, const Sums *s, GradTile *b) {
@@ -146,17 +147,22 @@ static void tile_backward(const RoutedCall *p, const Gradients *g, Tile *w, cons
         w->threshold[t] = p->threshold[w->index[t]];
         memcpy(b->grads + t * wide, g->grad + w->index[t] * wide, sizeof(float) * (size_t)wide);
     }
-    prescore_find_keys(p, w);
-    for (int64_t c = 0; c < w->columns / 16; c++)
-        product(b->along + 16 * c, w->padded, b->grads, wide, 1, w->n, values + c * wide * 16, 16, wide, 16, 0);
+    memset(b->by_query, 0, sizeof(float) * (size_t)(w->n * dim));
+    prescore_begin_search(p, w);
+    int64_t block = 0;
+    do {
+        block = prescore_search(p, w, block);
+        for (int64_t t = 0; t < w->n; t++)
+            if (p->lse[w->index[t]] != -INFINITY) hits_backward(p, g, w, s, t, b->by_query + t * dim);
+    } while (block);
+    product(b->along, w->padded, b->grads, wide, 1, w->n, values, 16, wide * 16, wide, w->columns, 0);
     for (int64_t t = 0; t < w->n; t++) column_gradients(p, g, w, b, t);
-    product(b->by_query, dim, w->move, w->padded, 1, w->n, g->column_keys + w->kv_head * p->n_columns * dim, dim, columns, dim, 0);
-    product(s->column_key, dim, w->move, 1, w->padded, columns, w->query, dim, w->n, dim, 1);
-    product(s->column_value, wide, w->logits, 1, w->padded, columns, b->grads, wide, w->n, wide, 1);
+    product(b->by_query, dim, b->move, w->padded, 1, w->n, g->column_keys + w->kv_head * p->n_columns * dim, dim, 16, columns, dim, 1);
+    product(s->column_key, dim, b->move, 1, w->padded, columns, w->query, dim, 16, w->n, dim, 1);
+    product(s->column_value, wide, w->logits, 1, w->padded, columns, b->grads, wide, 16, w->n, wide, 1);
     covariances_backward(p, g, w, s, b);
     for (int64_t t = 0; t < w->n; t++) {
         if (p->lse[w->index[t]] == -INFINITY) continue;
-        hits_backward(p, g, w, s, t, b->by_query + t * dim);
         add_scaled(g->query + w->index[t] * dim, b->by_query + t * dim, p->scale, dim);
     }
 }
@@ -175,10 +181,11 @@ static Sums sums_of(const RoutedCall *p, const Gradients *g, int64_t kv_head, in
 
 /* A tile with its arrays after it; NULL where there is no memory. */
 static GradTile *new_grad_tile(const Tile *w) {
-    GradTile *b = malloc(sizeof(GradTile) + sizeof(float) * (size_t)(TILE * (w->padded + MAX_DIM)));
+    GradTile *b = malloc(sizeof(GradTile) + sizeof(float) * (size_t)(TILE * (2 * w->padded + MAX_DIM)));
     if (!b) return NULL;
     b->along = (float *)(b + 1);
-    b->grads = b->along + TILE * w->padded;
+    b->move = b->along + TILE * w->padded;
+    b->grads = b->move + TILE * w->padded;
     return b;
 }
 

@@ -7,9 +7,8 @@
 
 #include "vectors.h"
 
-#define MIN_STD 1e-3f
-#define MAX_STD 1e15f
 #define MAX_GAIN 2.0f
+#define MAX_FACTOR 7.38905610f /* its exponential */
 #define LEAST_NORMAL -4.0f /* where the approximation is cut off, on both sides */
 #define MOST_NORMAL 8.0f
 
@@ -37,11 +36,16 @@ typedef struct {
 
 INLINE floats within(floats x, float most) { return larger(smaller(x, splat(most)), splat(-most)); }
 
-INLINE void correct(floats r, float s, floats *gain, floats *move) {
-    floats slope, unused;
-    const floats beyond = log_normal(r - splat(s), &slope), below = log_normal(r, &unused);
-    *gain = within(splat(0.5f * s * s) + beyond - below, MAX_GAIN);
-    *move = within(splat(1.0f) - slope * splat(1.0f / s), 1.0f);
+/* By what factor a centroid weighs more, `exp(gain)`, and how far its value moves; no logarithm is needed. */
+INLINE void correct(floats r, float s, floats *factor, floats *move) {
+    const floats low = splat(LEAST_NORMAL), high = splat(MOST_NORMAL), one = splat(1.0f);
+    const floats x = larger(smaller(r - splat(s), high), low), z = larger(smaller(r, high), low);
+    const floats by_x = vexp(-x * (splat(1.5976f) + splat(0.07056f) * x * x)), by_z = vexp(-z * (splat(1.5976f) + splat(0.07056f) * z * z));
+    const floats below = one / (one + by_x); /* the normal distribution function at x */
+    const float square = 0.5f * s * s;
+    *factor = splat(expf(square < 40.0f ? square : 40.0f)) * below * (one + by_z);
+    *factor = larger(smaller(*factor, splat(MAX_FACTOR)), splat(1.0f / MAX_FACTOR));
+    *move = within(one - by_x * below * (splat(1.5976f) + splat(0.21168f) * x * x) * splat(1.0f / s), 1.0f);
 }
 
 INLINE Correction correct_with_slopes(floats r, float s) {

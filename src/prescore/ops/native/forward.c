@@ -1,12 +1,14 @@
 /* Routed attention, forward, a tile of queries of one KV head at a time.
  *
- * For each query: read the local keys; score sinks and centroids; search int4 keys and read the far keys above the threshold;
+ * For each query: read the local keys; score sinks and centroids; search int8 keys and read the far keys above the threshold;
  * let a corrected centroid represent the unread keys of each cluster. One softmax over all of it.
  */
-#include "routed.h"
 #include "centroids.h"
+#include "int8.h"
+#include "routed.h"
 
-#define AHEAD 16 /* keys that are prefetched before they are read */
+#define AHEAD 16         /* keys that are prefetched before they are read */
+#define MAX_SHIFT 20.0f  /* how far a logit may lie above the shift of its query */
 
 static void *aligned(char **at, size_t bytes) {
     void *here = *at;
@@ -16,55 +18,30 @@ static void *aligned(char **at, size_t bytes) {
 
 /* A thread's memory; NULL where there is none. */
 Tile *prescore_new_tile(const RoutedCall *p, const LocalKeys *local) {
-    const int64_t padded = p->n_columns + p->extra_columns + 16, hits = p->n_clusters * p->cluster_size + 16;
-    const int64_t tile = p->n_query < TILE ? p->n_query : TILE;
-    const size_t number = sizeof(float);
-    const size_t sizes = sizeof(Tile) + number * (size_t)(3 * tile * padded + hits + tile * hits) + 64 * 8;
-    char *at = aligned_alloc(64, (sizes + 63) / 64 * 64);
+    const int64_t padded = p->n_columns + 16, tile = p->n_query < TILE ? p->n_query : TILE;
+    const size_t columns = sizeof(float) * (size_t)(tile * padded);
+    char *at = aligned_alloc(64, (sizeof(Tile) + 2 * columns + 64 * 4) / 64 * 64);
     if (!at) return NULL;
     Tile *w = aligned(&at, sizeof(Tile));
     w->padded = padded;
-    w->max_hits = hits;
-    w->logits = aligned(&at, number * (size_t)(tile * padded));
-    w->move = aligned(&at, number * (size_t)(tile * padded));
-    w->cluster_hits = aligned(&at, number * (size_t)(tile * padded));
+    w->logits = aligned(&at, columns);
+    w->cluster_hits = aligned(&at, columns);
     w->local = local;
-    w->hit_logits = aligned(&at, number * (size_t)hits);
-    w->hits = aligned(&at, number * (size_t)(tile * hits));
     return w;
 }
 
-/* Corrected logits of the centroids, and how far their values move: logits within a cluster are taken as normal around that
- * of the centroid, and cut off at the threshold. */
-void prescore_correct_centroids(const RoutedCall *p, Tile *w, int64_t t) {
-    const float s = w->std[t];
-    const floats one = splat(1.0f), threshold = splat(w->threshold[t]), part = splat(1.0f / s);
-    float *logits = w->logits + t * w->padded, *moves = w->move + t * w->padded;
-    const int32_t *cluster_hits = w->cluster_hits + t * w->padded;
-    memset(moves, 0, sizeof(float) * (size_t)p->sink_columns);
-    for (int64_t c = p->sink_columns; c < w->columns; c += WIDTH) {
-        floats x = load(logits + c), gain, move;
-        correct((threshold - x) * part, s, &gain, &move);
-        store(moves + c, move);
-        floats left = splat((float)p->cluster_size) - __builtin_convertvector(*(const ints *)(cluster_hits + c), floats);
-        x = x + gain + vlog(larger(left, one));
-        store(logits + c, choose(left > splat(0.0f), x, splat(-INFINITY)));
-    }
-    for (int64_t c = p->sink_columns + w->clusters; c < w->columns; c++) logits[c] = -INFINITY;
-}
-
-/* A query as whole numbers from -31 to 31, and the sums of both halves. */
+/* A query as whole numbers from -127 to 127. */
 static void quantize_query(Tile *w, int64_t t, int64_t dim, float unit) {
     const float *own = w->query + t * dim;
-    int8_t *int4 = w->int6 + t * dim;
-    int32_t sums[2] = {0, 0};
+    int8_t *int8 = w->int8 + t * dim;
+    int32_t sum = 0;
     for (int64_t i = 0; i < dim; i += WIDTH) { /* 1.5 * 2^23 rounds to an integer */
-        const ints code = (ints)(load(own + i) / splat(unit) + splat(12582912.0f)) - (ints)splat(12582912.0f);
-        const bytes narrow = __builtin_convertvector(code, bytes);
-        memcpy(int4 + i, &narrow, sizeof narrow);
+        const ints number = (ints)(load(own + i) / splat(unit) + splat(12582912.0f)) - (ints)splat(12582912.0f);
+        const bytes narrow = __builtin_convertvector(number, bytes);
+        memcpy(int8 + i, &narrow, sizeof narrow);
     }
-    for (int64_t i = 0; i < dim; i++) sums[i >= dim / 2] += int4[i];
-    memcpy(w->int6_sum + 2 * t, sums, sizeof sums);
+    for (int64_t i = 0; i < dim; i++) sum += int8[i];
+    w->int8_start[t] = -KEY_ZERO * sum;
 }
 
 void prescore_load_queries(const RoutedCall *p, Tile *w) {
@@ -79,8 +56,8 @@ void prescore_load_queries(const RoutedCall *p, Tile *w) {
             store(own + i, x);
             most = larger(most, larger(x, -x));
         }
-        const float unit = largest(most) / 31.0f;
-        w->int6_scale[t] = unit;
+        const float unit = largest(most) / 127.0f;
+        w->int8_scale[t] = unit;
         quantize_query(w, t, dim, unit);
     }
 }
@@ -89,16 +66,15 @@ void prescore_load_queries(const RoutedCall *p, Tile *w) {
 void prescore_begin_tile(const RoutedCall *p, Tile *w) {
     const int64_t dim = p->dim, wide = p->value_dim, blocks = p->n_columns / 16;
     const float *columns = p->columns + w->kv_head * blocks * dim * 16;
-    for (int64_t b = 0; b < w->columns / 16; b++)
-        product(w->logits + 16 * b, w->padded, w->query, dim, 1, w->n, columns + b * dim * 16, 16, dim, 16, 0);
+    product(w->logits, w->padded, w->query, dim, 1, w->n, columns, 16, dim * 16, dim, w->columns, 0);
     for (int64_t t = 0; t < w->n; t++) {
         float *logits = w->logits + t * w->padded;
         for (int64_t i = p->sinks; i < p->sink_columns; i++) logits[i] = -INFINITY;
         for (int64_t i = p->sink_columns + w->clusters; i < w->columns; i++) logits[i] = -INFINITY;
     }
     const int64_t cov = w->kv_head * p->n_covs + (w->clusters - 1) / p->clusters_per_cov;
-    product(w->moment, dim, w->query, dim, 1, w->n, p->key_cov + cov * dim * dim, dim, dim, dim, 0);
-    product(w->direction, wide, w->query, dim, 1, w->n, p->key_value_cov + cov * dim * wide, wide, dim, wide, 0);
+    product(w->moment, dim, w->query, dim, 1, w->n, p->key_cov + cov * dim * dim, dim, 16, dim, dim, 0);
+    product(w->direction, wide, w->query, dim, 1, w->n, p->key_value_cov + cov * dim * wide, wide, 16, dim, wide, 0);
     for (int64_t t = 0; t < w->n; t++) {
         const float square = dot(w->query + t * dim, w->moment + t * dim, dim), most = MAX_STD * MAX_STD;
         const float s = sqrtf(square < 0 ? 0 : square <= most ? square : most); /* NaN counts as large */
@@ -117,80 +93,112 @@ void prescore_set_threshold(const RoutedCall *p, Tile *w, int64_t t) {
     const floats peak = splat(largest(top));
     for (int64_t c = 0; c < p->sink_columns; c += WIDTH) sum += vexp(load(logits + c) + part - peak);
     for (int64_t c = p->sink_columns; c < w->columns; c += WIDTH) sum += vexp(load(logits + c) + behind - peak);
+    w->shift[t] = peak[0]; /* about the largest logit; more is done where a key read lies far above */
     w->threshold[t] = peak[0] + logf(total(sum) + expf(elsewhere - peak[0])) - p->log_inverse;
     p->threshold[w->index[t]] = w->threshold[t];
 }
 
-/* Keys read lie anywhere in memory: prefetch the next ones, also those of the next query. */
-static void prefetch_hits(const RoutedCall *p, const Tile *w, const int32_t *rows, int64_t first, int64_t stop) {
-    for (int64_t i = first; i < first + AHEAD && i < stop; i++) {
-        prefetch_row(&p->key, row_offset(&p->key, w->kv_head, rows[i]), p->dim);
-        prefetch_row(&p->value, row_offset(&p->value, w->kv_head, rows[i]), p->value_dim);
+/* Keys read lie anywhere in memory: prefetch the first ones of the next query. */
+static void prefetch_hits(const RoutedCall *p, const Tile *w, int64_t t) {
+    for (int64_t i = 0; i < AHEAD && i < w->n_hits[t]; i++) {
+        const int64_t row = w->hits[t * MAX_HITS + i];
+        prefetch_row(&p->key, row_offset(&p->key, w->kv_head, row), p->dim);
+        prefetch_row(&p->value, row_offset(&p->value, w->kv_head, row), p->value_dim);
     }
 }
 
-/* One softmax over local keys, keys read and columns. Leaves weights of columns in `logits` and everything else in the output,
- * not yet divided by the mass that is returned. */
-float prescore_read_hits(const RoutedCall *p, Tile *w, int64_t t, float *highest) {
-    const int64_t at = w->index[t], wide = p->value_dim, hits = w->n_hits[t];
-    const int32_t *rows = w->hits + t * w->max_hits;
-    float *logits = w->logits + t * w->padded, *own = w->hit_logits, peak = p->lse[at];
-    floats top = splat(peak);
-    for (int64_t i = 0; i < hits; i += AHEAD) {
-        prefetch_hits(p, w, rows, i + AHEAD, hits);
-        row_dots(own + i, &p->key, w->kv_head, rows + i, hits - i < AHEAD ? hits - i : AHEAD, w->query + t * p->dim, p->dim);
-    }
+/* Add the keys that a query found: weights to its mass, values to its sums. */
+static void read_hits(const RoutedCall *p, Tile *w, int64_t t) {
+    const int64_t wide = p->value_dim, hits = w->n_hits[t];
+    const int32_t *rows = w->hits + t * MAX_HITS;
+    float *own = w->hit_logits, *sums = w->sums + t * wide;
+    floats top = splat(-INFINITY), mass = splat(0);
+    row_dots(own, &p->key, w->kv_head, rows, hits, w->query + t * p->dim, p->dim);
     for (int64_t i = hits; i < (hits + WIDTH - 1) / WIDTH * WIDTH; i++) own[i] = -INFINITY;
     for (int64_t i = 0; i < hits; i += WIDTH) top = larger(top, load(own + i));
-    for (int64_t c = 0; c < w->columns; c += WIDTH) top = larger(top, load(logits + c));
-    *highest = peak = largest(top);
-    if (peak == -INFINITY) return 0;
-    floats mass = splat(0), moved = splat(0);
-    for (int64_t c = 0; c < w->columns; c += WIDTH) {
-        floats x = vexp(load(logits + c) - splat(peak));
-        store(logits + c, x);
-        mass += x;
-        moved += x * load(w->move + t * w->padded + c);
+    const float peak = largest(top);
+    if (!(peak <= w->shift[t] + MAX_SHIFT)) { /* far above what was expected, or NaN */
+        const float scale = expf(w->shift[t] - peak);
+        for (int64_t i = 0; i < wide; i += WIDTH) store(sums + i, load(sums + i) * splat(scale));
+        w->mass[t] *= scale;
+        w->shift[t] = peak;
     }
     for (int64_t i = 0; i < hits; i += WIDTH) {
-        floats x = vexp(load(own + i) - splat(peak));
+        const floats x = vexp(load(own + i) - splat(w->shift[t]));
         store(own + i, x);
         mass += x;
     }
-    float *output = p->output + at * wide, sum[MAX_DIM];
-    const floats local = splat(expf(p->lse[at] - peak)), along = splat(total(moved));
-    for (int64_t i = 0; i < wide; i += WIDTH)
-        store(sum + i, load(output + i) * local + load(w->direction + t * wide + i) * along);
-    add_rows(sum, &p->value, w->kv_head, rows, own, hits, wide);
-    memcpy(output, sum, sizeof(float) * (size_t)wide);
-    return total(mass) + local[0];
+    w->mass[t] += total(mass);
+    add_rows(sums, &p->value, w->kv_head, rows, own, hits, wide);
+}
+
+/* Find far keys, some clusters at a time, and read them for all queries of the tile while they are in cache. */
+static int64_t attend_far(const RoutedCall *p, Tile *w) {
+    int64_t read = 0;
+    prescore_begin_search(p, w);
+    memset(w->mass, 0, sizeof w->mass);
+    memset(w->sums, 0, sizeof(float) * (size_t)(w->n * p->value_dim));
+    int64_t block = 0;
+    do {
+        block = prescore_search(p, w, block);
+        for (int64_t t = 0; t < w->n; t++) {
+            if (t + 1 < w->n) prefetch_hits(p, w, t + 1);
+            if (w->n_hits[t]) read_hits(p, w, t);
+            read += w->n_hits[t];
+        }
+    } while (block);
+    return read;
+}
+
+/* Weights of sinks and centroids of a query, in place of their logits. Returns how far all values move along the direction.
+ *
+ * Logits within a cluster are taken as normal around that of the centroid, and cut off at the threshold. */
+static float weigh_columns(const RoutedCall *p, Tile *w, int64_t t) {
+    const float s = w->std[t];
+    const floats threshold = splat(w->threshold[t]), shift = splat(w->shift[t]), part = splat(1.0f / s);
+    const floats size = splat((float)p->cluster_size);
+    const int32_t *cluster_hits = w->cluster_hits + t * w->padded;
+    float *logits = w->logits + t * w->padded;
+    floats mass = splat(0), moved = splat(0);
+    for (int64_t c = 0; c < p->sink_columns; c += WIDTH) {
+        const floats x = vexp(load(logits + c) - shift);
+        store(logits + c, x);
+        mass += x;
+    }
+    for (int64_t c = p->sink_columns; c < w->columns; c += WIDTH) {
+        const floats x = load(logits + c), left = size - __builtin_convertvector(*(const ints *)(cluster_hits + c), floats);
+        floats factor, move;
+        correct((threshold - x) * part, s, &factor, &move);
+        const floats weight = left * factor * vexp(x - shift); /* -inf in empty columns */
+        store(logits + c, weight);
+        mass += weight;
+        moved += weight * move;
+    }
+    w->mass[t] += total(mass);
+    return total(moved);
 }
 
 static int64_t run_tile(const RoutedCall *p, Tile *w) {
     const int64_t wide = p->value_dim;
-    int64_t read = 0;
     prescore_load_queries(p, w);
     prescore_attend_local(p, w);
     if (w->clusters == 0) return 0; /* nothing is far; sinks are local keys here */
     prescore_begin_tile(p, w);
     for (int64_t t = 0; t < w->n; t++) prescore_set_threshold(p, w, t);
-    prescore_find_keys(p, w);
-    for (int64_t t = 0; t < w->n; t++) prescore_correct_centroids(p, w, t);
-    float mass[TILE], peak[TILE];
+    const int64_t read = attend_far(p, w);
+    float moved[TILE];
+    for (int64_t t = 0; t < w->n; t++) moved[t] = weigh_columns(p, w, t);
+    product(w->sums, wide, w->logits, w->padded, 1, w->n, p->column_values + w->kv_head * p->n_columns * wide, wide, 16,
+            p->sink_columns + w->clusters, wide, 1);
     for (int64_t t = 0; t < w->n; t++) {
-        if (t + 1 < w->n) prefetch_hits(p, w, w->hits + (t + 1) * w->max_hits, 0, w->n_hits[t + 1]);
-        mass[t] = prescore_read_hits(p, w, t, peak + t);
-        read += w->n_hits[t];
-    }
-    float *sums = w->moment; /* no longer needed: MAX_DIM numbers a query */
-    product(sums, wide, w->logits, w->padded, 1, w->n, p->column_values + w->kv_head * p->n_columns * wide, wide,
-            p->sink_columns + w->clusters, wide, 0);
-    for (int64_t t = 0; t < w->n; t++) {
-        if (peak[t] == -INFINITY) continue;
-        float *output = p->output + w->index[t] * wide;
-        const floats part = splat(1.0f / mass[t]);
-        for (int64_t i = 0; i < wide; i += WIDTH) store(output + i, (load(output + i) + load(sums + t * wide + i)) * part);
-        p->lse[w->index[t]] = peak[t] + logf(mass[t]);
+        if (w->shift[t] == -INFINITY) continue; /* saw nothing */
+        float *output = p->output + w->index[t] * wide, *lse = p->lse + w->index[t];
+        const float local = expf(*lse - w->shift[t]), mass = w->mass[t] + local;
+        for (int64_t i = 0; i < wide; i += WIDTH) {
+            const floats far = load(w->sums + t * wide + i) + load(w->direction + t * wide + i) * splat(moved[t]);
+            store(output + i, (load(output + i) * splat(local) + far) * splat(1.0f / mass));
+        }
+        *lse = w->shift[t] + logf(mass);
     }
     return read;
 }
@@ -211,7 +219,7 @@ PRESCORE_EXPORT int prescore_routed_forward(const RoutedCall *p) {
 #pragma omp for schedule(dynamic, 1)
         for (int64_t job = 0; job < tiles * p->kv_heads; job++) {
             /* The last queries see most and go first, so that no thread is left alone with them. One KV head after the other:
-             * its int4 keys stay in cache. */
+             * its int8 keys stay in cache. */
             const int64_t kv_head = job / tiles, begin = (tiles - 1 - job % tiles) * TILE;
             const int64_t stop = begin + TILE < p->n_query ? begin + TILE : p->n_query;
             for (int64_t done = begin; w && done < stop;) {

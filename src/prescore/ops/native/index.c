@@ -1,5 +1,6 @@
-/* The key index of chunks: a balanced tree by bisection, centroids, outliers, int4 keys, covariances. One chunk of one KV head
+/* The key index of chunks: a balanced tree by bisection, centroids, subclusters, int8 keys, covariances. One chunk of one KV head
  * is a thread's job. Computes what `build_clusters` in routed/reference.py does. */
+#include "int8.h"
 #include "routed.h"
 
 /* Must equal `IndexCall` in routed/native.py. */
@@ -8,8 +9,10 @@ typedef struct {
     int64_t kv_heads, begin, chunks, chunk_size, levels, cluster_size, dim, value_dim, fit_size;
     int32_t *positions;                   /* [kv_heads, clusters, cluster_size] */
     float *centroid_key, *centroid_value; /* [kv_heads, clusters, dim], [kv_heads, clusters, value_dim] */
-    uint8_t *int4;                        /* [kv_heads, clusters, cluster_size / 16, dim / 8, 16, 4] */
-    float *scales;                        /* [kv_heads, clusters, cluster_size / 16, 2, 16] */
+    uint8_t *int8;                        /* [kv_heads, clusters, cluster_size / 16, dim / 4, 16, 4] */
+    float *scales;                        /* [kv_heads, clusters, cluster_size] */
+    uint8_t *sub_int8;                    /* [kv_heads, clusters, cluster_size / 16, dim] */
+    float *sub_scales, *spread;           /* [kv_heads, clusters, cluster_size / 16] */
     float *key_cov, *key_value_cov;       /* [kv_heads, chunks, dim, dim], [kv_heads, chunks, dim, value_dim] */
 } IndexCall;
 
@@ -30,6 +33,29 @@ static void unit(float *v, int64_t dim) {
     for (int64_t i = 0; i < dim; i++) v[i] /= length;
 }
 
+/* The same for few points of many dimensions, less their mean, by products of points with points, a far smaller matrix. */
+static void project_few(const Scratch *b, int64_t n, int64_t dim, float *places) {
+    float next[MAX_DIM], squares[MAX_DIM] = {0};
+    int64_t widest = 0;
+    for (int64_t i = 0; i < n; i++)
+        for (int64_t d = 0; d < dim; d++) squares[d] += b->moved[i * dim + d] * b->moved[i * dim + d];
+    for (int64_t d = 1; d < dim; d++)
+        if (squares[d] > squares[widest]) widest = d;
+    for (int64_t i = 0; i < n; i++) {
+        places[i] = b->moved[i * dim + widest];
+        for (int64_t j = 0; j <= i; j++)
+            b->covariance[i * n + j] = b->covariance[j * n + i] = dot(b->moved + i * dim, b->moved + j * dim, dim);
+    }
+    for (int step = 0; step < 4; step++) {
+        unit(places, n);
+        for (int64_t i = 0; i < n; i++) {
+            next[i] = 0;
+            for (int64_t j = 0; j < n; j++) next[i] += places[j] * b->covariance[i * n + j];
+        }
+        memcpy(places, next, sizeof(float) * (size_t)n);
+    }
+}
+
 /* Place of every point along the first principal component of the points. */
 static void project(const IndexCall *c, const Scratch *b, const float *points, int64_t size, float *places) {
     const int64_t dim = c->dim, stride = size / c->fit_size > 1 ? size / c->fit_size : 1;
@@ -39,6 +65,10 @@ static void project(const IndexCall *c, const Scratch *b, const float *points, i
     for (int64_t i = 0; i < n; i++)
         for (int64_t d = 0; d < dim; d += WIDTH)
             store(b->moved + i * dim + d, load(points + i * stride * dim + d) - load(mean + d));
+    if (stride == 1 && 2 * size <= dim) {
+        project_few(b, n, dim, places);
+        return;
+    }
     second_moment(b->covariance, b->moved, n, dim);
     int64_t widest = 0;
     for (int64_t d = 1; d < dim; d++)
@@ -46,7 +76,7 @@ static void project(const IndexCall *c, const Scratch *b, const float *points, i
     memcpy(direction, b->covariance + widest * dim, sizeof(float) * (size_t)dim);
     for (int step = 0; step < 3; step++) {
         unit(direction, dim);
-        product(next, dim, direction, dim, 1, 1, b->covariance, dim, dim, dim, 0);
+        product(next, dim, direction, dim, 1, 1, b->covariance, dim, 16, dim, dim, 0);
         memcpy(direction, next, sizeof(float) * (size_t)dim);
     }
     unit(direction, dim);
@@ -93,32 +123,6 @@ static void load_points(const Rows *r, int64_t kv_head, int64_t row, float *to, 
     for (int64_t i = 0; i < dim; i += WIDTH) store(to + i, load_row(r, offset, i));
 }
 
-/* The outliers, the keys farthest from the centroid, come first; the others stay in tree order. Squared distances are
- * compared by their leading bits, and of equal ones the earlier key wins: so the choice hardly ever depends on rounding. */
-static void put_outliers_first(const IndexCall *c, const Scratch *b, int64_t cluster) {
-    const int64_t dim = c->dim, cluster_size = c->cluster_size;
-    float *points = b->points + cluster * cluster_size * dim;
-    int32_t *order = b->order + cluster * cluster_size, *lengths = b->ranks, *spare = b->spare;
-    for (int64_t i = 0; i < cluster_size; i++) {
-        const float square = dot(points + i * dim, points + i * dim, dim);
-        memcpy(lengths + i, &square, sizeof square);
-        lengths[i] = lengths[i] >> 16 & 0x7fff;
-    }
-    for (int64_t k = 0; k < OUTLIERS; k++) {
-        int64_t most = 0; /* taken ones are -1 */
-        for (int64_t i = 1; i < cluster_size; i++)
-            if (lengths[i] > lengths[most] || (lengths[i] == lengths[most] && order[i] < order[most])) most = i;
-        lengths[most] = -1;
-    }
-    for (int64_t i = 0, outliers = 0, others = OUTLIERS; i < cluster_size; i++) {
-        const int64_t to = lengths[i] < 0 ? outliers++ : others++;
-        memcpy(b->moved + to * dim, points + i * dim, sizeof(float) * (size_t)dim);
-        spare[to] = order[i];
-    }
-    memcpy(points, b->moved, sizeof(float) * (size_t)(cluster_size * dim));
-    memcpy(order, spare, sizeof(int32_t) * (size_t)cluster_size);
-}
-
 /* The mean of some rows, which become differences from it. */
 static void centre(float *rows, float *mean, int64_t n, int64_t dim) {
     memset(mean, 0, sizeof(float) * (size_t)dim);
@@ -127,40 +131,54 @@ static void centre(float *rows, float *mean, int64_t n, int64_t dim) {
     for (int64_t i = 0; i < n; i++) add_scaled(rows + i * dim, mean, -1.0f, dim);
 }
 
-/* Half of the dimensions of a key as whole numbers from 0 to 15; returns what a unit is worth. */
-static float quantize_half(const float *part, uint8_t *numbers, int64_t half) {
+/* A key as whole numbers from 1 to 127; returns what a unit is worth. */
+static float quantize(const float *key, uint8_t *numbers, int64_t dim) {
     int32_t most = 0, whole[MAX_DIM];
-    for (int64_t i = 0; i < half; i++) { /* lengths are ordered as their bits are */
+    for (int64_t i = 0; i < dim; i++) { /* lengths are ordered as their bits are */
         int32_t length;
-        memcpy(&length, part + i, sizeof length);
+        memcpy(&length, key + i, sizeof length);
         length &= 0x7fffffff;
         most = length > most ? length : most;
     }
     float scale;
     memcpy(&scale, &most, sizeof scale);
-    scale /= 7.49f; /* half a unit beyond 7 would be a tie */
+    scale /= 63.0f;
     const float by = scale > 1.17549435e-38f ? scale : 1.17549435e-38f;
-    for (int64_t i = 0; i < half; i++) {
-        float x = part[i] / by;
-        x = x > -8.0f ? x : -8.0f; /* NaN becomes a number too */
-        x = (x < 7.0f ? x : 7.0f) + 12582912.0f;
-        whole[i] = (int32_t)(x - 12582912.0f) + 8;
+    for (int64_t i = 0; i < dim; i++) {
+        float x = key[i] / by;
+        x = x > -63.0f ? x : -63.0f; /* NaN becomes a number too */
+        x = (x < 63.0f ? x : 63.0f) + 12582912.0f;
+        whole[i] = (int32_t)(x - 12582912.0f) + KEY_ZERO;
     }
-    for (int64_t i = 0; i < half; i++) numbers[i] = (uint8_t)whole[i];
+    for (int64_t i = 0; i < dim; i++) numbers[i] = (uint8_t)whole[i];
     return scale;
 }
 
-/* Int4 keys, sixteen side by side. */
-static void quantize_keys(const float *keys, uint8_t *int4, float *scales, int64_t dim) {
-    const int64_t half = dim / 2;
+/* Int8 keys, sixteen side by side. */
+static void quantize_keys(const float *keys, uint8_t *int8, float *scales, int64_t dim) {
     for (int64_t key = 0; key < 16; key++) {
         uint8_t numbers[MAX_DIM];
-        for (int64_t h = 0; h < 2; h++)
-            scales[16 * h + key] = quantize_half(keys + key * dim + h * half, numbers + h * half, half);
-        for (int64_t i = 0; i < dim / 8; i++)
-            for (int64_t k = 0; k < 4; k++)
-                int4[(i * 16 + key) * 4 + k] = (uint8_t)(numbers[4 * i + k] | numbers[half + 4 * i + k] << 4);
+        scales[key] = quantize(keys + key * dim, numbers, dim);
+        for (int64_t i = 0; i < dim; i++) int8[(i / 4 * 16 + key) * 4 + i % 4] = numbers[i];
     }
+}
+
+/* A subcluster of sixteen keys: its centroid in int8, and how far its keys lie from it. */
+static void build_subcluster(const IndexCall *c, const float *keys, int64_t at) {
+    const int64_t dim = c->dim;
+    float mean[MAX_DIM] = {0}, square = 0;
+    for (int64_t k = 0; k < 16; k++) add_scaled(mean, keys + k * dim, 1.0f, dim);
+    for (int64_t i = 0; i < dim; i++) mean[i] /= 16.0f;
+    for (int64_t k = 0; k < 16; k++) {
+        floats sum = splat(0);
+        for (int64_t i = 0; i < dim; i += WIDTH) {
+            const floats x = load(keys + k * dim + i) - load(mean + i);
+            sum += x * x;
+        }
+        square += total(sum);
+    }
+    c->spread[at] = sqrtf(square / 16.0f);
+    c->sub_scales[at] = quantize(mean, c->sub_int8 + at * dim, dim);
 }
 
 static void build_chunk(const IndexCall *c, Scratch *b, int64_t kv_head, int64_t chunk) {
@@ -168,19 +186,20 @@ static void build_chunk(const IndexCall *c, Scratch *b, int64_t kv_head, int64_t
     const int64_t begin = c->begin + chunk * c->chunk_size, first = (kv_head * c->chunks + chunk) * each, at = kv_head * c->chunks + chunk;
     for (int64_t i = 0; i < c->chunk_size; i++) load_points(&c->key, kv_head, begin + i, b->points + i * dim, dim);
     bisect(c, b);
-    for (int64_t cluster = 0; cluster < each; cluster++) {
+    for (int64_t cluster = 0; cluster < each; cluster++)
         centre(b->points + cluster * cluster_size * dim, c->centroid_key + (first + cluster) * dim, cluster_size, dim);
-        put_outliers_first(c, b, cluster);
-    }
     for (int64_t i = 0; i < c->chunk_size; i++) {
         c->positions[first * cluster_size + i] = (int32_t)(begin + b->order[i]);
         load_points(&c->value, kv_head, begin + b->order[i], b->values + i * wide, wide);
     }
     for (int64_t cluster = 0; cluster < each; cluster++) {
         centre(b->values + cluster * cluster_size * wide, c->centroid_value + (first + cluster) * wide, cluster_size, wide);
-        for (int64_t k = 0; k < cluster_size; k += 16)
-            quantize_keys(b->points + (cluster * cluster_size + k) * dim, c->int4 + ((first + cluster) * cluster_size + k) * dim / 2,
-                   c->scales + ((first + cluster) * cluster_size + k) * 2, dim);
+        for (int64_t k = 0; k < cluster_size; k += 16) {
+            const float *keys = b->points + (cluster * cluster_size + k) * dim;
+            const int64_t key = (first + cluster) * cluster_size + k;
+            quantize_keys(keys, c->int8 + key * dim, c->scales + key, dim);
+            build_subcluster(c, keys, key / 16);
+        }
     }
     const floats part = splat(1.0f / (float)c->chunk_size);
     float *key_cov = c->key_cov + at * dim * dim, *key_value_cov = c->key_value_cov + at * dim * wide;

@@ -121,8 +121,7 @@ void prescore_attend_local(const RoutedCall *p, Tile *w) {
     for (int64_t row = begin / 16 * 16; row < end; row += LOCAL_KEYS) {
         const int64_t some = end - row < LOCAL_KEYS ? end - row : LOCAL_KEYS, filled = (some + 15) / 16 * 16;
         const float *keys = local->keys + (w->kv_head * local->blocks + row / 16) * dim * 16;
-        for (int64_t b = 0; b < filled / 16; b++)
-            product(weights + 16 * b, LOCAL_KEYS, w->query, dim, 1, w->n, keys + b * dim * 16, 16, dim, 16, 0);
+        product(weights, LOCAL_KEYS, w->query, dim, 1, w->n, keys, 16, dim * 16, dim, filled, 0);
         for (int64_t t = 0; t < w->n; t++) {
             const int64_t from = first[place[t]] - local->begin - row, to = stop[place[t]] - local->begin - row;
             weigh_keys(weights + t * LOCAL_KEYS, filled, from > 0 ? from : 0, to < filled ? to : filled, peak + t, mass + t,
@@ -130,7 +129,7 @@ void prescore_attend_local(const RoutedCall *p, Tile *w) {
         }
         const float *values = local->values ? local->values + (w->kv_head * rows + row) * wide
                                            : (const float *)p->value.data + row_offset(&p->value, w->kv_head, local->begin + row);
-        product(sums, wide, weights, LOCAL_KEYS, 1, w->n, values, local->values ? wide : p->value.step, some, wide, 1);
+        product(sums, wide, weights, LOCAL_KEYS, 1, w->n, values, local->values ? wide : p->value.step, 16, some, wide, 1);
     }
     for (int64_t t = 0; t < w->n; t++) {
         float *output = p->output + w->index[t] * wide;

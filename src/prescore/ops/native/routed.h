@@ -11,9 +11,12 @@
 #include "vectors.h"
 
 #define TILE 32        /* queries of a tile */
-#define MAX_DIM 256    /* of keys: sums of int4 products in 16 bits hold no more; and of values */
-#define OUTLIERS 16    /* keys of a cluster farthest from its centroid: its first ones, compared by every query */
+#define MAX_DIM 256    /* of keys: and of values */
 #define LOCAL_KEYS 256 /* local keys of one step: their weights for a tile stay in cache */
+#define BLOCKS_AT_ONCE 4 /* of sixteen subclusters, searched at a time: the keys read stay in cache for the tile */
+#define MAX_HITS (BLOCKS_AT_ONCE * 256 + 16) /* hits are written sixteen at a time */
+#define MIN_STD 1e-3f /* bounds on the standard deviation of logits within clusters */
+#define MAX_STD 1e15f
 
 enum { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2 };
 
@@ -35,15 +38,16 @@ typedef struct {
     const float *columns;                    /* [kv_heads, n_columns / 16, dim, 16]: keys, sixteen side by side */
     const float *column_values;              /* [kv_heads, n_columns, value_dim] */
     const int32_t *positions;                /* [kv_heads, n_clusters, cluster_size]: the keys of each cluster */
-    const uint8_t *int4;                     /* [kv_heads, n_clusters, cluster_size / 16, dim / 8, 16, 4]: two a byte */
-    const float *scales;                     /* [kv_heads, n_clusters, cluster_size / 16, 2, 16] */
-    const uint8_t *outlier_int4;             /* [kv_heads, n_clusters, dim / 8, 16, 4]: the outliers again, side by side */
-    const float *outlier_scales;             /* [kv_heads, n_clusters, 2, 16] */
+    const uint8_t *int8;                     /* [kv_heads, n_clusters, cluster_size / 16, dim / 4, 16, 4]: KEY_ZERO is 0 */
+    const float *scales;                     /* [kv_heads, n_clusters, cluster_size] */
+    const uint8_t *sub_int8;                 /* [kv_heads, blocks, dim / 4, 16, 4]: centroids of sixteen subclusters each */
+    const float *sub_scales;                 /* [kv_heads, blocks, 16] */
+    const float *spread;                     /* [kv_heads, blocks, 16]: how far keys lie from the centroid of their subcluster */
     const float *key_cov;                    /* [kv_heads, n_covs, dim, dim]: covariance of keys within clusters */
     const float *key_value_cov;              /* [kv_heads, n_covs, dim, value_dim]: of keys and values */
     int64_t kv_heads, n_query, length, dim, value_dim, cluster_size, sinks, sink_columns, n_columns, n_clusters, n_covs;
-    int64_t clusters_per_cov, extra_columns; /* extra: columns after `n_columns` that samples need */
-    float scale, search_stds, log_inverse, max_mass_gain, log_sink_weight;
+    int64_t clusters_per_cov;
+    float scale, search_stds, heavy_stds, heavy_int8_error, margin, log_inverse, max_mass_gain, log_sink_weight;
     float *output, *lse; /* [kv_heads, n_query, value_dim], [kv_heads, n_query]: of what was read elsewhere; then of all */
     float *threshold;    /* [kv_heads, n_query]: the logit from which on far keys are read */
     int64_t *counts;     /* int4 keys compared, far keys read */
@@ -60,17 +64,18 @@ typedef struct {
 typedef struct {
     int64_t kv_head, n, clusters, columns; /* columns are rounded up to 16 */
     int64_t index[TILE];                   /* of each query in [kv_heads, n_query] */
-    int64_t padded, max_hits;
+    int64_t padded;
     float query[TILE * MAX_DIM], direction[TILE * MAX_DIM], moment[TILE * MAX_DIM]; /* q, C'q and V q */
-    int8_t int6[TILE * MAX_DIM];
-    int32_t int6_sum[TILE * 2];
-    float int6_scale[TILE], int6_inverse[TILE], std[TILE], threshold[TILE];
+    int8_t int8[TILE * MAX_DIM];
+    int32_t int8_start[TILE]; /* -KEY_ZERO times the sum of the query's int8 numbers */
+    float int8_scale[TILE], std[TILE], threshold[TILE];
+    float shift[TILE], mass[TILE], sums[TILE * MAX_DIM]; /* of what was read: weights are exp(logit - shift) */
+    float least[TILE], std_of_spread[TILE]; /* int8 logits above this are read; std of logits by the spread of a subcluster */
     int32_t n_hits[TILE];
     float *logits;         /* [TILE, padded] of columns; later their weights */
-    float *move;           /* [TILE, padded]: how far a centroid's value moves along the direction */
     int32_t *cluster_hits; /* [TILE, padded] keys read of each cluster */
-    float *hit_logits;     /* [max_hits] */
-    int32_t *hits;         /* [TILE, max_hits] positions of the keys read */
+    float hit_logits[MAX_HITS];
+    int32_t hits[TILE * MAX_HITS]; /* positions of the keys read of what was searched last */
     const LocalKeys *local; /* NULL = local keys were read elsewhere */
     float local_weights[TILE * LOCAL_KEYS], local_sums[TILE * MAX_DIM];
 } Tile;
@@ -81,10 +86,8 @@ void prescore_free_local(LocalKeys *local);
 void prescore_attend_local(const RoutedCall *p, Tile *w);
 void prescore_load_queries(const RoutedCall *p, Tile *w);
 void prescore_begin_tile(const RoutedCall *p, Tile *w);
-void prescore_find_keys(const RoutedCall *p, Tile *w);
-void prescore_correct_centroids(const RoutedCall *p, Tile *w, int64_t t);
-void prescore_set_threshold(const RoutedCall *p, Tile *w, int64_t t);
-float prescore_read_hits(const RoutedCall *p, Tile *w, int64_t t, float *highest);
+void prescore_begin_search(const RoutedCall *p, Tile *w);
+int64_t prescore_search(const RoutedCall *p, Tile *w, int64_t block);
 
 /* Where a query stands in the arrays that query heads share. */
 INLINE int64_t place_of(const RoutedCall *p, int64_t kv_head, int64_t query) { return kv_head * p->length + query % p->length; }
@@ -205,42 +208,52 @@ INLINE void prefetch_row(const Rows *r, int64_t offset, int64_t dim) {
     for (int64_t i = 0; i < dim * size; i += 64) __builtin_prefetch((const char *)r->data + offset * size + i);
 }
 
-/* Sums of products are kept in eight registers: sixteen columns, and as many rows as then are left. */
-#define VECTORS (16 / WIDTH)
-#define ROWS (8 / VECTORS)
+#define VECTORS (16 / WIDTH) /* registers of a panel: sixteen columns */
+#define ROWS (8 / VECTORS)   /* rows whose sums are kept in eight registers, one panel at a time */
+#define PANELS (WIDTH == 16 ? 4 : 1)
 
-/* to[t] (+)= sum over i of a[t, i] * m[i], for the rows t of a tile and `wide` columns, a multiple of 16; `at_once` rows at a
- * time. */
-INLINE void product_of(const int at_once, float *to, int64_t to_step, const float *a, int64_t a_step, int64_t a_inner,
-                       int64_t n, const float *m, int64_t m_step, int64_t inner, int64_t wide, int add) {
-    for (int64_t c = 0; c < wide; c += 16)
-        for (int64_t t = 0; t < n; t += at_once) {
-            const float *row[ROWS];
-            floats sum[ROWS][VECTORS];
-            for (int j = 0; j < at_once; j++) {
-                row[j] = a + (t + j < n ? t + j : n - 1) * a_step;
-                for (int v = 0; v < VECTORS; v++) sum[j][v] = splat(0);
-            }
-            for (int64_t i = 0; i < inner; i++) {
-                floats x[VECTORS];
-                for (int v = 0; v < VECTORS; v++) x[v] = load(m + i * m_step + c + v * WIDTH);
-                for (int j = 0; j < at_once; j++)
-                    for (int v = 0; v < VECTORS; v++) sum[j][v] += x[v] * splat(row[j][i * a_inner]);
-            }
-            for (int j = 0; j < at_once && t + j < n; j++)
-                for (int v = 0; v < VECTORS; v++) {
-                    float *at = to + (t + j) * to_step + c + v * WIDTH;
-                    if (add) sum[j][v] += load(at);
-                    store(at, sum[j][v]);
-                }
+/* to[t] (+)= sum over i of a[t, i] * m[i], for the rows t of a tile and some panels; `at_once` rows and all panels at a time. */
+INLINE void product_of(const int at_once, const int panels, float *to, int64_t to_step, const float *a, int64_t a_step,
+                       int64_t a_inner, int64_t n, const float *m, int64_t m_step, int64_t panel, int64_t inner, int add) {
+    for (int64_t t = 0; t < n; t += at_once) {
+        const float *row[ROWS];
+        floats sum[ROWS][PANELS * VECTORS];
+        for (int j = 0; j < at_once; j++) {
+            row[j] = a + (t + j < n ? t + j : n - 1) * a_step;
+            for (int v = 0; v < panels * VECTORS; v++) sum[j][v] = splat(0);
         }
+        for (int64_t i = 0; i < inner; i++) {
+            floats x[PANELS * VECTORS];
+            for (int v = 0; v < panels * VECTORS; v++) x[v] = load(m + i * m_step + v / VECTORS * panel + v % VECTORS * WIDTH);
+            for (int j = 0; j < at_once; j++)
+                for (int v = 0; v < panels * VECTORS; v++) sum[j][v] += x[v] * splat(row[j][i * a_inner]);
+        }
+        for (int j = 0; j < at_once && t + j < n; j++)
+            for (int v = 0; v < panels * VECTORS; v++) {
+                float *at = to + (t + j) * to_step + v * WIDTH;
+                if (add) sum[j][v] += load(at);
+                store(at, sum[j][v]);
+            }
+    }
 }
+/* The same for `wide` columns, a multiple of 16. Panels of `m`, sixteen columns each, lie `panel` numbers apart. */
 INLINE void product(float *to, int64_t to_step, const float *a, int64_t a_step, int64_t a_inner, int64_t n,
-                    const float *m, int64_t m_step, int64_t inner, int64_t wide, int add) {
-    if (n > 2) /* a single step has few queries */
-        product_of(ROWS, to, to_step, a, a_step, a_inner, n, m, m_step, inner, wide, add);
-    else
-        product_of(1, to, to_step, a, a_step, a_inner, n, m, m_step, inner, wide, add);
+                    const float *m, int64_t m_step, int64_t panel, int64_t inner, int64_t wide, int add) {
+    int64_t c = 0;
+    for (; PANELS > 1 && c + 16 * PANELS <= wide; c += 16 * PANELS) {
+        const float *own = m + c / 16 * panel;
+        if (n > 2) /* a single step has few queries */
+            product_of(4, PANELS, to + c, to_step, a, a_step, a_inner, n, own, m_step, panel, inner, add);
+        else
+            product_of(1, PANELS, to + c, to_step, a, a_step, a_inner, n, own, m_step, panel, inner, add);
+    }
+    for (; c < wide; c += 16) {
+        const float *own = m + c / 16 * panel;
+        if (n > 2)
+            product_of(ROWS, 1, to + c, to_step, a, a_step, a_inner, n, own, m_step, panel, inner, add);
+        else
+            product_of(1, 1, to + c, to_step, a, a_step, a_inner, n, own, m_step, panel, inner, add);
+    }
 }
 
 /* to[t] = sum over i of a[i, t] * m[i]: the same where the rows of `a` are summed over, and `n` of its columns, a

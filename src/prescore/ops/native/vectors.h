@@ -69,6 +69,19 @@ INLINE unsigned at_least(floats a, floats b) {
 
 /* exp: a power of two times a polynomial; 0 below -87 */
 INLINE floats vexp(floats x) {
+#if defined(__AVX512F__)
+    const __mmask16 normal = _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(-87.0f), _CMP_NLT_UQ); /* NaN too */
+    const __m512 y = _mm512_min_ps(_mm512_set1_ps(88.0f), (__m512)x); /* in this order NaN stays NaN */
+    const __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(y, _mm512_set1_ps(1.44269504f)), 8);
+    const __m512 z = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), y));
+    __m512 q = _mm512_fmadd_ps(_mm512_set1_ps(1.9875691500e-4f), z, _mm512_set1_ps(1.3981999507e-3f));
+    q = _mm512_fmadd_ps(q, z, _mm512_set1_ps(8.3334519073e-3f));
+    q = _mm512_fmadd_ps(q, z, _mm512_set1_ps(4.1665795894e-2f));
+    q = _mm512_fmadd_ps(q, z, _mm512_set1_ps(1.6666665459e-1f));
+    q = _mm512_fmadd_ps(q, z, _mm512_set1_ps(5.0000001201e-1f));
+    q = _mm512_fmadd_ps(q, _mm512_mul_ps(z, z), _mm512_add_ps(z, _mm512_set1_ps(1.0f)));
+    return (floats)_mm512_maskz_scalef_ps(normal, q, n);
+#else
     ints tiny = x < splat(-87.0f);
     x = larger(splat(-87.0f), smaller(splat(88.0f), x)); /* in this order NaN stays NaN */
     floats shifted = x * splat(1.44269504f) + splat(12582912.0f); /* 1.5 * 2^23 rounds to an integer */
@@ -83,6 +96,7 @@ INLINE floats vexp(floats x) {
     p = p * z + splat(5.0000001201e-1f);
     p = p * z * z + z + splat(1.0f);
     return choose(tiny, splat(0.0f), (floats)((ints)p + (power << 23)));
+#endif
 }
 
 /* log of positive, normal numbers */
