@@ -274,9 +274,6 @@ def test_int4_logits_are_good_enough_to_search_by():
     # numbers are off by a unit over sqrt(12), and a unit is a 7.5th of the largest of 32 normals, about 2.1
     assert 0.05 < float(error.std()) / 8 < 0.12
     assert abs(float(error.mean())) < 0.1
-    raised = int4_logits(query, quantize_keys(key), margin=2.0) - query @ key.T
-    # each half is raised by two deviations, together by 2.8 of both: one estimate in 400 stays below its logit
-    assert 0.001 < float((raised < 0).double().mean()) < 0.01
 
 
 # --- native code

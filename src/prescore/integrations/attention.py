@@ -17,8 +17,7 @@ from typing import TypeAlias
 from torch import Tensor
 
 from prescore import checks
-from prescore.autograd import records_gradients
-from prescore.config import Config, Exact, Routed, Selected, check_config
+from prescore.config import Config, Exact, Selected, check_config
 from prescore.errors import Unsupported
 from prescore.integrations.decode import PROMPT, CachedKeys, ExternalCache, LayerCache, Request
 from prescore.integrations.masks import MaskForm, exact_under_mask, prescored_under_mask, read_mask
@@ -125,7 +124,7 @@ class PrescoredAttention:
         form = context.form(query, key)
         visible = partial(form.visible_keys, n_query)
         result: Result | None = None
-        reason = self._why_exact(form, context, query, key, value)
+        reason = self._why_exact(form, context)
         if reason is not None:
             path = ran = reason
             output = attend_exactly(query, key, value, context)
@@ -170,18 +169,13 @@ class PrescoredAttention:
     def __repr__(self) -> str:
         return f"PrescoredAttention({self.config!r}, {self.on_unsupported!r})"
 
-    def _why_exact(
-        self, form: MaskForm, context: AttentionContext, query: Tensor, key: Tensor, value: Tensor
-    ) -> str | None:
+    def _why_exact(self, form: MaskForm, context: AttentionContext) -> str | None:
         """Why a call is exact, or None; raises where the user wants pre-scored attention and it cannot run."""
         if isinstance(self.config, Exact):
             return "exact"
         if form.kind == "window" or context.is_local:
             return f"{READS_ALL}a sliding window is local already"
         reasons = [*context.obstacles, *form.unsupported()]
-        tolerant = isinstance(self.config, Routed) and self.config.tolerance is not None
-        if tolerant and records_gradients(query, key, value):
-            reasons.append("a tolerance has no gradients, which are recorded here and not in torch.no_grad()")
         if not reasons:
             return None
         if self.on_unsupported == "raise":

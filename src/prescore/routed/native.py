@@ -99,7 +99,7 @@ class RoutedCall(ctypes.Structure):
     _fields_ = (
         *((name, Rows) for name in ("query", "key", "value")),
         *((name, _POINTER) for name in ("visible", "local_start", "local_stop", *_TABLES)),
-        *((name, _SIZE) for name in (*_SIZES, "n_clusters", "n_covs", "clusters_per_cov", "extra_columns")),
+        *((name, _SIZE) for name in (*_SIZES, "n_clusters", "n_covs", "clusters_per_cov")),
         *((name, _REAL) for name in ("scale", "search_stds", "log_inverse", "max_mass_gain", "log_sink_weight")),
         *((name, _POINTER) for name in _RESULTS),
     )
@@ -383,7 +383,6 @@ def run(
     *,
     reads_local: bool,
     extra: ctypes.Structure | None = None,
-    extra_columns: int = 0,
 ) -> None:
     """Check a call and run a function of the library.
 
@@ -394,11 +393,9 @@ def run(
         view: What each query sees.
         tables: Of the same keys.
         results: `output`, `lse`, `threshold` and `counts`: written, except by the backward function, which reads
-            `output` (= gradient), `lse` and `threshold`. Without `reads_local`, other functions find the local
-            result in output and lse.
+            `output` (= gradient), `lse` and `threshold`.
         reads_local: Whether local keys are read here.
         extra: Second argument of the function.
-        extra_columns: Columns after those of the tables.
     """
     n_heads, group, length, _ = query.shape
     each, value_dim, n_keys = (n_heads, group, length), keys.value.shape[-1], keys.key.shape[-2]
@@ -425,7 +422,7 @@ def run(
     call.query, call.key, call.value = rows
     for field, tensor in (*seen.items(), *results.items()):
         setattr(call, field, tensor.data_ptr())
-    call.n_query, call.length, call.extra_columns = group * length, length, extra_columns
+    call.n_query, call.length = group * length, length
     call_library(name, call, *(() if extra is None else (extra,)))
 
 
@@ -437,29 +434,17 @@ def _range(numbers: Tensor) -> tuple[int, int]:
     return int(least), int(most)
 
 
-def empty_results(query: Tensor, keys: RoutedKeys) -> dict[str, Tensor]:
-    """Memory for the results of a call; thresholds are infinite where nothing is far."""
-    shape = query.shape[:3]
-    return {
-        "output": empty(*shape, keys.value.shape[-1]),
-        "lse": empty(*shape),
-        "threshold": empty(*shape).fill_(torch.inf),
-        "counts": empty(2, dtype=torch.int64).zero_(),
-    }
-
-
 def forward(query: Tensor, keys: RoutedKeys, view: View) -> tuple[Attended, Tensor, Tensor]:
     """Result of `query [T, G, n, D]`, each query's threshold, and counts: keys compared, far keys read."""
-    results = empty_results(query, keys)
+    shape = query.shape[:3]
+    results = {
+        "output": empty(*shape, keys.value.shape[-1]),
+        "lse": empty(*shape),
+        "threshold": empty(*shape).fill_(torch.inf),  # infinite where nothing is far
+        "counts": empty(2, dtype=torch.int64).zero_(),
+    }
     run("prescore_routed_forward", query, keys, view, Tables.of(keys), results, reads_local=True)
     return Attended(results["output"], results["lse"]), results["threshold"], results["counts"]
-
-
-def attend_local(query: Tensor, keys: RoutedKeys, view: View) -> Attended:
-    """Queries `[T, G, n, D]` over their local keys alone."""
-    results = empty_results(query, keys)
-    run("prescore_routed_local", query, keys, view, Tables.of(keys), results, reads_local=True)
-    return Attended(results["output"], results["lse"])
 
 
 def add_far_gradients(

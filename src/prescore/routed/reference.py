@@ -87,22 +87,14 @@ def quantize_queries(queries: Tensor) -> tuple[Tensor, Tensor]:
     return (halves / scale[..., None]).round(), scale
 
 
-def int4_logits(queries: Tensor, int4: Int4Keys, margin: float = 0.0) -> Tensor:
-    """`[t, D]` queries and `[n]` int4 keys -> estimated logits `[t, n]`.
-
-    Sums of the products are exact in float32. The estimates are raised by `margin` standard deviations of their
-    own rounding error.
-    """
+def int4_logits(queries: Tensor, int4: Int4Keys) -> Tensor:
+    """`[t, D]` queries and `[n]` int4 keys -> estimated logits `[t, n]`; sums of products are exact in float32."""
     numbers, scale = quantize_queries(queries)
     low, high = (int4.packed & 15), (int4.packed >> 4)
     sums = [
         half @ (part.to(queries.dtype) - 8).t() for half, part in zip(numbers.unbind(-2), (low, high), strict=True)
     ]
     first, second = int4.scales.to(queries.dtype).unbind(-1)
-    if margin:
-        halves = pad(queries, (0, -queries.shape[-1] % INT4_PADDING)).unflatten(-1, (2, -1))
-        lift = torch.linalg.vector_norm(halves, dim=-1) * (margin / 12**0.5) / scale
-        sums = [part + own[:, None] for part, own in zip(sums, lift.unbind(-1), strict=True)]
     return scale * (first * sums[0] + second * sums[1])
 
 
@@ -441,8 +433,7 @@ def reference_attention(
 ) -> Reference:
     """Routed attention of one head without padding, `query [Nq, D]`, `key [Nk, D]`, `value [Nk, Dv]`.
 
-    Everything is computed densely, for reading and checking. Causal queries are the last `Nq` positions. There is
-    no tolerance here.
+    Everything is computed densely, for reading and checking. Causal queries are the last `Nq` positions.
     """
     n_query, n_keys, wide = len(query), len(key), accumulation_dtype(query.dtype)
     layout = make_layout(n_query, n_keys, causal=is_causal, config=config)

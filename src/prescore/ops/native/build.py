@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parent
-ABI = 7
+ABI = 8
 """Which signatures the C functions have; a library with another number is not used."""
 
 _AVX2 = ("-mavx2", "-mfma", "-mf16c", "-mbmi2")

@@ -16,7 +16,7 @@ static void *aligned(char **at, size_t bytes) {
 
 /* A thread's memory; NULL where there is none. */
 Tile *prescore_new_tile(const RoutedCall *p, const LocalKeys *local) {
-    const int64_t padded = p->n_columns + p->extra_columns + 16, hits = p->n_clusters * p->cluster_size + 16;
+    const int64_t padded = p->n_columns + 16, hits = p->n_clusters * p->cluster_size + 16;
     const int64_t tile = p->n_query < TILE ? p->n_query : TILE;
     const size_t number = sizeof(float);
     const size_t sizes = sizeof(Tile) + number * (size_t)(3 * tile * padded + hits + tile * hits) + 64 * 8;

@@ -100,14 +100,4 @@ INLINE int32_t append_rows(int32_t *hits, int32_t n, const int32_t *rows, unsign
 #endif
 }
 
-/* Powers of two, in straight lines between whole ones: `x` is a power times 2^23, plus `STRAIGHT_ZERO`. */
-#define STRAIGHT_ZERO (127.0f * 8388608.0f)
-INLINE floats straight_exp2(floats x) {
-#if defined(__AVX512F__)
-    return (floats)_mm512_cvttps_epi32(_mm512_max_ps((__m512)x, _mm512_setzero_ps()));
-#else
-    return (floats)__builtin_convertvector(larger(x, splat(0.0f)), ints);
-#endif
-}
-
 #endif

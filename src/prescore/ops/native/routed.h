@@ -42,7 +42,7 @@ typedef struct {
     const float *key_cov;                    /* [kv_heads, n_covs, dim, dim]: covariance of keys within clusters */
     const float *key_value_cov;              /* [kv_heads, n_covs, dim, value_dim]: of keys and values */
     int64_t kv_heads, n_query, length, dim, value_dim, cluster_size, sinks, sink_columns, n_columns, n_clusters, n_covs;
-    int64_t clusters_per_cov, extra_columns; /* extra: columns after `n_columns` that samples need */
+    int64_t clusters_per_cov;
     float scale, search_stds, log_inverse, max_mass_gain, log_sink_weight;
     float *output, *lse; /* [kv_heads, n_query, value_dim], [kv_heads, n_query]: of what was read elsewhere; then of all */
     float *threshold;    /* [kv_heads, n_query]: the logit from which on far keys are read */
