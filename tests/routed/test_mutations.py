@@ -1,18 +1,17 @@
 """The mutation table: each row breaks one line of the engine on purpose, and a named check must fail.
 
-A break in Python replaces the code of the function that holds the line, so that every importer runs it. A break in
-C is compiled into a folder of its own and loaded from there.
+A break in Python replaces the code of the function that holds the line, so that every importer runs it, or a
+constant wherever it is used. A break in C is compiled into a folder of its own and loaded from there.
 """
 
 import importlib
-import inspect
 import subprocess
 from functools import cache
 from pathlib import Path
-from types import FunctionType
 
 import pytest
 import torch
+from breaks import Break
 from oracles.inputs import attention_tensors
 from oracles.routed import oracle_reads
 from routed_checks import attend, check_native, check_reference, check_routed, differing_queries, oracle_truth
@@ -146,7 +145,7 @@ BREAKS = {
     ],
     ("reference.py", "causal"): [
         ("sinks count in full", "SINK_WEIGHT = 0.1", "SINK_WEIGHT = 1.0"),
-        ("gain unbounded", "\nMAX_GAIN = 2.0", "\nMAX_GAIN = math.inf"),
+        ("gain unbounded", "MAX_GAIN = 2.0", "MAX_GAIN = inf"),
         ("threshold without the gain", "MAX_MASS_GAIN = 4.0", "MAX_MASS_GAIN = 0.0"),
         ("half the weight", "-math.log(min_weight) if", "math.log(2) - math.log(min_weight) if"),
         ("scales of the halves swapped", "first * sums[0] + second *", "second * sums[0] + first *"),
@@ -270,31 +269,17 @@ BREAKS = {
 # --- how a break is made
 
 
-def functions_of(namespace, file):
-    """Functions and methods defined in a file, by name."""
-    functions = {}
-    for value in namespace.values():
-        for member in vars(value).values() if isinstance(value, type) else (value,):
-            function = getattr(member, "fget", None) or getattr(member, "__func__", None) or member
-            function = inspect.unwrap(function) if callable(function) else function
-            if isinstance(function, FunctionType) and function.__code__.co_filename == file:
-                functions[function.__qualname__] = function
-    return functions
-
-
 def break_python(monkeypatch, name, text, replacement):
     """Run a module of the engine with one text replaced, wherever it was imported."""
-    module = importlib.import_module(f"prescore.routed.{name}")
-    source, broken = Path(module.__file__).read_text(), dict(vars(module))
-    assert source.count(text) == 1, f"{text!r} must occur once in {name}.py, got {source.count(text)}"
-    exec(compile(source.replace(text, replacement), module.__file__, "exec"), broken)
-    for own in functions_of(vars(module), module.__file__).values():
-        monkeypatch.setattr(own, "__code__", functions_of(broken, module.__file__)[own.__qualname__].__code__)
-    others = ("attention", "decode", "native", "plain", "reference")
-    for constant in [key for key, value in broken.items() if isinstance(value, int | float) and key.isupper()]:
-        for other in (importlib.import_module(f"prescore.routed.{part}") for part in others):
-            if constant in vars(other) and broken[constant] != getattr(module, constant):
-                monkeypatch.setattr(other, constant, broken[constant])
+    constant, _, number = replacement.partition(" = ")
+    if not constant.isupper():
+        Break(f"routed.{name}", text, replacement).apply(monkeypatch)
+        return
+    modules = [importlib.import_module(f"prescore.routed.{each}") for each in ("native", "plain", "reference")]
+    source = Path(importlib.import_module(f"prescore.routed.{name}").__file__).read_text()
+    assert source.count(f"\n{text}\n") == 1, f"{text!r} must be a line of {name}.py"
+    for module in [each for each in modules if constant in vars(each)]:
+        monkeypatch.setattr(module, constant, type(vars(module)[constant])(number))
 
 
 def compile_c(command, *files):

@@ -73,32 +73,21 @@ def test_native_code_is_the_definition(is_causal, padded):
 
 
 @pytest.mark.parametrize(
-    "sizes",
+    ("sizes", "changes"),
     [
-        *({"dim": dim, "value_dim": 16} for dim in (16, 64, 80, 128, 256)),
-        {"value_dim": 256},
-        {"heads": 1, "kv_heads": 1},
-        {"heads": 7, "kv_heads": 1},
-        {"heads": 4, "kv_heads": 4},
+        *(({"dim": dim, "value_dim": 16}, {}) for dim in (16, 64, 80, 128, 256)),
+        ({"value_dim": 256}, {}),
+        *(({"heads": heads, "kv_heads": kv_heads}, {}) for heads, kv_heads in ((1, 1), (7, 1), (4, 4))),
+        *(({}, {"sinks": sinks}) for sinks in (0, 1, 16, 17, 100)),
+        *(({}, {"chunk_size": size, "cluster_size": size}) for size in (16, 48, 128)),
+        ({"n_keys": 900}, {"chunk_size": 256, "cluster_size": 128}),  # more local keys than are weighed at once
+        ({}, {"exact_until": 300}),  # an exact beginning of more keys than that, too
     ],
     ids=str,
 )
-def test_head_dimensions_and_groups(level, sizes):
-    check_native(CONFIG, tensors(**{"batch": 1, **sizes}), budget=4e-5)
-
-
-@pytest.mark.parametrize(
-    ("changes", "n_keys"),
-    [
-        *(({"sinks": sinks}, 400) for sinks in (0, 1, 16, 17, 100)),
-        *(({"chunk_size": size, "cluster_size": size}, 400) for size in (16, 48, 128)),
-        ({"chunk_size": 256, "cluster_size": 128}, 900),  # more local keys than native code weighs at once
-        ({"exact_until": 300}, 400),  # an exact beginning of more keys than that, too
-    ],
-    ids=str,
-)
-def test_sizes(level, changes, n_keys):
-    check_native(CONFIG.replace(**changes), tensors(n_keys, batch=1, heads=2, kv_heads=1))
+def test_sizes(level, sizes, changes):
+    inputs = tensors(**{"batch": 1, "heads": 2, "kv_heads": 1, **sizes})
+    check_native(CONFIG.replace(**changes), inputs, budget=4e-5)
 
 
 @both
@@ -115,17 +104,6 @@ def test_padding(level, is_causal, n_query, side):
     if is_causal and n_query < 300 and side == "both":  # every query has padding before it: all of it is exact
         mask[0] = True
     check_native(CONFIG, tensors(300, n_query=n_query), is_causal=is_causal, mask=mask)
-
-
-def test_chunked_prefill_equals_the_whole_call(level):
-    query, key, value = tensors()
-    full, _ = attend((query, key, value), CONFIG, backend="native")
-    parts = []
-    for start, stop in ((0, 150), (150, 151), (151, 400)):
-        part = (query[:, :, start:stop], key[:, :, :stop], value[:, :, :stop])
-        parts.append(attend(part, CONFIG, backend="native")[0])
-    joined = Attended(*(torch.cat(same, dim=2) for same in zip(*parts, strict=True)))
-    assert_alike(joined, full, 2e-5, what="chunked prefill")
 
 
 # --- random calls
