@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from prescore import checks
-from prescore.autograd import differentiable_once, records_gradients, without_autocast
+from prescore.autograd import differentiable_once, without_autocast
 from prescore.call import align_keys, make_call, shifted_back
 from prescore.config import Config, Exact, Hyper, Routed, Selected, check_config
 from prescore.engines import run_engine
@@ -297,10 +297,6 @@ def _checked(
         key_padding_mask=options.key_padding_mask,
         scale=options.scale,
     )
-    if isinstance(config, Routed) and config.tolerance is not None and records_gradients(query, key, value):
-        # refused at every length, so that no training run ends at its first long text
-        reason = "which queries read more keys is not differentiable, and inputs require gradients"
-        raise Unsupported("tolerance", [reason])
     if options.selection is not None:
         if not isinstance(config, Selected):
             raise ValueError(f"selection must come with a Selected configuration, got {type(config).__name__}")

@@ -21,6 +21,8 @@ _RENAMED = {
     "leaf_size": "cluster_size",
 }
 """Fields of older versions, and what to write today."""
+_DROPPED = ("tolerance", "confidence")
+"""Fields of older versions that have no successor."""
 
 
 class _Settings:
@@ -122,9 +124,6 @@ class Routed(_Settings):
         sinks: The first positions of the sequence, read exactly by every query.
         exact_until: Causal queries before this position read every key. Without a causal mask, calls with fewer
             queries than this are exact. Exact attention is faster there.
-        tolerance: None, or the relative error that the output of a query may have: a query whose error bound
-            exceeds it reads more keys, in the end all of them.
-        confidence: Share of the queries that must be within `tolerance`; None = 0.95. Refused without a tolerance.
     """
 
     min_weight: float = 1 / 1024
@@ -132,8 +131,6 @@ class Routed(_Settings):
     chunk_size: int = 256
     sinks: int = 16
     exact_until: int = 2048
-    tolerance: float | None = None
-    confidence: float | None = None
 
     def __post_init__(self) -> None:
         checks.number("min_weight", self.min_weight, minimum=0.0, exclusive=True, maximum=1.0)
@@ -141,12 +138,6 @@ class Routed(_Settings):
         checks.integer("chunk_size", self.chunk_size, minimum=1)
         checks.integer("sinks", self.sinks, minimum=0)
         checks.integer("exact_until", self.exact_until, minimum=0)
-        if self.tolerance is not None:
-            checks.number("tolerance", self.tolerance, minimum=0.0, maximum=2.0)
-        if self.confidence is not None:
-            if self.tolerance is None:
-                raise ValueError(f"confidence must be None without a tolerance, got {self.confidence!r}")
-            checks.number("confidence", self.confidence, minimum=0.5, maximum=0.9999)
 
 
 @dataclass(frozen=True)
@@ -314,10 +305,16 @@ def check_config(config: Any, name: str = "config") -> Config:
 
 
 def _refuse_renamed(kind: type, given: Collection[str]) -> None:
-    known = {f.name for f in dataclasses.fields(kind)} if dataclasses.is_dataclass(kind) else set(given)
+    if kind.__name__ != "Routed":
+        return
     for name in given:
-        if name in _RENAMED and name not in known and kind.__name__ == "Routed":
+        if name in _RENAMED:
             raise ValueError(f"Routed must have its field {name!r} written as {_RENAMED[name]}, got {name!r}")
+        if name in _DROPPED:
+            raise ValueError(
+                "Routed must have no tolerance per query, which was dropped: use a finer min_weight, and "
+                f"prescore.apply(..., audit=0.01) to measure the error, got {name!r}"
+            )
 
 
 def _plain(value: Any) -> Any:

@@ -95,12 +95,6 @@ class Stats(Mapping[str, Any]):
         far_keys_read: Far keys that a routed query read, on average.
         exact_queries: Queries of a sequence that read every key because of their position.
         exact_sequences: Sequences that read every key because padding lies between their keys.
-        error_estimate: Expected relative error of a query's output (root mean square over samples), mean over
-            queries. This and the next four need a `tolerance`; queries that read every key count as 0.
-        error_bound_mean: Confidence limit of the relative error, mean over queries.
-        error_bound_max: The same for the worst query.
-        refined: Share of the queries that read lighter keys than `min_weight`, or every key.
-        read_all: Share of the queries that read every key.
         exchange: Context parallel: what the ranks exchanged: `all-gather` (keys), `ulysses` (heads) or `selected`.
         exchange_reason: Context parallel: why a `Selected` did not exchange its selected keys alone.
         ranks: Context parallel: number of ranks.
@@ -121,11 +115,6 @@ class Stats(Mapping[str, Any]):
     far_keys_read: float | None = None
     exact_queries: int | None = None
     exact_sequences: int | None = None
-    error_estimate: float | None = None
-    error_bound_mean: float | None = None
-    error_bound_max: float | None = None
-    refined: float | None = None
-    read_all: float | None = None
     exchange: str | None = None
     exchange_reason: str | None = None
     ranks: int | None = None

@@ -8,8 +8,7 @@ import math
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from routed_checks import LargestTensor
 
 import prescore
 from prescore import Exact, KMeans, Lsh, Routed, Selected
@@ -214,20 +213,6 @@ def test_a_refused_call_does_not_advance_the_generator(name, options, error, mes
     assert torch.equal(before, generator.get_state())
 
 
-class LargestTensor(TorchDispatchMode):
-    """Elements of the largest tensor that any operation makes."""
-
-    def __init__(self):
-        super().__init__()
-        self.numel = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        sizes = [tensor.numel() for tensor in tree_leaves(result) if isinstance(tensor, torch.Tensor)]
-        self.numel = max([self.numel, *sizes])
-        return result
-
-
 @pytest.mark.parametrize("name", ["every key", "selected", "routed"])
 def test_memory_is_linear_in_the_length_forward_and_backward(name, monkeypatch):
     monkeypatch.setattr("prescore.ops.plain.LOGITS_AT_ONCE", 2**12)
@@ -236,5 +221,5 @@ def test_memory_is_linear_in_the_length_forward_and_backward(name, monkeypatch):
         exact = {"exact_until": 64} if name == "routed" else {"min_seq_len": length if name == "every key" else 64}
         with LargestTensor() as seen:
             attend(tensors(length, batch=1), CONFIGS[name].replace(**exact), True)[0].sum().backward()
-        largest.append(seen.numel)
+        largest.append(seen.size)
     assert largest[1] <= 2.2 * largest[0]  # squares would be four times as large

@@ -56,11 +56,12 @@ def cases(draw):
     sizes = {"heads": heads, "kv_heads": kv_heads, "dim": pick(3, 8, 20), "value_dim": pick(1, 5)}
     inputs = attention_tensors(batch=batch, n_query=n_query, n_keys=n_keys, seed=seed, **sizes)
     mask = random_mask(pick(*MASKS), batch, n_keys, seed=seed)
-    return config, inputs, {"is_causal": is_causal, "mask": mask, "backend": pick("auto", "plain")}
+    options = {"mask": mask, "backend": pick("auto", "plain"), "scale": pick(None, None, 0.0, -0.5, 3.0)}
+    return config, inputs, {"is_causal": is_causal, **options}
 
 
 @given(cases())
-@settings(derandomize=True, deadline=None, max_examples=60)
+@settings(derandomize=True, deadline=None, max_examples=75)
 def test_random_calls_are_the_definition(case):
     config, inputs, options = case
     check_routed(config, inputs, **options)
@@ -114,12 +115,6 @@ def test_unusual_keys(name, is_causal):
     query, key, value = tensors(batch=1, heads=2, kv_heads=1, seed=4)
     UNUSUAL[name](query, key)
     check_routed(SMALL, (query, key, value), is_causal=is_causal)
-
-
-@both
-@pytest.mark.parametrize("scale", [0.0, -0.5, 3.0])
-def test_any_scale(scale, is_causal):
-    check_routed(SMALL, tensors(batch=1, heads=2, kv_heads=1), is_causal=is_causal, scale=scale)
 
 
 @both
@@ -328,23 +323,6 @@ def test_sums_beyond_half_precision(is_causal):
     expected = exact_attention(*(t.double() for t in inputs), is_causal=is_causal)
     assert_within(got.output, expected.output, 16)  # float16 numbers of 25000 lie 16 apart
     torch.testing.assert_close(got.lse.double(), expected.lse, rtol=2e-3, atol=0.1)
-
-
-@both
-def test_dropout_keeps_the_normaliser_and_repeats(is_causal):
-    inputs = tensors(batch=1, heads=2, kv_heads=1)
-
-    def run(p, seed=0):
-        return attend(inputs, SMALL, is_causal=is_causal, dropout_p=p, generator=seed)[0]
-
-    full, dropped = run(0.0), run(0.4)
-    assert_same(dropped.lse, full.lse)
-    assert torch.equal(run(0.4).output, dropped.output)
-    assert not torch.allclose(run(0.4, seed=1).output, dropped.output)
-    mean = torch.stack([run(0.4, seed).output for seed in range(25)]).mean(0)
-    # the mean of 25 draws of weights that are 0 or 1 / 0.6 is five times closer
-    off = [float((t - full.output).square().mean()) for t in (mean, dropped.output)]
-    assert off[0] < 2 / 25 * off[1]
 
 
 # --- stats

@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from oracles.routed import Sequence, int4_keys, int6_query, outliers
+from oracles.routed import Sequence, outliers
 from routed_checks import levels_here, native_level, needs_native
 
 from prescore import Routed
 from prescore.routed import native, reference
 from prescore.routed.layout import make_layout, routes
-from prescore.routed.reference import build_clusters, int4_logits, quantize_keys, quantize_queries
+from prescore.routed.reference import build_clusters, int4_logits, quantize_keys
 from prescore.routed.tree import bisection_tree
 
 SMALL = Routed(cluster_size=4, chunk_size=16, sinks=3, exact_until=0)
@@ -44,25 +44,6 @@ def test_far_chunks_are_those_of_the_definition(name, causal, n_query, n_keys):
     assert layout.far_chunks(torch.arange(n_query) + layout.first).tolist() == wanted
     assert layout.n_chunks == max(wanted)
     assert layout.n_exact == sum(count == 0 for count in wanted)
-
-
-@pytest.mark.parametrize(
-    ("chunk_size", "cluster_size", "levels", "rounded"),
-    [(512, 128, 2, 128), (512, 512, 0, 512), (512, 100, 3, 64), (500, 128, 2, 125), (3, 1, 2, 1), (13, 5, 2, 3)],
-)
-def test_sizes_are_rounded_to_full_trees(chunk_size, cluster_size, levels, rounded):
-    layout = make_layout(9, 9, causal=True, config=Routed(chunk_size=chunk_size, cluster_size=cluster_size))
-    assert (layout.levels, layout.cluster_size, layout.clusters_per_chunk) == (levels, rounded, 2**levels)
-    assert layout.chunk_size == rounded * 2**levels
-
-
-def test_what_a_query_sees_depends_on_no_later_key():
-    full = make_layout(139, 139, causal=True, config=SMALL)
-    for length in range(1, 140):
-        chunks = int(full.far_chunks(torch.tensor([length - 1])))
-        for n_query in (length, 1):
-            layout = make_layout(n_query, length, causal=True, config=SMALL)
-            assert int(layout.far_chunks(torch.tensor([length - 1]))) == layout.n_chunks == chunks
 
 
 # --- tree
@@ -111,77 +92,39 @@ def test_scale_strides_and_equal_points_of_a_tree():
         bisection_tree(torch.zeros(12, 2), 3)
 
 
-# --- clusters
-
-
-LAYOUT = make_layout(90, 90, causal=True, config=SMALL)
-
-
-def small_index(dtype=torch.float64, n_heads=3):
-    key, value = (normal(n_heads, 90, dim, seed=dim).to(dtype).requires_grad_() for dim in (8, 5))
-    return key, value, build_clusters(key, value, LAYOUT, 3, 4)
-
-
-@pytest.mark.parametrize("n_heads", [1, 3])
-def test_clusters_hold_each_key_once_with_its_centroid_covariance_and_int4_key(n_heads):
-    key, value, index = small_index(n_heads=n_heads)
-    assert index.positions.shape == (n_heads, 16, 4)
-    for head in range(n_heads):
-        for chunk, positions in enumerate(index.positions[head].view(4, 16).tolist()):
-            assert sorted(positions) == list(range(3 + 16 * chunk, 19 + 16 * chunk))
-        covs = torch.zeros(4, 13, 13, dtype=torch.float64)
-        for cluster, positions in enumerate(index.positions[head]):
-            keys, values = key[head, positions], value[head, positions]
-            torch.testing.assert_close(index.key[head, cluster], keys.mean(0))
-            torch.testing.assert_close(index.value[head, cluster], values.mean(0))
-            covs[cluster // 4] += torch.cov(torch.cat((keys, values), dim=1).T, correction=0) / 4
-            for part, wanted in zip(index.int4, quantize_keys(keys - keys.mean(0)), strict=True):
-                assert torch.equal(part[head, cluster], wanted)
-        torch.testing.assert_close(index.key_cov[head], covs[:, :8, :8])
-        torch.testing.assert_close(index.key_value_cov[head], covs[:, :8, 8:])
-
-
-def test_gradients_reach_keys_and_values_through_centroids_and_covariances_only():
-    key, value, index = small_index()
-    assert not any(t.requires_grad for t in (index.positions, *index.int4))
-    (grad,) = torch.autograd.grad(index.key.sum(), key, retain_graph=True)
-    wanted = torch.zeros(90, dtype=torch.float64)
-    wanted[3:67] = 1 / 4
-    assert torch.equal(grad, wanted[None, :, None].expand_as(key))
-
-    def covariances(keys, values):
-        offsets = [reference.take(t, index.positions) for t in (keys, values)]
-        offsets = [(t - t.mean(2, keepdim=True)).reshape(3, 4, 16, -1) for t in offsets]
-        return [torch.einsum("tcki,tckj->tcij", offsets[0], other) / 16 for other in offsets]
-
-    for own, other in zip((index.key_cov, index.key_value_cov), covariances(key, value), strict=True):
-        weight = normal(*own.shape, seed=2)
-        got, expected = (
-            torch.autograd.grad((t * weight).sum(), (key, value), retain_graph=True, materialize_grads=True)
-            for t in (own, other)
-        )
-        for one, two in zip(got, expected, strict=True):
-            torch.testing.assert_close(one, two, rtol=0, atol=1e-14)
-        assert float(got[0].abs().max()) > 0
+# --- clusters, covariances and int4 keys are those of the oracle: see test_attention.py and test_mutations.py
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_dtypes_are_summed_in_float32(dtype):
-    key, value, index = small_index(dtype)
-    wide = build_clusters(key.float(), value.float(), LAYOUT, 3, 4)
+    layout = make_layout(90, 90, causal=True, config=SMALL)
+    key, value = (normal(3, 90, dim, seed=dim, dtype=dtype) for dim in (8, 5))
+    index, wide = (build_clusters(*pair, layout, 3, 4) for pair in ((key, value), (key.float(), value.float())))
     assert index.key.dtype == index.value.dtype == index.key_cov.dtype == torch.float32
     for name in ("positions", "key"):
         assert torch.equal(getattr(index, name), getattr(wide, name))
     assert torch.equal(index.int4.packed, wide.int4.packed)
 
 
-def test_covariances_are_averaged_over_the_visible_chunks():
-    parts = normal(2, 5, 3, 4)
-    for n in range(1, 6):
-        torch.testing.assert_close(reference.mean_of_prefixes(parts)[:, n - 1], parts[:, :n].mean(1))
-    first = reference.mean_of_first(parts, torch.tensor([2, 5]))
-    for head, count in enumerate((2, 5)):
-        torch.testing.assert_close(first[head, 0], parts[head, :count].mean(0))
+def test_int4_keys_follow_the_scale_and_a_huge_number_spoils_its_own_half_alone():
+    key = normal(30, 32, dtype=torch.float32)
+    usual = quantize_keys(key)
+    for scale in (2.0**-100, 2.0**100):
+        scaled = quantize_keys(key * scale)
+        assert torch.equal(scaled.packed, usual.packed)
+        assert torch.equal(scaled.scales, usual.scales * scale)
+    key[:, 3] = 1e4
+    spoilt = quantize_keys(key).packed
+    assert ((spoilt & 15) != 8).sum(1).eq(1).all()
+    assert torch.equal(spoilt >> 4, usual.packed >> 4)
+
+
+def test_int4_logits_are_good_enough_to_search_by():
+    query, key = normal(100, 64), normal(400, 64, seed=1)
+    error = int4_logits(query, quantize_keys(key)) - query @ key.T
+    # numbers are off by a unit over sqrt(12), and a unit is a 7.5th of the largest of 32 normals, about 2.1
+    assert 0.05 < float(error.std()) / 8 < 0.12
+    assert abs(float(error.mean())) < 0.1
 
 
 # --- outliers
@@ -213,70 +156,6 @@ def test_outliers_come_first_and_the_others_keep_their_order(lengths, monkeypatc
         for cluster, own in enumerate(tree_order[head]):
             wanted = [*own[is_outlier[cluster]].tolist(), *own[~is_outlier[cluster]].tolist()]
             assert positions[head, cluster].tolist() == wanted
-
-
-# --- int4 keys, int6 queries
-
-
-def unpacked(int4):
-    """`[..., D']` whole numbers."""
-    return torch.cat((int4.packed & 15, int4.packed >> 4), dim=-1).to(torch.int64) - 8
-
-
-@pytest.mark.parametrize("dim", [1, 3, 8, 9, 16, 17, 40, 64])
-@pytest.mark.parametrize(("dtype", "budget"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
-def test_int4_logits_are_those_of_the_definition(dim, dtype, budget):
-    query, key = normal(20, dim, dtype=dtype), normal(50, dim, seed=1, dtype=dtype)
-    got = int4_logits(query, quantize_keys(key))
-    torch.testing.assert_close(got.double(), int6_query(query) @ int4_keys(key).T, rtol=0, atol=budget)
-
-
-def test_rounding_is_within_half_a_unit():
-    key, query = normal(200, 32), normal(50, 24)
-    int4 = quantize_keys(key)
-    numbers, units = unpacked(int4), int4.scales.repeat_interleave(16, dim=-1)
-    assert (int4.packed.shape, int(numbers.min()), int(numbers.max())) == ((200, 16), -7, 7)
-    assert float(((numbers * units - key).abs() / units).max()) <= 0.5 + 1e-9
-    for half in (0, 1):  # the largest number of each half is 7.49 units
-        torch.testing.assert_close(key[:, 16 * half :][:, :16].abs().amax(1) / 7.49, int4.scales[:, half])
-    int6, scale = quantize_queries(query)
-    assert float(int6.abs().max()) == 31
-    torch.testing.assert_close(scale.squeeze(1) * 31, query.abs().amax(1))
-    assert float((((int6.flatten(1) * scale)[:, :24] - query).abs() / scale).max()) <= 0.5 + 1e-9
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_zeros_have_logits_of_zero(dtype):
-    key, query = normal(4, 20, dtype=dtype), normal(3, 20, seed=1, dtype=dtype)
-    key[0], key[1, :16], query[2] = 0, 0, 0
-    got = int4_logits(query, quantize_keys(key))
-    assert torch.isfinite(got).all()
-    assert (got[:, 0] == 0).all()
-    assert (got[2] == 0).all()
-    assert (got[:2, 1:] != 0).all()
-
-
-def test_int4_keys_follow_the_scale_and_a_huge_number_spoils_its_own_half_alone():
-    key = normal(30, 32, dtype=torch.float32)
-    for scale in (2.0**-100, 2.0**100):
-        assert torch.equal(quantize_keys(key * scale).packed, quantize_keys(key).packed)
-        assert torch.equal(quantize_keys(key * scale).scales, quantize_keys(key).scales * scale)
-    usual = unpacked(quantize_keys(key))
-    key[:, 3] = 1e4
-    spoilt = unpacked(quantize_keys(key))
-    assert (spoilt[:, :16].count_nonzero(1) == 1).all()
-    assert torch.equal(spoilt[:, 16:], usual[:, 16:])
-
-
-def test_int4_logits_are_good_enough_to_search_by():
-    query, key = normal(100, 64), normal(400, 64, seed=1)
-    error = int4_logits(query, quantize_keys(key)) - query @ key.T
-    # numbers are off by a unit over sqrt(12), and a unit is a 7.5th of the largest of 32 normals, about 2.1
-    assert 0.05 < float(error.std()) / 8 < 0.12
-    assert abs(float(error.mean())) < 0.1
-    raised = int4_logits(query, quantize_keys(key), margin=2.0) - query @ key.T
-    # each half is raised by two deviations, together by 2.8 of both: one estimate in 400 stays below its logit
-    assert 0.001 < float((raised < 0).double().mean()) < 0.01
 
 
 # --- native code

@@ -1,18 +1,17 @@
 """The mutation table: each row breaks one line of the engine on purpose, and a named check must fail.
 
-A break in Python replaces the code of the function that holds the line, so that every importer runs it. A break in
-C is compiled into a folder of its own and loaded from there.
+A break in Python replaces the code of the function that holds the line, so that every importer runs it, or a
+constant wherever it is used. A break in C is compiled into a folder of its own and loaded from there.
 """
 
 import importlib
-import inspect
 import subprocess
 from functools import cache
 from pathlib import Path
-from types import FunctionType
 
 import pytest
 import torch
+from breaks import Break
 from oracles.inputs import attention_tensors
 from oracles.routed import oracle_reads
 from routed_checks import attend, check_native, check_reference, check_routed, differing_queries, oracle_truth
@@ -26,7 +25,6 @@ SMALL = Routed(min_weight=1 / 16, cluster_size=4, chunk_size=16, sinks=3, exact_
 WIDE = SMALL.replace(cluster_size=32, chunk_size=32)
 """Half of the keys of a cluster are outliers; the others are compared where the cluster is searched."""
 NATIVE = Routed(min_weight=1 / 32, cluster_size=32, chunk_size=64, sinks=3, exact_until=0)
-TOLERANT = NATIVE.replace(tolerance=1.0)
 
 # --- checks
 
@@ -120,21 +118,6 @@ def decode(config=SMALL):
     check_steps(end)
 
 
-def tolerance():
-    """Native code samples as the plain backend does."""
-    calls = [attend(native_tensors(), TOLERANT, backend=backend) for backend in ("native", "plain")]
-    (got, stats), (wanted, plain_stats) = calls
-    differ = differing_queries(got, wanted, 1e-3).double().mean()
-    assert differ <= 0.01, f"{float(differ)} of the queries differ"
-    for name in ("error_estimate", "error_bound_mean", "far_keys_read", "read_all"):
-        assert abs(stats[name] - plain_stats[name]) <= 0.02 * plain_stats[name] + 1e-3, name
-
-
-def seeds():
-    outputs = [attend(native_tensors(), TOLERANT, generator=seed, backend="plain")[0].output for seed in (1, 2)]
-    assert not torch.equal(*outputs)
-
-
 CHECKS = {
     "causal": plain,
     "full": lambda: plain("full"),
@@ -145,13 +128,11 @@ CHECKS = {
     "reference": reference,
     "stats": stats,
     "decode": decode,
-    "seeds": seeds,
     "native": native,
     "native forward": native_forward,
     "native decode": lambda: decode(NATIVE),
-    "tolerance": tolerance,
 }
-NATIVE_CHECKS = ("native", "native forward", "native decode", "tolerance")
+NATIVE_CHECKS = ("native", "native forward", "native decode")
 
 # --- the table
 
@@ -164,7 +145,7 @@ BREAKS = {
     ],
     ("reference.py", "causal"): [
         ("sinks count in full", "SINK_WEIGHT = 0.1", "SINK_WEIGHT = 1.0"),
-        ("gain unbounded", "\nMAX_GAIN = 2.0", "\nMAX_GAIN = math.inf"),
+        ("gain unbounded", "MAX_GAIN = 2.0", "MAX_GAIN = inf"),
         ("threshold without the gain", "MAX_MASS_GAIN = 4.0", "MAX_MASS_GAIN = 0.0"),
         ("half the weight", "-math.log(min_weight) if", "math.log(2) - math.log(min_weight) if"),
         ("scales of the halves swapped", "first * sums[0] + second *", "second * sums[0] + first *"),
@@ -241,12 +222,6 @@ BREAKS = {
     ("native.py", "native decode"): [
         ("a step misses its own key", "(self._stop, n_keys)", "(self._stop, n_keys - 1)"),
     ],
-    ("error_bound.py", "seeds"): [
-        ("one seed for all samples", "(seed % 2**31) *", "0 *"),
-    ],
-    ("error_bound.py", "tolerance"): [
-        ("int4 weights kept", "represents * (true - by_int4)", "0 * represents"),
-    ],
     ("search.c", "native"): [
         ("clusters searched within one deviation", "- p->search_stds *", "- 1.0f *"),
         ("outliers not compared", "n_searching += w->threshold[t] < INFINITY", "n_searching += 0"),
@@ -288,49 +263,23 @@ BREAKS = {
         ("threshold passes nothing to centroids", "if (by_threshold_total != 0)", "if (0)"),
         ("values of hits", "grad, weight, wide);", "grad, 1.01f * weight, wide);"),
     ],
-    ("sampled.c", "tolerance"): [
-        ("shares of centroids", "2 * mean - r->shown", "mean - r->shown"),
-    ],
-    ("sampled_search.c", "tolerance"): [
-        ("no margin", "{s->margin * off[0], s->margin * off[1]}", "{0, 0}"),
-    ],
-    ("sampled_threshold.c", "tolerance"): [
-        ("larger steps", "(float)j * s->step", "3 * (float)j * s->step"),
-    ],
-    ("sampled_variance.c", "tolerance"): [
-        ("half the variance", "total(second) + alone[0]", "0.5f * total(second) + alone[0]"),
-    ],
 }
 """By file and the check that must fail: what breaks, the text, its replacement."""
 
 # --- how a break is made
 
 
-def functions_of(namespace, file):
-    """Functions and methods defined in a file, by name."""
-    functions = {}
-    for value in namespace.values():
-        for member in vars(value).values() if isinstance(value, type) else (value,):
-            function = getattr(member, "fget", None) or getattr(member, "__func__", None) or member
-            function = inspect.unwrap(function) if callable(function) else function
-            if isinstance(function, FunctionType) and function.__code__.co_filename == file:
-                functions[function.__qualname__] = function
-    return functions
-
-
 def break_python(monkeypatch, name, text, replacement):
     """Run a module of the engine with one text replaced, wherever it was imported."""
-    module = importlib.import_module(f"prescore.routed.{name}")
-    source, broken = Path(module.__file__).read_text(), dict(vars(module))
-    assert source.count(text) == 1, f"{text!r} must occur once in {name}.py, got {source.count(text)}"
-    exec(compile(source.replace(text, replacement), module.__file__, "exec"), broken)
-    for own in functions_of(vars(module), module.__file__).values():
-        monkeypatch.setattr(own, "__code__", functions_of(broken, module.__file__)[own.__qualname__].__code__)
-    others = ("attention", "decode", "error_bound", "native", "plain", "reference")
-    for constant in [key for key, value in broken.items() if isinstance(value, int | float) and key.isupper()]:
-        for other in (importlib.import_module(f"prescore.routed.{part}") for part in others):
-            if constant in vars(other) and broken[constant] != getattr(module, constant):
-                monkeypatch.setattr(other, constant, broken[constant])
+    constant, _, number = replacement.partition(" = ")
+    if not constant.isupper():
+        Break(f"routed.{name}", text, replacement).apply(monkeypatch)
+        return
+    modules = [importlib.import_module(f"prescore.routed.{each}") for each in ("native", "plain", "reference")]
+    source = Path(importlib.import_module(f"prescore.routed.{name}").__file__).read_text()
+    assert source.count(f"\n{text}\n") == 1, f"{text!r} must be a line of {name}.py"
+    for module in [each for each in modules if constant in vars(each)]:
+        monkeypatch.setattr(module, constant, type(vars(module)[constant])(number))
 
 
 def compile_c(command, *files):

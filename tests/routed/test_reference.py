@@ -10,7 +10,6 @@ from oracles.routed import below_threshold, int4_keys, int6_query, oracle_reads,
 from routed_checks import FLOAT64, assert_alike, check_reference, differing_queries
 
 from prescore import Routed, exact_attention
-from prescore.routed import reference
 from prescore.routed.reference import centroid_corrections, reference_attention
 from prescore.types import Attended
 
@@ -83,8 +82,6 @@ def test_gradients_of_the_oracle_are_finite_differences(is_causal):
 
 
 def test_checks_refuse_what_is_wrong():
-    with pytest.raises(ValueError, match=r"tolerance must be None for the oracle, .* got 0\.1"):
-        routed_oracle(*attention_tensors(), SMALL.replace(tolerance=0.1), is_causal=True)
     one = Attended(torch.zeros(1, 1, 4, 2), torch.tensor([[[0.0, math.nan, -math.inf, 1.0]]]))
     other = Attended(one.output.clone(), one.lse.clone())
     assert not differing_queries(one, other, 0.1).any()
@@ -153,26 +150,6 @@ def test_the_reference_in_low_precision(is_causal, dtype):
     assert got.output.dtype == torch.float32
     # sums in float32
     assert_alike(got, routed_oracle(*tensors, SMALL, is_causal=is_causal), 2e-5, what="the reference")
-
-
-@pytest.mark.parametrize("min_weight", [1.0, 1 / 8])
-def test_a_saved_threshold_has_the_gradients_of_the_one_that_was_computed(min_weight):
-    """The backward pass does not read the local keys again."""
-    generator = torch.Generator().manual_seed(0)
-    sinks, centroids, local = (torch.randn(5, n, generator=generator, dtype=torch.float64) for n in (2, 7, 1))
-    std = torch.tensor([0.001, 0.3, 1.0, 2.0, 4.0], dtype=torch.float64)[:, None]
-    inputs = [t.requires_grad_() for t in (sinks, centroids, std)]
-    logits, log_inverse = reference.FarLogits(*inputs), reference.log_inverse_weight(min_weight)
-    far = reference.FarKeys(*[None] * 6, positions=torch.zeros(7, 4), int4=None, key_cov=None, key_value_cov=None)
-    threshold = reference.logit_threshold(logits, far, log_inverse, local[:, 0])
-    saved = reference.with_gradient(threshold.detach().requires_grad_(), logits, far, log_inverse)
-    assert torch.equal(saved, threshold)
-    assert torch.isposinf(saved).all() == (min_weight == 1)
-    if min_weight < 1:
-        weight = torch.linspace(1, 2, 5, dtype=torch.float64)
-        grads = [torch.autograd.grad((t * weight).sum(), inputs) for t in (saved, threshold)]
-        for got, wanted in zip(*grads, strict=True):
-            assert_within(got, wanted, 1e-14)
 
 
 # --- corrections of centroids, against normal logits that are cut off, integrated numerically

@@ -10,6 +10,8 @@ import torch
 from oracles.budgets import assert_within
 from oracles.routed import routed_oracle
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from prescore import prescored_attention
 from prescore.errors import Unsupported
@@ -74,6 +76,22 @@ def loss_of(attended, counted):
     counted = counted & ~torch.isneginf(attended.lse.detach())
     output, lse = attended.output.double() * weight, attended.lse.double() * weight[..., 0]
     return output[counted].sum() + lse[counted].sum()
+
+
+class LargestTensor(TorchDispatchMode):
+    """The size of the largest tensor that any operation makes, views not counted."""
+
+    def __init__(self):
+        super().__init__()
+        self.size = 0
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        result = operation(*args, **(kwargs or {}))
+        given = {t.untyped_storage().data_ptr() for t in tree_leaves(args) if isinstance(t, Tensor)}
+        for made in tree_leaves(result):
+            if isinstance(made, Tensor) and made.untyped_storage().data_ptr() not in given:
+                self.size = max(self.size, made.numel())
+        return result
 
 
 class Truth(NamedTuple):

@@ -1,7 +1,7 @@
 """How far the default moves a language model's next-token distributions, in texts that constants were chosen on.
 
     python divergence.py BOOK.txt [--length 8192] [--texts 4] [--part 0.38] [--threads 1]
-    python divergence.py BOOK.txt --sink-part 1 --reach 4 --rows 1024      # other constants; a part above 0
+    python divergence.py BOOK.txt --sink-weight 1 --search-stds 4 --min-weight 0.0005     # other constants
 
 Texts are those of `prescore retrieval --task many-needles` with the seed 101, made of the first part of a book;
 the four of *Moby-Dick* touch no reported window of `prescore perplexity --experiment default`. Prints the mean
@@ -13,7 +13,6 @@ are far noisier.
 from __future__ import annotations
 
 import argparse
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -25,17 +24,15 @@ from prescore.bench.language.documents import Document, load_documents
 from prescore.bench.language.methods import EXACT, Method, measured_attention
 from prescore.bench.language.model import LanguageModel, load_language_model
 from prescore.bench.language.retrieval import Needles, NeedleText, make_needle_text
-from prescore.routed import decode, reference as far, attention as lanes
-from prescore.routed import native as call, native as steps
+from prescore.routed import native, reference
 
 SEED = 101
 
 
-def set_constants(reach: float, sink_part: float) -> None:
+def set_constants(search_stds: float, sink_weight: float) -> None:
     """In place of those that the library has."""
-    usual = lanes.search_of
-    lanes.search_of = decode.search_of = lambda config: replace(usual(config), reach=reach)
-    far.SINK_PART = call.SINK_PART = steps.SINK_PART = sink_part
+    for module in (reference, native):
+        module.SEARCH_STDS, module.SINK_WEIGHT = search_stds, sink_weight
 
 
 def distributions(
@@ -58,12 +55,12 @@ def main() -> None:
     parser.add_argument("--texts", type=int, default=4)
     parser.add_argument("--part", type=float, default=0.38)
     parser.add_argument("--min-weight", type=float, default=Routed().min_weight)
-    parser.add_argument("--reach", type=float, default=far.REACH)
-    parser.add_argument("--sink-part", type=float, default=far.SINK_PART)
+    parser.add_argument("--search-stds", type=float, default=reference.SEARCH_STDS)
+    parser.add_argument("--sink-weight", type=float, default=reference.SINK_WEIGHT, help="above 0")
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    set_constants(options.reach, options.sink_part)
+    set_constants(options.search_stds, options.sink_weight)
     model, book = load_language_model("smollm2"), load_documents([options.book])[0]
     haystack = Document(book.name, book.text[: int(options.part * len(book.text))])
     make = partial(make_needle_text, model, haystack, Needles(options.length), seed=SEED)
@@ -77,7 +74,7 @@ def main() -> None:
         found.append(torch.tensor([*apart, *costs], dtype=torch.float64))
         means = torch.stack(found).mean(0).tolist()
         print(  # noqa: T201
-            "texts {}: divergence at answers {:.5f}, in the text {:.5f}; rows {:.0f}, core-seconds {:.1f}".format(
+            "texts {}: divergence at answers {:.5f}, in the text {:.5f}; keys read {:.0f}, core-seconds {:.1f}".format(
                 len(found), *means
             )
         )

@@ -253,7 +253,10 @@ def _upgrade_values(value: Any, names: Mapping[str, str], *, sampled: bool) -> A
     kind = value.get("type")
     if kind == "Routed":
         rows, cluster_size = value["rows"], value["leaf_size"]
-        same = {name: item for name, item in value.items() if name not in ("type", "rows", "leaf_size")}
+        gone = {"type", "rows", "leaf_size"}
+        if value.get("tolerance") is None:  # a record that used a tolerance keeps it
+            gone |= {"tolerance", "confidence"}
+        same = {name: item for name, item in value.items() if name not in gone}
         weight = 1.0 if rows == 0 else 1 / (2 * rows)
         return {"type": "Routed", "min_weight": weight, "cluster_size": cluster_size, **same}
     upgraded = {names.get(name, name): _upgrade_values(v, names, sampled=sampled) for name, v in value.items()}

@@ -64,6 +64,7 @@ class Applied:
         configs: Mapping[int, Config],
         on_unsupported: str,
         parallel: ContextParallel | None = None,
+        audit: float | None = None,
     ) -> None:
         names = adapter.layers(model)
         warned: set[str] = set()
@@ -73,7 +74,7 @@ class Applied:
         self.layers = {number: names[number] for number in configs}
         self._n_layers = len(names)
         self._functions: dict[int, PrescoredAttention | ContextParallelAttention] = {
-            number: PrescoredAttention(config, on_unsupported, warned=warned)
+            number: PrescoredAttention(config, on_unsupported, warned=warned, audit=audit)
             if parallel is None
             else ContextParallelAttention(config, parallel)
             for number, config in configs.items()
@@ -138,6 +139,7 @@ def apply(
     layers: Layers = "all",
     on_unsupported: str = "raise",
     mesh: object = None,
+    audit: float | None = None,
 ) -> Applied:
     """Replace a model's attention by pre-scored attention, until `undo` or the end of the `with` block.
 
@@ -152,6 +154,8 @@ def apply(
         mesh: Context parallel: a one-dimensional `DeviceMesh` or process group whose ranks hold consecutive shards
             of the sequence. Every rank calls the model with its shard, see docs/parallel.md. Only for language
             models of transformers.
+        audit: Measure the error: for this share of the queries of each call, at least one, exact attention is
+            computed too, and `report()` has the relative errors by layer. Outputs do not change. None = no audit.
 
     Example:
         >>> with prescore.apply(model, prescore.Selected(top_k=1024), layers="last:8") as applied:
@@ -161,12 +165,16 @@ def apply(
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     checks.one_of("on_unsupported", on_unsupported, ON_UNSUPPORTED)
+    if audit is not None:
+        checks.number("audit", audit, minimum=0.0, exclusive=True, maximum=1.0)
     adapter = find_adapter(model)
     configs = configs_by_layer(config, len(adapter.layers(model)), layers)
     if mesh is None:
-        return Applied(model, adapter, configs, on_unsupported)
+        return Applied(model, adapter, configs, on_unsupported, audit=audit)
     if on_unsupported != "raise":
         raise ValueError(f"on_unsupported must be 'raise' with a mesh, got {on_unsupported!r}")
+    if audit is not None:
+        raise ValueError(f"audit must be None with a mesh, whose ranks hold other keys, got {audit}")
     return Applied(model, adapter, configs, on_unsupported, ContextParallel(as_group(mesh, "mesh")))
 
 

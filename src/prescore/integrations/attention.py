@@ -17,12 +17,12 @@ from typing import TypeAlias
 from torch import Tensor
 
 from prescore import checks
-from prescore.autograd import records_gradients
-from prescore.config import Config, Exact, Routed, Selected, check_config
+from prescore.config import Config, Exact, Selected, check_config
 from prescore.errors import Unsupported
+from prescore.integrations.audit import measure_errors
 from prescore.integrations.decode import PROMPT, CachedKeys, ExternalCache, LayerCache, Request
 from prescore.integrations.masks import MaskForm, exact_under_mask, prescored_under_mask, read_mask
-from prescore.integrations.report import READS_ALL, CallTrace, Trace, what_ran
+from prescore.integrations.report import READS_ALL, CallTrace, Errors, Trace, what_ran
 from prescore.rng import Streams
 from prescore.types import Reads, Result
 
@@ -90,6 +90,7 @@ class PrescoredAttention:
         seed: Each layer draws from its own stream of this seed, so that layers do not lose the same keys.
         warned: Warnings already given; layers that share the set warn once. With a set, also warn if the
             configuration is exact at the model's fixed input length.
+        audit: Share of the queries whose error is measured, see `prescore.apply`; None = none.
 
     Attributes:
         last: What the last call did; None before the first, and while a call runs.
@@ -104,6 +105,7 @@ class PrescoredAttention:
         protect_prefix: bool = True,
         seed: int = 0,
         warned: set[str] | None = None,
+        audit: float | None = None,
     ) -> None:
         checks.one_of("on_unsupported", on_unsupported, ON_UNSUPPORTED)
         self.config = check_config(config)
@@ -112,6 +114,7 @@ class PrescoredAttention:
         self.seed = seed
         self.last: CallTrace | None = None
         self.trace = Trace()
+        self._audit, self._n_audits = audit, 0
         self._warns_if_idle = warned is not None
         self._warned = set() if warned is None else warned
         self._external = _PerThread()
@@ -125,7 +128,7 @@ class PrescoredAttention:
         form = context.form(query, key)
         visible = partial(form.visible_keys, n_query)
         result: Result | None = None
-        reason = self._why_exact(form, context, query, key, value)
+        reason = self._why_exact(form, context)
         if reason is not None:
             path = ran = reason
             output = attend_exactly(query, key, value, context)
@@ -146,7 +149,8 @@ class PrescoredAttention:
             self._warn_if_idle(ran, form, context)
         seconds = time.perf_counter() - begin
         count, stats = (partial(_all_keys, visible), {}) if result is None else (result.count_reads, result.stats)
-        self.last = CallTrace(path, ran, form.kind, n_query, form.n_keys, seconds, count, visible, stats)
+        errors = Errors() if self._audit is None else self._errors(query, key, value, output, form, context)
+        self.last = CallTrace(path, ran, form.kind, n_query, form.n_keys, seconds, count, visible, stats, errors)
         self.trace.add(self.last)
         return output
 
@@ -170,18 +174,13 @@ class PrescoredAttention:
     def __repr__(self) -> str:
         return f"PrescoredAttention({self.config!r}, {self.on_unsupported!r})"
 
-    def _why_exact(
-        self, form: MaskForm, context: AttentionContext, query: Tensor, key: Tensor, value: Tensor
-    ) -> str | None:
+    def _why_exact(self, form: MaskForm, context: AttentionContext) -> str | None:
         """Why a call is exact, or None; raises where the user wants pre-scored attention and it cannot run."""
         if isinstance(self.config, Exact):
             return "exact"
         if form.kind == "window" or context.is_local:
             return f"{READS_ALL}a sliding window is local already"
         reasons = [*context.obstacles, *form.unsupported()]
-        tolerant = isinstance(self.config, Routed) and self.config.tolerance is not None
-        if tolerant and records_gradients(query, key, value):
-            reasons.append("a tolerance has no gradients, which are recorded here and not in torch.no_grad()")
         if not reasons:
             return None
         if self.on_unsupported == "raise":
@@ -189,6 +188,22 @@ class PrescoredAttention:
             raise Unsupported(what, [*reasons, 'on_unsupported="exact" would run such layers exactly'])
         self._warn(f"pre-scored attention in {context.owner} runs exactly: {'; '.join(reasons)}")
         return f"{READS_ALL}unsupported because {'; '.join(reasons)}"
+
+    def _errors(
+        self, query: Tensor, key: Tensor, value: Tensor, output: Tensor, form: MaskForm, context: AttentionContext
+    ) -> Errors:
+        """Errors of a random sample of the queries.
+
+        Not audited are calls with dropout, calls that the model's own attention answered, masks of unknown
+        structure (exact attention runs there), and steps whose keys were evicted.
+        """
+        is_own = context.original is not None and bool(context.obstacles)
+        if self._audit is None or context.dropout or is_own or form.kind == "other" or key.shape[2] < form.n_keys:
+            return Errors()
+        self._n_audits += 1
+        seed = Streams(layer_seed(self.seed, context.layer)).child(f"call {self._n_audits}").seed
+        share, scale = self._audit, context.scale
+        return measure_errors(query, key, value, output, form, scale=scale, share=share, seed=seed)
 
     def _warn_if_idle(self, ran: str, form: MaskForm, context: AttentionContext) -> None:
         """Warn once where the configuration cannot act; not in causal layers, whose length varies."""

@@ -7,6 +7,7 @@ keys at every step.
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -40,14 +41,7 @@ _PROBES = 16
 
 
 class Request(NamedTuple):
-    """How a layer attends.
-
-    Attributes:
-        config: Its configuration.
-        scale: Factor of the logits; None = `D ** -0.5`.
-        dropout: Probability of dropping an attention weight.
-        seed: Of everything that is drawn.
-    """
+    """How a layer attends: `scale` multiplies the logits, None = `D ** -0.5`; `seed` is of everything drawn."""
 
     config: Config
     scale: float | None = None
@@ -169,7 +163,8 @@ class LayerCache:
         """Answer the newest queries `[B, Hq, Nq, D]`, or say how to answer them."""
         n_query = query.shape[2]
         self.valid, self.request = keys.valid, request
-        self._warn_if_idle(request.config)
+        if (self.evict or self.refresh_every) and not keeps_selection(request.config):
+            self._warn_of_idle_settings(type(request.config).__name__)
         if n_query == keys.n_keys or n_query > STEP_AT_MOST or not keys.in_order:
             self.drop_selection("a further chunk of the prompt needs all keys")
             return Step(PROMPT)
@@ -200,7 +195,7 @@ class LayerCache:
             keys = CachedKeys(self.buffer.key, self.buffer.value, valid, self.n_tokens)
         request = request or self.request
         if self.selection is None and keys is not None and request is not None and keeps_selection(request.config):
-            self._keep(self._select(keys, request))
+            self._select(keys, request)
 
     def require_all_keys(self) -> None:
         """Refuse when some keys were evicted."""
@@ -251,31 +246,27 @@ class LayerCache:
 
     def _updated_selection(self, keys: CachedKeys, n_query: int, request: Request) -> SelectionState:
         """The selection with the newest tokens appended; made where there is none, or where it is due again."""
-        selection = self.selection
-        if selection is not None and selection.config != request.config:
-            self.drop_selection("the configuration changed")
-        elif selection is not None and self._is_due(keys.n_keys - selection.n_selected_from):
-            self.drop_selection("refresh_every selects among all keys again")
+        if self.selection is not None:
+            n_since = keys.n_keys - self.selection.n_selected_from
+            if self.selection.config != request.config:
+                self.drop_selection("the configuration changed")
+            elif self.refresh_every is not None and n_since >= self.refresh_every:
+                self.drop_selection("refresh_every selects among all keys again")
         selection = self.selection or self._select(keys.until(_n_selectable(keys.n_keys, n_query)), request)
         first = selection.n_selected_from + selection.n_since
         if first < keys.n_keys:
             place = first - (keys.n_keys - keys.key.shape[2])
             valid = None if keys.valid is None else keys.valid[:, first:]
             selection.append(keys.key[:, :, place:], keys.value[:, :, place:], valid)
-        self._keep(selection)
         return selection
-
-    def _is_due(self, n_since: int) -> bool:
-        return self.refresh_every is not None and n_since >= self.refresh_every
 
     def _select(self, keys: CachedKeys, request: Request) -> SelectionState:
         self.require_all_keys()
-        return SelectionState.select(keys.key, keys.value, keys.valid, request.config, request.seed)
-
-    def _keep(self, selection: SelectionState) -> None:
-        self.selection, self.evicted = selection, self.evict
+        self.selection = SelectionState.select(keys.key, keys.value, keys.valid, request.config, request.seed)
+        self.evicted = self.evict
         if self.evict:
             self.buffer = None
+        return self.selection
 
     def _routed_index(self, query: Tensor, keys: CachedKeys, request: Request) -> RoutedIndex | None:
         """The clusters that new queries choose from; None where they read every key instead."""
@@ -292,16 +283,12 @@ class LayerCache:
                 return None  # padding after or between real keys: positions are not those of the clusters
         made_for = (config, float(query.shape[-1] ** -0.5 if request.scale is None else request.scale))
         if self._index is None or self._index[0] != made_for:
-            self._index = (made_for, RoutedIndex(config, scale=made_for[1], start=start, seed=request.seed))
+            self._index = (made_for, RoutedIndex(config, scale=made_for[1], start=start))
         return self._index[1]
 
-    def _warn_if_idle(self, config: Config) -> None:
-        """Warn once about settings for selections where none is made."""
-        settings = ["evict=True"] if self.evict else []
-        settings += [] if self.refresh_every is None else [f"refresh_every={self.refresh_every}"]
-        if not settings or keeps_selection(config):
-            return
-        text = f"{settings[0]} of the cache does nothing under {type(config).__name__}, which keeps every key"
+    def _warn_of_idle_settings(self, config: str) -> None:
+        setting = "evict=True" if self.evict else f"refresh_every={self.refresh_every}"
+        text = f"{setting} of the cache does nothing under {config}, which keeps every key"
         if text not in self._warned:
             self._warned.add(text)
             warnings.warn(text, stacklevel=3)
@@ -316,7 +303,7 @@ def _n_selectable(n_keys: int, n_query: int) -> int:
     return n_keys if n_query == 1 else n_keys - n_query
 
 
-class ExternalCache:
+class ExternalCache(threading.local):
     """Reuses one selection for a model whose cache is not ours, as long as each call continues the one before.
 
     Such a model passes all keys at every step, and no object that could hold a state. So every step compares some
@@ -325,12 +312,17 @@ class ExternalCache:
     - another prompt: a new selection is made;
     - only later keys differ (reordered beams): the selection stays, and recent keys are read again;
     - keys differ that the selection was made from: it is made again from as many keys.
+
+    It follows one generation at a time, hence one state per thread; a copy starts without state.
     """
 
     def __init__(self) -> None:
         self._cache = LayerCache(owned=False)
         self._n_prompt = 0  # 0 = unknown
-        self._known: _KnownKeys | None = None
+        self._compared_to: SelectionState | None = None
+
+    def __reduce__(self) -> tuple[type[ExternalCache], tuple[()]]:
+        return ExternalCache, ()
 
     @property
     def selection(self) -> SelectionState | None:
@@ -340,83 +332,50 @@ class ExternalCache:
     def step(self, query: Tensor, keys: CachedKeys, request: Request) -> Step:
         """Answer a call, or say how to answer it; `keys` holds all keys so far, perhaps with unused room."""
         n_query = query.shape[2]
-        keys = _without_room(keys, n_query)
-        if self._known is not None and not self._continues(self._known, keys, n_query):
-            self._start_again(self._known, keys, n_query, request)
+        if n_query == 1 and keys.valid is not None:  # leave out the unused room of a static cache
+            real = keys.valid.any(dim=0).nonzero()
+            keys = keys.until(int(real.max()) + 1 if len(real) else keys.n_keys)
+        if self.selection is not None:
+            self._follow(self.selection, keys, n_query, request)
         step = self._cache.step(query, keys, request)
         if step.path == PROMPT:
             self._n_prompt = keys.n_keys
         elif not 0 < self._n_prompt <= keys.n_keys - n_query:
             self._n_prompt = keys.n_keys - n_query  # the prompt was read elsewhere
-        selection = self._cache.selection
-        if selection is None:
-            self._known = None
-        elif self._known is None or self._known.selection is not selection:
-            self._known = _KnownKeys.of(selection, self._n_prompt, keys.key)
+        if self.selection is not None and self.selection is not self._compared_to:
+            self._remember(self.selection, keys.key)
         return step
 
-    def _continues(self, known: _KnownKeys, keys: CachedKeys, n_query: int) -> bool:
-        """Whether the selection was made from keys that the queries may see; drops recent tokens that differ."""
-        selection = known.selection
-        if _n_selectable(keys.n_keys, n_query) < selection.n_selected_from:
-            return False
-        if not known.same_prompt(keys.key) or not known.same_later(keys.key):
-            return False
-        end = selection.n_selected_from + selection.n_since
-        recent = keys.key[:, :, selection.n_selected_from : end]
-        if not _equal(recent, selection.buffer.key[:, :, selection.n_entries :]):
-            selection.crop(0)
-        return True
-
-    def _start_again(self, known: _KnownKeys, keys: CachedKeys, n_query: int, request: Request) -> None:
-        """Drop the selection; after the same prompt, make it again from as many keys."""
+    def _follow(self, selection: SelectionState, keys: CachedKeys, n_query: int, request: Request) -> None:
+        """Keep what the call continues: the selection if it was made from keys that the queries may see."""
+        n_selected_from, n_selectable = selection.n_selected_from, _n_selectable(keys.n_keys, n_query)
+        same_prompt = self._equal(keys.key, self._n_probes)
+        if n_selected_from <= n_selectable and same_prompt and self._equal(keys.key, len(self._places)):
+            recent = keys.key[:, :, n_selected_from : n_selected_from + selection.n_since]
+            if not torch.equal(recent, selection.buffer.key[:, :, selection.n_entries :]):
+                selection.crop(0)
+            return
         self._cache.clear()
-        self._known, n_keys = None, known.selection.n_selected_from
-        if not known.same_prompt(keys.key):
+        if not same_prompt:
             self._n_prompt = 0
-        elif n_keys <= _n_selectable(keys.n_keys, n_query):
-            self._cache.select(keys.until(n_keys), request)
+        elif n_selected_from <= n_selectable:
+            self._cache.select(keys.until(n_selected_from), request)
 
+    def _remember(self, selection: SelectionState, key: Tensor) -> None:
+        """Keep the keys that identify the text: a few of its prompt, and all later ones selected from."""
+        n_prompt = min(self._n_prompt, selection.n_selected_from)
+        size = min(_PROBES, n_prompt)
+        probes = torch.linspace(0, n_prompt - 1, size, dtype=torch.float64, device=key.device).round().long()
+        later = torch.arange(n_prompt, selection.n_selected_from, dtype=torch.int64, device=key.device)
+        self._compared_to, self._n_probes, self._places = selection, size, torch.cat((probes, later))
+        self._known = key.detach()[:, :, self._places]
 
-@dataclass(frozen=True, eq=False)
-class _KnownKeys:
-    """Keys that identify a text: a few of its prompt, and all later ones that a selection was made from."""
-
-    selection: SelectionState
-    n_prompt: int
-    prompt: Tensor
-    later: Tensor
-
-    @classmethod
-    def of(cls, selection: SelectionState, n_prompt: int, key: Tensor) -> _KnownKeys:
-        n_prompt = min(n_prompt, selection.n_selected_from)
-        later = key.detach()[:, :, n_prompt : selection.n_selected_from].clone()
-        return cls(selection, n_prompt, _probe(key[:, :, :n_prompt]).clone(), later)
-
-    def same_prompt(self, key: Tensor) -> bool:
-        return _equal(_probe(key[:, :, : self.n_prompt]), self.prompt)
-
-    def same_later(self, key: Tensor) -> bool:
-        return _equal(key[:, :, self.n_prompt : self.n_prompt + self.later.shape[2]], self.later)
-
-
-def _without_room(keys: CachedKeys, n_query: int) -> CachedKeys:
-    """Without the unused room of a static cache, after the newest key."""
-    if n_query > 1 or keys.valid is None:
-        return keys
-    real = keys.valid.any(dim=0).nonzero()
-    return keys.until(int(real.max()) + 1 if len(real) else keys.n_keys)
-
-
-def _equal(key: Tensor, known: Tensor) -> bool:
-    return key.shape == known.shape and torch.equal(key, known)
-
-
-def _probe(key: Tensor) -> Tensor:
-    """A few keys at even distances; the last is always among them."""
-    n_keys = key.shape[2]
-    places = torch.linspace(0, n_keys - 1, min(_PROBES, n_keys), dtype=torch.float64, device=key.device)
-    return key.detach()[:, :, places.round().long()]
+    def _equal(self, key: Tensor, n_places: int) -> bool:
+        """Whether the first `n_places` of the compared keys are those of the step before."""
+        places = self._places[:n_places]
+        if n_places and key.shape[2] <= int(places[-1]):
+            return False
+        return torch.equal(key[:, :, places], self._known[:, :, :n_places])
 
 
 class SelectionState:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+
+from torch import Tensor
 
 from prescore.config import Config, Exact, Hyper, Routed, Selected
 from prescore.integrations.decode import OVER_ALL, OVER_CLUSTERS, OVER_SELECTION, STEP_AT_MOST
@@ -15,7 +18,7 @@ PREFILL, STEPS = "prefill", "steps"
 READS_ALL = "exact: "
 """Begins the description of a call that read every key, followed by the reason."""
 
-_ERRORS = ("error estimate", "error bound", "refined", "read all")
+_ERRORS = ("error", "95 % interval", "largest error")
 _TEXT_COLUMNS = ("layer", "configuration", "phase", "what ran")
 _COLUMNS = (
     *_TEXT_COLUMNS,
@@ -25,6 +28,48 @@ _COLUMNS = (
 _UNKNOWN = "-"
 _MERGE_WITHIN = 0.05
 """Layers whose shares of keys read differ by less may share a line."""
+
+
+@dataclass(frozen=True)
+class Errors:
+    """Relative errors of audited queries. The unit is a query position, with the mean over its heads.
+
+    Attributes:
+        n: Positions.
+        total: Sum of their errors.
+        squares: Sum of the squares.
+        largest: The largest error of any head.
+    """
+
+    n: int = 0
+    total: float = 0.0
+    squares: float = 0.0
+    largest: float = 0.0
+
+    @classmethod
+    def of(cls, errors: Tensor) -> Errors:
+        """Of `[heads, positions]` errors."""
+        means = errors.double().mean(0)
+        return cls(len(means), float(means.sum()), float(means.square().sum()), float(errors.max()))
+
+    def __add__(self, other: Errors) -> Errors:
+        sums = (self.n + other.n, self.total + other.total, self.squares + other.squares)
+        return Errors(*sums, max(self.largest, other.largest))
+
+    @property
+    def mean(self) -> float | None:
+        """The mean; None = no query was audited."""
+        return self.total / self.n if self.n else None
+
+    @property
+    def interval(self) -> tuple[float, float] | None:
+        """The 95 % interval of the mean; None with fewer than two positions."""
+        if self.n < 2:
+            return None
+        mean = self.total / self.n
+        variance = max(0.0, self.squares / self.n - mean * mean) / (self.n - 1)
+        width = 1.96 * (1 + 1.21 / (self.n - 1)) * math.sqrt(variance)  # nearly Student's quantile
+        return max(0.0, mean - width), mean + width
 
 
 @dataclass(eq=False)
@@ -42,6 +87,7 @@ class CallTrace:
         n_keys: Keys so far, padding included.
         seconds: Time until the result was there, or on a GPU until its work was queued.
         stats: Numbers that cost nothing, by the names of `prescore.Stats`.
+        errors: Of the audited queries; empty without an audit.
     """
 
     path: str
@@ -53,6 +99,7 @@ class CallTrace:
     count_reads: Callable[[], Reads | None] | None = field(default=None, repr=False)
     count_visible: Callable[[], float | None] | None = field(default=None, repr=False)
     stats: Values = field(default_factory=dict)
+    errors: Errors = Errors()
     _reads: Reads | None = field(default=None, init=False, repr=False)
     _visible: float | None = field(default=None, init=False, repr=False)
 
@@ -99,6 +146,7 @@ class Phase:
         queries: Queries of all calls.
         seconds: Time of all calls.
         counts: What ran, and in how many calls.
+        errors: Of the audited queries of all calls.
     """
 
     last: CallTrace
@@ -106,11 +154,13 @@ class Phase:
     queries: int = 0
     seconds: float = 0.0
     counts: Mapping[str, int] = field(default_factory=dict)
+    errors: Errors = Errors()
 
     def add(self, call: CallTrace) -> Phase:
         """With one more call."""
         counts = {**self.counts, call.ran: self.counts.get(call.ran, 0) + 1}
-        return Phase(call, self.calls + 1, self.queries + call.n_query, self.seconds + call.seconds, counts)
+        sums = (self.calls + 1, self.queries + call.n_query, self.seconds + call.seconds)
+        return Phase(call, *sums, counts, self.errors + call.errors)
 
     @property
     def ran(self) -> str:
@@ -310,7 +360,6 @@ def _alike(group: Sequence[LayerReport], entry: LayerReport) -> bool:
         return False
     return set(entry.phases) == set(first.phases) and all(
         (phase.ran, phase.calls, phase.queries) == (other.ran, other.calls, other.queries)
-        and ("error_bound_max" in phase.last.stats) == ("error_bound_max" in other.last.stats)
         and abs((_share([phase]) or 0.0) - (_share([other]) or 0.0)) < _MERGE_WITHIN
         for phase, other in ((first.phases[name], entry.phases[name]) for name in first.phases)
     )
@@ -345,16 +394,12 @@ def _cells(phases: Sequence[Phase]) -> dict[str, str]:
         "queries": _span(phase.queries for phase in phases),
         "seconds": f"{sum(phase.seconds for phase in phases):.4f}",
     }
-    stats = [phase.last.stats for phase in phases if "error_bound_max" in phase.last.stats]
-    if stats:
-        estimate, refined, read_all = (
-            sum(each.get(name, 0.0) for each in stats) / len(stats)
-            for name in ("error_estimate", "refined", "read_all")
-        )
-        cells["error estimate"] = f"{estimate:.4f}"
-        cells["error bound"] = f"{max(each['error_bound_max'] for each in stats):.4f}"
-        cells["refined"] = f"{100 * refined:.0f} %"
-        cells["read all"] = f"{100 * read_all:.1f} %"
+    errors = sum((phase.errors for phase in phases), Errors())
+    if errors.n:
+        interval = errors.interval
+        cells["error"] = f"{errors.mean:.4f}"
+        cells["95 % interval"] = _UNKNOWN if interval is None else f"{interval[0]:.4f}-{interval[1]:.4f}"
+        cells["largest error"] = f"{errors.largest:.4f}"
     return cells
 
 

@@ -26,7 +26,6 @@ from prescore.ops.backend import accumulation_dtype, readable
 from prescore.ops.native.library import loaded_level
 from prescore.ops.parts import fold_lse_gradient
 from prescore.routed import native, plain, reference
-from prescore.routed.error_bound import attend_within_tolerance, error_stats
 from prescore.routed.layout import N_DIFFERENTIABLE, Layout, RoutedKeys, View, make_layout, routes
 from prescore.types import Attended, Reads, Result, Selection, Values
 
@@ -35,7 +34,6 @@ KEY_NUMBERS_AT_ONCE = 2**22
 MAX_EXPONENT = 80.0
 """Bound on an exponent whose exponential would overflow float32."""
 _MEANS = ("keys_per_query", "centroids_per_query", "keys_compared", "far_keys_read")
-_ERROR_MEANS = ("error_estimate", "error_bound_mean", "refined", "read_all")
 
 
 def reads_every_key(call: Call, config: Routed) -> bool:
@@ -157,12 +155,9 @@ def _joined(call: Call, parts: list[tuple[Attended, Values]], rows: list[Tensor]
     all_stats, real = [stats for _, stats in parts], _real_queries(call)
     counts = [int(real.index_select(0, some).sum()) for some in rows]
     merged = dict(all_stats[-1])
-    for name in (*_MEANS, *_ERROR_MEANS):
-        if name in merged:
-            total = sum(count * stats[name] for count, stats in zip(counts, all_stats, strict=True))
-            merged[name] = total / max(1, sum(counts))
-    if "error_bound_max" in merged:
-        merged["error_bound_max"] = max(stats["error_bound_max"] for stats in all_stats)
+    for name in _MEANS:
+        total = sum(count * stats[name] for count, stats in zip(counts, all_stats, strict=True))
+        merged[name] = total / max(1, sum(counts))
     with_gaps = [stats["exact_sequences"] for stats in all_stats if "exact_sequences" in stats]
     if with_gaps:
         merged["exact_sequences"] = sum(with_gaps)
@@ -193,7 +188,7 @@ def _visible_chunks(call: Call, config: Routed) -> list[Selection]:
 def _attend_exactly(call: Call, config: Routed) -> tuple[Attended, Values]:
     """Every query of the call reads every key it may see."""
     layout = make_layout(call.n_query, call.n_keys, causal=call.is_causal, config=config)
-    return call.exactly("few"), _exact_stats(call, layout, layout.n_query, config)
+    return call.exactly("few"), _exact_stats(call, layout, layout.n_query)
 
 
 def _attend(call: Call, config: Routed) -> tuple[Attended, Values]:
@@ -204,33 +199,25 @@ def _attend(call: Call, config: Routed) -> tuple[Attended, Values]:
     """
     layout = make_layout(call.n_query, call.n_keys, causal=call.is_causal, config=config)
     n_exact = layout.n_exact if call.query.numel() and call.key.numel() else layout.n_query
-    stats = _exact_stats(call, layout, n_exact, config)
+    stats = _exact_stats(call, layout, n_exact)
     runs_native = _native_runs(call, layout)
     # native code reads the first queries too, and faster; the operator alone has their gradients
     n_apart = n_exact
     if runs_native and n_exact < layout.n_query and not records_gradients(call.query, call.key, call.value):
         n_apart = 0
-    results, bounds = [], None
+    results = []
     if n_apart or n_exact == layout.n_query:
         results.append(_attend_first(call, layout, n_apart))
     if n_exact < layout.n_query:
-        attended, counts, bounds = _attend_from(call, layout, n_apart, config, runs_native)
+        attended, counts = _attend_from(call, layout, n_apart, config, runs_native)
         results.append(attended)
         stats |= _routed_stats(call, layout, n_exact, counts)
         stats["backend"] = "native" if runs_native else "plain"
         if runs_native:
             stats["native_level"] = loaded_level()
-    merged = results[0]
-    if len(results) > 1:
-        merged = Attended(*(torch.cat(tensors, dim=2) for tensors in zip(*results, strict=True)))
-    if bounds:
-        bounds = tuple(pad(part, (n_apart, 0)) for part in bounds)
-        more, errors = error_stats(
-            bounds, _real_queries(call)[:, None].expand_as(bounds[0]), _visible_keys(call), config
-        )
-        stats["keys_per_query"] += more
-        stats.update(errors)
-    return merged, stats
+    if len(results) == 1:
+        return results[0], stats
+    return Attended(*(torch.cat(tensors, dim=2) for tensors in zip(*results, strict=True))), stats
 
 
 def _native_runs(call: Call, layout: Layout) -> bool:
@@ -251,28 +238,22 @@ def _attend_first(call: Call, layout: Layout, n_exact: int) -> Attended:
 
 def _attend_from(
     call: Call, layout: Layout, n_skipped: int, config: Routed, runs_native: bool
-) -> tuple[Attended, Tensor, tuple[Tensor, ...]]:
-    """The queries after the first `n_skipped`: result, counts, and with a tolerance their error bounds."""
-    results: list[tuple[Tensor, ...]] = []
+) -> tuple[Attended, Tensor]:
+    """The queries after the first `n_skipped`: result and counts."""
+    results: list[tuple[Tensor, Tensor]] = []
     counts = torch.zeros(2, dtype=torch.float64, device=call.query.device)
     for batch in _head_batches(call, n_skipped):
         view = _view(call, batch, layout, config, f"heads {len(results)}", runs_native)
         keys = _routed_keys(batch, layout, runs_native)
-        if config.tolerance is None:
-            output, lse, count = _RoutedAttention.apply(view, batch.query, *keys)  # type: ignore[no-untyped-call]
-            results.append((output, lse))
-        else:
-            seed = call.streams.child("samples").seed
-            *parts, count = attend_within_tolerance(batch.query, keys, view, config, seed)
-            results.append(tuple(parts))
+        output, lse, count = _RoutedAttention.apply(view, batch.query, *keys)  # type: ignore[no-untyped-call]
+        results.append((output, lse))
         counts += count
 
     def joined(parts: tuple[Tensor, ...]) -> Tensor:  # [T, G, n, ...] of all batches -> [B, Hq, n, ...]
         full = torch.cat(parts) if len(parts) > 1 else parts[0]
         return full.reshape(*call.query.shape[:2], *full.shape[2:])
 
-    output, lse, *bounds = (joined(parts) for parts in zip(*results, strict=True))
-    return Attended(output, lse), counts, tuple(bounds)
+    return Attended(*(joined(parts) for parts in zip(*results, strict=True))), counts
 
 
 class _HeadBatch(NamedTuple):
@@ -452,11 +433,9 @@ def _visible_keys(call: Call) -> Tensor:
     return valid.sum(1, keepdim=True).expand(-1, call.n_query).double()
 
 
-def _exact_stats(call: Call, layout: Layout, n_exact: int, config: Routed) -> Values:
+def _exact_stats(call: Call, layout: Layout, n_exact: int) -> Values:
     """Stats as if every query read every key, with the numbers of the layout."""
     stats: Values = {**asdict(layout), "exact_queries": n_exact, **dict.fromkeys(_MEANS, 0.0)}
-    if config.tolerance is not None:
-        stats |= dict.fromkeys((*_ERROR_MEANS, "error_bound_max"), 0.0)
     return {**stats, "keys_per_query": _mean(_visible_keys(call), _real_queries(call))}
 
 

@@ -17,9 +17,7 @@ from prescore.config import Routed
 from prescore.errors import Unsupported
 from prescore.ops.backend import Backend, Needs, Tile, accumulation_dtype, pick_backend, readable
 from prescore.ops.native.library import loaded_level
-from prescore.rng import DEFAULT_SEED, Streams
 from prescore.routed import native, plain, reference
-from prescore.routed.error_bound import above_tolerance, read_all, refine, summarise
 from prescore.routed.layout import Layout, RoutedKeys, View, make_layout
 from prescore.routed.reference import Clusters, Int8Keys, log_inverse_weight
 from prescore.types import Attended, Reads, Values
@@ -34,14 +32,10 @@ class RoutedIndex:
         config: The configuration.
         scale: Factor of the logits.
         start: `[B]` index of each sequence's first real token (left padding), or None = all 0.
-        seed: Of the samples that a tolerance needs.
     """
 
-    def __init__(
-        self, config: Routed, *, scale: float, start: Tensor | None = None, seed: int = DEFAULT_SEED
-    ) -> None:
-        self._config, self._scale, self._seed = config, scale, Streams(seed).child("samples").seed
-        self._start = start
+    def __init__(self, config: Routed, *, scale: float, start: Tensor | None = None) -> None:
+        self._config, self._scale, self._start = config, scale, start
         self._groups: list[tuple[slice, _SameStart]] = []
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, *, backend: str = "auto") -> Attended:
@@ -79,16 +73,11 @@ class RoutedIndex:
 
     @property
     def stats(self) -> Values:
-        """Of the last step: which backend ran; with a tolerance, the error fields of `Stats`."""
+        """Of the last step: which backend ran; empty where nothing was far."""
         ran = [group.runs_native for _, group in self._groups if group.runs_native is not None]
-        stats: Values = {}
-        if ran:
-            stats = {"backend": "native", "native_level": loaded_level()} if ran[0] else {"backend": "plain"}
-        bounds = [group.bounds for _, group in self._groups if group.bounds is not None]
-        if bounds:
-            parts = zip(*bounds, strict=True)
-            stats.update(summarise(*(torch.cat([part.flatten() for part in group]) for group in parts)))
-        return stats
+        if not ran:
+            return {}
+        return {"backend": "native", "native_level": loaded_level()} if ran[0] else {"backend": "plain"}
 
     def crop(self, n_keys: int) -> None:
         """Drop the key index if a chunk in it loses keys; the next step builds it again."""
@@ -109,12 +98,12 @@ class RoutedIndex:
     def _split(self) -> list[tuple[slice, _SameStart]]:
         """Neighbours in the batch with the same start, as slices: a copy of all keys costs more than a step."""
         if self._start is None:
-            return [(slice(0, None), _SameStart(self._config, self._scale, 0, self._seed))]
+            return [(slice(0, None), _SameStart(self._config, self._scale, 0))]
         checks.integer("start", int(self._start.min()), minimum=0)
         starts, counts = (t.tolist() for t in torch.unique_consecutive(self._start, return_counts=True))
         groups, end = [], 0
         for start, count in zip(starts, counts, strict=True):
-            groups.append((slice(end, end + count), _SameStart(self._config, self._scale, start, self._seed)))
+            groups.append((slice(end, end + count), _SameStart(self._config, self._scale, start)))
             end += count
         return groups
 
@@ -143,12 +132,11 @@ class _Index:
 class _SameStart:
     """Sequences that start at the same index: their chunks end at the same time."""
 
-    def __init__(self, config: Routed, scale: float, start: int, seed: int) -> None:
-        self._config, self._scale, self._start, self._seed = config, scale, start, seed
+    def __init__(self, config: Routed, scale: float, start: int) -> None:
+        self._config, self._scale, self._start = config, scale, start
         self._index: _Index | None = None
         self.reads = Reads(0.0)  # of the last step
         self.runs_native: bool | None = None  # in the last step; None = nothing was far
-        self.bounds: tuple[Tensor, Tensor, Tensor, Tensor] | None = None  # arguments of `summarise`
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, backend: Backend, may_run_native: bool
@@ -157,7 +145,7 @@ class _SameStart:
         layout = make_layout(1, key.shape[2] - self._start, causal=True, config=self._config)
         query, key, value = (readable(t) for t in (query, key, value))
         grouped = query.reshape(-1, query.shape[1] // key.shape[1], 1, query.shape[-1])
-        self.bounds, self.runs_native, n_read = None, None, 0.0
+        self.runs_native, n_read = None, 0.0
         if layout.n_chunks:
             self.runs_native = may_run_native and native.can_run(grouped, value.shape[-1], layout.cluster_size)
             with torch.no_grad():
@@ -234,8 +222,8 @@ class _SameStart:
         is_latest = layout.n_chunks == index.n_chunks  # else a step was taken back
         means = index.means if is_latest else index.means_before
         local_start = self._start + layout.sinks + layout.n_chunks * layout.chunk_size
-        tolerant, log_inverse = self._config.tolerance is not None, log_inverse_weight(self._config.min_weight)
-        if not tolerant and self.runs_native:
+        log_inverse = log_inverse_weight(self._config.min_weight)
+        if self.runs_native:
             step = index.step if is_latest else None
             if step is None:
                 keys = self._routed_keys(key, value, index.clusters, layout, means)
@@ -247,37 +235,15 @@ class _SameStart:
             torch.full((query.shape[0], 1), n, dtype=torch.int32, device="cpu")
             for n in (n_clusters, local_start, key.shape[2])
         )
-        native_runs = bool(self.runs_native)
-        view = View(
-            counts,
-            start,
-            stop,
-            True,
-            layout.chunk_size,
-            n_clusters,
-            log_inverse,
-            self._scale,
-            backend,
-            native_runs,
-        )
+        options = (True, layout.chunk_size, n_clusters, log_inverse, self._scale, backend, False)
+        view = View(counts, start, stop, *options)
         keys = self._routed_keys(key, value, index.clusters, layout, means)
         local_key, local_value = (t[:, None, local_start:] for t in (keys.key, keys.value))
         wide = accumulation_dtype(query.dtype)
         tile = Tile(query, local_key, local_value, self._scale)
         local = Attended(*(t.to(wide) for t in backend.forward(tile)))
-        if tolerant:
-            return self._within(query, keys, view, local)
         merged, _, counts = plain.add_far(query, keys, view, local)
         return Attended(merged.output.to(value.dtype), merged.lse), float(counts[1]) / merged.lse.numel()
-
-    def _within(self, query: Tensor, keys: RoutedKeys, view: View, local: Attended) -> tuple[Attended, float]:
-        """The step within the configured tolerance."""
-        bounded = refine(query, keys, view, local, self._config, self._seed)
-        result, above = Attended(bounded.output, bounded.lse), above_tolerance(bounded.bound, self._config)
-        read_all(query, keys, view, local, above, result, self._start)
-        self.bounds = bounded.bound, bounded.error, bounded.refined, above
-        n_read = float(bounded.counts[1]) + float(above.sum()) * (keys.key.shape[1] - self._start)
-        return Attended(result.output.to(query.dtype), result.lse), n_read / above.numel()
 
     def _routed_keys(
         self, key: Tensor, value: Tensor, clusters: Clusters, layout: Layout, means: tuple[Tensor, Tensor]

@@ -426,8 +426,7 @@ def run(
         view: What each query sees.
         tables: Of the same keys.
         results: `output`, `lse`, `threshold` and `counts`: written, except by the backward function, which reads
-            `output` (= gradient), `lse` and `threshold`. Without `reads_local`, other functions find the local
-            result in output and lse.
+            `output` (= gradient), `lse` and `threshold`.
         reads_local: Whether local keys are read here.
         extra: Second argument of the function.
     """
@@ -468,29 +467,17 @@ def _range(numbers: Tensor) -> tuple[int, int]:
     return int(least), int(most)
 
 
-def empty_results(query: Tensor, keys: RoutedKeys) -> dict[str, Tensor]:
-    """Memory for the results of a call; thresholds are infinite where nothing is far."""
-    shape = query.shape[:3]
-    return {
-        "output": empty(*shape, keys.value.shape[-1]),
-        "lse": empty(*shape),
-        "threshold": empty(*shape).fill_(torch.inf),
-        "counts": empty(2, dtype=torch.int64).zero_(),
-    }
-
-
 def forward(query: Tensor, keys: RoutedKeys, view: View) -> tuple[Attended, Tensor, Tensor]:
     """Result of `query [T, G, n, D]`, each query's threshold, and counts: keys compared, far keys read."""
-    results = empty_results(query, keys)
+    shape = query.shape[:3]
+    results = {
+        "output": empty(*shape, keys.value.shape[-1]),
+        "lse": empty(*shape),
+        "threshold": empty(*shape).fill_(torch.inf),  # infinite where nothing is far
+        "counts": empty(2, dtype=torch.int64).zero_(),
+    }
     run("prescore_routed_forward", query, keys, view, Tables.of(keys), results, reads_local=True)
     return Attended(results["output"], results["lse"]), results["threshold"], results["counts"]
-
-
-def attend_local(query: Tensor, keys: RoutedKeys, view: View) -> Attended:
-    """Queries `[T, G, n, D]` over their local keys alone."""
-    results = empty_results(query, keys)
-    run("prescore_routed_local", query, keys, view, Tables.of(keys), results, reads_local=True)
-    return Attended(results["output"], results["lse"])
 
 
 def add_far_gradients(

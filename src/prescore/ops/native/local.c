@@ -138,31 +138,3 @@ void prescore_attend_local(const RoutedCall *p, Tile *w) {
         p->lse[w->index[t]] = mass[t] == 0 ? -INFINITY : peak[t] + logf(mass[t]);
     }
 }
-
-/* The local keys alone; returns 0, or 1 where there was no memory. */
-PRESCORE_EXPORT int prescore_routed_local(const RoutedCall *p) {
-    const int64_t tiles = (p->n_query + TILE - 1) / TILE;
-    LocalKeys local = {0};
-    int failed = prescore_load_local(p, &local);
-#pragma omp parallel num_threads(prescore_threads()) if (tiles * p->kv_heads > 1)
-    {
-        Tile *w = failed ? NULL : prescore_new_tile(p, &local);
-        if (!w) {
-#pragma omp atomic write
-            failed = 1;
-        }
-#pragma omp for schedule(dynamic, 1)
-        for (int64_t job = 0; job < tiles * p->kv_heads; job++) {
-            const int64_t kv_head = job % p->kv_heads, begin = job / p->kv_heads * TILE;
-            const int64_t stop = begin + TILE < p->n_query ? begin + TILE : p->n_query;
-            for (int64_t done = begin; w && done < stop;) {
-                done = next_tile(p, w, kv_head, done, stop);
-                prescore_load_queries(p, w);
-                prescore_attend_local(p, w);
-            }
-        }
-        free(w);
-    }
-    prescore_free_local(&local);
-    return failed;
-}
