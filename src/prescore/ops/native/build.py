@@ -23,7 +23,7 @@ ABI = 8
 
 _AVX2 = ("-mavx2", "-mfma", "-mf16c", "-mbmi2")
 _AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512vnni")
-_X86 = {"baseline": (), "avx2": _AVX2, "avx512": _AVX512}
+_X86 = {"baseline": (), "avx2": _AVX2, "avx512": _AVX512, "avx512_bf16": (*_AVX512, "-mavx512bf16")}
 # no -ffast-math: infinities and NaN are values here, and sums keep their order
 _FLAGS = (
     *("-std=gnu11", "-O3", "-fopenmp", "-fPIC", "-shared", "-fvisibility=hidden"),

@@ -49,6 +49,7 @@ void prescore_load_queries(const RoutedCall *p, Tile *w) {
     for (int64_t t = 0; t < w->n; t++) {
         const int64_t at = w->index[t];
         const int64_t offset = row_offset(&p->query, at / p->length, at % p->length);
+        if (half_products(p)) memcpy(w->pairs + t * dim / 2, (const uint16_t *)p->query.data + offset, (size_t)(2 * dim));
         float *own = w->query + t * dim;
         floats most = splat(1e-30f);
         for (int64_t i = 0; i < dim; i += WIDTH) {
@@ -113,7 +114,12 @@ static void read_hits(const RoutedCall *p, Tile *w, int64_t t) {
     const int32_t *rows = w->hits + t * MAX_HITS;
     float *own = w->hit_logits, *sums = w->sums + t * wide;
     floats top = splat(-INFINITY), mass = splat(0);
-    row_dots(own, &p->key, w->kv_head, rows, hits, w->query + t * p->dim, p->dim);
+#if defined(__AVX512BF16__)
+    if (half_products(p))
+        half_dots(own, &p->key, w->kv_head, rows, hits, w->pairs + t * p->dim / 2, p->dim, p->scale);
+    else
+#endif
+        row_dots(own, &p->key, w->kv_head, rows, hits, w->query + t * p->dim, p->dim);
     for (int64_t i = hits; i < (hits + WIDTH - 1) / WIDTH * WIDTH; i++) own[i] = -INFINITY;
     for (int64_t i = 0; i < hits; i += WIDTH) top = larger(top, load(own + i));
     const float peak = largest(top);
@@ -129,6 +135,12 @@ static void read_hits(const RoutedCall *p, Tile *w, int64_t t) {
         mass += x;
     }
     w->mass[t] += total(mass);
+#if defined(__AVX512BF16__)
+    if (half_products(p)) {
+        add_half_rows(sums, &p->value, w->kv_head, rows, own, hits, wide);
+        return;
+    }
+#endif
     add_rows(sums, &p->value, w->kv_head, rows, own, hits, wide);
 }
 

@@ -21,15 +21,16 @@ _AUTOMATIC = ("", "1", "auto")
 _OFF = "0"
 NO_LEVEL = "none"
 """Where no compiled code runs."""
+_AVX2 = frozenset({"avx2", "fma", "f16c", "bmi2"})
+_AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni"}
 _NEEDED = {
     "baseline": frozenset[str](),
-    "avx2": frozenset({"avx2", "fma", "f16c", "bmi2"}),
-    "avx512": frozenset(
-        {"avx2", "fma", "f16c", "bmi2", "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni"}
-    ),
+    "avx2": _AVX2,
+    "avx512": _AVX512,
+    "avx512_bf16": _AVX512 | {"avx512_bf16"},
 }
 """What a processor must have for a level, in the words of /proc/cpuinfo."""
-_CAPABILITIES = {"AVX2": ("baseline", "avx2"), "AVX512": ("baseline", "avx2", "avx512")}
+_CAPABILITIES = {"AVX2": ("baseline", "avx2"), "AVX512": ("baseline", "avx2", "avx512", "avx512_bf16")}
 """Levels that torch's own choice of kernels allows."""
 
 

@@ -35,6 +35,33 @@ INLINE void transpose_four(const float *const *rows, float *to, int64_t dim) {
 #endif
 }
 
+/* Pairs of bfloat16: two dimensions of a key, and the same dimension of two values. */
+static void load_half_block(const RoutedCall *p, const LocalKeys *local, int64_t kv_head, int64_t block) {
+    const int64_t pairs = p->dim / 2, wide = p->value_dim, rows = local->stop - local->begin, first = 16 * block;
+    const float zeros[MAX_DIM / 2] = {0};
+    float *keys = local->keys + (kv_head * local->blocks + block) * pairs * 16;
+    for (int64_t k = 0; k < 16; k += 4) {
+        const float *four[4];
+        for (int64_t j = 0; j < 4; j++) {
+            const int64_t row = first + k + j, offset = row_offset(&p->key, kv_head, local->begin + row);
+            four[j] = row < rows ? (const float *)((const uint16_t *)p->key.data + offset) : zeros;
+        }
+        transpose_four(four, keys + k, pairs);
+    }
+    for (int64_t k = 0; k < 16; k += 2) {
+        const uint16_t *two[2];
+        uint16_t *to = (uint16_t *)(local->values + ((kv_head * local->blocks + block) * 8 + k / 2) * wide);
+        for (int64_t j = 0; j < 2; j++) {
+            const int64_t row = first + k + j, offset = row_offset(&p->value, kv_head, local->begin + row);
+            two[j] = row < rows ? (const uint16_t *)p->value.data + offset : (const uint16_t *)zeros;
+        }
+        for (int64_t i = 0; i < wide; i++) {
+            to[2 * i] = two[0][i];
+            to[2 * i + 1] = two[1][i];
+        }
+    }
+}
+
 static void load_block(const RoutedCall *p, const LocalKeys *local, int64_t kv_head, int64_t block) {
     const int64_t dim = p->dim, wide = p->value_dim, rows = local->stop - local->begin, first = 16 * block;
     float *keys = local->keys + (kv_head * local->blocks + block) * dim * 16, own[4][MAX_DIM];
@@ -62,14 +89,16 @@ static void load_block(const RoutedCall *p, const LocalKeys *local, int64_t kv_h
 /* Load the local keys of all queries; returns 1 where there is no memory. */
 int prescore_load_local(const RoutedCall *p, LocalKeys *local) {
     find_span(p, local);
-    const int64_t numbers = p->kv_heads * local->blocks * p->dim * 16, rows = p->kv_heads * (local->stop - local->begin);
+    local->half = half_products(p);
+    const int64_t numbers = p->kv_heads * local->blocks * p->dim * 16;
+    const int64_t rows = p->kv_heads * (local->half ? local->blocks * 8 : local->stop - local->begin);
     const int converted = p->value.type != FLOAT32;
     local->keys = aligned_alloc(64, sizeof(float) * (size_t)(numbers + 16));
     local->values = converted ? malloc(sizeof(float) * (size_t)(rows * p->value_dim + 1)) : NULL;
     if (!local->keys || (converted && !local->values)) return 1;
 #pragma omp parallel for schedule(static) num_threads(prescore_threads()) if (local->blocks * p->kv_heads > 64)
     for (int64_t job = 0; job < p->kv_heads * local->blocks; job++)
-        load_block(p, local, job / local->blocks, job % local->blocks);
+        (local->half ? load_half_block : load_block)(p, local, job / local->blocks, job % local->blocks);
     return 0;
 }
 
@@ -81,7 +110,7 @@ void prescore_free_local(LocalKeys *local) {
 /* Weights of a query for some local keys, in place of their logits, under a new maximum; sums under the old one are scaled.
  * Keys outside of `begin` to `stop` weigh nothing. */
 INLINE void weigh_keys(float *logits, int64_t n, int64_t begin, int64_t stop, float *peak, float *mass, float *sum,
-                       int64_t wide) {
+                       int64_t wide, const float factor) {
     if (stop <= begin) {
         memset(logits, 0, sizeof(float) * (size_t)n);
         return;
@@ -89,10 +118,10 @@ INLINE void weigh_keys(float *logits, int64_t n, int64_t begin, int64_t stop, fl
     for (int64_t c = 0; c < begin; c++) logits[c] = -INFINITY;
     for (int64_t c = stop; c < n; c++) logits[c] = -INFINITY;
     floats top = splat(*peak), added = splat(0);
-    for (int64_t c = 0; c < n; c += WIDTH) top = larger(top, load(logits + c));
+    for (int64_t c = 0; c < n; c += WIDTH) top = larger(top, load(logits + c) * splat(factor));
     const float highest = largest(top), scale = *peak == highest ? 1.0f : expf(*peak - highest);
     for (int64_t c = 0; c < n; c += WIDTH) {
-        const floats x = vexp(load(logits + c) - splat(highest));
+        const floats x = vexp(load(logits + c) * splat(factor) - splat(highest));
         store(logits + c, x);
         added += x;
     }
@@ -100,6 +129,19 @@ INLINE void weigh_keys(float *logits, int64_t n, int64_t begin, int64_t stop, fl
     *peak = highest;
     if (scale == 1.0f) return;
     for (int64_t i = 0; i < wide; i += WIDTH) store(sum + i, load(sum + i) * splat(scale));
+}
+
+/* Weights as pairs of bfloat16, in place. */
+INLINE void round_pairs(float *weights, int64_t n) {
+#if defined(__AVX512BF16__)
+    for (int64_t c = 0; c < n; c += 32) {
+        const __m512 second = c + 16 < n ? (__m512)load(weights + c + 16) : _mm512_setzero_ps();
+        store(weights + c / 2, (floats)_mm512_cvtne2ps_pbh(second, (__m512)load(weights + c)));
+    }
+#else
+    (void)weights;
+    (void)n;
+#endif
 }
 
 /* Output and log-sum-exp of the local keys of a tile; 0 and -inf where there are none. */
@@ -120,12 +162,21 @@ void prescore_attend_local(const RoutedCall *p, Tile *w) {
     memset(sums, 0, sizeof(float) * (size_t)(w->n * wide));
     for (int64_t row = begin / 16 * 16; row < end; row += LOCAL_KEYS) {
         const int64_t some = end - row < LOCAL_KEYS ? end - row : LOCAL_KEYS, filled = (some + 15) / 16 * 16;
-        const float *keys = local->keys + (w->kv_head * local->blocks + row / 16) * dim * 16;
-        product(weights, LOCAL_KEYS, w->query, dim, 1, w->n, keys, 16, dim * 16, dim, filled, 0);
+        const float *keys = local->keys + (w->kv_head * local->blocks + row / 16) * (local->half ? dim * 8 : dim * 16);
+        if (local->half)
+            any_product(1, weights, LOCAL_KEYS, w->pairs, dim / 2, 1, w->n, keys, 16, dim * 8, dim / 2, filled, 0);
+        else
+            product(weights, LOCAL_KEYS, w->query, dim, 1, w->n, keys, 16, dim * 16, dim, filled, 0);
         for (int64_t t = 0; t < w->n; t++) {
             const int64_t from = first[place[t]] - local->begin - row, to = stop[place[t]] - local->begin - row;
             weigh_keys(weights + t * LOCAL_KEYS, filled, from > 0 ? from : 0, to < filled ? to : filled, peak + t, mass + t,
-                       sums + t * wide, wide);
+                       sums + t * wide, wide, local->half ? p->scale : 1.0f);
+            if (local->half) round_pairs(weights + t * LOCAL_KEYS, filled);
+        }
+        if (local->half) {
+            const float *pairs = local->values + (w->kv_head * local->blocks * 8 + row / 2) * wide;
+            any_product(1, sums, wide, weights, LOCAL_KEYS, 1, w->n, pairs, wide, 16, filled / 2, wide, 1);
+            continue;
         }
         const float *values = local->values ? local->values + (w->kv_head * rows + row) * wide
                                            : (const float *)p->value.data + row_offset(&p->value, w->kv_head, local->begin + row);

@@ -50,14 +50,15 @@ typedef struct {
     float scale, search_stds, heavy_stds, heavy_int8_error, margin, log_inverse, max_mass_gain, log_sink_weight;
     float *output, *lse; /* [kv_heads, n_query, value_dim], [kv_heads, n_query]: of what was read elsewhere; then of all */
     float *threshold;    /* [kv_heads, n_query]: the logit from which on far keys are read */
-    int64_t *counts;     /* int4 keys compared, far keys read */
+    int64_t *counts;     /* int8 keys compared, far keys read */
 } RoutedCall;
 
-/* Keys from `begin` to `stop` of every KV head: the local keys of all queries. */
+/* Keys from `begin` to `stop` of every KV head: the local keys of all queries. With `half`, numbers are pairs of bfloat16, of
+ * two dimensions of a key and of two keys of a value. */
 typedef struct {
-    int64_t begin, stop, blocks;
-    float *keys;   /* [kv_heads, blocks, dim, 16]: sixteen side by side */
-    float *values; /* [kv_heads, stop - begin, value_dim]; NULL = they are float32 and read where they lie */
+    int64_t begin, stop, blocks, half;
+    float *keys;   /* [kv_heads, blocks, dim, 16], half: dim / 2: sixteen side by side */
+    float *values; /* [kv_heads, stop - begin, value_dim], half: [kv_heads, blocks * 8, value_dim]; NULL = read where they lie */
 } LocalKeys;
 
 /* A tile of queries of one KV head that see the same clusters. */
@@ -66,6 +67,7 @@ typedef struct {
     int64_t index[TILE];                   /* of each query in [kv_heads, n_query] */
     int64_t padded;
     float query[TILE * MAX_DIM], direction[TILE * MAX_DIM], moment[TILE * MAX_DIM]; /* q, C'q and V q */
+    float pairs[TILE * MAX_DIM / 2]; /* bfloat16 queries as they are given, without the scale, two a number */
     int8_t int8[TILE * MAX_DIM];
     int32_t int8_start[TILE]; /* -KEY_ZERO times the sum of the query's int8 numbers */
     float int8_scale[TILE], std[TILE], threshold[TILE];
@@ -88,6 +90,17 @@ void prescore_load_queries(const RoutedCall *p, Tile *w);
 void prescore_begin_tile(const RoutedCall *p, Tile *w);
 void prescore_begin_search(const RoutedCall *p, Tile *w);
 int64_t prescore_search(const RoutedCall *p, Tile *w, int64_t block);
+
+/* Whether queries, keys and values are bfloat16 and multiplied as such. */
+INLINE int64_t half_products(const RoutedCall *p) {
+#if defined(__AVX512BF16__)
+    const int all = p->query.type == BFLOAT16 && p->key.type == BFLOAT16 && p->value.type == BFLOAT16;
+    return all && p->dim % 32 == 0 && p->value_dim % 32 == 0;
+#else
+    (void)p;
+    return 0;
+#endif
+}
 
 /* Where a query stands in the arrays that query heads share. */
 INLINE int64_t place_of(const RoutedCall *p, int64_t kv_head, int64_t query) { return kv_head * p->length + query % p->length; }
@@ -203,6 +216,53 @@ INLINE void add_rows(float *to, const Rows *r, int64_t kv_head, const int32_t *r
     else
         add_rows_of_type(to, r, r->type, kv_head, rows, weights, n, dim);
 }
+#if defined(__AVX512BF16__)
+/* `row_dots` of bfloat16 keys with a query of pairs. */
+INLINE void half_dots(float *to, const Rows *r, int64_t kv_head, const int32_t *rows, int64_t n, const float *with, int64_t dim,
+                      float scale) {
+    for (int64_t i = 0; i < n; i += 4) {
+        const uint16_t *at[4];
+        floats sum[4];
+        for (int j = 0; j < 4; j++) {
+            at[j] = (const uint16_t *)r->data + row_offset(r, kv_head, rows[i + j < n ? i + j : n - 1]);
+            sum[j] = splat(0);
+        }
+        for (int64_t c = 0; c < dim; c += 32) {
+            const __m512bh x = (__m512bh)load(with + c / 2);
+            for (int j = 0; j < 4; j++) sum[j] = (floats)_mm512_dpbf16_ps((__m512)sum[j], (__m512bh)_mm512_loadu_si512(at[j] + c), x);
+        }
+        totals(sum, to + i);
+        for (int j = 0; j < 4; j++) to[i + j] *= scale;
+    }
+}
+/* `add_rows` of bfloat16 values, two at a time, with weights rounded to bfloat16. There is space for one weight more. */
+INLINE void add_half_rows(float *to, const Rows *r, int64_t kv_head, const int32_t *rows, float *weights, int64_t n, int64_t dim) {
+    const __m512i first = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
+    const __m512i second = _mm512_setr_epi32(8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31);
+    weights[n] = 0;
+    for (int64_t c = 0; c < dim; c += 64) {
+        const int wide = dim - c >= 64;
+        __m512 low[2], high[2];
+        for (int h = 0; h < 2; h++) low[h] = high[h] = _mm512_setzero_ps();
+        for (int64_t i = 0; i < n; i += 2) {
+            const uint16_t *a = (const uint16_t *)r->data + row_offset(r, kv_head, rows[i]) + c;
+            const uint16_t *b = (const uint16_t *)r->data + row_offset(r, kv_head, rows[i + 1 < n ? i + 1 : i]) + c;
+            const __m128bh both = _mm_cvtneps_pbh(_mm_castpd_ps(_mm_load_sd((const double *)(weights + i))));
+            const __m512bh w = (__m512bh)_mm512_broadcastd_epi32((__m128i)both);
+            for (int h = 0; h < 1 + wide; h++) {
+                const __m512i x = _mm512_loadu_si512(a + 32 * h), y = _mm512_loadu_si512(b + 32 * h);
+                low[h] = _mm512_dpbf16_ps(low[h], (__m512bh)_mm512_unpacklo_epi16(x, y), w);
+                high[h] = _mm512_dpbf16_ps(high[h], (__m512bh)_mm512_unpackhi_epi16(x, y), w);
+            }
+        }
+        for (int h = 0; h < 1 + wide; h++) { /* unpacking has moved dimensions by fours */
+            float *own = to + c + 32 * h;
+            store(own, load(own) + (floats)_mm512_permutex2var_ps(low[h], first, high[h]));
+            store(own + 16, load(own + 16) + (floats)_mm512_permutex2var_ps(low[h], second, high[h]));
+        }
+    }
+}
+#endif
 INLINE void prefetch_row(const Rows *r, int64_t offset, int64_t dim) {
     const int64_t size = r->type == FLOAT32 ? 4 : 2;
     for (int64_t i = 0; i < dim * size; i += 64) __builtin_prefetch((const char *)r->data + offset * size + i);
@@ -212,8 +272,17 @@ INLINE void prefetch_row(const Rows *r, int64_t offset, int64_t dim) {
 #define ROWS (8 / VECTORS)   /* rows whose sums are kept in eight registers, one panel at a time */
 #define PANELS (WIDTH == 16 ? 4 : 1)
 
+/* sum + x * y; with `half`, numbers are pairs of bfloat16 whose two products are added. */
+INLINE floats multiply_add(const int half, floats sum, floats x, float y) {
+#if defined(__AVX512BF16__)
+    if (half) return (floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)x, (__m512bh)splat_bits(y));
+#endif
+    (void)half;
+    return sum + x * splat(y);
+}
+
 /* to[t] (+)= sum over i of a[t, i] * m[i], for the rows t of a tile and some panels; `at_once` rows and all panels at a time. */
-INLINE void product_of(const int at_once, const int panels, float *to, int64_t to_step, const float *a, int64_t a_step,
+INLINE void product_of(const int half, const int at_once, const int panels, float *to, int64_t to_step, const float *a, int64_t a_step,
                        int64_t a_inner, int64_t n, const float *m, int64_t m_step, int64_t panel, int64_t inner, int add) {
     for (int64_t t = 0; t < n; t += at_once) {
         const float *row[ROWS];
@@ -226,7 +295,7 @@ INLINE void product_of(const int at_once, const int panels, float *to, int64_t t
             floats x[PANELS * VECTORS];
             for (int v = 0; v < panels * VECTORS; v++) x[v] = load(m + i * m_step + v / VECTORS * panel + v % VECTORS * WIDTH);
             for (int j = 0; j < at_once; j++)
-                for (int v = 0; v < panels * VECTORS; v++) sum[j][v] += x[v] * splat(row[j][i * a_inner]);
+                for (int v = 0; v < panels * VECTORS; v++) sum[j][v] = multiply_add(half, sum[j][v], x[v], row[j][i * a_inner]);
         }
         for (int j = 0; j < at_once && t + j < n; j++)
             for (int v = 0; v < panels * VECTORS; v++) {
@@ -237,23 +306,27 @@ INLINE void product_of(const int at_once, const int panels, float *to, int64_t t
     }
 }
 /* The same for `wide` columns, a multiple of 16. Panels of `m`, sixteen columns each, lie `panel` numbers apart. */
-INLINE void product(float *to, int64_t to_step, const float *a, int64_t a_step, int64_t a_inner, int64_t n,
-                    const float *m, int64_t m_step, int64_t panel, int64_t inner, int64_t wide, int add) {
+INLINE void any_product(const int half, float *to, int64_t to_step, const float *a, int64_t a_step, int64_t a_inner, int64_t n,
+                        const float *m, int64_t m_step, int64_t panel, int64_t inner, int64_t wide, int add) {
     int64_t c = 0;
     for (; PANELS > 1 && c + 16 * PANELS <= wide; c += 16 * PANELS) {
         const float *own = m + c / 16 * panel;
         if (n > 2) /* a single step has few queries */
-            product_of(4, PANELS, to + c, to_step, a, a_step, a_inner, n, own, m_step, panel, inner, add);
+            product_of(half, 4, PANELS, to + c, to_step, a, a_step, a_inner, n, own, m_step, panel, inner, add);
         else
-            product_of(1, PANELS, to + c, to_step, a, a_step, a_inner, n, own, m_step, panel, inner, add);
+            product_of(half, 1, PANELS, to + c, to_step, a, a_step, a_inner, n, own, m_step, panel, inner, add);
     }
     for (; c < wide; c += 16) {
         const float *own = m + c / 16 * panel;
         if (n > 2)
-            product_of(ROWS, 1, to + c, to_step, a, a_step, a_inner, n, own, m_step, panel, inner, add);
+            product_of(half, ROWS, 1, to + c, to_step, a, a_step, a_inner, n, own, m_step, panel, inner, add);
         else
-            product_of(1, 1, to + c, to_step, a, a_step, a_inner, n, own, m_step, panel, inner, add);
+            product_of(half, 1, 1, to + c, to_step, a, a_step, a_inner, n, own, m_step, panel, inner, add);
     }
+}
+INLINE void product(float *to, int64_t to_step, const float *a, int64_t a_step, int64_t a_inner, int64_t n,
+                    const float *m, int64_t m_step, int64_t panel, int64_t inner, int64_t wide, int add) {
+    any_product(0, to, to_step, a, a_step, a_inner, n, m, m_step, panel, inner, wide, add);
 }
 
 /* to[t] = sum over i of a[i, t] * m[i]: the same where the rows of `a` are summed over, and `n` of its columns, a

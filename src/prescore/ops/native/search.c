@@ -19,49 +19,51 @@ INLINE void logits_of_block(const float *logits, int64_t block, int64_t each, fl
     for (int k = 0; k < PER_BLOCK; k++) to[k] = load(own + k * WIDTH);
 }
 
-/* Search some blocks of sixteen subclusters for one query; returns how many numbers it compared. */
-INLINE int64_t search_blocks(const RoutedCall *p, Tile *w, int64_t t, int64_t first, int64_t stop, const int64_t quarter) {
-    const int64_t each = p->cluster_size / 16, visible = w->clusters * each, n_blocks = (p->n_clusters * each + 15) / 16;
-    const int64_t bytes = 64 * quarter;
+/* Search a block of sixteen subclusters for one query; returns how many keys and centroids it compared. */
+INLINE int64_t search_block(const RoutedCall *p, Tile *w, int64_t t, int64_t block, const int64_t quarter) {
+    const int64_t each = p->cluster_size / 16, visible = w->clusters * each - 16 * block, bytes = 64 * quarter;
+    const int64_t at = w->kv_head * ((p->n_clusters * each + 15) / 16) + block, here = w->kv_head * p->n_clusters * each + 16 * block;
     const float *logits = w->logits + t * w->padded + p->sink_columns;
     const float least = w->least[t], unit = w->int8_scale[t], inverse = 1.0f / unit;
-    const floats std = splat(w->std_of_spread[t]), search_stds = splat(p->search_stds), heavy_stds = splat(p->heavy_stds);
-    const floats margin = splat(p->margin);
+    const floats std = splat(w->std_of_spread[t]);
     int32_t query[MAX_DIM / 4], *hits = w->hits + t * MAX_HITS, *cluster_hits = w->cluster_hits + t * w->padded + p->sink_columns;
-    int32_t n_hits = 0;
-    int64_t compared = 0;
+    int32_t n_hits = w->n_hits[t];
+    floats centroids[PER_BLOCK], offset[PER_BLOCK];
+    unsigned within = 0;
     memcpy(query, w->int8 + t * p->dim, (size_t)(4 * quarter));
-    for (int64_t block = first; block < stop; block++) {
-        const int64_t at = w->kv_head * n_blocks + block;
-        floats centroids[PER_BLOCK], offset[PER_BLOCK];
-        unsigned within = 0;
-        logits_of_block(logits, block, each, centroids);
-        int8_products(p->sub_int8 + at * bytes, query, w->int8_start[t], quarter, offset);
-        for (int k = 0; k < PER_BLOCK; k++) {
-            const floats s = std * load(p->spread + at * 16 + k * WIDTH);
-            const floats reach = larger(search_stds * s, heavy_stds * s - margin);
-            const floats x = offset[k] * load(p->sub_scales + at * 16 + k * WIDTH) * splat(unit);
-            within |= at_least(x + (centroids[k] + reach), splat(least)) << (k * WIDTH);
-        }
-        const int64_t n = visible - 16 * block;
-        if (n < 16) within &= (1u << n) - 1;
-        compared += n < 16 ? n : 16;
-        for (; within; within &= within - 1) {
-            const int64_t own = 16 * block + __builtin_ctz(within), cluster = own / each;
-            const int64_t here = w->kv_head * p->n_clusters * each + own;
-            /* int8 keys are differences from the centroid */
-            const floats distance = splat((least - logits[cluster]) * inverse);
-            unsigned above = 0;
-            int8_products(p->int8 + here * bytes, query, w->int8_start[t], quarter, offset);
-            for (int k = 0; k < PER_BLOCK; k++)
-                above |= at_least(offset[k] * load(p->scales + here * 16 + k * WIDTH), distance) << (k * WIDTH);
-            compared += 16;
-            if (!above) continue; /* often */
-            n_hits = append_rows(hits, n_hits, p->positions + here * 16, above);
-            cluster_hits[cluster] += __builtin_popcount(above);
-        }
+    logits_of_block(logits, block, each, centroids);
+    int8_products(p->sub_int8 + at * bytes, query, w->int8_start[t], quarter, offset);
+    for (int k = 0; k < PER_BLOCK; k++) {
+        const floats s = std * load(p->spread + at * 16 + k * WIDTH);
+        const floats reach = larger(splat(p->search_stds) * s, splat(p->heavy_stds) * s - splat(p->margin));
+        const floats x = offset[k] * load(p->sub_scales + at * 16 + k * WIDTH) * splat(unit);
+        within |= at_least(x + (centroids[k] + reach), splat(least)) << (k * WIDTH);
+    }
+    if (visible < 16) within &= (1u << visible) - 1;
+    const int64_t compared = (visible < 16 ? visible : 16) + 16 * __builtin_popcount(within);
+    for (; within; within &= within - 1) {
+        const int64_t i = __builtin_ctz(within), cluster = (uint32_t)(16 * block + i) / (uint32_t)each;
+        /* int8 keys are differences from the centroid */
+        const floats distance = splat((least - logits[cluster]) * inverse);
+        unsigned above = 0;
+        int8_products(p->int8 + (here + i) * bytes, query, w->int8_start[t], quarter, offset);
+        for (int k = 0; k < PER_BLOCK; k++)
+            above |= at_least(offset[k] * load(p->scales + (here + i) * 16 + k * WIDTH), distance) << (k * WIDTH);
+        const int32_t before = n_hits; /* no branch: whether there is a hit cannot be predicted */
+        n_hits = append_rows(hits, before, p->positions + (here + i) * 16, above);
+        cluster_hits[cluster] += n_hits - before;
     }
     w->n_hits[t] = n_hits;
+    return compared;
+}
+
+/* The same for all queries of a tile: the keys of a block stay in cache. */
+INLINE int64_t search_blocks(const RoutedCall *p, Tile *w, int64_t first, int64_t stop, const int64_t quarter) {
+    int64_t compared = 0;
+    memset(w->n_hits, 0, sizeof w->n_hits);
+    for (int64_t block = first; block < stop; block++)
+        for (int64_t t = 0; t < w->n; t++)
+            if (w->threshold[t] < INFINITY) compared += search_block(p, w, t, block, quarter);
     return compared;
 }
 
@@ -84,16 +86,13 @@ void prescore_begin_search(const RoutedCall *p, Tile *w) {
 int64_t prescore_search(const RoutedCall *p, Tile *w, int64_t block) {
     const int64_t blocks = (w->clusters * p->cluster_size / 16 + 15) / 16;
     const int64_t stop = block + BLOCKS_AT_ONCE < blocks ? block + BLOCKS_AT_ONCE : blocks;
-    int64_t compared = 0;
-    for (int64_t t = 0; t < w->n; t++) {
-        if (!(w->threshold[t] < INFINITY)) continue;
-        if (p->dim == 64) /* compiled for the head dimensions that most models have */
-            compared += search_blocks(p, w, t, block, stop, 16);
-        else if (p->dim == 128)
-            compared += search_blocks(p, w, t, block, stop, 32);
-        else
-            compared += search_blocks(p, w, t, block, stop, p->dim / 4);
-    }
+    int64_t compared;
+    if (p->dim == 64) /* compiled for the head dimensions that most models have */
+        compared = search_blocks(p, w, block, stop, 16);
+    else if (p->dim == 128)
+        compared = search_blocks(p, w, block, stop, 32);
+    else
+        compared = search_blocks(p, w, block, stop, p->dim / 4);
 #pragma omp atomic
     p->counts[0] += compared;
     return stop < blocks ? stop : 0;

@@ -24,6 +24,11 @@ typedef int32_t ints __attribute__((vector_size(4 * WIDTH), aligned(4), may_alia
 typedef int8_t bytes __attribute__((vector_size(WIDTH)));
 
 INLINE floats splat(float x) { return x - (floats){0}; }
+INLINE floats splat_bits(float x) { /* also of what is no number */
+    int32_t raw;
+    memcpy(&raw, &x, sizeof raw);
+    return (floats)(raw - (ints){0});
+}
 INLINE floats load(const float *p) { return *(const floats *)p; } /* the type allows any alignment and alias */
 INLINE void store(float *p, floats v) { *(floats *)p = v; }
 INLINE floats choose(ints mask, floats yes, floats no) { return (floats)(((ints)yes & mask) | ((ints)no & ~mask)); }
