@@ -1,0 +1,130 @@
+"""How candidates for the default move next-token distributions, on the windows that constants are chosen on.
+
+    python experiments/routed/frontier.py --model smollm2 --length 8192 --out frontier.jsonl BOOK.txt RECORD.jsonl
+    python experiments/routed/frontier.py --model MODEL.gguf --length 16384 --out frontier.jsonl BOOK.txt RECORD.jsonl
+    python experiments/routed/frontier.py --table frontier.jsonl
+
+Texts are of three kinds: a novel, the context of a LongBench record, and Python's own sources. Windows begin at 17 % of a
+text, where no reported window of `prescore perplexity` lies. Prints and records, for each candidate, model and text: the
+mean divergence (Kullback and Leibler's, in nats) of its distributions from exact attention's over every eighth
+position of the last quarter; the difference of losses there; seconds of attention; keys read and compared by a query.
+Candidates that are in the file already are left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import json
+import sys
+from collections import defaultdict
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from prescore import Routed
+from prescore.bench.language.methods import EXACT, Method, measured_attention
+from prescore.bench.language.model import LanguageModel, load_language_model
+from prescore.routed import native, reference
+
+PART = 0.17
+CONSTANTS = ("SEARCH_STDS", "HEAVY_STDS", "HEAVY_WEIGHT", "SINK_WEIGHT", "MAX_MASS_GAIN")
+CANDIDATES: dict[str, tuple[Routed, dict[str, float]]] = {
+    **{f"1/{n}": (Routed(min_weight=1 / n), {}) for n in (1024, 2048, 4096, 8192)},
+    **{f"1/4096, stds {s}": (Routed(min_weight=1 / 4096), {"SEARCH_STDS": s}) for s in (2.0, 2.25, 3.0)},
+    "1/4096, heavy 3.7": (Routed(min_weight=1 / 4096), {"HEAVY_STDS": 3.7}),
+    "1/4096, clusters of 64": (Routed(min_weight=1 / 4096, cluster_size=64), {}),
+    "1/4096, chunks of 128": (Routed(min_weight=1 / 4096, chunk_size=128), {}),
+    "1/4096, chunks of 512": (Routed(min_weight=1 / 4096, chunk_size=512), {}),
+}
+
+
+def texts_of(paths: list[Path]) -> dict[str, str]:
+    """Texts by name; of a record file the first context."""
+    texts = {}
+    for path in paths:
+        text = path.read_text(encoding="utf-8", errors="replace")
+        texts[path.stem] = json.loads(text.splitlines()[0])["context"] if path.suffix == ".jsonl" else text
+    modules = (argparse, inspect, json, torch.nn.functional, torch.nn.modules.module, torch.nn.modules.activation)
+    sources = [Path(str(module.__file__)).read_text(encoding="utf-8") for module in modules]
+    return {**texts, "python sources": "\n".join(sources)}
+
+
+def window(model: LanguageModel, text: str, length: int) -> Tensor:
+    """A window of a text, behind the tokens that the tokenizer puts before every text."""
+    tokens, begin = model.encode(text, special=False), model.tokenizer.bos_token_id
+    opening = torch.tensor([begin] if begin is not None else [], dtype=torch.int64)
+    start = min(int(PART * len(tokens)), len(tokens) - length)
+    return torch.cat((opening, tokens[start : start + length]))[:length]
+
+
+def run(model: LanguageModel, tokens: Tensor, method: Method) -> tuple[Tensor, dict[str, float]]:
+    """Logarithms of next-token probabilities at every eighth position of the last quarter, and the cost."""
+    with measured_attention(model.model, method) as cost:
+        hidden = model.hidden(tokens)
+        costs = cost()
+    places = range(len(tokens) * 3 // 4, len(tokens) - 1, 8)
+    return model.logits(hidden[list(places)]).log_softmax(-1), costs
+
+
+def measure(options: argparse.Namespace) -> None:
+    """Measure all candidates that the file does not have."""
+    torch.set_num_threads(options.threads)
+    out = Path(options.out)
+    done = {(r["model"], r["text"], r["candidate"]) for r in map(json.loads, out.read_text().splitlines())} if out.exists() else set()
+    model = load_language_model(options.model)
+    name = Path(options.model).stem
+    defaults = {constant: getattr(reference, constant) for constant in CONSTANTS if hasattr(reference, constant)}
+    for text_name, text in texts_of(options.texts).items():
+        wanted = [label for label in options.only or CANDIDATES if (name, text_name, label) not in done]
+        if not wanted:
+            continue
+        tokens = window(model, text, options.length)
+        exact, costs = run(model, tokens, EXACT)
+        truth = tokens[list(range(len(tokens) * 3 // 4 + 1, len(tokens), 8))][:, None]
+        for label in wanted:
+            config, constants = CANDIDATES[label]
+            for module in (reference, native):
+                for constant, number in {**defaults, **constants}.items():
+                    setattr(module, constant, number)
+            ours, cost = run(model, tokens, Method(label, config))
+            record = {
+                **{"model": name, "text": text_name, "candidate": label, "length": len(tokens)},
+                "divergence": float((exact.exp() * (exact - ours)).sum(-1).mean()),
+                "loss": float((exact.gather(1, truth) - ours.gather(1, truth)).mean()),
+                **{key: value for key, value in cost.items() if isinstance(value, (int, float))},
+                "exact_seconds": costs.get("attention_seconds"),
+            }
+            with out.open("a") as file:
+                file.write(json.dumps(record) + "\n")
+            sys.stdout.write(json.dumps(record) + "\n")
+
+
+def table(path: Path) -> None:
+    """A row for each candidate, means over the texts of each model."""
+    rows: dict[str, dict[str, list[dict[str, float]]]] = defaultdict(lambda: defaultdict(list))
+    for record in map(json.loads, path.read_text().splitlines()):
+        rows[record["candidate"]][record["model"]].append(record)
+    for label, models in rows.items():
+        for name, records in models.items():
+            means = [sum(r[key] for r in records) / len(records) for key in ("divergence", "loss", "attention_seconds")]
+            sys.stdout.write(f"| {label} | {name}, {len(records)} texts | {means[0]:.5f} | {means[1]:+.5f} | {means[2]:.2f} |\n")
+
+
+def main() -> None:
+    """Measure, or print the table of a file."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("texts", nargs="*", type=Path)
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--length", type=int, default=8192)
+    parser.add_argument("--out", default="frontier.jsonl")
+    parser.add_argument("--only", action="append", choices=list(CANDIDATES))
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--table", type=Path)
+    options = parser.parse_args()
+    table(options.table) if options.table else measure(options)
+
+
+if __name__ == "__main__":
+    main()
