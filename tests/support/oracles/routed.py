@@ -7,11 +7,12 @@ chunk; earlier chunks are far. With `q` the query times the scale, a query that 
 1. takes `s`, the root mean square over all far keys of their logits' distance from that of their centroid;
 2. estimates the attention mass: exp(logit) of the keys that it reads in any case, a tenth of it for sinks, and
    `L exp(centroid logit + min(s^2 / 2, 4))` for each cluster of `L` keys; `min_weight` of that is its threshold;
-3. compares the sixteen outliers of each cluster, and all keys of clusters within `3 s` of the threshold, by the
-   logits of int4 keys with its int6 query; it reads the keys that reach the threshold;
+3. compares the int8 centroids of subclusters (runs of 16 keys of a cluster in tree order) with the threshold, and the
+   int8 keys of those within reach of it: `2.5 x`, or `4.2 x` less the distance at which a key weighs 0.05, with `x` the
+   deviation of logits in a subcluster as spread out as this one; it reads the keys that reach the threshold;
 4. counts the unread keys of a cluster as its centroid: their logits are taken as normal, cut off at the threshold.
 
-One softmax over all of it follows. Autograd goes through everything but the choices: the tree, int4 keys, and
+One softmax over all of it follows. Autograd goes through everything but the choices: the tree, int8 keys, and
 which keys are read.
 """
 
@@ -30,7 +31,7 @@ from prescore.config import Routed
 from prescore.routed.tree import bisection_tree
 from prescore.types import Attended
 
-N_OUTLIERS = 16
+N_SUBCLUSTER = 16
 
 
 def routed_oracle(
@@ -45,7 +46,7 @@ def routed_oracle(
 ) -> Attended:
     """What `prescored_attention` must give with this configuration, in float64 and differentiable by autograd.
 
-    Trees and int4 keys are made in the precision of the inputs. Causal padding queries behind the last real key
+    Trees and int8 keys are made in the precision of the inputs. Causal padding queries behind the last real key
     are not specified: they see nothing here.
     """
     heads = oracle_reads(
@@ -200,8 +201,8 @@ def _reads_of_head(
     """What the queries `[Nq, D]` of one head read of `key [n, D]` and `value [n, Dv]`, all as they were given."""
     clusters = Clusters.of(key, value, sequence)
     counts = [sequence.far_chunks(i) << sequence.levels for i in range(sequence.n_query)]
-    prefixes = {count: Clusters(*(part[:count] for part in clusters)) for count in set(counts)}
-    scaled, int6 = query.double() * scale, int6_query(_at_least_float32(query.detach()) * scale)
+    prefixes = {count: clusters.first(count) for count in set(counts)}
+    scaled, int8 = query.double() * scale, int8_query(_at_least_float32(query.detach()) * scale)
     all_logits, values = scaled @ key.double().T, value.double()
     is_sink = torch.arange(len(key)) < sequence.config.sinks
     for i, (scaled_query, logits) in enumerate(zip(scaled.unbind(), all_logits.unbind(), strict=True)):
@@ -211,7 +212,7 @@ def _reads_of_head(
         if counts[i]:
             known = logits[always] + is_sink[always].double() * math.log(0.1)
             read, n_compared, centroid_logits, centroid_values = visible.search(
-                scaled_query, int6[i], known, sequence.config.min_weight
+                scaled_query, int8[i], known, sequence.config.min_weight
             )
             hits[visible.positions[read]] = True
         yield QueryReads(logits, values, always, hits, n_compared, centroid_logits, centroid_values)
@@ -224,8 +225,8 @@ class Clusters(NamedTuple):
         positions: `[M, L]` of their keys.
         key, value: `[M, D]`, `[M, Dv]` centroids.
         key_offset, value_offset: `[M, L, D]`, `[M, L, Dv]` differences from the centroids.
-        int4: `[M, L, D']` the key offsets, quantized.
-        outlier: `[M, L]` which keys every query compares.
+        int8: `[M, L, D]` the key offsets, quantized.
+        subclusters: For each run of 16 places: which places, its quantized mean offset `[M, D]`, its spread `[M]`.
     """
 
     positions: Tensor
@@ -233,17 +234,20 @@ class Clusters(NamedTuple):
     value: Tensor
     key_offset: Tensor
     value_offset: Tensor
-    int4: Tensor
-    outlier: Tensor
+    int8: Tensor
+    subclusters: list[tuple[slice, Tensor, Tensor]]
 
     @classmethod
     def of(cls, key: Tensor, value: Tensor, sequence: Sequence) -> Clusters:
-        """Of all chunks that some query sees; trees and int4 keys in the precision of the keys."""
+        """Of all chunks that some query sees; trees and int8 keys in the precision of the keys."""
         sinks, size, n_chunks = sequence.config.sinks, sequence.chunk_size, 0
         if sequence.n_query:
             n_chunks = max(sequence.far_chunks(i) for i in range(sequence.n_query))
         chunks = range(sinks, sinks + n_chunks * size, size)
-        orders = [begin + bisection_tree(key.detach()[begin : begin + size], sequence.levels) for begin in chunks]
+        levels, leaf = sequence.levels, sequence.cluster_size
+        while leaf >= 2 * N_SUBCLUSTER and leaf % 2 == 0:
+            levels, leaf = levels + 1, leaf // 2
+        orders = [begin + bisection_tree(key.detach()[begin : begin + size], levels) for begin in chunks]
         positions = torch.cat([torch.zeros(0, dtype=torch.int64), *orders]).view(-1, sequence.cluster_size)
         keys, values = key[positions].double(), value[positions].double()
         given = _at_least_float32(key.detach()[positions])
@@ -254,18 +258,23 @@ class Clusters(NamedTuple):
             values.mean(1),
             keys - keys.mean(1, keepdim=True),
             values - values.mean(1, keepdim=True),
-            int4_keys(offsets),
-            outliers(offsets, positions),
+            int8_rows(offsets, 63),
+            list(subclusters(offsets)),
         )
 
+    def first(self, count: int) -> Clusters:
+        """The first clusters."""
+        runs = [(places, mean[:count], spread[:count]) for places, mean, spread in self.subclusters]
+        return Clusters(*(part[:count] for part in self[:6]), runs)
+
     def search(
-        self, query: Tensor, int6: Tensor, known: Tensor, min_weight: float
+        self, query: Tensor, int8: Tensor, known: Tensor, min_weight: float
     ) -> tuple[Tensor, int, Tensor, Tensor]:
         """Keys `[M, L]` that a query reads, how many it compared, logits and values of the centroids.
 
         Args:
             query: `[D]`, times the scale.
-            int6: `[D']` the same, quantized.
+            int8: `[D]` the same, quantized.
             known: Logits of the keys that it reads in any case, those of sinks less `log(10)`.
             min_weight: Of the configuration.
         """
@@ -274,13 +283,19 @@ class Clusters(NamedTuple):
         std = offsets.square().mean().clamp_min(1e-3**2).sqrt()
         mass = torch.cat((known, logits + math.log(size) + (std**2 / 2).clamp_max(4.0))).logsumexp(0)
         threshold = mass + math.log(min_weight) if min_weight < 1 else torch.full_like(mass, math.inf)
-        searched = logits + 3 * std >= threshold
-        compared = searched[:, None] | (self.outlier & (threshold < math.inf))
-        read = compared & (logits[:, None] + self.int4 @ int6 >= threshold)
+        margin = max(0.0, math.log(0.05 / min_weight))
+        lowered = threshold - (0.1 * std - margin).clamp_min(0)
+        compared, n_compared = torch.zeros(self.positions.shape, dtype=torch.bool), 0
+        for places, mean, spread in self.subclusters if threshold < math.inf else []:
+            x = std * spread / self.key_offset.square().sum(-1).mean().sqrt()
+            reach = torch.maximum(2.5 * x, 4.2 * x - margin)
+            compared[:, places] = (logits + mean @ int8 + reach >= lowered)[:, None]
+            n_compared += len(mean)
+        read = compared & (logits[:, None] + self.int8 @ int8 >= lowered)
         gain, move = below_threshold(threshold - logits, std)
         unread = (size - read.sum(1)).double()
         direction = offsets.flatten() @ self.value_offset.flatten(0, 1) / offsets.numel()
-        return read, int(compared.sum()), logits + unread.log() + gain, self.value + move[:, None] * direction
+        return read, n_compared + int(compared.sum()), logits + unread.log() + gain, self.value + move[:, None] * direction
 
 
 def below_threshold(distance: Tensor, std: Tensor | float) -> tuple[Tensor, Tensor]:
@@ -298,48 +313,25 @@ def _log_phi(x: Tensor) -> Tensor:
     return -torch.log1p(torch.exp(-(1.5976 * x + 0.07056 * x**3)))
 
 
-def outliers(offsets: Tensor, positions: Tensor) -> Tensor:
-    """`[M, L]` the sixteen keys of each cluster that lie farthest from its centroid; `offsets [M, L, D]`.
-
-    Squared distances are compared to eight binary digits; of equal ones the earliest key is taken.
-    """
-    is_outlier = torch.zeros(offsets.shape[:2], dtype=torch.bool)
-    for cluster, squares in enumerate(offsets.square().sum(-1).tolist()):
-        earliest = (-positions[cluster]).tolist()
-        ranks = [(_leading(square), place) for square, place in zip(squares, earliest, strict=True)]
-        farthest = sorted(range(len(ranks)), key=lambda place: ranks[place], reverse=True)
-        is_outlier[cluster, farthest[:N_OUTLIERS]] = True
-    return is_outlier
+def subclusters(offsets: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """Each run of 16 places of clusters `[M, L, D]`: the places, its quantized mean `[M, D]`, its spread `[M]`."""
+    for begin in range(0, offsets.shape[1], N_SUBCLUSTER):
+        places = slice(begin, min(begin + N_SUBCLUSTER, offsets.shape[1]))
+        mean = offsets[:, places].mean(1)
+        spread = (offsets[:, places] - mean[:, None]).double().square().sum(-1).mean(1).sqrt()
+        yield places, int8_rows(mean, 63), spread
 
 
-def _leading(number: float) -> tuple[float, int]:
-    """Exponent and first eight binary digits; beyond float32 all numbers are equal."""
-    part, exponent = math.frexp(number)
-    if not number <= torch.finfo(torch.float32).max:
-        return math.inf, 0
-    return (exponent, int(part * 256)) if part else (-math.inf, 0)
+def int8_rows(rows: Tensor, most: int) -> Tensor:
+    """Rows `[..., D]` rounded to whole numbers up to `most` times a scale of their own, as float64."""
+    scale = rows.abs().amax(-1, keepdim=True) / most
+    return (rows / scale.masked_fill(scale == 0, 1.0)).round().clamp(-most, most).double() * scale.double()
 
 
-def int4_keys(keys: Tensor) -> Tensor:
-    """Keys `[..., D]` rounded to int4, as float64 `[..., D']`; each half of the dimensions has a scale."""
-    halves = _padded(keys).unflatten(-1, (2, -1))
-    scale = halves.abs().amax(-1, keepdim=True) / 7.49
-    numbers = (halves / scale.masked_fill(scale == 0, 1.0)).round().clamp(-8, 7)
-    return (numbers.double() * scale.double()).flatten(-2)
-
-
-def int6_query(query: Tensor) -> Tensor:
-    """Queries `[..., D]`, times the scale, rounded to int6, as float64 `[..., D']`."""
-    query = _padded(query)
-    scale = query.abs().amax(-1, keepdim=True) / 31
-    return (query / scale.masked_fill(scale == 0, 1.0)).round().double() * scale.double()
+def int8_query(query: Tensor) -> Tensor:
+    """Queries `[..., D]`, times the scale, rounded to int8."""
+    return int8_rows(_at_least_float32(query), 127)
 
 
 def _at_least_float32(tensor: Tensor) -> Tensor:
     return tensor if tensor.dtype == torch.float64 else tensor.float()
-
-
-def _padded(rows: Tensor) -> Tensor:
-    """Zeros up to a multiple of 16 dimensions."""
-    rows = _at_least_float32(rows)
-    return torch.cat((rows, rows.new_zeros(*rows.shape[:-1], -rows.shape[-1] % 16)), dim=-1)
