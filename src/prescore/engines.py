@@ -40,11 +40,10 @@ def run_engine(
         return attend_exact(call, explain=explain)  # no heads: there is nothing to choose for
     if isinstance(config, Routed):
         result = routed.attend_routed(call, config, explain=explain)
-        padded = call.trailing_padding()
-        if padded is None:
-            return result
-        # padding queries after the last real key have no position in its layout, and run apart
-        output, lse = padded.put_into(result.attended, routed.attend_routed(padded.call, config).attended)
+        # padding queries after the last real key have no position in its layout
+        output, lse = call.with_trailing_padding(
+            result.attended, lambda padding: routed.attend_routed(padding, config).attended
+        )
         return replace(result, output=output, lse=lse)
     if isinstance(config, Selected | Hyper):
         return selected.attend_selected(call, config, members, explain=explain)

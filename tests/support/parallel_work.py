@@ -232,7 +232,7 @@ def long_note(group, length):
     """Ranks that agree on a fact of so many letters."""
     from prescore.parallel.comm import Group, agree
 
-    agree(Group(group), {"config": "x" * length}, None, torch.device("cpu"))
+    agree(Group(group), {"config": "x" * length}, None)
 
 
 def die_or_attend(group, in_backward):
