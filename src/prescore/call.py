@@ -16,6 +16,7 @@ from torch import Tensor
 from prescore.ops.backend import Backend
 from prescore.ops.parts import attend_parts, exact_parts
 from prescore.rng import Streams
+from prescore.scoring.sampling import arange, gather_rows
 from prescore.types import Attended, Selection
 
 Generator = torch.Generator | int | None
@@ -83,11 +84,6 @@ class Call:
         """Query heads that share a KV head."""
         return self.query.shape[1] // self.key.shape[1]
 
-    @property
-    def padded(self) -> bool:
-        """Whether some key is padding."""
-        return self.valid is not None
-
     def mean_keys(self) -> float:
         """Real keys of a sequence, on average."""
         if self.valid is None or not self.valid.shape[0]:
@@ -110,7 +106,7 @@ class Call:
         """
         if not self.is_causal or self.query_valid is None or self.valid is None or not self.query.numel():
             return result
-        position = _arange(self.n_keys, self.valid) + 1
+        position = arange(self.n_keys, like=self.valid) + 1
         ends = (self.valid * position).amax(1)  # [B]
         # after a shift the last rows hold no query
         lasts = torch.full_like(ends, self.n_keys) if self.shift is None else self.n_keys - self.shift
@@ -149,7 +145,7 @@ class Call:
         """Shift outputs back to the given rows; rows before the first real key have output 0 and lse -inf."""
         if self.shift is None or not self.queries_moved:
             return attended
-        index = _arange(attended.lse.shape[2], self.shift) - self.shift[:, None]
+        index = arange(attended.lse.shape[2], like=self.shift) - self.shift[:, None]
         outside = index < 0
         index = index.clamp_min(0)
         output, lse = (_take_rows(t, index) for t in (attended.output, attended.lse[..., None]))
@@ -249,18 +245,12 @@ def _finite_padding(query: Tensor, real: Tensor) -> Tensor:
 
 
 def _shifted(shift: Tensor, length: int) -> tuple[Tensor, Tensor]:
-    index = _arange(length, shift) + shift[:, None]
+    index = arange(length, like=shift) + shift[:, None]
     return index.clamp_max(length - 1), index < length
 
 
 def _take_rows(tensor: Tensor, index: Tensor) -> Tensor:
     """`[B, H, N, D]` rows by `[B, M]` positions, as one flat row gather."""
-    batch, heads, length, dim = tensor.shape
-    base = _arange(batch * heads, tensor).view(batch, heads, 1) * length
-    rows = (base + index[:, None, :]).reshape(-1)
-    flat = tensor.reshape(batch * heads * length, dim)  # explicit sizes: there may be no heads
-    return flat.index_select(0, rows).view(batch, heads, index.shape[1], dim)
-
-
-def _arange(n: int, like: Tensor) -> Tensor:
-    return torch.arange(n, dtype=torch.int64, device=like.device)
+    batch, heads = tensor.shape[:2]
+    rows = gather_rows(tensor.flatten(0, 1), index.repeat_interleave(heads, dim=0))
+    return rows.view(batch, heads, *rows.shape[1:])

@@ -52,7 +52,7 @@ def run_engine(
 
 def _reads_every_key(call: Call, config: Config) -> bool:
     """Whether a call is exact attention without padding, which the operator can run as it is."""
-    if call.padded or call.backend.dropout is not None:
+    if call.valid is not None or call.backend.dropout is not None:
         return False
     if isinstance(config, Routed):
         return routed.reads_every_key(call, config)

@@ -86,15 +86,7 @@ def levels(leaf: int, queries: Queries) -> list[Level]:
 
 
 def leaf_parts(leaf: int, queries: Queries, n_keys: int, valid: Tensor | None, dtype: torch.dtype) -> list[Part]:
-    """Exact causal attention inside the leaves.
-
-    Args:
-        leaf: Positions in a leaf.
-        queries: Where the queries stand.
-        n_keys: Keys per row.
-        valid: `[B, n_keys]`, True = a real key; None = all.
-        dtype: Of the bias.
-    """
+    """Exact causal attention inside the leaves; `valid [B, n_keys]` marks real keys, None = all are."""
     first, end = queries.span()
     if end <= first:
         return []
