@@ -292,7 +292,6 @@ Config = Routed | Selected | Hyper | Exact
 """Any configuration of `prescored_attention`."""
 
 TYPES: dict[str, type[Any]] = {kind.__name__: kind for kind in (Routed, Selected, Hyper, Exact)}
-_PART_FIELDS = ("scorer", "remainder", "inner", "lsh", "coupling")
 _PARTS: dict[str, tuple[type[Any], ...]] = {"inner": (Exact, Lsh), "lsh": (Lsh,), "coupling": (Coupling,)}
 
 
@@ -336,15 +335,13 @@ def _from_dict(values: Any, kinds: Mapping[str, type[Any]], name: str) -> Any:
         if field_name == "type":
             continue
         checks.known_field(kind.__name__, field_name, known)
-        part = isinstance(value, Mapping) and field_name in _PART_FIELDS
-        given[field_name] = _part_from(field_name, value) if part else value
+        given[field_name] = value
+        if isinstance(value, Mapping) and field_name in ("scorer", "remainder"):
+            given[field_name] = Scorer.from_dict(value)
+        elif isinstance(value, Mapping) and field_name in _PARTS:
+            parts = {part.__name__: part for part in _PARTS[field_name]}
+            given[field_name] = _from_dict(value, parts, field_name)
     return kind(**given)
-
-
-def _part_from(name: str, values: Mapping[str, Any]) -> Any:
-    if name in ("scorer", "remainder"):
-        return Scorer.from_dict(values)
-    return _from_dict(values, {kind.__name__: kind for kind in _PARTS[name]}, name)
 
 
 DEFAULT: Config = Routed()

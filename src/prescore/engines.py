@@ -23,12 +23,8 @@ def run_engine(
 ) -> Result:
     """Run a call by the engine of its configuration.
 
-    Args:
-        call: Aligned inputs.
-        config: How to attend.
-        members: `[B, Hkv, Nk]` bool, a given selection in aligned positions; `Selected` only.
-        explain: Also return selections and all stats.
-        need_lse: Without it, exact calls run torch's fused operator alone and return an empty lse.
+    `members [B, Hkv, Nk]` is a given selection in aligned positions, for `Selected` only. `explain` also returns
+    selections and all stats. Without `need_lse`, exact calls run torch's fused operator alone; lse is then empty.
     """
     if not need_lse and not explain and members is None and _reads_every_key(call, config):
         # short inputs feel every copy, so nothing is split or merged here

@@ -29,7 +29,7 @@ from prescore.scoring.sampling import arange
 from prescore.scoring.select import bring_forward, budget_count
 from prescore.selected.attention import reads_per_query
 from prescore.selected.blocks import BlockPairs, PlacedQueries, exact_part, hyper_part
-from prescore.selected.causal_grid import FULL, Queries, leaf_parts
+from prescore.selected.causal_grid import FULL, Queries, leaf_parts, levels
 from prescore.selected.centroids import add_centroids, cluster_totals
 from prescore.selected.plan import kept_rows
 from prescore.types import Attended, Result, Values
@@ -198,16 +198,14 @@ class Layout:
 
 
 def _causal_blocks(queries: range, config: Selected, leaf: int) -> list[Block]:
-    blocks, width = [], leaf
-    while width < queries.stop:
-        name = f"level{(width // leaf).bit_length() - 1}"
-        is_exact = config.leaf_inclusive and width <= config.min_seq_len
-        for odd in range(1, -(-queries.stop // width), 2):
-            own = overlap(range(odd * width, (odd + 1) * width), queries)
-            if own:
-                keys = range((odd - 1) * width, odd * width)
-                blocks.append(Block.of(name, keys, own, config, is_exact=is_exact))
-        width *= 2
+    """The off-diagonal blocks of the causal grid."""
+    blocks = []
+    for level in levels(leaf, Queries(1, 1, 1, len(queries), queries.start, torch.device("cpu"))):
+        is_exact = config.leaf_inclusive and level.width <= config.min_seq_len
+        for begin in level.key_positions[:, 0].tolist():
+            keys = range(begin, begin + level.width)
+            own = overlap(shifted(keys, level.width), queries)
+            blocks.append(Block.of(level.name, keys, own, config, is_exact=is_exact))
     return blocks
 
 

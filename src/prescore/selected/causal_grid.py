@@ -61,8 +61,12 @@ class Queries:
 
 @dataclass(frozen=True, eq=False)
 class Level:
-    """Off-diagonal blocks of one size: queries at `query_positions`, keys at `key_positions`, `[n, W]` each."""
+    """Off-diagonal blocks of one size: queries at `query_positions`, keys at `key_positions`, `[n, W]` each.
 
+    The `name` of their random streams goes by size: which levels a call reaches depends on its other sequences.
+    """
+
+    name: str
     width: int
     key_positions: Tensor
     query_positions: Tensor
@@ -80,7 +84,8 @@ def levels(leaf: int, queries: Queries) -> list[Level]:
             if odd.numel() == 1:  # a single block is not padded to its full width
                 begin = int(odd) * width
                 query_step = step[max(0, first - begin) : end - begin]
-            grid.append(Level(width, (odd[:, None] - 1) * width + step, odd[:, None] * width + query_step))
+            name = f"level{(width // leaf).bit_length() - 1}"
+            grid.append(Level(name, width, (odd[:, None] - 1) * width + step, odd[:, None] * width + query_step))
         width *= 2
     return grid
 

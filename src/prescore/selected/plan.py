@@ -122,7 +122,7 @@ def _full_pair(call: Call, config: Selected, queries: Queries, given: Tensor | N
 
 def _level_pairs(call: Call, config: Selected, queries: Queries, level: Level, given: Tensor | None) -> Candidates:
     """All off-diagonal blocks of one level of the causal grid."""
-    width, key_positions, query_positions = level.width, level.key_positions, level.query_positions
+    key_positions, query_positions = level.key_positions, level.query_positions
     inside = key_positions.clamp_max(call.n_keys - 1)
     query_rows, there = queries.rows(query_positions)
     valid = key_valid(key_positions, queries, call.n_keys, call.valid)
@@ -138,10 +138,9 @@ def _level_pairs(call: Call, config: Selected, queries: Queries, level: Level, g
     if call.query_valid is not None:
         real = there & call.query_valid[:, query_positions.clamp_max(call.n_keys - 1)].flatten(0, 1)
     sinks = protected_positions(call.valid, call.key, config.sinks, 0)[:, inside].flatten(0, 1)
-    exact = config.leaf_inclusive and width <= config.min_seq_len
+    exact = config.leaf_inclusive and level.width <= config.min_seq_len
     return Candidates(
-        # named by size: which levels a call reaches depends on its other sequences
-        name=f"level{(width // max(1, config.min_seq_len)).bit_length() - 1}",
+        name=level.name,
         n_blocks=key_positions.shape[0],
         query_rows=query_rows,
         query_valid=None if bool(there.all()) else there,
