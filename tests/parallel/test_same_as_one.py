@@ -23,7 +23,6 @@ from prescore import (
     Minkowski,
     Routed,
     Selected,
-    prescored_attention,
 )
 
 NAMES = ("output", "lse", "gradient of query", "gradient of key", "gradient of value")
@@ -65,6 +64,8 @@ BY_SELECTED = {
     "hash": selected("kmeans", 12, inner=Lsh(8, 8)),
     "paper": Selected.paper("kmeans", 12, inner=BY_RANK, min_seq_len=16),
     "paper + sinks": Selected.paper("kmeans", 12, inner=BY_RANK, sinks=3, leaf_inclusive=True, min_seq_len=16),
+    "too many sinks": selected("kmeans", 2, sinks=9),
+    "key-norm": selected("key-norm", 20, remainder="none", sinks=0),
     "large leaves": selected("kmeans", 8, min_seq_len=64),
     "odd leaves": selected("kmeans", 8, min_seq_len=7),
 }
@@ -167,27 +168,12 @@ def test_ulysses_gives_the_same_bits(crew, name):
     assert torch.equal(found[0], wanted[0])
 
 
-@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize(("heads", "kv_heads", "ranks"), [(6, 3, 2), (6, 3, 4), (1, 1, 3)])
-def test_to_a_tolerance(crew, heads, kv_heads, ranks, is_causal):
-    """Which queries read on, and which keys are sampled, does not depend on the rank."""
-    config = EVERY["routed"].replace(min_weight=1 / 8, sinks=2, tolerance=0.1, confidence=0.8)
-    inputs, options = tensors(heads=heads, kv_heads=kv_heads), {"generator": 3, "is_causal": is_causal}
-    found = torch.cat(crew.run(attend_without_lse, config, inputs, options, ranks=ranks), dim=2)
-    wanted, aux = prescored_attention(*inputs, config, **options, return_aux=True)
-    torch.testing.assert_close(found, wanted, rtol=FLOAT64, atol=FLOAT64)
-    assert 0 < aux.stats.read_all < 1  # and the tolerance matters
-
-
 def test_a_tie_is_decided_alike_on_every_rank(crew):
     """Equal keys have equal scores: the lower positions are kept, wherever they lie."""
     query, key, value = tensors()
     key = key[:, :, :1].expand_as(key).contiguous()
-    config = Selected("key-norm", 20, remainder="none", sinks=0, min_seq_len=16)
     for is_causal in (False, True):
-        options = {"generator": 3, "is_causal": is_causal}
-        results = crew.run(attend, config, (query, key, value), None, options, ranks=4)
-        assert_same(joined(results), one_process(config, (query, key, value), None, options))
+        check(crew, "key-norm", (query, key, value), ranks=4, is_causal=is_causal)
 
 
 @pytest.mark.parametrize("name", ["exact", "kmeans", "routed"])
@@ -212,4 +198,3 @@ def test_the_check_notices_a_wrong_key():
     second = SimpleNamespace(rank=lambda: 1, size=lambda: 2)
     assert shard(torch.arange(4), second, 0).tolist() == [2, 3]
     assert len(gradient_weights(inputs).unique()) > 100
-    assert EVERY["zero"].coupling == Coupling("zero", "all", "count")

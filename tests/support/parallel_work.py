@@ -14,13 +14,12 @@ def shard(tensor, group, dim=2):
     return None if tensor is None else tensor.chunk(group.size(), dim)[group.rank()].contiguous()
 
 
-def attend(group, config, inputs, mask, options, learned=True):
+def attend(group, config, inputs, mask, options):
     """Output, lse, gradients of query, key and value, and stats, all of this rank's shard."""
-    parts = [shard(tensor, group).requires_grad_(learned) for tensor in inputs]
+    parts = [shard(tensor, group).requires_grad_() for tensor in inputs]
     options = {**options, "key_padding_mask": shard(mask, group, 1), "group": group}
     output, aux = prescore.prescored_attention(*parts, config, return_aux=True, **options)
-    if learned:
-        (output * shard(gradient_weights(inputs), group)).sum().backward()
+    (output * shard(gradient_weights(inputs), group)).sum().backward()
     return output.detach(), aux.lse.detach(), *(part.grad for part in parts), aux.stats
 
 
@@ -48,9 +47,8 @@ def one_process(config, inputs, mask, options):
 
 
 def joined(results):
-    """Shards of all ranks behind one another: output, lse, gradients where there are any."""
-    columns = zip(*(result[:5] for result in results), strict=True)
-    return [torch.cat(parts, dim=2) for parts in columns if parts[0] is not None]
+    """Shards of all ranks behind one another: output, lse, gradients."""
+    return [torch.cat(parts, dim=2) for parts in zip(*(result[:5] for result in results), strict=True)]
 
 
 def run_model(group, config, ids, mask, family, learned):
