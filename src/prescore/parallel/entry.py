@@ -43,15 +43,10 @@ def attend_in_group(
     explain: bool,
     refusal: Exception | None,
 ) -> Result:
-    """This rank's shard of the result.
+    """This rank's shard of the result for query, key and value.
 
-    Args:
-        group: A process group or a one-dimensional device mesh.
-        tensors: Query, key and value; they and what follows are checked unless there is a refusal.
-        config: How to attend.
-        options: The other arguments of `prescored_attention`.
-        explain: Also return lse and all stats.
-        refusal: Why this rank cannot run the call; every rank raises it.
+    `explain` also returns lse and all stats. All arguments are checked unless there is a `refusal`: why this rank
+    cannot run the call. Every rank raises it.
     """
     ranks, generator = as_group(group), options.generator
     sent, state = ranks.sent, generator.get_state() if isinstance(generator, torch.Generator) else None
@@ -182,16 +177,9 @@ def attend_step(
 ) -> Attended:
     """A decode step: exact attention of the newest queries to the keys of all ranks.
 
-    Every rank has the queries and attends to its own keys; the results merge by log-sum-exp. Each rank sends one
-    output and one lse per query and head, whatever the length of the cache.
-
-    Args:
-        group: The ranks; the last one holds the new tokens' keys.
-        query: `[B, Hq, Nq, D]`, the same on every rank.
-        key: `[B, Hkv, n, D]`, this rank's keys.
-        value: `[B, Hkv, n, Dv]`, likewise.
-        valid: `[B, n]`, True = a real key; None = all.
-        scale: Factor of the logits.
+    Every rank has the queries and attends to its own keys (`valid [B, n]` marks the real ones); the last rank holds
+    the new tokens' keys. The results merge by log-sum-exp. Each rank sends one output and one lse per query and
+    head, whatever the length of the cache.
     """
     is_causal, backend = group.rank == group.size - 1, pick_backend(Needs.of(query))
     call = make_call(query, key, value, valid, is_causal=is_causal, scale=scale, backend=backend, aligned=False)

@@ -70,17 +70,14 @@ def _mass_read(plan: Plan, lse: Tensor) -> float:
     non_empty = ~torch.isneginf(lse)
     if not any(part.residual[1] for part in plan.parts) or not bool(non_empty.any()):
         return 1.0
-    without = plan.run([_without_residual(part) for part in plan.parts]).lse
+    parts = []
+    for part in plan.parts:
+        bias = None if part.bias is None else part.bias.clone()
+        if bias is not None:
+            bias[:, slice(*part.residual)] = -torch.inf
+        parts.append(dataclasses.replace(part, bias=bias))
+    without = plan.run(parts).lse
     return float(torch.exp(without[non_empty] - lse[non_empty]).mean())
-
-
-def _without_residual(part: Part) -> Part:
-    begin, end = part.residual
-    if part.bias is None or end == 0:
-        return part
-    bias = part.bias.clone()
-    bias[:, begin:end] = -torch.inf
-    return dataclasses.replace(part, bias=bias)
 
 
 def reads_per_query(parts: list[Part], n_queries: int) -> Reads:
