@@ -26,10 +26,8 @@ _LARGEST_BLOCK = 2**21
 class Placed:
     """A checked call whose rows can be named by position.
 
-    Attributes:
-        call: Nothing is shifted; queries are the last `Nq` positions where positions of queries matter.
-        valid: `[B, Nk]`, True = a real key.
-        shift: `[B]` index of each sequence's first real key.
+    Nothing is shifted; queries are the last `Nq` positions where positions of queries matter. `valid [B, Nk]` marks
+    the real keys, `shift [B]` is the index of each sequence's first one.
     """
 
     call: Call

@@ -177,9 +177,9 @@ def attend_step(
 ) -> Attended:
     """A decode step: exact attention of the newest queries to the keys of all ranks.
 
-    Every rank has the queries and attends to its own keys (`valid [B, n]` marks the real ones); the last rank holds
-    the new tokens' keys. The results merge by log-sum-exp. Each rank sends one output and one lse per query and
-    head, whatever the length of the cache.
+    Every rank has the queries and attends to its own keys, the real ones of which `valid [B, n]` marks. The last
+    rank holds the new tokens' keys. The results merge by log-sum-exp. Each rank sends one output and one lse per
+    query and head, whatever the length of the cache.
     """
     is_causal, backend = group.rank == group.size - 1, pick_backend(Needs.of(query))
     call = make_call(query, key, value, valid, is_causal=is_causal, scale=scale, backend=backend, aligned=False)

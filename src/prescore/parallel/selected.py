@@ -152,14 +152,10 @@ class Block:
 
 
 class Layout:
-    """Where everything lies. It follows from lengths alone, so every rank knows it of all ranks.
+    """Positions of each rank's keys and queries, and all blocks, in an order that every rank shares.
 
-    Attributes:
-        keys: Positions of each rank's keys.
-        queries: Positions of each rank's queries.
-        blocks: All blocks, in an order that every rank shares.
-        leaf: Positions of a causal leaf.
-        local: In causal mode the positions that each rank reads exactly, beginning with a leaf; else empty.
+    It follows from lengths alone, so every rank knows it of all ranks. In causal mode `local` has the positions
+    that each rank reads exactly, beginning with a leaf; else it is empty.
     """
 
     def __init__(self, shard: Shard, config: Selected) -> None:

@@ -27,13 +27,7 @@ Lift = Callable[[Tensor], Tensor]
 
 
 class Clustering(NamedTuple):
-    """Clusters of P independent problems.
-
-    Attributes:
-        centres: `[P, k, d]`.
-        labels: `[P, n]`, the nearest centre of every point.
-        distances: `[P, n]`, in the metric, to that centre.
-    """
+    """Centres `[P, k, d]` of P independent problems, the nearest one of every point `[P, n]`, and its distance."""
 
     centres: Tensor
     labels: Tensor

@@ -12,12 +12,9 @@ from prescore.rng import Streams
 
 
 class Sample(NamedTuple):
-    """Some of the points of each problem.
+    """Some of the points of each problem, `[P, m, d]`, with weights `[P, m]`: 0 = filler, None = all ones.
 
-    Attributes:
-        points: `[P, m, d]`.
-        weights: `[P, m]`, 0 = filler; None = all ones.
-        is_partial: `[P]` bool, whether a problem has points that are not in its sample.
+    `is_partial [P]` says whether a problem has points that are not in its sample.
     """
 
     points: Tensor

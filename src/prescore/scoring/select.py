@@ -17,13 +17,7 @@ from prescore.types import Selection
 
 @dataclass(frozen=True, eq=False)
 class Chosen:
-    """What `select_keys` decided.
-
-    Attributes:
-        selection: The keys to keep.
-        everything: Whether every real key is kept.
-        scored: Scores and clusters; None where nothing had to be scored.
-    """
+    """The keys to keep; whether that is every real key; scores and clusters, None where nothing was scored."""
 
     selection: Selection
     everything: bool

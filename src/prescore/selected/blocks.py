@@ -99,15 +99,11 @@ def hyper_part(
 ) -> Part:
     """Each query over its LSH block and the residual samples.
 
-    Args:
-        pair: Queries and keys.
-        ranks: Gray ranks of the queries `[P, H, G, W]` and of the keys `[P, H, S]`.
-        draws: `[sample_size]` uniforms in [0, 1), shared by all pairs and heads.
-        lsh: Size of a block, and which one a query reads.
-        coupling: Weight of the residual, and the weight of keys that are in block and sample.
-        dtype: Of the queries; the bias holds logs of weights, which half precision would round by percents.
-        placed: Places of the queries among those of all ranks, for `alignment="rank"`; None = these are all.
+    `ranks` are the Gray ranks of the queries `[P, H, G, W]` and of the keys `[P, H, S]`, `draws [sample_size]`
+    uniforms in [0, 1) that all pairs and heads share. `dtype` is the query's. Where other ranks have queries of the
+    pair, `placed` has the places among all of them, for `alignment="rank"`.
     """
+    # the bias holds logs of weights, which half precision would round by percents
     dtype, (query_ranks, key_ranks) = accumulation_dtype(dtype), ranks
     keys = _sort_keys(pair, key_ranks, lsh.block_size)
     if keys.most <= 1:
@@ -256,12 +252,10 @@ _LEAST_TILE_ROWS = 32
 
 
 class Tiles(NamedTuple):
-    """Query slots `[P, H, tiles, heads, rows]` and the key block of each tile.
+    """Query slots `[P, H, tiles, heads, rows]` and the key `block [P, H, tiles]` that each tile reads.
 
-    Attributes:
-        places: Positions in the pair's queries, counted over the group: `head_in_group * W + query`.
-        filled: False on filler; None = no filler.
-        block: `[P, H, tiles]` the key block a tile reads.
+    `places` are positions in the pair's queries, counted over the group: `head_in_group * W + query`. `filled` is
+    False on filler; None = no filler.
     """
 
     places: Tensor

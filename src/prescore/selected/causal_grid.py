@@ -20,13 +20,9 @@ FULL = "full"
 
 @dataclass(frozen=True, eq=False)
 class Queries:
-    """Where the query rows of a call stand.
+    """Where the `length` query rows of a call stand: from position `start` on, which is an int or `[B]`.
 
-    Attributes:
-        batch, heads, group: Sizes; `heads` KV heads with `group` query heads each.
-        length: Query rows.
-        start: Position of the first of them, an int or `[B]`.
-        device: Device of row numbers.
+    There are `heads` KV heads with `group` query heads each; row numbers are made on `device`.
     """
 
     batch: int

@@ -14,7 +14,6 @@ Everything a query reads becomes a column of a `Part`, and `attend_parts` runs o
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -103,11 +102,10 @@ def _full_pair(call: Call, config: Selected, queries: Queries, given: Tensor | N
     if call.query_valid is not None:
         n_query = call.query_valid.sum(1)
     few = n_query <= config.min_seq_len if config.leaf_inclusive else n_query < config.min_seq_len
-    from_zero = dataclasses.replace(queries, start=0)
     return Candidates(
         name=FULL,
         n_blocks=1,
-        query_rows=from_zero.rows(queries.arange(queries.length)[None])[0],
+        query_rows=queries.rows(queries.arange(queries.length)[None])[0],
         query_valid=None,
         query_real=call.query_valid,
         key=call.key,
