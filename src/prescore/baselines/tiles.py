@@ -26,8 +26,8 @@ _LARGEST_BLOCK = 2**21
 class Placed:
     """A checked call whose rows can be named by position.
 
-    Nothing is shifted; queries are the last `Nq` positions where positions of queries matter. `valid [B, Nk]` marks
-    the real keys, `shift [B]` is the index of each sequence's first one.
+    Nothing is shifted; queries are the last `Nq` positions where positions of queries matter. `valid [B, Nk]`
+    marks the real keys, `shift [B]` is the index of each sequence's first one.
     """
 
     call: Call

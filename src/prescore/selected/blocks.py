@@ -100,8 +100,8 @@ def hyper_part(
     """Each query over its LSH block and the residual samples.
 
     `ranks` are the Gray ranks of the queries `[P, H, G, W]` and of the keys `[P, H, S]`, `draws [sample_size]`
-    uniforms in [0, 1) that all pairs and heads share. `dtype` is the query's. Where other ranks have queries of the
-    pair, `placed` has the places among all of them, for `alignment="rank"`.
+    uniforms in [0, 1) that all pairs and heads share. `dtype` is the query's. Where other ranks have queries of
+    the pair, `placed` has the places among all of them, for `alignment="rank"`.
     """
     # the bias holds logs of weights, which half precision would round by percents
     dtype, (query_ranks, key_ranks) = accumulation_dtype(dtype), ranks
