@@ -213,29 +213,21 @@ class Selected(_Settings):
         self._refuse_what_does_nothing()
 
     def _refuse_what_does_nothing(self) -> None:
-        if isinstance(self.remainder, ClusteringScorer) and self.remainder.rule != "nearest":
-            raise ValueError(
-                f"remainder.rule must be 'nearest', as it scores nothing, got {self.remainder.rule!r}"
-            )
-        if isinstance(self.inner, Exact):
-            usual = Coupling(mask=self.coupling.mask)
-            for name, value, idle in (
-                ("leaf_inclusive", self.leaf_inclusive, False),
-                ("coupling.residual_weight", self.coupling.residual_weight, usual.residual_weight),
-                ("coupling.overlap", self.coupling.overlap, usual.overlap),
-                ("coupling.blocks", self.coupling.blocks, usual.blocks),
-            ):
-                if value != idle:
-                    raise ValueError(f"{name} must be {idle!r} with inner=Exact(), got {value!r}")
-        if self.coupling.mask == "zero" and self.coupling.blocks != "selected":
-            raise ValueError(
-                'coupling.blocks must be "selected" where mask="zero" keeps every key, '
-                f"got {self.coupling.blocks!r}"
-            )
-        if self.coupling.mask == "zero" and self.remainder != "none":
-            raise ValueError(
-                f'remainder must be "none" where coupling.mask="zero" keeps every key, got {self.remainder!r}'
-            )
+        coupling = self.coupling
+        exact, zeroed = isinstance(self.inner, Exact), coupling.mask == "zero"
+        rule = self.remainder.rule if isinstance(self.remainder, ClusteringScorer) else "nearest"
+        inner, every_key = "with inner=Exact()", 'where coupling.mask="zero" keeps every key'
+        for applies, name, value, idle, why in (
+            (True, "remainder.rule", rule, "nearest", "as it scores nothing"),
+            (exact, "leaf_inclusive", self.leaf_inclusive, False, inner),
+            (exact, "coupling.residual_weight", coupling.residual_weight, "selected", inner),
+            (exact, "coupling.overlap", coupling.overlap, "exclude", inner),
+            (exact, "coupling.blocks", coupling.blocks, "selected", inner),
+            (zeroed, "coupling.blocks", coupling.blocks, "selected", every_key),
+            (zeroed, "remainder", self.remainder, "none", every_key),
+        ):
+            if applies and value != idle:
+                raise ValueError(f"{name} must be {idle!r} {why}, got {value!r}")
 
     @property
     def budget(self) -> int | float:

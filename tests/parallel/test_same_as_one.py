@@ -9,21 +9,8 @@ import torch
 from oracles.inputs import attention_tensors, random_mask
 from parallel_work import attend, attend_without_lse, gradient_weights, joined, one_process, shard
 
-from prescore import (
-    Companions,
-    Coupling,
-    Exact,
-    GaussianKMeans,
-    Hyper,
-    KeyNorm,
-    KMeans,
-    KMedian,
-    Leverage,
-    Lsh,
-    Minkowski,
-    Routed,
-    Selected,
-)
+import prescore
+from prescore import Hyper, KMeans, Leverage, Lsh, Routed, Selected
 
 NAMES = ("output", "lse", "gradient of query", "gradient of key", "gradient of value")
 FLOAT64 = 1e-9
@@ -32,7 +19,7 @@ BY_RANK = Lsh(8, 8, alignment="rank")
 
 
 @dataclass(frozen=True)
-class Shortest(KeyNorm):
+class Shortest(prescore.KeyNorm):
     """Overrides `score` alone, so the statistics of its base class do not hold for it."""
 
     name: ClassVar[str] = "shortest"
@@ -52,9 +39,9 @@ BY_SELECTED = {
     "no centroids": selected("kmeans", 8, remainder="none", sinks=0),
     "recent": selected("kmeans", 8, sinks=3, recent=4),
     "too many recent": selected("kmeans", 8, sinks=3, recent=12),
-    "kmedian": selected(KMedian(n_clusters=5, fit_size=9), 8),
-    "minkowski": selected(Minkowski(p=3, rule="farthest"), 8),
-    "gaussian": selected(GaussianKMeans(n_clusters=4), 8),
+    "kmedian": selected(prescore.KMedian(n_clusters=5, fit_size=9), 8),
+    "minkowski": selected(prescore.Minkowski(p=3, rule="farthest"), 8),
+    "gaussian": selected(prescore.GaussianKMeans(n_clusters=4), 8),
     "noise": selected(KMeans(noise=0.3, n_clusters=4), 8),
     "leverage": selected("leverage", 8),
     "sketch": selected(Leverage(sketch_size=20, noise=0.1, normalize=True), 8),
@@ -76,16 +63,16 @@ BY_ULYSSES = {
     "published": Hyper.published(lsh=BY_RANK, min_seq_len=16),
     "zero": Selected.early("kmeans", 12, inner=BY_RANK, min_seq_len=16),
     "blocks of all keys": Selected.paper(
-        "kmeans", 12, inner=BY_RANK, min_seq_len=16, coupling=Coupling(blocks="all")
+        "kmeans", 12, inner=BY_RANK, min_seq_len=16, coupling=prescore.Coupling(blocks="all")
     ),
-    "companions": selected(Companions(window=8), 8),
+    "companions": selected(prescore.Companions(window=8), 8),
     "balanced": selected(KMeans(rule="balanced"), 8),
     "sample": selected("key-norm", 8, selector="sample"),
     "min_score": selected("leverage", min_score=0.1),
     "min_score + hash": selected("key-norm", min_score=4.0, inner=Lsh(8, 8), min_fraction=0.3),
     "own score": selected(Shortest(), 8),
 }
-EVERY = {"exact": Exact(), **BY_SELECTED, **BY_ULYSSES}
+EVERY = {"exact": prescore.Exact(), **BY_SELECTED, **BY_ULYSSES}
 REASONS = {
     "zero": 'coupling.mask="zero" keeps every key',
     "companions": "the scorer 'companions' compares all keys",
