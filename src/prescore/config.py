@@ -213,21 +213,20 @@ class Selected(_Settings):
         self._refuse_what_does_nothing()
 
     def _refuse_what_does_nothing(self) -> None:
-        coupling = self.coupling
-        exact, zeroed = isinstance(self.inner, Exact), coupling.mask == "zero"
-        rule = self.remainder.rule if isinstance(self.remainder, ClusteringScorer) else "nearest"
-        inner, every_key = "with inner=Exact()", 'where coupling.mask="zero" keeps every key'
-        for applies, name, value, idle, why in (
-            (True, "remainder.rule", rule, "nearest", "as it scores nothing"),
-            (exact, "leaf_inclusive", self.leaf_inclusive, False, inner),
-            (exact, "coupling.residual_weight", coupling.residual_weight, "selected", inner),
-            (exact, "coupling.overlap", coupling.overlap, "exclude", inner),
-            (exact, "coupling.blocks", coupling.blocks, "selected", inner),
-            (zeroed, "coupling.blocks", coupling.blocks, "selected", every_key),
-            (zeroed, "remainder", self.remainder, "none", every_key),
+        how, selected = self.coupling, "'selected' with inner=Exact()"
+        exact, zeroed = isinstance(self.inner, Exact), how.mask == "zero"
+        order = self.remainder.rule if isinstance(self.remainder, ClusteringScorer) else "nearest"
+        for applies, name, value, idle, rule in (
+            (True, "remainder.rule", order, "nearest", "'nearest', as it scores nothing"),
+            (exact, "leaf_inclusive", self.leaf_inclusive, False, "False with inner=Exact()"),
+            (exact, "coupling.residual_weight", how.residual_weight, "selected", selected),
+            (exact, "coupling.overlap", how.overlap, "exclude", "'exclude' with inner=Exact()"),
+            (exact, "coupling.blocks", how.blocks, "selected", selected),
+            (zeroed, "coupling.blocks", how.blocks, "selected", '"selected" where mask="zero" keeps every key'),
+            (zeroed, "remainder", self.remainder, "none", '"none" where coupling.mask="zero" keeps every key'),
         ):
             if applies and value != idle:
-                raise ValueError(f"{name} must be {idle!r} {why}, got {value!r}")
+                raise ValueError(f"{name} must be {rule}, got {value!r}")
 
     @property
     def budget(self) -> int | float:
