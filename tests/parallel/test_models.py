@@ -34,7 +34,7 @@ FLOAT32 = 5e-4
 def test_loss_and_gradients_are_those_of_one_process(crew, name, side, ranks):
     ids, mask = prompts(batch=2, length=48, side=side, cut=0 if side == "none" else 20)
     given = None if side == "none" else mask
-    results = crew.run(run_model, CONFIGS[name], ids, given, "Llama", True, ranks=ranks)
+    results = crew.run(run_model, CONFIGS[name], ids, given, "Llama", ranks=ranks)
     model = tiny("Llama")
     labels = ids.masked_fill(mask == 0, -100)
     with prescore.apply(model, CONFIGS[name]):
@@ -99,7 +99,7 @@ def test_families(crew, family):
     ids, _ = prompts(batch=1, length=48, cut=0)
     # without clusters: keys that differ by rounding, as those of shards do, may be clustered otherwise
     config = Selected("key-norm", 4, min_seq_len=8, remainder="none")
-    results = crew.run(run_model, config, ids, None, family, False, ranks=2)
+    results = crew.run(run_model, config, ids, None, family, ranks=2)
     logits = torch.cat([result[0] for result in results], dim=1)
     torch.testing.assert_close(logits, logits_of_one_process(config, ids, family), rtol=FLOAT32, atol=FLOAT32)
 
