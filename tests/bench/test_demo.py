@@ -7,7 +7,6 @@ import struct
 import subprocess
 from html import unescape
 from html.parser import HTMLParser
-from itertools import pairwise
 
 import pytest
 import torch
@@ -15,21 +14,19 @@ import torch
 from prescore import Exact, Routed, prescored_attention
 from prescore.bench.cli.main import main
 from prescore.bench.demo.page import (
+    COLOURS,
     DOCUMENTS,
-    HEIGHT,
-    NARROW,
-    WIDTH,
-    Mark,
-    Series,
+    FLOOR,
+    budget_chart,
     compare,
     comparison_table,
     demo_page,
+    draw_budgets,
     first_pick,
     headline,
-    line_chart,
     reads_section,
     selection_map,
-    spread_apart,
+    write_page,
 )
 from prescore.bench.demo.run import (
     BUDGETS,
@@ -229,33 +226,19 @@ TYPES = {"exact": "Exact", "local only": "Local"}
 
 def loss_record(label, loss, reads, seconds, *, window=1, comparison="equal reads", n_tokens=4096, series=None):
     """Sixteen segments, half of them a little harder."""
-    config = {"type": TYPES.get(label, "Routed"), "exact_until": 2048, "label": label}
     spread = 0.01 * (label != "exact")
+    config = {"type": TYPES.get(label, "Routed"), "exact_until": 2048, "label": label}
+    axes = {"series": series or label, "comparison": comparison}
+    described = {"part": "loss", "model": "tiny", "dtype": "float32", "document": f"a <b> & c, window {window}"}
+    described |= {"digest": "00", "n_tokens": n_tokens, "layers": "all"}
+    results = {"loss": loss, "segment_losses": [loss + (spread if part % 2 else -spread) for part in range(16)]}
+    results |= {"reads_per_query": reads, "attention_seconds": seconds, "forward_seconds": 2 * seconds}
     return Record(
         command="demo",
         key=f"demo-{label}-{window}-{comparison}",
-        config={
-            "part": "loss",
-            "model": "tiny",
-            "dtype": "float32",
-            "document": f"a <b> & c, window {window}",
-            "digest": "00",
-            "n_tokens": n_tokens,
-            "layers": "all",
-            "method": {
-                "label": label,
-                "config": config,
-                "axes": {"series": series or label, "comparison": comparison},
-            },
-        },
+        config={**described, "method": {"label": label, "config": config, "axes": axes}},
         seed=0,
-        results={
-            "loss": loss,
-            "segment_losses": [loss + (spread if part % 2 else -spread) for part in range(16)],
-            "reads_per_query": reads,
-            "attention_seconds": seconds,
-            "forward_seconds": 2 * seconds,
-        },
+        results=results,
         seconds=3 * seconds,
         argv=["prescore", "demo", "--out", "a b"],
         versions={"python": "3.11", "torch": "2.13"},
@@ -367,8 +350,8 @@ def test_intervals_are_over_segments_of_all_windows(records):
         compare(records, "equal reads")
 
 
-def test_the_page_shows_the_results_of_the_records(records):
-    page = demo_page(records, {"default": "../docs/default.md"})
+def test_the_page_shows_the_results_of_the_records(records, tmp_path):
+    page = write_page(records, tmp_path / "report").read_text(encoding="utf-8")
     for words in ("prescore demo --out &#x27;a b&#x27;", "torch 2.13", "a &lt;b&gt; &amp; c"):
         assert words in page
     assert "± is half of a 95 % interval over 32 segments of 128 tokens from 2 windows" in page
@@ -380,16 +363,13 @@ def test_the_page_shows_the_results_of_the_records(records):
     assert float(loss["default"]) == pytest.approx(100 * 0.1 / 1.3, abs=0.1)
     assert loss["selection + sinks"] == "100.0"
     assert "bar-row cut'><span class='name'>selection" in figures[0]
-    assert page.count("<a href=") == 1
-    assert '<a href="../docs/default.md">' in page
-    assert all(f"docs/{name}.md" in page for name in DOCUMENTS)
+    addresses = re.findall(r'<a href="([^"]*)"', page)
+    assert [(tmp_path / "report" / address).resolve().stem for address in addresses] == list(DOCUMENTS)
+    assert all((tmp_path / "report" / address).is_file() for address in addresses)
     table = comparison_table(records)
     names = ["exact", "default", "local only", "sliding window + sinks", "selection + sinks"]
     assert [row[0] for row in table.rows] == names
     assert table.rows[1][1:8] == ("2", "2.1000", "8.166", "0.1000 ± 0.0037", "90 %", "512", "1.00 s")
-
-
-def test_a_page_without_budgets_says_how_to_get_them(records):
     few = [r for r in records if r.config["part"] != "selections" and "budgets" not in r.key]
     page = demo_page(few)
     assert page.count("No time was left for it") == 2
@@ -419,62 +399,25 @@ def test_sections_can_hold_any_text(records):
     assert "<th scope='row'>most attended</th><td>75 %</td>" in shown
 
 
-# The chart.
+def test_the_chart_has_its_points_and_colours_of_the_style_sheet(records):
+    from matplotlib.figure import Figure
 
-
-def points(chart):
-    """Where the points are, by their tips."""
-    circle = r'<circle cx="([\d.]+)" cy="([\d.]+)"[^>]*><title>([^<]*)</title>'
-    return {tip: (float(x), float(y)) for x, y, tip in re.findall(circle, chart)}
-
-
-def marks_of(chart):
-    lines = re.findall(r'<line class="mark" x1="([\d.]+)" y1="([\d.]+)" x2="([\d.]+)" y2="([\d.]+)"', chart)
-    return [tuple(map(float, line)) for line in lines]
-
-
-@pytest.mark.parametrize(("width", "style"), [(WIDTH, "wide"), (NARROW, "narrow")])
-def test_the_chart_has_its_points_and_marks_inside_its_frame(width, style):
-    series = [Series("good", ((64.0, 0.5), (128.0, 0.2), (256.0, -0.1)), 0), Series("b<d", ((64.0, 9.0),), 1)]
-    marks = [Mark("local only", 1.0), Mark("exact", 512.0, vertical=True)]
-    chart = line_chart(series, marks, width=width, style=style)
-    assert f'class="chart {style}" viewBox="0 0 {width:g} {HEIGHT:g}"' in chart
-    found = points(chart)
-    assert list(found) == ["good: 0.500 at 64", "good: 0.200 at 128", "good: -0.100 at 256", "b&lt;d: 9.000 at 64"]
-    heights = [y for _, y in found.values()]
-    assert heights[3] < heights[0] < heights[1] < heights[2]  # lower loss is lower on the page
-    assert all(0 < x < width and 0 < y < HEIGHT for x, y in found.values())
-    (polyline,) = re.findall(r'<polyline points="([^"]*)"', chart)  # one point is no line
-    assert [tuple(map(float, point.split(","))) for point in polyline.split()] == list(found.values())[:3]
-    across, upright = marks_of(chart)
-    assert across[1] == across[3]
-    assert upright[0] == upright[2]
-    assert all(x < upright[0] for x, _ in found.values())
-    assert heights[3] < across[1] < heights[0]
-    # every colour is one of the style sheet, so that a dark page is dark all over
-    colours = set(re.findall(r"(?:stroke|fill):([^;\"]*)", chart))
-    assert colours <= {"none", *(f"var(--{name})" for name in ("ink", "quiet", "rule", "series-0", "series-1"))}
-    assert "http" not in chart
-    assert "No points" in line_chart([], marks)
-
-
-def test_every_line_is_named_in_its_colour_and_no_two_names_overlap():
-    series = [Series(f"line {n}", ((64.0, 0.5 + n / 1000), (128.0, 0.2 + n / 1000)), n) for n in range(5)]
-    for width in (WIDTH, NARROW):
-        named = re.findall(
-            r'<text x="([\d.]+)" y="([\d.]+)"[^>]*style="([^"]*)"[^>]*>(line \d)<',
-            line_chart(series, [], width=width),
-        )
-        assert len(named) == 5
-        for x, _, style, name in named:
-            assert f"var(--series-{name[-1]})" in style
-            assert float(x) < width
-        heights = sorted(float(y) for _, y, _, _ in named)
-        assert all(lower - upper > 11 for upper, lower in pairwise(heights))
-    assert spread_apart([0.1, 0.5, 0.9], [0.1] * 3, 1.0) == [0.1, 0.5, 0.9]
-    assert spread_apart([0.5, 0.5, 0.5], [0.1] * 3, 1.0) == pytest.approx([0.5, 0.6, 0.7])
-    assert spread_apart([0.98, 0.99, 1.0], [0.2] * 3, 1.0) == pytest.approx([0.5, 0.7, 0.9])
-    assert spread_apart([], [], 1.0) == []
+    records[12].results["segment_losses"] = [2.0] * 16  # better than exact attention
+    lines = compare(records, "budgets")
+    axes = Figure().subplots()
+    draw_budgets(axes, lines)
+    drawn = {line.get_label(): list(zip(*line.get_data(), strict=True)) for line in axes.lines}
+    assert drawn["default"] == [(128.0, pytest.approx(0.3)), (256.0, FLOOR)]
+    assert drawn["sliding window + sinks"] == [(128.0, pytest.approx(0.5)), (256.0, pytest.approx(0.2))]
+    assert [x for x, _ in drawn["exact"]] == [512.5, 512.5]
+    assert [y for _, y in drawn["local only"]] == pytest.approx([1.0, 1.0])
+    charts = budget_chart(lines)
+    assert re.findall(r'<svg class="chart (\w+)" viewBox', charts) == ["wide", "narrow"]
+    for name in drawn:
+        assert charts.count(f">{name}<") == 2
+    # a dark page is dark all over
+    colours = set(re.findall(r"(?:stroke|fill): ([^;\"]*)", charts))
+    assert colours <= {"none", *(f"var(--{name})" for name in COLOURS.values())}
 
 
 # In a browser.
