@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from prescore.bench.plots import COLOURS, figure, powers_of_two
 from prescore.bench.records import Record, Values
 from prescore.bench.speed.timing import EXACT
-from prescore.bench.tables import MISSING, Table, as_text
+from prescore.bench.tables import MISSING, Table, as_text, percent
 
 _LABELS = {
     "hyper": "HyperAttention",
@@ -55,11 +55,6 @@ def time(entry: Values) -> str:
 def count(value: float | None) -> str:
     """A whole number."""
     return MISSING if value is None else f"{value:.0f}"
-
-
-def percent(share: float | None) -> str:
-    """A share in per cent."""
-    return MISSING if share is None else f"{100 * share:.0f} %"
 
 
 def layer(config: Values) -> str:
