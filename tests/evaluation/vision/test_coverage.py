@@ -1,9 +1,12 @@
 """Heavy-entry coverage: solved by hand, on both kinds of model, and by the command."""
 
 import importlib.util
+from contextlib import contextmanager
+from itertools import pairwise
 
 import pytest
 import torch
+from matplotlib.figure import Figure
 from oracles.tiny_language_model import tiny_language_model
 
 if importlib.util.find_spec("transformers") is None or importlib.util.find_spec("PIL") is None:
@@ -11,24 +14,12 @@ if importlib.util.find_spec("transformers") is None or importlib.util.find_spec(
 
 from prescore import KMeans, Selected, select
 from prescore.bench.cli.main import main
-from prescore.bench.records import read_records
-from prescore.bench.vision import coverage
-from prescore.bench.vision.coverage import (
-    Subject,
-    attention_weights,
-    coverage_rows,
-    head_coverage,
-    measure_coverage,
-)
-from prescore.bench.vision.tables import paper_coverage_table
+from prescore.bench.records import Record, read_records
+from prescore.bench.vision import coverage, tables
+from prescore.bench.vision.coverage import attention_weights, coverage_rows, head_coverage, measure_coverage
 from prescore.integrations.attention import AttentionContext
 
 ALONE = AttentionContext(layer=0)
-
-
-@pytest.fixture
-def subject(study):
-    return Subject(study.described, study.observe, study.model.n_prefix)
 
 
 def test_a_case_solved_by_hand():
@@ -102,8 +93,8 @@ def test_language_models_work_too():
     texts = list(torch.randint(50, (2, 24), generator=torch.Generator().manual_seed(0)))
     with torch.no_grad():
         before = model(texts[0][None]).logits
-    subject = coverage.text_subject(model, texts, {"model": "tiny"})
-    results = coverage_rows(subject, methods=("kmeans", "random"), budgets=(8,), n_clusters=(3,))[0].measure()
+    observe = coverage.observe_texts(model, texts)
+    results = coverage_rows(observe, {}, methods=("kmeans", "random"), budgets=(8,), n_clusters=(3,))[0].measure()
     # two sequences, two layers, four query heads
     assert (results["n_heads"], results["n_keys"]) == (2 * 2 * 4, 24)
     assert results["chance"] == pytest.approx(8 / 24)
@@ -113,31 +104,32 @@ def test_language_models_work_too():
         assert torch.equal(model(texts[0][None]).logits, before)
 
 
-def test_rows_of_a_vision_study(subject):
-    rows = coverage_rows(subject, methods=("kmeans", "key-norm"), budgets=(4, 8), n_clusters=(2, 3), seeds=(0, 1))
+def test_rows_of_a_vision_study(study):
+    grid = {"methods": ("kmeans", "key-norm"), "budgets": (4, 8), "n_clusters": (2, 3), "seeds": (0, 1)}
+    rows = coverage_rows(study.observe, study.described, n_prefix=1, **grid)
     methods = [row.config["method"] for row in rows]
     assert (methods.count("kmeans"), methods.count("key-norm")) == (2 * 2 * 2, 2)
     results = rows[0].measure()
     assert (results["n_heads"], results["n_keys"]) == (10 * 2 * 3, 17)
     assert set(results) >= {"heavy_0.01_median", "heavy_0.1_mean", "heavy_0.3_without", "columns_mean", "chance"}
-    empty = measure_coverage(subject, Selected("key-norm", 4, sinks=0), (1.0,))
+    empty = measure_coverage(study.observe, Selected("key-norm", 4, sinks=0), (1.0,))
     assert empty["heavy_1_mean"] is None
     assert empty["heavy_1_without"] == empty["n_heads"]
 
 
 @pytest.mark.parametrize("keep_prefix", [True, False])
-def test_a_protected_prefix_is_selected(keep_prefix, subject, monkeypatch):
+def test_a_protected_prefix_is_selected(keep_prefix, study, monkeypatch):
     selected = []
     real = coverage.selected_keys
     monkeypatch.setattr(coverage, "selected_keys", lambda *given: selected.append(real(*given)) or selected[-1])
-    measure_coverage(subject, Selected("uniform", 3, sinks=0), (0.1,), keep_prefix=keep_prefix)
+    measure_coverage(study.observe, Selected("uniform", 3, sinks=0), (0.1,), keep_prefix=keep_prefix)
     assert all(keys[..., 0].all() for keys in selected) == keep_prefix
 
 
-@pytest.mark.parametrize("name", ["exact", "centroids", "kmeans+centroids", "routed", "default"])
-def test_methods_that_do_not_only_select_are_refused(name, subject):
-    with pytest.raises(ValueError, match=f"got '{name}'".replace("+", r"\+")):
-        coverage_rows(subject, methods=(name,))
+@pytest.mark.parametrize("name", ["exact", "centroids", r"kmeans\+centroids", "routed", "default"])
+def test_methods_that_do_not_only_select_are_refused(name):
+    with pytest.raises(ValueError, match=f"got '{name}'"):
+        coverage_rows(None, {}, methods=(name.replace("\\", ""),))
 
 
 def test_the_median_of_an_even_number_lies_between_the_middle_two():
@@ -148,7 +140,7 @@ def test_the_median_of_an_even_number_lies_between_the_middle_two():
         look(query, key, ALONE)
 
     config = Selected("uniform", 1, sinks=1, remainder="none")
-    results = measure_coverage(Subject({}, observe), config, (0.3,))
+    results = measure_coverage(observe, config, (0.3,))
     # the first key is selected: it holds all heavy entries of one head and none of the other
     assert results["heavy_0.3_median"] == results["heavy_0.3_mean"] == 0.5
 
@@ -160,4 +152,35 @@ def test_command(model_folder, image_folder, tmp_path, capsys):
     records = read_records(tmp_path / "run" / "records.jsonl")
     assert len(records) == 2
     assert (tmp_path / "run" / "coverage.png").stat().st_size > 1000
-    assert paper_coverage_table(records).rows == ()
+    assert tables.paper_coverage_table(records).rows == ()
+
+
+def coverage_record(method, budget, covered):
+    config = {"method": method, "n_clusters": None, "keep_prefix": False, "budget": budget, "thresholds": [0.3]}
+    results = {"heavy_0.3_median": covered, "columns_mean": covered, "chance": budget / 197}
+    return Record("coverage", f"{method}{budget}", config, 0, results, 1.0)
+
+
+def test_equal_curves_do_not_hide_each_other(monkeypatch):
+    panels = []
+
+    @contextmanager
+    def keep(path, size, **subplots):
+        panels.extend(Figure().subplots(**subplots))
+        yield None, panels
+
+    monkeypatch.setattr(tables, "figure", keep)
+    covered = {"kmeans": 0.0, "kmedian": 0.0, "leverage": 1.0, "key-diff": 1.0}
+    budgets = (32, 64, 128)
+    tables.coverage_plot([coverage_record(m, budget, covered[m]) for m in covered for budget in budgets], "")
+    for panel in panels:
+        curves = [line for line in panel.lines if line.get_label() != "chance"]
+        points = [point for line in curves for point in zip(*line.get_data(), strict=True)]
+        assert len(set(points)) == len(points) == 12
+        # equal lines are drawn one above the other, further apart than they are wide
+        heights = sorted({y for _, y in points})
+        assert len(heights) == 4
+        assert all(upper - lower > 2 for lower, upper in pairwise(heights))
+        low, high = panel.get_ylim()
+        assert low < 0 < 100 < high  # a line at either end is not cut in half
+        assert list(panel.get_xticks()) == [32, 64, 128]

@@ -12,6 +12,7 @@ if importlib.util.find_spec("transformers") is None or importlib.util.find_spec(
     pytest.skip("transformers or pillow is not installed", allow_module_level=True)
 
 from PIL import Image
+from safetensors.torch import save_file
 
 import prescore
 from prescore import KMeans, Selected
@@ -40,12 +41,15 @@ def picture(path, colour, size=(40, 30)):
     Image.new("RGB", size, colour).save(path)
 
 
-def test_folders_of_classes_are_numbered_by_name(tmp_path):
-    picture(tmp_path / "dog" / "1.png", "red")
-    picture(tmp_path / "cat" / "2.jpg", "red")
-    (tmp_path / "cat" / "notes.txt").write_text("no image")
-    images = open_folder(tmp_path)
+def test_folders_of_classes_are_numbered_by_name(tmp_path, image_folder):
+    picture(tmp_path / "pets" / "dog" / "1.png", "red")
+    picture(tmp_path / "pets" / "cat" / "2.jpg", "red")
+    (tmp_path / "pets" / "cat" / "notes.txt").write_text("no image")
+    images = open_folder(tmp_path / "pets")
     assert ([path.name for path in images.paths], images.labels) == (["2.jpg", "1.png"], [0, 1])
+    # a smaller limit is the start of a larger one
+    assert open_folder(image_folder, limit=3).paths == open_folder(image_folder, limit=6).paths[:3]
+    assert len(open_folder(image_folder, limit=99)) == 10
 
 
 @pytest.mark.parametrize("place", ["labels.json", "../flat_labels.json", "elsewhere"])
@@ -57,11 +61,6 @@ def test_labels_from_json(tmp_path, place):
     file.write_text(json.dumps({"b.png": 7, "a.png": 3, "absent.png": 1}))
     images = open_folder(folder, labels=file if place == "elsewhere" else None)
     assert ([path.name for path in images.paths], images.labels) == (["a.png", "b.png"], [3, 7])
-
-
-def test_a_smaller_limit_is_the_start_of_a_larger(image_folder):
-    assert open_folder(image_folder, limit=3).paths == open_folder(image_folder, limit=6).paths[:3]
-    assert len(open_folder(image_folder, limit=99)) == 10
 
 
 def test_preprocessing_crops_the_centre_and_normalises(tmp_path):
@@ -117,8 +116,6 @@ def test_refusals(tmp_path, make, said):
     ],
 )
 def test_damaged_and_foreign_checkpoints_are_refused_in_one_sentence(name, arch, said, tmp_path):
-    from safetensors.torch import save_file
-
     (tmp_path / "empty").mkdir()
     (tmp_path / "broken.safetensors").write_bytes(b"nothing of the kind" * 20)
     save_file({"patch_embed.proj.weight": torch.zeros(2)}, tmp_path / "foreign.safetensors")
@@ -160,7 +157,6 @@ def test_hugging_face_folder_and_resolution(model_folder):
 )
 def test_the_architecture_of_a_checkpoint_is_read_from_its_weights(tmp_path, options):
     import_timm()
-    from safetensors.torch import save_file
     from timm.models.vision_transformer import VisionTransformer
 
     shape = {"img_size": 32, "patch_size": 8, "embed_dim": 64, "depth": 2, "num_heads": 1, "num_classes": 5}
@@ -336,18 +332,14 @@ def test_tables_compare_only_what_is_comparable(model_folder, image_folder, tmp_
     assert (tmp_path / "plot.png").exists()
 
 
-def test_the_split_of_digits_never_changes():
-    pytest.importorskip("sklearn")
-    (training, test), (again, _) = models.load_digits(), models.load_digits()
-    assert (len(training), len(test)) == (1297, 500)
-    assert torch.equal(training.pixels, again.pixels)
-    assert training.pixels.shape[1:] == (1, 8, 8)
-    assert (training.pixels.min(), training.pixels.max()) == (-1, 1)
-
-
 @pytest.mark.slow
 def test_the_digits_model_learns_and_is_trained_once(tmp_path):
     pytest.importorskip("sklearn")
+    training, test = models.load_digits()
+    assert (len(training), len(test)) == (1297, 500)
+    assert torch.equal(models.load_digits()[1].pixels, test.pixels)
+    assert training.pixels.shape[1:] == (1, 8, 8)
+    assert (training.pixels.min(), training.pixels.max()) == (-1, 1)
     state = torch.get_rng_state()
     lines = []
     folder = models.digits_model(epochs=models.QUICK_EPOCHS, cache=tmp_path, report=lines.append)
@@ -356,7 +348,7 @@ def test_the_digits_model_learns_and_is_trained_once(tmp_path):
     loaded = load_vision_model(folder)
     assert loaded.n_tokens == 65
     # six epochs classify 64 of the first 100 test scans; chance is one in ten
-    assert models.accuracy(loaded.model, models.load_digits()[1]) > 0.4
+    assert models.accuracy(loaded.model, test) > 0.4
     assert models.digits_model(epochs=models.QUICK_EPOCHS, cache=tmp_path, report=lines.append) == folder
     assert len(lines) == 1
 
