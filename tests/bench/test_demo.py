@@ -22,10 +22,9 @@ from prescore.bench.demo.page import (
     comparison_table,
     demo_page,
     draw_budgets,
-    first_pick,
     headline,
     reads_section,
-    selection_map,
+    selection_section,
     write_page,
 )
 from prescore.bench.demo.run import (
@@ -165,7 +164,7 @@ def test_reads_in_plain_numbers():
     weights = torch.tensor([0.1, 0.2, 0.0, 0.05, 0.3])
     always = torch.tensor([True, False, False, False, True])
     read = torch.tensor([True, True, False, True, True])
-    reads = query_reads(weights, always, read, torch.tensor([0.25, 0.1]), 1, torch.tensor(0.01))
+    reads = query_reads(weights, always, read, torch.tensor([0.25, 0.1]), torch.tensor(0.01), sinks=1)
     assert reads == QueryReads(1000, 3000, 2500, 3500, 100, [1, 2], [2500, 1000], [1, 2000, 3, 500])
 
 
@@ -382,21 +381,9 @@ def test_sections_can_hold_any_text(records):
     assert section.count("</script>") == 1
     data = json.loads(section[section.index('json">') + 6 : section.index("</script>")])
     assert data["tokens"][5] == "</script>"
-    assert data["start"] == 3  # of the words, the one with most weight on far keys
-    reads = [[0, 0, far] for far in (1, 9, 5)]
-    assert first_pick(reads, [" cat", "..", " dog"]) == 2
-    assert first_pick(reads, [".", "..", "!"]) == 1
     record.results["heads"] = []
     assert "sliding window" in reads_section(record)
-    shown = selection_map(selections_record())
-    first = shown[shown.index('data-method="key-diff"') : shown.index('data-method="most attended"')]
-    marked = '<mark class="s4">&lt;The&gt;</mark> cat<mark class="s2">⏎\n</mark><mark class="s2"> sat</mark>'
-    assert marked in first
-    assert "<strong>25 %</strong>" in first
-    assert first.count('class="bar"') == 2
-    assert "hidden" not in first.split(">")[0]
-    assert shown.count("hidden") == 1
-    assert "<th scope='row'>most attended</th><td>75 %</td>" in shown
+    assert "<th scope='row'>most attended</th><td>75 %</td>" in selection_section(selections_record())
 
 
 def test_the_chart_has_its_points_and_colours_of_the_style_sheet(records):
@@ -438,6 +425,13 @@ const state = () => ({
   chosen: [...document.querySelectorAll(".card select")].map((choice) => choice.value),
 });
 const before = state();
+const marks = () => [...document.querySelectorAll(".tokens mark")].map((one) => one.className + one.textContent);
+const scorers = () => [words(".mass")[0], ...marks()];
+const selections = [scorers()];
+const choice = document.querySelector(".tokens select");
+choice.value = "most attended";
+choice.dispatchEvent(new Event("change"));
+selections.push(scorers());
 document.querySelectorAll(".token")[1].click();
 const clicked = state();
 document.querySelectorAll(".head")[1].click();
@@ -455,7 +449,7 @@ document.body.dataset.found = JSON.stringify({
   shortest: Math.min(...tracks.map((box) => box.width)),
   offset: Math.max(...[...document.querySelectorAll(".track")].map(
     (node) => node.querySelector(".fill").getBoundingClientRect().left - node.getBoundingClientRect().left)),
-  before, clicked, swapped, typed,
+  before, clicked, swapped, typed, selections, bars: document.querySelectorAll(".bar path").length,
 });
 </script>"""
 
@@ -476,9 +470,6 @@ def test_a_browser_draws_it_and_tokens_can_be_picked(records, tmp_path, width, c
         text=True,
     ).stdout
     assert struct.unpack(">II", picture.read_bytes()[16:24]) == (width, 2400)
-    # after the script has run one view of the scorers is shown and the others are hidden
-    views = re.findall(r'<div class="view"[^>]*>', document)
-    assert [("hidden" in view) for view in views] == [False, True]
     found = json.loads(
         unescape(re.search(r'data-found="([^"]*)"', document)[1]).replace("\N{NO-BREAK SPACE}", " ")
     )
@@ -489,6 +480,12 @@ def test_a_browser_draws_it_and_tokens_can_be_picked(records, tmp_path, width, c
     assert (found["panels"], found["cards"]) == columns
     assert found["shortest"] > 200
     assert found["offset"] == 0
+    assert found["bars"] == 2
+    (said, *marks), (said_after, *marks_after) = found["selections"]
+    assert "2 of 4 keys selected per head; they receive 25 % of" in said
+    assert "they receive 75 % of" in said_after
+    assert marks == ["s4<The>", "s2⏎\n", "s2 sat"]  # the more heads select a token, the stronger it is marked
+    assert marks_after == ["s2<The>", "s4 cat", "s2⏎\n"]
     check_what_was_picked(found)
 
 

@@ -39,7 +39,7 @@ _STYLE: Values = {
 
 @contextmanager
 def figure(
-    path: str | Path, size: tuple[float, float], settings: Values | None = None, **subplots: Any
+    path: str | Path, size: tuple[float, float], settings: Any = None, **subplots: Any
 ) -> Iterator[tuple[Figure, Any]]:
     """Draw in the house style and save to `path`; the caller's matplotlib settings do not change.
 

@@ -56,7 +56,7 @@ def demo_page(records: Sequence[Record], directory: Path | None = None) -> str:
     parts = {name: [r for r in records if r.config["part"] == name] for name in ("reads", "selections")}
     values = {
         "style": _template("style.css"),
-        "script": _template("script.js") + _template("reads.js"),
+        "script": _template("script.js"),
         "headline": headline(lines),
         "run": escape(describe_run([line.summary for line in lines], first.config["model"])),
         "panels": _panels(lines),
@@ -65,7 +65,7 @@ def demo_page(records: Sequence[Record], directory: Path | None = None) -> str:
         "reads": "\n".join(map(reads_section, parts["reads"])) or "<p>Nothing was recorded.</p>",
         "chart": budget_chart(budgets) + _details(budgets) if budgets else f"<p>{_NO_BUDGETS}</p>",
         "short": str(budgets[0].summary.n_tokens) if budgets else "fewer",
-        "selections": "\n".join(map(selection_map, parts["selections"])) or f"<p>{_NO_BUDGETS}</p>",
+        "selections": "\n".join(map(selection_section, parts["selections"])) or f"<p>{_NO_BUDGETS}</p>",
         "documents": _documents(directory),
         "timings": _timings(records),
         "facts": _facts(records, first),
@@ -331,127 +331,29 @@ def _panel(
     )
 
 
-# What the default reads for a token that the reader picks: a passage to click in, and its data.
-
-BEFORE = 48
-"""Tokens shown before those that can be picked."""
-_FAR = 2
-"""Index of the far weight in `prescore.bench.demo.run.QueryReads`."""
-_LEGEND = {
-    "sinks": "first tokens (sinks)",
-    "local": "local keys: own and previous chunk",
-    "far": "far keys that are read",
-    "centroids": "centroids of the unread keys",
-}
+# What the default reads for a token, and what scorers select: templates/script.js fills these in.
 
 
 def reads_section(record: Record) -> str:
-    """HTML of a `reads` record; `templates/reads.js` fills it in."""
-    results = record.results
-    if not results["heads"]:
+    """HTML of a `reads` record."""
+    if not record.results["heads"]:
         return "<p>These layers have a sliding window and do not search.</p>"
-    tokens: list[str] = results["tokens"]
-    first: int = results["first"]
-    before = escape("".join(tokens[max(0, first - BEFORE) : first]))
-    picks = "".join(
-        f'<span class="token" role="button" tabindex="0" data-query="{number}">{escape(_visible(token))}</span>'
-        for number, token in enumerate(tokens[first:])
-    )
-    legend = "".join(f'<li><span class="swatch {kind}"></span>{text}</li>' for kind, text in _LEGEND.items())
-    data = json.dumps({**results, "start": first_pick(results["reads"][results["searching"]], tokens[first:])})
-    return (
-        '<div class="reads">\n'
-        f'<p class="text passage"><span class="before">{before}</span>{picks}</p>\n'
-        '<p class="picked-token" aria-live="polite"><noscript>Picking a token needs JavaScript.</noscript></p>\n'
-        f'<ul class="legend">{legend}</ul>\n'
-        '<div class="cards"><div class="card"></div><div class="card"></div></div>\n'
-        '<h3>Every head for this token: layer.head, weights, far keys read</h3>\n<div class="heads"></div>\n'
-        # a text may hold the end of a script
-        f'<script type="application/json">{data.replace("<", chr(92) + "u003c")}</script>\n</div>'
-    )
+    return Template(_template("reads.html")).substitute(data=_json(record.results))
 
 
-def first_pick(reads: list[list[Any]], tokens: list[str]) -> int:
-    """The query to begin with: of those that are words, the one with most weight on far keys."""
-    words = [number for number, token in enumerate(tokens) if sum(map(str.isalpha, token)) > 2]
-    return max(words or range(len(tokens)), key=lambda number: reads[number][_FAR])
+def selection_section(record: Record) -> str:
+    """HTML of a `selections` record."""
+    layers = [str(layer) for layer in record.config["layers"]]
+    shares = {method: [own[layer] for layer in layers] for method, own in record.results["mass"].items()}
+    rows = [(method, *(f"{100 * share:.0f} %" for share in own)) for method, own in shares.items()]
+    columns = ("attention on selected keys", *(f"layer {int(layer) + 1}" for layer in layers))
+    section = Template(_template("selections.html")).substitute(data=_json(record.results))
+    return f"{section}<div class='mass-table'>{_html_table(columns, rows)}</div>"
 
 
-def _visible(token: str) -> str:
-    """A line end is shown, and still ends the line."""
-    return token if token.strip("\n") else "⏎" * max(1, token.count("\n")) + token
-
-
-# Which keys scorers select: bars over the whole text, and a passage with the selected words marked.
-
-PASSAGE = 420
-"""Tokens shown as text; the bars show all."""
-_STRONG = 4
-_BAR_WIDTH, _BAR_HEIGHT = 1000, 14
-
-
-def selection_map(record: Record) -> str:
-    """HTML of one `selections` record: choices, a bar per head, and a passage with the selected words marked."""
-    results = record.results
-    methods, layers = list(results["selected"]), [str(layer) for layer in record.config["layers"]]
-    names = [f"layer {int(layer) + 1}" for layer in layers]
-    choices = _choice("method", "Keys selected by", methods, methods) + _choice("layer", "in", names, layers)
-    views = [
-        _view(results, method, layer, hidden=(method, layer) != (methods[0], layers[0]))
-        for method in methods
-        for layer in layers
-    ]
-    mass = [(method, *(f"{100 * results['mass'][method][layer]:.0f} %" for layer in layers)) for method in methods]
-    return (
-        f'<div class="tokens">\n<div class="choices">{choices}</div>\n'
-        + "\n".join(views)
-        + "\n</div><div class='mass-table'>"
-        + _html_table(("attention on selected keys", *names), mass)
-        + "</div>"
-    )
-
-
-def _choice(name: str, words: str, labels: Sequence[str], values: Sequence[str]) -> str:
-    options = "".join(
-        f'<option value="{escape(value)}">{escape(label)}</option>'
-        for label, value in zip(labels, values, strict=True)
-    )
-    return f'<label>{words} <select data-choice="{name}">{options}</select></label>'
-
-
-def _view(results: Values, method: str, layer: str, *, hidden: bool) -> str:
-    heads: list[list[int]] = results["selected"][method][layer]
-    tokens: list[str] = results["tokens"]
-    counts = dict.fromkeys(str(len(head)) for head in heads)
-    step = _BAR_WIDTH / len(tokens)
-    bars = "".join(
-        f'<svg class="bar" viewBox="0 0 {_BAR_WIDTH} {_BAR_HEIGHT}" preserveAspectRatio="none" role="img" '
-        f'aria-label="positions selected in head {number}"><path d="'
-        + "".join(f"M{position * step:.1f} 0v{_BAR_HEIGHT}" for position in head)
-        + '"/></svg>'
-        for number, head in enumerate(heads, start=1)
-    )
-    return (
-        f'<div class="view" data-method="{escape(method)}" data-layer="{escape(layer)}"'
-        f"{' hidden' if hidden else ''}>"
-        f'<p class="mass">{", ".join(counts)} of {len(tokens)} keys selected per head; they receive '
-        f"<strong>{100 * results['mass'][method][layer]:.0f} %</strong> of the attention that the second half "
-        f'gives to these keys.</p><div class="bars">{bars}</div>'
-        f'<p class="text">{_passage(tokens, heads)}</p></div>'
-    )
-
-
-def _passage(tokens: Sequence[str], heads: Sequence[Sequence[int]]) -> str:
-    """The passage; a token selected by more heads is marked more strongly."""
-    votes = [0] * len(tokens)
-    for head in heads:
-        for position in head:
-            votes[position] += 1
-    parts = []
-    for token, count in zip(tokens[:PASSAGE], votes, strict=False):
-        strength = max(1, round(_STRONG * count / len(heads)))
-        parts.append(f'<mark class="s{strength}">{escape(_visible(token))}</mark>' if count else escape(token))
-    return "".join(parts)
+def _json(values: Values) -> str:
+    """JSON inside a script element; a text may hold the end of a script."""
+    return json.dumps(values).replace("<", "\\u003c")
 
 
 # Loss above exact against reads, drawn by matplotlib and coloured by the page's style sheet.
