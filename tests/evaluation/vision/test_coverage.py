@@ -14,7 +14,7 @@ if importlib.util.find_spec("transformers") is None or importlib.util.find_spec(
 
 from prescore import KMeans, Selected, select
 from prescore.bench.cli.main import main
-from prescore.bench.records import Record, read_records
+from prescore.bench.records import Record, read_records, row_key
 from prescore.bench.vision import coverage, tables
 from prescore.bench.vision.coverage import attention_weights, coverage_rows, head_coverage, measure_coverage
 from prescore.integrations.attention import AttentionContext
@@ -107,7 +107,7 @@ def test_language_models_work_too():
 def test_rows_of_a_vision_study(study):
     grid = {"methods": ("kmeans", "key-norm"), "budgets": (4, 8), "n_clusters": (2, 3), "seeds": (0, 1)}
     rows = coverage_rows(study.observe, study.described, n_prefix=1, **grid)
-    methods = [row.config["method"] for row in rows]
+    methods = list({row_key("coverage", row.config, row.seed): row.config["method"] for row in rows}.values())
     assert (methods.count("kmeans"), methods.count("key-norm")) == (2 * 2 * 2, 2)
     results = rows[0].measure()
     assert (results["n_heads"], results["n_keys"]) == (10 * 2 * 3, 17)

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 import prescore
 from prescore import KMeans, Selected
 from prescore.bench.cli.main import main
-from prescore.bench.records import read_records
+from prescore.bench.records import read_records, row_key
 from prescore.bench.vision import models
 from prescore.bench.vision.accuracy import Study, accuracy_rows
 from prescore.bench.vision.methods import EXACT, full_budget, parse_method
@@ -245,7 +245,7 @@ def test_the_grid_repeats_nothing_that_cannot_differ(study):
         keep_prefix=(True, False),
         seeds=(0, 1),
     )
-    methods = [row.config["method"] for row in rows]
+    methods = list({row_key("vision", row.config, row.seed): row.config["method"] for row in rows}.values())
     assert {name: methods.count(name) for name in methods} == {
         EXACT: 1, "kmeans": 16, "key-norm": 4, "kmeans-farthest+centroids": 16, "default": 1
     }  # fmt: skip
@@ -255,7 +255,7 @@ def test_no_budget_exceeds_the_keys_and_the_default_is_exact_when_short(study):
     rows = accuracy_rows(study, methods=("kmeans", "centroids"), budgets=(8, 500))
     assert [row.config["budget"] for row in rows] == [8, 17, 8, 17]
     assert [row.config["config"]["top_k"] for row in rows] == [8, 17, 1, 1]
-    default, routed = accuracy_rows(study, methods=("default", "routed"), budgets=(9, 10))
+    default, _, routed, _ = accuracy_rows(study, methods=("default", "routed"), budgets=(9, 10))
     assert (default.config["method"], default.config["budget"]) == ("default", 17)
     assert default.measure()["agreement"] == 100
     assert routed.measure()["kl"] > 0

@@ -20,7 +20,7 @@ from torch import Tensor
 from prescore import checks
 from prescore.bench.planted import model as planted
 from prescore.bench.planted.model import PlantedModel, PlantedSetting
-from prescore.bench.records import Row, Values, row_key
+from prescore.bench.records import Row, Values
 from prescore.config import Selected
 from prescore.registry import get_scorer, list_scorers
 from prescore.rng import as_streams
@@ -81,16 +81,15 @@ QUICK = Sweep(n=(1024,), d=(16,), seeds=(0, 1), powers=(1.0, 2.0, 3.0), n_querie
 
 
 def planted_rows(sweep: Sweep) -> list[Row]:
-    """All rows of a sweep, seed by seed, so that an interrupted study has complete seeds first."""
-    settings = [
-        PlantedSetting(*values)
-        for values in itertools.product(sweep.n, sweep.d, sweep.epsilon, sweep.c_signal, sweep.c_noise)
-    ]
-    rows: dict[str, Row] = {}
-    for seed, setting in itertools.product(sweep.seeds, settings):
-        for row in (*_claim_rows(sweep, setting, seed), *_recall_rows(sweep, setting, seed)):
-            rows.setdefault(row_key("planted", row.config, row.seed), row)
-    return list(rows.values())
+    """All rows of a sweep, seed by seed, so that an interrupted study has complete seeds first.
+
+    Rows that do not depend on all settings repeat; a session measures them once.
+    """
+    values = itertools.product(sweep.n, sweep.d, sweep.epsilon, sweep.c_signal, sweep.c_noise)
+    rows = []
+    for seed, setting in itertools.product(sweep.seeds, [PlantedSetting(*one) for one in values]):
+        rows += [*_claim_rows(sweep, setting, seed), *_recall_rows(sweep, setting, seed)]
+    return rows
 
 
 def _recall_rows(sweep: Sweep, setting: PlantedSetting, seed: int) -> list[Row]:

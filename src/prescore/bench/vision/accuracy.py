@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from prescore.bench.records import Row, Values, row_key
+from prescore.bench.records import Row, Values
 from prescore.bench.vision.methods import DEFAULT, EXACT, PAPER_GRID, ROUTED, full_budget, parse_method
 from prescore.bench.vision.models import Images, VisionModel
 from prescore.integrations.apply import Observer, observe, replace_attention
@@ -120,12 +120,9 @@ def accuracy_rows(
     keep_prefix: Sequence[bool] = (True,),
     seeds: Sequence[int] = (0,),
 ) -> list[Row]:
-    """A row for each combination; combinations that differ in nothing that matters to a method appear once."""
-    rows: dict[str, Row] = {}
-    for fields in itertools.product(methods, budgets, n_clusters, centroid_shares, keep_prefix, seeds):
-        row = _row(study, *fields)
-        rows.setdefault(row_key("vision", row.config, row.seed), row)
-    return list(rows.values())
+    """A row for each combination; those that differ in nothing that matters to a method are equal."""
+    grid = itertools.product(methods, budgets, n_clusters, centroid_shares, keep_prefix, seeds)
+    return [_row(study, *fields) for fields in grid]
 
 
 def _row(study: Study, name: str, budget: int, n_clusters: int, share: float, keep_prefix: bool, seed: int) -> Row:

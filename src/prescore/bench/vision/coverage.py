@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from prescore.attention import select_by
-from prescore.bench.records import Row, Values, row_key
+from prescore.bench.records import Row, Values
 from prescore.bench.vision.methods import parse_method
 from prescore.config import Selected
 from prescore.integrations.apply import Observer, observe
@@ -62,7 +62,7 @@ def coverage_rows(
 
     Prefix tokens that are kept count as selected keys.
     """
-    rows: dict[str, Row] = {}
+    rows = []
     for name, budget, n, keep, seed in itertools.product(methods, budgets, n_clusters, keep_prefix, seeds):
         method = parse_method(name)
         config = None if method.scorer is None else method.config(budget, n_clusters=n, n_prefix=n_prefix)
@@ -79,8 +79,8 @@ def coverage_rows(
         }
         seed = seed if method.is_random else 0  # noqa: PLW2901
         measure = partial(measure_coverage, observe_all, config, thresholds, keep_prefix=keep, seed=seed)
-        rows.setdefault(row_key("coverage", described, seed), Row(described, seed, measure))
-    return list(rows.values())
+        rows.append(Row(described, seed, measure))
+    return rows
 
 
 def measure_coverage(
