@@ -6,6 +6,7 @@ The commands that measure and the code that makes tables share this module. It d
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import json
 import math
@@ -20,11 +21,6 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from prescore.errors import PrescoreError
-
-try:
-    import fcntl
-except ImportError:  # not a Unix
-    fcntl = None  # type: ignore[assignment]
 
 Values: TypeAlias = dict[str, Any]
 """JSON values by name. `prescore.types` has the same alias, but imports torch."""
@@ -316,8 +312,6 @@ def _open_locked(path: Path) -> int:
     if path.exists() and not path.is_file():
         raise RecordFileError(f"{path} must be a regular file, got something else of that name")
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-    if fcntl is None:
-        return descriptor
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:

@@ -433,7 +433,7 @@ def selection_row(
         selected: dict[str, dict[str, list[list[int]]]] = {name: {} for name in (*configs, MOST_ATTENDED)}
         mass: dict[str, dict[str, float]] = {name: {} for name in selected}
 
-        def look(query: Tensor, key: Tensor, context: AttentionContext) -> None:
+        def observer(query: Tensor, key: Tensor, context: AttentionContext) -> None:
             if context.layer not in layers:
                 return
             received = attention_received(query[:, :, half:], key, half)
@@ -444,7 +444,7 @@ def selection_row(
                 selected[name][str(context.layer)] = indices.tolist()
                 mass[name][str(context.layer)] = float(received.gather(1, indices).sum() / received.sum())
 
-        with observe(language_model.model, look):
+        with observe(language_model.model, observer):
             language_model.hidden(window.tokens)
         tokens = [language_model.tokenizer.decode([token]) for token in window.tokens[:half].tolist()]
         return {"tokens": tokens, "selected": selected, "mass": mass}

@@ -304,19 +304,19 @@ def clustering_claims(model: PlantedModel, *, claim: str, restarts: int, seed: i
     return recovery_claims(best_recovery(model, restarts, seed), claim)
 
 
-def recovery_claims(found: Recovery, claim: str) -> list[Values]:
+def recovery_claims(recovered: Recovery, claim: str) -> list[Values]:
     """The checks of `clustering_claims` on one clustering."""
     note = ""
-    if found.cost_ratio < 1 - 1e-9:
+    if recovered.cost_ratio < 1 - 1e-9:
         note = "a local optimum"
-    elif found.cost_ratio > 1:
+    elif recovered.cost_ratio > 1:
         note = "the truth is not optimal"
     # a search can refute optimality but not prove it
-    unproven = "" if found.cost_ratio > 1 else "none cheaper found, no proof"
-    ratio = ("cost of the truth / cost found", found.cost_ratio, "<=", 1.0 + 1e-9, unproven)
+    unproven = "" if recovered.cost_ratio > 1 else "none cheaper found, no proof"
+    ratio = ("cost of the truth / cost found", recovered.cost_ratio, "<=", 1.0 + 1e-9, unproven)
     return [
-        check(claim, "signal groups that are one cluster", found.groups, "=", 1.0, note),
-        check(claim, "noise rows in one cluster", found.noise, "=", 1.0, note),
+        check(claim, "signal groups that are one cluster", recovered.groups, "=", 1.0, note),
+        check(claim, "noise rows in one cluster", recovered.noise, "=", 1.0, note),
         check(f"{claim}, optimality", *ratio),
     ]
 
@@ -344,7 +344,7 @@ def centroid_claims(model: PlantedModel) -> list[Values]:
 def lp_claims(model: PlantedModel, *, p: float, basis: str, seed: int) -> list[Values]:
     """Claim 1 for one p: the proof's separations in this basis, and the groups that clustering recovers."""
     claim, directions = f"Claim 1, p={p:g}, {basis}", model.directions
-    found = best_recovery(model, 1, seed, p=p)
+    recovered = best_recovery(model, 1, seed, p=p)
     gaps = (directions[:, None] - directions[None]).abs().pow(p).sum(-1)
     gaps = gaps[~torch.eye(len(directions), dtype=torch.bool)]
     smallest = float(torch.cat((directions.abs().pow(p).sum(-1), gaps)).min())
@@ -355,8 +355,8 @@ def lp_claims(model: PlantedModel, *, p: float, basis: str, seed: int) -> list[V
     return [
         check(claim, "Delta_min", smallest, "=", 1.0),
         check(claim, "Delta_min - 2 delta_max", smallest - 2 * deviation, ">", 0.0),
-        check(claim, "signal groups that are one cluster", found.groups, "=", 1.0),
-        check(claim, "noise rows in one cluster", found.noise, "=", 1.0),
+        check(claim, "signal groups that are one cluster", recovered.groups, "=", 1.0),
+        check(claim, "noise rows in one cluster", recovered.noise, "=", 1.0),
         check(claim, "recall by l_p sensitivity", recall, "=", 1.0),
     ]
 

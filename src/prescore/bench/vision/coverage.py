@@ -38,8 +38,8 @@ def observe_texts(model: nn.Module, texts: Sequence[Tensor]) -> ObserveAll:
     """For a causal language model on texts of tokens `[length]`."""
 
     @torch.no_grad()
-    def run(look: Observer) -> None:
-        with observe(model, look):
+    def run(observer: Observer) -> None:
+        with observe(model, observer):
             for tokens in texts:
                 model(input_ids=tokens[None].to(next(model.parameters()).device), use_cache=False)
 
@@ -100,7 +100,7 @@ def measure_coverage(
     chances: list[float] = []
     n_keys = 0
 
-    def look(query: Tensor, key: Tensor, context: AttentionContext) -> None:
+    def observer(query: Tensor, key: Tensor, context: AttentionContext) -> None:
         nonlocal n_keys
         sinks = max(config.sinks, context.n_prefix) if keep_prefix else config.sinks
         selected = selected_keys(key, config.replace(sinks=sinks), layer_seed(seed, context.layer))
@@ -109,7 +109,7 @@ def measure_coverage(
         coverage = head_coverage(query, key, selected, context, thresholds)
         by_layer.setdefault(context.layer, []).append(coverage)
 
-    observe_all(look)
+    observe_all(observer)
     layers = [
         {name: torch.cat([part[name].flatten() for part in parts]) for name in parts[0]}
         for _, parts in sorted(by_layer.items())

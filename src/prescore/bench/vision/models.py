@@ -221,12 +221,12 @@ def _with_sizes(model: nn.Module, preprocessing: Preprocessing, arguments: Value
     """Count layers and tokens on one empty image."""
     sizes: list[tuple[int, int]] = []
 
-    def look(query: Tensor, key: Tensor, context: AttentionContext) -> None:
+    def observer(query: Tensor, key: Tensor, context: AttentionContext) -> None:
         sizes.append((key.shape[2], context.n_prefix))
 
     channels = next(p.shape[1] for p in model.parameters() if p.ndim == 4)
     pixels = torch.zeros(1, channels, preprocessing.size, preprocessing.size, device=device)
-    with observe(model, look) as n_layers:
+    with observe(model, observer) as n_layers:
         model(pixels, **arguments)
     n_tokens, n_prefix = max(sizes)
     return VisionModel(model, preprocessing, n_tokens, n_prefix, n_layers, arguments)
@@ -303,16 +303,16 @@ def open_folder(folder: str | Path, *, labels: str | Path | None = None, limit: 
         raise ValueError(f"images must be a folder, got {folder}")
     beside = (folder / "labels.json", folder.parent / f"{folder.name}_labels.json")
     file = labels or next((path for path in beside if path.is_file()), None)
-    found = _from_classes(folder) if file is None else _from_json(folder, Path(file))
-    if not found:
+    labelled = _from_classes(folder) if file is None else _from_json(folder, Path(file))
+    if not labelled:
         raise ValueError(
             f"images must be a folder of class folders, or of images with a labels JSON, got {folder} "
             f"with no labelled {', '.join(SUFFIXES)} in it"
         )
-    if limit is not None and limit < len(found):
-        random.Random(0).shuffle(found)
-        found = found[:limit]
-    return ImageFolder([path for path, _ in found], [label for _, label in found])
+    if limit is not None and limit < len(labelled):
+        random.Random(0).shuffle(labelled)
+        labelled = labelled[:limit]
+    return ImageFolder([path for path, _ in labelled], [label for _, label in labelled])
 
 
 def _from_json(folder: Path, file: Path) -> list[tuple[Path, int]]:
