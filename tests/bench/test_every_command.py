@@ -14,7 +14,7 @@ from prescore.bench.cli.main import _build, main
 ROOT = Path(__file__).parent.parent.parent
 ELSEWHERE = {
     "planted": "tests/bench/test_main.py",
-    "speed": "tests/evaluation/speed/test_speed.py",
+    "speed": "tests/evaluation/test_speed.py",
     "demo": "tests/bench/test_demo.py",
 }
 """Commands that take more than a few seconds as written, and where a smaller call of theirs is tested."""
