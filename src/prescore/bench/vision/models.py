@@ -133,7 +133,13 @@ def _from_checkpoint(
     path: Path, arch: str | None, resolution: int | None
 ) -> tuple[nn.Module, Preprocessing, Values]:
     timm = import_timm()
-    weights = _read(path)
+    from safetensors.torch import load_file
+
+    try:
+        weights: dict[str, Tensor] = load_file(path)
+    except Exception as error:
+        # readers raise many types for a damaged file
+        raise OSError(f"model must be a readable checkpoint, got {path.name} ({first_line(error)})") from error
     if arch is not None:
         if not timm.is_model(arch):
             raise ValueError(f"arch must be an architecture of timm, got {arch!r}")
@@ -152,16 +158,6 @@ def _from_checkpoint(
     if resolution is not None:
         model.set_input_size(img_size=(resolution, resolution))
     return model, _timm_preprocessing(model, resolution), {}
-
-
-def _read(path: Path) -> dict[str, Tensor]:
-    from safetensors.torch import load_file
-
-    try:
-        return dict(load_file(path))
-    except Exception as error:
-        # readers raise many types for a damaged file
-        raise OSError(f"model must be a readable checkpoint, got {path.name} ({first_line(error)})") from error
 
 
 def vit_shape(weights: Mapping[str, Tensor]) -> Values:
