@@ -6,12 +6,12 @@ The commands that measure and the code that makes tables share this module. It d
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import json
 import math
 import os
 import platform
-import re
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -21,11 +21,6 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from prescore.errors import PrescoreError
-
-try:
-    import fcntl
-except ImportError:  # not a Unix
-    fcntl = None  # type: ignore[assignment]
 
 Values: TypeAlias = dict[str, Any]
 """JSON values by name. `prescore.types` has the same alias, but imports torch."""
@@ -85,34 +80,25 @@ class Record:
 
     @classmethod
     def from_json(cls, line: str) -> Record:
-        """The inverse of `to_json`; a record of an older schema is upgraded."""
+        """The inverse of `to_json`; refuses a record with other fields, without results, or with a wrong key."""
         values = json.loads(line)
         if not isinstance(values, dict):
             raise ValueError(f"record must be a JSON object, got {type(values).__name__}")
-        schema = values.get("schema", 1)
-        if schema not in (1, SCHEMA):
-            raise ValueError(f"record must have schema {SCHEMA} or older, got {schema!r} of another version")
-        if schema == SCHEMA:
-            _check_fields(values, {"schema", *(f.name for f in fields(cls))}, "results")
-        else:
-            _check_fields(values, {f.name for f in fields(cls)} - {"results"} | {"figures"}, "figures")
-            values = upgrade(values)
-        return cls(**{name: value for name, value in values.items() if name != "schema"})
-
-
-def _check_fields(values: Values, known: set[str], results: str) -> None:
-    """Refuse a record with missing or unknown fields, without results, or with a wrong key."""
-    needed = {"command", "key", "config", "seed", results, "seconds"}
-    if needed - set(values) or set(values) - known:
-        raise ValueError(f"record must have the fields {sorted(known)}, got {sorted(values)}")
-    for name in ("config", results):
-        if not isinstance(values[name], dict):
-            raise ValueError(f"record must have an object as {name}, got {type(values[name]).__name__}")
-    if not values[results]:
-        raise ValueError(f"record must have {results}, got none")
-    key = row_key(values["command"], values["config"], values["seed"])
-    if values["key"] != key:
-        raise ValueError(f"record must have the key of its settings, {key}, got {values['key']!r}")
+        schema = values.pop("schema", 1)
+        if schema != SCHEMA:
+            raise ValueError(f"record must have schema {SCHEMA}, got {schema!r} of another version")
+        known, needed = {f.name for f in fields(cls)}, {"command", "key", "config", "seed", "results", "seconds"}
+        if needed - set(values) or set(values) - known:
+            raise ValueError(f"record must have the fields {sorted(known)}, got {sorted(values)}")
+        for name in ("config", "results"):
+            if not isinstance(values[name], dict):
+                raise ValueError(f"record must have an object as {name}, got {type(values[name]).__name__}")
+        if not values["results"]:
+            raise ValueError("record must have results, got none")
+        key = row_key(values["command"], values["config"], values["seed"])
+        if values["key"] != key:
+            raise ValueError(f"record must have the key of its settings, {key}, got {values['key']!r}")
+        return cls(**values)
 
 
 def row_key(command: str, config: Mapping[str, Any], seed: int | None) -> str:
@@ -160,137 +146,6 @@ def _finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_finite(item) for item in value]
     return value
-
-
-# Schema 1 had no `schema` field. What its names are today:
-
-_SAMPLED_ABOVE = 1024
-"""Up to so many keys, schema 1's automatic sample for clustering held all of them."""
-_EVERYWHERE = {
-    "rows_per_query": "reads_per_query",
-    "keys_per_query": "reads_per_query",
-    "replaced_rows_per_query": "replaced_reads_per_query",
-    "searched_per_query": "keys_compared_per_query",
-    "rows_off": "mismatched_queries",
-    "flipped_rows": "mismatched_queries",
-    "held_megabytes": "start_megabytes",
-    "stretch_losses": "segment_losses",
-}
-_VISION = {"rows": "budget", "clusters": "n_clusters", "share": "centroid_share", "protect": "keep_prefix"}
-_RETRIEVAL = {"per_depth": "needles_per_depth", "asked": "n_needles", "found": "hits", "answers": "hits"}
-_LANGUAGE = {"blockwise": "leaf_inclusive", "beside": "compared_with"}
-_SPEED = {
-    "key_heads": "kv_heads",
-    "limit": "speedup_bound",
-    "limit_share": "share_of_bound",
-    "of_limit": "of_exact_rate",
-    "call_of_limit": "call_of_exact_rate",
-    "folded": "packed",
-    "speedup_folded": "speedup_packed",
-    "ways": "methods",
-    "way": "exchange",
-    "rows": "reads_per_query",
-}
-_BY_COMMAND = {"speed": _SPEED, "vision": _VISION, "coverage": _VISION, "retrieval": _RETRIEVAL}
-_PARTS = {
-    "beginning": "exact queries",
-    "nodes": "index",
-    "near": "local",
-    "stand-ins": "centroids",
-    "rows": "keys",
-    "the rest": "other",
-}
-_EXCHANGES = {"gather": "all-gather", "heads": "ulysses", "rows": "selected"}
-_PAPER = {name: f"paper:{name}" for name in ("kmeans", "kmedian", "leverage")}
-_LABELS = (
-    (r"\bstand-in(s?)\b", lambda match: f"centroid{match[1]}"),
-    (r"\bodd\b", lambda match: "outlier"),
-    (r"\brows=(\d+)", lambda match: f"min_weight=1/{2 * int(match[1])}"),
-    (r"\bleaf_size=", lambda match: "cluster_size="),
-)
-
-
-def upgrade(record: Values) -> Values:
-    """A record of schema 1 as one of today's schema, under its new key.
-
-    Scorers of schema 1 with `fit_size=None` were fitted on an automatic sample, which no configuration of today
-    does: their records keep `"auto"`.
-    """
-    command, config, results = record["command"], record["config"], record["figures"]
-    n_keys = config.get("n_tokens") or results.get("n_tokens") or results.get("n_keys") or math.inf
-    names = {**_EVERYWHERE, **_LANGUAGE, **_BY_COMMAND.get(command, {})}
-    if command == "speed":
-        results = _upgrade_speed(config, results)
-    config = _upgrade_values(config, names, sampled=n_keys > _SAMPLED_ABOVE)
-    if command == "speed" and "methods" in config:
-        config["methods"] = [_PAPER.get(name, name) for name in config["methods"]]
-    if isinstance(config.get("method"), dict):
-        config["method"] = _upgrade_method(config["method"])
-    results = _upgrade_values(results, names, sampled=False)
-    kept = {name: value for name, value in record.items() if name != "figures"}
-    key = row_key(command, config, record["seed"])
-    return {"schema": SCHEMA, **kept, "key": key, "config": config, "results": results}
-
-
-def _upgrade_speed(config: Values, results: Values) -> Values:
-    """Names that depend on the study: parts of a call, methods, and exchanges of ranks."""
-    if config["study"] == "parts":
-        return {**results, "parts": {_PARTS.get(name, name): part for name, part in results["parts"].items()}}
-    if config["study"] == "parallel":
-        methods = {n: {**way, "way": _EXCHANGES.get(way["way"], way["way"])} for n, way in results["ways"].items()}
-        return {**results, "ways": methods}
-    if "methods" in results:
-        return {**results, "methods": {_PAPER.get(name, name): own for name, own in results["methods"].items()}}
-    return results
-
-
-def _upgrade_values(value: Any, names: Mapping[str, str], *, sampled: bool) -> Any:
-    """Rename fields at every depth, and bring configurations and scorers up to date."""
-    if isinstance(value, list):
-        return [_upgrade_values(item, names, sampled=sampled) for item in value]
-    if not isinstance(value, dict):
-        return value
-    kind = value.get("type")
-    if kind == "Routed":
-        rows, cluster_size = value["rows"], value["leaf_size"]
-        same = {name: item for name, item in value.items() if name not in ("type", "rows", "leaf_size")}
-        weight = 1.0 if rows == 0 else 1 / (2 * rows)
-        return {"type": "Routed", "min_weight": weight, "cluster_size": cluster_size, **same}
-    upgraded = {names.get(name, name): _upgrade_values(v, names, sampled=sampled) for name, v in value.items()}
-    if "fit_size" in value:
-        upgraded["fit_size"] = {0: None, None: "auto" if sampled else None}.get(
-            value["fit_size"], value["fit_size"]
-        )
-    if kind == "Selected":
-        upgraded["min_score"] = None
-    if kind == "Coupling":
-        upgraded["blocks"] = "selected"
-    return upgraded
-
-
-def _upgrade_method(method: Values) -> Values:
-    """Label, configuration and axes of a language method; its kind is the configuration's type today."""
-    kind, config, axes = method["kind"], dict(method["settings"]), dict(method.get("axes", {}))
-    if kind == "exact":
-        config = {"type": "Exact"}
-    elif kind == "local":
-        previous, sinks = "before" in config, config.get("sinks", 0)
-        config = {"type": "Local", "chunk_size": config["leaf"], "previous_chunk": previous, "sinks": sinks}
-    elif kind == "baseline":
-        config = {"type": "Baseline", **config}
-    is_paper = config.get("inner", {}).get("type") == "Lsh"
-    label = _upgrade_label(method["label"], is_paper=is_paper)
-    if "series" in axes:
-        axes["series"] = _upgrade_label(axes["series"], is_paper=is_paper)
-    return {"label": label, "config": config, "axes": axes}
-
-
-def _upgrade_label(label: str, *, is_paper: bool) -> str:
-    for pattern, word in _LABELS:
-        label = re.sub(pattern, word, label)
-    name, comma, options = label.partition(",")
-    # a bare scorer name meant the paper's preset
-    return f"paper:{name}{comma}{options}" if is_paper and " " not in name else label
 
 
 # Files of records: one process at a time, intact after a crash, continued by `--resume`.
@@ -350,7 +205,8 @@ def _is_record(line: bytes) -> bool:
 
 def _begins_record(line: bytes) -> bool:
     """Whether a line may be the beginning of a record, cut off anywhere."""
-    return any(line[: len(start)] == start[: len(line)] for start in (b'{"schema": ', b'{"command": "'))
+    start = b'{"schema": '
+    return line[: len(start)] == start[: len(line)]
 
 
 class RecordFile:
@@ -456,8 +312,6 @@ def _open_locked(path: Path) -> int:
     if path.exists() and not path.is_file():
         raise RecordFileError(f"{path} must be a regular file, got something else of that name")
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-    if fcntl is None:
-        return descriptor
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:

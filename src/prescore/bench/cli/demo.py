@@ -34,9 +34,8 @@ def command(
 ) -> None:
     """Let a language model read a long text with exact attention, the default, and methods that read as many keys.
 
-    Prints one table and writes a report: report/index.html, or index.html in --out. The report shows for every
-        token
-    of a passage what the default reads.
+    Prints one table and writes a report: report/index.html, or index.html in --out. The report shows what the
+    default reads for every token of a passage.
 
     Example: prescore demo --out report
     """
