@@ -55,34 +55,6 @@ def test_a_prompt_that_is_too_short_says_so(model, tmp_path, capsys):
     assert f"prefill: exact: up to exact_until={Routed().exact_until}" in said
 
 
-SMALL = [
-    f"--set={each}"
-    for each in ("min_weight=0.125", "cluster_size=8", "chunk_size=16", "sinks=2", "exact_until=32")
-]
-
-
-def test_a_tolerance_shows_errors_and_reads_by_layer(model, tmp_path, capsys):
-    assert run(model, tmp_path, "--tolerance", "0.2", *SMALL) == 0
-    shown = capsys.readouterr().out
-    for words in ("within 0.2 of exact attention", "error bound", "queries refined", "queries that read all"):
-        assert words in shown
-    record = json.loads((tmp_path / "records.jsonl").read_text().splitlines()[-1])
-    assert record["config"]["config"]["tolerance"] == 0.2
-    bounds = record["results"]["error_bounds"]
-    assert [(bound["layer"], bound["phase"]) for bound in bounds] == [
-        (n, p) for n in range(3) for p in ("prefill", "steps")
-    ]
-    for bound in bounds:
-        assert 0 <= bound["error_estimate"] <= bound["error_bound"] <= 0.2
-        assert 0 <= bound["read_all"] <= bound["refined"] <= 1
-        assert bound["reads"] > 0
-
-
-def test_a_tolerance_is_the_default_configurations(model, tmp_path, capsys):
-    assert run(model, tmp_path, "--config", "hyper", "--tolerance", "0.2") == 2
-    assert "tolerance must come with --config default, got 0.2 for 'hyper'" in capsys.readouterr().err
-
-
 def agreed(model, out, *extra):
     assert run(model, out, "--agreement", "--ignore-end", *extra) == 0
     records = [json.loads(line) for line in (out / "records.jsonl").read_text().splitlines()]

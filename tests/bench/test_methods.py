@@ -101,7 +101,6 @@ def test_nested_fields_words_and_objects():
     assert change(with_clusters, {"remainder": "none"}).remainder == "none"
     # fields that only go together
     assert change(Selected(), {"min_score": 0.5, "top_k": None}) == Selected(min_score=0.5)
-    assert change(Routed(), {"confidence": 0.9, "tolerance": 0.1}).confidence == 0.9
     assert change(Local(8), {"sinks": 3}, partly=True) == Local(8)
 
 

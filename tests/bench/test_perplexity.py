@@ -28,15 +28,10 @@ def test_losses_are_the_models_own(precise):
     results = measure_loss(precise, window, EXACT, segments=4)
     assert results["positions"] == 100
     assert sum(results["segment_losses"]) / 4 == pytest.approx(results["loss"])
-
-
-def test_a_row_identifies_what_it_measures(precise):
-    window = make_windows(precise, [Document("text", TEXT)], 200)[0]
     row = loss_row(precise, window, EXACT, experiment="x", layers="last:1", seed=3)
-    assert row.seed == 3
     wanted = {"document": "text", "digest": window.digest, "n_tokens": 200, "first": 100, "layers": "last:1"}
     assert {name: row.config[name] for name in wanted} == wanted
-    assert row.measure()["loss"] > 0
+    assert row.seed == 3
 
 
 def test_windows_are_spread_over_the_text_and_do_not_overlap(precise):
@@ -86,8 +81,8 @@ def test_a_head_that_is_not_plain_is_refused(precise):
 
 
 def test_how_option_values_are_read():
-    given = ["sinks=2", "inner.alignment=hash", "tolerance=null", "leaf_inclusive=true", " top_k =0.5", "a=b=c"]
-    fields = {"sinks": 2, "inner.alignment": "hash", "tolerance": None, "leaf_inclusive": True, "top_k": 0.5}
+    given = ["sinks=2", "inner.alignment=hash", "min_score=null", "leaf_inclusive=true", " top_k =0.5", "a=b=c"]
+    fields = {"sinks": 2, "inner.alignment": "hash", "min_score": None, "leaf_inclusive": True, "top_k": 0.5}
     assert read_changes(given) == {**fields, "a": "b=c"}
     assert read_changes(None) == {}
     assert [read_budget(text) for text in ("12", "0.5", "1.0")] == [12, 0.5, 1.0]
@@ -177,19 +172,13 @@ def test_json_prints_records_only(run, tmp_path, capsys):
 
 def test_fields_reach_the_configurations_that_have_them(run, capsys):
     options = ["-n", "64", "--method", "hyper", "--method", "paper:kmeans", "--method", "default", "--json"]
-    for field in (
-        "inner.n_projections=3",
-        "scorer.n_clusters=5",
-        "lsh.n_projections=4",
-        "tolerance=0.5",
-        "sinks=1",
-    ):
-        options += ["--set", field]
+    options += ["--set", "inner.n_projections=3", "--set", "scorer.n_clusters=5", "--set", "sinks=1"]
+    options += ["--set", "lsh.n_projections=4", "--set", "cluster_size=8"]
     assert run(*options) == 0
     printed = [json.loads(line)["config"]["method"]["config"] for line in capsys.readouterr().out.splitlines()]
     hyper, kmeans, default = printed[2:]
     assert (hyper["lsh"]["n_projections"], kmeans["inner"]["n_projections"]) == (4, 3)
-    assert (kmeans["scorer"]["n_clusters"], default["tolerance"]) == (5, 0.5)
+    assert (kmeans["scorer"]["n_clusters"], default["cluster_size"]) == (5, 8)
     assert {config["sinks"] for config in printed[2:]} == {1}
 
 
@@ -287,12 +276,6 @@ def test_refusals_are_one_sentence_and_code_2(run, capsys, monkeypatch, options,
     assert sentence in printed.err
     assert printed.err.strip().count("\n") == 0
     assert printed.out == ""
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
-def test_a_device_that_is_missing_is_refused(run, capsys):
-    assert run("-n", "64", "--device", "cuda") == 2
-    assert "device must be usable, got 'cuda'" in capsys.readouterr().err
 
 
 def test_a_default_that_reads_everything_is_said(run, lines, tmp_path, capsys):

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from prescore.bench.cli.options import Json, Out, Resume, Seed, Threads, open_session
-from prescore.bench.cli.settings import Model, quiet_loading
+from prescore.bench.cli.settings import Model
 
 REPORT = Path("report")
 
@@ -49,7 +49,6 @@ def command(
 
     texts = load_documents([document], limit=1)
     session = open_session("demo", out=out, json=json, resume=resume, threads=threads)
-    quiet_loading()
     session.say(f"loading {model}")
     loaded = load_language_model(model)
     text = TokenizedText.of(loaded, texts[0])

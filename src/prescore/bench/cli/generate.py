@@ -37,10 +37,6 @@ def command(
         str | None,
         typer.Option(help="Keys kept by a scorer, a count or a fraction.  [default: its own]"),
     ] = None,
-    tolerance: Annotated[
-        float | None,
-        typer.Option(help="Relative error allowed to the default: queries read keys until they are within it."),
-    ] = None,
     layers: Layers = "all",
     changes: Changes = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate at most.")] = 64,
@@ -72,13 +68,11 @@ def command(
     Example: prescore generate --prompt-file book.txt --prompt-tokens 4000 --config key-diff --top-k 512
 
     Example: prescore generate --prompt-file book.txt --prompt-tokens 7936 --ignore-end --agreement
-
-    Example: prescore generate --prompt-file book.txt --prompt-tokens 4000 --tolerance 0.02
     """
     from prescore.bench.language import generation
-    from prescore.bench.language.tables import beam_table, error_table, generation_table
+    from prescore.bench.language.tables import beam_table, generation_table
 
-    chosen, places = read_config(config, top_k, changes, tolerance), read_layers(layers)
+    chosen, places = read_config(config, top_k, changes), read_layers(layers)
     how = generation.Continuation(chosen, places, max_new_tokens, evict, refresh_every, beams, ignore_end)
     if agreement and (not exact or beams > 1):
         raise ValueError(f"--agreement must come with --exact and one beam, got exact={exact} and {beams} beams")
@@ -139,13 +133,10 @@ def command(
         )
     records = session.run(rows)
     session.show((beam_table(records) if beams > 1 else generation_table(records)).to_rich())
-    bounds = error_table(records[-1])
-    if bounds is not None:
-        session.show(bounds.to_rich())
     session.say(f"records: {session.file.path}")
 
 
-def read_config(name: str, top_k: str | None, changes: list[str] | None, tolerance: float | None = None) -> Config:
+def read_config(name: str, top_k: str | None, changes: list[str] | None) -> Config:
     """The configuration of the options: a name means what it means for `prescore perplexity`."""
     from prescore import checks
     from prescore.bench.language.methods import PAPER, change
@@ -156,29 +147,23 @@ def read_config(name: str, top_k: str | None, changes: list[str] | None, toleran
     scorers = list_scorers()
     checks.one_of("config", name, (*named, *scorers, *(PAPER + scorer for scorer in scorers)))
     fields = read_changes(changes)
-    if tolerance is not None:
-        if name != "default":
-            raise ValueError(f"tolerance must come with --config default, got {tolerance} for {name!r}")
-        fields = {"tolerance": tolerance, **fields}
     if top_k is not None:
         if name in named:
             raise ValueError(f"top_k must come with a scorer as --config, got {top_k} for {name!r}")
         fields = {"top_k": read_budget(top_k), **fields}
-    if name in named:
-        return change(named[name], fields)
-    made = Selected.paper(name.removeprefix(PAPER)) if name.startswith(PAPER) else Selected(name)
-    return change(made, fields)
+    if name not in named:
+        named[name] = Selected.paper(name.removeprefix(PAPER)) if name.startswith(PAPER) else Selected(name)
+    return change(named[name], fields)
 
 
 def _prompt(prompt: str | None, prompt_file: Path | None) -> str:
     if (prompt is None) == (prompt_file is None):
         raise ValueError("exactly one of --prompt and --prompt-file must be given")
-    if prompt is not None:
-        return prompt
+    if prompt_file is None:
+        return prompt or ""
     from prescore.bench.language.documents import decode
 
-    path = Path(prompt_file or "")
-    return decode(path.read_bytes(), str(path))
+    return decode(prompt_file.read_bytes(), str(prompt_file))
 
 
 def _streamer(tokenizer: Any) -> Callable[[int], None]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -19,6 +19,14 @@ Model = Annotated[str, typer.Option(help="`smollm2`, a directory, a GGUF file, o
 Dtype = Annotated[str, typer.Option(help="float32, bfloat16, float16 or float64.")]
 Device = Annotated[str, typer.Option(help="Such as cpu or cuda.")]
 RemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")]
+Methods = Annotated[
+    list[str] | None,
+    typer.Option("--method", help="exact, local, default, hyper, SCORER, paper:SCORER or a baseline; repeatable."),
+]
+Lengths = Annotated[
+    list[int] | None,
+    typer.Option("--length", "-n", help="Tokens read; repeatable. (default: 4096, or as the experiment says)"),
+]
 Leaf = Annotated[
     int | None,
     typer.Option(
@@ -82,22 +90,9 @@ def say_what_is_exact(session: Session, methods: Mapping[int, Sequence[Method]])
     """Say which methods read every key at a length: their results are those of exact attention."""
     from prescore.config import Routed
 
-    for length, own in methods.items():
-        for method in own:
-            if isinstance(method.config, Routed) and method.config.exact_until >= length:
-                session.say(
-                    f"{method.label} is exact at {length} tokens: it reads everything up to "
-                    f"exact_until={method.config.exact_until}; "
-                    "longer texts, --leaf or --set exact_until=N make it route"
-                )
-
-
-def quiet_loading() -> None:
-    """Switch off the progress bars of transformers: the command shows its own progress."""
-    from prescore.integrations.torchvision import mend_torchvision
-
-    mend_torchvision()
-    import transformers.utils.logging
-
-    library: Any = transformers.utils.logging
-    library.disable_progress_bar()
+    for length, method in [(length, method) for length, own in methods.items() for method in own]:
+        if isinstance(method.config, Routed) and method.config.exact_until >= length:
+            session.say(
+                f"{method.label} is exact at {length} tokens: it reads everything up to exact_until="
+                f"{method.config.exact_until}; longer texts, --leaf or --set exact_until=N make it route"
+            )
