@@ -52,9 +52,9 @@ def grid(scorers=("kmeans", "leverage")):
     return [*references(), *{one.key: one for one in cells}.values()]
 
 
-def printed(experiment, records):
-    """The file in the paper's shape, as a list of dictionaries."""
-    return list(csv.DictReader(io.StringIO(paper_csv(experiment, summarise(records)))))
+def printed(records):
+    """The file with the paper's columns, as a list of dictionaries."""
+    return list(csv.DictReader(io.StringIO(paper_csv(summarise(records)))))
 
 
 @pytest.mark.parametrize("name", ["loss", "reads_per_query", "attention_seconds"])
@@ -123,29 +123,27 @@ def test_full_csv_has_every_line_and_document():
     lines = list(csv.DictReader(io.StringIO(full_csv(summarise(grid())))))
     assert len(lines) == len(grid())
     assert lines[0]["loss a@0"] == "2.0"
-    assert paper_csv("cost", []) is None
 
 
-def test_appendix_a_has_the_papers_columns_and_order():
-    lines = printed("appendix-a", grid())
-    budgets = [("0", "32"), ("4", "32"), ("256", "32"), ("0", "0"), ("4", "0"), ("256", "0")]
-    wanted = [(name, *budget) for name in ("K-means", "Leverage") for budget in budgets]
+def test_the_papers_columns_have_both_leaf_rules_in_the_papers_order():
+    lines = printed(grid())
+    budgets = [("4", "32"), ("256", "32"), ("4", "0"), ("256", "0")]
+    wanted = [
+        ("exact", "", ""),
+        ("local only", "", ""),
+        ("HyperAttention", "0", "32"),
+        ("HyperAttention", "0", "0"),
+    ]
+    wanted += [(name, *budget) for name in ("K-means", "Leverage") for budget in budgets]
     assert [(line["Method"], line["Top K"], line["Sample Size"]) for line in lines] == wanted
-    assert float(lines[1]["PPL"]) == pytest.approx(math.exp(2.11))
-    assert float(lines[1]["PPL*"]) == pytest.approx(math.exp(2.21))
+    assert float(lines[4]["PPL"]) == pytest.approx(math.exp(2.11))
+    assert float(lines[4]["PPL*"]) == pytest.approx(math.exp(2.21))
+    assert {(line["Context"], line["Coupling"]) for line in lines[2:]} == {("4096", "corrected")}
+    assert paper_csv(summarise(references())) is None
 
 
-def test_a_line_that_keeps_every_key_is_every_scorers():
-    lines = printed("appendix-a", [*grid(), cell("kmeans", 16384, 2.5)])
-    kept = [(line["Method"], float(line["PPL"])) for line in lines if line["Top K"] == "2048"]
-    assert kept == [("K-means", pytest.approx(math.exp(2.5))), ("Leverage", pytest.approx(math.exp(2.5)))]
-    # blocks of 600, 1200, 2400 keys: the last are filtered by the same budget
-    assert not holds_for(summarise([cell("kmeans", 16384, 2.6, leaf=600)])[0], "leverage")
-
-
-def test_appendix_f_has_the_largest_budget_for_every_scorer():
+def test_a_budget_that_keeps_every_key_is_every_scorers():
     records = [
-        *references(),
         cell("none", 0, 2.9),
         cell("kmeans", 32, 2.8),
         cell("kmeans", 16384, 2.5, coupling="early"),
@@ -153,22 +151,19 @@ def test_appendix_f_has_the_largest_budget_for_every_scorer():
         cell("kmedian", 16384, 2.5, coupling="early"),
         cell("leverage", 32, 2.6, coupling="early"),  # its largest budget is the same computation, and not run
     ]
-    lines = printed("appendix-f", records)
-    assert [(line["Coupling"], line["Method"], line["Paper's Top K"], line["Loss"]) for line in lines] == [
-        ("corrected", "none", "0", "2.9"),
-        ("corrected", "K-means", "32", "2.8"),
-        ("early", "K-means", "16384", "2.5"),
-        ("early", "K-median", "32", "2.7"),
-        ("early", "K-median", "16384", "2.5"),
-        ("early", "Leverage", "32", "2.6"),
-        ("early", "Leverage", "16384", "2.5"),
+    lines = printed(records)
+    found = [(line["Coupling"], line["Method"], line["Paper's Top K"], float(line["PPL"])) for line in lines]
+    assert found == [
+        ("corrected", "HyperAttention", "0", pytest.approx(math.exp(2.9))),
+        ("corrected", "K-means", "32", pytest.approx(math.exp(2.8))),
+        ("early", "K-means", "16384", pytest.approx(math.exp(2.5))),
+        ("early", "K-median", "32", pytest.approx(math.exp(2.7))),
+        ("early", "K-median", "16384", pytest.approx(math.exp(2.5))),
+        ("early", "Leverage", "32", pytest.approx(math.exp(2.6))),
+        ("early", "Leverage", "16384", pytest.approx(math.exp(2.5))),
     ]
-
-
-def test_appendix_i_has_a_column_per_sample_size():
-    lines = printed("appendix-i", grid(("gaussian-kmeans",)))
-    assert list(lines[0]) == ["Top K", "PPL, Sample Size = 32", "PPL, Sample Size = 0", "Paper's Top K"]
-    assert [line["Paper's Top K"] for line in lines] == ["0", "32", "2048"]
+    # blocks of 600, 1200, 2400 keys: the last are filtered by the same budget
+    assert not holds_for(summarise([cell("kmeans", 16384, 2.6, leaf=600)])[0], "leverage")
 
 
 # Pictures.
@@ -193,9 +188,9 @@ def drawn(monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("experiment", "n_panels", "n_lines"),
     [
-        ("appendix-a", 4, 4),
-        ("figure-glm3", 4, 4),
-        ("appendix-f", 1, 2),
+        ("appendix-a", 2, 6),
+        ("figure-glm3", 2, 6),
+        ("appendix-f", 2, 6),
         ("table1", 2, 3),
         ("cost", 2, 3),
         (None, 2, 3),
@@ -203,7 +198,7 @@ def drawn(monkeypatch, tmp_path):
 )
 def test_every_experiment_has_a_picture_with_its_lines(drawn, experiment, n_panels, n_lines):
     records = grid()
-    if n_panels == 2:
+    if n_lines == 3:
         records = [*references(), *(record(f"{name}, 1", 2.5) for name in ("x", "y")), record("default, 1", 2.1)]
     axes = drawn(experiment, records)
     assert len(axes) == n_panels

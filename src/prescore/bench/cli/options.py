@@ -10,7 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
@@ -210,38 +210,24 @@ def _directory(command: str, out: Path | None, resume: bool) -> Path:
     return RUNS / command / time.strftime("%Y%m%d-%H%M%S")
 
 
-def progress(title: str, total: float) -> AbstractContextManager[Callable[[float], None]]:
-    """A progress display on stderr with the time left; yields `advance(amount)`.
+@contextmanager
+def progress(title: str, total: float) -> Iterator[Callable[[float], None]]:
+    """Show the share done and the time left on stderr; yields `advance(amount)`.
 
-    A bar on a terminal; elsewhere a plain line now and then, so that a log stays readable.
+    One line on a terminal; elsewhere a line now and then, so that a log stays readable.
     """
-    return _bar(title, total) if sys.stderr.isatty() else _lines(title, total)
-
-
-@contextmanager
-def _bar(title: str, total: float) -> Iterator[Callable[[float], None]]:
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(title, total=total)
-        yield lambda amount: bar.advance(task, amount)
-
-
-@contextmanager
-def _lines(title: str, total: float) -> Iterator[Callable[[float], None]]:
     started = last = time.monotonic()
-    done = 0.0
+    done, end = 0.0, "  \r" if sys.stderr.isatty() else "\n"
 
     def advance(amount: float) -> None:
         nonlocal done, last
         done += amount
         now = time.monotonic()
-        if now - last >= _LINE_EVERY and done > 0:
+        if done > 0 and (end != "\n" or now - last >= _LINE_EVERY):
             last = now
             left = (now - started) * (total - done) / done
-            print(f"{title}: {100 * done / total:.0f} %, {left:.0f} s left", file=sys.stderr, flush=True)
+            words = f"{title}: {100 * done / total:.0f} %, {left:.0f} s left"
+            print(words, end=end, file=sys.stderr, flush=True)
 
     yield advance
 

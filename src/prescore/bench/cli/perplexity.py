@@ -193,20 +193,19 @@ def _write_results(session: Session, records: Sequence[Record], experiment: str 
     note = "gap closed = (local - loss) / (local - exact); attention = inside the attention functions, one forward"
     title = f"{name}: {tables.describe_run(summaries, model)}"
     session.show(tables.loss_table(summaries, title, note).to_rich())
-    texts, pictures = {f"{name}.csv": tables.full_csv(summaries)}, []
-    # the paper's shapes and most pictures are for one length
+    files = {f"{name}.csv": tables.full_csv(summaries), f"{name}-as-printed.csv": tables.paper_csv(summaries)}
+    files = {file: text for file, text in files.items() if text is not None}
+    for file, text in files.items():
+        (session.out / file).write_text(text or "", encoding="utf-8")
+    # most pictures are for one length
     lengths = sorted({summary.n_tokens for summary in summaries})
     for length in lengths if len(lengths) > 1 and experiment != "longest" else [None]:
         inside = [summary for summary in summaries if length in (None, summary.n_tokens)]
-        stem = name if length is None else f"{name}-{length}"
-        printed = tables.paper_csv(experiment, inside)
-        texts |= {} if printed is None else {f"{stem}-as-printed.csv": printed}
-        pictures.append(f"{stem}.png")
+        file = f"{name}.png" if length is None else f"{name}-{length}.png"
+        files[file] = None
         title = f"{name}: {tables.describe_run(inside, model)}"
-        tables.plot_experiment(experiment, inside, session.out / pictures[-1], title)
-    for file, text in texts.items():
-        (session.out / file).write_text(text, encoding="utf-8")
-    session.say(f"records: {session.file.path}; also {', '.join([*texts, *pictures])}")
+        tables.plot_experiment(experiment, inside, session.out / file, title)
+    session.say(f"records: {session.file.path}; also {', '.join(files)}")
 
 
 def _measure_held_out(

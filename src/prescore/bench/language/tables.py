@@ -168,8 +168,9 @@ def _compare(summary: Summary, summaries: Sequence[Summary]) -> Summary:
 
 
 def holds_for(summary: Summary, scorer: str) -> bool:
-    """Whether a line of a grid is one of that scorer's: its own, or one where the scorer has no effect."""
-    return summary.axes.get("scorer") in (scorer, "none") or keeps_every_key(summary)
+    """Whether a line of a grid is one of that scorer's: its own, or one that keeps every key."""
+    own = summary.axes.get("scorer")
+    return own == scorer or (scorer != "none" != own and keeps_every_key(summary))
 
 
 def keeps_every_key(summary: Summary) -> bool:
@@ -203,7 +204,7 @@ def describe_run(summaries: Sequence[Summary], model: str) -> str:
     return f"{model}, {', '.join(map(str, lengths))} tokens of {shown}, layers: {', '.join(layers)}{scaled}"
 
 
-# CSV: every number, and the paper's own shapes.
+# CSV: every number, and the paper's own columns.
 
 Lines = list[list[Any]]
 _NAMES = {
@@ -211,6 +212,7 @@ _NAMES = {
     "kmedian": "K-median",
     "leverage": "Leverage",
     "gaussian-kmeans": "Gaussian kernel K-means",
+    "none": "HyperAttention",
 }
 _NUMBERS = {
     "loss": "loss",
@@ -241,77 +243,24 @@ def full_csv(summaries: Sequence[Summary]) -> str:
     return _text(lines if summaries else [[]])
 
 
-def paper_csv(experiment: str | None, summaries: Sequence[Summary]) -> str | None:
-    """The experiment in the paper's shape, perplexity as e to the loss in nats; None = the paper has none."""
-    shapes: dict[str | None, Callable[[Sequence[Summary]], Lines]] = {
-        "table1": _table1,
-        "appendix-a": _appendix_a,
-        "figure-glm3": _appendix_a,
-        "appendix-f": _appendix_f,
-        "appendix-i": _appendix_i,
-        "longest": _longest,
-    }
-    return _text(shapes[experiment](summaries)) if experiment in shapes else None
-
-
-def _table1(summaries: Sequence[Summary]) -> Lines:
-    lines: Lines = [["Method", "Pre-score", "Blockwise Opt.", "PPL", "Loss", "Gap closed"]]
+def paper_csv(summaries: Sequence[Summary]) -> str | None:
+    """The columns of the paper's tables, PPL* by the inclusive leaf rule; None = no method is the paper's."""
+    cells = [s for s in summaries if "paper_top_k" in s.axes]
+    counts = ("Context", "Coupling", "Method", "Top K", "Sample Size")
+    lines: Lines = [[*counts, "PPL", "PPL*", "Top K / n", "Paper's Top K", "Paper's Sample Size"]]
     for s in summaries:
-        if not s.is_local:
-            selects = s.axes.get("scorer", "none") != "none"
-            name = "Exact" if s.is_exact else "K-means+Hyper" if selects else "HyperAttention"
-            lines.append([name, selects, bool(s.axes.get("leaf_inclusive")), s.perplexity, s.loss, s.gap_closed])
-    return lines
-
-
-def _appendix_a(summaries: Sequence[Summary]) -> Lines:
-    lines: Lines = [
-        ["Method", "Top K", "Sample Size", "PPL", "PPL*", "Top K / n", "Paper's Top K", "Paper's Sample Size"]
-    ]
-    for scorer in _scorers(summaries):
-        cells = _group(
-            (s for s in summaries if holds_for(s, scorer)),
-            lambda s: (-s.axes["paper_sample_size"], s.axes["paper_top_k"]),
-        )
-        for (n_samples, top_k), same in sorted(cells.items()):
-            values, one = {s.axes["leaf_inclusive"]: s.perplexity for s in same}, same[0].axes
-            lines.append([_NAMES.get(scorer, scorer), one["top_k"], one["sample_size"]])
-            lines[-1] += [values.get(False), values.get(True), one["fraction"], top_k, -n_samples]
-    return lines
-
-
-def _appendix_f(summaries: Sequence[Summary]) -> Lines:
-    lines: Lines = [["Coupling", "Method", "Top K", "PPL", "Loss", "Top K / n", "Paper's Top K"]]
-    cells = [s for s in summaries if s.axes]
-    for coupling, scorer in dict.fromkeys((s.axes["coupling"], s.axes["scorer"]) for s in cells):
-        same = [s for s in cells if s.axes["coupling"] == coupling]
-        # a budget that keeps every key is run for one scorer and holds for the others
-        line = {s.axes["paper_top_k"]: s for s in same if scorer != "none" and keeps_every_key(s)}
-        line |= {s.axes["paper_top_k"]: s for s in same if s.axes["scorer"] == scorer}
-        for top_k, s in sorted(line.items()):
-            lines.append([coupling, _NAMES.get(scorer, scorer), s.axes["top_k"], s.perplexity, s.loss])
-            lines[-1] += [s.axes["fraction"], top_k]
-    return lines
-
-
-def _appendix_i(summaries: Sequence[Summary]) -> Lines:
-    cells = [s for s in summaries if s.axes]
-    shown = {s.axes["paper_sample_size"]: s.axes["sample_size"] for s in cells}
-    samples = sorted(shown, reverse=True)
-    lines: Lines = [["Top K", *(f"PPL, Sample Size = {shown[n]}" for n in samples), "Paper's Top K"]]
-    for top_k, same in sorted(_group(cells, lambda s: int(s.axes["paper_top_k"])).items()):
-        values = {s.axes["paper_sample_size"]: s.perplexity for s in same}
-        lines.append([same[0].axes["top_k"], *(values.get(n) for n in samples), top_k])
-    return lines
-
-
-def _longest(summaries: Sequence[Summary]) -> Lines:
-    lines: Lines = [["Context", "Method", "PPL", "Loss", "Positions scaled"]]
-    return lines + [[s.n_tokens, s.label, s.perplexity, s.loss, bool(s.position_scaling)] for s in summaries]
-
-
-def _scorers(summaries: Sequence[Summary]) -> list[str]:
-    return list(dict.fromkeys(s.axes["scorer"] for s in summaries if s.axes.get("scorer", "none") != "none"))
+        if s not in cells:
+            lines.append([s.n_tokens, None, s.label, None, None, s.perplexity, None, None, None, None])
+    for (length, coupling), inside in _group(cells, lambda s: (s.n_tokens, s.axes["coupling"])).items():
+        for scorer in dict.fromkeys(s.axes["scorer"] for s in inside):
+            own = [s for s in inside if holds_for(s, scorer)]
+            budgets = _group(own, lambda s: (-s.axes["paper_sample_size"], s.axes["paper_top_k"]))
+            for (_, top_k), same in sorted(budgets.items()):
+                ppl, axes = {s.axes["leaf_inclusive"]: s.perplexity for s in same}, same[0].axes
+                line = [length, coupling, _NAMES.get(scorer, scorer), axes["top_k"], axes["sample_size"]]
+                line += [ppl.get(False), ppl.get(True), axes["fraction"], top_k, axes["paper_sample_size"]]
+                lines.append(line)
+    return _text(lines) if cells else None
 
 
 def _text(lines: Iterable[Sequence[Any]]) -> str:
@@ -565,7 +514,7 @@ def beam_table(records: Sequence[Record]) -> Table:
 
 # Pictures of the language experiments: loss against budget, against cost, against length.
 
-_DASHED = (0, (4, 2))
+_Points = list[tuple[float | None, float]]
 _COLOURS = {"Exact": "#666666", "Local": "#999999"}
 
 
@@ -574,7 +523,7 @@ class _Curve(NamedTuple):
 
     label: str
     style: Values
-    points: list[tuple[float | None, float]]
+    points: _Points
 
 
 class _Panel(NamedTuple):
@@ -589,10 +538,11 @@ class _Panel(NamedTuple):
 def plot_experiment(experiment: str | None, summaries: Sequence[Summary], path: str | Path, title: str) -> None:
     """The picture of an experiment; the comparison by cost where it has none of its own."""
     pictures: dict[str | None, tuple[Callable[[Sequence[Summary]], list[list[_Panel]]], float]] = {
+        "table1": (_costs, math.inf),
         "appendix-a": (_budgets, 15),
         "figure-glm3": (_budgets, 15),
         "appendix-i": (_budgets, 15),
-        "appendix-f": (_couplings, math.inf),
+        "appendix-f": (_budgets, math.inf),
         "longest": (_lengths, math.inf),
     }
     make_panels, factor = pictures.get(experiment, (_costs, 1.5))
@@ -619,38 +569,25 @@ def plot_experiment(experiment: str | None, summaries: Sequence[Summary], path: 
 
 
 def _budgets(summaries: Sequence[Summary]) -> list[list[_Panel]]:
-    """Loss against top_k: a column of panels per scorer, a row per leaf rule, a line per number of samples."""
-    cells = [s for s in summaries if "scorer" in s.axes]
-    grid = []
-    for inclusive, inside in sorted(_group(cells, lambda s: bool(s.axes["leaf_inclusive"])).items()):
-        rule, panels = "blocks as long as a leaf exact" if inclusive else "published leaf rule", []
-        for scorer in _scorers(cells):
-            curves = []
-            samples = _group(inside, lambda s: -s.axes["sample_size"])
-            for place, (count, same) in enumerate(sorted(samples.items())):
-                line = [s for s in same if s.axes["scorer"] != "none" and holds_for(s, scorer)]
-                curves.append(_budget_curve(f"selection, {-count} samples", line_style(place), line))
-                style = {"color": line_style(place)["color"], "linewidth": 1.1, "linestyle": _DASHED}
-                label = f"no selection (HyperAttention), {-count} samples"
-                curves += [_Curve(label, style, [(None, s.loss)]) for s in same if s.axes["scorer"] == "none"]
-            panels.append(_Panel(f"{scorer}\n{rule}", "top_k per block", curves))
-        grid.append(panels)
-    return grid
-
-
-def _couplings(summaries: Sequence[Summary]) -> list[list[_Panel]]:
-    """Loss against top_k under the corrected coupling, each artefact alone, and all three."""
-    cells = [s for s in summaries if s.axes and s.axes["scorer"] != "none"]
-    curves: list[_Curve] = []
-    for coupling, scorer in dict.fromkeys((s.axes["coupling"], s.axes["scorer"]) for s in cells):
-        line = [s for s in cells if s.axes["coupling"] == coupling and holds_for(s, scorer)]
-        dashes = {} if scorer == "kmeans" else {"linestyle": _DASHED}
-        curves.append(_budget_curve(f"{coupling}, {scorer}", line_style(len(curves)) | dashes, line))
-    return [[_Panel("", "top_k per block", curves)]]
-
-
-def _budget_curve(label: str, style: Values, line: Sequence[Summary]) -> _Curve:
-    return _Curve(label, style, sorted((s.axes["top_k"], s.loss) for s in line))
+    """Loss against top_k: a panel per leaf rule, a line per scorer, number of samples and coupling."""
+    panels = []
+    for inclusive, inside in sorted(
+        _group((s for s in summaries if "scorer" in s.axes), lambda s: bool(s.axes["leaf_inclusive"])).items()
+    ):
+        curves: list[_Curve] = []
+        grids = _group(inside, lambda s: (s.axes["coupling"], -s.axes["sample_size"]))
+        for scorer, ((coupling, count), same) in itertools.product(
+            dict.fromkeys(s.axes["scorer"] for s in inside), sorted(grids.items())
+        ):
+            line = sorted((s.axes["top_k"], s.loss) for s in same if holds_for(s, scorer))
+            if scorer in {s.axes["scorer"] for s in same}:
+                words = [_NAMES.get(scorer, scorer), f"{-count} samples"]
+                words += [coupling] if coupling != "corrected" else []
+                points: _Points = [(None, line[0][1])] if scorer == "none" else [*line]
+                curves.append(_Curve(", ".join(words), line_style(len(curves)), points))
+        rule = "blocks as long as a leaf exact" if inclusive else "published leaf rule"
+        panels.append(_Panel(rule, "top_k per block", curves))
+    return [panels]
 
 
 def _lengths(summaries: Sequence[Summary]) -> list[list[_Panel]]:
@@ -710,7 +647,7 @@ def _draw(axes: Any, panel: _Panel, summaries: Sequence[Summary]) -> None:
                 axes.plot([getattr(s, panel.cost)], [s.loss], marker="s", color=colour, markersize=5)
     for label, style, points in panel.curves:
         if points and points[0][0] is None:
-            axes.axhline(points[0][1], label=label, **style)
+            axes.axhline(points[0][1], label=label, color=style["color"], linewidth=1.1, linestyle=(0, (4, 2)))
         else:
             axes.plot([x for x, _ in points], [loss for _, loss in points], markersize=4, label=label, **style)
     axes.set_title(panel.title, fontsize=8)
