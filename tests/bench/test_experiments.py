@@ -180,27 +180,16 @@ def test_the_largest_block_is_that_of_a_call(n, leaf):
     assert largest_block(n, leaf) == max((int(block.valid.sum(-1).max()) for block in blocks), default=0)
 
 
-def test_a_grid_has_every_combination_once():
-    methods = grid_methods(
-        ["paper:kmeans", "key-diff", "default", "hyper", "exact"],
-        1024,
-        top_k=[8, 16],
-        samples=[0, 4],
-        leaf_rule="both",
-        sinks=2,
-    )
-    labels = [method.label for method in methods]
-    assert labels[:2] == ["exact", "local only"]
-    assert labels.count("exact") == 1
-    rules, sizes = ("", ", blockwise"), ("0", "4")
-    assert labels[2:] == [
-        *(f"paper:kmeans, top {k}, {n} samples{rule}" for rule in rules for n in sizes for k in (8, 16)),
-        *("key-diff, top 8", "key-diff, top 16", "default"),
-        *(f"hyper, {n} samples{rule}" for rule in rules for n in sizes),
-    ]
+def test_a_grid_has_every_method_at_every_budget_once():
+    names = ["paper:kmeans", "key-diff", "default", "hyper", "exact", "key-diff"]
+    methods = grid_methods(names, 1024, top_k=[8, 16], changes={"lsh.sample_size": 4})
     by_label = {method.label: method.config for method in methods}
+    assert list(by_label) == [
+        *("exact", "local only", "paper:kmeans, top 8", "paper:kmeans, top 16", "key-diff, top 8"),
+        *("key-diff, top 16", "default", "hyper"),
+    ]
+    assert len(methods) == len(by_label)
     assert by_label["default"] == Routed()
-    assert by_label["key-diff, top 8"] == Selected("key-diff", 8, min_seq_len=128)  # --sinks is the paper's
-    inner = Lsh(8, 4, alignment="rank")
-    assert by_label["hyper, 4 samples, blockwise"] == Hyper(inner, 2, 128, leaf_inclusive=True)
+    assert by_label["key-diff, top 8"] == Selected("key-diff", 8, min_seq_len=128)
+    assert by_label["hyper"] == Hyper(Lsh(8, 4, alignment="rank"), min_seq_len=128)
     assert [method.label for method in grid_methods((), 1024)[2:]] == list(USUAL)

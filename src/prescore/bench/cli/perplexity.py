@@ -30,10 +30,10 @@ if TYPE_CHECKING:
     from prescore.bench.language.held_out import TokenizedText
     from prescore.bench.language.methods import Method
     from prescore.bench.language.perplexity import Window
-    from prescore.bench.records import Record, Row
+    from prescore.bench.records import Record, Row, Values
 
 
-_OF_EXPERIMENTS = ("method", "top_k", "sample_size", "leaf_rule")
+_OF_EXPERIMENTS = ("method", "top_k")
 _OF_HELD_OUT = (
     *(*_OF_EXPERIMENTS, "leaf", "coupling", "sinks", "first", "offset", "windows", "documents"),
     *("skip_short", "parallel"),
@@ -51,17 +51,13 @@ def command(
     ] = None,
     method: Methods = None,
     top_k: Annotated[list[str] | None, typer.Option(help="Keys kept, count or fraction; repeatable.")] = None,
-    sample_size: Annotated[list[int] | None, typer.Option(help="Residual samples; repeatable.")] = None,
     leaf: Leaf = None,
-    leaf_rule: Annotated[
-        str, typer.Option(help="exclusive (PPL), inclusive (PPL*, the blockwise flag) or both.")
-    ] = "exclusive",
     coupling: Annotated[
         str | None, typer.Option(help="corrected (default of appendix-a) or early (of appendix-i).")
     ] = None,
     sinks: Annotated[
-        int | None, typer.Option(min=0, help="First tokens that hyper and paper: methods keep. (default: 0)")
-    ] = None,
+        int, typer.Option(min=0, help="First tokens that the paper's methods keep in an experiment.")
+    ] = 0,
     length: Lengths = None,
     first: Annotated[int | None, typer.Option(help="First position in the loss. (default: the middle)")] = None,
     offset: Annotated[int, typer.Option(min=0, help="Tokens skipped at the start of a document.")] = 0,
@@ -116,30 +112,17 @@ def command(
     if experiment is not None:
         checks.one_of("experiment", experiment, (*experiments.EXPERIMENTS, held_out.HELD_OUT))
         refuse_options(context, _OF_HELD_OUT if is_held_out else _OF_EXPERIMENTS, f"the experiment {experiment}")
-    elif coupling is not None:
-        raise ValueError(f"coupling must come with an experiment, got {coupling!r} without one")
+    for name, value in {"coupling": coupling, "sinks": sinks}.items():
+        if value and experiment is None:
+            raise ValueError(f"{name} must come with an experiment, got {value!r} without one")
     if tuning and not is_held_out:
         raise ValueError(f"tuning must come with the experiment {held_out.HELD_OUT}, got {experiment!r}")
-    if experiment is not None:
-        methods_at = partial(
-            experiments.experiment_methods,
-            experiment,
-            leaf=leaf,
-            sinks=sinks or 0,
-            coupling=coupling,
-            changes=fields,
-        )
+    if experiment is None:
+        budgets = [read_budget(text) for text in top_k or ()]
+        methods_at = partial(experiments.grid_methods, method or (), leaf=leaf, top_k=budgets, changes=fields)
     else:
-        methods_at = partial(
-            experiments.grid_methods,
-            method or (),
-            leaf=leaf,
-            top_k=[read_budget(text) for text in top_k or ()],
-            samples=sample_size or (),
-            leaf_rule=leaf_rule,
-            sinks=sinks,
-            changes=fields,
-        )
+        options: Values = {"leaf": leaf, "sinks": sinks, "coupling": coupling, "changes": fields}
+        methods_at = partial(experiments.experiment_methods, experiment, **options)
     # bad options and documents are refused before anything is loaded
     if is_held_out:
         methods, texts = held_out.held_out_methods(fields), held_out.held_out_texts(document)

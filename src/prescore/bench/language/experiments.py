@@ -15,7 +15,6 @@ from typing import Any
 from prescore import checks
 from prescore.bench.language.methods import (
     EXACT,
-    PAPER,
     SINKS,
     TOP_K,
     Baseline,
@@ -46,7 +45,6 @@ MIN_WEIGHTS = (1 / 512, 1 / 1024, 1 / 2048)
 """Thresholds at which the default is measured."""
 BLIND, PUBLISHED, LOOKING = "keys chosen before any query", "published methods", "sees the queries first"
 """Panels of the comparison at equal cost."""
-LEAF_RULES = {"exclusive": (False,), "inclusive": (True,), "both": (False, True)}
 USUAL = ("hyper", "paper:kmeans", "paper:leverage", "default")
 
 
@@ -219,20 +217,14 @@ def default_lengths(experiment: str | None, trained: int | None) -> list[int]:
 
 # Which methods a run measures: those of an experiment, or every combination of options.
 
-_OPTIONS = {
-    "scorer": "--method",
-    "top_k": "--top-k",
-    "sinks": "--sinks",
-    "lsh.sample_size": "--sample-size",
-    "inner.sample_size": "--sample-size",
-    "leaf_inclusive": "--leaf-rule",
-}
+_TAKEN = {"scorer": "--method", "top_k": "--top-k"}
 """Fields that an option sets, so that `--set` must not."""
 _COUPLING = ("coupling", *(f"coupling.{name}" for name in Coupling().to_dict() if name != "type"))
+_LSH = tuple(f"{owner}.{name}" for owner in ("lsh", "inner") for name in ("block_size", "sample_size"))
 _VARIED = {
-    **_OPTIONS,
-    **dict.fromkeys((*_COUPLING, "lsh.block_size", "inner.block_size", "min_weight"), "the experiment"),
+    **dict.fromkeys((*_COUPLING, *_LSH, "min_weight", "leaf_inclusive", "scorer", "top_k"), "the experiment"),
     **dict.fromkeys(("min_seq_len", "exact_until"), "--leaf"),
+    "sinks": "--sinks",
 }
 
 
@@ -276,48 +268,26 @@ def grid_methods(
     *,
     leaf: int | None = None,
     top_k: Sequence[int | float] = (),
-    samples: Sequence[int] = (),
-    leaf_rule: str = "exclusive",
-    sinks: int | None = None,
     changes: Mapping[str, Any] | None = None,
 ) -> list[Method]:
-    """Exact and local-only, then every combination of names, budgets, sample sizes and leaf rules.
+    """Exact and local-only, then every method at every budget.
 
     Args:
         names: As of `named_method`; none = `USUAL`.
         length: Tokens read.
         leaf: As of `named_method`.
         top_k: Keys kept, each a count or a share; none = 256.
-        samples: Residual samples of HyperAttention; none = the paper's share of the length.
-        leaf_rule: One of `LEAF_RULES`, for HyperAttention.
-        sinks: First tokens that `hyper` and `paper:` methods keep; None = 0.
         changes: Fields to change in every configuration that has them.
     """
-    checks.one_of("leaf_rule", leaf_rule, tuple(LEAF_RULES))
-    changes = changes or {}
     methods = [EXACT, local_only(leaf or leaf_of(length))]
     for name in names or USUAL:
-        uses_lsh = name == "hyper" or name.startswith(PAPER)
         has_budget = name not in ("exact", "local", "default", "hyper")
-        for inclusive, n_samples, budget in itertools.product(
-            LEAF_RULES[leaf_rule] if uses_lsh else (False,),
-            samples if samples and uses_lsh else (None,),
-            top_k if top_k and has_budget else (TOP_K,),
-        ):
-            own: Values = {"leaf_inclusive": True} if inclusive else {}
-            if n_samples is not None:
-                own |= {"lsh.sample_size": n_samples, "inner.sample_size": n_samples}
-            if uses_lsh and sinks is not None:
-                own["sinks"] = sinks
-            method = named_method(name, length=length, leaf=leaf, top_k=budget, changes={**own, **changes})
-            options = [f"{n_samples} samples"] if len(samples) > 1 and uses_lsh else []
-            options += ["blockwise"] if inclusive else []
-            label = [method.label, *([f"top {budget}"] if len(top_k) > 1 and has_budget else []), *options]
-            axes = {**method.axes, **_axes(method.config), "series": ", ".join([method.label, *options])}
-            methods.append(replace(method, label=", ".join(label), axes=axes if len(axes) > 1 else {}))
-    # a field may be set where its option was not given
-    free = {"--sample-size": not samples, "--sinks": sinks is None}
-    _check_set(changes, {field: option for field, option in _OPTIONS.items() if not free.get(option)}, methods)
+        for budget in top_k if top_k and has_budget else (TOP_K,):
+            method = named_method(name, length=length, leaf=leaf, top_k=budget, changes=changes)
+            label = f"{method.label}, top {budget}" if len(top_k) > 1 and has_budget else method.label
+            axes = {**method.axes, **_axes(method.config)}
+            methods.append(replace(method, label=label, axes={**axes, "series": method.label} if axes else {}))
+    _check_set(changes or {}, _TAKEN, methods)
     return _unique(methods)
 
 

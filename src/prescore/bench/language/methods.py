@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import bisect
+import operator
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from functools import partial
+from functools import partial, reduce
 from statistics import fmean
 from typing import Any, TypeVar, cast
 
@@ -222,15 +223,15 @@ def named_method(
     """
     checks.one_of("method", name, method_names())
     size, block = leaf or leaf_of(length), max(1, length // BLOCKS_PER_TEXT)
-    lsh = Lsh(block, block, alignment="rank")
-    if name == "exact":
-        return EXACT
     if name == "local":
         return local_only(size)
     if name in list_baselines():
         return Method(name, Baseline.at_budget(name, size, top_k), {"top_k": top_k})
+    lsh = Lsh(block, block, alignment="rank")
     config: Config
-    if name == "default":
+    if name == "exact":
+        config = Exact()
+    elif name == "default":
         config = Routed() if leaf is None else Routed(chunk_size=leaf, exact_until=leaf)
     elif name == "hyper":
         config = Hyper(lsh, min_seq_len=size)
@@ -262,7 +263,8 @@ def field_paths(config: Config | Local | Baseline) -> list[str]:
 def change(config: AnyConfig, changes: Mapping[str, Any], *, partly: bool = False) -> AnyConfig:
     """A copy with some fields changed.
 
-    A word for a nested field names its type (`inner=Exact`, `scorer=leverage`), with that type's defaults.
+    A word for a nested field names its type (`inner=Exact`, `scorer=leverage`), with that type's defaults, but for
+    `remainder`, which may be a word itself.
 
     Args:
         config: What to change; local attention and baselines have no such fields.
@@ -278,19 +280,13 @@ def change(config: AnyConfig, changes: Mapping[str, Any], *, partly: bool = Fals
                 continue
             checks.known_field(type(config).__name__, path, known)
             *parents, name = path.split(".")
-            owner = values
-            for parent in parents:
-                owner = owner[parent]
-            owner[name] = _part(name, value, owner[name])
+            owner = reduce(operator.getitem, parents, values)
+            if isinstance(owner[name], Mapping) and isinstance(value, str) and name != "remainder":
+                owner[name] = {"name" if "name" in owner[name] else "type": value}
+            else:
+                owner[name] = value.to_dict() if hasattr(value, "to_dict") else value
         config = cast("AnyConfig", config_from_dict(values))
     return config
-
-
-def _part(name: str, value: Any, before: Any) -> Any:
-    """JSON values of a new field; a word for a part names its type, but for `remainder`, which may be a word."""
-    if isinstance(before, Mapping) and isinstance(value, str) and name != "remainder":
-        return {"name" if "name" in before else "type": value}
-    return value.to_dict() if hasattr(value, "to_dict") else value
 
 
 def check_changes(changes: Mapping[str, Any], methods: Sequence[Method]) -> None:
