@@ -10,7 +10,7 @@ from oracles.tiny_language_model import tiny_language_model
 
 from prescore import Routed
 from prescore.bench.cli.main import main
-from prescore.bench.cli.settings import read_budget, read_changes, read_layers
+from prescore.bench.cli.options import read_budget, read_changes, read_layers
 from prescore.bench.language.documents import Document
 from prescore.bench.language.methods import EXACT
 from prescore.bench.language.model import LanguageModel

@@ -8,8 +8,7 @@ from typing import Annotated
 
 import typer
 
-from prescore.bench.cli.options import Json, Out, Resume, Seed, Threads, open_session
-from prescore.bench.cli.settings import Model
+from prescore.bench.cli.options import Json, Model, Out, Resume, Seed, Threads, open_session
 
 REPORT = Path("report")
 

@@ -8,23 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from prescore.bench.cli.options import Json, Out, Parallel, Resume, Seed, Session, Threads, parallel_session
-from prescore.bench.cli.settings import (
-    Changes,
-    Device,
-    Dtype,
-    Layers,
-    Leaf,
-    Lengths,
-    Methods,
-    Model,
-    RemoteCode,
-    read_budget,
-    read_changes,
-    read_layers,
-    refuse_options,
-    say_what_is_exact,
-)
+from prescore.bench.cli import options as cli
 
 if TYPE_CHECKING:
     from prescore.bench.language.held_out import TokenizedText
@@ -49,16 +33,16 @@ def command(
             help="table1, appendix-a, figure-glm3, appendix-f, appendix-i, longest, cost, min-weight or default."
         ),
     ] = None,
-    method: Methods = None,
+    method: cli.Methods = None,
     top_k: Annotated[list[str] | None, typer.Option(help="Keys kept, count or fraction; repeatable.")] = None,
-    leaf: Leaf = None,
+    leaf: cli.Leaf = None,
     coupling: Annotated[
         str | None, typer.Option(help="corrected (default of appendix-a) or early (of appendix-i).")
     ] = None,
     sinks: Annotated[
         int, typer.Option(min=0, help="First tokens that the paper's methods keep in an experiment.")
     ] = 0,
-    length: Lengths = None,
+    length: cli.Lengths = None,
     first: Annotated[int | None, typer.Option(help="First position in the loss. (default: the middle)")] = None,
     offset: Annotated[int, typer.Option(min=0, help="Tokens skipped at the start of a document.")] = 0,
     windows: Annotated[int, typer.Option(min=1, help="Windows read in each document, evenly spaced over it.")] = 1,
@@ -77,18 +61,18 @@ def command(
     tuning: Annotated[
         bool, typer.Option("--tuning", help="default: windows drawn by --seed, apart from the reported ones.")
     ] = False,
-    model: Model = "smollm2",
-    layers: Layers = "all",
-    changes: Changes = None,
-    dtype: Dtype = "float32",
-    device: Device = "cpu",
-    trust_remote_code: RemoteCode = False,
-    seed: Seed = 0,
-    out: Out = None,
-    json: Json = False,
-    resume: Resume = False,
-    threads: Threads = None,
-    parallel: Parallel = False,
+    model: cli.Model = "smollm2",
+    layers: cli.Layers = "all",
+    changes: cli.Changes = None,
+    dtype: cli.Dtype = "float32",
+    device: cli.Device = "cpu",
+    trust_remote_code: cli.RemoteCode = False,
+    seed: cli.Seed = 0,
+    out: cli.Out = None,
+    json: cli.Json = False,
+    resume: cli.Resume = False,
+    threads: cli.Threads = None,
+    parallel: cli.Parallel = False,
 ) -> None:
     """Measure the loss of a language model on long documents under exact, local-only and replaced attention.
 
@@ -108,17 +92,19 @@ def command(
     from prescore.bench.language.perplexity import has_tokens, loss_row, make_windows
 
     is_held_out = experiment == held_out.HELD_OUT
-    fields, places = read_changes(changes), read_layers(layers)
+    fields, places = cli.read_changes(changes), cli.read_layers(layers)
     if experiment is not None:
         checks.one_of("experiment", experiment, (*experiments.EXPERIMENTS, held_out.HELD_OUT))
-        refuse_options(context, _OF_HELD_OUT if is_held_out else _OF_EXPERIMENTS, f"the experiment {experiment}")
+        cli.refuse_options(
+            context, _OF_HELD_OUT if is_held_out else _OF_EXPERIMENTS, f"the experiment {experiment}"
+        )
     for name, value in {"coupling": coupling, "sinks": sinks}.items():
         if value and experiment is None:
             raise ValueError(f"{name} must come with an experiment, got {value!r} without one")
     if tuning and not is_held_out:
         raise ValueError(f"tuning must come with the experiment {held_out.HELD_OUT}, got {experiment!r}")
     if experiment is None:
-        budgets = [read_budget(text) for text in top_k or ()]
+        budgets = [cli.read_budget(text) for text in top_k or ()]
         methods_at = partial(experiments.grid_methods, method or (), leaf=leaf, top_k=budgets, changes=fields)
     else:
         options: Values = {"leaf": leaf, "sinks": sinks, "coupling": coupling, "changes": fields}
@@ -129,7 +115,7 @@ def command(
     else:
         methods_at(length=_TYPICAL_LENGTH)
         texts = load_documents(document, limit=None if document is None else documents)
-    with parallel_session(
+    with cli.parallel_session(
         "perplexity", parallel, out=out, json=json, resume=resume, threads=threads, device=device
     ) as (session, ranks):
         loaded = load_language_model(model, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
@@ -163,12 +149,12 @@ def command(
             )
             rows += [row(window, each) for each in own for window in read]
         records = session.run(rows)
-        say_what_is_exact(session, by_length)
+        cli.say_what_is_exact(session, by_length)
         if not session.quiet:
             _write_results(session, records, experiment, loaded.name)
 
 
-def _write_results(session: Session, records: Sequence[Record], experiment: str | None, model: str) -> None:
+def _write_results(session: cli.Session, records: Sequence[Record], experiment: str | None, model: str) -> None:
     """The table on the terminal, CSV files and plots in the run's directory."""
     from prescore.bench.language import tables
 
@@ -192,7 +178,7 @@ def _write_results(session: Session, records: Sequence[Record], experiment: str 
 
 
 def _measure_held_out(
-    session: Session,
+    session: cli.Session,
     row: Callable[[Window, Method], Row],
     texts: Sequence[TokenizedText],
     methods: Sequence[Method],
@@ -200,13 +186,12 @@ def _measure_held_out(
     tuning_seed: int | None,
 ) -> None:
     """Reported windows, or with a seed tuning windows; a sliding window reads as much as `Routed` on each."""
-    from prescore.bench.language.held_out import reported_windows, tuning_windows, window_like
+    from prescore.bench.language.held_out import held_out_windows, window_like
     from prescore.config import Routed
 
     windows: list[Window] = []
     for text in texts:
-        own = reported_windows(text, length)
-        own = own if tuning_seed is None else tuning_windows(text, length, tuning_seed)
+        own = held_out_windows(text, length, tuning_seed)
         if not own:
             session.say(f"left out at {length} tokens: {text.name}, which has {len(text.tokens)}")
         windows += own
@@ -218,7 +203,7 @@ def _measure_held_out(
     session.run([row(window, window_like(record)) for window, record in defaults])
 
 
-def _write_held_out(session: Session) -> None:
+def _write_held_out(session: cli.Session) -> None:
     from prescore.bench.language.tables import held_out_tables
 
     tables = held_out_tables(list(session.file))

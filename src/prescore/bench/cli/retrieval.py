@@ -7,22 +7,7 @@ from typing import Annotated
 
 import typer
 
-from prescore.bench.cli.options import Json, Out, Resume, Seed, Threads, open_session
-from prescore.bench.cli.settings import (
-    Changes,
-    Device,
-    Dtype,
-    Layers,
-    Leaf,
-    Lengths,
-    Methods,
-    Model,
-    RemoteCode,
-    read_budget,
-    read_changes,
-    read_layers,
-    say_what_is_exact,
-)
+from prescore.bench.cli import options as cli
 
 _USUAL = ("hyper", "paper:kmeans", "uniform", "default")
 
@@ -35,8 +20,8 @@ def command(
             "reads all depths in one forward; repeatable."
         ),
     ] = None,
-    method: Methods = None,
-    length: Lengths = None,
+    method: cli.Methods = None,
+    length: cli.Lengths = None,
     depth: Annotated[
         list[float] | None,
         typer.Option(
@@ -47,21 +32,21 @@ def command(
         int, typer.Option(min=1, help="Problems per task, length and depth; texts of many-needles.")
     ] = 10,
     top_k: Annotated[str, typer.Option(help="Keys kept, count or fraction.")] = "256",
-    leaf: Leaf = None,
+    leaf: cli.Leaf = None,
     document: Annotated[
         str, typer.Option("--document", "-d", help="The text around the fact: a file or a name of the corpus.")
     ] = "python-reference",
-    model: Model = "smollm2",
-    layers: Layers = "all",
-    changes: Changes = None,
-    dtype: Dtype = "float32",
-    device: Device = "cpu",
-    trust_remote_code: RemoteCode = False,
-    seed: Seed = 0,
-    out: Out = None,
-    json: Json = False,
-    resume: Resume = False,
-    threads: Threads = None,
+    model: cli.Model = "smollm2",
+    layers: cli.Layers = "all",
+    changes: cli.Changes = None,
+    dtype: cli.Dtype = "float32",
+    device: cli.Device = "cpu",
+    trust_remote_code: cli.RemoteCode = False,
+    seed: cli.Seed = 0,
+    out: cli.Out = None,
+    json: cli.Json = False,
+    resume: cli.Resume = False,
+    threads: cli.Threads = None,
 ) -> None:
     """Hide facts in a long text and count how often the model states them, exactly and with replaced attention.
 
@@ -88,14 +73,14 @@ def command(
     ]
     # local-only is the floor of single answers; many needles are expensive, and only exact attention is added
     names = dict.fromkeys(["exact", *(["local"] if single else []), *(method or _USUAL)])
-    fields, budget, places = read_changes(changes), read_budget(top_k), read_layers(layers)
+    fields, budget, places = cli.read_changes(changes), cli.read_budget(top_k), cli.read_layers(layers)
     methods = {
         n: [named_method(name, length=n, leaf=leaf, top_k=budget, changes=fields) for name in names]
         for n in lengths
     }
     check_changes(fields, [each for own in methods.values() for each in own])
     haystack = load_documents([document], limit=1)[0]
-    session = open_session("retrieval", out=out, json=json, resume=resume, threads=threads, device=device)
+    session = cli.open_session("retrieval", out=out, json=json, resume=resume, threads=threads, device=device)
     loaded = load_language_model(model, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
     # a length without room for the facts is refused before anything is measured
     for one, numbers in jobs:
@@ -107,6 +92,6 @@ def command(
             for each in methods[one.length]
         ]
     )
-    say_what_is_exact(session, methods)
+    cli.say_what_is_exact(session, methods)
     session.show(retrieval_table(records).to_rich())
     session.say(f"records: {session.file.path}")

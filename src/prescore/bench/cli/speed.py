@@ -9,8 +9,18 @@ from typing import Annotated
 
 import typer
 
-from prescore.bench.cli.options import Json, Out, Quick, Resume, Seed, Threads, open_session
-from prescore.bench.cli.settings import Layers, Model, read_layers
+from prescore.bench.cli.options import (
+    Json,
+    Layers,
+    Model,
+    Out,
+    Quick,
+    Resume,
+    Seed,
+    Threads,
+    open_session,
+    read_layers,
+)
 from prescore.bench.records import Values
 
 
