@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 import importlib.util
 import json
@@ -267,16 +266,15 @@ def progress(title: str, total: float) -> Iterator[Callable[[float], None]]:
 
 @contextmanager
 def parallel_session(
-    command: str, parallel: bool, *, out: Path | None, json: bool, resume: bool, threads: int | None, device: str
+    command: str, parallel: bool, *, device: str, **options: Any
 ) -> Iterator[tuple[Session, Group | None]]:
-    """A session and the ranks that torchrun started, or None without `parallel`.
+    """A session and the ranks that torchrun started, or None without `parallel`; options as of `open_session`.
 
     Rank 0 writes the records and prints. Every other rank gets a silent session in a temporary folder, with the
     same finished rows.
     """
-    options: dict[str, Any] = {"out": out, "json": json, "resume": resume, "threads": threads, "device": device}
     if not parallel:
-        yield open_session(command, **options), None
+        yield open_session(command, device=device, **options), None
         return
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         raise ValueError(
@@ -290,11 +288,11 @@ def parallel_session(
     dist.init_process_group("nccl" if device.startswith("cuda") else "gloo")
     try:
         ranks = as_group(dist.group.WORLD)
-        session = open_session(command, **options) if ranks.rank == 0 else None
+        session = open_session(command, device=f"{device} x {ranks.size}", **options) if ranks.rank == 0 else None
         lines = [None if session is None else [record.to_json() for record in session.file]]
         dist.broadcast_object_list(lines, src=0)
         if session is not None:
-            yield dataclasses.replace(session, device=f"{device} x {ranks.size}"), ranks
+            yield session, ranks
             return
         with tempfile.TemporaryDirectory() as folder:
             file = RecordFile(Path(folder) / RECORDS)

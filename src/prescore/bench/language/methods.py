@@ -306,13 +306,7 @@ class MeasuredAttention:
 
     Layers that are local by design (sliding windows) and layers that are not replaced stay exact. Only plain
     causal forwards without a cache are run. On several ranks every rank holds one of these, for its shard of the
-    sequence.
-
-    Args:
-        method: How replaced layers attend.
-        replaced: Their numbers.
-        seed: Every layer draws from a seed made from this one.
-        group: Context parallel: the ranks.
+    sequence. Every layer draws from a seed made from `seed`.
 
     Attributes:
         seconds: Wall time inside the attention function, by layer.

@@ -169,8 +169,8 @@ def _compare(summary: Summary, summaries: Sequence[Summary]) -> Summary:
 
 def holds_for(summary: Summary, scorer: str) -> bool:
     """Whether a line of a grid is one of that scorer's: its own, or one that keeps every key."""
-    own = summary.axes.get("scorer")
-    return own == scorer or (scorer != "none" != own and keeps_every_key(summary))
+    measured = summary.axes.get("scorer")
+    return measured == scorer or ("none" not in (scorer, measured) and keeps_every_key(summary))
 
 
 def keeps_every_key(summary: Summary) -> bool:
