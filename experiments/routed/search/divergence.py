@@ -24,7 +24,7 @@ from prescore import Routed
 from prescore.bench.language.documents import Document, load_documents
 from prescore.bench.language.methods import EXACT, Method, measured_attention
 from prescore.bench.language.model import LanguageModel, load_language_model
-from prescore.bench.language.retrieval import Needles, NeedleText, make_needle_text
+from prescore.bench.language.retrieval import MANY_NEEDLES, Problem, Task, make_problem
 from prescore.routed import decode, reference as far, attention as lanes
 from prescore.routed import native as call, native as steps
 
@@ -38,14 +38,12 @@ def set_constants(reach: float, sink_part: float) -> None:
     far.SINK_PART = call.SINK_PART = steps.SINK_PART = sink_part
 
 
-def distributions(
-    model: LanguageModel, text: NeedleText, method: Method
-) -> tuple[Tensor, Tensor, dict[str, float]]:
+def distributions(model: LanguageModel, text: Problem, method: Method) -> tuple[Tensor, Tensor, dict[str, float]]:
     """Logarithms of the probabilities of every token, at the answers and in the text; what it cost."""
     with measured_attention(model.model, method) as cost:
         hidden = model.hidden(text.tokens)
         costs = cost()
-    answers = [place - 1 for needle in text.needles for place in range(*needle.answer)]
+    answers = [place - 1 for answer in text.answers for place in range(answer.begin, answer.end)]
     body = list(range(len(text.tokens) // 2, text.questions, 16))
     return *(model.logits(hidden[places]).log_softmax(-1) for places in (answers, body)), costs
 
@@ -66,7 +64,7 @@ def main() -> None:
     set_constants(options.reach, options.sink_part)
     model, book = load_language_model("smollm2"), load_documents([options.book])[0]
     haystack = Document(book.name, book.text[: int(options.part * len(book.text))])
-    make = partial(make_needle_text, model, haystack, Needles(options.length), seed=SEED)
+    make = partial(make_problem, model, haystack, Task(MANY_NEEDLES, options.length), seed=SEED)
     methods = (EXACT, Method("default", Routed(min_weight=options.min_weight)))
     found = []
     for sample in range(options.texts):

@@ -8,8 +8,7 @@ from typing import Annotated
 
 import typer
 
-from prescore.bench.cli.options import Json, Out, Resume, Seed, Threads, open_session
-from prescore.bench.cli.settings import Model, quiet_loading
+from prescore.bench.cli.options import Json, Model, Out, Resume, Seed, Threads, open_session
 
 REPORT = Path("report")
 
@@ -48,7 +47,6 @@ def command(
 
     texts = load_documents([document], limit=1)
     session = open_session("demo", out=out, json=json, resume=resume, threads=threads)
-    quiet_loading()
     session.say(f"loading {model}")
     loaded = load_language_model(model)
     text = TokenizedText.of(loaded, texts[0])
