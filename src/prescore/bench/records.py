@@ -25,7 +25,7 @@ from prescore.errors import PrescoreError
 Values: TypeAlias = dict[str, Any]
 """JSON values by name. `prescore.types` has the same alias, but imports torch."""
 
-SCHEMA = 2
+SCHEMA = 3
 _PACKAGES = ("prescore", "torch", "transformers", "timm")
 
 
@@ -85,7 +85,9 @@ class Record:
         if not isinstance(values, dict):
             raise ValueError(f"record must be a JSON object, got {type(values).__name__}")
         schema = values.pop("schema", 1)
-        if schema != SCHEMA:
+        if schema == 2:
+            values = upgrade(values)
+        elif schema != SCHEMA:
             raise ValueError(f"record must have schema {SCHEMA}, got {schema!r} of another version")
         known, needed = {f.name for f in fields(cls)}, {"command", "key", "config", "seed", "results", "seconds"}
         if needed - set(values) or set(values) - known:
@@ -99,6 +101,21 @@ class Record:
         if values["key"] != key:
             raise ValueError(f"record must have the key of its settings, {key}, got {values['key']!r}")
         return cls(**values)
+
+
+def upgrade(values: Values) -> Values:
+    """A record of schema 2 as one of today: `Routed` has no tolerance, and a key of its settings without it."""
+
+    def without_tolerance(value: Any) -> Any:
+        if isinstance(value, list):
+            return [without_tolerance(item) for item in value]
+        if not isinstance(value, dict):
+            return value
+        gone = ("tolerance", "confidence") if value.get("type") == "Routed" else ()
+        return {name: without_tolerance(item) for name, item in value.items() if name not in gone}
+
+    config = without_tolerance(values["config"])
+    return {**values, "config": config, "key": row_key(values["command"], config, values["seed"])}
 
 
 def row_key(command: str, config: Mapping[str, Any], seed: int | None) -> str:
