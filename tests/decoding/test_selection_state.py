@@ -5,7 +5,7 @@ import torch
 
 import prescore
 from prescore import Coupling, KMeans, Lsh, Selected, prescored_attention
-from prescore.integrations.decode import KVBuffer, SelectionState, attend_last
+from prescore.integrations.decode import KVBuffer, SelectionState
 
 ARTEFACTS = Coupling(mask="zero", residual_weight="all", overlap="count")
 FLOAT32 = {"atol": 1e-6, "rtol": 1e-5}  # one softmax over the same keys, in another order of summing
@@ -83,10 +83,11 @@ def test_selected_keys_and_later_tokens(qkv):
 def test_several_queries_are_causal_among_themselves(qkv, bias):
     query, key, value = qkv
     weight = torch.randn(2, 2, 60, generator=torch.Generator().manual_seed(1)) if bias else None
-    at_once = attend_last(query[:, :, -4:], key, value, weight, None)
-    for end in range(57, 61):
-        own = None if weight is None else weight[:, :, :end]
-        alone = attend_last(query[:, :, end - 1 : end], key[:, :, :end], value[:, :, :end], own, None)
+    state = SelectionState(Selected(), KVBuffer(key, value, weight), 0, 0, 0)
+    at_once = state.attend(query[:, :, -4:], None)
+    for end in range(60, 56, -1):
+        state.crop(end)
+        alone = state.attend(query[:, :, end - 1 : end], None)
         torch.testing.assert_close(at_once[:, :, end - 57], alone[:, :, 0], **FLOAT32)
 
 

@@ -186,8 +186,8 @@ def test_a_copy_begins_without_state(copied):
     inputs, attend = qkv(n_query=1, n_keys=41), PrescoredAttention(COARSE)
     expected = attend(*inputs, CAUSAL)
     twin = copied(attend)
-    assert attend._external.cache.selection is not None
-    assert twin._external.cache.selection is None
+    assert attend._external.selection is not None
+    assert twin._external.selection is None
     assert twin.last.reads == attend.last.reads
     assert torch.equal(twin(*inputs, CAUSAL), expected)
 

@@ -71,7 +71,7 @@ def test_layers_undo_and_copies_of_heads(model, ids):
         assert applied.layers[2] == "transformer.encoder.layers.2.self_attention.core_attention"
         generate(model, ids, n_new=2)
         assert applied.report()[1].path == "step over the selection"
-        selection = patches(cores(model)[1])[-1].attend._external.cache.selection
+        selection = patches(cores(model)[1])[-1].attend._external.selection
         assert selection.buffer.key.shape[1] == 2  # keys are scored once per KV head
     assert is_untouched(model)
 
