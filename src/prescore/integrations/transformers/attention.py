@@ -66,21 +66,10 @@ def prescored_attention_forward(
     is_causal: bool | None = None,
     **features: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attention of one layer in transformers' calling convention.
+    """Attention of one layer in transformers' calling convention; keys and values include those of the cache.
 
-    Args:
-        module: The attention module.
-        query: `[B, Hq, Nq, D]`, after rotation.
-        key: `[B, Hkv, Nk, D]`, the cache's content included.
-        value: `[B, Hkv, Nk, Dv]`.
-        attention_mask: What `prescored_mask` made, or a mask of the user.
-        dropout: Probability of dropping an attention weight; transformers passes 0 outside training.
-        scaling: Factor of the logits.
-        is_causal: Overrides the module's flag.
-        **features: Of single models, and the cache, see `pass_cache`.
-
-    Returns:
-        `[B, Nq, Hq, Dv]`, and the weights where the model's own eager attention ran.
+    The mask is what `prescored_mask` made, or one of the user; `features` are of single models, and the cache (see
+    `pass_cache`). Returns `[B, Nq, Hq, Dv]`, and the weights where the model's own eager attention ran.
     """
     layer = layer_of(module, key, features.pop(CACHE_ARGUMENT, None))
     stack = patches(module)
@@ -100,8 +89,9 @@ def prescored_attention_forward(
         is_local=_is_local(module, features.get("sliding_window")),
         cache=None if layer is None else layer.cache,
     )
-    eager = _Eager(module, context, features) if obstacles else None
-    if eager is not None:
+    eager = None
+    if obstacles:
+        eager = _Eager(module, context, features)
         context = dataclasses.replace(context, original=eager)
     output = attention_of(patch)(query, key, value, context)
     if layer is not None and layer.cache.evicted:
@@ -121,11 +111,10 @@ def prescored_mask(
     allow_is_causal_skip: bool = True,
     **kwargs: Any,
 ) -> Tensor | None:
-    """The mask for `prescored_attention_forward`, never square where causality and padding say it all.
+    """The mask for `prescored_attention_forward`, not square where causality and padding describe it.
 
-    Returns:
-        None for causal attention whose queries are the last positions, `[B, 1, 1, Nk]` for the same with
-        padding, and otherwise sdpa's `[B, 1, Nq, Nk]`.
+    That is None for causal attention whose queries are the last positions, `[B, 1, 1, Nk]` for the same with
+    padding, and otherwise sdpa's `[B, 1, Nq, Nk]`.
     """
     at_the_end = not isinstance(q_offset, Tensor) and kv_offset + kv_length == q_offset + q_length
     if at_the_end and mask_function is causal_mask_function and local_size is None and allow_is_causal_skip:
@@ -178,12 +167,10 @@ def check_padding(attention: Callable[..., Any], mask: Callable[..., Any]) -> No
 def attach_patches(
     attached: Mapping[nn.Module, Patch], owners: Iterable[nn.Module], switch: Callable[[], None]
 ) -> Undo:
-    """Let modules attend by patches; returns the undo.
+    """Let modules that call transformers' attention interface attend by patches; returns the undo.
 
-    Args:
-        attached: The patches, by modules that call transformers' attention interface.
-        owners: All modules whose configurations name the attention implementation.
-        switch: Makes these configurations, by then copies, name `prescored`.
+    `owners` are all modules whose configurations name the attention implementation; `switch` makes these
+    configurations, by then copies, name `prescored`.
     """
     with ExitStack() as undo:
         undo.callback(copy_configs(owners))
@@ -197,7 +184,8 @@ def attach_patches(
 
 def default_patch(module: nn.Module, config: Config | None = None, on_unsupported: str = "raise") -> Patch:
     """The patch of a module that was never replaced, made at its first call."""
-    _attach_default(module, config, on_unsupported)
+    if _DEFAULT not in module.__dict__:
+        _attach_default(module, config, on_unsupported)
     patch: Patch = getattr(module, _DEFAULT)
     return patch
 
@@ -205,8 +193,6 @@ def default_patch(module: nn.Module, config: Config | None = None, on_unsupporte
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _attach_default(module: nn.Module, config: Config | None, on_unsupported: str) -> None:
     """A graph cannot make a patch, so it is made once, while the graph is traced."""
-    if _DEFAULT in module.__dict__:
-        return
     layer = getattr(module, "layer_idx", None)
     number = layer if isinstance(layer, int) else 0
     patch = Patch(PrescoredAttention(config, on_unsupported), number, n_prefix_tokens(module))
@@ -255,21 +241,13 @@ def _is_local(module: nn.Module, sliding_window: int | None) -> bool:
 
 @dataclass(eq=False)
 class _ConfigCopy:
-    """A configuration that several models may share, and the copy that one model uses while it is replaced.
-
-    Attributes:
-        shared: The configuration that the modules had.
-        copy: The copy that they have meanwhile.
-        before: The attributes of the copy at first.
-        modules: The modules.
-        n_users: Replacements that need the copy.
-    """
+    """A configuration that several models may share, and the copy that one model uses while it is replaced."""
 
     shared: Any
     copy: Any
-    before: Values
-    modules: list[nn.Module] = field(default_factory=list)
-    n_users: int = 0
+    before: Values  # the attributes of the copy at first
+    modules: list[nn.Module] = field(default_factory=list)  # that have the copy
+    n_users: int = 0  # replacements that need it
 
     def release(self) -> None:
         """One user less; the last one restores the modules and hands changes on to the shared configuration."""
