@@ -7,7 +7,7 @@ import warnings
 import pytest
 import torch
 from integration_checks import check_dropout, check_undo_in_any_order
-from tiny_models import ROUNDING, ROUTED, forward, leftovers, prompts, tiny
+from tiny_models import ROUNDING, forward, leftovers, prompts, steps, tiny
 from torch import nn
 
 import prescore
@@ -16,6 +16,7 @@ from prescore.errors import PrescoreError, Unsupported
 from prescore.integrations.apply import configs_by_layer, observe, pick_layers, replace_attention
 from prescore.integrations.attention import attend_exactly
 from prescore.integrations.patch import patches
+from prescore.integrations.transformers import PrescoredCache, language
 
 COARSE = Selected(top_k=4, min_seq_len=4, sinks=1, remainder="none")
 IDS, MASK = prompts(length=32)
@@ -120,18 +121,8 @@ def test_configurations_by_layer():
         (None, {"layers": ["a"]}, TypeError, r"layers must be .* got \['a'\]"),
         (None, {"layers": True}, TypeError, "layers must be .* got True"),
         ({"last:99": None}, {}, ValueError, "last:99"),
-        (
-            None,
-            {"on_unsupported": "ignore"},
-            ValueError,
-            "on_unsupported must be one of 'raise', 'exact', got 'ig",
-        ),
-        (
-            None,
-            {"mesh": "two"},
-            TypeError,
-            "mesh must be a torch.distributed process group or DeviceMesh, got str",
-        ),
+        (None, {"on_unsupported": "skip"}, ValueError, "must be one of 'raise', 'exact', got 'skip'"),
+        (None, {"mesh": "two"}, TypeError, "mesh must be a torch.distributed process group .*, got str"),
         (None, {"top_k": 5}, TypeError, "top_k"),
     ],
     ids=str,
@@ -230,11 +221,8 @@ def test_a_failure_half_way_leaves_nothing_behind(place, monkeypatch):
     def fail(*args, **kwargs):
         raise RuntimeError("switch")
 
-    language = "prescore.integrations.transformers.language._warn_if_all_local"
-    if place == "set_attn_implementation":
-        monkeypatch.setattr(type(model), place, fail)
-    else:
-        monkeypatch.setattr(language, fail)
+    owner = type(model) if place == "set_attn_implementation" else language
+    monkeypatch.setattr(owner, place, fail)
     with pytest.raises(RuntimeError, match="switch"):
         prescore.apply(model, COARSE)
     assert is_untouched(model)
@@ -243,11 +231,7 @@ def test_a_failure_half_way_leaves_nothing_behind(place, monkeypatch):
 @pytest.mark.parametrize(
     ("model", "error", "match"),
     [
-        (
-            lambda: tiny("Bloom", n_layer=2, n_head=4),
-            Unsupported,
-            "apply on BloomForCausalLM .*attention interface",
-        ),
+        (lambda: tiny("Bloom", n_layer=2, n_head=4), Unsupported, "BloomForCausalLM .*attention interface"),
         (lambda: tiny("Falcon"), Unsupported, "apply on FalconForCausalLM .*attention interface"),
         (lambda: nn.Linear(2, 2), Unsupported, "apply on Linear"),
         (lambda: "a model", TypeError, "got str"),
@@ -306,22 +290,16 @@ def test_unsupported_features_raise_or_run_exactly(family):
     assert (got - expected).abs().max() < ROUNDING
 
 
-def test_an_unknown_mask_and_gradients_with_a_tolerance_raise_or_run_exactly():
+def test_an_unknown_mask_raises_or_runs_exactly():
     model = tiny("Llama")
-    odd = torch.ones(32, 32, dtype=torch.bool).tril()
-    odd[9, 4] = False
-    odd = odd.expand(2, 1, 32, 32)
-    for config, mask, match in (
-        (COARSE, odd, "mask is neither"),
-        (ROUTED.replace(tolerance=0.05), None, r"layer 0 .*no_grad.*on_unsupported"),
-    ):
-        expected = model(IDS, attention_mask=mask).logits
-        with prescore.apply(model, config), pytest.raises(Unsupported, match=match):
-            model(IDS, attention_mask=mask)
-        exact = prescore.apply(model, config, on_unsupported="exact")
-        with exact, pytest.warns(UserWarning, match="runs exactly"):
-            got = model(IDS, attention_mask=mask).logits
-        assert (got - expected).abs().max() < ROUNDING
+    mask = torch.ones(32, 32, dtype=torch.bool).tril()
+    mask[9, 4] = False
+    mask = mask.expand(2, 1, 32, 32)
+    expected = model(IDS, attention_mask=mask).logits
+    with prescore.apply(model, COARSE), pytest.raises(Unsupported, match=r"layer 0 .*mask is neither.*on_unsupp"):
+        model(IDS, attention_mask=mask)
+    with prescore.apply(model, COARSE, on_unsupported="exact"), pytest.warns(UserWarning, match="runs exactly"):
+        assert (model(IDS, attention_mask=mask).logits - expected).abs().max() < ROUNDING
 
 
 def test_one_token_of_a_language_model_is_no_reason_to_warn(recwarn):
@@ -353,17 +331,24 @@ def test_attn_implementation_by_name(tmp_path):
 def test_the_name_alone_means_the_default_configuration():
     model = tiny("Llama", max_position_embeddings=8192)
     ids, _ = prompts(batch=1, length=5000, side="none")
-    exact = forward(model, ids, logits_to_keep=4)
+
+    def run():
+        cache = PrescoredCache(model.config)
+        return forward(model, ids, past_key_values=cache, logits_to_keep=4), steps(model, cache, ids[:, :2])
+
+    exact = run()
     with prescore.apply(model):
-        expected = forward(model, ids, logits_to_keep=4)
-    assert not torch.allclose(expected, exact, atol=1e-5)
+        expected = run()
+    assert not torch.allclose(expected[0], exact[0], atol=1e-5)
     model.set_attn_implementation("prescored")
-    assert torch.equal(forward(model, ids, logits_to_keep=4), expected)
-    assert not patches(model.model.layers[0].self_attn)
+    assert all(map(torch.equal, run(), expected))
+    layer = model.model.layers[0].self_attn
+    assert layer._prescore_default_patch.attend.last.path == "routed step"
+    assert not patches(layer)
     with prescore.apply(model, Exact()):  # and an application on top of it comes off again
-        assert (forward(model, ids, logits_to_keep=4) - exact).abs().max() < ROUNDING
+        assert all((got - wanted).abs().max() < ROUNDING for got, wanted in zip(run(), exact, strict=True))
     assert model.config._attn_implementation == "prescored"
-    assert torch.equal(forward(model, ids, logits_to_keep=4), expected)
+    assert all(map(torch.equal, run(), expected))
 
 
 def test_registration_checks_itself():

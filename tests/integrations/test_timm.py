@@ -161,18 +161,6 @@ def test_prefix_tokens_are_always_read(options, n_prefix, monkeypatch):
     assert all(selected[2:]) == (n_prefix == 0)
 
 
-def test_the_seed_changes_sampling():
-    model = tiny_timm()
-    config = FEW.replace(selector="sample", scorer=KMeans(n_clusters=3, rule="farthest"))
-    results = []
-    for seed in (0, 0, 1):
-        undo = replace_attention(model, config, seed=seed)
-        results.append(answer(model))
-        undo()
-    assert torch.equal(results[0], results[1])
-    assert not torch.allclose(results[0], results[2])
-
-
 def test_gradients_reach_the_weights():
     model = tiny_timm()
     with prescore.apply(model, FEW):
@@ -212,13 +200,6 @@ def test_a_forward_that_was_replaced_before_comes_back():
     answer(model)
     assert len(calls) == 1
     assert layer.forward is counted
-
-
-def test_functions_for_missing_layers_are_refused():
-    model = tiny_timm()
-    with pytest.raises(ValueError, match="functions must be for layers 0 to 1, got one for layer 2"):
-        adapter.replace_attention(model, {0: PrescoredAttention(FEW), 2: PrescoredAttention(FEW)})
-    assert not leftovers(model)
 
 
 @pytest.mark.parametrize(

@@ -146,16 +146,6 @@ def test_every_configuration_with_sinks_reads_the_prefix(config):
     assert not torch.allclose(results[0], results[1])
 
 
-@pytest.mark.parametrize(
-    ("top_k", "expected"), [(2, 5), (5, 5), (8, 8), (0.1, 5 / 21), (0.25, 0.25), (1.0, 1.0)], ids=str
-)
-@pytest.mark.parametrize("sinks", [0, 5, 7])
-def test_a_budget_has_room_for_the_prefix(top_k, expected, sinks):
-    config = PrescoredAttention(FEW.replace(top_k=top_k, sinks=sinks)).with_prefix(5, 21)
-    assert (config.top_k, config.sinks) == (expected, max(sinks, 5))
-    assert PrescoredAttention(FEW.replace(top_k=0.1)).with_prefix(5, 3).top_k == 1.0
-
-
 @pytest.mark.parametrize("top_k", [2, 0.05])
 @pytest.mark.parametrize("padded", [False, True])
 def test_prefix_tokens_are_read_whatever_the_budget(top_k, padded):
