@@ -1,7 +1,6 @@
 """`prescore.apply`: what it changes, what it refuses, and that it leaves nothing behind."""
 
-import subprocess
-import sys
+import copy
 import warnings
 
 import pytest
@@ -11,9 +10,9 @@ from tiny_models import ROUNDING, forward, leftovers, prompts, steps, tiny
 from torch import nn
 
 import prescore
-from prescore import Exact, Hyper, KMeans, Routed, Selected
+from prescore import Exact, KMeans, Routed, Selected
 from prescore.errors import PrescoreError, Unsupported
-from prescore.integrations.apply import configs_by_layer, observe, pick_layers, replace_attention
+from prescore.integrations.apply import observe, pick_layers, replace_attention
 from prescore.integrations.attention import attend_exactly
 from prescore.integrations.patch import patches
 from prescore.integrations.transformers import PrescoredCache, language
@@ -61,6 +60,7 @@ def test_layers_choose_where_and_how():
         ({"last:1": Selected(top_k=1.0, min_seq_len=4)}, "all", None, exact),
         ({"all": COARSE, -1: None}, "all", {0: COARSE}, first),
         ({(0,): COARSE, "odd": Exact()}, "all", {0: COARSE, 1: Exact()}, first),
+        ({1: COARSE, "last:1": None, 0: COARSE}, "all", {0: COARSE}, first),
         ({"all": COARSE}, "first:1", {0: COARSE}, first),
         ({"all": COARSE, 0: other}, "all", {0: other, 1: COARSE}, None),
     ):
@@ -93,16 +93,6 @@ def test_layers_choose_where_and_how():
 )
 def test_patterns_of_layers(pattern, expected):
     assert pick_layers(pattern, 5) == expected
-
-
-def test_configurations_by_layer():
-    assert configs_by_layer(Hyper(), 3, "last:2") == {1: Hyper(), 2: Hyper()}
-    assert configs_by_layer(None, 2) == {0: Routed(), 1: Routed()}
-    base, few = Selected(top_k=100), Selected(top_k=7)
-    configs = configs_by_layer({"all": base, "first:2": few, 1: Exact(), 3: None, (4, -1): Hyper()}, 5)
-    assert list(configs.items()) == [(0, few), (1, Exact()), (2, base), (4, Hyper())]
-    assert configs_by_layer({"last:1": base}, 5) == {4: base}
-    assert configs_by_layer({3: None, "all": base}, 5, "odd") == {1: base, 3: base}
 
 
 @pytest.mark.parametrize(
@@ -359,11 +349,52 @@ def test_registration_checks_itself():
     attention.check_padding(attention.prescored_attention_forward, attention.prescored_mask)
 
 
-@pytest.mark.parametrize(
-    "default", ['torch.set_default_device("meta")', "torch.set_default_dtype(torch.bfloat16)"]
-)
-def test_the_import_works_whatever_the_defaults_of_torch(default):
-    code = "import torch; from prescore.integrations.torchvision import mend_torchvision; mend_torchvision()"
-    code = f"{code}; {default}; import prescore.integrations.transformers"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+def test_changes_of_the_configuration_meanwhile_stay():
+    first = tiny("Llama")
+    second = type(first)(first.config).eval()
+    del_me = first.config.del_me = object()
+    with prescore.apply(first, COARSE):
+        first.config.use_cache = False
+        first.config.later = 7
+        del first.config.del_me
+        assert second.config.del_me is del_me
+    assert first.config.use_cache is second.config.use_cache is False
+    assert first.config.later == 7
+    assert not hasattr(first.config, "del_me")
+    other = copy.deepcopy(first.config)
+    with prescore.apply(first, COARSE):
+        first.config = other
+    assert first.config is other
+
+
+def test_a_copy_of_a_model_stays_applied_and_an_application_is_not_copied():
+    model = tiny("Llama")
+    before = forward(model, IDS, MASK)
+    with prescore.apply(model, COARSE) as applied:
+        during = forward(model, IDS, MASK)
+        twin = copy.deepcopy(model)
+        with pytest.raises(Unsupported, match="a copy of an Applied cannot run: it belongs to one model"):
+            copy.deepcopy(applied)
+    assert torch.equal(forward(model, IDS, MASK), before)
+    assert torch.equal(forward(twin, IDS, MASK), during)
+    with prescore.apply(twin, Exact()):
+        torch.testing.assert_close(forward(twin, IDS, MASK), before, atol=1e-4, rtol=1e-4)
+    assert torch.equal(forward(twin, IDS, MASK), during)
+
+
+def test_weights_are_refused_or_exact():
+    inputs = {"attention_mask": MASK, "output_attentions": True}
+    expected = tiny("Llama", attn_implementation="eager")(IDS, **inputs)
+    model = tiny("Llama")
+    with prescore.apply(model, COARSE), pytest.raises(Unsupported, match="output_attentions=True asks"):
+        model(IDS, **inputs)
+    with prescore.apply(model, COARSE, on_unsupported="exact"):
+        with pytest.warns(UserWarning, match="runs exactly: output_attentions=True"):
+            output = model(IDS, **inputs)
+        real = MASK.bool()[:, None, :, None]  # eager lets padding queries see padding
+        for got, wanted in zip(output.attentions, expected.attentions, strict=True):
+            torch.testing.assert_close(got * real, wanted * real)
+        torch.testing.assert_close(output.logits[MASK.bool()], expected.logits[MASK.bool()])
+        assert not torch.allclose(forward(model, IDS, MASK), output.logits, atol=1e-3)
+    with prescore.apply(model, Exact()):
+        assert len(model(IDS, **inputs).attentions) == 2

@@ -162,36 +162,3 @@ def test_a_copy_begins_without_state(copied):
     assert twin._external.selection is None
     assert twin.last.reads == attend.last.reads
     assert torch.equal(twin(*inputs, CAUSAL), expected)
-
-
-@pytest.mark.parametrize(
-    ("default", "config"),
-    [("meta", Exact()), ("meta", SIMPLE), ("bfloat16", Exact()), ("bfloat16", COARSE), ("bfloat16", HYPER)],
-    ids=["meta-exact", "meta-selected", "bfloat16-exact", "bfloat16-selected", "bfloat16-hyper"],
-)
-def test_defaults_of_torch_change_nothing(default, config, request):
-    """Every tensor has its dtype and device."""
-    query, key, value = qkv()
-    real, segments = torch.ones(2, 40, dtype=torch.bool), torch.tensor([0] * 17 + [1] * 23)
-    real[0, :5] = False
-    packed = (segments[:, None] == segments).tril().expand(2, 1, 40, 40)
-
-    def run():
-        attend, outputs = PrescoredAttention(config), []
-        for n_query, mask in ((1, real), (3, real), (40, real), (40, packed.clone())):
-            if n_query == 40 and default == "meta" and not isinstance(config, Exact):
-                continue  # engines have tests of their own
-            context = AttentionContext(layer=0, mask=mask, is_causal=True)
-            outputs.append(attend(query[:, :, -n_query:], key, value, context))
-            assert attend.last.reads is not None or mask is not real
-        return outputs
-
-    expected = run()
-    request.addfinalizer(lambda: torch.set_default_device("cpu"))
-    request.addfinalizer(lambda: torch.set_default_dtype(torch.float32))
-    if default == "meta":
-        torch.set_default_device("meta")
-    else:
-        torch.set_default_dtype(torch.bfloat16)
-    for got, wanted in zip(run(), expected, strict=True):
-        assert torch.equal(got, wanted)

@@ -79,23 +79,14 @@ def test_conversion_happens_once_and_leaves_nothing_half_done(tmp_path, monkeypa
     assert torch.equal(model.lm_head.weight, again.lm_head.weight)
 
 
+WEIGHTS = "model.safetensors"
 DAMAGES = {
-    "truncated weights": (
-        lambda d: cut(d / "model.safetensors", 0.6),
-        r"model\.safetensors has \d+ bytes instead of",
-    ),
-    "cut by one byte": (
-        lambda d: cut(d / "model.safetensors", -1),
-        r"model\.safetensors has \d+ bytes instead of",
-    ),
-    "empty weights": (lambda d: cut(d / "model.safetensors", 0.0), r"model\.safetensors has no readable header"),
-    "zeros": (
-        lambda d: (d / "model.safetensors").write_bytes(bytes(5000)),
-        r"model\.safetensors has no readable header",
-    ),
-    "no config": (lambda d: (d / "config.json").unlink(), r"config\.json is missing"),
+    "truncated weights": (lambda d: cut(d / WEIGHTS, 0.6), r"model\.safetensors has \d+ bytes instead of"),
+    "cut by one byte": (lambda d: cut(d / WEIGHTS, -1), r"model\.safetensors has \d+ bytes instead of"),
+    "empty weights": (lambda d: cut(d / WEIGHTS, 0.0), r"model\.safetensors has no readable header"),
+    "zeros": (lambda d: (d / WEIGHTS).write_bytes(bytes(5000)), r"model\.safetensors has no readable header"),
     "half a config": (lambda d: cut(d / "config.json", 0.5), r"config\.json is no JSON"),
-    "no weights": (lambda d: (d / "model.safetensors").unlink(), r"model\.safetensors is missing"),
+    "no weights": (lambda d: (d / WEIGHTS).unlink(), r"model\.safetensors is missing"),
     "no tokenizer": (lambda d: (d / "tokenizer.json").unlink(), r"tokenizer\.json is missing"),
     "nothing at all": (lambda d: [path.unlink() for path in d.iterdir()], r"config\.json is missing"),
 }

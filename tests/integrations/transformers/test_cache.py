@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
-from tiny_models import COARSE, EVERY_KEY, ROUNDING, ROUTED, forward, prompts, steps, tiny
+from tiny_models import COARSE, ROUNDING, ROUTED, forward, prompts, steps, tiny
 from transformers import DynamicCache, StaticCache
 
 import prescore
@@ -165,17 +165,6 @@ def test_a_selection_goes_on_after_exact_steps(model):
     assert torch.equal(selection(cache).buffer.key[:, :, -2:], cache.layers[0].keys[:, :, -2:])
 
 
-def test_a_second_turn_with_every_key_equals_sdpa(model):
-    exact, cache = DynamicCache(config=model.config), PrescoredCache(model.config)
-    turns = WHOLE[:, :83].split((40, 1, 1, 40, 1), dim=1)
-    expected = [forward(model, turn, past_key_values=exact)[:, -1] for turn in turns]
-    with prescore.apply(model, EVERY_KEY) as applied:
-        got = [forward(model, turn, past_key_values=cache)[:, -1] for turn in turns[:4]]
-        assert paths(applied) == {"prescored"}
-        got.append(forward(model, turns[4], past_key_values=cache)[:, -1])
-    assert (torch.stack(got) - torch.stack(expected)).abs().max() < ROUNDING
-
-
 def test_a_batch_of_different_lengths_equals_each_alone(model):
     with prescore.apply(model, COARSE):
         batched = steps(model, filled(model), IDS[:, :4], MASK)
@@ -274,14 +263,6 @@ def test_evicted_memory_really_falls(stepped):
     for layer in cache.layers:
         assert layer.cache.buffer is None
         assert layer.keys.untyped_storage().data_ptr() in {table.untyped_storage().data_ptr() for table in held}
-
-
-@pytest.mark.parametrize("config", [EVERY_KEY, EVERY_KEY.replace(top_k=500)], ids=["share", "count"])
-def test_beam_search_with_every_key_equals_sdpa(model, config):
-    options = {"attention_mask": MASK, "num_beams": 4, "max_new_tokens": 10, "do_sample": False}
-    expected = model.generate(IDS, **options)
-    with prescore.apply(model, config):
-        assert torch.equal(model.generate(IDS, **options), expected)
 
 
 @both
