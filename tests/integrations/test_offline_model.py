@@ -53,27 +53,35 @@ def test_missing_models_are_named(name, monkeypatch):
         offline_model.load_model(name)
 
 
-def test_conversion_happens_once_and_leaves_nothing_half_done(tmp_path, monkeypatch):
+@pytest.fixture(name="read")
+def files_read(tmp_path, monkeypatch):
+    """The GGUF files that were read; reading one gives the tiny model, or raises what is in the list before."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(offline_model, "smollm2_file", lambda: tmp_path / "wheel" / "model.gguf")
-    real_load, said, read = offline_model._load, [], []
+    real_load, read = offline_model._load, []
 
     def load(name, **options):
-        if "gguf_file" in options:
-            read.append(options["gguf_file"])
-            if len(read) == 1:
-                raise OSError("interrupted")
-            return tiny_language_model()
-        return real_load(name, **options)
+        if "gguf_file" not in options:
+            return real_load(name, **options)
+        if read and isinstance(read[-1], Exception):
+            raise read.pop()
+        read.append(options["gguf_file"])
+        return tiny_language_model()
 
     monkeypatch.setattr(offline_model, "_load", load)
+    return read
+
+
+def test_conversion_happens_once_and_leaves_nothing_half_done(tmp_path, read):
+    said = []
+    read.append(OSError("interrupted"))
     with pytest.raises(OSError, match="interrupted"):
         offline_model.load_smollm2(say=said.append)
     folder = tmp_path / "prescore"
     assert not folder.exists() or not list(folder.iterdir())
     model, _ = offline_model.load_smollm2(say=said.append)
     again, _ = offline_model.load_smollm2(say=said.append)
-    assert read == ["model.gguf", "model.gguf"]
+    assert read == ["model.gguf"]
     assert [entry.name for entry in folder.iterdir()] == ["smollm2-135m-instruct-q4_1"]
     assert said[0].startswith("converting model.gguf")
     assert torch.equal(model.lm_head.weight, again.lm_head.weight)
@@ -98,20 +106,14 @@ def cut(path, share):
 
 
 @pytest.mark.parametrize("name", DAMAGES)
-def test_a_damaged_conversion_is_noticed_and_made_again(name, tmp_path, monkeypatch):
+@pytest.mark.usefixtures("read")
+def test_a_damaged_conversion_is_noticed_and_made_again(name):
     damage, reason = DAMAGES[name]
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(offline_model, "smollm2_file", lambda: tmp_path / "wheel" / "model.gguf")
     target = offline_model.cache_directory() / "smollm2-135m-instruct-q4_1"
     save_tiny_language_model(target)
-    real_load, said = offline_model._load, []
+    said = []
     assert damage_of(target) is None
     damage(target)
-
-    def load(name, **options):
-        return tiny_language_model() if "gguf_file" in options else real_load(name, **options)
-
-    monkeypatch.setattr(offline_model, "_load", load)
     model, _ = offline_model.load_smollm2(say=said.append)
     assert re.search(rf"is damaged \({reason}.*\) and is made again", said[0]), said
     assert len(said) == 3  # and that it converts, and has

@@ -2,10 +2,6 @@
 
 import contextlib
 import copy
-import json
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -287,48 +283,34 @@ def test_beams_reorder_their_selections(model, config):
     assert found.sequences.unique(dim=0).shape[0] == 4
 
 
-CONTINUE = """
-import json, sys, torch
-sys.path.insert(0, {folder!r})
-from tiny_models import tiny
-import prescore
-from prescore.integrations.transformers import PrescoredCache
-for number, (family, evict, refresh_every, config) in enumerate({cases!r}):
-    model = tiny(family)
-    cache = PrescoredCache.load({tmp!r} + "/" + str(number))
-    assert (cache.evict, cache.refresh_every) == (evict, refresh_every)
-    ids, mask = torch.tensor({ids!r}), torch.tensor({mask!r})
-    with prescore.apply(model, prescore.config_from_dict(config)):
-        out = model.generate(ids, attention_mask=mask, past_key_values=cache, max_new_tokens=6, do_sample=False)
-    print(json.dumps(out[:, ids.shape[1] :].tolist()))
-"""
-
-
-def test_saved_caches_continue_in_a_new_process(tmp_path):
-    cases = [
-        ("Llama", False, None, COARSE),
-        ("Gemma3", True, None, COARSE),
-        ("Llama", False, None, ROUTED),
-        ("Llama", False, 2, COARSE),
-    ]
-    expected, options = [], {"max_new_tokens": 6, "do_sample": False}
-    for number, (family, evict, refresh_every, config) in enumerate(cases):
+@pytest.mark.parametrize(
+    ("family", "config", "settings"),
+    [
+        ("Llama", COARSE, {}),
+        ("Gemma3", COARSE, {"evict": True}),
+        ("Llama", ROUTED, {}),
+        ("Llama", COARSE, {"refresh_every": 2}),
+    ],
+    ids=str,
+)
+def test_a_saved_cache_continues_with_another_model_object(family, config, settings, tmp_path):
+    tokens = []
+    for number in range(2):
         model = tiny(family)
         with prescore.apply(model, config):
-            cache = filled(model, IDS[:, :-1], MASK[:, :-1], evict=evict, refresh_every=refresh_every)
-            cache.save(tmp_path / str(number))
-            out = model.generate(IDS, attention_mask=MASK, past_key_values=cache, **options)
-        expected.append(out[:, 40:].tolist())
-    code = CONTINUE.format(
-        folder=str(Path(__file__).parents[2] / "support"),
-        cases=[(*case, config.to_dict()) for *case, config in cases],
-        tmp=str(tmp_path),
-        ids=IDS.tolist(),
-        mask=MASK.tolist(),
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert [json.loads(line) for line in done.stdout.strip().splitlines()[-4:]] == expected
+            cache = filled(model, IDS[:, :-1], MASK[:, :-1], **settings)
+            if number == 0:
+                cache.save(tmp_path / "cache")
+            else:
+                cache = PrescoredCache.load(tmp_path / "cache")
+            assert (cache.evict, cache.refresh_every) == (
+                settings.get("evict", False),
+                settings.get("refresh_every"),
+            )
+            tokens.append(
+                model.generate(IDS, attention_mask=MASK, past_key_values=cache, max_new_tokens=6, do_sample=False)
+            )
+    assert torch.equal(*tokens)
 
 
 def test_other_files_are_refused(tmp_path):
@@ -470,18 +452,6 @@ def test_routed_caches_go_on_after_reordering_crops_and_other_configurations(pre
         got, expected = (steps(precise, each, ids[:, 82:83]) for each in (cache, anew))
         assert paths(applied) == {"routed step"}
     torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-9)
-
-
-def test_routed_generation_is_that_of_prompts_without_a_cache(precise):
-    prompt = WHOLE[:, :100]
-    options = {"max_new_tokens": 20, "do_sample": False, "pad_token_id": 0}
-    with prescore.apply(precise, FINE):
-        greedy = precise.generate(prompt, **options)
-        assert precise.generate(prompt, num_beams=3, **options).shape == greedy.shape
-        tokens = prompt
-        for _ in range(20):
-            tokens = torch.cat((tokens, forward(precise, tokens)[:, -1].argmax(-1, keepdim=True)), dim=1)
-    assert torch.equal(greedy, tokens)
 
 
 def test_inference_mode_with_padding(model):

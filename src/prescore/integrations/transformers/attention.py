@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -89,14 +90,14 @@ def prescored_attention_forward(
         is_local=_is_local(module, features.get("sliding_window")),
         cache=None if layer is None else layer.cache,
     )
-    eager = None
+    weights: list[Tensor] = []
     if obstacles:
-        eager = _Eager(module, context, features)
-        context = dataclasses.replace(context, original=eager)
+        original = partial(_eager_attention, module, context, features, weights)
+        context = dataclasses.replace(context, original=original)
     output = attention_of(patch)(query, key, value, context)
     if layer is not None and layer.cache.evicted:
         layer.show()  # so that the layer does not keep evicted keys alive
-    return output.transpose(1, 2).contiguous(), None if eager is None else eager.weights
+    return output.transpose(1, 2).contiguous(), weights[0] if weights else None
 
 
 def prescored_mask(
@@ -207,30 +208,30 @@ def n_prefix_tokens(module: nn.Module) -> int:
     return PREFIX_TOKENS[type(module).__name__] + int(getattr(module.config, "num_register_tokens", 0))
 
 
-@dataclass(eq=False)
-class _Eager:
-    """The eager attention of the model's own file, which knows the model's features; keeps the weights."""
-
-    module: nn.Module
-    context: AttentionContext
-    features: Values
-    weights: Tensor | None = None
-
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """See `AttentionContext.original`."""
-        eager = getattr(sys.modules[type(self.module).__module__], "eager_attention_forward", None)
-        if eager is None:
-            raise Unsupported(f"exact attention of {self.context.owner}", self.context.obstacles)
-        form = self.context.form(query, key)
-        key, value = key[:, :, : form.n_keys], value[:, :, : form.n_keys]
-        mask = full_mask(form, query.shape[2], query.device)
-        if mask is not None and mask.dtype == torch.bool:
-            bias = torch.zeros(mask.shape, dtype=query.dtype, device=query.device)
-            mask = bias.masked_fill_(~mask, torch.finfo(query.dtype).min)
-        options = {"dropout": self.context.dropout, "scaling": self.context.scale, **self.features}
-        output: Tensor
-        output, self.weights = eager(self.module, query, key, value, mask, **options)
-        return output.transpose(1, 2)
+def _eager_attention(
+    module: nn.Module,
+    context: AttentionContext,
+    features: Values,
+    weights: list[Tensor],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+) -> Tensor:
+    """The eager attention of the model's own file, which knows the model's features; adds to `weights`."""
+    eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    if eager is None:
+        raise Unsupported(f"exact attention of {context.owner}", context.obstacles)
+    form = context.form(query, key)
+    key, value = key[:, :, : form.n_keys], value[:, :, : form.n_keys]
+    mask = full_mask(form, query.shape[2], query.device)
+    if mask is not None and mask.dtype == torch.bool:
+        bias = torch.zeros(mask.shape, dtype=query.dtype, device=query.device)
+        mask = bias.masked_fill_(~mask, torch.finfo(query.dtype).min)
+    options = {"dropout": context.dropout, "scaling": context.scale, **features}
+    output, of_layer = eager(module, query, key, value, mask, **options)
+    weights.append(of_layer)
+    attended: Tensor = output.transpose(1, 2)
+    return attended
 
 
 def _is_local(module: nn.Module, sliding_window: int | None) -> bool:
