@@ -323,12 +323,13 @@ def _read_file(path: str, device: str) -> tuple[Values, dict[str, Tensor]]:
 
 def _save_layer(layer: Any, prefix: str, tensors: dict[str, Tensor]) -> Values:
     """What JSON can hold of a layer; its tensors go to `tensors`."""
-    if not isinstance(layer, PrescoredLayer):
-        if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
-            raise TypeError(f"cache layers must be dynamic or sliding to be saved, got {type(layer).__name__}")
-        if layer.is_initialized and layer.keys is not None:
+    kind = type(layer)
+    if kind is DynamicSlidingWindowLayer:
+        if layer.is_initialized:
             _save_buffer(KVBuffer(layer.keys, layer.values), prefix, tensors)
-        return {"n_tokens": layer.get_seq_length(), "window": getattr(layer, "sliding_window", None)}
+        return {"n_tokens": layer.get_seq_length(), "window": layer.sliding_window}
+    if not isinstance(layer, PrescoredLayer):
+        raise TypeError(f"cache layers must be pre-scored or sliding to be saved, got {kind.__name__}")
     cache, selection = layer.cache, layer.cache.selection
     entry: Values = {"n_tokens": cache.n_tokens, "request": None, "selection": None}
     if cache.request is not None:
@@ -346,14 +347,11 @@ def _save_layer(layer: Any, prefix: str, tensors: dict[str, Tensor]) -> Values:
 
 def _load_layer(entry: Values, prefix: str, tensors: dict[str, Tensor], settings: Values) -> Any:
     buffer = _load_buffer(prefix, tensors)
-    if "request" not in entry:
-        window = entry["window"]
-        make: Any = DynamicLayer if window is None else partial(DynamicSlidingWindowLayer, window)
-        layer = make()
+    if "window" in entry:
+        layer: Any = DynamicSlidingWindowLayer(entry["window"])
         if buffer is not None:
             layer.update(buffer.key, buffer.value)
-        if window is not None:
-            layer.cumulative_length = entry["n_tokens"]
+        layer.cumulative_length = entry["n_tokens"]
         return layer
     restored = PrescoredLayer(settings)
     cache = restored.cache
