@@ -173,10 +173,12 @@ def test_a_batch_of_different_lengths_equals_each_alone(model):
 @both
 def test_reorder_select_repeat_and_reset(model, config):
     tokens = IDS[:, :3]
+    # padded sequences with other starts have clusters of their own, which are made again
+    ids, mask = (IDS, MASK) if config is COARSE else (WHOLE[:, :40], torch.ones_like(MASK))
     with prescore.apply(model, config):
-        cache = filled(model)
-        steps(model, cache, tokens[:, :1], MASK)
-        mask = torch.nn.functional.pad(MASK, (0, 1), value=1)
+        cache = filled(model, ids, mask)
+        steps(model, cache, tokens[:, :1], mask)
+        mask = torch.nn.functional.pad(mask, (0, 1), value=1)
         expected = steps(model, copy.deepcopy(cache), tokens[:, 1:], mask)
         for index, change in (
             ([1, 0], lambda each: each.reorder_cache(torch.tensor([1, 0]))),
@@ -439,8 +441,10 @@ def test_routed_caches_go_on_after_reordering_crops_and_other_configurations(pre
         expected = forward(precise, ids[1:, :111])[:, -1:]
         torch.testing.assert_close(got, expected.repeat(2, 1, 1), rtol=1e-9, atol=1e-9)
         cache.crop(-31)
-        got = steps(precise, cache, ids[1:, 80:81].repeat(2, 1))
-        expected = forward(precise, ids[1:, :81])[:, -1:]
+        other = ids[1:, :41].repeat(2, 1)
+        forward(precise, other[:, :40], past_key_values=cache)  # a chunk of a prompt: no step sees the crop
+        got = steps(precise, cache, other[:, 40:])
+        expected = forward(precise, torch.cat((ids[1:, :80], other[:1]), dim=1))[:, -1:]
         torch.testing.assert_close(got, expected.repeat(2, 1, 1), rtol=1e-9, atol=1e-9)
     with prescore.apply(precise, prescore.Selected(top_k=8, min_seq_len=16)) as applied:
         steps(precise, cache, ids[:, 81:82])
