@@ -306,6 +306,7 @@ def test_a_saved_cache_continues_with_another_model_object(family, config, setti
             else:
                 cache = PrescoredCache.load(tmp_path / "cache")
             assert {"evict": cache.evict, "refresh_every": cache.refresh_every}.items() >= settings.items()
+            assert [layer.get_seq_length() for layer in cache.layers] == [39, 39]
             tokens.append(model.generate(IDS, past_key_values=cache, **options))
     assert torch.equal(*tokens)
 

@@ -17,6 +17,7 @@ from tiny_vision_models import (
 )
 
 import prescore
+import prescore.integrations.transformers
 from prescore import Exact, Hyper, KMeans, Lsh, Routed, Selected
 from prescore.errors import Unsupported
 from prescore.integrations.apply import find_adapter, replace_attention
