@@ -6,7 +6,6 @@ The adapter of each library calls an `Attend` for every replaced layer. `prescor
 
 from __future__ import annotations
 
-import threading
 import time
 import warnings
 from collections.abc import Callable
@@ -17,8 +16,7 @@ from typing import TypeAlias
 from torch import Tensor
 
 from prescore import checks
-from prescore.autograd import records_gradients
-from prescore.config import Config, Exact, Routed, Selected, check_config
+from prescore.config import Config, Exact, Selected, check_config
 from prescore.errors import Unsupported
 from prescore.integrations.decode import PROMPT, CachedKeys, ExternalCache, LayerCache, Request
 from prescore.integrations.masks import MaskForm, exact_under_mask, prescored_under_mask, read_mask
@@ -114,7 +112,7 @@ class PrescoredAttention:
         self.trace = Trace()
         self._warns_if_idle = warned is not None
         self._warned = set() if warned is None else warned
-        self._external = _PerThread()
+        self._external = ExternalCache()
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, context: AttentionContext) -> Tensor:
         """Attend; see `Attend`."""
@@ -125,14 +123,14 @@ class PrescoredAttention:
         form = context.form(query, key)
         visible = partial(form.visible_keys, n_query)
         result: Result | None = None
-        reason = self._why_exact(form, context, query, key, value)
+        reason = self._why_exact(form, context)
         if reason is not None:
             path = ran = reason
             output = attend_exactly(query, key, value, context)
         else:
             config = self.with_prefix(context.n_prefix, form.fewest_keys()) if context.n_prefix else self.config
             request = Request(config, context.scale, context.dropout, layer_seed(self.seed, context.layer))
-            cache = self._external.cache if context.cache is None else context.cache
+            cache = self._external if context.cache is None else context.cache
             key, value = key[:, :, : form.n_keys], value[:, :, : form.n_keys]
             in_order = n_query == 1 or form.kind == "causal"
             path, result = cache.step(query, CachedKeys(key, value, form.valid, form.n_keys, in_order), request)
@@ -170,18 +168,13 @@ class PrescoredAttention:
     def __repr__(self) -> str:
         return f"PrescoredAttention({self.config!r}, {self.on_unsupported!r})"
 
-    def _why_exact(
-        self, form: MaskForm, context: AttentionContext, query: Tensor, key: Tensor, value: Tensor
-    ) -> str | None:
+    def _why_exact(self, form: MaskForm, context: AttentionContext) -> str | None:
         """Why a call is exact, or None; raises where the user wants pre-scored attention and it cannot run."""
         if isinstance(self.config, Exact):
             return "exact"
         if form.kind == "window" or context.is_local:
             return f"{READS_ALL}a sliding window is local already"
         reasons = [*context.obstacles, *form.unsupported()]
-        tolerant = isinstance(self.config, Routed) and self.config.tolerance is not None
-        if tolerant and records_gradients(query, key, value):
-            reasons.append("a tolerance has no gradients, which are recorded here and not in torch.no_grad()")
         if not reasons:
             return None
         if self.on_unsupported == "raise":
@@ -204,16 +197,6 @@ class PrescoredAttention:
 def layer_seed(seed: int, layer: int) -> int:
     """The seed of one layer."""
     return Streams(seed).child(f"layer {layer}").seed
-
-
-class _PerThread(threading.local):
-    """The cache for models whose cache is not ours. It follows one generation at a time, hence one per thread."""
-
-    def __init__(self) -> None:
-        self.cache = ExternalCache()
-
-    def __reduce__(self) -> tuple[type[_PerThread], tuple[()]]:
-        return _PerThread, ()  # a copy of a model starts without state
 
 
 def _all_keys(visible: Callable[[], float | None]) -> Reads | None:

@@ -7,10 +7,10 @@ keys at every step.
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -40,14 +40,7 @@ _PROBES = 16
 
 
 class Request(NamedTuple):
-    """How a layer attends.
-
-    Attributes:
-        config: Its configuration.
-        scale: Factor of the logits; None = `D ** -0.5`.
-        dropout: Probability of dropping an attention weight.
-        seed: Of everything that is drawn.
-    """
+    """How a layer attends: `scale` multiplies the logits, None = `D ** -0.5`; `seed` is of everything drawn."""
 
     config: Config
     scale: float | None = None
@@ -55,8 +48,7 @@ class Request(NamedTuple):
     seed: int = DEFAULT_SEED
 
 
-@dataclass(frozen=True, eq=False)
-class CachedKeys:
+class CachedKeys(NamedTuple):
     """The keys a call may read, those of the new tokens included.
 
     Attributes:
@@ -76,7 +68,7 @@ class CachedKeys:
     def until(self, end: int) -> CachedKeys:
         """The keys before position `end`."""
         valid = None if self.valid is None else self.valid[:, :end]
-        return replace(self, key=self.key[:, :, :end], value=self.value[:, :, :end], valid=valid, n_keys=end)
+        return self._replace(key=self.key[:, :, :end], value=self.value[:, :, :end], valid=valid, n_keys=end)
 
 
 class Step(NamedTuple):
@@ -169,7 +161,8 @@ class LayerCache:
         """Answer the newest queries `[B, Hq, Nq, D]`, or say how to answer them."""
         n_query = query.shape[2]
         self.valid, self.request = keys.valid, request
-        self._warn_if_idle(request.config)
+        if (self.evict or self.refresh_every) and not keeps_selection(request.config):
+            self._warn_of_idle_settings(type(request.config).__name__)
         if n_query == keys.n_keys or n_query > STEP_AT_MOST or not keys.in_order:
             self.drop_selection("a further chunk of the prompt needs all keys")
             return Step(PROMPT)
@@ -200,7 +193,7 @@ class LayerCache:
             keys = CachedKeys(self.buffer.key, self.buffer.value, valid, self.n_tokens)
         request = request or self.request
         if self.selection is None and keys is not None and request is not None and keeps_selection(request.config):
-            self._keep(self._select(keys, request))
+            self._select(keys, request)
 
     def require_all_keys(self) -> None:
         """Refuse when some keys were evicted."""
@@ -251,31 +244,27 @@ class LayerCache:
 
     def _updated_selection(self, keys: CachedKeys, n_query: int, request: Request) -> SelectionState:
         """The selection with the newest tokens appended; made where there is none, or where it is due again."""
-        selection = self.selection
-        if selection is not None and selection.config != request.config:
-            self.drop_selection("the configuration changed")
-        elif selection is not None and self._is_due(keys.n_keys - selection.n_selected_from):
-            self.drop_selection("refresh_every selects among all keys again")
+        if self.selection is not None:
+            n_since = keys.n_keys - self.selection.n_selected_from
+            if self.selection.config != request.config:
+                self.drop_selection("the configuration changed")
+            elif self.refresh_every is not None and n_since >= self.refresh_every:
+                self.drop_selection("refresh_every selects among all keys again")
         selection = self.selection or self._select(keys.until(_n_selectable(keys.n_keys, n_query)), request)
         first = selection.n_selected_from + selection.n_since
         if first < keys.n_keys:
             place = first - (keys.n_keys - keys.key.shape[2])
             valid = None if keys.valid is None else keys.valid[:, first:]
             selection.append(keys.key[:, :, place:], keys.value[:, :, place:], valid)
-        self._keep(selection)
         return selection
-
-    def _is_due(self, n_since: int) -> bool:
-        return self.refresh_every is not None and n_since >= self.refresh_every
 
     def _select(self, keys: CachedKeys, request: Request) -> SelectionState:
         self.require_all_keys()
-        return SelectionState.select(keys.key, keys.value, keys.valid, request.config, request.seed)
-
-    def _keep(self, selection: SelectionState) -> None:
-        self.selection, self.evicted = selection, self.evict
+        self.selection = SelectionState.select(keys.key, keys.value, keys.valid, request.config, request.seed)
+        self.evicted = self.evict
         if self.evict:
             self.buffer = None
+        return self.selection
 
     def _routed_index(self, query: Tensor, keys: CachedKeys, request: Request) -> RoutedIndex | None:
         """The clusters that new queries choose from; None where they read every key instead."""
@@ -292,31 +281,23 @@ class LayerCache:
                 return None  # padding after or between real keys: positions are not those of the clusters
         made_for = (config, float(query.shape[-1] ** -0.5 if request.scale is None else request.scale))
         if self._index is None or self._index[0] != made_for:
-            self._index = (made_for, RoutedIndex(config, scale=made_for[1], start=start, seed=request.seed))
+            self._index = (made_for, RoutedIndex(config, scale=made_for[1], start=start))
         return self._index[1]
 
-    def _warn_if_idle(self, config: Config) -> None:
-        """Warn once about settings for selections where none is made."""
-        settings = ["evict=True"] if self.evict else []
-        settings += [] if self.refresh_every is None else [f"refresh_every={self.refresh_every}"]
-        if not settings or keeps_selection(config):
-            return
-        text = f"{settings[0]} of the cache does nothing under {type(config).__name__}, which keeps every key"
+    def _warn_of_idle_settings(self, config: str) -> None:
+        setting = "evict=True" if self.evict else f"refresh_every={self.refresh_every}"
+        text = f"{setting} of the cache does nothing under {config}, which keeps every key"
         if text not in self._warned:
             self._warned.add(text)
             warnings.warn(text, stacklevel=3)
 
 
 def _n_selectable(n_keys: int, n_query: int) -> int:
-    """How many of the first keys the newest queries may select from.
-
-    One query selects from all keys, its own included, as in `prescored_attention`. Several queries would see each
-    other's future there, so they select from the keys before them.
-    """
+    """How many of the first keys the newest queries may select from; several would see each other's future."""
     return n_keys if n_query == 1 else n_keys - n_query
 
 
-class ExternalCache:
+class ExternalCache(threading.local):
     """Reuses one selection for a model whose cache is not ours, as long as each call continues the one before.
 
     Such a model passes all keys at every step, and no object that could hold a state. So every step compares some
@@ -325,12 +306,17 @@ class ExternalCache:
     - another prompt: a new selection is made;
     - only later keys differ (reordered beams): the selection stays, and recent keys are read again;
     - keys differ that the selection was made from: it is made again from as many keys.
+
+    It follows one generation at a time, hence one state per thread; a copy starts without state.
     """
 
     def __init__(self) -> None:
         self._cache = LayerCache(owned=False)
         self._n_prompt = 0  # 0 = unknown
-        self._known: _KnownKeys | None = None
+        self._compared_to: SelectionState | None = None
+
+    def __reduce__(self) -> tuple[type[ExternalCache], tuple[()]]:
+        return ExternalCache, ()
 
     @property
     def selection(self) -> SelectionState | None:
@@ -340,85 +326,56 @@ class ExternalCache:
     def step(self, query: Tensor, keys: CachedKeys, request: Request) -> Step:
         """Answer a call, or say how to answer it; `keys` holds all keys so far, perhaps with unused room."""
         n_query = query.shape[2]
-        keys = _without_room(keys, n_query)
-        if self._known is not None and not self._continues(self._known, keys, n_query):
-            self._start_again(self._known, keys, n_query, request)
+        if n_query == 1 and keys.valid is not None:  # leave out the unused room of a static cache
+            real = keys.valid.any(dim=0).nonzero()
+            keys = keys.until(int(real.max()) + 1 if len(real) else keys.n_keys)
+        if self.selection is not self._compared_to:  # the last step failed
+            self._cache.clear()
+        elif self.selection is not None:
+            self._follow(self.selection, keys, n_query, request)
         step = self._cache.step(query, keys, request)
         if step.path == PROMPT:
             self._n_prompt = keys.n_keys
         elif not 0 < self._n_prompt <= keys.n_keys - n_query:
             self._n_prompt = keys.n_keys - n_query  # the prompt was read elsewhere
-        selection = self._cache.selection
-        if selection is None:
-            self._known = None
-        elif self._known is None or self._known.selection is not selection:
-            self._known = _KnownKeys.of(selection, self._n_prompt, keys.key)
+        if self.selection is not None and self.selection is not self._compared_to:
+            self._remember(self.selection, keys.key)
+        self._compared_to = self.selection
         return step
 
-    def _continues(self, known: _KnownKeys, keys: CachedKeys, n_query: int) -> bool:
-        """Whether the selection was made from keys that the queries may see; drops recent tokens that differ."""
-        selection = known.selection
-        if _n_selectable(keys.n_keys, n_query) < selection.n_selected_from:
-            return False
-        if not known.same_prompt(keys.key) or not known.same_later(keys.key):
-            return False
-        end = selection.n_selected_from + selection.n_since
-        recent = keys.key[:, :, selection.n_selected_from : end]
-        if not _equal(recent, selection.buffer.key[:, :, selection.n_entries :]):
-            selection.crop(0)
-        return True
-
-    def _start_again(self, known: _KnownKeys, keys: CachedKeys, n_query: int, request: Request) -> None:
-        """Drop the selection; after the same prompt, make it again from as many keys."""
+    def _follow(self, selection: SelectionState, keys: CachedKeys, n_query: int, request: Request) -> None:
+        """Keep what the call continues: the selection if it was made from keys that the queries may see."""
+        n_selected_from, n_selectable = selection.n_selected_from, _n_selectable(keys.n_keys, n_query)
+        same_prompt = self._equal(keys.key, self._n_probes)
+        if n_selected_from <= n_selectable and same_prompt and self._equal(keys.key, len(self._places)):
+            recent = keys.key[:, :, n_selected_from : n_selected_from + selection.n_since]
+            if not torch.equal(recent, selection.buffer.key[:, :, selection.n_entries :]):
+                selection.crop(0)
+            return
         self._cache.clear()
-        self._known, n_keys = None, known.selection.n_selected_from
-        if not known.same_prompt(keys.key):
+        if not same_prompt:
             self._n_prompt = 0
-        elif n_keys <= _n_selectable(keys.n_keys, n_query):
-            self._cache.select(keys.until(n_keys), request)
+        elif n_selected_from <= n_selectable:
+            self._cache.select(keys.until(n_selected_from), request)
+
+    def _remember(self, selection: SelectionState, key: Tensor) -> None:
+        """Keep the keys that identify the text: a few of its prompt, and all later ones selected from."""
+        n_prompt = min(self._n_prompt, selection.n_selected_from)
+        size = min(_PROBES, n_prompt)
+        probes = torch.linspace(0, n_prompt - 1, size, dtype=torch.float64, device=key.device).round().long()
+        later = torch.arange(n_prompt, selection.n_selected_from, dtype=torch.int64, device=key.device)
+        self._n_probes, self._places = size, torch.cat((probes, later))
+        self._known = key.detach()[:, :, self._places]
+
+    def _equal(self, key: Tensor, n_places: int) -> bool:
+        """Whether the first `n_places` of the compared keys are those of the step before."""
+        places = self._places[:n_places]
+        if n_places and key.shape[2] <= int(places[-1]):
+            return False
+        return torch.equal(key[:, :, places], self._known[:, :, :n_places])
 
 
-@dataclass(frozen=True, eq=False)
-class _KnownKeys:
-    """Keys that identify a text: a few of its prompt, and all later ones that a selection was made from."""
-
-    selection: SelectionState
-    n_prompt: int
-    prompt: Tensor
-    later: Tensor
-
-    @classmethod
-    def of(cls, selection: SelectionState, n_prompt: int, key: Tensor) -> _KnownKeys:
-        n_prompt = min(n_prompt, selection.n_selected_from)
-        later = key.detach()[:, :, n_prompt : selection.n_selected_from].clone()
-        return cls(selection, n_prompt, _probe(key[:, :, :n_prompt]).clone(), later)
-
-    def same_prompt(self, key: Tensor) -> bool:
-        return _equal(_probe(key[:, :, : self.n_prompt]), self.prompt)
-
-    def same_later(self, key: Tensor) -> bool:
-        return _equal(key[:, :, self.n_prompt : self.n_prompt + self.later.shape[2]], self.later)
-
-
-def _without_room(keys: CachedKeys, n_query: int) -> CachedKeys:
-    """Without the unused room of a static cache, after the newest key."""
-    if n_query > 1 or keys.valid is None:
-        return keys
-    real = keys.valid.any(dim=0).nonzero()
-    return keys.until(int(real.max()) + 1 if len(real) else keys.n_keys)
-
-
-def _equal(key: Tensor, known: Tensor) -> bool:
-    return key.shape == known.shape and torch.equal(key, known)
-
-
-def _probe(key: Tensor) -> Tensor:
-    """A few keys at even distances; the last is always among them."""
-    n_keys = key.shape[2]
-    places = torch.linspace(0, n_keys - 1, min(_PROBES, n_keys), dtype=torch.float64, device=key.device)
-    return key.detach()[:, :, places.round().long()]
-
-
+@dataclass(eq=False)
 class SelectionState:
     """Selected keys, centroids of the others, and every token since, in one buffer.
 
@@ -432,30 +389,20 @@ class SelectionState:
         n_centroids: How many of the entries are centroids.
     """
 
-    def __init__(
-        self, config: Selected, buffer: KVBuffer, n_selected_from: int, n_entries: int, n_centroids: int
-    ) -> None:
-        self.config = config
-        self.buffer = buffer
-        self.n_selected_from = n_selected_from
-        self.n_entries = n_entries
-        self.n_centroids = n_centroids
+    config: Selected
+    buffer: KVBuffer
+    n_selected_from: int
+    n_entries: int
+    n_centroids: int
 
     @classmethod
     def select(
         cls, key: Tensor, value: Tensor, valid: Tensor | None, config: Config, seed: int = DEFAULT_SEED
     ) -> SelectionState:
-        """Select among the keys so far.
+        """Select among keys `[B, Hkv, N, D]`; `valid [B, N]` is False for padding, `seed` is of the scorer.
 
         The entries are those that `prescored_attention` of one query over the same keys would read, with exact
         attention over the selection, so that a fresh selection gives the same output.
-
-        Args:
-            key: `[B, Hkv, N, D]`.
-            value: `[B, Hkv, N, Dv]`.
-            valid: `[B, N]`, True = a real key; None = all.
-            config: A `Selected`.
-            seed: Of the scorer, as `generator` of `prescored_attention`.
         """
         if not isinstance(config, Selected):
             raise TypeError(f"config must be a Selected to keep a selection, got {type(config).__name__}")
@@ -500,13 +447,44 @@ class SelectionState:
         self.buffer.append(key, value, bias)
 
     def attend(self, query: Tensor, scale: float | None, dropout: float = 0.0) -> Tensor:
-        """Exact attention of the last `Nq` tokens over all entries up to each of them, in one call."""
-        return attend_last(query, self.buffer.key, self.buffer.value, self.buffer.bias, scale, dropout)
+        """Exact attention of the last tokens, `query [B, Hq, Nq, D]`, each over all entries up to its own."""
+        batch, n_heads, n_query, dim = query.shape
+        n_kv_heads, length = self.buffer.key.shape[1:3]
+        # the queries of a group become queries of one head, so that no key is repeated
+        grouped = query.reshape(batch, n_kv_heads, -1, dim)
+        mask = None if self.buffer.bias is None else self.buffer.bias[:, :, None, :]
+        if mask is not None and query.device.type != "cpu":
+            # elsewhere torch takes the mask in the queries' dtype only, which rounds the logs of counts
+            mask = mask.to(query.dtype)
+        if n_query > 1:
+            later = torch.ones(n_query, length, dtype=torch.bool, device=query.device).triu(length - n_query + 1)
+            hidden = torch.zeros(n_query, length, dtype=query.dtype, device=query.device)
+            hidden = hidden.masked_fill_(later, -torch.inf).repeat(n_heads // n_kv_heads, 1)
+            mask = hidden if mask is None else hidden + mask
+        output = torch.nn.functional.scaled_dot_product_attention(
+            grouped, self.buffer.key, self.buffer.value, attn_mask=mask, dropout_p=dropout, scale=scale
+        )
+        return output.reshape(batch, n_heads, n_query, -1)
 
     def count_reads(self, n_query: int) -> Callable[[], Reads]:
         """Counts what the last `n_query` tokens read; padding and empty clusters do not count."""
-        centroids = slice(self.n_entries - self.n_centroids, self.n_entries)
-        return partial(_count_reads, self.buffer.length, self.buffer.bias, centroids, n_query)
+        # of this step, and without its keys and values
+        length, bias, n_entries, n_centroids = (
+            self.buffer.length,
+            self.buffer.bias,
+            self.n_entries,
+            self.n_centroids,
+        )
+
+        def count() -> Reads:
+            if bias is None:
+                return Reads(length - (n_query - 1) / 2 - n_centroids, float(n_centroids))
+            real = ~torch.isneginf(bias)
+            entries = float(real.cumsum(-1)[..., length - n_query :].double().mean())
+            centroids = float(real[..., n_entries - n_centroids : n_entries].sum(-1).double().mean())
+            return Reads(entries - centroids, centroids)
+
+        return count
 
     def crop(self, n_since: int) -> None:
         """Forget the tokens after the first `n_since`."""
@@ -522,49 +500,6 @@ def _with_exact_inner(config: Selected) -> Selected:
         leaf_inclusive=False,
         coupling=Coupling(mask=config.coupling.mask),
     )
-
-
-def attend_last(
-    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale: float | None, dropout: float = 0.0
-) -> Tensor:
-    """Attention of the last `Nq` tokens, each over all keys up to its own.
-
-    Args:
-        query: `[B, Hq, Nq, D]`.
-        key: `[B, Hkv, n, D]`, the last `Nq` being those of the queries.
-        value: `[B, Hkv, n, Dv]`.
-        bias: `[B, Hkv, n]` added to the logits, or None.
-        scale: Factor of the logits.
-        dropout: Probability of dropping a weight, drawn by torch.
-    """
-    batch, n_heads, n_query, dim = query.shape
-    n_kv_heads, n_keys = key.shape[1:3]
-    # the queries of a group become queries of one head, so that no key is repeated
-    grouped = query.reshape(batch, n_kv_heads, -1, dim)
-    mask = None if bias is None else bias[:, :, None, :]
-    if mask is not None and query.device.type != "cpu":
-        # elsewhere torch takes the mask in the queries' dtype only, which rounds the logs of counts
-        mask = mask.to(query.dtype)
-    if n_query > 1:
-        position = torch.arange(n_keys, dtype=torch.int64, device=query.device) - (n_keys - n_query)
-        later = position > torch.arange(n_query, dtype=torch.int64, device=query.device)[:, None]
-        hidden = torch.zeros(n_query, n_keys, dtype=query.dtype, device=query.device)
-        hidden = hidden.masked_fill_(later, -torch.inf).repeat(n_heads // n_kv_heads, 1)
-        mask = hidden if mask is None else hidden + mask
-    output = torch.nn.functional.scaled_dot_product_attention(
-        grouped, key, value, attn_mask=mask, dropout_p=dropout, scale=scale
-    )
-    return output.reshape(batch, n_heads, n_query, -1)
-
-
-def _count_reads(length: int, bias: Tensor | None, centroids: slice, n_query: int) -> Reads:
-    if bias is None:
-        n_centroids = centroids.stop - centroids.start
-        return Reads(length - (n_query - 1) / 2 - n_centroids, float(n_centroids))
-    real = ~torch.isneginf(bias)
-    entries = float(real.cumsum(-1)[..., length - n_query :].double().mean())
-    n_centroids = float(real[..., centroids].sum(-1).double().mean())
-    return Reads(entries - n_centroids, n_centroids)
 
 
 class KVBuffer:
@@ -619,7 +554,10 @@ class KVBuffer:
             ]
             return
         if not self._owned or self.length > self._tables[0].shape[2]:
-            self._grow(start, self.length + max(_MIN_ROOM, self.length // 8))
+            size, self._owned = self.length + max(_MIN_ROOM, self.length // 8), True
+            for number, table in enumerate(self._tables):
+                self._tables[number] = table.new_empty(*table.shape[:2], size, table.shape[3])
+                self._tables[number][:, :, :start] = table[:, :, :start]
         for table, more in zip(self._tables, new, strict=True):
             table[:, :, start : self.length] = more
 
@@ -631,11 +569,4 @@ class KVBuffer:
         """Keep these sequences of the batch, in this order; only positions in use are copied."""
         sequences = sequences.to(self._tables[0].device)
         self._tables = [table[:, :, : self.length].index_select(0, sequences) for table in self._tables]
-        self._owned = True
-
-    def _grow(self, length: int, size: int) -> None:
-        """Move the first `length` positions to tensors of `size` positions."""
-        for number, table in enumerate(self._tables):
-            self._tables[number] = table.new_empty(*table.shape[:2], size, table.shape[3])
-            self._tables[number][:, :, :length] = table[:, :, :length]
         self._owned = True
