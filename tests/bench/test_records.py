@@ -49,12 +49,20 @@ def test_the_key_depends_on_settings_not_on_their_order():
     assert len(set(others)) == 4
 
 
-@pytest.mark.parametrize("schema", [1, 3])
+@pytest.mark.parametrize("schema", [1, 4])
 def test_records_of_another_schema_are_refused(schema, tmp_path):
     path = tmp_path / "records.jsonl"
-    path.write_text(make(1).to_json().replace('"schema": 2', f'"schema": {schema}') + "\n")
-    with pytest.raises(RecordFileError, match=f"record must have schema 2, got {schema} of another version"):
+    path.write_text(make(1).to_json().replace('"schema": 3', f'"schema": {schema}') + "\n")
+    with pytest.raises(RecordFileError, match=f"record must have schema 3, got {schema} of another version"):
         read_records(path)
+
+
+def test_records_of_schema_2_lose_the_tolerance():
+    config = {"method": {"config": {"type": "Routed", "min_weight": 0.5, "tolerance": None, "confidence": 0.9}}}
+    old = json.loads(make(1).to_json()) | {"schema": 2, "config": config, "key": "old"}
+    upgraded = Record.from_json(json.dumps(old))
+    assert upgraded.config == {"method": {"config": {"type": "Routed", "min_weight": 0.5}}}
+    assert upgraded == Record.from_json(upgraded.to_json())
 
 
 def test_committed_records_are_of_today_and_make_tables(tmp_path):
@@ -67,8 +75,7 @@ def test_committed_records_are_of_today_and_make_tables(tmp_path):
         for record in records:
             method = record.config.get("method")
             config = record.config.get("config") or (method["config"] if isinstance(method, dict) else {})
-            # no configuration of today has these
-            is_old = config.get("scorer", {}).get("fit_size") == "auto" or "tolerance" in config
+            is_old = config.get("scorer", {}).get("fit_size") == "auto"  # no configuration of today has it
             if config.get("type") in ("Routed", "Selected", "Hyper") and not is_old:
                 assert config_from_dict(config).to_dict() == config, path
         commands = {record.command for record in records}
