@@ -19,7 +19,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from prescore.bench.cli.main import main
@@ -30,52 +29,43 @@ class Disturbed(Exception):
     """Something that a crash must not do."""
 
 
-@dataclass(frozen=True)
-class Command:
-    """A command on something tiny."""
+def start(argv: Sequence[str], out: Path, room: int | None = None) -> tuple[int, int]:
+    """Run or continue a command in a child process, whose files hold at most `room` bytes each.
 
-    name: str
-    argv: tuple[str, ...]
-
-    def start(self, out: Path, room: int | None = None) -> Running:
-        """Run or continue it in a process of its own, whose files hold at most `room` bytes each."""
-        argv = [*self.argv, "--out", str(out), "--json", *(["--resume"] if _records(out).exists() else [])]
-        reader, writer = os.pipe()  # a file would be full as the disk is
-        child = os.fork()
-        if child:
-            os.close(writer)
-            return Running(child, reader)
-        code = 70
-        try:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-            os.dup2(writer, 2)
-            if room is not None:
-                resource.setrlimit(resource.RLIMIT_FSIZE, (room, room))
-            code = main(argv)
-        except SystemExit as stop:
-            code = int(stop.code or 0)
-        finally:
-            os._exit(code)
-
-    def finish(self, out: Path) -> None:
-        """Run or continue it to its end."""
-        code, said = self.start(out).wait()
-        if code:
-            raise Disturbed(f"{self.name} must end well, got exit code {code}: {said}")
+    Returns:
+        The process, and a pipe that holds what it writes to standard error.
+    """
+    argv = [*argv, "--out", str(out), "--json", *(["--resume"] if _records(out).exists() else [])]
+    reader, writer = os.pipe()  # a file would be full as the disk is
+    child = os.fork()
+    if child:
+        os.close(writer)
+        return child, reader
+    code = 70
+    try:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        os.dup2(writer, 2)
+        if room is not None:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (room, room))
+        code = main(argv)
+    except SystemExit as stop:
+        code = int(stop.code or 0)
+    finally:
+        os._exit(code)
 
 
-@dataclass(frozen=True)
-class Running:
-    """A command that runs, and the pipe that it says things through."""
+def wait(child: int, reader: int) -> tuple[int, str]:
+    """The exit code of a process, a negative signal where it was killed, and what it wrote."""
+    with os.fdopen(reader, encoding="utf-8", errors="replace") as pipe:
+        said = pipe.read()
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), said[-500:]
 
-    child: int
-    reader: int
 
-    def wait(self) -> tuple[int, str]:
-        """Its exit code, a negative signal where it was killed, and what it said."""
-        with os.fdopen(self.reader, encoding="utf-8", errors="replace") as pipe:
-            said = pipe.read()
-        return os.waitstatus_to_exitcode(os.waitpid(self.child, 0)[1]), said[-500:]
+def finish(argv: Sequence[str], out: Path) -> None:
+    """Run or continue a command to its end."""
+    code, said = wait(*start(argv, out))
+    if code:
+        raise Disturbed(f"{argv[0]} must end well, got exit code {code}: {said}")
 
 
 def _records(out: Path) -> Path:
@@ -83,40 +73,34 @@ def _records(out: Path) -> Path:
 
 
 def _finished(out: Path) -> bytes:
-    """The whole lines of a record file."""
+    """The complete lines of a record file."""
     return without_torn_end(_records(out).read_bytes()) if _records(out).exists() else b""
 
 
 def _results(out: Path) -> dict[str, object]:
     """Every result by its row and path; a repeated row is refused."""
-    results: dict[str, object] = {}
     rows = [json.loads(line) for line in _records(out).read_text().splitlines()]
     if len({row["key"] for row in rows}) != len(rows):
         raise Disturbed(f"every row must be there once, got {len(rows)} with repetitions in {out}")
-    for row in rows:
-        results.update(_leaves(row["key"], row["results"]))
-    return results
+    return {path: value for row in rows for path, value in _leaves(row["key"], row["results"])}
 
 
 def _leaves(path: str, value: object) -> Iterator[tuple[str, object]]:
-    if isinstance(value, dict):
-        for name, own in value.items():
+    if isinstance(value, dict | list):
+        for name, own in value.items() if isinstance(value, dict) else enumerate(value):
             yield from _leaves(f"{path}/{name}", own)
-    elif isinstance(value, list):
-        for place, own in enumerate(value):
-            yield from _leaves(f"{path}/{place}", own)
     else:
         yield path, value
 
 
 class Undisturbed:
-    """What a command measures when nothing happens: twice, so that times can be told from other results."""
+    """What a command measures when nothing happens: twice, to separate times from other results."""
 
-    def __init__(self, command: Command, scratch: Path) -> None:
+    def __init__(self, argv: Sequence[str], scratch: Path) -> None:
         runs = []
         for number in range(2):
             begin = time.monotonic()
-            command.finish(scratch / f"whole {number}")
+            finish(argv, scratch / f"whole {number}")
             self.seconds = time.monotonic() - begin
             runs.append(_results(scratch / f"whole {number}"))
         self.paths = set(runs[0])
@@ -135,70 +119,55 @@ class Undisturbed:
             raise Disturbed(f"results must be those of an undisturbed run, got another {off[0]} in {out}")
 
 
-def kill_often(command: Command, kills: int, scratch: Path, draw: random.Random, whole: Undisturbed) -> int:
+def kill_often(argv: Sequence[str], kills: int, scratch: Path, draw: random.Random, whole: Undisturbed) -> int:
     """Kill and continue a command; returns how many runs came to their end on the way."""
     done, runs = 0, 0
     out = scratch / "killed 0"
     while done < kills:
-        before, running = _finished(out), command.start(out)
+        before, (child, reader) = _finished(out), start(argv, out)
         time.sleep(draw.uniform(0, 0.9 * whole.seconds))
-        os.kill(running.child, signal.SIGKILL)
-        killed = running.wait()[0] == -signal.SIGKILL
+        os.kill(child, signal.SIGKILL)
+        killed = wait(child, reader)[0] == -signal.SIGKILL
         done += killed
         if not _finished(out).startswith(before):
             raise Disturbed(f"finished rows must stay, got others in {out}")
         if not killed or len(_finished(out)) >= whole.size:
-            command.finish(out)
+            finish(argv, out)
             whole.compare(out)
             runs += 1
             out = scratch / f"killed {runs}"
-    command.finish(out)
+    finish(argv, out)
     whole.compare(out)
     return runs + 1
 
 
-def fill_disk(command: Command, disks: int, scratch: Path, draw: random.Random, whole: Undisturbed) -> None:
+def fill_disk(argv: Sequence[str], disks: int, scratch: Path, draw: random.Random, whole: Undisturbed) -> None:
     """Let the disk be full at ever later moments of one run."""
     out = scratch / "full"
     for room in sorted(draw.sample(range(1, whole.size), disks)):
         before = _finished(out)
-        code, said = command.start(out, room).wait()
+        code, said = wait(*start(argv, out, room))
         if code != 2 or "make room and continue with --resume" not in said:
             raise Disturbed(f"a full disk must be told with exit code 2, got {code}: {said}")
         if _records(out).read_bytes() != _finished(out) or not _finished(out).startswith(before):
             raise Disturbed(f"a full disk must leave whole rows, got something else in {out}")
-    command.finish(out)
+    finish(argv, out)
     whole.compare(out)
 
 
-def commands(scratch: Path) -> list[Command]:
+def commands(scratch: Path) -> dict[str, list[str]]:
     """The measuring commands to disturb, on a tiny model or a small study."""
     sys.path.append(str(Path(__file__).parents[1] / "tests" / "support"))
     from oracles.tiny_language_model import save_tiny_language_model
 
-    model = save_tiny_language_model(scratch / "model")
-    text = scratch / "text.txt"
+    model, text = save_tiny_language_model(scratch / "model"), scratch / "text.txt"
     text.write_text("The keys that matter are few, and centroids represent the others. " * 20)
-    language = (
-        "--model",
-        str(model),
-        "-d",
-        str(text),
-        "-n",
-        "128",
-        "--method",
-        "paper:kmeans",
-        "--method",
-        "key-norm",
+    lines = (
+        f"perplexity --model {model} -d {text} -n 128 --method paper:kmeans --method key-norm --top-k 8 --top-k 9",
+        "planted --quick --n 400 --d 4 --method key-norm --method kmeans --rule nearest",
+        "speed --quick --n 64 --n 128 --dim 16 --n-heads 1 --method default --method hyper --method paper:kmeans",
     )
-    budgets = ("--top-k", "8", "--top-k", "16", "--top-k", "24")
-    planted = ("--quick", "--n", "400", "--d", "4", "--method", "key-norm", "--method", "kmeans")
-    speed = ("--quick", "--n", "64", "--n", "128", "--dim", "16", "--n-heads", "1", "--method", "default")
-    return [
-        Command("perplexity", ("perplexity", *language, *budgets)),
-        Command("planted", ("planted", *planted, "--rule", "nearest")),
-        Command("speed", ("speed", *speed, "--method", "hyper", "--method", "paper:kmeans")),
-    ]
+    return {line.split()[0]: line.split() for line in lines}
 
 
 def kill_all(argv: Sequence[str] | None = None) -> int:
@@ -211,19 +180,19 @@ def kill_all(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     draw = random.Random(options.seed)
     with tempfile.TemporaryDirectory() as folder:
-        for command in commands(Path(folder)):
-            if options.command and command.name not in options.command:
+        for name, command in commands(Path(folder)).items():
+            if options.command and name not in options.command:
                 continue
-            scratch = Path(folder) / command.name
+            scratch = Path(folder) / name
             try:
                 whole = Undisturbed(command, scratch)
                 runs = kill_often(command, options.kills, scratch, draw, whole)
                 fill_disk(command, options.disks, scratch, draw, whole)
             except Disturbed as disturbed:
-                sys.stdout.write(f"{command.name}: {disturbed}\n")
+                sys.stdout.write(f"{name}: {disturbed}\n")
                 return 1
             sys.stdout.write(
-                f"{command.name}: {options.kills} kills in {runs} runs, {options.disks} full disks, "
+                f"{name}: {options.kills} kills in {runs} runs, {options.disks} full disks, "
                 f"{len(whole.fixed)} of {len(whole.paths)} results compared\n"
             )
             sys.stdout.flush()

@@ -4,41 +4,28 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Literal, NamedTuple, overload
+from typing import Literal, overload
 
 import torch
 from torch import Tensor
 
 from prescore import checks
 from prescore.autograd import differentiable_once, without_autocast
-from prescore.call import align_keys, make_call, shifted_back
+from prescore.call import Generator, align_keys, make_call, shifted_back
+from prescore.call import Options as Options
 from prescore.config import Config, Exact, Hyper, Routed, Selected, check_config
 from prescore.engines import run_engine
 from prescore.errors import Unsupported
 from prescore.ops.backend import Backend, Needs, pick_backend
 from prescore.ops.dropout import Dropout
-from prescore.parallel.entry import ShardRequest, attend_in_group
+from prescore.parallel.entry import attend_in_group
 from prescore.rng import Streams, as_streams, check_generator
 from prescore.routed import native
 from prescore.scoring.base import Scorer, as_scorer
+from prescore.scoring.sampling import arange
 from prescore.scoring.select import check_selection, given_members, protected_positions, score_keys, select_keys
 from prescore.selected.causal_grid import FULL
 from prescore.types import Attended, Aux, Result, Selection, Stats
-
-Generator = torch.Generator | int | None
-
-
-class Options(NamedTuple):
-    """The arguments of `prescored_attention` other than tensors and configuration, with its defaults."""
-
-    is_causal: bool = False
-    key_padding_mask: Tensor | None = None
-    scale: float | None = None
-    generator: Generator = None
-    selection: Selection | None = None
-    dropout_p: float = 0.0
-    dropout_generator: Generator = None
-    backend: str = "auto"
 
 
 @overload
@@ -230,16 +217,8 @@ def attend(
 ) -> Result:
     """What all public functions run: check everything, then compute; outputs are in the caller's positions.
 
-    Args:
-        query: As the user gave it, like all that follows.
-        key: Likewise.
-        value: Likewise.
-        config: None = `Routed()`.
-        options: Everything else.
-        group: Context parallel: the ranks.
-        explain: Also return selections and all stats.
-        need_lse: Whether lse is needed; it is always there with `explain`.
-        refusal: Context parallel: why this rank alone cannot run the call; every rank raises it.
+    `explain` also returns lse, selections and all stats, `need_lse` only lse. Context parallel: `group` are the
+    ranks, and `refusal` is why this rank alone cannot run the call; every rank raises it.
     """
     with ExitStack() as guards:
         try:
@@ -250,12 +229,9 @@ def attend(
                 raise
             refusal = refusal or error  # the other ranks must hear of it instead of waiting
         if group is not None:
-            is_causal, mask, scale, generator, *_ = options
             explain = explain or need_lse
-            request = ShardRequest(
-                query, key, value, config, is_causal, mask, scale, generator, options.backend, explain
-            )
-            return attend_in_group(group, request, refusal)
+            tensors = query, key, value
+            return attend_in_group(group, tensors, config, options, explain=explain, refusal=refusal)
         config = check_config(config)
         # only now: a call that is refused must not advance a generator
         streams = as_streams(options.generator)
@@ -275,7 +251,7 @@ def attend(
             members = given_members(options.selection, call.shift, call.valid, key.shape[2])
         result = run_engine(call, config, members=members, explain=explain, need_lse=need_lse)
         output, lse = call.restore(result.attended)
-        selections = [call.restore_selection(kept) for kept in result.selections]
+        selections = [shifted_back(kept, call.shift, call.n_keys) for kept in result.selections]
         return replace(result, output=output, lse=lse, selections=selections)
 
 
@@ -301,8 +277,13 @@ def _checked(
         if not isinstance(config, Selected):
             raise ValueError(f"selection must come with a Selected configuration, got {type(config).__name__}")
         check_selection(options.selection, key)
-    if is_parallel:
-        _refuse_in_parallel(options)
+    reasons = []
+    if is_parallel and options.selection is not None:
+        reasons.append("a selection cannot be given for a sequence that lies on several ranks")
+    if is_parallel and options.dropout_p:
+        reasons.append(f"dropout_p must be 0, as the ranks would drop other weights, got {options.dropout_p}")
+    if reasons:
+        raise Unsupported("group", reasons)
     if options.backend == "native":
         reasons = ["it runs Routed only"]
         if isinstance(config, Routed):
@@ -313,17 +294,6 @@ def _checked(
             raise Unsupported("backend 'native'", reasons)
     _backend(query, options, Streams())
     return config
-
-
-def _refuse_in_parallel(options: Options) -> None:
-    """Refuse what one process can do and several cannot."""
-    reasons = []
-    if options.selection is not None:
-        reasons.append("a selection cannot be given for a sequence that lies on several ranks")
-    if options.dropout_p:
-        reasons.append(f"dropout_p must be 0, as the ranks would drop other weights, got {options.dropout_p}")
-    if reasons:
-        raise Unsupported("group", reasons)
 
 
 def _backend(query: Tensor, options: Options, streams: Streams) -> Backend:
@@ -352,21 +322,17 @@ def score(
     """
     chosen = as_scorer(scorer)
     with without_autocast(key):
-        return _score(key, chosen, key_padding_mask, generator)
-
-
-def _score(key: Tensor, scorer: Scorer, key_padding_mask: Tensor | None, generator: Generator) -> Tensor:
-    checks.keys(key, key_padding_mask)
-    streams = as_streams(generator)
-    if 0 in key.shape[:3]:
-        return key.new_zeros(key.shape[:3], dtype=torch.promote_types(key.dtype, torch.float32))
-    aligned, valid, shift = align_keys(key, key_padding_mask)
-    scores = score_keys(aligned, scorer, valid=valid, streams=streams.child(FULL)).scores
-    if shift is None:
-        return scores
-    index = torch.arange(key.shape[2], dtype=torch.int64, device=key.device) - shift[:, None]
-    moved = scores.gather(-1, index.clamp_min(0)[:, None, :].expand_as(scores))
-    return moved.masked_fill((index < 0)[:, None, :], -torch.inf)
+        checks.keys(key, key_padding_mask)
+        streams = as_streams(generator)
+        if 0 in key.shape[:3]:
+            return key.new_zeros(key.shape[:3], dtype=torch.promote_types(key.dtype, torch.float32))
+        aligned, valid, shift = align_keys(key, key_padding_mask)
+        scores = score_keys(aligned, chosen, valid=valid, streams=streams.child(FULL)).scores
+        if shift is None:
+            return scores
+        index = arange(key.shape[2], like=key) - shift[:, None]
+        moved = scores.gather(-1, index.clamp_min(0)[:, None, :].expand_as(scores))
+        return moved.masked_fill((index < 0)[:, None, :], -torch.inf)
 
 
 def select(

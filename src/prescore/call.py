@@ -6,7 +6,9 @@ engine runs, and results are shifted back.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,7 +16,23 @@ from torch import Tensor
 from prescore.ops.backend import Backend
 from prescore.ops.parts import attend_parts, exact_parts
 from prescore.rng import Streams
+from prescore.scoring.sampling import arange, gather_rows
 from prescore.types import Attended, Selection
+
+Generator = torch.Generator | int | None
+
+
+class Options(NamedTuple):
+    """The arguments of `prescored_attention` other than tensors and configuration, with its defaults."""
+
+    is_causal: bool = False
+    key_padding_mask: Tensor | None = None
+    scale: float | None = None
+    generator: Generator = None
+    selection: Selection | None = None
+    dropout_p: float = 0.0
+    dropout_generator: Generator = None
+    backend: str = "auto"
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,11 +84,6 @@ class Call:
         """Query heads that share a KV head."""
         return self.query.shape[1] // self.key.shape[1]
 
-    @property
-    def padded(self) -> bool:
-        """Whether some key is padding."""
-        return self.valid is not None
-
     def mean_keys(self) -> float:
         """Real keys of a sequence, on average."""
         if self.valid is None or not self.valid.shape[0]:
@@ -85,86 +98,60 @@ class Call:
         backend = self.backend.at(place)
         return attend_parts(self.query, self.key, self.value, parts, scale=self.scale, backend=backend)
 
-    def trailing_padding(self) -> TrailingPadding | None:
-        """The padding queries after the last real keys; None where there are none.
+    def with_trailing_padding(self, result: Attended, attend: Callable[[Call], Attended]) -> Attended:
+        """The result, with the padding queries after the last real keys answered by a call of their own.
 
         By the rule of exact attention such a query sees every real key before it, and no padding. It has no
         position among the keys, so an engine that counts positions must run it apart.
         """
         if not self.is_causal or self.query_valid is None or self.valid is None or not self.query.numel():
-            return None
-        position = _arange(self.n_keys, self.valid) + 1
+            return result
+        position = arange(self.n_keys, like=self.valid) + 1
         ends = (self.valid * position).amax(1)  # [B]
         # after a shift the last rows hold no query
         lasts = torch.full_like(ends, self.n_keys) if self.shift is None else self.n_keys - self.shift
         rows = (ends < lasts).nonzero().squeeze(1)
         if not rows.numel():
-            return None
-        ends, lasts = ends.index_select(0, rows), lasts.index_select(0, rows)
-        first, n_keys = int(ends.min()), int(ends.max())
-        trailing = (position > ends[:, None]) & (position <= lasts[:, None])  # [rows, N]
+            return result
+        trailing = (position > ends[:, None]) & (position <= lasts[:, None])  # [B, N]
+        first, n_keys = int(ends[rows].min()), int(ends[rows].max())
         query, key, value = (tensor.index_select(0, rows) for tensor in (self.query, self.key, self.value))
-        call = replace(
-            self,
-            query=query[:, :, first:],
-            key=key[:, :, :n_keys],
-            value=value[:, :, :n_keys],
-            is_causal=False,
-            backend=self.backend.at("behind the end"),
-            valid=self.valid.index_select(0, rows)[:, :n_keys],
-            query_start=0,
-            query_valid=trailing[:, first:],
-            shift=None,
-            queries_moved=False,
+        padding = attend(
+            replace(
+                self,
+                query=query[:, :, first:],
+                key=key[:, :, :n_keys],
+                value=value[:, :, :n_keys],
+                is_causal=False,
+                backend=self.backend.at("behind the end"),
+                valid=self.valid.index_select(0, rows)[:, :n_keys],
+                query_start=0,
+                query_valid=trailing.index_select(0, rows)[:, first:],
+                shift=None,
+                queries_moved=False,
+            )
         )
-        return TrailingPadding(call, rows, trailing, first)
+
+        def spread(tensor: Tensor) -> Tensor:  # [rows, H, N - first, ...] -> [B, H, N, ...]
+            full = tensor.new_zeros((len(ends), tensor.shape[1], self.n_keys, *tensor.shape[3:]))
+            padded = torch.cat((full[rows, :, :first], tensor), dim=2)
+            return full.index_copy(0, rows, padded)
+
+        trailing = trailing[:, None]
+        output = torch.where(trailing[..., None], spread(padding.output), result.output)
+        return Attended(output, torch.where(trailing, spread(padding.lse), result.lse))
 
     def restore(self, attended: Attended) -> Attended:
         """Shift outputs back to the given rows; rows before the first real key have output 0 and lse -inf."""
         if self.shift is None or not self.queries_moved:
             return attended
-        index = _arange(attended.lse.shape[2], self.shift) - self.shift[:, None]
+        index = arange(attended.lse.shape[2], like=self.shift) - self.shift[:, None]
         outside = index < 0
         index = index.clamp_min(0)
         output, lse = (_take_rows(t, index) for t in (attended.output, attended.lse[..., None]))
         output = output.masked_fill(outside[:, None, :, None], 0)
         lse = lse.squeeze(-1).masked_fill(outside[:, None, :], -torch.inf)
         return Attended(output, lse)
-
-    def restore_selection(self, selection: Selection) -> Selection:
-        """From aligned positions to positions of the given tensors."""
-        return shifted_back(selection, self.shift, self.n_keys)
-
-
-@dataclass(frozen=True, eq=False)
-class TrailingPadding:
-    """Trailing padding queries as a call of their own.
-
-    Attributes:
-        call: Queries from `first` on of some sequences, without causality over their real keys.
-        rows: `[b]` which sequences these are.
-        trailing: `[b, N]` which of their queries are trailing padding.
-        first: The first query row.
-    """
-
-    call: Call
-    rows: Tensor
-    trailing: Tensor
-    first: int
-
-    def put_into(self, result: Attended, padding: Attended) -> Attended:
-        """The result of all queries, with that of the padding queries put in their rows."""
-        batch, (_, n_query) = result.output.shape[0], self.trailing.shape
-
-        def spread(tensor: Tensor) -> Tensor:  # [b, H, N - first, ...] -> [B, H, N, ...]
-            full = tensor.new_zeros((batch, tensor.shape[1], n_query, *tensor.shape[3:]))
-            padded = torch.cat((full[self.rows, :, : self.first], tensor), dim=2)
-            return full.index_copy(0, self.rows, padded)
-
-        trailing = torch.zeros((batch, n_query), dtype=torch.bool, device=self.rows.device)
-        trailing = trailing.index_copy(0, self.rows, self.trailing)[:, None]
-        output = torch.where(trailing[..., None], spread(padding.output), result.output)
-        return Attended(output, torch.where(trailing, spread(padding.lse), result.lse))
 
 
 def first_real(mask: Tensor) -> Tensor:
@@ -206,19 +193,9 @@ def make_call(
     aligned: bool = True,
     native: bool = True,
 ) -> Call:
-    """The inputs of an attention function as a call.
+    """The inputs of an attention function, as the user gave them, as a call; `mask` is the key padding mask.
 
-    Args:
-        query: As the user gave it, like all that follows.
-        key: Likewise.
-        value: Likewise.
-        mask: `[B, Nk]`, True = a real key; None = all are.
-        is_causal: Queries are the last positions.
-        scale: Factor of the logits; None = `D ** -0.5`.
-        backend: The operator.
-        streams: Randomness; None = that of the default seed.
-        aligned: Shift rows to their first real key. Exact attention does not need it.
-        native: Whether native code may run where it can.
+    `aligned` shifts rows to their first real key, which exact attention does not need.
     """
     n_query, n_keys = query.shape[2], key.shape[2]
     if is_causal and mask is not None:
@@ -268,18 +245,12 @@ def _finite_padding(query: Tensor, real: Tensor) -> Tensor:
 
 
 def _shifted(shift: Tensor, length: int) -> tuple[Tensor, Tensor]:
-    index = _arange(length, shift) + shift[:, None]
+    index = arange(length, like=shift) + shift[:, None]
     return index.clamp_max(length - 1), index < length
 
 
 def _take_rows(tensor: Tensor, index: Tensor) -> Tensor:
     """`[B, H, N, D]` rows by `[B, M]` positions, as one flat row gather."""
-    batch, heads, length, dim = tensor.shape
-    base = _arange(batch * heads, tensor).view(batch, heads, 1) * length
-    rows = (base + index[:, None, :]).reshape(-1)
-    flat = tensor.reshape(batch * heads * length, dim)  # explicit sizes: there may be no heads
-    return flat.index_select(0, rows).view(batch, heads, index.shape[1], dim)
-
-
-def _arange(n: int, like: Tensor) -> Tensor:
-    return torch.arange(n, dtype=torch.int64, device=like.device)
+    batch, heads = tensor.shape[:2]
+    rows = gather_rows(tensor.flatten(0, 1), index.repeat_interleave(heads, dim=0))
+    return rows.view(batch, heads, *rows.shape[1:])

@@ -136,12 +136,12 @@ def tensor4(name: str, value: Any) -> None:
         raise ValueError(f"{name} must have a head dimension of at least 1, got {tuple(value.shape)}")
 
 
-def keys(key: Tensor, key_padding_mask: Tensor | None, *, name: str = "key") -> None:
+def keys(key: Tensor, key_padding_mask: Tensor | None) -> None:
     """Refuse malformed keys, malformed masks, and real keys that hold NaN or inf."""
-    tensor4(name, key)
+    tensor4("key", key)
     if key_padding_mask is not None:
         padding_mask(key, key_padding_mask)
-    _finite(name, key, key_padding_mask)
+    _finite("key", key, key_padding_mask)
 
 
 def padding_mask(key: Tensor, mask: Any) -> None:

@@ -204,29 +204,20 @@ class Selected(_Settings):
         self._refuse_what_does_nothing()
 
     def _refuse_what_does_nothing(self) -> None:
-        if isinstance(self.remainder, ClusteringScorer) and self.remainder.rule != "nearest":
-            raise ValueError(
-                f"remainder.rule must be 'nearest', as it scores nothing, got {self.remainder.rule!r}"
-            )
-        if isinstance(self.inner, Exact):
-            usual = Coupling(mask=self.coupling.mask)
-            for name, value, idle in (
-                ("leaf_inclusive", self.leaf_inclusive, False),
-                ("coupling.residual_weight", self.coupling.residual_weight, usual.residual_weight),
-                ("coupling.overlap", self.coupling.overlap, usual.overlap),
-                ("coupling.blocks", self.coupling.blocks, usual.blocks),
-            ):
-                if value != idle:
-                    raise ValueError(f"{name} must be {idle!r} with inner=Exact(), got {value!r}")
-        if self.coupling.mask == "zero" and self.coupling.blocks != "selected":
-            raise ValueError(
-                'coupling.blocks must be "selected" where mask="zero" keeps every key, '
-                f"got {self.coupling.blocks!r}"
-            )
-        if self.coupling.mask == "zero" and self.remainder != "none":
-            raise ValueError(
-                f'remainder must be "none" where coupling.mask="zero" keeps every key, got {self.remainder!r}'
-            )
+        how, selected = self.coupling, "'selected' with inner=Exact()"
+        exact, zeroed = isinstance(self.inner, Exact), how.mask == "zero"
+        order = self.remainder.rule if isinstance(self.remainder, ClusteringScorer) else "nearest"
+        for applies, name, value, idle, rule in (
+            (True, "remainder.rule", order, "nearest", "'nearest', as it scores nothing"),
+            (exact, "leaf_inclusive", self.leaf_inclusive, False, "False with inner=Exact()"),
+            (exact, "coupling.residual_weight", how.residual_weight, "selected", selected),
+            (exact, "coupling.overlap", how.overlap, "exclude", "'exclude' with inner=Exact()"),
+            (exact, "coupling.blocks", how.blocks, "selected", selected),
+            (zeroed, "coupling.blocks", how.blocks, "selected", '"selected" where mask="zero" keeps every key'),
+            (zeroed, "remainder", self.remainder, "none", '"none" where coupling.mask="zero" keeps every key'),
+        ):
+            if applies and value != idle:
+                raise ValueError(f"{name} must be {rule}, got {value!r}")
 
     @property
     def budget(self) -> int | float:
@@ -283,7 +274,6 @@ Config = Routed | Selected | Hyper | Exact
 """Any configuration of `prescored_attention`."""
 
 TYPES: dict[str, type[Any]] = {kind.__name__: kind for kind in (Routed, Selected, Hyper, Exact)}
-_PART_FIELDS = ("scorer", "remainder", "inner", "lsh", "coupling")
 _PARTS: dict[str, tuple[type[Any], ...]] = {"inner": (Exact, Lsh), "lsh": (Lsh,), "coupling": (Coupling,)}
 
 
@@ -333,15 +323,13 @@ def _from_dict(values: Any, kinds: Mapping[str, type[Any]], name: str) -> Any:
         if field_name == "type":
             continue
         checks.known_field(kind.__name__, field_name, known)
-        part = isinstance(value, Mapping) and field_name in _PART_FIELDS
-        given[field_name] = _part_from(field_name, value) if part else value
+        given[field_name] = value
+        if isinstance(value, Mapping) and field_name in ("scorer", "remainder"):
+            given[field_name] = Scorer.from_dict(value)
+        elif isinstance(value, Mapping) and field_name in _PARTS:
+            parts = {part.__name__: part for part in _PARTS[field_name]}
+            given[field_name] = _from_dict(value, parts, field_name)
     return kind(**given)
-
-
-def _part_from(name: str, values: Mapping[str, Any]) -> Any:
-    if name in ("scorer", "remainder"):
-        return Scorer.from_dict(values)
-    return _from_dict(values, {kind.__name__: kind for kind in _PARTS[name]}, name)
 
 
 DEFAULT: Config = Routed()

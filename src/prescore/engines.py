@@ -23,12 +23,8 @@ def run_engine(
 ) -> Result:
     """Run a call by the engine of its configuration.
 
-    Args:
-        call: Aligned inputs.
-        config: How to attend.
-        members: `[B, Hkv, Nk]` bool, a given selection in aligned positions; `Selected` only.
-        explain: Also return selections and all stats.
-        need_lse: Without it, exact calls run torch's fused operator alone and return an empty lse.
+    `members [B, Hkv, Nk]` is a given selection in aligned positions, for `Selected` only. `explain` also returns
+    selections and all stats. Without `need_lse`, exact calls run torch's fused operator alone; lse is then empty.
     """
     if not need_lse and not explain and members is None and _reads_every_key(call, config):
         # short inputs feel every copy, so nothing is split or merged here
@@ -40,11 +36,10 @@ def run_engine(
         return attend_exact(call, explain=explain)  # no heads: there is nothing to choose for
     if isinstance(config, Routed):
         result = routed.attend_routed(call, config, explain=explain)
-        padded = call.trailing_padding()
-        if padded is None:
-            return result
-        # padding queries after the last real key have no position in its layout, and run apart
-        output, lse = padded.put_into(result.attended, routed.attend_routed(padded.call, config).attended)
+        # padding queries after the last real key have no position in its layout
+        output, lse = call.with_trailing_padding(
+            result.attended, lambda padding: routed.attend_routed(padding, config).attended
+        )
         return replace(result, output=output, lse=lse)
     if isinstance(config, Selected | Hyper):
         return selected.attend_selected(call, config, members, explain=explain)
@@ -53,7 +48,7 @@ def run_engine(
 
 def _reads_every_key(call: Call, config: Config) -> bool:
     """Whether a call is exact attention without padding, which the operator can run as it is."""
-    if call.padded or call.backend.dropout is not None:
+    if call.valid is not None or call.backend.dropout is not None:
         return False
     if isinstance(config, Routed):
         return routed.reads_every_key(call, config)

@@ -6,7 +6,6 @@ module with the classes.
 
 from __future__ import annotations
 
-import difflib
 import functools
 import importlib
 import pkgutil
@@ -14,6 +13,8 @@ import warnings
 from collections.abc import Callable
 from importlib import metadata
 from typing import Any, TypeVar
+
+from prescore import checks
 
 _SCORERS: dict[str, type[Any]] = {}
 _PACKAGE = "prescore.scoring"
@@ -57,13 +58,9 @@ def list_scorers() -> list[str]:
 
 def get_scorer(name: object) -> type[Any]:
     """The class registered under `name`."""
-    _discover()
     if not isinstance(name, str):
         raise TypeError(f"scorer must be a str, got {type(name).__name__} {name!r}")
-    if name not in _SCORERS:
-        close = difflib.get_close_matches(name, list_scorers(), n=1)
-        hint = f" (did you mean {close[0]!r}?)" if close else ""
-        raise ValueError(f"scorer must be one of {', '.join(list_scorers())}, got {name!r}{hint}")
+    checks.one_of("scorer", name, list_scorers())
     return _SCORERS[name]
 
 

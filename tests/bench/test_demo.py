@@ -7,52 +7,14 @@ import struct
 import subprocess
 from html import unescape
 from html.parser import HTMLParser
-from itertools import pairwise
 
 import pytest
 import torch
 
 from prescore import Exact, Routed, prescored_attention
 from prescore.bench.cli.main import main
-from prescore.bench.demo.page import (
-    DOCUMENTS,
-    HEIGHT,
-    NARROW,
-    WIDTH,
-    Mark,
-    Series,
-    compare,
-    comparison_table,
-    demo_page,
-    first_pick,
-    headline,
-    line_chart,
-    reads_section,
-    selection_map,
-    spread_apart,
-)
-from prescore.bench.demo.run import (
-    BUDGETS,
-    MIN_WEIGHTS,
-    MOST_ATTENDED,
-    MOST_LISTED,
-    LayerInputs,
-    QueryReads,
-    attention_received,
-    budget_methods,
-    demo_windows,
-    equal_methods,
-    first_methods,
-    layer_inputs,
-    layer_reads,
-    other_budget_methods,
-    query_reads,
-    reads_row,
-    selected_reads,
-    selection_row,
-    short_window,
-    shown_config,
-)
+from prescore.bench.demo import page, run
+from prescore.bench.demo.page import compare, demo_page, headline
 from prescore.bench.language.documents import Document
 from prescore.bench.language.held_out import TokenizedText
 from prescore.bench.language.perplexity import loss_row, measure_loss
@@ -73,23 +35,23 @@ def words(precise):
 
 
 def test_windows_share_no_token(precise, words):
-    first, second = demo_windows(words, 256)
+    first, second = run.demo_windows(words, 256)
     text = precise.tokenizer.decode(words.tokens.tolist())
     places = [text.index(precise.tokenizer.decode(window.tokens.tolist())) for window in (first, second)]
     assert places[1] >= places[0] + 256
     assert [window.document for window in (first, second)] == ["words, window 1", "words, window 2"]
-    assert len(demo_windows(words, 1024)) == 1  # a second one would overlap
-    assert short_window(words, 1024).tokens.tolist() == demo_windows(words, 1024)[0].tokens[:256].tolist()
-    assert [len(short_window(words, length).tokens) for length in (1024, 256, 100)] == [256, 128, 100]
+    assert len(run.demo_windows(words, 1024)) == 1  # a second one would overlap
+    assert run.short_window(words, 1024).tokens.tolist() == run.demo_windows(words, 1024)[0].tokens[:256].tolist()
+    assert [len(run.short_window(words, length).tokens) for length in (1024, 256, 100)] == [256, 128, 100]
     refusal = f"document words must have at least 99999 tokens, got {len(words.tokens)}"
     with pytest.raises(ValueError, match=refusal):
-        demo_windows(words, 99999)
+        run.demo_windows(words, 99999)
 
 
 def test_the_default_is_unchanged_wherever_it_routes():
-    assert shown_config(8192) == shown_config(2049) == Routed()
+    assert run.shown_config(8192) == run.shown_config(2049) == Routed()
     for length in (2048, 512, 128):
-        config = shown_config(length)
+        config = run.shown_config(length)
         assert config.exact_until == 0
         assert config.sinks + 3 * config.chunk_size < length  # some chunk is far
 
@@ -99,33 +61,33 @@ def record_of(model, window, method):
 
 
 def test_other_methods_read_no_less_than_the_default(precise, words):
-    window, methods = demo_windows(words, 512)[0], first_methods(512)
+    window, methods = run.demo_windows(words, 512)[0], run.first_methods(512)
     assert [method.axes["series"] for method in methods] == ["exact", "default", "local only"]
     default = record_of(precise, window, methods[1])
     reads = default.results["replaced_reads_per_query"]
-    sliding, selection = equal_methods(default)
+    sliding, selection = run.equal_methods(default)
     for method in (sliding, selection):
         assert reads <= measure_loss(precise, window, method)["reads_per_query"] < 1.15 * reads
-        assert method.config.to_dict()["sinks"] == shown_config(512).sinks
+        assert method.config.to_dict()["sinks"] == run.shown_config(512).sinks
     leaf, top_k = selection.config.min_seq_len, selection.config.top_k
     counted = measure_loss(precise, window, selection)["reads_per_query"]
-    assert counted == pytest.approx(selected_reads(512, leaf, top_k), abs=0.01)
-    assert selected_reads(512, leaf, top_k - 1) < reads or top_k == selection.config.sinks + 1
+    assert counted == pytest.approx(run.selected_reads(512, leaf, top_k), abs=0.01)
+    assert run.selected_reads(512, leaf, top_k - 1) < reads or top_k == selection.config.sinks + 1
     default.results.clear()
     with pytest.raises(ValueError, match="must have a number as replaced_reads_per_query, got None"):
-        equal_methods(default)
+        run.equal_methods(default)
 
 
 def test_budgets_of_all_methods(precise, words):
-    window = short_window(words, 512)
-    methods = budget_methods(len(window.tokens))
-    assert [method.config.min_weight for method in methods[2:]] == list(MIN_WEIGHTS)
-    others = other_budget_methods([record_of(precise, window, method) for method in methods[2:]])
+    window = run.short_window(words, 512)
+    methods = run.budget_methods(len(window.tokens))
+    assert [method.config.min_weight for method in methods[2:]] == list(run.MIN_WEIGHTS)
+    others = run.other_budget_methods([record_of(precise, window, method) for method in methods[2:]])
     assert list(dict.fromkeys(method.axes["series"] for method in others)) == [
         *("sliding window + sinks", "selection + sinks", "paper: k-means", "HyperAttention + sinks"),
     ]
-    assert {method.axes["comparison"] for method in (*methods, *others)} == {BUDGETS}
-    for method in others[:: len(MIN_WEIGHTS)]:
+    assert {method.axes["comparison"] for method in (*methods, *others)} == {run.BUDGETS}
+    for method in others[:: len(run.MIN_WEIGHTS)]:
         assert measure_loss(precise, window, method)["loss"] > 0
 
 
@@ -139,7 +101,7 @@ def inputs():
     """Queries that look for single keys more than a model of random weights does."""
     generator = torch.Generator().manual_seed(0)
     sizes = ((4, 24), (2, 512), (2, 512))
-    return LayerInputs(*(2 * torch.randn(heads, n, 16, generator=generator) for heads, n in sizes), None)
+    return run.LayerInputs(*(2 * torch.randn(heads, n, 16, generator=generator) for heads, n in sizes), None)
 
 
 def test_reads_and_errors_are_those_of_the_engine(inputs):
@@ -147,7 +109,7 @@ def test_reads_and_errors_are_those_of_the_engine(inputs):
     output, aux = prescored_attention(*tensors, CONFIG, is_causal=True, return_aux=True)
     exact = prescored_attention(*tensors, Exact(), is_causal=True)
     error = (output - exact).norm(dim=-1) / exact.norm(dim=-1)
-    reads, sinks, chunk = layer_reads(inputs, CONFIG)
+    reads, sinks, chunk = run.layer_reads(inputs, CONFIG)
     assert (list(reads), sinks, chunk) == ([0, 1, 2, 3], 4, 32)
     every = [query for head in reads.values() for query in head]
     assert sum(query.counts[1] for query in every) / len(every) == pytest.approx(aux.stats.far_keys_read, rel=0.02)
@@ -158,7 +120,7 @@ def test_reads_and_errors_are_those_of_the_engine(inputs):
     for query in every:
         assert sum(query[:4]) == pytest.approx(10_000, abs=3)
         assert sum(query.chunks) == pytest.approx(query.centroids, abs=len(query.chunks))
-        assert len(query.heaviest) == 2 * min(MOST_LISTED, query.counts[1])
+        assert len(query.heaviest) == 2 * min(run.MOST_LISTED, query.counts[1])
         assert query.heaviest[1::2] == sorted(query.heaviest[1::2], reverse=True)
         # a far key is neither a sink nor local
         assert all(CONFIG.sinks <= key < 512 - 24 - CONFIG.chunk_size for key in query.heaviest[::2])
@@ -168,15 +130,15 @@ def test_reads_in_plain_numbers():
     weights = torch.tensor([0.1, 0.2, 0.0, 0.05, 0.3])
     always = torch.tensor([True, False, False, False, True])
     read = torch.tensor([True, True, False, True, True])
-    reads = query_reads(weights, always, read, torch.tensor([0.25, 0.1]), 1, torch.tensor(0.01))
-    assert reads == QueryReads(1000, 3000, 2500, 3500, 100, [1, 2], [2500, 1000], [1, 2000, 3, 500])
+    reads = run.query_reads(weights, always, read, torch.tensor([0.25, 0.1]), torch.tensor(0.01), sinks=1)
+    assert reads == run.QueryReads(1000, 3000, 2500, 3500, 100, [1, 2], [2500, 1000], [1, 2000, 3, 500])
 
 
 def test_inputs_are_recorded_while_the_default_runs(precise, words):
     """What a layer is given depends on the attention of those before it."""
-    window = demo_windows(words, 512)[0]
+    window = run.demo_windows(words, 512)[0]
     configs = (CONFIG, CONFIG.replace(min_weight=1e-6))
-    first, second = (layer_inputs(precise, window, config, [0, 1], 24, 0) for config in configs)
+    first, second = (run.layer_inputs(precise, window, config, [0, 1], 24, 0) for config in configs)
     assert list(first) == [0, 1]
     assert first[0].query.shape == (4, 24, 8)
     assert first[0].key.shape == (2, 512, 8)
@@ -185,9 +147,9 @@ def test_inputs_are_recorded_while_the_default_runs(precise, words):
 
 
 def test_the_reads_row_holds_what_the_page_shows(precise, words):
-    window = demo_windows(words, 512)[0]
+    window = run.demo_windows(words, 512)[0]
     before = precise.hidden(window.tokens)
-    row = reads_row(precise, window, CONFIG, layers=[0, 1])
+    row = run.reads_row(precise, window, CONFIG, layers=[0, 1])
     results = row.measure()
     assert "".join(results["tokens"]) == precise.tokenizer.decode(window.tokens.tolist())
     assert (results["first"], results["sinks"], results["chunk"]) == (512 - 96, 4, 32)
@@ -206,19 +168,19 @@ def test_attention_received_is_the_sum_of_softmax_columns():
     visible = torch.ones(6, 10).tril(4).bool()  # the queries are the last 6 of 10 positions
     weights = logits.masked_fill(~visible, -torch.inf).softmax(-1)
     columns = weights.sum(2)[0].view(2, 2, 10).sum(1)[:, :5]
-    torch.testing.assert_close(attention_received(query, key, 5), columns)
+    torch.testing.assert_close(run.attention_received(query, key, 5), columns)
 
 
 def test_the_selection_row_holds_positions_and_mass(precise, words):
-    row = selection_row(precise, demo_windows(words, 256)[0], budget=10, layers=[1])
+    row = run.selection_row(precise, run.demo_windows(words, 256)[0], budget=10, layers=[1])
     results = row.measure()
-    text = precise.tokenizer.decode(demo_windows(words, 256)[0].tokens[:128].tolist())
+    text = precise.tokenizer.decode(run.demo_windows(words, 256)[0].tokens[:128].tolist())
     assert "".join(results["tokens"]) == text
-    assert list(results["selected"])[-1] == MOST_ATTENDED
+    assert list(results["selected"])[-1] == run.MOST_ATTENDED
     for selected in results["selected"].values():
         assert [len(head) for head in selected["1"]] == [10, 10]
     # no ten keys receive more than the ten that receive most
-    assert all(mass["1"] <= results["mass"][MOST_ATTENDED]["1"] < 1 for mass in results["mass"].values())
+    assert all(mass["1"] <= results["mass"][run.MOST_ATTENDED]["1"] < 1 for mass in results["mass"].values())
     assert row.config["part"] == "selections"
 
 
@@ -229,33 +191,19 @@ TYPES = {"exact": "Exact", "local only": "Local"}
 
 def loss_record(label, loss, reads, seconds, *, window=1, comparison="equal reads", n_tokens=4096, series=None):
     """Sixteen segments, half of them a little harder."""
-    config = {"type": TYPES.get(label, "Routed"), "exact_until": 2048, "label": label}
     spread = 0.01 * (label != "exact")
+    config = {"type": TYPES.get(label, "Routed"), "exact_until": 2048, "label": label}
+    axes = {"series": series or label, "comparison": comparison}
+    described = {"part": "loss", "model": "tiny", "dtype": "float32", "document": f"a <b> & c, window {window}"}
+    described |= {"digest": "00", "n_tokens": n_tokens, "layers": "all"}
+    results = {"loss": loss, "segment_losses": [loss + (spread if part % 2 else -spread) for part in range(16)]}
+    results |= {"reads_per_query": reads, "attention_seconds": seconds, "forward_seconds": 2 * seconds}
     return Record(
         command="demo",
         key=f"demo-{label}-{window}-{comparison}",
-        config={
-            "part": "loss",
-            "model": "tiny",
-            "dtype": "float32",
-            "document": f"a <b> & c, window {window}",
-            "digest": "00",
-            "n_tokens": n_tokens,
-            "layers": "all",
-            "method": {
-                "label": label,
-                "config": config,
-                "axes": {"series": series or label, "comparison": comparison},
-            },
-        },
+        config={**described, "method": {"label": label, "config": config, "axes": axes}},
         seed=0,
-        results={
-            "loss": loss,
-            "segment_losses": [loss + (spread if part % 2 else -spread) for part in range(16)],
-            "reads_per_query": reads,
-            "attention_seconds": seconds,
-            "forward_seconds": 2 * seconds,
-        },
+        results=results,
         seconds=3 * seconds,
         argv=["prescore", "demo", "--out", "a b"],
         versions={"python": "3.11", "torch": "2.13"},
@@ -329,27 +277,23 @@ class Reader(HTMLParser):
 
 
 def test_the_page_is_complete_and_fetches_nothing(records):
-    page = demo_page(records)
+    text = demo_page(records)
     reader = Reader()
-    reader.feed(page)
+    reader.feed(text)
     assert reader.open == []
     assert [address for address in reader.addresses if not address.startswith("#")] == ["data:,"]
-    assert "http" not in page
-    assert not re.search(r"\$[a-z]+", page)
+    assert "http" not in text
+    assert not re.search(r"\$[a-z]+", text)
     with pytest.raises(AssertionError):  # the reader would notice
-        Reader().feed(page.replace("</section>", "", 1))
+        Reader().feed(text.replace("</section>", "", 1))
 
 
 def test_the_headline_has_reads_loss_and_time(records):
     said = headline(compare(records, "equal reads"))
     assert "512 keys and centroids of 2048 keys" in said
     assert "0.1000\N{NO-BREAK SPACE}±\N{NO-BREAK SPACE}0.0037 nats" in said  # 32 segments 0.01 above or below
-    assert "1.0 s</strong> for attention instead of 4.0 s: <strong>4.0 times as fast" in said
+    assert "<strong>1.0 s</strong> for attention instead of 4.0 s: <strong>4.0 times as fast" in said
     assert "does at 4096 tokens; up to 2048 it reads every key" in said
-    for record in records:
-        if record.config["part"] == "loss":
-            record.config["method"]["config"]["exact_until"] = 0
-    assert "reads every key at 4096 tokens" in headline(compare(records, "equal reads"))
     others = [r for r in records if r.config["part"] != "loss" or r.config["method"]["label"] != "exact"]
     assert not re.search(r"\d", headline(compare(others, "equal reads")))
 
@@ -367,12 +311,12 @@ def test_intervals_are_over_segments_of_all_windows(records):
         compare(records, "equal reads")
 
 
-def test_the_page_shows_the_results_of_the_records(records):
-    page = demo_page(records, {"default": "../docs/default.md"})
+def test_the_page_shows_the_results_of_the_records(records, tmp_path):
+    text = page.write_page(records, tmp_path / "report").read_text(encoding="utf-8")
     for words in ("prescore demo --out &#x27;a b&#x27;", "torch 2.13", "a &lt;b&gt; &amp; c"):
-        assert words in page
-    assert "± is half of a 95 % interval over 32 segments of 128 tokens from 2 windows" in page
-    figures = re.findall(r"<figure class='measure'>.*?</figure>", page)
+        assert words in text
+    assert "± is half of a 95 % interval over 32 segments of 128 tokens from 2 windows" in text
+    figures = re.findall(r"<figure class='measure'>.*?</figure>", text)
     bars = [re.findall(r"class='name'>([^<]*)<.*?class='fill' style='width:([\d.]+)%", f) for f in figures]
     loss, seconds, _ = (dict(own) for own in bars)
     # bars are as long as their values; far too much is cut off
@@ -380,101 +324,49 @@ def test_the_page_shows_the_results_of_the_records(records):
     assert float(loss["default"]) == pytest.approx(100 * 0.1 / 1.3, abs=0.1)
     assert loss["selection + sinks"] == "100.0"
     assert "bar-row cut'><span class='name'>selection" in figures[0]
-    assert page.count("<a href=") == 1
-    assert '<a href="../docs/default.md">' in page
-    assert all(f"docs/{name}.md" in page for name in DOCUMENTS)
-    table = comparison_table(records)
+    addresses = re.findall(r'<a href="([^"]*)"', text)
+    assert [(tmp_path / "report" / address).resolve().stem for address in addresses] == list(page.DOCUMENTS)
+    assert all((tmp_path / "report" / address).is_file() for address in addresses)
+    table = page.comparison_table(records)
     names = ["exact", "default", "local only", "sliding window + sinks", "selection + sinks"]
     assert [row[0] for row in table.rows] == names
     assert table.rows[1][1:8] == ("2", "2.1000", "8.166", "0.1000 ± 0.0037", "90 %", "512", "1.00 s")
-
-
-def test_a_page_without_budgets_says_how_to_get_them(records):
     few = [r for r in records if r.config["part"] != "selections" and "budgets" not in r.key]
-    page = demo_page(few)
-    assert page.count("No time was left for it") == 2
-    assert '<svg class="chart' not in page
+    text = demo_page(few)
+    assert text.count("No time was left for it") == 2
+    assert '<svg class="chart' not in text
 
 
 def test_sections_can_hold_any_text(records):
     record = next(record for record in records if record.config["part"] == "reads")
-    section = reads_section(record)
+    section = page.reads_section(record)
     assert section.count("</script>") == 1
     data = json.loads(section[section.index('json">') + 6 : section.index("</script>")])
     assert data["tokens"][5] == "</script>"
-    assert data["start"] == 3  # of the words, the one with most weight on far keys
-    reads = [[0, 0, far] for far in (1, 9, 5)]
-    assert first_pick(reads, [" cat", "..", " dog"]) == 2
-    assert first_pick(reads, [".", "..", "!"]) == 1
     record.results["heads"] = []
-    assert "sliding window" in reads_section(record)
-    shown = selection_map(selections_record())
-    first = shown[shown.index('data-method="key-diff"') : shown.index('data-method="most attended"')]
-    marked = '<mark class="s4">&lt;The&gt;</mark> cat<mark class="s2">⏎\n</mark><mark class="s2"> sat</mark>'
-    assert marked in first
-    assert "<strong>25 %</strong>" in first
-    assert first.count('class="bar"') == 2
-    assert "hidden" not in first.split(">")[0]
-    assert shown.count("hidden") == 1
-    assert "<th scope='row'>most attended</th><td>75 %</td>" in shown
+    assert "sliding window" in page.reads_section(record)
+    assert "<th scope='row'>most attended</th><td>75 %</td>" in page.selection_section(selections_record())
 
 
-# The chart.
+def test_the_chart_has_its_points_and_colours_of_the_style_sheet(records):
+    from matplotlib.figure import Figure
 
-
-def points(chart):
-    """Where the points are, by their tips."""
-    circle = r'<circle cx="([\d.]+)" cy="([\d.]+)"[^>]*><title>([^<]*)</title>'
-    return {tip: (float(x), float(y)) for x, y, tip in re.findall(circle, chart)}
-
-
-def marks_of(chart):
-    lines = re.findall(r'<line class="mark" x1="([\d.]+)" y1="([\d.]+)" x2="([\d.]+)" y2="([\d.]+)"', chart)
-    return [tuple(map(float, line)) for line in lines]
-
-
-@pytest.mark.parametrize(("width", "style"), [(WIDTH, "wide"), (NARROW, "narrow")])
-def test_the_chart_has_its_points_and_marks_inside_its_frame(width, style):
-    series = [Series("good", ((64.0, 0.5), (128.0, 0.2), (256.0, -0.1)), 0), Series("b<d", ((64.0, 9.0),), 1)]
-    marks = [Mark("local only", 1.0), Mark("exact", 512.0, vertical=True)]
-    chart = line_chart(series, marks, width=width, style=style)
-    assert f'class="chart {style}" viewBox="0 0 {width:g} {HEIGHT:g}"' in chart
-    found = points(chart)
-    assert list(found) == ["good: 0.500 at 64", "good: 0.200 at 128", "good: -0.100 at 256", "b&lt;d: 9.000 at 64"]
-    heights = [y for _, y in found.values()]
-    assert heights[3] < heights[0] < heights[1] < heights[2]  # lower loss is lower on the page
-    assert all(0 < x < width and 0 < y < HEIGHT for x, y in found.values())
-    (polyline,) = re.findall(r'<polyline points="([^"]*)"', chart)  # one point is no line
-    assert [tuple(map(float, point.split(","))) for point in polyline.split()] == list(found.values())[:3]
-    across, upright = marks_of(chart)
-    assert across[1] == across[3]
-    assert upright[0] == upright[2]
-    assert all(x < upright[0] for x, _ in found.values())
-    assert heights[3] < across[1] < heights[0]
-    # every colour is one of the style sheet, so that a dark page is dark all over
-    colours = set(re.findall(r"(?:stroke|fill):([^;\"]*)", chart))
-    assert colours <= {"none", *(f"var(--{name})" for name in ("ink", "quiet", "rule", "series-0", "series-1"))}
-    assert "http" not in chart
-    assert "No points" in line_chart([], marks)
-
-
-def test_every_line_is_named_in_its_colour_and_no_two_names_overlap():
-    series = [Series(f"line {n}", ((64.0, 0.5 + n / 1000), (128.0, 0.2 + n / 1000)), n) for n in range(5)]
-    for width in (WIDTH, NARROW):
-        named = re.findall(
-            r'<text x="([\d.]+)" y="([\d.]+)"[^>]*style="([^"]*)"[^>]*>(line \d)<',
-            line_chart(series, [], width=width),
-        )
-        assert len(named) == 5
-        for x, _, style, name in named:
-            assert f"var(--series-{name[-1]})" in style
-            assert float(x) < width
-        heights = sorted(float(y) for _, y, _, _ in named)
-        assert all(lower - upper > 11 for upper, lower in pairwise(heights))
-    assert spread_apart([0.1, 0.5, 0.9], [0.1] * 3, 1.0) == [0.1, 0.5, 0.9]
-    assert spread_apart([0.5, 0.5, 0.5], [0.1] * 3, 1.0) == pytest.approx([0.5, 0.6, 0.7])
-    assert spread_apart([0.98, 0.99, 1.0], [0.2] * 3, 1.0) == pytest.approx([0.5, 0.7, 0.9])
-    assert spread_apart([], [], 1.0) == []
+    records[12].results["segment_losses"] = [2.0] * 16  # better than exact attention
+    lines = compare(records, "budgets")
+    axes = Figure().subplots()
+    page.draw_budgets(axes, lines)
+    drawn = {line.get_label(): list(zip(*line.get_data(), strict=True)) for line in axes.lines}
+    assert drawn["default"] == [(128.0, pytest.approx(0.3)), (256.0, page.FLOOR)]
+    assert drawn["sliding window + sinks"] == [(128.0, pytest.approx(0.5)), (256.0, pytest.approx(0.2))]
+    assert [x for x, _ in drawn["exact"]] == [512.5, 512.5]
+    assert [y for _, y in drawn["local only"]] == pytest.approx([1.0, 1.0])
+    charts = page.budget_chart(lines)
+    assert re.findall(r'<svg class="chart (\w+)" viewBox', charts) == ["wide", "narrow"]
+    for name in drawn:
+        assert charts.count(f">{name}<") == 2
+    # a dark page is dark all over
+    colours = set(re.findall(r"(?:stroke|fill): ([^;\"]*)", charts))
+    assert colours <= {"none", *(f"var(--{name})" for name in page.COLOURS.values())}
 
 
 # In a browser.
@@ -495,6 +387,13 @@ const state = () => ({
   chosen: [...document.querySelectorAll(".card select")].map((choice) => choice.value),
 });
 const before = state();
+const marks = () => [...document.querySelectorAll(".tokens mark")].map((one) => one.className + one.textContent);
+const scorers = () => [words(".mass")[0], ...marks()];
+const selections = [scorers()];
+const choice = document.querySelector(".tokens select");
+choice.value = "most attended";
+choice.dispatchEvent(new Event("change"));
+selections.push(scorers());
 document.querySelectorAll(".token")[1].click();
 const clicked = state();
 document.querySelectorAll(".head")[1].click();
@@ -512,7 +411,7 @@ document.body.dataset.found = JSON.stringify({
   shortest: Math.min(...tracks.map((box) => box.width)),
   offset: Math.max(...[...document.querySelectorAll(".track")].map(
     (node) => node.querySelector(".fill").getBoundingClientRect().left - node.getBoundingClientRect().left)),
-  before, clicked, swapped, typed,
+  before, clicked, swapped, typed, selections, bars: document.querySelectorAll(".bar path").length,
 });
 </script>"""
 
@@ -521,21 +420,18 @@ document.body.dataset.found = JSON.stringify({
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine: apt-get install chromium")
 @pytest.mark.parametrize(("width", "chart", "columns"), [(400, "narrow", (1, 1)), (1200, "wide", (3, 2))])
 def test_a_browser_draws_it_and_tokens_can_be_picked(records, tmp_path, width, chart, columns):
-    page, picture = tmp_path / "index.html", tmp_path / "page.png"
-    page.write_text(demo_page(records).replace("</body>", f"{PROBE}</body>"), encoding="utf-8")
+    file, picture = tmp_path / "index.html", tmp_path / "page.png"
+    file.write_text(demo_page(records).replace("</body>", f"{PROBE}</body>"), encoding="utf-8")
     base = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}"]
     base += ["--no-first-run", "--disable-background-networking", "--disable-sync", f"--window-size={width},2400"]
     document = subprocess.run(
-        [*base, f"--screenshot={picture}", "--dump-dom", page.as_uri()],
+        [*base, f"--screenshot={picture}", "--dump-dom", file.as_uri()],
         check=True,
         capture_output=True,
         timeout=300,
         text=True,
     ).stdout
     assert struct.unpack(">II", picture.read_bytes()[16:24]) == (width, 2400)
-    # after the script has run one view of the scorers is shown and the others are hidden
-    views = re.findall(r'<div class="view"[^>]*>', document)
-    assert [("hidden" in view) for view in views] == [False, True]
     found = json.loads(
         unescape(re.search(r'data-found="([^"]*)"', document)[1]).replace("\N{NO-BREAK SPACE}", " ")
     )
@@ -546,6 +442,12 @@ def test_a_browser_draws_it_and_tokens_can_be_picked(records, tmp_path, width, c
     assert (found["panels"], found["cards"]) == columns
     assert found["shortest"] > 200
     assert found["offset"] == 0
+    assert found["bars"] == 2
+    (said, *marks), (said_after, *marks_after) = found["selections"]
+    assert "2 of 4 keys selected per head; they receive 25 % of" in said
+    assert "they receive 75 % of" in said_after
+    assert marks == ["s4<The>", "s2⏎\n", "s2 sat"]  # the more heads select a token, the stronger it is marked
+    assert marks_after == ["s2<The>", "s4 cat", "s2⏎\n"]
     check_what_was_picked(found)
 
 
@@ -593,9 +495,9 @@ def test_the_command_writes_table_and_page(saved, text, lines, tmp_path, capsys)
     equal = [one["series"] for one in axes if one["comparison"] == "equal reads"]
     assert sorted(equal) == sorted(2 * names)
     assert {"paper: k-means", "HyperAttention + sinks", *equal} == {one["series"] for one in axes}
-    page = (out / "index.html").read_text(encoding="utf-8")
-    assert all(words in page for words in ("paper: k-means", "most attended", "Unchanged, "))
-    for address in re.findall(r'<a href="([^"]*)"', page):
+    written = (out / "index.html").read_text(encoding="utf-8")
+    assert all(words in written for words in ("paper: k-means", "most attended", "Unchanged, "))
+    for address in re.findall(r'<a href="([^"]*)"', written):
         assert (out / address).is_file()
 
 
@@ -609,13 +511,13 @@ def test_without_time_there_is_the_table_and_resuming_adds_the_rest(
     said = capsys.readouterr().err
     assert "no time is left for text.txt, window 2; --minutes gives more" in said
     assert "no time is left for several budgets" in said
-    page = tmp_path / "report" / "index.html"
-    first = page.read_text(encoding="utf-8")
+    file = tmp_path / "report" / "index.html"
+    first = file.read_text(encoding="utf-8")
     assert demo(saved, text, "-n", "128", "--minutes", "0", "--resume") == 0
-    assert page.read_text(encoding="utf-8") == first
+    assert file.read_text(encoding="utf-8") == first
     assert demo(saved, text, "-n", "128", "--resume") == 0
     assert len({line["key"] for line in lines(run)}) == len(lines(run)) > 2 * 5 + 1
-    assert page.read_text(encoding="utf-8") != first
+    assert file.read_text(encoding="utf-8") != first
 
 
 def test_without_the_model_the_command_says_what_to_do(text, tmp_path, capsys, monkeypatch):

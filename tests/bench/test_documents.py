@@ -50,27 +50,24 @@ def test_longbench_version_1_and_2(tmp_path):
     assert [document.text for document in load_documents([array])] == [first.text, second.text]
 
 
-def test_refusals_name_the_file_and_the_place(tmp_path):
-    with pytest.raises(OSError, match=r"document must be a readable file, got .*missing.txt \(No such file"):
-        load_documents([tmp_path / "missing.txt"])
-    (tmp_path / "image.txt").write_bytes(b"\x89PNG\0\0")
-    with pytest.raises(OSError, match=r"document image\.txt must be text, got a binary file"):
-        load_documents([tmp_path / "image.txt"])
-    (tmp_path / "bad.jsonl").write_text('{"context": "ok"}\n{"context": ')
-    with pytest.raises(ValueError, match=r"document bad\.jsonl must hold JSON, got a damaged line 2"):
-        load_documents([tmp_path / "bad.jsonl"])
-    (tmp_path / "other.jsonl").write_text('{"text": "ok"}')
-    with pytest.raises(ValueError, match="must have a field 'context' in every record, got none in record 1"):
-        load_documents([tmp_path / "other.jsonl"])
-    (tmp_path / "asked.jsonl").write_text('{"context": "ok", "input": ["a"]}')
-    with pytest.raises(ValueError, match=r"asked\.jsonl must have text in 'input' .*, got list in record 1"):
-        load_documents([tmp_path / "asked.jsonl"])
-    (tmp_path / "list.jsonl").write_text("3")
-    with pytest.raises(ValueError, match="must hold JSON objects, got int in line 1"):
-        load_documents([tmp_path / "list.jsonl"])
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match=r"at least one text, got none in .*empty"):
-        load_documents([tmp_path / "empty"])
+@pytest.mark.parametrize(
+    ("name", "content", "error", "refusal"),
+    [
+        ("missing.txt", None, OSError, r"document must be a readable file, got .*missing.txt \(No such file"),
+        ("image.txt", "\x89PNG\0\0", OSError, r"document image\.txt must be text, got a binary file"),
+        ("bad.jsonl", '{"context": "ok"}\n{"context": ', ValueError, r"document bad\.jsonl .* a damaged line 2"),
+        ("other.jsonl", '{"text": "ok"}', ValueError, "a field 'context' in every record, got none in record 1"),
+        ("asked.jsonl", '{"context": "", "input": [1]}', ValueError, "text in 'input' .*, got list in record 1"),
+        ("list.jsonl", "3", ValueError, "must hold JSON objects, got int in line 1"),
+        ("lines.jsonl", '{"context": "ok"}\n\nnull', ValueError, "JSON objects, got NoneType in line 3"),
+        ("", None, ValueError, "at least one text, got none in"),
+    ],
+)
+def test_refusals_name_the_file_and_the_place(tmp_path, name, content, error, refusal):
+    if content is not None:
+        (tmp_path / name).write_bytes(content.encode("latin-1"))
+    with pytest.raises(error, match=refusal):
+        load_documents([tmp_path / name])
 
 
 def test_decode_keeps_old_mac_line_ends():

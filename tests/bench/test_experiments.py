@@ -8,13 +8,14 @@ from prescore.bench.language.experiments import (
     COUPLINGS,
     EXPERIMENTS,
     PAPER_LENGTH,
+    USUAL,
     Scale,
     default_lengths,
     experiment_methods,
     grid_methods,
     largest_block,
 )
-from prescore.bench.language.methods import EXACT, Local, local_only
+from prescore.bench.language.methods import EXACT, local_only
 
 
 def configs(name, length, **options):
@@ -30,13 +31,6 @@ def top_k(config):
 
 def lsh(config):
     return config.lsh if isinstance(config, Hyper) else config.inner
-
-
-def test_at_the_papers_length_the_counts_are_the_papers():
-    scale = Scale(PAPER_LENGTH)
-    assert (scale.leaf_size, scale.count(256), scale.count(2048)) == (4096, 256, 2048)
-    kept = {top_k(config) for _, config in configs("appendix-a", PAPER_LENGTH)}
-    assert kept == {0, 32, 128, 512, 2048, 8192, 16384}
 
 
 def test_a_budget_of_half_the_length_filters_nothing():
@@ -55,27 +49,22 @@ def test_a_budget_of_half_the_length_filters_nothing():
     assert not torch.allclose(output("kmeans", 8192), plain)
 
 
-def test_appendix_a_at_an_eighth_is_the_grid_of_the_issue():
-    found = configs("appendix-a", 4096)
-    assert {top_k(config) for _, config in found} == {0, 4, 16, 64, 256, 1024, 2048}
-    assert {lsh(config).sample_size for _, config in found} == {0, 32}
-    assert {lsh(config).block_size for _, config in found} == {32}
+@pytest.mark.parametrize("share", [1, 8])
+def test_appendix_a_is_the_papers_grid_at_a_share_of_its_length(share):
+    length = PAPER_LENGTH // share
+    found = configs("appendix-a", length)
+    budgets = [0, *(count // share for count in (32, 128, 512, 2048, 8192, 16384))]
+    assert {top_k(config) for _, config in found} == set(budgets)
+    assert {method.axes["fraction"] for method, _ in found} == {budget / length for budget in budgets}
+    assert {lsh(config).sample_size for _, config in found} == {0, 256 // share}
+    assert {lsh(config).block_size for _, config in found} == {256 // share}
     assert {lsh(config).alignment for _, config in found} == {"rank"}
-    assert {config.min_seq_len for _, config in found} == {512}
+    assert {config.min_seq_len for _, config in found} == {4096 // share}
     assert {config.leaf_inclusive for _, config in found} == {False, True}
     # 4 scorers by 5 budgets by 2 by 2, and once for all scorers the rows that select nothing or everything
     assert len(found) == 4 * 5 * 4 + 4 + 4
     assert {config.sinks for _, config in found} == {0}
-    assert {config.sinks for _, config in configs("appendix-a", 4096, sinks=4)} == {4}
-    assert {method.axes["fraction"] for method, _ in found} == {
-        0,
-        4 / 4096,
-        16 / 4096,
-        1 / 64,
-        1 / 16,
-        1 / 4,
-        1 / 2,
-    }
+    assert {config.sinks for _, config in configs("appendix-a", length, sinks=4)} == {4}
 
 
 def test_table1_is_five_rows_and_the_floor():
@@ -124,14 +113,10 @@ def test_cost_compares_all_baselines_at_every_budget():
     assert [name for name, group in groups.items() if group is None] == ["default"]
     assert groups["oracle"] == groups["heavy-hitters"] == "sees the queries first"
     assert all(budgets == [32, 64, 128, 256, 512, 1024] for budgets in series.values())
-
-
-def test_a_budget_changes_nothing_of_the_default_but_its_rows():
-    found = [m for m in experiment_methods("cost", 4096) if m.axes.get("series") == "default"]
-    assert [method.config for method in found] == [
-        Routed(min_weight=1 / (2 * method.axes["budget"]), chunk_size=512, exact_until=512) for method in found
-    ]
-    assert len(found) == 6
+    for method in methods:
+        if method.axes["series"] == "default":  # nothing but its threshold differs
+            weight = 1 / (2 * method.axes["budget"])
+            assert method.config == Routed(min_weight=weight, chunk_size=512, exact_until=512)
 
 
 def test_lengths_stay_inside_what_was_trained_but_for_longest():
@@ -144,21 +129,20 @@ def test_lengths_stay_inside_what_was_trained_but_for_longest():
 
 
 def test_thresholds_of_the_default_change_nothing_else():
-    methods = experiment_methods("min-weight", 8192)
+    methods = experiment_methods("min-weight", 8192)[2:]
     weights = (1 / 512, 1 / 1024, 1 / 2048)
-    assert [method.config for method in methods[2:]] == [Routed(min_weight=weight) for weight in weights]
-    assert methods[2].label == "default, min_weight=1/512"
-    assert methods[1].config == Local(Routed().chunk_size)
+    assert [method.config for method in methods] == [Routed(min_weight=weight) for weight in weights]
+    assert methods[0].label == "default, min_weight=1/512"
 
 
 def test_a_field_that_is_set_reaches_every_configuration_that_has_it():
-    fields = {"lsh.n_projections": 5, "inner.n_projections": 5, "tolerance": 0.5}
+    fields = {"lsh.n_projections": 5, "inner.n_projections": 5, "cluster_size": 8}
     plain, set_ = ([config for _, config in configs("cost", 1024, changes=changes)] for changes in ({}, fields))
     assert len(plain) == len(set_)
     for before, after in zip(plain, set_, strict=True):
         assert type(before) is type(after)
         if isinstance(after, Routed):
-            assert (before.tolerance, after.tolerance) == (None, 0.5)
+            assert (before.cluster_size, after.cluster_size) == (Routed().cluster_size, 8)
         elif isinstance(lsh(after), Lsh):
             assert (lsh(before).n_projections, lsh(after).n_projections) == (7, 5)
         else:
@@ -170,8 +154,8 @@ def test_a_field_that_is_set_reaches_every_configuration_that_has_it():
 def test_a_field_that_no_configuration_has_is_refused():
     with pytest.raises(ValueError, match=r"got 'block_size' \(did you mean '(inner|lsh)\.block_size'\?\)"):
         experiment_methods("cost", 1024, changes={"block_size": 5})
-    with pytest.raises(ValueError, match=r"^Hyper or Selected must have fields among .* got 'tolerance'"):
-        experiment_methods("table1", 1024, changes={"tolerance": 0.5})
+    with pytest.raises(ValueError, match=r"^Hyper or Selected must have fields among .* got 'cluster_size'"):
+        experiment_methods("table1", 1024, changes={"cluster_size": 8})
 
 
 @pytest.mark.parametrize("coupling", COUPLINGS)
@@ -196,29 +180,16 @@ def test_the_largest_block_is_that_of_a_call(n, leaf):
     assert largest_block(n, leaf) == max((int(block.valid.sum(-1).max()) for block in blocks), default=0)
 
 
-def test_a_grid_has_every_combination_once():
-    methods = grid_methods(
-        ["paper:kmeans", "key-diff", "default", "hyper", "exact"],
-        1024,
-        top_k=[8, 16],
-        samples=[0, 4],
-        leaf_rule="both",
-        sinks=2,
-    )
-    labels = [method.label for method in methods]
-    assert labels[:2] == ["exact", "local only"]
-    assert labels.count("exact") == 1
-    rules, sizes = ("", ", blockwise"), ("0", "4")
-    assert labels[2:] == [
-        *(f"paper:kmeans, top {k}, {n} samples{rule}" for rule in rules for n in sizes for k in (8, 16)),
-        *("key-diff, top 8", "key-diff, top 16", "default"),
-        *(f"hyper, {n} samples{rule}" for rule in rules for n in sizes),
-    ]
+def test_a_grid_has_every_method_at_every_budget_once():
+    names = ["paper:kmeans", "key-diff", "default", "hyper", "exact", "key-diff"]
+    methods = grid_methods(names, 1024, top_k=[8, 16], changes={"lsh.sample_size": 4})
     by_label = {method.label: method.config for method in methods}
-    assert by_label["default"] == Routed()
-    assert by_label["key-diff, top 8"] == Selected("key-diff", 8, min_seq_len=128)  # --sinks is the paper's
-    lsh = Lsh(8, 4, alignment="rank")
-    assert by_label["hyper, 4 samples, blockwise"] == Hyper(lsh, 2, 128, leaf_inclusive=True)
-    assert [method.label for method in grid_methods((), 1024)[2:]] == [
-        *("hyper", "paper:kmeans", "paper:leverage", "default"),
+    assert list(by_label) == [
+        *("exact", "local only", "paper:kmeans, top 8", "paper:kmeans, top 16", "key-diff, top 8"),
+        *("key-diff, top 16", "default", "hyper"),
     ]
+    assert len(methods) == len(by_label)
+    assert by_label["default"] == Routed()
+    assert by_label["key-diff, top 8"] == Selected("key-diff", 8, min_seq_len=128)
+    assert by_label["hyper"] == Hyper(Lsh(8, 4, alignment="rank"), min_seq_len=128)
+    assert [method.label for method in grid_methods((), 1024)[2:]] == list(USUAL)

@@ -49,38 +49,14 @@ def test_every_key_gives_the_exact_text(model, tmp_path, capsys, config):
     assert own["results"]["first_token_kl"] < 1e-6
 
 
-def test_a_prompt_that_is_too_short_says_so(model, tmp_path, capsys):
+def test_a_prompt_that_is_too_short_says_so_and_wrong_layers_are_refused_first(model, tmp_path, capsys):
+    assert run(model, tmp_path / "refused", *KEY_DIFF, "--layers", "last:9") == 2
+    said = capsys.readouterr().err
+    assert "at most the model's 3 layers, got 'last:9'" in said
+    assert "reading" not in said
     assert run(model, tmp_path, "--no-exact") == 0
     said = " ".join(capsys.readouterr().out.split())
     assert f"prefill: exact: up to exact_until={Routed().exact_until}" in said
-
-
-SMALL = [
-    f"--set={each}"
-    for each in ("min_weight=0.125", "cluster_size=8", "chunk_size=16", "sinks=2", "exact_until=32")
-]
-
-
-def test_a_tolerance_shows_errors_and_reads_by_layer(model, tmp_path, capsys):
-    assert run(model, tmp_path, "--tolerance", "0.2", *SMALL) == 0
-    shown = capsys.readouterr().out
-    for words in ("within 0.2 of exact attention", "error bound", "queries refined", "queries that read all"):
-        assert words in shown
-    record = json.loads((tmp_path / "records.jsonl").read_text().splitlines()[-1])
-    assert record["config"]["config"]["tolerance"] == 0.2
-    bounds = record["results"]["error_bounds"]
-    assert [(bound["layer"], bound["phase"]) for bound in bounds] == [
-        (n, p) for n in range(3) for p in ("prefill", "steps")
-    ]
-    for bound in bounds:
-        assert 0 <= bound["error_estimate"] <= bound["error_bound"] <= 0.2
-        assert 0 <= bound["read_all"] <= bound["refined"] <= 1
-        assert bound["reads"] > 0
-
-
-def test_a_tolerance_is_the_default_configurations(model, tmp_path, capsys):
-    assert run(model, tmp_path, "--config", "hyper", "--tolerance", "0.2") == 2
-    assert "tolerance must come with --config default, got 0.2 for 'hyper'" in capsys.readouterr().err
 
 
 def agreed(model, out, *extra):
@@ -108,20 +84,16 @@ def test_choices_after_the_exact_text_are_compared_with_it(model, tmp_path, caps
     assert "x exact's speed (attention" in shown
 
 
-def test_agreement_can_go_on_from_a_finished_exact_row(model, tmp_path):
-    assert run(model, tmp_path, "--config", "exact") == 0
-    assert run(model, tmp_path, "--config", "exact", "--agreement", "--resume") == 0
-    lines = (tmp_path / "records.jsonl").read_text().splitlines()
-    assert len(lines) == 3
-    assert json.loads(lines[-1])["results"]["agreement"] == 1.0
-
-
-def test_eviction_frees_memory(model, tmp_path):
-    assert run(model, tmp_path, *KEY_DIFF, "--top-k", "12", "--evict", "--no-exact") == 0
-    (record,) = [json.loads(line) for line in (tmp_path / "records.jsonl").read_text().splitlines()]
-    cache = record["results"]["cache"]
-    assert all(entry["evicted"] for entry in cache["layers"])
-    assert cache["bytes"] < cache["exact_bytes"]
+def test_eviction_frees_memory_and_a_refreshed_selection_covers_the_new_tokens(model, tmp_path):
+    for name, options in {"evict": ("--evict",), "refresh": ("--refresh-every", "2")}.items():
+        assert run(model, tmp_path / name, *KEY_DIFF, "--top-k", "12", "--no-exact", *options) == 0
+    evicted, refreshed = (
+        json.loads((tmp_path / name / "records.jsonl").read_text())["results"]["cache"]
+        for name in ("evict", "refresh")
+    )
+    assert all(entry["evicted"] for entry in evicted["layers"])
+    assert evicted["bytes"] < evicted["exact_bytes"]
+    assert {entry["selected_from"] for entry in refreshed["layers"]} == {len(TEXT) + 4}
 
 
 def test_beams_say_how_far_they_are_from_exact(model, tmp_path, capsys):
@@ -136,20 +108,15 @@ def test_beams_say_how_far_they_are_from_exact(model, tmp_path, capsys):
 
 
 def test_finished_rows_are_not_run_again(model, tmp_path, capsys):
-    assert run(model, tmp_path, *KEY_DIFF, "--no-exact") == 0
-    before = (tmp_path / "records.jsonl").read_text()
-    assert run(model, tmp_path, *KEY_DIFF, "--no-exact", "--resume") == 0
-    assert (tmp_path / "records.jsonl").read_text() == before
-    # another way to continue is another row
-    assert run(model, tmp_path, *KEY_DIFF, "--no-exact", "--resume", "--refresh-every", "2") == 0
-    assert (tmp_path / "records.jsonl").read_text().count("\n") == 2
+    def lines(*options):
+        assert run(model, tmp_path, *KEY_DIFF, "--resume", *options) == 0
+        return (tmp_path / "records.jsonl").read_text().splitlines()
 
-
-def test_a_refreshed_selection_covers_the_new_tokens(model, tmp_path):
-    assert run(model, tmp_path, *KEY_DIFF, "--top-k", "12", "--refresh-every", "2", "--no-exact") == 0
-    (record,) = [json.loads(line) for line in (tmp_path / "records.jsonl").read_text().splitlines()]
-    assert record["config"]["refresh_every"] == 2
-    assert {entry["selected_from"] for entry in record["results"]["cache"]["layers"]} == {len(TEXT) + 4}
+    before = lines()
+    assert lines("--no-exact") == before
+    # another way to continue is another row, and so is agreement with the finished exact one
+    assert len(lines("--no-exact", "--refresh-every", "2")) == 3
+    assert 0 <= json.loads(lines("--agreement")[3])["results"]["agreement"] <= 1
 
 
 def test_beams_use_the_cache_that_was_asked_for(model, tmp_path, capsys):
@@ -186,13 +153,6 @@ def test_bad_usage_is_one_sentence(arguments, message, tmp_path, capsys, monkeyp
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert main(["generate", *arguments, "--out", str(tmp_path)]) == 2
     assert message in capsys.readouterr().err
-
-
-def test_wrong_layers_are_refused_before_anything_runs(model, tmp_path, capsys):
-    assert run(model, tmp_path, *KEY_DIFF, "--layers", "last:9") == 2
-    said = capsys.readouterr().err
-    assert "at most the model's 3 layers, got 'last:9'" in said
-    assert "reading" not in said
 
 
 def test_options_become_a_config():

@@ -17,8 +17,7 @@ from prescore.bench.language.held_out import (
     TokenizedText,
     held_out_methods,
     held_out_texts,
-    reported_windows,
-    tuning_windows,
+    held_out_windows,
     window_like,
 )
 from prescore.bench.language.methods import EXACT, Local
@@ -49,33 +48,33 @@ def apart(one, other):
 def test_reported_windows_are_a_fixed_list():
     """Changing one of these after something was measured would be choosing by the result."""
     text = numbered(100_000)
-    starts = {length: [interval(w)[0] for w in reported_windows(text, length)] for length in LENGTHS}
+    starts = {length: [interval(w)[0] for w in held_out_windows(text, length)] for length in LENGTHS}
     assert starts == {8192: [41314, 73446], 16384: [33446], 32768: [33616]}
-    windows = reported_windows(text, 8192)
+    windows = held_out_windows(text, 8192)
     assert [w.document for w in windows] == ["text, reported window 1", "text, reported window 2"]
     assert {window.first for window in windows} == {4096}
-    assert reported_windows(numbered(8191), 8192) == []
+    assert held_out_windows(numbered(8191), 8192) == []
 
 
 @pytest.mark.parametrize("total", [NOVEL, 460_000])
 def test_no_reported_window_was_seen(total):
     seen = [(round(s * (total - n)), round(s * (total - n)) + n) for n, shares in SEEN.items() for s in shares]
     for length in LENGTHS:
-        for window in reported_windows(numbered(total), length):
+        for window in held_out_windows(numbered(total), length):
             assert all(apart(interval(window), other) for other in (*seen, SEEN_TOKENS))
 
 
 @pytest.mark.parametrize("length", LENGTHS)
 def test_tuning_windows_are_drawn_by_their_seed_apart_from_the_reported(length):
     text = numbered(NOVEL)
-    reported = [interval(window) for n in REPORTED for window in reported_windows(text, n)]
-    drawn = [tuning_windows(text, length, seed)[0] for seed in range(30)]
+    reported = [interval(window) for n in REPORTED for window in held_out_windows(text, n)]
+    drawn = [held_out_windows(text, length, seed)[0] for seed in range(30)]
     assert all(apart(interval(window), other) for window in drawn for other in reported)
     assert len({interval(window) for window in drawn}) > 25
-    assert interval(tuning_windows(text, length, 7)[0]) == interval(drawn[7])
+    assert interval(held_out_windows(text, length, 7)[0]) == interval(drawn[7])
     assert drawn[7].document == "text, tuning window 7"
-    assert tuning_windows(numbered(length - 1), length, 0) == []
-    assert tuning_windows(numbered(length + 1), length, 0) == []  # the reported window leaves no room
+    assert held_out_windows(numbered(length - 1), length, 0) == []
+    assert held_out_windows(numbered(length + 1), length, 0) == []  # the reported window leaves no room
 
 
 class _Letters:
@@ -86,7 +85,7 @@ class _Letters:
 
 
 def test_a_beginning_token_takes_the_first_place():
-    window = reported_windows(numbered(1000, bos=5), 100)[0]
+    window = held_out_windows(numbered(1000, bos=5), 100)[0]
     assert len(window.tokens) == 100
     assert window.tokens.tolist() == [5, *range(406, 505)]
     text = TokenizedText.of(LanguageModel("m", None, _Letters()), Document("a", "word"))
@@ -113,7 +112,7 @@ def test_methods_and_the_window_that_reads_as_much(tiny):
     assert local.config == Local(Routed().chunk_size, previous_chunk=True, sinks=Routed().sinks)
     with pytest.raises(ValueError, match="got 'top_k'"):
         held_out_methods({"top_k": 64})
-    window = reported_windows(TokenizedText("text", torch.arange(300) % 50), 128)[0]
+    window = held_out_windows(TokenizedText("text", torch.arange(300) % 50), 128)[0]
     changes = {"chunk_size": 16, "exact_until": 32, "cluster_size": 4, "min_weight": 1 / 16}
     method = held_out_methods(changes)[1]
     assert method.label == "default, chunk_size=16, exact_until=32, cluster_size=4, min_weight=0.0625"
@@ -204,52 +203,22 @@ TYPES = {"exact": "Exact", "default": "Routed", "window": "Baseline", "local": "
 
 
 def record(name, loss, seconds, *, document="novel, reported window 1", length=8192, **results):
-    axes = {"compared_with": "default"} if name == "window" else {}
-    config = {
-        "part": "loss",
-        "experiment": "default",
-        "model": "m",
-        "dtype": "float32",
-        "document": document,
-        "digest": document,
-        "n_tokens": length,
-        "layers": "all",
-        "method": {"label": name, "config": {"type": TYPES[name]}, "axes": axes},
-    }
+    method = {"label": name, "config": {"type": TYPES[name]}, "axes": {}}
+    method["axes"] = {"compared_with": "default"} if name == "window" else {}
+    config = {"part": "loss", "experiment": "default", "model": "m", "dtype": "float32", "layers": "all"}
+    config |= {"document": document, "digest": document, "n_tokens": length, "method": method}
     results = {"loss": loss, "attention_seconds": seconds, "replaced_reads_per_query": 1500.0, **results}
     return Record("perplexity", f"{name} {document} {length}", config, 0, results, 1.0)
 
 
 def window(document, exact, length=8192, **results):
-    losses = {"exact": exact, "default": exact + 0.004, "window": exact + 0.05, "local": exact + 0.1}
-    seconds = {"exact": 8.0, "default": 2.0, "window": 1.6, "local": 1.0}
-    return [record(k, losses[k], seconds[k], document=document, length=length, **results) for k in losses]
+    values = {"exact": (0, 8.0), "default": (0.004, 2.0), "window": (0.05, 1.6), "local": (0.1, 1.0)}
+    where = {"document": document, "length": length, **results}
+    return [record(name, exact + above, seconds, **where) for name, (above, seconds) in values.items()]
 
 
 def cells(table, place):
     return dict(zip(table.columns, table.rows[place], strict=True))
-
-
-def test_a_line_has_losses_reads_and_times():
-    (table,) = held_out_tables(window("novel, reported window 1", 2.5))
-    assert table.title == "default, reported windows"
-    assert cells(table, 0) == {
-        "model": "m",
-        "tokens": "8192",
-        "text": "novel",
-        "windows": "1",
-        "exact loss": "2.5000",
-        "default above": "+0.0040",
-        "window above": "+0.0500",
-        "local above": "+0.1000",
-        "keys and centroids read": "1500",
-        "exact s": "8.0",
-        "default s": "2.0",
-        "window s": "1.6",
-        "local s": "1.0",
-        "speed-up": "4.00x",
-    }
-    assert len(table.rows) == 1
 
 
 def test_texts_lengths_and_kinds_of_windows_stay_apart():
@@ -258,7 +227,7 @@ def test_texts_lengths_and_kinds_of_windows_stay_apart():
         *window("novel, reported window 2", 3.0),
         *window("code, reported window 1", 1.0),
         *window("novel, reported window 1", 2.0, length=16384, position_scaling={"rope": "yarn"}),
-        *window("novel, tuning window 7", 2.0),
+        *window("novel, tuning window 7", 2.5),
     ]
     records[1] = record("default", 2.02, 2.0)
     reported, tuning = held_out_tables(records)
@@ -271,20 +240,28 @@ def test_texts_lengths_and_kinds_of_windows_stay_apart():
     assert cells(reported, 0)["default above"] == "+0.0120 (+0.0200)"
     assert cells(reported, 0)["exact loss"] == "2.5000"
     assert cells(reported, 2)["exact loss"] == "2.0000"
-    assert (tuning.title, len(tuning.rows)) == ("default, tuning windows", 1)
+    assert [table.title for table in (reported, tuning)] == [
+        "default, reported windows",
+        "default, tuning windows",
+    ]
+    names = ("model", "tokens", "text", "windows", "exact loss", "default above", "window above", "local above")
+    losses = ("m", "8192", "novel", "1", "2.5000", "+0.0040", "+0.0500", "+0.1000")
+    costs = ("keys and centroids read", "exact s", "default s", "window s", "local s", "speed-up")
+    assert tuning.columns == (*names, *costs)
+    assert tuning.rows == ((*losses, "1500", "8.0", "2.0", "1.6", "1.0", "4.00x"),)
 
 
 def test_what_is_not_measured_is_a_dash_and_damage_is_refused():
-    whole = window("novel, reported window 1", 2.0)
-    (table,) = held_out_tables([*whole[:2], *window("novel, reported window 2", 2.0)])
+    every = window("novel, reported window 1", 2.0)
+    (table,) = held_out_tables([*every[:2], *window("novel, reported window 2", 2.0)])
     line = cells(table, 0)
     assert (line["window above"], line["local above"]) == ("-", "-")  # no mean over half of the windows
     assert line["default above"] == "+0.0040 (+0.0040)"
-    (table,) = held_out_tables(whole[1:2])
+    (table,) = held_out_tables(every[1:2])
     assert cells(table, 0)["default above"] == cells(table, 0)["exact loss"] == cells(table, 0)["speed-up"] == "-"
-    assert held_out_tables(whole[:1]) == []
-    other = record("exact", 2.0, 1.0)
-    other.config["experiment"] = "table1"
-    assert held_out_tables([other]) == []
+    assert held_out_tables(every[:1]) == []
+    for one in every:
+        one.config["experiment"] = "table1"
+    assert held_out_tables(every) == []
     with pytest.raises(ValueError, match="must have a number as loss, got 'high'"):
         held_out_tables([record("exact", "high", 1.0), record("default", 2.0, 1.0)])

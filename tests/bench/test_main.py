@@ -1,7 +1,6 @@
 """The command line's base: exit codes, one-sentence errors, interruption and resuming."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -34,14 +33,7 @@ def session(path, *, resume=False, as_json=False):
     return Session("demo", RecordFile(path / "records.jsonl", resume=resume), as_json, 1, "cpu")
 
 
-def test_help_lists_every_command_file(capsys):
-    assert main(["--help"]) == 0
-    shown = capsys.readouterr().out
-    assert "info" in shown
-    assert "options" not in shown.lower().split("commands")[1]
-
-
-def test_info_tells_versions_scorers_and_extras(capsys):
+def test_info_tells_versions_scorers_and_extras(capsys, monkeypatch):
     assert main(["info", "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert facts["versions"]["torch"]
@@ -49,32 +41,27 @@ def test_info_tells_versions_scorers_and_extras(capsys):
     assert facts["native"] == describe_native()
     assert set(facts["extras"]) >= {"hf", "eval", "dev"}
     assert "typer" in facts["extras"]["eval"]["present"]
-    assert main(["info"]) == 0
-    shown = capsys.readouterr().out
-    assert "scorers" in shown
-    # a long reason is folded into several lines
-    assert f"native operators {describe_native()}" in " ".join(shown.split())
-
-
-def test_info_says_how_to_install_what_is_missing(capsys, monkeypatch):
     monkeypatch.setattr(info, "_installed", lambda package: package != "timm")
     assert main(["info"]) == 0
-    assert "missing timm: pip install 'prescore[vision]'" in capsys.readouterr().out
+    shown = " ".join(capsys.readouterr().out.split())  # a long reason is folded into several lines
+    assert "scorers" in shown
+    assert f"native operators {describe_native()}" in shown
+    assert "missing timm: pip install 'prescore[vision]'" in shown
 
 
 @pytest.mark.parametrize(
     "argv",
     [
-        ["no-such-command"],
-        ["info", "--no-such-option"],
-        [],
-        ["speed", "--quick", "--layers", "0,1"],
-        ["speed", "--quick", "--threads", "100000"],
+        *([], ["no-such-command"], ["info", "--no-such-option"]),
+        *(["speed", "--quick", "--layers", "0,1"], ["speed", "--quick", "--threads", "100000"]),
     ],
 )
 def test_bad_usage_is_exit_code_2(argv, capsys):
     assert main(argv) == 2
     assert "Traceback" not in capsys.readouterr().err
+
+
+BUG = "prescore: ZeroDivisionError: division by zero; --debug shows where\n"
 
 
 @pytest.mark.parametrize(
@@ -83,6 +70,7 @@ def test_bad_usage_is_exit_code_2(argv, capsys):
         (ValueError("n must be at least 1, got 0"), 2, "prescore: n must be at least 1, got 0\n"),
         (OSError("disk is full"), 2, "prescore: disk is full\n"),
         (ModuleNotFoundError("no", name="timm"), 2, "needs the package timm"),
+        (ZeroDivisionError("division by zero"), 1, BUG),  # a bug is not bad usage
         (KeyboardInterrupt(), 130, "interrupted"),
         (SystemExit(130), 130, ""),
     ],
@@ -96,24 +84,9 @@ def test_errors_of_a_command_become_one_sentence(error, code, said, capsys, monk
     shown = capsys.readouterr().err
     assert said in shown
     assert "Traceback" not in shown
-
-
-def test_debug_shows_the_traceback(capsys, monkeypatch):
-    def refuse():
-        raise ValueError("broken")
-
-    monkeypatch.setattr(info, "collect", refuse)
-    assert main(["--debug", "info"]) == 2
-    assert "Traceback" in capsys.readouterr().err
-
-
-def test_a_bug_is_not_dressed_up_as_bad_usage(monkeypatch, capsys):
-    monkeypatch.setattr(info, "collect", lambda: 1 // 0)
-    assert main(["info"]) == 1
-    shown = capsys.readouterr().err
-    assert shown == "prescore: ZeroDivisionError: integer division or modulo by zero; --debug shows where\n"
-    assert main(["info", "--debug"]) == 1
-    assert "Traceback" in capsys.readouterr().err
+    for argv in (["--debug", "info"], ["info", "--debug"]):
+        assert main(argv) == code
+        assert ("Traceback" in capsys.readouterr().err) == isinstance(error, Exception)
 
 
 def test_the_version_is_the_packages(capsys):
@@ -165,39 +138,27 @@ def test_interrupted_and_resumed_loses_and_repeats_nothing(tmp_path, capsys):
     assert "2 of 4 rows are finished" in capsys.readouterr().err
 
 
-def test_other_settings_in_the_same_file_are_other_rows(tmp_path):
+def test_a_row_is_its_settings_and_is_measured_once(tmp_path, capsys):
     calls = []
-    session(tmp_path).run(rows(calls, n=2))
-    session(tmp_path, resume=True).run([Row({"value": 0}, 1, lambda: {"square": 0})])
+    records = session(tmp_path, as_json=True).run([*rows(calls, n=2), *rows(calls, n=2)])
+    assert calls == [record.config["value"] for record in records] == [0, 1]
+    assert len(capsys.readouterr().out.splitlines()) == 2
+    session(tmp_path, resume=True).run([Row({"value": 0}, 1, lambda: {"square": 0})])  # another seed
     assert len(read_records(tmp_path / "records.jsonl")) == 3
 
 
-def test_default_directory_is_new_and_resume_finds_the_newest(tmp_path, monkeypatch):
+def test_resume_finds_the_newest_run_that_measured_something(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    first = open_session("demo", out=None, json=False, resume=False, threads=None)
+    options = {"out": None, "json": False, "threads": None}
+    monkeypatch.setattr("prescore.bench.cli.options.time.strftime", lambda *_: "20260101-000000")
+    first = open_session("demo", resume=False, **options)
     first.run(rows([], n=1))
     assert first.out.parts[:2] == ("runs", "demo")
-    again = open_session("demo", out=None, json=False, resume=True, threads=None)
+    monkeypatch.setattr("prescore.bench.cli.options.time.strftime", lambda *_: "20260102-000000")
+    open_session("demo", resume=False, **options)  # as a refused model leaves it
+    again = open_session("demo", resume=True, **options)
     assert again.out == first.out
     assert len(again.file) == 1
-
-
-def test_resume_passes_over_a_run_that_never_measured_anything(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("prescore.bench.cli.options.time.strftime", lambda *_: "20260101-000000")
-    first = open_session("demo", out=None, json=False, resume=False, threads=None)
-    first.run(rows([], n=1))
-    monkeypatch.setattr("prescore.bench.cli.options.time.strftime", lambda *_: "20260102-000000")
-    open_session("demo", out=None, json=False, resume=False, threads=None)  # as a refused model leaves it
-    assert open_session("demo", out=None, json=False, resume=True, threads=None).out == first.out
-
-
-def test_a_row_asked_for_twice_is_one(tmp_path, capsys):
-    calls = []
-    records = session(tmp_path, as_json=True).run([*rows(calls, n=2), *rows(calls, n=2)])
-    assert calls == [0, 1]
-    assert [record.config["value"] for record in records] == [0, 1]
-    assert len(capsys.readouterr().out.splitlines()) == 2
 
 
 def test_progress_without_a_terminal_tells_the_time_left(capsys, monkeypatch):
@@ -211,23 +172,9 @@ def test_progress_without_a_terminal_tells_the_time_left(capsys, monkeypatch):
 
 
 def planted(*argv, cwd):
-    small = [
-        "--quick",
-        "--n",
-        "400",
-        "--d",
-        "4",
-        "--method",
-        "key-norm",
-        "--method",
-        "kmeans",
-        "--rule",
-        "nearest",
-    ]
-    command = [sys.executable, "-m", "prescore.bench.cli.main", "planted", *small, *argv]
-    return subprocess.Popen(
-        command, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ
-    )
+    small = ["--quick", "--n", "400", "--d", "4", "--method", "key-norm", "--method", "kmeans"]
+    command = [sys.executable, "-m", "prescore.bench.cli.main", "planted", *small, "--rule", "nearest", *argv]
+    return subprocess.Popen(command, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 @pytest.mark.slow
@@ -258,17 +205,7 @@ def test_a_killed_study_resumes_without_loss_or_repetition(tmp_path):
     assert len(found) == len(set(found)) == len(shown.splitlines())
 
 
-def test_a_damaged_record_file_is_refused_by_a_command(tmp_path):
-    (tmp_path / "records.jsonl").write_text("no record\n")
-    run = planted("--out", str(tmp_path), "--resume", cwd=tmp_path)
-    _, said = run.communicate()
-    assert run.returncode == 2
-    assert "damaged line 1" in said
-    assert len(said.splitlines()) == 1
-    assert (tmp_path / "records.jsonl").read_text() == "no record\n"
-
-
-def test_a_torn_record_file_is_continued_by_a_command(tmp_path):
+def test_a_command_continues_a_torn_record_file_and_refuses_a_damaged_one(tmp_path):
     records = tmp_path / "records.jsonl"
     run = planted("--out", str(tmp_path), "--json", cwd=tmp_path)
     run.communicate()
@@ -286,3 +223,10 @@ def test_a_torn_record_file_is_continued_by_a_command(tmp_path):
     )
     assert before == after
     assert len(shown.splitlines()) == len(lines)
+    records.write_text("no record\n")
+    refused = planted("--out", str(tmp_path), "--resume", cwd=tmp_path)
+    _, said = refused.communicate()
+    assert refused.returncode == 2
+    assert "damaged line 1" in said
+    assert len(said.splitlines()) == 1
+    assert records.read_text() == "no record\n"

@@ -62,9 +62,7 @@ def test_a_name_means_the_same_as_in_python(length, leaf):
     assert found == wanted
 
 
-def test_unknown_names_and_budgets_are_refused():
-    with pytest.raises(ValueError, match=r"method must be one of .* got 'flash'"):
-        named_method("flash", length=64)
+def test_a_share_of_keys_is_refused_for_baselines():
     with pytest.raises(ValueError, match=r"top_k must be a count of keys for the baseline 'oracle', got 0\.5"):
         named_method("oracle", length=64, top_k=0.5)
 
@@ -101,7 +99,6 @@ def test_nested_fields_words_and_objects():
     assert change(with_clusters, {"remainder": "none"}).remainder == "none"
     # fields that only go together
     assert change(Selected(), {"min_score": 0.5, "top_k": None}) == Selected(min_score=0.5)
-    assert change(Routed(), {"confidence": 0.9, "tolerance": 0.1}).confidence == 0.9
     assert change(Local(8), {"sinks": 3}, partly=True) == Local(8)
 
 
@@ -207,6 +204,11 @@ def test_a_configuration_does_what_apply_does(precise, window, config):
     assert abs(expected - float(window_losses(precise, window).mean())) > 1e-6
 
 
+def test_the_seed_reaches_the_method(precise, window):
+    losses = [measure_loss(precise, window, Method("some", CONFIGS[0]), seed=seed)["loss"] for seed in (0, 0, 1)]
+    assert losses[0] == losses[1] != losses[2]
+
+
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: type(config).__name__)
 def test_reads_are_those_of_the_call(config):
     tensors = torch.randn(3, 1, 2, 200, 8, generator=torch.Generator().manual_seed(0))
@@ -266,10 +268,7 @@ def test_every_name_runs(precise, window, name):
     assert 0 < results["reads_per_query"] <= 201
 
 
-CAUSAL = ("key-diff", "paper:kmeans", "hyper", "uniform", "performer", "reformer", "heavy-hitters", "streaming")
-
-
-@pytest.mark.parametrize("name", [*CAUSAL, "lev-attention", "default", "local"])
+@pytest.mark.parametrize("name", ["key-diff", "paper:kmeans", "hyper", "performer", "lev-attention", "default"])
 def test_no_method_but_the_oracle_sees_the_future(precise, window, name):
     lsh = Lsh(8, 8, alignment="hash")
     method = named_method(name, length=200, leaf=32, top_k=16, changes={"lsh": lsh, "inner": lsh})
@@ -278,12 +277,6 @@ def test_no_method_but_the_oracle_sees_the_future(precise, window, name):
     with measured_attention(precise.model, method):
         before, after = precise.hidden(window.tokens), precise.hidden(changed)
     torch.testing.assert_close(before[:150], after[:150])
-
-
-def test_the_seed_reaches_the_method(precise, window):
-    method = named_method("uniform", length=200, leaf=32, top_k=8)
-    one, same, other = (measure_loss(precise, window, method, seed=seed)["loss"] for seed in (0, 0, 1))
-    assert one == same != other
 
 
 def test_sliding_window_layers_stay_as_they_are(window):
@@ -328,7 +321,10 @@ def test_what_a_method_would_ignore_is_refused(window):
         assert float(window_losses(gemma, window).mean()) == pytest.approx(plain, rel=1e-5)
 
 
-def test_dropout_and_caches_are_refused(precise, window):
+def test_dropout_caches_and_shards_with_sliding_windows_are_refused(precise, window):
+    attention = MeasuredAttention(EXACT, [0], group=SimpleNamespace(size=2, rank=0))
+    with pytest.raises(ValueError, match="it has a sliding window, which no shard can see on its own"):
+        attention(*torch.zeros(3, 1, 1, 8, 4), AttentionContext(layer=0, is_causal=True, is_local=True))
     with torch.no_grad(), measured_attention(precise.model, EXACT):
         past = precise.model(input_ids=window.tokens[None, :50], use_cache=True).past_key_values
         with pytest.raises(ValueError, match="it has 1 queries for 51 keys; measure without a cache"):
@@ -359,19 +355,5 @@ def test_chatglm_is_measured_through_the_same_function():
             torch.testing.assert_close(model(tokens)[0], applied)
             assert cost()["layers_replaced"] == 2
     assert (applied - plain).abs().max() > 1e-6
-    training = TinyChatGLM(dropout=0.5).train()
-    core = training.transformer.encoder.layers[0].self_attention.core_attention
-    with (
-        pytest.raises(ValueError, match=r"drops attention weights with probability 0\.5"),
-        measured_attention(training, EXACT),
-    ):
-        training(tokens)
     assert [layer.self_attention.core_attention for layer in model.transformer.encoder.layers] == cores
-    assert training.transformer.encoder.layers[0].self_attention.core_attention is core
-    assert not patches(core)
-
-
-def test_a_shard_with_a_sliding_window_is_refused():
-    attention = MeasuredAttention(EXACT, [0], group=SimpleNamespace(size=2, rank=0))
-    with pytest.raises(ValueError, match="it has a sliding window, which no shard can see on its own"):
-        attention(*torch.zeros(3, 1, 1, 8, 4), AttentionContext(layer=0, is_causal=True, is_local=True))
+    assert not patches(cores[0])

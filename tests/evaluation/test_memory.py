@@ -25,11 +25,11 @@ def test_what_holds_is_returned(monkeypatch):
     with pytest.raises(ValueError, match="memory must be one of 'kept', 'system', got 'mine'"):
         memory.choose_freed_memory("mine")
     assert memory.choose_freed_memory("system") == "system"
-    monkeypatch.setattr(memory, "_c_library", lambda: None)
+    monkeypatch.setattr(memory.ctypes, "CDLL", lambda _: None)
     assert memory.choose_freed_memory("kept") == "system"
 
 
-@pytest.mark.skipif(not hasattr(memory._c_library(), "mallopt"), reason="the C library has no mallopt")
+@pytest.mark.skipif(not hasattr(memory.ctypes.CDLL(None), "mallopt"), reason="the C library has no mallopt")
 @pytest.mark.parametrize("choice", ["kept", "system"])
 def test_freed_memory_stays_or_goes(choice):
     """A freed tensor of 64 MiB still counts as memory of the process, or not."""

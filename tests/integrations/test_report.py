@@ -136,34 +136,6 @@ def test_a_prompt_that_is_too_short_gets_a_note(config, reason):
     assert str(applied).splitlines()[-1] == note
 
 
-def test_unsupported_features_are_named_in_the_table():
-    model = tiny("Gemma2", sliding_window=200, layer_types=["full_attention"] * 2)
-    applied = prescore.apply(model, SELECTED, on_unsupported="exact")
-    with pytest.warns(UserWarning, match="soft"):
-        forward(model, IDS)
-    assert "exact: unsupported because its logits are soft-capped" in str(applied)
-
-
-def test_a_tolerance_adds_error_columns():
-    model = tiny("Llama")
-    with prescore.apply(model, ROUTED.replace(tolerance=0.25)) as applied:
-        generate(model, prompts(length=48, side="none")[0])
-    report = applied.report()
-    table = lines(report.table())
-    assert table[0][-4:] == ["error estimate", "error bound", "refined", "read all"]
-    for name in (PREFILL, STEPS):
-        stats = [entry.phases[name].last.stats for entry in report.layers]
-        for each in stats:
-            assert 0 <= each["error_estimate"] <= each["error_bound_max"] <= 0.25
-            assert 0 <= each["read_all"] <= each["refined"] <= 1
-        own = [line for line in table if name in line]
-        assert f"{max(each['error_bound_max'] for each in stats):.4f}" in {line[-3] for line in own}
-        assert all(line[-1].endswith(" %") for line in own)
-    with prescore.apply(model, ROUTED) as applied:
-        forward(model, IDS)
-    assert "error" not in str(applied)
-
-
 def test_a_vision_model_too_small_to_route_warns_once():
     model, images = tiny_huggingface(), pixels()
     with prescore.apply(model) as applied:

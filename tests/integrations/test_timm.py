@@ -20,6 +20,7 @@ from prescore import KMeans, Selected
 from prescore.errors import Unsupported
 from prescore.integrations import timm as adapter
 from prescore.integrations.attention import PrescoredAttention
+from prescore.integrations.patch import patches
 from prescore.integrations.torchvision import import_timm
 
 # before any `from timm...` below, whichever test runs first
@@ -28,7 +29,6 @@ import_timm()
 FEW = Selected(KMeans(n_clusters=3), top_k=8, sinks=0, remainder="none")
 TOKENS = torch.randn(20, 20, 48, generator=torch.Generator().manual_seed(0))
 FLOAT32 = {"rtol": 1e-4, "atol": 1e-4}  # the same sums in another order of operations
-NO_CLASS_TOKEN = {"class_token": False, "global_pool": "avg"}
 
 
 @torch.inference_mode()
@@ -53,24 +53,25 @@ def layer():
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("options", "n_prefix"),
     [
-        {},
-        {"qk_norm": True},
-        {"reg_tokens": 4},
-        NO_CLASS_TOKEN,
-        {"init_values": 0.5},
-        {"scale_attn_norm": True},
+        ({}, 1),
+        ({"qk_norm": True}, 1),
+        ({"reg_tokens": 4}, 5),
+        ({"class_token": False, "global_pool": "avg"}, 0),
+        ({"init_values": 0.5}, 1),
+        ({"scale_attn_norm": True}, 1),
     ],
     ids=str,
 )
-def test_every_key_selected_is_the_model_itself_and_undo_restores(options):
+def test_every_key_selected_is_the_model_itself_and_undo_restores(options, n_prefix):
     model = tiny_timm(**options)
     before = answer(model)
     with prescore.apply(model, Selected(top_k=1.0)) as applied:
         torch.testing.assert_close(answer(model), before, **FLOAT32)
         assert applied.adapter == "timm"
         assert applied.layers == {0: "blocks.0.attn", 1: "blocks.1.attn"}
+        assert patches(model.blocks[1].attn)[-1].n_prefix == n_prefix
     with prescore.apply(model, FEW):
         assert (answer(model) - before).abs().max() > 1e-2
     with prescore.apply(model, FEW, layers="last:1"):
@@ -138,41 +139,6 @@ def test_a_square_mask_is_queries_by_keys_whatever_the_batch(layer, batch, name)
     torch.testing.assert_close(got, before, **FLOAT32)
 
 
-@pytest.mark.parametrize(("options", "n_prefix"), [({}, 1), ({"reg_tokens": 4}, 5), (NO_CLASS_TOKEN, 0)])
-def test_prefix_tokens_are_always_read(options, n_prefix, monkeypatch):
-    selected, run = [], prescore.attention.attend
-
-    def spy(query, key, value, config, options):
-        _, aux = prescore.prescored_attention(query, key, value, config, **options._asdict(), return_aux=True)
-        selected.append(bool((aux.selection.indices[..., :n_prefix] == torch.arange(n_prefix)).all()))
-        assert aux.selection.indices.shape[-1] == 8
-        return run(query, key, value, config, options)
-
-    monkeypatch.setattr("prescore.integrations.masks.attend", spy)
-    model = tiny_timm(**options)
-    # keys are drawn among all tokens: the first ones are read only because they are protected
-    config = Selected("uniform", top_k=8, sinks=0, remainder="none")
-    with prescore.apply(model, config):
-        answer(model)
-    assert selected == [True, True]
-    undo = replace_attention(model, config, protect_prefix=False, seed=3)
-    answer(model)
-    undo()
-    assert all(selected[2:]) == (n_prefix == 0)
-
-
-def test_the_seed_changes_sampling():
-    model = tiny_timm()
-    config = FEW.replace(selector="sample", scorer=KMeans(n_clusters=3, rule="farthest"))
-    results = []
-    for seed in (0, 0, 1):
-        undo = replace_attention(model, config, seed=seed)
-        results.append(answer(model))
-        undo()
-    assert torch.equal(results[0], results[1])
-    assert not torch.allclose(results[0], results[2])
-
-
 def test_gradients_reach_the_weights():
     model = tiny_timm()
     with prescore.apply(model, FEW):
@@ -212,13 +178,6 @@ def test_a_forward_that_was_replaced_before_comes_back():
     answer(model)
     assert len(calls) == 1
     assert layer.forward is counted
-
-
-def test_functions_for_missing_layers_are_refused():
-    model = tiny_timm()
-    with pytest.raises(ValueError, match="functions must be for layers 0 to 1, got one for layer 2"):
-        adapter.replace_attention(model, {0: PrescoredAttention(FEW), 2: PrescoredAttention(FEW)})
-    assert not leftovers(model)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """What is sent: few selected keys instead of all keys, however long the sequence is."""
 
-import importlib.util
-import sys
+import importlib
 from pathlib import Path
 
 import pytest
@@ -37,15 +36,10 @@ def test_selected_sends_a_fifth_at_most_and_no_more_for_longer_sequences(crew, n
     assert sent <= 1.1 * shorter
 
 
-@pytest.fixture(scope="module")
-def planned():
-    path = Path(__file__).parent.parent.parent / "experiments" / "parallel" / "planned.py"
-    spec = importlib.util.spec_from_file_location("planned_bytes_of_ranks", path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # its dataclass looks its own module up
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules[spec.name]
+@pytest.fixture
+def planned(monkeypatch):
+    monkeypatch.syspath_prepend(Path(__file__).parent.parent.parent / "experiments" / "parallel")
+    return importlib.import_module("planned")
 
 
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])

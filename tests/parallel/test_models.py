@@ -4,7 +4,7 @@ import re
 
 import pytest
 import torch
-from parallel_work import refused_models, run_generation, run_losses, run_model
+from parallel_work import refused_models, run_as_core, run_generation, run_losses, run_model, run_tensor_parallel
 from tiny_models import prompts, tiny
 
 import prescore
@@ -34,7 +34,7 @@ FLOAT32 = 5e-4
 def test_loss_and_gradients_are_those_of_one_process(crew, name, side, ranks):
     ids, mask = prompts(batch=2, length=48, side=side, cut=0 if side == "none" else 20)
     given = None if side == "none" else mask
-    results = crew.run(run_model, CONFIGS[name], ids, given, "Llama", True, ranks=ranks)
+    results = crew.run(run_model, CONFIGS[name], ids, given, "Llama", ranks=ranks)
     model = tiny("Llama")
     labels = ids.masked_fill(mask == 0, -100)
     with prescore.apply(model, CONFIGS[name]):
@@ -99,12 +99,33 @@ def test_families(crew, family):
     ids, _ = prompts(batch=1, length=48, cut=0)
     # without clusters: keys that differ by rounding, as those of shards do, may be clustered otherwise
     config = Selected("key-norm", 4, min_seq_len=8, remainder="none")
-    results = crew.run(run_model, config, ids, None, family, False, ranks=2)
-    model = tiny(family)
-    with prescore.apply(model, config), torch.no_grad():
-        wanted = model(ids, use_cache=False).logits
+    results = crew.run(run_model, config, ids, None, family, ranks=2)
     logits = torch.cat([result[0] for result in results], dim=1)
-    torch.testing.assert_close(logits, wanted, rtol=FLOAT32, atol=FLOAT32)
+    torch.testing.assert_close(logits, logits_of_one_process(config, ids, family), rtol=FLOAT32, atol=FLOAT32)
+
+
+def logits_of_one_process(config, ids, family="Llama", **sizes):
+    model = tiny(family, **sizes)
+    with prescore.apply(model, config), torch.no_grad():
+        return model(ids, use_cache=False).logits
+
+
+@pytest.mark.parametrize("name", ["selected", "routed"])
+def test_under_a_registration_that_exchanges_heads(crew, name):
+    """As DeepSpeed's Ulysses registers itself: the function of the name is wrapped, and sees full sequences."""
+    ids, _ = prompts(batch=2, length=48, cut=0)
+    found = torch.cat(crew.run(run_as_core, CONFIGS[name], ids, ranks=2), dim=1)
+    torch.testing.assert_close(found, logits_of_one_process(CONFIGS[name], ids), rtol=FLOAT32, atol=FLOAT32)
+
+
+@pytest.mark.parametrize("name", ["selected", "routed"])
+def test_under_tensor_parallelism(crew, name, tmp_path):
+    ids, _ = prompts(batch=2, length=48, cut=0)
+    tiny("Llama", num_key_value_heads=4).save_pretrained(tmp_path)
+    wanted = logits_of_one_process(CONFIGS[name], ids, num_key_value_heads=4)
+    for n_heads, logits in crew.run(run_tensor_parallel, CONFIGS[name], ids, str(tmp_path), ranks=4):
+        assert n_heads == [1, 1]  # of four, in both layers
+        torch.testing.assert_close(logits, wanted, rtol=FLOAT32, atol=FLOAT32)
 
 
 @pytest.mark.parametrize("ranks", [2, 3], ids=["even shares of heads", "uneven"])

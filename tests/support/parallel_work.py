@@ -7,6 +7,8 @@ import torch
 from oracles.inputs import attention_tensors
 
 import prescore
+from prescore.parallel.comm import Group, agree, as_group, tied
+from prescore.parallel.ulysses import Ulysses
 
 
 def shard(tensor, group, dim=2):
@@ -14,13 +16,12 @@ def shard(tensor, group, dim=2):
     return None if tensor is None else tensor.chunk(group.size(), dim)[group.rank()].contiguous()
 
 
-def attend(group, config, inputs, mask, options, learned=True):
+def attend(group, config, inputs, mask, options):
     """Output, lse, gradients of query, key and value, and stats, all of this rank's shard."""
-    parts = [shard(tensor, group).requires_grad_(learned) for tensor in inputs]
+    parts = [shard(tensor, group).requires_grad_() for tensor in inputs]
     options = {**options, "key_padding_mask": shard(mask, group, 1), "group": group}
     output, aux = prescore.prescored_attention(*parts, config, return_aux=True, **options)
-    if learned:
-        (output * shard(gradient_weights(inputs), group)).sum().backward()
+    (output * shard(gradient_weights(inputs), group)).sum().backward()
     return output.detach(), aux.lse.detach(), *(part.grad for part in parts), aux.stats
 
 
@@ -48,12 +49,11 @@ def one_process(config, inputs, mask, options):
 
 
 def joined(results):
-    """Shards of all ranks behind one another: output, lse, gradients where there are any."""
-    columns = zip(*(result[:5] for result in results), strict=True)
-    return [torch.cat(parts, dim=2) for parts in columns if parts[0] is not None]
+    """Shards of all ranks behind one another: output, lse, gradients."""
+    return [torch.cat(parts, dim=2) for parts in zip(*(result[:5] for result in results), strict=True)]
 
 
-def run_model(group, config, ids, mask, family, learned):
+def run_model(group, config, ids, mask, family):
     """Logits of this rank's shard of a tiny model, its loss, and the gradients of all parameters, summed."""
     import torch.distributed as dist
     from tiny_models import tiny
@@ -69,12 +69,10 @@ def run_model(group, config, ids, mask, family, learned):
             num_items_in_batch=(labels != -100).sum(), use_cache=False, **kwargs,
         )  # fmt: skip
         report = str(applied.report())
-        grads = []
-        if learned:
-            result.loss.backward()
-            for parameter in model.parameters():
-                dist.all_reduce(parameter.grad, group=group)
-                grads.append(parameter.grad)
+        result.loss.backward()
+        grads = [parameter.grad for parameter in model.parameters()]
+    for grad in grads:
+        dist.all_reduce(grad, group=group)
     loss = result.loss.detach().clone()
     dist.all_reduce(loss, group=group)
     return result.logits.detach(), loss, grads, report
@@ -96,9 +94,6 @@ def run_as_core(group, config, ids):
     """Logits of this rank's shard, where a wrapper around the registered function exchanges heads."""
     from tiny_models import tiny
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    from prescore.parallel.comm import as_group
-    from prescore.parallel.ulysses import Ulysses
 
     model, ranks = tiny("Llama"), as_group(group)
     positions = torch.arange(ids.shape[1])[None]
@@ -146,8 +141,6 @@ def run_tensor_parallel(group, config, ids, path):
 
 def bytes_sent(group, config, n_tokens, is_causal, explain):
     """Bytes that this rank sends in one call of random keys, one head of 64 numbers; and the exchange if asked."""
-    from prescore.parallel.comm import as_group
-
     ranks, generator = as_group(group), torch.Generator().manual_seed(group.rank())
     parts = [torch.randn(1, 1, n_tokens // group.size(), 64, generator=generator) for _ in range(3)]
     options = {"is_causal": is_causal, "group": ranks, "return_aux": explain}
@@ -230,9 +223,7 @@ def generator_after_refusal(group):
 
 def long_note(group, length):
     """Ranks that agree on a fact of so many letters."""
-    from prescore.parallel.comm import Group, agree
-
-    agree(Group(group), {"config": "x" * length}, None, torch.device("cpu"))
+    agree(Group(group), {"config": "x" * length}, None)
 
 
 def die_or_attend(group, in_backward):
@@ -250,8 +241,6 @@ def die_or_attend(group, in_backward):
 
 def tied_exchange(group, use):
     """Gradient of what was sent, where rank 1 uses what it received or not."""
-    from prescore.parallel.comm import Group, tied
-
     ranks = Group(group)
     sent = torch.arange(4.0, dtype=torch.float64).add(10 * group.rank()).requires_grad_()
     shape = (1,) if group.rank() == 0 else (3,)
@@ -267,8 +256,6 @@ def tied_exchange(group, use):
 
 def gathered(group, dtype):
     """The tensors of all ranks, and the gradient of this rank's."""
-    from prescore.parallel.comm import Group
-
     ranks = Group(group)
     own = torch.full((2, 3), float(group.rank()), dtype=dtype, requires_grad=True)
     full = ranks.gather_with_grad(own)
@@ -300,7 +287,6 @@ def run_losses(group, document, length, methods):
     from prescore.bench.language.methods import named_method
     from prescore.bench.language.model import LanguageModel
     from prescore.bench.language.perplexity import make_windows, measure_loss
-    from prescore.parallel.comm import Group
 
     loaded = LanguageModel("tiny", *tiny_language_model(max_positions=512))
     (window,) = make_windows(loaded, [Document("text", document)], length)

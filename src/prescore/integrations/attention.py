@@ -6,7 +6,6 @@ The adapter of each library calls an `Attend` for every replaced layer. `prescor
 
 from __future__ import annotations
 
-import threading
 import time
 import warnings
 from collections.abc import Callable
@@ -117,7 +116,7 @@ class PrescoredAttention:
         self._audit, self._n_audits = audit, 0
         self._warns_if_idle = warned is not None
         self._warned = set() if warned is None else warned
-        self._external = _PerThread()
+        self._external = ExternalCache()
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, context: AttentionContext) -> Tensor:
         """Attend; see `Attend`."""
@@ -135,7 +134,7 @@ class PrescoredAttention:
         else:
             config = self.with_prefix(context.n_prefix, form.fewest_keys()) if context.n_prefix else self.config
             request = Request(config, context.scale, context.dropout, layer_seed(self.seed, context.layer))
-            cache = self._external.cache if context.cache is None else context.cache
+            cache = self._external if context.cache is None else context.cache
             key, value = key[:, :, : form.n_keys], value[:, :, : form.n_keys]
             in_order = n_query == 1 or form.kind == "causal"
             path, result = cache.step(query, CachedKeys(key, value, form.valid, form.n_keys, in_order), request)
@@ -219,16 +218,6 @@ class PrescoredAttention:
 def layer_seed(seed: int, layer: int) -> int:
     """The seed of one layer."""
     return Streams(seed).child(f"layer {layer}").seed
-
-
-class _PerThread(threading.local):
-    """The cache for models whose cache is not ours. It follows one generation at a time, hence one per thread."""
-
-    def __init__(self) -> None:
-        self.cache = ExternalCache()
-
-    def __reduce__(self) -> tuple[type[_PerThread], tuple[()]]:
-        return _PerThread, ()  # a copy of a model starts without state
 
 
 def _all_keys(visible: Callable[[], float | None]) -> Reads | None:

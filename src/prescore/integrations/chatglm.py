@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -17,17 +17,6 @@ from prescore.errors import Unsupported
 from prescore.integrations.attention import Attend, AttentionContext
 from prescore.integrations.compile import attention_of
 from prescore.integrations.patch import Undo, original_forward, patches, replace_forwards
-
-
-class _Heads(NamedTuple):
-    """Query heads, and KV heads before the caller repeats them."""
-
-    n_query: int
-    n_kv: int
-
-    @property
-    def repeats(self) -> int:
-        return self.n_query // self.n_kv
 
 
 def detect(model: nn.Module) -> bool:
@@ -48,11 +37,12 @@ def layers(model: nn.Module) -> list[str]:
 def replace_attention(model: nn.Module, functions: Mapping[int, Attend]) -> Undo:
     """Let layer `number` attend by `functions[number]`; returns the undo."""
     modules = [model.get_submodule(name) for name in layers(model)]
-    return replace_forwards(modules, functions, partial(_forward, _heads(model)))
+    return replace_forwards(modules, functions, partial(_forward, *_heads(model)))
 
 
 def _forward(
-    heads: _Heads,
+    n_heads: int,
+    repeats: int,
     module: nn.Module,
     query_layer: Tensor,
     key_layer: Tensor,
@@ -62,29 +52,30 @@ def _forward(
     """The forward of a core attention: `[Nq, B, H, D]` and `[Nk, B, H, D]` twice -> `[Nq, B, H * D]`.
 
     Args:
-        heads: Of the model.
+        n_heads: Query heads of the model.
+        repeats: How often the caller repeats each KV head.
         module: The core attention.
         query_layer: Queries of the newest positions.
         key_layer: All keys so far, heads repeated.
         value_layer: All values so far, heads repeated.
         attention_mask: None, or bool `[B, 1, Nq, Nk]`, True = hidden.
     """
-    if query_layer.shape[2] != heads.n_query:
+    if query_layer.shape[2] != n_heads:
         raise Unsupported(
             "pre-scored attention in ChatGLM",
-            [f"queries must be [sequence, batch, {heads.n_query} heads, dim], got {tuple(query_layer.shape)}"],
+            [f"queries must be [sequence, batch, {n_heads} heads, dim], got {tuple(query_layer.shape)}"],
         )
 
     def original(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        repeated = (t.repeat_interleave(heads.repeats, dim=1) for t in (key, value))
+        repeated = (t.repeat_interleave(repeats, dim=1) for t in (key, value))
         inputs = (t.permute(2, 0, 1, 3) for t in (query, *repeated))
         result: Tensor = original_forward(module)(*inputs, attention_mask)
-        return result.reshape(*result.shape[:2], heads.n_query, -1).permute(1, 2, 0, 3)
+        return result.reshape(*result.shape[:2], n_heads, -1).permute(1, 2, 0, 3)
 
     patch = patches(module)[-1]
     query, key, value = (layer.permute(1, 2, 0, 3) for layer in (query_layer, key_layer, value_layer))
     # one of the repeated heads each, so that every KV head is scored once
-    key, value = key[:, :: heads.repeats], value[:, :: heads.repeats]
+    key, value = key[:, ::repeats], value[:, ::repeats]
     dropout = getattr(getattr(module, "attention_dropout", None), "p", 0.0) if module.training else 0.0
     context = AttentionContext(
         layer=patch.layer,
@@ -98,18 +89,18 @@ def _forward(
     return attention_of(patch)(query, key, value, context).permute(2, 0, 1, 3).flatten(2)
 
 
-def _heads(model: nn.Module) -> _Heads:
-    """As the model's configuration says."""
+def _heads(model: nn.Module) -> tuple[int, int]:
+    """Query heads, and how often each KV head is repeated, as the model's configuration says."""
     config: Any = getattr(model, "config", None)
     n_heads = getattr(config, "num_attention_heads", None)
     if n_heads is None:
         raise Unsupported(f"apply on {type(model).__name__}", ["its config does not say num_attention_heads"])
     if not getattr(config, "multi_query_attention", False):
-        return _Heads(n_heads, n_heads)
+        return n_heads, 1
     n_groups = config.multi_query_group_num
     if n_groups < 1 or n_heads % n_groups:
         raise ValueError(f"config.multi_query_group_num must divide the {n_heads} heads, got {n_groups}")
-    return _Heads(n_heads, n_groups)
+    return n_heads, n_heads // n_groups
 
 
 def _visible(attention_mask: Tensor | None) -> Tensor | None:

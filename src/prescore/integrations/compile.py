@@ -18,7 +18,7 @@ from torch import Tensor
 from prescore.autograd import autocast_inputs
 from prescore.errors import Unsupported
 from prescore.integrations.attention import Attend, AttentionContext
-from prescore.integrations.patch import Patch, patch_by_handle
+from prescore.integrations.patch import PATCHES_BY_HANDLE, Patch
 
 _SEEDS = 2**62
 _ARGUMENTS = (
@@ -54,7 +54,7 @@ def _run(
     owner: str,
     handle: int,
 ) -> Tensor:
-    patch = patch_by_handle(handle)
+    patch = PATCHES_BY_HANDLE.get(handle)
     if patch is None:
         raise Unsupported(f"compiled attention in {owner}", ["what was applied to the model has been undone"])
     context = AttentionContext(

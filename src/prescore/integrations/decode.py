@@ -10,8 +10,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -49,8 +48,7 @@ class Request(NamedTuple):
     seed: int = DEFAULT_SEED
 
 
-@dataclass(frozen=True, eq=False)
-class CachedKeys:
+class CachedKeys(NamedTuple):
     """The keys a call may read, those of the new tokens included.
 
     Attributes:
@@ -70,7 +68,7 @@ class CachedKeys:
     def until(self, end: int) -> CachedKeys:
         """The keys before position `end`."""
         valid = None if self.valid is None else self.valid[:, :end]
-        return replace(self, key=self.key[:, :, :end], value=self.value[:, :, :end], valid=valid, n_keys=end)
+        return self._replace(key=self.key[:, :, :end], value=self.value[:, :, :end], valid=valid, n_keys=end)
 
 
 class Step(NamedTuple):
@@ -295,11 +293,7 @@ class LayerCache:
 
 
 def _n_selectable(n_keys: int, n_query: int) -> int:
-    """How many of the first keys the newest queries may select from.
-
-    One query selects from all keys, its own included, as in `prescored_attention`. Several queries would see each
-    other's future there, so they select from the keys before them.
-    """
+    """How many of the first keys the newest queries may select from; several would see each other's future."""
     return n_keys if n_query == 1 else n_keys - n_query
 
 
@@ -335,7 +329,13 @@ class ExternalCache(threading.local):
         if n_query == 1 and keys.valid is not None:  # leave out the unused room of a static cache
             real = keys.valid.any(dim=0).nonzero()
             keys = keys.until(int(real.max()) + 1 if len(real) else keys.n_keys)
+<<<<<<< HEAD
         if self.selection is not None:
+=======
+        if self.selection is not self._compared_to:  # the last step failed
+            self._cache.clear()
+        elif self.selection is not None:
+>>>>>>> main
             self._follow(self.selection, keys, n_query, request)
         step = self._cache.step(query, keys, request)
         if step.path == PROMPT:
@@ -344,6 +344,10 @@ class ExternalCache(threading.local):
             self._n_prompt = keys.n_keys - n_query  # the prompt was read elsewhere
         if self.selection is not None and self.selection is not self._compared_to:
             self._remember(self.selection, keys.key)
+<<<<<<< HEAD
+=======
+        self._compared_to = self.selection
+>>>>>>> main
         return step
 
     def _follow(self, selection: SelectionState, keys: CachedKeys, n_query: int, request: Request) -> None:
@@ -367,7 +371,11 @@ class ExternalCache(threading.local):
         size = min(_PROBES, n_prompt)
         probes = torch.linspace(0, n_prompt - 1, size, dtype=torch.float64, device=key.device).round().long()
         later = torch.arange(n_prompt, selection.n_selected_from, dtype=torch.int64, device=key.device)
+<<<<<<< HEAD
         self._compared_to, self._n_probes, self._places = selection, size, torch.cat((probes, later))
+=======
+        self._n_probes, self._places = size, torch.cat((probes, later))
+>>>>>>> main
         self._known = key.detach()[:, :, self._places]
 
     def _equal(self, key: Tensor, n_places: int) -> bool:
@@ -378,6 +386,7 @@ class ExternalCache(threading.local):
         return torch.equal(key[:, :, places], self._known[:, :, :n_places])
 
 
+@dataclass(eq=False)
 class SelectionState:
     """Selected keys, centroids of the others, and every token since, in one buffer.
 
@@ -391,30 +400,20 @@ class SelectionState:
         n_centroids: How many of the entries are centroids.
     """
 
-    def __init__(
-        self, config: Selected, buffer: KVBuffer, n_selected_from: int, n_entries: int, n_centroids: int
-    ) -> None:
-        self.config = config
-        self.buffer = buffer
-        self.n_selected_from = n_selected_from
-        self.n_entries = n_entries
-        self.n_centroids = n_centroids
+    config: Selected
+    buffer: KVBuffer
+    n_selected_from: int
+    n_entries: int
+    n_centroids: int
 
     @classmethod
     def select(
         cls, key: Tensor, value: Tensor, valid: Tensor | None, config: Config, seed: int = DEFAULT_SEED
     ) -> SelectionState:
-        """Select among the keys so far.
+        """Select among keys `[B, Hkv, N, D]`; `valid [B, N]` is False for padding, `seed` is of the scorer.
 
         The entries are those that `prescored_attention` of one query over the same keys would read, with exact
         attention over the selection, so that a fresh selection gives the same output.
-
-        Args:
-            key: `[B, Hkv, N, D]`.
-            value: `[B, Hkv, N, Dv]`.
-            valid: `[B, N]`, True = a real key; None = all.
-            config: A `Selected`.
-            seed: Of the scorer, as `generator` of `prescored_attention`.
         """
         if not isinstance(config, Selected):
             raise TypeError(f"config must be a Selected to keep a selection, got {type(config).__name__}")
@@ -459,13 +458,44 @@ class SelectionState:
         self.buffer.append(key, value, bias)
 
     def attend(self, query: Tensor, scale: float | None, dropout: float = 0.0) -> Tensor:
-        """Exact attention of the last `Nq` tokens over all entries up to each of them, in one call."""
-        return attend_last(query, self.buffer.key, self.buffer.value, self.buffer.bias, scale, dropout)
+        """Exact attention of the last tokens, `query [B, Hq, Nq, D]`, each over all entries up to its own."""
+        batch, n_heads, n_query, dim = query.shape
+        n_kv_heads, length = self.buffer.key.shape[1:3]
+        # the queries of a group become queries of one head, so that no key is repeated
+        grouped = query.reshape(batch, n_kv_heads, -1, dim)
+        mask = None if self.buffer.bias is None else self.buffer.bias[:, :, None, :]
+        if mask is not None and query.device.type != "cpu":
+            # elsewhere torch takes the mask in the queries' dtype only, which rounds the logs of counts
+            mask = mask.to(query.dtype)
+        if n_query > 1:
+            later = torch.ones(n_query, length, dtype=torch.bool, device=query.device).triu(length - n_query + 1)
+            hidden = torch.zeros(n_query, length, dtype=query.dtype, device=query.device)
+            hidden = hidden.masked_fill_(later, -torch.inf).repeat(n_heads // n_kv_heads, 1)
+            mask = hidden if mask is None else hidden + mask
+        output = torch.nn.functional.scaled_dot_product_attention(
+            grouped, self.buffer.key, self.buffer.value, attn_mask=mask, dropout_p=dropout, scale=scale
+        )
+        return output.reshape(batch, n_heads, n_query, -1)
 
     def count_reads(self, n_query: int) -> Callable[[], Reads]:
         """Counts what the last `n_query` tokens read; padding and empty clusters do not count."""
-        centroids = slice(self.n_entries - self.n_centroids, self.n_entries)
-        return partial(_count_reads, self.buffer.length, self.buffer.bias, centroids, n_query)
+        # of this step, and without its keys and values
+        length, bias, n_entries, n_centroids = (
+            self.buffer.length,
+            self.buffer.bias,
+            self.n_entries,
+            self.n_centroids,
+        )
+
+        def count() -> Reads:
+            if bias is None:
+                return Reads(length - (n_query - 1) / 2 - n_centroids, float(n_centroids))
+            real = ~torch.isneginf(bias)
+            entries = float(real.cumsum(-1)[..., length - n_query :].double().mean())
+            centroids = float(real[..., n_entries - n_centroids : n_entries].sum(-1).double().mean())
+            return Reads(entries - centroids, centroids)
+
+        return count
 
     def crop(self, n_since: int) -> None:
         """Forget the tokens after the first `n_since`."""
@@ -481,49 +511,6 @@ def _with_exact_inner(config: Selected) -> Selected:
         leaf_inclusive=False,
         coupling=Coupling(mask=config.coupling.mask),
     )
-
-
-def attend_last(
-    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale: float | None, dropout: float = 0.0
-) -> Tensor:
-    """Attention of the last `Nq` tokens, each over all keys up to its own.
-
-    Args:
-        query: `[B, Hq, Nq, D]`.
-        key: `[B, Hkv, n, D]`, the last `Nq` being those of the queries.
-        value: `[B, Hkv, n, Dv]`.
-        bias: `[B, Hkv, n]` added to the logits, or None.
-        scale: Factor of the logits.
-        dropout: Probability of dropping a weight, drawn by torch.
-    """
-    batch, n_heads, n_query, dim = query.shape
-    n_kv_heads, n_keys = key.shape[1:3]
-    # the queries of a group become queries of one head, so that no key is repeated
-    grouped = query.reshape(batch, n_kv_heads, -1, dim)
-    mask = None if bias is None else bias[:, :, None, :]
-    if mask is not None and query.device.type != "cpu":
-        # elsewhere torch takes the mask in the queries' dtype only, which rounds the logs of counts
-        mask = mask.to(query.dtype)
-    if n_query > 1:
-        position = torch.arange(n_keys, dtype=torch.int64, device=query.device) - (n_keys - n_query)
-        later = position > torch.arange(n_query, dtype=torch.int64, device=query.device)[:, None]
-        hidden = torch.zeros(n_query, n_keys, dtype=query.dtype, device=query.device)
-        hidden = hidden.masked_fill_(later, -torch.inf).repeat(n_heads // n_kv_heads, 1)
-        mask = hidden if mask is None else hidden + mask
-    output = torch.nn.functional.scaled_dot_product_attention(
-        grouped, key, value, attn_mask=mask, dropout_p=dropout, scale=scale
-    )
-    return output.reshape(batch, n_heads, n_query, -1)
-
-
-def _count_reads(length: int, bias: Tensor | None, centroids: slice, n_query: int) -> Reads:
-    if bias is None:
-        n_centroids = centroids.stop - centroids.start
-        return Reads(length - (n_query - 1) / 2 - n_centroids, float(n_centroids))
-    real = ~torch.isneginf(bias)
-    entries = float(real.cumsum(-1)[..., length - n_query :].double().mean())
-    n_centroids = float(real[..., centroids].sum(-1).double().mean())
-    return Reads(entries - n_centroids, n_centroids)
 
 
 class KVBuffer:
@@ -578,7 +565,10 @@ class KVBuffer:
             ]
             return
         if not self._owned or self.length > self._tables[0].shape[2]:
-            self._grow(start, self.length + max(_MIN_ROOM, self.length // 8))
+            size, self._owned = self.length + max(_MIN_ROOM, self.length // 8), True
+            for number, table in enumerate(self._tables):
+                self._tables[number] = table.new_empty(*table.shape[:2], size, table.shape[3])
+                self._tables[number][:, :, :start] = table[:, :, :start]
         for table, more in zip(self._tables, new, strict=True):
             table[:, :, start : self.length] = more
 
@@ -590,11 +580,4 @@ class KVBuffer:
         """Keep these sequences of the batch, in this order; only positions in use are copied."""
         sequences = sequences.to(self._tables[0].device)
         self._tables = [table[:, :, : self.length].index_select(0, sequences) for table in self._tables]
-        self._owned = True
-
-    def _grow(self, length: int, size: int) -> None:
-        """Move the first `length` positions to tensors of `size` positions."""
-        for number, table in enumerate(self._tables):
-            self._tables[number] = table.new_empty(*table.shape[:2], size, table.shape[3])
-            self._tables[number][:, :, :length] = table[:, :, :length]
         self._owned = True

@@ -82,11 +82,8 @@ class MaskForm:
 
     def unsupported(self) -> list[str]:
         """Reasons why pre-scored attention cannot follow the mask; empty = it can."""
-        if self.kind == "other":
-            return [
-                "the attention mask is neither causal, full, packed nor a sliding window, with or without padding"
-            ]
-        return []
+        reason = "the attention mask is neither causal, full, packed nor a sliding window, with or without padding"
+        return [reason] if self.kind == "other" else []
 
 
 def read_mask(mask: Tensor | None, *, n_query: int, n_keys: int, is_causal: bool) -> MaskForm:
@@ -115,8 +112,8 @@ def read_mask(mask: Tensor | None, *, n_query: int, n_keys: int, is_causal: bool
 
 
 def _read(mask: Tensor, plain: str, n_query: int, n_keys: int) -> MaskForm:
-    fits = mask.ndim in (2, 4) and mask.shape[-1] == n_keys and (mask.ndim == 2 or mask.shape[2] in (1, n_query))
-    if not fits:
+    has_rows = mask.ndim == 2 or (mask.ndim == 4 and mask.shape[2] in (1, n_query))
+    if not has_rows or mask.shape[-1] != n_keys:
         raise ValueError(
             f"attention_mask must end in {(n_query, n_keys)} [queries, keys] or be [batch, {n_keys}], "
             f"got {tuple(mask.shape)}"
@@ -126,19 +123,18 @@ def _read(mask: Tensor, plain: str, n_query: int, n_keys: int) -> MaskForm:
         return MaskForm("other", n_keys, mask=mask)
     if shown.ndim == 2:
         return MaskForm(plain, n_keys, valid=_unless_all(shown))
-    if shown.shape[1] > 1:
-        if not torch.equal(shown, shown[:, :1].expand_as(shown)):
-            return MaskForm("other", n_keys, mask=shown)
-        shown = shown[:, :1]
-    if shown.shape[2] == 1:
-        return MaskForm(plain, n_keys, valid=_unless_all(shown[:, 0, 0]))
-    form = next((guess for guess in _guesses(shown[:, 0]) if _matches(guess, shown[:, 0])), None)
+    rows = shown[:, 0]
+    if not torch.equal(shown, shown[:, :1].expand_as(shown)):
+        return MaskForm("other", n_keys, mask=shown)
+    if rows.shape[1] == 1:
+        return MaskForm(plain, n_keys, valid=_unless_all(rows[:, 0]))
+    form = next((guess for guess in _guesses(rows) if _matches(guess, rows)), None)
     if form is None and n_query == n_keys:
         # a mask that also blinds padding queries (as NaFlex's does) is padding: their outputs are not used
-        real = shown[:, 0].any(dim=1)
-        if torch.equal(shown[:, 0], real[:, None, :] & real[:, :, None]):
+        real = rows.any(dim=1)
+        if torch.equal(rows, real[:, None, :] & real[:, :, None]):
             return MaskForm("full", n_keys, valid=real)
-    return form or MaskForm("other", n_keys, mask=shown)
+    return form or MaskForm("other", n_keys, mask=shown[:, :1])
 
 
 def as_bool(mask: Tensor) -> Tensor | None:
@@ -237,13 +233,6 @@ def prescored_under_mask(query: Tensor, key: Tensor, value: Tensor, form: MaskFo
     """Pre-scored attention under a causal, full or packed mask; `Unsupported` under any other.
 
     Queries that see to the end of a block, such as an image, are exact; all others are as under a causal mask.
-
-    Args:
-        query: `[B, Hq, Nq, D]`.
-        key: `[B, Hkv, Nk, D]`.
-        value: `[B, Hkv, Nk, Dv]`.
-        form: The mask.
-        request: How to attend.
     """
     if form.unsupported():
         raise Unsupported("pre-scored attention", form.unsupported())

@@ -68,7 +68,7 @@ class ContextParallel:
         if n_before:
             checksum = zlib.crc32(tokens.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
         facts = {"input_ids shape": list(tokens.shape), "tokens so far": n_before, "new tokens": checksum}
-        agree(self.group, facts, refusal, self.group.device)
+        agree(self.group, facts, refusal)
         self.n_before = n_before
         if n_before:
             return

@@ -63,18 +63,14 @@ class Patch:
     handle: int = field(default_factory=itertools.count().__next__, repr=False)
 
     def __post_init__(self) -> None:
-        _BY_HANDLE[self.handle] = self
+        PATCHES_BY_HANDLE[self.handle] = self
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Patch, (self.attend, self.layer, self.n_prefix)  # a copy has its own handle
 
 
-_BY_HANDLE: WeakValueDictionary[int, Patch] = WeakValueDictionary()
-
-
-def patch_by_handle(handle: int) -> Patch | None:
-    """The patch of a handle; None when it was undone."""
-    return _BY_HANDLE.get(handle)
+PATCHES_BY_HANDLE: WeakValueDictionary[int, Patch] = WeakValueDictionary()
+"""Patches that were not undone yet."""
 
 
 def patches(module: nn.Module) -> list[Patch]:

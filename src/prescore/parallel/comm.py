@@ -32,11 +32,7 @@ class RankLost(PrescoreError, RuntimeError):
 class Group:
     """Ranks `0 .. size - 1`, of which this process is `rank`; rank r holds the r-th shard of the sequence.
 
-    Args:
-        process_group: What `torch.distributed` made.
-
-    Attributes:
-        sent: Bytes that this rank sent to others, forward and backward.
+    `sent` counts the bytes that this rank sent to others, forward and backward.
     """
 
     def __init__(self, process_group: dist.ProcessGroup) -> None:
@@ -75,12 +71,8 @@ class Group:
     ) -> tuple[list[list[list[Tensor]]], Tensor]:
         """Several all-to-alls with gradients as one step of the graph, so that all ranks keep their order.
 
-        Args:
-            *messages: `outgoing` and `shapes` of each, as in `all_to_all`.
-            like: Dtype and device of each.
-
-        Returns:
-            What each of them received; and a tensor for `tied`, as every rank must take part in the backward pass.
+        Returns what each of them received; and a tensor for `tied`, as every rank must take part in the backward
+        pass. `like` has the dtype and device of each message.
         """
         packed = [_packed(*message, like=each) for message, each in zip(messages, like, strict=True)]
         splits = [(sent, received) for _, sent, received in packed]
@@ -197,27 +189,25 @@ def as_group(group: object, name: str = "group") -> Group:
 NOTE = 2048
 """Bytes of a note."""
 _REFUSED = "refused"
-_KINDS: dict[str, type[Exception]] = {"TypeError": TypeError}
 Value = TypeVar("Value")
 
 
-def agree(group: Group, facts: Values, refusal: Exception | None, device: torch.device) -> None:
+def agree(group: Group, facts: Values, refusal: Exception | None) -> None:
     """Return if every rank has the same facts and none refuses; else raise the same sentence on every rank.
 
-    Args:
-        group: The ranks.
-        facts: What must be equal, by the name a user knows it under, in JSON values.
-        refusal: What this rank alone would raise; None = nothing.
-        device: Where the group's tensors live.
+    `facts` are JSON values by the names a user knows them under; `refusal` is what this rank alone would raise.
     """
     note: Values = facts if refusal is None else {_REFUSED: [type(refusal).__name__, str(refusal)]}
-    notes = [json.loads(bytes(row.tolist()).decode()) for row in group.gather(_encoded(note).to(device)).cpu()]
+    notes = [
+        json.loads(bytes(row.tolist()).decode()) for row in group.gather(_encoded(note).to(group.device)).cpu()
+    ]
     for rank, other in enumerate(notes):
         if _REFUSED in other:
             kind, sentence = other[_REFUSED]
             if refusal is not None and str(refusal).startswith(sentence):
                 raise refusal  # this rank's own, or the same on several
-            raise _KINDS.get(kind, ValueError)(f"rank {rank} of {group.size} refused: {sentence}")
+            error = TypeError if kind == "TypeError" else ValueError
+            raise error(f"rank {rank} of {group.size} refused: {sentence}")
     for name, value in notes[0].items():
         for rank, other in enumerate(notes):
             if other.get(name) != value:
@@ -236,7 +226,7 @@ def done_by_all(group: Group, work: Callable[[], Value]) -> Value:
         refusal = error
     flag = torch.tensor([refusal is not None], dtype=torch.uint8, device=group.device)
     if bool(group.gather(flag).any()):
-        agree(group, {}, refusal, group.device)
+        agree(group, {}, refusal)
     return result  # type: ignore[return-value]
 
 

@@ -11,16 +11,16 @@ from __future__ import annotations
 
 import json
 import zlib
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from prescore.autograd import differentiable_once
-from prescore.call import make_call, with_positive_scale
+from prescore.autograd import differentiable_once, records_gradients
+from prescore.call import Options, make_call, with_positive_scale
 from prescore.config import Config, Exact, Selected, check_config
 from prescore.engines import run_engine
-from prescore.ops.backend import Needs, pick_backend
+from prescore.ops.backend import Needs, accumulation_dtype, pick_backend
 from prescore.ops.parts import merge
 from prescore.parallel.comm import Group, Shard, agree, as_group, done_by_all
 from prescore.parallel.selected import attend_selected_shards, why_not_selected
@@ -34,77 +34,73 @@ OWN_HEADS = "query_heads"
 _SHOWN = 600
 
 
-@dataclass(frozen=True, eq=False)
-class ShardRequest:
-    """What one rank was asked for: arguments of `prescored_attention`; `explain` is `return_aux`."""
+def attend_in_group(
+    group: object,
+    tensors: tuple[Tensor, Tensor, Tensor],
+    config: Config | None,
+    options: Options,
+    *,
+    explain: bool,
+    refusal: Exception | None,
+) -> Result:
+    """This rank's shard of the result for query, key and value.
 
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    config: Config | None
-    is_causal: bool
-    key_padding_mask: Tensor | None
-    scale: float | None
-    generator: torch.Generator | int | None
-    backend: str
-    explain: bool
-
-
-def attend_in_group(group: object, request: ShardRequest, refusal: Exception | None) -> Result:
-    """This rank's shard of the result.
-
-    Args:
-        group: A process group or a one-dimensional device mesh.
-        request: What this rank was asked for, checked unless there is a refusal.
-        refusal: Why this rank cannot run the call; every rank raises it.
+    `explain` also returns lse and all stats. All arguments are checked unless there is a `refusal`: why this rank
+    cannot run the call. Every rank raises it.
     """
-    ranks, generator = as_group(group), request.generator
+    ranks, generator = as_group(group), options.generator
     sent, state = ranks.sent, generator.get_state() if isinstance(generator, torch.Generator) else None
     streams = as_streams(generator) if refusal is None else Streams()
     try:
-        agree(ranks, _facts(request, streams) if refusal is None else {}, refusal, ranks.device)
-        mask = _full_mask(ranks, request.key_padding_mask)
+        agree(ranks, {} if refusal else _facts(tensors, check_config(config), options, streams, explain), refusal)
+        mask = _full_mask(ranks, options.key_padding_mask)
     except (ValueError, TypeError):
         if isinstance(generator, torch.Generator) and state is not None:
             generator.set_state(state)  # a refused call must not advance it
         raise
-    query, key, value = differentiable_once(request.query, request.key, request.value)
-    query, scale = with_positive_scale(query, request.scale)
-    backend, native = pick_backend(Needs.of(query), request.backend), request.backend in ("auto", "native")
-    shard = Shard(ranks, query, key, value, mask, request.is_causal, scale, backend, streams, native)
-    result = _attend(shard, check_config(request.config), explain=request.explain)
-    if not request.explain:
+    query, key, value = differentiable_once(*tensors)
+    query, scale = with_positive_scale(query, options.scale)
+    backend, native = pick_backend(Needs.of(query), options.backend), options.backend in ("auto", "native")
+    shard = Shard(ranks, query, key, value, mask, options.is_causal, scale, backend, streams, native)
+    config, reason = check_config(config), None
+    if isinstance(config, Selected):
+        reason = why_not_selected(shard, config) or None
+    if isinstance(config, Exact):
+        exchange, result = "all-gather", _by_all_gather(shard, config, explain)
+    elif isinstance(config, Selected) and reason is None:
+        exchange, result = "selected", attend_selected_shards(shard, config, explain=explain)
+    else:
+        exchange, result = "ulysses", _by_ulysses(shard, config, explain)
+    if not explain:
         return result
-    return replace(result, stats={**result.stats, "ranks": ranks.size, "bytes_sent": ranks.sent - sent})
+    stats = {"exchange": exchange, "exchange_reason": reason, "ranks": ranks.size, "bytes_sent": ranks.sent - sent}
+    return replace(result, stats={**result.stats, **stats}, selections=[])
 
 
-def _facts(request: ShardRequest, streams: Streams) -> Values:
+def _facts(
+    tensors: tuple[Tensor, Tensor, Tensor], config: Config, options: Options, streams: Streams, explain: bool
+) -> Values:
     """What must be equal on all ranks, by the names of the arguments."""
-    tensors = {"query": request.query, "key": request.key, "value": request.value}
-    config = json.dumps(check_config(request.config).to_dict(), sort_keys=True, default=repr)
-    if len(config) > _SHOWN:
-        config = f"{config[:_SHOWN]}... ({zlib.crc32(config.encode()):08x})"
-    learned = torch.is_grad_enabled()
+    named = dict(zip(("query", "key", "value"), tensors, strict=True))
+    text = json.dumps(config.to_dict(), sort_keys=True, default=repr)
+    if len(text) > _SHOWN:
+        text = f"{text[:_SHOWN]}... ({zlib.crc32(text.encode()):08x})"
     return {
-        **{f"{name} shape": list(tensor.shape) for name, tensor in tensors.items()},
-        "dtype": str(request.query.dtype),
-        "is_causal": request.is_causal,
-        "scale": request.scale,
-        "config": config,
-        "key_padding_mask": "none" if request.key_padding_mask is None else "a mask",
+        **{f"{name} shape": list(tensor.shape) for name, tensor in named.items()},
+        "dtype": str(tensors[0].dtype),
+        "is_causal": options.is_causal,
+        "scale": options.scale,
+        "config": text,
+        "key_padding_mask": "none" if options.key_padding_mask is None else "a mask",
         "generator's seed": streams.seed,
-        "backend": request.backend,
-        "return_aux": request.explain,
-        "requires_grad": [name for name, tensor in tensors.items() if learned and tensor.requires_grad],
+        "backend": options.backend,
+        "return_aux": explain,
+        "requires_grad": [name for name, tensor in named.items() if records_gradients(tensor)],
     }
 
 
 def _full_mask(group: Group, mask: Tensor | None) -> Tensor | None:
-    """The masks of all ranks as one `[B, N]`; None where every key is real.
-
-    Raises:
-        ValueError: A sequence has padding between real keys; every rank raises it.
-    """
+    """The masks of all ranks as one `[B, N]`, None where every key is real; padding between keys is refused."""
     if mask is None:
         return None
     full = group.gather(mask.to(torch.uint8)).bool().transpose(0, 1).flatten(1)
@@ -123,19 +119,6 @@ def _full_mask(group: Group, mask: Tensor | None) -> Tensor | None:
     return full
 
 
-def _attend(shard: Shard, config: Config, *, explain: bool) -> Result:
-    """This rank's shard of the result; the output is where the queries were."""
-    reason = why_not_selected(shard, config) if isinstance(config, Selected) else None
-    if isinstance(config, Exact):
-        exchange, result = "all-gather", _by_all_gather(shard, config, explain)
-    elif isinstance(config, Selected) and not reason:
-        exchange, result = "selected", attend_selected_shards(shard, config, explain=explain)
-    else:
-        exchange, result = "ulysses", _by_ulysses(shard, config, explain)
-    stats = {**result.stats, "exchange": exchange, "exchange_reason": reason or None} if explain else result.stats
-    return replace(result, stats=stats, selections=[])
-
-
 def _by_all_gather(shard: Shard, config: Config, explain: bool) -> Result:
     """All keys and values on every rank, own queries only."""
     dim = shard.key.shape[-1]
@@ -143,22 +126,20 @@ def _by_all_gather(shard: Shard, config: Config, explain: bool) -> Result:
     full = full.permute(1, 2, 0, 3, 4).flatten(2, 3)
     end = shard.queries_of(shard.group.rank).stop if shard.is_causal else shard.n_keys
     key, value = full[:, :, :end, :dim], full[:, :, :end, dim:]
-    return _run(shard, shard.query, key, value, config, explain, aligned=False)
+    return _run(shard, (shard.query, key, value), config, explain, aligned=False)
 
 
 def _by_ulysses(shard: Shard, config: Config, explain: bool) -> Result:
     """All positions of some heads on every rank."""
     ulysses = Ulysses(shard.group, shard.query.shape[1], shard.key.shape[1])
-    query, key, value = ulysses.to_heads(shard.query, shard.key, shard.value)
+    tensors = ulysses.to_heads(shard.query, shard.key, shard.value)
 
     def attend_heads() -> Result:
         if ulysses.heads:
-            return _run(shard, query, key, value, config, explain)
-        wide = torch.promote_types(query.dtype, torch.float32)
-        output, lse = (
-            query.new_empty(*query.shape[:3], value.shape[-1]),
-            query.new_empty(query.shape[:3], dtype=wide),
-        )
+            return _run(shard, tensors, config, explain)
+        query, _, value = tensors
+        output = query.new_empty(*query.shape[:3], value.shape[-1])
+        lse = query.new_empty(query.shape[:3], dtype=accumulation_dtype(query.dtype))
         stats: Values = {"keys_per_query": 0.0, "keys_selected": 0.0, "seconds": {}, "backend": shard.backend.name}
         return Result(output, lse, lambda: Reads(0.0), stats)
 
@@ -172,14 +153,12 @@ def _by_ulysses(shard: Shard, config: Config, explain: bool) -> Result:
 
 
 def _run(
-    shard: Shard, query: Tensor, key: Tensor, value: Tensor, config: Config, explain: bool, *, aligned: bool = True
+    shard: Shard, tensors: tuple[Tensor, Tensor, Tensor], config: Config, explain: bool, *, aligned: bool = True
 ) -> Result:
     """The one-process engine over full sequences; the result lies where the queries were."""
     call = make_call(
-        query,
-        key,
-        value,
-        None if shard.mask is None else shard.mask[:, : key.shape[2]],
+        *tensors,
+        None if shard.mask is None else shard.mask[:, : tensors[1].shape[2]],
         is_causal=shard.is_causal,
         scale=shard.scale,
         backend=shard.backend,
@@ -198,27 +177,12 @@ def attend_step(
 ) -> Attended:
     """A decode step: exact attention of the newest queries to the keys of all ranks.
 
-    Every rank has the queries and attends to its own keys; the results merge by log-sum-exp. Each rank sends one
-    output and one lse per query and head, whatever the length of the cache.
-
-    Args:
-        group: The ranks; the last one holds the new tokens' keys.
-        query: `[B, Hq, Nq, D]`, the same on every rank.
-        key: `[B, Hkv, n, D]`, this rank's keys.
-        value: `[B, Hkv, n, Dv]`, likewise.
-        valid: `[B, n]`, True = a real key; None = all.
-        scale: Factor of the logits.
+    Every rank has the queries and attends to its own keys, the real ones of which `valid [B, n]` marks. The last
+    rank holds the new tokens' keys. The results merge by log-sum-exp. Each rank sends one output and one lse per
+    query and head, whatever the length of the cache.
     """
-    call = make_call(
-        query,
-        key,
-        value,
-        valid,
-        is_causal=group.rank == group.size - 1,
-        scale=scale,
-        backend=pick_backend(Needs.of(query)),
-        aligned=False,
-    )
+    is_causal, backend = group.rank == group.size - 1, pick_backend(Needs.of(query))
+    call = make_call(query, key, value, valid, is_causal=is_causal, scale=scale, backend=backend, aligned=False)
     local = call.exactly()
     parts = group.gather(torch.cat((local.output.to(local.lse.dtype), local.lse[..., None]), dim=-1))
     merged = merge(*(Attended(part[..., :-1], part[..., -1]) for part in parts))

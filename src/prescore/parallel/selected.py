@@ -28,9 +28,9 @@ from prescore.scoring.kmeans import ClusteringScorer, centroid_clusters
 from prescore.scoring.sampling import arange
 from prescore.scoring.select import bring_forward, budget_count
 from prescore.selected.attention import reads_per_query
-from prescore.selected.blocks import BlockPairs, KeyRows, PlacedQueries, exact_part, hyper_part
-from prescore.selected.causal_grid import FULL, Queries, leaf_parts
-from prescore.selected.centroids import centroids_of, cluster_totals
+from prescore.selected.blocks import BlockPairs, PlacedQueries, exact_part, hyper_part
+from prescore.selected.causal_grid import FULL, Queries, leaf_parts, levels
+from prescore.selected.centroids import add_centroids, cluster_totals
 from prescore.selected.plan import kept_rows
 from prescore.types import Attended, Result, Values
 
@@ -69,15 +69,10 @@ def attend_selected_shards(shard: Shard, config: Selected, *, explain: bool = Fa
     layout = Layout(shard, config)
     members, clusters = _select(shard, config, layout)
     received = _exchange(shard, layout, members, clusters, cluster_scorer(config, shard))
-    parts, centroids = _Parts(shard, config, layout, received).build()
+    reader = _Reader(shard, config, layout, received)
+    parts, tables = reader.parts(), (received.key, received.value)
     attended = attend_parts(
-        shard.query,
-        received.key,
-        received.value,
-        parts,
-        scale=shard.scale,
-        backend=shard.backend,
-        centroids=centroids,
+        shard.query, *tables, parts, scale=shard.scale, backend=shard.backend, centroids=reader.centroids
     )
     attended = Attended(tied(attended.output, received.anchor), attended.lse)
     n_queries = shard.query.shape[:3].numel()
@@ -157,14 +152,10 @@ class Block:
 
 
 class Layout:
-    """Where everything lies. It follows from lengths alone, so every rank knows it of all ranks.
+    """Positions of each rank's keys and queries, and all blocks, in an order that every rank shares.
 
-    Attributes:
-        keys: Positions of each rank's keys.
-        queries: Positions of each rank's queries.
-        blocks: All blocks, in an order that every rank shares.
-        leaf: Positions of a causal leaf.
-        local: In causal mode the positions that each rank reads exactly, beginning with a leaf; else empty.
+    It follows from lengths alone, so every rank knows it of all ranks. In causal mode `local` has the positions
+    that each rank reads exactly, beginning with a leaf; else it is empty.
     """
 
     def __init__(self, shard: Shard, config: Selected) -> None:
@@ -203,16 +194,14 @@ class Layout:
 
 
 def _causal_blocks(queries: range, config: Selected, leaf: int) -> list[Block]:
-    blocks, width = [], leaf
-    while width < queries.stop:
-        name = f"level{(width // leaf).bit_length() - 1}"
-        is_exact = config.leaf_inclusive and width <= config.min_seq_len
-        for odd in range(1, -(-queries.stop // width), 2):
-            own = overlap(range(odd * width, (odd + 1) * width), queries)
-            if own:
-                keys = range((odd - 1) * width, odd * width)
-                blocks.append(Block.of(name, keys, own, config, is_exact=is_exact))
-        width *= 2
+    """The off-diagonal blocks of the causal grid."""
+    blocks = []
+    for level in levels(leaf, Queries(1, 1, 1, len(queries), queries.start, torch.device("cpu"))):
+        is_exact = config.leaf_inclusive and level.width <= config.min_seq_len
+        for begin in level.key_positions[:, 0].tolist():
+            keys = range(begin, begin + level.width)
+            own = overlap(shifted(keys, level.width), queries)
+            blocks.append(Block.of(level.name, keys, own, config, is_exact=is_exact))
     return blocks
 
 
@@ -464,18 +453,19 @@ def _cluster_sums(shard: Shard, layout: Layout, block: Block, member: Tensor, sc
 # Algorithm 2: this rank's queries over what it received.
 
 
-class _Parts:
+class _Reader:
     """What this rank's queries read, in rows of the received tables."""
 
     def __init__(self, shard: Shard, config: Selected, layout: Layout, received: Received) -> None:
         self.shard, self.config, self.layout, self.received = shard, config, layout, received
         self.own = layout.queries[shard.group.rank]
+        self.centroids: Centroids | None = None
         (batch, n_heads, n_query), n_kv_heads = shard.query.shape[:3], shard.key.shape[1]
         group, device = n_heads // n_kv_heads, shard.query.device
         self.queries = Queries(batch, n_kv_heads, group, n_query, self.own.start, device)
 
-    def build(self) -> tuple[list[Part], Centroids | None]:
-        """Parts, and the centroids that they refer to."""
+    def parts(self) -> list[Part]:
+        """Parts, which refer to `centroids`."""
         shard, lsh, dtype = self.shard, self.config.inner, self.shard.query.dtype
         parts = self._leaves() if shard.is_causal else []
         hashes, placed = None, {}
@@ -484,19 +474,15 @@ class _Parts:
             query = shard.query.reshape(-1, shard.query.shape[-1])
             hashes = hash_ranks(query, directions), hash_ranks(self.received.key, directions)
             placed = self._placed(hashes[0], lsh) if lsh.alignment == "rank" else {}
-        centroids: list[Centroids] = []
         for block, rows in self.received.rows.items():
-            pair = self._block_pair(block, rows, centroids)
+            pair = self._block_pair(block, rows)
             if block.is_exact or hashes is None or not isinstance(lsh, Lsh):
                 parts.append(exact_part(pair, dtype))
                 continue
             draws = shard.streams.child(block.name).uniform("residual", lsh.sample_size, like=shard.key)
             ranks = hashes[0][pair.query_rows], hashes[1][pair.key_rows]
-            parts.append(hyper_part(pair, *ranks, draws, lsh, self.config.coupling, dtype, placed.get(block)))
-        if not centroids:
-            return parts, None
-        keys, values = (torch.cat([getattr(each, name) for each in centroids]) for name in ("key", "value"))
-        return parts, Centroids(keys, values)
+            parts.append(hyper_part(pair, ranks, draws, lsh, self.config.coupling, dtype, placed.get(block)))
+        return parts
 
     def _leaves(self) -> list[Part]:
         """Exact causal attention inside the leaves, counted from the first one this rank touches."""
@@ -508,7 +494,7 @@ class _Parts:
             for part in parts
         ]
 
-    def _block_pair(self, block: Block, rows: Tensor, centroids: list[Centroids]) -> BlockPairs:
+    def _block_pair(self, block: Block, rows: Tensor) -> BlockPairs:
         positions = overlap(self.own, block.queries)
         query_rows, _ = self.queries.rows(arange(positions.start, positions.stop, like=rows)[None])
         protected, usable, n_all = None, None, rows.new_full((rows.shape[0],), len(block.keys))
@@ -518,33 +504,13 @@ class _Parts:
             apart = apart.expand(rows.shape)
             protected = kept_rows(rows, apart, self.shard.query.dtype)
             rows, usable = bring_forward(rows, ~apart)
-        extra = self._centroids(block, centroids)
-        return BlockPairs(
-            query_rows=query_rows,
-            query_valid=None,
-            query_real=None,
-            key_rows=rows,
-            key_valid=usable,
-            kept=protected,
-            extra=extra,
-            n_all=n_all,
-        )
-
-    def _centroids(self, block: Block, centroids: list[Centroids]) -> KeyRows | None:
-        """Add the centroids of a block; returns their rows and weights."""
-        total = self.received.totals.get(block)
-        if total is None:
-            return None
-        (batch, heads), widths = (
-            self.shard.key.shape[:2],
-            (self.shard.key.shape[-1], self.shard.value.shape[-1], 1),
-        )
-        keys, values, counts = total.split(widths, dim=-1)
-        totals, shape = (keys, values, counts.detach()), (batch, heads, total.shape[1])
-        made, rows = centroids_of(totals, shape, self.shard.query.dtype)
-        n_before = sum(each.key.shape[0] for each in centroids)
-        centroids.append(made)
-        return KeyRows(rows.rows + n_before, rows.bias)
+        total, extra = self.received.totals.get(block), None
+        if total is not None:
+            widths = self.shard.key.shape[-1], self.shard.value.shape[-1], 1
+            keys, values, counts = total.split(widths, dim=-1)
+            totals, shape = (keys, values, counts.detach()), (*rows.shape[:2], total.shape[1])
+            self.centroids, extra = add_centroids(self.centroids, totals, shape, self.shard.query.dtype)
+        return BlockPairs(query_rows, None, None, rows, usable, protected, extra, n_all)
 
     def _placed(self, ranks: Tensor, lsh: Lsh) -> dict[Block, PlacedQueries]:
         """Places of own queries among all queries of a block, for `alignment="rank"`: ranks exchange hashes."""

@@ -40,11 +40,7 @@ def share_heads(n_heads: int, n_kv_heads: int, n_ranks: int) -> list[Share]:
 
 
 class Ulysses:
-    """One exchange of heads: `to_heads`, then `to_positions`.
-
-    Attributes:
-        heads: Query heads of this rank.
-    """
+    """One exchange of heads: `to_heads`, then `to_positions`; `heads` are the query heads of this rank."""
 
     def __init__(self, group: Group, n_heads: int, n_kv_heads: int) -> None:
         self.group = group
@@ -81,14 +77,9 @@ class Ulysses:
 def attend_by_heads(
     group: Group, query: Tensor, key: Tensor, value: Tensor, attend: Callable[[Tensor, Tensor, Tensor], Tensor]
 ) -> Tensor:
-    """This rank's shard of any attention that lets no head influence another.
+    """This rank's shard of any attention of full sequences that lets no head influence another.
 
-    Args:
-        group: The ranks.
-        query: This rank's shard, like key and value; all ranks must agree on their shapes.
-        key: Likewise.
-        value: Likewise.
-        attend: Attention of full sequences.
+    All ranks must agree on the shapes of their shards of query, key and value.
     """
     ulysses = Ulysses(group, query.shape[1], key.shape[1])
     full = ulysses.to_heads(query, key, value)

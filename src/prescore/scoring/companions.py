@@ -9,10 +9,8 @@ companion, because among n random keys some pair is always close by chance.
 Companions are searched in the style of HyperAttention's sortLSH: keys are sorted by the Gray rank of random sign
 bits and compared within windows of the sorted order, in several independent tables.
 
-Recall of the planted keys in the normalised / small-noise reading, at n = 4096, then 16384 (the full table is in
-`experiments/planted/README.md`): nearest rule 0.58 / 0.58, then 0.10 / 0.10; leverage 0.13 / 1.00, then 0.03 /
-1.00; farthest on raw keys 0.01 / 0.99, then 0.01 / 0.97; `companions` 1.00 / 1.00 at both sizes. Limits: a
-planted key without companions (m = 1) is not found, and parallel noise (Appendix B) looks like a group.
+`experiments/planted/README.md` has the recall of planted keys. Limits: a planted key without companions (m = 1) is
+not found, and parallel noise (Appendix B) looks like a group.
 """
 
 from __future__ import annotations

@@ -35,8 +35,3 @@ def hash_ranks(vectors: Tensor, directions: Tensor) -> Tensor:
 def projections(n_projections: int, like: Tensor, streams: Streams) -> Tensor:
     """`[D, n_projections]` Gaussian directions, the same for every sequence, head and recursion level."""
     return streams.normal("lsh", like.shape[-1], n_projections, like=like)
-
-
-def zero_rank(n_bits: int) -> int:
-    """The rank of the zero vector, whose projections all count as non-negative."""
-    return int(gray_rank(torch.tensor(2**n_bits - 1, dtype=torch.int64, device="cpu"), n_bits))

@@ -27,13 +27,7 @@ Lift = Callable[[Tensor], Tensor]
 
 
 class Clustering(NamedTuple):
-    """Clusters of P independent problems.
-
-    Attributes:
-        centres: `[P, k, d]`.
-        labels: `[P, n]`, the nearest centre of every point.
-        distances: `[P, n]`, in the metric, to that centre.
-    """
+    """Centres `[P, k, d]` of P independent problems, the nearest one of every point `[P, n]`, and its distance."""
 
     centres: Tensor
     labels: Tensor
@@ -52,21 +46,13 @@ def fit(
     seeding: str = "k-means++",
     lift: Lift | None = None,
 ) -> Clustering:
-    """Cluster every problem of a batch on its own.
+    """Cluster every problem of a batch `points [P, n, d]` on its own.
 
-    Args:
-        points: `[P, n, d]`, float32 or float64. Every point is assigned once at the end, so labels and centres
-            agree.
-        sample: What the centres are fitted on; None = all points. Filler influences nothing.
-        n_clusters: Clusters per problem; may exceed the number of points, some clusters are then empty.
-        metric: From `metric_for(p)`.
-        streams: Randomness, the same draws for every problem.
-        max_iter: Lloyd iterations at most; 0 = the seeds are the centres.
-        tol: A problem stops when its centres moved, in squared l_2, by no more than `tol` times the mean
-            variance of its coordinates.
-        seeding: `k-means++` or `random`.
-        lift: Cluster the features of the points instead. Points are lifted block by block, so that the features of
-            all points never exist at once.
+    Centres are fitted on the `sample` (None = all points) and every point is assigned once at the end, so labels
+    and centres agree. There may be more clusters than points; some are then empty. With `max_iter=0` the seeds are
+    the centres. A problem stops when its centres moved, in squared l_2, by no more than `tol` times the mean
+    variance of its coordinates. A `lift` clusters the features of the points instead. Points are lifted block by
+    block, so that the features of all points never exist at once.
     """
     n_problems, n_points, dim = points.shape
     if n_problems == 0 or n_points == 0:
@@ -186,15 +172,9 @@ def _reseed(points: Tensor, updated: Tensor, distances: Tensor, empty: Tensor) -
 def seed_centres(
     points: Tensor, weights: Tensor | None, *, n_clusters: int, seeding: str, power: float, streams: Streams
 ) -> Tensor:
-    """Choose `n_clusters` points of each problem as first centres, `[P, n_clusters, d]`.
+    """Choose `n_clusters` points of each problem as first centres, `[P, n_clusters, d]`; they repeat if too few.
 
-    Args:
-        points: `[P, n, d]`, points of weight zero last.
-        weights: `[P, n]` or None.
-        n_clusters: Centres per problem; with fewer distinct points, centres repeat.
-        seeding: `k-means++` or `random`.
-        power: k-means++ draws in proportion to the Euclidean distance to this power.
-        streams: Randomness.
+    Points of weight zero come last. k-means++ draws in proportion to the Euclidean distance to the given power.
     """
     if seeding == "random":
         return gather_rows(points, _random(points, weights, n_clusters, streams))

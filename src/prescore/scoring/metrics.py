@@ -59,8 +59,7 @@ class Euclidean:
         self, points: Tensor, weights: Tensor, centres: Tensor, scratch: Scratch
     ) -> tuple[Tensor, Tensor | None]:
         """`[P, k, n]`: the weight of a point in its cluster's row, zero elsewhere; and the labels if known."""
-        order = scratch.take("order", len(points), centres.shape[1], points.shape[1], like=points)
-        torch.bmm(centres * -2.0, points.transpose(1, 2), out=order).add_(centres.square().sum(2, keepdim=True))
+        order = _order(points, centres, centres.square().sum(dim=2), scratch)
         # a reduction without indices is faster than one with
         nearest = order == order.amin(dim=1, keepdim=True)
         if int(nearest.count_nonzero()) > points.shape[0] * points.shape[1]:
@@ -73,12 +72,8 @@ class Euclidean:
     ) -> Tensor:
         """The centre of each cluster, `[P, k, d]`; anything where a cluster is empty.
 
-        Args:
-            points: `[P, n, d]`.
-            labels: `[P, n]`, or None where `membership` came without them.
-            membership: `[P, k, n]`, see `membership`.
-            sizes: `[P, k]`, row sums of `membership`, made positive where a cluster is empty.
-            final: Solve finely; before the last iteration a coarse solution is enough.
+        `sizes [P, k]` are the row sums of `membership`, made positive where a cluster is empty. Before the `final`
+        iteration a coarse solution is enough.
         """
         return torch.bmm(membership, points) / sizes.unsqueeze(2)
 
@@ -103,10 +98,17 @@ class Spherical(Euclidean):
     """Euclidean, for points of length 1 whose distances need no more than four digits."""
 
     def nearest(self, points: Tensor, centres: Tensor, scratch: Scratch, *, exact: bool) -> tuple[Tensor, Tensor]:
-        """From the matrix product alone: no second pass over the points."""
+        """From the matrix product alone: no second pass over the points.
+
+        Number and distance both come from the packed bits. A squared distance is good to 2^-16 of itself (for at
+        most 128 centres in float32) and to a few 2^-23.
+        """
         if centres.shape[1] > MAX_PACKED_CENTRES:
             return super().nearest(points, centres, scratch, exact=exact)
-        return nearest_on_sphere(points, centres, scratch)
+        packed, low = _pack(_order(points, centres, centres.square().sum(dim=2).add_(1.0), scratch))
+        first = packed.amin(dim=1)
+        labels = (first & low).to(torch.int64)
+        return labels, first.bitwise_and_(~low).view(points.dtype).sqrt()
 
 
 SPHERICAL = Spherical()
@@ -234,21 +236,16 @@ def best_members(points: Tensor, labels: Tensor, membership: Tensor, sizes: Tens
     squares = (points - gather_rows(means, labels)).square_().sum(dim=2)
     ranked = squares.unsqueeze(1).expand_as(membership).masked_fill(membership <= 0, torch.inf)
     nearest = ranked.topk(min(_CANDIDATES, points.shape[1]), dim=2, largest=False)
-    costs = torch.stack(
-        [
-            _cost(points, labels, membership, gather_rows(points, candidate), p)
-            for candidate in nearest.indices.unbind(2)
-        ],
-        dim=2,
-    ).masked_fill_(nearest.values.isinf(), torch.inf)
+
+    def cost(candidate: Tensor) -> Tensor:
+        centres = gather_rows(gather_rows(points, candidate), labels)
+        return torch.bmm(membership, power((points - centres).abs_(), p).sum(dim=2, keepdim=True)).squeeze(2)
+
+    costs = torch.stack([cost(candidate) for candidate in nearest.indices.unbind(2)], dim=2)
+    costs.masked_fill_(nearest.values.isinf(), torch.inf)
     near_best = costs <= costs.amin(dim=2, keepdim=True) * (1 + _TIE)
     chosen = nearest.indices.masked_fill(~near_best, points.shape[1]).amin(dim=2)
     return gather_rows(points, chosen.clamp(max=points.shape[1] - 1))
-
-
-def _cost(points: Tensor, labels: Tensor, membership: Tensor, centres: Tensor, p: float) -> Tensor:
-    costs = power((points - gather_rows(centres, labels)).abs_(), p).sum(dim=2)
-    return torch.bmm(membership, costs.unsqueeze(2)).squeeze(2)
 
 
 # The nearest centres of each point by matrix product. A reduction that returns indices runs one number at a
@@ -273,18 +270,6 @@ def two_nearest(points: Tensor, centres: Tensor, scratch: Scratch) -> tuple[Tens
     packed.sub_(above).bitwise_and_(torch.iinfo(packed.dtype).max)
     second = packed.amin(dim=1, keepdim=True).add_(above)
     return first.bitwise_and_(low).squeeze(1), second.bitwise_and_(low).squeeze(1)
-
-
-def nearest_on_sphere(points: Tensor, centres: Tensor, scratch: Scratch) -> tuple[Tensor, Tensor]:
-    """Number of the nearest centre of each point of length 1, and the distance to it, both from the packed bits.
-
-    A squared distance is good to 2^-16 of itself (for at most 128 centres in float32) and to a few 2^-23.
-    """
-    order = _order(points, centres, centres.square().sum(dim=2).add_(1.0), scratch)
-    packed, low = _pack(order)
-    first = packed.amin(dim=1)
-    labels = (first & low).to(torch.int64)
-    return labels, first.bitwise_and_(~low).view(points.dtype).sqrt()
 
 
 def _order(points: Tensor, centres: Tensor, offsets: Tensor, scratch: Scratch) -> Tensor:

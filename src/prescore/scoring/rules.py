@@ -24,12 +24,8 @@ def apply_rule(
     - `balanced`: minus the rank of d within C, so that the best s keys hold an equal share of every cluster,
       nearest first. A cluster that runs out leaves its share to the others; equal ranks go by distance.
 
-    Args:
-        rule: One of the above.
-        distances: `[P, n]`, at least 0.
-        labels: `[P, n]` in `0..n_clusters-1`.
-        n_clusters: Clusters per problem.
-        valid: `[P, n]` bool; other points count for nothing and get arbitrary scores. None = all.
+    Distances, labels and scores are `[P, n]`. Points that are not `valid` count for nothing, and their scores are
+    arbitrary.
     """
     if rule == "nearest":
         return -distances

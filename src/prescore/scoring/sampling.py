@@ -12,12 +12,9 @@ from prescore.rng import Streams
 
 
 class Sample(NamedTuple):
-    """Some of the points of each problem.
+    """Some of the points of each problem, `[P, m, d]`, with weights `[P, m]`: 0 = filler, None = all ones.
 
-    Attributes:
-        points: `[P, m, d]`.
-        weights: `[P, m]`, 0 = filler; None = all ones.
-        is_partial: `[P]` bool, whether a problem has points that are not in its sample.
+    `is_partial [P]` says whether a problem has points that are not in its sample.
     """
 
     points: Tensor
@@ -28,15 +25,8 @@ class Sample(NamedTuple):
 def draw_sample(points: Tensor, weights: Tensor | None, size: int | None, streams: Streams, name: str) -> Sample:
     """One point from each of at most `size` equal slices of a problem's points of weight above zero.
 
-    The size of a sample comes from a problem's own points, never from the padded length, and the draws are the
-    same in every problem: padding a problem changes nothing.
-
-    Args:
-        points: `[P, n, d]`.
-        weights: `[P, n]`, at least 0; None = all ones.
-        size: None = all points.
-        streams: Randomness.
-        name: Of the stream.
+    The size of a sample (None = all points) comes from a problem's own points, never from the padded length, and
+    the draws of the stream `name` are the same in every problem: padding a problem changes nothing.
     """
     n_problems, n_points = points.shape[:2]
     if not n_problems or not n_points:

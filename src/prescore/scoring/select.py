@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -17,13 +17,7 @@ from prescore.types import Selection
 
 @dataclass(frozen=True, eq=False)
 class Chosen:
-    """What `select_keys` decided.
-
-    Attributes:
-        selection: The keys to keep.
-        everything: Whether every real key is kept.
-        scored: Scores and clusters; None where nothing had to be scored.
-    """
+    """The keys to keep; whether that is every real key; scores and clusters, None where nothing was scored."""
 
     selection: Selection
     everything: bool
@@ -32,76 +26,46 @@ class Chosen:
 
 @torch.no_grad()
 def score_keys(keys: Tensor, scorer: Scorer, *, valid: Tensor | None, streams: Streams) -> Scored:
-    """Score checked keys; the result is checked too.
-
-    Args:
-        keys: `[B, H, N, D]`, real keys first, zero where not valid.
-        scorer: What ranks them.
-        valid: `[B, N]` bool, True = a real key; None = all.
-        streams: Randomness.
-
-    Returns:
-        Scores `[B, H, N]` in at least float32, -inf where not valid, and the clusters if the scorer made any.
-    """
+    """Checked scores of aligned `keys [B, H, N, D]`, in at least float32, -inf where not `valid [B, N]`."""
     keys = keys.detach().to(torch.promote_types(keys.dtype, torch.float32))
     return checked_scores(scorer.score(keys, valid=valid, streams=streams), scorer, keys, valid)
 
 
 @torch.no_grad()
 def select_keys(
-    keys: Tensor,
-    config: Selected,
-    *,
-    valid: Tensor | None,
-    streams: Streams,
-    protect: Tensor | None = None,
+    keys: Tensor, config: Selected, *, valid: Tensor | None, streams: Streams, protect: Tensor | None = None
 ) -> Chosen:
-    """Choose the keys to keep; nothing is scored where the budget keeps all of them.
+    """Choose which of `keys [B, H, N, D]` to keep; nothing is scored where the budget keeps all of them.
 
-    Args:
-        keys: `[B, H, N, D]`, real keys first, zero where not valid.
-        config: Scorer, budget or `min_score`, selector, delta test.
-        valid: `[B, N]` bool, True = a real key; None = all.
-        streams: Randomness.
-        protect: `[B, N]` bool, positions kept whatever their score, inside the budget.
+    `valid [B, N]` marks real keys, which come first. Those in `protect [B, N]` are kept whatever their score,
+    inside the budget.
     """
     batch, _, n_keys, _ = keys.shape
     real = torch.ones(batch, n_keys, dtype=torch.bool, device=keys.device) if valid is None else valid
-    n_valid = real.sum(dim=1)
     if config.min_score is not None:
-        scored = score_keys(keys, config.scoring, valid=valid, streams=streams)
-        return _universal_set(scored, config, config.min_score, real.unsqueeze(1), protect)
+        scored, real = score_keys(keys, config.scoring, valid=valid, streams=streams), real.unsqueeze(1)
+        member = scored.scores >= config.min_score
+        if protect is not None:
+            member = member | (protect.unsqueeze(1) & real)
+        # heads differ in how many keys they keep, so each one has its own delta test
+        fallback = fallback_rows(member.sum(2), real.sum(2), config.min_fraction)
+        if fallback is not None:
+            member = member | (fallback.unsqueeze(2) & real)
+        return Chosen(replace(selection_of(member), fallback=fallback), bool((member == real).all()), scored)
+    n_valid = real.sum(dim=1)
     counts = budget_counts(config.budget, n_valid)
     fallback = fallback_rows(counts, n_valid, config.min_fraction)
     if fallback is not None:
         counts = torch.where(fallback, n_valid, counts)
     if bool((counts == n_valid).all()):
         selection = selection_of(real.unsqueeze(1).expand(keys.shape[:3]))
-        return Chosen(Selection(selection.indices, selection.valid, fallback), True, None)
+        return Chosen(replace(selection, fallback=fallback), True, None)
     scored = score_keys(keys, config.scoring, valid=valid, streams=streams)
     scores = scored.scores
     if config.selector == "sample":
         scores = race_scores(scores, valid=valid, streams=streams)
     selection = select_top(scores, counts, valid=valid, protected=protect)
-    return Chosen(Selection(selection.indices, selection.valid, fallback), False, scored)
-
-
-def _universal_set(
-    scored: Scored, config: Selected, min_score: float, real: Tensor, protect: Tensor | None
-) -> Chosen:
-    """Keep every key that scores at least `min_score`; `real [B, 1, N]` marks the keys that are not padding.
-
-    Heads differ in how many keys they keep, so each one has its own delta test.
-    """
-    member = scored.scores >= min_score
-    if protect is not None:
-        member = member | (protect.unsqueeze(1) & real)
-    fallback = fallback_rows(member.sum(2), real.sum(2), config.min_fraction)
-    if fallback is not None:
-        member = member | (fallback.unsqueeze(2) & real)
-    selection = selection_of(member)
-    everything = bool((member == real).all())
-    return Chosen(Selection(selection.indices, selection.valid, fallback), everything, scored)
+    return Chosen(replace(selection, fallback=fallback), False, scored)
 
 
 def budget_counts(top_k: int | float, n_valid: Tensor) -> Tensor:
@@ -150,15 +114,9 @@ def race_scores(scores: Tensor, *, valid: Tensor | None, streams: Streams) -> Te
 def select_top(
     scores: Tensor, counts: Tensor, *, valid: Tensor | None = None, protected: Tensor | None = None
 ) -> Selection:
-    """Keep the `counts` best real keys of each row and head.
+    """Keep the `counts [B]` best real keys of each row and head by their scores `[B, H, N]`.
 
-    Protected positions come first, inside the budget; then the highest scores. Ties go to the lower position.
-
-    Args:
-        scores: `[B, H, N]`, higher = kept, finite where valid.
-        counts: `[B]` int64, at most the row's number of real keys.
-        valid: `[B, N]` bool, True = a real key; None = all.
-        protected: `[B, N]` bool; only real keys among them count.
+    Protected positions `[B, N]` come first, inside the budget. Ties go to the lower position.
     """
     size = int(counts.max()) if counts.numel() else 0
     if size == 0 or scores.numel() == 0:
@@ -215,8 +173,7 @@ def selection_of(member: Tensor) -> Selection:
 def bring_forward(rows: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor | None]:
     """Bring the wanted entries of the last axis to the front, in order, and cut to the longest list.
 
-    Returns:
-        The entries, and which of them are wanted; None = all.
+    Also returns which of the entries are wanted; None = all.
     """
     count = wanted.sum(-1)
     most = max(1, int(count.max())) if count.numel() else 1
@@ -226,14 +183,7 @@ def bring_forward(rows: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor | None]:
 
 
 def given_members(selection: Selection, shift: Tensor | None, valid: Tensor | None, n_keys: int) -> Tensor:
-    """A caller's selection as `[B, Hkv, N]` bool in aligned positions.
-
-    Args:
-        selection: What the caller passed in, checked.
-        shift: `[B]` how far alignment moved each row; None = not at all.
-        valid: `[B, N]` real keys after alignment; None = all.
-        n_keys: `N`.
-    """
+    """A caller's selection as `[B, Hkv, N]` bool, after alignment moved each row by `shift [B]`."""
     indices, chosen = selection.indices, selection.valid
     if shift is not None:
         indices = indices - shift[:, None, None]

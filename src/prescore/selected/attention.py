@@ -23,14 +23,7 @@ def reads_every_key(call: Call, config: Selected | Hyper) -> bool:
 def attend_selected(
     call: Call, config: Selected | Hyper, given: Tensor | None = None, *, explain: bool = False
 ) -> Result:
-    """Run Algorithm 2.
-
-    Args:
-        call: Aligned inputs.
-        config: How keys are selected and attended to.
-        given: `[B, Hkv, Nk]` bool, a selection to use instead of making one, in aligned positions.
-        explain: Also return selections and stats.
-    """
+    """Run Algorithm 2; `given [B, Hkv, Nk]` is a selection to use instead of making one, in aligned positions."""
     if isinstance(config, Hyper):  # HyperAttention over all keys selects every key
         config = Selected(
             top_k=1.0,
@@ -41,7 +34,8 @@ def attend_selected(
             leaf_inclusive=config.leaf_inclusive,
         )
     plan = make_plan(call, config, given)
-    attended = plan.timed("attending", plan.run)
+    with plan.timed("attending"):
+        attended = plan.run()
     parts, n_queries = plan.parts, call.query.shape[:3].numel()
 
     def count_reads() -> Reads:  # holds row numbers, but no keys or values
@@ -76,17 +70,14 @@ def _mass_read(plan: Plan, lse: Tensor) -> float:
     non_empty = ~torch.isneginf(lse)
     if not any(part.residual[1] for part in plan.parts) or not bool(non_empty.any()):
         return 1.0
-    without = plan.run([_without_residual(part) for part in plan.parts]).lse
+    parts = []
+    for part in plan.parts:
+        bias = None if part.bias is None else part.bias.clone()
+        if bias is not None:
+            bias[:, slice(*part.residual)] = -torch.inf
+        parts.append(dataclasses.replace(part, bias=bias))
+    without = plan.run(parts).lse
     return float(torch.exp(without[non_empty] - lse[non_empty]).mean())
-
-
-def _without_residual(part: Part) -> Part:
-    begin, end = part.residual
-    if part.bias is None or end == 0:
-        return part
-    bias = part.bias.clone()
-    bias[:, begin:end] = -torch.inf
-    return dataclasses.replace(part, bias=bias)
 
 
 def reads_per_query(parts: list[Part], n_queries: int) -> Reads:
@@ -102,8 +93,8 @@ def reads_per_query(parts: list[Part], n_queries: int) -> Reads:
             centroids += rows * n_centroids
             continue
         visible = ~torch.isneginf(bias)
-        for count, is_key in ((visible[..., :n_keys].sum(-1), True), (visible[..., n_keys:].sum(-1), False)):
-            reads = count.expand(part.shape)
-            total = float((reads if part.query_valid is None else reads * part.query_valid).sum())
-            keys, centroids = (keys + total, centroids) if is_key else (keys, centroids + total)
+        counts = [columns.sum(-1).expand(part.shape) for columns in (visible[..., :n_keys], visible[..., n_keys:])]
+        if part.query_valid is not None:
+            counts = [count * part.query_valid for count in counts]
+        keys, centroids = keys + float(counts[0].sum()), centroids + float(counts[1].sum())
     return Reads(keys / n_queries, centroids / n_queries) if n_queries else Reads(0.0)

@@ -16,10 +16,10 @@ from torch import Tensor
 from prescore.config import Coupling, Lsh
 from prescore.ops.backend import accumulation_dtype
 from prescore.ops.parts import Part, mask_bias
+from prescore.scoring.sampling import arange
 
 
-@dataclass(frozen=True, eq=False)
-class KeyRows:
+class KeyRows(NamedTuple):
     """Columns that every query of a block pair reads: `rows [P, H, c]` and `bias [P, H, c]` (a log weight)."""
 
     rows: Tensor
@@ -67,7 +67,7 @@ class BlockPairs:
 
         def pick(value: Any) -> Any:
             if isinstance(value, KeyRows):
-                return KeyRows(pick(value.rows), pick(value.bias))
+                return KeyRows(*map(pick, value))
             return None if value is None else value.index_select(0, pairs)
 
         return BlockPairs(*(pick(getattr(self, field.name)) for field in dataclasses.fields(self)))
@@ -90,8 +90,7 @@ def exact_part(pair: BlockPairs, dtype: torch.dtype) -> Part:
 
 def hyper_part(
     pair: BlockPairs,
-    query_ranks: Tensor,
-    key_ranks: Tensor,
+    ranks: tuple[Tensor, Tensor],
     draws: Tensor,
     lsh: Lsh,
     coupling: Coupling,
@@ -100,17 +99,12 @@ def hyper_part(
 ) -> Part:
     """Each query over its LSH block and the residual samples.
 
-    Args:
-        pair: Queries and keys.
-        query_ranks: `[P, H, G, W]` Gray ranks.
-        key_ranks: `[P, H, S]` Gray ranks of the keys.
-        draws: `[sample_size]` uniforms in [0, 1), shared by all pairs and heads.
-        lsh: Size of a block, and which one a query reads.
-        coupling: Weight of the residual, and the weight of keys that are in block and sample.
-        dtype: Of the queries; the bias holds logs of weights, which half precision would round by percents.
-        placed: Places of the queries among those of all ranks, for `alignment="rank"`; None = these are all.
+    `ranks` are the Gray ranks of the queries `[P, H, G, W]` and of the keys `[P, H, S]`, `draws [sample_size]`
+    uniforms in [0, 1) that all pairs and heads share. `dtype` is the query's. Where other ranks have queries of
+    the pair, `placed` has the places among all of them, for `alignment="rank"`.
     """
-    dtype = accumulation_dtype(dtype)
+    # the bias holds logs of weights, which half precision would round by percents
+    dtype, (query_ranks, key_ranks) = accumulation_dtype(dtype), ranks
     keys = _sort_keys(pair, key_ranks, lsh.block_size)
     if keys.most <= 1:
         tiles = _one_tile(pair)
@@ -182,7 +176,7 @@ def _counts(valid: Tensor | None, rows: Tensor) -> Tensor:
 def _block_columns(pair: BlockPairs, keys: _SortedKeys, dtype: torch.dtype) -> KeyRows:
     """`[P, H, blocks, block_size]` rows of the sorted keys, -inf on filler and on keys that are not read."""
     cut = (keys.most, keys.block_size)
-    slot = torch.arange(keys.most * keys.block_size, dtype=torch.int64, device=keys.order.device)
+    slot = arange(keys.most * keys.block_size, like=keys.order)
     order = keys.order.index_select(-1, slot.clamp_max(keys.order.shape[-1] - 1))
     visible = slot < keys.count[..., None]
     if pair.selected is not None:
@@ -210,11 +204,10 @@ def _residual_columns(
     bias = bias.masked_fill(count == 0, -torch.inf)[..., None, None].expand(*count.shape, keys.most, n_samples)
     if keys.block_size and coupling.overlap == "exclude":
         # a sample that lies in the query's block is counted there
-        places = torch.arange(keys.order.shape[-1], dtype=torch.int64, device=sample.device)
+        places = arange(keys.order.shape[-1], like=sample)
         place = torch.empty_like(keys.order).scatter_(-1, keys.order, places.expand_as(keys.order))
         block = torch.div(place.gather(-1, sample), keys.block_size, rounding_mode="floor")
-        blocks = torch.arange(keys.most, dtype=torch.int64, device=sample.device)
-        bias = bias.masked_fill(block[:, :, None, :] == blocks[:, None], -torch.inf)
+        bias = bias.masked_fill(block[:, :, None, :] == arange(keys.most, like=sample)[:, None], -torch.inf)
     rows = pair.key_rows.gather(-1, sample)
     return KeyRows(rows[:, :, None].expand(-1, -1, keys.most, -1), bias)
 
@@ -222,11 +215,11 @@ def _residual_columns(
 def _of_block(columns: KeyRows, block: Tensor) -> KeyRows:
     """Columns of the block that each tile reads."""
     index = block[..., None].expand(*block.shape, columns.rows.shape[-1])
-    return KeyRows(columns.rows.gather(2, index), columns.bias.gather(2, index))
+    return KeyRows(*(tensor.gather(2, index) for tensor in columns))
 
 
 def _for_tiles(columns: KeyRows, n_tiles: int) -> KeyRows:
-    return KeyRows(*(t[:, :, None].expand(-1, -1, n_tiles, -1) for t in (columns.rows, columns.bias)))
+    return KeyRows(*(tensor[:, :, None].expand(-1, -1, n_tiles, -1) for tensor in columns))
 
 
 def _part(
@@ -237,22 +230,14 @@ def _part(
     extra: KeyRows | None,
     biased: bool,
 ) -> Part:
-    tiles = shape[0]
-    rows = [column.rows.reshape(tiles, -1) for column in columns]
-    biases = [column.bias.reshape(tiles, -1) for column in columns]
-    extra_rows = None
-    if extra is not None:
-        extra_rows = extra.rows.reshape(tiles, -1)
-        biases.append(extra.bias.reshape(tiles, -1))
-    needs_bias = biased or extra is not None or len(columns) > 1
-    return Part(
-        (tiles, shape[1], shape[2]),
-        query_rows=query_rows,
-        query_valid=filled,
-        key_rows=torch.cat(rows, dim=1),
-        extra_rows=extra_rows,
-        bias=torch.cat(biases, dim=1) if needs_bias else None,
-    )
+    tiles, heads, width = shape
+    read = columns if extra is None else [*columns, extra]
+    bias = None
+    if biased or len(read) > 1:
+        bias = torch.cat([each.bias.reshape(tiles, -1) for each in read], dim=1)
+    key_rows = torch.cat([column.rows.reshape(tiles, -1) for column in columns], dim=1)
+    extra_rows = None if extra is None else extra.rows.reshape(tiles, -1)
+    return Part((tiles, heads, width), query_rows, filled, key_rows, extra_rows, bias)
 
 
 # Cut queries into tiles that share one block of sorted keys.
@@ -267,12 +252,10 @@ _LEAST_TILE_ROWS = 32
 
 
 class Tiles(NamedTuple):
-    """Query slots `[P, H, tiles, heads, rows]` and the key block of each tile.
+    """Query slots `[P, H, tiles, heads, rows]` and the key `block [P, H, tiles]` that each tile reads.
 
-    Attributes:
-        places: Positions in the pair's queries, counted over the group: `head_in_group * W + query`.
-        filled: False on filler; None = no filler.
-        block: `[P, H, tiles]` the key block a tile reads.
+    `places` are positions in the pair's queries, counted over the group: `head_in_group * W + query`. `filled` is
+    False on filler; None = no filler.
     """
 
     places: Tensor
@@ -283,8 +266,8 @@ class Tiles(NamedTuple):
 def _one_tile(pair: BlockPairs) -> Tiles:
     """One tile per pair and head with all queries in order, where there is one block."""
     n_pairs, heads, group, width = pair.query_rows.shape
-    places = torch.arange(group * width, dtype=torch.int64, device=pair.query_rows.device)
-    places = places.view(1, 1, 1, group, width).expand(n_pairs, heads, 1, group, width)
+    places = arange(group * width, like=pair.query_rows).view(1, 1, 1, group, width)
+    places = places.expand(n_pairs, heads, 1, group, width)
     filled = pair.query_valid
     if filled is not None:
         filled = filled[:, None, None, None, :].expand(places.shape)
@@ -294,24 +277,18 @@ def _one_tile(pair: BlockPairs) -> Tiles:
 def rank_tiles(
     ranks: Tensor, n_blocks: Tensor | int, most_blocks: int, real: Tensor | None, valid: Tensor | None
 ) -> Tiles:
-    """Sort each head's queries and cut them into as many blocks as the keys have.
+    """Sort each head's queries by `ranks [P, H, G, W]`, and cut them into as many blocks as the keys have.
 
-    Args:
-        ranks: `[P, H, G, W]` Gray ranks of the queries.
-        n_blocks: Key blocks, an int or `[P, H]`.
-        most_blocks: The largest of them.
-        real: `[P, W]`, False = filler or padding; None = all are real. Padding queries are cut apart from the real
-            ones, so that they move none of them.
-        valid: `[P, W]`, False = filler; None = no filler.
+    `real [P, W]` is False on filler and padding, `valid [P, W]` on filler. Padding queries are cut apart from the
+    real ones, so that they move none of them.
     """
     n_pairs, heads, group, width = ranks.shape
     for mask, last in ((real, 1), (valid, 0)):
         if mask is not None:
             ranks = ranks.masked_fill(~mask[:, None, None, :], torch.iinfo(ranks.dtype).max - last)
     order = torch.sort(ranks, dim=-1, stable=True).indices
-    numbers = torch.arange(max(group, most_blocks), dtype=torch.int64, device=ranks.device)
-    place = order + numbers[:group, None] * width
-    block = numbers[:most_blocks].expand(n_pairs, heads, most_blocks)
+    place = order + arange(group, like=ranks)[:, None] * width
+    block = arange(most_blocks, like=ranks).expand(n_pairs, heads, most_blocks)
     if real is None and isinstance(n_blocks, int) and width % n_blocks == 0:
         tiles = place.view(n_pairs, heads, group, n_blocks, width // n_blocks).transpose(2, 3)
         return Tiles(tiles, None, block)
@@ -343,17 +320,12 @@ def placed_tiles(placed: PlacedQueries, n_blocks: Tensor | int) -> Tiles:
 
 
 def _cut(count: Tensor, blocks: Tensor, most_blocks: int) -> tuple[Tensor, Tensor]:
-    """Cut places `0..count [P]` into `blocks [P, H]` equal blocks.
-
-    Returns:
-        Slots `[P, H, most_blocks, rows]`, and a mask of filled slots.
-    """
-    edge = torch.arange(most_blocks + 1, dtype=torch.int64, device=count.device)
-    total, blocks = count[:, None, None], blocks[..., None]
+    """Cut places `0..count [P]` into `blocks [P, H]` equal ones: slots `[P, H, most_blocks, rows]`, and a mask."""
+    edge, total, blocks = arange(most_blocks + 1, like=count), count[:, None, None], blocks[..., None]
     # ceil(edge * count / blocks); blocks that a pair lacks are empty
     edges = torch.div(edge * total + blocks - 1, blocks, rounding_mode="floor").minimum(total)
     rows = max(1, int((edges[..., 1:] - edges[..., :-1]).max()))
-    slots = edges[..., :-1, None] + torch.arange(rows, dtype=torch.int64, device=count.device)
+    slots = edges[..., :-1, None] + arange(rows, like=count)
     return slots, slots < edges[..., 1:, None]
 
 
@@ -362,12 +334,7 @@ def hash_tiles(
 ) -> Tiles:
     """Send each query to the block that its rank falls into, then cut each block's queries into tiles.
 
-    Args:
-        ranks: `[P, H, G, W]` Gray ranks of the queries.
-        sorted_keys: `[P, H, S]` Gray ranks of the keys in order, filler last.
-        block_size: Keys in a block.
-        n_blocks: Key blocks, an int or `[P, H]`.
-        valid: `[P, W]`, False = filler; None = no filler.
+    `ranks [P, H, G, W]` and `sorted_keys [P, H, S]` are Gray ranks; `valid [P, W]` is False on filler queries.
     """
     flat = ranks.flatten(2)
     low = torch.searchsorted(sorted_keys, flat)
@@ -389,7 +356,7 @@ def _dispatch(block: Tensor, n_blocks: int) -> Tiles:
         rows //= 2
 
     def numbers(n: int) -> Tensor:
-        return torch.arange(n, dtype=torch.int64, device=block.device).expand(*lead, n).contiguous()
+        return arange(n, like=block).expand(*lead, n).contiguous()
 
     in_order, order = torch.sort(block, dim=-1, stable=True)
     edges = torch.searchsorted(in_order, numbers(n_blocks + 1))  # [P, H, blocks + 1]
@@ -399,7 +366,7 @@ def _dispatch(block: Tensor, n_blocks: int) -> Tiles:
     tile = numbers(n_tiles)
     block_of = (torch.searchsorted(tiles_before, tile, right=True) - 1).clamp_max(n_blocks - 1)
     start = edges.gather(-1, block_of) + (tile - tiles_before.gather(-1, block_of)) * rows
-    slots = start[..., None] + torch.arange(rows, dtype=torch.int64, device=block.device)  # [P, H, tiles, rows]
+    slots = start[..., None] + arange(rows, like=block)  # [P, H, tiles, rows]
     filled = slots < edges.gather(-1, block_of + 1)[..., None]
     places = order.gather(-1, slots.clamp(max=n_rows - 1).flatten(-2)).unflatten(-1, (n_tiles, rows))
     return Tiles(places[:, :, :, None], filled[:, :, :, None], block_of)

@@ -20,13 +20,9 @@ FULL = "full"
 
 @dataclass(frozen=True, eq=False)
 class Queries:
-    """Where the query rows of a call stand.
+    """Where the `length` query rows of a call stand: from position `start` on, which is an int or `[B]`.
 
-    Attributes:
-        batch, heads, group: Sizes; `heads` KV heads with `group` query heads each.
-        length: Query rows.
-        start: Position of the first of them, an int or `[B]`.
-        device: Device of row numbers.
+    There are `heads` KV heads with `group` query heads each; row numbers are made on `device`.
     """
 
     batch: int
@@ -61,8 +57,12 @@ class Queries:
 
 @dataclass(frozen=True, eq=False)
 class Level:
-    """Off-diagonal blocks of one size: queries at `query_positions`, keys at `key_positions`, `[n, W]` each."""
+    """Off-diagonal blocks of one size: queries at `query_positions`, keys at `key_positions`, `[n, W]` each.
 
+    The `name` of their random streams goes by size: which levels a call reaches depends on its other sequences.
+    """
+
+    name: str
     width: int
     key_positions: Tensor
     query_positions: Tensor
@@ -80,21 +80,14 @@ def levels(leaf: int, queries: Queries) -> list[Level]:
             if odd.numel() == 1:  # a single block is not padded to its full width
                 begin = int(odd) * width
                 query_step = step[max(0, first - begin) : end - begin]
-            grid.append(Level(width, (odd[:, None] - 1) * width + step, odd[:, None] * width + query_step))
+            name = f"level{(width // leaf).bit_length() - 1}"
+            grid.append(Level(name, width, (odd[:, None] - 1) * width + step, odd[:, None] * width + query_step))
         width *= 2
     return grid
 
 
 def leaf_parts(leaf: int, queries: Queries, n_keys: int, valid: Tensor | None, dtype: torch.dtype) -> list[Part]:
-    """Exact causal attention inside the leaves.
-
-    Args:
-        leaf: Positions in a leaf.
-        queries: Where the queries stand.
-        n_keys: Keys per row.
-        valid: `[B, n_keys]`, True = a real key; None = all.
-        dtype: Of the bias.
-    """
+    """Exact causal attention inside the leaves; `valid [B, n_keys]` marks real keys, None = all are."""
     first, end = queries.span()
     if end <= first:
         return []

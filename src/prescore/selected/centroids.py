@@ -7,51 +7,29 @@ from torch import Tensor
 
 from prescore.ops.backend import accumulation_dtype
 from prescore.ops.parts import Centroids
+from prescore.scoring.sampling import arange
 from prescore.selected.blocks import KeyRows
 
 _CHUNK = 8192
 
 
-def cluster_centroids(
-    tables: Centroids, labels: Tensor, unselected: Tensor, n_clusters: int, dtype: torch.dtype
+def add_centroids(
+    table: Centroids | None, totals: tuple[Tensor, Tensor, Tensor], shape: tuple[int, ...], dtype: torch.dtype
 ) -> tuple[Centroids, KeyRows]:
-    """Mean keys and values of each cluster's unselected members, weighted by their number.
+    """Add the centroids of clusters to a table; also returns their rows and log weights, in the given shape.
 
     A centroid enters the softmax with logit `q . mean key + log(count)` and the mean value: exact where the
-    cluster's keys are equal, and an underestimate of its mass otherwise (exp is convex).
-
-    Args:
-        tables: Keys `[P, H, N, D]` and values `[P, H, N, Dv]`; gradients flow into them.
-        labels: `[P, H, N]` cluster numbers.
-        unselected: `[P, H, N]` bool, real keys that were not selected.
-        n_clusters: Centroids per block pair and head.
-        dtype: Of the queries; log weights are at least float32.
-
-    Returns:
-        The centroids, and their rows and log weights `[P, H, n_clusters]` (-inf for an empty cluster).
+    cluster's keys are equal, and an underestimate of its mass otherwise (exp is convex). `totals` come from
+    `cluster_totals`; `shape` is pairs, heads, clusters; `dtype` is that of the queries.
     """
-    wide = torch.promote_types(tables.key.dtype, torch.float32)
-    points = [table.flatten(0, 1).to(wide) for table in tables]
-    totals = cluster_totals(points, labels, unselected, n_clusters)
-    return centroids_of(totals, (*labels.shape[:2], n_clusters), dtype)
-
-
-def centroids_of(
-    totals: tuple[Tensor, Tensor, Tensor], shape: tuple[int, ...], dtype: torch.dtype
-) -> tuple[Centroids, KeyRows]:
-    """The centroids of clusters, from sums of keys and values and numbers of members.
-
-    Args:
-        totals: The result of `cluster_totals`.
-        shape: Block pairs, heads, clusters.
-        dtype: Of the queries, keys and values.
-    """
-    key_sum, value_sum, count = totals
-    safe = count.clamp_min(1)
-    centroids = Centroids((key_sum / safe).flatten(0, 1).to(dtype), (value_sum / safe).flatten(0, 1).to(dtype))
-    rows = torch.arange(centroids.key.shape[0], dtype=torch.int64, device=count.device)
+    *sums, count = totals
+    keys, values = ((total / count.clamp_min(1)).flatten(0, 1).to(dtype) for total in sums)
+    begin = 0 if table is None else len(table.key)
+    rows = arange(begin, begin + len(keys), like=count).view(shape)
+    if table is not None:
+        keys, values = torch.cat((table.key, keys)), torch.cat((table.value, values))
     # log(0) = -inf is the weight of an empty cluster
-    return centroids, KeyRows(rows.view(shape), torch.log(count).view(shape).to(accumulation_dtype(dtype)))
+    return Centroids(keys, values), KeyRows(rows, torch.log(count).view(shape).to(accumulation_dtype(dtype)))
 
 
 def cluster_totals(
@@ -61,7 +39,7 @@ def cluster_totals(
 
     By matrix products with one-hot labels, in chunks.
     """
-    numbers = torch.arange(n_clusters, dtype=torch.int64, device=labels.device)
+    numbers = arange(n_clusters, like=labels)
     labels, members = labels.flatten(0, 1), members.flatten(0, 1)
     first, second = (table.new_zeros(table.shape[0], n_clusters, table.shape[-1]) for table in points)
     count = first.new_zeros(*first.shape[:2], 1)

@@ -14,18 +14,17 @@ Everything a query reads becomes a column of a `Part`, and `attend_parts` runs o
 
 from __future__ import annotations
 
-import dataclasses
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
-from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from prescore.call import Call
 from prescore.config import Exact, Lsh, Selected
+from prescore.ops.backend import accumulation_dtype
 from prescore.ops.parts import Centroids, Part, attend_parts, exact_parts, mask_bias
 from prescore.rng import Streams
 from prescore.scoring.base import Scorer
@@ -42,20 +41,12 @@ from prescore.scoring.select import (
 )
 from prescore.selected.blocks import BlockPairs, KeyRows, exact_part, hyper_part
 from prescore.selected.causal_grid import FULL, Level, Queries, key_rows, key_valid, leaf_parts, levels
-from prescore.selected.centroids import cluster_centroids
+from prescore.selected.centroids import add_centroids, cluster_totals
 from prescore.types import Attended, Selection
-
-T = TypeVar("T")
 
 
 def make_plan(call: Call, config: Selected, given: Tensor | None = None) -> Plan:
-    """Plan a call.
-
-    Args:
-        call: Aligned inputs.
-        config: How keys are selected and attended to.
-        given: `[B, Hkv, Nk]` bool, a selection to use instead of making one, in aligned positions.
-    """
+    """Plan a call; `given [B, Hkv, Nk]` is a selection to use instead of making one, in aligned positions."""
     plan = Plan(call, config)
     queries, leaf = plan.queries, max(1, config.min_seq_len)
     if 0 in (queries.batch, call.n_query, call.n_keys):
@@ -111,11 +102,10 @@ def _full_pair(call: Call, config: Selected, queries: Queries, given: Tensor | N
     if call.query_valid is not None:
         n_query = call.query_valid.sum(1)
     few = n_query <= config.min_seq_len if config.leaf_inclusive else n_query < config.min_seq_len
-    from_zero = dataclasses.replace(queries, start=0)
     return Candidates(
         name=FULL,
         n_blocks=1,
-        query_rows=from_zero.rows(queries.arange(queries.length)[None])[0],
+        query_rows=queries.rows(queries.arange(queries.length)[None])[0],
         query_valid=None,
         query_real=call.query_valid,
         key=call.key,
@@ -130,7 +120,7 @@ def _full_pair(call: Call, config: Selected, queries: Queries, given: Tensor | N
 
 def _level_pairs(call: Call, config: Selected, queries: Queries, level: Level, given: Tensor | None) -> Candidates:
     """All off-diagonal blocks of one level of the causal grid."""
-    width, key_positions, query_positions = level.width, level.key_positions, level.query_positions
+    key_positions, query_positions = level.key_positions, level.query_positions
     inside = key_positions.clamp_max(call.n_keys - 1)
     query_rows, there = queries.rows(query_positions)
     valid = key_valid(key_positions, queries, call.n_keys, call.valid)
@@ -146,10 +136,9 @@ def _level_pairs(call: Call, config: Selected, queries: Queries, level: Level, g
     if call.query_valid is not None:
         real = there & call.query_valid[:, query_positions.clamp_max(call.n_keys - 1)].flatten(0, 1)
     sinks = protected_positions(call.valid, call.key, config.sinks, 0)[:, inside].flatten(0, 1)
-    exact = config.leaf_inclusive and width <= config.min_seq_len
+    exact = config.leaf_inclusive and level.width <= config.min_seq_len
     return Candidates(
-        # named by size: which levels a call reaches depends on its other sequences
-        name=f"level{(width // max(1, config.min_seq_len)).bit_length() - 1}",
+        name=level.name,
         n_blocks=key_positions.shape[0],
         query_rows=query_rows,
         query_valid=None if bool(there.all()) else there,
@@ -173,6 +162,7 @@ class Plan:
         centroids: Rows the parts' extra columns refer to.
         selections: One per full pair or off-diagonal block, in aligned positions.
         depth: Levels of the causal recursion.
+        ranks: Gray ranks of the hashes of all query and key rows, once for all levels.
         seconds: Time spent per stage.
     """
 
@@ -186,26 +176,28 @@ class Plan:
         self.centroids: Centroids | None = None
         self.selections: list[Selection] = []
         self.depth = 0
+        self.ranks: tuple[Tensor, Tensor] | None = None
         self.seconds: dict[str, float] = {}
 
-    def timed(self, stage: str, work: Callable[[], T]) -> T:
-        """Run a stage and add its time to `seconds`."""
+    @contextmanager
+    def timed(self, stage: str) -> Iterator[None]:
+        """Add the time of a stage to `seconds`."""
         begin = time.perf_counter()
-        result = work()
+        yield
         if self.key.device.type == "cuda":
             torch.cuda.synchronize(self.key.device)
         self.seconds[stage] = self.seconds.get(stage, 0.0) + time.perf_counter() - begin
-        return result
 
     def run(self, parts: list[Part] | None = None) -> Attended:
         """One softmax over the planned parts, or over others of the same tables."""
+        call, parts = self.call, self.parts if parts is None else parts
         return attend_parts(
-            self.call.query,
+            call.query,
             self.key,
             self.value,
-            self.parts if parts is None else parts,
-            scale=self.call.scale,
-            backend=self.call.backend,
+            parts,
+            scale=call.scale,
+            backend=call.backend,
             centroids=self.centroids,
         )
 
@@ -213,12 +205,14 @@ class Plan:
         """Algorithm 2 for block pairs of one size."""
         config, dtype = self.config, self.call.query.dtype
         streams = self.call.streams.child(candidates.name)
-        chosen = self.timed("scoring", lambda: self._select(candidates, streams))
+        with self.timed("scoring"):
+            chosen = self._select(candidates, streams)
         self.selections += self._by_block(candidates, chosen.selection)
         extra = None
         any_key = candidates.valid is None or bool(candidates.valid.any())
         if config.remainder != "none" and not chosen.everything and any_key:
-            extra = self.timed("centroids", lambda: self._add_centroids(candidates, chosen, streams))
+            with self.timed("centroids"):
+                extra = self._add_centroids(candidates, chosen, streams)
         none_selected = chosen.selection.indices.shape[-1] == 0  # only padding, or a given selection elsewhere
         if none_selected and extra is None:
             return
@@ -236,13 +230,8 @@ class Plan:
         """Algorithm 1 and the delta test."""
         if candidates.given is not None:
             return Chosen(selection_of(candidates.given), False, None)
-        return select_keys(
-            candidates.key.detach(),
-            self.config,
-            valid=candidates.valid,
-            streams=streams,
-            protect=candidates.protect,
-        )
+        keys, protect = candidates.key.detach(), candidates.protect
+        return select_keys(keys, self.config, valid=candidates.valid, streams=streams, protect=protect)
 
     def _by_block(self, candidates: Candidates, selection: Selection) -> Iterator[Selection]:
         """One selection per block of the grid, in positions of the whole sequence."""
@@ -270,14 +259,11 @@ class Plan:
         unselected = ~membership(chosen.selection, keys.shape[2])
         if candidates.valid is not None:
             unselected = unselected & candidates.valid[:, None, :]
-        tables = Centroids(candidates.key, candidates.value)
-        made, rows = cluster_centroids(tables, scored.labels, unselected, scored.n_clusters, self.call.query.dtype)
-        before = self.centroids
-        if before is None:
-            self.centroids = made
-            return rows
-        self.centroids = Centroids(torch.cat((before.key, made.key)), torch.cat((before.value, made.value)))
-        return KeyRows(rows.rows + before.key.shape[0], rows.bias)
+        dtype, n_clusters = self.call.query.dtype, scored.n_clusters
+        points = [t.flatten(0, 1).to(accumulation_dtype(dtype)) for t in (candidates.key, candidates.value)]
+        totals = cluster_totals(points, scored.labels, unselected, n_clusters)
+        self.centroids, rows = add_centroids(self.centroids, totals, (*keys.shape[:2], n_clusters), dtype)
+        return rows
 
     def _block_pair(self, candidates: Candidates, selection: Selection, extra: KeyRows | None) -> BlockPairs:
         """The keys that blocks are cut from, and those that every query reads."""
@@ -324,26 +310,18 @@ class Plan:
         return self.key.shape[0] - 1
 
     def _hyper_part(self, pair: BlockPairs, lsh: Lsh, streams: Streams) -> Part:
-        query_ranks, key_ranks = self._ranks
-        draws = streams.uniform("residual", lsh.sample_size, like=self.call.key)
-        ranks, coupling = (query_ranks[pair.query_rows], key_ranks[pair.key_rows]), self.config.coupling
-        dtype = self.call.query.dtype
-        return self.timed("sorting", lambda: hyper_part(pair, *ranks, draws, lsh, coupling, dtype))
-
-    @cached_property
-    def _ranks(self) -> tuple[Tensor, Tensor]:
-        """Gray ranks of the hashes of all query and key rows, once for all levels."""
-        lsh = self.config.inner
-        if not isinstance(lsh, Lsh):
-            raise TypeError(f"inner must be an Lsh to hash keys, got {lsh!r}")
-
-        def hashed() -> tuple[Tensor, Tensor]:
-            directions = projections(lsh.n_projections, self.call.key, self.call.streams)
-            tables = self.call.query, self.call.key, self.call.key.new_zeros(1, self.call.key.shape[-1])
-            query, key, zero = (hash_ranks(table, directions).reshape(-1) for table in tables)
-            return query, torch.cat((key, zero)) if self.zeroing else key
-
-        return self.timed("hashing", hashed)
+        call = self.call
+        if self.ranks is None:
+            with self.timed("hashing"):
+                directions = projections(lsh.n_projections, call.key, call.streams)
+                tables = call.query, call.key, call.key.new_zeros(1, call.key.shape[-1])
+                query, key, zero = (hash_ranks(table, directions).reshape(-1) for table in tables)
+                self.ranks = query, torch.cat((key, zero)) if self.zeroing else key
+        query_ranks, key_ranks = self.ranks
+        draws = streams.uniform("residual", lsh.sample_size, like=call.key)
+        ranks = query_ranks[pair.query_rows], key_ranks[pair.key_rows]
+        with self.timed("sorting"):
+            return hyper_part(pair, ranks, draws, lsh, self.config.coupling, call.query.dtype)
 
 
 def kept_rows(rows: Tensor, apart: Tensor, dtype: torch.dtype) -> KeyRows:

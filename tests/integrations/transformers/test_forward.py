@@ -184,25 +184,13 @@ def test_gradients_equal_sdpa_with_every_key():
         torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-3)
 
 
-def test_half_precision_runs():
-    model = tiny("Llama").to(torch.bfloat16)
-    ids, mask = prompts()
-    with prescore.apply(model, COARSE):
-        got = forward(model, ids, mask)
-        tokens = model.generate(ids, attention_mask=mask, max_new_tokens=4, do_sample=False)
-    assert got.dtype == torch.bfloat16
-    assert torch.isfinite(got[mask.bool()].float()).all()
-    assert tokens.shape == (2, ids.shape[1] + 4)
-    assert int(tokens.max()) < VOCABULARY
-
-
-@pytest.mark.parametrize("lower", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("lower", [None, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", ["selected", "routed"])
-def test_autocast_of_any_type_reads_steps_and_trains(name, dtype, lower):
+def test_half_precision_and_autocast_read_step_and_train(name, dtype, lower):
     model = tiny("Llama", num_hidden_layers=1).to(dtype)
     ids, mask = prompts()
-    with prescore.apply(model, SMALL[name]), torch.autocast("cpu", dtype=lower):
+    with prescore.apply(model, SMALL[name]), torch.autocast("cpu", lower or torch.bfloat16, lower is not None):
         tokens = model.generate(ids, attention_mask=mask, max_new_tokens=3, do_sample=False)
         loss = model.train()(ids, attention_mask=mask, labels=ids).loss
     assert tokens.shape == (2, 27)

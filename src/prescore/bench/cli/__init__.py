@@ -1,1 +1,1 @@
-"""."""
+"""The `prescore` command."""

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from prescore.bench.cli import vision
 from prescore.bench.cli.options import Json, Out, Quick, Resume, Seed, Threads, open_session
-
-if TYPE_CHECKING:
-    from prescore.bench.vision.coverage import Subject
+from prescore.bench.records import Row, Values
 
 _QUICK_METHODS = ["kmeans", "kmedian", "random"]
 _DIGIT_BUDGETS = [8, 16, 32]
@@ -61,7 +59,7 @@ def command(
     Example: prescore coverage --model deit.safetensors --images val --limit 100 --samples 64
     """
     from prescore.bench.vision import tables
-    from prescore.bench.vision.coverage import Subject, coverage_rows
+    from prescore.bench.vision.coverage import coverage_rows
 
     digits = model is None and language_model is None
     grid = vision.read_grid(
@@ -76,31 +74,28 @@ def command(
         if text:
             raise ValueError(f"text must be given with a language model, got text {text[0]!r} alone")
         study = vision.open_study(model, images, limit, batch_size, device, quick, arch, labels, resolution)
-        subject = Subject(study.described, study.observe, study.model.n_prefix)
+        rows = coverage_rows(study.observe, study.described, n_prefix=study.model.n_prefix, **grid)
     else:
         if model is not None or images is not None:
             raise ValueError(f"language_model must be given without model and images, got {language_model!r}")
-        subject = _open_texts(language_model, text, length, limit, device)
-    rows = coverage_rows(subject, **grid)
+        rows = _text_rows(language_model, text, length, limit, device, grid)
     session = open_session("coverage", out=out, json=json, resume=resume, threads=threads, device=device)
     made = (tables.coverage_table, tables.paper_coverage_table)
     vision.show_run(session, session.run(rows), made, tables.coverage_plot)
 
 
-def _open_texts(name: str, text: list[str] | None, length: int, limit: int | None, device: str) -> Subject:
+def _text_rows(
+    name: str, text: list[str] | None, length: int, limit: int | None, device: str, grid: Values
+) -> list[Row]:
     from prescore.bench.language.documents import load_documents
     from prescore.bench.language.model import load_language_model
-    from prescore.bench.vision.coverage import text_subject
+    from prescore.bench.vision.coverage import coverage_rows, observe_texts
 
     loaded = load_language_model(name, device=device)
     documents = load_documents(text, limit=limit)
     long_enough = [tokens[:length] for d in documents if len(tokens := loaded.encode(d.text)) >= length]
     if not long_enough:
         raise ValueError(f"text must hold at least one document of {length} tokens, got {len(documents)} shorter")
-    described = {
-        "model": Path(name).name,
-        "texts": [document.name for document in documents],
-        "length": length,
-        "n_texts": len(long_enough),
-    }
-    return text_subject(loaded.model, long_enough, described)
+    described: Values = {"model": Path(name).name, "texts": [document.name for document in documents]}
+    described |= {"length": length, "n_texts": len(long_enough)}
+    return coverage_rows(observe_texts(loaded.model, long_enough), described, **grid)

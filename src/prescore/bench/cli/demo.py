@@ -8,8 +8,7 @@ from typing import Annotated
 
 import typer
 
-from prescore.bench.cli.options import Json, Out, Resume, Seed, Threads, open_session
-from prescore.bench.cli.settings import Model, quiet_loading
+from prescore.bench.cli.options import Json, Model, Out, Resume, Seed, Threads, open_session
 
 REPORT = Path("report")
 
@@ -34,9 +33,8 @@ def command(
 ) -> None:
     """Let a language model read a long text with exact attention, the default, and methods that read as many keys.
 
-    Prints one table and writes a report: report/index.html, or index.html in --out. The report shows for every
-        token
-    of a passage what the default reads.
+    Prints one table and writes a report: report/index.html, or index.html in --out. The report shows what the
+    default reads for every token of a passage.
 
     Example: prescore demo --out report
     """
@@ -49,7 +47,6 @@ def command(
 
     texts = load_documents([document], limit=1)
     session = open_session("demo", out=out, json=json, resume=resume, threads=threads)
-    quiet_loading()
     session.say(f"loading {model}")
     loaded = load_language_model(model)
     text = TokenizedText.of(loaded, texts[0])

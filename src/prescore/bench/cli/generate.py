@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from prescore.bench.cli.options import Json, Out, Resume, Seed, Threads, open_session
-from prescore.bench.cli.settings import Changes, Layers, Model, RemoteCode, read_budget, read_changes, read_layers
+from prescore.bench.cli import options as cli
 from prescore.bench.records import Row, Values, row_key
 
 if TYPE_CHECKING:
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def command(
-    model: Model = "smollm2",
+    model: cli.Model = "smollm2",
     prompt: Annotated[str | None, typer.Option(help="The prompt itself.")] = None,
     prompt_file: Annotated[
         Path | None, typer.Option(exists=True, dir_okay=False, help="A text file to continue.")
@@ -37,12 +36,8 @@ def command(
         str | None,
         typer.Option(help="Keys kept by a scorer, a count or a fraction.  [default: its own]"),
     ] = None,
-    tolerance: Annotated[
-        float | None,
-        typer.Option(help="Relative error allowed to the default: queries read keys until they are within it."),
-    ] = None,
-    layers: Layers = "all",
-    changes: Changes = None,
+    layers: cli.Layers = "all",
+    changes: cli.Changes = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate at most.")] = 64,
     evict: Annotated[
         bool, typer.Option("--evict", help="Free the keys and values that a scorer left out.")
@@ -60,30 +55,28 @@ def command(
         ),
     ] = False,
     ignore_end: Annotated[bool, typer.Option("--ignore-end", help="Continue after the end token.")] = False,
-    trust_remote_code: RemoteCode = False,
-    seed: Seed = 0,
-    out: Out = None,
-    json: Json = False,
-    resume: Resume = False,
-    threads: Threads = None,
+    trust_remote_code: cli.RemoteCode = False,
+    seed: cli.Seed = 0,
+    out: cli.Out = None,
+    json: cli.Json = False,
+    resume: cli.Resume = False,
+    threads: cli.Threads = None,
 ) -> None:
     """Continue a text greedily; print the text, prefill and decode speed, cache memory and selection sizes.
 
     Example: prescore generate --prompt-file book.txt --prompt-tokens 4000 --config key-diff --top-k 512
 
     Example: prescore generate --prompt-file book.txt --prompt-tokens 7936 --ignore-end --agreement
-
-    Example: prescore generate --prompt-file book.txt --prompt-tokens 4000 --tolerance 0.02
     """
     from prescore.bench.language import generation
-    from prescore.bench.language.tables import beam_table, error_table, generation_table
+    from prescore.bench.language.tables import beam_table, generation_table
 
-    chosen, places = read_config(config, top_k, changes, tolerance), read_layers(layers)
+    chosen, places = read_config(config, top_k, changes), cli.read_layers(layers)
     how = generation.Continuation(chosen, places, max_new_tokens, evict, refresh_every, beams, ignore_end)
     if agreement and (not exact or beams > 1):
         raise ValueError(f"--agreement must come with --exact and one beam, got exact={exact} and {beams} beams")
     text = _prompt(prompt, prompt_file)
-    session = open_session("generate", out=out, json=json, resume=resume, threads=threads)
+    session = cli.open_session("generate", out=out, json=json, resume=resume, threads=threads)
     from prescore.bench.offline import load_model
     from prescore.integrations.apply import apply
 
@@ -139,13 +132,10 @@ def command(
         )
     records = session.run(rows)
     session.show((beam_table(records) if beams > 1 else generation_table(records)).to_rich())
-    bounds = error_table(records[-1])
-    if bounds is not None:
-        session.show(bounds.to_rich())
     session.say(f"records: {session.file.path}")
 
 
-def read_config(name: str, top_k: str | None, changes: list[str] | None, tolerance: float | None = None) -> Config:
+def read_config(name: str, top_k: str | None, changes: list[str] | None) -> Config:
     """The configuration of the options: a name means what it means for `prescore perplexity`."""
     from prescore import checks
     from prescore.bench.language.methods import PAPER, change
@@ -155,30 +145,24 @@ def read_config(name: str, top_k: str | None, changes: list[str] | None, toleran
     named: dict[str, Config] = {"default": Routed(), "hyper": Hyper.published(), "exact": Exact()}
     scorers = list_scorers()
     checks.one_of("config", name, (*named, *scorers, *(PAPER + scorer for scorer in scorers)))
-    fields = read_changes(changes)
-    if tolerance is not None:
-        if name != "default":
-            raise ValueError(f"tolerance must come with --config default, got {tolerance} for {name!r}")
-        fields = {"tolerance": tolerance, **fields}
+    fields = cli.read_changes(changes)
     if top_k is not None:
         if name in named:
             raise ValueError(f"top_k must come with a scorer as --config, got {top_k} for {name!r}")
-        fields = {"top_k": read_budget(top_k), **fields}
-    if name in named:
-        return change(named[name], fields)
-    made = Selected.paper(name.removeprefix(PAPER)) if name.startswith(PAPER) else Selected(name)
-    return change(made, fields)
+        fields = {"top_k": cli.read_budget(top_k), **fields}
+    if name not in named:
+        named[name] = Selected.paper(name.removeprefix(PAPER)) if name.startswith(PAPER) else Selected(name)
+    return change(named[name], fields)
 
 
 def _prompt(prompt: str | None, prompt_file: Path | None) -> str:
     if (prompt is None) == (prompt_file is None):
         raise ValueError("exactly one of --prompt and --prompt-file must be given")
-    if prompt is not None:
-        return prompt
+    if prompt_file is None:
+        return prompt or ""
     from prescore.bench.language.documents import decode
 
-    path = Path(prompt_file or "")
-    return decode(path.read_bytes(), str(path))
+    return decode(prompt_file.read_bytes(), str(prompt_file))
 
 
 def _streamer(tokenizer: Any) -> Callable[[int], None]:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import typer
 
 
-_NOT_COMMANDS = ("main", "options", "settings", "speed_heads")
+_NOT_COMMANDS = ("main", "options")
 DONE, FAULT, BAD_USAGE, INTERRUPTED = 0, 1, 2, 130
 
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 import importlib.util
+import json
 import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,11 +18,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from prescore.bench.records import Record, RecordFile, Row, measure, row_key
+from prescore.bench.records import Record, RecordFile, Row, Values, measure, row_key
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+    from prescore.bench.language.methods import Method
     from prescore.parallel.comm import Group
 
 
@@ -61,6 +62,37 @@ Imports = Annotated[
     typer.Option(
         "--import",
         help="Python file or module that registers scorers or baselines; repeatable, anywhere.",
+    ),
+]
+
+# Options of commands on language models.
+
+Model = Annotated[str, typer.Option(help="`smollm2`, a directory, a GGUF file, or a name on the hub.")]
+Dtype = Annotated[str, typer.Option(help="float32, bfloat16, float16 or float64.")]
+Device = Annotated[str, typer.Option(help="Such as cpu or cuda.")]
+RemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")]
+Methods = Annotated[
+    list[str] | None,
+    typer.Option("--method", help="exact, local, default, hyper, SCORER, paper:SCORER or a baseline; repeatable."),
+]
+Lengths = Annotated[
+    list[int] | None,
+    typer.Option("--length", "-n", help="Tokens read; repeatable. (default: 4096, or as the experiment says)"),
+]
+Leaf = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        help="Exact causal leaves, and chunks of the default. (default: length / 8, and the default as it is)",
+    ),
+]
+Layers = Annotated[str, typer.Option(help="Layers replaced: all, first:N, last:N, even, odd, or numbers 0,3,7.")]
+Changes = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        help="FIELD=VALUE of the configurations, in JSON or a word, nested fields by their path "
+        "(scorer.n_clusters=64, inner.block_size=128, lsh.sample_size=0, coupling.mask=zero); repeatable.",
     ),
 ]
 
@@ -210,54 +242,39 @@ def _directory(command: str, out: Path | None, resume: bool) -> Path:
     return RUNS / command / time.strftime("%Y%m%d-%H%M%S")
 
 
-def progress(title: str, total: float) -> AbstractContextManager[Callable[[float], None]]:
-    """A progress display on stderr with the time left; yields `advance(amount)`.
+@contextmanager
+def progress(title: str, total: float) -> Iterator[Callable[[float], None]]:
+    """Show the share done and the time left on stderr; yields `advance(amount)`.
 
-    A bar on a terminal; elsewhere a plain line now and then, so that a log stays readable.
+    One line on a terminal; elsewhere a line now and then, so that a log stays readable.
     """
-    return _bar(title, total) if sys.stderr.isatty() else _lines(title, total)
-
-
-@contextmanager
-def _bar(title: str, total: float) -> Iterator[Callable[[float], None]]:
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(title, total=total)
-        yield lambda amount: bar.advance(task, amount)
-
-
-@contextmanager
-def _lines(title: str, total: float) -> Iterator[Callable[[float], None]]:
     started = last = time.monotonic()
-    done = 0.0
+    done, end = 0.0, "  \r" if sys.stderr.isatty() else "\n"
 
     def advance(amount: float) -> None:
         nonlocal done, last
         done += amount
         now = time.monotonic()
-        if now - last >= _LINE_EVERY and done > 0:
+        if done > 0 and (end != "\n" or now - last >= _LINE_EVERY):
             last = now
             left = (now - started) * (total - done) / done
-            print(f"{title}: {100 * done / total:.0f} %, {left:.0f} s left", file=sys.stderr, flush=True)
+            words = f"{title}: {100 * done / total:.0f} %, {left:.0f} s left"
+            print(words, end=end, file=sys.stderr, flush=True)
 
     yield advance
 
 
 @contextmanager
 def parallel_session(
-    command: str, parallel: bool, *, out: Path | None, json: bool, resume: bool, threads: int | None, device: str
+    command: str, parallel: bool, *, device: str, **options: Any
 ) -> Iterator[tuple[Session, Group | None]]:
-    """A session and the ranks that torchrun started, or None without `parallel`.
+    """A session and the ranks that torchrun started, or None without `parallel`; options as of `open_session`.
 
     Rank 0 writes the records and prints. Every other rank gets a silent session in a temporary folder, with the
     same finished rows.
     """
-    options: dict[str, Any] = {"out": out, "json": json, "resume": resume, "threads": threads, "device": device}
     if not parallel:
-        yield open_session(command, **options), None
+        yield open_session(command, device=device, **options), None
         return
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         raise ValueError(
@@ -271,11 +288,11 @@ def parallel_session(
     dist.init_process_group("nccl" if device.startswith("cuda") else "gloo")
     try:
         ranks = as_group(dist.group.WORLD)
-        session = open_session(command, **options) if ranks.rank == 0 else None
+        session = open_session(command, device=f"{device} x {ranks.size}", **options) if ranks.rank == 0 else None
         lines = [None if session is None else [record.to_json() for record in session.file]]
         dist.broadcast_object_list(lines, src=0)
         if session is not None:
-            yield dataclasses.replace(session, device=f"{device} x {ranks.size}"), ranks
+            yield session, ranks
             return
         with tempfile.TemporaryDirectory() as folder:
             file = RecordFile(Path(folder) / RECORDS)
@@ -284,3 +301,59 @@ def parallel_session(
             yield Session(command, file, False, torch.get_num_threads(), device, quiet=True), ranks
     finally:
         dist.destroy_process_group()
+
+
+# How the values of options are read.
+
+
+def read_changes(changes: Sequence[str] | None) -> Values:
+    """`FIELD=VALUE` pairs; a value that is not JSON is a word."""
+    values: Values = {}
+    for change in changes or []:
+        name, equals, value = change.partition("=")
+        if not equals:
+            raise ValueError(f"set must be FIELD=VALUE, got {change!r}")
+        try:
+            values[name.strip()] = json.loads(value)
+        except json.JSONDecodeError:
+            values[name.strip()] = value
+    return values
+
+
+def read_budget(text: str) -> int | float:
+    """`256` keys or `0.25` of them."""
+    for read in (int, float):
+        try:
+            return read(text)
+        except ValueError:
+            continue
+    raise ValueError(f"top_k must be a count or a fraction, got {text!r}")
+
+
+def read_layers(text: str) -> str | list[int]:
+    """A pattern, or numbers with commas."""
+    numbers = text.split(",")
+    if all(number.strip().lstrip("-").isdigit() for number in numbers):
+        return [int(number) for number in numbers]
+    return text
+
+
+def refuse_options(context: typer.Context, names: Sequence[str], owner: str) -> None:
+    """Refuse options on the command line that something else decides."""
+    for name in names:
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            options = ", ".join(f"--{each.replace('_', '-')}" for each in names)
+            raise ValueError(f"{owner} must be given without {options}, got --{name.replace('_', '-')} too")
+
+
+def say_what_is_exact(session: Session, methods: Mapping[int, Sequence[Method]]) -> None:
+    """Say which methods read every key at a length: their results are those of exact attention."""
+    from prescore.config import Routed
+
+    for length, method in [(length, method) for length, own in methods.items() for method in own]:
+        if isinstance(method.config, Routed) and method.config.exact_until >= length:
+            session.say(
+                f"{method.label} is exact at {length} tokens: it reads everything up to exact_until="
+                f"{method.config.exact_until}; longer texts, --leaf or --set exact_until=N make it route"
+            )

@@ -2,38 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from prescore.bench.cli.options import Json, Out, Parallel, Resume, Seed, Session, Threads, parallel_session
-from prescore.bench.cli.settings import (
-    Changes,
-    Device,
-    Dtype,
-    Layers,
-    Leaf,
-    Model,
-    RemoteCode,
-    quiet_loading,
-    read_budget,
-    read_changes,
-    read_layers,
-    refuse_options,
-    say_what_is_exact,
-)
+from prescore.bench.cli import options as cli
 
 if TYPE_CHECKING:
-    from prescore.bench.language.documents import Document
     from prescore.bench.language.held_out import TokenizedText
     from prescore.bench.language.methods import Method
-    from prescore.bench.language.model import LanguageModel
     from prescore.bench.language.perplexity import Window
-    from prescore.bench.records import Record, Values
+    from prescore.bench.records import Record, Row, Values
 
 
-_OF_EXPERIMENTS = ("method", "top_k", "sample_size", "leaf_rule")
+_OF_EXPERIMENTS = ("method", "top_k")
 _OF_HELD_OUT = (
     *(*_OF_EXPERIMENTS, "leaf", "coupling", "sinks", "first", "offset", "windows", "documents"),
     *("skip_short", "parallel"),
@@ -49,23 +33,16 @@ def command(
             help="table1, appendix-a, figure-glm3, appendix-f, appendix-i, longest, cost, min-weight or default."
         ),
     ] = None,
-    method: Annotated[
-        list[str] | None,
-        typer.Option(help="exact, local, default, hyper, SCORER, paper:SCORER or a baseline; repeatable."),
-    ] = None,
+    method: cli.Methods = None,
     top_k: Annotated[list[str] | None, typer.Option(help="Keys kept, count or fraction; repeatable.")] = None,
-    sample_size: Annotated[list[int] | None, typer.Option(help="Residual samples; repeatable.")] = None,
-    leaf: Leaf = None,
-    leaf_rule: Annotated[
-        str, typer.Option(help="exclusive (PPL), inclusive (PPL*, the blockwise flag) or both.")
-    ] = "exclusive",
+    leaf: cli.Leaf = None,
     coupling: Annotated[
         str | None, typer.Option(help="corrected (default of appendix-a) or early (of appendix-i).")
     ] = None,
     sinks: Annotated[
-        int | None, typer.Option(min=0, help="First tokens that hyper and paper: methods keep. (default: 0)")
-    ] = None,
-    length: Annotated[list[int] | None, typer.Option("--length", "-n", help="Tokens read; repeatable.")] = None,
+        int, typer.Option(min=0, help="First tokens that the paper's methods keep in an experiment.")
+    ] = 0,
+    length: cli.Lengths = None,
     first: Annotated[int | None, typer.Option(help="First position in the loss. (default: the middle)")] = None,
     offset: Annotated[int, typer.Option(min=0, help="Tokens skipped at the start of a document.")] = 0,
     windows: Annotated[int, typer.Option(min=1, help="Windows read in each document, evenly spaced over it.")] = 1,
@@ -84,18 +61,18 @@ def command(
     tuning: Annotated[
         bool, typer.Option("--tuning", help="default: windows drawn by --seed, apart from the reported ones.")
     ] = False,
-    model: Model = "smollm2",
-    layers: Layers = "all",
-    changes: Changes = None,
-    dtype: Dtype = "float32",
-    device: Device = "cpu",
-    trust_remote_code: RemoteCode = False,
-    seed: Seed = 0,
-    out: Out = None,
-    json: Json = False,
-    resume: Resume = False,
-    threads: Threads = None,
-    parallel: Parallel = False,
+    model: cli.Model = "smollm2",
+    layers: cli.Layers = "all",
+    changes: cli.Changes = None,
+    dtype: cli.Dtype = "float32",
+    device: cli.Device = "cpu",
+    trust_remote_code: cli.RemoteCode = False,
+    seed: cli.Seed = 0,
+    out: cli.Out = None,
+    json: cli.Json = False,
+    resume: cli.Resume = False,
+    threads: cli.Threads = None,
+    parallel: cli.Parallel = False,
 ) -> None:
     """Measure the loss of a language model on long documents under exact, local-only and replaced attention.
 
@@ -109,177 +86,124 @@ def command(
     Example: torchrun --nproc-per-node 4 -m prescore perplexity --method paper:kmeans -n 8192 --parallel
     """
     from prescore import checks
+    from prescore.bench.language import experiments, held_out, tables
     from prescore.bench.language.documents import load_documents
-    from prescore.bench.language.experiments import (
-        EXPERIMENTS,
-        default_lengths,
-        experiment_methods,
-        grid_methods,
-    )
-    from prescore.bench.language.held_out import HELD_OUT, LENGTHS, TokenizedText, held_out_methods, held_out_texts
     from prescore.bench.language.model import load_language_model
-    from prescore.bench.language.perplexity import loss_row, make_windows
-    from prescore.bench.language.tables import held_out_tables, summarise
+    from prescore.bench.language.perplexity import has_tokens, loss_row, make_windows
 
-    is_held_out, fields, places = experiment == HELD_OUT, read_changes(changes), read_layers(layers)
+    is_held_out = experiment == held_out.HELD_OUT
+    fields, places = cli.read_changes(changes), cli.read_layers(layers)
     if experiment is not None:
-        checks.one_of("experiment", experiment, (*EXPERIMENTS, HELD_OUT))
-        refuse_options(context, _OF_HELD_OUT if is_held_out else _OF_EXPERIMENTS, f"the experiment {experiment}")
-    if tuning and not is_held_out:
-        raise ValueError(f"tuning must come with the experiment {HELD_OUT}, got {experiment!r}")
-
-    def methods_at(n_tokens: int) -> list[Method]:
-        if experiment is not None:
-            return experiment_methods(
-                experiment, n_tokens, leaf=leaf, sinks=sinks or 0, coupling=coupling, changes=fields
-            )
-        if coupling is not None:
-            raise ValueError(f"coupling must come with an experiment, got {coupling!r} without one")
-        return grid_methods(
-            method or (),
-            n_tokens,
-            leaf=leaf,
-            top_k=[read_budget(text) for text in top_k or ()],
-            samples=sample_size or (),
-            leaf_rule=leaf_rule,
-            sinks=sinks,
-            changes=fields,
+        checks.one_of("experiment", experiment, (*experiments.EXPERIMENTS, held_out.HELD_OUT))
+        cli.refuse_options(
+            context, _OF_HELD_OUT if is_held_out else _OF_EXPERIMENTS, f"the experiment {experiment}"
         )
-
+    for name, value in {"coupling": coupling, "sinks": sinks}.items():
+        if value and experiment is None:
+            raise ValueError(f"{name} must come with an experiment, got {value!r} without one")
+    if tuning and not is_held_out:
+        raise ValueError(f"tuning must come with the experiment {held_out.HELD_OUT}, got {experiment!r}")
+    if experiment is None:
+        budgets = [cli.read_budget(text) for text in top_k or ()]
+        methods_at = partial(experiments.grid_methods, method or (), leaf=leaf, top_k=budgets, changes=fields)
+    else:
+        options: Values = {"leaf": leaf, "sinks": sinks, "coupling": coupling, "changes": fields}
+        methods_at = partial(experiments.experiment_methods, experiment, **options)
     # bad options and documents are refused before anything is loaded
     if is_held_out:
-        held_out, texts = held_out_methods(fields), held_out_texts(document)
+        methods, texts = held_out.held_out_methods(fields), held_out.held_out_texts(document)
     else:
-        methods_at(_TYPICAL_LENGTH)
+        methods_at(length=_TYPICAL_LENGTH)
         texts = load_documents(document, limit=None if document is None else documents)
-    quiet_loading()
-    options: Values = {"out": out, "json": json, "resume": resume, "threads": threads, "device": device}
-    with parallel_session("perplexity", parallel, **options) as (session, ranks):
+    with cli.parallel_session(
+        "perplexity", parallel, out=out, json=json, resume=resume, threads=threads, device=device
+    ) as (session, ranks):
         loaded = load_language_model(model, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
+        row = partial(loss_row, loaded, experiment=experiment, layers=places, seed=seed, group=ranks)
         # a damaged result is refused before hours of measuring
-        (held_out_tables if is_held_out else summarise)(list(session.file))
+        (tables.held_out_tables if is_held_out else tables.summarise)(list(session.file))
         if is_held_out:
-            tokenized = [TokenizedText.of(loaded, text) for text in texts]
-            for n_tokens in length or LENGTHS:
-                read = _held_out_windows(session, tokenized, n_tokens, seed if tuning else None)
-                _measure_held_out(session, loaded, read, held_out, places, seed)
+            tokenized = [held_out.TokenizedText.of(loaded, text) for text in texts]
+            for n_tokens in length or held_out.LENGTHS:
+                _measure_held_out(session, row, tokenized, methods, n_tokens, seed if tuning else None)
             _write_held_out(session)
             return
-        lengths = length or default_lengths(experiment, loaded.trained_length)
+        lengths = length or experiments.default_lengths(experiment, loaded.trained_length)
         if document is None:
-            texts = _long_enough(session, loaded, texts, offset + windows * max(lengths), documents)
-        methods = {n_tokens: methods_at(n_tokens) for n_tokens in lengths}
+            needed = offset + windows * max(lengths)
+            long = [text for text in texts if has_tokens(loaded, text, needed)]
+            left_out = ", ".join(text.name for text in texts if text not in long)
+            if not long:
+                raise ValueError(
+                    f"length must be at most that of a document of the default corpus, got {needed} tokens; "
+                    "give a longer one by --document"
+                )
+            if left_out:
+                session.say(f"left out, with fewer than {needed} tokens: {left_out}")
+            texts = long[:documents]
+        by_length = {n_tokens: methods_at(length=n_tokens) for n_tokens in lengths}
         rows = []
-        for n_tokens in lengths:
+        for n_tokens, own in by_length.items():
             read = make_windows(
                 loaded, texts, n_tokens, first=first, offset=offset, per_document=windows, skip_short=skip_short
             )
-            rows += [
-                loss_row(loaded, window, each, experiment=experiment, layers=places, seed=seed, group=ranks)
-                for each in methods[n_tokens]
-                for window in read
-            ]
+            rows += [row(window, each) for each in own for window in read]
         records = session.run(rows)
-        say_what_is_exact(session, methods)
+        cli.say_what_is_exact(session, by_length)
         if not session.quiet:
-            _write_results(session, records, experiment, loaded)
+            _write_results(session, records, experiment, loaded.name)
 
 
-def _long_enough(
-    session: Session, loaded: LanguageModel, texts: list[Document], needed: int, most: int | None
-) -> list[Document]:
-    """The documents of the default corpus that hold the longest window; the others are left out."""
-    from prescore.bench.language.perplexity import has_tokens
-
-    long = [text for text in texts if has_tokens(loaded, text, needed)]
-    if not long:
-        raise ValueError(
-            f"length must be at most that of a document of the default corpus, got {needed} tokens; "
-            "give a longer one by --document"
-        )
-    left_out = [text.name for text in texts if text not in long]
-    if left_out:
-        session.say(f"left out, with fewer than {needed} tokens: {', '.join(left_out)}")
-    return long[:most]
-
-
-def _write_results(session: Session, records: list[Record], experiment: str | None, loaded: LanguageModel) -> None:
+def _write_results(session: cli.Session, records: Sequence[Record], experiment: str | None, model: str) -> None:
     """The table on the terminal, CSV files and plots in the run's directory."""
-    from prescore.bench.language.tables import (
-        describe_run,
-        full_csv,
-        loss_table,
-        paper_csv,
-        plot_experiment,
-        summarise,
-    )
+    from prescore.bench.language import tables
 
-    summaries, name = summarise(records), experiment or "perplexity"
+    summaries, name = tables.summarise(records), experiment or "perplexity"
     note = "gap closed = (local - loss) / (local - exact); attention = inside the attention functions, one forward"
-    session.show(loss_table(summaries, f"{name}: {describe_run(summaries, loaded.name)}", note).to_rich())
-    files = {f"{name}.csv": full_csv(summaries)}
-    # the paper's shapes and most pictures are for one length
+    title = f"{name}: {tables.describe_run(summaries, model)}"
+    session.show(tables.loss_table(summaries, title, note).to_rich())
+    files = {f"{name}.csv": tables.full_csv(summaries), f"{name}-as-printed.csv": tables.paper_csv(summaries)}
+    files = {file: text for file, text in files.items() if text is not None}
+    for file, text in files.items():
+        (session.out / file).write_text(text or "", encoding="utf-8")
+    # most pictures are for one length
     lengths = sorted({summary.n_tokens for summary in summaries})
     for length in lengths if len(lengths) > 1 and experiment != "longest" else [None]:
         inside = [summary for summary in summaries if length in (None, summary.n_tokens)]
-        stem = name if length is None else f"{name}-{length}"
-        printed = paper_csv(experiment, inside)
-        if printed is not None:
-            files[f"{stem}-as-printed.csv"] = printed
-        files[f"{stem}.png"] = ""
-        plot_experiment(
-            experiment, inside, session.out / f"{stem}.png", f"{name}: {describe_run(inside, loaded.name)}"
-        )
-    for file, text in files.items():
-        if text:
-            (session.out / file).write_text(text, encoding="utf-8")
+        file = f"{name}.png" if length is None else f"{name}-{length}.png"
+        files[file] = None
+        title = f"{name}: {tables.describe_run(inside, model)}"
+        tables.plot_experiment(experiment, inside, session.out / file, title)
     session.say(f"records: {session.file.path}; also {', '.join(files)}")
 
 
-def _held_out_windows(
-    session: Session, texts: Sequence[TokenizedText], length: int, tuning_seed: int | None
-) -> list[Window]:
-    """Reported windows of all texts, or with a seed tuning windows."""
-    from prescore.bench.language.held_out import reported_windows, tuning_windows
+def _measure_held_out(
+    session: cli.Session,
+    row: Callable[[Window, Method], Row],
+    texts: Sequence[TokenizedText],
+    methods: Sequence[Method],
+    length: int,
+    tuning_seed: int | None,
+) -> None:
+    """Reported windows, or with a seed tuning windows; a sliding window reads as much as `Routed` on each."""
+    from prescore.bench.language.held_out import held_out_windows, window_like
+    from prescore.config import Routed
 
     windows: list[Window] = []
     for text in texts:
-        own = reported_windows(text, length)
-        if tuning_seed is not None:
-            own = tuning_windows(text, length, tuning_seed)
+        own = held_out_windows(text, length, tuning_seed)
         if not own:
             session.say(f"left out at {length} tokens: {text.name}, which has {len(text.tokens)}")
         windows += own
     if not windows:
         raise ValueError(f"length must be at most that of the longest text, got {length}")
-    return windows
-
-
-def _measure_held_out(
-    session: Session,
-    loaded: LanguageModel,
-    windows: Sequence[Window],
-    methods: Sequence[Method],
-    layers: str | list[int],
-    seed: int,
-) -> None:
-    """`Routed` first: how much it reads determines the width of the sliding window compared with it."""
-    from prescore.bench.language.held_out import HELD_OUT, window_like
-    from prescore.bench.language.perplexity import loss_row
-
-    def measure(pairs: Sequence[tuple[Window, Method]]) -> list[Record]:
-        rows = [loss_row(loaded, *pair, experiment=HELD_OUT, layers=layers, seed=seed) for pair in pairs]
-        return session.run(rows)
-
     pairs = [(window, method) for window in windows for method in methods]
-    measured = zip(pairs, measure(pairs), strict=True)
-    defaults = [
-        (w, record) for (w, _), record in measured if record.config["method"]["config"]["type"] == "Routed"
-    ]
-    measure([(window, window_like(record)) for window, record in defaults])
+    measured = zip(pairs, session.run([row(*pair) for pair in pairs]), strict=True)
+    defaults = [(window, record) for (window, method), record in measured if isinstance(method.config, Routed)]
+    session.run([row(window, window_like(record)) for window, record in defaults])
 
 
-def _write_held_out(session: Session) -> None:
+def _write_held_out(session: cli.Session) -> None:
     from prescore.bench.language.tables import held_out_tables
 
     tables = held_out_tables(list(session.file))

@@ -9,8 +9,18 @@ from typing import Annotated
 
 import typer
 
-from prescore.bench.cli.options import Json, Out, Quick, Resume, Seed, Threads, open_session
-from prescore.bench.cli.settings import Layers, Model, quiet_loading, read_layers
+from prescore.bench.cli.options import (
+    Json,
+    Layers,
+    Model,
+    Out,
+    Quick,
+    Resume,
+    Seed,
+    Threads,
+    open_session,
+    read_layers,
+)
 from prescore.bench.records import Values
 
 
@@ -138,7 +148,6 @@ def _save(
     from prescore.bench.language.model import load_language_model
     from prescore.bench.speed.heads import save_heads
 
-    quiet_loading()
     loaded = load_language_model(model)
     tokens = loaded.encode(decode(text_file.read_bytes(), str(text_file)))
     n_tokens = max(lengths) if lengths else min(len(tokens), loaded.trained_length or len(tokens))

@@ -160,9 +160,9 @@ def open_study(
         raise ValueError(f"{missing} must be given together with {given}, got only {given}")
     limit = limit or (_QUICK_LIMIT if quick else None)
     described: Values = {"arch": arch, "resolution": resolution, "batch_size": batch_size}
-    found: models.Images
+    data: models.Images
     if model is not None and images is not None:
-        found = models.open_folder(images, labels=labels, limit=limit)
+        data = models.open_folder(images, labels=labels, limit=limit)
         described |= {"model": Path(model).name, "images": images.name}
     else:
         for name, value in (("arch", arch), ("labels", labels), ("resolution", resolution)):
@@ -175,8 +175,8 @@ def open_study(
             models.digits_model(epochs=epochs, report=lambda line: print(line, file=sys.stderr, flush=True))
         )
         test = models.load_digits()[1]
-        found = models.Digits(test.pixels[:limit], test.labels[:limit])
+        data = models.Digits(test.pixels[:limit], test.labels[:limit])
         described |= {"model": f"digits ({epochs} epochs)", "images": "digits"}
-    described["n_images"] = len(found)
+    described["n_images"] = len(data)
     loaded = models.load_vision_model(model, arch=arch, resolution=resolution, device=device)
-    return Study(loaded, found, described, batch_size, device)
+    return Study(loaded, data, described, batch_size, device)

@@ -1,1 +1,1 @@
-"""."""
+"""The demo: a run on a real model and text, and its page."""

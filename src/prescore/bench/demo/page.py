@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import shlex
 import statistics
-import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+import tempfile
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 from importlib import resources
@@ -18,18 +19,16 @@ from typing import Any
 
 from prescore.bench.demo.run import BUDGETS, EQUAL_READS
 from prescore.bench.language.tables import Summary, confidence_half_width, describe_run, summarise
+from prescore.bench.plots import figure, powers_of_two
 from prescore.bench.records import Record, Values
 from prescore.bench.tables import MISSING, Table, as_text, percent, times
 
 DOCUMENTS = {
     "default": "how the default works, and what was measured",
-    "choosing": "choosing a configuration",
+    "methods": "choosing a configuration",
     "report": "what the report of an application says",
-    "long-prompts": "long prompts",
-    "glossary": "words used here",
 }
 """Documents that the page links to."""
-_TEMPLATES = "templates"
 _NO_BUDGETS = (
     "No time was left for it: <code>prescore demo --minutes 12</code>, or <code>--resume</code> with more minutes."
 )
@@ -37,48 +36,37 @@ _NO_BUDGETS = (
 
 def write_page(records: Sequence[Record], directory: Path) -> Path:
     """Write `index.html`; an earlier page is replaced only by a complete new one."""
-    text = demo_page(records, _find_documents(directory))
+    text = demo_page(records, directory)
     directory.mkdir(parents=True, exist_ok=True)
     page = directory / "index.html"
     page.write_text(text, encoding="utf-8")
     return page
 
 
-def _find_documents(directory: Path) -> dict[str, str]:
-    """Addresses of documents relative to a directory: of the built site, else of the source; none in a wheel."""
-    root = Path(__file__).resolve().parents[4]
-    addresses = {}
-    for name in DOCUMENTS:
-        for path in (root / "site" / f"{name}.html", root / "docs" / f"{name}.md"):
-            if path.is_file() and name not in addresses:
-                addresses[name] = Path(os.path.relpath(path, directory.resolve())).as_posix()
-    return addresses
-
-
-def demo_page(records: Sequence[Record], documents: Mapping[str, str] | None = None) -> str:
+def demo_page(records: Sequence[Record], directory: Path | None = None) -> str:
     """The whole page.
 
     Args:
         records: Of one run of `prescore demo`: `loss` rows of its two comparisons, a `reads` row and, where there
             was time for it, a `selections` row.
-        documents: Addresses of `DOCUMENTS` by name; those without one are not linked.
+        directory: Where the page will lie, for links to documents of a checkout; None = no links.
     """
     lines, budgets = compare(records, EQUAL_READS), compare(records, BUDGETS)
     first = next(record for record in records if record.config["part"] == "loss")
     parts = {name: [r for r in records if r.config["part"] == name] for name in ("reads", "selections")}
     values = {
         "style": _template("style.css"),
-        "script": _template("script.js") + _template("reads.js"),
+        "script": _template("script.js"),
         "headline": headline(lines),
         "run": escape(describe_run([line.summary for line in lines], first.config["model"])),
         "panels": _panels(lines),
-        "details": _html_table(_COLUMNS, [_cells(line) for line in lines], marked="default"),
+        "details": _details(lines),
         "interval": _interval_words(lines),
         "reads": "\n".join(map(reads_section, parts["reads"])) or "<p>Nothing was recorded.</p>",
-        "chart": budget_chart(budgets) if budgets else f"<p>{_NO_BUDGETS}</p>",
+        "chart": budget_chart(budgets) + _details(budgets) if budgets else f"<p>{_NO_BUDGETS}</p>",
         "short": str(budgets[0].summary.n_tokens) if budgets else "fewer",
-        "selections": "\n".join(map(selection_map, parts["selections"])) or f"<p>{_NO_BUDGETS}</p>",
-        "documents": _documents(documents or {}),
+        "selections": "\n".join(map(selection_section, parts["selections"])) or f"<p>{_NO_BUDGETS}</p>",
+        "documents": _documents(directory),
         "timings": _timings(records),
         "facts": _facts(records, first),
         "date": escape(max(record.created for record in records)),
@@ -87,28 +75,34 @@ def demo_page(records: Sequence[Record], documents: Mapping[str, str] | None = N
 
 
 def _template(name: str) -> str:
-    return (resources.files("prescore.bench.demo") / _TEMPLATES / name).read_text(encoding="utf-8")
+    return (resources.files("prescore.bench.demo") / "templates" / name).read_text(encoding="utf-8")
 
 
-def _html_table(columns: Sequence[str], rows: Iterable[Sequence[str]], marked: str | None = None) -> str:
-    """A table whose first column names the rows."""
+def _html_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table whose first column names the rows; the default's row stands out."""
     body = "".join(
-        f"<tr class='{'best' if name == marked else 'row'}'><th scope='row'>{escape(name)}</th>"
+        f"<tr class='{'best' if name == 'default' else 'row'}'><th scope='row'>{escape(name)}</th>"
         + "".join(f"<td>{escape(cell)}</td>" for cell in cells)
         + "</tr>"
         for name, *cells in rows
     )
     head = "".join(f"<th scope='col'>{escape(name)}</th>" for name in columns)
-    return f"<table class='plain'><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+    return f"<div class='scroll'><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
 
 
-def _documents(addresses: Mapping[str, str]) -> str:
+def _details(lines: Sequence[Line]) -> str:
+    return f"<details><summary>All numbers</summary>{_html_table(_COLUMNS, map(_cells, lines))}</details>"
+
+
+def _documents(directory: Path | None) -> str:
+    """Names of documents, as links where a checkout holds them."""
     items = []
     for name, words in DOCUMENTS.items():
-        shown = escape(words)
-        if name in addresses:
-            shown = f'<a href="{escape(addresses[name])}">{shown}</a>'
-        items.append(f"<li>{shown} <code>docs/{name}.md</code></li>")
+        path = Path(__file__).resolve().parents[4] / "docs" / f"{name}.md"
+        if directory is not None and path.is_file():
+            address = Path(os.path.relpath(path, directory.resolve())).as_posix()
+            words = f'<a href="{escape(address)}">{words}</a>'  # noqa: PLW2901
+        items.append(f"<li>{words} <code>docs/{name}.md</code></li>")
     return f"<ul>{''.join(items)}</ul>"
 
 
@@ -117,9 +111,8 @@ def _timings(records: Sequence[Record]) -> str:
     for record in records:
         if record.config["part"] == "loss":
             attention, forward = (record.results[f"{name}_seconds"] for name in ("attention", "forward"))
-            seconds = (attention, forward - attention, record.seconds)
             label = f"{record.config['method']['label']}, {record.config['n_tokens']} tokens"
-            rows.append((label, *(f"{spent:.2f} s" for spent in seconds)))
+            rows.append((label, *(f"{s:.2f} s" for s in (attention, forward - attention, record.seconds))))
     total = sum(record.seconds for record in records)
     table = _html_table(("row", "attention", "rest of the model", "wall time"), rows)
     return f"{table}<p>{len(records)} rows, {total:.0f} s in all, loading the model not counted.</p>"
@@ -338,301 +331,83 @@ def _panel(
     )
 
 
-# What the default reads for a token that the reader picks: a passage to click in, and its data.
-
-BEFORE = 48
-"""Tokens shown before those that can be picked."""
-_FAR = 2
-"""Index of the far weight in `prescore.bench.demo.run.QueryReads`."""
-_LEGEND = {
-    "sinks": "first tokens (sinks)",
-    "local": "local keys: own and previous chunk",
-    "far": "far keys that are read",
-    "centroids": "centroids of the unread keys",
-}
+# What the default reads for a token, and what scorers select: templates/script.js fills these in.
 
 
 def reads_section(record: Record) -> str:
-    """HTML of a `reads` record; `templates/reads.js` fills it in."""
-    results = record.results
-    if not results["heads"]:
+    """HTML of a `reads` record."""
+    if not record.results["heads"]:
         return "<p>These layers have a sliding window and do not search.</p>"
-    tokens: list[str] = results["tokens"]
-    first: int = results["first"]
-    before = escape("".join(tokens[max(0, first - BEFORE) : first]))
-    picks = "".join(
-        f'<span class="token" role="button" tabindex="0" data-query="{number}">{escape(_visible(token))}</span>'
-        for number, token in enumerate(tokens[first:])
-    )
-    legend = "".join(f'<li><span class="swatch {kind}"></span>{text}</li>' for kind, text in _LEGEND.items())
-    data = json.dumps({**results, "start": first_pick(results["reads"][results["searching"]], tokens[first:])})
-    return (
-        '<div class="reads">\n'
-        f'<p class="text passage"><span class="before">{before}</span>{picks}</p>\n'
-        '<p class="picked-token" aria-live="polite"><noscript>Picking a token needs JavaScript.</noscript></p>\n'
-        f'<ul class="legend">{legend}</ul>\n'
-        '<div class="cards"><div class="card"></div><div class="card"></div></div>\n'
-        '<h3>Every head for this token: layer.head, weights, far keys read</h3>\n<div class="heads"></div>\n'
-        # a text may hold the end of a script
-        f'<script type="application/json">{data.replace("<", chr(92) + "u003c")}</script>\n</div>'
-    )
+    return Template(_template("reads.html")).substitute(data=_json(record.results))
 
 
-def first_pick(reads: list[list[Any]], tokens: list[str]) -> int:
-    """The query to begin with: of those that are words, the one with most weight on far keys."""
-    words = [number for number, token in enumerate(tokens) if sum(map(str.isalpha, token)) > 2]
-    return max(words or range(len(tokens)), key=lambda number: reads[number][_FAR])
+def selection_section(record: Record) -> str:
+    """HTML of a `selections` record."""
+    layers = [str(layer) for layer in record.config["layers"]]
+    shares = {method: [own[layer] for layer in layers] for method, own in record.results["mass"].items()}
+    rows = [(method, *(f"{100 * share:.0f} %" for share in own)) for method, own in shares.items()]
+    columns = ("attention on selected keys", *(f"layer {int(layer) + 1}" for layer in layers))
+    section = Template(_template("selections.html")).substitute(data=_json(record.results))
+    return f"{section}<div class='mass-table'>{_html_table(columns, rows)}</div>"
 
 
-def _visible(token: str) -> str:
-    """A line end is shown, and still ends the line."""
-    return token if token.strip("\n") else "⏎" * max(1, token.count("\n")) + token
+def _json(values: Values) -> str:
+    """JSON inside a script element; a text may hold the end of a script."""
+    return json.dumps(values).replace("<", "\\u003c")
 
 
-# Which keys scorers select: bars over the whole text, and a passage with the selected words marked.
+# Loss above exact against reads, drawn by matplotlib and coloured by the page's style sheet.
 
-PASSAGE = 420
-"""Tokens shown as text; the bars show all."""
-_STRONG = 4
-_BAR_WIDTH, _BAR_HEIGHT = 1000, 14
-
-
-def selection_map(record: Record) -> str:
-    """HTML of one `selections` record: choices, a bar per head, and a passage with the selected words marked."""
-    results = record.results
-    methods, layers = list(results["selected"]), [str(layer) for layer in record.config["layers"]]
-    names = [f"layer {int(layer) + 1}" for layer in layers]
-    choices = _choice("method", "Keys selected by", methods, methods) + _choice("layer", "in", names, layers)
-    views = [
-        _view(results, method, layer, hidden=(method, layer) != (methods[0], layers[0]))
-        for method in methods
-        for layer in layers
-    ]
-    mass = [(method, *(f"{100 * results['mass'][method][layer]:.0f} %" for layer in layers)) for method in methods]
-    return (
-        f'<div class="tokens">\n<div class="choices">{choices}</div>\n'
-        + "\n".join(views)
-        + "\n</div><div class='scroll mass-table'>"
-        + _html_table(("attention on selected keys", *names), mass)
-        + "</div>"
-    )
-
-
-def _choice(name: str, words: str, labels: Sequence[str], values: Sequence[str]) -> str:
-    options = "".join(
-        f'<option value="{escape(value)}">{escape(label)}</option>'
-        for label, value in zip(labels, values, strict=True)
-    )
-    return f'<label>{words} <select data-choice="{name}">{options}</select></label>'
-
-
-def _view(results: Values, method: str, layer: str, *, hidden: bool) -> str:
-    heads: list[list[int]] = results["selected"][method][layer]
-    tokens: list[str] = results["tokens"]
-    counts = dict.fromkeys(str(len(head)) for head in heads)
-    step = _BAR_WIDTH / len(tokens)
-    bars = "".join(
-        f'<svg class="bar" viewBox="0 0 {_BAR_WIDTH} {_BAR_HEIGHT}" preserveAspectRatio="none" role="img" '
-        f'aria-label="positions selected in head {number}"><path d="'
-        + "".join(f"M{position * step:.1f} 0v{_BAR_HEIGHT}" for position in head)
-        + '"/></svg>'
-        for number, head in enumerate(heads, start=1)
-    )
-    return (
-        f'<div class="view" data-method="{escape(method)}" data-layer="{escape(layer)}"'
-        f"{' hidden' if hidden else ''}>"
-        f'<p class="mass">{", ".join(counts)} of {len(tokens)} keys selected per head; they receive '
-        f"<strong>{100 * results['mass'][method][layer]:.0f} %</strong> of the attention that the second half "
-        f'gives to these keys.</p><div class="bars">{bars}</div>'
-        f'<p class="text">{_passage(tokens, heads)}</p></div>'
-    )
-
-
-def _passage(tokens: Sequence[str], heads: Sequence[Sequence[int]]) -> str:
-    """The passage; a token selected by more heads is marked more strongly."""
-    votes = [0] * len(tokens)
-    for head in heads:
-        for position in head:
-            votes[position] += 1
-    parts = []
-    for token, count in zip(tokens[:PASSAGE], votes, strict=False):
-        strength = max(1, round(_STRONG * count / len(heads)))
-        parts.append(f'<mark class="s{strength}">{escape(_visible(token))}</mark>' if count else escape(token))
-    return "".join(parts)
-
-
-# A log-log line chart as SVG, coloured by the page's style sheet.
-
-WIDTH, NARROW, HEIGHT = 720.0, 360.0, 380.0
-"""A wide chart would shrink its words beyond reading on a phone, so the page holds both."""
 FLOOR = 1e-3
 """Values below this are drawn at it."""
-N_COLOURS = 6
-_LEFT, _TOP, _BOTTOM = 58.0, 14.0, 334.0
-_LINE_HEIGHT = 15.0
-_WRAP = 14
-"""Letters in a line of a label where the chart is narrow."""
-
-
-@dataclass(frozen=True)
-class Series:
-    """Points joined by a line; `place` picks the colour `--series-<place>` of the page."""
-
-    label: str
-    points: tuple[tuple[float, float], ...]
-    place: int
-
-
-@dataclass(frozen=True)
-class Mark:
-    """A dashed reference line: horizontal, or vertical where `vertical` is set and `value` lies on the x axis."""
-
-    label: str
-    value: float
-    vertical: bool = False
+COLOURS = {
+    **{"#010101": "ink", "#020202": "quiet", "#030303": "rule"},
+    **{f"#0400{place:02d}": f"series-{place}" for place in range(6)},
+}
+"""Colours that stand for variables of the style sheet, which differ on a dark page."""
 
 
 def budget_chart(lines: Sequence[Line]) -> str:
-    """Loss above exact against reads, wide and narrow; the style sheet shows one of them."""
-    others = [line for line in lines if not line.summary.is_exact and not line.summary.is_local]
-    names = sorted(dict.fromkeys(line.name for line in others), key=lambda name: name != "default")
-    series = []
-    for place, name in enumerate(names):
-        points = [(line.summary.reads_per_query, line.above) for line in others if line.name == name]
-        known = tuple((x, y) for x, y in points if x is not None and y is not None)
-        series.append(Series(name, known, place % N_COLOURS))
-    marks = [Mark(line.name, line.above) for line in lines if line.summary.is_local and line.above is not None]
-    exact = next((line.summary.reads_per_query for line in lines if line.summary.is_exact), None)
-    if exact is not None:
-        marks.append(Mark("exact", exact, vertical=True))
-    return line_chart(series, marks) + line_chart(series, marks, width=NARROW, style="narrow")
+    """The chart as inline SVG, wide and narrow: a wide one would shrink its words beyond reading on a phone."""
+    return _chart(lines, "wide", (7.2, 3.8)) + _chart(lines, "narrow", (3.6, 4.6))
 
 
-def line_chart(
-    series: Sequence[Series], marks: Sequence[Mark], *, width: float = WIDTH, style: str = "wide"
-) -> str:
-    """Loss above exact against keys and centroids read: x in powers of two, y in powers of ten.
-
-    Args:
-        series: Lines.
-        marks: Reference lines.
-        width: In the units of its text size.
-        style: A further class of the style sheet.
-    """
-    points = [point for one in series for point in one.points]
-    if not points:
-        return f'<p class="{style}">No points to draw.</p>'
-    is_wide, title = width >= WIDTH, "loss above exact against keys and centroids read; lower is better"
-    right = width - (178.0 if is_wide else 104.0)
-    x_axis = _Axis([x for x, _ in points] + [m.value for m in marks if m.vertical], _LEFT, right)
-    y_axis = _Axis([y for _, y in points] + [m.value for m in marks if not m.vertical], _BOTTOM, _TOP)
-    parts = [f'<svg class="chart {style}" viewBox="0 0 {width:g} {HEIGHT:g}" role="img" aria-label="{title}">']
-    for tick in y_axis.decades():
-        parts.append(_segment(_LEFT, y_axis(tick), right, y_axis(tick), "stroke:var(--rule)"))
-        parts.append(_words(f"{tick:g}", _LEFT - 7, y_axis(tick) + 4, "end"))
-    for tick in x_axis.powers_of_two():
-        parts.append(_words(f"{tick:g}", x_axis(tick), _BOTTOM + 20, "middle"))
-    for mark in marks:
-        dashed = "stroke:var(--ink);stroke-dasharray:5 4;opacity:.7"
-        if mark.vertical:
-            at = x_axis(mark.value)
-            parts.append(_segment(at, _TOP, at, _BOTTOM, dashed, kind="mark"))
-            parts.append(_words(mark.label, at - 5, _TOP + 12, "end", "fill:var(--ink);font-weight:bold"))
-        else:
-            at = y_axis(mark.value)
-            parts.append(_segment(_LEFT, at, right, at, dashed, kind="mark"))
-            parts.append(_words(mark.label, _LEFT + 6, at - 5, "start", "fill:var(--ink);font-weight:bold"))
-    for one in series:
-        parts += _draw(one, x_axis, y_axis)
-    parts += _series_labels(series, y_axis, right + 14, wrap=None if is_wide else _WRAP)
-    x_words = "keys and centroids read per query  (← fewer is cheaper)" if is_wide else "← keys and centroids read"
-    parts.append(_words(x_words, (_LEFT + right) / 2, HEIGHT - 6, "middle"))
-    middle = (_TOP + _BOTTOM) / 2
-    turned = f' transform="rotate(-90 14 {middle:g})"'
-    parts.append(_words("↓ loss above exact (nats)", 14, middle, "middle", attributes=turned))
-    return "".join(parts) + "</svg>"
+def _chart(lines: Sequence[Line], style: str, size: tuple[float, float]) -> str:
+    coloured = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
+    settings = {**dict.fromkeys(coloured, "#020202"), "grid.color": "#030303", "axes.facecolor": "none"}
+    settings |= {"savefig.facecolor": "none", "svg.fonttype": "none", "svg.hashsalt": style}
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "chart.svg"
+        with figure(path, size, settings) as (drawn, axes):
+            draw_budgets(axes, lines)
+            drawn.legend(loc="outside right center" if style == "wide" else "outside lower center")
+        svg = path.read_text(encoding="utf-8")
+    for colour, name in COLOURS.items():
+        svg = svg.replace(colour, f"var(--{name})")
+    svg = re.sub("<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+    opening = r'<svg class="chart STYLE" viewBox="\1" role="img" aria-label="loss above exact against reads">'
+    return re.sub(r'^.*?<svg[^>]*viewBox="([^"]*)"[^>]*>', opening.replace("STYLE", style), svg, flags=re.DOTALL)
 
 
-@dataclass(frozen=True)
-class _Axis:
-    """Maps the logarithm of values to a span of the drawing, with a margin at both ends."""
+def draw_budgets(axes: Any, lines: Sequence[Line]) -> None:
+    """A curve for each method, the default first; exact attention and local only are dashed lines."""
+    from matplotlib.ticker import LogLocator
 
-    values: Sequence[float]
-    begin: float
-    end: float
-
-    @property
-    def limits(self) -> tuple[float, float]:
-        logs = [math.log2(max(value, FLOOR)) for value in self.values]
-        margin = 0.06 * (max(logs) - min(logs)) or 0.5
-        return min(logs) - margin, max(logs) + margin
-
-    def __call__(self, value: float) -> float:
-        low, high = self.limits
-        return self.begin + (self.end - self.begin) * (math.log2(max(value, FLOOR)) - low) / (high - low)
-
-    def powers_of_two(self) -> list[float]:
-        low, high = self.limits
-        return [2.0**power for power in range(math.ceil(low), math.floor(high) + 1)]
-
-    def decades(self) -> list[float]:
-        """1, 2 and 5 times powers of ten; powers alone where these would crowd."""
-        low, high = (2.0**limit for limit in self.limits)
-        steps = (1, 2, 5) if high / low < 200 else (1,)
-        powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-        return [step * 10.0**power for power in powers for step in steps if low <= step * 10.0**power <= high]
-
-
-def _draw(one: Series, x_axis: _Axis, y_axis: _Axis) -> list[str]:
-    colour, points = f"var(--series-{one.place})", sorted(one.points)
-    parts = []
-    if len(points) > 1:
-        path = " ".join(f"{x_axis(x):.1f},{y_axis(y):.1f}" for x, y in points)
-        parts.append(f'<polyline points="{path}" style="fill:none;stroke:{colour};stroke-width:2.5"/>')
-    for x, y in points:
-        tip = f"<title>{escape(one.label)}: {y:.3f} at {x:.0f}</title>"
-        circle = f'<circle cx="{x_axis(x):.1f}" cy="{y_axis(y):.1f}" r="4.5" style="fill:{colour}">'
-        parts.append(f"{circle}{tip}</circle>")
-    return parts
-
-
-def _series_labels(series: Sequence[Series], y_axis: _Axis, left: float, *, wrap: int | None) -> list[str]:
-    """Each line's name in its colour, right of the frame, level with its end where there is room."""
-    labels = []
-    for one in series:
-        if one.points:
-            rows = [one.label] if wrap is None else textwrap.wrap(one.label, wrap)
-            labels.append((y_axis(max(one.points)[1]), rows, one.place))
-    labels.sort(key=lambda label: label[0])
-    sizes = [_LINE_HEIGHT * len(rows) for _, rows, _ in labels]
-    middles = spread_apart([y for y, _, _ in labels], sizes, HEIGHT)
-    parts = []
-    for middle, (_, rows, place) in zip(middles, labels, strict=True):
-        top = middle - _LINE_HEIGHT * len(rows) / 2
-        for number, row in enumerate(rows):
-            look = f"fill:var(--series-{place});font-weight:bold"
-            parts.append(_words(row, left, top + _LINE_HEIGHT * number + 11, "start", look))
-    return parts
-
-
-def spread_apart(places: Sequence[float], sizes: Sequence[float], end: float) -> list[float]:
-    """Ascending middles moved until things of these sizes do not overlap, and lie between 0 and `end`."""
-    moved: list[float] = []
-    for number, (place, size) in enumerate(zip(places, sizes, strict=True)):
-        least = size / 2 if number == 0 else moved[-1] + (sizes[number - 1] + size) / 2
-        moved.append(max(place, least))
-    for number in reversed(range(len(moved))):
-        moved[number] = min(moved[number], end - sizes[number] / 2)
-        end = moved[number] - sizes[number] / 2
-    return moved
-
-
-def _segment(x1: float, y1: float, x2: float, y2: float, style: str, kind: str = "grid") -> str:
-    return f'<line class="{kind}" x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" style="{style}"/>'
-
-
-def _words(
-    text: str, x: float, y: float, anchor: str, style: str = "fill:var(--quiet)", attributes: str = ""
-) -> str:
-    place = f'x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"'
-    return f'<text {place} style="{style};font-size:12.5px"{attributes}>{escape(text)}</text>'
+    ink, _, _, *colours = COLOURS
+    points: dict[str, list[tuple[float, float]]] = {}
+    for line in sorted(lines, key=lambda line: line.name != "default"):
+        reads, above = line.summary.reads_per_query, line.above
+        if line.summary.is_exact and reads is not None:
+            axes.axvline(reads, color=ink, linestyle="--", linewidth=1, label="exact")
+        elif line.summary.is_local and above is not None:
+            axes.axhline(max(above, FLOOR), color=ink, linestyle=":", linewidth=1, label=line.name)
+        elif reads is not None and above is not None:
+            points.setdefault(line.name, []).append((reads, max(above, FLOOR)))
+    for place, (name, own) in enumerate(points.items()):
+        curve: Any = zip(*sorted(own), strict=True)
+        axes.plot(*curve, "o-", markersize=5, color=colours[place % len(colours)], label=name)
+    powers_of_two(axes)
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.set(xlabel="keys and centroids read per query (← cheaper)", ylabel="↓ loss above exact (nats)")

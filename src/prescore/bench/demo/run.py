@@ -23,7 +23,7 @@ from prescore.bench.tables import number
 from prescore.config import Hyper, Lsh, Routed, Selected, config_from_dict
 from prescore.integrations.apply import find_adapter, observe, replace_attention
 from prescore.integrations.attention import AttentionContext, PrescoredAttention
-from prescore.routed.layout import Layout, make_layout
+from prescore.routed.layout import make_layout
 from prescore.routed.reference import reference_attention
 
 if TYPE_CHECKING:
@@ -44,16 +44,7 @@ _SHORT_SINKS = 4
 
 @dataclass(frozen=True, eq=False)
 class Demo:
-    """One run of the demo: the first comparison always, everything else while there is time.
-
-    Attributes:
-        session: Where records go.
-        model: The model.
-        text: What it reads.
-        length: Tokens of a window.
-        seed: Seed of all randomness.
-        deadline: On the clock of `time.monotonic`.
-    """
+    """One run of the demo: the first comparison always, everything else before `deadline` (`time.monotonic`)."""
 
     session: Session
     model: LanguageModel
@@ -184,11 +175,8 @@ def budget_methods(length: int) -> list[Method]:
 def other_budget_methods(defaults: Sequence[Record]) -> list[Method]:
     """Methods that read as much as each of these records of the default, the most informative first."""
     reads = [_reads_of(record) for record in defaults]
-    methods = [_window(*one, BUDGETS) for one in reads]
-    methods += [_selection(*one, BUDGETS) for one in reads]
-    for selects in (True, False):
-        methods += [_published(*one, selects=selects) for one in reads]
-    return methods
+    makers = (_window, _selection, _paper, _hyper)
+    return [make(*one, BUDGETS) for make in makers for one in reads]
 
 
 def _reads_of(default: Record) -> tuple[int, Routed, float]:
@@ -213,17 +201,24 @@ def _selection(length: int, config: Routed, reads: float, comparison: str) -> Me
     return _method(f"selection, top {top_k}", selected, comparison, "selection + sinks")
 
 
-def _published(length: int, config: Routed, reads: float, *, selects: bool) -> Method:
-    """The paper's algorithm with k-means, or HyperAttention with the same sinks, at about as many reads."""
+def _lsh(budget: int) -> Lsh:
+    half = max(1, budget // 2)
+    return Lsh(half, half, alignment="rank")
+
+
+def _paper(length: int, config: Routed, reads: float, comparison: str) -> Method:
+    """The paper's algorithm with k-means, at about as many reads."""
     leaf = config.chunk_size
     budget = _budget(length, leaf, reads, config.sinks)
-    half = max(1, budget // 2)
-    lsh = Lsh(half, half, alignment="rank")
-    if not selects:
-        hyper = Hyper(lsh, config.sinks, leaf)
-        return _method(f"HyperAttention, {2 * half}", hyper, BUDGETS, "HyperAttention + sinks")
-    paper = Selected.paper("kmeans", 2 * budget, inner=lsh, min_seq_len=leaf)
-    return _method(f"paper: k-means, top {2 * budget}", paper, BUDGETS, "paper: k-means")
+    paper = Selected.paper("kmeans", 2 * budget, inner=_lsh(budget), min_seq_len=leaf)
+    return _method(f"paper: k-means, top {2 * budget}", paper, comparison, "paper: k-means")
+
+
+def _hyper(length: int, config: Routed, reads: float, comparison: str) -> Method:
+    """HyperAttention with the same sinks, at about as many reads."""
+    lsh = _lsh(_budget(length, config.chunk_size, reads, config.sinks))
+    hyper = Hyper(lsh, config.sinks, config.chunk_size)
+    return _method(f"HyperAttention, {2 * lsh.block_size}", hyper, comparison, "HyperAttention + sinks")
 
 
 def _budget(length: int, leaf: int, reads: float, sinks: int) -> int:
@@ -355,35 +350,29 @@ def layer_reads(inputs: LayerInputs, config: Routed) -> tuple[dict[int, list[Que
     n_heads, n_query = inputs.query.shape[:2]
     n_keys, group = inputs.key.shape[1], n_heads // inputs.key.shape[0]
     layout = make_layout(n_query, n_keys, causal=True, config=config)
+    scale = inputs.query.shape[-1] ** -0.5 if inputs.scale is None else inputs.scale
+    position = torch.arange(n_keys, dtype=torch.int64, device=inputs.key.device)
+    future = position > position[n_keys - n_query :, None]
     reads: dict[int, list[QueryReads]] = {}
     for head in range(0, n_heads, -(-n_heads // _MOST_HEADS)):
-        query, key, value = inputs.query[head], inputs.key[head // group], inputs.value[head // group]
-        reads[head] = _head_reads(query.float(), key.float(), value.float(), config, layout, inputs.scale)
+        query = inputs.query[head].float()
+        key, value = inputs.key[head // group].float(), inputs.value[head // group].float()
+        result = reference_attention(query, key, value, config, is_causal=True, scale=inputs.scale)
+        logits = query @ key.T * scale
+        read = result.local | result.hits
+        weights = torch.exp(logits - result.lse[:, None]).masked_fill(~read, 0.0)
+        centroids = torch.exp(result.centroid_logits - result.lse[:, None])
+        if layout.n_chunks:
+            centroids = centroids.unflatten(1, (-1, layout.clusters_per_chunk)).sum(2)
+        exact = logits.masked_fill(future, -torch.inf).softmax(1) @ value
+        error = (result.output - exact).norm(dim=1) / exact.norm(dim=1).clamp_min(1e-12)
+        by_query = zip(weights, result.local, read, centroids, error, strict=True)
+        reads[head] = [query_reads(*own, sinks=layout.sinks) for own in by_query]
     return reads, layout.sinks, layout.chunk_size
 
 
-def _head_reads(
-    query: Tensor, key: Tensor, value: Tensor, config: Routed, layout: Layout, scale: float | None
-) -> list[QueryReads]:
-    result = reference_attention(query, key, value, config, is_causal=True, scale=scale)
-    logits = query @ key.T * (query.shape[-1] ** -0.5 if scale is None else scale)
-    read = result.local | result.hits
-    weights = torch.exp(logits - result.lse[:, None]).masked_fill(~read, 0.0)
-    centroids = torch.exp(result.centroid_logits - result.lse[:, None])
-    if layout.n_chunks:
-        centroids = centroids.unflatten(1, (-1, layout.clusters_per_chunk)).sum(2)
-    position = torch.arange(len(key), dtype=torch.int64, device=key.device)
-    future = position > position[len(key) - len(query) :, None]
-    exact = logits.masked_fill(future, -torch.inf).softmax(1) @ value
-    error = (result.output - exact).norm(dim=1) / exact.norm(dim=1).clamp_min(1e-12)
-    return [
-        query_reads(weights[i], result.local[i], read[i], centroids[i], layout.sinks, error[i])
-        for i in range(len(query))
-    ]
-
-
 def query_reads(
-    weights: Tensor, always: Tensor, read: Tensor, centroids: Tensor, sinks: int, error: Tensor
+    weights: Tensor, always: Tensor, read: Tensor, centroids: Tensor, error: Tensor, *, sinks: int
 ) -> QueryReads:
     """What one query of one head reads.
 
@@ -392,8 +381,8 @@ def query_reads(
         always: `[N]` sinks and local keys.
         read: `[N]` all keys that are read.
         centroids: `[C]` weights of the centroids of each chunk.
-        sinks: Number of first keys that every query reads.
         error: Relative error of the output.
+        sinks: Number of first keys that every query reads.
     """
     first = torch.arange(len(weights)) < sinks
     far = (read & ~always).nonzero().squeeze(1)
@@ -436,20 +425,15 @@ def selection_row(
         "leverage (paper)": Selected.paper("leverage", budget),
         "random": Selected.paper("uniform", budget),
     }
-    described = {
-        "part": "selections",
-        **describe_window(language_model, window),
-        "layers": list(layers),
-        "budget": budget,
-        "methods": {name: config.to_dict() for name, config in configs.items()},
-    }
+    described = {"part": "selections", **describe_window(language_model, window), "layers": list(layers)}
+    described |= {"budget": budget, "methods": {name: config.to_dict() for name, config in configs.items()}}
     half = len(window.tokens) // 2
 
     def measure() -> Values:
         selected: dict[str, dict[str, list[list[int]]]] = {name: {} for name in (*configs, MOST_ATTENDED)}
         mass: dict[str, dict[str, float]] = {name: {} for name in selected}
 
-        def look(query: Tensor, key: Tensor, context: AttentionContext) -> None:
+        def observer(query: Tensor, key: Tensor, context: AttentionContext) -> None:
             if context.layer not in layers:
                 return
             received = attention_received(query[:, :, half:], key, half)
@@ -460,7 +444,7 @@ def selection_row(
                 selected[name][str(context.layer)] = indices.tolist()
                 mass[name][str(context.layer)] = float(received.gather(1, indices).sum() / received.sum())
 
-        with observe(language_model.model, look):
+        with observe(language_model.model, observer):
             language_model.hidden(window.tokens)
         tokens = [language_model.tokenizer.decode([token]) for token in window.tokens[:half].tolist()]
         return {"tokens": tokens, "selected": selected, "mass": mass}

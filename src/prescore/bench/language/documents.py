@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import itertools
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from prescore.bench.records import Values
 
@@ -48,14 +50,11 @@ def load_documents(sources: Sequence[str | Path] | None = None, *, limit: int | 
         OSError: A source cannot be read, or is not text.
         ValueError: It holds no document.
     """
-    found: list[Document] = []
-    for document in _each(sources):
-        if limit is not None and len(found) == limit:
-            break
-        found.append(document)
-    if not found:
-        raise ValueError(f"documents must hold at least one text, got none in {_listed(sources)}")
-    return found
+    documents = list(itertools.islice(_each(sources), limit))
+    if not documents:
+        listed = ", ".join(map(str, sources)) if sources else "the default corpus"
+        raise ValueError(f"documents must hold at least one text, got none in {listed}")
+    return documents
 
 
 def default_corpus() -> Iterator[Document]:
@@ -106,49 +105,38 @@ def _file_documents(path: Path) -> Iterator[Document]:
 
 
 def _json_records(text: str, path: Path) -> Iterator[Values]:
-    whole = text.lstrip().startswith("[")
-    # an object over several lines is one record; one per line is the usual case
-    lines = [text] if whole or _is_object(text) else text.split("\n")
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            value = json.loads(line)
-        except (json.JSONDecodeError, RecursionError) as error:
-            reason = getattr(error, "msg", "nested too deeply")
-            raise ValueError(
-                f"document {path.name} must hold JSON, got a damaged line {number} ({reason})"
-            ) from error
-        records = value if whole else [value]
-        for record in records:
-            if not isinstance(record, dict):
-                raise ValueError(
-                    f"document {path.name} must hold JSON objects, got {type(record).__name__} in line {number}"
-                )
-            yield record
-
-
-def _is_object(text: str) -> bool:
+    """One record or an array over any number of lines; else one record per line."""
     try:
-        return isinstance(json.loads(text), dict)
+        value = json.loads(text)
+        records = [(1, record) for record in (value if isinstance(value, list) else [value])]
     except (json.JSONDecodeError, RecursionError):
-        return False
+        lines = enumerate(text.split("\n"), start=1)
+        records = [(number, _parse(line, number, path)) for number, line in lines if line.strip()]
+    for number, record in records:
+        if not isinstance(record, dict):
+            got = f"{type(record).__name__} in line {number}"
+            raise ValueError(f"document {path.name} must hold JSON objects, got {got}")
+        yield record
+
+
+def _parse(line: str, number: int, path: Path) -> Any:
+    try:
+        return json.loads(line)
+    except (json.JSONDecodeError, RecursionError) as error:
+        got = f"a damaged line {number} ({getattr(error, 'msg', 'nested too deeply')})"
+        raise ValueError(f"document {path.name} must hold JSON, got {got}") from error
 
 
 def _record_text(record: Values, path: Path, number: int) -> str:
     if not isinstance(record.get("context"), str):
-        raise ValueError(
-            f"document {path.name} must have a field 'context' in every record, got none in record {number}"
-        )
-    asked = record.get("input") or record.get("question") or ""
-    if not isinstance(asked, str):
-        kind = type(asked).__name__
-        raise ValueError(
-            f"document {path.name} must have text in 'input' or 'question', got {kind} in record {number}"
-        )
-    parts = [record["context"], asked]
-    parts += [f"{name[-1]}. {record[name]}" for name in _CHOICES if record.get(name)]
-    return "\n\n".join(part for part in parts if part).replace("\r\n", "\n")
+        got = f"none in record {number}"
+        raise ValueError(f"document {path.name} must have a field 'context' in every record, got {got}")
+    question = record.get("input") or record.get("question") or ""
+    if not isinstance(question, str):
+        got = f"{type(question).__name__} in record {number}"
+        raise ValueError(f"document {path.name} must have text in 'input' or 'question', got {got}")
+    choices = [f"{name[-1]}. {record[name]}" for name in _CHOICES if record.get(name)]
+    return "\n\n".join(part for part in (record["context"], question, *choices) if part).replace("\r\n", "\n")
 
 
 def _python_document(name: str) -> Document:
@@ -163,7 +151,3 @@ def _python_document(name: str) -> Document:
     if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
         raise OSError(f"document must be a readable file, got the module {name!r}, whose source this Python lacks")
     return Document(f"{name}.py", decode(Path(spec.origin).read_bytes(), name))
-
-
-def _listed(sources: Sequence[str | Path] | None) -> str:
-    return ", ".join(map(str, sources)) if sources else "the default corpus"

@@ -9,12 +9,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from prescore import checks
 from prescore.bench.language.methods import (
     EXACT,
-    PAPER,
     SINKS,
     TOP_K,
     Baseline,
@@ -32,13 +32,12 @@ PAPER_LENGTH = 32768
 PAPER_LEAF, PAPER_BLOCK, PAPER_SAMPLES = 4096, 256, 256
 PAPER_TOP_K = (0, 32, 128, 512, 2048, 8192, 16384)
 PAPER_TOP_K_GAUSSIAN = (0, 32, 128, 512, 1024, 2048, 4096, 8192, 16384)
-CORRECTED, EARLY = Coupling(), Coupling(mask="zero", residual_weight="all", overlap="count")
 COUPLINGS = {
-    "corrected": CORRECTED,
+    "corrected": Coupling(),
     "zeroed keys": Coupling(mask="zero"),
     "residual by n": Coupling(residual_weight="all"),
     "overlap counted": Coupling(overlap="count"),
-    "early": EARLY,
+    "early": Coupling(mask="zero", residual_weight="all", overlap="count"),
 }
 BUDGETS = (32, 64, 128, 256, 512, 1024)
 """Far keys per block in the comparison at equal cost, at 4096 tokens."""
@@ -46,7 +45,6 @@ MIN_WEIGHTS = (1 / 512, 1 / 1024, 1 / 2048)
 """Thresholds at which the default is measured."""
 BLIND, PUBLISHED, LOOKING = "keys chosen before any query", "published methods", "sees the queries first"
 """Panels of the comparison at equal cost."""
-LEAF_RULES = {"exclusive": (False,), "inclusive": (True,), "both": (False, True)}
 USUAL = ("hyper", "paper:kmeans", "paper:leverage", "default")
 
 
@@ -56,18 +54,13 @@ class Scale:
 
     Attributes:
         length: Tokens read.
-        leaf: Causal leaves; None = the paper's share of the length.
+        leaf: Causal leaves.
         sinks: First tokens that every method keeps; the paper keeps none.
     """
 
     length: int
-    leaf: int | None = None
+    leaf: int
     sinks: int = 0
-
-    @property
-    def leaf_size(self) -> int:
-        """Keys of a causal leaf."""
-        return self.leaf if self.leaf is not None else self.count(PAPER_LEAF)
 
     def count(self, of_paper: int) -> int:
         """A count of the paper at this length; what is not zero stays at least one."""
@@ -83,25 +76,17 @@ class Scale:
         coupling: str = "corrected",
     ) -> Method:
         """One configuration of the paper, its counts as the paper prints them; top_k = 0 selects nothing."""
-        lsh = Lsh(self.count(PAPER_BLOCK), self.count(samples), alignment="rank")
-        own = COUPLINGS[coupling]
+        kept, n_samples, own = self.count(top_k), self.count(samples), COUPLINGS[coupling]
+        lsh = Lsh(self.count(PAPER_BLOCK), n_samples, alignment="rank")
         config: Hyper | Selected
-        if top_k == 0 and own == CORRECTED:
-            config = Hyper(lsh, self.sinks, self.leaf_size, inclusive)
+        if top_k == 0 and coupling == "corrected":
+            config = Hyper(lsh, self.sinks, self.leaf, inclusive)
         else:
             if top_k == 0 and self.sinks:
                 # with every key kept there is none to zero, and sinks are attended exactly
                 own = own.replace(mask="exclude")
-            config = Selected.paper(
-                scorer,
-                self.count(top_k) or 1.0,
-                sinks=self.sinks,
-                inner=lsh,
-                min_seq_len=self.leaf_size,
-                leaf_inclusive=inclusive,
-                coupling=own,
-            )
-        kept, n_samples = self.count(top_k), self.count(samples)
+            options: Values = {"inner": lsh, "leaf_inclusive": inclusive, "coupling": own}
+            config = Selected.paper(scorer, kept or 1.0, sinks=self.sinks, min_seq_len=self.leaf, **options)
         words = [f"{scorer} + Hyper", f"top {kept}"] if top_k else ["HyperAttention"]
         words += [f"{n_samples} samples"]
         words += ["blockwise"] if inclusive else []
@@ -120,12 +105,12 @@ class Scale:
         }
         return Method(", ".join(words), config, axes)
 
-    def default(self, **changes: Any) -> Method:
+    def default(self, **changes: Any) -> Routed:
         """The default with the experiment's leaves."""
-        return Method("default", Routed(chunk_size=self.leaf_size, exact_until=self.leaf_size, **changes))
+        return Routed(chunk_size=self.leaf, exact_until=self.leaf, **changes)
 
 
-def table1(scale: Scale) -> Iterator[Method]:
+def _table1(scale: Scale) -> Iterator[Method]:
     """Pre-scoring and the blockwise flag, one at a time."""
     for inclusive in (False, True):
         yield scale.paper("kmeans", 0, inclusive=inclusive)
@@ -134,42 +119,25 @@ def table1(scale: Scale) -> Iterator[Method]:
     yield scale.paper("kmeans", 8192, inclusive=True)
 
 
-def appendix_a(scale: Scale, coupling: str = "corrected") -> Iterator[Method]:
-    """Budget by sample size by leaf rule, for every scorer."""
-    scorers = ("kmeans", "kmedian", "leverage", "gaussian-kmeans")
-    yield from _grid(scale, scorers, PAPER_TOP_K, (PAPER_SAMPLES, 0), (False, True), coupling)
-
-
-def figure_glm3(scale: Scale) -> Iterator[Method]:
-    """Perplexity against the budget, with and without residual samples, corrected coupling."""
-    scorers = ("kmeans", "kmedian", "leverage")
-    yield from _grid(scale, scorers, PAPER_TOP_K, (PAPER_SAMPLES, 0), (False,), "corrected")
-
-
-def appendix_f(scale: Scale) -> Iterator[Method]:
+def _appendix_f(scale: Scale) -> Iterator[Method]:
     """The early integration, and each of its three artefacts alone."""
     yield scale.paper("kmeans", 0)
+    samples = (PAPER_SAMPLES,)
     for coupling in COUPLINGS:
-        yield from _grid(scale, ("kmeans",), PAPER_TOP_K[1:], (PAPER_SAMPLES,), (False,), coupling)
-    yield from _grid(scale, ("kmedian", "leverage"), PAPER_TOP_K[1:], (PAPER_SAMPLES,), (False,), "early")
+        yield from _grid(scale, ("kmeans",), PAPER_TOP_K[1:], coupling=coupling, samples=samples)
+    yield from _grid(scale, ("kmedian", "leverage"), PAPER_TOP_K[1:], coupling="early", samples=samples)
 
 
-def appendix_i(scale: Scale, coupling: str = "early") -> Iterator[Method]:
-    """Gaussian-kernel k-means, in the early integration as printed."""
-    scorers = ("gaussian-kmeans",)
-    yield from _grid(scale, scorers, PAPER_TOP_K_GAUSSIAN, (PAPER_SAMPLES, 0), (False,), coupling)
-
-
-def longest(scale: Scale) -> Iterator[Method]:
+def _longest(scale: Scale) -> Iterator[Method]:
     """A short list, for lengths up to and past the trained one."""
     yield scale.paper("kmeans", 0)
     yield scale.paper("kmeans", 2048)
-    yield scale.default()
+    yield Method("default", scale.default())
 
 
-def cost(scale: Scale) -> Iterator[Method]:
+def _cost(scale: Scale) -> Iterator[Method]:
     """All methods over a range of budgets, to be read against their measured cost."""
-    leaf = scale.leaf_size
+    leaf = scale.leaf
     for budget in BUDGETS:
         count = max(SINKS + 1, round(budget * scale.length / 4096))
         half = max(1, count // 2)
@@ -178,59 +146,54 @@ def cost(scale: Scale) -> Iterator[Method]:
         for name in ("uniform", "key-norm", "key-diff", "leverage", "kmeans"):
             config = Selected.paper(name, count, sinks=SINKS, inner=Exact(), min_seq_len=leaf)
             methods.append((f"{'random' if name == 'uniform' else name} + sinks", config, BLIND))
+        paper = Selected.paper("kmeans", 2 * count, inner=lsh, min_seq_len=leaf)
         methods += [
             ("HyperAttention", Hyper(lsh, min_seq_len=leaf), PUBLISHED),
             ("HyperAttention + sinks", Hyper(lsh, SINKS, leaf), PUBLISHED),
-            (
-                "paper: k-means + Hyper",
-                Selected.paper("kmeans", 2 * count, inner=lsh, min_seq_len=leaf),
-                PUBLISHED,
-            ),
+            ("paper: k-means + Hyper", paper, PUBLISHED),
         ]
-        for name, panel in (
-            ("lev-attention", PUBLISHED),
-            ("streaming", PUBLISHED),
-            ("heavy-hitters", LOOKING),
-            ("oracle", LOOKING),
-        ):
-            methods.append((name, Baseline.at_budget(name, leaf, count), panel))
-        methods.append(("default", scale.default(min_weight=1 / (2 * count)).config, None))  # drawn in every panel
+        panels = {"lev-attention": PUBLISHED, "streaming": PUBLISHED, "heavy-hitters": LOOKING, "oracle": LOOKING}
+        methods += [(name, Baseline.at_budget(name, leaf, count), panel) for name, panel in panels.items()]
+        methods.append(("default", scale.default(min_weight=1 / (2 * count)), None))  # drawn in every panel
         for label, config, group in methods:
             yield Method(f"{label}, {count}", config, {"series": label, "budget": count, "group": group})
 
 
-def min_weights(scale: Scale) -> Iterator[Method]:
+def _min_weights(scale: Scale) -> Iterator[Method]:
     """The default at several thresholds, nothing else changed."""
     for weight in MIN_WEIGHTS:
         yield Method(f"default, min_weight=1/{round(1 / weight)}", Routed(min_weight=weight))
 
 
-EXPERIMENTS: dict[str, Callable[..., Iterator[Method]]] = {
-    "table1": table1,
-    "appendix-a": appendix_a,
-    "figure-glm3": figure_glm3,
-    "appendix-f": appendix_f,
-    "appendix-i": appendix_i,
-    "longest": longest,
-    "cost": cost,
-    "min-weight": min_weights,
-}
-
-
 def _grid(
     scale: Scale,
     scorers: Sequence[str],
-    budgets: Sequence[int],
-    samples: Sequence[int],
-    rules: Sequence[bool],
-    coupling: str,
+    budgets: Sequence[int] = PAPER_TOP_K,
+    *,
+    coupling: str = "corrected",
+    samples: Sequence[int] = (PAPER_SAMPLES, 0),
+    rules: Sequence[bool] = (False,),
 ) -> Iterator[Method]:
+    """Budget by sample size by leaf rule, for every scorer."""
     for scorer, n_samples, top_k, inclusive in itertools.product(scorers, samples, budgets, rules):
         # without a selection, or with one that keeps every key, the scorer has no effect
         effective = scorer if top_k else "kmeans"
-        if scale.count(top_k) >= largest_block(scale.length, scale.leaf_size):
+        if scale.count(top_k) >= largest_block(scale.length, scale.leaf):
             effective = scorers[0]
         yield scale.paper(effective, top_k, n_samples, inclusive=inclusive, coupling=coupling)
+
+
+_SCORERS = ("kmeans", "kmedian", "leverage", "gaussian-kmeans")
+EXPERIMENTS: dict[str, Callable[..., Iterator[Method]]] = {
+    "table1": _table1,
+    "appendix-a": partial(_grid, scorers=_SCORERS, rules=(False, True)),
+    "figure-glm3": partial(_grid, scorers=_SCORERS[:3]),
+    "appendix-f": _appendix_f,
+    "appendix-i": partial(_grid, scorers=_SCORERS[3:], budgets=PAPER_TOP_K_GAUSSIAN, coupling="early"),
+    "longest": _longest,
+    "cost": _cost,
+    "min-weight": _min_weights,
+}
 
 
 def largest_block(length: int, leaf: int) -> int:
@@ -246,35 +209,23 @@ def largest_block(length: int, leaf: int) -> int:
 
 def default_lengths(experiment: str | None, trained: int | None) -> list[int]:
     """Lengths of an experiment on a model: within its trained length, but for `longest`."""
-    longest_trained = trained or PAPER_LENGTH
+    longest = trained or PAPER_LENGTH
     if experiment == "longest":
-        return [longest_trained, 2 * longest_trained, 4 * longest_trained]
-    return [min(longest_trained, 8192 if experiment in ("table1", "min-weight") else 4096)]
+        return [longest, 2 * longest, 4 * longest]
+    return [min(longest, 8192 if experiment in ("table1", "min-weight") else 4096)]
 
 
 # Which methods a run measures: those of an experiment, or every combination of options.
 
-_OPTIONS = {
-    "scorer": "--method",
-    "top_k": "--top-k",
-    "sinks": "--sinks",
-    "lsh.sample_size": "--sample-size",
-    "inner.sample_size": "--sample-size",
-    "leaf_inclusive": "--leaf-rule",
-}
+_TAKEN = {"scorer": "--method", "top_k": "--top-k"}
 """Fields that an option sets, so that `--set` must not."""
-_COUPLING = ("coupling", *(f"coupling.{name}" for name in CORRECTED.to_dict() if name != "type"))
+_COUPLING = ("coupling", *(f"coupling.{name}" for name in Coupling().to_dict() if name != "type"))
+_LSH = tuple(f"{owner}.{name}" for owner in ("lsh", "inner") for name in ("block_size", "sample_size"))
 _VARIED = {
-    **_OPTIONS,
-    **dict.fromkeys((*_COUPLING, "lsh.block_size", "inner.block_size", "min_weight"), "the experiment"),
+    **dict.fromkeys((*_COUPLING, *_LSH, "min_weight", "leaf_inclusive", "scorer", "top_k"), "the experiment"),
     **dict.fromkeys(("min_seq_len", "exact_until"), "--leaf"),
+    "sinks": "--sinks",
 }
-
-
-def _check_set(changes: Mapping[str, Any], taken: Mapping[str, str]) -> None:
-    for name, value in changes.items():
-        if name in taken:
-            raise ValueError(f"set must leave {name} to {taken[name]}, got {name}={value!r}")
 
 
 def experiment_methods(
@@ -297,8 +248,6 @@ def experiment_methods(
         changes: Fields to change in every configuration that has them.
     """
     checks.one_of("experiment", name, tuple(EXPERIMENTS))
-    changes = changes or {}
-    _check_set(changes, _VARIED)
     if sinks and name in ("cost", "min-weight"):
         raise ValueError(f"sinks must be left to the experiment {name}, got {sinks}")
     options = {}
@@ -307,10 +256,10 @@ def experiment_methods(
         checks.one_of("experiment with a coupling", name, ("appendix-a", "appendix-i"))
         options["coupling"] = coupling
     scale = Scale(length, leaf or (Routed().chunk_size if name == "min-weight" else leaf_of(length)), sinks)
-    methods = [EXACT, local_only(scale.leaf_size), *EXPERIMENTS[name](scale, **options)]
-    check_changes(changes, methods)
-    changed = [replace(method, config=change(method.config, changes, partly=True)) for method in methods]
-    return _unique(changed)
+    changes = changes or {}
+    methods = [EXACT, local_only(scale.leaf), *EXPERIMENTS[name](scale, **options)]
+    _check_set(changes, _VARIED, methods)
+    return _unique(replace(method, config=change(method.config, changes, partly=True)) for method in methods)
 
 
 def grid_methods(
@@ -319,57 +268,39 @@ def grid_methods(
     *,
     leaf: int | None = None,
     top_k: Sequence[int | float] = (),
-    samples: Sequence[int] = (),
-    leaf_rule: str = "exclusive",
-    sinks: int | None = None,
     changes: Mapping[str, Any] | None = None,
 ) -> list[Method]:
-    """Exact and local-only, then every combination of names, budgets, sample sizes and leaf rules.
+    """Exact and local-only, then every method at every budget.
 
     Args:
         names: As of `named_method`; none = `USUAL`.
         length: Tokens read.
         leaf: As of `named_method`.
         top_k: Keys kept, each a count or a share; none = 256.
-        samples: Residual samples of HyperAttention; none = the paper's share of the length.
-        leaf_rule: One of `LEAF_RULES`, for HyperAttention.
-        sinks: First tokens that `hyper` and `paper:` methods keep; None = 0.
         changes: Fields to change in every configuration that has them.
     """
-    checks.one_of("leaf_rule", leaf_rule, tuple(LEAF_RULES))
-    changes = changes or {}
-    # a field may be set where its option was not given
-    free = {"--sample-size": not samples, "--sinks": sinks is None}
-    _check_set(changes, {name: option for name, option in _OPTIONS.items() if not free.get(option)})
     methods = [EXACT, local_only(leaf or leaf_of(length))]
     for name in names or USUAL:
-        uses_lsh, has_budget = name == "hyper" or name.startswith(PAPER), name not in _WITHOUT_BUDGET
-        for inclusive, n_samples, budget in itertools.product(
-            LEAF_RULES[leaf_rule] if uses_lsh else (False,),
-            samples or (None,) if uses_lsh else (None,),
-            (top_k or (TOP_K,)) if has_budget else (TOP_K,),
-        ):
-            own: Values = {"leaf_inclusive": True} if inclusive else {}
-            if n_samples is not None:
-                own |= {"lsh.sample_size": n_samples, "inner.sample_size": n_samples}
-            if uses_lsh and sinks is not None:
-                own["sinks"] = sinks
-            method = named_method(name, length=length, leaf=leaf, top_k=budget, changes={**own, **changes})
-            options = [f"{n_samples} samples"] if len(samples) > 1 and uses_lsh else []
-            options += ["blockwise"] if inclusive else []
-            label = [method.label, *([f"top {budget}"] if len(top_k) > 1 and has_budget else []), *options]
-            axes = {**method.axes, **_axes(method), "series": ", ".join([method.label, *options])}
-            methods.append(replace(method, label=", ".join(label), axes=axes if len(axes) > 1 else {}))
-    check_changes(changes, methods)
+        has_budget = name not in ("exact", "local", "default", "hyper")
+        for budget in top_k if top_k and has_budget else (TOP_K,):
+            method = named_method(name, length=length, leaf=leaf, top_k=budget, changes=changes)
+            label = f"{method.label}, top {budget}" if len(top_k) > 1 and has_budget else method.label
+            axes = {**method.axes, **_axes(method.config)}
+            methods.append(replace(method, label=label, axes={**axes, "series": method.label} if axes else {}))
+    _check_set(changes or {}, _TAKEN, methods)
     return _unique(methods)
 
 
-_WITHOUT_BUDGET = ("exact", "local", "default", "hyper")
+def _check_set(changes: Mapping[str, Any], taken: Mapping[str, str], methods: Sequence[Method]) -> None:
+    """Refuse a change of a field that something else decides, or that no method has."""
+    for name, value in changes.items():
+        if name in taken:
+            raise ValueError(f"set must leave {name} to {taken[name]}, got {name}={value!r}")
+    check_changes(changes, methods)
 
 
-def _axes(method: Method) -> Values:
+def _axes(config: Any) -> Values:
     """The coordinates of a configuration in a grid."""
-    config = method.config
     if not isinstance(config, Hyper | Selected):
         return {}
     axes: Values = {"leaf_inclusive": config.leaf_inclusive, "sinks": config.sinks}
@@ -379,5 +310,5 @@ def _axes(method: Method) -> Values:
     return {**axes, "sample_size": lsh.sample_size} if isinstance(lsh, Lsh) else axes
 
 
-def _unique(methods: Sequence[Method]) -> list[Method]:
+def _unique(methods: Iterator[Method] | Sequence[Method]) -> list[Method]:
     return list({repr(method.describe()): method for method in methods}.values())

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from prescore import checks
 from prescore.bench.records import Values
-from prescore.config import Config, Routed
+from prescore.config import Config
 from prescore.integrations.apply import Layers, apply, find_adapter, pick_layers, replace_attention
 from prescore.integrations.attention import AttentionContext, PrescoredAttention, attend_exactly
 from prescore.integrations.decode import keeps_selection
@@ -65,37 +67,26 @@ class Continuation:
         return PrescoredCache(text_config, evict=self.evict, refresh_every=self.refresh_every)
 
 
-@dataclass(frozen=True, eq=False)
-class Generated:
-    """What one generation gave.
-
-    Attributes:
-        tokens: New tokens.
-        logits: `[V]` of the first new token, for comparing methods.
-        results: JSON values: seconds, speeds, bytes, selections by layer.
-    """
+class Generated(NamedTuple):
+    """New tokens, the logits `[V]` of the first one, and JSON values for a record."""
 
     tokens: list[int]
     logits: Tensor
-    results: Values = field(default_factory=dict)
+    results: Values
 
 
-@dataclass
 class _Timer:
-    """Seconds spent in attention, and what ran how often, since the last `restart`."""
+    """Attention of every layer, by configuration in some: seconds spent in it, and what ran how often."""
 
-    layers: dict[int, PrescoredAttention]
-    seconds: float = 0.0
-    paths: Counter[str] = field(default_factory=Counter)
-    ran: Counter[str] = field(default_factory=Counter)
+    def __init__(self, layers: dict[int, PrescoredAttention]) -> None:
+        self.layers = layers
+        self.restart()
 
     def restart(self) -> None:
-        self.seconds = 0.0
-        self.paths.clear()
-        self.ran.clear()
+        self.seconds, self.paths, self.ran = 0.0, Counter[str](), Counter[str]()
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, context: AttentionContext) -> Tensor:
-        """Attention of every layer; see `prescore.integrations.attention.Attend`."""
+        """Attend; see `prescore.integrations.attention.Attend`."""
         attention = self.layers.get(context.layer)
         started = time.perf_counter()
         output = (attention or attend_exactly)(query, key, value, context)
@@ -106,37 +97,6 @@ class _Timer:
             self.paths[attention.last.path] += 1
             self.ran[attention.last.ran] += 1
         return output
-
-    def error_bounds(self) -> list[Values]:
-        """What layers with a tolerance did in the last call of each phase."""
-        return [
-            {
-                "layer": number,
-                "phase": name,
-                "reads": None if phase.last.reads is None else sum(phase.last.reads),
-                "visible": phase.last.visible_keys,
-                "error_estimate": phase.last.stats.get("error_estimate"),
-                "error_bound": phase.last.stats["error_bound_max"],
-                "refined": phase.last.stats.get("refined"),
-                "read_all": phase.last.stats.get("read_all"),
-            }
-            for number, attention in self.layers.items()
-            for name, phase in attention.trace.phases.items()
-            if "error_bound_max" in phase.last.stats
-        ]
-
-
-@contextmanager
-def _timed_attention(model: nn.Module, config: Config | None, layers: Layers) -> Iterator[_Timer]:
-    """Let the chosen layers attend by a configuration inside the block, the others exactly, and time all."""
-    n_layers = len(find_adapter(model).layers(model))
-    chosen = [] if config is None else pick_layers(layers, n_layers)
-    timer = _Timer({number: PrescoredAttention(config) for number in chosen})
-    undo = replace_attention(model, dict.fromkeys(range(n_layers), timer))
-    try:
-        yield timer
-    finally:
-        undo()
 
 
 @torch.no_grad()
@@ -159,7 +119,11 @@ def generate_measured(
     from prescore.integrations.transformers.cache import cache_report
 
     cache, show = how.cache(model), on_token or (lambda token: None)
-    with _timed_attention(model, how.config, how.layers) as timer:
+    n_layers = len(find_adapter(model).layers(model))
+    chosen = [] if how.config is None else pick_layers(how.layers, n_layers)
+    timer = _Timer({number: PrescoredAttention(how.config) for number in chosen})
+    undo = replace_attention(model, dict.fromkeys(range(n_layers), timer))
+    try:
         started = time.perf_counter()
         logits = model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[0, -1]
         if how.config is not None:
@@ -177,6 +141,8 @@ def generate_measured(
             tokens.append(int(step.logits[0, -1].argmax()))
             show(tokens[-1])
         decode = time.perf_counter() - started
+    finally:
+        undo()
     n_steps = len(tokens) - 1
     results: Values = {
         "prompt_tokens": ids.shape[1],
@@ -191,8 +157,6 @@ def generate_measured(
         "decode_paths": dict(timer.paths),
         "cache": cache_report(cache),
     }
-    if isinstance(how.config, Routed) and how.config.tolerance is not None:
-        results["error_bounds"] = timer.error_bounds()
     return Generated(tokens, logits.float(), results)
 
 
@@ -235,11 +199,8 @@ def beams_measured(model: Any, ids: Tensor, how: Continuation) -> Generated:
 
 def agreement(exact: Generated, other: Generated) -> Values:
     """Tokens until a generation departs from the exact one, and the KL divergence of the first prediction."""
-    same = 0
-    for first, second in zip(exact.tokens, other.tokens, strict=False):
-        if first != second:
-            break
-        same += 1
+    pairs = zip(exact.tokens, other.tokens, strict=False)
+    same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
     p, q = (torch.log_softmax(generated.logits, dim=-1) for generated in (exact, other))
     return {"same_tokens": same, "first_token_kl": float((p.exp() * (p - q)).sum())}
 
@@ -250,12 +211,8 @@ def forced_agreement(exact: Sequence[int], chosen: Sequence[int]) -> Values:
     The first choice belongs to the prefill, all others to decode steps.
     """
     same = [first == second for first, second in zip(exact, chosen, strict=True)]
-    steps = same[1:]
-    return {
-        "agreement": sum(same) / len(same),
-        "step_agreement": sum(steps) / len(steps) if steps else None,
-        "compared": len(same),
-    }
+    steps = fmean(same[1:]) if len(same) > 1 else None
+    return {"agreement": fmean(same), "step_agreement": steps, "compared": len(same)}
 
 
 def _end_tokens(model: Any) -> set[int]:

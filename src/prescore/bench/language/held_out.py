@@ -26,6 +26,7 @@ from prescore.bench.language.methods import EXACT, Method, change, local_only, s
 from prescore.bench.language.model import LanguageModel
 from prescore.bench.language.perplexity import Window
 from prescore.bench.records import Record
+from prescore.bench.tables import number
 from prescore.config import Routed
 
 HELD_OUT = "default"
@@ -78,27 +79,19 @@ def held_out_texts(sources: Sequence[str | Path] | None) -> list[Document]:
     return list(texts.values())
 
 
-def reported_windows(text: TokenizedText, length: int) -> list[Window]:
-    """The windows of a text that are reported; none where it is too short."""
-    starts = _reported_starts(len(text.tokens), length)
-    return [
-        text.window(start, length, f"reported window {number}") for number, start in enumerate(starts, start=1)
-    ]
-
-
-def tuning_windows(text: TokenizedText, length: int, seed: int) -> list[Window]:
-    """One window drawn by a seed that touches no reported one; none where there is no room for it."""
+def held_out_windows(text: TokenizedText, length: int, tuning_seed: int | None = None) -> list[Window]:
+    """The reported windows of a text, or with a seed one that touches none of them; none where it is too short."""
     total = len(text.tokens)
-    reported = [
-        (start, start + other)
-        for other in dict.fromkeys((*REPORTED, length))
-        for start in _reported_starts(total, other)
-    ]
-    draw = random.Random(f"tuning window {seed} of {length} tokens")
+    if tuning_seed is None:
+        starts = _reported_starts(total, length)
+        return [text.window(start, length, f"reported window {place + 1}") for place, start in enumerate(starts)]
+    lengths = dict.fromkeys((*REPORTED, length))
+    reported = [(start, start + other) for other in lengths for start in _reported_starts(total, other)]
+    draw = random.Random(f"tuning window {tuning_seed} of {length} tokens")
     for _ in range(_MOST_DRAWS if total >= length else 0):
         start = draw.randint(0, total - length)
         if all(start >= end or start + length <= begin for begin, end in reported):
-            return [text.window(start, length, f"tuning window {seed}")]
+            return [text.window(start, length, f"tuning window {tuning_seed}")]
     return []
 
 
@@ -119,8 +112,6 @@ def held_out_methods(changes: Mapping[str, Any] | None = None) -> list[Method]:
 
 def window_like(default: Record) -> Method:
     """The sliding window with the default's sinks that reads as much as the default did in this record."""
-    reads, method = default.results.get("replaced_reads_per_query"), default.config["method"]
-    if not isinstance(reads, int | float):
-        raise ValueError(f"record {default.key} must have a number as replaced_reads_per_query, got {reads!r}")
-    sinks = method["config"]["sinks"]
+    name, method = "replaced_reads_per_query", default.config["method"]
+    reads, sinks = number(default, default.results.get(name), name), method["config"]["sinks"]
     return sliding_window(default.config["n_tokens"], reads, sinks, compared_with=method["label"])

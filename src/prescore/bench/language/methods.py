@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import bisect
+import operator
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from functools import partial
-from typing import Any, TypeAlias, TypeVar, cast
+from functools import partial, reduce
+from statistics import fmean
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +37,7 @@ from prescore.parallel.comm import Group
 from prescore.parallel.entry import OWN_HEADS
 from prescore.parallel.ulysses import attend_by_heads
 from prescore.registry import list_scorers
+from prescore.types import Result
 
 PAPER = "paper:"
 """`paper:kmeans` is `Selected.paper("kmeans")`; `kmeans` is `Selected("kmeans")`."""
@@ -71,11 +75,9 @@ class Local:
         outputs = []
         for begin in range(0, query.shape[2], self.chunk_size):
             first = max(0, begin - self.chunk_size) if self.previous_chunk else begin
-            own, keys, values = (
-                query[:, :, begin : begin + self.chunk_size],
-                *(t[:, :, first : begin + self.chunk_size] for t in (key, value)),
-            )
-            attended = exact_attention(own, keys, values, is_causal=True, scale=scale)
+            local = slice(first, begin + self.chunk_size)
+            own = query[:, :, begin : begin + self.chunk_size]
+            attended = exact_attention(own, key[:, :, local], value[:, :, local], is_causal=True, scale=scale)
             n_sinks = min(self.sinks, first)
             if n_sinks:
                 sinks = exact_attention(own, key[:, :, :n_sinks], value[:, :, :n_sinks], scale=scale)
@@ -221,15 +223,15 @@ def named_method(
     """
     checks.one_of("method", name, method_names())
     size, block = leaf or leaf_of(length), max(1, length // BLOCKS_PER_TEXT)
-    lsh = Lsh(block, block, alignment="rank")
-    if name == "exact":
-        return EXACT
     if name == "local":
         return local_only(size)
     if name in list_baselines():
         return Method(name, Baseline.at_budget(name, size, top_k), {"top_k": top_k})
+    lsh = Lsh(block, block, alignment="rank")
     config: Config
-    if name == "default":
+    if name == "exact":
+        config = Exact()
+    elif name == "default":
         config = Routed() if leaf is None else Routed(chunk_size=leaf, exact_until=leaf)
     elif name == "hyper":
         config = Hyper(lsh, min_seq_len=size)
@@ -261,7 +263,8 @@ def field_paths(config: Config | Local | Baseline) -> list[str]:
 def change(config: AnyConfig, changes: Mapping[str, Any], *, partly: bool = False) -> AnyConfig:
     """A copy with some fields changed.
 
-    A word for a nested field names its type (`inner=Exact`, `scorer=leverage`), with that type's defaults.
+    A word for a nested field names its type (`inner=Exact`, `scorer=leverage`), with that type's defaults, but for
+    `remainder`, which may be a word itself.
 
     Args:
         config: What to change; local attention and baselines have no such fields.
@@ -277,19 +280,13 @@ def change(config: AnyConfig, changes: Mapping[str, Any], *, partly: bool = Fals
                 continue
             checks.known_field(type(config).__name__, path, known)
             *parents, name = path.split(".")
-            owner = values
-            for parent in parents:
-                owner = owner[parent]
-            owner[name] = _part(name, value, owner[name])
+            owner = reduce(operator.getitem, parents, values)
+            if isinstance(owner[name], Mapping) and isinstance(value, str) and name != "remainder":
+                owner[name] = {"name" if "name" in owner[name] else "type": value}
+            else:
+                owner[name] = value.to_dict() if hasattr(value, "to_dict") else value
         config = cast("AnyConfig", config_from_dict(values))
     return config
-
-
-def _part(name: str, value: Any, before: Any) -> Any:
-    """JSON values of a new field; a word for a part names its type, but for `remainder`, which may be a word."""
-    if isinstance(before, Mapping) and isinstance(value, str) and name != "remainder":
-        return {"name" if "name" in before else "type": value}
-    return value.to_dict() if hasattr(value, "to_dict") else value
 
 
 def check_changes(changes: Mapping[str, Any], methods: Sequence[Method]) -> None:
@@ -303,85 +300,67 @@ def check_changes(changes: Mapping[str, Any], methods: Sequence[Method]) -> None
 
 # A method in the layers of a model, measured.
 
-CountReads: TypeAlias = Callable[[], float]
-
 
 class MeasuredAttention:
     """The attention function of all layers of a model: it runs a method, times it and counts what queries read.
 
     Layers that are local by design (sliding windows) and layers that are not replaced stay exact. Only plain
     causal forwards without a cache are run. On several ranks every rank holds one of these, for its shard of the
-    sequence.
-
-    Args:
-        method: How replaced layers attend.
-        replaced: Their numbers.
-        seed: Every layer draws from a seed made from this one.
-        group: Context parallel: the ranks.
+    sequence. Every layer draws from a seed made from `seed`.
 
     Attributes:
         seconds: Wall time inside the attention function, by layer.
         processor_seconds: The same as processor time over all threads, which other load does not stretch; empty on
             other devices than CPUs.
-        reads: Keys and centroids read per query, by replaced layer.
-        other_reads: The same of other causal layers.
+        reads: Keys and centroids read per query, by causal layer.
     """
 
     def __init__(
         self, method: Method, replaced: Sequence[int] = (), *, seed: int = 0, group: Group | None = None
     ) -> None:
         self.config, self.replaced, self.seed, self.group = method.config, frozenset(replaced), seed, group
-        self.seconds: dict[int, float] = {}
-        self.processor_seconds: dict[int, float] = {}
+        self.seconds: dict[int, float] = defaultdict(float)
+        self.processor_seconds: dict[int, float] = defaultdict(float)
         self.reads: dict[int, float] = {}
-        self.other_reads: dict[int, float] = {}
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, context: AttentionContext) -> Tensor:
         """Attend; see `prescore.integrations.attention.Attend`."""
-        layer, is_replaced = context.layer, context.layer in self.replaced
-        self._refuse(query, key, context, is_replaced)
+        self._refuse(query, key, context)
+        layer, group, device = context.layer, self.group, key.device
         form = context.form(query, key)
-        is_causal = form.kind == "causal" and form.valid is None and not context.is_local
-        config = self.config if is_replaced and (is_causal or self.group is not None) else Exact()
-        _wait(key.device)
-        begin, processor = time.perf_counter(), time.process_time()
-        output, count_reads = self._attend(config, query, key, value, context)
-        _wait(key.device)
-        self.seconds[layer] = self.seconds.get(layer, 0.0) + time.perf_counter() - begin
-        if key.device.type == "cpu":
-            spent = time.process_time() - processor
-            self.processor_seconds[layer] = self.processor_seconds.get(layer, 0.0) + spent
-        if is_causal or self.group is not None:
-            (self.reads if is_replaced else self.other_reads)[layer] = count_reads()
-        return output
-
-    def _attend(
-        self,
-        config: Config | Local | Baseline,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        context: AttentionContext,
-    ) -> tuple[Tensor, CountReads]:
-        """The output, and what counts the keys and centroids that a query read."""
-        group, seed = self.group, layer_seed(self.seed, context.layer)
+        is_causal = group is not None or (form.kind == "causal" and form.valid is None and not context.is_local)
+        config = self.config if is_causal and layer in self.replaced else Exact()
         length = query.shape[2] * (1 if group is None else group.size)
+        seed = layer_seed(self.seed, layer)
+        result: Result | None = None
+        _wait(device)
+        begin, processor = time.perf_counter(), time.process_time()
         if isinstance(config, Local | Baseline):
             run = partial(config.attend, scale=context.scale, seed=seed)
             output = run(query, key, value) if group is None else attend_by_heads(group, query, key, value, run)
-            return output, partial(config.reads, length)
-        if isinstance(config, Exact) and group is None:
-            return attend_exactly(query, key, value, context), lambda: (length + 1) / 2
-        options = Options(is_causal=True, scale=context.scale, generator=seed)
-        result = attend(query, key, value, config, options, group=group)
-        # a rank runs its positions, or all positions of its heads
-        share = 1.0
-        if group is not None and OWN_HEADS in result.stats:
-            share = result.stats[OWN_HEADS] * group.size / query.shape[1]
-        return result.output, lambda: share * sum(result.count_reads())
+        elif isinstance(config, Exact) and group is None:
+            output = attend_exactly(query, key, value, context)
+        else:
+            options = Options(is_causal=True, scale=context.scale, generator=seed)
+            result = attend(query, key, value, config, options, group=group)
+            output = result.output
+        _wait(device)
+        self.seconds[layer] += time.perf_counter() - begin
+        if device.type == "cpu":
+            self.processor_seconds[layer] += time.process_time() - processor
+        if not is_causal:
+            return output
+        if result is not None:
+            # a rank runs its positions, or all positions of its heads
+            own_heads, n_ranks = result.stats.get(OWN_HEADS), 1 if group is None else group.size
+            share = 1.0 if own_heads is None else own_heads * n_ranks / query.shape[1]
+            self.reads[layer] = share * sum(result.count_reads())
+        else:
+            self.reads[layer] = config.reads(length) if isinstance(config, Local | Baseline) else (length + 1) / 2
+        return output
 
-    def _refuse(self, query: Tensor, key: Tensor, context: AttentionContext, is_replaced: bool) -> None:
-        reasons = list(context.obstacles) if is_replaced else []
+    def _refuse(self, query: Tensor, key: Tensor, context: AttentionContext) -> None:
+        reasons = list(context.obstacles) if context.layer in self.replaced else []
         if query.shape[2] != key.shape[2]:
             reasons.append(f"it has {query.shape[2]} queries for {key.shape[2]} keys; measure without a cache")
         if context.dropout > 0:
@@ -397,31 +376,25 @@ class MeasuredAttention:
         """What a record says about the cost of one forward."""
         replaced = [spent for layer, spent in self.seconds.items() if layer in self.replaced]
         processor = self.processor_seconds.values()
-        reads = [*self.reads.values(), *self.other_reads.values()] if self.reads else []
+        reads = [count for layer, count in self.reads.items() if layer in self.replaced]
         return {
             "attention_seconds": round(sum(self.seconds.values()), 4),
             "attention_processor_seconds": round(sum(processor), 4) if processor else None,
             "replaced_seconds": round(sum(replaced), 4),
             "layers_replaced": len(replaced),
-            "reads_per_query": round(sum(reads) / len(reads), 2) if reads else None,
-            "replaced_reads_per_query": round(sum(self.reads.values()) / len(self.reads), 2) if reads else None,
+            "reads_per_query": round(fmean(self.reads.values()), 2) if reads else None,
+            "replaced_reads_per_query": round(fmean(reads), 2) if reads else None,
         }
 
 
 @contextmanager
 def measured_attention(
-    model: nn.Module,
-    method: Method,
-    *,
-    layers: Layers | None = None,
-    seed: int = 0,
-    group: Group | None = None,
+    model: nn.Module, method: Method, *, layers: Layers | None = None, seed: int = 0, group: Group | None = None
 ) -> Iterator[Callable[[], Values]]:
     """Let a model attend by a method inside the block; yields a function that gives the cost so far.
 
     On several ranks it must be called by all of them: reads are means over the ranks; seconds, bytes and memory
-        those
-    of the rank with most of them.
+    those of the rank with most of them.
 
     Args:
         model: A causal model of transformers, or a ChatGLM with `core_attention` modules.
@@ -448,23 +421,19 @@ def measured_attention(
 def _results_of_ranks(
     attention: MeasuredAttention, group: Group, sent: int, n_layers: int, start_megabytes: float
 ) -> Values:
-    results = attention.results()
-    means = [name for name in results if name.endswith("reads_per_query") and results[name] is not None]
-    maxima = [name for name in results if name.endswith("_seconds") and results[name] is not None]
-    results |= {
+    results = attention.results() | {
         "bytes_sent_per_layer": (group.sent - sent) / n_layers,
         "peak_megabytes": peak_megabytes(),
         "start_megabytes": start_megabytes,
     }
-    maxima += ["bytes_sent_per_layer", "peak_megabytes", "start_megabytes"]
-    own = torch.tensor([results[name] for name in (*means, *maxima)], dtype=torch.float64, device=group.device)
-    ranks = group.gather(own).cpu()
-    digits = {"bytes_sent_per_layer": 0, "peak_megabytes": 1, "start_megabytes": 1}
-    for place, name in enumerate((*means, *maxima)):
-        column = ranks[:, place]
-        number = float(column.mean() if name in means else column.amax())
-        results[name] = round(number, digits.get(name, 2 if name in means else 4))
-    return {**results, "bytes_sent_per_layer": int(results["bytes_sent_per_layer"]), "ranks": group.size}
+    digits = {"bytes_sent_per_layer": None, "peak_megabytes": 1, "start_megabytes": 1, "layers_replaced": None}
+    names = [name for name, value in results.items() if value is not None]
+    own = torch.tensor([results[name] for name in names], dtype=torch.float64, device=group.device)
+    for name, column in zip(names, group.gather(own).cpu().unbind(1), strict=True):
+        is_mean = name.endswith("reads_per_query")
+        value = float(column.mean() if is_mean else column.amax())
+        results[name] = round(value, digits.get(name, 2 if is_mean else 4))
+    return {**results, "ranks": group.size}
 
 
 def _wait(device: torch.device) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from prescore import checks
 from prescore.bench.offline import SMOLLM2, load_model
 from prescore.bench.records import Values
 from prescore.errors import Unsupported
+from prescore.integrations.torchvision import mend_torchvision
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 _ROPE = "yarn"
@@ -143,6 +145,9 @@ def load_language_model(
     """
     checks.one_of("dtype", dtype, tuple(DTYPES))
     checks.device("device", device)
+    mend_torchvision()
+    logging: Any = importlib.import_module("transformers.utils.logging")
+    logging.disable_progress_bar()  # the commands show their own progress
     model, tokenizer = load_model(name, trust_remote_code=trust_remote_code)
     loaded = LanguageModel(name, model.to(device=device, dtype=DTYPES[dtype]).eval(), tokenizer)
     loaded.check_head()

@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -112,9 +113,8 @@ def window_losses(
     The logits of `at_once` positions exist at a time: memory does not grow with length times vocabulary. On
     several ranks every rank reads its shard of the window and gets all losses.
     """
-    tokens, rank, size = window.tokens, 0, 1
-    if group is not None:
-        rank, size = group.rank, group.size
+    tokens = window.tokens
+    rank, size = (0, 1) if group is None else (group.rank, group.size)
     if len(tokens) % size:
         raise ValueError(f"length must be a multiple of the {size} ranks, got {len(tokens)}")
     n_local = len(tokens) // size
@@ -156,13 +156,9 @@ def measure_loss(
         seconds = time.perf_counter() - begin
         results = cost()
     loss = float(losses.mean())
-    results = {
-        "loss": loss,
-        "perplexity": math.exp(loss) if loss < 700 else math.inf,
-        "positions": len(losses),
-        "forward_seconds": round(seconds, 3),
-        **results,
-    }
+    perplexity = math.exp(loss) if loss < 700 else math.inf
+    results |= {"loss": loss, "perplexity": perplexity, "positions": len(losses)}
+    results["forward_seconds"] = round(seconds, 3)
     if segments:
         results["segment_losses"] = [float(part.mean()) for part in losses.tensor_split(segments)]
     if scaling is not None:
@@ -171,17 +167,10 @@ def measure_loss(
 
 
 def loss_row(
-    language_model: LanguageModel,
-    window: Window,
-    method: Method,
-    *,
-    experiment: str | None = None,
-    layers: Layers | None = None,
-    seed: int = 0,
-    group: Group | None = None,
-    segments: int = 0,
+    language_model: LanguageModel, window: Window, method: Method, *, experiment: str | None = None, **options: Any
 ) -> Row:
-    """One window under one method as a row; arguments as of `measure_loss`."""
+    """One window under one method as a row; options as of `measure_loss`."""
+    layers, group = options.get("layers"), options.get("group")
     config = {
         "part": "loss",
         "experiment": experiment,
@@ -192,9 +181,8 @@ def loss_row(
     }
     if group is not None:
         config["ranks"] = group.size
-    options: Values = {"layers": layers, "seed": seed, "group": group, "segments": segments}
     measure = partial(measure_loss, language_model, window, method, **options)
-    return Row(config, seed, measure, cost=float(len(window.tokens)))
+    return Row(config, options.get("seed", 0), measure, cost=float(len(window.tokens)))
 
 
 def describe_window(language_model: LanguageModel, window: Window) -> Values:

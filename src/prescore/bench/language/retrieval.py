@@ -1,16 +1,17 @@
 """Can a model still find facts far back in a long text? Needles and chains of variables.
 
-One task hides a single fact in each text and puts one question after it. `many-needles` hides several facts at
-all depths of one text and puts all questions after it, so that every depth is measured in one forward.
+Most tasks hide one fact in each text and put one question after it. `many-needles` hides several facts at all
+depths of one text and puts all questions after it, so that every depth is measured in one forward.
 """
 
 from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,66 +39,102 @@ NEEDLE = "Note: {city} = {number}"
 """A needle, and a question with its answer. Of the wordings tried, exact attention finds this one most often."""
 _DISTRACTOR_DEPTHS = (0.15, 0.4, 0.65, 0.9)
 _APART = 0.02
-_MOST_DEPTHS = len(CITIES) // NEEDLES_PER_DEPTH
-
-
-def check_depth(depth: float) -> None:
-    """Refuse a depth outside of the text."""
-    if not 0 <= depth <= 1:
-        raise ValueError(f"depth must lie between 0 and 1, got {depth}")
 
 
 @dataclass(frozen=True)
-class Question:
-    """What is asked, and where its answer is hidden.
+class Task:
+    """What is hidden in texts of one length.
 
     Attributes:
-        task: `single-needle` (one fact), `multi-key-needle` (also facts about other cities), or
-            `variable-tracking` (a value passed on from variable to variable).
-        length: Tokens, answer included.
-        depth: Where the fact stands: 0 = at the start of the text, 1 = just before the question.
+        name: `single-needle` (one fact), `multi-key-needle` (also facts about other cities), `variable-tracking`
+            (a value passed on from variable to variable), or `many-needles` (several facts, all asked for).
+        length: Tokens, questions and answers included.
+        depths: Where facts lie, one depth but for `many-needles`: 0 = at the start of the text, 1 = just before
+            the question, for `many-needles` `CLEAR` tokens before it.
     """
 
-    task: str
+    name: str
     length: int
-    depth: float
+    depths: tuple[float, ...] = NEEDLE_DEPTHS
 
     def __post_init__(self) -> None:
-        checks.one_of("task", self.task, TASKS)
-        check_depth(self.depth)
+        checks.one_of("task", self.name, (*TASKS, MANY_NEEDLES))
+        checks.integer("length", self.length, minimum=1)
+        most = len(CITIES) // NEEDLES_PER_DEPTH if self.name == MANY_NEEDLES else 1
+        if not 1 <= len(self.depths) <= most:
+            raise ValueError(f"depths must be 1 to {most} for {self.name}, got {len(self.depths)}")
+        for depth in self.depths:
+            if not 0 <= depth <= 1:
+                raise ValueError(f"depth must lie between 0 and 1, got {depth}")
+        if len(set(self.depths)) < len(self.depths):
+            raise ValueError(f"depths must differ from each other, got {list(self.depths)}")
+
+
+class _Fact(NamedTuple):
+    """A sentence in the text, and for a fact that is asked for its depth, question and answer."""
+
+    place: float
+    sentence: str
+    depth: float = 0.0
+    question: str = ""
+    answer: str = ""
+
+
+class Answer(NamedTuple):
+    """Depth of a fact, and the tokens `begin..end-1` of its answer."""
+
+    depth: float
+    begin: int
+    end: int
 
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """A text with a fact, a question and its answer.
+    """A text with facts, and after it every question with its answer.
 
     Attributes:
         tokens: `[N]`.
-        answer: Number of tokens of the answer, at the end.
-        words: The answer as text.
+        answers: In the order of the facts in the text.
+        questions: Where the first question begins.
     """
 
     tokens: Tensor
-    answer: int
-    words: str
+    answers: tuple[Answer, ...]
+    questions: int
 
 
-def make_problem(language_model: LanguageModel, haystack: Document, question: Question, seed: int) -> Problem:
-    """One problem of exactly `question.length` tokens.
+def make_problem(
+    language_model: LanguageModel, haystack: Document, task: Task, *, seed: int = 0, sample: int = 0
+) -> Problem:
+    """One text of exactly `task.length` tokens.
 
     Args:
         language_model: Whose tokenizer counts.
-        haystack: The text around the fact.
-        question: What is asked.
-        seed: Seed of names, values and the part of the haystack.
+        haystack: The text around the facts.
+        task: What is hidden in it.
+        seed: Seed of names, numbers, the order of questions and the part of the haystack.
+        sample: Number of the text among those of a seed.
     """
-    draw = random.Random(f"{question.task} {question.length} {question.depth} {seed}")
-    facts, asked, answer = _task_facts(question.task, question.depth, draw)
+    is_many = task.name == MANY_NEEDLES
+    where, which = (task.depths, f"{seed} {sample}") if is_many else (task.depths[0], seed * 1000 + sample)
+    draw = random.Random(f"{task.name} {task.length} {where} {which}")
+    facts = sorted((_needles if is_many else _one_fact)(task, draw), key=lambda fact: fact.place)
+    order = [number for number, fact in enumerate(facts) if fact.question]
+    order = draw.sample(order, len(order)) if is_many else order
     encode = partial(language_model.encode, special=False)
-    tail, reply = encode(asked), encode(answer)
-    inserts = sorted(((place, encode(f"\n{text}\n")) for place, text in facts), key=lambda insert: insert[0])
-    tokens, _ = _hide(language_model, haystack, inserts, torch.cat((tail, reply)), question.length, draw)
-    return Problem(tokens, len(reply), answer.strip())
+    tail: list[Tensor] = []
+    spans = {}
+    for number in order:
+        question, answer = encode(facts[number].question), encode(facts[number].answer)
+        begin = sum(map(len, tail)) + len(question)
+        spans[number] = (begin, begin + len(answer))
+        tail += [question, answer, *([encode("\n")] if is_many else [])]
+    inserts = [(fact.place, encode(f"\n{fact.sentence}\n")) for fact in facts]
+    clear = CLEAR if is_many else 0
+    tokens = _hide(language_model, haystack, inserts, torch.cat(tail), task.length, draw, clear)
+    first = task.length - sum(map(len, tail))
+    answers = tuple(Answer(facts[n].depth, first + spans[n][0], first + spans[n][1]) for n in sorted(spans))
+    return Problem(tokens, answers, first)
 
 
 def _hide(
@@ -107,9 +144,9 @@ def _hide(
     tail: Tensor,
     length: int,
     draw: random.Random,
-    clear: int = 0,
-) -> tuple[Tensor, list[int]]:
-    """A text of `length` tokens with inserts at their places and a tail, and where each insert begins.
+    clear: int,
+) -> Tensor:
+    """A text of `length` tokens with inserts at their places and a tail.
 
     A beginning-of-text token stands before the whole text only. No insert lies in the last `clear` tokens before
     the tail.
@@ -124,14 +161,12 @@ def _hide(
             f"got {length}"
         )
     text = _haystack_part(language_model, haystack, room, draw)
-    parts, begins, taken, written = [opening], [], 0, len(opening)
+    parts, taken = [opening], 0
     for place, tokens in inserts:
         end = round(place * (room - clear))
-        written += end - taken
-        begins.append(written)
         parts += [text[taken:end], tokens]
-        taken, written = end, written + len(tokens)
-    return torch.cat([*parts, text[taken:], tail]), begins
+        taken = end
+    return torch.cat([*parts, text[taken:], tail])
 
 
 def _haystack_part(language_model: LanguageModel, haystack: Document, room: int, draw: random.Random) -> Tensor:
@@ -147,29 +182,39 @@ def _haystack_part(language_model: LanguageModel, haystack: Document, room: int,
     return tokens[:room]
 
 
-def _task_facts(task: str, depth: float, draw: random.Random) -> tuple[list[tuple[float, str]], str, str]:
-    """Sentences with their places, the question, and the answer."""
-    number = str(draw.randrange(10_000, 100_000))
-    if task == "variable-tracking":
+def _needles(task: Task, draw: random.Random) -> list[_Fact]:
+    """Needles side by side around each depth, and inside the text at both of its ends."""
+    count = NEEDLES_PER_DEPTH * len(task.depths)
+    cities, numbers = draw.sample(CITIES, count), draw.sample(range(10_000, 100_000), count)
+    around = [_APART * (step - (NEEDLES_PER_DEPTH - 1) / 2) for step in range(NEEDLES_PER_DEPTH)]
+    places = [(depth, min(1.0, max(0.0, depth + aside))) for depth in sorted(task.depths) for aside in around]
+    facts = []
+    for (depth, place), city, number in zip(places, cities, numbers, strict=True):
+        question = f"\n{NEEDLE.format(city=city, number='').rstrip()}"
+        facts.append(_Fact(place, NEEDLE.format(city=city, number=number), depth, question, f" {number}"))
+    return facts
+
+
+def _one_fact(task: Task, draw: random.Random) -> list[_Fact]:
+    """A fact with its question, and what else the task puts into the text."""
+    (depth,), number = task.depths, str(draw.randrange(10_000, 100_000))
+    if task.name == "variable-tracking":
         names = draw.sample([f"X{n}" for n in range(10, 100)], N_HOPS + 1)
-        # the chain runs towards the question, its first link at the given depth
-        places = [depth + (1 - depth) * 0.5 * step / N_HOPS for step in range(N_HOPS + 1)]
-        sentences = [f"VAR {names[0]} = {number}."]
-        sentences += [f"VAR {new} = VAR {old}." for old, new in itertools.pairwise(names)]
         question = f"\nFollowing the variables set above, their values are known. VAR {names[-1]} ="
-        return list(zip(places, sentences, strict=True)), question, f" {number}"
+        facts = [_Fact(depth, f"VAR {names[0]} = {number}.", depth, question, f" {number}")]
+        for step, (old, new) in enumerate(itertools.pairwise(names), start=1):
+            # the chain runs towards the question, its first link at the given depth
+            facts.append(_Fact(depth + (1 - depth) * 0.5 * step / N_HOPS, f"VAR {new} = VAR {old}."))
+        return facts
+    sentence = "The secret number of {} is {}. Remember it."
     cities = draw.sample(CITIES, N_DISTRACTORS + 1)
-    facts = [(depth, _secret(cities[0], number))]
-    if task == "multi-key-needle":
+    question = f"\nRemember what was said above. The secret number of {cities[0]} is"
+    facts = [_Fact(depth, sentence.format(cities[0], number), depth, question, f" {number}")]
+    if task.name == "multi-key-needle":
         others = sorted(_DISTRACTOR_DEPTHS, key=lambda place: -abs(place - depth))[:N_DISTRACTORS]
         for place, city in zip(others, cities[1:], strict=True):
-            facts.append((place, _secret(city, str(draw.randrange(10_000, 100_000)))))
-    question = f"\nRemember what was said above. The secret number of {cities[0]} is"
-    return facts, question, f" {number}"
-
-
-def _secret(city: str, number: str) -> str:
-    return f"The secret number of {city} is {number}. Remember it."
+            facts.append(_Fact(place, sentence.format(city, draw.randrange(10_000, 100_000))))
+    return facts
 
 
 def judge(
@@ -194,207 +239,55 @@ def retrieval_row(
     language_model: LanguageModel,
     haystack: Document,
     method: Method,
-    question: Question,
+    task: Task,
+    samples: range,
     *,
-    samples: int,
     layers: Layers | None = None,
     seed: int = 0,
 ) -> Row:
-    """Accuracy of one method on one question, over `samples` problems, as a row."""
-    checks.integer("samples", samples, minimum=1)
+    """One method on texts of a task as a row; `many-needles` has a row for every text."""
+    is_many = task.name == MANY_NEEDLES
 
     def measure() -> Values:
-        hits, losses, costs = [], [], []
-        with language_model.extended(question.length) as scaling:
-            for sample in range(samples):
-                problem = make_problem(language_model, haystack, question, seed * 1000 + sample)
+        judged: list[tuple[float, int, float]] = []
+        costs = []
+        with language_model.extended(task.length) as scaling:
+            for sample in samples:
+                problem = make_problem(language_model, haystack, task, seed=seed, sample=sample)
+                spans = [(answer.begin, answer.end) for answer in problem.answers]
                 with measured_attention(language_model.model, method, layers=layers, seed=seed) as cost:
-                    span = (len(problem.tokens) - problem.answer, len(problem.tokens))
-                    ((hit, loss),) = judge(language_model, problem.tokens, [span])
+                    found = judge(language_model, problem.tokens, spans)
                     costs.append(cost())
-                hits.append(int(hit))
-                losses.append(loss)
-        return {
-            "accuracy": sum(hits) / samples,
-            "answer_loss": sum(losses) / samples,
-            "hits": hits,
-            "reads_per_query": costs[0]["reads_per_query"],
-            "attention_seconds": round(sum(cost["attention_seconds"] for cost in costs) / samples, 4),
-            **({} if scaling is None else {"position_scaling": scaling}),
-        }
+                depths = [answer.depth for answer in problem.answers]
+                judged += [(depth, int(hit), loss) for depth, (hit, loss) in zip(depths, found, strict=True)]
+        by_depth: list[Values] = []
+        for depth in task.depths:
+            hits = [hit for at, hit, _ in judged if at == depth]
+            loss = sum(loss for at, _, loss in judged if at == depth) / len(hits)
+            by_depth.append({"depth": depth, "n_needles": len(hits), "hits": hits, "answer_loss": loss})
+        first, one = costs[0], by_depth[0]
+        seconds = round(sum(spent["attention_seconds"] for spent in costs) / len(costs), 4)
+        results: Values = {"reads_per_query": first["reads_per_query"], "attention_seconds": seconds}
+        if is_many:
+            results |= {"by_depth": by_depth, "attention_processor_seconds": first["attention_processor_seconds"]}
+        else:
+            accuracy = sum(one["hits"]) / len(one["hits"])
+            results |= {"accuracy": accuracy, "answer_loss": one["answer_loss"], "hits": one["hits"]}
+        return results if scaling is None else {**results, "position_scaling": scaling}
 
-    config = {
-        "part": "retrieval",
-        **_describe(language_model, haystack, method, layers),
-        "task": question.task,
-        "n_tokens": question.length,
-        "depth": question.depth,
-        "samples": samples,
-    }
-    return Row(config, seed, measure, cost=float(question.length * samples))
-
-
-def _describe(language_model: LanguageModel, haystack: Document, method: Method, layers: Layers | None) -> Values:
-    return {
+    config: Values = {
+        "part": MANY_NEEDLES if is_many else "retrieval",
         "model": language_model.name,
         "dtype": language_model.dtype,
         "document": haystack.name,
         "digest": haystack.digest,
         "layers": "all" if layers is None else layers,
         "method": method.describe(),
+        "n_tokens": task.length,
     }
-
-
-# Many needles in one text.
-
-
-@dataclass(frozen=True)
-class Needles:
-    """Where needles lie in texts of one length.
-
-    Attributes:
-        length: Tokens, questions and answers included.
-        depths: Needles lie around these: 0 = at the start of the text, 1 = `CLEAR` tokens before the questions.
-    """
-
-    length: int
-    depths: tuple[float, ...] = NEEDLE_DEPTHS
-
-    def __post_init__(self) -> None:
-        checks.integer("length", self.length, minimum=1)
-        if not 1 <= len(self.depths) <= _MOST_DEPTHS:
-            raise ValueError(f"depths must be 1 to {_MOST_DEPTHS} for {MANY_NEEDLES}, got {len(self.depths)}")
-        for depth in self.depths:
-            check_depth(depth)
-        if len(set(self.depths)) < len(self.depths):
-            raise ValueError(f"depths must differ from each other, got {list(self.depths)}")
-
-
-@dataclass(frozen=True)
-class Needle:
-    """One fact, and where it stands.
-
-    Attributes:
-        depth: The depth that it lies around.
-        city: What it is about.
-        number: The answer.
-        begin: Its first token in the text.
-        answer: First token of the answer after the text, and the token after its last one.
-    """
-
-    depth: float
-    city: str
-    number: str
-    begin: int
-    answer: tuple[int, int]
-
-
-@dataclass(frozen=True, eq=False)
-class NeedleText:
-    """A text with needles, and after it every question with its answer.
-
-    Attributes:
-        tokens: `[N]`.
-        needles: In the order of the text.
-        questions: Where the first question begins.
-    """
-
-    tokens: Tensor
-    needles: tuple[Needle, ...]
-    questions: int
-
-
-def make_needle_text(
-    language_model: LanguageModel, haystack: Document, needles: Needles, *, seed: int, sample: int
-) -> NeedleText:
-    """One text of exactly `needles.length` tokens.
-
-    Args:
-        language_model: Whose tokenizer counts.
-        haystack: The text around the needles.
-        needles: How long it is, and where needles lie.
-        seed: Seed of cities, numbers, the order of questions and the part of the haystack.
-        sample: Number of the text among those of a seed.
-    """
-    draw = random.Random(f"{MANY_NEEDLES} {needles.length} {needles.depths} {seed} {sample}")
-    count = NEEDLES_PER_DEPTH * len(needles.depths)
-    cities, numbers = draw.sample(CITIES, count), draw.sample(range(10_000, 100_000), count)
-    # side by side around the depth, and inside the text at both of its ends
-    around = [_APART * (step - (NEEDLES_PER_DEPTH - 1) / 2) for step in range(NEEDLES_PER_DEPTH)]
-    places = [(depth, min(1.0, max(0.0, depth + aside))) for depth in sorted(needles.depths) for aside in around]
-    facts = sorted(zip(places, cities, map(str, numbers), strict=True), key=lambda fact: fact[0][1])
-    encode = partial(language_model.encode, special=False)
-    inserts = [
-        (place, encode(f"\n{NEEDLE.format(city=city, number=number)}\n")) for (_, place), city, number in facts
-    ]
-    order = draw.sample(range(count), count)
-    questions, spans = _questions([facts[place][1:] for place in order], encode)
-    tokens, begins = _hide(language_model, haystack, inserts, questions, needles.length, draw, CLEAR)
-    first = needles.length - len(questions)
-    answers = {place: (first + begin, first + end) for place, (begin, end) in zip(order, spans, strict=True)}
-    placed = tuple(
-        Needle(depth, city, number, begins[place], answers[place])
-        for place, ((depth, _), city, number) in enumerate(facts)
-    )
-    return NeedleText(tokens, placed, first)
-
-
-def _questions(
-    facts: Sequence[tuple[str, str]], encode: Callable[[str], Tensor]
-) -> tuple[Tensor, list[tuple[int, int]]]:
-    """All questions about (city, number) with their answers, and where each answer lies among their tokens."""
-    parts: list[Tensor] = []
-    spans = []
-    for city, number in facts:
-        question = encode(f"\n{NEEDLE.format(city=city, number='').rstrip()}")
-        answer = encode(f" {number}")
-        begin = sum(map(len, parts)) + len(question)
-        spans.append((begin, begin + len(answer)))
-        parts += [question, answer, encode("\n")]
-    return torch.cat(parts), spans
-
-
-def needles_row(
-    language_model: LanguageModel,
-    haystack: Document,
-    method: Method,
-    needles: Needles,
-    *,
-    sample: int,
-    layers: Layers | None = None,
-    seed: int = 0,
-) -> Row:
-    """One text under one method as a row, so that little is lost when a run is killed."""
-    checks.integer("sample", sample, minimum=0)
-
-    def measure() -> Values:
-        text = make_needle_text(language_model, haystack, needles, seed=seed, sample=sample)
-        with (
-            language_model.extended(needles.length) as scaling,
-            measured_attention(language_model.model, method, layers=layers, seed=seed) as cost,
-        ):
-            judged = judge(language_model, text.tokens, [needle.answer for needle in text.needles])
-            costs = cost()
-        by_depth = []
-        for depth in needles.depths:
-            own = [each for needle, each in zip(text.needles, judged, strict=True) if needle.depth == depth]
-            loss = sum(loss for _, loss in own) / len(own)
-            hits = [int(hit) for hit, _ in own]
-            by_depth.append({"depth": depth, "n_needles": len(own), "hits": hits, "answer_loss": loss})
-        names = ("reads_per_query", "attention_seconds", "attention_processor_seconds")
-        return {
-            "by_depth": by_depth,
-            **{name: costs[name] for name in names},
-            **({} if scaling is None else {"position_scaling": scaling}),
-        }
-
-    config = {
-        "part": MANY_NEEDLES,
-        **_describe(language_model, haystack, method, layers),
-        "needle": NEEDLE,
-        "n_tokens": needles.length,
-        "depths": list(needles.depths),
-        "needles_per_depth": NEEDLES_PER_DEPTH,
-        "sample": sample,
-    }
-    return Row(config, seed, measure, cost=float(needles.length))
+    if is_many:
+        config |= {"needle": NEEDLE, "depths": list(task.depths), "needles_per_depth": NEEDLES_PER_DEPTH}
+        config["sample"] = samples[0]
+    else:
+        config |= {"task": task.name, "depth": task.depths[0], "samples": len(samples)}
+    return Row(config, seed, measure, cost=float(task.length * len(samples)))

@@ -20,7 +20,7 @@ from torch import Tensor
 from prescore import checks
 from prescore.bench.planted import model as planted
 from prescore.bench.planted.model import PlantedModel, PlantedSetting
-from prescore.bench.records import Row, Values, row_key
+from prescore.bench.records import Row, Values
 from prescore.config import Selected
 from prescore.registry import get_scorer, list_scorers
 from prescore.rng import as_streams
@@ -81,16 +81,15 @@ QUICK = Sweep(n=(1024,), d=(16,), seeds=(0, 1), powers=(1.0, 2.0, 3.0), n_querie
 
 
 def planted_rows(sweep: Sweep) -> list[Row]:
-    """All rows of a sweep, seed by seed, so that an interrupted study has complete seeds first."""
-    settings = [
-        PlantedSetting(*values)
-        for values in itertools.product(sweep.n, sweep.d, sweep.epsilon, sweep.c_signal, sweep.c_noise)
-    ]
-    rows: dict[str, Row] = {}
-    for seed, setting in itertools.product(sweep.seeds, settings):
-        for row in (*_claim_rows(sweep, setting, seed), *_recall_rows(sweep, setting, seed)):
-            rows.setdefault(row_key("planted", row.config, row.seed), row)
-    return list(rows.values())
+    """All rows of a sweep, seed by seed, so that an interrupted study has complete seeds first.
+
+    Rows that do not depend on all settings repeat; a session measures them once.
+    """
+    values = itertools.product(sweep.n, sweep.d, sweep.epsilon, sweep.c_signal, sweep.c_noise)
+    rows = []
+    for seed, setting in itertools.product(sweep.seeds, [PlantedSetting(*one) for one in values]):
+        rows += [*_claim_rows(sweep, setting, seed), *_recall_rows(sweep, setting, seed)]
+    return rows
 
 
 def _recall_rows(sweep: Sweep, setting: PlantedSetting, seed: int) -> list[Row]:
@@ -305,19 +304,19 @@ def clustering_claims(model: PlantedModel, *, claim: str, restarts: int, seed: i
     return recovery_claims(best_recovery(model, restarts, seed), claim)
 
 
-def recovery_claims(found: Recovery, claim: str) -> list[Values]:
+def recovery_claims(recovered: Recovery, claim: str) -> list[Values]:
     """The checks of `clustering_claims` on one clustering."""
     note = ""
-    if found.cost_ratio < 1 - 1e-9:
+    if recovered.cost_ratio < 1 - 1e-9:
         note = "a local optimum"
-    elif found.cost_ratio > 1:
+    elif recovered.cost_ratio > 1:
         note = "the truth is not optimal"
     # a search can refute optimality but not prove it
-    unproven = "" if found.cost_ratio > 1 else "none cheaper found, no proof"
-    ratio = ("cost of the truth / cost found", found.cost_ratio, "<=", 1.0 + 1e-9, unproven)
+    unproven = "" if recovered.cost_ratio > 1 else "none cheaper found, no proof"
+    ratio = ("cost of the truth / cost found", recovered.cost_ratio, "<=", 1.0 + 1e-9, unproven)
     return [
-        check(claim, "signal groups that are one cluster", found.groups, "=", 1.0, note),
-        check(claim, "noise rows in one cluster", found.noise, "=", 1.0, note),
+        check(claim, "signal groups that are one cluster", recovered.groups, "=", 1.0, note),
+        check(claim, "noise rows in one cluster", recovered.noise, "=", 1.0, note),
         check(f"{claim}, optimality", *ratio),
     ]
 
@@ -345,7 +344,7 @@ def centroid_claims(model: PlantedModel) -> list[Values]:
 def lp_claims(model: PlantedModel, *, p: float, basis: str, seed: int) -> list[Values]:
     """Claim 1 for one p: the proof's separations in this basis, and the groups that clustering recovers."""
     claim, directions = f"Claim 1, p={p:g}, {basis}", model.directions
-    found = best_recovery(model, 1, seed, p=p)
+    recovered = best_recovery(model, 1, seed, p=p)
     gaps = (directions[:, None] - directions[None]).abs().pow(p).sum(-1)
     gaps = gaps[~torch.eye(len(directions), dtype=torch.bool)]
     smallest = float(torch.cat((directions.abs().pow(p).sum(-1), gaps)).min())
@@ -356,8 +355,8 @@ def lp_claims(model: PlantedModel, *, p: float, basis: str, seed: int) -> list[V
     return [
         check(claim, "Delta_min", smallest, "=", 1.0),
         check(claim, "Delta_min - 2 delta_max", smallest - 2 * deviation, ">", 0.0),
-        check(claim, "signal groups that are one cluster", found.groups, "=", 1.0),
-        check(claim, "noise rows in one cluster", found.noise, "=", 1.0),
+        check(claim, "signal groups that are one cluster", recovered.groups, "=", 1.0),
+        check(claim, "noise rows in one cluster", recovered.noise, "=", 1.0),
         check(claim, "recall by l_p sensitivity", recall, "=", 1.0),
     ]
 

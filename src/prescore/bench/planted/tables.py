@@ -56,16 +56,16 @@ def claim_table(records: Sequence[Record]) -> Table:
     # settings other than n and d that vary are named in the row
     swept = [record.config for record in claims if record.config["topic"] not in ("singleton", "counterexample")]
     varying = [name for name in _SETTING[2:] if len({config[name] for config in swept}) > 1]
-    found: dict[tuple[str, ...], dict[tuple[int, int], list[Values]]] = defaultdict(lambda: defaultdict(list))
+    by_claim: dict[tuple[str, ...], dict[tuple[int, int], list[Values]]] = defaultdict(lambda: defaultdict(list))
     for record in claims:
         config = record.config
         more = [f"{name}={config[name]:g}" for name in varying if config[name] is not None]
         reading = " ".join([config["reading"], *more])
         for check in record.results["checks"]:
             bound = f"{check['relation']} {as_text(check['bound'])}"
-            found[check["claim"], reading, check["quantity"], bound][config["n"], config["d"]].append(check)
+            by_claim[check["claim"], reading, check["quantity"], bound][config["n"], config["d"]].append(check)
     rows = []
-    for row, by_point in found.items():
+    for row, by_point in by_claim.items():
         cells = [cell for point in points for cell in verdict(by_point.get(point, []))]
         notes = Counter(check["note"] for checks in by_point.values() for check in checks if check["note"])
         rows.append((*row, *cells, notes.most_common(1)[0][0] if notes else ""))

@@ -1,1 +1,1 @@
-"""."""
+"""Times of attention against exact attention."""

@@ -1,7 +1,4 @@
-"""The studies of `prescore speed`: each yields rows, and each row compares with exact attention on its own inputs.
-
-A row's `config` is all that its measurement depends on apart from the seed, and is what the record holds.
-"""
+"""The studies of `prescore speed`: their rows, each of which times exact attention on the same inputs."""
 
 from __future__ import annotations
 
@@ -81,11 +78,10 @@ class Run:
     Attributes:
         settings: Record fields that studies share: `heads` (None = by length), `dim`, `dtype`, `repeats`,
             `top_k`, `min_seq_len`, `methods`, `memory`.
-        n: Lengths that were asked for; None = each study's own.
+        n: Requested lengths; None = each study's own.
         lengths: Lengths of the study `lengths`.
-        causal: Full, causal, or both.
-        backward: Forward, forward + backward, or both.
-        saved: Saved heads. The studies heads, parts and steps measure these.
+        causal, backward: One or both.
+        saved: Saved heads, for the studies heads, parts and steps.
         seed: Of all randomness.
     """
 
@@ -124,19 +120,18 @@ def plan_rows(run: Run, studies: Sequence[str]) -> list[Row]:
         checks.one_of("--study", name, STUDIES)
     for name in run.settings["methods"]:
         method_config(name, run.settings)
-    if "heads" in studies and not run.saved:
-        raise ValueError("--heads must be a directory of saved heads for --study heads, got none")
-    if "heads" in studies and (True not in run.causal or False not in run.backward):
-        raise ValueError("--heads must come with causal and forward, as saved heads are timed, got another choice")
+    if "heads" in studies:
+        if not run.saved:
+            raise ValueError("--heads must be a directory of saved heads for --study heads, got none")
+        if True not in run.causal or False not in run.backward:
+            raise ValueError("--heads must come with causal and forward, got another choice")
     return [row for name, study in STUDIES.items() if name in studies for row in study(run)]
 
 
 def method_config(name: str, config: Values) -> Config:
     """The configuration of a method: the default, HyperAttention, or the paper's preset with a scorer."""
-    if name == "default":
-        return Routed()
-    if name == "Exact()":
-        return Exact()
+    if name in ("default", "Exact()"):
+        return Routed() if name == "default" else Exact()
     if name == "hyper":
         return Hyper.published(min_seq_len=config["min_seq_len"])
     preset, _, scorer_name = name.partition(":")
@@ -299,8 +294,7 @@ def measure_decode(config: Values, seed: int) -> Values:
     }
     times = time_calls(calls, config["steps"])
     return {
-        "seconds": {name: entry["seconds"] for name, entry in times.items()},
-        "spread": {name: entry["spread"] for name, entry in times.items()},
+        **{field: {name: entry[field] for name, entry in times.items()} for field in ("seconds", "spread")},
         "reads_per_query": state.n_entries,
         "speedup": times["selected"]["speedup"],
         "error": checked["error"],
@@ -368,33 +362,32 @@ def measure_parts(inputs: Inputs, scale: float, repeats: int, *, from_model: boo
     check_exact("exact attention", inputs, calls[EXACT](), **kind)
     check_method("the default", inputs, config, calls["call"](), **kind, from_model=from_model)
     spent = {name: entry["seconds"] for name, entry in time_calls(calls, repeats).items()}
-    taken = {
-        "exact queries": spent["exact queries"],
-        "index": spent["index"],
-        "local and centroids": spent["no search"] - spent["index"] - spent["exact queries"],
-        "search and keys": spent["call"] - spent["no search"],
-    }
     stats = prescored_attention(*inputs, config, **kind, return_aux=True)[1].stats
     n_exact, n_reads = start * (start + 1) / 2, n * (stats.keys_per_query + stats.centroids_per_query)
     n_compared, n_far = ((n - start) * (number or 0.0) for number in (stats.keys_compared, stats.far_keys_read))
-    work = {
-        "exact queries": n_exact * both,
-        "index": 0.0,  # not counted
-        "local and centroids": (n_reads - n_far - n_exact) * both,
-        "search and keys": n_compared * key.shape[3] + n_far * both,
-    }
-    work = {name: query.shape[1] * number for name, number in work.items()}
-    exact_total, total = query.shape[1] * n * (n + 1) / 2 * both, sum(work.values())
+    n_heads = query.shape[1]
+    exact_total = n_heads * n * (n + 1) / 2 * both
     exact_rate = exact_total / spent[EXACT]
-    parts = {
-        name: {
+    no_far = spent["no search"] - spent["index"] - spent["exact queries"]
+    parts: dict[str, Values] = {}
+    for name, took, work in (
+        ("exact queries", spent["exact queries"], n_heads * (n_exact * both)),
+        ("index", spent["index"], 0.0),  # not counted
+        ("local and centroids", no_far, n_heads * ((n_reads - n_far - n_exact) * both)),
+        (
+            "search and keys",
+            spent["call"] - spent["no search"],
+            n_heads * (n_compared * key.shape[3] + n_far * both),
+        ),
+    ):
+        rate = work / took / exact_rate if work and took > 0 else None
+        parts[name] = {
             "seconds": took,
             "share": took / spent["call"],
-            "multiply_adds": work[name],
-            "of_exact_rate": work[name] / took / exact_rate if work[name] and took > 0 else None,
+            "multiply_adds": work,
+            "of_exact_rate": rate,
         }
-        for name, took in taken.items()
-    }
+    total = sum(part["multiply_adds"] for part in parts.values())
     return {
         "exact_seconds": spent[EXACT],
         "exact_multiply_adds": exact_total,
@@ -508,12 +501,8 @@ def measure_parallel(config: Values, seed: int) -> Values:
     for name, entry in by_rank[0].items():
         n_bytes = [results[name]["bytes"] for results in by_rank]
         slowest = max(results[name]["seconds"] for results in by_rank)
-        methods[name] = {
-            **entry,
-            "bytes": max(n_bytes),
-            "mean_bytes": statistics.mean(n_bytes),
-            "seconds": slowest,
-        }
+        sent = {"bytes": max(n_bytes), "mean_bytes": statistics.mean(n_bytes)}
+        methods[name] = {**entry, **sent, "seconds": slowest}
     for entry in methods.values():
         entry["of_all_gather"] = entry["bytes"] / methods["all-gather"]["bytes"]
     return {"methods": methods}

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from prescore.bench.plots import COLOURS, figure, powers_of_two
 from prescore.bench.records import Record, Values
 from prescore.bench.speed.timing import EXACT
-from prescore.bench.tables import MISSING, Table, as_text
+from prescore.bench.tables import MISSING, Table, as_text, percent
 
 _LABELS = {
     "hyper": "HyperAttention",
@@ -52,16 +52,6 @@ def time(entry: Values) -> str:
     return f"{as_text(1e3 * entry['seconds'])}{spread} ms"
 
 
-def count(value: float | None) -> str:
-    """A whole number."""
-    return MISSING if value is None else f"{value:.0f}"
-
-
-def percent(share: float | None) -> str:
-    """A share in per cent."""
-    return MISSING if share is None else f"{100 * share:.0f} %"
-
-
 def layer(config: Values) -> str:
     """Name and length of saved heads."""
     return f"{config['heads'] or 'random'} {config['n']}"
@@ -70,6 +60,11 @@ def layer(config: Values) -> str:
 def milliseconds(entry: Entry, name: str) -> str:
     """One of the times of a decode step."""
     return f"{1e3 * entry.results['seconds'][name]:.3f} ms"
+
+
+def count(entry: Entry, name: str) -> str:
+    """A mean count without decimals; a dash where it is missing."""
+    return f"{entry.results[name]:.0f}" if name in entry.results else MISSING
 
 
 CELLS: dict[str, Callable[[Entry], str]] = {
@@ -94,8 +89,8 @@ CELLS: dict[str, Callable[[Entry], str]] = {
     "scoring / exact": lambda e: f"{100 * e.results['scoring_of_exact']:.2f} %",
     "share of the call": lambda e: percent(e.results["share"]),
     "error": lambda e: as_text(None if e.name == EXACT else e.results["error"], 2),
-    "keys and centroids read": lambda e: count(e.results.get("reads_per_query")),
-    "keys compared": lambda e: count(e.results.get("keys_compared_per_query")),
+    "keys and centroids read": lambda e: count(e, "reads_per_query"),
+    "keys compared": lambda e: count(e, "keys_compared_per_query"),
     "billion multiply-adds": lambda e: as_text(e.results["multiply_adds"] / 1e9 or None),
     "of exact attention's rate": lambda e: percent(e.results["of_exact_rate"]),
     "MB sent": lambda e: f"{e.results['bytes'] / 2**20:.3f}",

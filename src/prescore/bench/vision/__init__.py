@@ -1,1 +1,1 @@
-"""."""
+"""Vision transformers at a budget of keys, and coverage of heavy entries."""

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from prescore.bench.records import Row, Values, row_key
+from prescore.bench.records import Row, Values
 from prescore.bench.vision.methods import DEFAULT, EXACT, PAPER_GRID, ROUTED, full_budget, parse_method
 from prescore.bench.vision.models import Images, VisionModel
 from prescore.integrations.apply import Observer, observe, replace_attention
@@ -83,29 +83,29 @@ class Study:
         return Predictions(torch.cat(logits), torch.cat(labels), seconds, attention_seconds)
 
     @torch.inference_mode()
-    def observe(self, look: Observer) -> None:
-        """Run all images with exact attention, and show the queries and keys of every layer to `look`."""
-        with observe(self.model.model, look):
+    def observe(self, observer: Observer) -> None:
+        """Run all images with exact attention, and show the queries and keys of every layer to `observer`."""
+        with observe(self.model.model, observer):
             for pixels, _ in self.images.batches(self.model.preprocessing, self.batch_size):
                 self.model.logits(pixels.to(self.device))
 
     def measure(self, attend: Attend) -> Values:
         """Accuracy, difference from the exact predictions, and speed."""
         exact = self.exact
-        found = exact if attend is attend_exactly else self.predict(attend)
+        predictions = exact if attend is attend_exactly else self.predict(attend)
         log_exact = exact.logits.log_softmax(-1)
-        divergence = (log_exact.exp() * (log_exact - found.logits.log_softmax(-1))).sum(-1).mean()
-        same = (found.logits.argmax(-1) == exact.logits.argmax(-1)).float().mean()
+        divergence = (log_exact.exp() * (log_exact - predictions.logits.log_softmax(-1))).sum(-1).mean()
+        same = (predictions.logits.argmax(-1) == exact.logits.argmax(-1)).float().mean()
         return {
-            "top1": found.accuracy(1),
-            "top5": found.accuracy(5),
+            "top1": predictions.accuracy(1),
+            "top5": predictions.accuracy(5),
             "top1_exact": exact.accuracy(1),
             "agreement": 100 * float(same),
             "kl": float(divergence),
-            "n_images": len(found.labels),
+            "n_images": len(predictions.labels),
             "n_tokens": self.model.n_tokens,
-            "images_per_second": len(found.labels) / found.seconds,
-            "attention_seconds": found.attention_seconds,
+            "images_per_second": len(predictions.labels) / predictions.seconds,
+            "attention_seconds": predictions.attention_seconds,
             "attention_seconds_exact": exact.attention_seconds,
         }
 
@@ -120,12 +120,9 @@ def accuracy_rows(
     keep_prefix: Sequence[bool] = (True,),
     seeds: Sequence[int] = (0,),
 ) -> list[Row]:
-    """A row for each combination; combinations that differ in nothing that matters to a method appear once."""
-    rows: dict[str, Row] = {}
-    for fields in itertools.product(methods, budgets, n_clusters, centroid_shares, keep_prefix, seeds):
-        row = _row(study, *fields)
-        rows.setdefault(row_key("vision", row.config, row.seed), row)
-    return list(rows.values())
+    """A row for each combination; those that differ in nothing that matters to a method are equal."""
+    grid = itertools.product(methods, budgets, n_clusters, centroid_shares, keep_prefix, seeds)
+    return [_row(study, *fields) for fields in grid]
 
 
 def _row(study: Study, name: str, budget: int, n_clusters: int, share: float, keep_prefix: bool, seed: int) -> Row:

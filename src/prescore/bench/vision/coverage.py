@@ -10,14 +10,13 @@ from __future__ import annotations
 import itertools
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from prescore.attention import select_by
-from prescore.bench.records import Row, Values, row_key
+from prescore.bench.records import Row, Values
 from prescore.bench.vision.methods import parse_method
 from prescore.config import Selected
 from prescore.integrations.apply import Observer, observe
@@ -26,46 +25,32 @@ from prescore.integrations.masks import full_mask
 from prescore.scoring.select import membership
 
 METHODS = (
-    "kmeans",
-    "kmeans-farthest-sample",
-    "kmedian",
-    "kmedian-farthest-sample",
-    "leverage",
-    "key-diff",
-    "random",
+    *("kmeans", "kmeans-farthest-sample", "kmedian", "kmedian-farthest-sample"),
+    *("leverage", "key-diff", "random"),
 )
 
 
-@dataclass(frozen=True, eq=False)
-class Subject:
-    """A model with inputs.
-
-    Attributes:
-        described: Identifies it in records.
-        observe: Runs all inputs with exact attention and shows the queries and keys of every layer.
-        n_prefix: Tokens before the patches.
-    """
-
-    described: Values
-    observe: Callable[[Observer], None]
-    n_prefix: int = 0
+ObserveAll = Callable[[Observer], None]
+"""Runs all inputs with exact attention and shows the queries and keys of every layer."""
 
 
-def text_subject(model: nn.Module, texts: Sequence[Tensor], described: Values) -> Subject:
-    """A causal language model on texts of tokens `[length]`."""
+def observe_texts(model: nn.Module, texts: Sequence[Tensor]) -> ObserveAll:
+    """For a causal language model on texts of tokens `[length]`."""
 
     @torch.no_grad()
-    def run(look: Observer) -> None:
-        with observe(model, look):
+    def run(observer: Observer) -> None:
+        with observe(model, observer):
             for tokens in texts:
                 model(input_ids=tokens[None].to(next(model.parameters()).device), use_cache=False)
 
-    return Subject(described, run)
+    return run
 
 
 def coverage_rows(
-    subject: Subject,
+    observe_all: ObserveAll,
+    subject: Values,
     *,
+    n_prefix: int = 0,
     methods: Sequence[str] = METHODS,
     budgets: Sequence[int] = (32, 64, 128),
     n_clusters: Sequence[int] = (4,),
@@ -73,30 +58,38 @@ def coverage_rows(
     thresholds: Sequence[float] = (0.01, 0.1, 0.3),
     seeds: Sequence[int] = (0,),
 ) -> list[Row]:
-    """A row for each combination; prefix tokens that are kept count as selected keys."""
-    rows: dict[str, Row] = {}
+    """A row for each combination; `subject` identifies model and inputs.
+
+    Prefix tokens that are kept count as selected keys.
+    """
+    rows = []
     for name, budget, n, keep, seed in itertools.product(methods, budgets, n_clusters, keep_prefix, seeds):
         method = parse_method(name)
-        config = None if method.scorer is None else method.config(budget, n_clusters=n, n_prefix=subject.n_prefix)
+        config = None if method.scorer is None else method.config(budget, n_clusters=n, n_prefix=n_prefix)
         if not isinstance(config, Selected) or method.adds_centroids:
             raise ValueError(f"method must select keys and nothing else to have a coverage, got {name!r}")
         described = {
-            **subject.described,
+            **subject,
             "method": name,
             "budget": budget,
             "n_clusters": n if method.takes_n_clusters else None,
-            "keep_prefix": keep and subject.n_prefix > 0,
+            "keep_prefix": keep and n_prefix > 0,
             "thresholds": list(thresholds),
             "config": config.to_dict(),
         }
         seed = seed if method.is_random else 0  # noqa: PLW2901
-        measure = partial(measure_coverage, subject, config, thresholds, keep_prefix=keep, seed=seed)
-        rows.setdefault(row_key("coverage", described, seed), Row(described, seed, measure))
-    return list(rows.values())
+        measure = partial(measure_coverage, observe_all, config, thresholds, keep_prefix=keep, seed=seed)
+        rows.append(Row(described, seed, measure))
+    return rows
 
 
 def measure_coverage(
-    subject: Subject, config: Selected, thresholds: Sequence[float], *, keep_prefix: bool = True, seed: int = 0
+    observe_all: ObserveAll,
+    config: Selected,
+    thresholds: Sequence[float],
+    *,
+    keep_prefix: bool = True,
+    seed: int = 0,
 ) -> Values:
     """Coverage over all inputs, layers and heads.
 
@@ -107,7 +100,7 @@ def measure_coverage(
     chances: list[float] = []
     n_keys = 0
 
-    def look(query: Tensor, key: Tensor, context: AttentionContext) -> None:
+    def observer(query: Tensor, key: Tensor, context: AttentionContext) -> None:
         nonlocal n_keys
         sinks = max(config.sinks, context.n_prefix) if keep_prefix else config.sinks
         selected = selected_keys(key, config.replace(sinks=sinks), layer_seed(seed, context.layer))
@@ -116,7 +109,7 @@ def measure_coverage(
         coverage = head_coverage(query, key, selected, context, thresholds)
         by_layer.setdefault(context.layer, []).append(coverage)
 
-    subject.observe(look)
+    observe_all(observer)
     layers = [
         {name: torch.cat([part[name].flatten() for part in parts]) for name in parts[0]}
         for _, parts in sorted(by_layer.items())

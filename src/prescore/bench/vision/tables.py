@@ -56,9 +56,9 @@ def accuracy_table(records: Sequence[Record]) -> Table:
     rows = []
     for record in records:
         if record.config["method"] == EXACT:
-            found = record.results
-            last = [as_text(found["top5"]), as_text(found["images_per_second"])]
-            rows.append((EXACT, *[f"{found['top1']:.1f}"] * len(budgets), *last))
+            results = record.results
+            last = [as_text(results["top5"]), as_text(results["images_per_second"])]
+            rows.append((EXACT, *[f"{results['top1']:.1f}"] * len(budgets), *last))
     for line, by_budget in top1.items():
         cells = [mean_and_spread(by_budget.get(budget, []), digits=1) for budget in budgets]
         last = [as_text(statistics.fmean(values[line][max(by_budget)])) for values in (top5, speed)]
@@ -139,9 +139,9 @@ def coverage_table(records: Sequence[Record]) -> Table:
     rows = []
     for line, by_budget in cells["chance"].items():
         for budget in by_budget:
-            found = {name: _percent(values[line][budget]) for name, values in cells.items()}
-            heavy = [f"{found[f'heavy_{e}_median']} / {found[f'heavy_{e}_mean']}" for e in thresholds]
-            last = (found["columns_mean"], found["mass_mean"], found["chance"])
+            shares = {name: _percent(values[line][budget]) for name, values in cells.items()}
+            heavy = [f"{shares[f'heavy_{e}_median']} / {shares[f'heavy_{e}_mean']}" for e in thresholds]
+            last = (shares["columns_mean"], shares["mass_mean"], shares["chance"])
             rows.append((label(line, keeps_prefix=False), str(budget), *heavy, *last))
     return Table(
         title="Coverage of heavy attention entries, per cent: median / mean",

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -66,21 +67,10 @@ def prescored_attention_forward(
     is_causal: bool | None = None,
     **features: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attention of one layer in transformers' calling convention.
+    """Attention of one layer in transformers' calling convention; keys and values include those of the cache.
 
-    Args:
-        module: The attention module.
-        query: `[B, Hq, Nq, D]`, after rotation.
-        key: `[B, Hkv, Nk, D]`, the cache's content included.
-        value: `[B, Hkv, Nk, Dv]`.
-        attention_mask: What `prescored_mask` made, or a mask of the user.
-        dropout: Probability of dropping an attention weight; transformers passes 0 outside training.
-        scaling: Factor of the logits.
-        is_causal: Overrides the module's flag.
-        **features: Of single models, and the cache, see `pass_cache`.
-
-    Returns:
-        `[B, Nq, Hq, Dv]`, and the weights where the model's own eager attention ran.
+    The mask is what `prescored_mask` made, or one of the user; `features` are of single models, and the cache (see
+    `pass_cache`). Returns `[B, Nq, Hq, Dv]`, and the weights where the model's own eager attention ran.
     """
     layer = layer_of(module, key, features.pop(CACHE_ARGUMENT, None))
     stack = patches(module)
@@ -100,13 +90,14 @@ def prescored_attention_forward(
         is_local=_is_local(module, features.get("sliding_window")),
         cache=None if layer is None else layer.cache,
     )
-    eager = _Eager(module, context, features) if obstacles else None
-    if eager is not None:
-        context = dataclasses.replace(context, original=eager)
+    weights: list[Tensor] = []
+    if obstacles:
+        original = partial(_eager_attention, module, context, features, weights)
+        context = dataclasses.replace(context, original=original)
     output = attention_of(patch)(query, key, value, context)
     if layer is not None and layer.cache.evicted:
         layer.show()  # so that the layer does not keep evicted keys alive
-    return output.transpose(1, 2).contiguous(), None if eager is None else eager.weights
+    return output.transpose(1, 2).contiguous(), weights[0] if weights else None
 
 
 def prescored_mask(
@@ -121,11 +112,10 @@ def prescored_mask(
     allow_is_causal_skip: bool = True,
     **kwargs: Any,
 ) -> Tensor | None:
-    """The mask for `prescored_attention_forward`, never square where causality and padding say it all.
+    """The mask for `prescored_attention_forward`, not square where causality and padding describe it.
 
-    Returns:
-        None for causal attention whose queries are the last positions, `[B, 1, 1, Nk]` for the same with
-        padding, and otherwise sdpa's `[B, 1, Nq, Nk]`.
+    That is None for causal attention whose queries are the last positions, `[B, 1, 1, Nk]` for the same with
+    padding, and otherwise sdpa's `[B, 1, Nq, Nk]`.
     """
     at_the_end = not isinstance(q_offset, Tensor) and kv_offset + kv_length == q_offset + q_length
     if at_the_end and mask_function is causal_mask_function and local_size is None and allow_is_causal_skip:
@@ -178,12 +168,10 @@ def check_padding(attention: Callable[..., Any], mask: Callable[..., Any]) -> No
 def attach_patches(
     attached: Mapping[nn.Module, Patch], owners: Iterable[nn.Module], switch: Callable[[], None]
 ) -> Undo:
-    """Let modules attend by patches; returns the undo.
+    """Let modules that call transformers' attention interface attend by patches; returns the undo.
 
-    Args:
-        attached: The patches, by modules that call transformers' attention interface.
-        owners: All modules whose configurations name the attention implementation.
-        switch: Makes these configurations, by then copies, name `prescored`.
+    `owners` are all modules whose configurations name the attention implementation; `switch` makes these
+    configurations, by then copies, name `prescored`.
     """
     with ExitStack() as undo:
         undo.callback(copy_configs(owners))
@@ -197,7 +185,8 @@ def attach_patches(
 
 def default_patch(module: nn.Module, config: Config | None = None, on_unsupported: str = "raise") -> Patch:
     """The patch of a module that was never replaced, made at its first call."""
-    _attach_default(module, config, on_unsupported)
+    if _DEFAULT not in module.__dict__:
+        _attach_default(module, config, on_unsupported)
     patch: Patch = getattr(module, _DEFAULT)
     return patch
 
@@ -205,8 +194,6 @@ def default_patch(module: nn.Module, config: Config | None = None, on_unsupporte
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _attach_default(module: nn.Module, config: Config | None, on_unsupported: str) -> None:
     """A graph cannot make a patch, so it is made once, while the graph is traced."""
-    if _DEFAULT in module.__dict__:
-        return
     layer = getattr(module, "layer_idx", None)
     number = layer if isinstance(layer, int) else 0
     patch = Patch(PrescoredAttention(config, on_unsupported), number, n_prefix_tokens(module))
@@ -221,30 +208,30 @@ def n_prefix_tokens(module: nn.Module) -> int:
     return PREFIX_TOKENS[type(module).__name__] + int(getattr(module.config, "num_register_tokens", 0))
 
 
-@dataclass(eq=False)
-class _Eager:
-    """The eager attention of the model's own file, which knows the model's features; keeps the weights."""
-
-    module: nn.Module
-    context: AttentionContext
-    features: Values
-    weights: Tensor | None = None
-
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """See `AttentionContext.original`."""
-        eager = getattr(sys.modules[type(self.module).__module__], "eager_attention_forward", None)
-        if eager is None:
-            raise Unsupported(f"exact attention of {self.context.owner}", self.context.obstacles)
-        form = self.context.form(query, key)
-        key, value = key[:, :, : form.n_keys], value[:, :, : form.n_keys]
-        mask = full_mask(form, query.shape[2], query.device)
-        if mask is not None and mask.dtype == torch.bool:
-            bias = torch.zeros(mask.shape, dtype=query.dtype, device=query.device)
-            mask = bias.masked_fill_(~mask, torch.finfo(query.dtype).min)
-        options = {"dropout": self.context.dropout, "scaling": self.context.scale, **self.features}
-        output: Tensor
-        output, self.weights = eager(self.module, query, key, value, mask, **options)
-        return output.transpose(1, 2)
+def _eager_attention(
+    module: nn.Module,
+    context: AttentionContext,
+    features: Values,
+    weights: list[Tensor],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+) -> Tensor:
+    """The eager attention of the model's own file, which knows the model's features; adds to `weights`."""
+    eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    if eager is None:
+        raise Unsupported(f"exact attention of {context.owner}", context.obstacles)
+    form = context.form(query, key)
+    key, value = key[:, :, : form.n_keys], value[:, :, : form.n_keys]
+    mask = full_mask(form, query.shape[2], query.device)
+    if mask is not None and mask.dtype == torch.bool:
+        bias = torch.zeros(mask.shape, dtype=query.dtype, device=query.device)
+        mask = bias.masked_fill_(~mask, torch.finfo(query.dtype).min)
+    options = {"dropout": context.dropout, "scaling": context.scale, **features}
+    output, of_layer = eager(module, query, key, value, mask, **options)
+    weights.append(of_layer)
+    attended: Tensor = output.transpose(1, 2)
+    return attended
 
 
 def _is_local(module: nn.Module, sliding_window: int | None) -> bool:
@@ -255,21 +242,13 @@ def _is_local(module: nn.Module, sliding_window: int | None) -> bool:
 
 @dataclass(eq=False)
 class _ConfigCopy:
-    """A configuration that several models may share, and the copy that one model uses while it is replaced.
-
-    Attributes:
-        shared: The configuration that the modules had.
-        copy: The copy that they have meanwhile.
-        before: The attributes of the copy at first.
-        modules: The modules.
-        n_users: Replacements that need the copy.
-    """
+    """A configuration that several models may share, and the copy that one model uses while it is replaced."""
 
     shared: Any
     copy: Any
-    before: Values
-    modules: list[nn.Module] = field(default_factory=list)
-    n_users: int = 0
+    before: Values  # the attributes of the copy at first
+    modules: list[nn.Module] = field(default_factory=list)  # that have the copy
+    n_users: int = 0  # replacements that need it
 
     def release(self) -> None:
         """One user less; the last one restores the modules and hands changes on to the shared configuration."""

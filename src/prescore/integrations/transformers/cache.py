@@ -22,7 +22,7 @@ from transformers.cache_utils import (
 )
 
 from prescore import checks
-from prescore.config import Selected, config_from_dict
+from prescore.config import config_from_dict
 from prescore.errors import Unsupported
 from prescore.integrations.decode import KVBuffer, LayerCache, Request, SelectionState
 from prescore.types import Values
@@ -66,7 +66,7 @@ class PrescoredCache(DynamicCache):
         super().__init__(config=config)
         self.evict = evict
         self.refresh_every = refresh_every
-        upgrade(self, evict=evict, refresh_every=refresh_every)
+        upgrade(self, {"evict": evict, "refresh_every": refresh_every})
 
     def select(self) -> None:
         """Make all selections now, among the prompt's keys, instead of at the first step."""
@@ -97,10 +97,10 @@ class PrescoredCache(DynamicCache):
     def load(cls, path: str | Path, *, device: str = "cpu") -> PrescoredCache:
         """Read what `save` wrote, in any process; raises ValueError for any other file."""
         facts, tensors = _read_file(str(path), device)
-        options = {"evict": facts["evict"], "refresh_every": facts["refresh_every"]}
-        cache = cls(**options)
+        settings = {"evict": facts["evict"], "refresh_every": facts["refresh_every"]}
+        cache = cls(**settings)
         cache.layers = [
-            _load_layer(entry, f"{number}.", tensors, options) for number, entry in enumerate(facts["layers"])
+            _load_layer(entry, f"{number}.", tensors, settings) for number, entry in enumerate(facts["layers"])
         ]
         # a layer that the file does not have would have missed the prompt
         cache.layer_class_to_replicate = None
@@ -113,9 +113,7 @@ class PrescoredLayer(DynamicLayer):  # type: ignore[no-untyped-call]
     With any other attention function it is an ordinary dynamic layer, unless its keys were evicted.
 
     Args:
-        evict: Free the unselected keys and values as soon as the selection is made.
-        refresh_every: Select again after so many tokens; None = never.
-        warned: Warnings already given; layers that share the set warn once.
+        settings: Of the `LayerCache`.
         **kwargs: Of transformers.
 
     Attributes:
@@ -125,15 +123,9 @@ class PrescoredLayer(DynamicLayer):  # type: ignore[no-untyped-call]
 
     is_sliding = False
 
-    def __init__(
-        self,
-        evict: bool = False,
-        refresh_every: int | None = None,
-        warned: set[str] | None = None,
-        **kwargs: Any,
-    ) -> None:
+    def __init__(self, settings: Values, **kwargs: Any) -> None:
         super().__init__(**kwargs)  # type: ignore[no-untyped-call]
-        self.cache = LayerCache(evict=evict, refresh_every=refresh_every, warned=warned)
+        self.cache = LayerCache(**settings)
         self.is_expected = False
         self._new_keys: Tensor | None = None
 
@@ -250,14 +242,12 @@ def layer_of(module: nn.Module, key: Tensor, cache: Cache | None) -> PrescoredLa
     return None
 
 
-def upgrade(
-    cache: Cache, *, evict: bool = False, refresh_every: int | None = None, max_length: int | None = None
-) -> None:
+def upgrade(cache: Cache, settings: Values | None = None, *, max_length: int | None = None) -> None:
     """Turn the full-attention layers of a dynamic cache into pre-scored ones, in place, content included.
 
     A window of at least `max_length` is no window.
     """
-    make: Any = partial(PrescoredLayer, evict=evict, refresh_every=refresh_every, warned=set())
+    make: Any = partial(PrescoredLayer, {"warned": set(), **(settings or {})})
     if cache.layer_class_to_replicate is DynamicLayer:
         cache.layer_class_to_replicate = make
     layer: Any
@@ -293,7 +283,8 @@ def save_point(cache: Cache) -> Callable[[], None]:
 
 def cache_report(cache: Cache) -> Values:
     """Memory and selections of a cache, in plain numbers."""
-    layers = []
+    layers: list[Values] = []
+    exact_bytes = 0
     layer: Any
     for number, layer in enumerate(cache.layers):
         if not layer.is_initialized or layer.keys is None:
@@ -302,7 +293,9 @@ def cache_report(cache: Cache) -> Values:
             t.element_size() * t.shape[0] * t.shape[1] * t.shape[3] for t in (layer.keys, layer.values)
         )
         entry: Values = {"layer": number, "tokens": layer.get_seq_length()}
+        n_bytes = n_exact = layer.keys.shape[2] * token_bytes
         if isinstance(layer, PrescoredLayer):
+            n_bytes, n_exact = layer.cache.n_bytes, entry["tokens"] * token_bytes
             selection = layer.cache.selection
             if selection is not None:
                 entry["selected_from"] = selection.n_selected_from
@@ -310,13 +303,9 @@ def cache_report(cache: Cache) -> Values:
                 entry["centroids"] = selection.n_centroids
                 entry["since"] = selection.n_since
                 entry["evicted"] = layer.cache.evicted
-            entry["bytes"] = layer.cache.n_bytes
-            entry["exact_bytes"] = entry["tokens"] * token_bytes
-        else:
-            entry["bytes"] = entry["exact_bytes"] = layer.keys.shape[2] * token_bytes
-        layers.append(entry)
-    exact = sum(entry.pop("exact_bytes") for entry in layers)
-    return {"bytes": sum(entry["bytes"] for entry in layers), "exact_bytes": exact, "layers": layers}
+        layers.append({**entry, "bytes": n_bytes})
+        exact_bytes += n_exact
+    return {"bytes": sum(entry["bytes"] for entry in layers), "exact_bytes": exact_bytes, "layers": layers}
 
 
 def _read_file(path: str, device: str) -> tuple[Values, dict[str, Tensor]]:
@@ -334,13 +323,14 @@ def _read_file(path: str, device: str) -> tuple[Values, dict[str, Tensor]]:
 
 def _save_layer(layer: Any, prefix: str, tensors: dict[str, Tensor]) -> Values:
     """What JSON can hold of a layer; its tensors go to `tensors`."""
-    if not isinstance(layer, PrescoredLayer):
-        if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
-            raise TypeError(f"cache layers must be dynamic or sliding to be saved, got {type(layer).__name__}")
-        if layer.is_initialized and layer.keys is not None:
+    kind = type(layer)
+    if kind is DynamicSlidingWindowLayer:
+        if layer.is_initialized:
             _save_buffer(KVBuffer(layer.keys, layer.values), prefix, tensors)
-        return {"n_tokens": layer.get_seq_length(), "window": getattr(layer, "sliding_window", None)}
-    cache = layer.cache
+        return {"n_tokens": layer.get_seq_length(), "window": layer.sliding_window}
+    if not isinstance(layer, PrescoredLayer):
+        raise TypeError(f"cache layers must be pre-scored or sliding to be saved, got {kind.__name__}")
+    cache, selection = layer.cache, layer.cache.selection
     entry: Values = {"n_tokens": cache.n_tokens, "request": None, "selection": None}
     if cache.request is not None:
         entry["request"] = {**cache.request._asdict(), "config": cache.request.config.to_dict()}
@@ -348,27 +338,22 @@ def _save_layer(layer: Any, prefix: str, tensors: dict[str, Tensor]) -> Values:
         tensors[f"{prefix}valid"] = cache.valid.clone()  # all layers share one
     if cache.buffer is not None:
         _save_buffer(cache.buffer, prefix, tensors)
-    if cache.selection is not None:
-        selection = cache.selection
-        names = ("n_selected_from", "n_entries", "n_centroids")
-        entry["selection"] = {name: getattr(selection, name) for name in names}
-        entry["selection"]["config"] = selection.config.to_dict()
+    if selection is not None:
         _save_buffer(selection.buffer, f"{prefix}selection.", tensors)
+        entry["selection"] = {**vars(selection), "config": selection.config.to_dict()}
+        del entry["selection"]["buffer"]
     return entry
 
 
-def _load_layer(entry: Values, prefix: str, tensors: dict[str, Tensor], options: Values) -> Any:
+def _load_layer(entry: Values, prefix: str, tensors: dict[str, Tensor], settings: Values) -> Any:
     buffer = _load_buffer(prefix, tensors)
-    if "request" not in entry:
-        window = entry["window"]
-        make: Any = DynamicLayer if window is None else partial(DynamicSlidingWindowLayer, window)
-        layer = make()
+    if "window" in entry:
+        layer: Any = DynamicSlidingWindowLayer(entry["window"])
         if buffer is not None:
             layer.update(buffer.key, buffer.value)
-        if window is not None:
-            layer.cumulative_length = entry["n_tokens"]
+        layer.cumulative_length = entry["n_tokens"]
         return layer
-    restored = PrescoredLayer(**options)
+    restored = PrescoredLayer(settings)
     cache = restored.cache
     cache.n_tokens, cache.buffer, cache.valid = entry["n_tokens"], buffer, tensors.get(f"{prefix}valid")
     if entry["request"] is not None:
@@ -376,9 +361,7 @@ def _load_layer(entry: Values, prefix: str, tensors: dict[str, Tensor], options:
         cache.request = Request(**{**request, "config": config_from_dict(request["config"])})
     selected = _load_buffer(f"{prefix}selection.", tensors)
     if entry["selection"] is not None and selected is not None:
-        config = config_from_dict(entry["selection"].pop("config"))
-        if not isinstance(config, Selected):
-            raise ValueError(f"path must hold selections of a Selected, got {type(config).__name__}")
+        config: Any = config_from_dict(entry["selection"].pop("config"))
         cache.selection = SelectionState(config, selected, **entry["selection"])
         cache.evicted = buffer is None
     held = cache.held

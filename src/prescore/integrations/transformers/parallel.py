@@ -141,7 +141,7 @@ def generate_context_parallel(
         refusal = error
     facts = {"max_new_tokens": max_new_tokens, "eos_token_id": eos_token_id}
     # without agreement, some ranks would wait for steps that others do not make
-    agree(group, {} if refusal else facts, refusal, group.device)
+    agree(group, {} if refusal else facts, refusal)
     call: Any = model
     step, cache = input_ids, None
     tokens: list[Tensor] = []

@@ -1,34 +1,73 @@
-"""The vision study: images, models by name, budgets, results, command line."""
+"""Vision models at a budget of keys, and coverage of heavy entries: images, models, results, commands."""
 
 import dataclasses
 import importlib.util
 import json
+from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
+from matplotlib.figure import Figure
+from oracles.tiny_language_model import tiny_language_model
 
 if importlib.util.find_spec("transformers") is None or importlib.util.find_spec("PIL") is None:
     pytest.skip("transformers or pillow is not installed", allow_module_level=True)
 
 from PIL import Image
+from safetensors.torch import save_file
 
 import prescore
 from prescore import KMeans, Selected
 from prescore.bench.cli.main import main
-from prescore.bench.records import read_records
-from prescore.bench.vision import models
+from prescore.bench.records import Record, read_records, row_key
+from prescore.bench.vision import coverage, models, tables
 from prescore.bench.vision.accuracy import Study, accuracy_rows
+from prescore.bench.vision.coverage import attention_weights, coverage_rows, head_coverage, measure_coverage
 from prescore.bench.vision.methods import EXACT, full_budget, parse_method
 from prescore.bench.vision.models import IMAGENET_MEAN, IMAGENET_STD, Preprocessing, load_vision_model, open_folder
-from prescore.bench.vision.tables import accuracy_plot, accuracy_table, leverage_table, paper_accuracy_table
-from prescore.integrations.attention import PrescoredAttention, attend_exactly
-from prescore.integrations.torchvision import import_timm
-from prescore.selected import plan
+from prescore.integrations.attention import AttentionContext, PrescoredAttention, attend_exactly
+from prescore.integrations.torchvision import import_timm, mend_torchvision
 
+mend_torchvision()
 HAS_TIMM = all(importlib.util.find_spec(name) is not None for name in ("timm", "torchvision"))
 needs_timm = pytest.mark.skipif(not HAS_TIMM, reason="timm or torchvision is not installed")
-VISION = Path(__file__).parents[4] / "shared" / "data" / "vision"
+VISION = Path(__file__).parents[3] / "shared" / "data" / "vision"
+ALONE = AttentionContext(layer=0)
+
+
+@pytest.fixture
+def model_folder(tmp_path):
+    from transformers import ViTConfig, ViTForImageClassification
+
+    shape = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 3, "intermediate_size": 96}
+    model = ViTForImageClassification(ViTConfig(**shape, image_size=32, patch_size=8, num_labels=5))
+    draw = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(0.2 * torch.randn(parameter.shape, generator=draw))
+    model.save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+@pytest.fixture
+def image_folder(tmp_path):
+    from PIL import Image
+
+    draw = torch.Generator().manual_seed(1)
+    for label in range(5):
+        (tmp_path / "images" / f"class{label}").mkdir(parents=True)
+        for number in range(2):
+            noise = torch.randint(0, 256, (36, 44, 3), generator=draw, dtype=torch.uint8)
+            image = Image.frombytes("RGB", (44, 36), bytes(noise.flatten().tolist()))
+            image.save(tmp_path / "images" / f"class{label}" / f"{number}.png")
+    return tmp_path / "images"
+
+
+@pytest.fixture
+def study(model_folder, image_folder):
+    return Study(load_vision_model(model_folder), open_folder(image_folder), {"model": "tiny"}, batch_size=4)
 
 
 def method_layer(name, budget, n_clusters=None):
@@ -40,12 +79,15 @@ def picture(path, colour, size=(40, 30)):
     Image.new("RGB", size, colour).save(path)
 
 
-def test_folders_of_classes_are_numbered_by_name(tmp_path):
-    picture(tmp_path / "dog" / "1.png", "red")
-    picture(tmp_path / "cat" / "2.jpg", "red")
-    (tmp_path / "cat" / "notes.txt").write_text("no image")
-    images = open_folder(tmp_path)
+def test_folders_of_classes_are_numbered_by_name(tmp_path, image_folder):
+    picture(tmp_path / "pets" / "dog" / "1.png", "red")
+    picture(tmp_path / "pets" / "cat" / "2.jpg", "red")
+    (tmp_path / "pets" / "cat" / "notes.txt").write_text("no image")
+    images = open_folder(tmp_path / "pets")
     assert ([path.name for path in images.paths], images.labels) == (["2.jpg", "1.png"], [0, 1])
+    # a smaller limit is the start of a larger one
+    assert open_folder(image_folder, limit=3).paths == open_folder(image_folder, limit=6).paths[:3]
+    assert len(open_folder(image_folder, limit=99)) == 10
 
 
 @pytest.mark.parametrize("place", ["labels.json", "../flat_labels.json", "elsewhere"])
@@ -57,11 +99,6 @@ def test_labels_from_json(tmp_path, place):
     file.write_text(json.dumps({"b.png": 7, "a.png": 3, "absent.png": 1}))
     images = open_folder(folder, labels=file if place == "elsewhere" else None)
     assert ([path.name for path in images.paths], images.labels) == (["a.png", "b.png"], [3, 7])
-
-
-def test_a_smaller_limit_is_the_start_of_a_larger(image_folder):
-    assert open_folder(image_folder, limit=3).paths == open_folder(image_folder, limit=6).paths[:3]
-    assert len(open_folder(image_folder, limit=99)) == 10
 
 
 def test_preprocessing_crops_the_centre_and_normalises(tmp_path):
@@ -117,8 +154,6 @@ def test_refusals(tmp_path, make, said):
     ],
 )
 def test_damaged_and_foreign_checkpoints_are_refused_in_one_sentence(name, arch, said, tmp_path):
-    from safetensors.torch import save_file
-
     (tmp_path / "empty").mkdir()
     (tmp_path / "broken.safetensors").write_bytes(b"nothing of the kind" * 20)
     save_file({"patch_embed.proj.weight": torch.zeros(2)}, tmp_path / "foreign.safetensors")
@@ -160,7 +195,6 @@ def test_hugging_face_folder_and_resolution(model_folder):
 )
 def test_the_architecture_of_a_checkpoint_is_read_from_its_weights(tmp_path, options):
     import_timm()
-    from safetensors.torch import save_file
     from timm.models.vision_transformer import VisionTransformer
 
     shape = {"img_size": 32, "patch_size": 8, "embed_dim": 64, "depth": 2, "num_heads": 1, "num_classes": 5}
@@ -212,39 +246,21 @@ def test_method_names(name, scorer, rule, selector, remainder, n_centroids):
         assert config.scoring.n_clusters == 6
 
 
-def columns_read(part):
-    """Columns of a part that a query can read: filler and empty clusters have a bias of minus infinity."""
-    columns = sum(rows.shape[-1] for rows in (part.key_rows, part.extra_rows) if rows is not None)
-    return columns if part.bias is None else int(torch.isfinite(part.bias).sum(-1).max())
-
-
-@pytest.mark.parametrize("name", ["kmeans", "kmeans-farthest+centroids", "centroids", "random"])
-def test_a_query_reads_its_budget(name, study, monkeypatch):
-    widths = []
-    real = plan.attend_parts
-
-    def spy(query, key, value, parts, **kwargs):
-        widths.append(sum(map(columns_read, parts)))
-        return real(query, key, value, parts, **kwargs)
-
-    monkeypatch.setattr(plan, "attend_parts", spy)
-    study.predict(method_layer(name, 9, n_clusters=3))
-    # two layers, three batches; a cluster whose keys are all selected has no centroid
-    assert len(widths) == 6
-    assert all(7 <= width <= 9 for width in widths)
-
-
 @pytest.mark.parametrize(("n_tokens", "n_prefix"), [(577, 1), (197, 1), (198, 2), (64, 0)])
-@pytest.mark.parametrize("budget", [40, 63])
-def test_a_routed_query_reads_at_most_its_budget(budget, n_tokens, n_prefix):
-    method = parse_method("routed")
-    config = method.config(budget, n_prefix=n_prefix, n_tokens=n_tokens)
+@pytest.mark.parametrize("name", ["routed", "kmeans", "kmeans-farthest+centroids", "centroids", "random"])
+def test_a_query_reads_at_most_its_budget(name, n_tokens, n_prefix):
+    method = parse_method(name)
     query, key, value = torch.randn(3, 1, 2, n_tokens, 16, generator=torch.Generator().manual_seed(0))
-    stats = prescore.prescored_attention(query, key, value, config, return_aux=True)[1].stats
-    assert stats.exact_queries == 0
-    assert stats.far_keys_read > 0
-    reads = stats.keys_per_query + stats.centroids_per_query
-    assert reads <= full_budget(method, config, budget, n_tokens) <= budget
+    for budget in (40, 63):
+        config = method.config(budget, n_clusters=3, n_prefix=n_prefix, n_tokens=n_tokens)
+        stats = prescore.prescored_attention(query, key, value, config, return_aux=True)[1].stats
+        reads = stats.keys_per_query + stats.centroids_per_query
+        assert reads <= full_budget(method, config, budget, n_tokens) <= budget
+        if name == "routed":
+            assert stats.exact_queries == 0
+            assert stats.far_keys_read > 0
+        else:
+            assert reads > 0.9 * budget  # a cluster whose keys are all selected has no centroid
 
 
 def test_results_of_exact_and_of_all_keys_selected(study):
@@ -268,7 +284,7 @@ def test_the_grid_repeats_nothing_that_cannot_differ(study):
         keep_prefix=(True, False),
         seeds=(0, 1),
     )
-    methods = [row.config["method"] for row in rows]
+    methods = list({row_key("vision", row.config, row.seed): row.config["method"] for row in rows}.values())
     assert {name: methods.count(name) for name in methods} == {
         EXACT: 1, "kmeans": 16, "key-norm": 4, "kmeans-farthest+centroids": 16, "default": 1
     }  # fmt: skip
@@ -278,7 +294,7 @@ def test_no_budget_exceeds_the_keys_and_the_default_is_exact_when_short(study):
     rows = accuracy_rows(study, methods=("kmeans", "centroids"), budgets=(8, 500))
     assert [row.config["budget"] for row in rows] == [8, 17, 8, 17]
     assert [row.config["config"]["top_k"] for row in rows] == [8, 17, 1, 1]
-    default, routed = accuracy_rows(study, methods=("default", "routed"), budgets=(9, 10))
+    default, _, routed, _ = accuracy_rows(study, methods=("default", "routed"), budgets=(9, 10))
     assert (default.config["method"], default.config["budget"]) == ("default", 17)
     assert default.measure()["agreement"] == 100
     assert routed.measure()["kl"] > 0
@@ -320,34 +336,30 @@ def test_tables_compare_only_what_is_comparable(model_folder, image_folder, tmp_
     argv = ["vision", "--model", str(model_folder), "--images", str(image_folder), "--out", str(tmp_path / "run")]
     assert main([*argv, "--method", "kmeans", "--samples", "32", "--json"]) == 0
     records = read_records(tmp_path / "run" / "records.jsonl")
-    assert paper_accuracy_table(records).rows == ()
+    assert tables.paper_accuracy_table(records).rows == ()
     # the paper printed budgets out of 197 tokens; this model has 17
     records[0].results["n_tokens"], records[0].config["budget"] = 197, 32
-    assert paper_accuracy_table(records).rows[0][3:] == ("31.34 of 85.11", "53.05 of 85.85")
-    assert accuracy_table(records).rows[0][0] == "kmeans, 4 clusters"
-    assert leverage_table(records).rows == ()
+    assert tables.paper_accuracy_table(records).rows[0][3:] == ("31.34 of 85.11", "53.05 of 85.85")
+    assert tables.accuracy_table(records).rows[0][0] == "kmeans, 4 clusters"
+    assert tables.leverage_table(records).rows == ()
     other = dataclasses.replace(
         records[0],
         config={**records[0].config, "method": "leverage", "n_clusters": None},
         results={**records[0].results, "top1": records[0].results["top1"] - 2.5},
     )
-    assert leverage_table([records[0], other]).rows == (("kmeans, 4 clusters", "+2.5"),)
-    accuracy_plot(records, tmp_path / "plot.png")
+    assert tables.leverage_table([records[0], other]).rows == (("kmeans, 4 clusters", "+2.5"),)
+    tables.accuracy_plot(records, tmp_path / "plot.png")
     assert (tmp_path / "plot.png").exists()
-
-
-def test_the_split_of_digits_never_changes():
-    pytest.importorskip("sklearn")
-    (training, test), (again, _) = models.load_digits(), models.load_digits()
-    assert (len(training), len(test)) == (1297, 500)
-    assert torch.equal(training.pixels, again.pixels)
-    assert training.pixels.shape[1:] == (1, 8, 8)
-    assert (training.pixels.min(), training.pixels.max()) == (-1, 1)
 
 
 @pytest.mark.slow
 def test_the_digits_model_learns_and_is_trained_once(tmp_path):
     pytest.importorskip("sklearn")
+    training, test = models.load_digits()
+    assert (len(training), len(test)) == (1297, 500)
+    assert torch.equal(models.load_digits()[1].pixels, test.pixels)
+    assert training.pixels.shape[1:] == (1, 8, 8)
+    assert (training.pixels.min(), training.pixels.max()) == (-1, 1)
     state = torch.get_rng_state()
     lines = []
     folder = models.digits_model(epochs=models.QUICK_EPOCHS, cache=tmp_path, report=lines.append)
@@ -356,7 +368,7 @@ def test_the_digits_model_learns_and_is_trained_once(tmp_path):
     loaded = load_vision_model(folder)
     assert loaded.n_tokens == 65
     # six epochs classify 64 of the first 100 test scans; chance is one in ten
-    assert models.accuracy(loaded.model, models.load_digits()[1]) > 0.4
+    assert models.accuracy(loaded.model, test) > 0.4
     assert models.digits_model(epochs=models.QUICK_EPOCHS, cache=tmp_path, report=lines.append) == folder
     assert len(lines) == 1
 
@@ -371,3 +383,172 @@ def test_deit_tiny_classifies_real_images():
     # 72.9 % on all thousand; 20 images must be far above one in a thousand
     assert study.measure(attend_exactly)["top1"] >= 50
     assert study.measure(method_layer("centroids", 64))["agreement"] >= 60
+
+
+# Coverage of heavy entries.
+
+
+def test_a_case_solved_by_hand():
+    """Two queries over four keys with known weights."""
+    wanted = torch.tensor([[0.5, 0.3, 0.15, 0.05], [0.05, 0.05, 0.85, 0.05]])
+    query, key = torch.eye(2)[None, None], wanted.log().T[None, None].contiguous()
+    context = AttentionContext(layer=0, scale=1.0)
+    torch.testing.assert_close(attention_weights(query, key, context)[0, 0], wanted)
+    selected = torch.tensor([[[True, False, False, True]]])
+    shares = head_coverage(query, key, selected, context, (0.1, 0.2, 0.9))
+    # above 0.1: keys 0, 1, 2 of the first query and 2 of the second; one of these four is selected
+    assert shares["heavy_0.1"].item() == pytest.approx(1 / 4)
+    assert shares["heavy_0.2"].item() == pytest.approx(1 / 3)
+    assert shares["heavy_0.9"].isnan().item()
+    # column sums 0.55 0.35 1.0 0.1: the two heaviest are 2 and 0, of which 0 is selected
+    assert shares["columns"].item() == pytest.approx(1 / 2)
+    assert shares["mass"].item() == pytest.approx((0.5 + 0.05 + 0.05 + 0.05) / 2)
+
+
+def test_causal_and_grouped_heads():
+    draw = torch.Generator().manual_seed(0)
+    query, key = torch.randn(2, 4, 6, 8, generator=draw), torch.randn(2, 2, 6, 8, generator=draw)
+    causal = AttentionContext(layer=0, is_causal=True)
+    weights = attention_weights(query, key, causal)
+    assert weights.shape == (2, 4, 6, 6)
+    assert (weights.triu(1) == 0).all()
+    torch.testing.assert_close(weights.sum(-1), torch.ones(2, 4, 6))
+    selected = torch.zeros(2, 2, 6, dtype=torch.bool)
+    selected[:, 0, 0] = True
+    shares = head_coverage(query, key, selected, causal, (0.01,))
+    # heads 0 and 1 read the first KV head, whose first key is selected; heads 2 and 3 have no selected key
+    assert (shares["mass"][:, :2] > 0.1).all()
+    assert (shares["mass"][:, 2:] == 0).all()
+
+
+def test_all_keys_cover_everything_and_random_keys_cover_chance():
+    draw = torch.Generator().manual_seed(0)
+    query, key = (torch.randn(40, 2, 50, 8, generator=draw) for _ in range(2))
+    full = head_coverage(query, key, torch.ones(40, 2, 50, dtype=torch.bool), ALONE, (0.01, 0.1))
+    assert all((values[~values.isnan()] == 1).all() for values in full.values())
+    selected = torch.rand(40, 2, 50, generator=draw).argsort(-1) < 20
+    some = head_coverage(query, key, selected, ALONE, (0.01,))
+    # 80 heads of about 1000 heavy entries on 50 keys: the mean's standard error is below 0.01
+    assert some["heavy_0.01"].mean().item() == pytest.approx(0.4, abs=0.04)
+    assert some["columns"].mean().item() == pytest.approx(0.4, abs=0.05)
+
+
+def test_selected_keys_are_the_selection():
+    key = torch.randn(2, 3, 20, 8, generator=torch.Generator().manual_seed(0))
+    selected = coverage.selected_keys(key, Selected(KMeans(n_clusters=3), 7, sinks=0), 5)
+    assert (selected.sum(-1) == 7).all()
+    assert selected.gather(
+        -1, prescore.select(key, KMeans(n_clusters=3), top_k=7, sinks=0, generator=5).indices
+    ).all()
+
+
+def test_observing_shows_the_keys_and_changes_nothing(study):
+    model = study.model.model
+    pixels, _ = next(study.images.batches(study.model.preprocessing, 4))
+    keys = {}
+    with torch.inference_mode():
+        before = model(pixel_values=pixels).logits
+        first = model.vit.layers[0]
+        wanted = first.attention.k_proj(first.layernorm_before(model.vit.embeddings(pixels)))
+        study.observe(lambda q, k, context: keys.setdefault(context.layer, k))
+        assert torch.equal(model(pixel_values=pixels).logits, before)
+    assert sorted(keys) == [0, 1]
+    torch.testing.assert_close(keys[0].transpose(1, 2).flatten(2), wanted)
+
+
+def test_language_models_work_too():
+    model = tiny_language_model(max_positions=64)[0]
+    texts = list(torch.randint(50, (2, 24), generator=torch.Generator().manual_seed(0)))
+    with torch.no_grad():
+        before = model(texts[0][None]).logits
+    observe = coverage.observe_texts(model, texts)
+    results = coverage_rows(observe, {}, methods=("kmeans", "random"), budgets=(8,), n_clusters=(3,))[0].measure()
+    # two sequences, two layers, four query heads
+    assert (results["n_heads"], results["n_keys"]) == (2 * 2 * 4, 24)
+    assert results["chance"] == pytest.approx(8 / 24)
+    assert len(results["mass_layers"]) == 2
+    assert 0 < results["heavy_0.01_mean"] < 1
+    with torch.no_grad():
+        assert torch.equal(model(texts[0][None]).logits, before)
+
+
+def test_rows_of_a_vision_study(study):
+    grid = {"methods": ("kmeans", "key-norm"), "budgets": (4, 8), "n_clusters": (2, 3), "seeds": (0, 1)}
+    rows = coverage_rows(study.observe, study.described, n_prefix=1, **grid)
+    methods = list({row_key("coverage", row.config, row.seed): row.config["method"] for row in rows}.values())
+    assert (methods.count("kmeans"), methods.count("key-norm")) == (2 * 2 * 2, 2)
+    results = rows[0].measure()
+    assert (results["n_heads"], results["n_keys"]) == (10 * 2 * 3, 17)
+    assert set(results) >= {"heavy_0.01_median", "heavy_0.1_mean", "heavy_0.3_without", "columns_mean", "chance"}
+    empty = measure_coverage(study.observe, Selected("key-norm", 4, sinks=0), (1.0,))
+    assert empty["heavy_1_mean"] is None
+    assert empty["heavy_1_without"] == empty["n_heads"]
+
+
+@pytest.mark.parametrize("keep_prefix", [True, False])
+def test_a_protected_prefix_is_selected(keep_prefix, study, monkeypatch):
+    selected = []
+    real = coverage.selected_keys
+    monkeypatch.setattr(coverage, "selected_keys", lambda *given: selected.append(real(*given)) or selected[-1])
+    measure_coverage(study.observe, Selected("uniform", 3, sinks=0), (0.1,), keep_prefix=keep_prefix)
+    assert all(keys[..., 0].all() for keys in selected) == keep_prefix
+
+
+@pytest.mark.parametrize("name", ["exact", "centroids", r"kmeans\+centroids", "routed", "default"])
+def test_methods_that_do_not_only_select_are_refused(name):
+    with pytest.raises(ValueError, match=f"got '{name}'"):
+        coverage_rows(None, {}, methods=(name.replace("\\", ""),))
+
+
+def test_the_median_of_an_even_number_lies_between_the_middle_two():
+    def observe(look):
+        # every query of a head reads one key: the coverage of a head is all or nothing
+        key = torch.eye(4)[None, None].expand(1, 2, 4, 4) * 9.0
+        query = torch.stack([torch.eye(4)[[0] * 4], torch.eye(4)[[3] * 4]])[None] * 9.0
+        look(query, key, ALONE)
+
+    config = Selected("uniform", 1, sinks=1, remainder="none")
+    results = measure_coverage(observe, config, (0.3,))
+    # the first key is selected: it holds all heavy entries of one head and none of the other
+    assert results["heavy_0.3_median"] == results["heavy_0.3_mean"] == 0.5
+
+
+def test_coverage_command(model_folder, image_folder, tmp_path, capsys):
+    argv = ["coverage", "--model", str(model_folder), "--images", str(image_folder), "--samples", "4"]
+    assert main([*argv, "--out", str(tmp_path / "run"), "--method", "kmeans", "--method", "random"]) == 0
+    assert "chance" in capsys.readouterr().out
+    records = read_records(tmp_path / "run" / "records.jsonl")
+    assert len(records) == 2
+    assert (tmp_path / "run" / "coverage.png").stat().st_size > 1000
+    assert tables.paper_coverage_table(records).rows == ()
+
+
+def coverage_record(method, budget, covered):
+    config = {"method": method, "n_clusters": None, "keep_prefix": False, "budget": budget, "thresholds": [0.3]}
+    results = {"heavy_0.3_median": covered, "columns_mean": covered, "chance": budget / 197}
+    return Record("coverage", f"{method}{budget}", config, 0, results, 1.0)
+
+
+def test_equal_curves_do_not_hide_each_other(monkeypatch):
+    panels = []
+
+    @contextmanager
+    def keep(path, size, **subplots):
+        panels.extend(Figure().subplots(**subplots))
+        yield None, panels
+
+    monkeypatch.setattr(tables, "figure", keep)
+    covered = {"kmeans": 0.0, "kmedian": 0.0, "leverage": 1.0, "key-diff": 1.0}
+    budgets = (32, 64, 128)
+    tables.coverage_plot([coverage_record(m, budget, covered[m]) for m in covered for budget in budgets], "")
+    for panel in panels:
+        curves = [line for line in panel.lines if line.get_label() != "chance"]
+        points = [point for line in curves for point in zip(*line.get_data(), strict=True)]
+        assert len(set(points)) == len(points) == 12
+        # equal lines are drawn one above the other, further apart than they are wide
+        heights = sorted({y for _, y in points})
+        assert len(heights) == 4
+        assert all(upper - lower > 2 for lower, upper in pairwise(heights))
+        low, high = panel.get_ylim()
+        assert low < 0 < 100 < high  # a line at either end is not cut in half
+        assert list(panel.get_xticks()) == [32, 64, 128]
