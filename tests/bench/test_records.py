@@ -57,32 +57,6 @@ def test_records_of_another_schema_are_refused(schema, tmp_path):
         read_records(path)
 
 
-<<<<<<< HEAD
-@pytest.mark.parametrize("path", COMMITTED, ids=lambda path: str(path.relative_to(EXPERIMENTS)))
-def test_committed_records_are_of_today_and_make_tables(path, tmp_path):
-    content = path.read_text()
-    assert all(json.loads(line)["schema"] == SCHEMA for line in content.splitlines())
-    records = read_records(path)
-    assert "".join(record.to_json() + "\n" for record in records) == content
-    assert not [word for record in records for word in record.argv if word.startswith("/")]
-    for record in records:
-        method = record.config.get("method")
-        config = record.config.get("config") or (method["config"] if isinstance(method, dict) else {})
-        is_sampled = config.get("scorer", {}).get("fit_size") == "auto"
-        is_dropped = "tolerance" in config  # no configuration of today has it
-        if config.get("type") in ("Routed", "Selected", "Hyper") and not is_sampled and not is_dropped:
-            assert config_from_dict(config).to_dict() == config
-    commands = {record.command for record in records}
-    if commands == {"perplexity"}:
-        summaries, experiment = tables.summarise(records), records[0].config["experiment"]
-        assert len(tables.loss_table(summaries, "title").rows) == len(summaries) > 0
-        assert tables.full_csv(summaries)
-        assert (experiment == "default") == bool(tables.held_out_tables(records))
-        tables.paper_csv(experiment, summaries)
-        tables.plot_experiment(experiment, summaries, tmp_path / "picture.png", "title")
-    if commands == {"retrieval"}:
-        assert tables.retrieval_table(records).rows or tables.needles_table(records).rows
-=======
 def test_records_of_schema_2_lose_the_tolerance():
     config = {"method": {"config": {"type": "Routed", "min_weight": 0.5, "tolerance": None, "confidence": 0.9}}}
     old = json.loads(make(1).to_json()) | {"schema": 2, "config": config, "key": "old"}
@@ -114,7 +88,6 @@ def test_committed_records_are_of_today_and_make_tables(tmp_path):
             tables.plot_experiment(experiment, summaries, tmp_path / "picture.png", "title")
         if commands == {"retrieval"}:
             assert tables.retrieval_table(records).rows
->>>>>>> main
 
 
 def test_append_and_resume(tmp_path):

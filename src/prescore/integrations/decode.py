@@ -329,13 +329,9 @@ class ExternalCache(threading.local):
         if n_query == 1 and keys.valid is not None:  # leave out the unused room of a static cache
             real = keys.valid.any(dim=0).nonzero()
             keys = keys.until(int(real.max()) + 1 if len(real) else keys.n_keys)
-<<<<<<< HEAD
-        if self.selection is not None:
-=======
         if self.selection is not self._compared_to:  # the last step failed
             self._cache.clear()
         elif self.selection is not None:
->>>>>>> main
             self._follow(self.selection, keys, n_query, request)
         step = self._cache.step(query, keys, request)
         if step.path == PROMPT:
@@ -344,10 +340,7 @@ class ExternalCache(threading.local):
             self._n_prompt = keys.n_keys - n_query  # the prompt was read elsewhere
         if self.selection is not None and self.selection is not self._compared_to:
             self._remember(self.selection, keys.key)
-<<<<<<< HEAD
-=======
         self._compared_to = self.selection
->>>>>>> main
         return step
 
     def _follow(self, selection: SelectionState, keys: CachedKeys, n_query: int, request: Request) -> None:
@@ -371,11 +364,7 @@ class ExternalCache(threading.local):
         size = min(_PROBES, n_prompt)
         probes = torch.linspace(0, n_prompt - 1, size, dtype=torch.float64, device=key.device).round().long()
         later = torch.arange(n_prompt, selection.n_selected_from, dtype=torch.int64, device=key.device)
-<<<<<<< HEAD
-        self._compared_to, self._n_probes, self._places = selection, size, torch.cat((probes, later))
-=======
         self._n_probes, self._places = size, torch.cat((probes, later))
->>>>>>> main
         self._known = key.detach()[:, :, self._places]
 
     def _equal(self, key: Tensor, n_places: int) -> bool:
