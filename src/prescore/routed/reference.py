@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import softplus
+from torch.nn.functional import one_hot, softplus
 
 from prescore.config import Routed
 from prescore.ops.backend import accumulation_dtype
@@ -168,7 +168,7 @@ def subclusters(offset: Tensor) -> tuple[Tensor, Tensor]:
     The spread is the root of the mean squared distance of the keys from their mean.
     """
     member = torch.arange(offset.shape[2], dtype=torch.int64, device=offset.device) // SUBCLUSTER
-    each = torch.nn.functional.one_hot(member).t().to(offset.dtype)
+    each = one_hot(member).t().to(offset.dtype)
     each = each / each.sum(1, keepdim=True)
     mean = each @ offset
     squares = (offset - mean.index_select(2, member)).square().sum(-1)
@@ -489,7 +489,8 @@ def reference_attention(
             index.key[0, :n_clusters],
             index.value[0, :n_clusters],
             index.positions[0, :n_clusters],
-            *(Int8Keys(*(part[0, :n_clusters] for part in int8)) for int8 in (index.int8, index.sub_int8)),
+            Int8Keys(*(part[0, :n_clusters] for part in index.int8)),
+            Int8Keys(*(part[0, :n_clusters] for part in index.sub_int8)),
             index.spread[0, :n_clusters],
             index.key_cov[0, :count].mean(0),
             index.key_value_cov[0, :count].mean(0),

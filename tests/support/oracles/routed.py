@@ -295,7 +295,8 @@ class Clusters(NamedTuple):
         gain, move = below_threshold(threshold - logits, std)
         unread = (size - read.sum(1)).double()
         direction = offsets.flatten() @ self.value_offset.flatten(0, 1) / offsets.numel()
-        return read, n_compared + int(compared.sum()), logits + unread.log() + gain, self.value + move[:, None] * direction
+        n_compared += int(compared.sum())
+        return read, n_compared, logits + unread.log() + gain, self.value + move[:, None] * direction
 
 
 def below_threshold(distance: Tensor, std: Tensor | float) -> tuple[Tensor, Tensor]:
