@@ -11,7 +11,7 @@ from oracles.inputs import MASKS, attention_tensors, random_mask
 from oracles.routed import oracle_reads, routed_oracle
 from routed_checks import attend, check_routed
 
-from prescore import Exact, Routed, exact_attention, prescored_attention
+from prescore import Exact, Routed, config_from_dict, exact_attention, prescored_attention
 
 SMALL = Routed(min_weight=1 / 16, cluster_size=4, chunk_size=16, sinks=3, exact_until=0)
 WIDE = Routed(min_weight=1 / 64, cluster_size=32, chunk_size=64, sinks=4, exact_until=128)
@@ -371,3 +371,14 @@ def test_padding_is_in_no_stats(side, is_causal):
     # without a causal mask padding queries are answered, and search as others do
     for name in names if is_causal else ("centroids_per_query",):
         assert stats[name] == pytest.approx(alone[name]), name
+
+
+@pytest.mark.parametrize("name", ["tolerance", "confidence"])
+def test_a_tolerance_is_refused_with_what_to_do_instead(name):
+    for make in (
+        lambda: Routed(**{name: 0.9}),
+        lambda: Routed().replace(**{name: None}),
+        lambda: config_from_dict({"type": "Routed", name: 0.9}),
+    ):
+        with pytest.raises(ValueError, match=rf"finer min_weight, and prescore\.apply\(.*audit=.*got '{name}'"):
+            make()

@@ -126,15 +126,9 @@ def _sums_again(
     inputs: list[Tensor], far: FarKeys, hits: Hits, view: View, lse: Tensor, dropout: Dropout | None
 ) -> tuple[Tensor, Tensor]:
     """The sums of the forward pass, under the merged lse, as a function of all that gradients reach."""
-    scaled, hit_key, hit_value, sink_key, sink_value, *centroids, key_cov, key_value_cov, threshold = inputs
-    far = far._replace(
-        sink_key=sink_key,
-        sink_value=sink_value,
-        centroid_key=centroids[0],
-        centroid_value=centroids[1],
-        key_cov=key_cov,
-        key_value_cov=key_value_cov,
-    )
+    scaled, hit_key, hit_value, sink_key, sink_value, key, value, key_cov, key_value_cov, threshold = inputs
+    far = far._replace(sink_key=sink_key, sink_value=sink_value, centroid_key=key, centroid_value=value)
+    far = far._replace(key_cov=key_cov, key_value_cov=key_value_cov)
     logits = far_logits(scaled, far)
     threshold = with_gradient(threshold, logits, far, view.log_inverse)
     terms = far_terms(scaled, far, logits, threshold, hits, hit_key)
@@ -176,7 +170,6 @@ def _dropout(view: View, block: Block) -> Dropout | None:
 
 
 # --- local keys
-# -----------------------------------------------------------------------------------------------------
 
 
 def attend_local(query: Tensor, keys: RoutedKeys, view: View) -> Attended:
