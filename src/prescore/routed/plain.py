@@ -310,7 +310,7 @@ class _Chunks(NamedTuple):
         return _Chunks(self.key[blocks.start : blocks.stop + 1], self.value[blocks.start : blocks.stop + 1])
 
     def tiles(self, query: Tensor, rows: slice, scale: float) -> tuple[Tile, Tile]:
-        """A strip of queries over the keys before it, from the previous chunk on; and over its own keys, causally."""
+        """A strip of queries over the keys before it, from the previous chunk on; and over its own, causally."""
         window = Tile(query, _window(self.key, rows.start), _window(self.value, rows.start), scale)
         return window, Tile(query, self.key[1:, None, rows], self.value[1:, None, rows], scale, causal=True)
 
