@@ -251,19 +251,19 @@ def _fold_in(merged: _Merged | None, part: Part, attended: Attended, n_rows: int
 
 
 def fold_lse_gradient(grad: Tensor, output: Tensor, grad_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Express a gradient of lse through the output.
+    """Express a gradient of lse `[...]` through the output `[..., Dv]`.
 
     The operator's backward uses `grad . output` per row, and nothing else of `output`. A gradient `g` of lse only
     lowers that number by `g`, so `output` moves along `grad`. Rows without a gradient get a direction that is too
     small to change anything else.
     """
-    grad = grad.clone()
+    grad = grad.clone(memory_format=torch.contiguous_format)
     faint = (grad.abs().amax(-1) < _TINY_GRADIENT) & (grad_lse != 0)
-    grad[:, 0].masked_fill_(faint, _TINY_GRADIENT)
+    grad[..., 0].masked_fill_(faint, _TINY_GRADIENT)
     peak = grad.abs().amax(-1, keepdim=True).clamp_min(_TINY_GRADIENT)
     direction = grad / peak  # normalised first, or its square underflows
     length = (direction * direction).sum(-1, keepdim=True)
-    step = grad_lse[:, None] / peak / length.masked_fill(length == 0, 1.0)
+    step = grad_lse[..., None] / peak / length.masked_fill(length == 0, 1.0)
     return grad, output - step * direction
 
 

@@ -51,23 +51,18 @@ def attend_routed(call: Call, config: Routed, *, explain: bool = False) -> Resul
     else:
         attended, stats = _by_start(call, config, _gaps(call))
     reads = Reads(float(stats["keys_per_query"]), float(stats["centroids_per_query"]))
-
-    def count_reads() -> Reads:
-        return reads
-
     if not explain:
-        return Result(*attended, count_reads, stats)
+        return Result(*attended, lambda: reads, stats)
     stats = {
         "backend": call.backend.name,
         **stats,
         "keys_selected": call.mean_keys(),
         "seconds": {"attending": time.perf_counter() - begin},
     }
-    return Result(*attended, count_reads, stats, _visible_chunks(call, config))
+    return Result(*attended, lambda: reads, stats, _visible_chunks(call, config))
 
 
 # --- sequences of a batch
-# -------------------------------------------------------------------------------------------
 
 
 def _gaps(call: Call) -> Tensor | None:
@@ -111,12 +106,10 @@ def _same_start(call: Call, config: Routed, gaps: Tensor | None) -> tuple[Attend
     if bool(exact.all()):
         attended, stats = _attend_exactly(call, config)
     else:
-        rows = [some.nonzero().squeeze(1) for some in (exact, ~exact)]
-        calls = [
-            _sequences(call, some, call.n_keys, 0, place)
-            for some, place in zip(rows, ("few", "many"), strict=True)
-        ]
-        attended, stats = _joined(call, [_attend_exactly(calls[0], config), _attend(calls[1], config)], rows)
+        few, many = rows = [some.nonzero().squeeze(1) for some in (exact, ~exact)]
+        short = _attend_exactly(_sequences(call, few, call.n_keys, 0, "few"), config)
+        long = _attend(_sequences(call, many, call.n_keys, 0, "many"), config)
+        attended, stats = _joined(call, [short, long], rows)
     if gaps is not None:
         stats["exact_sequences"] = int(gaps.sum())
     return attended, stats
@@ -182,7 +175,6 @@ def _visible_chunks(call: Call, config: Routed) -> list[Selection]:
 
 
 # --- one call
-# -------------------------------------------------------------------------------------------------------
 
 
 def _attend_exactly(call: Call, config: Routed) -> tuple[Attended, Values]:
@@ -260,9 +252,8 @@ class _HeadBatch(NamedTuple):
     """Some KV heads: queries `[T, G, n, D]`, keys `[T, Nk, D]` and values `[T, Nk, Dv]`.
 
     Attributes:
-        valid: `[T, Nk]` keys that are real; None = all are.
-        searching: `[T, n]` queries that search far keys; padding queries, answered elsewhere, do not. None = all
-            do.
+        valid: `[T, Nk]` real keys; None = all are.
+        searching: `[T, n]` queries that search far keys: not padding queries, answered elsewhere. None = all do.
     """
 
     query: Tensor
@@ -278,9 +269,7 @@ def _head_batches(call: Call, n_skipped: int) -> Iterator[_HeadBatch]:
     queries = call.query[:, :, n_skipped:].unflatten(1, (n_kv_heads, call.group)).flatten(0, 1)
     keys, values = (readable(tensor.flatten(0, 1)) for tensor in (call.key, call.value))
     searching = call.query_valid[:, n_skipped:] if call.is_causal and call.query_valid is not None else None
-    masks = [
-        None if mask is None else mask.repeat_interleave(n_kv_heads, dim=0) for mask in (call.valid, searching)
-    ]
+    masks = [None if t is None else t.repeat_interleave(n_kv_heads, dim=0) for t in (call.valid, searching)]
     step = max(1, KEY_NUMBERS_AT_ONCE // (call.n_keys * max(keys.shape[-1], values.shape[-1])))
     for start in range(0, len(queries), step):
         some = slice(start, start + step)
@@ -306,18 +295,12 @@ def _view(call: Call, batch: _HeadBatch, layout: Layout, config: Routed, place: 
     )
     if batch.searching is not None:
         n_clusters.masked_fill_(~batch.searching.cpu(), 0)
+    clusters_per_cov = layout.clusters_per_chunk * (1 if layout.causal else layout.n_chunks)
+    log_inverse = reference.log_inverse_weight(config.min_weight)
     return View(
-        n_clusters,
-        start,
-        stop,
-        layout.causal,
-        layout.chunk_size,
-        layout.clusters_per_chunk * (1 if layout.causal else layout.n_chunks),
-        reference.log_inverse_weight(config.min_weight),
-        call.scale,
-        call.backend.at(place),
-        runs_native,
-    )
+        n_clusters, start, stop, layout.causal, layout.chunk_size, clusters_per_cov, log_inverse, call.scale,
+        call.backend.at(place), runs_native,
+    )  # fmt: skip
 
 
 def _routed_keys(batch: _HeadBatch, layout: Layout, runs_native: bool) -> RoutedKeys:
@@ -332,21 +315,10 @@ def _routed_keys(batch: _HeadBatch, layout: Layout, runs_native: bool) -> Routed
     else:  # all queries of a KV head see the same chunks
         counts = layout.full_chunks(batch.valid, len(batch.key)).to(batch.key.device)
         key_cov, key_value_cov = (reference.mean_of_first(t, counts) for t in (key_cov, key_value_cov))
-    sinks = slice(0, layout.sinks)
-    return RoutedKeys(
-        batch.key,
-        batch.value,
-        batch.key[:, sinks],
-        batch.value[:, sinks],
-        index.key,
-        index.value,
-        key_cov,
-        key_value_cov,
-        index.positions,
-        *index.int8,
-        *index.sub_int8,
-        index.spread,
-    )
+    sinks = (batch.key[:, : layout.sinks], batch.value[:, : layout.sinks])
+    centroids = (index.key, index.value, key_cov, key_value_cov)
+    quantized = (*index.int8, *index.sub_int8, index.spread)
+    return RoutedKeys(batch.key, batch.value, *sinks, *centroids, index.positions, *quantized)
 
 
 class _RoutedAttention(torch.autograd.Function):
@@ -373,7 +345,7 @@ class _RoutedAttention(torch.autograd.Function):
         if grad is None:
             grad = torch.zeros_like(output)
         if grad_lse is not None:
-            grad, output = _fold(grad.to(wide), output.to(wide), grad_lse)
+            grad, output = fold_lse_gradient(grad.to(wide), output.to(wide), grad_lse)
         merged = Attended(output, lse)
         inputs = [query, *keys[:N_DIFFERENTIABLE]]
         # contiguous, whatever the inputs are: native code adds to them by place
@@ -400,20 +372,12 @@ def _through_threshold(
     if not bool(more.any()):
         return grad, merged
     wide, dtype = merged.lse.dtype, merged.output.dtype
-    moved, output = _fold(grad.to(wide), merged.output.to(wide), more)
+    moved, output = fold_lse_gradient(grad.to(wide), merged.output.to(wide), more)
     # a half dtype rounds it as it rounds the output itself
     return moved.to(grad.dtype), Attended(output.to(dtype), merged.lse)
 
 
-def _fold(grad: Tensor, output: Tensor, grad_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """`fold_lse_gradient` of `[T, G, n, Dv]` and `[T, G, n]`."""
-    rows = (-1, grad.shape[-1])
-    folded, moved = fold_lse_gradient(grad.reshape(rows), output.reshape(rows), grad_lse.reshape(-1))
-    return folded.view(grad.shape), moved.view(output.shape)
-
-
 # --- stats
-# ----------------------------------------------------------------------------------------------------------
 
 
 def _real_queries(call: Call) -> Tensor:
@@ -435,8 +399,9 @@ def _visible_keys(call: Call) -> Tensor:
 
 def _exact_stats(call: Call, layout: Layout, n_exact: int) -> Values:
     """Stats as if every query read every key, with the numbers of the layout."""
-    stats: Values = {**asdict(layout), "exact_queries": n_exact, **dict.fromkeys(_MEANS, 0.0)}
-    return {**stats, "keys_per_query": _mean(_visible_keys(call), _real_queries(call))}
+    keys_per_query = _mean(_visible_keys(call), _real_queries(call))
+    means = {**dict.fromkeys(_MEANS, 0.0), "keys_per_query": keys_per_query}
+    return {**asdict(layout), "exact_queries": n_exact, **means}
 
 
 def _routed_stats(call: Call, layout: Layout, n_exact: int, counts: Tensor) -> Values:

@@ -126,15 +126,9 @@ def _sums_again(
     inputs: list[Tensor], far: FarKeys, hits: Hits, view: View, lse: Tensor, dropout: Dropout | None
 ) -> tuple[Tensor, Tensor]:
     """The sums of the forward pass, under the merged lse, as a function of all that gradients reach."""
-    scaled, hit_key, hit_value, sink_key, sink_value, *centroids, key_cov, key_value_cov, threshold = inputs
-    far = far._replace(
-        sink_key=sink_key,
-        sink_value=sink_value,
-        centroid_key=centroids[0],
-        centroid_value=centroids[1],
-        key_cov=key_cov,
-        key_value_cov=key_value_cov,
-    )
+    scaled, hit_key, hit_value, sink_key, sink_value, key, value, key_cov, key_value_cov, threshold = inputs
+    far = far._replace(sink_key=sink_key, sink_value=sink_value, centroid_key=key, centroid_value=value)
+    far = far._replace(key_cov=key_cov, key_value_cov=key_value_cov)
     logits = far_logits(scaled, far)
     threshold = with_gradient(threshold, logits, far, view.log_inverse)
     terms = far_terms(scaled, far, logits, threshold, hits, hit_key)
@@ -178,7 +172,6 @@ def _dropout(view: View, block: Block) -> Dropout | None:
 
 
 # --- local keys
-# -----------------------------------------------------------------------------------------------------
 
 
 def attend_local(query: Tensor, keys: RoutedKeys, view: View) -> Attended:
@@ -197,10 +190,9 @@ def attend_local(query: Tensor, keys: RoutedKeys, view: View) -> Attended:
     lse = query.new_empty(blocks.shape[:4], dtype=wide)
     for head in range(query.shape[0]):
         chunks = _Chunks(*(grid.chunks(t[head]) for t in (keys.key, keys.value)))
-        for some, rows, backend in grid.strips(view, head):
-            own, near = blocks[head, some, :, rows], chunks.of(some)
-            window = backend.at(f"window {rows.start}").forward(near.window(own, rows, view.scale))
-            square = backend.at(f"square {rows.start}").forward(near.square(own, rows, view.scale))
+        for some, rows, backends in grid.strips(view, head):
+            tiles = chunks.of(some).tiles(blocks[head, some, :, rows], rows, view.scale)
+            window, square = (backend.forward(tile) for backend, tile in zip(backends, tiles, strict=True))
             merged = torch.logaddexp(window.lse, square.lse)
             weight = torch.exp(window.lse - merged)[..., None]
             into = output[head, some, :, rows]
@@ -234,13 +226,10 @@ def add_local_gradients(
         chunks = _Chunks(*(grid.chunks(t[head]) for t in (keys.key, keys.value)))
         by_query = torch.zeros(cut[1][head].shape, dtype=wide, device=query.device)
         totals = _Chunks(*(torch.zeros(t.shape, dtype=wide, device=t.device) for t in chunks))
-        for some, rows, backend in grid.strips(view, head):
+        for some, rows, backends in grid.strips(view, head):
             own_grad, own_query, output, lse = (t[head, some, :, rows].contiguous() for t in cut)
-            result, near = Attended(output, lse.squeeze(-1)), chunks.of(some)
-            tile = near.window(own_query, rows, view.scale)
-            window = backend.at(f"window {rows.start}").backward(tile, own_grad, result)
-            tile = near.square(own_query, rows, view.scale)
-            square = backend.at(f"square {rows.start}").backward(tile, own_grad, result)
+            result, tiles = Attended(output, lse.squeeze(-1)), chunks.of(some).tiles(own_query, rows, view.scale)
+            window, square = (b.backward(tile, own_grad, result) for b, tile in zip(backends, tiles, strict=True))
             by_query[some, :, rows] += window.query + square.query
             for total, from_window, from_square in zip(totals.of(some), window[1:], square[1:], strict=True):
                 total[:-1] += from_window[:, 0, : grid.size]
@@ -299,15 +288,17 @@ class _ChunkGrid:
         own = rows[self.start : self.start + chunks.shape[0] * self.size]
         own += chunks.flatten(0, 1)[: own.shape[0]]
 
-    def strips(self, view: View, head: int) -> Iterator[tuple[slice, slice, Backend]]:
-        """Blocks, rows and operator of each half of the blocks: in halves, less of a causal square is masked."""
+    def strips(self, view: View, head: int) -> Iterator[tuple[slice, slice, list[Backend]]]:
+        """Blocks, rows and operators of each half of the blocks: in halves, less of a causal square is masked."""
         n_strips = 2 if self.size % 2 == 0 and self.size >= 128 else 1
         step, stop = self.size // n_strips, self.before + self.n_query
         for start in range(0, self.size, step):
             first = max(0, (self.before - start - step) // self.size + 1)
             last = (stop - 1 - start) // self.size + 1
             if first < last:
-                yield slice(first, last), slice(start, start + step), view.backend.at(f"near {head}")
+                backend = view.backend.at(f"near {head}")
+                backends = [backend.at(f"{part} {start}") for part in ("window", "square")]
+                yield slice(first, last), slice(start, start + step), backends
 
 
 class _Chunks(NamedTuple):
@@ -320,13 +311,10 @@ class _Chunks(NamedTuple):
         """Those of some blocks."""
         return _Chunks(self.key[blocks.start : blocks.stop + 1], self.value[blocks.start : blocks.stop + 1])
 
-    def window(self, query: Tensor, rows: slice, scale: float) -> Tile:
-        """What a strip of queries sees before its own keys: the previous chunk, and its own up to the strip."""
-        return Tile(query, _window(self.key, rows.start), _window(self.value, rows.start), scale)
-
-    def square(self, query: Tensor, rows: slice, scale: float) -> Tile:
-        """The strip's own keys, causally."""
-        return Tile(query, self.key[1:, None, rows], self.value[1:, None, rows], scale, causal=True)
+    def tiles(self, query: Tensor, rows: slice, scale: float) -> tuple[Tile, Tile]:
+        """A strip of queries over the keys before it, from the previous chunk on; and over its own, causally."""
+        window = Tile(query, _window(self.key, rows.start), _window(self.value, rows.start), scale)
+        return window, Tile(query, self.key[1:, None, rows], self.value[1:, None, rows], scale, causal=True)
 
 
 def _window(chunks: Tensor, own: int) -> Tensor:

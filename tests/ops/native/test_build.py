@@ -43,23 +43,18 @@ def test_a_level_that_the_compiler_does_not_know_is_left_out(tmp_path, compiler,
     assert capfd.readouterr().err == "prescore native: level avx512 is left out: error: unknown flag\n"
 
 
-@pytest.mark.parametrize("name", ["/bin/false", "no-such-compiler"])
+@pytest.mark.parametrize("name", ["/bin/false", "no-such-compiler", ""])
 def test_without_a_working_compiler_nothing_is_built(tmp_path, monkeypatch, capfd, name):
     monkeypatch.setenv("CC", name)
+    if not name:
+        monkeypatch.setenv("PATH", str(tmp_path))
     (tmp_path / library_name("avx2")).write_text("of other sources")
     assert build(tmp_path) == []
     assert list(tmp_path.iterdir()) == []
     message = capfd.readouterr().err
     assert message.startswith("prescore native: not built, plain torch is used: ")
-    assert name in message
+    assert (name or "no C compiler found (tried cc, gcc, clang)") in message
     assert message.count("\n") == 1
-
-
-def test_without_any_compiler_nothing_is_built(tmp_path, monkeypatch, capfd):
-    monkeypatch.delenv("CC", raising=False)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert build(tmp_path / "out") == []
-    assert "no C compiler found (tried cc, gcc, clang)" in capfd.readouterr().err
 
 
 def test_levels_follow_the_kind_of_processor():
