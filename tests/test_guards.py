@@ -125,9 +125,9 @@ def test_any_finite_scale_gives_the_softmax_of_its_logits(config, scale, is_caus
 
 @every_config
 @causal_or_not
-def test_a_negative_scale_negates_the_queries(config, is_causal):
+def test_the_scale_is_a_factor_of_the_queries(config, is_causal):
     query, key, value = tensors(torch.float64)
-    for scale, other, positive in ((-0.4, -query, 0.4), (0, query * 0, 1.0)):
+    for scale, other, positive in ((-0.4, -query, 0.4), (0, query * 0, 1.0), (0.25, query / 2, 0.5)):
         got, wanted = (
             prescored_attention(q, key, value, config, scale=factor, is_causal=is_causal)
             for q, factor in ((query, scale), (other, positive))
