@@ -1,4 +1,4 @@
-"""The public functions: dtypes, randomness, degenerate inputs, padding queries, direct exact calls, `Aux` and stats."""
+"""The public functions: dtypes, randomness, degenerate inputs, padding, calls that are exact, `Aux` and stats."""
 
 import math
 
@@ -282,7 +282,9 @@ def test_the_keys_of_a_causal_selection_are_counted(name, sinks):
     # every key has a value of its own, so a weight that is not 0 is a key that was read
     query, key = torch.randn(2, 1, 1, 256, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     config = Selected(name, 16, min_seq_len=32, remainder="none", sinks=sinks)
-    (output, _), aux = attend((query, key, torch.eye(256, dtype=torch.float64)[None, None]), config, is_causal=True)
+    (output, _), aux = attend(
+        (query, key, torch.eye(256, dtype=torch.float64)[None, None]), config, is_causal=True
+    )
     assert aux.stats.keys_per_query == float((output > 0).sum(-1).double().mean())
 
 

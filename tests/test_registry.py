@@ -90,18 +90,3 @@ def test_baselines_have_names_of_their_own(install):
         register_baseline(3, **own)
     register_baseline("oracle", **own)(first)
     assert get_baseline("oracle") is BASELINES["oracle"]  # ours keep their names
-
-
-@pytest.mark.parametrize(
-    ("make", "said"),
-    [
-        (lambda: prescore.Selected(topk=3), r"Selected must have fields .*got 'topk' \(did you mean 'top_k'\?\)"),
-        (lambda: prescore.Routed(chunk=3), r"got 'chunk' \(did you mean 'chunk_size'\?\)"),
-        (lambda: prescore.KMeans(n_cluster=3), r"got 'n_cluster' \(did you mean 'n_clusters'\?\)"),
-        (lambda: prescore.KeyNorm(power=3), "KeyNorm must have fields among none, got 'power'"),
-        (lambda: prescore.Exact(rows=3), "Exact must have fields among none, got 'rows'"),
-    ],
-)
-def test_a_misspelt_field_is_answered_with_the_nearest(make, said):
-    with pytest.raises(TypeError, match=said):
-        make()

@@ -4,13 +4,12 @@ import math
 
 import pytest
 import torch
-from attention_checks import attend
+from attention_checks import assert_equal, attend
 from oracles.inputs import attention_tensors, random_mask
 
 import prescore
 from prescore import Hyper, Lsh, Routed, Selected
 
-CLOSE = 1e-10
 LSH = Lsh(block_size=4, sample_size=5, n_projections=3, alignment="rank")
 ROUTED = Routed(min_weight=1 / 8, cluster_size=2, chunk_size=4, sinks=2, exact_until=0)
 CONFIGS = {
@@ -48,12 +47,6 @@ def batched(sides):
     return full, mask, places
 
 
-def assert_close(result, expected, what):
-    for name in ("output", "lse"):
-        distance = (getattr(result, name) - getattr(expected, name)).abs().max()
-        assert float(distance) <= CLOSE, f"{name} of {what}"
-
-
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_alone_and_padded_in_a_batch(name, is_causal):
@@ -64,36 +57,20 @@ def test_alone_and_padded_in_a_batch(name, is_causal):
         (output, lse), _ = attend(tensors, config, mask, **options)
         for number, place in enumerate(places):
             own = prescore.Attended(output[number : number + 1, :, place], lse[number : number + 1, :, place])
-            assert_close(own, alone[number], f"sequence {number}, padded {sides[number]}")
+            assert_equal(own, alone[number], f", sequence {number}, padded {sides[number]}")
         assert torch.isfinite(output[mask[:, None].expand(output.shape[:3])]).all()
 
 
+@pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_last_queries_of_left_padded_sequences(name):
-    (query, key, value), mask, _ = batched(("left",) * 4)
-    for n_query in (1, 6):
-        (output, lse), _ = attend((query[:, :, -n_query:], key, value), CONFIGS[name], mask, is_causal=True)
-        for number, (own_query, own_key, own_value) in enumerate(SEQUENCES):
-            count = min(n_query, own_key.shape[2])
-            alone, _ = attend((own_query[:, :, -count:], own_key, own_value), CONFIGS[name], is_causal=True)
-            last = prescore.Attended(output[number : number + 1, :, -count:], lse[number : number + 1, :, -count:])
-            assert_close(last, alone, f"the last {count} queries of sequence {number}")
-
-
-@pytest.mark.parametrize("name", CONFIGS)
-def test_the_place_in_the_batch_and_other_heads_do_not_matter(name):
+def test_a_head_alone_and_beside_another(name, is_causal):
     tensors = attention_tensors(batch=4, heads=4, kv_heads=2, n_keys=35, seed=9)
-    order = torch.tensor([2, 0, 3, 1])
-    for is_causal in (False, True):
-        straight, _ = attend(tensors, CONFIGS[name], is_causal=is_causal)
-        mixed, _ = attend([t[order] for t in tensors], CONFIGS[name], is_causal=is_causal)
-        assert_close(mixed, prescore.Attended(straight.output[order], straight.lse[order]), "a reordered batch")
-        for head in range(2):
-            heads = [slice(2 * head, 2 * head + 2), *[slice(head, head + 1)] * 2]
-            own = [t[:, some] for t, some in zip(tensors, heads, strict=True)]
-            alone, _ = attend(own, CONFIGS[name], is_causal=is_causal)
-            expected = prescore.Attended(straight.output[:, heads[0]], straight.lse[:, heads[0]])
-            assert_close(alone, expected, f"KV head {head}")
+    both, _ = attend(tensors, CONFIGS[name], is_causal=is_causal)
+    for head in range(2):
+        group = slice(2 * head, 2 * head + 2)
+        own = [tensors[0][:, group], *(t[:, head : head + 1] for t in tensors[1:])]
+        alone, _ = attend(own, CONFIGS[name], is_causal=is_causal)
+        assert_equal(alone, prescore.Attended(both.output[:, group], both.lse[:, group]), f", KV head {head}")
 
 
 def test_scores_and_selections_come_back_in_place():
@@ -110,17 +87,6 @@ def test_scores_and_selections_come_back_in_place():
             for head in range(2):
                 here = chosen.indices[number, head][chosen.valid[number, head]] - place.start
                 assert here.tolist() == selected.indices[0, head].tolist(), (scorer, number)
-
-
-def test_a_sequence_of_nothing_but_padding_gives_zero():
-    tensors = attention_tensors(batch=2, heads=4, kv_heads=2, n_keys=20, seed=3)
-    mask = torch.tensor([[True], [False]]).expand(2, 20)
-    for config in CONFIGS.values():
-        for is_causal in (False, True):
-            (output, lse), _ = attend(tensors, config, mask, is_causal=is_causal)
-            assert not output[1].any()
-            assert torch.isneginf(lse[1]).all()
-            assert torch.isfinite(lse[0]).all()
 
 
 @pytest.mark.parametrize("is_causal", [False, True])

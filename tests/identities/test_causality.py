@@ -24,7 +24,6 @@ CONFIGS = {
     "selected by score": Selected("key-diff", min_score=0.0, min_seq_len=4),
     "routed": ROUTED.replace(min_weight=1 / 8, sinks=2),
     "routed after exact queries": ROUTED.replace(cluster_size=1, chunk_size=2, exact_until=15),
-    "routed within a tolerance": ROUTED.replace(tolerance=0.3),
     "centroids hyper": Selected(top_k=9, min_seq_len=4, inner=HASH),
     "sampled": Selected(top_k=5, selector="sample", min_seq_len=4),
     "share and fallback": Selected(top_k=0.3, min_fraction=0.35, min_seq_len=4, inner=HASH),

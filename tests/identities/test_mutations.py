@@ -15,20 +15,17 @@ from attention_checks import (
     check_gray_neighbours,
     check_merge_of_split,
     check_oracle,
-    check_padding_sides,
     check_unbiased,
     with_lsh,
 )
 from breaks import Break, stale
 from oracles.inputs import attention_tensors, random_mask
 
-from prescore import Coupling, Lsh, Routed, Selected
+from prescore import Coupling, Lsh, Selected
 
 LSH = Lsh(block_size=4, sample_size=3, n_projections=3, alignment="rank")
 PAPER = Selected.paper("key-norm", 12, min_seq_len=0, inner=LSH)
 HASHED = Selected.paper("key-norm", 3, min_seq_len=4, inner=LSH.replace(alignment="hash"))
-ROUTED = Routed(min_weight=1 / 16, cluster_size=4, chunk_size=16, sinks=3, exact_until=0)
-"""Half of a cluster's keys are outliers. The others are compared where its logits reach the threshold."""
 SEEDS = 400
 
 
@@ -54,7 +51,6 @@ CHECKS = {
     "gradients": lambda: check_gradients(
         HASHED, attention_tensors(heads=2, kv_heads=1, n_keys=21, seed=2), is_causal=True
     ),
-    "padding sides": lambda: check_padding_sides(HASHED, is_causal=True),
 }
 
 RESIDUAL_OF_ALL = Break("selected.blocks", 'if coupling.residual_weight == "all":', "if True:")
@@ -97,10 +93,6 @@ MUTATIONS = {
         Break("ops.cpu", "wide, output = _same_width(tile), merged.output",
               "merged = self.forward(tile); wide, output = _same_width(tile), merged.output"),
         "gradients",
-    ),
-    "positions counted from the first slot": (
-        Break("call", "mask.to(torch.uint8).argmax(dim=1)", "mask.to(torch.uint8).argmax(dim=1) * 0"),
-        "padding sides",
     ),
     "filler of the last block gets mass": (
         Break("selected.blocks", "slot < keys.count[..., None]", "slot >= 0 * keys.count[..., None]"),
