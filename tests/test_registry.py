@@ -57,6 +57,7 @@ def test_an_installed_scorer_is_known_by_its_name(install):
     install("a_scorer_package", SCORER, "prescore.scorers")
     assert "of-a-package" in prescore.list_scorers()
     assert type(prescore.Selected("of-a-package", 8).scorer).__name__ == "OfAPackage"
+    prescore.testing.check_scorer("of-a-package")
 
 
 def test_an_installed_baseline_is_known_by_its_name(install):

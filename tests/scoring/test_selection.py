@@ -1,10 +1,13 @@
-"""The choice of the keys to keep: budgets, the best keys, sampling, the delta test."""
+"""The choice of the keys to keep: budgets, the best keys, sampling, the delta test, `min_score`."""
 
 import pytest
 import torch
+from attention_checks import assert_equal, attend
+from oracles.dense import dense_attention, without_centroids
+from oracles.inputs import attention_tensors
 
 import prescore
-from prescore import KMeans, Selected, prescored_attention, select
+from prescore import Exact, KMeans, Lsh, Selected, prescored_attention, select
 from prescore.rng import Streams
 from prescore.scoring.select import budget_counts, race_scores, select_keys, select_top, selection_of
 
@@ -41,12 +44,6 @@ def test_the_best_keys_against_a_plain_sort(seed):
             assert kept == wanted
 
 
-def test_ties_go_to_the_lower_position():
-    scores = torch.tensor([[[1.0, 2.0, 1.0, 1.0, 2.0]]])
-    assert select_top(scores, torch.tensor([3])).indices.tolist() == [[[0, 1, 4]]]
-    assert select_top(torch.zeros(1, 1, 5000), torch.tensor([7])).indices.tolist() == [[list(range(7))]]
-
-
 def test_filler_repeats_the_last_kept_position():
     scores = torch.tensor([[[5.0, 4.0, 3.0, 2.0]], [[1.0, 2.0, 0.0, 0.0]]])
     selection = select_top(scores, torch.tensor([4, 2]))
@@ -55,12 +52,6 @@ def test_filler_repeats_the_last_kept_position():
     ragged = selection_of(torch.tensor([[[True, False, True, True], [False, True, False, False]]]))
     assert ragged.indices.tolist() == [[[0, 2, 3], [1, 1, 1]]]
     assert ragged.valid.tolist() == [[[True, True, True], [True, False, False]]]
-
-
-@pytest.mark.parametrize("shape", [(2, 3, 5), (0, 3, 5), (1, 3, 0)])
-def test_nothing_kept_and_nothing_there(shape):
-    budget = torch.zeros(shape[0], dtype=torch.int64)
-    assert select_top(torch.zeros(shape), budget).valid.shape == (*shape[:2], 0)
 
 
 @pytest.mark.parametrize(
@@ -99,11 +90,13 @@ def test_rows_of_different_length():
     assert counts(select(KEYS, "key-norm", top_k=0.25, key_padding_mask=MASK)) == [[25] * 3, [2] * 3]
 
 
-def test_sinks_and_recent_keys_are_inside_the_budget():
-    selection = select(KEYS, "key-norm", top_k=10, sinks=2, recent=1)
+def test_sinks_and_recent_keys_are_real_and_inside_the_budget():
+    mask = torch.arange(100) >= torch.tensor([[7], [0]])
+    selection = select(KEYS, "key-norm", top_k=10, sinks=2, recent=1, key_padding_mask=mask)
     assert selection.indices.shape[-1] == 10
-    for position in (0, 1, 99):
-        assert (selection.indices == position).any(-1).all()
+    for row, positions in enumerate(([7, 8, 99], [0, 1, 99])):
+        for position in positions:
+            assert (selection.indices[row] == position).any(-1).all()
 
 
 def test_the_delta_test_falls_back_row_by_row():
@@ -130,18 +123,6 @@ def test_centroids_of_a_scorer_without_clusters_are_fitted_on_a_sample(is_causal
     )
     assert torch.equal(found, wanted)
     assert not torch.equal(found, other)
-
-
-def test_low_precision_keys_are_scored_in_float32_without_gradients():
-    scores = prescore.score(KEYS.to(torch.bfloat16).requires_grad_(), "leverage")
-    assert (scores.dtype, scores.requires_grad) == (torch.float32, False)
-
-
-def test_sampling_differs_from_the_top_and_repeats_with_the_seed():
-    sampled, again = (select(KEYS, "key-norm", top_k=10, selector="sample", generator=0).indices for _ in range(2))
-    assert torch.equal(sampled, again)
-    assert not torch.equal(sampled, select(KEYS, "key-norm", top_k=10).indices)
-    assert (sampled.diff(dim=-1) > 0).all()
 
 
 def test_sampling_follows_the_scores():
@@ -171,3 +152,105 @@ def test_sampling_uses_the_same_draws_for_rows_heads_and_paddings():
     longer = torch.cat([scores, torch.ones(2, 3, 9)], dim=2)
     padded = race_scores(longer, valid=(torch.arange(29) < 20).expand(2, -1), streams=Streams(0))
     assert torch.equal(padded[..., :20], raced)
+
+
+# `Selected(min_score=...)`, the universal set: every key that scores at least this is kept.
+
+LEAF = 16
+SCORES = {"key-norm": 3.0, "key-diff": 0.1, "leverage": 0.05}
+"""Scorers without randomness, and a score that about half of the keys of a block reach."""
+INPUTS = attention_tensors(batch=2, heads=4, kv_heads=2, n_keys=80, seed=3)
+causal_or_not = pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+
+
+def kept_by_definition(key, config, *, sinks):
+    """`[B, H, n]`: one block of keys without padding."""
+    kept = prescore.score(key, config.scorer) >= config.min_score
+    kept[:, :, :sinks] = True
+    kept[:, :, key.shape[2] - config.recent :] = True
+    return kept | (kept.sum(2, keepdim=True) < config.min_fraction * key.shape[2])
+
+
+def visible_by_definition(key, config, is_causal):
+    """`[B, H, N, N]`: what a query sees: its own leaf, and what every earlier block of the grid keeps."""
+    n_keys = key.shape[2]
+    if not is_causal:
+        return kept_by_definition(key, config, sinks=config.sinks)[:, :, None].expand(-1, -1, n_keys, -1)
+    position = torch.arange(n_keys)
+    own_leaf = (position[:, None] // LEAF == position // LEAF) & (position <= position[:, None])
+    visible = own_leaf.expand(*key.shape[:2], n_keys, n_keys).clone()
+    width = LEAF
+    while width < n_keys:
+        for begin in range(0, n_keys - width, 2 * width):
+            keys, queries = slice(begin, begin + width), slice(begin + width, begin + 2 * width)
+            kept = kept_by_definition(key[:, :, keys], config, sinks=max(0, config.sinks - begin))
+            visible[:, :, queries, keys] = kept[:, :, None]
+        width *= 2
+    return visible
+
+
+@causal_or_not
+@pytest.mark.parametrize("name", ["plain", "protected", "fallback", "none above"])
+@pytest.mark.parametrize("scorer", SCORES)
+def test_min_score_against_its_definition(scorer, name, is_causal):
+    shares = (prescore.score(INPUTS[1], scorer) >= SCORES[scorer]).double().mean(-1)
+    fields = {
+        "plain": {},
+        "protected": {"sinks": 5, "recent": 3},
+        "fallback": {"min_fraction": float(shares.min() + shares.max()) / 2},  # for some heads
+        "none above": {"min_score": 1e6},
+    }[name]
+    fields = {"min_score": SCORES[scorer], "sinks": 0, "remainder": "none", "min_seq_len": LEAF, **fields}
+    config = Selected(scorer, **fields)
+    visible = visible_by_definition(INPUTS[1], config, is_causal)
+    # heads keep different numbers of keys
+    assert name == "none above" or len(visible[:, :, -1].sum(-1).unique()) > 1
+    weights = torch.zeros(2, 4, 80, 80, dtype=torch.float64)
+    weights.masked_fill_(~visible.repeat_interleave(2, dim=1), -torch.inf)
+    result, aux = attend(INPUTS, config, is_causal=is_causal)
+    assert_equal(result, dense_attention(*INPUTS, without_centroids(weights), scale=0.5))
+    if not is_causal:
+        wanted = selection_of(visible[:, :, 0])
+        assert torch.equal(aux.selection.indices, wanted.indices)
+        assert torch.equal(aux.selection.valid, wanted.valid)
+        assert aux.stats.keys_selected == pytest.approx(float(visible[:, :, 0].sum(-1).double().mean()))
+    if scorer != "leverage":  # whose scores are higher in the blocks, which have fewer keys
+        assert (aux.stats.fallbacks > 0) == (name == "fallback")
+
+
+@causal_or_not
+@pytest.mark.parametrize("inner", [Exact(), Lsh(8, 8), Lsh(8, 8, alignment="rank")], ids=["exact", "hash", "rank"])
+@pytest.mark.parametrize("remainder", ["none", "centroids"])
+def test_every_key_above_is_no_filter(inner, remainder, is_causal):
+    options = {"sinks": 0, "inner": inner, "min_seq_len": LEAF, "remainder": remainder}
+    all_above, all_kept = (
+        prescored_attention(*INPUTS, Selected("key-norm", **budget, **options), is_causal=is_causal)
+        for budget in ({"min_score": 0}, {"top_k": 1.0})
+    )
+    assert torch.equal(all_above, all_kept)
+
+
+@pytest.mark.parametrize("inner", [Exact(), Lsh(8, 8), Lsh(0, 8)], ids=["exact", "hash", "residual"])
+def test_a_head_without_keys_beside_one_with_all(inner):
+    query, key, value = (t.clone() for t in INPUTS)
+    key[:, 0] *= 1e-3
+    config = Selected("key-norm", min_score=0.1, sinks=0, remainder="none", min_seq_len=LEAF, inner=inner)
+    (output, lse), aux = attend((query, key, value), config)
+    assert aux.selection.valid.sum(-1).tolist() == [[0, 80], [0, 80]]
+    assert (output[:, :2] == 0).all()
+    assert (lse[:, :2] == -torch.inf).all()
+    assert torch.isfinite(lse[:, 2:]).all()
+
+
+def test_a_key_of_exactly_the_score_is_kept():
+    key = torch.tensor([3.0, 1.0, 2.0, 4.0])[None, None, :, None]
+    config = Selected("key-norm", min_score=2, sinks=0, remainder="none")
+    assert attend((key, key, key), config)[1].selection.indices.tolist() == [[[0, 2, 3]]]
+
+
+def test_leverage_keeps_at_most_rank_over_epsilon_keys():
+    """The universal set of the paper: scores sum to the rank, so that few keys reach epsilon."""
+    for epsilon in (0.01, 0.05, 0.2):
+        config = Selected("leverage", min_score=epsilon, sinks=0, remainder="none")
+        kept = attend(INPUTS, config)[1].selection.valid.sum(-1)
+        assert (kept <= INPUTS[1].shape[3] / epsilon).all()
