@@ -41,7 +41,9 @@ def basics(case):
     blind = torch.isneginf(full_weights(query, key, is_causal=case.is_causal, key_padding_mask=mask).keys).all(-1)
     assert (output[blind] == 0).all(), "a query that sees nothing must have output 0"
     assert torch.isneginf(lse[blind]).all(), "a query that sees nothing must have lse -inf"
+    torch.rand(5)  # a moved global generator must not matter
     again, lse_again = case.run(tensors, mask, lse=True)
+    torch.random.set_rng_state(state)
     assert torch.equal(again, output), "the same call must give the same bits"
     assert torch.equal(lse_again, lse)
     if output.numel():
@@ -124,9 +126,8 @@ def padded_queries(case):
     need(bool(after.any()))
     case = replace(case, config=case.config.replace(exact_until=int(after.sum(1).max()) + 1))
     query, key, value = case.tensors()
-    scale = case.dim**-0.5 if case.scale is None else case.scale
     weights = full_weights(query, key, is_causal=True, key_padding_mask=mask)
-    truth = dense_attention(query, key, value, weights, scale=scale)
+    truth = dense_attention(query, key, value, weights, scale=_scale(case))
     padded = after[:, None].expand(truth.lse.shape)
     output, lse = case.run((query, key, value), mask, lse=True)
     assert_within(output[padded], truth.output[padded], CLOSE, "padded queries")
@@ -278,25 +279,20 @@ def _fitting(case):
 def native_agrees(case):
     """`native` and `plain`, in sizes that native code runs: results and gradients."""
     case = _fitting(case)
-    # with equal weights rounding decides whether a query reads all keys or none, and what is sampled
+    # with equal weights rounding decides whether a query reads all keys or none
     need(case.scale != 0 and case.keys == "gaussian")
-    learns = case.config.tolerance is None
     mask, results = case.padding(), []
     for backend in ("native", "plain"):
-        inputs = [t.requires_grad_(learns) for t in case.tensors()]
+        inputs = [t.requires_grad_() for t in case.tensors()]
         try:
             results.append((inputs, *case.run(inputs, mask, lse=True, backend=backend)))
         except Unsupported:  # there is no native code here
             need(False)
     (inputs, output, lse), (plain_inputs, expected, expected_lse) = results
-    # a sample adds the difference of two nearly equal weights, for sixteen keys
-    units = 64 if learns else 1024
-    budget = units * torch.finfo(case.dtype).eps * max(1.0, float(expected.detach().abs().max()))
+    budget = 64 * torch.finfo(case.dtype).eps * max(1.0, float(expected.detach().abs().max()))
     apart = ~((output - expected).detach().abs().amax(-1) <= budget)
     apart |= ~(((lse - expected_lse).detach().abs() <= 1e-3) | (lse == expected_lse))
-    many = f"{int(apart.sum())} of {apart.numel()} queries of native code differ from plain torch"
-    assert int(apart.sum()) <= max(1, FLIPPED * apart.numel()), many
-    need(learns)
+    _few(apart, "of native code differ from plain torch")
     found = torch.autograd.grad(output[~apart].float().sin().sum(), inputs)
     truth = torch.autograd.grad(expected[~apart].float().sin().sum(), plain_inputs)
     for name, got, wanted in zip(("query", "key", "value"), found, truth, strict=True):
@@ -308,9 +304,7 @@ def native_causality(case):
     """What comes after a position changes nothing up to it, but by rounding."""
     need(case.is_causal)
     case = replace(_fitting(case), dtype=torch.float32, mask="none")
-    # error bounds decide what is read
-    config = case.config.replace(tolerance=0.3) if case.seed % 2 else case.config
-    case = replace(case, n_query=case.n_keys, config=config)
+    case = replace(case, n_query=case.n_keys)
     cut, tensors = case.n_keys // 2 + case.seed % (case.n_keys // 2), case.tensors()
     other = replace(case, seed=case.seed + 1, keys="gaussian").tensors()
     changed = [
@@ -318,8 +312,13 @@ def native_causality(case):
     ]
     before, after = (case.run(inputs)[:, :, :cut] for inputs in (tensors, changed))
     apart = ~((after - before).abs().amax(-1) <= 1e-4 * max(1.0, float(before.abs().max())))
-    many = f"{int(apart.sum())} of {apart.numel()} queries change with what comes after position {cut - 1}"
-    assert int(apart.sum()) <= max(1, FLIPPED * apart.numel()), many
+    _few(apart, f"change with what comes after position {cut - 1}")
+
+
+def _few(apart, what):
+    """At most a few queries are apart, where rounding flips a choice."""
+    n_apart = int(apart.sum())
+    assert n_apart <= max(1, FLIPPED * apart.numel()), f"{n_apart} of {apart.numel()} queries {what}"
 
 
 def bad_input(case):
@@ -372,30 +371,17 @@ def _refusal(tensors, config, options):
 ORACLES = {
     oracle.__name__: oracle
     for oracle in (
-        dense,
-        chosen_keys,
-        causality,
-        batch_and_padding,
-        padded_queries,
-        padding_content,
-        gradients,
-        slopes,
-        backends_agree,
-        native_agrees,
-        native_causality,
-        last_queries,
-        decode_step,
-        bad_input,
+        *(dense, chosen_keys, causality, batch_and_padding, padded_queries, padding_content, gradients, slopes),
+        *(backends_agree, native_agrees, native_causality, last_queries, decode_step, bad_input),
     )
 }
 
 
 def _compare(case, weights):
     """Output, lse and gradients of a case against a dense softmax in float64."""
-    scale = case.dim**-0.5 if case.scale is None else case.scale
 
     def reference(query, key, value):
-        return dense_attention(query, key, value, weights, scale=scale)
+        return dense_attention(query, key, value, weights, scale=_scale(case))
 
     wide = [t.requires_grad_() for t in replace(case, dtype=torch.float64).tensors()]
     truth = reference(*wide)
@@ -412,6 +398,10 @@ def _compare(case, weights):
     found, expected = torch.autograd.grad(output, inputs, grad), torch.autograd.grad(truth.output, wide, grad)
     for name, got, wanted in zip(("query", "key", "value"), found, expected, strict=True):
         assert_within(got, wanted, 1e-8 * (1 + float(wanted.abs().max())), f"gradient of {name}")
+
+
+def _scale(case):
+    return case.dim**-0.5 if case.scale is None else case.scale
 
 
 def _cotangent(case, output):
