@@ -4,7 +4,7 @@
 
 runs the test files of these models in a checkout of transformers twice, with sdpa and with ours under its name,
 and lists what fails with ours alone. A refusal (`Unsupported`) is listed apart. A test counts as reached only if
-it called attention; many tests of a model file do not. docs/integrations.md says how to get such a checkout.
+it called attention; many tests of a model file do not. docs/evaluation.md says how to get such a checkout.
 
 The module is also the pytest plugin of these runs: it replaces sdpa, and notes in a JSON file what each test did.
 """
