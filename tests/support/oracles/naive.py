@@ -124,7 +124,7 @@ class HeadWeights:
             return
         streams, config, coupling = self.streams.child(name), self.config, self.config.coupling
         real_keys = index[real].tolist()
-        recent = set(real_keys[len(real_keys) - config.recent :])
+        recent = set(real_keys[max(0, len(real_keys) - config.recent) :])
         protect = torch.tensor([int(i) in self.sinks or int(i) in recent for i in index]) & real
         keys = self.key[index][None, None]
         mask = None if bool(real.all()) else real[None]
