@@ -267,6 +267,9 @@ def test_aux_reports_the_selection_and_stats():
     _, causal = attend(TENSORS, CONFIGS["paper"], is_causal=True)
     assert causal.stats["depth"] == 3  # blocks of 8, 16 and 32
     assert [len(s.indices[0, 0]) for s in causal.selection] == [8, 8, 8, 9, 9]
+    blocks = [(0, 8), (16, 24), (32, 40), (0, 16), (0, 32)]  # of keys, level by level
+    for selection, (first, end) in zip(causal.selection, blocks, strict=True):
+        assert ((selection.indices >= first) & (selection.indices < end)).all()
     assert stats_of(CONFIGS["selected"], TENSORS).mass_read == 1.0
     exact = stats_of(Exact(), TENSORS, is_causal=True)
     assert (exact.mass_read, exact.keys_per_query, exact.centroids_per_query) == (1.0, 23.0, 0.0)

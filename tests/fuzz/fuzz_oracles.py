@@ -55,8 +55,7 @@ def basics(case):
 def dense(case):
     """Exact attention wherever the configuration reads everything, forward and backward."""
     need(reads_all(case) and not case.dropout_p)
-    query, key, _ = replace(case, dtype=torch.float64).tensors()
-    _compare(case, full_weights(query, key, is_causal=case.is_causal, key_padding_mask=case.padding()))
+    compare_exact(case)
 
 
 def chosen_keys(case):
@@ -67,7 +66,7 @@ def chosen_keys(case):
     need(not config.min_fraction)
     (query, key, _), chosen = replace(case, dtype=torch.float64).tensors(), case.selection()
     member = torch.zeros(key.shape[:3], dtype=torch.bool).scatter(2, chosen.indices, chosen.valid)
-    _compare(case, subset_weights(full_weights(query, key, key_padding_mask=case.padding()), member))
+    compare(case, subset_weights(full_weights(query, key, key_padding_mask=case.padding()), member))
 
 
 def causality(case):
@@ -377,7 +376,13 @@ ORACLES = {
 }
 
 
-def _compare(case, weights):
+def compare_exact(case):
+    """A case against exact attention."""
+    query, key, _ = replace(case, dtype=torch.float64).tensors()
+    compare(case, full_weights(query, key, is_causal=case.is_causal, key_padding_mask=case.padding()))
+
+
+def compare(case, weights):
     """Output, lse and gradients of a case against a dense softmax in float64."""
 
     def reference(query, key, value):
