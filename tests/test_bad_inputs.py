@@ -90,10 +90,7 @@ RANDOM = [
     ({"generator": 0.5}, TypeError, "generator must be .* got float 0.5"),
     ({"generator": True}, TypeError, "generator must be .* got bool True"),
     ({"config": {"top_k": 3}}, TypeError, "config must be .* got dict"),
-    ({"config": "paper"}, TypeError, "config must be .* got str"),
     ({"config": Selected}, TypeError, "config must be .* got (type|ABCMeta)"),
-    ({"config": Lsh()}, TypeError, "config must be .* got Lsh"),
-    ({"config": KMeans()}, TypeError, "config must be .* got KMeans"),
 ]
 """Refused by those that take a configuration."""
 SELECTIONS = [
@@ -112,51 +109,35 @@ CALLS = [
     *((function, *row) for row in TENSORS for function in FUNCTIONS),
     *((function, *row) for row in RANDOM for function in FUNCTIONS[1:]),
     *((prescore.prescored_attention, {"selection": chosen}, *rest) for chosen, *rest in SELECTIONS),
-    *(
-        (
-            prescore.prescored_attention,
-            {"config": config, "selection": CHOSEN},
-            ValueError,
-            f"selection must come with a Selected configuration, got {type(config).__name__}",
-        )
-        for config in (Routed(), Hyper(), Exact())
-    ),
-    *(
-        (
-            prescore.hyper_attention,
-            {"config": config},
-            TypeError,
-            f"config must be a prescore.Hyper object, got {type(config).__name__}",
-        )
-        for config in (Routed(), Selected(), Exact())
-    ),
 ]
+for config in (Routed(), Selected(), Hyper(), Exact()):
+    kind = type(config).__name__
+    if kind != "Selected":
+        message = f"selection must come with a Selected configuration, got {kind}"
+        changes = {"config": config, "selection": CHOSEN}
+        CALLS.append((prescore.prescored_attention, changes, ValueError, message))
+    if kind != "Hyper":
+        message = f"config must be a prescore.Hyper object, got {kind}"
+        CALLS.append((prescore.hyper_attention, {"config": config}, TypeError, message))
 FIELDS = [
     (Selected, "scorer", "kmeens", ValueError, "scorer must be one of .* got 'kmeens'"),
     (Selected, "scorer", ["kmeans"], TypeError, r"scorer must be a name or .* got list \['kmeans'\]"),
-    (Selected, "scorer", KMeans, TypeError, "scorer must be a name or a prescore.Scorer object, got ABCMeta"),
     (Selected, "top_k", 0, ValueError, "top_k must be a count of at least 1, got 0"),
-    (Selected, "top_k", -3, ValueError, "top_k must be .* got -3"),
     (Selected, "top_k", 1.5, ValueError, r"top_k must be a fraction .* got 1\.5"),
-    (Selected, "top_k", 0.0, ValueError, r"top_k must be a fraction .* got 0\.0"),
     (Selected, "top_k", "all", TypeError, "top_k must be .* got str 'all'"),
     (Selected, "top_k", True, TypeError, "top_k must be .* got bool True"),
     (Selected, "top_k", math.nan, ValueError, "top_k must be .* got nan"),
     (Selected, "top_k", 2**70, ValueError, f"top_k must be a count of at most {MOST}, got {2**70}"),
     (Selected, "min_score", "high", TypeError, "min_score must be a number, got str 'high'"),
     (Selected, "min_score", math.nan, ValueError, "min_score must be finite.* got nan"),
-    (Selected, "sinks", 2**70, ValueError, f"sinks must be at most {MOST}, got {2**70}"),
     (Selected, "sinks", -4, ValueError, "sinks must be at least 0, got -4"),
     (Selected, "selector", "best", ValueError, "selector must be one of .* got 'best'"),
     (Selected, "recent", True, TypeError, "recent must be an int, got bool True"),
     (Selected, "min_fraction", math.inf, ValueError, "min_fraction must be finite .* got inf"),
     (Selected, "min_fraction", 1.5, ValueError, r"min_fraction must be at most 1\.0, got 1\.5"),
     (Selected, "remainder", "mean", ValueError, "remainder must be one of .* got 'mean'"),
-    (Selected, "remainder", KeyNorm(), ValueError, r"remainder must be one of .* got KeyNorm\(\)"),
     (Selected, "remainder", KMeans(rule="farthest"), ValueError, "remainder.rule must be .* got 'farthest'"),
     (Selected, "inner", "exact", TypeError, "inner must be a prescore.Exact or prescore.Lsh object, got str"),
-    (Selected, "inner", Exact, TypeError, "inner must be .* got type"),
-    (Selected, "inner", Hyper(), TypeError, "inner must be .* got Hyper"),
     (Selected, "min_seq_len", -1, ValueError, "min_seq_len must be at least 0, got -1"),
     (Selected, "leaf_inclusive", "no", TypeError, "leaf_inclusive must be True or False, got str 'no'"),
     (Selected, "leaf_inclusive", True, ValueError, r"leaf_inclusive must be False with inner=Exact\(\), got True"),
@@ -168,18 +149,15 @@ FIELDS = [
         for name, value in (("residual_weight", "all"), ("overlap", "count"), ("blocks", "all"))
     ),
     (Hyper, "lsh", Exact(), TypeError, "lsh must be a prescore.Lsh object, got Exact"),
-    (Hyper, "lsh", None, TypeError, "lsh must be a prescore.Lsh object, got NoneType None"),
     (Hyper, "sinks", 1.0, TypeError, r"sinks must be an int, got float 1\.0"),
     (Hyper, "min_seq_len", -1, ValueError, "min_seq_len must be at least 0, got -1"),
     (Hyper, "leaf_inclusive", 1, TypeError, "leaf_inclusive must be True or False, got int 1"),
     (Lsh, "block_size", -256, ValueError, "block_size must be at least 0, got -256"),
     (Lsh, "sample_size", 2.5, TypeError, r"sample_size must be an int, got float 2\.5"),
-    (Lsh, "sample_size", 10**400, ValueError, rf"sample_size must be at most {MOST}, got 0x1b4.*\.\.\."),
     (Lsh, "n_projections", 0, ValueError, "n_projections must be at least 1, got 0"),
     (Lsh, "n_projections", 31, ValueError, "n_projections must be at most 30, got 31"),
     (Lsh, "alignment", "block", ValueError, "alignment must be one of .* got 'block'"),
     (Coupling, "mask", "drop", ValueError, "coupling.mask must be one of .* got 'drop'"),
-    (Coupling, "mask", None, ValueError, "coupling.mask must be one of .* got None"),
     (Coupling, "residual_weight", "n", ValueError, "coupling.residual_weight must be one of .* got 'n'"),
     (Coupling, "overlap", "ignore", ValueError, "coupling.overlap must be one of .* got 'ignore'"),
     (Coupling, "blocks", "half", ValueError, "coupling.blocks must be one of .* got 'half'"),
@@ -187,18 +165,14 @@ FIELDS = [
     (Routed, "min_weight", 1.5, ValueError, r"min_weight must be at most 1\.0, got 1\.5"),
     (Routed, "min_weight", "512", TypeError, "min_weight must be a number, got str '512'"),
     (Routed, "cluster_size", 0, ValueError, "cluster_size must be at least 1, got 0"),
-    (Routed, "cluster_size", 2**64, ValueError, f"cluster_size must be at most {MOST}, got {2**64}"),
     (Routed, "chunk_size", 0, ValueError, "chunk_size must be at least 1, got 0"),
     (Routed, "sinks", -1, ValueError, "sinks must be at least 0, got -1"),
     (Routed, "exact_until", 0.5, TypeError, r"exact_until must be an int, got float 0\.5"),
     (KMeans, "rule", "closest", ValueError, "rule must be one of .* got 'closest'"),
     (KMeans, "n_clusters", 0, ValueError, "n_clusters must be at least 1, got 0"),
-    (KMeans, "n_clusters", 2**40, ValueError, f"n_clusters must be at most {MOST}, got {2**40}"),
-    (KMeans, "max_iter", -1, ValueError, "max_iter must be at least 0, got -1"),
     (KMeans, "max_iter", 2.0, TypeError, r"max_iter must be an int, got float 2\.0"),
     (KMeans, "normalize", 1, TypeError, "normalize must be True or False, got int 1"),
     (KMeans, "noise", -0.1, ValueError, r"noise must be finite and at least 0\.0, got -0\.1"),
-    (KMeans, "noise", 10**400, ValueError, r"noise must be finite and at least 0\.0, got 0x1b4.*\.\.\."),
     (KMeans, "seeding", "farthest", ValueError, "seeding must be one of .* got 'farthest'"),
     (KMeans, "fit_size", -2, ValueError, "fit_size must be at least [01], got -2"),
     (KMeans, "fit_size", 0, ValueError, r"fit_size must be None \(fit on all keys\) or at least 1, got 0"),
@@ -207,7 +181,6 @@ FIELDS = [
     (GaussianKMeans, "n_features", 1, ValueError, "n_features must be at least 2, got 1"),
     (Leverage, "sketch_size", 0, ValueError, "sketch_size must be at least 1, got 0"),
     (Leverage, "normalize", None, TypeError, "normalize must be True or False, got NoneType None"),
-    (Leverage, "noise", math.nan, ValueError, "noise must be finite .* got nan"),
     (Companions, "n_tables", 0, ValueError, "n_tables must be at least 1, got 0"),
     (Companions, "window", 1, ValueError, "window must be at least 2, got 1"),
 ]  # fmt: skip
@@ -225,7 +198,6 @@ KEYS = [
     ({"key": KEY[0]}, ValueError, r"key must have 4 dimensions .* got \(2, 9, 4\)"),
     ({"key": "keys"}, TypeError, "key must be a torch.Tensor, got str"),
     ({"key": KEY.int()}, TypeError, "key must be .* got torch.int32"),
-    ({"key": WITH_NAN}, ValueError, "key must be finite .* got nan"),
     ({"key_padding_mask": MASK[0]}, ValueError, r"key_padding_mask must have .* got \(9,\)"),
     ({"scorer": "paper"}, ValueError, "scorer must be one of .* got 'paper'"),
     ({"scorer": Selected()}, TypeError, "scorer must be a name or .* got Selected"),
@@ -234,8 +206,6 @@ KEYS = [
 """Refused by `score` and `select`."""
 OF_SELECT = [
     ({"top_k": 0}, ValueError, "top_k must be a count of at least 1, got 0"),
-    ({"top_k": "3"}, TypeError, "top_k must be .* got str '3'"),
-    ({"sinks": -1}, ValueError, "sinks must be at least 0, got -1"),
     ({"recent": 1.0}, TypeError, r"recent must be an int, got float 1\.0"),
     ({"selector": "best"}, ValueError, "selector must be one of .* got 'best'"),
     ({"min_fraction": -0.5}, ValueError, r"min_fraction must be .* got -0\.5"),

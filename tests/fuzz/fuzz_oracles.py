@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from fuzz_terms import CLOSE, FLIPPED, aligned_by_rank, features_tie, need, reads_all
 from oracles.budgets import assert_within, error_budget
-from oracles.dense import dense_attention, full_weights, subset_weights
+from oracles.dense import dense_attention, full_weights
 
 import prescore
 from prescore import Coupling, Exact, Routed, Selected
@@ -56,17 +56,6 @@ def dense(case):
     """Exact attention wherever the configuration reads everything, forward and backward."""
     need(reads_all(case) and not case.dropout_p)
     compare_exact(case)
-
-
-def chosen_keys(case):
-    """A given selection: exact attention over those keys."""
-    config = case.config
-    need(case.given and not case.is_causal and not case.dropout_p and isinstance(config, Selected))
-    need(config.inner == Exact() and config.remainder == "none" and config.coupling.mask == "exclude")
-    need(not config.min_fraction)
-    (query, key, _), chosen = replace(case, dtype=torch.float64).tensors(), case.selection()
-    member = torch.zeros(key.shape[:3], dtype=torch.bool).scatter(2, chosen.indices, chosen.valid)
-    compare(case, subset_weights(full_weights(query, key, key_padding_mask=case.padding()), member))
 
 
 def causality(case):
@@ -370,7 +359,7 @@ def _refusal(tensors, config, options):
 ORACLES = {
     oracle.__name__: oracle
     for oracle in (
-        *(dense, chosen_keys, causality, batch_and_padding, padded_queries, padding_content, gradients, slopes),
+        *(dense, causality, batch_and_padding, padded_queries, padding_content, gradients, slopes),
         *(backends_agree, native_agrees, native_causality, last_queries, decode_step, bad_input),
     )
 }

@@ -43,8 +43,6 @@ BREAKS = {
     "tensors are not checked": ("bad_input", "checks",
         "if not isinstance(value, Tensor):\n        raise TypeError(f\"{name} must be a torch.Tensor, got",
         "return\n    if True:\n        raise TypeError(f\"{name} must be a torch.Tensor, got"),
-    "a selected key is lost": ("chosen_keys", "attention",  # a sink, which every selection keeps
-        "call.valid, key.shape[2])", "call.valid, key.shape[2]); members[..., 0] = False"),
     "a step has no sinks": ("decode_step", "integrations.decode", "make_plan(call, _with_exact_inner(config))",
         "make_plan(call, _with_exact_inner(config).replace(sinks=0, recent=0))"),
     "the last queries have other positions": ("last_queries", "call",

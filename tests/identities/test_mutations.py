@@ -21,6 +21,7 @@ from attention_checks import (
 from breaks import Break, stale
 from oracles.inputs import attention_tensors, random_mask
 
+import prescore
 from prescore import Coupling, Lsh, Selected
 
 LSH = Lsh(block_size=4, sample_size=3, n_projections=3, alignment="rank")
@@ -29,9 +30,10 @@ HASHED = Selected.paper("key-norm", 3, min_seq_len=4, inner=LSH.replace(alignmen
 SEEDS = 400
 
 
-def _oracle(config, is_causal=False):
+def _oracle(config, is_causal=False, given=False):
     tensors = attention_tensors(batch=2, heads=4, kv_heads=2, n_keys=31, seed=6)
-    check_oracle(config, tensors, is_causal=is_causal)
+    selection = prescore.select(tensors[1], "key-norm", top_k=9, sinks=2) if given else None
+    check_oracle(config, tensors, is_causal=is_causal, selection=selection)
 
 
 CHECKS = {
@@ -41,6 +43,7 @@ CHECKS = {
     "oracle, ragged block": lambda: _oracle(PAPER.replace(top_k=11)),
     "oracle, hash": lambda: _oracle(with_lsh(PAPER, alignment="hash")),
     "oracle, causal": lambda: _oracle(HASHED, is_causal=True),
+    "oracle, given selection": lambda: _oracle(PAPER, given=True),
     "equal keys": check_centroids_of_equal_keys,
     "future": lambda: check_future(HASHED, n_keys=38),
     "gray neighbours": lambda: check_gray_neighbours(4),
@@ -65,6 +68,10 @@ MUTATIONS = {
     "last key never sampled": (
         Break("selected.blocks", "(draws * count[..., None]).floor()", "(draws * (count[..., None] - 1)).floor()"),
         "oracle",
+    ),
+    "first key of a given selection lost": (
+        Break("attention", "call.valid, key.shape[2])", "call.valid, key.shape[2]); members[..., 0] = False"),
+        "oracle, given selection",
     ),
     "centroid without log count": (
         Break("selected.centroids", "torch.log(count).view(shape)", "torch.log(count).clamp_max(0.0).view(shape)"),

@@ -61,13 +61,6 @@ def test_labels_distances_and_centres_agree(metric, max_iter, seeding):
 
 
 @every_metric
-def test_more_iterations_do_not_cost_more(metric):
-    options = {"n_clusters": 5, "metric": metric, "streams": Streams(0), "tol": 0.0}
-    first, last = (inertia(fit(normal(2, 200, 4), max_iter=i, **options), metric.p) for i in (0, 15))
-    assert (last < first).all()
-
-
-@every_metric
 @pytest.mark.parametrize("fit_size", [None, 25])
 def test_zero_weights_are_absent_points(metric, fit_size):
     points = normal(2, 60, 3)
@@ -81,15 +74,6 @@ def test_zero_weights_are_absent_points(metric, fit_size):
         torch.testing.assert_close(masked.centres[problem], alone.centres[0])
         torch.testing.assert_close(masked.labels[problem, present], alone.labels[0])
         torch.testing.assert_close(masked.distances[problem, present], alone.distances[0])
-
-
-def test_integer_weights_are_repetitions():
-    points, weights = normal(1, 20, 3), torch.tensor([1.0, 3.0] * 10, dtype=torch.float64)[None]
-    repeated = points[0].repeat_interleave(weights[0].long(), dim=0)[None]
-    for p in (2.0, 1.5):  # one cluster, so that seeding does not matter
-        options = {"n_clusters": 1, "metric": metric_for(p)}
-        weighted = sampled_fit(points, None, weights=weights, **options).centres
-        torch.testing.assert_close(weighted, sampled_fit(repeated, None, **options).centres)
 
 
 @every_metric
@@ -158,16 +142,6 @@ def test_one_point_from_each_slice():
         assert draw_sample(points, None, size, Streams(1), "test").points is points
         assert sample_positions(100, size, Streams(1), "test").tolist() == list(range(100))
     assert sample_positions(100, 0, Streams(1), "test").tolist() == []
-
-
-def test_shorter_problems_get_filler_of_weight_zero():
-    points = torch.arange(100.0)[None, :, None].repeat(2, 1, 1)
-    weights = (torch.arange(100) < torch.tensor([[100], [5]])).float()
-    sample = draw_sample(points, weights, 10, Streams(1), "test")
-    assert sample.weights.sum(1).tolist() == [10, 5]
-    assert sample.points[1, :5, 0].tolist() == [0, 1, 2, 3, 4]
-    assert sample.is_partial.tolist() == [True, False]
-    assert torch.equal(sample.points[:1], draw_sample(points[:1], None, 10, Streams(1), "test").points)
 
 
 # Centres of clusters in l_p, and the nearest centres of points.
