@@ -34,6 +34,8 @@ BREAKS = {
         OUTPUT, OUTPUT + "; output = torch.where(output == 0, 1e-3, output)"),
     "the future leaks": ("causality", "attention",
         OUTPUT, OUTPUT + "; output = output + 1e-6 * call.value.mean()"),
+    "leaf reads one key ahead": ("causality", "selected.causal_grid",
+        "(head + positions.clamp_max(", "(head + (positions + 1).clamp_max("),
     "the value gradient is too large": ("gradients", "ops.cpu",
         "grads[2][..., :value_dim])", "grads[2][..., :value_dim] * 1.001)"),
     "padded queries spoil gradients": ("gradients", "call",

@@ -10,7 +10,6 @@ import pytest
 from attention_checks import (
     check_centroids_of_equal_keys,
     check_exact,
-    check_future,
     check_gradients,
     check_gray_neighbours,
     check_merge_of_split,
@@ -45,7 +44,6 @@ CHECKS = {
     "oracle, causal": lambda: _oracle(HASHED, is_causal=True),
     "oracle, given selection": lambda: _oracle(PAPER, given=True),
     "equal keys": check_centroids_of_equal_keys,
-    "future": lambda: check_future(HASHED, n_keys=38),
     "gray neighbours": lambda: check_gray_neighbours(4),
     "merge of a split": check_merge_of_split,
     "exact with padding": lambda: check_exact(
@@ -80,10 +78,6 @@ MUTATIONS = {
     "block reads one key too far": (
         Break("selected.causal_grid", "- 1) * width + step", "- 1) * width + step + 1"),
         "oracle, causal",
-    ),
-    "leaf reads one key ahead": (
-        Break("selected.causal_grid", "(head + positions.clamp_max(", "(head + (positions + 1).clamp_max("),
-        "future",
     ),
     "Gray code used as the rank": (GRAY_CODE_AS_RANK, "gray neighbours"),
     "Gray code used as the rank, oracle": (GRAY_CODE_AS_RANK, "oracle"),

@@ -4,7 +4,7 @@ import pytest
 import torch
 from attention_checks import assert_equal, attend
 from oracles.dense import dense_attention, without_centroids
-from oracles.inputs import attention_tensors
+from oracles.inputs import attention_tensors, random_mask
 
 import prescore
 from prescore import Exact, KMeans, Lsh, Selected, prescored_attention, select
@@ -152,6 +152,41 @@ def test_sampling_uses_the_same_draws_for_rows_heads_and_paddings():
     longer = torch.cat([scores, torch.ones(2, 3, 9)], dim=2)
     padded = race_scores(longer, valid=(torch.arange(29) < 20).expand(2, -1), streams=Streams(0))
     assert torch.equal(padded[..., :20], raced)
+
+
+@pytest.mark.parametrize("scorer", prescore.list_scorers())
+def test_scores_and_selections_of_padded_sequences_come_back_in_place(scorer):
+    spans, budget = ((13, 40), (0, 40), (0, 27), (39, 40)), {"top_k": 7, "sinks": 2, "recent": 1}
+    key, position = attention_tensors(batch=4, kv_heads=2, n_keys=40)[1], torch.arange(40)
+    mask = torch.stack([(position >= first) & (position < end) for first, end in spans])
+    padded = key.masked_fill(~mask[:, None, :, None], torch.nan)
+    scores = prescore.score(padded, scorer, key_padding_mask=mask)
+    chosen = select(padded, scorer, **budget, key_padding_mask=mask)
+    assert torch.isneginf(scores[~mask[:, None].expand_as(scores)]).all()
+    for row, (first, end) in enumerate(spans):
+        alone = key[row : row + 1, :, first:end]
+        flips = (scores[row : row + 1, :, first:end] - prescore.score(alone, scorer)).abs() > 1e-8
+        assert float(flips.double().mean()) <= 0.005
+        selected = select(alone, scorer, **budget)
+        for head in range(2):
+            here = chosen.indices[row, head][chosen.valid[row, head]] - first
+            assert here.tolist() == selected.indices[0, head].tolist()
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("kind", ["left", "right", "holes"])
+@pytest.mark.parametrize("budget", [{"top_k": 9}, {"top_k": 0.4, "min_fraction": 0.45}], ids=str)
+def test_selections_point_at_real_keys_and_their_filler_inside_the_tensor(budget, kind, is_causal):
+    for seed in range(8):
+        tensors = attention_tensors(batch=3, heads=2, kv_heads=1, n_keys=40, seed=seed)
+        mask = random_mask(kind, 3, 40, seed=seed)
+        _, aux = attend(tensors, Selected("kmeans", **budget, min_seq_len=4), mask, is_causal=is_causal)
+        for chosen in aux.selection if is_causal else [aux.selection]:
+            real = mask[:, None].expand(3, 1, 40).gather(2, chosen.indices)
+            assert (real | ~chosen.valid).all()
+            steps = chosen.indices.diff(dim=-1)
+            assert (steps >= 0).all()
+            assert (steps[chosen.valid[..., 1:]] > 0).all()
 
 
 # `Selected(min_score=...)`, the universal set: every key that scores at least this is kept.

@@ -124,30 +124,6 @@ def check_unbiased(config, *, seeds, selected):
     assert float(distance) <= 4.0, f"mean over {seeds} seeds is {float(distance):.1f} standard errors away"
 
 
-def check_future(config, *, n_keys=37, cut=20, queries=True, seed=0):
-    """Changing keys, values (and queries) after `cut` changes nothing up to it; the share of queries that move."""
-    sizes = {"batch": 2, "heads": 2, "kv_heads": 1, "n_keys": n_keys}
-    tensors = attention_tensors(seed=seed, **sizes)
-    other = attention_tensors(seed=seed + 1000, spread=4.0, **sizes)
-    options = {"config": config, "is_causal": True, "generator": seed}
-    before = prescore.prescored_attention(*tensors, **options)
-
-    def moved(names):
-        changed = [
-            torch.cat((t[:, :, : cut + 1], o[:, :, cut + 1 :]), dim=2) if name in names else t
-            for name, t, o in zip("qkv", tensors, other, strict=True)
-        ]
-        distance = (prescore.prescored_attention(*changed, **options) - before).abs().amax(-1)
-        assert bool((distance[:, :, cut + 1 :] > 1e-3).any()), "later queries must feel the change"
-        return distance[:, :, : cut + 1]
-
-    distance = float(moved("kv").max())
-    assert distance <= FLOAT64, f"keys and values after {cut} move earlier queries by {distance}"
-    by_queries = moved("q")
-    assert not queries or float(by_queries.max()) <= FLOAT64, f"queries after {cut} move earlier ones"
-    return float((by_queries > FLOAT64).double().mean())
-
-
 def check_gray_neighbours(n_bits):
     """Patterns in the order of their rank are a permutation whose neighbours differ in one bit."""
     codes = torch.arange(2**n_bits)
