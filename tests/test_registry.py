@@ -1,6 +1,7 @@
 """Scorers and baselines of installed packages: found by their entry points, left out with a warning if broken."""
 
 import sys
+from unittest.mock import patch
 
 import pytest
 
@@ -32,7 +33,6 @@ def everything(query, key, value, **options):
 def install(tmp_path, monkeypatch):
     """Make a package with a module and entry points, as pip would; its registrations disappear afterwards."""
     prescore.list_scorers()
-    known = [(names, dict(names)) for names in (registry._SCORERS, REGISTERED)]
     monkeypatch.syspath_prepend(tmp_path)
 
     def make(name, text, group):
@@ -43,10 +43,8 @@ def install(tmp_path, monkeypatch):
         (about / "entry_points.txt").write_text(f"[{group}]\n{name} = {name}\n")
         registry.load_entry_points.cache_clear()
 
-    yield make
-    for names, before in known:
-        names.clear()
-        names.update(before)
+    with patch.dict(registry._SCORERS), patch.dict(REGISTERED):
+        yield make
     for name in ("a_scorer_package", "a_baseline_package", "a_broken_package"):
         sys.modules.pop(name, None)
     registry.load_entry_points.cache_clear()

@@ -77,7 +77,7 @@ def causality(case):
 
 
 def batch_and_padding(case, flipped=FLIPPED):
-    """A sequence alone gives what it gives in a batch, padded on any side; `flipped` is the share that may differ."""
+    """A sequence alone gives what it gives in a batch, padded on any side, but for a share of the queries."""
     need(not case.dropout_p and not case.given and not features_tie(case))
     case = replace(case, dtype=torch.float64)
     tensors, mask = case.tensors(), case.padding()
