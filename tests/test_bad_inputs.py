@@ -184,16 +184,6 @@ FIELDS = [
     (Companions, "n_tables", 0, ValueError, "n_tables must be at least 1, got 0"),
     (Companions, "window", 1, ValueError, "window must be at least 2, got 1"),
 ]  # fmt: skip
-EXCLUSIVE = [
-    (Lsh, {"block_size": 0, "sample_size": 0}, "block_size or sample_size must be at least 1, got 0 and 0"),
-    (Selected, {"top_k": 3, "min_score": 0.5}, "top_k must be None where min_score is given, got 3"),
-    (Selected, {"min_score": 0.5, "selector": "sample"}, "selector must be 'top' with min_score, got 'sample'"),
-    (
-        Selected,
-        {"remainder": "none", "coupling": Coupling("zero", blocks="all"), "inner": Lsh()},
-        'coupling.blocks must be "selected" where mask="zero" .* got \'all\'',
-    ),
-]
 KEYS = [
     ({"key": KEY[0]}, ValueError, r"key must have 4 dimensions .* got \(2, 9, 4\)"),
     ({"key": "keys"}, TypeError, "key must be a torch.Tensor, got str"),
@@ -222,6 +212,51 @@ DICTIONARIES = [
     ({"type": "Selected", "scorer": {"type": "KMeans"}}, ValueError, 'a scorer must have a "name"'),
     ({"type": "Selected", "inner": {"type": "Coupling"}}, ValueError, "'Exact', 'Lsh', got 'Coupling'"),
 ]
+PART = prescore.exact_attention(QUERY, KEY, VALUE)
+SHORTER = prescore.Attended(PART.output[:, :, :4], PART.lse[:, :, :4])
+ELSEWHERE = prescore.Attended(PART.output.to("meta"), PART.lse.to("meta"))
+MERGES = [
+    ((), ValueError, "at least one Attended, got none"),
+    ((PART, PART.output), TypeError, "parts must be Attended, got Tensor at 1"),
+    ((PART, SHORTER), ValueError, r"one shape \(2, 4, 5, 3\), got \(2, 4, 4, 3\) at 1"),
+    ((PART, PART._replace(lse=None)), TypeError, "got Tensor and NoneType at 1"),
+    ((PART, ELSEWHERE), ValueError, "one device, cpu, got meta and meta at 1"),
+    ((PART._replace(lse=SHORTER.lse), PART), ValueError, r"lse of shape \(2, 4, 5\), got \(2, 4, 4\) at 0"),
+]
+REGISTRATIONS = [
+    ("", None, TypeError, "name must be a non-empty str, got ''"),
+    ("kmeans", type("Impostor", (prescore.Scorer,), {}), ValueError, "name must be new, got 'kmeans'"),
+    ("new", len, TypeError, "scorer must be a class derived from prescore.Scorer, got <built-in function len"),
+    ("new", KeyNorm(), TypeError, r"scorer must be a class derived from prescore.Scorer, got KeyNorm\(\)"),
+    ("new", type("Duck", (), {"score": len}), TypeError, "derived from prescore.Scorer, got .*Duck"),
+]
+EXCLUSIVE = [
+    (Lsh, {"block_size": 0, "sample_size": 0}, "block_size or sample_size must be at least 1, got 0 and 0"),
+    (Selected, {"top_k": 3, "min_score": 0.5}, "top_k must be None where min_score is given, got 3"),
+    (Selected, {"min_score": 0.5, "selector": "sample"}, "selector must be 'top' with min_score, got 'sample'"),
+    (
+        Selected,
+        {"remainder": "none", "coupling": Coupling("zero", blocks="all"), "inner": Lsh()},
+        'coupling.blocks must be "selected" where mask="zero" .* got \'all\'',
+    ),
+]
+OTHERS = [
+    *((prescore.score, {"key": KEY, **changes}, *rest) for changes, *rest in KEYS),
+    *((prescore.select, {"key": KEY, "top_k": 3, **changes}, *rest) for changes, *rest in KEYS + OF_SELECT),
+    *((config_from_dict, {"values": values}, *rest) for values, *rest in DICTIONARIES),
+    *((lambda parts: prescore.merge(*parts), {"parts": parts}, *rest) for parts, *rest in MERGES),
+    *(
+        (lambda name, made: prescore.register_scorer(name)(made), {"name": name, "made": made}, *rest)
+        for name, made, *rest in REGISTRATIONS
+    ),
+    *((kind, fields, ValueError, message) for kind, fields, message in EXCLUSIVE),
+    (
+        check_config,
+        {"config": {"type": "Routed"}, "name": "layer 3"},
+        TypeError,
+        "layer 3 must be a prescore.Routed, Selected, Hyper or Exact, or None, got dict",
+    ),
+]
 
 
 def refused(error, message, call, *arguments, **options):
@@ -241,11 +276,14 @@ def shown(given):
 def test_wrong_call(function, changes, error, message):
     options = {"query": QUERY, "key": KEY, "value": VALUE, **changes}
     tensors = [options.pop(name) for name in ("query", "key", "value")]
+    generator = torch.Generator().manual_seed(1)
+    if function is not prescore.exact_attention:
+        options.setdefault("generator", generator)
     before = [tensor.clone() for tensor in (QUERY, KEY, VALUE)]
-    state = torch.random.get_rng_state()
+    states = torch.random.get_rng_state(), generator.get_state()
     refused(error, message, function, *tensors, **options)
-    assert all(torch.equal(*both) for both in zip((QUERY, KEY, VALUE), before, strict=True))
-    assert torch.equal(torch.random.get_rng_state(), state)
+    after = (QUERY, KEY, VALUE, torch.random.get_rng_state(), generator.get_state())
+    assert all(torch.equal(*both) for both in zip((*before, *states), after, strict=True))
 
 
 @pytest.mark.parametrize(("kind", "name", "value", "error", "message"), FIELDS, ids=shown)
@@ -256,82 +294,7 @@ def test_wrong_field(kind, name, value, error, message):
         refused(error, message, kind().replace, **settings)
 
 
-@pytest.mark.parametrize(("kind", "fields", "message"), EXCLUSIVE)
-def test_fields_that_exclude_each_other(kind, fields, message):
-    refused(ValueError, message, kind, **fields)
-
-
-@pytest.mark.parametrize(("changes", "error", "message"), KEYS, ids=shown)
-def test_wrong_keys(changes, error, message):
-    for function, budget in ((prescore.score, {}), (prescore.select, {"top_k": 3})):
-        refused(error, message, function, **{"key": KEY, **budget, **changes})
-
-
-@pytest.mark.parametrize(("changes", "error", "message"), OF_SELECT, ids=shown)
-def test_wrong_options_of_select(changes, error, message):
-    refused(error, message, prescore.select, KEY, **{"top_k": 3, **changes})
-
-
-@pytest.mark.parametrize(("values", "error", "message"), DICTIONARIES, ids=shown)
-def test_wrong_dictionaries(values, error, message):
-    refused(error, message, config_from_dict, values)
-
-
-def test_what_a_configuration_may_be():
-    message = "layer 3 must be a prescore.Routed, Selected, Hyper or Exact, or None, got dict"
-    refused(TypeError, message, check_config, {"type": "Routed"}, "layer 3")
-    assert check_config(None) == Routed()
-    assert check_config(Exact()) == Exact()
-
-
-def test_wrong_merges():
-    part = prescore.exact_attention(QUERY, KEY, VALUE)
-    shorter = prescore.Attended(part.output[:, :, :4], part.lse[:, :, :4])
-    elsewhere = prescore.Attended(part.output.to("meta"), part.lse.to("meta"))
-    for parts, error, message in (
-        ((), ValueError, "at least one Attended, got none"),
-        ((part, part.output), TypeError, "parts must be Attended, got Tensor at 1"),
-        ((part, shorter), ValueError, r"one shape \(2, 4, 5, 3\), got \(2, 4, 4, 3\) at 1"),
-        ((part, part._replace(lse=None)), TypeError, "got Tensor and NoneType at 1"),
-        ((part, elsewhere), ValueError, "one device, cpu, got meta and meta at 1"),
-        ((part._replace(lse=shorter.lse), part), ValueError, r"lse of shape \(2, 4, 5\), got \(2, 4, 4\) at 0"),
-    ):
-        refused(error, message, prescore.merge, *parts)
-
-
-@pytest.mark.parametrize(
-    ("name", "made", "error", "message"),
-    [
-        ("", None, TypeError, "name must be a non-empty str, got ''"),
-        ("kmeans", type("Impostor", (prescore.Scorer,), {}), ValueError, "name must be new, got 'kmeans'"),
-        ("new", len, TypeError, "scorer must be a class derived from prescore.Scorer, got <built-in function len"),
-        ("new", KeyNorm(), TypeError, r"scorer must be a class derived from prescore.Scorer, got KeyNorm\(\)"),
-        ("new", type("Duck", (), {"score": len}), TypeError, "derived from prescore.Scorer, got .*Duck"),
-    ],
-    ids=shown,
-)
-def test_wrong_registrations(name, made, error, message):
-    refused(error, message, lambda: prescore.register_scorer(name)(made))
+@pytest.mark.parametrize(("function", "options", "error", "message"), OTHERS, ids=shown)
+def test_wrong_arguments_of_other_functions(function, options, error, message):
+    refused(error, message, function, **options)
     assert "new" not in prescore.list_scorers()
-
-
-def test_a_generator_does_not_advance_when_the_call_is_refused():
-    generator = torch.Generator().manual_seed(1)
-    state = generator.get_state()
-    for config, changes, message in (
-        (None, {"query": QUERY[:, :3]}, "multiple"),
-        (None, {"selection": 3}, "selection"),
-        (Routed(), {"selection": CHOSEN}, "selection"),
-        (Hyper(), {"backend": "flash9"}, "backend"),
-    ):
-        options = {"query": QUERY, "key": KEY, "value": VALUE, "config": config, "generator": generator, **changes}
-        refused((ValueError, TypeError), message, prescore.prescored_attention, **options)
-    assert torch.equal(generator.get_state(), state)
-
-
-def test_padding_may_hold_anything():
-    mask = spoilt(MASK, (1, 7), False)
-    value = VALUE.masked_fill(~mask[:, None, :, None], math.nan)
-    for function in FUNCTIONS:
-        result = function(QUERY, WITH_NAN, value, key_padding_mask=mask)
-        assert torch.isfinite(result if isinstance(result, torch.Tensor) else result.output).all()

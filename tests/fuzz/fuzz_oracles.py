@@ -5,12 +5,13 @@ import random
 from dataclasses import replace
 
 import torch
-from fuzz_terms import CLOSE, FLIPPED, aligned_by_rank, features_tie, need, reads_all
+from attention_checks import aligned_by_rank, check_gradients, check_oracle
+from fuzz_terms import CLOSE, FLIPPED, features_tie, need, reads_all
 from oracles.budgets import assert_within, error_budget
 from oracles.dense import dense_attention, full_weights
 
 import prescore
-from prescore import Coupling, Exact, Routed, Selected
+from prescore import Coupling, Exact, Hyper, KMeans, Lsh, Routed, Selected
 from prescore.errors import Unsupported
 from prescore.integrations.decode import OVER_SELECTION, CachedKeys, LayerCache, Request, keeps_selection
 
@@ -21,6 +22,12 @@ BEND = 1e-4
 then the difference is a jump and no slope."""
 DIRECTIONS = 4
 """Tries to find a slope; a wrong gradient is wrong in every direction."""
+COUPLINGS = [
+    Coupling(mask, weight, overlap, blocks)
+    for mask, blocks in (("exclude", "selected"), ("exclude", "all"), ("zero", "selected"))
+    for weight in ("selected", "all")
+    for overlap in ("exclude", "count")
+]
 NATIVE_WIDTH = 16
 """Sizes that native code runs are multiples of this."""
 
@@ -56,6 +63,30 @@ def dense(case):
     """Exact attention wherever the configuration reads everything, forward and backward."""
     need(reads_all(case) and not case.dropout_p)
     compare_exact(case)
+
+
+def definition(case):
+    """Algorithm 2 by its definition in loops, forward and backward, on few keys.
+
+    The scorers have no ties: the definition runs them unbatched, where rounding may break a tie the other way.
+    """
+    need(isinstance(case.config, Selected | Hyper))
+    draw = random.Random(f"{case.seed} definition")
+    config = case.config.replace(min_seq_len=draw.choice((0, 1, 2, 4, 8)))
+    if isinstance(config, Selected):
+        coupling = draw.choice(COUPLINGS) if isinstance(config.inner, Lsh) else config.coupling
+        remainder = "none" if coupling.mask == "zero" else draw.choice(("none", "centroids", KMeans(2)))
+        scorer = draw.choice(("key-norm", "key-diff", "uniform"))
+        config = config.replace(scorer=scorer, remainder=remainder, coupling=coupling)
+    n_keys = min(case.n_keys, draw.choice((17, 40)))
+    n_query = n_keys if case.n_query == case.n_keys else min(case.n_query, n_keys)
+    case = replace(case, config=config, n_keys=n_keys, n_query=n_query, dtype=torch.float64, keys="gaussian")
+    options = {"is_causal": case.is_causal, "seed": case.seed, "mask": case.padding()}
+    check_oracle(config, case.tensors(), selection=case.selection() if case.given else None, **options)
+    if n_keys <= 17 and not case.given:
+        # the definition leaves padding queries open under rank, and they have gradients too
+        mask = None if aligned_by_rank(config) else case.padding()
+        check_gradients(config, case.tensors(), **{**options, "mask": mask})
 
 
 def causality(case):
@@ -361,7 +392,7 @@ def _refusal(tensors, config, options):
 ORACLES = {
     oracle.__name__: oracle
     for oracle in (
-        *(dense, causality, batch_and_padding, padded_queries, padding_content, gradients, slopes),
+        *(dense, definition, causality, batch_and_padding, padded_queries, padding_content, gradients, slopes),
         *(backends_agree, native_agrees, native_causality, last_queries, decode_step, bad_input),
     )
 }

@@ -1,7 +1,5 @@
 """What oracles share: when they pass a case over, how close is close, and what a configuration reads."""
 
-from attention_checks import aligned_by_rank as aligned_by_rank
-
 from prescore import Exact, GaussianKMeans, Hyper, Routed, Selected
 from prescore.errors import Unsupported
 

@@ -1,16 +1,39 @@
-"""Deliberate breaks that the fuzzer catches: each changes one line of code, and an oracle refutes some call."""
+"""Deliberate breaks of all but tests/routed: each changes one line of code, and an oracle or a check notices.
+
+When the code moves, the first test lists every row whose text is gone.
+"""
 
 import random
 
 import pytest
+from attention_checks import (
+    check_centroids_of_equal_keys,
+    check_gray_neighbours,
+    check_merge_of_split,
+    check_unbiased,
+)
 from breaks import Break, stale
 from fuzz_cases import random_case
 
 from fuzz import refute
-from prescore import Routed
+from prescore import Coupling, Lsh, Routed, Selected
 from prescore.ops.native.library import NO_LEVEL, loaded_level
 
 TRIES = 600
+SEEDS = 400
+LSH = Lsh(block_size=4, sample_size=3, n_projections=3, alignment="rank")
+PAPER = Selected.paper("key-norm", 12, min_seq_len=0, inner=LSH)
+CHECKS = {
+    "unbiased over selected keys": lambda: check_unbiased(PAPER, seeds=SEEDS, selected=True),
+    "unbiased over all keys": lambda: check_unbiased(PAPER, seeds=SEEDS, selected=False),
+    "equal keys": check_centroids_of_equal_keys,
+    "gray neighbours": lambda: check_gray_neighbours(4),
+    "merge of a split": check_merge_of_split,
+}
+"""Checks that are no oracle of the fuzzer."""
+RESIDUAL_OF_ALL = ("selected.blocks", 'if coupling.residual_weight == "all":', "if True:")
+OVERLAP_COUNTED = ("selected.blocks", 'if keys.block_size and coupling.overlap == "exclude":', "if False:")
+GRAY_CODE_AS_RANK = ("scoring.hashing", "        shift *= 2\n", "        shift = n_bits\n")
 OUTPUT = "output, lse = call.restore(result.attended)"
 BREAKS = {
     "strides are ignored": ("dense", "ops.backend",
@@ -20,6 +43,35 @@ BREAKS = {
     "the key gradient is lost": ("dense", "ops.cpu", "grads[1][..., :dim],", "grads[1][..., :dim] * 0,"),
     "outputs stay shifted": ("batch_and_padding", "call",
         "if self.shift is None or not self.queries_moved:", "if True:"),
+    # Algorithm 2
+    "residual weighted by all keys": ("unbiased over selected keys", *RESIDUAL_OF_ALL),
+    "residual weighted by all keys, definition": ("definition", *RESIDUAL_OF_ALL),
+    "query's block in the residual": ("unbiased over selected keys", *OVERLAP_COUNTED),
+    "query's block in the residual, all keys": ("unbiased over all keys", *OVERLAP_COUNTED),
+    "last key never sampled": ("definition", "selected.blocks",
+        "(draws * count[..., None]).floor()", "(draws * (count[..., None] - 1)).floor()"),
+    "first key of a given selection lost": ("definition", "attention",
+        "call.valid, key.shape[2])", "call.valid, key.shape[2]); members[..., 0] = False"),
+    "centroid without log count": ("equal keys", "selected.centroids",
+        "torch.log(count).view(shape)", "torch.log(count).clamp_max(0.0).view(shape)"),
+    "block reads one key too far": ("definition", "selected.causal_grid",
+        "- 1) * width + step", "- 1) * width + step + 1"),
+    "leaf reads one key ahead": ("causality", "selected.causal_grid",
+        "(head + positions.clamp_max(", "(head + (positions + 1).clamp_max("),
+    "Gray code used as the rank": ("gray neighbours", *GRAY_CODE_AS_RANK),
+    "Gray code used as the rank, definition": ("definition", *GRAY_CODE_AS_RANK),
+    "parts folded with a wrong weight": ("definition", "ops.parts",
+        "(old.peak - shift), lse - shift))", "(old.peak - shift), lse + 0.1 - shift))"),
+    "merge by plain average": ("merge of a split", "ops.parts",
+        "(outputs * weights[..., None]).sum(0)", "outputs.mean(0)"),
+    "gradient under the part's own lse": ("definition", "ops.cpu",
+        "wide, output = _same_width(tile), merged.output",
+        "merged = self.forward(tile); wide, output = _same_width(tile), merged.output"),
+    "filler of the last block gets mass": ("definition", "selected.blocks",
+        "slot < keys.count[..., None]", "slot >= 0 * keys.count[..., None]"),
+    "wrong block of a query": ("definition", "selected.blocks",
+        "flat = ranks.flatten(2)", "flat = ranks.flatten(2) + 1"),
+    # any call
     "positions count from the first slot": ("batch_and_padding", "call",
         "mask.to(torch.uint8).argmax(dim=1)", "mask.to(torch.uint8).argmax(dim=1) * 0"),
     "the batch leaks": ("batch_and_padding", "attention",
@@ -34,8 +86,6 @@ BREAKS = {
         OUTPUT, OUTPUT + "; output = torch.where(output == 0, 1e-3, output)"),
     "the future leaks": ("causality", "attention",
         OUTPUT, OUTPUT + "; output = output + 1e-6 * call.value.mean()"),
-    "leaf reads one key ahead": ("causality", "selected.causal_grid",
-        "(head + positions.clamp_max(", "(head + (positions + 1).clamp_max("),
     "the value gradient is too large": ("gradients", "ops.cpu",
         "grads[2][..., :value_dim])", "grads[2][..., :value_dim] * 1.001)"),
     "padded queries spoil gradients": ("gradients", "call",
@@ -60,7 +110,7 @@ BREAKS = {
     "native gradients lose the key covariance": ("native_agrees", "routed.native",
         "(key, value, *split, *covs)", "(key, value, *split, 0 * covs[0], covs[1])"),
 }  # fmt: skip
-"""Name -> oracle, module, text and its replacement (see `breaks.Break`)."""
+"""Name -> oracle or check, module, text and its replacement (see `breaks.Break`)."""
 ROUTED_ONLY = ("padded_queries", "slopes", "native_agrees")
 """Oracles whose breaks no other configuration can show."""
 
@@ -69,8 +119,23 @@ def test_every_text_is_there():
     assert stale({name: Break(*row) for name, (_, *row) in BREAKS.items()}) == {}
 
 
-@pytest.mark.parametrize("name", BREAKS)
-def test_a_break_is_caught(name, monkeypatch):
+@pytest.mark.parametrize("name", [name for name, (check, *_) in BREAKS.items() if check in CHECKS])
+def test_a_check_notices_a_break(name, monkeypatch):
+    check, *row = BREAKS[name]
+    CHECKS[check]()
+    Break(*row).apply(monkeypatch)
+    with pytest.raises(AssertionError):
+        CHECKS[check]()
+
+
+@pytest.mark.parametrize("artefact", [Coupling(residual_weight="all"), Coupling(overlap="count")], ids=str)
+def test_switches_of_coupling_are_biased(artefact):
+    with pytest.raises(AssertionError, match="standard errors away"):
+        check_unbiased(PAPER.replace(coupling=artefact), seeds=SEEDS, selected=True)
+
+
+@pytest.mark.parametrize("name", [name for name, (check, *_) in BREAKS.items() if check not in CHECKS])
+def test_an_oracle_notices_a_break(name, monkeypatch):
     oracle, *row = BREAKS[name]
     if oracle == "native_agrees" and loaded_level() == NO_LEVEL:
         pytest.skip("there is no native code here")
