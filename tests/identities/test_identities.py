@@ -1,4 +1,7 @@
-"""Identities 1, 2, 3, 5, 6, 7 and 10 of the contract (7 of leverage: tests/scoring), over shapes and masks."""
+"""Identities 1, 2, 3, 5, 6 and 7; 4 and 8 are in tests/selected, 7 of leverage in tests/scoring, 9 in test_oracle.
+
+The fuzzer has 10 (`decode_step`) and 11 (`last_queries`).
+"""
 
 import math
 import random
@@ -132,22 +135,6 @@ def test_identity_5_the_early_integration_is_all_three_artefacts():
     assert Selected.early().coupling == Coupling(mask="zero", residual_weight="all", overlap="count")
     assert Selected.early().replace(coupling=Coupling()) == Selected.paper()
     assert Selected.paper().coupling == Coupling("exclude", "selected", "exclude", "selected") == Coupling()
-
-
-@pytest.mark.parametrize("scorer", prescore.list_scorers())
-@pytest.mark.parametrize("remainder", ["none", "centroids"])
-def test_identity_10_a_step_with_a_fresh_selection_is_the_call_that_selects(scorer, remainder):
-    query, key, value = attention_tensors(batch=2, heads=4, kv_heads=2, n_query=1, n_keys=61, seed=1)
-    lsh = Lsh(block_size=4, sample_size=4, alignment="rank")
-    for config, budget in (
-        (Selected(scorer, 9, remainder=remainder, sinks=2, recent=3), {"top_k": 9, "sinks": 2, "recent": 3}),
-        (Selected.paper(scorer, 20, remainder=remainder, inner=lsh, min_seq_len=0), {"top_k": 20, "sinks": 0}),
-    ):
-        fresh = prescore.select(key, scorer, **budget, generator=5)
-        made, _ = attend((query, key, value), config, generator=5)
-        with_given, aux = attend((query, key, value), config, generator=5, selection=fresh)
-        assert torch.equal(aux.selection.indices, fresh.indices)
-        assert_equal(with_given, made, f", {scorer}")
 
 
 @pytest.mark.parametrize(("p", "kind"), [(2.0, KMeans), (1.0, KMedian)])

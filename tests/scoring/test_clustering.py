@@ -7,7 +7,7 @@ from sklearn.datasets import make_blobs
 
 from prescore.rng import Streams
 from prescore.scoring import metrics
-from prescore.scoring.lloyd import assign, fit, seed_centres
+from prescore.scoring.lloyd import assign, fit
 from prescore.scoring.metrics import EUCLIDEAN, MEDIAN, SPHERICAL, best_members, metric_for, zero_of_gradient
 from prescore.scoring.sampling import Scratch, draw_sample, gather_rows, sample_positions
 
@@ -105,32 +105,6 @@ def test_a_converged_problem_is_frozen():
     torch.testing.assert_close(both.centres[1:], fit(hard, **options).centres)
 
 
-def seeds(points, n_clusters, seeding="k-means++", weights=None, seed=0):
-    options = {"n_clusters": n_clusters, "seeding": seeding, "power": 2.0, "streams": Streams(seed)}
-    return seed_centres(points, weights, **options)
-
-
-def test_plus_plus_takes_one_point_of_each_far_blob():
-    points = (torch.eye(6, dtype=torch.float64).repeat(20, 1) * 100 + normal(120, 6))[None]
-    for seed in range(10):
-        assert sorted(seeds(points, 6, seed=seed).argmax(-1)[0].tolist()) == list(range(6))
-
-
-@pytest.mark.parametrize("seeding", ["k-means++", "random"])
-def test_seeds_are_points_of_weight_and_distinct_while_there_are_any(seeding):
-    points = normal(2, 9, 3)
-    gaps = torch.cdist(seeds(points, 9, seeding), points)
-    assert (gaps.amin(-1) < 1e-12).all()
-    assert (gaps.amin(-2) < 1e-12).all()
-    assert (torch.cdist(seeds(points, 15, seeding), points).amin(-1) < 1e-12).all()
-    far, weights = normal(1, 50, 3), (torch.arange(50) < 10).double()[None]
-    far[:, 10:] += 1000
-    assert seeds(far, 12, seeding, weights).max() < 500
-
-
-# Samples.
-
-
 def test_one_point_from_each_slice():
     points = torch.arange(100.0)[None, :, None]
     sample = draw_sample(points, None, 10, Streams(1), "test")
@@ -210,13 +184,6 @@ def test_in_float32_only_near_ties_are_swapped():
     squares = torch.cdist(points.double(), centres.double()).square()
     nearest = squares.gather(2, first.long()[..., None])[..., 0]
     assert (nearest <= squares.amin(2) * (1 + 2**-15)).all()  # 16 bits of the square are compared
-
-
-def test_equal_centres_are_both_on_the_shortlist():
-    points, centres = points_and_centres(5)
-    centres[:, 3] = centres[:, 1] = points[:, 0]
-    first, second = metrics.two_nearest(points[:, :1], centres, Scratch())
-    assert (first.flatten().tolist(), second.flatten().tolist()) == ([1, 1], [3, 3])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -69,13 +69,6 @@ def test_budgets(top_k, expected):
     assert budget_counts(top_k, torch.tensor([30, 7, 0])).tolist() == expected
 
 
-def test_selection_is_the_top_of_the_scores():
-    selection = select(KEYS, "key-norm", top_k=10, sinks=0)
-    assert torch.equal(selection.indices, KEYS.norm(dim=-1).topk(10).indices.sort().values)
-    assert selection.valid.all()
-    assert selection.fallback is None
-
-
 @pytest.mark.parametrize("top_k", [100, 1000, 1.0])
 def test_nothing_is_scored_when_everything_is_kept(top_k):
     chosen = select_keys(KEYS, Selected("key-norm", top_k), valid=None, streams=Streams(0))
