@@ -1,4 +1,4 @@
-"""The public functions: dtypes, randomness, degenerate inputs, `Aux`, rules of Algorithm 2."""
+"""The public functions: dtypes, randomness, degenerate inputs, padding, calls that are exact, `Aux` and stats."""
 
 import pytest
 import torch
@@ -7,9 +7,12 @@ from oracles.budgets import assert_within, error_budget
 from oracles.inputs import attention_tensors
 
 import prescore
-from prescore import Exact, Hyper, KMeans, Lsh, Routed, Selected
+from prescore import Coupling, Exact, Hyper, KMeans, Lsh, Routed, Selected, exact_attention, prescored_attention
+from prescore.attention import Options
+from prescore.attention import attend as run_call
 
 LSH = Lsh(block_size=4, sample_size=5, n_projections=3, alignment="rank")
+ROUTED = Routed(min_weight=1 / 8, cluster_size=2, chunk_size=4, sinks=2, exact_until=0)
 CONFIGS = {
     "paper": Selected.paper(top_k=9, min_seq_len=8, inner=LSH),
     "hyper": Hyper(LSH, min_seq_len=8),
@@ -17,19 +20,18 @@ CONFIGS = {
     "early": Selected.early(top_k=9, min_seq_len=8, inner=LSH),
     "selected": Selected(top_k=9, min_seq_len=8),
     "default": Routed(),
-    "routed": Routed(min_weight=1 / 8, cluster_size=2, chunk_size=4, sinks=2, exact_until=0),
+    "routed": ROUTED,
     "exact": Exact(),
     "centroids": Selected.paper("kmeans", 9, remainder="centroids", min_seq_len=0, inner=LSH),
     "sampled": Selected(KMeans(noise=0.1), 9, selector="sample", min_seq_len=8),
 }
-EACH = [(name, is_causal) for name in CONFIGS for is_causal in (False, True)]
 TENSORS = attention_tensors(batch=2, heads=4, kv_heads=2, n_keys=45, seed=1)
-
-each_call = pytest.mark.parametrize(("name", "is_causal"), EACH)
+causal_or_not = pytest.mark.parametrize("is_causal", [False, True])
+each_config = pytest.mark.parametrize("name", CONFIGS)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("is_causal", [False, True])
+@causal_or_not
 @pytest.mark.parametrize("way", ["exact", "centroids", "residual"])
 def test_low_precision_is_within_its_budget(way, is_causal, dtype):
     inputs = attention_tensors(batch=2, heads=4, kv_heads=2, n_keys=61, dim=16, seed=4, spread=1.0)
@@ -59,21 +61,7 @@ def test_log_weights_are_not_rounded_to_half_precision():
     tensors = query, key.expand(1, 1, 985, 8).contiguous(), value.expand(1, 1, 985, 8).contiguous()
     result, _ = attend(tensors, Selected(KMeans(n_clusters=1), 1, sinks=0))
     # sums of 985 equal bfloat16 numbers in float32: far below
-    assert_within(result.lse, prescore.exact_attention(*tensors).lse, 2e-3, "lse")
-
-
-@each_call
-def test_same_seed_same_bits_and_no_global_randomness(name, is_causal):
-    tensors = [t.float() for t in TENSORS]
-    options = {"config": CONFIGS[name], "is_causal": is_causal, "generator": 11}
-    state = torch.random.get_rng_state()
-    first = prescore.prescored_attention(*tensors, **options)
-    assert torch.equal(torch.random.get_rng_state(), state)
-    torch.rand(5)  # a moved global generator must not matter
-    second = prescore.prescored_attention(*tensors, **options)
-    torch.random.set_rng_state(state)
-    assert torch.equal(first, second)
-    assert first.shape == tensors[0].shape
+    assert_within(result.lse, exact_attention(*tensors).lse, 2e-3, "lse")
 
 
 def test_seeds_and_generators():
@@ -81,28 +69,27 @@ def test_seeds_and_generators():
         return prescore.hyper_attention(*TENSORS, CONFIGS["hyper full"], generator=generator).output
 
     assert torch.equal(run(None), run(None))
-    assert torch.equal(run(3), run(3))
     assert not torch.equal(run(3), run(4))
     generator = torch.Generator().manual_seed(9)
     first, second = run(generator), run(generator)
     assert not torch.equal(first, second)  # it advanced
     assert torch.equal(first, run(torch.Generator().manual_seed(9)))
+    before = generator.get_state()
+    prescored_attention(*TENSORS, Exact(), generator=generator)
+    assert not torch.equal(generator.get_state(), before)
 
 
-def test_score_and_select_advance_a_generator_and_agree_with_attention():
-    key = TENSORS[1]
-    generator = torch.Generator().manual_seed(2)
+def test_score_and_select_advance_a_generator_and_agree():
+    key, generator = TENSORS[1], torch.Generator().manual_seed(2)
     first = prescore.score(key, "uniform", generator=generator)
     assert not torch.equal(first, prescore.score(key, "uniform", generator=generator))
     again = prescore.select(key, "uniform", top_k=9, sinks=0, generator=torch.Generator().manual_seed(2))
     assert torch.equal(again.indices, first.topk(9).indices.sort().values)
-    _, aux = attend(TENSORS, Selected("uniform", 9, sinks=0), generator=torch.Generator().manual_seed(2))
-    assert torch.equal(aux.selection.indices, again.indices)
 
 
-@each_call
+@each_config
+@causal_or_not
 def test_degenerate_inputs_work(name, is_causal):
-    config = CONFIGS[name]
     one = attention_tensors(batch=1, heads=2, kv_heads=1, n_keys=1, seed=3)
     empty = attention_tensors(batch=0, heads=2, kv_heads=1, n_keys=7)
     cases = {
@@ -112,9 +99,10 @@ def test_degenerate_inputs_work(name, is_causal):
         "equal keys": tuple(t.expand(1, t.shape[1], 40, 4).contiguous() for t in one),
         "zero keys": tuple(t * f for t, f in zip(attention_tensors(n_keys=40), (1.0, 0.0, 1.0), strict=True)),
         "no queries": (empty[0].new_zeros(1, 2, 0, 4), *(t.new_zeros(1, 1, 7, 4) for t in empty[1:])),
+        "no heads": (TENSORS[0][:, :0], *TENSORS[1:]),
     }
     for case, tensors in cases.items():
-        (output, lse), _ = attend(tensors, config, is_causal=is_causal)
+        (output, lse), _ = attend(tensors, CONFIGS[name], is_causal=is_causal)
         assert output.shape == tensors[0].shape, case
         assert lse.shape == tensors[0].shape[:3], case
         assert torch.isfinite(output).all(), case
@@ -133,100 +121,67 @@ def test_no_keys_at_all():
     assert prescore.select(key, top_k=3).indices.shape == (1, 1, 0)
 
 
-@each_call
-def test_strides_do_not_matter_and_inputs_are_not_written_to(name, is_causal):
+@each_config
+@causal_or_not
+def test_strides_do_not_matter(name, is_causal):
     options = {"config": CONFIGS[name], "is_causal": is_causal}
-    mask = torch.arange(45) >= torch.tensor([[5], [0]])
-    before = [t.clone() for t in (*TENSORS, mask)]
-    prescore.prescored_attention(*TENSORS, key_padding_mask=mask, **options)
-    assert all(torch.equal(a, b) for a, b in zip((*TENSORS, mask), before, strict=True))
-    expected = prescore.prescored_attention(*TENSORS, **options)
+    expected = prescored_attention(*TENSORS, **options)
     for layout in (
         lambda t: t.transpose(1, 2).contiguous().transpose(1, 2),
         lambda t: torch.cat((t, t), dim=-1)[..., : t.shape[-1]],
     ):
-        assert torch.equal(prescore.prescored_attention(*map(layout, TENSORS), **options), expected)
+        assert torch.equal(prescored_attention(*map(layout, TENSORS), **options), expected)
     expanded = [t[:1].expand(2, -1, -1, -1) for t in TENSORS]
-    copied = prescore.prescored_attention(*(t.contiguous() for t in expanded), **options)
-    assert torch.equal(prescore.prescored_attention(*expanded, **options), copied)
+    copied = prescored_attention(*(t.contiguous() for t in expanded), **options)
+    assert torch.equal(prescored_attention(*expanded, **options), copied)
 
 
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_fallback_is_unfiltered_hyper_attention(is_causal):
-    config = Selected.paper(top_k=3, min_fraction=0.99, min_seq_len=8, inner=LSH)
-    result, aux = attend(TENSORS, config, is_causal=is_causal, generator=2)
-    plain = prescore.hyper_attention(*TENSORS, Hyper(LSH, min_seq_len=8), is_causal=is_causal, generator=2)
-    assert_within(result.output, plain.output, 1e-12)
-    assert_within(result.lse, plain.lse, 1e-12)
-    assert aux.stats["fallbacks"] > 0
-    filtered, aux = attend(TENSORS, config.replace(min_fraction=0.05), is_causal=is_causal, generator=2)
-    assert aux.stats["fallbacks"] == 0
-    assert not torch.allclose(filtered.output, result.output)
+def test_leading_padding_needs_no_second_run(monkeypatch):
+    n_queries, original = [], prescore.engines.routed.attend_routed
+
+    def count_queries(call, config, *, explain=False):
+        n_queries.append(call.n_query if call.query_valid is None else int(call.query_valid.sum()))
+        return original(call, config, explain=explain)
+
+    monkeypatch.setattr(prescore.engines.routed, "attend_routed", count_queries)
+    tensors, position = attention_tensors(batch=2, heads=4, kv_heads=2, n_keys=40), torch.arange(40)
+    for end, expected in ((40, [73]), (38, [71, 2])):
+        n_queries.clear()
+        mask = torch.stack([(position >= 7) & (position < end), position >= 0])
+        prescored_attention(*tensors, ROUTED.replace(exact_until=25), is_causal=True, key_padding_mask=mask)
+        assert n_queries == expected
 
 
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_selecting_every_key_is_hyper_attention(is_causal):
-    options = {"is_causal": is_causal, "generator": 2}
-    shared = {"min_seq_len": 8, "leaf_inclusive": True, "sinks": 2}
-    hyper = Hyper(LSH, **shared)
-    plain = prescore.hyper_attention(*TENSORS, hyper, **options)
-    assert torch.equal(prescore.prescored_attention(*TENSORS, hyper, **options), plain.output)
-    for scorer, top_k in (("leverage", 1.0), ("kmeans", 45)):
-        result, _ = attend(TENSORS, Selected.paper(scorer, top_k, inner=LSH, **shared), **options)
-        assert torch.equal(result.output, plain.output)
-        assert torch.equal(result.lse, plain.lse)
+DIRECT = {
+    "exact": (Exact(), False),
+    "exact causal": (Exact(), True),
+    "selected in one leaf": (Selected.paper("key-norm", 64, min_seq_len=200), True),
+    "zeroed in one leaf": (Selected.early("key-norm", 64, min_seq_len=200), True),
+    "hyper in one leaf": (Hyper(Lsh(16, 16), min_seq_len=200), True),
+    "routed, short": (Routed(), False),
+    "routed, short and causal": (Routed(), True),
+    "routed, two chunks": (Routed(chunk_size=100, exact_until=0), True),
+}
 
 
-def test_sinks_and_recent_are_selected_inside_the_budget_and_read_exactly():
-    query, key, _ = attention_tensors(batch=2, heads=2, kv_heads=1, n_query=3, n_keys=45, seed=1)
-    mask = torch.arange(45) >= torch.tensor([[7], [0]])
-    chosen = prescore.select(key, "key-norm", top_k=6, sinks=2, recent=1, key_padding_mask=mask)
-    assert chosen.indices.shape == (2, 1, 6)
-    assert chosen.indices[:, 0, :2].tolist() == [[7, 8], [0, 1]]
-    assert chosen.indices[:, 0, -1].tolist() == [44, 44]
-    # every key has a value of its own, so weights can be read off: those positions, and a block of one key
-    config = Selected.paper("key-norm", 6, sinks=2, recent=1, inner=Lsh(1, 0), min_seq_len=0)
-    value = torch.eye(45, dtype=torch.float64).expand(2, 1, 45, 45)
-    (weights, lse), _ = attend((query, key, value), config, mask)
-    assert (weights > 0).sum(-1).unique().tolist() == [4]
-    assert (weights[0, ..., [7, 8, 44]] > 0).all()
-    assert (weights[1, ..., [0, 1, 44]] > 0).all()
-    truth = torch.exp(query @ key.transpose(-1, -2) / 2 - lse[..., None])
-    assert_within(weights, truth * (weights > 0), 1e-12, "weights")
+@pytest.mark.parametrize("name", DIRECT)
+@pytest.mark.parametrize("kv_heads", [1, 2])
+def test_a_call_that_is_exact_runs_no_engine(name, kv_heads, monkeypatch):
+    config, is_causal = DIRECT[name]
+    inputs = [t.requires_grad_() for t in attention_tensors(heads=2, kv_heads=kv_heads, n_keys=200, dim=8)]
+    wanted = exact_attention(*inputs, is_causal=is_causal).output
+    wanted_grads = torch.autograd.grad(wanted.square().sum(), inputs)
+    for engine in ("attend_exact", "routed.attend_routed", "selected.attend_selected"):
+        monkeypatch.setattr(f"prescore.engines.{engine}", lambda *_, **__: pytest.fail("no engine is needed"))
+    got = prescored_attention(*inputs, config=config, is_causal=is_causal)
+    torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-12)
+    for grad, right in zip(torch.autograd.grad(got.square().sum(), inputs), wanted_grads, strict=True):
+        torch.testing.assert_close(grad, right, rtol=1e-10, atol=1e-12)
 
 
-def test_aux_reports_the_selection_and_stats():
-    result, aux = attend(TENSORS, CONFIGS["paper"])
-    assert torch.equal(result.output, prescore.prescored_attention(*TENSORS, config=CONFIGS["paper"]))
-    assert aux.selection.indices.shape == (2, 2, 9)
-    assert (aux.stats["keys_selected"], aux.stats["depth"], aux.stats["fallbacks"]) == (9, 0, 0)
-    assert 0 < aux.stats["mass_read"] < 1
-    assert {"scoring", "hashing", "attending"} <= set(aux.stats["seconds"])
-    _, causal = attend(TENSORS, CONFIGS["paper"], is_causal=True)
-    assert causal.stats["depth"] == 3  # blocks of 8, 16 and 32
-    assert [len(s.indices[0, 0]) for s in causal.selection] == [8, 8, 8, 9, 9]
-    assert attend(TENSORS, CONFIGS["selected"])[1].stats.mass_read == 1.0
-    exact = attend(TENSORS, CONFIGS["exact"], is_causal=True)[1].stats
-    assert (exact.mass_read, exact.keys_per_query, exact.centroids_per_query) == (1.0, 23.0, 0.0)
-
-
-def test_scale_is_a_factor_of_the_logits():
-    query, key, value = TENSORS
-    for config in CONFIGS.values():
-        scaled = prescore.prescored_attention(query, key, value, config=config, scale=0.25)
-        assert_within(scaled, prescore.prescored_attention(query / 2, key, value, config=config), 1e-12)
-
-
-def test_no_configuration_is_the_default_and_a_selection_alone_is_read_exactly():
-    query, key, value = TENSORS
-    default, routed = (
-        prescore.prescored_attention(*TENSORS, config, is_causal=True) for config in (None, Routed())
-    )
+def test_no_configuration_is_the_default():
+    default, routed = (prescored_attention(*TENSORS, config, is_causal=True) for config in (None, Routed()))
     assert torch.equal(default, routed)
-    chosen = prescore.select(key, "key-norm", top_k=7)
-    index = chosen.indices[..., None].expand(-1, -1, -1, 4)
-    exact = prescore.exact_attention(query, key.gather(2, index), value.gather(2, index))
-    assert_within(prescore.prescored_attention(query, key, value, selection=chosen), exact.output, 1e-12)
 
 
 def test_submodules_are_found_from_the_package():
@@ -235,3 +190,100 @@ def test_submodules_are_found_from_the_package():
     for module in (prescore, prescore.integrations):
         with pytest.raises(AttributeError, match="nothing_here"):
             module.nothing_here  # noqa: B018
+
+
+# `aux.stats`.
+
+
+def stats_of(config, tensors, **options):
+    return prescored_attention(*tensors, config=config, return_aux=True, **options)[1].stats
+
+
+@each_config
+def test_stats_are_fields_and_a_mapping(name):
+    config = CONFIGS[name]
+    stats = stats_of(config, TENSORS, is_causal=True)
+    assert isinstance(stats, prescore.Stats)
+    assert stats.backend == stats["backend"] == ("plain" if name == "routed" else "cpu-flash")
+    assert stats.keys_per_query == stats["keys_per_query"] > 0
+    assert sum(stats.seconds.values()) > 0
+    assert (stats.mass_read is None) == isinstance(config, Routed)
+    assert (stats.keys_compared is None) == (not isinstance(config, Routed))
+    assert len(stats) == len(list(stats))
+    assert f"keys_per_query={stats.keys_per_query!r}" in repr(stats)
+    # numbers without a field describe the layout of routed attention
+    assert not stats.details or isinstance(config, Routed)
+    with pytest.raises(KeyError, match="nothing"):
+        stats["nothing"]
+
+
+def test_a_number_without_a_field_is_a_detail():
+    known = {"backend": "b", "seconds": {}, "keys_per_query": 1.0, "keys_selected": 2.0}
+    stats = prescore.Stats.of({**known, "new": 3})
+    assert (stats.details, stats["new"]) == ({"new": 3}, 3)
+
+
+@each_config
+@causal_or_not
+def test_counting_reads_changes_no_result(name, is_causal):
+    options = {"is_causal": is_causal, "generator": 0}
+    result = run_call(*TENSORS, CONFIGS[name], Options(**options))
+    output = prescored_attention(*TENSORS, CONFIGS[name], **options)
+    assert_within(result.output, output, 1e-12)
+    stats = stats_of(CONFIGS[name], TENSORS, **options)
+    assert result.count_reads().keys == stats.keys_per_query
+    assert {name: stats[name] for name in result.stats} == dict(result.stats)
+
+
+def test_aux_reports_the_selection_and_stats():
+    _, aux = attend(TENSORS, CONFIGS["paper"])
+    assert aux.selection.indices.shape == (2, 2, 9)
+    assert (aux.stats["keys_selected"], aux.stats["depth"], aux.stats["fallbacks"]) == (9, 0, 0)
+    assert 0 < aux.stats["mass_read"] < 1
+    assert {"scoring", "hashing", "attending"} <= set(aux.stats["seconds"])
+    _, causal = attend(TENSORS, CONFIGS["paper"], is_causal=True)
+    assert causal.stats["depth"] == 3  # blocks of 8, 16 and 32
+    assert [len(s.indices[0, 0]) for s in causal.selection] == [8, 8, 8, 9, 9]
+    blocks = [(0, 8), (16, 24), (32, 40), (0, 16), (0, 32)]  # of keys, level by level
+    for selection, (first, end) in zip(causal.selection, blocks, strict=True):
+        assert ((selection.indices >= first) & (selection.indices < end)).all()
+    assert stats_of(CONFIGS["selected"], TENSORS).mass_read == 1.0
+    exact = stats_of(Exact(), TENSORS, is_causal=True)
+    assert (exact.mass_read, exact.keys_per_query, exact.centroids_per_query) == (1.0, 23.0, 0.0)
+    for config in (CONFIGS["paper"].replace(top_k=1.0), CONFIGS["paper"].replace(top_k=100), Exact()):
+        _, aux = attend(TENSORS, config)
+        assert aux.selection.indices[0, 0].tolist() == list(range(45))
+        assert aux.stats["keys_selected"] == 45
+
+
+@pytest.mark.parametrize("sinks", [0, 4])
+@pytest.mark.parametrize("name", ["uniform", "kmeans"])
+def test_the_keys_of_a_causal_selection_are_counted(name, sinks):
+    # every key has a value of its own, so a weight that is not 0 is a key that was read
+    query, key = torch.randn(2, 1, 1, 256, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    config = Selected(name, 16, min_seq_len=32, remainder="none", sinks=sinks)
+    (output, _), aux = attend(
+        (query, key, torch.eye(256, dtype=torch.float64)[None, None]), config, is_causal=True
+    )
+    assert aux.stats.keys_per_query == float((output > 0).sum(-1).double().mean())
+
+
+def test_keys_and_centroids_are_counted_apart_and_masked_keys_not_at_all():
+    tensors = attention_tensors(batch=1, heads=2, kv_heads=1, n_keys=32, seed=1)
+    centroids = Selected("key-norm", 6, sinks=2, remainder=KMeans(n_clusters=3), min_seq_len=0)
+    stats = stats_of(centroids, tensors)
+    assert (stats.keys_per_query, stats.centroids_per_query, stats.keys_selected) == (6, 3, 6)
+    # one block of all keys, of which the selected ones are read; no residual
+    blocks = centroids.replace(remainder="none", inner=Lsh(64, 0), coupling=Coupling(blocks="all"))
+    stats = stats_of(blocks, tensors)
+    assert (stats.keys_per_query, stats.centroids_per_query, stats.mass_read) == (6, 0, 1)
+
+
+def test_padding_is_never_counted():
+    tensors = [torch.randn(2, 1, 8, 4) for _ in range(3)]
+    mask = torch.arange(8) < torch.tensor([[8], [4]])
+    # eight queries see 8 keys, four see 4; causal: 1 to 8, and 1 to 4
+    for config, is_causal, keys in ((Exact(), False, 20 / 3), (Exact(), True, 46 / 12), (Routed(), False, None)):
+        stats = stats_of(config, tensors, is_causal=is_causal, key_padding_mask=mask)
+        assert stats.keys_selected == 6
+        assert keys is None or stats.keys_per_query == pytest.approx(keys)

@@ -9,6 +9,7 @@ import sys
 import warnings
 from functools import cache
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
@@ -48,11 +49,8 @@ def _as_a_user(tmp_path, monkeypatch):
     monkeypatch.setenv("MPLBACKEND", "agg")
     monkeypatch.setattr(sys, "argv", ["example"])
     prescore.list_scorers()
-    known = [(names, dict(names)) for names in (prescore.registry._SCORERS, REGISTERED)]
-    yield
-    for names, before in known:
-        names.clear()
-        names.update(before)
+    with patch.dict(prescore.registry._SCORERS), patch.dict(REGISTERED):
+        yield
 
 
 @cache

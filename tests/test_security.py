@@ -32,6 +32,12 @@ def problems(text):
         modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         modules += [node.module] if isinstance(node, ast.ImportFrom) and node.module else []
         found += [f"imports {name}" for name in modules if name.split(".")[0] in CODE_RUNNERS]
+        if isinstance(node, ast.FunctionDef):
+            arguments, defaults = node.args.posonlyargs + node.args.args, node.args.defaults
+            pairs = list(zip(arguments[len(arguments) - len(defaults) :], defaults, strict=True))
+            pairs += zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True)
+            remote = [default for argument, default in pairs if argument.arg == "trust_remote_code"]
+            found += [f"{node.name} trusts remote code" for d in remote if d is None or ast.unparse(d) != "False"]
         if not isinstance(node, ast.Call):
             continue
         function = ast.unparse(node.func)
@@ -49,33 +55,25 @@ def test_nothing_makes_code_of_data():
     assert {name: found for name, text in FILES.items() if (found := problems(text))} == {}
 
 
-def test_the_reader_sees_what_it_must():
-    for text, expected in (
-        ("import pickle", "imports pickle"),
-        ("from pickle import loads", "imports pickle"),
-        ("x = eval('1')", "calls eval"),
-        ("torch.load(path, weights_only=True)", "calls torch.load"),
-        ("subprocess.run('ls', shell=True)", "calls subprocess.run with a shell"),
-        ("ctypes.CDLL('libprescore.so')", "calls ctypes.CDLL without naming its own folder"),
-        ("torch.ops.load_library(os.environ['L'])", "calls torch.ops.load_library without naming its own folder"),
-        ("ctypes.util.find_library('m')", "mentions find_library"),
-    ):
-        assert problems(text) == [expected]
-    harmless = "import json\nmodel.eval()\nre.compile('x')\nctypes.CDLL(None)"
-    assert problems(harmless) == problems("ctypes.CDLL(Path(__file__).parent / 'x')") == []
-
-
-def test_remote_code_is_off_in_every_signature():
-    wrong = []
-    for name, text in FILES.items():
-        for node in ast.walk(ast.parse(text)):
-            if isinstance(node, ast.FunctionDef):
-                arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
-                defaults = [*node.args.defaults, *node.args.kw_defaults]
-                pairs = zip(arguments[len(arguments) - len(defaults) :], defaults, strict=True)
-                remote = [default for argument, default in pairs if argument.arg == "trust_remote_code"]
-                wrong += [f"{name}:{node.lineno}" for d in remote if d is None or ast.unparse(d) != "False"]
-    assert wrong == []
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("import pickle", ["imports pickle"]),
+        ("from pickle import loads", ["imports pickle"]),
+        ("x = eval('1')", ["calls eval"]),
+        ("torch.load(path, weights_only=True)", ["calls torch.load"]),
+        ("subprocess.run('ls', shell=True)", ["calls subprocess.run with a shell"]),
+        ("ctypes.CDLL('libprescore.so')", ["calls ctypes.CDLL without naming its own folder"]),
+        ("torch.ops.load_library(L)", ["calls torch.ops.load_library without naming its own folder"]),
+        ("ctypes.util.find_library('m')", ["mentions find_library"]),
+        ("def load(path, *, trust_remote_code=True): pass", ["load trusts remote code"]),
+        ("import json\nmodel.eval()\nre.compile('x')\nctypes.CDLL(None)", []),
+        ("ctypes.CDLL(Path(__file__).parent / 'x')", []),
+        ("def load(path, trust_remote_code=False): pass", []),
+    ],
+)
+def test_the_reader_sees_what_it_must(text, found):
+    assert problems(text) == found
 
 
 class _Bomb:

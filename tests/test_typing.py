@@ -28,7 +28,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, *, explain: bool) -> Tenso
     stats: Stats = both[1].stats
     keys_read: float = stats.keys_per_query
     chosen: Selection = prescore.select(key, "key-diff", top_k=8)
-    print(keys_read, stats.error_bound_max, chosen.indices.shape, prescore.list_scorers())
+    print(keys_read, stats.mass_read, chosen.indices.shape, prescore.list_scorers())
     return output if isinstance(either, tuple) else either
 
 

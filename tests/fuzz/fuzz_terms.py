@@ -1,7 +1,5 @@
 """What oracles share: when they pass a case over, how close is close, and what a configuration reads."""
 
-from attention_checks import aligned_by_rank as aligned_by_rank
-
 from prescore import Exact, GaussianKMeans, Hyper, Routed, Selected
 from prescore.errors import Unsupported
 
@@ -32,11 +30,9 @@ def reads_all(case):
         return True
     if isinstance(config, Hyper):
         return not case.is_causal and case.n_query < config.min_seq_len
-    if isinstance(config, Selected):
-        if config.top_k is None:  # `min_score` may leave some out
-            return False
-        all_selected = config.top_k == 1.0 if isinstance(config.top_k, float) else config.top_k >= case.n_keys
-        return all_selected and config.inner == Exact()
+    if isinstance(config, Selected):  # `min_score` may leave some out
+        most = 1.0 if isinstance(config.top_k, float) else case.n_keys
+        return config.top_k is not None and config.top_k >= most and config.inner == Exact()
     return True
 
 
@@ -52,6 +48,5 @@ def features_tie(case):
 
 
 def refused(case, error):
-    """Whether an error is a refusal with its reason: of a named backend, or of a tolerance beside gradients."""
-    possible = case.backend != "auto" or getattr(case.config, "tolerance", None) is not None
-    return isinstance(error, Unsupported) and possible
+    """Whether an error is the refusal of a named backend."""
+    return isinstance(error, Unsupported) and case.backend != "auto"

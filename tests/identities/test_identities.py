@@ -1,121 +1,78 @@
-"""Identities 1, 2, 3, 5, 6, 7 and 10 of the contract, over shapes, masks, budgets and seeds."""
+"""Identities 1, 2, 3, 5, 6 and 7; 4 and 8 are in tests/selected, 7 of leverage in tests/scoring, 9 in test_oracle.
 
-import itertools
+The fuzzer has 10 (`decode_step`) and 11 (`last_queries`).
+"""
+
 import math
+import random
+from dataclasses import replace
 
 import pytest
 import torch
-from attention_checks import FLOAT64, attend, check_exact, check_merge_of_split, hidden, with_lsh
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from attention_checks import FLOAT64, assert_equal, attend, check_exact, check_merge_of_split, with_lsh
+from fuzz_cases import random_case
+from fuzz_oracles import compare, compare_exact
 from oracles.budgets import assert_within
+from oracles.dense import full_weights, subset_weights
 from oracles.inputs import MASKS, attention_tensors, random_mask
 
 import prescore
-from prescore import Coupling, Exact, Hyper, KMeans, KMedian, Leverage, Lsh, Minkowski, Routed, Selected
+from prescore import Coupling, Exact, Hyper, KMeans, KMedian, Lsh, Minkowski, Routed, Selected
+from prescore.scoring.select import membership
 
-LENGTHS = (1, 2, 3, 31, 61, 127, 255, 257)
-FAST = settings(derandomize=True, deadline=None, max_examples=25)
-SINGLE = 1e-4
-"""float32: lse and outputs of size up to 30, a few hundred roundings of 6e-8 each."""
-
-
-@st.composite
-def cases(draw, lengths=LENGTHS, masks=MASKS, dtypes=(torch.float64, torch.float32), causal=None):
-    n_keys, kv_heads = draw(st.sampled_from(lengths)), draw(st.sampled_from((1, 2)))
-    batch, group = draw(st.sampled_from((1, 2, 3))), draw(st.sampled_from((1, 2, 3)))
-    is_causal = draw(st.booleans()) if causal is None else causal
-    n_query = draw(st.sampled_from((n_keys, 1, max(1, n_keys // 2), n_keys if is_causal else n_keys + 3)))
-    seed = draw(st.integers(0, 1000))
-    sizes = {"batch": batch, "heads": kv_heads * group, "kv_heads": kv_heads, "n_query": n_query, "n_keys": n_keys}
-    dims = {"dim": draw(st.sampled_from((1, 4, 7))), "value_dim": draw(st.sampled_from((1, 4, 9)))}
-    tensors = attention_tensors(dtype=draw(st.sampled_from(dtypes)), seed=seed, **sizes, **dims)
-    return tensors, random_mask(draw(st.sampled_from(masks)), batch, n_keys, seed=seed), is_causal, seed
-
-
-def _poisoned(tensors, mask):
-    query, key, value = tensors
-    return query, hidden(key, mask, math.nan), hidden(value, mask, math.inf)
+PLAIN = {"given": False, "dropout_p": 0.0, "backend": "auto"}
+CASES = [replace(random_case(random.Random(f"identity/{number}")), **PLAIN) for number in range(40)]
+READS_ALL = {
+    "exact": Exact(),
+    "all selected": Selected(top_k=1.0, min_seq_len=2),
+    "one block, rank": Hyper(Lsh(block_size=512, sample_size=0, alignment="rank"), min_seq_len=0),
+    "one block, hash": Hyper(Lsh(block_size=512, sample_size=3, alignment="hash"), min_seq_len=0),
+}
+ONE_LEAF = {
+    "paper": Selected.paper(top_k=8, min_seq_len=300),
+    "hyper": Hyper.published(min_seq_len=260),
+    "early": Selected.early(top_k=8, min_seq_len=300),
+    "routed": Routed(exact_until=260),
+    "selected": Selected(top_k=8, min_seq_len=300),
+}
 
 
-def _same(result, truth, what=""):
-    """Output and lse agree, as far as their dtype allows."""
-    budget = FLOAT64 if truth.output.dtype == torch.float64 else SINGLE
-    assert_within(result.output, truth.output, budget, f"output{what}")
-    assert_within(result.lse, truth.lse, budget, f"lse{what}")
+@pytest.mark.parametrize("kind", MASKS)
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("backend", ["auto", "plain"])
+def test_exact_attention_is_the_dense_softmax(kind, is_causal, backend):
+    for n_query, n_keys in ((1, 1), (5, 31), (61, 61)):
+        sizes = {"batch": 3, "heads": 4, "kv_heads": 2, "n_query": n_query, "n_keys": n_keys, "value_dim": 7}
+        mask = random_mask(kind, 3, n_keys, seed=n_keys)
+        check_exact(attention_tensors(**sizes), is_causal=is_causal, mask=mask, backend=backend)
 
 
-@given(cases(dtypes=(torch.float64,)))
-@FAST
-def test_exact_attention_is_the_dense_softmax(case):
-    tensors, mask, is_causal, _ = case
-    check_exact(tensors, is_causal=is_causal, mask=mask)
-    check_exact(tensors, is_causal=is_causal, mask=mask, backend="plain")
+@pytest.mark.parametrize("name", READS_ALL)
+def test_identity_1_everything_selected_or_one_block_is_exact(name):
+    for case in CASES:
+        compare_exact(replace(case, config=READS_ALL[name]))
 
 
-@given(cases(), st.sampled_from(("all selected", "one block")), st.sampled_from(("rank", "hash")))
-@FAST
-def test_identity_1_everything_selected_or_one_block_is_exact(case, way, alignment):
-    tensors, mask, is_causal, seed = case
-    config = Selected(top_k=1.0, inner=Exact(), min_seq_len=2)
-    if way == "one block":
-        config = Hyper(Lsh(block_size=512, sample_size=0, alignment=alignment), min_seq_len=0)
-    tensors = _poisoned(tensors, mask)
-    truth = prescore.exact_attention(*tensors, is_causal=is_causal, key_padding_mask=mask)
-    _same(attend(tensors, config, mask, is_causal=is_causal, generator=seed)[0], truth)
+@pytest.mark.parametrize("name", ONE_LEAF)
+def test_identity_6_causal_with_large_leaves_is_exact(name):
+    for case in CASES:
+        n_query = min(case.n_query, case.n_keys)
+        compare_exact(replace(case, config=ONE_LEAF[name], is_causal=True, n_query=n_query))
 
 
-@given(cases(causal=False), st.sampled_from(prescore.list_scorers()), st.sampled_from((1, 7, 0.4)))
-@FAST
-def test_identity_2_exact_inner_is_attention_over_the_selected_rows(case, scorer, top_k):
-    tensors, mask, _, seed = case
-    config = Selected(scorer, top_k, inner=Exact(), remainder="none", sinks=2)
-    query, key, value = tensors
-    result, aux = attend(tensors, config, mask, generator=seed)
-    chosen = prescore.select(key, scorer, top_k=top_k, sinks=2, key_padding_mask=mask, generator=seed)
-    assert torch.equal(chosen.indices, aux.selection.indices)
-    assert torch.equal(chosen.valid, aux.selection.valid)
-    group = query.shape[1] // key.shape[1]
-    for row, head in itertools.product(range(query.shape[0]), range(key.shape[1])):
-        selected = chosen.indices[row, head][chosen.valid[row, head]]
-        queries = slice(row, row + 1), slice(head * group, (head + 1) * group)
-        rows = [t[row : row + 1, head : head + 1, selected] for t in (key, value)]
-        found = prescore.Attended(result.output[queries], result.lse[queries])
-        _same(found, prescore.exact_attention(query[queries], *rows))
-
-
-@pytest.mark.parametrize("n_keys", [3, 31, 64, 61])
-@pytest.mark.parametrize("leaf", [4, 8])
-def test_identity_2_causal_is_the_merge_of_leaves_and_blocks(n_keys, leaf):
-    query, key, value = attention_tensors(batch=2, heads=4, kv_heads=2, n_keys=n_keys, seed=n_keys)
-    config = Selected("key-norm", 3, inner=Exact(), remainder="none", sinks=1, min_seq_len=leaf)
-    result, aux = attend((query, key, value), config, is_causal=True)
-    parts = []
-    for start in range(0, n_keys, leaf):
-        rows = slice(start, min(start + leaf, n_keys))
-        part = prescore.exact_attention(query[:, :, rows], key[:, :, rows], value[:, :, rows], is_causal=True)
-        parts.append(_placed(part, rows, n_keys))
-    selections = iter(aux.selection)
-    width = leaf
-    while width < n_keys:
-        for start in range(width, n_keys, 2 * width):
-            queries = slice(start, min(start + width, n_keys))
-            chosen = next(selections)
-            assert chosen.valid.all()
-            assert ((chosen.indices >= start - width) & (chosen.indices < start)).all()
-            rows = chosen.indices[..., None].expand(-1, -1, -1, key.shape[-1])
-            part = prescore.exact_attention(query[:, :, queries], key.gather(2, rows), value.gather(2, rows))
-            parts.append(_placed(part, queries, n_keys))
-        width *= 2
-    assert next(selections, None) is None
-    _same(result, prescore.merge(*parts))
-
-
-def _placed(part, rows, n_query):
-    output = part.output.new_zeros(*part.output.shape[:2], n_query, part.output.shape[-1])
-    lse = part.lse.new_full((*part.lse.shape[:2], n_query), -torch.inf)
-    output[:, :, rows], lse[:, :, rows] = part.output, part.lse
-    return prescore.Attended(output, lse)
+@pytest.mark.parametrize("scorer", prescore.list_scorers())
+def test_identity_2_exact_inner_is_attention_over_the_selected_keys(scorer):
+    for any_case, top_k in zip(CASES[:12], (1, 7, 0.4) * 4, strict=True):
+        config = Selected(scorer, top_k, inner=Exact(), remainder="none", sinks=2)
+        case = replace(any_case, config=config, is_causal=False, dtype=torch.float64)
+        (query, key, value), mask = case.tensors(), case.padding()
+        shared = {"key_padding_mask": mask, "generator": case.seed}
+        _, aux = prescore.prescored_attention(query, key, value, config, return_aux=True, **shared)
+        chosen = prescore.select(key, scorer, top_k=top_k, sinks=2, **shared)
+        assert torch.equal(chosen.indices, aux.selection.indices)
+        assert torch.equal(chosen.valid, aux.selection.valid)
+        weights = full_weights(query, key, key_padding_mask=mask)
+        compare(case, subset_weights(weights, membership(chosen, case.n_keys)))
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -137,24 +94,15 @@ def test_identity_3_a_part_that_saw_nothing_changes_nothing():
     assert not both.output.any()
 
 
-def _logits(query, key):
-    group = query.shape[1] // key.shape[1]
-    return query @ key.repeat_interleave(group, dim=1).transpose(-1, -2) * query.shape[-1] ** -0.5
-
-
 @pytest.mark.parametrize("top_k", [1, 5, 11])
 def test_identity_5_zeroing_adds_one_per_unselected_key_to_the_denominator(top_k):
     query, key, value = attention_tensors(heads=4, kv_heads=2, n_query=6, n_keys=17, seed=top_k)
     config = Selected.paper("key-norm", top_k, inner=Exact())
-    excluded, aux = attend((query, key, value), config)
+    excluded, _ = attend((query, key, value), config)
     zeroed, _ = attend((query, key, value), config.replace(coupling=Coupling(mask="zero")))
     denominator = excluded.lse.exp() + (17 - top_k)
     assert_within(zeroed.lse, denominator.log(), FLOAT64, "lse")
     assert_within(zeroed.output, excluded.output * (excluded.lse.exp() / denominator)[..., None], FLOAT64)
-    weights = torch.exp(_logits(query, key) - excluded.lse[..., None])
-    kept = torch.zeros(1, 2, 17, dtype=torch.bool).scatter_(2, aux.selection.indices, True)
-    weights = weights * kept.repeat_interleave(2, dim=1)[:, :, None]
-    assert_within(weights.sum(-1), torch.ones_like(weights.sum(-1)), FLOAT64, "weights of the selected keys")
 
 
 def test_identity_5_residual_weight_scales_the_residual_by_all_keys():
@@ -163,7 +111,9 @@ def test_identity_5_residual_weight_scales_the_residual_by_all_keys():
     for mask in ("exclude", "zero"):
         couplings = [Coupling(mask, weight) for weight in ("selected", "all")]
         by_selected, by_all = (attend(tensors, config.replace(coupling=coupling))[0] for coupling in couplings)
-        _same(by_all, prescore.Attended(by_selected.output, by_selected.lse + math.log(17 / 7)), f" under {mask}")
+        assert_equal(
+            by_all, prescore.Attended(by_selected.output, by_selected.lse + math.log(17 / 7)), f", {mask}"
+        )
 
 
 @pytest.mark.parametrize("alignment", ["rank", "hash"])
@@ -177,8 +127,8 @@ def test_identity_5_overlap_counts_a_key_in_block_and_sample_twice(alignment):
     # one block holds all seven keys: with exclusion the residual vanishes, without it is added in full
     selected = aux.selection.indices[..., None].expand(-1, -1, -1, 4)
     exact = prescore.exact_attention(query, key.gather(2, selected), value.gather(2, selected))
-    _same(once, exact, " with exclusion")
-    _same(twice, prescore.merge(exact, residual), " with double counting")
+    assert_equal(once, exact, ", with exclusion")
+    assert_equal(twice, prescore.merge(exact, residual), ", with double counting")
 
 
 def test_identity_5_the_early_integration_is_all_three_artefacts():
@@ -187,88 +137,11 @@ def test_identity_5_the_early_integration_is_all_three_artefacts():
     assert Selected.paper().coupling == Coupling("exclude", "selected", "exclude", "selected") == Coupling()
 
 
-@given(
-    cases(causal=True),
-    st.sampled_from(("paper", "hyper", "early", "routed", "selected")),
-    st.sampled_from((257, 300)),
-)
-@FAST
-def test_identity_6_causal_with_large_leaves_is_exact(case, preset, leaf):
-    tensors, mask, _, seed = case
-    config = PRESETS[preset].replace(**{"exact_until" if preset == "routed" else "min_seq_len": leaf})
-    tensors = _poisoned(tensors, mask)
-    truth = prescore.exact_attention(*tensors, is_causal=True, key_padding_mask=mask)
-    result, aux = attend(tensors, config, mask, is_causal=True, generator=seed)
-    assert preset == "routed" or aux.selection == []  # routed attention lists its chunks
-    _same(result, truth)
-
-
-PRESETS = {
-    "paper": Selected.paper(top_k=8),
-    "hyper": Hyper.published(),
-    "early": Selected.early(top_k=8),
-    "routed": Routed(),
-    "selected": Selected(top_k=8),
-}
-
-
-@pytest.mark.parametrize("scorer", prescore.list_scorers())
-@pytest.mark.parametrize("remainder", ["none", "centroids"])
-def test_identity_10_a_step_with_a_fresh_selection_is_the_call_that_selects(scorer, remainder):
-    query, key, value = attention_tensors(batch=2, heads=4, kv_heads=2, n_query=1, n_keys=61, seed=1)
-    lsh = Lsh(block_size=4, sample_size=4, alignment="rank")
-    for config, budget in (
-        (Selected(scorer, 9, remainder=remainder, sinks=2, recent=3), {"top_k": 9, "sinks": 2, "recent": 3}),
-        (Selected.paper(scorer, 20, remainder=remainder, inner=lsh, min_seq_len=0), {"top_k": 20, "sinks": 0}),
-    ):
-        fresh = prescore.select(key, scorer, **budget, generator=5)
-        made, _ = attend((query, key, value), config, generator=5)
-        with_given, aux = attend((query, key, value), config, generator=5, selection=fresh)
-        assert torch.equal(aux.selection.indices, fresh.indices)
-        _same(with_given, made, f" of {scorer}")
-
-
-def test_a_given_selection_is_used_as_given_and_causally():
-    query, key, value = attention_tensors(batch=2, heads=2, kv_heads=1, n_keys=19, seed=2)
-    indices = torch.tensor([1, 6, 11, 17]).expand(2, 1, 4)
-    chosen = prescore.Selection(indices, torch.ones_like(indices, dtype=torch.bool))
-    config = Selected(remainder="none", min_seq_len=4, sinks=0)
-    result, _ = attend((query, key, value), config, is_causal=True, selection=chosen)
-    visible = torch.zeros(19, 19, dtype=torch.bool)
-    for i in range(19):
-        visible[i, i // 4 * 4 : i + 1] = True
-        visible[i, [j for j in (1, 6, 11, 17) if j <= i]] = True
-    logits = _logits(query, key).masked_fill(~visible, -torch.inf)
-    _same(result, prescore.Attended(logits.softmax(-1) @ value, logits.logsumexp(-1)))
-
-
 @pytest.mark.parametrize(("p", "kind"), [(2.0, KMeans), (1.0, KMedian)])
 @pytest.mark.parametrize("rule", ["nearest", "farthest", "sensitivity"])
 def test_identity_7_minkowski_at_two_and_one(p, kind, rule):
     key = attention_tensors(batch=2, kv_heads=2, n_keys=127, dim=5, seed=3)[1]
-    general = prescore.score(key, Minkowski(p=p, rule=rule), generator=1)
     special = prescore.score(key, kind(rule=rule), generator=1)
-    assert_within(general, special, 1e-9, f"minkowski(p={p})")  # another path of powers and roots
+    assert torch.equal(prescore.score(key, Minkowski(p=p, rule=rule), generator=1), special)
     other = prescore.score(key, Minkowski(p=1.5, rule=rule), generator=1)
     assert float((other - special).abs().max()) > 1e-3
-
-
-@pytest.mark.parametrize("rank", [1, 3, 6])
-def test_identity_7_exact_leverage_sums_to_the_rank(rank):
-    generator = torch.Generator().manual_seed(rank)
-    left = torch.randn(2, 2, 90, rank, generator=generator, dtype=torch.float64)
-    key = left @ torch.randn(2, 2, rank, 6, generator=generator, dtype=torch.float64)
-    scores = prescore.score(key, "leverage")
-    assert_within(scores.sum(-1), torch.full((2, 2), float(rank), dtype=torch.float64), 1e-6, "sum of leverage")
-
-
-def test_identity_7_sketched_leverage_approaches_exact():
-    key = attention_tensors(batch=2, kv_heads=2, n_keys=400, dim=6, seed=5)[1]
-    exact = prescore.score(key, "leverage")
-    errors = []
-    for size in (12, 48, 192):
-        sketched = [prescore.score(key, Leverage(sketch_size=size), generator=seed) for seed in range(8)]
-        runs = [(scores / exact - 1).abs().mean() for scores in sketched]
-        errors.append(float(torch.stack(runs).mean()))
-    assert errors[0] > errors[1] > errors[2]
-    assert errors[2] < 0.3  # about sqrt(2 d / rows) = 0.25 for a Gaussian sketch

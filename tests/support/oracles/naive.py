@@ -12,34 +12,18 @@ import torch
 from oracles.dense import Weights
 from torch import Tensor
 
-from prescore.config import Exact, Hyper, Lsh, Selected
-from prescore.rng import Streams, as_streams
+from prescore.config import Exact, Hyper, Selected
+from prescore.rng import as_streams
 from prescore.scoring.base import Scorer
 from prescore.scoring.kmeans import KMeans
 from prescore.scoring.select import membership, score_keys, select_keys
-from prescore.types import Selection
 
 
-def naive_weights(
-    query: Tensor,
-    key: Tensor,
-    config: Selected | Hyper,
-    *,
-    is_causal: bool = False,
-    key_padding_mask: Tensor | None = None,
-    generator: torch.Generator | int | None = None,
-    selection: Selection | None = None,
-) -> Weights:
+def naive_weights(query, key, config, *, is_causal=False, key_padding_mask=None, generator=None, selection=None):
     """What every query of a call reads. Padding queries are not specified under `alignment="rank"`."""
     if isinstance(config, Hyper):  # every key is selected
-        config = Selected(
-            top_k=1.0,
-            sinks=config.sinks,
-            remainder="none",
-            inner=config.lsh,
-            min_seq_len=config.min_seq_len,
-            leaf_inclusive=config.leaf_inclusive,
-        )
+        shared = {name: getattr(config, name) for name in ("sinks", "min_seq_len", "leaf_inclusive")}
+        config = Selected(top_k=1.0, remainder="none", inner=config.lsh, **shared)
     streams = as_streams(generator)
     batch, kv_heads, n_keys = key.shape[:3]
     queries = query.unflatten(1, (kv_heads, -1)).detach()
@@ -74,25 +58,17 @@ class Column:
 class HeadWeights:
     """Weights of one sequence and one KV head: `[group, Nq, columns]`, keys first, centroids after."""
 
-    def __init__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        valid: Tensor,
-        config: Selected,
-        streams: Streams,
-        given: Tensor | None,
-    ) -> None:
+    def __init__(self, query, key, valid, config, streams, given):
         self.query, self.valid, self.config, self.streams, self.given = query, valid, config, streams, given
         self.key = torch.where(valid[:, None], key, 0.0)  # padding may hold NaN
         self.table = torch.zeros(*query.shape[:2], key.shape[0], dtype=torch.float64)
-        self.means: list[Tensor] = []
-        real: list[int] = valid.nonzero()[:, 0].tolist()
+        self.means = []
+        real = valid.nonzero()[:, 0].tolist()
         self.first, self.end = real[0] if real else 0, real[-1] + 1 if real else 0
         self.sinks = set(real[: config.sinks])
         self.self_attention = query.shape[1] == key.shape[0]
 
-    def fill(self, is_causal: bool) -> None:
+    def fill(self, is_causal):
         """Fill the table: all keys as one block pair, or leaves and the off-diagonal blocks of every level."""
         n_query, n_keys = self.query.shape[1], self.key.shape[0]
         if not is_causal:
@@ -116,7 +92,7 @@ class HeadWeights:
                     self.block_pair(f"level{level}", range(begin, begin + width), queries, few)
             level, width = level + 1, width * 2
 
-    def block_pair(self, name: str, candidates: range, queries: list[int], few: bool) -> None:
+    def block_pair(self, name, candidates, queries, few):
         """Some queries over some keys, of which a selection is made."""
         index = torch.tensor(list(candidates), dtype=torch.int64)
         real = self.valid[index]
@@ -124,7 +100,7 @@ class HeadWeights:
             return
         streams, config, coupling = self.streams.child(name), self.config, self.config.coupling
         real_keys = index[real].tolist()
-        recent = set(real_keys[len(real_keys) - config.recent :])
+        recent = set(real_keys[max(0, len(real_keys) - config.recent) :])
         protect = torch.tensor([int(i) in self.sinks or int(i) in recent for i in index]) & real
         keys = self.key[index][None, None]
         mask = None if bool(real.all()) else real[None]
@@ -152,29 +128,19 @@ class HeadWeights:
             weight = len(real_keys) if coupling.residual_weight == "all" else n_selected
             self.hyper(config.inner, queries, pool, weight, streams)
 
-    def add_centroids(
-        self,
-        keys: Tensor,
-        mask: Tensor | None,
-        index: Tensor,
-        unselected: Tensor,
-        queries: list[int],
-        streams: Streams,
-    ) -> None:
+    def add_centroids(self, keys, mask, index, unselected, queries, streams):
         """One column per cluster: the average of its keys that were not selected, counted that often."""
         scorer = self.config.remainder if isinstance(self.config.remainder, Scorer) else self.config.scoring
         labels = score_keys(keys, scorer, valid=mask, streams=streams).labels
         if labels is None:
             labels = score_keys(keys, KMeans(), valid=mask, streams=streams).labels
-        if labels is None:
-            raise TypeError("kmeans must return labels, got None")
         for cluster in labels[0, 0][unselected].unique().tolist():
             members = index[unselected & (labels[0, 0] == cluster)]
             mean = torch.zeros(self.key.shape[0], dtype=torch.float64)
             mean[members] = 1 / len(members)
             self.count(queries, [self.new_column(mean)], float(len(members)))
 
-    def hyper(self, lsh: Lsh, queries: list[int], pool: list[Column], size: int, streams: Streams) -> None:
+    def hyper(self, lsh, queries, pool, size, streams):
         """Each query over its LSH block and over the samples outside it, by definition."""
         directions = self.streams.normal("lsh", self.key.shape[1], lsh.n_projections, like=self.key)
         bucket = [gray_position(column.vector @ directions >= 0) for column in pool]
@@ -195,7 +161,7 @@ class HeadWeights:
                     if block_of[j] != block or self.config.coupling.overlap == "count":
                         self.table[head, i, pool[j].number] += size / lsh.sample_size
 
-    def align(self, lsh: Lsh, queries: dict[int, int], bucket: list[int], n_blocks: int) -> dict[int, int]:
+    def align(self, lsh, queries, bucket, n_blocks):
         """Which block each query reads; `queries` maps a query to its bucket."""
         if lsh.alignment == "rank":
             real = [i for i in queries if not self.self_attention or self.valid[i]]
@@ -205,20 +171,20 @@ class HeadWeights:
         twice = {i: sum(b < r for b in bucket) + sum(b <= r for b in bucket) for i, r in queries.items()}
         return {i: min(place // (2 * size), n_blocks - 1) for i, place in twice.items()}
 
-    def count(self, queries: list[int], columns: list[int], weight: float) -> None:
+    def count(self, queries, columns, weight):
         """Let all these queries read all these columns."""
         number = torch.tensor(columns, dtype=torch.int64)
         weights = self.table.new_full((self.table.shape[0], len(columns)), weight)
         for i in queries:
             self.table[:, i].index_add_(1, number, weights)
 
-    def new_column(self, mean: Tensor) -> int:
+    def new_column(self, mean):
         """Add a centroid; returns its column number."""
         self.means.append(mean)
         self.table = torch.cat((self.table, self.table.new_zeros(*self.table.shape[:2], 1)), dim=2)
         return self.table.shape[2] - 1
 
-    def padded(self, most: int) -> tuple[Tensor, Tensor, Tensor]:
+    def padded(self, most):
         """Key weights, means and centroid weights, repeated per query head and filled up to `most`."""
         group, n_keys = self.table.shape[0], self.key.shape[0]
         rows = [*self.means, *(self.table.new_zeros(n_keys) for _ in range(most - len(self.means)))]
@@ -227,7 +193,7 @@ class HeadWeights:
         return self.table[..., :n_keys], means.expand(group, most, n_keys), logs
 
 
-def gray_position(signs: Tensor) -> int:
+def gray_position(signs):
     """Where a bit pattern stands in the reflected Gray sequence, found by walking it."""
     pattern = sum(1 << bit for bit, sign in enumerate(signs.tolist()) if sign)
     for place in range(1 << max(1, signs.numel())):

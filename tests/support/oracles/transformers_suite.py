@@ -4,7 +4,9 @@
 
 runs the test files of these models in a checkout of transformers twice, with sdpa and with ours under its name,
 and lists what fails with ours alone. A refusal (`Unsupported`) is listed apart. A test counts as reached only if
-it called attention; many tests of a model file do not. docs/integrations.md says how to get such a checkout.
+it called attention; many tests of a model file do not. docs/evaluation.md says how to get such a checkout.
+
+The module is also the pytest plugin of these runs: it replaces sdpa, and notes in a JSON file what each test did.
 """
 
 from __future__ import annotations
@@ -14,18 +16,24 @@ import json
 import subprocess
 import sys
 import tempfile
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-from oracles.transformers_plugin import CONFIG, ON_UNSUPPORTED, REPORT, SDPA
+from typing import TYPE_CHECKING, Any
 
 from prescore.config import Routed, config_from_dict
 
-_PLUGIN = "oracles.transformers_plugin"
-_REFUSAL = "prescore.errors.Unsupported: "  # torch.compile has an Unsupported too
-_USUAL_EXITS = (0, 1, 5)  # all passed, some failed, none collected
+if TYPE_CHECKING:
+    import pytest
+
+PLUGIN = "oracles.transformers_suite"
+SDPA = "sdpa"
+"""As configuration: sdpa stays, and is only counted."""
+REFUSAL = "prescore.errors.Unsupported: "
+"""torch.compile has an `Unsupported` too."""
+USUAL_EXITS = (0, 1, 5)
+"""All passed, some failed, none collected."""
 
 
 @dataclass(frozen=True)
@@ -50,14 +58,12 @@ class SuiteResult:
 
     def __str__(self) -> str:
         lines = [f"{self.n_tests} tests, {self.n_reached} reached prescore, {len(self.passed)} passed"]
-        kinds = {
-            "refused": self.refused,
-            "fail with both": self.fail_with_both,
-            "fail with prescore alone": self.broken,
-        }
-        for kind, names in kinds.items():
-            lines.append(f"{len(names)} {kind}")
-            lines += [f"  {name}" for name in names]
+        for kind, names in (
+            ("refused", self.refused),
+            ("fail with both", self.fail_with_both),
+            ("fail with prescore alone", self.broken),
+        ):
+            lines += [f"{len(names)} {kind}", *(f"  {name}" for name in names)]
         return "\n".join(lines)
 
 
@@ -85,11 +91,11 @@ def run_suite(
     chosen = json.dumps(Routed().to_dict()) if config is None else config
     config_from_dict(json.loads(chosen))  # a wrong one is refused before any test runs
     usual = _run(checkout, folders, SDPA, options)
-    ours = _run(checkout, folders, chosen, [f"{ON_UNSUPPORTED}={on_unsupported}", *options])
+    ours = _run(checkout, folders, chosen, [f"--prescore-on-unsupported={on_unsupported}", *options])
     failed = [name for name, test in ours.items() if test["outcome"] == "failed"]
     with_both = [name for name in failed if usual.get(name, {}).get("outcome") == "failed"]
     worse = [name for name in failed if name not in with_both]
-    refused = [name for name in worse if all(_REFUSAL in said for said in ours[name]["said"])]
+    refused = [name for name in worse if all(REFUSAL in said for said in ours[name]["said"])]
     ran = [test for test in ours.values() if test["outcome"] != "skipped"]
     return SuiteResult(
         n_tests=len(ran),
@@ -104,40 +110,111 @@ def run_suite(
 def _run(checkout: Path, folders: Sequence[Path], config: str, options: Sequence[str]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as scratch:
         report = Path(scratch) / "report.json"
-        command = [sys.executable, "-m", "pytest", "-p", _PLUGIN, "-q", f"{REPORT}={report}", f"{CONFIG}={config}"]
         files = [str(path.resolve()) for folder in folders for path in sorted(folder.glob("test_modeling_*.py"))]
-        done = subprocess.run(
-            [*command, *options, *files], cwd=checkout, capture_output=True, text=True, check=False
-        )
-        if done.returncode not in _USUAL_EXITS or not report.exists():
+        settings = [f"--prescore-report={report}", f"--prescore-config={config}", *options]
+        command = [sys.executable, "-m", "pytest", "-p", PLUGIN, "-q", *settings, *files]
+        done = subprocess.run(command, cwd=checkout, capture_output=True, text=True, check=False)
+        if done.returncode not in USUAL_EXITS or not report.exists():
             tail = "\n".join((done.stdout + done.stderr).splitlines()[-20:])
             raise RuntimeError(f"the tests of {checkout} must run, got exit code {done.returncode}:\n{tail}")
         found: dict[str, Any] = json.loads(report.read_text())
         return found
 
 
+# The plugin.
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Where to write, the configuration as JSON, and what happens to unsupported features."""
+    parser.addoption("--prescore-report", required=True)
+    parser.addoption("--prescore-config", default=SDPA)
+    parser.addoption("--prescore-on-unsupported", default="raise")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Replace sdpa before any test is collected."""
+    notes = _Notes(Path(config.getoption("--prescore-report")))
+    replace_sdpa(notes, config.getoption("--prescore-config"), config.getoption("--prescore-on-unsupported"))
+    config.pluginmanager.register(notes)
+
+
+class _Notes:
+    """What each test did."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.running = ""
+        self.calls: defaultdict[str, int] = defaultdict(int)
+        self.tests: dict[str, dict[str, Any]] = {}
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        self.running = nodeid
+
+    def pytest_runtest_setup(self) -> None:
+        """Seed both runs alike."""
+        from transformers import set_seed
+
+        set_seed(0)
+        for name, module in list(sys.modules.items()):
+            if name.endswith("test_modeling_common"):
+                module.global_rng.seed(0)  # where transformers' tests draw their inputs
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Keep the worst outcome: a test passes where its parts (unittest's subTest) fail, which report first."""
+        said = report.longreprtext[-2000:]
+        is_part = hasattr(report, "context")
+        known = self.tests.get(report.nodeid, {})
+        is_whole = not is_part and (report.when == "call" or report.outcome == "skipped")
+        if known.get("outcome") != "failed" and (is_whole or report.outcome == "failed"):
+            self.tests[report.nodeid] = {"outcome": report.outcome, "said": [said]}
+        elif is_part and report.outcome == "failed":
+            known["said"].append(said)
+
+    def pytest_sessionfinish(self) -> None:
+        found = {name: {**test, "calls": self.calls[name]} for name, test in self.tests.items()}
+        self.path.write_text(json.dumps(found))
+
+
+def replace_sdpa(notes: _Notes, config: str, on_unsupported: str) -> None:
+    """Register attention and mask under transformers' name `sdpa`; every call counts for the test that runs."""
+    import torch
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    from prescore.integrations.transformers import attention as ours
+
+    attend, made = AttentionInterface._global_mapping[SDPA], None
+    if config != SDPA:
+        attend, made = ours.prescored_attention_forward, config_from_dict(json.loads(config))
+        AttentionMaskInterface.register(SDPA, ours.prescored_mask)
+
+    def count() -> None:
+        notes.calls[notes.running] += 1
+
+    # a graph counts while it is traced; a changing number would have it traced again at every call
+    count = torch.compiler.assume_constant_result(count)
+
+    def counted(module: Any, *args: Any, **kwargs: Any) -> Any:
+        count()
+        if made is not None:
+            ours.default_patch(module, made, on_unsupported)
+        return attend(module, *args, **kwargs)
+
+    AttentionInterface.register(SDPA, counted)
+
+
 def suite_command(argv: Sequence[str] | None = None) -> int:
     """The command; 1 = something fails with ours alone."""
-    parser = argparse.ArgumentParser(prog="python -m oracles.transformers_suite")
+    parser = argparse.ArgumentParser(prog=f"python -m {PLUGIN}")
     parser.add_argument("checkout", type=Path, help="a checkout of transformers")
-    parser.add_argument(
-        "--model", action="append", required=True, help="a folder of tests/models; may be repeated"
-    )
+    parser.add_argument("--model", action="append", required=True, help="folder of tests/models; may be repeated")
     parser.add_argument("--config", help="JSON of a configuration; default: Routed()")
-    parser.add_argument(
-        "--on-unsupported", choices=("raise", "exact"), default="raise", help="as in prescore.apply"
-    )
+    parser.add_argument("--on-unsupported", choices=("raise", "exact"), default="raise", help="as in apply")
     parser.add_argument("-k", dest="keyword", help="as pytest's -k")
-    arguments = parser.parse_args(argv)
-    options = [] if arguments.keyword is None else ["-k", arguments.keyword]
+    given = parser.parse_args(argv)
+    options = [] if given.keyword is None else ["-k", given.keyword]
+    settings = {"config": given.config, "on_unsupported": given.on_unsupported, "options": options}
     try:
-        result = run_suite(
-            arguments.checkout,
-            arguments.model,
-            config=arguments.config,
-            on_unsupported=arguments.on_unsupported,
-            options=options,
-        )
+        result = run_suite(given.checkout, given.model, **settings)
     except (OSError, RuntimeError, ValueError) as error:
         sys.stderr.write(f"{error}\n")
         return 2

@@ -4,13 +4,13 @@ import pytest
 import torch
 
 import prescore
-from prescore import Companions, GaussianKMeans, KMeans, Leverage, Minkowski
+from prescore import Companions, GaussianKMeans, KMeans, Leverage
 from prescore.bench.planted.model import PlantedSetting
 from prescore.rng import Streams
-from prescore.scoring.kmeans import bandwidths, fourier_features
+from prescore.scoring.kmeans import bandwidths
 from prescore.scoring.leverage import exact_leverage
-from prescore.scoring.rules import apply_rule, cluster_sums
-from prescore.scoring.sampling import Scratch, draw_sample
+from prescore.scoring.rules import apply_rule
+from prescore.scoring.sampling import draw_sample
 
 
 def normal(*size, dtype=torch.float64):
@@ -38,11 +38,6 @@ def test_uniform_depends_on_position_and_seed_only():
     assert (scores == scores[:1, :1]).all()
     assert ((scores >= 0) & (scores < 1)).all()
     assert not torch.equal(scores, prescore.score(KEYS, "uniform", generator=1))
-
-
-def test_minkowski_meets_its_named_relatives():
-    for p, name in ((2.0, "kmeans"), (1.0, "kmedian")):
-        assert torch.equal(prescore.score(KEYS, Minkowski(p=p)), prescore.score(KEYS, name))
 
 
 @pytest.mark.parametrize("n", [4096, 16384])
@@ -84,7 +79,7 @@ def test_leverage_equals_the_svd(dtype, condition):
 
 
 @pytest.mark.parametrize("rank", [1, 5, 15])
-def test_leverage_of_rank_deficient_keys_sums_to_their_rank(rank):
+def test_identity_7_leverage_of_rank_deficient_keys_sums_to_their_rank(rank):
     keys = torch.cat([keys_of(rank=rank), keys_of(condition=0.0)])  # one batch with well conditioned heads
     scores = prescore.score(keys, "leverage")
     torch.testing.assert_close(scores.sum(-1)[:2], torch.full((2, 3), float(rank)), rtol=1e-4, atol=0.0)
@@ -104,7 +99,7 @@ def test_a_sketch_as_long_as_the_keys_is_exact():
 
 
 @pytest.mark.parametrize("sketch_size", [128, 512, 2048])
-def test_sketched_error_is_as_stated_and_falls(sketch_size):
+def test_identity_7_sketched_error_is_as_stated_and_falls(sketch_size):
     keys = normal(1, 4, 16384, 32, dtype=torch.float32)
     relative = prescore.score(keys, Leverage(sketch_size=sketch_size)) / prescore.score(keys, "leverage") - 1
     columns = min(32, max(8, sketch_size // 16))
@@ -134,27 +129,6 @@ def test_distances_are_those_of_the_exact_kernel():
         # 4096 frequencies: kernel errors of about 1/64, less after averaging over a cluster
         assert (scored.scores[0, head] - exact).abs().max() < 0.05
         assert torch.corrcoef(torch.stack([scored.scores[0, head], exact]))[0, 1] > 0.99
-
-
-def test_gaussian_kmeans_is_not_a_map_of_the_euclidean_distance():
-    # a ring around a core: one Euclidean mean cannot tell them apart, kernel k-means can
-    angle = torch.linspace(0, 6.28, 200, dtype=torch.float64)
-    ring = torch.stack([angle.cos(), angle.sin()], -1) * 4
-    keys = torch.cat([ring, normal(200, 2) * 0.2])[None, None]
-    scorer = GaussianKMeans(n_clusters=2, n_features=2048, rule="farthest", normalize=False)
-    scored = scorer.score(keys, valid=None, streams=Streams(0))
-    assert len(scored.labels[0, 0, 200:].unique()) == 1
-    assert scored.scores[0, 0, :200].mean() > 2 * scored.scores[0, 0, 200:].mean()
-
-
-def test_features_approach_the_kernel():
-    points, widths = normal(2, 50, 4), torch.tensor([1.0, 2.0], dtype=torch.float64)
-    frequencies = Streams(1).normal("test", 20000, 4, like=points).t() / widths[:, None, None]
-    features = fourier_features(points, frequencies, Scratch())
-    torch.testing.assert_close(features.norm(dim=-1), torch.ones(2, 50, dtype=torch.float64))
-    exact = torch.exp(-torch.cdist(points, points).square() / (2 * widths[:, None, None] ** 2))
-    # standard error below 1/sqrt(2 * 20000) = 0.005, largest of 2500 pairs within 5 of them
-    assert (features @ features.transpose(1, 2) - exact).abs().max() < 0.025
 
 
 def test_bandwidth_is_the_median_distance_of_valid_points():
@@ -188,27 +162,6 @@ def test_rules_on_a_toy_solved_by_hand(rule, expected):
     torch.testing.assert_close(scores, torch.tensor(expected, dtype=torch.float64))
     flat = apply_rule(rule, torch.zeros(2, 5), torch.zeros(2, 5, dtype=torch.int64), n_clusters=2)
     assert torch.isfinite(flat).all()  # coinciding points
-
-
-def test_balanced_is_an_equal_share_at_any_budget():
-    generator = torch.Generator().manual_seed(0)
-    labels, distances = torch.randint(4, (1, 400), generator=generator), torch.rand(1, 400, generator=generator)
-    top = apply_rule("balanced", distances, labels, n_clusters=4).topk(40).indices[0]
-    for cluster in range(4):
-        members, kept = distances[0][labels[0] == cluster], distances[0][top][labels[0][top] == cluster]
-        torch.testing.assert_close(kept.sort().values, members.sort().values[:10])
-
-
-def test_cluster_sums_against_a_loop():
-    generator = torch.Generator().manual_seed(0)
-    labels = torch.randint(7, (3, 50), generator=generator)
-    values = torch.rand(3, 50, generator=generator, dtype=torch.float64)
-    present = torch.rand(3, 50, generator=generator) < 0.7
-    (sums,) = cluster_sums(labels, 8, present, values)
-    for problem in range(3):
-        for cluster in range(8):
-            expected = values[problem][present[problem] & (labels[problem] == cluster)].sum()
-            torch.testing.assert_close(sums[problem, cluster], expected)
 
 
 @pytest.mark.parametrize(

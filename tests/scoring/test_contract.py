@@ -9,28 +9,13 @@ import torch
 import prescore
 from prescore import GaussianKMeans, KeyNorm, KMeans, KMedian, Leverage, Minkowski, Selected
 from prescore import testing as contract
-from prescore.registry import _SCORERS, get_scorer, list_scorers, register_scorer
 from prescore.rng import Streams
 from prescore.scoring.base import KeyShard, Scored, Scorer, as_scorer
 from prescore.testing import CONTRACT, check_scorer
 
-MODULES = {
-    "companions": "companions", "gaussian-kmeans": "kmeans", "key-diff": "key_diff", "key-norm": "key_norm",
-    "kmeans": "kmeans", "kmedian": "kmeans", "leverage": "leverage", "minkowski": "kmeans", "uniform": "uniform",
-}  # fmt: skip
-
-
-@pytest.fixture
-def registered():
-    """Names registered by a test disappear with it."""
-    before = dict(_SCORERS)
-    yield
-    _SCORERS.clear()
-    _SCORERS.update(before)
-
 
 @pytest.mark.parametrize("check", CONTRACT, ids=lambda check: check.__name__)
-@pytest.mark.parametrize("name", list_scorers())
+@pytest.mark.parametrize("name", prescore.list_scorers())
 def test_registered_scorer(name, check):
     check(as_scorer(name))
 
@@ -54,24 +39,6 @@ def test_registered_scorer(name, check):
 )
 def test_options_keep_the_contract(scorer):
     check_scorer(scorer)
-
-
-def test_built_in_scorers():
-    assert set(MODULES) <= set(list_scorers())
-    for name, module in MODULES.items():
-        assert get_scorer(name).__module__ == f"prescore.scoring.{module}"
-
-
-@pytest.mark.usefixtures("registered")
-def test_a_third_party_scorer_is_one_class():
-    @register_scorer("first-coordinate")
-    @dataclass(frozen=True)
-    class FirstCoordinate(Scorer):
-        def score(self, keys, *, valid, streams):
-            return keys[..., 0].clone()
-
-    assert "first-coordinate" in list_scorers()
-    check_scorer("first-coordinate")
 
 
 def scorer_of(function, **attributes):
@@ -194,18 +161,3 @@ def test_clusters_are_fitted_on_all_keys_unless_a_size_is_given():
     for size in (3000, 10**6):
         assert torch.equal(prescore.score(key, KMeans(fit_size=size)), on_all)
     assert not torch.equal(sampled, on_all)
-    with pytest.raises(ValueError, match=r"fit_size must be None \(fit on all keys\) or at least 1, got 0"):
-        KMeans(fit_size=0)
-    with pytest.raises(TypeError, match="fit_size must be an int, got bool False"):
-        KMeans(fit_size=False)
-
-
-def test_only_scorers_are_registered():
-    class Duck:
-        def score(self, keys, *, valid, streams):
-            return keys.norm(dim=-1)
-
-    for wrong in (Duck, KeyNorm()):
-        with pytest.raises(TypeError, match=r"derived from prescore\.Scorer, got .*(Duck|KeyNorm)"):
-            register_scorer("duck")(wrong)
-    assert "duck" not in list_scorers()

@@ -1,0 +1,115 @@
+"""No query depends on later positions, on other sequences, on padding, on other heads, or on earlier calls."""
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from attention_checks import FLOAT64, aligned_by_rank, assert_equal, attend
+from fuzz_cases import random_case
+from fuzz_oracles import batch_and_padding
+from fuzz_terms import features_tie
+from oracles.budgets import assert_within
+from oracles.inputs import attention_tensors
+
+import prescore
+from fuzz import check
+from prescore import Coupling, Hyper, KMeans, Lsh, Routed, Selected
+
+RANK = Lsh(block_size=3, sample_size=3, n_projections=3, alignment="rank")
+HASH = RANK.replace(alignment="hash")
+ROUTED = Routed(min_weight=1 / 4, cluster_size=2, chunk_size=4, sinks=1, exact_until=0)
+CONFIGS = {
+    "paper": Selected.paper(top_k=5, min_seq_len=4, inner=RANK),
+    "paper leaf inclusive": Selected.paper(top_k=5, min_seq_len=4, inner=RANK, leaf_inclusive=True),
+    "paper hash": Selected.paper(top_k=5, min_seq_len=4, inner=HASH),
+    "hyper": Hyper(RANK, min_seq_len=4),
+    "hyper hash": Hyper(HASH, min_seq_len=4),
+    "early": Selected.early(top_k=5, min_seq_len=4, inner=RANK),
+    "early hash": Selected.early(top_k=5, min_seq_len=4, inner=HASH),
+    "selected": Selected(top_k=5, min_seq_len=4),
+    "selected recent": Selected(top_k=5, min_seq_len=4, recent=2),
+    "selected by score": Selected("key-diff", min_score=0.0, min_seq_len=4),
+    "routed": ROUTED.replace(min_weight=1 / 8, sinks=2),
+    "routed after exact queries": ROUTED.replace(cluster_size=1, chunk_size=2, exact_until=15),
+    "centroids hyper": Selected(top_k=9, min_seq_len=4, inner=HASH),
+    "sampled": Selected(top_k=5, selector="sample", min_seq_len=4),
+    "share and fallback": Selected(top_k=0.3, min_fraction=0.35, min_seq_len=4, inner=HASH),
+    "full": Selected.paper("kmeans", 9, min_seq_len=0, inner=RANK),
+    "noise": Selected(KMeans(noise=0.3), 5, min_seq_len=4),
+    "no leaves": Selected(top_k=5, min_seq_len=0),
+    "count": Selected.paper(top_k=5, min_seq_len=4, inner=HASH, coupling=Coupling(overlap="count")),
+    "all blocks": Selected.paper(top_k=5, min_seq_len=4, inner=HASH, coupling=Coupling(blocks="all")),
+}
+for scorer in prescore.list_scorers():
+    CONFIGS[f"{scorer} exact"] = Selected(scorer, 5, min_seq_len=4)
+    CONFIGS[f"{scorer} hyper"] = Selected.paper(scorer, 5, min_seq_len=4, inner=HASH)
+for rule in ("farthest", "cluster-share", "sensitivity", "balanced"):
+    CONFIGS[f"kmeans {rule}"] = Selected(KMeans(rule=rule), 5, min_seq_len=4)
+STRICT = [name for name, config in CONFIGS.items() if not aligned_by_rank(config)]
+
+
+SIZES = (1, 6, 23, 37, 40)
+PLAIN = {"given": False, "dropout_p": 0.0, "keys": "gaussian", "backend": "auto"}
+each_config = pytest.mark.parametrize("name", CONFIGS)
+
+
+def cases(name, oracle):
+    """Random calls of the fuzzer with a configuration of the table, and few keys."""
+    for number in range(15):
+        case = random_case(random.Random(f"{oracle}/{number}"))
+        n_keys = SIZES[number % len(SIZES)]
+        n_query = n_keys if case.n_query == case.n_keys else min(case.n_query, n_keys)
+        yield replace(case, config=CONFIGS[name], n_keys=n_keys, n_query=n_query, **PLAIN)
+
+
+@each_config
+@pytest.mark.parametrize("oracle", ["causality", "last_queries"])
+def test_the_future_changes_nothing_and_the_last_queries_are_the_end(name, oracle):
+    applied = sum(check(oracle, case) for case in cases(name, oracle))
+    assert applied or (oracle == "last_queries" and name not in STRICT)
+
+
+@each_config
+def test_a_sequence_alone_and_padded_in_a_batch(name):
+    for case in cases(name, "batch"):
+        if not features_tie(case) and (case.batch > 1 or case.mask != "none"):
+            batch_and_padding(case, flipped=0)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@each_config
+def test_a_head_alone_and_beside_another(name, is_causal):
+    tensors = attention_tensors(batch=4, heads=4, kv_heads=2, n_keys=35, seed=9)
+    both, _ = attend(tensors, CONFIGS[name], is_causal=is_causal)
+    for head in range(2):
+        group = slice(2 * head, 2 * head + 2)
+        own = [tensors[0][:, group], *(t[:, head : head + 1] for t in tensors[1:])]
+        alone, _ = attend(own, CONFIGS[name], is_causal=is_causal)
+        assert_equal(alone, prescore.Attended(both.output[:, group], both.lse[:, group]), f", KV head {head}")
+
+
+@pytest.mark.parametrize("name", STRICT)
+def test_a_prefix_gives_its_part_of_the_result(name):
+    query, key, value = attention_tensors(batch=2, heads=2, kv_heads=1, n_keys=37, seed=1)
+
+    def run(*tensors):
+        return prescore.prescored_attention(*tensors, config=CONFIGS[name], is_causal=True)
+
+    full = run(query, key, value)
+    for length in (1, 4, 17, 31, 36):
+        prefix = run(*(t[:, :, :length] for t in (query, key, value)))
+        assert_within(prefix, full[:, :, :length], FLOAT64, f"the first {length}")
+    run(query + 1, value, key)
+    assert torch.equal(run(query, key, value), full)  # nothing is cached across calls
+
+
+@pytest.mark.parametrize("alignment", ["rank", "hash"])
+def test_the_published_alignment_leaks_through_queries(alignment):
+    # documented and measured, not fixed: sorting queries together lets a later one move an earlier one
+    query, key, value = attention_tensors(batch=8, heads=2, kv_heads=1, n_keys=37)
+    other = torch.cat((query[:, :, :28], 3 * query[:, :, 28:].flip(0)), dim=2)
+    config = Hyper(RANK.replace(block_size=2, alignment=alignment), min_seq_len=4)
+    before, after = (prescore.prescored_attention(q, key, value, config, is_causal=True) for q in (query, other))
+    share = ((after - before).abs().amax(-1)[:, :, :28] > FLOAT64).double().mean()
+    assert 0 < share < 0.9 if alignment == "rank" else share == 0

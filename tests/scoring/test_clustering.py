@@ -1,0 +1,247 @@
+"""Clustering: the Lloyd loop, its seeds, samples, centres and nearest centres, and its inertia."""
+
+import pytest
+import torch
+from sklearn.cluster import KMeans
+from sklearn.datasets import make_blobs
+
+from prescore.rng import Streams
+from prescore.scoring import metrics
+from prescore.scoring.lloyd import assign, fit
+from prescore.scoring.metrics import EUCLIDEAN, MEDIAN, SPHERICAL, best_members, metric_for, zero_of_gradient
+from prescore.scoring.sampling import Scratch, draw_sample, gather_rows, sample_positions
+
+EXPONENTS = (2.0, 1.0, 1.5, 3.0, 0.5)
+every_metric = pytest.mark.parametrize("metric", [metric_for(p) for p in EXPONENTS], ids=lambda m: f"p={m.p}")
+
+
+def normal(*size, seed=1):
+    return torch.randn(*size, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def blobs(n_problems=2, size=30, seed=0):
+    """Four far blobs of standard deviation 0.1 for each problem, and which blob each point is of."""
+    centres = normal(n_problems, 4, 3, seed=seed) * 10
+    truth = torch.arange(4).repeat(size).expand(n_problems, -1)
+    points = gather_rows(centres, truth) + 0.1 * normal(n_problems, 4 * size, 3, seed=seed + 1)
+    return points, truth, centres
+
+
+def inertia(result, p=2.0, dtype=None):
+    return result.distances.to(dtype or result.distances.dtype).pow(p).sum(dim=1)
+
+
+def sampled_fit(points, fit_size, *, weights=None, seed=0, **options):
+    """A fit on a sample, as the clustering scorers do it."""
+    sample = draw_sample(points, weights, fit_size, Streams(seed), "fit sample")
+    return fit(points, sample, streams=Streams(seed), **options)
+
+
+@every_metric
+def test_finds_separated_blobs(metric):
+    points, truth, centres = blobs()
+    result = fit(points, n_clusters=4, metric=metric, streams=Streams(3), max_iter=20)
+    for problem in range(2):
+        pairs = set(zip(truth[problem].tolist(), result.labels[problem].tolist(), strict=True))
+        assert len(pairs) == 4  # one cluster per blob and one blob per cluster
+        nearest = torch.cdist(centres[problem], result.centres[problem]).amin(dim=1)
+        assert nearest.max() < 0.2  # noise of 0.1 per coordinate averaged over 30 points, or a member for p < 1
+
+
+@every_metric
+@pytest.mark.parametrize("max_iter", [0, 1, 10])
+@pytest.mark.parametrize("seeding", ["k-means++", "random"])
+def test_labels_distances_and_centres_agree(metric, max_iter, seeding):
+    points = normal(3, 50, 4)
+    options = {"n_clusters": 6, "metric": metric, "max_iter": max_iter, "seeding": seeding}
+    result = fit(points, streams=Streams(0), **options)
+    gaps = (points[:, :, None] - result.centres[:, None]).abs().pow(metric.p).sum(-1).pow(1 / metric.p)
+    torch.testing.assert_close(result.distances, gaps.amin(-1))
+    torch.testing.assert_close(result.labels, gaps.argmin(-1))
+
+
+@every_metric
+@pytest.mark.parametrize("fit_size", [None, 25])
+def test_zero_weights_are_absent_points(metric, fit_size):
+    points = normal(2, 60, 3)
+    holes = torch.rand(2, 60, generator=torch.Generator().manual_seed(2)) < 0.4
+    holes[1, 40:] = True
+    poisoned, options = points.masked_fill(holes[..., None], 1e6), {"n_clusters": 4, "metric": metric}
+    masked = sampled_fit(poisoned, fit_size, weights=(~holes).double(), **options)
+    for problem in range(2):
+        present = ~holes[problem]
+        alone = sampled_fit(points[problem, present][None], fit_size, **options)
+        torch.testing.assert_close(masked.centres[problem], alone.centres[0])
+        torch.testing.assert_close(masked.labels[problem, present], alone.labels[0])
+        torch.testing.assert_close(masked.distances[problem, present], alone.distances[0])
+
+
+@every_metric
+def test_degenerate_points(metric):
+    options = {"metric": metric, "streams": Streams(0)}
+    assert (fit(torch.ones(2, 30, 3), n_clusters=4, **options).distances == 0).all()
+    few = fit(torch.randn(2, 3, 3), n_clusters=7, **options)
+    assert few.centres.shape == (2, 7, 3)
+    assert (few.distances == 0).all()  # every point is its own centre
+    assert fit(torch.zeros(2, 0, 3), n_clusters=4, **options).labels.shape == (2, 0)
+    assert fit(torch.zeros(0, 5, 3), n_clusters=4, **options).centres.shape == (0, 4, 3)
+    absent = sampled_fit(torch.zeros(1, 5, 3), None, weights=torch.zeros(1, 5), n_clusters=2, metric=metric)
+    assert torch.isfinite(absent.centres).all()
+
+
+def test_empty_clusters_take_the_farthest_points():
+    # random seeding lands twice on the heap of equal points and leaves a cluster empty at first
+    points = torch.cat([torch.zeros(98, 2), torch.tensor([[10.0, 0.0], [0.0, 20.0]])])[None].double()
+    for seed in range(5):
+        result = fit(points, n_clusters=3, metric=EUCLIDEAN, streams=Streams(seed), seeding="random")
+        assert inertia(result).item() == pytest.approx(0.0, abs=1e-12)  # exact: three different points
+
+
+def test_a_converged_problem_is_frozen():
+    easy, hard = blobs(1, seed=1)[0], normal(1, 120, 3, seed=3)
+    options = {"n_clusters": 4, "metric": EUCLIDEAN, "streams": Streams(0), "max_iter": 50, "tol": 0.05}
+    both = fit(torch.cat([easy, hard]), **options)
+    torch.testing.assert_close(both.centres[:1], fit(easy, **options).centres)
+    torch.testing.assert_close(both.centres[1:], fit(hard, **options).centres)
+
+
+def test_one_point_from_each_slice():
+    points = torch.arange(100.0)[None, :, None]
+    sample = draw_sample(points, None, 10, Streams(1), "test")
+    assert (sample.weights, sample.is_partial.tolist()) == (None, [True])
+    assert (sample.points[0, :, 0] // 10).tolist() == list(range(10))
+    assert len(set((sample.points[0, :, 0] % 10).tolist())) > 1
+    assert sample.points[0, :, 0].tolist() == sample_positions(100, 10, Streams(1), "test").tolist()
+    for size in (None, 100, 200):
+        assert draw_sample(points, None, size, Streams(1), "test").points is points
+        assert sample_positions(100, size, Streams(1), "test").tolist() == list(range(100))
+    assert sample_positions(100, 0, Streams(1), "test").tolist() == []
+
+
+# Centres of clusters in l_p, and the nearest centres of points.
+
+STEPS = {torch.float64: 50, torch.float32: 20}
+"""Bisection steps until the dtype has no more digits."""
+
+
+def clusters(dtype=torch.float64, n=41):
+    generator = torch.Generator().manual_seed(4)
+    points = torch.randn(2, n, 3, generator=generator, dtype=dtype).exp()  # skewed: mean, median and others differ
+    labels = torch.randint(3, (2, n), generator=generator)
+    membership = (labels[:, None] == torch.arange(3)[:, None]).to(dtype)
+    return points, labels, membership, membership.sum(-1)
+
+
+def cost(points, centres, membership, p):
+    gaps = (points[:, None] - centres[:, :, None]).abs().pow(p)
+    return torch.einsum("pkn,pknd->pkd", membership, gaps)
+
+
+@pytest.mark.parametrize("p", [1.0, 1.2, 1.5, 2.0, 3.0, 6.0])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_centres_against_a_dense_search(p, dtype):
+    points, labels, membership, sizes = clusters(dtype)
+    centres = zero_of_gradient(points, labels, membership, sizes, p, steps=STEPS[dtype]).double()
+    points, membership = points.double(), membership.double()
+    low, high = points.amin(1)[:, None], points.amax(1)[:, None]
+    tried = low + torch.linspace(0, 1, 1001, dtype=torch.float64)[:, None] * (high - low)
+    best = [cost(points, tried, membership[:, [k]].expand(-1, 1001, -1), p).amin(1) for k in range(3)]
+    # 20 halvings of the bracket in float32: 1e-6 of a standard deviation, so 1e-5 of the cost at p = 1
+    slack = 1 + (1e-12 if dtype == torch.float64 else 1e-5)
+    assert (cost(points, centres, membership, p) <= torch.stack(best, dim=1) * slack).all()
+
+
+def test_below_one_a_member_beats_the_mean():
+    points, labels, membership, sizes = clusters()
+    means, centres = membership @ points / sizes[..., None], best_members(points, labels, membership, sizes, 0.5)
+    assert (cost(points, centres, membership, 0.5).sum(-1) < cost(points, means, membership, 0.5).sum(-1)).all()
+    for problem in range(2):
+        for cluster in range(3):
+            members = points[problem, labels[problem] == cluster]
+            assert (members == centres[problem, cluster]).all(-1).any()
+
+
+def points_and_centres(n_centres, *, dtype=torch.float64, scale=1.0):
+    generator = torch.Generator().manual_seed(n_centres)
+    points = scale * torch.randn(2, 300, 6, generator=generator, dtype=dtype)
+    return points, scale * torch.randn(2, n_centres, 6, generator=generator, dtype=dtype)
+
+
+@pytest.mark.parametrize("n_centres", [2, 3, 64, 65])
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 1e4])
+def test_the_two_nearest_centres(n_centres, scale, monkeypatch):
+    points, centres = points_and_centres(n_centres, scale=scale)
+    wanted = torch.cdist(points, centres).topk(2, dim=2, largest=False).indices.unbind(-1)
+    for limit in (metrics.MAX_PACKED_CENTRES, 1):  # with packed bits, and by sorting
+        monkeypatch.setattr(metrics, "MAX_PACKED_CENTRES", limit)
+        for got, expected in zip(metrics.two_nearest(points, centres, Scratch()), wanted, strict=True):
+            assert torch.equal(got.long(), expected)  # float64 leaves 45 bits: no ties among random points
+
+
+def test_in_float32_only_near_ties_are_swapped():
+    points, centres = points_and_centres(65, dtype=torch.float32)
+    first, _ = metrics.two_nearest(points, centres, Scratch())
+    squares = torch.cdist(points.double(), centres.double()).square()
+    nearest = squares.gather(2, first.long()[..., None])[..., 0]
+    assert (nearest <= squares.amin(2) * (1 + 2**-15)).all()  # 16 bits of the square are compared
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_on_the_sphere_it_is_the_euclidean_metric_to_four_digits(dtype):
+    points, centres = points_and_centres(65, dtype=dtype)
+    points = torch.nn.functional.normalize(points, dim=-1)
+    centres = 0.5 * torch.nn.functional.normalize(centres, dim=-1)
+    labels, distances = assign(points, centres, SPHERICAL)
+    _, wanted = assign(points, centres, EUCLIDEAN)
+    torch.testing.assert_close(distances, wanted, rtol=2**-15, atol=1e-6)
+    own = torch.cdist(points, centres).gather(2, labels[..., None])[..., 0]
+    torch.testing.assert_close(own, wanted, rtol=2**-15, atol=1e-6)
+
+
+@pytest.mark.parametrize("p", [1.0, 1.5, 3.0])
+def test_a_shortlist_of_two_is_compared_in_the_metric(p):
+    points, centres = points_and_centres(9)
+    labels, distances = assign(points, centres, metric_for(p), exact=torch.tensor([False, False]))
+    costs = (points[:, :, None] - centres[:, None]).abs().pow(p).sum(-1)
+    near = torch.cdist(points, centres).topk(2, dim=2, largest=False).indices
+    best = costs.gather(2, near).min(dim=2)
+    assert torch.equal(labels, near.gather(2, best.indices[..., None])[..., 0])
+    torch.testing.assert_close(distances, best.values.pow(1 / p))
+
+
+def test_converged_early_iterations_still_end_in_the_metrics_own_centres():
+    # one skewed cluster: the means converge at once, and the median is elsewhere
+    points = torch.randn(1, 101, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).exp()
+    centres = fit(points, n_clusters=1, metric=MEDIAN, streams=Streams(0)).centres[0, 0]
+    # ten halvings of a standard deviation
+    assert ((centres - points[0].median(dim=0).values).abs() < points[0].std(dim=0) * 2**-9).all()
+    assert ((centres - points[0].mean(dim=0)).abs() > 0.1).all()
+
+
+# Beside scikit-learn's KMeans: same k, 10 iterations, best of three restarts on both sides.
+
+
+def key_like(n=6000, dim=32):
+    """Normalised, anisotropic, off-centre, with soft topics: the shape of real keys."""
+    generator = torch.Generator().manual_seed(0)
+    scale = torch.logspace(0, -1.2, dim)
+    topics = torch.randn(40, dim, generator=generator) * scale
+    topic = torch.randint(40, (n,), generator=generator)
+    points = torch.randn(n, dim, generator=generator) * scale + topics[topic]
+    points = points + 2 * torch.randn(dim, generator=generator) * scale
+    return torch.nn.functional.normalize(points, dim=-1)
+
+
+@pytest.mark.parametrize("name", ["blobs", "keys"])
+def test_inertia_is_scikit_learns(name):
+    blobs, _ = make_blobs(6000, 32, centers=33, cluster_std=4.0, random_state=1)
+    points = torch.tensor(blobs, dtype=torch.float32) if name == "blobs" else key_like()
+    reference = min(
+        KMeans(33, n_init=1, max_iter=10, random_state=seed, algorithm="lloyd").fit(points.numpy()).inertia_
+        for seed in range(3)
+    )
+    for fit_size, allowed in ((None, 1.02), (2048, 1.05)):
+        options = {"n_clusters": 33, "metric": EUCLIDEAN}
+        fits = [sampled_fit(points[None], fit_size, seed=seed, **options) for seed in range(3)]
+        found = min(float(inertia(fitted, dtype=torch.float64)) for fitted in fits)
+        assert found <= allowed * reference, f"fit_size={fit_size}: {found / reference:.3f}"
