@@ -23,7 +23,7 @@ from prescore.types import Attended
 
 SMALL = Routed(min_weight=1 / 16, cluster_size=4, chunk_size=16, sinks=3, exact_until=0)
 WIDE = SMALL.replace(cluster_size=32, chunk_size=32)
-"""Half of the keys of a cluster are outliers; the others are compared where the cluster is searched."""
+"""Clusters of two subclusters."""
 NATIVE = Routed(min_weight=1 / 32, cluster_size=32, chunk_size=64, sinks=3, exact_until=0)
 
 # --- checks
@@ -36,9 +36,12 @@ def small_case(name):
     sizes = {"heads": 2, "kv_heads": 1, "n_keys": 104, "dim": 20, "value_dim": 5}
     sizes |= {"batch": {"full padded": 2, "batch": 3}.get(name, 1), "n_query": 50 if name == "batch" else 104}
     tensors, position = attention_tensors(**sizes, seed=6), torch.arange(104)
-    if name == "outliers":
+    if name == "subclusters":
         config = WIDE
         tensors[1][:, :, 10::32] *= 4
+    if name == "sharp":
+        config = WIDE.replace(min_weight=1 / 1024)
+        tensors[0].mul_(40.0)
     if name == "holes":
         options["mask"] = (position.remainder(20) != 3)[None]
     elif name == "full padded":
@@ -59,7 +62,7 @@ def reference():
 
 
 def stats():
-    config, tensors, _, _ = small_case("outliers")
+    config, tensors, _, _ = small_case("subclusters")
     _, reported = attend(tensors, config)
     reads = [read for head in small_reads() for read in head]
     routed = [read for read in reads if len(read.centroid_logits)]
@@ -70,7 +73,7 @@ def stats():
 
 @cache
 def small_reads():
-    config, tensors, _, _ = small_case("outliers")
+    config, tensors, _, _ = small_case("subclusters")
     return oracle_reads(*tensors, config, is_causal=True).values()
 
 
@@ -83,6 +86,11 @@ def native_tensors():
 
 def native():
     check_native(NATIVE, native_tensors())
+
+
+def native_sharp():
+    query, *others = native_tensors()
+    check_native(NATIVE.replace(min_weight=1 / 1024), [40 * query, *others])
 
 
 def native_forward():
@@ -121,7 +129,8 @@ def decode(config=SMALL):
 CHECKS = {
     "causal": plain,
     "full": lambda: plain("full"),
-    "outliers": lambda: plain("outliers"),
+    "subclusters": lambda: plain("subclusters"),
+    "sharp": lambda: plain("sharp"),
     "holes": lambda: plain("holes"),
     "full padded": lambda: plain("full padded"),
     "batch": lambda: plain("batch"),
@@ -129,41 +138,47 @@ CHECKS = {
     "stats": stats,
     "decode": decode,
     "native": native,
+    "native sharp": native_sharp,
     "native forward": native_forward,
     "native decode": lambda: decode(NATIVE),
 }
-NATIVE_CHECKS = ("native", "native forward", "native decode")
+NATIVE_CHECKS = ("native", "native sharp", "native forward", "native decode")
 
 # --- the table
 
 
 BREAKS = {
-    ("reference.py", "outliers"): [
-        ("no outliers", "OUTLIERS = 16", "OUTLIERS = 0"),
-        ("clusters searched within two deviations", "SEARCH_STDS = 3.0", "SEARCH_STDS = 2.0"),
-        ("outliers last", "argsort(dim=2, descending=True", "argsort(dim=2, descending=False"),
+    ("reference.py", "subclusters"): [
+        ("searched within one deviation", "SEARCH_STDS = 2.5", "SEARCH_STDS = 1.0"),
+        ("half of the spread", "(squares @ each.t()).sqrt()", "(squares @ each.t()).sqrt() / 2"),
+        ("centroids of clusters alone", "(int8_offsets(far.sub_int8) + reach", "(0 * int8_offsets(far.sub_int8) + reach"),
+        ("subclusters in time order", "+ subcluster_levels(layout.cluster_size)", "+ 0 * subcluster_levels(2)"),
+    ],
+    ("reference.py", "sharp"): [
+        ("heavy keys beyond reach", "HEAVY_STDS = 4.2", "HEAVY_STDS = 0.0"),
+        ("int8 errors overlooked", "HEAVY_INT8_ERROR = 0.1", "HEAVY_INT8_ERROR = 0.0"),
+        ("other weight of heavy keys", "HEAVY_WEIGHT = 0.05", "HEAVY_WEIGHT = 0.9"),
     ],
     ("reference.py", "causal"): [
         ("sinks count in full", "SINK_WEIGHT = 0.1", "SINK_WEIGHT = 1.0"),
         ("gain unbounded", "MAX_GAIN = 2.0", "MAX_GAIN = inf"),
         ("threshold without the gain", "MAX_MASS_GAIN = 4.0", "MAX_MASS_GAIN = 0.0"),
         ("half the weight", "-math.log(min_weight) if", "math.log(2) - math.log(min_weight) if"),
-        ("scales of the halves swapped", "first * sums[0] + second *", "second * sums[0] + first *"),
-        ("int4 of keys, not of offsets", "quantize_keys(key_offset.detach()", "quantize_keys(keys.detach()"),
-        ("halves packed the other way", "0, :] | (numbers[..., 1, :]", "1, :] | (numbers[..., 0, :]"),
-        ("tree without power iterations", "layout.levels)\n", "layout.levels, power_iterations=0)\n"),
+        ("int8 of keys, not of offsets", "quantize_keys(key_offset.detach())", "quantize_keys(keys.detach())"),
+        ("coarser queries", "KEY_MAX, QUERY_MAX = 63, 127", "KEY_MAX, QUERY_MAX = 63, 7"),
+        ("tree without power iterations", "layout.cluster_size))\n", "layout.cluster_size), power_iterations=0)\n"),
         ("covariance of one chunk", "parts.cumsum(1) / count[:, None, None]", "parts + 0 * count[:, None, None]"),
         ("keys read stay in the centroid", "- hits.per_cluster", "- 0 * hits.per_cluster"),
         ("no gain", "0.5 * std * std + shifted - unshifted", "0 * (shifted - unshifted)"),
         ("values do not move", "(1 - slope / std).clamp(-1, 1)", "0 * slope"),
-        ("stricter search", ">= distance[..., None]", ">= distance[..., None] + 0.5"),
+        ("stricter search", ">= distance[:, some])", ">= distance[:, some] + 0.5)"),
         ("threshold without gradients", "(shares - shares.detach())", "0 * shares"),
     ],
     ("reference.py", "full padded"): [
         ("covariance of padded chunks", "if not bool(inside.all()):", "if False:"),
     ],
     ("reference.py", "stats"): [
-        ("wrong count of int4 keys", "(size - n_outliers) +", "size +"),
+        ("wrong count of int8 keys", "by_key.sum() + searching", "by_key.sum() + 0 * searching"),
     ],
     ("reference.py", "reference"): [
         ("covariance of the first chunk", "index.key_cov[0, :count].mean(0)", "index.key_cov[0, :1].mean(0)"),
@@ -175,7 +190,7 @@ BREAKS = {
         ("no gradient through centroids", ": part.shape[0]] += part", ": part.shape[0]] += 0 * part"),
         ("no gradient through key_cov", "pool] += grads[7]", "pool] += 0 * grads[7]"),
         ("no gradient through key_value_cov", "pool] += grads[8]", "pool] += 0 * grads[8]"),
-        ("other keys in the backward pass", "far), threshold[place])", "far), threshold[place] + 0.5)"),
+        ("other keys in the backward pass", "far), threshold[place], v", "far), threshold[place] + 0.5, v"),
         ("the mass has no gradient", "-product[place]))", "0 * product[place]))"),
         ("own chunk not causal", "scale, causal=True)", "scale, causal=False)"),
         ("own keys without gradients", "rows] += from_square[:, 0]", "rows] += 0 * from_square[:, 0]"),
@@ -223,25 +238,27 @@ BREAKS = {
         ("a step misses its own key", "(self._stop, n_keys)", "(self._stop, n_keys - 1)"),
     ],
     ("search.c", "native"): [
-        ("clusters searched within one deviation", "- p->search_stds *", "- 1.0f *"),
-        ("outliers not compared", "n_searching += w->threshold[t] < INFINITY", "n_searching += 0"),
+        ("subclusters searched within half a deviation", "splat(p->search_stds) * s", "splat(0.5f) * s"),
+        ("spread overlooked", "splat(w->std_of_spread[t])", "splat(0.0f)"),
+        ("keys of hidden subclusters", "if (visible < 16) within", "if (0) within"),
     ],
-    ("int4.h", "native"): [
-        ("int4 offset", "- 8 * sums[j][1], floats", "- 7 * sums[j][1], floats"),
-        ("high half times the low query", "q[j][4 * (i + eighth) + k]", "q[j][4 * i + k]"),
+    ("search.c", "native sharp"): [
+        ("heavy keys beyond reach", "splat(p->heavy_stds) * s - splat(p->margin)", "splat(0.0f) * s"),
+        ("int8 errors overlooked", "(lowered > 0 ? lowered : 0)", "0"),
+    ],
+    ("int8.h", "native"): [
+        ("int8 offset", "sum[key] = start;", "sum[key] = start / 2;"),
+        ("a dimension left out", "for (int k = 0; k < 4; k++) sum", "for (int k = 0; k < 3; k++) sum"),
     ],
     ("centroids.h", "native"): [
-        ("gain without the cut", "+ beyond - below, MAX_GAIN)", ", MAX_GAIN)"),
-        ("no move", "splat(1.0f) - slope * splat(1.0f / s), 1.0f)", "splat(0.0f), 1.0f)"),
+        ("gain without the cut", "* below * (one + by_z);", ";"),
+        ("no move", "within(one - by_x * below", "within(0.0f * one - 0.0f * by_x * below"),
         ("slope of the gain", "splat(s) - by_x, zero)", "splat(s), zero)"),
     ],
     ("forward.c", "native"): [
-        (
-            "keys read stay in the centroid",
-            "left = splat((float)p->cluster_size) -",
-            "left = splat(32.0f) - 0.0f *",
-        ),
-        ("coarser query", "largest(most) / 31.0f", "largest(most) / 7.0f"),
+        ("keys read stay in the centroid", "left = size - __builtin", "left = size - 0.0f * __builtin"),
+        ("the shift never moves", "if (!(peak <= w->shift[t] + MAX_SHIFT))", "if (0)"),
+        ("coarser query", "largest(most) / 127.0f", "largest(most) / 7.0f"),
         ("threshold too low", "- p->log_inverse;", "- 1.1f * p->log_inverse;"),
         ("the first covariance for all", "(w->clusters - 1) / p->clusters_per_cov", "0"),
     ],
@@ -252,8 +269,9 @@ BREAKS = {
         ("masses under the old maximum", "*mass * scale + total(added)", "*mass + total(added)"),
     ],
     ("index.c", "native forward"): [
-        ("nearest keys as outliers", "lengths[i] >> 16 & 0x7fff", "0x7fff - (lengths[i] >> 16 & 0x7fff)"),
-        ("other int4 units", "numbers[i] = (uint8_t)whole[i]", "numbers[i] = (uint8_t)(15 - whole[i])"),
+        ("other int8 units", "numbers[i] = (uint8_t)whole[i]", "numbers[i] = (uint8_t)(128 - whole[i])"),
+        ("no spread", "sqrtf(square / 16.0f)", "0.0f"),
+        ("few points in another order", "next[i] += places[j] *", "next[i] -= places[j] * places[j] *"),
         ("no power iterations", "step < 3", "step < 0"),
         ("double covariance", "1.0f / (float)c->chunk_size", "2.0f / (float)c->chunk_size"),
     ],

@@ -6,7 +6,7 @@ import pytest
 import torch
 from oracles.budgets import assert_within
 from oracles.inputs import attention_tensors
-from oracles.routed import below_threshold, int4_keys, int6_query, oracle_reads, outliers, routed_oracle
+from oracles.routed import below_threshold, int8_query, int8_rows, oracle_reads, routed_oracle, subclusters
 from routed_checks import FLOAT64, assert_alike, check_reference, differing_queries
 
 from prescore import Routed, exact_attention
@@ -38,7 +38,7 @@ def test_a_query_by_hand():
     (reads,) = oracle_reads(*tensors, config, is_causal=False, scale=1.0)[0, 0]
     assert reads.always.tolist() == [False, False, False, False, True]
     assert reads.hits.tolist() == [True, False, False, False, False]
-    assert reads.n_compared == 4
+    assert reads.n_compared == 4  # two centroids of subclusters, and the keys of one
     # logits are 1, -1, 0, 0 from their centroids, values -0.5, 0.5, -1, 1
     std, direction = math.sqrt(0.5), -0.25
     masses = (math.exp(4 + 0.25) * 2, math.exp(-1 + 0.25) * 2)
@@ -57,17 +57,15 @@ def test_a_query_by_hand():
     assert float(result.lse) == pytest.approx(math.log(sum(weights)))
 
 
-def test_quantized_keys_queries_and_outliers_by_hand():
-    key = torch.tensor([15.0, -15.0, 1.0, -0.9, 0.0, 7.0, 0.0, 0.0, 3.0], dtype=torch.float64)
-    first, second = 15 / 7.49, 3 / 7.49  # units: the largest number of a half is 7.49 of them, and becomes 7
-    wanted = [7 * first, -7 * first, 0.0, 0.0, 0.0, 3 * first, 0.0, 0.0, 7 * second, *[0.0] * 7]
-    assert int4_keys(key).tolist() == pytest.approx(wanted)
-    query = torch.tensor([-31.0, 0.4, 0.6, 0.0], dtype=torch.float64)
-    assert int6_query(query).tolist() == pytest.approx([-31.0, 0.0, 1.0, *[0.0] * 13])
-    # squares of 1.001 and 1.002 agree in eight digits: the earlier key is the outlier
-    offsets = torch.tensor([1.0] + [9.0] * 15 + [1.001, 1.002]).view(1, 18, 1)
-    positions = torch.arange(18).flip(0)[None]
-    assert outliers(offsets, positions).tolist() == [[False] + [True] * 15 + [False, True]]
+def test_quantized_keys_queries_and_subclusters_by_hand():
+    key = torch.tensor([6.3, -6.3, 0.26, -0.04, 0.0, 3.0], dtype=torch.float64)
+    assert int8_rows(key, 63).tolist() == pytest.approx([6.3, -6.3, 0.3, 0.0, 0.0, 3.0])
+    query = torch.tensor([-127.0, 0.4, 0.6, 0.0], dtype=torch.float64)
+    assert int8_query(query).tolist() == pytest.approx([-127.0, 0.0, 1.0, 0.0])
+    offsets = torch.tensor([*[1.0] * 8, *[3.0] * 8, -1.0, 1.0]).view(1, 18, 1)
+    (first, mean, spread), (last, last_mean, last_spread) = subclusters(offsets)
+    assert (first, last) == (slice(0, 16), slice(16, 18))
+    assert [float(t) for t in (mean, spread, last_mean, last_spread)] == pytest.approx([2.0, 1.0, 0.0, 1.0])
 
 
 @pytest.mark.parametrize("is_causal", [True, False])
@@ -120,7 +118,8 @@ def check_reads(config, tensors, *, is_causal, scale=None):
         (1, 90, {}),
         (12, 12, {}),  # fewer keys than a chunk
         (1, 1, {"sinks": 0}),
-        (80, 80, {"cluster_size": 20, "chunk_size": 20}),  # not all keys of a cluster are outliers
+        (80, 80, {"cluster_size": 20, "chunk_size": 20}),  # two subclusters, one of them small
+        (200, 200, {"cluster_size": 64, "chunk_size": 64}),  # bisected twice into subclusters
         (90, 90, {"cluster_size": 5, "chunk_size": 13, "sinks": 0}),
         (40, 40, {"cluster_size": 1, "chunk_size": 1, "sinks": 1}),
         (40, 40, {"sinks": 60}),

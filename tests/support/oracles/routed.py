@@ -287,7 +287,7 @@ class Clusters(NamedTuple):
         lowered = threshold - (0.1 * std - margin).clamp_min(0)
         compared, n_compared = torch.zeros(self.positions.shape, dtype=torch.bool), 0
         for places, mean, spread in self.subclusters if threshold < math.inf else []:
-            x = std * spread / self.key_offset.square().sum(-1).mean().sqrt()
+            x = std * spread / self.key_offset.square().sum(-1).mean().clamp_min(1e-3**2).sqrt()
             reach = torch.maximum(2.5 * x, 4.2 * x - margin)
             compared[:, places] = (logits + mean @ int8 + reach >= lowered)[:, None]
             n_compared += len(mean)
