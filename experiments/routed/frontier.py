@@ -32,7 +32,7 @@ PART = 0.17
 CONSTANTS = ("SEARCH_STDS", "HEAVY_STDS", "HEAVY_WEIGHT", "SINK_WEIGHT", "MAX_MASS_GAIN")
 CANDIDATES: dict[str, tuple[Routed, dict[str, float]]] = {
     **{f"1/{n}": (Routed(min_weight=1 / n), {}) for n in (1024, 2048, 4096, 8192)},
-    **{f"1/4096, stds {s}": (Routed(min_weight=1 / 4096), {"SEARCH_STDS": s}) for s in (2.0, 2.25, 3.0)},
+    **{f"1/4096, stds {s}": (Routed(min_weight=1 / 4096), {"SEARCH_STDS": s}) for s in (2.0, 2.5, 3.5)},
     "1/4096, heavy 3.7": (Routed(min_weight=1 / 4096), {"HEAVY_STDS": 3.7}),
     "1/4096, clusters of 64": (Routed(min_weight=1 / 4096, cluster_size=64), {}),
     "1/4096, chunks of 128": (Routed(min_weight=1 / 4096, chunk_size=128), {}),

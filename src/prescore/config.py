@@ -109,7 +109,7 @@ class Coupling(_Settings):
 class Routed(_Settings):
     """The default: each query reads the far keys that matter to it; centroids represent the others.
 
-    The key index is built once, before any query is seen: keys are clustered and quantized to int4. Each query
+    The key index is built once, before any query is seen: keys are clustered and quantized to int8. Each query
     reads its own and the previous chunk exactly, the first tokens (attention sinks), and every far key that the
     search finds to weigh at least `min_weight`. The unread keys of a cluster are represented by its centroid,
     corrected for the covariance of the keys. Every query chooses for itself: no later query or key changes what it
@@ -126,7 +126,7 @@ class Routed(_Settings):
             queries than this are exact. Exact attention is faster there.
     """
 
-    min_weight: float = 1 / 1024
+    min_weight: float = 1 / 4096
     cluster_size: int = 128
     chunk_size: int = 256
     sinks: int = 16

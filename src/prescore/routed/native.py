@@ -20,6 +20,7 @@ from prescore.config import Routed
 from prescore.ops.native import library
 from prescore.routed.layout import Layout, RoutedKeys, View, make_layout
 from prescore.routed.reference import (
+    EXACT_WEIGHT,
     HEAVY_INT8_ERROR,
     HEAVY_STDS,
     MAX_MASS_GAIN,
@@ -103,7 +104,7 @@ _SIZES = (
     "n_columns",
 )
 _NUMBERS = (
-    *("scale", "search_stds", "heavy_stds", "heavy_int8_error", "margin"),
+    *("scale", "search_stds", "heavy_stds", "heavy_int8_error", "margin", "exact_margin"),
     *("log_inverse", "max_mass_gain", "log_sink_weight"),
 )
 _RESULTS = ("output", "lse", "threshold", "counts")
@@ -383,6 +384,7 @@ class Tables:
             heavy_stds=HEAVY_STDS,
             heavy_int8_error=HEAVY_INT8_ERROR,
             margin=heavy_margin(log_inverse),
+            exact_margin=log_inverse + math.log(EXACT_WEIGHT),
             log_inverse=log_inverse,
             max_mass_gain=MAX_MASS_GAIN,
             log_sink_weight=math.log(SINK_WEIGHT),

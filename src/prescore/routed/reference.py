@@ -5,8 +5,8 @@ keys and values alone (`build_clusters`). Then each query, with `q` the query ti
 
 1. estimates the standard deviation `s = sqrt(q' V q)` of the logits within clusters (`far_logits`);
 2. sets a logit threshold, `min_weight` of the attention mass that it can estimate (`logit_threshold`);
-3. compares the centroids of all subclusters with the threshold, and the int8 keys of those subclusters that lie
-   within a few deviations of it; keys that reach it are read exactly (`find_keys`);
+3. searches clusters and subclusters whose centroids lie within three deviations of the threshold; int8 keys that
+   reach it are read, with the logit of the int8 key where they weigh little (`find_keys`);
 4. represents the unread keys of each cluster by the centroid, corrected for the covariance
    (`centroid_corrections`);
 5. takes one softmax over local keys, sinks, keys read and centroids (`far_terms`, `far_sums`).
@@ -33,7 +33,7 @@ from prescore.routed.tree import bisection_tree
 
 SUBCLUSTER = 16
 """Keys of a subcluster: the unit of the search."""
-SEARCH_STDS = 2.5
+SEARCH_STDS = 3.0
 """A subcluster is searched where its centroid lies within so many standard deviations of the threshold."""
 HEAVY_WEIGHT = 0.05
 """A key of this weight is found even where it is extreme: see the next two constants."""
@@ -41,6 +41,8 @@ HEAVY_STDS = 4.2
 """How many standard deviations a heavy key may lie above the centroid of its subcluster."""
 HEAVY_INT8_ERROR = 0.1
 """How far the int8 logit of a heavy key may be too low, in standard deviations of the logits within clusters."""
+EXACT_WEIGHT = 1 / 64
+"""Share of the estimated mass from which on a key read has its exact logit; below, that of the int8 key."""
 SINK_WEIGHT = 0.1
 """Share of the sinks' mass that the threshold counts: trained models give sinks weight, but values near zero."""
 MAX_GAIN = 2.0
@@ -251,12 +253,16 @@ class Hits(NamedTuple):
 
     Attributes:
         query, position: `[R]` pairs of a query and the position of a key, in ascending order.
+        logits: `[R]` by int8 keys.
+        exact: `[R]` whether a key is heavy, and its logit is computed from the key itself.
         per_cluster: `[t, M]` keys read of each cluster.
         n_compared: Int8 keys and centroids of subclusters that were compared.
     """
 
     query: Tensor
     position: Tensor
+    logits: Tensor
+    exact: Tensor
     per_cluster: Tensor
     n_compared: Tensor
 
@@ -316,15 +322,16 @@ def heavy_margin(log_inverse: float) -> float:
 def find_keys(query: Tensor, far: FarKeys, logits: FarLogits, threshold: Tensor, log_inverse: float) -> Hits:
     """Which far keys a block of queries `[t, D]`, times the scale, reads.
 
-    Every query compares the centroids of all subclusters. It compares the keys of those whose centroid lies within
-    reach of the threshold: `SEARCH_STDS` standard deviations of the logits within the subcluster. A key of
-    `HEAVY_WEIGHT` lies `margin` above the threshold, so it is within reach from `HEAVY_STDS` deviations. The
-    threshold is lowered where the int8 logit of such a key may lie below it.
+    A query compares the subclusters of clusters whose centroid lies within reach of the threshold, `SEARCH_STDS`
+    standard deviations of the logits within clusters, and the keys of subclusters within reach: as many deviations
+    within subclusters, which are those within clusters times the spread of the subcluster by that of clusters. A key
+    of `HEAVY_WEIGHT` lies `margin` above the threshold: in sharp heads it is within reach from `HEAVY_STDS`
+    deviations on, and the threshold is lowered where its int8 logit may lie below it.
     """
     (n_clusters, size), n_subclusters = far.positions.shape, far.spread.shape[1]
     margin = heavy_margin(log_inverse)
-    std = logits.std / far.key_cov.diagonal().sum().clamp_min(MIN_STD**2).sqrt() * far.spread.flatten()
-    reach = torch.maximum(SEARCH_STDS * std, HEAVY_STDS * std - margin).view(-1, n_clusters, n_subclusters)
+    reach = (HEAVY_STDS - margin / logits.std).clamp_min(SEARCH_STDS) * logits.std
+    spread = far.spread / far.key_cov.diagonal().sum().clamp_min(MIN_STD**2).sqrt()
     lowered = threshold - (HEAVY_INT8_ERROR * logits.std[:, 0] - margin).clamp_min(0.0)
     distance = lowered[:, None, None] - logits.centroids[..., None]
 
@@ -333,15 +340,20 @@ def find_keys(query: Tensor, far: FarKeys, logits: FarLogits, threshold: Tensor,
         return offsets.view(len(query), *int8.scales.shape)
 
     searching = threshold < math.inf
-    searched = (int8_offsets(far.sub_int8) + reach >= distance) & searching[:, None, None]
+    near = (reach >= distance[..., 0]) & searching[:, None]
+    searched = (int8_offsets(far.sub_int8) + reach[..., None] * spread >= distance) & near[..., None]
     some = searched.any(2).any(0).nonzero().squeeze(1)
     int8 = Int8Keys(*(part.index_select(0, some) for part in far.int8))
-    hit = torch.zeros(len(query), n_clusters, size, dtype=torch.bool, device=query.device)
     by_key = searched.repeat_interleave(SUBCLUSTER, dim=2)[..., :size]
-    hit[:, some] = (int8_offsets(int8) >= distance[:, some]) & by_key[:, some]
+    offsets = int8_offsets(int8)
+    hit = (offsets >= distance[:, some]) & by_key[:, some]
     which, cluster, place = hit.nonzero(as_tuple=True)
-    n_compared = by_key.sum() + searching.sum() * n_clusters * n_subclusters
-    return Hits(which, far.positions[cluster, place], hit.sum(-1), n_compared)
+    cluster_of = some.index_select(0, cluster)
+    estimates = offsets[hit] + logits.centroids[which, cluster_of]
+    exact = estimates >= threshold.index_select(0, which) + (log_inverse + math.log(EXACT_WEIGHT))
+    per_cluster = torch.zeros_like(logits.centroids, dtype=torch.int64).index_copy(1, some, hit.sum(-1))
+    n_compared = by_key.sum() + near.sum() * n_subclusters
+    return Hits(which, far.positions[cluster_of, place], estimates, exact, per_cluster, n_compared)
 
 
 # --- centroids and softmax
@@ -401,6 +413,8 @@ def far_terms(
     centroids = logits.centroids + gain + unread.clamp_min(1).to(query.dtype).log()
     columns = torch.cat((logits.sinks, centroids.masked_fill(unread == 0, -math.inf)), dim=1)
     hit_logits = (query.index_select(0, hits.query) * hit_key).sum(-1)
+    # the gradient is that of the exact logit
+    hit_logits = hit_logits + (hits.logits - hit_logits).masked_fill(hits.exact, 0.0).detach()
     return FarTerms(columns, hit_logits, move, query @ far.key_value_cov)
 
 

@@ -7,9 +7,10 @@ chunk; earlier chunks are far. With `q` the query times the scale, a query that 
 1. takes `s`, the root mean square over all far keys of their logits' distance from that of their centroid;
 2. estimates the attention mass: exp(logit) of the keys that it reads in any case, a tenth of it for sinks, and
    `L exp(centroid logit + min(s^2 / 2, 4))` for each cluster of `L` keys; `min_weight` of that is its threshold;
-3. compares the int8 centroids of subclusters (runs of 16 keys of a cluster in tree order) with the threshold, and the
-   int8 keys of those within reach of it: `2.5 x`, or `4.2 x` less the distance at which a key weighs 0.05, with `x` the
-   deviation of logits in a subcluster as spread out as this one; it reads the keys that reach the threshold;
+3. compares, in clusters within `3 s` of the threshold, the int8 centroids of subclusters (runs of 16 keys of a
+   cluster in tree order) with it, and the int8 keys of those within `3 x` of it, with `x` the deviation of logits in a subcluster as spread out as this one
+   (in sharp heads up to `4.2 x`); it reads the keys that reach the threshold, whose logits are those of the int8 keys
+   where they weigh less than a 64th;
 4. counts the unread keys of a cluster as its centroid: their logits are taken as normal, cut off at the threshold.
 
 One softmax over all of it follows. Autograd goes through everything but the choices: the tree, int8 keys, and
@@ -211,10 +212,15 @@ def _reads_of_head(
         centroid_logits, centroid_values = logits.new_zeros(0), values.new_zeros(0, values.shape[1])
         if counts[i]:
             known = logits[always] + is_sink[always].double() * math.log(0.1)
-            read, n_compared, centroid_logits, centroid_values = visible.search(
+            read, estimates, n_compared, centroid_logits, centroid_values = visible.search(
                 scaled_query, int8[i], known, sequence.config.min_weight
             )
             hits[visible.positions[read]] = True
+            light = read & ~estimates.isnan()
+            # autograd takes the int8 logit for the logit
+            change = torch.zeros_like(logits).index_put((visible.positions[light],), estimates[light])
+            is_light = torch.zeros_like(hits).index_fill(0, visible.positions[light], True)
+            logits = logits + (change - logits).masked_fill(~is_light, 0.0).detach()
         yield QueryReads(logits, values, always, hits, n_compared, centroid_logits, centroid_values)
 
 
@@ -269,8 +275,10 @@ class Clusters(NamedTuple):
 
     def search(
         self, query: Tensor, int8: Tensor, known: Tensor, min_weight: float
-    ) -> tuple[Tensor, int, Tensor, Tensor]:
-        """Keys `[M, L]` that a query reads, how many it compared, logits and values of the centroids.
+    ) -> tuple[Tensor, Tensor, int, Tensor, Tensor]:
+        """Keys `[M, L]` that a query reads, their int8 logits, how many it compared, the centroids' logits and values.
+
+        Int8 logits are NaN where a key weighs a 64th of the estimated mass: its logit is exact.
 
         Args:
             query: `[D]`, times the scale.
@@ -288,15 +296,18 @@ class Clusters(NamedTuple):
         compared, n_compared = torch.zeros(self.positions.shape, dtype=torch.bool), 0
         for places, mean, spread in self.subclusters if threshold < math.inf else []:
             x = std * spread / self.key_offset.square().sum(-1).mean().clamp_min(1e-3**2).sqrt()
-            reach = torch.maximum(2.5 * x, 4.2 * x - margin)
-            compared[:, places] = (logits + mean @ int8 + reach >= lowered)[:, None]
-            n_compared += len(mean)
-        read = compared & (logits[:, None] + self.int8 @ int8 >= lowered)
+            stds = (4.2 - margin / std).clamp_min(3.0)
+            near = logits + stds * std >= lowered
+            compared[:, places] = (near & (logits + mean @ int8 + stds * x >= lowered))[:, None]
+            n_compared += int(near.sum())
+        estimates = logits[:, None] + self.int8 @ int8
+        read = compared & (estimates >= lowered)
+        estimates = estimates.masked_fill(estimates >= mass - math.log(64), math.nan)
         gain, move = below_threshold(threshold - logits, std)
         unread = (size - read.sum(1)).double()
         direction = offsets.flatten() @ self.value_offset.flatten(0, 1) / offsets.numel()
         n_compared += int(compared.sum())
-        return read, n_compared, logits + unread.log() + gain, self.value + move[:, None] * direction
+        return read, estimates, n_compared, logits + unread.log() + gain, self.value + move[:, None] * direction
 
 
 def below_threshold(distance: Tensor, std: Tensor | float) -> tuple[Tensor, Tensor]:

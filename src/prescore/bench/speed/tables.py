@@ -140,7 +140,7 @@ SPECS = {
         "Parts of the default, causal, forward",
         "layer|part|time|share of the call|billion multiply-adds|of exact attention's rate",
         of_parts,
-        "parts are differences of calls with less to do; a search multiplies int4 numbers, of which a processor "
+        "parts are differences of calls with less to do; a search multiplies int8 numbers, of which a processor "
         "does more at once",
         left=2,
     ),

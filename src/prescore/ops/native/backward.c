@@ -37,13 +37,14 @@ typedef struct {
     float moved[TILE];              /* weights of the centroids times their moves, summed */
 } GradTile;
 
-static void hits_backward(const RoutedCall *p, const Gradients *g, const Tile *w, const Sums *s, int64_t t, float *to) {
+static void hits_backward(const RoutedCall *p, const Gradients *g, Tile *w, const Sums *s, int64_t t, float *to) {
     const int64_t at = w->index[t], dim = p->dim, wide = p->value_dim, hits = w->n_hits[t];
     const int32_t *rows = w->hits + t * MAX_HITS;
-    const float *query = w->query + t * dim, *grad = g->grad + at * wide;
+    const float *query = w->query + t * dim, *grad = g->grad + at * wide, *logits = w->hit_logits + t * MAX_HITS;
+    prescore_exact_logits(p, w, t);
     for (int64_t i = 0; i < hits; i++) {
         const int64_t row = rows[i], key = row_offset(&p->key, w->kv_head, row), value = row_offset(&p->value, w->kv_head, row);
-        const float weight = expf(row_dot(&p->key, key, query, dim) - p->lse[at]);
+        const float weight = expf(logits[i] - p->lse[at]);
         const float d = weight * (row_dot(&p->value, value, grad, wide) - g->product[at]);
         add_row(to, &p->key, key, d, dim);
         add_scaled(s->key + row * dim, query, d, dim);

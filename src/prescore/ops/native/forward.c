@@ -103,26 +103,45 @@ void prescore_set_threshold(const RoutedCall *p, Tile *w, int64_t t) {
 static void prefetch_hits(const RoutedCall *p, const Tile *w, int64_t t) {
     for (int64_t i = 0; i < AHEAD && i < w->n_hits[t]; i++) {
         const int64_t row = w->hits[t * MAX_HITS + i];
-        prefetch_row(&p->key, row_offset(&p->key, w->kv_head, row), p->dim);
         prefetch_row(&p->value, row_offset(&p->value, w->kv_head, row), p->value_dim);
     }
+}
+
+/* Logits of the heavy keys that a query found, from the keys themselves; int8 logits are good enough for the others. Returns the
+ * largest logit. */
+float prescore_exact_logits(const RoutedCall *p, Tile *w, int64_t t) {
+    const int64_t hits = w->n_hits[t], filled = (hits + WIDTH - 1) / WIDTH * WIDTH;
+    float *own = w->hit_logits + t * MAX_HITS, exact[MAX_HITS];
+    int32_t rows[MAX_HITS], places[MAX_HITS], n = 0;
+    const float least = w->threshold[t] + p->exact_margin;
+    floats top = splat(-INFINITY);
+    for (int64_t i = hits; i < filled; i++) own[i] = -INFINITY;
+    for (int64_t i = 0; i < filled; i += WIDTH) top = larger(top, load(own + i));
+    if (largest(top) < least) return largest(top); /* mostly */
+    for (int64_t i = 0; i < filled; i += WIDTH)
+        for (unsigned heavy = at_least(load(own + i), splat(least)); heavy; heavy &= heavy - 1) {
+            places[n] = (int32_t)i + __builtin_ctz(heavy);
+            rows[n] = w->hits[t * MAX_HITS + places[n]];
+            n++;
+        }
+#if defined(__AVX512BF16__)
+    if (half_products(p))
+        half_dots(exact, &p->key, w->kv_head, rows, n, w->pairs + t * p->dim / 2, p->dim, p->scale);
+    else
+#endif
+        row_dots(exact, &p->key, w->kv_head, rows, n, w->query + t * p->dim, p->dim);
+    for (int32_t i = 0; i < n; i++) own[places[i]] = exact[i];
+    for (int64_t i = 0; i < filled; i += WIDTH) top = larger(top, load(own + i));
+    return largest(top);
 }
 
 /* Add the keys that a query found: weights to its mass, values to its sums. */
 static void read_hits(const RoutedCall *p, Tile *w, int64_t t) {
     const int64_t wide = p->value_dim, hits = w->n_hits[t];
     const int32_t *rows = w->hits + t * MAX_HITS;
-    float *own = w->hit_logits, *sums = w->sums + t * wide;
-    floats top = splat(-INFINITY), mass = splat(0);
-#if defined(__AVX512BF16__)
-    if (half_products(p))
-        half_dots(own, &p->key, w->kv_head, rows, hits, w->pairs + t * p->dim / 2, p->dim, p->scale);
-    else
-#endif
-        row_dots(own, &p->key, w->kv_head, rows, hits, w->query + t * p->dim, p->dim);
-    for (int64_t i = hits; i < (hits + WIDTH - 1) / WIDTH * WIDTH; i++) own[i] = -INFINITY;
-    for (int64_t i = 0; i < hits; i += WIDTH) top = larger(top, load(own + i));
-    const float peak = largest(top);
+    float *own = w->hit_logits + t * MAX_HITS, *sums = w->sums + t * wide;
+    floats mass = splat(0);
+    const float peak = prescore_exact_logits(p, w, t);
     if (!(peak <= w->shift[t] + MAX_SHIFT)) { /* far above what was expected, or NaN */
         const float scale = expf(w->shift[t] - peak);
         for (int64_t i = 0; i < wide; i += WIDTH) store(sums + i, load(sums + i) * splat(scale));

@@ -39,14 +39,18 @@ INLINE void int8_products(const uint8_t *keys, const int32_t *query, int32_t sta
 #endif
 }
 
-/* Append those of sixteen positions whose bit is set. There is space for sixteen more. */
-INLINE int32_t append_rows(int32_t *hits, int32_t n, const int32_t *rows, unsigned above) {
+/* Append those of sixteen keys whose bit is set, positions and logits. There is space for sixteen more. */
+INLINE int32_t append_hits(int32_t *hits, float *hit_logits, int32_t n, const int32_t *rows, const floats *logits, unsigned above) {
 #if defined(__AVX512F__)
-    __m512i some = _mm512_maskz_compress_epi32((__mmask16)above, _mm512_loadu_si512(rows));
-    _mm512_storeu_si512(hits + n, some);
+    _mm512_storeu_si512(hits + n, _mm512_maskz_compress_epi32((__mmask16)above, _mm512_loadu_si512(rows)));
+    _mm512_storeu_ps(hit_logits + n, _mm512_maskz_compress_ps((__mmask16)above, (__m512)logits[0]));
     return n + __builtin_popcount(above);
 #else
-    for (; above; above &= above - 1) hits[n++] = rows[__builtin_ctz(above)];
+    for (; above; above &= above - 1, n++) {
+        const int i = __builtin_ctz(above);
+        hits[n] = rows[i];
+        hit_logits[n] = logits[i / WIDTH][i % WIDTH];
+    }
     return n;
 #endif
 }

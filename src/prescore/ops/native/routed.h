@@ -47,7 +47,7 @@ typedef struct {
     const float *key_value_cov;              /* [kv_heads, n_covs, dim, value_dim]: of keys and values */
     int64_t kv_heads, n_query, length, dim, value_dim, cluster_size, sinks, sink_columns, n_columns, n_clusters, n_covs;
     int64_t clusters_per_cov;
-    float scale, search_stds, heavy_stds, heavy_int8_error, margin, log_inverse, max_mass_gain, log_sink_weight;
+    float scale, search_stds, heavy_stds, heavy_int8_error, margin, exact_margin, log_inverse, max_mass_gain, log_sink_weight;
     float *output, *lse; /* [kv_heads, n_query, value_dim], [kv_heads, n_query]: of what was read elsewhere; then of all */
     float *threshold;    /* [kv_heads, n_query]: the logit from which on far keys are read */
     int64_t *counts;     /* int8 keys compared, far keys read */
@@ -72,12 +72,13 @@ typedef struct {
     int32_t int8_start[TILE]; /* -KEY_ZERO times the sum of the query's int8 numbers */
     float int8_scale[TILE], std[TILE], threshold[TILE];
     float shift[TILE], mass[TILE], sums[TILE * MAX_DIM]; /* of what was read: weights are exp(logit - shift) */
-    float least[TILE], std_of_spread[TILE]; /* int8 logits above this are read; std of logits by the spread of a subcluster */
+    float least[TILE], near[TILE]; /* from which on int8 logits are read, and clusters looked into */
+    float reach[TILE];             /* how far below `least` a subcluster is searched, by its spread */
     int32_t n_hits[TILE];
     float *logits;         /* [TILE, padded] of columns; later their weights */
     int32_t *cluster_hits; /* [TILE, padded] keys read of each cluster */
-    float hit_logits[MAX_HITS];
-    int32_t hits[TILE * MAX_HITS]; /* positions of the keys read of what was searched last */
+    int32_t hits[TILE * MAX_HITS];   /* positions of the keys read of what was searched last */
+    float hit_logits[TILE * MAX_HITS]; /* their logits, by int8 keys; later those of heavy keys are exact */
     const LocalKeys *local; /* NULL = local keys were read elsewhere */
     float local_weights[TILE * LOCAL_KEYS], local_sums[TILE * MAX_DIM];
 } Tile;
@@ -90,6 +91,7 @@ void prescore_load_queries(const RoutedCall *p, Tile *w);
 void prescore_begin_tile(const RoutedCall *p, Tile *w);
 void prescore_begin_search(const RoutedCall *p, Tile *w);
 int64_t prescore_search(const RoutedCall *p, Tile *w, int64_t block);
+float prescore_exact_logits(const RoutedCall *p, Tile *w, int64_t t);
 
 /* Whether queries, keys and values are bfloat16 and multiplied as such. */
 INLINE int64_t half_products(const RoutedCall *p) {

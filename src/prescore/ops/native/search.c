@@ -1,7 +1,7 @@
 /* Which far keys a query reads.
  *
- * Every query compares the centroids of all subclusters, sixteen side by side. It compares the sixteen int8 keys of those that
- * lie within reach of its threshold, and reads the keys that reach it.
+ * In clusters within reach of its threshold a query compares the centroids of the subclusters, sixteen side by side; in
+ * subclusters within reach it compares the sixteen int8 keys; and it reads the keys that reach the threshold.
  */
 #include "int8.h"
 #include "routed.h"
@@ -24,33 +24,37 @@ INLINE int64_t search_block(const RoutedCall *p, Tile *w, int64_t t, int64_t blo
     const int64_t each = p->cluster_size / 16, visible = w->clusters * each - 16 * block, bytes = 64 * quarter;
     const int64_t at = w->kv_head * ((p->n_clusters * each + 15) / 16) + block, here = w->kv_head * p->n_clusters * each + 16 * block;
     const float *logits = w->logits + t * w->padded + p->sink_columns;
-    const float least = w->least[t], unit = w->int8_scale[t], inverse = 1.0f / unit;
-    const floats std = splat(w->std_of_spread[t]);
+    const float least = w->least[t], unit = w->int8_scale[t];
+    const floats reach = splat(w->reach[t]);
     int32_t query[MAX_DIM / 4], *hits = w->hits + t * MAX_HITS, *cluster_hits = w->cluster_hits + t * w->padded + p->sink_columns;
+    float *hit_logits = w->hit_logits + t * MAX_HITS;
     int32_t n_hits = w->n_hits[t];
     floats centroids[PER_BLOCK], offset[PER_BLOCK];
-    unsigned within = 0;
-    memcpy(query, w->int8 + t * p->dim, (size_t)(4 * quarter));
+    unsigned near = 0, within = 0;
     logits_of_block(logits, block, each, centroids);
+    for (int k = 0; k < PER_BLOCK; k++) near |= at_least(centroids[k], splat(w->near[t])) << (k * WIDTH);
+    if (visible < 16) near &= (1u << visible) - 1;
+    if (!near) return 0;
+    memcpy(query, w->int8 + t * p->dim, (size_t)(4 * quarter));
     int8_products(p->sub_int8 + at * bytes, query, w->int8_start[t], quarter, offset);
     for (int k = 0; k < PER_BLOCK; k++) {
-        const floats s = std * load(p->spread + at * 16 + k * WIDTH);
-        const floats reach = larger(splat(p->search_stds) * s, splat(p->heavy_stds) * s - splat(p->margin));
-        const floats x = offset[k] * load(p->sub_scales + at * 16 + k * WIDTH) * splat(unit);
-        within |= at_least(x + (centroids[k] + reach), splat(least)) << (k * WIDTH);
+        const floats x = offset[k] * (load(p->sub_scales + at * 16 + k * WIDTH) * splat(unit)) + centroids[k];
+        within |= at_least(load(p->spread + at * 16 + k * WIDTH) * reach + x, splat(least)) << (k * WIDTH);
     }
-    if (visible < 16) within &= (1u << visible) - 1;
-    const int64_t compared = (visible < 16 ? visible : 16) + 16 * __builtin_popcount(within);
+    within &= near;
+    const int64_t compared = __builtin_popcount(near) + 16 * __builtin_popcount(within);
     for (; within; within &= within - 1) {
         const int64_t i = __builtin_ctz(within), cluster = (uint32_t)(16 * block + i) / (uint32_t)each;
         /* int8 keys are differences from the centroid */
-        const floats distance = splat((least - logits[cluster]) * inverse);
+        const floats centroid = splat(logits[cluster]);
         unsigned above = 0;
         int8_products(p->int8 + (here + i) * bytes, query, w->int8_start[t], quarter, offset);
-        for (int k = 0; k < PER_BLOCK; k++)
-            above |= at_least(offset[k] * load(p->scales + (here + i) * 16 + k * WIDTH), distance) << (k * WIDTH);
+        for (int k = 0; k < PER_BLOCK; k++) {
+            offset[k] = offset[k] * (load(p->scales + (here + i) * 16 + k * WIDTH) * splat(unit)) + centroid;
+            above |= at_least(offset[k], splat(least)) << (k * WIDTH);
+        }
         const int32_t before = n_hits; /* no branch: whether there is a hit cannot be predicted */
-        n_hits = append_rows(hits, before, p->positions + (here + i) * 16, above);
+        n_hits = append_hits(hits, hit_logits, before, p->positions + (here + i) * 16, offset, above);
         cluster_hits[cluster] += n_hits - before;
     }
     w->n_hits[t] = n_hits;
@@ -76,7 +80,10 @@ void prescore_begin_search(const RoutedCall *p, Tile *w) {
     for (int64_t t = 0; t < w->n; t++) {
         const float lowered = p->heavy_int8_error * w->std[t] - p->margin;
         w->least[t] = w->threshold[t] - (lowered > 0 ? lowered : 0);
-        w->std_of_spread[t] = w->std[t] / root;
+        const float heavy = p->heavy_stds - p->margin / w->std[t];
+        const float reach = (heavy > p->search_stds ? heavy : p->search_stds) * w->std[t];
+        w->near[t] = w->least[t] - reach;
+        w->reach[t] = reach / root;
         w->n_hits[t] = 0;
         memset(w->cluster_hits + t * w->padded, 0, sizeof(int32_t) * (size_t)w->columns);
     }

@@ -47,9 +47,16 @@ INLINE float total(floats v) {
 #endif
 }
 INLINE float largest(floats v) {
+#if defined(__AVX512F__)
+    const __m256 half = _mm256_max_ps(_mm512_castps512_ps256((__m512)v), _mm512_extractf32x8_ps((__m512)v, 1));
+    __m128 s = _mm_max_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
+    s = _mm_max_ps(s, _mm_movehl_ps(s, s));
+    return _mm_cvtss_f32(_mm_max_ss(s, _mm_movehdup_ps(s)));
+#else
     float s = v[0];
     for (int i = 1; i < WIDTH; i++) s = v[i] > s ? v[i] : s;
     return s;
+#endif
 }
 INLINE unsigned bits(ints mask) {
 #if defined(__AVX512DQ__)
