@@ -317,7 +317,7 @@ def _routed_keys(batch: _HeadBatch, layout: Layout, runs_native: bool) -> Routed
         key_cov, key_value_cov = (reference.mean_of_first(t, counts) for t in (key_cov, key_value_cov))
     sinks = (batch.key[:, : layout.sinks], batch.value[:, : layout.sinks])
     centroids = (index.key, index.value, key_cov, key_value_cov)
-    quantized = (*index.int8, *index.sub_int8, index.spread)
+    quantized = (*index.int8, *index.sub_int8, index.spread, index.radius)
     return RoutedKeys(batch.key, batch.value, *sinks, *centroids, index.positions, *quantized)
 
 

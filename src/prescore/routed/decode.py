@@ -253,17 +253,17 @@ class _SameStart:
         centroids = (clusters.key, clusters.value, *means)
         return RoutedKeys(
             *(keys, values, keys[:, sinks], values[:, sinks], *centroids, clusters.positions),
-            *(*clusters.int8, *clusters.sub_int8, clusters.spread),
+            *(*clusters.int8, *clusters.sub_int8, clusters.spread, clusters.radius),
         )
 
 
 def _tensors(clusters: Clusters) -> list[Tensor]:
     """All that grows with the clusters, in the order of the fields; `_clusters` puts them together."""
     own = (clusters.positions, clusters.key, clusters.value)
-    return [*own, *clusters.int8, *clusters.sub_int8, clusters.spread]
+    return [*own, *clusters.int8, *clusters.sub_int8, clusters.spread, clusters.radius]
 
 
 def _clusters(parts: list[Tensor], key_cov: Tensor, key_value_cov: Tensor) -> Clusters:
-    positions, key, value, numbers, scales, sub_numbers, sub_scales, spread = parts
+    positions, key, value, numbers, scales, sub_numbers, sub_scales, *sizes = parts
     int8, sub_int8 = Int8Keys(numbers, scales), Int8Keys(sub_numbers, sub_scales)
-    return Clusters(positions, key, value, int8, sub_int8, spread, key_cov, key_value_cov)
+    return Clusters(positions, key, value, int8, sub_int8, *sizes, key_cov, key_value_cov)

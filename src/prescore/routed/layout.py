@@ -118,6 +118,7 @@ class RoutedKeys(NamedTuple):
         numbers, scales: Int8 keys of the clusters, `[T, M, L, D]` and `[T, M, L]`.
         sub_numbers, sub_scales: Centroids of the subclusters, `[T, M, S, D]` and `[T, M, S]`.
         spread: `[T, M, S]` root of the mean squared distance of a subcluster's keys from their centroid.
+        radius: `[T, M]` the largest such root in a cluster, of distances from its centroid.
     """
 
     key: Tensor
@@ -134,6 +135,7 @@ class RoutedKeys(NamedTuple):
     sub_numbers: Tensor
     sub_scales: Tensor
     spread: Tensor
+    radius: Tensor
 
 
 N_DIFFERENTIABLE = 8

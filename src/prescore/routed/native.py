@@ -89,7 +89,7 @@ class Rows(ctypes.Structure):
 
 
 _TABLES = (
-    *("columns", "column_values", "positions", "int8", "scales", "sub_int8", "sub_scales", "spread"),
+    *("columns", "column_values", "positions", "int8", "scales", "sub_int8", "sub_scales", "spread", "radius"),
     *("key_cov", "key_value_cov"),
 )
 _SIZES = (
@@ -134,7 +134,7 @@ class RoutedGradients(ctypes.Structure):
 
 _INDEX = (
     *("positions", "centroid_key", "centroid_value", "int8", "scales", "sub_int8", "sub_scales", "spread"),
-    *("key_cov", "key_value_cov"),
+    *("radius", "key_cov", "key_value_cov"),
 )
 
 
@@ -244,6 +244,7 @@ def build_clusters(key: Tensor, value: Tensor, layout: Layout, begin: int, n_chu
         "sub_int8": empty(n_heads, n_clusters, size // WIDTH, dim, dtype=torch.uint8),
         "sub_scales": empty(n_heads, n_clusters, size // WIDTH),
         "spread": empty(n_heads, n_clusters, size // WIDTH),
+        "radius": empty(n_heads, n_clusters),
         "key_cov": empty(n_heads, n_chunks, dim, dim),
         "key_value_cov": empty(n_heads, n_chunks, dim, value_dim),
     }
@@ -284,6 +285,7 @@ class Tables:
     sub_int8: Tensor
     sub_scales: Tensor
     spread: Tensor
+    radius: Tensor
     key_cov: Tensor
     key_value_cov: Tensor
     sinks: int
@@ -323,6 +325,7 @@ class Tables:
             sub_int8=side_by_side(stored(keys.sub_numbers)).unflatten(3, (-1, 4)).transpose(2, 3).contiguous(),
             sub_scales=side_by_side(keys.sub_scales[..., None]).contiguous(),
             spread=side_by_side(keys.spread[..., None]).contiguous(),
+            radius=side_by_side(keys.radius[..., None, None].expand(*keys.spread.shape, 1)).contiguous(),
             key_cov=keys.key_cov.contiguous(),
             key_value_cov=keys.key_value_cov.contiguous(),
             sinks=n_sinks,
@@ -345,6 +348,7 @@ class Tables:
                 Expected("sub_int8", self.sub_int8, (*sub_blocks, dim // 4, WIDTH, 4), torch.uint8),
                 Expected("sub_scales", self.sub_scales, (*sub_blocks, WIDTH)),
                 Expected("spread", self.spread, (*sub_blocks, WIDTH)),
+                Expected("radius", self.radius, (*sub_blocks, WIDTH)),
                 Expected("key_cov", self.key_cov, (n_heads, n_covs, dim, dim)),
                 Expected("key_value_cov", self.key_value_cov, (n_heads, n_covs, dim, value_dim)),
             ]

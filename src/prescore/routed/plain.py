@@ -162,6 +162,7 @@ def far_keys(keys: RoutedKeys, view: View, block: Block) -> FarKeys:
         int8=Int8Keys(keys.numbers[head, :n_clusters], keys.scales[head, :n_clusters]),
         sub_int8=Int8Keys(keys.sub_numbers[head, :n_clusters], keys.sub_scales[head, :n_clusters]),
         spread=keys.spread[head, :n_clusters],
+        radius=keys.radius[head, :n_clusters],
         key_cov=keys.key_cov[head, pool],
         key_value_cov=keys.key_value_cov[head, pool],
     )

@@ -111,6 +111,7 @@ class Clusters:
         int8: `[T, M, L]` quantized differences of keys and centroids.
         sub_int8: `[T, M, S]` quantized differences of the subclusters' centroids and the centroids.
         spread: `[T, M, S]` root of the mean squared distance of a subcluster's keys from their centroid.
+        radius: `[T, M]` the largest such root among the subclusters of a cluster, of distances from its centroid.
         key_cov: `[T, C, D, D]` covariance of the keys within clusters, chunk by chunk.
         key_value_cov: `[T, C, D, Dv]` covariance of keys and values within clusters.
     """
@@ -121,6 +122,7 @@ class Clusters:
     int8: Int8Keys
     sub_int8: Int8Keys
     spread: Tensor
+    radius: Tensor
     key_cov: Tensor
     key_value_cov: Tensor
 
@@ -142,7 +144,7 @@ def build_clusters(key: Tensor, value: Tensor, layout: Layout, begin: int, n_chu
         (members - centroids[:, :, None])
         for members, centroids in ((keys, centroid_key), (values, centroid_value))
     )
-    sub_offset, spread = subclusters(key_offset.detach())
+    sub_offset, spread, radius = subclusters(key_offset.detach())
     by_chunk, values_by_chunk = (offset.view(*shape, offset.shape[-1]) for offset in (key_offset, value_offset))
     return Clusters(
         positions,
@@ -151,6 +153,7 @@ def build_clusters(key: Tensor, value: Tensor, layout: Layout, begin: int, n_chu
         quantize_keys(key_offset.detach()),
         quantize_keys(sub_offset),
         spread,
+        radius,
         by_chunk.transpose(2, 3) @ by_chunk / layout.chunk_size,
         by_chunk.transpose(2, 3) @ values_by_chunk / layout.chunk_size,
     )
@@ -164,17 +167,19 @@ def subcluster_levels(cluster_size: int) -> int:
     return levels
 
 
-def subclusters(offset: Tensor) -> tuple[Tensor, Tensor]:
+def subclusters(offset: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """`[T, M, L, D]` of clusters in tree order -> of each 16 keys: mean `[T, M, S, D]` and spread `[T, M, S]`.
 
-    The spread is the root of the mean squared distance of the keys from their mean.
+    The spread is the root of the mean squared distance of the keys from their mean. The third result, `[T, M]`, is
+    the largest such root in each cluster, of distances from its centroid.
     """
     member = torch.arange(offset.shape[2], dtype=torch.int64, device=offset.device) // SUBCLUSTER
     each = one_hot(member).t().to(offset.dtype)
     each = each / each.sum(1, keepdim=True)
     mean = each @ offset
     squares = (offset - mean.index_select(2, member)).square().sum(-1)
-    return mean, (squares @ each.t()).sqrt()
+    radius = (offset.square().sum(-1) @ each.t()).sqrt().amax(-1)
+    return mean, (squares @ each.t()).sqrt(), radius
 
 
 def mean_of_prefixes(parts: Tensor) -> Tensor:
@@ -216,6 +221,7 @@ class FarKeys(NamedTuple):
         int8: `[M, L]` quantized keys.
         sub_int8: `[M, S]` quantized centroids of the subclusters.
         spread: `[M, S]` root of the mean squared distance of a subcluster's keys from their centroid.
+        radius: `[M]` the largest such root in a cluster, of distances from its centroid.
         key_cov: `[D, D]` covariance of the keys within the visible clusters.
         key_value_cov: `[D, Dv]` covariance of keys and values.
     """
@@ -230,6 +236,7 @@ class FarKeys(NamedTuple):
     int8: Int8Keys
     sub_int8: Int8Keys
     spread: Tensor
+    radius: Tensor
     key_cov: Tensor
     key_value_cov: Tensor
 
@@ -322,16 +329,16 @@ def heavy_margin(log_inverse: float) -> float:
 def find_keys(query: Tensor, far: FarKeys, logits: FarLogits, threshold: Tensor, log_inverse: float) -> Hits:
     """Which far keys a block of queries `[t, D]`, times the scale, reads.
 
-    A query compares the subclusters of clusters whose centroid lies within reach of the threshold, `SEARCH_STDS`
-    standard deviations of the logits within clusters, and the keys of subclusters within reach: as many deviations
-    within subclusters, which are those within clusters times the spread of the subcluster by that of clusters. A key
-    of `HEAVY_WEIGHT` lies `margin` above the threshold: in sharp heads it is within reach from `HEAVY_STDS`
+    A query compares the subclusters of clusters whose centroid lies within reach of the threshold, and the keys of
+    subclusters whose centroid does: `SEARCH_STDS` standard deviations of the logits within clusters, times the radius
+    of the cluster or the spread of the subcluster by the spread of all clusters. An isolated key makes both large. A
+    key of `HEAVY_WEIGHT` lies `margin` above the threshold: in sharp heads it is within reach from `HEAVY_STDS`
     deviations on, and the threshold is lowered where its int8 logit may lie below it.
     """
     (n_clusters, size), n_subclusters = far.positions.shape, far.spread.shape[1]
     margin = heavy_margin(log_inverse)
     reach = (HEAVY_STDS - margin / logits.std).clamp_min(SEARCH_STDS) * logits.std
-    spread = far.spread / far.key_cov.diagonal().sum().clamp_min(MIN_STD**2).sqrt()
+    unit = far.key_cov.diagonal().sum().clamp_min(MIN_STD**2).sqrt()
     lowered = threshold - (HEAVY_INT8_ERROR * logits.std[:, 0] - margin).clamp_min(0.0)
     distance = lowered[:, None, None] - logits.centroids[..., None]
 
@@ -340,8 +347,8 @@ def find_keys(query: Tensor, far: FarKeys, logits: FarLogits, threshold: Tensor,
         return offsets.view(len(query), *int8.scales.shape)
 
     searching = threshold < math.inf
-    near = (reach >= distance[..., 0]) & searching[:, None]
-    searched = (int8_offsets(far.sub_int8) + reach[..., None] * spread >= distance) & near[..., None]
+    near = (reach * (far.radius / unit) >= distance[..., 0]) & searching[:, None]
+    searched = (int8_offsets(far.sub_int8) + reach[..., None] * (far.spread / unit) >= distance) & near[..., None]
     some = searched.any(2).any(0).nonzero().squeeze(1)
     int8 = Int8Keys(*(part.index_select(0, some) for part in far.int8))
     by_key = searched.repeat_interleave(SUBCLUSTER, dim=2)[..., :size]
@@ -506,6 +513,7 @@ def reference_attention(
             Int8Keys(*(part[0, :n_clusters] for part in index.int8)),
             Int8Keys(*(part[0, :n_clusters] for part in index.sub_int8)),
             index.spread[0, :n_clusters],
+            index.radius[0, :n_clusters],
             index.key_cov[0, :count].mean(0),
             index.key_value_cov[0, :count].mean(0),
         )

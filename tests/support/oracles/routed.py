@@ -7,7 +7,7 @@ chunk; earlier chunks are far. With `q` the query times the scale, a query that 
 1. takes `s`, the root mean square over all far keys of their logits' distance from that of their centroid;
 2. estimates the attention mass: exp(logit) of the keys that it reads in any case, a tenth of it for sinks, and
    `L exp(centroid logit + min(s^2 / 2, 4))` for each cluster of `L` keys; `min_weight` of that is its threshold;
-3. compares, in clusters within `3 s` of the threshold, the int8 centroids of subclusters (runs of 16 keys of a
+3. compares, in clusters within `3 s` of the threshold times their radius, the int8 centroids of subclusters (runs of 16 keys of a
    cluster in tree order) with it, and the int8 keys of those within `3 x` of it, with `x` the deviation of logits in a subcluster as spread out as this one
    (in sharp heads up to `4.2 x`); it reads the keys that reach the threshold, whose logits are those of the int8 keys
    where they weigh less than a 64th;
@@ -294,10 +294,13 @@ class Clusters(NamedTuple):
         margin = max(0.0, math.log(0.05 / min_weight))
         lowered = threshold - (0.1 * std - margin).clamp_min(0)
         compared, n_compared = torch.zeros(self.positions.shape, dtype=torch.bool), 0
+        squares = self.key_offset.square().sum(-1)
+        unit = squares.mean().clamp_min(1e-3**2).sqrt()
+        radius = torch.stack([squares[:, places].mean(1) for places, _, _ in self.subclusters]).amax(0).sqrt()
         for places, mean, spread in self.subclusters if threshold < math.inf else []:
-            x = std * spread / self.key_offset.square().sum(-1).mean().clamp_min(1e-3**2).sqrt()
+            x = std * spread / unit
             stds = (4.2 - margin / std).clamp_min(3.0)
-            near = logits + stds * std >= lowered
+            near = logits + stds * std * radius / unit >= lowered
             compared[:, places] = (near & (logits + mean @ int8 + stds * x >= lowered))[:, None]
             n_compared += int(near.sum())
         estimates = logits[:, None] + self.int8 @ int8

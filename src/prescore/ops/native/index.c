@@ -13,6 +13,7 @@ typedef struct {
     float *scales;                        /* [kv_heads, clusters, cluster_size] */
     uint8_t *sub_int8;                    /* [kv_heads, clusters, cluster_size / 16, dim] */
     float *sub_scales, *spread;           /* [kv_heads, clusters, cluster_size / 16] */
+    float *radius;                        /* [kv_heads, clusters] */
     float *key_cov, *key_value_cov;       /* [kv_heads, chunks, dim, dim], [kv_heads, chunks, dim, value_dim] */
 } IndexCall;
 
@@ -166,7 +167,7 @@ static void quantize_keys(const float *keys, uint8_t *int8, float *scales, int64
 /* A subcluster of sixteen keys: its centroid in int8, and how far its keys lie from it. */
 static void build_subcluster(const IndexCall *c, const float *keys, int64_t at) {
     const int64_t dim = c->dim;
-    float mean[MAX_DIM] = {0}, square = 0;
+    float mean[MAX_DIM] = {0}, square = 0, from_centroid = 0, *radius = c->radius + at * 16 / c->cluster_size;
     for (int64_t k = 0; k < 16; k++) add_scaled(mean, keys + k * dim, 1.0f, dim);
     for (int64_t i = 0; i < dim; i++) mean[i] /= 16.0f;
     for (int64_t k = 0; k < 16; k++) {
@@ -178,6 +179,9 @@ static void build_subcluster(const IndexCall *c, const float *keys, int64_t at) 
         square += total(sum);
     }
     c->spread[at] = sqrtf(square / 16.0f);
+    for (int64_t k = 0; k < 16; k++) from_centroid += dot(keys + k * dim, keys + k * dim, dim);
+    from_centroid = sqrtf(from_centroid / 16.0f);
+    if (at * 16 % c->cluster_size == 0 || from_centroid > *radius) *radius = from_centroid;
     c->sub_scales[at] = quantize(mean, c->sub_int8 + at * dim, dim);
 }
 

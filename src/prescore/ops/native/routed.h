@@ -42,7 +42,7 @@ typedef struct {
     const float *scales;                     /* [kv_heads, n_clusters, cluster_size] */
     const uint8_t *sub_int8;                 /* [kv_heads, blocks, dim / 4, 16, 4]: centroids of sixteen subclusters each */
     const float *sub_scales;                 /* [kv_heads, blocks, 16] */
-    const float *spread;                     /* [kv_heads, blocks, 16]: how far keys lie from the centroid of their subcluster */
+    const float *spread, *radius;            /* [kv_heads, blocks, 16]: of the subclusters, and of the clusters that they belong to */
     const float *key_cov;                    /* [kv_heads, n_covs, dim, dim]: covariance of keys within clusters */
     const float *key_value_cov;              /* [kv_heads, n_covs, dim, value_dim]: of keys and values */
     int64_t kv_heads, n_query, length, dim, value_dim, cluster_size, sinks, sink_columns, n_columns, n_clusters, n_covs;
@@ -72,8 +72,7 @@ typedef struct {
     int32_t int8_start[TILE]; /* -KEY_ZERO times the sum of the query's int8 numbers */
     float int8_scale[TILE], std[TILE], threshold[TILE];
     float shift[TILE], mass[TILE], sums[TILE * MAX_DIM]; /* of what was read: weights are exp(logit - shift) */
-    float least[TILE], near[TILE]; /* from which on int8 logits are read, and clusters looked into */
-    float reach[TILE];             /* how far below `least` a subcluster is searched, by its spread */
+    float least[TILE], reach[TILE]; /* int8 logits above the first are read; how far below it centroids may lie, by their spread */
     int32_t n_hits[TILE];
     float *logits;         /* [TILE, padded] of columns; later their weights */
     int32_t *cluster_hits; /* [TILE, padded] keys read of each cluster */

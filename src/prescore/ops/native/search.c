@@ -32,7 +32,8 @@ INLINE int64_t search_block(const RoutedCall *p, Tile *w, int64_t t, int64_t blo
     floats centroids[PER_BLOCK], offset[PER_BLOCK];
     unsigned near = 0, within = 0;
     logits_of_block(logits, block, each, centroids);
-    for (int k = 0; k < PER_BLOCK; k++) near |= at_least(centroids[k], splat(w->near[t])) << (k * WIDTH);
+    for (int k = 0; k < PER_BLOCK; k++)
+        near |= at_least(load(p->radius + at * 16 + k * WIDTH) * reach + centroids[k], splat(least)) << (k * WIDTH);
     if (visible < 16) near &= (1u << visible) - 1;
     if (!near) return 0;
     memcpy(query, w->int8 + t * p->dim, (size_t)(4 * quarter));
@@ -82,7 +83,6 @@ void prescore_begin_search(const RoutedCall *p, Tile *w) {
         w->least[t] = w->threshold[t] - (lowered > 0 ? lowered : 0);
         const float heavy = p->heavy_stds - p->margin / w->std[t];
         const float reach = (heavy > p->search_stds ? heavy : p->search_stds) * w->std[t];
-        w->near[t] = w->least[t] - reach;
         w->reach[t] = reach / root;
         w->n_hits[t] = 0;
         memset(w->cluster_hits + t * w->padded, 0, sizeof(int32_t) * (size_t)w->columns);
