@@ -179,7 +179,9 @@ def test_sharp_heads_find_the_keys_that_hold_the_weight(scale, backend):
     query, key, value = (t.float() for t in tensors(4352, batch=1, heads=2, dim=64, value_dim=64, seed=2))
     query, key = scale * query[:, :, -256:] / query.std(), key / key.std()
     exact = exact_attention(query, key, value, is_causal=True).output
-    output, aux = prescored_attention(query, key, value, Routed(), is_causal=True, backend=backend, return_aux=True)
+    output, aux = prescored_attention(
+        query, key, value, Routed(), is_causal=True, backend=backend, return_aux=True
+    )
     off = (output - exact).norm(dim=-1) > 0.5 * exact.norm(dim=-1)
     assert float(off.double().mean()) <= 0.004, "a query in 256"
     assert aux.stats.far_keys_read >= 10

@@ -151,7 +151,11 @@ BREAKS = {
     ("reference.py", "subclusters"): [
         ("searched within one deviation", "SEARCH_STDS = 2.5", "SEARCH_STDS = 1.0"),
         ("half of the spread", "(squares @ each.t()).sqrt()", "(squares @ each.t()).sqrt() / 2"),
-        ("centroids of clusters alone", "(int8_offsets(far.sub_int8) + reach", "(0 * int8_offsets(far.sub_int8) + reach"),
+        (
+            "centroids of clusters alone",
+            "(int8_offsets(far.sub_int8) + reach",
+            "(0 * int8_offsets(far.sub_int8) + reach",
+        ),
         ("subclusters in time order", "+ subcluster_levels(layout.cluster_size)", "+ 0 * subcluster_levels(2)"),
     ],
     ("reference.py", "sharp"): [
@@ -166,7 +170,11 @@ BREAKS = {
         ("half the weight", "-math.log(min_weight) if", "math.log(2) - math.log(min_weight) if"),
         ("int8 of keys, not of offsets", "quantize_keys(key_offset.detach())", "quantize_keys(keys.detach())"),
         ("coarser queries", "KEY_MAX, QUERY_MAX = 63, 127", "KEY_MAX, QUERY_MAX = 63, 7"),
-        ("tree without power iterations", "layout.cluster_size))\n", "layout.cluster_size), power_iterations=0)\n"),
+        (
+            "tree without power iterations",
+            "layout.cluster_size))\n",
+            "layout.cluster_size), power_iterations=0)\n",
+        ),
         ("covariance of one chunk", "parts.cumsum(1) / count[:, None, None]", "parts + 0 * count[:, None, None]"),
         ("keys read stay in the centroid", "- hits.per_cluster", "- 0 * hits.per_cluster"),
         ("no gain", "0.5 * std * std + shifted - unshifted", "0 * (shifted - unshifted)"),

@@ -20,9 +20,9 @@ from prescore.config import Routed
 from prescore.ops.native import library
 from prescore.routed.layout import Layout, RoutedKeys, View, make_layout
 from prescore.routed.reference import (
-    EXACT_WEIGHT,
     HEAVY_INT8_ERROR,
     HEAVY_STDS,
+    LIGHT_WEIGHT,
     MAX_MASS_GAIN,
     SEARCH_STDS,
     SINK_WEIGHT,
@@ -303,7 +303,9 @@ class Tables:
             return torch.cat((room, pad(centroids.detach(), (0, 0, 0, fill))), dim=1)
 
         def stored(numbers: Tensor) -> Tensor:
-            return numbers if numbers.dtype == torch.uint8 else (numbers.to(torch.int16) + KEY_ZERO).to(torch.uint8)
+            return (
+                numbers if numbers.dtype == torch.uint8 else (numbers.to(torch.int16) + KEY_ZERO).to(torch.uint8)
+            )
 
         def side_by_side(parts: Tensor) -> Tensor:  # [T, M, S, x] -> [T, blocks, 16, x]
             flat = parts.flatten(1, 2)
@@ -388,7 +390,7 @@ class Tables:
             heavy_stds=HEAVY_STDS,
             heavy_int8_error=HEAVY_INT8_ERROR,
             margin=heavy_margin(log_inverse),
-            exact_margin=log_inverse + math.log(EXACT_WEIGHT),
+            exact_margin=math.log(LIGHT_WEIGHT),
             log_inverse=log_inverse,
             max_mass_gain=MAX_MASS_GAIN,
             log_sink_weight=math.log(SINK_WEIGHT),

@@ -7,10 +7,10 @@ chunk; earlier chunks are far. With `q` the query times the scale, a query that 
 1. takes `s`, the root mean square over all far keys of their logits' distance from that of their centroid;
 2. estimates the attention mass: exp(logit) of the keys that it reads in any case, a tenth of it for sinks, and
    `L exp(centroid logit + min(s^2 / 2, 4))` for each cluster of `L` keys; `min_weight` of that is its threshold;
-3. compares, in clusters within `3 s` of the threshold times their radius, the int8 centroids of subclusters (runs of 16 keys of a
-   cluster in tree order) with it, and the int8 keys of those within `3 x` of it, with `x` the deviation of logits in a subcluster as spread out as this one
-   (in sharp heads up to `4.2 x`); it reads the keys that reach the threshold, whose logits are those of the int8 keys
-   where they weigh less than a 64th;
+3. compares, in clusters within `3 s` of the threshold times their radius, the int8 centroids of subclusters (runs of
+   16 keys of a cluster in tree order) with it, and the int8 keys of those within `3 x`, with `x` the deviation of
+   logits in a subcluster as spread out as this one (in sharp heads up to `4.2 x`); it reads the keys that reach the
+   threshold, with the logits of the int8 keys where they weigh less than 16 times `min_weight`;
 4. counts the unread keys of a cluster as its centroid: their logits are taken as normal, cut off at the threshold.
 
 One softmax over all of it follows. Autograd goes through everything but the choices: the tree, int8 keys, and
@@ -33,6 +33,7 @@ from prescore.routed.tree import bisection_tree
 from prescore.types import Attended
 
 N_SUBCLUSTER = 16
+LIGHT_WEIGHT = 16
 
 
 def routed_oracle(
@@ -278,7 +279,7 @@ class Clusters(NamedTuple):
     ) -> tuple[Tensor, Tensor, int, Tensor, Tensor]:
         """Keys `[M, L]` that a query reads, their int8 logits, how many it compared, the centroids' logits and values.
 
-        Int8 logits are NaN where a key weighs a 64th of the estimated mass: its logit is exact.
+        Int8 logits are NaN where a key weighs 16 times `min_weight`: its logit is exact.
 
         Args:
             query: `[D]`, times the scale.
@@ -305,7 +306,7 @@ class Clusters(NamedTuple):
             n_compared += int(near.sum())
         estimates = logits[:, None] + self.int8 @ int8
         read = compared & (estimates >= lowered)
-        estimates = estimates.masked_fill(estimates >= mass - math.log(64), math.nan)
+        estimates = estimates.masked_fill(estimates >= threshold + math.log(LIGHT_WEIGHT), math.nan)
         gain, move = below_threshold(threshold - logits, std)
         unread = (size - read.sum(1)).double()
         direction = offsets.flatten() @ self.value_offset.flatten(0, 1) / offsets.numel()
