@@ -7,15 +7,8 @@ import math
 
 import pytest
 
-from prescore.bench.language.tables import (
-    confidence_half_width,
-    full_csv,
-    holds_for,
-    loss_table,
-    paper_csv,
-    plot_experiment,
-    summarise,
-)
+from prescore.bench.language import tables
+from prescore.bench.language.tables import loss_table, paper_csv, plot_experiment, summarise
 from prescore.bench.records import Record
 from prescore.bench.tables import percent
 
@@ -72,7 +65,7 @@ def test_a_result_that_is_no_number_is_refused_by_name(name, result):
 def test_a_loss_that_is_not_a_number_is_shown_and_not_fatal(tmp_path):
     summaries = summarise([record("x", "nan"), *references()])
     assert "nan" in loss_table(summaries, "t").to_markdown()
-    assert "nan" in full_csv(summaries)
+    assert "nan" in tables.full_csv(summaries)
     plot_experiment(None, summaries, tmp_path / "plot.png", "t")
 
 
@@ -82,7 +75,7 @@ def test_losses_are_averaged_over_documents_with_students_interval():
     assert summary.loss == 2.5
     assert summary.perplexity == pytest.approx(math.exp(2.5))
     assert summary.half_width == pytest.approx(4.303 * 0.5 / math.sqrt(3))
-    assert confidence_half_width([1.0]) is None
+    assert tables.confidence_half_width([1.0]) is None
 
 
 def test_gap_is_over_the_same_documents_and_the_same_leaves():
@@ -120,16 +113,11 @@ def test_the_table_shows_every_method():
 
 
 def test_the_papers_columns_have_both_leaf_rules_in_the_papers_order():
-    full = list(csv.DictReader(io.StringIO(full_csv(summarise(grid())))))
+    full = list(csv.DictReader(io.StringIO(tables.full_csv(summarise(grid())))))
     assert (len(full), full[0]["loss a@0"]) == (len(grid()), "2.0")
     lines = printed(grid())
     budgets = [("4", "32"), ("256", "32"), ("4", "0"), ("256", "0")]
-    wanted = [
-        ("exact", "", ""),
-        ("local only", "", ""),
-        ("HyperAttention", "0", "32"),
-        ("HyperAttention", "0", "0"),
-    ]
+    wanted = [("exact", "", ""), ("local only", "", ""), *(("HyperAttention", "0", n) for n in ("32", "0"))]
     wanted += [(name, *budget) for name in ("K-means", "Leverage") for budget in budgets]
     assert [(line["Method"], line["Top K"], line["Sample Size"]) for line in lines] == wanted
     assert float(lines[4]["PPL"]) == pytest.approx(math.exp(2.11))
@@ -156,7 +144,7 @@ def test_a_budget_that_keeps_every_key_is_every_scorers():
     losses = [math.log(float(line["PPL"])) for line in lines]
     assert losses == pytest.approx([2.9, 2.8, 2.5, 2.7, 2.5, 2.6, 2.5])
     # blocks of 600, 1200, 2400 keys: the last are filtered by the same budget
-    assert not holds_for(summarise([cell("kmeans", 16384, 2.6, leaf=600)])[0], "leverage")
+    assert not tables.holds_for(summarise([cell("kmeans", 16384, 2.6, leaf=600)])[0], "leverage")
 
 
 @pytest.fixture

@@ -11,23 +11,10 @@ from tiny_chatglm import TinyChatGLM
 from tiny_models import tiny as tiny_model
 
 import prescore
+import prescore.bench.language.methods as bench_methods
 from prescore import Exact, Hyper, KMeans, Leverage, Lsh, Routed, Selected
 from prescore.bench.language.documents import Document
-from prescore.bench.language.methods import (
-    EXACT,
-    Baseline,
-    Local,
-    MeasuredAttention,
-    Method,
-    change,
-    check_changes,
-    field_paths,
-    local_only,
-    measured_attention,
-    method_names,
-    named_method,
-    sliding_window,
-)
+from prescore.bench.language.methods import EXACT, Baseline, Local, MeasuredAttention, Method, change, named_method
 from prescore.bench.language.model import LanguageModel
 from prescore.bench.language.perplexity import make_windows, measure_loss, window_losses
 from prescore.integrations.attention import AttentionContext, layer_seed
@@ -64,7 +51,7 @@ def test_a_name_means_the_same_as_in_python(length, leaf):
 @pytest.mark.parametrize("config", [Routed(), Selected(), Selected.early(), Hyper(), Exact()], ids=repr)
 def test_every_path_is_a_field_that_can_be_set(config):
     values = config.to_dict()
-    for path in field_paths(config):
+    for path in bench_methods.field_paths(config):
         owner = values
         for part in path.split("."):
             owner = owner[part]
@@ -118,14 +105,14 @@ def test_partly_takes_the_fields_that_a_configuration_has():
 
 
 def test_a_field_that_no_method_has_is_refused():
-    methods = [Method("a", Routed()), Method("b", Selected.paper()), EXACT, local_only(8)]
-    check_changes({"min_weight": 0.5, "inner.block_size": 4}, methods)
+    methods = [Method("a", Routed()), Method("b", Selected.paper()), EXACT, Method("local", Local(8))]
+    bench_methods.check_changes({"min_weight": 0.5, "inner.block_size": 4}, methods)
     for fields, refusal in (
         ({"lsh.block_size": 4}, r"^Routed or Selected must have fields among .* got 'lsh.block_size'"),
         ({"inner": "Exact", "inner.block_size": 4}, "got 'inner.block_size'"),
     ):
         with pytest.raises(ValueError, match=refusal):
-            check_changes(fields, methods)
+            bench_methods.check_changes(fields, methods)
 
 
 @pytest.mark.parametrize("length", [12, 32, 53])
@@ -148,7 +135,7 @@ def test_reads_of_baselines_and_the_window_that_reads_as_much():
     chunked = [i % 4 + 1 + min(3, i // 4 * 4) for i in range(10)]
     assert Baseline("oracle", {"chunk_size": 4, "budget": 3}).reads(10) == pytest.approx(sum(chunked) / 10)
     for reads in (1.0, 3.5, 60.2, 90.0, 128.5):
-        window = sliding_window(256, reads, sinks=2).config
+        window = bench_methods.sliding_window(256, reads, sinks=2).config
         narrower = window.settings["window"] - 1
         assert window.reads(256) >= reads
         assert narrower == 0 or Baseline("streaming", {"window": narrower, "sinks": 2}).reads(256) < reads
@@ -177,6 +164,8 @@ def test_a_configuration_does_what_apply_does(precise, window, config):
         expected = float(window_losses(precise, window).mean())
     assert measure_loss(precise, window, Method("some", config))["loss"] == pytest.approx(expected, abs=1e-10)
     assert abs(expected - float(window_losses(precise, window).mean())) > 1e-6
+    other = measure_loss(precise, window, Method("some", config), seed=1)["loss"]
+    assert (other == pytest.approx(expected, abs=1e-10)) == isinstance(config, Routed)  # which draws nothing
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: type(config).__name__)
@@ -191,7 +180,7 @@ def test_reads_are_those_of_the_call_with_the_seed(config):
 
 
 def test_layers_are_summed_and_replaced_ones_told_apart():
-    attention = MeasuredAttention(local_only(4), [1])
+    attention = MeasuredAttention(Method("local", Local(4)), [1])
     tensors = torch.randn(3, 1, 2, 8, 4)
     for layer in (0, 1):
         attention(*tensors, AttentionContext(layer=layer, is_causal=True))
@@ -215,7 +204,9 @@ def test_waiting_is_time_but_not_processor_time():
 
 
 def test_only_the_chosen_layers_are_replaced(precise, window):
-    one, both = (measure_loss(precise, window, local_only(25), layers=layers) for layers in ("last:1", "all"))
+    one, both = (
+        measure_loss(precise, window, Method("local", Local(25)), layers=layers) for layers in ("last:1", "all")
+    )
     assert (one["layers_replaced"], both["layers_replaced"]) == (1, 2)
     assert one["replaced_reads_per_query"] == both["reads_per_query"] == 13.0
     exact = measure_loss(precise, window, EXACT)
@@ -225,7 +216,7 @@ def test_only_the_chosen_layers_are_replaced(precise, window):
 FEW = {"lsh.block_size": 8, "lsh.sample_size": 8, "inner.block_size": 8, "inner.sample_size": 8}
 
 
-@pytest.mark.parametrize("name", method_names())
+@pytest.mark.parametrize("name", bench_methods.method_names())
 def test_every_name_runs(precise, window, name):
     results = measure_loss(precise, window, named_method(name, length=200, leaf=32, top_k=16, changes=FEW))
     assert math.isfinite(results["loss"])
@@ -238,7 +229,7 @@ def test_no_method_but_the_oracle_sees_the_future(precise, window, name):
     method = named_method(name, length=200, leaf=32, top_k=16, changes={"lsh": lsh, "inner": lsh})
     changed = window.tokens.clone()
     changed[150:] = changed[150:].flip(0)
-    with measured_attention(precise.model, method):
+    with bench_methods.measured_attention(precise.model, method):
         before, after = precise.hidden(window.tokens), precise.hidden(changed)
     torch.testing.assert_close(before[:150], after[:150])
 
@@ -255,7 +246,9 @@ def test_sliding_window_layers_stay_as_they_are(window):
     gemma.check_head()
     plain = float(window_losses(gemma, window).mean())
     assert measure_loss(gemma, window, EXACT)["loss"] == pytest.approx(plain, abs=1e-10)
-    found = (measure_loss(gemma, window, local_only(32), layers=layers) for layers in ("all", "last:1"))
+    found = (
+        measure_loss(gemma, window, Method("local", Local(32)), layers=layers) for layers in ("all", "last:1")
+    )
     both, last = (results["loss"] for results in found)
     assert both == last != pytest.approx(plain, abs=1e-10)
 
@@ -280,7 +273,7 @@ def test_what_a_method_would_ignore_is_refused(window):
         with pytest.raises(ValueError, match="its logits are soft-capped"):
             measure_loss(gemma, window, named_method(name, length=200, leaf=32))
     plain = float(window_losses(gemma, window).mean())
-    with measured_attention(gemma.model, local_only(32), layers=[]):  # layers that are not replaced may do so
+    with bench_methods.measured_attention(gemma.model, Method("local", Local(32)), layers=[]):  # none is replaced
         assert float(window_losses(gemma, window).mean()) == pytest.approx(plain, rel=1e-5)
 
 
@@ -288,7 +281,7 @@ def test_dropout_caches_and_shards_with_sliding_windows_are_refused(precise, win
     attention = MeasuredAttention(EXACT, [0], group=SimpleNamespace(size=2, rank=0))
     with pytest.raises(ValueError, match="it has a sliding window, which no shard can see"):
         attention(*torch.zeros(3, 1, 1, 8, 4), AttentionContext(layer=0, is_causal=True, is_local=True))
-    with torch.no_grad(), measured_attention(precise.model, EXACT):
+    with torch.no_grad(), bench_methods.measured_attention(precise.model, EXACT):
         past = precise.model(input_ids=window.tokens[None, :50], use_cache=True).past_key_values
         with pytest.raises(ValueError, match="it has 1 queries for 51 keys; measure without a cache"):
             precise.model(input_ids=window.tokens[None, 50:51], past_key_values=past)
@@ -308,13 +301,13 @@ def test_chatglm_is_measured_through_the_same_function():
     cores = [layer.self_attention.core_attention for layer in model.transformer.encoder.layers]
     with torch.no_grad():
         plain = model(tokens)[0]
-        with measured_attention(model, EXACT) as cost:
+        with bench_methods.measured_attention(model, EXACT) as cost:
             torch.testing.assert_close(model(tokens)[0], plain)
             assert cost()["reads_per_query"] == 48.5
         config = Selected("key-diff", top_k=8, min_seq_len=16, sinks=2, remainder="none")
         with prescore.apply(model, config, layers="first:2"):
             applied = model(tokens)[0]
-        with measured_attention(model, Method("key-diff", config), layers="first:2") as cost:
+        with bench_methods.measured_attention(model, Method("key-diff", config), layers="first:2") as cost:
             torch.testing.assert_close(model(tokens)[0], applied)
             assert cost()["layers_replaced"] == 2
     assert (applied - plain).abs().max() > 1e-6

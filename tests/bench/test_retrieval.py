@@ -9,21 +9,11 @@ from oracles.tiny_language_model import save_tiny_language_model, tiny_language_
 
 from prescore import Routed
 from prescore.bench.cli.main import main
+from prescore.bench.language import retrieval
 from prescore.bench.language.documents import Document
 from prescore.bench.language.methods import EXACT, local_only, measured_attention
 from prescore.bench.language.model import LanguageModel
-from prescore.bench.language.retrieval import (
-    CLEAR,
-    MANY_NEEDLES,
-    N_DISTRACTORS,
-    NEEDLE_DEPTHS,
-    NEEDLES_PER_DEPTH,
-    TASKS,
-    Task,
-    judge,
-    make_problem,
-    retrieval_row,
-)
+from prescore.bench.language.retrieval import CLEAR, MANY_NEEDLES, TASKS, Task, judge, make_problem
 from prescore.bench.language.tables import retrieval_table
 from prescore.bench.records import Record, measure
 
@@ -44,7 +34,7 @@ def one(model, name, length, depth, sample=0, haystack=HAY):
     return problem.tokens, text_of(model, problem.tokens), text_of(model, problem.tokens[begin:end]).strip()
 
 
-def many(model, length=LENGTH, depths=NEEDLE_DEPTHS, seed=0, sample=0):
+def many(model, length=LENGTH, depths=retrieval.NEEDLE_DEPTHS, seed=0, sample=0):
     """A text with needles, and for each its depth, city, number and place in the text, counted in letters."""
     problem = make_problem(model, HAY, Task(MANY_NEEDLES, length, depths), seed=seed, sample=sample)
     assert len(problem.tokens) == length
@@ -75,7 +65,7 @@ def test_a_problem_has_its_fact_at_its_depth_and_its_answer_last(tiny, task):
 def test_distractors_and_chains(tiny):
     _, text, words = one(tiny, "multi-key-needle", 900, 0.5, 2)
     facts = [line for line in text.split("\n") if line.startswith("The secret number")]
-    assert len({fact.split(" is ")[1] for fact in facts}) == len(facts) == N_DISTRACTORS + 1
+    assert len({fact.split(" is ")[1] for fact in facts}) == len(facts) == retrieval.N_DISTRACTORS + 1
     assert sum(words in fact for fact in facts) == 1
     _, text, words = one(tiny, "variable-tracking", 600, 0.2, 3)
     *_, question = lines = text.split("\n")
@@ -119,7 +109,7 @@ def test_what_greedy_decoding_writes_is_a_hit(tiny):
 @pytest.mark.parametrize("sample", [0, 1])
 def test_a_text_has_every_needle_in_its_place(tiny, length, sample):
     problem, needles = many(tiny, length, sample=sample)
-    assert [depth for depth, *_ in needles] == sorted(NEEDLE_DEPTHS * NEEDLES_PER_DEPTH)
+    assert [depth for depth, *_ in needles] == sorted(retrieval.NEEDLE_DEPTHS * retrieval.NEEDLES_PER_DEPTH)
     places = [place for *_, place, _ in needles]
     assert places == sorted(places)
     last = problem.questions - CLEAR
@@ -135,7 +125,7 @@ def test_needles_at_the_ends_stay_in_the_text_and_away_from_the_questions(tiny, 
     problem, needles = many(tiny, depths=depths)
     last = max(place + size for *_, place, size in needles)
     assert (last == problem.questions - CLEAR) if 1.0 in depths else (last < problem.questions - CLEAR)
-    assert sorted(depth for depth, *_ in needles) == sorted(depths * NEEDLES_PER_DEPTH)
+    assert sorted(depth for depth, *_ in needles) == sorted(depths * retrieval.NEEDLES_PER_DEPTH)
 
 
 def test_every_needle_is_asked_once_in_any_order_and_no_answer_is_given_away(tiny):
@@ -195,13 +185,13 @@ def test_refusals(task, refusal):
 
 
 def test_a_row_has_accuracy_or_every_needle_by_depth(tiny):
-    row = retrieval_row(tiny, HAY, local_only(32), Task(TASKS[0], 256, (0.1,)), range(2))
+    row = retrieval.retrieval_row(tiny, HAY, local_only(32), Task(TASKS[0], 256, (0.1,)), range(2))
     results = row.measure()
     assert results["accuracy"] == sum(results["hits"]) / 2
     assert results["reads_per_query"] == 16.5
     assert row.config["part"] == "retrieval"
     task = Task(MANY_NEEDLES, LENGTH, (0.9, 0.1))
-    results = retrieval_row(tiny, HAY, local_only(50), task, range(1)).measure()
+    results = retrieval.retrieval_row(tiny, HAY, local_only(50), task, range(1)).measure()
     problem = make_problem(tiny, HAY, task)
     with measured_attention(tiny.model, local_only(50)):
         judged = judge(tiny, problem.tokens, [(begin, end) for _, begin, end in problem.answers])
@@ -209,15 +199,15 @@ def test_a_row_has_accuracy_or_every_needle_by_depth(tiny):
     for entry in results["by_depth"]:
         own = [each for each, (depth, *_) in zip(judged, problem.answers, strict=True) if depth == entry["depth"]]
         assert entry["hits"] == [int(hit) for hit, _ in own]
-        assert entry["n_needles"] == NEEDLES_PER_DEPTH
-        assert entry["answer_loss"] == pytest.approx(sum(loss for _, loss in own) / NEEDLES_PER_DEPTH)
+        assert entry["n_needles"] == retrieval.NEEDLES_PER_DEPTH
+        assert entry["answer_loss"] == pytest.approx(sum(loss for _, loss in own) / retrieval.NEEDLES_PER_DEPTH)
     assert results["reads_per_query"] == 25.5
     assert results["attention_processor_seconds"] > 0
 
 
 def test_positions_past_the_trained_length_are_scaled_and_said(precise):
     tasks = (Task(TASKS[0], 256, (0.1,)), Task(TASKS[0], 768, (0.1,)), NEEDLES)
-    rows = [retrieval_row(precise, HAY, EXACT, task, range(1)) for task in tasks]
+    rows = [retrieval.retrieval_row(precise, HAY, EXACT, task, range(1)) for task in tasks]
     short, long, needles = (measure("retrieval", row) for row in rows)
     assert "position_scaling" not in short.results
     assert long.results["position_scaling"] == {"rope": "yarn", "factor": 1.5, "trained_length": 512}
@@ -312,20 +302,3 @@ def test_tasks_run_side_by_side_and_another_text_is_another_row(run, text, lines
     Path(text).write_text("straw " * 500)
     assert run(options) == 0
     assert len(lines(tmp_path / "run")) == 2 * (len(single) + 2)  # exact and local for needles too
-
-
-@pytest.mark.parametrize(
-    ("options", "sentence"),
-    [
-        ("--task many-needles -n 600", "length must leave room for the facts, the questions and 512 tokens"),
-        ("--task single-needle -n 4", "length must leave room for the facts, the questions, at least"),
-        ("--task some-needles", "task must be one of"),
-    ],
-)
-def test_refusals_of_the_command_leave_no_records(run, options, sentence, tmp_path, capsys):
-    assert run(options) == 2
-    printed = capsys.readouterr()
-    assert sentence in printed.err
-    assert printed.err.strip().count("\n") == 0
-    path = tmp_path / "run" / "records.jsonl"
-    assert not path.exists() or not path.read_text()
