@@ -118,9 +118,8 @@ def test_an_import_that_fails_is_one_sentence(name, said, tmp_path, monkeypatch,
     monkeypatch.chdir(tmp_path)
     (tmp_path / "broken.py").write_text("1 / 0")
     assert main(["--import", name, "info"]) == 2
-    assert capsys.readouterr().err == (
-        f"prescore: --import must be a Python file or module that runs, got {name!r} ({said})\n"
-    )
+    refusal = f"prescore: --import must be a Python file or module that runs, got {name!r} ({said})\n"
+    assert capsys.readouterr().err == refusal
     assert main(["info", "--import"]) == 2
     assert "--import must be followed by a Python file or module" in capsys.readouterr().err
     assert main(["--import", "prescore.errors", "--version"]) == 0  # a module by its name

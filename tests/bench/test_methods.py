@@ -2,6 +2,8 @@
 
 import math
 import time
+from functools import reduce
+from operator import getitem
 from types import SimpleNamespace
 
 import pytest
@@ -50,12 +52,9 @@ def test_a_name_means_the_same_as_in_python(length, leaf):
 
 @pytest.mark.parametrize("config", [Routed(), Selected(), Selected.early(), Hyper(), Exact()], ids=repr)
 def test_every_path_is_a_field_that_can_be_set(config):
-    values = config.to_dict()
     for path in bench_methods.field_paths(config):
-        owner = values
-        for part in path.split("."):
-            owner = owner[part]
-        assert change(config, {path: owner}) == config
+        value = reduce(getitem, path.split("."), config.to_dict())
+        assert change(config, {path: value}) == config
     assert change(config, {}) == config
 
 
@@ -204,9 +203,8 @@ def test_waiting_is_time_but_not_processor_time():
 
 
 def test_only_the_chosen_layers_are_replaced(precise, window):
-    one, both = (
-        measure_loss(precise, window, Method("local", Local(25)), layers=layers) for layers in ("last:1", "all")
-    )
+    local = Method("local", Local(25))
+    one, both = (measure_loss(precise, window, local, layers=layers) for layers in ("last:1", "all"))
     assert (one["layers_replaced"], both["layers_replaced"]) == (1, 2)
     assert one["replaced_reads_per_query"] == both["reads_per_query"] == 13.0
     exact = measure_loss(precise, window, EXACT)
@@ -246,10 +244,8 @@ def test_sliding_window_layers_stay_as_they_are(window):
     gemma.check_head()
     plain = float(window_losses(gemma, window).mean())
     assert measure_loss(gemma, window, EXACT)["loss"] == pytest.approx(plain, abs=1e-10)
-    found = (
-        measure_loss(gemma, window, Method("local", Local(32)), layers=layers) for layers in ("all", "last:1")
-    )
-    both, last = (results["loss"] for results in found)
+    local = Method("local", Local(32))
+    both, last = (measure_loss(gemma, window, local, layers=layers)["loss"] for layers in ("all", "last:1"))
     assert both == last != pytest.approx(plain, abs=1e-10)
 
 

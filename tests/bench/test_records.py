@@ -221,9 +221,8 @@ def test_only_regular_files_of_the_folder_hold_records(tmp_path):
     (folder / "dangling").symlink_to(tmp_path / "nothing")
     (folder / "file").touch()
     names = dict.fromkeys(("folder", "pipe"), "must be a regular file, got something else of that name")
-    names |= dict.fromkeys(
-        ("device", "link", "dangling"), "must lie in its own directory, got a symbolic link to "
-    )
+    linked = "must lie in its own directory, got a symbolic link to "
+    names |= dict.fromkeys(("device", "link", "dangling"), linked)
     names |= dict.fromkeys(("file/records.jsonl", "file/deeper/records.jsonl"), "must lie in a directory, got")
     for name, refusal in names.items():
         with pytest.raises(RecordFileError, match=refusal):
