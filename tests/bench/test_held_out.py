@@ -16,8 +16,7 @@ from prescore.bench.language.tables import held_out_tables
 from prescore.bench.records import Record, measure
 from prescore.config import Routed
 
-NOVEL = 325_000
-"""Tokens of the shorter of two novels."""
+NOVEL = 325_000  # tokens of the shorter of two novels
 
 
 def numbered(total, bos=None):

@@ -101,11 +101,10 @@ def test_an_experiment_writes_records_csv_and_a_picture_of_each_length(run, line
     assert {path.name for path in out.iterdir()} == {"records.jsonl", *written}
     methods = [line["config"]["method"] for line in lines(out) if line["config"]["method"]["axes"]]
     assert {method["config"]["sinks"] for method in methods} == {2}
-    losses = {
-        (line["config"]["n_tokens"], axes["paper_top_k"], axes["paper_sample_size"]): line["results"]["perplexity"]
-        for line in lines(out)
-        if (axes := line["config"]["method"]["axes"])
-    }
+    losses = {}
+    for config, results in ((line["config"], line["results"]) for line in lines(out)):
+        axes = config["method"]["axes"]
+        losses[config["n_tokens"], axes.get("paper_top_k"), axes.get("paper_sample_size")] = results["perplexity"]
     printed = list(csv.DictReader((out / "appendix-i-as-printed.csv").open(encoding="utf-8")))
     for row in [row for row in printed if row["Coupling"]]:
         length, top_k, samples = (int(row[name]) for name in ("Context", "Paper's Top K", "Paper's Sample Size"))
@@ -153,11 +152,10 @@ def test_short_documents_of_the_default_corpus_are_left_out_by_name(saved, tmp_p
 
 
 def test_a_damaged_result_is_refused_before_anything_is_measured(run, lines, tmp_path, capsys):
-    options = ("-n", "64", "--method", "exact", "--resume")
+    options, path = ("-n", "64", "--method", "exact", "--resume"), tmp_path / "run" / "records.jsonl"
     assert run(*options) == 0
     first = lines(tmp_path / "run")[0]
-    damaged = json.dumps({**first, "results": {**first["results"], "loss": None}}) + "\n"
-    (tmp_path / "run" / "records.jsonl").write_text(damaged)
+    path.write_text(json.dumps({**first, "results": {**first["results"], "loss": None}}) + "\n")
     assert run(*options) == 2
     assert "must have a number as loss, got None" in capsys.readouterr().err
-    assert (tmp_path / "run" / "records.jsonl").read_text() == damaged
+    assert len(lines(tmp_path / "run")) == 1

