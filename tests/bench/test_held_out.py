@@ -84,11 +84,9 @@ def test_texts_are_those_given_one_record_of_a_file_and_pythons_own(tmp_path):
     records = tmp_path / "bench.jsonl"
     records.write_text("\n".join(json.dumps({"context": f"story {n}", "_id": str(n)}) for n in range(3)))
     (tmp_path / "novel.txt").write_text("Once")
-    names = [
-        document.name for document in held_out.held_out_texts([str(tmp_path / "novel.txt"), str(records), TOPICS])
-    ]
-    assert names == ["novel.txt", "bench.jsonl#0", TOPICS, SOURCE]
-    assert [document.name for document in held_out.held_out_texts(None)] == [TOPICS, SOURCE]
+    given = [str(tmp_path / "novel.txt"), str(records), TOPICS]
+    names = [[document.name for document in held_out.held_out_texts(paths)] for paths in (given, None)]
+    assert names == [["novel.txt", "bench.jsonl#0", TOPICS, SOURCE], [TOPICS, SOURCE]]
     text = load_documents([SOURCE])[0].text
     assert len(text) > 400_000
     assert "class SequenceMatcher" in text
@@ -124,8 +122,8 @@ def run(saved, tmp_path, monkeypatch):
     whole = documents._python_document
     (tmp_path / "novel.txt").write_text("It was a dark and stormy night; the rain fell in torrents. " * 40)
     short = {TOPICS: 2000, SOURCE: 1400}
-    cut = lambda name: Document(name, whole(name).text[: short.get(name)])  # noqa: E731
-    monkeypatch.setattr(documents, "_python_document", cut)
+    replaced = {name: Document(name, whole(name).text[:size]) for name, size in short.items()}
+    monkeypatch.setattr(documents, "_python_document", lambda name: replaced.get(name) or whole(name))
     words = ["perplexity", "--experiment", "default", "--model", saved, "-d", str(tmp_path / "novel.txt")]
     words += ["-n", "64", "-n", "256", *(word for change in SMALL for word in ("--set", change))]
     return lambda *options: main([*words, "--out", str(tmp_path / "run"), *options])

@@ -65,14 +65,14 @@ def study(model_folder, image_folder):
     return Study(load_vision_model(model_folder), open_folder(image_folder), {"model": "tiny"}, batch_size=4)
 
 
-def picture(path, colour, size=(40, 30)):
+def picture(path, colour="red"):
     path.parent.mkdir(parents=True, exist_ok=True)
-    Image.new("RGB", size, colour).save(path)
+    Image.new("RGB", (80, 40), colour).save(path)
 
 
 def test_folders_of_classes_are_numbered_by_name(tmp_path, image_folder):
-    picture(tmp_path / "pets" / "dog" / "1.png", "red")
-    picture(tmp_path / "pets" / "cat" / "2.jpg", "red")
+    picture(tmp_path / "pets" / "dog" / "1.png")
+    picture(tmp_path / "pets" / "cat" / "2.jpg")
     (tmp_path / "pets" / "cat" / "notes.txt").write_text("no image")
     images = open_folder(tmp_path / "pets")
     assert ([path.name for path in images.paths], images.labels) == (["2.jpg", "1.png"], [0, 1])
@@ -84,8 +84,8 @@ def test_folders_of_classes_are_numbered_by_name(tmp_path, image_folder):
 @pytest.mark.parametrize("place", ["labels.json", "../flat_labels.json", "elsewhere"])
 def test_labels_from_json(tmp_path, place):
     folder = tmp_path / "flat"
-    for name in ("a.png", "b.png"):
-        picture(folder / name, "blue")
+    picture(folder / "a.png")
+    picture(folder / "b.png")
     file = tmp_path / "other.json" if place == "elsewhere" else folder / place
     file.write_text(json.dumps({"b.png": 7, "a.png": 3, "absent.png": 1}))
     images = open_folder(folder, labels=file if place == "elsewhere" else None)
@@ -93,7 +93,7 @@ def test_labels_from_json(tmp_path, place):
 
 
 def test_preprocessing_crops_the_centre_and_normalises(tmp_path):
-    picture(tmp_path / "a" / "x.png", (255, 0, 128), size=(80, 40))
+    picture(tmp_path / "a" / "x.png", (255, 0, 128))
     batch, labels = next(open_folder(tmp_path).batches(Preprocessing(28), 4))
     wanted = [(v / 255 - m) / s for v, m, s in zip((255, 0, 128), IMAGENET_MEAN, IMAGENET_STD, strict=True)]
     torch.testing.assert_close(batch, torch.tensor(wanted)[None, :, None, None].expand(1, 3, 28, 28))
