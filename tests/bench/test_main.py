@@ -1,6 +1,7 @@
 """The command line's base: exit codes, one-sentence errors, interruption and resuming."""
 
 import json
+from functools import partial
 
 import pytest
 
@@ -12,17 +13,14 @@ from prescore.bench.records import RecordFile, Row, read_records
 from prescore.ops.native.library import describe_native
 
 
-def rows(calls, n=4, fail_at=None, error=KeyboardInterrupt):
-    def measure(value):
-        def run():
-            if value == fail_at:
-                raise error
-            calls.append(value)
-            return {"square": value**2}
+def rows(calls, n=4, fail_at=None):
+    def run(value):
+        if value == fail_at:
+            raise KeyboardInterrupt
+        calls.append(value)
+        return {"square": value**2}
 
-        return run
-
-    return [Row({"value": value}, 0, measure(value)) for value in range(n)]
+    return [Row({"value": value}, 0, partial(run, value)) for value in range(n)]
 
 
 def session(path, *, resume=False, as_json=False):

@@ -67,14 +67,12 @@ def test_past_the_trained_length_positions_are_scaled_and_said():
     assert "position_scaling" not in measure_loss(short, inside, EXACT)
 
 
-def test_a_head_that_is_not_plain_is_refused(precise):
-    class Scaled(LanguageModel):
-        def logits(self, hidden):
-            return super().logits(hidden) * 1.5
-
+def test_a_head_that_is_not_plain_is_refused(precise, monkeypatch):
     precise.check_head()
+    right = LanguageModel.logits
+    monkeypatch.setattr(LanguageModel, "logits", lambda self, hidden: 1.5 * right(self, hidden))
     with pytest.raises(ValueError, match="measuring tiny cannot run: its logits are not"):
-        Scaled("tiny", precise.model, precise.tokenizer).check_head()
+        precise.check_head()
 
 
 def test_how_option_values_are_read():
@@ -138,10 +136,8 @@ def test_grids_keep_their_axes(run, tmp_path):
 
 
 def test_short_documents_of_the_default_corpus_are_left_out_by_name(saved, tmp_path, capsys, monkeypatch):
-    from prescore.bench.language import documents
-
-    texts = [documents.Document("short", "word " * 20), documents.Document("long", "word " * 400)]
-    monkeypatch.setattr(documents, "default_corpus", lambda: iter(texts))
+    texts = [Document("short", "word " * 20), Document("long", "word " * 400)]
+    monkeypatch.setattr("prescore.bench.language.documents.default_corpus", lambda: iter(texts))
     arguments = ["perplexity", "--model", saved, "-n", "64", "-n", "128", "--method", "exact"]
     assert main([*arguments, "--json", "--out", str(tmp_path / "run")]) == 0
     printed = capsys.readouterr()

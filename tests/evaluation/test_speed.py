@@ -165,10 +165,10 @@ def test_methods_are_the_presets_they_claim_to_be():
 
 def test_a_run_is_every_study_at_its_lengths():
     run = Run({**SETTINGS, "heads": None}, lengths=[1024, 65536], seed=3)
-    by_study = {}
-    for row in plan_rows(run, studies.DEFAULT_STUDIES):
+    by_study, rows = {}, plan_rows(run, studies.DEFAULT_STUDIES)
+    assert {row.seed for row in rows} == {3}
+    for row in rows:
         by_study.setdefault(row.config["study"], []).append(row.config)
-        assert row.seed == 3
     assert list(by_study) == ["lengths", "top-k", "clusters", "decode", "scoring", "short"]
     # fewer heads for all methods where exact attention is slow
     modes = [(c, b, n, h) for c in (False, True) for b in (False, True) for n, h in ((1024, 4), (65536, 1))]
