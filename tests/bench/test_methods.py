@@ -103,17 +103,6 @@ def test_partly_takes_the_fields_that_a_configuration_has():
     ]
 
 
-def test_a_field_that_no_method_has_is_refused():
-    methods = [Method("a", Routed()), Method("b", Selected.paper()), EXACT, Method("local", Local(8))]
-    bench_methods.check_changes({"min_weight": 0.5, "inner.block_size": 4}, methods)
-    for fields, refusal in (
-        ({"lsh.block_size": 4}, r"^Routed or Selected must have fields among .* got 'lsh.block_size'"),
-        ({"inner": "Exact", "inner.block_size": 4}, "got 'inner.block_size'"),
-    ):
-        with pytest.raises(ValueError, match=refusal):
-            bench_methods.check_changes(fields, methods)
-
-
 @pytest.mark.parametrize("length", [12, 32, 53])
 @pytest.mark.parametrize("local", [Local(16), Local(16, previous_chunk=True), Local(16, True, sinks=3)])
 def test_local_attention_is_attention_under_its_mask(length, local):

@@ -27,6 +27,7 @@ REFUSALS = {
         ("--set sinks", "set must be FIELD=VALUE, got 'sinks'"),
         ("--set colour=red", "Hyper or Selected or Routed must have fields among lsh, lsh.block_size, "),
         ("--set min_weigth=3", r"\(did you mean 'min_weight'\?\)"),
+        ("--method paper:kmeans --set inner=Exact --set inner.block_size=4", "got 'inner.block_size'"),
         ("--method kmeans --set min_weight=3", "Selected must have fields among scorer, "),
         ("--experiment table1 --set leaf_inclusive=true", "set must leave leaf_inclusive to the experiment, got"),
         ("--experiment appendix-f --set coupling.mask=zero", "set must leave coupling.mask to the experiment"),
