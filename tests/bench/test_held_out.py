@@ -1,25 +1,14 @@
 """Held-out windows: fixed, apart from what was tuned on, and measured beside a window that reads as much."""
 
 import json
-import re
 
 import pytest
 import torch
 
 from prescore.bench.cli.main import main
-from prescore.bench.language import documents
+from prescore.bench.language import documents, held_out
 from prescore.bench.language.documents import SOURCE, SOURCE_MODULES, TOPICS, Document, load_documents
-from prescore.bench.language.held_out import (
-    LENGTHS,
-    REPORTED,
-    SEEN,
-    SEEN_TOKENS,
-    TokenizedText,
-    held_out_methods,
-    held_out_texts,
-    held_out_windows,
-    window_like,
-)
+from prescore.bench.language.held_out import LENGTHS, TokenizedText, held_out_methods, held_out_windows
 from prescore.bench.language.methods import EXACT, Local
 from prescore.bench.language.model import LanguageModel
 from prescore.bench.language.perplexity import loss_row, measure_loss
@@ -27,8 +16,7 @@ from prescore.bench.language.tables import held_out_tables
 from prescore.bench.records import Record, measure
 from prescore.config import Routed
 
-NOVEL = 325_000
-"""Tokens of the shorter of two novels."""
+NOVEL = 325_000  # tokens of the shorter of two novels
 
 
 def numbered(total, bos=None):
@@ -51,23 +39,24 @@ def test_reported_windows_are_a_fixed_list():
     starts = {length: [interval(w)[0] for w in held_out_windows(text, length)] for length in LENGTHS}
     assert starts == {8192: [41314, 73446], 16384: [33446], 32768: [33616]}
     windows = held_out_windows(text, 8192)
-    assert [w.document for w in windows] == ["text, reported window 1", "text, reported window 2"]
-    assert {window.first for window in windows} == {4096}
+    assert [(w.document, w.first) for w in windows] == [(f"text, reported window {n}", 4096) for n in (1, 2)]
     assert held_out_windows(numbered(8191), 8192) == []
 
 
 @pytest.mark.parametrize("total", [NOVEL, 460_000])
 def test_no_reported_window_was_seen(total):
-    seen = [(round(s * (total - n)), round(s * (total - n)) + n) for n, shares in SEEN.items() for s in shares]
+    seen = [
+        (round(s * (total - n)), round(s * (total - n)) + n) for n, shares in held_out.SEEN.items() for s in shares
+    ]
     for length in LENGTHS:
         for window in held_out_windows(numbered(total), length):
-            assert all(apart(interval(window), other) for other in (*seen, SEEN_TOKENS))
+            assert all(apart(interval(window), other) for other in (*seen, held_out.SEEN_TOKENS))
 
 
 @pytest.mark.parametrize("length", LENGTHS)
 def test_tuning_windows_are_drawn_by_their_seed_apart_from_the_reported(length):
     text = numbered(NOVEL)
-    reported = [interval(window) for n in REPORTED for window in held_out_windows(text, n)]
+    reported = [interval(window) for n in held_out.REPORTED for window in held_out_windows(text, n)]
     drawn = [held_out_windows(text, length, seed)[0] for seed in range(30)]
     assert all(apart(interval(window), other) for window in drawn for other in reported)
     assert len({interval(window) for window in drawn}) > 25
@@ -86,7 +75,6 @@ class _Letters:
 
 def test_a_beginning_token_takes_the_first_place():
     window = held_out_windows(numbered(1000, bos=5), 100)[0]
-    assert len(window.tokens) == 100
     assert window.tokens.tolist() == [5, *range(406, 505)]
     text = TokenizedText.of(LanguageModel("m", None, _Letters()), Document("a", "word"))
     assert (text.bos, text.tokens.tolist()) == (2, [4] * 4)
@@ -95,11 +83,10 @@ def test_a_beginning_token_takes_the_first_place():
 def test_texts_are_those_given_one_record_of_a_file_and_pythons_own(tmp_path):
     records = tmp_path / "bench.jsonl"
     records.write_text("\n".join(json.dumps({"context": f"story {n}", "_id": str(n)}) for n in range(3)))
-    novel = tmp_path / "novel.txt"
-    novel.write_text("Once")
-    names = [document.name for document in held_out_texts([str(novel), str(records), TOPICS])]
-    assert names == ["novel.txt", "bench.jsonl#0", TOPICS, SOURCE]
-    assert [document.name for document in held_out_texts(None)] == [TOPICS, SOURCE]
+    (tmp_path / "novel.txt").write_text("Once")
+    given = [str(tmp_path / "novel.txt"), str(records), TOPICS]
+    names = [[document.name for document in held_out.held_out_texts(paths)] for paths in (given, None)]
+    assert names == [["novel.txt", "bench.jsonl#0", TOPICS, SOURCE], [TOPICS, SOURCE]]
     text = load_documents([SOURCE])[0].text
     assert len(text) > 400_000
     assert "class SequenceMatcher" in text
@@ -117,16 +104,14 @@ def test_methods_and_the_window_that_reads_as_much(tiny):
     method = held_out_methods(changes)[1]
     assert method.label == "default, chunk_size=16, exact_until=32, cluster_size=4, min_weight=0.0625"
     record = measure("perplexity", loss_row(tiny, window, method, experiment="default"))
-    sliding = window_like(record)
+    sliding = held_out.window_like(record)
     assert sliding.axes == {"compared_with": method.label}
     reads = measure_loss(tiny, window, sliding)["reads_per_query"]
     assert 0 <= reads - record.results["replaced_reads_per_query"] < 1
     record.results.pop("replaced_reads_per_query")
     with pytest.raises(ValueError, match="must have a number as replaced_reads_per_query, got None"):
-        window_like(record)
+        held_out.window_like(record)
 
-
-# The command.
 
 SMALL = ("chunk_size=16", "exact_until=32", "cluster_size=4", "min_weight=0.0625")
 
@@ -137,11 +122,8 @@ def run(saved, tmp_path, monkeypatch):
     whole = documents._python_document
     (tmp_path / "novel.txt").write_text("It was a dark and stormy night; the rain fell in torrents. " * 40)
     short = {TOPICS: 2000, SOURCE: 1400}
-    monkeypatch.setattr(
-        documents,
-        "_python_document",
-        lambda name: Document(name, whole(name).text[: short[name]]) if name in short else whole(name),
-    )
+    replaced = {name: Document(name, whole(name).text[:size]) for name, size in short.items()}
+    monkeypatch.setattr(documents, "_python_document", lambda name: replaced.get(name) or whole(name))
     words = ["perplexity", "--experiment", "default", "--model", saved, "-d", str(tmp_path / "novel.txt")]
     words += ["-n", "64", "-n", "256", *(word for change in SMALL for word in ("--set", change))]
     return lambda *options: main([*words, "--out", str(tmp_path / "run"), *options])
@@ -149,8 +131,7 @@ def run(saved, tmp_path, monkeypatch):
 
 def test_the_table_has_every_text_and_length_and_a_run_can_be_continued(run, lines, tmp_path, capsys):
     assert run() == 0
-    printed = capsys.readouterr().out
-    assert "reported windows" in printed
+    assert "reported windows" in capsys.readouterr().out
     records = lines(tmp_path / "run")
     assert len(records) == 2 * 3 * 4  # lengths, texts, methods
     label = f"default, {', '.join(SMALL)}"
@@ -177,34 +158,12 @@ def test_texts_that_are_too_short_are_named(run, capsys):
     assert "length must be at most that of the longest text, got 100000" in said
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (["--windows", "3"], "the experiment default must be given without --method, .*, got --windows too"),
-        (["--method", "kmeans"], "got --method too"),
-        (["--first", "0"], "got --first too"),
-        (["--windows", "1"], "got --windows too"),  # even where it is the default
-        (["--set", "top_k=3"], "got 'top_k'"),
-        (["--experiment", "min-weight", "--tuning"], "tuning must come with the experiment default, got 'min-w"),
-        (["--experiment", "defaults"], "experiment must be one of .* got 'defaults'"),
-    ],
-)
-def test_what_it_does_not_use_is_refused(run, tmp_path, capsys, options, words):
-    assert run(*options) == 2
-    error = capsys.readouterr().err
-    assert re.search(words, error)
-    assert error.count("\n") == 1
-    assert not (tmp_path / "run").exists()
-
-
-# The table.
-
 TYPES = {"exact": "Exact", "default": "Routed", "window": "Baseline", "local": "Local"}
 
 
 def record(name, loss, seconds, *, document="novel, reported window 1", length=8192, **results):
-    method = {"label": name, "config": {"type": TYPES[name]}, "axes": {}}
-    method["axes"] = {"compared_with": "default"} if name == "window" else {}
+    axes = {"compared_with": "default"} if name == "window" else {}
+    method = {"label": name, "config": {"type": TYPES[name]}, "axes": axes}
     config = {"part": "loss", "experiment": "default", "model": "m", "dtype": "float32", "layers": "all"}
     config |= {"document": document, "digest": document, "n_tokens": length, "method": method}
     results = {"loss": loss, "attention_seconds": seconds, "replaced_reads_per_query": 1500.0, **results}
@@ -222,33 +181,20 @@ def cells(table, place):
 
 
 def test_texts_lengths_and_kinds_of_windows_stay_apart():
-    records = [
-        *window("novel, reported window 1", 2.0),
-        *window("novel, reported window 2", 3.0),
-        *window("code, reported window 1", 1.0),
-        *window("novel, reported window 1", 2.0, length=16384, position_scaling={"rope": "yarn"}),
-        *window("novel, tuning window 7", 2.5),
-    ]
+    reported = {"novel, reported window 1": 2.0, "novel, reported window 2": 3.0, "code, reported window 1": 1.0}
+    records = [each for name, loss in reported.items() for each in window(name, loss)]
+    records += window("novel, reported window 1", 2.0, length=16384, position_scaling={"rope": "yarn"})
+    records += window("novel, tuning window 7", 2.5)
     records[1] = record("default", 2.02, 2.0)
     reported, tuning = held_out_tables(records)
-    assert [line[1:4] for line in reported.rows] == [
-        ("8192", "novel", "2"),
-        ("8192", "code", "1"),
-        ("8192", "all", "3"),
-        ("16384 (YaRN)", "novel", "1"),
-    ]
+    rows = [("8192", "novel", "2"), ("8192", "code", "1"), ("8192", "all", "3"), ("16384 (YaRN)", "novel", "1")]
+    assert [line[1:4] for line in reported.rows] == rows
     assert cells(reported, 0)["default above"] == "+0.0120 (+0.0200)"
-    assert cells(reported, 0)["exact loss"] == "2.5000"
-    assert cells(reported, 2)["exact loss"] == "2.0000"
-    assert [table.title for table in (reported, tuning)] == [
-        "default, reported windows",
-        "default, tuning windows",
-    ]
-    names = ("model", "tokens", "text", "windows", "exact loss", "default above", "window above", "local above")
+    assert [cells(reported, place)["exact loss"] for place in (0, 2)] == ["2.5000", "2.0000"]
+    assert (reported.title, tuning.title) == ("default, reported windows", "default, tuning windows")
     losses = ("m", "8192", "novel", "1", "2.5000", "+0.0040", "+0.0500", "+0.1000")
-    costs = ("keys and centroids read", "exact s", "default s", "window s", "local s", "speed-up")
-    assert tuning.columns == (*names, *costs)
     assert tuning.rows == ((*losses, "1500", "8.0", "2.0", "1.6", "1.0", "4.00x"),)
+    assert cells(tuning, 0)["speed-up"] == "4.00x"
 
 
 def test_what_is_not_measured_is_a_dash_and_damage_is_refused():

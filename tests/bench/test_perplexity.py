@@ -1,14 +1,12 @@
 """Windows and losses, and `prescore perplexity` from the command line."""
 
 import csv
-import itertools
 import json
 
 import pytest
 import torch
 from oracles.tiny_language_model import tiny_language_model
 
-from prescore import Routed
 from prescore.bench.cli.main import main
 from prescore.bench.cli.options import read_budget, read_changes, read_layers
 from prescore.bench.language.documents import Document
@@ -38,11 +36,10 @@ def test_windows_are_spread_over_the_text_and_do_not_overlap(precise):
     text = "".join(chr(97 + number % 26) for number in range(1000))
     tokens = precise.encode(text)
     windows = make_windows(precise, [Document("text", text)], 100, offset=50, per_document=4)
-    starts = [50 + number * ((len(tokens) - 150) // 3) for number in range(4)]
+    starts = [50 + number * ((len(tokens) - 150) // 3) for number in range(4)]  # more than 100 apart
     assert [window.document for window in windows] == [f"text, window {number}" for number in (1, 2, 3, 4)]
     for window, start in zip(windows, starts, strict=True):
         assert torch.equal(window.tokens, tokens[start : start + 100])
-    assert all(second - first >= 100 for first, second in itertools.pairwise(starts))
 
 
 def test_windows_that_do_not_fit_are_refused(precise):
@@ -70,14 +67,12 @@ def test_past_the_trained_length_positions_are_scaled_and_said():
     assert "position_scaling" not in measure_loss(short, inside, EXACT)
 
 
-def test_a_head_that_is_not_plain_is_refused(precise):
-    class Scaled(LanguageModel):
-        def logits(self, hidden):
-            return super().logits(hidden) * 1.5
-
+def test_a_head_that_is_not_plain_is_refused(precise, monkeypatch):
     precise.check_head()
+    right = LanguageModel.logits
+    monkeypatch.setattr(LanguageModel, "logits", lambda self, hidden: 1.5 * right(self, hidden))
     with pytest.raises(ValueError, match="measuring tiny cannot run: its logits are not"):
-        Scaled("tiny", precise.model, precise.tokenizer).check_head()
+        precise.check_head()
 
 
 def test_how_option_values_are_read():
@@ -90,44 +85,24 @@ def test_how_option_values_are_read():
     assert [read_layers(text) for text in ("0,3,-1", "2", "last:4")] == [[0, 3, -1], [2], "last:4"]
 
 
-# The command.
-
-
 @pytest.fixture
 def run(saved, text, tmp_path):
-    """Run `prescore perplexity` on the tiny model; records go to `tmp_path / "run"`."""
-
-    def perplexity(*options):
-        return main(["perplexity", "--model", saved, "-d", text, "--out", str(tmp_path / "run"), *options])
-
-    return perplexity
+    """`prescore perplexity` on the tiny model. Records go to `tmp_path / "run"`."""
+    given = ["perplexity", "--model", saved, "-d", text, "--out", str(tmp_path / "run")]
+    return lambda *options: main([*given, *options])
 
 
-def test_an_experiment_writes_records_csv_and_plot(run, lines, tmp_path):
-    assert run("--experiment", "table1", "-n", "256", "--sinks", "2") == 0
-    names = {path.name for path in (tmp_path / "run").iterdir()}
-    assert names == {"records.jsonl", "table1.csv", "table1-as-printed.csv", "table1.png"}
-    replaced = [line for line in lines(tmp_path / "run") if line["config"]["method"]["axes"]]
-    assert {line["config"]["method"]["config"]["sinks"] for line in replaced} == {2}
-    assert all(line["results"]["reads_per_query"] > 0 for line in replaced)
-
-
-def test_several_lengths_get_pictures_of_their_own(run, lines, tmp_path):
-    assert run("-n", "128", "-n", "256", "--experiment", "appendix-i") == 0
+def test_an_experiment_writes_records_csv_and_a_picture_of_each_length(run, lines, tmp_path):
+    assert run("-n", "128", "-n", "256", "--experiment", "appendix-i", "--sinks", "2") == 0
     out = tmp_path / "run"
-    files = {
-        "records.jsonl",
-        "appendix-i.csv",
-        "appendix-i-as-printed.csv",
-        "appendix-i-128.png",
-        "appendix-i-256.png",
-    }
-    assert {path.name for path in out.iterdir()} == files
-    losses = {
-        (line["config"]["n_tokens"], axes["paper_top_k"], axes["paper_sample_size"]): line["results"]["perplexity"]
-        for line in lines(out)
-        if (axes := line["config"]["method"]["axes"])
-    }
+    written = {f"appendix-i{end}" for end in (".csv", "-as-printed.csv", "-128.png", "-256.png")}
+    assert {path.name for path in out.iterdir()} == {"records.jsonl", *written}
+    methods = [line["config"]["method"] for line in lines(out) if line["config"]["method"]["axes"]]
+    assert {method["config"]["sinks"] for method in methods} == {2}
+    losses = {}
+    for config, results in ((line["config"], line["results"]) for line in lines(out)):
+        axes = config["method"]["axes"]
+        losses[config["n_tokens"], axes.get("paper_top_k"), axes.get("paper_sample_size")] = results["perplexity"]
     printed = list(csv.DictReader((out / "appendix-i-as-printed.csv").open(encoding="utf-8")))
     for row in [row for row in printed if row["Coupling"]]:
         length, top_k, samples = (int(row[name]) for name in ("Context", "Paper's Top K", "Paper's Sample Size"))
@@ -140,7 +115,9 @@ def test_json_prints_records_only_and_fields_reach_the_configurations_that_have_
     options = "-n 64 --method hyper --method paper:kmeans --method default --method streaming --layers 0 --json"
     fields = ("inner.n_projections=3", "scorer.n_clusters=5", "sinks=1", "lsh.n_projections=4", "cluster_size=8")
     assert run(*options.split(), *(f"--set={field}" for field in fields)) == 0
-    printed = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    shown = capsys.readouterr()
+    printed = [json.loads(line) for line in shown.out.splitlines()]
+    assert "default is exact at 64 tokens: it reads everything up to exact_until=2048" in shown.err
     labels = ["exact", "local only", "hyper", "paper:kmeans", "default", "streaming"]
     assert [record["config"]["method"]["label"] for record in printed] == labels
     hyper, kmeans, default = configs = [record["config"]["method"]["config"] for record in printed[2:5]]
@@ -159,10 +136,8 @@ def test_grids_keep_their_axes(run, tmp_path):
 
 
 def test_short_documents_of_the_default_corpus_are_left_out_by_name(saved, tmp_path, capsys, monkeypatch):
-    from prescore.bench.language import documents
-
-    texts = [documents.Document("short", "word " * 20), documents.Document("long", "word " * 400)]
-    monkeypatch.setattr(documents, "default_corpus", lambda: iter(texts))
+    texts = [Document("short", "word " * 20), Document("long", "word " * 400)]
+    monkeypatch.setattr("prescore.bench.language.documents.default_corpus", lambda: iter(texts))
     arguments = ["perplexity", "--model", saved, "-n", "64", "-n", "128", "--method", "exact"]
     assert main([*arguments, "--json", "--out", str(tmp_path / "run")]) == 0
     printed = capsys.readouterr()
@@ -173,67 +148,10 @@ def test_short_documents_of_the_default_corpus_are_left_out_by_name(saved, tmp_p
 
 
 def test_a_damaged_result_is_refused_before_anything_is_measured(run, lines, tmp_path, capsys):
-    options = ("-n", "64", "--method", "exact", "--resume")
+    options, path = ("-n", "64", "--method", "exact", "--resume"), tmp_path / "run" / "records.jsonl"
     assert run(*options) == 0
     first = lines(tmp_path / "run")[0]
-    damaged = json.dumps({**first, "results": {**first["results"], "loss": None}}) + "\n"
-    (tmp_path / "run" / "records.jsonl").write_text(damaged)
+    path.write_text(json.dumps({**first, "results": {**first["results"], "loss": None}}) + "\n")
     assert run(*options) == 2
     assert "must have a number as loss, got None" in capsys.readouterr().err
-    assert (tmp_path / "run" / "records.jsonl").read_text() == damaged
-
-
-@pytest.mark.parametrize(
-    ("options", "sentence"),
-    [
-        ("--document missing.txt", "document must be a readable file, got missing.txt (No such file"),
-        ("-d ' '", "document must name a file"),
-        ("-n 4096", "document text.txt must have at least 4096 tokens, got"),
-        ("--model no/such/model", "model must be 'smollm2', a directory"),
-        ("--experiment table9", "experiment must be one of"),
-        ("--method flash", "method must be one of"),
-        ("--method random", "method must be one of"),
-        ("--experiment table1 --top-k 8", "the experiment table1 must be given without --method, --top-k, got"),
-        ("--experiment cost --sinks 4", "sinks must be left to the experiment cost, got 4"),
-        ("--sinks 2", "sinks must come with an experiment, got 2 without one"),
-        ("--coupling early", "coupling must come with an experiment, got 'early' without one"),
-        ("--experiment cost --coupling early", "experiment with a coupling must be one of"),
-        ("--top-k many", "top_k must be a count or a fraction, got 'many'"),
-        ("--top-k 1.5", "top_k must be a fraction in (0, 1] when it is a float, got 1.5"),
-        ("--method kmeans --top-k 0", "top_k must be"),
-        ("--method streaming --top-k -3", "top_k must be at least 0, got -3"),
-        ("--set sinks", "set must be FIELD=VALUE, got 'sinks'"),
-        ("--set colour=red", "Hyper or Selected or Routed must have fields among lsh, lsh.block_size, "),
-        ("--method paper:kmeans --set inner.blocks=3", "(did you mean 'inner.block_size'?)"),
-        ("--method kmeans --set min_weight=3", "Selected must have fields among scorer, "),
-        ("--experiment table1 --set leaf_inclusive=true", "set must leave leaf_inclusive to the experiment, got"),
-        ("--experiment appendix-f --set coupling.mask=zero", "set must leave coupling.mask to the experiment"),
-        ("--experiment appendix-f --set coupling=Coupling", "set must leave coupling to the experiment"),
-        ("--experiment table1 --set min_seq_len=64", "set must leave min_seq_len to --leaf"),
-        ("--experiment longest --set exact_until=64", "set must leave exact_until to --leaf"),
-        ("--experiment cost --set inner.block_size=64", "set must leave inner.block_size to the experiment"),
-        ("--experiment cost --set min_weight=0.5", "set must leave min_weight to the experiment"),
-        ("--experiment table1 --set sinks=7", "set must leave sinks to --sinks"),
-        ("--method kmeans --set top_k=5", "set must leave top_k to --top-k"),
-        ("--dtype int8", "dtype must be one of"),
-        ("--device nowhere", "device must be usable, got 'nowhere'"),
-        ("--layers last:9", "layers must ask for at most the model's 2 layers, got 'last:9'"),
-        ("--out ''", "--out must name a directory, got ''"),
-    ],
-)
-def test_refusals_are_one_sentence_and_code_2(run, capsys, monkeypatch, options, sentence):
-    import shlex
-
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    assert run("-n", "64", *shlex.split(options)) == 2
-    printed = capsys.readouterr()
-    assert sentence in printed.err
-    assert printed.err.strip().count("\n") == 0
-    assert printed.out == ""
-
-
-def test_a_default_that_reads_everything_is_said(run, lines, tmp_path, capsys):
-    assert run("-n", "64", "--method", "default") == 0
-    said = capsys.readouterr().err
-    assert "default is exact at 64 tokens: it reads everything up to exact_until=2048" in said
-    assert lines(tmp_path / "run")[-1]["config"]["method"]["config"] == Routed().to_dict()
+    assert len(lines(tmp_path / "run")) == 1

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,17 +11,7 @@ import pytest
 
 from prescore import config_from_dict
 from prescore.bench.language import tables
-from prescore.bench.records import (
-    SCHEMA,
-    Record,
-    RecordFile,
-    RecordFileError,
-    Row,
-    measure,
-    read_records,
-    row_key,
-    without_torn_end,
-)
+from prescore.bench.records import SCHEMA, Record, RecordFile, RecordFileError, Row, measure, read_records, row_key
 
 EXPERIMENTS = Path(__file__).parent.parent.parent / "experiments"
 
@@ -43,10 +34,8 @@ def test_a_record_survives_the_round_trip():
 
 def test_the_key_depends_on_settings_not_on_their_order():
     assert row_key("a", {"n": 1, "d": 2}, 0) == row_key("a", {"d": 2, "n": 1}, 0)
-    others = [
-        row_key(*row) for row in (("a", {"n": 1}, 0), ("b", {"n": 1}, 0), ("a", {"n": 2}, 0), ("a", {"n": 1}, 1))
-    ]
-    assert len(set(others)) == 4
+    rows = ("a", {"n": 1}, 0), ("b", {"n": 1}, 0), ("a", {"n": 2}, 0), ("a", {"n": 1}, 1)
+    assert len({row_key(*row) for row in rows}) == 4
 
 
 @pytest.mark.parametrize("schema", [1, 4])
@@ -58,10 +47,11 @@ def test_records_of_another_schema_are_refused(schema, tmp_path):
 
 
 def test_records_of_schema_2_lose_the_tolerance():
-    config = {"method": {"config": {"type": "Routed", "min_weight": 0.5, "tolerance": None, "confidence": 0.9}}}
-    old = json.loads(make(1).to_json()) | {"schema": 2, "config": config, "key": "old"}
-    upgraded = Record.from_json(json.dumps(old))
-    assert upgraded.config == {"method": {"config": {"type": "Routed", "min_weight": 0.5}}}
+    today = {"type": "Routed", "min_weight": 0.5}
+    config = {"method": {"config": {**today, "tolerance": None, "confidence": 0.9}}}
+    old = {"schema": 2, "config": config, "key": "old"}
+    upgraded = Record.from_json(json.dumps(json.loads(make(1).to_json()) | old))
+    assert upgraded.config == {"method": {"config": today}}
     assert upgraded == Record.from_json(upgraded.to_json())
 
 
@@ -98,15 +88,15 @@ def test_append_and_resume(tmp_path):
     with pytest.raises(ValueError, match="key must be new"):
         first.append(make(1))
     first.close()
-    before = path.read_bytes()
-    refusal = r"must be new or empty, got 2 records in it; continue it with --resume"
-    with pytest.raises(RecordFileError, match=refusal):
+    with pytest.raises(RecordFileError, match="new or empty, got 2 records in it; continue it with --resume"):
         RecordFile(path)
-    assert path.read_bytes() == before
     again = RecordFile(path, resume=True)
-    assert make(1).key in again
-    assert make(3).key not in again
+    assert [make(value).key in again for value in (1, 2, 3)] == [True, True, False]
     again.append(make(3))
+    third = RecordFile(path.parent / "." / "records.jsonl", resume=True)
+    with pytest.raises(RecordFileError, match="must be open, got a record after it was closed or opened again"):
+        again.append(make(4))
+    assert len(list(third)) == 3
     assert [record.config["value"] for record in read_records(path)] == [1, 2, 3]
     assert again[make(2).key].results == {"double": 4}
     assert len(again) == len(list(again)) == 3
@@ -114,7 +104,7 @@ def test_append_and_resume(tmp_path):
     assert len(RecordFile(tmp_path / "empty.jsonl")) == 0
 
 
-LINE = make(2).to_json().encode() + b"\n"
+LINE, LINE_3 = (make(value).to_json().encode() + b"\n" for value in (2, 3))
 DAMAGED = {
     "no json": b"not json\n",
     "no object": b"[1, 2]\n",
@@ -175,7 +165,7 @@ def test_a_torn_end_is_dropped_and_said(tmp_path, name, n_whole):
     file = RecordFile(path, resume=True)
     size = len(TORN[name])
     assert file.dropped == f"dropped one unfinished row at the end of {path} ({size} bytes); it is measured again"
-    assert path.read_bytes() == whole == without_torn_end(whole + TORN[name])
+    assert path.read_bytes() == whole
     file.append(make(2))
     assert len(read_records(path)) == n_whole + 1
 
@@ -185,9 +175,7 @@ def test_whole_lines_stay(tmp_path):
     path.write_bytes(LINE + bytes(512))  # zeros behind a whole line go
     assert make(2).key in RecordFile(path, resume=True)
     assert path.read_bytes() == LINE
-    path.write_bytes(
-        LINE + b"\n" + make(3).to_json().encode()
-    )  # no last newline: two records must not share a line
+    path.write_bytes(LINE + b"\n" + LINE_3[:-1])  # no last newline: two records must not share a line
     file = RecordFile(path, resume=True)
     assert file.dropped is None
     file.append(make(4))
@@ -197,10 +185,10 @@ def test_whole_lines_stay(tmp_path):
         read_records(path)
 
 
-HOLD = (
-    "import sys; from prescore.bench.records import RecordFile\n"
-    "file = RecordFile(sys.argv[1], resume=True); print('held', flush=True); sys.stdin.read()"
-)
+HOLD = """
+import sys; from prescore.bench.records import RecordFile
+file = RecordFile(sys.argv[1], resume=True); print('held', flush=True); sys.stdin.read()
+"""
 
 
 def test_a_second_process_is_refused_until_the_first_is_gone(tmp_path):
@@ -212,23 +200,10 @@ def test_a_second_process_is_refused_until_the_first_is_gone(tmp_path):
             RecordFile(path, resume=True)
         holder.kill()
     file = RecordFile(path, resume=True)
-    done = subprocess.run(command, input="", capture_output=True, text=True, check=False)
-    assert done.returncode != 0
-    assert "must not be in use" in done.stderr
+    assert "must not be in use" in subprocess.run(command, capture_output=True, text=True, check=False).stderr
     file.close()
     file.close()
     assert subprocess.run(command, input="", capture_output=True, text=True, check=True).stdout == "held\n"
-
-
-def test_opening_again_in_one_process_takes_the_file_over(tmp_path):
-    path = tmp_path / "records.jsonl"
-    first = RecordFile(path)
-    first.append(make(1))
-    second = RecordFile(tmp_path / "." / "records.jsonl", resume=True)
-    with pytest.raises(RecordFileError, match="must be open, got a record after it was closed or opened again"):
-        first.append(make(2))
-    second.append(make(2))
-    assert len(read_records(path)) == 2
 
 
 def test_only_regular_files_of_the_folder_hold_records(tmp_path):
@@ -241,15 +216,11 @@ def test_only_regular_files_of_the_folder_hold_records(tmp_path):
     (folder / "link").symlink_to(outside)
     (folder / "dangling").symlink_to(tmp_path / "nothing")
     (folder / "file").touch()
-    for name, refusal in {
-        "folder": "must be a regular file, got something else of that name",
-        "pipe": "must be a regular file, got something else of that name",
-        "device": "must lie in its own directory, got a symbolic link to /dev/null",
-        "link": f"must lie in its own directory, got a symbolic link to {outside}",
-        "dangling": "must lie in its own directory",
-        "file/records.jsonl": "must lie in a directory, got",
-        "file/deeper/records.jsonl": "must lie in a directory, got",
-    }.items():
+    names = dict.fromkeys(("folder", "pipe"), "must be a regular file, got something else of that name")
+    linked = "must lie in its own directory, got a symbolic link to "
+    names |= dict.fromkeys(("device", "link", "dangling"), linked)
+    names |= dict.fromkeys(("file/records.jsonl", "file/deeper/records.jsonl"), "must lie in a directory, got")
+    for name, refusal in names.items():
         with pytest.raises(RecordFileError, match=refusal):
             RecordFile(folder / name, resume=True)
     assert outside.read_bytes() == LINE
@@ -275,13 +246,8 @@ except OSError as error:
 def test_a_full_disk_leaves_whole_records(tmp_path):
     path = tmp_path / "records.jsonl"
     done = subprocess.run([sys.executable, "-c", FILL, str(path)], capture_output=True, text=True, check=True)
-    assert "must take one more record, got [Errno" in done.stdout
-    assert "make room and continue with --resume" in done.stdout
+    assert re.search(r"must take one more record, got \[Errno.*make room and continue with --resume", done.stdout)
     assert [record.config["value"] for record in read_records(path)] == [1]
-    file = RecordFile(path, resume=True)
-    assert file.dropped is None
-    file.append(make(2))
-    assert len(read_records(path)) == 2
 
 
 def test_records_need_no_torch():

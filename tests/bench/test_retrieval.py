@@ -1,6 +1,5 @@
 """Synthetic retrieval: texts, the judging of answers, the table and the command."""
 
-import json
 import re
 from pathlib import Path
 
@@ -10,21 +9,11 @@ from oracles.tiny_language_model import save_tiny_language_model, tiny_language_
 
 from prescore import Routed
 from prescore.bench.cli.main import main
+from prescore.bench.language import retrieval
 from prescore.bench.language.documents import Document
 from prescore.bench.language.methods import EXACT, local_only, measured_attention
 from prescore.bench.language.model import LanguageModel
-from prescore.bench.language.retrieval import (
-    CLEAR,
-    MANY_NEEDLES,
-    N_DISTRACTORS,
-    NEEDLE_DEPTHS,
-    NEEDLES_PER_DEPTH,
-    TASKS,
-    Task,
-    judge,
-    make_problem,
-    retrieval_row,
-)
+from prescore.bench.language.retrieval import CLEAR, MANY_NEEDLES, TASKS, Task, judge, make_problem
 from prescore.bench.language.tables import retrieval_table
 from prescore.bench.records import Record, measure
 
@@ -45,7 +34,7 @@ def one(model, name, length, depth, sample=0, haystack=HAY):
     return problem.tokens, text_of(model, problem.tokens), text_of(model, problem.tokens[begin:end]).strip()
 
 
-def many(model, length=LENGTH, depths=NEEDLE_DEPTHS, seed=0, sample=0):
+def many(model, length=LENGTH, depths=retrieval.NEEDLE_DEPTHS, seed=0, sample=0):
     """A text with needles, and for each its depth, city, number and place in the text, counted in letters."""
     problem = make_problem(model, HAY, Task(MANY_NEEDLES, length, depths), seed=seed, sample=sample)
     assert len(problem.tokens) == length
@@ -59,31 +48,24 @@ def many(model, length=LENGTH, depths=NEEDLE_DEPTHS, seed=0, sample=0):
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_a_problem_has_its_fact_and_its_answer_last(tiny, task):
-    _, text, words = one(tiny, task, 600, 0.3, 1)
-    assert text.endswith(words)
-    assert text.count(words) == 2
-    assert 0.15 < text.index(words) / len(text) < 0.4
-
-
-def test_depth_and_sample_decide(tiny):
-    problems = [one(tiny, "single-needle", 600, depth, 1) for depth in (0.0, 0.5, 1.0)]
-    places = [text.index(words) for _, text, words in problems]
-    assert places == sorted(places)
-    assert places[0] < 50
-    assert places[2] > 400
-    first, same, other = (one(tiny, TASKS[0], 400, 0.5, sample) for sample in (0, 0, 1))
+def test_a_problem_has_its_fact_at_its_depth_and_its_answer_last(tiny, task):
+    for depth in (0.0, 0.3, 1.0):
+        _, text, words = one(tiny, task, 900, depth, 1)
+        assert text.endswith(words)
+        assert text.count(words) == 2
+        assert 0.6 * depth - 0.03 < text.index(words) / len(text) < depth + 0.1
+    first, same, other = (one(tiny, task, 900, 0.5, sample) for sample in (0, 0, 1))
     assert torch.equal(first[0], same[0])
     assert first[2] != other[2]
-    one(tiny, TASKS[0], 400, 0.5, haystack=Document("tiny", "abc "))  # a short haystack is repeated
+    one(tiny, task, 900, 0.5, haystack=Document("tiny", "abc "))  # a short haystack is repeated
     with pytest.raises(ValueError, match="document none must have text, got none"):
-        one(tiny, TASKS[0], 400, 0.5, haystack=Document("none", ""))
+        one(tiny, task, 900, 0.5, haystack=Document("none", ""))
 
 
 def test_distractors_and_chains(tiny):
     _, text, words = one(tiny, "multi-key-needle", 900, 0.5, 2)
     facts = [line for line in text.split("\n") if line.startswith("The secret number")]
-    assert len({fact.split(" is ")[1] for fact in facts}) == len(facts) == N_DISTRACTORS + 1
+    assert len({fact.split(" is ")[1] for fact in facts}) == len(facts) == retrieval.N_DISTRACTORS + 1
     assert sum(words in fact for fact in facts) == 1
     _, text, words = one(tiny, "variable-tracking", 600, 0.2, 3)
     *_, question = lines = text.split("\n")
@@ -116,21 +98,19 @@ def test_what_greedy_decoding_writes_is_a_hit(tiny):
         spans.append((begin, len(tokens)))
         tokens = torch.cat((tokens, tiny.encode(" and then")))
     assert [hit for hit, _ in judge(tiny, tokens, spans)] == [True, True]
-    ((_, loss),) = judge(tiny, tokens, spans[:1])
-    tokens[spans[0][1] - 1] = (tokens[spans[0][1] - 1] + 1) % 256
+    ((hit, loss),) = judge(tiny, tokens[: spans[0][1]], spans[:1])  # what follows changes nothing
+    assert (hit, pytest.approx(loss, rel=1e-3)) == judge(tiny, tokens, spans)[0]
+    tokens[spans[0][1] - 1] += 1
     ((hit, worse),) = judge(tiny, tokens, spans[:1])
     assert not hit
     assert worse > loss
-
-
-# Many needles.
 
 
 @pytest.mark.parametrize("length", [LENGTH, 1501, 4000])
 @pytest.mark.parametrize("sample", [0, 1])
 def test_a_text_has_every_needle_in_its_place(tiny, length, sample):
     problem, needles = many(tiny, length, sample=sample)
-    assert [depth for depth, *_ in needles] == sorted(NEEDLE_DEPTHS * NEEDLES_PER_DEPTH)
+    assert [depth for depth, *_ in needles] == sorted(retrieval.NEEDLE_DEPTHS * retrieval.NEEDLES_PER_DEPTH)
     places = [place for *_, place, _ in needles]
     assert places == sorted(places)
     last = problem.questions - CLEAR
@@ -145,9 +125,8 @@ def test_a_text_has_every_needle_in_its_place(tiny, length, sample):
 def test_needles_at_the_ends_stay_in_the_text_and_away_from_the_questions(tiny, depths):
     problem, needles = many(tiny, depths=depths)
     last = max(place + size for *_, place, size in needles)
-    assert last <= problem.questions - CLEAR
-    assert (last == problem.questions - CLEAR) == (1.0 in depths)
-    assert sorted(depth for depth, *_ in needles) == sorted(depths * NEEDLES_PER_DEPTH)
+    assert (last == problem.questions - CLEAR) if 1.0 in depths else (last < problem.questions - CLEAR)
+    assert sorted(depth for depth, *_ in needles) == sorted(depths * retrieval.NEEDLES_PER_DEPTH)
 
 
 def test_every_needle_is_asked_once_in_any_order_and_no_answer_is_given_away(tiny):
@@ -165,16 +144,6 @@ def test_every_needle_is_asked_once_in_any_order_and_no_answer_is_given_away(tin
         orders.add(tuple(sorted(range(10), key=lambda number, other=other: other.answers[number].begin)))
         assert own == needles or {needle[2] for needle in own}.isdisjoint(numbers.values())
     assert len(orders) == 5
-
-
-def test_answers_are_judged_as_if_the_text_ended_with_each(tiny):
-    problem, _ = many(tiny)
-    spans = [(begin, end) for _, begin, end in problem.answers]
-    for (begin, end), (hit, loss) in zip(spans, judge(tiny, problem.tokens, spans), strict=True):
-        ((alone, own),) = judge(tiny, problem.tokens[:end], [(begin, end)])
-        assert hit == alone
-        # the same products over texts of other lengths, in float32
-        assert loss == pytest.approx(own, rel=1e-3)
 
 
 def test_a_length_without_room_is_refused_with_the_least(tiny):
@@ -206,17 +175,14 @@ def test_refusals(task, refusal):
         Task(*task)
 
 
-# Rows.
-
-
 def test_a_row_has_accuracy_or_every_needle_by_depth(tiny):
-    row = retrieval_row(tiny, HAY, local_only(32), Task(TASKS[0], 256, (0.1,)), range(2))
+    row = retrieval.retrieval_row(tiny, HAY, local_only(32), Task(TASKS[0], 256, (0.1,)), range(2))
     results = row.measure()
     assert results["accuracy"] == sum(results["hits"]) / 2
     assert results["reads_per_query"] == 16.5
     assert row.config["part"] == "retrieval"
     task = Task(MANY_NEEDLES, LENGTH, (0.9, 0.1))
-    results = retrieval_row(tiny, HAY, local_only(50), task, range(1)).measure()
+    results = retrieval.retrieval_row(tiny, HAY, local_only(50), task, range(1)).measure()
     problem = make_problem(tiny, HAY, task)
     with measured_attention(tiny.model, local_only(50)):
         judged = judge(tiny, problem.tokens, [(begin, end) for _, begin, end in problem.answers])
@@ -224,24 +190,21 @@ def test_a_row_has_accuracy_or_every_needle_by_depth(tiny):
     for entry in results["by_depth"]:
         own = [each for each, (depth, *_) in zip(judged, problem.answers, strict=True) if depth == entry["depth"]]
         assert entry["hits"] == [int(hit) for hit, _ in own]
-        assert entry["n_needles"] == NEEDLES_PER_DEPTH
-        assert entry["answer_loss"] == pytest.approx(sum(loss for _, loss in own) / NEEDLES_PER_DEPTH)
+        assert entry["n_needles"] == len(own) == retrieval.NEEDLES_PER_DEPTH
+        assert entry["answer_loss"] == pytest.approx(sum(loss for _, loss in own) / len(own))
     assert results["reads_per_query"] == 25.5
     assert results["attention_processor_seconds"] > 0
 
 
 def test_positions_past_the_trained_length_are_scaled_and_said(precise):
     tasks = (Task(TASKS[0], 256, (0.1,)), Task(TASKS[0], 768, (0.1,)), NEEDLES)
-    rows = [retrieval_row(precise, HAY, EXACT, task, range(1)) for task in tasks]
+    rows = [retrieval.retrieval_row(precise, HAY, EXACT, task, range(1)) for task in tasks]
     short, long, needles = (measure("retrieval", row) for row in rows)
     assert "position_scaling" not in short.results
     assert long.results["position_scaling"] == {"rope": "yarn", "factor": 1.5, "trained_length": 512}
     assert needles.results["position_scaling"]["trained_length"] == 512
     assert "RoPE scaling" not in retrieval_table([short]).title
     assert "RoPE scaling" in retrieval_table([short, long]).title
-
-
-# The table.
 
 
 def record(label, sample, hits, *, n_tokens=4096):
@@ -252,14 +215,11 @@ def record(label, sample, hits, *, n_tokens=4096):
 
 
 def test_the_table_has_a_line_per_depth_and_one_over_all():
-    table = retrieval_table(
-        [
-            record("default", 0, {0.1: [1, 0], 0.9: [0, 1]}),
-            record("exact", 0, {0.1: [0, 1], 0.9: [1, 1]}),
-            record("exact", 1, {0.1: [1, 1], 0.9: [0, 1]}),
-            record("default", 1, {0.1: [1, 1], 0.9: [0, 1]}),
-        ]
-    )
+    records = [
+        *(record("default", 0, {0.1: [1, 0], 0.9: [0, 1]}), record("exact", 0, {0.1: [0, 1], 0.9: [1, 1]})),
+        *(record("exact", 1, {0.1: [1, 1], 0.9: [0, 1]}), record("default", 1, {0.1: [1, 1], 0.9: [0, 1]})),
+    ]
+    table = retrieval_table(records)
     dashes = ("-", "-", "-")
     assert [row[2:] for row in table.rows] == [
         ("10 %", "exact", "4", "75.0 %", "0.50", *dashes),
@@ -274,22 +234,12 @@ def test_the_table_has_a_line_per_depth_and_one_over_all():
 
 def test_tasks_and_lengths_stand_apart_and_unfinished_texts_are_not_compared():
     config = {"part": "retrieval", "task": TASKS[0], "n_tokens": 512, "depth": 0.5, "samples": 2}
-    single = [
-        Record(
-            "retrieval", label, {**config, "method": {"label": label}}, 0, {"hits": hits, "answer_loss": 0.25}, 1.0
-        )
-        for label, hits in (("exact", [1, 1]), ("x", [0, 1]))
-    ]
-    table = retrieval_table(
-        [
-            *single,
-            record("exact", 0, {0.5: [1, 1]}),
-            record("exact", 1, {0.5: [0, 0]}),
-            record("x", 0, {0.5: [1, 0]}),
-            record("x", 0, {0.5: [1, 1]}, n_tokens=8192),
-        ]
-    )
-    assert table.rows == (
+    records = [record("exact", 0, {0.5: [1, 1]}), record("exact", 1, {0.5: [0, 0]}), record("x", 0, {0.5: [1, 0]})]
+    records.append(record("x", 0, {0.5: [1, 1]}, n_tokens=8192))
+    for label, hits in (("x", [0, 1]), ("exact", [1, 1])):
+        results = {"hits": hits, "answer_loss": 0.25}
+        records.insert(0, Record("retrieval", label, {**config, "method": {"label": label}}, 0, results, 1.0))
+    assert retrieval_table(records).rows == (
         (TASKS[0], "512", "50 %", "exact", "2", "100.0 %", "0.25", "-", "-", "-"),
         (TASKS[0], "512", "50 %", "x", "2", "50.0 %", "0.25", "-50.0", "1", "0"),
         (MANY_NEEDLES, "4096", "50 %", "exact", "4", "50.0 %", "0.50", "-", "-", "-"),
@@ -302,17 +252,10 @@ def test_tasks_and_lengths_stand_apart_and_unfinished_texts_are_not_compared():
         retrieval_table([damaged])
 
 
-# The command.
-
-
-@pytest.fixture(scope="module")
-def long_model(tmp_path_factory):
-    return str(save_tiny_language_model(tmp_path_factory.mktemp("long"), max_positions=4096))
-
-
 @pytest.fixture
-def run(long_model, text, tmp_path):
-    given = ["retrieval", "--model", long_model, "-d", text, "--out", str(tmp_path / "run")]
+def run(text, tmp_path):
+    model = save_tiny_language_model(tmp_path / "long", max_positions=4096)
+    given = ["retrieval", "--model", str(model), "-d", text, "--out", str(tmp_path / "run")]
     return lambda options: main([*given, *options.split()])
 
 
@@ -321,16 +264,12 @@ def test_a_row_is_one_text_under_one_method(run, lines, tmp_path, capsys):
     printed, said = capsys.readouterr()
     found = lines(tmp_path / "run")
     rows = [(r["config"]["n_tokens"], r["config"]["sample"], r["config"]["method"]["label"]) for r in found]
-    assert rows == [
-        (n, sample, label) for n in (2600, 1400) for sample in (0, 1) for label in ("exact", "default")
-    ]
+    assert rows == [(n, sample, name) for n in (2600, 1400) for sample in (0, 1) for name in ("exact", "default")]
     assert found[1]["config"]["method"]["config"] == Routed().to_dict()
     assert found[1]["results"]["reads_per_query"] < found[0]["results"]["reads_per_query"]
     assert "default is exact at 1400 tokens" in said
     assert "default is exact at 2600" not in said
-    shown = [line.split()[1:6] for line in printed.splitlines()]
-    assert ["2600", "30", "%", "exact", "4"] in shown
-    assert ["2600", "all", "default", "20"] in [words[:4] for words in shown]
+    assert ["2600", "all", "default", "20"] in [line.split()[1:5] for line in printed.splitlines()]
     exact, default = (line["results"]["by_depth"] for line in found[4:6])
     assert exact == default  # the same texts, and at this length the same attention
 
@@ -338,42 +277,19 @@ def test_a_row_is_one_text_under_one_method(run, lines, tmp_path, capsys):
 def test_a_run_is_continued_text_by_text(run, lines, tmp_path, capsys):
     options = "--task many-needles -n 1400 --method default --depth 0.5 --resume --samples"
     assert run(f"{options} 2") == 0
-    path = tmp_path / "run" / "records.jsonl"
-    kept = path.read_text().splitlines(keepends=True)
-    path.write_text("".join(kept[:3]))
+    path, before = tmp_path / "run" / "records.jsonl", lines(tmp_path / "run")
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:3]))
     assert run(f"{options} 3") == 0
     assert "3 of 6 rows are finished" in capsys.readouterr().err
-    again, fourth = lines(tmp_path / "run"), json.loads(kept[3])
-    assert len(again) == 6
-    assert again[3]["key"] == fourth["key"]
-    assert again[3]["results"]["by_depth"] == fourth["results"]["by_depth"]
+    after = [(record["key"], record["results"]["by_depth"]) for record in lines(tmp_path / "run")]
+    assert after[:4] == [(record["key"], record["results"]["by_depth"]) for record in before]
 
 
-def test_tasks_run_side_by_side_and_another_text_is_another_row(run, text, lines, tmp_path, capsys):
+def test_tasks_run_side_by_side_and_another_text_is_another_row(run, text, lines, tmp_path):
     options = "--task many-needles --task single-needle -n 1400 --depth 0.5 --samples 1 --method exact --resume"
     assert run(options) == 0
-    printed = " ".join(capsys.readouterr().out.split())
-    assert "single-needle 1400 50 % exact 1" in printed
-    assert "many-needles 1400 50 % exact 2" in printed
     single = [r for r in lines(tmp_path / "run") if r["config"]["part"] == "retrieval"]
     assert [line["config"]["method"]["label"] for line in single] == ["exact", "local only"]
     Path(text).write_text("straw " * 500)
     assert run(options) == 0
     assert len(lines(tmp_path / "run")) == 2 * (len(single) + 2)  # exact and local for needles too
-
-
-@pytest.mark.parametrize(
-    ("options", "sentence"),
-    [
-        ("--task many-needles -n 600", "length must leave room for the facts, the questions and 512 tokens"),
-        ("--task single-needle -n 4", "length must leave room for the facts, the questions, at least"),
-        ("--task some-needles", "task must be one of"),
-    ],
-)
-def test_refusals_of_the_command_leave_no_records(run, options, sentence, tmp_path, capsys):
-    assert run(options) == 2
-    printed = capsys.readouterr()
-    assert sentence in printed.err
-    assert printed.err.strip().count("\n") == 0
-    path = tmp_path / "run" / "records.jsonl"
-    assert not path.exists() or not path.read_text()

@@ -11,20 +11,15 @@ from prescore.bench.tables import Table, as_text, mean_and_spread, span
 def test_table_as_markdown():
     table = Table("Title", ("name", "value"), (("a|b", "1"),), note="below")
     assert table.to_markdown() == "**Title**\n\n| name | value |\n| --- | ---: |\n| a\\|b | 1 |\n\nbelow\n"
+    with pytest.raises(ValueError, match="rows must have 2 cells, got 1"):
+        Table("T", ("a", "b"), (("x",),))
 
 
 def test_table_on_a_terminal_prints_brackets_as_they_are(capsys):
     from rich.console import Console
 
     Console(width=100).print(Table("T", ("a", "b"), (("[bold]", "prescore[eval]"),)).to_rich())
-    shown = capsys.readouterr().out
-    assert "[bold]" in shown
-    assert "prescore[eval]" in shown
-
-
-def test_ragged_rows_are_refused():
-    with pytest.raises(ValueError, match="rows must have 2 cells, got 1"):
-        Table("T", ("a", "b"), (("x",),))
+    assert {"[bold]", "prescore[eval]"} <= set(capsys.readouterr().out.split())
 
 
 @pytest.mark.parametrize(

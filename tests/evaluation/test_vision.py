@@ -3,9 +3,9 @@
 import dataclasses
 import importlib.util
 import json
+import re
 from contextlib import contextmanager
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 import prescore
 from prescore import KMeans, Selected
 from prescore.bench.cli.main import main
-from prescore.bench.records import Record, read_records, row_key
+from prescore.bench.records import Record, measure, read_records, row_key
 from prescore.bench.vision import coverage, models, tables
 from prescore.bench.vision.accuracy import Study, accuracy_rows
 from prescore.bench.vision.coverage import attention_weights, coverage_rows, head_coverage, measure_coverage
@@ -33,7 +33,6 @@ from prescore.integrations.torchvision import import_timm, mend_torchvision
 mend_torchvision()
 HAS_TIMM = all(importlib.util.find_spec(name) is not None for name in ("timm", "torchvision"))
 needs_timm = pytest.mark.skipif(not HAS_TIMM, reason="timm or torchvision is not installed")
-VISION = Path(__file__).parents[3] / "shared" / "data" / "vision"
 ALONE = AttentionContext(layer=0)
 
 
@@ -44,24 +43,20 @@ def model_folder(tmp_path):
     shape = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 3, "intermediate_size": 96}
     model = ViTForImageClassification(ViTConfig(**shape, image_size=32, patch_size=8, num_labels=5))
     draw = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(0.2 * torch.randn(parameter.shape, generator=draw))
+    for parameter in model.parameters():
+        parameter.data.normal_(std=0.2, generator=draw)
     model.save_pretrained(tmp_path / "model")
     return tmp_path / "model"
 
 
 @pytest.fixture
 def image_folder(tmp_path):
-    from PIL import Image
-
     draw = torch.Generator().manual_seed(1)
-    for label in range(5):
-        (tmp_path / "images" / f"class{label}").mkdir(parents=True)
-        for number in range(2):
-            noise = torch.randint(0, 256, (36, 44, 3), generator=draw, dtype=torch.uint8)
-            image = Image.frombytes("RGB", (44, 36), bytes(noise.flatten().tolist()))
-            image.save(tmp_path / "images" / f"class{label}" / f"{number}.png")
+    for number in range(10):
+        folder = tmp_path / "images" / f"class{number // 2}"
+        folder.mkdir(parents=True, exist_ok=True)
+        noise = torch.randint(0, 256, (36, 44, 3), generator=draw, dtype=torch.uint8)
+        Image.fromarray(noise.numpy()).save(folder / f"{number % 2}.png")
     return tmp_path / "images"
 
 
@@ -70,18 +65,14 @@ def study(model_folder, image_folder):
     return Study(load_vision_model(model_folder), open_folder(image_folder), {"model": "tiny"}, batch_size=4)
 
 
-def method_layer(name, budget, n_clusters=None):
-    return PrescoredAttention(parse_method(name).config(budget, n_clusters=n_clusters, n_prefix=1))
-
-
-def picture(path, colour, size=(40, 30)):
+def picture(path, colour="red"):
     path.parent.mkdir(parents=True, exist_ok=True)
-    Image.new("RGB", size, colour).save(path)
+    Image.new("RGB", (80, 40), colour).save(path)
 
 
 def test_folders_of_classes_are_numbered_by_name(tmp_path, image_folder):
-    picture(tmp_path / "pets" / "dog" / "1.png", "red")
-    picture(tmp_path / "pets" / "cat" / "2.jpg", "red")
+    picture(tmp_path / "pets" / "dog" / "1.png")
+    picture(tmp_path / "pets" / "cat" / "2.jpg")
     (tmp_path / "pets" / "cat" / "notes.txt").write_text("no image")
     images = open_folder(tmp_path / "pets")
     assert ([path.name for path in images.paths], images.labels) == (["2.jpg", "1.png"], [0, 1])
@@ -93,8 +84,8 @@ def test_folders_of_classes_are_numbered_by_name(tmp_path, image_folder):
 @pytest.mark.parametrize("place", ["labels.json", "../flat_labels.json", "elsewhere"])
 def test_labels_from_json(tmp_path, place):
     folder = tmp_path / "flat"
-    for name in ("a.png", "b.png"):
-        picture(folder / name, "blue")
+    picture(folder / "a.png")
+    picture(folder / "b.png")
     file = tmp_path / "other.json" if place == "elsewhere" else folder / place
     file.write_text(json.dumps({"b.png": 7, "a.png": 3, "absent.png": 1}))
     images = open_folder(folder, labels=file if place == "elsewhere" else None)
@@ -102,13 +93,10 @@ def test_labels_from_json(tmp_path, place):
 
 
 def test_preprocessing_crops_the_centre_and_normalises(tmp_path):
-    picture(tmp_path / "a" / "x.png", (255, 0, 128), size=(80, 40))
-    pixels = models.decode_image(tmp_path / "a" / "x.png", 28, 0.875)
-    assert pixels.shape == (3, 28, 28)
-    assert pixels[:, 0, 0].tolist() == [255, 0, 128]
+    picture(tmp_path / "a" / "x.png", (255, 0, 128))
     batch, labels = next(open_folder(tmp_path).batches(Preprocessing(28), 4))
     wanted = [(v / 255 - m) / s for v, m, s in zip((255, 0, 128), IMAGENET_MEAN, IMAGENET_STD, strict=True)]
-    torch.testing.assert_close(batch[0, :, 5, 5], torch.tensor(wanted))
+    torch.testing.assert_close(batch, torch.tensor(wanted)[None, :, None, None].expand(1, 3, 28, 28))
     assert labels.tolist() == [0]
     image = Image.new("RGB", (64, 32), "black")
     image.paste((255, 255, 255), (16, 0, 48, 32))
@@ -127,15 +115,11 @@ def test_preprocessing_crops_the_centre_and_normalises(tmp_path):
         (lambda p: load_vision_model(p, device="nowhere"), "device must be usable, got 'nowhere'"),
         (lambda p: load_vision_model(p / "x.pth"), r"must be a \.safetensors file, for a pickled .* got .*pth"),
         (lambda p: models.vit_shape({}), "got no patch_embed"),
-        (lambda p: parse_method("kmeens"), "got 'kmeens'"),
         (lambda p: parse_method("kmeans-closest"), "got 'kmeans-closest'"),
         (lambda p: parse_method("farthest"), "got 'farthest'"),
         (lambda p: parse_method("key-norm-farthest"), "makes clusters, a rule .* got 'key-norm-farthest'"),
         (lambda p: parse_method("centroids").config(1, n_prefix=1), "budget must leave room .* got 1"),
-        (
-            lambda p: parse_method("routed").config(2, n_prefix=1, n_tokens=197),
-            "budget must leave room for 1 prefix tokens.*got 2",
-        ),
+        (lambda p: parse_method("routed").config(2, n_prefix=1, n_tokens=197), "leave room for 1 prefix.*got 2"),
     ],
 )
 def test_refusals(tmp_path, make, said):
@@ -150,11 +134,10 @@ def test_refusals(tmp_path, make, said):
         ("broken.safetensors", None, r"readable checkpoint, got broken\.safetensors"),
         ("foreign.safetensors", "vit_huge", "arch must be an architecture of timm, got 'vit_huge'"),
         ("foreign.safetensors", "resnet10t", r"weights of resnet10t, got foreign\.safetensors"),
-        ("empty", None, r"image classifier of transformers, got .*empty"),
+        (".", None, r"image classifier of transformers, got"),
     ],
 )
 def test_damaged_and_foreign_checkpoints_are_refused_in_one_sentence(name, arch, said, tmp_path):
-    (tmp_path / "empty").mkdir()
     (tmp_path / "broken.safetensors").write_bytes(b"nothing of the kind" * 20)
     save_file({"patch_embed.proj.weight": torch.zeros(2)}, tmp_path / "foreign.safetensors")
     with pytest.raises((ValueError, OSError), match=said) as caught:
@@ -163,14 +146,14 @@ def test_damaged_and_foreign_checkpoints_are_refused_in_one_sentence(name, arch,
 
 
 def test_labels_that_the_model_does_not_have_are_refused(model_folder, image_folder, tmp_path):
-    names = [f"{folder.name}/{file.name}" for folder in image_folder.iterdir() for file in folder.iterdir()]
-    (tmp_path / "labels.json").write_text(json.dumps(dict.fromkeys(names, 7)))
-    study = Study(load_vision_model(model_folder), open_folder(image_folder, labels=tmp_path / "labels.json"), {})
+    labels = tmp_path / "labels.json"
+    labels.write_text('{"class0/0.png": 7}')
+    study = Study(load_vision_model(model_folder), open_folder(image_folder, labels=labels), {})
     with pytest.raises(ValueError, match="labels must lie below the model's 5 classes, got 7"):
         _ = study.exact
-    (tmp_path / "labels.json").write_text("{no")
+    labels.write_text("{no")
     with pytest.raises(ValueError, match=r"labels must be a JSON file, got .*labels\.json"):
-        open_folder(image_folder, labels=tmp_path / "labels.json")
+        open_folder(image_folder, labels=labels)
 
 
 def test_hugging_face_folder_and_resolution(model_folder):
@@ -185,13 +168,10 @@ def test_hugging_face_folder_and_resolution(model_folder):
 @pytest.mark.parametrize(
     "options",
     [
-        {},
-        {"reg_tokens": 2, "no_embed_class": True},
+        *({}, {"reg_tokens": 2, "no_embed_class": True}, {"global_pool": "avg"}),
         {"class_token": False, "global_pool": "avg", "fc_norm": False},
-        {"global_pool": "avg"},
         {"qk_norm": True, "init_values": 0.1, "qkv_bias": False},
     ],
-    ids=str,
 )
 def test_the_architecture_of_a_checkpoint_is_read_from_its_weights(tmp_path, options):
     import_timm()
@@ -266,28 +246,22 @@ def test_a_query_reads_at_most_its_budget(name, n_tokens, n_prefix):
 def test_results_of_exact_and_of_all_keys_selected(study):
     exact = study.measure(attend_exactly)
     assert (exact["agreement"], exact["kl"], exact["n_images"], exact["top5"]) == (100, 0, 10, 100)
-    logits, labels = study.exact.logits, study.exact.labels
-    assert exact["top1"] == pytest.approx(100 * float((logits.argmax(-1) == labels).float().mean()))
-    assert study.measure(method_layer("kmeans", 17, n_clusters=3))["kl"] == pytest.approx(0, abs=1e-5)
-    few = study.measure(method_layer("kmeans", 3, n_clusters=3))
+    hits = int((study.exact.logits.argmax(-1) == study.exact.labels).sum())
+    assert exact["top1"] == pytest.approx(10 * hits)
+    configs = (parse_method("kmeans").config(budget, n_clusters=3, n_prefix=1) for budget in (17, 3))
+    every, few = (study.measure(PrescoredAttention(config)) for config in configs)
+    assert every["kl"] == pytest.approx(0, abs=1e-5)
     assert few["kl"] > 1e-3
     assert few["attention_seconds"] > 0
 
 
 def test_the_grid_repeats_nothing_that_cannot_differ(study):
-    rows = accuracy_rows(
-        study,
-        methods=(EXACT, "kmeans", "key-norm", "kmeans-farthest+centroids", "default"),
-        budgets=(4, 8),
-        n_clusters=(2, 3),
-        centroid_shares=(0.25, 0.5),
-        keep_prefix=(True, False),
-        seeds=(0, 1),
-    )
+    grid = {"budgets": (4, 8), "n_clusters": (2, 3), "centroid_shares": (0.25, 0.5)}
+    grid |= {"keep_prefix": (True, False), "seeds": (0, 1)}
+    names = (EXACT, "kmeans", "key-norm", "kmeans-farthest+centroids", "default")
+    rows = accuracy_rows(study, methods=names, **grid)
     methods = list({row_key("vision", row.config, row.seed): row.config["method"] for row in rows}.values())
-    assert {name: methods.count(name) for name in methods} == {
-        EXACT: 1, "kmeans": 16, "key-norm": 4, "kmeans-farthest+centroids": 16, "default": 1
-    }  # fmt: skip
+    assert [methods.count(name) for name in names] == [1, 16, 4, 16, 1]
 
 
 def test_no_budget_exceeds_the_keys_and_the_default_is_exact_when_short(study):
@@ -301,55 +275,31 @@ def test_no_budget_exceeds_the_keys_and_the_default_is_exact_when_short(study):
 
 
 def test_command_measures_records_resumes_and_draws(model_folder, image_folder, tmp_path, capsys):
-    argv = ["vision", "--model", str(model_folder), "--images", str(image_folder), "--out", str(tmp_path / "run")]
-    argv += ["--method", "exact", "--method", "kmeans", "--method", "centroids", "--num-sample", "6"]
-    argv += ["--seeds", "2"]
-    assert main(argv) == 0
+    line = f"vision --model {model_folder} --images {image_folder} --seeds 2 --num-sample 6"
+    line += f" --out {tmp_path / 'run'} --method exact --method kmeans --method centroids"
+    assert main(line.split()) == 0
     shown = capsys.readouterr().out
     assert "kmeans, 4 clusters" in shown
     assert "±" in shown
     assert len(read_records(tmp_path / "run" / "records.jsonl")) == 5
     assert (tmp_path / "run" / "vision.png").stat().st_size > 1000
-    assert main([*argv, "--resume", "--prefix", "both"]) == 0
+    assert main(f"{line} --resume --prefix both".split()) == 0
     assert len(read_records(tmp_path / "run" / "records.jsonl")) == 9
 
 
-@pytest.mark.parametrize(
-    ("argv", "said"),
-    [
-        (["vision", "--resolution", "16"], "resolution must be given with a model and images, got resolution 16"),
-        (["vision", "--arch", "vit"], "arch must be given with a model"),
-        (["vision", "--labels", "labels.json"], "labels must be given with a model"),
-        (["vision", "--model", "vit"], "images must be given together with model"),
-        (["vision", "--prefix", "none"], "got 'none'"),
-        (["coverage", "--text", "book.txt"], "text must be given with a language model, got text 'book.txt'"),
-        (["coverage", "--model", "vit", "--language-model", "smollm2"], "without model and images, got 'smollm2'"),
-    ],
-)
-def test_bad_options_are_refused(argv, said, tmp_path, capsys):
-    assert main([*argv, "--out", str(tmp_path / "run")]) == 2
-    assert said in capsys.readouterr().err
-    assert not (tmp_path / "run").exists()
-
-
-def test_tables_compare_only_what_is_comparable(model_folder, image_folder, tmp_path):
-    argv = ["vision", "--model", str(model_folder), "--images", str(image_folder), "--out", str(tmp_path / "run")]
-    assert main([*argv, "--method", "kmeans", "--samples", "32", "--json"]) == 0
-    records = read_records(tmp_path / "run" / "records.jsonl")
-    assert tables.paper_accuracy_table(records).rows == ()
+def test_tables_compare_only_what_is_comparable(study):
+    (row,) = accuracy_rows(study, methods=("kmeans",), budgets=(32,), n_clusters=(4,))
+    record = measure("vision", row)
+    assert tables.paper_accuracy_table([record]).rows == ()
     # the paper printed budgets out of 197 tokens; this model has 17
-    records[0].results["n_tokens"], records[0].config["budget"] = 197, 32
-    assert tables.paper_accuracy_table(records).rows[0][3:] == ("31.34 of 85.11", "53.05 of 85.85")
-    assert tables.accuracy_table(records).rows[0][0] == "kmeans, 4 clusters"
-    assert tables.leverage_table(records).rows == ()
-    other = dataclasses.replace(
-        records[0],
-        config={**records[0].config, "method": "leverage", "n_clusters": None},
-        results={**records[0].results, "top1": records[0].results["top1"] - 2.5},
-    )
-    assert tables.leverage_table([records[0], other]).rows == (("kmeans, 4 clusters", "+2.5"),)
-    tables.accuracy_plot(records, tmp_path / "plot.png")
-    assert (tmp_path / "plot.png").exists()
+    record.results["n_tokens"], record.config["budget"] = 197, 32
+    assert tables.paper_accuracy_table([record]).rows[0][3:] == ("31.34 of 85.11", "53.05 of 85.85")
+    assert tables.accuracy_table([record]).rows[0][0] == "kmeans, 4 clusters"
+    assert tables.leverage_table([record]).rows == ()
+    worse = {**record.results, "top1": record.results["top1"] - 2.5}
+    config = {**record.config, "method": "leverage", "n_clusters": None}
+    other = dataclasses.replace(record, config=config, results=worse)
+    assert tables.leverage_table([record, other]).rows == (("kmeans, 4 clusters", "+2.5"),)
 
 
 @pytest.mark.slow
@@ -358,34 +308,16 @@ def test_the_digits_model_learns_and_is_trained_once(tmp_path):
     training, test = models.load_digits()
     assert (len(training), len(test)) == (1297, 500)
     assert torch.equal(models.load_digits()[1].pixels, test.pixels)
-    assert training.pixels.shape[1:] == (1, 8, 8)
     assert (training.pixels.min(), training.pixels.max()) == (-1, 1)
-    state = torch.get_rng_state()
-    lines = []
+    state, lines = torch.get_rng_state(), []
     folder = models.digits_model(epochs=models.QUICK_EPOCHS, cache=tmp_path, report=lines.append)
     assert torch.equal(torch.get_rng_state(), state)
-    assert len(lines) == 1
     loaded = load_vision_model(folder)
     assert loaded.n_tokens == 65
     # six epochs classify 64 of the first 100 test scans; chance is one in ten
     assert models.accuracy(loaded.model, test) > 0.4
     assert models.digits_model(epochs=models.QUICK_EPOCHS, cache=tmp_path, report=lines.append) == folder
     assert len(lines) == 1
-
-
-@pytest.mark.slow
-@needs_timm
-@pytest.mark.skipif(not VISION.is_dir(), reason="the development images are not there")
-def test_deit_tiny_classifies_real_images():
-    loaded = load_vision_model(VISION / "deit_tiny_patch16_224.safetensors")
-    study = Study(loaded, open_folder(VISION / "imagenet_val_1000", limit=20), {}, batch_size=20)
-    assert loaded.n_tokens == 197
-    # 72.9 % on all thousand; 20 images must be far above one in a thousand
-    assert study.measure(attend_exactly)["top1"] >= 50
-    assert study.measure(method_layer("centroids", 64))["agreement"] >= 60
-
-
-# Coverage of heavy entries.
 
 
 def test_a_case_solved_by_hand():
@@ -410,7 +342,6 @@ def test_causal_and_grouped_heads():
     query, key = torch.randn(2, 4, 6, 8, generator=draw), torch.randn(2, 2, 6, 8, generator=draw)
     causal = AttentionContext(layer=0, is_causal=True)
     weights = attention_weights(query, key, causal)
-    assert weights.shape == (2, 4, 6, 6)
     assert (weights.triu(1) == 0).all()
     torch.testing.assert_close(weights.sum(-1), torch.ones(2, 4, 6))
     selected = torch.zeros(2, 2, 6, dtype=torch.bool)
@@ -421,25 +352,12 @@ def test_causal_and_grouped_heads():
     assert (shares["mass"][:, 2:] == 0).all()
 
 
-def test_all_keys_cover_everything_and_random_keys_cover_chance():
-    draw = torch.Generator().manual_seed(0)
-    query, key = (torch.randn(40, 2, 50, 8, generator=draw) for _ in range(2))
-    full = head_coverage(query, key, torch.ones(40, 2, 50, dtype=torch.bool), ALONE, (0.01, 0.1))
-    assert all((values[~values.isnan()] == 1).all() for values in full.values())
-    selected = torch.rand(40, 2, 50, generator=draw).argsort(-1) < 20
-    some = head_coverage(query, key, selected, ALONE, (0.01,))
-    # 80 heads of about 1000 heavy entries on 50 keys: the mean's standard error is below 0.01
-    assert some["heavy_0.01"].mean().item() == pytest.approx(0.4, abs=0.04)
-    assert some["columns"].mean().item() == pytest.approx(0.4, abs=0.05)
-
-
 def test_selected_keys_are_the_selection():
     key = torch.randn(2, 3, 20, 8, generator=torch.Generator().manual_seed(0))
-    selected = coverage.selected_keys(key, Selected(KMeans(n_clusters=3), 7, sinks=0), 5)
+    scorer = KMeans(n_clusters=3)
+    selected = coverage.selected_keys(key, Selected(scorer, 7, sinks=0), 5)
     assert (selected.sum(-1) == 7).all()
-    assert selected.gather(
-        -1, prescore.select(key, KMeans(n_clusters=3), top_k=7, sinks=0, generator=5).indices
-    ).all()
+    assert selected.gather(-1, prescore.select(key, scorer, top_k=7, sinks=0, generator=5).indices).all()
 
 
 def test_observing_shows_the_keys_and_changes_nothing(study):
@@ -459,8 +377,6 @@ def test_observing_shows_the_keys_and_changes_nothing(study):
 def test_language_models_work_too():
     model = tiny_language_model(max_positions=64)[0]
     texts = list(torch.randint(50, (2, 24), generator=torch.Generator().manual_seed(0)))
-    with torch.no_grad():
-        before = model(texts[0][None]).logits
     observe = coverage.observe_texts(model, texts)
     results = coverage_rows(observe, {}, methods=("kmeans", "random"), budgets=(8,), n_clusters=(3,))[0].measure()
     # two sequences, two layers, four query heads
@@ -468,21 +384,18 @@ def test_language_models_work_too():
     assert results["chance"] == pytest.approx(8 / 24)
     assert len(results["mass_layers"]) == 2
     assert 0 < results["heavy_0.01_mean"] < 1
-    with torch.no_grad():
-        assert torch.equal(model(texts[0][None]).logits, before)
 
 
 def test_rows_of_a_vision_study(study):
     grid = {"methods": ("kmeans", "key-norm"), "budgets": (4, 8), "n_clusters": (2, 3), "seeds": (0, 1)}
     rows = coverage_rows(study.observe, study.described, n_prefix=1, **grid)
     methods = list({row_key("coverage", row.config, row.seed): row.config["method"] for row in rows}.values())
-    assert (methods.count("kmeans"), methods.count("key-norm")) == (2 * 2 * 2, 2)
+    assert [methods.count(name) for name in grid["methods"]] == [2 * 2 * 2, 2]
     results = rows[0].measure()
     assert (results["n_heads"], results["n_keys"]) == (10 * 2 * 3, 17)
     assert set(results) >= {"heavy_0.01_median", "heavy_0.1_mean", "heavy_0.3_without", "columns_mean", "chance"}
     empty = measure_coverage(study.observe, Selected("key-norm", 4, sinks=0), (1.0,))
-    assert empty["heavy_1_mean"] is None
-    assert empty["heavy_1_without"] == empty["n_heads"]
+    assert (empty["heavy_1_mean"], empty["heavy_1_without"]) == (None, empty["n_heads"])
 
 
 @pytest.mark.parametrize("keep_prefix", [True, False])
@@ -494,10 +407,10 @@ def test_a_protected_prefix_is_selected(keep_prefix, study, monkeypatch):
     assert all(keys[..., 0].all() for keys in selected) == keep_prefix
 
 
-@pytest.mark.parametrize("name", ["exact", "centroids", r"kmeans\+centroids", "routed", "default"])
+@pytest.mark.parametrize("name", ["exact", "centroids", "kmeans+centroids", "routed", "default"])
 def test_methods_that_do_not_only_select_are_refused(name):
-    with pytest.raises(ValueError, match=f"got '{name}'"):
-        coverage_rows(None, {}, methods=(name.replace("\\", ""),))
+    with pytest.raises(ValueError, match=f"got '{re.escape(name)}'"):
+        coverage_rows(None, {}, methods=(name,))
 
 
 def test_the_median_of_an_even_number_lies_between_the_middle_two():
@@ -507,20 +420,18 @@ def test_the_median_of_an_even_number_lies_between_the_middle_two():
         query = torch.stack([torch.eye(4)[[0] * 4], torch.eye(4)[[3] * 4]])[None] * 9.0
         look(query, key, ALONE)
 
-    config = Selected("uniform", 1, sinks=1, remainder="none")
-    results = measure_coverage(observe, config, (0.3,))
+    results = measure_coverage(observe, Selected("uniform", 1, sinks=1, remainder="none"), (0.3,))
     # the first key is selected: it holds all heavy entries of one head and none of the other
     assert results["heavy_0.3_median"] == results["heavy_0.3_mean"] == 0.5
 
 
 def test_coverage_command(model_folder, image_folder, tmp_path, capsys):
-    argv = ["coverage", "--model", str(model_folder), "--images", str(image_folder), "--samples", "4"]
-    assert main([*argv, "--out", str(tmp_path / "run"), "--method", "kmeans", "--method", "random"]) == 0
+    line = f"coverage --model {model_folder} --images {image_folder} --samples 4 --out {tmp_path / 'run'}"
+    assert main([*line.split(), "--method", "kmeans", "--method", "random"]) == 0
     assert "chance" in capsys.readouterr().out
     records = read_records(tmp_path / "run" / "records.jsonl")
-    assert len(records) == 2
+    assert (len(records), tables.paper_coverage_table(records).rows) == (2, ())
     assert (tmp_path / "run" / "coverage.png").stat().st_size > 1000
-    assert tables.paper_coverage_table(records).rows == ()
 
 
 def coverage_record(method, budget, covered):
@@ -539,15 +450,12 @@ def test_equal_curves_do_not_hide_each_other(monkeypatch):
 
     monkeypatch.setattr(tables, "figure", keep)
     covered = {"kmeans": 0.0, "kmedian": 0.0, "leverage": 1.0, "key-diff": 1.0}
-    budgets = (32, 64, 128)
-    tables.coverage_plot([coverage_record(m, budget, covered[m]) for m in covered for budget in budgets], "")
+    tables.coverage_plot([coverage_record(m, budget, covered[m]) for m in covered for budget in (32, 64, 128)], "")
     for panel in panels:
         curves = [line for line in panel.lines if line.get_label() != "chance"]
-        points = [point for line in curves for point in zip(*line.get_data(), strict=True)]
-        assert len(set(points)) == len(points) == 12
+        heights = sorted({y for line in curves for y in line.get_ydata()})
         # equal lines are drawn one above the other, further apart than they are wide
-        heights = sorted({y for _, y in points})
-        assert len(heights) == 4
+        assert len(curves) == len(heights) == 4
         assert all(upper - lower > 2 for lower, upper in pairwise(heights))
         low, high = panel.get_ylim()
         assert low < 0 < 100 < high  # a line at either end is not cut in half

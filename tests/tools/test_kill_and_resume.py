@@ -12,14 +12,13 @@ import pytest
 TOOL = Path(__file__).parent.parent.parent / "tools" / "kill_and_resume.py"
 
 
-@pytest.fixture(name="tool")
-def loaded_tool():
+@pytest.fixture
+def tool(monkeypatch):
     spec = importlib.util.spec_from_file_location("kill_and_resume", TOOL)
     module = importlib.util.module_from_spec(spec)
-    sys.modules["kill_and_resume"] = module  # its dataclass looks itself up
+    monkeypatch.setitem(sys.modules, "kill_and_resume", module)  # its dataclass looks itself up
     spec.loader.exec_module(module)
-    yield module
-    del sys.modules["kill_and_resume"]
+    return module
 
 
 @pytest.mark.slow
@@ -27,9 +26,8 @@ def loaded_tool():
 def test_commands_survive_kills_and_full_disks():
     # a process of its own: one with threads must not fork
     few = ["--kills", "2", "--disks", "1", "--command", "perplexity", "--command", "speed"]
-    done = subprocess.run(
-        [sys.executable, str(TOOL), *few], capture_output=True, text=True, check=False, timeout=300
-    )
+    command = [sys.executable, str(TOOL), *few]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     lines = done.stdout.splitlines()
     assert [line.split(":")[0] for line in lines] == ["perplexity", "speed"]
@@ -47,14 +45,14 @@ def test_rows_lost_repeated_or_changed_are_noticed(tool, tmp_path):
     whole.paths = set(tool._results(tmp_path))
     whole.fixed = {name: value for name, value in tool._results(tmp_path).items() if "seconds" not in name}
     assert whole.fixed == {"a/loss": 1.0, "b/loss/0": 3.0, "b/loss/1": 4.0}
-    path.write_text(record("b", loss=[3.0, 4.0], seconds=6.0) + record("a", loss=1.0, seconds=7.0))
+    a, b = record("a", loss=1.0, seconds=7.0), record("b", loss=[3.0, 4.0], seconds=6.0)
+    path.write_text(b + a)
     whole.compare(tmp_path)
     for wrong, said in (
-        (record("a", loss=1.0, seconds=2.0), "the same rows"),
-        (path.read_text() + record("a", loss=1.0, seconds=2.0), "once"),
-        (path.read_text().replace("4.0", "4.5"), "another b/loss/1"),
+        (a, "the same rows"),
+        (b + a + a, "once"),
+        (b.replace("4.0", "4.5") + a, "another b/loss/1"),
     ):
         path.write_text(wrong)
         with pytest.raises(tool.Disturbed, match=said):
             whole.compare(tmp_path)
-        path.write_text(record("b", loss=[3.0, 4.0], seconds=6.0) + record("a", loss=1.0, seconds=7.0))

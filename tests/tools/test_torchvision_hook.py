@@ -5,6 +5,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+import prescore
 
 TOOLS = Path(__file__).parents[2] / "tools"
 HOOK = f"sys.path.insert(0, {str(TOOLS)!r}); import torchvision_hook as hook; hook.install(); hook.install()"
@@ -15,22 +18,12 @@ ready = True
 """
 
 
-def run(path, *lines):
-    code = "\n".join((f"import sys; sys.path.insert(0, {str(path)!r})", *lines))
-    return subprocess.run(
-        [sys.executable, "-S", "-c", code], capture_output=True, text=True, check=False, timeout=120
-    )
-
-
-def site(path):
+def run(path, *lines, packages=(torch, prescore)):
     """`-S` leaves out the .pth files of this environment; the packages come back by hand."""
-    import torch
-
-    import prescore
-
-    for module in (torch, prescore):
-        root = str(next(iter(module.__path__))).rsplit("/", 1)[0]
-        yield f"sys.path.append({root!r})"
+    roots = [str(path), *(str(Path(package.__file__).parents[1]) for package in packages)]
+    code = "\n".join((f"import sys; sys.path[:0] = {roots!r}", *lines))
+    command = [sys.executable, "-S", "-c", code]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
 
 
 @pytest.mark.slow
@@ -39,29 +32,22 @@ def test_a_package_that_misses_an_operator_is_imported_all_the_same(tmp_path):
     package.mkdir()
     (package / "__init__.py").write_text("from torchvision import inner\n")
     (package / "inner.py").write_text(BROKEN)
-    roots = tuple(site(tmp_path))
-    without = run(tmp_path, *roots, "import torchvision")
+    without = run(tmp_path, "import torchvision")
     assert without.returncode != 0
     assert "operator torchvision::nms does not exist" in without.stderr
-    mended = run(tmp_path, *roots, HOOK, "import torchvision; assert torchvision.inner.ready")
+    mended = run(tmp_path, HOOK, "import torchvision; assert torchvision.inner.ready")
     assert mended.returncode == 0, mended.stderr
 
 
 @pytest.mark.slow
 def test_other_errors_stay_what_they_are(tmp_path):
     (tmp_path / "torchvision.py").write_text("raise RuntimeError('something else')\n")
-    failed = run(tmp_path, *site(tmp_path), HOOK, "import torchvision")
+    failed = run(tmp_path, HOOK, "import torchvision")
     assert "something else" in failed.stderr
 
 
 def test_the_hook_is_installed_once_and_looks_at_nothing_else(tmp_path):
-    lines = (
-        HOOK,
-        "found = [f for f in sys.meta_path if type(f).__name__ == '_Finder']",
-        "assert len(found) == 1",
-        "assert found[0].find_spec('json', None) is None",
-        "assert 'torch' not in sys.modules",
-        "assert 'prescore' not in sys.modules",
-    )
-    done = run(tmp_path, *lines)  # without any package: an interpreter starts with nothing else
+    found = "(one,) = [f for f in sys.meta_path if type(f).__name__ == '_Finder']"
+    checks = "assert one.find_spec('json', None) is None", "assert not {'torch', 'prescore'} & set(sys.modules)"
+    done = run(tmp_path, HOOK, found, *checks, packages=())
     assert done.returncode == 0, done.stderr

@@ -1,0 +1,112 @@
+"""What commands refuse: one sentence, exit code 2, and no record."""
+
+import re
+import shlex
+
+import pytest
+
+from prescore.bench.cli.main import main
+
+REFUSALS = {
+    "perplexity": [
+        ("--document missing.txt", r"document must be a readable file, got missing.txt \(No such file"),
+        ("-d ' '", "document must name a file"),
+        ("-n 4096", "document text.txt must have at least 4096 tokens, got"),
+        ("--model no/such/model", "model must be 'smollm2', a directory"),
+        ("--experiment table9", "experiment must be one of"),
+        ("--method random", "method must be one of"),
+        ("--method defalt", r"\(did you mean 'default'\?\)"),
+        ("--experiment table1 --top-k 8", "the experiment table1 must be given without --method, --top-k, got"),
+        ("--experiment cost --sinks 4", "sinks must be left to the experiment cost, got 4"),
+        ("--sinks 2", "sinks must come with an experiment, got 2 without one"),
+        ("--coupling early", "coupling must come with an experiment, got 'early' without one"),
+        ("--experiment cost --coupling early", "experiment with a coupling must be one of"),
+        ("--top-k many", "top_k must be a count or a fraction, got 'many'"),
+        ("--top-k 1.5", r"top_k must be a fraction in \(0, 1\] when it is a float, got 1.5"),
+        ("--method streaming --top-k -3", "top_k must be at least 0, got -3"),
+        ("--set sinks", "set must be FIELD=VALUE, got 'sinks'"),
+        ("--set colour=red", "Hyper or Selected or Routed must have fields among lsh, lsh.block_size, "),
+        ("--set min_weigth=3", r"\(did you mean 'min_weight'\?\)"),
+        ("--method paper:kmeans --set inner=Exact --set inner.block_size=4", "got 'inner.block_size'"),
+        ("--method kmeans --set min_weight=3", "Selected must have fields among scorer, "),
+        ("--experiment table1 --set leaf_inclusive=true", "set must leave leaf_inclusive to the experiment, got"),
+        ("--experiment appendix-f --set coupling.mask=zero", "set must leave coupling.mask to the experiment"),
+        ("--experiment table1 --set min_seq_len=64", "set must leave min_seq_len to --leaf"),
+        ("--experiment longest --set exact_until=64", "set must leave exact_until to --leaf"),
+        ("--experiment cost --set inner.block_size=64", "set must leave inner.block_size to the experiment"),
+        ("--experiment cost --set min_weight=0.5", "set must leave min_weight to the experiment"),
+        ("--experiment table1 --set sinks=7", "set must leave sinks to --sinks"),
+        ("--method kmeans --set top_k=5", "set must leave top_k to --top-k"),
+        ("--dtype int8", "dtype must be one of"),
+        ("--device nowhere", "device must be usable, got 'nowhere'"),
+        ("--layers last:9", "layers must ask for at most the model's 2 layers, got 'last:9'"),
+        ("--out ''", "--out must name a directory, got ''"),
+        ("--experiment default --windows 3", "default must be given without --method, .*, got --windows too"),
+        ("--experiment default --method kmeans", "got --method too"),
+        ("--experiment default --first 0", "got --first too"),
+        ("--experiment default --windows 1", "got --windows too"),  # even where it is the default
+        ("--experiment default --set top_k=3", "got 'top_k'"),
+        ("--experiment cost --set block_size=5", r"got 'block_size' \(did you mean '(inner|lsh)\.block_size'\?\)"),
+        (
+            "--experiment table1 --set cluster_size=8",
+            "Hyper or Selected must have fields among .*got 'cluster_size'",
+        ),
+        ("--experiment min-weight --tuning", "tuning must come with the experiment default, got 'min-weight'"),
+    ],
+    "retrieval": [
+        ("--task many-needles -n 600", "length must leave room for the facts, the questions and 512 tokens"),
+        ("--task single-needle -n 4", "length must leave room for the facts, the questions, at least"),
+        ("--task some-needles", "task must be one of"),
+    ],
+    "generate": [
+        ("--model no/such-model --prompt a", "no/such-model"),
+        ("--model missing.gguf --prompt a", "missing.gguf"),
+        ("", "exactly one of --prompt and --prompt-file"),
+        ("--prompt a --config kmeans --top-k many", "got 'many'"),
+        ("--prompt a --config kmeans --set topk=3", r"got 'topk' \(did you mean 'top_k'\?\)"),
+        ("--prompt a --set sinks", "FIELD=VALUE"),
+        ("--prompt a --config key-dif", r"config must be one of 'default', 'hyper', .*did you mean 'key-diff'\?"),
+        ("--prompt a --top-k 12", "top_k must come with a scorer as --config, got 12 for 'default'"),
+        ("--prompt a --set top_k=12", "Routed must have fields among min_weight, "),
+        ("--prompt a --agreement --no-exact", "--agreement must come with --exact and one beam"),
+        ("--prompt a --ignore-end --beams 2", "ignore_end must come with one beam, got n_beams=2"),
+        ("--prompt a --evict", "evict must come with a Selected that leaves keys out, got Routed"),
+        ("--prompt a --config key-diff --top-k 1.0 --refresh-every 4", "leaves keys out, got Selected"),
+        ("--prompt a --layers last:9", "at most the model's 2 layers, got 'last:9'"),
+    ],
+    "planted": [("--quick --method kmean", r"\(did you mean 'kmeans'\?\)")],
+    "speed": [
+        ("--study lenghts", r"\(did you mean 'lengths'\?\)"),
+        ("--save-heads heads", "--save-heads must come with a --text-file, got none"),
+        ("--study heads", "--heads must be a directory of saved heads for --study heads, got none"),
+        ("--quick --layers 0,1", "--layers must come with --save-heads, got 0,1 without it"),
+    ],
+    "vision": [
+        ("--resolution 16", "resolution must be given with a model and images, got resolution 16"),
+        ("--arch vit", "arch must be given with a model"),
+        ("--labels labels.json", "labels must be given with a model"),
+        ("--model vit", "images must be given together with model"),
+        ("--prefix none", "got 'none'"),
+    ],
+    "coverage": [
+        ("--text book.txt", "text must be given with a language model, got text 'book.txt'"),
+        ("--model vit --language-model smollm2", "without model and images, got 'smollm2'"),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("command", "options", "sentence"), [(c, *row) for c, rows in REFUSALS.items() for row in rows]
+)
+def test_refusals_are_one_sentence(command, options, sentence, saved, text, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.chdir(tmp_path)
+    given = {"perplexity": ["-d", text, "-n", "64"], "retrieval": ["-d", text], "generate": []}
+    language = ["--model", saved, *given[command]] if command in given else []
+    assert main([command, "--out", "run", *language, *shlex.split(options)]) == 2
+    printed = capsys.readouterr()
+    assert re.search(sentence, printed.err)
+    assert (printed.err.strip().count("\n"), printed.out) == (0, "")
+    assert not [path for path in tmp_path.rglob("*.jsonl") if path.read_text()]
+    loads_model = language and re.search(r"-n |--model|--dtype|--device|--layers", options)
+    assert loads_model or not (tmp_path / "run").exists()
