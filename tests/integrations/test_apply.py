@@ -10,9 +10,9 @@ from tiny_models import ROUNDING, forward, leftovers, prompts, steps, tiny
 from torch import nn
 
 import prescore
-from prescore import Exact, KMeans, Routed, Selected
+from prescore import Exact, Routed, Selected
 from prescore.errors import PrescoreError, Unsupported
-from prescore.integrations.apply import observe, pick_layers, replace_attention
+from prescore.integrations.apply import observe, replace_attention
 from prescore.integrations.attention import attend_exactly
 from prescore.integrations.patch import patches
 from prescore.integrations.transformers import PrescoredCache, language
@@ -25,22 +25,19 @@ def logits(model):
     return forward(model, IDS, MASK)[MASK.bool()]
 
 
-def is_untouched(model, implementation="sdpa"):
-    return model.config._attn_implementation == implementation and not leftovers(model)
+def is_untouched(model):
+    return model.config._attn_implementation == "sdpa" and not leftovers(model)
 
 
-@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-def test_everything_is_restored(implementation):
-    model = tiny("Llama", attn_implementation=implementation)
+def test_everything_is_restored():
+    model = tiny("Llama")
     before = logits(model)
     with prescore.apply(model, COARSE) as applied:
         assert not torch.allclose(logits(model), before, atol=1e-3)
         assert list(applied.layers.values()) == ["model.layers.0.self_attn", "model.layers.1.self_attn"]
         assert applied.adapter == "transformers.language"
-    assert is_untouched(model, implementation)
+    assert is_untouched(model)
     assert torch.equal(logits(model), before)
-    applied.undo()
-    assert is_untouched(model, implementation)
     assert applied.report()[0].path == "prescored"  # the report can still be read
     with pytest.raises(ValueError, match="apply again"), applied:
         pass
@@ -59,7 +56,7 @@ def test_layers_choose_where_and_how():
         (Exact(), "all", {0: Exact(), 1: Exact()}, exact),
         ({"last:1": Selected(top_k=1.0, min_seq_len=4)}, "all", None, exact),
         ({"all": COARSE, -1: None}, "all", {0: COARSE}, first),
-        ({(0,): COARSE, "odd": Exact()}, "all", {0: COARSE, 1: Exact()}, first),
+        ({(0, -2, 0): COARSE, "odd": Exact()}, "all", {0: COARSE, 1: Exact()}, first),
         ({1: COARSE, "last:1": None, 0: COARSE}, "all", {0: COARSE}, first),
         ({"all": COARSE}, "first:1", {0: COARSE}, first),
         ({"all": COARSE, 0: other}, "all", {0: other, 1: COARSE}, None),
@@ -78,24 +75,6 @@ def test_layers_choose_where_and_how():
 
 
 @pytest.mark.parametrize(
-    ("pattern", "expected"),
-    [
-        (None, [0, 1, 2, 3, 4]),
-        ("all", [0, 1, 2, 3, 4]),
-        ("first:2", [0, 1]),
-        ("last:2", [3, 4]),
-        ("even", [0, 2, 4]),
-        ("odd", [1, 3]),
-        ([3, 1, -1, 1], [1, 3, 4]),
-        (2, [2]),
-        ([], []),
-    ],
-)
-def test_patterns_of_layers(pattern, expected):
-    assert pick_layers(pattern, 5) == expected
-
-
-@pytest.mark.parametrize(
     ("config", "options", "error", "match"),
     [
         ({"top_k": 5}, {}, ValueError, "layers of config must be .*, got 'top_k'"),
@@ -104,13 +83,10 @@ def test_patterns_of_layers(pattern, expected):
         ("routed", {}, TypeError, "config must be a prescore.Routed.*got str"),
         (None, {"layers": "first:99"}, ValueError, "at most the model's 2 layers, got 'first:99'"),
         (None, {"layers": "middle"}, ValueError, "got 'middle'"),
-        (None, {"layers": "first:"}, ValueError, "got 'first:'"),
         (None, {"layers": "last:0"}, ValueError, "got 'last:0'"),
         (None, {"layers": [7]}, ValueError, "between -2 and 1, got 7"),
         (None, {"layers": 1.5}, TypeError, "layers must be .* got 1.5"),
-        (None, {"layers": ["a"]}, TypeError, r"layers must be .* got \['a'\]"),
         (None, {"layers": True}, TypeError, "layers must be .* got True"),
-        ({"last:99": None}, {}, ValueError, "last:99"),
         (None, {"on_unsupported": "skip"}, ValueError, "must be one of 'raise', 'exact', got 'skip'"),
         (None, {"mesh": "two"}, TypeError, "mesh must be a torch.distributed process group .*, got str"),
         (None, {"top_k": 5}, TypeError, "top_k"),
@@ -141,8 +117,7 @@ def test_a_model_inside_a_wrapper():
 
 
 def test_repr_and_str_describe_an_application():
-    model = tiny("Llama")
-    applied = prescore.apply(model, {"all": Routed(), 0: COARSE})
+    applied = prescore.apply(tiny("Llama"), {"all": Routed(), 0: COARSE})
     described = (
         "LlamaForCausalLM (transformers.language): "
         "Selected(top_k=4, sinks=1, remainder='none', min_seq_len=4), Routed() in 2 of 2 layers"
@@ -151,7 +126,6 @@ def test_repr_and_str_describe_an_application():
     assert str(applied).splitlines()[0] == described
     applied.undo()
     assert "(transformers.language, undone): " in repr(applied)
-    assert "KMeans(n_clusters=3)" in repr(prescore.apply(model, Selected(KMeans(n_clusters=3)), layers=[1]))
 
 
 def test_any_function_may_replace_attention():
@@ -263,8 +237,11 @@ def test_unsupported_features_raise_or_run_exactly(family):
     sizes, reason = FOREIGN[family]
     model = tiny(family, layer_types=["full_attention"] * 2, attn_implementation="eager", **sizes)
     expected = logits(model)
-    with prescore.apply(model, COARSE), pytest.raises(Unsupported, match=reason):
+    refusal = rf'attention in layer 0 \({family}Attention\) cannot run: .*{reason}.*; on_unsupported="exact" would'
+    with prescore.apply(model, COARSE), pytest.raises(Unsupported, match=refusal):
         logits(model)
+    with prescore.apply(model, Exact()):  # which needs nothing that is unsupported
+        assert (logits(model) - expected).abs().max() < ROUNDING
     with prescore.apply(model, COARSE, on_unsupported="exact") as applied:
         with pytest.warns(UserWarning, match=reason) as said:
             got = logits(model)

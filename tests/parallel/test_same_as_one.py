@@ -7,7 +7,7 @@ from typing import ClassVar
 import pytest
 import torch
 from oracles.inputs import attention_tensors, random_mask
-from parallel_work import attend, attend_without_lse, gradient_weights, joined, one_process, shard
+from parallel_work import attend, attend_without_lse, gradient_weights, joined, shard
 
 import prescore
 from prescore import Hyper, KMeans, Leverage, Lsh, Routed, Selected
@@ -102,7 +102,7 @@ def check(crew, name, inputs, mask=None, *, ranks, budget=FLOAT64, **options):
     for stats in (result[5] for result in results):
         assert (stats.exchange, stats.ranks) == (exchange, ranks)
         assert mask is not None or name not in REASONS or stats.exchange_reason == REASONS[name]
-    found, wanted = joined(results), one_process(EVERY[name], inputs, mask, options)
+    found, wanted = joined(results), attend(None, EVERY[name], inputs, mask, options)
     assert_same(found, wanted, budget)
     return found, wanted
 
@@ -135,8 +135,9 @@ def test_grouped_heads(crew, name, heads, kv_heads, ranks):
 @pytest.mark.parametrize("name", ["exact", "kmeans", "paper", "routed", "hyper"])
 def test_fewer_queries_than_keys(crew, name, is_causal):
     """The queries of all ranks are the last positions of the keys of all ranks."""
-    inputs = tensors(n_query=36, n_keys=96, value_dim=5)
-    check(crew, name, inputs, ranks=2, is_causal=is_causal, scale=0.2)
+    inputs = tensors(n_query=36, value_dim=5)
+    for ranks in (1, 2):  # one rank is a group too
+        check(crew, name, inputs, ranks=ranks, is_causal=is_causal, scale=0.2)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -167,19 +168,13 @@ def test_a_tie_is_decided_alike_on_every_rank(crew):
 def test_without_lse(crew, name):
     inputs, options = tensors(), {"generator": 3, "is_causal": True}
     found = torch.cat(crew.run(attend_without_lse, EVERY[name], inputs, options, ranks=2), dim=2)
-    wanted = one_process(EVERY[name], inputs, None, options)[0]
+    wanted = attend_without_lse(None, EVERY[name], inputs, options)
     torch.testing.assert_close(found, wanted, rtol=FLOAT64, atol=FLOAT64)
-
-
-def test_one_rank_is_a_group_too(crew):
-    for name in ("exact", "paper", "routed"):
-        check(crew, name, tensors(), ranks=1, is_causal=True)
 
 
 def test_the_check_notices_a_wrong_key():
     config, inputs, options = EVERY["kmeans"], tensors(), {"generator": 3, "is_causal": True}
-    wanted = one_process(config, inputs, None, options)
-    other = one_process(config.replace(top_k=7), inputs, None, options)
+    wanted, other = (attend(None, each, inputs, None, options) for each in (config, config.replace(top_k=7)))
     with pytest.raises(AssertionError, match="output"):
         assert_same(other[:5], wanted)
     second = SimpleNamespace(rank=lambda: 1, size=lambda: 2)

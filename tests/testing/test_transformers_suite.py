@@ -19,16 +19,6 @@ from tiny_models import prompts, tiny
 IDS, MASK = prompts()
 
 
-def logits(family, implementation, **sizes):
-    with torch.no_grad():
-        return tiny(family, attn_implementation=implementation, **sizes)(IDS, attention_mask=MASK).logits
-
-
-def test_sdpa_equals_eager():
-    real = MASK.bool()
-    torch.testing.assert_close(logits("Llama", "sdpa")[real], logits("Llama", "eager")[real], atol=1e-3, rtol=1e-3)
-
-
 def test_never_attends():
     assert tiny("Llama").config.model_type == "llama"
 
@@ -113,14 +103,10 @@ def checkout(tmp_path, monkeypatch):
     return tmp_path
 
 
-def said_by(capsys):
-    return [line.rpartition("::")[2] for line in capsys.readouterr().out.splitlines()]
-
-
 def test_what_fails_with_ours_alone_is_told_from_what_is_refused(checkout, capsys):
     assert suite_command([str(checkout), "--model", "llama", "-k", "not nothing"]) == 1
-    assert said_by(capsys) == [
-        "12 tests, 7 reached prescore, 6 passed",
+    assert [line.rpartition("::")[2] for line in capsys.readouterr().out.splitlines()] == [
+        "11 tests, 6 reached prescore, 5 passed",
         "3 refused",
         "test_learned_sinks_run_as_sdpa_ignores_them",
         "test_asks_for_weights_where_sdpa_skips",
