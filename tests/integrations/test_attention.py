@@ -27,15 +27,22 @@ def qkv(n_query=40, n_keys=40, batch=2):
 @pytest.mark.parametrize("is_causal", [True, False])
 @pytest.mark.parametrize("name", ENGINES)
 def test_a_prompt_is_prescored_attention_with_a_seed_of_the_layer(name, is_causal):
-    attend = PrescoredAttention(ENGINES[name], seed=7)
-    options = {"is_causal": is_causal, "scale": 0.3, "generator": layer_seed(7, 3), "return_aux": True}
-    expected, aux = prescore.prescored_attention(*qkv(), ENGINES[name], **options)
-    assert torch.equal(attend(*qkv(), AttentionContext(layer=3, is_causal=is_causal, scale=0.3)), expected)
+    attend, (query, key, value) = PrescoredAttention(ENGINES[name], seed=7), qkv()
+    context = AttentionContext(layer=3, is_causal=is_causal, scale=0.3)
+    options = {"scale": 0.3, "generator": layer_seed(7, 3)}
+    expected, aux = prescore.prescored_attention(
+        query, key, value, ENGINES[name], is_causal=is_causal, return_aux=True, **options
+    )
+    assert torch.equal(attend(query, key, value, context), expected)
     last, kind = attend.last, "causal" if is_causal else "full"
     assert (last.path, last.mask, last.n_query, last.n_keys) == ("prescored", kind, 40, 40)
     assert last.reads == pytest.approx((aux.stats.keys_per_query, aux.stats.centroids_per_query))
     assert last.visible_keys == (20.5 if is_causal else 40)
     assert len({layer_seed(seed, layer) for seed in range(10) for layer in range(10)}) == 100
+    step = query[:, :, -1:], key, value  # identity 10
+    expected = prescore.prescored_attention(*step, ENGINES[name] if name == "selected" else Exact(), **options)
+    torch.testing.assert_close(attend(*step, context), expected, atol=1e-6, rtol=1e-5)
+    assert attend.last.path == f"step over {'the selection' if name == 'selected' else 'all keys'}"
 
 
 @pytest.mark.parametrize("is_causal", [True, False])

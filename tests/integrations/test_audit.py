@@ -13,12 +13,7 @@ from prescore.integrations.attention import AttentionContext, PrescoredAttention
 from prescore.integrations.report import PREFILL, STEPS, Errors
 from prescore.integrations.transformers import PrescoredCache
 
-CONFIGS = {
-    "routed": ROUTED,
-    "selected": COARSE,
-    "hyper": Hyper(Lsh(4, 4), min_seq_len=4),
-    "exact": Exact(),
-}
+CONFIGS = {"routed": ROUTED, "selected": COARSE, "hyper": Hyper(Lsh(4, 4), min_seq_len=4), "exact": Exact()}
 MASKS = ("none", "causal", "left", "right", "window", "packed")
 
 
@@ -162,11 +157,9 @@ def test_gradients_vision_models_and_calls_that_cannot_be_audited():
     ("audit", "error", "message"),
     [
         (0.0, ValueError, r"audit must be finite and above 0\.0, got 0\.0"),
-        (-0.1, ValueError, r"audit must be finite and above 0\.0, got -0\.1"),
         (1.5, ValueError, r"audit must be at most 1\.0, got 1\.5"),
         (math.nan, ValueError, r"audit must be finite and above 0\.0, got nan"),
         (True, TypeError, "audit must be a number, got bool True"),
-        ("0.1", TypeError, "audit must be a number, got str '0.1'"),
     ],
 )
 def test_bad_shares_are_refused(audit, error, message):

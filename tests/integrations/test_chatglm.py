@@ -114,21 +114,6 @@ def test_a_selection_ignores_padding_and_batch(model, ids):
     assert (other - generate(model, ids[1:])).abs().max() > 100 * ROUNDING
 
 
-@torch.no_grad()
-def test_interleaved_generations_do_not_mix(model, ids):
-    """The module sees no cache object, so it must notice that the keys belong to another text."""
-    token = torch.tensor([[5]])
-    with prescore.apply(model, COARSE):
-        _, cache = model(ids[1:])
-        expected, _ = model(token, None, cache)
-        _, first = model(ids[:1])
-        _, second = model(ids[1:])
-        one, _ = model(token, None, first)
-        two, _ = model(token, None, second)
-    assert torch.equal(two, expected)
-    assert not torch.allclose(one, two)
-
-
 def test_another_layout_is_refused(model):
     batch_first = torch.zeros(2, 4, 7, 8, dtype=torch.float64)
     with prescore.apply(model, COARSE), pytest.raises(Unsupported, match=r"4 heads, dim\], got \(2, 4, 7, 8\)"):

@@ -10,10 +10,10 @@ from tiny_models import COARSE, ROUNDING, ROUTED, forward, prompts, steps, tiny
 from transformers import DynamicCache, StaticCache
 
 import prescore
-from prescore import Exact, prescored_attention
+from prescore import Exact
 from prescore.errors import Unsupported
 from prescore.integrations.apply import replace_attention
-from prescore.integrations.attention import PrescoredAttention, layer_seed
+from prescore.integrations.attention import PrescoredAttention
 from prescore.integrations.transformers.cache import PrescoredCache, PrescoredLayer
 
 IDS, MASK = prompts(length=40)
@@ -67,24 +67,6 @@ def test_a_step_reads_the_selection_and_what_came_since(model):
     assert cache.get_seq_length() == 49
     assert (selection(cache).n_selected_from, selection(cache).n_since, selection(cache).n_entries) == (41, 8, 11)
     assert (layer.buffer.key.data_ptr(), layer.selection.buffer.key.data_ptr()) == before
-
-
-def test_a_step_that_selects_is_prescored_attention_of_one_query(model):
-    """Identity 10."""
-    with prescore.apply(model, COARSE):
-        got = steps(model, filled(model, refresh_every=1), IDS[:, :4], MASK)
-
-    def anew(query, key, value, context):
-        form = context.form(query, key)
-        options = {"is_causal": form.kind == "causal", "key_padding_mask": form.valid, "scale": context.scale}
-        return prescored_attention(query, key, value, COARSE, generator=layer_seed(0, context.layer), **options)
-
-    cache = DynamicCache(config=model.config)
-    undo = replace_attention(model, dict.fromkeys(range(2), anew))
-    forward(model, IDS, MASK, past_key_values=cache)
-    expected = steps(model, cache, IDS[:, :4], MASK)
-    undo()
-    assert (got - expected).abs().max() < ROUNDING
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "static"])
