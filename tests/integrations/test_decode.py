@@ -165,9 +165,6 @@ def test_a_routed_step_reads_what_the_call_reads(start):
     assert sum(answer.result.count_reads()) == sum(expected.count_reads())
 
 
-# A selection, and the buffer it grows in.
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_step_in_half_precision_is_as_good_as_the_call(dtype):
     """Centroids weigh as many keys as they represent: log(1001) is 6.9087, and 6.9062 in bfloat16."""
@@ -236,9 +233,6 @@ def test_a_buffer_grows_and_leaves_the_tensors_of_its_caller_alone(qkv):
     assert torch.equal(buffer.value[1], torch.cat((value[1, :, :20], value[1, :, 30:33]), 1))
     assert buffer.bias[0, 0].tolist() == [0.0] * 20 + [-1.0] * 3
     assert torch.equal(key, before)
-
-
-# Caches that are not ours: keys are compared with those of the step before.
 
 
 def shown(cache, qkv, n_keys, n_query=1, key=None):

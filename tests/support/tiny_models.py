@@ -59,8 +59,7 @@ ROUNDING = 1e-4
 def tiny(family, **overrides):
     """A model in evaluation mode, the same weights every time."""
     settings = {**SIZES, **FAMILIES.get(family, {}), **overrides}
-    if family == "Falcon":
-        del settings["head_dim"]  # computed there
+
     config = getattr(transformers, CONFIGS.get(family, f"{family}Config"))(**settings)
     torch.manual_seed(0)
     model = getattr(transformers, CLASSES.get(family, f"{family}ForCausalLM"))(config).eval()

@@ -86,7 +86,8 @@ def gemma3():
     text = {**SIZES, "sliding_window": 9, "layer_types": ["sliding_attention", "full_attention"]}
     vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     tokens = {"mm_tokens_per_image": 4, "image_token_index": 5, "boi_token_index": 6, "eoi_token_index": 7}
-    config = transformers.Gemma3Config(text, {**vision, "image_size": 16, "patch_size": 8}, **tokens)
+    vision |= {"image_size": 16, "patch_size": 8}
+    config = transformers.Gemma3Config(text_config=text, vision_config=vision, **tokens)
     torch.manual_seed(0)
     return transformers.Gemma3ForConditionalGeneration(config).eval()
 

@@ -91,7 +91,7 @@ def test_packed_sequences_do_not_see_each_other(name):
     assert (packed - torch.cat(alone, 1)).abs().max() < ROUNDING
 
 
-def train(model, config, n_steps, checkpointing=False):
+def train(model, config, checkpointing):
     """Losses, and the gradients of the first step."""
     ids, mask = prompts(batch=3, length=48)
     labels = ids.masked_fill(mask == 0, -100)
@@ -100,7 +100,7 @@ def train(model, config, n_steps, checkpointing=False):
     optimizer, losses, gradients = torch.optim.SGD(model.parameters(), lr=1e-2), [], []
     torch.manual_seed(11)
     with prescore.apply(model.train(), config) as applied:
-        for _ in range(n_steps):
+        for _ in range(3):
             loss = model(ids, attention_mask=mask, labels=labels, use_cache=False).loss
             optimizer.zero_grad()
             loss.backward()
@@ -119,8 +119,8 @@ def test_training_lowers_the_loss_and_checkpointing_gives_the_same_gradients(fam
     """Dropout too: all runs start from one seed of torch's generator, which checkpointing restores."""
     gradients = []
     for checkpointing in (False, True):
-        losses, first = train(tiny(family, **sizes), config, 12, checkpointing)
-        assert sum(losses[-3:]) < sum(losses[:3])
+        losses, first = train(tiny(family, **sizes), config, checkpointing)
+        assert losses[2] < losses[1] < losses[0]
         gradients.append(first)
     assert max(gradient.abs().max() for gradient in gradients[0]) > 1e-3
     for plain, recomputed in zip(*gradients, strict=True):

@@ -146,7 +146,7 @@ def test_prefix_tokens_are_read_whatever_the_budget(top_k, padded):
 @torch.inference_mode()
 def test_timm_and_huggingface_agree(config, protect):
     ours = tiny_timm().double()
-    theirs = huggingface_from_timm(ours.state_dict(), n_heads=3, size=64, patch=8).double()
+    theirs = huggingface_from_timm(ours.state_dict()).double()
     images, results = pixels().double(), []
     for seed in (5, 6):
         attend = PrescoredAttention(config, protect_prefix=protect, seed=seed)
