@@ -207,43 +207,38 @@ def test_local_layers_stay_exact_with_a_warning_where_all_are():
     assert applied.report()[0].path == "step over the selection"
 
 
+UNKNOWN = torch.ones(2, 1, 32, 32, dtype=torch.bool).tril()
+UNKNOWN[..., 9, 4] = False
 FOREIGN = {
-    "Gemma2": ({"sliding_window": 200}, "soft-capped"),
-    "GptOss": ({"num_local_experts": 2, "num_experts_per_tok": 2}, "learned attention sinks"),
+    "Gemma2": ({"sliding_window": 200}, MASK, "soft-capped"),
+    "GptOss": ({"num_local_experts": 2, "num_experts_per_tok": 2}, MASK, "learned attention sinks"),
+    "Llama": ({"attn_implementation": "sdpa"}, UNKNOWN, "the attention mask is neither"),
 }
 
 
 @pytest.mark.parametrize("family", FOREIGN)
 def test_unsupported_features_raise_or_run_exactly(family):
-    sizes, reason = FOREIGN[family]
-    model = tiny(family, layer_types=["full_attention"] * 2, attn_implementation="eager", **sizes)
-    expected = logits(model)
+    sizes, mask, reason = FOREIGN[family]
+    model = tiny(family, **{"attn_implementation": "eager", "layer_types": ["full_attention"] * 2, **sizes})
+
+    def logits():
+        return forward(model, IDS, mask)[MASK.bool()]
+
+    expected = logits()
     refusal = rf'attention in layer 0 \({family}Attention\) cannot run: .*{reason}.*; on_unsupported="exact" would'
     with prescore.apply(model, COARSE), pytest.raises(Unsupported, match=refusal):
-        logits(model)
+        logits()
     with prescore.apply(model, Exact()):  # which needs nothing that is unsupported
-        assert (logits(model) - expected).abs().max() < ROUNDING
+        assert (logits() - expected).abs().max() < ROUNDING
     with prescore.apply(model, COARSE, on_unsupported="exact") as applied:
-        with pytest.warns(UserWarning, match=reason) as said:
-            got = logits(model)
+        with pytest.warns(UserWarning, match=f"runs exactly: .*{reason}") as said:
+            got = logits()
         assert len(said) == 1  # two layers, one reason
         assert reason in applied.report()[0].path
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            logits(model)  # once
+            logits()  # once
     assert (got - expected).abs().max() < ROUNDING
-
-
-def test_an_unknown_mask_raises_or_runs_exactly():
-    model = tiny("Llama")
-    mask = torch.ones(32, 32, dtype=torch.bool).tril()
-    mask[9, 4] = False
-    mask = mask.expand(2, 1, 32, 32)
-    expected = model(IDS, attention_mask=mask).logits
-    with prescore.apply(model, COARSE), pytest.raises(Unsupported, match=r"layer 0 .*mask is neither.*on_unsupp"):
-        model(IDS, attention_mask=mask)
-    with prescore.apply(model, COARSE, on_unsupported="exact"), pytest.warns(UserWarning, match="runs exactly"):
-        assert (model(IDS, attention_mask=mask).logits - expected).abs().max() < ROUNDING
 
 
 def test_one_token_of_a_language_model_is_no_reason_to_warn(recwarn):
