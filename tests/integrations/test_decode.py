@@ -6,8 +6,7 @@ import pytest
 import torch
 from tiny_models import ROUTED
 
-import prescore
-from prescore import Coupling, Exact, Hyper, KMeans, Lsh, Selected, exact_attention, prescored_attention
+from prescore import Coupling, Exact, Hyper, KMeans, Lsh, Selected, prescored_attention
 from prescore.attention import Options, attend
 from prescore.integrations import decode
 from prescore.integrations.decode import CachedKeys, ExternalCache, LayerCache, Request
@@ -44,7 +43,6 @@ def made_from(cache):
     ("config", "path"),
     [
         (SELECTED, decode.OVER_SELECTION),
-        (Selected(top_k=0.5), decode.OVER_SELECTION),
         (Selected(top_k=1), decode.OVER_SELECTION),
         (Selected("key-norm", min_score=2.0), decode.OVER_SELECTION),
         (Selected.paper(), decode.OVER_SELECTION),
@@ -176,20 +174,6 @@ def test_a_step_in_half_precision_is_as_good_as_the_call(dtype):
     state.crop(0)
     errors = [float((got.double() - exact).abs().max()) for got in (state.attend(inputs[0], None), called)]
     assert errors[0] <= 1.5 * errors[1]
-
-
-def test_selected_keys_and_later_tokens(qkv):
-    """Without centroids, a step is exact attention over the selected keys and every token since."""
-    query, key, value = qkv
-    state = decode.SelectionState.select(
-        key[:, :, :50], value[:, :, :50], None, Selected(top_k=12, remainder="none")
-    )
-    state.append(key[:, :, 50:], value[:, :, 50:], None)
-    selected = prescore.select(key[:, :, :50], "key-diff", top_k=12).indices
-    index = torch.cat((selected, torch.arange(50, 60).expand(2, 2, 10)), -1)[..., None].expand(-1, -1, -1, 8)
-    expected = exact_attention(query[:, :, -1:], key.gather(2, index), value.gather(2, index)).output
-    torch.testing.assert_close(state.attend(query[:, :, -1:], None), expected, **FLOAT32)
-    assert (state.n_entries, state.n_centroids, state.n_since) == (12, 0, 10)
 
 
 def test_padding_among_new_tokens_is_hidden(qkv):

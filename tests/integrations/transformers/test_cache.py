@@ -146,15 +146,6 @@ def test_a_selection_goes_on_after_exact_steps(model):
     assert torch.equal(selection(cache).buffer.key[:, :, -2:], cache.layers[0].keys[:, :, -2:])
 
 
-def test_a_batch_of_different_lengths_equals_each_alone(model):
-    with prescore.apply(model, COARSE):
-        batched = steps(model, filled(model), IDS[:, :4], MASK)
-        for row, first in ((0, 7), (1, 0)):
-            own = IDS[row : row + 1]
-            alone = steps(model, filled(model, own[:, first:], None), own[:, :4])
-            assert (batched[row] - alone[0]).abs().max() < ROUNDING
-
-
 @both
 def test_reorder_select_repeat_and_reset(model, config):
     tokens = IDS[:, :3]
