@@ -71,26 +71,23 @@ def test_keys_are_counted_on_demand_and_nothing_is_kept_for_it(name, monkeypatch
         result = run(*inputs)
         return replace(result, count_reads=lambda: counted.append(1) or result.count_reads())
 
-    monkeypatch.setattr("prescore.integrations.masks.attend", spy)
     attend = PrescoredAttention(ENGINES[name])
 
     def call():
-        query, key, value = qkv()
-        output = attend(query, key, value, CAUSAL)
-        return [weakref.ref(t) for t in (query, key, value, output)]
+        inputs = qkv()
+        return [weakref.ref(t) for t in (*inputs, attend(*inputs, CAUSAL))]
 
-    kept = call()
-    assert not counted
-    assert attend.last.reads.keys == attend.last.reads.keys > 0
-    assert counted == [1]
-    monkeypatch.undo()
+    with monkeypatch.context() as patch:
+        patch.setattr("prescore.integrations.masks.attend", spy)
+        call()
+        assert not counted
+        assert attend.last.reads.keys == attend.last.reads.keys > 0
+        assert counted == [1]
     for use in (call, lambda: attend.last.reads):  # the next call begins, or it is counted
-        gc.collect()
-        assert [ref() for ref in kept] == [None] * 4
         kept = call()
         use()
-    gc.collect()
-    assert [ref() for ref in kept] == [None] * 4
+        gc.collect()
+        assert [ref() for ref in kept] == [None] * 4
 
 
 def test_several_queries_that_see_everything_are_no_step():

@@ -57,12 +57,6 @@ def test_selected_sends_a_fifth_at_most_and_no_more_for_longer_sequences(crew, n
     assert sent <= 1.1 * shorter
 
 
-@pytest.fixture
-def planned(monkeypatch):
-    monkeypatch.syspath_prepend(Path(__file__).parent.parent.parent / "experiments" / "parallel")
-    return importlib.import_module("planned")
-
-
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize(
     "config",
@@ -72,7 +66,9 @@ def planned(monkeypatch):
     ],
     ids=["exact", "routed", "kmeans", "other clusters", "paper", "leverage", "hyper"],
 )  # fmt: skip
-def test_the_plan_counts_what_is_sent(crew, planned, config, is_causal):
+def test_the_plan_counts_what_is_sent(crew, monkeypatch, config, is_causal):
+    monkeypatch.syspath_prepend(Path(__file__).parent.parent.parent / "experiments" / "parallel")
+    planned = importlib.import_module("planned")
     wanted = planned.planned_bytes(planned.Layer(2048, 4, 1, 1, 64, torch.float32, is_causal), config)
     sent = crew.run(work.bytes_sent, config, 2048, is_causal, ranks=4)
     # the plan does not know where the selected keys lie
