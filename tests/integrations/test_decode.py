@@ -39,53 +39,41 @@ def made_from(cache):
     return cache.selection.n_selected_from, cache.selection.n_since
 
 
-@pytest.mark.parametrize(
-    ("config", "path"),
-    [
-        (SELECTED, decode.OVER_SELECTION),
-        (Selected(top_k=1), decode.OVER_SELECTION),
-        (Selected("key-norm", min_score=2.0), decode.OVER_SELECTION),
-        (Selected.paper(), decode.OVER_SELECTION),
-        (Selected.early(top_k=12), decode.OVER_SELECTION),
-        (Selected(top_k=1.0), decode.OVER_ALL),
-        (Hyper(lsh=Lsh(8, 8)), decode.OVER_ALL),
-        (Exact(), decode.OVER_ALL),
-        (ROUTED, decode.OVER_CLUSTERS),
-    ],
-    ids=str,
-)
-def test_the_configuration_decides_how_a_step_is_answered(qkv, config, path):
-    cache = LayerCache()
-    assert step(cache, qkv, 50, 50, config).path == decode.PROMPT
-    answer = step(cache, qkv, 51, 1, config)
-    assert answer.path == path
-    assert (answer.result is None) == (path == decode.OVER_ALL)
-    assert decode.keeps_selection(config) == (path == decode.OVER_SELECTION) == (cache.selection is not None)
+def test_the_configuration_decides_how_a_step_is_answered(qkv):
+    by_score = Selected("key-norm", min_score=2.0)
+    for path, configs in {
+        decode.OVER_SELECTION: (SELECTED, Selected(top_k=1), by_score, Selected.paper(), Selected.early(top_k=12)),
+        decode.OVER_ALL: (Selected(top_k=1.0), Hyper(lsh=Lsh(8, 8)), Exact()),
+        decode.OVER_CLUSTERS: (ROUTED,),
+    }.items():
+        for config in configs:
+            cache = LayerCache()
+            assert step(cache, qkv, 50, 50, config).path == decode.PROMPT
+            answer = step(cache, qkv, 51, 1, config)
+            assert answer.path == path, config
+            assert (answer.result is None) == (path == decode.OVER_ALL)
+            is_selection = path == decode.OVER_SELECTION
+            assert decode.keeps_selection(config) == is_selection == (cache.selection is not None)
 
 
 def test_clusters_are_used_only_where_they_save_keys_and_are_valid(qkv):
-    def path(inputs=qkv, n_query=1, config=ROUTED, valid=None, cache=None, **request):
-        return step(cache or LayerCache(), inputs, 51, n_query, config, valid, **request).path
+    def path(inputs=qkv, n_query=1, config=ROUTED, valid=None, owned=True, **request):
+        return step(LayerCache(owned=owned), inputs, 51, n_query, config, valid, **request).path
 
-    left, gap = torch.ones(2, 51, dtype=torch.bool), torch.ones(2, 51, dtype=torch.bool)
+    left, gap = torch.ones(2, 2, 51, dtype=torch.bool)
     left[0, :9], gap[0, 20:23] = False, False
-    assert (
-        path(config=ROUTED.replace(exact_until=50)) == path(n_query=2) == path(valid=left) == decode.OVER_CLUSTERS
-    )
-    assert (
-        path(config=ROUTED.replace(exact_until=51))
-        == path(config=ROUTED.replace(chunk_size=32))
-        == decode.OVER_ALL
-    )
-    assert path(dropout=0.1) == path(valid=gap) == path(cache=LayerCache(owned=False)) == decode.OVER_ALL
+    short, large = (ROUTED.replace(**change) for change in ({"exact_until": 50}, {"chunk_size": 32}))
+    for options in ({"config": short}, {"n_query": 2}, {"valid": left}):
+        assert path(**options) == decode.OVER_CLUSTERS
+    for options in ({"config": large}, {"dropout": 0.1}, {"valid": gap}, {"owned": False}):
+        assert path(**options) == decode.OVER_ALL
+    assert path(config=ROUTED.replace(exact_until=51)) == decode.OVER_ALL
     assert path((qkv[0].clone().requires_grad_(), *qkv[1:])) == decode.OVER_ALL
 
 
 def test_when_a_selection_is_made(qkv, monkeypatch):
-    made, select = [], decode.SelectionState.select
-    monkeypatch.setattr(
-        decode.SelectionState, "select", lambda *args: made.append(args[0].shape[2]) or select(*args)
-    )
+    select = Mock(wraps=decode.SelectionState.select)
+    monkeypatch.setattr(decode.SelectionState, "select", select)
     cache = LayerCache(refresh_every=3)
     assert step(cache, qkv, 49, 49).path == decode.PROMPT
     step(cache, qkv, 54, 4)  # several queries must not choose among one another's future
@@ -94,7 +82,7 @@ def test_when_a_selection_is_made(qkv, monkeypatch):
     assert made_from(cache) == (55, 0)
     step(cache, qkv, 56, config=SELECTED.replace(top_k=5))  # another configuration selects again
     assert (cache.selection.config.top_k, *made_from(cache)) == (5, 56, 0)
-    assert made == [50, 55, 56]  # nothing is selected twice
+    assert [call.args[0].shape[2] for call in select.call_args_list] == [50, 55, 56]  # nothing is selected twice
     assert step(cache, qkv, 56, decode.STEP_AT_MOST + 1).path == decode.PROMPT
     assert cache.selection is None  # the next step selects among the new keys too
     query, key, value = (t[:, :, :57] for t in qkv)

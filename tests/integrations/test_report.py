@@ -113,24 +113,20 @@ def test_a_prompt_is_counted_when_its_steps_begin():
         assert copy.deepcopy(trace).phases[STEPS].last.reads == trace.phases[STEPS].last.reads
 
 
-@pytest.mark.parametrize(
-    ("config", "reason"),
-    [
-        (Routed(), f"up to exact_until={Routed().exact_until}"),
-        (Routed(exact_until=0), f"no longer than sinks and two chunks of {Routed().chunk_size}"),
-        (Selected(), "no longer than min_seq_len=4096"),
-        (Hyper(min_seq_len=40), "no longer than min_seq_len=40"),
-    ],
-)
-def test_a_prompt_that_is_too_short_gets_a_note(config, reason):
+def test_a_prompt_that_is_too_short_gets_a_note():
     model = tiny("Llama")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")  # texts differ in length, so this is no warning
-        with prescore.apply(model, config) as applied:
+    for config, reason in {
+        Routed(): f"up to exact_until={Routed().exact_until}",
+        Routed(exact_until=0): f"no longer than sinks and two chunks of {Routed().chunk_size}",
+        Selected(): "no longer than min_seq_len=4096",
+        Hyper(min_seq_len=40): "no longer than min_seq_len=40",
+    }.items():
+        with warnings.catch_warnings(), prescore.apply(model, config) as applied:
+            warnings.simplefilter("error")  # texts differ in length, so this is no warning
             forward(model, IDS)
-    assert applied.report()[0].phases[PREFILL].ran == f"exact: {reason}"
-    note = f"note: {type(config).__name__} changed nothing, all attention was exact: {reason}"
-    assert str(applied).splitlines()[-1] == note
+        assert applied.report()[0].phases[PREFILL].ran == f"exact: {reason}"
+        note = f"note: {type(config).__name__} changed nothing, all attention was exact: {reason}"
+        assert str(applied).splitlines()[-1] == note
 
 
 def test_a_vision_model_too_small_to_route_warns_once():
@@ -303,15 +299,12 @@ def test_gradients_vision_models_and_calls_that_cannot_be_audited():
     assert attend.last.errors == Errors()
 
 
-@pytest.mark.parametrize(
-    ("audit", "error", "message"),
-    [
-        (0.0, ValueError, r"audit must be finite and above 0\.0, got 0\.0"),
-        (1.5, ValueError, r"audit must be at most 1\.0, got 1\.5"),
-        (math.nan, ValueError, r"audit must be finite and above 0\.0, got nan"),
-        (True, TypeError, "audit must be a number, got bool True"),
-    ],
-)
-def test_bad_shares_are_refused(audit, error, message):
-    with pytest.raises(error, match=message):
-        prescore.apply(tiny("Llama"), ROUTED, audit=audit)
+def test_bad_shares_are_refused():
+    for audit, message in {
+        0.0: r"audit must be finite and above 0\.0, got 0\.0",
+        1.5: r"audit must be at most 1\.0, got 1\.5",
+        math.nan: r"audit must be finite and above 0\.0, got nan",
+        True: "audit must be a number, got bool True",
+    }.items():
+        with pytest.raises((ValueError, TypeError), match=message):
+            prescore.apply(tiny("Llama"), ROUTED, audit=audit)
