@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -72,12 +73,10 @@ def conversion(tmp_path, monkeypatch):
 def test_conversion_happens_once_and_leaves_nothing_half_done(conversion, monkeypatch):
     (target, read), said = conversion, []
 
-    def interrupted(*args, **options):
-        raise OSError("interrupted")
-
-    with monkeypatch.context() as patch, pytest.raises(OSError, match="interrupted"):
-        patch.setattr(offline_model, "_load", interrupted)
-        offline_model.load_smollm2(say=said.append)
+    with monkeypatch.context() as patch:
+        patch.setattr(offline_model, "_load", Mock(side_effect=OSError("interrupted")))
+        with pytest.raises(OSError, match="interrupted"):
+            offline_model.load_smollm2(say=said.append)
     assert not target.parent.exists() or not list(target.parent.iterdir())
     (model, _), (again, _) = (offline_model.load_smollm2(say=said.append) for _ in range(2))
     assert read == ["model.gguf"]
@@ -150,8 +149,8 @@ def test_an_unknown_name_is_asked_for_once_where_the_hub_cannot_be_reached(tmp_p
     """Loading by itself would ask again for a minute, saying so each time."""
     script = "from prescore.bench.offline import load_model\nload_model('no/such-model')"
     unreachable = {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path)}
-    options = {"env": {**os.environ, **unreachable}, "capture_output": True, "text": True, "check": False}
-    done = subprocess.run([sys.executable, "-c", script], **options)
+    command, environment = [sys.executable, "-c", script], {**os.environ, **unreachable}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert "OSError: model must be 'smollm2', a directory" in done.stderr
     assert "got 'no/such-model'" in done.stderr
     assert "Retry" not in done.stderr

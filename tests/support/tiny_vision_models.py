@@ -52,7 +52,8 @@ def huggingface_from_timm(weights):
         "attn.qkv": "attention.*_proj",
     }
     mapped = {}
-    for name, weight in weights.items():
+    for timm_name, weight in weights.items():
+        name = timm_name
         for old, new in names.items():
             name = re.sub(old, new, name)
         parts = "qkv" if "*" in name else "."
