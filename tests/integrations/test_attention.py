@@ -8,17 +8,15 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tiny_models import COARSE, ROUTED
+from torch.nn.functional import scaled_dot_product_attention
 
 import prescore
-from prescore import Exact, Hyper, KMeans, Lsh, Routed, Selected
-from prescore.errors import Unsupported
-from prescore.integrations.attention import AttentionContext, PrescoredAttention, attend_exactly, layer_seed
+from prescore import Exact, Hyper, Lsh
+from prescore.integrations.attention import AttentionContext, PrescoredAttention, layer_seed
+from prescore.integrations.masks import as_bool, exact_under_mask, full_mask, read_mask
 
-COARSE = Selected(KMeans(n_clusters=3), top_k=8, min_seq_len=8, sinks=2)
-ROUTED = Routed(min_weight=1 / 16, cluster_size=4, chunk_size=8, sinks=2, exact_until=8)
-SIMPLE = Selected("key-norm", top_k=8, min_seq_len=8, remainder="none")
-HYPER = Hyper(Lsh(8, 8), min_seq_len=8)
-ENGINES = {"selected": COARSE, "routed": ROUTED.replace(exact_until=0), "hyper": HYPER}
+ENGINES = {"selected": COARSE, "routed": ROUTED.replace(exact_until=0), "hyper": Hyper(Lsh(8, 8), min_seq_len=8)}
 CAUSAL = AttentionContext(layer=3, is_causal=True)
 
 
@@ -31,38 +29,22 @@ def qkv(n_query=40, n_keys=40, batch=2):
 @pytest.mark.parametrize("is_causal", [True, False])
 @pytest.mark.parametrize("name", ENGINES)
 def test_a_prompt_is_prescored_attention_with_a_seed_of_the_layer(name, is_causal):
-    attend = PrescoredAttention(ENGINES[name], seed=7)
-    options = {"is_causal": is_causal, "scale": 0.3, "generator": layer_seed(7, 3), "return_aux": True}
-    expected, aux = prescore.prescored_attention(*qkv(), ENGINES[name], **options)
-    assert torch.equal(attend(*qkv(), AttentionContext(layer=3, is_causal=is_causal, scale=0.3)), expected)
+    attend, (query, key, value) = PrescoredAttention(ENGINES[name], seed=7), qkv()
+    context = AttentionContext(layer=3, is_causal=is_causal, scale=0.3)
+    options = {"scale": 0.3, "generator": layer_seed(7, 3)}
+    expected, aux = prescore.prescored_attention(
+        query, key, value, ENGINES[name], is_causal=is_causal, return_aux=True, **options
+    )
+    assert torch.equal(attend(query, key, value, context), expected)
     last, kind = attend.last, "causal" if is_causal else "full"
     assert (last.path, last.mask, last.n_query, last.n_keys) == ("prescored", kind, 40, 40)
     assert last.reads == pytest.approx((aux.stats.keys_per_query, aux.stats.centroids_per_query))
     assert last.visible_keys == (20.5 if is_causal else 40)
-
-
-def test_layers_and_seeds_draw_apart():
-    uniform = Selected("uniform", top_k=8, min_seq_len=8, remainder="none")
-    first, again, layer, seed = (
-        PrescoredAttention(uniform, seed=seed)(*qkv(), AttentionContext(layer=layer, is_causal=True))
-        for seed, layer in ((0, 0), (0, 0), (0, 1), (1, 0))
-    )
-    assert torch.equal(first, again)
-    assert not torch.allclose(first, layer)
-    assert not torch.allclose(first, seed)
-
-
-@pytest.mark.parametrize("config", [COARSE, ROUTED, HYPER, Exact(), Selected(top_k=1.0)], ids=str)
-def test_a_step_without_a_selection_reads_all_keys(config):
-    inputs, attend = qkv(n_query=1), PrescoredAttention(config)
-    output, exact = attend(*inputs, CAUSAL), attend_exactly(*inputs, CAUSAL)
-    if config is COARSE:
-        assert attend.last.path == "step over the selection"
-        assert not torch.allclose(output, exact, atol=1e-3)
-    else:
-        assert torch.equal(output, exact)
-        assert attend.last.path == ("exact" if config == Exact() else "step over all keys")
-        assert attend.last.reads == (40, 0)
+    assert len({layer_seed(seed, layer) for seed in range(10) for layer in range(10)}) == 100
+    step = query[:, :, -1:], key, value  # identity 10
+    expected = prescore.prescored_attention(*step, ENGINES[name] if name == "selected" else Exact(), **options)
+    torch.testing.assert_close(attend(*step, context), expected, atol=1e-6, rtol=1e-5)
+    assert attend.last.path == f"step over {'the selection' if name == 'selected' else 'all keys'}"
 
 
 @pytest.mark.parametrize("is_causal", [True, False])
@@ -89,26 +71,23 @@ def test_keys_are_counted_on_demand_and_nothing_is_kept_for_it(name, monkeypatch
         result = run(*inputs)
         return replace(result, count_reads=lambda: counted.append(1) or result.count_reads())
 
-    monkeypatch.setattr("prescore.integrations.masks.attend", spy)
     attend = PrescoredAttention(ENGINES[name])
 
     def call():
-        query, key, value = qkv()
-        output = attend(query, key, value, CAUSAL)
-        return [weakref.ref(t) for t in (query, key, value, output)]
+        inputs = qkv()
+        return [weakref.ref(t) for t in (*inputs, attend(*inputs, CAUSAL))]
 
-    kept = call()
-    assert not counted
-    assert attend.last.reads.keys == attend.last.reads.keys > 0
-    assert counted == [1]
-    monkeypatch.undo()
+    with monkeypatch.context() as patch:
+        patch.setattr("prescore.integrations.masks.attend", spy)
+        call()
+        assert not counted
+        assert attend.last.reads.keys == attend.last.reads.keys > 0
+        assert counted == [1]
     for use in (call, lambda: attend.last.reads):  # the next call begins, or it is counted
-        gc.collect()
-        assert [ref() for ref in kept] == [None] * 4
         kept = call()
         use()
-    gc.collect()
-    assert [ref() for ref in kept] == [None] * 4
+        gc.collect()
+        assert [ref() for ref in kept] == [None] * 4
 
 
 def test_several_queries_that_see_everything_are_no_step():
@@ -133,26 +112,6 @@ def test_a_mask_given_once_serves_the_whole_batch(config):
         assert torch.equal(once[:, :, real], each[:, :, real])
 
 
-def test_obstacles_are_refused_or_run_by_the_model_itself():
-    query, key, value = qkv()
-    calls = []
-    context = AttentionContext(
-        layer=3,
-        is_causal=True,
-        owner="GemmaAttention",
-        obstacles=("its logits are soft-capped",),
-        original=lambda query, key, value: calls.append(1) or query,
-    )
-    with pytest.raises(Unsupported) as refused:
-        PrescoredAttention(COARSE)(query, key, value, context)
-    assert str(refused.value) == (
-        "pre-scored attention in layer 3 (GemmaAttention) cannot run: its logits are soft-capped; "
-        'on_unsupported="exact" would run such layers exactly'
-    )
-    assert PrescoredAttention(Exact())(query, key, value, context) is query  # exact attention is not refused
-    assert len(calls) == 1
-
-
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda attend: pickle.loads(pickle.dumps(attend))])
 def test_a_copy_begins_without_state(copied):
     inputs, attend = qkv(n_query=1, n_keys=41), PrescoredAttention(COARSE)
@@ -162,3 +121,112 @@ def test_a_copy_begins_without_state(copied):
     assert twin._external.selection is None
     assert twin.last.reads == attend.last.reads
     assert torch.equal(twin(*inputs, CAUSAL), expected)
+
+
+N = 12
+
+
+def causal(n_query=N, n_keys=N):
+    return torch.ones(n_query, n_keys, dtype=torch.bool).tril(n_keys - n_query)
+
+
+def padded(mask, valid):
+    return (mask & valid[:, None, :])[:, None]
+
+
+ALL = torch.ones(2, N, dtype=torch.bool)
+LEFT = ALL.clone()
+LEFT[0, :3] = False
+RIGHT = LEFT.flip(1)
+SEGMENTS = torch.tensor([[0] * 5 + [1] * 4 + [2] * 3, [0] * 2 + [1] * 10])
+PACKED = causal() & (SEGMENTS[:, :, None] == SEGMENTS[:, None, :])
+PREFIX = causal()
+PREFIX[4:9, 4:9] = True
+WINDOW = causal() & ~causal().tril(-4)
+MASKS = {
+    "left": (padded(causal(), LEFT), "causal"),
+    "right": (padded(causal(), RIGHT), "causal"),
+    "chunk": (padded(causal(4), LEFT), "causal"),
+    "full": (padded(torch.ones(N, N, dtype=torch.bool), LEFT), "full"),
+    "window": (padded(WINDOW, LEFT), "window"),
+    "late window": (padded(WINDOW[-4:], ALL), "window"),
+    "packed": (PACKED[:, None], "packed"),
+    "packed and padded": (padded(PACKED, RIGHT), "packed"),
+    "prefix": (padded(PREFIX, LEFT), "ahead"),
+    "late prefix": (padded(PREFIX[-7:], LEFT), "ahead"),
+    "shifted": (padded(causal().roll(1, 1), ALL), "other"),
+    "flipped": (causal().flip(0).expand(2, 1, N, N), "other"),
+}
+
+
+def read(mask, n_query=None, n_keys=None, is_causal=True):
+    n_query, n_keys = n_query or mask.shape[2], n_keys or mask.shape[-1]
+    return read_mask(mask, n_query=n_query, n_keys=n_keys, is_causal=is_causal)
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_structure_is_found_and_rebuilt(name):
+    mask, kind = MASKS[name]
+    form = read(mask)
+    assert form.kind == kind
+    assert torch.equal(full_mask(form, mask.shape[2], mask.device).expand_as(mask), mask)
+
+
+@pytest.mark.parametrize("name", ["left", "packed", "window"])
+def test_one_wrong_entry_is_noticed_also_when_it_comes_later(name):
+    mask, kind = MASKS[name]
+    mask = mask.clone()
+    assert read(mask).kind == kind
+    mask[1, 0, 10, 9] = ~mask[1, 0, 10, 9]
+    assert read(mask).kind == "other"
+
+
+def test_no_mask_and_padding_alone():
+    for n_query, is_causal, kind in ((N, True, "causal"), (1, True, "full"), (N, False, "full")):
+        assert read(None, n_query, N, is_causal).kind == kind
+    blind = RIGHT[:, None, :, None] & RIGHT[:, None, None, :]  # padding queries see nothing
+    rows = RIGHT[:, None, None, :]
+    for mask, n_query, kind in ((RIGHT, 4, "causal"), (rows, 4, "causal"), (blind, N, "full")):
+        form = read(mask, n_query, is_causal=kind == "causal")
+        assert form.kind == kind
+        assert torch.equal(form.valid, RIGHT)
+
+
+@pytest.mark.parametrize("valid", [LEFT, RIGHT & RIGHT[:1]], ids=["real", "padding"])
+@pytest.mark.parametrize("n_query", [N, 8, 5])
+def test_the_unused_end_of_a_static_cache_is_cut_off(valid, n_query):
+    """Also behind prompts that all end in padding."""
+    mask = torch.zeros(2, 1, n_query, 20, dtype=torch.bool)
+    mask[..., :N] = padded(causal(n_query), valid)
+    form = read(mask)
+    assert (form.kind, form.n_keys) == ("causal", N)
+    assert torch.equal(form.valid, valid)
+
+
+def test_float_masks():
+    hidden = torch.zeros(3).masked_fill(torch.tensor([True, False, False]), torch.finfo(torch.float32).min)
+    assert as_bool(hidden).tolist() == [False, True, True]
+    assert as_bool(torch.tensor([0.0, 0.5])) is None
+    assert read(torch.full((1, 1, N, N), 0.25)).kind == "other"
+
+
+def test_a_wrong_shape_is_named():
+    with pytest.raises(ValueError, match=r"attention_mask must end in \(4, 12\).*got \(2, 1, 5, 12\)"):
+        read(padded(causal(5), LEFT), n_query=4)
+
+
+@pytest.mark.parametrize("n_query", [600, 300])
+def test_windows_over_several_blocks(n_query):
+    """Each block of queries reads every key that its windows reach."""
+    n_keys, window = 600, 7
+    generator = torch.Generator().manual_seed(0)
+    sizes = ((2, n_query), (1, n_keys), (1, n_keys))
+    query, key, value = (torch.randn(1, *size, 4, generator=generator) for size in sizes)
+    mask = causal(n_query, n_keys) & ~causal(n_query, n_keys).tril(n_keys - n_query - window)
+    form = read(mask[None, None])
+    assert (form.kind, form.window) == ("window", window)
+    expected = scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=0.7, enable_gqa=True)
+    # float32 sums of 7 terms in another order
+    torch.testing.assert_close(
+        exact_under_mask(query, key, value, form, scale=0.7), expected, atol=1e-6, rtol=1e-5
+    )

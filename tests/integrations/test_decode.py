@@ -1,29 +1,17 @@
 """How each call of a layer is answered, and what is kept for the next; also for caches that are not ours."""
 
+from unittest.mock import Mock
+
 import pytest
 import torch
+from tiny_models import ROUTED
 
-import prescore
-from prescore import Coupling, Exact, Hyper, KMeans, Lsh, Routed, Selected, exact_attention, prescored_attention
+from prescore import Coupling, Exact, Hyper, KMeans, Lsh, Selected, prescored_attention
 from prescore.attention import Options, attend
-from prescore.errors import Unsupported
-from prescore.integrations.decode import (
-    OVER_ALL,
-    OVER_CLUSTERS,
-    OVER_SELECTION,
-    PROMPT,
-    STEP_AT_MOST,
-    CachedKeys,
-    ExternalCache,
-    KVBuffer,
-    LayerCache,
-    Request,
-    SelectionState,
-    keeps_selection,
-)
+from prescore.integrations import decode
+from prescore.integrations.decode import CachedKeys, ExternalCache, LayerCache, Request
 
 SELECTED = Selected(KMeans(n_clusters=4), top_k=12)
-ROUTED = Routed(min_weight=1 / 16, cluster_size=4, chunk_size=8, sinks=2, exact_until=8)
 ARTEFACTS = Coupling(mask="zero", residual_weight="all", overlap="count")
 FLOAT32 = {"atol": 1e-6, "rtol": 1e-5}  # one softmax over the same keys, in another order of summing
 
@@ -43,112 +31,93 @@ def step(cache, qkv, n_keys, n_query=1, config=SELECTED, valid=None, **request):
 
 
 def output(cache, *args, **options):
-    return step(cache, *args, **options).result.output
+    result = step(cache, *args, **options).result
+    return None if result is None else result.output
 
 
 def made_from(cache):
     return cache.selection.n_selected_from, cache.selection.n_since
 
 
-@pytest.mark.parametrize(
-    ("config", "path"),
-    [
-        (SELECTED, OVER_SELECTION),
-        (Selected(top_k=0.5), OVER_SELECTION),
-        (Selected(top_k=1), OVER_SELECTION),
-        (Selected("key-norm", min_score=2.0), OVER_SELECTION),
-        (Selected.paper(), OVER_SELECTION),
-        (Selected.early(top_k=12), OVER_SELECTION),
-        (Selected(top_k=1.0), OVER_ALL),
-        (Hyper(lsh=Lsh(8, 8)), OVER_ALL),
-        (Exact(), OVER_ALL),
-        (ROUTED, OVER_CLUSTERS),
-    ],
-    ids=str,
-)
-def test_the_configuration_decides_how_a_step_is_answered(qkv, config, path):
-    cache = LayerCache()
-    assert step(cache, qkv, 50, 50, config).path == PROMPT
-    answer = step(cache, qkv, 51, 1, config)
-    assert answer.path == path
-    assert (answer.result is None) == (path == OVER_ALL)
-    assert keeps_selection(config) == (path == OVER_SELECTION) == (cache.selection is not None)
+def test_the_configuration_decides_how_a_step_is_answered(qkv):
+    by_score = Selected("key-norm", min_score=2.0)
+    for path, configs in {
+        decode.OVER_SELECTION: (SELECTED, Selected(top_k=1), by_score, Selected.paper(), Selected.early(top_k=12)),
+        decode.OVER_ALL: (Selected(top_k=1.0), Hyper(lsh=Lsh(8, 8)), Exact()),
+        decode.OVER_CLUSTERS: (ROUTED,),
+    }.items():
+        for config in configs:
+            cache = LayerCache()
+            assert step(cache, qkv, 50, 50, config).path == decode.PROMPT
+            answer = step(cache, qkv, 51, 1, config)
+            assert answer.path == path, config
+            assert (answer.result is None) == (path == decode.OVER_ALL)
+            is_selection = path == decode.OVER_SELECTION
+            assert decode.keeps_selection(config) == is_selection == (cache.selection is not None)
 
 
 def test_clusters_are_used_only_where_they_save_keys_and_are_valid(qkv):
-    def path(inputs=qkv, n_query=1, config=ROUTED, valid=None, cache=None, **request):
-        return step(cache or LayerCache(), inputs, 51, n_query, config, valid, **request).path
+    def path(inputs=qkv, n_query=1, config=ROUTED, valid=None, owned=True, **request):
+        return step(LayerCache(owned=owned), inputs, 51, n_query, config, valid, **request).path
 
-    left, gap = torch.ones(2, 51, dtype=torch.bool), torch.ones(2, 51, dtype=torch.bool)
+    left, gap = torch.ones(2, 2, 51, dtype=torch.bool)
     left[0, :9], gap[0, 20:23] = False, False
-    assert path(config=ROUTED.replace(exact_until=50)) == path(n_query=2) == path(valid=left) == OVER_CLUSTERS
-    assert path(config=ROUTED.replace(exact_until=51)) == path(config=ROUTED.replace(chunk_size=32)) == OVER_ALL
-    assert path(dropout=0.1) == path(valid=gap) == path(cache=LayerCache(owned=False)) == OVER_ALL
-    assert path((qkv[0].clone().requires_grad_(), *qkv[1:])) == OVER_ALL
+    short, large = (ROUTED.replace(**change) for change in ({"exact_until": 50}, {"chunk_size": 32}))
+    for options in ({"config": short}, {"n_query": 2}, {"valid": left}):
+        assert path(**options) == decode.OVER_CLUSTERS
+    for options in ({"config": large}, {"dropout": 0.1}, {"valid": gap}, {"owned": False}):
+        assert path(**options) == decode.OVER_ALL
+    assert path(config=ROUTED.replace(exact_until=51)) == decode.OVER_ALL
+    assert path((qkv[0].clone().requires_grad_(), *qkv[1:])) == decode.OVER_ALL
 
 
 def test_when_a_selection_is_made(qkv, monkeypatch):
-    made, select = [], SelectionState.select
-    monkeypatch.setattr(SelectionState, "select", lambda *args: made.append(args[0].shape[2]) or select(*args))
+    select = Mock(wraps=decode.SelectionState.select)
+    monkeypatch.setattr(decode.SelectionState, "select", select)
     cache = LayerCache(refresh_every=3)
-    assert step(cache, qkv, 49, 49).path == PROMPT
+    assert step(cache, qkv, 49, 49).path == decode.PROMPT
     step(cache, qkv, 54, 4)  # several queries must not choose among one another's future
     assert made_from(cache) == (50, 4)
     step(cache, qkv, 55)
     assert made_from(cache) == (55, 0)
     step(cache, qkv, 56, config=SELECTED.replace(top_k=5))  # another configuration selects again
     assert (cache.selection.config.top_k, *made_from(cache)) == (5, 56, 0)
-    assert made == [50, 55, 56]  # nothing is selected twice
-    assert step(cache, qkv, 56, STEP_AT_MOST + 1).path == PROMPT
+    assert [call.args[0].shape[2] for call in select.call_args_list] == [50, 55, 56]  # nothing is selected twice
+    assert step(cache, qkv, 56, decode.STEP_AT_MOST + 1).path == decode.PROMPT
     assert cache.selection is None  # the next step selects among the new keys too
     query, key, value = (t[:, :, :57] for t in qkv)
     unordered = CachedKeys(key, value, None, 57, in_order=False)
-    assert cache.step(query[:, :, -2:], unordered, Request(SELECTED)).path == PROMPT
+    assert cache.step(query[:, :, -2:], unordered, Request(SELECTED)).path == decode.PROMPT
 
 
-@pytest.mark.parametrize("n_padding", [0, 7])
 @pytest.mark.parametrize(
     "changes",
     [
-        {},
-        {"scorer": KMeans(n_clusters=4), "recent": 3},
-        {"scorer": "uniform", "remainder": "none"},
-        {"top_k": 0.3},
-        {"top_k": None, "scorer": "key-norm", "min_score": 2.5},
-        {"inner": Lsh(), "remainder": "none"},
-        {"coupling": Coupling(mask="zero"), "remainder": "none"},
+        {"recent": 3, "top_k": 0.3},
+        {"scorer": "key-norm", "min_score": 2.5, "top_k": None},
         {"inner": Lsh(), "remainder": "none", "leaf_inclusive": True, "coupling": ARTEFACTS},
         {"min_fraction": 0.9, "inner": Lsh()},
     ],
     ids=str,
 )
-@pytest.mark.parametrize("seed", [0, 5])
-def test_a_first_step_is_prescored_attention_over_all_keys(qkv, n_padding, changes, seed):
-    """Identity 10: the new token is among the keys it chooses from."""
+def test_a_first_step_is_prescored_attention_over_all_keys(qkv, changes):
+    """Identity 10, where the step may ignore settings: the new token is among the keys it chooses from."""
     query, key, value = (t[:, :, :51] for t in qkv)
     mask = torch.ones(2, 51, dtype=torch.bool)
-    mask[0, :n_padding] = False
-    config = Selected(**{"top_k": 12, **changes})
-    got = output(LayerCache(refresh_every=1), qkv, 51, 1, config, mask, scale=0.4, seed=seed)
-    expected = prescored_attention(
-        query[:, :, -1:], key, value, config, key_padding_mask=mask, scale=0.4, generator=seed
-    )
+    mask[0, :7] = False
+    config = SELECTED.replace(**changes)
+    got = output(LayerCache(refresh_every=1), qkv, 51, 1, config, mask, scale=0.4, seed=5)
+    options = {"key_padding_mask": mask, "scale": 0.4, "generator": 5}
+    expected = prescored_attention(query[:, :, -1:], key, value, config, **options)
     torch.testing.assert_close(got, expected, **FLOAT32)
 
 
 def test_several_first_tokens_choose_among_the_keys_before_them(qkv):
     """What a query reads does not depend on later tokens of the same call."""
-    changed = tuple(t.clone() for t in qkv)
-    for t in changed:
-        t[:, :, 52:] += 3
+    changed = tuple(torch.cat((t[:, :, :52], t[:, :, 52:] + 3), dim=2) for t in qkv)
     got, other = (output(LayerCache(), inputs, 54, 4) for inputs in (qkv, changed))
     assert torch.equal(got[:, :, :2], other[:, :, :2])
     assert not torch.allclose(got[:, :, 2:], other[:, :, 2:])
-    # a selection that keeps every key is exact attention
-    got = output(LayerCache(), qkv, 55, 3, Selected(top_k=1000, remainder="none"))
-    query, key, value = (t[:, :, :55] for t in qkv)
-    expected = exact_attention(query[:, :, -3:], key, value, is_causal=True).output
-    torch.testing.assert_close(got, expected, **FLOAT32)
 
 
 @pytest.mark.parametrize("config", [SELECTED, SELECTED.replace(remainder="none"), Selected(top_k=48)], ids=str)
@@ -177,27 +146,6 @@ def test_a_routed_step_reads_what_the_call_reads(start):
     assert sum(answer.result.count_reads()) == sum(expected.count_reads())
 
 
-def test_eviction_is_final(qkv):
-    _, key, value = qkv
-    cache = LayerCache(evict=True)
-    cache.append(key[:, :, :51], value[:, :, :51])
-    step(cache, qkv, 51)
-    assert (cache.evicted, cache.buffer) == (True, None)
-    for reason, use in {
-        "configuration changed": lambda: step(cache, qkv, 53, config=SELECTED.replace(top_k=5)),
-        "further chunk of the prompt": lambda: step(cache, qkv, 60, 60),
-        "a crop to 40 tokens removes keys that were selected from": lambda: cache.crop(40),
-        "the cache has evicted the unselected ones": cache.require_all_keys,
-    }.items():
-        with pytest.raises(Unsupported, match=reason):
-            use()
-    cache.clear()
-    assert (cache.selection, cache.evicted) == (None, False)
-
-
-# A selection, and the buffer it grows in.
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_step_in_half_precision_is_as_good_as_the_call(dtype):
     """Centroids weigh as many keys as they represent: log(1001) is 6.9087, and 6.9062 in bfloat16."""
@@ -206,7 +154,7 @@ def test_a_step_in_half_precision_is_as_good_as_the_call(dtype):
     config = Selected(KMeans(n_clusters=4), top_k=4)
     exact = prescored_attention(*(t.double() for t in inputs), config, generator=0)
     called = prescored_attention(*inputs, config, generator=0)
-    state = SelectionState.select(*inputs[1:], None, config, 0)
+    state = decode.SelectionState.select(*inputs[1:], None, config, 0)
     bias = state.buffer.bias.clone()
     assert bias.dtype == torch.float32
     state.append(*(t[:, :, :1] for t in inputs[1:]), torch.tensor([[True], [False]]))  # and takes padding
@@ -214,30 +162,6 @@ def test_a_step_in_half_precision_is_as_good_as_the_call(dtype):
     state.crop(0)
     errors = [float((got.double() - exact).abs().max()) for got in (state.attend(inputs[0], None), called)]
     assert errors[0] <= 1.5 * errors[1]
-
-
-def test_selected_keys_and_later_tokens(qkv):
-    """Without centroids, a step is exact attention over the selected keys and every token since."""
-    query, key, value = qkv
-    state = SelectionState.select(key[:, :, :50], value[:, :, :50], None, Selected(top_k=12, remainder="none"))
-    state.append(key[:, :, 50:], value[:, :, 50:], None)
-    selected = prescore.select(key[:, :, :50], "key-diff", top_k=12).indices
-    index = torch.cat((selected, torch.arange(50, 60).expand(2, 2, 10)), -1)[..., None].expand(-1, -1, -1, 8)
-    expected = exact_attention(query[:, :, -1:], key.gather(2, index), value.gather(2, index)).output
-    torch.testing.assert_close(state.attend(query[:, :, -1:], None), expected, **FLOAT32)
-    assert (state.n_entries, state.n_centroids, state.n_since) == (12, 0, 10)
-
-
-@pytest.mark.parametrize("bias", [False, True])
-def test_several_queries_are_causal_among_themselves(qkv, bias):
-    query, key, value = qkv
-    weight = torch.randn(2, 2, 60, generator=torch.Generator().manual_seed(1)) if bias else None
-    state = SelectionState(SELECTED, KVBuffer(key, value, weight), 0, 0, 0)
-    at_once = state.attend(query[:, :, -4:], None)
-    for end in range(60, 56, -1):
-        state.crop(end)
-        alone = state.attend(query[:, :, end - 1 : end], None)
-        torch.testing.assert_close(at_once[:, :, end - 57], alone[:, :, 0], **FLOAT32)
 
 
 def test_padding_among_new_tokens_is_hidden(qkv):
@@ -256,46 +180,31 @@ def test_padding_among_new_tokens_is_hidden(qkv):
 def test_nothing_but_padding_selects_nothing(qkv):
     query, key, value = qkv
     padding = torch.zeros(2, 50, dtype=torch.bool)
-    state = SelectionState.select(key[:, :, :50], value[:, :, :50], padding, SELECTED)
+    state = decode.SelectionState.select(key[:, :, :50], value[:, :, :50], padding, SELECTED)
     assert (state.n_selected_from, state.n_entries) == (50, 0)
     state.append(key[:, :, 50:51], value[:, :, 50:51], None)
     got = state.attend(query[:, :, -1:], None)
     torch.testing.assert_close(got, value[:, :, 50:51].repeat_interleave(2, dim=1))  # one key, all the weight
     with pytest.raises(TypeError, match="config must be a Selected to keep a selection, got Routed"):
-        SelectionState.select(key, value, None, ROUTED)
+        decode.SelectionState.select(key, value, None, ROUTED)
 
 
-def test_a_buffer_grows_like_concatenation(qkv):
+def test_a_buffer_grows_and_leaves_the_tensors_of_its_caller_alone(qkv):
     _, key, value = qkv
     before = key.clone()
-    buffer, pointers = KVBuffer(key[:, :, :5], value[:, :, :5]), set()
-    for number in range(5, 60):
-        buffer.append(key[:, :, number : number + 1], value[:, :, number : number + 1])
-        pointers.add(buffer.key.data_ptr())
-    assert torch.equal(buffer.key, key)
-    assert torch.equal(buffer.value, value)
-    assert len(pointers) == 1  # one copy, then only new positions are written
+    buffer = decode.KVBuffer(key, value)
     buffer.crop(20)
     buffer.append(key[:, :, 30:33], value[:, :, 30:33], torch.full((2, 2, 3), -1.0))
-    assert torch.equal(buffer.key, torch.cat((key[:, :, :20], key[:, :, 30:33]), 2))
-    assert buffer.bias[0, 0].tolist() == [0.0] * 20 + [-1.0] * 3
     buffer.take(torch.tensor([1, 1, 0]))
-    assert torch.equal(buffer.value[2], torch.cat((value[0, :, :20], value[0, :, 30:33]), 1))
-    given = KVBuffer(key.bfloat16(), value.bfloat16())
-    given.append(*(t[:, :, :5].bfloat16() for t in (key, value)), torch.full((2, 2, 5), 1.0009765625))
-    assert given.bias[0, 0].tolist() == [0.0] * 60 + [1.0009765625] * 5  # no bfloat16
-    given = KVBuffer(key, value)
-    given.crop(10)
-    given.append(value[:, :, :5], value[:, :, :5])
-    assert torch.equal(key, before)  # the caller's tensors are left alone
-
-
-# Caches that are not ours: keys are compared with those of the step before.
+    assert torch.equal(buffer.key[2], torch.cat((key[0, :, :20], key[0, :, 30:33]), 1))
+    assert torch.equal(buffer.value[1], torch.cat((value[1, :, :20], value[1, :, 30:33]), 1))
+    assert buffer.bias[0, 0].tolist() == [0.0] * 20 + [-1.0] * 3
+    assert torch.equal(key, before)
 
 
 def shown(cache, qkv, n_keys, n_query=1, key=None):
     """A step in which the model shows these keys."""
-    return step(cache, (qkv[0], qkv[1] if key is None else key, qkv[2]), n_keys, n_query)
+    return output(cache, (qkv[0], qkv[1] if key is None else key, qkv[2]), n_keys, n_query)
 
 
 def changed_at(qkv, position):
@@ -306,31 +215,28 @@ def changed_at(qkv, position):
 
 def test_other_keys_are_noticed(qkv):
     cache = ExternalCache()
-    assert step(cache, qkv, 51, config=Selected(top_k=1.0)) == (OVER_ALL, None)
+    assert step(cache, qkv, 51, config=Selected(top_k=1.0)) == (decode.OVER_ALL, None)
     shown(cache, qkv, 51)
     first = cache.selection
     again = shown(cache, qkv, 51)  # the same step keeps its selection
-    assert torch.equal(again.result.output, shown(ExternalCache(), qkv, 51).result.output)
+    assert torch.equal(again, shown(ExternalCache(), qkv, 51))
     shown(cache, qkv, 52)
     assert cache.selection is first
     assert made_from(cache) == (51, 1)
     other = changed_at(qkv, 49)
     shown(cache, qkv, 53, key=other)
     fresh = cache.selection
-    assert fresh is not first
-    assert fresh.n_selected_from == 53
+    assert made_from(cache) == (53, 0)
     shown(cache, qkv, 54, key=other)
     recent = other.clone()
     recent[:, :, 53] += 1
     shown(cache, qkv, 55, key=recent)
     assert cache.selection is fresh
     assert torch.equal(fresh.buffer.key[:, :, -2:], recent[:, :, 53:55])
-    assert shown(cache, qkv, 54, 54, key=recent).path == PROMPT
-    assert cache.selection is None
+    assert shown(cache, qkv, 54, 54, key=recent) is cache.selection is None  # a prompt
     shown(cache, qkv, 54, key=recent)
-    assert cache.selection is not fresh
-    got, expected = (step(each, tuple(t[:1] for t in qkv), 55) for each in (cache, ExternalCache()))
-    assert torch.equal(got.result.output, expected.result.output)  # another batch is another text
+    got, expected = (output(each, tuple(t[:1] for t in qkv), 55) for each in (cache, ExternalCache()))
+    assert torch.equal(got, expected)  # another batch is another text
 
 
 @pytest.mark.parametrize("prompted", [True, False])
@@ -341,7 +247,7 @@ def test_other_tokens_behind_the_same_prompt_are_all_noticed(qkv, changed, promp
     for n_keys, n_query in (((50, 50),) if prompted else ()) + ((51, 1), (52, 1), (53, 1), (54, 1)):
         shown(cache, qkv, n_keys, n_query)
         shown(alone, qkv, n_keys, n_query, qkv[1] if n_query == 50 else other)
-    got, expected = (shown(each, qkv, 55, key=other).result.output for each in (cache, alone))
+    got, expected = (shown(each, qkv, 55, key=other) for each in (cache, alone))
     torch.testing.assert_close(got, expected, **FLOAT32)
     assert cache.selection.n_selected_from == 51
 
@@ -370,16 +276,12 @@ def test_a_step_back_behind_the_selection_selects_again(qkv):
 
 
 def test_a_step_that_fails_leaves_no_selection(qkv, monkeypatch):
-    def fail(*args):
-        raise RuntimeError("no")
-
-    cache = ExternalCache()
-    monkeypatch.setattr(SelectionState, "attend", fail)
+    cache, other = ExternalCache(), changed_at(qkv, 3)
+    monkeypatch.setattr(decode.SelectionState, "attend", Mock(side_effect=RuntimeError("no")))
     with pytest.raises(RuntimeError, match="no"):
         shown(cache, qkv, 51)
     monkeypatch.undo()
-    other = changed_at(qkv, 3)
-    assert torch.equal(*(shown(each, qkv, 52, key=other).result.output for each in (cache, ExternalCache())))
+    assert torch.equal(*(shown(each, qkv, 52, key=other) for each in (cache, ExternalCache())))
 
 
 def test_unused_room_behind_the_keys_is_not_read(qkv):

@@ -1,16 +1,18 @@
 """`applied.report()` and `print(applied)`: a table by layer and phase, and settings that cannot act say so."""
 
 import copy
+import math
 import warnings
 
 import pytest
 import torch
-from tiny_models import ROUTED, forward, prompts, tiny
+from tiny_models import COARSE, ROUTED, forward, prompts, tiny
 from tiny_vision_models import pixels, tiny_huggingface
 
 import prescore
-from prescore import Exact, Hyper, Lsh, Routed, Selected
-from prescore.integrations.report import PREFILL, STEPS
+from prescore import Exact, Hyper, KMeans, Lsh, Routed, Selected
+from prescore.integrations.attention import AttentionContext, PrescoredAttention
+from prescore.integrations.report import PREFILL, STEPS, Errors
 from prescore.integrations.transformers import PrescoredCache
 
 SELECTED = Selected(top_k=4, sinks=1, remainder="none", min_seq_len=4)
@@ -36,31 +38,29 @@ def test_a_line_per_layer_and_phase(name):
         assert str(applied.report()).count("not called yet") == 2
         generate(model)
         report = applied.report()
-    assert lines(report.table())[0] == [
+    header, _, *table = lines(report.table())
+    assert header == [
         *("layer", "configuration", "phase", "what ran", "keys read", "centroids", "of", "share"),
         *("calls", "queries", "seconds"),
     ]
+    wanted = [(layer, phase) for layer in ("0", "1") for phase in (PREFILL, STEPS)]
+    assert [(line[0], line[2]) for line in table if line[0] != "all"] == wanted
+    assert len([line for line in table if line[0] == "all"]) == 2
     for entry in report.layers:
-        assert list(entry.phases) == [PREFILL, STEPS]
         prompt, later = entry.phases.values()
         assert (prompt.calls, prompt.queries, later.calls, later.queries) == (1, 32, 2, 2)
         assert (prompt.last.visible_keys, later.last.visible_keys) == (16.5, 34)
         assert 0 < prompt.seconds < 10
         assert prompt.ran == (name if entry.layer == 0 else "exact")
-        own = [line for line in lines(str(report)) if line[0] == str(entry.layer)]
-        assert all(line[1].startswith(type(entry.config).__name__) for line in own)
-        assert [line[2] for line in own] == [PREFILL, STEPS]
-    reads = report[0].phases[PREFILL].last.reads
+    reads, steps = (report[0].phases[phase].last.reads for phase in (PREFILL, STEPS))
     assert reads.keys < 16.5
     assert (reads.centroids > 0) == (name != "hyper")
     assert report[1].phases[PREFILL].last.reads == (16.5, 0)
-    ran, steps = report[0].phases[STEPS].ran, report[0].phases[STEPS].last.reads
-    assert ran == (name if name != "hyper" else "exact: a step reads every key so far")
+    assert report[0].phases[STEPS].ran == (name if name != "hyper" else "exact: a step reads every key so far")
     assert steps == (34, 0) if name == "hyper" else steps.keys < 34
     if name == "selected":
         assert steps.keys == 4 + 1  # the budget, and the token since
         assert steps.centroids > 0
-    assert len([line for line in lines(str(report)) if line[0] == "all"]) == 2
     assert report.reads(PREFILL) == ((reads.keys + 16.5) / 2, reads.centroids / 2)
     assert report.visible_keys(STEPS) == 34
     assert report.seconds(STEPS) == sum(entry.phases[STEPS].seconds for entry in report.layers)
@@ -105,35 +105,28 @@ def test_a_prompt_is_counted_when_its_steps_begin():
     model = tiny("Llama")
     with prescore.apply(model, SELECTED) as applied:
         forward(model, IDS)
-        alone = applied.report()[0].phases[PREFILL].last.reads
         trace = applied._functions[0].trace
-        forward(model, IDS)
         assert trace._phases[PREFILL].last.count_reads is not None  # not counted yet
         generate(model)
         assert trace._phases[PREFILL].last.count_reads is None
         assert trace._phases[STEPS].last.count_reads is not None
-        assert trace.phases[PREFILL].last.reads == alone
         assert copy.deepcopy(trace).phases[STEPS].last.reads == trace.phases[STEPS].last.reads
 
 
-@pytest.mark.parametrize(
-    ("config", "reason"),
-    [
-        (Routed(), f"up to exact_until={Routed().exact_until}"),
-        (Routed(exact_until=0), f"no longer than sinks and two chunks of {Routed().chunk_size}"),
-        (Selected(), "no longer than min_seq_len=4096"),
-        (Hyper(min_seq_len=40), "no longer than min_seq_len=40"),
-    ],
-)
-def test_a_prompt_that_is_too_short_gets_a_note(config, reason):
+def test_a_prompt_that_is_too_short_gets_a_note():
     model = tiny("Llama")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")  # texts differ in length, so this is no warning
-        with prescore.apply(model, config) as applied:
+    for config, reason in {
+        Routed(): f"up to exact_until={Routed().exact_until}",
+        Routed(exact_until=0): f"no longer than sinks and two chunks of {Routed().chunk_size}",
+        Selected(): "no longer than min_seq_len=4096",
+        Hyper(min_seq_len=40): "no longer than min_seq_len=40",
+    }.items():
+        with warnings.catch_warnings(), prescore.apply(model, config) as applied:
+            warnings.simplefilter("error")  # texts differ in length, so this is no warning
             forward(model, IDS)
-    assert applied.report()[0].phases[PREFILL].ran == f"exact: {reason}"
-    note = f"note: {type(config).__name__} changed nothing, all attention was exact: {reason}"
-    assert str(applied).splitlines()[-1] == note
+        assert applied.report()[0].phases[PREFILL].ran == f"exact: {reason}"
+        note = f"note: {type(config).__name__} changed nothing, all attention was exact: {reason}"
+        assert str(applied).splitlines()[-1] == note
 
 
 def test_a_vision_model_too_small_to_route_warns_once():
@@ -164,3 +157,154 @@ def test_cache_settings_without_effect_warn_once(option, value):
     with prescore.apply(model, SELECTED), warnings.catch_warnings():
         warnings.simplefilter("error")
         generate(model, past_key_values=PrescoredCache(model.config, **{option: value}))
+
+
+AUDITED = {"routed": ROUTED, "selected": COARSE, "hyper": Hyper(Lsh(4, 4), min_seq_len=4), "exact": Exact()}
+SHOWN = ("none", "causal", "left", "right", "window", "packed")
+
+
+def tensors(dtype=torch.float32):
+    draw = torch.Generator().manual_seed(0)
+    return [torch.randn(2, heads, 60, 8, generator=draw).to(dtype) for heads in (4, 2, 2)]
+
+
+def shown_keys(kind, n=60):
+    """`[2, 1, n, n]`, True = the query sees the key."""
+    causal, position = torch.ones(2, 1, n, n, dtype=torch.bool).tril(), torch.arange(n)
+    return {
+        "none": torch.ones(2, 1, n, n, dtype=torch.bool),
+        "causal": causal,
+        "left": causal & (position >= torch.tensor([0, 9])[:, None, None, None]),
+        "right": causal & (position < torch.tensor([n, 44])[:, None, None, None]),
+        "window": causal & causal.transpose(2, 3).tril(9),
+        "packed": causal & (position[:, None] // 25 == position // 25),
+    }[kind]
+
+
+def dense_errors(query, key, value, output, shown):
+    """`[heads, positions]` relative errors of the queries that are not padding."""
+    query, key, value, output = (t.double() for t in (query, key, value, output))
+    key, value = (t.repeat_interleave(2, dim=1) for t in (key, value))
+    logits = (query @ key.transpose(-1, -2) * 8**-0.5).masked_fill(~shown, -math.inf)
+    exact = logits.softmax(-1) @ value
+    errors = (output - exact).norm(dim=-1) / exact.norm(dim=-1)
+    real = shown[:, 0].any(1)
+    return torch.cat([errors[row][:, real[row]] for row in range(2)], dim=1)
+
+
+@pytest.mark.parametrize("kind", SHOWN)
+@pytest.mark.parametrize("name", AUDITED)
+def test_an_audit_of_all_queries_is_the_error_against_exact_attention(name, kind):
+    inputs, shown = tensors(), shown_keys(kind)
+    mask = None if kind in ("none", "causal") else shown
+    context = AttentionContext(layer=1, mask=mask, is_causal=kind != "none")
+    plain, audited = PrescoredAttention(AUDITED[name]), PrescoredAttention(AUDITED[name], audit=1.0)
+    output = audited(*inputs, context)
+    assert torch.equal(output, plain(*inputs, context))
+    assert plain.last.errors == Errors()
+    wanted = dense_errors(*inputs, output, shown)
+    got, means = audited.last.errors, wanted.mean(0)
+    assert got.n == len(means)
+    close = {"rel": 1e-5, "abs": 1e-6}  # a float32 product
+    assert got.mean == pytest.approx(float(means.mean()), **close)
+    assert got.largest == pytest.approx(float(wanted.max()), **close)
+    half = 1.96 * (1 + 1.21 / (len(means) - 1)) * float(means.std()) / math.sqrt(len(means))
+    assert got.interval == pytest.approx((max(0.0, got.mean - half), got.mean + half), **close)
+    exact = name == "exact" or kind == "window"
+    assert (got.largest < 1e-5) == exact
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_dtypes_scales_and_blocks(dtype, monkeypatch):
+    inputs, context = tensors(dtype=dtype), AttentionContext(layer=0, is_causal=True, scale=0.7)
+    found = []
+    for at_once in (2**22, 500):
+        monkeypatch.setattr("prescore.integrations.audit._LOGITS_AT_ONCE", at_once)
+        attend = PrescoredAttention(Exact(), audit=1.0)
+        attend(*inputs, context)
+        found.append(attend.last.errors)
+    assert found[0].largest < (0.02 if dtype == torch.bfloat16 else 1e-12)
+    assert found[0].mean == pytest.approx(found[1].mean)
+
+
+def test_a_sample_is_drawn_anew_in_each_call_and_estimates_the_mean_within_its_interval():
+    inputs, context = tensors(), AttentionContext(layer=2, is_causal=True)
+    full, sampled, again = (PrescoredAttention(COARSE, seed=5, audit=share) for share in (1.0, 0.1, 0.1))
+    full(*inputs, context)
+    calls = []
+    for _ in range(30):
+        sampled(*inputs, context)
+        again(*inputs, context)
+        assert sampled.last.errors == again.last.errors
+        calls.append(sampled.last.errors)
+    assert {errors.n for errors in calls} == {12}
+    assert len(set(calls)) == 30
+    truth, total = full.last.errors.mean, sum(calls, Errors())
+    assert total.interval[0] < truth < total.interval[1]
+    assert total.interval[1] - total.interval[0] < 0.4 * (calls[0].interval[1] - calls[0].interval[0])
+    assert sum(errors.interval[0] < truth < errors.interval[1] for errors in calls) >= 25
+    one = PrescoredAttention(COARSE, audit=1e-6)
+    one(*inputs, context)
+    assert (one.last.errors.n, one.last.errors.interval) == (1, None)
+
+
+@pytest.mark.parametrize("name", AUDITED)
+@pytest.mark.parametrize("evict", [False, True])
+def test_a_report_has_errors_by_layer_and_phase_and_outputs_stay(name, evict):
+    ids, mask = prompts(length=48, side="left")
+    options = {"attention_mask": mask, "max_new_tokens": 4, "do_sample": False, "return_dict_in_generate": True}
+
+    def generate(**audit):
+        model, cache = tiny("Llama"), PrescoredCache(evict=evict and name == "selected")
+        with prescore.apply(model, AUDITED[name], **audit) as applied:
+            made = model.generate(ids, past_key_values=cache, output_scores=True, **options)
+            return torch.stack(made.scores), applied.report()
+
+    (plain, without), (scores, report) = generate(), generate(audit=0.25)
+    assert torch.equal(plain, scores)
+    assert "error" not in str(without)
+    header, *rows = str(report).splitlines()
+    assert header.split("  ")[-1].strip() == "largest error"
+    for entry in report.layers:
+        prompt, steps = (entry.phases[phase].errors for phase in (PREFILL, STEPS))
+        assert prompt.n == round(0.25 * int(mask.sum()))
+        # after the first step there are no keys left to compare with
+        assert steps.n == (1 if evict and name == "selected" else 3)
+        assert (max(prompt.largest, steps.largest) < 1e-5) == (name == "exact")
+        assert 0 <= prompt.interval[0] <= prompt.mean <= prompt.interval[1]
+    together = sum((entry.phases[PREFILL].errors for entry in report.layers), Errors())
+    assert any(f"{together.mean:.4f}" in row and f"{together.largest:.4f}" in row for row in rows)
+
+
+def test_gradients_vision_models_and_calls_that_cannot_be_audited():
+    model, (ids, _) = tiny("Llama"), prompts(length=40, side="none")
+    with prescore.apply(model, ROUTED, audit=0.5) as applied:
+        loss = model(ids, labels=ids).loss
+        (audited,) = torch.autograd.grad(loss, model.lm_head.weight)
+    assert applied.report()[0].phases[PREFILL].errors.n == ids.numel() // 2
+    with prescore.apply(model, ROUTED):
+        (plain,) = torch.autograd.grad(model(ids, labels=ids).loss, model.lm_head.weight)
+    assert torch.equal(audited, plain)
+    vision = tiny_huggingface()
+    with prescore.apply(vision, Selected(KMeans(n_clusters=2), top_k=6), audit=1.0) as applied:
+        vision(pixels())
+    assert applied.report()[0].last.errors.mean > 1e-3
+    capped = tiny("Gemma2", sliding_window=200, layer_types=["full_attention"] * 2)
+    with prescore.apply(capped, ROUTED, on_unsupported="exact", audit=1.0) as applied:
+        with pytest.warns(UserWarning, match="soft"):
+            forward(capped, ids)
+        assert "error" not in str(applied)
+    attend = PrescoredAttention(ROUTED, audit=1.0)
+    attend(*tensors(), AttentionContext(layer=0, is_causal=True, dropout=0.5))
+    assert attend.last.errors == Errors()
+
+
+def test_bad_shares_are_refused():
+    for audit, message in {
+        0.0: r"audit must be finite and above 0\.0, got 0\.0",
+        1.5: r"audit must be at most 1\.0, got 1\.5",
+        math.nan: r"audit must be finite and above 0\.0, got nan",
+        True: "audit must be a number, got bool True",
+    }.items():
+        with pytest.raises((ValueError, TypeError), match=message):
+            prescore.apply(tiny("Llama"), ROUTED, audit=audit)

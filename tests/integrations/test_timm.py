@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import importlib.util
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -124,11 +125,8 @@ def test_a_square_mask_is_queries_by_keys_whatever_the_batch(layer, batch, name)
     mask = {
         "causal": torch.ones(20, 20, dtype=torch.bool).tril(),
         "padding": torch.ones(1, 1, 1, 20, dtype=torch.bool).index_fill(3, torch.arange(12, 20), False),
-        "random": torch.rand(20, 20, generator=torch.Generator().manual_seed(0)) > 0.5,
+        "random": torch.rand(20, 20, generator=torch.Generator().manual_seed(0)).fill_diagonal_(1) > 0.5,
     }[name]
-    mask = mask.clone()
-    if name == "random":
-        mask.fill_diagonal_(True)
     warns = pytest.warns(UserWarning, match="runs exactly") if name == "random" else contextlib.nullcontext()
     with torch.no_grad():
         before = layer.attn(TOKENS[:batch], attn_mask=mask)
@@ -137,16 +135,6 @@ def test_a_square_mask_is_queries_by_keys_whatever_the_batch(layer, batch, name)
             got = layer.attn(TOKENS[:batch], attn_mask=mask)
         undo()
     torch.testing.assert_close(got, before, **FLOAT32)
-
-
-def test_gradients_reach_the_weights():
-    model = tiny_timm()
-    with prescore.apply(model, FEW):
-        model(pixels()).sum().backward()
-    for block in model.blocks:
-        gradient = block.attn.qkv.weight.grad
-        assert torch.isfinite(gradient).all()
-        assert all(part.abs().sum() > 0 for part in gradient.chunk(3))
 
 
 def test_a_copy_runs_on_its_own_weights():
@@ -165,54 +153,42 @@ def test_twice_is_undone_in_any_order():
 
 def test_a_forward_that_was_replaced_before_comes_back():
     model = tiny_timm()
-    layer, calls = model.blocks[0].attn, []
-
-    def counted(x, **options):
-        calls.append(x.shape)
-        return type(layer).forward(layer, x, **options)
-
-    layer.forward = counted
+    layer = model.blocks[0].attn
+    layer.forward = counted = Mock(wraps=layer.forward)
     with prescore.apply(model, FEW):
         answer(model)
-        assert not calls
+        assert not counted.called
     answer(model)
-    assert len(calls) == 1
+    assert counted.call_count == 1
     assert layer.forward is counted
 
 
-@pytest.mark.parametrize(
-    ("name", "match"),
-    [
-        ("swin_tiny_patch4_window7_224", r"SwinTransformer.*WindowAttention"),
-        ("beit_base_patch16_224", r"Beit cannot.*timm\.models\.beit\.Attention"),
-        ("eva02_tiny_patch14_224", r"Eva cannot.*EvaAttention"),
-        ("cait_xxs24_224", r"Cait.*TalkingHeadAttn"),
-        ("mixer_s16_224", r"MlpMixer.*plain Attention"),
-        ("resnet18", r"ResNet.*plain Attention"),
-    ],
-)
-def test_other_architectures_are_refused_by_name(name, match):
-    with torch.device("meta"):
-        model = import_timm().create_model(name)
-    with pytest.raises(Unsupported, match=match):
-        prescore.apply(model, FEW)
+def test_other_architectures_are_refused_by_name():
+    for name, match in {
+        "swin_tiny_patch4_window7_224": r"SwinTransformer.*WindowAttention",
+        "beit_base_patch16_224": r"Beit cannot.*timm\.models\.beit\.Attention",
+        "eva02_tiny_patch14_224": r"Eva cannot.*EvaAttention",
+        "cait_xxs24_224": r"Cait.*TalkingHeadAttn",
+        "mixer_s16_224": r"MlpMixer.*plain Attention",
+        "resnet18": r"ResNet.*plain Attention",
+    }.items():
+        with torch.device("meta"):
+            model = import_timm().create_model(name)
+        with pytest.raises(Unsupported, match=match):
+            prescore.apply(model, FEW)
 
 
-@pytest.mark.parametrize(
-    ("name", "n_layers", "n_prefix"),
-    [
-        ("deit_tiny_distilled_patch16_224", 12, 2),
-        ("vit_small_patch14_reg4_dinov2", 12, 5),
-        ("vit_base_patch16_siglip_224", 12, 0),
-        ("deit3_small_patch16_224", 12, 1),
-        ("vit_small_patch16_18x2_224", 36, 1),
-        ("pit_ti_224", 12, 1),
-        ("pit_ti_distilled_224", 12, 2),
-    ],
-)
-def test_plain_architectures_are_served(name, n_layers, n_prefix):
-    with torch.device("meta"):
-        model = import_timm().create_model(name)
-    names = adapter.layers(model)
-    assert len(names) == n_layers
-    assert adapter.tokens_before_patches(model, names[0]) == n_prefix
+def test_plain_architectures_are_served():
+    for name, wanted in {
+        "deit_tiny_distilled_patch16_224": (12, 2),
+        "vit_small_patch14_reg4_dinov2": (12, 5),
+        "vit_base_patch16_siglip_224": (12, 0),
+        "deit3_small_patch16_224": (12, 1),
+        "vit_small_patch16_18x2_224": (36, 1),
+        "pit_ti_224": (12, 1),
+        "pit_ti_distilled_224": (12, 2),
+    }.items():
+        with torch.device("meta"):
+            model = import_timm().create_model(name)
+        names = adapter.layers(model)
+        assert (len(names), adapter.tokens_before_patches(model, names[0])) == wanted, name

@@ -1,7 +1,9 @@
 """timm, torchvision and transformers import side by side, whichever comes first."""
 
+import importlib.util
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 
@@ -17,6 +19,8 @@ NOTHING_HEAVY = (
     "import sys, prescore.integrations.torchvision",
     "sys.exit(' '.join(n for n in ('timm', 'torchvision', 'transformers') if n in sys.modules) or 0)",
 )
+BOTH = ("timm", "torchvision")
+slow = partial(pytest.param, marks=pytest.mark.slow)
 NOT_INSTALLED = (
     "import sys; sys.modules['torchvision'] = None",
     "import torch, prescore.integrations.torchvision as t",
@@ -33,22 +37,18 @@ def run(*lines):
 @pytest.mark.parametrize(
     ("lines", "needs"),
     [
-        pytest.param((TIMM, SMALL, LLAMA, VIT), ("timm", "torchvision"), marks=pytest.mark.slow),
-        pytest.param(
-            ("import transformers", TIMM, SMALL, LLAMA, VIT), ("timm", "torchvision"), marks=pytest.mark.slow
-        ),
-        pytest.param((MEND, LLAMA, VIT, TIMM, SMALL, MEND), ("timm", "torchvision"), marks=pytest.mark.slow),
-        pytest.param((FAILED_IMPORT, MEND, LLAMA, VIT), ("torchvision",), marks=pytest.mark.slow),
+        slow((TIMM, SMALL, LLAMA, VIT), BOTH),
+        slow(("import transformers", TIMM, SMALL, LLAMA, VIT), BOTH),
+        slow((MEND, LLAMA, VIT, TIMM, SMALL, MEND), BOTH),
+        slow((FAILED_IMPORT, MEND, LLAMA, VIT), BOTH[1:]),
         (NOTHING_HEAVY, ()),
         (NOT_INSTALLED, ()),
     ],
     ids=["timm first", "transformers first", "models first", "after a failure", "lean", "not installed"],
 )
 def test_any_order_of_imports_works(lines, needs):
-    for package in needs:
-        found = f"import importlib.util, sys; sys.exit(importlib.util.find_spec('{package}') is None)"
-        if run(found).returncode:
-            pytest.skip(f"{package} is not installed")
+    if not all(map(importlib.util.find_spec, needs)):
+        pytest.skip(f"{' or '.join(needs)} is not installed")
     done = run(*lines)
     assert done.returncode == 0, done.stderr
 

@@ -16,11 +16,6 @@ def dense(query, key, value, visible, scale=None):
     return dense_attention(query, key, value, without_centroids(weights), scale=scale)
 
 
-def past(n_query, n_keys):
-    """`[Nq, Nk]`: keys not after the query, queries being the last positions."""
-    return torch.ones(n_query, n_keys, dtype=torch.bool).tril(n_keys - n_query)
-
-
 def assert_same(attended, expected, tolerance=1e-10):
     """float64 throughout: 1e-10 is far above rounding (1e-14) and far below any wrong key."""
     for got, wanted in zip(attended, expected, strict=True):

@@ -3,24 +3,38 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
+import pytest
 import torch
 from oracles.inputs import attention_tensors
 
 import prescore
-from prescore.parallel.comm import Group, agree, as_group, tied
+from prescore.parallel.comm import Group, agree, as_group
 from prescore.parallel.ulysses import Ulysses
 
 
 def shard(tensor, group, dim=2):
-    """This rank's part of a tensor."""
-    return None if tensor is None else tensor.chunk(group.size(), dim)[group.rank()].contiguous()
+    """This rank's part of a tensor; all of it without a group."""
+    if tensor is None or group is None:
+        return tensor
+    return tensor.chunk(group.size(), dim)[group.rank()].contiguous()
+
+
+def refusal(call):
+    """The sentence of a refusal; pytest.raises would end the rank where nothing is refused."""
+    try:
+        call()
+    except (ValueError, TypeError) as error:
+        return str(error)
+    return "nothing was refused"
 
 
 def attend(group, config, inputs, mask, options):
-    """Output, lse, gradients of query, key and value, and stats, all of this rank's shard."""
-    parts = [shard(tensor, group).requires_grad_() for tensor in inputs]
-    options = {**options, "key_padding_mask": shard(mask, group, 1), "group": group}
+    """Output, lse, gradients of query, key and value, and stats: of this rank's shard, or in one process."""
+    parts = [shard(tensor, group).clone().requires_grad_() for tensor in inputs]
+    ranks = None if group is None else as_group(group)
+    options = {**options, "key_padding_mask": shard(mask, group, 1), "group": ranks}
     output, aux = prescore.prescored_attention(*parts, config, return_aux=True, **options)
+    assert ranks is None or aux.stats.bytes_sent == ranks.sent
     (output * shard(gradient_weights(inputs), group)).sum().backward()
     return output.detach(), aux.lse.detach(), *(part.grad for part in parts), aux.stats
 
@@ -34,18 +48,8 @@ def attend_without_lse(group, config, inputs, options):
 def gradient_weights(inputs):
     """Weights of the output in the loss, so that every gradient differs."""
     query, _, value = inputs
-    return attention_tensors(
-        batch=query.shape[0], heads=query.shape[1], kv_heads=1, n_query=query.shape[2], n_keys=1,
-        dim=value.shape[3], dtype=query.dtype, seed=99,
-    )[0]  # fmt: skip
-
-
-def one_process(config, inputs, mask, options):
-    """`attend` in one process."""
-    parts = [tensor.clone().requires_grad_() for tensor in inputs]
-    output, aux = prescore.prescored_attention(*parts, config, key_padding_mask=mask, return_aux=True, **options)
-    (output * gradient_weights(inputs)).sum().backward()
-    return output.detach(), aux.lse.detach(), *(part.grad for part in parts), aux.stats
+    shape, generator = (*query.shape[:3], value.shape[3]), torch.Generator().manual_seed(99)
+    return torch.randn(shape, generator=generator, dtype=torch.float64).to(query.dtype)
 
 
 def joined(results):
@@ -79,7 +83,7 @@ def run_model(group, config, ids, mask, family):
 
 
 def run_generation(group, config, ids, new_tokens):
-    """Greedy tokens of a tiny model whose prompt lies on all ranks, and keys held by each layer's cache."""
+    """Greedy tokens of a tiny model whose prompt lies on all ranks, and the report."""
     from tiny_models import tiny
 
     from prescore.integrations.transformers import generate_context_parallel
@@ -97,7 +101,7 @@ def run_as_core(group, config, ids):
 
     model, ranks = tiny("Llama"), as_group(group)
     positions = torch.arange(ids.shape[1])[None]
-    with prescore.apply(model, config):
+    with prescore.apply(model, config), pytest.MonkeyPatch.context() as patch, torch.no_grad():
         core = ALL_ATTENTION_FUNCTIONS["prescored"]
 
         def exchange_heads(module, query, key, value, attention_mask, *args, **kwargs):
@@ -106,13 +110,9 @@ def run_as_core(group, config, ids):
             output, weights = core(module, *full, None, *args, **{**kwargs, "position_ids": positions})
             return ulysses.to_positions(output.transpose(1, 2))[0].transpose(1, 2), weights
 
-        ALL_ATTENTION_FUNCTIONS["prescored"] = exchange_heads
-        try:
-            with torch.no_grad():
-                own = {"position_ids": shard(positions, group, 1), "use_cache": False}
-                return model(shard(ids, group, 1), **own).logits
-        finally:
-            ALL_ATTENTION_FUNCTIONS["prescored"] = core
+        patch.setitem(ALL_ATTENTION_FUNCTIONS, "prescored", exchange_heads)
+        own = {"position_ids": shard(positions, group, 1), "use_cache": False}
+        return model(shard(ids, group, 1), **own).logits
 
 
 def run_tensor_parallel(group, config, ids, path):
@@ -124,30 +124,23 @@ def run_tensor_parallel(group, config, ids, path):
     spread = DistributedConfig(tp_size=group.size())
     model = AutoModelForCausalLM.from_pretrained(path, distributed_config=spread).eval()
     n_heads = []
-    with prescore.apply(model, config), torch.no_grad():
+    with prescore.apply(model, config), pytest.MonkeyPatch.context() as patch, torch.no_grad():
         core = ALL_ATTENTION_FUNCTIONS["prescored"]
 
         def count_heads(module, query, *args, **kwargs):
             n_heads.append(query.shape[1])
             return core(module, query, *args, **kwargs)
 
-        ALL_ATTENTION_FUNCTIONS["prescored"] = count_heads
-        try:
-            logits = model(ids, use_cache=False).logits
-        finally:
-            ALL_ATTENTION_FUNCTIONS["prescored"] = core
-    return n_heads, logits
+        patch.setitem(ALL_ATTENTION_FUNCTIONS, "prescored", count_heads)
+        return n_heads, model(ids, use_cache=False).logits
 
 
-def bytes_sent(group, config, n_tokens, is_causal, explain):
-    """Bytes that this rank sends in one call of random keys, one head of 64 numbers; and the exchange if asked."""
+def bytes_sent(group, config, n_tokens, is_causal):
+    """Bytes that this rank sends in one call of random keys, one head of 64 numbers."""
     ranks, generator = as_group(group), torch.Generator().manual_seed(group.rank())
     parts = [torch.randn(1, 1, n_tokens // group.size(), 64, generator=generator) for _ in range(3)]
-    options = {"is_causal": is_causal, "group": ranks, "return_aux": explain}
-    result = prescore.prescored_attention(*parts, config, **options)
-    if explain:
-        assert result[1].stats.bytes_sent == ranks.sent
-    return ranks.sent, result[1].stats.exchange if explain else None
+    prescore.prescored_attention(*parts, config, is_causal=is_causal, group=ranks)
+    return ranks.sent
 
 
 def attend_wrongly(group, wrong):
@@ -208,17 +201,12 @@ def refuse_while_computing(group, heads, sharded):
 
 
 def generator_after_refusal(group):
-    """Whether a generator stands where it stood, after a call that was refused because of another rank."""
-    generator = torch.Generator().manual_seed(1)
+    """What is refused because of another rank, and whether the generator stands where it stood."""
+    generator, inputs = torch.Generator().manual_seed(1), attention_tensors(n_keys=12)
+    options = {"is_causal": group.rank() == 0, "generator": generator, "group": group}
     before = generator.get_state()
-    inputs = attention_tensors(n_keys=12)
-    try:
-        prescore.prescored_attention(
-            *inputs, prescore.Exact(), is_causal=group.rank() == 0, generator=generator, group=group
-        )
-    except ValueError as error:
-        return str(error), torch.equal(before, generator.get_state())
-    return None
+    sentence = refusal(lambda: prescore.prescored_attention(*inputs, prescore.Exact(), **options))
+    return sentence, torch.equal(before, generator.get_state())
 
 
 def long_note(group, length):
@@ -239,118 +227,49 @@ def die_or_attend(group, in_backward):
     output.sum().backward()
 
 
-def tied_exchange(group, use):
-    """Gradient of what was sent, where rank 1 uses what it received or not."""
-    ranks = Group(group)
-    sent = torch.arange(4.0, dtype=torch.float64).add(10 * group.rank()).requires_grad_()
-    shape = (1,) if group.rank() == 0 else (3,)
-    message = [[sent[:1]], [sent[1:]]], [[shape], [shape]]
-    (received,), anchor = ranks.all_to_all_with_grad(message, like=[sent])
-    parts = [part for (part,) in received]
-    output = torch.zeros(1, dtype=torch.float64)
-    if group.rank() == 0 or use:
-        output = output + sum((part * 2).sum() for part in parts)
-    tied(output, anchor).sum().backward()
-    return [part.detach() for part in parts], sent.grad, ranks.sent
-
-
-def gathered(group, dtype):
-    """The tensors of all ranks, and the gradient of this rank's."""
-    ranks = Group(group)
-    own = torch.full((2, 3), float(group.rank()), dtype=dtype, requires_grad=True)
-    full = ranks.gather_with_grad(own)
-    (full * (group.rank() + 1) * torch.arange(3)).sum().backward()
-    return full.detach(), own.grad, ranks.sent
-
-
 def in_meshes(group):
-    """The same through a device mesh, and what two dimensions say."""
+    """The same through a device mesh of one dimension, and what two dimensions say."""
     from torch.distributed.device_mesh import DeviceMesh
 
-    inputs = attention_tensors(n_keys=24)
-    parts = [shard(tensor, group) for tensor in inputs]
-    line = DeviceMesh("cpu", torch.arange(group.size()))
+    parts = [shard(tensor, group) for tensor in attention_tensors(n_keys=24)]
+    line, square = (DeviceMesh("cpu", torch.arange(4).view(shape)) for shape in (4, (2, 2)))
     output = prescore.exact_attention(*parts, is_causal=True, group=line)
-    square = DeviceMesh("cpu", torch.arange(group.size()).view(2, 2))
-    try:
-        prescore.exact_attention(*parts, group=square)
-    except ValueError as error:
-        return output, str(error)
-    return None
-
-
-def run_losses(group, document, length, methods):
-    """Stats of a tiny model on one document by each method, as `prescore perplexity --parallel` has them."""
-    from oracles.tiny_language_model import tiny_language_model
-
-    from prescore.bench.language.documents import Document
-    from prescore.bench.language.methods import named_method
-    from prescore.bench.language.model import LanguageModel
-    from prescore.bench.language.perplexity import make_windows, measure_loss
-
-    loaded = LanguageModel("tiny", *tiny_language_model(max_positions=512))
-    (window,) = make_windows(loaded, [Document("text", document)], length)
-    ranks = None if group is None else Group(group)
-    return {
-        name: measure_loss(
-            loaded, window, named_method(name, length=length, leaf=32, top_k=8), group=ranks, layers="first:1"
-        )
-        for name in methods
-    }
+    return *output, refusal(lambda: prescore.exact_attention(*parts, group=square))
 
 
 def refused_models(group):
     """What a model on several ranks refuses, by name."""
     from tiny_models import prompts, tiny
+    from transformers import DynamicCache
 
     ids, _ = prompts(batch=1, length=24, cut=0)
-    own, found = shard(ids, group, 1), {}
+    own, alone = shard(ids, group, 1), group.rank() == 1
+    other, uneven = own[:, : 12 - alone], prescore.Routed(min_weight=0.2 if alone else 0.1)
 
-    def refusal(name, work):
-        try:
-            work()
-        except (ValueError, TypeError) as error:
-            found[name] = str(error)
-
-    def forward(family, ids=own, config=None, **options):
+    def forward(family="Llama", ids=own, config=None, **options):
         model = tiny(family)
         with prescore.apply(model, config, mesh=group):
             model(ids, **options)
 
-    other = own[:, : own.shape[1] - group.rank()]
-    refusal("window", lambda: forward("Mistral"))
-    refusal("length", lambda: forward("Llama", other))
-    refusal("mask", lambda: forward("Llama", attention_mask=torch.ones(1, 3)))
-    refusal("configuration", lambda: forward("Llama", config=prescore.Routed(min_weight=0.1 / (1 + group.rank()))))
-    refusal("on_unsupported", lambda: prescore.apply(tiny("Llama"), mesh=group, on_unsupported="exact"))
-    refusal("group", lambda: prescore.apply(tiny("Llama"), mesh="all"))
-    refusal("cache", lambda: forward("Llama", past_key_values=_foreign_cache()))
-    alone = group.rank() == 1
-    refusal("one cache", lambda: forward("Llama", past_key_values=_foreign_cache() if alone else None))
-    refusal("weights", lambda: forward("Llama", output_attentions=alone))
-    refusal("new tokens", lambda: _generated(own, group, 2 + alone))
-    refusal("no new tokens", lambda: _generated(own, group, 2 - 2 * alone))
+    calls = {
+        "window": lambda: forward("Mistral"),
+        "length": lambda: forward(ids=other),
+        "mask": lambda: forward(attention_mask=torch.ones(1, 3)),
+        "configuration": lambda: forward(config=uneven),
+        "on_unsupported": lambda: prescore.apply(tiny("Llama"), mesh=group, on_unsupported="exact"),
+        "group": lambda: prescore.apply(tiny("Llama"), mesh="all"),
+        "cache": lambda: forward(past_key_values=DynamicCache()),
+        "one cache": lambda: forward(past_key_values=DynamicCache() if alone else None),
+        "weights": lambda: forward(output_attentions=alone),
+        "new tokens": lambda: run_generation(group, prescore.Exact(), ids, 2 + alone),
+        "no new tokens": lambda: run_generation(group, prescore.Exact(), ids, 2 - 2 * alone),
+    }
+    found = {name: refusal(call) for name, call in calls.items()}
     model = tiny("Llama")
     before = model(ids).logits
     with prescore.apply(model, prescore.Exact(), mesh=group):
-        refusal("length", lambda: model(other))
+        refusal(lambda: model(other))
         here = model(own, use_cache=False).logits  # after a refusal the group and the model go on
-    same = torch.allclose(here, shard(before, group, 1), atol=1e-4) and torch.equal(model(ids).logits, before)
-    found["afterwards"] = "the model as it was" if same else "another model"
+    torch.testing.assert_close(here, shard(before, group, 1), atol=1e-4, rtol=0)
+    assert torch.equal(model(ids).logits, before)
     return found
-
-
-def _generated(ids, group, new_tokens):
-    from tiny_models import tiny
-
-    from prescore.integrations.transformers import generate_context_parallel
-
-    model = tiny("Llama")
-    with prescore.apply(model, prescore.Exact(), mesh=group):
-        generate_context_parallel(model, ids, group, max_new_tokens=new_tokens)
-
-
-def _foreign_cache():
-    from transformers import DynamicCache
-
-    return DynamicCache()

@@ -2,7 +2,7 @@
 
 import torch
 
-from prescore import KMeans, Routed, Selected
+from prescore import Hyper, KMeans, Lsh, Routed, Selected
 from prescore.integrations.torchvision import mend_torchvision
 
 mend_torchvision()
@@ -46,6 +46,12 @@ CONFIGS = {"Gemma3": "Gemma3TextConfig"}
 COARSE = Selected(KMeans(n_clusters=3), top_k=8, min_seq_len=8, sinks=2)
 ROUTED = Routed(min_weight=1 / 16, cluster_size=4, chunk_size=8, sinks=2, exact_until=8)
 EVERY_KEY = Selected(top_k=1.0, remainder="none", min_seq_len=4)
+# for prompts of a few tokens
+SMALL = {
+    "selected": Selected("key-norm", top_k=3, sinks=1, min_seq_len=4),
+    "routed": Routed(min_weight=1 / 4, cluster_size=2, chunk_size=2, sinks=1, exact_until=0),
+    "hyper": Hyper(Lsh(2, 2), min_seq_len=4),
+}
 ROUNDING = 1e-4
 """Between two exact kernels, over two float32 layers."""
 
@@ -53,8 +59,7 @@ ROUNDING = 1e-4
 def tiny(family, **overrides):
     """A model in evaluation mode, the same weights every time."""
     settings = {**SIZES, **FAMILIES.get(family, {}), **overrides}
-    if family == "Falcon":
-        del settings["head_dim"]  # computed there
+
     config = getattr(transformers, CONFIGS.get(family, f"{family}Config"))(**settings)
     torch.manual_seed(0)
     model = getattr(transformers, CLASSES.get(family, f"{family}ForCausalLM"))(config).eval()
