@@ -92,7 +92,7 @@ def test_scale_strides_and_equal_points_of_a_tree():
         bisection_tree(torch.zeros(12, 2), 3)
 
 
-# --- clusters, covariances, subclusters and int8 keys are those of the oracle: see test_attention.py and test_mutations.py
+# --- clusters, covariances and int8 keys are those of the oracle: see test_attention.py and test_mutations.py
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

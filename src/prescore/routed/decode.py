@@ -264,6 +264,6 @@ def _tensors(clusters: Clusters) -> list[Tensor]:
 
 
 def _clusters(parts: list[Tensor], key_cov: Tensor, key_value_cov: Tensor) -> Clusters:
-    positions, key, value, numbers, scales, sub_numbers, sub_scales, *sizes = parts
+    positions, key, value, numbers, scales, sub_numbers, sub_scales, spread, radius = parts
     int8, sub_int8 = Int8Keys(numbers, scales), Int8Keys(sub_numbers, sub_scales)
-    return Clusters(positions, key, value, int8, sub_int8, *sizes, key_cov, key_value_cov)
+    return Clusters(positions, key, value, int8, sub_int8, spread, radius, key_cov, key_value_cov)

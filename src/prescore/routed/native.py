@@ -273,8 +273,8 @@ def build_clusters(key: Tensor, value: Tensor, layout: Layout, begin: int, n_chu
 class Tables:
     """`RoutedKeys` in the layout of C. Columns are sinks, then centroids, each rounded up to a multiple of 16.
 
-    The centroids of subclusters lie sixteen side by side, as keys do; the last block is filled up. Sizes are checked
-    once, when the tables are made.
+    The centroids of subclusters lie sixteen side by side, as keys do; the last block is filled up. Sizes are
+    checked once, when the tables are made.
     """
 
     columns: Tensor

@@ -42,7 +42,7 @@ HEAVY_STDS = 4.2
 HEAVY_INT8_ERROR = 0.1
 """How far the int8 logit of a heavy key may be too low, in standard deviations of the logits within clusters."""
 LIGHT_WEIGHT = 16
-"""Keys read that weigh less than this many times `min_weight` have the logit of the int8 key, others the exact one."""
+"""Keys read that weigh less than so many times `min_weight` have the logit of the int8 key, others the exact one."""
 SINK_WEIGHT = 0.1
 """Share of the sinks' mass that the threshold counts: trained models give sinks weight, but values near zero."""
 MAX_GAIN = 2.0
@@ -330,12 +330,12 @@ def find_keys(query: Tensor, far: FarKeys, logits: FarLogits, threshold: Tensor,
     """Which far keys a block of queries `[t, D]`, times the scale, reads.
 
     A query compares the subclusters of clusters whose centroid lies within reach of the threshold, and the keys of
-    subclusters whose centroid does: `SEARCH_STDS` standard deviations of the logits within clusters, times the radius
-    of the cluster or the spread of the subcluster by the spread of all clusters. An isolated key makes both large. A
-    key of `HEAVY_WEIGHT` lies `margin` above the threshold: in sharp heads it is within reach from `HEAVY_STDS`
-    deviations on, and the threshold is lowered where its int8 logit may lie below it.
+    subclusters whose centroid does: `SEARCH_STDS` standard deviations of the logits within clusters, times the
+    radius of the cluster or the spread of the subcluster by the spread of all clusters. An isolated key makes both
+    large. A key of `HEAVY_WEIGHT` lies `margin` above the threshold: in sharp heads it is within reach from
+    `HEAVY_STDS` deviations on, and the threshold is lowered where its int8 logit may lie below it.
     """
-    (n_clusters, size), n_subclusters = far.positions.shape, far.spread.shape[1]
+    size, n_subclusters = far.positions.shape[1], far.spread.shape[1]
     margin = heavy_margin(log_inverse)
     reach = (HEAVY_STDS - margin / logits.std).clamp_min(SEARCH_STDS) * logits.std
     unit = far.key_cov.diagonal().sum().clamp_min(MIN_STD**2).sqrt()

@@ -7,10 +7,10 @@ chunk; earlier chunks are far. With `q` the query times the scale, a query that 
 1. takes `s`, the root mean square over all far keys of their logits' distance from that of their centroid;
 2. estimates the attention mass: exp(logit) of the keys that it reads in any case, a tenth of it for sinks, and
    `L exp(centroid logit + min(s^2 / 2, 4))` for each cluster of `L` keys; `min_weight` of that is its threshold;
-3. compares, in clusters within `3 s` of the threshold times their radius, the int8 centroids of subclusters (runs of
-   16 keys of a cluster in tree order) with it, and the int8 keys of those within `3 x`, with `x` the deviation of
-   logits in a subcluster as spread out as this one (in sharp heads up to `4.2 x`); it reads the keys that reach the
-   threshold, with the logits of the int8 keys where they weigh less than 16 times `min_weight`;
+3. compares, in clusters within `3 s` of the threshold times their radius, the int8 centroids of subclusters (runs
+   of 16 keys of a cluster in tree order) with it, and the int8 keys of those within `3 x`, with `x` the deviation
+   of logits in a subcluster as spread out as this one (in sharp heads up to `4.2 x`); it reads the keys that
+   reach the threshold, with the logits of the int8 keys where they weigh less than 16 times `min_weight`;
 4. counts the unread keys of a cluster as its centroid: their logits are taken as normal, cut off at the threshold.
 
 One softmax over all of it follows. Autograd goes through everything but the choices: the tree, int8 keys, and
@@ -207,7 +207,8 @@ def _reads_of_head(
     scaled, int8 = query.double() * scale, int8_query(_at_least_float32(query.detach()) * scale)
     all_logits, values = scaled @ key.double().T, value.double()
     is_sink = torch.arange(len(key)) < sequence.config.sinks
-    for i, (scaled_query, logits) in enumerate(zip(scaled.unbind(), all_logits.unbind(), strict=True)):
+    for i, (scaled_query, exact) in enumerate(zip(scaled.unbind(), all_logits.unbind(), strict=True)):
+        logits = exact
         always, visible = sequence.always_read(i), prefixes[counts[i]]
         hits, n_compared = torch.zeros_like(always), 0
         centroid_logits, centroid_values = logits.new_zeros(0), values.new_zeros(0, values.shape[1])
@@ -277,7 +278,7 @@ class Clusters(NamedTuple):
     def search(
         self, query: Tensor, int8: Tensor, known: Tensor, min_weight: float
     ) -> tuple[Tensor, Tensor, int, Tensor, Tensor]:
-        """Keys `[M, L]` that a query reads, their int8 logits, how many it compared, the centroids' logits and values.
+        """Keys `[M, L]` that a query reads, int8 logits, how many it compared, logits and values of centroids.
 
         Int8 logits are NaN where a key weighs 16 times `min_weight`: its logit is exact.
 
