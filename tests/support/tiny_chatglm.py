@@ -30,11 +30,8 @@ class CoreAttention(nn.Module):
 class SelfAttention(nn.Module):
     def __init__(self, config):
         super().__init__()
-        self.heads, self.groups, self.dim = (
-            config.num_attention_heads,
-            config.multi_query_group_num,
-            config.kv_channels,
-        )
+        self.heads, self.groups = config.num_attention_heads, config.multi_query_group_num
+        self.dim = config.kv_channels
         self.query_key_value = nn.Linear(config.hidden_size, (self.heads + 2 * self.groups) * self.dim)
         self.core_attention = CoreAttention(config)
         self.dense = nn.Linear(self.heads * self.dim, config.hidden_size)
@@ -47,11 +44,7 @@ class SelfAttention(nn.Module):
         if kv_cache is not None:
             key, value = (torch.cat((old, new)) for old, new in zip(kv_cache, (key, value), strict=True))
         cache = (key, value)
-        repeats = self.heads // self.groups
-        key, value = (
-            t.unsqueeze(-2).expand(-1, -1, -1, repeats, -1).contiguous().view(*t.shape[:2], self.heads, self.dim)
-            for t in (key, value)
-        )
+        key, value = (t.repeat_interleave(self.heads // self.groups, dim=2) for t in (key, value))
         return self.dense(self.core_attention(query, key, value, attention_mask)), cache
 
 
@@ -70,14 +63,8 @@ class GLMBlock(nn.Module):
 class TinyChatGLM(nn.Module):
     def __init__(self, dropout=0.0):
         super().__init__()
-        self.config = types.SimpleNamespace(
-            hidden_size=32,
-            kv_channels=8,
-            num_attention_heads=4,
-            multi_query_attention=True,
-            multi_query_group_num=2,
-            attention_dropout=dropout,
-        )
+        sizes = {"hidden_size": 32, "kv_channels": 8, "num_attention_heads": 4, "multi_query_group_num": 2}
+        self.config = types.SimpleNamespace(**sizes, multi_query_attention=True, attention_dropout=dropout)
         self.transformer = nn.Module()
         self.transformer.embedding = nn.Embedding(61, 32)
         self.transformer.encoder = nn.Module()
@@ -104,7 +91,6 @@ class TinyChatGLM(nn.Module):
         hidden = self.transformer.embedding(ids).transpose(0, 1)
         caches = []
         for number, layer in enumerate(self.transformer.encoder.layers):
-            kv_cache = None if past_key_values is None else past_key_values[number]
-            hidden, cache = layer(hidden, mask, kv_cache)
+            hidden, cache = layer(hidden, mask, past_key_values and past_key_values[number])
             caches.append(cache)
         return self.transformer.output_layer(hidden.transpose(0, 1)), tuple(caches)
