@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import torch
 from attention_checks import aligned_by_rank, check_gradients, check_oracle
+from fuzz_cases import DTYPES
 from fuzz_terms import CLOSE, FLIPPED, features_tie, need, reads_all
 from oracles.budgets import assert_within, error_budget
 from oracles.dense import dense_attention, full_weights
@@ -217,6 +218,31 @@ def decode_step(case):
     assert_within(step.result.output, expected, CLOSE, "a decode step")
 
 
+def defaults(case):
+    """torch's default dtype and default device change no bit of results and gradients, scores and selections."""
+    tensors, options = case.tensors(), {**case.options(), "key_padding_mask": case.padding(), "return_aux": True}
+    scorer = getattr(case.config, "scorer", "kmeans")
+    inputs = [t.requires_grad_() for t in tensors]
+
+    def results():
+        output, aux = prescore.prescored_attention(*inputs, case.config, **options)
+        scores = prescore.score(tensors[1].detach(), scorer, key_padding_mask=options["key_padding_mask"])
+        chosen = prescore.select(tensors[1].detach(), scorer, top_k=5, sinks=2, recent=1)
+        return output, aux.lse, scores, chosen.indices, *torch.autograd.grad(output.sum(), inputs)
+
+    expected = results()
+    default = DTYPES[case.seed % 4]
+    try:
+        torch.set_default_dtype(default)
+        with torch.device("meta" if default == torch.float32 else "cpu"):
+            found = results()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for got, wanted in zip(found, expected, strict=True):
+        assert got.dtype == wanted.dtype, f"no dtype may follow the default, got {got.dtype}"
+        assert torch.equal(got, wanted), f"no number may depend on the default {default}"
+
+
 def gradients(case):
     """Finite, the same twice, none for padding, and those of a function that is linear in the values."""
     case = replace(case, dtype=torch.float64)
@@ -382,7 +408,7 @@ ORACLES = {
     oracle.__name__: oracle
     for oracle in (
         *(dense, definition, causality, batch_and_padding, padded_queries, padding_content, gradients, slopes),
-        *(backends_agree, native_agrees, native_causality, last_queries, decode_step, bad_input),
+        *(backends_agree, native_agrees, native_causality, last_queries, decode_step, defaults, bad_input),
     )
 }
 

@@ -95,6 +95,8 @@ BREAKS = {
     "tensors are not checked": ("bad_input", "checks",
         "if not isinstance(value, Tensor):\n        raise TypeError(f\"{name} must be a torch.Tensor, got",
         "return\n    if True:\n        raise TypeError(f\"{name} must be a torch.Tensor, got"),
+    "a tensor has the default dtype": ("defaults", "rng",
+        "generator=self.generator(name), dtype=torch.float64", "generator=self.generator(name)"),
     "a step has no sinks": ("decode_step", "integrations.decode", "make_plan(call, _with_exact_inner(config))",
         "make_plan(call, _with_exact_inner(config).replace(sinks=0, recent=0))"),
     "the last queries have other positions": ("last_queries", "call",
