@@ -103,12 +103,9 @@ def test_a_second_derivative_is_refused_and_a_first_one_in_its_graph_is_right(co
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_the_scale_is_a_factor_of_the_queries(config, is_causal):
     query, key, value = tensors(torch.float64)
+    run = lambda q, scale: prescored_attention(q, key, value, config, scale=scale, is_causal=is_causal)  # noqa: E731
     for scale, other, positive in ((-0.4, -query, 0.4), (0, query * 0, 1.0), (0.25, query / 2, 0.5)):
-        got, wanted = (
-            prescored_attention(q, key, value, config, scale=factor, is_causal=is_causal)
-            for q, factor in ((query, scale), (other, positive))
-        )
-        assert torch.equal(got, wanted)
+        assert torch.equal(run(query, scale), run(other, positive))
 
 
 @every_config

@@ -53,7 +53,7 @@ class Case:
         sizes = {name: getattr(self, name) for name in names}
         query, key, value = attention_tensors(heads=self.kv_heads * self.group, **sizes)
         if self.keys == "equal":
-            key = key[:, :, :1].expand_as(key).clone()
+            key = key[:, :, :1].expand_as(key)
         elif self.keys == "zero":
             key = torch.zeros_like(key)
         elif self.keys == "few" and self.n_keys:  # a few keys again and again, some of them long

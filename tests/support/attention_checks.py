@@ -19,12 +19,6 @@ FLOAT64 = 1e-10
 """A few hundred float64 roundings of numbers of size 1 to 100: far above rounding, far below any wrong weight."""
 
 
-def with_lsh(config, **changes):
-    """The configuration with some fields of its `Lsh` changed."""
-    name = "lsh" if isinstance(config, Hyper) else "inner"
-    return config.replace(**{name: getattr(config, name).replace(**changes)})
-
-
 def aligned_by_rank(config):
     """Whether queries are sent to blocks by their rank among all queries, which leaks and leaves padding open."""
     lsh = config.lsh if isinstance(config, Hyper) else getattr(config, "inner", None)
@@ -142,17 +136,6 @@ def check_merge_of_split(seed=0):
         assert_equal(result, truth, f", {name}")
         for got, wanted in zip(gradients(result), gradients(truth), strict=True):
             assert_within(got, wanted, FLOAT64, f"gradient of {name}")
-
-
-def check_exact(tensors, *, is_causal=False, mask=None, backend="auto"):
-    """`exact_attention` = the dense softmax."""
-    query, key, value = tensors
-    weights = full_weights(query, key, is_causal=is_causal, key_padding_mask=mask)
-    scale = query.shape[-1] ** -0.5
-    truth = dense_attention(query, hidden(key, mask, 0.0), hidden(value, mask, 0.0), weights, scale=scale)
-    key, value = hidden(key, mask, math.nan), hidden(value, mask, math.nan)
-    options = {"is_causal": is_causal, "key_padding_mask": mask, "backend": backend}
-    assert_equal(prescore.exact_attention(query, key, value, **options), truth)
 
 
 def check_centroids_of_equal_keys():
