@@ -8,8 +8,6 @@ from oracles.inputs import attention_tensors
 
 import prescore
 from prescore import Coupling, Exact, Hyper, KMeans, Lsh, Routed, Selected, exact_attention, prescored_attention
-from prescore.attention import Options
-from prescore.attention import attend as run_call
 
 LSH = Lsh(block_size=4, sample_size=5, n_projections=3, alignment="rank")
 ROUTED = Routed(min_weight=1 / 8, cluster_size=2, chunk_size=4, sinks=2, exact_until=0)
@@ -195,18 +193,6 @@ def test_stats_are_fields_and_a_mapping(name):
     assert all(stats[name] == value for name, value in stats.details.items())
     with pytest.raises(KeyError, match="nothing"):
         stats["nothing"]
-
-
-@each_config
-@causal_or_not
-def test_counting_reads_changes_no_result(name, is_causal):
-    options = {"is_causal": is_causal, "generator": 0}
-    result = run_call(*TENSORS, CONFIGS[name], Options(**options))
-    output = prescored_attention(*TENSORS, CONFIGS[name], **options)
-    assert_within(result.output, output, 1e-12)
-    stats = stats_of(CONFIGS[name], TENSORS, **options)
-    assert result.count_reads().keys == stats.keys_per_query
-    assert {name: stats[name] for name in result.stats} == dict(result.stats)
 
 
 def test_aux_reports_the_selection_and_stats():

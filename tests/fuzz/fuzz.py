@@ -20,6 +20,7 @@ from fuzz_terms import PassedOver, refused
 from prescore import Exact, KeyNorm, Selected
 
 SHRINKS_AT_MOST = 150
+FAILURES_AT_MOST = 10
 ORACLES_OF_A_CASE = 3
 BAD_INPUTS = 0.08
 """Share of calls with one thing wrong."""
@@ -137,7 +138,6 @@ def main():
     parser.add_argument("--calls", type=int, default=500)
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--seed", type=int, default=None, help="default: a new one")
-    parser.add_argument("--most-failures", type=int, default=10)
     options = parser.parse_args()
     seed = random.SystemRandom().randrange(2**31) if options.seed is None else options.seed
     print(f"fuzzing {options.calls} calls with seed {seed}", flush=True)
@@ -147,7 +147,7 @@ def main():
         if found is not None:
             failures.append(found)
             print(f"\ncase {number}: {shrink(found)}", flush=True)
-            if len(failures) >= options.most_failures:
+            if len(failures) == FAILURES_AT_MOST:
                 break
         done = number + 1 - options.first
         if done % 500 == 0:

@@ -93,20 +93,22 @@ def definition(case):
 
 def causality(case):
     """What comes after a position changes nothing up to it."""
-    # where queries are sorted, which weights are dropped depends on how, and so on later queries
     need(case.is_causal and case.n_keys > 1 and not case.given and not case.dropout_p)
-    case = replace(case, dtype=torch.float64)
-    draw = random.Random(f"{case.seed} cut")
-    cut, tensors = draw.randrange(case.n_keys - 1), case.tensors()
-    other = replace(case, seed=case.seed + 1, keys="gaussian").tensors()
+    cut = random.Random(f"{case.seed} cut").randrange(case.n_keys - 1)
+    assert_within(*_with_another_future(replace(case, dtype=torch.float64), cut), CLOSE, f"queries up to {cut}")
+
+
+def _with_another_future(case, cut):
+    """The output of queries up to a position, with other keys and values after it, and as it is."""
+    tensors, other = case.tensors(), replace(case, seed=case.seed + 1, keys="gaussian").tensors()
     n_early = max(0, cut + 1 - (case.n_keys - case.n_query))
-    changed = [t.clone() for t in tensors]
-    if not aligned_by_rank(case.config):
-        changed[0][:, :, n_early:] = 3 * other[0][:, :, n_early:]
-    for old, new in zip(changed[1:], other[1:], strict=True):
-        old[:, :, cut + 1 :] = 5 * new[:, :, cut + 1 :]
-    before, after = case.run(tensors)[:, :, :n_early], case.run(changed)[:, :, :n_early]
-    assert_within(after, before, CLOSE, f"queries up to position {cut}")
+    # where queries are sorted, which weights are dropped depends on how, and so on later queries
+    first = n_early if not aligned_by_rank(case.config) else case.n_query
+    changed = [
+        torch.cat((old[:, :, :begin], 30 * new[:, :, begin:]), 2)
+        for old, new, begin in zip(tensors, other, (first, cut + 1, cut + 1), strict=True)
+    ]
+    return case.run(changed)[:, :, :n_early], case.run(tensors)[:, :, :n_early]
 
 
 def batch_and_padding(case, flipped=FLIPPED):
@@ -213,9 +215,8 @@ def decode_step(case):
     step = LayerCache().step(last, CachedKeys(key, value, mask, case.n_keys), Request(config, seed=case.seed))
     assert routed or step.path == OVER_SELECTION
     need(step.result is not None)
-    expected = prescore.prescored_attention(
-        last, key, value, config, is_causal=routed, key_padding_mask=mask, generator=case.seed
-    )
+    options = {"is_causal": routed, "key_padding_mask": mask, "generator": case.seed}
+    expected = prescore.prescored_attention(last, key, value, config, **options)
     assert_within(step.result.output, expected, CLOSE, "a decode step")
 
 
@@ -307,14 +308,12 @@ def _fitting(case):
     """A case like this one that native code can run, long enough for far clusters."""
     need(isinstance(case.config, Routed) and case.dtype != torch.float64 and not case.dropout_p)
     sixteens = 1 + case.seed % 2
-    config = case.config.replace(
-        cluster_size=NATIVE_WIDTH * sixteens, chunk_size=NATIVE_WIDTH * (2 + case.seed % 3)
-    )
+    sizes = {"cluster_size": NATIVE_WIDTH * sixteens, "chunk_size": NATIVE_WIDTH * (2 + case.seed % 3)}
     longer = 80 + NATIVE_WIDTH * sixteens
     n_query = case.n_query + (longer if case.n_query == case.n_keys or not case.is_causal else 0)
     return replace(
         case,
-        config=config,
+        config=case.config.replace(**sizes),
         n_keys=case.n_keys + longer,
         n_query=n_query,
         dim=NATIVE_WIDTH * (1 + case.dim % 3),
@@ -353,14 +352,10 @@ def native_causality(case):
     need(case.is_causal)
     case = replace(_fitting(case), dtype=torch.float32, mask="none")
     case = replace(case, n_query=case.n_keys)
-    cut, tensors = case.n_keys // 2 + case.seed % (case.n_keys // 2), case.tensors()
-    other = replace(case, seed=case.seed + 1, keys="gaussian").tensors()
-    changed = [
-        torch.cat((old[:, :, :cut], 30 * new[:, :, cut:]), 2) for old, new in zip(tensors, other, strict=True)
-    ]
-    before, after = (case.run(inputs)[:, :, :cut] for inputs in (tensors, changed))
+    cut = case.n_keys // 2 + case.seed % (case.n_keys // 2) - 1
+    after, before = _with_another_future(case, cut)
     apart = ~((after - before).abs().amax(-1) <= 1e-4 * max(1.0, float(before.abs().max())))
-    _few(apart, f"change with what comes after position {cut - 1}", max(FLIPPED, 1 / apart.numel()))
+    _few(apart, f"change with what comes after position {cut}", max(FLIPPED, 1 / apart.numel()))
 
 
 def _few(apart, what, share):

@@ -140,11 +140,3 @@ def test_statistics_belong_to_the_score_of_their_class():
     assert Shortest().stats(shard) is None
     with pytest.raises(NotImplementedError, match="Shortest has no statistics"):
         Scorer.score_from(Shortest(), [], shard)
-
-
-def test_clusters_are_fitted_on_all_keys_unless_a_size_is_given():
-    key = torch.randn(1, 1, 3000, 4, generator=torch.Generator().manual_seed(0))
-    on_all, sampled = prescore.score(key, KMeans()), prescore.score(key, KMeans(fit_size=500))
-    for size in (3000, 10**6):
-        assert torch.equal(prescore.score(key, KMeans(fit_size=size)), on_all)
-    assert not torch.equal(sampled, on_all)
