@@ -48,14 +48,10 @@ class SuiteResult(NamedTuple):
 
 
 def run_suite(checkout, models, *, config=None, on_unsupported="raise", options=()):
-    """Run the test files of some models with sdpa and with ours.
+    """Run the test files of some models, folders of `tests/models` of a checkout, with sdpa and with ours.
 
-    Args:
-        checkout: A checkout of transformers; its `tests/models` is read.
-        models: Folders below it, such as `llama`.
-        config: How to attend, as JSON of a configuration; None = the default.
-        on_unsupported: What cannot be honoured raises, or runs exactly (`exact`).
-        options: More arguments of pytest, such as `-k generate`.
+    `config` is JSON of a configuration, None = the default. What is unsupported raises, or runs exactly (`exact`).
+    `options` are more arguments of pytest, such as `-k generate`.
     """
     folders = [checkout / "tests" / "models" / model for model in models]
     for folder in folders:
