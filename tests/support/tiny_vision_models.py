@@ -1,25 +1,17 @@
 """Tiny random vision transformers of both libraries, and the map from timm's weights to Hugging Face's."""
 
-import re
-
 import torch
 
 from prescore.integrations.torchvision import import_timm, mend_torchvision
 
-SHAPE = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 3, "intermediate_size": 96}
-SHAPE |= {"image_size": 64, "patch_size": 8}
-RENAMED = {
-    r"^cls_token": "vit.embeddings.cls_token",
-    r"^pos_embed": "vit.embeddings.position_embeddings",
-    r"^patch_embed\.proj": "vit.embeddings.patch_embeddings.projection",
-    r"^norm": "vit.layernorm",
-    r"^head": "classifier",
-    r"^blocks": "vit.layers",
-    r"norm1": "layernorm_before",
-    r"norm2": "layernorm_after",
-    r"attn\.proj": "attention.o_proj",
+SHAPE = {
+    "hidden_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 3,
+    "intermediate_size": 96,
+    "image_size": 64,
+    "patch_size": 8,
 }
-"""Names of weights, timm's to Hugging Face's."""
 
 
 def pixels(batch=2, size=64, seed=0):
@@ -51,20 +43,51 @@ def tiny_huggingface(kind="ViTForImageClassification", config="ViTConfig", **opt
 
 def huggingface_from_timm(weights, n_heads, size, patch):
     """A `ViTForImageClassification` with the weights of a timm ViT."""
-    sizes = {"hidden_size": weights["pos_embed"].shape[-1], "num_labels": weights["head.weight"].shape[0]}
-    sizes["num_hidden_layers"] = 1 + max(int(number) for number in re.findall(r"blocks\.(\d+)", " ".join(weights)))
-    sizes["intermediate_size"] = weights["blocks.0.mlp.fc1.weight"].shape[0]
-    sizes |= {"num_attention_heads": n_heads, "image_size": size, "patch_size": patch}
+    mend_torchvision()
+    from transformers import ViTConfig, ViTForImageClassification
+
+    dim = weights["pos_embed"].shape[-1]
+    depth = 1 + max(int(name.split(".")[1]) for name in weights if name.startswith("blocks."))
+    model = ViTForImageClassification(
+        ViTConfig(
+            hidden_size=dim,
+            num_hidden_layers=depth,
+            num_attention_heads=n_heads,
+            intermediate_size=weights["blocks.0.mlp.fc1.weight"].shape[0],
+            image_size=size,
+            patch_size=patch,
+            num_labels=weights["head.weight"].shape[0],
+            layer_norm_eps=1e-6,
+        )
+    )
+    plain = {
+        "cls_token": "vit.embeddings.cls_token",
+        "pos_embed": "vit.embeddings.position_embeddings",
+        "patch_embed.proj": "vit.embeddings.patch_embeddings.projection",
+        "norm": "vit.layernorm",
+        "head": "classifier",
+    }
+    inner = {
+        "norm1": "layernorm_before",
+        "norm2": "layernorm_after",
+        "attn.proj": "attention.o_proj",
+        "mlp.fc1": "mlp.fc1",
+        "mlp.fc2": "mlp.fc2",
+    }
     mapped = {}
-    for timm_name, weight in weights.items():
-        name = timm_name
-        for old, new in RENAMED.items():
-            name = re.sub(old, new, name)
-        if "attn.qkv" in name:
-            for part, third in zip("qkv", weight.chunk(3), strict=True):
-                mapped[name.replace("attn.qkv", f"attention.{part}_proj")] = third
+    for name, weight in weights.items():
+        stem, _, last = name.rpartition(".")
+        if name in plain:
+            mapped[plain[name]] = weight
+        elif stem in plain:
+            mapped[f"{plain[stem]}.{last}"] = weight
         else:
-            mapped[name] = weight
-    model = tiny_huggingface(layer_norm_eps=1e-6, **sizes)
+            _, number, rest = stem.split(".", 2)
+            block = f"vit.layers.{number}"
+            if rest == "attn.qkv":
+                for part, piece in zip(("q_proj", "k_proj", "v_proj"), weight.chunk(3), strict=True):
+                    mapped[f"{block}.attention.{part}.{last}"] = piece
+            else:
+                mapped[f"{block}.{inner[rest]}.{last}"] = weight
     model.load_state_dict(mapped)
-    return model
+    return model.eval()
