@@ -76,20 +76,16 @@ SELECTIONS = [
     (Selection(CHOSEN.indices + 9, CHOSEN.valid), ValueError, r"indices in 0\.\.8, got 9"),
     (Selection(CHOSEN.indices - 1, CHOSEN.valid), ValueError, r"indices in 0\.\.8, got -1"),
 ]
+UNSELECTED = (Routed(), Hyper(), Exact())
+NOT_SELECTED = (ValueError, "selection must come with a Selected configuration, got (Routed|Hyper|Exact)")
+NOT_HYPER = (TypeError, "config must be a prescore.Hyper object, got (Routed|Selected|Exact)")
 CALLS = [
     *((function, *row) for row in TENSORS for function in FUNCTIONS),
     *((function, *row) for row in RANDOM for function in FUNCTIONS[1:]),
     *((prescore.prescored_attention, {"selection": chosen}, *rest) for chosen, *rest in SELECTIONS),
+    *((prescore.prescored_attention, {"config": c, "selection": CHOSEN}, *NOT_SELECTED) for c in UNSELECTED),
+    *((prescore.hyper_attention, {"config": c}, *NOT_HYPER) for c in (Routed(), Selected(), Exact())),
 ]
-for config in (Routed(), Selected(), Hyper(), Exact()):
-    kind = type(config).__name__
-    if kind != "Selected":
-        message = f"selection must come with a Selected configuration, got {kind}"
-        changes = {"config": config, "selection": CHOSEN}
-        CALLS.append((prescore.prescored_attention, changes, ValueError, message))
-    if kind != "Hyper":
-        message = f"config must be a prescore.Hyper object, got {kind}"
-        CALLS.append((prescore.hyper_attention, {"config": config}, TypeError, message))
 BOTH = {"remainder": "none", "coupling": Coupling("zero", blocks="all"), "inner": Lsh()}
 FIELDS = [
     (Selected, {"scorer": ["kmeans"]}, TypeError, r"scorer must be a name or .* got list \['kmeans'\]"),

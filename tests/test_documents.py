@@ -46,12 +46,12 @@ def wrong_names(code):
         return []
     wrong = []
     for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            ours = [alias.name for alias in node.names if alias.name.split(".")[0] == "prescore"]
-            wrong += [name for name in ours if not exists(name)]
-        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "prescore":
-            names = [alias.name for alias in node.names]
-            wrong += [f"{node.module}.{name}" for name in names if not exists(node.module, name)]
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            module = getattr(node, "module", None)
+            names = [(module, alias.name) if module else (alias.name,) for alias in node.names]
+            wrong += [
+                ".".join(name) for name in names if name[0].split(".")[0] == "prescore" and not exists(*name)
+            ]
         elif isinstance(node, ast.Attribute) and ast.unparse(node.value) == "prescore":
             wrong += [] if exists("prescore", node.attr) else [f"prescore.{node.attr}"]
         elif isinstance(node, ast.Call):

@@ -33,7 +33,6 @@ class Failure:
     oracle: str
     case: Case
     error: str
-    number: int = -1
 
     def __str__(self):
         return (
@@ -56,13 +55,13 @@ def check(oracle, case):
     return True
 
 
-def refute(oracle, case, number=-1):
+def refute(oracle, case):
     """The failure of a case under an oracle; None when it holds."""
     try:
         check(oracle, case)
     except Exception as error:
         message = (str(error).splitlines() or [""])[0]
-        return Failure(oracle, case, f"{type(error).__name__}: {message}", number)
+        return Failure(oracle, case, f"{type(error).__name__}: {message}")
     return None
 
 
@@ -78,7 +77,7 @@ def run_case(seed, number, checked=None):
         try:
             applied = check(oracle, case)
         except Exception:
-            return refute(oracle, case, number) or Failure(oracle, case, "fails at times only", number)
+            return refute(oracle, case) or Failure(oracle, case, "fails at times only")
         checked[oracle] += applied
         left -= applied
         if not left:
@@ -88,15 +87,13 @@ def run_case(seed, number, checked=None):
 
 def shrink(failure):
     """A smaller case that the same oracle refutes."""
-    left = SHRINKS_AT_MOST
-    smaller = True
-    while smaller and left:
-        smaller = False
+    left, found = SHRINKS_AT_MOST, failure
+    while found is not None:
+        failure, found = found, None
         for case in _simpler(failure.case):
             left -= 1
-            found = refute(failure.oracle, case, failure.number) if left > 0 else None
+            found = refute(failure.oracle, case) if left > 0 else None
             if found is not None:
-                failure, smaller = found, True
                 break
     return failure
 
@@ -143,8 +140,7 @@ def main():
     print(f"fuzzing {options.calls} calls with seed {seed}", flush=True)
     failures, checked, begin = [], Counter(), time.monotonic()
     for number in range(options.first, options.first + options.calls):
-        found = run_case(seed, number, checked)
-        if found is not None:
+        if (found := run_case(seed, number, checked)) is not None:
             failures.append(found)
             print(f"\ncase {number}: {shrink(found)}", flush=True)
             if len(failures) == FAILURES_AT_MOST:
