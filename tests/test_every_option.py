@@ -28,8 +28,11 @@ LEAVES = {"min_seq_len": [16, 24, 40], "leaf_inclusive": [False, True]}
 OF_ALL, COUNT = ("residual_weight", "blocks"), Coupling(overlap="count")
 VALUES = {
     Routed: {
-        **{"min_weight": [1 / 16, 1.0, 1 / 32], "cluster_size": [4, 2, 8], "chunk_size": [16, 8, 24]},
-        **{"sinks": [3, 0, 5], "exact_until": [0, 40, 70]},
+        "min_weight": [1 / 16, 1.0, 1 / 32],
+        "cluster_size": [4, 2, 8],
+        "chunk_size": [16, 8, 24],
+        "sinks": [3, 0, 5],
+        "exact_until": [0, 40, 70],
     },
     Selected: {
         "scorer": ["key-norm", "key-diff", "kmeans", KMeans(n_clusters=3)],

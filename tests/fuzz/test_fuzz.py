@@ -1,6 +1,7 @@
-"""500 random calls at every run, with a fresh seed, and deliberate breaks of all but tests/routed that are noticed.
+"""500 random calls at every run, with a fresh seed, and deliberate breaks of all but tests/routed.
 
-A break changes one line of code. When the code moves, `test_every_text_is_there` lists every row whose text is gone.
+A break changes one line of code, and an oracle or a check notices. When the code moves, `test_every_text_is_there`
+lists every row whose text is gone.
 """
 
 import random
