@@ -128,7 +128,8 @@ def batch_and_padding(case, flipped=FLIPPED):
             row_mask, (first, last) = None, place
             alone[1:] = [t[:, :, first:last] for t in alone[1:]]
             if case.is_causal or case.n_query == case.n_keys:  # queries of padded keys are padding too
-                queries = _queries(case, first, last)
+                past = case.n_keys - case.n_query
+                queries = slice(max(0, first - past), last - past)
                 alone[0] = alone[0][:, :, queries]
         options = {**case.options(), "key_padding_mask": row_mask, "return_aux": True}
         expected, aux = prescore.prescored_attention(*alone, case.config, **options)
@@ -167,13 +168,13 @@ def padding_content(case):
     result = case.run((query, *shown), mask)
     assert torch.equal(result, expected), "padding may hold anything"
     if case.is_causal and case.n_query == case.n_keys and not case.dropout_p:
-        other = torch.where(mask[:, None, :, None], query, -2 * query + 1)
         real = mask[:, None].expand(expected.shape[:3])
-        moved = case.run((other, key, value), mask)[real]
         budget = 1e-9 if case.dtype == torch.float64 else 1e-2
-        assert_within(moved.double(), expected[real].double(), budget, "real queries beside other padded ones")
-        spoilt = case.run((query.masked_fill(~mask[:, None, :, None], math.nan), key, value), mask)[real]
-        assert_within(spoilt.double(), expected[real].double(), budget, "real queries beside padded NaN")
+        for padded in (-2 * query + 1, torch.full_like(query, math.nan)):
+            beside = case.run((torch.where(mask[:, None, :, None], query, padded), key, value), mask)[real]
+            assert_within(
+                beside.double(), expected[real].double(), budget, "real queries beside other padded ones"
+            )
 
 
 def backends_agree(case):
@@ -444,9 +445,3 @@ def _span(case, row):
         return None
     at_the_end = last == case.n_keys or case.n_query == case.n_keys
     return (first, last) if not case.is_causal or at_the_end else None
-
-
-def _queries(case, first, last):
-    """The real queries of a causal sequence."""
-    past = case.n_keys - case.n_query
-    return slice(max(0, first - past), last - past)

@@ -77,12 +77,8 @@ def test_each_check_can_fail(function, attributes, check, message):
 
 
 def spoilt(value):
-    def score(keys):
-        scores = keys.norm(dim=-1)
-        scores[0, 1, 5] = value
-        return scores
-
-    return score
+    place = (torch.arange(80) == 45).view(1, 2, 40)  # of (0, 1, 5)
+    return lambda keys: keys.norm(dim=-1).masked_fill(place, value)
 
 
 def labelled(labels, n_clusters=3):
