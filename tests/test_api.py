@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from attention_checks import attend
+from attention_checks import CONFIGS, attend
 from oracles.budgets import assert_within, error_budget
 from oracles.inputs import attention_tensors
 from torch.autograd import forward_ad
@@ -13,20 +13,6 @@ import prescore
 from prescore import Coupling, Exact, Hyper, KMeans, Lsh, Routed, Selected, exact_attention, prescored_attention
 from prescore.errors import Unsupported
 
-LSH = Lsh(block_size=4, sample_size=5, n_projections=3, alignment="rank")
-ROUTED = Routed(min_weight=1 / 8, cluster_size=2, chunk_size=4, sinks=2, exact_until=0)
-CONFIGS = {
-    "paper": Selected.paper(top_k=9, min_seq_len=8, inner=LSH),
-    "hyper": Hyper(LSH, min_seq_len=8),
-    "hyper full": Hyper(LSH.replace(alignment="hash"), min_seq_len=0),
-    "early": Selected.early(top_k=9, min_seq_len=8, inner=LSH),
-    "selected": Selected(top_k=9, min_seq_len=8),
-    "default": Routed(),
-    "routed": ROUTED,
-    "exact": Exact(),
-    "centroids": Selected.paper("kmeans", 9, remainder="centroids", min_seq_len=0, inner=LSH),
-    "sampled": Selected(KMeans(noise=0.1), 9, selector="sample", min_seq_len=8),
-}
 TENSORS = attention_tensors(batch=2, heads=4, kv_heads=2, n_keys=45, seed=1)
 causal_or_not = pytest.mark.parametrize("is_causal", [False, True])
 each_config = pytest.mark.parametrize("name", CONFIGS)
@@ -130,7 +116,9 @@ def test_leading_padding_needs_no_second_run(monkeypatch):
     for end, expected in ((40, [73]), (38, [71, 2])):
         n_queries.clear()
         mask = torch.stack([(position >= 7) & (position < end), position >= 0])
-        prescored_attention(*tensors, ROUTED.replace(exact_until=25), is_causal=True, key_padding_mask=mask)
+        prescored_attention(
+            *tensors, CONFIGS["routed"].replace(exact_until=25), is_causal=True, key_padding_mask=mask
+        )
         assert n_queries == expected
 
 

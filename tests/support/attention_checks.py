@@ -10,11 +10,25 @@ from oracles.inputs import attention_tensors
 from oracles.naive import naive_weights
 
 import prescore
-from prescore import Exact, Hyper, KMeans, Lsh, Selected
+from prescore import Exact, Hyper, KMeans, Lsh, Routed, Selected
 from prescore.attention import Options
 from prescore.attention import attend as run_call
 from prescore.scoring import hashing
 
+LSH = Lsh(block_size=4, sample_size=5, n_projections=3, alignment="rank")
+CONFIGS = {
+    "paper": Selected.paper(top_k=9, min_seq_len=8, inner=LSH),
+    "hyper": Hyper(LSH, min_seq_len=8),
+    "hyper full": Hyper(LSH.replace(alignment="hash"), min_seq_len=0),
+    "early": Selected.early(top_k=9, min_seq_len=8, inner=LSH),
+    "selected": Selected(top_k=9, min_seq_len=8),
+    "default": Routed(),
+    "routed": Routed(min_weight=1 / 8, cluster_size=2, chunk_size=4, sinks=2, exact_until=0),
+    "exact": Exact(),
+    "centroids": Selected.paper("kmeans", 9, remainder="centroids", min_seq_len=0, inner=LSH),
+    "sampled": Selected(KMeans(noise=0.1), 9, selector="sample", min_seq_len=8),
+}
+"""Configurations of every kind, for calls of some 40 keys."""
 FLOAT64 = 1e-10
 """A few hundred float64 roundings of numbers of size 1 to 100: far above rounding, far below any wrong weight."""
 
