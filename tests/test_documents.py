@@ -1,16 +1,21 @@
-"""What the documents say can be followed: names, fields, commands, options, links and files exist."""
+"""What the documents say can be followed: names, commands, options, links and files exist; the site builds."""
 
 import ast
 import dataclasses
 import importlib
+import os
 import re
 import shlex
+import subprocess
+import sys
 from functools import cache
 from pathlib import Path
 
 import pytest
 
 import prescore
+from prescore.baselines import BASELINES
+from prescore.types import Stats
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "src" / "prescore"
@@ -46,12 +51,12 @@ def wrong_names(code):
         return []
     wrong = []
     for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            ours = [alias.name for alias in node.names if alias.name.split(".")[0] == "prescore"]
-            wrong += [name for name in ours if not exists(name)]
-        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "prescore":
-            names = [alias.name for alias in node.names]
-            wrong += [f"{node.module}.{name}" for name in names if not exists(node.module, name)]
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            module = getattr(node, "module", None)
+            names = [(module, alias.name) if module else (alias.name,) for alias in node.names]
+            wrong += [
+                ".".join(name) for name in names if name[0].split(".")[0] == "prescore" and not exists(*name)
+            ]
         elif isinstance(node, ast.Attribute) and ast.unparse(node.value) == "prescore":
             wrong += [] if exists("prescore", node.attr) else [f"prescore.{node.attr}"]
         elif isinstance(node, ast.Call):
@@ -89,11 +94,6 @@ def wrong_commands(text):
     return wrong
 
 
-def slug(heading):
-    """The name of a heading in a link."""
-    return re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
-
-
 def broken_links(name, text):
     """Relative links that lead nowhere, by file or by heading."""
     broken = []
@@ -103,7 +103,8 @@ def broken_links(name, text):
         file, _, heading = target.partition("#")
         path = (ROOT / name).parent / file if file else ROOT / name
         headings = re.findall(r"^#+ (.*)$", path.read_text(), re.MULTILINE) if heading and path.exists() else []
-        if not path.exists() or (heading and heading not in map(slug, headings)):
+        slugs = [re.sub(r"[^\w\- ]", "", line.strip().lower()).replace(" ", "-") for line in headings]
+        if not path.exists() or (heading and heading not in slugs):
             broken.append(target)
     return broken
 
@@ -138,10 +139,7 @@ def test_every_document_can_be_followed():
         ("```python\nimport prescore\nprescore.appply(model)\n```", ["prescore.appply"]),
         ("`import prescore.attention.exact`", ["prescore.attention.exact"]),
         ("`from prescore.integrations.transformers import PrescoredCache`", []),
-        (
-            "`prescore.Selected(method='kmeans', top_k=3)` or `Routed(rows=64)`",
-            ["Selected(method=)", "Routed(rows=)"],
-        ),
+        ("`prescore.Selected(method='k', top_k=3)` or `Routed(rows=6)`", ["Selected(method=)", "Routed(rows=)"]),
         ("`prescore speed --n 64 --inner exact  # --nothing`", ["--inner"]),
         ("see\n\n    prescore sped\n\nand `prescore\ninfo --jsn`", ["sped", "--jsn"]),
         ("`ops/native/gone.c`, `ops/cpu.py`, `native/build.py`", ["ops/native/gone.c"]),
@@ -153,5 +151,50 @@ def test_the_checks_notice(text, wrong):
     assert problems("DESIGN.md", text) == wrong
 
 
-def test_headings_are_named_as_in_links():
-    assert slug("What a query reads: `k`, q") == "what-a-query-reads-k-q"
+# The site builds without a network and without a warning.
+
+FETCHED = re.compile(
+    r"<(?:script|img|iframe)[^>]+src=[\"']?https?:|<link[^>]+rel=[\"']?(?:stylesheet|preconnect)[^>]+https?:"
+)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """The site as `make docs` builds it, with every way to a network closed. Broken links are warnings."""
+    for package in ("mkdocs", "mkdocstrings"):
+        pytest.importorskip(package, reason="the site needs the extra docs")
+    target = tmp_path_factory.mktemp("site")
+    closed = {"http_proxy": "http://127.0.0.1:9", "https_proxy": "http://127.0.0.1:9", "NO_MKDOCS_2_WARNING": "1"}
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(target)]
+    environment = {**os.environ, **closed}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "WARNING" not in done.stderr
+    return target
+
+
+def test_nothing_is_fetched_and_every_page_and_example_is_linked(site):
+    pages = {path: path.read_text(encoding="utf-8") for path in site.rglob("*.html")}
+    assert [path.name for path, text in pages.items() if FETCHED.search(text)] == []
+    links = set(re.findall(r"href=[\"']?([^\"' >]+)", pages[site / "index.html"])) | {"index.html"}
+    names = {
+        path.relative_to(ROOT / "docs").with_suffix(".html").as_posix() for path in (ROOT / "docs").rglob("*.md")
+    }
+    assert len(names) > 10
+    assert names - links == set()
+    for path in (ROOT / "examples").glob("0*"):
+        assert (site / "examples" / path.name).read_bytes() == path.read_bytes()
+        assert f"examples/{path.name}" in links
+
+
+def test_the_reference_has_every_public_name(site):
+    text = (site / "reference.html").read_text(encoding="utf-8")
+    places = {place.split(".")[-1] for place in re.findall(r"id=[\"']?([\w.]+)", text)}
+    assert set(prescore.__all__) - places - {"__version__", "Config"} == set()
+
+
+def test_every_number_of_a_call_and_every_method_is_explained():
+    text = "".join(path.read_text() for path in (ROOT / "docs").rglob("*.md"))
+    named = (*Stats.__dataclass_fields__, *prescore.list_scorers(), *BASELINES)
+    assert [name for name in named if f"`{name}`" not in text] == []
+    assert [name for name in Stats.__dataclass_fields__ if f"        {name}: " not in Stats.__doc__] == []

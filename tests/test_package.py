@@ -20,7 +20,6 @@ from prescore.ops.native.build import ABI, levels_of_machine, library_name
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-PARTS = ("src", "pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE")
 MADE_HERE = {"site", "runs", "report", "build", "dist"}
 LIBRARIES = {f"prescore/ops/native/{library_name(level)}" for level in levels_of_machine()}
 USE = """
@@ -33,13 +32,8 @@ print(prescore.__file__, prescore.prescored_attention(*tensors, config, is_causa
 print(prescore.__version__, library.describe_native(), sep="\\n")
 """
 REAL_COMPILER = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
-QUICK_COMPILER = f"""#!/bin/sh
-exec {REAL_COMPILER} "$@" -O0
-"""
-FAKE_COMPILER = """#!/bin/sh
-while [ "$1" != -o ]; do shift; done
-echo "not a library" > "$2"
-"""
+QUICK_COMPILER = f'#!/bin/sh\nexec {REAL_COMPILER} "$@" -O0\n'
+FAKE_COMPILER = '#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done\necho "not a library" > "$2"\n'
 
 
 def run(*command, **options):
@@ -50,19 +44,14 @@ def run(*command, **options):
 
 def not_shipped(folder, names):
     """What tools leave behind, and at the top what commands make."""
-    left = {name for name in names if name.startswith(".") or name == "__pycache__"}
-    left |= {name for name in names if name.endswith((".egg-info", ".so"))}
+    left = {name for name in names if re.fullmatch(r"\..*|__pycache__|.*\.(egg-info|so)", name)}
     return left | (MADE_HERE & set(names) if Path(folder) == ROOT else set())
 
 
 @pytest.fixture
 def sources(tmp_path):
-    """The files that a wheel is built from, so that nothing is written into this tree."""
-    for name in PARTS:
-        part, copied = ROOT / name, tmp_path / "clone" / name
-        copied.parent.mkdir(exist_ok=True)
-        shutil.copytree(part, copied, ignore=not_shipped) if part.is_dir() else shutil.copy(part, copied)
-    return tmp_path / "clone"
+    """A copy of the sources, because building writes into the tree."""
+    return shutil.copytree(ROOT, tmp_path / "tree", ignore=not_shipped)
 
 
 def build(hook, sources, out, compiler=None):
@@ -122,18 +111,19 @@ def test_versions_agree_and_the_front_page_needs_no_file():
 
 @pytest.mark.slow
 @pytest.mark.skipif(REAL_COMPILER is None, reason="there is no C compiler here")
-def test_the_source_distribution_is_complete_and_its_wheel_works(tmp_path):
-    # a copy, because building writes into the tree
-    tree = shutil.copytree(ROOT, tmp_path / "tree", ignore=not_shipped)
-    (tree / "src/prescore/ops/native" / library_name("baseline")).write_text("of this machine")
-    archive = build("build_sdist", tree, tmp_path / "sdist")
+def test_the_source_distribution_is_complete_and_its_wheel_works(sources, tmp_path):
+    (sources / "src/prescore/ops/native" / library_name("baseline")).write_text("of this machine")
+    archive = build("build_sdist", sources, tmp_path / "sdist")
     shipped = names_in(archive)
     assert not any(name.endswith(".so") for name in shipped)
-    documents = ("README.md", "LICENSE", "CITATION.cff", "CHANGELOG.md")
-    expected = {*documents, "Makefile", "constraints.txt", "mkdocs.yml"}
+    expected = {"README.md", "LICENSE", "CITATION.cff", "CHANGELOG.md"} | {
+        "Makefile",
+        "constraints.txt",
+        "mkdocs.yml",
+    }
     for name in ("src/prescore", "tests", "docs", "examples", "experiments", "tools"):
-        files = [path for path in (tree / name).rglob("*") if path.is_file() and path.suffix != ".so"]
-        expected |= {path.relative_to(tree).as_posix() for path in files}
+        files = [path for path in (sources / name).rglob("*") if path.is_file() and path.suffix != ".so"]
+        expected |= {path.relative_to(sources).as_posix() for path in files}
     assert expected - shipped == set()
     with tarfile.open(archive) as file:
         file.extractall(tmp_path, filter="data")

@@ -1,11 +1,16 @@
-"""What the sources keep: import arrows, a lean import, and a dtype and device for every tensor that they make."""
+"""What the sources keep: import arrows, a lean import, a dtype and device for every tensor, and SECURITY.md."""
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
+from oracles.tiny_language_model import save_tiny_language_model, tiny_language_model
+
+from prescore.bench.offline import load_model
 
 SOURCE = Path(__file__).parent.parent / "src"
 MODULES = {
@@ -15,56 +20,76 @@ MODULES = {
 BACKENDS = ("ops.cpu", "ops.cuda", "ops.plain", "routed.native", "routed.plain", "routed.triton")
 MODELS = ("transformers", "timm", "matplotlib", "sklearn")
 HEAVY = {*MODELS, "torchvision", "typer", "rich", "PIL", "safetensors", "gguf"}
-FACTORIES = {
-    *("empty", "zeros", "ones", "full", "arange", "tensor", "eye", "linspace", "logspace"),
-    *("rand", "randn", "randint", "randperm"),
-}
+CODE_RUNNERS = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib", "yaml", "runpy"}
+"""Modules that make code or objects out of bytes."""
+CALL_THAT_RUNS_CODE = re.compile(r"eval|exec|compile|os\.(system|popen)|torch\.(load|save)|(numpy|np)\.load")
+LOADER = re.compile(r"(ctypes\.)?CDLL|ctypes\.cdll\.LoadLibrary|torch\.(ops|classes)\.load_library")
+FACTORY = re.compile(r"torch\.(empty|zeros|ones|full|arange|tensor|eye|(lin|log)space|rand(n|int|perm)?)")
 
 
-def imports(tree, *, at_import_time=False):
-    """Modules that are imported, also inside functions unless told otherwise; none under `if TYPE_CHECKING`."""
+def imports(tree):
+    """Modules that are imported, also inside functions; none under `if TYPE_CHECKING`."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             yield node.module
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
-        elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
-            continue
-        elif not (at_import_time and isinstance(node, ast.FunctionDef | ast.Lambda)):
-            yield from imports(node, at_import_time=at_import_time)
+        elif not (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)):
+            yield from imports(node)
 
 
 def below(module, *folders):
     return any(f"{module}.".startswith(f"prescore.{folder}.") for folder in folders)
 
 
-def forbidden(module, text):
-    """Imports of a module that break an arrow, and tensors that it makes with torch's default dtype or device."""
-    tree = ast.parse(text)
+def forbidden_imports(module, tree):
+    """Imports of a module that break an arrow, or make code of data."""
     backend = next((backend for backend in BACKENDS if below(module, backend)), None)
     for name in imports(tree):
         if below(name, "bench") and not below(module, "bench") and module != "prescore.__main__":
-            yield f"{module} imports {name}: nothing but bench imports bench"
+            yield f"imports {name}: nothing but bench imports bench"
         engines = [engine for engine in ("selected", "routed") if below(module, engine) or below(name, engine)]
         if len(engines) == 2 and below(module, *engines):
-            yield f"{module} imports {name}: the engines do not import each other"
+            yield f"imports {name}: the engines do not import each other"
         if backend and below(name, *BACKENDS) and not below(name, backend):
-            yield f"{module} imports {name}: backends do not import each other"
-    if not below(module, "bench", "integrations"):
-        for name in imports(tree, at_import_time=True):
-            if name.split(".")[0] in HEAVY:
-                yield f"{module} imports {name} at import time"
+            yield f"imports {name}: backends do not import each other"
+        if name.split(".")[0] in CODE_RUNNERS:
+            yield f"imports {name}, which runs code"
+
+
+def forbidden(module, text):
+    """What a module does that it must not do."""
+    tree = ast.parse(text)
+    yield from forbidden_imports(module, tree)
+    yield from (f"mentions {word}" for word in ("find_library", "LD_LIBRARY_PATH") if word in text)
+    names_own_folder = "__file__" in text or "importlib.resources" in text
     for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and not below(module, "bench"):
-            owner, _, name = ast.unparse(node.func).rpartition(".")
-            given = {keyword.arg for keyword in node.keywords}
-            if owner == "torch" and name in FACTORIES and not (None in given or {"dtype", "device"} <= given):
-                yield f"{module}:{node.lineno} calls torch.{name} without dtype or device"
+        if isinstance(node, ast.FunctionDef):
+            arguments, defaults = node.args.posonlyargs + node.args.args, node.args.defaults
+            pairs = list(zip(arguments[len(arguments) - len(defaults) :], defaults, strict=True))
+            pairs += zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True)
+            remote = [default for argument, default in pairs if argument.arg == "trust_remote_code"]
+            yield from (f"{node.name} trusts remote code" for d in remote if not d or ast.unparse(d) != "False")
+        if not isinstance(node, ast.Call):
+            continue
+        function, given = ast.unparse(node.func), {keyword.arg for keyword in node.keywords}
+        if CALL_THAT_RUNS_CODE.fullmatch(function) or "shell" in given:
+            yield f"calls {function}, which runs code"
+        # CDLL(None) is the C library that Python itself runs on
+        is_loader = LOADER.fullmatch(function) and [ast.unparse(given) for given in node.args] != ["None"]
+        if is_loader and not names_own_folder:
+            yield f"calls {function} without naming its own folder"
+        makes_tensor = FACTORY.fullmatch(function) and not below(module, "bench")
+        if makes_tensor and not (None in given or {"dtype", "device"} <= given):
+            yield f"line {node.lineno} calls {function} without dtype or device"
+
+
+CORE = [name for name in MODULES if not below(name, "bench", "integrations", "__main__")]
 
 
 def test_no_module_does_what_is_forbidden():
-    assert sorted({line for module, text in MODULES.items() for line in forbidden(module, text)}) == []
+    assert {name: found for name, text in MODULES.items() if (found := set(forbidden(name, text)))} == {}
 
 
 @pytest.mark.parametrize(
@@ -76,10 +101,18 @@ def test_no_module_does_what_is_forbidden():
         ("routed.layout", "from prescore.selected.plan import make_plan"),
         ("ops.cpu", "from prescore.ops import plain"),
         ("routed.native", "from prescore.routed.plain import attend"),
-        ("scoring.select", "import transformers.models"),
         ("call", "torch.zeros(2)"),
         ("call", "torch.arange(3, device=d)"),
         ("call", "torch.rand(2, dtype=t)"),
+        ("bench.a", "import pickle"),
+        ("bench.a", "from pickle import loads"),
+        ("bench.a", "x = eval('1')"),
+        ("bench.a", "torch.load(path, weights_only=True)"),
+        ("bench.a", "subprocess.run('ls', shell=True)"),
+        ("ops.a", "ctypes.CDLL('libprescore.so')"),
+        ("ops.a", "torch.ops.load_library(L)"),
+        ("ops.a", "ctypes.util.find_library('m')"),
+        ("bench.a", "def load(path, *, trust_remote_code=True): pass"),
     ],
 )
 def test_what_is_forbidden_is_found(module, text):
@@ -91,9 +124,10 @@ def test_what_is_forbidden_is_found(module, text):
     [
         ("bench.tables", "import matplotlib\nfrom prescore.bench import plots"),
         ("engines", "from prescore.selected import attention\nfrom prescore.routed import layout"),
-        ("registry", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import transformers"),
-        ("parallel.comm", "def f():\n    import transformers"),
+        ("registry", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import prescore.bench"),
         ("call", "torch.zeros(2, dtype=t, device=d)\nx.new_zeros(2)\ntorch.zeros_like(x)\nnp.zeros(3)"),
+        ("bench.a", "import json\nmodel.eval()\nre.compile('x')\nctypes.CDLL(None)"),
+        ("ops.a", "ctypes.CDLL(Path(__file__).parent / 'x')\ndef load(path, trust_remote_code=False): pass"),
     ],
 )
 def test_what_is_allowed_is_not_found(module, text):
@@ -103,11 +137,47 @@ def test_what_is_allowed_is_not_found(module, text):
 @pytest.mark.parametrize(
     ("code", "libraries"),
     [
-        ("import prescore; prescore.Selected, prescore.prescored_attention", (*MODELS, "typer", "rich")),
-        ("import prescore.bench.cli.main as m; m.main(['--help'])", (*MODELS, "torch")),
+        (f"import {', '.join(CORE)}; prescore.prescored_attention", HEAVY),
+        ("import prescore.bench.cli.main as m; m.main(['--help'])", {*MODELS, "torch"}),
     ],
+    ids=["core", "help"],
 )
 def test_importing_or_asking_for_help_loads_no_heavy_library(code, libraries):
     check = f"{code}\nimport sys\nsys.exit(' '.join(n for n in {libraries!r} if n in sys.modules) or 0)"
     done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+class _Bomb:
+    """An object whose unpickling makes a file."""
+
+    def __init__(self, mark):
+        self.mark = mark
+
+    def __reduce__(self):
+        return Path.touch, (self.mark,)
+
+
+def test_pickled_weights_are_not_read(tmp_path):
+    save_tiny_language_model(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    mark = tmp_path / "it-ran"
+    # a harmful file, and a harmless one, which is refused too
+    for weights in ({"model.embed_tokens.weight": _Bomb(mark)}, tiny_language_model()[0].state_dict()):
+        torch.save(weights, tmp_path / "pytorch_model.bin")
+        with pytest.raises(OSError, match=r"model must be 'smollm2', a directory of transformers.*safetensors"):
+            load_model(str(tmp_path))
+    assert not mark.exists()
+
+
+def test_a_cache_file_that_lies_is_refused(tmp_path):
+    from safetensors.torch import save_file
+
+    from prescore.integrations.transformers.cache import PrescoredCache
+
+    layer = '{"kind": "prescored", "n_seen": 1, "request": {"config": {"type": "os.system"}}}'
+    unknown = f'{{"format": "prescore-cache-2", "evict": false, "refresh_every": null, "layers": [{layer}]}}'
+    for metadata in ({}, *({"prescore": text} for text in (unknown, '{"format": "prescore-cache-1"}', "[]"))):
+        save_file({"0.key": torch.zeros(1)}, tmp_path / "cache.safetensors", metadata=metadata)
+        with pytest.raises(ValueError, match="must"):
+            PrescoredCache.load(tmp_path / "cache.safetensors")

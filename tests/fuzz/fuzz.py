@@ -15,11 +15,13 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 import torch
 from fuzz_cases import Case, random_case
 from fuzz_oracles import ORACLES, basics
-from fuzz_terms import PassedOver, refused
+from fuzz_terms import PassedOver
 
 from prescore import Exact, KeyNorm, Selected
+from prescore.errors import Unsupported
 
 SHRINKS_AT_MOST = 150
+FAILURES_AT_MOST = 10
 ORACLES_OF_A_CASE = 3
 BAD_INPUTS = 0.08
 """Share of calls with one thing wrong."""
@@ -32,7 +34,6 @@ class Failure:
     oracle: str
     case: Case
     error: str
-    number: int = -1
 
     def __str__(self):
         return (
@@ -48,20 +49,20 @@ def check(oracle, case):
         basics(case) if oracle == "basics" else ORACLES[oracle](case)
     except PassedOver:
         return False
-    except Exception as error:
-        if refused(case, error):
+    except Unsupported:
+        if case.backend != "auto":  # a named backend refuses what it cannot run
             return False
         raise
     return True
 
 
-def refute(oracle, case, number=-1):
+def refute(oracle, case):
     """The failure of a case under an oracle; None when it holds."""
     try:
         check(oracle, case)
     except Exception as error:
         message = (str(error).splitlines() or [""])[0]
-        return Failure(oracle, case, f"{type(error).__name__}: {message}", number)
+        return Failure(oracle, case, f"{type(error).__name__}: {message}")
     return None
 
 
@@ -77,7 +78,7 @@ def run_case(seed, number, checked=None):
         try:
             applied = check(oracle, case)
         except Exception:
-            return refute(oracle, case, number) or Failure(oracle, case, "fails at times only", number)
+            return refute(oracle, case) or Failure(oracle, case, "fails at times only")
         checked[oracle] += applied
         left -= applied
         if not left:
@@ -87,15 +88,13 @@ def run_case(seed, number, checked=None):
 
 def shrink(failure):
     """A smaller case that the same oracle refutes."""
-    left = SHRINKS_AT_MOST
-    smaller = True
-    while smaller and left:
-        smaller = False
+    left, found = SHRINKS_AT_MOST, failure
+    while found is not None:
+        failure, found = found, None
         for case in _simpler(failure.case):
             left -= 1
-            found = refute(failure.oracle, case, failure.number) if left > 0 else None
+            found = refute(failure.oracle, case) if left > 0 else None
             if found is not None:
-                failure, smaller = found, True
                 break
     return failure
 
@@ -137,17 +136,15 @@ def main():
     parser.add_argument("--calls", type=int, default=500)
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--seed", type=int, default=None, help="default: a new one")
-    parser.add_argument("--most-failures", type=int, default=10)
     options = parser.parse_args()
     seed = random.SystemRandom().randrange(2**31) if options.seed is None else options.seed
     print(f"fuzzing {options.calls} calls with seed {seed}", flush=True)
     failures, checked, begin = [], Counter(), time.monotonic()
     for number in range(options.first, options.first + options.calls):
-        found = run_case(seed, number, checked)
-        if found is not None:
+        if (found := run_case(seed, number, checked)) is not None:
             failures.append(found)
             print(f"\ncase {number}: {shrink(found)}", flush=True)
-            if len(failures) >= options.most_failures:
+            if len(failures) == FAILURES_AT_MOST:
                 break
         done = number + 1 - options.first
         if done % 500 == 0:

@@ -1,7 +1,6 @@
 """What oracles share: when they pass a case over, how close is close, and what a configuration reads."""
 
 from prescore import Exact, GaussianKMeans, Hyper, Routed, Selected
-from prescore.errors import Unsupported
 
 CLOSE = 1e-9
 """Of float64 results that differ by the order of sums."""
@@ -45,8 +44,3 @@ def features_tie(case):
     scorers = [getattr(case.config, name, None) for name in ("scorer", "remainder")]
     kernel = [scorer for scorer in scorers if isinstance(scorer, GaussianKMeans)]
     return bool(kernel) and (case.keys != "gaussian" or (case.dim == 1 and any(s.normalize for s in kernel)))
-
-
-def refused(case, error):
-    """Whether an error is the refusal of a named backend."""
-    return isinstance(error, Unsupported) and case.backend != "auto"

@@ -1,18 +1,118 @@
-"""500 random calls at every run, with a fresh seed; any number by `make fuzz CALLS=20000`."""
+"""500 random calls at every run, with a fresh seed, and deliberate breaks of all but tests/routed.
+
+A break changes one line of code, and an oracle or a check notices. When the code moves, `test_every_text_is_there`
+lists every row whose text is gone.
+"""
 
 import random
 
 import pytest
 import torch
+from attention_checks import check_centroids_of_equal_keys as check_equal_keys
+from attention_checks import check_gray_neighbours, check_merge_of_split, check_unbiased
+from breaks import Break, stale
 from fuzz_cases import Case, random_case
 from fuzz_oracles import ORACLES
 
 import prescore
 from fuzz import refute, run_case, shrink
-from prescore import Exact, Hyper, KMeans, Lsh, Routed, Selected
+from prescore import Coupling, Exact, Hyper, KMeans, Lsh, Routed, Selected
+from prescore.ops.native.library import NO_LEVEL, loaded_level
 
-CALLS = 500
-PARTS = 10
+CALLS, PARTS = 500, 10
+TRIES = 600
+SEEDS = 400
+LSH = Lsh(block_size=4, sample_size=3, n_projections=3, alignment="rank")
+PAPER = Selected.paper("key-norm", 12, min_seq_len=0, inner=LSH)
+CHECKS = {
+    "unbiased over selected keys": lambda: check_unbiased(PAPER, seeds=SEEDS, selected=True),
+    "unbiased over all keys": lambda: check_unbiased(PAPER, seeds=SEEDS, selected=False),
+    "equal keys": check_equal_keys,
+    "gray neighbours": lambda: check_gray_neighbours(4),
+    "merge of a split": check_merge_of_split,
+}
+"""Checks that are no oracle of the fuzzer."""
+OUTPUT = "output, lse = call.restore(result.attended)"
+BREAKS = {
+    "strides are ignored": ("dense", "ops.backend",
+        "plain if plain.stride(-1) == 1 else plain.contiguous()", "rows"),
+    "padding is not hidden": ("dense", "ops.parts", ".masked_fill_(~visible, -torch.inf)", ""),
+    "the sign of the scale is lost": ("dense", "call", "(-query, -factor) if", "(query, -factor) if"),
+    "the key gradient is lost": ("dense", "ops.cpu", "grads[1][..., :dim],", "grads[1][..., :dim] * 0,"),
+    "outputs stay shifted": ("batch_and_padding", "call",
+        "if self.shift is None or not self.queries_moved:", "if True:"),
+    # Algorithm 2
+    "residual weighted by all keys": ("unbiased over selected keys", "selected.blocks",
+        'if coupling.residual_weight == "all":', "if True:"),
+    "query's block in the residual": ("unbiased over all keys", "selected.blocks",
+        'if keys.block_size and coupling.overlap == "exclude":', "if False:"),
+    "last key never sampled": ("definition", "selected.blocks",
+        "(draws * count[..., None]).floor()", "(draws * (count[..., None] - 1)).floor()"),
+    "first key of a given selection lost": ("definition", "attention",
+        "call.valid, key.shape[2])", "call.valid, key.shape[2]); members[..., 0] = False"),
+    "centroid without log count": ("equal keys", "selected.centroids",
+        "torch.log(count).view(shape)", "torch.log(count).clamp_max(0.0).view(shape)"),
+    "block reads one key too far": ("definition", "selected.causal_grid",
+        "- 1) * width + step", "- 1) * width + step + 1"),
+    "leaf reads one key ahead": ("causality", "selected.causal_grid",
+        "(head + positions.clamp_max(", "(head + (positions + 1).clamp_max("),
+    "Gray code used as the rank": ("gray neighbours", "scoring.hashing",
+        "        shift *= 2\n", "        shift = n_bits\n"),
+    "parts folded with a wrong weight": ("definition", "ops.parts",
+        "(old.peak - shift), lse - shift))", "(old.peak - shift), lse + 0.1 - shift))"),
+    "merge by plain average": ("merge of a split", "ops.parts",
+        "(outputs * weights[..., None]).sum(0)", "outputs.mean(0)"),
+    "gradient under the part's own lse": ("definition", "ops.cpu",
+        "wide, output = _same_width(tile), merged.output",
+        "merged = self.forward(tile); wide, output = _same_width(tile), merged.output"),
+    "filler of the last block gets mass": ("definition", "selected.blocks",
+        "slot < keys.count[..., None]", "slot >= 0 * keys.count[..., None]"),
+    "wrong block of a query": ("definition", "selected.blocks",
+        "flat = ranks.flatten(2)", "flat = ranks.flatten(2) + 1"),
+    # any call
+    "positions count from the first slot": ("batch_and_padding", "call",
+        "mask.to(torch.uint8).argmax(dim=1)", "mask.to(torch.uint8).argmax(dim=1) * 0"),
+    "the batch leaks": ("batch_and_padding", "attention",
+        OUTPUT, OUTPUT + "; output = output + 1e-6 * query.shape[0]"),
+    "global randomness": ("basics", "rng",
+        "generator=self.generator(name), dtype=torch.float64", "dtype=torch.float64"),
+    "another seed every time": ("basics", "rng",
+        "return Streams(generator)", "return Streams(__import__('time').perf_counter_ns())"),
+    "inputs are changed": ("basics", "call", "n_query, n_keys = query.shape[2], key.shape[2]",
+        "value.data.mul_(1.5); n_query, n_keys = query.shape[2], key.shape[2]"),
+    "queries without keys see": ("basics", "attention",
+        OUTPUT, OUTPUT + "; output = torch.where(output == 0, 1e-3, output)"),
+    "the future leaks": ("causality", "attention",
+        OUTPUT, OUTPUT + "; output = output + 1e-6 * call.value.mean()"),
+    "the value gradient is too large": ("gradients", "ops.cpu",
+        "grads[2][..., :value_dim])", "grads[2][..., :value_dim] * 1.001)"),
+    "padded queries spoil gradients": ("gradients", "call",
+        "broken = ~real[:, None] &", "broken = ~real[:, None] & False &"),
+    "plain rounds": ("backends_agree", "ops.plain", "* tile.scale  # [b,", "* tile.scale * (1 + 1e-6)  # [b,"),
+    "values may be anything": ("bad_input", "checks", "if tensor.numel() == 0:", "if True:"),
+    "tensors are not checked": ("bad_input", "checks",
+        "if not isinstance(value, Tensor):\n        raise TypeError(f\"{name} must be a torch.Tensor, got",
+        "return\n    if True:\n        raise TypeError(f\"{name} must be a torch.Tensor, got"),
+    "a tensor has the default dtype": ("defaults", "rng",
+        "generator=self.generator(name), dtype=torch.float64", "generator=self.generator(name)"),
+    "a step has no sinks": ("decode_step", "integrations.decode", "make_plan(call, _with_exact_inner(config))",
+        "make_plan(call, _with_exact_inner(config).replace(sinks=0, recent=0))"),
+    "the last queries have other positions": ("last_queries", "call",
+        "query, factor = with_positive_scale(query, scale)",
+        "query, factor = with_positive_scale(query, scale); key = key.roll(int(n_query < n_keys), 2)"),
+    "padded queries count positions": ("padded_queries", "call", "rows = (ends < lasts)", "rows = (ends < ends)"),
+    "the threshold passes no gradient": ("slopes", "routed.attention",
+        "merged, threshold + view.log_inverse, grad_threshold", "merged, threshold, 0 * threshold"),
+    "covariances pass no gradient": ("slopes", "routed.reference",
+        "parts.cumsum(1) / count", "parts.detach().cumsum(1) / count"),
+    "native values are corrected too far": ("native_agrees", "routed.native",
+        "key_value_cov=keys.key_value_cov.contiguous(),", "key_value_cov=keys.key_value_cov * 1.01,"),
+    "native gradients lose the key covariance": ("native_agrees", "routed.native",
+        "(key, value, *split, *covs)", "(key, value, *split, 0 * covs[0], covs[1])"),
+}  # fmt: skip
+"""Name -> oracle or check, module, text and its replacement (see `breaks.Break`)."""
+ROUTED_ONLY = ("padded_queries", "slopes", "native_agrees")
+"""Oracles whose breaks no other configuration can show."""
 
 
 @pytest.fixture(scope="module")
@@ -57,3 +157,37 @@ def test_a_failure_is_made_small(monkeypatch):
     small = shrink(refute("dense", large)).case
     assert (small.n_keys, small.batch, small.group, small.mask) == (21, 1, 1, "left")
     assert (small.scale, small.dropout_p) == (None, 0.0)
+
+
+def test_every_text_is_there():
+    assert stale({name: Break(*row) for name, (_, *row) in BREAKS.items()}) == {}
+
+
+@pytest.mark.parametrize("name", [name for name, (check, *_) in BREAKS.items() if check in CHECKS])
+def test_a_check_notices_a_break(name, monkeypatch):
+    check, *row = BREAKS[name]
+    CHECKS[check]()
+    Break(*row).apply(monkeypatch)
+    with pytest.raises(AssertionError):
+        CHECKS[check]()
+
+
+@pytest.mark.parametrize("artefact", [Coupling(residual_weight="all"), Coupling(overlap="count")], ids=str)
+def test_switches_of_coupling_are_biased(artefact):
+    with pytest.raises(AssertionError, match="standard errors away"):
+        check_unbiased(PAPER.replace(coupling=artefact), seeds=SEEDS, selected=True)
+
+
+@pytest.mark.parametrize("name", [name for name, (check, *_) in BREAKS.items() if check not in CHECKS])
+def test_an_oracle_notices_a_break(name, monkeypatch):
+    oracle, *row = BREAKS[name]
+    if oracle == "native_agrees" and loaded_level() == NO_LEVEL:
+        pytest.skip("there is no native code here")
+    cases = (random_case(random.Random(f"break/{number}")) for number in range(TRIES))
+    if oracle in ROUTED_ONLY:
+        cases = (case for case in cases if isinstance(case.config, Routed))
+    with monkeypatch.context() as patched:
+        Break(*row).apply(patched)
+        failure = next((found for case in cases if (found := refute(oracle, case)) is not None), None)
+    assert failure is not None, f"{oracle} must refute some call"
+    assert refute(oracle, failure.case) is None, "without the break the same call holds"

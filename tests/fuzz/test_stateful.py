@@ -11,14 +11,8 @@ import pytest
 import torch
 from breaks import Break, stale
 from hypothesis import HealthCheck, Phase, settings
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
-    precondition,
-    rule,
-    run_state_machine_as_test,
-)
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import run_state_machine_as_test as run_machine
 from tiny_models import VOCABULARY, tiny
 
 import prescore
@@ -27,13 +21,8 @@ from prescore.errors import Unsupported
 from prescore.integrations.transformers import PrescoredCache
 
 RUNS = int(os.environ.get("STATEFUL_RUNS", "25"))
-SETTINGS = settings(
-    max_examples=RUNS,
-    stateful_step_count=20,
-    deadline=None,
-    database=None,
-    suppress_health_check=list(HealthCheck),
-)
+SETTINGS = settings(max_examples=RUNS, stateful_step_count=20, deadline=None, database=None)
+SETTINGS = settings(SETTINGS, suppress_health_check=list(HealthCheck))
 CONFIGS = {
     # with room for every key, so that a selection reads all of them
     "selected": Selected("key-norm", top_k=10_000, sinks=2),
@@ -156,7 +145,7 @@ def cache_machine(tmp_path):
 
 
 def test_caches_through_any_order_of_operations(machine):
-    run_state_machine_as_test(machine, settings=SETTINGS)
+    run_machine(machine, settings=SETTINGS)
 
 
 SETTINGS_OF_APPLY = {
@@ -232,7 +221,7 @@ def test_applications_through_any_order():
             with prescore.apply(model, config):
                 ApplyMachine.table[number, name] = _logits(model)
     # a run asks the models at every step
-    run_state_machine_as_test(ApplyMachine, settings=settings(SETTINGS, max_examples=max(1, RUNS // 3)))
+    run_machine(ApplyMachine, settings=settings(SETTINGS, max_examples=max(1, RUNS // 3)))
 
 
 BREAKS = {
@@ -258,4 +247,4 @@ def test_a_break_of_the_cache_is_noticed(name, machine, monkeypatch):
     quick = settings(SETTINGS, max_examples=200, phases=[Phase.generate], print_blob=False)
     # a wrong number, or a shape that no longer fits
     with pytest.raises(Exception):  # noqa: B017, PT011
-        run_state_machine_as_test(machine, settings=quick)
+        run_machine(machine, settings=quick)

@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -22,12 +23,10 @@ ROUTED = Routed(min_weight=1 / 4, cluster_size=2, chunk_size=4, sinks=1, exact_u
 CONFIGS = {
     "paper": Selected.paper(top_k=5, min_seq_len=4, inner=RANK),
     "paper leaf inclusive": Selected.paper(top_k=5, min_seq_len=4, inner=RANK, leaf_inclusive=True),
-    "paper hash": Selected.paper(top_k=5, min_seq_len=4, inner=HASH),
     "hyper": Hyper(RANK, min_seq_len=4),
     "hyper hash": Hyper(HASH, min_seq_len=4),
     "early": Selected.early(top_k=5, min_seq_len=4, inner=RANK),
     "early hash": Selected.early(top_k=5, min_seq_len=4, inner=HASH),
-    "selected": Selected(top_k=5, min_seq_len=4),
     "selected recent": Selected(top_k=5, min_seq_len=4, recent=2),
     "selected by score": Selected("key-diff", min_score=0.0, min_seq_len=4),
     "routed": ROUTED.replace(min_weight=1 / 8, sinks=2),
@@ -47,8 +46,6 @@ for scorer in prescore.list_scorers():
 for rule in ("farthest", "cluster-share", "sensitivity", "balanced"):
     CONFIGS[f"kmeans {rule}"] = Selected(KMeans(rule=rule), 5, min_seq_len=4)
 STRICT = [name for name, config in CONFIGS.items() if not aligned_by_rank(config)]
-
-
 SIZES = (1, 6, 23, 37, 40)
 PLAIN = {"given": False, "dropout_p": 0.0, "keys": "gaussian", "backend": "auto"}
 each_config = pytest.mark.parametrize("name", CONFIGS)
@@ -93,9 +90,7 @@ def test_a_head_alone_and_beside_another(name, is_causal):
 def test_a_prefix_gives_its_part_of_the_result(name):
     query, key, value = attention_tensors(batch=2, heads=2, kv_heads=1, n_keys=37, seed=1)
 
-    def run(*tensors):
-        return prescore.prescored_attention(*tensors, config=CONFIGS[name], is_causal=True)
-
+    run = partial(prescore.prescored_attention, config=CONFIGS[name], is_causal=True)
     full = run(query, key, value)
     for length in (1, 4, 17, 31, 36):
         prefix = run(*(t[:, :, :length] for t in (query, key, value)))

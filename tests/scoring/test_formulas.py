@@ -20,11 +20,8 @@ def normal(*size, dtype=torch.float64):
 KEYS = normal(2, 3, 60, 4)
 
 
-def test_key_norm_is_the_length():
+def test_key_norm_is_the_length_and_key_diff_minus_the_cosine_to_the_mean_of_normalised_keys():
     torch.testing.assert_close(prescore.score(KEYS, "key-norm"), KEYS.square().sum(-1).sqrt())
-
-
-def test_key_diff_is_minus_the_cosine_to_the_mean_of_normalised_keys():
     unit = torch.nn.functional.normalize(KEYS, dim=-1)
     expected = -torch.cosine_similarity(KEYS, unit.mean(2, keepdim=True), dim=-1)
     torch.testing.assert_close(prescore.score(KEYS, "key-diff"), expected)
@@ -54,9 +51,6 @@ def test_companions_in_one_window_is_the_second_largest_cosine():
     unit = torch.nn.functional.normalize(KEYS, dim=-1)
     expected = (unit @ unit.transpose(2, 3)).topk(3, dim=-1).values[..., 2]  # the largest is the key itself
     torch.testing.assert_close(prescore.score(KEYS, Companions(window=64)), expected)
-
-
-# Leverage.
 
 
 def leverage_by_svd(keys):
@@ -91,11 +85,8 @@ def test_leverage_of_few_zero_and_many_keys():
     assert (prescore.score(torch.zeros(1, 2, 9, 4), "leverage") == 0).all()
     rows = normal(1, 5000, 4, dtype=torch.float32)  # more than one block
     assert (exact_leverage(rows).double() - leverage_by_svd(rows)).abs().max() < 1e-6
-
-
-def test_a_sketch_as_long_as_the_keys_is_exact():
     exact, sketched = (prescore.score(keys_of(), Leverage(sketch_size=size)) for size in (None, 500))
-    torch.testing.assert_close(sketched, exact, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(sketched, exact, rtol=1e-4, atol=1e-6)  # a sketch as long as the keys
 
 
 @pytest.mark.parametrize("sketch_size", [128, 512, 2048])
@@ -105,9 +96,6 @@ def test_identity_7_sketched_error_is_as_stated_and_falls(sketch_size):
     columns = min(32, max(8, sketch_size // 16))
     stated = 2 * (32 / sketch_size) ** 0.5 + (2 / columns) ** 0.5 * (columns < 32)
     assert relative.square().mean().sqrt() < stated
-
-
-# Kernel k-means.
 
 
 def kernel_distances(points, labels, width):

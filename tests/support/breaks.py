@@ -7,23 +7,14 @@ from typing import NamedTuple
 
 
 class Break(NamedTuple):
-    """A change of source text.
-
-    Attributes:
-        module: Where, below `prescore`.
-        old: Text inside a function or method. It occurs once in the module.
-        new: What replaces it.
-    """
+    """A change of text that occurs once in a module below `prescore`, inside a function or method."""
 
     module: str
     old: str
     new: str
 
     def apply(self, monkeypatch):
-        """Give the functions that contain the text their changed code.
-
-        The function objects stay the same, so every module that imported them runs the change.
-        """
+        """Change the code of function objects that stay the same, so that all who imported them run the change."""
         module = importlib.import_module(f"prescore.{self.module}")
         source = Path(module.__file__).read_text()
         before, after = (compile(text, module.__file__, "exec") for text in (source, self.replaced(source)))
@@ -59,11 +50,7 @@ def _functions(owner, before, after):
             yield from _functions(held, old, new)
             continue
         while held is not None and not hasattr(held, "__code__"):
-            held = (
-                getattr(held, "__func__", None)
-                or getattr(held, "fget", None)
-                or getattr(held, "__wrapped__", None)
-            )
+            held = next(filter(None, (getattr(held, n, None) for n in ("__func__", "fget", "__wrapped__"))), None)
         held = inspect.unwrap(held) if held is not None else None
         if held is not None and held.__code__.co_firstlineno == old.co_firstlineno:
             yield held, new

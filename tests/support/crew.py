@@ -34,8 +34,7 @@ class Crew:
         """Results of ranks `0 .. ranks - 1`; raises the first error."""
         outcomes = self.outcomes(function, *args, ranks=ranks)
         for kind, result in outcomes:
-            if kind != "done":
-                raise AssertionError(f"{kind}: {result}")
+            assert kind == "done", f"{kind}: {result}"
         return [result for _, result in outcomes]
 
     def outcomes(self, function, *args, ranks=2):
@@ -44,8 +43,7 @@ class Crew:
             order.put((function.__module__, function.__name__, args, ranks))
         outcomes = []
         for rank, (reader, _) in enumerate(self.pipes[:ranks]):
-            if not reader.poll(PATIENCE):
-                raise AssertionError(f"rank {rank} must answer within {PATIENCE} seconds, got nothing")
+            assert reader.poll(PATIENCE), f"rank {rank} must answer within {PATIENCE} seconds, got nothing"
             try:
                 outcomes.append(reader.recv())
             except EOFError:

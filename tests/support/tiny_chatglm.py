@@ -63,14 +63,8 @@ class GLMBlock(nn.Module):
 class TinyChatGLM(nn.Module):
     def __init__(self, dropout=0.0):
         super().__init__()
-        self.config = types.SimpleNamespace(
-            hidden_size=32,
-            kv_channels=8,
-            num_attention_heads=4,
-            multi_query_attention=True,
-            multi_query_group_num=2,
-            attention_dropout=dropout,
-        )
+        sizes = {"hidden_size": 32, "kv_channels": 8, "num_attention_heads": 4, "multi_query_group_num": 2}
+        self.config = types.SimpleNamespace(**sizes, multi_query_attention=True, attention_dropout=dropout)
         self.transformer = nn.Module()
         self.transformer.embedding = nn.Embedding(61, 32)
         self.transformer.encoder = nn.Module()
@@ -97,7 +91,6 @@ class TinyChatGLM(nn.Module):
         hidden = self.transformer.embedding(ids).transpose(0, 1)
         caches = []
         for number, layer in enumerate(self.transformer.encoder.layers):
-            kv_cache = None if past_key_values is None else past_key_values[number]
-            hidden, cache = layer(hidden, mask, kv_cache)
+            hidden, cache = layer(hidden, mask, past_key_values and past_key_values[number])
             caches.append(cache)
         return self.transformer.output_layer(hidden.transpose(0, 1)), tuple(caches)

@@ -10,35 +10,18 @@ mend_torchvision()
 import transformers  # noqa: E402
 
 VOCABULARY = 61
-SIZES = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 128,
-    "initializer_range": 0.3,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": None,
-    "attention_dropout": 0.0,
-}
+SIZES = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 128}
+SIZES |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None}
+SIZES |= {"initializer_range": 0.3, "attention_dropout": 0.0}
 OLD_SIZES = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128, "n_inner": 48}
 FAMILIES = {
-    "Llama": {},
-    "Qwen2": {},
-    "Qwen3": {},
+    **{family: {} for family in ("Llama", "Qwen2", "Qwen3", "Gemma", "Glm", "Glm4", "Phi3")},
     "Mistral": {"sliding_window": 9},
-    "Gemma": {},
     "Gemma3": {"sliding_window": 9, "layer_types": ["sliding_attention", "full_attention"]},
-    "Glm": {},
-    "Glm4": {},
     "GPT2": {**OLD_SIZES, "attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0},
     "GPTNeoX": {"num_key_value_heads": 4},
     "OPT": {"ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.0},
-    "Phi3": {},
 }
 CLASSES = {"GPT2": "GPT2LMHeadModel", "Gemma3": "Gemma3ForCausalLM"}
 CONFIGS = {"Gemma3": "Gemma3TextConfig"}
@@ -71,10 +54,8 @@ def prompts(batch=2, length=24, side="left", cut=7, seed=1):
     """Token ids and a mask; the first sequence is padded on one side."""
     ids = torch.randint(2, VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(seed))
     mask = torch.ones_like(ids)
-    if side == "left" and cut:
-        mask[0, :cut] = 0
-    elif side == "right" and cut:
-        mask[0, -cut:] = 0
+    if cut:
+        mask[0, slice(None, cut) if side == "left" else slice(-cut, None)] = 0
     return ids * mask, mask
 
 

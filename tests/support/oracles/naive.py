@@ -4,9 +4,7 @@ Shares Algorithm 1 (scorers and selection) and the random streams with the libra
 sorting, blocks, sampling, recursion, padding and centroids are written again, by definition.
 """
 
-from __future__ import annotations
-
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from oracles.dense import Weights
@@ -46,8 +44,7 @@ def naive_weights(query, key, config, *, is_causal=False, key_padding_mask=None,
     )
 
 
-@dataclass(eq=False)
-class Column:
+class Column(NamedTuple):
     """A key of an LSH block: its column number in the table, the vector that is hashed, and whether it is read."""
 
     number: int

@@ -1,12 +1,9 @@
 """A language model small enough for tests: random weights, a byte-level tokenizer, saved like a real one."""
 
-from __future__ import annotations
-
 from pathlib import Path
-from typing import Any
 
 
-def tiny_language_model(*, max_positions: int = 512, n_layers: int = 2, seed: int = 0) -> tuple[Any, Any]:
+def tiny_language_model(*, max_positions=512, n_layers=2, seed=0):
     """A Llama with 4 heads over 2 KV heads of 8 dimensions, and its tokenizer (256 bytes)."""
     import torch
 
@@ -16,35 +13,29 @@ def tiny_language_model(*, max_positions: int = 512, n_layers: int = 2, seed: in
     import transformers
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-    library: Any = transformers
-
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={letter: number for number, letter in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    config = library.LlamaConfig(
-        vocab_size=len(alphabet),
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=n_layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=max_positions,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
+    sizes = {
+        "vocab_size": len(alphabet),
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": n_layers,
+    }
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": max_positions}
+    config = transformers.LlamaConfig(**sizes, bos_token_id=None, eos_token_id=None)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = library.LlamaForCausalLM(config).eval()
+        model = transformers.LlamaForCausalLM(config).eval()
     # larger than initial weights, so that attention is not uniform and methods can differ
     for parameter in model.parameters():
         parameter.data.mul_(4.0 if parameter.ndim > 1 else 1.0)
-    return model, library.PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+    return model, transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer)
 
 
-def save_tiny_language_model(directory: str | Path, **options: Any) -> Path:
+def save_tiny_language_model(directory, **options):
     """Save it so that `--model DIRECTORY` finds it."""
-    model, tokenizer = tiny_language_model(**options)
-    model.save_pretrained(directory)
-    tokenizer.save_pretrained(directory)
+    for part in tiny_language_model(**options):
+        part.save_pretrained(directory)
     return Path(directory)

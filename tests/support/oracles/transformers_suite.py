@@ -9,23 +9,16 @@ it called attention; many tests of a model file do not. docs/evaluation.md says 
 The module is also the pytest plugin of these runs: it replaces sdpa, and notes in a JSON file what each test did.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import subprocess
 import sys
 import tempfile
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import NamedTuple
 
 from prescore.config import Routed, config_from_dict
-
-if TYPE_CHECKING:
-    import pytest
 
 PLUGIN = "oracles.transformers_suite"
 SDPA = "sdpa"
@@ -36,53 +29,29 @@ USUAL_EXITS = (0, 1, 5)
 """All passed, some failed, none collected."""
 
 
-@dataclass(frozen=True)
-class SuiteResult:
-    """Names of tests, by outcome of two runs.
-
-    Attributes:
-        n_tests: Tests that ran with ours.
-        n_reached: Those of them that called our attention.
-        passed: Passed with ours.
-        refused: Do not fail with sdpa, and are refused by name with ours.
-        broken: Do not fail with sdpa, and fail with ours in another way.
-        fail_with_both: Fail with both.
-    """
+class SuiteResult(NamedTuple):
+    """Counts of tests that ran and that called our attention, and names by outcome of both runs."""
 
     n_tests: int
     n_reached: int
-    passed: list[str]
-    refused: list[str]
-    broken: list[str]
-    fail_with_both: list[str]
+    passed: list
+    refused: list  # by name with ours; they do not fail with sdpa
+    fail_with_both: list
+    broken: list  # with ours in another way; they do not fail with sdpa
 
-    def __str__(self) -> str:
+    def __str__(self):
         lines = [f"{self.n_tests} tests, {self.n_reached} reached prescore, {len(self.passed)} passed"]
-        for kind, names in (
-            ("refused", self.refused),
-            ("fail with both", self.fail_with_both),
-            ("fail with prescore alone", self.broken),
-        ):
+        kinds = ("refused", "fail with both", "fail with prescore alone")
+        for kind, names in zip(kinds, self[3:], strict=True):
             lines += [f"{len(names)} {kind}", *(f"  {name}" for name in names)]
         return "\n".join(lines)
 
 
-def run_suite(
-    checkout: Path,
-    models: Sequence[str],
-    *,
-    config: str | None = None,
-    on_unsupported: str = "raise",
-    options: Sequence[str] = (),
-) -> SuiteResult:
-    """Run the test files of some models with sdpa and with ours.
+def run_suite(checkout, models, *, config=None, on_unsupported="raise", options=()):
+    """Run the test files of some models, folders of `tests/models` of a checkout, with sdpa and with ours.
 
-    Args:
-        checkout: A checkout of transformers; its `tests/models` is read.
-        models: Folders below it, such as `llama`.
-        config: How to attend, as JSON of a configuration; None = the default.
-        on_unsupported: What cannot be honoured raises, or runs exactly (`exact`).
-        options: More arguments of pytest, such as `-k generate`.
+    `config` is JSON of a configuration, None = the default. What is unsupported raises, or runs exactly (`exact`).
+    `options` are more arguments of pytest, such as `-k generate`.
     """
     folders = [checkout / "tests" / "models" / model for model in models]
     for folder in folders:
@@ -96,18 +65,13 @@ def run_suite(
     with_both = [name for name in failed if usual.get(name, {}).get("outcome") == "failed"]
     worse = [name for name in failed if name not in with_both]
     refused = [name for name in worse if all(REFUSAL in said for said in ours[name]["said"])]
+    broken = [name for name in worse if name not in refused]
+    passed = [name for name, test in ours.items() if test["outcome"] == "passed"]
     ran = [test for test in ours.values() if test["outcome"] != "skipped"]
-    return SuiteResult(
-        n_tests=len(ran),
-        n_reached=sum(test["calls"] > 0 for test in ran),
-        passed=[name for name, test in ours.items() if test["outcome"] == "passed"],
-        refused=refused,
-        broken=[name for name in worse if name not in refused],
-        fail_with_both=with_both,
-    )
+    return SuiteResult(len(ran), sum(test["calls"] > 0 for test in ran), passed, refused, with_both, broken)
 
 
-def _run(checkout: Path, folders: Sequence[Path], config: str, options: Sequence[str]) -> dict[str, Any]:
+def _run(checkout, folders, config, options):
     with tempfile.TemporaryDirectory() as scratch:
         report = Path(scratch) / "report.json"
         files = [str(path.resolve()) for folder in folders for path in sorted(folder.glob("test_modeling_*.py"))]
@@ -117,21 +81,20 @@ def _run(checkout: Path, folders: Sequence[Path], config: str, options: Sequence
         if done.returncode not in USUAL_EXITS or not report.exists():
             tail = "\n".join((done.stdout + done.stderr).splitlines()[-20:])
             raise RuntimeError(f"the tests of {checkout} must run, got exit code {done.returncode}:\n{tail}")
-        found: dict[str, Any] = json.loads(report.read_text())
-        return found
+        return json.loads(report.read_text())
 
 
 # The plugin.
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
+def pytest_addoption(parser):
     """Where to write, the configuration as JSON, and what happens to unsupported features."""
     parser.addoption("--prescore-report", required=True)
     parser.addoption("--prescore-config", default=SDPA)
     parser.addoption("--prescore-on-unsupported", default="raise")
 
 
-def pytest_configure(config: pytest.Config) -> None:
+def pytest_configure(config):
     """Replace sdpa before any test is collected."""
     notes = _Notes(Path(config.getoption("--prescore-report")))
     replace_sdpa(notes, config.getoption("--prescore-config"), config.getoption("--prescore-on-unsupported"))
@@ -141,16 +104,13 @@ def pytest_configure(config: pytest.Config) -> None:
 class _Notes:
     """What each test did."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.running = ""
-        self.calls: defaultdict[str, int] = defaultdict(int)
-        self.tests: dict[str, dict[str, Any]] = {}
+    def __init__(self, path):
+        self.path, self.running, self.calls, self.tests = path, "", defaultdict(int), {}
 
-    def pytest_runtest_logstart(self, nodeid: str) -> None:
+    def pytest_runtest_logstart(self, nodeid):
         self.running = nodeid
 
-    def pytest_runtest_setup(self) -> None:
+    def pytest_runtest_setup(self):
         """Seed both runs alike."""
         from transformers import set_seed
 
@@ -159,23 +119,22 @@ class _Notes:
             if name.endswith("test_modeling_common"):
                 module.global_rng.seed(0)  # where transformers' tests draw their inputs
 
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+    def pytest_runtest_logreport(self, report):
         """Keep the worst outcome: a test passes where its parts (unittest's subTest) fail, which report first."""
-        said = report.longreprtext[-2000:]
+        said, known = report.longreprtext[-2000:], self.tests.get(report.nodeid, {})
         is_part = hasattr(report, "context")
-        known = self.tests.get(report.nodeid, {})
         is_whole = not is_part and (report.when == "call" or report.outcome == "skipped")
         if known.get("outcome") != "failed" and (is_whole or report.outcome == "failed"):
             self.tests[report.nodeid] = {"outcome": report.outcome, "said": [said]}
         elif is_part and report.outcome == "failed":
             known["said"].append(said)
 
-    def pytest_sessionfinish(self) -> None:
+    def pytest_sessionfinish(self):
         found = {name: {**test, "calls": self.calls[name]} for name, test in self.tests.items()}
         self.path.write_text(json.dumps(found))
 
 
-def replace_sdpa(notes: _Notes, config: str, on_unsupported: str) -> None:
+def replace_sdpa(notes, config, on_unsupported):
     """Register attention and mask under transformers' name `sdpa`; every call counts for the test that runs."""
     import torch
     from transformers import AttentionInterface, AttentionMaskInterface
@@ -187,13 +146,12 @@ def replace_sdpa(notes: _Notes, config: str, on_unsupported: str) -> None:
         attend, made = ours.prescored_attention_forward, config_from_dict(json.loads(config))
         AttentionMaskInterface.register(SDPA, ours.prescored_mask)
 
-    def count() -> None:
+    # a graph counts while it is traced; a changing number would have it traced again at every call
+    @torch.compiler.assume_constant_result
+    def count():
         notes.calls[notes.running] += 1
 
-    # a graph counts while it is traced; a changing number would have it traced again at every call
-    count = torch.compiler.assume_constant_result(count)
-
-    def counted(module: Any, *args: Any, **kwargs: Any) -> Any:
+    def counted(module, *args, **kwargs):
         count()
         if made is not None:
             ours.default_patch(module, made, on_unsupported)
@@ -202,7 +160,7 @@ def replace_sdpa(notes: _Notes, config: str, on_unsupported: str) -> None:
     AttentionInterface.register(SDPA, counted)
 
 
-def suite_command(argv: Sequence[str] | None = None) -> int:
+def suite_command(argv=None):
     """The command; 1 = something fails with ours alone."""
     parser = argparse.ArgumentParser(prog=f"python -m {PLUGIN}")
     parser.add_argument("checkout", type=Path, help="a checkout of transformers")
