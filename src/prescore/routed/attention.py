@@ -83,7 +83,7 @@ def _gaps(call: Call) -> Tensor | None:
 
 def _by_start(call: Call, config: Routed, gaps: Tensor | None) -> tuple[Attended, Values]:
     """Queries of a padded batch that begin at different positions: one call for each position."""
-    start = torch.as_tensor(call.query_start)
+    start = torch.as_tensor(call.query_start, dtype=torch.int64, device=call.query.device)
     parts, rows = [], []
     for first in start.unique().tolist():
         some = (start == first).nonzero().squeeze(1)
