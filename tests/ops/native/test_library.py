@@ -106,6 +106,7 @@ def test_levels_come_from_the_processor_and_from_torch(monkeypatch, tmp_path):
     avx2, avx512 = library._NEEDED["avx2"], library._NEEDED["avx512"]
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
     assert library.levels_of_processor(fake_cpuinfo(tmp_path, avx512)) == ("baseline", "avx2", "avx512")
+    assert library.levels_of_processor(fake_cpuinfo(tmp_path, avx512 | {"avx512_bf16"}))[-1] == "avx512_bf16"
     assert library.levels_of_processor(fake_cpuinfo(tmp_path, avx512 - {"avx512_vnni"})) == ("baseline", "avx2")
     assert library.levels_of_processor(fake_cpuinfo(tmp_path, avx2 - {"bmi2"})) == ("baseline",)
     assert library.levels_of_processor(tmp_path / "none") == ("baseline", "avx2")
