@@ -133,7 +133,7 @@ def test_int8_logits_are_good_enough_to_search_by():
 def test_native_code_builds_the_same_index(level, dtype, cluster_size, chunk_size):
     config = Routed(cluster_size=cluster_size, chunk_size=chunk_size, sinks=3, exact_until=0)
     layout = make_layout(600, 600, causal=True, config=config)
-    key, value = (normal(2, 2, 600, dim, seed=dim, dtype=dtype).transpose(0, 1) for dim in (32, 48))
+    key, value = (normal(2, 2, 600, dim, seed=dim, dtype=dtype).transpose(0, 1) for dim in (64, 48))
     assert native.can_build(key, value, layout)
     with native_level(level):
         built = native.build_clusters(key, value, layout, 5, 2)

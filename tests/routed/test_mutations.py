@@ -90,7 +90,8 @@ def native():
 
 def native_sharp():
     query, *others = native_tensors()
-    check_native(NATIVE.replace(min_weight=1 / 1024), [40 * query, *others])
+    # logits of hundreds: float32 rounds them to 3e-5, and weights to as much
+    check_native(NATIVE.replace(min_weight=1 / 1024), [40 * query, *others], budget=2e-3, gradients=False)
 
 
 def native_forward():
@@ -149,17 +150,12 @@ NATIVE_CHECKS = ("native", "native sharp", "native forward", "native decode")
 
 BREAKS = {
     ("reference.py", "subclusters"): [
-        ("searched within one deviation", "SEARCH_STDS = 2.5", "SEARCH_STDS = 1.0"),
+        ("searched within one deviation", "SEARCH_STDS = 3.0", "SEARCH_STDS = 1.0"),
         ("half of the spread", "(squares @ each.t()).sqrt()", "(squares @ each.t()).sqrt() / 2"),
-        (
-            "centroids of clusters alone",
-            "(int8_offsets(far.sub_int8) + reach",
-            "(0 * int8_offsets(far.sub_int8) + reach",
-        ),
-        ("subclusters in time order", "+ subcluster_levels(layout.cluster_size)", "+ 0 * subcluster_levels(2)"),
+        ("no radius", "reach * (far.radius / unit)", "0 * reach * (far.radius / unit)"),
+        ("light keys read exactly", "LIGHT_WEIGHT = 16", "LIGHT_WEIGHT = 1"),
     ],
     ("reference.py", "sharp"): [
-        ("heavy keys beyond reach", "HEAVY_STDS = 4.2", "HEAVY_STDS = 0.0"),
         ("int8 errors overlooked", "HEAVY_INT8_ERROR = 0.1", "HEAVY_INT8_ERROR = 0.0"),
         ("other weight of heavy keys", "HEAVY_WEIGHT = 0.05", "HEAVY_WEIGHT = 0.9"),
     ],
@@ -169,7 +165,7 @@ BREAKS = {
         ("threshold without the gain", "MAX_MASS_GAIN = 4.0", "MAX_MASS_GAIN = 0.0"),
         ("half the weight", "-math.log(min_weight) if", "math.log(2) - math.log(min_weight) if"),
         ("int8 of keys, not of offsets", "quantize_keys(key_offset.detach())", "quantize_keys(keys.detach())"),
-        ("coarser queries", "KEY_MAX, QUERY_MAX = 63, 127", "KEY_MAX, QUERY_MAX = 63, 7"),
+        ("coarser queries", "quantize(queries, QUERY_MAX)", "quantize(queries, 7)"),
         (
             "tree without power iterations",
             "layout.cluster_size))\n",
@@ -186,7 +182,7 @@ BREAKS = {
         ("covariance of padded chunks", "if not bool(inside.all()):", "if False:"),
     ],
     ("reference.py", "stats"): [
-        ("wrong count of int8 keys", "by_key.sum() + searching", "by_key.sum() + 0 * searching"),
+        ("wrong count of int8 keys", "by_key.sum() + near.sum()", "by_key.sum() + 0 * near.sum()"),
     ],
     ("reference.py", "reference"): [
         ("covariance of the first chunk", "index.key_cov[0, :count].mean(0)", "index.key_cov[0, :1].mean(0)"),
@@ -246,12 +242,11 @@ BREAKS = {
         ("a step misses its own key", "(self._stop, n_keys)", "(self._stop, n_keys - 1)"),
     ],
     ("search.c", "native"): [
-        ("subclusters searched within half a deviation", "splat(p->search_stds) * s", "splat(0.5f) * s"),
-        ("spread overlooked", "splat(w->std_of_spread[t])", "splat(0.0f)"),
-        ("keys of hidden subclusters", "if (visible < 16) within", "if (0) within"),
+        ("searched within half a deviation", "heavy > p->search_stds ? heavy : p->search_stds", "0.5f"),
+        ("spread overlooked", "load(p->spread + at * 16 + k * WIDTH) * reach + x", "x"),
+        ("radius overlooked", "load(p->radius + at * 16 + k * WIDTH) * reach + centroids[k]", "centroids[k]"),
     ],
     ("search.c", "native sharp"): [
-        ("heavy keys beyond reach", "splat(p->heavy_stds) * s - splat(p->margin)", "splat(0.0f) * s"),
         ("int8 errors overlooked", "(lowered > 0 ? lowered : 0)", "0"),
     ],
     ("int8.h", "native"): [
@@ -265,7 +260,7 @@ BREAKS = {
     ],
     ("forward.c", "native"): [
         ("keys read stay in the centroid", "left = size - __builtin", "left = size - 0.0f * __builtin"),
-        ("the shift never moves", "if (!(peak <= w->shift[t] + MAX_SHIFT))", "if (0)"),
+        ("light keys read exactly", "w->threshold[t] + p->exact_margin", "-INFINITY"),
         ("coarser query", "largest(most) / 127.0f", "largest(most) / 7.0f"),
         ("threshold too low", "- p->log_inverse;", "- 1.1f * p->log_inverse;"),
         ("the first covariance for all", "(w->clusters - 1) / p->clusters_per_cov", "0"),
@@ -279,7 +274,6 @@ BREAKS = {
     ("index.c", "native forward"): [
         ("other int8 units", "numbers[i] = (uint8_t)whole[i]", "numbers[i] = (uint8_t)(128 - whole[i])"),
         ("no spread", "sqrtf(square / 16.0f)", "0.0f"),
-        ("few points in another order", "next[i] += places[j] *", "next[i] -= places[j] * places[j] *"),
         ("no power iterations", "step < 3", "step < 0"),
         ("double covariance", "1.0f / (float)c->chunk_size", "2.0f / (float)c->chunk_size"),
     ],

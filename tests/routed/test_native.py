@@ -308,7 +308,7 @@ def test_a_wrong_tensor_is_refused(monkeypatch):
                 for change in WRONG.values():
                     with pytest.raises(ValueError, match="must"):
                         run(put, change(tensor), place)
-    assert n_refused == 16 + 14 + 13
+    assert n_refused == 18 + 16 + 13
 
 
 @needs_native
