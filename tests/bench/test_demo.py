@@ -103,11 +103,11 @@ def test_reads_and_errors_are_those_of_the_engine(inputs):
     assert sum(query.counts[1] for query in every) / len(every) == pytest.approx(aux.stats.far_keys_read, rel=0.02)
     assert aux.stats.far_keys_read > 1
     shown = torch.tensor([[query.error for query in head] for head in reads.values()]) / 10_000
-    # light keys have the logit of their int8 key, which the page does not show
-    torch.testing.assert_close(shown, error[0], atol=1e-2, rtol=0.1)
+    torch.testing.assert_close(shown, error[0], atol=1e-3, rtol=0.02)
     assert error.max() > 0.002  # there is an error to be shown
     for query in every:
-        assert sum(query[:4]) == pytest.approx(10_000, abs=3)
+        # the page shows exact weights, and light keys are read with those of int8 keys
+        assert sum(query[:4]) == pytest.approx(10_000, abs=30)
         assert sum(query.chunks) == pytest.approx(query.centroids, abs=len(query.chunks))
         assert len(query.heaviest) == 2 * min(run.MOST_LISTED, query.counts[1])
         assert query.heaviest[1::2] == sorted(query.heaviest[1::2], reverse=True)
