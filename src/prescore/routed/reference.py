@@ -458,6 +458,7 @@ class Reference(NamedTuple):
     Attributes:
         output: `[Nq, Dv]`.
         lse: `[Nq]`.
+        logits: `[Nq, Nk]` of the keys, as they enter the softmax where a key is read; without gradients.
         local: `[Nq, Nk]` keys that are read in any case: local keys and sinks.
         hits: `[Nq, Nk]` far keys that the search finds to weigh at least `min_weight`, and that are read.
         centroid_logits: `[Nq, M]` corrected logits of the centroids; -inf = not visible, or all its keys were
@@ -466,6 +467,7 @@ class Reference(NamedTuple):
 
     output: Tensor
     lse: Tensor
+    logits: Tensor
     local: Tensor
     hits: Tensor
     centroid_logits: Tensor
@@ -491,7 +493,7 @@ def reference_attention(
     is_far = (places >= layout.sinks) & (places < layout.sinks + n_chunks[:, None] * layout.chunk_size)
     visible = places <= position[:, None] if is_causal else torch.ones_like(is_far)
     local, logits = visible & ~is_far, query @ key.to(wide).t()
-    hit = torch.zeros_like(local)
+    hit, logits_read = torch.zeros_like(local), logits.detach().clone()
     centroids = query.new_full((n_query, index.key.shape[1]), -math.inf)
     outputs, lses = [], []
     for count in n_chunks.unique().tolist():  # queries that see the same clusters; causal ones are consecutive
@@ -526,6 +528,7 @@ def reference_attention(
         hit_key, hit_value = (t.index_select(0, hits.position).to(wide) for t in (key, value))
         terms = far_terms(query[own], far, before, threshold, hits, hit_key)
         centroids[own, :n_clusters] = terms.columns[:, layout.sinks :].detach()
+        logits_read[own[hits.query], hits.position] = terms.hits.detach()
         peak = torch.maximum(far_peak(terms, hits, local_logits.amax(1)), local_logits.amax(1)).detach()
         total, mass = far_sums(terms, peak, far, hits, hit_value)
         weights = torch.exp(local_logits - peak[:, None])
@@ -534,4 +537,4 @@ def reference_attention(
         lses.append(peak + mass.log())
     order = n_chunks.argsort(stable=True).argsort()
     output, lse = (torch.cat(parts).index_select(0, order) for parts in (outputs, lses))
-    return Reference(output, lse, local, hit, centroids)
+    return Reference(output, lse, logits_read, local, hit, centroids)

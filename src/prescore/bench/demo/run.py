@@ -360,7 +360,7 @@ def layer_reads(inputs: LayerInputs, config: Routed) -> tuple[dict[int, list[Que
         result = reference_attention(query, key, value, config, is_causal=True, scale=inputs.scale)
         logits = query @ key.T * scale
         read = result.local | result.hits
-        weights = torch.exp(logits - result.lse[:, None]).masked_fill(~read, 0.0)
+        weights = torch.exp(result.logits - result.lse[:, None]).masked_fill(~read, 0.0)
         centroids = torch.exp(result.centroid_logits - result.lse[:, None])
         if layout.n_chunks:
             centroids = centroids.unflatten(1, (-1, layout.clusters_per_chunk)).sum(2)
