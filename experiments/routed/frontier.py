@@ -4,8 +4,8 @@
     python experiments/routed/frontier.py --model MODEL.gguf --length 16384 --out frontier.jsonl BOOK.txt RECORD.jsonl
     python experiments/routed/frontier.py --table frontier.jsonl
 
-Texts are of three kinds: a novel, the context of a LongBench record, and Python's own sources. Windows begin at 17 % of a
-text, where no reported window of `prescore perplexity` lies. Prints and records, for each candidate, model and text: the
+Texts are of three kinds: a novel, the context of a LongBench record, and Python's own sources. Windows are tuning windows
+(`held_out_windows`), which touch no reported window of `prescore perplexity`. Prints and records, for each candidate, model and text: the
 mean divergence (Kullback and Leibler's, in nats) of its distributions from exact attention's over every eighth
 position of the last quarter; the difference of losses there; seconds of attention; keys read and compared by a query.
 Candidates that are in the file already are left out.
@@ -24,11 +24,13 @@ import torch
 from torch import Tensor
 
 from prescore import Routed
+from prescore.bench.language.documents import Document
+from prescore.bench.language.held_out import TokenizedText, held_out_windows
 from prescore.bench.language.methods import EXACT, Method, measured_attention
 from prescore.bench.language.model import LanguageModel, load_language_model
 from prescore.routed import native, reference
 
-PART = 0.17
+SEED = 0
 CONSTANTS = ("SEARCH_STDS", "HEAVY_STDS", "HEAVY_WEIGHT", "SINK_WEIGHT", "MAX_MASS_GAIN")
 CANDIDATES: dict[str, tuple[Routed, dict[str, float]]] = {
     **{f"1/{n}": (Routed(min_weight=1 / n), {}) for n in (1024, 2048, 4096, 8192)},
@@ -51,12 +53,11 @@ def texts_of(paths: list[Path]) -> dict[str, str]:
     return {**texts, "python sources": "\n".join(sources)}
 
 
-def window(model: LanguageModel, text: str, length: int) -> Tensor:
-    """A window of a text, behind the tokens that the tokenizer puts before every text."""
-    tokens, begin = model.encode(text, special=False), model.tokenizer.bos_token_id
-    opening = torch.tensor([begin] if begin is not None else [], dtype=torch.int64)
-    start = min(int(PART * len(tokens)), len(tokens) - length)
-    return torch.cat((opening, tokens[start : start + length]))[:length]
+def window(model: LanguageModel, name: str, text: str, length: int) -> Tensor:
+    """A tuning window of a text."""
+    tokenized = TokenizedText.of(model, Document(name, text))
+    (drawn,) = held_out_windows(tokenized, length, tuning_seed=SEED)
+    return drawn.tokens
 
 
 def run(model: LanguageModel, tokens: Tensor, method: Method) -> tuple[Tensor, dict[str, float]]:
@@ -80,7 +81,7 @@ def measure(options: argparse.Namespace) -> None:
         wanted = [label for label in options.only or CANDIDATES if (name, text_name, label) not in done]
         if not wanted:
             continue
-        tokens = window(model, text, options.length)
+        tokens = window(model, text_name, text, options.length)
         exact, costs = run(model, tokens, EXACT)
         truth = tokens[list(range(len(tokens) * 3 // 4 + 1, len(tokens), 8))][:, None]
         for label in wanted:

@@ -497,11 +497,7 @@ def add_far_gradients(
     threshold: Tensor,
     sums: list[Tensor],
 ) -> Tensor:
-    """Add the gradients of the far part to `sums`: of the query and the differentiable fields of `RoutedKeys`.
-
-    Returns:
-        `[T, G, n]`, the gradient of each query's threshold, which local keys have a share in.
-    """
+    """As `add_far_gradients` of `plain.py`."""
     tables = Tables.of(keys)
     grads = grad.to(torch.float32).contiguous()
     columns, values = tables.columns, tables.column_values
