@@ -23,7 +23,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,24 +36,13 @@ N_SUBCLUSTER = 16
 LIGHT_WEIGHT = 16
 
 
-def routed_oracle(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    config: Routed,
-    *,
-    is_causal: bool,
-    key_padding_mask: Tensor | None = None,
-    scale: float | None = None,
-) -> Attended:
+def routed_oracle(query: Tensor, key: Tensor, value: Tensor, config: Routed, **options: Any) -> Attended:
     """What `prescored_attention` must give with this configuration, in float64 and differentiable by autograd.
 
     Trees and int8 keys are made in the precision of the inputs. Causal padding queries behind the last real key
     are not specified: they see nothing here.
     """
-    heads = oracle_reads(
-        query, key, value, config, is_causal=is_causal, key_padding_mask=key_padding_mask, scale=scale
-    )
+    heads = oracle_reads(query, key, value, config, **options)
     results = [reads.attend() for head in heads.values() for reads in head]
     output, lse = (torch.stack(part) for part in zip(*results, strict=True))
     return Attended(output.view(*query.shape[:3], value.shape[-1]), lse.view(query.shape[:3]))
