@@ -33,7 +33,7 @@ Tile *prescore_new_tile(const RoutedCall *p, const LocalKeys *local) {
 /* A query as whole numbers from -127 to 127. */
 static void quantize_query(Tile *w, int64_t t, int64_t dim, float unit) {
     const float *own = w->query + t * dim;
-    int8_t *int8 = w->int8 + t * dim;
+    int8_t *int8 = (int8_t *)w->int8 + t * dim;
     int32_t sum = 0;
     for (int64_t i = 0; i < dim; i += WIDTH) { /* 1.5 * 2^23 rounds to an integer */
         const ints number = (ints)(load(own + i) / splat(unit) + splat(12582912.0f)) - (ints)splat(12582912.0f);

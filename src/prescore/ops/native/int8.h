@@ -1,4 +1,4 @@
-/* Int8 keys, sixteen side by side, against an int8 query. */
+/* Int8 keys, sixteen side by side, against int8 queries. */
 #ifndef PRESCORE_INT8_H
 #define PRESCORE_INT8_H
 
@@ -7,35 +7,49 @@
 #define PER_BLOCK (16 / WIDTH) /* vectors that hold sixteen numbers */
 #define KEY_ZERO 64            /* keys are stored from 1 to 127: products of two with a query fit into 16 bits */
 
-/* Products of sixteen keys, [quarter, 16, 4], with a query of `quarter` times four numbers; `start` is -KEY_ZERO times the sum
- * of the query. */
-INLINE void int8_products(const uint8_t *keys, const int32_t *query, int32_t start, const int64_t quarter, floats *to) {
+/* Products of sixteen keys, [quarter, 16, 4], with `n` queries of `quarter` times four numbers, [n][PER_BLOCK]. The queries share
+ * the loads of the keys. `start` is -KEY_ZERO times the sum of each query. */
+INLINE void int8_products(const int n, const uint8_t *keys, const int32_t *const *query, const int32_t *start, const int64_t quarter, floats *to) {
 #if defined(__AVX512VNNI__) && defined(__AVX512BW__)
-    __m512i sum[4] = {_mm512_set1_epi32(start), _mm512_setzero_si512(), _mm512_setzero_si512(), _mm512_setzero_si512()};
+    const int chains = n >= 4 ? 1 : n >= 2 ? 2 : 4; /* at least four sums in flight hide the latency */
+    __m512i sum[8][4];
+    for (int j = 0; j < n; j++)
+        for (int c = 0; c < chains; c++) sum[j][c] = c ? _mm512_setzero_si512() : _mm512_set1_epi32(start[j]);
     for (int64_t i = 0; i < quarter; i += 4) /* a multiple of four */
-        for (int j = 0; j < 4; j++)
-            sum[j] = _mm512_dpbusd_epi32(sum[j], _mm512_loadu_si512(keys + 64 * (i + j)), _mm512_set1_epi32(query[i + j]));
-    const __m512i all = _mm512_add_epi32(_mm512_add_epi32(sum[0], sum[1]), _mm512_add_epi32(sum[2], sum[3]));
-    to[0] = (floats)_mm512_cvtepi32_ps(all);
+        for (int c = 0; c < 4; c++) {
+            const __m512i key = _mm512_loadu_si512(keys + 64 * (i + c));
+            for (int j = 0; j < n; j++) sum[j][c % chains] = _mm512_dpbusd_epi32(sum[j][c % chains], key, _mm512_set1_epi32(query[j][i + c]));
+        }
+    for (int j = 0; j < n; j++) {
+        for (int c = 1; c < chains; c++) sum[j][0] = _mm512_add_epi32(sum[j][0], sum[j][c]);
+        to[j] = (floats)_mm512_cvtepi32_ps(sum[j][0]);
+    }
 #elif defined(__AVX2__)
     const __m256i ones = _mm256_set1_epi16(1);
-    __m256i sum[2] = {_mm256_set1_epi32(start), _mm256_set1_epi32(start)};
+    __m256i sum[8][2];
+    for (int j = 0; j < n; j++) sum[j][0] = sum[j][1] = _mm256_set1_epi32(start[j]);
     for (int64_t i = 0; i < quarter; i++)
         for (int k = 0; k < 2; k++) {
-            const __m256i pairs = _mm256_maddubs_epi16(_mm256_loadu_si256((const __m256i *)(keys + 64 * i) + k), _mm256_set1_epi32(query[i]));
-            sum[k] = _mm256_add_epi32(sum[k], _mm256_madd_epi16(pairs, ones));
+            const __m256i key = _mm256_loadu_si256((const __m256i *)(keys + 64 * i) + k);
+            for (int j = 0; j < n; j++) {
+                const __m256i pairs = _mm256_maddubs_epi16(key, _mm256_set1_epi32(query[j][i]));
+                sum[j][k] = _mm256_add_epi32(sum[j][k], _mm256_madd_epi16(pairs, ones));
+            }
         }
-    for (int k = 0; k < 2; k++) to[k] = (floats)_mm256_cvtepi32_ps(sum[k]);
+    for (int j = 0; j < n; j++)
+        for (int k = 0; k < 2; k++) to[2 * j + k] = (floats)_mm256_cvtepi32_ps(sum[j][k]);
 #else
-    int32_t sum[16];
-    for (int key = 0; key < 16; key++) sum[key] = start;
-    for (int64_t i = 0; i < quarter; i++) {
-        int8_t four[4];
-        memcpy(four, query + i, 4);
-        for (int key = 0; key < 16; key++)
-            for (int k = 0; k < 4; k++) sum[key] += keys[64 * i + 4 * key + k] * four[k];
+    for (int j = 0; j < n; j++) {
+        int32_t sum[16];
+        for (int key = 0; key < 16; key++) sum[key] = start[j];
+        for (int64_t i = 0; i < quarter; i++) {
+            int8_t four[4];
+            memcpy(four, query[j] + i, 4);
+            for (int key = 0; key < 16; key++)
+                for (int k = 0; k < 4; k++) sum[key] += keys[64 * i + 4 * key + k] * four[k];
+        }
+        for (int k = 0; k < PER_BLOCK; k++) to[j * PER_BLOCK + k] = __builtin_convertvector(*(const ints *)(sum + k * WIDTH), floats);
     }
-    for (int k = 0; k < PER_BLOCK; k++) to[k] = __builtin_convertvector(*(const ints *)(sum + k * WIDTH), floats);
 #endif
 }
 

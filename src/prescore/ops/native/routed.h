@@ -68,7 +68,7 @@ typedef struct {
     int64_t padded;
     float query[TILE * MAX_DIM], direction[TILE * MAX_DIM], moment[TILE * MAX_DIM]; /* q, C'q and V q */
     float pairs[TILE * MAX_DIM / 2]; /* bfloat16 queries as they are given, without the scale, two a number */
-    int8_t int8[TILE * MAX_DIM];
+    int32_t int8[TILE * MAX_DIM / 4]; /* four numbers each */
     int32_t int8_start[TILE]; /* -KEY_ZERO times the sum of the query's int8 numbers */
     float int8_scale[TILE], std[TILE], threshold[TILE];
     float shift[TILE], mass[TILE], sums[TILE * MAX_DIM]; /* of what was read: weights are exp(logit - shift) */
@@ -121,18 +121,26 @@ INLINE int64_t row_offset(const Rows *r, int64_t kv_head, int64_t row) { return 
 
 /* Sixteen-bit numbers as floats. */
 INLINE floats widen(const uint16_t *from, int64_t type) {
+#if defined(__AVX512F__)
+    const __m256i raw = _mm256_loadu_si256((const __m256i *)from);
+    if (type == FLOAT16) return (floats)_mm512_cvtph_ps(raw);
+    return (floats)_mm512_slli_epi32(_mm512_cvtepu16_epi32(raw), 16);
+#elif defined(__AVX2__)
+    const __m128i raw = _mm_loadu_si128((const __m128i *)from);
+    if (type == FLOAT16) return (floats)_mm256_cvtph_ps(raw);
+    return (floats)_mm256_slli_epi32(_mm256_cvtepu16_epi32(raw), 16);
+#else
     floats out;
-    if (type == BFLOAT16) {
-        ints raw;
-        for (int i = 0; i < WIDTH; i++) raw[i] = (int32_t)((uint32_t)from[i] << 16);
-        return (floats)raw;
-    }
     for (int i = 0; i < WIDTH; i++) {
+        const uint32_t wide = (uint32_t)from[i] << 16;
         _Float16 half;
+        float number;
         memcpy(&half, from + i, 2);
-        out[i] = (float)half;
+        memcpy(&number, &wide, 4);
+        out[i] = type == FLOAT16 ? (float)half : number;
     }
     return out;
+#endif
 }
 INLINE floats load_row(const Rows *r, int64_t offset, int64_t i) {
     if (r->type == FLOAT32) return load((const float *)r->data + offset + i);
@@ -177,8 +185,10 @@ INLINE void row_dots_of_type(float *to, const Rows *r, int64_t type, int64_t kv_
 INLINE void row_dots(float *to, const Rows *r, int64_t kv_head, const int32_t *rows, int64_t n, const float *with, int64_t dim) {
     if (r->type == FLOAT32)
         row_dots_of_type(to, r, FLOAT32, kv_head, rows, n, with, dim);
+    else if (r->type == FLOAT16)
+        row_dots_of_type(to, r, FLOAT16, kv_head, rows, n, with, dim);
     else
-        row_dots_of_type(to, r, r->type, kv_head, rows, n, with, dim);
+        row_dots_of_type(to, r, BFLOAT16, kv_head, rows, n, with, dim);
 }
 INLINE void add_row(float *to, const Rows *r, int64_t offset, float factor, int64_t dim) {
     for (int64_t i = 0; i < dim; i += WIDTH) store(to + i, load(to + i) + load_row(r, offset, i) * splat(factor));
@@ -214,8 +224,10 @@ INLINE void add_rows(float *to, const Rows *r, int64_t kv_head, const int32_t *r
                      int64_t dim) {
     if (r->type == FLOAT32)
         add_rows_of_type(to, r, FLOAT32, kv_head, rows, weights, n, dim);
+    else if (r->type == FLOAT16)
+        add_rows_of_type(to, r, FLOAT16, kv_head, rows, weights, n, dim);
     else
-        add_rows_of_type(to, r, r->type, kv_head, rows, weights, n, dim);
+        add_rows_of_type(to, r, BFLOAT16, kv_head, rows, weights, n, dim);
 }
 #if defined(__AVX512BF16__)
 /* `row_dots` of bfloat16 keys with a query of pairs. */

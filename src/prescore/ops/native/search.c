@@ -6,69 +6,152 @@
 #include "int8.h"
 #include "routed.h"
 
-/* Logits of the centroids that sixteen subclusters belong to, `each` to a cluster. */
-INLINE void logits_of_block(const float *logits, int64_t block, int64_t each, floats *to) {
+#define GROUP 8 /* queries that share the loads of a subcluster */
+
+/* Sixteen subclusters of a KV head, and what the queries of a tile want of them. */
+typedef struct {
+    int64_t number, at, first, each;      /* of the block; where it lies among blocks and among subclusters; subclusters of a cluster */
+    uint16_t near[TILE], within[TILE];    /* subclusters whose cluster, and which themselves, are within reach of a query, as bits */
+} Block;
+
+/* Logits of the centroids that the subclusters of a block belong to. */
+INLINE void centroid_logits(const RoutedCall *p, const Tile *w, int64_t t, const Block *b, floats *to) {
+    const float *logits = w->logits + t * w->padded + p->sink_columns;
 #if defined(__AVX512F__)
-    if (each == 8) {
-        to[0] = (floats)_mm512_mask_blend_ps(0xff00, _mm512_set1_ps(logits[2 * block]), _mm512_set1_ps(logits[2 * block + 1]));
+    if (b->each == 8) {
+        const float *two = logits + 2 * b->number;
+        to[0] = (floats)_mm512_mask_blend_ps(0xff00, _mm512_set1_ps(two[0]), _mm512_set1_ps(two[1]));
         return;
     }
 #endif
     float own[16];
-    for (int64_t i = 0; i < 16; i++) own[i] = logits[(16 * block + i) / each];
+    for (int64_t i = 0; i < 16; i++) own[i] = logits[(16 * b->number + i) / b->each];
     for (int k = 0; k < PER_BLOCK; k++) to[k] = load(own + k * WIDTH);
 }
 
-/* Search a block of sixteen subclusters for one query; returns how many keys and centroids it compared. */
-INLINE int64_t search_block(const RoutedCall *p, Tile *w, int64_t t, int64_t block, const int64_t quarter) {
-    const int64_t each = p->cluster_size / 16, visible = w->clusters * each - 16 * block, bytes = 64 * quarter;
-    const int64_t at = w->kv_head * ((p->n_clusters * each + 15) / 16) + block, here = w->kv_head * p->n_clusters * each + 16 * block;
-    const float *logits = w->logits + t * w->padded + p->sink_columns;
-    const float least = w->least[t], unit = w->int8_scale[t];
-    const floats reach = splat(w->reach[t]);
-    int32_t query[MAX_DIM / 4], *hits = w->hits + t * MAX_HITS, *cluster_hits = w->cluster_hits + t * w->padded + p->sink_columns;
-    float *hit_logits = w->hit_logits + t * MAX_HITS;
-    int32_t n_hits = w->n_hits[t];
-    floats centroids[PER_BLOCK], offset[PER_BLOCK];
-    unsigned near = 0, within = 0;
-    logits_of_block(logits, block, each, centroids);
+/* Which subclusters belong to clusters within reach of a query. */
+INLINE unsigned clusters_within_reach(const RoutedCall *p, const Tile *w, int64_t t, const Block *b) {
+    const int64_t visible = w->clusters * b->each - 16 * b->number;
+    floats centroids[PER_BLOCK];
+    unsigned near = 0;
+    centroid_logits(p, w, t, b, centroids);
     for (int k = 0; k < PER_BLOCK; k++)
-        near |= at_least(load(p->radius + at * 16 + k * WIDTH) * reach + centroids[k], splat(least)) << (k * WIDTH);
-    if (visible < 16) near &= (1u << visible) - 1;
-    if (!near) return 0;
-    memcpy(query, w->int8 + t * p->dim, (size_t)(4 * quarter));
-    int8_products(p->sub_int8 + at * bytes, query, w->int8_start[t], quarter, offset);
-    for (int k = 0; k < PER_BLOCK; k++) {
-        const floats x = offset[k] * (load(p->sub_scales + at * 16 + k * WIDTH) * splat(unit)) + centroids[k];
-        within |= at_least(load(p->spread + at * 16 + k * WIDTH) * reach + x, splat(least)) << (k * WIDTH);
+        near |= at_least(load(p->radius + b->at * 16 + k * WIDTH) * splat(w->reach[t]) + centroids[k], splat(w->least[t])) << (k * WIDTH);
+    return visible < 16 ? near & ((1u << visible) - 1) : near;
+}
+
+/* Products of sixteen rows with some queries of the tile. */
+INLINE void products_of_tile(const Tile *w, const int n, const uint8_t *some, const uint8_t *rows, const int64_t quarter, floats *to) {
+    const int32_t *query[GROUP];
+    int32_t start[GROUP];
+    for (int j = 0; j < n; j++) {
+        query[j] = w->int8 + some[j] * quarter;
+        start[j] = w->int8_start[some[j]];
     }
-    within &= near;
-    const int64_t compared = __builtin_popcount(near) + 16 * __builtin_popcount(within);
-    for (; within; within &= within - 1) {
-        const int64_t i = __builtin_ctz(within), cluster = (uint32_t)(16 * block + i) / (uint32_t)each;
-        /* int8 keys are differences from the centroid */
-        const floats centroid = splat(logits[cluster]);
-        unsigned above = 0;
-        int8_products(p->int8 + (here + i) * bytes, query, w->int8_start[t], quarter, offset);
+    int8_products(n, rows, query, start, quarter, to);
+}
+
+/* Which subclusters are within reach of some queries, by their centroids. */
+INLINE void compare_centroids(const RoutedCall *p, const Tile *w, const int n, const uint8_t *some, Block *b, const int64_t quarter) {
+    floats offset[GROUP * PER_BLOCK], centroids[PER_BLOCK];
+    products_of_tile(w, n, some, p->sub_int8 + b->at * 64 * quarter, quarter, offset);
+    for (int j = 0; j < n; j++) {
+        const int64_t t = some[j];
+        unsigned within = 0;
+        centroid_logits(p, w, t, b, centroids);
         for (int k = 0; k < PER_BLOCK; k++) {
-            offset[k] = offset[k] * (load(p->scales + (here + i) * 16 + k * WIDTH) * splat(unit)) + centroid;
-            above |= at_least(offset[k], splat(least)) << (k * WIDTH);
+            const int64_t own = b->at * 16 + k * WIDTH;
+            const floats x = offset[j * PER_BLOCK + k] * (load(p->sub_scales + own) * splat(w->int8_scale[t])) + centroids[k];
+            within |= at_least(load(p->spread + own) * splat(w->reach[t]) + x, splat(w->least[t])) << (k * WIDTH);
         }
-        const int32_t before = n_hits; /* no branch: whether there is a hit cannot be predicted */
-        n_hits = append_hits(hits, hit_logits, before, p->positions + (here + i) * 16, offset, above);
-        cluster_hits[cluster] += n_hits - before;
+        b->within[t] = (uint16_t)within & b->near[t];
     }
-    w->n_hits[t] = n_hits;
+}
+
+/* Compare the sixteen keys of a subcluster for some queries, and append those that reach the threshold. */
+INLINE void compare_keys(const RoutedCall *p, Tile *w, const int n, const uint8_t *some, int64_t at, int64_t cluster, const int64_t quarter) {
+    floats x[GROUP * PER_BLOCK], scales[PER_BLOCK];
+    unsigned above[GROUP], any = 0;
+    products_of_tile(w, n, some, p->int8 + at * 64 * quarter, quarter, x);
+    for (int k = 0; k < PER_BLOCK; k++) scales[k] = load(p->scales + at * 16 + k * WIDTH);
+    for (int j = 0; j < n; j++) {
+        const int64_t t = some[j];
+        const floats centroid = splat(w->logits[t * w->padded + p->sink_columns + cluster]), unit = splat(w->int8_scale[t]);
+        above[j] = 0;
+        for (int k = 0; k < PER_BLOCK; k++) { /* int8 keys are differences from the centroid */
+            floats *own = x + j * PER_BLOCK + k;
+            *own = *own * (scales[k] * unit) + centroid;
+            above[j] |= at_least(*own, splat(w->least[t])) << (k * WIDTH);
+        }
+        any |= (above[j] ? 1u : 0u) << j;
+    }
+    for (; any; any &= any - 1) {
+        const int j = __builtin_ctz(any);
+        const int64_t t = some[j];
+        const int32_t before = w->n_hits[t];
+        w->n_hits[t] = append_hits(w->hits + t * MAX_HITS, w->hit_logits + t * MAX_HITS, before, p->positions + at * 16,
+                                   x + j * PER_BLOCK, above[j]);
+        w->cluster_hits[t * w->padded + p->sink_columns + cluster] += w->n_hits[t] - before;
+    }
+}
+
+/* `what(n, queries)` for the queries of a list, some at a time; `n` is a constant in each call. */
+#define IN_GROUPS(what, list, count)                                              \
+    do {                                                                          \
+        int64_t done = 0;                                                         \
+        for (; done + GROUP <= (count); done += GROUP) what(GROUP, (list) + done); \
+        for (; done + 4 <= (count); done += 4) what(4, (list) + done);             \
+        for (; done + 2 <= (count); done += 2) what(2, (list) + done);             \
+        if (done < (count)) what(1, (list) + done);                               \
+    } while (0)
+
+/* The queries of a tile that search subcluster `i` of a block. */
+INLINE int64_t searching(const Tile *w, const Block *b, int64_t i, uint8_t *list) {
+    int64_t n = 0;
+#if defined(__AVX512BW__)
+    const __m512i bits_of = _mm512_loadu_si512(b->within);
+    uint32_t queries = _mm512_test_epi16_mask(bits_of, _mm512_set1_epi16((short)(1 << i)));
+    for (; queries; queries &= queries - 1) list[n++] = (uint8_t)__builtin_ctz(queries);
+#else
+    for (int64_t t = 0; t < w->n; t++) {
+        list[n] = (uint8_t)t;
+        n += b->within[t] >> i & 1;
+    }
+#endif
+    return n;
+}
+
+/* Search a block for all queries of a tile; returns how many keys and centroids were compared. A subcluster is loaded once for
+ * the queries that search it. */
+INLINE int64_t search_block(const RoutedCall *p, Tile *w, int64_t number, const int64_t quarter) {
+    Block b = {.number = number, .each = p->cluster_size / 16};
+    uint8_t list[TILE];
+    int64_t n = 0, compared = 0;
+    b.at = w->kv_head * ((p->n_clusters * b.each + 15) / 16) + number;
+    b.first = w->kv_head * p->n_clusters * b.each + 16 * number;
+    for (int64_t t = 0; t < w->n; t++) {
+        b.near[t] = w->threshold[t] < INFINITY ? (uint16_t)clusters_within_reach(p, w, t, &b) : 0;
+        list[n] = (uint8_t)t;
+        n += b.near[t] != 0;
+        compared += __builtin_popcount(b.near[t]);
+    }
+    if (!n) return 0;
+#define CENTROIDS(n, some) compare_centroids(p, w, n, some, &b, quarter)
+    IN_GROUPS(CENTROIDS, list, n);
+    for (int64_t i = 0; i < 16; i++) {
+        const int64_t cluster = (uint32_t)(16 * number + i) / (uint32_t)b.each;
+        n = searching(w, &b, i, list);
+        compared += 16 * n;
+#define KEYS(n, some) compare_keys(p, w, n, some, b.first + i, cluster, quarter)
+        IN_GROUPS(KEYS, list, n);
+    }
     return compared;
 }
 
-/* The same for all queries of a tile: the keys of a block stay in cache. */
 INLINE int64_t search_blocks(const RoutedCall *p, Tile *w, int64_t first, int64_t stop, const int64_t quarter) {
     int64_t compared = 0;
     memset(w->n_hits, 0, sizeof w->n_hits);
-    for (int64_t block = first; block < stop; block++)
-        for (int64_t t = 0; t < w->n; t++)
-            if (w->threshold[t] < INFINITY) compared += search_block(p, w, t, block, quarter);
+    for (int64_t block = first; block < stop; block++) compared += search_block(p, w, block, quarter);
     return compared;
 }
 
