@@ -38,21 +38,20 @@ class Part:
         query_rows: `[b, h, t]`; None = all query rows in order, viewed in that shape.
         query_valid: `[b, h, t]`, False on filler; None = no filler. Each query row occurs at most once.
         key_rows: `[b, c]`; None = all key rows in order, viewed as `[b, c]`.
-        extra_rows: `[b, e]` rows of the centroids, appended as further columns.
-        bias: `[b, c + e]` added to the logits (-inf = not read), or anything that broadcasts to
-            `[b, h, t, c + e]`.
+        bias: `[b, c]` added to the logits (-inf = not read), or anything that broadcasts to `[b, h, t, c]`.
         causal: Row i of a tile sees its first i + 1 columns only.
         residual: Range of columns that are the sampled residual, for reporting its share.
+        n_centroids: How many of the last columns are centroids, for reporting.
     """
 
     shape: tuple[int, int, int]
     query_rows: Tensor | None = None
     query_valid: Tensor | None = None
     key_rows: Tensor | None = None
-    extra_rows: Tensor | None = None
     bias: Tensor | None = None
     causal: bool = False
     residual: tuple[int, int] = (0, 0)
+    n_centroids: int = 0
 
     def bias4(self) -> Tensor | None:
         """The bias with the four dimensions that the operator wants."""
@@ -66,7 +65,7 @@ class Part:
         at_once = max(1, n_rows // max(1, heads * rows))
         if self.query_rows is None or self.key_rows is None or at_once >= n_tiles:
             return [self]
-        fields = ("query_rows", "query_valid", "key_rows", "extra_rows", "bias")
+        fields = ("query_rows", "query_valid", "key_rows", "bias")
         parts = []
         for begin in range(0, n_tiles, at_once):
             tiles = slice(begin, min(begin + at_once, n_tiles))
@@ -87,22 +86,8 @@ class Part:
         return slots, rows.index_select(0, slots)
 
 
-class Centroids(NamedTuple):
-    """Mean keys `[rows, D]` and values `[rows, Dv]` of clusters; gradients reach the keys and values averaged."""
-
-    key: Tensor
-    value: Tensor
-
-
 def attend_parts(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    parts: Sequence[Part],
-    *,
-    scale: float,
-    backend: Backend,
-    centroids: Centroids | None = None,
+    query: Tensor, key: Tensor, value: Tensor, parts: Sequence[Part], *, scale: float, backend: Backend
 ) -> Attended:
     """One softmax over the union of the parts.
 
@@ -113,30 +98,25 @@ def attend_parts(
         parts: What each query reads. A key row that occurs in several parts (or twice) counts that often.
         scale: Factor of the logits.
         backend: The operator.
-        centroids: Rows that `extra_rows` refer to.
     """
     rows, dim, value_dim = query.shape[:3], query.shape[-1], value.shape[-1]
-    if centroids is None:
-        centroids = Centroids(key.new_empty(0, dim), value.new_empty(0, value_dim))
     split = tuple(piece for part in parts for piece in part.split(ROWS_AT_ONCE))
     flat = query.reshape(-1, dim), key.reshape(-1, dim), value.reshape(-1, value_dim)
-    output, lse = _AttendParts.apply((split, scale, backend), *flat, *centroids)  # type: ignore[no-untyped-call]
+    output, lse = _AttendParts.apply((split, scale, backend), *flat)  # type: ignore[no-untyped-call]
     return Attended(output.view(*rows, value_dim), lse.view(rows))
 
 
 class _Tables(NamedTuple):
-    """Flat rows: `query [q, D]`, `key [k, D]`, `value [k, Dv]`, and the centroids' keys and values."""
+    """Flat rows: `query [q, D]`, `key [k, D]`, `value [k, Dv]`."""
 
     query: Tensor
     key: Tensor
     value: Tensor
-    extra_key: Tensor
-    extra_value: Tensor
 
     def tile(self, part: Part, scale: float) -> Tile:
         """The operator call of a part."""
-        key, value = _columns(self.key, self.extra_key, part), _columns(self.value, self.extra_value, part)
-        return Tile(_queries(self.query, part), key, value, scale, part.bias4(), part.causal)
+        query, key, value = _queries(self.query, part), _columns(self.key, part), _columns(self.value, part)
+        return Tile(query, key, value, scale, part.bias4(), part.causal)
 
 
 class _Merged(NamedTuple):
@@ -196,9 +176,10 @@ class _AttendParts(torch.autograd.Function):
                 part_lse = part_lse.masked_fill(~part.query_valid, torch.finfo(lse.dtype).max / 2)
             tile = tables.tile(part, scale)
             grads = backend.at(f"part {number}").backward(tile, part_grad, Attended(part_output, part_lse))
-            _add_queries(sums.query, part, grads.query)
-            _add_columns(sums.key, sums.extra_key, part, grads.key)
-            _add_columns(sums.value, sums.extra_value, part, grads.value)
+            slots, rows = part.occupied()
+            _add_rows(sums.query, rows, grads.query, slots)
+            _add_rows(sums.key, part.key_rows, grads.key)
+            _add_rows(sums.value, part.key_rows, grads.value)
         return None, *(t.to(dtype) for t in sums)
 
 
@@ -208,16 +189,11 @@ def _queries(flat: Tensor, part: Part) -> Tensor:
     return flat.index_select(0, part.query_rows.reshape(-1)).view(*part.shape, flat.shape[-1])
 
 
-def _columns(flat: Tensor, extra: Tensor, part: Part) -> Tensor:
+def _columns(flat: Tensor, part: Part) -> Tensor:
     tiles, dim = part.shape[0], flat.shape[-1]
     if part.key_rows is None:
-        columns = flat.view(tiles, 1, -1, dim)
-    else:
-        columns = flat.index_select(0, part.key_rows.reshape(-1)).view(tiles, 1, part.key_rows.shape[1], dim)
-    if part.extra_rows is None:
-        return columns
-    more = extra.index_select(0, part.extra_rows.reshape(-1)).view(tiles, 1, -1, dim)
-    return torch.cat((columns, more), dim=2)
+        return flat.view(tiles, 1, -1, dim)
+    return flat.index_select(0, part.key_rows.reshape(-1)).view(tiles, 1, part.key_rows.shape[1], dim)
 
 
 def _nothing_read(rows: int, value: Tensor, wide: torch.dtype) -> _Merged:
@@ -267,24 +243,10 @@ def fold_lse_gradient(grad: Tensor, output: Tensor, grad_lse: Tensor) -> tuple[T
     return grad, output - step * direction
 
 
-def _add_queries(total: Tensor, part: Part, grad: Tensor) -> None:
-    slots, rows = part.occupied()
+def _add_rows(total: Tensor, rows: Tensor | None, grad: Tensor, slots: Tensor | None = None) -> None:
     flat = grad.reshape(-1, grad.shape[-1]).to(total.dtype)
     if slots is not None:
         flat = flat.index_select(0, slots)
-    _add_rows(total, rows, flat)
-
-
-def _add_columns(total: Tensor, extra: Tensor, part: Part, grad: Tensor) -> None:
-    grad = grad.to(total.dtype)
-    if part.extra_rows is not None:
-        n_extra = part.extra_rows.shape[1]
-        grad, more = grad.split([grad.shape[2] - n_extra, n_extra], dim=2)
-        _add_rows(extra, part.extra_rows, more.reshape(-1, more.shape[-1]))
-    _add_rows(total, part.key_rows, grad.reshape(-1, grad.shape[-1]))
-
-
-def _add_rows(total: Tensor, rows: Tensor | None, flat: Tensor) -> None:
     if rows is None:
         total.add_(flat)
     else:
