@@ -129,6 +129,17 @@ def softmax_with_lse(logits: Tensor, dim: int) -> tuple[Tensor, Tensor]:
     return weights / total, lse.squeeze(dim)
 
 
+def rounds_weights(lse: Tensor, dtype: torch.dtype) -> bool:
+    """Whether rounding of lse changes `exp(logit - lse)` by more than 2^-13, and than inputs of `dtype` deserve.
+
+    That happens in float32, from 1024 on. Backward passes compute weights in this way, and merging compares lse.
+    """
+    if lse.dtype == torch.float64 or not lse.numel():
+        return False
+    largest = float(lse.detach().masked_fill(torch.isneginf(lse), 0.0).abs().amax())
+    return largest * torch.finfo(lse.dtype).eps > max(2**-13, torch.finfo(dtype).eps / 4)
+
+
 def empty_rows(tile: Tile) -> Tensor | None:
     """Which rows see no key at all, broadcastable to `[b, h, t]`; None = every row sees one."""
     bias = tile.bias

@@ -17,7 +17,17 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from prescore.ops.backend import Backend, Tile, accumulation_dtype, readable, softmax_with_lse
+from prescore import checks
+from prescore.autograd import records_gradients
+from prescore.ops.backend import (
+    Backend,
+    Tile,
+    accumulation_dtype,
+    pick_backend,
+    readable,
+    rounds_weights,
+    softmax_with_lse,
+)
 from prescore.types import Attended
 
 _TINY_GRADIENT = 1e-15
@@ -89,7 +99,7 @@ class Part:
 def attend_parts(
     query: Tensor, key: Tensor, value: Tensor, parts: Sequence[Part], *, scale: float, backend: Backend
 ) -> Attended:
-    """One softmax over the union of the parts.
+    """One softmax over the union of the parts; in float64 where logits are too large for the lse of float32.
 
     Args:
         query: `[B, Hq, Nq, D]`.
@@ -103,6 +113,11 @@ def attend_parts(
     split = tuple(piece for part in parts for piece in part.split(ROWS_AT_ONCE))
     flat = query.reshape(-1, dim), key.reshape(-1, dim), value.reshape(-1, value_dim)
     output, lse = _AttendParts.apply((split, scale, backend), *flat)  # type: ignore[no-untyped-call]
+    if (len(split) > 1 or records_gradients(*flat)) and rounds_weights(lse, query.dtype):
+        tables = [table.to(torch.float64) for table in flat]
+        wide = backend if backend.dropout is not None else pick_backend(tables[0])
+        output, lse = _AttendParts.apply((split, scale, wide), *tables)  # type: ignore[no-untyped-call]
+        output, lse = output.to(query.dtype), lse.to(accumulation_dtype(query.dtype))
     return Attended(output.view(*rows, value_dim), lse.view(rows))
 
 
@@ -119,14 +134,6 @@ class _Tables(NamedTuple):
         return Tile(query, key, value, scale, part.bias4(), part.causal)
 
 
-class _Merged(NamedTuple):
-    """The parts merged so far. The lse is `peak + log_sum`: apart, because their sum rounds for large logits."""
-
-    output: Tensor  # [rows, Dv]
-    peak: Tensor  # [rows], the largest lse of a part
-    log_sum: Tensor  # [rows]
-
-
 class _AttendParts(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -140,8 +147,8 @@ class _AttendParts(torch.autograd.Function):
         if merged is None:
             wide = accumulation_dtype(tables.query.dtype)
             merged = _nothing_read(tables.query.shape[0], tables.value, wide)
-        output, lse = merged.output.to(tables.query.dtype), merged.peak + merged.log_sum
-        ctx.save_for_backward(*tables, output, lse, merged.peak, merged.log_sum)
+        output, lse = merged.output.to(tables.query.dtype), merged.lse
+        ctx.save_for_backward(*tables, output, lse)
         ctx.plan = plan
         ctx.set_materialize_grads(False)
         return output, lse
@@ -149,7 +156,7 @@ class _AttendParts(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-        *tensors, output, lse, peak, log_sum = ctx.saved_tensors
+        *tensors, output, lse = ctx.saved_tensors
         tables, (parts, scale, backend) = _Tables(*tensors), ctx.plan
         dtype = tables.query.dtype
         wide = accumulation_dtype(dtype)
@@ -161,11 +168,6 @@ class _AttendParts(torch.autograd.Function):
             # half precision cannot hold the folded gradient; this path is rare, so it may cost memory
             tables = _Tables(*(t.to(wide) for t in tables))
             grad, output = fold_lse_gradient(grad.to(wide), output.to(wide), grad_lse)
-        if len(parts) > 1:
-            # Backends weigh by exp(logit - lse) with the rounded lse. Weights and gradients are proportional to
-            # each other, so the gradient takes the factor that makes the weights of all parts sum to 1.
-            error = ((lse - peak) - log_sum).masked_fill(torch.isneginf(lse), 0.0)
-            grad = grad * torch.exp(error)[:, None].to(grad.dtype)
         sums = _Tables(*(torch.zeros_like(t, dtype=wide) for t in tables))
         for number, part in enumerate(parts):
             part_grad, part_output = _queries(grad, part), _queries(output, part)
@@ -196,32 +198,27 @@ def _columns(flat: Tensor, part: Part) -> Tensor:
     return flat.index_select(0, part.key_rows.reshape(-1)).view(tiles, 1, part.key_rows.shape[1], dim)
 
 
-def _nothing_read(rows: int, value: Tensor, wide: torch.dtype) -> _Merged:
+def _nothing_read(rows: int, value: Tensor, wide: torch.dtype) -> Attended:
     output = value.new_zeros(rows, value.shape[-1], dtype=wide)
-    return _Merged(output, output.new_full((rows,), -torch.inf), output.new_zeros(rows))
+    return Attended(output, output.new_full((rows,), -torch.inf))
 
 
-def _fold_in(merged: _Merged | None, part: Part, attended: Attended, n_rows: int) -> _Merged:
-    """Merge a part's result into its query rows, in place where possible."""
+def _fold_in(merged: Attended | None, part: Part, attended: Attended, n_rows: int) -> Attended:
+    """Merge a part's result `[rows, Dv]` and `[rows]` into its query rows, in place where possible."""
     slots, rows = part.occupied()
     output, lse = attended.output.reshape(-1, attended.output.shape[-1]), attended.lse.reshape(-1)
     if slots is not None:
         output, lse = output.index_select(0, slots), lse.index_select(0, slots)
     output = output.to(lse.dtype)
-    update = _Merged(output, lse, torch.zeros_like(lse))
     if merged is not None:
-        old = merged if rows is None else _Merged(*(t.index_select(0, rows) for t in merged))
-        peak = torch.maximum(old.peak, lse)
-        shift = peak.masked_fill(torch.isneginf(peak), 0.0)
-        shifted = torch.stack((old.log_sum + (old.peak - shift), lse - shift))
-        (old_weight, weight), log_sum = softmax_with_lse(shifted, 0)
+        old = merged if rows is None else Attended(*(t.index_select(0, rows) for t in merged))
+        (old_weight, weight), lse = softmax_with_lse(torch.stack((old.lse, lse)), 0)
         output = output.mul(weight[:, None]).addcmul_(old.output, old_weight[:, None])
-        update = _Merged(output, peak, log_sum)
     if rows is None:
-        return update
+        return Attended(output, lse)
     if merged is None:
         merged = _nothing_read(n_rows, output, lse.dtype)
-    for table, rows_of_part in zip(merged, update, strict=True):
+    for table, rows_of_part in zip(merged, (output, lse), strict=True):
         table.index_copy_(0, rows, rows_of_part)
     return merged
 
@@ -264,9 +261,8 @@ def merge(*parts: Attended) -> Attended:
     for place, part in enumerate(parts):
         if not isinstance(part, Attended):
             raise TypeError(f"parts must be Attended, got {type(part).__name__} at {place}")
-        if not (isinstance(part.output, Tensor) and isinstance(part.lse, Tensor)):
-            kinds = f"{type(part.output).__name__} and {type(part.lse).__name__}"
-            raise TypeError(f"parts must hold an output and an lse, both tensors, got {kinds} at {place}")
+        checks.floating(f"the output of part {place}", part.output)
+        checks.floating(f"the lse of part {place}", part.lse)
         if part.output.device != parts[0].output.device or part.lse.device != part.output.device:
             devices = f"{part.output.device} and {part.lse.device}"
             raise ValueError(f"parts must lie on one device, {parts[0].output.device}, got {devices} at {place}")
@@ -296,10 +292,12 @@ def exact_output(
     aligned = not is_causal or query.shape[2] == key.shape[2]
     same_width = value.shape[3] == query.shape[3]
     if backend.name == "cpu-flash" and aligned and same_width and query.numel() and key.numel():
-        output: Tensor = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        output: Tensor
+        output, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             readable(query), readable(key), readable(value), 0.0, is_causal, scale=scale
-        )[0]
-        return output
+        )
+        if not records_gradients(query, key, value) or not rounds_weights(lse, query.dtype):
+            return output
     parts = exact_parts(query, key, is_causal=is_causal, valid=None)
     return attend_parts(query, key, value, parts, scale=scale, backend=backend).output
 
