@@ -200,7 +200,8 @@ class Plan:
         if config.remainder != "none" and not chosen.everything and any_key:
             with self.timed("centroids"):
                 centroids = self._add_centroids(candidates, chosen, streams)
-        none_selected = chosen.selection.indices.shape[-1] == 0  # only padding, or a given selection elsewhere
+        # only padding, scores below `min_score`, or a given selection elsewhere; zeroed keys are read all the same
+        none_selected = chosen.selection.indices.shape[-1] == 0 and self.zero_row is None
         if none_selected and centroids is None:
             return
         pair = self._block_pair(candidates, chosen.selection, centroids)
