@@ -338,3 +338,17 @@ def test_a_nan_query_spoils_its_row_alone(config):
     spoilt = torch.isnan(output).any(-1)
     assert spoilt.nonzero().tolist() == [[1, 2, 17]]
     assert torch.equal(output[~spoilt], clean[~spoilt])
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_efficient_zero_tensors_are_read_as_zeros(name):
+    """They have a shape and no memory, which C would read."""
+    zeros, shape = torch.zeros(1, 2, 40, 8), (1, 2, 40, 8)
+    other = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    config = Routed(exact_until=0, chunk_size=8, cluster_size=4) if name == "routed" else CONFIGS[name]
+    for place in range(3):
+        given, wanted = [
+            [other] * place + [each] + [other] * (2 - place) for each in (torch._efficientzerotensor(shape), zeros)
+        ]
+        found, expected = (prescore.prescored_attention(*t, config, is_causal=True) for t in (given, wanted))
+        assert torch.equal(found, expected)

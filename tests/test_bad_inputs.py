@@ -7,6 +7,7 @@ import pytest
 import torch
 from fuzz_cases import BACKENDS
 from oracles.inputs import attention_tensors
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import prescore
 from prescore import Coupling, Exact, Hyper, KMeans, Lsh, Routed, Selected, Selection, config_from_dict
@@ -28,6 +29,14 @@ def spoilt(tensor, place, number):
 FEW = {"key": KEY[:, :, :4], "value": VALUE[:, :, :4]}
 META = {"query": QUERY.to("meta"), "key": KEY.to("meta"), "value": VALUE.to("meta")}
 NESTED = torch.nested.nested_tensor(list(QUERY), layout=torch.jagged)
+HOLLOW = {
+    "a dense tensor, got a nested tensor": lambda tensor: torch.nested.nested_tensor(list(tensor)),
+    "a dense tensor, got torch.sparse_coo": torch.Tensor.to_sparse,
+    "a dense tensor, got torch.sparse_csr": lambda tensor: tensor.flatten(0, -2).to_sparse_csr(),
+    "on a device that holds numbers, got meta": lambda tensor: tensor.to("meta"),
+    "numbers, got a fake tensor": FakeTensorMode().from_tensor,
+}
+"""Tensors that attention cannot read, and what is said of them."""
 TENSORS = [
     ({"query": QUERY[0]}, ValueError, r"query must have 4 dimensions .* got \(4, 5, 4\)"),
     ({"key": KEY[None]}, ValueError, r"key must have 4 dimensions .* got \(1, 2, 2, 9, 4\)"),
@@ -60,6 +69,8 @@ TENSORS = [
     (META, ValueError, "query must be on a device that holds numbers, got meta"),
     ({"query": QUERY.to_sparse()}, ValueError, "query must be a dense tensor, got torch.sparse_coo"),
     ({"query": NESTED}, ValueError, "query must be a dense tensor, got a nested tensor"),
+    *(({"value": make(VALUE)}, ValueError, f"value must .*{rule}") for rule, make in HOLLOW.items()),
+    *(({"key_padding_mask": make(MASK)}, ValueError, f"mask must .*{rule}") for rule, make in HOLLOW.items()),
 ]
 """Refused by all three functions."""
 RANDOM = [
@@ -76,6 +87,8 @@ SELECTIONS = [
     (Selection(None, None), TypeError, "selection.indices must be a torch.Tensor, got NoneType"),
     (Selection(CHOSEN.indices + 9, CHOSEN.valid), ValueError, r"indices in 0\.\.8, got 9"),
     (Selection(CHOSEN.indices - 1, CHOSEN.valid), ValueError, r"indices in 0\.\.8, got -1"),
+    *((Selection(make(CHOSEN.indices), CHOSEN.valid), ValueError, rule) for rule, make in HOLLOW.items()),
+    *((Selection(CHOSEN.indices, make(CHOSEN.valid)), ValueError, rule) for rule, make in HOLLOW.items()),
 ]
 UNSELECTED = (Routed(), Hyper(), Exact())
 NOT_SELECTED = (ValueError, "selection must come with a Selected configuration, got (Routed|Hyper|Exact)")
@@ -173,8 +186,14 @@ MERGES = [
     ((), ValueError, "at least one Attended, got none"),
     ((PART, PART.output), TypeError, "parts must be Attended, got Tensor at 1"),
     ((PART, SHORTER), ValueError, r"one shape \(2, 4, 5, 3\), got \(2, 4, 4, 3\) at 1"),
-    ((PART, PART._replace(lse=None)), TypeError, "got Tensor and NoneType at 1"),
-    ((PART, ELSEWHERE), ValueError, "one device, cpu, got meta and meta at 1"),
+    ((PART, PART._replace(lse=None)), TypeError, "the lse of part 1 must be a torch.Tensor, got NoneType"),
+    ((PART, ELSEWHERE), ValueError, "the output of part 1 must be on a device that holds numbers, got meta"),
+    *(
+        ((PART._replace(output=PART.output.to(dtype)),), TypeError, f"the output of part 0 must be .* got {dtype}")
+        for dtype in (torch.int32, torch.complex64, torch.float8_e4m3fn)
+    ),
+    ((PART, PART._replace(lse=PART.lse.to(torch.int64))), TypeError, "lse of part 1 must be .* got torch.int64"),
+    ((PART._replace(output=PART.output.to_sparse()),), ValueError, "must be a dense tensor, got torch.sparse_coo"),
     ((PART._replace(lse=SHORTER.lse), PART), ValueError, r"lse of shape \(2, 4, 5\), got \(2, 4, 4\) at 0"),
 ]
 

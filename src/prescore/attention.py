@@ -16,7 +16,7 @@ from prescore.call import Options as Options
 from prescore.config import Config, Exact, Hyper, Routed, Selected, check_config
 from prescore.engines import run_engine
 from prescore.errors import Unsupported
-from prescore.ops.backend import Backend, Needs, pick_backend
+from prescore.ops.backend import Backend, pick_backend
 from prescore.ops.dropout import Dropout
 from prescore.parallel.entry import attend_in_group
 from prescore.rng import Streams, as_streams, check_generator
@@ -299,7 +299,7 @@ def _checked(
 def _backend(query: Tensor, options: Options, streams: Streams) -> Backend:
     """The operator of a call; raises when none, or not the named one, can run it."""
     dropout = Dropout(options.dropout_p, streams.child("dropout")) if options.dropout_p else None
-    return pick_backend(Needs.of(query, dropout), options.backend)
+    return pick_backend(query, options.backend, dropout)
 
 
 def score(

@@ -197,6 +197,8 @@ def make_call(
 
     `aligned` shifts rows to their first real key, which exact attention does not need.
     """
+    # C reads memory, which an efficient zero tensor does not have
+    query, key, value = (t.clone() if t._is_zerotensor() else t for t in (query, key, value))
     n_query, n_keys = query.shape[2], key.shape[2]
     if is_causal and mask is not None:
         query = _finite_padding(query, mask[:, n_keys - n_query :])

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 FLOAT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _LONG_BITS = 1024
@@ -119,19 +120,32 @@ def shown(value: float) -> str:
     return text if len(text) <= _LONG_TEXT else f"{text[:_LONG_TEXT]}..."
 
 
-def tensor4(name: str, value: Any) -> None:
-    """Refuse anything but a floating [batch, heads, sequence, dim] tensor that holds its numbers."""
+def dense(name: str, value: Any, rule: str = "a torch.Tensor") -> Tensor:
+    """The value; refuses anything but a dense tensor that holds its numbers."""
     if not isinstance(value, Tensor):
-        raise TypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
+        raise TypeError(f"{name} must be {rule}, got {type(value).__name__}")
     if value.is_nested or value.layout != torch.strided:
         layout = "a nested tensor" if value.is_nested else str(value.layout)
         raise ValueError(f"{name} must be a dense tensor, got {layout}")
     if value.is_meta:
         raise ValueError(f"{name} must be on a device that holds numbers, got {value.device}")
-    if value.ndim != 4:
-        raise ValueError(f"{name} must have 4 dimensions [batch, heads, sequence, dim], got {tuple(value.shape)}")
+    if isinstance(value, FakeTensor):
+        raise ValueError(f"{name} must hold numbers, got a fake tensor")
+    return value
+
+
+def floating(name: str, value: Any) -> None:
+    """Refuse anything but a dense tensor of one of the dtypes that attention takes."""
+    dense(name, value)
     if value.dtype not in FLOAT_DTYPES:
         raise TypeError(f"{name} must be float64, float32, bfloat16 or float16, got {value.dtype}")
+
+
+def tensor4(name: str, value: Any) -> None:
+    """Refuse anything but a floating [batch, heads, sequence, dim] tensor that holds its numbers."""
+    floating(name, value)
+    if value.ndim != 4:
+        raise ValueError(f"{name} must have 4 dimensions [batch, heads, sequence, dim], got {tuple(value.shape)}")
     if value.shape[-1] == 0:
         raise ValueError(f"{name} must have a head dimension of at least 1, got {tuple(value.shape)}")
 
@@ -146,8 +160,7 @@ def keys(key: Tensor, key_padding_mask: Tensor | None) -> None:
 
 def padding_mask(key: Tensor, mask: Any) -> None:
     """Refuse a mask that is not bool [batch, sequence] on the keys' device."""
-    if not isinstance(mask, Tensor):
-        raise TypeError(f"key_padding_mask must be a torch.Tensor or None, got {type(mask).__name__}")
+    dense("key_padding_mask", mask, "a torch.Tensor or None")
     if mask.dtype != torch.bool:
         raise TypeError(f"key_padding_mask must be bool (True = a real key), got {mask.dtype}")
     expected = (key.shape[0], key.shape[2])

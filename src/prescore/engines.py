@@ -9,8 +9,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from prescore.autograd import records_gradients
 from prescore.call import Call
 from prescore.config import Config, Hyper, Routed, Selected
+from prescore.ops.backend import accumulation_dtype, pick_backend, rounds_weights
 from prescore.ops.parts import exact_output
 from prescore.routed import attention as routed
 from prescore.scoring.select import selection_of
@@ -36,6 +38,14 @@ def run_engine(
         return attend_exact(call, explain=explain)  # no heads: there is nothing to choose for
     if isinstance(config, Routed):
         result = routed.attend_routed(call, config, explain=explain)
+        tensors = call.query, call.key, call.value
+        if records_gradients(*tensors) and rounds_weights(result.lse, call.query.dtype):
+            query, key, value = (tensor.to(torch.float64) for tensor in tensors)
+            backend = call.backend if call.backend.dropout is not None else pick_backend(query)
+            wide = replace(call, query=query, key=key, value=value, backend=backend)
+            result = routed.attend_routed(wide, config, explain=explain)
+            output, lse = result.output.to(call.query.dtype), result.lse.to(accumulation_dtype(call.query.dtype))
+            result = replace(result, output=output, lse=lse)
         # padding queries after the last real key have no position in its layout
         output, lse = call.with_trailing_padding(
             result.attended, lambda padding: routed.attend_routed(padding, config).attended

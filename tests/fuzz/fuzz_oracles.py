@@ -77,8 +77,6 @@ def definition(case):
     config = case.config.replace(min_seq_len=draw.choice((0, 1, 2, 4, 8)))
     if isinstance(config, Selected):
         coupling = draw.choice(COUPLINGS) if isinstance(config.inner, Lsh) else config.coupling
-        # zeroed keys of a selection by score, whose heads keep different numbers, are not in the definition
-        need(coupling.mask != "zero" or config.top_k is not None)
         remainder = "none" if coupling.mask == "zero" else draw.choice(("none", "centroids", KMeans(2)))
         scorer = draw.choice(("key-norm", "key-diff", "uniform"))
         config = config.replace(scorer=scorer, remainder=remainder, coupling=coupling)

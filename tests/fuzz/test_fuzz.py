@@ -59,7 +59,7 @@ BREAKS = {
     "Gray code used as the rank": ("gray neighbours", "scoring.hashing",
         "        shift *= 2\n", "        shift = n_bits\n"),
     "parts folded with a wrong weight": ("definition", "ops.parts",
-        "(old.peak - shift), lse - shift))", "(old.peak - shift), lse + 0.1 - shift))"),
+        "torch.stack((old.lse, lse))", "torch.stack((old.lse, lse + 0.1))"),
     "merge by plain average": ("merge of a split", "ops.parts",
         "(outputs * weights[..., None]).sum(0)", "outputs.mean(0)"),
     "gradient under the part's own lse": ("definition", "ops.cpu",

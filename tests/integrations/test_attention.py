@@ -184,12 +184,17 @@ def test_one_wrong_entry_is_noticed_also_when_it_comes_later(name):
 def test_no_mask_and_padding_alone():
     for n_query, is_causal, kind in ((N, True, "causal"), (1, True, "full"), (N, False, "full")):
         assert read(None, n_query, N, is_causal).kind == kind
-    blind = RIGHT[:, None, :, None] & RIGHT[:, None, None, :]  # padding queries see nothing
-    rows = RIGHT[:, None, None, :]
-    for mask, n_query, kind in ((RIGHT, 4, "causal"), (rows, 4, "causal"), (blind, N, "full")):
-        form = read(mask, n_query, is_causal=kind == "causal")
-        assert form.kind == kind
+    for mask in (RIGHT, RIGHT[:, None, None, :]):
+        form = read(mask, 4, is_causal=True)
+        assert form.kind == "causal"
         assert torch.equal(form.valid, RIGHT)
+
+
+@pytest.mark.parametrize("valid", [LEFT, RIGHT, LEFT & RIGHT.flip(0)], ids=["left", "right", "both"])
+def test_padding_queries_that_see_nothing(valid):
+    form = read(valid[:, None, :, None] & valid[:, None, None, :], is_causal=False)
+    assert form.kind == "full"
+    assert torch.equal(form.valid, valid)
 
 
 @pytest.mark.parametrize("valid", [LEFT, RIGHT & RIGHT[:1]], ids=["real", "padding"])

@@ -93,6 +93,8 @@ def labelled(labels, n_clusters=3):
         (lambda k: k[..., 0].double(), TypeError, "scores of Broken must be torch.float32, got torch.float64"),
         (lambda k: k[:, 0, :, 0], ValueError, r"scores of Broken must have shape \(1, 2, 40\), got \(1, 40\)"),
         (lambda k: k[:, :, :9, 0], ValueError, r"scores of Broken must have shape .* got \(1, 2, 9\)"),
+        (lambda k: k[..., 0].to_sparse(), ValueError, "scores of Broken must be a dense tensor, got torch.sparse"),
+        (lambda k: k[..., 0].to("meta"), ValueError, "scores of Broken must be on a device that .* got meta"),
         (spoilt(torch.nan), ValueError, r"scores of Broken must be finite, got nan at \(0, 1, 5\)"),
         (spoilt(torch.inf), ValueError, r"scores of Broken must be finite, got inf at \(0, 1, 5\)"),
         (spoilt(-torch.inf), ValueError, r"scores of Broken must be finite, got -inf at \(0, 1, 5\)"),

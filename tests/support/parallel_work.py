@@ -9,7 +9,7 @@ from oracles.inputs import attention_tensors
 
 import prescore
 from prescore.parallel.comm import Group, agree, as_group
-from prescore.parallel.ulysses import Ulysses
+from prescore.parallel.ulysses import attend_by_heads
 
 
 def shard(tensor, group, dim=2):
@@ -105,10 +105,11 @@ def run_as_core(group, config, ids):
         core = ALL_ATTENTION_FUNCTIONS["prescored"]
 
         def exchange_heads(module, query, key, value, attention_mask, *args, **kwargs):
-            ulysses = Ulysses(ranks, query.shape[1], key.shape[1])
-            full = ulysses.to_heads(query, key, value)
-            output, weights = core(module, *full, None, *args, **{**kwargs, "position_ids": positions})
-            return ulysses.to_positions(output.transpose(1, 2))[0].transpose(1, 2), weights
+            def attend(*full):
+                output, _ = core(module, *full, None, *args, **{**kwargs, "position_ids": positions})
+                return [output.transpose(1, 2)]
+
+            return attend_by_heads(ranks, query, key, value, attend)[0].transpose(1, 2), None
 
         patch.setitem(ALL_ATTENTION_FUNCTIONS, "prescored", exchange_heads)
         own = {"position_ids": shard(positions, group, 1), "use_cache": False}

@@ -3,29 +3,18 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 from torch.nn.functional import pad
 
 from prescore import checks
 from prescore.baselines.oracle import heaviest_keys
-from prescore.baselines.tiles import Placed, best_places, place
+from prescore.baselines.tiles import Placed, baseline, best_places
 from prescore.ops.parts import Part
-from prescore.types import Attended
 
 
+@baseline
 def heavy_hitter_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    budget: int = 256,
-    recent: int = 0,
-    chunk_size: int = 512,
-    is_causal: bool = False,
-    key_padding_mask: Tensor | None = None,
-    scale: float | None = None,
-    generator: torch.Generator | int | None = None,
-) -> Attended:
+    placed: Placed, *, budget: int = 256, recent: int = 0, chunk_size: int = 512
+) -> list[Part]:
     """Exact attention to a cache of heavy hitters, which depends on queries: when causal, on earlier ones only.
 
     Causal: the queries of a chunk see the cache and, exactly, their own chunk up to themselves. Their softmax
@@ -38,29 +27,21 @@ def heavy_hitter_attention(
     Not causal: the `budget` keys with the largest column sums of the softmax, as the oracle.
 
     Args:
-        query: `[B, Hq, Nq, D]`.
-        key: `[B, Hkv, Nk, D]`.
-        value: `[B, Hkv, Nk, Dv]`.
+        placed: The call.
         budget: Keys in the cache.
         recent: Latest keys that are in the cache whatever their total, inside the budget; only when causal.
         chunk_size: Positions between two evictions.
-        is_causal: Queries are the last `Nq` positions and see no later key.
-        key_padding_mask: `[B, Nk]`, True = a real key.
-        scale: Factor of the logits, `D ** -0.5` by default.
-        generator: Not used; part of the common call shape.
     """
     checks.integer("budget", budget, minimum=0)
     checks.integer("recent", recent, minimum=0)
     if recent > budget:
         raise ValueError(f"recent must be at most the budget {budget}, got {recent}")
     checks.integer("chunk_size", chunk_size, minimum=1)
-    placed = place(query, key, value, is_causal=is_causal, key_padding_mask=key_padding_mask, scale=scale)
-    parts = []
-    if not placed.empty and not is_causal:
-        parts = [heaviest_keys(placed, budget)]
-    elif not placed.empty:
-        parts = _causal_parts(placed, budget, recent, min(chunk_size, key.shape[2]))
-    return placed.attend(parts)
+    if placed.empty:
+        return []
+    if not placed.call.is_causal:
+        return [heaviest_keys(placed, budget)]
+    return _causal_parts(placed, budget, recent, min(chunk_size, placed.call.n_keys))
 
 
 @torch.no_grad()

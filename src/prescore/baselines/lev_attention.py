@@ -6,42 +6,27 @@ import torch
 from torch import Tensor
 
 from prescore import checks
-from prescore.baselines.tiles import Placed, best_places, place
+from prescore.baselines.tiles import Placed, baseline, best_places
 from prescore.ops.backend import accumulation_dtype
+from prescore.ops.parts import Part
 from prescore.scoring.leverage import exact_leverage
 from prescore.scoring.select import selection_of
-from prescore.types import Attended
 
 
+@baseline
 def lev_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    epsilon: float | None = None,
-    budget: int | None = None,
-    chunk_size: int = 512,
-    is_causal: bool = False,
-    key_padding_mask: Tensor | None = None,
-    scale: float | None = None,
-    generator: torch.Generator | int | None = None,
-) -> Attended:
+    placed: Placed, *, epsilon: float | None = None, budget: int | None = None, chunk_size: int = 512
+) -> list[Part]:
     """Exact attention to the universal set `{i : k_i^T (K^T K)^+ k_i >= epsilon}`, or to the `budget` best of it.
 
     Causal: leverage among all keys depends on the future, so the queries of a chunk of `chunk_size` positions see
     their own chunk exactly, and the universal set of the keys before the chunk, computed from those alone.
 
     Args:
-        query: `[B, Hq, Nq, D]`.
-        key: `[B, Hkv, Nk, D]`.
-        value: `[B, Hkv, Nk, Dv]`.
+        placed: The call.
         epsilon: Smallest leverage; None = no threshold, and then a budget must be given.
         budget: Largest number of keys, those of highest leverage first; None = all of the set.
         chunk_size: Causal: positions that share a universal set.
-        is_causal: Queries are the last `Nq` positions and see no later key.
-        key_padding_mask: `[B, Nk]`, True = a real key.
-        scale: Factor of the logits, `D ** -0.5` by default.
-        generator: Not used; part of the common call shape.
     """
     if epsilon is None and budget is None:
         raise ValueError("epsilon or budget must be given, got None for both")
@@ -50,15 +35,13 @@ def lev_attention(
     if budget is not None:
         checks.integer("budget", budget, minimum=0)
     checks.integer("chunk_size", chunk_size, minimum=1)
-    placed = place(query, key, value, is_causal=is_causal, key_padding_mask=key_padding_mask, scale=scale)
-    parts = []
-    if not placed.empty and not is_causal:
-        places, chosen = _universal_set(placed, placed.arange(key.shape[2])[None], epsilon, budget)
-        rows, visible = placed.key_tiles(places[:, :, None])
-        parts = [placed.part_of_all(rows, visible & chosen.flatten(0, 1))]
-    elif not placed.empty:
-        parts = placed.chunk_parts(chunk_size, lambda _, past: _universal_set(placed, past, epsilon, budget))
-    return placed.attend(parts)
+    if placed.empty:
+        return []
+    if placed.call.is_causal:
+        return placed.chunk_parts(chunk_size, lambda _, past: _universal_set(placed, past, epsilon, budget))
+    places, chosen = _universal_set(placed, placed.arange(placed.call.n_keys)[None], epsilon, budget)
+    rows, visible = placed.key_tiles(places[:, :, None])
+    return [placed.part_of_all(rows, visible & chosen.flatten(0, 1))]
 
 
 @torch.no_grad()

@@ -2,27 +2,13 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
-
 from prescore import checks
-from prescore.baselines.tiles import Placed, best_places, column_sums, place
+from prescore.baselines.tiles import Placed, baseline, best_places, column_sums
 from prescore.ops.parts import Part
-from prescore.types import Attended
 
 
-def oracle_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    budget: int = 256,
-    chunk_size: int = 512,
-    is_causal: bool = False,
-    key_padding_mask: Tensor | None = None,
-    scale: float | None = None,
-    generator: torch.Generator | int | None = None,
-) -> Attended:
+@baseline
+def oracle_attention(placed: Placed, *, budget: int = 256, chunk_size: int = 512) -> list[Part]:
     """Exact attention to the `budget` keys with the largest column sums of the true softmax, per KV head.
 
     Causal: the queries of a chunk of `chunk_size` positions see their own chunk exactly, and of all earlier keys
@@ -31,25 +17,17 @@ def oracle_attention(
     keys or values. Quadratic in time; memory is that of a block of queries.
 
     Args:
-        query: `[B, Hq, Nq, D]`.
-        key: `[B, Hkv, Nk, D]`.
-        value: `[B, Hkv, Nk, Dv]`.
+        placed: The call.
         budget: Keys kept (causal: in addition to the query's chunk).
         chunk_size: Causal: positions that share a choice.
-        is_causal: Queries are the last `Nq` positions and see no later key.
-        key_padding_mask: `[B, Nk]`, True = a real key.
-        scale: Factor of the logits, `D ** -0.5` by default.
-        generator: Not used; part of the common call shape.
     """
     checks.integer("budget", budget, minimum=0)
     checks.integer("chunk_size", chunk_size, minimum=1)
-    placed = place(query, key, value, is_causal=is_causal, key_padding_mask=key_padding_mask, scale=scale)
-    parts = []
-    if not placed.empty and not is_causal:
-        parts = [heaviest_keys(placed, budget)]
-    elif not placed.empty:
-        parts = placed.chunk_parts(chunk_size, lambda q, past: best_places(placed.column_sums(q, past), budget))
-    return placed.attend(parts)
+    if placed.empty:
+        return []
+    if not placed.call.is_causal:
+        return [heaviest_keys(placed, budget)]
+    return placed.chunk_parts(chunk_size, lambda q, past: best_places(placed.column_sums(q, past), budget))
 
 
 def heaviest_keys(placed: Placed, budget: int) -> Part:

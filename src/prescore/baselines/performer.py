@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from prescore import checks
-from prescore.baselines.tiles import place
+from prescore.baselines.tiles import Placed, baseline
 from prescore.ops.backend import accumulation_dtype
 from prescore.ops.parts import merge
 from prescore.rng import Streams, as_streams
@@ -18,17 +18,8 @@ from prescore.types import Attended
 _CHUNK = 128
 
 
-def performer_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    n_features: int = 256,
-    is_causal: bool = False,
-    key_padding_mask: Tensor | None = None,
-    scale: float | None = None,
-    generator: torch.Generator | int | None = None,
-) -> Attended:
+@baseline
+def performer_attention(placed: Placed, *, n_features: int = 256) -> Attended:
     """Attention with `exp(scale q.k)` replaced by its unbiased estimate `phi(q).phi(k)`.
 
     `phi_f(x) = exp(w_f.x' - |x'|^2 / 2) / sqrt(n_features)` with `x' = sqrt(scale) x`, and directions `w_f` with
@@ -37,27 +28,20 @@ def performer_attention(
     later key cannot make an earlier one underflow. Linear in time and memory.
 
     Args:
-        query: `[B, Hq, Nq, D]`.
-        key: `[B, Hkv, Nk, D]`.
-        value: `[B, Hkv, Nk, Dv]`.
+        placed: The call; its generator seeds the features.
         n_features: Random features, the same for all heads.
-        is_causal: Queries are the last `Nq` positions and see no later key.
-        key_padding_mask: `[B, Nk]`, True = a real key.
-        scale: Factor of the logits, `D ** -0.5` by default.
-        generator: Seed of the features.
     """
     checks.integer("n_features", n_features, minimum=1)
-    streams = as_streams(generator)
-    placed = place(query, key, value, is_causal=is_causal, key_padding_mask=key_padding_mask, scale=scale)
-    wide = accumulation_dtype(query.dtype)
-    directions = orthogonal_features(n_features, query.shape[-1], streams, like=query).to(wide)
-    queries = _log_features(placed.call.query.to(wide), directions, placed.call.scale)
-    queries = queries.unflatten(1, (key.shape[1], placed.call.group))  # [B, Hkv, G, Nq, F]
-    keys = _log_features(placed.call.key.to(wide), directions, placed.call.scale)
+    call, streams = placed.call, as_streams(placed.generator)
+    wide = accumulation_dtype(call.query.dtype)
+    directions = orthogonal_features(n_features, call.query.shape[-1], streams, like=call.query).to(wide)
+    queries = _log_features(call.query.to(wide), directions, call.scale)
+    queries = queries.unflatten(1, (call.key.shape[1], call.group))  # [B, Hkv, G, Nq, F]
+    keys = _log_features(call.key.to(wide), directions, call.scale)
     keys = keys.masked_fill(~placed.valid[:, None, :, None], -torch.inf)
-    values = placed.call.value.to(wide)
-    result = _causal(queries, keys, values) if is_causal else _read(queries, _extend(None, keys, values))
-    return Attended(result.output.flatten(1, 2).to(query.dtype), result.lse.flatten(1, 2))
+    values = call.value.to(wide)
+    result = _causal(queries, keys, values) if call.is_causal else _read(queries, _extend(None, keys, values))
+    return Attended(result.output.flatten(1, 2).to(call.query.dtype), result.lse.flatten(1, 2))
 
 
 def orthogonal_features(n_features: int, dim: int, streams: Streams, *, like: Tensor) -> Tensor:

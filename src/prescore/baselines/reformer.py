@@ -8,26 +8,16 @@ import torch
 from torch import Tensor
 
 from prescore import checks
-from prescore.baselines.tiles import Placed, place
+from prescore.baselines.tiles import Placed, baseline
 from prescore.ops.backend import accumulation_dtype
 from prescore.ops.parts import Part
 from prescore.rng import Streams, as_streams
-from prescore.types import Attended
 
 
+@baseline
 def reformer_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    n_buckets: int = 64,
-    chunk_size: int = 64,
-    n_rounds: int = 4,
-    is_causal: bool = False,
-    key_padding_mask: Tensor | None = None,
-    scale: float | None = None,
-    generator: torch.Generator | int | None = None,
-) -> Attended:
+    placed: Placed, *, n_buckets: int = 64, chunk_size: int = 64, n_rounds: int = 4
+) -> list[Part]:
     """Exact attention to nearby keys of the query's bucket, in the union of several hash rounds.
 
     A round hashes queries and keys by `argmax [x R, -x R]` with one random `R [D, n_buckets / 2]`. The keys of a
@@ -44,31 +34,23 @@ def reformer_attention(
     spread evenly over the positions. Time and memory are `O(n_rounds n chunk_size)` and more for the hash.
 
     Args:
-        query: `[B, Hq, Nq, D]`.
-        key: `[B, Hkv, Nk, D]`.
-        value: `[B, Hkv, Nk, Dv]`.
+        placed: The call; its generator seeds the hashes.
         n_buckets: 1 (no hashing) or an even number.
         chunk_size: Keys in a chunk; a query sees at most `2 * chunk_size * n_rounds` keys.
         n_rounds: Independent hashes.
-        is_causal: Queries are the last `Nq` positions and see no later key.
-        key_padding_mask: `[B, Nk]`, True = a real key.
-        scale: Factor of the logits, `D ** -0.5` by default.
-        generator: Seed of the hashes.
     """
     checks.integer("n_buckets", n_buckets, minimum=1)
     if n_buckets > 1 and n_buckets % 2:
         raise ValueError(f"n_buckets must be 1 or even, got {n_buckets}")
     checks.integer("chunk_size", chunk_size, minimum=1)
     checks.integer("n_rounds", n_rounds, minimum=1)
-    streams = as_streams(generator)
-    placed = place(query, key, value, is_causal=is_causal, key_padding_mask=key_padding_mask, scale=scale)
-    parts = []
-    if not placed.empty:
-        index, size = _query_index(placed), min(chunk_size, key.shape[2])
-        names = [f"reformer round {number}" for number in range(n_rounds)]
-        rounds = [_hash_round(placed, index, n_buckets, size, streams, name) for name in names]
-        parts = [_round_part(placed, rounds, this, index, size) for this in rounds]
-    return placed.attend(parts)
+    streams = as_streams(placed.generator)
+    if placed.empty:
+        return []
+    index, size = _query_index(placed), min(chunk_size, placed.call.n_keys)
+    names = [f"reformer round {number}" for number in range(n_rounds)]
+    rounds = [_hash_round(placed, index, n_buckets, size, streams, name) for name in names]
+    return [_round_part(placed, rounds, this, index, size) for this in rounds]
 
 
 class _Round(NamedTuple):

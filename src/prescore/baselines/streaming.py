@@ -2,53 +2,33 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
-
 from prescore import checks
-from prescore.baselines.tiles import Placed, place
+from prescore.baselines.tiles import Placed, baseline
 from prescore.ops.parts import Part
-from prescore.types import Attended
 
 
-def streaming_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    window: int = 1024,
-    sinks: int = 4,
-    is_causal: bool = False,
-    key_padding_mask: Tensor | None = None,
-    scale: float | None = None,
-    generator: torch.Generator | int | None = None,
-) -> Attended:
+@baseline
+def streaming_attention(placed: Placed, *, window: int = 1024, sinks: int = 4) -> list[Part]:
     """Exact attention to nearby keys and to the first ones.
+
+    Queries are the last `Nq` positions, also without causality, where `Nq <= Nk` too.
 
     Causal: query i sees the last `window` positions up to itself and the first `sinks`. Otherwise it sees
     `|i - j| <= window` and the first `sinks`. Time and memory are linear in the length: the band is cut into
     squares and triangles of side `window`, none of which needs a mask of its own.
 
     Args:
-        query: `[B, Hq, Nq, D]`, the last `Nq` positions (also without causality, where `Nq <= Nk` too).
-        key: `[B, Hkv, Nk, D]`.
-        value: `[B, Hkv, Nk, Dv]`.
+        placed: The call.
         window: Keys in the window, at least 1.
         sinks: First positions of the sequence that every query sees, in addition to the window.
-        is_causal: Queries see no later key.
-        key_padding_mask: `[B, Nk]`, True = a real key.
-        scale: Factor of the logits, `D ** -0.5` by default.
-        generator: Not used; part of the common call shape.
     """
     checks.integer("window", window, minimum=1)
     checks.integer("sinks", sinks, minimum=0)
-    placed = place(query, key, value, is_causal=is_causal, key_padding_mask=key_padding_mask, scale=scale)
-    if query.shape[2] > key.shape[2]:
-        raise ValueError(
-            f"query length must be at most the key length {key.shape[2]} for a window, got {query.shape[2]}"
-        )
-    sinks = min(sinks, key.shape[2])
-    return placed.attend([] if placed.empty else _window_parts(placed, window, sinks) + _sink_parts(placed, sinks))
+    n_query, n_keys = placed.call.n_query, placed.call.n_keys
+    if n_query > n_keys:
+        raise ValueError(f"query length must be at most the key length {n_keys} for a window, got {n_query}")
+    sinks = min(sinks, n_keys)
+    return [] if placed.empty else _window_parts(placed, window, sinks) + _sink_parts(placed, sinks)
 
 
 def _window_parts(placed: Placed, window: int, sinks: int) -> list[Part]:

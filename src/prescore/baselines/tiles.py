@@ -6,16 +6,19 @@ Keys are never copied or repeated: a tile is a list of row numbers.
 
 from __future__ import annotations
 
+import functools
+import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from prescore import checks
-from prescore.call import Call, first_real, make_call
-from prescore.ops.backend import Needs, accumulation_dtype, pick_backend
+from prescore.call import Call, Generator, first_real, make_call
+from prescore.ops.backend import accumulation_dtype, pick_backend
 from prescore.ops.parts import Part, attend_parts, mask_bias
 from prescore.types import Attended
 
@@ -27,12 +30,13 @@ class Placed:
     """A checked call whose rows can be named by position.
 
     Nothing is shifted; queries are the last `Nq` positions where positions of queries matter. `valid [B, Nk]`
-    marks the real keys, `shift [B]` is the index of each sequence's first one.
+    marks the real keys, `shift [B]` is the index of each sequence's first one. `generator` is the caller's.
     """
 
     call: Call
     valid: Tensor
     shift: Tensor
+    generator: Generator = None
 
     @property
     def empty(self) -> bool:
@@ -128,29 +132,42 @@ class Placed:
         )
         return sums.view(*self.call.key.shape[:2], -1)
 
-    def attend(self, parts: Sequence[Part]) -> Attended:
-        """One softmax over the union of the parts."""
-        call = self.call
-        return attend_parts(call.query, call.key, call.value, parts, scale=call.scale, backend=call.backend)
 
+def baseline(choose: Callable[..., list[Part] | Attended]) -> Callable[..., Attended]:
+    """Decorator: make an attention function of what a `Placed` call with the baseline's settings reads.
 
-def place(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    is_causal: bool,
-    key_padding_mask: Tensor | None,
-    scale: float | None,
-) -> Placed:
-    """Check the arguments that every baseline shares, and zero the padding."""
-    mask = key_padding_mask
-    checks.attention_inputs(query, key, value, is_causal=is_causal, key_padding_mask=mask, scale=scale)
-    backend = pick_backend(Needs.of(query))
-    call = make_call(query, key, value, mask, is_causal=is_causal, scale=scale, backend=backend, aligned=False)
-    valid = key.new_ones(key.shape[0], key.shape[2], dtype=torch.bool) if mask is None else mask
-    shift = first_real(valid) if key.shape[2] else valid.new_zeros(key.shape[0], dtype=torch.int64)
-    return Placed(call, valid, shift)
+    The attention function takes `query [B, Hq, Nq, D]`, `key [B, Hkv, Nk, D]` and `value [B, Hkv, Nk, Dv]`, the
+    baseline's own settings, and `is_causal` (queries are the last `Nq` positions and see no later key),
+    `key_padding_mask` (`[B, Nk]`, True = a real key), `scale` and `generator`, as `prescored_attention` does.
+    """
+
+    def attend(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        is_causal: bool = False,
+        key_padding_mask: Tensor | None = None,
+        scale: float | None = None,
+        generator: Generator = None,
+        **settings: Any,
+    ) -> Attended:
+        mask = key_padding_mask
+        checks.attention_inputs(query, key, value, is_causal=is_causal, key_padding_mask=mask, scale=scale)
+        backend = pick_backend(query)
+        call = make_call(query, key, value, mask, is_causal=is_causal, scale=scale, backend=backend, aligned=False)
+        valid = key.new_ones(key.shape[0], key.shape[2], dtype=torch.bool) if mask is None else mask
+        shift = first_real(valid) if key.shape[2] else valid.new_zeros(key.shape[0], dtype=torch.int64)
+        read = choose(Placed(call, valid, shift, generator), **settings)
+        if isinstance(read, Attended):
+            return read
+        return attend_parts(call.query, call.key, call.value, read, scale=call.scale, backend=call.backend)
+
+    arguments = list(inspect.signature(attend).parameters.values())
+    settings = list(inspect.signature(choose).parameters.values())[1:]
+    functools.update_wrapper(attend, choose)
+    attend.__signature__ = inspect.Signature([*arguments[:3], *settings, *arguments[3:7]])  # type: ignore[attr-defined]
+    return attend
 
 
 @torch.no_grad()

@@ -20,7 +20,7 @@ from prescore.autograd import records_gradients, without_autocast
 from prescore.call import first_real, make_call
 from prescore.config import Config, Coupling, Exact, Routed, Selected
 from prescore.errors import Unsupported
-from prescore.ops.backend import Needs, accumulation_dtype, pick_backend
+from prescore.ops.backend import accumulation_dtype, pick_backend
 from prescore.rng import DEFAULT_SEED, Streams
 from prescore.routed.decode import RoutedIndex
 from prescore.routed.layout import routes
@@ -407,7 +407,7 @@ class SelectionState:
         if not isinstance(config, Selected):
             raise TypeError(f"config must be a Selected to keep a selection, got {type(config).__name__}")
         query = key[:, :, -1:]
-        backend = pick_backend(Needs.of(query))
+        backend = pick_backend(query)
         call = make_call(
             query, key, value, valid, is_causal=False, scale=None, backend=backend, streams=Streams(seed)
         )
@@ -415,21 +415,15 @@ class SelectionState:
         if not plan.parts:  # nothing but padding so far
             return cls(config, KVBuffer(key[:, :, :0], value[:, :, :0]), key.shape[2], 0, 0)
         (part,) = plan.parts
-        entries, n_centroids = [], 0
-        for name in ("key", "value"):
-            table: Tensor = getattr(plan, name)
-            columns = table.reshape(-1, table.shape[-1])
-            columns = columns if part.key_rows is None else columns[part.key_rows]
-            columns = columns.view(part.shape[0], -1, table.shape[-1])
-            if part.extra_rows is not None and plan.centroids is not None:
-                n_centroids = part.extra_rows.shape[1]
-                columns = torch.cat((columns, getattr(plan.centroids, name)[part.extra_rows]), dim=1)
-            entries.append(columns.unflatten(0, key.shape[:2]))
+        entries = []
+        for table in plan.tables.joined():
+            columns = table if part.key_rows is None else table[part.key_rows]
+            entries.append(columns.view(*key.shape[:2], -1, table.shape[-1]))
         bias = None
         if part.bias is not None and bool(part.bias.any()):
             bias = part.bias.reshape(entries[0].shape[:3])
         buffer = KVBuffer(entries[0], entries[1], bias)
-        return cls(config, buffer, key.shape[2], buffer.length, n_centroids)
+        return cls(config, buffer, key.shape[2], buffer.length, part.n_centroids)
 
     @property
     def n_since(self) -> int:

@@ -129,7 +129,7 @@ def _read(mask: Tensor, plain: str, n_query: int, n_keys: int) -> MaskForm:
     if rows.shape[1] == 1:
         return MaskForm(plain, n_keys, valid=_unless_all(rows[:, 0]))
     form = next((guess for guess in _guesses(rows) if _matches(guess, rows)), None)
-    if form is None and n_query == n_keys:
+    if (form is None or form.kind == "ahead") and n_query == n_keys:
         # a mask that also blinds padding queries (as NaFlex's does) is padding: their outputs are not used
         real = rows.any(dim=1)
         if torch.equal(rows, real[:, None, :] & real[:, :, None]):

@@ -7,8 +7,8 @@ the gradient of the part's own softmax would be wrong.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from abc import ABC, abstractmethod
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -46,29 +46,12 @@ class Gradients(NamedTuple):
     value: Tensor
 
 
-@dataclass(frozen=True)
-class Needs:
-    """What decides whether a backend can run a call."""
-
-    device: str
-    dtype: torch.dtype
-    head_dim: int
-    dropout: Dropout | None = None
-
-    @classmethod
-    def of(cls, query: Tensor, dropout: Dropout | None = None) -> Needs:
-        """The needs of a call with such queries."""
-        return cls(query.device.type, query.dtype, query.shape[-1], dropout)
-
-
-class Backend(Protocol):
+class Backend(ABC):
     """One implementation of the operator."""
 
-    name: str
-
-    @property
-    def dropout(self) -> Dropout | None:
-        """The dropout that it applies; only the plain backend can."""
+    name: ClassVar[str]
+    dropout: Dropout | None = None
+    """The dropout that it applies; only the plain backend can."""
 
     def at(self, place: str) -> Backend:
         """The backend for one operator call, or for several calls named below it.
@@ -76,26 +59,30 @@ class Backend(Protocol):
         The place decides which weights are dropped. Forward and backward of one call have the same place; every
         other call has its own.
         """
+        return self
 
-    def unsupported(self, needs: Needs) -> list[str]:
-        """Reasons why it cannot run such a call; empty = it can."""
+    @abstractmethod
+    def unsupported(self, query: Tensor) -> list[str]:
+        """Reasons why it cannot run a call with such queries; empty = it can."""
 
+    @abstractmethod
     def forward(self, tile: Tile) -> Attended:
         """Output `[b, h, t, Dv]` and lse `[b, h, t]`, the latter at least float32."""
 
+    @abstractmethod
     def backward(self, tile: Tile, grad: Tensor, merged: Attended) -> Gradients:
         """Gradients under the merged output and lse of the tile's queries."""
 
 
-def pick_backend(needs: Needs, name: str = "auto") -> Backend:
-    """The named backend, or the first that can run the call; raises with every reason when none can.
+def pick_backend(query: Tensor, name: str = "auto", dropout: Dropout | None = None) -> Backend:
+    """The named backend, or the first that can run a call with such queries; raises with reasons when none can.
 
     Dropout needs the plain backend: the fused operators cannot drop the same weights in the forward and backward
     pass of merged parts.
     """
     from prescore.ops import cpu, cuda, plain
 
-    backends: tuple[Backend, ...] = (cpu.CpuFlash(), cuda.CudaEfficient(), plain.Plain(needs.dropout))
+    backends: tuple[Backend, ...] = (cpu.CpuFlash(), cuda.CudaEfficient(), plain.Plain(dropout))
     if name not in ("auto", "native"):  # native code runs the far keys of a `Routed`; this is for everything else
         backends = tuple(backend for backend in backends if backend.name == name)
         if not backends:
@@ -104,7 +91,9 @@ def pick_backend(needs: Needs, name: str = "auto") -> Backend:
             )
     reasons = []
     for backend in backends:
-        unsupported = backend.unsupported(needs)
+        unsupported = backend.unsupported(query)
+        if backend.dropout != dropout:
+            unsupported.append("it cannot drop attention weights")
         if not unsupported:
             return backend
         reasons += [f"{backend.name}: {reason}" for reason in unsupported]
@@ -138,6 +127,17 @@ def softmax_with_lse(logits: Tensor, dim: int) -> tuple[Tensor, Tensor]:
     total = total.masked_fill(empty, 1.0)
     lse = (torch.log(total) + peak).masked_fill(empty, -torch.inf)
     return weights / total, lse.squeeze(dim)
+
+
+def rounds_weights(lse: Tensor, dtype: torch.dtype) -> bool:
+    """Whether rounding of lse changes `exp(logit - lse)` by more than 2^-13, and than inputs of `dtype` deserve.
+
+    That happens in float32, from 1024 on. Backward passes compute weights in this way, and merging compares lse.
+    """
+    if lse.dtype == torch.float64 or not lse.numel():
+        return False
+    largest = float(lse.detach().masked_fill(torch.isneginf(lse), 0.0).abs().amax())
+    return largest * torch.finfo(lse.dtype).eps > max(2**-13, torch.finfo(dtype).eps / 4)
 
 
 def empty_rows(tile: Tile) -> Tensor | None:

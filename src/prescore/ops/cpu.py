@@ -6,24 +6,18 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from prescore.ops.backend import Gradients, Needs, Tile, accumulation_dtype, empty_rows, readable
+from prescore.ops.backend import Backend, Gradients, Tile, accumulation_dtype, empty_rows, readable
 from prescore.types import Attended
 
 
-class CpuFlash:
+class CpuFlash(Backend):
     """`aten::_scaled_dot_product_flash_attention_for_cpu`: grouped heads, broadcast bias, float64 too."""
 
     name = "cpu-flash"
-    dropout = None
 
-    def at(self, place: str) -> CpuFlash:
+    def unsupported(self, query: Tensor) -> list[str]:
         """See `Backend`."""
-        return self
-
-    def unsupported(self, needs: Needs) -> list[str]:
-        """See `Backend`."""
-        reasons = [] if needs.device == "cpu" else [f"device {needs.device} is not the CPU"]
-        return reasons if needs.dropout is None else [*reasons, "it cannot drop attention weights"]
+        return [] if query.device.type == "cpu" else [f"device {query.device.type} is not the CPU"]
 
     def forward(self, tile: Tile) -> Attended:
         """See `Backend`."""

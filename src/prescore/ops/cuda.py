@@ -9,34 +9,27 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from prescore.ops.backend import Gradients, Needs, Tile, empty_rows, readable
+from prescore.ops.backend import Backend, Gradients, Tile, empty_rows, readable
 from prescore.types import Attended
 
 _BIAS_ALIGNMENT = 16
 _ROW_ALIGNMENT = 32
 
 
-class CudaEfficient:
+class CudaEfficient(Backend):
     """`aten::_scaled_dot_product_efficient_attention`."""
 
     name = "cuda-efficient"
-    dropout = None
 
-    def at(self, place: str) -> CudaEfficient:
-        """See `Backend`."""
-        return self
-
-    def unsupported(self, needs: Needs) -> list[str]:
+    def unsupported(self, query: Tensor) -> list[str]:
         """See `Backend`."""
         reasons = []
-        if needs.device != "cuda":
-            reasons.append(f"device {needs.device} is not CUDA")
-        if needs.dtype == torch.float64:
+        if query.device.type != "cuda":
+            reasons.append(f"device {query.device.type} is not CUDA")
+        if query.dtype == torch.float64:
             reasons.append("dtype float64 (supported: float32, bfloat16, float16)")
-        if needs.head_dim % 8:
-            reasons.append(f"head dimension {needs.head_dim} is not a multiple of 8")
-        if needs.dropout is not None:
-            reasons.append("it cannot drop attention weights")
+        if query.shape[-1] % 8:
+            reasons.append(f"head dimension {query.shape[-1]} is not a multiple of 8")
         return reasons
 
     def forward(self, tile: Tile) -> Attended:

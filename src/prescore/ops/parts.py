@@ -17,7 +17,17 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from prescore.ops.backend import Backend, Tile, accumulation_dtype, readable, softmax_with_lse
+from prescore import checks
+from prescore.autograd import records_gradients
+from prescore.ops.backend import (
+    Backend,
+    Tile,
+    accumulation_dtype,
+    pick_backend,
+    readable,
+    rounds_weights,
+    softmax_with_lse,
+)
 from prescore.types import Attended
 
 _TINY_GRADIENT = 1e-15
@@ -38,21 +48,20 @@ class Part:
         query_rows: `[b, h, t]`; None = all query rows in order, viewed in that shape.
         query_valid: `[b, h, t]`, False on filler; None = no filler. Each query row occurs at most once.
         key_rows: `[b, c]`; None = all key rows in order, viewed as `[b, c]`.
-        extra_rows: `[b, e]` rows of the centroids, appended as further columns.
-        bias: `[b, c + e]` added to the logits (-inf = not read), or anything that broadcasts to
-            `[b, h, t, c + e]`.
+        bias: `[b, c]` added to the logits (-inf = not read), or anything that broadcasts to `[b, h, t, c]`.
         causal: Row i of a tile sees its first i + 1 columns only.
         residual: Range of columns that are the sampled residual, for reporting its share.
+        n_centroids: How many of the last columns are centroids, for reporting.
     """
 
     shape: tuple[int, int, int]
     query_rows: Tensor | None = None
     query_valid: Tensor | None = None
     key_rows: Tensor | None = None
-    extra_rows: Tensor | None = None
     bias: Tensor | None = None
     causal: bool = False
     residual: tuple[int, int] = (0, 0)
+    n_centroids: int = 0
 
     def bias4(self) -> Tensor | None:
         """The bias with the four dimensions that the operator wants."""
@@ -66,7 +75,7 @@ class Part:
         at_once = max(1, n_rows // max(1, heads * rows))
         if self.query_rows is None or self.key_rows is None or at_once >= n_tiles:
             return [self]
-        fields = ("query_rows", "query_valid", "key_rows", "extra_rows", "bias")
+        fields = ("query_rows", "query_valid", "key_rows", "bias")
         parts = []
         for begin in range(0, n_tiles, at_once):
             tiles = slice(begin, min(begin + at_once, n_tiles))
@@ -87,24 +96,10 @@ class Part:
         return slots, rows.index_select(0, slots)
 
 
-class Centroids(NamedTuple):
-    """Mean keys `[rows, D]` and values `[rows, Dv]` of clusters; gradients reach the keys and values averaged."""
-
-    key: Tensor
-    value: Tensor
-
-
 def attend_parts(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    parts: Sequence[Part],
-    *,
-    scale: float,
-    backend: Backend,
-    centroids: Centroids | None = None,
+    query: Tensor, key: Tensor, value: Tensor, parts: Sequence[Part], *, scale: float, backend: Backend
 ) -> Attended:
-    """One softmax over the union of the parts.
+    """One softmax over the union of the parts; in float64 where logits are too large for the lse of float32.
 
     Args:
         query: `[B, Hq, Nq, D]`.
@@ -113,38 +108,30 @@ def attend_parts(
         parts: What each query reads. A key row that occurs in several parts (or twice) counts that often.
         scale: Factor of the logits.
         backend: The operator.
-        centroids: Rows that `extra_rows` refer to.
     """
     rows, dim, value_dim = query.shape[:3], query.shape[-1], value.shape[-1]
-    if centroids is None:
-        centroids = Centroids(key.new_empty(0, dim), value.new_empty(0, value_dim))
     split = tuple(piece for part in parts for piece in part.split(ROWS_AT_ONCE))
     flat = query.reshape(-1, dim), key.reshape(-1, dim), value.reshape(-1, value_dim)
-    output, lse = _AttendParts.apply((split, scale, backend), *flat, *centroids)  # type: ignore[no-untyped-call]
+    output, lse = _AttendParts.apply((split, scale, backend), *flat)  # type: ignore[no-untyped-call]
+    if (len(split) > 1 or records_gradients(*flat)) and rounds_weights(lse, query.dtype):
+        tables = [table.to(torch.float64) for table in flat]
+        wide = backend if backend.dropout is not None else pick_backend(tables[0])
+        output, lse = _AttendParts.apply((split, scale, wide), *tables)  # type: ignore[no-untyped-call]
+        output, lse = output.to(query.dtype), lse.to(accumulation_dtype(query.dtype))
     return Attended(output.view(*rows, value_dim), lse.view(rows))
 
 
 class _Tables(NamedTuple):
-    """Flat rows: `query [q, D]`, `key [k, D]`, `value [k, Dv]`, and the centroids' keys and values."""
+    """Flat rows: `query [q, D]`, `key [k, D]`, `value [k, Dv]`."""
 
     query: Tensor
     key: Tensor
     value: Tensor
-    extra_key: Tensor
-    extra_value: Tensor
 
     def tile(self, part: Part, scale: float) -> Tile:
         """The operator call of a part."""
-        key, value = _columns(self.key, self.extra_key, part), _columns(self.value, self.extra_value, part)
-        return Tile(_queries(self.query, part), key, value, scale, part.bias4(), part.causal)
-
-
-class _Merged(NamedTuple):
-    """The parts merged so far. The lse is `peak + log_sum`: apart, because their sum rounds for large logits."""
-
-    output: Tensor  # [rows, Dv]
-    peak: Tensor  # [rows], the largest lse of a part
-    log_sum: Tensor  # [rows]
+        query, key, value = _queries(self.query, part), _columns(self.key, part), _columns(self.value, part)
+        return Tile(query, key, value, scale, part.bias4(), part.causal)
 
 
 class _AttendParts(torch.autograd.Function):
@@ -160,8 +147,8 @@ class _AttendParts(torch.autograd.Function):
         if merged is None:
             wide = accumulation_dtype(tables.query.dtype)
             merged = _nothing_read(tables.query.shape[0], tables.value, wide)
-        output, lse = merged.output.to(tables.query.dtype), merged.peak + merged.log_sum
-        ctx.save_for_backward(*tables, output, lse, merged.peak, merged.log_sum)
+        output, lse = merged.output.to(tables.query.dtype), merged.lse
+        ctx.save_for_backward(*tables, output, lse)
         ctx.plan = plan
         ctx.set_materialize_grads(False)
         return output, lse
@@ -169,7 +156,7 @@ class _AttendParts(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-        *tensors, output, lse, peak, log_sum = ctx.saved_tensors
+        *tensors, output, lse = ctx.saved_tensors
         tables, (parts, scale, backend) = _Tables(*tensors), ctx.plan
         dtype = tables.query.dtype
         wide = accumulation_dtype(dtype)
@@ -181,11 +168,6 @@ class _AttendParts(torch.autograd.Function):
             # half precision cannot hold the folded gradient; this path is rare, so it may cost memory
             tables = _Tables(*(t.to(wide) for t in tables))
             grad, output = fold_lse_gradient(grad.to(wide), output.to(wide), grad_lse)
-        if len(parts) > 1:
-            # Backends weigh by exp(logit - lse) with the rounded lse. Weights and gradients are proportional to
-            # each other, so the gradient takes the factor that makes the weights of all parts sum to 1.
-            error = ((lse - peak) - log_sum).masked_fill(torch.isneginf(lse), 0.0)
-            grad = grad * torch.exp(error)[:, None].to(grad.dtype)
         sums = _Tables(*(torch.zeros_like(t, dtype=wide) for t in tables))
         for number, part in enumerate(parts):
             part_grad, part_output = _queries(grad, part), _queries(output, part)
@@ -196,9 +178,10 @@ class _AttendParts(torch.autograd.Function):
                 part_lse = part_lse.masked_fill(~part.query_valid, torch.finfo(lse.dtype).max / 2)
             tile = tables.tile(part, scale)
             grads = backend.at(f"part {number}").backward(tile, part_grad, Attended(part_output, part_lse))
-            _add_queries(sums.query, part, grads.query)
-            _add_columns(sums.key, sums.extra_key, part, grads.key)
-            _add_columns(sums.value, sums.extra_value, part, grads.value)
+            slots, rows = part.occupied()
+            _add_rows(sums.query, rows, grads.query, slots)
+            _add_rows(sums.key, part.key_rows, grads.key)
+            _add_rows(sums.value, part.key_rows, grads.value)
         return None, *(t.to(dtype) for t in sums)
 
 
@@ -208,44 +191,34 @@ def _queries(flat: Tensor, part: Part) -> Tensor:
     return flat.index_select(0, part.query_rows.reshape(-1)).view(*part.shape, flat.shape[-1])
 
 
-def _columns(flat: Tensor, extra: Tensor, part: Part) -> Tensor:
+def _columns(flat: Tensor, part: Part) -> Tensor:
     tiles, dim = part.shape[0], flat.shape[-1]
     if part.key_rows is None:
-        columns = flat.view(tiles, 1, -1, dim)
-    else:
-        columns = flat.index_select(0, part.key_rows.reshape(-1)).view(tiles, 1, part.key_rows.shape[1], dim)
-    if part.extra_rows is None:
-        return columns
-    more = extra.index_select(0, part.extra_rows.reshape(-1)).view(tiles, 1, -1, dim)
-    return torch.cat((columns, more), dim=2)
+        return flat.view(tiles, 1, -1, dim)
+    return flat.index_select(0, part.key_rows.reshape(-1)).view(tiles, 1, part.key_rows.shape[1], dim)
 
 
-def _nothing_read(rows: int, value: Tensor, wide: torch.dtype) -> _Merged:
+def _nothing_read(rows: int, value: Tensor, wide: torch.dtype) -> Attended:
     output = value.new_zeros(rows, value.shape[-1], dtype=wide)
-    return _Merged(output, output.new_full((rows,), -torch.inf), output.new_zeros(rows))
+    return Attended(output, output.new_full((rows,), -torch.inf))
 
 
-def _fold_in(merged: _Merged | None, part: Part, attended: Attended, n_rows: int) -> _Merged:
-    """Merge a part's result into its query rows, in place where possible."""
+def _fold_in(merged: Attended | None, part: Part, attended: Attended, n_rows: int) -> Attended:
+    """Merge a part's result `[rows, Dv]` and `[rows]` into its query rows, in place where possible."""
     slots, rows = part.occupied()
     output, lse = attended.output.reshape(-1, attended.output.shape[-1]), attended.lse.reshape(-1)
     if slots is not None:
         output, lse = output.index_select(0, slots), lse.index_select(0, slots)
     output = output.to(lse.dtype)
-    update = _Merged(output, lse, torch.zeros_like(lse))
     if merged is not None:
-        old = merged if rows is None else _Merged(*(t.index_select(0, rows) for t in merged))
-        peak = torch.maximum(old.peak, lse)
-        shift = peak.masked_fill(torch.isneginf(peak), 0.0)
-        shifted = torch.stack((old.log_sum + (old.peak - shift), lse - shift))
-        (old_weight, weight), log_sum = softmax_with_lse(shifted, 0)
+        old = merged if rows is None else Attended(*(t.index_select(0, rows) for t in merged))
+        (old_weight, weight), lse = softmax_with_lse(torch.stack((old.lse, lse)), 0)
         output = output.mul(weight[:, None]).addcmul_(old.output, old_weight[:, None])
-        update = _Merged(output, peak, log_sum)
     if rows is None:
-        return update
+        return Attended(output, lse)
     if merged is None:
         merged = _nothing_read(n_rows, output, lse.dtype)
-    for table, rows_of_part in zip(merged, update, strict=True):
+    for table, rows_of_part in zip(merged, (output, lse), strict=True):
         table.index_copy_(0, rows, rows_of_part)
     return merged
 
@@ -267,24 +240,10 @@ def fold_lse_gradient(grad: Tensor, output: Tensor, grad_lse: Tensor) -> tuple[T
     return grad, output - step * direction
 
 
-def _add_queries(total: Tensor, part: Part, grad: Tensor) -> None:
-    slots, rows = part.occupied()
+def _add_rows(total: Tensor, rows: Tensor | None, grad: Tensor, slots: Tensor | None = None) -> None:
     flat = grad.reshape(-1, grad.shape[-1]).to(total.dtype)
     if slots is not None:
         flat = flat.index_select(0, slots)
-    _add_rows(total, rows, flat)
-
-
-def _add_columns(total: Tensor, extra: Tensor, part: Part, grad: Tensor) -> None:
-    grad = grad.to(total.dtype)
-    if part.extra_rows is not None:
-        n_extra = part.extra_rows.shape[1]
-        grad, more = grad.split([grad.shape[2] - n_extra, n_extra], dim=2)
-        _add_rows(extra, part.extra_rows, more.reshape(-1, more.shape[-1]))
-    _add_rows(total, part.key_rows, grad.reshape(-1, grad.shape[-1]))
-
-
-def _add_rows(total: Tensor, rows: Tensor | None, flat: Tensor) -> None:
     if rows is None:
         total.add_(flat)
     else:
@@ -302,9 +261,8 @@ def merge(*parts: Attended) -> Attended:
     for place, part in enumerate(parts):
         if not isinstance(part, Attended):
             raise TypeError(f"parts must be Attended, got {type(part).__name__} at {place}")
-        if not (isinstance(part.output, Tensor) and isinstance(part.lse, Tensor)):
-            kinds = f"{type(part.output).__name__} and {type(part.lse).__name__}"
-            raise TypeError(f"parts must hold an output and an lse, both tensors, got {kinds} at {place}")
+        checks.floating(f"the output of part {place}", part.output)
+        checks.floating(f"the lse of part {place}", part.lse)
         if part.output.device != parts[0].output.device or part.lse.device != part.output.device:
             devices = f"{part.output.device} and {part.lse.device}"
             raise ValueError(f"parts must lie on one device, {parts[0].output.device}, got {devices} at {place}")
@@ -334,10 +292,12 @@ def exact_output(
     aligned = not is_causal or query.shape[2] == key.shape[2]
     same_width = value.shape[3] == query.shape[3]
     if backend.name == "cpu-flash" and aligned and same_width and query.numel() and key.numel():
-        output: Tensor = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        output: Tensor
+        output, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             readable(query), readable(key), readable(value), 0.0, is_causal, scale=scale
-        )[0]
-        return output
+        )
+        if not records_gradients(query, key, value) or not rounds_weights(lse, query.dtype):
+            return output
     parts = exact_parts(query, key, is_causal=is_causal, valid=None)
     return attend_parts(query, key, value, parts, scale=scale, backend=backend).output
 

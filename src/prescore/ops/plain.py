@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from prescore.ops.backend import Gradients, Needs, Tile, accumulation_dtype, softmax_with_lse
+from prescore.ops.backend import Backend, Gradients, Tile, accumulation_dtype, softmax_with_lse
 from prescore.ops.dropout import Dropout
 from prescore.types import Attended
 
@@ -21,18 +22,18 @@ LOGITS_AT_ONCE = 2**22
 
 
 @dataclass(frozen=True)
-class Plain:
+class Plain(Backend):
     """Matrix products, a softmax, and dropout where the call has it."""
 
     dropout: Dropout | None = None
 
-    name = "plain"
+    name: ClassVar[str] = "plain"
 
     def at(self, place: str) -> Plain:
         """See `Backend`."""
         return self if self.dropout is None else replace(self, dropout=self.dropout.at(place))
 
-    def unsupported(self, needs: Needs) -> list[str]:
+    def unsupported(self, query: Tensor) -> list[str]:
         """See `Backend`."""
         return []
 

@@ -20,11 +20,11 @@ from prescore.autograd import differentiable_once, records_gradients
 from prescore.call import Options, make_call, with_positive_scale
 from prescore.config import Config, Exact, Selected, check_config
 from prescore.engines import run_engine
-from prescore.ops.backend import Needs, accumulation_dtype, pick_backend
+from prescore.ops.backend import pick_backend
 from prescore.ops.parts import merge
-from prescore.parallel.comm import Group, Shard, agree, as_group, done_by_all
+from prescore.parallel.comm import Group, Shard, agree, as_group
 from prescore.parallel.selected import attend_selected_shards, why_not_selected
-from prescore.parallel.ulysses import Ulysses
+from prescore.parallel.ulysses import attend_by_heads
 from prescore.rng import Streams, as_streams
 from prescore.scoring.sampling import arange
 from prescore.types import Attended, Reads, Result, Values
@@ -60,7 +60,7 @@ def attend_in_group(
         raise
     query, key, value = differentiable_once(*tensors)
     query, scale = with_positive_scale(query, options.scale)
-    backend, native = pick_backend(Needs.of(query), options.backend), options.backend in ("auto", "native")
+    backend, native = pick_backend(query, options.backend), options.backend in ("auto", "native")
     shard = Shard(ranks, query, key, value, mask, options.is_causal, scale, backend, streams, native)
     config, reason = check_config(config), None
     if isinstance(config, Selected):
@@ -131,34 +131,31 @@ def _by_all_gather(shard: Shard, config: Config, explain: bool) -> Result:
 
 def _by_ulysses(shard: Shard, config: Config, explain: bool) -> Result:
     """All positions of some heads on every rank."""
-    ulysses = Ulysses(shard.group, shard.query.shape[1], shard.key.shape[1])
-    tensors = ulysses.to_heads(shard.query, shard.key, shard.value)
+    empty = shard.query.new_empty(0)
+    stats: Values = {"keys_per_query": 0.0, "keys_selected": 0.0, "seconds": {}, "backend": shard.backend.name}
+    result, n_heads = Result(empty, empty, lambda: Reads(0.0), stats), 0  # of a rank without heads
 
-    def attend_heads() -> Result:
-        if ulysses.heads:
-            return _run(shard, tensors, config, explain)
-        query, _, value = tensors
-        output = query.new_empty(*query.shape[:3], value.shape[-1])
-        lse = query.new_empty(query.shape[:3], dtype=accumulation_dtype(query.dtype))
-        stats: Values = {"keys_per_query": 0.0, "keys_selected": 0.0, "seconds": {}, "backend": shard.backend.name}
-        return Result(output, lse, lambda: Reads(0.0), stats)
+    def attend_heads(*tensors: Tensor) -> list[Tensor]:
+        nonlocal result, n_heads
+        result, n_heads = _run(shard, tensors, config, explain), tensors[0].shape[1]
+        return [result.output, result.lse[..., None]] if explain else [result.output]
 
-    result = done_by_all(shard.group, attend_heads)
-    stats = {**result.stats, OWN_HEADS: len(ulysses.heads)}
-    if not explain:
-        (output,) = ulysses.to_positions(result.output)
-        return replace(result, output=output, lse=result.lse.new_empty(0), stats=stats)
-    output, lse = ulysses.to_positions(result.output, result.lse[..., None])
-    return replace(result, output=output, lse=lse.squeeze(-1), stats=stats)
+    tensors = shard.query, shard.key, shard.value
+    output, *lse = attend_by_heads(shard.group, *tensors, attend_heads, with_lse=explain)
+    stats = {**result.stats, OWN_HEADS: n_heads}
+    return replace(result, output=output, lse=lse[0].squeeze(-1) if lse else empty, stats=stats)
 
 
 def _run(
-    shard: Shard, tensors: tuple[Tensor, Tensor, Tensor], config: Config, explain: bool, *, aligned: bool = True
+    shard: Shard, tensors: tuple[Tensor, ...], config: Config, explain: bool, *, aligned: bool = True
 ) -> Result:
     """The one-process engine over full sequences; the result lies where the queries were."""
+    query, key, value = tensors
     call = make_call(
-        *tensors,
-        None if shard.mask is None else shard.mask[:, : tensors[1].shape[2]],
+        query,
+        key,
+        value,
+        None if shard.mask is None else shard.mask[:, : key.shape[2]],
         is_causal=shard.is_causal,
         scale=shard.scale,
         backend=shard.backend,
@@ -181,7 +178,7 @@ def attend_step(
     rank holds the new tokens' keys. The results merge by log-sum-exp. Each rank sends one output and one lse per
     query and head, whatever the length of the cache.
     """
-    is_causal, backend = group.rank == group.size - 1, pick_backend(Needs.of(query))
+    is_causal, backend = group.rank == group.size - 1, pick_backend(query)
     call = make_call(query, key, value, valid, is_causal=is_causal, scale=scale, backend=backend, aligned=False)
     local = call.exactly()
     parts = group.gather(torch.cat((local.output.to(local.lse.dtype), local.lse[..., None]), dim=-1))

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from prescore.config import Lsh, Selected
 from prescore.ops.backend import accumulation_dtype
-from prescore.ops.parts import Centroids, Part, attend_parts
+from prescore.ops.parts import Part, attend_parts
 from prescore.parallel.comm import Shapes, Shard, Tensors, done_by_all, tied
 from prescore.scoring.base import KeyShard, Scored, Scorer, checked_scores
 from prescore.scoring.hashing import hash_ranks, projections
@@ -30,7 +30,7 @@ from prescore.scoring.select import bring_forward, budget_count
 from prescore.selected.attention import reads_per_query
 from prescore.selected.blocks import BlockPairs, PlacedQueries, exact_part, hyper_part
 from prescore.selected.causal_grid import FULL, Queries, leaf_parts, levels
-from prescore.selected.centroids import add_centroids, cluster_totals
+from prescore.selected.centroids import Tables, add_centroids, cluster_totals
 from prescore.selected.plan import kept_rows
 from prescore.types import Attended, Result, Values
 
@@ -70,10 +70,8 @@ def attend_selected_shards(shard: Shard, config: Selected, *, explain: bool = Fa
     members, clusters = _select(shard, config, layout)
     received = _exchange(shard, layout, members, clusters, cluster_scorer(config, shard))
     reader = _Reader(shard, config, layout, received)
-    parts, tables = reader.parts(), (received.key, received.value)
-    attended = attend_parts(
-        shard.query, *tables, parts, scale=shard.scale, backend=shard.backend, centroids=reader.centroids
-    )
+    parts = reader.parts()
+    attended = attend_parts(shard.query, *reader.tables.joined(), parts, scale=shard.scale, backend=shard.backend)
     attended = Attended(tied(attended.output, received.anchor), attended.lse)
     n_queries = shard.query.shape[:3].numel()
     if not explain:
@@ -459,13 +457,13 @@ class _Reader:
     def __init__(self, shard: Shard, config: Selected, layout: Layout, received: Received) -> None:
         self.shard, self.config, self.layout, self.received = shard, config, layout, received
         self.own = layout.queries[shard.group.rank]
-        self.centroids: Centroids | None = None
+        self.tables = Tables(received.key, received.value)
         (batch, n_heads, n_query), n_kv_heads = shard.query.shape[:3], shard.key.shape[1]
         group, device = n_heads // n_kv_heads, shard.query.device
         self.queries = Queries(batch, n_kv_heads, group, n_query, self.own.start, device)
 
     def parts(self) -> list[Part]:
-        """Parts, which refer to `centroids`."""
+        """Parts, which refer to `tables`."""
         shard, lsh, dtype = self.shard, self.config.inner, self.shard.query.dtype
         parts = self._leaves() if shard.is_causal else []
         hashes, placed = None, {}
@@ -497,20 +495,21 @@ class _Reader:
     def _block_pair(self, block: Block, rows: Tensor) -> BlockPairs:
         positions = overlap(self.own, block.queries)
         query_rows, _ = self.queries.rows(arange(positions.start, positions.stop, like=rows)[None])
-        protected, usable, n_all = None, None, rows.new_full((rows.shape[0],), len(block.keys))
+        usable, n_all = None, rows.new_full((rows.shape[0],), len(block.keys))
+        shared, total = [], self.received.totals.get(block)
         if block.sinks or block.recent:
             column = arange(block.n_selected, like=rows)
             apart = (column < len(block.sinks)) | (column >= block.n_selected - len(block.recent))
             apart = apart.expand(rows.shape)
-            protected = kept_rows(rows, apart, self.shard.query.dtype)
+            shared.append(kept_rows(rows, apart, self.shard.query.dtype))
             rows, usable = bring_forward(rows, ~apart)
-        total, extra = self.received.totals.get(block), None
         if total is not None:
             widths = self.shard.key.shape[-1], self.shard.value.shape[-1], 1
             keys, values, counts = total.split(widths, dim=-1)
             totals, shape = (keys, values, counts.detach()), (*rows.shape[:2], total.shape[1])
-            self.centroids, extra = add_centroids(self.centroids, totals, shape, self.shard.query.dtype)
-        return BlockPairs(query_rows, None, None, rows, usable, protected, extra, n_all)
+            shared.append(add_centroids(self.tables, totals, shape, self.shard.query.dtype))
+        n_centroids = 0 if total is None else total.shape[1]
+        return BlockPairs(query_rows, None, None, rows, usable, shared, n_centroids, n_all)
 
     def _placed(self, ranks: Tensor, lsh: Lsh) -> dict[Block, PlacedQueries]:
         """Places of own queries among all queries of a block, for `alignment="rank"`: ranks exchange hashes."""

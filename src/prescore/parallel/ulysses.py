@@ -7,13 +7,14 @@ a copy of a KV head and share its query heads.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from prescore.ops.backend import accumulation_dtype
 from prescore.parallel.comm import Group, done_by_all, tied
 
 
@@ -39,50 +40,44 @@ def share_heads(n_heads: int, n_kv_heads: int, n_ranks: int) -> list[Share]:
     return shares
 
 
-class Ulysses:
-    """One exchange of heads: `to_heads`, then `to_positions`; `heads` are the query heads of this rank."""
-
-    def __init__(self, group: Group, n_heads: int, n_kv_heads: int) -> None:
-        self.group = group
-        self.shares = share_heads(n_heads, n_kv_heads, group.size)
-        self.heads = self.shares[group.rank].heads
-        self._received: Tensor | None = None
-
-    def to_heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """From this rank's positions of all heads to all positions of this rank's heads."""
-        heads, kv_heads = [share.heads for share in self.shares], [share.kv_heads for share in self.shares]
-        messages = []
-        for table, ranges in ((query, heads), (key, kv_heads), (value, kv_heads)):
-            outgoing = [[table[:, each.start : each.stop]] for each in ranges]
-            shape = (table.shape[0], len(ranges[self.group.rank]), *table.shape[2:])
-            messages.append((outgoing, [[shape]] * self.group.size))
-        received, self._received = self.group.all_to_all_with_grad(*messages, like=(query, key, value))
-        tables = [torch.cat([tensor for (tensor,) in each], dim=2) for each in received]
-        return tables[0], tables[1], tables[2]
-
-    def to_positions(self, *results: Tensor) -> list[Tensor]:
-        """Results `[B, own heads, all positions, d]` as `[B, all heads, own positions, d]`."""
-        if self._received is not None:  # a rank without heads must still take part in the backward pass
-            results = (tied(results[0], self._received), *results[1:])
-        messages = []
-        for result in results:
-            batch, _, n_positions, dim = result.shape
-            length = n_positions // self.group.size
-            outgoing = [[result[:, :, r * length : (r + 1) * length]] for r in range(self.group.size)]
-            messages.append((outgoing, [[(batch, len(share.heads), length, dim)] for share in self.shares]))
-        received, _ = self.group.all_to_all_with_grad(*messages, like=results)
-        return [torch.cat([tensor for (tensor,) in each], dim=1) for each in received]
-
-
 def attend_by_heads(
-    group: Group, query: Tensor, key: Tensor, value: Tensor, attend: Callable[[Tensor, Tensor, Tensor], Tensor]
-) -> Tensor:
+    group: Group,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attend: Callable[[Tensor, Tensor, Tensor], Sequence[Tensor]],
+    *,
+    with_lse: bool = False,
+) -> list[Tensor]:
     """This rank's shard of any attention of full sequences that lets no head influence another.
 
-    All ranks must agree on the shapes of their shards of query, key and value.
+    `attend` gets all positions of the heads of this rank, if it has any, and returns `[B, heads, positions, d]`:
+    the output, and `with_lse` the lse with `d = 1`. All ranks must agree on the shapes of their shards.
     """
-    ulysses = Ulysses(group, query.shape[1], key.shape[1])
-    full = ulysses.to_heads(query, key, value)
-    empty = query.new_empty(*full[0].shape[:3], value.shape[-1])
-    output = done_by_all(group, lambda: attend(*full) if ulysses.heads else empty)
-    return ulysses.to_positions(output)[0]
+    shares = share_heads(query.shape[1], key.shape[1], group.size)
+    heads, kv_heads = [share.heads for share in shares], [share.kv_heads for share in shares]
+    messages = []
+    for table, ranges in ((query, heads), (key, kv_heads), (value, kv_heads)):
+        outgoing = [[table[:, each.start : each.stop]] for each in ranges]
+        shape = (table.shape[0], len(ranges[group.rank]), *table.shape[2:])
+        messages.append((outgoing, [[shape]] * group.size))
+    received, anchor = group.all_to_all_with_grad(*messages, like=(query, key, value))
+    full = [torch.cat([tensor for (tensor,) in each], dim=2) for each in received]
+
+    def attend_own() -> Sequence[Tensor]:
+        if heads[group.rank]:
+            return attend(*full)
+        output = full[0].new_empty(*full[0].shape[:3], value.shape[-1])
+        lse = full[0].new_empty(*full[0].shape[:3], 1, dtype=accumulation_dtype(query.dtype))
+        return [output, lse] if with_lse else [output]
+
+    output, *others = done_by_all(group, attend_own)
+    results = [tied(output, anchor), *others]  # a rank without heads must still take part in the backward pass
+    messages = []
+    for result in results:
+        batch, _, _, dim = result.shape
+        length = query.shape[2]
+        outgoing = [[result[:, :, rank * length : (rank + 1) * length]] for rank in range(group.size)]
+        messages.append((outgoing, [[(batch, len(each), length, dim)] for each in heads]))
+    received, _ = group.all_to_all_with_grad(*messages, like=results)
+    return [torch.cat([tensor for (tensor,) in each], dim=1) for each in received]

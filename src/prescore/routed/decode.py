@@ -15,7 +15,7 @@ from torch import Tensor
 from prescore import checks
 from prescore.config import Routed
 from prescore.errors import Unsupported
-from prescore.ops.backend import Backend, Needs, Tile, accumulation_dtype, pick_backend, readable
+from prescore.ops.backend import Backend, Tile, accumulation_dtype, pick_backend, readable
 from prescore.ops.native.library import loaded_level
 from prescore.routed import native, plain, reference
 from prescore.routed.layout import Layout, RoutedKeys, View, make_layout
@@ -43,7 +43,7 @@ class RoutedIndex:
         reasons = native.unsupported(query, value.shape[-1], self._config) if backend == "native" else []
         if reasons:
             raise Unsupported("backend 'native'", reasons)
-        operator = pick_backend(Needs.of(query), backend)
+        operator = pick_backend(query, backend)
         may_run_native = backend in ("auto", "native")
         if not self._groups:
             self._groups = self._split()

@@ -137,11 +137,10 @@ def checked_scores(result: Any, scorer: Scorer, keys: Tensor, valid: Tensor | No
     scored = result if isinstance(result, Scored) else Scored(result)
     owner, shape = type(scorer).__name__, tuple(keys.shape[:3])
     tensors = {"scores": (scored.scores, keys.dtype), "labels": (scored.labels, torch.int64)}
-    for name, (tensor, dtype) in tensors.items():
-        if name == "labels" and tensor is None:
+    for name, (given, dtype) in tensors.items():
+        if name == "labels" and given is None:
             continue
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"{name} of {owner} must be a torch.Tensor, got {type(tensor).__name__}")
+        tensor = checks.dense(f"{name} of {owner}", given)
         if tuple(tensor.shape) != shape:
             raise ValueError(f"{name} of {owner} must have shape {shape}, got {tuple(tensor.shape)}")
         if tensor.dtype != dtype:

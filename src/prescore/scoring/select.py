@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from prescore import checks
 from prescore.config import Selected
 from prescore.rng import Streams
 from prescore.scoring.base import Scored, Scorer, checked_scores
@@ -198,8 +199,9 @@ def check_selection(selection: Selection, key: Tensor) -> None:
         raise TypeError(f"selection must be a prescore.Selection, got {type(selection).__name__}")
     indices, valid = selection.indices, selection.valid
     for name, tensor in (("indices", indices), ("valid", valid)):
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"selection.{name} must be a torch.Tensor, got {type(tensor).__name__}")
+        checks.dense(f"selection.{name}", tensor)
+        if tensor.device != key.device:
+            raise ValueError(f"selection.{name} must be on the keys' device {key.device}, got {tensor.device}")
     if indices.ndim != 3 or indices.shape[:2] != key.shape[:2] or valid.shape != indices.shape:
         raise ValueError(
             f"selection must have indices and valid of shape {(*key.shape[:2], 'S')}, "

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from prescore.call import Call
 from prescore.config import Hyper, Selected
-from prescore.ops.parts import Part
+from prescore.ops.parts import Part, attend_parts
 from prescore.selected.plan import Plan, make_plan
 from prescore.types import Reads, Result, Values
 
@@ -35,7 +35,9 @@ def attend_selected(
         )
     plan = make_plan(call, config, given)
     with plan.timed("attending"):
-        attended = plan.run()
+        attended = attend_parts(
+            call.query, *plan.tables.joined(), plan.parts, scale=call.scale, backend=call.backend
+        )
     parts, n_queries = plan.parts, call.query.shape[:3].numel()
 
     def count_reads() -> Reads:  # holds row numbers, but no keys or values
@@ -76,7 +78,8 @@ def _mass_read(plan: Plan, lse: Tensor) -> float:
         if bias is not None:
             bias[:, slice(*part.residual)] = -torch.inf
         parts.append(dataclasses.replace(part, bias=bias))
-    without = plan.run(parts).lse
+    call = plan.call
+    without = attend_parts(call.query, *plan.tables.joined(), parts, scale=call.scale, backend=call.backend).lse
     return float(torch.exp(without[non_empty] - lse[non_empty]).mean())
 
 
@@ -84,8 +87,8 @@ def reads_per_query(parts: list[Part], n_queries: int) -> Reads:
     """Keys and centroids that a query reads on average; a causal square counts as half, a masked key as none."""
     keys = centroids = 0.0
     for part in parts:
-        n_keys = part.shape[2] if part.key_rows is None else part.key_rows.shape[1]
-        n_centroids = 0 if part.extra_rows is None else part.extra_rows.shape[1]
+        n_centroids = part.n_centroids
+        n_keys = part.shape[2] if part.key_rows is None else part.key_rows.shape[1] - n_centroids
         bias = part.bias4()
         if part.causal or bias is None:
             rows = math.prod(part.shape) if part.query_valid is None else int(part.query_valid.sum())

@@ -38,8 +38,9 @@ class BlockPairs:
         query_real: `[P, W]`, False = filler or padding, which moves no other query; None = all are real.
         key_rows: `[P, H, S]` flat rows of the keys that blocks are cut from.
         key_valid: `[P, H, S]`, False = filler; None = no filler.
-        kept: Sinks and recent keys, which are in no block and in no sample: every query reads them.
-        extra: Centroids, likewise.
+        shared: Sinks and recent keys, then centroids, which are in no block and in no sample: every query reads
+            them.
+        n_centroids: How many of the last columns are centroids.
         n_all: `[P]` real keys before selection.
         n_selected: `[P, H]` selected keys, where the rows of others are zeroed (`mask="zero"`); None = all rows.
         selected: `[P, H, S]`, False = in a block but not read (`blocks="all"`); None = all are read.
@@ -50,8 +51,8 @@ class BlockPairs:
     query_real: Tensor | None
     key_rows: Tensor
     key_valid: Tensor | None
-    kept: KeyRows | None
-    extra: KeyRows | None
+    shared: list[KeyRows]
+    n_centroids: int
     n_all: Tensor
     n_selected: Tensor | None = None
     selected: Tensor | None = None
@@ -66,11 +67,10 @@ class BlockPairs:
         """Some of the pairs only."""
 
         def pick(value: Any) -> Any:
-            if isinstance(value, KeyRows):
-                return KeyRows(*map(pick, value))
-            return None if value is None else value.index_select(0, pairs)
+            return value.index_select(0, pairs) if isinstance(value, Tensor) else value
 
-        return BlockPairs(*(pick(getattr(self, field.name)) for field in dataclasses.fields(self)))
+        picked = {field.name: pick(getattr(self, field.name)) for field in dataclasses.fields(self)}
+        return BlockPairs(**{**picked, "shared": [KeyRows(*map(pick, columns)) for columns in self.shared]})
 
 
 def exact_part(pair: BlockPairs, dtype: torch.dtype) -> Part:
@@ -79,13 +79,13 @@ def exact_part(pair: BlockPairs, dtype: torch.dtype) -> Part:
     n_pairs, heads, group, width = pair.query_rows.shape
     readable = pair.readable()
     bias = torch.zeros(pair.key_rows.shape, dtype=dtype, device=pair.key_rows.device)
-    columns = [KeyRows(pair.key_rows, bias if readable is None else mask_bias(readable, dtype))]
-    columns += [pair.kept] if pair.kept is not None else []
+    columns = [KeyRows(pair.key_rows, bias if readable is None else mask_bias(readable, dtype)), *pair.shared]
     filled = pair.query_valid
     if filled is not None:
         filled = filled[:, None, None, :].expand(pair.query_rows.shape).flatten(0, 1)
     shape = (n_pairs * heads, group, width)
-    return _part(shape, pair.query_rows.flatten(0, 1), filled, columns, pair.extra, readable is not None)
+    part = _part(shape, pair.query_rows.flatten(0, 1), filled, columns, pair.n_centroids)
+    return part if readable is not None or pair.shared else dataclasses.replace(part, bias=None)
 
 
 def hyper_part(
@@ -123,13 +123,11 @@ def hyper_part(
         columns.append(_residual_columns(pair, keys, draws, coupling, dtype))
     n_tiles = tiles.block.shape[-1]
     picked = [_of_block(column, tiles.block) for column in columns]
-    if pair.kept is not None:
-        picked.append(_for_tiles(pair.kept, n_tiles))
-    extra = None if pair.extra is None else _for_tiles(pair.extra, n_tiles)
+    picked += [KeyRows(*(t[:, :, None].expand(-1, -1, n_tiles, -1) for t in column)) for column in pair.shared]
     query_rows = pair.query_rows.flatten(2).gather(-1, tiles.places.flatten(2)).view(tiles.places.shape)
     shape = (tiles.block.numel(), *tiles.places.shape[3:])
     filled = None if tiles.filled is None else tiles.filled.flatten(0, 2)
-    part = _part(shape, query_rows.flatten(0, 2), filled, picked, extra, True)
+    part = _part(shape, query_rows.flatten(0, 2), filled, picked, pair.n_centroids)
     return dataclasses.replace(part, residual=residual)
 
 
@@ -218,26 +216,12 @@ def _of_block(columns: KeyRows, block: Tensor) -> KeyRows:
     return KeyRows(*(tensor.gather(2, index) for tensor in columns))
 
 
-def _for_tiles(columns: KeyRows, n_tiles: int) -> KeyRows:
-    return KeyRows(*(tensor[:, :, None].expand(-1, -1, n_tiles, -1) for tensor in columns))
-
-
 def _part(
-    shape: tuple[int, ...],
-    query_rows: Tensor,
-    filled: Tensor | None,
-    columns: list[KeyRows],
-    extra: KeyRows | None,
-    biased: bool,
+    shape: tuple[int, ...], query_rows: Tensor, filled: Tensor | None, columns: list[KeyRows], n_centroids: int
 ) -> Part:
     tiles, heads, width = shape
-    read = columns if extra is None else [*columns, extra]
-    bias = None
-    if biased or len(read) > 1:
-        bias = torch.cat([each.bias.reshape(tiles, -1) for each in read], dim=1)
-    key_rows = torch.cat([column.rows.reshape(tiles, -1) for column in columns], dim=1)
-    extra_rows = None if extra is None else extra.rows.reshape(tiles, -1)
-    return Part((tiles, heads, width), query_rows, filled, key_rows, extra_rows, bias)
+    rows, bias = (torch.cat([t.reshape(tiles, -1) for t in each], dim=1) for each in zip(*columns, strict=True))
+    return Part((tiles, heads, width), query_rows, filled, rows, bias, n_centroids=n_centroids)
 
 
 # Cut queries into tiles that share one block of sorted keys.

@@ -6,17 +6,36 @@ import torch
 from torch import Tensor
 
 from prescore.ops.backend import accumulation_dtype
-from prescore.ops.parts import Centroids
 from prescore.scoring.sampling import arange
 from prescore.selected.blocks import KeyRows
 
 _CHUNK = 8192
 
 
+class Tables:
+    """The key and value rows that parts refer to by number, and rows added behind those of the call."""
+
+    def __init__(self, key: Tensor, value: Tensor) -> None:
+        self._keys, self._values = [key.reshape(-1, key.shape[-1])], [value.reshape(-1, value.shape[-1])]
+
+    def add(self, keys: Tensor, values: Tensor) -> Tensor:
+        """Add rows; returns their numbers."""
+        first = sum(len(rows) for rows in self._keys)
+        self._keys.append(keys)
+        self._values.append(values)
+        return arange(first, first + len(keys), like=keys)
+
+    def joined(self) -> tuple[Tensor, Tensor]:
+        """All key rows and all value rows."""
+        if len(self._keys) == 1:
+            return self._keys[0], self._values[0]
+        return torch.cat(self._keys), torch.cat(self._values)
+
+
 def add_centroids(
-    table: Centroids | None, totals: tuple[Tensor, Tensor, Tensor], shape: tuple[int, ...], dtype: torch.dtype
-) -> tuple[Centroids, KeyRows]:
-    """Add the centroids of clusters to a table; also returns their rows and log weights, in the given shape.
+    tables: Tables, totals: tuple[Tensor, Tensor, Tensor], shape: tuple[int, ...], dtype: torch.dtype
+) -> KeyRows:
+    """Add the centroids of clusters to the tables; returns their rows and log weights, in the given shape.
 
     A centroid enters the softmax with logit `q . mean key + log(count)` and the mean value: exact where the
     cluster's keys are equal, and an underestimate of its mass otherwise (exp is convex). `totals` come from
@@ -24,12 +43,10 @@ def add_centroids(
     """
     *sums, count = totals
     keys, values = ((total / count.clamp_min(1)).flatten(0, 1).to(dtype) for total in sums)
-    begin = 0 if table is None else len(table.key)
-    rows = arange(begin, begin + len(keys), like=count).view(shape)
-    if table is not None:
-        keys, values = torch.cat((table.key, keys)), torch.cat((table.value, values))
     # log(0) = -inf is the weight of an empty cluster
-    return Centroids(keys, values), KeyRows(rows, torch.log(count).view(shape).to(accumulation_dtype(dtype)))
+    return KeyRows(
+        tables.add(keys, values).view(shape), torch.log(count).view(shape).to(accumulation_dtype(dtype))
+    )
 
 
 def cluster_totals(

@@ -25,7 +25,7 @@ from torch import Tensor
 from prescore.call import Call
 from prescore.config import Exact, Lsh, Selected
 from prescore.ops.backend import accumulation_dtype
-from prescore.ops.parts import Centroids, Part, attend_parts, exact_parts, mask_bias
+from prescore.ops.parts import Part, exact_parts, mask_bias
 from prescore.rng import Streams
 from prescore.scoring.base import Scorer
 from prescore.scoring.hashing import hash_ranks, projections
@@ -41,8 +41,8 @@ from prescore.scoring.select import (
 )
 from prescore.selected.blocks import BlockPairs, KeyRows, exact_part, hyper_part
 from prescore.selected.causal_grid import FULL, Level, Queries, key_rows, key_valid, leaf_parts, levels
-from prescore.selected.centroids import add_centroids, cluster_totals
-from prescore.types import Attended, Selection
+from prescore.selected.centroids import Tables, add_centroids, cluster_totals
+from prescore.types import Selection
 
 
 def make_plan(call: Call, config: Selected, given: Tensor | None = None) -> Plan:
@@ -158,8 +158,7 @@ class Plan:
 
     Attributes:
         parts: Which queries read which keys.
-        key, value: Tables the parts' rows refer to (with a zero row at the end under `mask="zero"`).
-        centroids: Rows the parts' extra columns refer to.
+        tables: What the parts' rows refer to: keys and values, then centroids, or a zero row with `mask="zero"`.
         selections: One per full pair or off-diagonal block, in aligned positions.
         depth: Levels of the causal recursion.
         ranks: Gray ranks of the hashes of all query and key rows, once for all levels.
@@ -170,10 +169,9 @@ class Plan:
         batch, heads = call.key.shape[:2]
         self.call, self.config = call, config
         self.queries = Queries(batch, heads, call.group, call.n_query, call.query_start, call.query.device)
-        self.zeroing = config.coupling.mask == "zero"
-        self.key, self.value = call.key, call.value
+        self.tables = Tables(call.key, call.value)
+        self.zero_row: Tensor | None = None  # with `mask="zero"`, from the first block pair on
         self.parts: list[Part] = []
-        self.centroids: Centroids | None = None
         self.selections: list[Selection] = []
         self.depth = 0
         self.ranks: tuple[Tensor, Tensor] | None = None
@@ -184,39 +182,29 @@ class Plan:
         """Add the time of a stage to `seconds`."""
         begin = time.perf_counter()
         yield
-        if self.key.device.type == "cuda":
-            torch.cuda.synchronize(self.key.device)
+        if self.call.key.device.type == "cuda":
+            torch.cuda.synchronize(self.call.key.device)
         self.seconds[stage] = self.seconds.get(stage, 0.0) + time.perf_counter() - begin
-
-    def run(self, parts: list[Part] | None = None) -> Attended:
-        """One softmax over the planned parts, or over others of the same tables."""
-        call, parts = self.call, self.parts if parts is None else parts
-        return attend_parts(
-            call.query,
-            self.key,
-            self.value,
-            parts,
-            scale=call.scale,
-            backend=call.backend,
-            centroids=self.centroids,
-        )
 
     def add(self, candidates: Candidates) -> None:
         """Algorithm 2 for block pairs of one size."""
-        config, dtype = self.config, self.call.query.dtype
-        streams = self.call.streams.child(candidates.name)
+        call, config, dtype = self.call, self.config, self.call.query.dtype
+        streams = call.streams.child(candidates.name)
+        if config.coupling.mask == "zero" and self.zero_row is None:
+            self.zero_row = self.tables.add(*(t.new_zeros(1, t.shape[-1]) for t in (call.key, call.value)))
         with self.timed("scoring"):
             chosen = self._select(candidates, streams)
         self.selections += self._by_block(candidates, chosen.selection)
-        extra = None
+        centroids = None
         any_key = candidates.valid is None or bool(candidates.valid.any())
         if config.remainder != "none" and not chosen.everything and any_key:
             with self.timed("centroids"):
-                extra = self._add_centroids(candidates, chosen, streams)
-        none_selected = chosen.selection.indices.shape[-1] == 0  # only padding, or a given selection elsewhere
-        if none_selected and extra is None:
+                centroids = self._add_centroids(candidates, chosen, streams)
+        # only padding, scores below `min_score`, or a given selection elsewhere; zeroed keys are read all the same
+        none_selected = chosen.selection.indices.shape[-1] == 0 and self.zero_row is None
+        if none_selected and centroids is None:
             return
-        pair = self._block_pair(candidates, chosen.selection, extra)
+        pair = self._block_pair(candidates, chosen.selection, centroids)
         if none_selected or isinstance(config.inner, Exact):
             self.parts.append(exact_part(pair, dtype))
             return
@@ -262,10 +250,9 @@ class Plan:
         dtype, n_clusters = self.call.query.dtype, scored.n_clusters
         points = [t.flatten(0, 1).to(accumulation_dtype(dtype)) for t in (candidates.key, candidates.value)]
         totals = cluster_totals(points, scored.labels, unselected, n_clusters)
-        self.centroids, rows = add_centroids(self.centroids, totals, (*keys.shape[:2], n_clusters), dtype)
-        return rows
+        return add_centroids(self.tables, totals, (*keys.shape[:2], n_clusters), dtype)
 
-    def _block_pair(self, candidates: Candidates, selection: Selection, extra: KeyRows | None) -> BlockPairs:
+    def _block_pair(self, candidates: Candidates, selection: Selection, centroids: KeyRows | None) -> BlockPairs:
         """The keys that blocks are cut from, and those that every query reads."""
         all_rows, valid = candidates.rows, candidates.valid
         if valid is None:
@@ -273,9 +260,9 @@ class Plan:
         real, protect = (t[:, None].expand_as(all_rows) for t in (valid, candidates.protect))
         n_selected, selected, kept = None, None, None
         pooled: Tensor | None  # which rows blocks are cut from
-        if self.zeroing:
+        if self.zero_row is not None:
             member = membership(selection, all_rows.shape[-1])
-            rows, pooled, n_selected = torch.where(member, all_rows, self._zero_row()), real, member.sum(-1)
+            rows, pooled, n_selected = torch.where(member, all_rows, self.zero_row), real, member.sum(-1)
         elif self.config.coupling.blocks == "all":
             selected = membership(selection, all_rows.shape[-1])
             apart = selected & protect
@@ -293,21 +280,12 @@ class Plan:
             query_real=candidates.query_real,
             key_rows=rows,
             key_valid=None if pooled is None or bool(pooled.all()) else pooled,
-            kept=kept,
-            extra=extra,
+            shared=[columns for columns in (kept, centroids) if columns is not None],
+            n_centroids=0 if centroids is None else centroids.rows.shape[-1],
             n_all=valid.sum(1),
             n_selected=n_selected,
             selected=selected,
         )
-
-    def _zero_row(self) -> int:
-        """Number of a row of zeros at the end of the tables."""
-        if self.key is self.call.key:
-            self.key, self.value = (
-                torch.cat((t.reshape(-1, t.shape[-1]), t.new_zeros(1, t.shape[-1])))
-                for t in (self.key, self.value)
-            )
-        return self.key.shape[0] - 1
 
     def _hyper_part(self, pair: BlockPairs, lsh: Lsh, streams: Streams) -> Part:
         call = self.call
@@ -316,7 +294,7 @@ class Plan:
                 directions = projections(lsh.n_projections, call.key, call.streams)
                 tables = call.query, call.key, call.key.new_zeros(1, call.key.shape[-1])
                 query, key, zero = (hash_ranks(table, directions).reshape(-1) for table in tables)
-                self.ranks = query, torch.cat((key, zero)) if self.zeroing else key
+                self.ranks = query, key if self.zero_row is None else torch.cat((key, zero))
         query_ranks, key_ranks = self.ranks
         draws = streams.uniform("residual", lsh.sample_size, like=call.key)
         ranks = query_ranks[pair.query_rows], key_ranks[pair.key_rows]

@@ -337,7 +337,10 @@ class MeasuredAttention:
         begin, processor = time.perf_counter(), time.process_time()
         if isinstance(config, Local | Baseline):
             run = partial(config.attend, scale=context.scale, seed=seed)
-            output = run(query, key, value) if group is None else attend_by_heads(group, query, key, value, run)
+            if group is None:
+                output = run(query, key, value)
+            else:
+                (output,) = attend_by_heads(group, query, key, value, lambda *tensors: [run(*tensors)])
         elif isinstance(config, Exact) and group is None:
             output = attend_exactly(query, key, value, context)
         else:
