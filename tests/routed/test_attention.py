@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from fuzz_cases import MEMORY
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles.budgets import assert_within
@@ -9,7 +10,7 @@ from oracles.inputs import MASKS, attention_tensors, random_mask
 from oracles.routed import oracle_reads, routed_oracle
 from routed_checks import attend, check_routed
 
-from prescore import Exact, Routed, config_from_dict, exact_attention, prescored_attention
+from prescore import Exact, Routed, exact_attention, prescored_attention
 
 SMALL = Routed(min_weight=1 / 16, cluster_size=4, chunk_size=16, sinks=3, exact_until=0)
 WIDE = Routed(min_weight=1 / 64, cluster_size=32, chunk_size=64, sinks=4, exact_until=128)
@@ -218,19 +219,11 @@ def test_groups_of_heads_and_batches_of_heads_change_nothing(is_causal, monkeypa
 # --- tensors as callers have them
 
 
-WAYS = {
-    "columns side by side": lambda t: t.transpose(2, 3).contiguous().transpose(2, 3),
-    "every second number": lambda t: torch.stack((t, t), dim=-1).flatten(-2)[..., ::2],
-    "heads inside": lambda t: t.transpose(1, 2).contiguous().transpose(1, 2),
-    "a negated view": lambda t: torch._neg_view(-t),
-    "one head for all": lambda t: t[:, :1].expand(-1, 2, -1, -1),
-}
-
-
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", [*MEMORY, "one head for all"])
 @both
 def test_memory_layout_does_not_matter(way, is_causal):
-    given = [WAYS[way](t) for t in large()]
+    change = MEMORY.get(way, lambda t: t[:, :1].expand(-1, 2, -1, -1))
+    given = [change(t) for t in large()]
     plain = [t.resolve_neg().clone().contiguous() for t in given]
     expected = prescored_attention(*plain, WIDE, is_causal=is_causal)
     for place in range(4):  # each of them alone, then all
@@ -318,14 +311,3 @@ def test_padding_is_in_no_stats(side, is_causal):
     # without a causal mask padding queries are answered, and search as others do
     for name in names if is_causal else ("centroids_per_query",):
         assert stats[name] == pytest.approx(alone[name]), name
-
-
-@pytest.mark.parametrize("name", ["tolerance", "confidence"])
-def test_a_tolerance_is_refused_with_what_to_do_instead(name):
-    for make in (
-        lambda: Routed(**{name: 0.9}),
-        lambda: Routed().replace(**{name: None}),
-        lambda: config_from_dict({"type": "Routed", name: 0.9}),
-    ):
-        with pytest.raises(ValueError, match=rf"finer min_weight, and prescore\.apply\(.*audit=.*got '{name}'"):
-            make()

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from fuzz_cases import MEMORY
 from oracles.inputs import attention_tensors
 from routed_checks import LargestTensor, attend, levels_here, native_level, needs_native
 
@@ -127,17 +128,11 @@ def test_a_cropped_sequence_may_grow_in_another_way(config, length):
         assert_steps(step(index, inputs, n), wanted, 1e-12 if config == SMALL else 1e-5)
 
 
-@pytest.mark.parametrize("way", ["heads inside", "negated", "columns side by side"])
+@pytest.mark.parametrize("way", MEMORY)
 def test_memory_layout_does_not_matter(way):
-    change = {
-        "heads inside": lambda t: t.transpose(1, 2).contiguous().transpose(1, 2),
-        "negated": lambda t: torch._neg_view(-t),
-        "columns side by side": lambda t: t.transpose(2, 3).contiguous().transpose(2, 3),
-    }[way]
     inputs = tensors(config=NATIVE)
-    torch.testing.assert_close(
-        step(index_of(NATIVE), [change(t) for t in inputs]).output, step(index_of(NATIVE), inputs).output
-    )
+    got, expected = (step(index_of(NATIVE), given) for given in (map(MEMORY[way], inputs), inputs))
+    torch.testing.assert_close(got.output, expected.output)
 
 
 @needs_native
