@@ -189,7 +189,7 @@ LONG_BY_DEFAULT = ("cluster_size", "chunk_size", "exact_until")
 FIELDS = {
     Routed: {
         "min_weight": lambda draw, n: draw.choice([1.0, 1 / 2, 1 / 8, 1 / 32, 1 / 128, 1 / (8 * n)]),
-        "cluster_size": lambda draw, n: draw.choice([1, 2, 3, 8, 16, 64]),
+        "cluster_size": lambda draw, n: draw.choice([1, 2, 3, 8, 16, 20, 64]),
         "chunk_size": lambda draw, n: draw.choice([1, 2, 4, 7, 16, 64]),
         "sinks": lambda draw, n: draw.choice([0, 1, 4, 9]),
         "exact_until": lambda draw, n: draw.choice([0, 0, 0, 1, n // 2, n, n + 1]),

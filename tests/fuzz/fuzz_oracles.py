@@ -12,6 +12,7 @@ from fuzz_cases import DTYPES
 from fuzz_terms import CLOSE, FLIPPED, features_tie, need, reads_all
 from oracles.budgets import assert_within, error_budget
 from oracles.dense import dense_attention, full_weights
+from routed_checks import check_routed
 
 import prescore
 from prescore import Coupling, Exact, Hyper, KMeans, Lsh, Routed, Selected
@@ -91,6 +92,18 @@ def definition(case):
         # the definition leaves padding queries open under rank, and they have gradients too
         mask = None if aligned_by_rank(config) else case.padding()
         check_gradients(config, case.tensors(), **{**options, "mask": mask})
+
+
+def routed_definition(case):
+    """Routed attention by its definition, one query at a time, forward and backward, on few keys."""
+    need(isinstance(case.config, Routed) and not case.dropout_p and case.keys == "gaussian")
+    n_keys = min(case.n_keys, 110)
+    n_query = n_keys if case.n_query == case.n_keys else min(case.n_query, n_keys)
+    case = replace(case, n_keys=n_keys, n_query=n_query, batch=min(case.batch, 2), dtype=torch.float64)
+    mask = case.padding()
+    need(mask is None or bool(mask.any(1).all()))
+    options = {"is_causal": case.is_causal, "scale": case.scale, "backend": case.backend}
+    check_routed(case.config, case.tensors(), mask=mask, **options)
 
 
 def causality(case):
@@ -401,8 +414,9 @@ def bad_input(case):
 
 
 ANY_ENGINE = (dense, causality, batch_and_padding, padding_content, gradients, slopes, backends_agree)
-ONE_ENGINE = (definition, padded_queries, native_agrees, native_causality, last_queries, decode_step)
-ORACLES = {oracle.__name__: oracle for oracle in (*ANY_ENGINE, *ONE_ENGINE, defaults, bad_input)}
+DEFINITIONS = (definition, routed_definition)
+ONE_ENGINE = (padded_queries, native_agrees, native_causality, last_queries, decode_step)
+ORACLES = {oracle.__name__: oracle for oracle in (*ANY_ENGINE, *DEFINITIONS, *ONE_ENGINE, defaults, bad_input)}
 
 
 def compare_exact(case):

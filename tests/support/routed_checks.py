@@ -8,7 +8,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from oracles.budgets import assert_within
-from oracles.routed import routed_oracle
+from oracles.routed import oracle_reads, routed_oracle
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -130,6 +130,20 @@ def check_routed(config, tensors, *, is_causal=True, mask=None, scale=None, back
     got, stats = attend(padded, config, **options, key_padding_mask=mask, backend=backend)
     assert_true(got, inputs, truth)
     return stats
+
+
+def check_stats(config, tensors, *, is_causal=True, backend="auto"):
+    """The keys, centroids and int8 keys of the stats are those that the oracle counts."""
+    _, stats = attend(tensors, config, is_causal=is_causal, backend=backend)
+    reads = [read for head in oracle_reads(*tensors, config, is_causal=is_causal).values() for read in head]
+    counts = [(int(r.always.sum()), int(r.hits.sum()), r.n_compared, len(r.centroid_logits)) for r in reads]
+    always, hits, compared, centroids = torch.tensor(counts, dtype=torch.float64).T
+    routed = centroids > 0
+    assert stats.exact_queries == int((~routed).sum()) / tensors[0].shape[1]
+    assert stats.keys_per_query == pytest.approx(float((always + hits).mean()), rel=1e-4)
+    assert stats.centroids_per_query == pytest.approx(float(centroids.mean()))
+    assert stats.far_keys_read == pytest.approx(float(hits[routed].mean()), rel=1e-3)
+    assert stats.keys_compared == pytest.approx(float(compared[routed].mean()), rel=1e-3)
 
 
 def check_reference(config, tensors, *, is_causal=True, scale=None, truth=None):

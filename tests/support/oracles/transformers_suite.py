@@ -16,7 +16,6 @@ import sys
 import tempfile
 from collections import defaultdict
 from pathlib import Path
-from typing import NamedTuple
 
 from prescore.config import Routed, config_from_dict
 
@@ -29,52 +28,26 @@ USUAL_EXITS = (0, 1, 5)
 """All passed, some failed, none collected."""
 
 
-class SuiteResult(NamedTuple):
-    """Counts of tests that ran and that called our attention, and names by outcome of both runs."""
-
-    n_tests: int
-    n_reached: int
-    passed: list
-    refused: list  # by name with ours; they do not fail with sdpa
-    fail_with_both: list
-    broken: list  # with ours in another way; they do not fail with sdpa
-
-    def __str__(self):
-        lines = [f"{self.n_tests} tests, {self.n_reached} reached prescore, {len(self.passed)} passed"]
-        kinds = ("refused", "fail with both", "fail with prescore alone")
-        for kind, names in zip(kinds, self[3:], strict=True):
-            lines += [f"{len(names)} {kind}", *(f"  {name}" for name in names)]
-        return "\n".join(lines)
+def compare(usual, ours):
+    """Names of tests by what they did in both runs, from the notes of each."""
+    groups = {name: [] for name in ("passed", "refused", "fail with both", "fail with prescore alone", "skipped")}
+    for name, test in ours.items():
+        kind = test["outcome"]
+        if kind == "failed" and usual.get(name, {}).get("outcome") == "failed":
+            kind = "fail with both"
+        elif kind == "failed":
+            is_refused = all(REFUSAL in said for said in test["said"])
+            kind = "refused" if is_refused else "fail with prescore alone"
+        groups[kind].append(name)
+    return groups
 
 
-def run_suite(checkout, models, *, config=None, on_unsupported="raise", options=()):
-    """Run the test files of some models, folders of `tests/models` of a checkout, with sdpa and with ours.
-
-    `config` is JSON of a configuration, None = the default. What is unsupported raises, or runs exactly (`exact`).
-    `options` are more arguments of pytest, such as `-k generate`.
-    """
-    folders = [checkout / "tests" / "models" / model for model in models]
-    for folder in folders:
-        if not folder.is_dir():
-            raise FileNotFoundError(f"model must be a folder of {folder.parent}, got {folder.name!r}")
-    chosen = json.dumps(Routed().to_dict()) if config is None else config
-    config_from_dict(json.loads(chosen))  # a wrong one is refused before any test runs
-    usual = _run(checkout, folders, SDPA, options)
-    ours = _run(checkout, folders, chosen, [f"--prescore-on-unsupported={on_unsupported}", *options])
-    failed = [name for name, test in ours.items() if test["outcome"] == "failed"]
-    with_both = [name for name in failed if usual.get(name, {}).get("outcome") == "failed"]
-    worse = [name for name in failed if name not in with_both]
-    refused = [name for name in worse if all(REFUSAL in said for said in ours[name]["said"])]
-    broken = [name for name in worse if name not in refused]
-    passed = [name for name, test in ours.items() if test["outcome"] == "passed"]
-    ran = [test for test in ours.values() if test["outcome"] != "skipped"]
-    return SuiteResult(len(ran), sum(test["calls"] > 0 for test in ran), passed, refused, with_both, broken)
-
-
-def _run(checkout, folders, config, options):
+def run_tests(checkout, models, config, options):
+    """What each test of some models did under a configuration, as `_Notes` writes it."""
     with tempfile.TemporaryDirectory() as scratch:
         report = Path(scratch) / "report.json"
-        files = [str(path.resolve()) for folder in folders for path in sorted(folder.glob("test_modeling_*.py"))]
+        folders = [(checkout / "tests" / "models" / model).resolve() for model in models]
+        files = [str(path) for folder in folders for path in sorted(folder.glob("test_modeling_*.py"))]
         settings = [f"--prescore-report={report}", f"--prescore-config={config}", *options]
         command = [sys.executable, "-m", "pytest", "-p", PLUGIN, "-q", *settings, *files]
         done = subprocess.run(command, cwd=checkout, capture_output=True, text=True, check=False)
@@ -82,6 +55,36 @@ def _run(checkout, folders, config, options):
             tail = "\n".join((done.stdout + done.stderr).splitlines()[-20:])
             raise RuntimeError(f"the tests of {checkout} must run, got exit code {done.returncode}:\n{tail}")
         return json.loads(report.read_text())
+
+
+def suite_command(argv=None):
+    """The command; 1 = something fails with ours alone, 2 = nothing could run."""
+    parser = argparse.ArgumentParser(prog=f"python -m {PLUGIN}")
+    parser.add_argument("checkout", type=Path, help="a checkout of transformers")
+    parser.add_argument("--model", action="append", required=True, help="folder of tests/models; may be repeated")
+    parser.add_argument("--config", help="JSON of a configuration; default: Routed()")
+    parser.add_argument("--on-unsupported", choices=("raise", "exact"), default="raise", help="as in apply")
+    parser.add_argument("-k", dest="keyword", default="", help="as pytest's -k")
+    given = parser.parse_args(argv)
+    config = given.config or json.dumps(Routed().to_dict())
+    try:
+        config_from_dict(json.loads(config))  # a wrong one is refused before any test runs
+        for model in given.model:
+            if not (given.checkout / "tests" / "models" / model).is_dir():
+                raise FileNotFoundError(f"model must be a folder of {given.checkout}/tests/models, got {model!r}")
+        options = [f"--prescore-on-unsupported={given.on_unsupported}", "-k", given.keyword]
+        usual, ours = (run_tests(given.checkout, given.model, each, options) for each in (SDPA, config))
+    except (OSError, RuntimeError, ValueError) as error:
+        sys.stderr.write(f"{error}\n")
+        return 2
+    groups = compare(usual, ours)
+    ran = [test for test in ours.values() if test["outcome"] != "skipped"]
+    n_reached = sum(test["calls"] > 0 for test in ran)
+    lines = [f"{len(ran)} tests, {n_reached} reached prescore, {len(groups['passed'])} passed"]
+    for kind in ("refused", "fail with both", "fail with prescore alone"):
+        lines += [f"{len(groups[kind])} {kind}", *(f"  {name}" for name in groups[kind])]
+    sys.stdout.write("\n".join(lines) + "\n")
+    return 1 if groups["fail with prescore alone"] else 0
 
 
 # The plugin.
@@ -158,26 +161,6 @@ def replace_sdpa(notes, config, on_unsupported):
         return attend(module, *args, **kwargs)
 
     AttentionInterface.register(SDPA, counted)
-
-
-def suite_command(argv=None):
-    """The command; 1 = something fails with ours alone."""
-    parser = argparse.ArgumentParser(prog=f"python -m {PLUGIN}")
-    parser.add_argument("checkout", type=Path, help="a checkout of transformers")
-    parser.add_argument("--model", action="append", required=True, help="folder of tests/models; may be repeated")
-    parser.add_argument("--config", help="JSON of a configuration; default: Routed()")
-    parser.add_argument("--on-unsupported", choices=("raise", "exact"), default="raise", help="as in apply")
-    parser.add_argument("-k", dest="keyword", help="as pytest's -k")
-    given = parser.parse_args(argv)
-    options = [] if given.keyword is None else ["-k", given.keyword]
-    settings = {"config": given.config, "on_unsupported": given.on_unsupported, "options": options}
-    try:
-        result = run_suite(given.checkout, given.model, **settings)
-    except (OSError, RuntimeError, ValueError) as error:
-        sys.stderr.write(f"{error}\n")
-        return 2
-    sys.stdout.write(f"{result}\n")
-    return 1 if result.broken else 0
 
 
 if __name__ == "__main__":
