@@ -6,7 +6,7 @@ constant wherever it is used. A break in C is compiled into a folder of its own 
 
 import importlib
 import subprocess
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
@@ -58,7 +58,7 @@ def small_case(name):
     return config, tensors, options, oracle_truth(config, tensors, **options)
 
 
-def plain(name="causal"):
+def plain(name):
     config, tensors, options, truth = small_case(name)
     check_routed(config, tensors, **options, truth=truth)
 
@@ -123,21 +123,16 @@ def decode(config=SMALL):
     check_steps(end)
 
 
+SMALL_CASES = ("causal", "full", "subclusters", "sharp", "holes", "full padded", "batch")
 CHECKS = {
-    "causal": plain,
-    "full": lambda: plain("full"),
-    "subclusters": lambda: plain("subclusters"),
-    "sharp": lambda: plain("sharp"),
-    "holes": lambda: plain("holes"),
-    "full padded": lambda: plain("full padded"),
-    "batch": lambda: plain("batch"),
+    **{name: partial(plain, name) for name in SMALL_CASES},
     "reference": reference,
     "stats": stats,
     "decode": decode,
     "native": native,
     "native sharp": native_sharp,
     "native forward": native_forward,
-    "native decode": lambda: decode(NATIVE),
+    "native decode": partial(decode, NATIVE),
 }
 NATIVE_CHECKS = ("native", "native sharp", "native forward", "native decode")
 

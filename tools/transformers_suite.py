@@ -1,6 +1,6 @@
 """Run transformers' own tests with pre-scored attention under the name of sdpa.
 
-    python -m oracles.transformers_suite CHECKOUT --model llama --model qwen2
+    python tools/transformers_suite.py CHECKOUT --model llama --model qwen2
 
 runs the test files of these models in a checkout of transformers twice, with sdpa and with ours under its name,
 and lists what fails with ours alone. A refusal (`Unsupported`) is listed apart. A test counts as reached only if
@@ -11,15 +11,19 @@ The module is also the pytest plugin of these runs: it replaces sdpa, and notes 
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
 from collections import defaultdict
 from pathlib import Path
+from typing import Any
 
 from prescore.config import Routed, config_from_dict
 
-PLUGIN = "oracles.transformers_suite"
+FILE = Path(__file__).resolve()
+Notes = dict[str, dict[str, Any]]
+"""What each test did, by name: `outcome`, `said`, and `calls` of attention."""
 SDPA = "sdpa"
 """As configuration: sdpa stays, and is only counted."""
 REFUSAL = "prescore.errors.Unsupported: "
@@ -28,8 +32,9 @@ USUAL_EXITS = (0, 1, 5)
 """All passed, some failed, none collected."""
 
 
-def compare(usual, ours):
+def compare(usual: Notes, ours: Notes) -> dict[str, list[str]]:
     """Names of tests by what they did in both runs, from the notes of each."""
+    groups: dict[str, list[str]]
     groups = {name: [] for name in ("passed", "refused", "fail with both", "fail with prescore alone", "skipped")}
     for name, test in ours.items():
         kind = test["outcome"]
@@ -42,30 +47,32 @@ def compare(usual, ours):
     return groups
 
 
-def run_tests(checkout, models, config, options):
+def run_tests(checkout: Path, models: list[str], config: str, options: list[str]) -> Notes:
     """What each test of some models did under a configuration, as `_Notes` writes it."""
     with tempfile.TemporaryDirectory() as scratch:
         report = Path(scratch) / "report.json"
         folders = [(checkout / "tests" / "models" / model).resolve() for model in models]
         files = [str(path) for folder in folders for path in sorted(folder.glob("test_modeling_*.py"))]
         settings = [f"--prescore-report={report}", f"--prescore-config={config}", *options]
-        command = [sys.executable, "-m", "pytest", "-p", PLUGIN, "-q", *settings, *files]
-        done = subprocess.run(command, cwd=checkout, capture_output=True, text=True, check=False)
+        command = [sys.executable, "-m", "pytest", "-p", FILE.stem, "-q", *settings, *files]
+        paths = os.pathsep.join((str(FILE.parent), os.environ.get("PYTHONPATH", "")))
+        environment = {**os.environ, "PYTHONPATH": paths}
+        done = subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True, check=False)
         if done.returncode not in USUAL_EXITS or not report.exists():
             tail = "\n".join((done.stdout + done.stderr).splitlines()[-20:])
             raise RuntimeError(f"the tests of {checkout} must run, got exit code {done.returncode}:\n{tail}")
         return json.loads(report.read_text())
 
 
-def suite_command(argv=None):
+def main() -> int:
     """The command; 1 = something fails with ours alone, 2 = nothing could run."""
-    parser = argparse.ArgumentParser(prog=f"python -m {PLUGIN}")
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("checkout", type=Path, help="a checkout of transformers")
     parser.add_argument("--model", action="append", required=True, help="folder of tests/models; may be repeated")
     parser.add_argument("--config", help="JSON of a configuration; default: Routed()")
     parser.add_argument("--on-unsupported", choices=("raise", "exact"), default="raise", help="as in apply")
     parser.add_argument("-k", dest="keyword", default="", help="as pytest's -k")
-    given = parser.parse_args(argv)
+    given = parser.parse_args()
     config = given.config or json.dumps(Routed().to_dict())
     try:
         config_from_dict(json.loads(config))  # a wrong one is refused before any test runs
@@ -90,14 +97,14 @@ def suite_command(argv=None):
 # The plugin.
 
 
-def pytest_addoption(parser):
+def pytest_addoption(parser: Any) -> None:
     """Where to write, the configuration as JSON, and what happens to unsupported features."""
     parser.addoption("--prescore-report", required=True)
     parser.addoption("--prescore-config", default=SDPA)
     parser.addoption("--prescore-on-unsupported", default="raise")
 
 
-def pytest_configure(config):
+def pytest_configure(config: Any) -> None:
     """Replace sdpa before any test is collected."""
     notes = _Notes(Path(config.getoption("--prescore-report")))
     replace_sdpa(notes, config.getoption("--prescore-config"), config.getoption("--prescore-on-unsupported"))
@@ -107,13 +114,16 @@ def pytest_configure(config):
 class _Notes:
     """What each test did."""
 
-    def __init__(self, path):
-        self.path, self.running, self.calls, self.tests = path, "", defaultdict(int), {}
+    def __init__(self, path: Path) -> None:
+        self.path, self.running = path, ""
+        self.calls: dict[str, int] = defaultdict(int)
+        self.tests: Notes = {}
 
-    def pytest_runtest_logstart(self, nodeid):
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        """Remember which test runs."""
         self.running = nodeid
 
-    def pytest_runtest_setup(self):
+    def pytest_runtest_setup(self) -> None:
         """Seed both runs alike."""
         from transformers import set_seed
 
@@ -122,7 +132,7 @@ class _Notes:
             if name.endswith("test_modeling_common"):
                 module.global_rng.seed(0)  # where transformers' tests draw their inputs
 
-    def pytest_runtest_logreport(self, report):
+    def pytest_runtest_logreport(self, report: Any) -> None:
         """Keep the worst outcome: a test passes where its parts (unittest's subTest) fail, which report first."""
         said, known = report.longreprtext[-2000:], self.tests.get(report.nodeid, {})
         is_part = hasattr(report, "context")
@@ -132,12 +142,13 @@ class _Notes:
         elif is_part and report.outcome == "failed":
             known["said"].append(said)
 
-    def pytest_sessionfinish(self):
+    def pytest_sessionfinish(self) -> None:
+        """Write the file."""
         found = {name: {**test, "calls": self.calls[name]} for name, test in self.tests.items()}
         self.path.write_text(json.dumps(found))
 
 
-def replace_sdpa(notes, config, on_unsupported):
+def replace_sdpa(notes: _Notes, config: str, on_unsupported: str) -> None:
     """Register attention and mask under transformers' name `sdpa`; every call counts for the test that runs."""
     import torch
     from transformers import AttentionInterface, AttentionMaskInterface
@@ -151,10 +162,10 @@ def replace_sdpa(notes, config, on_unsupported):
 
     # a graph counts while it is traced; a changing number would have it traced again at every call
     @torch.compiler.assume_constant_result
-    def count():
+    def count() -> None:
         notes.calls[notes.running] += 1
 
-    def counted(module, *args, **kwargs):
+    def counted(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         count()
         if made is not None:
             ours.default_patch(module, made, on_unsupported)
@@ -164,4 +175,4 @@ def replace_sdpa(notes, config, on_unsupported):
 
 
 if __name__ == "__main__":
-    sys.exit(suite_command())
+    sys.exit(main())

@@ -1,11 +1,13 @@
 """The runner of transformers' tests, on a checkout in miniature: what reaches us, passes, is refused or broken."""
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-from oracles.transformers_suite import suite_command
 
+TOOL = Path(__file__).parents[2] / "tools" / "transformers_suite.py"
 TESTS = """
 import pathlib
 import unittest
@@ -69,19 +71,24 @@ def test_skipped():
 
 
 @pytest.fixture
-def checkout(tmp_path, monkeypatch):
-    support = Path(__file__).parents[1] / "support"
-    monkeypatch.setenv("PYTHONPATH", f"{support}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+def suite(tmp_path):
+    """The command on a checkout with one model."""
     folder = tmp_path / "tests" / "models" / "llama"
     folder.mkdir(parents=True)
     (folder / "test_modeling_common.py").write_text("import random\n\nglobal_rng = random.Random()\n")
     (folder / "test_modeling_llama.py").write_text(TESTS)
-    return tmp_path
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+
+    def run(*options):
+        command = [sys.executable, str(TOOL), str(tmp_path), *options]
+        return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+
+    return run
 
 
-def test_what_fails_with_ours_alone_is_told_from_what_is_refused(checkout, capsys):
-    assert suite_command([str(checkout), "--model", "llama", "-k", "not nothing"]) == 1
-    assert [line.rpartition("::")[2] for line in capsys.readouterr().out.splitlines()] == [
+def test_what_fails_with_ours_alone_is_told_from_what_is_refused(suite):
+    done = suite("--model", "llama", "-k", "not nothing")
+    assert (done.returncode, [line.rpartition("::")[2] for line in done.stdout.splitlines()]) == (1, [
         "8 tests, 4 reached prescore, 3 passed",
         "2 refused",
         "test_asks_for_weights_where_sdpa_skips",
@@ -91,23 +98,16 @@ def test_what_fails_with_ours_alone_is_told_from_what_is_refused(checkout, capsy
         "2 fail with prescore alone",
         "test_knows_the_mask_of_sdpa",
         "test_one_part_is_refused_and_one_broken",
-    ]
+    ])  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("command", "said"),
-    [
+def test_what_would_be_refused_can_run_exactly_and_what_cannot_run_is_said(suite):
+    done = suite("--model", "llama", "-k", "weights", "--on-unsupported", "exact")
+    assert done.stdout.startswith("1 tests, 1 reached prescore, 1 passed\n0 refused\n")
+    for options, said in (
         (["--model", "mamba"], "got 'mamba'"),
         (["--model", "llama", "--config", '{"type": "Best"}'], "got 'Best'"),
         (["--model", "llama", "-k", "and"], "must run, got exit code 4"),
-    ],
-)
-def test_what_cannot_run_is_said(checkout, capsys, command, said):
-    assert suite_command([str(checkout), *command]) == 2
-    assert said in capsys.readouterr().err
-
-
-def test_what_would_be_refused_can_run_exactly(checkout, capsys):
-    options = ["-k", "weights", "--on-unsupported", "exact"]
-    assert suite_command([str(checkout), "--model", "llama", *options]) == 0
-    assert capsys.readouterr().out.startswith("1 tests, 1 reached prescore, 1 passed\n0 refused\n")
+    ):
+        done = suite(*options)
+        assert (done.returncode, said in done.stderr) == (2, True), done.stderr
