@@ -8,8 +8,7 @@ import pytest
 import torch
 from attention_checks import FLOAT64, aligned_by_rank, assert_equal, attend
 from fuzz_cases import random_case
-from fuzz_oracles import batch_and_padding
-from fuzz_terms import features_tie
+from fuzz_oracles import batch_and_padding, features_tie
 from oracles.budgets import assert_within
 from oracles.inputs import attention_tensors
 
