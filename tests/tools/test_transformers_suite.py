@@ -86,7 +86,7 @@ def suite(tmp_path):
     return run
 
 
-def test_what_fails_with_ours_alone_is_told_from_what_is_refused(suite):
+def test_failures_with_ours_alone_are_kept_apart_from_refusals(suite):
     done = suite("--model", "llama", "-k", "not nothing")
     assert (done.returncode, [line.rpartition("::")[2] for line in done.stdout.splitlines()]) == (1, [
         "8 tests, 4 reached prescore, 3 passed",
