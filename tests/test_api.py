@@ -100,26 +100,7 @@ def test_no_keys_at_all():
         (output, lse), _ = attend((query, key, value), config)
         assert not output.any()
         assert torch.isneginf(lse).all()
-    assert prescore.score(key).shape == (1, 1, 0)
-    assert prescore.select(key, top_k=3).indices.shape == (1, 1, 0)
-
-
-def test_leading_padding_needs_no_second_run(monkeypatch):
-    n_queries, original = [], prescore.engines.routed.attend_routed
-
-    def count_queries(call, config, *, explain=False):
-        n_queries.append(call.n_query if call.query_valid is None else int(call.query_valid.sum()))
-        return original(call, config, explain=explain)
-
-    monkeypatch.setattr(prescore.engines.routed, "attend_routed", count_queries)
-    tensors, position = attention_tensors(batch=2, heads=4, kv_heads=2, n_keys=40), torch.arange(40)
-    for end, expected in ((40, [73]), (38, [71, 2])):
-        n_queries.clear()
-        mask = torch.stack([(position >= 7) & (position < end), position >= 0])
-        prescored_attention(
-            *tensors, CONFIGS["routed"].replace(exact_until=25), is_causal=True, key_padding_mask=mask
-        )
-        assert n_queries == expected
+    assert prescore.score(key).shape == prescore.select(key, top_k=3).indices.shape == (1, 1, 0)
 
 
 DIRECT = {

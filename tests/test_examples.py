@@ -97,7 +97,7 @@ def test_the_examples_of_a_document_run_in_order(path, monkeypatch):
 
 
 def run_in_order(codes, name, monkeypatch):
-    """Run pieces of code in one module of its own, which classes look up by its name."""
+    """Run blocks of code in one module of its own, which classes look up by its name."""
     if any("load_model" in code for code in codes):
         load_a_small_model(monkeypatch)
     module = type(sys)("document_of_examples")

@@ -155,13 +155,13 @@ class Selected(_Settings):
         recent: The last real positions, likewise.
         min_fraction: delta of Algorithm 2: with fewer than `min_fraction * n` keys selected, attention runs
             unfiltered.
-        remainder: What stands for unselected keys: `none` (paper), or one mean per cluster: of the scorer's
+        remainder: What represents the unselected keys: `none` (paper), or one mean per cluster: of the scorer's
             clusters or, where it makes none, of k-means with its defaults (`centroids`), or of a clustering scorer
             given here, such as `KMeans(n_clusters=64)`.
         inner: Attention over the selected keys: `Exact()`, or an `Lsh(...)` for HyperAttention (paper).
         min_seq_len: Causal leaves have this many keys and are exact. With an `Lsh`, blocks with fewer queries than
-            this are exact over their selected keys. The queries of an off-diagonal block are counted as the
-            positions of its grid cell, so that later tokens change nothing.
+            this are exact over their selected keys. A block of the causal grid counts all its positions, however
+            many of them are queries of this call, so that later tokens change nothing.
         leaf_inclusive: True: blocks with exactly `min_seq_len` queries are exact too (the paper's blockwise flag).
         coupling: How the selection enters attention, see `Coupling`.
     """

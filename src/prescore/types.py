@@ -83,7 +83,7 @@ class Stats(Mapping[str, Any]):
 
     Attributes:
         backend: What ran: `native` or `plain` for the far keys of a `Routed`, else the operator of torch.
-        native_level: Instruction set of the native code that ran (`avx512`, `avx2`, `baseline`).
+        native_level: Instruction set of the native code that ran: `avx512_bf16`, `avx512`, `avx2`, `baseline`.
         seconds: Seconds by stage.
         keys_per_query: Keys that a query read, on average; centroids are counted apart.
         centroids_per_query: Centroids that a query read, on average.
@@ -91,7 +91,7 @@ class Stats(Mapping[str, Any]):
         depth: Levels of the causal grid.
         fallbacks: Blocks that ran unfiltered because fewer than `min_fraction` of their keys were selected.
         mass_read: Mean share of the attention mass that comes from keys read, not from the sampled residual.
-        keys_compared: Int4 keys that a routed query was compared with, on average.
+        keys_compared: Int8 keys and centroids of subclusters that a routed query was compared with, on average.
         far_keys_read: Far keys that a routed query read, on average.
         exact_queries: Queries of a sequence that read every key because of their position.
         exact_sequences: Sequences that read every key because padding lies between their keys.

@@ -14,8 +14,7 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 
 import torch
 from fuzz_cases import Case, random_case
-from fuzz_oracles import ORACLES, basics
-from fuzz_terms import PassedOver
+from fuzz_oracles import ORACLES, PassedOver, basics
 
 from prescore import Exact, KeyNorm, Selected
 from prescore.errors import Unsupported

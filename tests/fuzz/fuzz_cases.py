@@ -13,12 +13,22 @@ from prescore.scoring.base import as_scorer
 from prescore.scoring.kmeans import ClusteringScorer
 
 MASKS = ("none", "left", "right", "both", "holes", "one key", "a row without keys")
+
+
+def inside_a_buffer(tensor):
+    """Rows amid NaN, none of them aligned."""
+    n, dim = tensor.shape[2:]
+    room = tensor.new_full((*tensor.shape[:2], n + 8, dim + 4), torch.nan)
+    return room[:, :, 3 : 3 + n, 1 : 1 + dim].copy_(tensor)
+
+
 MEMORY = {
     "rows": lambda t: t,
     "columns": lambda t: t.transpose(2, 3).contiguous().transpose(2, 3),
     "heads inside": lambda t: t.transpose(1, 2).contiguous().transpose(1, 2),
     "every second number": lambda t: torch.stack((t, t), dim=-1).flatten(-2)[..., ::2],
     "negated": lambda t: torch._neg_view(-t),
+    "in a buffer": inside_a_buffer,
 }
 """Where the numbers of a tensor lie."""
 BACKENDS = ("auto", "native", "plain", "cpu-flash", "cuda-efficient")
@@ -179,7 +189,7 @@ LONG_BY_DEFAULT = ("cluster_size", "chunk_size", "exact_until")
 FIELDS = {
     Routed: {
         "min_weight": lambda draw, n: draw.choice([1.0, 1 / 2, 1 / 8, 1 / 32, 1 / 128, 1 / (8 * n)]),
-        "cluster_size": lambda draw, n: draw.choice([1, 2, 3, 8, 16, 64]),
+        "cluster_size": lambda draw, n: draw.choice([1, 2, 3, 8, 16, 20, 64]),
         "chunk_size": lambda draw, n: draw.choice([1, 2, 4, 7, 16, 64]),
         "sinks": lambda draw, n: draw.choice([0, 1, 4, 9]),
         "exact_until": lambda draw, n: draw.choice([0, 0, 0, 1, n // 2, n, n + 1]),

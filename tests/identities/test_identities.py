@@ -6,10 +6,11 @@
 import math
 import random
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
-from attention_checks import FLOAT64, assert_equal, attend, check_gradients, check_merge_of_split
+from attention_checks import FLOAT64, assert_equal, attend, check_merge_of_split, check_oracle
 from fuzz_cases import random_case
 from fuzz_oracles import compare, compare_exact
 from oracles.budgets import assert_within
@@ -69,11 +70,12 @@ def test_identity_9_gradients_are_slopes_of_finite_differences():
 def test_identity_9_unused_keys_get_exact_zeros(is_causal):
     tensors = attention_tensors(batch=2, heads=4, kv_heads=2, n_keys=29, seed=3)
     config = Selected("key-norm", 3, sinks=0, remainder="none", min_seq_len=4)
+    n_unused = partial(check_oracle, is_causal=is_causal, gradients=True)
     for budget in ({"top_k": 3}, {"top_k": None, "min_score": 3.0}):
-        unused = check_gradients(config.replace(**budget), tensors, is_causal=is_causal)
+        unused = n_unused(config.replace(**budget), tensors)
         assert unused > 0 or is_causal  # in the last leaf of a causal call every key is used
     # a key that a centroid represents is used
-    assert check_gradients(config.replace(remainder="centroids"), tensors, is_causal=is_causal) == 0
+    assert n_unused(config.replace(remainder="centroids"), tensors) == 0
 
 
 @pytest.mark.parametrize("scorer", prescore.list_scorers())

@@ -4,47 +4,36 @@ import random
 from dataclasses import replace
 from functools import partial
 
+import attention_checks
 import pytest
 import torch
 from attention_checks import FLOAT64, aligned_by_rank, assert_equal, attend
 from fuzz_cases import random_case
-from fuzz_oracles import batch_and_padding
-from fuzz_terms import features_tie
+from fuzz_oracles import batch_and_padding, features_tie
 from oracles.budgets import assert_within
 from oracles.inputs import attention_tensors
 
 import prescore
 from fuzz import check
 from prescore import Coupling, Hyper, KMeans, Lsh, Routed, Selected
+from prescore.scoring.rules import RULES
 
 RANK = Lsh(block_size=3, sample_size=3, n_projections=3, alignment="rank")
 HASH = RANK.replace(alignment="hash")
-ROUTED = Routed(min_weight=1 / 4, cluster_size=2, chunk_size=4, sinks=1, exact_until=0)
 CONFIGS = {
-    "paper": Selected.paper(top_k=5, min_seq_len=4, inner=RANK),
-    "paper leaf inclusive": Selected.paper(top_k=5, min_seq_len=4, inner=RANK, leaf_inclusive=True),
-    "hyper": Hyper(RANK, min_seq_len=4),
-    "hyper hash": Hyper(HASH, min_seq_len=4),
-    "early": Selected.early(top_k=5, min_seq_len=4, inner=RANK),
+    **attention_checks.CONFIGS,
+    "leaf inclusive": Selected.paper(top_k=5, min_seq_len=4, inner=RANK, leaf_inclusive=True),
     "early hash": Selected.early(top_k=5, min_seq_len=4, inner=HASH),
-    "selected recent": Selected(top_k=5, min_seq_len=4, recent=2),
-    "selected by score": Selected("key-diff", min_score=0.0, min_seq_len=4),
-    "routed": ROUTED.replace(min_weight=1 / 8, sinks=2),
-    "routed after exact queries": ROUTED.replace(cluster_size=1, chunk_size=2, exact_until=15),
-    "centroids hyper": Selected(top_k=9, min_seq_len=4, inner=HASH),
-    "sampled": Selected(top_k=5, selector="sample", min_seq_len=4),
+    "recent": Selected(top_k=5, min_seq_len=4, recent=2),
+    "by score": Selected("key-diff", min_score=0.0, min_seq_len=4),
+    "routed after exact queries": Routed(1 / 4, cluster_size=1, chunk_size=2, sinks=1, exact_until=15),
     "share and fallback": Selected(top_k=0.3, min_fraction=0.35, min_seq_len=4, inner=HASH),
-    "full": Selected.paper("kmeans", 9, min_seq_len=0, inner=RANK),
-    "noise": Selected(KMeans(noise=0.3), 5, min_seq_len=4),
     "no leaves": Selected(top_k=5, min_seq_len=0),
-    "count": Selected.paper(top_k=5, min_seq_len=4, inner=HASH, coupling=Coupling(overlap="count")),
     "all blocks": Selected.paper(top_k=5, min_seq_len=4, inner=HASH, coupling=Coupling(blocks="all")),
+    **{f"{name} exact": Selected(name, 5, min_seq_len=4) for name in prescore.list_scorers()},
+    **{f"{name} hyper": Selected.paper(name, 5, min_seq_len=4, inner=HASH) for name in prescore.list_scorers()},
+    **{f"kmeans {rule}": Selected(KMeans(rule=rule), 5, min_seq_len=4) for rule in RULES},
 }
-for scorer in prescore.list_scorers():
-    CONFIGS[f"{scorer} exact"] = Selected(scorer, 5, min_seq_len=4)
-    CONFIGS[f"{scorer} hyper"] = Selected.paper(scorer, 5, min_seq_len=4, inner=HASH)
-for rule in ("farthest", "cluster-share", "sensitivity", "balanced"):
-    CONFIGS[f"kmeans {rule}"] = Selected(KMeans(rule=rule), 5, min_seq_len=4)
 STRICT = [name for name, config in CONFIGS.items() if not aligned_by_rank(config)]
 SIZES = (1, 6, 23, 37, 40)
 PLAIN = {"given": False, "dropout_p": 0.0, "keys": "gaussian", "backend": "auto"}

@@ -9,7 +9,7 @@ from typing import ClassVar
 import pytest
 import torch
 from fuzz_cases import random_case
-from fuzz_terms import CLOSE, FLIPPED
+from fuzz_oracles import CLOSE, FLIPPED
 from oracles.inputs import attention_tensors, random_mask
 from parallel_work import attend, attend_without_lse, gradient_weights, joined, shard
 

@@ -2,58 +2,32 @@
 
 import pytest
 import torch
-from oracles.inputs import attention_tensors
+from decode_checks import (
+    NATIVE,
+    SCALE,
+    SMALL,
+    assert_steps,
+    check_crop,
+    check_reorder,
+    check_steps,
+    index_of,
+    rows_of_whole_call,
+    step,
+    tensors,
+)
+from fuzz_cases import MEMORY
 from routed_checks import LargestTensor, attend, levels_here, native_level, needs_native
 
-from prescore import Routed, exact_attention
+from prescore import exact_attention
 from prescore.errors import Unsupported
 from prescore.ops.native import library
 from prescore.routed import native
-from prescore.routed.decode import RoutedIndex
-
-SMALL = Routed(min_weight=1 / 16, cluster_size=4, chunk_size=16, sinks=3, exact_until=0)
-NATIVE = Routed(min_weight=1 / 16, cluster_size=16, chunk_size=32, sinks=3, exact_until=0)
-SCALE = 0.3
-
-
-def tensors(length=150, *, config=SMALL, batch=2, seed=0):
-    sizes = {"dim": 8, "value_dim": 5} if config == SMALL else {"dim": 16, "value_dim": 32, "dtype": torch.float32}
-    return attention_tensors(batch=batch, heads=4, kv_heads=2, n_keys=length, seed=seed, spread=1.0, **sizes)
-
-
-def index_of(config=SMALL, **options):
-    return RoutedIndex(config, scale=SCALE, **options)
-
-
-def step(index, inputs, length=None, **options):
-    """The newest query of the first `length` positions."""
-    query, key, value = (t[:, :, :length] for t in inputs)
-    return index.attend(query[:, :, -1:], key, value, **options)
-
-
-def rows_of_whole_call(inputs, places, config=SMALL):
-    attended, _ = attend(inputs, config, scale=SCALE)
-    return type(attended)(attended.output[:, :, places], attended.lse[:, :, places])
-
-
-def assert_steps(got, wanted, budget=1e-12):
-    torch.testing.assert_close(got.output, wanted.output, rtol=0, atol=budget)
-    torch.testing.assert_close(got.lse, wanted.lse, rtol=0, atol=budget)
 
 
 @pytest.mark.parametrize("backend", ["auto", "plain"])
 @pytest.mark.parametrize("exact_until", [0, 70])
 def test_steps_equal_the_whole_call(backend, exact_until):
-    inputs, config = tensors(110), SMALL.replace(exact_until=exact_until)
-    full, stats = attend(inputs, config, scale=SCALE)
-    index, n_read = index_of(config), 0.0
-    for length in range(1, 111):
-        got = step(index, inputs, length, backend=backend)
-        place = slice(length - 1, length)
-        assert_steps(got, type(full)(full.output[:, :, place], full.lse[:, :, place]))
-        n_read += index.reads.keys / 110
-    assert n_read == pytest.approx(stats.keys_per_query)
-    assert index.reads.centroids == 4 * stats["n_chunks"]
+    check_steps(SMALL.replace(exact_until=exact_until), backend)
 
 
 @needs_native
@@ -105,39 +79,20 @@ def test_left_padding_changes_nothing(start):
 @pytest.mark.parametrize("start", [None, [0, 29, 29], [29, 0, 0]])
 @pytest.mark.parametrize("rows", [[2, 0, 0], [0, 2, 2], [0, 2, 1]])
 def test_beams_can_be_reordered(config, start, rows):
-    inputs, rows = tensors(config=config, batch=3), torch.tensor(rows)
-    index = index_of(config, start=None if start is None else torch.tensor(start))
-    before = step(index, inputs)
-    index.reorder(rows)
-    after = step(index, [t[rows] for t in inputs])
-    assert_steps(after, type(before)(*(t[rows] for t in before)))
+    check_reorder(config, rows, start)
 
 
 @pytest.mark.parametrize("config", [SMALL, NATIVE], ids=["plain", "native"])
-@pytest.mark.parametrize("length", [50, 114, 115, 130, 149])
+@pytest.mark.parametrize("length", [50, 115, 130, 140, 149])
 def test_a_cropped_sequence_may_grow_in_another_way(config, length):
-    inputs = [t.clone() for t in tensors(config=config)]
-    index = index_of(config)
-    step(index, inputs)
-    index.crop(length)
-    for tensor, other in zip(inputs, tensors(config=config, seed=1), strict=True):
-        tensor[:, :, length:] = other[:, :, length:]
-    for n in (length, length + 1, 150):
-        wanted = rows_of_whole_call([t[:, :, :n] for t in inputs], slice(n - 1, n), config)
-        assert_steps(step(index, inputs, n), wanted, 1e-12 if config == SMALL else 1e-5)
+    check_crop(config, length)
 
 
-@pytest.mark.parametrize("way", ["heads inside", "negated", "columns side by side"])
+@pytest.mark.parametrize("way", MEMORY)
 def test_memory_layout_does_not_matter(way):
-    change = {
-        "heads inside": lambda t: t.transpose(1, 2).contiguous().transpose(1, 2),
-        "negated": lambda t: torch._neg_view(-t),
-        "columns side by side": lambda t: t.transpose(2, 3).contiguous().transpose(2, 3),
-    }[way]
     inputs = tensors(config=NATIVE)
-    torch.testing.assert_close(
-        step(index_of(NATIVE), [change(t) for t in inputs]).output, step(index_of(NATIVE), inputs).output
-    )
+    got, expected = (step(index_of(NATIVE), given) for given in (map(MEMORY[way], inputs), inputs))
+    torch.testing.assert_close(got.output, expected.output)
 
 
 @needs_native

@@ -6,22 +6,20 @@ constant wherever it is used. A break in C is compiled into a folder of its own 
 
 import importlib
 import subprocess
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
 import torch
 from breaks import Break
+from decode_checks import NATIVE as NATIVE_STEPS
+from decode_checks import SMALL, check_crop, check_reorder, check_steps
 from oracles.inputs import attention_tensors
-from oracles.routed import oracle_reads
-from routed_checks import attend, check_native, check_reference, check_routed, differing_queries, oracle_truth
+from routed_checks import check_native, check_reference, check_routed, check_stats, oracle_truth
 
 from prescore import Routed
 from prescore.ops.native import build, library
-from prescore.routed.decode import RoutedIndex
-from prescore.types import Attended
 
-SMALL = Routed(min_weight=1 / 16, cluster_size=4, chunk_size=16, sinks=3, exact_until=0)
 WIDE = SMALL.replace(cluster_size=32, chunk_size=32)
 """Clusters of two subclusters."""
 NATIVE = Routed(min_weight=1 / 32, cluster_size=32, chunk_size=64, sinks=3, exact_until=0)
@@ -51,7 +49,7 @@ def small_case(name):
     return config, tensors, options, oracle_truth(config, tensors, **options)
 
 
-def plain(name="causal"):
+def plain(name):
     config, tensors, options, truth = small_case(name)
     check_routed(config, tensors, **options, truth=truth)
 
@@ -63,18 +61,7 @@ def reference():
 
 def stats():
     config, tensors, _, _ = small_case("subclusters")
-    _, reported = attend(tensors, config)
-    reads = [read for head in small_reads() for read in head]
-    routed = [read for read in reads if len(read.centroid_logits)]
-    n_read = sum(int((read.always | read.hits).sum()) for read in reads) / len(reads)
-    assert abs(reported.keys_per_query - n_read) < 1e-9
-    assert abs(reported.keys_compared - sum(read.n_compared for read in routed) / len(routed)) < 1e-9
-
-
-@cache
-def small_reads():
-    config, tensors, _, _ = small_case("subclusters")
-    return oracle_reads(*tensors, config, is_causal=True).values()
+    check_stats(config, tensors)
 
 
 def native_tensors():
@@ -99,49 +86,22 @@ def native_forward():
     check_native(NATIVE.replace(exact_until=280), native_tensors(), gradients=False)
 
 
-def decode(config=SMALL):
-    """Steps equal the rows of the whole call, after a step back, a crop and a change of beams too."""
-    is_small, size = config == SMALL, config.chunk_size
-    sizes = {"dim": 20, "value_dim": 5} if is_small else {"dim": 32, "value_dim": 48, "dtype": torch.float32}
-    end = 120 if is_small else 300
-    tensors = attention_tensors(batch=2, heads=2, n_keys=end, seed=1, spread=1.0, **sizes)
-    index = RoutedIndex(config, scale=sizes["dim"] ** -0.5)
-
-    def check_steps(*stops):
-        full, _ = attend(tensors, config)
-        for stop in stops:
-            query, key, value = (t[:, :, :stop] for t in tensors)
-            step = index.attend(query[:, :, -1:], key, value)
-            wanted = Attended(*(t[:, :, stop - 1 : stop] for t in full))
-            assert not differing_queries(step, wanted, 1e-10 if is_small else 2e-5).any(), f"step {stop}"
-            always = stop - ((stop - 1 - config.sinks) // size - 1) * size
-            assert always <= index.reads.keys <= always + 40
-
-    check_steps(end - 2 * size, end - size, end, end - size)
-    index.crop(end - 3 * size)
-    tensors = [torch.cat((t[:, :, : -3 * size], t[:, :, -3 * size :].flip(2)), dim=2) for t in tensors]
-    check_steps(end - 5)
-    order = torch.tensor([1, 1])
-    index.reorder(order)
-    tensors = [t[order] for t in tensors]
-    check_steps(end)
+def decode():
+    check_steps(SMALL)
+    check_crop(SMALL, 130)
+    check_reorder(SMALL, [2, 0, 0])
 
 
+SMALL_CASES = ("causal", "full", "subclusters", "sharp", "holes", "full padded", "batch")
 CHECKS = {
-    "causal": plain,
-    "full": lambda: plain("full"),
-    "subclusters": lambda: plain("subclusters"),
-    "sharp": lambda: plain("sharp"),
-    "holes": lambda: plain("holes"),
-    "full padded": lambda: plain("full padded"),
-    "batch": lambda: plain("batch"),
+    **{name: partial(plain, name) for name in SMALL_CASES},
     "reference": reference,
     "stats": stats,
     "decode": decode,
     "native": native,
     "native sharp": native_sharp,
     "native forward": native_forward,
-    "native decode": lambda: decode(NATIVE),
+    "native decode": partial(check_crop, NATIVE_STEPS, 130),
 }
 NATIVE_CHECKS = ("native", "native sharp", "native forward", "native decode")
 

@@ -5,17 +5,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from fuzz_cases import random_case
 from oracles.inputs import attention_tensors
-from routed_checks import (
-    assert_alike,
-    attend,
-    check_native,
-    levels_here,
-    loss_of,
-    native_level,
-    needs_native,
-)
+from routed_checks import assert_alike, attend, check_native, levels_here, native_level, needs_native
 
+from fuzz import check
 from prescore import Exact, Routed, Selected, prescored_attention
 from prescore.errors import Unsupported
 from prescore.ops.native import library
@@ -69,116 +63,30 @@ def test_sizes(level, sizes, changes):
     check_native(CONFIG.replace(**changes), inputs, budget=4e-5)
 
 
-@both
-@pytest.mark.parametrize("n_query", [300, 40])
-@pytest.mark.parametrize("side", ["left", "right", "both", "holes"])
-def test_padding(level, is_causal, n_query, side):
-    position = torch.arange(300)
-    mask = {
-        "left": position >= torch.tensor([[0], [90]]),
-        "right": position < torch.tensor([[300], [210]]),
-        "both": (position >= torch.tensor([[50], [3]])) & (position < torch.tensor([[260], [297]])),
-        "holes": position.remainder(40) != torch.tensor([[100], [3]]),
-    }[side]
-    if is_causal and n_query < 300 and side == "both":  # every query has padding before it: all of it is exact
-        mask[0] = True
-    check_native(CONFIG, tensors(300, n_query=n_query), is_causal=is_causal, mask=mask)
-
-
 # --- random calls
 
 
-class Case:
-    """One random call, from a seed: sizes, dtype, and where each tensor lies in memory."""
-
-    def __init__(self, seed, **fixed):
-        self.pick = pick = random.Random(seed)
-        self.generator = torch.Generator().manual_seed(seed)
-        size, n_clusters = pick.choice(((16, 1), (16, 2), (16, 4), (32, 1), (32, 2)))
-        self.is_causal = fixed.get("is_causal", pick.random() < 0.6)
-        self.config = Routed(
-            min_weight=pick.choice((1.0, 1 / 2, 1 / 8, 1 / 60, 1e-6)),
-            cluster_size=size,
-            chunk_size=size * n_clusters,
-            sinks=pick.choice((0, 1, 5, 16, 19)),
-            exact_until=pick.choice((0, 0, 90)) if self.is_causal else 0,
-        )
-        least = max(self.config.sinks + 2 * self.config.chunk_size, self.config.exact_until)
-        self.n_keys = least + pick.randint(1, self.config.chunk_size + 20)
-        self.n_query = self.n_keys if fixed else pick.choice((self.n_keys, pick.randint(1, self.n_keys)))
-        self.dtype = pick.choice((torch.float32, *DTYPES))
-        shapes = ((1, 1, 1), (1, 1, 2), (1, 2, 1), (2, 1, 2), (2, 2, 1))
-        self.batch, self.kv_heads, group = pick.choice(shapes)
-        dim, value_dim = (16 * pick.choice((1, 1, 2, 4)) for _ in range(2))
-        spread, heads = pick.choice((0.3, 1.0, 1.0, 3.0)), self.kv_heads * group
-        self.tensors = [
-            self._strided(heads, self.n_query, dim, spread),
-            self._strided(self.kv_heads, self.n_keys, dim, spread),
-            self._strided(self.kv_heads, self.n_keys, value_dim, 1.0),
-        ]
-
-    def _strided(self, heads, length, dim, spread):
-        values = torch.randn(self.batch, heads, length, dim, generator=self.generator).to(self.dtype) * spread
-        way = self.pick.choice(("plain", "plain", "heads inside", "wide", "long", "odd"))
-        before = self.pick.randint(1, 5)
-        if way == "heads inside":  # as models have them: [B, N, H, D]
-            return values.transpose(1, 2).contiguous().transpose(1, 2)
-        if way == "wide":
-            room = torch.full((self.batch, heads, length, before + dim + 3), torch.nan, dtype=self.dtype)
-            return room[..., before : before + dim].copy_(values)
-        if way == "long":
-            room = torch.full((self.batch, heads, before + length + 7, dim), torch.nan, dtype=self.dtype)
-            return room[:, :, before : before + length].copy_(values)
-        if way == "odd":  # vectors are not aligned
-            room = torch.full((values.numel() + 9,), torch.nan, dtype=self.dtype)
-            return room[before : before + values.numel()].view(values.shape).copy_(values)
-        return values
-
-    @property
-    def budget(self):
-        return 1e-4 if self.dtype == torch.float32 else 8 * torch.finfo(self.dtype).eps
+def test_random_calls(level):
+    """The oracle of the fuzzer, at every level: any mask, sizes, where the tensors lie in memory, gradients."""
+    cases = (random_case(random.Random(f"native/{number}")) for number in range(1200))
+    assert sum(check("native_agrees", case) for case in cases) > 80
 
 
-@needs_native
-def test_random_calls():
-    """Rounding may move a key across the threshold: hardly ever, and in one query then."""
-    n_differ = n_queries = 0
-    for seed in range(160):
-        case, levels = Case(seed), levels_here()
-        backward = seed % 3 == 0
-        inputs = [t.requires_grad_(backward) for t in case.tensors]
-        plain, _ = attend(inputs, case.config, is_causal=case.is_causal, backend="plain")
-        for level in levels:
-            with native_level(level):
-                got, stats = attend(inputs, case.config, is_causal=case.is_causal, backend="native")
-                assert stats.native_level == level
-                alike = assert_alike(got, plain, case.budget, n_flips=1, what=f"{level}, seed {seed},")
-                n_differ, n_queries = n_differ + int((~alike).sum()), n_queries + alike.numel()
-                if not backward:
-                    continue
-                grads = [torch.autograd.grad(loss_of(t, alike), inputs, retain_graph=True) for t in (got, plain)]
-            for name, one, other in zip("qkv", *grads, strict=True):
-                off = float((one.double() - other.double()).abs().max()) / max(1.0, float(other.abs().max()))
-                assert off <= 5 * case.budget, f"seed {seed}, {level}: gradient of {name} is {off} off"
-    assert n_differ <= 1e-4 * n_queries
-
-
-@needs_native
-def test_nan_and_infinities_reach_no_earlier_query():
-    for seed in range(10_000, 10_040):
-        case = Case(seed, is_causal=True)
-        place, huge = case.pick.randint(0, case.n_keys - 1), torch.finfo(case.dtype).max
-        for tensor in case.pick.sample(case.tensors, case.pick.randint(1, 3)):
-            poison = case.pick.choice((torch.nan, torch.inf, -torch.inf, huge))
-            if tensor is not case.tensors[0]:
-                poison = huge  # public calls refuse other keys and values
-            tensor[:, :, place, :: case.pick.choice((1, 7, 100))] = poison
-        plain, _ = attend(case.tensors, case.config, backend="plain")
-        for level in levels_here():
-            with native_level(level):
-                got, _ = attend(case.tensors, case.config, backend="native")
-            early = [Attended(*(t[:, :, :place] for t in result)) for result in (got, plain)]
-            assert_alike(*early, case.budget, n_flips=1, what=f"{level}, seed {seed},")
+def test_nan_and_infinities_reach_no_earlier_query(level):
+    for seed in range(40):
+        draw = random.Random(seed)
+        dtype, n_keys = draw.choice(DTYPES), draw.randint(150, 250)
+        inputs = tensors(n_keys, batch=1, dtype=dtype, seed=seed)
+        place, huge = draw.randrange(n_keys), torch.finfo(dtype).max
+        for number in draw.sample(range(3), draw.randint(1, 3)):
+            # public calls refuse keys and values that are not finite
+            poison = huge if number else draw.choice((torch.nan, torch.inf, -torch.inf, huge))
+            inputs[number][:, :, place, :: draw.choice((1, 7, 100))] = poison
+        config = CONFIG.replace(min_weight=draw.choice((1.0, 1 / 8, 1e-6)), chunk_size=draw.choice((16, 64)))
+        results = (attend(inputs, config, backend=backend)[0] for backend in ("native", "plain"))
+        early = [Attended(*(t[:, :, :place] for t in result)) for result in results]
+        budget = 1e-4 if dtype == torch.float32 else 8 * torch.finfo(dtype).eps
+        assert_alike(*early, budget, n_flips=1, what=f"seed {seed}")
 
 
 # --- which backend runs
@@ -290,14 +198,15 @@ def tensors_of(argument):
                 yield name, tensor, lambda t, a=name: replace(argument, **{a: t})
 
 
+def refused(call, *arguments, match="must", **options):
+    with pytest.raises(ValueError, match=match):
+        call(*arguments, **options)
+
+
 @needs_native
 def test_a_wrong_tensor_is_refused(monkeypatch):
     n_refused = 0
     for function, arguments, options in recorded_calls(monkeypatch):
-
-        def run(put, tensor, place, function=function, arguments=arguments, options=options):
-            function(*arguments[:place], put(tensor), *arguments[place + 1 :], **options)
-
         for place, argument in enumerate(arguments):
             if isinstance(argument, native.Tables) and function.__name__ != "run":
                 continue  # checked when the function runs
@@ -306,54 +215,36 @@ def test_a_wrong_tensor_is_refused(monkeypatch):
                     continue  # C does not see them
                 n_refused += 1
                 for change in WRONG.values():
-                    with pytest.raises(ValueError, match="must"):
-                        run(put, change(tensor), place)
+                    with pytest.raises(ValueError, match="must"):  # some when the tables are made
+                        function(*arguments[:place], put(change(tensor)), *arguments[place + 1 :], **options)
     assert n_refused == 18 + 16 + 13
 
 
 @needs_native
-def test_wrong_queries_keys_and_values_are_refused(monkeypatch):
-    run, arguments, options = recorded_calls(monkeypatch)[0]
-    name, query, keys, *rest = arguments
+def test_wrong_queries_keys_values_views_and_columns_are_refused(monkeypatch):
+    run, (name, query, keys, view, tables, *rest), options = recorded_calls(monkeypatch)[0]
     for wrong in (query.double(), query[:, :1], query[:, :, :-1], query[..., :-1], query.transpose(2, 3)):
-        with pytest.raises(ValueError, match="must"):
-            run(name, wrong, keys, *rest, **options)
+        refused(run, name, wrong, keys, view, tables, *rest, **options)
     for field in ("key", "value"):
         own = getattr(keys, field)
-        wrongs = [own.double(), own[:, :-1], own[..., :-1], own[:0], own.transpose(1, 2), torch._neg_view(own)]
-        for wrong in wrongs:
-            with pytest.raises(ValueError, match="must"):
-                run(name, query, keys._replace(**{field: wrong}), *rest, **options)
+        for wrong in (own.double(), own[:, :-1], own[..., :-1], own[:0], own.mT, torch._neg_view(own)):
+            refused(run, name, query, keys._replace(**{field: wrong}), view, tables, *rest, **options)
     fewer = keys._replace(key=keys.key[:, :90], value=keys.value[:, :90])
-    view = replace(rest[0], local_stop=rest[0].local_stop.clamp_max(90))
-    with pytest.raises(ValueError, match=r"tables must be of 90 keys, got position \d+"):
-        run(name, query, fewer, view, *rest[1:], **options)
-
-
-@needs_native
-@pytest.mark.parametrize(
-    ("field", "number", "message"),
-    [
+    short = replace(view, local_stop=view.local_stop.clamp_max(90))
+    message = r"tables must be of 90 keys, got position \d+"
+    refused(run, name, query, fewer, short, tables, *rest, match=message, **options)
+    for field, number, message in (
         ("n_clusters", -1, "visible clusters must lie between 0 and"),
         ("n_clusters", 99, "visible clusters must be at most"),
         ("local_start", -1, "local keys must lie within 150 keys, got -1"),
         ("local_stop", 151, "local keys must lie within 150 keys, got 37 to 151"),
-    ],
-)
-def test_a_view_beyond_the_keys_is_refused(field, number, message, monkeypatch):
-    run, (name, query, keys, view, *rest), options = recorded_calls(monkeypatch)[0]
-    changed = getattr(view, field).clone()
-    changed[0, -1] = number
-    with pytest.raises(ValueError, match=message):
-        run(name, query, keys, replace(view, **{field: changed}), *rest, **options)
-
-
-@needs_native
-def test_wrong_columns_of_tables_are_refused(monkeypatch):
-    tables = recorded_calls(monkeypatch)[0][1][4]
+    ):
+        changed = getattr(view, field).clone()
+        changed[0, -1] = number
+        other = replace(view, **{field: changed})
+        refused(run, name, query, keys, other, tables, *rest, match=message, **options)
     for changes in ({"sink_columns": 8}, {"sinks": -1}, {"sinks": 17}, {"sink_columns": 32, "sinks": 20}):
-        with pytest.raises(ValueError, match="columns must"):
-            replace(tables, **changes)
+        refused(replace, tables, match="columns must", **changes)
 
 
 @needs_native
@@ -361,38 +252,30 @@ def test_chunks_beyond_the_keys_are_refused(monkeypatch):
     monkeypatch.setattr(native, "call_library", lambda *_: pytest.fail("C must not be called"))
     key = torch.zeros(1, 70, 16)
     layout = make_layout(70, 70, causal=True, config=CONFIG.replace(chunk_size=32))
-    for begin, n_chunks in ((-1, 2), (7, 2), (0, 3)):
-        with pytest.raises(ValueError, match="chunks must lie within 70 keys"):
-            native.build_clusters(key, key, layout, begin, n_chunks)
-    for wrong in (key.double(), key[:, :-1], key[..., :-1], key.transpose(1, 2)):
-        for pair in ((key, wrong), (wrong, key)):
-            with pytest.raises(ValueError, match="must"):
-                native.build_clusters(*pair, layout, 0, 2)
+    for place in ((-1, 2), (7, 2), (0, 3)):
+        refused(native.build_clusters, key, key, layout, *place, match="chunks must lie within 70 keys")
+    for wrong in (key.double(), key[:, :-1], key[..., :-1], key.mT):
+        refused(native.build_clusters, key, wrong, layout, 0, 2)
+        refused(native.build_clusters, wrong, key, layout, 0, 2)
 
 
 @needs_native
 def test_a_step_that_does_not_fit_is_refused(monkeypatch):
-    _, arguments, _ = recorded_calls(monkeypatch)[0]
-    _, query, keys, _, tables, _ = arguments
-    covs = (t[:, -1:].contiguous() for t in (tables.key_cov, tables.key_value_cov))
-    tables = replace(tables, **dict(zip(("key_cov", "key_value_cov"), covs, strict=True)))
-    step = native.PreparedStep(tables, 3.0, 0.25)
+    _, (_, query, keys, _, tables, _), _ = recorded_calls(monkeypatch)[0]
+    covs = {name: getattr(tables, name)[:, -1:].contiguous() for name in ("key_cov", "key_value_cov")}
+    step = native.PreparedStep(replace(tables, **covs), 3.0, 0.25).attend
     query, key, value = query[:, :, -1:], keys.key[None], keys.value[None]
     calls = []
     monkeypatch.setattr(native, "call_library", lambda *arguments: calls.append(arguments))
-    step.attend(query, key, value, 6, 99)
+    step(query, key, value, 6, 99)
     (_, structure) = calls.pop()
     for name, _ in native.RoutedCall._fields_:  # a field that is not set is 0
         assert name in ("query", "key", "value") or getattr(structure, name), name
     for wrong in (query.double(), query[:0], query[..., :-1], query.expand(-1, -1, 2, -1)):
-        with pytest.raises(ValueError, match="must"):
-            step.attend(wrong, key, value, 6, 99)
+        refused(step, wrong, key, value, 6, 99)
     for wrong in ((key.double(), value), (key[:, :0], value), (key, value[..., :16]), (key, value[:, :, :-1])):
-        with pytest.raises(ValueError, match="must"):
-            step.attend(query, *wrong, 6, 99)
-    with pytest.raises(ValueError, match="tables must be of 90 keys"):
-        step.attend(query, key[:, :, :90], value[:, :, :90], 6, 80)
-    for n_clusters, start in ((0, 99), (-1, 99), (99, 99), (6, -1), (6, 151)):
-        with pytest.raises(ValueError, match="must"):
-            step.attend(query, key, value, n_clusters, start)
+        refused(step, query, *wrong, 6, 99)
+    refused(step, query, key[:, :, :90], value[:, :, :90], 6, 80, match="tables must be of 90 keys")
+    for place in ((0, 99), (-1, 99), (99, 99), (6, -1), (6, 151)):
+        refused(step, query, key, value, *place)
     assert not calls

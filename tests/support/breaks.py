@@ -1,4 +1,4 @@
-"""Deliberate breaks: change a piece of text inside a function of the package, and run the changed function."""
+"""Deliberate breaks: change some text inside a function of the package, and run the changed function."""
 
 import importlib
 import inspect
@@ -28,18 +28,6 @@ class Break(NamedTuple):
         found = source.count(self.old)
         assert found == 1, f"{self.module}: the text must occur once, got {found} times: {self.old!r}"
         return source.replace(self.old, self.new)
-
-
-def stale(rows):
-    """What is wrong with the texts of some breaks, by name."""
-    wrong = {}
-    for name, row in rows.items():
-        try:
-            module = importlib.import_module(f"prescore.{row.module}")
-            compile(row.replaced(Path(module.__file__).read_text()), row.module, "exec")
-        except (AssertionError, ImportError, SyntaxError) as error:
-            wrong[name] = str(error)
-    return wrong
 
 
 def _functions(owner, before, after):

@@ -1,14 +1,14 @@
 """Calls of routed attention and checks of their results, shared by tests/routed and its mutation table."""
 
 import math
-import os
 from contextlib import contextmanager
 from typing import NamedTuple
 
 import pytest
 import torch
+from attention_checks import FLOAT64, hidden, loss_of
 from oracles.budgets import assert_within
-from oracles.routed import routed_oracle
+from oracles.routed import oracle_reads, routed_oracle
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -19,26 +19,17 @@ from prescore.ops.native import library
 from prescore.routed.reference import reference_attention
 from prescore.types import Attended
 
-FLOAT64 = 1e-10
-"""A few hundred float64 roundings of numbers of size 1 to 100: far above rounding, far below any wrong weight."""
-LEVELS = ("baseline", "avx2", "avx512", "avx512_bf16")
-
 
 @contextmanager
 def native_level(level):
     """Run native code of one level; skips the test where it cannot run."""
-    before = os.environ.get(library.VARIABLE)
-    os.environ[library.VARIABLE] = level
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(library.VARIABLE, level)
         try:
             library.load()
         except Unsupported as refusal:
             pytest.skip(str(refusal))
         yield level
-    finally:
-        os.environ.pop(library.VARIABLE)
-        if before is not None:
-            os.environ[library.VARIABLE] = before
 
 
 def levels_here():
@@ -57,25 +48,11 @@ def attend(tensors, config, **options):
     return Attended(output, aux.lse), aux.stats
 
 
-def padded_with_nan(tensor, mask):
-    """The tensor with NaN wherever `mask [B, Nk]` has padding."""
-    return tensor if mask is None else tensor.masked_fill(~mask[:, None, :, None], math.nan)
-
-
 def specified_queries(query, mask, is_causal):
     """`[B, Hq, Nq]`: the oracle says nothing about causal padding queries."""
     if mask is None or not is_causal or query.shape[2] != mask.shape[1]:
         return torch.ones(query.shape[:3], dtype=torch.bool)
     return mask[:, None].expand(query.shape[:3])
-
-
-def loss_of(attended, counted):
-    """A number that feels output and lse of each counted query that sees something, each in its own way."""
-    generator = torch.Generator().manual_seed(1)
-    weight = torch.randn(attended.output.shape, generator=generator, dtype=torch.float64)
-    counted = counted & ~torch.isneginf(attended.lse.detach())
-    output, lse = attended.output.double() * weight, attended.lse.double() * weight[..., 0]
-    return output[counted].sum() + lse[counted].sum()
 
 
 class LargestTensor(TorchDispatchMode):
@@ -126,10 +103,24 @@ def check_routed(config, tensors, *, is_causal=True, mask=None, scale=None, back
     options = {"is_causal": is_causal, "scale": scale}
     truth = truth or oracle_truth(config, tensors, mask=mask, **options)
     inputs = query, key, value = [t.detach().clone().requires_grad_() for t in tensors]
-    padded = (query, padded_with_nan(key, mask), padded_with_nan(value, mask))
+    padded = (query, *(hidden(t, mask, math.nan) for t in (key, value)))
     got, stats = attend(padded, config, **options, key_padding_mask=mask, backend=backend)
     assert_true(got, inputs, truth)
     return stats
+
+
+def check_stats(config, tensors, *, is_causal=True, backend="auto"):
+    """The keys, centroids and int8 keys of the stats are those that the oracle counts."""
+    _, stats = attend(tensors, config, is_causal=is_causal, backend=backend)
+    reads = [read for head in oracle_reads(*tensors, config, is_causal=is_causal).values() for read in head]
+    counts = [(int(r.always.sum()), int(r.hits.sum()), r.n_compared, len(r.centroid_logits)) for r in reads]
+    always, hits, compared, centroids = torch.tensor(counts, dtype=torch.float64).T
+    routed = centroids > 0
+    assert stats.exact_queries == int((~routed).sum()) / tensors[0].shape[1]
+    assert stats.keys_per_query == pytest.approx(float((always + hits).mean()), rel=1e-4)
+    assert stats.centroids_per_query == pytest.approx(float(centroids.mean()))
+    assert stats.far_keys_read == pytest.approx(float(hits[routed].mean()), rel=1e-3)
+    assert stats.keys_compared == pytest.approx(float(compared[routed].mean()), rel=1e-3)
 
 
 def check_reference(config, tensors, *, is_causal=True, scale=None, truth=None):

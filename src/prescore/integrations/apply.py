@@ -148,7 +148,7 @@ def apply(
         config: How to attend: a `Routed`, `Selected`, `Hyper` or `Exact`, None = `Routed()`; or a mapping from
             layers (`"all"`, `"first:N"`, a number, a tuple of numbers, ...) to such configurations, None there =
             leave these layers alone. Later entries win.
-        layers: Which layers: `all`, `first:N`, `last:N`, `even`, `odd`, or a list of numbers.
+        layers: Which layers: `all`, `first:N`, `last:N`, `even`, `odd`, a number or a list of numbers.
         on_unsupported: Where a layer asks for what pre-scored attention cannot do: raise (`raise`), or run the
             layer exactly with one warning (`exact`).
         mesh: Context parallel: a one-dimensional `DeviceMesh` or process group whose ranks hold consecutive shards

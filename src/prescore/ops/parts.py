@@ -110,7 +110,7 @@ def attend_parts(
         backend: The operator.
     """
     rows, dim, value_dim = query.shape[:3], query.shape[-1], value.shape[-1]
-    split = tuple(piece for part in parts for piece in part.split(ROWS_AT_ONCE))
+    split = tuple(each for part in parts for each in part.split(ROWS_AT_ONCE))
     flat = query.reshape(-1, dim), key.reshape(-1, dim), value.reshape(-1, value_dim)
     output, lse = _AttendParts.apply((split, scale, backend), *flat)  # type: ignore[no-untyped-call]
     if (len(split) > 1 or records_gradients(*flat)) and rounds_weights(lse, query.dtype):

@@ -1,8 +1,8 @@
 """Routed attention one token at a time: the key index of earlier chunks is kept, and grows chunk by chunk.
 
 The caller owns keys and values and passes all of them; the key index holds what was derived from them. New tokens
-are local keys until their chunk is far, then it joins the key index. A step reads centroids, int8 keys of
-outliers and of the clusters it searches, local keys, and the far keys it finds.
+are local keys until their chunk is far; then the chunk joins the key index. A step computes the logits of the
+centroids, searches, and reads sinks, local keys and the far keys that it finds.
 """
 
 from __future__ import annotations

@@ -330,10 +330,11 @@ def find_keys(query: Tensor, far: FarKeys, logits: FarLogits, threshold: Tensor,
     """Which far keys a block of queries `[t, D]`, times the scale, reads.
 
     A query compares the subclusters of clusters whose centroid lies within reach of the threshold, and the keys of
-    subclusters whose centroid does: `SEARCH_STDS` standard deviations of the logits within clusters, times the
-    radius of the cluster or the spread of the subcluster by the spread of all clusters. An isolated key makes both
-    large. A key of `HEAVY_WEIGHT` lies `margin` above the threshold: in sharp heads it is within reach from
-    `HEAVY_STDS` deviations on, and the threshold is lowered where its int8 logit may lie below it.
+    subclusters whose centroid does. The reach is `SEARCH_STDS` standard deviations of the logits within clusters,
+    times the radius of the cluster, or the spread of the subcluster, over the same distance of all keys. An
+    isolated key makes both large. A key of `HEAVY_WEIGHT` lies `margin` above the threshold. In sharp heads it is
+    found up to `HEAVY_STDS` deviations above its centroid, and the threshold is lowered where its int8 logit may
+    lie below it.
     """
     size, n_subclusters = far.positions.shape[1], far.spread.shape[1]
     margin = heavy_margin(log_inverse)

@@ -15,8 +15,8 @@ def error_budget(reference, inputs, dtype):
     truth = reference(*inputs)
     rounded = reference(*(tensor.to(dtype).to(torch.float64) for tensor in inputs))
     size = float(truth.abs().max()) if truth.numel() else 0.0
-    drift = float((rounded - truth).abs().max()) if truth.numel() else 0.0
-    return FACTOR * drift + ROUNDINGS * torch.finfo(dtype).eps * size
+    moved = float((rounded - truth).abs().max()) if truth.numel() else 0.0
+    return FACTOR * moved + ROUNDINGS * torch.finfo(dtype).eps * size
 
 
 def assert_within(actual, truth, budget, what="result"):

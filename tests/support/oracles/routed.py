@@ -17,13 +17,10 @@ One softmax over all of it follows. Autograd goes through everything but the cho
 which keys are read.
 """
 
-from __future__ import annotations
-
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,7 +33,7 @@ N_SUBCLUSTER = 16
 LIGHT_WEIGHT = 16
 
 
-def routed_oracle(query: Tensor, key: Tensor, value: Tensor, config: Routed, **options: Any) -> Attended:
+def routed_oracle(query, key, value, config, **options):
     """What `prescored_attention` must give with this configuration, in float64 and differentiable by autograd.
 
     Trees and int8 keys are made in the precision of the inputs. Causal padding queries behind the last real key
@@ -48,16 +45,7 @@ def routed_oracle(query: Tensor, key: Tensor, value: Tensor, config: Routed, **o
     return Attended(output.view(*query.shape[:3], value.shape[-1]), lse.view(query.shape[:3]))
 
 
-def oracle_reads(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    config: Routed,
-    *,
-    is_causal: bool,
-    key_padding_mask: Tensor | None = None,
-    scale: float | None = None,
-) -> dict[tuple[int, int], list[QueryReads]]:
+def oracle_reads(query, key, value, config, *, is_causal, key_padding_mask=None, scale=None):
     """What each query reads, by sequence and query head."""
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     group, n_keys, reads = query.shape[1] // key.shape[1], key.shape[2], {}
@@ -94,7 +82,7 @@ class Sequence:
     config: Routed
 
     @classmethod
-    def of(cls, mask: Tensor, n_query: int, is_causal: bool, config: Routed) -> Sequence:
+    def of(cls, mask, n_query, is_causal, config):
         """The sequence with real keys `mask [Nk]`."""
         first = int(mask.nonzero()[0]) if bool(mask.any()) else 0
         # with as many queries as keys, a query is padding where its key is
@@ -102,7 +90,7 @@ class Sequence:
         return cls(mask[first:], first, len(mask) - n_query - first, n_query, n_real_queries, is_causal, config)
 
     @cached_property
-    def levels(self) -> int:
+    def levels(self):
         """Bisections of a chunk until no cluster is larger than configured."""
         levels = 0
         while self.config.cluster_size * 2**levels < self.config.chunk_size:
@@ -110,22 +98,22 @@ class Sequence:
         return levels
 
     @property
-    def cluster_size(self) -> int:
+    def cluster_size(self):
         """Keys of a cluster; what does not divide is left off."""
         return max(1, self.config.chunk_size // 2**self.levels)
 
     @property
-    def chunk_size(self) -> int:
+    def chunk_size(self):
         """Keys of a chunk."""
         return self.cluster_size << self.levels
 
     @cached_property
-    def n_real(self) -> int:
+    def n_real(self):
         """Real keys."""
         return int(self.real.sum())
 
     @cached_property
-    def is_exact(self) -> bool:
+    def is_exact(self):
         """Whether every query reads every key that it may see."""
         if not bool(self.real[: self.n_real].all()):
             return True  # padding between real keys
@@ -134,7 +122,7 @@ class Sequence:
         n_chunk = self.config.sinks + self.chunk_size
         return self.n_real_queries < self.config.exact_until or self.n_real < n_chunk
 
-    def far_chunks(self, i: int) -> int:
+    def far_chunks(self, i):
         """How many chunks are far for query `i`."""
         if self.is_exact:
             return 0
@@ -145,7 +133,7 @@ class Sequence:
             return 0
         return (position - self.config.sinks) // self.chunk_size - 1
 
-    def always_read(self, i: int) -> Tensor:
+    def always_read(self, i):
         """`[n]` sinks and local keys of query `i`."""
         position, sinks = torch.arange(len(self.real)), self.config.sinks
         far = (position >= sinks) & (position < sinks + self.far_chunks(i) * self.chunk_size)
@@ -163,7 +151,7 @@ class QueryReads(NamedTuple):
         values: `[n, Dv]`.
         always: `[n]` sinks and local keys.
         hits: `[n]` far keys that it reads.
-        n_compared: Int4 keys that it compared.
+        n_compared: Int8 keys and subclusters that it compared.
         centroid_logits: `[M]` of the unread keys of each cluster together; -inf = all were read.
         centroid_values: `[M, Dv]`.
     """
@@ -176,7 +164,7 @@ class QueryReads(NamedTuple):
     centroid_logits: Tensor
     centroid_values: Tensor
 
-    def attend(self) -> tuple[Tensor, Tensor]:
+    def attend(self):
         """Output `[Dv]` and lse of one softmax over keys and centroids."""
         hidden = ~(self.always | self.hits)
         logits = torch.cat((self.logits.masked_fill(hidden, -math.inf), self.centroid_logits))
@@ -186,9 +174,7 @@ class QueryReads(NamedTuple):
         return by_key @ self.values + by_centroid @ self.centroid_values, logits.logsumexp(0)
 
 
-def _reads_of_head(
-    sequence: Sequence, query: Tensor, key: Tensor, value: Tensor, scale: float
-) -> Iterator[QueryReads]:
+def _reads_of_head(sequence, query, key, value, scale):
     """What the queries `[Nq, D]` of one head read of `key [n, D]` and `value [n, Dv]`, all as they were given."""
     clusters = Clusters.of(key, value, sequence)
     counts = [sequence.far_chunks(i) << sequence.levels for i in range(sequence.n_query)]
@@ -235,7 +221,7 @@ class Clusters(NamedTuple):
     subclusters: list[tuple[slice, Tensor, Tensor]]
 
     @classmethod
-    def of(cls, key: Tensor, value: Tensor, sequence: Sequence) -> Clusters:
+    def of(cls, key, value, sequence):
         """Of all chunks that some query sees; trees and int8 keys in the precision of the keys."""
         sinks, size, n_chunks = sequence.config.sinks, sequence.chunk_size, 0
         if sequence.n_query:
@@ -259,14 +245,12 @@ class Clusters(NamedTuple):
             list(subclusters(offsets)),
         )
 
-    def first(self, count: int) -> Clusters:
+    def first(self, count):
         """The first clusters."""
         runs = [(places, mean[:count], spread[:count]) for places, mean, spread in self.subclusters]
         return Clusters(*(part[:count] for part in self[:6]), runs)
 
-    def search(
-        self, query: Tensor, int8: Tensor, known: Tensor, min_weight: float
-    ) -> tuple[Tensor, Tensor, int, Tensor, Tensor]:
+    def search(self, query, int8, known, min_weight):
         """Keys `[M, L]` that a query reads, int8 logits, how many it compared, logits and values of centroids.
 
         Int8 logits are NaN where a key weighs 16 times `min_weight`: its logit is exact.
@@ -304,7 +288,7 @@ class Clusters(NamedTuple):
         return read, estimates, n_compared, logits + unread.log() + gain, self.value + move[:, None] * direction
 
 
-def below_threshold(distance: Tensor, std: Tensor | float) -> tuple[Tensor, Tensor]:
+def below_threshold(distance, std):
     """Gain of a centroid's logit and move of its value, for normal logits cut off `distance` above their mean."""
     x = distance.clamp_max(1e30) / std  # an infinite threshold would give autograd 0 * inf
     gain = std**2 / 2 + _log_phi(x - std) - _log_phi(x)
@@ -313,13 +297,13 @@ def below_threshold(distance: Tensor, std: Tensor | float) -> tuple[Tensor, Tens
     return gain.clamp(-2, 2), (1 - slope / std).clamp(-1, 1)
 
 
-def _log_phi(x: Tensor) -> Tensor:
+def _log_phi(x):
     """The log of the normal distribution function, approximated."""
     x = x.clamp(-4, 8)
     return -torch.log1p(torch.exp(-(1.5976 * x + 0.07056 * x**3)))
 
 
-def subclusters(offsets: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
+def subclusters(offsets):
     """Each run of 16 places of clusters `[M, L, D]`: the places, its quantized mean `[M, D]`, its spread `[M]`."""
     for begin in range(0, offsets.shape[1], N_SUBCLUSTER):
         places = slice(begin, min(begin + N_SUBCLUSTER, offsets.shape[1]))
@@ -328,16 +312,16 @@ def subclusters(offsets: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
         yield places, int8_rows(mean, 63), spread
 
 
-def int8_rows(rows: Tensor, most: int) -> Tensor:
+def int8_rows(rows, most):
     """Rows `[..., D]` rounded to whole numbers up to `most` times a scale of their own, as float64."""
     scale = rows.abs().amax(-1, keepdim=True) / most
     return (rows / scale.masked_fill(scale == 0, 1.0)).round().clamp(-most, most).double() * scale.double()
 
 
-def int8_query(query: Tensor) -> Tensor:
+def int8_query(query):
     """Queries `[..., D]`, times the scale, rounded to int8."""
     return int8_rows(_at_least_float32(query), 127)
 
 
-def _at_least_float32(tensor: Tensor) -> Tensor:
+def _at_least_float32(tensor):
     return tensor if tensor.dtype == torch.float64 else tensor.float()

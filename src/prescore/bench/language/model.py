@@ -1,4 +1,4 @@
-"""A causal language model ready to be measured: loading, its head in pieces, contexts past the trained length."""
+"""A causal language model ready to be measured: loading, its head in blocks, contexts past the trained length."""
 
 from __future__ import annotations
 
