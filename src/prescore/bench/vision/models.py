@@ -98,20 +98,19 @@ def _from_folder(path: Path, resolution: int | None) -> tuple[nn.Module, Preproc
     described: Values = {}
     if (path / "preprocessor_config.json").is_file():
         described = json.loads((path / "preprocessor_config.json").read_text())
-    mean, std = described.get("image_mean") or IMAGENET_MEAN, described.get("image_std") or IMAGENET_STD
-    preprocessing = Preprocessing(resolution or size, _crop(described), tuple(mean), tuple(std))
+    preprocessing = _preprocessing(resolution or size, _crop(described), described, "image_")
     resized = resolution is not None and resolution != size
     return model, preprocessing, {"interpolate_pos_encoding": True} if resized else {}
 
 
-def _crop(described: Mapping[str, Any]) -> float:
+def _crop(described: Mapping[str, Any]) -> float | None:
     """The centre's share of the shorter side, as `preprocessor_config.json` gives it."""
     resized, cropped = described.get("size"), described.get("crop_size")
     if not isinstance(resized, dict):
-        return Preprocessing.crop
+        return None
     short = resized.get("shortest_edge") or min(resized.get("height", 0), resized.get("width", 0))
     inner = min(cropped.values()) if isinstance(cropped, dict) and described.get("do_center_crop") else short
-    return min(1.0, inner / short) if short else Preprocessing.crop
+    return min(1.0, inner / short) if short else None
 
 
 def _from_timm(name: str, resolution: int | None) -> tuple[nn.Module, Preprocessing, Values]:
@@ -207,9 +206,15 @@ def vit_shape(weights: Mapping[str, Tensor]) -> Values:
 
 def _timm_preprocessing(model: Any, resolution: int | None) -> Preprocessing:
     described: Values = getattr(model, "pretrained_cfg", None) or {}
-    size, crop = resolution or int(model.patch_embed.img_size[0]), described.get("crop_pct") or Preprocessing.crop
-    mean, std = described.get("mean") or IMAGENET_MEAN, described.get("std") or IMAGENET_STD
-    return Preprocessing(size, float(crop), tuple(mean), tuple(std))
+    return _preprocessing(resolution or int(model.patch_embed.img_size[0]), described.get("crop_pct"), described)
+
+
+def _preprocessing(size: int, crop: float | None, described: Values, prefix: str = "") -> Preprocessing:
+    """The model's own mean, deviation and crop where it comes with them, else those of ImageNet."""
+    mean, std = described.get(f"{prefix}mean"), described.get(f"{prefix}std")
+    return Preprocessing(
+        size, crop or Preprocessing.crop, tuple(mean or IMAGENET_MEAN), tuple(std or IMAGENET_STD)
+    )
 
 
 @torch.inference_mode()
@@ -299,7 +304,13 @@ def open_folder(folder: str | Path, *, labels: str | Path | None = None, limit: 
         raise ValueError(f"images must be a folder, got {folder}")
     beside = (folder / "labels.json", folder.parent / f"{folder.name}_labels.json")
     file = labels or next((path for path in beside if path.is_file()), None)
-    labelled = _from_classes(folder) if file is None else _from_json(folder, Path(file))
+    if file is None:
+        classes = sorted(path for path in folder.iterdir() if path.is_dir())
+        found = [(path, label) for label, kind in enumerate(classes) for path in sorted(kind.iterdir())]
+        labelled = [(path, label) for path, label in found if path.suffix.lower() in SUFFIXES]
+    else:
+        labelled = [(folder / name, label) for name, label in sorted(_read_labels(Path(file)).items())]
+        labelled = [(path, label) for path, label in labelled if path.is_file()]
     if not labelled:
         raise ValueError(
             f"images must be a folder of class folders, or of images with a labels JSON, got {folder} "
@@ -311,24 +322,14 @@ def open_folder(folder: str | Path, *, labels: str | Path | None = None, limit: 
     return ImageFolder([path for path, _ in labelled], [label for _, label in labelled])
 
 
-def _from_json(folder: Path, file: Path) -> list[tuple[Path, int]]:
+def _read_labels(file: Path) -> dict[str, int]:
     try:
         known: Any = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:  # no file, not text, or not JSON
         raise ValueError(f"labels must be a JSON file, got {file} ({error})") from error
     if not isinstance(known, dict) or not all(isinstance(label, int) for label in known.values()):
         raise ValueError(f"labels must map file names to class numbers, got something else in {file}")
-    return [(folder / name, label) for name, label in sorted(known.items()) if (folder / name).is_file()]
-
-
-def _from_classes(folder: Path) -> list[tuple[Path, int]]:
-    classes = sorted(path for path in folder.iterdir() if path.is_dir())
-    return [
-        (path, label)
-        for label, kind in enumerate(classes)
-        for path in sorted(kind.iterdir())
-        if path.suffix.lower() in SUFFIXES
-    ]
+    return known
 
 
 # The offline default of the vision studies: a small ViT trained on scikit-learn's digits.
@@ -415,7 +416,7 @@ def train(epochs: int, report: Report) -> Any:
     mend_torchvision()
     from transformers import ViTConfig, ViTForImageClassification
 
-    training, test = load_digits()
+    training, _ = load_digits()
     # initialisation draws from the global generator; the caller's state must not change
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -424,8 +425,8 @@ def train(epochs: int, report: Report) -> Any:
     optimizer = torch.optim.AdamW(model.parameters(), lr=_RATE, betas=(0.9, 0.98), weight_decay=0.05)
     steps = epochs * -(-len(training) // _BATCH)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=_RATE, total_steps=steps, pct_start=0.2)
+    model.train()
     for epoch in range(epochs):
-        model.train()
         for chosen in torch.randperm(len(training), generator=order).split(_BATCH):
             logits = model(pixel_values=_shifted(training.pixels[chosen], order)).logits
             loss = nn.functional.cross_entropy(logits, training.labels[chosen], label_smoothing=0.05)
@@ -434,19 +435,8 @@ def train(epochs: int, report: Report) -> Any:
             optimizer.step()
             schedule.step()
         if (epoch + 1) % 10 == 0:
-            report(f"epoch {epoch + 1} of {epochs}: {100 * accuracy(model, test):.1f} % of the test scans")
+            report(f"epoch {epoch + 1} of {epochs}: loss {float(loss):.2f}")
     return model.eval()
-
-
-@torch.inference_mode()
-def accuracy(model: Any, digits: Digits) -> float:
-    """Share of the scans that are classified correctly."""
-    model.eval()
-    right = sum(
-        int((model(pixel_values=pixels).logits.argmax(-1) == labels).sum())
-        for pixels, labels in digits.batches(Preprocessing(SIZE), 256)
-    )
-    return right / len(digits)
 
 
 def _shifted(pixels: Tensor, generator: torch.Generator) -> Tensor:
