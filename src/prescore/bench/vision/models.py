@@ -113,8 +113,15 @@ def _crop(described: Mapping[str, Any]) -> float | None:
     return min(1.0, inner / short) if short else None
 
 
+def _timm() -> Any:
+    try:
+        return import_timm()
+    except ModuleNotFoundError as error:  # which has the cure
+        raise OSError(str(error)) from error
+
+
 def _from_timm(name: str, resolution: int | None) -> tuple[nn.Module, Preprocessing, Values]:
-    timm = import_timm()
+    timm = _timm()
     if not timm.is_model(name):
         raise ValueError(
             f"model must be a folder, a checkpoint ({_CHECKPOINT}) or an architecture of timm, got {name!r}"
@@ -131,7 +138,7 @@ def _from_timm(name: str, resolution: int | None) -> tuple[nn.Module, Preprocess
 def _from_checkpoint(
     path: Path, arch: str | None, resolution: int | None
 ) -> tuple[nn.Module, Preprocessing, Values]:
-    timm = import_timm()
+    timm = _timm()
     from safetensors.torch import load_file
 
     try:
