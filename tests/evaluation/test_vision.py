@@ -134,12 +134,16 @@ def test_refusals(tmp_path, make, said):
         ("broken.safetensors", None, r"readable checkpoint, got broken\.safetensors"),
         ("foreign.safetensors", "vit_huge", "arch must be an architecture of timm, got 'vit_huge'"),
         ("foreign.safetensors", "resnet10t", r"weights of resnet10t, got foreign\.safetensors"),
+        ("registers.safetensors", None, r"weights of a plain ViT \(or give arch\), got registers\.safetensors"),
         (".", None, r"image classifier of transformers, got"),
     ],
 )
 def test_damaged_and_foreign_checkpoints_are_refused_in_one_sentence(name, arch, said, tmp_path):
     (tmp_path / "broken.safetensors").write_bytes(b"nothing of the kind" * 20)
     save_file({"patch_embed.proj.weight": torch.zeros(2)}, tmp_path / "foreign.safetensors")
+    names = {"patch_embed.proj.weight": (64, 3, 8, 8), "pos_embed": (1, 17, 64), "cls_token": (1, 1, 64)}
+    names |= {"blocks.0.mlp.fc1.weight": (64, 64), "head.weight": (5, 64), "reg_token": (1, 2, 64)}
+    save_file({name: torch.zeros(shape) for name, shape in names.items()}, tmp_path / "registers.safetensors")
     with pytest.raises((ValueError, OSError), match=said) as caught:
         load_vision_model(tmp_path / name, arch=arch)
     assert "\n" not in str(caught.value)
@@ -168,9 +172,8 @@ def test_hugging_face_folder_and_resolution(model_folder):
 @pytest.mark.parametrize(
     "options",
     [
-        *({}, {"reg_tokens": 2, "no_embed_class": True}, {"global_pool": "avg"}),
+        *({}, {"global_pool": "avg"}, {"qkv_bias": False}),
         {"class_token": False, "global_pool": "avg", "fc_norm": False},
-        {"qk_norm": True, "init_values": 0.1, "qkv_bias": False},
     ],
 )
 def test_the_architecture_of_a_checkpoint_is_read_from_its_weights(tmp_path, options):
