@@ -21,8 +21,10 @@ ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 NOT_RUN = re.compile(r"<!-- not run: (\w+) -->\n```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
-NEEDS = {"lm_eval"}
+NEEDS = {"lm_eval", "bitsandbytes", "torchao"}
 """What an example may need that the package's extras do not install."""
+ROUTE = {"long_prompt", "generate"}
+"""Scripts that show the default on a prompt that it routes."""
 SCRIPTS = {path.stem.partition("_")[2]: path for path in sorted(EXAMPLES.glob("*.py"))}
 LOAD = cache(offline.load_model)
 pytestmark = [pytest.mark.slow, pytest.mark.model]
@@ -61,12 +63,14 @@ def blocks(text):
 def test_a_script_runs_and_prints(name, capsys, monkeypatch):
     if name == "vit":
         pytest.importorskip("timm")
-    if name == "long_prompt":  # which would take half a minute
+    if name in ROUTE:  # which would take half a minute
         load_a_small_model(monkeypatch)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         runpy.run_path(str(SCRIPTS[name]), run_name="__main__")
-    assert capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert printed
+    assert name not in ROUTE or re.search(r"prefill +routed .*", printed)
 
 
 def test_only_what_needs_another_package_is_not_run():
@@ -77,9 +81,19 @@ def test_only_what_needs_another_package_is_not_run():
 def test_the_notebook_runs(capsys, monkeypatch):
     (path,) = EXAMPLES.glob("*.ipynb")
     cells = [cell for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code"]
-    assert [cell["outputs"] for cell in cells if cell["outputs"]] == []  # results are made by the reader
-    run_in_order(["".join(cell["source"]) for cell in cells], path.name, monkeypatch)
-    assert capsys.readouterr().out
+    codes = ["".join(cell["source"]) for cell in cells]
+    assert [bool(cell["outputs"]) for cell in cells] == [bool(re.search(r"\bprint\(|\bplt\.", c)) for c in codes]
+    outputs = [output for cell in cells for output in cell["outputs"]]
+    assert {output["output_type"] for output in outputs} == {"stream", "display_data"}
+    stored = "".join(line for output in outputs for line in output.get("text", ()))
+    assert re.search(r"prefill +routed", stored)
+    run_in_order(codes, path.name, monkeypatch)
+    # the model of the tests is another one; tables must have the columns that the stored ones have
+    heads = [
+        {" ".join(line.split()) for line in text.splitlines() if line.startswith("layer ")}
+        for text in (stored, capsys.readouterr().out)
+    ]
+    assert heads[0] == heads[1] != set()
 
 
 @pytest.mark.parametrize("path", [p for p in DOCUMENTS if blocks(p.read_text())], ids=lambda path: path.name)

@@ -1,5 +1,6 @@
 """What is shipped: versions agree, the source distribution is complete, a wheel works in a fresh environment."""
 
+import contextlib
 import ctypes
 import os
 import re
@@ -11,6 +12,8 @@ import tarfile
 import tomllib
 import venv
 import zipfile
+from datetime import date
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -139,6 +142,38 @@ def test_the_source_distribution_is_complete_and_its_wheel_works(sources, tmp_pa
         library = file.extract(f"prescore/ops/native/{library_name('baseline')}", tmp_path)
     assert ctypes.CDLL(library).prescore_native_abi() == ABI
     assert used_in_a_fresh_environment(tmp_path / "fresh", wheel).split()[0] in levels_of_machine()
+
+
+@pytest.mark.parametrize("extra", PROJECT["optional-dependencies"])
+def test_no_extra_brings_another_build_of_torchvision(extra):
+    """Beside a torch that it does not fit, torchvision keeps transformers from importing any model."""
+    pending, seen = list(PROJECT["optional-dependencies"][extra]), set()
+    while pending:
+        requirement = pending.pop()
+        name = re.match(r"[\w.-]+", requirement)[0].lower()
+        if name not in seen and "extra ==" not in requirement:
+            seen.add(name)
+            with contextlib.suppress(metadata.PackageNotFoundError):
+                pending += metadata.requires(name) or []
+    assert "torchvision" not in seen
+
+
+def test_the_changelog_has_dated_versions_in_order():
+    heads = re.findall(r"^## (.*)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    dated = [re.fullmatch(r"(\d+\.\d+\.\d+) - (\d{4}-\d\d-\d\d)", head) for head in heads]
+    assert all(dated)
+    dates = [date.fromisoformat(head[2]) for head in dated]
+    assert dates == sorted(dates, reverse=True)
+    assert dated[0][1] == prescore.__version__
+
+
+def test_classifiers_claim_what_is_tested():
+    classifiers = PROJECT["classifiers"]
+    assert "Operating System :: OS Independent" not in classifiers  # records lock files by fcntl
+    assert any(name.startswith("Operating System :: POSIX") for name in classifiers)
+    minor = int(re.fullmatch(r">=3\.(\d+)", PROJECT["requires-python"])[1])
+    named = [int(v) for name in classifiers for v in re.findall(r":: Python :: 3\.(\d+)$", name)]
+    assert min(named) == minor <= sys.version_info.minor <= max(named)
 
 
 @pytest.mark.slow

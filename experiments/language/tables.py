@@ -1,5 +1,6 @@
-"""Markdown tables of a run beside the paper's figures: `python tables.py EXPERIMENT DIRECTORY [DOCUMENT]`.
+"""Markdown tables of a run beside the paper's figures: `python tables.py [EXPERIMENT DIRECTORY [DOCUMENT]]`.
 
+Without arguments: the tables of docs/reproducing.md, from the records beside this file.
 Everything is read from DIRECTORY/records.jsonl; an unfinished run gives the rows it has. Figures are losses above
 exact attention on the same documents, in nats per token, so that models can be compared.
 """
@@ -116,5 +117,20 @@ def above(value: float | None) -> str:
 
 TABLES = {"appendix-a": appendix_a, "table1": table1, "appendix-f": appendix_f, "cost": cost}
 
+PAGE = {
+    "appendix-a": "appendix-a",
+    "appendix-a-sinks": "appendix-a",
+    "table1": "table1",
+    "appendix-f": "appendix-f",
+}
+PAGE |= {"cost": "cost", "cost-1024": "cost"}
+"""The folders of docs/reproducing.md, and their experiments."""
+
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    given = sys.argv[1:]
+    if given and (given[0] not in TABLES or not 2 <= len(given) <= 3):
+        sys.exit(f"usage: tables.py [{'|'.join(TABLES)} DIRECTORY [DOCUMENT]], got {' '.join(given)}")
+    for folder, kind in {} if given else PAGE.items():
+        main(kind, str(Path(__file__).parent / folder))
+    if given:
+        main(*given)

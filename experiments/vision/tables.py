@@ -1,5 +1,6 @@
-"""Markdown tables of docs/vision.md from the records beside this file.
+"""Markdown tables of docs/vision.md from the records beside this file: all of them, or those of some folders.
 
+python experiments/vision/tables.py
 python experiments/vision/tables.py bars experiments/vision/bars
 python experiments/vision/tables.py grid experiments/vision/grid-1000
 python experiments/vision/tables.py against-leverage experiments/vision/grid-1000
@@ -24,12 +25,13 @@ Cell = tuple[str, int | None, int, bool]
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print one kind of table from some runs; returns the exit code."""
-    if len(arguments) < 2 or arguments[0] not in TABLES:
-        got = " ".join(arguments) or "nothing"
-        print(f"usage: tables.py {'|'.join(TABLES)} FOLDER..., got {got}", file=sys.stderr)  # noqa: T201
-        return 2
+    """Print one kind of table from some runs, or all of the page; returns the exit code."""
+    if not arguments:
+        return max(main([kind, str(Path(__file__).parent / folder)]) for kind, folder in PAGE)
     kind, *folders = arguments
+    if not folders or kind not in TABLES:
+        print(f"usage: tables.py [{'|'.join(TABLES)} FOLDER...], got {' '.join(arguments)}", file=sys.stderr)  # noqa: T201
+        return 2
     records = [record for folder in folders for record in read_records(Path(folder) / "records.jsonl")]
     # every other record holds the accuracy of exact attention
     records = [record for record in records if record.config["method"] != "exact"]
@@ -117,6 +119,13 @@ def _text(value: float | None, form: str) -> str:
 
 
 TABLES = {"bars": bars, "grid": grid, "against-leverage": against_leverage, "coverage": coverage}
+PAGE = [
+    ("bars", "bars"),
+    *((kind, folder) for kind in ("grid", "against-leverage") for folder in ("grid-1000", "grid-500-free")),
+    ("grid", "tokens-577"),
+    ("coverage", "coverage"),
+]
+"""The tables of docs/vision.md."""
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

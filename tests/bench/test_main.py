@@ -37,11 +37,11 @@ def test_info_tells_versions_scorers_and_extras(capsys, monkeypatch):
     assert facts["native"] == describe_native()
     assert set(facts["extras"]) >= {"hf", "eval", "dev"}
     assert "typer" in facts["extras"]["eval"]["present"]
-    monkeypatch.setattr(info, "_installed", lambda package: package != "timm")
+    monkeypatch.setattr(info, "_installed", lambda package: package != "pillow")
     assert main(["info"]) == 0
     shown = " ".join(capsys.readouterr().out.split())  # a long reason is folded into several lines
     assert f"native operators {facts['native']}" in shown
-    assert "missing timm: pip install 'prescore[vision]'" in shown
+    assert "missing pillow: pip install 'prescore[vision]'" in shown
 
 
 @pytest.mark.parametrize(

@@ -1,15 +1,14 @@
 """Vision models at a budget of keys, and coverage of heavy entries: images, models, results, commands."""
 
-import dataclasses
 import importlib.util
 import json
 import re
-from contextlib import contextmanager
-from itertools import pairwise
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
-from matplotlib.figure import Figure
 from oracles.tiny_language_model import tiny_language_model
 
 if importlib.util.find_spec("transformers") is None or importlib.util.find_spec("PIL") is None:
@@ -34,6 +33,7 @@ mend_torchvision()
 HAS_TIMM = all(importlib.util.find_spec(name) is not None for name in ("timm", "torchvision"))
 needs_timm = pytest.mark.skipif(not HAS_TIMM, reason="timm or torchvision is not installed")
 ALONE = AttentionContext(layer=0)
+EXPERIMENTS = Path(__file__).parent.parent.parent / "experiments"
 
 
 @pytest.fixture
@@ -134,12 +134,16 @@ def test_refusals(tmp_path, make, said):
         ("broken.safetensors", None, r"readable checkpoint, got broken\.safetensors"),
         ("foreign.safetensors", "vit_huge", "arch must be an architecture of timm, got 'vit_huge'"),
         ("foreign.safetensors", "resnet10t", r"weights of resnet10t, got foreign\.safetensors"),
+        ("registers.safetensors", None, r"weights of a plain ViT \(or give arch\), got registers\.safetensors"),
         (".", None, r"image classifier of transformers, got"),
     ],
 )
 def test_damaged_and_foreign_checkpoints_are_refused_in_one_sentence(name, arch, said, tmp_path):
     (tmp_path / "broken.safetensors").write_bytes(b"nothing of the kind" * 20)
     save_file({"patch_embed.proj.weight": torch.zeros(2)}, tmp_path / "foreign.safetensors")
+    names = {"patch_embed.proj.weight": (64, 3, 8, 8), "pos_embed": (1, 17, 64), "cls_token": (1, 1, 64)}
+    names |= {"blocks.0.mlp.fc1.weight": (64, 64), "head.weight": (5, 64), "reg_token": (1, 2, 64)}
+    save_file({name: torch.zeros(shape) for name, shape in names.items()}, tmp_path / "registers.safetensors")
     with pytest.raises((ValueError, OSError), match=said) as caught:
         load_vision_model(tmp_path / name, arch=arch)
     assert "\n" not in str(caught.value)
@@ -168,9 +172,8 @@ def test_hugging_face_folder_and_resolution(model_folder):
 @pytest.mark.parametrize(
     "options",
     [
-        *({}, {"reg_tokens": 2, "no_embed_class": True}, {"global_pool": "avg"}),
+        *({}, {"global_pool": "avg"}, {"qkv_bias": False}),
         {"class_token": False, "global_pool": "avg", "fc_norm": False},
-        {"qk_norm": True, "init_values": 0.1, "qkv_bias": False},
     ],
 )
 def test_the_architecture_of_a_checkpoint_is_read_from_its_weights(tmp_path, options):
@@ -287,19 +290,15 @@ def test_command_measures_records_resumes_and_draws(model_folder, image_folder, 
     assert len(read_records(tmp_path / "run" / "records.jsonl")) == 9
 
 
-def test_tables_compare_only_what_is_comparable(study):
+def test_the_paper_stands_below_ours_only_where_it_is_comparable(study):
     (row,) = accuracy_rows(study, methods=("kmeans",), budgets=(32,), n_clusters=(4,))
     record = measure("vision", row)
-    assert tables.paper_accuracy_table([record]).rows == ()
+    assert [row[0] for row in tables.accuracy_table([record]).rows] == ["kmeans, 4 clusters"]
     # the paper printed budgets out of 197 tokens; this model has 17
     record.results["n_tokens"], record.config["budget"] = 197, 32
-    assert tables.paper_accuracy_table([record]).rows[0][3:] == ("31.34 of 85.11", "53.05 of 85.85")
-    assert tables.accuracy_table([record]).rows[0][0] == "kmeans, 4 clusters"
-    assert tables.leverage_table([record]).rows == ()
-    worse = {**record.results, "top1": record.results["top1"] - 2.5}
-    config = {**record.config, "method": "leverage", "n_clusters": None}
-    other = dataclasses.replace(record, config=config, results=worse)
-    assert tables.leverage_table([record, other]).rows == (("kmeans, 4 clusters", "+2.5"),)
+    (_, *paper) = tables.accuracy_table([record]).rows
+    assert paper[0] == ("paper: ViT-S/16 (exact 85.11), kmeans, 4 clusters", "31.34", "-", "-")
+    assert len(paper) == 6  # two lines have nothing at this budget
 
 
 @pytest.mark.slow
@@ -315,7 +314,7 @@ def test_the_digits_model_learns_and_is_trained_once(tmp_path):
     loaded = load_vision_model(folder)
     assert loaded.n_tokens == 65
     # six epochs classify 64 of the first 100 test scans; chance is one in ten
-    assert models.accuracy(loaded.model, test) > 0.4
+    assert Study(loaded, test, {}).measure(attend_exactly)["top1"] > 40
     assert models.digits_model(epochs=models.QUICK_EPOCHS, cache=tmp_path, report=lines.append) == folder
     assert len(lines) == 1
 
@@ -430,33 +429,37 @@ def test_coverage_command(model_folder, image_folder, tmp_path, capsys):
     assert main([*line.split(), "--method", "kmeans", "--method", "random"]) == 0
     assert "chance" in capsys.readouterr().out
     records = read_records(tmp_path / "run" / "records.jsonl")
-    assert (len(records), tables.paper_coverage_table(records).rows) == (2, ())
+    assert len(records) == len(tables.coverage_table(records).rows) == 2
     assert (tmp_path / "run" / "coverage.png").stat().st_size > 1000
 
 
-def coverage_record(method, budget, covered):
-    config = {"method": method, "n_clusters": None, "keep_prefix": False, "budget": budget, "thresholds": [0.3]}
-    results = {"heavy_0.3_median": covered, "columns_mean": covered, "chance": budget / 197}
-    return Record("coverage", f"{method}{budget}", config, 0, results, 1.0)
+def test_the_coverage_of_the_paper_stands_below_ours():
+    names = ("heavy_0.01", "heavy_0.1", "heavy_0.3", "columns", "mass")
+    results = {f"{name}_{kind}": 0.25 for name in names for kind in ("median", "mean")}
+    results |= {"chance": 32 / 197, "n_keys": 197}
+    config = {
+        "method": "kmeans",
+        "n_clusters": 4,
+        "keep_prefix": False,
+        "budget": 32,
+        "thresholds": [0.01, 0.1, 0.3],
+    }
+    record = Record("coverage", "a", config, 0, results, 1.0)
+    ours, paper, *_ = tables.coverage_table([record]).rows
+    assert ours == ("kmeans, 4 clusters", "32", *["25 / 25"] * 3, "25", "25", "16.2")
+    assert paper == ("paper: ViT-B/16, kmeans", "32", "22.57", "43.89", "43.83", "15.62", "-", "-")
+    results["n_keys"] = 17
+    assert len(tables.coverage_table([record]).rows) == 1
 
 
-def test_equal_curves_do_not_hide_each_other(monkeypatch):
-    panels = []
-
-    @contextmanager
-    def keep(path, size, **subplots):
-        panels.extend(Figure().subplots(**subplots))
-        yield None, panels
-
-    monkeypatch.setattr(tables, "figure", keep)
-    covered = {"kmeans": 0.0, "kmedian": 0.0, "leverage": 1.0, "key-diff": 1.0}
-    tables.coverage_plot([coverage_record(m, budget, covered[m]) for m in covered for budget in (32, 64, 128)], "")
-    for panel in panels:
-        curves = [line for line in panel.lines if line.get_label() != "chance"]
-        heights = sorted({y for line in curves for y in line.get_ydata()})
-        # equal lines are drawn one above the other, further apart than they are wide
-        assert len(curves) == len(heights) == 4
-        assert all(upper - lower > 2 for lower, upper in pairwise(heights))
-        low, high = panel.get_ylim()
-        assert low < 0 < 100 < high  # a line at either end is not cut in half
-        assert list(panel.get_xticks()) == [32, 64, 128]
+@pytest.mark.parametrize("study", ["vision", "language"])
+def test_the_tables_of_the_committed_records_are_made_without_arguments(study):
+    command = [sys.executable, str(EXPERIMENTS / study / "tables.py")]
+    made = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert made.returncode == 0, made.stderr
+    page = (EXPERIMENTS.parent / "docs" / {"vision": "vision.md", "language": "reproducing.md"}[study]).read_text()
+    rows = {line.replace(" / -", "") for line in made.stdout.splitlines() if line.startswith("| ")}
+    assert len(rows & set(page.splitlines())) > 40  # the page has them
+    refused = subprocess.run([*command, "magic"], capture_output=True, text=True, check=False)
+    assert refused.returncode != 0
+    assert "usage: tables.py [" in refused.stderr

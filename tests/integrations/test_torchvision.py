@@ -7,6 +7,9 @@ from functools import partial
 
 import pytest
 
+from prescore.bench.vision.models import load_vision_model
+from prescore.integrations.torchvision import import_timm
+
 pytest.importorskip("transformers")
 
 TIMM = "from prescore.integrations.torchvision import import_timm; timm = import_timm()"
@@ -51,6 +54,16 @@ def test_any_order_of_imports_works(lines, needs):
         pytest.skip(f"{' or '.join(needs)} is not installed")
     done = run(*lines)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("name", ["timm", "torchvision"])
+def test_without_timm_or_torchvision_the_cure_is_named(name, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda wanted: None if wanted == name else object())
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    with pytest.raises(ModuleNotFoundError, match=f"{name} must be installed .*: pip install timm, and the torch"):
+        import_timm()
+    with pytest.raises(OSError, match="pip install timm"):
+        load_vision_model("vit_tiny_patch16_224")
 
 
 def test_another_failure_of_torchvision_is_not_hidden(tmp_path):

@@ -29,9 +29,16 @@ def import_timm() -> ModuleType:
     """Import timm, so that torchvision and transformers work too.
 
     Raises:
-        ModuleNotFoundError: timm or torchvision is not installed.
+        ModuleNotFoundError: timm or torchvision is not installed; the message has the cure.
     """
-    if "timm" not in sys.modules and importlib.util.find_spec("timm") is not None:
+    for name in ("timm", "torchvision"):
+        if name not in sys.modules and importlib.util.find_spec(name) is None:
+            raise ModuleNotFoundError(
+                f"{name} must be installed for models of timm, got none: pip install timm, and the torchvision "
+                "that belongs to your build of torch",
+                name=name,
+            )
+    if "timm" not in sys.modules:
         mend_torchvision()
     return importlib.import_module("timm")
 

@@ -80,7 +80,7 @@ def command(
             raise ValueError(f"language_model must be given without model and images, got {language_model!r}")
         rows = _text_rows(language_model, text, length, limit, device, grid)
     session = open_session("coverage", out=out, json=json, resume=resume, threads=threads, device=device)
-    made = (tables.coverage_table, tables.paper_coverage_table)
+    made = (tables.coverage_table,)
     vision.show_run(session, session.run(rows), made, tables.coverage_plot)
 
 

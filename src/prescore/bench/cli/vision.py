@@ -113,7 +113,7 @@ def command(
     # methods are checked before a run is opened
     rows = accuracy_rows(study, **grid)
     session = open_session("vision", out=out, json=json, resume=resume, threads=threads, device=device)
-    made = (tables.accuracy_table, tables.leverage_table, tables.paper_accuracy_table)
+    made = (tables.accuracy_table,)
     show_run(session, session.run(rows), made, tables.accuracy_plot)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 import shlex
 import statistics
@@ -23,12 +22,6 @@ from prescore.bench.plots import figure, powers_of_two
 from prescore.bench.records import Record, Values
 from prescore.bench.tables import MISSING, Table, as_text, percent, times
 
-DOCUMENTS = {
-    "default": "how the default works, and what was measured",
-    "methods": "choosing a configuration",
-    "report": "what the report of an application says",
-}
-"""Documents that the page links to."""
 _NO_BUDGETS = (
     "No time was left for it: <code>prescore demo --minutes 12</code>, or <code>--resume</code> with more minutes."
 )
@@ -36,20 +29,18 @@ _NO_BUDGETS = (
 
 def write_page(records: Sequence[Record], directory: Path) -> Path:
     """Write `index.html`; an earlier page is replaced only by a complete new one."""
-    text = demo_page(records, directory)
+    text = demo_page(records)
     directory.mkdir(parents=True, exist_ok=True)
     page = directory / "index.html"
     page.write_text(text, encoding="utf-8")
     return page
 
 
-def demo_page(records: Sequence[Record], directory: Path | None = None) -> str:
-    """The whole page.
+def demo_page(records: Sequence[Record]) -> str:
+    """The whole page, from the records of one run.
 
-    Args:
-        records: Of one run of `prescore demo`: `loss` rows of its two comparisons, a `reads` row and, where there
-            was time for it, a `selections` row.
-        directory: Where the page will lie, for links to documents of a checkout; None = no links.
+    These are `loss` rows of its two comparisons, a `reads` row and, where there was time for it, a `selections`
+    row.
     """
     lines, budgets = compare(records, EQUAL_READS), compare(records, BUDGETS)
     first = next(record for record in records if record.config["part"] == "loss")
@@ -66,8 +57,6 @@ def demo_page(records: Sequence[Record], directory: Path | None = None) -> str:
         "chart": budget_chart(budgets) + _details(budgets) if budgets else f"<p>{_NO_BUDGETS}</p>",
         "short": str(budgets[0].summary.n_tokens) if budgets else "fewer",
         "selections": "\n".join(map(selection_section, parts["selections"])) or f"<p>{_NO_BUDGETS}</p>",
-        "documents": _documents(directory),
-        "timings": _timings(records),
         "facts": _facts(records, first),
         "date": escape(max(record.created for record in records)),
     }
@@ -94,36 +83,13 @@ def _details(lines: Sequence[Line]) -> str:
     return f"<details><summary>All numbers</summary>{_html_table(_COLUMNS, map(_cells, lines))}</details>"
 
 
-def _documents(directory: Path | None) -> str:
-    """Names of documents, as links where a checkout holds them."""
-    items = []
-    for name, words in DOCUMENTS.items():
-        path = Path(__file__).resolve().parents[4] / "docs" / f"{name}.md"
-        if directory is not None and path.is_file():
-            address = Path(os.path.relpath(path, directory.resolve())).as_posix()
-            words = f'<a href="{escape(address)}">{words}</a>'  # noqa: PLW2901
-        items.append(f"<li>{words} <code>docs/{name}.md</code></li>")
-    return f"<ul>{''.join(items)}</ul>"
-
-
-def _timings(records: Sequence[Record]) -> str:
-    rows = []
-    for record in records:
-        if record.config["part"] == "loss":
-            attention, forward = (record.results[f"{name}_seconds"] for name in ("attention", "forward"))
-            label = f"{record.config['method']['label']}, {record.config['n_tokens']} tokens"
-            rows.append((label, *(f"{s:.2f} s" for s in (attention, forward - attention, record.seconds))))
-    total = sum(record.seconds for record in records)
-    table = _html_table(("row", "attention", "rest of the model", "wall time"), rows)
-    return f"{table}<p>{len(records)} rows, {total:.0f} s in all, loading the model not counted.</p>"
-
-
 def _facts(records: Sequence[Record], first: Record) -> str:
     facts = {
         "command": f"<code>{escape(shlex.join(first.argv) if first.argv else 'prescore demo')}</code>",
         "versions": escape(", ".join(f"{name} {version}" for name, version in first.versions.items())),
         "device": escape(f"{first.device}, {first.threads} threads, {first.config['dtype']}"),
         "seed": escape(str(first.seed)),
+        "time": f"{sum(record.seconds for record in records):.0f} s, loading the model not counted",
         "records": f"{len(records)} lines in <code>records.jsonl</code>; every number here is read from them",
     }
     return "<dl>" + "".join(f"<dt>{name}</dt><dd>{value}</dd>" for name, value in facts.items()) + "</dl>"

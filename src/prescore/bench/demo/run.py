@@ -7,7 +7,6 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -59,7 +58,7 @@ class Demo:
         self.session.say(f"reading {self.length} tokens of {self.text.name} six times")
         methods = first_methods(self.length)
         records = self.session.run(self._losses(first, methods))
-        methods += equal_methods(next(r for r in records if is_default(r)))
+        methods += matched_methods(next(r for r in records if is_default(r)), EQUAL_READS)[:2]
         reads = reads_row(self.model, first, shown_config(self.length), layers=self._layers(), seed=self.seed)
         records += self.session.run([*self._losses(first, methods[3:]), reads])
         seconds = sum(record.seconds for record in records if record.config["part"] == "loss")
@@ -85,7 +84,8 @@ class Demo:
         self.session.say(f"several budgets on {len(window.tokens)} tokens")
         records = self.session.run(rows)
         each = max(statistics.median(record.seconds for record in records), 1e-3)
-        more = self._losses(window, other_budget_methods([r for r in records if is_default(r)]))
+        matched = [matched_methods(record, BUDGETS) for record in records if is_default(record)]
+        more = self._losses(window, [method for kind in zip(*matched, strict=True) for method in kind])
         in_time = [row for place, row in enumerate(more) if self._has_time([row], (place + 1) * each)]
         if len(in_time) < len(more):
             self.session.say(f"the time is up: the plot has {len(in_time)} of {len(more)} further points")
@@ -144,84 +144,56 @@ def _method(label: str, config: Any, comparison: str, series: str | None = None)
     return Method(label, config, {"series": series or label, "comparison": comparison})
 
 
-def _local(config: Routed, comparison: str) -> Method:
+def _bounds(config: Routed, comparison: str) -> list[Method]:
+    """Exact attention, and this configuration without its far keys."""
     local = local_only(config.chunk_size, previous_chunk=True, sinks=config.sinks)
-    return _method(local.label, local.config, comparison)
+    return [_method("exact", EXACT.config, comparison), _method(local.label, local.config, comparison)]
 
 
 def first_methods(length: int) -> list[Method]:
     """Exact attention, the default, and the default without its far keys."""
-    config = shown_config(length)
-    exact = _method("exact", EXACT.config, EQUAL_READS)
-    return [exact, _method("default", config, EQUAL_READS), _local(config, EQUAL_READS)]
-
-
-def equal_methods(default: Record) -> list[Method]:
-    """A sliding window and a selection, both with sinks, that read no less than this record's default."""
-    reads = _reads_of(default)
-    return [_window(*reads, EQUAL_READS), _selection(*reads, EQUAL_READS)]
+    exact, local = _bounds(shown_config(length), EQUAL_READS)
+    return [exact, _method("default", shown_config(length), EQUAL_READS), local]
 
 
 def budget_methods(length: int) -> list[Method]:
     """Exact attention, the default without its far keys, and the default at several thresholds."""
     config = replace(shown_config(length), exact_until=0)
-    methods = [_method("exact", EXACT.config, BUDGETS), _local(config, BUDGETS)]
+    methods = _bounds(config, BUDGETS)
     for weight in MIN_WEIGHTS:
         label = f"default, min_weight=1/{round(1 / weight)}"
         methods.append(_method(label, replace(config, min_weight=weight), BUDGETS, "default"))
     return methods
 
 
-def other_budget_methods(defaults: Sequence[Record]) -> list[Method]:
-    """Methods that read as much as each of these records of the default, the most informative first."""
-    reads = [_reads_of(record) for record in defaults]
-    makers = (_window, _selection, _paper, _hyper)
-    return [make(*one, BUDGETS) for make in makers for one in reads]
+def matched_methods(default: Record, comparison: str) -> list[Method]:
+    """Methods that read no less than this record's default, the most informative first.
 
-
-def _reads_of(default: Record) -> tuple[int, Routed, float]:
-    """Length and configuration of a record of the default, and its reads per query."""
+    A sliding window and a selection, both with the default's sinks, the paper's algorithm with k-means, and
+    HyperAttention with the same sinks.
+    """
     name = "replaced_reads_per_query"
-    config = config_from_dict(default.config["method"]["config"])
+    config, reads = config_from_dict(default.config["method"]["config"]), default.results.get(name)
     if not isinstance(config, Routed):
         raise ValueError(f"record {default.key} must be one of the default, got {type(config).__name__}")
-    return int(default.config["n_tokens"]), config, number(default, default.results.get(name), name)
-
-
-def _window(length: int, config: Routed, reads: float, comparison: str) -> Method:
-    window = sliding_window(length, reads, config.sinks).config
-    label = f"sliding window, {window.to_dict()['window']}"
-    return _method(label, window, comparison, "sliding window + sinks")
-
-
-def _selection(length: int, config: Routed, reads: float, comparison: str) -> Method:
-    leaf = 2 * config.chunk_size  # the default reads two chunks too
-    top_k = _budget(length, leaf, reads, config.sinks)
-    selected = Selected("key-diff", top_k, sinks=config.sinks, remainder="none", min_seq_len=leaf)
-    return _method(f"selection, top {top_k}", selected, comparison, "selection + sinks")
-
-
-def _lsh(budget: int) -> Lsh:
+    length, leaf, sinks = int(default.config["n_tokens"]), config.chunk_size, config.sinks
+    reads = number(default, reads, name)
+    window: Any = sliding_window(length, reads, sinks).config
+    # the default reads two chunks too
+    top_k, budget = (smallest_selection(length, size, reads, sinks) for size in (2 * leaf, leaf))
+    selected = Selected("key-diff", top_k, sinks=sinks, remainder="none", min_seq_len=2 * leaf)
     half = max(1, budget // 2)
-    return Lsh(half, half, alignment="rank")
+    lsh = Lsh(half, half, alignment="rank")
+    paper = Selected.paper("kmeans", 2 * budget, inner=lsh, min_seq_len=leaf)
+    return [
+        _method(f"sliding window, {window.to_dict()['window']}", window, comparison, "sliding window + sinks"),
+        _method(f"selection, top {top_k}", selected, comparison, "selection + sinks"),
+        _method(f"paper: k-means, top {2 * budget}", paper, comparison, "paper: k-means"),
+        _method(f"HyperAttention, {2 * half}", Hyper(lsh, sinks, leaf), comparison, "HyperAttention + sinks"),
+    ]
 
 
-def _paper(length: int, config: Routed, reads: float, comparison: str) -> Method:
-    """The paper's algorithm with k-means, at about as many reads."""
-    leaf = config.chunk_size
-    budget = _budget(length, leaf, reads, config.sinks)
-    paper = Selected.paper("kmeans", 2 * budget, inner=_lsh(budget), min_seq_len=leaf)
-    return _method(f"paper: k-means, top {2 * budget}", paper, comparison, "paper: k-means")
-
-
-def _hyper(length: int, config: Routed, reads: float, comparison: str) -> Method:
-    """HyperAttention with the same sinks, at about as many reads."""
-    lsh = _lsh(_budget(length, config.chunk_size, reads, config.sinks))
-    hyper = Hyper(lsh, config.sinks, config.chunk_size)
-    return _method(f"HyperAttention, {2 * lsh.block_size}", hyper, comparison, "HyperAttention + sinks")
-
-
-def _budget(length: int, leaf: int, reads: float, sinks: int) -> int:
+def smallest_selection(length: int, leaf: int, reads: float, sinks: int) -> int:
     """The smallest selection that reads no less and has room for the sinks."""
     counts = range(sinks + 1, max(sinks + 2, length))
     place = bisect.bisect_left(counts, reads, key=lambda count: selected_reads(length, leaf, count))
@@ -292,32 +264,29 @@ def reads_row(
     """
     described = {**describe_window(language_model, window), "layers": list(layers)}
     method = {"label": "default", "config": config.to_dict(), "axes": {}}
-    measure = partial(_measure_reads, language_model, window, config, layers, seed)
+
+    def measure() -> Values:
+        n_query = min(N_QUERIES, len(window.tokens) // 4)
+        heads: list[list[int]] = []
+        reads: list[list[QueryReads]] = []
+        sinks = chunk = 0
+        for layer, inputs in layer_inputs(language_model, window, config, layers, n_query, seed).items():
+            by_head, sinks, chunk = layer_reads(inputs, config)
+            heads += [[layer, head] for head in by_head]
+            reads += by_head.values()
+        places = range(len(reads))
+        return {
+            "tokens": [language_model.tokenizer.decode([token]) for token in window.tokens.tolist()],
+            "first": len(window.tokens) - n_query,
+            "sinks": sinks,
+            "chunk": chunk,
+            "heads": heads,
+            "searching": max(places, key=lambda place: sum(query.far for query in reads[place]), default=None),
+            "smooth": max(places, key=lambda place: sum(query.centroids for query in reads[place]), default=None),
+            "reads": [[list(query) for query in head] for head in reads],
+        }
+
     return Row({"part": "reads", **described, "method": method}, seed, measure, cost=float(len(window.tokens)))
-
-
-def _measure_reads(
-    language_model: LanguageModel, window: Window, config: Routed, layers: Sequence[int], seed: int
-) -> Values:
-    n_query = min(N_QUERIES, len(window.tokens) // 4)
-    heads: list[list[int]] = []
-    reads: list[list[QueryReads]] = []
-    sinks = chunk = 0
-    for layer, inputs in layer_inputs(language_model, window, config, layers, n_query, seed).items():
-        by_head, sinks, chunk = layer_reads(inputs, config)
-        heads += [[layer, head] for head in by_head]
-        reads += by_head.values()
-    places = range(len(reads))
-    return {
-        "tokens": [language_model.tokenizer.decode([token]) for token in window.tokens.tolist()],
-        "first": len(window.tokens) - n_query,
-        "sinks": sinks,
-        "chunk": chunk,
-        "heads": heads,
-        "searching": max(places, key=lambda place: sum(query.far for query in reads[place]), default=None),
-        "smooth": max(places, key=lambda place: sum(query.centroids for query in reads[place]), default=None),
-        "reads": [[list(query) for query in head] for head in reads],
-    }
 
 
 def layer_inputs(

@@ -49,11 +49,6 @@ class PlantedModel:
         """`[n]` bool, True on the planted rows."""
         return self.groups > 0
 
-    @property
-    def group_size(self) -> int:
-        """Rows in a signal group, m."""
-        return group_size(self.epsilon)
-
 
 def group_size(epsilon: float) -> int:
     """`ceil(1 / epsilon)`, with 1 / 0.1 counted as 10."""
@@ -140,25 +135,14 @@ def counterexample_keys(
     return PlantedModel(keys[order], groups[order], torch.eye(d, dtype=torch.float64)[:half], 1.0, 0.0, 0.0)
 
 
-def leverage_scores(keys: Tensor) -> Tensor:
-    """Exact leverage `h_i = k_i^T (K^T K)^+ k_i` in float64, `[..., n, d] -> [..., n]`; sums to rank(K)."""
-    left, singular, _ = torch.linalg.svd(keys.double(), full_matrices=False)
-    largest = singular.amax(-1, keepdim=True)
-    kept = singular > largest * max(keys.shape[-2:]) * torch.finfo(torch.float64).eps
-    scores: Tensor = (left.square() * kept.unsqueeze(-2)).sum(-1)
-    return scores
-
-
 def lp_sensitivities(keys: Tensor, p: float) -> Tensor:
     """l_p sensitivities `sup_x |k_i^T x|^p / |K x|_p^p` through Lewis weights, `[..., n, d] -> [..., n]`.
 
     The weights solve `w_i^(2/p) = k_i^T (K^T W^(1 - 2/p) K)^+ k_i`, sum to rank(K), and bound the sensitivity from
-    above: by `w_i` for p <= 2 and by `d^(p/2 - 1) w_i` for p > 2. At p = 2 they are the leverage, exactly.
-    The fixed-point iteration contracts by `|1 - p/2|` a step, so it converges for 0 < p < 4 only; it stops when no
-    weight moves by more than 1e-6 of the largest.
+    above: by `w_i` for p <= 2 and by `d^(p/2 - 1) w_i` for p > 2. At p = 2 they are the exact leverage
+    `k_i^T (K^T K)^+ k_i`. The fixed-point iteration contracts by `|1 - p/2|` a step, so it converges for 0 < p < 4
+    only; it stops when no weight moves by more than 1e-6 of the largest.
     """
-    if p == 2:
-        return leverage_scores(keys)
     rows = keys.double()
     weights = torch.ones(rows.shape[:-1], dtype=torch.float64, device=rows.device)
     tiny = torch.finfo(torch.float64).tiny

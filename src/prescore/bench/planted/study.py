@@ -261,12 +261,12 @@ def _means(model: PlantedModel, labels: Tensor) -> Tensor:
 def leverage_claims(model: PlantedModel) -> list[Values]:
     """Lemma 1, Lemma 2 and Theorem 1, with their assumptions."""
     n, d = model.keys.shape
-    leverage = planted.leverage_scores(model.keys)
+    leverage = planted.lp_sensitivities(model.keys, 2.0)
     lowest, highest = float(leverage[model.signal].min()), float(leverage[~model.signal].max())
     sigma_min = float(torch.linalg.matrix_norm(model.keys.double(), ord=-2)) ** 2
     delta_1, delta_2 = planted.correlations(model)
     epsilon = model.epsilon
-    parallel = "rows of a group are parallel" if model.group_size > 1 else ""
+    parallel = "rows of a group are parallel" if planted.group_size(model.epsilon) > 1 else ""
     return [
         check("Lemma 1", "max noise leverage / eps", highest / epsilon, "<=", 1.0),
         check("Lemma 1, proof", "max noise leverage / (d / n)", highest * n / d, "<=", CONSTANT),
@@ -281,7 +281,7 @@ def leverage_claims(model: PlantedModel) -> list[Values]:
 def universal_set_claims(model: PlantedModel, *, n_queries: int, seed: int) -> list[Values]:
     """LevAttention's universal set: at rho, and as a cover of the heavy entries of quadratic attention."""
     n, d = model.keys.shape
-    leverage = planted.leverage_scores(model.keys)
+    leverage = planted.lp_sensitivities(model.keys, 2.0)
     rho = planted.universal_threshold(model)
     vacuous = "says nothing, d/rho >= n" if d / rho >= n else ""
     lowest = float(leverage[model.signal].min()) / rho
@@ -329,7 +329,7 @@ def centroid_claims(model: PlantedModel) -> list[Values]:
     """
     d, means = model.keys.shape[-1], _means(model, model.groups)
     signal = float((means[1:] - model.directions).norm(dim=-1).max())
-    signal *= model.group_size**0.5 / model.sigma_signal
+    signal *= planted.group_size(model.epsilon) ** 0.5 / model.sigma_signal
     noise = float(means[0].norm()) * int((~model.signal).sum()) ** 0.5 / model.sigma_noise
     claims = []
     for factor, words in ((1.0, ""), (d**0.5, " sqrt(d)")):

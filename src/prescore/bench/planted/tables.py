@@ -89,39 +89,19 @@ def verdict(checks: Sequence[Values]) -> tuple[str, str]:
 
 
 def planted_plot(records: Sequence[Record], setting: Setting, path: str | Path) -> None:
-    """Recall by method and rule in each reading, and the leverage of signal and noise."""
+    """Recall by method and rule in each reading."""
     recall = _recall(records, setting, "recall")
     labels = [method if rule == NO_RULE else f"{method}, {rule}" for method, rule in recall]
     methods = list(dict.fromkeys(method for method, _ in recall))
     colours = [COLOURS[methods.index(method) % len(COLOURS)] for method, _ in recall]
-    size = (15, 1.2 + 0.19 * len(recall))
-    with figure(path, size, ncols=4, width_ratios=(1, 1, 1, 0.9)) as (drawn, axes):
+    with figure(path, (12, 1.2 + 0.19 * len(recall)), ncols=3) as (drawn, axes):
         drawn.suptitle(f"Planted keys found, {describe_setting(setting)}")
-        for panel, (variant, title) in zip(axes[:3], VARIANTS.items(), strict=True):
+        for panel, (variant, title) in zip(axes, VARIANTS.items(), strict=True):
             values = [by_variant.get(variant, []) for by_variant in recall.values()]
             means = [statistics.fmean(seeds) if seeds else 0.0 for seeds in values]
             spreads = [statistics.stdev(seeds) if len(seeds) > 1 else 0.0 for seeds in values]
             bars(panel, labels if panel is axes[0] else [""] * len(labels), means, spreads, colours)
             panel.set(title=title, xlabel="recall", xlim=(0, 1.15))
-        _leverage_panel(axes[3], records, setting)
-
-
-def _leverage_panel(axes: Any, records: Sequence[Record], setting: Setting) -> None:
-    lines = (("Lemma 1", "highest noise", COLOURS[1], -0.1), ("Lemma 2", "lowest signal", COLOURS[0], 0.1))
-    for claim, words, colour, offset in lines:
-        points = [
-            (("normalized", "small-noise").index(record.config["reading"]) + offset, check["measured"])
-            for record in records
-            if record.config.get("topic") == "leverage" and _setting(record) == setting
-            for check in record.results["checks"]
-            if check["claim"] == claim
-        ]
-        axes.plot(*zip(*points, strict=True), "o", alpha=0.6, color=colour, label=words)
-    axes.axhline(1.0, color="#444444", linewidth=1, linestyle="--")
-    axes.annotate("eps", (1.45, 1.0), (0, 3), textcoords="offset points", fontsize=8, ha="right")
-    axes.set(title="leverage / eps, one dot per seed", yscale="log", xlim=(-0.5, 1.5))
-    axes.set_xticks([0, 1], ["every row\nnormalised", "small noise"])
-    axes.legend(loc="lower left")
 
 
 def _setting(record: Record) -> Setting:

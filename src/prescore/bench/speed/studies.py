@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -70,6 +69,12 @@ RANKS = (2, 4)
 LAYER = {"query_heads": 14, "kv_heads": 2}
 """Heads of the random layer of the studies parts and steps."""
 
+STUDIES = ("lengths", "top-k", "clusters", "decode", "scoring", "short", "heads", "parts", "steps", "parallel")
+DEFAULT_STUDIES = STUDIES[:6]
+_METHOD_FIELDS = "heads dim dtype repeats top_k min_seq_len methods memory"
+
+Measure = Callable[..., Values]
+
 
 @dataclass(frozen=True)
 class Run:
@@ -93,26 +98,6 @@ class Run:
     saved: Sequence[SavedHeads] = ()
     seed: int = 0
 
-    @property
-    def longest(self) -> int:
-        """Length of the studies that have one."""
-        return min(max(self.lengths), LONG)
-
-    @property
-    def rounds(self) -> int:
-        """Rounds of calls that take little time."""
-        return max(int(self.settings["repeats"]), FEWEST_ROUNDS)
-
-    def row(self, study: str, measure: Callable[[Values, int], Values], names: str, **own: Any) -> Row:
-        """A row with the settings `names` and its own fields; a setting `heads=None` depends on the length."""
-        shared = {name: self.settings[name] for name in names.split()}
-        if "heads" in shared and shared["heads"] is None:
-            shared["heads"] = HEADS if own["n"] <= LONG else LONG_HEADS
-        config = {"study": study, **shared, **own}
-        cost = config["n"] if study in ("decode", "steps") else config["n"] ** 2 / 8192
-        cost *= 3.5 if own.get("backward") else 1.0
-        return Row(config, self.seed, partial(measure, config, self.seed), cost)
-
 
 def plan_rows(run: Run, studies: Sequence[str]) -> list[Row]:
     """All rows of the named studies; what cannot be measured is refused here."""
@@ -125,7 +110,69 @@ def plan_rows(run: Run, studies: Sequence[str]) -> list[Row]:
             raise ValueError("--heads must be a directory of saved heads for --study heads, got none")
         if True not in run.causal or False not in run.backward:
             raise ValueError("--heads must come with causal and forward, got another choice")
-    return [row for name, study in STUDIES.items() if name in studies for row in study(run)]
+    return [
+        _row(run, study, *planned) for study in STUDIES if study in studies for planned in plan_study(run, study)
+    ]
+
+
+def plan_study(run: Run, study: str) -> Iterator[tuple[Measure, str, Values]]:
+    """What measures each row of a study, the shared settings that it has, and its own fields."""
+    longest, rounds = min(max(run.lengths), LONG), max(int(run.settings["repeats"]), FEWEST_ROUNDS)
+    both = (False, True)
+    if study == "lengths":
+        for causal, backward, n in itertools.product(run.causal, run.backward, run.lengths):
+            own: Values = {"n": n, "causal": causal, "backward": backward, "n_clusters": None}
+            yield measure_methods, _METHOD_FIELDS, own
+    elif study in ("top-k", "clusters"):
+        name, values = ("n_clusters", CLUSTERS) if study == "clusters" else ("top_k", TOP_K)
+        for value in values if study == "clusters" else [top_k for top_k in values if top_k < longest]:
+            own = {"n": longest, "causal": False, "backward": False, "n_clusters": None, name: value}
+            yield measure_methods, _METHOD_FIELDS, own
+    elif study == "short":  # exact attention through `prescored_attention` shows what its checks cost
+        chosen = SHORT if run.n is None else [n for n in run.n if n <= SHORT[-1]]
+        own = {"methods": ["Exact()", "default"], "repeats": rounds, "min_seconds": SHORT_SECONDS}
+        for causal, backward, n in itertools.product(both, both, chosen):
+            kind = {"n": n, "causal": causal, "backward": backward}
+            yield measure_methods, "heads dim dtype top_k min_seq_len", {**own, **kind}
+    elif study == "scoring":
+        yield measure_scoring, "heads dim", {"n": longest, "repeats": rounds}
+    elif study == "decode":
+        for n in [max(run.lengths)] if run.n is not None else sorted({8192, max(run.lengths)}):
+            own = {"n": n, "heads": run.settings["heads"] or HEADS, "steps": DECODE_STEPS}
+            yield measure_decode, "top_k dim", own
+    elif study == "parallel":
+        short = [n for n in run.lengths if n <= LONG]
+        for causal, backward, n, ranks in itertools.product(run.causal, run.backward, short, RANKS):
+            if n % ranks:
+                raise ValueError(f"--n must be a multiple of the {ranks} ranks, got {n}")
+            own = {"n": n, "ranks": ranks, "causal": causal, "backward": backward}
+            yield measure_parallel, "heads dim dtype repeats top_k min_seq_len", own
+    elif study == "heads":
+        for saved, n in heads_at_lengths(run.saved, run.n):
+            own = {"n": n, "heads": saved.name, "digest": saved.digest}
+            yield partial(measure_methods, saved=saved), "methods dtype repeats top_k min_seq_len memory", own
+    else:  # parts and steps, on one causal layer: the saved ones, or random ones where none are given
+        measure = measure_parts if study == "parts" else measure_steps
+        repeats = {"repeats": rounds if study == "parts" else ROUTED_STEPS}
+        for n in () if run.saved else [longest] if study == "parts" else run.n or STEP_LENGTHS:
+            own = {"n": n, "heads": None, "digest": None, "dim": run.settings["dim"], **LAYER, **repeats}
+            yield measure, "dtype memory", own
+        for saved, n in heads_at_lengths(run.saved, run.n):
+            (_, query_heads, _, dim), (_, kv_heads, _, _), _ = saved.shapes
+            own = {"n": n, "heads": saved.name, "digest": saved.digest, "dim": dim, **repeats}
+            own |= {"query_heads": query_heads, "kv_heads": kv_heads}
+            yield partial(measure, saved=saved), "dtype memory", own
+
+
+def _row(run: Run, study: str, measure: Measure, names: str, own: Values) -> Row:
+    """A row with the settings `names` and its own fields; a setting `heads=None` depends on the length."""
+    shared = {name: run.settings[name] for name in names.split()}
+    if "heads" in shared and shared["heads"] is None:
+        shared["heads"] = HEADS if own["n"] <= LONG else LONG_HEADS
+    config = {"study": study, **shared, **own}
+    cost = config["n"] if study in ("decode", "steps") else config["n"] ** 2 / 8192
+    cost *= 3.5 if own.get("backward") else 1.0
+    return Row(config, run.seed, partial(measure, config, run.seed), cost)
 
 
 def method_config(name: str, config: Values) -> Config:
@@ -142,40 +189,24 @@ def method_config(name: str, config: Values) -> Config:
     return Selected.paper(scorer(**clusters), config["top_k"], min_seq_len=config["min_seq_len"])
 
 
-# Whole calls: lengths, top-k, clusters, short and heads.
-
-_METHOD_FIELDS = "heads dim dtype repeats top_k min_seq_len methods memory"
-
-
-def lengths(run: Run) -> Iterator[Row]:
-    """Every method at every length."""
-    for causal, backward, n in itertools.product(run.causal, run.backward, run.lengths):
-        own = {"n": n, "causal": causal, "backward": backward, "n_clusters": None}
-        yield run.row("lengths", measure_methods, _METHOD_FIELDS, **own)
+def _inputs(config: Values, seed: int, saved: SavedHeads | None) -> tuple[Inputs, float | None]:
+    """Query, key and value, saved or random, and their scale."""
+    if saved is not None:
+        return saved.inputs(config["n"], config["dtype"]), saved.scale
+    heads = config["query_heads"] if "query_heads" in config else config["heads"]
+    sizes = {"kv_heads": config.get("kv_heads"), "dtype": config.get("dtype", "float32"), "seed": seed}
+    return random_inputs(config["n"], heads, config["dim"], **sizes), None
 
 
-def sweep(run: Run, study: str, field: str, values: Sequence[int]) -> Iterator[Row]:
-    """Every method against one field, full, forward."""
-    for value in values:
-        own = {"n": run.longest, "causal": False, "backward": False, "n_clusters": None, field: value}
-        yield run.row(study, measure_methods, _METHOD_FIELDS, **own)
+def _exact(inputs: Inputs, causal: bool, scale: float | None) -> Tensor:
+    grouped = inputs[0].shape[1] != inputs[1].shape[1]
+    return scaled_dot_product_attention(*inputs, is_causal=causal, scale=scale, enable_gqa=grouped)
 
 
-def short(run: Run) -> Iterator[Row]:
-    """Short inputs: exact attention through `prescored_attention` shows what its checks cost."""
-    own: Values = {"methods": ["Exact()", "default"], "repeats": run.rounds, "min_seconds": SHORT_SECONDS}
-    chosen = SHORT if run.n is None else [n for n in run.n if n <= SHORT[-1]]
-    for causal, backward, n in itertools.product((False, True), (False, True), chosen):
-        names = "heads dim dtype top_k min_seq_len"
-        yield run.row("short", measure_methods, names, n=n, causal=causal, backward=backward, **own)
-
-
-def saved_heads(run: Run) -> Iterator[Row]:
-    """Every method on saved heads of a model, causal, forward."""
-    for saved, n in heads_at_lengths(run.saved, run.n):
-        names = "methods dtype repeats top_k min_seq_len memory"
-        measure = partial(measure_methods, saved=saved)
-        yield run.row("heads", measure, names, n=n, heads=saved.name, digest=saved.digest)
+def relative_error(output: Tensor, wanted: Tensor) -> float:
+    """`|output - wanted|^2 / |wanted|^2`."""
+    wide = wanted.double()
+    return float((output.double() - wide).square().sum() / wide.square().sum().clamp_min(1e-300))
 
 
 def measure_methods(config: Values, seed: int, saved: SavedHeads | None = None) -> Values:
@@ -185,17 +216,13 @@ def measure_methods(config: Values, seed: int, saved: SavedHeads | None = None) 
     squared error of the layer's output against exact attention.
     """
     causal, backward = config.get("causal", True), config.get("backward", False)
-    if saved is None:
-        inputs, scale = _random(config, seed), None
-    else:
-        inputs, scale = saved.inputs(config["n"], config["dtype"]), saved.scale
+    inputs, scale = _inputs(config, seed, saved)
     for tensor in inputs:
         tensor.requires_grad_(backward)
+    kind: Values = {"is_causal": causal, "scale": scale}
     configs = {name: method_config(name, config) for name in config["methods"]}
     calls = {EXACT: partial(_exact, inputs, causal, scale)}
-    for name, method in configs.items():
-        calls[name] = partial(prescored_attention, *inputs, method, is_causal=causal, scale=scale)
-    kind: Values = {"is_causal": causal, "scale": scale}
+    calls |= {name: partial(prescored_attention, *inputs, method, **kind) for name, method in configs.items()}
     place = f"at n = {config['n']}" if saved is None else f"on {saved.name}"
     with torch.no_grad():
         exact = calls[EXACT]()
@@ -203,63 +230,36 @@ def measure_methods(config: Values, seed: int, saved: SavedHeads | None = None) 
         for name, method in configs.items():  # the same calls are timed
             output = calls[name]()
             checked = check_method(f"{name} {place}", inputs, method, output, **kind, from_model=saved is not None)
-            results[name] = {**checked, **_call_stats(inputs, method, **kind)}
+            stats = prescored_attention(*inputs, method, **kind, return_aux=True)[1].stats
+            routed_share = 1 - (stats.exact_queries or 0) / config["n"]
+            total = sum(stats.seconds.values())
+            results[name] = {
+                **checked,
+                "reads_per_query": stats.keys_per_query + stats.centroids_per_query,
+                "keys_compared_per_query": (stats.keys_compared or 0.0) * routed_share,
+                "stage_seconds": dict(stats.seconds),
+                "shares": {stage: spent / total for stage, spent in stats.seconds.items()},
+            }
             if saved is not None:
-                results[name]["error"] = relative_error(output, exact)
                 heads = zip(output.unbind(1), exact.unbind(1), strict=True)
+                results[name]["error"] = relative_error(output, exact)
                 results[name]["head_errors"] = [relative_error(*pair) for pair in heads]
     times = time_calls(calls, config["repeats"], backward=backward, min_seconds=config.get("min_seconds", 0.0))
+    visible = (config["n"] + 1) / 2 if causal else config["n"]
     for name, entry in results.items():
         entry.update(times[name])
         if name != EXACT:
-            visible = (config["n"] + 1) / 2 if causal else config["n"]
             entry["speedup_bound"] = visible / max(entry["reads_per_query"], 1.0)
             entry["share_of_bound"] = entry["speedup"] / entry["speedup_bound"]
             entry["scoring_of_exact"] = entry["stage_seconds"].get("scoring", 0.0) / times[EXACT]["seconds"]
     return {"shape": [list(tensor.shape) for tensor in inputs], "methods": results}
 
 
-def relative_error(output: Tensor, wanted: Tensor) -> float:
-    """`|output - wanted|^2 / |wanted|^2`."""
-    wide = wanted.double()
-    return float((output.double() - wide).square().sum() / wide.square().sum().clamp_min(1e-300))
-
-
-def _exact(inputs: Inputs, causal: bool, scale: float | None) -> Tensor:
-    grouped = inputs[0].shape[1] != inputs[1].shape[1]
-    return scaled_dot_product_attention(*inputs, is_causal=causal, scale=scale, enable_gqa=grouped)
-
-
-def _random(config: Values, seed: int) -> Inputs:
-    return random_inputs(config["n"], config["heads"], config["dim"], dtype=config["dtype"], seed=seed)
-
-
-def _call_stats(inputs: Inputs, config: Config, **kind: Any) -> Values:
-    """What a query reads and compares on average, seconds by stage, and the stages' shares."""
-    stats = prescored_attention(*inputs, config, **kind, return_aux=True)[1].stats
-    total = sum(stats.seconds.values())
-    routed_share = 1 - (stats.exact_queries or 0) / inputs[0].shape[2]
-    return {
-        "reads_per_query": stats.keys_per_query + stats.centroids_per_query,
-        "keys_compared_per_query": (stats.keys_compared or 0.0) * routed_share,
-        "stage_seconds": dict(stats.seconds),
-        "shares": {stage: spent / total for stage, spent in stats.seconds.items()},
-    }
-
-
-# Scorers alone.
-
-
-def scoring(run: Run) -> Iterator[Row]:
-    """Every scorer against exact full attention."""
-    yield run.row("scoring", measure_scoring, "heads dim", n=run.longest, repeats=run.rounds)
-
-
 @torch.no_grad()
 def measure_scoring(config: Values, seed: int) -> Values:
     """Times of exact full attention and of every scorer on the same keys."""
-    inputs = random_inputs(config["n"], config["heads"], config["dim"], seed=seed)
-    calls: dict[str, Callable[[], Tensor]] = {EXACT: partial(scaled_dot_product_attention, *inputs)}
+    inputs, _ = _inputs(config, seed, None)
+    calls: dict[str, Callable[[], Tensor]] = {EXACT: partial(_exact, inputs, False, None)}
     for name, scorer in SCORERS.items():
         calls[name] = partial(score, inputs[1], scorer)
         scores = calls[name]()
@@ -268,30 +268,19 @@ def measure_scoring(config: Values, seed: int) -> Values:
     return {"methods": time_calls(calls, config["repeats"])}
 
 
-# Single decode steps.
-
-
-def decode(run: Run) -> Iterator[Row]:
-    """One step over selected keys against one over the full cache."""
-    longest = max(run.lengths)
-    for n in [longest] if run.n is not None else sorted({8192, longest}):
-        heads = run.settings["heads"] or HEADS
-        yield run.row("decode", measure_decode, "top_k dim", n=n, heads=heads, steps=DECODE_STEPS)
-
-
 @torch.no_grad()
 def measure_decode(config: Values, seed: int) -> Values:
     """Seconds of a decode step over the selected keys, and exactly over the full cache."""
-    query, key, value = random_inputs(config["n"], config["heads"], config["dim"], seed=seed)
+    (query, key, value), _ = _inputs(config, seed, None)
     query = query[:, :, -1:]
     method = Selected.paper("kmeans", config["top_k"], inner=Exact())
     state = SelectionState.select(key, value, None, method)
-    wanted = prescored_attention(query, key, value, method)
-    checked = check_output(f"a decode step at n = {config['n']}", state.attend(query, None), wanted)
     calls = {
-        EXACT: partial(scaled_dot_product_attention, query, key, value),
+        EXACT: partial(_exact, (query, key, value), False, None),
         "selected": partial(state.attend, query, None),
     }
+    wanted = prescored_attention(query, key, value, method)
+    checked = check_output(f"a decode step at n = {config['n']}", calls["selected"](), wanted)
     times = time_calls(calls, config["steps"])
     return {
         **{field: {name: entry[field] for name, entry in times.items()} for field in ("seconds", "spread")},
@@ -301,92 +290,50 @@ def measure_decode(config: Values, seed: int) -> Values:
     }
 
 
-def parts(run: Run) -> Iterator[Row]:
-    """Parts of a routed call."""
-    yield from _layer_rows(run, "parts", [run.longest], run.rounds)
-
-
-def steps(run: Run) -> Iterator[Row]:
-    """Routed decode steps, token by token."""
-    yield from _layer_rows(run, "steps", STEP_LENGTHS if run.n is None else run.n, ROUTED_STEPS)
-
-
-def _layer_rows(run: Run, study: str, random: Sequence[int], repeats: int) -> Iterator[Row]:
-    """Rows of one causal layer each: the saved ones, or random ones where none are given."""
-    fields: Values = {"repeats": repeats, "heads": None, "digest": None, "dim": run.settings["dim"], **LAYER}
-    for n in random if not run.saved else ():
-        yield run.row(study, partial(measure_layer, saved=None), "dtype memory", **fields, n=n)
-    for saved, n in heads_at_lengths(run.saved, run.n):
-        (_, query_heads, _, dim), (_, kv_heads, _, _), _ = saved.shapes
-        fields |= {"heads": saved.name, "digest": saved.digest, "dim": dim}
-        fields |= {"query_heads": query_heads, "kv_heads": kv_heads}
-        yield run.row(study, partial(measure_layer, saved=saved), "dtype memory", **fields, n=n)
-
-
-def measure_layer(config: Values, seed: int, *, saved: SavedHeads | None) -> Values:
-    """The study `parts` or `steps` on one layer."""
-    n, dtype, scale = config["n"], config["dtype"], config["dim"] ** -0.5
-    if saved is None:
-        sizes = {"kv_heads": config["kv_heads"], "dtype": dtype, "seed": seed}
-        inputs = random_inputs(n, config["query_heads"], config["dim"], **sizes)
-    else:
-        inputs, scale = saved.inputs(n, dtype), scale if saved.scale is None else saved.scale
-    if config["study"] == "parts":
-        return measure_parts(inputs, scale, config["repeats"], from_model=saved is not None)
-    return measure_steps(inputs, scale, config["repeats"])
-
-
 @torch.no_grad()
-def measure_parts(inputs: Inputs, scale: float, repeats: int, *, from_model: bool) -> Values:
+def measure_parts(config: Values, seed: int, saved: SavedHeads | None = None) -> Values:
     """Seconds, multiply-adds and their rate for the parts of a causal call of `Routed()`.
 
     Parts are differences of calls with less to do: the queries before `exact_until` alone, one query (the key
     index), and no search (`min_weight=1`).
     """
-    config, (query, key, value) = Routed(), inputs
-    n, both = query.shape[2], key.shape[3] + value.shape[3]
-    start = max(config.exact_until, config.sinks + 2 * config.chunk_size)
+    inputs, scale = _inputs(config, seed, saved)
+    default, (query, key, value) = Routed(), inputs
+    n, n_heads, both = query.shape[2], query.shape[1], key.shape[3] + value.shape[3]
+    start = max(default.exact_until, default.sinks + 2 * default.chunk_size)
     if n <= start:
         raise ValueError(f"n must be more than {start}, where routing starts, got {n}")
-    no_search = config.replace(min_weight=1.0)
-    first, last = [tensor[:, :, :start] for tensor in inputs], [query[:, :, -1:], key, value]
-    attend = partial(prescored_attention, is_causal=True, scale=scale)
+    no_search = default.replace(min_weight=1.0)
+    kind: Values = {"is_causal": True, "scale": scale}
+    attend = partial(prescored_attention, **kind)
     calls = {
         EXACT: partial(_exact, inputs, True, scale),
-        "call": partial(attend, *inputs, config),
-        "exact queries": partial(attend, *first, config),
+        "call": partial(attend, *inputs, default),
+        "exact queries": partial(attend, *(tensor[:, :, :start] for tensor in inputs), default),
         "no search": partial(attend, *inputs, no_search),
-        "index": partial(attend, *last, no_search),
+        "index": partial(attend, query[:, :, -1:], key, value, no_search),
     }
-    kind: Values = {"is_causal": True, "scale": scale}
     check_exact("exact attention", inputs, calls[EXACT](), **kind)
-    check_method("the default", inputs, config, calls["call"](), **kind, from_model=from_model)
-    spent = {name: entry["seconds"] for name, entry in time_calls(calls, repeats).items()}
-    stats = prescored_attention(*inputs, config, **kind, return_aux=True)[1].stats
+    check_method("the default", inputs, default, calls["call"](), **kind, from_model=saved is not None)
+    spent = {name: entry["seconds"] for name, entry in time_calls(calls, config["repeats"]).items()}
+    stats = prescored_attention(*inputs, default, **kind, return_aux=True)[1].stats
     n_exact, n_reads = start * (start + 1) / 2, n * (stats.keys_per_query + stats.centroids_per_query)
     n_compared, n_far = ((n - start) * (number or 0.0) for number in (stats.keys_compared, stats.far_keys_read))
-    n_heads = query.shape[1]
+    took_and_work = {
+        "exact queries": (spent["exact queries"], n_exact * both),
+        "index": (spent["index"], 0.0),  # its work is not counted
+        "local and centroids": (
+            spent["no search"] - spent["index"] - spent["exact queries"],
+            (n_reads - n_far - n_exact) * both,
+        ),
+        "search and keys": (spent["call"] - spent["no search"], n_compared * key.shape[3] + n_far * both),
+    }
     exact_total = n_heads * n * (n + 1) / 2 * both
     exact_rate = exact_total / spent[EXACT]
-    no_far = spent["no search"] - spent["index"] - spent["exact queries"]
     parts: dict[str, Values] = {}
-    for name, took, work in (
-        ("exact queries", spent["exact queries"], n_heads * (n_exact * both)),
-        ("index", spent["index"], 0.0),  # not counted
-        ("local and centroids", no_far, n_heads * ((n_reads - n_far - n_exact) * both)),
-        (
-            "search and keys",
-            spent["call"] - spent["no search"],
-            n_heads * (n_compared * key.shape[3] + n_far * both),
-        ),
-    ):
-        rate = work / took / exact_rate if work and took > 0 else None
-        parts[name] = {
-            "seconds": took,
-            "share": took / spent["call"],
-            "multiply_adds": work,
-            "of_exact_rate": rate,
-        }
+    for name, (took, work) in took_and_work.items():
+        parts[name] = {"seconds": took, "share": took / spent["call"], "multiply_adds": n_heads * work}
+        parts[name]["of_exact_rate"] = n_heads * work / took / exact_rate if work and took > 0 else None
     total = sum(part["multiply_adds"] for part in parts.values())
     return {
         "exact_seconds": spent[EXACT],
@@ -400,66 +347,61 @@ def measure_parts(inputs: Inputs, scale: float, repeats: int, *, from_model: boo
 
 
 @torch.no_grad()
-def measure_steps(inputs: Inputs, scale: float, n_steps: int) -> Values:
+def measure_steps(config: Values, seed: int, saved: SavedHeads | None = None) -> Values:
     """Seconds of one step, at each of the last positions; the first step builds the index and is timed apart.
 
     Exact attention is timed with grouped heads, and packed: the heads of a group as queries of one KV head, which
     reads every key once.
     """
-    n, config, decoder = inputs[0].shape[2], Routed(), LayerCache()
+    (query, key, value), scale = _inputs(config, seed, saved)
+    n, n_steps, decoder = config["n"], config["repeats"], LayerCache()
     if n <= n_steps:
         raise ValueError(f"n must be more than the {n_steps} steps, got {n}")
-    index_seconds, _ = timed(partial(_routed_step, decoder, _newest(inputs, n - n_steps), config, scale))
     times: dict[str, list[float]] = {EXACT: [], "packed": [], "routed": []}
     outputs: dict[str, list[Tensor]] = {EXACT: [], "routed": []}
-    reads, paths = [], set()
-    for position in range(n - n_steps, n):
-        newest = _newest(inputs, position + 1)
+    reads, paths = [], []
+    for n_keys in range(n - n_steps, n + 1):
+        newest = query[:, :, n_keys - 1 : n_keys], key[:, :, :n_keys], value[:, :, :n_keys]
         times["packed"].append(seconds(partial(packed_step, newest, scale)))
         spent, exact = timed(partial(_exact, newest, False, scale))
         times[EXACT].append(spent)
-        spent, (output, n_reads, path) = timed(partial(_routed_step, decoder, newest, config, scale))
+        spent, (output, n_reads, path) = timed(partial(_routed_step, decoder, newest, scale))
         times["routed"].append(spent)
         outputs[EXACT].append(exact)
         outputs["routed"].append(output)
         reads.append(n_reads)
-        paths.add(path)
+        paths.append(path)
     # a step is a query of the full call
     checked = check_method(
-        f"a routed step at n = {n}", newest, config, output, is_causal=True, scale=scale, from_model=True
+        f"a routed step at n = {n}", newest, Routed(), output, is_causal=True, scale=scale, from_model=True
     )
-    median = {name: statistics.median(spent) for name, spent in times.items()}
+    routed, wanted = (torch.cat(outputs[name][1:], 2) for name in ("routed", EXACT))
+    median = {name: statistics.median(spent[1:]) for name, spent in times.items()}
     return {
         "seconds": median,
-        "mean_seconds": {name: statistics.fmean(spent) for name, spent in times.items()},
-        "spread": {name: max(spent) - min(spent) for name, spent in times.items()},
-        "index_seconds": index_seconds,
-        "path": sorted(paths),
-        "reads_per_query": statistics.fmean(reads),
+        "mean_seconds": {name: statistics.fmean(spent[1:]) for name, spent in times.items()},
+        "spread": {name: max(spent[1:]) - min(spent[1:]) for name, spent in times.items()},
+        "index_seconds": times["routed"][0],
+        "path": sorted(set(paths[1:])),
+        "reads_per_query": statistics.fmean(reads[1:]),
         "speedup": median[EXACT] / median["routed"],
         "speedup_packed": median["packed"] / median["routed"],
-        "error": relative_error(torch.cat(outputs["routed"], 2), torch.cat(outputs[EXACT], 2)),
+        "error": relative_error(routed, wanted),
         "mismatched_queries": checked["mismatched_queries"],
     }
 
 
-def _newest(inputs: Inputs, n_keys: int) -> Inputs:
-    """The newest query of `n_keys` positions, and views of their keys and values."""
-    query, key, value = inputs
-    return query[:, :, n_keys - 1 : n_keys], key[:, :, :n_keys], value[:, :, :n_keys]
-
-
-def packed_step(newest: Inputs, scale: float) -> Tensor:
+def packed_step(newest: Inputs, scale: float | None) -> Tensor:
     """Exact attention of one query with the heads of a group as queries of their KV head."""
     query, key, value = newest
     packed = query.unflatten(1, (key.shape[1], -1)).squeeze(3)
     return scaled_dot_product_attention(packed, key, value, scale=scale).flatten(1, 2)[:, :, None]
 
 
-def _routed_step(decoder: LayerCache, newest: Inputs, config: Routed, scale: float) -> tuple[Tensor, float, str]:
+def _routed_step(decoder: LayerCache, newest: Inputs, scale: float | None) -> tuple[Tensor, float, str]:
     """Output, keys and centroids read, and the path of a step, as a layer with a cache takes it."""
     query, key, value = newest
-    step = decoder.step(query, CachedKeys(key, value, None, key.shape[2]), Request(config, scale))
+    step = decoder.step(query, CachedKeys(key, value, None, key.shape[2]), Request(Routed(), scale))
     if step.result is None:
         return _exact(newest, False, scale), float(key.shape[2]), step.path
     return step.result.output, sum(step.result.count_reads()), step.path
@@ -468,34 +410,12 @@ def _routed_step(decoder: LayerCache, newest: Inputs, config: Routed, scale: flo
 # Context parallel: a row starts as many processes on this machine as it has ranks.
 
 
-def parallel(run: Run) -> Iterator[Row]:
-    """Bytes and times of several ranks."""
-    kinds = itertools.product(run.causal, run.backward, [n for n in run.lengths if n <= LONG], RANKS)
-    for causal, backward, n, ranks in kinds:
-        if n % ranks:
-            raise ValueError(f"--n must be a multiple of the {ranks} ranks, got {n}")
-        own = {"n": n, "ranks": ranks, "causal": causal, "backward": backward}
-        yield run.row("parallel", measure_parallel, "heads dim dtype repeats top_k min_seq_len", **own)
-
-
-def parallel_configs(config: Values) -> dict[str, Config]:
-    """What is compared; all-gather is exact attention over gathered keys, and a ring sends as many bytes."""
-    return {
-        "all-gather": Exact(),
-        "selected": Selected(top_k=config["top_k"], min_seq_len=config["min_seq_len"]),
-        "paper": Selected.paper("kmeans", config["top_k"], min_seq_len=config["min_seq_len"]),
-        "hyper": Hyper.published(min_seq_len=config["min_seq_len"]),
-        "default": Routed(),
-    }
-
-
 def measure_parallel(config: Values, seed: int) -> Values:
     """Bytes sent and seconds of every configuration, of the rank with the most of each."""
+    ranks = config["ranks"]
     with tempfile.TemporaryDirectory() as folder:
-        threads = max(1, torch.get_num_threads() // config["ranks"])
-        start_processes(
-            _run_rank, args=(config, seed, folder, threads), nprocs=config["ranks"], start_method="spawn"
-        )
+        threads = max(1, torch.get_num_threads() // ranks)
+        start_processes(_run_rank, args=(config, seed, folder, threads), nprocs=ranks, start_method="spawn")
         by_rank = [json.loads(path.read_text()) for path in sorted(Path(folder).glob("rank*.json"))]
     methods: Values = {}
     for name, entry in by_rank[0].items():
@@ -509,12 +429,20 @@ def measure_parallel(config: Values, seed: int) -> Values:
 
 
 def _run_rank(rank: int, config: Values, seed: int, folder: str, threads: int) -> None:
+    """Every configuration on one rank; all-gather is exact attention, and a ring sends as many bytes."""
     torch.set_num_threads(threads)
+    sizes = {"min_seq_len": config["min_seq_len"]}
+    methods: dict[str, Config] = {
+        "all-gather": Exact(),
+        "selected": Selected(top_k=config["top_k"], **sizes),
+        "paper": Selected.paper("kmeans", config["top_k"], **sizes),
+        "hyper": Hyper.published(**sizes),
+        "default": Routed(),
+    }
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=config["ranks"])
     try:
         group = as_group(dist.group.WORLD)
-        inputs = _random(config, seed)
-        methods = parallel_configs(config)
+        inputs, _ = _inputs(config, seed, None)
         results = {name: _measure_on_ranks(config, method, group, inputs) for name, method in methods.items()}
         (Path(folder) / f"rank{rank}.json").write_text(json.dumps(results))
         dist.barrier()
@@ -546,18 +474,3 @@ def _measure_on_ranks(config: Values, method: Config, group: Group, inputs: Inpu
         "seconds": statistics.median(times),
         "mismatched_queries": checked["mismatched_queries"],
     }
-
-
-STUDIES: dict[str, Callable[[Run], Iterator[Row]]] = {
-    "lengths": lengths,
-    "top-k": lambda run: sweep(run, "top-k", "top_k", [top_k for top_k in TOP_K if top_k < run.longest]),
-    "clusters": lambda run: sweep(run, "clusters", "n_clusters", CLUSTERS),
-    "decode": decode,
-    "scoring": scoring,
-    "short": short,
-    "heads": saved_heads,
-    "parts": parts,
-    "steps": steps,
-    "parallel": parallel,
-}
-DEFAULT_STUDIES = tuple(STUDIES)[:6]

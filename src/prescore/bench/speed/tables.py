@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from prescore.bench.plots import COLOURS, figure, powers_of_two
 from prescore.bench.records import Record, Values
@@ -21,145 +21,61 @@ _LABELS = {
 }
 _ERROR = "error = relative squared error of the layer's output against exact attention"
 
-
-class Entry(NamedTuple):
-    """What a row of a table shows: a record's settings, a name (of a method or a part) and its results."""
-
-    config: Values
-    name: str
-    results: Values
-
-
-class Spec(NamedTuple):
-    """A table whose rows are the entries of a study; `columns` are names of `CELLS`, separated by `|`."""
-
-    title: str
-    columns: str
-    entries: Callable[[Record], Iterator[Entry]]
-    note: str = ""
-    left: int = 1
-
-
-def kind(config: Values) -> str:
-    """What tables and plots call a (causal, backward) pair."""
-    passes = "forward + backward" if config["backward"] else "forward"
-    return f"{'causal' if config['causal'] else 'full'}, {passes}"
-
-
-def time(entry: Values) -> str:
-    """A median, and the distance between the slowest and the fastest round where it is known."""
-    spread = f" ± {as_text(1e3 * entry['spread'], 2)}" if "spread" in entry else ""
-    return f"{as_text(1e3 * entry['seconds'])}{spread} ms"
-
-
-def layer(config: Values) -> str:
-    """Name and length of saved heads."""
-    return f"{config['heads'] or 'random'} {config['n']}"
-
-
-def milliseconds(entry: Entry, name: str) -> str:
-    """One of the times of a decode step."""
-    return f"{1e3 * entry.results['seconds'][name]:.3f} ms"
-
-
-def count(entry: Entry, name: str) -> str:
-    """A mean count without decimals; a dash where it is missing."""
-    return f"{entry.results[name]:.0f}" if name in entry.results else MISSING
-
-
-CELLS: dict[str, Callable[[Entry], str]] = {
-    "": lambda e: kind(e.config),
-    "n": lambda e: str(e.config["n"]),
-    "ranks": lambda e: str(e.config["ranks"]),
-    "layer": lambda e: layer(e.config),
-    "method": lambda e: e.name,
-    "part": lambda e: e.name,
-    "path": lambda e: ", ".join(e.results["path"]),
-    "exchange": lambda e: e.results["exchange"],
-    "time": lambda e: time(e.results),
-    "exact": lambda e: milliseconds(e, EXACT),
-    "exact, packed": lambda e: milliseconds(e, "packed"),
-    "selected": lambda e: milliseconds(e, "selected"),
-    "routed": lambda e: milliseconds(e, "routed"),
-    "first step": lambda e: f"{1e3 * e.results['index_seconds']:.1f} ms",
-    "ms": lambda e: f"{1e3 * e.results['seconds']:.1f}",
-    "speed-up": lambda e: f"{e.results['speedup']:.2f}x",
-    "over packed": lambda e: f"{e.results['speedup_packed']:.2f}x",
-    "share of exact": lambda e: f"{100 / e.results['speedup']:.2f} %",
-    "scoring / exact": lambda e: f"{100 * e.results['scoring_of_exact']:.2f} %",
-    "share of the call": lambda e: percent(e.results["share"]),
-    "error": lambda e: as_text(None if e.name == EXACT else e.results["error"], 2),
-    "keys and centroids read": lambda e: count(e, "reads_per_query"),
-    "keys compared": lambda e: count(e, "keys_compared_per_query"),
-    "billion multiply-adds": lambda e: as_text(e.results["multiply_adds"] / 1e9 or None),
-    "of exact attention's rate": lambda e: percent(e.results["of_exact_rate"]),
-    "MB sent": lambda e: f"{e.results['bytes'] / 2**20:.3f}",
-    "of all-gather": lambda e: f"{e.results['of_all_gather']:.3f}",
+CELLS = {
+    "": "{kind}",
+    "method": "{name}",
+    "part": "{name}",
+    "exact": "{ms[exact]:.3f} ms",
+    "exact, packed": "{ms[packed]:.3f} ms",
+    "selected": "{ms[selected]:.3f} ms",
+    "routed": "{ms[routed]:.3f} ms",
+    "first step": "{index_ms:.1f} ms",
+    "ms": "{ms:.1f}",
+    "speed-up": "{speedup:.2f}x",
+    "over packed": "{speedup_packed:.2f}x",
+    "share of exact": "{of_exact:.2f} %",
+    "scoring / exact": "{scoring:.2f} %",
+    "keys and centroids read": "{reads_per_query:.0f}",
+    "keys compared": "{keys_compared_per_query:.0f}",
+    "MB sent": "{megabytes:.3f}",
+    "of all-gather": "{of_all_gather:.3f}",
 }
-
-
-def of_methods(record: Record) -> Iterator[Entry]:
-    """An entry for each method."""
-    return (Entry(record.config, name, results) for name, results in record.results["methods"].items())
-
-
-def of_record(record: Record) -> Iterator[Entry]:
-    """One entry."""
-    yield Entry(record.config, "", record.results)
-
-
-def of_parts(record: Record) -> Iterator[Entry]:
-    """Exact attention, the call, and its parts."""
-    results = record.results
-    exact = {"seconds": results["exact_seconds"], "multiply_adds": results["exact_multiply_adds"]}
-    call = {"seconds": results["call_seconds"], "multiply_adds": results["call_multiply_adds"]}
-    exact |= {"share": None, "of_exact_rate": 1.0}
-    call |= {"share": 1.0, "of_exact_rate": results["call_of_exact_rate"]}
-    for name, part in {EXACT: exact, "the call": call, **results["parts"]}.items():
-        yield Entry(record.config, name, part)
-
+"""How a column shows an entry; any other column shows the field of its name."""
 
 SPECS = {
-    "decode": Spec("One decode step", "n|keys and centroids read|exact|selected|speed-up", of_record),
-    "scoring": Spec("Scoring alone, full", "n|method|time|share of exact", of_methods, left=2),
-    "short": Spec(
+    "decode": ("One decode step", "n|keys and centroids read|exact|selected|speed-up", ""),
+    "scoring": ("Scoring alone, full", "n|method|time|share of exact", ""),
+    "short": (
         "Short inputs",
         "|n|method|time|speed-up",
-        of_methods,
         "speed-up = exact time / method time; up to `exact_until` the default is exact attention",
-        left=3,
     ),
-    "heads": Spec(
+    "heads": (
         "Saved heads, causal, forward",
         "layer|method|time|speed-up|error|keys and centroids read|keys compared",
-        of_methods,
         _ERROR,
-        left=2,
     ),
-    "parts": Spec(
+    "parts": (
         "Parts of the default, causal, forward",
         "layer|part|time|share of the call|billion multiply-adds|of exact attention's rate",
-        of_parts,
         "parts are differences of calls with less to do; a search multiplies int8 numbers, of which a processor "
         "does more at once",
-        left=2,
     ),
-    "steps": Spec(
+    "steps": (
         "One decode step of the default",
         "layer|path|exact|exact, packed|routed|speed-up|over packed|first step|keys and centroids read|error",
-        of_record,
         "medians; packed = the heads of a group as queries of one KV head; the first step builds the index",
-        left=2,
     ),
-    "parallel": Spec(
+    "parallel": (
         "Context parallel",
         "|n|ranks|method|exchange|MB sent|of all-gather|ms",
-        of_methods,
         "MB sent by the busiest rank in one call (one layer), counted; a ring sends as much as all-gather; "
         "time of the slowest rank, all ranks on this machine",
-        left=5,
     ),
 }
+"""Title, columns (names of `CELLS`) and note of the studies whose table has a row for each entry."""
+_NAMES = ("", "n", "ranks", "layer", "method", "part", "path", "exchange")
+"""Columns that are aligned left."""
 
 
 def tables(records: Sequence[Record]) -> list[Table]:
@@ -175,17 +91,70 @@ def tables(records: Sequence[Record]) -> list[Table]:
             rows = [(str(r.config[field]), *(time(r.results["methods"][m]) for m in methods)) for r in chosen]
             title = f"Time against {field}, n = {chosen[0].config['n']}, full, forward"
             made.append(Table(title, (field, *methods), tuple(rows)))
-    for study, spec in SPECS.items():
+    for study, (title, columns, note) in SPECS.items():
         if chosen := of_study(records, study):
-            made.append(study_table(spec, [entry for record in chosen for entry in spec.entries(record)]))
+            names = tuple(columns.split("|"))
+            lines = [tuple(cell(entry, name) for name in names) for r in chosen for entry in entries(r)]
+            made.append(Table(title, names, tuple(lines), note, left=sum(name in _NAMES for name in names)))
     return made
 
 
-def study_table(spec: Spec, entries: Sequence[Entry]) -> Table:
-    """A row for each entry."""
-    columns = tuple(spec.columns.split("|"))
-    rows = tuple(tuple(CELLS[column](entry) for column in columns) for entry in entries)
-    return Table(spec.title, columns, rows, spec.note, spec.left)
+def entries(record: Record) -> list[Values]:
+    """What each row of a record's table shows: the settings, a name (of a method or a part) and its results."""
+    config, results = record.config, record.results
+    named = results.get("methods", {"": results})
+    if "parts" in results:
+        whole = {
+            name: {"seconds": results[f"{key}_seconds"], "multiply_adds": results[f"{key}_multiply_adds"]}
+            for name, key in ((EXACT, "exact"), ("the call", "call"))
+        }
+        whole[EXACT]["of_exact_rate"] = whole["the call"]["share"] = 1.0
+        whole["the call"]["of_exact_rate"] = results["call_of_exact_rate"]
+        named = {**whole, **results["parts"]}
+    return [_entry(config, name, own) for name, own in named.items()]
+
+
+def _entry(config: Values, name: str, results: Values) -> Values:
+    spent: Any = results["seconds"]
+    of_many = isinstance(spent, dict)
+    return {
+        **config,
+        **results,
+        "name": name,
+        "kind": kind(config),
+        "layer": f"{config.get('heads') or 'random'} {config['n']}",
+        "path": ", ".join(results.get("path", ())),
+        "ms": {own: 1e3 * value for own, value in spent.items()} if of_many else 1e3 * spent,
+        "time": MISSING if of_many else time(results),
+        "index_ms": 1e3 * results.get("index_seconds", 0.0),
+        "error": as_text(None if name == EXACT else results.get("error"), 2),
+        "of_exact": 100 / results.get("speedup", 1.0),
+        "scoring": 100 * results.get("scoring_of_exact", 0.0),
+        "share of the call": percent(results.get("share")),
+        "of exact attention's rate": percent(results.get("of_exact_rate")),
+        "billion multiply-adds": as_text(results.get("multiply_adds", 0) / 1e9 or None),
+        "megabytes": results.get("bytes", 0) / 2**20,
+    }
+
+
+def cell(entry: Values, column: str) -> str:
+    """One cell of an entry; a dash where the result is missing."""
+    try:
+        return CELLS.get(column, f"{{{column}}}").format_map(entry)
+    except KeyError:
+        return MISSING
+
+
+def kind(config: Values) -> str:
+    """What tables and plots call a (causal, backward) pair."""
+    passes = "forward + backward" if config.get("backward") else "forward"
+    return f"{'causal' if config.get('causal') else 'full'}, {passes}"
+
+
+def time(entry: Values) -> str:
+    """A median, and the distance between the slowest and the fastest round where it is known."""
+    spread = f" ± {as_text(1e3 * entry['spread'], 2)}" if "spread" in entry else ""
+    return f"{as_text(1e3 * entry['seconds'])}{spread} ms"
 
 
 def length_table(records: Sequence[Record], causal: bool, backward: bool) -> Table:
@@ -193,10 +162,21 @@ def length_table(records: Sequence[Record], causal: bool, backward: bool) -> Tab
     chosen = of_kind(records, causal, backward)
     saved = of_study(records, "heads") if causal and not backward else []
     methods = list(chosen[0].results["methods"])
+    rows: list[tuple[str, ...]] = []
+    for record in (*chosen, *saved):
+        is_saved, cells = record.config["study"] == "heads", []
+        own = {entry["name"]: entry for entry in entries(record)}
+        for entry in map(own.get, methods[1:]):
+            if entry is None:
+                cells.append(MISSING)
+            else:
+                also = f"error {entry['error']}" if is_saved else f"({percent(entry['share_of_bound'])})"
+                cells.append(f"{entry['speedup']:.2f}x {also}\n{entry['time']}")
+        label = own[EXACT]["layer"] if is_saved else str(record.config["n"])
+        rows.append((label, own[EXACT]["time"], *cells))
     slopes = [exponent(chosen, method) for method in methods]
-    rows = [_length_cells(record, methods, str(record.config["n"])) for record in chosen]
-    rows.append(("exponent", *(MISSING if slope is None else f"n^{slope:.2f}" for slope in slopes)))
-    rows += [_length_cells(record, methods, layer(record.config)) for record in saved]
+    grows = ("exponent", *(MISSING if slope is None else f"n^{slope:.2f}" for slope in slopes))
+    rows.insert(len(chosen), grows)
     heads = " and ".join(str(number) for number in sorted({record.config["heads"] for record in chosen}))
     note = (
         "x = exact time / method time on the same heads; (%) = share of the speed-up that the keys read allow; "
@@ -206,27 +186,15 @@ def length_table(records: Sequence[Record], causal: bool, backward: bool) -> Tab
     return Table(f"Attention, {kind(chosen[0].config)}", ("n", *methods), tuple(rows), note)
 
 
-def _length_cells(record: Record, methods: Sequence[str], label: str) -> tuple[str, ...]:
-    entries, cells = record.results["methods"], []
-    for entry in map(entries.get, methods[1:]):
-        if entry is None:
-            cells.append(MISSING)
-        elif record.config["study"] == "heads":
-            cells.append(f"{entry['speedup']:.2f}x error {as_text(entry['error'], 2)}\n{time(entry)}")
-        else:
-            cells.append(f"{entry['speedup']:.2f}x ({percent(entry['share_of_bound'])})\n{time(entry)}")
-    return (label, time(entries[EXACT]), *cells)
-
-
 def share_table(record: Record) -> Table:
     """Shares of the forward time of each method, by stage."""
-    entries = [entry for entry in of_methods(record) if entry.name != EXACT]
-    stages = list(dict.fromkeys(stage for entry in entries for stage in entry.results["shares"]))
+    methods = [entry for entry in entries(record) if entry["name"] != EXACT]
+    stages = list(dict.fromkeys(stage for entry in methods for stage in entry["shares"]))
     last = ("scoring / exact", "keys and centroids read")
     rows = []
-    for entry in entries:
-        shares = (percent(entry.results["shares"].get(stage, 0.0)) for stage in stages)
-        rows.append((entry.name, *shares, *(CELLS[name](entry) for name in last)))
+    for entry in methods:
+        shares = (percent(entry["shares"].get(stage, 0.0)) for stage in stages)
+        rows.append((entry["name"], *shares, *(cell(entry, name) for name in last)))
     title = f"Shares of the forward time, {kind(record.config)}, n = {record.config['n']}"
     return Table(title, ("method", *stages, *last), tuple(rows))
 
@@ -235,7 +203,7 @@ def length_plot(records: Sequence[Record], path: Path, field: str) -> None:
     """`seconds` (per head) against the length, or `speedup` with exact attention at 1; a panel per kind."""
     panels = kinds(records)
     # not every length has every method
-    names = list(dict.fromkeys(e.name for r in of_study(records, "lengths") for e in of_methods(r)))
+    names = list(dict.fromkeys(name for r in of_study(records, "lengths") for name in r.results["methods"]))
     names.remove(EXACT)
     colours = {**dict(zip(names, COLOURS, strict=False)), EXACT: COLOURS[-1]}
     with figure(path, (4.6 * len(panels), 4.0), ncols=len(panels), squeeze=False, sharey=True) as (_, grid):

@@ -1,12 +1,10 @@
 """How attention calls are timed and checked.
 
 Calls are timed in turn, round by round, so that other load on the machine hits all of them alike. No time is
-reported before the output of the same call matched its reference on the same inputs.
-
-An output is compared with the same call on the plain backend, in the same precision: keys are selected by
-comparing numbers, and a clustering in float64 would select others. Long routed calls are compared in two chunks
-of queries, because the plain backend forms every logit. Short ones, and exact attention at every length, are also
-compared with their definition in float64.
+reported before the output of the same call matched its reference on the same inputs: the same call on the plain
+backend, in the same precision, because keys are selected by comparing numbers and a clustering in float64 would
+select others. Long routed calls are compared in two chunks of queries, because the plain backend forms every
+logit. Exact attention is compared with its definition in float64.
 """
 
 from __future__ import annotations
@@ -21,8 +19,7 @@ from torch import Tensor
 
 from prescore.attention import prescored_attention
 from prescore.bench.records import Values
-from prescore.config import Config, Routed
-from prescore.routed.reference import reference_attention
+from prescore.config import Config, Exact, Routed
 
 EXACT = "exact"
 MOST_ROUNDS = 200
@@ -34,15 +31,13 @@ MOST_MISMATCHED = 0.005
 MOST_AT_THRESHOLD = 0.01
 """Share of random queries that may read a key at the threshold which the reference does not, or the reverse."""
 CHECKED_QUERIES = 8
-ORACLE_LENGTH = 8192
-CHUNK = 512
-"""Queries of each chunk of a routed call longer than `ORACLE_LENGTH`."""
+LONG_CALL, CHUNK = 8192, 512
+"""Longer routed calls are checked in chunks of so many queries."""
 
 Inputs = tuple[Tensor, Tensor, Tensor]
 """Query, key and value."""
 Attention = Callable[[], Tensor]
 Answer = TypeVar("Answer")
-AnyConfig = TypeVar("AnyConfig", bound=Config)
 
 
 def random_inputs(
@@ -95,12 +90,12 @@ def time_calls(
     for _ in range(rounds):
         for name, call in calls.items():
             times[name].append(seconds(call, backward=backward))
-    exact = statistics.median(times[EXACT])
+    medians = {name: statistics.median(spent) for name, spent in times.items()}
     return {
         name: {
-            "seconds": statistics.median(spent),
+            "seconds": medians[name],
             "spread": max(spent) - min(spent),
-            "speedup": exact / statistics.median(spent),
+            "speedup": medians[EXACT] / medians[name],
         }
         for name, spent in times.items()
     }
@@ -117,37 +112,52 @@ def check_method(
     scale: float | None = None,
     from_model: bool = False,
 ) -> Values:
-    """Compare the output of a timed call with its references; see `check_output`.
+    """Compare the output of a timed call with its reference; see `check_output`.
 
-    Args:
-        name: What messages call the method.
-        inputs: Of the call.
-        config: Of the call.
-        output: Of the call.
-        is_causal: Of the call.
-        scale: Of the call.
-        from_model: Whether the inputs come from a model: a few queries may differ then, by any amount.
+    With inputs from a model a few queries may differ, by any amount. With random inputs a few routed queries may
+    differ by the weight of keys at the threshold: two keys of about `min_weight`, whose values differ from the
+    others by at most twice the largest.
     """
-    n = inputs[0].shape[2]
+    n, most, by, unit = inputs[0].shape[2], 0.0, float("inf"), torch.ones(())
     chunks = [slice(0, n)]
-    if isinstance(config, Routed) and n > ORACLE_LENGTH:
+    if isinstance(config, Routed) and n > LONG_CALL:
         chunks = [slice(n // 2 - CHUNK // 2, n // 2 + CHUNK // 2), slice(n - CHUNK, n)]
     wanted = torch.cat([plain_output(inputs, config, queries, is_causal, scale) for queries in chunks], dim=2)
     compared = torch.cat([output[:, :, queries] for queries in chunks], dim=2)
-    n_compared = compared[..., 0].numel()
     if from_model:
-        largest = wanted.double().abs().amax((-1, -2), keepdim=True).squeeze(-1)
-        return check_output(name, compared, wanted, unit=largest, most=MOST_MISMATCHED * n_compared)
-    if not isinstance(config, Routed):
-        return check_output(name, compared, wanted)
-    at_threshold = weight_at_threshold(config, inputs[2])
-    checked = check_output(name, compared, wanted, most=max(1, MOST_AT_THRESHOLD * n_compared), by=at_threshold)
-    if n <= ORACLE_LENGTH and output.dtype in (torch.float32, torch.float64):
-        last = slice(n - min(n, CHECKED_QUERIES), n)
-        wanted = oracle_output(inputs, config, last, is_causal)
-        defined = check_output(name, output[:, :, last], wanted, most=1, by=at_threshold)
-        checked["error"] = max(checked["error"], defined["error"])
-    return checked
+        unit = wanted.double().abs().amax((-1, -2), keepdim=True).squeeze(-1)
+        most = MOST_MISMATCHED * compared[..., 0].numel()
+    elif isinstance(config, Routed):
+        most = max(1, MOST_AT_THRESHOLD * compared[..., 0].numel())
+        by = 0.0 if config.min_weight == 1 else 4 * float(inputs[2].abs().max()) * config.min_weight
+    return check_output(name, compared, wanted, unit=unit, most=most, by=by)
+
+
+@torch.no_grad()
+def check_exact(
+    name: str, inputs: Inputs, output: Tensor, *, is_causal: bool, scale: float | None = None
+) -> Values:
+    """Compare the first and the last queries of exact attention with the plain backend in float64."""
+    query, key, value = (tensor.detach().double() for tensor in inputs)
+    n = query.shape[2]
+    some = [slice(0, min(n, CHECKED_QUERIES)), slice(max(0, n - CHECKED_QUERIES), n)]
+    wanted = [plain_output((query, key, value), Exact(), queries, is_causal, scale) for queries in some]
+    return check_output(name, torch.cat([output[:, :, own] for own in some], dim=2), torch.cat(wanted, dim=2))
+
+
+def plain_output(
+    inputs: Inputs, config: Config, queries: slice, is_causal: bool, scale: float | None = None
+) -> Tensor:
+    """Some queries of a call on the plain backend, which read what they read in the full call.
+
+    Without a causal mask a call of fewer queries than `exact_until` is exact, which the full call need not be.
+    """
+    query, key, value = inputs
+    stop = key.shape[2] - (query.shape[2] - queries.stop if is_causal else 0)
+    if isinstance(config, Routed) and not is_causal and query.shape[2] >= config.exact_until:
+        config = config.replace(exact_until=0)
+    call = (query[:, :, queries], key[:, :, :stop], value[:, :, :stop], config)
+    return prescored_attention(*call, is_causal=is_causal, scale=scale, backend="plain")
 
 
 def check_output(
@@ -181,64 +191,3 @@ def check_output(
             f"{errors.numel()} queries"
         )
     return {"error": error, "mismatched_queries": n_off / errors.numel()}
-
-
-def weight_at_threshold(config: Routed, value: Tensor) -> float:
-    """Error of a query that reads two keys at the threshold which the reference does not.
-
-    Such a key has about `min_weight` of the weight, and its value differs from the others by at most twice the
-    largest.
-    """
-    return 0.0 if config.min_weight == 1 else 4 * float(value.detach().abs().max()) * config.min_weight
-
-
-def plain_output(
-    inputs: Inputs, config: Config, queries: slice, is_causal: bool, scale: float | None = None
-) -> Tensor:
-    """Some queries of a call on the plain backend."""
-    query, key, value = inputs
-    stop = key.shape[2] - (query.shape[2] - queries.stop if is_causal else 0)
-    call = (query[:, :, queries], key[:, :, :stop], value[:, :, :stop], part_config(config, query, is_causal))
-    return prescored_attention(*call, is_causal=is_causal, scale=scale, backend="plain")
-
-
-def oracle_output(inputs: Inputs, config: Routed, queries: slice, is_causal: bool) -> Tensor:
-    """The last queries of a routed call by its definition, head by head."""
-    query, key, value = inputs
-    part, group = part_config(config, query, is_causal), query.shape[1] // key.shape[1]
-    heads = (
-        (some, key[0, head // group], value[0, head // group]) for head, some in enumerate(query[0, :, queries])
-    )
-    return torch.stack([reference_attention(*own, part, is_causal=is_causal).output for own in heads])[None]
-
-
-def part_config(config: AnyConfig, query: Tensor, is_causal: bool) -> AnyConfig:
-    """The configuration under which some queries of a call read what they read in the full call.
-
-    Without a causal mask a call of fewer queries than `exact_until` is exact, which the full call need not be.
-    """
-    if is_causal or not isinstance(config, Routed) or query.shape[2] < config.exact_until:
-        return config
-    return config.replace(exact_until=0)
-
-
-@torch.no_grad()
-def check_exact(
-    name: str, inputs: Inputs, output: Tensor, *, is_causal: bool, scale: float | None = None
-) -> Values:
-    """Compare some queries of exact attention with the definition in float64."""
-    n = output.shape[2]
-    positions = torch.linspace(0, n - 1, min(n, CHECKED_QUERIES), dtype=torch.float64).long()
-    return check_output(name, output[:, :, positions], softmax_queries(inputs, positions, is_causal, scale))
-
-
-def softmax_queries(inputs: Inputs, positions: Tensor, is_causal: bool, scale: float | None = None) -> Tensor:
-    """Exact attention of the queries at `positions`, `[B, Hq, len(positions), Dv]` in float64; `Nq = Nk`."""
-    query, key, value = (tensor.detach().double() for tensor in inputs)
-    query = query.unflatten(1, (key.shape[1], -1)) * (query.shape[-1] ** -0.5 if scale is None else scale)
-    outputs = []
-    for position in positions.tolist():
-        stop = position + 1 if is_causal else key.shape[2]
-        logits = query[:, :, :, position] @ key[:, :, :stop].mT
-        outputs.append((logits.softmax(-1) @ value[:, :, :stop]).flatten(1, 2))
-    return torch.stack(outputs, dim=2)

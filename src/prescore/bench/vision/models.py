@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import os
 import random
-import re
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -83,63 +83,63 @@ def load_vision_model(
     return _with_sizes(model, preprocessing, arguments, device)
 
 
+@contextmanager
+def _refusing(sentence: str) -> Iterator[None]:
+    """Libraries raise many types for a damaged file or a missing network, with messages of many lines."""
+    try:
+        yield
+    except Exception as error:
+        raise OSError(f"{sentence} ({first_line(error)})") from error
+
+
 def _from_folder(path: Path, resolution: int | None) -> tuple[nn.Module, Preprocessing, Values]:
     mend_torchvision()
     from transformers import AutoModelForImageClassification
 
-    try:
+    with _refusing(f"model must be an image classifier of transformers, got {path}"):
         model = AutoModelForImageClassification.from_pretrained(path, local_files_only=True, use_safetensors=True)
-    except Exception as error:
-        # transformers and safetensors raise many types, with messages of many lines
-        reason = first_line(error)
-        raise OSError(f"model must be an image classifier of transformers, got {path} ({reason})") from error
     vision = getattr(model.config, "vision_config", model.config)
     size = vision.image_size if isinstance(vision.image_size, int) else vision.image_size[0]
     described: Values = {}
     if (path / "preprocessor_config.json").is_file():
         described = json.loads((path / "preprocessor_config.json").read_text())
-    mean, std = described.get("image_mean") or IMAGENET_MEAN, described.get("image_std") or IMAGENET_STD
-    preprocessing = Preprocessing(resolution or size, _crop(described), tuple(mean), tuple(std))
+    preprocessing = _preprocessing(resolution or size, _crop(described), described, "image_")
     resized = resolution is not None and resolution != size
     return model, preprocessing, {"interpolate_pos_encoding": True} if resized else {}
 
 
-def _crop(described: Mapping[str, Any]) -> float:
+def _crop(described: Mapping[str, Any]) -> float | None:
     """The centre's share of the shorter side, as `preprocessor_config.json` gives it."""
     resized, cropped = described.get("size"), described.get("crop_size")
     if not isinstance(resized, dict):
-        return Preprocessing.crop
+        return None
     short = resized.get("shortest_edge") or min(resized.get("height", 0), resized.get("width", 0))
     inner = min(cropped.values()) if isinstance(cropped, dict) and described.get("do_center_crop") else short
-    return min(1.0, inner / short) if short else Preprocessing.crop
+    return min(1.0, inner / short) if short else None
 
 
 def _from_timm(name: str, resolution: int | None) -> tuple[nn.Module, Preprocessing, Values]:
-    timm = import_timm()
+    with _refusing("model must be one of transformers where timm is missing, got another"):
+        timm = import_timm()
     if not timm.is_model(name):
         raise ValueError(
             f"model must be a folder, a checkpoint ({_CHECKPOINT}) or an architecture of timm, got {name!r}"
         )
     options = {} if resolution is None else {"img_size": resolution}
-    try:
+    with _refusing(f"model must be one whose weights timm can fetch, got {name!r}"):
         model = timm.create_model(name, pretrained=True, **options)
-    except Exception as error:
-        # hub libraries raise many types without a network
-        raise OSError(f"timm could not fetch the weights of {name!r}: {error}") from error
     return model, _timm_preprocessing(model, resolution), {}
 
 
 def _from_checkpoint(
     path: Path, arch: str | None, resolution: int | None
 ) -> tuple[nn.Module, Preprocessing, Values]:
-    timm = import_timm()
+    with _refusing("model must be one of transformers where timm is missing, got another"):
+        timm = import_timm()
     from safetensors.torch import load_file
 
-    try:
+    with _refusing(f"model must be a readable checkpoint, got {path.name}"):
         weights: dict[str, Tensor] = load_file(path)
-    except Exception as error:
-        # readers raise many types for a damaged file
-        raise OSError(f"model must be a readable checkpoint, got {path.name} ({first_line(error)})") from error
     if arch is not None:
         if not timm.is_model(arch):
             raise ValueError(f"arch must be an architecture of timm, got {arch!r}")
@@ -148,68 +148,55 @@ def _from_checkpoint(
         from timm.models.vision_transformer import VisionTransformer
 
         model = VisionTransformer(**vit_shape(weights))
-    try:
+    with _refusing(f"checkpoint must have the weights of {arch or 'a plain ViT (or give arch)'}, got {path.name}"):
         model.load_state_dict(weights)
-    except RuntimeError as error:
-        said = " ".join(str(error).split())
-        raise ValueError(
-            f"checkpoint must have the weights of {arch or 'a plain ViT'}, got {path.name} ({said[:200]})"
-        ) from error
     if resolution is not None:
         model.set_input_size(img_size=(resolution, resolution))
     return model, _timm_preprocessing(model, resolution), {}
 
 
 def vit_shape(weights: Mapping[str, Tensor]) -> Values:
-    """Arguments of timm's `VisionTransformer` for a checkpoint, assuming heads of 64 dimensions.
+    """Arguments of timm's `VisionTransformer` for the checkpoint of a plain ViT with heads of 64 dimensions.
 
     Activation and epsilon, which weights do not show, are timm's defaults for a ViT.
     """
-    needed = ("patch_embed.proj.weight", "pos_embed", "blocks.0.attn.qkv.weight", "blocks.0.mlp.fc1.weight")
+    needed = ("patch_embed.proj.weight", "pos_embed", "blocks.0.mlp.fc1.weight", "head.weight")
     absent = [name for name in needed if name not in weights]
     if absent:
         raise ValueError(f"checkpoint must have timm's names of a plain ViT (or give arch), got no {absent[0]}")
-    projection = weights["patch_embed.proj.weight"]
-    dim, channels, patch = projection.shape[0], projection.shape[1], projection.shape[2]
+    projection, positions, hidden, head = (weights[name] for name in needed)
+    dim, patch, n_prefix = projection.shape[0], projection.shape[2], int("cls_token" in weights)
     if dim % _HEAD_DIM:
         raise ValueError(
             f"checkpoint must have a width that is a multiple of {_HEAD_DIM} (or give arch), got {dim}"
         )
-    blocks = [re.match(r"blocks\.(\d+)\.", name) for name in weights]
-    n_prefix = int("cls_token" in weights)
-    registers = weights["reg_token"].shape[1] if "reg_token" in weights else 0
-    n_positions = weights["pos_embed"].shape[1]
-    side = round((n_positions - n_prefix - registers) ** 0.5)
-    embedded = side * side + n_prefix + registers == n_positions
-    side = side if embedded else round(n_positions**0.5)
-    pooled = "fc_norm.weight" in weights or not n_prefix
     return {
-        "img_size": side * patch,
+        "img_size": patch * round((positions.shape[1] - n_prefix) ** 0.5),
         "patch_size": patch,
-        "in_chans": channels,
-        "num_classes": weights["head.weight"].shape[0] if "head.weight" in weights else 0,
-        "global_pool": "avg" if pooled else "token",
-        "embed_dim": dim,
-        "depth": 1 + max(int(block[1]) for block in blocks if block),
-        "num_heads": dim // _HEAD_DIM,
-        "mlp_ratio": weights["blocks.0.mlp.fc1.weight"].shape[0] / dim,
-        "qkv_bias": "blocks.0.attn.qkv.bias" in weights,
-        "qk_norm": "blocks.0.attn.q_norm.weight" in weights,
-        "init_values": 1e-5 if "blocks.0.ls1.gamma" in weights else None,
+        "in_chans": projection.shape[1],
+        "num_classes": head.shape[0],
         "class_token": bool(n_prefix),
-        "no_embed_class": not embedded,
-        "reg_tokens": registers,
-        "pre_norm": "norm_pre.weight" in weights,
-        "final_norm": "norm.weight" in weights or "fc_norm.weight" in weights,
+        "global_pool": "token" if n_prefix and "fc_norm.weight" not in weights else "avg",
         "fc_norm": "fc_norm.weight" in weights,
+        "embed_dim": dim,
+        "depth": 1 + max(int(name.split(".")[1]) for name in weights if name.startswith("blocks.")),
+        "num_heads": dim // _HEAD_DIM,
+        "mlp_ratio": hidden.shape[0] / dim,
+        "qkv_bias": "blocks.0.attn.qkv.bias" in weights,
     }
 
 
 def _timm_preprocessing(model: Any, resolution: int | None) -> Preprocessing:
     described: Values = getattr(model, "pretrained_cfg", None) or {}
-    size, crop = resolution or int(model.patch_embed.img_size[0]), described.get("crop_pct") or Preprocessing.crop
-    mean, std = described.get("mean") or IMAGENET_MEAN, described.get("std") or IMAGENET_STD
-    return Preprocessing(size, float(crop), tuple(mean), tuple(std))
+    return _preprocessing(resolution or int(model.patch_embed.img_size[0]), described.get("crop_pct"), described)
+
+
+def _preprocessing(size: int, crop: float | None, described: Values, prefix: str = "") -> Preprocessing:
+    """The model's own mean, deviation and crop where it comes with them, else those of ImageNet."""
+    mean, std = described.get(f"{prefix}mean"), described.get(f"{prefix}std")
+    return Preprocessing(
+        size, crop or Preprocessing.crop, tuple(mean or IMAGENET_MEAN), tuple(std or IMAGENET_STD)
+    )
 
 
 @torch.inference_mode()
@@ -299,7 +286,13 @@ def open_folder(folder: str | Path, *, labels: str | Path | None = None, limit: 
         raise ValueError(f"images must be a folder, got {folder}")
     beside = (folder / "labels.json", folder.parent / f"{folder.name}_labels.json")
     file = labels or next((path for path in beside if path.is_file()), None)
-    labelled = _from_classes(folder) if file is None else _from_json(folder, Path(file))
+    if file is None:
+        classes = sorted(path for path in folder.iterdir() if path.is_dir())
+        found = [(path, label) for label, kind in enumerate(classes) for path in sorted(kind.iterdir())]
+        labelled = [(path, label) for path, label in found if path.suffix.lower() in SUFFIXES]
+    else:
+        labelled = [(folder / name, label) for name, label in sorted(_read_labels(Path(file)).items())]
+        labelled = [(path, label) for path, label in labelled if path.is_file()]
     if not labelled:
         raise ValueError(
             f"images must be a folder of class folders, or of images with a labels JSON, got {folder} "
@@ -311,24 +304,14 @@ def open_folder(folder: str | Path, *, labels: str | Path | None = None, limit: 
     return ImageFolder([path for path, _ in labelled], [label for _, label in labelled])
 
 
-def _from_json(folder: Path, file: Path) -> list[tuple[Path, int]]:
+def _read_labels(file: Path) -> dict[str, int]:
     try:
         known: Any = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:  # no file, not text, or not JSON
         raise ValueError(f"labels must be a JSON file, got {file} ({error})") from error
     if not isinstance(known, dict) or not all(isinstance(label, int) for label in known.values()):
         raise ValueError(f"labels must map file names to class numbers, got something else in {file}")
-    return [(folder / name, label) for name, label in sorted(known.items()) if (folder / name).is_file()]
-
-
-def _from_classes(folder: Path) -> list[tuple[Path, int]]:
-    classes = sorted(path for path in folder.iterdir() if path.is_dir())
-    return [
-        (path, label)
-        for label, kind in enumerate(classes)
-        for path in sorted(kind.iterdir())
-        if path.suffix.lower() in SUFFIXES
-    ]
+    return known
 
 
 # The offline default of the vision studies: a small ViT trained on scikit-learn's digits.
@@ -415,7 +398,7 @@ def train(epochs: int, report: Report) -> Any:
     mend_torchvision()
     from transformers import ViTConfig, ViTForImageClassification
 
-    training, test = load_digits()
+    training, _ = load_digits()
     # initialisation draws from the global generator; the caller's state must not change
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -424,8 +407,8 @@ def train(epochs: int, report: Report) -> Any:
     optimizer = torch.optim.AdamW(model.parameters(), lr=_RATE, betas=(0.9, 0.98), weight_decay=0.05)
     steps = epochs * -(-len(training) // _BATCH)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=_RATE, total_steps=steps, pct_start=0.2)
+    model.train()
     for epoch in range(epochs):
-        model.train()
         for chosen in torch.randperm(len(training), generator=order).split(_BATCH):
             logits = model(pixel_values=_shifted(training.pixels[chosen], order)).logits
             loss = nn.functional.cross_entropy(logits, training.labels[chosen], label_smoothing=0.05)
@@ -434,19 +417,8 @@ def train(epochs: int, report: Report) -> Any:
             optimizer.step()
             schedule.step()
         if (epoch + 1) % 10 == 0:
-            report(f"epoch {epoch + 1} of {epochs}: {100 * accuracy(model, test):.1f} % of the test scans")
+            report(f"epoch {epoch + 1} of {epochs}: loss {float(loss):.2f}")
     return model.eval()
-
-
-@torch.inference_mode()
-def accuracy(model: Any, digits: Digits) -> float:
-    """Share of the scans that are classified correctly."""
-    model.eval()
-    right = sum(
-        int((model(pixel_values=pixels).logits.argmax(-1) == labels).sum())
-        for pixels, labels in digits.batches(Preprocessing(SIZE), 256)
-    )
-    return right / len(digits)
 
 
 def _shifted(pixels: Tensor, generator: torch.Generator) -> Tensor:
