@@ -1,6 +1,7 @@
 """The command line's base: exit codes, one-sentence errors, interruption and resuming."""
 
 import json
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -8,7 +9,7 @@ import pytest
 import prescore
 import prescore.bench.cli.info as info
 from prescore.bench.cli.main import main
-from prescore.bench.cli.options import Session, open_session, progress
+from prescore.bench.cli.options import Run, Session, progress
 from prescore.bench.records import RecordFile, Row, read_records
 from prescore.ops.native.library import describe_native
 
@@ -113,14 +114,14 @@ def test_a_row_is_its_settings_and_is_measured_and_printed_once(tmp_path, capsys
 
 def test_resume_finds_the_newest_run_that_measured_something(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    options = {"out": None, "json": False, "threads": None}
+    new = Run(seed=0, out=None, json=False, resume=False, quick=False, threads=None)
     monkeypatch.setattr("prescore.bench.cli.options.time.strftime", lambda *_: "20260101-000000")
-    first = open_session("demo", resume=False, **options)
+    first = new.open("demo")
     first.run(rows([], n=1))
     assert first.out.parts[:2] == ("runs", "demo")
     monkeypatch.setattr("prescore.bench.cli.options.time.strftime", lambda *_: "20260102-000000")
-    open_session("demo", resume=False, **options)  # as a refused model leaves it
-    again = open_session("demo", resume=True, **options)
+    new.open("demo")  # as a refused model leaves it
+    again = replace(new, resume=True).open("demo")
     assert again.out == first.out
     assert len(again.file) == 1
 

@@ -8,7 +8,7 @@ import torch
 from oracles.tiny_language_model import tiny_language_model
 
 from prescore.bench.cli.main import main
-from prescore.bench.cli.options import read_budget, read_changes, read_layers
+from prescore.bench.cli.options import Language, read_budget, read_layers
 from prescore.bench.language.documents import Document
 from prescore.bench.language.methods import EXACT
 from prescore.bench.language.model import LanguageModel
@@ -78,8 +78,8 @@ def test_a_head_that_is_not_plain_is_refused(precise, monkeypatch):
 def test_how_option_values_are_read():
     given = ["sinks=2", "inner.alignment=hash", "min_score=null", "leaf_inclusive=true", " top_k =0.5", "a=b=c"]
     fields = {"sinks": 2, "inner.alignment": "hash", "min_score": None, "leaf_inclusive": True, "top_k": 0.5}
-    assert read_changes(given) == {**fields, "a": "b=c"}
-    assert read_changes(None) == {}
+    assert Language(changes=given).fields == {**fields, "a": "b=c"}
+    assert Language(changes=None).fields == {}
     assert [read_budget(text) for text in ("12", "0.5", "1.0")] == [12, 0.5, 1.0]
     assert isinstance(read_budget("1.0"), float)
     assert [read_layers(text) for text in ("0,3,-1", "2", "last:4")] == [[0, 3, -1], [2], "last:4"]

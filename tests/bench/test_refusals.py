@@ -65,7 +65,7 @@ REFUSALS = {
         ("--prompt a --config kmeans --top-k many", "got 'many'"),
         ("--prompt a --config kmeans --set topk=3", r"got 'topk' \(did you mean 'top_k'\?\)"),
         ("--prompt a --set sinks", "FIELD=VALUE"),
-        ("--prompt a --config key-dif", r"config must be one of 'default', 'hyper', .*did you mean 'key-diff'\?"),
+        ("--prompt a --config key-dif", r"config must be one of 'exact', 'default', .*did you mean 'key-diff'\?"),
         ("--prompt a --top-k 12", "top_k must come with a scorer as --config, got 12 for 'default'"),
         ("--prompt a --set top_k=12", "Routed must have fields among min_weight, "),
         ("--prompt a --agreement --no-exact", "--agreement must come with --exact and one beam"),

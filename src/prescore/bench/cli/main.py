@@ -71,7 +71,7 @@ def _build() -> typer.Typer:
     """The application: every other file of this folder is a subcommand, its `command` function."""
     import typer
 
-    from prescore.bench.cli.options import root
+    from prescore.bench.cli.options import root, with_groups
 
     app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 
@@ -80,7 +80,7 @@ def _build() -> typer.Typer:
     for module in sorted(pkgutil.iter_modules(package.__path__), key=lambda found: found.name):
         if module.name not in _NOT_COMMANDS:
             command = importlib.import_module(f"prescore.bench.cli.{module.name}").command
-            app.command(name=module.name.replace("_", "-"))(command)
+            app.command(name=module.name.replace("_", "-"))(with_groups(command))
     return app
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -23,56 +23,40 @@ _OF_HELD_OUT = (
     *("skip_short", "parallel"),
 )
 _TYPICAL_LENGTH = 4096
+_QUICK_LENGTH, _QUICK_LEAF, _QUICK_DEFAULT_LENGTH = 512, 64, 2560
+"""Sizes of `--quick`; the last where the default runs as it is, and is exact up to 2048 tokens."""
 
 
 def command(
     context: typer.Context,
-    experiment: Annotated[
-        str | None,
-        typer.Option(
-            help="table1, appendix-a, figure-glm3, appendix-f, appendix-i, longest, cost, min-weight or default."
-        ),
-    ] = None,
-    method: cli.Methods = None,
-    top_k: Annotated[list[str] | None, typer.Option(help="Keys kept, count or fraction; repeatable.")] = None,
-    leaf: cli.Leaf = None,
-    coupling: Annotated[
-        str | None, typer.Option(help="corrected (default of appendix-a) or early (of appendix-i).")
-    ] = None,
-    sinks: Annotated[
-        int, typer.Option(min=0, help="First tokens that the paper's methods keep in an experiment.")
-    ] = 0,
-    length: cli.Lengths = None,
-    first: Annotated[int | None, typer.Option(help="First position in the loss. (default: the middle)")] = None,
-    offset: Annotated[int, typer.Option(min=0, help="Tokens skipped at the start of a document.")] = 0,
-    windows: Annotated[int, typer.Option(min=1, help="Windows read in each document, evenly spaced over it.")] = 1,
-    document: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--document",
-            "-d",
-            help="Text file, directory or LongBench .jsonl; repeatable. (default: Python's own docs)",
-        ),
-    ] = None,
-    documents: Annotated[int | None, typer.Option(min=1, help="Documents at most.")] = None,
-    skip_short: Annotated[
-        bool, typer.Option("--skip-short", help="Leave out documents that are too short.")
-    ] = False,
-    tuning: Annotated[
-        bool, typer.Option("--tuning", help="default: windows drawn by --seed, apart from the reported ones.")
-    ] = False,
-    model: cli.Model = "smollm2",
-    layers: cli.Layers = "all",
-    changes: cli.Changes = None,
-    dtype: cli.Dtype = "float32",
-    device: cli.Device = "cpu",
-    trust_remote_code: cli.RemoteCode = False,
-    seed: cli.Seed = 0,
-    out: cli.Out = None,
-    json: cli.Json = False,
-    resume: cli.Resume = False,
-    threads: cli.Threads = None,
-    parallel: cli.Parallel = False,
+    given: cli.Comparison,
+    run: cli.Run,
+    experiment: str | None = typer.Option(
+        None, help="table1, appendix-a, figure-glm3, appendix-f, appendix-i, longest, cost, min-weight or default."
+    ),
+    top_k: list[str] | None = typer.Option(None, help="Keys kept, count or fraction; repeatable."),
+    coupling: str | None = typer.Option(None, help="corrected (default of appendix-a) or early (of appendix-i)."),
+    sinks: int = typer.Option(0, min=0, help="First tokens that the paper's methods keep in an experiment."),
+    first: int | None = typer.Option(None, help="First position in the loss. (default: the middle)"),
+    offset: int = typer.Option(0, min=0, help="Tokens skipped at the start of a document."),
+    windows: int = typer.Option(1, min=1, help="Windows read in each document, evenly spaced over it."),
+    document: list[str] | None = typer.Option(
+        None,
+        "--document",
+        "-d",
+        help="Text file, directory or LongBench .jsonl; repeatable. (default: Python's own docs)",
+    ),
+    documents: int | None = typer.Option(None, min=1, help="Documents at most."),
+    skip_short: bool = typer.Option(False, "--skip-short", help="Leave out documents that are too short."),
+    tuning: bool = typer.Option(
+        False, "--tuning", help="default: windows drawn by --seed, apart from the reported ones."
+    ),
+    parallel: bool = typer.Option(
+        False,
+        "--parallel",
+        help="Context parallel on the ranks that torchrun started: "
+        "torchrun --nproc-per-node 4 -m prescore perplexity ... --parallel",
+    ),
 ) -> None:
     """Measure the loss of a language model on long documents under exact, local-only and replaced attention.
 
@@ -88,11 +72,15 @@ def command(
     from prescore import checks
     from prescore.bench.language import experiments, held_out, tables
     from prescore.bench.language.documents import load_documents
-    from prescore.bench.language.model import load_language_model
     from prescore.bench.language.perplexity import has_tokens, loss_row, make_windows
 
     is_held_out = experiment == held_out.HELD_OUT
-    fields, places = cli.read_changes(changes), cli.read_layers(layers)
+    fields, places, seed = given.fields, cli.read_layers(given.layers), run.seed
+    leaf, length = given.leaf, given.length
+    if run.quick:
+        as_it_is = experiment in (held_out.HELD_OUT, "min-weight")
+        length = length or [_QUICK_DEFAULT_LENGTH if as_it_is else _QUICK_LENGTH]
+        leaf, documents = leaf or _QUICK_LEAF, documents or 1
     if experiment is not None:
         checks.one_of("experiment", experiment, (*experiments.EXPERIMENTS, held_out.HELD_OUT))
         cli.refuse_options(
@@ -105,7 +93,9 @@ def command(
         raise ValueError(f"tuning must come with the experiment {held_out.HELD_OUT}, got {experiment!r}")
     if experiment is None:
         budgets = [cli.read_budget(text) for text in top_k or ()]
-        methods_at = partial(experiments.grid_methods, method or (), leaf=leaf, top_k=budgets, changes=fields)
+        methods_at = partial(
+            experiments.grid_methods, given.method or (), leaf=leaf, top_k=budgets, changes=fields
+        )
     else:
         options: Values = {"leaf": leaf, "sinks": sinks, "coupling": coupling, "changes": fields}
         methods_at = partial(experiments.experiment_methods, experiment, **options)
@@ -115,10 +105,8 @@ def command(
     else:
         methods_at(length=_TYPICAL_LENGTH)
         texts = load_documents(document, limit=None if document is None else documents)
-    with cli.parallel_session(
-        "perplexity", parallel, out=out, json=json, resume=resume, threads=threads, device=device
-    ) as (session, ranks):
-        loaded = load_language_model(model, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
+    with cli.parallel_session("perplexity", run, parallel, given.device) as (session, ranks):
+        loaded = given.load()
         row = partial(loss_row, loaded, experiment=experiment, layers=places, seed=seed, group=ranks)
         # a damaged result is refused before hours of measuring
         (tables.held_out_tables if is_held_out else tables.summarise)(list(session.file))

@@ -129,7 +129,12 @@ class LanguageModel:
 
 
 def load_language_model(
-    name: str = SMOLLM2, *, dtype: str = "float32", device: str = "cpu", trust_remote_code: bool = False
+    name: str = SMOLLM2,
+    *,
+    dtype: str = "float32",
+    device: str = "cpu",
+    trust_remote_code: bool = False,
+    check_head: bool = True,
 ) -> LanguageModel:
     """Load a model and its tokenizer.
 
@@ -139,6 +144,7 @@ def load_language_model(
         dtype: `float32`, `bfloat16`, `float16` or `float64`.
         device: Such as `cpu` or `cuda`.
         trust_remote_code: Run code that comes with the model.
+        check_head: Refuse a model whose losses cannot be measured, see `LanguageModel.check_head`.
 
     Raises:
         OSError: There is no such model.
@@ -150,5 +156,6 @@ def load_language_model(
     logging.disable_progress_bar()  # the commands show their own progress
     model, tokenizer = load_model(name, trust_remote_code=trust_remote_code)
     loaded = LanguageModel(name, model.to(device=device, dtype=DTYPES[dtype]).eval(), tokenizer)
-    loaded.check_head()
+    if check_head:
+        loaded.check_head()
     return loaded
