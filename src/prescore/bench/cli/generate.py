@@ -55,7 +55,7 @@ def command(
     Example: prescore generate --prompt-file book.txt --prompt-tokens 7936 --ignore-end --agreement
     """
     from prescore.bench.language import generation
-    from prescore.bench.language.tables import beam_table, generation_table
+    from prescore.bench.language.tables import generation_table
 
     chosen, places = read_config(config, top_k, given.fields), cli.read_layers(given.layers)
     if run.quick:
@@ -121,7 +121,7 @@ def command(
             Row({**common, "attention": "prescored, after the exact text", **own}, seed, measure_agreement)
         )
     records = session.run(rows)
-    session.show((beam_table(records) if beams > 1 else generation_table(records)).to_rich())
+    session.show(generation_table(records).to_rich())
     session.say(f"records: {session.file.path}")
 
 

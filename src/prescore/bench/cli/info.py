@@ -25,17 +25,20 @@ def command(json: Json = False) -> None:
     table = Table(show_header=False, box=None, pad_edge=False)
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
-    for name, value in facts["versions"].items():
-        table.add_row(name, value)
-    table.add_row("device", facts["device"])
-    table.add_row("threads", str(facts["threads"]))
-    table.add_row("flash attention op", "present" if facts["flash_op"] else "missing (slower exact attention)")
-    table.add_row("native operators", facts["native"])
-    table.add_row("scorers", ", ".join(facts["scorers"]))
+    rows = {
+        **facts["versions"],
+        "device": facts["device"],
+        "threads": str(facts["threads"]),
+        "flash attention op": "present" if facts["flash_op"] else "missing (slower exact attention)",
+        "native operators": facts["native"],
+        "scorers": ", ".join(facts["scorers"]),
+    }
     for name, extra in facts["extras"].items():
         missing = ", ".join(extra["missing"])
         how = f"missing {missing}: pip install 'prescore\\[{name}]'" if missing else "present"
-        table.add_row(f"extra {name}", how)
+        rows[f"extra {name}"] = how
+    for row in rows.items():
+        table.add_row(*row)
     Console(soft_wrap=True).print(table)
 
 
@@ -47,11 +50,10 @@ def collect() -> Values:
     from prescore.registry import list_scorers
 
     cuda = torch.cuda.is_available()
+    name = torch.cuda.get_device_name() if cuda else torch.backends.cpu.get_cpu_capability()
     return {
         "versions": versions(),
-        "device": f"cuda ({torch.cuda.get_device_name()})"
-        if cuda
-        else f"cpu ({torch.backends.cpu.get_cpu_capability()})",
+        "device": f"{'cuda' if cuda else 'cpu'} ({name})",
         "threads": torch.get_num_threads(),
         "flash_op": hasattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu"),
         "native": describe_native(),
