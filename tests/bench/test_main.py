@@ -42,7 +42,7 @@ def test_info_tells_versions_scorers_and_extras(capsys, monkeypatch):
     assert main(["info"]) == 0
     shown = " ".join(capsys.readouterr().out.split())  # a long reason is folded into several lines
     assert f"native operators {facts['native']}" in shown
-    assert "missing timm: pip install 'prescore[vision]'" in shown
+    assert 'missing timm: pip install ".[vision]" in a clone of prescore' in shown
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,13 @@ BUG = "prescore: ZeroDivisionError: division by zero; --debug shows where\n"
     [
         (ValueError("n must be at least 1, got 0"), 2, "prescore: n must be at least 1, got 0\n"),
         (OSError("disk is full"), 2, "prescore: disk is full\n"),
-        (ModuleNotFoundError("no", name="timm"), 2, "needs the package timm"),
+        (
+            ModuleNotFoundError("no", name="timm"),
+            2,
+            'needs the package timm: pip install ".[vision]" in a clone of prescore',
+        ),
+        (ModuleNotFoundError("no", name="sklearn"), 2, 'sklearn: pip install ".[vision]" in a clone'),
+        (ModuleNotFoundError("no", name="elsewhere"), 2, "needs the package elsewhere\n"),
         (ZeroDivisionError("division by zero"), 1, BUG),  # a bug is not bad usage
         (KeyboardInterrupt(), 130, "interrupted"),
         (SystemExit(130), 130, ""),
@@ -144,11 +150,11 @@ def test_a_command_continues_a_torn_record_file_and_refuses_a_damaged_one(tmp_pa
     before = [(record["key"], record["results"]) for record in lines(tmp_path)]
     assert main(line.split()) == 2  # without --resume
     assert records.read_bytes() == whole
-    records.write_bytes(whole[: whole[:-1].rindex(b"\n") + 51] + bytes(200))
+    records.write_bytes(whole[: whole[:-1].rindex(b"\n") + 51])
     capsys.readouterr()
     assert main([*line.split(), "--resume"]) == 0
     shown = capsys.readouterr()
-    assert f"dropped one unfinished row at the end of {records} (250 bytes); it is measured again" in shown.err
+    assert f"dropped one unfinished row at the end of {records} (50 bytes); it is measured again" in shown.err
     assert f"{len(before) - 1} of {len(before)} rows are finished" in shown.err
     assert [(record["key"], record["results"]) for record in lines(tmp_path)] == before
     assert len(shown.out.splitlines()) == len(before)

@@ -52,7 +52,7 @@ def command(
         if given.model is not None or given.images is not None:
             raise ValueError(f"language_model must be given without model and images, got {language_model!r}")
         rows = _text_rows(language_model, text, length, given.limit, given.device, grid)
-    session = run.open("coverage", given.device)
+    session = run.open("coverage", given.device, writes=["coverage.png"])
     made = (tables.coverage_table, tables.paper_coverage_table)
     show_run(session, session.run(rows), made, tables.coverage_plot)
 

@@ -41,12 +41,16 @@ def command(
     from prescore.bench.language.model import load_language_model
 
     length = length or (_QUICK_LENGTH if run.quick else 8192)
+    earlier = REPORT / "index.html"
+    if run.out is None and earlier.exists() and "prescore" not in earlier.read_text(errors="replace"):
+        raise ValueError(f"{earlier} must be a report of prescore or absent, got another page; choose --out")
     texts = load_documents([document], limit=1)
-    session = run.open("demo")
+    session = run.open("demo", writes=["index.html"])
     session.say(f"loading {model}")
     loaded = load_language_model(model)
     text = TokenizedText.of(loaded, texts[0])
-    records = Demo(session, loaded, text, length, run.seed, started + 60 * minutes).run()
-    page = write_page(records, session.out if run.out is not None else REPORT)
-    session.show(comparison_table(records).to_rich())
+    with session.reading():
+        records = Demo(session, loaded, text, length, run.seed, started + 60 * minutes).run()
+        page = write_page(records, session.out if run.out is not None else REPORT)
+        session.show(comparison_table(records).to_rich())
     session.say(f"records: {session.file.path}\nreport:  {page}  ({time.monotonic() - started:.0f} s)")

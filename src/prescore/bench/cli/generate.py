@@ -121,7 +121,8 @@ def command(
             Row({**common, "attention": "prescored, after the exact text", **own}, seed, measure_agreement)
         )
     records = session.run(rows)
-    session.show(generation_table(records).to_rich())
+    with session.reading():
+        session.show(generation_table(records).to_rich())
     session.say(f"records: {session.file.path}")
 
 

@@ -20,6 +20,7 @@ def command(json: Json = False) -> None:
         print(jsonlib.dumps(facts))
         return
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
     table = Table(show_header=False, box=None, pad_edge=False)
@@ -35,10 +36,9 @@ def command(json: Json = False) -> None:
     }
     for name, extra in facts["extras"].items():
         missing = ", ".join(extra["missing"])
-        how = f"missing {missing}: pip install 'prescore\\[{name}]'" if missing else "present"
-        rows[f"extra {name}"] = how
-    for row in rows.items():
-        table.add_row(*row)
+        rows[f"extra {name}"] = f"missing {missing}{_line(name)}" if missing else "present"
+    for name, value in rows.items():
+        table.add_row(name, escape(value))
     Console(soft_wrap=True).print(table)
 
 
@@ -60,6 +60,17 @@ def collect() -> Values:
         "scorers": list_scorers(),
         "extras": _extras(),
     }
+
+
+def installation(module: str | None) -> str:
+    """How to install what a missing module belongs to, for the end of a sentence; empty = no extra has it."""
+    package = {"sklearn": "scikit-learn", "PIL": "pillow"}.get(module or "", module)
+    found = [name for name, group in _extras().items() if package in (*group["present"], *group["missing"])]
+    return _line(found[0]) if found else ""
+
+
+def _line(extra: str) -> str:
+    return f': pip install ".[{extra}]" in a clone of prescore'
 
 
 def _extras() -> dict[str, dict[str, list[str]]]:

@@ -27,7 +27,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         from prescore.bench.cli.options import ARGV, load_imports
     except ModuleNotFoundError as error:
-        return _fail(f"prescore's command line needs {error.name}: pip install 'prescore[eval]'")
+        return _fail(
+            f"""prescore's command line needs {error.name}: pip install ".[eval]" in a clone of prescore"""
+        )
     token = ARGV.set(("prescore", *argv))
     debug = "--debug" in argv
     try:
@@ -54,7 +56,9 @@ def _refuse(error: Exception) -> int:
     if hasattr(error, "format_message"):
         return _fail(error.format_message())
     if isinstance(error, ModuleNotFoundError):
-        return _fail(f"this command needs the package {error.name}; `prescore info` says how to install it")
+        from prescore.bench.cli.info import installation
+
+        return _fail(f"this command needs the package {error.name}{installation(error.name)}")
     if isinstance(error, ValueError | TypeError | OSError | PrescoreError):
         return _fail(str(error))
     # a fault in this package or in an imported one

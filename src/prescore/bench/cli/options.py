@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
-from prescore.bench.records import Record, RecordFile, Row, Values, measure, row_key
+from prescore.bench.records import Record, RecordFile, RecordFileError, Row, Values, measure, row_key
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -29,10 +29,15 @@ if TYPE_CHECKING:
     from prescore.parallel.comm import Group
 
 
-def _folder(text: str) -> Path:
-    if not text.strip():
-        raise ValueError(f"--out must name a directory, got {text!r}")
-    return Path(text)
+def folder(option: str) -> Callable[[str], Path]:
+    """How a directory is read: an empty word is not the current one."""
+
+    def read(text: str) -> Path:
+        if not text.strip():
+            raise ValueError(f"{option} must name a directory, got {text!r}")
+        return Path(text)
+
+    return read
 
 
 # Options that several commands share, in groups: `with_groups` puts the fields in place of the parameter.
@@ -49,7 +54,7 @@ class Run:
     seed: int = typer.Option(0, min=0, help="Seed of all randomness.")
     out: Path | None = typer.Option(
         None,
-        parser=_folder,
+        parser=folder("--out"),
         metavar="DIRECTORY",
         help="Directory for records.jsonl and plots.  [default: runs/COMMAND/TIME]",
     )
@@ -60,16 +65,28 @@ class Run:
     quick: bool = typer.Option(False, "--quick", help="A small version that takes about a minute.")
     threads: int | None = typer.Option(None, min=1, max=1024, help="CPU threads.  [default: torch's choice]")
 
-    def open(self, command: str, device: str = "cpu") -> Session:
-        """Open the record file before any work is done, so that a refusal costs nothing."""
-        file = RecordFile(_directory(command, self.out, self.resume) / RECORDS, resume=self.resume)
+    def open(self, command: str, device: str = "cpu", *, writes: Sequence[str] = ()) -> Session:
+        """Open the record file before any work is done, so that a refusal costs nothing.
+
+        Args:
+            command: Its name in records.
+            device: Where it runs, for the records.
+            writes: Patterns of the other files that it writes: a new run refuses a directory that has one.
+        """
+        path = _directory(command, self.out, self.resume) / RECORDS
+        if not (path.is_file() and path.stat().st_size):
+            for found in (found for pattern in writes for found in path.parent.glob(pattern)):
+                raise RecordFileError(
+                    f"{found} must not be there before a new run, which would replace it; choose another --out"
+                )
+        file = RecordFile(path, resume=self.resume)
         if file.dropped is not None:
             print(file.dropped, file=sys.stderr, flush=True)
         import torch
 
         if self.threads is not None:
             torch.set_num_threads(self.threads)
-        return Session(command, file, self.json, torch.get_num_threads(), device)
+        return Session(command, file, self.json, torch.get_num_threads(), device, is_continued=len(file) > 0)
 
 
 @dataclass(frozen=True)
@@ -208,11 +225,13 @@ def _load(name: str) -> None:
         if path.suffix != ".py":
             importlib.import_module(name)
         else:
-            spec = importlib.util.spec_from_file_location(path.stem, path)
+            # a name that no module has: a file may be called as one of Python's
+            own = f"prescore --import {path.absolute()}"
+            spec = importlib.util.spec_from_file_location(own, path)
             if spec is None or spec.loader is None or not path.is_file():
                 raise FileNotFoundError("there is no such file")
             module = importlib.util.module_from_spec(spec)
-            sys.modules[path.stem] = module  # dataclasses look their module up by its name
+            sys.modules[own] = module  # dataclasses look their module up by its name
             spec.loader.exec_module(module)
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
@@ -235,6 +254,7 @@ class Session:
     threads: int
     device: str
     quiet: bool = False
+    is_continued: bool = False
 
     @property
     def out(self) -> Path:
@@ -278,6 +298,20 @@ class Session:
         for renderable in renderables:
             console.print(renderable)
 
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Where records become tables and plots: those of an earlier run may have been edited."""
+        try:
+            yield
+        except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
+            if not self.is_continued or isinstance(error, RecordFileError):
+                raise
+            reason = f"{error}" if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+            raise RecordFileError(
+                f"{self.file.path} must hold results as they were measured, got others ({reason}); "
+                "remove the lines that were edited or choose another --out"
+            ) from error
+
     def say(self, text: str) -> None:
         """Print one line to stderr."""
         if not self.quiet:
@@ -318,7 +352,7 @@ def progress(title: str, total: float) -> Iterator[Callable[[float], None]]:
 
 @contextmanager
 def parallel_session(
-    command: str, run: Run, parallel: bool, device: str
+    command: str, run: Run, parallel: bool, device: str, writes: Sequence[str]
 ) -> Iterator[tuple[Session, Group | None]]:
     """A session and the ranks that torchrun started, or None without `parallel`.
 
@@ -326,7 +360,7 @@ def parallel_session(
     same finished rows.
     """
     if not parallel:
-        yield run.open(command, device), None
+        yield run.open(command, device, writes=writes), None
         return
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         raise ValueError(
@@ -340,7 +374,7 @@ def parallel_session(
     dist.init_process_group("nccl" if device.startswith("cuda") else "gloo")
     try:
         ranks = as_group(dist.group.WORLD)
-        session = run.open(command, f"{device} x {ranks.size}") if ranks.rank == 0 else None
+        session = run.open(command, f"{device} x {ranks.size}", writes=writes) if ranks.rank == 0 else None
         lines = [None if session is None else [record.to_json() for record in session.file]]
         dist.broadcast_object_list(lines, src=0)
         if session is not None:

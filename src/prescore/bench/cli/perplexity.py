@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
 
 from prescore.bench.cli import options as cli
+from prescore.bench.records import replacing
 
 if TYPE_CHECKING:
     from prescore.bench.language.held_out import TokenizedText
@@ -22,6 +24,11 @@ _OF_HELD_OUT = (
     *(*_OF_EXPERIMENTS, "leaf", "coupling", "sinks", "first", "offset", "windows", "documents"),
     *("skip_short", "parallel"),
 )
+_ELSEWHERE = {
+    **dict.fromkeys(("table2", "appendix-e"), "prescore vision"),
+    **{"appendix-b": "prescore planted", "appendix-g": "prescore coverage"},
+}
+"""What of the paper other commands measure."""
 _TYPICAL_LENGTH = 4096
 _QUICK_LENGTH, _QUICK_LEAF, _QUICK_DEFAULT_LENGTH = 512, 64, 2560
 """Sizes of `--quick`; the last where the default runs as it is, and is exact up to 2048 tokens."""
@@ -81,6 +88,10 @@ def command(
         as_it_is = experiment in (held_out.HELD_OUT, "min-weight")
         length = length or [_QUICK_DEFAULT_LENGTH if as_it_is else _QUICK_LENGTH]
         leaf, documents = leaf or _QUICK_LEAF, documents or 1
+    if experiment in _ELSEWHERE:
+        raise ValueError(
+            f"experiment must be of a language model, got {experiment!r}: run {_ELSEWHERE[experiment]}"
+        )
     if experiment is not None:
         checks.one_of("experiment", experiment, (*experiments.EXPERIMENTS, held_out.HELD_OUT))
         cli.refuse_options(
@@ -105,16 +116,20 @@ def command(
     else:
         methods_at(length=_TYPICAL_LENGTH)
         texts = load_documents(document, limit=None if document is None else documents)
-    with cli.parallel_session("perplexity", run, parallel, given.device) as (session, ranks):
+    name = experiment or "perplexity"
+    writes = ("default.md",) if is_held_out else (f"{name}*.csv", f"{name}*.png")
+    with cli.parallel_session("perplexity", run, parallel, given.device, writes) as (session, ranks):
         loaded = given.load()
         row = partial(loss_row, loaded, experiment=experiment, layers=places, seed=seed, group=ranks)
         # a damaged result is refused before hours of measuring
-        (tables.held_out_tables if is_held_out else tables.summarise)(list(session.file))
+        with session.reading():
+            (tables.held_out_tables if is_held_out else tables.summarise)(list(session.file))
         if is_held_out:
             tokenized = [held_out.TokenizedText.of(loaded, text) for text in texts]
             for n_tokens in length or held_out.LENGTHS:
                 _measure_held_out(session, row, tokenized, methods, n_tokens, seed if tuning else None)
-            _write_held_out(session)
+            with session.reading():
+                _write_held_out(session)
             return
         lengths = length or experiments.default_lengths(experiment, loaded.trained_length)
         if document is None:
@@ -138,7 +153,9 @@ def command(
             rows += [row(window, each) for each in own for window in read]
         records = session.run(rows)
         cli.say_what_is_exact(session, by_length)
-        if not session.quiet:
+        if session.quiet:
+            return
+        with session.reading():
             _write_results(session, records, experiment, loaded.name)
 
 
@@ -150,16 +167,16 @@ def _write_results(session: cli.Session, records: Sequence[Record], experiment: 
     note = "gap closed = (local - loss) / (local - exact); attention = inside the attention functions, one forward"
     title = f"{name}: {tables.describe_run(summaries, model)}"
     session.show(tables.loss_table(summaries, title, note).to_rich())
-    files = {f"{name}.csv": tables.full_csv(summaries), f"{name}-as-printed.csv": tables.paper_csv(summaries)}
-    files = {file: text for file, text in files.items() if text is not None}
+    made = {f"{name}.csv": tables.full_csv(summaries), f"{name}-as-printed.csv": tables.paper_csv(summaries)}
+    files = {file: text for file, text in made.items() if text is not None}
     for file, text in files.items():
-        (session.out / file).write_text(text or "", encoding="utf-8")
+        _write(session.out / file, text)
     # most pictures are for one length
     lengths = sorted({summary.n_tokens for summary in summaries})
     for length in lengths if len(lengths) > 1 and experiment != "longest" else [None]:
         inside = [summary for summary in summaries if length in (None, summary.n_tokens)]
         file = f"{name}.png" if length is None else f"{name}-{length}.png"
-        files[file] = None
+        files[file] = ""
         title = f"{name}: {tables.describe_run(inside, model)}"
         tables.plot_experiment(experiment, inside, session.out / file, title)
     session.say(f"records: {session.file.path}; also {', '.join(files)}")
@@ -188,7 +205,9 @@ def _measure_held_out(
     pairs = [(window, method) for window in windows for method in methods]
     measured = zip(pairs, session.run([row(*pair) for pair in pairs]), strict=True)
     defaults = [(window, record) for (window, method), record in measured if isinstance(method.config, Routed)]
-    session.run([row(window, window_like(record)) for window, record in defaults])
+    with session.reading():
+        alike = [row(window, window_like(record)) for window, record in defaults]
+    session.run(alike)
 
 
 def _write_held_out(session: cli.Session) -> None:
@@ -196,6 +215,10 @@ def _write_held_out(session: cli.Session) -> None:
 
     tables = held_out_tables(list(session.file))
     session.show(*(table.to_rich() for table in tables))
-    written = session.out / "default.md"
-    written.write_text("\n".join(table.to_markdown() for table in tables), encoding="utf-8")
-    session.say(f"records: {session.file.path}; also {written.name}")
+    _write(session.out / "default.md", "\n".join(table.to_markdown() for table in tables))
+    session.say(f"records: {session.file.path}; also default.md")
+
+
+def _write(path: Path, text: str) -> None:
+    with replacing(path) as working:
+        working.write_text(text, encoding="utf-8")

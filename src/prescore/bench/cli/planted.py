@@ -44,12 +44,13 @@ def command(
     given: Values = {name: tuple(values) for name, values in lists.items() if values}
     # settings are checked before a run is opened
     rows = planted_rows(dataclasses.replace(base, **given, degree=degree, norm=norm))
-    session = run.open("planted")
+    session = run.open("planted", writes=["planted-*.png"])
     records = session.run(rows)
-    for setting in tables.recall_settings(records):
-        session.show(tables.recall_table(records, setting).to_rich())
-        name = f"planted {tables.describe_setting(setting)}.png".replace(" ", "-").replace("=", "")
-        tables.planted_plot(records, setting, session.out / name)
-        session.say(f"plot: {session.out / name}")
-    session.show(tables.claim_table(records).to_rich())
+    with session.reading():
+        for setting in tables.recall_settings(records):
+            session.show(tables.recall_table(records, setting).to_rich())
+            name = f"planted {tables.describe_setting(setting)}.png".replace(" ", "-").replace("=", "")
+            tables.planted_plot(records, setting, session.out / name)
+            session.say(f"plot: {session.out / name}")
+        session.show(tables.claim_table(records).to_rich())
     session.say(f"records: {session.file.path}")

@@ -81,5 +81,6 @@ def command(
         ]
     )
     cli.say_what_is_exact(session, methods)
-    session.show(retrieval_table(records).to_rich())
+    with session.reading():
+        session.show(retrieval_table(records).to_rich())
     session.say(f"records: {session.file.path}")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import typer
 
-from prescore.bench.cli.options import Layers, Model, Run, read_layers
+from prescore.bench.cli.options import Layers, Model, Run, folder, read_layers
 from prescore.bench.records import Values
 
 
@@ -35,7 +35,8 @@ def command(
     ),
     save_heads: Path | None = typer.Option(
         None,
-        file_okay=False,
+        parser=folder("--save-heads"),
+        metavar="DIRECTORY",
         help="Save the attention inputs of --model over the first --n tokens of --text-file here.",
     ),
     model: Model = "smollm2",
@@ -94,13 +95,14 @@ def command(
     if heads and "lengths" in chosen:
         chosen = [*chosen, "heads"]
     rows = studies.plan_rows(run, chosen)
-    session = options.open("speed")
+    session = options.open("speed", writes=["speed.png", "curves.png"])
     records = session.run(rows)
-    session.show(*(table.to_rich() for table in tables(records)))
-    if kinds(records):
-        for name, field in (("speed.png", "seconds"), ("curves.png", "speedup")):
-            length_plot(records, session.out / name, field)
-            session.say(f"plot: {session.out / name}")
+    with session.reading():
+        session.show(*(table.to_rich() for table in tables(records)))
+        if kinds(records):
+            for name, field in (("speed.png", "seconds"), ("curves.png", "speedup")):
+                length_plot(records, session.out / name, field)
+                session.say(f"plot: {session.out / name}")
     kept = "kept for the next one" if freed == KEPT else "given back to the system"
     session.say(f"memory that a call frees: {kept}")
     session.say(f"records: {session.file.path}")
@@ -112,6 +114,8 @@ def _save(
     """Save the heads of a model; positions past its trained length are scaled (YaRN)."""
     if text_file is None:
         raise ValueError("--save-heads must come with a --text-file, got none")
+    for found in directory.glob("layer-*.safetensors"):
+        raise ValueError(f"--save-heads must name a directory without saved heads, got {found}")
     chosen = read_layers(layers)
     from prescore.bench.language.documents import decode
     from prescore.bench.language.model import load_language_model

@@ -124,7 +124,7 @@ def command(
     grid = given.grid(run, prefix, methods=methods, budgets=budgets, centroid_shares=share)
     # methods are checked before a run is opened
     rows = accuracy_rows(given.study(run.quick), **grid)
-    session = run.open("vision", given.device)
+    session = run.open("vision", given.device, writes=["vision.png"])
     made = (tables.accuracy_table, tables.leverage_table, tables.paper_accuracy_table)
     show_run(session, session.run(rows), made, tables.accuracy_plot)
 
@@ -136,8 +136,9 @@ def show_run(
     draw: Callable[[Sequence[Record], Path], None],
 ) -> None:
     """Print the tables that have rows, and save the plot."""
-    shown = [table(records) for table in tables]
-    session.show(*(table.to_rich() for table in shown if table.rows))
     picture = session.out / f"{session.command}.png"
-    draw(records, picture)
+    with session.reading():
+        shown = [table(records) for table in tables]
+        session.show(*(table.to_rich() for table in shown if table.rows))
+        draw(records, picture)
     session.say(f"plot: {picture}\nrecords: {session.file.path}")
