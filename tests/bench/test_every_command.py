@@ -1,7 +1,9 @@
 """Every command runs as docs/commands.md says; what third parties register can be named on the command line."""
 
+import random
 import re
 import shlex
+import sys
 from pathlib import Path
 
 import pytest
@@ -123,3 +125,16 @@ def test_an_import_that_fails_is_one_sentence(name, said, tmp_path, monkeypatch,
     assert main(["info", "--import"]) == 2
     assert "--import must be followed by a Python file or module" in capsys.readouterr().err
     assert main(["--import", "prescore.errors", "--version"]) == 0  # a module by its name
+
+
+def test_an_imported_file_may_be_called_as_a_module_of_python(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "random.py").write_text(
+        "from dataclasses import dataclass\n\n@dataclass\nclass Mine:\n    a: int\n\nprint(Mine(3))"
+    )
+    assert main(["--import", "./random.py", "--version"]) == 0
+    assert "Mine(a=3)" in capsys.readouterr().out
+    assert sys.modules["random"] is random
+    import random as again
+
+    assert again.Random is random.Random

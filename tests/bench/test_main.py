@@ -8,7 +8,7 @@ import pytest
 
 import prescore
 import prescore.bench.cli.info as info
-from prescore.bench.cli.main import main
+from prescore.bench.cli.main import _build, main
 from prescore.bench.cli.options import Run, Session, progress
 from prescore.bench.records import RecordFile, Row, read_records
 from prescore.ops.native.library import describe_native
@@ -162,3 +162,94 @@ def test_a_command_continues_a_torn_record_file_and_refuses_a_damaged_one(tmp_pa
     assert main([*line.split(), "--resume"]) == 2
     assert "damaged line 1" in capsys.readouterr().err
     assert records.read_text() == "no record\n"
+
+
+COMMON = {"--seed", "--out", "--json", "--resume", "--quick", "--threads"}
+
+
+def test_every_measuring_command_has_the_common_options():
+    typer = pytest.importorskip("typer")
+    for name, command in typer.main.get_command(_build()).commands.items():
+        assert name == "info" or {option for parameter in command.params for option in parameter.opts} >= COMMON
+
+
+PLANTED = "planted --quick --n 400 --d 4 --method key-norm --rule nearest --seeds 1"
+
+
+@pytest.mark.parametrize(
+    ("line", "file"),
+    [
+        (PLANTED, "planted-mine.png"),
+        ("perplexity -d TEXT --model MODEL -n 64 --method exact", "perplexity.csv"),
+        ("perplexity -d TEXT --model MODEL -n 64 --experiment table1", "table1-as-printed.csv"),
+        ("perplexity -d TEXT --model MODEL -n 64 --experiment default", "default.md"),
+        ("demo -d TEXT --model MODEL -n 128", "index.html"),
+        ("speed --quick", "curves.png"),
+    ],
+)
+def test_a_new_run_replaces_no_file_that_is_there(line, file, saved, text, tmp_path, capsys):
+    out = tmp_path / "mine"
+    out.mkdir()
+    (out / file).write_text("mine")
+    words = line.replace("TEXT", text).replace("MODEL", saved).split()
+    assert main([*words, "--out", str(out)]) == 2
+    assert f"{file} must not be there before a new run" in capsys.readouterr().err
+    assert [(path.name, path.read_text()) for path in out.iterdir()] == [(file, "mine")]
+
+
+def test_the_report_replaces_only_a_report(saved, text, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    page = tmp_path / "report" / "index.html"
+    page.parent.mkdir()
+    page.write_text("my thesis")
+    assert main(["demo", "-d", text, "--model", saved, "-n", "128"]) == 2
+    assert "must be a report of prescore or absent" in capsys.readouterr().err
+    assert page.read_text() == "my thesis"
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    "results", [{"a": 1}, {"recall": None, "claims": "x"}, {"recall": {"x": []}, "claims": [1]}], ids=str
+)
+def test_edited_results_are_one_sentence(results, tmp_path, lines, capsys):
+    words = [*PLANTED.split(), "--out", str(tmp_path)]
+    assert main(words) == 0
+    edited = "".join(json.dumps({**line, "results": results}) + "\n" for line in lines(tmp_path))
+    (tmp_path / "records.jsonl").write_text(edited)
+    capsys.readouterr()
+    assert main([*words, "--resume"]) == 2
+    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("prescore: ")]
+    assert "records.jsonl must hold results as they were measured, got others (" in "".join(said)
+    assert (tmp_path / "records.jsonl").read_text() == edited
+
+
+def test_a_fault_in_a_new_run_is_not_blamed_on_records(tmp_path):
+    with pytest.raises(KeyError), session(tmp_path).reading():
+        {}["a bug"]
+
+
+@pytest.mark.parametrize("out", ["loop", "loop/deeper", "file", "file/deeper"])
+def test_a_directory_that_cannot_be_is_one_sentence(out, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "file").write_text("mine")
+    assert main([*PLANTED.split(), "--out", out]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("prescore: ")
+    assert said.count("\n") == 1
+    assert "directory" in said
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+@pytest.mark.parametrize("content", ["my notes\n", '{"schema": 3}\n', "{", '{"a": "\0"}\n'])
+def test_resume_leaves_a_file_of_someone_else_alone(content, tmp_path, capsys):
+    records = tmp_path / "records.jsonl"
+    records.write_text(content)
+    assert main([*PLANTED.split(), "--out", str(tmp_path), "--resume"]) == 2
+    assert "the file was not changed" in capsys.readouterr().err
+    assert records.read_text() == content
+    records.rename(tmp_path / "mine")
+    records.symlink_to("mine")
+    assert main([*PLANTED.split(), "--out", str(tmp_path), "--resume"]) == 2
+    assert "must be a file, got a symbolic link to mine" in capsys.readouterr().err
+    assert (tmp_path / "mine").read_text() == content

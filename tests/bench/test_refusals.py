@@ -14,6 +14,7 @@ REFUSALS = {
         ("-n 4096", "document text.txt must have at least 4096 tokens, got"),
         ("--model no/such/model", "model must be 'smollm2', a directory"),
         ("--experiment table9", "experiment must be one of"),
+        ("--experiment table2", "experiment must be of a language model, got 'table2': run prescore vision"),
         ("--method random", "method must be one of"),
         ("--method defalt", r"\(did you mean 'default'\?\)"),
         ("--experiment table1 --top-k 8", "the experiment table1 must be given without --method, --top-k, got"),
@@ -78,6 +79,7 @@ REFUSALS = {
     "speed": [
         ("--study lenghts", r"\(did you mean 'lengths'\?\)"),
         ("--save-heads heads", "--save-heads must come with a --text-file, got none"),
+        ("--save-heads ''", "--save-heads must name a directory, got ''"),
         ("--study heads", "--heads must be a directory of saved heads for --study heads, got none"),
         ("--quick --layers 0,1", "--layers must come with --save-heads, got 0,1 without it"),
     ],

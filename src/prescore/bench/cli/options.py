@@ -33,9 +33,10 @@ def folder(option: str) -> Callable[[str], Path]:
     """How a directory is read: an empty word is not the current one."""
 
     def read(text: str) -> Path:
-        if not text.strip():
+        path = Path(text)
+        if not text.strip() or ((path.exists() or path.is_symlink()) and not path.is_dir()):
             raise ValueError(f"{option} must name a directory, got {text!r}")
-        return Path(text)
+        return path
 
     return read
 
@@ -181,6 +182,8 @@ ARGV: ContextVar[tuple[str, ...]] = ContextVar("ARGV", default=())
 
 RUNS = Path("runs")
 RECORDS = "records.jsonl"
+QUICK_LENGTH, QUICK_LEAF, QUICK_TOP_K = 512, 64, "32"
+"""Sizes of `--quick` on language models: every method reads less than exact attention."""
 _LINE_EVERY = 5.0
 
 

@@ -30,8 +30,8 @@ _ELSEWHERE = {
 }
 """What of the paper other commands measure."""
 _TYPICAL_LENGTH = 4096
-_QUICK_LENGTH, _QUICK_LEAF, _QUICK_DEFAULT_LENGTH = 512, 64, 2560
-"""Sizes of `--quick`; the last where the default runs as it is, and is exact up to 2048 tokens."""
+_QUICK_DEFAULT_LENGTH = 2560
+"""Of `--quick` where the default runs as it is: up to 2048 tokens that is exact attention."""
 
 
 def command(
@@ -86,8 +86,8 @@ def command(
     leaf, length = given.leaf, given.length
     if run.quick:
         as_it_is = experiment in (held_out.HELD_OUT, "min-weight")
-        length = length or [_QUICK_DEFAULT_LENGTH if as_it_is else _QUICK_LENGTH]
-        leaf, documents = leaf or _QUICK_LEAF, documents or 1
+        length = length or [_QUICK_DEFAULT_LENGTH if as_it_is else cli.QUICK_LENGTH]
+        leaf, documents, top_k = leaf or cli.QUICK_LEAF, documents or 1, top_k or [cli.QUICK_TOP_K]
     if experiment in _ELSEWHERE:
         raise ValueError(
             f"experiment must be of a language model, got {experiment!r}: run {_ELSEWHERE[experiment]}"

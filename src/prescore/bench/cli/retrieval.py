@@ -9,7 +9,7 @@ import typer
 from prescore.bench.cli import options as cli
 
 _USUAL = ("hyper", "paper:kmeans", "uniform", "default")
-_QUICK_LENGTH, _QUICK_MANY_LENGTH, _QUICK_LEAF = 512, 1536, 64
+_QUICK_MANY_LENGTH = 1536
 
 
 def command(
@@ -27,7 +27,7 @@ def command(
     samples: int | None = typer.Option(
         None, min=1, help="Problems per task, length and depth; texts of many-needles.  [default: 10]"
     ),
-    top_k: str = typer.Option("256", help="Keys kept, count or fraction."),
+    top_k: str | None = typer.Option(None, help="Keys kept, count or fraction.  [default: 256]"),
     document: str = typer.Option(
         "python-reference", "--document", "-d", help="The text around the fact: a file or a name of the corpus."
     ),
@@ -43,13 +43,14 @@ def command(
     from prescore.bench.language.methods import check_changes, named_method
     from prescore.bench.language.tables import retrieval_table
 
-    tasks, many, leaf = task or retrieval.TASKS, retrieval.MANY_NEEDLES, given.leaf
-    single = [name for name in tasks if name != many]
-    lengths, seed = given.length or [4096], run.seed
+    tasks, many, leaf, seed = task or retrieval.TASKS, retrieval.MANY_NEEDLES, given.leaf, run.seed
+    lengths = given.length or [4096]
     if run.quick:
-        lengths = given.length or [_QUICK_MANY_LENGTH if many in tasks else _QUICK_LENGTH]
-        samples, leaf = samples or 1, leaf or _QUICK_LEAF
-    samples = samples or 10
+        tasks, samples = task or retrieval.TASKS[:1], samples or 1
+        lengths = given.length or [_QUICK_MANY_LENGTH if many in tasks else cli.QUICK_LENGTH]
+        leaf, top_k = leaf or cli.QUICK_LEAF, top_k or cli.QUICK_TOP_K
+    samples, budget = samples or 10, cli.read_budget(top_k or "256")
+    single = [name for name in tasks if name != many]
     jobs = [
         (retrieval.Task(name, n, (at,)), range(samples))
         for n, name, at in itertools.product(lengths, single, depth or retrieval.TASK_DEPTHS)
@@ -61,7 +62,7 @@ def command(
     ]
     # local-only is the floor of single answers; many needles are expensive, and only exact attention is added
     names = dict.fromkeys(["exact", *(["local"] if single else []), *(given.method or _USUAL)])
-    fields, budget, places = given.fields, cli.read_budget(top_k), cli.read_layers(given.layers)
+    fields, places = given.fields, cli.read_layers(given.layers)
     methods = {
         n: [named_method(name, length=n, leaf=leaf, top_k=budget, changes=fields) for name in names]
         for n in lengths
