@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 
 import typer
 
@@ -43,7 +44,8 @@ def command(
     from prescore.bench.language.methods import check_changes, named_method
     from prescore.bench.language.tables import retrieval_table
 
-    tasks, many, leaf, seed = task or retrieval.TASKS, retrieval.MANY_NEEDLES, given.leaf, run.seed
+    tasks: Sequence[str] = task or retrieval.TASKS
+    many, leaf, seed = retrieval.MANY_NEEDLES, given.leaf, run.seed
     lengths = given.length or [4096]
     if run.quick:
         tasks, samples = task or retrieval.TASKS[:1], samples or 1

@@ -444,15 +444,13 @@ def generation_table(records: Sequence[Record]) -> Table:
         ]
         note = "summed log-probability of the best beam, in nats"
         return Table(f"{title}, {config['beams']} beams", columns, tuple(rows), note)
-    columns = (
-        *("attention", "prefill", "attention part", "decode", "attention part", "cache"),
-        *("tokens as exact", "after the exact text"),
-    )
+    phases = ("prefill", "attention part", "decode", "attention part")
+    names = ("attention", *phases, "cache", "tokens as exact", "after the exact text")
     lines = []
     for name, r in results.items():
         agreement = f"{100 * r['agreement']:.1f} % of {r['compared']}" if "agreement" in r else MISSING
-        phases = [cell for phase in ("prefill", "decode") for cell in _phase(r, phase)]
-        lines.append((name, *phases, f"{r['cache']['bytes'] / 2**20:.1f} MiB", _same_tokens(r), agreement))
+        cells = (*_phase(r, "prefill"), *_phase(r, "decode"))
+        lines.append((name, *cells, f"{r['cache']['bytes'] / 2**20:.1f} MiB", _same_tokens(r), agreement))
     ran = last["prefill_ran"]
     prompt = ", ".join(name if len(ran) == 1 else f"{name} in {n} layers" for name, n in ran.items())
     notes = (
@@ -461,7 +459,7 @@ def generation_table(records: Sequence[Record]) -> Table:
         ", ".join(f"{count} times {path}" for path, count in last["decode_paths"].items()),
         _selection_note(last),
     )
-    return Table(title, columns, tuple(lines), "; ".join(note for note in notes if note))
+    return Table(title, names, tuple(lines), "; ".join(note for note in notes if note))
 
 
 def _phase(results: Values, phase: str) -> tuple[str, str]:
