@@ -70,7 +70,7 @@ REFUSALS = {
         ("--prompt a --top-k 12", "top_k must come with a scorer as --config, got 12 for 'default'"),
         ("--prompt a --set top_k=12", "Routed must have fields among min_weight, "),
         ("--prompt a --agreement --no-exact", "--agreement must come with --exact and one beam"),
-        ("--prompt a --ignore-end --beams 2", "ignore_end must come with one beam, got n_beams=2"),
+        ("--prompt a --ignore-end --beams 2", "ignore_end must come with one beam, got 2 beams"),
         ("--prompt a --evict", "evict must come with a Selected that leaves keys out, got Routed"),
         ("--prompt a --config key-diff --top-k 1.0 --refresh-every 4", "leaves keys out, got Selected"),
         ("--prompt a --layers last:9", "at most the model's 2 layers, got 'last:9'"),

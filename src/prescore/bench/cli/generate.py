@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import sys
 from collections.abc import Callable
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,8 @@ from prescore.bench.cli import options as cli
 from prescore.bench.records import Row, Values, row_key
 
 if TYPE_CHECKING:
-    from prescore.bench.language.generation import Generated
+    from torch import Tensor
+
     from prescore.config import Config
 
 _QUICK_PROMPT, _QUICK_TOKENS = 2560, 8
@@ -56,66 +58,92 @@ def command(
     """
     from prescore.bench.language import generation
     from prescore.bench.language.tables import generation_table
+    from prescore.integrations.apply import apply
+    from prescore.integrations.decode import keeps_selection
 
     chosen, places = read_config(config, top_k, given.fields), cli.read_layers(given.layers)
-    if run.quick:
-        prompt_tokens, max_new_tokens = prompt_tokens or _QUICK_PROMPT, max_new_tokens or _QUICK_TOKENS
-    max_new_tokens = max_new_tokens or 64
-    how = generation.Continuation(chosen, places, max_new_tokens, evict, refresh_every, beams, ignore_end)
     if agreement and (not exact or beams > 1):
         raise ValueError(f"--agreement must come with --exact and one beam, got exact={exact} and {beams} beams")
+    if ignore_end and beams > 1:
+        raise ValueError(f"ignore_end must come with one beam, got {beams} beams")
+    for name, value in {"evict": evict, "refresh_every": refresh_every}.items():
+        if value and not keeps_selection(chosen):
+            got = type(chosen).__name__
+            raise ValueError(f"{name} must come with a Selected that leaves keys out, got {got}")
+    if run.quick:
+        prompt_tokens, max_new_tokens = prompt_tokens or _QUICK_PROMPT, max_new_tokens or _QUICK_TOKENS
+    options: Values = {"layers": places, "max_new_tokens": max_new_tokens or 64}
     text = _prompt(prompt, prompt_file, run.quick)
     session = run.open("generate", given.device)
-    from prescore.integrations.apply import apply
-
-    language_model = given.load(check_head=False)
-    loaded, tokenizer, seed, json = language_model.model, language_model.tokenizer, run.seed, run.json
-    ids = language_model.encode(text)[None, :prompt_tokens].to(given.device)
+    loaded = given.load(check_head=False)
+    model, tokenizer, seed = loaded.model, loaded.tokenizer, run.seed
+    ids = loaded.encode(text)[None, :prompt_tokens].to(given.device)
     if ids.shape[1] == 0:
         raise ValueError("the prompt must have at least one token, got an empty text")
     # a model that cannot run the configuration is refused before anything is computed
-    apply(loaded, how.config, layers=how.layers).undo()
+    apply(model, chosen, layers=places).undo()
     common = {
         "model": given.model,
         "dtype": given.dtype,
         "prompt": hashlib.sha256(str(ids.tolist()).encode()).hexdigest()[:12],
         "prompt_tokens": int(ids.shape[1]),
-        "max_new_tokens": max_new_tokens,
+        "max_new_tokens": options["max_new_tokens"],
         "beams": beams,
         "ignore_end": ignore_end,
     }
-    own = {"config": chosen.to_dict(), "layers": places, "evict": evict, "refresh_every": refresh_every}
     exact_row = {**common, "attention": "exact"}
-    finished: dict[str, Generated] = {}
+    own = {"config": chosen.to_dict(), "layers": places, "evict": evict, "refresh_every": refresh_every}
+    first_logits: list[Tensor] = []
 
-    def measure(name: str) -> Values:
+    def cache(attention: Config | None) -> Any:
+        from transformers import DynamicCache
+
+        from prescore.integrations.transformers.cache import PrescoredCache
+
+        of_text = model.config.get_text_config(decoder=True)
+        if attention is None:
+            return DynamicCache(config=of_text)
+        return PrescoredCache(of_text, evict=evict, refresh_every=refresh_every)
+
+    def exact_tokens() -> list[int]:
+        tokens: list[int] = session.file[row_key("generate", exact_row, seed)].results["tokens"]
+        return tokens
+
+    def measure(attention: Config | None) -> Values:
         """One generation; the text is printed as it is generated."""
-        session.say(f"{name}: reading {ids.shape[1]} tokens")
-        mine = how if name != "exact" else replace(how, config=None, evict=False, refresh_every=None)
-        show = (lambda token: None) if json else _streamer(tokenizer)
+        session.say(f"{'exact' if attention is None else 'prescored'}: reading {ids.shape[1]} tokens")
+        show = (lambda token: None) if run.json else _streamer(tokenizer)
+        new = cache(attention)
         if beams > 1:
-            generated = generation.beams_measured(loaded, ids, mine)
-            for token in generated.tokens:
+            made = generation.beams_measured(model, ids, new, attention, **options, n_beams=beams)
+            for token in made.tokens:
                 show(token)
         else:
-            generated = generation.generate_measured(loaded, ids, mine, on_token=show)
-        if not json:
+            end: Values = {"ignore_end": ignore_end, "on_token": show}
+            made = generation.generate_measured(model, ids, new, attention, **options, **end)
+        if not run.json:
             print(flush=True)
-        finished[name] = generated
-        results = {**generated.results, "text": tokenizer.decode(generated.tokens), "tokens": generated.tokens}
-        if name != "exact" and "exact" in finished:
-            results |= generation.agreement(finished["exact"], generated)
+        results = {**made.results, "text": tokenizer.decode(made.tokens), "tokens": made.tokens}
+        if attention is not None and exact:
+            same = itertools.takewhile(
+                lambda pair: pair[0] == pair[1], zip(exact_tokens(), made.tokens, strict=False)
+            )
+            results["same_tokens"] = len(list(same))
+            if first_logits:  # of an exact generation in this process
+                results["first_token_kl"] = generation.first_token_kl(first_logits[0], made.logits)
+        elif attention is None:
+            first_logits.append(made.logits)
         return results
 
     def measure_agreement() -> Values:
         """The choices after each token that exact attention chose."""
-        tokens = session.file[row_key("generate", exact_row, seed)].results["tokens"]
         session.say(f"after the exact text: reading {ids.shape[1]} tokens")
-        generated = generation.generate_measured(loaded, ids, how, forced=tokens)
-        return {**generated.results, **generation.forced_agreement(tokens, generated.tokens)}
+        tokens = exact_tokens()
+        made = generation.generate_measured(model, ids, cache(chosen), chosen, layers=places, forced=tokens)
+        return {**made.results, **generation.agreement(tokens, made.tokens)}
 
-    rows = [Row(exact_row, seed, lambda: measure("exact"))] if exact else []
-    rows.append(Row({**common, "attention": "prescored", **own}, seed, lambda: measure("prescored")))
+    rows = [Row(exact_row, seed, partial(measure, None))] if exact else []
+    rows.append(Row({**common, "attention": "prescored", **own}, seed, partial(measure, chosen)))
     if agreement:
         rows.append(
             Row({**common, "attention": "prescored, after the exact text", **own}, seed, measure_agreement)

@@ -402,14 +402,7 @@ def measured_attention(
     """Let a model attend by a method inside the block; yields a function that gives the cost so far.
 
     On several ranks it must be called by all of them: reads are means over the ranks; seconds, bytes and memory
-    those of the rank with most of them.
-
-    Args:
-        model: A causal model of transformers, or a ChatGLM with `core_attention` modules.
-        method: How the chosen layers attend.
-        layers: Which layers, as in `prescore.apply`.
-        seed: Seed of the method's randomness.
-        group: Context parallel: the ranks.
+    those of the rank with most of them. Layers are named as in `prescore.apply`.
     """
     n_layers = len(find_adapter(model).layers(model))
     attention = MeasuredAttention(method, pick_layers(layers, n_layers), seed=seed, group=group)

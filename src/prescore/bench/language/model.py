@@ -136,18 +136,9 @@ def load_language_model(
     trust_remote_code: bool = False,
     check_head: bool = True,
 ) -> LanguageModel:
-    """Load a model and its tokenizer.
+    """Load a model and its tokenizer by name, see `prescore.bench.offline.load_model`.
 
-    Args:
-        name: `smollm2` (the offline default), a directory saved by transformers, a GGUF file, or a name on the
-            hub.
-        dtype: `float32`, `bfloat16`, `float16` or `float64`.
-        device: Such as `cpu` or `cuda`.
-        trust_remote_code: Run code that comes with the model.
-        check_head: Refuse a model whose losses cannot be measured, see `LanguageModel.check_head`.
-
-    Raises:
-        OSError: There is no such model.
+    With `check_head` a model whose losses cannot be measured is refused, see `LanguageModel.check_head`.
     """
     checks.one_of("dtype", dtype, tuple(DTYPES))
     checks.device("device", device)

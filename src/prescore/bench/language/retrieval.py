@@ -100,12 +100,7 @@ def make_problem(
 ) -> Problem:
     """One text of exactly `task.length` tokens; a beginning-of-text token stands before the whole text only.
 
-    Args:
-        language_model: Whose tokenizer counts.
-        haystack: The text around the facts.
-        task: What is hidden in it.
-        seed: Seed of names, numbers, the order of questions and the part of the haystack.
-        sample: Number of the text among those of a seed.
+    Names, numbers, the order of questions and the part of the haystack are drawn by the seed and the sample.
     """
     is_many = task.name == MANY_NEEDLES
     where, which = (task.depths, f"{seed} {sample}") if is_many else (task.depths[0], seed * 1000 + sample)
