@@ -70,12 +70,6 @@ BUG = "prescore: ZeroDivisionError: division by zero; --debug shows where\n"
     [
         (ValueError("n must be at least 1, got 0"), 2, "prescore: n must be at least 1, got 0\n"),
         (OSError("disk is full"), 2, "prescore: disk is full\n"),
-        (
-            ModuleNotFoundError("no", name="timm"),
-            2,
-            'needs the package timm: pip install ".[vision]" in a clone of prescore',
-        ),
-        (ModuleNotFoundError("no", name="sklearn"), 2, 'sklearn: pip install ".[vision]" in a clone'),
         (ModuleNotFoundError("no", name="elsewhere"), 2, "needs the package elsewhere\n"),
         (ZeroDivisionError("division by zero"), 1, BUG),  # a bug is not bad usage
         (KeyboardInterrupt(), 130, "interrupted"),
@@ -94,6 +88,29 @@ def test_errors_of_a_command_become_one_sentence(error, code, said, capsys, monk
     for argv in (["--debug", "info"], ["info", "--debug"]):
         assert main(argv) == code
         assert ("Traceback" in capsys.readouterr().err) == isinstance(error, Exception)
+
+
+@pytest.mark.parametrize(
+    ("line", "module", "extra"),
+    [
+        ("vision --quick", "timm", "vision"),
+        ("vision --quick", "sklearn.datasets", "vision"),
+        ("coverage --quick", "transformers.utils", "vision"),
+        ("info", "transformers.utils", "hf"),
+        ("info", "rich", "eval"),
+    ],
+)
+def test_a_missing_package_names_the_line_that_installs_it_from_a_clone(line, module, extra, capsys, monkeypatch):
+    def missing(*args, **options):
+        raise ModuleNotFoundError("no", name=module)
+
+    monkeypatch.setattr(info, "collect", missing)
+    monkeypatch.setattr("prescore.bench.cli.vision.VisionOptions.study", missing)
+    assert main(line.split()) == 2
+    said, package = capsys.readouterr().err, module.split(".")[0]
+    assert said == (
+        f'prescore: this command needs the package {package}: pip install ".[{extra}]" in a clone of prescore\n'
+    )
 
 
 def test_interrupted_and_resumed_loses_and_repeats_nothing(tmp_path, capsys):

@@ -62,11 +62,14 @@ def collect() -> Values:
     }
 
 
-def installation(module: str | None) -> str:
-    """How to install what a missing module belongs to, for the end of a sentence; empty = no extra has it."""
-    package = {"sklearn": "scikit-learn", "PIL": "pillow"}.get(module or "", module)
+def installation(module: str, prefer: str) -> str:
+    """How to install a missing module, for the end of a sentence; empty = no extra has it.
+
+    Of several extras with it the preferred one is named.
+    """
+    package = {"sklearn": "scikit-learn", "PIL": "pillow"}.get(module, module)
     found = [name for name, group in _extras().items() if package in (*group["present"], *group["missing"])]
-    return _line(found[0]) if found else ""
+    return _line(prefer if prefer in found else found[0]) if found else ""
 
 
 def _line(extra: str) -> str:

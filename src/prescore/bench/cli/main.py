@@ -46,19 +46,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         if debug:
             traceback.print_exc()
-        return _refuse(error)
+        return _refuse(error, argv)
     finally:
         ARGV.reset(token)
 
 
-def _refuse(error: Exception) -> int:
+def _refuse(error: Exception, argv: Sequence[str]) -> int:
     # typer's usage errors have no public base class; all of them have this method
     if hasattr(error, "format_message"):
         return _fail(error.format_message())
     if isinstance(error, ModuleNotFoundError):
         from prescore.bench.cli.info import installation
 
-        return _fail(f"this command needs the package {error.name}{installation(error.name)}")
+        package = str(error.name).partition(".")[0]
+        prefer = "vision" if {"vision", "coverage"} & {*argv} else "hf"
+        return _fail(f"this command needs the package {package}{installation(package, prefer)}")
     if isinstance(error, ValueError | TypeError | OSError | PrescoreError):
         return _fail(str(error))
     # a fault in this package or in an imported one
