@@ -144,6 +144,8 @@ def test_resume_finds_the_newest_run_that_measured_something(tmp_path, monkeypat
     assert first.out.parts[:2] == ("runs", "demo")
     monkeypatch.setattr("prescore.bench.cli.options.time.strftime", lambda *_: "20260102-000000")
     new.open("demo")  # as a refused model leaves it
+    (tmp_path / "runs" / "demo" / "loop").mkdir()
+    (tmp_path / "runs" / "demo" / "loop" / "records.jsonl").symlink_to("records.jsonl")
     again = replace(new, resume=True).open("demo")
     assert again.out == first.out
     assert len(again.file) == 1

@@ -106,8 +106,8 @@ def command(
         return PrescoredCache(of_text, evict=evict, refresh_every=refresh_every)
 
     def exact_tokens() -> list[int]:
-        tokens: list[int] = session.file[row_key("generate", exact_row, seed)].results["tokens"]
-        return tokens
+        with session.reading():
+            return [int(token) for token in session.file[row_key("generate", exact_row, seed)].results["tokens"]]
 
     def measure(attention: Config | None) -> Values:
         """One generation; the text is printed as it is generated."""

@@ -324,10 +324,11 @@ class Session:
 def _directory(command: str, out: Path | None, resume: bool) -> Path:
     if out is not None:
         return out
+    found = (RUNS / command).glob(f"*/{RECORDS}") if resume else ()
     # a run that was refused after its file was made has nothing to continue
-    earlier = sorted(path.parent for path in (RUNS / command).glob(f"*/{RECORDS}") if path.stat().st_size)
-    if resume and earlier:
-        return earlier[-1]
+    earlier = [path.parent for path in found if path.is_file() and path.stat().st_size]
+    if earlier:
+        return max(earlier)
     return RUNS / command / time.strftime("%Y%m%d-%H%M%S")
 
 

@@ -115,7 +115,8 @@ def command(
         methods, texts = held_out.held_out_methods(fields), held_out.held_out_texts(document)
     else:
         methods_at(length=_TYPICAL_LENGTH)
-        texts = load_documents(document, limit=None if document is None else documents)
+        skip_short = skip_short or document is None
+        texts = load_documents(document, limit=None if skip_short else documents)
     name = experiment or "perplexity"
     writes = ("default.md",) if is_held_out else (f"{name}*.csv", f"{name}*.png")
     with cli.parallel_session("perplexity", run, parallel, given.device, writes) as (session, ranks):
@@ -132,24 +133,19 @@ def command(
                 _write_held_out(session)
             return
         lengths = length or experiments.default_lengths(experiment, loaded.trained_length)
-        if document is None:
+        if skip_short:
             needed = offset + windows * max(lengths)
             long = [text for text in texts if has_tokens(loaded, text, needed)]
             left_out = ", ".join(text.name for text in texts if text not in long)
             if not long:
-                raise ValueError(
-                    f"length must be at most that of a document of the default corpus, got {needed} tokens; "
-                    "give a longer one by --document"
-                )
+                raise ValueError(f"documents must have one of at least {needed} tokens, got {len(texts)} shorter")
             if left_out:
                 session.say(f"left out, with fewer than {needed} tokens: {left_out}")
             texts = long[:documents]
         by_length = {n_tokens: methods_at(length=n_tokens) for n_tokens in lengths}
         rows = []
         for n_tokens, own in by_length.items():
-            read = make_windows(
-                loaded, texts, n_tokens, first=first, offset=offset, per_document=windows, skip_short=skip_short
-            )
+            read = make_windows(loaded, texts, n_tokens, first=first, offset=offset, per_document=windows)
             rows += [row(window, each) for each in own for window in read]
         records = session.run(rows)
         cli.say_what_is_exact(session, by_length)
