@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import sys
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,8 +14,6 @@ from prescore.bench.cli import options as cli
 from prescore.bench.records import Row, Values, row_key
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from prescore.config import Config
 
 _QUICK_PROMPT, _QUICK_TOKENS = 2560, 8
@@ -75,7 +71,12 @@ def command(
     options: Values = {"layers": places, "max_new_tokens": max_new_tokens or 64}
     text = _prompt(prompt, prompt_file, run.quick)
     session = run.open("generate", given.device)
-    loaded = given.load(check_head=False)
+    loaded = given.load(check_head=False)  # before transformers is imported
+    import torch
+    from transformers import DynamicCache, TextStreamer
+
+    from prescore.integrations.transformers.cache import PrescoredCache
+
     model, tokenizer, seed = loaded.model, loaded.tokenizer, run.seed
     ids = loaded.encode(text)[None, :prompt_tokens].to(given.device)
     if ids.shape[1] == 0:
@@ -93,13 +94,9 @@ def command(
     }
     exact_row = {**common, "attention": "exact"}
     own = {"config": chosen.to_dict(), "layers": places, "evict": evict, "refresh_every": refresh_every}
-    first_logits: list[Tensor] = []
+    first_logits: list[torch.Tensor] = []
 
-    def cache(attention: Config | None) -> Any:
-        from transformers import DynamicCache
-
-        from prescore.integrations.transformers.cache import PrescoredCache
-
+    def cache(attention: Config | None) -> DynamicCache:
         of_text = model.config.get_text_config(decoder=True)
         if attention is None:
             return DynamicCache(config=of_text)
@@ -112,17 +109,21 @@ def command(
     def measure(attention: Config | None) -> Values:
         """One generation; the text is printed as it is generated."""
         session.say(f"{'exact' if attention is None else 'prescored'}: reading {ids.shape[1]} tokens")
-        show = (lambda token: None) if run.json else _streamer(tokenizer)
         new = cache(attention)
+        streamer: Any = TextStreamer(tokenizer)
+
+        def show(*tokens: int) -> None:
+            if not run.json:
+                streamer.put(torch.tensor(tokens, dtype=torch.int64, device="cpu"))
+
         if beams > 1:
             made = generation.beams_measured(model, ids, new, attention, **options, n_beams=beams)
-            for token in made.tokens:
-                show(token)
+            show(*made.tokens)
         else:
             end: Values = {"ignore_end": ignore_end, "on_token": show}
             made = generation.generate_measured(model, ids, new, attention, **options, **end)
         if not run.json:
-            print(flush=True)
+            streamer.end()
         results = {**made.results, "text": tokenizer.decode(made.tokens), "tokens": made.tokens}
         if attention is not None and exact:
             same = itertools.takewhile(
@@ -175,20 +176,3 @@ def _prompt(prompt: str | None, prompt_file: Path | None, quick: bool) -> str:
     if (prompt is None) == (prompt_file is None):
         raise ValueError("exactly one of --prompt and --prompt-file must be given")
     return decode(prompt_file.read_bytes(), str(prompt_file)) if prompt_file else prompt or ""
-
-
-def _streamer(tokenizer: Any) -> Callable[[int], None]:
-    """Print each token's text once it is complete (a letter may span several tokens)."""
-    tokens: list[int] = []
-    printed = 0
-
-    def show(token: int) -> None:
-        nonlocal printed
-        tokens.append(token)
-        text = tokenizer.decode(tokens)
-        if not text.endswith("\ufffd"):
-            sys.stdout.write(text[printed:])
-            sys.stdout.flush()
-            printed = len(text)
-
-    return show
