@@ -109,14 +109,28 @@ def test_finished_rows_are_not_run_again(model, tmp_path, capsys):
     # another way to continue is another row, and so is agreement with the finished exact one
     assert len(lines("--no-exact", "--refresh-every", "2")) == 3
     assert 0 <= json.loads(lines("--agreement")[3])["results"]["agreement"] <= 1
+    # a row that is measured later is compared with the finished exact one too
+    assert [json.loads(line)["results"].get("same_tokens") for line in lines("--top-k", "8")][-1] >= 0
+    edited = [json.loads(line) for line in before]
+    edited[0]["results"]["tokens"] = None
+    (tmp_path / "records.jsonl").write_text("".join(json.dumps(line) + "\n" for line in edited))
+    capsys.readouterr()
+    assert run(model, tmp_path, *KEY_DIFF, "--resume", "--agreement") == 2
+    assert "must hold results as they were measured, got others (TypeError:" in capsys.readouterr().err
 
 
 def test_options_become_a_config():
-    changes = ["sinks=7", "scorer.rule=farthest", "scorer.n_clusters=null", "inner=Lsh", "inner.sample_size=0"]
+    changes = {
+        "sinks": 7,
+        "scorer.rule": "farthest",
+        "scorer.n_clusters": None,
+        "inner": "Lsh",
+        "inner.sample_size": 0,
+    }
     wanted = Selected(KMeans(rule="farthest"), 0.25, sinks=7, inner=Lsh(sample_size=0))
     assert read_config("kmeans", "0.25", changes) == wanted
-    assert read_config("kmeans", None, None) == Selected("kmeans")
-    assert read_config("default", None, ["min_weight=0.0078125"]) == Routed(min_weight=1 / 128)
-    assert read_config("hyper", None, ["lsh.block_size=64"]) == Hyper(lsh=Lsh(block_size=64, alignment="rank"))
-    assert read_config("paper:kmeans", "64", None) == Selected.paper("kmeans", 64)
-    assert read_config("exact", None, None) == Exact()
+    assert read_config("kmeans", None, {}) == Selected("kmeans")
+    assert read_config("default", None, {"min_weight": 0.0078125}) == Routed(min_weight=1 / 128)
+    assert read_config("hyper", None, {"lsh.block_size": 64}) == Hyper(lsh=Lsh(block_size=64, alignment="rank"))
+    assert read_config("paper:kmeans", "64", {}) == Selected.paper("kmeans", 64)
+    assert read_config("exact", None, {}) == Exact()

@@ -1,14 +1,15 @@
 """The command line's base: exit codes, one-sentence errors, interruption and resuming."""
 
 import json
+from dataclasses import replace
 from functools import partial
 
 import pytest
 
 import prescore
 import prescore.bench.cli.info as info
-from prescore.bench.cli.main import main
-from prescore.bench.cli.options import Session, open_session, progress
+from prescore.bench.cli.main import _build, main
+from prescore.bench.cli.options import Run, Session, progress
 from prescore.bench.records import RecordFile, Row, read_records
 from prescore.ops.native.library import describe_native
 
@@ -41,7 +42,7 @@ def test_info_tells_versions_scorers_and_extras(capsys, monkeypatch):
     assert main(["info"]) == 0
     shown = " ".join(capsys.readouterr().out.split())  # a long reason is folded into several lines
     assert f"native operators {facts['native']}" in shown
-    assert "missing pillow: pip install 'prescore[vision]'" in shown
+    assert 'missing pillow: pip install ".[vision]" in a clone of prescore' in shown
 
 
 @pytest.mark.parametrize(
@@ -69,7 +70,7 @@ BUG = "prescore: ZeroDivisionError: division by zero; --debug shows where\n"
     [
         (ValueError("n must be at least 1, got 0"), 2, "prescore: n must be at least 1, got 0\n"),
         (OSError("disk is full"), 2, "prescore: disk is full\n"),
-        (ModuleNotFoundError("no", name="timm"), 2, "needs the package timm"),
+        (ModuleNotFoundError("no", name="elsewhere"), 2, "needs the package elsewhere\n"),
         (ZeroDivisionError("division by zero"), 1, BUG),  # a bug is not bad usage
         (KeyboardInterrupt(), 130, "interrupted"),
         (SystemExit(130), 130, ""),
@@ -87,6 +88,29 @@ def test_errors_of_a_command_become_one_sentence(error, code, said, capsys, monk
     for argv in (["--debug", "info"], ["info", "--debug"]):
         assert main(argv) == code
         assert ("Traceback" in capsys.readouterr().err) == isinstance(error, Exception)
+
+
+@pytest.mark.parametrize(
+    ("line", "module", "extra"),
+    [
+        ("vision --quick", "timm", "vision"),
+        ("vision --quick", "sklearn.datasets", "vision"),
+        ("coverage --quick", "transformers.utils", "vision"),
+        ("info", "transformers.utils", "hf"),
+        ("info", "rich", "eval"),
+    ],
+)
+def test_a_missing_package_names_the_line_that_installs_it_from_a_clone(line, module, extra, capsys, monkeypatch):
+    def missing(*args, **options):
+        raise ModuleNotFoundError("no", name=module)
+
+    monkeypatch.setattr(info, "collect", missing)
+    monkeypatch.setattr("prescore.bench.cli.vision.VisionOptions.study", missing)
+    assert main(line.split()) == 2
+    said, package = capsys.readouterr().err, module.split(".")[0]
+    assert said == (
+        f'prescore: this command needs the package {package}: pip install ".[{extra}]" in a clone of prescore\n'
+    )
 
 
 def test_interrupted_and_resumed_loses_and_repeats_nothing(tmp_path, capsys):
@@ -113,14 +137,16 @@ def test_a_row_is_its_settings_and_is_measured_and_printed_once(tmp_path, capsys
 
 def test_resume_finds_the_newest_run_that_measured_something(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    options = {"out": None, "json": False, "threads": None}
+    new = Run(seed=0, out=None, json=False, resume=False, quick=False, threads=None)
     monkeypatch.setattr("prescore.bench.cli.options.time.strftime", lambda *_: "20260101-000000")
-    first = open_session("demo", resume=False, **options)
+    first = new.open("demo")
     first.run(rows([], n=1))
     assert first.out.parts[:2] == ("runs", "demo")
     monkeypatch.setattr("prescore.bench.cli.options.time.strftime", lambda *_: "20260102-000000")
-    open_session("demo", resume=False, **options)  # as a refused model leaves it
-    again = open_session("demo", resume=True, **options)
+    new.open("demo")  # as a refused model leaves it
+    (tmp_path / "runs" / "demo" / "loop").mkdir()
+    (tmp_path / "runs" / "demo" / "loop" / "records.jsonl").symlink_to("records.jsonl")
+    again = replace(new, resume=True).open("demo")
     assert again.out == first.out
     assert len(again.file) == 1
 
@@ -143,11 +169,11 @@ def test_a_command_continues_a_torn_record_file_and_refuses_a_damaged_one(tmp_pa
     before = [(record["key"], record["results"]) for record in lines(tmp_path)]
     assert main(line.split()) == 2  # without --resume
     assert records.read_bytes() == whole
-    records.write_bytes(whole[: whole[:-1].rindex(b"\n") + 51] + bytes(200))
+    records.write_bytes(whole[: whole[:-1].rindex(b"\n") + 51])
     capsys.readouterr()
     assert main([*line.split(), "--resume"]) == 0
     shown = capsys.readouterr()
-    assert f"dropped one unfinished row at the end of {records} (250 bytes); it is measured again" in shown.err
+    assert f"dropped one unfinished row at the end of {records} (50 bytes); it is measured again" in shown.err
     assert f"{len(before) - 1} of {len(before)} rows are finished" in shown.err
     assert [(record["key"], record["results"]) for record in lines(tmp_path)] == before
     assert len(shown.out.splitlines()) == len(before)
@@ -155,3 +181,94 @@ def test_a_command_continues_a_torn_record_file_and_refuses_a_damaged_one(tmp_pa
     assert main([*line.split(), "--resume"]) == 2
     assert "damaged line 1" in capsys.readouterr().err
     assert records.read_text() == "no record\n"
+
+
+COMMON = {"--seed", "--out", "--json", "--resume", "--quick", "--threads"}
+
+
+def test_every_measuring_command_has_the_common_options():
+    typer = pytest.importorskip("typer")
+    for name, command in typer.main.get_command(_build()).commands.items():
+        assert name == "info" or {option for parameter in command.params for option in parameter.opts} >= COMMON
+
+
+PLANTED = "planted --quick --n 400 --d 4 --method key-norm --rule nearest --seeds 1"
+
+
+@pytest.mark.parametrize(
+    ("line", "file"),
+    [
+        (PLANTED, "planted-mine.png"),
+        ("perplexity -d TEXT --model MODEL -n 64 --method exact", "perplexity.csv"),
+        ("perplexity -d TEXT --model MODEL -n 64 --experiment table1", "table1-as-printed.csv"),
+        ("perplexity -d TEXT --model MODEL -n 64 --experiment default", "default.md"),
+        ("demo -d TEXT --model MODEL -n 128", "index.html"),
+        ("speed --quick", "curves.png"),
+    ],
+)
+def test_a_new_run_replaces_no_file_that_is_there(line, file, saved, text, tmp_path, capsys):
+    out = tmp_path / "mine"
+    out.mkdir()
+    (out / file).write_text("mine")
+    words = line.replace("TEXT", text).replace("MODEL", saved).split()
+    assert main([*words, "--out", str(out)]) == 2
+    assert f"{file} must not be there before a new run" in capsys.readouterr().err
+    assert [(path.name, path.read_text()) for path in out.iterdir()] == [(file, "mine")]
+
+
+def test_the_report_replaces_only_a_report(saved, text, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    page = tmp_path / "report" / "index.html"
+    page.parent.mkdir()
+    page.write_text("my thesis")
+    assert main(["demo", "-d", text, "--model", saved, "-n", "128"]) == 2
+    assert "must be a report of prescore or absent" in capsys.readouterr().err
+    assert page.read_text() == "my thesis"
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    "results", [{"a": 1}, {"recall": None, "claims": "x"}, {"recall": {"x": []}, "claims": [1]}], ids=str
+)
+def test_edited_results_are_one_sentence(results, tmp_path, lines, capsys):
+    words = [*PLANTED.split(), "--out", str(tmp_path)]
+    assert main(words) == 0
+    edited = "".join(json.dumps({**line, "results": results}) + "\n" for line in lines(tmp_path))
+    (tmp_path / "records.jsonl").write_text(edited)
+    capsys.readouterr()
+    assert main([*words, "--resume"]) == 2
+    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("prescore: ")]
+    assert "records.jsonl must hold results as they were measured, got others (" in "".join(said)
+    assert (tmp_path / "records.jsonl").read_text() == edited
+
+
+def test_a_fault_in_a_new_run_is_not_blamed_on_records(tmp_path):
+    with pytest.raises(KeyError), session(tmp_path).reading():
+        {}["a bug"]
+
+
+@pytest.mark.parametrize("out", ["loop", "loop/deeper", "file", "file/deeper"])
+def test_a_directory_that_cannot_be_is_one_sentence(out, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "file").write_text("mine")
+    assert main([*PLANTED.split(), "--out", out]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("prescore: ")
+    assert said.count("\n") == 1
+    assert "directory" in said
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+@pytest.mark.parametrize("content", ["my notes\n", '{"schema": 3}\n', "{", '{"a": "\0"}\n'])
+def test_resume_leaves_a_file_of_someone_else_alone(content, tmp_path, capsys):
+    records = tmp_path / "records.jsonl"
+    records.write_text(content)
+    assert main([*PLANTED.split(), "--out", str(tmp_path), "--resume"]) == 2
+    assert "the file was not changed" in capsys.readouterr().err
+    assert records.read_text() == content
+    records.rename(tmp_path / "mine")
+    records.symlink_to("mine")
+    assert main([*PLANTED.split(), "--out", str(tmp_path), "--resume"]) == 2
+    assert "must be a file, got a symbolic link to mine" in capsys.readouterr().err
+    assert (tmp_path / "mine").read_text() == content

@@ -8,7 +8,7 @@ import torch
 from oracles.tiny_language_model import tiny_language_model
 
 from prescore.bench.cli.main import main
-from prescore.bench.cli.options import read_budget, read_changes, read_layers
+from prescore.bench.cli.options import Language, read_budget, read_layers
 from prescore.bench.language.documents import Document
 from prescore.bench.language.methods import EXACT
 from prescore.bench.language.model import LanguageModel
@@ -44,10 +44,8 @@ def test_windows_are_spread_over_the_text_and_do_not_overlap(precise):
 
 def test_windows_that_do_not_fit_are_refused(precise):
     short, long = Document("short", "hello"), Document("long", TEXT)
-    assert [w.document for w in make_windows(precise, [short, long], 200, skip_short=True)] == ["long"]
     for documents, options, refusal in (
         ([short], {}, "document short must have at least 200 tokens, got 5"),
-        ([short], {"skip_short": True}, "at least 200 tokens, got 1 shorter"),
         ([long], {"first": 200}, "first position must lie between 1 and 199, got 200"),
         ([short], {"per_document": 4}, "document short must have at least 800 tokens, got"),
     ):
@@ -78,8 +76,8 @@ def test_a_head_that_is_not_plain_is_refused(precise, monkeypatch):
 def test_how_option_values_are_read():
     given = ["sinks=2", "inner.alignment=hash", "min_score=null", "leaf_inclusive=true", " top_k =0.5", "a=b=c"]
     fields = {"sinks": 2, "inner.alignment": "hash", "min_score": None, "leaf_inclusive": True, "top_k": 0.5}
-    assert read_changes(given) == {**fields, "a": "b=c"}
-    assert read_changes(None) == {}
+    assert Language(changes=given).fields == {**fields, "a": "b=c"}
+    assert Language(changes=None).fields == {}
     assert [read_budget(text) for text in ("12", "0.5", "1.0")] == [12, 0.5, 1.0]
     assert isinstance(read_budget("1.0"), float)
     assert [read_layers(text) for text in ("0,3,-1", "2", "last:4")] == [[0, 3, -1], [2], "last:4"]
@@ -143,8 +141,15 @@ def test_short_documents_of_the_default_corpus_are_left_out_by_name(saved, tmp_p
     printed = capsys.readouterr()
     assert "left out, with fewer than 128 tokens: short" in printed.err
     assert {json.loads(line)["config"]["document"] for line in printed.out.splitlines()} == {"long"}
+    files = [tmp_path / f"{text.name}.txt" for text in texts]
+    for file, text in zip(files, texts, strict=True):
+        file.write_text(text.text)
+    given = [word for file in files for word in ("-d", str(file))]
+    assert main([*arguments, *given, "--out", str(tmp_path / "given")]) == 2
+    assert "document short.txt must have at least 128 tokens" in capsys.readouterr().err
+    assert main([*arguments, *given, "--out", str(tmp_path / "given"), "--skip-short", "--documents", "1"]) == 0
     assert main([*arguments, "-n", "100000", "--out", str(tmp_path / "other")]) == 2
-    assert "length must be at most that of a document of the default corpus" in capsys.readouterr().err
+    assert "documents must have one of at least 100000 tokens, got 2 shorter" in capsys.readouterr().err
 
 
 def test_a_damaged_result_is_refused_before_anything_is_measured(run, lines, tmp_path, capsys):

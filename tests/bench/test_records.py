@@ -11,7 +11,17 @@ import pytest
 
 from prescore import config_from_dict
 from prescore.bench.language import tables
-from prescore.bench.records import SCHEMA, Record, RecordFile, RecordFileError, Row, measure, read_records, row_key
+from prescore.bench.records import (
+    SCHEMA,
+    Record,
+    RecordFile,
+    RecordFileError,
+    Row,
+    measure,
+    read_records,
+    replacing,
+    row_key,
+)
 
 EXPERIMENTS = Path(__file__).parent.parent.parent / "experiments"
 
@@ -112,16 +122,23 @@ DAMAGED = {
     "no text": b"\xff\xfe\n",
     "no results": LINE.replace(b'{"double": 4}', b"null"),
     "empty results": LINE.replace(b'{"double": 4}', b"{}"),
-    "zeros inside": LINE[:40] + b"\0" + LINE[40:] + LINE,
     "another key": LINE.replace(b"demo-", b"demo-0"),
     "torn by someone else": b"some notes without a newline",
     "half of no text": b"\xff\xfe",
     "two lines": b"notes\nof someone else",
     "another json": b'{"command": 3}',
     "binary": b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR\0\0",
+    "zeros inside": LINE[:40] + b"\0" + LINE[40:] + LINE,
+    "zeros in the last line": LINE[:40] + b"\0" + LINE[40:],
+    "half zeros": LINE[:100] + bytes(4096),
+    "zeros": bytes(len(LINE)),
+    "zeros and a newline": bytes(len(LINE) - 1) + b"\n",
+    "zeros first": bytes(100) + LINE[100:],
+    "zeros and text": bytes(100) + b"text",
+    "text and zeros": b"text\n" + bytes(100),
 }
-ALONE = {"zeros": bytes(4096), "zeros and text": bytes(100) + b"text", "text and zeros": b"text\n" + bytes(100)}
-"""Behind a record, zeros are a torn end."""
+ALONE = {"one byte": LINE[:1], "any json": b'{"schema": 3, "com'}
+"""Behind a record, these are a torn end."""
 
 
 @pytest.mark.parametrize("resume", [True, False])
@@ -139,20 +156,11 @@ def test_a_damaged_or_foreign_file_is_refused_by_line_and_not_changed(tmp_path, 
     assert path.read_bytes() == content
 
 
-TORN = {
-    "cut off": LINE[:40],
-    "cut off by one": LINE[:-2],
-    "one byte": LINE[:1],
-    "half zeros": LINE[:100] + bytes(4096),
-    "zeros": bytes(len(LINE)),
-    "zeros and a newline": bytes(len(LINE) - 1) + b"\n",
-    "zeros first": bytes(100) + LINE[100:],
-}
+TORN = {"cut off": LINE[:40], "cut off by one": LINE[:-2], "one byte": LINE[:1]}
 
 
-# zeros alone may be anything, and are refused above
 @pytest.mark.parametrize(
-    ("name", "n_whole"), [(name, n) for name in TORN for n in (0, 1, 3) if n or not name.startswith("zeros")]
+    ("name", "n_whole"), [(name, n) for name in TORN for n in (0, 1, 3) if n or name not in ALONE]
 )
 def test_a_torn_end_is_dropped_and_said(tmp_path, name, n_whole):
     path = tmp_path / "records.jsonl"
@@ -172,9 +180,6 @@ def test_a_torn_end_is_dropped_and_said(tmp_path, name, n_whole):
 
 def test_whole_lines_stay(tmp_path):
     path = tmp_path / "records.jsonl"
-    path.write_bytes(LINE + bytes(512))  # zeros behind a whole line go
-    assert make(2).key in RecordFile(path, resume=True)
-    assert path.read_bytes() == LINE
     path.write_bytes(LINE + b"\n" + LINE_3[:-1])  # no last newline: two records must not share a line
     file = RecordFile(path, resume=True)
     assert file.dropped is None
@@ -212,19 +217,44 @@ def test_only_regular_files_of_the_folder_hold_records(tmp_path):
     folder = tmp_path / "run"
     (folder / "folder").mkdir(parents=True)
     os.mkfifo(folder / "pipe")
-    (folder / "device").symlink_to("/dev/null")
-    (folder / "link").symlink_to(outside)
-    (folder / "dangling").symlink_to(tmp_path / "nothing")
+    (folder / "beside").write_bytes(LINE)
+    links = {
+        "device": "/dev/null",
+        "link": outside,
+        "dangling": tmp_path / "nothing",
+        "near": "beside",
+        "self": "self",
+    }
+    for name, target in links.items():
+        (folder / name).symlink_to(target)
     (folder / "file").touch()
     names = dict.fromkeys(("folder", "pipe"), "must be a regular file, got something else of that name")
-    linked = "must lie in its own directory, got a symbolic link to "
-    names |= dict.fromkeys(("device", "link", "dangling"), linked)
-    names |= dict.fromkeys(("file/records.jsonl", "file/deeper/records.jsonl"), "must lie in a directory, got")
+    names |= dict.fromkeys(links, "must be a file, got a symbolic link to ")
+    parents = (
+        "file/records.jsonl",
+        "file/deeper/records.jsonl",
+        "self/records.jsonl",
+        "self/deeper/records.jsonl",
+    )
+    names |= dict.fromkeys(parents, "must be a file that can be written in a directory, got ")
     for name, refusal in names.items():
         with pytest.raises(RecordFileError, match=refusal):
             RecordFile(folder / name, resume=True)
-    assert outside.read_bytes() == LINE
+    assert outside.read_bytes() == (folder / "beside").read_bytes() == LINE
     assert not (tmp_path / "nothing").exists()
+
+
+def test_a_written_file_replaces_a_link_and_not_what_it_names(tmp_path):
+    mine, link = tmp_path / "mine.csv", tmp_path / "run.csv"
+    mine.write_text("mine")
+    link.symlink_to(mine)
+    with replacing(link) as working:
+        working.write_text("table")
+    assert (link.is_symlink(), link.read_text(), mine.read_text()) == (False, "table", "mine")
+    with pytest.raises(FileNotFoundError), replacing(link):
+        (tmp_path / "nothing").read_text()  # anything that fails on the way
+    assert link.read_text() == "table"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["mine.csv", "run.csv"]
 
 
 FILL = """

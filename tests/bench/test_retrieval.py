@@ -95,14 +95,15 @@ def test_what_greedy_decoding_writes_is_a_hit(tiny):
             with torch.no_grad():
                 best = tiny.model(input_ids=tokens[None]).logits[0, -1].argmax()
             tokens = torch.cat((tokens, best[None]))
-        spans.append((begin, len(tokens)))
+        spans.append((0.5, begin, len(tokens)))
         tokens = torch.cat((tokens, tiny.encode(" and then")))
-    assert [hit for hit, _ in judge(tiny, tokens, spans)] == [True, True]
-    ((hit, loss),) = judge(tiny, tokens[: spans[0][1]], spans[:1])  # what follows changes nothing
-    assert (hit, pytest.approx(loss, rel=1e-3)) == judge(tiny, tokens, spans)[0]
-    tokens[spans[0][1] - 1] += 1
-    ((hit, worse),) = judge(tiny, tokens, spans[:1])
-    assert not hit
+    assert [hit for _, hit, _ in judge(tiny, tokens, spans)] == [1, 1]
+    end = spans[0][2]
+    ((_, hit, loss),) = judge(tiny, tokens[:end], spans[:1])  # what follows changes nothing
+    assert (0.5, hit, pytest.approx(loss, rel=1e-3)) == judge(tiny, tokens, spans)[0]
+    tokens[end - 1] += 1
+    ((_, hit, worse),) = judge(tiny, tokens, spans[:1])
+    assert hit == 0
     assert worse > loss
 
 
@@ -141,7 +142,7 @@ def test_every_needle_is_asked_once_in_any_order_and_no_answer_is_given_away(tin
     assert torch.equal(problem.tokens, again[0].tokens)
     orders = {tuple(range(10))}
     for other, own in (again, *others):
-        orders.add(tuple(sorted(range(10), key=lambda number, other=other: other.answers[number].begin)))
+        orders.add(tuple(sorted(range(10), key=lambda number, other=other: other.answers[number][1])))
         assert own == needles or {needle[2] for needle in own}.isdisjoint(numbers.values())
     assert len(orders) == 5
 
@@ -185,11 +186,11 @@ def test_a_row_has_accuracy_or_every_needle_by_depth(tiny):
     results = retrieval.retrieval_row(tiny, HAY, local_only(50), task, range(1)).measure()
     problem = make_problem(tiny, HAY, task)
     with measured_attention(tiny.model, local_only(50)):
-        judged = judge(tiny, problem.tokens, [(begin, end) for _, begin, end in problem.answers])
+        judged = judge(tiny, problem.tokens, problem.answers)
     assert [entry["depth"] for entry in results["by_depth"]] == [0.9, 0.1]
     for entry in results["by_depth"]:
-        own = [each for each, (depth, *_) in zip(judged, problem.answers, strict=True) if depth == entry["depth"]]
-        assert entry["hits"] == [int(hit) for hit, _ in own]
+        own = [(hit, loss) for depth, hit, loss in judged if depth == entry["depth"]]
+        assert entry["hits"] == [hit for hit, _ in own]
         assert entry["n_needles"] == len(own) == retrieval.NEEDLES_PER_DEPTH
         assert entry["answer_loss"] == pytest.approx(sum(loss for _, loss in own) / len(own))
     assert results["reads_per_query"] == 25.5

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from prescore.bench.records import Values
+from prescore.bench.records import Values, replacing
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -63,7 +63,8 @@ def figure(
         drawn = NewFigure(figsize=size, layout="constrained")
         FigureCanvasAgg(drawn)
         yield drawn, drawn.subplots(**subplots)
-        drawn.savefig(path)
+        with replacing(path) as working:
+            drawn.savefig(working)
 
 
 def line_style(place: int) -> Values:

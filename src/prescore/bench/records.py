@@ -167,6 +167,9 @@ def _finite(value: Any) -> Any:
 
 # Files of records: one process at a time, intact after a crash, continued by `--resume`.
 
+_BEGINNING = b'{"schema": %d, "command": "' % SCHEMA
+"""How every line of ours begins."""
+
 
 def read_records(path: str | Path) -> list[Record]:
     """All records of a file; a damaged line is refused by its number."""
@@ -186,8 +189,8 @@ def _parse(content: bytes, path: Path) -> list[Record]:
                 raise ValueError(f"key {record.key!r} is already on line {lines[record.key]}")
         except (ValueError, TypeError, LookupError, RecursionError) as error:
             reason = (str(error) or type(error).__name__).splitlines()[0]
-            torn = len(without_torn_end(content)) < len(content)
-            advice = "continue it with --resume, which drops it," if torn else "remove that line"
+            is_torn = len(without_torn_end(content)) < len(content)
+            advice = "continue it with --resume, which drops it," if is_torn else "remove that line"
             raise RecordFileError(
                 f"{path} must hold one record per line, got a damaged line {number} ({reason}); "
                 f"the file was not changed: {advice} or choose another --out"
@@ -198,32 +201,20 @@ def _parse(content: bytes, path: Path) -> list[Record]:
 
 
 def without_torn_end(content: bytes) -> bytes:
-    """The content without a last line that a crash left unfinished.
+    """The content without a last line that a crash left unfinished: the beginning of a record, and no newline.
 
-    An unfinished write leaves the beginning of a record without its newline, or zeros in place of blocks that were
-    never written. Anything else stays: this module did not write it.
+    Anything else stays, zeros too: this module did not write it.
     """
-    used = content.rstrip(b"\0\n")
-    begin = used.rfind(b"\n") + 1
-    last, behind = used[begin:], content[len(used) :]
-    is_complete = b"\0" not in last and (behind.startswith(b"\n") or _is_record(last))
-    if b"\0" not in last + behind:
-        return content if is_complete or not _begins_record(last) else content[:begin]
-    return used + b"\n" if is_complete else content[:begin]
-
-
-def _is_record(line: bytes) -> bool:
+    begin = content.rfind(b"\n") + 1
+    last = content[begin:]
+    is_ours = last.startswith(_BEGINNING) or (begin > 0 and _BEGINNING.startswith(last))
+    if not is_ours or b"\0" in last:
+        return content
     try:
-        Record.from_json(line.decode())
+        Record.from_json(last.decode())
     except (ValueError, TypeError, LookupError, RecursionError):
-        return False
-    return True
-
-
-def _begins_record(line: bytes) -> bool:
-    """Whether a line may be the beginning of a record, cut off anywhere."""
-    start = b'{"schema": '
-    return line[: len(start)] == start[: len(line)]
+        return content[:begin]
+    return content
 
 
 class RecordFile:
@@ -231,7 +222,7 @@ class RecordFile:
 
     The file is locked until `close`, or until the object is garbage. Another process is refused; opening the file
     again in this process takes it over. A crash or a full disk can leave the last line unfinished: it is dropped
-    when the file is continued.
+    when the file is continued. A file that holds anything else than records is refused and stays as it is.
 
     Args:
         path: The file; its directory is created.
@@ -244,13 +235,10 @@ class RecordFile:
 
     def __init__(self, path: str | Path, *, resume: bool = False) -> None:
         self.path = Path(path)
-        earlier = _OPEN.get(self.path.resolve())
-        if earlier is not None:
-            earlier.close()
         self._file = descriptor = _open_locked(self.path)
         self._closing = weakref.finalize(self, os.close, descriptor)
-        _OPEN[self.path.resolve()] = self
-        content = self.path.read_bytes()
+        with os.fdopen(os.dup(descriptor), "rb") as file:
+            content = file.read()
         intact = without_torn_end(content) if resume else content
         self._records = {record.key: record for record in _parse(intact, self.path)}
         if self._records and not resume:
@@ -258,14 +246,10 @@ class RecordFile:
                 f"{self.path} must be new or empty, got {len(self._records)} records in it; "
                 "continue it with --resume or choose another --out"
             )
+        _OPEN[self.path.absolute()] = self
         self.dropped: str | None = None
         size = len(content) - len(intact)
         if size:
-            if not self._records and not _begins_record(content):
-                raise RecordFileError(
-                    f"{self.path} must hold records of prescore, got {len(content)} bytes of something else; "
-                    "the file was not changed: choose another --out"
-                )
             os.ftruncate(descriptor, len(intact))
             os.fsync(descriptor)
             self.dropped = (
@@ -319,16 +303,22 @@ _OPEN: weakref.WeakValueDictionary[Path, RecordFile] = weakref.WeakValueDictiona
 
 def _open_locked(path: Path) -> int:
     """A descriptor of a regular file that no other process writes to; the file and its directory are created."""
+    earlier = _OPEN.get(path.absolute())
+    if earlier is not None:
+        earlier.close()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-    except (FileExistsError, NotADirectoryError) as error:
-        raise RecordFileError(f"{path} must lie in a directory, got {error}") from error
-    if path.resolve().parent != path.parent.resolve():
-        raise RecordFileError(f"{path} must lie in its own directory, got a symbolic link to {path.resolve()}")
-    # checked before it is opened: opening a pipe would wait for its other end
-    if path.exists() and not path.is_file():
-        raise RecordFileError(f"{path} must be a regular file, got something else of that name")
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        if path.is_symlink():
+            raise RecordFileError(f"{path} must be a file, got a symbolic link to {path.readlink()}")
+        # checked before it is opened: opening a pipe would wait for its other end
+        if path.exists() and not path.is_file():
+            raise RecordFileError(f"{path} must be a regular file, got something else of that name")
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+    except RecordFileError:
+        raise
+    except (OSError, RuntimeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise RecordFileError(f"{path} must be a file that can be written in a directory, got {reason}") from error
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
@@ -339,3 +329,18 @@ def _open_locked(path: Path) -> int:
     except OSError:
         pass  # a file system without locks
     return descriptor
+
+
+@contextlib.contextmanager
+def replacing(path: str | Path) -> Iterator[Path]:
+    """A path to write a file to, which takes the place of `path` in the end.
+
+    A crash leaves the old file, and a symbolic link is replaced instead of the file that it names.
+    """
+    path = Path(path)
+    working = path.with_name(f".{os.getpid()}-{path.name}")
+    try:
+        yield working
+        working.replace(path)
+    finally:
+        working.unlink(missing_ok=True)

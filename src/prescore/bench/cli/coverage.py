@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
-from prescore.bench.cli import vision
-from prescore.bench.cli.options import Json, Out, Quick, Resume, Seed, Threads, open_session
+from prescore.bench.cli.options import Run
+from prescore.bench.cli.vision import VisionOptions, show_run
 from prescore.bench.records import Row, Values
 
 _QUICK_METHODS = ["kmeans", "kmedian", "random"]
@@ -16,43 +15,22 @@ _DIGIT_BUDGETS = [8, 16, 32]
 
 
 def command(
-    model: vision.Model = None,
-    arch: vision.Arch = None,
-    images: vision.ImageDir = None,
-    labels: vision.Labels = None,
-    limit: vision.Limit = None,
-    resolution: vision.Resolution = None,
-    language_model: Annotated[
-        str | None,
-        typer.Option(help="Measure a causal language model instead: smollm2, a folder, or a name on the hub."),
-    ] = None,
-    text: Annotated[
-        list[str] | None,
-        typer.Option(help="Text file or folder for the language model; may be repeated.  [default: Python's own]"),
-    ] = None,
-    length: Annotated[int, typer.Option(min=2, help="Tokens per text.")] = 1024,
-    method: Annotated[
-        list[str] | None,
-        typer.Option(help="SCORER[-RULE][-sample]; may be repeated.  [default: the paper's and baselines]"),
-    ] = None,
-    clusters: vision.Clusters = None,
-    samples: vision.Samples = None,
-    epsilon: Annotated[
-        list[float] | None,
-        typer.Option(
-            min=0.0, max=1.0, help="An entry above this is heavy; may be repeated.  [default: 0.01 0.1 0.3]"
-        ),
-    ] = None,
-    prefix: vision.Prefix = "free",
-    seeds: vision.Seeds = 1,
-    batch_size: vision.BatchSize = 50,
-    device: vision.Device = "cpu",
-    seed: Seed = 0,
-    out: Out = None,
-    json: Json = False,
-    resume: Resume = False,
-    quick: Quick = False,
-    threads: Threads = None,
+    given: VisionOptions,
+    run: Run,
+    language_model: str | None = typer.Option(
+        None, help="Measure a causal language model instead: smollm2, a folder, or a name on the hub."
+    ),
+    text: list[str] | None = typer.Option(
+        None, help="Text file or folder for the language model; may be repeated.  [default: Python's own]"
+    ),
+    length: int = typer.Option(1024, min=2, help="Tokens per text."),
+    method: list[str] | None = typer.Option(
+        None, help="SCORER[-RULE][-sample]; may be repeated.  [default: the paper's and baselines]"
+    ),
+    epsilon: list[float] | None = typer.Option(
+        None, min=0.0, max=1.0, help="An entry above this is heavy; may be repeated.  [default: 0.01 0.1 0.3]"
+    ),
+    prefix: str = typer.Option("free", help="Whether class tokens are always read: protected, free or both."),
 ) -> None:
     """Measure the share of heavy attention entries, and of the heaviest columns, on selected keys.
 
@@ -61,27 +39,22 @@ def command(
     from prescore.bench.vision import tables
     from prescore.bench.vision.coverage import coverage_rows
 
-    digits = model is None and language_model is None
-    grid = vision.read_grid(
-        methods=method or (_QUICK_METHODS if quick else None),
-        budgets=samples or (_DIGIT_BUDGETS if digits else None),
-        n_clusters=clusters,
-        prefix=prefix,
-        thresholds=epsilon,
-        seeds=range(seed, seed + seeds),
-    )
+    digits = given.model is None and language_model is None
+    methods = method or (_QUICK_METHODS if run.quick else None)
+    budgets = given.samples or (_DIGIT_BUDGETS if digits else None)
+    grid = given.grid(run, prefix, methods=methods, budgets=budgets, thresholds=epsilon)
     if language_model is None:
         if text:
             raise ValueError(f"text must be given with a language model, got text {text[0]!r} alone")
-        study = vision.open_study(model, images, limit, batch_size, device, quick, arch, labels, resolution)
+        study = given.study(run.quick)
         rows = coverage_rows(study.observe, study.described, n_prefix=study.model.n_prefix, **grid)
     else:
-        if model is not None or images is not None:
+        if given.model is not None or given.images is not None:
             raise ValueError(f"language_model must be given without model and images, got {language_model!r}")
-        rows = _text_rows(language_model, text, length, limit, device, grid)
-    session = open_session("coverage", out=out, json=json, resume=resume, threads=threads, device=device)
+        rows = _text_rows(language_model, text, length, given.limit, given.device, grid)
+    session = run.open("coverage", given.device, writes=["coverage.png"])
     made = (tables.coverage_table,)
-    vision.show_run(session, session.run(rows), made, tables.coverage_plot)
+    show_run(session, session.run(rows), made, tables.coverage_plot)
 
 
 def _text_rows(

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-import sys
-from collections.abc import Callable
-from dataclasses import replace
+import itertools
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -15,52 +14,37 @@ from prescore.bench.cli import options as cli
 from prescore.bench.records import Row, Values, row_key
 
 if TYPE_CHECKING:
-    from prescore.bench.language.generation import Generated
     from prescore.config import Config
+
+_QUICK_PROMPT, _QUICK_TOKENS = 2560, 8
+"""Sizes of `--quick`: the default routes after 2048 tokens."""
 
 
 def command(
-    model: cli.Model = "smollm2",
-    prompt: Annotated[str | None, typer.Option(help="The prompt itself.")] = None,
-    prompt_file: Annotated[
-        Path | None, typer.Option(exists=True, dir_okay=False, help="A text file to continue.")
-    ] = None,
-    prompt_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Cut the prompt to this many tokens.  [default: all]")
-    ] = None,
-    config: Annotated[
-        str,
-        typer.Option(help="default, hyper, exact, SCORER (Selected) or paper:SCORER (Selected.paper)."),
-    ] = "default",
-    top_k: Annotated[
-        str | None,
-        typer.Option(help="Keys kept by a scorer, a count or a fraction.  [default: its own]"),
-    ] = None,
-    layers: cli.Layers = "all",
-    changes: cli.Changes = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate at most.")] = 64,
-    evict: Annotated[
-        bool, typer.Option("--evict", help="Free the keys and values that a scorer left out.")
-    ] = False,
-    refresh_every: Annotated[
-        int | None, typer.Option(min=1, help="Select again after so many tokens.  [default: never]")
-    ] = None,
-    beams: Annotated[int, typer.Option(min=1, help="Beam search with this many beams; 1 = greedy.")] = 1,
-    exact: Annotated[bool, typer.Option(help="Run exact attention too, for comparison.")] = True,
-    agreement: Annotated[
-        bool,
-        typer.Option(
-            "--agreement",
-            help="Also compare each choice with exact attention's after the same tokens.",
-        ),
-    ] = False,
-    ignore_end: Annotated[bool, typer.Option("--ignore-end", help="Continue after the end token.")] = False,
-    trust_remote_code: cli.RemoteCode = False,
-    seed: cli.Seed = 0,
-    out: cli.Out = None,
-    json: cli.Json = False,
-    resume: cli.Resume = False,
-    threads: cli.Threads = None,
+    given: cli.Language,
+    run: cli.Run,
+    prompt: str | None = typer.Option(None, help="The prompt itself."),
+    prompt_file: Path | None = typer.Option(None, exists=True, dir_okay=False, help="A text file to continue."),
+    prompt_tokens: int | None = typer.Option(
+        None, min=1, help="Cut the prompt to this many tokens.  [default: all]"
+    ),
+    config: str = typer.Option(
+        "default", help="default, hyper, exact, SCORER (Selected) or paper:SCORER (Selected.paper)."
+    ),
+    top_k: str | None = typer.Option(
+        None, help="Keys kept by a scorer, a count or a fraction.  [default: its own]"
+    ),
+    max_new_tokens: int | None = typer.Option(None, min=1, help="Tokens to generate at most.  [default: 64]"),
+    evict: bool = typer.Option(False, "--evict", help="Free the keys and values that a scorer left out."),
+    refresh_every: int | None = typer.Option(
+        None, min=1, help="Select again after so many tokens.  [default: never]"
+    ),
+    beams: int = typer.Option(1, min=1, help="Beam search with this many beams; 1 = greedy."),
+    exact: bool = typer.Option(True, help="Run exact attention too, for comparison."),
+    agreement: bool = typer.Option(
+        False, "--agreement", help="Also compare each choice with exact attention's after the same tokens."
+    ),
+    ignore_end: bool = typer.Option(False, "--ignore-end", help="Continue after the end token."),
 ) -> None:
     """Continue a text greedily; print the text, prefill and decode speed, cache memory and selection sizes.
 
@@ -69,114 +53,126 @@ def command(
     Example: prescore generate --prompt-file book.txt --prompt-tokens 7936 --ignore-end --agreement
     """
     from prescore.bench.language import generation
-    from prescore.bench.language.tables import beam_table, generation_table
+    from prescore.bench.language.tables import generation_table
+    from prescore.integrations.apply import apply
+    from prescore.integrations.decode import keeps_selection
 
-    chosen, places = read_config(config, top_k, changes), cli.read_layers(layers)
-    how = generation.Continuation(chosen, places, max_new_tokens, evict, refresh_every, beams, ignore_end)
+    chosen, places = read_config(config, top_k, given.fields), cli.read_layers(given.layers)
     if agreement and (not exact or beams > 1):
         raise ValueError(f"--agreement must come with --exact and one beam, got exact={exact} and {beams} beams")
-    text = _prompt(prompt, prompt_file)
-    session = cli.open_session("generate", out=out, json=json, resume=resume, threads=threads)
-    from prescore.bench.offline import load_model
-    from prescore.integrations.apply import apply
+    if ignore_end and beams > 1:
+        raise ValueError(f"ignore_end must come with one beam, got {beams} beams")
+    for name, value in {"evict": evict, "refresh_every": refresh_every}.items():
+        if value and not keeps_selection(chosen):
+            got = type(chosen).__name__
+            raise ValueError(f"{name} must come with a Selected that leaves keys out, got {got}")
+    if run.quick:
+        prompt_tokens, max_new_tokens = prompt_tokens or _QUICK_PROMPT, max_new_tokens or _QUICK_TOKENS
+    options: Values = {"layers": places, "max_new_tokens": max_new_tokens or 64}
+    text = _prompt(prompt, prompt_file, run.quick)
+    session = run.open("generate", given.device)
+    loaded = given.load(check_head=False)  # before transformers is imported
+    import torch
+    from transformers import DynamicCache, TextStreamer
 
-    loaded, tokenizer = load_model(model, trust_remote_code=trust_remote_code)
-    ids = tokenizer(text, return_tensors="pt", verbose=False)["input_ids"][:, :prompt_tokens]
+    from prescore.integrations.transformers.cache import PrescoredCache
+
+    model, tokenizer, seed = loaded.model, loaded.tokenizer, run.seed
+    ids = loaded.encode(text)[None, :prompt_tokens].to(given.device)
     if ids.shape[1] == 0:
         raise ValueError("the prompt must have at least one token, got an empty text")
     # a model that cannot run the configuration is refused before anything is computed
-    apply(loaded, how.config, layers=how.layers).undo()
+    apply(model, chosen, layers=places).undo()
     common = {
-        "model": model,
+        "model": given.model,
+        "dtype": given.dtype,
         "prompt": hashlib.sha256(str(ids.tolist()).encode()).hexdigest()[:12],
         "prompt_tokens": int(ids.shape[1]),
-        "max_new_tokens": max_new_tokens,
+        "max_new_tokens": options["max_new_tokens"],
         "beams": beams,
         "ignore_end": ignore_end,
     }
-    own = {"config": chosen.to_dict(), "layers": places, "evict": evict, "refresh_every": refresh_every}
     exact_row = {**common, "attention": "exact"}
-    finished: dict[str, Generated] = {}
+    own = {"config": chosen.to_dict(), "layers": places, "evict": evict, "refresh_every": refresh_every}
+    first_logits: list[torch.Tensor] = []
 
-    def measure(name: str) -> Values:
+    def cache(attention: Config | None) -> DynamicCache:
+        of_text = model.config.get_text_config(decoder=True)
+        if attention is None:
+            return DynamicCache(config=of_text)
+        return PrescoredCache(of_text, evict=evict, refresh_every=refresh_every)
+
+    def exact_tokens() -> list[int]:
+        with session.reading():
+            return [int(token) for token in session.file[row_key("generate", exact_row, seed)].results["tokens"]]
+
+    def measure(attention: Config | None) -> Values:
         """One generation; the text is printed as it is generated."""
-        session.say(f"{name}: reading {ids.shape[1]} tokens")
-        mine = how if name != "exact" else replace(how, config=None, evict=False, refresh_every=None)
-        show = (lambda token: None) if json else _streamer(tokenizer)
+        session.say(f"{'exact' if attention is None else 'prescored'}: reading {ids.shape[1]} tokens")
+        new = cache(attention)
+        streamer: Any = TextStreamer(tokenizer)
+
+        def show(*tokens: int) -> None:
+            if not run.json:
+                streamer.put(torch.tensor(tokens, dtype=torch.int64, device="cpu"))
+
         if beams > 1:
-            generated = generation.beams_measured(loaded, ids, mine)
-            for token in generated.tokens:
-                show(token)
+            made = generation.beams_measured(model, ids, new, attention, **options, n_beams=beams)
+            show(*made.tokens)
         else:
-            generated = generation.generate_measured(loaded, ids, mine, on_token=show)
-        if not json:
-            print(flush=True)
-        finished[name] = generated
-        results = {**generated.results, "text": tokenizer.decode(generated.tokens), "tokens": generated.tokens}
-        if name != "exact" and "exact" in finished:
-            results |= generation.agreement(finished["exact"], generated)
+            end: Values = {"ignore_end": ignore_end, "on_token": show}
+            made = generation.generate_measured(model, ids, new, attention, **options, **end)
+        if not run.json:
+            streamer.end()
+        results = {**made.results, "text": tokenizer.decode(made.tokens), "tokens": made.tokens}
+        if attention is not None and exact:
+            same = itertools.takewhile(
+                lambda pair: pair[0] == pair[1], zip(exact_tokens(), made.tokens, strict=False)
+            )
+            results["same_tokens"] = len(list(same))
+            if first_logits:  # of an exact generation in this process
+                results["first_token_kl"] = generation.first_token_kl(first_logits[0], made.logits)
+        elif attention is None:
+            first_logits.append(made.logits)
         return results
 
     def measure_agreement() -> Values:
         """The choices after each token that exact attention chose."""
-        tokens = session.file[row_key("generate", exact_row, seed)].results["tokens"]
         session.say(f"after the exact text: reading {ids.shape[1]} tokens")
-        generated = generation.generate_measured(loaded, ids, how, forced=tokens)
-        return {**generated.results, **generation.forced_agreement(tokens, generated.tokens)}
+        tokens = exact_tokens()
+        made = generation.generate_measured(model, ids, cache(chosen), chosen, layers=places, forced=tokens)
+        return {**made.results, **generation.agreement(tokens, made.tokens)}
 
-    rows = [Row(exact_row, seed, lambda: measure("exact"))] if exact else []
-    rows.append(Row({**common, "attention": "prescored", **own}, seed, lambda: measure("prescored")))
+    rows = [Row(exact_row, seed, partial(measure, None))] if exact else []
+    rows.append(Row({**common, "attention": "prescored", **own}, seed, partial(measure, chosen)))
     if agreement:
         rows.append(
             Row({**common, "attention": "prescored, after the exact text", **own}, seed, measure_agreement)
         )
     records = session.run(rows)
-    session.show((beam_table(records) if beams > 1 else generation_table(records)).to_rich())
+    with session.reading():
+        session.show(generation_table(records).to_rich())
     session.say(f"records: {session.file.path}")
 
 
-def read_config(name: str, top_k: str | None, changes: list[str] | None) -> Config:
-    """The configuration of the options: a name means what it means for `prescore perplexity`."""
-    from prescore import checks
-    from prescore.bench.language.methods import PAPER, change
-    from prescore.config import Exact, Hyper, Routed, Selected
-    from prescore.registry import list_scorers
+def read_config(name: str, top_k: str | None, fields: Values) -> Config:
+    """The configuration of the options."""
+    from prescore.bench.language.methods import change, named_config
+    from prescore.config import Selected
 
-    named: dict[str, Config] = {"default": Routed(), "hyper": Hyper.published(), "exact": Exact()}
-    scorers = list_scorers()
-    checks.one_of("config", name, (*named, *scorers, *(PAPER + scorer for scorer in scorers)))
-    fields = cli.read_changes(changes)
+    named = named_config(name)
     if top_k is not None:
-        if name in named:
+        if not isinstance(named, Selected):
             raise ValueError(f"top_k must come with a scorer as --config, got {top_k} for {name!r}")
         fields = {"top_k": cli.read_budget(top_k), **fields}
-    if name not in named:
-        named[name] = Selected.paper(name.removeprefix(PAPER)) if name.startswith(PAPER) else Selected(name)
-    return change(named[name], fields)
+    return change(named, fields)
 
 
-def _prompt(prompt: str | None, prompt_file: Path | None) -> str:
+def _prompt(prompt: str | None, prompt_file: Path | None, quick: bool) -> str:
+    from prescore.bench.language.documents import TOPICS, decode, load_documents
+
+    if quick and prompt is None and prompt_file is None:
+        return load_documents([TOPICS])[0].text
     if (prompt is None) == (prompt_file is None):
         raise ValueError("exactly one of --prompt and --prompt-file must be given")
-    if prompt_file is None:
-        return prompt or ""
-    from prescore.bench.language.documents import decode
-
-    return decode(prompt_file.read_bytes(), str(prompt_file))
-
-
-def _streamer(tokenizer: Any) -> Callable[[int], None]:
-    """Print each token's text once it is complete (a letter may span several tokens)."""
-    tokens: list[int] = []
-    printed = 0
-
-    def show(token: int) -> None:
-        nonlocal printed
-        tokens.append(token)
-        text = tokenizer.decode(tokens)
-        if not text.endswith("\ufffd"):
-            sys.stdout.write(text[printed:])
-            sys.stdout.flush()
-            printed = len(text)
-
-    return show
+    return decode(prompt_file.read_bytes(), str(prompt_file)) if prompt_file else prompt or ""

@@ -20,22 +20,25 @@ def command(json: Json = False) -> None:
         print(jsonlib.dumps(facts))
         return
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
     table = Table(show_header=False, box=None, pad_edge=False)
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
-    for name, value in facts["versions"].items():
-        table.add_row(name, value)
-    table.add_row("device", facts["device"])
-    table.add_row("threads", str(facts["threads"]))
-    table.add_row("flash attention op", "present" if facts["flash_op"] else "missing (slower exact attention)")
-    table.add_row("native operators", facts["native"])
-    table.add_row("scorers", ", ".join(facts["scorers"]))
+    rows = {
+        **facts["versions"],
+        "device": facts["device"],
+        "threads": str(facts["threads"]),
+        "flash attention op": "present" if facts["flash_op"] else "missing (slower exact attention)",
+        "native operators": facts["native"],
+        "scorers": ", ".join(facts["scorers"]),
+    }
     for name, extra in facts["extras"].items():
         missing = ", ".join(extra["missing"])
-        how = f"missing {missing}: pip install 'prescore\\[{name}]'" if missing else "present"
-        table.add_row(f"extra {name}", how)
+        rows[f"extra {name}"] = f"missing {missing}{_line(name)}" if missing else "present"
+    for name, value in rows.items():
+        table.add_row(name, escape(value))
     Console(soft_wrap=True).print(table)
 
 
@@ -47,17 +50,30 @@ def collect() -> Values:
     from prescore.registry import list_scorers
 
     cuda = torch.cuda.is_available()
+    name = torch.cuda.get_device_name() if cuda else torch.backends.cpu.get_cpu_capability()
     return {
         "versions": versions(),
-        "device": f"cuda ({torch.cuda.get_device_name()})"
-        if cuda
-        else f"cpu ({torch.backends.cpu.get_cpu_capability()})",
+        "device": f"{'cuda' if cuda else 'cpu'} ({name})",
         "threads": torch.get_num_threads(),
         "flash_op": hasattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu"),
         "native": describe_native(),
         "scorers": list_scorers(),
         "extras": _extras(),
     }
+
+
+def installation(module: str, prefer: str) -> str:
+    """How to install a missing module, for the end of a sentence; empty = no extra has it.
+
+    Of several extras with it the preferred one is named.
+    """
+    package = {"sklearn": "scikit-learn", "PIL": "pillow"}.get(module, module)
+    found = [name for name, group in _extras().items() if package in (*group["present"], *group["missing"])]
+    return _line(prefer if prefer in found else found[0]) if found else ""
+
+
+def _line(extra: str) -> str:
+    return f': pip install ".[{extra}]" in a clone of prescore'
 
 
 def _extras() -> dict[str, dict[str, list[str]]]:

@@ -27,7 +27,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         from prescore.bench.cli.options import ARGV, load_imports
     except ModuleNotFoundError as error:
-        return _fail(f"prescore's command line needs {error.name}: pip install 'prescore[eval]'")
+        return _fail(
+            f"""prescore's command line needs {error.name}: pip install ".[eval]" in a clone of prescore"""
+        )
     token = ARGV.set(("prescore", *argv))
     debug = "--debug" in argv
     try:
@@ -44,17 +46,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         if debug:
             traceback.print_exc()
-        return _refuse(error)
+        return _refuse(error, argv)
     finally:
         ARGV.reset(token)
 
 
-def _refuse(error: Exception) -> int:
+def _refuse(error: Exception, argv: Sequence[str]) -> int:
     # typer's usage errors have no public base class; all of them have this method
     if hasattr(error, "format_message"):
         return _fail(error.format_message())
     if isinstance(error, ModuleNotFoundError):
-        return _fail(f"this command needs the package {error.name}; `prescore info` says how to install it")
+        from prescore.bench.cli.info import installation
+
+        package = str(error.name).partition(".")[0]
+        prefer = "vision" if {"vision", "coverage"} & {*argv} else "hf"
+        return _fail(f"this command needs the package {package}{installation(package, prefer)}")
     if isinstance(error, ValueError | TypeError | OSError | PrescoreError):
         return _fail(str(error))
     # a fault in this package or in an imported one
@@ -71,7 +77,7 @@ def _build() -> typer.Typer:
     """The application: every other file of this folder is a subcommand, its `command` function."""
     import typer
 
-    from prescore.bench.cli.options import root
+    from prescore.bench.cli.options import root, with_groups
 
     app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 
@@ -80,7 +86,7 @@ def _build() -> typer.Typer:
     for module in sorted(pkgutil.iter_modules(package.__path__), key=lambda found: found.name):
         if module.name not in _NOT_COMMANDS:
             command = importlib.import_module(f"prescore.bench.cli.{module.name}").command
-            app.command(name=module.name.replace("_", "-"))(command)
+            app.command(name=module.name.replace("_", "-"))(with_groups(command))
     return app
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import json
 import os
 import sys
@@ -12,95 +13,177 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
-from prescore.bench.records import Record, RecordFile, Row, Values, measure, row_key
+from prescore.bench.records import Record, RecordFile, RecordFileError, Row, Values, measure, row_key
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from prescore.bench.language.methods import Method
+    from prescore.bench.language.model import LanguageModel
     from prescore.parallel.comm import Group
 
 
-def _folder(text: str) -> Path:
-    if not text.strip():
-        raise ValueError(f"--out must name a directory, got {text!r}")
-    return Path(text)
+def folder(option: str) -> Callable[[str], Path]:
+    """How a directory is read: an empty word is not the current one."""
+
+    def read(text: str) -> Path:
+        path = Path(text)
+        if not text.strip() or ((path.exists() or path.is_symlink()) and not path.is_dir()):
+            raise ValueError(f"{option} must name a directory, got {text!r}")
+        return path
+
+    return read
 
 
-Seed = Annotated[int, typer.Option(min=0, help="Seed of all randomness.")]
-Out = Annotated[
-    Path | None,
-    typer.Option(
-        parser=_folder,
+# Options that several commands share, in groups: `with_groups` puts the fields in place of the parameter.
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON line per result instead of tables.")]
+Model = Annotated[str, typer.Option(help="`smollm2`, a directory, a GGUF file, or a name on the hub.")]
+Layers = Annotated[str, typer.Option(help="Layers replaced: all, first:N, last:N, even, odd, or numbers 0,3,7.")]
+
+
+@dataclass(frozen=True)
+class Run:
+    """Options of every command that measures."""
+
+    seed: int = typer.Option(0, min=0, help="Seed of all randomness.")
+    out: Path | None = typer.Option(
+        None,
+        parser=folder("--out"),
         metavar="DIRECTORY",
         help="Directory for records.jsonl and plots.  [default: runs/COMMAND/TIME]",
-    ),
-]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON line per result instead of tables.")]
-Resume = Annotated[
-    bool, typer.Option("--resume", help="Continue the records in --out (else the newest run): finished rows stay.")
-]
-Quick = Annotated[bool, typer.Option("--quick", help="A small version that finishes in seconds.")]
-Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error; anywhere.")]
-Threads = Annotated[int | None, typer.Option(min=1, max=1024, help="CPU threads.  [default: torch's choice]")]
-Parallel = Annotated[
-    bool,
-    typer.Option(
-        "--parallel",
-        help="Context parallel on the ranks that torchrun started: "
-        "torchrun --nproc-per-node 4 -m prescore perplexity ... --parallel",
-    ),
-]
-Imports = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--import",
-        help="Python file or module that registers scorers or baselines; repeatable, anywhere.",
-    ),
-]
+    )
+    json: Json = False
+    resume: bool = typer.Option(
+        False, "--resume", help="Continue the records in --out (else the newest run): finished rows stay."
+    )
+    quick: bool = typer.Option(False, "--quick", help="A small version that takes about a minute.")
+    threads: int | None = typer.Option(None, min=1, max=1024, help="CPU threads.  [default: torch's choice]")
 
-# Options of commands on language models.
+    def open(self, command: str, device: str = "cpu", *, writes: Sequence[str] = ()) -> Session:
+        """Open the record file before any work is done, so that a refusal costs nothing.
 
-Model = Annotated[str, typer.Option(help="`smollm2`, a directory, a GGUF file, or a name on the hub.")]
-Dtype = Annotated[str, typer.Option(help="float32, bfloat16, float16 or float64.")]
-Device = Annotated[str, typer.Option(help="Such as cpu or cuda.")]
-RemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")]
-Methods = Annotated[
-    list[str] | None,
-    typer.Option("--method", help="exact, local, default, hyper, SCORER, paper:SCORER or a baseline; repeatable."),
-]
-Lengths = Annotated[
-    list[int] | None,
-    typer.Option("--length", "-n", help="Tokens read; repeatable. (default: 4096, or as the experiment says)"),
-]
-Leaf = Annotated[
-    int | None,
-    typer.Option(
-        min=1,
-        help="Exact causal leaves, and chunks of the default. (default: length / 8, and the default as it is)",
-    ),
-]
-Layers = Annotated[str, typer.Option(help="Layers replaced: all, first:N, last:N, even, odd, or numbers 0,3,7.")]
-Changes = Annotated[
-    list[str] | None,
-    typer.Option(
+        Args:
+            command: Its name in records.
+            device: Where it runs, for the records.
+            writes: Patterns of the other files that it writes: a new run refuses a directory that has one.
+        """
+        path = _directory(command, self.out, self.resume) / RECORDS
+        if not (path.is_file() and path.stat().st_size):
+            for found in (found for pattern in writes for found in path.parent.glob(pattern)):
+                raise RecordFileError(
+                    f"{found} must not be there before a new run, which would replace it; choose another --out"
+                )
+        file = RecordFile(path, resume=self.resume)
+        if file.dropped is not None:
+            print(file.dropped, file=sys.stderr, flush=True)
+        import torch
+
+        if self.threads is not None:
+            torch.set_num_threads(self.threads)
+        return Session(command, file, self.json, torch.get_num_threads(), device, is_continued=len(file) > 0)
+
+
+@dataclass(frozen=True)
+class Language:
+    """Options of commands on a language model."""
+
+    model: Model = "smollm2"
+    layers: Layers = "all"
+    changes: list[str] | None = typer.Option(
+        None,
         "--set",
         help="FIELD=VALUE of the configurations, in JSON or a word, nested fields by their path "
         "(scorer.n_clusters=64, inner.block_size=128, lsh.sample_size=0, coupling.mask=zero); repeatable.",
-    ),
-]
+    )
+    dtype: str = typer.Option("float32", help="float32, bfloat16, float16 or float64.")
+    device: str = typer.Option("cpu", help="Such as cpu or cuda.")
+    trust_remote_code: bool = typer.Option(
+        False, "--trust-remote-code", help="Run code that comes with the model."
+    )
+
+    @property
+    def fields(self) -> Values:
+        """Fields to change: `FIELD=VALUE` pairs; a value that is not JSON is a word."""
+        values: Values = {}
+        for change in self.changes or []:
+            name, equals, value = change.partition("=")
+            if not equals:
+                raise ValueError(f"set must be FIELD=VALUE, got {change!r}")
+            try:
+                values[name.strip()] = json.loads(value)
+            except json.JSONDecodeError:
+                values[name.strip()] = value
+        return values
+
+    def load(self, **options: bool) -> LanguageModel:
+        """The model; options as of `load_language_model`."""
+        from prescore.bench.language.model import load_language_model
+
+        return load_language_model(
+            self.model, dtype=self.dtype, device=self.device, trust_remote_code=self.trust_remote_code, **options
+        )
+
+
+@dataclass(frozen=True)
+class Comparison(Language):
+    """Options of commands that compare methods on a language model."""
+
+    method: list[str] | None = typer.Option(
+        None, help="exact, local, default, hyper, SCORER, paper:SCORER or a baseline; repeatable."
+    )
+    length: list[int] | None = typer.Option(
+        None, "--length", "-n", help="Tokens read; repeatable. (default: 4096, or as the experiment says)"
+    )
+    leaf: int | None = typer.Option(
+        None,
+        min=1,
+        help="Exact causal leaves, and chunks of the default. (default: length / 8, and the default as it is)",
+    )
+
+
+def with_groups(command: Callable[..., None]) -> Callable[..., None]:
+    """A command as typer reads it: the fields of a group are options."""
+    hints = get_type_hints(command, include_extras=True)
+    groups: dict[str, Any] = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
+    parameters = []
+    for name, parameter in inspect.signature(command).parameters.items():
+        if name not in groups:
+            parameters.append(parameter.replace(kind=parameter.KEYWORD_ONLY, annotation=hints[name]))
+            continue
+        own = get_type_hints(groups[name], include_extras=True)
+        for field in fields(groups[name]):
+            parameters.append(
+                parameter.replace(
+                    name=field.name, kind=parameter.KEYWORD_ONLY, default=field.default, annotation=own[field.name]
+                )
+            )
+
+    def run(**options: Any) -> None:
+        made = {
+            name: group(**{f.name: options.pop(f.name) for f in fields(group)}) for name, group in groups.items()
+        }
+        command(**made, **options)
+
+    run.__doc__ = command.__doc__
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    vars(run)["__signature__"] = inspect.Signature(parameters)
+    return run
+
 
 ARGV: ContextVar[tuple[str, ...]] = ContextVar("ARGV", default=())
 """The command line being run, for the records."""
 
 RUNS = Path("runs")
 RECORDS = "records.jsonl"
+QUICK_LENGTH, QUICK_LEAF, QUICK_TOP_K = 512, 64, "32"
+"""Sizes of `--quick` on language models: every method reads less than exact attention."""
 _LINE_EVERY = 5.0
 
 
@@ -112,12 +195,15 @@ def _show_version(is_given: bool) -> None:
         raise typer.Exit
 
 
-Version = Annotated[
-    bool, typer.Option("--version", is_eager=True, callback=_show_version, help="Show the version and stop.")
-]
-
-
-def root(debug: Debug = False, imports: Imports = None, version: Version = False) -> None:
+def root(
+    debug: bool = typer.Option(False, "--debug", help="Show the traceback of an error; anywhere."),
+    imports: list[str] | None = typer.Option(
+        None, "--import", help="Python file or module that registers scorers or baselines; repeatable, anywhere."
+    ),
+    version: bool = typer.Option(
+        False, "--version", is_eager=True, callback=_show_version, help="Show the version and stop."
+    ),
+) -> None:
     """Attention over long contexts made cheap by scoring the keys before any query is seen."""
 
 
@@ -142,11 +228,13 @@ def _load(name: str) -> None:
         if path.suffix != ".py":
             importlib.import_module(name)
         else:
-            spec = importlib.util.spec_from_file_location(path.stem, path)
+            # a name that no module has: a file may be called as one of Python's
+            own = f"prescore --import {path.absolute()}"
+            spec = importlib.util.spec_from_file_location(own, path)
             if spec is None or spec.loader is None or not path.is_file():
                 raise FileNotFoundError("there is no such file")
             module = importlib.util.module_from_spec(spec)
-            sys.modules[path.stem] = module  # dataclasses look their module up by its name
+            sys.modules[own] = module  # dataclasses look their module up by its name
             spec.loader.exec_module(module)
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
@@ -158,7 +246,7 @@ class Session:
     """One run of a measuring command: it measures rows and appends their records to a file.
 
     Example:
-        >>> session = open_session("planted", out=out, json=json, resume=resume, threads=threads)
+        >>> session = run.open("planted")
         >>> records = session.run(rows)  # finished rows are not run again
         >>> session.show(table)  # printed unless --json
     """
@@ -169,6 +257,7 @@ class Session:
     threads: int
     device: str
     quiet: bool = False
+    is_continued: bool = False
 
     @property
     def out(self) -> Path:
@@ -212,33 +301,34 @@ class Session:
         for renderable in renderables:
             console.print(renderable)
 
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Where records become tables and plots: those of an earlier run may have been edited."""
+        try:
+            yield
+        except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
+            if not self.is_continued or isinstance(error, RecordFileError):
+                raise
+            reason = f"{error}" if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+            raise RecordFileError(
+                f"{self.file.path} must hold results as they were measured, got others ({reason}); "
+                "remove the lines that were edited or choose another --out"
+            ) from error
+
     def say(self, text: str) -> None:
         """Print one line to stderr."""
         if not self.quiet:
             print(text, file=sys.stderr, flush=True)
 
 
-def open_session(
-    command: str, *, out: Path | None, json: bool, resume: bool, threads: int | None, device: str = "cpu"
-) -> Session:
-    """Open the record file before any work is done, so that a refusal costs nothing."""
-    file = RecordFile(_directory(command, out, resume) / RECORDS, resume=resume)
-    if file.dropped is not None:
-        print(file.dropped, file=sys.stderr, flush=True)
-    import torch
-
-    if threads is not None:
-        torch.set_num_threads(threads)
-    return Session(command, file, json, torch.get_num_threads(), device)
-
-
 def _directory(command: str, out: Path | None, resume: bool) -> Path:
     if out is not None:
         return out
+    found = (RUNS / command).glob(f"*/{RECORDS}") if resume else ()
     # a run that was refused after its file was made has nothing to continue
-    earlier = sorted(path.parent for path in (RUNS / command).glob(f"*/{RECORDS}") if path.stat().st_size)
-    if resume and earlier:
-        return earlier[-1]
+    earlier = [path.parent for path in found if path.is_file() and path.stat().st_size]
+    if earlier:
+        return max(earlier)
     return RUNS / command / time.strftime("%Y%m%d-%H%M%S")
 
 
@@ -266,15 +356,15 @@ def progress(title: str, total: float) -> Iterator[Callable[[float], None]]:
 
 @contextmanager
 def parallel_session(
-    command: str, parallel: bool, *, device: str, **options: Any
+    command: str, run: Run, parallel: bool, device: str, writes: Sequence[str]
 ) -> Iterator[tuple[Session, Group | None]]:
-    """A session and the ranks that torchrun started, or None without `parallel`; options as of `open_session`.
+    """A session and the ranks that torchrun started, or None without `parallel`.
 
     Rank 0 writes the records and prints. Every other rank gets a silent session in a temporary folder, with the
     same finished rows.
     """
     if not parallel:
-        yield open_session(command, device=device, **options), None
+        yield run.open(command, device, writes=writes), None
         return
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         raise ValueError(
@@ -288,7 +378,7 @@ def parallel_session(
     dist.init_process_group("nccl" if device.startswith("cuda") else "gloo")
     try:
         ranks = as_group(dist.group.WORLD)
-        session = open_session(command, device=f"{device} x {ranks.size}", **options) if ranks.rank == 0 else None
+        session = run.open(command, f"{device} x {ranks.size}", writes=writes) if ranks.rank == 0 else None
         lines = [None if session is None else [record.to_json() for record in session.file]]
         dist.broadcast_object_list(lines, src=0)
         if session is not None:
@@ -304,20 +394,6 @@ def parallel_session(
 
 
 # How the values of options are read.
-
-
-def read_changes(changes: Sequence[str] | None) -> Values:
-    """`FIELD=VALUE` pairs; a value that is not JSON is a word."""
-    values: Values = {}
-    for change in changes or []:
-        name, equals, value = change.partition("=")
-        if not equals:
-            raise ValueError(f"set must be FIELD=VALUE, got {change!r}")
-        try:
-            values[name.strip()] = json.loads(value)
-        except json.JSONDecodeError:
-            values[name.strip()] = value
-    return values
 
 
 def read_budget(text: str) -> int | float:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import typer
 
 from prescore.bench.cli import options as cli
+from prescore.bench.records import replacing
 
 if TYPE_CHECKING:
     from prescore.bench.language.held_out import TokenizedText
@@ -22,57 +24,46 @@ _OF_HELD_OUT = (
     *(*_OF_EXPERIMENTS, "leaf", "coupling", "sinks", "first", "offset", "windows", "documents"),
     *("skip_short", "parallel"),
 )
+_ELSEWHERE = {
+    **dict.fromkeys(("table2", "appendix-e"), "prescore vision"),
+    **{"appendix-b": "prescore planted", "appendix-g": "prescore coverage"},
+}
+"""What of the paper other commands measure."""
 _TYPICAL_LENGTH = 4096
+_QUICK_DEFAULT_LENGTH = 2560
+"""Of `--quick` where the default runs as it is: up to 2048 tokens that is exact attention."""
 
 
 def command(
     context: typer.Context,
-    experiment: Annotated[
-        str | None,
-        typer.Option(
-            help="table1, appendix-a, figure-glm3, appendix-f, appendix-i, longest, cost, min-weight or default."
-        ),
-    ] = None,
-    method: cli.Methods = None,
-    top_k: Annotated[list[str] | None, typer.Option(help="Keys kept, count or fraction; repeatable.")] = None,
-    leaf: cli.Leaf = None,
-    coupling: Annotated[
-        str | None, typer.Option(help="corrected (default of appendix-a) or early (of appendix-i).")
-    ] = None,
-    sinks: Annotated[
-        int, typer.Option(min=0, help="First tokens that the paper's methods keep in an experiment.")
-    ] = 0,
-    length: cli.Lengths = None,
-    first: Annotated[int | None, typer.Option(help="First position in the loss. (default: the middle)")] = None,
-    offset: Annotated[int, typer.Option(min=0, help="Tokens skipped at the start of a document.")] = 0,
-    windows: Annotated[int, typer.Option(min=1, help="Windows read in each document, evenly spaced over it.")] = 1,
-    document: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--document",
-            "-d",
-            help="Text file, directory or LongBench .jsonl; repeatable. (default: Python's own docs)",
-        ),
-    ] = None,
-    documents: Annotated[int | None, typer.Option(min=1, help="Documents at most.")] = None,
-    skip_short: Annotated[
-        bool, typer.Option("--skip-short", help="Leave out documents that are too short.")
-    ] = False,
-    tuning: Annotated[
-        bool, typer.Option("--tuning", help="default: windows drawn by --seed, apart from the reported ones.")
-    ] = False,
-    model: cli.Model = "smollm2",
-    layers: cli.Layers = "all",
-    changes: cli.Changes = None,
-    dtype: cli.Dtype = "float32",
-    device: cli.Device = "cpu",
-    trust_remote_code: cli.RemoteCode = False,
-    seed: cli.Seed = 0,
-    out: cli.Out = None,
-    json: cli.Json = False,
-    resume: cli.Resume = False,
-    threads: cli.Threads = None,
-    parallel: cli.Parallel = False,
+    given: cli.Comparison,
+    run: cli.Run,
+    experiment: str | None = typer.Option(
+        None, help="table1, appendix-a, figure-glm3, appendix-f, appendix-i, longest, cost, min-weight or default."
+    ),
+    top_k: list[str] | None = typer.Option(None, help="Keys kept, count or fraction; repeatable."),
+    coupling: str | None = typer.Option(None, help="corrected (default of appendix-a) or early (of appendix-i)."),
+    sinks: int = typer.Option(0, min=0, help="First tokens that the paper's methods keep in an experiment."),
+    first: int | None = typer.Option(None, help="First position in the loss. (default: the middle)"),
+    offset: int = typer.Option(0, min=0, help="Tokens skipped at the start of a document."),
+    windows: int = typer.Option(1, min=1, help="Windows read in each document, evenly spaced over it."),
+    document: list[str] | None = typer.Option(
+        None,
+        "--document",
+        "-d",
+        help="Text file, directory or LongBench .jsonl; repeatable. (default: Python's own docs)",
+    ),
+    documents: int | None = typer.Option(None, min=1, help="Documents at most."),
+    skip_short: bool = typer.Option(False, "--skip-short", help="Leave out documents that are too short."),
+    tuning: bool = typer.Option(
+        False, "--tuning", help="default: windows drawn by --seed, apart from the reported ones."
+    ),
+    parallel: bool = typer.Option(
+        False,
+        "--parallel",
+        help="Context parallel on the ranks that torchrun started: "
+        "torchrun --nproc-per-node 4 -m prescore perplexity ... --parallel",
+    ),
 ) -> None:
     """Measure the loss of a language model on long documents under exact, local-only and replaced attention.
 
@@ -88,11 +79,19 @@ def command(
     from prescore import checks
     from prescore.bench.language import experiments, held_out, tables
     from prescore.bench.language.documents import load_documents
-    from prescore.bench.language.model import load_language_model
     from prescore.bench.language.perplexity import has_tokens, loss_row, make_windows
 
     is_held_out = experiment == held_out.HELD_OUT
-    fields, places = cli.read_changes(changes), cli.read_layers(layers)
+    fields, places, seed = given.fields, cli.read_layers(given.layers), run.seed
+    leaf, length = given.leaf, given.length
+    if run.quick:
+        as_it_is = experiment in (held_out.HELD_OUT, "min-weight")
+        length = length or [_QUICK_DEFAULT_LENGTH if as_it_is else cli.QUICK_LENGTH]
+        leaf, documents, top_k = leaf or cli.QUICK_LEAF, documents or 1, top_k or [cli.QUICK_TOP_K]
+    if experiment in _ELSEWHERE:
+        raise ValueError(
+            f"experiment must be of a language model, got {experiment!r}: run {_ELSEWHERE[experiment]}"
+        )
     if experiment is not None:
         checks.one_of("experiment", experiment, (*experiments.EXPERIMENTS, held_out.HELD_OUT))
         cli.refuse_options(
@@ -105,7 +104,9 @@ def command(
         raise ValueError(f"tuning must come with the experiment {held_out.HELD_OUT}, got {experiment!r}")
     if experiment is None:
         budgets = [cli.read_budget(text) for text in top_k or ()]
-        methods_at = partial(experiments.grid_methods, method or (), leaf=leaf, top_k=budgets, changes=fields)
+        methods_at = partial(
+            experiments.grid_methods, given.method or (), leaf=leaf, top_k=budgets, changes=fields
+        )
     else:
         options: Values = {"leaf": leaf, "sinks": sinks, "coupling": coupling, "changes": fields}
         methods_at = partial(experiments.experiment_methods, experiment, **options)
@@ -114,43 +115,43 @@ def command(
         methods, texts = held_out.held_out_methods(fields), held_out.held_out_texts(document)
     else:
         methods_at(length=_TYPICAL_LENGTH)
-        texts = load_documents(document, limit=None if document is None else documents)
-    with cli.parallel_session(
-        "perplexity", parallel, out=out, json=json, resume=resume, threads=threads, device=device
-    ) as (session, ranks):
-        loaded = load_language_model(model, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
+        skip_short = skip_short or document is None
+        texts = load_documents(document, limit=None if skip_short else documents)
+    name = experiment or "perplexity"
+    writes = ("default.md",) if is_held_out else (f"{name}*.csv", f"{name}*.png")
+    with cli.parallel_session("perplexity", run, parallel, given.device, writes) as (session, ranks):
+        loaded = given.load()
         row = partial(loss_row, loaded, experiment=experiment, layers=places, seed=seed, group=ranks)
         # a damaged result is refused before hours of measuring
-        (tables.held_out_tables if is_held_out else tables.summarise)(list(session.file))
+        with session.reading():
+            (tables.held_out_tables if is_held_out else tables.summarise)(list(session.file))
         if is_held_out:
             tokenized = [held_out.TokenizedText.of(loaded, text) for text in texts]
             for n_tokens in length or held_out.LENGTHS:
                 _measure_held_out(session, row, tokenized, methods, n_tokens, seed if tuning else None)
-            _write_held_out(session)
+            with session.reading():
+                _write_held_out(session)
             return
         lengths = length or experiments.default_lengths(experiment, loaded.trained_length)
-        if document is None:
+        if skip_short:
             needed = offset + windows * max(lengths)
             long = [text for text in texts if has_tokens(loaded, text, needed)]
             left_out = ", ".join(text.name for text in texts if text not in long)
             if not long:
-                raise ValueError(
-                    f"length must be at most that of a document of the default corpus, got {needed} tokens; "
-                    "give a longer one by --document"
-                )
+                raise ValueError(f"documents must have one of at least {needed} tokens, got {len(texts)} shorter")
             if left_out:
                 session.say(f"left out, with fewer than {needed} tokens: {left_out}")
             texts = long[:documents]
         by_length = {n_tokens: methods_at(length=n_tokens) for n_tokens in lengths}
         rows = []
         for n_tokens, own in by_length.items():
-            read = make_windows(
-                loaded, texts, n_tokens, first=first, offset=offset, per_document=windows, skip_short=skip_short
-            )
+            read = make_windows(loaded, texts, n_tokens, first=first, offset=offset, per_document=windows)
             rows += [row(window, each) for each in own for window in read]
         records = session.run(rows)
         cli.say_what_is_exact(session, by_length)
-        if not session.quiet:
+        if session.quiet:
+            return
+        with session.reading():
             _write_results(session, records, experiment, loaded.name)
 
 
@@ -162,16 +163,16 @@ def _write_results(session: cli.Session, records: Sequence[Record], experiment: 
     note = "gap closed = (local - loss) / (local - exact); attention = inside the attention functions, one forward"
     title = f"{name}: {tables.describe_run(summaries, model)}"
     session.show(tables.loss_table(summaries, title, note).to_rich())
-    files = {f"{name}.csv": tables.full_csv(summaries), f"{name}-as-printed.csv": tables.paper_csv(summaries)}
-    files = {file: text for file, text in files.items() if text is not None}
+    made = {f"{name}.csv": tables.full_csv(summaries), f"{name}-as-printed.csv": tables.paper_csv(summaries)}
+    files = {file: text for file, text in made.items() if text is not None}
     for file, text in files.items():
-        (session.out / file).write_text(text or "", encoding="utf-8")
+        _write(session.out / file, text)
     # most pictures are for one length
     lengths = sorted({summary.n_tokens for summary in summaries})
     for length in lengths if len(lengths) > 1 and experiment != "longest" else [None]:
         inside = [summary for summary in summaries if length in (None, summary.n_tokens)]
         file = f"{name}.png" if length is None else f"{name}-{length}.png"
-        files[file] = None
+        files[file] = ""
         title = f"{name}: {tables.describe_run(inside, model)}"
         tables.plot_experiment(experiment, inside, session.out / file, title)
     session.say(f"records: {session.file.path}; also {', '.join(files)}")
@@ -200,7 +201,9 @@ def _measure_held_out(
     pairs = [(window, method) for window in windows for method in methods]
     measured = zip(pairs, session.run([row(*pair) for pair in pairs]), strict=True)
     defaults = [(window, record) for (window, method), record in measured if isinstance(method.config, Routed)]
-    session.run([row(window, window_like(record)) for window, record in defaults])
+    with session.reading():
+        alike = [row(window, window_like(record)) for window, record in defaults]
+    session.run(alike)
 
 
 def _write_held_out(session: cli.Session) -> None:
@@ -208,6 +211,10 @@ def _write_held_out(session: cli.Session) -> None:
 
     tables = held_out_tables(list(session.file))
     session.show(*(table.to_rich() for table in tables))
-    written = session.out / "default.md"
-    written.write_text("\n".join(table.to_markdown() for table in tables), encoding="utf-8")
-    session.say(f"records: {session.file.path}; also {written.name}")
+    _write(session.out / "default.md", "\n".join(table.to_markdown() for table in tables))
+    session.say(f"records: {session.file.path}; also default.md")
+
+
+def _write(path: Path, text: str) -> None:
+    with replacing(path) as working:
+        working.write_text(text, encoding="utf-8")

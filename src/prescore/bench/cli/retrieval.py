@@ -3,50 +3,35 @@
 from __future__ import annotations
 
 import itertools
-from typing import Annotated
+from collections.abc import Sequence
 
 import typer
 
 from prescore.bench.cli import options as cli
 
 _USUAL = ("hyper", "paper:kmeans", "uniform", "default")
+_QUICK_MANY_LENGTH = 1536
 
 
 def command(
-    task: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="single-needle, multi-key-needle, variable-tracking (default: these), or many-needles, which "
-            "reads all depths in one forward; repeatable."
-        ),
-    ] = None,
-    method: cli.Methods = None,
-    length: cli.Lengths = None,
-    depth: Annotated[
-        list[float] | None,
-        typer.Option(
-            help="Where the fact stands, 0 to 1; repeatable (default: 0.1, 0.5; many-needles: 0.1, 0.3, ... 0.9)."
-        ),
-    ] = None,
-    samples: Annotated[
-        int, typer.Option(min=1, help="Problems per task, length and depth; texts of many-needles.")
-    ] = 10,
-    top_k: Annotated[str, typer.Option(help="Keys kept, count or fraction.")] = "256",
-    leaf: cli.Leaf = None,
-    document: Annotated[
-        str, typer.Option("--document", "-d", help="The text around the fact: a file or a name of the corpus.")
-    ] = "python-reference",
-    model: cli.Model = "smollm2",
-    layers: cli.Layers = "all",
-    changes: cli.Changes = None,
-    dtype: cli.Dtype = "float32",
-    device: cli.Device = "cpu",
-    trust_remote_code: cli.RemoteCode = False,
-    seed: cli.Seed = 0,
-    out: cli.Out = None,
-    json: cli.Json = False,
-    resume: cli.Resume = False,
-    threads: cli.Threads = None,
+    given: cli.Comparison,
+    run: cli.Run,
+    task: list[str] | None = typer.Option(
+        None,
+        help="single-needle, multi-key-needle, variable-tracking (default: these), or many-needles, which "
+        "reads all depths in one forward; repeatable.",
+    ),
+    depth: list[float] | None = typer.Option(
+        None,
+        help="Where the fact stands, 0 to 1; repeatable (default: 0.1, 0.5; many-needles: 0.1, 0.3, ... 0.9).",
+    ),
+    samples: int | None = typer.Option(
+        None, min=1, help="Problems per task, length and depth; texts of many-needles.  [default: 10]"
+    ),
+    top_k: str | None = typer.Option(None, help="Keys kept, count or fraction.  [default: 256]"),
+    document: str = typer.Option(
+        "python-reference", "--document", "-d", help="The text around the fact: a file or a name of the corpus."
+    ),
 ) -> None:
     """Hide facts in a long text and count how often the model states them, exactly and with replaced attention.
 
@@ -57,10 +42,16 @@ def command(
     from prescore.bench.language import retrieval
     from prescore.bench.language.documents import load_documents
     from prescore.bench.language.methods import check_changes, named_method
-    from prescore.bench.language.model import load_language_model
     from prescore.bench.language.tables import retrieval_table
 
-    lengths, tasks, many = length or [4096], task or retrieval.TASKS, retrieval.MANY_NEEDLES
+    tasks: Sequence[str] = task or retrieval.TASKS
+    many, leaf, seed = retrieval.MANY_NEEDLES, given.leaf, run.seed
+    lengths = given.length or [4096]
+    if run.quick:
+        tasks, samples = task or retrieval.TASKS[:1], samples or 1
+        lengths = given.length or [_QUICK_MANY_LENGTH if many in tasks else cli.QUICK_LENGTH]
+        leaf, top_k = leaf or cli.QUICK_LEAF, top_k or cli.QUICK_TOP_K
+    samples, budget = samples or 10, cli.read_budget(top_k or "256")
     single = [name for name in tasks if name != many]
     jobs = [
         (retrieval.Task(name, n, (at,)), range(samples))
@@ -72,16 +63,16 @@ def command(
         for n, sample in itertools.product(lengths if many in tasks else [], range(samples))
     ]
     # local-only is the floor of single answers; many needles are expensive, and only exact attention is added
-    names = dict.fromkeys(["exact", *(["local"] if single else []), *(method or _USUAL)])
-    fields, budget, places = cli.read_changes(changes), cli.read_budget(top_k), cli.read_layers(layers)
+    names = dict.fromkeys(["exact", *(["local"] if single else []), *(given.method or _USUAL)])
+    fields, places = given.fields, cli.read_layers(given.layers)
     methods = {
         n: [named_method(name, length=n, leaf=leaf, top_k=budget, changes=fields) for name in names]
         for n in lengths
     }
     check_changes(fields, [each for own in methods.values() for each in own])
     haystack = load_documents([document], limit=1)[0]
-    session = cli.open_session("retrieval", out=out, json=json, resume=resume, threads=threads, device=device)
-    loaded = load_language_model(model, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
+    session = run.open("retrieval", given.device)
+    loaded = given.load()
     # a length without room for the facts is refused before anything is measured
     for one, numbers in jobs:
         retrieval.make_problem(loaded, haystack, one, seed=seed, sample=numbers[0])
@@ -93,5 +84,6 @@ def command(
         ]
     )
     cli.say_what_is_exact(session, methods)
-    session.show(retrieval_table(records).to_rich())
+    with session.reading():
+        session.show(retrieval_table(records).to_rich())
     session.say(f"records: {session.file.path}")

@@ -19,7 +19,7 @@ from typing import Any
 from prescore.bench.demo.run import BUDGETS, EQUAL_READS
 from prescore.bench.language.tables import Summary, confidence_half_width, describe_run, summarise
 from prescore.bench.plots import figure, powers_of_two
-from prescore.bench.records import Record, Values
+from prescore.bench.records import Record, Values, replacing
 from prescore.bench.tables import MISSING, Table, as_text, percent, times
 
 _NO_BUDGETS = (
@@ -32,7 +32,8 @@ def write_page(records: Sequence[Record], directory: Path) -> Path:
     text = demo_page(records)
     directory.mkdir(parents=True, exist_ok=True)
     page = directory / "index.html"
-    page.write_text(text, encoding="utf-8")
+    with replacing(page) as working:
+        working.write_text(text, encoding="utf-8")
     return page
 
 

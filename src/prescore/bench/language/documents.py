@@ -9,7 +9,6 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from prescore.bench.records import Values
 
@@ -110,21 +109,18 @@ def _json_records(text: str, path: Path) -> Iterator[Values]:
         value = json.loads(text)
         records = [(1, record) for record in (value if isinstance(value, list) else [value])]
     except (json.JSONDecodeError, RecursionError):
-        lines = enumerate(text.split("\n"), start=1)
-        records = [(number, _parse(line, number, path)) for number, line in lines if line.strip()]
+        records = []
+        for number, line in enumerate(text.split("\n"), start=1):
+            try:
+                records += [(number, json.loads(line))] if line.strip() else []
+            except (json.JSONDecodeError, RecursionError) as error:
+                got = f"a damaged line {number} ({getattr(error, 'msg', 'nested too deeply')})"
+                raise ValueError(f"document {path.name} must hold JSON, got {got}") from error
     for number, record in records:
         if not isinstance(record, dict):
             got = f"{type(record).__name__} in line {number}"
             raise ValueError(f"document {path.name} must hold JSON objects, got {got}")
         yield record
-
-
-def _parse(line: str, number: int, path: Path) -> Any:
-    try:
-        return json.loads(line)
-    except (json.JSONDecodeError, RecursionError) as error:
-        got = f"a damaged line {number} ({getattr(error, 'msg', 'nested too deeply')})"
-        raise ValueError(f"document {path.name} must hold JSON, got {got}") from error
 
 
 def _record_text(record: Values, path: Path, number: int) -> str:

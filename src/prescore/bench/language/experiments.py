@@ -239,13 +239,8 @@ def experiment_methods(
 ) -> list[Method]:
     """The methods of an experiment, exact and local-only first; the same configuration appears once.
 
-    Args:
-        name: One of `EXPERIMENTS`.
-        length: Tokens read.
-        leaf: Causal leaves; None = the paper's share of the length, or the default's chunk.
-        sinks: First tokens that the paper's methods keep.
-        coupling: A name of `COUPLINGS`, for experiments that vary it; None = as printed.
-        changes: Fields to change in every configuration that has them.
+    Without `leaf` the leaves are the paper's share of the length, or the default's chunk. `coupling` is a name of
+    `COUPLINGS` (None = as printed), `changes` are fields to change in every configuration that has them.
     """
     checks.one_of("experiment", name, tuple(EXPERIMENTS))
     if sinks and name in ("cost", "min-weight"):
@@ -270,15 +265,7 @@ def grid_methods(
     top_k: Sequence[int | float] = (),
     changes: Mapping[str, Any] | None = None,
 ) -> list[Method]:
-    """Exact and local-only, then every method at every budget.
-
-    Args:
-        names: As of `named_method`; none = `USUAL`.
-        length: Tokens read.
-        leaf: As of `named_method`.
-        top_k: Keys kept, each a count or a share; none = 256.
-        changes: Fields to change in every configuration that has them.
-    """
+    """Exact and local-only, then every method (none = `USUAL`) at every budget; see `named_method`."""
     methods = [EXACT, local_only(leaf or leaf_of(length))]
     for name in names or USUAL:
         has_budget = name not in ("exact", "local", "default", "hyper")

@@ -2,69 +2,20 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from statistics import fmean
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from prescore import checks
 from prescore.bench.records import Values
 from prescore.config import Config
 from prescore.integrations.apply import Layers, apply, find_adapter, pick_layers, replace_attention
 from prescore.integrations.attention import AttentionContext, PrescoredAttention, attend_exactly
-from prescore.integrations.decode import keeps_selection
-
-
-@dataclass(frozen=True)
-class Continuation:
-    """How a prompt is continued.
-
-    Attributes:
-        config: How the chosen layers attend; None = the model's own attention, exact.
-        layers: Which layers, as in `prescore.apply`.
-        max_new_tokens: Steps at most; stops at the model's end token.
-        evict: Free the unselected keys and values after the prefill.
-        refresh_every: Select again after so many tokens; None = keep the prompt's selection.
-        n_beams: Beams of a beam search; 1 = greedy.
-        ignore_end: Continue after the model's end token.
-    """
-
-    config: Config | None = None
-    layers: Layers = "all"
-    max_new_tokens: int = 64
-    evict: bool = False
-    refresh_every: int | None = None
-    n_beams: int = 1
-    ignore_end: bool = False
-
-    def __post_init__(self) -> None:
-        checks.integer("max_new_tokens", self.max_new_tokens, minimum=1)
-        checks.integer("n_beams", self.n_beams, minimum=1)
-        if self.ignore_end and self.n_beams > 1:
-            raise ValueError(f"ignore_end must come with one beam, got n_beams={self.n_beams}")
-        reuses = self.config is not None and keeps_selection(self.config)
-        for name, value in {"evict": self.evict, "refresh_every": self.refresh_every}.items():
-            if value and not reuses:
-                got = "the model's own attention" if self.config is None else type(self.config).__name__
-                raise ValueError(f"{name} must come with a Selected that leaves keys out, got {got}")
-
-    def cache(self, model: Any) -> Any:
-        """A new cache for a generation."""
-        from transformers import DynamicCache
-
-        from prescore.integrations.transformers.cache import PrescoredCache
-
-        text_config = model.config.get_text_config(decoder=True)
-        if self.config is None:
-            return DynamicCache(config=text_config)
-        return PrescoredCache(text_config, evict=self.evict, refresh_every=self.refresh_every)
 
 
 class Generated(NamedTuple):
@@ -103,7 +54,12 @@ class _Timer:
 def generate_measured(
     model: Any,
     ids: Tensor,
-    how: Continuation,
+    cache: Any,
+    config: Config | None = None,
+    *,
+    layers: Layers = "all",
+    max_new_tokens: int = 64,
+    ignore_end: bool = False,
     on_token: Callable[[int], None] | None = None,
     forced: Sequence[int] | None = None,
 ) -> Generated:
@@ -112,26 +68,31 @@ def generate_measured(
     Args:
         model: A causal model of transformers.
         ids: `[1, N]` prompt.
-        how: What is generated, and by which attention.
+        cache: A new cache: a `PrescoredCache`, or any other for exact attention.
+        config: How the chosen layers attend; None = the model's own attention, exact.
+        layers: Which layers, as in `prescore.apply`.
+        max_new_tokens: Steps at most.
+        ignore_end: Continue after the model's end token.
         on_token: Called with every new token as soon as it is known.
         forced: Tokens that every step sees instead of its own choices; as many are chosen.
     """
     from prescore.integrations.transformers.cache import cache_report
 
-    cache, show = how.cache(model), on_token or (lambda token: None)
+    show = on_token or (lambda token: None)
     n_layers = len(find_adapter(model).layers(model))
-    chosen = [] if how.config is None else pick_layers(how.layers, n_layers)
-    timer = _Timer({number: PrescoredAttention(how.config) for number in chosen})
+    chosen = [] if config is None else pick_layers(layers, n_layers)
+    timer = _Timer({number: PrescoredAttention(config) for number in chosen})
     undo = replace_attention(model, dict.fromkeys(range(n_layers), timer))
     try:
         started = time.perf_counter()
         logits = model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[0, -1]
-        if how.config is not None:
+        if config is not None:
             cache.select()
         prefill, prefill_attention, prefill_ran = time.perf_counter() - started, timer.seconds, dict(timer.ran)
         tokens = [int(logits.argmax())]
-        ends = set() if how.ignore_end or forced is not None else _end_tokens(model)
-        n_tokens, inputs = (how.max_new_tokens, tokens) if forced is None else (len(forced), list(forced))
+        end = None if ignore_end or forced is not None else model.generation_config.eos_token_id
+        ends = end if isinstance(end, list) else [end]
+        n_tokens, inputs = (max_new_tokens, tokens) if forced is None else (len(forced), list(forced))
         show(tokens[-1])
         started = time.perf_counter()
         timer.restart()
@@ -161,22 +122,30 @@ def generate_measured(
 
 
 @torch.no_grad()
-def beams_measured(model: Any, ids: Tensor, how: Continuation) -> Generated:
+def beams_measured(
+    model: Any,
+    ids: Tensor,
+    cache: Any,
+    config: Config | None = None,
+    *,
+    layers: Layers = "all",
+    max_new_tokens: int,
+    n_beams: int,
+) -> Generated:
     """Beam search after a prompt, and the probability of its result under exact attention.
 
     The results hold `score`, the summed log-probability of the best beam in the search, and `exact_score`, that of
     the same tokens under the model's own attention. Their difference is the error of the search; `exact_score`
     against that of an exact search is its cost.
     """
-    replaced = nullcontext() if how.config is None else apply(model, how.config, layers=how.layers)
     started = time.perf_counter()
-    with replaced:
+    with nullcontext() if config is None else apply(model, config, layers=layers):
         best = model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
-            past_key_values=how.cache(model),
-            max_new_tokens=how.max_new_tokens,
-            num_beams=how.n_beams,
+            past_key_values=cache,
+            max_new_tokens=max_new_tokens,
+            num_beams=n_beams,
             do_sample=False,
             length_penalty=0.0,
             output_scores=True,
@@ -189,7 +158,7 @@ def beams_measured(model: Any, ids: Tensor, how: Continuation) -> Generated:
     results = {
         "prompt_tokens": ids.shape[1],
         "new_tokens": len(tokens),
-        "beams": how.n_beams,
+        "beams": n_beams,
         "seconds": seconds,
         "score": float(best.sequences_scores[0]),
         "exact_score": float(exact),
@@ -197,15 +166,13 @@ def beams_measured(model: Any, ids: Tensor, how: Continuation) -> Generated:
     return Generated(tokens.tolist(), logits[0].float(), results)
 
 
-def agreement(exact: Generated, other: Generated) -> Values:
-    """Tokens until a generation departs from the exact one, and the KL divergence of the first prediction."""
-    pairs = zip(exact.tokens, other.tokens, strict=False)
-    same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
-    p, q = (torch.log_softmax(generated.logits, dim=-1) for generated in (exact, other))
-    return {"same_tokens": same, "first_token_kl": float((p.exp() * (p - q)).sum())}
+def first_token_kl(exact: Tensor, other: Tensor) -> float:
+    """KL divergence of the first prediction from that of exact attention, from logits `[V]`."""
+    p, q = (torch.log_softmax(logits, dim=-1) for logits in (exact, other))
+    return float((p.exp() * (p - q)).sum())
 
 
-def forced_agreement(exact: Sequence[int], chosen: Sequence[int]) -> Values:
+def agreement(exact: Sequence[int], chosen: Sequence[int]) -> Values:
     """Share of the tokens of exact attention that another attention chooses after exactly the same tokens.
 
     The first choice belongs to the prefill, all others to decode steps.
@@ -213,8 +180,3 @@ def forced_agreement(exact: Sequence[int], chosen: Sequence[int]) -> Values:
     same = [first == second for first, second in zip(exact, chosen, strict=True)]
     steps = fmean(same[1:]) if len(same) > 1 else None
     return {"agreement": fmean(same), "step_agreement": steps, "compared": len(same)}
-
-
-def _end_tokens(model: Any) -> set[int]:
-    end = getattr(model.generation_config, "eos_token_id", None)
-    return set() if end is None else {end} if isinstance(end, int) else set(end)

@@ -193,10 +193,30 @@ def leaf_of(length: int) -> int:
     return max(1, length // LEAVES_PER_TEXT)
 
 
+_NAMED: dict[str, Callable[[], Config]] = {"exact": Exact, "default": Routed, "hyper": Hyper.published}
+
+
+def config_names() -> list[str]:
+    """Names that `named_config` knows."""
+    scorers = list_scorers()
+    return [*_NAMED, *scorers, *(PAPER + name for name in scorers)]
+
+
 def method_names() -> list[str]:
     """Names that `named_method` knows."""
-    scorers = list_scorers()
-    return ["exact", "local", "default", "hyper", *scorers, *(PAPER + name for name in scorers), *list_baselines()]
+    return ["local", *config_names(), *list_baselines()]
+
+
+def named_config(name: str) -> Config:
+    """A configuration by its name on the command line.
+
+    `exact`, `default` (`Routed`), `hyper` (`Hyper.published`), `SCORER` (`Selected`), `paper:SCORER`
+    (`Selected.paper`).
+    """
+    checks.one_of("config", name, config_names())
+    if name in _NAMED:
+        return _NAMED[name]()
+    return Selected.paper(name.removeprefix(PAPER)) if name.startswith(PAPER) else Selected(name)
 
 
 def named_method(
@@ -207,15 +227,11 @@ def named_method(
     top_k: int | float = TOP_K,
     changes: Mapping[str, Any] | None = None,
 ) -> Method:
-    """A method by its name on the command line.
-
-    `default` is `Routed()`, or with a leaf `Routed(chunk_size=leaf, exact_until=leaf)`; a scorer is `Selected`,
-    `paper:SCORER` is `Selected.paper` and `hyper` is `Hyper.published`, with leaves and LSH blocks of the paper's
-    share of the length.
+    """A method by its name on the command line: `named_config` with sizes for a length, `local`, or a baseline.
 
     Args:
         name: One of `method_names()`.
-        length: Tokens read.
+        length: Tokens read. LSH blocks have the paper's share of it.
         leaf: Causal leaves, and chunks of the default; None = the paper's share of the length, and the default as
             it is.
         top_k: Keys kept by scorers, far keys of baselines.
@@ -228,18 +244,10 @@ def named_method(
     if name in list_baselines():
         return Method(name, Baseline.at_budget(name, size, top_k), {"top_k": top_k})
     lsh = Lsh(block, block, alignment="rank")
-    config: Config
-    if name == "exact":
-        config = Exact()
-    elif name == "default":
-        config = Routed() if leaf is None else Routed(chunk_size=leaf, exact_until=leaf)
-    elif name == "hyper":
-        config = Hyper(lsh, min_seq_len=size)
-    elif name.startswith(PAPER):
-        config = Selected.paper(name.removeprefix(PAPER), top_k, inner=lsh, min_seq_len=size)
-    else:
-        config = Selected(name, top_k, min_seq_len=size)
-    return Method(name, change(config, changes or {}, partly=True))
+    sizes: Values = {"top_k": top_k, "min_seq_len": size, "lsh": lsh}
+    sizes |= {"inner": lsh} if name.startswith(PAPER) else {}
+    sizes |= {} if leaf is None else {"chunk_size": leaf, "exact_until": leaf}
+    return Method(name, change(change(named_config(name), sizes, partly=True), changes or {}, partly=True))
 
 
 # Fields of a configuration by name, nested ones by their path: `--set scorer.n_clusters=64`.
@@ -397,14 +405,7 @@ def measured_attention(
     """Let a model attend by a method inside the block; yields a function that gives the cost so far.
 
     On several ranks it must be called by all of them: reads are means over the ranks; seconds, bytes and memory
-    those of the rank with most of them.
-
-    Args:
-        model: A causal model of transformers, or a ChatGLM with `core_attention` modules.
-        method: How the chosen layers attend.
-        layers: Which layers, as in `prescore.apply`.
-        seed: Seed of the method's randomness.
-        group: Context parallel: the ranks.
+    those of the rank with most of them. Layers are named as in `prescore.apply`.
     """
     n_layers = len(find_adapter(model).layers(model))
     attention = MeasuredAttention(method, pick_layers(layers, n_layers), seed=seed, group=group)

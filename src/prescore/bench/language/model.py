@@ -129,19 +129,16 @@ class LanguageModel:
 
 
 def load_language_model(
-    name: str = SMOLLM2, *, dtype: str = "float32", device: str = "cpu", trust_remote_code: bool = False
+    name: str = SMOLLM2,
+    *,
+    dtype: str = "float32",
+    device: str = "cpu",
+    trust_remote_code: bool = False,
+    check_head: bool = True,
 ) -> LanguageModel:
-    """Load a model and its tokenizer.
+    """Load a model and its tokenizer by name, see `prescore.bench.offline.load_model`.
 
-    Args:
-        name: `smollm2` (the offline default), a directory saved by transformers, a GGUF file, or a name on the
-            hub.
-        dtype: `float32`, `bfloat16`, `float16` or `float64`.
-        device: Such as `cpu` or `cuda`.
-        trust_remote_code: Run code that comes with the model.
-
-    Raises:
-        OSError: There is no such model.
+    With `check_head` a model whose losses cannot be measured is refused, see `LanguageModel.check_head`.
     """
     checks.one_of("dtype", dtype, tuple(DTYPES))
     checks.device("device", device)
@@ -150,5 +147,6 @@ def load_language_model(
     logging.disable_progress_bar()  # the commands show their own progress
     model, tokenizer = load_model(name, trust_remote_code=trust_remote_code)
     loaded = LanguageModel(name, model.to(device=device, dtype=DTYPES[dtype]).eval(), tokenizer)
-    loaded.check_head()
+    if check_head:
+        loaded.check_head()
     return loaded

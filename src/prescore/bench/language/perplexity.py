@@ -56,7 +56,6 @@ def make_windows(
     first: int | None = None,
     offset: int = 0,
     per_document: int = 1,
-    skip_short: bool = False,
 ) -> list[Window]:
     """The tokens `offset..offset+length-1` of every document, and further windows evenly spaced after them.
 
@@ -67,7 +66,6 @@ def make_windows(
         first: First position that counts; None = the second half.
         offset: Tokens skipped at the start of a document.
         per_document: Windows in each document; they do not overlap.
-        skip_short: Leave out documents that are too short instead of refusing them.
     """
     checks.integer("length", length, minimum=2)
     checks.integer("offset", offset, minimum=0)
@@ -79,16 +77,13 @@ def make_windows(
     for document in documents:
         # several windows are spread over the whole text, one needs its beginning only
         tokens = _tokens(language_model, document.text, needed if per_document == 1 else None)
-        if len(tokens) >= needed:
-            step = 0 if per_document == 1 else (len(tokens) - offset - length) // (per_document - 1)
-            for number in range(per_document):
-                name = document.name if per_document == 1 else f"{document.name}, window {number + 1}"
-                start = offset + number * step
-                windows.append(Window(name, tokens[start : start + length], first))
-        elif not skip_short:
+        if len(tokens) < needed:
             raise ValueError(f"document {document.name} must have at least {needed} tokens, got {len(tokens)}")
-    if not windows:
-        raise ValueError(f"documents must have one of at least {needed} tokens, got {len(documents)} shorter")
+        step = 0 if per_document == 1 else (len(tokens) - offset - length) // (per_document - 1)
+        for number in range(per_document):
+            name = document.name if per_document == 1 else f"{document.name}, window {number + 1}"
+            start = offset + number * step
+            windows.append(Window(name, tokens[start : start + length], first))
     return windows
 
 

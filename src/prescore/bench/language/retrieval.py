@@ -11,6 +11,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from statistics import fmean
 from typing import NamedTuple
 
 import torch
@@ -71,7 +72,7 @@ class Task:
 
 
 class _Fact(NamedTuple):
-    """A sentence in the text, and for a fact that is asked for its depth, question and answer."""
+    """A sentence at a place in the text, and for a fact that is asked for its depth, question and answer."""
 
     place: float
     sentence: str
@@ -80,93 +81,58 @@ class _Fact(NamedTuple):
     answer: str = ""
 
 
-class Answer(NamedTuple):
-    """Depth of a fact, and the tokens `begin..end-1` of its answer."""
-
-    depth: float
-    begin: int
-    end: int
-
-
-@dataclass(frozen=True, eq=False)
-class Problem:
+class Problem(NamedTuple):
     """A text with facts, and after it every question with its answer.
 
     Attributes:
         tokens: `[N]`.
-        answers: In the order of the facts in the text.
+        answers: Depth, first token and end of every answer, in the order of the facts in the text.
         questions: Where the first question begins.
     """
 
     tokens: Tensor
-    answers: tuple[Answer, ...]
+    answers: list[tuple[float, int, int]]
     questions: int
 
 
 def make_problem(
     language_model: LanguageModel, haystack: Document, task: Task, *, seed: int = 0, sample: int = 0
 ) -> Problem:
-    """One text of exactly `task.length` tokens.
+    """One text of exactly `task.length` tokens; a beginning-of-text token stands before the whole text only.
 
-    Args:
-        language_model: Whose tokenizer counts.
-        haystack: The text around the facts.
-        task: What is hidden in it.
-        seed: Seed of names, numbers, the order of questions and the part of the haystack.
-        sample: Number of the text among those of a seed.
+    Names, numbers, the order of questions and the part of the haystack are drawn by the seed and the sample.
     """
     is_many = task.name == MANY_NEEDLES
     where, which = (task.depths, f"{seed} {sample}") if is_many else (task.depths[0], seed * 1000 + sample)
     draw = random.Random(f"{task.name} {task.length} {where} {which}")
     facts = sorted((_needles if is_many else _one_fact)(task, draw), key=lambda fact: fact.place)
-    order = [number for number, fact in enumerate(facts) if fact.question]
+    order = [fact for fact in facts if fact.question]
     order = draw.sample(order, len(order)) if is_many else order
-    encode = partial(language_model.encode, special=False)
+    encode, opening = partial(language_model.encode, special=False), language_model.opening()
+    inserts = [(fact.place, encode(f"\n{fact.sentence}\n")) for fact in facts]
     tail: list[Tensor] = []
     spans = {}
-    for number in order:
-        question, answer = encode(facts[number].question), encode(facts[number].answer)
+    for fact in order:
+        question, answer = encode(fact.question), encode(fact.answer)
         begin = sum(map(len, tail)) + len(question)
-        spans[number] = (begin, begin + len(answer))
+        spans[fact] = (begin, begin + len(answer))
         tail += [question, answer, *([encode("\n")] if is_many else [])]
-    inserts = [(fact.place, encode(f"\n{fact.sentence}\n")) for fact in facts]
-    clear = CLEAR if is_many else 0
-    tokens = _hide(language_model, haystack, inserts, torch.cat(tail), task.length, draw, clear)
-    first = task.length - sum(map(len, tail))
-    answers = tuple(Answer(facts[n].depth, first + spans[n][0], first + spans[n][1]) for n in sorted(spans))
-    return Problem(tokens, answers, first)
-
-
-def _hide(
-    language_model: LanguageModel,
-    haystack: Document,
-    inserts: Sequence[tuple[float, Tensor]],
-    tail: Tensor,
-    length: int,
-    draw: random.Random,
-    clear: int,
-) -> Tensor:
-    """A text of `length` tokens with inserts at their places and a tail.
-
-    A beginning-of-text token stands before the whole text only. No insert lies in the last `clear` tokens before
-    the tail.
-    """
-    opening = language_model.opening()
-    n_others = len(opening) + len(tail) + sum(len(tokens) for _, tokens in inserts)
-    room = length - n_others
+    n_others = sum(map(len, (opening, *tail, *(tokens for _, tokens in inserts))))
+    room, clear = task.length - n_others, CLEAR if is_many else 0
     if room < clear:
         between = f" and {clear} tokens between" if clear else ""
         raise ValueError(
             f"length must leave room for the facts, the questions{between}, at least {n_others + clear} tokens, "
-            f"got {length}"
+            f"got {task.length}"
         )
-    text = _haystack_part(language_model, haystack, room, draw)
-    parts, taken = [opening], 0
+    text, parts, taken = _haystack_part(language_model, haystack, room, draw), [opening], 0
     for place, tokens in inserts:
         end = round(place * (room - clear))
         parts += [text[taken:end], tokens]
         taken = end
-    return torch.cat([*parts, text[taken:], tail])
+    first = task.length - sum(map(len, tail))
+    answers = [(fact.depth, first + spans[fact][0], first + spans[fact][1]) for fact in facts if fact in spans]
+    return Problem(torch.cat([*parts, text[taken:], *tail]), answers, first)
 
 
 def _haystack_part(language_model: LanguageModel, haystack: Document, room: int, draw: random.Random) -> Tensor:
@@ -218,20 +184,20 @@ def _one_fact(task: Task, draw: random.Random) -> list[_Fact]:
 
 
 def judge(
-    language_model: LanguageModel, tokens: Tensor, answers: Sequence[tuple[int, int]]
-) -> list[tuple[bool, float]]:
-    """For the answer at each span of tokens: whether it is a hit, and the mean loss of its tokens.
+    language_model: LanguageModel, tokens: Tensor, answers: Sequence[tuple[float, int, int]]
+) -> list[tuple[float, int, float]]:
+    """For every answer its depth, whether it is a hit (1 or 0), and the mean loss of its tokens.
 
     An answer is a hit if all its tokens are the likeliest ones after what comes before, earlier questions with
     their right answers included: then greedy decoding writes it. All answers are read in one forward.
     """
     hidden = language_model.hidden(tokens)
     judged = []
-    for begin, end in answers:
+    for depth, begin, end in answers:
         logits = language_model.logits(hidden[begin - 1 : end - 1])
         expected = tokens[begin:end].to(logits.device)
         loss = torch.nn.functional.cross_entropy(logits, expected)
-        judged.append((bool((logits.argmax(-1) == expected).all()), float(loss)))
+        judged.append((depth, int((logits.argmax(-1) == expected).all()), float(loss)))
     return judged
 
 
@@ -249,30 +215,25 @@ def retrieval_row(
     is_many = task.name == MANY_NEEDLES
 
     def measure() -> Values:
-        judged: list[tuple[float, int, float]] = []
-        costs = []
+        judged, costs = [], []
         with language_model.extended(task.length) as scaling:
             for sample in samples:
                 problem = make_problem(language_model, haystack, task, seed=seed, sample=sample)
-                spans = [(answer.begin, answer.end) for answer in problem.answers]
                 with measured_attention(language_model.model, method, layers=layers, seed=seed) as cost:
-                    found = judge(language_model, problem.tokens, spans)
+                    judged += judge(language_model, problem.tokens, problem.answers)
                     costs.append(cost())
-                depths = [answer.depth for answer in problem.answers]
-                judged += [(depth, int(hit), loss) for depth, (hit, loss) in zip(depths, found, strict=True)]
         by_depth: list[Values] = []
         for depth in task.depths:
             hits = [hit for at, hit, _ in judged if at == depth]
-            loss = sum(loss for at, _, loss in judged if at == depth) / len(hits)
+            loss = fmean(loss for at, _, loss in judged if at == depth)
             by_depth.append({"depth": depth, "n_needles": len(hits), "hits": hits, "answer_loss": loss})
-        first, one = costs[0], by_depth[0]
-        seconds = round(sum(spent["attention_seconds"] for spent in costs) / len(costs), 4)
+        first, (one, *_) = costs[0], by_depth
+        seconds = round(fmean(spent["attention_seconds"] for spent in costs), 4)
         results: Values = {"reads_per_query": first["reads_per_query"], "attention_seconds": seconds}
         if is_many:
             results |= {"by_depth": by_depth, "attention_processor_seconds": first["attention_processor_seconds"]}
         else:
-            accuracy = sum(one["hits"]) / len(one["hits"])
-            results |= {"accuracy": accuracy, "answer_loss": one["answer_loss"], "hits": one["hits"]}
+            results |= {"accuracy": fmean(one["hits"]), "answer_loss": one["answer_loss"], "hits": one["hits"]}
         return results if scaling is None else {**results, "position_scaling": scaling}
 
     config: Values = {

@@ -11,7 +11,7 @@ import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from prescore.bench.language.experiments import largest_block
 from prescore.bench.language.held_out import HELD_OUT
@@ -123,6 +123,7 @@ def summarise(records: Sequence[Record]) -> list[Summary]:
 def _summary(group: Sequence[Record]) -> Summary:
     config, method = group[0].config, group[0].config["method"]
     documents = _group(group, lambda record: f"{record.config['document']}@{record.config['digest']}")
+    losses = {name: statistics.fmean(_number(r, "loss") for r in own) for name, own in documents.items()}
     reads = [_number(r, "reads_per_query") for r in group if r.results.get("reads_per_query", "") is not None]
     processor: list[Any] = [record.results.get("attention_processor_seconds") for record in group]
     # records of schema 1 were fitted on a sample, which today's configurations are not
@@ -133,7 +134,7 @@ def _summary(group: Sequence[Record]) -> Summary:
         axes=method["axes"],
         n_tokens=config["n_tokens"],
         layers=config["layers"],
-        losses={name: statistics.fmean(_number(r, "loss") for r in own) for name, own in documents.items()},
+        losses=losses,
         reads_per_query=statistics.fmean(reads) if reads else None,
         attention_seconds=statistics.fmean(_number(record, "attention_seconds") for record in group),
         forward_seconds=statistics.fmean(_number(record, "forward_seconds") for record in group),
@@ -150,12 +151,12 @@ def _compare(summary: Summary, summaries: Sequence[Summary]) -> Summary:
         return summary
     # of several local ones the one with the same leaves
     leaf = summary.config.get("min_seq_len", summary.config.get("chunk_size"))
-    locals_ = sorted((s for s in same if s.is_local), key=lambda s: s.config.get("chunk_size") != leaf)
+    local = min((s for s in same if s.is_local), key=lambda s: s.config.get("chunk_size") != leaf, default=None)
     above = [summary.losses[n] - exact.losses[n] for n in summary.losses if n in exact.losses]
     gap = None
-    shared = [n for n in summary.losses if locals_ and n in exact.losses and n in locals_[0].losses]
-    if shared:
-        floor, best, loss = (statistics.fmean(s.losses[n] for n in shared) for s in (locals_[0], exact, summary))
+    shared = [n for n in summary.losses if local and n in exact.losses and n in local.losses]
+    if local and shared:
+        floor, best, loss = (statistics.fmean(s.losses[n] for n in shared) for s in (local, exact, summary))
         # a model that reads no better with its far context than without has no gap to close
         gap = None if floor <= best else (floor - loss) / (floor - best)
     return replace(
@@ -428,43 +429,49 @@ def _retrieval_cells(answers: _Answers, exact: _Answers) -> tuple[str, ...]:
 
 
 def generation_table(records: Sequence[Record]) -> Table:
-    """Prefill and decode, how much of either is attention, memory, and agreement with exact attention."""
-    rows = []
-    for record in records:
-        r = record.results
-        speed, agreement = r["decode_tokens_per_second"], r.get("agreement")
-        rows.append(
-            (
-                record.config["attention"],
-                f"{r['prefill_seconds']:.2f} s ({r['prefill_tokens_per_second']:.0f} tok/s)",
-                f"{r['prefill_attention_seconds']:.2f} s",
-                MISSING if speed is None else f"{r['decode_seconds']:.2f} s ({speed:.1f} tok/s)",
-                f"{r['decode_attention_seconds']:.2f} s",
-                f"{r['cache']['bytes'] / 2**20:.1f} MiB",
-                _same_tokens(r),
-                MISSING if agreement is None else f"{100 * agreement:.1f} % of {r['compared']}",
-            )
-        )
-    columns = (
-        *("attention", "prefill", "attention part", "decode", "attention part", "cache"),
-        *("tokens as exact", "after the exact text"),
-    )
+    """Prefill and decode, how much of either is attention, memory, and agreement with exact attention.
+
+    Of a beam search, the best beam and its probability under exact attention.
+    """
     config, last = records[0].config, records[-1].results
+    results = {record.config["attention"]: record.results for record in records}
+    title = f"{config['model']}, {config['prompt_tokens']} prompt tokens"
+    if config["beams"] > 1:
+        columns = ("attention", "time", "log-probability", "under exact attention", "tokens as exact")
+        rows = [
+            (name, f"{r['seconds']:.2f} s", f"{r['score']:.4f}", f"{r['exact_score']:.4f}", _same_tokens(r))
+            for name, r in results.items()
+        ]
+        note = "summed log-probability of the best beam, in nats"
+        return Table(f"{title}, {config['beams']} beams", columns, tuple(rows), note)
+    phases = ("prefill", "attention part", "decode", "attention part")
+    names = ("attention", *phases, "cache", "tokens as exact", "after the exact text")
+    lines = []
+    for name, r in results.items():
+        agreement = f"{100 * r['agreement']:.1f} % of {r['compared']}" if "agreement" in r else MISSING
+        cells = (*_phase(r, "prefill"), *_phase(r, "decode"))
+        lines.append((name, *cells, f"{r['cache']['bytes'] / 2**20:.1f} MiB", _same_tokens(r), agreement))
     ran = last["prefill_ran"]
     prompt = ", ".join(name if len(ran) == 1 else f"{name} in {n} layers" for name, n in ran.items())
     notes = (
-        _speed_note({record.config["attention"]: record.results for record in records}),
+        _speed_note(results),
         f"prefill: {prompt}" if prompt else "",
         ", ".join(f"{count} times {path}" for path, count in last["decode_paths"].items()),
         _selection_note(last),
     )
-    title = f"{config['model']}, {config['prompt_tokens']} prompt tokens"
-    return Table(title, columns, tuple(rows), "; ".join(note for note in notes if note))
+    return Table(title, names, tuple(lines), "; ".join(note for note in notes if note))
+
+
+def _phase(results: Values, phase: str) -> tuple[str, str]:
+    """Time and speed of a phase, and its time in attention."""
+    seconds, attention = results[f"{phase}_seconds"], results[f"{phase}_attention_seconds"]
+    speed = results[f"{phase}_tokens_per_second"]
+    shown = MISSING if speed is None else f"{seconds:.2f} s ({as_text(speed)} tok/s)"
+    return shown, f"{attention:.2f} s"
 
 
 def _same_tokens(results: Values) -> str:
-    same = results.get("same_tokens")
-    return MISSING if same is None else f"{same} of {results['new_tokens']}"
+    return f"{results['same_tokens']} of {results['new_tokens']}" if "same_tokens" in results else MISSING
 
 
 def _speed_note(results: dict[str, Values]) -> str:
@@ -490,151 +497,125 @@ def _selection_note(results: Values) -> str:
         routed = "routed step" in results["decode_paths"]
         return "every key is in the cache" if routed else "no layer made a selection: every key is read"
     groups = []
-    for sizes, group in itertools.groupby(
-        entries, key=lambda entry: (entry["selected"] + entry["centroids"], entry["selected_from"])
+    for size, group in itertools.groupby(
+        entries, key=lambda entry: f"{entry['selected'] + entry['centroids']} of {entry['selected_from']}"
     ):
         numbers = [entry["layer"] for entry in group]
-        span = str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]}-{numbers[-1]}"
-        groups.append(f"layers {span}: {sizes[0]} of {sizes[1]}")
+        groups.append(f"layers {'-'.join(map(str, dict.fromkeys((numbers[0], numbers[-1]))))}: {size}")
     return f"keys and centroids of the prompt: {', '.join(groups)}"
-
-
-def beam_table(records: Sequence[Record]) -> Table:
-    """The best beam of a search, and its probability under exact attention."""
-    rows = []
-    for record in records:
-        r = record.results
-        scores = (f"{r['score']:.4f}", f"{r['exact_score']:.4f}")
-        rows.append((record.config["attention"], f"{r['seconds']:.2f} s", *scores, _same_tokens(r)))
-    columns = ("attention", "time", "log-probability", "under exact attention", "tokens as exact")
-    config = records[0].config
-    title = f"{config['model']}, {config['prompt_tokens']} prompt tokens, {config['beams']} beams"
-    return Table(title, columns, tuple(rows), note="summed log-probability of the best beam, in nats")
 
 
 # Pictures of the language experiments: loss against budget, against cost, against length.
 
-_Points = list[tuple[float | None, float]]
+_GRIDS = ("appendix-a", "figure-glm3", "appendix-i", "appendix-f")
+_MAIN_LINE: Values = {"color": "#000000", "linewidth": 2.6, "zorder": 5, "marker": "o"}
 _COLOURS = {"Exact": "#666666", "Local": "#999999"}
-
-
-class _Curve(NamedTuple):
-    """Losses against x; one point without x is a horizontal line."""
-
-    label: str
-    style: Values
-    points: _Points
-
-
-class _Panel(NamedTuple):
-    """Curves under a title; `cost` is the field of a summary on the x axis, where exact and local have a mark."""
-
-    title: str
-    x: str
-    curves: list[_Curve]
-    cost: str | None = None
+_Lines = dict[str, list[Summary]]
+"""By label the points of a line."""
 
 
 def plot_experiment(experiment: str | None, summaries: Sequence[Summary], path: str | Path, title: str) -> None:
-    """The picture of an experiment; the comparison by cost where it has none of its own."""
-    pictures: dict[str | None, tuple[Callable[[Sequence[Summary]], list[list[_Panel]]], float]] = {
-        "table1": (_costs, math.inf),
-        "appendix-a": (_budgets, 15),
-        "figure-glm3": (_budgets, 15),
-        "appendix-i": (_budgets, 15),
-        "appendix-f": (_budgets, math.inf),
-        "longest": (_lengths, math.inf),
-    }
-    make_panels, factor = pictures.get(experiment, (_costs, 1.5))
-    grid = make_panels(summaries)
-    size = (max(6.4, 3.4 * len(grid[0])), 2.8 * len(grid) + 1.6)
-    shape = {"nrows": len(grid), "ncols": len(grid[0]), "squeeze": False, "sharex": "row", "sharey": True}
+    """Loss against what the experiment varies; against cost where it varies nothing else.
+
+    A row of panels for every cost, in each a panel per group of methods. Equal cost is a vertical line.
+    """
+    factor = math.inf  # how far losses may lie above local-only, see `_bound_losses`
+    if experiment in _GRIDS:
+        panels, costs = _grid_lines(summaries), {"top_k per block": "budget"}
+        factor = math.inf if experiment == "appendix-f" else 15
+    elif experiment == "longest":
+        trained = {str(s.position_scaling["trained_length"]) for s in summaries if s.position_scaling}
+        panels, costs = (
+            {"": _group(summaries, _series)},
+            {", trained on ".join(["tokens", *sorted(trained)]): "n_tokens"},
+        )
+    else:
+        panels, costs = _cost_lines(summaries), {"keys and centroids read per query": "reads_per_query"}
+        # other load stretches wall time, but not processor time
+        processor = all(s.processor_seconds is not None for s in summaries)
+        words = f"attention of one forward, {'processor ' if processor else ''}seconds"
+        costs[words] = "processor_seconds" if processor else "attention_seconds"
+        factor = math.inf if experiment == "table1" else 1.5
+    size = (max(6.4, 3.4 * len(panels)), 2.8 * len(costs) + 1.6)
+    shape = {"nrows": len(costs), "ncols": len(panels), "squeeze": False, "sharex": "row", "sharey": True}
     with figure(path, size, **shape) as (drawn, all_axes):
         drawn.suptitle(textwrap.fill(title, 90), x=0.01, ha="left")
-        for row, panels in zip(all_axes, grid, strict=True):
-            row[0].set_ylabel("loss, nats per token")
-            for axes, panel in zip(row, panels, strict=True):
-                _draw(axes, panel, summaries)
-            powers_of_two(row[0])
         top = _bound_losses(all_axes[0][0], summaries, factor)
-        for axes, panel in zip(all_axes.flat, itertools.chain(*grid), strict=True):
-            _count_hidden(axes, panel, top)
-        legends = {tuple(curve.label for curve in panel.curves) for panel in grid[-1]}
-        if len(legends) == 1:
-            drawn.legend(
-                *all_axes[-1][0].get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize=8
-            )
-        for axes in all_axes[-1] if len(legends) > 1 else ():
-            axes.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.22), ncols=2)
+        for row, (words, cost) in zip(all_axes, costs.items(), strict=True):
+            row[0].set_ylabel("loss, nats per token")
+            for axes, (name, lines) in zip(row, panels.items(), strict=True):
+                _draw_references(axes, summaries, cost)
+                _draw_lines(axes, lines, cost, top)
+                axes.set_title(name, fontsize=8)
+                axes.set_xlabel(words, fontsize=8)
+            powers_of_two(row[0])
+        if len({tuple(lines) for lines in panels.values()}) == 1:
+            labels = all_axes[-1][0].get_legend_handles_labels()
+            drawn.legend(*labels, loc="outside lower center", ncols=2, fontsize=8)
+        else:
+            for axes in all_axes[-1]:
+                axes.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.22), ncols=2)
 
 
-def _budgets(summaries: Sequence[Summary]) -> list[list[_Panel]]:
-    """Loss against top_k: a panel per leaf rule, a line per scorer, number of samples and coupling."""
-    panels = []
-    for inclusive, inside in sorted(
-        _group((s for s in summaries if "scorer" in s.axes), lambda s: bool(s.axes["leaf_inclusive"])).items()
-    ):
-        curves: list[_Curve] = []
+def _grid_lines(summaries: Sequence[Summary]) -> dict[str, _Lines]:
+    """A panel per leaf rule, a line per scorer, number of samples and coupling."""
+    rules = {False: "published leaf rule", True: "blocks as long as a leaf exact"}
+    panels = {}
+    cells = [s for s in summaries if "scorer" in s.axes]
+    for inclusive, inside in sorted(_group(cells, lambda s: bool(s.axes["leaf_inclusive"])).items()):
+        lines = {}
         grids = _group(inside, lambda s: (s.axes["coupling"], -s.axes["sample_size"]))
         for scorer, ((coupling, count), same) in itertools.product(
             dict.fromkeys(s.axes["scorer"] for s in inside), sorted(grids.items())
         ):
-            line = sorted((s.axes["top_k"], s.loss) for s in same if holds_for(s, scorer))
             if scorer in {s.axes["scorer"] for s in same}:
                 words = [_NAMES.get(scorer, scorer), f"{-count} samples"]
                 words += [coupling] if coupling != "corrected" else []
-                points: _Points = [(None, line[0][1])] if scorer == "none" else [*line]
-                curves.append(_Curve(", ".join(words), line_style(len(curves)), points))
-        rule = "blocks as long as a leaf exact" if inclusive else "published leaf rule"
-        panels.append(_Panel(rule, "top_k per block", curves))
-    return [panels]
+                line = [s for s in same if holds_for(s, scorer)]
+                lines[", ".join(words)] = sorted(line, key=lambda s: int(s.axes["top_k"]))
+        panels[rules[inclusive]] = lines
+    return panels
 
 
-def _lengths(summaries: Sequence[Summary]) -> list[list[_Panel]]:
-    """Loss against the length of the context, one line per method."""
-    curves = [
-        _Curve(name, line_style(place), sorted((s.n_tokens, s.loss) for s in line))
-        for place, (name, line) in enumerate(_group(summaries, _series).items())
-    ]
-    trained = {str(s.position_scaling["trained_length"]) for s in summaries if s.position_scaling}
-    return [[_Panel("", ", trained on ".join(["tokens", *sorted(trained)]), curves)]]
-
-
-def _costs(summaries: Sequence[Summary]) -> list[list[_Panel]]:
-    """Loss against reads per query (above) and attention time (below): equal cost is a vertical line.
-
-    A column of panels per group of methods; what belongs to none, the default, is drawn in all.
-    """
+def _cost_lines(summaries: Sequence[Summary]) -> dict[str, _Lines]:
+    """A panel per group of methods; what belongs to none, the default, is drawn in all."""
     methods = [s for s in summaries if not s.is_exact and not s.is_local]
-    groups = [name for name in dict.fromkeys(s.axes.get("group") for s in methods) if name is not None] or [None]
-    # other load stretches wall time, but not processor time
-    processor = all(s.processor_seconds is not None for s in summaries)
-    seconds = "processor_seconds" if processor else "attention_seconds"
-    words = f"attention of one forward, {'processor ' if processor else ''}seconds"
-    grid = []
-    for cost, x in {"reads_per_query": "keys and centroids read per query", seconds: words}.items():
-        row = []
-        for group in groups:
-            inside = _group((s for s in methods if s.axes.get("group") in (group, None)), _series)
-            others, curves = [name for name in inside if name != "default"], []
-            for name, line in inside.items():
-                style: Values = {"color": "#000000", "linewidth": 2.6, "zorder": 5, "marker": "o"}
-                style = style if name == "default" else line_style(others.index(name))
-                costs = [s for s in line if getattr(s, cost) is not None]
-                # joined in the order of their budgets: a larger budget may cost less time
-                costs.sort(key=lambda s: (s.axes.get("budget", 0), float(getattr(s, cost))))
-                curves.append(_Curve(name, style, [(getattr(s, cost), s.loss) for s in costs]))
-            row.append(_Panel(group or "", x, curves, cost))
-        grid.append(row)
-    return grid
+    # joined in the order of their budgets: a larger budget may cost less time
+    methods.sort(key=lambda s: s.axes.get("budget", 0))
+    groups = dict.fromkeys(s.axes["group"] for s in methods if s.axes.get("group")) or {"": None}
+    return {
+        group: _group([s for s in methods if s.axes.get("group") in (group, None)], _series) for group in groups
+    }
 
 
 def _series(summary: Summary) -> str:
     return str(summary.axes.get("series", summary.label.split(",")[0]))
 
 
-def _draw(axes: Any, panel: _Panel, summaries: Sequence[Summary]) -> None:
-    # with several lengths, exact and local attention are curves
+def _cost(summary: Summary, cost: str) -> float | None:
+    value = summary.axes["top_k"] if cost == "budget" else getattr(summary, cost)
+    return None if value is None else float(value)
+
+
+def _draw_lines(axes: Any, lines: _Lines, cost: str, top: float) -> None:
+    """One line per method; says how many points lie above the frame."""
+    others, hidden = [label for label in lines if label != "default"], 0
+    for label, line in lines.items():
+        style = _MAIN_LINE if label == "default" else line_style(others.index(label))
+        hidden += sum(s.loss > top for s in line)
+        points = [(x, s.loss) for s in line for x in [_cost(s, cost)] if x is not None]
+        if points and points[0][0] == 0:  # without a selection there is no budget
+            axes.axhline(points[0][1], label=label, color=style["color"], linewidth=1.1, linestyle=(0, (4, 2)))
+        else:
+            axes.plot([x for x, _ in points], [loss for _, loss in points], markersize=4, label=label, **style)
+    if hidden:
+        words = f"{hidden} point{'s' if hidden > 1 else ''} above the frame"
+        # outside of the frame, where there is no curve; the title is at the other end
+        axes.annotate(words, (1, 1.01), xycoords="axes fraction", fontsize=7, ha="right", color="#666666")
+
+
+def _draw_references(axes: Any, summaries: Sequence[Summary], cost: str) -> None:
+    """Exact and local attention, with a mark at their cost; with several lengths they are curves."""
     references = summaries if len({s.n_tokens for s in summaries}) == 1 else []
     for kind, colour in _COLOURS.items():
         for s in [s for s in references if s.config.get("type") == kind][:1]:
@@ -643,15 +624,8 @@ def _draw(axes: Any, panel: _Panel, summaries: Sequence[Summary]) -> None:
             end, side, shift = (0, "left", 3) if kind == "Exact" else (1, "right", -2)
             place = {"xycoords": axes.get_yaxis_transform(), "textcoords": "offset points", "ha": side}
             axes.annotate(s.label, (end, s.loss), (shift, 2), fontsize=7, color=colour, **place)
-            if panel.cost is not None and getattr(s, panel.cost):
-                axes.plot([getattr(s, panel.cost)], [s.loss], marker="s", color=colour, markersize=5)
-    for label, style, points in panel.curves:
-        if points and points[0][0] is None:
-            axes.axhline(points[0][1], label=label, color=style["color"], linewidth=1.1, linestyle=(0, (4, 2)))
-        else:
-            axes.plot([x for x, _ in points], [loss for _, loss in points], markersize=4, label=label, **style)
-    axes.set_title(panel.title, fontsize=8)
-    axes.set_xlabel(panel.x, fontsize=8)
+            if cost not in ("budget", "n_tokens") and _cost(s, cost):
+                axes.plot([_cost(s, cost)], [s.loss], marker="s", color=colour, markersize=5)
 
 
 def _bound_losses(axes: Any, summaries: Sequence[Summary], factor: float) -> float:
@@ -667,12 +641,3 @@ def _bound_losses(axes: Any, summaries: Sequence[Summary], factor: float) -> flo
         return math.inf
     axes.set_ylim(min(losses) - 0.1 * (local - exact), top)
     return top
-
-
-def _count_hidden(axes: Any, panel: _Panel, top: float) -> None:
-    """Say in a panel how many of its points lie above the frame."""
-    hidden = sum(loss > top for curve in panel.curves for _, loss in curve.points)
-    if hidden:
-        words = f"{hidden} point{'s' if hidden > 1 else ''} above the frame"
-        # outside of the frame, where there is no curve; the title is at the other end
-        axes.annotate(words, (1, 1.01), xycoords="axes fraction", fontsize=7, ha="right", color="#666666")
