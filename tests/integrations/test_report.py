@@ -106,10 +106,10 @@ def test_a_prompt_is_counted_when_its_steps_begin():
     with prescore.apply(model, SELECTED) as applied:
         forward(model, IDS)
         trace = applied._functions[0].trace
-        assert trace._phases[PREFILL].last.count_reads is not None  # not counted yet
+        assert trace._phases[PREFILL].last.counter is not None  # not counted yet
         generate(model)
-        assert trace._phases[PREFILL].last.count_reads is None
-        assert trace._phases[STEPS].last.count_reads is not None
+        assert trace._phases[PREFILL].last.counter is None
+        assert trace._phases[STEPS].last.counter is not None
         assert copy.deepcopy(trace).phases[STEPS].last.reads == trace.phases[STEPS].last.reads
 
 

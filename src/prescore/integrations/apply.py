@@ -11,12 +11,12 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from types import TracebackType
-from typing import TypeAlias, cast
+from typing import Any, TypeAlias, cast
 
 from torch import Tensor, nn
 
 from prescore import checks
-from prescore.config import Config, Exact, check_config
+from prescore.config import Config, check_config
 from prescore.errors import Unsupported
 from prescore.integrations.attention import (
     ON_UNSUPPORTED,
@@ -25,10 +25,9 @@ from prescore.integrations.attention import (
     PrescoredAttention,
     attend_exactly,
 )
-from prescore.integrations.parallel import ContextParallel, ContextParallelAttention
 from prescore.integrations.patch import Adapter, Undo
 from prescore.integrations.report import LayerReport, Report, describe
-from prescore.parallel.comm import as_group
+from prescore.parallel.comm import Group, as_group
 
 _PACKAGE = "prescore.integrations"
 ADAPTERS = {
@@ -63,7 +62,7 @@ class Applied:
         adapter: Adapter,
         configs: Mapping[int, Config],
         on_unsupported: str,
-        parallel: ContextParallel | None = None,
+        group: Group | None = None,
         audit: float | None = None,
     ) -> None:
         names = adapter.layers(model)
@@ -73,16 +72,15 @@ class Applied:
         self.configs = dict(configs)
         self.layers = {number: names[number] for number in configs}
         self._n_layers = len(names)
-        self._functions: dict[int, PrescoredAttention | ContextParallelAttention] = {
+        self._functions: dict[int, Any]
+        self._undo: Undo | None
+        if group is not None:
+            self._functions, self._undo = replace_context_parallel(model, configs, group)
+            return
+        self._functions = {
             number: PrescoredAttention(config, on_unsupported, warned=warned, audit=audit)
-            if parallel is None
-            else ContextParallelAttention(config, parallel)
             for number, config in configs.items()
         }
-        self._undo: Undo | None
-        if parallel is not None:
-            self._undo = replace_context_parallel(model, self._functions, parallel)
-            return
         with ExitStack() as undo:
             undo.callback(adapter.replace_attention(model, self._functions))
             prepare = getattr(adapter, "prepare", None)
@@ -175,7 +173,7 @@ def apply(
         raise ValueError(f"on_unsupported must be 'raise' with a mesh, got {on_unsupported!r}")
     if audit is not None:
         raise ValueError(f"audit must be None with a mesh, whose ranks hold other keys, got {audit}")
-    return Applied(model, adapter, configs, on_unsupported, ContextParallel(as_group(mesh, "mesh")))
+    return Applied(model, adapter, configs, on_unsupported, as_group(mesh, "mesh"))
 
 
 def replace_attention(model: nn.Module, functions: Mapping[int, Attend]) -> Undo:
@@ -183,19 +181,20 @@ def replace_attention(model: nn.Module, functions: Mapping[int, Attend]) -> Undo
     return find_adapter(model).replace_attention(model, functions)
 
 
-def replace_context_parallel(model: nn.Module, functions: Mapping[int, Attend], parallel: ContextParallel) -> Undo:
-    """The same for a model whose sequences lie on several ranks; returns the undo."""
+def replace_context_parallel(
+    model: nn.Module, functions: Mapping[int, Attend | Config], group: Group
+) -> tuple[dict[int, Any], Undo]:
+    """The same for a model whose sequences lie on several ranks; returns the functions and the undo.
+
+    A layer attends by its function or, on all ranks, by its configuration.
+    """
     adapter = find_adapter(model)
-    prepare = getattr(adapter, "prepare_context_parallel", None)
-    if prepare is None:
+    replace: Any = getattr(adapter, "replace_context_parallel", None)
+    if replace is None:
         reason = f"{_name(adapter)} models run on one rank"
         raise Unsupported(f"apply with a mesh on {type(model).__name__}", [reason])
-    numbers = range(len(adapter.layers(model)))
-    exact = {number: ContextParallelAttention(Exact(), parallel) for number in numbers}
-    with ExitStack() as undo:
-        undo.callback(adapter.replace_attention(model, {**exact, **functions}))
-        undo.callback(prepare(model, parallel))
-        return undo.pop_all().close
+    replaced: tuple[dict[int, Any], Undo] = replace(model, functions, group)
+    return replaced
 
 
 @contextmanager
@@ -243,10 +242,18 @@ def pick_layers(layers: Layers | None, n_layers: int, name: str = "layers") -> l
         >>> pick_layers("last:2", 6)
         [4, 5]
     """
-    if layers is None:
-        return list(range(n_layers))
+    every = range(n_layers)
+    named = {"all": every, "even": every[::2], "odd": every[1::2]}
+    layers = "all" if layers is None else layers
     if isinstance(layers, str):
-        return _pick_by_pattern(layers, n_layers, name)
+        if layers in named:
+            return list(named[layers])
+        side, _, count = layers.partition(":")
+        if side not in ("first", "last") or not count.isdigit() or int(count) == 0:
+            raise ValueError(f"{name} must be {_LAYERS_RULE}, got {layers!r}")
+        if int(count) > n_layers:
+            raise ValueError(f"{name} must ask for at most the model's {n_layers} layers, got {layers!r}")
+        return list(every[: int(count)] if side == "first" else every[-int(count) :])
     numbers = [layers] if isinstance(layers, int) else layers
     if not isinstance(numbers, Sequence) or not all(type(number) is int for number in numbers):
         raise TypeError(f"{name} must be {_LAYERS_RULE}, got {layers!r}")
@@ -254,18 +261,6 @@ def pick_layers(layers: Layers | None, n_layers: int, name: str = "layers") -> l
         if not -n_layers <= number < n_layers:
             raise ValueError(f"{name} must lie between {-n_layers} and {n_layers - 1}, got {number}")
     return sorted({number % n_layers for number in numbers})
-
-
-def _pick_by_pattern(pattern: str, n_layers: int, name: str) -> list[int]:
-    numbers = list(range(n_layers))
-    if pattern in ("all", "even", "odd"):
-        return {"all": numbers, "even": numbers[::2], "odd": numbers[1::2]}[pattern]
-    side, colon, count = pattern.partition(":")
-    if side not in ("first", "last") or not colon or not count.isdigit() or int(count) == 0:
-        raise ValueError(f"{name} must be {_LAYERS_RULE}, got {pattern!r}")
-    if int(count) > n_layers:
-        raise ValueError(f"{name} must ask for at most the model's {n_layers} layers, got {pattern!r}")
-    return numbers[: int(count)] if side == "first" else numbers[-int(count) :]
 
 
 def configs_by_layer(

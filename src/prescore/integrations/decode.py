@@ -72,12 +72,7 @@ class CachedKeys(NamedTuple):
 
 
 class Step(NamedTuple):
-    """How a call is answered.
-
-    Attributes:
-        path: One of `PROMPT`, `OVER_SELECTION`, `OVER_CLUSTERS`, `OVER_ALL`.
-        result: The answer; None = the caller attends, pre-scored for `PROMPT`, exactly for `OVER_ALL`.
-    """
+    """How a call is answered: a path and the answer, None = the caller attends, exactly or as for a prompt."""
 
     path: str
     result: Result | None = None
@@ -162,7 +157,9 @@ class LayerCache:
         n_query = query.shape[2]
         self.valid, self.request = keys.valid, request
         if (self.evict or self.refresh_every) and not keeps_selection(request.config):
-            self._warn_of_idle_settings(type(request.config).__name__)
+            setting = "evict=True" if self.evict else f"refresh_every={self.refresh_every}"
+            name = type(request.config).__name__
+            warn_once(f"{setting} of the cache does nothing under {name}, which keeps every key", self._warned)
         if n_query == keys.n_keys or n_query > STEP_AT_MOST or not keys.in_order:
             self.drop_selection("a further chunk of the prompt needs all keys")
             return Step(PROMPT)
@@ -284,12 +281,12 @@ class LayerCache:
             self._index = (made_for, RoutedIndex(config, scale=made_for[1], start=start))
         return self._index[1]
 
-    def _warn_of_idle_settings(self, config: str) -> None:
-        setting = "evict=True" if self.evict else f"refresh_every={self.refresh_every}"
-        text = f"{setting} of the cache does nothing under {config}, which keeps every key"
-        if text not in self._warned:
-            self._warned.add(text)
-            warnings.warn(text, stacklevel=3)
+
+def warn_once(text: str, warned: set[str]) -> None:
+    """Warn, unless the text is among those already given."""
+    if text not in warned:
+        warned.add(text)
+        warnings.warn(text, stacklevel=5)
 
 
 def _n_selectable(n_keys: int, n_query: int) -> int:
@@ -468,20 +465,15 @@ class SelectionState:
 
     def count_reads(self, n_query: int) -> Callable[[], Reads]:
         """Counts what the last `n_query` tokens read; padding and empty clusters do not count."""
-        # of this step, and without its keys and values
-        length, bias, n_entries, n_centroids = (
-            self.buffer.length,
-            self.buffer.bias,
-            self.n_entries,
-            self.n_centroids,
-        )
+        length, bias = self.buffer.length, self.buffer.bias  # of this step, without its keys and values
+        stop, n_centroids = self.n_entries, self.n_centroids
 
         def count() -> Reads:
             if bias is None:
                 return Reads(length - (n_query - 1) / 2 - n_centroids, float(n_centroids))
             real = ~torch.isneginf(bias)
             entries = float(real.cumsum(-1)[..., length - n_query :].double().mean())
-            centroids = float(real[..., n_entries - n_centroids : n_entries].sum(-1).double().mean())
+            centroids = float(real[..., stop - n_centroids : stop].sum(-1).double().mean())
             return Reads(entries - centroids, centroids)
 
         return count

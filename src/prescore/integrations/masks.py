@@ -23,6 +23,7 @@ from prescore.types import Result
 _BLOCK = 512
 _MIN_WINDOW_BLOCK = 256
 _HIDDEN_BELOW = -1e4
+NO_STRUCTURE = "the attention mask is neither causal, full, packed nor a sliding window, with or without padding"
 _MEMO = "_prescore_form"
 _SEEDS = 2**62
 
@@ -79,11 +80,6 @@ class MaskForm:
         # with as many queries as keys, the queries of padded keys are padding
         real = self.valid if n_query == self.n_keys else torch.ones_like(visible, dtype=torch.bool)
         return float(visible[real].double().mean()) if bool(real.any()) else 0.0
-
-    def unsupported(self) -> list[str]:
-        """Reasons why pre-scored attention cannot follow the mask; empty = it can."""
-        reason = "the attention mask is neither causal, full, packed nor a sliding window, with or without padding"
-        return [reason] if self.kind == "other" else []
 
 
 def read_mask(mask: Tensor | None, *, n_query: int, n_keys: int, is_causal: bool) -> MaskForm:
@@ -234,8 +230,8 @@ def prescored_under_mask(query: Tensor, key: Tensor, value: Tensor, form: MaskFo
 
     Queries that see to the end of a block, such as an image, are exact; all others are as under a causal mask.
     """
-    if form.unsupported():
-        raise Unsupported("pre-scored attention", form.unsupported())
+    if form.kind == "other":
+        raise Unsupported("pre-scored attention", [NO_STRUCTURE])
     key, value = key[:, :, : form.n_keys], value[:, :, : form.n_keys]
     if form.starts is not None:
         return _per_segment(query, key, value, form, form.starts, request)

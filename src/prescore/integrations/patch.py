@@ -28,7 +28,7 @@ class Adapter(Protocol):
     """A module of `prescore.integrations` that knows one model library.
 
     Two functions are optional: `prepare(model, configs: Mapping[int, Config]) -> Undo`, which `prescore.apply`
-    calls after replacing attention, and `prepare_context_parallel(model, parallel: ContextParallel) -> Undo`.
+    calls after replacing attention, and `replace_context_parallel`, as in `prescore.integrations.apply`.
     """
 
     __name__: str

@@ -31,7 +31,6 @@ from prescore.integrations.apply import (
     replace_context_parallel,
 )
 from prescore.integrations.attention import AttentionContext, attend_exactly, layer_seed
-from prescore.integrations.parallel import ContextParallel
 from prescore.ops.parts import merge
 from prescore.parallel.comm import Group
 from prescore.parallel.entry import OWN_HEADS
@@ -409,7 +408,7 @@ def measured_attention(
     if group is None:
         undo, results = replace_attention(model, functions), attention.results
     else:
-        undo = replace_context_parallel(model, functions, ContextParallel(group))
+        _, undo = replace_context_parallel(model, functions, group)
         reset_peak()
         results = partial(_results_of_ranks, attention, group, group.sent, n_layers, resident_megabytes())
     try:

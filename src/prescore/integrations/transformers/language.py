@@ -16,11 +16,11 @@ from transformers.cache_utils import DynamicCache, DynamicSlidingWindowLayer
 from prescore.config import Config, Exact
 from prescore.errors import Unsupported
 from prescore.integrations.attention import Attend, attend_exactly
-from prescore.integrations.parallel import ContextParallel
 from prescore.integrations.patch import Patch, Undo, check_numbers
-from prescore.integrations.transformers.attention import attach_patches, register
+from prescore.integrations.transformers.attention import attach_patches
 from prescore.integrations.transformers.cache import NAME, PrescoredCache, find_cache, save_point, upgrade
-from prescore.integrations.transformers.parallel import prepare_shards
+from prescore.integrations.transformers.parallel import ContextParallel, ContextParallelAttention
+from prescore.parallel.comm import Group
 from prescore.types import Values
 
 _NO_LAYER = -1
@@ -51,7 +51,6 @@ def layers(model: nn.Module) -> list[str]:
 
 def replace_attention(model: nn.Module, functions: Mapping[int, Attend]) -> Undo:
     """Let layer `number` attend by `functions[number]`, and all others exactly; returns the undo."""
-    register()
     numbers = {name: number for number, name in enumerate(layers(model))}
     check_numbers(functions, len(numbers))
     attached = {}
@@ -79,9 +78,23 @@ def prepare(model: nn.Module, configs: Mapping[int, Config]) -> Undo:
         return undo.pop_all().close
 
 
-def prepare_context_parallel(model: nn.Module, parallel: ContextParallel) -> Undo:
-    """Let every rank of a mesh run the model on its shard; returns the undo."""
-    return prepare_shards([module for module in model.modules() if _is_pretrained(module)], parallel)
+def replace_context_parallel(
+    model: nn.Module, functions: Mapping[int, Attend | Config], group: Group
+) -> tuple[dict[int, Attend], Undo]:
+    """Let every rank of a group run the model on its shard; returns the functions of the layers and the undo.
+
+    A layer attends by its function or, on all ranks, by its configuration; others are exact.
+    """
+    parallel = ContextParallel(group)
+    by_layer: dict[int, Attend] = {
+        number: each if callable(each) else ContextParallelAttention(each, parallel)
+        for number, each in functions.items()
+    }
+    exact = ContextParallelAttention(Exact(), parallel)
+    with ExitStack() as undo:
+        undo.callback(replace_attention(model, {**dict.fromkeys(range(len(layers(model))), exact), **by_layer}))
+        undo.callback(parallel.attach([module for module in model.modules() if _is_pretrained(module)]))
+        return by_layer, undo.pop_all().close
 
 
 def _warn_if_all_local(model: nn.Module, chosen: list[int]) -> None:

@@ -13,7 +13,7 @@ from torch import nn
 
 from prescore.integrations.attention import Attend, attend_exactly
 from prescore.integrations.patch import Patch, Undo, check_numbers, refuse
-from prescore.integrations.transformers.attention import PREFIX_TOKENS, attach_patches, n_prefix_tokens, register
+from prescore.integrations.transformers.attention import PREFIX_TOKENS, attach_patches, n_prefix_tokens
 from prescore.integrations.transformers.cache import NAME
 
 _WITH_TEXT = ("clip", "siglip")
@@ -45,7 +45,6 @@ def layers(model: nn.Module) -> list[str]:
 
 def replace_attention(model: nn.Module, functions: Mapping[int, Attend]) -> Undo:
     """Let layer `number` attend by `functions[number]`, and all others exactly; returns the undo."""
-    register()
     modules = [model.get_submodule(name) for name in layers(model)]
     check_numbers(functions, len(modules))
     attached = {
