@@ -11,12 +11,12 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from types import TracebackType
-from typing import Any, TypeAlias, cast
+from typing import Any, Never, TypeAlias, cast
 
 from torch import Tensor, nn
 
 from prescore import checks
-from prescore.config import Config, check_config
+from prescore.config import TYPES, Config, Exact, check_config
 from prescore.errors import Unsupported
 from prescore.integrations.attention import (
     ON_UNSUPPORTED,
@@ -24,8 +24,9 @@ from prescore.integrations.attention import (
     AttentionContext,
     PrescoredAttention,
     attend_exactly,
+    refusal,
 )
-from prescore.integrations.patch import Adapter, Undo
+from prescore.integrations.patch import Adapter, Undo, span
 from prescore.integrations.report import LayerReport, Report, describe
 from prescore.parallel.comm import Group, as_group
 
@@ -138,6 +139,7 @@ def apply(
     on_unsupported: str = "raise",
     mesh: object = None,
     audit: float | None = None,
+    **fields: Never,
 ) -> Applied:
     """Replace a model's attention by pre-scored attention, until `undo` or the end of the `with` block.
 
@@ -154,19 +156,26 @@ def apply(
             models of transformers.
         audit: Measure the error: for this share of the queries of each call, at least one, exact attention is
             computed too, and `report()` has the relative errors by layer. Outputs do not change. None = no audit.
+        **fields: None: the fields of a configuration are refused with the cure.
 
     Example:
         >>> with prescore.apply(model, prescore.Selected(top_k=1024), layers="last:8") as applied:
         ...     model.generate(**inputs)
         ...     print(applied)
     """
+    for name, setting in dict[str, Any](fields).items():
+        kinds = [kind for kind, made in TYPES.items() if name in vars(made())]
+        cure = f": pass a configuration, such as prescore.{kinds[0]}({name}={setting!r})" if kinds else ""
+        raise TypeError(f"apply got an unexpected argument {name!r}{cure}")
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     checks.one_of("on_unsupported", on_unsupported, ON_UNSUPPORTED)
     if audit is not None:
         checks.number("audit", audit, minimum=0.0, exclusive=True, maximum=1.0)
     adapter = find_adapter(model)
-    configs = configs_by_layer(config, len(adapter.layers(model)), layers)
+    configs = configs_by_layer(config, list(adapter.layers(model)), layers)
+    if on_unsupported == "raise":
+        _refuse_obstacles(adapter, model, configs)
     if mesh is None:
         return Applied(model, adapter, configs, on_unsupported, audit=audit)
     if on_unsupported != "raise":
@@ -174,6 +183,15 @@ def apply(
     if audit is not None:
         raise ValueError(f"audit must be None with a mesh, whose ranks hold other keys, got {audit}")
     return Applied(model, adapter, configs, on_unsupported, as_group(mesh, "mesh"))
+
+
+def _refuse_obstacles(adapter: Adapter, model: nn.Module, configs: Mapping[int, Config]) -> None:
+    """Refuse a model some of whose chosen layers can never be served."""
+    obstacles: Callable[[nn.Module], dict[int, list[str]]] | None = getattr(adapter, "obstacles", None)
+    found = {} if obstacles is None else obstacles(model)
+    for number in sorted(found):
+        if not isinstance(configs.get(number, Exact()), Exact):
+            raise refusal(number, type(model).__name__, found[number])
 
 
 def replace_attention(model: nn.Module, functions: Mapping[int, Attend]) -> Undo:
@@ -208,10 +226,10 @@ def observe(model: nn.Module, observer: Observer) -> Iterator[int]:
         observer(query, key, context)
         return attend_exactly(query, key, value, context)
 
-    n_layers = len(find_adapter(model).layers(model))
-    undo = replace_attention(model, dict.fromkeys(range(n_layers), attend))
+    numbers = find_adapter(model).layers(model)
+    undo = replace_attention(model, dict.fromkeys(numbers, attend))
     try:
-        yield n_layers
+        yield len(numbers)
     finally:
         undo()
 
@@ -235,15 +253,18 @@ def _name(adapter: Adapter) -> str:
     return adapter.__name__.removeprefix(f"{_PACKAGE}.")
 
 
-def pick_layers(layers: Layers | None, n_layers: int, name: str = "layers") -> list[int]:
+def pick_layers(layers: Layers | None, numbers: Sequence[int], name: str = "layers") -> list[int]:
     """The layer numbers that a pattern means, ascending; None = all. `name` is the argument's name in errors.
 
+    `numbers` are those of the model's attention layers, ascending. -1 is the last of them.
+
     Example:
-        >>> pick_layers("last:2", 6)
+        >>> pick_layers("last:2", range(6))
         [4, 5]
     """
-    every = range(n_layers)
-    named = {"all": every, "even": every[::2], "odd": every[1::2]}
+    n_layers = len(numbers)
+    even = [number for number in numbers if number % 2 == 0]
+    named = {"all": numbers, "even": even, "odd": [number for number in numbers if number % 2]}
     layers = "all" if layers is None else layers
     if isinstance(layers, str):
         if layers in named:
@@ -253,33 +274,34 @@ def pick_layers(layers: Layers | None, n_layers: int, name: str = "layers") -> l
             raise ValueError(f"{name} must be {_LAYERS_RULE}, got {layers!r}")
         if int(count) > n_layers:
             raise ValueError(f"{name} must ask for at most the model's {n_layers} layers, got {layers!r}")
-        return list(every[: int(count)] if side == "first" else every[-int(count) :])
-    numbers = [layers] if isinstance(layers, int) else layers
-    if not isinstance(numbers, Sequence) or not all(type(number) is int for number in numbers):
+        return list(numbers[: int(count)] if side == "first" else numbers[-int(count) :])
+    chosen = [layers] if isinstance(layers, int) else layers
+    if not isinstance(chosen, Sequence) or not all(type(number) is int for number in chosen):
         raise TypeError(f"{name} must be {_LAYERS_RULE}, got {layers!r}")
-    for number in numbers:
-        if not -n_layers <= number < n_layers:
-            raise ValueError(f"{name} must lie between {-n_layers} and {n_layers - 1}, got {number}")
-    return sorted({number % n_layers for number in numbers})
+    for number in chosen:
+        if number not in numbers and not -n_layers <= number < 0:
+            rule = f"{name} must be among the model's attention layers, {span(numbers)}, or {-n_layers} to -1"
+            raise ValueError(f"{rule}, got {number}")
+    return sorted({numbers[number] if number < 0 else number for number in chosen})
 
 
 def configs_by_layer(
-    config: Config | ConfigByLayers | None, n_layers: int, layers: Layers | None = None
+    config: Config | ConfigByLayers | None, numbers: Sequence[int], layers: Layers | None = None
 ) -> dict[int, Config]:
-    """The configuration of every layer that is replaced.
+    """The configuration of every layer that is replaced, of a model whose attention layers have these numbers.
 
     The keys of a mapping are patterns, its values the configurations of these layers, None = leave them alone.
     Later entries win, and layers that no entry names are left alone.
 
     Example:
-        >>> configs = configs_by_layer({"all": Routed(), "first:2": None, -1: Exact()}, 6)
+        >>> configs = configs_by_layer({"all": Routed(), "first:2": None, -1: Exact()}, range(6))
     """
-    chosen = pick_layers(layers, n_layers)
+    chosen = pick_layers(layers, numbers)
     if not isinstance(config, Mapping):
         return dict.fromkeys(chosen, check_config(config))
     configs: dict[int, Config | None] = {}
     for pattern, entry in config.items():
-        numbers = pick_layers(pattern, n_layers, "layers of config")
+        places = pick_layers(pattern, numbers, "layers of config")
         checked = None if entry is None else check_config(entry, f"config[{pattern!r}]")
-        configs.update(dict.fromkeys(numbers, checked))
+        configs.update(dict.fromkeys(places, checked))
     return {number: entry for number in chosen if (entry := configs.get(number)) is not None}

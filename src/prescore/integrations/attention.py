@@ -7,7 +7,7 @@ The adapter of each library calls an `Attend` for every replaced layer. `prescor
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias
@@ -42,6 +42,7 @@ class AttentionContext:
         obstacles: What the layer asks for that pre-scored attention cannot do, a sentence each.
         is_local: Whether the layer is local by design (a sliding window).
         cache: The cache of this layer, where it is one of ours.
+        no_index: Why steps find no key index, where `cache` is None.
         original: The model's attention, where nothing else supports all that the layer asks for.
     """
 
@@ -55,6 +56,7 @@ class AttentionContext:
     obstacles: tuple[str, ...] = ()
     is_local: bool = False
     cache: LayerCache | None = None
+    no_index: str = "the model's own cache keeps none"
     original: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
 
     def form(self, query: Tensor, key: Tensor) -> MaskForm:
@@ -135,14 +137,16 @@ class PrescoredAttention:
             cache = self._external if context.cache is None else context.cache
             key, value = key[:, :, : form.n_keys], value[:, :, : form.n_keys]
             in_order = n_query == 1 or form.kind == "causal"
-            path, result = cache.step(query, CachedKeys(key, value, form.valid, form.n_keys, in_order), request)
+            keys = CachedKeys(key, value, form.valid, form.n_keys, in_order)
+            path, result, why_all = cache.step(query, keys, request)
             if path == PROMPT:
                 result = prescored_under_mask(query, key, value, form, request)
             if result is None:
                 output = exact_under_mask(query, key, value, form, scale=context.scale, dropout=context.dropout)
             else:
                 output = result.output
-            ran = what_ran(self.config, path, n_query, form.n_keys, is_causal=form.kind != "full")
+            why_all = why_all or context.no_index
+            ran = what_ran(self.config, path, n_query, form.n_keys, is_causal=form.kind != "full", why_all=why_all)
             self._warn_if_idle(ran, form, context)
         seconds = time.perf_counter() - begin
         count_reads, stats = (None, {}) if result is None else (result.count_reads, result.stats)
@@ -177,15 +181,20 @@ class PrescoredAttention:
         if isinstance(self.config, Exact):
             return "exact"
         if form.kind == "window" or context.is_local:
-            return f"{READS_ALL}a sliding window is local already"
+            return f"{READS_ALL}a sliding window or chunk is local already"
         reasons = [*context.obstacles, *([NO_STRUCTURE] if form.kind == "other" else [])]
         if not reasons:
             return None
-        if self.on_unsupported == "raise":
-            what = f"pre-scored attention in layer {context.layer} ({context.owner})"
-            raise Unsupported(what, [*reasons, 'on_unsupported="exact" would run such layers exactly'])
-        warn_once(f"pre-scored attention in {context.owner} runs exactly: {'; '.join(reasons)}", self._warned)
+        self.refuse_or_warn(context.layer, context.owner, reasons)
         return f"{READS_ALL}unsupported because {'; '.join(reasons)}"
+
+    def refuse_or_warn(self, layer: int, owner: str, reasons: Sequence[str]) -> None:
+        """Where a layer asks for what pre-scored attention cannot do: raise, or warn that it runs exactly."""
+        if isinstance(self.config, Exact):
+            return
+        if self.on_unsupported == "raise":
+            raise refusal(layer, owner, reasons)
+        warn_once(f"pre-scored attention in {owner} runs exactly: {'; '.join(reasons)}", self._warned)
 
     def _errors(
         self, query: Tensor, key: Tensor, value: Tensor, output: Tensor, form: MaskForm, context: AttentionContext
@@ -207,6 +216,12 @@ class PrescoredAttention:
         """Warn once where the configuration cannot act; not in causal layers, whose length varies."""
         if self._warns_if_idle and ran.startswith(READS_ALL) and form.kind == "full" and not context.is_causal:
             warn_once(f"{type(self.config).__name__} changes nothing at {form.n_keys} tokens: {ran}", self._warned)
+
+
+def refusal(layer: int, owner: str, reasons: Sequence[str]) -> Unsupported:
+    """Why pre-scored attention cannot run in a layer, and the cure."""
+    what = f"pre-scored attention in layer {layer} ({owner})"
+    return Unsupported(what, [*reasons, 'on_unsupported="exact" would run such layers exactly'])
 
 
 def layer_seed(seed: int, layer: int) -> int:

@@ -95,6 +95,11 @@ def read_mask(mask: Tensor | None, *, n_query: int, n_keys: int, is_causal: bool
     plain = "causal" if is_causal and n_query > 1 else "full"
     if mask is None:
         return MaskForm(plain, n_keys)
+    if torch.compiler.is_compiling():  # the content of the mask is unknown
+        rows = mask if mask.ndim == 2 else mask[:, 0, 0]
+        if mask.ndim == 2 or mask.shape[2] == 1:
+            return MaskForm(plain, n_keys, valid=rows.bool())
+        return MaskForm("other", n_keys, mask=mask)
     # inference tensors have no version; transformers makes them anew for every forward
     question = (None if mask.is_inference() else mask._version, plain, n_query, n_keys)
     memo: tuple[object, MaskForm] | None = getattr(mask, _MEMO, None)

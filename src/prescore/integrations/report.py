@@ -202,7 +202,7 @@ class Trace:
         self._phases = {**phases, call.phase: phases.get(call.phase, Phase(call)).add(call)}
 
 
-def what_ran(config: Config, path: str, n_query: int, n_keys: int, *, is_causal: bool) -> str:
+def what_ran(config: Config, path: str, n_query: int, n_keys: int, *, is_causal: bool, why_all: str = "") -> str:
     """What a call ran, for the report: an engine, or exact attention and why.
 
     Args:
@@ -211,6 +211,7 @@ def what_ran(config: Config, path: str, n_query: int, n_keys: int, *, is_causal:
         n_query: Queries.
         n_keys: Keys so far.
         is_causal: Whether the mask is causal.
+        why_all: Why a step of a `Routed` has no key index.
     """
     if path in (OVER_SELECTION, OVER_CLUSTERS):
         return "selected" if path == OVER_SELECTION else "routed"
@@ -222,7 +223,7 @@ def what_ran(config: Config, path: str, n_query: int, n_keys: int, *, is_causal:
                 return f"{READS_ALL}up to exact_until={config.exact_until}"
             chunks = "two chunks" if is_causal else "a chunk"
             return f"{READS_ALL}no longer than sinks and {chunks} of {config.chunk_size}"
-        return f"{READS_ALL}a step reads every key so far" if is_step else "routed"
+        return f"{READS_ALL}a step without a key index: {why_all}" if is_step else "routed"
     if isinstance(config, Exact):
         return "exact"
     if isinstance(config, Hyper):

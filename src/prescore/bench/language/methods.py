@@ -402,15 +402,15 @@ def measured_attention(
         seed: Seed of the method's randomness.
         group: Context parallel: the ranks.
     """
-    n_layers = len(find_adapter(model).layers(model))
-    attention = MeasuredAttention(method, pick_layers(layers, n_layers), seed=seed, group=group)
-    functions = dict.fromkeys(range(n_layers), attention)
+    numbers = list(find_adapter(model).layers(model))
+    attention = MeasuredAttention(method, pick_layers(layers, numbers), seed=seed, group=group)
+    functions = dict.fromkeys(numbers, attention)
     if group is None:
         undo, results = replace_attention(model, functions), attention.results
     else:
         _, undo = replace_context_parallel(model, functions, group)
         reset_peak()
-        results = partial(_results_of_ranks, attention, group, group.sent, n_layers, resident_megabytes())
+        results = partial(_results_of_ranks, attention, group, group.sent, len(numbers), resident_megabytes())
     try:
         yield results
     finally:

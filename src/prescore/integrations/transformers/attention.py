@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+import transformers
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import causal_mask_function, sdpa_mask
@@ -27,7 +28,7 @@ from prescore.integrations.attention import AttentionContext, PrescoredAttention
 from prescore.integrations.compile import attention_of
 from prescore.integrations.masks import full_mask
 from prescore.integrations.patch import Patch, Undo, attach_patch, detach_patch, patches
-from prescore.integrations.transformers.cache import CACHE_ARGUMENT, NAME, layer_of, pass_cache
+from prescore.integrations.transformers.cache import CACHE_ARGUMENT, NAME, layer_of, pass_cache, why_no_index
 from prescore.types import Values
 
 PREFIX_TOKENS = {
@@ -43,12 +44,13 @@ PREFIX_TOKENS = {
 }
 """Attention classes that read image patches -> tokens before the patches, registers not counted."""
 
-_UNSUPPORTED = {
+UNSUPPORTED = {
     "softcap": "its logits are soft-capped",
     "s_aux": "it has learned attention sinks",
     "position_bias": "it adds a position bias to the logits",
-    "cache": "the paged cache keeps keys in pages",
 }
+"""Arguments of transformers' attention functions -> why pre-scored attention cannot honour them."""
+_OLDEST = 5, 4
 _DEFAULT = "_prescore_default_patch"
 _CONFIG = "_prescore_config_copy"
 _IMPLEMENTATION = "_attn_implementation_internal"
@@ -70,10 +72,13 @@ def prescored_attention_forward(
     The mask is what `prescored_mask` made, or one of the user; `features` are of single models, and the cache (see
     `pass_cache`). Returns `[B, Nq, Hq, Dv]`, and the weights where the model's own eager attention ran.
     """
-    layer = layer_of(module, key, features.pop(CACHE_ARGUMENT, None))
+    cache = features.pop(CACHE_ARGUMENT, None)
+    layer = layer_of(module, key, cache)
     stack = patches(module)
     patch = stack[-1] if stack else default_patch(module)
-    obstacles = [reason for name, reason in _UNSUPPORTED.items() if features.get(name) is not None]
+    obstacles = [reason for name, reason in UNSUPPORTED.items() if features.get(name) is not None]
+    if features.get("cache") is not None:
+        obstacles.append("the paged cache keeps keys in pages")
     if features.get("output_attentions"):
         obstacles.append("output_attentions=True asks for weights that are never formed")
     context = AttentionContext(
@@ -87,6 +92,7 @@ def prescored_attention_forward(
         obstacles=tuple(obstacles),
         is_local=_is_local(module, features.get("sliding_window")),
         cache=None if layer is None else layer.cache,
+        no_index=why_no_index(cache) if layer is None else "",
     )
     weights: list[Tensor] = []
     if obstacles:
@@ -141,6 +147,9 @@ def prescored_mask(
 
 def register() -> None:
     """Register `attn_implementation="prescored"` with transformers; a second call does nothing."""
+    version = transformers.__version__
+    if tuple(int(part) for part in version.split(".")[:2]) < _OLDEST:
+        raise ImportError(f"transformers must be at least {'.'.join(map(str, _OLDEST))}, got {version}")
     AttentionInterface.register(NAME, prescored_attention_forward)
     AttentionMaskInterface.register(NAME, prescored_mask)
 
@@ -216,9 +225,14 @@ def _eager_attention(
 
 
 def _is_local(module: nn.Module, sliding_window: int | None) -> bool:
-    """Whether a layer is local by design; a window over all positions of the model is no window."""
-    longest = getattr(getattr(module, "config", None), "max_position_embeddings", None)
-    return sliding_window is not None and (longest is None or sliding_window < longest)
+    """Whether a layer is local by design; a window or chunk over all positions of the model is none."""
+    config, number = getattr(module, "config", None), getattr(module, "layer_idx", None)
+    kinds = getattr(config, "layer_types", None) or ()
+    size = sliding_window
+    if size is None and isinstance(number, int) and kinds[number : number + 1] == ["chunked_attention"]:
+        size = getattr(config, "attention_chunk_size", None)
+    longest = getattr(config, "max_position_embeddings", None)
+    return size is not None and (longest is None or size < longest)
 
 
 class _ConfigCopy(NamedTuple):
