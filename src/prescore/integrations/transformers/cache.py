@@ -412,13 +412,11 @@ def _load_layer(entry: Values, prefix: str, tensors: dict[str, Tensor], settings
 
 def _check_selection(selection: SelectionState, buffer: KVBuffer | None, n_tokens: int) -> None:
     """A selection stands for the first tokens; the tokens since, and none else, follow its entries."""
-    first, n_entries = selection.n_selected_from, selection.n_entries
-    for name, count in {"n_selected_from": first, "n_entries": n_entries}.items():
-        checks.integer(name, count, minimum=0)
-    checks.integer("n_centroids", selection.n_centroids, minimum=0)
-    _require(keeps_selection(selection.config), "the configuration of a selection keeps none")
+    first, n_entries, n_centroids = selection.n_selected_from, selection.n_entries, selection.n_centroids
+    are_counts = all(type(count) is int and count >= 0 for count in (first, n_entries, n_centroids))
+    _require(are_counts and keeps_selection(selection.config), "no selection")
     _require(
-        0 <= n_entries - selection.n_centroids <= first and first + selection.n_since == n_tokens,
+        0 <= n_entries - n_centroids <= first and first + selection.n_since == n_tokens,
         f"{n_entries} entries from {first} keys and {selection.n_since} later ones of {n_tokens} tokens",
     )
     if buffer is not None:

@@ -62,8 +62,11 @@ def layers(model: nn.Module) -> dict[int, str]:
 def obstacles(model: nn.Module) -> dict[int, list[str]]:
     """What layers ask for in every call that pre-scored attention cannot do, by number; local ones stay exact."""
     found: dict[int, list[str]] = {}
-    for number in layers(model).keys() - _local_layers(model):
-        module = model.get_submodule(layers(model)[number])
+    local = _local_layers(model)
+    for number, module_name in layers(model).items():
+        if number in local:
+            continue
+        module = model.get_submodule(module_name)
         for name, reason in UNSUPPORTED.items():
             passed = re.search(rf"\b{name}=(?:self\.(\w+)|(?!None)\w+)", _forward_source(type(module)))
             if passed and (passed[1] is None or getattr(module, passed[1], None) is not None):
