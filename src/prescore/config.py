@@ -288,9 +288,9 @@ def check_config(config: Any, name: str = "config") -> Config:
     if config is None:
         return DEFAULT
     if not isinstance(config, Config):
-        raise TypeError(
-            f"{name} must be a prescore.Routed, Selected, Hyper or Exact, or None, got {type(config).__name__}"
-        )
+        is_type = isinstance(config, type) and config in TYPES.values()
+        got = f"the type {config.__name__}: write {config.__name__}()" if is_type else type(config).__name__
+        raise TypeError(f"{name} must be a prescore.Routed, Selected, Hyper or Exact, or None, got {got}")
     return config
 
 

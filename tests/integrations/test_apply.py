@@ -1,22 +1,27 @@
 """`prescore.apply`: what it changes, what it refuses, and that it leaves nothing behind."""
 
 import copy
+import inspect
+import subprocess
+import sys
 import warnings
 from unittest.mock import Mock
 
 import pytest
 import torch
+import transformers
 from integration_checks import check_dropout, check_undo_in_any_order
 from tiny_models import ROUNDING, forward, leftovers, prompts, steps, tiny
 from torch import nn
+from transformers.masking_utils import sdpa_mask
 
 import prescore
 from prescore import Exact, Routed, Selected
-from prescore.errors import PrescoreError, Unsupported
+from prescore.errors import Unsupported
 from prescore.integrations.apply import observe, replace_attention
 from prescore.integrations.attention import attend_exactly
 from prescore.integrations.patch import patches
-from prescore.integrations.transformers import PrescoredCache, language
+from prescore.integrations.transformers import PrescoredCache, attention, language
 
 COARSE = Selected(top_k=4, min_seq_len=4, sinks=1, remainder="none")
 IDS, MASK = prompts(length=32)
@@ -85,12 +90,14 @@ def test_layers_choose_where_and_how():
         (None, {"layers": "first:99"}, ValueError, "at most the model's 2 layers, got 'first:99'"),
         (None, {"layers": "middle"}, ValueError, "got 'middle'"),
         (None, {"layers": "last:0"}, ValueError, "got 'last:0'"),
-        (None, {"layers": [7]}, ValueError, "between -2 and 1, got 7"),
+        (None, {"layers": [7]}, ValueError, "attention layers, 0 to 1, or -2 to -1, got 7"),
         (None, {"layers": 1.5}, TypeError, "layers must be .* got 1.5"),
         (None, {"layers": True}, TypeError, "layers must be .* got True"),
         (None, {"on_unsupported": "skip"}, ValueError, "must be one of 'raise', 'exact', got 'skip'"),
         (None, {"mesh": "two"}, TypeError, "mesh must be a torch.distributed process group .*, got str"),
-        (None, {"top_k": 5}, TypeError, "top_k"),
+        (None, {"top_k": 5}, TypeError, r"'top_k': pass a configuration, such as prescore.Selected\(top_k=5\)"),
+        (None, {"topk": 5}, TypeError, "argument 'topk'$"),
+        (Routed, {}, TypeError, r"config must be .* got the type Routed: write Routed\(\)"),
     ],
     ids=str,
 )
@@ -190,7 +197,7 @@ def test_other_models_are_refused_by_name():
 
 
 def test_local_layers_stay_exact_with_a_warning_where_all_are():
-    local = "exact: a sliding window is local already"
+    local = "exact: a sliding window or chunk is local already"
     with pytest.warns(UserWarning, match="every chosen layer of MistralForCausalLM has a sliding window") as said:
         applied = prescore.apply(tiny("Mistral"), COARSE)
     assert said[0].filename == __file__
@@ -225,9 +232,13 @@ def test_unsupported_features_raise_or_run_exactly(family):
         return forward(model, IDS, mask)[MASK.bool()]
 
     expected = logits()
-    refusal = rf'attention in layer 0 \({family}Attention\) cannot run: .*{reason}.*; on_unsupported="exact" would'
-    with prescore.apply(model, COARSE), pytest.raises(Unsupported, match=refusal):
-        logits()
+    refusal = rf'attention in layer 0 \({family}\w+\) cannot run: .*{reason}.*; on_unsupported="exact" would'
+    if family == "Llama":
+        with prescore.apply(model, COARSE), pytest.raises(Unsupported, match=refusal):
+            logits()
+    else:  # refused before the first forward
+        with pytest.raises(Unsupported, match=refusal):
+            prescore.apply(model, COARSE)
     with prescore.apply(model, Exact()):  # which needs nothing that is unsupported
         assert (logits() - expected).abs().max() < ROUNDING
     with prescore.apply(model, COARSE, on_unsupported="exact") as applied:
@@ -239,6 +250,37 @@ def test_unsupported_features_raise_or_run_exactly(family):
             warnings.simplefilter("error")
             logits()  # once
     assert (got - expected).abs().max() < ROUNDING
+
+
+def test_a_model_with_position_biases_is_refused_unless_no_chosen_layer_has_one():
+    sizes = {"vocab_size": 61, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
+    t5 = transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes))
+    with pytest.raises(Unsupported, match=r"layer 0 \(T5ForConditionalGeneration\) .* a position bias"):
+        prescore.apply(t5)
+    for config, layers in ((Exact(), "all"), (COARSE, [])):
+        prescore.apply(t5, config, layers=layers).undo()
+    local = tiny("Gemma2", sliding_window=9, layer_types=["sliding_attention", "full_attention"])
+    with pytest.warns(UserWarning, match="every chosen layer"):
+        prescore.apply(local, COARSE, layers=[0])  # a capped layer, which stays exact anyway
+    with pytest.raises(Unsupported, match=r"layer 1 .* soft-capped"):
+        prescore.apply(local, COARSE)
+
+
+def test_everything_can_be_imported_under_a_default_device_without_memory():
+    script = (
+        "import torch; torch.set_default_device('meta'); import prescore.integrations.transformers, prescore; "
+    )
+    script += "[getattr(prescore, name) for name in prescore.__all__]"
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
+
+
+def test_the_mask_function_takes_what_transformers_passes(monkeypatch):
+    """5.4 renamed the arguments of mask functions."""
+    ours, theirs = (inspect.signature(mask).parameters for mask in (attention.prescored_mask, sdpa_mask))
+    assert ours.keys() - {"kwargs"} <= theirs.keys()
+    monkeypatch.setattr(transformers, "__version__", "5.3.1")
+    with pytest.raises(ImportError, match=r"transformers must be at least 5\.4, got 5\.3\.1"):
+        attention.register()
 
 
 def test_one_token_of_a_language_model_is_no_reason_to_warn(recwarn):
@@ -284,14 +326,6 @@ def test_the_name_alone_means_the_default_configuration():
         assert all((got - wanted).abs().max() < ROUNDING for got, wanted in zip(run(), exact, strict=True))
     assert model.config._attn_implementation == "prescored"
     assert all(map(torch.equal, run(), expected))
-
-
-def test_registration_checks_itself():
-    from prescore.integrations.transformers import attention
-
-    with pytest.raises(PrescoreError, match="does not hide padding"):
-        attention.check_padding(attention.prescored_attention_forward, lambda **kwargs: None)
-    attention.check_padding(attention.prescored_attention_forward, attention.prescored_mask)
 
 
 def test_changes_of_the_configuration_meanwhile_stay():

@@ -215,7 +215,7 @@ def changed_at(qkv, position):
 
 def test_other_keys_are_noticed(qkv):
     cache = ExternalCache()
-    assert step(cache, qkv, 51, config=Selected(top_k=1.0)) == (decode.OVER_ALL, None)
+    assert step(cache, qkv, 51, config=Selected(top_k=1.0)) == (decode.OVER_ALL, None, "")
     shown(cache, qkv, 51)
     first = cache.selection
     again = shown(cache, qkv, 51)  # the same step keeps its selection

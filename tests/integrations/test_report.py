@@ -8,6 +8,7 @@ import pytest
 import torch
 from tiny_models import COARSE, ROUTED, forward, prompts, tiny
 from tiny_vision_models import pixels, tiny_huggingface
+from transformers import StaticCache
 
 import prescore
 from prescore import Exact, Hyper, KMeans, Lsh, Routed, Selected
@@ -106,10 +107,10 @@ def test_a_prompt_is_counted_when_its_steps_begin():
     with prescore.apply(model, SELECTED) as applied:
         forward(model, IDS)
         trace = applied._functions[0].trace
-        assert trace._phases[PREFILL].last.count_reads is not None  # not counted yet
+        assert trace._phases[PREFILL].last.counter is not None  # not counted yet
         generate(model)
-        assert trace._phases[PREFILL].last.count_reads is None
-        assert trace._phases[STEPS].last.count_reads is not None
+        assert trace._phases[PREFILL].last.counter is None
+        assert trace._phases[STEPS].last.counter is not None
         assert copy.deepcopy(trace).phases[STEPS].last.reads == trace.phases[STEPS].last.reads
 
 
@@ -127,6 +128,37 @@ def test_a_prompt_that_is_too_short_gets_a_note():
         assert applied.report()[0].phases[PREFILL].ran == f"exact: {reason}"
         note = f"note: {type(config).__name__} changed nothing, all attention was exact: {reason}"
         assert str(applied).splitlines()[-1] == note
+
+
+def test_a_step_without_a_key_index_says_which_cache_is_the_reason():
+    """MLA expands its keys from what the cache holds."""
+    ranks = {"kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8}
+    experts = {"n_routed_experts": 2, "num_experts_per_tok": 1, "n_group": 1, "topk_group": 1}
+    mla = tiny("DeepseekV3", num_key_value_heads=4, head_dim=4, first_k_dense_replace=2, **ranks, **experts)
+    by_name = tiny("Llama", attn_implementation="prescored", max_position_embeddings=4096)
+    for model, options, reason in (
+        (tiny("Llama"), {"cache_implementation": "static"}, "StaticCache keeps none"),
+        (mla, {}, "the model computes its keys from what its cache holds, as MLA does"),
+    ):
+        with prescore.apply(model, ROUTED) as applied:
+            generate(model, **options)
+        ran = applied.report()[1].phases[STEPS].ran
+        assert ran == f"exact: a step without a key index: {reason}"
+    attend = by_name.model.layers[0].self_attn
+    generate(by_name, prompts(batch=1, length=2100, side="none")[0])
+    assert attend._prescore_default_patch.attend.last.ran.endswith("DynamicCache keeps none")
+    with prescore.apply(tiny("Llama"), ROUTED) as applied:
+        torch._dynamo.reset()
+        fast, cache = torch.compile(applied.model, backend="eager"), StaticCache(applied.model.config, 40)
+        for ids in (IDS, IDS[:, :1]):
+            forward(fast, ids, past_key_values=cache)
+    assert applied.report()[0].last.ran.endswith("a compiled graph keeps none")
+    model = tiny("Llama").train()
+    with prescore.apply(model, ROUTED) as applied:
+        cache = PrescoredCache(model.config)
+        for ids in (IDS, IDS[:, :1]):
+            model(ids, past_key_values=cache)
+    assert applied.report()[0].last.ran.endswith("the key index has neither dropout nor gradients")
 
 
 def test_a_vision_model_too_small_to_route_warns_once():

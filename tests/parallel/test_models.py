@@ -15,8 +15,7 @@ from prescore.bench.language.documents import Document
 from prescore.bench.language.model import LanguageModel
 from prescore.bench.language.perplexity import make_windows, window_losses
 from prescore.errors import Unsupported
-from prescore.integrations.parallel import ContextParallel
-from prescore.integrations.transformers.parallel import prepare_shards
+from prescore.integrations.transformers.parallel import ContextParallel
 
 CONFIGS = {
     "exact": Exact(),
@@ -95,7 +94,7 @@ def test_refusals(crew):
 
 def test_a_model_that_takes_no_positions():
     with pytest.raises(Unsupported, match="mesh on Linear cannot run: its forward takes no position_ids"):
-        prepare_shards([torch.nn.Linear(1, 1)], ContextParallel(None))
+        ContextParallel(None).attach([torch.nn.Linear(1, 1)])
 
 
 @pytest.mark.parametrize("family", ["Qwen3", "GPT2", "OPT", "GPTNeoX", "Phi3"])

@@ -11,12 +11,12 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from types import TracebackType
-from typing import TypeAlias, cast
+from typing import Any, Never, TypeAlias, cast
 
 from torch import Tensor, nn
 
 from prescore import checks
-from prescore.config import Config, Exact, check_config
+from prescore.config import TYPES, Config, Exact, check_config
 from prescore.errors import Unsupported
 from prescore.integrations.attention import (
     ON_UNSUPPORTED,
@@ -24,11 +24,11 @@ from prescore.integrations.attention import (
     AttentionContext,
     PrescoredAttention,
     attend_exactly,
+    refusal,
 )
-from prescore.integrations.parallel import ContextParallel, ContextParallelAttention
-from prescore.integrations.patch import Adapter, Undo
+from prescore.integrations.patch import Adapter, Undo, span
 from prescore.integrations.report import LayerReport, Report, describe
-from prescore.parallel.comm import as_group
+from prescore.parallel.comm import Group, as_group
 
 _PACKAGE = "prescore.integrations"
 ADAPTERS = {
@@ -63,7 +63,7 @@ class Applied:
         adapter: Adapter,
         configs: Mapping[int, Config],
         on_unsupported: str,
-        parallel: ContextParallel | None = None,
+        group: Group | None = None,
         audit: float | None = None,
     ) -> None:
         names = adapter.layers(model)
@@ -73,16 +73,15 @@ class Applied:
         self.configs = dict(configs)
         self.layers = {number: names[number] for number in configs}
         self._n_layers = len(names)
-        self._functions: dict[int, PrescoredAttention | ContextParallelAttention] = {
+        self._functions: dict[int, Any]
+        self._undo: Undo | None
+        if group is not None:
+            self._functions, self._undo = replace_context_parallel(model, configs, group)
+            return
+        self._functions = {
             number: PrescoredAttention(config, on_unsupported, warned=warned, audit=audit)
-            if parallel is None
-            else ContextParallelAttention(config, parallel)
             for number, config in configs.items()
         }
-        self._undo: Undo | None
-        if parallel is not None:
-            self._undo = replace_context_parallel(model, self._functions, parallel)
-            return
         with ExitStack() as undo:
             undo.callback(adapter.replace_attention(model, self._functions))
             prepare = getattr(adapter, "prepare", None)
@@ -140,6 +139,7 @@ def apply(
     on_unsupported: str = "raise",
     mesh: object = None,
     audit: float | None = None,
+    **fields: Never,
 ) -> Applied:
     """Replace a model's attention by pre-scored attention, until `undo` or the end of the `with` block.
 
@@ -156,26 +156,42 @@ def apply(
             models of transformers.
         audit: Measure the error: for this share of the queries of each call, at least one, exact attention is
             computed too, and `report()` has the relative errors by layer. Outputs do not change. None = no audit.
+        **fields: None: the fields of a configuration are refused with the cure.
 
     Example:
         >>> with prescore.apply(model, prescore.Selected(top_k=1024), layers="last:8") as applied:
         ...     model.generate(**inputs)
         ...     print(applied)
     """
+    for name, setting in dict[str, Any](fields).items():
+        kinds = [kind for kind, made in TYPES.items() if name in vars(made())]
+        cure = f": pass a configuration, such as prescore.{kinds[0]}({name}={setting!r})" if kinds else ""
+        raise TypeError(f"apply got an unexpected argument {name!r}{cure}")
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     checks.one_of("on_unsupported", on_unsupported, ON_UNSUPPORTED)
     if audit is not None:
         checks.number("audit", audit, minimum=0.0, exclusive=True, maximum=1.0)
     adapter = find_adapter(model)
-    configs = configs_by_layer(config, len(adapter.layers(model)), layers)
+    configs = configs_by_layer(config, list(adapter.layers(model)), layers)
+    if on_unsupported == "raise":
+        _refuse_obstacles(adapter, model, configs)
     if mesh is None:
         return Applied(model, adapter, configs, on_unsupported, audit=audit)
     if on_unsupported != "raise":
         raise ValueError(f"on_unsupported must be 'raise' with a mesh, got {on_unsupported!r}")
     if audit is not None:
         raise ValueError(f"audit must be None with a mesh, whose ranks hold other keys, got {audit}")
-    return Applied(model, adapter, configs, on_unsupported, ContextParallel(as_group(mesh, "mesh")))
+    return Applied(model, adapter, configs, on_unsupported, as_group(mesh, "mesh"))
+
+
+def _refuse_obstacles(adapter: Adapter, model: nn.Module, configs: Mapping[int, Config]) -> None:
+    """Refuse a model some of whose chosen layers can never be served."""
+    obstacles: Callable[[nn.Module], dict[int, list[str]]] | None = getattr(adapter, "obstacles", None)
+    found = {} if obstacles is None else obstacles(model)
+    for number in sorted(found):
+        if not isinstance(configs.get(number, Exact()), Exact):
+            raise refusal(number, type(model).__name__, found[number])
 
 
 def replace_attention(model: nn.Module, functions: Mapping[int, Attend]) -> Undo:
@@ -183,19 +199,20 @@ def replace_attention(model: nn.Module, functions: Mapping[int, Attend]) -> Undo
     return find_adapter(model).replace_attention(model, functions)
 
 
-def replace_context_parallel(model: nn.Module, functions: Mapping[int, Attend], parallel: ContextParallel) -> Undo:
-    """The same for a model whose sequences lie on several ranks; returns the undo."""
+def replace_context_parallel(
+    model: nn.Module, functions: Mapping[int, Attend | Config], group: Group
+) -> tuple[dict[int, Any], Undo]:
+    """The same for a model whose sequences lie on several ranks; returns the functions and the undo.
+
+    A layer attends by its function or, on all ranks, by its configuration.
+    """
     adapter = find_adapter(model)
-    prepare = getattr(adapter, "prepare_context_parallel", None)
-    if prepare is None:
+    replace: Any = getattr(adapter, "replace_context_parallel", None)
+    if replace is None:
         reason = f"{_name(adapter)} models run on one rank"
         raise Unsupported(f"apply with a mesh on {type(model).__name__}", [reason])
-    numbers = range(len(adapter.layers(model)))
-    exact = {number: ContextParallelAttention(Exact(), parallel) for number in numbers}
-    with ExitStack() as undo:
-        undo.callback(adapter.replace_attention(model, {**exact, **functions}))
-        undo.callback(prepare(model, parallel))
-        return undo.pop_all().close
+    replaced: tuple[dict[int, Any], Undo] = replace(model, functions, group)
+    return replaced
 
 
 @contextmanager
@@ -209,10 +226,10 @@ def observe(model: nn.Module, observer: Observer) -> Iterator[int]:
         observer(query, key, context)
         return attend_exactly(query, key, value, context)
 
-    n_layers = len(find_adapter(model).layers(model))
-    undo = replace_attention(model, dict.fromkeys(range(n_layers), attend))
+    numbers = find_adapter(model).layers(model)
+    undo = replace_attention(model, dict.fromkeys(numbers, attend))
     try:
-        yield n_layers
+        yield len(numbers)
     finally:
         undo()
 
@@ -236,55 +253,55 @@ def _name(adapter: Adapter) -> str:
     return adapter.__name__.removeprefix(f"{_PACKAGE}.")
 
 
-def pick_layers(layers: Layers | None, n_layers: int, name: str = "layers") -> list[int]:
+def pick_layers(layers: Layers | None, numbers: Sequence[int], name: str = "layers") -> list[int]:
     """The layer numbers that a pattern means, ascending; None = all. `name` is the argument's name in errors.
 
+    `numbers` are those of the model's attention layers, ascending. -1 is the last of them.
+
     Example:
-        >>> pick_layers("last:2", 6)
+        >>> pick_layers("last:2", range(6))
         [4, 5]
     """
-    if layers is None:
-        return list(range(n_layers))
+    n_layers = len(numbers)
+    even = [number for number in numbers if number % 2 == 0]
+    named = {"all": numbers, "even": even, "odd": [number for number in numbers if number % 2]}
+    layers = "all" if layers is None else layers
     if isinstance(layers, str):
-        return _pick_by_pattern(layers, n_layers, name)
-    numbers = [layers] if isinstance(layers, int) else layers
-    if not isinstance(numbers, Sequence) or not all(type(number) is int for number in numbers):
+        if layers in named:
+            return list(named[layers])
+        side, _, count = layers.partition(":")
+        if side not in ("first", "last") or not count.isdigit() or int(count) == 0:
+            raise ValueError(f"{name} must be {_LAYERS_RULE}, got {layers!r}")
+        if int(count) > n_layers:
+            raise ValueError(f"{name} must ask for at most the model's {n_layers} layers, got {layers!r}")
+        return list(numbers[: int(count)] if side == "first" else numbers[-int(count) :])
+    chosen = [layers] if isinstance(layers, int) else layers
+    if not isinstance(chosen, Sequence) or not all(type(number) is int for number in chosen):
         raise TypeError(f"{name} must be {_LAYERS_RULE}, got {layers!r}")
-    for number in numbers:
-        if not -n_layers <= number < n_layers:
-            raise ValueError(f"{name} must lie between {-n_layers} and {n_layers - 1}, got {number}")
-    return sorted({number % n_layers for number in numbers})
-
-
-def _pick_by_pattern(pattern: str, n_layers: int, name: str) -> list[int]:
-    numbers = list(range(n_layers))
-    if pattern in ("all", "even", "odd"):
-        return {"all": numbers, "even": numbers[::2], "odd": numbers[1::2]}[pattern]
-    side, colon, count = pattern.partition(":")
-    if side not in ("first", "last") or not colon or not count.isdigit() or int(count) == 0:
-        raise ValueError(f"{name} must be {_LAYERS_RULE}, got {pattern!r}")
-    if int(count) > n_layers:
-        raise ValueError(f"{name} must ask for at most the model's {n_layers} layers, got {pattern!r}")
-    return numbers[: int(count)] if side == "first" else numbers[-int(count) :]
+    for number in chosen:
+        if number not in numbers and not -n_layers <= number < 0:
+            rule = f"{name} must be among the model's attention layers, {span(numbers)}, or {-n_layers} to -1"
+            raise ValueError(f"{rule}, got {number}")
+    return sorted({numbers[number] if number < 0 else number for number in chosen})
 
 
 def configs_by_layer(
-    config: Config | ConfigByLayers | None, n_layers: int, layers: Layers | None = None
+    config: Config | ConfigByLayers | None, numbers: Sequence[int], layers: Layers | None = None
 ) -> dict[int, Config]:
-    """The configuration of every layer that is replaced.
+    """The configuration of every layer that is replaced, of a model whose attention layers have these numbers.
 
     The keys of a mapping are patterns, its values the configurations of these layers, None = leave them alone.
     Later entries win, and layers that no entry names are left alone.
 
     Example:
-        >>> configs = configs_by_layer({"all": Routed(), "first:2": None, -1: Exact()}, 6)
+        >>> configs = configs_by_layer({"all": Routed(), "first:2": None, -1: Exact()}, range(6))
     """
-    chosen = pick_layers(layers, n_layers)
+    chosen = pick_layers(layers, numbers)
     if not isinstance(config, Mapping):
         return dict.fromkeys(chosen, check_config(config))
     configs: dict[int, Config | None] = {}
     for pattern, entry in config.items():
-        numbers = pick_layers(pattern, n_layers, "layers of config")
+        places = pick_layers(pattern, numbers, "layers of config")
         checked = None if entry is None else check_config(entry, f"config[{pattern!r}]")
-        configs.update(dict.fromkeys(numbers, checked))
+        configs.update(dict.fromkeys(places, checked))
     return {number: entry for number in chosen if (entry := configs.get(number)) is not None}

@@ -7,8 +7,7 @@ The adapter of each library calls an `Attend` for every replaced layer. `prescor
 from __future__ import annotations
 
 import time
-import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias
@@ -19,9 +18,9 @@ from prescore import checks
 from prescore.config import Config, Exact, Selected, check_config
 from prescore.errors import Unsupported
 from prescore.integrations.audit import measure_errors
-from prescore.integrations.decode import PROMPT, CachedKeys, ExternalCache, LayerCache, Request
-from prescore.integrations.masks import MaskForm, exact_under_mask, prescored_under_mask, read_mask
-from prescore.integrations.report import READS_ALL, CallTrace, Errors, Trace, what_ran
+from prescore.integrations.decode import PROMPT, CachedKeys, ExternalCache, LayerCache, Request, warn_once
+from prescore.integrations.masks import NO_STRUCTURE, MaskForm, exact_under_mask, prescored_under_mask, read_mask
+from prescore.integrations.report import READS_ALL, CallTrace, Counts, Errors, Trace, what_ran
 from prescore.rng import Streams
 from prescore.types import Reads, Result
 
@@ -43,6 +42,7 @@ class AttentionContext:
         obstacles: What the layer asks for that pre-scored attention cannot do, a sentence each.
         is_local: Whether the layer is local by design (a sliding window).
         cache: The cache of this layer, where it is one of ours.
+        no_index: Why steps find no key index, where `cache` is None.
         original: The model's attention, where nothing else supports all that the layer asks for.
     """
 
@@ -56,6 +56,7 @@ class AttentionContext:
     obstacles: tuple[str, ...] = ()
     is_local: bool = False
     cache: LayerCache | None = None
+    no_index: str = "the model's own cache keeps none"
     original: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
 
     def form(self, query: Tensor, key: Tensor) -> MaskForm:
@@ -125,7 +126,6 @@ class PrescoredAttention:
         self.last = None
         self.trace.begin(n_query)
         form = context.form(query, key)
-        visible = partial(form.visible_keys, n_query)
         result: Result | None = None
         reason = self._why_exact(form, context)
         if reason is not None:
@@ -137,19 +137,22 @@ class PrescoredAttention:
             cache = self._external if context.cache is None else context.cache
             key, value = key[:, :, : form.n_keys], value[:, :, : form.n_keys]
             in_order = n_query == 1 or form.kind == "causal"
-            path, result = cache.step(query, CachedKeys(key, value, form.valid, form.n_keys, in_order), request)
+            keys = CachedKeys(key, value, form.valid, form.n_keys, in_order)
+            path, result, why_all = cache.step(query, keys, request)
             if path == PROMPT:
                 result = prescored_under_mask(query, key, value, form, request)
             if result is None:
                 output = exact_under_mask(query, key, value, form, scale=context.scale, dropout=context.dropout)
             else:
                 output = result.output
-            ran = what_ran(self.config, path, n_query, form.n_keys, is_causal=form.kind != "full")
+            why_all = why_all or context.no_index
+            ran = what_ran(self.config, path, n_query, form.n_keys, is_causal=form.kind != "full", why_all=why_all)
             self._warn_if_idle(ran, form, context)
         seconds = time.perf_counter() - begin
-        count, stats = (partial(_all_keys, visible), {}) if result is None else (result.count_reads, result.stats)
+        count_reads, stats = (None, {}) if result is None else (result.count_reads, result.stats)
+        counter = partial(_count, form, n_query, count_reads)
         errors = Errors() if self._audit is None else self._errors(query, key, value, output, form, context)
-        self.last = CallTrace(path, ran, form.kind, n_query, form.n_keys, seconds, count, visible, stats, errors)
+        self.last = CallTrace(path, ran, form.kind, n_query, form.n_keys, seconds, counter, stats, errors)
         self.trace.add(self.last)
         return output
 
@@ -178,15 +181,20 @@ class PrescoredAttention:
         if isinstance(self.config, Exact):
             return "exact"
         if form.kind == "window" or context.is_local:
-            return f"{READS_ALL}a sliding window is local already"
-        reasons = [*context.obstacles, *form.unsupported()]
+            return f"{READS_ALL}a sliding window or chunk is local already"
+        reasons = [*context.obstacles, *([NO_STRUCTURE] if form.kind == "other" else [])]
         if not reasons:
             return None
-        if self.on_unsupported == "raise":
-            what = f"pre-scored attention in layer {context.layer} ({context.owner})"
-            raise Unsupported(what, [*reasons, 'on_unsupported="exact" would run such layers exactly'])
-        self._warn(f"pre-scored attention in {context.owner} runs exactly: {'; '.join(reasons)}")
+        self.refuse_or_warn(context.layer, context.owner, reasons)
         return f"{READS_ALL}unsupported because {'; '.join(reasons)}"
+
+    def refuse_or_warn(self, layer: int, owner: str, reasons: Sequence[str]) -> None:
+        """Where a layer asks for what pre-scored attention cannot do: raise, or warn that it runs exactly."""
+        if isinstance(self.config, Exact):
+            return
+        if self.on_unsupported == "raise":
+            raise refusal(layer, owner, reasons)
+        warn_once(f"pre-scored attention in {owner} runs exactly: {'; '.join(reasons)}", self._warned)
 
     def _errors(
         self, query: Tensor, key: Tensor, value: Tensor, output: Tensor, form: MaskForm, context: AttentionContext
@@ -207,12 +215,13 @@ class PrescoredAttention:
     def _warn_if_idle(self, ran: str, form: MaskForm, context: AttentionContext) -> None:
         """Warn once where the configuration cannot act; not in causal layers, whose length varies."""
         if self._warns_if_idle and ran.startswith(READS_ALL) and form.kind == "full" and not context.is_causal:
-            self._warn(f"{type(self.config).__name__} changes nothing at {form.n_keys} tokens: {ran}")
+            warn_once(f"{type(self.config).__name__} changes nothing at {form.n_keys} tokens: {ran}", self._warned)
 
-    def _warn(self, text: str) -> None:
-        if text not in self._warned:
-            self._warned.add(text)
-            warnings.warn(text, stacklevel=4)
+
+def refusal(layer: int, owner: str, reasons: Sequence[str]) -> Unsupported:
+    """Why pre-scored attention cannot run in a layer, and the cure."""
+    what = f"pre-scored attention in layer {layer} ({owner})"
+    return Unsupported(what, [*reasons, 'on_unsupported="exact" would run such layers exactly'])
 
 
 def layer_seed(seed: int, layer: int) -> int:
@@ -220,6 +229,9 @@ def layer_seed(seed: int, layer: int) -> int:
     return Streams(seed).child(f"layer {layer}").seed
 
 
-def _all_keys(visible: Callable[[], float | None]) -> Reads | None:
-    n_keys = visible()
-    return None if n_keys is None else Reads(n_keys)
+def _count(form: MaskForm, n_query: int, count_reads: Callable[[], Reads] | None) -> Counts:
+    """What a query read and what it could see; without a count, it read all that it could see."""
+    visible = form.visible_keys(n_query)
+    if count_reads is not None:
+        return count_reads(), visible
+    return None if visible is None else Reads(visible), visible

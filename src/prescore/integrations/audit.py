@@ -46,32 +46,28 @@ def measure_errors(
     """
     n_query, n_keys, n_kv_heads = query.shape[2], form.n_keys, key.shape[1]
     factor = query.shape[-1] ** -0.5 if scale is None else scale
-    size = max(1, _LOGITS_AT_ONCE // (query.shape[1] // n_kv_heads * max(1, n_keys)))
+    size = max(1, _LOGITS_AT_ONCE // (query.shape[1] * max(1, n_keys)))
     errors = Errors()
     for row, sample in enumerate(_sample(query, form, share, seed)):
         valid, starts, reach = (
             None if t is None else t[row : row + 1] for t in (form.valid, form.starts, form.reach)
         )
         own = replace(form, valid=valid, starts=starts, reach=reach)
-        for places in sample.split(size):
+        keys, values = (t[row, :, None, :n_keys] for t in (key, value))
+        for places in sample.split(size) if len(sample) else ():
             shown = [rebuild(own, place, place + 1, n_query, query.device)[0] for place in places.tolist()]
-            if not shown:
-                continue
-            hidden, by_head = ~torch.cat(shown), []
             queries, outputs = (t[row, :, places].unflatten(0, (n_kv_heads, -1)) for t in (query, output))
-            for head in range(n_kv_heads):
-                keys, values = (t[row, head, :n_keys] for t in (key, value))
-                by_head.append(_relative_errors(queries[head], outputs[head], keys, values, hidden, factor))
-            errors = errors + Errors.of(torch.cat(by_head))
+            of_heads = _relative_errors(queries, outputs, keys, values, ~torch.cat(shown), factor)
+            errors = errors + Errors.of(of_heads.flatten(0, 1))
     return errors
 
 
 def _relative_errors(
     query: Tensor, output: Tensor, key: Tensor, value: Tensor, hidden: Tensor, scale: float
 ) -> Tensor:
-    """`[G, n]` of the queries of one KV head, `query [G, n, D]`, with `hidden [n, Nk]` keys."""
+    """`[Hkv, G, n]` of `query [Hkv, G, n, D]` and `key [Hkv, 1, Nk, D]`, with `hidden [n, Nk]` keys."""
     wide = accumulation_dtype(query.dtype)
-    logits = (query.to(wide) @ key.to(wide).t() * scale).masked_fill(hidden, -torch.inf)
+    logits = (query.to(wide) @ key.to(wide).transpose(-1, -2) * scale).masked_fill(hidden, -torch.inf)
     exact = softmax_with_lse(logits, -1)[0] @ value.to(wide)
     off = torch.linalg.vector_norm(output.to(wide) - exact, dim=-1)
     errors: Tensor = (off / torch.linalg.vector_norm(exact, dim=-1)).masked_fill(off == 0, 0.0)

@@ -24,19 +24,20 @@ def detect(model: nn.Module) -> bool:
     return bool(layers(model))
 
 
-def layers(model: nn.Module) -> list[str]:
+def layers(model: nn.Module) -> dict[int, str]:
     """Names of the `core_attention` modules, in order."""
-    return [
+    names = [
         f"{name}.core_attention"
         for name, module in model.named_modules()
         if name.rpartition(".")[2] == "self_attention"
         and isinstance(getattr(module, "core_attention", None), nn.Module)
     ]
+    return dict(enumerate(names))
 
 
 def replace_attention(model: nn.Module, functions: Mapping[int, Attend]) -> Undo:
     """Let layer `number` attend by `functions[number]`; returns the undo."""
-    modules = [model.get_submodule(name) for name in layers(model)]
+    modules = [model.get_submodule(name) for name in layers(model).values()]
     return replace_forwards(modules, functions, partial(_forward, *_heads(model)))
 
 

@@ -35,11 +35,22 @@ def attention_of(patch: Patch) -> Attend:
 
 def _attend_in_graph(patch: Patch, query: Tensor, key: Tensor, value: Tensor, context: AttentionContext) -> Tensor:
     if context.obstacles:
-        raise Unsupported(f"compiled attention in {context.owner}", context.obstacles)
+        if not context.is_local:
+            _refuse_or_warn(patch, context.owner, context.obstacles)
+        if context.original is not None:
+            return context.original(query, key, value)
     settings = (context.scale, context.is_causal, context.dropout, context.is_local, context.owner)
     inputs = autocast_inputs(query, key, value)
     output: Tensor = torch.ops.prescore.attend(*inputs, context.mask, *settings, patch.handle)[0]
     return output
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _refuse_or_warn(patch: Patch, owner: str, obstacles: tuple[str, ...]) -> None:
+    """While a graph is traced: what the operator cannot do is refused, or becomes the model's own attention."""
+    refuse = getattr(patch.attend, "refuse_or_warn", None)
+    if refuse is not None:
+        refuse(patch.layer, owner, obstacles)
 
 
 def _run(
@@ -58,7 +69,9 @@ def _run(
     if patch is None:
         raise Unsupported(f"compiled attention in {owner}", ["what was applied to the model has been undone"])
     context = AttentionContext(
-        patch.layer, patch.n_prefix, scale, mask, is_causal, dropout, owner, is_local=is_local
+        *(patch.layer, patch.n_prefix, scale, mask, is_causal, dropout, owner),
+        is_local=is_local,
+        no_index="a compiled graph keeps none",
     )
     return patch.attend(query, key, value, context)
 

@@ -72,15 +72,14 @@ class CachedKeys(NamedTuple):
 
 
 class Step(NamedTuple):
-    """How a call is answered.
+    """How a call is answered: a path and the answer, None = the caller attends, exactly or as for a prompt.
 
-    Attributes:
-        path: One of `PROMPT`, `OVER_SELECTION`, `OVER_CLUSTERS`, `OVER_ALL`.
-        result: The answer; None = the caller attends, pre-scored for `PROMPT`, exactly for `OVER_ALL`.
+    `reason` says why a step of a `Routed` reads all keys, unless the keys are not of a cache of ours.
     """
 
     path: str
     result: Result | None = None
+    reason: str = ""
 
 
 def keeps_selection(config: Config) -> bool:
@@ -162,9 +161,14 @@ class LayerCache:
         n_query = query.shape[2]
         self.valid, self.request = keys.valid, request
         if (self.evict or self.refresh_every) and not keeps_selection(request.config):
-            self._warn_of_idle_settings(type(request.config).__name__)
+            setting = "evict=True" if self.evict else f"refresh_every={self.refresh_every}"
+            name = type(request.config).__name__
+            warn_once(f"{setting} of the cache does nothing under {name}, which keeps every key", self._warned)
         if n_query == keys.n_keys or n_query > STEP_AT_MOST or not keys.in_order:
-            self.drop_selection("a further chunk of the prompt needs all keys")
+            self.drop_selection(
+                f"{n_query} new tokens at once need all keys; read them in steps of at most {STEP_AT_MOST}, as "
+                f"generate does with prefill_chunk_size={STEP_AT_MOST}, or use a cache without evict=True"
+            )
             return Step(PROMPT)
         if keeps_selection(request.config):
             selection = self._updated_selection(keys, n_query, request)
@@ -172,27 +176,31 @@ class LayerCache:
             return Step(OVER_SELECTION, Result(output, output.new_empty(0), selection.count_reads(n_query)))
         self.require_all_keys()
         index = self._routed_index(query, keys, request)
-        if index is None:
-            return Step(OVER_ALL)
+        if isinstance(index, str):
+            return Step(OVER_ALL, None, index)
         with without_autocast(query, keys.key, keys.value) as tensors:
             attended = index.attend(*tensors)
         reads = index.reads
         return Step(OVER_CLUSTERS, Result(*attended, lambda: reads, index.stats))
 
     def select(self, keys: CachedKeys | None = None, request: Request | None = None) -> None:
-        """Make the selection now instead of at the first step, where steps will need one and there is none.
+        """Make the selection now instead of at the first step, where steps will need one; or complete it.
 
         Args:
             keys: The keys to select from; None = all that are held.
             request: How to attend; None = as in the last call.
         """
         if keys is None and self.buffer is not None:
-            valid = self.valid
-            if valid is not None:  # tokens since the last call of `step` are real
-                valid = torch.nn.functional.pad(valid, (0, self.n_tokens - valid.shape[1]), value=True)
-            keys = CachedKeys(self.buffer.key, self.buffer.value, valid, self.n_tokens)
+            if self.valid is not None:  # tokens since the last call of `step` are real
+                n_since = self.n_tokens - self.valid.shape[1]
+                self.valid = torch.nn.functional.pad(self.valid, (0, n_since), value=True)
+            keys = CachedKeys(self.buffer.key, self.buffer.value, self.valid, self.n_tokens)
         request = request or self.request
-        if self.selection is None and keys is not None and request is not None and keeps_selection(request.config):
+        if keys is None:
+            return
+        if self.selection is not None:
+            self.selection.append_missing(keys)
+        elif request is not None and keeps_selection(request.config):
             self._select(keys, request)
 
     def require_all_keys(self) -> None:
@@ -251,11 +259,7 @@ class LayerCache:
             elif self.refresh_every is not None and n_since >= self.refresh_every:
                 self.drop_selection("refresh_every selects among all keys again")
         selection = self.selection or self._select(keys.until(_n_selectable(keys.n_keys, n_query)), request)
-        first = selection.n_selected_from + selection.n_since
-        if first < keys.n_keys:
-            place = first - (keys.n_keys - keys.key.shape[2])
-            valid = None if keys.valid is None else keys.valid[:, first:]
-            selection.append(keys.key[:, :, place:], keys.value[:, :, place:], valid)
+        selection.append_missing(keys)
         return selection
 
     def _select(self, keys: CachedKeys, request: Request) -> SelectionState:
@@ -266,30 +270,30 @@ class LayerCache:
             self.buffer = None
         return self.selection
 
-    def _routed_index(self, query: Tensor, keys: CachedKeys, request: Request) -> RoutedIndex | None:
-        """The clusters that new queries choose from; None where they read every key instead."""
+    def _routed_index(self, query: Tensor, keys: CachedKeys, request: Request) -> RoutedIndex | str:
+        """The clusters that new queries choose from, or why they read every key instead."""
         config = request.config
         if not isinstance(config, Routed) or not self._owned or not routes(config, 1, keys.n_keys, is_causal=True):
-            return None
+            return ""
         if request.dropout or records_gradients(query, keys.key, keys.value):
-            return None  # the key index has neither dropout nor gradients
+            return "the key index has neither dropout nor gradients"
         start = None
         if keys.valid is not None and not bool(keys.valid.all()):
             start = first_real(keys.valid)
             position = torch.arange(keys.n_keys, dtype=torch.int64, device=start.device)
             if not torch.equal(keys.valid, position >= start[:, None]):
-                return None  # padding after or between real keys: positions are not those of the clusters
+                return "there is padding after or between real keys"  # positions are not those of the clusters
         made_for = (config, float(query.shape[-1] ** -0.5 if request.scale is None else request.scale))
         if self._index is None or self._index[0] != made_for:
             self._index = (made_for, RoutedIndex(config, scale=made_for[1], start=start))
         return self._index[1]
 
-    def _warn_of_idle_settings(self, config: str) -> None:
-        setting = "evict=True" if self.evict else f"refresh_every={self.refresh_every}"
-        text = f"{setting} of the cache does nothing under {config}, which keeps every key"
-        if text not in self._warned:
-            self._warned.add(text)
-            warnings.warn(text, stacklevel=3)
+
+def warn_once(text: str, warned: set[str]) -> None:
+    """Warn, unless the text is among those already given."""
+    if text not in warned:
+        warned.add(text)
+        warnings.warn(text, stacklevel=5)
 
 
 def _n_selectable(n_keys: int, n_query: int) -> int:
@@ -430,6 +434,14 @@ class SelectionState:
         """Tokens appended since the selection."""
         return self.buffer.length - self.n_entries
 
+    def append_missing(self, keys: CachedKeys) -> None:
+        """Add the tokens that came since."""
+        first = self.n_selected_from + self.n_since
+        if first < keys.n_keys:
+            place = first - (keys.n_keys - keys.key.shape[2])
+            valid = None if keys.valid is None else keys.valid[:, first:]
+            self.append(keys.key[:, :, place:], keys.value[:, :, place:], valid)
+
     def append(self, key: Tensor, value: Tensor, valid: Tensor | None) -> None:
         """Add new tokens; `valid [B, n]` marks padding among them."""
         bias = None
@@ -462,20 +474,15 @@ class SelectionState:
 
     def count_reads(self, n_query: int) -> Callable[[], Reads]:
         """Counts what the last `n_query` tokens read; padding and empty clusters do not count."""
-        # of this step, and without its keys and values
-        length, bias, n_entries, n_centroids = (
-            self.buffer.length,
-            self.buffer.bias,
-            self.n_entries,
-            self.n_centroids,
-        )
+        length, bias = self.buffer.length, self.buffer.bias  # of this step, without its keys and values
+        stop, n_centroids = self.n_entries, self.n_centroids
 
         def count() -> Reads:
             if bias is None:
                 return Reads(length - (n_query - 1) / 2 - n_centroids, float(n_centroids))
             real = ~torch.isneginf(bias)
             entries = float(real.cumsum(-1)[..., length - n_query :].double().mean())
-            centroids = float(real[..., n_entries - n_centroids : n_entries].sum(-1).double().mean())
+            centroids = float(real[..., stop - n_centroids : stop].sum(-1).double().mean())
             return Reads(entries - centroids, centroids)
 
         return count

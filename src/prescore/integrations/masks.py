@@ -23,6 +23,7 @@ from prescore.types import Result
 _BLOCK = 512
 _MIN_WINDOW_BLOCK = 256
 _HIDDEN_BELOW = -1e4
+NO_STRUCTURE = "the attention mask is neither causal, full, packed nor a sliding window, with or without padding"
 _MEMO = "_prescore_form"
 _SEEDS = 2**62
 
@@ -80,11 +81,6 @@ class MaskForm:
         real = self.valid if n_query == self.n_keys else torch.ones_like(visible, dtype=torch.bool)
         return float(visible[real].double().mean()) if bool(real.any()) else 0.0
 
-    def unsupported(self) -> list[str]:
-        """Reasons why pre-scored attention cannot follow the mask; empty = it can."""
-        reason = "the attention mask is neither causal, full, packed nor a sliding window, with or without padding"
-        return [reason] if self.kind == "other" else []
-
 
 def read_mask(mask: Tensor | None, *, n_query: int, n_keys: int, is_causal: bool) -> MaskForm:
     """The structure of a mask.
@@ -99,6 +95,11 @@ def read_mask(mask: Tensor | None, *, n_query: int, n_keys: int, is_causal: bool
     plain = "causal" if is_causal and n_query > 1 else "full"
     if mask is None:
         return MaskForm(plain, n_keys)
+    if torch.compiler.is_compiling():  # the content of the mask is unknown
+        rows = mask if mask.ndim == 2 else mask[:, 0, 0]
+        if mask.ndim == 2 or mask.shape[2] == 1:
+            return MaskForm(plain, n_keys, valid=rows.bool())
+        return MaskForm("other", n_keys, mask=mask)
     # inference tensors have no version; transformers makes them anew for every forward
     question = (None if mask.is_inference() else mask._version, plain, n_query, n_keys)
     memo: tuple[object, MaskForm] | None = getattr(mask, _MEMO, None)
@@ -234,8 +235,8 @@ def prescored_under_mask(query: Tensor, key: Tensor, value: Tensor, form: MaskFo
 
     Queries that see to the end of a block, such as an image, are exact; all others are as under a causal mask.
     """
-    if form.unsupported():
-        raise Unsupported("pre-scored attention", form.unsupported())
+    if form.kind == "other":
+        raise Unsupported("pre-scored attention", [NO_STRUCTURE])
     key, value = key[:, :, : form.n_keys], value[:, :, : form.n_keys]
     if form.starts is not None:
         return _per_segment(query, key, value, form, form.starts, request)

@@ -7,7 +7,7 @@ replacements of one model can be undone in any order. When none is left, the mod
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MethodType
 from typing import Any, Protocol
@@ -27,8 +27,9 @@ Undo = Callable[[], None]
 class Adapter(Protocol):
     """A module of `prescore.integrations` that knows one model library.
 
-    Two functions are optional: `prepare(model, configs: Mapping[int, Config]) -> Undo`, which `prescore.apply`
-    calls after replacing attention, and `prepare_context_parallel(model, parallel: ContextParallel) -> Undo`.
+    Three functions are optional: `obstacles(model) -> dict[int, list[str]]`, why layers can never be served;
+    `prepare(model, configs: Mapping[int, Config]) -> Undo`, which `prescore.apply` calls after replacing
+    attention; `replace_context_parallel`, as in `prescore.integrations.apply`.
     """
 
     __name__: str
@@ -36,8 +37,8 @@ class Adapter(Protocol):
     def detect(self, model: nn.Module) -> bool:
         """Whether the model belongs to this library; imports nothing that the model does not need."""
 
-    def layers(self, model: nn.Module) -> list[str]:
-        """Names of the attention layers in order; raises `Unsupported` for a model that cannot be served."""
+    def layers(self, model: nn.Module) -> dict[int, str]:
+        """Names of the attention layers by number, ascending; `Unsupported` where a model cannot be served."""
 
     def replace_attention(self, model: nn.Module, functions: Mapping[int, Attend]) -> Undo:
         """Let layer `number` attend by `functions[number]`, and all others exactly; returns the undo.
@@ -107,7 +108,7 @@ def replace_forwards(
         forward: The new method; it calls the replaced one as `original_forward(module)`.
         n_prefix: Tokens before the image patches, by the modules' numbers.
     """
-    check_numbers(functions, len(modules))
+    check_numbers(functions, range(len(modules)))
     attached = []
     for number, module in enumerate(modules):
         # modules without a function keep their forward, unless an earlier replacement acts there
@@ -140,11 +141,18 @@ def original_forward(module: nn.Module) -> Callable[..., Any]:
     return MethodType(type(module).forward, module) if original is None else original
 
 
-def check_numbers(functions: Mapping[int, Attend], n_layers: int) -> None:
+def check_numbers(functions: Mapping[int, Attend], numbers: Collection[int]) -> None:
     """Refuse numbers of layers that the model does not have."""
     for number in functions:
-        if number not in range(n_layers):
-            raise ValueError(f"functions must be for layers 0 to {n_layers - 1}, got one for layer {number!r}")
+        if number not in numbers:
+            raise ValueError(f"functions must be for layers {span(numbers)}, got one for layer {number!r}")
+
+
+def span(numbers: Collection[int]) -> str:
+    """Layer numbers in a message."""
+    if list(numbers) == list(range(len(numbers))):
+        return f"0 to {len(numbers) - 1}"
+    return ", ".join(map(str, numbers))
 
 
 def refuse(model: nn.Module, names: Iterable[str], reason: str) -> Unsupported:

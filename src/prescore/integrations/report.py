@@ -6,6 +6,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from torch import Tensor
 
@@ -28,6 +29,10 @@ _COLUMNS = (
 _UNKNOWN = "-"
 _MERGE_WITHIN = 0.05
 """Layers whose shares of keys read differ by less may share a line."""
+
+
+Counts: TypeAlias = tuple[Reads | None, float | None]
+"""What a query read and what it could see, on average; None = unknown."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +91,7 @@ class CallTrace:
         n_query: Queries.
         n_keys: Keys so far, padding included.
         seconds: Time until the result was there, or on a GPU until its work was queued.
+        counter: Counts keys; None = counted, or unknown.
         stats: Numbers that cost nothing, by the names of `prescore.Stats`.
         errors: Of the audited queries; empty without an audit.
     """
@@ -96,40 +102,31 @@ class CallTrace:
     n_query: int
     n_keys: int
     seconds: float
-    count_reads: Callable[[], Reads | None] | None = field(default=None, repr=False)
-    count_visible: Callable[[], float | None] | None = field(default=None, repr=False)
+    counter: Callable[[], Counts] | None = field(default=None, repr=False)
     stats: Values = field(default_factory=dict)
     errors: Errors = Errors()
-    _reads: Reads | None = field(default=None, init=False, repr=False)
-    _visible: float | None = field(default=None, init=False, repr=False)
+    _counts: Counts = field(default=(None, None), init=False, repr=False)
 
     @property
     def reads(self) -> Reads | None:
         """Keys and centroids that a query read, on average, padding not counted; None = unknown."""
-        self.count()
-        return self._reads
+        return self.count()[0]
 
     @property
     def visible_keys(self) -> float | None:
         """Keys that a query could see, on average, padding not counted; None = unknown."""
-        self.count()
-        return self._visible
+        return self.count()[1]
 
     @property
     def phase(self) -> str:
         """Whether the call read a prompt or made a step."""
         return STEPS if self.n_query < self.n_keys and self.n_query <= STEP_AT_MOST else PREFILL
 
-    def count(self) -> None:
-        """Count now, and free what the counting needs."""
-        if self.count_reads is not None:
-            self._reads, self.count_reads = self.count_reads(), None
-        if self.count_visible is not None:
-            self._visible, self.count_visible = self.count_visible(), None
-
-    def release(self) -> None:
-        """Free what the counting needs; what was not counted stays unknown."""
-        self.count_reads = self.count_visible = None
+    def count(self) -> Counts:
+        """Count, the first time, and free what the counting needs."""
+        if self.counter is not None:
+            self._counts, self.counter = self.counter(), None
+        return self._counts
 
     def __getstate__(self) -> Values:
         self.count()
@@ -195,7 +192,7 @@ class Trace:
             if name == PREFILL and n_query <= STEP_AT_MOST:
                 phase.last.count()
             else:
-                phase.last.release()
+                phase.last.counter = None  # what was not counted stays unknown
 
     def add(self, call: CallTrace) -> None:
         """After a call."""
@@ -205,7 +202,7 @@ class Trace:
         self._phases = {**phases, call.phase: phases.get(call.phase, Phase(call)).add(call)}
 
 
-def what_ran(config: Config, path: str, n_query: int, n_keys: int, *, is_causal: bool) -> str:
+def what_ran(config: Config, path: str, n_query: int, n_keys: int, *, is_causal: bool, why_all: str = "") -> str:
     """What a call ran, for the report: an engine, or exact attention and why.
 
     Args:
@@ -214,6 +211,7 @@ def what_ran(config: Config, path: str, n_query: int, n_keys: int, *, is_causal:
         n_query: Queries.
         n_keys: Keys so far.
         is_causal: Whether the mask is causal.
+        why_all: Why a step of a `Routed` has no key index.
     """
     if path in (OVER_SELECTION, OVER_CLUSTERS):
         return "selected" if path == OVER_SELECTION else "routed"
@@ -225,7 +223,7 @@ def what_ran(config: Config, path: str, n_query: int, n_keys: int, *, is_causal:
                 return f"{READS_ALL}up to exact_until={config.exact_until}"
             chunks = "two chunks" if is_causal else "a chunk"
             return f"{READS_ALL}no longer than sinks and {chunks} of {config.chunk_size}"
-        return f"{READS_ALL}a step reads every key so far" if is_step else "routed"
+        return f"{READS_ALL}a step without a key index: {why_all}" if is_step else "routed"
     if isinstance(config, Exact):
         return "exact"
     if isinstance(config, Hyper):

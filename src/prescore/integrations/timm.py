@@ -22,7 +22,7 @@ def detect(model: nn.Module) -> bool:
     return any(base.__module__.split(".")[0] == "timm" for base in type(model).__mro__)
 
 
-def layers(model: nn.Module) -> list[str]:
+def layers(model: nn.Module) -> dict[int, str]:
     """Names of the model's plain attention layers; refuses models that also mix tokens in another way."""
     names = [name for name, module in model.named_modules() if _class_name(module) == _PLAIN]
     others = [_class_name(module) for module in model.modules() if _mixes_tokens(module)]
@@ -32,13 +32,13 @@ def layers(model: nn.Module) -> list[str]:
     if not names:
         blocks = [type(module).__name__ for module in model.children()]
         raise refuse(model, blocks, "it must have blocks that use timm's plain Attention class")
-    return names
+    return dict(enumerate(names))
 
 
 def replace_attention(model: nn.Module, functions: Mapping[int, Attend]) -> Undo:
     """Let layer `number` attend by `functions[number]`; returns the undo."""
     names = layers(model)
-    modules = [model.get_submodule(name) for name in names]
+    modules = [model.get_submodule(name) for name in names.values()]
     return replace_forwards(
         modules, functions, _forward, lambda number: tokens_before_patches(model, names[number])
     )

@@ -2,11 +2,13 @@
 
 import contextlib
 import copy
+import json
 from unittest.mock import Mock
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from tiny_models import COARSE, ROUNDING, ROUTED, forward, prompts, steps, tiny
 from transformers import DynamicCache, StaticCache
 
@@ -211,7 +213,7 @@ def test_eviction_frees_memory_and_changes_nothing_else(model):
         assert evicted.get_seq_length() == 44
         assert full["bytes"] == 2 * 2 * 2 * 2 * 40 * 8 * 4  # layers, K and V, batch, heads, tokens, dim, float32
         assert report["exact_bytes"] == full["bytes"] * 44 // 40
-        with pytest.raises(Unsupported, match="further chunk of the prompt"):
+        with pytest.raises(Unsupported, match=r"40 new tokens at once need all keys; .* prefill_chunk_size=32"):
             forward(model, IDS, torch.ones(2, 84), past_key_values=evicted)
         with pytest.raises(Unsupported, match="a crop to 30 tokens removes keys that were selected from"):
             evicted.crop(-14)
@@ -271,6 +273,102 @@ def test_other_files_are_refused(tmp_path):
             PrescoredCache.load(path)
     with pytest.raises(FileNotFoundError):
         PrescoredCache.load(tmp_path / "missing")
+
+
+EDITS = {
+    "fewer tokens": lambda facts: facts["layers"][0].update(n_tokens=41),
+    "other entries": lambda facts: facts["layers"][0]["selection"].update(n_entries=10),
+    "an earlier selection": lambda facts: facts["layers"][0]["selection"].update(n_selected_from=39),
+    "both": lambda facts: facts["layers"][0]["selection"].update(n_selected_from=39, n_entries=10),
+    "more centroids": lambda facts: facts["layers"][0]["selection"].update(n_centroids=12),
+    "a negative count": lambda facts: facts["layers"][0]["selection"].update(n_centroids=-1),
+    "no number": lambda facts: facts["layers"][0].update(n_tokens="42"),
+    "no selection": lambda facts: facts["layers"][0].update(selection=None),
+    "no request": lambda facts: facts["layers"][0].pop("request"),
+    "another configuration": lambda facts: facts["layers"][0]["selection"].update(config={"type": "Exact"}),
+    "an unknown field": lambda facts: facts["layers"][0]["selection"].update(budget=3),
+    "scale": lambda facts: facts["layers"][0]["request"].update(scale="1"),
+    "dropout": lambda facts: facts["layers"][0]["request"].update(dropout=7),
+    "seed": lambda facts: facts["layers"][0]["request"].update(seed=0.5),
+    "a layer less": lambda facts: facts["layers"].pop(),
+    "a layer more": lambda facts: facts["layers"].append(facts["layers"][0]),
+    "layers": lambda facts: facts.update(layers=3),
+    "evict": lambda facts: facts.update(evict="yes"),
+    "refresh_every": lambda facts: facts.update(refresh_every=-1),
+    "window": lambda facts: facts["layers"][0].update(window=9),
+    "valid": lambda facts: "0.valid",
+    "value": lambda facts: "0.value",
+    "selected keys": lambda facts: "0.selection.key",
+    "bias": lambda facts: "0.selection.bias",
+}
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_a_file_whose_numbers_do_not_fit_its_tensors_is_refused(model, tmp_path, edit):
+    with prescore.apply(model, COARSE):
+        cache = filled(model)
+        cache.select()
+        steps(model, cache, IDS[:, :2], MASK)
+    cache.save(tmp_path / "cache")
+    PrescoredCache.load(tmp_path / "cache")
+    tensors = load_file(tmp_path / "cache")
+    with safe_open(tmp_path / "cache", framework="pt") as file:
+        facts = json.loads(file.metadata()["prescore"])
+    cut = EDITS[edit](facts)
+    if isinstance(cut, str) and cut in tensors:
+        tensors[cut] = tensors[cut][:, :-1].contiguous()
+    save_file(tensors, tmp_path / "cache", metadata={"prescore": json.dumps(facts)})
+    with pytest.raises(ValueError, match=r"path must be a file of PrescoredCache.save, got .* \(.+\)"):
+        PrescoredCache.load(tmp_path / "cache")
+
+
+def test_a_saved_selection_covers_the_tokens_of_exact_steps(model, tmp_path):
+    with prescore.apply(model, COARSE):
+        cache = filled(model)
+        steps(model, cache, IDS[:, :1], MASK)
+    steps(model, cache, IDS[:, 1:3], longer(MASK))
+    cache.save(tmp_path / "cache")
+    with prescore.apply(model, COARSE):
+        caches = (cache, PrescoredCache.load(tmp_path / "cache"))
+        got, expected = (steps(model, each, IDS[:, 3:5], longer(MASK, 3)) for each in caches)
+    assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("stop", [KeyboardInterrupt, SystemExit])
+@both
+def test_an_interrupted_forward_is_taken_back_by_the_next(model, config, stop):
+    """Neither is an Exception, so that torch calls no hooks for them."""
+    ids = WHOLE[:1, :60]
+    with torch.no_grad(), prescore.apply(model, config):
+        cache, other = filled(model, ids, None), filled(model, ids, None)
+        for tokens in (ids[:, :1], ids[:, :40]):
+            hook = model.model.layers[1].register_forward_pre_hook(Mock(side_effect=stop))
+            with pytest.raises(stop):
+                model(tokens, past_key_values=cache)
+            hook.remove()
+            assert cache.layers[0].cache.n_tokens > cache.layers[1].cache.n_tokens
+            got, expected = (forward(model, tokens, past_key_values=each) for each in (cache, other))
+            torch.testing.assert_close(got, expected)
+            assert content(cache) == content(other)
+        hook = model.model.layers[1].register_forward_pre_hook(Mock(side_effect=stop))
+        with pytest.raises(stop):
+            model(ids, past_key_values=cache)
+        hook.remove()
+        cache.reset()  # another text: nothing is taken back
+        assert torch.equal(forward(model, ids, past_key_values=cache), forward(model, ids, past_key_values=None))
+
+
+def test_an_evicted_cache_reads_a_longer_turn_in_chunks(model):
+    """As its refusal says."""
+    ids, more = WHOLE[:1, :60], WHOLE[:1, 60:110]
+    options = {"max_new_tokens": 3, "do_sample": False}
+    with prescore.apply(model, COARSE):
+        cache = PrescoredCache(model.config, evict=True)
+        first = model.generate(ids, past_key_values=cache, **options)
+        turn = torch.cat((first, more), dim=1)
+        with pytest.raises(Unsupported, match="prefill_chunk_size=32"):
+            model.generate(turn, past_key_values=cache, **options)
+        assert model.generate(turn, past_key_values=cache, prefill_chunk_size=32, **options).shape == (1, 116)
 
 
 def test_wrong_arguments_are_named(model):

@@ -115,6 +115,25 @@ def test_by_name_a_graph_may_be_the_first_call():
         torch.testing.assert_close(forward(compiled(model), IDS, MASK), expected)
 
 
+@pytest.mark.parametrize("side", ["left", "none"])
+def test_what_is_unsupported_runs_exactly_in_the_graph(side):
+    """Soft caps in a full layer; the layer with a window is exact anyway."""
+    sizes = {"sliding_window": 9, "layer_types": ["sliding_attention", "full_attention"]}
+    ids, mask = prompts(side=side)
+    expected = forward(tiny("Gemma2", attn_implementation="eager", **sizes), ids, mask)
+    model = tiny("Gemma2", **sizes)
+    with prescore.apply(model, COARSE, on_unsupported="exact"):
+        fast = compiled(model)
+        with pytest.warns(UserWarning, match="runs exactly: its logits are soft-capped") as said:
+            output = fast(ids, attention_mask=mask, labels=ids, use_cache=False)
+        assert len(said) == 1
+        torch.testing.assert_close(output.logits[mask.bool()], expected[mask.bool()], atol=1e-4, rtol=1e-4)
+        output.loss.backward()
+    by_name = tiny("Gemma2", attn_implementation="prescored", **sizes)
+    with pytest.raises(Exception, match=r"layer 1 \(Gemma2Attention\) cannot run: its logits are soft-capped"):
+        forward(compiled(by_name), ids, mask, use_cache=False)
+
+
 def test_a_vit_of_timm():
     model = tiny_timm()
     with prescore.apply(model, Selected("key-norm", top_k=5, min_seq_len=1)), torch.no_grad():

@@ -106,7 +106,7 @@ def test_gemma3_reads_images_both_ways():
     with prescore.apply(model, Selected("key-norm", 1.0, min_seq_len=4)) as applied:
         assert (model(**inputs).logits - expected)[real].abs().max() < ROUNDING
         paths = [layer.path for layer in applied.report().layers]
-        assert paths == ["exact: a sliding window is local already", "prescored"]
+        assert paths == ["exact: a sliding window or chunk is local already", "prescored"]
     with prescore.apply(model, FEW):
         assert not torch.allclose(model(**inputs).logits[real], expected[real], atol=1e-3)
         model.generate(**inputs, max_new_tokens=3, do_sample=False)
@@ -216,3 +216,38 @@ def test_an_encoder_decoder_steps_over_its_own_cache_or_one_of_ours():
             held = [hasattr(layer, "cache") and layer.cache.selection is not None for layer in own.layers]
             assert held == [isinstance(own, PrescoredCache)] * 2
     assert (results[0] - results[1]).abs().max() < ROUNDING
+
+
+def test_numbers_are_those_of_the_model_where_other_layers_have_no_attention():
+    sizes = {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2, "num_experts_per_tok": 1}
+    model = tiny("Jamba", num_hidden_layers=4, mamba_d_state=4, **sizes)
+    ids, _ = prompts(batch=1, length=40, side="none")
+    exact = forward(model, ids)
+    for layers, numbers in {"all": [1, 3], "last:1": [3], "odd": [1, 3], -1: [3], "even": []}.items():
+        with prescore.apply(model, FEW, layers=layers) as applied:
+            assert list(applied.layers) == numbers
+    with prescore.apply(model, {3: FEW}) as applied:
+        assert not torch.allclose(forward(model, ids), exact, atol=1e-3)
+        assert applied.layers == {3: "model.layers.3.self_attn"}
+        assert applied.report()[3].path == "prescored"
+    with pytest.raises(ValueError, match=r"layers must be among the model's attention layers, 1, 3, .* got 0"):
+        prescore.apply(model, FEW, layers=[0])
+
+
+def test_chunked_layers_stay_exact_and_say_so():
+    sizes = {"num_local_experts": 2, "intermediate_size_mlp": 48, "attention_chunk_size": 16}
+    settings = {**SIZES, **sizes, "num_hidden_layers": 4, "no_rope_layers": [1, 1, 1, 0]}
+    torch.manual_seed(0)
+    model = transformers.Llama4ForCausalLM(transformers.Llama4TextConfig(**settings)).eval()
+    ids, _ = prompts(batch=1, length=60, side="none")
+    exact = forward(model, ids)
+    with pytest.warns(UserWarning, match="every chosen layer of Llama4ForCausalLM has a sliding window or chunk"):
+        applied = prescore.apply(model, FEW, layers="first:3")
+    with applied:
+        assert (forward(model, ids) - exact).abs().max() < ROUNDING
+        assert {entry.path for entry in applied.report().layers} == {
+            "exact: a sliding window or chunk is local already"
+        }
+    with prescore.apply(model, FEW) as applied:
+        forward(model, ids)
+        assert applied.report()[3].path == "prescored"

@@ -294,7 +294,7 @@ def layer_inputs(
 ) -> dict[int, LayerInputs]:
     """Run the model on the default over the window, and record the inputs of some layers."""
     model = language_model.model
-    numbers = range(len(find_adapter(model).layers(model)))
+    numbers = find_adapter(model).layers(model)
     attention = {number: PrescoredAttention(config, seed=seed) for number in numbers}
     inputs: dict[int, LayerInputs] = {}
 

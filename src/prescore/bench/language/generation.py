@@ -79,10 +79,10 @@ def generate_measured(
     from prescore.integrations.transformers.cache import cache_report
 
     show = on_token or (lambda token: None)
-    n_layers = len(find_adapter(model).layers(model))
-    chosen = [] if config is None else pick_layers(layers, n_layers)
+    numbers = list(find_adapter(model).layers(model))
+    chosen = [] if config is None else pick_layers(layers, numbers)
     timer = _Timer({number: PrescoredAttention(config) for number in chosen})
-    undo = replace_attention(model, dict.fromkeys(range(n_layers), timer))
+    undo = replace_attention(model, dict.fromkeys(numbers, timer))
     try:
         started = time.perf_counter()
         logits = model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[0, -1]

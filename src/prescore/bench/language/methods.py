@@ -31,7 +31,6 @@ from prescore.integrations.apply import (
     replace_context_parallel,
 )
 from prescore.integrations.attention import AttentionContext, attend_exactly, layer_seed
-from prescore.integrations.parallel import ContextParallel
 from prescore.ops.parts import merge
 from prescore.parallel.comm import Group
 from prescore.parallel.entry import OWN_HEADS
@@ -407,15 +406,15 @@ def measured_attention(
     On several ranks it must be called by all of them: reads are means over the ranks; seconds, bytes and memory
     those of the rank with most of them. Layers are named as in `prescore.apply`.
     """
-    n_layers = len(find_adapter(model).layers(model))
-    attention = MeasuredAttention(method, pick_layers(layers, n_layers), seed=seed, group=group)
-    functions = dict.fromkeys(range(n_layers), attention)
+    numbers = list(find_adapter(model).layers(model))
+    attention = MeasuredAttention(method, pick_layers(layers, numbers), seed=seed, group=group)
+    functions = dict.fromkeys(numbers, attention)
     if group is None:
         undo, results = replace_attention(model, functions), attention.results
     else:
-        undo = replace_context_parallel(model, functions, ContextParallel(group))
+        _, undo = replace_context_parallel(model, functions, group)
         reset_peak()
-        results = partial(_results_of_ranks, attention, group, group.sent, n_layers, resident_megabytes())
+        results = partial(_results_of_ranks, attention, group, group.sent, len(numbers), resident_megabytes())
     try:
         yield results
     finally:

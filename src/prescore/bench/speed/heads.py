@@ -121,7 +121,7 @@ def save_heads(
         raise ValueError(f"ids must be one sequence [1, N], got {tuple(ids.shape)}")
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)
-    chosen = pick_layers(layers, len(find_adapter(model).layers(model)))
+    chosen = pick_layers(layers, list(find_adapter(model).layers(model)))
     paths = {number: folder / f"layer-{number:02d}{SUFFIX}" for number in chosen}
     functions: dict[int, Attend] = {
         number: partial(_save_and_attend, path, dtype) for number, path in paths.items()

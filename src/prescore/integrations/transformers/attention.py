@@ -13,22 +13,22 @@ import dataclasses
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import transformers
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from prescore.config import Config
-from prescore.errors import PrescoreError, Unsupported
+from prescore.errors import Unsupported
 from prescore.integrations.attention import AttentionContext, PrescoredAttention
 from prescore.integrations.compile import attention_of
 from prescore.integrations.masks import full_mask
 from prescore.integrations.patch import Patch, Undo, attach_patch, detach_patch, patches
-from prescore.integrations.transformers.cache import CACHE_ARGUMENT, NAME, layer_of, pass_cache
+from prescore.integrations.transformers.cache import CACHE_ARGUMENT, NAME, layer_of, pass_cache, why_no_index
 from prescore.types import Values
 
 PREFIX_TOKENS = {
@@ -44,16 +44,16 @@ PREFIX_TOKENS = {
 }
 """Attention classes that read image patches -> tokens before the patches, registers not counted."""
 
-_UNSUPPORTED = {
+UNSUPPORTED = {
     "softcap": "its logits are soft-capped",
     "s_aux": "it has learned attention sinks",
     "position_bias": "it adds a position bias to the logits",
-    "cache": "the paged cache keeps keys in pages",
 }
+"""Arguments of transformers' attention functions -> why pre-scored attention cannot honour them."""
+_OLDEST = 5, 4
 _DEFAULT = "_prescore_default_patch"
 _CONFIG = "_prescore_config_copy"
 _IMPLEMENTATION = "_attn_implementation_internal"
-_MISSING = object()
 
 
 def prescored_attention_forward(
@@ -72,10 +72,13 @@ def prescored_attention_forward(
     The mask is what `prescored_mask` made, or one of the user; `features` are of single models, and the cache (see
     `pass_cache`). Returns `[B, Nq, Hq, Dv]`, and the weights where the model's own eager attention ran.
     """
-    layer = layer_of(module, key, features.pop(CACHE_ARGUMENT, None))
+    cache = features.pop(CACHE_ARGUMENT, None)
+    layer = layer_of(module, key, cache)
     stack = patches(module)
     patch = stack[-1] if stack else default_patch(module)
-    obstacles = [reason for name, reason in _UNSUPPORTED.items() if features.get(name) is not None]
+    obstacles = [reason for name, reason in UNSUPPORTED.items() if features.get(name) is not None]
+    if features.get("cache") is not None:
+        obstacles.append("the paged cache keeps keys in pages")
     if features.get("output_attentions"):
         obstacles.append("output_attentions=True asks for weights that are never formed")
     context = AttentionContext(
@@ -89,6 +92,7 @@ def prescored_attention_forward(
         obstacles=tuple(obstacles),
         is_local=_is_local(module, features.get("sliding_window")),
         cache=None if layer is None else layer.cache,
+        no_index=why_no_index(cache) if layer is None else "",
     )
     weights: list[Tensor] = []
     if obstacles:
@@ -142,27 +146,12 @@ def prescored_mask(
 
 
 def register() -> None:
-    """Register `attn_implementation="prescored"` with transformers, after a check that padding is hidden."""
-    if AttentionInterface._global_mapping.get(NAME) is prescored_attention_forward:
-        return
-    check_padding(prescored_attention_forward, prescored_mask)
+    """Register `attn_implementation="prescored"` with transformers; a second call does nothing."""
+    version = transformers.__version__
+    if tuple(int(part) for part in version.split(".")[:2]) < _OLDEST:
+        raise ImportError(f"transformers must be at least {'.'.join(map(str, _OLDEST))}, got {version}")
     AttentionInterface.register(NAME, prescored_attention_forward)
     AttentionMaskInterface.register(NAME, prescored_mask)
-
-
-def check_padding(attention: Callable[..., Any], mask: Callable[..., Any]) -> None:
-    """Run a tiny call whose padded key would change the result if it were visible."""
-    generator = torch.Generator("cpu").manual_seed(0)
-    real = torch.tensor([[False, True, True]], dtype=torch.bool, device="cpu")
-    query, key, value = (
-        torch.randn(1, 1, 3, 4, generator=generator, dtype=torch.float32, device="cpu") for _ in range(3)
-    )
-    changed = value.clone()
-    changed[:, :, 0] += 100.0
-    shown = mask(batch_size=1, q_length=3, kv_length=3, attention_mask=real, device="cpu")
-    first, second = (attention(nn.Module(), query, key, v, shown)[0][:, 1:] for v in (value, changed))
-    if not torch.equal(first, second):
-        raise PrescoreError("the registered mask function does not hide padding")
 
 
 def attach_patches(
@@ -173,6 +162,7 @@ def attach_patches(
     `owners` are all modules whose configurations name the attention implementation; `switch` makes these
     configurations, by then copies, name `prescored`.
     """
+    register()
     with ExitStack() as undo:
         undo.callback(copy_configs(owners))
         for module, patch in attached.items():
@@ -235,61 +225,46 @@ def _eager_attention(
 
 
 def _is_local(module: nn.Module, sliding_window: int | None) -> bool:
-    """Whether a layer is local by design; a window over all positions of the model is no window."""
-    longest = getattr(getattr(module, "config", None), "max_position_embeddings", None)
-    return sliding_window is not None and (longest is None or sliding_window < longest)
+    """Whether a layer is local by design; a window or chunk over all positions of the model is none."""
+    config, number = getattr(module, "config", None), getattr(module, "layer_idx", None)
+    kinds = getattr(config, "layer_types", None) or ()
+    size = sliding_window
+    if size is None and isinstance(number, int) and kinds[number : number + 1] == ["chunked_attention"]:
+        size = getattr(config, "attention_chunk_size", None)
+    longest = getattr(config, "max_position_embeddings", None)
+    return size is not None and (longest is None or size < longest)
 
 
-@dataclass(eq=False)
-class _ConfigCopy:
+class _ConfigCopy(NamedTuple):
     """A configuration that several models may share, and the copy that one model uses while it is replaced."""
 
     shared: Any
     copy: Any
     before: Values  # the attributes of the copy at first
-    modules: list[nn.Module] = field(default_factory=list)  # that have the copy
-    n_users: int = 0  # replacements that need it
-
-    def release(self) -> None:
-        """One user less; the last one restores the modules and hands changes on to the shared configuration."""
-        self.n_users -= 1
-        if self.n_users:
-            return
-        for module in self.modules:
-            del vars(module)[_CONFIG]
-            if vars(module).get("config") is self.copy:  # else the user has set another one
-                vars(module)["config"] = self.shared
-        for name in {*self.before, *vars(self.copy)} - {_IMPLEMENTATION}:
-            value = vars(self.copy).get(name, _MISSING)
-            if value is _MISSING:
-                vars(self.shared).pop(name, None)
-            elif value is not self.before.get(name, _MISSING):
-                vars(self.shared)[name] = value
 
 
 def copy_configs(modules: Iterable[nn.Module]) -> Undo:
     """Give modules copies of their configurations, nested ones included; returns the undo.
 
     A configuration names the attention implementation, and models may share one object. What is changed on a copy
-    meanwhile goes back to the shared configuration at the end, except for that name.
+    meanwhile goes back to the shared configuration at the end, except for that name. A module has a stack with an
+    entry per replacement.
     """
     holders = [module for module in modules if _is_config(vars(module).get("config"))]
-    known = [vars(module)[_CONFIG] for module in holders if _CONFIG in vars(module)]
-    by_shared: dict[int, _ConfigCopy] = {id(each.shared): each for each in known}
-    used = dict.fromkeys(known)
-    for module in holders:
-        if _CONFIG not in vars(module):
-            made = _copy_config(vars(module)["config"], by_shared)
-            vars(module)[_CONFIG], vars(module)["config"] = made, made.copy
-            made.modules.append(module)
-            used[made] = None
-    for each in used:
-        each.n_users += 1
+    stacks: list[list[_ConfigCopy]] = [vars(module).setdefault(_CONFIG, []) for module in holders]
+    by_shared = {id(stack[-1].shared): stack[-1] for stack in stacks if stack}
+    for module, stack in zip(holders, stacks, strict=True):
+        stack.append(stack[-1] if stack else _copy_config(vars(module)["config"], by_shared))
+        if len(stack) == 1:
+            vars(module)["config"] = stack[0].copy
 
     def undo() -> None:
-        for each in used:
-            each.release()
-        used.clear()
+        while holders:
+            module = holders.pop()
+            own = vars(module)[_CONFIG].pop()
+            if not vars(module)[_CONFIG]:
+                del vars(module)[_CONFIG]
+                _restore_config(module, own)
 
     return undo
 
@@ -304,6 +279,17 @@ def _copy_config(config: Any, by_shared: dict[int, _ConfigCopy]) -> _ConfigCopy:
                 vars(made)[name] = _copy_config(nested, by_shared).copy
         by_shared[id(config)] = _ConfigCopy(config, made, dict(vars(made)))
     return by_shared[id(config)]
+
+
+def _restore_config(module: nn.Module, own: _ConfigCopy) -> None:
+    """Give a module its shared configuration back, with what was changed meanwhile."""
+    if vars(module).get("config") is own.copy:  # else the user has set another one
+        vars(module)["config"] = own.shared
+    for name in {*own.before, *vars(own.copy)} - {_IMPLEMENTATION}:
+        if name not in vars(own.copy):
+            vars(own.shared).pop(name, None)
+        elif name not in own.before or vars(own.copy)[name] is not own.before[name]:
+            vars(own.shared)[name] = vars(own.copy)[name]
 
 
 def _is_config(value: object) -> bool:

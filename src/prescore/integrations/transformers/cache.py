@@ -24,7 +24,7 @@ from transformers.cache_utils import (
 from prescore import checks
 from prescore.config import config_from_dict
 from prescore.errors import Unsupported
-from prescore.integrations.decode import KVBuffer, LayerCache, Request, SelectionState
+from prescore.integrations.decode import KVBuffer, LayerCache, Request, SelectionState, keeps_selection
 from prescore.types import Values
 
 NAME = "prescored"
@@ -95,13 +95,21 @@ class PrescoredCache(DynamicCache):
 
     @classmethod
     def load(cls, path: str | Path, *, device: str = "cpu") -> PrescoredCache:
-        """Read what `save` wrote, in any process; raises ValueError for any other file."""
-        facts, tensors = _read_file(str(path), device)
-        settings = {"evict": facts["evict"], "refresh_every": facts["refresh_every"]}
-        cache = cls(**settings)
-        cache.layers = [
-            _load_layer(entry, f"{number}.", tensors, settings) for number, entry in enumerate(facts["layers"])
-        ]
+        """Read what `save` wrote, in any process; raises ValueError for any other file.
+
+        Everything that the file says about its tensors is compared with them.
+        """
+        refusal = f"path must be a file of PrescoredCache.save, got {str(path)!r}"
+        try:
+            facts, tensors = _read_file(str(path), device)
+            settings = {name: facts[name] for name in ("evict", "refresh_every")}
+            cache = cls(**settings)
+            cache.layers = [
+                _load_layer(entry, f"{number}.", tensors, settings) for number, entry in enumerate(facts["layers"])
+            ]
+            _require(not tensors, f"tensors without a layer: {', '.join(tensors)}")
+        except (SafetensorError, ValueError, TypeError, KeyError, AttributeError) as error:
+            raise ValueError(f"{refusal} ({error})") from error
         # a layer that the file does not have would have missed the prompt
         cache.layer_class_to_replicate = None
         return cache
@@ -242,6 +250,15 @@ def layer_of(module: nn.Module, key: Tensor, cache: Cache | None) -> PrescoredLa
     return None
 
 
+def why_no_index(cache: Cache | None) -> str:
+    """Why the steps of a layer find no key index in a cache; see `AttentionContext`."""
+    if cache is None:
+        return "no cache was passed"
+    if any(isinstance(layer, PrescoredLayer) for layer in cache.layers):
+        return "the model computes its keys from what its cache holds, as MLA does"
+    return f"{type(cache).__name__} keeps none"
+
+
 def upgrade(cache: Cache, settings: Values | None = None, *, max_length: int | None = None) -> None:
     """Turn the full-attention layers of a dynamic cache into pre-scored ones, in place, content included.
 
@@ -281,6 +298,11 @@ def save_point(cache: Cache) -> Callable[[], None]:
     return go_back
 
 
+def has_unequal_lengths(cache: Cache) -> bool:
+    """Whether a forward ended half way: its first layers hold more tokens than the others."""
+    return len({layer.cache.n_tokens for layer in cache.layers if isinstance(layer, PrescoredLayer)}) > 1
+
+
 def cache_report(cache: Cache) -> Values:
     """Memory and selections of a cache, in plain numbers."""
     layers: list[Values] = []
@@ -310,15 +332,15 @@ def cache_report(cache: Cache) -> Values:
 
 def _read_file(path: str, device: str) -> tuple[Values, dict[str, Tensor]]:
     """What the file says about the cache, and its tensors."""
-    refusal = ValueError(f"path must be a file of PrescoredCache.save, got {path!r}")
-    try:
-        with safe_open(path, framework="pt", device=device) as file:
-            facts = json.loads((file.metadata() or {}).get("prescore", "{}"))
-            if not isinstance(facts, dict) or facts.get("format") != _FORMAT:
-                raise refusal
-            return facts, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except (SafetensorError, json.JSONDecodeError) as error:
-        raise refusal from error
+    with safe_open(path, framework="pt", device=device) as file:
+        facts = json.loads((file.metadata() or {}).get("prescore", "{}"))
+        _require(isinstance(facts, dict) and facts.get("format") == _FORMAT, f"its format is not {_FORMAT}")
+        return facts, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+
+
+def _require(fact: bool, otherwise: str) -> None:
+    if not fact:
+        raise ValueError(otherwise)
 
 
 def _save_layer(layer: Any, prefix: str, tensors: dict[str, Tensor]) -> Values:
@@ -346,29 +368,65 @@ def _save_layer(layer: Any, prefix: str, tensors: dict[str, Tensor]) -> Values:
 
 
 def _load_layer(entry: Values, prefix: str, tensors: dict[str, Tensor], settings: Values) -> Any:
-    buffer = _load_buffer(prefix, tensors)
+    """A layer from what `_save_layer` returned; takes its tensors out of `tensors`."""
+    n_tokens, buffer = entry["n_tokens"], _load_buffer(prefix, tensors)
+    checks.integer("n_tokens", n_tokens, minimum=0)
+    n_held = 0 if buffer is None else buffer.length
     if "window" in entry:
+        checks.integer("window", entry["window"], minimum=1)
         layer: Any = DynamicSlidingWindowLayer(entry["window"])
         if buffer is not None:
             layer.update(buffer.key, buffer.value)
-        layer.cumulative_length = entry["n_tokens"]
+        _require(min(n_tokens, entry["window"] - 1) <= n_held <= n_tokens, f"{n_held} keys of {n_tokens} tokens")
+        layer.cumulative_length = n_tokens
         return layer
     restored = PrescoredLayer(settings)
     cache = restored.cache
-    cache.n_tokens, cache.buffer, cache.valid = entry["n_tokens"], buffer, tensors.get(f"{prefix}valid")
+    cache.n_tokens, cache.buffer, cache.valid = n_tokens, buffer, tensors.pop(f"{prefix}valid", None)
     if entry["request"] is not None:
-        request = entry["request"]
-        cache.request = Request(**{**request, "config": config_from_dict(request["config"])})
+        request = Request(**{**entry["request"], "config": config_from_dict(entry["request"]["config"])})
+        checks.number("scale", 1.0 if request.scale is None else request.scale)
+        checks.number("dropout", request.dropout, minimum=0.0, maximum=1.0)
+        _require(type(request.seed) is int, f"the seed {request.seed!r}")
+        cache.request = request
     selected = _load_buffer(f"{prefix}selection.", tensors)
-    if entry["selection"] is not None and selected is not None:
-        config: Any = config_from_dict(entry["selection"].pop("config"))
-        cache.selection = SelectionState(config, selected, **entry["selection"])
+    _require((selected is None) == (entry["selection"] is None), "half of a selection")
+    if selected is not None:
+        config: Any = config_from_dict(entry["selection"]["config"])
+        cache.selection = SelectionState(**{**entry["selection"], "config": config, "buffer": selected})
         cache.evicted = buffer is None
+        _check_selection(cache.selection, buffer, n_tokens)
+    _require(cache.evicted or n_held == n_tokens, f"{n_held} keys of {n_tokens} tokens")
+    _require(not cache.evicted or cache.evict, "keys are missing without evict=True")
     held = cache.held
     if held is not None:
+        valid, batch = cache.valid, held.key.shape[0]
+        _require(
+            valid is None or (valid.dtype, *valid.shape) == (torch.bool, batch, n_tokens),
+            f"the mask of padding is not [{batch}, {n_tokens}] bool",
+        )
         restored.lazy_initialization(held.key, held.value)
         restored.show()
     return restored
+
+
+def _check_selection(selection: SelectionState, buffer: KVBuffer | None, n_tokens: int) -> None:
+    """A selection stands for the first tokens; the tokens since, and none else, follow its entries."""
+    first, n_entries, n_centroids = selection.n_selected_from, selection.n_entries, selection.n_centroids
+    are_counts = all(type(count) is int and count >= 0 for count in (first, n_entries, n_centroids))
+    _require(are_counts and keeps_selection(selection.config), "no selection")
+    _require(
+        0 <= n_entries - n_centroids <= first and first + selection.n_since == n_tokens,
+        f"{n_entries} entries from {first} keys and {selection.n_since} later ones of {n_tokens} tokens",
+    )
+    if buffer is not None:
+        own, bias, later = selection.buffer.key, selection.buffer.bias, buffer.key[:, :, first:]
+        _require(own.shape[:2] == later.shape[:2], "a selection of another batch")
+        own = own[:, :, n_entries:]
+        if bias is not None:  # padding among the later tokens is zeroed
+            hidden = torch.isneginf(bias[:, :, n_entries:, None])
+            own, later = own.masked_fill(hidden, 0), later.masked_fill(hidden, 0)
+        _require(torch.equal(own, later), "a selection followed by other keys")
 
 
 def _save_buffer(buffer: KVBuffer, prefix: str, tensors: dict[str, Tensor]) -> None:
@@ -378,6 +436,12 @@ def _save_buffer(buffer: KVBuffer, prefix: str, tensors: dict[str, Tensor]) -> N
 
 
 def _load_buffer(prefix: str, tensors: dict[str, Tensor]) -> KVBuffer | None:
-    if f"{prefix}key" not in tensors:
+    parts: list[Any] = [tensors.pop(f"{prefix}{name}", None) for name in ("key", "value", "bias")]
+    key, value, bias = parts
+    if key is None and value is None and bias is None:
         return None
-    return KVBuffer(tensors[f"{prefix}key"], tensors[f"{prefix}value"], tensors.get(f"{prefix}bias"))
+    _require(key is not None and value is not None, f"half of the tensors {prefix}key and {prefix}value")
+    is_whole = key.ndim == value.ndim == 4 and key.shape[:3] == value.shape[:3] and key.dtype == value.dtype
+    is_whole = is_whole and key.is_floating_point() and (bias is None or bias.shape == key.shape[:3])
+    _require(is_whole, f"the tensors {prefix}key, value and bias do not belong together")
+    return KVBuffer(key, value, bias)

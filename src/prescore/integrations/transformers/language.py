@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 import sys
 import warnings
 from collections.abc import Mapping
@@ -16,11 +17,18 @@ from transformers.cache_utils import DynamicCache, DynamicSlidingWindowLayer
 from prescore.config import Config, Exact
 from prescore.errors import Unsupported
 from prescore.integrations.attention import Attend, attend_exactly
-from prescore.integrations.parallel import ContextParallel
 from prescore.integrations.patch import Patch, Undo, check_numbers
-from prescore.integrations.transformers.attention import attach_patches, register
-from prescore.integrations.transformers.cache import NAME, PrescoredCache, find_cache, save_point, upgrade
-from prescore.integrations.transformers.parallel import prepare_shards
+from prescore.integrations.transformers.attention import UNSUPPORTED, attach_patches
+from prescore.integrations.transformers.cache import (
+    NAME,
+    PrescoredCache,
+    find_cache,
+    has_unequal_lengths,
+    save_point,
+    upgrade,
+)
+from prescore.integrations.transformers.parallel import ContextParallel, ContextParallelAttention
+from prescore.parallel.comm import Group
 from prescore.types import Values
 
 _NO_LAYER = -1
@@ -33,10 +41,10 @@ def detect(model: nn.Module) -> bool:
     return bool(_outermost(model))
 
 
-def layers(model: nn.Module) -> list[str]:
-    """Names of the self-attention modules that go through transformers' attention interface.
+def layers(model: nn.Module) -> dict[int, str]:
+    """Names of the self-attention modules that go through transformers' attention interface, by number.
 
-    The causal ones, or in an encoder, which has none, all of them.
+    The causal ones, or in an encoder, which has none, all of them. Numbers are the model's own where it has some.
     """
     modules = _interface_modules(model)
     names = [name for name, module in modules.items() if _is_causal(module)]
@@ -46,14 +54,30 @@ def layers(model: nn.Module) -> list[str]:
             f"apply on {type(model).__name__}",
             ["its attention does not go through transformers' attention interface, so nothing would change"],
         )
-    return names
+    numbers: list[Any] = [getattr(modules[name], "layer_idx", None) for name in names]
+    has_own = all(isinstance(number, int) for number in numbers) and len(set(numbers)) == len(names)
+    return dict(sorted(zip(numbers if has_own else range(len(names)), names, strict=True)))
+
+
+def obstacles(model: nn.Module) -> dict[int, list[str]]:
+    """What layers ask for in every call that pre-scored attention cannot do, by number; local ones stay exact."""
+    found: dict[int, list[str]] = {}
+    local = _local_layers(model)
+    for number, module_name in layers(model).items():
+        if number in local:
+            continue
+        module = model.get_submodule(module_name)
+        for name, reason in UNSUPPORTED.items():
+            passed = re.search(rf"\b{name}=(?:self\.(\w+)|(?!None)\w+)", _forward_source(type(module)))
+            if passed and (passed[1] is None or getattr(module, passed[1], None) is not None):
+                found.setdefault(number, []).append(reason)
+    return found
 
 
 def replace_attention(model: nn.Module, functions: Mapping[int, Attend]) -> Undo:
     """Let layer `number` attend by `functions[number]`, and all others exactly; returns the undo."""
-    register()
-    numbers = {name: number for number, name in enumerate(layers(model))}
-    check_numbers(functions, len(numbers))
+    numbers = {name: number for number, name in layers(model).items()}
+    check_numbers(functions, numbers.values())
     attached = {}
     for name, module in _interface_modules(model).items():
         number = numbers.get(name, _NO_LAYER)
@@ -79,24 +103,42 @@ def prepare(model: nn.Module, configs: Mapping[int, Config]) -> Undo:
         return undo.pop_all().close
 
 
-def prepare_context_parallel(model: nn.Module, parallel: ContextParallel) -> Undo:
-    """Let every rank of a mesh run the model on its shard; returns the undo."""
-    return prepare_shards([module for module in model.modules() if _is_pretrained(module)], parallel)
+def replace_context_parallel(
+    model: nn.Module, functions: Mapping[int, Attend | Config], group: Group
+) -> tuple[dict[int, Attend], Undo]:
+    """Let every rank of a group run the model on its shard; returns the functions of the layers and the undo.
+
+    A layer attends by its function or, on all ranks, by its configuration; others are exact.
+    """
+    parallel = ContextParallel(group)
+    by_layer: dict[int, Attend] = {
+        number: each if callable(each) else ContextParallelAttention(each, parallel)
+        for number, each in functions.items()
+    }
+    exact = ContextParallelAttention(Exact(), parallel)
+    with ExitStack() as undo:
+        undo.callback(replace_attention(model, {**dict.fromkeys(layers(model), exact), **by_layer}))
+        undo.callback(parallel.attach([module for module in model.modules() if _is_pretrained(module)]))
+        return by_layer, undo.pop_all().close
 
 
-def _warn_if_all_local(model: nn.Module, chosen: list[int]) -> None:
-    """Sliding-window layers stay exact; warn when no other layer was chosen."""
+def _local_layers(model: nn.Module) -> set[int]:
+    """Numbers of the layers with a sliding window or chunk; one over all positions of the model is none."""
     config = _outermost(model)[0].config.get_text_config(decoder=True)
     cache_layers: list[Any] = DynamicCache(config=config).layers
     longest = getattr(config, "max_position_embeddings", None) or sys.maxsize
-    local = [
-        isinstance(layer, DynamicSlidingWindowLayer) and layer.sliding_window < longest
+    return {
+        number
         for number, layer in enumerate(cache_layers)
-        if number in chosen
-    ]
-    if local and all(local):
+        if isinstance(layer, DynamicSlidingWindowLayer) and layer.sliding_window < longest
+    }
+
+
+def _warn_if_all_local(model: nn.Module, chosen: list[int]) -> None:
+    """Local layers stay exact; warn when no other layer was chosen."""
+    if chosen and _local_layers(model).issuperset(chosen):
         warnings.warn(
-            f"every chosen layer of {type(model).__name__} has a sliding window and stays exact",
+            f"every chosen layer of {type(model).__name__} has a sliding window or chunk and stays exact",
             stacklevel=_ABOVE_APPLY,
         )
 
@@ -109,7 +151,10 @@ def _before(module: nn.Module, args: tuple[Any, ...], kwargs: Values) -> tuple[t
     cache = find_cache(args, kwargs)
     if isinstance(cache, DynamicCache):
         upgrade(cache, max_length=getattr(config, "max_position_embeddings", None))
-        if _SAVE_POINT not in vars(cache):  # else a model around this one has set it
+        owner, go_back = vars(cache).get(_SAVE_POINT, (module, None))
+        if owner is module:  # else a model around this one has set it
+            if go_back is not None and has_unequal_lengths(cache):
+                go_back()  # KeyboardInterrupt and SystemExit ended the last forward without calling hooks
             vars(cache)[_SAVE_POINT] = module, save_point(cache)
     if cache is not None or module.training or getattr(config, "is_encoder_decoder", False):
         return None
@@ -148,15 +193,16 @@ def _is_pretrained(module: nn.Module) -> bool:
 
 def _interface_modules(model: nn.Module) -> dict[str, nn.Module]:
     """Modules whose forward looks its attention function up in transformers' attention interface, by name."""
-    uses: dict[type[nn.Module], bool] = {}
-    for module in model.modules():
-        if type(module) not in uses:
-            try:
-                source = inspect.getsource(type(module).forward)
-            except (OSError, TypeError):
-                source = ""
-            uses[type(module)] = "ALL_ATTENTION_FUNCTIONS" in source
+    kinds = {type(module) for module in model.modules()}
+    uses = {kind: "ALL_ATTENTION_FUNCTIONS" in _forward_source(kind) for kind in kinds}
     return {name: module for name, module in model.named_modules() if uses[type(module)]}
+
+
+def _forward_source(kind: type[nn.Module]) -> str:
+    try:
+        return inspect.getsource(kind.forward)
+    except (OSError, TypeError):
+        return ""
 
 
 def _is_causal(module: nn.Module) -> bool:

@@ -1,8 +1,16 @@
-"""Language models of transformers on several ranks: positions and cache of a shard, and greedy generation."""
+"""Context parallel: a language model of transformers whose sequences lie on several ranks.
+
+Each rank runs the model on its shard. Everything but attention works on single positions, so a rank needs to know
+only where its shard begins, and attention needs the group. A forward without a cache reads a prompt. A forward
+with one makes a step: its new tokens are the same on all ranks, and the last rank keeps their keys.
+"""
 
 from __future__ import annotations
 
 import inspect
+import time
+import zlib
+from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -11,11 +19,180 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from prescore import checks
+from prescore.attention import Options, attend
+from prescore.config import Config, Exact, check_config
 from prescore.errors import Unsupported
-from prescore.integrations.parallel import ContextParallel
+from prescore.integrations.attention import AttentionContext, layer_seed
+from prescore.integrations.decode import PROMPT
 from prescore.integrations.patch import Undo
+from prescore.integrations.report import CallTrace, Trace, what_ran
 from prescore.parallel.comm import Group, agree, as_group
+from prescore.parallel.entry import attend_step
 from prescore.types import Values
+
+STEP_OF_ALL = "step over the keys of all ranks"
+
+
+class ContextParallel:
+    """What the layers of a model on several ranks share: the group, and facts about the running forward.
+
+    Attributes:
+        group: The ranks.
+        n_before: Tokens before this forward, on all ranks; 0 = it reads a prompt.
+        valid: `[B, n]`, True = a real key of this rank; None = no rank has padding.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+        self.n_before = 0
+        self.valid: Tensor | None = None
+        self._depth = 0
+
+    def attach(self, modules: Sequence[nn.Module]) -> Undo:
+        """Let every forward of some models of transformers begin where its shard does; returns the undo."""
+        for module in modules:
+            if "position_ids" not in inspect.signature(module.forward).parameters:
+                reason = "its forward takes no position_ids, so that a shard cannot say where it begins"
+                raise Unsupported(f"apply with a mesh on {type(module).__name__}", [reason])
+        with ExitStack() as undo:
+            for module in modules:
+                undo.callback(module.register_forward_pre_hook(self._before, with_kwargs=True).remove)
+                undo.callback(module.register_forward_hook(self._after, always_call=True).remove)
+            return undo.pop_all().close
+
+    def _before(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: Values
+    ) -> tuple[tuple[Any, ...], Values] | None:
+        """Agree with the other ranks, then fill in positions and cache."""
+        self._depth += 1
+        if self._depth > 1:
+            return None  # a forward inside another has nothing to agree on
+        names = list(inspect.signature(module.forward).parameters)
+        given: Values = {**dict(zip(names, args, strict=False)), **kwargs}
+        embeddings, mask = given.get("inputs_embeds"), given.get("attention_mask")
+        tokens: Tensor = given["input_ids"] if embeddings is None else embeddings
+        cache: Cache | None = given.get("past_key_values")
+        self._agree(tokens, mask, cache)
+        config: Any = module.config.get_text_config(decoder=True)  # type: ignore[operator, union-attr]
+        if given.get("position_ids") is None:
+            n_tokens = tokens.shape[1]
+            first = self.n_before or self.group.rank * n_tokens
+            positions = torch.arange(first, first + n_tokens, dtype=torch.int64, device=tokens.device)
+            given["position_ids"] = positions[None]
+        use_cache = given.get("use_cache")
+        use_cache = getattr(config, "use_cache", False) if use_cache is None else use_cache
+        if cache is None and use_cache and not module.training and "past_key_values" in names:
+            cache = given["past_key_values"] = ShardCache(config, self.group)
+        if isinstance(cache, ShardCache):
+            if self.n_before:
+                if cache.valid is not None and self.group.rank == self.group.size - 1:
+                    cache.valid = torch.nn.functional.pad(cache.valid, (0, tokens.shape[1]), value=True)
+                self.valid = cache.valid
+                given["attention_mask"] = None  # padding is known from the prompt
+            else:
+                cache.valid = self.valid
+        return (), given
+
+    def _after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """After a forward, also one that raised."""
+        self._depth -= 1
+
+    def _agree(self, tokens: Tensor, mask: Tensor | None, cache: Cache | None) -> None:
+        """Make sure that all ranks run the same forward, each on its shard; a refusal of one is raised by all.
+
+        Args:
+            tokens: `[B, n]` token numbers, or `[B, n, C]` embeddings.
+            mask: `[B, n]`, 1 = a real token; None = all are.
+            cache: The cache; None = the forward reads a prompt.
+        """
+        shape = tuple(tokens.shape[:2])
+        refusal: ValueError | None = None
+        self.n_before = cache.n_tokens if isinstance(cache, ShardCache) else 0
+        if cache is not None and not isinstance(cache, ShardCache):
+            name = type(cache).__name__
+            refusal = Unsupported(f"a cache of type {name} on several ranks", ["it holds full sequences"])
+        elif mask is not None and (mask.ndim != 2 or (not self.n_before and mask.shape != shape)):
+            refusal = ValueError(
+                f"attention_mask must have the shape {shape} of this rank's tokens, got {tuple(mask.shape)}"
+            )
+        checksum = None  # steps have the same tokens on all ranks, prompts do not
+        if self.n_before:
+            checksum = zlib.crc32(tokens.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+        facts = {"input_ids shape": list(tokens.shape), "tokens so far": self.n_before, "new tokens": checksum}
+        agree(self.group, facts, refusal)
+        if self.n_before:
+            return
+        padded = mask is not None and not bool(mask.bool().all())
+        flag = torch.tensor([padded], dtype=torch.uint8, device=self.group.device)
+        self.valid = None
+        if bool(self.group.gather(flag).any()):
+            real = torch.ones(shape, dtype=torch.bool, device=tokens.device)
+            self.valid = real if mask is None else mask.bool()
+
+
+class ContextParallelAttention:
+    """Attention of one layer on several ranks; see `prescore.integrations.attention.Attend`.
+
+    Args:
+        config: How to attend; None = the default.
+        parallel: What the layers share.
+        seed: As of `PrescoredAttention`.
+
+    Attributes:
+        last: What the last call did, on this rank; None before the first.
+        trace: What the calls since the last prompt began did.
+    """
+
+    def __init__(self, config: Config | None, parallel: ContextParallel, *, seed: int = 0) -> None:
+        self.config = check_config(config)
+        self.parallel = parallel
+        self.seed = seed
+        self.last: CallTrace | None = None
+        self.trace = Trace()
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, context: AttentionContext) -> Tensor:
+        """Attend to the keys of all ranks; what one rank alone cannot run is refused by all."""
+        begin = time.perf_counter()
+        self.last = None
+        parallel, n_query, scale = self.parallel, query.shape[2], context.scale
+        group, valid, n_ranks = parallel.group, parallel.valid, parallel.group.size
+        self.trace.begin(n_query)
+        kind = "causal" if context.is_causal else "full"
+        if parallel.n_before:
+            output = attend_step(group, query, key, value, valid=valid, scale=scale).output
+            seconds = time.perf_counter() - begin
+            call = CallTrace(STEP_OF_ALL, STEP_OF_ALL, kind, n_query, parallel.n_before + n_query, seconds)
+        else:
+            seed, refusal = layer_seed(self.seed, context.layer), self._refusal(query, key, context)
+            options = Options(context.is_causal, valid, scale, seed, dropout_p=context.dropout)
+            result = attend(query, key, value, self.config, options, group=group, refusal=refusal)
+            output, seconds, n_keys = result.output, time.perf_counter() - begin, key.shape[2] * n_ranks
+            name = "exact" if isinstance(self.config, Exact) else PROMPT
+            ran = what_ran(self.config, PROMPT, n_keys, n_keys, is_causal=context.is_causal)
+            path, ran = f"{name} on {n_ranks} ranks", f"{ran} on {n_ranks} ranks"
+            count, stats = result.count_reads, result.stats
+            call = CallTrace(path, ran, kind, n_keys, n_keys, seconds, lambda: (count(), None), stats)
+        self.last = call
+        self.trace.add(call)
+        return output
+
+    def _refusal(self, query: Tensor, key: Tensor, context: AttentionContext) -> ValueError | None:
+        """Why ranks cannot do what a layer asks for."""
+        reasons = list(context.obstacles)
+        if context.is_local:
+            reasons.append("it has a sliding window, which reaches into other ranks' shards")
+        if query.shape[2] != key.shape[2]:
+            reasons.append(f"it has {query.shape[2]} queries for {key.shape[2]} keys that no cache of ours holds")
+        else:
+            try:
+                kind = context.form(query, key).kind
+            except ValueError as error:
+                return error
+            if kind not in ("causal", "full"):
+                rule = "the attention mask must be causal or full apart from padding on every rank"
+                reasons.append(f"{rule}, got {kind}")
+        what = f"attention on several ranks in layer {context.layer} ({context.owner})"
+        return Unsupported(what, reasons) if reasons else None
 
 
 class ShardLayer(DynamicLayer):  # type: ignore[no-untyped-call]
@@ -62,59 +239,6 @@ class ShardCache(DynamicCache):
         """Tokens so far, on all ranks."""
         layer: Any = self.layers[0] if self.layers else None
         return 0 if layer is None else int(layer.n_tokens)
-
-
-def prepare_shards(modules: list[nn.Module], parallel: ContextParallel) -> Undo:
-    """Let every forward of some models of transformers begin where its shard does; returns the undo."""
-    for module in modules:
-        if "position_ids" not in inspect.signature(module.forward).parameters:
-            reason = "its forward takes no position_ids, so that a shard cannot say where it begins"
-            raise Unsupported(f"apply with a mesh on {type(module).__name__}", [reason])
-
-    def before(module: nn.Module, args: tuple[Any, ...], kwargs: Values) -> tuple[tuple[Any, ...], Values]:
-        return _before(module, args, kwargs, parallel) if parallel.enter() else (args, kwargs)
-
-    def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        parallel.leave()
-
-    with ExitStack() as undo:
-        for module in modules:
-            undo.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
-            undo.callback(module.register_forward_hook(after, always_call=True).remove)
-        return undo.pop_all().close
-
-
-def _before(
-    module: nn.Module, args: tuple[Any, ...], kwargs: Values, parallel: ContextParallel
-) -> tuple[tuple[Any, ...], Values]:
-    """Agree with the other ranks, then fill in positions and cache."""
-    names = list(inspect.signature(module.forward).parameters)
-    given: Values = {**dict(zip(names, args, strict=False)), **kwargs}
-    embeddings = given.get("inputs_embeds")
-    tokens: Tensor = given["input_ids"] if embeddings is None else embeddings
-    cache: Cache | None = given.get("past_key_values")
-    refusal = None
-    if cache is not None and not isinstance(cache, ShardCache):
-        name = type(cache).__name__
-        refusal = Unsupported(f"a cache of type {name} on several ranks", ["it holds full sequences"])
-    n_before = cache.n_tokens if isinstance(cache, ShardCache) else 0
-    parallel.agree(tokens, given.get("attention_mask"), n_before, refusal)
-    config: Any = module.config.get_text_config(decoder=True)  # type: ignore[operator, union-attr]
-    if given.get("position_ids") is None:
-        given["position_ids"] = parallel.positions(tokens.shape[1], tokens.device)
-    use_cache = given.get("use_cache")
-    use_cache = getattr(config, "use_cache", False) if use_cache is None else use_cache
-    if cache is None and use_cache and not module.training and "past_key_values" in names:
-        cache = given["past_key_values"] = ShardCache(config, parallel.group)
-    if isinstance(cache, ShardCache):
-        if n_before:
-            if cache.valid is not None and parallel.group.rank == parallel.group.size - 1:
-                cache.valid = torch.nn.functional.pad(cache.valid, (0, tokens.shape[1]), value=True)
-            parallel.valid = cache.valid
-            given["attention_mask"] = None  # padding is known from the prompt
-        else:
-            cache.valid = parallel.valid
-    return (), given
 
 
 @torch.no_grad()

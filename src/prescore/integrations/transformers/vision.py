@@ -13,7 +13,7 @@ from torch import nn
 
 from prescore.integrations.attention import Attend, attend_exactly
 from prescore.integrations.patch import Patch, Undo, check_numbers, refuse
-from prescore.integrations.transformers.attention import PREFIX_TOKENS, attach_patches, n_prefix_tokens, register
+from prescore.integrations.transformers.attention import PREFIX_TOKENS, attach_patches, n_prefix_tokens
 from prescore.integrations.transformers.cache import NAME
 
 _WITH_TEXT = ("clip", "siglip")
@@ -27,7 +27,7 @@ def detect(model: nn.Module) -> bool:
     return getattr(model, "main_input_name", None) == "pixel_values" or kind in _WITH_TEXT
 
 
-def layers(model: nn.Module) -> list[str]:
+def layers(model: nn.Module) -> dict[int, str]:
     """Names of the attention layers of the vision tower; refuses other architectures by name."""
     names, others = [], []
     for name, module in model.named_modules():
@@ -40,14 +40,13 @@ def layers(model: nn.Module) -> list[str]:
     if others or not names:
         kinds = others or [type(module).__name__ for module in model.children()]
         raise refuse(model, kinds, f"its attention must be one of {', '.join(PREFIX_TOKENS)}")
-    return names
+    return dict(enumerate(names))
 
 
 def replace_attention(model: nn.Module, functions: Mapping[int, Attend]) -> Undo:
     """Let layer `number` attend by `functions[number]`, and all others exactly; returns the undo."""
-    register()
-    modules = [model.get_submodule(name) for name in layers(model)]
-    check_numbers(functions, len(modules))
+    modules = [model.get_submodule(name) for name in layers(model).values()]
+    check_numbers(functions, range(len(modules)))
     attached = {
         module: Patch(functions.get(number, attend_exactly), number, n_prefix_tokens(module))
         for number, module in enumerate(modules)
