@@ -44,23 +44,38 @@ class _Arguments(TypedDict, total=False):
 
 @overload
 def prescored_attention(
-    query: Tensor, key: Tensor, value: Tensor, config: Config | None = None, *,
-    return_aux: Literal[False] = False, **options: Unpack[_Arguments],
-) -> Tensor: ...  # fmt: skip
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    config: Config | None = None,
+    *,
+    return_aux: Literal[False] = False,
+    **options: Unpack[_Arguments],
+) -> Tensor: ...
 
 
 @overload
 def prescored_attention(
-    query: Tensor, key: Tensor, value: Tensor, config: Config | None = None, *,
-    return_aux: Literal[True], **options: Unpack[_Arguments],
-) -> tuple[Tensor, Aux]: ...  # fmt: skip
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    config: Config | None = None,
+    *,
+    return_aux: Literal[True],
+    **options: Unpack[_Arguments],
+) -> tuple[Tensor, Aux]: ...
 
 
 @overload
 def prescored_attention(
-    query: Tensor, key: Tensor, value: Tensor, config: Config | None = None, *,
-    return_aux: bool, **options: Unpack[_Arguments],
-) -> Tensor | tuple[Tensor, Aux]: ...  # fmt: skip
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    config: Config | None = None,
+    *,
+    return_aux: bool,
+    **options: Unpack[_Arguments],
+) -> Tensor | tuple[Tensor, Aux]: ...
 
 
 def prescored_attention(
