@@ -24,7 +24,10 @@ CODE_RUNNERS = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve",
 """Modules that make code or objects out of bytes."""
 CALL_THAT_RUNS_CODE = re.compile(r"eval|exec|compile|os\.(system|popen)|torch\.(load|save)|(numpy|np)\.load")
 LOADER = re.compile(r"(ctypes\.)?CDLL|ctypes\.cdll\.LoadLibrary|torch\.(ops|classes)\.load_library")
-FACTORY = re.compile(r"torch\.(empty|zeros|ones|full|arange|tensor|eye|(lin|log)space|rand(n|int|perm)?)")
+FACTORY = re.compile(
+    r"torch\.(empty(_strided|_permuted)?|zeros|ones|full|arange|range|(as_|scalar_)?tensor|asarray|eye|normal"
+    r"|(lin|log)space|rand(n|int|perm)?|tri[lu]_indices|\w*_window|\w*Tensor)"
+)
 
 
 def imports(tree):
@@ -54,6 +57,8 @@ def forbidden_imports(module, tree):
             yield f"imports {name}: the engines do not import each other"
         if backend and below(name, *BACKENDS) and not below(name, backend):
             yield f"imports {name}: backends do not import each other"
+        if FACTORY.fullmatch(name) and not below(module, "bench") and not name.endswith("Tensor"):
+            yield f"imports {name}, whose calls need a dtype and a device"
         if name.split(".")[0] in CODE_RUNNERS:
             yield f"imports {name}, which runs code"
 
@@ -115,6 +120,9 @@ ALLOWED = [
         ("call", "torch.zeros(2)"),
         ("call", "torch.arange(3, device=d)"),
         ("call", "torch.rand(2, dtype=t)"),
+        ("call", "torch.as_tensor(3, dtype=t)"),
+        ("call", "torch.Tensor([1.0])"),
+        ("call", "from torch import zeros"),
         ("bench.a", "import pickle"),
         ("bench.a", "from pickle import loads"),
         ("bench.a", "x = eval('1')"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Literal, overload
+from typing import Literal, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -28,6 +28,20 @@ from prescore.selected.causal_grid import FULL
 from prescore.types import Attended, Aux, Result, Selection, Stats
 
 
+class _Arguments(TypedDict, total=False):
+    """The keyword arguments of `prescored_attention` that do not change the type of its result."""
+
+    is_causal: bool
+    key_padding_mask: Tensor | None
+    scale: float | None
+    generator: Generator
+    selection: Selection | None
+    dropout_p: float
+    dropout_generator: Generator
+    group: object
+    backend: str
+
+
 @overload
 def prescored_attention(
     query: Tensor,
@@ -35,16 +49,8 @@ def prescored_attention(
     value: Tensor,
     config: Config | None = None,
     *,
-    is_causal: bool = False,
-    key_padding_mask: Tensor | None = None,
-    scale: float | None = None,
-    generator: Generator = None,
-    selection: Selection | None = None,
-    dropout_p: float = 0.0,
-    dropout_generator: Generator = None,
-    group: object = None,
-    backend: str = "auto",
     return_aux: Literal[False] = False,
+    **options: Unpack[_Arguments],
 ) -> Tensor: ...
 
 
@@ -55,16 +61,8 @@ def prescored_attention(
     value: Tensor,
     config: Config | None = None,
     *,
-    is_causal: bool = False,
-    key_padding_mask: Tensor | None = None,
-    scale: float | None = None,
-    generator: Generator = None,
-    selection: Selection | None = None,
-    dropout_p: float = 0.0,
-    dropout_generator: Generator = None,
-    group: object = None,
-    backend: str = "auto",
     return_aux: Literal[True],
+    **options: Unpack[_Arguments],
 ) -> tuple[Tensor, Aux]: ...
 
 
@@ -75,16 +73,8 @@ def prescored_attention(
     value: Tensor,
     config: Config | None = None,
     *,
-    is_causal: bool = False,
-    key_padding_mask: Tensor | None = None,
-    scale: float | None = None,
-    generator: Generator = None,
-    selection: Selection | None = None,
-    dropout_p: float = 0.0,
-    dropout_generator: Generator = None,
-    group: object = None,
-    backend: str = "auto",
     return_aux: bool,
+    **options: Unpack[_Arguments],
 ) -> Tensor | tuple[Tensor, Aux]: ...
 
 

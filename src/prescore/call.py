@@ -154,6 +154,19 @@ class Call:
         return Attended(output, lse)
 
 
+def mean_visible_keys(n_query: int, n_keys: int, valid: Tensor | None, *, is_causal: bool) -> float:
+    """Real keys (`valid [B, Nk]`, None = all) that a real query may see, on average."""
+    if not n_query or not n_keys:
+        return 0.0
+    if valid is None:
+        return n_keys - ((n_query - 1) / 2 if is_causal else 0.0)
+    visible = valid.cumsum(1)
+    visible = visible[:, n_keys - n_query :] if is_causal else visible[:, -1:].expand(-1, n_query)
+    # with as many queries as keys, the queries of padded keys are padding
+    real = valid if n_query == n_keys else torch.ones_like(visible, dtype=torch.bool)
+    return float(visible[real].double().mean()) if bool(real.any()) else 0.0
+
+
 def first_real(mask: Tensor) -> Tensor:
     """`[B, N]` bool -> `[B]` position of the first True; 0 where there is none."""
     return mask.to(torch.uint8).argmax(dim=1)

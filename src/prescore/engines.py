@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from prescore.autograd import records_gradients
-from prescore.call import Call
+from prescore.call import Call, mean_visible_keys
 from prescore.config import Config, Hyper, Routed, Selected
-from prescore.ops.backend import accumulation_dtype, pick_backend, rounds_weights
+from prescore.ops.backend import pick_backend, rounds_weights
 from prescore.ops.parts import exact_output
 from prescore.routed import attention as routed
 from prescore.scoring.select import selection_of
@@ -38,22 +38,23 @@ def run_engine(
         return attend_exact(call, explain=explain)  # no heads: there is nothing to choose for
     if isinstance(config, Routed):
         result = routed.attend_routed(call, config, explain=explain)
-        tensors = call.query, call.key, call.value
-        if records_gradients(*tensors) and rounds_weights(result.lse, call.query.dtype):
-            query, key, value = (tensor.to(torch.float64) for tensor in tensors)
-            backend = call.backend if call.backend.dropout is not None else pick_backend(query)
-            wide = replace(call, query=query, key=key, value=value, backend=backend)
-            result = routed.attend_routed(wide, config, explain=explain)
-            output, lse = result.output.to(call.query.dtype), result.lse.to(accumulation_dtype(call.query.dtype))
-            result = replace(result, output=output, lse=lse)
         # padding queries after the last real key have no position in its layout
         output, lse = call.with_trailing_padding(
             result.attended, lambda padding: routed.attend_routed(padding, config).attended
         )
+        if records_gradients(call.query, call.key, call.value) and rounds_weights(lse, output.dtype):
+            result = run_engine(_in_float64(call), config, explain=explain)
+            output, lse = result.output.to(output.dtype), result.lse.to(lse.dtype)
         return replace(result, output=output, lse=lse)
     if isinstance(config, Selected | Hyper):
         return selected.attend_selected(call, config, members, explain=explain)
     return attend_exact(call, explain=explain)
+
+
+def _in_float64(call: Call) -> Call:
+    query, key, value = (tensor.to(torch.float64) for tensor in (call.query, call.key, call.value))
+    backend = pick_backend(query) if call.backend.unsupported(query) else call.backend
+    return replace(call, query=query, key=key, value=value, backend=backend)
 
 
 def _reads_every_key(call: Call, config: Config) -> bool:
@@ -91,15 +92,4 @@ def attend_exact(call: Call, *, explain: bool = False) -> Result:
 def visible_keys(call: Call) -> Callable[[], Reads]:
     """Counts the real keys that a real query may see, on average; holds no keys or values of the call."""
     n_query, n_keys, is_causal, valid = call.n_query, call.n_keys, call.is_causal, call.valid
-
-    def count() -> Reads:
-        if not n_query or not n_keys:
-            return Reads(0.0)
-        if valid is None:
-            return Reads(n_keys - ((n_query - 1) / 2 if is_causal else 0.0))
-        visible = valid.cumsum(1)
-        visible = visible[:, n_keys - n_query :] if is_causal else visible[:, -1:].expand(-1, n_query)
-        real = valid if n_query == n_keys else torch.ones_like(visible, dtype=torch.bool)
-        return Reads(float(visible[real].double().mean()) if bool(real.any()) else 0.0)
-
-    return count
+    return lambda: Reads(mean_visible_keys(n_query, n_keys, valid, is_causal=is_causal))

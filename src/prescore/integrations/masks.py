@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from prescore.attention import Options, attend
+from prescore.call import mean_visible_keys
 from prescore.config import Exact
 from prescore.errors import Unsupported
 from prescore.integrations.decode import Request
@@ -72,14 +73,7 @@ class MaskForm:
         """Real keys that a real query sees, on average; None where only the mask itself could tell."""
         if self.kind not in ("full", "causal"):
             return None
-        causal = self.kind == "causal"
-        if self.valid is None:
-            return self.n_keys - ((n_query - 1) / 2 if causal else 0.0)
-        visible = self.valid.cumsum(1)
-        visible = visible[:, self.n_keys - n_query :] if causal else visible[:, -1:].expand(-1, n_query)
-        # with as many queries as keys, the queries of padded keys are padding
-        real = self.valid if n_query == self.n_keys else torch.ones_like(visible, dtype=torch.bool)
-        return float(visible[real].double().mean()) if bool(real.any()) else 0.0
+        return mean_visible_keys(n_query, self.n_keys, self.valid, is_causal=self.kind == "causal")
 
 
 def read_mask(mask: Tensor | None, *, n_query: int, n_keys: int, is_causal: bool) -> MaskForm:

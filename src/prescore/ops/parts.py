@@ -115,7 +115,7 @@ def attend_parts(
     output, lse = _AttendParts.apply((split, scale, backend), *flat)  # type: ignore[no-untyped-call]
     if (len(split) > 1 or records_gradients(*flat)) and rounds_weights(lse, query.dtype):
         tables = [table.to(torch.float64) for table in flat]
-        wide = backend if backend.dropout is not None else pick_backend(tables[0])
+        wide = pick_backend(tables[0]) if backend.unsupported(tables[0]) else backend
         output, lse = _AttendParts.apply((split, scale, wide), *tables)  # type: ignore[no-untyped-call]
         output, lse = output.to(query.dtype), lse.to(accumulation_dtype(query.dtype))
     return Attended(output.view(*rows, value_dim), lse.view(rows))
@@ -310,7 +310,7 @@ def exact_parts(query: Tensor, key: Tensor, *, is_causal: bool, valid: Tensor | 
     shape = (tiles, n_heads // n_kv_heads, n_query)
     if 0 in (tiles, n_heads, n_query, n_keys):
         return []
-    bias = None if valid is None else padding_bias(valid, n_kv_heads, query.dtype)
+    bias = None if valid is None else mask_bias(valid, query.dtype).repeat_interleave(n_kv_heads, dim=0)
     if not is_causal or n_query == n_keys:
         return [Part(shape, bias=bias, causal=is_causal)]
     # the operator aligns a causal triangle to the first key: split off the keys that all queries see
@@ -321,11 +321,6 @@ def exact_parts(query: Tensor, key: Tensor, *, is_causal: bool, valid: Tensor | 
         Part(shape, key_rows=rows[:, :cut], bias=before),
         Part(shape, key_rows=rows[:, cut:], bias=square, causal=True),
     ]
-
-
-def padding_bias(valid: Tensor, n_kv_heads: int, dtype: torch.dtype) -> Tensor:
-    """`[B, N]` bool -> `[B * Hkv, N]` of 0 and -inf."""
-    return mask_bias(valid, dtype).repeat_interleave(n_kv_heads, dim=0)
 
 
 def mask_bias(visible: Tensor, dtype: torch.dtype) -> Tensor:

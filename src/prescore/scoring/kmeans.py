@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -48,6 +47,8 @@ class ClusteringScorer(Scorer):
     fit_size: int | None = None
 
     permutation_equivariant: ClassVar[bool] = False
+    metric: ClassVar[Euclidean] = EUCLIDEAN
+    """Of the clusters."""
     lift_size: ClassVar[int] = 0
     """Keys that `lift` looks at."""
 
@@ -63,10 +64,6 @@ class ClusteringScorer(Scorer):
             raise ValueError("fit_size must be None (fit on all keys) or at least 1, got 0")
         if self.fit_size is not None:
             checks.integer("fit_size", self.fit_size, minimum=1)
-
-    @abstractmethod
-    def metric(self) -> Euclidean:
-        """The metric of the clusters."""
 
     def lift(self, points: Tensor, weights: Tensor | None, streams: Streams) -> Lift | None:
         """Features to cluster in, block by block, which may depend on `points [P, n, d]`; None = the keys."""
@@ -124,7 +121,7 @@ class ClusteringScorer(Scorer):
             points,
             sample,
             n_clusters=n_clusters,
-            metric=self.metric(),
+            metric=self.metric,
             streams=streams.child("clusters"),
             max_iter=self.max_iter,
             seeding=self.seeding,
@@ -139,19 +136,13 @@ class ClusteringScorer(Scorer):
 class KMeans(ClusteringScorer):
     """Distance to the mean of the own k-means cluster (paper, Algorithm 1)."""
 
-    def metric(self) -> Euclidean:
-        """Euclidean."""
-        return EUCLIDEAN
-
 
 @register_scorer("kmedian")
 @dataclass(frozen=True)
 class KMedian(ClusteringScorer):
     """l_1 distance to the coordinate median of the own cluster; an outlier moves a median less than a mean."""
 
-    def metric(self) -> Euclidean:
-        """l_1."""
-        return MEDIAN
+    metric: ClassVar[Euclidean] = MEDIAN
 
 
 @register_scorer("minkowski")
@@ -168,10 +159,7 @@ class Minkowski(ClusteringScorer):
     def __post_init__(self) -> None:
         super().__post_init__()
         checks.number("p", self.p, minimum=0.0, exclusive=True)
-
-    def metric(self) -> Euclidean:
-        """l_p."""
-        return metric_for(self.p)
+        object.__setattr__(self, "metric", metric_for(self.p))
 
 
 @register_scorer("gaussian-kmeans")
@@ -195,15 +183,12 @@ class GaussianKMeans(ClusteringScorer):
 
     n_features: int = 128
 
+    metric: ClassVar[Euclidean] = SPHERICAL  # features are approximate: four digits of a distance are enough
     lift_size: ClassVar[int] = 128
 
     def __post_init__(self) -> None:
         super().__post_init__()
         checks.integer("n_features", self.n_features, minimum=2)
-
-    def metric(self) -> Euclidean:
-        """Euclidean in feature space; features are approximations, so four digits of a distance are enough."""
-        return SPHERICAL
 
     def lift(self, points: Tensor, weights: Tensor | None, streams: Streams) -> Lift:
         """Random Fourier features."""

@@ -52,13 +52,14 @@ def make_plan(call: Call, config: Selected, given: Tensor | None = None) -> Plan
     if 0 in (queries.batch, call.n_query, call.n_keys):
         return plan
     if not call.is_causal:
-        plan.add(_full_pair(call, config, queries, given))
+        positions = queries.arange(call.n_keys)[None], queries.arange(call.n_query)[None]
+        plan.add(_candidates(call, config, queries, Level(FULL, call.n_query, *positions), given))
     elif call.n_keys <= leaf and isinstance(call.query_start, int):
         plan.parts = exact_parts(call.query, call.key, is_causal=True, valid=call.valid)
     else:
         plan.parts = leaf_parts(leaf, queries, call.n_keys, call.valid, call.query.dtype)
         for level in levels(leaf, queries):
-            plan.add(_level_pairs(call, config, queries, level, given))
+            plan.add(_candidates(call, config, queries, level, given))
             plan.depth += 1
     return plan
 
@@ -96,30 +97,8 @@ class Candidates:
     given: Tensor | None
 
 
-def _full_pair(call: Call, config: Selected, queries: Queries, given: Tensor | None) -> Candidates:
-    """One block pair per sequence: all its queries and all its keys."""
-    n_query = torch.full((queries.batch,), queries.length, dtype=torch.int64, device=queries.device)
-    if call.query_valid is not None:
-        n_query = call.query_valid.sum(1)
-    few = n_query <= config.min_seq_len if config.leaf_inclusive else n_query < config.min_seq_len
-    return Candidates(
-        name=FULL,
-        n_blocks=1,
-        query_rows=queries.rows(queries.arange(queries.length)[None])[0],
-        query_valid=None,
-        query_real=call.query_valid,
-        key=call.key,
-        value=call.value,
-        rows=key_rows(queries.arange(call.n_keys)[None], queries, call.n_keys),
-        valid=call.valid,
-        protect=protected_positions(call.valid, call.key, config.sinks, config.recent),
-        exact=few,
-        given=given,
-    )
-
-
-def _level_pairs(call: Call, config: Selected, queries: Queries, level: Level, given: Tensor | None) -> Candidates:
-    """All off-diagonal blocks of one level of the causal grid."""
+def _candidates(call: Call, config: Selected, queries: Queries, level: Level, given: Tensor | None) -> Candidates:
+    """The off-diagonal blocks of one level of the causal grid, or all queries and all keys of a sequence."""
     key_positions, query_positions = level.key_positions, level.query_positions
     inside = key_positions.clamp_max(call.n_keys - 1)
     query_rows, there = queries.rows(query_positions)
@@ -129,14 +108,15 @@ def _level_pairs(call: Call, config: Selected, queries: Queries, level: Level, g
     def gather(table: Tensor) -> Tensor:
         return table.reshape(-1, table.shape[-1]).index_select(0, rows.reshape(-1)).view(*rows.shape, -1)
 
-    key = gather(call.key)
-    if valid is not None:
-        key = key * valid[:, None, :, None]
+    key, value = call.key, call.value
+    if call.is_causal:
+        key, value = gather(key), value if config.remainder == "none" else gather(value)
+        key = key if valid is None else key * valid[:, None, :, None]
     real = there
     if call.query_valid is not None:
         real = there & call.query_valid[:, query_positions.clamp_max(call.n_keys - 1)].flatten(0, 1)
+    n_query = torch.full_like(real.sum(1), level.width) if call.is_causal else real.sum(1)
     sinks = protected_positions(call.valid, call.key, config.sinks, 0)[:, inside].flatten(0, 1)
-    exact = config.leaf_inclusive and level.width <= config.min_seq_len
     return Candidates(
         name=level.name,
         n_blocks=key_positions.shape[0],
@@ -144,11 +124,11 @@ def _level_pairs(call: Call, config: Selected, queries: Queries, level: Level, g
         query_valid=None if bool(there.all()) else there,
         query_real=None if bool(real.all()) else real,
         key=key,
-        value=call.value if config.remainder == "none" else gather(call.value),
+        value=value,
         rows=rows,
         valid=valid,
         protect=sinks | protected_positions(valid, key, 0, config.recent),
-        exact=torch.full((rows.shape[0],), exact, dtype=torch.bool, device=rows.device),
+        exact=n_query <= config.min_seq_len if config.leaf_inclusive else n_query < config.min_seq_len,
         given=None if given is None else given[:, :, inside].transpose(1, 2).flatten(0, 1),
     )
 
@@ -222,10 +202,7 @@ class Plan:
         return select_keys(keys, self.config, valid=candidates.valid, streams=streams, protect=protect)
 
     def _by_block(self, candidates: Candidates, selection: Selection) -> Iterator[Selection]:
-        """One selection per block of the grid, in positions of the whole sequence."""
-        if not self.call.is_causal:
-            yield selection
-            return
+        """One selection per block, in positions of the whole sequence."""
         n_blocks, fallback = candidates.n_blocks, selection.fallback
         first = candidates.rows[:n_blocks, 0, 0]  # rows of the first sequence and head are positions
         for number in range(n_blocks):
