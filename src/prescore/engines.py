@@ -11,7 +11,7 @@ from torch import Tensor
 
 from prescore.autograd import records_gradients
 from prescore.call import Call, mean_visible_keys
-from prescore.config import Config, Hyper, Routed, Selected
+from prescore.config import Config, Exact, Hyper, Routed, Selected
 from prescore.ops.backend import pick_backend, rounds_weights
 from prescore.ops.parts import exact_output
 from prescore.routed import attention as routed
@@ -28,6 +28,10 @@ def run_engine(
     `members [B, Hkv, Nk]` is a given selection in aligned positions, for `Selected` only. `explain` also returns
     selections and all stats. Without `need_lse`, exact calls run torch's fused operator alone; lse is then empty.
     """
+    reason = routed.exact_reason(call, config) if isinstance(config, Routed) else ""
+    if reason:
+        result = run_engine(call, Exact(), explain=explain, need_lse=need_lse)
+        return replace(result, stats={**result.stats, "exact_reason": reason})
     if not need_lse and not explain and members is None and _reads_every_key(call, config):
         # short inputs feel every copy, so nothing is split or merged here
         output = exact_output(
@@ -54,7 +58,7 @@ def run_engine(
 def _in_float64(call: Call) -> Call:
     query, key, value = (tensor.to(torch.float64) for tensor in (call.query, call.key, call.value))
     backend = pick_backend(query) if call.backend.unsupported(query) else call.backend
-    return replace(call, query=query, key=key, value=value, backend=backend)
+    return replace(call, query=query, key=key, value=value, backend=backend, native=False)
 
 
 def _reads_every_key(call: Call, config: Config) -> bool:

@@ -96,6 +96,7 @@ class Stats(Mapping[str, Any]):
         exact_queries: Queries of a sequence that read every key because of their position.
         exact_sequences: Sequences that read every key because padding lies between their keys.
         exchange: Context parallel: what the ranks exchanged: `all-gather` (keys), `ulysses` (heads) or `selected`.
+        exact_reason: Why `backend="auto"` ran a `Routed` exactly.
         exchange_reason: Context parallel: why a `Selected` did not exchange its selected keys alone.
         ranks: Context parallel: number of ranks.
         bytes_sent: Context parallel: bytes that this rank sent in the forward pass.
@@ -115,6 +116,7 @@ class Stats(Mapping[str, Any]):
     far_keys_read: float | None = None
     exact_queries: int | None = None
     exact_sequences: int | None = None
+    exact_reason: str | None = None
     exchange: str | None = None
     exchange_reason: str | None = None
     ranks: int | None = None

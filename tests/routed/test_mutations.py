@@ -203,14 +203,24 @@ BREAKS = {
     ],
     ("search.c", "native"): [
         ("searched within half a deviation", "heavy > p->search_stds ? heavy : p->search_stds", "0.5f"),
-        ("spread overlooked", "load(p->spread + at * 16 + k * WIDTH) * reach + x", "x"),
-        ("radius overlooked", "load(p->radius + at * 16 + k * WIDTH) * reach + centroids[k]", "centroids[k]"),
+        ("spread overlooked", "load(p->spread + own) * splat(w->reach[t]) + x", "x"),
+        (
+            "radius overlooked",
+            "load(p->radius + b->at * 16 + k * WIDTH) * splat(w->reach[t]) + centroids[k]",
+            "centroids[k]",
+        ),
+        (
+            "a query of the tile left out",
+            "t < w->n; t++) {\n        b.near[t]",
+            "t < w->n - 1; t++) {\n        b.near[t]",
+        ),
+        ("hits of another query", "x + j * PER_BLOCK, above[j]", "x, above[j]"),
     ],
     ("search.c", "native sharp"): [
         ("int8 errors overlooked", "(lowered > 0 ? lowered : 0)", "0"),
     ],
     ("int8.h", "native"): [
-        ("int8 offset", "sum[key] = start;", "sum[key] = start / 2;"),
+        ("int8 offset", "sum[key] = start[j];", "sum[key] = start[j] / 2;"),
         ("a dimension left out", "for (int k = 0; k < 4; k++) sum", "for (int k = 0; k < 3; k++) sum"),
     ],
     ("centroids.h", "native"): [

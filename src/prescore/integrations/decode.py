@@ -22,6 +22,7 @@ from prescore.config import Config, Coupling, Exact, Routed, Selected
 from prescore.errors import Unsupported
 from prescore.ops.backend import accumulation_dtype, pick_backend
 from prescore.rng import DEFAULT_SEED, Streams
+from prescore.routed import native
 from prescore.routed.decode import RoutedIndex
 from prescore.routed.layout import routes
 from prescore.selected.plan import make_plan
@@ -277,6 +278,9 @@ class LayerCache:
             return ""
         if request.dropout or records_gradients(query, keys.key, keys.value):
             return "the key index has neither dropout nor gradients"
+        reasons = native.unsupported(query, keys.value.shape[-1], config)
+        if reasons:
+            return f"native code cannot run it: {'; '.join(reasons)}"
         start = None
         if keys.valid is not None and not bool(keys.valid.all()):
             start = first_real(keys.valid)

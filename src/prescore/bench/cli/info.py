@@ -4,18 +4,33 @@ from __future__ import annotations
 
 import json as jsonlib
 import re
+from functools import partial
 from importlib import metadata
+
+from typing import Annotated
+
+import typer
 
 from prescore.bench.cli.options import Json
 from prescore.bench.records import Values, versions
 
+_LENGTHS = (2304, 3072, 4096, 6144, 8192, 16_384)
 
-def command(json: Json = False) -> None:
+
+def command(
+    json: Json = False,
+    measure: Annotated[
+        bool,
+        typer.Option("--measure", help="Find the length from which the default is faster than exact attention."),
+    ] = False,
+) -> None:
     """Show versions, device, threads, native operators, scorers and optional packages.
 
-    Example: prescore info --json
+    Example: prescore info --measure
     """
     facts = collect()
+    if measure:
+        facts["routing"] = _pays_from()
     if json:
         print(jsonlib.dumps(facts))
         return
@@ -32,6 +47,7 @@ def command(json: Json = False) -> None:
         "threads": str(facts["threads"]),
         "flash attention op": "present" if facts["flash_op"] else "missing (slower exact attention)",
         "native operators": facts["native"],
+        "the default": facts["routing"],
         "scorers": ", ".join(facts["scorers"]),
     }
     for name, extra in facts["extras"].items():
@@ -46,9 +62,10 @@ def collect() -> Values:
     """All facts as JSON values."""
     import torch
 
-    from prescore.ops.native.library import describe_native
+    from prescore.ops.native.library import NO_LEVEL, describe_native, loaded_level
     from prescore.registry import list_scorers
 
+    native = loaded_level() != NO_LEVEL
     cuda = torch.cuda.is_available()
     name = torch.cuda.get_device_name() if cuda else torch.backends.cpu.get_cpu_capability()
     return {
@@ -57,9 +74,30 @@ def collect() -> Values:
         "threads": torch.get_num_threads(),
         "flash_op": hasattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu"),
         "native": describe_native(),
+        "routing": "routes prompts of more than 2048 tokens on CPUs" if native else "runs exactly: no native code",
         "scorers": list_scorers(),
         "extras": _extras(),
     }
+
+
+def _pays_from() -> str:
+    """From which length the default is faster than exact attention here: causal, forward, random tensors."""
+    import torch
+    from torch.nn.functional import scaled_dot_product_attention
+
+    from prescore import prescored_attention
+    from prescore.bench.speed.timing import EXACT, random_inputs, time_calls
+
+    for length in _LENGTHS:
+        inputs = random_inputs(length, heads=4, dim=64)
+        calls = {EXACT: scaled_dot_product_attention, "default": prescored_attention}
+        times = time_calls(
+            {name: partial(call, *inputs, is_causal=True) for name, call in calls.items()}, repeats=3
+        )
+        if times["default"]["speedup"] > 1:
+            conditions = f"4 heads of 64, random, causal, {torch.get_num_threads()} threads"
+            return f"faster than exact attention from {length} tokens on ({conditions})"
+    return f"not faster than exact attention up to {_LENGTHS[-1]} tokens"
 
 
 def installation(module: str, prefer: str) -> str:
