@@ -116,7 +116,9 @@ def test_correlations_and_threshold_by_hand():
     model = planted.PlantedModel(keys, groups, torch.eye(2, dtype=torch.float64), 1.0, 0.1, 0.1)
     # inside S: 0.5 / min(1, 0.5); across: max(0, 1 / min(0.5, 4))
     assert planted.correlations(model) == (1.0, 2.0)
-    assert planted.universal_threshold(model) == pytest.approx(1 / (1 + 1 * 2 + 4 * 3))
+    claims = held(study.universal_set_claims(model, n_queries=4, seed=0), "measured")
+    leverage = planted.lp_sensitivities(keys, 2.0)[:2].min()
+    assert claims["min signal leverage / rho"] == pytest.approx(float(leverage) * (1 + 1 * 2 + 4 * 3))
 
 
 def test_polynomial_attention_and_heavy_recall_by_hand():

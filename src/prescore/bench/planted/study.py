@@ -276,10 +276,14 @@ def leverage_claims(model: PlantedModel) -> list[Values]:
 
 
 def universal_set_claims(model: PlantedModel, *, n_queries: int, seed: int) -> list[Values]:
-    """LevAttention's universal set: at rho, and as a cover of the heavy entries of quadratic attention."""
+    """LevAttention's universal set: at rho, and as a cover of the heavy entries of quadratic attention.
+
+    `rho = 1 / (1 + delta_1^2 |S| + delta_2^2 n)` with the measured deltas.
+    """
     n, d = model.keys.shape
+    delta_1, delta_2 = planted.correlations(model)
     leverage = planted.lp_sensitivities(model.keys, 2.0)
-    rho = planted.universal_threshold(model)
+    rho = 1 / (1 + delta_1**2 * int(model.signal.sum()) + delta_2**2 * n)
     vacuous = "says nothing, d/rho >= n" if d / rho >= n else ""
     lowest = float(leverage[model.signal].min()) / rho
     size = int((leverage >= rho).sum()) * rho / d
