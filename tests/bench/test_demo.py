@@ -97,8 +97,8 @@ def test_reads_and_errors_are_those_of_the_engine(inputs):
     output, aux = prescored_attention(*tensors, CONFIG, is_causal=True, return_aux=True)
     exact = prescored_attention(*tensors, Exact(), is_causal=True)
     error = (output - exact).norm(dim=-1) / exact.norm(dim=-1)
-    reads, sinks, chunk = run.layer_reads(inputs, CONFIG)
-    assert (list(reads), sinks, chunk) == ([0, 1, 2, 3], 4, 32)
+    reads = run.layer_reads(inputs, CONFIG)
+    assert list(reads) == [0, 1, 2, 3]
     every = [query for head in reads.values() for query in head]
     assert sum(query.counts[1] for query in every) / len(every) == pytest.approx(aux.stats.far_keys_read, rel=0.02)
     assert aux.stats.far_keys_read > 1

@@ -2,9 +2,7 @@
 
 import pytest
 import torch
-from oracles.dense import dense_attention
 from oracles.inputs import attention_tensors
-from oracles.naive import naive_weights
 from oracles.tiny_language_model import save_tiny_language_model, tiny_language_model
 from safetensors.torch import load_file, save_file
 from torch.nn.functional import scaled_dot_product_attention
@@ -31,17 +29,6 @@ IDS = torch.arange(LENGTH)[None] % 251
 
 def inputs(config=CONFIG):
     return timing.random_inputs(config["n"], config["heads"], config["dim"], dtype=config["dtype"])
-
-
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("method", ["paper:kmeans", "hyper"])
-def test_the_reference_is_the_definition(causal, method):
-    query, key, value = given = inputs({**CONFIG, "n": 150, "dtype": "float64"})
-    config = method_config(method, CONFIG)
-    weights = naive_weights(query, key, config, is_causal=causal)
-    wanted = dense_attention(query, key, value, weights, scale=8**-0.5).output
-    got = timing.plain_output(given, config, slice(0, 150), causal)
-    torch.testing.assert_close(got, wanted, rtol=1e-10, atol=1e-12)  # both are float64
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -238,7 +238,7 @@ def test_a_query_reads_at_most_its_budget(name, n_tokens, n_prefix):
         config = method.config(budget, n_clusters=3, n_prefix=n_prefix, n_tokens=n_tokens)
         stats = prescore.prescored_attention(query, key, value, config, return_aux=True)[1].stats
         reads = stats.keys_per_query + stats.centroids_per_query
-        assert reads <= full_budget(method, config, budget, n_tokens) <= budget
+        assert reads <= full_budget(config, budget, n_tokens) <= budget
         if name == "routed":
             assert stats.exact_queries == 0
             assert stats.far_keys_read > 0
@@ -351,28 +351,6 @@ def test_causal_and_grouped_heads():
     assert (shares["mass"][:, 2:] == 0).all()
 
 
-def test_selected_keys_are_the_selection():
-    key = torch.randn(2, 3, 20, 8, generator=torch.Generator().manual_seed(0))
-    scorer = KMeans(n_clusters=3)
-    selected = coverage.selected_keys(key, Selected(scorer, 7, sinks=0), 5)
-    assert (selected.sum(-1) == 7).all()
-    assert selected.gather(-1, prescore.select(key, scorer, top_k=7, sinks=0, generator=5).indices).all()
-
-
-def test_observing_shows_the_keys_and_changes_nothing(study):
-    model = study.model.model
-    pixels, _ = next(study.images.batches(study.model.preprocessing, 4))
-    keys = {}
-    with torch.inference_mode():
-        before = model(pixel_values=pixels).logits
-        first = model.vit.layers[0]
-        wanted = first.attention.k_proj(first.layernorm_before(model.vit.embeddings(pixels)))
-        study.observe(lambda q, k, context: keys.setdefault(context.layer, k))
-        assert torch.equal(model(pixel_values=pixels).logits, before)
-    assert sorted(keys) == [0, 1]
-    torch.testing.assert_close(keys[0].transpose(1, 2).flatten(2), wanted)
-
-
 def test_language_models_work_too():
     model = tiny_language_model(max_positions=64)[0]
     texts = list(torch.randint(50, (2, 24), generator=torch.Generator().manual_seed(0)))
@@ -400,8 +378,8 @@ def test_rows_of_a_vision_study(study):
 @pytest.mark.parametrize("keep_prefix", [True, False])
 def test_a_protected_prefix_is_selected(keep_prefix, study, monkeypatch):
     selected = []
-    real = coverage.selected_keys
-    monkeypatch.setattr(coverage, "selected_keys", lambda *given: selected.append(real(*given)) or selected[-1])
+    real = coverage.membership
+    monkeypatch.setattr(coverage, "membership", lambda *given: selected.append(real(*given)) or selected[-1])
     measure_coverage(study.observe, Selected("uniform", 3, sinks=0), (0.1,), keep_prefix=keep_prefix)
     assert all(keys[..., 0].all() for keys in selected) == keep_prefix
 

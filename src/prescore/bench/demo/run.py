@@ -269,17 +269,17 @@ def reads_row(
         n_query = min(N_QUERIES, len(window.tokens) // 4)
         heads: list[list[int]] = []
         reads: list[list[QueryReads]] = []
-        sinks = chunk = 0
+        layout = make_layout(n_query, len(window.tokens), causal=True, config=config)
         for layer, inputs in layer_inputs(language_model, window, config, layers, n_query, seed).items():
-            by_head, sinks, chunk = layer_reads(inputs, config)
+            by_head = layer_reads(inputs, config)
             heads += [[layer, head] for head in by_head]
             reads += by_head.values()
         places = range(len(reads))
         return {
             "tokens": [language_model.tokenizer.decode([token]) for token in window.tokens.tolist()],
             "first": len(window.tokens) - n_query,
-            "sinks": sinks,
-            "chunk": chunk,
+            "sinks": layout.sinks,
+            "chunk": layout.chunk_size,
             "heads": heads,
             "searching": max(places, key=lambda place: sum(query.far for query in reads[place]), default=None),
             "smooth": max(places, key=lambda place: sum(query.centroids for query in reads[place]), default=None),
@@ -314,8 +314,8 @@ def layer_inputs(
 
 
 @torch.no_grad()
-def layer_reads(inputs: LayerInputs, config: Routed) -> tuple[dict[int, list[QueryReads]], int, int]:
-    """What the queries of each head read (of many heads some), and the sizes of sinks and chunks."""
+def layer_reads(inputs: LayerInputs, config: Routed) -> dict[int, list[QueryReads]]:
+    """What the queries of each head read; of many heads, some."""
     n_heads, n_query = inputs.query.shape[:2]
     n_keys, group = inputs.key.shape[1], n_heads // inputs.key.shape[0]
     layout = make_layout(n_query, n_keys, causal=True, config=config)
@@ -337,7 +337,7 @@ def layer_reads(inputs: LayerInputs, config: Routed) -> tuple[dict[int, list[Que
         error = (result.output - exact).norm(dim=1) / exact.norm(dim=1).clamp_min(1e-12)
         by_query = zip(weights, result.local, read, centroids, error, strict=True)
         reads[head] = [query_reads(*own, sinks=layout.sinks) for own in by_query]
-    return reads, layout.sinks, layout.chunk_size
+    return reads
 
 
 def query_reads(

@@ -174,12 +174,6 @@ def correlations(model: PlantedModel) -> tuple[float, float]:
     return largest(signal, signal, same=True), largest(signal, noise, same=False)
 
 
-def universal_threshold(model: PlantedModel) -> float:
-    """LevAttention's `rho = 1 / (1 + delta_1^2 |S| + delta_2^2 n)` with the measured deltas."""
-    delta_1, delta_2 = correlations(model)
-    return 1 / (1 + delta_1**2 * int(model.signal.sum()) + delta_2**2 * len(model.keys))
-
-
 def polynomial_attention(query: Tensor, key: Tensor, degree: int) -> Tensor:
     """Attention with a polynomial kernel, `a_ij = |q_i . k_j|^r / sum_l |q_i . k_l|^r`.
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from prescore import checks
+from prescore.attention import select_by
 from prescore.bench.planted import model as planted
 from prescore.bench.planted.model import PlantedModel, PlantedSetting
 from prescore.bench.records import Row, Values
@@ -26,7 +27,7 @@ from prescore.registry import get_scorer, list_scorers
 from prescore.rng import as_streams
 from prescore.scoring.kmeans import Minkowski
 from prescore.scoring.rules import RULES
-from prescore.scoring.select import score_keys, select_keys
+from prescore.scoring.select import membership, score_keys
 
 NO_RULE = "-"
 SENSITIVITY = "lp-sensitivity"
@@ -136,17 +137,13 @@ def select_planted(model: PlantedModel, name: str, options: Values, seed: int) -
         options: Fields of the scorer; those that it lacks, and None, are ignored.
         seed: Of the scorer.
     """
-    budget = int(model.signal.sum())
-    selected = torch.zeros(len(model.keys), dtype=torch.bool)
+    budget, n = int(model.signal.sum()), len(model.keys)
     if name == SENSITIVITY:
-        selected[planted.lp_sensitivities(model.keys, options["p"]).topk(budget).indices] = True
-        return selected
+        best = planted.lp_sensitivities(model.keys, options["p"]).topk(budget).indices
+        return torch.zeros(n, dtype=torch.bool).index_fill_(0, best, True)
     known = {field: value for field, value in options.items() if field in _fields(name) and value is not None}
     config = Selected.paper(get_scorer(name)(**known), budget)
-    keys = model.keys.float()[None, None]
-    selection = select_keys(keys, config, valid=None, streams=as_streams(seed)).selection
-    selected[selection.indices[selection.valid]] = True
-    return selected
+    return membership(select_by(model.keys.float()[None, None], config, generator=seed), n)[0, 0]
 
 
 def _fields(scorer: str) -> set[str]:
@@ -279,10 +276,14 @@ def leverage_claims(model: PlantedModel) -> list[Values]:
 
 
 def universal_set_claims(model: PlantedModel, *, n_queries: int, seed: int) -> list[Values]:
-    """LevAttention's universal set: at rho, and as a cover of the heavy entries of quadratic attention."""
+    """LevAttention's universal set: at rho, and as a cover of the heavy entries of quadratic attention.
+
+    `rho = 1 / (1 + delta_1^2 |S| + delta_2^2 n)` with the measured deltas.
+    """
     n, d = model.keys.shape
+    delta_1, delta_2 = planted.correlations(model)
     leverage = planted.lp_sensitivities(model.keys, 2.0)
-    rho = planted.universal_threshold(model)
+    rho = 1 / (1 + delta_1**2 * int(model.signal.sum()) + delta_2**2 * n)
     vacuous = "says nothing, d/rho >= n" if d / rho >= n else ""
     lowest = float(leverage[model.signal].min()) / rho
     size = int((leverage >= rho).sum()) * rho / d
@@ -301,12 +302,7 @@ def universal_set_claims(model: PlantedModel, *, n_queries: int, seed: int) -> l
 
 def clustering_claims(model: PlantedModel, *, claim: str, restarts: int, seed: int) -> list[Values]:
     """Theorem 2 or Corollary 1: the clusters are the planted groups, and the truth is optimal."""
-    return recovery_claims(best_recovery(model, restarts, seed), claim)
-
-
-def recovery_claims(recovered: Recovery, claim: str) -> list[Values]:
-    """The checks of `clustering_claims` on one clustering."""
-    note = ""
+    recovered, note = best_recovery(model, restarts, seed), ""
     if recovered.cost_ratio < 1 - 1e-9:
         note = "a local optimum"
     elif recovered.cost_ratio > 1:

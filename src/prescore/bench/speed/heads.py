@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 from prescore.bench.speed.timing import Inputs
 from prescore.errors import Unsupported
 from prescore.integrations.apply import Layers, find_adapter, pick_layers, replace_attention
-from prescore.integrations.attention import Attend, AttentionContext, attend_exactly
+from prescore.integrations.attention import AttentionContext, attend_exactly
 
 SUFFIX = ".safetensors"
 NAMES = ("query", "key", "value")
@@ -63,31 +62,30 @@ class SavedHeads:
 
 
 def find_heads(directory: str | Path) -> list[SavedHeads]:
-    """All saved heads of a directory, by name."""
-    files = sorted(Path(directory).glob(f"*{SUFFIX}"))
-    if not files:
-        raise FileNotFoundError(f"--heads must be a directory with {SUFFIX} files, got {str(directory)!r}")
-    return [read_heads(path) for path in files]
-
-
-def read_heads(path: Path) -> SavedHeads:
-    """Read the header of a file; one that does not hold the inputs of a causal layer is refused."""
+    """All saved heads of a directory, by name; a file without the inputs of a causal layer is refused."""
     from safetensors import SafetensorError, safe_open
 
-    try:
-        with safe_open(path, framework="pt") as file:
-            shapes = {name: tuple(file.get_slice(name).get_shape()) for name in sorted(file.keys())}
-            scale = (file.metadata() or {}).get("scale")
-    except SafetensorError as error:
-        raise ValueError(f"{path.name} must be a safetensors file, got {error}") from error
-    query, key, value = (shapes.get(name, ()) for name in NAMES)
-    if not all(len(shape) == 4 and shape[0] == 1 and 0 not in shape for shape in (query, key, value)) or not (
-        query[1] % key[1] == 0 and key[1] == value[1] and query[2] == key[2] == value[2] and query[3] == key[3]
-    ):
-        raise ValueError(f"{path.name} must hold query [1, Hq, N, D], key and value [1, Hkv, N, D], got {shapes}")
-    with path.open("rb") as opened:
-        digest = hashlib.file_digest(opened, "sha256").hexdigest()[:12]
-    return SavedHeads(path, digest, (query, key, value), None if scale is None else float(scale))
+    paths, found = sorted(Path(directory).glob(f"*{SUFFIX}")), []
+    if not paths:
+        raise FileNotFoundError(f"--heads must be a directory with {SUFFIX} files, got {str(directory)!r}")
+    for path in paths:
+        try:
+            with safe_open(path, framework="pt") as file:
+                shapes = {name: tuple(file.get_slice(name).get_shape()) for name in sorted(file.keys())}
+                scale = (file.metadata() or {}).get("scale")
+        except SafetensorError as error:
+            raise ValueError(f"{path.name} must be a safetensors file, got {error}") from error
+        query, key, value = (shapes.get(name, ()) for name in NAMES)
+        if not all(len(shape) == 4 and shape[0] == 1 and 0 not in shape for shape in (query, key, value)) or not (
+            query[1] % key[1] == 0 and key[1] == value[1] and query[2] == key[2] == value[2] and query[3] == key[3]
+        ):
+            raise ValueError(
+                f"{path.name} must hold query [1, Hq, N, D], key and value [1, Hkv, N, D], got {shapes}"
+            )
+        with path.open("rb") as opened:
+            digest = hashlib.file_digest(opened, "sha256").hexdigest()[:12]
+        found.append(SavedHeads(path, digest, (query, key, value), None if scale is None else float(scale)))
+    return found
 
 
 def heads_at_lengths(saved: Sequence[SavedHeads], lengths: Sequence[int] | None) -> list[tuple[SavedHeads, int]]:
@@ -117,35 +115,32 @@ def save_heads(
     Example:
         >>> save_heads(model, ids, "heads", layers=[0, 8, 16])
     """
+    from safetensors.torch import save_file
+
     if ids.ndim != 2 or ids.shape[0] != 1:
         raise ValueError(f"ids must be one sequence [1, N], got {tuple(ids.shape)}")
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)
     chosen = pick_layers(layers, list(find_adapter(model).layers(model)))
     paths = {number: folder / f"layer-{number:02d}{SUFFIX}" for number in chosen}
-    functions: dict[int, Attend] = {
-        number: partial(_save_and_attend, path, dtype) for number, path in paths.items()
-    }
+
+    def save(query: Tensor, key: Tensor, value: Tensor, context: AttentionContext) -> Tensor:
+        form = context.form(query, key)
+        if form.kind != "causal" or form.valid is not None or query.shape[2] != key.shape[2] or context.is_local:
+            what = "a sliding window" if context.is_local else f"a {form.kind} mask"
+            reason = f"it must be causal over all positions, got {what}"
+            raise Unsupported(f"saving layer {context.layer}", [reason])
+        usual = context.scale is None or context.scale == query.shape[-1] ** -0.5
+        tensors = zip(NAMES, (query, key, value), strict=True)
+        contiguous = {name: tensor.detach().to(dtype).contiguous().cpu() for name, tensor in tensors}
+        save_file(contiguous, paths[context.layer], {} if usual else {"scale": repr(context.scale)})
+        return attend_exactly(query, key, value, context)
+
     base: nn.Module = model.base_model
-    undo = replace_attention(model, functions)
+    undo = replace_attention(model, dict.fromkeys(paths, save))
     try:
         # the base model: logits of all positions are not needed, and a large vocabulary does not fit
         base(input_ids=ids, use_cache=False)
     finally:
         undo()
     return list(paths.values())
-
-
-def _save_and_attend(
-    path: Path, dtype: torch.dtype, query: Tensor, key: Tensor, value: Tensor, context: AttentionContext
-) -> Tensor:
-    from safetensors.torch import save_file
-
-    form = context.form(query, key)
-    if form.kind != "causal" or form.valid is not None or query.shape[2] != key.shape[2] or context.is_local:
-        what = "a sliding window" if context.is_local else f"a {form.kind} mask"
-        raise Unsupported(f"saving layer {context.layer}", [f"it must be causal over all positions, got {what}"])
-    usual = context.scale is None or context.scale == query.shape[-1] ** -0.5
-    tensors = {n: t.detach().to(dtype).contiguous().cpu() for n, t in zip(NAMES, (query, key, value), strict=True)}
-    save_file(tensors, path, {} if usual else {"scale": repr(context.scale)})
-    return attend_exactly(query, key, value, context)

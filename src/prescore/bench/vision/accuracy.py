@@ -121,30 +121,29 @@ def accuracy_rows(
     seeds: Sequence[int] = (0,),
 ) -> list[Row]:
     """A row for each combination; those that differ in nothing that matters to a method are equal."""
+    model, rows = study.model, []
     grid = itertools.product(methods, budgets, n_clusters, centroid_shares, keep_prefix, seeds)
-    return [_row(study, *fields) for fields in grid]
-
-
-def _row(study: Study, name: str, budget: int, n_clusters: int, share: float, keep_prefix: bool, seed: int) -> Row:
-    model, method = study.model, parse_method(name)
-    if name == EXACT:
-        described = {**study.described, "method": EXACT, "budget": model.n_tokens}
-        return Row(described, None, partial(study.measure, attend_exactly))
-    routed = name in (ROUTED, DEFAULT)
-    # no query reads more keys than there are
-    budget = budget if routed else min(budget, model.n_tokens)
-    sizes = {"n_prefix": model.n_prefix, "n_tokens": model.n_tokens}
-    config = method.config(budget, n_clusters=n_clusters, share=share, **sizes)
-    keep_prefix = keep_prefix or routed or not model.n_prefix  # routing always reads its sinks
-    described = {
-        **study.described,
-        "method": name,
-        "budget": full_budget(method, config, budget, model.n_tokens),
-        "n_clusters": n_clusters if method.takes_n_clusters else None,
-        "centroid_share": share if method.takes_share else None,
-        "keep_prefix": keep_prefix,
-        "config": config.to_dict(),
-    }
-    seed = seed if method.is_random else 0
-    layer = PrescoredAttention(config, protect_prefix=keep_prefix, seed=seed)
-    return Row(described, seed, partial(study.measure, layer))
+    for name, budget, n, share, keep, seed in grid:
+        if name == EXACT:
+            exact = {**study.described, "method": EXACT, "budget": model.n_tokens}
+            rows.append(Row(exact, None, partial(study.measure, attend_exactly)))
+            continue
+        method, routes = parse_method(name), name in (ROUTED, DEFAULT)
+        sizes = {"n_prefix": model.n_prefix, "n_tokens": model.n_tokens}
+        # no query reads more keys than there are
+        most = budget if routes else min(budget, model.n_tokens)
+        config = method.config(most, n_clusters=n, share=share, **sizes)
+        keeps = keep or routes or not model.n_prefix  # routing always reads its sinks
+        described = {
+            **study.described,
+            "method": name,
+            "budget": full_budget(config, most, model.n_tokens),
+            "n_clusters": n if method.takes_n_clusters else None,
+            "centroid_share": share if method.takes_share else None,
+            "keep_prefix": keeps,
+            "config": config.to_dict(),
+        }
+        own_seed = seed if method.is_random else 0
+        layer = PrescoredAttention(config, protect_prefix=keeps, seed=own_seed)
+        rows.append(Row(described, own_seed, partial(study.measure, layer)))
+    return rows

@@ -103,7 +103,8 @@ def measure_coverage(
     def observer(query: Tensor, key: Tensor, context: AttentionContext) -> None:
         nonlocal n_keys
         sinks = max(config.sinks, context.n_prefix) if keep_prefix else config.sinks
-        selected = selected_keys(key, config.replace(sinks=sinks), layer_seed(seed, context.layer))
+        chosen = select_by(key, config.replace(sinks=sinks), generator=layer_seed(seed, context.layer))
+        selected = membership(chosen, key.shape[2])  # [B, Hkv, N]
         chances.append(float(selected.float().mean()))
         n_keys = max(n_keys, key.shape[2])
         coverage = head_coverage(query, key, selected, context, thresholds)
@@ -125,11 +126,6 @@ def measure_coverage(
         results[f"{name}_without"] = len(values) - len(known)
         results[f"{name}_layers"] = [_mean(layer[name]) for layer in layers]
     return results
-
-
-def selected_keys(key: Tensor, config: Selected, seed: int) -> Tensor:
-    """`[B, Hkv, N]` bool: the keys that `prescore.select` selects."""
-    return membership(select_by(key, config, generator=seed), key.shape[2])
 
 
 def head_coverage(

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from prescore.config import Config, Routed, Selected
 from prescore.registry import get_scorer, list_scorers
-from prescore.scoring.base import Scorer
 from prescore.scoring.kmeans import ClusteringScorer, KMeans
 from prescore.scoring.rules import RULES
 
@@ -89,24 +88,20 @@ class VisionMethod:
             return Routed()
         if self.name == ROUTED:
             return routed_config(budget, n_tokens=n_tokens, n_prefix=n_prefix)
-        if not self.adds_centroids:
-            scorer = self._scorer(n_clusters, normalize=True)
-            return Selected(scorer, budget, selector=self.selector, sinks=0, remainder="none")
-        least = max(1, n_prefix)
-        n_centroids = min(round(budget * share) if self.takes_share else budget, budget - least)
-        if n_centroids < 1:
-            raise ValueError(
-                f"budget must leave room for centroids in addition to {least} selected keys, got {budget}"
-            )
+        n_centroids, least = 0, max(1, n_prefix)
+        if self.adds_centroids:
+            n_centroids = min(round(budget * share) if self.takes_share else budget, budget - least)
+            if n_centroids < 1:
+                raise ValueError(
+                    f"budget must leave room for centroids in addition to {least} selected keys, got {budget}"
+                )
         # centroids are means of the keys as they are, so these are clustered without normalisation
-        scorer = self._scorer(n_centroids, normalize=False)
-        remainder = "centroids" if self.makes_clusters else KMeans(n_clusters=n_centroids, normalize=False)
+        options = {"n_clusters": n_centroids or n_clusters, "rule": self.rule, "normalize": not n_centroids}
+        scorer = get_scorer(self.scorer or "")(**options if self.makes_clusters else {})
+        remainder: str | KMeans = "centroids" if n_centroids else "none"
+        if n_centroids and not self.makes_clusters:
+            remainder = KMeans(n_clusters=n_centroids, normalize=False)
         return Selected(scorer, budget - n_centroids, selector=self.selector, sinks=0, remainder=remainder)
-
-    def _scorer(self, n_clusters: int | None, *, normalize: bool) -> Scorer:
-        options = {"n_clusters": n_clusters, "rule": self.rule, "normalize": normalize}
-        scorer: Scorer = get_scorer(self.scorer or "")(**options if self.makes_clusters else {})
-        return scorer
 
 
 def parse_method(name: str) -> VisionMethod:
@@ -154,11 +149,11 @@ def routed_config(budget: int, *, n_tokens: int, n_prefix: int) -> Routed:
     return fitting[-1]
 
 
-def full_budget(method: VisionMethod, config: Config, budget: int, n_tokens: int) -> int:
+def full_budget(config: Config, budget: int, n_tokens: int) -> int:
     """Keys and centroids that a query reads, at most: `budget`, which routing rounds down."""
     if not isinstance(config, Routed):
         return min(budget, n_tokens)
-    if method.name == DEFAULT:
+    if n_tokens < config.exact_until:
         return n_tokens
     n_centroids = config.chunk_size // config.cluster_size
     n_far_keys = round(1 / config.min_weight) if config.min_weight < 1 else 0
