@@ -241,16 +241,6 @@ class LayerCache:
         if self.valid is not None:
             self.valid = self.valid.index_select(0, sequences.to(self.valid.device))
 
-    def save_point(self) -> Callable[[], None]:
-        """Remember what is held; the returned function goes back to it. Buffers grow in place, and are cropped."""
-        before = dict(vars(self))
-
-        def go_back() -> None:
-            vars(self).update(before)
-            self.crop(self.n_tokens)
-
-        return go_back
-
     def _updated_selection(self, keys: CachedKeys, n_query: int, request: Request) -> SelectionState:
         """The selection with the newest tokens appended; made where there is none, or where it is due again."""
         if self.selection is not None:

@@ -341,13 +341,15 @@ def test_an_interrupted_forward_is_taken_back_by_the_next(model, config, stop):
     ids = WHOLE[:1, :60]
     with torch.no_grad(), prescore.apply(model, config):
         cache, other = filled(model, ids, None), filled(model, ids, None)
-        for tokens in (ids[:, :1], ids[:, :40]):
+        for tokens, called in ((ids[:, :1], model), (ids[:, :40], model), (ids[:, :1], model.model)):
             hook = model.model.layers[1].register_forward_pre_hook(Mock(side_effect=stop))
             with pytest.raises(stop):
                 model(tokens, past_key_values=cache)
             hook.remove()
             assert cache.layers[0].cache.n_tokens > cache.layers[1].cache.n_tokens
-            got, expected = (forward(model, tokens, past_key_values=each) for each in (cache, other))
+            with pytest.raises(ValueError, match="got a copy that was made after an interrupted forward"):
+                model(tokens, past_key_values=copy.deepcopy(cache))
+            got, expected = (called(tokens, past_key_values=each)[0] for each in (cache, other))
             torch.testing.assert_close(got, expected)
             assert content(cache) == content(other)
         hook = model.model.layers[1].register_forward_pre_hook(Mock(side_effect=stop))

@@ -280,20 +280,20 @@ def upgrade(cache: Cache, settings: Values | None = None, *, max_length: int | N
 def save_point(cache: Cache) -> Callable[[], None]:
     """Remember what a dynamic cache holds; the returned function goes back to it.
 
-    Layers of transformers replace their tensors when they grow, so that their attributes are enough.
+    Attributes are enough: layers of transformers replace their tensors when they grow, and our buffers, which grow
+    in place, are cropped.
     """
-    saved = [
-        (layer, dict(vars(layer)), layer.cache.save_point() if isinstance(layer, PrescoredLayer) else None)
-        for layer in cache.layers
-    ]
+    saved = [(layer, dict(vars(layer))) for layer in cache.layers]
+    of_ours = [(layer, dict(vars(layer.cache))) for layer in cache.layers if isinstance(layer, PrescoredLayer)]
 
     def go_back() -> None:
         del cache.layers[len(saved) :]
-        for layer, attributes, layer_go_back in saved:
+        for layer, attributes in saved:
             vars(layer).update(attributes)
-            if isinstance(layer, PrescoredLayer) and layer_go_back is not None:
-                layer_go_back()
-                layer.show()
+        for layer, attributes in of_ours:
+            vars(layer.cache).update(attributes)
+            layer.cache.crop(layer.cache.n_tokens)
+            layer.show()
 
     return go_back
 

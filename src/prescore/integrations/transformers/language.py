@@ -151,11 +151,17 @@ def _before(module: nn.Module, args: tuple[Any, ...], kwargs: Values) -> tuple[t
     cache = find_cache(args, kwargs)
     if isinstance(cache, DynamicCache):
         upgrade(cache, max_length=getattr(config, "max_position_embeddings", None))
-        owner, go_back = vars(cache).get(_SAVE_POINT, (module, None))
-        if owner is module:  # else a model around this one has set it
-            if go_back is not None and has_unequal_lengths(cache):
-                go_back()  # KeyboardInterrupt and SystemExit ended the last forward without calling hooks
-            vars(cache)[_SAVE_POINT] = module, save_point(cache)
+        own = id(module), id(cache)
+        owner, go_back = vars(cache).get(_SAVE_POINT, (own, None))
+        is_copied = owner[1] != id(cache)
+        is_interrupted = go_back is not None and has_unequal_lengths(cache)
+        if is_interrupted:  # KeyboardInterrupt and SystemExit ended the last forward without calling hooks
+            if is_copied:
+                reason = "a copy that was made after an interrupted forward"
+                raise ValueError(f"past_key_values must hold as many tokens in every layer, got {reason}")
+            go_back()
+        if owner == own or is_copied or is_interrupted:  # else a model around this one has set it
+            vars(cache)[_SAVE_POINT] = own, save_point(cache)
     if cache is not None or module.training or getattr(config, "is_encoder_decoder", False):
         return None
     use_cache = kwargs.get("use_cache")
@@ -171,7 +177,7 @@ def _after(module: nn.Module, args: tuple[Any, ...], kwargs: Values, output: Any
         return
     cache = find_cache(args, kwargs)
     owner, go_back = (None, None) if cache is None else vars(cache).get(_SAVE_POINT, (None, None))
-    if cache is not None and owner is module:
+    if cache is not None and owner == (id(module), id(cache)):
         del vars(cache)[_SAVE_POINT]
         if output is None and go_back is not None:
             go_back()
