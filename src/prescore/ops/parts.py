@@ -118,7 +118,7 @@ def attend_parts(
     rows, dim, value_dim = query.shape[:3], query.shape[-1], value.shape[-1]
     if centroids is None:
         centroids = Centroids(key.new_empty(0, dim), value.new_empty(0, value_dim))
-    split = tuple(each for part in parts for each in part.split(ROWS_AT_ONCE))
+    split = tuple(piece for part in parts for piece in part.split(ROWS_AT_ONCE))
     flat = query.reshape(-1, dim), key.reshape(-1, dim), value.reshape(-1, value_dim)
     output, lse = _AttendParts.apply((split, scale, backend), *flat, *centroids)  # type: ignore[no-untyped-call]
     return Attended(output.view(*rows, value_dim), lse.view(rows))
