@@ -6,7 +6,6 @@ import json as jsonlib
 import re
 from functools import partial
 from importlib import metadata
-
 from typing import Annotated
 
 import typer
