@@ -122,7 +122,8 @@ def prescored_attention(
             dropout there, and `Aux.selection` is empty: selections stay with the ranks that hold the keys. See
             docs/parallel.md.
         backend: `auto`, `native` (C on CPUs, for `Routed`), `plain` (plain torch), or one of torch's fused
-            operators, `cpu-flash` or `cuda-efficient`. A named backend runs or raises with its reasons.
+            operators, `cpu-flash` or `cuda-efficient`. A named backend runs or raises with its reasons. `auto`
+            runs a `Routed` exactly where native code cannot run it.
         return_aux: Also return lse, the selection and stats.
 
     Returns:
