@@ -11,7 +11,7 @@ from typing import TypeAlias
 from torch import Tensor
 
 from prescore.config import Config, Exact, Hyper, Routed, Selected
-from prescore.integrations.decode import OVER_ALL, OVER_CLUSTERS, OVER_SELECTION, STEP_AT_MOST
+from prescore.integrations.decode import OVER_ALL, PROMPT, STEP_AT_MOST
 from prescore.routed.layout import routes
 from prescore.types import Reads, Values
 
@@ -213,35 +213,33 @@ def what_ran(config: Config, path: str, n_query: int, n_keys: int, *, is_causal:
         is_causal: Whether the mask is causal.
         why_all: Why a step of a `Routed` has no key index.
     """
-    if path in (OVER_SELECTION, OVER_CLUSTERS):
-        return "selected" if path == OVER_SELECTION else "routed"
-    is_step = path == OVER_ALL
+    reason = None
+    if path in (PROMPT, OVER_ALL) and not isinstance(config, Exact):
+        reason = _why_every_key(config, path == OVER_ALL, n_query, n_keys, is_causal, why_all)
+    return type(config).__name__.lower() if reason is None else f"{READS_ALL}{reason}"
+
+
+def _why_every_key(
+    config: Routed | Selected | Hyper, is_step: bool, n_query: int, n_keys: int, is_causal: bool, why_all: str
+) -> str | None:
+    """Why a call reads every key; None = it does not."""
     if isinstance(config, Routed):
         is_causal = is_causal or is_step
-        if not routes(config, n_query, n_keys, is_causal=is_causal):
-            if n_keys <= config.exact_until if is_causal else n_query < config.exact_until:
-                return f"{READS_ALL}up to exact_until={config.exact_until}"
-            chunks = "two chunks" if is_causal else "a chunk"
-            return f"{READS_ALL}no longer than sinks and {chunks} of {config.chunk_size}"
-        return f"{READS_ALL}a step without a key index: {why_all}" if is_step else "routed"
-    if isinstance(config, Exact):
-        return "exact"
+        if routes(config, n_query, n_keys, is_causal=is_causal):
+            return f"a step without a key index: {why_all}" if is_step else None
+        if n_keys <= config.exact_until if is_causal else n_query < config.exact_until:
+            return f"up to exact_until={config.exact_until}"
+        return f"no longer than sinks and {'two chunks' if is_causal else 'a chunk'} of {config.chunk_size}"
+    if is_step:
+        return "a step reads every key so far" if isinstance(config, Hyper) else "top_k keeps every key"
+    if is_causal:
+        return f"no longer than min_seq_len={config.min_seq_len}" if n_keys <= config.min_seq_len else None
     if isinstance(config, Hyper):
-        if is_step:
-            return f"{READS_ALL}a step reads every key so far"
-        if is_causal and n_keys <= config.min_seq_len:
-            return f"{READS_ALL}no longer than min_seq_len={config.min_seq_len}"
-        return "hyper" if is_causal or n_query >= config.min_seq_len else f"{READS_ALL}shorter than min_seq_len"
-    if is_causal and not is_step and n_keys <= config.min_seq_len:
-        return f"{READS_ALL}no longer than min_seq_len={config.min_seq_len}"
-    keeps_all = is_step or (not is_causal and _keeps_every_key(config, n_keys))
-    return f"{READS_ALL}top_k keeps every key" if keeps_all else "selected"
-
-
-def _keeps_every_key(config: Selected, n_keys: int) -> bool:
+        return "shorter than min_seq_len" if n_query < config.min_seq_len else None
     if config.top_k is None or not isinstance(config.inner, Exact):
-        return False
-    return config.top_k == 1.0 if isinstance(config.top_k, float) else config.top_k >= n_keys
+        return None
+    keeps_all = config.top_k == 1.0 if isinstance(config.top_k, float) else config.top_k >= n_keys
+    return "top_k keeps every key" if keeps_all else None
 
 
 @dataclass(frozen=True)
