@@ -12,6 +12,7 @@ from torch.autograd import forward_ad
 import prescore
 from prescore import Coupling, Exact, Hyper, KMeans, Lsh, Routed, Selected, exact_attention, prescored_attention
 from prescore.errors import Unsupported
+from prescore.routed.decode import RoutedIndex
 
 TENSORS = attention_tensors(batch=2, heads=4, kv_heads=2, n_keys=45, seed=1)
 causal_or_not = pytest.mark.parametrize("is_causal", [False, True])
@@ -333,3 +334,25 @@ def test_efficient_zero_tensors_are_read_as_zeros(name):
         ]
         found, expected = (prescore.prescored_attention(*t, config, is_causal=True) for t in (given, wanted))
         assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float16, torch.float64])
+def test_decode_steps_do_not_depend_on_the_defaults_of_torch(default):
+    """Native code writes float32 into buffers, which the default dtype would make too small."""
+    config = Routed(min_weight=1 / 16, cluster_size=16, chunk_size=32, sinks=3, exact_until=0)
+    query, key, value = attention_tensors(n_keys=120, dim=16, dtype=torch.float32)
+
+    def steps():
+        index = RoutedIndex(config, scale=0.3)
+        return [index.attend(query[:, :, n - 1 : n], key[:, :, :n], value[:, :, :n]) for n in range(90, 121)]
+
+    expected = steps()
+    try:
+        torch.set_default_dtype(default)
+        with torch.device("meta"):
+            found = steps()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert all(
+        torch.equal(*both) for pair in zip(found, expected, strict=True) for both in zip(*pair, strict=True)
+    )

@@ -159,7 +159,11 @@ class Minkowski(ClusteringScorer):
     def __post_init__(self) -> None:
         super().__post_init__()
         checks.number("p", self.p, minimum=0.0, exclusive=True)
-        object.__setattr__(self, "metric", metric_for(self.p))
+
+    @property
+    def metric(self) -> Euclidean:  # type: ignore[override]
+        """l_p."""
+        return metric_for(self.p)
 
 
 @register_scorer("gaussian-kmeans")
