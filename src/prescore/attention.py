@@ -215,6 +215,8 @@ def attend(
         try:
             query, key, value = guards.enter_context(without_autocast(query, key, value))
             config = _checked(query, key, value, config, options, is_parallel=group is not None)
+            reason = _exact_reason(query, value, config, options)
+            config = Exact() if reason else config
         except (ValueError, TypeError) as error:
             if group is None:
                 raise
@@ -243,7 +245,8 @@ def attend(
         result = run_engine(call, config, members=members, explain=explain, need_lse=need_lse)
         output, lse = call.restore(result.attended)
         selections = [shifted_back(kept, call.shift, call.n_keys) for kept in result.selections]
-        return replace(result, output=output, lse=lse, selections=selections)
+        stats = {**result.stats, "exact_reason": reason} if reason else result.stats
+        return replace(result, output=output, lse=lse, selections=selections, stats=stats)
 
 
 def _checked(
@@ -285,6 +288,17 @@ def _checked(
             raise Unsupported("backend 'native'", reasons)
     _backend(query, options, Streams())
     return config
+
+
+def _exact_reason(query: Tensor, value: Tensor, config: Config, options: Options) -> str:
+    """Why `auto` runs a `Routed` exactly instead; empty = it does not.
+
+    Plain torch routes more slowly than exact attention, so it runs where it is named, and with dropout.
+    """
+    if not isinstance(config, Routed) or options.backend != "auto" or options.dropout_p:
+        return ""
+    reasons = native.unsupported(query, value.shape[-1], config)
+    return f"native code cannot run it: {'; '.join(reasons)}" if reasons else ""
 
 
 def _backend(query: Tensor, options: Options, streams: Streams) -> Backend:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from prescore.autograd import records_gradients
 from prescore.call import Call, mean_visible_keys
-from prescore.config import Config, Exact, Hyper, Routed, Selected
+from prescore.config import Config, Hyper, Routed, Selected
 from prescore.ops.backend import pick_backend, rounds_weights
 from prescore.ops.parts import exact_output
 from prescore.routed import attention as routed
@@ -28,10 +28,6 @@ def run_engine(
     `members [B, Hkv, Nk]` is a given selection in aligned positions, for `Selected` only. `explain` also returns
     selections and all stats. Without `need_lse`, exact calls run torch's fused operator alone; lse is then empty.
     """
-    reason = routed.exact_reason(call, config) if isinstance(config, Routed) else ""
-    if reason:
-        result = run_engine(call, Exact(), explain=explain, need_lse=need_lse)
-        return replace(result, stats={**result.stats, "exact_reason": reason})
     if not need_lse and not explain and members is None and _reads_every_key(call, config):
         # short inputs feel every copy, so nothing is split or merged here
         output = exact_output(

@@ -147,7 +147,7 @@ class PrescoredAttention:
                 output = result.output
             why_all = why_all or context.no_index
             ran = what_ran(self.config, path, n_query, form.n_keys, is_causal=form.kind != "full", why_all=why_all)
-            if result is not None and "exact_reason" in result.stats:
+            if ran == "routed" and result is not None and "exact_reason" in result.stats:
                 ran = f"{READS_ALL}{result.stats['exact_reason']}"
             self._warn_if_idle(ran, form, context)
         seconds = time.perf_counter() - begin

@@ -41,17 +41,6 @@ def reads_every_key(call: Call, config: Routed) -> bool:
     return not routes(config, call.n_query, call.n_keys, is_causal=call.is_causal)
 
 
-def exact_reason(call: Call, config: Routed) -> str:
-    """Why `auto` runs a call exactly instead; empty = it routes.
-
-    Plain torch routes more slowly than exact attention, so it runs only where it is named, and with dropout.
-    """
-    if not call.native or call.backend.dropout is not None or reads_every_key(call, config):
-        return ""
-    reasons = native.unsupported(call.query, call.value.shape[-1], config)
-    return f"native code cannot run it: {'; '.join(reasons)}" if reasons else ""
-
-
 def attend_routed(call: Call, config: Routed, *, explain: bool = False) -> Result:
     """Run routed attention; with `explain` also return what could be read, and all stats."""
     begin = time.perf_counter()
