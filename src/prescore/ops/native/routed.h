@@ -119,24 +119,10 @@ INLINE int64_t next_tile(const RoutedCall *p, Tile *w, int64_t kv_head, int64_t 
 
 INLINE int64_t row_offset(const Rows *r, int64_t kv_head, int64_t row) { return r->at[kv_head] + row * r->step; }
 
-/* Sixteen-bit numbers as floats. */
-INLINE floats widen(const uint16_t *from, int64_t type) {
-    floats out;
-    if (type == BFLOAT16) {
-        ints raw;
-        for (int i = 0; i < WIDTH; i++) raw[i] = (int32_t)((uint32_t)from[i] << 16);
-        return (floats)raw;
-    }
-    for (int i = 0; i < WIDTH; i++) {
-        _Float16 half;
-        memcpy(&half, from + i, 2);
-        out[i] = (float)half;
-    }
-    return out;
-}
 INLINE floats load_row(const Rows *r, int64_t offset, int64_t i) {
     if (r->type == FLOAT32) return load((const float *)r->data + offset + i);
-    return widen((const uint16_t *)r->data + offset + i, r->type);
+    const uint16_t *from = (const uint16_t *)r->data + offset + i;
+    return r->type == BFLOAT16 ? from_bfloat16(from) : from_float16(from);
 }
 INLINE float row_dot(const Rows *r, int64_t offset, const float *with, int64_t dim) {
     floats s = splat(0);
@@ -151,6 +137,13 @@ INLINE void totals(const floats *v, float *to) {
     const __m512 all = _mm512_add_ps(_mm512_shuffle_ps(low, high, 0x44), _mm512_shuffle_ps(low, high, 0xee));
     const __m256 half = _mm256_add_ps(_mm512_castps512_ps256(all), _mm512_extractf32x8_ps(all, 1));
     _mm_storeu_ps(to, _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1)));
+#elif defined(__SSE2__) && WIDTH == 4
+    __m128 a = (__m128)v[0], b = (__m128)v[1], c = (__m128)v[2], d = (__m128)v[3];
+    _MM_TRANSPOSE4_PS(a, b, c, d);
+    _mm_storeu_ps(to, _mm_add_ps(_mm_add_ps(a, b), _mm_add_ps(c, d)));
+#elif defined(__aarch64__)
+    const float32x4_t low = vpaddq_f32((float32x4_t)v[0], (float32x4_t)v[1]);
+    vst1q_f32(to, vpaddq_f32(low, vpaddq_f32((float32x4_t)v[2], (float32x4_t)v[3])));
 #else
     for (int j = 0; j < 4; j++) to[j] = total(v[j]);
 #endif
@@ -270,7 +263,11 @@ INLINE void prefetch_row(const Rows *r, int64_t offset, int64_t dim) {
 }
 
 #define VECTORS (16 / WIDTH) /* registers of a panel: sixteen columns */
-#define ROWS (8 / VECTORS)   /* rows whose sums are kept in eight registers, one panel at a time */
+#if defined(__aarch64__)
+#define ROWS 4 /* rows whose sums are kept in registers, one panel at a time: of thirty-two, or of sixteen */
+#else
+#define ROWS (8 / VECTORS)
+#endif
 #define PANELS (WIDTH == 16 ? 4 : 1)
 
 /* sum + x * y; with `half`, numbers are pairs of bfloat16 whose two products are added. */

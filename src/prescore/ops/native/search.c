@@ -13,6 +13,11 @@ INLINE void logits_of_block(const float *logits, int64_t block, int64_t each, fl
         to[0] = (floats)_mm512_mask_blend_ps(0xff00, _mm512_set1_ps(logits[2 * block]), _mm512_set1_ps(logits[2 * block + 1]));
         return;
     }
+#else
+    if (each % WIDTH == 0) {
+        for (int k = 0; k < PER_BLOCK; k++) to[k] = splat(logits[(uint32_t)(16 * block + k * WIDTH) / (uint32_t)each]);
+        return;
+    }
 #endif
     float own[16];
     for (int64_t i = 0; i < 16; i++) own[i] = logits[(16 * block + i) / each];
