@@ -21,7 +21,6 @@ from prescore.types import Attended
 
 FLOAT64 = 1e-10
 """A few hundred float64 roundings of numbers of size 1 to 100: far above rounding, far below any wrong weight."""
-LEVELS = ("baseline", "avx2", "avx512", "avx512_bf16")
 
 
 @contextmanager

@@ -176,25 +176,21 @@ INLINE void row_dots(float *to, const Rows *r, int64_t kv_head, const int32_t *r
 INLINE void add_row(float *to, const Rows *r, int64_t offset, float factor, int64_t dim) {
     for (int64_t i = 0; i < dim; i += WIDTH) store(to + i, load(to + i) + load_row(r, offset, i) * splat(factor));
 }
-/* to += the sum of some rows, each with its weight: four vectors at a time stay in registers. */
+#define SUMS (WIDTH == 16 ? 4 : 8)
+/* to += the sum of some rows, each with its weight: `SUMS` vectors at a time stay in registers. */
 INLINE void add_rows_of_type(float *to, const Rows *r, int64_t type, int64_t kv_head, const int32_t *rows,
                              const float *weights, int64_t n, int64_t dim) {
     const Rows own = {r->data, r->at, r->step, type};
     int64_t c = 0;
-    for (; c + 4 * WIDTH <= dim; c += 4 * WIDTH) {
-        floats a0 = load(to + c), a1 = load(to + c + WIDTH), a2 = load(to + c + 2 * WIDTH), a3 = load(to + c + 3 * WIDTH);
+    for (; c + SUMS * WIDTH <= dim; c += SUMS * WIDTH) {
+        floats sum[SUMS];
+        for (int k = 0; k < SUMS; k++) sum[k] = load(to + c + k * WIDTH);
         for (int64_t i = 0; i < n; i++) {
             const int64_t offset = row_offset(&own, kv_head, rows[i]) + c;
             const floats w = splat(weights[i]);
-            a0 += load_row(&own, offset, 0) * w;
-            a1 += load_row(&own, offset, WIDTH) * w;
-            a2 += load_row(&own, offset, 2 * WIDTH) * w;
-            a3 += load_row(&own, offset, 3 * WIDTH) * w;
+            for (int k = 0; k < SUMS; k++) sum[k] += load_row(&own, offset, k * WIDTH) * w;
         }
-        store(to + c, a0);
-        store(to + c + WIDTH, a1);
-        store(to + c + 2 * WIDTH, a2);
-        store(to + c + 3 * WIDTH, a3);
+        for (int k = 0; k < SUMS; k++) store(to + c + k * WIDTH, sum[k]);
     }
     for (; c < dim; c += WIDTH) {
         floats a = load(to + c);

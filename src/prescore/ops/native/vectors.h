@@ -24,6 +24,7 @@ typedef float floats __attribute__((vector_size(4 * WIDTH), aligned(4), may_alia
 typedef int32_t ints __attribute__((vector_size(4 * WIDTH), aligned(4), may_alias));
 
 typedef int8_t bytes __attribute__((vector_size(WIDTH)));
+typedef uint16_t halves __attribute__((vector_size(2 * WIDTH), aligned(2), may_alias));
 
 INLINE floats splat(float x) { return x - (floats){0}; }
 INLINE floats splat_bits(float x) { /* also of what is no number */
@@ -36,14 +37,22 @@ INLINE void store(float *p, floats v) { *(floats *)p = v; }
 INLINE floats choose(ints mask, floats yes, floats no) { return (floats)(((ints)yes & mask) | ((ints)no & ~mask)); }
 /* Of two numbers one of which is NaN, the second. */
 INLINE floats larger(floats a, floats b) {
-#if defined(__SSE2__) && WIDTH == 4
+#if defined(__AVX512F__)
+    return (floats)_mm512_max_ps((__m512)a, (__m512)b);
+#elif defined(__AVX2__)
+    return (floats)_mm256_max_ps((__m256)a, (__m256)b);
+#elif defined(__SSE2__)
     return (floats)_mm_max_ps((__m128)a, (__m128)b);
 #else
     return choose(a > b, a, b);
 #endif
 }
 INLINE floats smaller(floats a, floats b) {
-#if defined(__SSE2__) && WIDTH == 4
+#if defined(__AVX512F__)
+    return (floats)_mm512_min_ps((__m512)a, (__m512)b);
+#elif defined(__AVX2__)
+    return (floats)_mm256_min_ps((__m256)a, (__m256)b);
+#elif defined(__SSE2__)
     return (floats)_mm_min_ps((__m128)a, (__m128)b);
 #else
     return choose(a < b, a, b);
@@ -161,18 +170,21 @@ INLINE floats vlog(floats x) {
     return p + whole * splat(0.69314718f);
 }
 
-/* Sixteen-bit numbers as floats. */
-INLINE floats from_bfloat16(const uint16_t *from) {
-#if defined(__SSE2__) && WIDTH == 4
-    return (floats)_mm_unpacklo_epi16(_mm_setzero_si128(), _mm_loadl_epi64((const __m128i *)from));
+/* Sixteen-bit numbers: without sign, bfloat16, float16. */
+INLINE ints widen(const uint16_t *from) {
+#if defined(__AVX512F__)
+    return (ints)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)from));
+#elif defined(__AVX2__)
+    return (ints)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)from));
+#elif defined(__SSE2__)
+    return (ints)_mm_unpacklo_epi16(_mm_loadl_epi64((const __m128i *)from), _mm_setzero_si128());
 #elif defined(__aarch64__)
-    return (floats)vshll_n_u16(vld1_u16(from), 16);
+    return (ints)vmovl_u16(vld1_u16(from));
 #else
-    ints raw;
-    for (int i = 0; i < WIDTH; i++) raw[i] = (int32_t)((uint32_t)from[i] << 16);
-    return (floats)raw;
+    return __builtin_convertvector(*(const halves *)from, ints);
 #endif
 }
+INLINE floats from_bfloat16(const uint16_t *from) { return (floats)(widen(from) << 16); }
 INLINE floats from_float16(const uint16_t *from) {
 #if defined(__AVX512F__)
     return (floats)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)from));
@@ -181,16 +193,11 @@ INLINE floats from_float16(const uint16_t *from) {
 #elif defined(__aarch64__)
     return (floats)vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(from)));
 #else
-#if defined(__SSE2__)
-    const ints raw = (ints)_mm_unpacklo_epi16(_mm_loadl_epi64((const __m128i *)from), _mm_setzero_si128());
-#else
-    ints raw;
-    for (int i = 0; i < WIDTH; i++) raw[i] = from[i];
-#endif
-    const ints low = {0}, small = low + (113 << 23), length = (raw & 0x7fff) << 13, sign = (raw & 0x8000) << 16;
-    const ints normal = length + (112 << 23) + ((length >= (31 << 23)) & (112 << 23)); /* the exponent; infinite stays infinite */
-    const ints subnormal = (ints)((floats)(length + small) - (floats)small);
-    return (floats)((ints)choose(length < (1 << 23), (floats)subnormal, (floats)normal) | sign);
+    const ints raw = widen(from), small = (ints){0} + (113 << 23);
+    const ints length = (raw & 0x7fff) << 13, sign = (raw & 0x8000) << 16;
+    const ints normal = length + (112 << 23) + ((length >= (31 << 23)) & (112 << 23)); /* infinite stays infinite */
+    const floats subnormal = (floats)(length + small) - (floats)small;
+    return (floats)((ints)choose(length < (1 << 23), subnormal, (floats)normal) | sign);
 #endif
 }
 
