@@ -31,6 +31,7 @@ def command(json: Json = False) -> None:
     table.add_row("threads", str(facts["threads"]))
     table.add_row("flash attention op", "present" if facts["flash_op"] else "missing (slower exact attention)")
     table.add_row("native operators", facts["native"])
+    table.add_row("levels that can run", ", ".join(facts["native_levels"]))
     table.add_row("scorers", ", ".join(facts["scorers"]))
     for name, extra in facts["extras"].items():
         missing = ", ".join(extra["missing"])
@@ -43,7 +44,7 @@ def collect() -> Values:
     """All facts as JSON values."""
     import torch
 
-    from prescore.ops.native.library import describe_native
+    from prescore.ops.native.library import describe_native, levels_of_processor
     from prescore.registry import list_scorers
 
     cuda = torch.cuda.is_available()
@@ -55,6 +56,7 @@ def collect() -> Values:
         "threads": torch.get_num_threads(),
         "flash_op": hasattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu"),
         "native": describe_native(),
+        "native_levels": list(levels_of_processor()),
         "scorers": list_scorers(),
         "extras": _extras(),
     }
