@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.ready
 
-.PHONY: setup native test test-fast sanitize fuzz stateful kills demo docs lint clean
+.PHONY: setup native test test-fast sanitize arm fuzz stateful kills demo docs lint clean
 
 setup: $(STAMP) native
 
@@ -40,6 +40,10 @@ test-fast: setup
 # The tests of the C operators on libraries that check every address and every undefined operation.
 sanitize: setup
 	HF_HUB_OFFLINE=1 $(BIN)/python tools/sanitize.py tests/ops/native tests/routed
+
+# The C code at every level of this processor and of 64-bit ARM, which is emulated.
+arm: setup
+	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rs tests/ops/native/test_levels.py
 
 # any number of random calls: make fuzz CALLS=20000 SEED=1; one of them again: make fuzz SEED=1 FIRST=137 CALLS=1
 CALLS ?= 2000

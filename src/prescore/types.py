@@ -83,7 +83,7 @@ class Stats(Mapping[str, Any]):
 
     Attributes:
         backend: What ran: `native` or `plain` for the far keys of a `Routed`, else the operator of torch.
-        native_level: Instruction set of the native code that ran (`avx512`, `avx2`, `baseline`).
+        native_level: Instruction set of the native code that ran (`avx512`, `avx2`, `dotprod`, `baseline`).
         seconds: Seconds by stage.
         keys_per_query: Keys that a query read, on average; centroids are counted apart.
         centroids_per_query: Centroids that a query read, on average.

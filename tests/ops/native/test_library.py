@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import platform
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -11,7 +12,7 @@ import torch
 
 from prescore.errors import Unsupported
 from prescore.ops.native import library
-from prescore.ops.native.build import FOLDER, levels_of_machine, library_name
+from prescore.ops.native.build import FOLDER, library_name
 
 built = (FOLDER / library_name("baseline")).is_file()
 needs_library = pytest.mark.skipif(not built, reason="the native operators are not built (make native)")
@@ -32,9 +33,9 @@ def threads():
     torch.set_num_threads(before)
 
 
-def fake_cpuinfo(folder, flags):
+def fake_cpuinfo(folder, flags, title="flags"):
     path = folder / "cpuinfo"
-    path.write_text(f"processor\t: 0\nflags\t\t: fpu {' '.join(flags)}\nbugs\t\t: none\n")
+    path.write_text(f"processor\t: 0\n{title}\t\t: fpu {' '.join(flags)}\nbugs\t\t: none\n")
     return path
 
 
@@ -101,8 +102,8 @@ def test_what_cannot_be_loaded_is_passed_over_and_named(monkeypatch, tmp_path):
     assert library.describe_native().endswith("baseline is not built)")
 
 
-@pytest.mark.skipif(len(levels_of_machine()) == 1, reason="one level only is built for this processor")
-def test_levels_come_from_the_processor_and_from_torch(monkeypatch, tmp_path):
+def test_levels_of_x86_come_from_the_processor_and_from_torch(monkeypatch, tmp_path):
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
     avx2, avx512 = library._NEEDED["avx2"], library._NEEDED["avx512"]
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
     assert library.levels_of_processor(fake_cpuinfo(tmp_path, avx512)) == ("baseline", "avx2", "avx512")
@@ -114,6 +115,18 @@ def test_levels_come_from_the_processor_and_from_torch(monkeypatch, tmp_path):
     assert library.levels_of_processor(fake_cpuinfo(tmp_path, avx512)) == ("baseline", "avx2")
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
     assert library.levels_of_processor(fake_cpuinfo(tmp_path, avx512)) == ("baseline",)
+
+
+def test_levels_of_arm_come_from_the_processor(monkeypatch, tmp_path):
+    monkeypatch.setattr(platform, "machine", lambda: "aarch64")
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
+    features = library._NEEDED["dotprod"]
+    both = ("baseline", "dotprod")
+    assert library.levels_of_processor(fake_cpuinfo(tmp_path, features, "Features")) == both
+    assert library.levels_of_processor(fake_cpuinfo(tmp_path, features - {"asimddp"}, "Features")) == both[:1]
+    for system, levels in (("linux", both[:1]), ("darwin", both)):  # there is no /proc on macOS
+        monkeypatch.setattr(sys, "platform", system)
+        assert library.levels_of_processor(tmp_path / "none") == levels
 
 
 @needs_library

@@ -46,6 +46,7 @@ def command(
         "threads": str(facts["threads"]),
         "flash attention op": "present" if facts["flash_op"] else "missing (slower exact attention)",
         "native operators": facts["native"],
+        "levels that can run": ", ".join(facts["native_levels"]),
         "the default": facts["routing"],
         "scorers": ", ".join(facts["scorers"]),
     }
@@ -61,7 +62,7 @@ def collect() -> Values:
     """All facts as JSON values."""
     import torch
 
-    from prescore.ops.native.library import NO_LEVEL, describe_native, loaded_level
+    from prescore.ops.native.library import NO_LEVEL, describe_native, levels_of_processor, loaded_level
     from prescore.registry import list_scorers
 
     native = loaded_level() != NO_LEVEL
@@ -74,6 +75,7 @@ def collect() -> Values:
         "flash_op": hasattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu"),
         "native": describe_native(),
         "routing": "routes prompts of more than 2048 tokens on CPUs" if native else "runs exactly: no native code",
+        "native_levels": list(levels_of_processor()),
         "scorers": list_scorers(),
         "extras": _extras(),
     }

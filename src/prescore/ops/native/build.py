@@ -24,11 +24,15 @@ ABI = 8
 _AVX2 = ("-mavx2", "-mfma", "-mf16c", "-mbmi2")
 _AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512vnni")
 _X86 = {"baseline": (), "avx2": _AVX2, "avx512": _AVX512, "avx512_bf16": (*_AVX512, "-mavx512bf16")}
+_ARM = {"baseline": (), "dotprod": ("-march=armv8.2-a+dotprod",)}
 # no -ffast-math: infinities and NaN are values here, and sums keep their order
-_FLAGS = (
-    *("-std=gnu11", "-O3", "-fopenmp", "-fPIC", "-shared", "-fvisibility=hidden"),
-    *("-fno-math-errno", "-fno-trapping-math", "-Wall", f"-DPRESCORE_ABI={ABI}"),
+CODE_FLAGS = (
+    *("-std=gnu11", "-O3", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-Wall"),
+    f"-DPRESCORE_ABI={ABI}",
 )
+PLAIN_FLAGS = ("-U__SSE2__", "-U__aarch64__")
+"""Added to those of `baseline`, these leave out what is written for one kind of processor: for tests."""
+_FLAGS = (*CODE_FLAGS, "-fPIC", "-shared", "-fvisibility=hidden")
 _SANITIZE = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer", "-g")
 _COMPILERS = ("cc", "gcc", "clang")
 
@@ -36,8 +40,9 @@ _COMPILERS = ("cc", "gcc", "clang")
 def levels_of_machine(machine: str | None = None) -> dict[str, tuple[str, ...]]:
     """Levels that are built for a kind of processor and their flags, the plainest first; None = this machine."""
     name = (platform.machine() if machine is None else machine).lower()
-    # the vector instructions of 64-bit ARM belong to its baseline
-    return _X86 if name in ("x86_64", "amd64") else {"baseline": ()}
+    if name in ("x86_64", "amd64"):
+        return _X86  # the baseline has SSE2
+    return _ARM if name in ("aarch64", "arm64") else {"baseline": ()}  # the baseline of 64-bit ARM has NEON
 
 
 def library_name(level: str) -> str:

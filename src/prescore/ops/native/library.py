@@ -1,12 +1,13 @@
 """Find and load the library of this processor's level, at first use and from this folder only.
 
-`PRESCORE_NATIVE` switches it off (`0`) or names a level (`baseline`, `avx2`, `avx512`); it is read at every call.
+`PRESCORE_NATIVE` switches it off (`0`) or names a level (`baseline`, `avx2`, `dotprod`); it is read at every call.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Lock
@@ -28,10 +29,11 @@ _NEEDED = {
     "avx2": _AVX2,
     "avx512": _AVX512,
     "avx512_bf16": _AVX512 | {"avx512_bf16"},
+    "dotprod": frozenset({"asimddp", "asimdrdm", "atomics"}),
 }
 """What a processor must have for a level, in the words of /proc/cpuinfo."""
 _CAPABILITIES = {"AVX2": ("baseline", "avx2"), "AVX512": ("baseline", "avx2", "avx512", "avx512_bf16")}
-"""Levels that torch's own choice of kernels allows."""
+"""Levels of x86 that torch's own choice of kernels allows."""
 
 
 @dataclass(frozen=True)
@@ -80,14 +82,15 @@ def describe_native() -> str:
 def levels_of_processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> tuple[str, ...]:
     """Levels that this processor certainly has, the plainest first."""
     built = tuple(levels_of_machine())
-    allowed = _CAPABILITIES.get(torch.backends.cpu.get_cpu_capability(), ("baseline",))
+    is_arm = "dotprod" in built
+    allowed = built if is_arm else _CAPABILITIES.get(torch.backends.cpu.get_cpu_capability(), ("baseline",))
     try:
         text = cpuinfo.read_text(encoding="utf-8", errors="replace")
     except OSError:
-        # torch asks for less than the highest level needs
-        allowed = allowed[:2]
+        # torch asks for less than the highest level of x86 needs; every ARM processor of Apple has dot products
+        allowed = allowed[:2] if not is_arm or sys.platform == "darwin" else allowed[:1]
         return tuple(level for level in built if level in allowed)
-    flags = next((line for line in text.splitlines() if line.startswith("flags")), "").split()
+    flags = next((line for line in text.splitlines() if line.startswith(("flags", "Features"))), "").split()
     return tuple(level for level in built if level in allowed and _NEEDED[level] <= set(flags))
 
 

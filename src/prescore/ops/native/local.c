@@ -19,7 +19,7 @@ static void find_span(const RoutedCall *p, LocalKeys *local) {
 
 /* Four rows as columns, `to[16 * i + k] = rows[k][i]`. */
 INLINE void transpose_four(const float *const *rows, float *to, int64_t dim) {
-#if defined(__SSE__)
+#if defined(__SSE2__)
     for (int64_t i = 0; i < dim; i += 4) {
         __m128 a = _mm_loadu_ps(rows[0] + i), b = _mm_loadu_ps(rows[1] + i);
         __m128 c = _mm_loadu_ps(rows[2] + i), d = _mm_loadu_ps(rows[3] + i);
@@ -28,6 +28,16 @@ INLINE void transpose_four(const float *const *rows, float *to, int64_t dim) {
         _mm_storeu_ps(to + 16 * (i + 1), b);
         _mm_storeu_ps(to + 16 * (i + 2), c);
         _mm_storeu_ps(to + 16 * (i + 3), d);
+    }
+#elif defined(__aarch64__)
+    for (int64_t i = 0; i < dim; i += 4) {
+        const float32x4_t a = vld1q_f32(rows[0] + i), b = vld1q_f32(rows[1] + i), c = vld1q_f32(rows[2] + i), d = vld1q_f32(rows[3] + i);
+        const float64x2_t even = vreinterpretq_f64_f32(vtrn1q_f32(a, b)), odd = vreinterpretq_f64_f32(vtrn2q_f32(a, b));
+        const float64x2_t even2 = vreinterpretq_f64_f32(vtrn1q_f32(c, d)), odd2 = vreinterpretq_f64_f32(vtrn2q_f32(c, d));
+        vst1q_f32(to + 16 * i, vreinterpretq_f32_f64(vtrn1q_f64(even, even2)));
+        vst1q_f32(to + 16 * (i + 1), vreinterpretq_f32_f64(vtrn1q_f64(odd, odd2)));
+        vst1q_f32(to + 16 * (i + 2), vreinterpretq_f32_f64(vtrn2q_f64(even, even2)));
+        vst1q_f32(to + 16 * (i + 3), vreinterpretq_f32_f64(vtrn2q_f64(odd, odd2)));
     }
 #else
     for (int64_t i = 0; i < dim; i++)

@@ -119,32 +119,10 @@ INLINE int64_t next_tile(const RoutedCall *p, Tile *w, int64_t kv_head, int64_t 
 
 INLINE int64_t row_offset(const Rows *r, int64_t kv_head, int64_t row) { return r->at[kv_head] + row * r->step; }
 
-/* Sixteen-bit numbers as floats. */
-INLINE floats widen(const uint16_t *from, int64_t type) {
-#if defined(__AVX512F__)
-    const __m256i raw = _mm256_loadu_si256((const __m256i *)from);
-    if (type == FLOAT16) return (floats)_mm512_cvtph_ps(raw);
-    return (floats)_mm512_slli_epi32(_mm512_cvtepu16_epi32(raw), 16);
-#elif defined(__AVX2__)
-    const __m128i raw = _mm_loadu_si128((const __m128i *)from);
-    if (type == FLOAT16) return (floats)_mm256_cvtph_ps(raw);
-    return (floats)_mm256_slli_epi32(_mm256_cvtepu16_epi32(raw), 16);
-#else
-    floats out;
-    for (int i = 0; i < WIDTH; i++) {
-        const uint32_t wide = (uint32_t)from[i] << 16;
-        _Float16 half;
-        float number;
-        memcpy(&half, from + i, 2);
-        memcpy(&number, &wide, 4);
-        out[i] = type == FLOAT16 ? (float)half : number;
-    }
-    return out;
-#endif
-}
 INLINE floats load_row(const Rows *r, int64_t offset, int64_t i) {
     if (r->type == FLOAT32) return load((const float *)r->data + offset + i);
-    return widen((const uint16_t *)r->data + offset + i, r->type);
+    const uint16_t *from = (const uint16_t *)r->data + offset + i;
+    return r->type == BFLOAT16 ? from_bfloat16(from) : from_float16(from);
 }
 INLINE float row_dot(const Rows *r, int64_t offset, const float *with, int64_t dim) {
     floats s = splat(0);
@@ -159,6 +137,13 @@ INLINE void totals(const floats *v, float *to) {
     const __m512 all = _mm512_add_ps(_mm512_shuffle_ps(low, high, 0x44), _mm512_shuffle_ps(low, high, 0xee));
     const __m256 half = _mm256_add_ps(_mm512_castps512_ps256(all), _mm512_extractf32x8_ps(all, 1));
     _mm_storeu_ps(to, _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1)));
+#elif defined(__SSE2__) && WIDTH == 4
+    __m128 a = (__m128)v[0], b = (__m128)v[1], c = (__m128)v[2], d = (__m128)v[3];
+    _MM_TRANSPOSE4_PS(a, b, c, d);
+    _mm_storeu_ps(to, _mm_add_ps(_mm_add_ps(a, b), _mm_add_ps(c, d)));
+#elif defined(__aarch64__)
+    const float32x4_t low = vpaddq_f32((float32x4_t)v[0], (float32x4_t)v[1]);
+    vst1q_f32(to, vpaddq_f32(low, vpaddq_f32((float32x4_t)v[2], (float32x4_t)v[3])));
 #else
     for (int j = 0; j < 4; j++) to[j] = total(v[j]);
 #endif
@@ -193,25 +178,21 @@ INLINE void row_dots(float *to, const Rows *r, int64_t kv_head, const int32_t *r
 INLINE void add_row(float *to, const Rows *r, int64_t offset, float factor, int64_t dim) {
     for (int64_t i = 0; i < dim; i += WIDTH) store(to + i, load(to + i) + load_row(r, offset, i) * splat(factor));
 }
-/* to += the sum of some rows, each with its weight: four vectors at a time stay in registers. */
+#define SUMS (WIDTH == 16 ? 4 : 8)
+/* to += the sum of some rows, each with its weight: `SUMS` vectors at a time stay in registers. */
 INLINE void add_rows_of_type(float *to, const Rows *r, int64_t type, int64_t kv_head, const int32_t *rows,
                              const float *weights, int64_t n, int64_t dim) {
     const Rows own = {r->data, r->at, r->step, type};
     int64_t c = 0;
-    for (; c + 4 * WIDTH <= dim; c += 4 * WIDTH) {
-        floats a0 = load(to + c), a1 = load(to + c + WIDTH), a2 = load(to + c + 2 * WIDTH), a3 = load(to + c + 3 * WIDTH);
+    for (; c + SUMS * WIDTH <= dim; c += SUMS * WIDTH) {
+        floats sum[SUMS];
+        for (int k = 0; k < SUMS; k++) sum[k] = load(to + c + k * WIDTH);
         for (int64_t i = 0; i < n; i++) {
             const int64_t offset = row_offset(&own, kv_head, rows[i]) + c;
             const floats w = splat(weights[i]);
-            a0 += load_row(&own, offset, 0) * w;
-            a1 += load_row(&own, offset, WIDTH) * w;
-            a2 += load_row(&own, offset, 2 * WIDTH) * w;
-            a3 += load_row(&own, offset, 3 * WIDTH) * w;
+            for (int k = 0; k < SUMS; k++) sum[k] += load_row(&own, offset, k * WIDTH) * w;
         }
-        store(to + c, a0);
-        store(to + c + WIDTH, a1);
-        store(to + c + 2 * WIDTH, a2);
-        store(to + c + 3 * WIDTH, a3);
+        for (int k = 0; k < SUMS; k++) store(to + c + k * WIDTH, sum[k]);
     }
     for (; c < dim; c += WIDTH) {
         floats a = load(to + c);
@@ -282,7 +263,11 @@ INLINE void prefetch_row(const Rows *r, int64_t offset, int64_t dim) {
 }
 
 #define VECTORS (16 / WIDTH) /* registers of a panel: sixteen columns */
-#define ROWS (8 / VECTORS)   /* rows whose sums are kept in eight registers, one panel at a time */
+#if defined(__aarch64__)
+#define ROWS 4 /* rows whose sums are kept in registers, one panel at a time: of thirty-two, or of sixteen */
+#else
+#define ROWS (8 / VECTORS)
+#endif
 #define PANELS (WIDTH == 16 ? 4 : 1)
 
 /* sum + x * y; with `half`, numbers are pairs of bfloat16 whose two products are added. */

@@ -6,8 +6,6 @@
 #include "int8.h"
 #include "routed.h"
 
-#define GROUP 8 /* queries that share the loads of a subcluster */
-
 /* Sixteen subclusters of a KV head, and what the queries of a tile want of them. */
 typedef struct {
     int64_t number, at, first, each;      /* of the block; where it lies among blocks and among subclusters; subclusters of a cluster */
@@ -21,6 +19,11 @@ INLINE void centroid_logits(const RoutedCall *p, const Tile *w, int64_t t, const
     if (b->each == 8) {
         const float *two = logits + 2 * b->number;
         to[0] = (floats)_mm512_mask_blend_ps(0xff00, _mm512_set1_ps(two[0]), _mm512_set1_ps(two[1]));
+        return;
+    }
+#else
+    if (b->each % WIDTH == 0) {
+        for (int k = 0; k < PER_BLOCK; k++) to[k] = splat(logits[(uint32_t)(16 * b->number + k * WIDTH) / (uint32_t)b->each]);
         return;
     }
 #endif

@@ -5,8 +5,10 @@
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
-#if defined(__SSE__)
+#if defined(__SSE2__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 #if defined(__AVX512F__)
@@ -22,6 +24,7 @@ typedef float floats __attribute__((vector_size(4 * WIDTH), aligned(4), may_alia
 typedef int32_t ints __attribute__((vector_size(4 * WIDTH), aligned(4), may_alias));
 
 typedef int8_t bytes __attribute__((vector_size(WIDTH)));
+typedef uint16_t halves __attribute__((vector_size(2 * WIDTH), aligned(2), may_alias));
 
 INLINE floats splat(float x) { return x - (floats){0}; }
 INLINE floats splat_bits(float x) { /* also of what is no number */
@@ -32,8 +35,29 @@ INLINE floats splat_bits(float x) { /* also of what is no number */
 INLINE floats load(const float *p) { return *(const floats *)p; } /* the type allows any alignment and alias */
 INLINE void store(float *p, floats v) { *(floats *)p = v; }
 INLINE floats choose(ints mask, floats yes, floats no) { return (floats)(((ints)yes & mask) | ((ints)no & ~mask)); }
-INLINE floats larger(floats a, floats b) { return choose(a > b, a, b); }
-INLINE floats smaller(floats a, floats b) { return choose(a < b, a, b); }
+/* Of two numbers one of which is NaN, the second. */
+INLINE floats larger(floats a, floats b) {
+#if defined(__AVX512F__)
+    return (floats)_mm512_max_ps((__m512)a, (__m512)b);
+#elif defined(__AVX2__)
+    return (floats)_mm256_max_ps((__m256)a, (__m256)b);
+#elif defined(__SSE2__)
+    return (floats)_mm_max_ps((__m128)a, (__m128)b);
+#else
+    return choose(a > b, a, b);
+#endif
+}
+INLINE floats smaller(floats a, floats b) {
+#if defined(__AVX512F__)
+    return (floats)_mm512_min_ps((__m512)a, (__m512)b);
+#elif defined(__AVX2__)
+    return (floats)_mm256_min_ps((__m256)a, (__m256)b);
+#elif defined(__SSE2__)
+    return (floats)_mm_min_ps((__m128)a, (__m128)b);
+#else
+    return choose(a < b, a, b);
+#endif
+}
 
 INLINE float total(floats v) {
 #if defined(__AVX512F__)
@@ -42,6 +66,11 @@ INLINE float total(floats v) {
     __m128 s = _mm_add_ps(_mm256_castps256_ps128((__m256)v), _mm256_extractf128_ps((__m256)v, 1));
     s = _mm_add_ps(s, _mm_movehl_ps(s, s));
     return _mm_cvtss_f32(_mm_add_ss(s, _mm_movehdup_ps(s)));
+#elif defined(__SSE2__)
+    const __m128 s = _mm_add_ps((__m128)v, _mm_shuffle_ps((__m128)v, (__m128)v, 0xb1));
+    return _mm_cvtss_f32(_mm_add_ss(s, _mm_movehl_ps(s, s)));
+#elif defined(__aarch64__)
+    return vaddvq_f32((float32x4_t)v);
 #else
     return (v[0] + v[1]) + (v[2] + v[3]);
 #endif
@@ -52,6 +81,11 @@ INLINE float largest(floats v) {
     __m128 s = _mm_max_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
     s = _mm_max_ps(s, _mm_movehl_ps(s, s));
     return _mm_cvtss_f32(_mm_max_ss(s, _mm_movehdup_ps(s)));
+#elif defined(__SSE2__) && WIDTH == 4
+    const __m128 s = _mm_max_ps((__m128)v, _mm_shuffle_ps((__m128)v, (__m128)v, 0xb1));
+    return _mm_cvtss_f32(_mm_max_ss(s, _mm_movehl_ps(s, s)));
+#elif defined(__aarch64__)
+    return vmaxnmvq_f32((float32x4_t)v);
 #else
     float s = v[0];
     for (int i = 1; i < WIDTH; i++) s = v[i] > s ? v[i] : s;
@@ -63,6 +97,10 @@ INLINE unsigned bits(ints mask) {
     return _mm512_movepi32_mask((__m512i)mask);
 #elif defined(__AVX2__)
     return (unsigned)_mm256_movemask_ps((__m256)mask);
+#elif defined(__SSE2__)
+    return (unsigned)_mm_movemask_ps((__m128)mask);
+#elif defined(__aarch64__)
+    return vaddvq_u32((uint32x4_t)(mask & (ints){1, 2, 4, 8}));
 #else
     unsigned found = 0;
     for (int i = 0; i < WIDTH; i++) found |= (mask[i] ? 1u : 0u) << i;
@@ -130,6 +168,37 @@ INLINE floats vlog(floats x) {
     p = p * z + splat(3.3333331174e-1f);
     p = p * z * z * z - splat(0.5f) * z * z + z;
     return p + whole * splat(0.69314718f);
+}
+
+/* Sixteen-bit numbers: without sign, bfloat16, float16. */
+INLINE ints widen(const uint16_t *from) {
+#if defined(__AVX512F__)
+    return (ints)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)from));
+#elif defined(__AVX2__)
+    return (ints)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)from));
+#elif defined(__SSE2__)
+    return (ints)_mm_unpacklo_epi16(_mm_loadl_epi64((const __m128i *)from), _mm_setzero_si128());
+#elif defined(__aarch64__)
+    return (ints)vmovl_u16(vld1_u16(from));
+#else
+    return __builtin_convertvector(*(const halves *)from, ints);
+#endif
+}
+INLINE floats from_bfloat16(const uint16_t *from) { return (floats)(widen(from) << 16); }
+INLINE floats from_float16(const uint16_t *from) {
+#if defined(__AVX512F__)
+    return (floats)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)from));
+#elif defined(__AVX2__)
+    return (floats)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)from));
+#elif defined(__aarch64__)
+    return (floats)vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(from)));
+#else
+    const ints raw = widen(from), small = (ints){0} + (113 << 23);
+    const ints length = (raw & 0x7fff) << 13, sign = (raw & 0x8000) << 16;
+    const ints normal = length + (112 << 23) + ((length >= (31 << 23)) & (112 << 23)); /* infinite stays infinite */
+    const floats subnormal = (floats)(length + small) - (floats)small;
+    return (floats)((ints)choose(length < (1 << 23), subnormal, (floats)normal) | sign);
+#endif
 }
 
 INLINE float dot(const float *a, const float *b, int64_t dim) {

@@ -1,0 +1,379 @@
+/* Checks the C code of one level against plain scalar C, then prints what a routed call gives: other levels must agree.
+ *
+ * test_levels.py compiles and runs it. It needs neither Python nor torch on the machine that runs it.
+ */
+#include <stdio.h>
+
+#include "centroids.h"
+#include "index.c"
+
+int prescore_routed_forward(const RoutedCall *p);
+
+static int failures = 0;
+static uint64_t state = 1;
+
+static void check(int holds, const char *what, double got, double wanted) {
+    if (holds) return;
+    if (failures++ < 20) fprintf(stderr, "%s must be %.9g, got %.9g\n", what, wanted, got);
+}
+static void close_to(const char *what, double got, double wanted, double size) {
+    check(got == wanted || fabs(got - wanted) <= 1e-5 * size || (isnan(got) && isnan(wanted)), what, got, wanted);
+}
+
+/* From -127 to 127. */
+static int whole(void) {
+    state = state * 6364136223846793005u + 1442695040888963407u;
+    return (int)((state >> 33) % 255) - 127;
+}
+static float real(void) { return (float)whole() / 64.0f; } /* a float16 and a bfloat16 too */
+static void fill(float *to, int64_t n) {
+    for (int64_t i = 0; i < n; i++) to[i] = real();
+}
+
+static void check_int8(void) {
+    static uint8_t keys[64 * 64];
+    int32_t query[64], opposite[64];
+    for (int64_t quarter = 4; quarter <= 64; quarter += 4)
+        for (int extreme = 0; extreme < 5; extreme++) {
+            int8_t *numbers = (int8_t *)query;
+            int32_t start = 0;
+            floats got[(1 + 2 + 4 + GROUP) * PER_BLOCK];
+            for (int64_t i = 0; i < 64 * quarter; i++) keys[i] = extreme > 2 ? 1 : extreme ? 127 : (uint8_t)(whole() / 2 + KEY_ZERO);
+            for (int64_t i = 0; i < 4 * quarter; i++)
+                numbers[i] = (int8_t)(extreme == 1 || extreme == 3 ? -127 : extreme ? (i % 2 ? 127 : -127) : whole());
+            for (int64_t i = 0; i < 4 * quarter; i++) start -= KEY_ZERO * numbers[i];
+            for (int64_t i = 0; i < 4 * quarter; i++) ((int8_t *)opposite)[i] = (int8_t)-numbers[i];
+            const int32_t *queries[8] = {query, opposite, query, opposite, query, opposite, query, opposite};
+            const int32_t starts[8] = {start, -start, start, -start, start, -start, start, -start};
+            int8_products(1, keys, queries, starts, quarter, got);
+            int8_products(2, keys, queries + 1, starts + 1, quarter, got + PER_BLOCK);
+            int8_products(4, keys, queries + 1, starts + 1, quarter, got + 3 * PER_BLOCK);
+            int8_products(GROUP, keys, queries, starts, quarter, got + 7 * PER_BLOCK);
+            for (int64_t j = 0; j < 7 + GROUP; j++)
+                for (int64_t key = 0; key < 16; key++) {
+                    int32_t wanted = 0;
+                    for (int64_t i = 0; i < 4 * quarter; i++) wanted += (keys[(i / 4 * 16 + key) * 4 + i % 4] - KEY_ZERO) * numbers[i];
+                    if (j == 1 || j == 3 || j == 5 || (j > 7 && j % 2 == 0)) wanted = -wanted;
+                    check(((float *)got)[16 * j + key] == (float)wanted, "an int8 product", ((float *)got)[16 * j + key], wanted);
+                }
+        }
+    for (unsigned above = 0; above < 65536; above += above < 64 ? 1 : 977) {
+        int32_t rows[16], hits[48], n = 3;
+        float hit_logits[48], values[16];
+        for (int i = 0; i < 16; i++) values[i] = real(), rows[i] = 1000 + i;
+        floats logits[PER_BLOCK];
+        memcpy(logits, values, sizeof values);
+        const int32_t got = append_hits(hits, hit_logits, n, rows, logits, above);
+        for (int i = 0; i < 16; i++) {
+            if (!(above >> i & 1)) continue;
+            check(hits[n] == rows[i] && hit_logits[n] == values[i], "a hit", hits[n], rows[i]);
+            n++;
+        }
+        check(got == n, "the number of hits", got, n);
+    }
+}
+
+static void check_numbers(void) {
+    for (float x = -120; x < 100; x += 0.37f * WIDTH) {
+        float in[WIDTH], out[WIDTH];
+        for (int i = 0; i < WIDTH; i++) in[i] = x + 0.37f * (float)i;
+        store(out, vexp(load(in)));
+        for (int i = 0; i < WIDTH; i++) {
+            const double wanted = in[i] < -87 ? 0 : exp(in[i] < 88 ? in[i] : 88);
+            close_to("exp", out[i], wanted, wanted * 0.1);
+        }
+        for (int i = 0; i < WIDTH; i++) in[i] = expf(in[i] < -80 ? -80 : in[i] > 80 ? 80 : in[i]);
+        store(out, vlog(load(in)));
+        for (int i = 0; i < WIDTH; i++) close_to("log", out[i], log(in[i]), 0.1 * (1 + fabs(log(in[i]))));
+    }
+    const float odd[] = {0, -0.0f, 1, -1, 88, -87, 1e30f, -1e30f, INFINITY, -INFINITY, NAN, 3};
+    const int n = sizeof odd / sizeof *odd;
+    for (int a = 0; a < n; a++)
+        for (int b = 0; b < n; b++) {
+            const floats x = splat_bits(odd[a]), y = splat_bits(odd[b]);
+            const int last = WIDTH - 1;
+            close_to("larger", larger(x, y)[last], odd[a] > odd[b] ? odd[a] : odd[b], 0);
+            close_to("smaller", smaller(x, y)[last], odd[a] < odd[b] ? odd[a] : odd[b], 0);
+            check(at_least(x, y) == (odd[a] >= odd[b] ? (1u << WIDTH) - 1 : 0), "at_least", at_least(x, y), odd[a] >= odd[b]);
+        }
+    check(vexp(splat_bits(NAN))[0] != vexp(splat_bits(NAN))[0], "exp of NaN", vexp(splat_bits(NAN))[0], NAN);
+    check(vexp(splat_bits(-INFINITY))[0] == 0, "exp of -inf", vexp(splat_bits(-INFINITY))[0], 0);
+    for (int repeat = 0; repeat < 100; repeat++) {
+        float v[4 * WIDTH], w[WIDTH], to[4];
+        floats four[4];
+        fill(v, 4 * WIDTH);
+        fill(w, WIDTH);
+        double sum[4] = {0}, most = -INFINITY;
+        unsigned wanted = 0;
+        for (int i = 0; i < 4 * WIDTH; i++) sum[i / WIDTH] += v[i];
+        for (int i = 0; i < WIDTH; i++) {
+            most = v[i] > most ? v[i] : most;
+            wanted |= (v[i] >= w[i] ? 1u : 0u) << i;
+        }
+        memcpy(four, v, sizeof v);
+        totals(four, to);
+        for (int i = 0; i < 4; i++) close_to("a sum of four", to[i], sum[i], 1);
+        close_to("a sum", total(load(v)), sum[0], 1);
+        check(largest(load(v)) == most, "the largest", largest(load(v)), most);
+        check(at_least(load(v), load(w)) == wanted, "a comparison", at_least(load(v), load(w)), wanted);
+        check(bits(load(v) >= load(w)) == wanted, "bits", bits(load(v) >= load(w)), wanted);
+    }
+}
+
+/* Every sixteen-bit number. */
+static void check_halves(void) {
+    static uint16_t raw[65536];
+    for (int i = 0; i < 65536; i++) raw[i] = (uint16_t)i;
+    for (int i = 0; i < 65536; i += WIDTH) {
+        float brain[WIDTH], half[WIDTH];
+        store(brain, from_bfloat16(raw + i));
+        store(half, from_float16(raw + i));
+        for (int k = 0; k < WIDTH; k++) {
+            const int number = i + k, power = number >> 10 & 31, part = number & 1023;
+            const uint32_t high = (uint32_t)number << 16;
+            float wanted;
+            memcpy(&wanted, &high, 4);
+            close_to("a bfloat16", brain[k], wanted, 0);
+            wanted = power == 31 ? (part ? NAN : INFINITY) : power ? ldexpf((float)(1024 + part), power - 25) : ldexpf((float)part, -24);
+            close_to("a float16", half[k], number & 0x8000 ? -wanted : wanted, 0);
+            check(!signbit(half[k]) == !(number & 0x8000) || isnan(wanted), "the sign of a float16", half[k], wanted);
+        }
+    }
+}
+
+/* Numbers of one type where a call reads them. */
+static Rows rows_of(const float *from, int64_t n, int64_t type, const int64_t *at, int64_t step) {
+    uint16_t *halves = malloc(2 * (size_t)n + 64);
+    for (int64_t i = 0; i < n; i++) {
+        uint32_t raw;
+        memcpy(&raw, from + i, 4);
+        const uint32_t length = raw & 0x7fffffff;
+        halves[i] = (uint16_t)(type == BFLOAT16 ? raw >> 16 : raw >> 16 & 0x8000);
+        if (type == FLOAT16 && length) halves[i] |= (uint16_t)((length - (112u << 23)) >> 13);
+    }
+    if (type == FLOAT32) free(halves);
+    return (Rows){type == FLOAT32 ? (const void *)from : halves, at, step, type};
+}
+static void free_rows(Rows *r) {
+    if (r->type != FLOAT32) free((void *)r->data);
+}
+
+static void check_products(void) {
+    static float a[40 * 96], m[96 * 96], to[96 * 96], given[96 * 96];
+    const int64_t sizes[] = {1, 2, 3, 4, 5, 7, 8, 32};
+    fill(a, 40 * 96);
+    fill(m, 96 * 96);
+    for (int s = 0; s < 8; s++)
+        for (int64_t wide = 16; wide <= 96; wide += 16)
+            for (int add = 0; add < 2; add++) {
+                const int64_t n = sizes[s], inner = 5 + 7 * s;
+                fill(given, n * 96);
+                memcpy(to, given, sizeof(float) * 96 * (size_t)n);
+                product(to, 96, a, 96, 1, n, m, 96, 16, inner, wide, add);
+                for (int64_t t = 0; t < n; t++)
+                    for (int64_t c = 0; c < wide; c++) {
+                        double sum = add ? given[t * 96 + c] : 0;
+                        for (int64_t i = 0; i < inner; i++) sum += (double)a[t * 96 + i] * m[i * 96 + c];
+                        close_to("a product", to[t * 96 + c], sum, 10);
+                    }
+            }
+    for (int64_t dim = 16; dim <= 96; dim += 16) {
+        turned_product(to, 96, a, 96, dim, m, 96, 37, dim, 0);
+        for (int64_t t = 0; t < dim; t++)
+            for (int64_t c = 0; c < dim; c++) {
+                double sum = 0;
+                for (int64_t i = 0; i < 37; i++) sum += (double)a[i * 96 + t] * m[i * 96 + c];
+                close_to("a turned product", to[t * 96 + c], sum, 10);
+            }
+        second_moment(to, m, 29, dim);
+        for (int64_t t = 0; t < dim; t++)
+            for (int64_t c = 0; c < dim; c++) {
+                double sum = 0;
+                for (int64_t i = 0; i < 29; i++) sum += (double)m[i * dim + t] * m[i * dim + c];
+                close_to("a second moment", to[t * dim + c], sum, 10);
+            }
+        for (int64_t type = FLOAT32; type <= FLOAT16; type++) {
+            const int64_t at[] = {0, 2};
+            const int32_t places[] = {3, 0, 17, 5, 5, 31, 8};
+            Rows r = rows_of(a, 40 * 96, type, at, 96);
+            float dots[12], sums[96];
+            for (int64_t n = 1; n <= 7; n++) {
+                row_dots(dots, &r, 1, places, n, m, dim);
+                memcpy(sums, m, sizeof sums);
+                add_rows(sums, &r, 1, places, m + 200, n, dim);
+                for (int64_t i = 0; i < n; i++) {
+                    double sum = 0;
+                    for (int64_t d = 0; d < dim; d++) sum += (double)a[2 + places[i] * 96 + d] * m[d];
+                    close_to("a product with a row", dots[i], sum, 10);
+                    close_to("a product with one row", row_dot(&r, row_offset(&r, 1, places[i]), m, dim), sum, 10);
+                }
+                for (int64_t d = 0; d < dim; d++) {
+                    double sum = m[d];
+                    for (int64_t i = 0; i < n; i++) sum += (double)m[200 + i] * a[2 + places[i] * 96 + d];
+                    close_to("a sum of rows", sums[d], sum, 10);
+                }
+            }
+            free_rows(&r);
+        }
+    }
+}
+
+static double normal_below(double x) {
+    x = x < -4 ? -4 : x > 8 ? 8 : x;
+    return 1 / (1 + exp(-x * (1.5976 + 0.07056 * x * x)));
+}
+static void check_centroids(void) {
+    for (float s = 0.05f; s < 4; s *= 1.7f)
+        for (float r = -9; r < 12; r += 0.31f) {
+            floats factor, move;
+            correct(splat(r), s, &factor, &move);
+            const double gain = exp(0.5 * s * s) * normal_below(r - s) / normal_below(r);
+            const double wanted = gain > MAX_FACTOR ? MAX_FACTOR : gain < 1 / MAX_FACTOR ? 1 / MAX_FACTOR : gain;
+            const Correction c = correct_with_slopes(splat(r), s);
+            close_to("a factor", factor[0], wanted, wanted);
+            close_to("a gain", c.gain[0], log(wanted), 1);
+            close_to("a move", move[0], c.move[0], 1 / s);
+        }
+}
+
+/* --- a whole call */
+
+enum { HEADS = 2, QUERY_HEADS = 2, KEYS = 1536, CHUNK = 512, SINKS = 5, LOCAL = 128 };
+
+static void *space(int64_t n, size_t size) {
+    void *made = aligned_alloc(64, ((size_t)n * size + 127) / 64 * 64);
+    memset(made, 0, ((size_t)n * size + 127) / 64 * 64);
+    return made;
+}
+
+/* Attention of the queries of the last `n` keys, with every key read or with the search of the default; compared with exact
+ * attention, and printed. */
+static void run_call(int64_t dim, int64_t wide, int64_t cluster_size, int64_t type, int64_t n, int everything) {
+    const int64_t chunks = (KEYS - LOCAL - SINKS) / CHUNK, per_chunk = CHUNK / cluster_size, clusters = chunks * per_chunk;
+    const int64_t each = cluster_size / 16, blocks = (clusters * each + 15) / 16, columns = 16 + (clusters + 15) / 16 * 16;
+    float *key = space(HEADS * KEYS * dim, 4), *value = space(HEADS * KEYS * wide, 4), *query = space(HEADS * QUERY_HEADS * n * dim, 4);
+    float *middle = space(16 * dim, 4);
+    int64_t levels = 0, at_key[HEADS], at_value[HEADS], at_query[HEADS * QUERY_HEADS];
+    state = 7;
+    while (CHUNK >> levels > 16) levels++;
+    fill(middle, 16 * dim);
+    for (int64_t i = 0; i < HEADS * KEYS * dim; i++) {
+        const int together = i / dim / 40 % 16; /* neighbours resemble each other */
+        key[i] = (float)((int)(middle[together * dim + i % dim] * 32.0f) + whole() / 2) / 64.0f;
+    }
+    fill(value, HEADS * KEYS * wide);
+    for (int64_t i = 0; i < HEADS * QUERY_HEADS * n * dim; i++) query[i] = 2.0f * real();
+    for (int64_t h = 0; h < HEADS; h++) at_key[h] = h * KEYS * dim, at_value[h] = h * KEYS * wide;
+    for (int64_t h = 0; h < HEADS * QUERY_HEADS; h++) at_query[h] = h * n * dim;
+    Rows keys = rows_of(key, HEADS * KEYS * dim, type, at_key, dim), values = rows_of(value, HEADS * KEYS * wide, type, at_value, wide);
+    Rows queries = rows_of(query, HEADS * QUERY_HEADS * n * dim, type, at_query, dim);
+
+    IndexCall c = {
+        .key = keys, .value = values, .kv_heads = HEADS, .begin = SINKS, .chunks = chunks, .chunk_size = CHUNK, .levels = levels,
+        .cluster_size = cluster_size, .dim = dim, .value_dim = wide, .fit_size = 128,
+        .positions = space(HEADS * clusters * cluster_size, 4), .centroid_key = space(HEADS * clusters * dim, 4),
+        .centroid_value = space(HEADS * clusters * wide, 4), .int8 = space(HEADS * clusters * cluster_size * dim, 1),
+        .scales = space(HEADS * clusters * cluster_size, 4), .sub_int8 = space(HEADS * clusters * each * dim, 1),
+        .sub_scales = space(HEADS * clusters * each, 4), .spread = space(HEADS * clusters * each, 4),
+        .radius = space(HEADS * clusters, 4), .key_cov = space(HEADS * chunks * dim * dim, 4),
+        .key_value_cov = space(HEADS * chunks * dim * wide, 4),
+    };
+    check(prescore_build_index(&c) == 0, "the index", 1, 0);
+
+    float *column_keys = space(HEADS * columns * dim, 4), *column_values = space(HEADS * columns * wide, 4);
+    uint8_t *sub_int8 = space(HEADS * blocks * 16 * dim, 1);
+    float *sub_scales = space(HEADS * blocks * 16, 4), *spread = space(HEADS * blocks * 16, 4), *radius = space(HEADS * blocks * 16, 4);
+    int32_t *visible = space(HEADS * n, 4), *local_start = space(HEADS * n, 4), *local_stop = space(HEADS * n, 4);
+    for (int64_t h = 0; h < HEADS; h++) {
+        for (int64_t i = 0; i < SINKS + clusters; i++) {
+            const int64_t at = h * columns + (i < SINKS ? i : 16 + i - SINKS);
+            const float *own = i < SINKS ? key + (h * KEYS + i) * dim : c.centroid_key + (h * clusters + i - SINKS) * dim;
+            const float *own_value = i < SINKS ? value + (h * KEYS + i) * wide : c.centroid_value + (h * clusters + i - SINKS) * wide;
+            for (int64_t d = 0; d < dim; d++) column_keys[(at / 16 * dim + d) * 16 + at % 16] = own[d];
+            memcpy(column_values + at * wide, own_value, 4 * (size_t)wide);
+        }
+        for (int64_t i = 0; i < clusters * each; i++) {
+            const int64_t at = h * blocks * 16 + i, from = h * clusters * each + i;
+            for (int64_t d = 0; d < dim; d++) sub_int8[at / 16 * 16 * dim + (d / 4 * 16 + at % 16) * 4 + d % 4] = c.sub_int8[from * dim + d];
+            sub_scales[at] = c.sub_scales[from];
+            spread[at] = c.spread[from];
+            radius[at] = c.radius[h * clusters + i / each];
+        }
+        for (int64_t t = 0; t < n; t++) {
+            const int64_t place = KEYS - n + t, far = place < LOCAL + SINKS ? 0 : (place - LOCAL - SINKS) / CHUNK;
+            visible[h * n + t] = (int32_t)(far * per_chunk);
+            local_start[h * n + t] = (int32_t)(far ? SINKS + far * CHUNK : 0);
+            local_stop[h * n + t] = (int32_t)(place + 1);
+        }
+    }
+    int64_t counts[2] = {0, 0};
+    RoutedCall p = {
+        .query = queries, .key = keys, .value = values, .visible = visible, .local_start = local_start, .local_stop = local_stop,
+        .columns = column_keys, .column_values = column_values, .positions = c.positions, .int8 = c.int8, .scales = c.scales,
+        .sub_int8 = sub_int8, .sub_scales = sub_scales, .spread = spread, .radius = radius, .key_cov = c.key_cov,
+        .key_value_cov = c.key_value_cov, .kv_heads = HEADS, .n_query = QUERY_HEADS * n, .length = n, .dim = dim, .value_dim = wide,
+        .cluster_size = cluster_size, .sinks = SINKS, .sink_columns = 16, .n_columns = columns, .n_clusters = clusters, .n_covs = chunks,
+        .clusters_per_cov = per_chunk, .scale = 1.0f / sqrtf((float)dim), .search_stds = everything ? 1e9f : 3.0f, .heavy_stds = 4.2f,
+        .heavy_int8_error = 0.1f, .margin = 3.0043f, .exact_margin = everything ? -1e9f : 2.7725887f, .log_inverse = everything ? 1e3f : 6.0f,
+        .max_mass_gain = 4.0f, .log_sink_weight = -2.3025851f, .output = space(HEADS * QUERY_HEADS * n * wide, 4),
+        .lse = space(HEADS * QUERY_HEADS * n, 4), .threshold = space(HEADS * QUERY_HEADS * n, 4), .counts = counts,
+    };
+    check(prescore_routed_forward(&p) == 0, "the call", 1, 0);
+
+    double error = 0, length = 0, logits[KEYS], output[MAX_DIM];
+    const int rounds = half_products(&p) != 0; /* bfloat16 weights */
+    for (int64_t q = 0; q < HEADS * QUERY_HEADS * n; q += n > 3 ? 5 : 1) {
+        const int64_t h = q / n / QUERY_HEADS, seen = KEYS - n + q % n + 1;
+        double most = -INFINITY, mass = 0;
+        for (int64_t i = 0; i < seen; i++) {
+            logits[i] = 0;
+            for (int64_t d = 0; d < dim; d++) logits[i] += (double)query[q * dim + d] * key[(h * KEYS + i) * dim + d] * p.scale;
+            most = logits[i] > most ? logits[i] : most;
+        }
+        memset(output, 0, sizeof output);
+        for (int64_t i = 0; i < seen; i++) {
+            const double weight = exp(logits[i] - most);
+            mass += weight;
+            for (int64_t d = 0; d < wide; d++) output[d] += weight * value[(h * KEYS + i) * wide + d];
+        }
+        for (int64_t d = 0; d < wide; d++) {
+            const double x = output[d] / mass, y = p.output[q * wide + d];
+            error += (x - y) * (x - y);
+            length += x * x;
+            if (everything) close_to("a number that reads every key", y, x, rounds ? 1000 : 2);
+        }
+        if (everything) close_to("the lse of every key", p.lse[q], most + log(mass), rounds ? 1000 : 10);
+    }
+    error = sqrt(error / length);
+    check(isfinite(error) && error < 0.25, "the relative error", error, 0);
+    if (everything)
+        check(counts[1] > 0, "far keys read", (double)counts[1], 1);
+    else {
+        printf("error %.9g\nread %lld\n", error, (long long)counts[1]);
+        for (int64_t q = 0; q < HEADS * QUERY_HEADS * n; q += 3)
+            printf("lse %.9g\nthreshold %.9g\noutput %.9g\n", p.lse[q], p.threshold[q], p.output[q * wide + q % wide]);
+    }
+    void *made[] = {key, value, query, middle, c.positions, c.centroid_key, c.centroid_value, c.int8, c.scales, c.sub_int8,
+                    c.sub_scales, c.spread, c.radius, c.key_cov, c.key_value_cov, column_keys, column_values, sub_int8, sub_scales,
+                    spread, radius, visible, local_start, local_stop, p.output, p.lse, p.threshold};
+    for (size_t i = 0; i < sizeof made / sizeof *made; i++) free(made[i]);
+    free_rows(&keys);
+    free_rows(&values);
+    free_rows(&queries);
+}
+
+int main(void) {
+    check_int8();
+    check_numbers();
+    check_halves();
+    check_products();
+    check_centroids();
+    for (int64_t type = FLOAT32; type <= FLOAT16; type++)
+        for (int everything = 0; everything < 2; everything++) {
+            run_call(64, 64, 128, type, 70, everything);
+            run_call(32, 48, 32, type, 3, everything);
+            run_call(128, 16, 64, type, 1, everything);
+        }
+    if (failures) fprintf(stderr, "%d checks failed\n", failures);
+    return failures != 0;
+}
