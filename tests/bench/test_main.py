@@ -93,7 +93,7 @@ def test_errors_of_a_command_become_one_sentence(error, code, said, capsys, monk
 @pytest.mark.parametrize(
     ("line", "module", "extra"),
     [
-        ("vision --quick", "timm", "vision"),
+        ("vision --quick", "PIL", "vision"),
         ("vision --quick", "sklearn.datasets", "vision"),
         ("coverage --quick", "transformers.utils", "vision"),
         ("info", "transformers.utils", "hf"),

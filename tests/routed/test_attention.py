@@ -12,6 +12,7 @@ from routed_checks import attend, check_routed, check_stats
 
 from fuzz import check
 from prescore import Exact, Routed, exact_attention, prescored_attention
+from prescore.ops.native import library
 
 SMALL = Routed(min_weight=1 / 16, cluster_size=4, chunk_size=16, sinks=3, exact_until=0)
 WIDE = Routed(min_weight=1 / 64, cluster_size=32, chunk_size=64, sinks=4, exact_until=128)
@@ -129,7 +130,7 @@ def test_a_needle_that_only_late_queries_look_for_is_found(is_causal, place):
         inputs = [t.to(dtype) for t in (query, key, value)]
         expected = exact_attention(*inputs, is_causal=is_causal).output[:, :, late].double()
         outputs = [
-            prescored_attention(*inputs, config, is_causal=is_causal)[:, :, late].double()
+            prescored_attention(*inputs, config, is_causal=is_causal, backend="plain")[:, :, late].double()
             for config in (SMALL, SMALL.replace(min_weight=1.0))
         ]
         assert_within(outputs[0], expected, budget, "needle")
@@ -278,3 +279,23 @@ def test_padding_is_in_no_stats(side, is_causal):
     # without a causal mask padding queries are answered, and search as others do
     for name in names if is_causal else ("centroids_per_query",):
         assert stats[name] == pytest.approx(alone[name]), name
+
+
+@pytest.mark.parametrize("why", ["got torch.float64", "got 8", "PRESCORE_NATIVE=0"])
+def test_auto_runs_exactly_what_native_code_cannot_run(why, monkeypatch):
+    """Plain torch routes more slowly than exact attention."""
+    inputs = {"got torch.float64": tensors(dim=16, value_dim=16), "got 8": [t.float() for t in tensors()]}.get(
+        why, large()
+    )
+    if "NATIVE" in why:
+        monkeypatch.setenv(library.VARIABLE, "0")
+    mask = torch.arange(inputs[1].shape[2]) >= torch.tensor([[3]] * inputs[1].shape[0])
+    for n_query in (inputs[0].shape[2], 5):
+        call = inputs[0][:, :, -n_query:], *inputs[1:]
+        output, aux = prescored_attention(*call, SMALL, is_causal=True, key_padding_mask=mask, return_aux=True)
+        wanted = exact_attention(*call, is_causal=True, key_padding_mask=mask)
+        torch.testing.assert_close(output, wanted.output, rtol=0, atol=0)
+        assert why in aux.stats.exact_reason
+        plain, aux = prescored_attention(*call, SMALL, is_causal=True, backend="plain", return_aux=True)
+        assert aux.stats.exact_reason is None
+        assert float((plain - prescored_attention(*call, SMALL, is_causal=True)).abs().max()) > 1e-6

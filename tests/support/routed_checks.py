@@ -44,7 +44,7 @@ needs_native = pytest.mark.skipif(not levels_here(), reason="no native library i
 
 def attend(tensors, config, **options):
     """Result and stats of a public call, causal and routed unless said otherwise: `auto` runs float64 exactly."""
-    options = {"is_causal": True, "backend": "plain" if tensors[0].dtype == FLOAT64 else "auto", **options}
+    options = {"is_causal": True, "backend": "plain" if tensors[0].dtype == torch.float64 else "auto", **options}
     output, aux = prescored_attention(*tensors, config, **options, return_aux=True)
     return Attended(output, aux.lse), aux.stats
 
