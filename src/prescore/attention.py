@@ -123,7 +123,7 @@ def prescored_attention(
             docs/parallel.md.
         backend: `auto`, `native` (C on CPUs, for `Routed`), `plain` (plain torch), or one of torch's fused
             operators, `cpu-flash` or `cuda-efficient`. A named backend runs or raises with its reasons. `auto`
-            runs a `Routed` exactly where native code cannot run it.
+            runs a `Routed` exactly where native code cannot run it, unless `exact_until` is below its default.
         return_aux: Also return lse, the selection and stats.
 
     Returns:
@@ -215,7 +215,9 @@ def attend(
         try:
             query, key, value = guards.enter_context(without_autocast(query, key, value))
             config = _checked(query, key, value, config, options, is_parallel=group is not None)
-            reason = _exact_reason(query, value, config, options)
+            reason = ""
+            if isinstance(config, Routed) and options.backend == "auto" and not options.dropout_p:
+                reason = native.exact_reason(query, value.shape[-1], config)
             config = Exact() if reason else config
         except (ValueError, TypeError) as error:
             if group is None:
@@ -288,17 +290,6 @@ def _checked(
             raise Unsupported("backend 'native'", reasons)
     _backend(query, options, Streams())
     return config
-
-
-def _exact_reason(query: Tensor, value: Tensor, config: Config, options: Options) -> str:
-    """Why `auto` runs a `Routed` exactly instead; empty = it does not.
-
-    Plain torch routes more slowly than exact attention, so it runs where it is named, and with dropout.
-    """
-    if not isinstance(config, Routed) or options.backend != "auto" or options.dropout_p:
-        return ""
-    reasons = native.unsupported(query, value.shape[-1], config)
-    return f"native code cannot run it: {'; '.join(reasons)}" if reasons else ""
 
 
 def _backend(query: Tensor, options: Options, streams: Streams) -> Backend:

@@ -138,7 +138,7 @@ def routed_definition(case):
     case = replace(case, n_keys=n_keys, n_query=n_query, batch=min(case.batch, 2), dtype=torch.float64)
     mask = case.padding()
     need(mask is None or bool(mask.any(1).all()))
-    options = {"is_causal": case.is_causal, "scale": case.scale}
+    options = {"is_causal": case.is_causal, "scale": case.scale, "backend": case.backend}
     check_routed(case.config, case.tensors(), mask=mask, **options)
 
 

@@ -43,9 +43,8 @@ needs_native = pytest.mark.skipif(not levels_here(), reason="no native library i
 
 
 def attend(tensors, config, **options):
-    """Result and stats of a public call, causal and routed unless said otherwise: `auto` runs float64 exactly."""
-    options = {"is_causal": True, "backend": "plain" if tensors[0].dtype == torch.float64 else "auto", **options}
-    output, aux = prescored_attention(*tensors, config, **options, return_aux=True)
+    """Result and stats of a public call, causal unless said otherwise."""
+    output, aux = prescored_attention(*tensors, config, **{"is_causal": True, **options}, return_aux=True)
     return Attended(output, aux.lse), aux.stats
 
 
@@ -99,7 +98,7 @@ def assert_true(got, inputs, truth):
         assert_within(grad, wanted, FLOAT64, f"gradient of {name}")
 
 
-def check_routed(config, tensors, *, is_causal=True, mask=None, scale=None, backend="plain", truth=None):
+def check_routed(config, tensors, *, is_causal=True, mask=None, scale=None, backend="auto", truth=None):
     """A float64 call equals the oracle, forward and backward, with NaN in the padding; returns its stats."""
     options = {"is_causal": is_causal, "scale": scale}
     truth = truth or oracle_truth(config, tensors, mask=mask, **options)
@@ -110,7 +109,7 @@ def check_routed(config, tensors, *, is_causal=True, mask=None, scale=None, back
     return stats
 
 
-def check_stats(config, tensors, *, is_causal=True, backend="plain"):
+def check_stats(config, tensors, *, is_causal=True, backend="auto"):
     """The keys, centroids and int8 keys of the stats are those that the oracle counts."""
     _, stats = attend(tensors, config, is_causal=is_causal, backend=backend)
     reads = [read for head in oracle_reads(*tensors, config, is_causal=is_causal).values() for read in head]

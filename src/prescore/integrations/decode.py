@@ -268,9 +268,9 @@ class LayerCache:
             return ""
         if request.dropout or records_gradients(query, keys.key, keys.value):
             return "the key index has neither dropout nor gradients"
-        reasons = native.unsupported(query, keys.value.shape[-1], config)
-        if reasons:
-            return f"native code cannot run it: {'; '.join(reasons)}"
+        reason = native.exact_reason(query, keys.value.shape[-1], config)
+        if reason:
+            return reason
         start = None
         if keys.valid is not None and not bool(keys.valid.all()):
             start = first_real(keys.valid)

@@ -289,7 +289,7 @@ class Report:
             reasons = "; ".join(sorted(text.removeprefix(READS_ALL) for text in ran))
             notes.append(f"{kinds} changed nothing, all attention was exact: {reasons}")
         if any(phase.last.stats.get("backend") == "plain" for phase in phases):
-            notes.append("routed by plain torch, which is slower than exact attention: native code has no dropout")
+            notes.append("routed by plain torch, which is slower: native code does not support such inputs")
         return notes
 
     def seconds(self, phase: str) -> float:

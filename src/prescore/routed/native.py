@@ -58,6 +58,16 @@ def unsupported(query: Tensor, value_dim: int, config: Routed) -> list[str]:
     return reasons
 
 
+def exact_reason(query: Tensor, value_dim: int, config: Routed) -> str:
+    """Why `auto` runs a call exactly; empty = it routes.
+
+    Plain torch routes long texts more slowly than exact attention. It runs where it is named, with dropout, and for
+    configurations that route short texts, where time does not matter.
+    """
+    reasons = unsupported(query, value_dim, config) if config.exact_until >= Routed.exact_until else []
+    return f"native code cannot run it: {'; '.join(reasons)}" if reasons else ""
+
+
 def can_run(query: Tensor, value_dim: int, cluster_size: int) -> bool:
     """Whether native code can run a call with such queries (or keys)."""
     return not _unsupported(query, value_dim, cluster_size) and library.loaded_level() != library.NO_LEVEL
