@@ -201,8 +201,15 @@ def _attend(call: Call, config: Routed) -> tuple[Attended, Values]:
     if n_apart or n_exact == layout.n_query:
         results.append(_attend_first(call, layout, n_apart))
     if n_exact < layout.n_query:
-        attended, counts = _attend_from(call, layout, n_apart, config, runs_native)
-        results.append(attended)
+        parts: list[tuple[Tensor, Tensor]] = []
+        counts = torch.zeros(2, dtype=torch.float64, device=call.query.device)
+        for batch in _head_batches(call, n_apart):
+            view = _view(call, batch, layout, config, f"heads {len(parts)}", runs_native)
+            keys = _routed_keys(batch, layout, runs_native)
+            output, lse, count = _RoutedAttention.apply(view, batch.query, *keys)  # type: ignore[no-untyped-call]
+            parts.append((output, lse))
+            counts += count
+        results.append(_all_heads(call, parts))
         stats |= _routed_stats(call, layout, n_exact, counts)
         stats["backend"] = "native" if runs_native else "plain"
         if runs_native:
@@ -228,24 +235,11 @@ def _attend_first(call: Call, layout: Layout, n_exact: int) -> Attended:
     return replace(call, query=query, key=key, value=value, valid=valid).exactly("head")
 
 
-def _attend_from(
-    call: Call, layout: Layout, n_skipped: int, config: Routed, runs_native: bool
-) -> tuple[Attended, Tensor]:
-    """The queries after the first `n_skipped`: result and counts."""
-    results: list[tuple[Tensor, Tensor]] = []
-    counts = torch.zeros(2, dtype=torch.float64, device=call.query.device)
-    for batch in _head_batches(call, n_skipped):
-        view = _view(call, batch, layout, config, f"heads {len(results)}", runs_native)
-        keys = _routed_keys(batch, layout, runs_native)
-        output, lse, count = _RoutedAttention.apply(view, batch.query, *keys)  # type: ignore[no-untyped-call]
-        results.append((output, lse))
-        counts += count
-
-    def joined(parts: tuple[Tensor, ...]) -> Tensor:  # [T, G, n, ...] of all batches -> [B, Hq, n, ...]
-        full = torch.cat(parts) if len(parts) > 1 else parts[0]
-        return full.reshape(*call.query.shape[:2], *full.shape[2:])
-
-    return Attended(*(joined(parts) for parts in zip(*results, strict=True))), counts
+def _all_heads(call: Call, parts: list[tuple[Tensor, Tensor]]) -> Attended:
+    """Outputs and lse of batches of KV heads, `[T, G, n, ...]` each, as those of the call, `[B, Hq, n, ...]`."""
+    output, lse = (torch.cat(tensors) if len(tensors) > 1 else tensors[0] for tensors in zip(*parts, strict=True))
+    heads = call.query.shape[:2]
+    return Attended(output.reshape(*heads, *output.shape[2:]), lse.reshape(*heads, *lse.shape[2:]))
 
 
 class _HeadBatch(NamedTuple):

@@ -61,8 +61,8 @@ def unsupported(query: Tensor, value_dim: int, config: Routed) -> list[str]:
 def exact_reason(query: Tensor, value_dim: int, config: Routed) -> str:
     """Why `auto` runs a call exactly; empty = it routes.
 
-    Plain torch routes long texts more slowly than exact attention. It runs where it is named, with dropout, and for
-    configurations that route short texts, where time does not matter.
+    Plain torch routes long texts more slowly than exact attention. It runs where it is named, with dropout, and
+    for configurations that route short texts, where time does not matter.
     """
     reasons = unsupported(query, value_dim, config) if config.exact_until >= Routed.exact_until else []
     return f"native code cannot run it: {'; '.join(reasons)}" if reasons else ""
@@ -123,6 +123,7 @@ _RESULTS = ("output", "lse", "threshold", "counts")
 class RoutedCall(ctypes.Structure):
     """One call, as `RoutedCall` in routed.h."""
 
+    rows: list[Rows]
     _fields_ = (
         *((name, Rows) for name in ("query", "key", "value")),
         *((name, _POINTER) for name in ("visible", "local_start", "local_stop", *_TABLES)),
@@ -424,21 +425,12 @@ class Tables:
 # ----------------------------------------------------------------------------------------------------
 
 
-def run(
-    name: str,
-    query: Tensor,
-    keys: RoutedKeys,
-    view: View,
-    tables: Tables,
-    results: dict[str, Tensor],
-    *,
-    reads_local: bool,
-    extra: ctypes.Structure | None = None,
-) -> None:
-    """Check a call and run a function of the library.
+def routed_call(
+    query: Tensor, keys: RoutedKeys, view: View, tables: Tables, results: dict[str, Tensor], *, reads_local: bool
+) -> RoutedCall:
+    """The argument of a function of the library, checked; its tensors must live until the function returns.
 
     Args:
-        name: The function.
         query: `[T, G, n, D]`.
         keys: What the queries can read.
         view: What each query sees.
@@ -446,7 +438,6 @@ def run(
         results: `output`, `lse`, `threshold` and `counts`: written, except by the backward function, which reads
             `output` (= gradient), `lse` and `threshold`.
         reads_local: Whether local keys are read here.
-        extra: Second argument of the function.
     """
     n_heads, group, length, _ = query.shape
     each, value_dim, n_keys = (n_heads, group, length), keys.value.shape[-1], keys.key.shape[-2]
@@ -469,12 +460,12 @@ def run(
         begin, end = _range(view.local_start)[0], _range(view.local_stop)[1]
         raise ValueError(f"local keys must lie within {n_keys} keys, got {begin} to {end}")
     call = tables.call(view.log_inverse, view.scale, view.clusters_per_cov)
-    rows = [rows_of(t) for t in (query, keys.key, keys.value)]  # must live until the call returns
-    call.query, call.key, call.value = rows
+    call.rows = [rows_of(t) for t in (query, keys.key, keys.value)]  # live as long as what points to them
+    call.query, call.key, call.value = call.rows
     for field, tensor in (*seen.items(), *results.items()):
         setattr(call, field, tensor.data_ptr())
     call.n_query, call.length = group * length, length
-    call_library(name, call, *(() if extra is None else (extra,)))
+    return call
 
 
 def _range(numbers: Tensor) -> tuple[int, int]:
@@ -494,7 +485,8 @@ def forward(query: Tensor, keys: RoutedKeys, view: View) -> tuple[Attended, Tens
         "threshold": empty(*shape).fill_(torch.inf),  # infinite where nothing is far
         "counts": empty(2, dtype=torch.int64).zero_(),
     }
-    run("prescore_routed_forward", query, keys, view, Tables.of(keys), results, reads_local=True)
+    tables = Tables.of(keys)
+    call_library("prescore_routed_forward", routed_call(query, keys, view, tables, results, reads_local=True))
     return Attended(results["output"], results["lse"]), results["threshold"], results["counts"]
 
 
@@ -525,7 +517,8 @@ def add_far_gradients(
     extra = _gradients(given, parts, tables, query, keys.key.shape[-2])
     results = {"output": grads, "lse": merged.lse, "threshold": threshold}  # read, not written
     results["counts"] = empty(2, dtype=torch.int64).zero_()
-    run("prescore_routed_backward", query, keys, view, tables, results, reads_local=False, extra=extra)
+    call = routed_call(query, keys, view, tables, results, reads_local=False)
+    call_library("prescore_routed_backward", call, extra)
     key, value, column_key, column_value, *covs = (part.sum(0) for part in parts)
     sinks = slice(0, tables.sinks)
     centroids = slice(tables.sink_columns, tables.sink_columns + tables.n_clusters)
