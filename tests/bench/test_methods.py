@@ -74,15 +74,6 @@ def test_nested_fields_words_and_objects():
     assert change(Selected(), {"min_score": 0.5, "top_k": None}) == Selected(min_score=0.5)
 
 
-def test_partly_takes_the_fields_that_a_configuration_has():
-    fields = {"sinks": 2, "min_weight": 1 / 8, "inner": "Exact", "inner.block_size": 4, "lsh.block_size": 3}
-    configs = [Routed(), Selected.paper(), Hyper(), Exact(), Local(8)]
-    assert [change(config, fields, partly=True) for config in configs] == [
-        *(Routed(sinks=2, min_weight=1 / 8), Selected.paper(sinks=2, inner=Exact())),
-        *(Hyper(Lsh(block_size=3), sinks=2), Exact(), Local(8)),
-    ]
-
-
 @pytest.mark.parametrize("length", [12, 32, 53])
 @pytest.mark.parametrize("local", [Local(16), Local(16, previous_chunk=True), Local(16, True, sinks=3)])
 def test_local_attention_is_attention_under_its_mask(length, local):

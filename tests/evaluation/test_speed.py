@@ -85,28 +85,25 @@ def test_all_calls_run_equally_often():
     assert times["other"]["speedup"] == pytest.approx(times["exact"]["seconds"] / times["other"]["seconds"])
 
 
-def test_results_hold_a_ratio_a_check_and_shares_for_every_method():
-    results = measure_methods(CONFIG, 0)
-    assert results["shape"] == [[1, 2, 300, 16]] * 3
-    assert list(results["methods"]) == ["exact", *METHODS]
-    for name in METHODS:
-        entry = results["methods"][name]
-        assert entry["error"] < timing.TOLERANCE
-        assert sum(entry["shares"].values()) == pytest.approx(1.0)
-        assert entry["share_of_bound"] == pytest.approx(entry["speedup"] / entry["speedup_bound"])
-
-
 @pytest.mark.parametrize(
     ("changes", "most", "reads"),
     [
+        ({}, timing.TOLERANCE, None),
         *(({"dtype": dtype, "backward": False}, 2e-2, None) for dtype in ("bfloat16", "float16", "float64")),
         *(({"n": 48, "causal": False}, 1e-6, 48), ({"n": 48}, 1e-6, 24.5)),  # exact
     ],
 )
-def test_other_types_and_exact_calls_are_checked_at_their_own_precision(changes, most, reads):
-    methods = measure_methods({**CONFIG, **changes}, 0)["methods"]
+def test_results_hold_a_ratio_a_check_and_shares_for_every_method(changes, most, reads):
+    config = {**CONFIG, **changes}
+    results = measure_methods(config, 0)
+    methods = results["methods"]
+    assert results["shape"] == [[1, 2, config["n"], 16]] * 3
+    assert list(methods) == ["exact", *METHODS]
     assert all(entry["error"] < most for entry in methods.values())
     assert reads is None or {methods[name]["reads_per_query"] for name in ("hyper", "default")} == {reads}
+    for entry in [methods[name] for name in METHODS]:
+        assert sum(entry["shares"].values()) == pytest.approx(1.0)
+        assert entry["share_of_bound"] == pytest.approx(entry["speedup"] / entry["speedup_bound"])
 
 
 @pytest.mark.parametrize(("module", "name"), [(timing, "plain_output"), (studies, "prescored_attention")])
