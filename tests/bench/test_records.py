@@ -109,7 +109,8 @@ def test_append_and_resume(tmp_path):
 LINE, LINE_3 = (make(value).to_json().encode() + b"\n" for value in (2, 3))
 DAMAGED = {
     "no json": b"not json\n",
-    "fields missing": b'{"schema": 2, "command": "demo"}\n',
+    "no object": b"[1, 2]\n",
+    "fields missing": b'{"schema": 3, "command": "demo"}\n',
     "no text": b"\xff\xfe\n",
     "an old schema": LINE.replace(b'"schema": 3', b'"schema": 1'),
     "a new schema": LINE.replace(b'"schema": 3', b'"schema": 4'),

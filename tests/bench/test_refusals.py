@@ -57,6 +57,7 @@ REFUSALS = {
     ],
     "generate": [
         ("--model no/such-model --prompt a", "no/such-model"),
+        ("--model missing.gguf --prompt a", "missing.gguf"),
         ("", "exactly one of --prompt and --prompt-file"),
         ("--prompt a --config kmeans --set topk=3", r"got 'topk' \(did you mean 'top_k'\?\)"),
         ("--prompt a --config kmeans --set scorer.name=kmedian", "got 'scorer.name'"),
