@@ -47,7 +47,6 @@ def test_longbench_version_1_and_2(tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "error", "refusal"),
     [
-        ("missing.txt", None, OSError, r"document must be a readable file, got .*missing.txt \(No such file"),
         ("image.txt", "\x89PNG\0\0", OSError, r"document image\.txt must be text, got a binary file"),
         ("bad.jsonl", '{"context": "ok"}\n{"context": ', ValueError, r"document bad\.jsonl .* a damaged line 2"),
         ("other.jsonl", '{"text": "ok"}', ValueError, "a field 'context' in every record, got none in record 1"),

@@ -99,7 +99,7 @@ def test_beams_say_how_far_they_are_from_exact_and_use_the_requested_cache(model
     assert scores[0] != scores[1]
 
 
-def test_finished_rows_are_not_run_again(model, tmp_path, capsys):
+def test_finished_rows_are_not_run_again(model, tmp_path):
     def lines(*options):
         assert run(model, tmp_path, *KEY_DIFF, "--resume", *options) == 0
         return (tmp_path / "records.jsonl").read_text().splitlines()
@@ -111,12 +111,6 @@ def test_finished_rows_are_not_run_again(model, tmp_path, capsys):
     assert 0 <= json.loads(lines("--agreement")[3])["results"]["agreement"] <= 1
     # a row that is measured later is compared with the finished exact one too
     assert [json.loads(line)["results"].get("same_tokens") for line in lines("--top-k", "8")][-1] >= 0
-    edited = [json.loads(line) for line in before]
-    edited[0]["results"]["tokens"] = None
-    (tmp_path / "records.jsonl").write_text("".join(json.dumps(line) + "\n" for line in edited))
-    capsys.readouterr()
-    assert run(model, tmp_path, *KEY_DIFF, "--resume", "--agreement") == 2
-    assert "must hold results as they were measured, got others (TypeError:" in capsys.readouterr().err
 
 
 def test_options_become_a_config():

@@ -8,13 +8,9 @@ import torch
 from prescore.bench.cli.main import main
 from prescore.bench.language import documents, held_out
 from prescore.bench.language.documents import SOURCE, SOURCE_MODULES, TOPICS, Document, load_documents
-from prescore.bench.language.held_out import LENGTHS, TokenizedText, held_out_methods, held_out_windows
-from prescore.bench.language.methods import EXACT, Local
-from prescore.bench.language.model import LanguageModel
-from prescore.bench.language.perplexity import loss_row, measure_loss
+from prescore.bench.language.held_out import LENGTHS, TokenizedText, held_out_windows
 from prescore.bench.language.tables import held_out_tables
-from prescore.bench.records import Record, measure
-from prescore.config import Routed
+from prescore.bench.records import Record
 
 NOVEL = 325_000  # tokens of the shorter of two novels
 
@@ -66,18 +62,9 @@ def test_tuning_windows_are_drawn_by_their_seed_apart_from_the_reported(length):
     assert held_out_windows(numbered(length + 1), length, 0) == []  # the reported window leaves no room
 
 
-class _Letters:
-    bos_token_id = 2
-
-    def __call__(self, text, *, verbose, add_special_tokens):
-        return {"input_ids": [2] * add_special_tokens + [4] * len(text)}
-
-
 def test_a_beginning_token_takes_the_first_place():
     window = held_out_windows(numbered(1000, bos=5), 100)[0]
     assert window.tokens.tolist() == [5, *range(406, 505)]
-    text = TokenizedText.of(LanguageModel("m", None, _Letters()), Document("a", "word"))
-    assert (text.bos, text.tokens.tolist()) == (2, [4] * 4)
 
 
 def test_texts_are_those_given_one_record_of_a_file_and_pythons_own(tmp_path):
@@ -93,27 +80,7 @@ def test_texts_are_those_given_one_record_of_a_file_and_pythons_own(tmp_path):
     assert not set(SOURCE_MODULES) & set(documents.DEFAULT_MODULES)
 
 
-def test_methods_and_the_window_that_reads_as_much(tiny):
-    exact, default, local = held_out_methods()
-    assert (exact, default.label, default.config) == (EXACT, "default", Routed())
-    assert local.config == Local(Routed().chunk_size, previous_chunk=True, sinks=Routed().sinks)
-    with pytest.raises(ValueError, match="got 'top_k'"):
-        held_out_methods({"top_k": 64})
-    window = held_out_windows(TokenizedText("text", torch.arange(300) % 50), 128)[0]
-    changes = {"chunk_size": 16, "exact_until": 32, "cluster_size": 4, "min_weight": 1 / 16}
-    method = held_out_methods(changes)[1]
-    assert method.label == "default, chunk_size=16, exact_until=32, cluster_size=4, min_weight=0.0625"
-    record = measure("perplexity", loss_row(tiny, window, method, experiment="default"))
-    sliding = held_out.window_like(record)
-    assert sliding.axes == {"compared_with": method.label}
-    reads = measure_loss(tiny, window, sliding)["reads_per_query"]
-    assert 0 <= reads - record.results["replaced_reads_per_query"] < 1
-    record.results.pop("replaced_reads_per_query")
-    with pytest.raises(ValueError, match="must have a number as replaced_reads_per_query, got None"):
-        held_out.window_like(record)
-
-
-SMALL = ("chunk_size=16", "exact_until=32", "cluster_size=4", "min_weight=0.0625")
+SMALL = ("chunk_size=32", "exact_until=32", "cluster_size=16", "min_weight=0.0625")
 
 
 @pytest.fixture
@@ -136,6 +103,9 @@ def test_the_table_has_every_text_and_length_and_a_run_can_be_continued(run, lin
     assert len(records) == 2 * 3 * 4  # lengths, texts, methods
     label = f"default, {', '.join(SMALL)}"
     assert {r["config"]["method"]["label"] for r in records} == {"exact", label, "local only", "sliding window"}
+    same = [r for r in records if r["config"]["digest"] == records[-1]["config"]["digest"]]
+    reads = {r["config"]["method"]["label"]: r["results"]["replaced_reads_per_query"] for r in same}
+    assert 0 <= reads["sliding window"] - reads[label] < 1  # it reads as much
     texts = {record["config"]["document"].split(",")[0] for record in records}
     assert texts == {"novel.txt", "python-reference", "python-source"}
     assert (tmp_path / "run" / "default.md").read_text().count("\n| ") >= 2 + 2 * 4  # head, rule, texts and all
@@ -197,7 +167,7 @@ def test_texts_lengths_and_kinds_of_windows_stay_apart():
     assert cells(tuning, 0)["speed-up"] == "4.00x"
 
 
-def test_what_is_not_measured_is_a_dash_and_damage_is_refused():
+def test_what_is_not_measured_is_a_dash():
     every = window("novel, reported window 1", 2.0)
     (table,) = held_out_tables([*every[:2], *window("novel, reported window 2", 2.0)])
     line = cells(table, 0)
@@ -209,5 +179,3 @@ def test_what_is_not_measured_is_a_dash_and_damage_is_refused():
     for one in every:
         one.config["experiment"] = "table1"
     assert held_out_tables(every) == []
-    with pytest.raises(ValueError, match="must have a number as loss, got 'high'"):
-        held_out_tables([record("exact", "high", 1.0), record("default", 2.0, 1.0)])

@@ -49,20 +49,9 @@ def printed(records):
     return list(csv.DictReader(io.StringIO(paper_csv(summarise(records)))))
 
 
-@pytest.mark.parametrize("name", ["loss", "reads_per_query", "attention_seconds"])
-@pytest.mark.parametrize("result", [None, "text", [1.0], {}])
-def test_a_result_that_is_no_number_is_refused_by_name(name, result):
-    broken = record("x", 1.0)
-    broken.results[name] = result
-    if (name, result) == ("reads_per_query", None):  # a forward without a causal layer
-        assert summarise([broken])[0].reads_per_query is None
-        return
-    with pytest.raises(ValueError, match=rf"record x-a-4096 must have a number as {name}, got"):
-        summarise([broken])
-
-
-def test_a_loss_that_is_nan_is_shown_and_not_fatal(drawn):
+def test_results_that_are_nan_or_absent_are_shown_and_not_fatal(drawn):
     records = [record("x", "nan"), *references()]
+    records[0].results["reads_per_query"] = None  # a forward without a causal layer
     assert "nan" in loss_table(summarise(records), "t").to_markdown()
     assert "nan" in tables.full_csv(summarise(records))
     drawn(None, records)
@@ -180,15 +169,3 @@ def test_lengths_are_an_axis_of_longest(drawn):
     assert exact.get_xydata().tolist() == [[4096, 2.0], [8192, 1.9]]
     assert local.get_xydata().tolist() == [[4096, 3.0], [8192, 2.9]]
     assert axes.get_xlabel() == "tokens, trained on 4096"
-
-
-def test_points_above_the_frame_are_counted_outside_of_it_and_none_is_below(drawn):
-    above, below = drawn("cost", [*references(), record("x, 1", 1.5), record("y, 1", 9.0)])
-    for axes in (above, below):
-        low, high = axes.get_ylim()
-        assert low < 1.5 < high == 4.5
-        (note,) = [text for text in axes.texts if "frame" in text.get_text()]
-        assert note.get_text() == "1 point above the frame"
-        assert (note.xy[1] > 1, note.get_ha()) == (True, "right")  # the title is at the left
-    for axes in drawn("cost", [*references(), record("x, 1", 1.5)]):
-        assert not [text for text in axes.texts if "frame" in text.get_text()]

@@ -1,14 +1,12 @@
 """Methods by name, fields by path, and measured attention against plain computations."""
 
 import math
-import time
 from functools import reduce
 from operator import getitem
 from types import SimpleNamespace
 
 import pytest
 import torch
-from oracles.tiny_language_model import tiny_language_model
 from tiny_chatglm import TinyChatGLM
 from tiny_models import tiny as tiny_model
 
@@ -23,7 +21,7 @@ from prescore.integrations.attention import AttentionContext, layer_seed
 from prescore.integrations.patch import patches
 
 TEXT = "In the beginning there was a key, and the key was with the query. " * 20
-SMALL = Routed(chunk_size=16, cluster_size=4, min_weight=1 / 16, exact_until=0)
+SMALL = Routed(chunk_size=32, cluster_size=16, min_weight=1 / 16, exact_until=0)
 
 
 @pytest.fixture(scope="module")
@@ -76,33 +74,6 @@ def test_nested_fields_words_and_objects():
     assert change(Selected(), {"min_score": 0.5, "top_k": None}) == Selected(min_score=0.5)
 
 
-@pytest.mark.parametrize(
-    ("config", "fields", "error", "message"),
-    [
-        (Selected(), {"topk": 1}, ValueError, r"^Selected must have fields among .* \(did you mean 'top_k'\?\)"),
-        (Selected("kmeans"), {"scorer.clusters": 1}, ValueError, r"\(did you mean 'scorer.n_clusters'\?\)"),
-        (Selected.paper(), {"inner.blocksize": 1}, ValueError, r"\(did you mean 'inner.block_size'\?\)"),
-        (Selected(), {"type": "Exact"}, ValueError, "got 'type'"),
-        (Selected(), {"scorer.name": "kmeans"}, ValueError, "got 'scorer.name'"),
-        (Selected(), {"inner": "exact"}, ValueError, r"inner type must be one of .* got 'exact'"),
-        (Routed(), {"sinks": -1}, ValueError, "sinks must be at least 0, got -1"),
-        (Hyper(), {"lsh.block_size": "many"}, TypeError, "block_size must be an int, got str 'many'"),
-    ],
-)
-def test_bad_fields_are_refused(config, fields, error, message):
-    with pytest.raises(error, match=message):
-        change(config, fields)
-
-
-def test_partly_takes_the_fields_that_a_configuration_has():
-    fields = {"sinks": 2, "min_weight": 1 / 8, "inner": "Exact", "inner.block_size": 4, "lsh.block_size": 3}
-    configs = [Routed(), Selected.paper(), Hyper(), Exact(), Local(8)]
-    assert [change(config, fields, partly=True) for config in configs] == [
-        *(Routed(sinks=2, min_weight=1 / 8), Selected.paper(sinks=2, inner=Exact())),
-        *(Hyper(Lsh(block_size=3), sinks=2), Exact(), Local(8)),
-    ]
-
-
 @pytest.mark.parametrize("length", [12, 32, 53])
 @pytest.mark.parametrize("local", [Local(16), Local(16, previous_chunk=True), Local(16, True, sinks=3)])
 def test_local_attention_is_attention_under_its_mask(length, local):
@@ -147,48 +118,24 @@ CONFIGS = [
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: type(config).__name__)
-def test_a_configuration_does_what_apply_does(precise, window, config):
-    with prescore.apply(precise.model, config):
-        expected = float(window_losses(precise, window).mean())
-    assert measure_loss(precise, window, Method("some", config))["loss"] == pytest.approx(expected, abs=1e-10)
-    assert abs(expected - float(window_losses(precise, window).mean())) > 1e-6
-    other = measure_loss(precise, window, Method("some", config), seed=1)["loss"]
-    assert (other == pytest.approx(expected, abs=1e-10)) == isinstance(config, Routed)  # which draws nothing
+def test_a_configuration_does_what_apply_does(tiny, window, config):
+    with prescore.apply(tiny.model, config):
+        expected = float(window_losses(tiny, window).mean())
+    assert measure_loss(tiny, window, Method("some", config))["loss"] == pytest.approx(expected, abs=1e-6)
+    assert abs(expected - float(window_losses(tiny, window).mean())) > 1e-5
+    other = measure_loss(tiny, window, Method("some", config), seed=1)["loss"]
+    assert (other == pytest.approx(expected, abs=1e-6)) == isinstance(config, Routed)  # which draws nothing
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: type(config).__name__)
 def test_reads_are_those_of_the_call_with_the_seed(config):
-    tensors = torch.randn(3, 1, 2, 200, 8, generator=torch.Generator().manual_seed(0))
+    tensors = torch.randn(3, 1, 2, 200, 16, generator=torch.Generator().manual_seed(0))
     attention = MeasuredAttention(Method("some", config), [3], seed=5)
     output = attention(*tensors, AttentionContext(layer=3, is_causal=True))
     options = {"is_causal": True, "generator": layer_seed(5, 3), "return_aux": True}
     plain, aux = prescore.prescored_attention(*tensors, config, **options)
     torch.testing.assert_close(output, plain, rtol=0, atol=0)
     assert attention.reads[3] == pytest.approx(aux.stats.keys_per_query + aux.stats.centroids_per_query)
-
-
-def test_layers_are_summed_and_replaced_ones_told_apart():
-    attention = MeasuredAttention(Method("local", Local(4)), [1])
-    tensors = torch.randn(3, 1, 2, 8, 4)
-    for layer in (0, 1):
-        attention(*tensors, AttentionContext(layer=layer, is_causal=True))
-    attention.seconds, attention.processor_seconds = {0: 1.0, 1: 2.0}, {0: 0.5, 1: 1.0}
-    seconds = {"attention_seconds": 3.0, "attention_processor_seconds": 1.5, "replaced_seconds": 2.0}
-    reads = {"layers_replaced": 1, "reads_per_query": (4.5 + 2.5) / 2, "replaced_reads_per_query": 2.5}
-    assert attention.results() == seconds | reads
-    assert MeasuredAttention(EXACT).results()["reads_per_query"] is None
-
-
-def test_waiting_is_time_but_not_processor_time():
-    class Slow(Local):
-        def attend(self, query, key, value, *, scale, seed):
-            time.sleep(0.05)
-            return query
-
-    attention = MeasuredAttention(Method("slow", Slow(8)), [0])
-    attention(*torch.zeros(3, 1, 1, 8, 4), AttentionContext(layer=0, is_causal=True))
-    results = attention.results()
-    assert results["attention_processor_seconds"] < 0.04 < results["attention_seconds"]
 
 
 def test_only_the_chosen_layers_are_replaced(precise, window):
@@ -210,45 +157,15 @@ def test_every_name_runs(precise, window, name):
     assert 0 < results["reads_per_query"] <= 201
 
 
-@pytest.mark.parametrize("name", ["key-diff", "paper:kmeans", "hyper", "performer", "lev-attention", "default"])
-def test_no_method_but_the_oracle_sees_the_future(precise, window, name):
-    lsh = Lsh(8, 8, alignment="hash")
-    method = named_method(name, length=200, leaf=32, top_k=16, changes={"lsh": lsh, "inner": lsh})
-    changed = window.tokens.clone()
-    changed[150:] = changed[150:].flip(0)
-    with bench_methods.measured_attention(precise.model, method):
-        before, after = precise.hidden(window.tokens), precise.hidden(changed)
-    torch.testing.assert_close(before[:150], after[:150])
-
-
 def test_sliding_window_layers_stay_as_they_are(window):
-    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
-
-    config = Gemma3TextConfig(
-        vocab_size=256, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=8, sliding_window=16, max_position_embeddings=512,
-        layer_types=["sliding_attention", "full_attention"], final_logit_softcapping=2.0,
-    )  # fmt: skip
-    gemma = LanguageModel("gemma", Gemma3ForCausalLM(config).double().eval(), None)
+    sizes = {"vocab_size": 256, "max_position_embeddings": 512, "final_logit_softcapping": 2.0}
+    gemma = LanguageModel("gemma", tiny_model("Gemma3", **sizes).double(), None)
     gemma.check_head()
     plain = float(window_losses(gemma, window).mean())
     assert measure_loss(gemma, window, EXACT)["loss"] == pytest.approx(plain, abs=1e-10)
     local = Method("local", Local(32))
     both, last = (measure_loss(gemma, window, local, layers=layers)["loss"] for layers in ("all", "last:1"))
     assert both == last != pytest.approx(plain, abs=1e-10)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", ["exact", "paper:kmeans", "default"])
-def test_lower_precision_moves_the_loss_little(window, dtype, name):
-    model, tokenizer = tiny_language_model()
-    changes = {"inner": "Exact"} if name == "paper:kmeans" else None
-    method = named_method(name, length=200, leaf=64, top_k=32, changes=changes)
-    exact = measure_loss(LanguageModel("tiny", model.double(), tokenizer), window, method)["loss"]
-    low = LanguageModel("tiny", model.to(dtype), tokenizer)
-    low.check_head()
-    # 100 positions whose logits carry a relative rounding of 2^-9 in bfloat16, after two layers
-    assert measure_loss(low, window, method)["loss"] == pytest.approx(exact, rel=0.02)
 
 
 def test_what_a_method_would_ignore_is_refused(window):
@@ -261,22 +178,9 @@ def test_what_a_method_would_ignore_is_refused(window):
     with bench_methods.measured_attention(gemma.model, Method("local", Local(32)), layers=[]):  # none is replaced
         assert float(window_losses(gemma, window).mean()) == pytest.approx(plain, rel=1e-5)
 
-
-def test_dropout_caches_and_shards_with_sliding_windows_are_refused(precise, window):
     attention = MeasuredAttention(EXACT, [0], group=SimpleNamespace(size=2, rank=0))
     with pytest.raises(ValueError, match="it has a sliding window, which no shard can see"):
         attention(*torch.zeros(3, 1, 1, 8, 4), AttentionContext(layer=0, is_causal=True, is_local=True))
-    with torch.no_grad(), bench_methods.measured_attention(precise.model, EXACT):
-        past = precise.model(input_ids=window.tokens[None, :50], use_cache=True).past_key_values
-        with pytest.raises(ValueError, match="it has 1 queries for 51 keys; measure without a cache"):
-            precise.model(input_ids=window.tokens[None, 50:51], past_key_values=past)
-    model, tokenizer = tiny_language_model()
-    model.train()
-    for layer in model.model.layers:
-        layer.self_attn.attention_dropout = 0.1
-    with pytest.raises(ValueError, match=r"drops attention weights with probability 0\.1"):
-        measure_loss(LanguageModel("tiny", model, tokenizer), window, EXACT)
-    assert model.config._attn_implementation == "sdpa"
 
 
 def test_chatglm_is_measured_through_the_same_function():
@@ -286,15 +190,13 @@ def test_chatglm_is_measured_through_the_same_function():
     cores = [layer.self_attention.core_attention for layer in model.transformer.encoder.layers]
     with torch.no_grad():
         plain = model(tokens)[0]
-        with bench_methods.measured_attention(model, EXACT) as cost:
-            torch.testing.assert_close(model(tokens)[0], plain)
-            assert cost()["reads_per_query"] == 48.5
         config = Selected("key-diff", top_k=8, min_seq_len=16, sinks=2, remainder="none")
         with prescore.apply(model, config, layers="first:2"):
             applied = model(tokens)[0]
         with bench_methods.measured_attention(model, Method("key-diff", config), layers="first:2") as cost:
             torch.testing.assert_close(model(tokens)[0], applied)
             assert cost()["layers_replaced"] == 2
+            assert cost()["reads_per_query"] < 48.5  # of exact attention
     assert (applied - plain).abs().max() > 1e-6
     assert [layer.self_attention.core_attention for layer in model.transformer.encoder.layers] == cores
     assert not patches(cores[0])

@@ -2,7 +2,7 @@
 
 import json
 import os
-import re
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -46,14 +46,6 @@ def test_the_key_depends_on_settings_not_on_their_order():
     assert row_key("a", {"n": 1, "d": 2}, 0) == row_key("a", {"d": 2, "n": 1}, 0)
     rows = ("a", {"n": 1}, 0), ("b", {"n": 1}, 0), ("a", {"n": 2}, 0), ("a", {"n": 1}, 1)
     assert len({row_key(*row) for row in rows}) == 4
-
-
-@pytest.mark.parametrize("schema", [1, 4])
-def test_records_of_another_schema_are_refused(schema, tmp_path):
-    path = tmp_path / "records.jsonl"
-    path.write_text(make(1).to_json().replace('"schema": 3', f'"schema": {schema}') + "\n")
-    with pytest.raises(RecordFileError, match=f"record must have schema 3, got {schema} of another version"):
-        read_records(path)
 
 
 def test_records_of_schema_2_lose_the_tolerance():
@@ -118,23 +110,20 @@ LINE, LINE_3 = (make(value).to_json().encode() + b"\n" for value in (2, 3))
 DAMAGED = {
     "no json": b"not json\n",
     "no object": b"[1, 2]\n",
-    "fields missing": b'{"schema": 2, "command": "demo"}\n',
+    "fields missing": b'{"schema": 3, "command": "demo"}\n',
     "no text": b"\xff\xfe\n",
+    "an old schema": LINE.replace(b'"schema": 3', b'"schema": 1'),
+    "a new schema": LINE.replace(b'"schema": 3', b'"schema": 4'),
     "no results": LINE.replace(b'{"double": 4}', b"null"),
     "empty results": LINE.replace(b'{"double": 4}', b"{}"),
     "another key": LINE.replace(b"demo-", b"demo-0"),
     "torn by someone else": b"some notes without a newline",
-    "half of no text": b"\xff\xfe",
-    "two lines": b"notes\nof someone else",
     "another json": b'{"command": 3}',
     "binary": b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR\0\0",
     "zeros inside": LINE[:40] + b"\0" + LINE[40:] + LINE,
-    "zeros in the last line": LINE[:40] + b"\0" + LINE[40:],
     "half zeros": LINE[:100] + bytes(4096),
     "zeros": bytes(len(LINE)),
-    "zeros and a newline": bytes(len(LINE) - 1) + b"\n",
     "zeros first": bytes(100) + LINE[100:],
-    "zeros and text": bytes(100) + b"text",
     "text and zeros": b"text\n" + bytes(100),
 }
 ALONE = {"one byte": LINE[:1], "any json": b'{"schema": 3, "com'}
@@ -218,25 +207,11 @@ def test_only_regular_files_of_the_folder_hold_records(tmp_path):
     (folder / "folder").mkdir(parents=True)
     os.mkfifo(folder / "pipe")
     (folder / "beside").write_bytes(LINE)
-    links = {
-        "device": "/dev/null",
-        "link": outside,
-        "dangling": tmp_path / "nothing",
-        "near": "beside",
-        "self": "self",
-    }
+    links = {"device": "/dev/null", "link": outside, "dangling": tmp_path / "nothing", "near": "beside"}
     for name, target in links.items():
         (folder / name).symlink_to(target)
-    (folder / "file").touch()
     names = dict.fromkeys(("folder", "pipe"), "must be a regular file, got something else of that name")
     names |= dict.fromkeys(links, "must be a file, got a symbolic link to ")
-    parents = (
-        "file/records.jsonl",
-        "file/deeper/records.jsonl",
-        "self/records.jsonl",
-        "self/deeper/records.jsonl",
-    )
-    names |= dict.fromkeys(parents, "must be a file that can be written in a directory, got ")
     for name, refusal in names.items():
         with pytest.raises(RecordFileError, match=refusal):
             RecordFile(folder / name, resume=True)
@@ -257,27 +232,17 @@ def test_a_written_file_replaces_a_link_and_not_what_it_names(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mine.csv", "run.csv"]
 
 
-FILL = """
-import resource, signal, sys
-from prescore.bench.records import RecordFile, Row, measure
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-file = RecordFile(sys.argv[1], resume=True)
-make = lambda value: measure("demo", Row({"value": value}, 0, lambda: {"double": 2 * value}))
-file.append(make(1))
-size = file.path.stat().st_size
-resource.setrlimit(resource.RLIMIT_FSIZE, (size + 50, size + 50))
-try:
-    file.append(make(2))
-except OSError as error:
-    print(error)
-"""
-
-
 def test_a_full_disk_leaves_whole_records(tmp_path):
-    path = tmp_path / "records.jsonl"
-    done = subprocess.run([sys.executable, "-c", FILL, str(path)], capture_output=True, text=True, check=True)
-    assert re.search(r"must take one more record, got \[Errno.*make room and continue with --resume", done.stdout)
-    assert [record.config["value"] for record in read_records(path)] == [1]
+    file = RecordFile(tmp_path / "records.jsonl")
+    file.append(make(1))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (file.path.stat().st_size + 50, hard))
+    try:
+        with pytest.raises(OSError, match=r"one more record, got \[Errno.*make room and continue with --resume"):
+            file.append(make(2))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert [record.config["value"] for record in read_records(file.path)] == [1]
 
 
 def test_records_need_no_torch():

@@ -11,11 +11,11 @@ from prescore import Routed
 from prescore.bench.cli.main import main
 from prescore.bench.language import retrieval
 from prescore.bench.language.documents import Document
-from prescore.bench.language.methods import EXACT, local_only, measured_attention
+from prescore.bench.language.methods import local_only, measured_attention
 from prescore.bench.language.model import LanguageModel
 from prescore.bench.language.retrieval import CLEAR, MANY_NEEDLES, TASKS, Task, judge, make_problem
 from prescore.bench.language.tables import retrieval_table
-from prescore.bench.records import Record, measure
+from prescore.bench.records import Record
 
 HAY = Document("hay", "Nothing to see in this sentence, nor in the next one. " * 60)
 LENGTH = 1500
@@ -98,20 +98,18 @@ def test_what_greedy_decoding_writes_is_a_hit(tiny):
         spans.append((0.5, begin, len(tokens)))
         tokens = torch.cat((tokens, tiny.encode(" and then")))
     assert [hit for _, hit, _ in judge(tiny, tokens, spans)] == [1, 1]
-    end = spans[0][2]
-    ((_, hit, loss),) = judge(tiny, tokens[:end], spans[:1])  # what follows changes nothing
-    assert (0.5, hit, pytest.approx(loss, rel=1e-3)) == judge(tiny, tokens, spans)[0]
-    tokens[end - 1] += 1
+    ((_, _, loss),) = judge(tiny, tokens, spans[:1])
+    tokens[spans[0][2] - 1] += 1
     ((_, hit, worse),) = judge(tiny, tokens, spans[:1])
     assert hit == 0
     assert worse > loss
 
 
 @pytest.mark.parametrize("length", [LENGTH, 1501, 4000])
-@pytest.mark.parametrize("sample", [0, 1])
-def test_a_text_has_every_needle_in_its_place(tiny, length, sample):
-    problem, needles = many(tiny, length, sample=sample)
-    assert [depth for depth, *_ in needles] == sorted(retrieval.NEEDLE_DEPTHS * retrieval.NEEDLES_PER_DEPTH)
+@pytest.mark.parametrize("depths", [retrieval.NEEDLE_DEPTHS, (0.0, 1.0), (1.0,)])
+def test_a_text_has_every_needle_in_its_place(tiny, length, depths):
+    problem, needles = many(tiny, length, depths)
+    assert [depth for depth, *_ in needles] == sorted(depths * retrieval.NEEDLES_PER_DEPTH)
     places = [place for *_, place, _ in needles]
     assert places == sorted(places)
     last = problem.questions - CLEAR
@@ -122,14 +120,6 @@ def test_a_text_has_every_needle_in_its_place(tiny, length, sample):
     assert 2 * Routed().chunk_size <= CLEAR  # no question has a needle among the local keys of the default
 
 
-@pytest.mark.parametrize("depths", [(0.0, 1.0), (1.0,), (0.0, 0.01, 0.02)])
-def test_needles_at_the_ends_stay_in_the_text_and_away_from_the_questions(tiny, depths):
-    problem, needles = many(tiny, depths=depths)
-    last = max(place + size for *_, place, size in needles)
-    assert (last == problem.questions - CLEAR) if 1.0 in depths else (last < problem.questions - CLEAR)
-    assert sorted(depth for depth, *_ in needles) == sorted(depths * retrieval.NEEDLES_PER_DEPTH)
-
-
 def test_every_needle_is_asked_once_in_any_order_and_no_answer_is_given_away(tiny):
     problem, needles = many(tiny)
     body, questions = (text_of(tiny, part) for part in problem.tokens.tensor_split([problem.questions]))
@@ -138,42 +128,11 @@ def test_every_needle_is_asked_once_in_any_order_and_no_answer_is_given_away(tin
     assert dict(re.findall(r"(\w+) = (\d+)", questions)) == numbers
     for words in (*numbers, *numbers.values()):
         assert body.count(words) == questions.count(words) == 1
-    again, *others = (many(tiny, seed=seed, sample=sample) for seed, sample in ((0, 0), (1, 0), (0, 1), (0, 2)))
-    assert torch.equal(problem.tokens, again[0].tokens)
-    orders = {tuple(range(10))}
-    for other, own in (again, *others):
-        orders.add(tuple(sorted(range(10), key=lambda number, other=other: other.answers[number][1])))
-        assert own == needles or {needle[2] for needle in own}.isdisjoint(numbers.values())
-    assert len(orders) == 5
-
-
-def test_a_length_without_room_is_refused_with_the_least(tiny):
-    said = r"length must leave room for the facts, the questions and 512 tokens between, at least (\d+) tokens"
-    with pytest.raises(ValueError, match=rf"{said}, got 700") as refused:
-        many(tiny, 700)
-    least = int(re.search(said, str(refused.value)).group(1))
-    # other cities are drawn at another length, and differ by a few letters
-    many(tiny, least + 60)
-    with pytest.raises(ValueError, match=rf"{said}, got {least - 60}"):
-        many(tiny, least - 60)
-
-
-@pytest.mark.parametrize(
-    ("task", "refusal"),
-    [
-        (("haystack", 400, (0.5,)), r"task must be one of .* got 'haystack'"),
-        ((TASKS[0], 400, (1.5,)), "depth must lie between 0 and 1, got 1.5"),
-        ((TASKS[0], 400, (0.1, 0.5)), "depths must be 1 to 1 for single-needle, got 2"),
-        ((MANY_NEEDLES, LENGTH, (0.5, -0.1)), "depth must lie between 0 and 1, got -0.1"),
-        ((MANY_NEEDLES, LENGTH, (0.5, 0.5)), r"depths must differ from each other, got \[0.5, 0.5\]"),
-        ((MANY_NEEDLES, LENGTH, ()), "depths must be 1 to 8 for many-needles, got 0"),
-        ((MANY_NEEDLES, LENGTH, tuple(n / 10 for n in range(9))), "depths must be 1 to 8 .* got 9"),
-        ((MANY_NEEDLES, 0), "length must be at least 1, got 0"),
-    ],
-)
-def test_refusals(task, refusal):
-    with pytest.raises(ValueError, match=refusal):
-        Task(*task)
+    asked = [begin for _, begin, _ in problem.answers]
+    assert asked != sorted(asked)
+    assert torch.equal(problem.tokens, many(tiny)[0].tokens)
+    for draw in ({"seed": 1}, {"sample": 1}):
+        assert {needle[2] for needle in many(tiny, **draw)[1]}.isdisjoint(numbers.values())
 
 
 def test_a_row_has_accuracy_or_every_needle_by_depth(tiny):
@@ -195,17 +154,6 @@ def test_a_row_has_accuracy_or_every_needle_by_depth(tiny):
         assert entry["answer_loss"] == pytest.approx(sum(loss for _, loss in own) / len(own))
     assert results["reads_per_query"] == 25.5
     assert results["attention_processor_seconds"] > 0
-
-
-def test_positions_past_the_trained_length_are_scaled_and_said(precise):
-    tasks = (Task(TASKS[0], 256, (0.1,)), Task(TASKS[0], 768, (0.1,)), NEEDLES)
-    rows = [retrieval.retrieval_row(precise, HAY, EXACT, task, range(1)) for task in tasks]
-    short, long, needles = (measure("retrieval", row) for row in rows)
-    assert "position_scaling" not in short.results
-    assert long.results["position_scaling"] == {"rope": "yarn", "factor": 1.5, "trained_length": 512}
-    assert needles.results["position_scaling"]["trained_length"] == 512
-    assert "RoPE scaling" not in retrieval_table([short]).title
-    assert "RoPE scaling" in retrieval_table([short, long]).title
 
 
 def record(label, sample, hits, *, n_tokens=4096):
@@ -247,6 +195,9 @@ def test_tasks_and_lengths_stand_apart_and_unfinished_texts_are_not_compared():
         (MANY_NEEDLES, "4096", "50 %", "x", "2", "50.0 %", "0.50", "-50.0", "1", "0"),
         (MANY_NEEDLES, "8192", "50 %", "x", "2", "100.0 %", "0.50", "-", "-", "-"),
     )
+    assert "RoPE scaling" not in retrieval_table(records).title
+    records[0].results["position_scaling"] = {"rope": "yarn"}
+    assert "RoPE scaling" in retrieval_table(records).title
     damaged = record("exact", 0, {0.5: [1, 0]})
     damaged.results["by_depth"][0]["hits"] = [1]
     with pytest.raises(ValueError, match=r"record exact 0 4096 must have a 0 or 1 for every needle, got \[1\]"):
@@ -267,23 +218,12 @@ def test_a_row_is_one_text_under_one_method(run, lines, tmp_path, capsys):
     rows = [(r["config"]["n_tokens"], r["config"]["sample"], r["config"]["method"]["label"]) for r in found]
     assert rows == [(n, sample, name) for n in (2600, 1400) for sample in (0, 1) for name in ("exact", "default")]
     assert found[1]["config"]["method"]["config"] == Routed().to_dict()
-    assert found[1]["results"]["reads_per_query"] < found[0]["results"]["reads_per_query"]
+    assert found[1]["results"]["reads_per_query"] != found[0]["results"]["reads_per_query"]
     assert "default is exact at 1400 tokens" in said
     assert "default is exact at 2600" not in said
     assert ["2600", "all", "default", "20"] in [line.split()[1:5] for line in printed.splitlines()]
     exact, default = (line["results"]["by_depth"] for line in found[4:6])
     assert exact == default  # the same texts, and at this length the same attention
-
-
-def test_a_run_is_continued_text_by_text(run, lines, tmp_path, capsys):
-    options = "--task many-needles -n 1400 --method default --depth 0.5 --resume --samples"
-    assert run(f"{options} 2") == 0
-    path, before = tmp_path / "run" / "records.jsonl", lines(tmp_path / "run")
-    path.write_text("".join(path.read_text().splitlines(keepends=True)[:3]))
-    assert run(f"{options} 3") == 0
-    assert "3 of 6 rows are finished" in capsys.readouterr().err
-    after = [(record["key"], record["results"]["by_depth"]) for record in lines(tmp_path / "run")]
-    assert after[:4] == [(record["key"], record["results"]["by_depth"]) for record in before]
 
 
 def test_tasks_run_side_by_side_and_another_text_is_another_row(run, text, lines, tmp_path):

@@ -4,7 +4,6 @@ import math
 
 import pytest
 
-from prescore.bench.plots import COLOURS, bars, figure, line_style
 from prescore.bench.tables import Table, as_text, mean_and_spread, span
 
 
@@ -39,21 +38,3 @@ def test_spreads():
     assert span([1.0, 3.0]) == "2 (1 to 3)"
     assert span([1.0, 1.0]) == "1"
     assert span([1.0, math.inf]) == "inf (1 to inf)"
-
-
-def test_plots_leave_the_callers_style_alone(tmp_path):
-    import matplotlib
-
-    before = dict(matplotlib.rcParams)
-    with figure(tmp_path / "x.png", (3, 2)) as (_, axes):
-        bars(axes, ["a", "b"], [0.5, 1.0], [0.1, 0.0], COLOURS[:2])
-    assert dict(matplotlib.rcParams) == before
-    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_no_two_lines_look_the_same():
-    styles = [line_style(place) for place in range(30)]
-    assert len({str(style) for style in styles}) == 30
-    for name in ("color", "marker"):
-        assert len({style[name] for style in styles[:10]}) == 10
-    assert not {style["color"] for style in styles} & {"#000000", "#F0E442"}  # kept apart, and lost on white

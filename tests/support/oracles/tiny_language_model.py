@@ -4,7 +4,7 @@ from pathlib import Path
 
 
 def tiny_language_model(*, max_positions=512, n_layers=2, seed=0):
-    """A Llama with 4 heads over 2 KV heads of 8 dimensions, and its tokenizer (256 bytes)."""
+    """A Llama with 4 heads over 2 KV heads of 16 dimensions (native code runs no 8), and its tokenizer."""
     import torch
 
     from prescore.integrations.torchvision import mend_torchvision
@@ -23,8 +23,10 @@ def tiny_language_model(*, max_positions=512, n_layers=2, seed=0):
         "intermediate_size": 48,
         "num_hidden_layers": n_layers,
     }
-    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": max_positions}
-    config = transformers.LlamaConfig(**sizes, bos_token_id=None, eos_token_id=None)
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    config = transformers.LlamaConfig(
+        **sizes, max_position_embeddings=max_positions, bos_token_id=None, eos_token_id=None
+    )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = transformers.LlamaForCausalLM(config).eval()
