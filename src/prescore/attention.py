@@ -215,10 +215,6 @@ def attend(
         try:
             query, key, value = guards.enter_context(without_autocast(query, key, value))
             config = _checked(query, key, value, config, options, is_parallel=group is not None)
-            reason = ""
-            if isinstance(config, Routed) and options.backend == "auto" and not options.dropout_p:
-                reason = native.exact_reason(query, value.shape[-1], config)
-            config = Exact() if reason else config
         except (ValueError, TypeError) as error:
             if group is None:
                 raise
@@ -227,7 +223,10 @@ def attend(
             explain = explain or need_lse
             tensors = query, key, value
             return attend_in_group(group, tensors, config, options, explain=explain, refusal=refusal)
-        config = check_config(config)
+        config, reason = check_config(config), ""
+        if isinstance(config, Routed) and options.backend == "auto" and not options.dropout_p:
+            reason = native.exact_reason(query, key, value, config, is_causal=options.is_causal)
+        config = Exact() if reason else config
         # only now: a call that is refused must not advance a generator
         streams = as_streams(options.generator)
         dropout = streams if options.dropout_generator is None else as_streams(options.dropout_generator)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from prescore.autograd import differentiable_once, records_gradients
 from prescore.call import Options, make_call, with_positive_scale
-from prescore.config import Config, Exact, Selected, check_config
+from prescore.config import Config, Exact, Routed, Selected, check_config
 from prescore.engines import run_engine
 from prescore.ops.backend import pick_backend
 from prescore.ops.parts import merge
@@ -26,6 +26,7 @@ from prescore.parallel.comm import Group, Shard, agree, as_group
 from prescore.parallel.selected import attend_selected_shards, why_not_selected
 from prescore.parallel.ulysses import attend_by_heads
 from prescore.rng import Streams, as_streams
+from prescore.routed.native import exact_reason
 from prescore.scoring.sampling import arange
 from prescore.types import Attended, Reads, Result, Values
 
@@ -62,9 +63,12 @@ def attend_in_group(
     query, scale = with_positive_scale(query, options.scale)
     backend, native = pick_backend(query, options.backend), options.backend in ("auto", "native")
     shard = Shard(ranks, query, key, value, mask, options.is_causal, scale, backend, streams, native)
-    config, reason = check_config(config), None
+    config, reason, why_exact = check_config(config), None, ""
     if isinstance(config, Selected):
         reason = why_not_selected(shard, config) or None
+    if isinstance(config, Routed) and options.backend == "auto":
+        why_exact = exact_reason(*tensors, config, is_causal=options.is_causal, ranks=ranks.size)
+        config = Exact() if why_exact else config
     if isinstance(config, Exact):
         exchange, result = "all-gather", _by_all_gather(shard, config, explain)
     elif isinstance(config, Selected) and reason is None:
@@ -74,6 +78,8 @@ def attend_in_group(
     if not explain:
         return result
     stats = {"exchange": exchange, "exchange_reason": reason, "ranks": ranks.size, "bytes_sent": ranks.sent - sent}
+    if why_exact:
+        stats["exact_reason"] = why_exact
     return replace(result, stats={**result.stats, **stats}, selections=[])
 
 

@@ -18,7 +18,7 @@ from torch.nn.functional import pad
 
 from prescore.config import Routed
 from prescore.ops.native import library
-from prescore.routed.layout import Layout, RoutedKeys, View, make_layout
+from prescore.routed.layout import Layout, RoutedKeys, View, make_layout, routes
 from prescore.routed.reference import (
     HEAVY_INT8_ERROR,
     HEAVY_STDS,
@@ -58,13 +58,19 @@ def unsupported(query: Tensor, value_dim: int, config: Routed) -> list[str]:
     return reasons
 
 
-def exact_reason(query: Tensor, value_dim: int, config: Routed) -> str:
-    """Why `auto` runs a call exactly; empty = it routes.
+def exact_reason(
+    query: Tensor, key: Tensor, value: Tensor, config: Routed, *, is_causal: bool, ranks: int = 1
+) -> str:
+    """Why `auto` runs a call exactly that could route; empty = it does not.
 
     Plain torch routes long texts more slowly than exact attention. It runs where it is named, with dropout, and
-    for configurations that route short texts, where time does not matter.
+    for configurations that route short texts, where time does not matter. Each of the `ranks` has as many
+    queries and keys.
     """
-    reasons = unsupported(query, value_dim, config) if config.exact_until >= Routed.exact_until else []
+    n_query, n_keys = query.shape[2] * ranks, key.shape[2] * ranks
+    if config.exact_until < Routed.exact_until or not routes(config, n_query, n_keys, is_causal=is_causal):
+        return ""
+    reasons = unsupported(query, value.shape[-1], config)
     return f"native code cannot run it: {'; '.join(reasons)}" if reasons else ""
 
 
