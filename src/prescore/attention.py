@@ -122,8 +122,8 @@ def prescored_attention(
             dropout there, and `Aux.selection` is empty: selections stay with the ranks that hold the keys. See
             docs/parallel.md.
         backend: `auto`, `native` (C on CPUs, for `Routed`), `plain` (plain torch), or one of torch's fused
-            operators, `cpu-flash` or `cuda-efficient`. A named backend runs or raises with its reasons. `auto`
-            runs a `Routed` exactly where native code cannot run it, unless `exact_until` is below its default.
+            operators, `cpu-flash` or `cuda-efficient`. A named backend runs or raises with its reasons. Without
+            native code `auto` runs a `Routed` exactly, unless `exact_until` is below its default.
         return_aux: Also return lse, the selection and stats.
 
     Returns:
@@ -225,7 +225,7 @@ def attend(
             return attend_in_group(group, tensors, config, options, explain=explain, refusal=refusal)
         config, reason = check_config(config), ""
         if isinstance(config, Routed) and options.backend == "auto" and not options.dropout_p:
-            reason = native.exact_reason(query, key, value, config, is_causal=options.is_causal)
+            reason = native.exact_reason(query, key, config, is_causal=options.is_causal)
         config = Exact() if reason else config
         # only now: a call that is refused must not advance a generator
         streams = as_streams(options.generator)

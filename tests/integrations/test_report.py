@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 import torch
-from tiny_models import COARSE, ROUTED, forward, prompts, tiny
+from tiny_models import COARSE, ROUNDING, ROUTED, forward, prompts, tiny
 from tiny_vision_models import pixels, tiny_huggingface
 from transformers import StaticCache
 
@@ -15,6 +15,7 @@ from prescore import Exact, Hyper, KMeans, Lsh, Routed, Selected
 from prescore.integrations.attention import AttentionContext, PrescoredAttention
 from prescore.integrations.report import PREFILL, STEPS, Errors
 from prescore.integrations.transformers import PrescoredCache
+from prescore.ops.native import library
 
 SELECTED = Selected(top_k=4, sinks=1, remainder="none", min_seq_len=4)
 CENTROIDS = Selected("kmeans", top_k=4, sinks=1, min_seq_len=4)
@@ -340,3 +341,17 @@ def test_bad_shares_are_refused():
     }.items():
         with pytest.raises((ValueError, TypeError), match=message):
             prescore.apply(tiny("Llama"), ROUTED, audit=audit)
+
+
+def test_without_native_code_the_default_is_exact_and_the_report_says_why(monkeypatch):
+    monkeypatch.setenv(library.VARIABLE, "0")
+    model = tiny("Llama", max_position_embeddings=4096)
+    ids, _ = prompts(batch=1, length=2100, side="none")
+    cache = PrescoredCache(model.config)
+    with prescore.apply(model) as applied:
+        got = forward(model, ids, past_key_values=cache, logits_to_keep=1)
+        forward(model, ids[:, :1], past_key_values=cache)
+    phases = applied.report()[0].phases
+    assert phases[PREFILL].ran == "exact: native code: none (PRESCORE_NATIVE=0)"
+    assert phases[STEPS].ran == "exact: a step without a key index: native code: none (PRESCORE_NATIVE=0)"
+    torch.testing.assert_close(got, forward(model, ids, logits_to_keep=1), rtol=0, atol=ROUNDING)

@@ -281,22 +281,17 @@ def test_padding_is_in_no_stats(side, is_causal):
         assert stats[name] == pytest.approx(alone[name]), name
 
 
-@pytest.mark.parametrize("why", ["got torch.float64", "got 8", "PRESCORE_NATIVE=0"])
-def test_auto_runs_exactly_what_native_code_cannot_run(why, monkeypatch):
+def test_without_native_code_auto_runs_exactly_what_routes_long_texts(monkeypatch):
     """Plain torch routes more slowly than exact attention."""
-    inputs = {"got torch.float64": tensors(dim=16, value_dim=16), "got 8": [t.float() for t in tensors()]}.get(
-        why, large()
-    )
-    if "NATIVE" in why:
-        monkeypatch.setenv(library.VARIABLE, "0")
-    mask = torch.arange(inputs[1].shape[2]) >= torch.tensor([[3]] * inputs[1].shape[0])
-    for n_query in (inputs[0].shape[2], 5):
-        call = inputs[0][:, :, -n_query:], *inputs[1:]
-        config = SMALL.replace(exact_until=Routed().exact_until)
-        output, aux = prescored_attention(*call, config, is_causal=True, key_padding_mask=mask, return_aux=True)
+    monkeypatch.setenv(library.VARIABLE, "0")
+    query, key, value = large(2400)
+    mask = torch.arange(2400) >= torch.tensor([[3]])
+    for n_query in (2400, 5):
+        call = query[:, :, -n_query:], key, value
+        output, aux = prescored_attention(*call, is_causal=True, key_padding_mask=mask, return_aux=True)
         wanted = exact_attention(*call, is_causal=True, key_padding_mask=mask)
         torch.testing.assert_close(output, wanted.output, rtol=0, atol=0)
-        assert why in aux.stats.exact_reason
-        for backend in ("auto", "plain"):  # a configuration that routes short texts
-            aux = prescored_attention(*call, SMALL, is_causal=True, backend=backend, return_aux=True)[1]
+        assert aux.stats.exact_reason == "native code: none (PRESCORE_NATIVE=0)"
+        for backend, config in (("auto", WIDE), ("plain", Routed())):  # the first routes short texts
+            aux = prescored_attention(*call, config, is_causal=True, backend=backend, return_aux=True)[1]
             assert (aux.stats.exact_reason, aux.stats.backend) == (None, "plain")

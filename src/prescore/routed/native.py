@@ -58,20 +58,19 @@ def unsupported(query: Tensor, value_dim: int, config: Routed) -> list[str]:
     return reasons
 
 
-def exact_reason(
-    query: Tensor, key: Tensor, value: Tensor, config: Routed, *, is_causal: bool, ranks: int = 1
-) -> str:
-    """Why `auto` runs a call exactly that could route; empty = it does not.
+def exact_reason(query: Tensor, key: Tensor, config: Routed, *, is_causal: bool, ranks: int = 1) -> str:
+    """Why `auto` runs a call exactly that could route: there is no native code for it. Empty = it routes.
 
-    Plain torch routes long texts more slowly than exact attention. It runs where it is named, with dropout, and
-    for configurations that route short texts, where time does not matter. Each of the `ranks` has as many
-    queries and keys.
+    Plain torch routes long texts more slowly than exact attention. It runs where it is named, for inputs that
+    native code does not support, and for configurations that route short texts, where time does not matter.
+    Each of the `ranks` has as many queries and keys.
     """
     n_query, n_keys = query.shape[2] * ranks, key.shape[2] * ranks
     if config.exact_until < Routed.exact_until or not routes(config, n_query, n_keys, is_causal=is_causal):
         return ""
-    reasons = unsupported(query, value.shape[-1], config)
-    return f"native code cannot run it: {'; '.join(reasons)}" if reasons else ""
+    if query.device.type != "cpu":
+        return f"native code runs on CPU tensors, got {query.device}"
+    return f"native code: {library.describe_native()}" if library.loaded_level() == library.NO_LEVEL else ""
 
 
 def can_run(query: Tensor, value_dim: int, cluster_size: int) -> bool:
