@@ -181,33 +181,6 @@ def test_one_wrong_entry_is_noticed_also_when_it_comes_later(name):
     assert read(mask).kind == "other"
 
 
-def test_no_mask_and_padding_alone():
-    for n_query, is_causal, kind in ((N, True, "causal"), (1, True, "full"), (N, False, "full")):
-        assert read(None, n_query, N, is_causal).kind == kind
-    for mask in (RIGHT, RIGHT[:, None, None, :]):
-        form = read(mask, 4, is_causal=True)
-        assert form.kind == "causal"
-        assert torch.equal(form.valid, RIGHT)
-
-
-@pytest.mark.parametrize("valid", [LEFT, RIGHT, LEFT & RIGHT.flip(0)], ids=["left", "right", "both"])
-def test_padding_queries_that_see_nothing(valid):
-    form = read(valid[:, None, :, None] & valid[:, None, None, :], is_causal=False)
-    assert form.kind == "full"
-    assert torch.equal(form.valid, valid)
-
-
-@pytest.mark.parametrize("valid", [LEFT, RIGHT & RIGHT[:1]], ids=["real", "padding"])
-@pytest.mark.parametrize("n_query", [N, 8, 5])
-def test_the_unused_end_of_a_static_cache_is_cut_off(valid, n_query):
-    """Also behind prompts that all end in padding."""
-    mask = torch.zeros(2, 1, n_query, 20, dtype=torch.bool)
-    mask[..., :N] = padded(causal(n_query), valid)
-    form = read(mask)
-    assert (form.kind, form.n_keys) == ("causal", N)
-    assert torch.equal(form.valid, valid)
-
-
 def test_float_masks():
     hidden = torch.zeros(3).masked_fill(torch.tensor([True, False, False]), torch.finfo(torch.float32).min)
     assert as_bool(hidden).tolist() == [False, True, True]

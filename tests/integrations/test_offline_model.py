@@ -15,16 +15,6 @@ import prescore
 from prescore.bench import offline as offline_model
 
 
-def test_a_directory(tmp_path):
-    save_tiny_language_model(tmp_path)
-    model, tokenizer = offline_model.load_model(str(tmp_path))
-    expected, _ = tiny_language_model()
-    ids = tokenizer("some text", return_tensors="pt")["input_ids"]
-    with torch.no_grad():
-        assert torch.equal(model(ids).logits, expected(ids).logits)
-    assert not model.training
-
-
 def test_code_that_comes_with_a_model_runs_only_when_asked_for(tmp_path):
     save_tiny_language_model(tmp_path)
     settings = json.loads((tmp_path / "config.json").read_text())
@@ -43,6 +33,7 @@ def test_code_that_comes_with_a_model_runs_only_when_asked_for(tmp_path):
     assert not mark.exists()
     model, _ = offline_model.load_model(str(tmp_path), trust_remote_code=True)
     assert type(model).__name__ == "Strange"
+    assert not model.training
     assert mark.exists()
 
 
@@ -87,9 +78,6 @@ def test_conversion_happens_once_and_leaves_nothing_half_done(conversion, monkey
 
 DAMAGES = {
     "cut by one byte": lambda d: cut(d / "model.safetensors", -1),
-    "empty weights": lambda d: cut(d / "model.safetensors", 0),
-    "zeros": lambda d: (d / "model.safetensors").write_bytes(bytes(5000)),
-    "no config": lambda d: (d / "config.json").unlink(),
     "half a config": lambda d: cut(d / "config.json", 300),
     "no weights": lambda d: (d / "model.safetensors").unlink(),
     "no tokenizer": lambda d: (d / "tokenizer.json").unlink(),

@@ -1,6 +1,5 @@
 """`applied.report()` and `print(applied)`: a table by layer and phase, and settings that cannot act say so."""
 
-import copy
 import math
 import warnings
 
@@ -102,18 +101,6 @@ def test_a_new_prompt_begins_anew_and_chunks_of_one_add_up():
         assert (prefill.calls, prefill.queries, prefill.last.n_query, prefill.last.n_keys) == (2, 100, 50, 100)
 
 
-def test_a_prompt_is_counted_when_its_steps_begin():
-    model = tiny("Llama")
-    with prescore.apply(model, SELECTED) as applied:
-        forward(model, IDS)
-        trace = applied._functions[0].trace
-        assert trace._phases[PREFILL].last.counter is not None  # not counted yet
-        generate(model)
-        assert trace._phases[PREFILL].last.counter is None
-        assert trace._phases[STEPS].last.counter is not None
-        assert copy.deepcopy(trace).phases[STEPS].last.reads == trace.phases[STEPS].last.reads
-
-
 def test_a_prompt_that_is_too_short_gets_a_note():
     model = tiny("Llama")
     for config, reason in {
@@ -124,6 +111,7 @@ def test_a_prompt_that_is_too_short_gets_a_note():
     }.items():
         with warnings.catch_warnings(), prescore.apply(model, config) as applied:
             warnings.simplefilter("error")  # texts differ in length, so this is no warning
+            forward(model, IDS[:, :1])
             forward(model, IDS)
         assert applied.report()[0].phases[PREFILL].ran == f"exact: {reason}"
         note = f"note: {type(config).__name__} changed nothing, all attention was exact: {reason}"
@@ -171,11 +159,6 @@ def test_a_vision_model_too_small_to_route_warns_once():
             warnings.simplefilter("error")
             model(images)  # once
         assert "exact: up to exact_until=" in str(applied)
-    config = Routed(exact_until=0, min_weight=1 / 16, cluster_size=4, chunk_size=16, sinks=1)
-    with prescore.apply(model, config) as applied, warnings.catch_warnings():
-        warnings.simplefilter("error")
-        model(images)
-    assert applied.report()[0].phases[PREFILL].ran == "routed"
 
 
 @pytest.mark.parametrize(("option", "value"), [("evict", True), ("refresh_every", 4)])
@@ -329,14 +312,3 @@ def test_gradients_vision_models_and_calls_that_cannot_be_audited():
     attend = PrescoredAttention(ROUTED, audit=1.0)
     attend(*tensors(), AttentionContext(layer=0, is_causal=True, dropout=0.5))
     assert attend.last.errors == Errors()
-
-
-def test_bad_shares_are_refused():
-    for audit, message in {
-        0.0: r"audit must be finite and above 0\.0, got 0\.0",
-        1.5: r"audit must be at most 1\.0, got 1\.5",
-        math.nan: r"audit must be finite and above 0\.0, got nan",
-        True: "audit must be a number, got bool True",
-    }.items():
-        with pytest.raises((ValueError, TypeError), match=message):
-            prescore.apply(tiny("Llama"), ROUTED, audit=audit)
