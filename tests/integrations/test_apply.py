@@ -297,7 +297,7 @@ def test_attn_implementation_by_name(tmp_path):
 
 
 def test_the_name_alone_means_the_default_configuration():
-    model = tiny("Llama", max_position_embeddings=8192)
+    model = tiny("Llama", head_dim=16, max_position_embeddings=8192)
     ids, _ = prompts(batch=1, length=5000, side="none")
 
     def run():
