@@ -113,18 +113,6 @@ def test_a_step_reads_what_the_call_reads(qkv, config):
     assert reads == (12 + (1 + 2 + 3 + 4) / 4, 4)
 
 
-@pytest.mark.parametrize("start", [0, 9])
-def test_a_routed_step_reads_what_the_call_reads(start):
-    query, key, value = (torch.randn(1, 2, 400, 8, generator=torch.Generator().manual_seed(n)) for n in range(3))
-    valid = torch.ones(1, 400, dtype=torch.bool)
-    valid[:, :start] = False
-    answer = LayerCache().step(query[:, :, -1:], CachedKeys(key, value, valid, 400), Request(ROUTED))
-    alone = (query[:, :, -1:], key[:, :, start:], value[:, :, start:])
-    expected = attend(*alone, ROUTED, Options(is_causal=True))
-    torch.testing.assert_close(answer.result.output, expected.output)
-    assert sum(answer.result.count_reads()) == sum(expected.count_reads())
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_step_in_half_precision_is_as_good_as_the_call(dtype):
     """Centroids weigh as many keys as they represent: log(1001) is 6.9087, and 6.9062 in bfloat16."""
