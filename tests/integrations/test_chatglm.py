@@ -113,10 +113,4 @@ def test_another_layout_is_refused(model):
 
 
 def test_training_with_dropout():
-    model = TinyChatGLM(dropout=0.2)
-    check_dropout(model, lambda each: generate(each, IDS, n_new=1), COARSE)
-    with prescore.apply(model.train(), COARSE):
-        logits = model(IDS)[0]
-        torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), IDS[:, 1:].flatten()).backward()
-    weights = model.transformer.encoder.layers[0].self_attention.query_key_value.weight
-    assert weights.grad.abs().max() > 0
+    check_dropout(TinyChatGLM(dropout=0.2), lambda each: generate(each, IDS, n_new=1), COARSE)

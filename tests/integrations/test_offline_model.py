@@ -15,16 +15,6 @@ import prescore
 from prescore.bench import offline as offline_model
 
 
-def test_a_directory(tmp_path):
-    save_tiny_language_model(tmp_path)
-    model, tokenizer = offline_model.load_model(str(tmp_path))
-    expected, _ = tiny_language_model()
-    ids = tokenizer("some text", return_tensors="pt")["input_ids"]
-    with torch.no_grad():
-        assert torch.equal(model(ids).logits, expected(ids).logits)
-    assert not model.training
-
-
 def test_code_that_comes_with_a_model_runs_only_when_asked_for(tmp_path):
     save_tiny_language_model(tmp_path)
     settings = json.loads((tmp_path / "config.json").read_text())
@@ -43,14 +33,13 @@ def test_code_that_comes_with_a_model_runs_only_when_asked_for(tmp_path):
     assert not mark.exists()
     model, _ = offline_model.load_model(str(tmp_path), trust_remote_code=True)
     assert type(model).__name__ == "Strange"
+    assert not model.training
     assert mark.exists()
 
 
-@pytest.mark.parametrize("name", ["no/such-model", "nowhere.gguf"])
-def test_missing_models_are_named(name, monkeypatch):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    with pytest.raises(OSError, match=name):
-        offline_model.load_model(name)
+def test_a_missing_file_is_named():
+    with pytest.raises(OSError, match="nowhere"):
+        offline_model.load_model("nowhere.gguf")
 
 
 @pytest.fixture
@@ -87,9 +76,6 @@ def test_conversion_happens_once_and_leaves_nothing_half_done(conversion, monkey
 
 DAMAGES = {
     "cut by one byte": lambda d: cut(d / "model.safetensors", -1),
-    "empty weights": lambda d: cut(d / "model.safetensors", 0),
-    "zeros": lambda d: (d / "model.safetensors").write_bytes(bytes(5000)),
-    "no config": lambda d: (d / "config.json").unlink(),
     "half a config": lambda d: cut(d / "config.json", 300),
     "no weights": lambda d: (d / "model.safetensors").unlink(),
     "no tokenizer": lambda d: (d / "tokenizer.json").unlink(),
@@ -123,17 +109,7 @@ def test_without_the_wheel_the_command_is_named(monkeypatch):
 
 @pytest.mark.model
 @pytest.mark.slow
-def test_a_gguf_file_is_read_as_it_is():
-    from_file, _ = offline_model.load_model(str(offline_model.smollm2_file()))
-    converted, _ = offline_model.load_model("smollm2")
-    ids = torch.arange(100, 140)[None]
-    with torch.no_grad():
-        torch.testing.assert_close(from_file(ids).logits, converted(ids).logits, rtol=1e-3, atol=1e-3)
-
-
-@pytest.mark.model
-@pytest.mark.slow
-def test_smollm2_continues_a_text_as_under_sdpa():
+def test_smollm2_continues_a_text_as_under_sdpa_and_is_its_gguf_file():
     model, tokenizer = offline_model.load_model("smollm2")
     text = "The first ten prime numbers are 2, 3, 5, 7, 11, 13, 17, 19, 23 and 29. The capital of France is"
     inputs = tokenizer(text, return_tensors="pt")
@@ -143,6 +119,9 @@ def test_smollm2_continues_a_text_as_under_sdpa():
     with prescore.apply(model, prescore.Selected(top_k=500, min_seq_len=16)) as applied:
         assert len(applied.layers) == 30
         assert torch.equal(model.generate(**inputs, **options), expected)
+    from_file, _ = offline_model.load_model(str(offline_model.smollm2_file()))
+    with torch.no_grad():
+        torch.testing.assert_close(from_file(**inputs).logits, model(**inputs).logits, rtol=1e-3, atol=1e-3)
 
 
 def test_an_unknown_name_is_asked_for_once_where_the_hub_cannot_be_reached(tmp_path):

@@ -1,6 +1,5 @@
 """`applied.report()` and `print(applied)`: a table by layer and phase, and settings that cannot act say so."""
 
-import copy
 import math
 import warnings
 
@@ -103,18 +102,6 @@ def test_a_new_prompt_begins_anew_and_chunks_of_one_add_up():
         assert (prefill.calls, prefill.queries, prefill.last.n_query, prefill.last.n_keys) == (2, 100, 50, 100)
 
 
-def test_a_prompt_is_counted_when_its_steps_begin():
-    model = tiny("Llama")
-    with prescore.apply(model, SELECTED) as applied:
-        forward(model, IDS)
-        trace = applied._functions[0].trace
-        assert trace._phases[PREFILL].last.counter is not None  # not counted yet
-        generate(model)
-        assert trace._phases[PREFILL].last.counter is None
-        assert trace._phases[STEPS].last.counter is not None
-        assert copy.deepcopy(trace).phases[STEPS].last.reads == trace.phases[STEPS].last.reads
-
-
 def test_a_prompt_that_is_too_short_gets_a_note():
     model = tiny("Llama")
     for config, reason in {
@@ -125,6 +112,7 @@ def test_a_prompt_that_is_too_short_gets_a_note():
     }.items():
         with warnings.catch_warnings(), prescore.apply(model, config) as applied:
             warnings.simplefilter("error")  # texts differ in length, so this is no warning
+            forward(model, IDS[:, :1])
             forward(model, IDS)
         assert applied.report()[0].phases[PREFILL].ran == f"exact: {reason}"
         note = f"note: {type(config).__name__} changed nothing, all attention was exact: {reason}"
@@ -172,11 +160,6 @@ def test_a_vision_model_too_small_to_route_warns_once():
             warnings.simplefilter("error")
             model(images)  # once
         assert "exact: up to exact_until=" in str(applied)
-    config = Routed(exact_until=0, min_weight=1 / 16, cluster_size=4, chunk_size=16, sinks=1)
-    with prescore.apply(model, config) as applied, warnings.catch_warnings():
-        warnings.simplefilter("error")
-        model(images)
-    assert applied.report()[0].phases[PREFILL].ran == "routed"
 
 
 @pytest.mark.parametrize(("option", "value"), [("evict", True), ("refresh_every", 4)])
@@ -218,7 +201,7 @@ def dense_errors(query, key, value, output, shown):
     """`[heads, positions]` relative errors of the queries that are not padding."""
     query, key, value, output = (t.double() for t in (query, key, value, output))
     key, value = (t.repeat_interleave(2, dim=1) for t in (key, value))
-    logits = (query @ key.transpose(-1, -2) * 8**-0.5).masked_fill(~shown, -math.inf)
+    logits = (query @ key.transpose(-1, -2) * 0.7).masked_fill(~shown, -math.inf)
     exact = logits.softmax(-1) @ value
     errors = (output - exact).norm(dim=-1) / exact.norm(dim=-1)
     real = shown[:, 0].any(1)
@@ -227,10 +210,11 @@ def dense_errors(query, key, value, output, shown):
 
 @pytest.mark.parametrize("kind", SHOWN)
 @pytest.mark.parametrize("name", AUDITED)
-def test_an_audit_of_all_queries_is_the_error_against_exact_attention(name, kind):
+def test_an_audit_of_all_queries_is_the_error_against_exact_attention(name, kind, monkeypatch):
+    monkeypatch.setattr("prescore.integrations.audit._LOGITS_AT_ONCE", 5000)  # several blocks of queries
     inputs, shown = tensors(), shown_keys(kind)
     mask = None if kind in ("none", "causal") else shown
-    context = AttentionContext(layer=1, mask=mask, is_causal=kind != "none")
+    context = AttentionContext(layer=1, mask=mask, is_causal=kind != "none", scale=0.7)
     plain, audited = PrescoredAttention(AUDITED[name]), PrescoredAttention(AUDITED[name], audit=1.0)
     output = audited(*inputs, context)
     assert torch.equal(output, plain(*inputs, context))
@@ -247,17 +231,11 @@ def test_an_audit_of_all_queries_is_the_error_against_exact_attention(name, kind
     assert (got.largest < 1e-5) == exact
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_dtypes_scales_and_blocks(dtype, monkeypatch):
-    inputs, context = tensors(dtype=dtype), AttentionContext(layer=0, is_causal=True, scale=0.7)
-    found = []
-    for at_once in (2**22, 500):
-        monkeypatch.setattr("prescore.integrations.audit._LOGITS_AT_ONCE", at_once)
-        attend = PrescoredAttention(Exact(), audit=1.0)
-        attend(*inputs, context)
-        found.append(attend.last.errors)
-    assert found[0].largest < (0.02 if dtype == torch.bfloat16 else 1e-12)
-    assert found[0].mean == pytest.approx(found[1].mean)
+@pytest.mark.parametrize(("dtype", "largest"), [(torch.bfloat16, 0.02), (torch.float64, 1e-12)])
+def test_an_audit_in_other_dtypes(dtype, largest):
+    attend = PrescoredAttention(Exact(), audit=1.0)
+    attend(*tensors(dtype=dtype), AttentionContext(layer=0, is_causal=True))
+    assert attend.last.errors.largest < largest
 
 
 def test_a_sample_is_drawn_anew_in_each_call_and_estimates_the_mean_within_its_interval():
@@ -330,17 +308,6 @@ def test_gradients_vision_models_and_calls_that_cannot_be_audited():
     attend = PrescoredAttention(ROUTED, audit=1.0)
     attend(*tensors(), AttentionContext(layer=0, is_causal=True, dropout=0.5))
     assert attend.last.errors == Errors()
-
-
-def test_bad_shares_are_refused():
-    for audit, message in {
-        0.0: r"audit must be finite and above 0\.0, got 0\.0",
-        1.5: r"audit must be at most 1\.0, got 1\.5",
-        math.nan: r"audit must be finite and above 0\.0, got nan",
-        True: "audit must be a number, got bool True",
-    }.items():
-        with pytest.raises((ValueError, TypeError), match=message):
-            prescore.apply(tiny("Llama"), ROUTED, audit=audit)
 
 
 def test_without_native_code_the_default_is_exact_and_the_report_says_why(monkeypatch):

@@ -163,7 +163,7 @@ def test_a_forward_that_was_replaced_before_comes_back():
     assert layer.forward is counted
 
 
-def test_other_architectures_are_refused_by_name():
+def test_plain_architectures_are_served_and_others_refused_by_name():
     for name, match in {
         "swin_tiny_patch4_window7_224": r"SwinTransformer.*WindowAttention",
         "beit_base_patch16_224": r"Beit cannot.*timm\.models\.beit\.Attention",
@@ -176,9 +176,6 @@ def test_other_architectures_are_refused_by_name():
             model = import_timm().create_model(name)
         with pytest.raises(Unsupported, match=match):
             prescore.apply(model, FEW)
-
-
-def test_plain_architectures_are_served():
     for name, wanted in {
         "deit_tiny_distilled_patch16_224": (12, 2),
         "vit_small_patch14_reg4_dinov2": (12, 5),

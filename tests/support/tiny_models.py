@@ -24,7 +24,7 @@ FAMILIES = {
     "OPT": {"ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.0},
 }
 CLASSES = {"GPT2": "GPT2LMHeadModel", "Gemma3": "Gemma3ForCausalLM"}
-CONFIGS = {"Gemma3": "Gemma3TextConfig"}
+CONFIGS = {"Gemma3": "Gemma3TextConfig", "Llama4": "Llama4TextConfig"}
 # small enough to leave keys out of the prompts below
 COARSE = Selected(KMeans(n_clusters=3), top_k=8, min_seq_len=8, sinks=2)
 ROUTED = Routed(min_weight=1 / 16, cluster_size=4, chunk_size=8, sinks=2, exact_until=8)

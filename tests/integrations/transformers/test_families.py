@@ -20,7 +20,6 @@ from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
 import prescore
 from prescore import Routed, Selected
-from prescore.errors import Unsupported
 from prescore.integrations.attention import AttentionContext, PrescoredAttention
 from prescore.integrations.transformers import PrescoredCache
 
@@ -187,12 +186,6 @@ def test_encoders(family):
     assert torch.equal(states(model), expected)
 
 
-@pytest.mark.parametrize("family", ["Deberta", "MPNet"])
-def test_an_encoder_that_ignores_the_interface_is_refused(family):
-    with pytest.raises(Unsupported, match=f"apply on {family}Model cannot run: its attention does not go through"):
-        prescore.apply(encoder(family))
-
-
 def test_a_decoder_with_cross_attention_counts_its_causal_layers_only():
     with prescore.apply(tiny("GPT2", add_cross_attention=True), FEW) as applied:
         assert list(applied.layers.values()) == ["transformer.h.0.attn", "transformer.h.1.attn"]
@@ -232,22 +225,3 @@ def test_numbers_are_those_of_the_model_where_other_layers_have_no_attention():
         assert applied.report()[3].path == "prescored"
     with pytest.raises(ValueError, match=r"layers must be among the model's attention layers, 1, 3, .* got 0"):
         prescore.apply(model, FEW, layers=[0])
-
-
-def test_chunked_layers_stay_exact_and_say_so():
-    sizes = {"num_local_experts": 2, "intermediate_size_mlp": 48, "attention_chunk_size": 16}
-    settings = {**SIZES, **sizes, "num_hidden_layers": 4, "no_rope_layers": [1, 1, 1, 0]}
-    torch.manual_seed(0)
-    model = transformers.Llama4ForCausalLM(transformers.Llama4TextConfig(**settings)).eval()
-    ids, _ = prompts(batch=1, length=60, side="none")
-    exact = forward(model, ids)
-    with pytest.warns(UserWarning, match="every chosen layer of Llama4ForCausalLM has a sliding window or chunk"):
-        applied = prescore.apply(model, FEW, layers="first:3")
-    with applied:
-        assert (forward(model, ids) - exact).abs().max() < ROUNDING
-        assert {entry.path for entry in applied.report().layers} == {
-            "exact: a sliding window or chunk is local already"
-        }
-    with prescore.apply(model, FEW) as applied:
-        forward(model, ids)
-        assert applied.report()[3].path == "prescored"
