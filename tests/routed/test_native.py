@@ -175,7 +175,7 @@ def recorded_calls(monkeypatch):
 
         return record
 
-    for name in ("run", "_gradients"):
+    for name in ("routed_call", "_gradients"):
         monkeypatch.setattr(native, name, recording(getattr(native, name)))
     inputs = [t.requires_grad_() for t in tensors(150, batch=1, heads=2, kv_heads=1, dim=16)]
     prescored_attention(*inputs, CONFIG.replace(chunk_size=32), is_causal=True).sum().backward()
@@ -208,7 +208,7 @@ def test_a_wrong_tensor_is_refused(monkeypatch):
     n_refused = 0
     for function, arguments, options in recorded_calls(monkeypatch):
         for place, argument in enumerate(arguments):
-            if isinstance(argument, native.Tables) and function.__name__ != "run":
+            if isinstance(argument, native.Tables) and function.__name__ != "routed_call":
                 continue  # checked when the function runs
             for name, tensor, put in tensors_of(argument):
                 if name.startswith("local_") and not options["reads_local"]:
@@ -222,17 +222,17 @@ def test_a_wrong_tensor_is_refused(monkeypatch):
 
 @needs_native
 def test_wrong_queries_keys_values_views_and_columns_are_refused(monkeypatch):
-    run, (name, query, keys, view, tables, *rest), options = recorded_calls(monkeypatch)[0]
+    made, (query, keys, view, tables, *rest), options = recorded_calls(monkeypatch)[0]
     for wrong in (query.double(), query[:, :1], query[:, :, :-1], query[..., :-1], query.transpose(2, 3)):
-        refused(run, name, wrong, keys, view, tables, *rest, **options)
+        refused(made, wrong, keys, view, tables, *rest, **options)
     for field in ("key", "value"):
         own = getattr(keys, field)
         for wrong in (own.double(), own[:, :-1], own[..., :-1], own[:0], own.mT, torch._neg_view(own)):
-            refused(run, name, query, keys._replace(**{field: wrong}), view, tables, *rest, **options)
+            refused(made, query, keys._replace(**{field: wrong}), view, tables, *rest, **options)
     fewer = keys._replace(key=keys.key[:, :90], value=keys.value[:, :90])
     short = replace(view, local_stop=view.local_stop.clamp_max(90))
     message = r"tables must be of 90 keys, got position \d+"
-    refused(run, name, query, fewer, short, tables, *rest, match=message, **options)
+    refused(made, query, fewer, short, tables, *rest, match=message, **options)
     for field, number, message in (
         ("n_clusters", -1, "visible clusters must lie between 0 and"),
         ("n_clusters", 99, "visible clusters must be at most"),
@@ -242,7 +242,7 @@ def test_wrong_queries_keys_values_views_and_columns_are_refused(monkeypatch):
         changed = getattr(view, field).clone()
         changed[0, -1] = number
         other = replace(view, **{field: changed})
-        refused(run, name, query, keys, other, tables, *rest, match=message, **options)
+        refused(made, query, keys, other, tables, *rest, match=message, **options)
     for changes in ({"sink_columns": 8}, {"sinks": -1}, {"sinks": 17}, {"sink_columns": 32, "sinks": 20}):
         refused(replace, tables, match="columns must", **changes)
 
@@ -261,7 +261,7 @@ def test_chunks_beyond_the_keys_are_refused(monkeypatch):
 
 @needs_native
 def test_a_step_that_does_not_fit_is_refused(monkeypatch):
-    _, (_, query, keys, _, tables, _), _ = recorded_calls(monkeypatch)[0]
+    _, (query, keys, _, tables, _), _ = recorded_calls(monkeypatch)[0]
     covs = {name: getattr(tables, name)[:, -1:].contiguous() for name in ("key_cov", "key_value_cov")}
     step = native.PreparedStep(replace(tables, **covs), 3.0, 0.25).attend
     query, key, value = query[:, :, -1:], keys.key[None], keys.value[None]

@@ -415,12 +415,15 @@ def _check_selection(selection: SelectionState, buffer: KVBuffer | None, n_token
     first, n_entries, n_centroids = selection.n_selected_from, selection.n_entries, selection.n_centroids
     are_counts = all(type(count) is int and count >= 0 for count in (first, n_entries, n_centroids))
     _require(are_counts and keeps_selection(selection.config), "no selection")
+    n_selected, bias = n_entries - n_centroids, selection.buffer.bias
+    if bias is not None and n_selected > 0:  # heads that selected fewer keys have hidden entries
+        n_selected = int((~torch.isneginf(bias[:, :, :n_selected])).sum(-1).max()) if bias.numel() else 0
     _require(
-        0 <= n_entries - n_centroids <= first and first + selection.n_since == n_tokens,
+        0 <= n_selected <= first and first + selection.n_since == n_tokens,
         f"{n_entries} entries from {first} keys and {selection.n_since} later ones of {n_tokens} tokens",
     )
     if buffer is not None:
-        own, bias, later = selection.buffer.key, selection.buffer.bias, buffer.key[:, :, first:]
+        own, later = selection.buffer.key, buffer.key[:, :, first:]
         _require(own.shape[:2] == later.shape[:2], "a selection of another batch")
         own = own[:, :, n_entries:]
         if bias is not None:  # padding among the later tokens is zeroed
