@@ -2,13 +2,15 @@
 
     python tools/versions.py --transformers oldest --transformers newest
     python tools/versions.py --torch 2.13.0 --transformers 5.4.0 tests/integrations/transformers
+    python tools/versions.py --wheel dist
 
-installs the package as a wheel beside each pair and runs the model tests. `oldest` is the lower bound in
-pyproject.toml, `newest` what pip finds, `pinned` what constraints.txt says. Every pair is a line of the record,
-experiments/versions/records.jsonl; a pair that is tested again on the same system replaces its line. A build of
-torch that requires CUDA packages is not installed without --cuda: the table says so.
+installs the package as a wheel beside each pair and runs the model tests, with no compiler in reach. The wheel
+is made here, or is there already. `oldest` is the lower bound in pyproject.toml, `newest` what pip finds,
+`pinned` what constraints.txt says. Every pair is a line of the record, experiments/versions/records.jsonl; a
+pair that is tested again on the same system replaces its line. A build of torch that requires CUDA packages is
+not installed without --cuda: the table says so.
 
-Needs the standard library alone. A private index of CPU builds is named as pip wants it, by PIP_EXTRA_INDEX_URL.
+Needs the standard library alone. An index of CPU builds is named as pip wants it, by PIP_EXTRA_INDEX_URL.
 """
 
 import argparse
@@ -17,6 +19,7 @@ import json
 import os
 import platform
 import re
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -34,6 +37,15 @@ MODEL_TESTS = ("tests/integrations", "-m", "not slow")
 TOOLS = ("pytest", "pytest-xdist", "hypothesis", "scikit-learn", "pillow", "setuptools")
 OLDEST, NEWEST, PINNED = "oldest", "newest", "pinned"
 Row = dict[str, Any]
+_FACTS = """
+import json, shutil, torch, transformers, prescore
+from prescore.ops.native.library import describe_native
+compilers = [found for name in ("cc", "gcc", "clang") if (found := shutil.which(name))]
+assert not compilers, compilers
+facts = {"torch": torch.__version__, "transformers": transformers.__version__, "native": describe_native()}
+print(json.dumps(facts))
+"""
+"""What an environment has, and that it has no compiler."""
 
 
 class _FailedError(RuntimeError):
@@ -64,20 +76,21 @@ def constraints(asked: Iterable[str]) -> str:
 
 def test_pair(torch: str, transformers: str, folder: Path, wheel: Path, tests: list[str], *, cuda: bool) -> Row:
     """Install a pair and the wheel into a new environment and run tests there; a row of the table."""
-    row: Row = {"torch": torch, "transformers": transformers, "tests": " ".join(tests), **_system()}
+    row: Row = {"torch": torch, "transformers": transformers, "native": "-", "tests": " ".join(tests), **_system()}
     try:
         python = _install([torch, transformers], folder, wheel, cuda=cuda)
     except _FailedError as error:
         return {**row, "result": "not tested", "reason": str(error)}
-    code = "import sys, importlib.metadata as m; print(*map(m.version, sys.argv[1:]))"
-    names = ("torch", "transformers")
-    row.update(zip(names, _run(python, "-c", code, *names).split(), strict=True))
+    try:
+        row.update(json.loads(_run(python, "-c", _FACTS).splitlines()[-1]))
+    except _FailedError as error:
+        return {**row, "result": "fails", "reason": str(error)}
     return {**row, **_run_tests(python, folder, tests)}
 
 
 def table(rows: list[Row]) -> str:
     """Rows as Markdown, the newest versions last; failures are named below."""
-    head = ("torch", "transformers", "Python", "system", "result")
+    head = ("torch", "transformers", "Python", "system", "native code", "result")
     lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
     notes = []
     for row in sorted(rows, key=lambda row: [_order(row[name]) for name in head[:2]] + [row["system"]]):
@@ -88,7 +101,7 @@ def table(rows: list[Row]) -> str:
             notes += [f"\n{row['torch']}, {row['transformers']}:\n", *failures] if failures else []
         if "reason" in row:
             result += f": {row['reason']}"
-        cells = (row["torch"], row["transformers"], row["python"], row["system"], result)
+        cells = (*(row[name] for name in ("torch", "transformers", "python", "system", "native")), result)
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join([*lines, *notes]) + "\n"
 
@@ -162,13 +175,15 @@ def _run(*command: str | Path) -> str:
 
 
 def _environment() -> dict[str, str]:
-    """This process's, without what would put other packages before those of the environment."""
-    kept = {
-        name: value
-        for name, value in os.environ.items()
-        if name not in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
-    }
-    return {"OMP_NUM_THREADS": "1", **kept, "HF_HUB_OFFLINE": "1"}
+    """This process's, without a compiler and without what puts other packages before those of the environment."""
+    gone = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "CC")
+    kept = {name: value for name, value in os.environ.items() if name not in gone}
+    folders = [path for path in kept.get("PATH", "").split(os.pathsep) if not _has_compiler(path)]
+    return {"OMP_NUM_THREADS": "1", **kept, "PATH": os.pathsep.join(folders), "HF_HUB_OFFLINE": "1"}
+
+
+def _has_compiler(folder: str) -> bool:
+    return any(shutil.which(name, path=folder) for name in ("cc", "gcc", "clang"))
 
 
 def _last_line(text: str) -> str:
@@ -196,6 +211,7 @@ def main() -> int:
     parser.add_argument("--torch", action="append", metavar="VERSION", help=text)
     parser.add_argument("--transformers", action="append", metavar="VERSION", help=text)
     parser.add_argument("--cuda", action="store_true", help="install builds of torch that require CUDA packages")
+    parser.add_argument("--wheel", type=Path, help="folder with the one wheel to test; default: one made here")
     parser.add_argument("--record", type=Path, default=RECORD, help="JSON lines to add the results to")
     parser.add_argument(
         "--envs", type=Path, help="folder in which the environments stay; default: a temporary one"
@@ -210,8 +226,11 @@ def main() -> int:
     ]
     rows, all_work = [], True
     with tempfile.TemporaryDirectory() as scratch:
-        _run(sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "-w", scratch, str(ROOT))
-        (wheel,) = Path(scratch).glob("*.whl")
+        wheels = given.wheel or Path(scratch)
+        if given.wheel is None:
+            command = (sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "-w", scratch, str(ROOT))
+            subprocess.run(command, check=True)  # here, a compiler is welcome
+        (wheel,) = wheels.resolve().glob("*.whl")
         for torch, transformers in itertools.product(*asked):
             folder = (given.envs or Path(scratch)).resolve() / re.sub(
                 "[^a-z0-9.]+", "-", f"{torch}-{transformers}"
