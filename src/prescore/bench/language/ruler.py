@@ -36,6 +36,7 @@ from prescore.integrations.apply import Layers
 _RULER = "lm_eval.tasks.ruler"
 DOCUMENT = "document"
 _SENTENCE_END = r"(?<=[.!?])\s+"
+_USUAL = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 READS = "prompt_reads_per_query"
 
 
@@ -156,6 +157,7 @@ def make_samples(
     """
     task = TASKS[name]
     check_lengths([name], [length])
+    _check_tokenizer(language_model, name)
     with _quiet():
         module = importlib.import_module(f"{_RULER}.{task.module}")
         sampler = getattr(module, task.sampler)
@@ -282,6 +284,16 @@ def window_beside(record: Record) -> Method | None:
     if reads >= (length + 1) / 2:
         return None
     return sliding_window(length, reads, method["config"].get("sinks", SINKS), compared_with=method["label"])
+
+
+def _check_tokenizer(language_model: LanguageModel, name: str) -> None:
+    """Refuse one for which lm_eval would look for a sample that fits forever: these two tasks have long parts."""
+    count = len(language_model.encode(_USUAL, special=False))
+    if name in ("vt", "cwe") and 2 * count > len(_USUAL):
+        raise ValueError(
+            f"tasks must leave out {name} where a token is fewer than two letters, got {count} tokens for "
+            f"{len(_USUAL)} letters"
+        )
 
 
 def _tokens(language_model: LanguageModel, sample: Sample) -> Tensor:
