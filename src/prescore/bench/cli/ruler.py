@@ -61,7 +61,7 @@ def command(
     ruler.check_lengths(names, lengths)
     importlib.import_module("lm_eval")  # refused before anything is opened
     haystack = load_documents([document], limit=1)[0]
-    session = run.open("ruler", given.device, writes=("ruler.md", _SAMPLES))
+    session = run.open("ruler", given.device, writes=("ruler.md",))
     loaded = given.load(check_head=False)
     session.say(f"making samples, which are saved in {session.out / _SAMPLES}")
     samples = ruler.collect_samples(
