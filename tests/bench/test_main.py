@@ -1,6 +1,8 @@
 """The command line's base: exit codes, one-sentence errors, interruption and resuming."""
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from functools import partial
 

@@ -124,10 +124,18 @@ def test_the_table_compares_the_same_samples_and_names_the_worst_task():
     assert lines["vt", "default"][3].startswith("-25.0 ± ")
     assert lines["vt", "default"][4:] == ("1", "0")
     assert lines["vt", "sliding window as wide as default"][3:] == ("-100.0", "1", "0")
-    # exact attention does not solve cwe
-    assert lines["solved", "default"] == lines["vt", "default"]
-    assert lines["all", "default"][0] == "3"
+    # exact attention does not solve cwe, and the window has read one sample
+    assert [lines[group, "default"][:2] for group in ("solved", "all")] == [("1", "50.0 %")] * 2
+    assert lines["solved", "exact"][:2] == ("1", "100.0 %")
     assert table.note.endswith("worst of them: vt at 4096 tokens with default, -25.0 points")
+    same = [
+        record("vt", at, name, 1.0, reads)
+        for at in range(3)
+        for name, reads in (("exact", None), ("default", 300.0))
+    ]
+    table = ruler_table(same)
+    assert {row[7] for row in table.rows if row[3] == "default"} == {"+0.0"}
+    assert table.note.endswith("no method loses points on one")
 
 
 def test_intervals_and_windows():

@@ -431,7 +431,7 @@ _RULER_NOTE = (
     "score: share of the right words in the answers, in per cent; interval: 95 %, Wilson's; points: above exact "
     "attention on the same samples, with Student's 95 % interval; lost, gained: samples with a lower or higher "
     "score than with exact attention; solved: tasks on which exact attention scores at least 50 %, the others say "
-    "nothing about methods"
+    "nothing about methods; solved and all have the samples that every method has read"
 )
 SOLVED = 0.5
 
@@ -453,14 +453,21 @@ def ruler_table(records: Sequence[Record]) -> Table:
         solved = [task for task, by in scores.items() if by.get("exact") and _mean(by["exact"]) >= SOLVED]
         groups = {**{task: [task] for task in scores}, "solved": solved, "all": list(scores)}
         for (name, tasks), label in itertools.product(groups.items(), labels):
-            inside = _joined(scores[task].get(label, {}) for task in tasks)
-            exact = {} if label == "exact" else _joined(scores[task].get("exact", {}) for task in tasks)
+            by_label = {each: _joined(scores[task].get(each, {}) for task in tasks) for each in labels}
+            inside, exact = by_label[label], {} if label == "exact" else by_label.get("exact", {})
+            if name not in scores:  # over several tasks, what every method has read
+                inside = {
+                    key: value for key, value in inside.items() if all(key in own for own in by_label.values())
+                }
             if inside:
                 rows.append((str(model), str(length), name, label, *_ruler_cells(inside, exact)))
             if label in reads and name in solved:
                 losses.append((_points(inside, exact), f"{name} at {length} tokens with {label}"))
-    worst = min(losses, default=None)
-    note = _RULER_NOTE if worst is None else f"{_RULER_NOTE}; worst of them: {worst[1]}, {worst[0]:+.1f} points"
+    worst = min(losses, default=(0.0, ""))
+    lost = (
+        f"worst of them: {worst[1]}, {worst[0]:+.1f} points" if worst[0] < 0 else "no method loses points on one"
+    )
+    note = f"{_RULER_NOTE}; {lost}" if losses else _RULER_NOTE
     is_scaled = any(record.results.get("position_scaling") for record in own)
     return Table(f"RULER; {_SCALED}" if is_scaled else "RULER", columns, tuple(rows), note, left=4)
 
@@ -497,8 +504,8 @@ def _ruler_cells(scores: _Scores, exact: _Scores) -> tuple[str, ...]:
     above = [value - exact[key] for key, value in scores.items() if key in exact]
     if not above:
         return (*cells, *[MISSING] * 3)
-    half = confidence_half_width(above)
-    points = f"{_points(scores, exact):+.1f}" + ("" if half is None else f" ± {100 * half:.1f}")
+    half = confidence_half_width(above)  # differences that are all the same say nothing about it
+    points = f"{_points(scores, exact):+.1f}" + (f" ± {100 * half:.1f}" if half else "")
     return (*cells, points, str(sum(each < 0 for each in above)), str(sum(each > 0 for each in above)))
 
 
