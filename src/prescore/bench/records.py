@@ -6,7 +6,6 @@ The commands that measure and the code that makes tables share this module. It d
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import math
@@ -21,6 +20,11 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from prescore.errors import PrescoreError
+
+try:
+    import fcntl
+except ModuleNotFoundError:  # Windows: nothing keeps two runs from one file
+    fcntl = None  # type: ignore[assignment]
 
 Values: TypeAlias = dict[str, Any]
 """JSON values by name. `prescore.types` has the same alias, but imports torch."""
@@ -282,7 +286,7 @@ class RecordFile:
         line = record.to_json().encode() + b"\n"
         end = os.lseek(self._file, 0, os.SEEK_END)
         # a last line that was completed by hand may lack its newline; two records must not share a line
-        if end and os.pread(self._file, 1, end - 1) != b"\n":
+        if end and os.lseek(self._file, end - 1, os.SEEK_SET) == end - 1 and os.read(self._file, 1) != b"\n":
             line = b"\n" + line
         try:
             while line:
@@ -313,14 +317,16 @@ def _open_locked(path: Path) -> int:
         # checked before it is opened: opening a pipe would wait for its other end
         if path.exists() and not path.is_file():
             raise RecordFileError(f"{path} must be a regular file, got something else of that name")
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+        flags = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)  # of POSIX; of Windows
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | flags, 0o666)
     except RecordFileError:
         raise
     except (OSError, RuntimeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise RecordFileError(f"{path} must be a file that can be written in a directory, got {reason}") from error
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if fcntl is not None:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         os.close(descriptor)
         raise RecordFileError(

@@ -8,7 +8,8 @@ import sys
 
 import pytest
 
-from prescore.ops.native.build import FOLDER, build, is_up_to_date, levels_of_machine, library_name
+from prescore.ops.native import library
+from prescore.ops.native.build import FOLDER, NOT_BUILT, build, is_up_to_date, levels_of_machine, library_name
 
 COMPILER = """#!/bin/sh
 case "$*" in *{unknown}*) echo "error: unknown flag" >&2; exit 1;; esac
@@ -46,18 +47,31 @@ def test_a_level_that_the_compiler_does_not_know_is_left_out(tmp_path, compiler,
     assert capfd.readouterr().err == f"prescore native: level {last} is left out: error: unknown flag\n"
 
 
-@pytest.mark.parametrize("name", ["/bin/false", "no-such-compiler", ""])
+@pytest.mark.parametrize("name", ["/bin/false", "no-such-compiler", "", "none"])
 def test_without_a_working_compiler_nothing_is_built(tmp_path, monkeypatch, capfd, name):
     monkeypatch.setenv("CC", name)
     if not name:
         monkeypatch.setenv("PATH", str(tmp_path))
     (tmp_path / library_name("avx2")).write_text("of other sources")
     assert build(tmp_path) == []
-    assert list(tmp_path.iterdir()) == []
+    (note,) = tmp_path.iterdir()
     message = capfd.readouterr().err
-    assert message.startswith("prescore native: not built, plain torch is used: ")
-    assert (name or "no C compiler found (tried cc, gcc, clang)") in message
+    reason = message.removeprefix("prescore native: not built, plain torch is used: ")
+    expected = {"": "no C compiler found (tried cc, gcc, clang)", "none": "made for any system"}.get(name, name)
+    assert expected in reason
     assert message.count("\n") == 1
+    # who uses what was built is told why
+    assert note.read_text() == reason
+    monkeypatch.setattr(library, "_FOLDER", tmp_path)
+    monkeypatch.setattr(library, "_found", {})
+    assert library.describe_native() == f"none (not built: {reason.strip()})"
+
+
+def test_what_compiles_for_no_level_says_why(tmp_path, compiler, capfd):
+    compiler(unknown="forward.c")  # an empty file compiles, the sources do not
+    assert build(tmp_path / "out") == []
+    assert (tmp_path / "out" / NOT_BUILT).read_text().endswith("compiler failed: error: unknown flag\n")
+    assert capfd.readouterr().err.count("is left out") == len(levels_of_machine())
 
 
 def test_levels_follow_the_kind_of_processor():

@@ -12,10 +12,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from prescore.attention import exact_attention
+from prescore.bench.language.methods import Baseline, Local
 from prescore.bench.records import Values
 from prescore.config import Config
 from prescore.integrations.apply import Layers, apply, find_adapter, pick_layers, replace_attention
-from prescore.integrations.attention import AttentionContext, PrescoredAttention, attend_exactly
+from prescore.integrations.attention import (
+    Attend,
+    AttentionContext,
+    PrescoredAttention,
+    attend_exactly,
+    layer_seed,
+)
 
 
 class Generated(NamedTuple):
@@ -29,7 +37,7 @@ class Generated(NamedTuple):
 class _Timer:
     """Attention of every layer, by configuration in some: seconds spent in it, and what ran how often."""
 
-    def __init__(self, layers: dict[int, PrescoredAttention]) -> None:
+    def __init__(self, layers: dict[int, Attend]) -> None:
         self.layers = layers
         self.restart()
 
@@ -44,10 +52,37 @@ class _Timer:
         if output.device.type == "cuda":
             torch.cuda.synchronize(output.device)
         self.seconds += time.perf_counter() - started
-        if attention is not None and attention.last is not None:
+        if isinstance(attention, PrescoredAttention) and attention.last is not None:
             self.paths[attention.last.path] += 1
             self.ran[attention.last.ran] += 1
         return output
+
+    def prompt_reads(self) -> float | None:
+        """Keys and centroids that a query of the prompt read, mean over the layers that run a configuration."""
+        traces = [each.last for each in self.layers.values() if isinstance(each, PrescoredAttention)]
+        counts = [trace.reads for trace in traces if trace is not None and trace.mask == "causal"]
+        known = [sum(count) for count in counts if count is not None]
+        return fmean(known) if known else None
+
+
+def attend_without_state(config: Local | Baseline, *, seed: int = 0) -> Attend:
+    """Local attention or a baseline with any cache: it reads the prompt, and steps read what its last query would.
+
+    A baseline other than the sliding window reads every key in steps. Layers that are local by design stay exact.
+    """
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, context: AttentionContext) -> Tensor:
+        if context.is_local:
+            return attend_exactly(query, key, value, context)
+        n_keys = key.shape[2]
+        if query.shape[2] == n_keys:
+            own = layer_seed(seed, context.layer)
+            return config.attend(query, key, value, scale=context.scale, seed=own)
+        parts = config.last_keys(n_keys)
+        keys, values = (torch.cat([each[:, :, part] for part in parts], dim=2) for each in (key, value))
+        return exact_attention(query, keys, values, scale=context.scale).output
+
+    return attend
 
 
 @torch.no_grad()
@@ -55,7 +90,7 @@ def generate_measured(
     model: Any,
     ids: Tensor,
     cache: Any,
-    config: Config | None = None,
+    config: Config | Local | Baseline | None = None,
     *,
     layers: Layers = "all",
     max_new_tokens: int = 64,
@@ -68,7 +103,7 @@ def generate_measured(
     Args:
         model: A causal model of transformers.
         ids: `[1, N]` prompt.
-        cache: A new cache: a `PrescoredCache`, or any other for exact attention.
+        cache: A new cache: a `PrescoredCache` for a configuration of the library, any other for the rest.
         config: How the chosen layers attend; None = the model's own attention, exact.
         layers: Which layers, as in `prescore.apply`.
         max_new_tokens: Steps at most.
@@ -81,14 +116,15 @@ def generate_measured(
     show = on_token or (lambda token: None)
     numbers = list(find_adapter(model).layers(model))
     chosen = [] if config is None else pick_layers(layers, numbers)
-    timer = _Timer({number: PrescoredAttention(config) for number in chosen})
+    timer = _Timer({number: _attention(config) for number in chosen})
     undo = replace_attention(model, dict.fromkeys(numbers, timer))
     try:
         started = time.perf_counter()
         logits = model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[0, -1]
-        if config is not None:
+        if config is not None and not isinstance(config, Local | Baseline):
             cache.select()
         prefill, prefill_attention, prefill_ran = time.perf_counter() - started, timer.seconds, dict(timer.ran)
+        reads = timer.prompt_reads()
         tokens = [int(logits.argmax())]
         end = None if ignore_end or forced is not None else model.generation_config.eos_token_id
         ends = end if isinstance(end, list) else [end]
@@ -111,6 +147,7 @@ def generate_measured(
         "prefill_seconds": prefill,
         "prefill_attention_seconds": prefill_attention,
         "prefill_ran": prefill_ran,
+        "prompt_reads_per_query": None if reads is None else round(reads, 2),
         "prefill_tokens_per_second": ids.shape[1] / prefill,
         "decode_seconds": decode,
         "decode_attention_seconds": timer.seconds,
@@ -119,6 +156,10 @@ def generate_measured(
         "cache": cache_report(cache),
     }
     return Generated(tokens, logits.float(), results)
+
+
+def _attention(config: Config | Local | Baseline | None) -> Attend:
+    return attend_without_state(config) if isinstance(config, Local | Baseline) else PrescoredAttention(config)
 
 
 @torch.no_grad()

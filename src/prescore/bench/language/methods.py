@@ -84,6 +84,12 @@ class Local:
             outputs.append(attended.output)
         return torch.cat(outputs, dim=2)
 
+    def last_keys(self, length: int) -> list[slice]:
+        """What the last of so many positions reads."""
+        begin = (length - 1) // self.chunk_size * self.chunk_size
+        first = max(0, begin - self.chunk_size) if self.previous_chunk else begin
+        return [slice(0, min(self.sinks, first)), slice(first, length)]
+
     def reads(self, length: int) -> float:
         """Keys that a query reads on average."""
         position = torch.arange(length, dtype=torch.float64)
@@ -125,6 +131,13 @@ class Baseline:
         """Attention of one layer."""
         run = get_baseline(self.name)
         return run(query, key, value, is_causal=True, scale=scale, generator=seed, **self.settings).output
+
+    def last_keys(self, length: int) -> list[slice]:
+        """What the last of so many positions reads: its sliding window; all keys for every other baseline."""
+        if self.name != "streaming":
+            return [slice(0, length)]
+        first = max(0, length - self.settings["window"])
+        return [slice(0, min(self.settings["sinks"], first)), slice(first, length)]
 
     def reads(self, length: int) -> float:
         """Keys that a query reads on average, from the settings; what choosing them costs is in the time alone.

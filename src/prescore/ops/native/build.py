@@ -18,6 +18,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parent
+NOT_BUILT = "not_built.txt"
+"""A file with the reason, where nothing could be built: `prescore info` shows it."""
 ABI = 8
 """Which signatures the C functions have; a library with another number is not used."""
 
@@ -35,6 +37,8 @@ PLAIN_FLAGS = ("-U__SSE2__", "-U__aarch64__")
 _FLAGS = (*CODE_FLAGS, "-fPIC", "-shared", "-fvisibility=hidden")
 _SANITIZE = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer", "-g")
 _COMPILERS = ("cc", "gcc", "clang")
+_NONE = "none"
+"""As `CC`: build nothing."""
 
 
 def levels_of_machine(machine: str | None = None) -> dict[str, tuple[str, ...]]:
@@ -65,17 +69,23 @@ def build(out_dir: Path, *, sanitize: bool = False) -> list[Path]:
     out_dir.mkdir(parents=True, exist_ok=True)
     for old in out_dir.glob(library_name("*")):
         old.unlink()  # a library of other sources must not outlive them
+    (out_dir / NOT_BUILT).unlink(missing_ok=True)
     compiler = _find_compiler()
+    if compiler == [_NONE]:
+        return _nothing(
+            out_dir, "made for any system, without native code; GCC or clang compile it from the sources"
+        )
     if compiler is None:
-        return _nothing(f"no C compiler found (tried {', '.join(_COMPILERS)})")
+        return _nothing(out_dir, f"no C compiler found (tried {', '.join(_COMPILERS)})")
     extra = _SANITIZE if sanitize else ()
     refused = _refuses(compiler, [*_FLAGS, *extra])
     if refused is not None:
-        return _nothing(f"{shlex.join(compiler)} failed: {refused}")
+        return _nothing(out_dir, f"{shlex.join(compiler)} failed: {refused}")
     levels = levels_of_machine()
     with ThreadPoolExecutor(len(levels)) as pool:
-        made = pool.map(lambda level: _compile(compiler, level, [*levels[level], *extra], out_dir), levels)
-    return [path for path in made if path is not None]
+        made = list(pool.map(lambda level: _compile(compiler, level, [*levels[level], *extra], out_dir), levels))
+    paths = [path for path in made if isinstance(path, Path)]
+    return paths or _nothing(out_dir, f"{shlex.join(compiler)} failed: {made[0]}")
 
 
 def is_up_to_date(out_dir: Path) -> bool:
@@ -92,11 +102,12 @@ def _find_compiler() -> list[str] | None:
     return next(([found] for name in _COMPILERS if (found := shutil.which(name))), None)
 
 
-def _compile(compiler: list[str], level: str, flags: list[str], out_dir: Path) -> Path | None:
+def _compile(compiler: list[str], level: str, flags: list[str], out_dir: Path) -> Path | str:
+    """The library of a level, or why it is left out."""
     refused = _refuses(compiler, [*_FLAGS, *flags]) if flags else None
     if refused is not None:
         _say(f"level {level} is left out: {refused}")
-        return None
+        return refused
     target = out_dir / library_name(level)
     sources = [str(path) for path in sorted(FOLDER.glob("*.c"))]
     with tempfile.TemporaryDirectory(dir=out_dir) as scratch:
@@ -105,7 +116,7 @@ def _compile(compiler: list[str], level: str, flags: list[str], out_dir: Path) -
         failed = _run([*compiler, *_FLAGS, *flags, *sources, "-o", str(made), "-lm"])
         if failed is not None:
             _say(f"level {level} is left out: {failed}")
-            return None
+            return failed
         made.replace(target)
     return target
 
@@ -132,8 +143,9 @@ def _run(command: Sequence[str]) -> str | None:
     return next((line for line in lines if "error" in line), lines[0]).strip()
 
 
-def _nothing(reason: str) -> list[Path]:
+def _nothing(out_dir: Path, reason: str) -> list[Path]:
     _say(f"not built, plain torch is used: {reason}")
+    (out_dir / NOT_BUILT).write_text(f"{reason}\n", encoding="utf-8")
     return []
 
 

@@ -15,7 +15,7 @@ from threading import Lock
 import torch
 
 from prescore.errors import Unsupported
-from prescore.ops.native.build import ABI, levels_of_machine, library_name
+from prescore.ops.native.build import ABI, NOT_BUILT, levels_of_machine, library_name
 
 VARIABLE = "PRESCORE_NATIVE"
 _AUTOMATIC = ("", "1", "auto")
@@ -120,6 +120,9 @@ def _search(asked: str) -> _Found:
 
 
 def _best(levels: tuple[str, ...]) -> _Found:
+    note = _FOLDER / NOT_BUILT
+    if note.is_file():
+        return _Found(reasons=[f"not built: {note.read_text(encoding='utf-8', errors='replace').strip()}"])
     reasons = []
     for level in reversed(levels):
         path = _FOLDER / library_name(level)
