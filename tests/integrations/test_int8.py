@@ -1,4 +1,4 @@
-"""int8 weights and activations: close to the layer they replace, a token at a time, refused where they cannot run."""
+"""int8 weights and activations: close to the layer they replace, a token at a time, or refused."""
 
 import pytest
 import torch

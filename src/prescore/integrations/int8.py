@@ -1,7 +1,7 @@
 """int8 weights and int8 activations in the linear layers of a model, on CPUs.
 
-Weights have one scale per output, activations one per token, from the largest magnitude. A token's result depends on
-that token alone, so a prompt read in chunks gives what it gives in one forward, and nothing depends on later tokens.
+Weights have one scale per output, activations one per token, from the largest magnitude. A token's result depends
+on that token alone: chunks of a prompt give what one forward gives, and later tokens change nothing.
 The products are torch's (`torch._int_mm`), which use VNNI or AMX where the processor has them.
 
 torchao quantises in the same way. Its tensors cost more time on CPUs than bfloat16 does in decode steps; see
@@ -74,7 +74,8 @@ def use_int8_weights(model: nn.Module) -> nn.Module:
         weight = child.weight
         if weight.device.type != "cpu" or not weight.is_floating_point():
             raise Unsupported(
-                "int8 weights", [f"weights must be floating and on a CPU, got {name} {weight.dtype} on {weight.device}"]
+                "int8 weights",
+                [f"weights must be floating and on a CPU, got {name} {weight.dtype} on {weight.device}"],
             )
     for parent, name, child in found:
         setattr(parent, name, Int8Linear(child))

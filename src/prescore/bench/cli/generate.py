@@ -36,7 +36,9 @@ def command(
     ),
     max_new_tokens: int | None = typer.Option(None, min=1, help="Tokens to generate at most.  [default: 64]"),
     prefill_chunk_size: int | None = typer.Option(
-        None, min=1, help="Tokens of the prompt per forward, where less memory matters more than time.  [default: all]"
+        None,
+        min=1,
+        help="Tokens of the prompt per forward; fewer need less memory.  [default: all]",
     ),
     evict: bool = typer.Option(False, "--evict", help="Free the keys and values that a scorer left out."),
     refresh_every: int | None = typer.Option(

@@ -105,8 +105,7 @@ class Language:
     dtype: str = typer.Option("float32", help="float32, bfloat16, float16 or float64.")
     weights: str | None = typer.Option(
         None,
-        help="int8 (with int8 activations, on a CPU; everything else in bfloat16), bfloat16 or float32, in place of "
-        "--dtype.",
+        help="int8 (with int8 activations, on CPUs; all else in bfloat16), bfloat16 or float32; replaces --dtype.",
     )
     device: str = typer.Option("cpu", help="Such as cpu or cuda.")
     trust_remote_code: bool = typer.Option(

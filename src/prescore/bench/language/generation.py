@@ -90,7 +90,7 @@ def generate_measured(
         logits = prefill(model, ids, cache, chunk_size=prefill_chunk_size)
         if config is not None:
             cache.select()
-        prefill, prefill_attention, prefill_ran = time.perf_counter() - started, timer.seconds, dict(timer.ran)
+        spent, prefill_attention, prefill_ran = time.perf_counter() - started, timer.seconds, dict(timer.ran)
         tokens = [int(logits.argmax())]
         end = None if ignore_end or forced is not None else model.generation_config.eos_token_id
         ends = end if isinstance(end, list) else [end]
@@ -110,10 +110,10 @@ def generate_measured(
     results: Values = {
         "prompt_tokens": ids.shape[1],
         "new_tokens": len(tokens),
-        "prefill_seconds": prefill,
+        "prefill_seconds": spent,
         "prefill_attention_seconds": prefill_attention,
         "prefill_ran": prefill_ran,
-        "prefill_tokens_per_second": ids.shape[1] / prefill,
+        "prefill_tokens_per_second": ids.shape[1] / spent,
         "decode_seconds": decode,
         "decode_attention_seconds": timer.seconds,
         "decode_tokens_per_second": n_steps / decode if n_steps else None,
