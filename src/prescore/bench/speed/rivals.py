@@ -29,6 +29,8 @@ from prescore.bench.records import Row, Values
 LENGTHS, QUICK_LENGTHS = (8192, 16384, 32768), (512,)
 PARTS = ("time", "loss")
 NEW_TOKENS = 32
+CHARACTERS_PER_TOKEN = 12
+"""More than any tokenizer in use makes one token of: a novel is not tokenized for one page."""
 POSITIONS_AT_ONCE = 256
 """Positions whose logits are in memory at the same time."""
 
@@ -165,7 +167,7 @@ def _write_tokens(job: Values) -> Values:
     from prescore.bench.language.documents import decode
     from prescore.bench.language.model import load_language_model
 
-    text = decode(Path(job["text"]).read_bytes(), job["text"])
+    text = decode(Path(job["text"]).read_bytes(), job["text"])[: CHARACTERS_PER_TOKEN * job["n"]]
     tokens = load_language_model(job["model"], check_head=False).encode(text).tolist()
     if len(tokens) < job["n"]:
         raise ValueError(f"--n must be at most the {len(tokens)} tokens of the text, got {job['n']}")
