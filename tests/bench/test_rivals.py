@@ -8,7 +8,7 @@ from oracles.tiny_language_model import save_tiny_language_model
 from prescore.bench.cli.main import main
 from prescore.bench.speed import rivals
 
-OURS = ("exact float32", "exact int8", "prescore float32", "prescore int8")
+OURS = ("exact float32", "prescore int8")
 
 
 @pytest.fixture(scope="module")
@@ -40,10 +40,8 @@ def test_engines_are_measured_in_processes_of_their_own(model, tmp_path, capsys)
     found = {(record["config"]["engine"], record["config"]["part"]): record["results"] for record in records}
     assert set(found) == {(name, part) for name in OURS for part in rivals.PARTS}
     losses = {name: found[name, "loss"]["loss"] for name in OURS}
-    # int8 costs little, the default next to nothing; and neither is the other's figure by mistake
-    assert losses["exact int8"] == pytest.approx(losses["exact float32"], abs=0.05)
-    assert losses["prescore float32"] == pytest.approx(losses["exact float32"], abs=0.05)
-    assert len(set(losses.values())) == len(OURS)
+    # int8 weights and the default cost little, but are no figure of another engine by mistake
+    assert 0 < abs(losses["prescore int8"] - losses["exact float32"]) < 0.05
     for name in OURS:
         assert found[name, "time"]["seconds_to_first_token"] > 0
         assert found[name, "time"]["peak_megabytes"] > 50
@@ -51,7 +49,7 @@ def test_engines_are_measured_in_processes_of_their_own(model, tmp_path, capsys)
     assert run(model, tmp_path, *methods) == 0
     shown = capsys.readouterr()
     assert all(f"{loss:.4f}" in shown.out for loss in losses.values())
-    assert "8 of 8 rows are finished" in shown.err
+    assert "4 of 4 rows are finished" in shown.err
 
 
 def test_what_is_not_there_is_skipped_with_the_line_that_installs_it(model, tmp_path, capsys, monkeypatch):
