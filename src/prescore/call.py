@@ -25,7 +25,7 @@ Generator = torch.Generator | int | None
 class Options(NamedTuple):
     """The arguments of `prescored_attention` other than tensors and configuration, with its defaults.
 
-    `index` is what a cache keeps between calls, see `Call`.
+    `key_index` is what a cache keeps between calls, see `Call`.
     """
 
     is_causal: bool = False
@@ -36,7 +36,7 @@ class Options(NamedTuple):
     dropout_p: float = 0.0
     dropout_generator: Generator = None
     backend: str = "auto"
-    index: object = None
+    key_index: object = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,7 +57,7 @@ class Call:
         shift: `[B]` how far each row moved; None = not at all.
         queries_moved: Whether the queries were shifted too.
         native: Whether native code may run where it can.
-        index: What the engine keeps between calls over a growing sequence; None = nothing.
+        key_index: What the engine keeps between calls over a growing sequence; None = nothing.
     """
 
     query: Tensor
@@ -73,7 +73,7 @@ class Call:
     shift: Tensor | None = None
     queries_moved: bool = False
     native: bool = True
-    index: object = None
+    key_index: object = None
 
     @property
     def n_query(self) -> int:

@@ -43,14 +43,14 @@ _PROBES = 16
 class Request(NamedTuple):
     """How a layer attends: `scale` multiplies the logits, None = `D ** -0.5`; `seed` is of everything drawn.
 
-    `index` is the key index of earlier chunks of the prompt, which the call extends.
+    `key_index` is that of earlier chunks of the prompt, which the call extends.
     """
 
     config: Config
     scale: float | None = None
     dropout: float = 0.0
     seed: int = DEFAULT_SEED
-    index: GrowingClusters | None = None
+    key_index: GrowingClusters | None = None
 
 
 class CachedKeys(NamedTuple):

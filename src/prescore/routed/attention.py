@@ -303,10 +303,10 @@ def _view(call: Call, batch: _HeadBatch, layout: Layout, config: Routed, place: 
 
 def _kept_index(call: Call, layout: Layout, runs_native: bool) -> Clusters | None:
     """The key index that a cache keeps from chunk to chunk of a prompt; None = there is none."""
-    if not isinstance(call.index, GrowingClusters) or not runs_native or not layout.causal:
+    if not isinstance(call.key_index, GrowingClusters) or not runs_native or not layout.causal:
         return None
     key, value = (readable(tensor) for tensor in (call.key, call.value))
-    return call.index.extended(key, value, layout) if native.can_build(key, value, layout) else None
+    return call.key_index.extended(key, value, layout) if native.can_build(key, value, layout) else None
 
 
 def _routed_keys(batch: _HeadBatch, layout: Layout, runs_native: bool, index: Clusters | None) -> RoutedKeys:
