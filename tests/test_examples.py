@@ -23,7 +23,7 @@ DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 NOT_RUN = re.compile(r"<!-- not run: (\w+) -->\n```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 NEEDS = {"lm_eval", "bitsandbytes", "torchao"}
 """What an example may need that the package's extras do not install."""
-ROUTE = {"long_prompt", "generate"}
+ROUTE = {"long_prompt", "generate", "int8"}
 """Scripts that show the default on a prompt that it routes."""
 SCRIPTS = {path.stem.partition("_")[2]: path for path in sorted(EXAMPLES.glob("*.py"))}
 LOAD = cache(offline.load_model)

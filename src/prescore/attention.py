@@ -240,6 +240,8 @@ def attend(
             aligned=not isinstance(config, Exact),
             native=options.backend in ("auto", "native"),
         )
+        if options.key_index is not None and call.valid is None:
+            call = replace(call, key_index=options.key_index)
         members = None
         if options.selection is not None:
             members = given_members(options.selection, call.shift, call.valid, key.shape[2])

@@ -23,7 +23,10 @@ Generator = torch.Generator | int | None
 
 
 class Options(NamedTuple):
-    """The arguments of `prescored_attention` other than tensors and configuration, with its defaults."""
+    """The arguments of `prescored_attention` other than tensors and configuration, with its defaults.
+
+    `key_index` is what a cache keeps between calls, see `Call`.
+    """
 
     is_causal: bool = False
     key_padding_mask: Tensor | None = None
@@ -33,6 +36,7 @@ class Options(NamedTuple):
     dropout_p: float = 0.0
     dropout_generator: Generator = None
     backend: str = "auto"
+    key_index: object = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,6 +57,7 @@ class Call:
         shift: `[B]` how far each row moved; None = not at all.
         queries_moved: Whether the queries were shifted too.
         native: Whether native code may run where it can.
+        key_index: What the engine keeps between calls over a growing sequence; None = nothing.
     """
 
     query: Tensor
@@ -68,6 +73,7 @@ class Call:
     shift: Tensor | None = None
     queries_moved: bool = False
     native: bool = True
+    key_index: object = None
 
     @property
     def n_query(self) -> int:

@@ -57,6 +57,20 @@ def test_info_tells_versions_scorers_and_extras(capsys, monkeypatch):
     assert 'missing pillow: pip install ".[vision]" in a clone of prescore' in shown
 
 
+def test_info_warns_of_more_threads_than_physical_cores(tmp_path, monkeypatch):
+    path = tmp_path / "cpuinfo"
+    cores = [(0, 0), (0, 0), (0, 1), (1, 0)]  # two threads of one core, a second core, a second socket
+    entries = [f"processor\t: {n}\nphysical id\t: {s}\ncore id\t: {c}" for n, (s, c) in enumerate(cores)]
+    path.write_text("\n\n".join(entries) + "\n")
+    for usable, wanted in (({0, 1, 2, 3}, (3, 2)), ({0, 1, 2}, (2, 1)), ({0, 1}, (1, 1)), ({9}, (None, None))):
+        monkeypatch.setattr(info.os, "sched_getaffinity", lambda _, usable=usable: usable)
+        assert tuple(info.physical_cores(path).values()) == wanted
+    assert info.physical_cores(tmp_path / "none") == {"cores": None, "sockets": None}
+    assert "set OMP_NUM_THREADS=2" in info.describe_threads(4, 2, 1)
+    assert "numactl" in info.describe_threads(3, 3, 2)
+    assert info.describe_threads(2, 2, 1) == info.describe_threads(2, None, None) == "2"
+
+
 @pytest.mark.parametrize(
     ("line", "said"),
     [

@@ -39,6 +39,7 @@ REFUSALS = {
         ("--experiment table1 --set sinks=7", "set must leave sinks to --sinks"),
         ("--method kmeans --set top_k=5", "set must leave top_k to --top-k"),
         ("--dtype int8", "dtype must be one of"),
+        ("--weights int4", "weights must be one of 'int8', 'bfloat16', 'float32', got 'int4'"),
         ("--device nowhere", "device must be usable, got 'nowhere'"),
         ("--layers last:9", "layers must ask for at most the model's 2 layers, got 'last:9'"),
         ("--out ''", "--out must name a directory, got ''"),
@@ -68,6 +69,7 @@ REFUSALS = {
         ("--prompt a --top-k 12", "top_k must come with a scorer as --config, got 12 for 'default'"),
         ("--prompt a --set top_k=12", "Routed must have fields among min_weight, "),
         ("--prompt a --agreement --no-exact", "--agreement must come with --exact and one beam"),
+        ("--prompt a --prefill-chunk-size 8 --beams 2", "prefill_chunk_size must come with one beam, got 2 beams"),
         ("--prompt a --ignore-end --beams 2", "ignore_end must come with one beam, got 2 beams"),
         ("--prompt a --evict", "evict must come with a Selected that leaves keys out, got Routed"),
         ("--prompt a --config key-diff --top-k 1.0 --refresh-every 4", "leaves keys out, got Selected"),
@@ -75,6 +77,11 @@ REFUSALS = {
     "planted": [("--quick --method kmean", r"\(did you mean 'kmeans'\?\)")],
     "speed": [
         ("--study lenghts", r"\(did you mean 'lengths'\?\)"),
+        ("--study rivals", "--study rivals must come with a --text-file, got none"),
+        ("--study rivals --study steps", "--study rivals must be the only study, got rivals, steps"),
+        ("--study rivals --text-file text.txt --method magic", "--method must be one of 'exact float32'"),
+        ("--study rivals --text-file text.txt --part speed", "--part must be one of 'time', 'loss'"),
+        ("--study steps --gguf text.txt", "--gguf must come with --study rivals, got text.txt without it"),
         ("--method magic", "--method must be default, hyper or paper:SCORER, got 'magic'"),
         ("--method paper:magic", "scorer must be one of .* got 'magic'"),
         ("--study parallel --n 255", "--n must be a multiple of the 2 ranks, got 255"),
@@ -110,5 +117,5 @@ def test_refusals_are_one_sentence(command, options, sentence, saved, text, tmp_
     assert re.search(sentence, printed.err)
     assert (printed.err.strip().count("\n"), printed.out) == (0, "")
     assert not [path for path in tmp_path.rglob("*.jsonl") if path.read_text()]
-    loads_model = language and re.search(r"-n |--model|--dtype|--device|--layers", options)
+    loads_model = language and re.search(r"-n |--model|--dtype|--weights|--device|--layers", options)
     assert loads_model or not (tmp_path / "run").exists()

@@ -4,10 +4,12 @@ import pytest
 import torch
 from tiny_models import ROUTED
 
-from prescore import Coupling, Exact, Hyper, KMeans, Lsh, Selected, prescored_attention
+from prescore import Coupling, Exact, Hyper, KMeans, Lsh, Routed, Selected, prescored_attention
 from prescore.attention import Options, attend
 from prescore.integrations import decode
+from prescore.integrations.attention import AttentionContext, PrescoredAttention
 from prescore.integrations.decode import CachedKeys, ExternalCache, LayerCache, Request
+from prescore.routed import native
 
 SELECTED = Selected(KMeans(n_clusters=4), top_k=12)
 ARTEFACTS = Coupling(mask="zero", residual_weight="all", overlap="count")
@@ -210,3 +212,33 @@ def test_a_step_back_behind_the_selection_selects_again(qkv):
     for n_keys, n_query in ((52, 5), (49, 1)):
         shown(cache, qkv, n_keys, n_query)
         assert cache.selection.n_selected_from == 47
+
+
+@torch.no_grad()
+def test_chunks_of_a_prompt_build_each_key_index_once_and_the_first_step_takes_it_over(monkeypatch):
+    """Against calls without a cache: same outputs, and no chunk is built twice."""
+    config, built = Routed(chunk_size=64, cluster_size=16, exact_until=0), []
+    build = native.build_clusters
+
+    def counted(key, value, layout, begin, n_chunks):
+        built.append((begin, n_chunks))
+        return build(key, value, layout, begin, n_chunks)
+
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(2, heads, 700, 32, generator=generator) for heads in (4, 2, 2))
+    attention, cache = PrescoredAttention(config), LayerCache()
+
+    def read(start, stop):
+        cache.append(key[:, :, start:stop], value[:, :, start:stop])
+        context = AttentionContext(0, cache=cache, is_causal=True)
+        new = query[:, :, start:stop]
+        return attention(new, cache.buffer.key, cache.buffer.value, context)
+
+    wanted = prescored_attention(query, key, value, config, is_causal=True)
+    monkeypatch.setattr(native, "build_clusters", counted)
+    outputs = [read(start, stop) for start, stop in ((0, 200), (200, 210), (210, 450), (450, 699), (699, 700))]
+    assert torch.allclose(torch.cat(outputs, dim=2), wanted, atol=1e-5)
+    # steps take the index of the chunk before them over; a chunk after steps builds it anew, others extend it
+    assert built == [(16, 1), (80, 1), (16, 5), (336, 4)]
+    cache.crop(500)
+    assert torch.allclose(read(500, 600), wanted[:, :, 500:600], atol=1e-5)

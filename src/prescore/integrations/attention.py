@@ -140,7 +140,8 @@ class PrescoredAttention:
             keys = CachedKeys(key, value, form.valid, form.n_keys, in_order)
             path, result, why_all = cache.step(query, keys, request)
             if path == PROMPT:
-                result = prescored_under_mask(query, key, value, form, request)
+                index = None if context.cache is None else context.cache.prompt_index(keys, request)
+                result = prescored_under_mask(query, key, value, form, request._replace(key_index=index))
             if result is None:
                 output = exact_under_mask(query, key, value, form, scale=context.scale, dropout=context.dropout)
             else:

@@ -23,7 +23,7 @@ from prescore.errors import Unsupported
 from prescore.ops.backend import accumulation_dtype, pick_backend
 from prescore.rng import DEFAULT_SEED, Streams
 from prescore.routed import native
-from prescore.routed.decode import RoutedIndex
+from prescore.routed.decode import GrowingClusters, RoutedIndex
 from prescore.routed.layout import routes
 from prescore.selected.plan import make_plan
 from prescore.types import Reads, Result
@@ -41,12 +41,16 @@ _PROBES = 16
 
 
 class Request(NamedTuple):
-    """How a layer attends: `scale` multiplies the logits, None = `D ** -0.5`; `seed` is of everything drawn."""
+    """How a layer attends: `scale` multiplies the logits, None = `D ** -0.5`; `seed` is of everything drawn.
+
+    `key_index` is that of earlier chunks of the prompt, which the call extends.
+    """
 
     config: Config
     scale: float | None = None
     dropout: float = 0.0
     seed: int = DEFAULT_SEED
+    key_index: GrowingClusters | None = None
 
 
 class CachedKeys(NamedTuple):
@@ -129,6 +133,7 @@ class LayerCache:
         self.valid: Tensor | None = None
         self.request: Request | None = None
         self._index: tuple[tuple[Routed, float], RoutedIndex] | None = None
+        self._prompt_index: GrowingClusters | None = None
 
     @property
     def held(self) -> KVBuffer | None:
@@ -184,6 +189,18 @@ class LayerCache:
         reads = index.reads
         return Step(OVER_CLUSTERS, Result(*attended, lambda: reads, index.stats))
 
+    def prompt_index(self, keys: CachedKeys, request: Request) -> GrowingClusters | None:
+        """The key index of the prompt so far, which its next chunk extends and the first step takes over.
+
+        None where it would not be that of the keys: padding, gradients, or another kind of attention.
+        """
+        if not isinstance(request.config, Routed) or not self._owned or not keys.in_order:
+            return None
+        if keys.valid is not None or request.dropout or records_gradients(keys.key, keys.value):
+            return None
+        self._index, self._prompt_index = None, self._prompt_index or GrowingClusters()
+        return self._prompt_index
+
     def select(self, keys: CachedKeys | None = None, request: Request | None = None) -> None:
         """Make the selection now instead of at the first step, where steps will need one; or complete it.
 
@@ -225,11 +242,13 @@ class LayerCache:
             self.buffer.crop(n_tokens)
         if self.selection is not None:
             self.selection.crop(n_tokens - self.selection.n_selected_from)
+        self._prompt_index = None
         if self._index is not None:
             self._index[1].crop(n_tokens)
 
     def take(self, sequences: Tensor) -> None:
         """Keep these sequences of the batch, in this order; an index may occur several times."""
+        self._prompt_index = None
         if self._index is not None and self.held is not None and len(sequences) == self.held.key.shape[0]:
             self._index[1].reorder(sequences)
         else:
@@ -279,7 +298,8 @@ class LayerCache:
                 return "there is padding after or between real keys"  # positions are not those of the clusters
         made_for = (config, float(query.shape[-1] ** -0.5 if request.scale is None else request.scale))
         if self._index is None or self._index[0] != made_for:
-            self._index = (made_for, RoutedIndex(config, scale=made_for[1], start=start))
+            grown, self._prompt_index = self._prompt_index if start is None else None, None
+            self._index = (made_for, RoutedIndex(config, scale=made_for[1], start=start, grown=grown))
         return self._index[1]
 
 

@@ -248,6 +248,7 @@ def prescored_under_mask(query: Tensor, key: Tensor, value: Tensor, form: MaskFo
         generator=request.seed,
         dropout_p=request.dropout,
         dropout_generator=dropout_seed,
+        key_index=request.key_index,
     )
     return attend(query, key, value, request.config, options)
 
@@ -322,6 +323,7 @@ def _per_segment(
         return tensor.transpose(1, 2).flatten(0, 1)[places].transpose(1, 2)
 
     alone = MaskForm("causal", places.shape[1], valid=_unless_all(valid))
+    request = request._replace(key_index=None)  # that of the unpacked keys
     attended = prescored_under_mask(apart(query), apart(key), apart(value), alone, request)
     output = attended.output.transpose(1, 2)[valid]
     batch, n_heads, n_query, _ = query.shape

@@ -26,7 +26,9 @@ from prescore.ops.backend import accumulation_dtype, readable
 from prescore.ops.native.library import loaded_level
 from prescore.ops.parts import fold_lse_gradient
 from prescore.routed import native, plain, reference
+from prescore.routed.decode import GrowingClusters, of_heads
 from prescore.routed.layout import N_DIFFERENTIABLE, Layout, RoutedKeys, View, make_layout, routes
+from prescore.routed.reference import Clusters
 from prescore.types import Attended, Reads, Result, Selection, Values
 
 KEY_NUMBERS_AT_ONCE = 2**22
@@ -203,9 +205,11 @@ def _attend(call: Call, config: Routed) -> tuple[Attended, Values]:
     if n_exact < layout.n_query:
         parts: list[tuple[Tensor, Tensor]] = []
         counts = torch.zeros(2, dtype=torch.float64, device=call.query.device)
+        index, n_done = _kept_index(call, layout, runs_native), 0
         for batch in _head_batches(call, n_apart):
             view = _view(call, batch, layout, config, f"heads {len(parts)}", runs_native)
-            keys = _routed_keys(batch, layout, runs_native)
+            some, n_done = slice(n_done, n_done + len(batch.key)), n_done + len(batch.key)
+            keys = _routed_keys(batch, layout, runs_native, None if index is None else of_heads(index, some))
             output, lse, count = _RoutedAttention.apply(view, batch.query, *keys)  # type: ignore[no-untyped-call]
             parts.append((output, lse))
             counts += count
@@ -297,12 +301,21 @@ def _view(call: Call, batch: _HeadBatch, layout: Layout, config: Routed, place: 
     )  # fmt: skip
 
 
-def _routed_keys(batch: _HeadBatch, layout: Layout, runs_native: bool) -> RoutedKeys:
-    """The keys of a batch with their key index."""
-    build = reference.build_clusters
-    if runs_native and native.can_build(batch.key, batch.value, layout):
-        build = native.build_clusters
-    index = build(batch.key, batch.value, layout, layout.sinks, layout.n_chunks)
+def _kept_index(call: Call, layout: Layout, runs_native: bool) -> Clusters | None:
+    """The key index that a cache keeps from chunk to chunk of a prompt; None = there is none."""
+    if not isinstance(call.key_index, GrowingClusters) or not runs_native or not layout.causal:
+        return None
+    key, value = (readable(tensor) for tensor in (call.key, call.value))
+    return call.key_index.extended(key, value, layout) if native.can_build(key, value, layout) else None
+
+
+def _routed_keys(batch: _HeadBatch, layout: Layout, runs_native: bool, index: Clusters | None) -> RoutedKeys:
+    """The keys of a batch with their key index, built where none is given."""
+    if index is None:
+        build = reference.build_clusters
+        if runs_native and native.can_build(batch.key, batch.value, layout):
+            build = native.build_clusters
+        index = build(batch.key, batch.value, layout, layout.sinks, layout.n_chunks)
     key_cov, key_value_cov = index.key_cov, index.key_value_cov
     if layout.causal:
         key_cov, key_value_cov = (reference.mean_of_prefixes(t) for t in (key_cov, key_value_cov))

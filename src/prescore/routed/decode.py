@@ -23,6 +23,32 @@ from prescore.routed.reference import Clusters, Int8Keys, log_inverse_weight
 from prescore.types import Attended, Reads, Values
 
 
+class GrowingClusters:
+    """The key index of a sequence that is read in several calls: each call builds only the chunks that are new.
+
+    For native code, without gradients and padding. Its owner drops it when keys change.
+    """
+
+    def __init__(self) -> None:
+        self._made_for: tuple[object, ...] = ()
+        self._clusters: Clusters | None = None
+
+    def extended(self, key: Tensor, value: Tensor, layout: Layout) -> Clusters:
+        """The key index of all far chunks of keys `[B, Hkv, N, D]`."""
+        geometry = (layout.sinks, layout.chunk_size, layout.cluster_size, loaded_level())
+        made_for = (*geometry, key.shape[:2], key.shape[-1], value.shape[-1], key.dtype)
+        clusters = self._clusters if self._made_for == made_for else None
+        n_done = 0 if clusters is None else clusters.key_cov.shape[1]
+        if clusters is None or n_done > layout.n_chunks:
+            clusters, n_done = None, 0
+        if clusters is None or n_done < layout.n_chunks:
+            begin = layout.sinks + n_done * layout.chunk_size
+            new = native.build_clusters(key, value, layout, begin, layout.n_chunks - n_done)
+            clusters = new if clusters is None else _joined(clusters, new)
+        self._made_for, self._clusters = made_for, clusters
+        return clusters
+
+
 class RoutedIndex:
     """The key index of a growing sequence, for decoding.
 
@@ -32,10 +58,18 @@ class RoutedIndex:
         config: The configuration.
         scale: Factor of the logits.
         start: `[B]` index of each sequence's first real token (left padding), or None = all 0.
+        grown: The key index of the prompt, where there is one; with it `start` is None.
     """
 
-    def __init__(self, config: Routed, *, scale: float, start: Tensor | None = None) -> None:
-        self._config, self._scale, self._start = config, scale, start
+    def __init__(
+        self,
+        config: Routed,
+        *,
+        scale: float,
+        start: Tensor | None = None,
+        grown: GrowingClusters | None = None,
+    ) -> None:
+        self._config, self._scale, self._start, self._grown = config, scale, start, grown
         self._groups: list[tuple[slice, _SameStart]] = []
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, *, backend: str = "auto") -> Attended:
@@ -98,7 +132,8 @@ class RoutedIndex:
     def _split(self) -> list[tuple[slice, _SameStart]]:
         """Neighbours in the batch with the same start, as slices: a copy of all keys costs more than a step."""
         if self._start is None:
-            return [(slice(0, None), _SameStart(self._config, self._scale, 0))]
+            grown, self._grown = self._grown, None
+            return [(slice(0, None), _SameStart(self._config, self._scale, 0, grown))]
         checks.integer("start", int(self._start.min()), minimum=0)
         starts, counts = (t.tolist() for t in torch.unique_consecutive(self._start, return_counts=True))
         groups, end = [], 0
@@ -132,8 +167,8 @@ class _Index:
 class _SameStart:
     """Sequences that start at the same index: their chunks end at the same time."""
 
-    def __init__(self, config: Routed, scale: float, start: int) -> None:
-        self._config, self._scale, self._start = config, scale, start
+    def __init__(self, config: Routed, scale: float, start: int, grown: GrowingClusters | None = None) -> None:
+        self._config, self._scale, self._start, self._grown = config, scale, start, grown
         self._index: _Index | None = None
         self.reads = Reads(0.0)  # of the last step
         self.runs_native: bool | None = None  # in the last step; None = nothing was far
@@ -208,6 +243,9 @@ class _SameStart:
     def _build(self, key: Tensor, value: Tensor, layout: Layout, begin: int, n_chunks: int) -> Clusters:
         """The key index of chunks of keys `[B, Hkv, N, D]`, which are not copied."""
         if self.runs_native and native.can_build(key, value, layout):
+            grown, self._grown = self._grown, None
+            if grown is not None and n_chunks == layout.n_chunks:
+                return grown.extended(key, value, layout)
             return native.build_clusters(key, value, layout, begin, n_chunks)
         span = slice(begin, begin + n_chunks * layout.chunk_size)
         keys, values = (t[:, :, span].flatten(0, 1) for t in (key, value))
@@ -261,6 +299,20 @@ def _tensors(clusters: Clusters) -> list[Tensor]:
     """All that grows with the clusters, in the order of the fields; `_clusters` puts them together."""
     own = (clusters.positions, clusters.key, clusters.value)
     return [*own, *clusters.int8, *clusters.sub_int8, clusters.spread, clusters.radius]
+
+
+def of_heads(clusters: Clusters, heads: slice) -> Clusters:
+    """The key index of some KV heads."""
+    return _clusters(
+        [t[heads] for t in _tensors(clusters)], clusters.key_cov[heads], clusters.key_value_cov[heads]
+    )
+
+
+def _joined(first: Clusters, second: Clusters) -> Clusters:
+    """The key index of consecutive chunks."""
+    pairs = zip(_tensors(first), _tensors(second), strict=True)
+    covs = ((first.key_cov, second.key_cov), (first.key_value_cov, second.key_value_cov))
+    return _clusters([torch.cat(pair, dim=1) for pair in pairs], *(torch.cat(pair, dim=1) for pair in covs))
 
 
 def _clusters(parts: list[Tensor], key_cov: Tensor, key_value_cov: Tensor) -> Clusters:

@@ -35,6 +35,11 @@ def command(
         None, help="Keys kept by a scorer, a count or a fraction.  [default: its own]"
     ),
     max_new_tokens: int | None = typer.Option(None, min=1, help="Tokens to generate at most.  [default: 64]"),
+    prefill_chunk_size: int | None = typer.Option(
+        None,
+        min=1,
+        help="Tokens of the prompt per forward; fewer need less memory.  [default: all]",
+    ),
     evict: bool = typer.Option(False, "--evict", help="Free the keys and values that a scorer left out."),
     refresh_every: int | None = typer.Option(
         None, min=1, help="Select again after so many tokens.  [default: never]"
@@ -60,6 +65,8 @@ def command(
     chosen, places = read_config(config, top_k, given.fields), cli.read_layers(given.layers)
     if agreement and (not exact or beams > 1):
         raise ValueError(f"--agreement must come with --exact and one beam, got exact={exact} and {beams} beams")
+    if prefill_chunk_size is not None and beams > 1:
+        raise ValueError(f"prefill_chunk_size must come with one beam, got {beams} beams")
     if ignore_end and beams > 1:
         raise ValueError(f"ignore_end must come with one beam, got {beams} beams")
     for name, value in {"evict": evict, "refresh_every": refresh_every}.items():
@@ -85,12 +92,13 @@ def command(
     apply(model, chosen, layers=places).undo()
     common = {
         "model": given.model,
-        "dtype": given.dtype,
+        "dtype": loaded.dtype,
         "prompt": hashlib.sha256(str(ids.tolist()).encode()).hexdigest()[:12],
         "prompt_tokens": int(ids.shape[1]),
         "max_new_tokens": options["max_new_tokens"],
         "beams": beams,
         "ignore_end": ignore_end,
+        **({} if prefill_chunk_size is None else {"prefill_chunk_size": prefill_chunk_size}),
     }
     exact_row = {**common, "attention": "exact"}
     own = {"config": chosen.to_dict(), "layers": places, "evict": evict, "refresh_every": refresh_every}
@@ -121,7 +129,8 @@ def command(
             show(*made.tokens)
         else:
             end: Values = {"ignore_end": ignore_end, "on_token": show}
-            made = generation.generate_measured(model, ids, new, attention, **options, **end)
+            chunks: Values = {"prefill_chunk_size": prefill_chunk_size}
+            made = generation.generate_measured(model, ids, new, attention, **options, **end, **chunks)
         if not run.json:
             streamer.end()
         results = {**made.results, "text": tokenizer.decode(made.tokens), "tokens": made.tokens}
@@ -140,7 +149,8 @@ def command(
         """The choices after each token that exact attention chose."""
         session.say(f"after the exact text: reading {ids.shape[1]} tokens")
         tokens = exact_tokens()
-        made = generation.generate_measured(model, ids, cache(chosen), chosen, layers=places, forced=tokens)
+        forced: Values = {"forced": tokens, "prefill_chunk_size": prefill_chunk_size}
+        made = generation.generate_measured(model, ids, cache(chosen), chosen, layers=places, **forced)
         return {**made.results, **generation.agreement(tokens, made.tokens)}
 
     rows = [Row(exact_row, seed, partial(measure, None))] if exact else []

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json as jsonlib
+import os
 import re
 from functools import partial
 from importlib import metadata
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -43,7 +45,7 @@ def command(
     rows = {
         **facts["versions"],
         "device": facts["device"],
-        "threads": str(facts["threads"]),
+        "threads": describe_threads(facts["threads"], facts["cores"], facts["sockets"]),
         "flash attention op": "present" if facts["flash_op"] else "missing (slower exact attention)",
         "native operators": facts["native"],
         "levels that can run": ", ".join(facts["native_levels"]),
@@ -72,6 +74,7 @@ def collect() -> Values:
         "versions": versions(),
         "device": f"{'cuda' if cuda else 'cpu'} ({name})",
         "threads": torch.get_num_threads(),
+        **physical_cores(),
         "flash_op": hasattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu"),
         "native": describe_native(),
         "routing": "routes prompts of more than 2048 tokens on CPUs" if native else "runs exactly: no native code",
@@ -79,6 +82,32 @@ def collect() -> Values:
         "scorers": list_scorers(),
         "extras": _extras(),
     }
+
+
+def physical_cores(cpuinfo: Path = Path("/proc/cpuinfo")) -> Values:
+    """Physical `cores` that this process may use, and their `sockets`; None where the system does not tell."""
+    try:
+        text, usable = cpuinfo.read_text(encoding="utf-8"), os.sched_getaffinity(0)
+    except (OSError, AttributeError):  # macOS has neither
+        return {"cores": None, "sockets": None}
+    found = set()
+    for entry in text.strip().split("\n\n"):
+        fields = {
+            name.strip(): value.strip() for name, _, value in (line.partition(":") for line in entry.split("\n"))
+        }
+        if {"processor", "physical id", "core id"} <= set(fields) and int(fields["processor"]) in usable:
+            found.add((fields["physical id"], fields["core id"]))
+    sockets = {socket for socket, _ in found}
+    return {"cores": len(found) or None, "sockets": len(sockets) or None}
+
+
+def describe_threads(threads: int, cores: int | None, sockets: int | None) -> str:
+    """The number of threads, with a warning where they share cores or reach over sockets."""
+    if cores is not None and threads > cores:
+        return f"{threads}, more than the {cores} physical cores, which they share: set OMP_NUM_THREADS={cores}"
+    if sockets is not None and sockets > 1:
+        return f"{threads} on {sockets} sockets: numactl --cpunodebind=0 --membind=0 keeps memory near its threads"
+    return str(threads)
 
 
 def _pays_from() -> str:

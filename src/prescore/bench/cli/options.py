@@ -103,6 +103,10 @@ class Language:
         "(scorer.n_clusters=64, inner.block_size=128, lsh.sample_size=0, coupling.mask=zero); repeatable.",
     )
     dtype: str = typer.Option("float32", help="float32, bfloat16, float16 or float64.")
+    weights: str | None = typer.Option(
+        None,
+        help="int8 (with int8 activations, on CPUs; all else in bfloat16), bfloat16 or float32; replaces --dtype.",
+    )
     device: str = typer.Option("cpu", help="Such as cpu or cuda.")
     trust_remote_code: bool = typer.Option(
         False, "--trust-remote-code", help="Run code that comes with the model."
@@ -127,7 +131,12 @@ class Language:
         from prescore.bench.language.model import load_language_model
 
         return load_language_model(
-            self.model, dtype=self.dtype, device=self.device, trust_remote_code=self.trust_remote_code, **options
+            self.model,
+            dtype=self.dtype,
+            weights=self.weights,
+            device=self.device,
+            trust_remote_code=self.trust_remote_code,
+            **options,
         )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import typer
 
@@ -16,7 +17,9 @@ def command(
     options: Run,
     n: list[int] | None = typer.Option(None, min=16, help="Length; may be repeated.  [default: 1024 ... 131072]"),
     method: list[str] | None = typer.Option(
-        None, help="default, hyper or paper:SCORER (the paper's preset); may be repeated.  [default: all]"
+        None,
+        help="default, hyper or paper:SCORER (the paper's preset); of the study rivals an engine, such as "
+        "'prescore int8'; may be repeated.  [default: all]",
     ),
     causal: bool | None = typer.Option(None, help="Only causal, or only full.  [default: both]"),
     backward: bool | None = typer.Option(None, help="Only forward + backward, or only forward.  [default: both]"),
@@ -24,7 +27,8 @@ def command(
         None,
         help="lengths, top-k, clusters, decode, scoring (scorers alone), short (short inputs), heads (those "
         "of --heads), parts (of the default), steps (decode steps of the default), parallel (bytes and times "
-        "on 2 and 4 processes); may be repeated.  [default: the first six, or heads with --heads]",
+        "on 2 and 4 processes), rivals (a prompt of --text-file read and continued by --model, exactly, by the "
+        "default and by other engines; alone); may be repeated.  [default: the first six, or heads with --heads]",
     ),
     heads: Path | None = typer.Option(
         None,
@@ -41,7 +45,19 @@ def command(
     ),
     model: Model = "smollm2",
     text_file: Path | None = typer.Option(
-        None, exists=True, dir_okay=False, help="The text that --save-heads reads."
+        None, exists=True, dir_okay=False, help="The text that --save-heads and the study rivals read."
+    ),
+    openvino: Path | None = typer.Option(
+        None,
+        file_okay=False,
+        exists=True,
+        help="--model for OpenVINO in the study rivals: optimum-cli export openvino --weight-format int8.",
+    ),
+    gguf: Path | None = typer.Option(
+        None, exists=True, dir_okay=False, help="--model for llama.cpp in the study rivals."
+    ),
+    part: list[str] | None = typer.Option(
+        None, help="time or loss, of the study rivals; may be repeated.  [default: both]"
     ),
     layers: Layers = "all",
     n_heads: int | None = typer.Option(
@@ -65,11 +81,19 @@ def command(
     Example: prescore speed --save-heads heads --text-file book.txt --n 8192 --layers 0,12,24
 
     Example: prescore speed --heads heads --method default --threads 2
+
+    Example: prescore speed --study rivals --model smollm2 --text-file book.txt --n 8192 --threads 2
     """
     if save_heads is not None:
         for path in _save(save_heads, model, text_file, n, layers):
             print(path)
         return
+    if study == ["rivals"]:
+        _rivals(options, n, model, text_file, engines=method, openvino=openvino, gguf=gguf, parts=part)
+        return
+    for name, given in {"openvino": openvino, "gguf": gguf}.items():
+        if given is not None:
+            raise ValueError(f"--{name} must come with --study rivals, got {given} without it")
     if layers != "all":
         raise ValueError(f"--layers must come with --save-heads, got {layers} without it")
     from prescore import checks
@@ -105,6 +129,31 @@ def command(
                 session.say(f"plot: {session.out / name}")
     kept = "kept for the next one" if freed == KEPT else "given back to the system"
     session.say(f"memory that a call frees: {kept}")
+    session.say(f"records: {session.file.path}")
+
+
+def _rivals(
+    options: Run, lengths: Sequence[int] | None, model: str, text_file: Path | None, **settings: Any
+) -> None:
+    """The study rivals: engines that cannot run are named with what they need."""
+    import torch
+
+    from prescore.bench.speed import rivals
+    from prescore.bench.speed.tables import tables
+
+    if text_file is None:
+        raise ValueError("--study rivals must come with a --text-file, got none")
+    chosen = sorted(set(lengths)) if lengths else rivals.QUICK_LENGTHS if options.quick else rivals.LENGTHS
+    threads = options.threads or torch.get_num_threads()
+    rows, skipped = rivals.plan(
+        rivals.Request(model, text_file, chosen, threads=threads, **settings), options.seed
+    )
+    session = options.open("speed")
+    for sentence in skipped:
+        session.say(sentence)
+    records = session.run(rows)
+    with session.reading():
+        session.show(*(table.to_rich() for table in tables(records)))
     session.say(f"records: {session.file.path}")
 
 

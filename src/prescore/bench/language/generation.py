@@ -97,6 +97,7 @@ def generate_measured(
     ignore_end: bool = False,
     on_token: Callable[[int], None] | None = None,
     forced: Sequence[int] | None = None,
+    prefill_chunk_size: int | None = None,
 ) -> Generated:
     """Greedy generation after a prompt, or the choices after each token of a given continuation.
 
@@ -110,6 +111,7 @@ def generate_measured(
         ignore_end: Continue after the model's end token.
         on_token: Called with every new token as soon as it is known.
         forced: Tokens that every step sees instead of its own choices; as many are chosen.
+        prefill_chunk_size: Tokens of the prompt per forward; None = all.
     """
     from prescore.integrations.transformers.cache import cache_report
 
@@ -120,10 +122,10 @@ def generate_measured(
     undo = replace_attention(model, dict.fromkeys(numbers, timer))
     try:
         started = time.perf_counter()
-        logits = model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[0, -1]
+        logits = prefill(model, ids, cache, chunk_size=prefill_chunk_size)
         if config is not None and not isinstance(config, Local | Baseline):
             cache.select()
-        prefill, prefill_attention, prefill_ran = time.perf_counter() - started, timer.seconds, dict(timer.ran)
+        spent, prefill_attention, prefill_ran = time.perf_counter() - started, timer.seconds, dict(timer.ran)
         reads = timer.prompt_reads()
         tokens = [int(logits.argmax())]
         end = None if ignore_end or forced is not None else model.generation_config.eos_token_id
@@ -144,11 +146,11 @@ def generate_measured(
     results: Values = {
         "prompt_tokens": ids.shape[1],
         "new_tokens": len(tokens),
-        "prefill_seconds": prefill,
+        "prefill_seconds": spent,
         "prefill_attention_seconds": prefill_attention,
         "prefill_ran": prefill_ran,
         "prompt_reads_per_query": None if reads is None else round(reads, 2),
-        "prefill_tokens_per_second": ids.shape[1] / prefill,
+        "prefill_tokens_per_second": ids.shape[1] / spent,
         "decode_seconds": decode,
         "decode_attention_seconds": timer.seconds,
         "decode_tokens_per_second": n_steps / decode if n_steps else None,
@@ -160,6 +162,19 @@ def generate_measured(
 
 def _attention(config: Config | Local | Baseline | None) -> Attend:
     return attend_without_state(config) if isinstance(config, Local | Baseline) else PrescoredAttention(config)
+
+
+@torch.no_grad()
+def prefill(model: Any, ids: Tensor, cache: Any, *, chunk_size: int | None = None) -> Tensor:
+    """Read a prompt `[1, N]` into a cache, `chunk_size` tokens per forward (None = all); logits `[V]` after it.
+
+    The chunks before the last one go through the decoder alone: they need no logits.
+    """
+    *chunks, last = ids.split(chunk_size or ids.shape[1], dim=1)
+    for chunk in chunks:
+        model.base_model(input_ids=chunk, past_key_values=cache, use_cache=True)
+    logits: Tensor = model(input_ids=last, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[0, -1]
+    return logits
 
 
 @torch.no_grad()

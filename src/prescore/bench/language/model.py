@@ -16,9 +16,12 @@ from prescore import checks
 from prescore.bench.offline import SMOLLM2, load_model
 from prescore.bench.records import Values
 from prescore.errors import Unsupported
+from prescore.integrations.int8 import Int8Linear, use_int8_weights
 from prescore.integrations.torchvision import mend_torchvision
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+INT8 = "int8"
+WEIGHTS = (INT8, "bfloat16", "float32")
 _ROPE = "yarn"
 
 
@@ -43,7 +46,9 @@ class LanguageModel:
 
     @property
     def dtype(self) -> str:
-        """Name of the parameters' dtype."""
+        """Name of the weights' dtype."""
+        if any(isinstance(module, Int8Linear) for module in self.model.modules()):
+            return INT8
         return str(next(self.model.parameters()).dtype).removeprefix("torch.")
 
     @property
@@ -132,21 +137,29 @@ def load_language_model(
     name: str = SMOLLM2,
     *,
     dtype: str = "float32",
+    weights: str | None = None,
     device: str = "cpu",
     trust_remote_code: bool = False,
     check_head: bool = True,
 ) -> LanguageModel:
     """Load a model and its tokenizer by name, see `prescore.bench.offline.load_model`.
 
+    `weights` is `int8` (`use_int8_weights`, everything else in bfloat16), another word for a `dtype`, or None.
     With `check_head` a model whose losses cannot be measured is refused, see `LanguageModel.check_head`.
     """
     checks.one_of("dtype", dtype, tuple(DTYPES))
+    if weights is not None:
+        checks.one_of("weights", weights, WEIGHTS)
+        dtype = "bfloat16" if weights == INT8 else weights
     checks.device("device", device)
     mend_torchvision()
     logging: Any = importlib.import_module("transformers.utils.logging")
     logging.disable_progress_bar()  # the commands show their own progress
     model, tokenizer = load_model(name, trust_remote_code=trust_remote_code)
-    loaded = LanguageModel(name, model.to(device=device, dtype=DTYPES[dtype]).eval(), tokenizer)
+    model = model.to(device=device, dtype=DTYPES[dtype]).eval()
+    if weights == INT8:
+        use_int8_weights(model)
+    loaded = LanguageModel(name, model, tokenizer)
     if check_head:
         loaded.check_head()
     return loaded

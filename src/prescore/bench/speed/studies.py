@@ -70,6 +70,8 @@ LAYER = {"query_heads": 14, "kv_heads": 2}
 """Heads of the random layer of the studies parts and steps."""
 
 STUDIES = ("lengths", "top-k", "clusters", "decode", "scoring", "short", "heads", "parts", "steps", "parallel")
+RIVALS = "rivals"
+"""A study of models, which stands alone."""
 DEFAULT_STUDIES = STUDIES[:6]
 _METHOD_FIELDS = "heads dim dtype repeats top_k min_seq_len methods memory"
 
@@ -102,7 +104,9 @@ class Run:
 def plan_rows(run: Run, studies: Sequence[str]) -> list[Row]:
     """All rows of the named studies; what cannot be measured is refused here."""
     for name in studies:
-        checks.one_of("--study", name, STUDIES)
+        checks.one_of("--study", name, (*STUDIES, RIVALS))
+        if name == RIVALS:
+            raise ValueError(f"--study rivals must be the only study, got {', '.join(studies)}")
     for name in run.settings["methods"]:
         method_config(name, run.settings)
     if "heads" in studies:

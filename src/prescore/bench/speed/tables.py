@@ -96,7 +96,37 @@ def tables(records: Sequence[Record]) -> list[Table]:
             names = tuple(columns.split("|"))
             lines = [tuple(cell(entry, name) for name in names) for r in chosen for entry in entries(r)]
             made.append(Table(title, names, tuple(lines), note, left=sum(name in _NAMES for name in names)))
+    made += [rivals_table(chosen, n) for n, chosen in _by_length(of_study(records, "rivals")).items()]
     return made
+
+
+def rivals_table(records: Sequence[Record], n: int) -> Table:
+    """Engines on a prompt of `n` tokens: time to the first token, decode speed, memory, loss."""
+    found: dict[str, Values] = {}
+    for record in records:
+        own = found.setdefault(record.config["engine"], {})
+        own |= {**record.results, "versions": {**own.get("versions", {}), **record.results.get("versions", {})}}
+    shown = {
+        "first token": ("seconds_to_first_token", "{:.1f} s"),
+        "tokens/s": ("tokens_per_second", "{:.1f}"),
+        "peak memory": ("peak_megabytes", "{:.0f} MB"),
+        "loss": ("loss", "{:.4f}"),
+    }
+    rows = [
+        (name, *(form.format(own[field]) if field in own else MISSING for field, form in shown.values()))
+        for name, own in found.items()
+    ]
+    versions = {package: version for own in found.values() for package, version in own["versions"].items()}
+    named = ", ".join(f"{package} {version}" for package, version in versions.items())
+    timed = [record.config for record in records if "threads" in record.config]
+    words = [f"{timed[0]['new_tokens']} new tokens, {timed[0]['threads']} threads"] if timed else []
+    note = "; ".join([*words, "loss over the second half of the prompt", named])
+    title = f"{records[0].config['model']}, {n} tokens"
+    return Table(title, ("engine", *shown), tuple(rows), note)
+
+
+def _by_length(records: Sequence[Record]) -> dict[int, list[Record]]:
+    return {n: [r for r in records if r.config["n"] == n] for n in sorted({r.config["n"] for r in records})}
 
 
 def entries(record: Record) -> list[Values]:

@@ -1,0 +1,123 @@
+"""int8 weights and int8 activations in the linear layers of a model, on CPUs.
+
+Weights have one scale per output, activations one per token, from the largest magnitude. A token's result depends
+on that token alone: chunks of a prompt give what one forward gives, and later tokens change nothing.
+The products are torch's (`torch._int_mm`), which use VNNI or AMX where the processor has them.
+
+torchao quantises in the same way. Its tensors cost more time on CPUs than bfloat16 does in decode steps; see
+docs/deployment.md.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from prescore.autograd import records_gradients
+from prescore.errors import Unsupported
+
+_MOST = 127
+_SMALLEST = 1e-12
+_BLOCK = 2**19
+"""Elements that are converted at a time: their temporaries stay in the processor's cache."""
+_LIBRARY = torch.library.Library("prescore", "FRAGMENT")
+
+
+class Int8Linear(nn.Linear):
+    """A linear layer whose weight is int8, with a float32 scale per output; for inference.
+
+    Args:
+        linear: The layer to convert; it is not changed.
+    """
+
+    scale: Tensor
+
+    def __init__(self, linear: nn.Linear) -> None:
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        weight, scale = _rounded(linear.weight.detach())
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.register_buffer("scale", scale[:, 0])
+        self.bias = linear.bias
+
+    def forward(self, input: Tensor) -> Tensor:
+        """The layer's output, in the dtype of its input."""
+        if records_gradients(input):
+            raise Unsupported("gradients through int8 weights", ["their products are rounded"])
+        # inductor computes products of a single row in int8, which overflows: it must not see them
+        run = torch.ops.prescore.int8_linear if torch.compiler.is_compiling() else _int8_linear
+        output: Tensor = run(input.reshape(-1, self.in_features), self.weight, self.scale)
+        output = output.view(*input.shape[:-1], self.out_features)
+        return output if self.bias is None else output + self.bias
+
+
+def use_int8_weights(model: nn.Module) -> nn.Module:
+    """Give the linear layers of a model int8 weights, in place; returns the model.
+
+    Layers with more inputs than outputs keep their dtype: activations between the two halves of an MLP have single
+    large entries, and one scale per token would round all others away. So does everything else: load the model in
+    bfloat16. An output layer that shares its weight with the
+    input embedding gets an int8 copy. The model can no longer be trained.
+
+    Args:
+        model: On a CPU, with weights in a floating dtype.
+
+    Example:
+        >>> model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+        >>> applied = prescore.apply(use_int8_weights(model))
+    """
+    found = [
+        (parent, name, child)
+        for parent in model.modules()
+        for name, child in parent.named_children()
+        if type(child) is nn.Linear and 1 < child.in_features <= child.out_features
+    ]
+    for _, name, child in found:
+        weight = child.weight
+        if weight.device.type != "cpu" or not weight.is_floating_point():
+            raise Unsupported(
+                "int8 weights",
+                [f"weights must be floating and on a CPU, got {name} {weight.dtype} on {weight.device}"],
+            )
+    for parent, name, child in found:
+        setattr(parent, name, Int8Linear(child))
+    return model
+
+
+def _int8_linear(input: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+    """`input [M, K]` times `weight [N, K]`."""
+    rows, by_row = _rounded(input)
+    product = torch._int_mm(rows, weight.t())
+    if product.numel() <= _BLOCK:
+        return product.float().mul_(by_row).mul_(scale).to(input.dtype)
+    output = torch.empty(product.shape, dtype=input.dtype, device=input.device)
+    for some in _blocks(product):
+        output[some] = product[some].float().mul_(by_row[some]).mul_(scale)
+    return output
+
+
+def _rounded(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows as int8, and the scale `[M, 1]` of each."""
+    if matrix.numel() <= _BLOCK or matrix.shape[0] == 1:
+        wide = matrix.float()
+        scale = wide.abs().amax(-1, keepdim=True).clamp_(min=_SMALLEST).mul_(1 / _MOST)
+        return (wide / scale).round_().to(torch.int8), scale
+    numbers = torch.empty(matrix.shape, dtype=torch.int8, device=matrix.device)
+    scales = torch.empty((matrix.shape[0], 1), dtype=torch.float32, device=matrix.device)
+    for some in _blocks(matrix):
+        numbers[some], scales[some] = _rounded(matrix[some])
+    return numbers, scales
+
+
+def _blocks(matrix: Tensor) -> list[slice]:
+    step = max(1, _BLOCK // matrix.shape[1])
+    return [slice(start, start + step) for start in range(0, matrix.shape[0], step)]
+
+
+def _shapes(input: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+    return input.new_empty((input.shape[0], weight.shape[0]))
+
+
+_LIBRARY.define("int8_linear(Tensor input, Tensor weight, Tensor scale) -> Tensor")
+_LIBRARY.impl("int8_linear", _int8_linear, "CompositeExplicitAutograd")
+torch.library.register_fake("prescore::int8_linear", _shapes, lib=_LIBRARY)
