@@ -26,7 +26,7 @@ def ask(server: str, model: str, messages: list[dict[str, str]], n_tokens: int) 
     headers = {"Content-Type": "application/json"}
     url, data = f"{server}/v1/chat/completions", json.dumps(body).encode()
     begin, first, answer, count = time.perf_counter(), 0.0, "", 0
-    with urllib.request.urlopen(urllib.request.Request(url, data, headers), timeout=3600) as response:  # noqa: S310
+    with urllib.request.urlopen(urllib.request.Request(url, data, headers), timeout=3600) as response:
         for line in response:
             if not line.startswith(b"data: ") or line.startswith(b"data: [DONE]"):
                 continue

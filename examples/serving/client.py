@@ -19,8 +19,8 @@ from typing import Any
 def post(url: str, body: dict[str, Any]) -> Any:
     """An open response."""
     headers = {"Content-Type": "application/json"}
-    request = urllib.request.Request(url, json.dumps(body).encode(), headers)  # noqa: S310
-    return urllib.request.urlopen(request, timeout=3600)  # noqa: S310
+    request = urllib.request.Request(url, json.dumps(body).encode(), headers)
+    return urllib.request.urlopen(request, timeout=3600)
 
 
 def stream(server: str, body: dict[str, Any]) -> tuple[float, float, str]:
@@ -56,7 +56,7 @@ def main() -> None:
     parser.add_argument("--answer", type=int, default=64, help="tokens of each answer")
     parser.add_argument("--loss", action="store_true", help="the loss of the prompts instead of times")
     given = parser.parse_args()
-    with urllib.request.urlopen(f"{given.server}/v1/models", timeout=60) as response:  # noqa: S310
+    with urllib.request.urlopen(f"{given.server}/v1/models", timeout=60) as response:
         model = json.load(response)["data"][0]["id"]
     text = given.text.read_text(encoding="utf-8", errors="replace")
     with post(f"{given.server}/tokenize", {"model": model, "prompt": text}) as response:
