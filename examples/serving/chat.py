@@ -1,8 +1,8 @@
 """A long chat over a streaming server: every turn sends the whole chat, as `transformers chat` does.
 
-Start a server first (docs/serving.md), then: `python chat.py --text book.txt --characters 12000`. The first message
-holds so much of the text, later ones ask about it. It prints each answer as it arrives, and the time to its first
-token.
+Start a server first (docs/serving.md), then: `python chat.py --model MODEL --text book.txt`. The
+first message holds so much of the text, later ones ask about it. It prints each answer as it arrives, and the time
+to its first token.
 """
 
 from __future__ import annotations

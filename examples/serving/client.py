@@ -1,8 +1,8 @@
 """A client of an OpenAI-compatible server: long prompts, several at once, streamed answers.
 
 Start a server first (docs/serving.md), then: `python client.py --text book.txt --tokens 8000 --requests 4`.
-It prints the time to the first token and the rate of answers, and with `--loss` the mean loss of the second half of
-each prompt. Run it against the same server with and without prescore to compare.
+It prints the time to the first token and the rate of answers, and with `--loss` the mean loss of the second half
+of each prompt. Run it against the same server with and without prescore to compare.
 """
 
 from __future__ import annotations

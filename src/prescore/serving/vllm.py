@@ -89,7 +89,9 @@ class PrescoredMetadataBuilder(CPUAttentionMetadataBuilder):
         few = [number for number, request in enumerate(requests) if request is None]
         others, rows = None, None
         if few:
-            rows = torch.cat([torch.arange(starts[i], starts[i + 1], dtype=torch.int64) for i in few])
+            rows = torch.cat(
+                [torch.arange(starts[i], starts[i + 1], dtype=torch.int64, device="cpu") for i in few]
+            )
             others = super().build(common_prefix_len, _some_requests(common, few, n_keys, n_new, rows), fast_build)
         own = {item.name: getattr(whole, item.name) for item in fields(CPUAttentionMetadata)}
         return PrescoredMetadata(**own, paged=self._paged, routed=routed, others=others, other_rows=rows)
@@ -98,8 +100,8 @@ class PrescoredMetadataBuilder(CPUAttentionMetadataBuilder):
 def _some_requests(
     common: CommonAttentionMetadata, few: list[int], n_keys: list[int], n_new: list[int], rows: Tensor
 ) -> CommonAttentionMetadata:
-    lengths = torch.tensor([0, *(n_new[number] for number in few)], dtype=torch.int32)
-    starts, some = lengths.cumsum(0, dtype=torch.int32), torch.tensor(few, dtype=torch.int64)
+    lengths = torch.tensor([0, *(n_new[number] for number in few)], dtype=torch.int32, device="cpu")
+    starts, some = lengths.cumsum(0, dtype=torch.int32), torch.tensor(few, dtype=torch.int64, device="cpu")
     return replace(
         common,
         num_reqs=len(few),
@@ -170,8 +172,8 @@ class PrescoredImpl(CPUAttentionBackendImpl):
         if self._layout_known is None:
             probe = torch.zeros((1, *kv_cache.shape[1:]), dtype=kv_cache.dtype, device=kv_cache.device)
             shape = (kv_cache.shape[2], self.num_kv_heads, self.head_size)
-            key, value = torch.randn(2, *shape, dtype=torch.float32).to(kv_cache.dtype)
-            slots = torch.arange(len(key), dtype=torch.int64)
+            key, value = torch.randn(2, *shape, dtype=torch.float32, device="cpu").to(kv_cache.dtype)
+            slots = torch.arange(len(key), dtype=torch.int64, device="cpu")
             self.do_kv_cache_update(layer, key, value, probe, slots)
             keys, values = _key_and_value_blocks(probe)
             self._layout_known = all(
