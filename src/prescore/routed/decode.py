@@ -1,16 +1,19 @@
-"""Routed attention one token at a time: the key index of earlier chunks is kept, and grows chunk by chunk.
+"""Routed attention of a growing sequence: the key index of earlier chunks is kept, and grows chunk by chunk.
 
 The caller owns keys and values and passes all of them; the key index holds what was derived from them. New tokens
 are local keys until their chunk is far; then the chunk joins the key index. A step computes the logits of the
-centroids, searches, and reads sinks, local keys and the far keys that it finds.
+centroids, searches, and reads sinks, local keys and the far keys that it finds. A chunk of a prompt runs as one
+native call.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from prescore import checks
 from prescore.config import Routed
@@ -21,6 +24,19 @@ from prescore.routed import native, plain, reference
 from prescore.routed.layout import Layout, RoutedKeys, View, make_layout
 from prescore.routed.reference import Clusters, Int8Keys, log_inverse_weight
 from prescore.types import Attended, Reads, Values
+
+MANY = 16
+"""New tokens from which on one native call is faster than steps, which keep their tables."""
+
+
+class Chunks(Protocol):
+    """The key index of single chunks, by their number."""
+
+    def __contains__(self, number: int, /) -> bool: ...
+
+    def __getitem__(self, number: int, /) -> Clusters: ...
+
+    def __setitem__(self, number: int, clusters: Clusters, /) -> None: ...
 
 
 class GrowingClusters:
@@ -59,6 +75,8 @@ class RoutedIndex:
         scale: Factor of the logits.
         start: `[B]` index of each sequence's first real token (left padding), or None = all 0.
         grown: The key index of the prompt, where there is one; with it `start` is None.
+        chunks: The key index of chunks that are known already, by their number; those built are added. Only for
+            sequences without left padding.
     """
 
     def __init__(
@@ -68,8 +86,10 @@ class RoutedIndex:
         scale: float,
         start: Tensor | None = None,
         grown: GrowingClusters | None = None,
+        chunks: Chunks | None = None,
     ) -> None:
-        self._config, self._scale, self._start, self._grown = config, scale, start, grown
+        self._config, self._scale, self._start = config, scale, start
+        self._grown, self._chunks = grown, chunks
         self._groups: list[tuple[slice, _SameStart]] = []
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, *, backend: str = "auto") -> Attended:
@@ -84,6 +104,10 @@ class RoutedIndex:
         n_query, steps = query.shape[2], []
         if n_query == 1 and len(self._groups) == 1:
             return self._groups[0][1].attend(query, key, value, operator, may_run_native)
+        if n_query >= MANY and may_run_native and len(self._groups) == 1:
+            attended = self._groups[0][1].attend_many(query, key, value, operator)
+            if attended is not None:
+                return attended
         for place in range(n_query):  # each sees the keys before it, and the key index as it was then
             stop = key.shape[2] - n_query + place + 1
             one, keys, values = query[:, :, place : place + 1], key[:, :, :stop], value[:, :, :stop]
@@ -132,8 +156,8 @@ class RoutedIndex:
     def _split(self) -> list[tuple[slice, _SameStart]]:
         """Neighbours in the batch with the same start, as slices: a copy of all keys costs more than a step."""
         if self._start is None:
-            grown, self._grown = self._grown, None
-            return [(slice(0, None), _SameStart(self._config, self._scale, 0, grown))]
+            known, self._grown = (self._grown, self._chunks), None
+            return [(slice(0, None), _SameStart(self._config, self._scale, 0, *known))]
         checks.integer("start", int(self._start.min()), minimum=0)
         starts, counts = (t.tolist() for t in torch.unique_consecutive(self._start, return_counts=True))
         groups, end = [], 0
@@ -150,8 +174,7 @@ class _Index:
     Attributes:
         n_chunks: How many there are.
         clusters: Of all of them; the covariances are sums over chunks, `[T, 1, ...]`.
-        means: Mean covariances over all chunks.
-        means_before: Mean covariances without the last chunk, used after a crop.
+        means: Mean covariances over the first `n_chunks - R + 1`, ..., `n_chunks` chunks, `[T, R, ...]`.
         built_by: Operator, and whether native code built it.
         step: Prepared native steps over all chunks; None = not prepared.
     """
@@ -159,16 +182,34 @@ class _Index:
     n_chunks: int
     clusters: Clusters
     means: tuple[Tensor, Tensor]
-    means_before: tuple[Tensor, Tensor]
     built_by: tuple[str, bool]
     step: native.PreparedStep | None = None
+
+    @property
+    def fewest(self) -> int:
+        """The smallest number of chunks whose mean covariances are known."""
+        return self.n_chunks - self.means[0].shape[1] + 1
+
+    def trimmed(self) -> _Index:
+        """Without the means that only earlier queries needed; a step may still be taken back."""
+        if self.means[0].shape[1] <= 2:
+            return self
+        return replace(self, means=(self.means[0][:, -2:].clone(), self.means[1][:, -2:].clone()))
 
 
 class _SameStart:
     """Sequences that start at the same index: their chunks end at the same time."""
 
-    def __init__(self, config: Routed, scale: float, start: int, grown: GrowingClusters | None = None) -> None:
-        self._config, self._scale, self._start, self._grown = config, scale, start, grown
+    def __init__(
+        self,
+        config: Routed,
+        scale: float,
+        start: int,
+        grown: GrowingClusters | None = None,
+        chunks: Chunks | None = None,
+    ) -> None:
+        self._config, self._scale, self._start = config, scale, start
+        self._grown, self._chunks = grown, chunks
         self._index: _Index | None = None
         self.reads = Reads(0.0)  # of the last step
         self.runs_native: bool | None = None  # in the last step; None = nothing was far
@@ -184,7 +225,7 @@ class _SameStart:
         if layout.n_chunks:
             self.runs_native = may_run_native and native.can_run(grouped, value.shape[-1], layout.cluster_size)
             with torch.no_grad():
-                self._index = self._extended(key, value, layout, backend)
+                self._index = self._extended(key, value, layout, backend, layout.n_chunks).trimmed()
                 attended, n_read = self._attend_far(self._index, grouped, key, value, layout, backend)
         else:
             local_key, local_value = (t[:, :, self._start :].flatten(0, 1)[:, None] for t in (key, value))
@@ -193,6 +234,41 @@ class _SameStart:
         self.reads = Reads(always + n_read, float(layout.n_chunks * layout.clusters_per_chunk))
         shape = query.shape[:3]
         return Attended(attended.output.reshape(*shape, -1), attended.lse.reshape(shape))
+
+    def attend_many(self, query: Tensor, key: Tensor, value: Tensor, backend: Backend) -> Attended | None:
+        """The newest queries `[B, Hq, n, D]` in one native call; None where native code cannot run it.
+
+        Queries before `exact_until` read every key, as in a full call.
+        """
+        n_query = query.shape[2]
+        layout = make_layout(n_query, key.shape[2] - self._start, causal=True, config=self._config)
+        query, key, value = (readable(t) for t in (query, key, value))
+        grouped = query.reshape(-1, query.shape[1] // key.shape[1], n_query, query.shape[-1])
+        runs_native = native.can_run(grouped, value.shape[-1], layout.cluster_size)
+        if not layout.n_chunks or layout.first < 0 or not runs_native:
+            return None
+        self.runs_native = True
+        position = torch.arange(layout.first, layout.n_keys, dtype=torch.int64, device="cpu")
+        chunks = layout.far_chunks(position)
+        local_start = (layout.sinks + chunks * layout.chunk_size).masked_fill(chunks == 0, 0) + self._start
+        counts, start, stop = (
+            t.to(torch.int32).expand(len(grouped), n_query).contiguous()
+            for t in (chunks * layout.clusters_per_chunk, local_start, position + 1 + self._start)
+        )
+        log_inverse = log_inverse_weight(self._config.min_weight)
+        options = (True, layout.chunk_size, layout.clusters_per_chunk, log_inverse, self._scale, backend, True)
+        with torch.no_grad():
+            index = self._extended(key, value, layout, backend, int(chunks[chunks > 0].min()))
+            self._index = index.trimmed()
+            first = index.fewest - 1  # covariances of fewer chunks are read by no query
+            covs = [pad(mean, (0, 0, 0, 0, first, 0)) for mean in index.means]
+            keys = self._routed_keys(key, value, index.clusters, layout, (covs[0], covs[1]))
+            attended, _, read = native.forward(grouped, keys, View(counts, start, stop, *options))
+        always = float((position + 1 - chunks * layout.chunk_size).double().mean())
+        n_centroids = float(chunks.double().mean()) * layout.clusters_per_chunk
+        self.reads = Reads(always + float(read[1]) / attended.lse.numel(), n_centroids)
+        shape = query.shape[:3]
+        return Attended(attended.output.to(value.dtype).reshape(*shape, -1), attended.lse.reshape(shape))
 
     def crop(self, n_keys: int) -> None:
         """Drop the key index if a chunk in it loses keys; the next step builds it again."""
@@ -214,31 +290,50 @@ class _SameStart:
         index, clusters = self._index, self._index.clusters
         covs = (moved(clusters.key_cov), moved(clusters.key_value_cov))
         own = _clusters([moved(part) for part in _tensors(clusters)], *covs)
-        means, before = ((moved(key), moved(both)) for key, both in (index.means, index.means_before))
-        self._index = _Index(index.n_chunks, own, means, before, index.built_by)
+        means = (moved(index.means[0]), moved(index.means[1]))
+        self._index = _Index(index.n_chunks, own, means, index.built_by)
 
-    def _extended(self, key: Tensor, value: Tensor, layout: Layout, backend: Backend) -> _Index:
-        """The key index with all chunks that are far by now."""
+    def _extended(self, key: Tensor, value: Tensor, layout: Layout, backend: Backend, fewest: int) -> _Index:
+        """The key index with all chunks that are far by now; some query sees the `fewest` chunks, at least 1."""
         index, built_by = self._index, (backend.name, bool(self.runs_native))
-        if index is not None and (layout.n_chunks < index.n_chunks - 1 or index.built_by != built_by):
+        if index is not None and (fewest < index.fewest or index.built_by != built_by):
             index = None
         done = 0 if index is None else index.n_chunks
         if index is not None and layout.n_chunks <= done:
             return index
-        begin = self._start + layout.sinks + done * layout.chunk_size
-        new = self._build(key, value, layout, begin, layout.n_chunks - done)
-        sums = [part.sum(1, keepdim=True) for part in (new.key_cov, new.key_value_cov)]
-        last = [part[:, -1:] for part in (new.key_cov, new.key_value_cov)]
-        parts = _tensors(new)
+        new = self._new_chunks(key, value, layout, done)
+        covs, sums = [new.key_cov, new.key_value_cov], [new.key_cov[:, :0], new.key_value_cov[:, :0]]
+        parts, means = _tensors(new), []
         if index is not None:
             old = index.clusters
-            sums = [before + more for before, more in zip((old.key_cov, old.key_value_cov), sums, strict=True)]
+            sums = [old.key_cov, old.key_value_cov]
             parts = [torch.cat(pair, dim=1) for pair in zip(_tensors(old), parts, strict=True)]
-        clusters = _clusters(parts, *sums)
-        count = layout.n_chunks
-        means = (sums[0] / count, sums[1] / count)
-        before = ((sums[0] - last[0]) / max(1, count - 1), (sums[1] - last[1]) / max(1, count - 1))
-        return _Index(count, clusters, means, before, built_by)
+        count = torch.arange(done + 1, layout.n_chunks + 1, dtype=covs[0].dtype, device=covs[0].device)
+        for place in range(2):
+            total = covs[place].cumsum(1) + sums[place].sum(1, keepdim=True)
+            sums[place] = total[:, -1:]
+            mean = total / count[:, None, None]
+            means.append(mean if index is None else torch.cat((index.means[place], mean), dim=1))
+        return _Index(layout.n_chunks, _clusters(parts, sums[0], sums[1]), (means[0], means[1]), built_by)
+
+    def _new_chunks(self, key: Tensor, value: Tensor, layout: Layout, done: int) -> Clusters:
+        """The key index of the chunks after the first `done`: those known, then those built."""
+        known, store = done, self._chunks
+        while store is not None and known < layout.n_chunks and known in store:
+            known += 1
+        parts = [] if store is None else [store[number] for number in range(done, known)]
+        if known < layout.n_chunks:
+            begin = self._start + layout.sinks + known * layout.chunk_size
+            built = self._build(key, value, layout, begin, layout.n_chunks - known)
+            parts.append(built)
+            if store is not None:
+                for number in range(known, layout.n_chunks):
+                    store[number] = _one_chunk(built, number - known, layout.clusters_per_chunk)
+        if len(parts) == 1:
+            return parts[0]
+        covs = [torch.cat([getattr(part, name) for part in parts], dim=1) for name in ("key_cov", "key_value_cov")]
+        joined = [torch.cat(tensors, dim=1) for tensors in zip(*(_tensors(part) for part in parts), strict=True)]
+        return _clusters(joined, *covs)
 
     def _build(self, key: Tensor, value: Tensor, layout: Layout, begin: int, n_chunks: int) -> Clusters:
         """The key index of chunks of keys `[B, Hkv, N, D]`, which are not copied."""
@@ -258,7 +353,8 @@ class _SameStart:
         """The step of `query [T, G, 1, D]`, and the far keys that each query read on average."""
         n_clusters = layout.n_chunks * layout.clusters_per_chunk
         is_latest = layout.n_chunks == index.n_chunks  # else a step was taken back
-        means = index.means if is_latest else index.means_before
+        place = layout.n_chunks - index.fewest
+        means = (index.means[0][:, place : place + 1], index.means[1][:, place : place + 1])
         local_start = self._start + layout.sinks + layout.n_chunks * layout.chunk_size
         log_inverse = log_inverse_weight(self._config.min_weight)
         if self.runs_native:
@@ -313,6 +409,13 @@ def _joined(first: Clusters, second: Clusters) -> Clusters:
     pairs = zip(_tensors(first), _tensors(second), strict=True)
     covs = ((first.key_cov, second.key_cov), (first.key_value_cov, second.key_value_cov))
     return _clusters([torch.cat(pair, dim=1) for pair in pairs], *(torch.cat(pair, dim=1) for pair in covs))
+
+
+def _one_chunk(clusters: Clusters, chunk: int, size: int) -> Clusters:
+    """The key index of one chunk of `size` clusters, in memory of its own."""
+    own = [part[:, chunk * size : (chunk + 1) * size].clone() for part in _tensors(clusters)]
+    covs = [part[:, chunk : chunk + 1].clone() for part in (clusters.key_cov, clusters.key_value_cov)]
+    return _clusters(own, *covs)
 
 
 def _clusters(parts: list[Tensor], key_cov: Tensor, key_value_cov: Tensor) -> Clusters:

@@ -28,6 +28,8 @@ from prescore.integrations.decode import KVBuffer, LayerCache, Request, Selectio
 from prescore.types import Values
 
 NAME = "prescored"
+NAMES = {NAME}
+"""Every name under which transformers calls our attention; a kernel has that of its repository."""
 CACHE_ARGUMENT = "prescore_cache"
 """By this name an attention module gets its cache once more, and passes it on to the attention function."""
 _FORMAT = "prescore-cache-3"
@@ -221,8 +223,10 @@ def pass_cache(module: nn.Module, args: tuple[Any, ...], kwargs: Values) -> tupl
         is_cross_attention = kwargs.get("key_value_states") is not None
         cache = None if is_cross_attention else cache.self_attention_cache
     name = getattr(getattr(module, "config", None), "_attn_implementation", None)
-    if cache is None or name != NAME:
+    if cache is None or name not in NAMES:
         return None
+    if name != NAME and isinstance(cache, DynamicCache):
+        upgrade(cache)  # nobody else does it for a kernel; layers that are ours already stay
     number = getattr(module, "layer_idx", None)
     if isinstance(number, int) and number < len(cache.layers):
         layer = cache.layers[number]

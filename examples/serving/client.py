@@ -1,0 +1,85 @@
+"""A client of an OpenAI-compatible server: long prompts, several at once, streamed answers.
+
+Start a server first (docs/serving.md), then: `python client.py --text book.txt --tokens 8000 --requests 4`.
+It prints the time to the first token and the rate of answers, and with `--loss` the mean loss of the second half
+of each prompt. Run it against the same server with and without prescore to compare.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+
+def post(url: str, body: dict[str, Any]) -> Any:
+    """An open response."""
+    headers = {"Content-Type": "application/json"}
+    request = urllib.request.Request(url, json.dumps(body).encode(), headers)
+    return urllib.request.urlopen(request, timeout=3600)
+
+
+def stream(server: str, body: dict[str, Any]) -> tuple[float, float, str]:
+    """Seconds to the first token, tokens per second after it, and the answer."""
+    begin, times, text = time.perf_counter(), list[float](), ""
+    with post(f"{server}/v1/completions", {**body, "stream": True}) as response:
+        for line in response:
+            if line.startswith(b"data: ") and not line.startswith(b"data: [DONE]"):
+                choices = json.loads(line[6:])["choices"]
+                if choices:
+                    times.append(time.perf_counter())
+                    text += choices[0]["text"]
+    rate = (len(times) - 1) / max(1e-9, times[-1] - times[0])
+    return times[0] - begin, rate, text
+
+
+def prompt_loss(server: str, body: dict[str, Any]) -> float:
+    """Mean loss of the second half of a prompt (`prompt_logprobs` of vLLM)."""
+    with post(f"{server}/v1/completions", {**body, "max_tokens": 1, "prompt_logprobs": 0}) as response:
+        entries = json.load(response)["choices"][0]["prompt_logprobs"][1:]
+    logs = [next(iter(entry.values()))["logprob"] for entry in entries]
+    half = logs[len(logs) // 2 :]
+    return -sum(half) / len(half)
+
+
+def main() -> None:
+    """Send the requests and print a table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--server", default="http://127.0.0.1:8000")
+    parser.add_argument("--text", type=Path, required=True, help="a text file; each request takes another part")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[8000], help="lengths of prompts, used in turn")
+    parser.add_argument("--requests", type=int, default=1, help="how many at once")
+    parser.add_argument("--answer", type=int, default=64, help="tokens of each answer")
+    parser.add_argument("--loss", action="store_true", help="the loss of the prompts instead of times")
+    given = parser.parse_args()
+    with urllib.request.urlopen(f"{given.server}/v1/models", timeout=60) as response:
+        model = json.load(response)["data"][0]["id"]
+    text = given.text.read_text(encoding="utf-8", errors="replace")
+    with post(f"{given.server}/tokenize", {"model": model, "prompt": text}) as response:
+        tokens = json.load(response)["tokens"]
+    bodies, start = [], 0
+    for number in range(given.requests):
+        length = given.tokens[number % len(given.tokens)]
+        prompt = tokens[start : start + length]
+        bodies.append({"model": model, "prompt": prompt, "max_tokens": given.answer, "temperature": 0})
+        start += length
+    if given.loss:
+        for body in bodies:
+            print(f"{len(body['prompt'])} tokens: loss {prompt_loss(given.server, body):.4f}")
+        return
+    begin = time.perf_counter()
+    with ThreadPoolExecutor(len(bodies)) as pool:
+        results = list(pool.map(lambda body: stream(given.server, body | {"ignore_eos": True}), bodies))
+    seconds = time.perf_counter() - begin
+    for body, (first, rate, answer) in zip(bodies, results, strict=True):
+        print(f"{len(body['prompt'])} tokens: first after {first:.2f} s, {rate:.1f} tokens/s: {answer[:60]!r}")
+    total = sum(len(body["prompt"]) + given.answer for body in bodies)
+    print(f"{len(bodies)} requests: {seconds:.2f} s, {total / seconds:.0f} tokens/s with those of the prompts")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,227 @@
+"""Routed attention over a paged KV cache: the keys of a sequence lie in blocks anywhere in memory.
+
+`PagedIndex` keeps, for every long sequence and layer, its keys and values as rows and its key index. Both grow
+with the sequence. The paged cache stays the truth: what is kept is known by physical block ids, is forgotten when
+a block is overwritten, and can be made again from the cache at any time. The key index of a chunk is kept for as
+long as its blocks hold the same keys, so that sequences with a cached prefix use it again.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from prescore.config import Routed
+from prescore.integrations.decode import KVBuffer
+from prescore.routed.decode import RoutedIndex
+from prescore.routed.layout import make_layout, routes
+from prescore.routed.reference import Clusters
+
+IDLE_STEPS = 8
+"""Steps after which the rows of a sequence that is not in the batch are dropped."""
+
+
+class ChunkKey(NamedTuple):
+    """A chunk of keys: its number in the sequence and the blocks that hold it."""
+
+    number: int
+    blocks: tuple[int, ...]
+
+
+@dataclass(eq=False)
+class PagedSequence:
+    """A sequence longer than `exact_until`.
+
+    Attributes:
+        blocks: Physical blocks of its keys.
+        n_tokens: Its keys, those of the last step included.
+        last_step: When it was in a batch.
+        layers: Rows and key index by layer.
+    """
+
+    blocks: list[int]
+    n_tokens: int
+    last_step: int
+    layers: dict[str, tuple[KVBuffer, RoutedIndex]] = field(default_factory=dict)
+
+    def crop(self, n_tokens: int) -> None:
+        """Forget the keys from `n_tokens` on."""
+        self.n_tokens = min(self.n_tokens, n_tokens)
+        for buffer, index in self.layers.values():
+            buffer.crop(n_tokens)
+            index.crop(n_tokens)
+
+
+class PagedRequest(NamedTuple):
+    """A sequence in a batch: its new tokens are the rows `queries` of the batch, the last of `n_keys` keys."""
+
+    sequence: PagedSequence
+    queries: slice
+    n_keys: int
+
+
+class PagedIndex:
+    """Rows and key indexes of all long sequences whose layers share a block table.
+
+    Args:
+        config: The configuration.
+        block_size: Keys of a block.
+        reuse: Whether sequences may share blocks (prefix caching): chunks are kept after a sequence ends.
+    """
+
+    def __init__(self, config: Routed, block_size: int, *, reuse: bool) -> None:
+        self.config, self._block_size, self._reuse = config, block_size, reuse
+        self.sequences: list[PagedSequence] = []
+        self.chunks: dict[ChunkKey, dict[str, Clusters]] = {}
+        self._chunks_of: defaultdict[int, set[ChunkKey]] = defaultdict(set)
+        self._step = 0
+
+    def begin(
+        self, tables: Sequence[Sequence[int]], n_keys: Sequence[int], n_new: Sequence[int]
+    ) -> list[PagedRequest | None]:
+        """What each request of a step uses, before any layer runs; None = it reads every key.
+
+        Args:
+            tables: Physical blocks of each request, at least as many as its keys fill.
+            n_keys: Keys of each request, those of this step included.
+            n_new: How many of them this step writes: its queries.
+        """
+        self._step += 1
+        size, first, requests = self._block_size, 0, list[PagedRequest | None]()
+        written = dict[int, tuple[int, int]]()  # the places of a block that this step writes
+        for table, total, new in zip(tables, n_keys, n_new, strict=True):
+            blocks = list(table[: -(-total // size)])
+            for place in range((total - new) // size, len(blocks)):
+                written[blocks[place]] = max(0, total - new - place * size), min(size, total - place * size)
+            request = None
+            # the dummy batches of a server repeat one block
+            if routes(self.config, new, total, is_causal=True) and len(set(blocks)) == len(blocks):
+                request = PagedRequest(self._sequence(blocks, total, new), slice(first, first + new), total)
+            requests.append(request)
+            first += new
+        self._forget(written)
+        return requests
+
+    def attend(
+        self, layer: str, request: PagedRequest, query: Tensor, cache: tuple[Tensor, Tensor], scale: float
+    ) -> Tensor:
+        """Attend for the new tokens of a request, whose keys are in the cache already.
+
+        Args:
+            layer: Name of the layer.
+            request: From `begin`.
+            query: `[n, Hq, D]` of the new tokens.
+            cache: Keys and values of the layer, as views `[blocks, Hkv, block_size, D]`.
+            scale: Factor of the logits.
+
+        Returns:
+            `[n, Hq, Dv]`.
+        """
+        sequence, held = request.sequence, request.sequence.layers.get(layer)
+        if held is None:
+            chunks = _ChunksOfLayer(self, layer, sequence) if self._reuse else None
+            rows = self._rows(cache, sequence.blocks, 0, request.n_keys)
+            held = KVBuffer(*rows), RoutedIndex(self.config, scale=scale, chunks=chunks)
+            sequence.layers[layer] = held
+        buffer, index = held
+        if buffer.length < request.n_keys:
+            buffer.append(*self._rows(cache, sequence.blocks, buffer.length, request.n_keys))
+        attended = index.attend(query.transpose(0, 1)[None], buffer.key, buffer.value)
+        return attended.output[0].transpose(0, 1)
+
+    def chunk_key(self, number: int, blocks: Sequence[int]) -> ChunkKey:
+        """Which blocks of a sequence hold a chunk."""
+        begin, stop = self._chunk_span(number)
+        return ChunkKey(number, tuple(blocks[begin // self._block_size : (stop - 1) // self._block_size + 1]))
+
+    def keep_chunk(self, key: ChunkKey, layer: str, clusters: Clusters) -> None:
+        """Keep the key index of a chunk until one of its keys is overwritten."""
+        self.chunks.setdefault(key, {})[layer] = clusters
+        for block in key.blocks:
+            self._chunks_of[block].add(key)
+
+    def _chunk_span(self, number: int) -> tuple[int, int]:
+        """The positions of a chunk; it is far only for sequences that hold all sinks."""
+        layout = make_layout(1, self.config.sinks + 1, causal=True, config=self.config)
+        begin = layout.sinks + number * layout.chunk_size
+        return begin, begin + layout.chunk_size
+
+    def _rows(
+        self, cache: tuple[Tensor, Tensor], blocks: Sequence[int], begin: int, end: int
+    ) -> tuple[Tensor, Tensor]:
+        """Keys and values of some positions, `[1, Hkv, n, D]`, through the block table."""
+        first, last = begin // self._block_size, (end - 1) // self._block_size
+        own = torch.tensor(blocks[first : last + 1], dtype=torch.int64, device=cache[0].device)
+        offset = first * self._block_size
+        key, value = (
+            table.index_select(0, own).transpose(0, 1).flatten(1, 2)[None, :, begin - offset : end - offset]
+            for table in cache
+        )
+        return key, value
+
+    def _sequence(self, blocks: list[int], total: int, new: int) -> PagedSequence:
+        """The sequence that these blocks continue, up to date for this step; or a new one."""
+        best: PagedSequence | None = None
+        for sequence in self.sequences:
+            both = min(len(blocks), len(sequence.blocks))
+            fits = sequence.last_step < self._step and sequence.blocks[:both] == blocks[:both]
+            if fits and (best is None or sequence.n_tokens > best.n_tokens):
+                best = sequence
+        if best is None:
+            best = PagedSequence(blocks, total, self._step)
+            self.sequences.append(best)
+        if best.n_tokens > total - new:
+            best.crop(total - new)  # tokens were taken back, and are written again
+        best.blocks, best.n_tokens, best.last_step = blocks, total, self._step
+        return best
+
+    def _forget(self, written: dict[int, tuple[int, int]]) -> None:
+        """Drop what was made from keys that this step overwrites, and the rows of idle sequences."""
+        kept = []
+        for sequence in self.sequences:
+            if sequence.last_step == self._step:
+                kept.append(sequence)
+                continue
+            for place, block in enumerate(sequence.blocks):
+                if block in written:
+                    sequence.crop(place * self._block_size + written[block][0])
+                    del sequence.blocks[place + 1 :]
+                    break
+            if self._step - sequence.last_step <= IDLE_STEPS and sequence.n_tokens > self.config.exact_until:
+                kept.append(sequence)
+        self.sequences = kept
+        for block in written.keys() & self._chunks_of.keys():
+            for key in [key for key in self._chunks_of[block] if self._overlaps(key, block, *written[block])]:
+                del self.chunks[key]
+                for own in key.blocks:
+                    self._chunks_of[own].discard(key)
+
+    def _overlaps(self, key: ChunkKey, block: int, begin: int, stop: int) -> bool:
+        """Whether places of a block, from `begin` to `stop`, belong to a chunk."""
+        first, last = self._chunk_span(key.number)
+        offset = (first // self._block_size + key.blocks.index(block)) * self._block_size
+        return offset + begin < last and offset + stop > first
+
+
+class _ChunksOfLayer:
+    """The chunks of a sequence in one layer (`decode.Chunks`)."""
+
+    def __init__(self, paged: PagedIndex, layer: str, sequence: PagedSequence) -> None:
+        self._paged, self._layer, self._sequence = paged, layer, sequence
+
+    def _key(self, number: int) -> ChunkKey:
+        return self._paged.chunk_key(number, self._sequence.blocks)
+
+    def __contains__(self, number: int) -> bool:
+        return self._layer in self._paged.chunks.get(self._key(number), {})
+
+    def __getitem__(self, number: int) -> Clusters:
+        return self._paged.chunks[self._key(number)][self._layer]
+
+    def __setitem__(self, number: int, clusters: Clusters) -> None:
+        self._paged.keep_chunk(self._key(number), self._layer, clusters)
