@@ -63,7 +63,6 @@ def test_numbers_of_queries_and_padding(is_causal, n_query, padding):
 def test_long_chunks_are_cut_into_strips_and_blocks(is_causal, monkeypatch):
     """Chunks of two strips, several blocks of queries, few int8 logits at once, directions from samples."""
     monkeypatch.setattr("prescore.routed.plain.LOGITS_AT_ONCE", 20_000)
-    monkeypatch.setattr("prescore.routed.plain.QUERY_BLOCK", 100)
     config = Routed(min_weight=1 / 64, cluster_size=32, chunk_size=256, sinks=3, exact_until=0)
     inputs = tensors(1000, batch=1, heads=1, kv_heads=1, n_query=400)
     assert check_routed(config, inputs, is_causal=is_causal, scale=0.3)["n_chunks"] == (2 if is_causal else 3)
