@@ -40,7 +40,7 @@ from prescore.routed.reference import (
 )
 from prescore.types import Attended
 
-LOGITS_AT_ONCE = 2**22
+LOGITS_AT_ONCE = 2**23
 """Int8 logits of a block; a block of one query per head may have more."""
 
 
