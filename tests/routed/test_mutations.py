@@ -125,7 +125,6 @@ BREAKS = {
         ("threshold without the gain", "MAX_MASS_GAIN = 4.0", "MAX_MASS_GAIN = 0.0"),
         ("half the weight", "-math.log(min_weight) if", "math.log(2) - math.log(min_weight) if"),
         ("int8 of keys, not of offsets", "quantize_keys(key_offset.detach())", "quantize_keys(keys.detach())"),
-        ("coarser queries", "quantize(queries, QUERY_MAX)", "quantize(queries, 7)"),
         (
             "tree without power iterations",
             "layout.cluster_size))\n",
@@ -149,6 +148,7 @@ BREAKS = {
         ("sinks forgotten", "& ~is_far, query @", "& ~is_far & ~is_sink, query @"),
     ],
     ("plain.py", "causal"): [
+        ("coarser queries", "quantize(query, QUERY_MAX)", "quantize(query, 7)"),
         ("local mass counted twice", "(mass + local_mass)", "(mass + 2 * local_mass)"),
         ("query gradient without the scale", "(grads[0] + by_query) * view.scale", "(grads[0] + by_query)"),
         ("no gradient through keys read", "return found.sum_rows(", "return 0 * found.sum_rows("),
