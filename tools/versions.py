@@ -1,6 +1,6 @@
 """Run the tests of models with given versions of transformers, a line for each.
 
-    python tools/versions.py 5.4.0 5.23.0
+    python tools/versions.py 5.5.0 5.23.0
 
 makes a fresh environment with the torch of constraints.txt, installs one version after the other into it and runs
 `tests/integrations`, or what `--tests` names, on the sources of this checkout. Ends with 1 if a version fails.
