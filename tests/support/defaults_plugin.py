@@ -39,7 +39,9 @@ def pytest_configure(config):
 
     def wrap_all(owner):
         for name, function in list(vars(owner).items()):
-            own = inspect.isfunction(function) and function.__module__ == getattr(owner, "__module__", owner.__name__)
+            own = inspect.isfunction(function) and function.__module__ == getattr(
+                owner, "__module__", owner.__name__
+            )
             if own and not name.startswith("__") and not inspect.isgeneratorfunction(function):
                 setattr(owner, name, wrap(function))
 

@@ -9,7 +9,6 @@ thresholds.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -22,13 +21,13 @@ from prescore.ops.backend import Backend, Tile, accumulation_dtype
 from prescore.ops.dropout import Dropout
 from prescore.routed.layout import RoutedKeys, View
 from prescore.routed.reference import (
-    LIGHT_WEIGHT,
     QUERY_MAX,
     SUBCLUSTER,
     FarKeys,
     FarLogits,
     Hits,
     Int8Keys,
+    exact_margin,
     far_logits,
     far_peak,
     far_sums,
@@ -141,7 +140,7 @@ def search(query: Tensor, block: Block, logits: FarLogits, threshold: Tensor, lo
     estimates = offsets.view(-1).index_select(0, pairs)
     estimates += logits.centroids.reshape(-1).index_select(0, clusters)
     position = far.positions.view(-1).index_select(0, pairs - which * (n_clusters * size))
-    exact = estimates >= (threshold + math.log(LIGHT_WEIGHT)).index_select(0, which)
+    exact = estimates >= (threshold + exact_margin(log_inverse)).index_select(0, which)
     heavy = exact.nonzero().squeeze(1)
     rows = query.index_select(0, which.index_select(0, heavy))
     rows *= far.key.index_select(0, position.index_select(0, heavy))

@@ -41,8 +41,9 @@ HEAVY_STDS = 4.2
 """How many standard deviations a heavy key may lie above the centroid of its subcluster."""
 HEAVY_INT8_ERROR = 0.1
 """How far the int8 logit of a heavy key may be too low, in standard deviations of the logits within clusters."""
-LIGHT_WEIGHT = 16
-"""Keys read that weigh less than so many times `min_weight` have the logit of the int8 key."""
+LIGHT_WEIGHT = 64
+"""Keys read that weigh less than so many times `min_weight`, and less than `HEAVY_WEIGHT`, have the logit of the int8
+key."""
 SINK_WEIGHT = 0.1
 """Share of the sinks' mass that the threshold counts: trained models give sinks weight, but values near zero."""
 MAX_GAIN = 2.0
@@ -326,6 +327,11 @@ def heavy_margin(log_inverse: float) -> float:
     return max(0.0, log_inverse + math.log(HEAVY_WEIGHT))
 
 
+def exact_margin(log_inverse: float) -> float:
+    """How far above the threshold logits of keys read are computed from the keys themselves."""
+    return min(math.log(LIGHT_WEIGHT), heavy_margin(log_inverse))
+
+
 def search_bounds(
     query: Tensor, far: FarKeys, logits: FarLogits, threshold: Tensor, log_inverse: float
 ) -> tuple[Tensor, Tensor]:
@@ -363,7 +369,7 @@ def find_keys(query: Tensor, far: FarKeys, logits: FarLogits, threshold: Tensor,
     hit = offsets >= bounds.repeat_interleave(SUBCLUSTER, dim=2)[..., :size]
     which, cluster, place = hit.nonzero(as_tuple=True)
     estimates = offsets[hit] + logits.centroids[which, cluster]
-    exact = estimates >= threshold.index_select(0, which) + math.log(LIGHT_WEIGHT)
+    exact = estimates >= threshold.index_select(0, which) + exact_margin(log_inverse)
     return Hits(which, far.positions[cluster, place], estimates, exact, hit.sum(-1), n_compared)
 
 
