@@ -42,8 +42,7 @@ HEAVY_STDS = 4.2
 HEAVY_INT8_ERROR = 0.1
 """How far the int8 logit of a heavy key may be too low, in standard deviations of the logits within clusters."""
 LIGHT_WEIGHT = 64
-"""Keys read that weigh less than so many times `min_weight`, and less than `HEAVY_WEIGHT`, have the logit of the int8
-key."""
+"""Keys read that weigh less than so many times `min_weight`, and less than `HEAVY_WEIGHT`, have int8 logits."""
 SINK_WEIGHT = 0.1
 """Share of the sinks' mass that the threshold counts: trained models give sinks weight, but values near zero."""
 MAX_GAIN = 2.0

@@ -10,7 +10,8 @@ chunk; earlier chunks are far. With `q` the query times the scale, a query that 
 3. compares, in clusters within `3 s` of the threshold times their radius, the int8 centroids of subclusters (runs
    of 16 keys of a cluster in tree order) with it, and the int8 keys of those within `3 x`, with `x` the deviation
    of logits in a subcluster as spread out as this one (in sharp heads up to `4.2 x`); it reads the keys that
-   reach the threshold, with the logits of the int8 keys where they weigh less than 64 times `min_weight` and less than 0.05;
+   reach the threshold, with the logits of the int8 keys where they weigh less than 64 times
+   `min_weight` and less than 0.05;
 4. counts the unread keys of a cluster as its centroid: their logits are taken as normal, cut off at the threshold.
 
 One softmax over all of it follows. Autograd goes through everything but the choices: the tree, int8 keys, and
