@@ -2,8 +2,8 @@
 
     pytest -p defaults_plugin --default bfloat16 tests/routed tests/ops/native
 
-`--default` is a dtype of torch, or `meta`, the device without memory. What allocates without naming dtype and device
-then fails, or gives other numbers.
+`--default` is a dtype of torch, or `meta`, the device without memory. What allocates without naming dtype and
+device then fails, or gives other numbers.
 """
 
 import functools
