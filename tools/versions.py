@@ -53,11 +53,13 @@ def main() -> int:
     """Run what the command line says."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("versions", nargs="+", help="of transformers")
+    parser.add_argument("--environment", type=Path, help="made here if missing, and kept; else a temporary one")
     parser.add_argument("--tests", nargs="+", default=["tests/integrations"], help="what pytest runs")
     options = parser.parse_args()
     all_passed = True
     with tempfile.TemporaryDirectory() as scratch:
-        python = make_environment(Path(scratch) / "environment")
+        folder = options.environment or Path(scratch) / "environment"
+        python = folder / "bin" / "python" if folder.exists() else make_environment(folder)
         for version in options.versions:
             install(python, f"transformers=={version}")
             passed, line = run_tests(python, options.tests)
