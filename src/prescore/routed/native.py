@@ -78,9 +78,13 @@ def exact_reason(
     reasons = unsupported(query, value.shape[-1], config)
     if reasons:
         return f"native code: {reasons[0]}"
-    level = library.loaded_level()
-    first = 0 if library.is_named() else PAYS_FROM.get(level, 0)
+    level, first = library.loaded_level(), pays_from()
     return f"level {level} of native code pays from {first} keys on, got {n_keys}" if n_keys < first else ""
+
+
+def pays_from() -> int:
+    """Keys from which `auto` routes with the level that runs; 0 = from the first length that can be routed."""
+    return 0 if library.is_named() else PAYS_FROM.get(library.loaded_level(), 0)
 
 
 def can_run(query: Tensor, value_dim: int, cluster_size: int) -> bool:
