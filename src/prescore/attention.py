@@ -225,7 +225,7 @@ def attend(
             return attend_in_group(group, tensors, config, options, explain=explain, refusal=refusal)
         config, reason = check_config(config), ""
         if isinstance(config, Routed) and options.backend == "auto" and not options.dropout_p:
-            reason = native.exact_reason(query, key, config, is_causal=options.is_causal)
+            reason = native.exact_reason(query, key, value, config, is_causal=options.is_causal)
         config = Exact() if reason else config
         # only now: a call that is refused must not advance a generator
         streams = as_streams(options.generator)

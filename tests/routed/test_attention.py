@@ -13,6 +13,7 @@ from routed_checks import attend, check_routed, check_stats
 from fuzz import check
 from prescore import Exact, Routed, exact_attention, prescored_attention
 from prescore.ops.native import library
+from prescore.routed import native
 
 SMALL = Routed(min_weight=1 / 16, cluster_size=4, chunk_size=16, sinks=3, exact_until=0)
 WIDE = Routed(min_weight=1 / 64, cluster_size=32, chunk_size=64, sinks=4, exact_until=128)
@@ -63,7 +64,6 @@ def test_numbers_of_queries_and_padding(is_causal, n_query, padding):
 def test_long_chunks_are_cut_into_strips_and_blocks(is_causal, monkeypatch):
     """Chunks of two strips, several blocks of queries, few int8 logits at once, directions from samples."""
     monkeypatch.setattr("prescore.routed.plain.LOGITS_AT_ONCE", 20_000)
-    monkeypatch.setattr("prescore.routed.plain.QUERY_BLOCK", 100)
     config = Routed(min_weight=1 / 64, cluster_size=32, chunk_size=256, sinks=3, exact_until=0)
     inputs = tensors(1000, batch=1, heads=1, kv_heads=1, n_query=400)
     assert check_routed(config, inputs, is_causal=is_causal, scale=0.3)["n_chunks"] == (2 if is_causal else 3)
@@ -295,3 +295,41 @@ def test_without_native_code_auto_runs_exactly_what_routes_long_texts(monkeypatc
         for backend, config in (("auto", WIDE), ("plain", Routed())):  # the first routes short texts
             aux = prescored_attention(*call, config, is_causal=True, backend=backend, return_aux=True)[1]
             assert (aux.stats.exact_reason, aux.stats.backend) == (None, "plain")
+
+
+SLOWER = {
+    "double": (
+        "it knows torch.float32, torch.bfloat16, torch.float16, got torch.float64",
+        {"dtype": torch.float64},
+    ),
+    "odd keys": ("the head dimension must be a multiple of 16 up to 256, got 20", {"dim": 20}),
+    "odd values": ("the value dimension must be a multiple of 16 up to 256, got 24", {"value_dim": 24}),
+}
+
+
+@pytest.mark.parametrize("name", SLOWER)
+def test_auto_runs_exactly_what_native_code_does_not_know(name):
+    reason, change = SLOWER[name]
+    inputs = attention_tensors(heads=1, n_keys=2400, **{"dim": 16, "dtype": torch.float32, **change})
+    _, aux = prescored_attention(*inputs, is_causal=True, return_aux=True)
+    assert aux.stats.exact_reason == f"native code: {reason}"
+    assert prescored_attention(*inputs, WIDE, is_causal=True, return_aux=True)[1].stats.backend == "plain"
+
+
+def test_auto_runs_exactly_where_a_level_does_not_pay(monkeypatch):
+    """Unless the environment names the level."""
+    inputs = large(2400)
+    monkeypatch.setattr(library, "loaded_level", lambda: "baseline")
+    reasons = []
+    for named in ("", "baseline"):
+        monkeypatch.setenv(library.VARIABLE, named)
+        reasons.append(native.exact_reason(*inputs, Routed(), is_causal=True))
+    first = native.PAYS_FROM["baseline"]
+    assert reasons == [f"level baseline of native code pays from {first} keys on, got 2400", ""]
+    assert native.exact_reason(*inputs, Routed(exact_until=0), is_causal=True) == ""
+
+
+def test_dropout_routes():
+    """Exact attention with dropout is slower than routing in plain torch."""
+    _, aux = prescored_attention(*large(2400), is_causal=True, dropout_p=0.1, generator=0, return_aux=True)
+    assert (aux.stats.exact_reason, aux.stats.backend) == (None, "plain")

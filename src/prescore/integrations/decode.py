@@ -287,7 +287,7 @@ class LayerCache:
             return ""
         if request.dropout or records_gradients(query, keys.key, keys.value):
             return "the key index has neither dropout nor gradients"
-        reason = native.exact_reason(query, keys.key, config, is_causal=True)
+        reason = native.exact_reason(query, keys.key, keys.value, config, is_causal=True)
         if reason:
             return reason
         start = None

@@ -67,7 +67,7 @@ def attend_in_group(
     if isinstance(config, Selected):
         reason = why_not_selected(shard, config) or None
     if isinstance(config, Routed) and options.backend == "auto":
-        why_exact = exact_reason(*tensors[:2], config, is_causal=options.is_causal, ranks=ranks.size)
+        why_exact = exact_reason(*tensors, config, is_causal=options.is_causal, ranks=ranks.size)
         config = Exact() if why_exact else config
     if isinstance(config, Exact):
         exchange, result = "all-gather", _by_all_gather(shard, config, explain)

@@ -37,6 +37,11 @@ from prescore.types import Attended
 WIDTH = 16
 """Columns and keys that lie side by side."""
 MAX_DIM = 256
+PAYS_FROM = {"baseline": 8192}
+"""Keys from which a level is faster than exact attention; from the first routed length on where none is given.
+
+From the table of levels in docs/default.md, measured on x86-64.
+"""
 KEY_ZERO = 64
 """What 0 is stored as: native code has keys without sign."""
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -58,19 +63,28 @@ def unsupported(query: Tensor, value_dim: int, config: Routed) -> list[str]:
     return reasons
 
 
-def exact_reason(query: Tensor, key: Tensor, config: Routed, *, is_causal: bool, ranks: int = 1) -> str:
-    """Why `auto` runs a call exactly that could route: there is no native code for it. Empty = it routes.
+def exact_reason(
+    query: Tensor, key: Tensor, value: Tensor, config: Routed, *, is_causal: bool, ranks: int = 1
+) -> str:
+    """Why `auto` runs a call without dropout exactly that could route: routing would be slower. Empty = it routes.
 
-    Plain torch routes long texts more slowly than exact attention. It runs where it is named, for inputs that
-    native code does not support, and for configurations that route short texts, where time does not matter.
-    Each of the `ranks` has as many queries and keys.
+    Plain torch routes more slowly than exact attention. It runs where it is named, with dropout, where exact
+    attention is slower still, and for configurations that route short texts, where time does not matter. Each of
+    the `ranks` has as many queries and keys.
     """
     n_query, n_keys = query.shape[2] * ranks, key.shape[2] * ranks
     if config.exact_until < Routed.exact_until or not routes(config, n_query, n_keys, is_causal=is_causal):
         return ""
-    if query.device.type != "cpu":
-        return f"native code runs on CPU tensors, got {query.device}"
-    return f"native code: {library.describe_native()}" if library.loaded_level() == library.NO_LEVEL else ""
+    reasons = unsupported(query, value.shape[-1], config)
+    if reasons:
+        return f"native code: {reasons[0]}"
+    level, first = library.loaded_level(), pays_from()
+    return f"level {level} of native code pays from {first} keys on, got {n_keys}" if n_keys < first else ""
+
+
+def pays_from() -> int:
+    """Keys from which `auto` routes with the level that runs; 0 = from the first length that can be routed."""
+    return 0 if library.is_named() else PAYS_FROM.get(library.loaded_level(), 0)
 
 
 def can_run(query: Tensor, value_dim: int, cluster_size: int) -> bool:

@@ -1,8 +1,10 @@
-"""The plain backend of routed attention: the reference, block by block, forward and backward, on any device.
+"""The plain backend of routed attention: the reference in blocks of queries, forward and backward, on any device.
 
-Local keys run on torch's fused operator. The far keys of a block of queries run on the functions of
-`reference.py`, and both meet in one softmax. The backward pass runs each part under the merged output and lse; the
-keys read are found again from the saved thresholds.
+Local keys run on torch's fused operator. A block has the queries of all query heads of a KV head that see the same
+clusters. One matrix product gives the int8 logits of all its far keys. Keys that reach the bounds of the search
+are read by `embedding_bag`, a weighted sum of rows that copies none of them. Both parts meet in one softmax. The
+backward pass runs each part under the merged output and lse; the keys read are found again from the saved
+thresholds.
 """
 
 from __future__ import annotations
@@ -13,38 +15,79 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
+from torch.nn.functional import embedding_bag, pad
 
 from prescore.ops.backend import Backend, Tile, accumulation_dtype
 from prescore.ops.dropout import Dropout
 from prescore.routed.layout import RoutedKeys, View
 from prescore.routed.reference import (
+    QUERY_MAX,
+    SUBCLUSTER,
     FarKeys,
+    FarLogits,
     Hits,
     Int8Keys,
+    exact_margin,
     far_logits,
     far_peak,
     far_sums,
     far_terms,
-    find_keys,
     logit_threshold,
+    quantize,
+    search_bounds,
     with_gradient,
 )
 from prescore.types import Attended
 
-QUERY_BLOCK = 512
-"""Queries of a block, at most."""
-LOGITS_AT_ONCE = 2**24
-"""Int8 logits of a block, at most."""
+LOGITS_AT_ONCE = 2**23
+"""Int8 logits of a block; a block of one query per head may have more."""
 
 
 class Block(NamedTuple):
-    """Some queries of one query head that see the same clusters."""
+    """Queries of all query heads of one KV head that see the same clusters.
 
-    kv_head: int
-    head: int
-    queries: slice
-    n_clusters: int
+    Attributes:
+        place: Where they are in a tensor `[T, G, n, ...]`.
+        far: What they see beyond their local keys, in the accumulation dtype.
+        dequantized: `[M * L, D]` the int8 keys as numbers.
+        scratch: `[t * M * L]` memory for their int8 logits, used again by the next block.
+        covariance: Which one belongs to them.
+        dropout: Of their far keys.
+    """
+
+    place: tuple[int, slice, slice]
+    far: FarKeys
+    dequantized: Tensor
+    scratch: Tensor
+    covariance: int
+    dropout: Dropout | None
+
+    def rows(self, tensor: Tensor) -> Tensor:
+        """`[T, G, n, ...]` -> `[t, ...]`, those of the block."""
+        return tensor[self.place].flatten(0, 1)
+
+    def put(self, into: Tensor, rows: Tensor) -> None:
+        """The way back."""
+        own = into[self.place]
+        own.copy_(rows.view(own.shape))
+
+
+class Search(NamedTuple):
+    """What a block reads.
+
+    Attributes:
+        hits: The keys read, with the logits that enter the softmax.
+        first: `[t]` where the hits of each query begin.
+        pairs: `[R]` query and key of each hit, as a place in `[t, M * L]`.
+    """
+
+    hits: Hits
+    first: Tensor
+    pairs: Tensor
+
+    def sum_rows(self, table: Tensor, weights: Tensor) -> Tensor:
+        """`[t, D]` sums of the keys read of `table [N, D]`, with weights `[R]`."""
+        return embedding_bag(self.hits.position, table, self.first, mode="sum", per_sample_weights=weights)
 
 
 def forward(query: Tensor, keys: RoutedKeys, view: View) -> tuple[Attended, Tensor, Tensor]:
@@ -58,25 +101,69 @@ def add_far(query: Tensor, keys: RoutedKeys, view: View, local: Attended) -> tup
     threshold = torch.full_like(lse, torch.inf)
     counts = torch.zeros(2, dtype=torch.int64, device=query.device)
     for block in far_blocks(query, keys, view):
-        place = block[:3]
-        scaled, local_lse = query[place].to(lse.dtype) * view.scale, lse[place]
-        far = far_keys(keys, view, block)
+        scaled, local_lse, far = block.rows(query).to(lse.dtype) * view.scale, block.rows(lse), block.far
         logits = far_logits(scaled, far)
         own_threshold = logit_threshold(logits, far, view.log_inverse, local_lse)
-        hits = find_keys(scaled, far, logits, own_threshold, view.log_inverse)
-        hit_key, hit_value = (t.index_select(0, hits.position).to(lse.dtype) for t in (far.key, far.value))
-        terms = far_terms(scaled, far, logits, own_threshold, hits, hit_key)
-        peak = far_peak(terms, hits, local_lse)
-        total, mass = far_sums(terms, peak, far, hits, hit_value, _dropout(view, block))
+        found = search(scaled, block, logits, own_threshold, view.log_inverse)
+        hits = found.hits
+        terms = far_terms(scaled, far, logits, own_threshold, hits)
+        peak = far_peak(terms, hits, hits.logits, local_lse)
+        total, mass = far_sums(terms, peak, far, block.dropout)
+        weights = torch.exp(hits.logits - peak.index_select(0, hits.query))
         local_mass = torch.exp(local_lse - peak)
-        mass = mass + local_mass
-        total = total + output[place] * local_mass[:, None]
-        output[place] = total / mass.masked_fill(mass == 0, 1.0)[:, None]
-        lse[place] = peak + mass.log()
-        threshold[place] = own_threshold
+        mass = (mass + local_mass).index_add_(0, hits.query, weights)
+        total += found.sum_rows(far.value, weights * _factors(block, weights))
+        total += block.rows(output) * local_mass[:, None]
+        block.put(output, total / mass.masked_fill(mass == 0, 1.0)[:, None])
+        block.put(lse, peak + mass.log())
+        block.put(threshold, own_threshold)
         counts[0] += hits.n_compared
         counts[1] += hits.position.shape[0]
     return Attended(output, lse), threshold, counts
+
+
+def search(query: Tensor, block: Block, logits: FarLogits, threshold: Tensor, log_inverse: float) -> Search:
+    """`reference.find_keys` and `reference.hit_logits` of a block; exact logits of heavy keys alone."""
+    far, n_query = block.far, len(query)
+    size, n_clusters = far.positions.shape[1], far.positions.shape[0]
+    bounds, n_compared = search_bounds(query, far, logits, threshold, log_inverse)
+    numbers, scales = quantize(query, QUERY_MAX)
+    offsets = block.scratch[: n_query * n_clusters * size].view(n_query, -1)
+    torch.mm(numbers * scales[:, None], block.dequantized.t(), out=offsets)
+    if size % SUBCLUSTER:
+        bounds = bounds.repeat_interleave(SUBCLUSTER, dim=2)[..., :size]
+    pairs = _places(offsets.view(*bounds.shape, -1) >= bounds[..., None])
+    clusters = pairs // size
+    per_cluster = torch.bincount(clusters, minlength=n_query * n_clusters).view(n_query, n_clusters)
+    counts = per_cluster.sum(1)
+    which = torch.repeat_interleave(counts)
+    estimates = offsets.view(-1).index_select(0, pairs)
+    estimates += logits.centroids.reshape(-1).index_select(0, clusters)
+    position = far.positions.view(-1).index_select(0, pairs - which * (n_clusters * size))
+    exact = estimates >= (threshold + exact_margin(log_inverse)).index_select(0, which)
+    heavy = exact.nonzero().squeeze(1)
+    rows = query.index_select(0, which.index_select(0, heavy))
+    rows *= far.key.index_select(0, position.index_select(0, heavy))
+    estimates[heavy] = rows.sum(-1)
+    return Search(
+        Hits(which, position, estimates, exact, per_cluster, n_compared), counts.cumsum(0) - counts, pairs
+    )
+
+
+def _places(flags: Tensor) -> Tensor:
+    """`[R]` where the flags are set, counted through. Few are, so eight at a time are looked at first."""
+    flat = flags.view(-1)
+    if flat.shape[0] % 8:
+        return flat.nonzero().squeeze(1)
+    words = flat.view(torch.int64)
+    some = words.nonzero().squeeze(1)
+    within = words.index_select(0, some).view(torch.bool).nonzero().squeeze(1)
+    return some.index_select(0, within >> 3).mul_(8).add_(within & 7)
+
+
+def _factors(block: Block, weights: Tensor) -> Tensor | float:
+    """By which dropout multiplies the weights of the keys read."""
+    return 1.0 if block.dropout is None else block.dropout.at("rows").factors(tuple(weights.shape), weights)
 
 
 def add_far_gradients(
@@ -98,78 +185,103 @@ def add_far_gradients(
     wide, grad_threshold = merged.lse.dtype, torch.zeros_like(threshold)
     product = (grad.to(wide) * merged.output.to(wide)).sum(-1)
     for block in far_blocks(query, keys, view):
-        head, place = block.kv_head, block[:3]
-        far = far_keys(keys, view, block)
-        scaled = query[place].to(wide) * view.scale
-        hits = find_keys(scaled, far, far_logits(scaled, far), threshold[place], view.log_inverse)
-        hit_key, hit_value = (t.index_select(0, hits.position).to(wide) for t in (far.key, far.value))
+        head, far = block.place[0], block.far
+        scaled, own_threshold, own_grad = (
+            block.rows(query).to(wide) * view.scale,
+            block.rows(threshold),
+            block.rows(grad),
+        )
+        found = search(scaled, block, far_logits(scaled, far), own_threshold, view.log_inverse)
+        lse = block.rows(merged.lse)
+        shift = lse.masked_fill(torch.isneginf(lse), torch.inf)  # a query that saw nothing: every weight is 0
         inputs = [
-            t.detach().requires_grad_()
-            for t in (scaled, hit_key, hit_value, *far[2:6], far.key_cov, far.key_value_cov, threshold[place])
+            t.detach().requires_grad_() for t in (scaled, *far[2:6], far.key_cov, far.key_value_cov, own_threshold)
         ]
         with torch.enable_grad():
-            both = _sums_again(inputs, far, hits, view, merged.lse[place], _dropout(view, block))
-        grads = torch.autograd.grad(both, inputs, (grad[place].to(wide), -product[place]))
-        grad_query[place] += grads[0] * view.scale
-        grad_key[head].index_add_(0, hits.position, grads[1])
-        grad_value[head].index_add_(0, hits.position, grads[2])
-        for total, part in zip(grad_columns, grads[3:7], strict=True):
+            both = _sums_again(inputs, far, found.hits, view, shift, block.dropout)
+        passed = (own_grad.to(wide), -block.rows(product))
+        grads = torch.autograd.grad(both, inputs, passed)
+        by_query, by_key, by_value = _hit_gradients(scaled, block, found, shift, *passed)
+        by_query = ((grads[0] + by_query) * view.scale).view(grad_query[block.place].shape)
+        grad_query[block.place] += by_query
+        for total, part in ((grad_key, by_key), (grad_value, by_value)):
+            total[head].index_add_(0, far.positions.view(-1), part)
+        for total, part in zip(grad_columns, grads[1:5], strict=True):
             total[head, : part.shape[0]] += part
-        pool = view.covariance(block.n_clusters)
-        grad_key_cov[head, pool] += grads[7]
-        grad_key_value_cov[head, pool] += grads[8]
-        grad_threshold[place] = grads[9]
+        grad_key_cov[head, block.covariance] += grads[5]
+        grad_key_value_cov[head, block.covariance] += grads[6]
+        block.put(grad_threshold, grads[7])
     return grad_threshold
 
 
 def _sums_again(
-    inputs: list[Tensor], far: FarKeys, hits: Hits, view: View, lse: Tensor, dropout: Dropout | None
+    inputs: list[Tensor], far: FarKeys, hits: Hits, view: View, shift: Tensor, dropout: Dropout | None
 ) -> tuple[Tensor, Tensor]:
-    """The sums of the forward pass, under the merged lse, as a function of all that gradients reach."""
-    scaled, hit_key, hit_value, sink_key, sink_value, key, value, key_cov, key_value_cov, threshold = inputs
+    """The sums of the forward pass but for the keys read, as a function of all that gradients reach."""
+    scaled, sink_key, sink_value, key, value, key_cov, key_value_cov, threshold = inputs
     far = far._replace(sink_key=sink_key, sink_value=sink_value, centroid_key=key, centroid_value=value)
     far = far._replace(key_cov=key_cov, key_value_cov=key_value_cov)
     logits = far_logits(scaled, far)
     threshold = with_gradient(threshold, logits, far, view.log_inverse)
-    terms = far_terms(scaled, far, logits, threshold, hits, hit_key)
-    shift = lse.masked_fill(torch.isneginf(lse), torch.inf)  # a query that saw nothing: every weight is 0
-    return far_sums(terms, shift, far, hits, hit_value, dropout)
+    return far_sums(far_terms(scaled, far, logits, threshold, hits), shift, far, dropout)
+
+
+def _hit_gradients(
+    query: Tensor, block: Block, found: Search, shift: Tensor, grad: Tensor, grad_mass: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of queries `[t, D]`, and of the keys and values of all clusters `[M * L, ...]`, by the keys read.
+
+    The weight of a key read is `w = exp(logit - shift)`; its logit has the gradient `w (grad . v + grad_mass)`.
+    """
+    far, hits = block.far, found.hits
+    weights = torch.exp(hits.logits - shift.index_select(0, hits.query))
+    dropped = weights * _factors(block, weights)
+    members = far.value.index_select(0, far.positions.view(-1))
+    dense = block.scratch[: len(query) * len(members)].view(len(query), -1)
+    torch.mm(grad, members.t(), out=dense)
+    by_logit = dropped * dense.view(-1).index_select(0, found.pairs)
+    by_logit += weights * grad_mass.index_select(0, hits.query)
+    parts = []
+    for numbers, rows in ((by_logit, query), (dropped, grad)):
+        dense.zero_().view(-1).index_copy_(0, found.pairs, numbers)
+        parts.append(dense.t() @ rows)
+    return found.sum_rows(far.key, by_logit), parts[0], parts[1]
 
 
 def far_blocks(query: Tensor, keys: RoutedKeys, view: View) -> Iterator[Block]:
-    """The queries that see clusters, some of one head at a time."""
-    for kv_head, queries, n_clusters in view.runs():
+    """The queries that see clusters, those of one KV head after the other."""
+    wide, group, last = keys.centroid_key.dtype, query.shape[1], -1
+    key = value = dequantized = scratch = torch.empty(0, dtype=wide, device=query.device)
+    for head, queries, n_clusters in view.runs():
         if not n_clusters:
             continue
-        step = max(1, min(QUERY_BLOCK, LOGITS_AT_ONCE // (n_clusters * keys.positions.shape[2])))
-        for head in range(query.shape[1]):
-            for start in range(queries.start, queries.stop, step):
-                yield Block(kv_head, head, slice(start, min(start + step, queries.stop)), n_clusters)
-
-
-def far_keys(keys: RoutedKeys, view: View, block: Block) -> FarKeys:
-    """What a block of queries sees beyond its local keys."""
-    head, n_clusters = block.kv_head, block.n_clusters
-    pool, wide = view.covariance(n_clusters), keys.centroid_key.dtype
-    return FarKeys(
-        key=keys.key[head],
-        value=keys.value[head],
-        sink_key=keys.sink_key[head].to(wide),
-        sink_value=keys.sink_value[head].to(wide),
-        centroid_key=keys.centroid_key[head, :n_clusters],
-        centroid_value=keys.centroid_value[head, :n_clusters],
-        positions=keys.positions[head, :n_clusters],
-        int8=Int8Keys(keys.numbers[head, :n_clusters], keys.scales[head, :n_clusters]),
-        sub_int8=Int8Keys(keys.sub_numbers[head, :n_clusters], keys.sub_scales[head, :n_clusters]),
-        spread=keys.spread[head, :n_clusters],
-        radius=keys.radius[head, :n_clusters],
-        key_cov=keys.key_cov[head, pool],
-        key_value_cov=keys.key_value_cov[head, pool],
-    )
-
-
-def _dropout(view: View, block: Block) -> Dropout | None:
-    return view.backend.at(f"far {block.kv_head} {block.head} {block.queries.start}").dropout
+        if head != last:
+            last, (key, value) = head, (t[head].to(wide).contiguous() for t in (keys.key, keys.value))
+            dequantized = keys.numbers[head].to(wide).mul_(keys.scales[head][..., None]).flatten(0, 1)
+        covariance, n_keys = view.covariance(n_clusters), n_clusters * keys.positions.shape[2]
+        far = FarKeys(
+            key=key,
+            value=value,
+            sink_key=keys.sink_key[head].to(wide),
+            sink_value=keys.sink_value[head].to(wide),
+            centroid_key=keys.centroid_key[head, :n_clusters],
+            centroid_value=keys.centroid_value[head, :n_clusters],
+            positions=keys.positions[head, :n_clusters],
+            int8=Int8Keys(keys.numbers[head, :n_clusters], keys.scales[head, :n_clusters]),
+            sub_int8=Int8Keys(keys.sub_numbers[head, :n_clusters], keys.sub_scales[head, :n_clusters]),
+            spread=keys.spread[head, :n_clusters],
+            radius=keys.radius[head, :n_clusters],
+            key_cov=keys.key_cov[head, covariance],
+            key_value_cov=keys.key_value_cov[head, covariance],
+        )
+        step = max(1, LOGITS_AT_ONCE // (group * n_keys))
+        for start in range(queries.start, queries.stop, step):
+            some = slice(start, min(start + step, queries.stop))
+            n_logits = group * (some.stop - some.start) * n_keys
+            if scratch.shape[0] < n_logits:
+                scratch = torch.empty(n_logits, dtype=wide, device=query.device)
+            dropout = view.backend.at(f"far {head} {start}").dropout
+            yield Block((head, slice(None), some), far, dequantized[:n_keys], scratch, covariance, dropout)
 
 
 # --- local keys

@@ -9,10 +9,10 @@ keys and values alone (`build_clusters`). Then each query, with `q` the query ti
    reach it are read, with the logit of the int8 key where they weigh little (`find_keys`);
 4. represents the unread keys of each cluster by the centroid, corrected for the covariance
    (`centroid_corrections`);
-5. takes one softmax over local keys, sinks, keys read and centroids (`far_terms`, `far_sums`).
+5. takes one softmax over local keys, sinks, keys read and centroids (`far_terms`, `far_sums`, `hit_logits`).
 
-All functions but `find_keys`, which makes discrete choices, are differentiable. `reference_attention` puts them
-together for one head; the backends run them tile by tile.
+All functions but `search_bounds` and `find_keys`, which make discrete choices, are differentiable.
+`reference_attention` puts them together for one head; the backends run them tile by tile.
 """
 
 from __future__ import annotations
@@ -331,42 +331,45 @@ def exact_margin(log_inverse: float) -> float:
     return min(math.log(LIGHT_WEIGHT), heavy_margin(log_inverse))
 
 
-def find_keys(query: Tensor, far: FarKeys, logits: FarLogits, threshold: Tensor, log_inverse: float) -> Hits:
-    """Which far keys a block of queries `[t, D]`, times the scale, reads.
+def search_bounds(
+    query: Tensor, far: FarKeys, logits: FarLogits, threshold: Tensor, log_inverse: float
+) -> tuple[Tensor, Tensor]:
+    """`[t, M, S]` how far above the centroid an int8 logit must lie for a key to be read; NaN = not searched.
 
     A query compares the subclusters of clusters whose centroid lies within reach of the threshold, and the keys of
     subclusters whose centroid does. The reach is `SEARCH_STDS` standard deviations of the logits within clusters,
     times the radius of the cluster, or the spread of the subcluster, over the same distance of all keys. An
     isolated key makes both large. A key of `HEAVY_WEIGHT` lies `margin` above the threshold. In sharp heads it is
     found up to `HEAVY_STDS` deviations above its centroid, and the threshold is lowered where its int8 logit may
-    lie below it.
+    lie below it. The second result counts the int8 keys and centroids of subclusters that are compared.
     """
     size, n_subclusters = far.positions.shape[1], far.spread.shape[1]
     margin = heavy_margin(log_inverse)
     reach = (HEAVY_STDS - margin / logits.std).clamp_min(SEARCH_STDS) * logits.std
     unit = far.key_cov.diagonal().sum().clamp_min(MIN_STD**2).sqrt()
     lowered = threshold - (HEAVY_INT8_ERROR * logits.std[:, 0] - margin).clamp_min(0.0)
-    distance = lowered[:, None, None] - logits.centroids[..., None]
+    distance = lowered[:, None] - logits.centroids
+    near = (reach * (far.radius / unit) >= distance) & (threshold < math.inf)[:, None]
+    offsets = int8_logits(query, Int8Keys(*(part.flatten(0, 1) for part in far.sub_int8)))
+    highest = offsets.view(len(query), *far.spread.shape) + reach[..., None] * (far.spread / unit)
+    searched = (highest >= distance[..., None]) & near[..., None]
+    sizes = torch.full((n_subclusters,), SUBCLUSTER, dtype=torch.int64, device=query.device)
+    sizes[-1] += size - SUBCLUSTER * n_subclusters
+    n_compared = (searched.flatten(0, 1).sum(0) * sizes).sum() + near.sum() * n_subclusters
+    return distance[..., None].masked_fill(~searched, math.nan), n_compared
 
-    def int8_offsets(int8: Int8Keys) -> Tensor:
-        offsets = int8_logits(query, Int8Keys(*(part.flatten(0, 1) for part in int8)))
-        return offsets.view(len(query), *int8.scales.shape)
 
-    searching = threshold < math.inf
-    near = (reach * (far.radius / unit) >= distance[..., 0]) & searching[:, None]
-    searched = (int8_offsets(far.sub_int8) + reach[..., None] * (far.spread / unit) >= distance) & near[..., None]
-    some = searched.any(2).any(0).nonzero().squeeze(1)
-    int8 = Int8Keys(*(part.index_select(0, some) for part in far.int8))
-    by_key = searched.repeat_interleave(SUBCLUSTER, dim=2)[..., :size]
-    offsets = int8_offsets(int8)
-    hit = (offsets >= distance[:, some]) & by_key[:, some]
+def find_keys(query: Tensor, far: FarKeys, logits: FarLogits, threshold: Tensor, log_inverse: float) -> Hits:
+    """Which far keys queries `[t, D]`, times the scale, read: those whose int8 logits reach the bounds."""
+    size = far.positions.shape[1]
+    bounds, n_compared = search_bounds(query, far, logits, threshold, log_inverse)
+    offsets = int8_logits(query, Int8Keys(*(part.flatten(0, 1) for part in far.int8)))
+    offsets = offsets.view(len(query), *far.positions.shape)
+    hit = offsets >= bounds.repeat_interleave(SUBCLUSTER, dim=2)[..., :size]
     which, cluster, place = hit.nonzero(as_tuple=True)
-    cluster_of = some.index_select(0, cluster)
-    estimates = offsets[hit] + logits.centroids[which, cluster_of]
+    estimates = offsets[hit] + logits.centroids[which, cluster]
     exact = estimates >= threshold.index_select(0, which) + exact_margin(log_inverse)
-    per_cluster = torch.zeros_like(logits.centroids, dtype=torch.int64).index_copy(1, some, hit.sum(-1))
-    n_compared = by_key.sum() + near.sum() * n_subclusters
-    return Hits(which, far.positions[cluster_of, place], estimates, exact, per_cluster, n_compared)
+    return Hits(which, far.positions[cluster, place], estimates, exact, hit.sum(-1), n_compared)
 
 
 # --- centroids and softmax
@@ -402,55 +405,55 @@ def _log_normal_cdf(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class FarTerms(NamedTuple):
-    """The terms of the softmax beyond the local keys.
+    """The terms of the softmax beyond local keys and keys read.
 
     Attributes:
         columns: `[t, S + M]` logits of sinks and corrected centroids.
-        hits: `[R]` logits of the keys read.
         move: `[t, M]` how far the centroids' values move along `direction`.
         direction: `[t, Dv]`, `C' q`.
     """
 
     columns: Tensor
-    hits: Tensor
     move: Tensor
     direction: Tensor
 
 
-def far_terms(
-    query: Tensor, far: FarKeys, logits: FarLogits, threshold: Tensor, hits: Hits, hit_key: Tensor
-) -> FarTerms:
-    """All terms of queries `[t, D]` times the scale; `hit_key [R, D]` are the keys read."""
+def far_terms(query: Tensor, far: FarKeys, logits: FarLogits, threshold: Tensor, hits: Hits) -> FarTerms:
+    """Sinks and centroids of queries `[t, D]` times the scale."""
     unread = far.positions.shape[1] - hits.per_cluster
     gain, move = centroid_corrections(threshold[:, None] - logits.centroids, logits.std)
     centroids = logits.centroids + gain + unread.clamp_min(1).to(query.dtype).log()
     columns = torch.cat((logits.sinks, centroids.masked_fill(unread == 0, -math.inf)), dim=1)
-    hit_logits = (query.index_select(0, hits.query) * hit_key).sum(-1)
-    # the gradient is that of the exact logit
-    hit_logits = hit_logits + (hits.logits - hit_logits).masked_fill(hits.exact, 0.0).detach()
-    return FarTerms(columns, hit_logits, move, query @ far.key_value_cov)
+    return FarTerms(columns, move, query @ far.key_value_cov)
 
 
 def far_sums(
-    terms: FarTerms, shift: Tensor, far: FarKeys, hits: Hits, hit_value: Tensor, dropout: Dropout | None = None
+    terms: FarTerms, shift: Tensor, far: FarKeys, dropout: Dropout | None = None
 ) -> tuple[Tensor, Tensor]:
     """`sum(w v) [t, Dv]` and `sum(w) [t]` with `w = exp(logit - shift)`; the latter counts dropped weights too."""
     n_sinks = far.sink_key.shape[0]
     columns = torch.exp(terms.columns - shift[:, None])
-    weights = torch.exp(terms.hits - shift.index_select(0, hits.query))
-    mass = columns.sum(1).index_add(0, hits.query, weights)
+    mass = columns.sum(1)
     if dropout is not None:
         columns = columns * dropout.at("columns").factors(tuple(columns.shape), columns)
-        weights = weights * dropout.at("rows").factors(tuple(weights.shape), weights)
     values = torch.cat((far.sink_value, far.centroid_value))
     moved = (columns[:, n_sinks:] * terms.move).sum(1, keepdim=True) * terms.direction
-    return (columns @ values + moved).index_add(0, hits.query, weights[:, None] * hit_value), mass
+    return columns @ values + moved, mass
 
 
-def far_peak(terms: FarTerms, hits: Hits, local_lse: Tensor) -> Tensor:
-    """`[t]` the largest logit of each query, local keys included; 0 where it sees nothing."""
+def hit_logits(query: Tensor, hits: Hits, hit_key: Tensor) -> Tensor:
+    """`[R]` logits of the keys read, `hit_key [R, D]`. The gradient is always that of the exact logit."""
+    exact = (query.index_select(0, hits.query) * hit_key).sum(-1)
+    return exact + (hits.logits - exact).masked_fill(hits.exact, 0.0).detach()
+
+
+def far_peak(terms: FarTerms, hits: Hits, logits: Tensor, local_lse: Tensor) -> Tensor:
+    """`[t]` the largest logit of each query, local keys and keys read, `logits [R]`, included.
+
+    It is 0 where a query sees nothing.
+    """
     columns = torch.cat((local_lse[:, None], terms.columns), dim=1).amax(1)
-    peak = columns.scatter_reduce(0, hits.query, terms.hits, "amax")
+    peak = columns.scatter_reduce(0, hits.query, logits, "amax")
     return peak.masked_fill(torch.isneginf(peak), 0.0)
 
 
@@ -532,13 +535,16 @@ def reference_attention(
         hits = find_keys(query[own], far, before, threshold, log_inverse)
         hit[own[hits.query], hits.position] = True
         hit_key, hit_value = (t.index_select(0, hits.position).to(wide) for t in (key, value))
-        terms = far_terms(query[own], far, before, threshold, hits, hit_key)
+        terms, read = far_terms(query[own], far, before, threshold, hits), hit_logits(query[own], hits, hit_key)
         centroids[own, :n_clusters] = terms.columns[:, layout.sinks :].detach()
-        logits_read[own[hits.query], hits.position] = terms.hits.detach()
-        peak = torch.maximum(far_peak(terms, hits, local_logits.amax(1)), local_logits.amax(1)).detach()
-        total, mass = far_sums(terms, peak, far, hits, hit_value)
+        logits_read[own[hits.query], hits.position] = read.detach()
+        peak = torch.maximum(far_peak(terms, hits, read, local_logits.amax(1)), local_logits.amax(1)).detach()
+        total, mass = far_sums(terms, peak, far)
         weights = torch.exp(local_logits - peak[:, None])
         total, mass = total + weights @ value.to(wide), mass + weights.sum(1)
+        weights = torch.exp(read - peak.index_select(0, hits.query))
+        total = total.index_add(0, hits.query, weights[:, None] * hit_value)
+        mass = mass.index_add(0, hits.query, weights)
         outputs.append(total / mass[:, None])
         lses.append(peak + mass.log())
     order = n_chunks.argsort(stable=True).argsort()

@@ -64,10 +64,12 @@ def collect() -> Values:
     """All facts as JSON values."""
     import torch
 
+    from prescore.config import Routed
     from prescore.ops.native.library import NO_LEVEL, describe_native, levels_of_processor, loaded_level
     from prescore.registry import list_scorers
+    from prescore.routed.native import pays_from
 
-    native = loaded_level() != NO_LEVEL
+    native, most = loaded_level() != NO_LEVEL, max(Routed.exact_until, pays_from() - 1)
     cuda = torch.cuda.is_available()
     name = torch.cuda.get_device_name() if cuda else torch.backends.cpu.get_cpu_capability()
     return {
@@ -77,7 +79,9 @@ def collect() -> Values:
         **physical_cores(),
         "flash_op": hasattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu"),
         "native": describe_native(),
-        "routing": "routes prompts of more than 2048 tokens on CPUs" if native else "runs exactly: no native code",
+        "routing": f"routes prompts of more than {most} tokens on CPUs"
+        if native
+        else "runs exactly: no native code",
         "native_levels": list(levels_of_processor()),
         "scorers": list_scorers(),
         "extras": _extras(),
