@@ -331,8 +331,11 @@ def test_a_case_solved_by_hand():
     assert shares["heavy_0.1"].item() == pytest.approx(1 / 4)
     assert shares["heavy_0.2"].item() == pytest.approx(1 / 3)
     assert shares["heavy_0.9"].isnan().item()
-    # column sums 0.55 0.35 1.0 0.1: the two heaviest are 2 and 0, of which 0 is selected
-    assert shares["columns"].item() == pytest.approx(1 / 2)
+    # entries above 0.1 by column: 1 1 2 0; column 2, and 0 or 1 for the second place: 0 is selected
+    assert shares["columns_0.1"].item() == pytest.approx(1 / 4)
+    # above 0.2: 1 1 1 0, three columns for two places
+    assert shares["columns_0.2"].item() == pytest.approx(1 / 3)
+    assert shares["columns_0.9"].isnan().item()
     assert shares["mass"].item() == pytest.approx((0.5 + 0.05 + 0.05 + 0.05) / 2)
 
 
@@ -370,7 +373,13 @@ def test_rows_of_a_vision_study(study):
     assert [methods.count(name) for name in grid["methods"]] == [2 * 2 * 2, 2]
     results = rows[0].measure()
     assert (results["n_heads"], results["n_keys"]) == (10 * 2 * 3, 17)
-    assert set(results) >= {"heavy_0.01_median", "heavy_0.1_mean", "heavy_0.3_without", "columns_mean", "chance"}
+    assert set(results) >= {
+        "heavy_0.01_median",
+        "heavy_0.1_mean",
+        "heavy_0.3_without",
+        "columns_0.1_mean",
+        "chance",
+    }
     empty = measure_coverage(study.observe, Selected("key-norm", 4, sinks=0), (1.0,))
     assert (empty["heavy_1_mean"], empty["heavy_1_without"]) == (None, empty["n_heads"])
 
@@ -412,7 +421,7 @@ def test_coverage_command(model_folder, image_folder, tmp_path, capsys):
 
 
 def test_the_coverage_of_the_paper_stands_below_ours():
-    names = ("heavy_0.01", "heavy_0.1", "heavy_0.3", "columns", "mass")
+    names = (*(f"{what}_{eps}" for what in ("heavy", "columns") for eps in (0.01, 0.1, 0.3)), "mass")
     results = {f"{name}_{kind}": 0.25 for name in names for kind in ("median", "mean")}
     results |= {"chance": 32 / 197, "n_keys": 197}
     config = {
@@ -424,7 +433,7 @@ def test_the_coverage_of_the_paper_stands_below_ours():
     }
     record = Record("coverage", "a", config, 0, results, 1.0)
     ours, paper, *_ = tables.coverage_table([record]).rows
-    assert ours == ("kmeans, 4 clusters", "32", *["25 / 25"] * 3, "25", "25", "16.2")
+    assert ours == ("kmeans, 4 clusters", "32", *["25 / 25"] * 3, "25 / 25 / 25", "25", "16.2")
     assert paper == ("paper: ViT-B/16, kmeans", "32", "22.57", "43.89", "43.83", "15.62", "-", "-")
     results["n_keys"] = 17
     assert len(tables.coverage_table([record]).rows) == 1
