@@ -127,9 +127,9 @@ def parse_method(name: str) -> VisionMethod:
         if stem == word or (rule != stem and rule in RULES and method.makes_clusters):
             return method
     raise ValueError(
-        f"method must be {EXACT}, {CENTROIDS}, {PUBLISHED}, {ROUTED}, {DEFAULT} or SCORER[-RULE][-sample][+centroids] "
-        f"with a scorer among {', '.join(scorers)} and, where it makes clusters, a rule among {', '.join(RULES)}, "
-        f"got {name!r}"
+        f"method must be {EXACT}, {CENTROIDS}, {PUBLISHED}, {ROUTED}, {DEFAULT} or "
+        f"SCORER[-RULE][-sample][+centroids] with a scorer among {', '.join(scorers)} and, where it "
+        f"makes clusters, a rule among {', '.join(RULES)}, got {name!r}"
     )
 
 

@@ -93,7 +93,7 @@ def coverage_table(records: Sequence[Record]) -> Table:
         columns=("method", "keys", *(f"> {e}" for e in thresholds), "heaviest columns", "mass", "chance s/n"),
         rows=tuple(rows),
         note="over inputs, layers and heads that have such an entry; heaviest columns: share of the s columns "
-        "with the most such entries that are selected, mean, for each threshold; mass: attention on selected keys; "
+        "with the most such entries that are selected, mean, for each threshold; mass: weight on selected keys; "
         "the paper prints medians and does not say for which threshold its columns are",
     )
 
