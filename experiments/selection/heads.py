@@ -223,7 +223,7 @@ def main() -> int:
                 file.append(measure(COMMAND, row, argv=["experiments/selection/heads.py", "HEADS"], threads=1))
         file.close()
     for table in tables(read_records(path)):
-        print(f"{table.title}\n\n{table.to_markdown()}")  # noqa: T201
+        print(table.to_markdown())  # noqa: T201
     return 0
 
 

@@ -129,7 +129,6 @@ TABLES = {"bars": bars, "grid": grid, "against-leverage": against_leverage, "cov
 PAGE = [
     ("bars", "bars"),
     *((kind, folder) for kind in ("grid", "against-leverage") for folder in ("grid-1000", "grid-500-free")),
-    ("grid", "published-250"),
     ("grid", "tokens-577"),
     ("coverage", "coverage"),
 ]

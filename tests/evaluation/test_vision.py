@@ -3,8 +3,6 @@
 import importlib.util
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -33,7 +31,6 @@ mend_torchvision()
 HAS_TIMM = all(importlib.util.find_spec(name) is not None for name in ("timm", "torchvision"))
 needs_timm = pytest.mark.skipif(not HAS_TIMM, reason="timm or torchvision is not installed")
 ALONE = AttentionContext(layer=0)
-EXPERIMENTS = Path(__file__).parent.parent.parent / "experiments"
 
 
 @pytest.fixture
@@ -459,17 +456,3 @@ def test_the_coverage_of_the_paper_stands_below_ours():
     assert paper == ("paper: ViT-B/16, kmeans", "32", "22.57", "43.89", "43.83", "15.62", "-", "-")
     results["n_keys"] = 17
     assert len(tables.coverage_table([record]).rows) == 1
-
-
-@pytest.mark.parametrize("study", ["vision", "language"])
-def test_the_tables_of_the_committed_records_are_made_without_arguments(study):
-    command = [sys.executable, str(EXPERIMENTS / study / "tables.py")]
-    made = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert made.returncode == 0, made.stderr
-    page = (EXPERIMENTS.parent / "docs" / {"vision": "vision.md", "language": "reproducing.md"}[study]).read_text()
-    rows = [line for line in made.stdout.splitlines() if line.startswith("|")]
-    assert len(rows) > 40
-    assert [row for row in rows if row not in page.splitlines()] == []  # a figure of the page differs
-    refused = subprocess.run([*command, "magic"], capture_output=True, text=True, check=False)
-    assert refused.returncode != 0
-    assert "usage: tables.py [" in refused.stderr
