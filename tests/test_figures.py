@@ -1,4 +1,4 @@
-"""Figures of README and docs are those of the committed records: whole tables, and figures in sentences and cells."""
+"""Figures of README and docs are those of the committed records: tables, and figures in sentences and cells."""
 
 import re
 import statistics
@@ -61,6 +61,13 @@ def speedups(folder, field="speedup", **wanted):
     found = [record.results for record in records(f"speed/{folder}", **wanted)]
     ratios = [results[field] if field in results else results["methods"]["default"][field] for results in found]
     return min(ratios), max(ratios)
+
+
+def long_speeds(n, *methods):
+    """Seconds of exact attention, and the ratios of methods on the same heads."""
+    (record,) = records("speed/long", n=n)
+    found = record.results["methods"]
+    return [found["exact"]["seconds"], *(found[name]["speedup"] for name in methods)]
 
 
 def top1(folder, **wanted):
@@ -138,6 +145,11 @@ FIGURES = [
         "docs/default.md",
         r"\| random tensors, 4 heads \| (\S+)x \| (\S+)x \| (\S+)x \| (\S+)x \| (\S+)x \| (\S+)x \|",
         lambda: [speedups("short", study="lengths", n=n)[0] for n in (1024, 2048, 2049, 2304, 2560, 3072)],
+    ),
+    (
+        "docs/reproducing.md",
+        r"\| 65,536 \| (\S+) s \| (\S+)x \| (\S+)x \| (\S+)x \| (\S+)x \|",
+        lambda: long_speeds(65536, "hyper", "paper:kmeans", "paper:kmedian", "paper:leverage"),
     ),
     *(
         (

@@ -103,8 +103,16 @@ def coverage(records: Sequence[Record]) -> Table:
         printed = PUBLISHED_COVERAGE.get((config["method"], config["budget"]))
         if printed:
             name = f"paper: {config['method']}, ViT-B/16"
-            rows.append((name, "", cells[2], "", *(f"({float(share) / 100:.2f})" for share in printed[:3]),
-                         f"{float(printed[3]) / 100:.2f}"))
+            rows.append(
+                (
+                    name,
+                    "",
+                    cells[2],
+                    "",
+                    *(f"({float(share) / 100:.2f})" for share in printed[:3]),
+                    f"{float(printed[3]) / 100:.2f}",
+                )
+            )
     heavy = tuple(f"> {eps}" for eps in thresholds)
     return Table("Coverage", ("method", "clusters", "keys", "chance", *heavy, "heaviest columns"), tuple(rows))
 

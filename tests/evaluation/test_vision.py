@@ -3,7 +3,6 @@
 import importlib.util
 import json
 import re
-from pathlib import Path
 
 import pytest
 import torch
