@@ -185,13 +185,8 @@ def _baselines(scale: Scale) -> Iterator[Method]:
         ("HyperAttention", Hyper(lsh, min_seq_len=leaf)),
         ("HyperAttention, 4 sinks", Hyper(lsh, SINKS, leaf)),
     ]
-    sketched = Leverage(sketch_size=SKETCH_SIZE)
-    scorers = {
-        "k-means": "kmeans",
-        "leverage": "leverage",
-        "sketched leverage": sketched,
-        "random keys": "uniform",
-    }
+    scorers: dict[str, str | Leverage] = {"k-means": "kmeans", "leverage": "leverage", "random keys": "uniform"}
+    scorers["sketched leverage"] = Leverage(sketch_size=SKETCH_SIZE)
     for label, scorer in scorers.items():
         config = Selected.paper(scorer, count, sinks=SINKS, inner=Exact(), min_seq_len=leaf)
         methods.append((f"{label}, 4 sinks", config))
