@@ -31,10 +31,11 @@ from prescore.bench.language.model import LanguageModel, load_language_model
 from prescore.routed import native, reference
 
 SEED = 0
-CONSTANTS = ("SEARCH_STDS", "HEAVY_STDS", "HEAVY_WEIGHT", "SINK_WEIGHT", "MAX_MASS_GAIN")
+CONSTANTS = ("LIGHT_WEIGHT", "SEARCH_STDS", "HEAVY_STDS", "HEAVY_WEIGHT", "SINK_WEIGHT", "MAX_MASS_GAIN")
 CANDIDATES: dict[str, tuple[Routed, dict[str, float]]] = {
-    **{f"1/{n}": (Routed(min_weight=1 / n), {}) for n in (1024, 2048, 4096, 8192)},
+    **{f"1/{n}": (Routed(min_weight=1 / n), {}) for n in (256, 1024, 2048, 4096, 8192, 16384)},
     **{f"1/4096, stds {s}": (Routed(min_weight=1 / 4096), {"SEARCH_STDS": s}) for s in (2.0, 2.5, 3.5)},
+    **{f"1/4096, light {w}": (Routed(min_weight=1 / 4096), {"LIGHT_WEIGHT": w}) for w in (4, 64, 256)},
     "1/4096, heavy 3.7": (Routed(min_weight=1 / 4096), {"HEAVY_STDS": 3.7}),
     "1/4096, clusters of 64": (Routed(min_weight=1 / 4096, cluster_size=64), {}),
     "1/4096, chunks of 128": (Routed(min_weight=1 / 4096, chunk_size=128), {}),
@@ -53,11 +54,10 @@ def texts_of(paths: list[Path]) -> dict[str, str]:
     return {**texts, "python sources": "\n".join(sources)}
 
 
-def window(model: LanguageModel, name: str, text: str, length: int) -> Tensor:
-    """A tuning window of a text."""
-    tokenized = TokenizedText.of(model, Document(name, text))
-    (drawn,) = held_out_windows(tokenized, length, tuning_seed=SEED)
-    return drawn.tokens
+def window(model: LanguageModel, name: str, text: str, length: int) -> Tensor | None:
+    """A tuning window of a text; none where it is too short."""
+    drawn = held_out_windows(TokenizedText.of(model, Document(name, text)), length, tuning_seed=SEED)
+    return drawn[0].tokens if drawn else None
 
 
 def run(model: LanguageModel, tokens: Tensor, method: Method) -> tuple[Tensor, dict[str, float]]:
@@ -82,6 +82,9 @@ def measure(options: argparse.Namespace) -> None:
         if not wanted:
             continue
         tokens = window(model, text_name, text, options.length)
+        if tokens is None:
+            sys.stdout.write(f"{text_name} is too short for a tuning window of {options.length} tokens\n")
+            continue
         exact, costs = run(model, tokens, EXACT)
         truth = tokens[list(range(len(tokens) * 3 // 4 + 1, len(tokens), 8))][:, None]
         for label in wanted:

@@ -113,9 +113,9 @@ BREAKS = {
         ("searched within one deviation", ".clamp_min(SEARCH_STDS) * logits.std", " * 0 + logits.std"),
         ("half of the spread", "(squares @ each.t()).sqrt()", "(squares @ each.t()).sqrt() / 2"),
         ("no radius", "reach * (far.radius / unit)", "0 * reach * (far.radius / unit)"),
-        ("light keys read exactly", "LIGHT_WEIGHT = 16", "LIGHT_WEIGHT = 1"),
     ],
     ("reference.py", "sharp"): [
+        ("light keys read exactly", "LIGHT_WEIGHT = 64", "LIGHT_WEIGHT = 1"),
         ("int8 errors overlooked", "HEAVY_INT8_ERROR = 0.1", "HEAVY_INT8_ERROR = 0.0"),
         ("other weight of heavy keys", "HEAVY_WEIGHT = 0.05", "HEAVY_WEIGHT = 0.9"),
     ],

@@ -22,12 +22,12 @@ from prescore.routed.layout import Layout, RoutedKeys, View, make_layout, routes
 from prescore.routed.reference import (
     HEAVY_INT8_ERROR,
     HEAVY_STDS,
-    LIGHT_WEIGHT,
     MAX_MASS_GAIN,
     SEARCH_STDS,
     SINK_WEIGHT,
     Clusters,
     Int8Keys,
+    exact_margin,
     heavy_margin,
     subcluster_levels,
 )
@@ -406,7 +406,7 @@ class Tables:
             heavy_stds=HEAVY_STDS,
             heavy_int8_error=HEAVY_INT8_ERROR,
             margin=heavy_margin(log_inverse),
-            exact_margin=math.log(LIGHT_WEIGHT),
+            exact_margin=exact_margin(log_inverse),
             log_inverse=log_inverse,
             max_mass_gain=MAX_MASS_GAIN,
             log_sink_weight=math.log(SINK_WEIGHT),

@@ -41,8 +41,8 @@ HEAVY_STDS = 4.2
 """How many standard deviations a heavy key may lie above the centroid of its subcluster."""
 HEAVY_INT8_ERROR = 0.1
 """How far the int8 logit of a heavy key may be too low, in standard deviations of the logits within clusters."""
-LIGHT_WEIGHT = 16
-"""Keys read that weigh less than so many times `min_weight` have the logit of the int8 key."""
+LIGHT_WEIGHT = 64
+"""Keys read that weigh less than so many times `min_weight`, and less than `HEAVY_WEIGHT`, have int8 logits."""
 SINK_WEIGHT = 0.1
 """Share of the sinks' mass that the threshold counts: trained models give sinks weight, but values near zero."""
 MAX_GAIN = 2.0
@@ -326,6 +326,11 @@ def heavy_margin(log_inverse: float) -> float:
     return max(0.0, log_inverse + math.log(HEAVY_WEIGHT))
 
 
+def exact_margin(log_inverse: float) -> float:
+    """How far above the threshold logits of keys read are computed from the keys themselves."""
+    return min(math.log(LIGHT_WEIGHT), heavy_margin(log_inverse))
+
+
 def find_keys(query: Tensor, far: FarKeys, logits: FarLogits, threshold: Tensor, log_inverse: float) -> Hits:
     """Which far keys a block of queries `[t, D]`, times the scale, reads.
 
@@ -358,7 +363,7 @@ def find_keys(query: Tensor, far: FarKeys, logits: FarLogits, threshold: Tensor,
     which, cluster, place = hit.nonzero(as_tuple=True)
     cluster_of = some.index_select(0, cluster)
     estimates = offsets[hit] + logits.centroids[which, cluster_of]
-    exact = estimates >= threshold.index_select(0, which) + math.log(LIGHT_WEIGHT)
+    exact = estimates >= threshold.index_select(0, which) + exact_margin(log_inverse)
     per_cluster = torch.zeros_like(logits.centroids, dtype=torch.int64).index_copy(1, some, hit.sum(-1))
     n_compared = by_key.sum() + near.sum() * n_subclusters
     return Hits(which, far.positions[cluster_of, place], estimates, exact, per_cluster, n_compared)

@@ -10,7 +10,8 @@ chunk; earlier chunks are far. With `q` the query times the scale, a query that 
 3. compares, in clusters within `3 s` of the threshold times their radius, the int8 centroids of subclusters (runs
    of 16 keys of a cluster in tree order) with it, and the int8 keys of those within `3 x`, with `x` the deviation
    of logits in a subcluster as spread out as this one (in sharp heads up to `4.2 x`); it reads the keys that
-   reach the threshold, with the logits of the int8 keys where they weigh less than 16 times `min_weight`;
+   reach the threshold, with the logits of the int8 keys where they weigh less than 64 times
+   `min_weight` and less than 0.05;
 4. counts the unread keys of a cluster as its centroid: their logits are taken as normal, cut off at the threshold.
 
 One softmax over all of it follows. Autograd goes through everything but the choices: the tree, int8 keys, and
@@ -30,7 +31,7 @@ from prescore.routed.tree import bisection_tree
 from prescore.types import Attended
 
 N_SUBCLUSTER = 16
-LIGHT_WEIGHT = 16
+LIGHT_WEIGHT = 64
 
 
 def routed_oracle(query, key, value, config, **options):
@@ -253,7 +254,7 @@ class Clusters(NamedTuple):
     def search(self, query, int8, known, min_weight):
         """Keys `[M, L]` that a query reads, int8 logits, how many it compared, logits and values of centroids.
 
-        Int8 logits are NaN where a key weighs 16 times `min_weight`: its logit is exact.
+        Int8 logits are NaN where a key weighs 64 times `min_weight`, or 0.05: its logit is exact.
 
         Args:
             query: `[D]`, times the scale.
@@ -280,7 +281,7 @@ class Clusters(NamedTuple):
             n_compared += int(near.sum())
         estimates = logits[:, None] + self.int8 @ int8
         read = compared & (estimates >= lowered)
-        estimates = estimates.masked_fill(estimates >= threshold + math.log(LIGHT_WEIGHT), math.nan)
+        estimates = estimates.masked_fill(estimates >= threshold + min(math.log(LIGHT_WEIGHT), margin), math.nan)
         gain, move = below_threshold(threshold - logits, std)
         unread = (size - read.sum(1)).double()
         direction = offsets.flatten() @ self.value_offset.flatten(0, 1) / offsets.numel()
