@@ -159,8 +159,8 @@ PAGE = {
     "table1": "table1",
     "appendix-f": "appendix-f",
 }
-PAGE |= {"cost": "cost", "cost-1024": "cost", "table1-longbench": "table1", "appendix-a-longbench": "appendix-a"}
-PAGE |= {"baselines": "baselines", "universal-set": "universal-set"}
+PAGE |= {"cost": "cost", "cost-1024": "cost", "table1-longbench": "table1"}
+PAGE |= {"baselines": "baselines"}
 """The folders of docs/reproducing.md, and their experiments."""
 
 if __name__ == "__main__":
