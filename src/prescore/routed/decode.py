@@ -48,6 +48,8 @@ class RoutedIndex:
         if not self._groups:
             self._groups = self._split()
         n_query, steps = query.shape[2], []
+        if n_query == 1 and len(self._groups) == 1:
+            return self._groups[0][1].attend(query, key, value, operator, may_run_native)
         for place in range(n_query):  # each sees the keys before it, and the key index as it was then
             stop = key.shape[2] - n_query + place + 1
             one, keys, values = query[:, :, place : place + 1], key[:, :, :stop], value[:, :, :stop]
@@ -55,8 +57,6 @@ class RoutedIndex:
             for rows, group in self._groups:
                 parts.append(group.attend(one[rows], keys[rows], values[rows], operator, may_run_native))
             steps.append(parts)
-        if len(steps) == 1 and len(steps[0]) == 1:
-            return steps[0][0]
         joined = [[torch.cat(tensors) for tensors in zip(*parts, strict=True)] for parts in steps]
         return Attended(*(torch.cat(tensors, dim=2) for tensors in zip(*joined, strict=True)))
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -79,6 +80,7 @@ class Layout:
         return (valid.sum(1) - self.sinks) // self.chunk_size
 
 
+@lru_cache(maxsize=64)
 def make_layout(n_query: int, n_keys: int, *, causal: bool, config: Routed) -> Layout:
     """Round the configured sizes so that every chunk is a full binary tree.
 

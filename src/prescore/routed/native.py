@@ -225,11 +225,12 @@ def call_library(name: str, *structures: ctypes.Structure) -> None:
 
 def rows_of(tensor: Tensor) -> Rows:
     """Where the rows of each head of `[T, N, D]` or `[B, H, N, D]` lie."""
-    starts = [head * tensor.stride(0) for head in range(tensor.shape[0])]
-    if tensor.ndim == 4:
-        starts = [start + head * tensor.stride(1) for start in starts for head in range(tensor.shape[1])]
+    shape, strides = tensor.shape, tensor.stride()
+    starts = [head * strides[0] for head in range(shape[0])]
+    if len(shape) == 4:
+        starts = [start + head * strides[1] for start in starts for head in range(shape[1])]
     array = (_SIZE * len(starts))(*starts)
-    rows = Rows(tensor.data_ptr(), ctypes.addressof(array), tensor.stride(-2), TYPES[tensor.dtype])
+    rows = Rows(tensor.data_ptr(), ctypes.addressof(array), strides[-2], TYPES[tensor.dtype])
     rows.starts = array  # lives as long as what points to it
     return rows
 
