@@ -160,7 +160,7 @@ PAGE = {
     "appendix-f": "appendix-f",
 }
 PAGE |= {"cost": "cost", "cost-1024": "cost", "table1-longbench": "table1"}
-PAGE |= {"baselines": "baselines"}
+PAGE |= {"baselines": "baselines", "universal-set": "universal-set"}
 """The folders of docs/reproducing.md, and their experiments."""
 
 if __name__ == "__main__":
