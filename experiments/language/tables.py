@@ -39,7 +39,9 @@ def appendix_a(summaries: Sequence[Summary]) -> Iterator[Table]:
     }
     shown = {s.axes["paper_top_k"]: s.axes["top_k"] for s in found.values()}
     scorers = [name for name in dict.fromkeys(key[0] for key in found) if name != "none"]
-    columns = ("top_k (paper's)", *(f"{scorer}{whose}" for scorer in scorers for whose in ("", ", paper")))
+    sampled = {key[0] for key, s in found.items() if is_sampled(s)}
+    ours = {scorer: f"{scorer}, sampled fit" if scorer in sampled else scorer for scorer in scorers}
+    columns = ("top_k (paper's)", *(name for scorer in scorers for name in (ours[scorer], f"{scorer}, paper")))
     for samples in (256, 0):
         rows = []
         for place, top_k in enumerate(TOP_K):
@@ -61,10 +63,12 @@ def table1(summaries: Sequence[Summary]) -> Iterator[Table]:
     for s in summaries:
         key = (s.axes.get("scorer") == "kmeans", s.axes.get("leaf_inclusive"))
         printed = EXACT if s.is_exact else TABLE_1.get(key) if s.axes else None
-        cells = [s.label, f"{s.loss:.3f}", as_text(s.perplexity, 4), above(s.above_exact), percent(s.gap_closed)]
+        cells = [s.label, f"{s.loss:.3f}", as_text(s.perplexity, 4), above(s.above_exact)]
+        half_width = s.above_exact_half_width
+        cells += [f"{half_width:.2f}" if half_width else "", percent(s.gap_closed)]
         cells += [as_text(s.reads_per_query, 4), MISSING if printed is None else f"{nats(printed):.3f}"]
         rows.append((*cells, above(printed and nats(printed) - nats(EXACT))))
-    columns = ("method", "loss", "perplexity", "above exact", "gap closed", READS)
+    columns = ("method", "loss", "perplexity", "above exact", "± 95 %", "gap closed", READS)
     columns += ("paper's loss", "above its exact")
     yield Table("Table 1", columns, tuple(rows))
 
@@ -78,7 +82,8 @@ def appendix_f(summaries: Sequence[Summary]) -> Iterator[Table]:
     rows = []
     for coupling, scorer in dict.fromkeys(key[:2] for key in cells if key[1] != "none"):
         line = [cells.get((coupling, scorer, b)) or every.get((coupling, b)) for b in budgets]
-        rows.append((f"{coupling}, {scorer}", *(above(getattr(s, "above_exact", None)) for s in line)))
+        name = f"{coupling}, {scorer}" + (", sampled fit" if line[0] and is_sampled(line[0]) else "")
+        rows.append((name, *(above(getattr(s, "above_exact", None)) for s in line)))
     yield Table("Couplings: loss above exact", ("coupling, scorer", *(f"top {b}" for b in budgets)), tuple(rows))
     for s in summaries:
         if s.axes.get("scorer") == "none":
@@ -92,9 +97,10 @@ def cost(summaries: Sequence[Summary]) -> Iterator[Table]:
     rows = []
     for name in dict.fromkeys(series for series, _ in cells):
         line = [cells.get((name, budget)) for budget in budgets]
+        left, plus, right = name.partition(" + ")
         rows.append(
             (
-                name,
+                f"{left}, sampled fit,{plus}{right}" if any(map(is_sampled, filter(None, line))) else name,
                 *(
                     MISSING if s is None else f"{above(s.above_exact)} ({s.reads_per_query:.0f}, {seconds(s)})"
                     for s in line
@@ -103,6 +109,35 @@ def cost(summaries: Sequence[Summary]) -> Iterator[Table]:
         )
     title = "Loss above exact (keys and centroids read, processor seconds of attention)"
     yield Table(title, ("method", *(f"budget {b}" for b in budgets)), tuple(rows))
+
+
+def baselines(summaries: Sequence[Summary]) -> Iterator[Table]:
+    """Every method at equal keys read: loss above exact, keys and centroids read, processor seconds, by length."""
+    lengths = sorted({s.n_tokens for s in summaries})
+    by_name: dict[str, dict[int, Summary]] = {}
+    for s in summaries:
+        by_name.setdefault(s.label, {})[s.n_tokens] = s
+    rows = []
+    for name, by_length in by_name.items():
+        cells = []
+        for length in lengths:
+            s = by_length.get(length)
+            values = (above(s.above_exact), f"{s.reads_per_query:.0f}", seconds(s)) if s else (MISSING,) * 3
+            cells += values
+        rows.append((name, *cells))
+    columns = tuple(f"{length}: {word}" for length in lengths for word in ("above exact", "read", "attention"))
+    yield Table("Equal keys read", ("method", *columns), tuple(rows))
+
+
+def universal_set(summaries: Sequence[Summary]) -> Iterator[Table]:
+    """By threshold: loss above exact, keys read per query."""
+    rows = [(s.label, above(s.above_exact), f"{s.reads_per_query:.0f}", seconds(s)) for s in summaries]
+    yield Table("Universal set", ("method", "above exact", "keys read", "attention"), tuple(rows))
+
+
+def is_sampled(summary: Summary) -> bool:
+    """Whether clusters were fitted on a sample of the keys, as records before version 0.3 have it."""
+    return bool(summary.config.get("scorer", {}).get("fit_size") == "auto")
 
 
 def seconds(summary: Summary) -> str:
@@ -116,6 +151,7 @@ def above(value: float | None) -> str:
 
 
 TABLES = {"appendix-a": appendix_a, "table1": table1, "appendix-f": appendix_f, "cost": cost}
+TABLES |= {"baselines": baselines, "universal-set": universal_set}
 
 PAGE = {
     "appendix-a": "appendix-a",
@@ -123,7 +159,8 @@ PAGE = {
     "table1": "table1",
     "appendix-f": "appendix-f",
 }
-PAGE |= {"cost": "cost", "cost-1024": "cost"}
+PAGE |= {"cost": "cost", "cost-1024": "cost", "table1-longbench": "table1"}
+PAGE |= {"baselines": "baselines", "universal-set": "universal-set"}
 """The folders of docs/reproducing.md, and their experiments."""
 
 if __name__ == "__main__":

@@ -30,12 +30,14 @@ long=(--resolution 384 --limit 100)
 # the bars: best configuration, class token protected, three seeds, all images
 study bars "${rows[@]}" --seeds 3 --method exact --method centroids
 # heavy-entry coverage
-heavy coverage --limit 100
+heavy coverage --limit 20
 # the paper's grid
 study "grid-$limit" "${rows[@]}" --limit "$limit" --method exact "${baselines[@]}" "${rules[@]}" "${ours[@]}"
 study "grid-$limit" "${rows[@]}" --limit "$limit" --prefix free --method exact "${baselines[@]}" "${rules[@]}" "${ours[@]}"
 study "grid-$limit" "${rows[@]}" --limit "$limit" --prefix both --clusters 6 --method exact "${rules[@]}"
 study "grid-$limit" "${rows[@]}" --limit "$limit" --seeds 3 --method exact --method random --method kmeans-farthest-sample
+# the rule of the published script, as the script runs it: class token free
+study grid-500-free "${rows[@]}" --limit 500 --prefix free --method exact --method published
 # 577 tokens, and the default beside random keys at equal rows
 study tokens-577 "${long[@]}" --samples 64 --samples 128 --samples 256 --method exact "${ours[@]}" "${baselines[@]}" "${rules[@]}"
 study default-577 "${long[@]}" --samples 65 --samples 129 --samples 249 --method exact --method default --method routed --method random

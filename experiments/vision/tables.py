@@ -17,8 +17,9 @@ from pathlib import Path
 
 from prescore.bench.records import Record, read_records
 from prescore.bench.tables import MISSING, Table
+from prescore.bench.vision.tables import PUBLISHED_COVERAGE
 
-CLUSTERED = ("kmeans", "kmeans-farthest-sample", "kmeans-cluster-share", "kmeans-balanced", "kmedian")
+CLUSTERED = ("kmeans", "published", "kmeans-farthest-sample", "kmeans-cluster-share", "kmeans-balanced", "kmedian")
 
 Cell = tuple[str, int | None, int, bool]
 """Method, clusters, budget, and whether the class token is protected."""
@@ -61,11 +62,8 @@ def grid(records: Sequence[Record]) -> Table:
     top1, budgets = _top1(records)
     rows = []
     for method, clusters in sorted({cell[:2] for cell in top1}, key=lambda name: (name[0], name[1] or 0)):
-        cells = [
-            " / ".join(_text(top1.get((method, clusters, budget, keep)), ".1f") for keep in (True, False))
-            for budget in budgets
-        ]
-        rows.append((method, str(clusters or ""), *cells))
+        found = [[top1.get((method, clusters, budget, keep)) for keep in (True, False)] for budget in budgets]
+        rows.append((method, str(clusters or ""), *(_both(pair, ".1f") for pair in found)))
     exact = records[0].results["top1_exact"]
     columns = ("method", "clusters", *map(str, budgets))
     return Table(f"Top-1, protected / free; exact {exact:.1f}", columns, tuple(rows))
@@ -83,7 +81,9 @@ def against_leverage(records: Sequence[Record]) -> Table:
                     ours, theirs = (method, clusters, budget, keep), ("leverage", None, budget, keep)
                     if ours in top1 and theirs in top1:
                         gains[budget, keep] = top1[ours] - top1[theirs]
-            cells = [" / ".join(_text(gains.get((b, keep)), "+.1f") for keep in (True, False)) for b in budgets]
+            if not gains:
+                continue
+            cells = [_both([gains.get((budget, keep)) for keep in (True, False)], "+.1f") for budget in budgets]
             wins = sum(gain > 0 for gain in gains.values())
             rows.append((method, str(clusters), *cells, f"{wins} of {len(gains)}"))
     return Table("Points ahead of leverage", ("rule", "clusters", *map(str, budgets), "wins"), tuple(rows))
@@ -92,13 +92,27 @@ def against_leverage(records: Sequence[Record]) -> Table:
 def coverage(records: Sequence[Record]) -> Table:
     """Share of heavy entries on selected keys, mean (median), and of the heaviest columns, beside chance."""
     thresholds = records[0].config["thresholds"]
-    names = [*(f"heavy_{eps}" for eps in thresholds), "columns"]
+    names = [f"heavy_{eps}" for eps in thresholds]
     rows = []
     for record in records:
         config, results = record.config, record.results
         shares = [f"{results[f'{name}_mean']:.2f} ({results[f'{name}_median']:.2f})" for name in names]
-        cells = (config["method"], str(config["n_clusters"]), str(config["budget"]), f"{results['chance']:.2f}")
-        rows.append((*cells, *shares))
+        shares.append(" / ".join(f"{results[f'columns_{eps}_mean']:.2f}" for eps in thresholds))
+        cells = (config["method"], str(config["n_clusters"] or ""), str(config["budget"]))
+        rows.append((*cells, f"{results['chance']:.2f}", *shares))
+        printed = PUBLISHED_COVERAGE.get((config["method"], config["budget"]))
+        if printed:
+            name = f"paper: {config['method']}, ViT-B/16"
+            rows.append(
+                (
+                    name,
+                    "",
+                    cells[2],
+                    "",
+                    *(f"({float(share) / 100:.2f})" for share in printed[:3]),
+                    f"{float(printed[3]) / 100:.2f}",
+                )
+            )
     heavy = tuple(f"> {eps}" for eps in thresholds)
     return Table("Coverage", ("method", "clusters", "keys", "chance", *heavy, "heaviest columns"), tuple(rows))
 
@@ -114,8 +128,9 @@ def _top1(records: Sequence[Record]) -> tuple[dict[Cell, float], list[int]]:
     return top1, sorted({record.config["budget"] for record in records})
 
 
-def _text(value: float | None, form: str) -> str:
-    return MISSING if value is None else format(value, form)
+def _both(values: Sequence[float | None], form: str) -> str:
+    """Class token protected / free, those that were measured."""
+    return " / ".join(format(value, form) for value in values if value is not None) or MISSING
 
 
 TABLES = {"bars": bars, "grid": grid, "against-leverage": against_leverage, "coverage": coverage}

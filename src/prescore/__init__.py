@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from prescore.scoring.kmeans import KMedian as KMedian
     from prescore.scoring.kmeans import Minkowski as Minkowski
     from prescore.scoring.leverage import Leverage as Leverage
+    from prescore.scoring.leverage import LewisWeights as LewisWeights
     from prescore.scoring.uniform import Uniform as Uniform
     from prescore.types import Attended as Attended
     from prescore.types import Aux as Aux
@@ -51,7 +52,7 @@ _HOMES = {
     "prescore.scoring.key_diff": ("KeyDiff",),
     "prescore.scoring.key_norm": ("KeyNorm",),
     "prescore.scoring.kmeans": ("GaussianKMeans", "KMeans", "KMedian", "Minkowski"),
-    "prescore.scoring.leverage": ("Leverage",),
+    "prescore.scoring.leverage": ("Leverage", "LewisWeights"),
     "prescore.scoring.uniform": ("Uniform",),
     "prescore.types": ("Attended", "Aux", "Selection", "Stats"),
 }

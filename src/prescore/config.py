@@ -230,7 +230,7 @@ class Selected(_Settings):
         return as_scorer(self.scorer)
 
     @classmethod
-    def paper(cls, scorer: str | Scorer = "kmeans", top_k: int | float = 2048, **changes: Any) -> Self:
+    def paper(cls, scorer: str | Scorer = "kmeans", top_k: int | float | None = 2048, **changes: Any) -> Self:
         """Algorithms 1 and 2 as printed, with the corrected coupling."""
         printed: Values = {"sinks": 0, "remainder": "none", "inner": Lsh(alignment="rank")}
         return cls(scorer, top_k, **{**printed, **changes})

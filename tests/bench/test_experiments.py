@@ -6,7 +6,7 @@ import torch
 from prescore import Coupling, Hyper, Lsh, Routed, Selected, prescored_attention
 from prescore.bench.language import experiments
 from prescore.bench.language.experiments import COUPLINGS, Scale, experiment_methods
-from prescore.bench.language.methods import EXACT, local_only
+from prescore.bench.language.methods import EXACT, Baseline, local_only
 
 
 def configs(name, length, **options):
@@ -76,7 +76,8 @@ def test_appendix_f_switches_one_artefact_at_a_time():
 @pytest.mark.parametrize("name", experiments.EXPERIMENTS)
 def test_every_experiment_begins_with_its_two_references(name):
     methods = experiment_methods(name, 2048)
-    assert methods[:2] == [EXACT, local_only(256 if name != "min-weight" else Routed().chunk_size)]
+    own = {"min-weight": Routed().chunk_size, "baselines": experiments.READS_LEAF}
+    assert methods[:2] == [EXACT, local_only(own.get(name, 256))]
     names = [repr(method.describe()) for method in methods]
     assert len(set(names)) == len(names)
 
@@ -93,6 +94,29 @@ def test_cost_compares_all_baselines_at_every_budget():
         if method.axes["series"] == "default":  # nothing but its threshold differs
             weight = 1 / (2 * method.axes["budget"])
             assert method.config == Routed(min_weight=weight, chunk_size=512, exact_until=512)
+
+
+@pytest.mark.parametrize("length", [4096, 8192])
+def test_baselines_read_equally_many_keys(length):
+    methods = {method.label: method.config for method in experiment_methods("baselines", length)[2:]}
+    assert len(methods) == 17
+    reads = {label: config.reads(length) for label, config in methods.items() if isinstance(config, Baseline)}
+    draw = torch.Generator().manual_seed(0)
+    query, key = (torch.randn(1, 1, length, 8, generator=draw) for _ in range(2))
+    for label in ("paper: leverage + Hyper", "HyperAttention", "leverage, 4 sinks", "random keys, 4 sinks"):
+        _, aux = prescored_attention(query, key, key, methods[label], is_causal=True, generator=0, return_aux=True)
+        reads[label] = aux.stats.keys_per_query
+    # LSH blocks and residual samples overlap, and Reformer's chunks are counted before the causal mask
+    assert all(0.88 * experiments.READS <= count <= experiments.READS + 1 for count in reads.values()), reads
+
+
+def test_the_columns_of_appendix_a_can_be_run_one_at_a_time():
+    methods = experiment_methods("appendix-a", 4096, scorers=["kmedian"])
+    assert {method.axes.get("scorer", "none") for method in methods} == {"none", "kmedian"}
+    with pytest.raises(ValueError, match=r"method must be one of .*, got 'uniform'"):
+        experiment_methods("appendix-a", 4096, scorers=["uniform"])
+    with pytest.raises(ValueError, match=r"experiment with methods must be one of .*, got 'table1'"):
+        experiment_methods("table1", 4096, scorers=["kmeans"])
 
 
 def test_lengths_stay_inside_what_was_trained_but_for_longest():

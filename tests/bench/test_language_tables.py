@@ -62,6 +62,7 @@ def test_losses_are_averaged_over_documents_with_students_interval():
     summary = summarise(records)[0]
     assert summary.loss == 2.5
     assert summary.perplexity == pytest.approx(math.exp(2.5))
+    assert summary.published_perplexity == pytest.approx((2**2.0 + 2**2.5 + 2**3.0) / 3)
     assert summary.half_width == pytest.approx(4.303 * 0.5 / math.sqrt(3))
     assert tables.confidence_half_width([1.0]) is None
 
@@ -110,6 +111,7 @@ def test_the_papers_columns_have_both_leaf_rules_in_the_papers_order():
     assert [(line["Method"], line["Top K"], line["Sample Size"]) for line in lines] == wanted
     assert float(lines[4]["PPL"]) == pytest.approx(math.exp(2.11))
     assert float(lines[4]["PPL*"]) == pytest.approx(math.exp(2.21))
+    assert (float(lines[4]["2^loss"]), float(lines[4]["2^loss*"])) == pytest.approx((2**2.11, 2**2.21))
     assert {(line["Context"], line["Coupling"]) for line in lines[2:]} == {("4096", "corrected")}
     assert paper_csv(summarise(references())) is None
 

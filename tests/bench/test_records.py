@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -36,6 +37,8 @@ def test_a_record_survives_the_round_trip():
     assert json.loads(record.to_json())["schema"] == SCHEMA
     assert record.results == {"double": 6}
     assert record.versions["prescore"]
+    in_clone = (EXPERIMENTS.parent / ".git").exists()
+    assert bool(re.fullmatch(r"[0-9a-f]{7,}\+?", record.versions.get("commit", ""))) == in_clone
     odd = measure("demo", Row({}, None, lambda: {"worst": float("inf"), "share": [float("nan"), 1.0]}))
     assert json.loads(odd.to_json())["results"] == {"worst": "inf", "share": ["nan", 1.0]}
     with pytest.raises(TypeError, match="record must hold plain JSON values"):

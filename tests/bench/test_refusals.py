@@ -18,7 +18,7 @@ REFUSALS = {
         ("--experiment table9", "experiment must be one of"),
         ("--experiment table2", "experiment must be of a language model, got 'table2': run prescore vision"),
         ("--method defalt", r"method must be one of .*\(did you mean 'default'\?\)"),
-        ("--experiment table1 --top-k 8", "the experiment table1 must be given without --method, --top-k, got"),
+        ("--experiment table1 --top-k 8", "the experiment table1 must be given without --top-k, got"),
         ("--experiment cost --sinks 4", "sinks must be left to the experiment cost, got 4"),
         ("--sinks 2", "sinks must come with an experiment, got 2 without one"),
         ("--coupling early", "coupling must come with an experiment, got 'early' without one"),

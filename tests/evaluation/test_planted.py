@@ -10,6 +10,7 @@ from prescore.bench.planted import study, tables
 from prescore.bench.planted.study import QUICK, Recovery, check, planted_rows, recovery
 from prescore.bench.records import measure, row_key
 from prescore.registry import list_scorers
+from prescore.scoring.leverage import lewis_weights
 
 
 def draw(reading="small-noise", *, rotated=False, generator=0, **changes):
@@ -88,10 +89,11 @@ def test_counterexample_is_orthogonal_and_long():
 def test_the_sensitivity_at_two_is_the_leverage():
     keys = torch.randn(3, 40, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     expected = (keys @ torch.linalg.pinv(keys)).diagonal(dim1=-2, dim2=-1)
-    torch.testing.assert_close(planted.lp_sensitivities(keys, 2.0), expected)
-    torch.testing.assert_close(planted.lp_sensitivities(keys, 1.0)[1], planted.lp_sensitivities(keys[1], 1.0))
+    torch.testing.assert_close(lewis_weights(keys, 2.0), expected)
+    torch.testing.assert_close(lewis_weights(keys, 1.0)[1], lewis_weights(keys[1], 1.0))
+    torch.testing.assert_close(planted.lp_sensitivities(keys[0], 2.0, generator=0), expected[0])
     deficient = torch.cat((keys, keys[..., :1]), dim=-1)
-    torch.testing.assert_close(planted.lp_sensitivities(deficient, 2.0), expected)
+    torch.testing.assert_close(lewis_weights(deficient, 2.0), expected)
 
 
 @pytest.mark.parametrize("p", [0.5, 1.0, 1.5, 3.0])
@@ -100,7 +102,7 @@ def test_lewis_weights_bound_the_sensitivities(p):
     keys = torch.randn(60, 4, dtype=torch.float64, generator=generator)
     keys[0] *= 20
     keys[5] = 0
-    weights = planted.lp_sensitivities(keys, p)
+    weights = lewis_weights(keys, p)
     assert float(weights.sum()) == pytest.approx(4, abs=1e-4)  # rank(K); the iteration stops short of the limit
     assert weights[5] == 0
     directions = torch.randn(4, 5000, dtype=torch.float64, generator=generator)
@@ -108,6 +110,10 @@ def test_lewis_weights_bound_the_sensitivities(p):
     reached = (powers / powers.sum(0)).amax(-1)
     assert (reached <= weights * 4 ** max(0.0, p / 2 - 1) + 1e-6).all()
     assert int(weights.argmax()) == int(reached.argmax()) == 0
+    # the search finds at least what 5000 random directions reach, and never more than the bound
+    found = planted.lp_sensitivities(keys, p, generator=0)
+    assert (found <= weights * 4 ** max(0.0, p / 2 - 1) + 1e-6).all()
+    assert p < 1 or float((found >= 0.9 * reached).double().mean()) > 0.9  # below p = 1 the problem is not convex
 
 
 def test_correlations_and_threshold_by_hand():
@@ -117,7 +123,7 @@ def test_correlations_and_threshold_by_hand():
     # inside S: 0.5 / min(1, 0.5); across: max(0, 1 / min(0.5, 4))
     assert planted.correlations(model) == (1.0, 2.0)
     claims = held(study.universal_set_claims(model, n_queries=4, seed=0), "measured")
-    leverage = planted.lp_sensitivities(keys, 2.0)[:2].min()
+    leverage = lewis_weights(keys, 2.0)[:2].min()
     assert claims["min signal leverage / rho"] == pytest.approx(float(leverage) * (1 + 1 * 2 + 4 * 3))
 
 
@@ -226,6 +232,30 @@ def test_counterexample_claims_report_both_outcomes(raw, normalized, expected, m
     assert "only 5 different rows" in held(claims, "note")[quantities[0]]
 
 
+def test_isolated_rows_of_a_latent_subspace():
+    model = planted.latent_keys(200, 16, 0.01, generator=0)
+    torch.testing.assert_close(model.keys.norm(dim=-1), torch.ones(200, dtype=torch.float64))
+    assert int(model.signal.sum()) == 4
+    claims = study.latent_claims(model, restarts=4, seed=0)
+    assert all(
+        held(claims)[quantity] for quantity in ("D_min / D_sep", "min signal leverage / rho", "|U| / (d / rho)")
+    )
+    # the distance that the correlations allow is met by the pair that has the largest one
+    assert held(claims, "measured")["D_min / D_sep"] == pytest.approx(1.0, abs=0.05)
+    crowded = dataclasses.replace(model, keys=model.keys[:1].expand(200, 16) + 1e-3 * model.keys)
+    assert not any(held(study.distance_claims(crowded)).values())
+
+
+def test_one_cluster_for_each_heavy_row():
+    model = draw(n=60, d=4, epsilon=0.5, c_signal=0.4, c_noise=1e-6)
+    assert (
+        held(study.many_cluster_claims(model, seed=0), "measured")["signal rows that are clusters of their own"]
+        > 0
+    )
+    unit = draw(reading="normalized", n=60, d=4, epsilon=0.5, c_signal=0.4, c_noise=1e-6)
+    assert not held(study.many_cluster_claims(unit, seed=0))["noise rows in one cluster"]
+
+
 def test_claims_that_must_hold():
     # a quadratic entry is at most the key's leverage: algebra, not a theorem of the paper
     model = draw(n=300, epsilon=0.2, c_signal=0.01, c_noise=0.01)
@@ -245,7 +275,7 @@ def test_rows_cover_every_scorer_and_share_what_does_not_depend_on_epsilon():
     assert [topics.count(topic) for topic in ("singleton", "counterexample", "leverage")] == [2, 2, 4]
 
 
-@pytest.mark.parametrize("name", ["kmeans", "leverage", "lp-sensitivity"])
+@pytest.mark.parametrize("name", ["kmeans", "leverage", "lewis-weights"])
 def test_a_method_selects_exactly_its_budget(name):
     model = draw(n=200, d=4)
     options = {"rule": "farthest", "normalize": False, "p": 1.0}
@@ -279,6 +309,7 @@ def test_tables_have_methods_and_claims(records, tmp_path):
     table = tables.claim_table(records)
     claims = {"Lemma 1", "Lemma 2", "Theorem 1", "Theorem 2", "Corollary 1", "Claim 1, p=2, rotated"}
     claims |= {"Appendix B, as printed", "Appendix B, norms spread", "rho: S in U"}
+    claims |= {"Appendix C, k = d m + 1", "Appendix D"}
     assert claims <= {row[0] for row in table.rows}
     verdicts = {cell.split()[0] for row in table.rows for cell in (row[5], row[7])}
     assert {"yes", "no"} <= verdicts <= {"yes", "no", "partly", "-"}

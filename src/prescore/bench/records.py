@@ -11,10 +11,12 @@ import json
 import math
 import os
 import platform
+import subprocess
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -151,12 +153,28 @@ def measure(
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python and of the installed packages that can change a result."""
+    """Versions of Python and of the installed packages that can change a result; from a clone also its commit."""
     installed = {"python": platform.python_version()}
     for package in _PACKAGES:
         with contextlib.suppress(metadata.PackageNotFoundError):
             installed[package] = metadata.version(package)
-    return installed
+    commit = _commit()
+    return {**installed, "commit": commit} if commit else installed
+
+
+@cache
+def _commit() -> str:
+    """The last commit of the package's own source, with a + where files were changed since; empty outside git."""
+
+    def git(*words: str) -> str:
+        command = ["git", "-C", str(Path(__file__).parent.parent), *words, "--", "."]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        commit = git("log", "-1", "--format=%h")
+        return commit + ("+" if commit and git("diff", "--name-only", "HEAD") else "")
+    except (OSError, subprocess.CalledProcessError):  # no git, or no repository
+        return ""
 
 
 def _finite(value: Any) -> Any:

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from prescore.bench.records import Record, Row, Values
 
 
-_OF_EXPERIMENTS = ("method", "top_k")
+_OF_EXPERIMENTS = ("top_k",)
 _OF_HELD_OUT = (
-    *(*_OF_EXPERIMENTS, "leaf", "coupling", "sinks", "first", "offset", "windows", "documents"),
+    *(*_OF_EXPERIMENTS, "method", "leaf", "coupling", "sinks", "first", "offset", "windows", "documents"),
     *("skip_short", "parallel"),
 )
 _ELSEWHERE = {
@@ -39,7 +39,9 @@ def command(
     given: cli.Comparison,
     run: cli.Run,
     experiment: str | None = typer.Option(
-        None, help="table1, appendix-a, figure-glm3, appendix-f, appendix-i, longest, cost, min-weight or default."
+        None,
+        help="table1, appendix-a or figure-glm3 (--method SCORER runs one of their columns), appendix-f, "
+        "appendix-i, longest, cost, baselines, universal-set, min-weight or default.",
     ),
     top_k: list[str] | None = typer.Option(None, help="Keys kept, count or fraction; repeatable."),
     coupling: str | None = typer.Option(None, help="corrected (default of appendix-a) or early (of appendix-i)."),
@@ -109,6 +111,7 @@ def command(
         )
     else:
         options: Values = {"leaf": leaf, "sinks": sinks, "coupling": coupling, "changes": fields}
+        options["scorers"] = given.method or ()
         methods_at = partial(experiments.experiment_methods, experiment, **options)
     # bad options and documents are refused before anything is loaded
     if is_held_out:

@@ -104,7 +104,7 @@ def command(
     run: Run,
     method: list[str] | None = typer.Option(
         None,
-        help="exact, centroids, routed, default, or SCORER[-RULE][-sample][+centroids]; may be repeated.  "
+        help="exact, centroids, published, routed, default, or SCORER[-RULE][-sample][+centroids]; repeatable.  "
         "[default: the paper's grid and ours]",
     ),
     share: list[float] | None = typer.Option(

@@ -21,7 +21,6 @@ SOURCE_MODULES = (
 )
 """What `python-source` is made of, none of it in the default corpus."""
 _SUFFIXES = (".txt", ".md", ".rst", ".py", ".tex", ".html", ".jsonl", ".json")
-_CHOICES = ("choice_A", "choice_B", "choice_C", "choice_D")
 
 
 @dataclass(frozen=True)
@@ -41,9 +40,9 @@ def load_documents(sources: Sequence[str | Path] | None = None, *, limit: int | 
     """Read all documents of the given sources, in order; none given = the default corpus.
 
     A source is a text file, a directory (its text files, by name), or a `.jsonl` / `.json` file with LongBench
-    records: `context` and `input` (v1), or `context`, `question` and choices (v2). A name of the default corpus
-    (`python-reference`, or a module such as `argparse`) is a source too, and so is `python-source`: modules of the
-    same library, one after the other.
+    records (v1 or v2). Of a record `context` alone is read: no question, choice or answer. A name of the default
+    corpus (`python-reference`, or a module such as `argparse`) is a source too, and so is `python-source`: modules
+    of the same library, one after the other.
 
     Raises:
         OSError: A source cannot be read, or is not text.
@@ -124,15 +123,11 @@ def _json_records(text: str, path: Path) -> Iterator[Values]:
 
 
 def _record_text(record: Values, path: Path, number: int) -> str:
-    if not isinstance(record.get("context"), str):
-        got = f"none in record {number}"
-        raise ValueError(f"document {path.name} must have a field 'context' in every record, got {got}")
-    question = record.get("input") or record.get("question") or ""
-    if not isinstance(question, str):
-        got = f"{type(question).__name__} in record {number}"
-        raise ValueError(f"document {path.name} must have text in 'input' or 'question', got {got}")
-    choices = [f"{name[-1]}. {record[name]}" for name in _CHOICES if record.get(name)]
-    return "\n\n".join(part for part in (record["context"], question, *choices) if part).replace("\r\n", "\n")
+    text = record.get("context")
+    if not isinstance(text, str):
+        got = f"{'none' if text is None else type(text).__name__} in record {number}"
+        raise ValueError(f"document {path.name} must have a text 'context' in every record, got {got}")
+    return text.replace("\r\n", "\n")
 
 
 def _python_document(name: str) -> Document:

@@ -6,6 +6,7 @@ multiplied by `length / 32768`, so that each stays the same fraction of the cont
 
 from __future__ import annotations
 
+import bisect
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -24,9 +25,11 @@ from prescore.bench.language.methods import (
     leaf_of,
     local_only,
     named_method,
+    sliding_window,
 )
 from prescore.bench.records import Values
 from prescore.config import Coupling, Exact, Hyper, Lsh, Routed, Selected
+from prescore.scoring.leverage import Leverage
 
 PAPER_LENGTH = 32768
 PAPER_LEAF, PAPER_BLOCK, PAPER_SAMPLES = 4096, 256, 256
@@ -38,11 +41,19 @@ COUPLINGS = {
     "residual by n": Coupling(residual_weight="all"),
     "overlap counted": Coupling(overlap="count"),
     "early": Coupling(mask="zero", residual_weight="all", overlap="count"),
+    "blocks over all keys": Coupling(blocks="all"),
 }
 BUDGETS = (32, 64, 128, 256, 512, 1024)
 """Far keys per block in the comparison at equal cost, at 4096 tokens."""
 MIN_WEIGHTS = (1 / 512, 1 / 1024, 1 / 2048)
 """Thresholds at which the default is measured."""
+READS = 640
+"""Keys that every method of `baselines` reads per query, about as many as the default."""
+READS_LEAF = 512
+SKETCH_SIZE = 256
+"""Rows of the sketch of `ApproxLeverage`."""
+MIN_SCORES = (0.4, 0.2, 0.1, 0.05)
+"""Thresholds eps of the universal set: least leverage of a key, among the keys of its block."""
 BLIND, PUBLISHED, LOOKING = "keys chosen before any query", "published methods", "sees the queries first"
 """Panels of the comparison at equal cost."""
 USUAL = ("hyper", "paper:kmeans", "paper:leverage", "default")
@@ -159,6 +170,58 @@ def _cost(scale: Scale) -> Iterator[Method]:
             yield Method(f"{label}, {count}", config, {"series": label, "budget": count, "group": group})
 
 
+def _baselines(scale: Scale) -> Iterator[Method]:
+    """The families of Appendix H at equal keys read, and the default, which reads what its queries need."""
+    length, leaf = scale.length, scale.leaf
+    # half of the queries read a block at each level of the causal grid, those in odd blocks
+    n_levels = (largest_block(length, leaf) // leaf).bit_length()
+    count = max(SINKS + 1, round((READS - leaf / 2) / (n_levels / 2))) if n_levels else leaf
+    half = max(1, count // 2)
+    lsh = Lsh(half, half, alignment="rank")
+    methods: list[tuple[str, Any]] = []
+    for name in ("kmeans", "kmedian", "leverage"):
+        methods.append((f"paper: {name} + Hyper", Selected.paper(name, 2 * count, inner=lsh, min_seq_len=leaf)))
+    methods += [
+        ("HyperAttention", Hyper(lsh, min_seq_len=leaf)),
+        ("HyperAttention, 4 sinks", Hyper(lsh, SINKS, leaf)),
+    ]
+    scorers: dict[str, str | Leverage] = {"k-means": "kmeans", "leverage": "leverage", "random keys": "uniform"}
+    scorers["sketched leverage"] = Leverage(sketch_size=SKETCH_SIZE)
+    for label, scorer in scorers.items():
+        config = Selected.paper(scorer, count, sinks=SINKS, inner=Exact(), min_seq_len=leaf)
+        methods.append((f"{label}, 4 sinks", config))
+    methods += [
+        ("sliding window", sliding_window(length, READS, 0).config),
+        ("StreamingLLM, 4 sinks", sliding_window(length, READS, SINKS).config),
+        ("Performer", Baseline("performer", {"n_features": READS})),
+        ("Reformer", Baseline("reformer", {"chunk_size": READS // 8, "n_rounds": 4})),
+    ]
+    for label, name in {"LevAttention": "lev-attention", "H2O": "heavy-hitters", "oracle": "oracle"}.items():
+        methods.append((label, reading_about(name, length, leaf, READS)))
+    methods.append(("default", Routed()))
+    for label, config in methods:
+        yield Method(label, config, {"series": label, "reads": READS})
+
+
+def reading_about(name: str, length: int, leaf: int, reads: float) -> Baseline:
+    """A baseline with exact chunks and the smallest budget that reads at least so many keys per query."""
+
+    def budgeted(budget: int) -> Baseline:
+        return Baseline(name, {"budget": budget, "chunk_size": leaf})
+
+    return budgeted(bisect.bisect_left(range(length), reads, key=lambda budget: budgeted(budget).reads(length)))
+
+
+def _universal_set(scale: Scale) -> Iterator[Method]:
+    """Section 2's hybrid: HyperAttention over the keys whose leverage, exact or sketched, is at least eps."""
+    lsh = Lsh(scale.count(PAPER_BLOCK), scale.count(PAPER_SAMPLES), alignment="rank")
+    for sketch_size, eps in itertools.product((None, SKETCH_SIZE), MIN_SCORES):
+        scorer = Leverage(sketch_size=sketch_size)
+        config = Selected.paper(scorer, None, min_score=eps, inner=lsh, sinks=scale.sinks, min_seq_len=scale.leaf)
+        series = "universal set, sketched" if sketch_size else "universal set"
+        yield Method(f"{series}, eps={eps:g}", config, {"series": series, "min_score": eps})
+
+
 def _min_weights(scale: Scale) -> Iterator[Method]:
     """The default at several thresholds, nothing else changed."""
     for weight in MIN_WEIGHTS:
@@ -193,7 +256,13 @@ EXPERIMENTS: dict[str, Callable[..., Iterator[Method]]] = {
     "longest": _longest,
     "cost": _cost,
     "min-weight": _min_weights,
+    "baselines": _baselines,
+    "universal-set": _universal_set,
 }
+_OWN_SINKS = ("cost", "min-weight", "baselines")
+"""Experiments whose methods say themselves which sinks they keep."""
+_OWN_LEAVES = {"min-weight": Routed().chunk_size, "baselines": READS_LEAF}
+_BY_SCORER = ("appendix-a", "figure-glm3")
 
 
 def largest_block(length: int, leaf: int) -> int:
@@ -212,6 +281,8 @@ def default_lengths(experiment: str | None, trained: int | None) -> list[int]:
     longest = trained or PAPER_LENGTH
     if experiment == "longest":
         return [longest, 2 * longest, 4 * longest]
+    if experiment == "baselines":
+        return sorted({min(longest, 4096), min(longest, 8192)})
     return [min(longest, 8192 if experiment in ("table1", "min-weight") else 4096)]
 
 
@@ -235,22 +306,29 @@ def experiment_methods(
     leaf: int | None = None,
     sinks: int = 0,
     coupling: str | None = None,
+    scorers: Sequence[str] = (),
     changes: Mapping[str, Any] | None = None,
 ) -> list[Method]:
     """The methods of an experiment, exact and local-only first; the same configuration appears once.
 
-    Without `leaf` the leaves are the paper's share of the length, or the default's chunk. `coupling` is a name of
-    `COUPLINGS` (None = as printed), `changes` are fields to change in every configuration that has them.
+    Without `leaf` the leaves are the paper's share of the length, or the experiment's own. `coupling` is a name of
+    `COUPLINGS` (None = as printed), `scorers` are the columns of Appendix A to run (none = all), `changes` are
+    fields to change in every configuration that has them.
     """
     checks.one_of("experiment", name, tuple(EXPERIMENTS))
-    if sinks and name in ("cost", "min-weight"):
+    if sinks and name in _OWN_SINKS:
         raise ValueError(f"sinks must be left to the experiment {name}, got {sinks}")
-    options = {}
+    options: Values = {}
     if coupling is not None:
         checks.one_of("coupling", coupling, tuple(COUPLINGS))
         checks.one_of("experiment with a coupling", name, ("appendix-a", "appendix-i"))
         options["coupling"] = coupling
-    scale = Scale(length, leaf or (Routed().chunk_size if name == "min-weight" else leaf_of(length)), sinks)
+    if scorers:
+        checks.one_of("experiment with methods", name, _BY_SCORER)
+        for scorer in scorers:
+            checks.one_of("method", scorer, _SCORERS)
+        options["scorers"] = scorers
+    scale = Scale(length, leaf or _OWN_LEAVES.get(name) or leaf_of(length), sinks)
     changes = changes or {}
     methods = [EXACT, local_only(scale.leaf), *EXPERIMENTS[name](scale, **options)]
     _check_set(changes, _VARIED, methods)

@@ -100,6 +100,11 @@ class Summary:
         """E to the mean loss."""
         return math.exp(self.loss) if self.loss < 700 else math.inf
 
+    @property
+    def published_perplexity(self) -> float:
+        """As the paper's scripts compute it: the mean over documents of 2 to the loss in nats."""
+        return statistics.fmean(2.0 ** min(loss, 1000.0) for loss in self.losses.values())
+
 
 def confidence_half_width(values: Sequence[float]) -> float | None:
     """Half of Student's 95 % interval of the mean."""
@@ -245,13 +250,18 @@ def full_csv(summaries: Sequence[Summary]) -> str:
 
 
 def paper_csv(summaries: Sequence[Summary]) -> str | None:
-    """The columns of the paper's tables, PPL* by the inclusive leaf rule; None = no method is the paper's."""
+    """The columns of the paper's tables, PPL* by the inclusive leaf rule; None = no method is the paper's.
+
+    PPL is e to the mean loss; `2^loss` and `2^loss*` are what the published scripts print.
+    """
     cells = [s for s in summaries if "paper_top_k" in s.axes]
     counts = ("Context", "Coupling", "Method", "Top K", "Sample Size")
     lines: Lines = [[*counts, "PPL", "PPL*", "Top K / n", "Paper's Top K", "Paper's Sample Size"]]
+    lines[0] = [*lines[0], "2^loss", "2^loss*"]
     for s in summaries:
         if s not in cells:
-            lines.append([s.n_tokens, None, s.label, None, None, s.perplexity, None, None, None, None])
+            line = [s.n_tokens, None, s.label, None, None, s.perplexity, None, None, None, None]
+            lines.append([*line, s.published_perplexity, None])
     for (length, coupling), inside in _group(cells, lambda s: (s.n_tokens, s.axes["coupling"])).items():
         for scorer in dict.fromkeys(s.axes["scorer"] for s in inside):
             own = [s for s in inside if holds_for(s, scorer)]
@@ -260,6 +270,8 @@ def paper_csv(summaries: Sequence[Summary]) -> str | None:
                 ppl, axes = {s.axes["leaf_inclusive"]: s.perplexity for s in same}, same[0].axes
                 line = [length, coupling, _NAMES.get(scorer, scorer), axes["top_k"], axes["sample_size"]]
                 line += [ppl.get(False), ppl.get(True), axes["fraction"], top_k, axes["paper_sample_size"]]
+                published = {s.axes["leaf_inclusive"]: s.published_perplexity for s in same}
+                line += [published.get(False), published.get(True)]
                 lines.append(line)
     return _text(lines) if cells else None
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from prescore import checks
 from prescore.rng import as_streams
+from prescore.scoring.leverage import lewis_weights
 
 READINGS = ("normalized", "small-noise")
 
@@ -135,26 +136,64 @@ def counterexample_keys(
     return PlantedModel(keys[order], groups[order], torch.eye(d, dtype=torch.float64)[:half], 1.0, 0.0, 0.0)
 
 
-def lp_sensitivities(keys: Tensor, p: float) -> Tensor:
-    """l_p sensitivities `sup_x |k_i^T x|^p / |K x|_p^p` through Lewis weights, `[..., n, d] -> [..., n]`.
+def latent_keys(n: int, d: int, small: float = 0.1, *, generator: Generator = None) -> PlantedModel:
+    """Appendix D: a latent subspace V of dimension `d / 4`, with one signal row near each of its directions.
 
-    The weights solve `w_i^(2/p) = k_i^T (K^T W^(1 - 2/p) K)^+ k_i`, sum to rank(K), and bound the sensitivity from
-    above: by `w_i` for p <= 2 and by `d^(p/2 - 1) w_i` for p > 2. At p = 2 they are the exact leverage
-    `k_i^T (K^T K)^+ k_i`. The fixed-point iteration contracts by `|1 - p/2|` a step, so it converges for 0 < p < 4
-    only; it stops when no weight moves by more than 1e-6 of the largest.
+    Signal rows lie in V but for a component of norm `small` in its complement; all other rows lie in the
+    complement but for a component of norm `small` in V. Every row has norm 1.
+    """
+    checks.number("small", small, minimum=0.0, maximum=1.0)
+    latent = max(1, d // 4)
+    streams = as_streams(generator)
+    like = torch.empty(0, dtype=torch.float64)
+    main = torch.nn.functional.normalize(streams.normal("main", n, d, like=like)[:, latent:], dim=-1)
+    inside = torch.nn.functional.normalize(streams.normal("inside", n, d, like=like)[:, :latent], dim=-1)
+    inside[:latent] = torch.eye(latent, dtype=torch.float64)
+    is_signal = (torch.arange(n) < latent)[:, None]
+    large = (1 - small**2) ** 0.5
+    keys = torch.cat(
+        (inside * torch.where(is_signal, large, small), main * torch.where(is_signal, small, large)), 1
+    )
+    groups = torch.zeros(n, dtype=torch.int64)
+    groups[:latent] = torch.arange(1, latent + 1)
+    order = streams.uniform("order", n, like=like).argsort()
+    return PlantedModel(keys[order], groups[order], torch.eye(d, dtype=torch.float64)[:latent], 1.0, small, 1.0)
+
+
+_SAMPLED_PER_COLUMN, _STEPS, _AT_ONCE = 8, 8, 512
+
+
+def lp_sensitivities(keys: Tensor, p: float, *, generator: Generator = None) -> Tensor:
+    """l_p sensitivities `sup_x |k_i^T x|^p / |K x|_p^p` of `keys [n, d]`, found by search: `[n]`, from below.
+
+    As in Padmanabhan et al. (2023) the search for x runs on `8 d` rows sampled by their Lewis weights, here by
+    reweighted least squares; the ratio is then that of all keys, so no value exceeds the sensitivity. At p = 2 the
+    first step finds it.
     """
     rows = keys.double()
-    weights = torch.ones(rows.shape[:-1], dtype=torch.float64, device=rows.device)
-    tiny = torch.finfo(torch.float64).tiny
-    for _ in range(100):
-        scale = weights.clamp_min(tiny).pow(1 - 2 / p)
-        # a zero row has weight 0, whose negative power is infinite
-        gram = rows.mT @ (rows * torch.where(weights > tiny, scale, 0).unsqueeze(-1))
-        inverse = torch.linalg.pinv(gram, hermitian=True)
-        before, weights = weights, ((rows @ inverse) * rows).sum(-1).clamp_min(0).pow(p / 2)
-        if bool(((weights - before).abs() <= 1e-6 * weights.amax(-1, keepdim=True)).all()):
-            break
-    return weights
+    weights = lewis_weights(rows, p)
+    size = min(len(rows), _SAMPLED_PER_COLUMN * rows.shape[1])
+    share = weights.cumsum(0) / weights.sum()
+    places = as_streams(generator).uniform("rows", size, like=rows)
+    drawn = torch.searchsorted(share, places).clamp_max(len(rows) - 1)
+    sample, scale = rows[drawn], weights.sum() / (size * weights[drawn])
+    start = torch.linalg.pinv(rows.mT @ rows, hermitian=True)
+    best = torch.zeros_like(weights)
+    for begin in range(0, len(rows), _AT_ONCE):
+        some = rows[begin : begin + _AT_ONCE]
+        x = some @ start
+        for _ in range(_STEPS):
+            reach = (some * x).sum(-1, keepdim=True)
+            x = x / torch.where(reach.abs() > 0, reach, 1)
+            ratio = (some * x).sum(-1).abs().pow(p) / (x @ rows.mT).abs().pow(p).sum(-1).clamp_min(1e-300)
+            best[begin : begin + _AT_ONCE] = torch.maximum(best[begin : begin + _AT_ONCE], ratio)
+            if p == 2:
+                break
+            values = (x @ sample.mT).abs()
+            pull = scale * values.clamp_min(1e-4 * values.amax(-1, keepdim=True) + 1e-30).pow(p - 2)
+            grams = (sample.mT * pull[:, None]) @ sample
+            x = (torch.linalg.pinv(grams, hermitian=True) @ some[..., None])[..., 0]
+    return best
 
 
 def correlations(model: PlantedModel) -> tuple[float, float]:

@@ -26,11 +26,12 @@ from prescore.config import Selected
 from prescore.registry import get_scorer, list_scorers
 from prescore.rng import as_streams
 from prescore.scoring.kmeans import Minkowski
+from prescore.scoring.leverage import lewis_weights
 from prescore.scoring.rules import RULES
 from prescore.scoring.select import membership, score_keys
 
 NO_RULE = "-"
-SENSITIVITY = "lp-sensitivity"
+LEWIS = "lewis-weights"
 VARIANTS = {
     ("normalized", None): "rows normalised",
     ("small-noise", False): "small noise, raw",
@@ -43,6 +44,8 @@ CONSTANT = 4.0
 """The constant that an O() or Theta() may hide, unless a check says otherwise."""
 SMALL = 0.5
 """What "sufficiently small" allows."""
+LATENT_NOISE = (0.1, 0.01)
+"""Norms of the small components of Appendix D's model."""
 
 Claims = Callable[[PlantedModel], list[Values]]
 
@@ -51,8 +54,8 @@ Claims = Callable[[PlantedModel], list[Values]]
 class Sweep:
     """What to run: every combination of the settings, for every seed.
 
-    `methods=None` is every registered scorer (`minkowski` with the last power), and l_p sensitivities for the
-    powers below 4 but 2. Claims use the cheapest of `restarts` clusterings; the l_p claim, whose centres are slow
+    `methods=None` is every registered scorer, `minkowski` with the last power and Lewis weights with all powers
+    below 4 but 2. Claims use the cheapest of `restarts` clusterings; the l_p claim, whose centres are slow
     to find, uses one, at the smallest n.
     """
 
@@ -94,18 +97,18 @@ def planted_rows(sweep: Sweep) -> list[Row]:
 
 
 def _recall_rows(sweep: Sweep, setting: PlantedSetting, seed: int) -> list[Row]:
-    methods = [(name, sweep.powers[-1]) for name in sweep.methods or list_scorers()]
-    if sweep.methods is None:
-        methods += [(SENSITIVITY, p) for p in sweep.powers if p < 4 and p != 2]
+    methods = [(name, sweep.powers[-1]) for name in sweep.methods or list_scorers() if name != LEWIS]
+    if LEWIS in (sweep.methods or list_scorers()):
+        methods += [(LEWIS, p) for p in sweep.powers if p < 4 and p != 2]
     rows = []
     for (name, power), (reading, normalize) in itertools.product(methods, VARIANTS):
-        has_rule = name != SENSITIVITY and "rule" in _fields(name)
+        has_rule = "rule" in _fields(name)
         config = {
             "part": "recall",
             **asdict(setting),
             "reading": reading,
             "normalize": normalize,
-            "method": f"{name} p={power:g}" if name in (SENSITIVITY, "minkowski") else name,
+            "method": f"{name} p={power:g}" if name in (LEWIS, "minkowski") else name,
             "rules": list(sweep.rules) if has_rule else [NO_RULE],
             "degree": sweep.degree,
             "n_queries": sweep.n_queries,
@@ -133,14 +136,11 @@ def select_planted(model: PlantedModel, name: str, options: Values, seed: int) -
 
     Args:
         model: The keys.
-        name: A scorer, or `lp-sensitivity`.
+        name: A scorer.
         options: Fields of the scorer; those that it lacks, and None, are ignored.
         seed: Of the scorer.
     """
     budget, n = int(model.signal.sum()), len(model.keys)
-    if name == SENSITIVITY:
-        best = planted.lp_sensitivities(model.keys, options["p"]).topk(budget).indices
-        return torch.zeros(n, dtype=torch.bool).index_fill_(0, best, True)
     known = {field: value for field, value in options.items() if field in _fields(name) and value is not None}
     config = Selected.paper(get_scorer(name)(**known), budget)
     return membership(select_by(model.keys.float()[None, None], config, generator=seed), n)[0, 0]
@@ -166,12 +166,28 @@ def _claim_rows(sweep: Sweep, setting: PlantedSetting, seed: int) -> list[Row]:
         add("clusters", {"reading": reading}, draw, theorem, centroid_claims, cost=sweep.restarts)
         draw = partial(dataclasses.replace(setting, epsilon=1.0).draw, reading, generator=seed)
         corollary = partial(cluster, claim="Corollary 1")
-        add("singleton", {"reading": reading, "epsilon": 1.0}, draw, corollary, cost=sweep.restarts)
+        singleton = (corollary, distance_claims)
+        add("singleton", {"reading": reading, "epsilon": 1.0}, draw, *singleton, cost=sweep.restarts)
+        if setting.n == min(sweep.n):
+            draw = partial(setting.draw, reading, generator=seed)
+            add("many clusters", {"reading": reading}, draw, partial(many_cluster_claims, seed=seed), cost=10)
     for p, rotated in itertools.product(sweep.powers if setting.n == min(sweep.n) else (), (False, True)):
         draw = partial(setting.draw, "small-noise", rotated=rotated, generator=seed)
         claims = partial(lp_claims, p=p, basis="rotated" if rotated else "standard", seed=seed)
         detail = {"reading": "small-noise", "p": p, "rotated": rotated}
         add("l_p", detail, draw, claims, cost=2 if p >= 2 else 10)
+    for small in LATENT_NOISE:
+        draw = partial(planted.latent_keys, setting.n, setting.d, small, generator=seed)
+        detail = {
+            "reading": f"latent V, {small:g}",
+            "small": small,
+            "epsilon": None,
+            "c_signal": None,
+            "c_noise": None,
+        }
+        add(
+            "latent", detail, draw, partial(latent_claims, restarts=sweep.restarts, seed=seed), cost=sweep.restarts
+        )
     for spread, name in ((0.0, "as printed"), (0.5, "norms spread")):
         d = setting.d + setting.d % 2
         draw = partial(planted.counterexample_keys, setting.n, d, sweep.norm, spread=spread, generator=seed)
@@ -216,9 +232,11 @@ class Recovery(NamedTuple):
     cost_ratio: float
 
 
-def best_recovery(model: PlantedModel, restarts: int, seed: int, *, p: float = 2.0) -> Recovery:
-    """Cluster all keys as they are into `d + 1` clusters; the cheapest of some restarts."""
-    scorer = Minkowski(p=p, normalize=False, max_iter=CONVERGED)
+def best_recovery(
+    model: PlantedModel, restarts: int, seed: int, *, p: float = 2.0, n_clusters: int | None = None
+) -> Recovery:
+    """Cluster all keys as they are into `n_clusters` (None = `d + 1`) clusters; the cheapest of some restarts."""
+    scorer = Minkowski(n_clusters, p=p, normalize=False, max_iter=CONVERGED)
     costs, labels = [], []
     for restart in range(restarts):
         streams = as_streams(seed * 1000 + restart)
@@ -258,7 +276,7 @@ def _means(model: PlantedModel, labels: Tensor) -> Tensor:
 def leverage_claims(model: PlantedModel) -> list[Values]:
     """Lemma 1, Lemma 2 and Theorem 1, with their assumptions."""
     n, d = model.keys.shape
-    leverage = planted.lp_sensitivities(model.keys, 2.0)
+    leverage = lewis_weights(model.keys, 2.0)
     lowest, highest = float(leverage[model.signal].min()), float(leverage[~model.signal].max())
     sigma_min = float(torch.linalg.matrix_norm(model.keys.double(), ord=-2)) ** 2
     delta_1, delta_2 = planted.correlations(model)
@@ -282,7 +300,7 @@ def universal_set_claims(model: PlantedModel, *, n_queries: int, seed: int) -> l
     """
     n, d = model.keys.shape
     delta_1, delta_2 = planted.correlations(model)
-    leverage = planted.lp_sensitivities(model.keys, 2.0)
+    leverage = lewis_weights(model.keys, 2.0)
     rho = 1 / (1 + delta_1**2 * int(model.signal.sum()) + delta_2**2 * n)
     vacuous = "says nothing, d/rho >= n" if d / rho >= n else ""
     lowest = float(leverage[model.signal].min()) / rho
@@ -317,6 +335,51 @@ def clustering_claims(model: PlantedModel, *, claim: str, restarts: int, seed: i
     ]
 
 
+def distance_claims(model: PlantedModel, *, claim: str = "Corollary 1") -> list[Values]:
+    """`D_min`: the smallest squared distance from a signal row to any other row, at least 3/2 in the paper."""
+    signal = model.keys[model.signal].double()
+    squared = torch.cdist(signal, model.keys.double()).square()
+    squared[:, model.signal] = squared[:, model.signal].fill_diagonal_(torch.inf)
+    return [check(claim, "D_min, squared distance of a signal row", float(squared.min()), ">=", 1.5)]
+
+
+def many_cluster_claims(model: PlantedModel, *, seed: int) -> list[Values]:
+    """Appendix C on Theorem 2: `k = Theta(d / eps)` centres, one for each heavy row and one for all other rows."""
+    n_signal = int(model.signal.sum())
+    groups = torch.zeros_like(model.groups)
+    groups[model.signal] = torch.arange(1, n_signal + 1)
+    recovered = best_recovery(dataclasses.replace(model, groups=groups), 1, seed, n_clusters=n_signal + 1)
+    claim = "Appendix C, k = d m + 1"
+    return [
+        check(claim, "signal rows that are clusters of their own", recovered.groups, "=", 1.0),
+        check(claim, "noise rows in one cluster", recovered.noise, "=", 1.0),
+        check(f"{claim}, optimality", "cost of the truth / cost found", recovered.cost_ratio, "<=", 1.0 + 1e-9),
+    ]
+
+
+def latent_claims(model: PlantedModel, *, restarts: int, seed: int) -> list[Values]:
+    """Appendix D: isolation of S by its correlations, the universal set at rho, and `k = O(d / rho)` clusters."""
+    n, d = model.keys.shape
+    delta_1, delta_2 = planted.correlations(model)
+    rho = 1 / (1 + delta_1**2 * int(model.signal.sum()) + delta_2**2 * n)
+    leverage = lewis_weights(model.keys, 2.0)
+    (distance,) = distance_claims(model, claim="Appendix D")
+    separation = 2 * (1 - max(delta_1, delta_2))  # all rows have norm 1
+    n_clusters = max(d + 1, min(round(d / rho), n // 4))
+    vacuous = "says nothing, d/rho >= n" if d / rho >= n else ""
+    few, many = (best_recovery(model, restarts, seed, n_clusters=k).groups for k in (None, n_clusters))
+    lowest = float(leverage[model.signal].min())
+    return [
+        check("Appendix D", "D_sep = 2 (1 - max delta)", separation, ">", 0.0),
+        check("Appendix D", "D_min / D_sep", distance["measured"] / separation, ">=", 1.0 - 1e-6),
+        distance,
+        check("Appendix D", "min signal leverage / rho", lowest / rho, ">=", 1.0, vacuous),
+        check("Appendix D", "|U| / (d / rho)", int((leverage >= rho).sum()) * rho / d, "<=", 1.0, vacuous),
+        check("Appendix D", "signal rows isolated, k = d + 1", few, "=", 1.0),
+        check("Appendix D", "signal rows isolated, k = d / rho", many, "=", 1.0, f"k = {n_clusters}"),
+    ]
+
+
 def centroid_claims(model: PlantedModel) -> list[Values]:
     """Theorem 2's centroid errors with the true partition, the best case for the bound.
 
@@ -346,14 +409,27 @@ def lp_claims(model: PlantedModel, *, p: float, basis: str, seed: int) -> list[V
     smallest = float(torch.cat((directions.abs().pow(p).sum(-1), gaps)).min())
     centres = torch.cat((torch.zeros(1, directions.shape[-1], dtype=directions.dtype), directions))
     deviation = float((model.keys.double() - centres[model.groups]).abs().pow(p).sum(-1).max())
-    top = planted.lp_sensitivities(model.keys, p).topk(int(model.signal.sum())).indices
-    recall = float(model.signal[top].double().mean())
+    n_signal = int(model.signal.sum())
+    weights = lewis_weights(model.keys, p) if p < 4 else None
+    sensitivities = planted.lp_sensitivities(model.keys, p, generator=seed) if p < 4 else None
+
+    def recall(scores: Tensor) -> float:
+        return float(model.signal[scores.topk(n_signal).indices].double().mean())
+
+    found = (
+        []
+        if weights is None or sensitivities is None
+        else [
+            check(claim, "recall by l_p sensitivity", recall(sensitivities), "=", 1.0),
+            check(claim, "recall by Lewis weights", recall(weights), "=", 1.0),
+        ]
+    )
     return [
         check(claim, "Delta_min", smallest, "=", 1.0),
         check(claim, "Delta_min - 2 delta_max", smallest - 2 * deviation, ">", 0.0),
         check(claim, "signal groups that are one cluster", recovered.groups, "=", 1.0),
         check(claim, "noise rows in one cluster", recovered.noise, "=", 1.0),
-        check(claim, "recall by l_p sensitivity", recall, "=", 1.0),
+        *found,
     ]
 
 

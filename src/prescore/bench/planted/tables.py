@@ -54,7 +54,11 @@ def claim_table(records: Sequence[Record]) -> Table:
     claims = [record for record in records if record.config["part"] == "claims"]
     points = list(dict.fromkeys((record.config["n"], record.config["d"]) for record in claims))
     # settings other than n and d that vary are named in the row
-    swept = [record.config for record in claims if record.config["topic"] not in ("singleton", "counterexample")]
+    swept = [
+        record.config
+        for record in claims
+        if record.config["topic"] not in ("singleton", "counterexample", "latent")
+    ]
     varying = [name for name in _SETTING[2:] if len({config[name] for config in swept}) > 1]
     by_claim: dict[tuple[str, ...], dict[tuple[int, int], list[Values]]] = defaultdict(lambda: defaultdict(list))
     for record in claims:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from prescore.attention import select_by
 from prescore.bench.records import Row, Values
-from prescore.bench.vision.methods import parse_method
+from prescore.bench.vision.methods import PUBLISHED, parse_method
 from prescore.config import Selected
 from prescore.integrations.apply import Observer, observe
 from prescore.integrations.attention import AttentionContext, layer_seed
@@ -25,7 +25,7 @@ from prescore.integrations.masks import full_mask
 from prescore.scoring.select import membership
 
 METHODS = (
-    *("kmeans", "kmeans-farthest-sample", "kmedian", "kmedian-farthest-sample"),
+    *("kmeans", PUBLISHED, "kmeans-farthest-sample", "kmedian", "kmedian-farthest-sample"),
     *("leverage", "key-diff", "random"),
 )
 
@@ -133,8 +133,9 @@ def head_coverage(
 ) -> dict[str, Tensor]:
     """Coverage per (input, head), `[B, Hq]` each.
 
-    `heavy_E`: share of the entries above E whose key is selected, NaN where there is none. `columns`: share of the
-    s columns with the largest sums that are selected, s = selected keys. `mass`: attention on selected keys.
+    `heavy_E`: share of the entries above E whose key is selected, NaN where there is none. `columns_E`: share of
+    the s columns with the most entries above E that are selected, s = selected keys, NaN likewise; columns that
+    tie for the last places count by the share of the places. `mass`: attention on selected keys.
     """
     weights = attention_weights(query, key, context)
     selected = selected.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
@@ -144,12 +145,20 @@ def head_coverage(
         total = heavy.sum(dim=-1)
         share = (heavy * selected).sum(dim=-1) / total
         coverage[f"heavy_{threshold:g}"] = share.masked_fill(total == 0, torch.nan)
+        coverage[f"columns_{threshold:g}"] = _heaviest(heavy, selected).masked_fill(total == 0, torch.nan)
     sums = weights.sum(dim=2)
-    n_selected = selected.sum(dim=-1, keepdim=True)
-    rank = sums.argsort(dim=-1, descending=True).argsort(dim=-1)
-    coverage["columns"] = ((rank < n_selected) & selected).sum(dim=-1) / n_selected.squeeze(-1)
     coverage["mass"] = (sums * selected).sum(dim=-1) / sums.sum(dim=-1)
     return coverage
+
+
+def _heaviest(counts: Tensor, selected: Tensor) -> Tensor:
+    """Share of the s largest of `counts [B, H, N]` that are among the s `selected`, `[B, H]`."""
+    n_places = selected.sum(dim=-1, keepdim=True)
+    last = counts.sort(dim=-1, descending=True).values.gather(-1, (n_places - 1).clamp_min(0))
+    above, tied = counts > last, counts == last
+    n_left = n_places - above.sum(dim=-1, keepdim=True)
+    worth = above + tied * n_left / tied.sum(dim=-1, keepdim=True)
+    return (worth * selected).sum(dim=-1) / n_places.squeeze(-1)
 
 
 def attention_weights(query: Tensor, key: Tensor, context: AttentionContext) -> Tensor:

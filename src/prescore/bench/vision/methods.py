@@ -9,11 +9,12 @@ from prescore.registry import get_scorer, list_scorers
 from prescore.scoring.kmeans import ClusteringScorer, KMeans
 from prescore.scoring.rules import RULES
 
-EXACT, CENTROIDS, ROUTED, DEFAULT = "exact", "centroids", "routed", "default"
+EXACT, CENTROIDS, PUBLISHED, ROUTED, DEFAULT = "exact", "centroids", "published", "routed", "default"
 
 PAPER_GRID = (
     EXACT,
     "kmeans",
+    PUBLISHED,
     "kmeans-farthest-sample",
     "kmeans-cluster-share",
     "kmeans-balanced",
@@ -36,8 +37,9 @@ class VisionMethod:
 
     `SCORER[-RULE][-sample][+centroids]`, such as `kmeans` (the paper's nearest rule), `kmeans-farthest-sample`
     (keys sampled in proportion to their distance) or `key-diff+centroids`. `random` is the scorer `uniform`.
-    `centroids` selects the prefix tokens and represents all others by centroids, `routed` is `Routed` at a given
-    budget, `default` is `Routed()`.
+    `published` is the rule of the paper's published ViT script: k-means from random seeds on the keys as they are,
+    keys sampled in proportion to their distance. `centroids` selects the prefix tokens and represents all others
+    by centroids, `routed` is `Routed` at a given budget, `default` is `Routed()`.
     """
 
     name: str
@@ -96,7 +98,9 @@ class VisionMethod:
                     f"budget must leave room for centroids in addition to {least} selected keys, got {budget}"
                 )
         # centroids are means of the keys as they are, so these are clustered without normalisation
-        options = {"n_clusters": n_centroids or n_clusters, "rule": self.rule, "normalize": not n_centroids}
+        is_raw = bool(n_centroids) or self.name == PUBLISHED
+        options = {"n_clusters": n_centroids or n_clusters, "rule": self.rule, "normalize": not is_raw}
+        options |= {"seeding": "random"} if self.name == PUBLISHED else {}
         scorer = get_scorer(self.scorer or "")(**options if self.makes_clusters else {})
         remainder: str | KMeans = "centroids" if n_centroids else "none"
         if n_centroids and not self.makes_clusters:
@@ -110,6 +114,8 @@ def parse_method(name: str) -> VisionMethod:
         return VisionMethod(name)
     if name == CENTROIDS:
         return VisionMethod(name, "kmeans", "farthest", adds_centroids=True)
+    if name == PUBLISHED:
+        return VisionMethod(name, "kmeans", "farthest", "sample")
     stem = name.removesuffix("+centroids")
     adds_centroids = stem != name
     selector = "sample" if stem.endswith("-sample") else "top"
@@ -121,9 +127,9 @@ def parse_method(name: str) -> VisionMethod:
         if stem == word or (rule != stem and rule in RULES and method.makes_clusters):
             return method
     raise ValueError(
-        f"method must be {EXACT}, {CENTROIDS}, {ROUTED}, {DEFAULT} or SCORER[-RULE][-sample][+centroids] with a "
-        f"scorer among {', '.join(scorers)} and, where it makes clusters, a rule among {', '.join(RULES)}, "
-        f"got {name!r}"
+        f"method must be {EXACT}, {CENTROIDS}, {PUBLISHED}, {ROUTED}, {DEFAULT} or "
+        f"SCORER[-RULE][-sample][+centroids] with a scorer among {', '.join(scorers)} and, where it "
+        f"makes clusters, a rule among {', '.join(RULES)}, got {name!r}"
     )
 
 

@@ -76,23 +76,25 @@ def coverage_table(records: Sequence[Record]) -> Table:
     """Median / mean coverage per threshold, top columns and mass, with chance in the last column."""
     thresholds = [f"{value:g}" for value in records[0].config["thresholds"]]
     names = [f"heavy_{e}_{kind}" for e in thresholds for kind in ("median", "mean")]
-    cells = {name: _values(records, name) for name in (*names, "columns_mean", "mass_mean", "chance")}
+    columns = [f"columns_{e}_mean" for e in thresholds]
+    cells = {name: _values(records, name) for name in (*names, *columns, "mass_mean", "chance")}
     rows = []
     for line, by_budget in cells["chance"].items():
         for budget in by_budget:
             shares = {name: as_text(_mean(values[line][budget])) for name, values in cells.items()}
             heavy = [f"{shares[f'heavy_{e}_median']} / {shares[f'heavy_{e}_mean']}" for e in thresholds]
-            last = (shares["columns_mean"], shares["mass_mean"], shares["chance"])
+            last = (" / ".join(shares[name] for name in columns), shares["mass_mean"], shares["chance"])
             rows.append((label(line, keeps_prefix=False), str(budget), *heavy, *last))
     if thresholds == ["0.01", "0.1", "0.3"] and records[0].results["n_keys"] == _PUBLISHED_TOKENS:
         for (method, budget), printed in PUBLISHED_COVERAGE.items():
             rows.append((f"paper: ViT-B/16, {method}", str(budget), *printed, MISSING, MISSING))
     return Table(
         title="Coverage of heavy attention entries, per cent: median / mean",
-        columns=("method", "keys", *(f"> {e}" for e in thresholds), "top columns", "mass", "chance s/n"),
+        columns=("method", "keys", *(f"> {e}" for e in thresholds), "heaviest columns", "mass", "chance s/n"),
         rows=tuple(rows),
-        note="over inputs, layers and heads that have such an entry; top columns: share of the s columns with the "
-        "largest sums that are selected; mass: attention on selected keys; the paper prints medians",
+        note="over inputs, layers and heads that have such an entry; heaviest columns: share of the s columns "
+        "with the most such entries that are selected, mean, for each threshold; mass: weight on selected keys; "
+        "the paper prints medians and does not say for which threshold its columns are",
     )
 
 
@@ -115,7 +117,7 @@ def coverage_plot(records: Sequence[Record], path: str | Path) -> None:
     """Median coverage against the budget, a panel per threshold and one for the top columns, with chance."""
     thresholds = [f"{value:g}" for value in records[0].config["thresholds"]]
     panels = {f"heavy_{e}_median": f"entries > {e}, median" for e in thresholds}
-    panels["columns_mean"] = "top columns, mean"
+    panels[f"columns_{thresholds[0]}_mean"] = f"heaviest columns by entries > {thresholds[0]}, mean"
     chances = _values(records, "chance").values()
     chance = {b: _mean(seeds) for by_budget in chances for b, seeds in sorted(by_budget.items())}
     with figure(path, (3.2 * len(panels), 3.4), ncols=len(panels), sharey=True) as (_, axes):
