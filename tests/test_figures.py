@@ -163,7 +163,7 @@ FIGURES = [
 """A page, a line of it whose groups are figures, and the same figures from records."""
 
 
-@pytest.mark.parametrize(("page", "line", "values"), FIGURES, ids=lambda given: str(given)[:40])
+@pytest.mark.parametrize(("page", "line", "values"), FIGURES, ids=[figure[1][:40] for figure in FIGURES])
 def test_a_figure_is_that_of_its_record(page, line, values):
     found = re.search(line, (ROOT / page).read_text())
     assert found, f"{page} has no line {line}"
