@@ -13,7 +13,6 @@ from routed_checks import attend, check_routed, check_stats
 from fuzz import check
 from prescore import Exact, Routed, exact_attention, prescored_attention
 from prescore.ops.native import library
-from prescore.routed import native
 
 SMALL = Routed(min_weight=1 / 16, cluster_size=4, chunk_size=16, sinks=3, exact_until=0)
 WIDE = Routed(min_weight=1 / 64, cluster_size=32, chunk_size=64, sinks=4, exact_until=128)
@@ -314,19 +313,6 @@ def test_auto_runs_exactly_what_native_code_does_not_know(name):
     _, aux = prescored_attention(*inputs, is_causal=True, return_aux=True)
     assert aux.stats.exact_reason == f"native code: {reason}"
     assert prescored_attention(*inputs, WIDE, is_causal=True, return_aux=True)[1].stats.backend == "plain"
-
-
-def test_auto_runs_exactly_where_a_level_does_not_pay(monkeypatch):
-    """Unless the environment names the level."""
-    inputs = large(2400)
-    monkeypatch.setattr(library, "loaded_level", lambda: "baseline")
-    reasons = []
-    for named in ("", "baseline"):
-        monkeypatch.setenv(library.VARIABLE, named)
-        reasons.append(native.exact_reason(*inputs, Routed(), is_causal=True))
-    first = native.PAYS_FROM["baseline"]
-    assert reasons == [f"level baseline of native code pays from {first} keys on, got 2400", ""]
-    assert native.exact_reason(*inputs, Routed(exact_until=0), is_causal=True) == ""
 
 
 def test_dropout_routes():

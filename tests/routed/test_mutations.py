@@ -187,8 +187,8 @@ BREAKS = {
         ("exact queries route", "position < self.exact_until, 0)", "position < 0, 0)"),
     ],
     ("decode.py", "decode"): [
-        ("covariance of new chunks only", "[before + more for", "[more for"),
-        ("covariance after a step back", "index.means if is_latest else index.means_before", "index.means"),
+        ("covariance of new chunks only", ".cumsum(1) + sums[place].sum(1, keepdim=True)", ".cumsum(1)"),
+        ("covariance after a step back", "place = layout.n_chunks -", "place = index.n_chunks -"),
         ("crop forgets nothing", "chunk_size:\n            self._index = None", "chunk_size:\n            pass"),
         ("beams stay", "(rows.shape[0], -1)).index_select(0, rows)", "(rows.shape[0], -1))"),
         ("centroids count as keys", "layout.n_keys - layout.n_chunks *", "layout.n_keys - 0 *"),

@@ -37,11 +37,6 @@ from prescore.types import Attended
 WIDTH = 16
 """Columns and keys that lie side by side."""
 MAX_DIM = 256
-PAYS_FROM = {"baseline": 8192}
-"""Keys from which a level is faster than exact attention; from the first routed length on where none is given.
-
-From the table of levels in docs/default.md, measured on x86-64.
-"""
 KEY_ZERO = 64
 """What 0 is stored as: native code has keys without sign."""
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -76,15 +71,9 @@ def exact_reason(
     if config.exact_until < Routed.exact_until or not routes(config, n_query, n_keys, is_causal=is_causal):
         return ""
     reasons = unsupported(query, value.shape[-1], config)
-    if reasons:
-        return f"native code: {reasons[0]}"
-    level, first = library.loaded_level(), pays_from()
-    return f"level {level} of native code pays from {first} keys on, got {n_keys}" if n_keys < first else ""
-
-
-def pays_from() -> int:
-    """Keys from which `auto` routes with the level that runs; 0 = from the first length that can be routed."""
-    return 0 if library.is_named() else PAYS_FROM.get(library.loaded_level(), 0)
+    if not reasons:
+        return ""
+    return f"native code: {reasons[-1] if library.loaded_level() == library.NO_LEVEL else reasons[0]}"
 
 
 def can_run(query: Tensor, value_dim: int, cluster_size: int) -> bool:

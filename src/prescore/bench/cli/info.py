@@ -67,9 +67,8 @@ def collect() -> Values:
     from prescore.config import Routed
     from prescore.ops.native.library import NO_LEVEL, describe_native, levels_of_processor, loaded_level
     from prescore.registry import list_scorers
-    from prescore.routed.native import pays_from
 
-    native, most = loaded_level() != NO_LEVEL, max(Routed.exact_until, pays_from() - 1)
+    native, most = loaded_level() != NO_LEVEL, Routed.exact_until
     cuda = torch.cuda.is_available()
     name = torch.cuda.get_device_name() if cuda else torch.backends.cpu.get_cpu_capability()
     return {

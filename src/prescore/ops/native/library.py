@@ -70,11 +70,6 @@ def loaded_level() -> str:
     return _find().level or NO_LEVEL
 
 
-def is_named() -> bool:
-    """Whether `PRESCORE_NATIVE` names the level: then it runs also where exact attention is faster."""
-    return os.environ.get(VARIABLE, "").strip().lower() not in _AUTOMATIC
-
-
 def describe_native() -> str:
     """Which level runs, or why none does."""
     found = _find()
