@@ -6,7 +6,7 @@
 
 installs the package as a wheel beside each pair and runs the model tests, with no compiler in reach. The wheel
 is made here, or is there already. `oldest` is the lower bound in pyproject.toml, `newest` what pip finds,
-`pinned` what constraints.txt says. Every pair is a line of the record, experiments/versions/records.jsonl; a
+`pinned` what constraints.txt says. Every pair is a line of the record, experiments/versions/versions.jsonl; a
 pair that is tested again on the same system replaces its line. A build of torch that requires CUDA packages is
 not installed without --cuda: the table says so.
 
@@ -32,7 +32,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 ROOT = Path(__file__).resolve().parent.parent
-RECORD = ROOT / "experiments" / "versions" / "records.jsonl"
+RECORD = ROOT / "experiments" / "versions" / "versions.jsonl"
 MODEL_TESTS = ("tests/integrations", "-m", "not slow")
 TOOLS = ("pytest", "pytest-xdist", "hypothesis", "scikit-learn", "pillow", "setuptools")
 OLDEST, NEWEST, PINNED = "oldest", "newest", "pinned"
