@@ -10,6 +10,7 @@ from prescore.bench.cli.main import main
 REFUSALS = {
     "perplexity": [
         ("--document missing.txt", r"document must be a readable file, got missing.txt \(No such file"),
+        ("-d /dev/zero", r"document must be a readable file, got /dev/zero \(a device, which may have no end\)"),
         ("-d ' '", "document must name a file"),
         ("-n 4096", "document text.txt must have at least 4096 tokens, got"),
         ("-n 64 --windows 40", "document text.txt must have at least 2560 tokens, got"),
@@ -60,6 +61,7 @@ REFUSALS = {
         ("--model no/such-model --prompt a", "no/such-model"),
         ("--model missing.gguf --prompt a", "missing.gguf"),
         ("", "exactly one of --prompt and --prompt-file"),
+        ("--prompt-file /dev/zero", r"document must be a readable file, got /dev/zero \(a device"),
         ("--prompt a --config kmeans --set topk=3", r"got 'topk' \(did you mean 'top_k'\?\)"),
         ("--prompt a --config kmeans --set scorer.name=kmedian", "got 'scorer.name'"),
         ("--prompt a --config kmeans --set inner=exact", "inner type must be one of .* got 'exact'"),

@@ -132,6 +132,16 @@ def test_native_is_refused_without_a_library_and_for_other_configurations(monkey
 
 
 @needs_native
+def test_native_is_refused_where_gradients_need_float64():
+    query, *others = (tensor.requires_grad_() for tensor in tensors(**SMALL))
+    large = [4096 * query, *others]
+    with pytest.raises(Unsupported, match=r"gradients where abs\(lse\) is above 1024 .* got \d"):
+        attend(large, CONFIG, backend="native")
+    assert attend(large, CONFIG)[1].backend == "plain"
+    assert attend([tensor.detach() for tensor in large], CONFIG, backend="native")[1].backend == "native"
+
+
+@needs_native
 def test_auto_takes_native_code_and_plain_never_does(monkeypatch):
     inputs = tensors(**SMALL)
     ran = []

@@ -77,7 +77,7 @@ class Record:
     created: str = ""
 
     def to_json(self) -> str:
-        """One line of JSON; numbers that JSON lacks are written as "nan", "inf" and "-inf"."""
+        """One line of JSON; numbers that it lacks are `{"float": "nan"}`, likewise `"inf"` and `"-inf"`."""
         values = {"schema": SCHEMA, **{f.name: getattr(self, f.name) for f in fields(self)}}
         try:
             return json.dumps(_finite(values), allow_nan=False)
@@ -87,7 +87,7 @@ class Record:
     @classmethod
     def from_json(cls, line: str) -> Record:
         """The inverse of `to_json`; refuses a record with other fields, without results, or with a wrong key."""
-        values = json.loads(line)
+        values = json.loads(line, object_hook=_restored)
         if not isinstance(values, dict):
             raise ValueError(f"record must be a JSON object, got {type(values).__name__}")
         schema = values.pop("schema", 1)
@@ -179,12 +179,17 @@ def _commit() -> str:
 
 def _finite(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
+        return {"float": str(value)}
     if isinstance(value, Mapping):
         return {name: _finite(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
         return [_finite(item) for item in value]
     return value
+
+
+def _restored(value: Values) -> Any:
+    """The inverse of `_finite` for one JSON object."""
+    return float(value["float"]) if value in ({"float": word} for word in ("nan", "inf", "-inf")) else value
 
 
 # Files of records: one process at a time, intact after a crash, continued by `--resume`.

@@ -179,10 +179,10 @@ def read_config(name: str, top_k: str | None, fields: Values) -> Config:
 
 
 def _prompt(prompt: str | None, prompt_file: Path | None, quick: bool) -> str:
-    from prescore.bench.language.documents import TOPICS, decode, load_documents
+    from prescore.bench.language.documents import TOPICS, load_documents, read_text
 
     if quick and prompt is None and prompt_file is None:
         return load_documents([TOPICS])[0].text
     if (prompt is None) == (prompt_file is None):
         raise ValueError("exactly one of --prompt and --prompt-file must be given")
-    return decode(prompt_file.read_bytes(), str(prompt_file)) if prompt_file else prompt or ""
+    return read_text(prompt_file) if prompt_file else prompt or ""

@@ -166,12 +166,12 @@ def _save(
     for found in directory.glob("layer-*.safetensors"):
         raise ValueError(f"--save-heads must name a directory without saved heads, got {found}")
     chosen = read_layers(layers)
-    from prescore.bench.language.documents import decode
+    from prescore.bench.language.documents import read_text
     from prescore.bench.language.model import load_language_model
     from prescore.bench.speed.heads import save_heads
 
     loaded = load_language_model(model)
-    tokens = loaded.encode(decode(text_file.read_bytes(), str(text_file)))
+    tokens = loaded.encode(read_text(text_file))
     n_tokens = max(lengths) if lengths else min(len(tokens), loaded.trained_length or len(tokens))
     if n_tokens > len(tokens):
         raise ValueError(f"--n must be at most the {len(tokens)} tokens of {text_file.name}, got {n_tokens}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import importlib.util
 import itertools
@@ -61,8 +62,18 @@ def default_corpus() -> Iterator[Document]:
         yield _python_document(name)
 
 
-def decode(content: bytes, name: str) -> str:
-    """Bytes to text: UTF-8, else Latin-1; line ends become newlines; binary content is refused."""
+def read_text(path: Path) -> str:
+    """The text of a file, UTF-8 or Latin-1, with newlines as line ends; refuses devices and binary content."""
+    try:
+        if path.is_char_device() or path.is_block_device():
+            raise OSError(errno.EINVAL, "a device, which may have no end")
+        content = path.read_bytes()
+    except OSError as error:
+        raise OSError(f"document must be a readable file, got {path} ({error.strerror or error})") from error
+    return _decode(content, path.name)
+
+
+def _decode(content: bytes, name: str) -> str:
     if b"\0" in content[:65536]:
         raise OSError(f"document {name} must be text, got a binary file")
     try:
@@ -90,11 +101,7 @@ def _each(sources: Sequence[str | Path] | None) -> Iterator[Document]:
 
 
 def _file_documents(path: Path) -> Iterator[Document]:
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise OSError(f"document must be a readable file, got {path} ({error.strerror or error})") from error
-    text = decode(content, path.name)
+    text = read_text(path)
     if path.suffix.lower() not in (".jsonl", ".json"):
         yield Document(path.name, text)
         return
@@ -141,4 +148,4 @@ def _python_document(name: str) -> Document:
     spec = importlib.util.find_spec(name)
     if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
         raise OSError(f"document must be a readable file, got the module {name!r}, whose source this Python lacks")
-    return Document(f"{name}.py", decode(Path(spec.origin).read_bytes(), name))
+    return Document(f"{name}.py", _decode(Path(spec.origin).read_bytes(), name))

@@ -164,10 +164,10 @@ def main(text: str) -> None:
 
 
 def _write_tokens(job: Values) -> Values:
-    from prescore.bench.language.documents import decode
+    from prescore.bench.language.documents import read_text
     from prescore.bench.language.model import load_language_model
 
-    text = decode(Path(job["text"]).read_bytes(), job["text"])[: CHARACTERS_PER_TOKEN * job["n"]]
+    text = read_text(Path(job["text"]))[: CHARACTERS_PER_TOKEN * job["n"]]
     tokens = load_language_model(job["model"], check_head=False).encode(text).tolist()
     if len(tokens) < job["n"]:
         raise ValueError(f"--n must be at most the {len(tokens)} tokens of the text, got {job['n']}")
