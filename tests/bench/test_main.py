@@ -13,7 +13,7 @@ import prescore.bench.cli.info as info
 from prescore.bench.cli.main import main
 from prescore.bench.cli.options import Run, Session, progress
 from prescore.bench.records import RecordFile, Row, read_records
-from prescore.ops.native.library import describe_native
+from prescore.ops.native.library import VARIABLE, describe_native
 
 
 def rows(calls, n=4, fail_at=None):
@@ -55,6 +55,12 @@ def test_info_tells_versions_scorers_and_extras(capsys, monkeypatch):
     shown = " ".join(capsys.readouterr().out.split())  # a long reason is folded into several lines
     assert f"native operators {facts['native']}" in shown
     assert 'missing pillow: pip install ".[vision]" in a clone of prescore' in shown
+
+
+def test_info_measures_no_gain_where_the_default_runs_exactly(capsys, monkeypatch):
+    monkeypatch.setenv(VARIABLE, "0")
+    assert main(["info", "--measure", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["routing"] == "runs exactly: no native code"
 
 
 def test_info_warns_of_more_threads_than_physical_cores(tmp_path, monkeypatch):
