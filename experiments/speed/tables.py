@@ -1,4 +1,4 @@
-"""Markdown tables of docs/reproducing.md and docs/methods.md from the records beside this file: `python tables.py`."""
+"""Markdown tables of docs/reproducing.md and docs/methods.md from the records beside this file."""
 
 from __future__ import annotations
 
