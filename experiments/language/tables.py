@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from printed import APPENDIX_A, EXACT, TABLE_1, TOP_K, nats
+from printed import APPENDIX_A, APPENDIX_I, EXACT, TABLE_1, TOP_K, nats
 
 from prescore.bench.language.tables import READS, Summary, describe_run, keeps_every_key, summarise
 from prescore.bench.records import read_records
@@ -114,6 +114,20 @@ def appendix_f(summaries: Sequence[Summary]) -> Iterator[Table]:
             print(f"without a selection ({s.label}): {above(s.above_exact)} above exact\n")  # noqa: T201
 
 
+def appendix_i(summaries: Sequence[Summary]) -> Iterator[Table]:
+    """Gaussian kernel k-means by budget, with samples and without, ours and the paper's."""
+    found = {(s.axes["paper_sample_size"], s.axes["paper_top_k"]): s for s in summaries if s.axes}
+    sampled = ", sampled fit" if any(map(is_sampled, summaries)) else ""
+    rows = []
+    for top_k, printed in APPENDIX_I.items():
+        cells = [f"{found[256, top_k].axes['top_k']} ({top_k})"]
+        for samples, paper in zip((256, 0), printed, strict=True):
+            cells += [above(found[samples, top_k].above_exact), above(nats(paper) - nats(EXACT))]
+        rows.append(tuple(cells))
+    columns = (f"with samples{sampled}", "with samples, paper", f"no samples{sampled}", "no samples, paper")
+    yield Table("Gaussian kernel k-means, early coupling", ("top_k (paper's)", *columns), tuple(rows))
+
+
 def cost(summaries: Sequence[Summary]) -> Iterator[Table]:
     """Every method at every budget: loss above exact, reads, processor seconds."""
     cells = {(s.axes["series"], s.axes["budget"]): s for s in summaries if "series" in s.axes}
@@ -175,7 +189,7 @@ def above(value: float | None) -> str:
 
 
 TABLES = {"appendix-a": appendix_a, "fits": fits, "table1": table1, "appendix-f": appendix_f, "cost": cost}
-TABLES |= {"baselines": baselines, "universal-set": universal_set}
+TABLES |= {"appendix-i": appendix_i, "baselines": baselines, "universal-set": universal_set}
 
 PAGE = [
     ("appendix-a", "appendix-a"),
@@ -185,6 +199,7 @@ PAGE = [
     ("table1", "table1"),
     ("table1", "table1-longbench"),
     ("appendix-f", "appendix-f"),
+    ("appendix-i", "appendix-i"),
     ("cost", "cost"),
     ("cost", "cost-1024"),
     ("baselines", "baselines"),
