@@ -94,6 +94,22 @@ def needles(label):
     return sum(sum(depth["hits"]) for by_depth in own for depth in by_depth)
 
 
+def presets(folder, *fields, n=32768, backward=False, causal=True):
+    """Results of the paper's preset with k-means, in percent."""
+    found = records(folder, study="lengths", n=n, causal=causal, backward=backward)
+    (own,) = [r.results["methods"]["paper:kmeans"] for r in found if "paper:kmeans" in r.config["methods"]]
+    own = {**own, **own["shares"]}
+    return [100 * sum(own[name] for name in field.split("+")) for field in fields]
+
+
+def same_loss(label, other, folder="baselines"):
+    """Loss above exact attention at 4096 tokens by two versions."""
+    both = [(folder, label), ("cost", other)]
+    above = [above_exact(name, 4096, own)[0] for name, own in both]
+    assert above[0] == pytest.approx(above[1], abs=1e-3)
+    return above[0]
+
+
 PROTECTED = {"budget": 64, "keep_prefix": True}
 FIGURES = [
     (
@@ -160,6 +176,40 @@ FIGURES = [
         "docs/default.md",
         r"\| random tensors, 4 heads \| (\S+)x \| (\S+)x \| (\S+)x \| (\S+)x \| (\S+)x \| (\S+)x \|",
         lambda: [speedups("short", study="lengths", n=n)[0] for n in (1024, 2048, 2049, 2304, 2560, 3072)],
+    ),
+    (
+        "docs/reproducing.md",
+        r"HyperAttention (\S+), with four sinks (\S+), leverage with four sinks\s(\S+), random .* (\S+) \(`cost`",
+        lambda: [
+            same_loss("HyperAttention", "HyperAttention, 256"),
+            same_loss("HyperAttention, 4 sinks", "HyperAttention + sinks, 256"),
+            same_loss("leverage, 4 sinks", "leverage + sinks, 256"),
+            same_loss("random keys, 4 sinks", "random + sinks, 256"),
+        ],
+    ),
+    (
+        "docs/methods.md",
+        r"full\s+(\d+) / (\d+) %, causal forward (\d+) / (\d+) %, forward \+ backward (\d+) / (\d+) %",
+        lambda: [
+            presets("speed", "share_of_bound", n=n, **kind)[0]
+            for kind in ({"causal": False}, {}, {"backward": True})
+            for n in (8192, 32768)
+        ],
+    ),
+    (
+        "docs/methods.md",
+        r"scoring (\d+) %, hashing .*?(\d+) %, operator (\d+) %\..*\n.*scoring (\d+) %, .* (\d+) %, .* (\d+) %",
+        lambda: [
+            *presets("speed", "scoring", "hashing+sorting", "operator"),
+            *presets("speed/long", "scoring", "hashing+sorting", "attending"),
+        ],
+    ),
+    (
+        "docs/start.md",
+        r"2048 selected of 131,072 keys takes (\S+) ms, exact attention (\S+) ms",
+        lambda: [
+            1000 * records("speed", study="decode")[0].results["seconds"][name] for name in ("selected", "exact")
+        ],
     ),
     *(
         (
@@ -471,3 +521,18 @@ def test_every_figure_of_a_table_is_that_of_its_record(page, header, place, valu
         pairs = zip(shown, wanted, strict=True)
         wrong += [(row[0], figure, value) for figure, value in pairs if not agrees(figure, value)]
     assert wrong == []
+
+
+def test_the_table_of_claims_names_the_versions_of_its_records():
+    """Every folder that a cell names together with commits or versions has records of these and of no others."""
+    (table,) = [found for found in tables((ROOT / "docs/reproducing.md").read_text()) if "| record |" in found[0]]
+    wrong = []
+    for line in table[2:]:
+        cell = line.strip("|").split("|")[2]
+        for name in re.findall(r"`([\w/-]+)`", cell) if "(" in cell else []:
+            places = [EXPERIMENTS / part / name for part in ("language", "vision", "..")]
+            files = [place / "records.jsonl" for place in places if (place / "records.jsonl").exists()]
+            for record in (record for file in files for record in read(file)):
+                version = record.versions.get("commit") or record.versions["prescore"].removesuffix(".0")
+                wrong += [(name, version)] * (version not in cell or record.created[:10] not in cell)
+    assert set(wrong) == set()
