@@ -76,3 +76,16 @@ TABLE_1 = {(False, False): 17.54, (False, True): 13.41, (True, False): 10.38, (T
 def nats(printed: float) -> float:
     """The mean loss behind a printed perplexity."""
     return math.log2(printed)
+
+# by budget: PPL with 256 residual samples, and without
+APPENDIX_I = {
+    0: (17.5410, 10.4122),
+    32: (18.5715, 10.7094),
+    128: (19.6897, 11.6935),
+    512: (15.6162, 11.2801),
+    1024: (14.3289, 11.8827),
+    2048: (11.8682, 13.6853),
+    4096: (10.5833, 17.6743),
+    8192: (10.0670, 22.8829),
+    16384: (11.8495, 34.6969),
+}

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from printed import APPENDIX_A, EXACT, TABLE_1, TOP_K, nats
+from printed import APPENDIX_A, APPENDIX_I, EXACT, TABLE_1, TOP_K, nats
 
 from prescore.bench.language.tables import READS, Summary, describe_run, keeps_every_key, summarise
 from prescore.bench.records import read_records
@@ -32,11 +32,8 @@ def main(experiment: str, directory: str, document: str = "") -> None:
 
 def appendix_a(summaries: Sequence[Summary]) -> Iterator[Table]:
     """With samples and without: budgets by scorers, ours and the paper's; a cell is PPL / PPL* (blockwise)."""
-    found = {
-        (s.axes["scorer"], s.axes["paper_sample_size"], s.axes["paper_top_k"], s.axes["leaf_inclusive"]): s
-        for s in summaries
-        if "scorer" in s.axes
-    }
+    documents = max(len(s.losses) for s in summaries)
+    found = {grid_cell(s): s for s in summaries if "scorer" in s.axes and len(s.losses) == documents}
     shown = {s.axes["paper_top_k"]: s.axes["top_k"] for s in found.values()}
     scorers = [name for name in dict.fromkeys(key[0] for key in found) if name != "none"]
     sampled = {key[0] for key, s in found.items() if is_sampled(s)}
@@ -57,6 +54,32 @@ def appendix_a(summaries: Sequence[Summary]) -> Iterator[Table]:
         yield Table(f"{'with' if samples else 'without'} residual samples: loss above exact", columns, tuple(rows))
 
 
+def fits(summaries: Sequence[Summary]) -> Iterator[Table]:
+    """K-means fitted on all keys beside a fit on a sample, by budget; a cell is PPL / PPL* (blockwise)."""
+    own = [s for s in summaries if s.axes.get("scorer") in ("kmeans", "none")]
+    found = {(is_sampled(s), *grid_cell(s)): s for s in own}
+    shown = {s.axes["paper_top_k"]: s.axes["top_k"] for s in own}
+    columns = [(samples, sampled) for samples in (256, 0) for sampled in (False, True)]
+    rows = []
+    for top_k in TOP_K:
+        cells = [f"{shown[top_k]} ({top_k})"]
+        for samples, sampled in columns:
+            scorer = "kmeans" if top_k else "none"
+            pair = [found.get((sampled and bool(top_k), scorer, samples, top_k, rule)) for rule in (False, True)]
+            cells.append(" / ".join(above(s.above_exact if s else None) for s in pair))
+        rows.append(tuple(cells))
+    names = []
+    for samples, sampled in columns:
+        names.append(f"{'sampled fit' if sampled else 'all keys'}, {'with' if samples else 'no'} samples")
+    yield Table("k-means by fit", ("top_k (paper's)", *names), tuple(rows))
+
+
+def grid_cell(s: Summary) -> tuple[str, int, int, bool]:
+    """Where a method stands in the grid of Appendix A."""
+    axes = s.axes
+    return axes["scorer"], axes["paper_sample_size"], axes["paper_top_k"], axes["leaf_inclusive"]
+
+
 def table1(summaries: Sequence[Summary]) -> Iterator[Table]:
     """The five rows and the floor."""
     rows = []
@@ -75,19 +98,34 @@ def table1(summaries: Sequence[Summary]) -> Iterator[Table]:
 
 def appendix_f(summaries: Sequence[Summary]) -> Iterator[Table]:
     """Couplings by budget."""
-    cells = {(s.axes["coupling"], s.axes["scorer"], s.axes["top_k"]): s for s in summaries if s.axes}
-    budgets = sorted({key[2] for key in cells if key[2]})
+    own = [s for s in summaries if s.axes]
+    cells = {(s.axes["coupling"], s.axes["scorer"], is_sampled(s), s.axes["top_k"]): s for s in own}
+    budgets = sorted({key[3] for key in cells if key[3]})
     # a budget that keeps every key is run for one scorer and holds for the others
-    every = {(key[0], key[2]): s for key, s in cells.items() if keeps_every_key(s)}
+    every = {(key[0], key[3]): s for key, s in cells.items() if keeps_every_key(s)}
     rows = []
-    for coupling, scorer in dict.fromkeys(key[:2] for key in cells if key[1] != "none"):
-        line = [cells.get((coupling, scorer, b)) or every.get((coupling, b)) for b in budgets]
-        name = f"{coupling}, {scorer}" + (", sampled fit" if line[0] and is_sampled(line[0]) else "")
+    for coupling, scorer, sampled in dict.fromkeys(key[:3] for key in cells if key[1] != "none"):
+        line = [cells.get((coupling, scorer, sampled, b)) or every.get((coupling, b)) for b in budgets]
+        name = f"{coupling}, {scorer}" + (", sampled fit" if sampled else "")
         rows.append((name, *(above(getattr(s, "above_exact", None)) for s in line)))
     yield Table("Couplings: loss above exact", ("coupling, scorer", *(f"top {b}" for b in budgets)), tuple(rows))
     for s in summaries:
         if s.axes.get("scorer") == "none":
             print(f"without a selection ({s.label}): {above(s.above_exact)} above exact\n")  # noqa: T201
+
+
+def appendix_i(summaries: Sequence[Summary]) -> Iterator[Table]:
+    """Gaussian kernel k-means by budget, with samples and without, ours and the paper's."""
+    found = {(s.axes["paper_sample_size"], s.axes["paper_top_k"]): s for s in summaries if s.axes}
+    sampled = ", sampled fit" if any(map(is_sampled, summaries)) else ""
+    rows = []
+    for top_k, printed in APPENDIX_I.items():
+        cells = [f"{found[256, top_k].axes['top_k']} ({top_k})"]
+        for samples, paper in zip((256, 0), printed, strict=True):
+            cells += [above(found[samples, top_k].above_exact), above(nats(paper) - nats(EXACT))]
+        rows.append(tuple(cells))
+    columns = (f"with samples{sampled}", "with samples, paper", f"no samples{sampled}", "no samples, paper")
+    yield Table("Gaussian kernel k-means, early coupling", ("top_k (paper's)", *columns), tuple(rows))
 
 
 def cost(summaries: Sequence[Summary]) -> Iterator[Table]:
@@ -150,24 +188,30 @@ def above(value: float | None) -> str:
     return MISSING if value is None else f"{value:+.3f}"
 
 
-TABLES = {"appendix-a": appendix_a, "table1": table1, "appendix-f": appendix_f, "cost": cost}
-TABLES |= {"baselines": baselines, "universal-set": universal_set}
+TABLES = {"appendix-a": appendix_a, "fits": fits, "table1": table1, "appendix-f": appendix_f, "cost": cost}
+TABLES |= {"appendix-i": appendix_i, "baselines": baselines, "universal-set": universal_set}
 
-PAGE = {
-    "appendix-a": "appendix-a",
-    "appendix-a-sinks": "appendix-a",
-    "table1": "table1",
-    "appendix-f": "appendix-f",
-}
-PAGE |= {"cost": "cost", "cost-1024": "cost", "table1-longbench": "table1"}
-PAGE |= {"baselines": "baselines", "universal-set": "universal-set"}
-"""The folders of docs/reproducing.md, and their experiments."""
+PAGE = [
+    ("appendix-a", "appendix-a"),
+    ("fits", "appendix-a", "Middlemarch"),
+    ("appendix-a", "appendix-a-sinks"),
+    ("appendix-a", "appendix-a-longbench"),
+    ("table1", "table1"),
+    ("table1", "table1-longbench"),
+    ("appendix-f", "appendix-f"),
+    ("appendix-i", "appendix-i"),
+    ("cost", "cost"),
+    ("cost", "cost-1024"),
+    ("baselines", "baselines"),
+    ("universal-set", "universal-set"),
+]
+"""The tables of docs/reproducing.md: kind, folder, and the document where it is one of several."""
 
 if __name__ == "__main__":
     given = sys.argv[1:]
     if given and (given[0] not in TABLES or not 2 <= len(given) <= 3):
         sys.exit(f"usage: tables.py [{'|'.join(TABLES)} DIRECTORY [DOCUMENT]], got {' '.join(given)}")
-    for folder, kind in {} if given else PAGE.items():
-        main(kind, str(Path(__file__).parent / folder))
+    for kind, folder, *document in [] if given else PAGE:
+        main(kind, str(Path(__file__).parent / folder), *document)
     if given:
         main(*given)

@@ -73,6 +73,12 @@ def test_appendix_f_switches_one_artefact_at_a_time():
     assert [len(vars(coupling).items() - corrected) for coupling in alone] == [1, 1, 1]
 
 
+def test_appendix_f_under_one_coupling():
+    (_, without), *others = configs("appendix-f", 4096, coupling="blocks over all keys")
+    assert isinstance(without, Hyper)
+    assert [config.coupling.blocks for _, config in others] == ["all"] * 6
+
+
 @pytest.mark.parametrize("name", experiments.EXPERIMENTS)
 def test_every_experiment_begins_with_its_two_references(name):
     methods = experiment_methods(name, 2048)

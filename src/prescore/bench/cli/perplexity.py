@@ -44,7 +44,9 @@ def command(
         "appendix-i, longest, cost, baselines, universal-set, min-weight or default.",
     ),
     top_k: list[str] | None = typer.Option(None, help="Keys kept, count or fraction; repeatable."),
-    coupling: str | None = typer.Option(None, help="corrected (default of appendix-a) or early (of appendix-i)."),
+    coupling: str | None = typer.Option(
+        None, help="corrected (default of appendix-a), early (of appendix-i), or a line of appendix-f."
+    ),
     sinks: int = typer.Option(0, min=0, help="First tokens that the paper's methods keep in an experiment."),
     first: int | None = typer.Option(None, help="First position in the loss. (default: the middle)"),
     offset: int = typer.Option(0, min=0, help="Tokens skipped at the start of a document."),

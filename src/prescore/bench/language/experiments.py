@@ -130,13 +130,14 @@ def _table1(scale: Scale) -> Iterator[Method]:
     yield scale.paper("kmeans", 8192, inclusive=True)
 
 
-def _appendix_f(scale: Scale) -> Iterator[Method]:
-    """The early integration, and each of its three artefacts alone."""
+def _appendix_f(scale: Scale, coupling: str | None = None) -> Iterator[Method]:
+    """The early integration, and each of its three artefacts alone; or k-means under one coupling."""
     yield scale.paper("kmeans", 0)
     samples = (PAPER_SAMPLES,)
-    for coupling in COUPLINGS:
-        yield from _grid(scale, ("kmeans",), PAPER_TOP_K[1:], coupling=coupling, samples=samples)
-    yield from _grid(scale, ("kmedian", "leverage"), PAPER_TOP_K[1:], coupling="early", samples=samples)
+    for own in [coupling] if coupling else COUPLINGS:
+        yield from _grid(scale, ("kmeans",), PAPER_TOP_K[1:], coupling=own, samples=samples)
+    if not coupling:
+        yield from _grid(scale, ("kmedian", "leverage"), PAPER_TOP_K[1:], coupling="early", samples=samples)
 
 
 def _longest(scale: Scale) -> Iterator[Method]:
@@ -321,7 +322,7 @@ def experiment_methods(
     options: Values = {}
     if coupling is not None:
         checks.one_of("coupling", coupling, tuple(COUPLINGS))
-        checks.one_of("experiment with a coupling", name, ("appendix-a", "appendix-i"))
+        checks.one_of("experiment with a coupling", name, ("appendix-a", "appendix-f", "appendix-i"))
         options["coupling"] = coupling
     if scorers:
         checks.one_of("experiment with methods", name, _BY_SCORER)
