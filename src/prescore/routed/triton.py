@@ -10,40 +10,110 @@ import importlib.util
 import math
 import os
 from functools import cache
-from typing import Any, NamedTuple
+from importlib import metadata
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from prescore.config import Routed
 from prescore.routed import reference
-from prescore.routed.layout import RoutedKeys, View, make_layout
+from prescore.routed.layout import RoutedKeys, View
 from prescore.types import Attended
 
 DIMS = (32, 64, 128, 256)
-SIZES = (16, 32, 64, 128, 256)
+CLUSTER_SIZES = (16, 32, 64, 128, 256)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+VERSION = (3, 7)
+"""The oldest Triton that compiles the kernels."""
+
+
+# --- how kernels are compiled
 
 
 class Launch(NamedTuple):
-    """How a kernel is compiled.
+    """How the kernels are compiled for an architecture and a head dimension.
 
     Attributes:
         rows: Queries of a tile.
-        keys: Int8 keys compared at once, and keys read at once.
+        keys: Int8 keys compared at once, and far keys read at once.
         local: Local keys read at once.
-        warps, stages: Of Triton.
+        warps: Of a program.
     """
 
     rows: int
     keys: int
     local: int
     warps: int
-    stages: int = 1
 
 
-def launch(target: str, width: int, dtype: torch.dtype) -> Launch:
-    return Launch(64, 64, 64, 4)
+INTERPRETER = "interpreter"
+LAUNCHES = {
+    "sm_80": {64: Launch(32, 64, 64, 4), 128: Launch(32, 64, 64, 4), 256: Launch(16, 32, 32, 4)},
+    "sm_90": {64: Launch(64, 64, 64, 4), 128: Launch(32, 64, 64, 4), 256: Launch(16, 32, 32, 4)},
+    "sm_100": {64: Launch(32, 64, 64, 4), 128: Launch(32, 64, 64, 4), 256: Launch(16, 32, 32, 4)},
+    "gfx942": {64: Launch(32, 64, 64, 4), 128: Launch(32, 64, 64, 4), 256: Launch(16, 32, 32, 4)},
+    INTERPRETER: {width: Launch(64, 64, 64, 4) for width in (64, 128, 256)},
+}
+"""By architecture, then by the larger head dimension, rounded up. No autotuner: it would need the device."""
+
+
+def launch(target: str, dim: int, value_dim: int) -> Launch:
+    """How to compile for an architecture of `LAUNCHES`."""
+    table = LAUNCHES[target]
+    return table[min(width for width in table if width >= max(dim, value_dim))]
+
+
+def precision(target: str) -> str:
+    """How float32 matrices are multiplied: as three products of TF32 where the hardware has it."""
+    return "tf32x3" if target.startswith("sm_") else "ieee"
+
+
+# --- what can run
+
+
+@cache
+def missing() -> str:
+    """Why Triton is not there; empty = it is."""
+    if importlib.util.find_spec("triton") is None:
+        return "triton must be installed (pip install 'prescore[gpu]')"
+    version = metadata.version("triton")
+    if tuple(int(part) for part in version.split(".")[:2]) < VERSION:
+        return f"triton must be {VERSION[0]}.{VERSION[1]} or later, got {version}"
+    return ""
+
+
+def target_of(device: torch.device) -> str:
+    """The architecture of `LAUNCHES` that serves a device; empty = none does."""
+    if device.type == "cpu":
+        return INTERPRETER if os.environ.get("TRITON_INTERPRET") == "1" else ""
+    if device.type != "cuda":
+        return ""
+    if torch.version.hip:
+        name = torch.cuda.get_device_properties(device).gcnArchName.split(":")[0]
+        return name if name in LAUNCHES else ""
+    major = torch.cuda.get_device_capability(device)[0]
+    return {8: "sm_80", 9: "sm_90"}.get(major, "sm_100" if major >= 10 else "")
+
+
+def unsupported(query: Tensor, value_dim: int, cluster_size: int) -> list[str]:
+    """Reasons why the kernels cannot run a call with such queries (or keys); empty means they can."""
+    reasons = []
+    if not target_of(query.device):
+        reasons.append(
+            "it runs on CUDA devices from compute capability 8.0 on, on gfx942, and on CPU tensors under "
+            f"TRITON_INTERPRET=1, got {query.device}"
+        )
+    if query.dtype not in DTYPES:
+        reasons.append(f"it knows {', '.join(str(dtype) for dtype in DTYPES)}, got {query.dtype}")
+    for name, dim in (("head dimension", query.shape[-1]), ("value dimension", value_dim)):
+        if dim not in DIMS:
+            reasons.append(f"the {name} must be one of {DIMS}, got {dim}")
+    if cluster_size not in CLUSTER_SIZES:
+        reasons.append(f"clusters must have one of {CLUSTER_SIZES} keys, got {cluster_size}")
+    return [*reasons, missing()] if missing() else reasons
+
+
+# --- calls
 
 
 def constants(size: int) -> dict[str, float]:
@@ -67,28 +137,28 @@ def forward(query: Tensor, keys: RoutedKeys, view: View) -> tuple[Attended, Tens
     """Result of `query [T, G, n, D]`, each query's threshold, and counts: keys compared, far keys read."""
     from prescore.routed import triton_kernels as kernels
 
-    n_heads, group, n_query, dim = query.shape
-    value_dim, device = keys.value.shape[-1], query.device
+    (n_heads, group, n_query, dim), value_dim, device = query.shape, keys.value.shape[-1], query.device
     n_clusters, size = keys.positions.shape[1:]
-    interpreted = device.type == "cpu"
-    own = launch("", max(dim, value_dim), query.dtype)
+    target = target_of(device)
+    own = launch(target, dim, value_dim)
     n_tiles = -(-group * n_query // own.rows)
-    result = torch.empty((n_heads, group, n_query, value_dim), dtype=torch.float32 if interpreted else query.dtype, device=device)
+    # the interpreter rounds to bfloat16 unlike torch
+    dtype = torch.float32 if target == INTERPRETER else query.dtype
     lse = torch.empty((n_heads, group, n_query), dtype=torch.float32, device=device)
-    threshold = torch.empty_like(lse)
+    result, threshold = torch.empty((*lse.shape, value_dim), dtype=dtype, device=device), torch.empty_like(lse)
     counts = torch.empty((n_heads, n_tiles, 2), dtype=torch.int32, device=device)
     seen = [t.to(device, non_blocking=True) for t in (view.n_clusters, view.local_start, view.local_stop)]
     units = keys.key_cov.diagonal(dim1=-2, dim2=-1).sum(-1).clamp_min(reference.MIN_STD**2).sqrt()
-    tables = [t.detach().contiguous() for t in keys[4:8]]
-    others = [t.contiguous() for t in keys[8:]]
     margins = reference.heavy_margin(view.log_inverse), reference.exact_margin(view.log_inverse)
-    kernels.prefill[(n_tiles, n_heads)](
-        query, keys.key, keys.value, keys.sink_key, keys.sink_value, *seen,
-        *tables, units, *others, result, lse, threshold, counts,
-        *query.stride()[:3], *keys.key.stride()[:2], *keys.value.stride()[:2],
-        n_query, n_clusters, keys.key_cov.shape[1], view.clusters_per_cov, keys.sink_key.shape[1],
-        view.scale, view.log_inverse, *margins,
-        GROUP=group, ROWS=own.rows, D=dim, DV=value_dim, SIZE=size, LOCAL=own.local, KEYS=min(own.keys, size),
-        PRECISION="ieee", INTERPRETED=interpreted, **constants(size), num_warps=own.warps, num_stages=own.stages,
-    )  # fmt: skip
+    with torch.cuda.device_of(query):
+        kernels.prefill[(n_tiles, n_heads)](
+            query, *keys[:4], *seen, *(t.contiguous() for t in keys[4:8]), units, *(t.contiguous() for t in keys[8:]),
+            result, lse, threshold, counts,
+            *query.stride()[:3], *keys.key.stride()[:2], *keys.value.stride()[:2],
+            n_query, n_clusters, keys.key_cov.shape[1], view.clusters_per_cov, keys.sink_key.shape[1],
+            view.scale, view.log_inverse, *margins,
+            GROUP=group, ROWS=own.rows, D=dim, DV=value_dim, SIZE=size, LOCAL=own.local, KEYS=min(own.keys, size),
+            PRECISION=precision(target), INTERPRETED=target == INTERPRETER, **constants(size),
+            num_warps=own.warps, num_stages=1,
+        )  # fmt: skip
     return Attended(result, lse), threshold, counts.sum((0, 1))
