@@ -18,6 +18,8 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
 import torch
+from attention_checks import loss_of
+from oracles.budgets import assert_within
 from oracles.inputs import attention_tensors
 from routed_checks import differing_queries
 
@@ -26,7 +28,7 @@ from prescore.routed.decode import RoutedIndex
 from prescore.routed.reference import reference_attention
 from prescore.types import Attended
 
-KINDS = ("whole", "not causal", "chunk", "step", "steps", "left padding", "right padding")
+KINDS = ("whole", "not causal", "gradients", "chunk", "step", "steps", "left padding", "right padding")
 GROUPS = (1, 1, 2, 4, 7, 8)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 BUDGET = 2e-5
@@ -44,6 +46,17 @@ def by_reference(query, key, value, config, *, is_causal, n_real):
     return rows
 
 
+def check_gradients(inputs, got, config):
+    """The gradients are those of the plain backend, whose backward pass runs: of the same choices."""
+    output, aux = prescored_attention(*inputs, config, is_causal=True, return_aux=True, backend="plain")
+    alike = ~differing_queries(got, Attended(output, aux.lse), 1e-6 + 3 * torch.finfo(output.dtype).eps)
+    budget = 5e-6 if output.dtype == torch.float32 else 4 * torch.finfo(output.dtype).eps
+    grads = (torch.autograd.grad(loss_of(result, alike), inputs) for result in (got, Attended(output, aux.lse)))
+    for name, grad, wanted in zip(("query", "key", "value"), *grads, strict=True):
+        size = max(float(wanted.abs().max()), 1e-30)
+        assert_within(grad.double() / size, wanted.double() / size, budget, f"gradient of {name}")
+
+
 def run(draw):
     """One random call: what it was, and how many of its queries differ from the reference."""
     kind, dtype, group = draw.choice(KINDS), draw.choice(DTYPES), draw.choice(GROUPS)
@@ -56,7 +69,8 @@ def run(draw):
         exact_until=draw.choice((0, 0, 100)),
     )
     kv_heads = draw.choice((1, 2)) if group < 4 else 1
-    n_keys = draw.randint(2 * config.chunk_size + 2, 4 * config.chunk_size + 60)
+    longest = 600 if kind in ("step", "steps") else 60  # the clusters of a step may be split over programs
+    n_keys = draw.randint(2 * config.chunk_size + 2, 4 * config.chunk_size + longest)
     n_query = {"chunk": draw.randint(2, n_keys - 1), "step": 1, "steps": draw.randint(2, 5)}.get(kind, n_keys)
     query, key, value = attention_tensors(
         batch=2 if "padding" in kind else 1,
@@ -80,7 +94,8 @@ def run(draw):
              for n, s in zip(n_real, shift, strict=True)]
         )  # fmt: skip
         given = [torch.stack([t.roll(s, 1) for t, s in zip(x, shift, strict=True)]) for x in given]
-    with torch.no_grad():
+    given = [t.requires_grad_(kind == "gradients") for t in given]
+    with torch.set_grad_enabled(kind == "gradients"):
         if kind in ("step", "steps"):
             index = RoutedIndex(config, scale=query.shape[-1] ** -0.5)
             got = index.attend(*given, backend="triton")
@@ -105,6 +120,8 @@ def run(draw):
             budget * size,
         )
         n_different, n_queries = n_different + int(differ.sum()), n_queries + differ.numel()
+    if kind == "gradients" and not n_different:
+        check_gradients(given, got, config)
     what = f"{kind}, {dtype}, group {group}, {tuple(query.shape)} over {tuple(key.shape)}, {config}"
     return ran, n_different, n_queries, what
 

@@ -23,6 +23,10 @@ from prescore.types import Attended
 DIMS = (32, 64, 128, 256)
 CLUSTER_SIZES = (16, 32, 64, 128, 256)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+CLUSTERS = 16
+"""Clusters whose centroids are compared at once."""
+MAX_SPLITS = 32
+"""Programs that share the clusters of a KV head in a step."""
 VERSION = (3, 7)
 """The oldest Triton that compiles the kernels."""
 
@@ -141,24 +145,54 @@ def forward(query: Tensor, keys: RoutedKeys, view: View) -> tuple[Attended, Tens
     n_clusters, size = keys.positions.shape[1:]
     target = target_of(device)
     own = launch(target, dim, value_dim)
-    n_tiles = -(-group * n_query // own.rows)
     # the interpreter rounds to bfloat16 unlike torch
     dtype = torch.float32 if target == INTERPRETER else query.dtype
     lse = torch.empty((n_heads, group, n_query), dtype=torch.float32, device=device)
     result, threshold = torch.empty((*lse.shape, value_dim), dtype=dtype, device=device), torch.empty_like(lse)
-    counts = torch.empty((n_heads, n_tiles, 2), dtype=torch.int32, device=device)
     seen = [t.to(device, non_blocking=True) for t in (view.n_clusters, view.local_start, view.local_stop)]
     units = keys.key_cov.diagonal(dim1=-2, dim2=-1).sum(-1).clamp_min(reference.MIN_STD**2).sqrt()
-    margins = reference.heavy_margin(view.log_inverse), reference.exact_margin(view.log_inverse)
+    centroid_key, centroid_value, *covs = (t.contiguous() for t in keys[4:8])
+    index = [t.contiguous() for t in keys[8:]]
+    n_covs, n_sinks, scale = keys.key_cov.shape[1], keys.sink_key.shape[1], view.scale
+    strides = (*keys.key.stride()[:2], *keys.value.stride()[:2])
+    numbers = (view.log_inverse, reference.heavy_margin(view.log_inverse), reference.exact_margin(view.log_inverse))
+    shared = {"GROUP": group, "DV": value_dim, "num_warps": own.warps, "num_stages": 1}
+    fixed = {**shared, "D": dim, "PRECISION": precision(target), "INTERPRETED": target == INTERPRETER}
+    all_constants = constants(size)
+    sums = {name: all_constants[name] for name in ("MIN_STD", "MAX_STD", "LOG_SINK_WEIGHT")}
+    search = {name: number for name, number in all_constants.items() if name not in sums}
+    search |= {"SIZE": size, "KEYS": min(own.keys, size)}
+    is_step = n_query == 1 and bool((view.n_clusters > 0).all())  # on the CPU
     with torch.cuda.device_of(query):
-        kernels.prefill[(n_tiles, n_heads)](
-            query, *keys[:4], *seen, *(t.contiguous() for t in keys[4:8]), units, *(t.contiguous() for t in keys[8:]),
-            result, lse, threshold, counts,
-            *query.stride()[:3], *keys.key.stride()[:2], *keys.value.stride()[:2],
-            n_query, n_clusters, keys.key_cov.shape[1], view.clusters_per_cov, keys.sink_key.shape[1],
-            view.scale, view.log_inverse, *margins,
-            GROUP=group, ROWS=own.rows, D=dim, DV=value_dim, SIZE=size, LOCAL=own.local, KEYS=min(own.keys, size),
-            PRECISION=precision(target), INTERPRETED=target == INTERPRETER, **constants(size),
-            num_warps=own.warps, num_stages=1,
+        if not is_step:
+            n_tiles = -(-group * n_query // own.rows)
+            counts = torch.empty((n_heads, n_tiles, 2), dtype=torch.int32, device=device)
+            kernels.prefill[(n_tiles, n_heads)](
+                query, *keys[:4], *seen, centroid_key, centroid_value, *covs, units, *index,
+                result, lse, threshold, counts, *query.stride()[:3], *strides,
+                n_query, n_clusters, n_covs, view.clusters_per_cov, n_sinks, scale, *numbers,
+                ROWS=own.rows, LOCAL=own.local, **fixed, **sums, **search,
+            )  # fmt: skip
+            return Attended(result, lse), threshold, counts.sum((0, 1))
+        rows = max(16, 1 << (group - 1).bit_length())
+        most = int(view.n_clusters.max())
+        per_split = -(-most // (CLUSTERS * MAX_SPLITS)) * CLUSTERS
+        splits = -(-most // per_split)
+        counts = torch.empty((n_heads, splits, 2), dtype=torch.int32, device=device)
+        masses, peaks, totals = torch.empty((3, n_heads, splits + 1, rows), dtype=torch.float32, device=device)
+        outputs = torch.empty((n_heads, splits + 1, rows, value_dim), dtype=torch.float32, device=device)
+        std = torch.empty((n_heads, rows), dtype=torch.float32, device=device)
+        direction = torch.empty((n_heads, rows, value_dim), dtype=torch.float32, device=device)
+        kernels.decode_local[(splits + 1, n_heads)](
+            query, *keys[:4], *seen, centroid_key, *covs, masses, std, direction, peaks, totals, outputs,
+            *query.stride()[:2], *strides,
+            n_clusters, n_covs, view.clusters_per_cov, n_sinks, per_split, scale,
+            ROWS=rows, LOCAL=own.local, **fixed, **sums,
         )  # fmt: skip
+        kernels.decode_far[(splits, n_heads)](
+            query, *keys[:2], seen[0], centroid_key, centroid_value, units, *index,
+            masses, std, direction, peaks, totals, outputs, threshold, counts, *query.stride()[:2], *strides,
+            n_clusters, n_covs, view.clusters_per_cov, per_split, scale, *numbers, ROWS=rows, **fixed, **search,
+        )  # fmt: skip
+        kernels.decode_merge[(n_heads,)](peaks, totals, outputs, result, lse, splits + 1, ROWS=rows, **shared)
     return Attended(result, lse), threshold, counts.sum((0, 1))

@@ -61,6 +61,20 @@ def _project(
 
 
 @triton.jit
+def _std(
+    queries, query, rows, row_mask, key_cov, which, first, last, scale,
+    ROWS: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr, MIN_STD: tl.constexpr, MAX_STD: tl.constexpr,
+):  # fmt: skip
+    """`[ROWS]` standard deviation of the logits within clusters, as `reference.far_logits`."""
+    factor = tl.zeros([ROWS], tl.float32) + scale
+    along = tl.zeros([ROWS, D], tl.float32)
+    along = _project(along, query, rows, row_mask, factor, key_cov, which, first, last, D, D, PRECISION)
+    variance = tl.sum(along * (queries.to(tl.float32) * scale), 1)
+    variance = tl.where(variance == variance, variance, MAX_STD * MAX_STD)
+    return tl.sqrt(tl.minimum(tl.maximum(variance, MIN_STD * MIN_STD), MAX_STD * MAX_STD))
+
+
+@triton.jit
 def _log_normal_cdf(x):
     x = tl.minimum(tl.maximum(x, -4.0), 8.0)
     y = x * (1.5976 + 0.07056 * x * x)
@@ -338,18 +352,12 @@ def prefill(
             peak, total, moved, output, queries, sink_key + head * key_head, sink_value + head * value_head,
             n_sinks, is_routed, key_step, value_step, scale, D, DV, PRECISION, INTERPRETED,
         )  # fmt: skip
-        which = (n_clusters - 1) // clusters_per_cov  # -1 where nothing is far
-        which = tl.where(is_routed, which, -1)
+        which = tl.where(is_routed, (n_clusters - 1) // clusters_per_cov, -1)
         first_cov, last_cov = tl.min(tl.where(is_routed, which, 2**30), 0), tl.max(which, 0)
-        scaled = queries.to(tl.float32) * scale
-        factor = tl.zeros([ROWS], tl.float32) + scale
-        along = _project(
-            tl.zeros([ROWS, D], tl.float32), query, rows, mask, factor, key_cov + head * n_covs * D * D, which,
-            first_cov, last_cov, D, D, PRECISION,
+        std = _std(
+            queries, query, rows, mask, key_cov + head * n_covs * D * D, which, first_cov, last_cov, scale,
+            ROWS, D, PRECISION, MIN_STD, MAX_STD,
         )  # fmt: skip
-        variance = tl.sum(along * scaled, 1)
-        variance = tl.where(variance == variance, variance, MAX_STD * MAX_STD)
-        std = tl.sqrt(tl.minimum(tl.maximum(variance, MIN_STD * MIN_STD), MAX_STD * MAX_STD))
         unit = tl.load(units + head * n_covs + which, mask=is_routed, other=1.0)
         centroids = centroid_key + head * n_tables * D
         mass = _centroid_lse(query, rows, mask, centroids, n_clusters, 0, most, scale, ROWS, D, PRECISION)
@@ -378,3 +386,136 @@ def prefill(
     own = counts + (head * tl.num_programs(0) + tile) * 2
     tl.store(own, n_compared)
     tl.store(own + 1, n_read)
+
+
+@triton.jit
+def decode_local(
+    query, key, value, sink_key, sink_value, visible, local_start, local_stop,
+    centroid_key, key_cov, key_value_cov, masses, stds, directions, peaks, totals, outputs,
+    query_head, query_member, key_head, key_step, value_head, value_step,
+    n_tables, n_covs, clusters_per_cov, n_sinks, clusters_per_split, scale,
+    GROUP: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, LOCAL: tl.constexpr,
+    PRECISION: tl.constexpr, INTERPRETED: tl.constexpr,
+    LOG_SINK_WEIGHT: tl.constexpr, MIN_STD: tl.constexpr, MAX_STD: tl.constexpr,
+):  # fmt: skip
+    """One query `[T, GROUP, 1, D]`: the last program reads local keys and sinks, the others sum masses of centroids."""
+    head, split = tl.program_id(1).to(tl.int64), tl.program_id(0)
+    splits = tl.num_programs(0)
+    row = tl.arange(0, ROWS)
+    mask = row < GROUP
+    query, rows = query + head * query_head, row.to(tl.int64) * query_member
+    n_visible = tl.load(visible + head)
+    n_clusters = tl.where(mask, n_visible, 0)
+    place = (head * splits + split) * ROWS + row
+    if split < splits - 1:
+        first = split * clusters_per_split
+        last = tl.minimum(first + clusters_per_split, n_visible)
+        centroids = centroid_key + head * n_tables * D
+        mass = _centroid_lse(query, rows, mask, centroids, n_clusters, first, last, scale, ROWS, D, PRECISION)
+        tl.store(masses + place, mass)
+    else:
+        key, value = key + head * key_head, value + head * value_head
+        queries = tl.load(query + rows[:, None] + tl.arange(0, D)[None, :], mask=mask[:, None], other=0.0)
+        start = tl.where(mask, tl.load(local_start + head), 2**30)
+        stop = tl.where(mask, tl.load(local_stop + head), 0)
+        peak, total, moved, output = _local(
+            queries, key, value, start, stop, key_step, value_step, scale, ROWS, D, DV, LOCAL, PRECISION, INTERPRETED
+        )
+        peak, total, moved, output, local_lse, sink_lse = _sinks(
+            peak, total, moved, output, queries, sink_key + head * key_head, sink_value + head * value_head,
+            n_sinks, mask, key_step, value_step, scale, D, DV, PRECISION, INTERPRETED,
+        )  # fmt: skip
+        number = (n_visible - 1) // clusters_per_cov
+        which = tl.zeros([ROWS], tl.int32) + number
+        cov = key_cov + head * n_covs * D * D
+        std = _std(
+            queries, query, rows, mask, cov, which, number, number, scale, ROWS, D, PRECISION, MIN_STD, MAX_STD
+        )
+        factor = tl.zeros([ROWS], tl.float32) + scale
+        along = tl.zeros([ROWS, DV], tl.float32)
+        cov = key_value_cov + head * n_covs * D * DV
+        along = _project(along, query, rows, mask, factor, cov, which, number, number, D, DV, PRECISION)
+        value_dim = tl.arange(0, DV)
+        tl.store(masses + place, _log_sum(local_lse, sink_lse + LOG_SINK_WEIGHT))
+        tl.store(stds + head * ROWS + row, std)
+        tl.store(directions + (head * ROWS + row)[:, None] * DV + value_dim[None, :], along)
+        tl.store(peaks + place, peak)
+        tl.store(totals + place, total)
+        tl.store(outputs + place[:, None] * DV + value_dim[None, :], output)
+
+
+@triton.jit
+def decode_far(
+    query, key, value, visible, centroid_key, centroid_value, units, positions, int8, scales, sub_int8, sub_scales,
+    spread, radius, masses, stds, directions, peaks, totals, outputs, thresholds, counts,
+    query_head, query_member, key_head, key_step, value_head, value_step,
+    n_tables, n_covs, clusters_per_cov, clusters_per_split, scale, log_inverse, margin, exact_margin,
+    GROUP: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, SIZE: tl.constexpr,
+    KEYS: tl.constexpr, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr,
+    SEARCH_STDS: tl.constexpr, HEAVY_STDS: tl.constexpr, HEAVY_INT8_ERROR: tl.constexpr, QUERY_MAX: tl.constexpr,
+    MAX_GAIN: tl.constexpr, MAX_DISTANCE: tl.constexpr, MAX_MASS_GAIN: tl.constexpr, LOG_SIZE: tl.constexpr,
+):  # fmt: skip
+    """The threshold from all masses, and the clusters of one split."""
+    head, split = tl.program_id(1).to(tl.int64), tl.program_id(0)
+    splits = tl.num_programs(0) + 1
+    row = tl.arange(0, ROWS)
+    mask = row < GROUP
+    query, rows = query + head * query_head, row.to(tl.int64) * query_member
+    n_visible = tl.load(visible + head)
+    n_clusters = tl.where(mask, n_visible, 0)
+    std = tl.load(stds + head * ROWS + row)
+    mass = tl.full([ROWS], NEGATIVE, tl.float32)
+    for other in range(0, splits - 1):
+        mass = _log_sum(mass, tl.load(masses + (head * splits + other) * ROWS + row))
+    mass += LOG_SIZE + tl.minimum(0.5 * std * std, MAX_MASS_GAIN)
+    mass = _log_sum(mass, tl.load(masses + (head * splits + splits - 1) * ROWS + row))
+    threshold = mass - log_inverse
+    unit = tl.zeros([ROWS], tl.float32) + tl.load(units + head * n_covs + (n_visible - 1) // clusters_per_cov)
+    first = split * clusters_per_split
+    last = tl.minimum(first + clusters_per_split, n_visible)
+    keys_of = head * n_tables * SIZE
+    subs_of = head * n_tables * (SIZE // SUBCLUSTER)
+    zeros = tl.zeros([ROWS], tl.float32)
+    peak, total, moved, output, n_compared, n_read = _far(
+        tl.full([ROWS], NEGATIVE, tl.float32), zeros, zeros, tl.zeros([ROWS, DV], tl.float32),
+        query, rows, mask, n_clusters, threshold, std, unit, key + head * key_head, value + head * value_head,
+        key_step, value_step, centroid_key + head * n_tables * D, centroid_value + head * n_tables * DV,
+        positions + keys_of, int8 + keys_of * D, scales + keys_of, sub_int8 + subs_of * D, sub_scales + subs_of,
+        spread + subs_of, radius + head * n_tables, first, last, scale, margin, exact_margin,
+        ROWS, D, DV, SIZE, KEYS, PRECISION, INTERPRETED,
+        SEARCH_STDS, HEAVY_STDS, HEAVY_INT8_ERROR, QUERY_MAX, MAX_GAIN, MAX_DISTANCE,
+    )  # fmt: skip
+    place, value_dim = (head * splits + split) * ROWS + row, tl.arange(0, DV)
+    output += moved[:, None] * tl.load(directions + (head * ROWS + row)[:, None] * DV + value_dim[None, :])
+    tl.store(peaks + place, peak)
+    tl.store(totals + place, total)
+    tl.store(outputs + place[:, None] * DV + value_dim[None, :], output)
+    if split == 0:
+        tl.store(thresholds + head * GROUP + row, threshold, mask=mask)
+    own = counts + (head * (splits - 1) + split) * 2
+    tl.store(own, n_compared)
+    tl.store(own + 1, n_read)
+
+
+@triton.jit
+def decode_merge(
+    peaks, totals, outputs, result, lse, splits, GROUP: tl.constexpr, ROWS: tl.constexpr, DV: tl.constexpr
+):
+    """The softmax over all splits."""
+    head, row, value_dim = tl.program_id(0).to(tl.int64), tl.arange(0, ROWS), tl.arange(0, DV)
+    peak, total = tl.full([ROWS], NEGATIVE, tl.float32), tl.zeros([ROWS], tl.float32)
+    output = tl.zeros([ROWS, DV], tl.float32)
+    for split in range(0, splits):
+        place = (head * splits + split) * ROWS + row
+        own_peak = tl.load(peaks + place)
+        highest = tl.maximum(peak, own_peak)
+        shift = tl.where(highest == NEGATIVE, 0.0, highest)
+        decay, own_decay = tl.exp(peak - shift), tl.exp(own_peak - shift)
+        total = total * decay + tl.load(totals + place) * own_decay
+        own = tl.load(outputs + place[:, None] * DV + value_dim[None, :])
+        output = output * decay[:, None] + own * own_decay[:, None]
+        peak = highest
+    mask, place = row < GROUP, head * GROUP + row
+    output = output / tl.where(total == 0.0, 1.0, total)[:, None]
+    tl.store(result + place[:, None] * DV + value_dim[None, :], output, mask=mask[:, None])
+    tl.store(lse + place, peak + tl.log(total), mask=mask)
