@@ -19,7 +19,7 @@ MODULES = {
 }
 BACKENDS = ("ops.cpu", "ops.cuda", "ops.plain", "routed.native", "routed.plain", "routed.triton")
 MODELS = ("transformers", "timm", "matplotlib", "sklearn")
-HEAVY = {*MODELS, "torchvision", "typer", "rich", "PIL", "safetensors", "gguf"}
+HEAVY = {*MODELS, "torchvision", "typer", "rich", "PIL", "safetensors", "gguf", "triton"}
 CODE_RUNNERS = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib", "yaml", "runpy"}
 """Modules that make code or objects out of bytes."""
 CALL_THAT_RUNS_CODE = re.compile(r"eval|exec|compile|os\.(system|popen)|torch\.(load|save)|(numpy|np)\.load")
@@ -90,7 +90,11 @@ def forbidden(module, text):
             yield f"line {node.lineno} calls {function} without dtype or device"
 
 
-CORE = [name for name in MODULES if not below(name, "bench", "integrations", "serving", "__main__")]
+CORE = [
+    name
+    for name in MODULES
+    if not below(name, "bench", "integrations", "serving", "__main__", "routed.triton_kernels")
+]
 
 
 def test_no_module_does_what_is_forbidden():

@@ -20,7 +20,7 @@ from prescore.ops.backend import Backend, pick_backend
 from prescore.ops.dropout import Dropout
 from prescore.parallel.entry import attend_in_group
 from prescore.rng import Streams, as_streams, check_generator
-from prescore.routed import native
+from prescore.routed.backends import exact_reason, unsupported
 from prescore.scoring.base import Scorer, as_scorer
 from prescore.scoring.sampling import arange
 from prescore.scoring.select import check_selection, given_members, protected_positions, score_keys, select_keys
@@ -225,7 +225,7 @@ def attend(
             return attend_in_group(group, tensors, config, options, explain=explain, refusal=refusal)
         config, reason = check_config(config), ""
         if isinstance(config, Routed) and options.backend == "auto" and not options.dropout_p:
-            reason = native.exact_reason(query, key, value, config, is_causal=options.is_causal)
+            reason = exact_reason(query, key, value, config, is_causal=options.is_causal)
         config = Exact() if reason else config
         # only now: a call that is refused must not advance a generator
         streams = as_streams(options.generator)
@@ -238,7 +238,7 @@ def attend(
             backend=_backend(query, options, dropout),
             streams=streams,
             aligned=not isinstance(config, Exact),
-            native=options.backend in ("auto", "native"),
+            far_backend=options.backend,
         )
         if options.key_index is not None and call.valid is None:
             call = replace(call, key_index=options.key_index)
@@ -285,14 +285,14 @@ def _checked(
         reasons.append(f"dropout_p must be 0, as the ranks would drop other weights, got {options.dropout_p}")
     if reasons:
         raise Unsupported("group", reasons)
-    if options.backend == "native":
+    if options.backend in ("native", "triton"):
         reasons = ["it runs Routed only"]
         if isinstance(config, Routed):
-            reasons = native.unsupported(query, value.shape[-1], config)
+            reasons = unsupported(options.backend, query, value.shape[-1], config)
         if options.dropout_p:
             reasons.append("it cannot drop attention weights")
         if reasons:
-            raise Unsupported("backend 'native'", reasons)
+            raise Unsupported(f"backend {options.backend!r}", reasons)
     _backend(query, options, Streams())
     return config
 

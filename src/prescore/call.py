@@ -56,7 +56,7 @@ class Call:
             None = all are real. Padding queries get an output, but move no other query.
         shift: `[B]` how far each row moved; None = not at all.
         queries_moved: Whether the queries were shifted too.
-        native: Whether native code may run where it can.
+        far_backend: The named backend; `native` and `triton` run the far keys of a `Routed`, `auto` what can.
         key_index: What the engine keeps between calls over a growing sequence; None = nothing.
     """
 
@@ -72,7 +72,7 @@ class Call:
     query_valid: Tensor | None = None
     shift: Tensor | None = None
     queries_moved: bool = False
-    native: bool = True
+    far_backend: str = "auto"
     key_index: object = None
 
     @property
@@ -210,7 +210,7 @@ def make_call(
     backend: Backend,
     streams: Streams | None = None,
     aligned: bool = True,
-    native: bool = True,
+    far_backend: str = "auto",
 ) -> Call:
     """The inputs of an attention function, as the user gave them, as a call; `mask` is the key padding mask.
 
@@ -244,7 +244,8 @@ def make_call(
                 start = start - shift
     return Call(
         query, key, value, is_causal, factor, backend, streams or Streams(),
-        valid=valid, query_start=start, query_valid=query_valid, shift=shift, queries_moved=moved, native=native,
+        valid=valid, query_start=start, query_valid=query_valid, shift=shift, queries_moved=moved,
+        far_backend=far_backend,
     )  # fmt: skip
 
 

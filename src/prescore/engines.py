@@ -54,7 +54,7 @@ def run_engine(
 def _in_float64(call: Call) -> Call:
     query, key, value = (tensor.to(torch.float64) for tensor in (call.query, call.key, call.value))
     backend = pick_backend(query) if call.backend.unsupported(query) else call.backend
-    return replace(call, query=query, key=key, value=value, backend=backend, native=False)
+    return replace(call, query=query, key=key, value=value, backend=backend, far_backend="plain")
 
 
 def _reads_every_key(call: Call, config: Config) -> bool:

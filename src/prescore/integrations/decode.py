@@ -22,7 +22,7 @@ from prescore.config import Config, Coupling, Exact, Routed, Selected
 from prescore.errors import Unsupported
 from prescore.ops.backend import accumulation_dtype, pick_backend
 from prescore.rng import DEFAULT_SEED, Streams
-from prescore.routed import native
+from prescore.routed.backends import exact_reason
 from prescore.routed.decode import GrowingClusters, RoutedIndex
 from prescore.routed.layout import routes
 from prescore.selected.plan import make_plan
@@ -287,7 +287,7 @@ class LayerCache:
             return ""
         if request.dropout or records_gradients(query, keys.key, keys.value):
             return "the key index has neither dropout nor gradients"
-        reason = native.exact_reason(query, keys.key, keys.value, config, is_causal=True)
+        reason = exact_reason(query, keys.key, keys.value, config, is_causal=True)
         if reason:
             return reason
         start = None

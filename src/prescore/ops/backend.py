@@ -83,11 +83,11 @@ def pick_backend(query: Tensor, name: str = "auto", dropout: Dropout | None = No
     from prescore.ops import cpu, cuda, plain
 
     backends: tuple[Backend, ...] = (cpu.CpuFlash(), cuda.CudaEfficient(), plain.Plain(dropout))
-    if name not in ("auto", "native"):  # native code runs the far keys of a `Routed`; this is for everything else
+    if name not in ("auto", "native", "triton"):  # those two run the far keys of a `Routed`; this is for the rest
         backends = tuple(backend for backend in backends if backend.name == name)
         if not backends:
             raise ValueError(
-                f"backend must be one of auto, native, plain, cpu-flash, cuda-efficient, got {name!r}"
+                f"backend must be one of auto, native, triton, plain, cpu-flash, cuda-efficient, got {name!r}"
             )
     reasons = []
     for backend in backends:

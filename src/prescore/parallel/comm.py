@@ -251,7 +251,7 @@ class Shard:
         scale: Factor of the logits, above 0.
         backend: The operator.
         streams: Randomness, the same on every rank.
-        native: Whether native code may run where it can.
+        far_backend: The named backend, see `Call`.
     """
 
     group: Group
@@ -263,7 +263,7 @@ class Shard:
     scale: float
     backend: Backend
     streams: Streams
-    native: bool = True
+    far_backend: str = "auto"
 
     @property
     def n_query(self) -> int:

@@ -26,7 +26,7 @@ from prescore.parallel.comm import Group, Shard, agree, as_group
 from prescore.parallel.selected import attend_selected_shards, why_not_selected
 from prescore.parallel.ulysses import attend_by_heads
 from prescore.rng import Streams, as_streams
-from prescore.routed.native import exact_reason
+from prescore.routed.backends import exact_reason
 from prescore.scoring.sampling import arange
 from prescore.types import Attended, Reads, Result, Values
 
@@ -61,8 +61,8 @@ def attend_in_group(
         raise
     query, key, value = differentiable_once(*tensors)
     query, scale = with_positive_scale(query, options.scale)
-    backend, native = pick_backend(query, options.backend), options.backend in ("auto", "native")
-    shard = Shard(ranks, query, key, value, mask, options.is_causal, scale, backend, streams, native)
+    backend, named = pick_backend(query, options.backend), options.backend
+    shard = Shard(ranks, query, key, value, mask, options.is_causal, scale, backend, streams, named)
     config, reason, why_exact = check_config(config), None, ""
     if isinstance(config, Selected):
         reason = why_not_selected(shard, config) or None
@@ -167,7 +167,7 @@ def _run(
         backend=shard.backend,
         streams=shard.streams,
         aligned=aligned,
-        native=shard.native,
+        far_backend=shard.far_backend,
     )
     result = run_engine(call, config, explain=explain, need_lse=explain)
     output, lse = call.restore(result.attended)

@@ -25,7 +25,8 @@ from prescore.config import Routed
 from prescore.ops.backend import accumulation_dtype, readable
 from prescore.ops.native.library import loaded_level
 from prescore.ops.parts import fold_lse_gradient
-from prescore.routed import native, plain, reference
+from prescore.routed import native, plain, reference, triton
+from prescore.routed.backends import pick_far_backend
 from prescore.routed.decode import GrowingClusters, of_heads
 from prescore.routed.layout import N_DIFFERENTIABLE, Layout, RoutedKeys, View, make_layout, routes
 from prescore.routed.reference import Clusters
@@ -33,8 +34,11 @@ from prescore.types import Attended, Reads, Result, Selection, Values
 
 KEY_NUMBERS_AT_ONCE = 2**22
 """Elements of keys processed per batch of KV heads; keeps temporaries small enough to be reused."""
+KEY_NUMBERS_ON_DEVICE = 2**27
+"""The same for kernels: a launch should fill the device."""
 MAX_EXPONENT = 80.0
 """Bound on an exponent whose exponential would overflow float32."""
+_BACKENDS = {"native": native, "triton": triton, "plain": plain}
 _MEANS = ("keys_per_query", "centroids_per_query", "keys_compared", "far_keys_read")
 
 
@@ -194,10 +198,10 @@ def _attend(call: Call, config: Routed) -> tuple[Attended, Values]:
     layout = make_layout(call.n_query, call.n_keys, causal=call.is_causal, config=config)
     n_exact = layout.n_exact if call.query.numel() and call.key.numel() else layout.n_query
     stats = _exact_stats(call, layout, n_exact)
-    runs_native = _native_runs(call, layout)
-    # native code reads the first queries too, and faster; the operator alone has their gradients
+    far_backend = _far_backend(call, layout)
+    # native code and kernels read the first queries too, and faster; the operator alone has their gradients
     n_apart = n_exact
-    if runs_native and n_exact < layout.n_query and not records_gradients(call.query, call.key, call.value):
+    if far_backend != "plain" and n_exact < layout.n_query and not records_gradients(call.query, call.key, call.value):
         n_apart = 0
     results = []
     if n_apart or n_exact == layout.n_query:
@@ -205,28 +209,28 @@ def _attend(call: Call, config: Routed) -> tuple[Attended, Values]:
     if n_exact < layout.n_query:
         parts: list[tuple[Tensor, Tensor]] = []
         counts = torch.zeros(2, dtype=torch.float64, device=call.query.device)
-        index, n_done = _kept_index(call, layout, runs_native), 0
-        for batch in _head_batches(call, n_apart):
-            view = _view(call, batch, layout, config, f"heads {len(parts)}", runs_native)
+        index, n_done = _kept_index(call, layout, far_backend), 0
+        for batch in _head_batches(call, n_apart, far_backend):
+            view = _view(call, batch, layout, config, f"heads {len(parts)}", far_backend)
             some, n_done = slice(n_done, n_done + len(batch.key)), n_done + len(batch.key)
-            keys = _routed_keys(batch, layout, runs_native, None if index is None else of_heads(index, some))
+            keys = _routed_keys(batch, layout, far_backend, None if index is None else of_heads(index, some))
             output, lse, count = _RoutedAttention.apply(view, batch.query, *keys)  # type: ignore[no-untyped-call]
             parts.append((output, lse))
             counts += count
         results.append(_all_heads(call, parts))
         stats |= _routed_stats(call, layout, n_exact, counts)
-        stats["backend"] = "native" if runs_native else "plain"
-        if runs_native:
+        stats["backend"] = far_backend
+        if far_backend == "native":
             stats["native_level"] = loaded_level()
     if len(results) == 1:
         return results[0], stats
     return Attended(*(torch.cat(tensors, dim=2) for tensors in zip(*results, strict=True))), stats
 
 
-def _native_runs(call: Call, layout: Layout) -> bool:
-    if not call.native or call.backend.dropout is not None:
-        return False
-    return native.can_run(call.query, call.value.shape[-1], layout.cluster_size)
+def _far_backend(call: Call, layout: Layout) -> str:
+    if call.backend.dropout is not None:
+        return "plain"
+    return pick_far_backend(call.far_backend, call.query, call.value.shape[-1], layout.cluster_size)
 
 
 def _attend_first(call: Call, layout: Layout, n_exact: int) -> Attended:
@@ -261,21 +265,22 @@ class _HeadBatch(NamedTuple):
     searching: Tensor | None
 
 
-def _head_batches(call: Call, n_skipped: int) -> Iterator[_HeadBatch]:
+def _head_batches(call: Call, n_skipped: int, far_backend: str) -> Iterator[_HeadBatch]:
     """Batches of KV heads with their queries after the first `n_skipped`; a long sequence goes alone."""
     n_kv_heads = call.key.shape[1]
     queries = call.query[:, :, n_skipped:].unflatten(1, (n_kv_heads, call.group)).flatten(0, 1)
     keys, values = (readable(tensor.flatten(0, 1)) for tensor in (call.key, call.value))
     searching = call.query_valid[:, n_skipped:] if call.is_causal and call.query_valid is not None else None
     masks = [None if t is None else t.repeat_interleave(n_kv_heads, dim=0) for t in (call.valid, searching)]
-    step = max(1, KEY_NUMBERS_AT_ONCE // (call.n_keys * max(keys.shape[-1], values.shape[-1])))
+    most = KEY_NUMBERS_ON_DEVICE if far_backend == "triton" else KEY_NUMBERS_AT_ONCE
+    step = max(1, most // (call.n_keys * max(keys.shape[-1], values.shape[-1])))
     for start in range(0, len(queries), step):
         some = slice(start, start + step)
         own = (None if mask is None else mask[some] for mask in masks)
         yield _HeadBatch(readable(queries[some]), keys[some], values[some], *own)
 
 
-def _view(call: Call, batch: _HeadBatch, layout: Layout, config: Routed, place: str, runs_native: bool) -> View:
+def _view(call: Call, batch: _HeadBatch, layout: Layout, config: Routed, place: str, far_backend: str) -> View:
     """What the queries of a batch see: the last ones of a causal call, or all."""
     n_heads, _, n_query, _ = batch.query.shape
     if layout.causal:
@@ -297,23 +302,25 @@ def _view(call: Call, batch: _HeadBatch, layout: Layout, config: Routed, place: 
     log_inverse = reference.log_inverse_weight(config.min_weight)
     return View(
         n_clusters, start, stop, layout.causal, layout.chunk_size, clusters_per_cov, log_inverse, call.scale,
-        call.backend.at(place), runs_native,
+        call.backend.at(place), far_backend,
     )  # fmt: skip
 
 
-def _kept_index(call: Call, layout: Layout, runs_native: bool) -> Clusters | None:
+def _kept_index(call: Call, layout: Layout, far_backend: str) -> Clusters | None:
     """The key index that a cache keeps from chunk to chunk of a prompt; None = there is none."""
-    if not isinstance(call.key_index, GrowingClusters) or not runs_native or not layout.causal:
+    if not isinstance(call.key_index, GrowingClusters) or far_backend == "plain" or not layout.causal:
+        return None
+    if records_gradients(call.key, call.value):
         return None
     key, value = (readable(tensor) for tensor in (call.key, call.value))
-    return call.key_index.extended(key, value, layout) if native.can_build(key, value, layout) else None
+    return call.key_index.extended(key, value, layout, far_backend)
 
 
-def _routed_keys(batch: _HeadBatch, layout: Layout, runs_native: bool, index: Clusters | None) -> RoutedKeys:
+def _routed_keys(batch: _HeadBatch, layout: Layout, far_backend: str, index: Clusters | None) -> RoutedKeys:
     """The keys of a batch with their key index, built where none is given."""
     if index is None:
         build = reference.build_clusters
-        if runs_native and native.can_build(batch.key, batch.value, layout):
+        if far_backend == "native" and native.can_build(batch.key, batch.value, layout):
             build = native.build_clusters
         index = build(batch.key, batch.value, layout, layout.sinks, layout.n_chunks)
     key_cov, key_value_cov = index.key_cov, index.key_value_cov
@@ -334,7 +341,7 @@ class _RoutedAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, view: View, query: Tensor, *tensors: Any) -> tuple[Tensor, Tensor, Tensor]:
         keys = RoutedKeys(*tensors)
-        attended, threshold, counts = (native if view.native else plain).forward(query, keys, view)
+        attended, threshold, counts = _BACKENDS[view.far_backend].forward(query, keys, view)
         output = attended.output.to(query.dtype)
         ctx.save_for_backward(query, *tensors, output, attended.lse, threshold)
         ctx.view = view
@@ -357,7 +364,7 @@ class _RoutedAttention(torch.autograd.Function):
         inputs = [query, *keys[:N_DIFFERENTIABLE]]
         # contiguous, whatever the inputs are: native code adds to them by place
         sums = [torch.zeros(t.shape, dtype=wide, device=t.device) for t in inputs]
-        far = native if view.native else plain
+        far = native if view.far_backend == "native" else plain  # kernels have no backward pass
         grad_threshold = far.add_far_gradients(grad, query, keys, view, merged, threshold, sums)
         grad, merged = _through_threshold(grad, merged, threshold + view.log_inverse, grad_threshold)
         plain.add_local_gradients(grad, query, keys, view, merged, sums[:3])

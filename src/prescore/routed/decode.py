@@ -3,7 +3,7 @@
 The caller owns keys and values and passes all of them; the key index holds what was derived from them. New tokens
 are local keys until their chunk is far; then the chunk joins the key index. A step computes the logits of the
 centroids, searches, and reads sinks, local keys and the far keys that it finds. A chunk of a prompt runs as one
-native call.
+call of native code or kernels.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from prescore.config import Routed
 from prescore.errors import Unsupported
 from prescore.ops.backend import Backend, Tile, accumulation_dtype, pick_backend, readable
 from prescore.ops.native.library import loaded_level
-from prescore.routed import native, plain, reference
+from prescore.routed import native, plain, reference, triton
+from prescore.routed.backends import pick_far_backend, unsupported
 from prescore.routed.layout import Layout, RoutedKeys, View, make_layout
 from prescore.routed.reference import Clusters, Int8Keys, log_inverse_weight
 from prescore.types import Attended, Reads, Values
@@ -42,16 +43,16 @@ class Chunks(Protocol):
 class GrowingClusters:
     """The key index of a sequence that is read in several calls: each call builds only the chunks that are new.
 
-    For native code, without gradients and padding. Its owner drops it when keys change.
+    For native code and kernels, without gradients and padding. Its owner drops it when keys change.
     """
 
     def __init__(self) -> None:
         self._made_for: tuple[object, ...] = ()
         self._clusters: Clusters | None = None
 
-    def extended(self, key: Tensor, value: Tensor, layout: Layout) -> Clusters:
+    def extended(self, key: Tensor, value: Tensor, layout: Layout, far_backend: str) -> Clusters:
         """The key index of all far chunks of keys `[B, Hkv, N, D]`."""
-        geometry = (layout.sinks, layout.chunk_size, layout.cluster_size, loaded_level())
+        geometry = (layout.sinks, layout.chunk_size, layout.cluster_size, far_backend, loaded_level())
         made_for = (*geometry, key.shape[:2], key.shape[-1], value.shape[-1], key.dtype)
         clusters = self._clusters if self._made_for == made_for else None
         n_done = 0 if clusters is None else clusters.key_cov.shape[1]
@@ -59,7 +60,7 @@ class GrowingClusters:
             clusters, n_done = None, 0
         if clusters is None or n_done < layout.n_chunks:
             begin = layout.sinks + n_done * layout.chunk_size
-            new = native.build_clusters(key, value, layout, begin, layout.n_chunks - n_done)
+            new = _build(key, value, layout, begin, layout.n_chunks - n_done, far_backend)
             clusters = new if clusters is None else _joined(clusters, new)
         self._made_for, self._clusters = made_for, clusters
         return clusters
@@ -94,18 +95,20 @@ class RoutedIndex:
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, *, backend: str = "auto") -> Attended:
         """Attend for the newest positions, `query [B, Hq, n, D]`, over all keys and values so far."""
-        reasons = native.unsupported(query, value.shape[-1], self._config) if backend == "native" else []
+        is_named = backend in ("native", "triton")
+        reasons = unsupported(backend, query, value.shape[-1], self._config) if is_named else []
         if reasons:
-            raise Unsupported("backend 'native'", reasons)
+            raise Unsupported(f"backend {backend!r}", reasons)
         operator = pick_backend(query, backend)
-        may_run_native = backend in ("auto", "native")
+        size = make_layout(1, 1, causal=True, config=self._config).cluster_size
+        far_backend = pick_far_backend(backend, query, value.shape[-1], size)
         if not self._groups:
             self._groups = self._split()
         n_query, steps = query.shape[2], []
         if n_query == 1 and len(self._groups) == 1:
-            return self._groups[0][1].attend(query, key, value, operator, may_run_native)
-        if n_query >= MANY and may_run_native and len(self._groups) == 1:
-            attended = self._groups[0][1].attend_many(query, key, value, operator)
+            return self._groups[0][1].attend(query, key, value, operator, far_backend)
+        if (n_query >= MANY or far_backend == "triton") and far_backend != "plain" and len(self._groups) == 1:
+            attended = self._groups[0][1].attend_many(query, key, value, operator, far_backend)
             if attended is not None:
                 return attended
         for place in range(n_query):  # each sees the keys before it, and the key index as it was then
@@ -113,7 +116,7 @@ class RoutedIndex:
             one, keys, values = query[:, :, place : place + 1], key[:, :, :stop], value[:, :, :stop]
             parts = []
             for rows, group in self._groups:
-                parts.append(group.attend(one[rows], keys[rows], values[rows], operator, may_run_native))
+                parts.append(group.attend(one[rows], keys[rows], values[rows], operator, far_backend))
             steps.append(parts)
         joined = [[torch.cat(tensors) for tensors in zip(*parts, strict=True)] for parts in steps]
         return Attended(*(torch.cat(tensors, dim=2) for tensors in zip(*joined, strict=True)))
@@ -132,10 +135,10 @@ class RoutedIndex:
     @property
     def stats(self) -> Values:
         """Of the last step: which backend ran; empty where nothing was far."""
-        ran = [group.runs_native for _, group in self._groups if group.runs_native is not None]
+        ran = [group.ran for _, group in self._groups if group.ran is not None]
         if not ran:
             return {}
-        return {"backend": "native", "native_level": loaded_level()} if ran[0] else {"backend": "plain"}
+        return {"backend": ran[0], **({"native_level": loaded_level()} if ran[0] == "native" else {})}
 
     def crop(self, n_keys: int) -> None:
         """Drop the key index if a chunk in it loses keys; the next step builds it again."""
@@ -175,14 +178,14 @@ class _Index:
         n_chunks: How many there are.
         clusters: Of all of them; the covariances are sums over chunks, `[T, 1, ...]`.
         means: Mean covariances over the first `n_chunks - R + 1`, ..., `n_chunks` chunks, `[T, R, ...]`.
-        built_by: Operator, and whether native code built it.
+        built_by: Operator and far backend.
         step: Prepared native steps over all chunks; None = not prepared.
     """
 
     n_chunks: int
     clusters: Clusters
     means: tuple[Tensor, Tensor]
-    built_by: tuple[str, bool]
+    built_by: tuple[str, str]
     step: native.PreparedStep | None = None
 
     @property
@@ -212,18 +215,18 @@ class _SameStart:
         self._grown, self._chunks = grown, chunks
         self._index: _Index | None = None
         self.reads = Reads(0.0)  # of the last step
-        self.runs_native: bool | None = None  # in the last step; None = nothing was far
+        self.ran: str | None = None  # the far backend of the last step; None = nothing was far
 
     def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, backend: Backend, may_run_native: bool
+        self, query: Tensor, key: Tensor, value: Tensor, backend: Backend, far_backend: str
     ) -> Attended:
         """The newest query `[B, Hq, 1, D]` of these sequences."""
         layout = make_layout(1, key.shape[2] - self._start, causal=True, config=self._config)
         query, key, value = (readable(t) for t in (query, key, value))
         grouped = query.reshape(-1, query.shape[1] // key.shape[1], 1, query.shape[-1])
-        self.runs_native, n_read = None, 0.0
+        self.ran, n_read = None, 0.0
         if layout.n_chunks:
-            self.runs_native = may_run_native and native.can_run(grouped, value.shape[-1], layout.cluster_size)
+            self.ran = far_backend
             with torch.no_grad():
                 self._index = self._extended(key, value, layout, backend, layout.n_chunks).trimmed()
                 attended, n_read = self._attend_far(self._index, grouped, key, value, layout, backend)
@@ -235,8 +238,10 @@ class _SameStart:
         shape = query.shape[:3]
         return Attended(attended.output.reshape(*shape, -1), attended.lse.reshape(shape))
 
-    def attend_many(self, query: Tensor, key: Tensor, value: Tensor, backend: Backend) -> Attended | None:
-        """The newest queries `[B, Hq, n, D]` in one native call; None where native code cannot run it.
+    def attend_many(
+        self, query: Tensor, key: Tensor, value: Tensor, backend: Backend, far_backend: str
+    ) -> Attended | None:
+        """The newest queries `[B, Hq, n, D]` in one call of native code or kernels; None where nothing is far.
 
         Queries before `exact_until` read every key, as in a full call.
         """
@@ -244,10 +249,9 @@ class _SameStart:
         layout = make_layout(n_query, key.shape[2] - self._start, causal=True, config=self._config)
         query, key, value = (readable(t) for t in (query, key, value))
         grouped = query.reshape(-1, query.shape[1] // key.shape[1], n_query, query.shape[-1])
-        runs_native = native.can_run(grouped, value.shape[-1], layout.cluster_size)
-        if not layout.n_chunks or layout.first < 0 or not runs_native:
+        if not layout.n_chunks or layout.first < 0:
             return None
-        self.runs_native = True
+        self.ran = far_backend
         position = torch.arange(layout.first, layout.n_keys, dtype=torch.int64, device="cpu")
         chunks = layout.far_chunks(position)
         local_start = (layout.sinks + chunks * layout.chunk_size).masked_fill(chunks == 0, 0) + self._start
@@ -256,14 +260,15 @@ class _SameStart:
             for t in (chunks * layout.clusters_per_chunk, local_start, position + 1 + self._start)
         )
         log_inverse = log_inverse_weight(self._config.min_weight)
-        options = (True, layout.chunk_size, layout.clusters_per_chunk, log_inverse, self._scale, backend, True)
+        options = (True, layout.chunk_size, layout.clusters_per_chunk, log_inverse, self._scale, backend, far_backend)
         with torch.no_grad():
             index = self._extended(key, value, layout, backend, int(chunks[chunks > 0].min()))
             self._index = index.trimmed()
             first = index.fewest - 1  # covariances of fewer chunks are read by no query
             covs = [pad(mean, (0, 0, 0, 0, first, 0)) for mean in index.means]
             keys = self._routed_keys(key, value, index.clusters, layout, (covs[0], covs[1]))
-            attended, _, read = native.forward(grouped, keys, View(counts, start, stop, *options))
+            forward = native.forward if far_backend == "native" else triton.forward
+            attended, _, read = forward(grouped, keys, View(counts, start, stop, *options))
         always = float((position + 1 - chunks * layout.chunk_size).double().mean())
         n_centroids = float(chunks.double().mean()) * layout.clusters_per_chunk
         self.reads = Reads(always + float(read[1]) / attended.lse.numel(), n_centroids)
@@ -295,7 +300,7 @@ class _SameStart:
 
     def _extended(self, key: Tensor, value: Tensor, layout: Layout, backend: Backend, fewest: int) -> _Index:
         """The key index with all chunks that are far by now; some query sees the `fewest` chunks, at least 1."""
-        index, built_by = self._index, (backend.name, bool(self.runs_native))
+        index, built_by = self._index, (backend.name, self.ran or "plain")
         if index is not None and (fewest < index.fewest or index.built_by != built_by):
             index = None
         done = 0 if index is None else index.n_chunks
@@ -337,15 +342,11 @@ class _SameStart:
 
     def _build(self, key: Tensor, value: Tensor, layout: Layout, begin: int, n_chunks: int) -> Clusters:
         """The key index of chunks of keys `[B, Hkv, N, D]`, which are not copied."""
-        if self.runs_native and native.can_build(key, value, layout):
-            grown, self._grown = self._grown, None
-            if grown is not None and n_chunks == layout.n_chunks:
-                return grown.extended(key, value, layout)
-            return native.build_clusters(key, value, layout, begin, n_chunks)
-        span = slice(begin, begin + n_chunks * layout.chunk_size)
-        keys, values = (t[:, :, span].flatten(0, 1) for t in (key, value))
-        new = reference.build_clusters(keys, values, layout, 0, n_chunks)
-        return replace(new, positions=new.positions + begin)
+        far_backend = self.ran or "plain"
+        grown, self._grown = self._grown, None
+        if far_backend != "plain" and grown is not None and n_chunks == layout.n_chunks:
+            return grown.extended(key, value, layout, far_backend)
+        return _build(key, value, layout, begin, n_chunks, far_backend)
 
     def _attend_far(
         self, index: _Index, query: Tensor, key: Tensor, value: Tensor, layout: Layout, backend: Backend
@@ -357,7 +358,7 @@ class _SameStart:
         means = (index.means[0][:, place : place + 1], index.means[1][:, place : place + 1])
         local_start = self._start + layout.sinks + layout.n_chunks * layout.chunk_size
         log_inverse = log_inverse_weight(self._config.min_weight)
-        if self.runs_native:
+        if self.ran == "native":
             step = index.step if is_latest else None
             if step is None:
                 keys = self._routed_keys(key, value, index.clusters, layout, means)
@@ -369,9 +370,12 @@ class _SameStart:
             torch.full((query.shape[0], 1), n, dtype=torch.int32, device="cpu")
             for n in (n_clusters, local_start, key.shape[2])
         )
-        options = (True, layout.chunk_size, n_clusters, log_inverse, self._scale, backend, False)
+        options = (True, layout.chunk_size, n_clusters, log_inverse, self._scale, backend, self.ran or "plain")
         view = View(counts, start, stop, *options)
         keys = self._routed_keys(key, value, index.clusters, layout, means)
+        if self.ran == "triton":
+            merged, _, read = triton.forward(query, keys, view)
+            return Attended(merged.output.to(value.dtype), merged.lse), float(read[1]) / merged.lse.numel()
         local_key, local_value = (t[:, None, local_start:] for t in (keys.key, keys.value))
         wide = accumulation_dtype(query.dtype)
         tile = Tile(query, local_key, local_value, self._scale)
@@ -389,6 +393,16 @@ class _SameStart:
             *(keys, values, keys[:, sinks], values[:, sinks], *centroids, clusters.positions),
             *(*clusters.int8, *clusters.sub_int8, clusters.spread, clusters.radius),
         )
+
+
+def _build(key: Tensor, value: Tensor, layout: Layout, begin: int, n_chunks: int, far_backend: str) -> Clusters:
+    """The key index of chunks of keys `[B, Hkv, N, D]`, which are not copied."""
+    if far_backend == "native":
+        return native.build_clusters(key, value, layout, begin, n_chunks)
+    span = slice(begin, begin + n_chunks * layout.chunk_size)
+    keys, values = (t[:, :, span].flatten(0, 1) for t in (key, value))
+    new = reference.build_clusters(keys, values, layout, 0, n_chunks)
+    return replace(new, positions=new.positions + begin)
 
 
 def _tensors(clusters: Clusters) -> list[Tensor]:

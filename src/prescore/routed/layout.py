@@ -157,8 +157,8 @@ class View:
         clusters_per_cov: Covariance i averages the first (i + 1) x this many clusters.
         log_inverse: `reference.log_inverse_weight(min_weight)`.
         scale: Factor of the logits.
-        backend: The operator for local keys, where native code cannot run.
-        native: Whether native code runs.
+        backend: The operator for local keys, where the far backend leaves them to it.
+        far_backend: What runs the far keys: `native`, `triton` or `plain`.
     """
 
     n_clusters: Tensor
@@ -170,7 +170,7 @@ class View:
     log_inverse: float
     scale: float
     backend: Backend
-    native: bool
+    far_backend: str
 
     def runs(self) -> Iterator[tuple[int, slice, int]]:
         """Consecutive queries that see the same clusters: KV head, queries, number of clusters."""

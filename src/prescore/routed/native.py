@@ -18,7 +18,7 @@ from torch.nn.functional import pad
 
 from prescore.config import Routed
 from prescore.ops.native import library
-from prescore.routed.layout import Layout, RoutedKeys, View, make_layout, routes
+from prescore.routed.layout import Layout, RoutedKeys, View, make_layout
 from prescore.routed.reference import (
     HEAVY_INT8_ERROR,
     HEAVY_STDS,
@@ -56,24 +56,6 @@ def unsupported(query: Tensor, value_dim: int, config: Routed) -> list[str]:
     if library.loaded_level() == library.NO_LEVEL:
         reasons.append(library.describe_native())
     return reasons
-
-
-def exact_reason(
-    query: Tensor, key: Tensor, value: Tensor, config: Routed, *, is_causal: bool, ranks: int = 1
-) -> str:
-    """Why `auto` runs a call without dropout exactly that could route: routing would be slower. Empty = it routes.
-
-    Plain torch routes more slowly than exact attention. It runs where it is named, with dropout, where exact
-    attention is slower still, and for configurations that route short texts, where time does not matter. Each of
-    the `ranks` has as many queries and keys.
-    """
-    n_query, n_keys = query.shape[2] * ranks, key.shape[2] * ranks
-    if config.exact_until < Routed.exact_until or not routes(config, n_query, n_keys, is_causal=is_causal):
-        return ""
-    reasons = unsupported(query, value.shape[-1], config)
-    if not reasons:
-        return ""
-    return f"native code: {reasons[-1] if library.loaded_level() == library.NO_LEVEL else reasons[0]}"
 
 
 def can_run(query: Tensor, value_dim: int, cluster_size: int) -> bool:

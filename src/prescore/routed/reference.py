@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import one_hot, softplus
+from torch.nn.functional import softplus
 
 from prescore.config import Routed
 from prescore.ops.backend import accumulation_dtype
@@ -174,7 +174,7 @@ def subclusters(offset: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     the largest such root in each cluster, of distances from its centroid.
     """
     member = torch.arange(offset.shape[2], dtype=torch.int64, device=offset.device) // SUBCLUSTER
-    each = one_hot(member).t().to(offset.dtype)
+    each = (member == member[::SUBCLUSTER, None]).to(offset.dtype)
     each = each / each.sum(1, keepdim=True)
     mean = each @ offset
     squares = (offset - mean.index_select(2, member)).square().sum(-1)
@@ -191,7 +191,7 @@ def mean_of_prefixes(parts: Tensor) -> Tensor:
 def mean_of_first(parts: Tensor, counts: Tensor) -> Tensor:
     """`[T, C, ...]` of chunks -> `[T, 1, ...]` means over the first `counts [T]` of them."""
     inside = torch.arange(parts.shape[1], dtype=torch.int64, device=parts.device) < counts[:, None]
-    if not bool(inside.all()):
+    if parts.device.type != "cpu" or not bool(inside.all()):  # reading it would wait for the device
         parts = parts.masked_fill(~inside[:, :, None, None], 0.0)
     return parts.sum(1, keepdim=True) / counts[:, None, None, None]
 

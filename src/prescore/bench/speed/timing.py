@@ -20,7 +20,7 @@ from torch import Tensor
 from prescore.attention import prescored_attention
 from prescore.bench.records import Values
 from prescore.config import Config, Exact, Routed
-from prescore.routed import native
+from prescore.routed.backends import exact_reason
 
 EXACT = "exact"
 MOST_ROUNDS = 200
@@ -119,7 +119,7 @@ def check_method(
     differ by the weight of keys at the threshold: two keys of about `min_weight`, whose values differ from the
     others by at most twice the largest.
     """
-    if isinstance(config, Routed) and native.exact_reason(*inputs, config, is_causal=is_causal):
+    if isinstance(config, Routed) and exact_reason(*inputs, config, is_causal=is_causal):
         config = Exact()
     n, most, by, unit = inputs[0].shape[2], 0.0, float("inf"), torch.ones(())
     chunks = [slice(0, n)]

@@ -1,0 +1,151 @@
+"""Random calls of the Triton backend under its interpreter, against the reference.
+
+    python tests/routed/triton_calls.py --calls 500 --seed 1
+
+Call `k` of seed `s` depends on nothing else, so any one can be run again: `--seed s --first k --calls 1`. Triton reads
+TRITON_INTERPRET when it is imported, so tests run this file as a process of its own.
+"""
+
+import argparse
+import os
+import random
+import sys
+from collections import Counter
+from pathlib import Path
+
+if __name__ == "__main__":
+    os.environ["TRITON_INTERPRET"] = "1"
+    sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+
+import torch
+from attention_checks import loss_of
+from oracles.budgets import assert_within
+from oracles.inputs import attention_tensors
+from routed_checks import differing_queries
+
+from prescore import Routed, prescored_attention
+from prescore.routed.decode import RoutedIndex
+from prescore.routed.reference import reference_attention
+from prescore.types import Attended
+
+KINDS = ("whole", "not causal", "gradients", "chunk", "step", "steps", "left padding", "right padding")
+GROUPS = (1, 1, 2, 4, 7, 8)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+BUDGET = 2e-5
+"""Sums of float32 in another order, in logits of size 1 to 10."""
+
+
+def by_reference(query, key, value, config, *, is_causal, n_real):
+    """Result of every head; the first `n_real[row]` keys of a sequence are real, and as many queries if causal."""
+    group, rows = query.shape[1] // key.shape[1], []
+    for row, stop in enumerate(n_real):
+        n_query = query.shape[2] - (key.shape[2] - stop if is_causal else 0)
+        for head in range(query.shape[1]):
+            tensors = query[row, head, :n_query], key[row, head // group, :stop], value[row, head // group, :stop]
+            rows.append(reference_attention(*tensors, config, is_causal=is_causal))
+    return rows
+
+
+def check_gradients(inputs, got, config):
+    """The gradients are those of the plain backend, whose backward pass runs: of the same choices."""
+    output, aux = prescored_attention(*inputs, config, is_causal=True, return_aux=True, backend="plain")
+    alike = ~differing_queries(got, Attended(output, aux.lse), 1e-6 + 3 * torch.finfo(output.dtype).eps)
+    budget = 5e-6 if output.dtype == torch.float32 else 4 * torch.finfo(output.dtype).eps
+    grads = (torch.autograd.grad(loss_of(result, alike), inputs) for result in (got, Attended(output, aux.lse)))
+    for name, grad, wanted in zip(("query", "key", "value"), *grads, strict=True):
+        size = max(float(wanted.abs().max()), 1e-30)
+        assert_within(grad.double() / size, wanted.double() / size, budget, f"gradient of {name}")
+
+
+def run(draw):
+    """One random call: what it was, and how many of its queries differ from the reference."""
+    kind, dtype, group = draw.choice(KINDS), draw.choice(DTYPES), draw.choice(GROUPS)
+    size = draw.choice((16, 16, 32, 64))
+    config = Routed(
+        min_weight=draw.choice((1.0, 0.1, 1 / 32, 1e-3, 1e-5)),
+        cluster_size=size,
+        chunk_size=size * draw.choice((1, 2)),
+        sinks=draw.choice((0, 1, 5, 16, 19)),
+        exact_until=draw.choice((0, 0, 100)),
+    )
+    kv_heads = draw.choice((1, 2)) if group < 4 else 1
+    longest = 600 if kind in ("step", "steps") else 60  # the clusters of a step may be split over programs
+    n_keys = draw.randint(2 * config.chunk_size + 2, 4 * config.chunk_size + longest)
+    n_query = {"chunk": draw.randint(2, n_keys - 1), "step": 1, "steps": draw.randint(2, 5)}.get(kind, n_keys)
+    query, key, value = attention_tensors(
+        batch=2 if "padding" in kind else 1,
+        heads=kv_heads * group,
+        kv_heads=kv_heads,
+        n_query=n_query,
+        n_keys=n_keys,
+        dim=draw.choice((32, 32, 64, 128, 256)),
+        value_dim=draw.choice((32, 32, 64, 128)),
+        dtype=dtype,
+        seed=draw.randrange(2**31),
+        spread=draw.choice((0.3, 1.0, 1.0, 1.5)),
+    )
+    is_causal, n_real, mask = kind != "not causal", [n_keys] * len(query), None
+    given = query, key, value
+    if "padding" in kind:
+        n_real = [draw.randint(2, n_keys), n_keys]
+        shift = [n_keys - n if kind == "left padding" else 0 for n in n_real]
+        mask = torch.stack(
+            [torch.arange(n_keys).sub(s).clamp_min(-1).add(1).gt(0) & (torch.arange(n_keys) < s + n)
+             for n, s in zip(n_real, shift, strict=True)]
+        )  # fmt: skip
+        given = [torch.stack([t.roll(s, 1) for t, s in zip(x, shift, strict=True)]) for x in given]
+    given = [t.requires_grad_(kind == "gradients") for t in given]
+    with torch.set_grad_enabled(kind == "gradients"):
+        if kind in ("step", "steps"):
+            index = RoutedIndex(config, scale=query.shape[-1] ** -0.5)
+            got = index.attend(*given, backend="triton")
+            ran = index.stats.get("backend", "nothing is far")
+        else:
+            output, aux = prescored_attention(
+                *given, config, is_causal=is_causal, key_padding_mask=mask, return_aux=True, backend="triton"
+            )
+            got, ran = Attended(output, aux.lse), aux.stats.backend
+    budget = BUDGET if dtype == torch.float32 else 3 * torch.finfo(dtype).eps
+    n_different = n_queries = 0
+    for place, wanted in enumerate(
+        by_reference(query, key, value, config, is_causal=is_causal, n_real=n_real)
+    ):
+        row, head = divmod(place, query.shape[1])
+        first = n_keys - n_real[row] if kind == "left padding" else 0
+        own = slice(first, first + len(wanted.lse))
+        size = max(1.0, float(wanted.lse.abs().max()))  # rounding of logits is relative
+        differ = differing_queries(
+            Attended(got.output[row, head, own][None, None], got.lse[row, head, own][None, None]),
+            Attended(wanted.output[None, None], wanted.lse[None, None]),
+            budget * size,
+        )
+        n_different, n_queries = n_different + int(differ.sum()), n_queries + differ.numel()
+    if kind == "gradients" and not n_different:
+        check_gradients(given, got, config)
+    what = f"{kind}, {dtype}, group {group}, {tuple(query.shape)} over {tuple(key.shape)}, {config}"
+    return ran, n_different, n_queries, what
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--calls", type=int, default=30)
+    parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=1)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    ran, wrong, flips, queries = Counter(), 0, 0, 0
+    for number in range(options.first, options.first + options.calls):
+        backend, n_different, n_queries, what = run(random.Random(f"{options.seed}/{number}"))
+        ran[backend] += 1
+        queries, flips = queries + n_queries, flips + n_different
+        # rounding may move a key across the threshold
+        if n_different > max(2, n_queries // 200):
+            wrong += 1
+            print(f"call {number}: {n_different} of {n_queries} queries differ: {what}", flush=True)
+    names = ", ".join(f"{name} {count}" for name, count in sorted(ran.items()))
+    print(f"seed {options.seed}: {options.calls} calls ({names}), {wrong} wrong; {flips} of {queries} queries differ")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
