@@ -2,7 +2,8 @@
 
 Start a server first (docs/serving.md), then: `python client.py --text book.txt --tokens 8000 --requests 4`.
 It prints the time to the first token and the rate of answers, and with `--loss` the mean loss of the second half
-of each prompt. Run it against the same server with and without prescore to compare.
+of each prompt. Run it against the same server with and without prescore to compare. `--out` adds a line of JSON
+for every request to a file.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ def post(url: str, body: dict[str, Any]) -> Any:
     return urllib.request.urlopen(request, timeout=3600)
 
 
-def stream(server: str, body: dict[str, Any]) -> tuple[float, float, str]:
+def stream(server: str, body: dict[str, Any]) -> dict[str, Any]:
     """Seconds to the first token, tokens per second after it, and the answer."""
     begin, times, text = time.perf_counter(), list[float](), ""
     with post(f"{server}/v1/completions", {**body, "stream": True}) as response:
@@ -34,7 +35,7 @@ def stream(server: str, body: dict[str, Any]) -> tuple[float, float, str]:
                     times.append(time.perf_counter())
                     text += choices[0]["text"]
     rate = (len(times) - 1) / max(1e-9, times[-1] - times[0])
-    return times[0] - begin, rate, text
+    return {"first_token_seconds": round(times[0] - begin, 3), "tokens_per_second": round(rate, 2), "answer": text}
 
 
 def prompt_loss(server: str, body: dict[str, Any]) -> float:
@@ -51,14 +52,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--server", default="http://127.0.0.1:8000")
     parser.add_argument("--text", type=Path, required=True, help="a text file; each request takes another part")
+    parser.add_argument("--begin", type=float, default=0.0, help="share of the text to skip, 0 to 1")
     parser.add_argument("--tokens", type=int, nargs="+", default=[8000], help="lengths of prompts, used in turn")
     parser.add_argument("--requests", type=int, default=1, help="how many at once")
     parser.add_argument("--answer", type=int, default=64, help="tokens of each answer")
     parser.add_argument("--loss", action="store_true", help="the loss of the prompts instead of times")
+    parser.add_argument("--out", type=Path, help="a file of JSON lines to add the results to")
+    parser.add_argument("--label", default="", help="what the server runs, for that file")
     given = parser.parse_args()
     with urllib.request.urlopen(f"{given.server}/v1/models", timeout=60) as response:
         model = json.load(response)["data"][0]["id"]
     text = given.text.read_text(encoding="utf-8", errors="replace")
+    text = text[int(given.begin * len(text)) :]
     with post(f"{given.server}/tokenize", {"model": model, "prompt": text}) as response:
         tokens = json.load(response)["tokens"]
     bodies, start = [], 0
@@ -68,17 +73,21 @@ def main() -> None:
         bodies.append({"model": model, "prompt": prompt, "max_tokens": given.answer, "temperature": 0})
         start += length
     if given.loss:
-        for body in bodies:
-            print(f"{len(body['prompt'])} tokens: loss {prompt_loss(given.server, body):.4f}")
-        return
-    begin = time.perf_counter()
-    with ThreadPoolExecutor(len(bodies)) as pool:
-        results = list(pool.map(lambda body: stream(given.server, body | {"ignore_eos": True}), bodies))
-    seconds = time.perf_counter() - begin
-    for body, (first, rate, answer) in zip(bodies, results, strict=True):
-        print(f"{len(body['prompt'])} tokens: first after {first:.2f} s, {rate:.1f} tokens/s: {answer[:60]!r}")
-    total = sum(len(body["prompt"]) + given.answer for body in bodies)
-    print(f"{len(bodies)} requests: {seconds:.2f} s, {total / seconds:.0f} tokens/s with those of the prompts")
+        results = [{"loss": prompt_loss(given.server, body)} for body in bodies]
+    else:
+        begin = time.perf_counter()
+        with ThreadPoolExecutor(len(bodies)) as pool:
+            results = list(pool.map(lambda body: stream(given.server, body | {"ignore_eos": True}), bodies))
+        seconds = time.perf_counter() - begin
+        results = [each | {"batch_seconds": round(seconds, 3)} for each in results]
+        total = sum(len(body["prompt"]) + given.answer for body in bodies)
+        print(f"{len(bodies)} requests: {seconds:.2f} s, {total / seconds:.0f} tokens/s with those of the prompts")
+    for number, (body, result) in enumerate(zip(bodies, results, strict=True)):
+        shown = {"request": number, "tokens": len(body["prompt"]), **result}
+        print(shown)
+        if given.out:
+            with given.out.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"label": given.label, "requests": len(bodies), **shown}) + "\n")
 
 
 if __name__ == "__main__":
