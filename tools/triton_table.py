@@ -30,11 +30,11 @@ DIMS = (64, 128, 256)
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 SHARED = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024, "gfx942": 64 * 1024}
 """Bytes of shared memory that a program may take."""
-GROUP, CLUSTER_SIZE = 4, 128
+GROUP, CLUSTER_SIZE, DECODE_ROWS = 4, 128, 16
 _FLOATS = ("scale", "log_inverse", "margin", "exact_margin")
 _INTEGERS = (
     *("query_head", "query_member", "query_step", "key_head", "key_step", "value_head", "value_step"),
-    *("n_query", "n_tables", "n_covs", "clusters_per_cov", "n_sinks"),
+    *("n_query", "n_tables", "n_covs", "clusters_per_cov", "n_sinks", "clusters_per_split", "splits"),
 )
 _POINTERS = {
     **dict.fromkeys(("query", "key", "value", "sink_key", "sink_value", "result"), "input"),
@@ -54,12 +54,13 @@ def compile_kernel(name: str, target: str, dim: int, dtype: str) -> dict[str, An
 
     kernel, own = getattr(triton_kernels, name), backend.launch(target, dim, dim)
     constants = {
-        "GROUP": GROUP, "ROWS": own.rows, "D": dim, "DV": dim, "SIZE": CLUSTER_SIZE, "LOCAL": own.local,
+        "GROUP": GROUP, "ROWS": DECODE_ROWS if name.startswith("decode") else own.rows, "D": dim, "DV": dim, "SIZE": CLUSTER_SIZE, "LOCAL": own.local,
         "KEYS": own.keys, "PRECISION": backend.precision(target), "INTERPRETED": False,
         **backend.constants(CLUSTER_SIZE),
     }  # fmt: skip
-    signature, attributes = {}, {}
-    for place, argument in enumerate(inspect.signature(kernel.fn).parameters):
+    signature, attributes, parameters = {}, {}, inspect.signature(kernel.fn).parameters
+    constants = {argument: value for argument, value in constants.items() if argument in parameters}
+    for place, argument in enumerate(parameters):
         if argument in constants:
             signature[argument] = "constexpr"
             continue
@@ -78,7 +79,7 @@ def compile_kernel(name: str, target: str, dim: int, dtype: str) -> dict[str, An
     compiled = triton.compile(source, target=gpu, options={"num_warps": own.warps, "num_stages": 1})
     taken = _of_ptx(compiled.asm["ptx"], target) if is_cuda else _of_amd(compiled.asm["amdgcn"])
     return {
-        "kernel": name, "target": target, "dim": dim, "dtype": dtype, **own._asdict(),
+        "kernel": name, "target": target, "dim": dim, "dtype": dtype, **own._asdict(), "tile": constants["ROWS"],
         "shared_bytes": compiled.metadata.shared, **taken, "triton": metadata.version("triton"),
     }  # fmt: skip
 
@@ -96,7 +97,8 @@ def _of_ptx(ptx: str, target: str) -> dict[str, int]:
         command = [assembler, "-v", "--gpu-name", name, path, "-o", Path(scratch) / "kernel.cubin"]
         text = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     stores, loads = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", text)[-1]
-    return {"registers": int(re.findall(r"Used (\d+) registers", text)[-1]), "spill_bytes": int(stores) + int(loads)}
+    registers = int(re.findall(r"Used (\d+) registers", text)[-1])
+    return {"registers": registers, "spill_bytes": int(stores) + int(loads)}
 
 
 def _of_amd(text: str) -> dict[str, int]:
@@ -108,7 +110,7 @@ def _of_amd(text: str) -> dict[str, int]:
     return {"registers": numbers["vgpr_count"], "spill_bytes": numbers["private_segment_fixed_size"]}
 
 
-KERNELS = ("prefill",)
+KERNELS = ("prefill", "decode_local", "decode_far", "decode_merge")
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -119,7 +121,7 @@ def table(rows: list[dict[str, Any]]) -> str:
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
-        names = ("kernel", "target", "dim", "dtype", "rows", "keys", "warps")
+        names = ("kernel", "target", "dim", "dtype", "tile", "keys", "warps")
         taken = ("registers", "shared_bytes", "spill_bytes")
         lines.append("| " + " | ".join(str(row[name]) for name in (*names, *taken)) + " |")
     return "\n".join(lines)
@@ -129,8 +131,8 @@ README = """# GPUs
 
 No GPU is on the development machines. The kernels of the Triton backend are compiled ahead of time with the
 configurations of `src/prescore/routed/triton.py` (`LAUNCHES`), for groups of {group} query heads and clusters of
-{size} keys. The assembler counts the registers of a thread and the bytes that it spills; of AMD code the last column is
-the scratch memory of a lane. Command: `python tools/triton_table.py`; record: `compiled.jsonl`.
+{size} keys. The assembler counts the registers of a thread and the bytes that it spills; of AMD code the last
+column is the scratch memory of a lane. Command: `python tools/triton_table.py`; record: `compiled.jsonl`.
 
 {table}
 """

@@ -82,7 +82,7 @@ class Stats(Mapping[str, Any]):
     not None, and those of `details`.
 
     Attributes:
-        backend: What ran: `native`, `triton` or `plain` for the far keys of a `Routed`, else the operator of torch.
+        backend: What ran: `native`, `triton` or `plain` for the far keys of a `Routed`, else torch's operator.
         native_level: Instruction set of the native code that ran (`avx512`, `avx2`, `dotprod`, `baseline`).
         seconds: Seconds by stage.
         keys_per_query: Keys that a query read, on average; centroids are counted apart.

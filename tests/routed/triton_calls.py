@@ -2,8 +2,8 @@
 
     python tests/routed/triton_calls.py --calls 500 --seed 1
 
-Call `k` of seed `s` depends on nothing else, so any one can be run again: `--seed s --first k --calls 1`. Triton reads
-TRITON_INTERPRET when it is imported, so tests run this file as a process of its own.
+Call `k` of seed `s` depends on nothing else, so any one can be run again: `--seed s --first k --calls 1`. Triton
+reads TRITON_INTERPRET when it is imported, so tests run this file as a process of its own.
 """
 
 import argparse
@@ -107,9 +107,7 @@ def run(draw):
             got, ran = Attended(output, aux.lse), aux.stats.backend
     budget = BUDGET if dtype == torch.float32 else 3 * torch.finfo(dtype).eps
     n_different = n_queries = 0
-    for place, wanted in enumerate(
-        by_reference(query, key, value, config, is_causal=is_causal, n_real=n_real)
-    ):
+    for place, wanted in enumerate(by_reference(query, key, value, config, is_causal=is_causal, n_real=n_real)):
         row, head = divmod(place, query.shape[1])
         first = n_keys - n_real[row] if kind == "left padding" else 0
         own = slice(first, first + len(wanted.lse))
@@ -143,7 +141,7 @@ def main():
             wrong += 1
             print(f"call {number}: {n_different} of {n_queries} queries differ: {what}", flush=True)
     names = ", ".join(f"{name} {count}" for name, count in sorted(ran.items()))
-    print(f"seed {options.seed}: {options.calls} calls ({names}), {wrong} wrong; {flips} of {queries} queries differ")
+    print(f"seed {options.seed}: {options.calls} calls ({names}), {wrong} wrong; {flips} of {queries} differ")
     return 1 if wrong else 0
 
 

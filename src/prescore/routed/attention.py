@@ -201,7 +201,8 @@ def _attend(call: Call, config: Routed) -> tuple[Attended, Values]:
     far_backend = _far_backend(call, layout)
     # native code and kernels read the first queries too, and faster; the operator alone has their gradients
     n_apart = n_exact
-    if far_backend != "plain" and n_exact < layout.n_query and not records_gradients(call.query, call.key, call.value):
+    is_recorded = records_gradients(call.query, call.key, call.value)
+    if far_backend != "plain" and n_exact < layout.n_query and not is_recorded:
         n_apart = 0
     results = []
     if n_apart or n_exact == layout.n_query:

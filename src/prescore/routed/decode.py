@@ -217,9 +217,7 @@ class _SameStart:
         self.reads = Reads(0.0)  # of the last step
         self.ran: str | None = None  # the far backend of the last step; None = nothing was far
 
-    def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, backend: Backend, far_backend: str
-    ) -> Attended:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, backend: Backend, far_backend: str) -> Attended:
         """The newest query `[B, Hq, 1, D]` of these sequences."""
         layout = make_layout(1, key.shape[2] - self._start, causal=True, config=self._config)
         query, key, value = (readable(t) for t in (query, key, value))
@@ -260,7 +258,7 @@ class _SameStart:
             for t in (chunks * layout.clusters_per_chunk, local_start, position + 1 + self._start)
         )
         log_inverse = log_inverse_weight(self._config.min_weight)
-        options = (True, layout.chunk_size, layout.clusters_per_chunk, log_inverse, self._scale, backend, far_backend)
+        options = (True, layout.chunk_size, layout.clusters_per_chunk, log_inverse, self._scale)
         with torch.no_grad():
             index = self._extended(key, value, layout, backend, int(chunks[chunks > 0].min()))
             self._index = index.trimmed()
@@ -268,7 +266,7 @@ class _SameStart:
             covs = [pad(mean, (0, 0, 0, 0, first, 0)) for mean in index.means]
             keys = self._routed_keys(key, value, index.clusters, layout, (covs[0], covs[1]))
             forward = native.forward if far_backend == "native" else triton.forward
-            attended, _, read = forward(grouped, keys, View(counts, start, stop, *options))
+            attended, _, read = forward(grouped, keys, View(counts, start, stop, *options, backend, far_backend))
         always = float((position + 1 - chunks * layout.chunk_size).double().mean())
         n_centroids = float(chunks.double().mean()) * layout.clusters_per_chunk
         self.reads = Reads(always + float(read[1]) / attended.lse.numel(), n_centroids)

@@ -155,7 +155,8 @@ def forward(query: Tensor, keys: RoutedKeys, view: View) -> tuple[Attended, Tens
     index = [t.contiguous() for t in keys[8:]]
     n_covs, n_sinks, scale = keys.key_cov.shape[1], keys.sink_key.shape[1], view.scale
     strides = (*keys.key.stride()[:2], *keys.value.stride()[:2])
-    numbers = (view.log_inverse, reference.heavy_margin(view.log_inverse), reference.exact_margin(view.log_inverse))
+    margins = reference.heavy_margin(view.log_inverse), reference.exact_margin(view.log_inverse)
+    numbers = (view.log_inverse, *margins)
     shared = {"GROUP": group, "DV": value_dim, "num_warps": own.warps, "num_stages": 1}
     fixed = {**shared, "D": dim, "PRECISION": precision(target), "INTERPRETED": target == INTERPRETER}
     all_constants = constants(size)

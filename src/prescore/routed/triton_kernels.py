@@ -5,11 +5,11 @@ local keys and sinks, sums the mass of all centroids for the threshold, and sear
 
 - centroids of clusters and subclusters, sixteen clusters at a time, give one bit per query and subcluster;
 - clusters that no query of the tile searches are skipped; of the others, products of int8 keys give the hits;
-- the keys that some query of the tile reads are gathered into a dense block, `pending`, across clusters. A full block
-  is read at once: exact logits where one is heavy, values, softmax. No hit is ever dropped.
+- the keys that some query of the tile reads are gathered into a dense block, `pending`, across clusters. A full
+  block is read at once: exact logits where one is heavy, values, softmax. No hit is ever dropped.
 
-The running softmax of a row is its peak, sum, `moved` (the sum of weights times what centroids move along `C'q`) and
-output. Decode steps split the clusters over programs: `decode_local`, `decode_far`, `decode_merge`.
+The running softmax of a row is its peak, sum, `moved` (the sum of weights times what centroids move along `C'q`)
+and output. Decode steps split the clusters over programs: `decode_local`, `decode_far`, `decode_merge`.
 """
 
 import triton
@@ -18,7 +18,7 @@ import triton.language as tl
 CLUSTERS = tl.constexpr(16)
 """Clusters whose centroids are compared at once."""
 SUBCLUSTER = tl.constexpr(16)
-PART = tl.constexpr(32)
+PART = tl.constexpr(16)
 """Numbers of a query that are multiplied in float32 at once."""
 NEGATIVE = tl.constexpr(float("-inf"))
 
@@ -101,14 +101,16 @@ def _local(
     PRECISION: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """The running softmax over the keys from `start` to `stop` of each row."""
-    peak, total, moved = tl.full([ROWS], NEGATIVE, tl.float32), tl.zeros([ROWS], tl.float32), tl.zeros([ROWS], tl.float32)
+    peak, total = tl.full([ROWS], NEGATIVE, tl.float32), tl.zeros([ROWS], tl.float32)
+    moved = tl.zeros([ROWS], tl.float32)
     output = tl.zeros([ROWS, DV], tl.float32)
     dim, value_dim, last = tl.arange(0, D), tl.arange(0, DV), tl.max(stop)
     for first in range(tl.min(start), last, KEYS):
         place = first + tl.arange(0, KEYS)
         far = place.to(tl.int64)
         keys = tl.load(key + far[None, :] * key_step + dim[:, None], mask=(place < last)[None, :], other=0.0)
-        values = tl.load(value + far[:, None] * value_step + value_dim[None, :], mask=(place < last)[:, None], other=0.0)
+        inside = (place < last)[:, None]
+        values = tl.load(value + far[:, None] * value_step + value_dim[None, :], mask=inside, other=0.0)
         logits = _dot(queries, keys, PRECISION, INTERPRETED) * scale
         seen = (place[None, :] >= start[:, None]) & (place[None, :] < stop[:, None])
         logits = tl.where(seen, logits, NEGATIVE)
@@ -121,7 +123,7 @@ def _sinks(
     peak, total, moved, output, queries, key, value, n_sinks, is_routed, key_step, value_step, scale,
     D: tl.constexpr, DV: tl.constexpr, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """The running softmax with the sinks, which routed rows read; and the log-sum-exp of local keys and of sinks."""
+    """The running softmax with the sinks, which routed rows read; the log-sum-exp of local keys, and of sinks."""
     local_lse = peak + tl.log(total)
     dim, value_dim = tl.arange(0, D), tl.arange(0, DV)
     sink_peak, sink_total = tl.full(peak.shape, NEGATIVE, tl.float32), tl.zeros_like(total)
@@ -177,9 +179,7 @@ def _centroid_lse(
     peak, total = tl.full([ROWS], NEGATIVE, tl.float32), tl.zeros([ROWS], tl.float32)
     for block in range(first, last, CLUSTERS):
         column = block + tl.arange(0, CLUSTERS)
-        logits = _centroid_logits(
-            query, rows, row_mask, centroid_key, column, last, scale, ROWS, D, PRECISION
-        )
+        logits = _centroid_logits(query, rows, row_mask, centroid_key, column, last, scale, ROWS, D, PRECISION)
         seen = (column[None, :] < n_clusters[:, None]) & (column < last)[None, :]
         peak, total = _add_mass(peak, total, tl.where(seen, logits, NEGATIVE))
     return peak + tl.log(total)
@@ -191,7 +191,7 @@ def _read(
     key, value, key_step, value_step, scale,
     D: tl.constexpr, DV: tl.constexpr, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """The running softmax with the pending keys: int8 logits `[ROWS, KEYS]`, -inf where a row does not read one."""
+    """The running softmax with the pending keys: int8 logits `[ROWS, KEYS]`, -inf where a row reads none."""
     heavy = pending >= exact_from[:, None]
     if tl.max(tl.max(heavy.to(tl.int32), 1), 0) > 0:
         queries = tl.load(query + rows[:, None] + tl.arange(0, D)[None, :], mask=row_mask[:, None], other=0.0)
@@ -215,9 +215,10 @@ def _far(
     S: tl.constexpr = SIZE // SUBCLUSTER
     PARTS: tl.constexpr = SIZE // KEYS
     PART_BITS: tl.constexpr = KEYS // SUBCLUSTER
-    PART_MASK: tl.constexpr = tl.constexpr(2)**PART_BITS - 1
+    PART_MASK: tl.constexpr = tl.constexpr(2) ** PART_BITS - 1
     dim, value_dim, slot = tl.arange(0, D), tl.arange(0, DV), tl.arange(0, KEYS)
-    scaled = tl.load(query + rows[:, None] + dim[None, :], mask=row_mask[:, None], other=0.0).to(tl.float32) * scale
+    scaled = tl.load(query + rows[:, None] + dim[None, :], mask=row_mask[:, None], other=0.0)
+    scaled = scaled.to(tl.float32) * scale
     # `reference.quantize`; adding 1.5 * 2^23 rounds to the nearest even whole number
     query_unit = tl.max(tl.abs(scaled), 1) / QUERY_MAX
     numbers = scaled / tl.maximum(query_unit, 1.1754943508222875e-38)[:, None]
@@ -235,9 +236,7 @@ def _far(
         cluster = block + tl.arange(0, CLUSTERS)
         inside = cluster < last
         seen = (cluster[None, :] < n_clusters[:, None]) & inside[None, :]
-        logits = _centroid_logits(
-            query, rows, row_mask, centroid_key, cluster, last, scale, ROWS, D, PRECISION
-        )
+        logits = _centroid_logits(query, rows, row_mask, centroid_key, cluster, last, scale, ROWS, D, PRECISION)
         distance = lowered[:, None] - logits
         wide = tl.load(radius + cluster, mask=inside, other=0.0)
         near = (reach[:, None] * wide[None, :] >= distance) & seen & searching[:, None]
@@ -246,10 +245,11 @@ def _far(
         if n_near > 0:
             sub = block * S + tl.arange(0, CLUSTERS * S)
             sub_inside = sub < last * S
-            subs = tl.load(sub_int8 + sub.to(tl.int64)[None, :] * D + dim[:, None], mask=sub_inside[None, :], other=0)
+            subs = sub_int8 + sub.to(tl.int64)[None, :] * D + dim[:, None]
+            sub_numbers = tl.load(subs, mask=sub_inside[None, :], other=0)
             sub_worth = tl.load(sub_scales + sub, mask=sub_inside, other=0.0)
             widths = tl.load(spread + sub, mask=sub_inside, other=0.0)
-            sub_offsets = tl.dot(numbers, subs).to(tl.float32) * sub_worth[None, :] * query_unit[:, None]
+            sub_offsets = tl.dot(numbers, sub_numbers).to(tl.float32) * sub_worth[None, :] * query_unit[:, None]
             highest = tl.reshape(sub_offsets + reach[:, None] * widths[None, :], [ROWS, CLUSTERS, S])
             searched = ((highest >= distance[:, :, None]) & near[:, :, None]).to(tl.int32)
             bits = tl.sum(searched << tl.arange(0, S)[None, None, :], 2)
@@ -281,9 +281,8 @@ def _far(
                         estimates = tl.where(hit, offsets + logit[:, None], NEGATIVE)
                         new = tl.gather(estimates, tl.broadcast_to(source[None, :], [ROWS, KEYS]), 1)
                         new = tl.where(is_filled[None, :], new, NEGATIVE)
-                        new_position = tl.load(
-                            positions + tl.cast(block, tl.int64) * SIZE + step * KEYS + source, mask=is_filled, other=0
-                        )
+                        start = tl.cast(block, tl.int64) * SIZE + step * KEYS
+                        new_position = tl.load(positions + start + source, mask=is_filled, other=0)
                         is_old = slot < n_pending
                         pending = tl.where(is_old[None, :], pending, new)
                         position = tl.where(is_old, position, new_position)
@@ -369,8 +368,8 @@ def prefill(
         peak, total, moved, output, n_compared, n_read = _far(
             peak, total, moved, output, query, rows, mask, n_clusters, threshold, std, unit,
             key, value, key_step, value_step, centroids, centroid_value + head * n_tables * DV,
-            positions + keys_of, int8 + keys_of * D, scales + keys_of, sub_int8 + subs_of * D, sub_scales + subs_of,
-            spread + subs_of, radius + head * n_tables, 0, most, scale, margin, exact_margin,
+            positions + keys_of, int8 + keys_of * D, scales + keys_of, sub_int8 + subs_of * D,
+            sub_scales + subs_of, spread + subs_of, radius + head * n_tables, 0, most, scale, margin, exact_margin,
             ROWS, D, DV, SIZE, KEYS, PRECISION, INTERPRETED,
             SEARCH_STDS, HEAVY_STDS, HEAVY_INT8_ERROR, QUERY_MAX, MAX_GAIN, MAX_DISTANCE,
         )  # fmt: skip
@@ -398,7 +397,7 @@ def decode_local(
     PRECISION: tl.constexpr, INTERPRETED: tl.constexpr,
     LOG_SINK_WEIGHT: tl.constexpr, MIN_STD: tl.constexpr, MAX_STD: tl.constexpr,
 ):  # fmt: skip
-    """One query `[T, GROUP, 1, D]`: the last program reads local keys and sinks, the others sum masses of centroids."""
+    """One query `[T, GROUP, 1, D]`: the last program reads local keys and sinks, others centroids."""
     head, split = tl.program_id(1).to(tl.int64), tl.program_id(0)
     splits = tl.num_programs(0)
     row = tl.arange(0, ROWS)
@@ -419,8 +418,9 @@ def decode_local(
         start = tl.where(mask, tl.load(local_start + head), 2**30)
         stop = tl.where(mask, tl.load(local_stop + head), 0)
         peak, total, moved, output = _local(
-            queries, key, value, start, stop, key_step, value_step, scale, ROWS, D, DV, LOCAL, PRECISION, INTERPRETED
-        )
+            queries, key, value, start, stop, key_step, value_step, scale,
+            ROWS, D, DV, LOCAL, PRECISION, INTERPRETED,
+        )  # fmt: skip
         peak, total, moved, output, local_lse, sink_lse = _sinks(
             peak, total, moved, output, queries, sink_key + head * key_head, sink_value + head * value_head,
             n_sinks, mask, key_step, value_step, scale, D, DV, PRECISION, INTERPRETED,
