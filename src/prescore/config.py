@@ -290,6 +290,8 @@ def check_config(config: Any, name: str = "config") -> Config:
     if not isinstance(config, Config):
         is_type = isinstance(config, type) and config in TYPES.values()
         got = f"the type {config.__name__}: write {config.__name__}()" if is_type else type(config).__name__
+        if isinstance(config, str):
+            got = f"str {config!r}: pass an object, such as Routed() or Selected('key-diff')"
         raise TypeError(f"{name} must be a prescore.Routed, Selected, Hyper or Exact, or None, got {got}")
     return config
 

@@ -89,7 +89,7 @@ def test_layers_choose_where_and_how():
         ({"top_k": 5}, {}, ValueError, "layers of config must be .*, got 'top_k'"),
         ({"all": 3}, {}, TypeError, r"config\['all'\] must be a prescore.Routed.*got int"),
         ({1: {"top_k": 3}}, {}, TypeError, r"config\[1\] must be .*got dict"),
-        ("routed", {}, TypeError, "config must be a prescore.Routed.*got str"),
+        ("routed", {}, TypeError, "config must be a prescore.Routed.*got str 'routed': pass an object"),
         (None, {"layers": "first:99"}, ValueError, "at most the model's 2 layers, got 'first:99'"),
         (None, {"layers": "last:0"}, ValueError, "got 'last:0'"),
         (None, {"layers": [7]}, ValueError, "attention layers, 0 to 1, or -2 to -1, got 7"),

@@ -62,6 +62,7 @@ def test_without_a_working_compiler_nothing_is_built(tmp_path, monkeypatch, capf
     assert message.count("\n") == 1
     # who uses what was built is told why
     assert note.read_text() == reason
+    monkeypatch.delenv(library.VARIABLE, raising=False)
     monkeypatch.setattr(library, "_FOLDER", tmp_path)
     monkeypatch.setattr(library, "_found", {})
     assert library.describe_native() == f"none (not built: {reason.strip()})"
