@@ -39,7 +39,7 @@ def appendix_a(summaries: Sequence[Summary]) -> Iterator[Table]:
     sampled = {key[0] for key, s in found.items() if is_sampled(s)}
     ours = {scorer: f"{scorer}, sampled fit" if scorer in sampled else scorer for scorer in scorers}
     columns = ("top_k (paper's)", *(name for scorer in scorers for name in (ours[scorer], f"{scorer}, paper")))
-    for samples in (256, 0):
+    for samples in sorted({key[1] for key in found}, reverse=True):
         rows = []
         for place, top_k in enumerate(TOP_K):
             cells = [f"{shown.get(top_k, '?')} ({top_k})"]
