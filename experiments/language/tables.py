@@ -102,7 +102,7 @@ def appendix_f(summaries: Sequence[Summary]) -> Iterator[Table]:
     cells = {(s.axes["coupling"], s.axes["scorer"], is_sampled(s), s.axes["top_k"]): s for s in own}
     budgets = sorted({key[3] for key in cells if key[3]})
     # a budget that keeps every key is run for one scorer and holds for the others
-    every = {(key[0], key[3]): s for key, s in cells.items() if keeps_every_key(s)}
+    every = {(key[0], key[3]): s for key, s in reversed(cells.items()) if keeps_every_key(s)}
     rows = []
     for coupling, scorer, sampled in dict.fromkeys(key[:3] for key in cells if key[1] != "none"):
         line = [cells.get((coupling, scorer, sampled, b)) or every.get((coupling, b)) for b in budgets]
