@@ -39,7 +39,7 @@ def appendix_a(summaries: Sequence[Summary]) -> Iterator[Table]:
     sampled = {key[0] for key, s in found.items() if is_sampled(s)}
     ours = {scorer: f"{scorer}, sampled fit" if scorer in sampled else scorer for scorer in scorers}
     columns = ("top_k (paper's)", *(name for scorer in scorers for name in (ours[scorer], f"{scorer}, paper")))
-    for samples in (256, 0):
+    for samples in sorted({key[1] for key in found}, reverse=True):
         rows = []
         for place, top_k in enumerate(TOP_K):
             cells = [f"{shown.get(top_k, '?')} ({top_k})"]
@@ -102,7 +102,7 @@ def appendix_f(summaries: Sequence[Summary]) -> Iterator[Table]:
     cells = {(s.axes["coupling"], s.axes["scorer"], is_sampled(s), s.axes["top_k"]): s for s in own}
     budgets = sorted({key[3] for key in cells if key[3]})
     # a budget that keeps every key is run for one scorer and holds for the others
-    every = {(key[0], key[3]): s for key, s in cells.items() if keeps_every_key(s)}
+    every = {(key[0], key[3]): s for key, s in reversed(cells.items()) if keeps_every_key(s)}
     rows = []
     for coupling, scorer, sampled in dict.fromkeys(key[:3] for key in cells if key[1] != "none"):
         line = [cells.get((coupling, scorer, sampled, b)) or every.get((coupling, b)) for b in budgets]
