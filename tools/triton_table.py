@@ -54,7 +54,8 @@ def compile_kernel(name: str, target: str, dim: int, dtype: str) -> dict[str, An
 
     kernel, own = getattr(triton_kernels, name), backend.launch(target, dim, dim)
     constants = {
-        "GROUP": GROUP, "ROWS": DECODE_ROWS if name.startswith("decode") else own.rows, "D": dim, "DV": dim, "SIZE": CLUSTER_SIZE, "LOCAL": own.local,
+        "GROUP": GROUP, "ROWS": DECODE_ROWS if name.startswith("decode") else own.rows, "D": dim, "DV": dim,
+        "SIZE": CLUSTER_SIZE, "LOCAL": own.local,
         "KEYS": own.keys, "PRECISION": backend.precision(target), "INTERPRETED": False,
         **backend.constants(CLUSTER_SIZE),
     }  # fmt: skip

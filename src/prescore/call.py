@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from prescore.devices import maybe_any, surely_all
 from prescore.ops.backend import Backend
 from prescore.ops.parts import attend_parts, exact_parts
 from prescore.rng import Streams
@@ -180,11 +181,11 @@ def first_real(mask: Tensor) -> Tensor:
 
 def align_keys(key: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Shift keys left to their first real one and zero the padding: `(key, valid, shift)`."""
-    if mask is None or bool(mask.all()):
+    if mask is None or surely_all(mask):
         return key, None, None
     key = key.masked_fill(~mask[:, None, :, None], 0)
     shift = first_real(mask)
-    if not bool(shift.any()):
+    if not maybe_any(shift):
         return key, mask, None
     index, inside = _shifted(shift, mask.shape[1])
     return _take_rows(key, index) * inside[:, None, :, None], mask.gather(1, index) & inside, shift
@@ -263,7 +264,7 @@ def _finite_padding(query: Tensor, real: Tensor) -> Tensor:
     Their output is not defined, but gradients of keys and values sum over all rows, and 0 * NaN is NaN.
     """
     broken = ~real[:, None] & ~torch.isfinite(query.detach()).all(-1)
-    return query.masked_fill(broken[..., None], 0) if bool(broken.any()) else query
+    return query.masked_fill(broken[..., None], 0)
 
 
 def _shifted(shift: Tensor, length: int) -> tuple[Tensor, Tensor]:

@@ -155,7 +155,7 @@ def keys(key: Tensor, key_padding_mask: Tensor | None) -> None:
     tensor4("key", key)
     if key_padding_mask is not None:
         padding_mask(key, key_padding_mask)
-    _finite("key", key, key_padding_mask)
+    _finite(key_padding_mask, key=key)
 
 
 def padding_mask(key: Tensor, mask: Any) -> None:
@@ -205,9 +205,10 @@ def attention_inputs(
         )
     if scale is not None:
         number("scale", scale)
-    keys(key, key_padding_mask)
+    if key_padding_mask is not None:
+        padding_mask(key, key_padding_mask)
     # a weight of zero does not help: 0 * NaN is NaN, also for queries that may not see the key
-    _finite("value", value, key_padding_mask)
+    _finite(key_padding_mask, key=key, value=value)
 
 
 def _is_finite(value: float) -> bool:
@@ -217,13 +218,19 @@ def _is_finite(value: float) -> bool:
         return False
 
 
-def _finite(name: str, tensor: Tensor, mask: Tensor | None) -> None:
-    if tensor.numel() == 0:
+def _finite(mask: Tensor | None, **tensors: Tensor) -> None:
+    """Refuse NaN and infinity where the mask is True; the one number that a call reads from a device."""
+    hidden = None if mask is None else ~mask[:, None, :, None]
+    given = {name: tensor for name, tensor in tensors.items() if tensor.numel()}
+    real = {name: t.detach() if hidden is None else t.detach().masked_fill(hidden, 0) for name, t in given.items()}
+    # aminmax is one pass without a temporary, and NaN propagates through it; 0 times what is not finite is NaN
+    bounds = [bound * 0 for tensor in real.values() for bound in torch.aminmax(tensor)]
+    if not bounds or sum(bounds[1:], start=bounds[0]) == 0:
         return
-    real = tensor if mask is None else tensor.masked_fill(~mask[:, None, :, None], 0)
-    # aminmax is one pass without a temporary, and NaN propagates through it
-    low, high = torch.aminmax(real.detach())
-    if not (math.isfinite(low) and math.isfinite(high)):
-        bad = ~torch.isfinite(real)
-        place = tuple(bad.nonzero()[0].tolist())
-        raise ValueError(f"{name} must be finite where it is not padding, got {real[place].item()} at {place}")
+    for name, tensor in real.items():
+        bad = (~torch.isfinite(tensor)).nonzero()
+        if len(bad):
+            place = tuple(bad[0].tolist())
+            raise ValueError(
+                f"{name} must be finite where it is not padding, got {tensor[place].item()} at {place}"
+            )

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from prescore.devices import upload
+
 DEFAULT_SEED = 0
 _SEED_LIMIT = 2**63 - 1
 
@@ -36,7 +38,7 @@ class Streams:
     def uniform(self, name: str, *size: int, like: Tensor) -> Tensor:
         """Uniforms in [0, 1) on `like`'s device, float64 so that `floor(u * n)` is fair for any n."""
         drawn = torch.rand(size, generator=self.generator(name), dtype=torch.float64, device="cpu")
-        return drawn.to(like.device)
+        return upload(drawn, like.device)
 
     def normal(self, name: str, *size: int, like: Tensor) -> Tensor:
         """Standard normals in `like`'s dtype.

@@ -86,11 +86,14 @@ class Part:
         return parts
 
     def occupied(self) -> tuple[Tensor | None, Tensor | None]:
-        """(`slots`, `rows`): slots of the tiles that hold queries, and their query rows; None = all, in order."""
+        """(`slots`, `rows`): slots of the tiles that hold queries, and their query rows; None = all, in order.
+
+        On CPUs alone: how many there are is data. Elsewhere all slots are returned, those of filler too.
+        """
         if self.query_rows is None:
             return None, None
         rows = self.query_rows.reshape(-1)
-        if self.query_valid is None:
+        if self.query_valid is None or rows.device.type != "cpu":
             return None, rows
         slots = self.query_valid.reshape(-1).nonzero().squeeze(1)
         return slots, rows.index_select(0, slots)
@@ -147,7 +150,8 @@ class _AttendParts(torch.autograd.Function):
         if merged is None:
             wide = accumulation_dtype(tables.query.dtype)
             merged = _nothing_read(tables.query.shape[0], tables.value, wide)
-        output, lse = merged.output.to(tables.query.dtype), merged.lse
+        output, lse = (t[: len(tables.query)] for t in merged)
+        output = output.to(tables.query.dtype)
         ctx.save_for_backward(*tables, output, lse)
         ctx.plan = plan
         ctx.set_materialize_grads(False)
@@ -179,7 +183,7 @@ class _AttendParts(torch.autograd.Function):
             tile = tables.tile(part, scale)
             grads = backend.at(f"part {number}").backward(tile, part_grad, Attended(part_output, part_lse))
             slots, rows = part.occupied()
-            _add_rows(sums.query, rows, grads.query, slots)
+            _add_rows(sums.query, rows, grads.query, slots)  # gradients of filler are 0
             _add_rows(sums.key, part.key_rows, grads.key)
             _add_rows(sums.value, part.key_rows, grads.value)
         return None, *(t.to(dtype) for t in sums)
@@ -204,20 +208,25 @@ def _nothing_read(rows: int, value: Tensor, wide: torch.dtype) -> Attended:
 
 
 def _fold_in(merged: Attended | None, part: Part, attended: Attended, n_rows: int) -> Attended:
-    """Merge a part's result `[rows, Dv]` and `[rows]` into its query rows, in place where possible."""
+    """Merge a part's result `[rows, Dv]` and `[rows]` into its query rows, in place where possible.
+
+    Where the filler of a part is not left out, it goes to a row after the last.
+    """
     slots, rows = part.occupied()
+    if rows is not None and slots is None and part.query_valid is not None:
+        rows = rows.masked_fill(~part.query_valid.reshape(-1), n_rows)
     output, lse = attended.output.reshape(-1, attended.output.shape[-1]), attended.lse.reshape(-1)
     if slots is not None:
         output, lse = output.index_select(0, slots), lse.index_select(0, slots)
     output = output.to(lse.dtype)
     if merged is not None:
-        old = merged if rows is None else Attended(*(t.index_select(0, rows) for t in merged))
+        old = Attended(*(t[:n_rows] if rows is None else t.index_select(0, rows) for t in merged))
         (old_weight, weight), lse = softmax_with_lse(torch.stack((old.lse, lse)), 0)
         output = output.mul(weight[:, None]).addcmul_(old.output, old_weight[:, None])
     if rows is None:
         return Attended(output, lse)
     if merged is None:
-        merged = _nothing_read(n_rows, output, lse.dtype)
+        merged = _nothing_read(n_rows + 1, output, lse.dtype)
     for table, rows_of_part in zip(merged, (output, lse), strict=True):
         table.index_copy_(0, rows, rows_of_part)
     return merged

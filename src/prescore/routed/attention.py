@@ -10,8 +10,9 @@ nothing depends on later queries.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -51,21 +52,42 @@ def attend_routed(call: Call, config: Routed, *, explain: bool = False) -> Resul
     """Run routed attention; with `explain` also return what could be read, and all stats."""
     begin = time.perf_counter()
     if call.is_causal and call.valid is None:
-        attended, stats = _attend(call, config)
+        part = _attend(call, config)
     elif isinstance(call.query_start, int):
-        attended, stats = _same_start(call, config, _gaps(call))
+        part = _same_start(call, config, _gaps(call))
     else:
-        attended, stats = _by_start(call, config, _gaps(call))
-    reads = Reads(float(stats["keys_per_query"]), float(stats["centroids_per_query"]))
+        part = _by_start(call, config, _gaps(call))
+    count_means = part.count_means
+
+    def count_reads() -> Reads:
+        means = count_means()
+        return Reads(means["keys_per_query"], means["centroids_per_query"])
+
     if not explain:
-        return Result(*attended, lambda: reads, stats)
+        return Result(*part.attended, count_reads, part.stats)
     stats = {
         "backend": call.backend.name,
-        **stats,
+        **part.stats,
+        **count_means(),
         "keys_selected": call.mean_keys(),
         "seconds": {"attending": time.perf_counter() - begin},
     }
-    return Result(*attended, lambda: reads, stats, _visible_chunks(call, config))
+    return Result(*part.attended, count_reads, stats, _visible_chunks(call, config))
+
+
+class _Part(NamedTuple):
+    """The result of some sequences.
+
+    Attributes:
+        attended: Output and lse.
+        stats: Fields of `Stats` that cost nothing.
+        count_means: Counts the means over queries, `_MEANS`. Device counters are read when it is called, after all
+            work of the call was started.
+    """
+
+    attended: Attended
+    stats: Values
+    count_means: Callable[[], dict[str, float]]
 
 
 # --- sequences of a batch
@@ -87,7 +109,7 @@ def _gaps(call: Call) -> Tensor | None:
     return gaps if bool(gaps.any()) else None
 
 
-def _by_start(call: Call, config: Routed, gaps: Tensor | None) -> tuple[Attended, Values]:
+def _by_start(call: Call, config: Routed, gaps: Tensor | None) -> _Part:
     """Queries of a padded batch that begin at different positions: one call for each position."""
     start = torch.as_tensor(call.query_start, dtype=torch.int64, device=call.query.device)
     parts, rows = [], []
@@ -95,37 +117,41 @@ def _by_start(call: Call, config: Routed, gaps: Tensor | None) -> tuple[Attended
         some = (start == first).nonzero().squeeze(1)
         blind = min(max(0, -first), call.n_query)  # queries before the first real key see nothing
         own = _sequences(call, some, max(0, first + call.n_query), blind, f"start {first}")
-        attended, stats = _same_start(own, config, None if gaps is None else gaps.index_select(0, some))
-        output, lse = pad(attended.output, (0, 0, blind, 0)), pad(attended.lse, (blind, 0), value=-torch.inf)
-        parts.append((Attended(output, lse), stats))
+        part = _same_start(own, config, None if gaps is None else gaps.index_select(0, some))
+        output, lse = part.attended
+        output, lse = pad(output, (0, 0, blind, 0)), pad(lse, (blind, 0), value=-torch.inf)
+        parts.append(part._replace(attended=Attended(output, lse)))
         rows.append(some)
     return _joined(call, parts, rows)
 
 
-def _same_start(call: Call, config: Routed, gaps: Tensor | None) -> tuple[Attended, Values]:
+def _same_start(call: Call, config: Routed, gaps: Tensor | None) -> _Part:
     """Sequences whose queries begin at one position; those with gaps, and short ones, read every key."""
+    if call.valid is None:
+        routed = call.is_causal or routes(config, call.n_query, call.n_keys, is_causal=False)
+        return _attend(call, config) if routed else _attend_exactly(call, config)
     exact = gaps
     if not call.is_causal:
         exact = _short(call, config) if gaps is None else _short(call, config) | gaps
     if exact is None or not bool(exact.any()):
         return _attend(call, config)
     if bool(exact.all()):
-        attended, stats = _attend_exactly(call, config)
+        part = _attend_exactly(call, config)
     else:
         few, many = rows = [some.nonzero().squeeze(1) for some in (exact, ~exact)]
         short = _attend_exactly(_sequences(call, few, call.n_keys, 0, "few"), config)
         long = _attend(_sequences(call, many, call.n_keys, 0, "many"), config)
-        attended, stats = _joined(call, [short, long], rows)
+        part = _joined(call, [short, long], rows)
     if gaps is not None:
-        stats["exact_sequences"] = int(gaps.sum())
-    return attended, stats
+        part.stats["exact_sequences"] = int(gaps.sum())
+    return part
 
 
 def _short(call: Call, config: Routed) -> Tensor:
     """`[B]`: sequences without a causal mask that read every key: few queries, or no full chunk of keys."""
     layout = make_layout(call.n_query, call.n_keys, causal=False, config=config)
-    n_query = _real_queries(call).sum(1)
-    n_keys = torch.full_like(n_query, call.n_keys) if call.valid is None else call.valid.sum(1)
+    counted = _Counted.of(call)
+    n_query, n_keys = counted.real_queries().sum(1), counted.real_keys().sum(1)
     return (n_query < config.exact_until) | (n_keys < layout.sinks + layout.chunk_size)
 
 
@@ -146,23 +172,29 @@ def _sequences(call: Call, rows: Tensor, n_keys: int, n_skipped: int, place: str
     )
 
 
-def _joined(call: Call, parts: list[tuple[Attended, Values]], rows: list[Tensor]) -> tuple[Attended, Values]:
+def _joined(call: Call, parts: list[_Part], rows: list[Tensor]) -> _Part:
     """Results of some sequences each, as one. Stats are means over queries; the layout is the last part's."""
     order = torch.cat(rows).argsort()
-    attended = zip(*(attended for attended, _ in parts), strict=True)
+    attended = zip(*(part.attended for part in parts), strict=True)
     output, lse = (torch.cat(tensors).index_select(0, order) for tensors in attended)
-    all_stats, real = [stats for _, stats in parts], _real_queries(call)
-    counts = [int(real.index_select(0, some).sum()) for some in rows]
+    all_stats, real = [part.stats for part in parts], _Counted.of(call).real_queries()
+    counters = [part.count_means for part in parts]
+
+    def count_means() -> dict[str, float]:
+        counts, all_means = (
+            [int(real.index_select(0, some).sum()) for some in rows],
+            [count() for count in counters],
+        )
+        totals = (sum(n * means[name] for n, means in zip(counts, all_means, strict=True)) for name in _MEANS)
+        return {name: total / max(1, sum(counts)) for name, total in zip(_MEANS, totals, strict=True)}
+
     merged = dict(all_stats[-1])
-    for name in _MEANS:
-        total = sum(count * stats[name] for count, stats in zip(counts, all_stats, strict=True))
-        merged[name] = total / max(1, sum(counts))
     with_gaps = [stats["exact_sequences"] for stats in all_stats if "exact_sequences" in stats]
     if with_gaps:
         merged["exact_sequences"] = sum(with_gaps)
     for stats in all_stats:  # only parts that routed know what ran
         merged |= {name: stats[name] for name in ("backend", "native_level") if name in stats}
-    return Attended(output, lse), merged
+    return _Part(Attended(output, lse), merged, count_means)
 
 
 def _visible_chunks(call: Call, config: Routed) -> list[Selection]:
@@ -183,13 +215,14 @@ def _visible_chunks(call: Call, config: Routed) -> list[Selection]:
 # --- one call
 
 
-def _attend_exactly(call: Call, config: Routed) -> tuple[Attended, Values]:
+def _attend_exactly(call: Call, config: Routed) -> _Part:
     """Every query of the call reads every key it may see."""
     layout = make_layout(call.n_query, call.n_keys, causal=call.is_causal, config=config)
-    return call.exactly("few"), _exact_stats(call, layout, layout.n_query)
+    stats = {**asdict(layout), "exact_queries": layout.n_query}
+    return _Part(call.exactly("few"), stats, _Counted.of(call).exact_means)
 
 
-def _attend(call: Call, config: Routed) -> tuple[Attended, Values]:
+def _attend(call: Call, config: Routed) -> _Part:
     """Routed attention of sequences whose queries all begin at one position.
 
     Padding may only follow the last real key, in causal mode only if Nq == Nk.
@@ -197,7 +230,8 @@ def _attend(call: Call, config: Routed) -> tuple[Attended, Values]:
     """
     layout = make_layout(call.n_query, call.n_keys, causal=call.is_causal, config=config)
     n_exact = layout.n_exact if call.query.numel() and call.key.numel() else layout.n_query
-    stats = _exact_stats(call, layout, n_exact)
+    counted = _Counted.of(call)
+    stats, count_means = {**asdict(layout), "exact_queries": n_exact}, counted.exact_means
     far_backend = _far_backend(call, layout)
     # native code and kernels read the first queries too, and faster; the operator alone has their gradients
     n_apart = n_exact
@@ -219,13 +253,14 @@ def _attend(call: Call, config: Routed) -> tuple[Attended, Values]:
             parts.append((output, lse))
             counts += count
         results.append(_all_heads(call, parts))
-        stats |= _routed_stats(call, layout, n_exact, counts)
+        count_means = partial(counted.routed_means, layout, n_exact, counts)
         stats["backend"] = far_backend
         if far_backend == "native":
             stats["native_level"] = loaded_level()
-    if len(results) == 1:
-        return results[0], stats
-    return Attended(*(torch.cat(tensors, dim=2) for tensors in zip(*results, strict=True))), stats
+    attended = results[0]
+    if len(results) > 1:
+        attended = Attended(*(torch.cat(tensors, dim=2) for tensors in zip(*results, strict=True)))
+    return _Part(attended, stats, count_means)
 
 
 def _far_backend(call: Call, layout: Layout) -> str:
@@ -288,7 +323,7 @@ def _view(call: Call, batch: _HeadBatch, layout: Layout, config: Routed, place: 
         position = torch.arange(layout.n_keys - n_query, layout.n_keys, dtype=torch.int64, device="cpu")[None]
         chunks, stop = layout.far_chunks(position), position + 1
     else:
-        chunks = layout.full_chunks(batch.valid, n_heads).cpu()[:, None]
+        chunks = layout.full_chunks(batch.valid, n_heads, torch.device("cpu")).cpu()[:, None]
         stop = torch.full_like(chunks, layout.n_keys)
         if batch.valid is not None:
             stop = batch.valid.sum(1, keepdim=True).cpu()
@@ -328,7 +363,7 @@ def _routed_keys(batch: _HeadBatch, layout: Layout, far_backend: str, index: Clu
     if layout.causal:
         key_cov, key_value_cov = (reference.mean_of_prefixes(t) for t in (key_cov, key_value_cov))
     else:  # all queries of a KV head see the same chunks
-        counts = layout.full_chunks(batch.valid, len(batch.key)).to(batch.key.device)
+        counts = layout.full_chunks(batch.valid, len(batch.key), batch.key.device)
         key_cov, key_value_cov = (reference.mean_of_first(t, counts) for t in (key_cov, key_value_cov))
     sinks = (batch.key[:, : layout.sinks], batch.value[:, : layout.sinks])
     centroids = (index.key, index.value, key_cov, key_value_cov)
@@ -384,8 +419,6 @@ def _through_threshold(
     # where that overflows, local keys weigh nothing
     more = grad_threshold * torch.exp((merged.lse - log_mass).clamp_max(MAX_EXPONENT))
     more = more.masked_fill(grad_threshold == 0, 0.0)  # without a search log_mass may be NaN
-    if not bool(more.any()):
-        return grad, merged
     wide, dtype = merged.lse.dtype, merged.output.dtype
     moved, output = fold_lse_gradient(grad.to(wide), merged.output.to(wide), more)
     # a half dtype rounds it as it rounds the output itself
@@ -395,52 +428,76 @@ def _through_threshold(
 # --- stats
 
 
-def _real_queries(call: Call) -> Tensor:
-    """`[B, Nq]`: the queries that stats are about."""
-    if call.query_valid is not None:
-        return call.query_valid
-    return torch.ones((call.query.shape[0], call.n_query), dtype=torch.bool, device=call.query.device)
+class _Counted(NamedTuple):
+    """The queries and keys of a call that stats are about; holds no keys or values.
 
-
-def _visible_keys(call: Call) -> Tensor:
-    """`[B, Nq]` in float64: real keys that each query may see; causal queries are the last positions."""
-    valid = call.valid
-    if valid is None:
-        valid = torch.ones((call.query.shape[0], call.n_keys), dtype=torch.bool, device=call.query.device)
-    if call.is_causal:
-        return valid.cumsum(1)[:, call.n_keys - call.n_query :].double()
-    return valid.sum(1, keepdim=True).expand(-1, call.n_query).double()
-
-
-def _exact_stats(call: Call, layout: Layout, n_exact: int) -> Values:
-    """Stats as if every query read every key, with the numbers of the layout."""
-    keys_per_query = _mean(_visible_keys(call), _real_queries(call))
-    means = {**dict.fromkeys(_MEANS, 0.0), "keys_per_query": keys_per_query}
-    return {**asdict(layout), "exact_queries": n_exact, **means}
-
-
-def _routed_stats(call: Call, layout: Layout, n_exact: int, counts: Tensor) -> Values:
-    """What queries read on average; `counts` are the keys that all of them compared, and the far keys they read.
-
-    Padding queries do not search in a causal call. Without a causal mask they are answered as others are and
-    count.
+    Attributes:
+        n_sequences, n_heads, n_query, n_keys: Of the call, with its query heads.
+        is_causal: As in the call.
+        valid, query_valid: As in the call; None = all are real.
+        device: Of the call.
     """
-    real = _real_queries(call)
-    if layout.causal:
-        position = torch.arange(layout.n_query, dtype=torch.int64, device=real.device) + layout.first
-        chunks = layout.far_chunks(position).expand(real.shape)
-    else:
-        chunks = layout.full_chunks(call.valid, real.shape[0]).to(real.device)[:, None].expand(real.shape)
-    routed = real[:, n_exact:]
-    n_searching = int(routed.sum()) if layout.causal else routed.numel()
-    compared, read = (counts / (call.query.shape[1] * max(1, n_searching))).tolist()
-    share = int(routed.sum()) / max(1, int(real.sum()))
-    return {
-        "keys_compared": compared,
-        "far_keys_read": read,
-        "centroids_per_query": _mean(chunks.double(), real) * layout.clusters_per_chunk,
-        "keys_per_query": _mean(_visible_keys(call) - chunks * layout.chunk_size, real) + read * share,
-    }
+
+    n_sequences: int
+    n_heads: int
+    n_query: int
+    n_keys: int
+    is_causal: bool
+    valid: Tensor | None
+    query_valid: Tensor | None
+    device: torch.device
+
+    @classmethod
+    def of(cls, call: Call) -> _Counted:
+        n_sequences, n_heads, n_query, _ = call.query.shape
+        masks = call.valid, call.query_valid
+        return cls(n_sequences, n_heads, n_query, call.n_keys, call.is_causal, *masks, call.query.device)
+
+    def real_queries(self) -> Tensor:
+        """`[B, Nq]`: the queries that stats are about."""
+        if self.query_valid is not None:
+            return self.query_valid
+        return torch.ones((self.n_sequences, self.n_query), dtype=torch.bool, device=self.device)
+
+    def real_keys(self) -> Tensor:
+        """`[B, Nk]`."""
+        if self.valid is not None:
+            return self.valid
+        return torch.ones((self.n_sequences, self.n_keys), dtype=torch.bool, device=self.device)
+
+    def visible_keys(self) -> Tensor:
+        """`[B, Nq]` in float64: real keys that each query may see; causal queries are the last positions."""
+        valid = self.real_keys()
+        if self.is_causal:
+            return valid.cumsum(1)[:, self.n_keys - self.n_query :].double()
+        return valid.sum(1, keepdim=True).expand(-1, self.n_query).double()
+
+    def exact_means(self) -> dict[str, float]:
+        """The means where every query reads every key."""
+        return {**dict.fromkeys(_MEANS, 0.0), "keys_per_query": _mean(self.visible_keys(), self.real_queries())}
+
+    def routed_means(self, layout: Layout, n_exact: int, counts: Tensor) -> dict[str, float]:
+        """What queries read; `counts` are the keys that all of them compared, and the far keys they read.
+
+        Padding queries do not search in a causal call. Without a causal mask they are answered as others are and
+        count.
+        """
+        real = self.real_queries()
+        if layout.causal:
+            position = torch.arange(layout.n_query, dtype=torch.int64, device=real.device) + layout.first
+            chunks = layout.far_chunks(position).expand(real.shape)
+        else:
+            chunks = layout.full_chunks(self.valid, real.shape[0], real.device)[:, None].expand(real.shape)
+        routed = real[:, n_exact:]
+        n_searching = int(routed.sum()) if layout.causal else routed.numel()
+        compared, read = (counts / (self.n_heads * max(1, n_searching))).tolist()
+        share = int(routed.sum()) / max(1, int(real.sum()))
+        return {
+            "keys_compared": compared,
+            "far_keys_read": read,
+            "centroids_per_query": _mean(chunks.double(), real) * layout.clusters_per_chunk,
+            "keys_per_query": _mean(self.visible_keys() - chunks * layout.chunk_size, real) + read * share,
+        }
 
 
 def _mean(numbers: Tensor, mask: Tensor) -> float:

@@ -1,10 +1,14 @@
 """The plain backend of routed attention: the reference in blocks of queries, forward and backward, on any device.
 
 Local keys run on torch's fused operator. A block has the queries of all query heads of a KV head that see the same
-clusters. One matrix product gives the int8 logits of all its far keys. Keys that reach the bounds of the search
-are read by `embedding_bag`, a weighted sum of rows that copies none of them. Both parts meet in one softmax. The
+clusters. One matrix product gives the int8 logits of all its far keys. Both parts meet in one softmax. The
 backward pass runs each part under the merged output and lse; the keys read are found again from the saved
 thresholds.
+
+On CPUs the keys that reach the bounds of the search are listed and read by `embedding_bag`, a weighted sum of rows
+that copies none of them (`Search`). How many there are is data, which the host of another device would have to
+wait for. There all far keys of a block are columns of matrix products, with weight 0 where they are not read
+(`DenseSearch`): as much arithmetic as exact attention over the far keys, and no host read.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding_bag, pad
 
+from prescore.devices import upload
 from prescore.ops.backend import Backend, Tile, accumulation_dtype
 from prescore.ops.dropout import Dropout
 from prescore.routed.layout import RoutedKeys, View
@@ -25,6 +30,7 @@ from prescore.routed.reference import (
     SUBCLUSTER,
     FarKeys,
     FarLogits,
+    FarTerms,
     Hits,
     Int8Keys,
     exact_margin,
@@ -73,7 +79,7 @@ class Block(NamedTuple):
 
 
 class Search(NamedTuple):
-    """What a block reads.
+    """What a block reads, as a list.
 
     Attributes:
         hits: The keys read, with the logits that enter the softmax.
@@ -85,9 +91,104 @@ class Search(NamedTuple):
     first: Tensor
     pairs: Tensor
 
+    @property
+    def per_cluster(self) -> Tensor:
+        """`[t, M]` keys read of each cluster."""
+        return self.hits.per_cluster
+
+    @property
+    def n_compared(self) -> Tensor:
+        """Int8 keys and centroids of subclusters that were compared."""
+        return self.hits.n_compared
+
+    @property
+    def n_read(self) -> int:
+        """Keys read by all queries."""
+        return self.hits.position.shape[0]
+
+    def peak(self, terms: FarTerms, local_lse: Tensor) -> Tensor:
+        """`[t]` the largest logit of each query."""
+        return far_peak(terms, self.hits, self.hits.logits, local_lse)
+
+    def weights(self, shift: Tensor) -> Tensor:
+        """`[R]` of the keys read, `exp(logit - shift)`, with `shift [t]`."""
+        return torch.exp(self.hits.logits - shift.index_select(0, self.hits.query))
+
+    def add_mass(self, mass: Tensor, weights: Tensor) -> Tensor:
+        """`mass [t]` and the weights of each query; may overwrite it."""
+        return mass.index_add_(0, self.hits.query, weights)
+
     def sum_rows(self, table: Tensor, weights: Tensor) -> Tensor:
         """`[t, D]` sums of the keys read of `table [N, D]`, with weights `[R]`."""
         return embedding_bag(self.hits.position, table, self.first, mode="sum", per_sample_weights=weights)
+
+    def gradients(
+        self, query: Tensor, block: Block, shift: Tensor, grad: Tensor, grad_mass: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of queries `[t, D]`, and of keys and values of all clusters `[M * L, ...]`, by the keys read.
+
+        The weight of a key read is `w = exp(logit - shift)`, the gradient of its logit `w (grad . v + grad_mass)`.
+        """
+        far, weights = block.far, self.weights(shift)
+        dropped = weights * _factors(block, weights)
+        members = far.value.index_select(0, far.positions.view(-1))
+        dense = block.scratch[: len(query) * len(members)].view(len(query), -1)
+        torch.mm(grad, members.t(), out=dense)
+        by_logit = dropped * dense.view(-1).index_select(0, self.pairs)
+        by_logit += weights * grad_mass.index_select(0, self.hits.query)
+        parts = []
+        for numbers, rows in ((by_logit, query), (dropped, grad)):
+            dense.zero_().view(-1).index_copy_(0, self.pairs, numbers)
+            parts.append(dense.t() @ rows)
+        return self.sum_rows(far.key, by_logit), parts[0], parts[1]
+
+
+class DenseSearch(NamedTuple):
+    """What a block reads, as columns for all far keys, in memory of the block; see `Search`.
+
+    Attributes:
+        logits: `[t, M * L]` that enter the softmax, -inf where a key is not read.
+        places: `[M * L]` positions of the keys.
+        per_cluster: `[t, M]` keys read of each cluster.
+        n_compared: Int8 keys and centroids of subclusters that were compared.
+    """
+
+    logits: Tensor
+    places: Tensor
+    per_cluster: Tensor
+    n_compared: Tensor
+
+    @property
+    def n_read(self) -> Tensor:
+        """See `Search`."""
+        return self.per_cluster.sum()
+
+    def peak(self, terms: FarTerms, local_lse: Tensor) -> Tensor:
+        """See `Search`."""
+        peak = torch.cat((local_lse[:, None], terms.columns), dim=1).amax(1).maximum(self.logits.amax(1))
+        return peak.masked_fill(torch.isneginf(peak), 0.0)
+
+    def weights(self, shift: Tensor) -> Tensor:
+        """See `Search`; `[t, M * L]`."""
+        return torch.exp(self.logits - shift[:, None])
+
+    def add_mass(self, mass: Tensor, weights: Tensor) -> Tensor:
+        """See `Search`."""
+        return mass + weights.sum(1)
+
+    def sum_rows(self, table: Tensor, weights: Tensor) -> Tensor:
+        """See `Search`."""
+        return weights @ table.index_select(0, self.places)
+
+    def gradients(
+        self, query: Tensor, block: Block, shift: Tensor, grad: Tensor, grad_mass: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See `Search`."""
+        weights = self.weights(shift)
+        dropped = weights * _factors(block, weights)
+        by_logit = dropped * (grad @ block.far.value.index_select(0, self.places).t())
+        by_logit += weights * grad_mass[:, None]
+        return self.sum_rows(block.far.key, by_logit), by_logit.t() @ query, dropped.t() @ grad
 
 
 def forward(query: Tensor, keys: RoutedKeys, view: View) -> tuple[Attended, Tensor, Tensor]:
@@ -105,25 +206,26 @@ def add_far(query: Tensor, keys: RoutedKeys, view: View, local: Attended) -> tup
         logits = far_logits(scaled, far)
         own_threshold = logit_threshold(logits, far, view.log_inverse, local_lse)
         found = search(scaled, block, logits, own_threshold, view.log_inverse)
-        hits = found.hits
-        terms = far_terms(scaled, far, logits, own_threshold, hits)
-        peak = far_peak(terms, hits, hits.logits, local_lse)
+        terms = far_terms(scaled, far, logits, own_threshold, found.per_cluster)
+        peak = found.peak(terms, local_lse)
         total, mass = far_sums(terms, peak, far, block.dropout)
-        weights = torch.exp(hits.logits - peak.index_select(0, hits.query))
+        weights = found.weights(peak)
         local_mass = torch.exp(local_lse - peak)
-        mass = (mass + local_mass).index_add_(0, hits.query, weights)
+        mass = found.add_mass(mass + local_mass, weights)
         total += found.sum_rows(far.value, weights * _factors(block, weights))
         total += block.rows(output) * local_mass[:, None]
         block.put(output, total / mass.masked_fill(mass == 0, 1.0)[:, None])
         block.put(lse, peak + mass.log())
         block.put(threshold, own_threshold)
-        counts[0] += hits.n_compared
-        counts[1] += hits.position.shape[0]
+        counts[0] += found.n_compared
+        counts[1] += found.n_read
     return Attended(output, lse), threshold, counts
 
 
-def search(query: Tensor, block: Block, logits: FarLogits, threshold: Tensor, log_inverse: float) -> Search:
-    """`reference.find_keys` and `reference.hit_logits` of a block; exact logits of heavy keys alone."""
+def search(
+    query: Tensor, block: Block, logits: FarLogits, threshold: Tensor, log_inverse: float
+) -> Search | DenseSearch:
+    """`reference.find_keys` and `reference.hit_logits` of a block; on CPUs exact logits of heavy keys alone."""
     far, n_query = block.far, len(query)
     size, n_clusters = far.positions.shape[1], far.positions.shape[0]
     bounds, n_compared = search_bounds(query, far, logits, threshold, log_inverse)
@@ -132,7 +234,15 @@ def search(query: Tensor, block: Block, logits: FarLogits, threshold: Tensor, lo
     torch.mm(numbers * scales[:, None], block.dequantized.t(), out=offsets)
     if size % SUBCLUSTER:
         bounds = bounds.repeat_interleave(SUBCLUSTER, dim=2)[..., :size]
-    pairs = _places(offsets.view(*bounds.shape, -1) >= bounds[..., None])
+    hit = offsets.view(*bounds.shape, -1) >= bounds[..., None]
+    if query.device.type != "cpu":
+        places, per_key = far.positions.view(-1), (n_query, n_clusters, size)
+        offsets.view(per_key).add_(logits.centroids[..., None])
+        heavy = offsets >= (threshold + exact_margin(log_inverse))[:, None]
+        estimates = torch.where(heavy, query @ far.key.index_select(0, places).t(), offsets)
+        estimates.masked_fill_(~hit.view(n_query, -1), -torch.inf)
+        return DenseSearch(estimates, places, hit.view(per_key).sum(-1), n_compared)
+    pairs = _places(hit)
     clusters = pairs // size
     per_cluster = torch.bincount(clusters, minlength=n_query * n_clusters).view(n_query, n_clusters)
     counts = per_cluster.sum(1)
@@ -198,10 +308,10 @@ def add_far_gradients(
             t.detach().requires_grad_() for t in (scaled, *far[2:6], far.key_cov, far.key_value_cov, own_threshold)
         ]
         with torch.enable_grad():
-            both = _sums_again(inputs, far, found.hits, view, shift, block.dropout)
+            both = _sums_again(inputs, far, found.per_cluster, view, shift, block.dropout)
         passed = (own_grad.to(wide), -block.rows(product))
         grads = torch.autograd.grad(both, inputs, passed)
-        by_query, by_key, by_value = _hit_gradients(scaled, block, found, shift, *passed)
+        by_query, by_key, by_value = found.gradients(scaled, block, shift, *passed)
         by_query = ((grads[0] + by_query) * view.scale).view(grad_query[block.place].shape)
         grad_query[block.place] += by_query
         for total, part in ((grad_key, by_key), (grad_value, by_value)):
@@ -215,7 +325,7 @@ def add_far_gradients(
 
 
 def _sums_again(
-    inputs: list[Tensor], far: FarKeys, hits: Hits, view: View, shift: Tensor, dropout: Dropout | None
+    inputs: list[Tensor], far: FarKeys, per_cluster: Tensor, view: View, shift: Tensor, dropout: Dropout | None
 ) -> tuple[Tensor, Tensor]:
     """The sums of the forward pass but for the keys read, as a function of all that gradients reach."""
     scaled, sink_key, sink_value, key, value, key_cov, key_value_cov, threshold = inputs
@@ -223,29 +333,7 @@ def _sums_again(
     far = far._replace(key_cov=key_cov, key_value_cov=key_value_cov)
     logits = far_logits(scaled, far)
     threshold = with_gradient(threshold, logits, far, view.log_inverse)
-    return far_sums(far_terms(scaled, far, logits, threshold, hits), shift, far, dropout)
-
-
-def _hit_gradients(
-    query: Tensor, block: Block, found: Search, shift: Tensor, grad: Tensor, grad_mass: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of queries `[t, D]`, and of the keys and values of all clusters `[M * L, ...]`, by the keys read.
-
-    The weight of a key read is `w = exp(logit - shift)`; its logit has the gradient `w (grad . v + grad_mass)`.
-    """
-    far, hits = block.far, found.hits
-    weights = torch.exp(hits.logits - shift.index_select(0, hits.query))
-    dropped = weights * _factors(block, weights)
-    members = far.value.index_select(0, far.positions.view(-1))
-    dense = block.scratch[: len(query) * len(members)].view(len(query), -1)
-    torch.mm(grad, members.t(), out=dense)
-    by_logit = dropped * dense.view(-1).index_select(0, found.pairs)
-    by_logit += weights * grad_mass.index_select(0, hits.query)
-    parts = []
-    for numbers, rows in ((by_logit, query), (dropped, grad)):
-        dense.zero_().view(-1).index_copy_(0, found.pairs, numbers)
-        parts.append(dense.t() @ rows)
-    return found.sum_rows(far.key, by_logit), parts[0], parts[1]
+    return far_sums(far_terms(scaled, far, logits, threshold, per_cluster), shift, far, dropout)
 
 
 def far_blocks(query: Tensor, keys: RoutedKeys, view: View) -> Iterator[Block]:
@@ -452,15 +540,16 @@ class _Tail(NamedTuple):
 
     @classmethod
     def of(cls, keys: RoutedKeys, view: View) -> _Tail:
-        device = keys.key.device
-        first, stop = (t[:, 0].long().to(device) for t in (view.local_start, view.local_stop))
-        longest = int((stop - first).max())
-        position = first[:, None] + torch.arange(longest, dtype=torch.int64, device=device)
-        inside = position < stop[:, None]
-        position = position.clamp_max(keys.key.shape[1] - 1)
+        first, stop = (t[:, :1].long() for t in (view.local_start, view.local_stop))
+        position = first + torch.arange(int((stop - first).max()), dtype=torch.int64, device="cpu")
+        inside = position < stop
+        hidden = None
+        if not bool(inside.all()):
+            hidden = torch.zeros(inside.shape, dtype=keys.key.dtype, device="cpu").masked_fill(~inside, -torch.inf)
+            hidden = upload(hidden, keys.key.device)
+        position = upload(position.clamp_max(keys.key.shape[1] - 1), keys.key.device)
         key, value = (t.gather(1, position[..., None].expand(-1, -1, t.shape[-1])) for t in keys[:2])
-        hidden = torch.zeros(inside.shape, dtype=key.dtype, device=device).masked_fill(~inside, -torch.inf)
-        return cls(key, value, position, None if bool(inside.all()) else hidden)
+        return cls(key, value, position, hidden)
 
     def tile(self, query: Tensor, view: View) -> Tile:
         """All queries over them."""

@@ -191,8 +191,7 @@ def mean_of_prefixes(parts: Tensor) -> Tensor:
 def mean_of_first(parts: Tensor, counts: Tensor) -> Tensor:
     """`[T, C, ...]` of chunks -> `[T, 1, ...]` means over the first `counts [T]` of them."""
     inside = torch.arange(parts.shape[1], dtype=torch.int64, device=parts.device) < counts[:, None]
-    if parts.device.type != "cpu" or not bool(inside.all()):  # reading it would wait for the device
-        parts = parts.masked_fill(~inside[:, :, None, None], 0.0)
+    parts = parts.masked_fill(~inside[:, :, None, None], 0.0)
     return parts.sum(1, keepdim=True) / counts[:, None, None, None]
 
 
@@ -418,9 +417,9 @@ class FarTerms(NamedTuple):
     direction: Tensor
 
 
-def far_terms(query: Tensor, far: FarKeys, logits: FarLogits, threshold: Tensor, hits: Hits) -> FarTerms:
-    """Sinks and centroids of queries `[t, D]` times the scale."""
-    unread = far.positions.shape[1] - hits.per_cluster
+def far_terms(query: Tensor, far: FarKeys, logits: FarLogits, threshold: Tensor, per_cluster: Tensor) -> FarTerms:
+    """Sinks and centroids of queries `[t, D]` times the scale; `per_cluster [t, M]` keys of each were read."""
+    unread = far.positions.shape[1] - per_cluster
     gain, move = centroid_corrections(threshold[:, None] - logits.centroids, logits.std)
     centroids = logits.centroids + gain + unread.clamp_min(1).to(query.dtype).log()
     columns = torch.cat((logits.sinks, centroids.masked_fill(unread == 0, -math.inf)), dim=1)
@@ -535,7 +534,8 @@ def reference_attention(
         hits = find_keys(query[own], far, before, threshold, log_inverse)
         hit[own[hits.query], hits.position] = True
         hit_key, hit_value = (t.index_select(0, hits.position).to(wide) for t in (key, value))
-        terms, read = far_terms(query[own], far, before, threshold, hits), hit_logits(query[own], hits, hit_key)
+        terms = far_terms(query[own], far, before, threshold, hits.per_cluster)
+        read = hit_logits(query[own], hits, hit_key)
         centroids[own, :n_clusters] = terms.columns[:, layout.sinks :].detach()
         logits_read[own[hits.query], hits.position] = read.detach()
         peak = torch.maximum(far_peak(terms, hits, read, local_logits.amax(1)), local_logits.amax(1)).detach()

@@ -133,7 +133,10 @@ def as_scorer(scorer: object) -> Scorer:
 
 
 def checked_scores(result: Any, scorer: Scorer, keys: Tensor, valid: Tensor | None) -> Scored:
-    """The result of a scorer, -inf where not valid; refuses what breaks the rules of `Scorer.score`."""
+    """The result of a scorer, -inf where not valid; refuses what breaks the rules of `Scorer.score`.
+
+    Numbers are checked on CPUs only: elsewhere the host would wait for them.
+    """
     scored = result if isinstance(result, Scored) else Scored(result)
     owner, shape = type(scorer).__name__, tuple(keys.shape[:3])
     tensors = {"scores": (scored.scores, keys.dtype), "labels": (scored.labels, torch.int64)}
@@ -147,12 +150,13 @@ def checked_scores(result: Any, scorer: Scorer, keys: Tensor, valid: Tensor | No
             raise TypeError(f"{name} of {owner} must be {dtype}, got {tensor.dtype}")
     scores, labels = scored.scores, scored.labels
     padding = None if valid is None else ~valid.unsqueeze(1)
-    if scores.numel():
+    on_cpu = scores.device.type == "cpu"
+    if on_cpu and scores.numel():
         real = scores if padding is None else scores.masked_fill(padding, 0.0)
         if not all(math.isfinite(bound) for bound in torch.aminmax(real)):
             place = tuple((~torch.isfinite(real)).nonzero()[0].tolist())
             raise ValueError(f"scores of {owner} must be finite, got {real[place].item()} at {place}")
-    if labels is not None and labels.numel():
+    if on_cpu and labels is not None and labels.numel():
         low, high = torch.aminmax(labels if padding is None else labels.masked_fill(padding, 0))
         if low < 0 or high >= scored.n_clusters:
             wrong = int(low if low < 0 else high)

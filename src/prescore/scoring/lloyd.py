@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from prescore.devices import maybe_any
 from prescore.rng import Streams
 from prescore.scoring.metrics import Euclidean
 from prescore.scoring.sampling import Sample, Scratch, arange, draw_sample, gather_rows
@@ -77,17 +78,23 @@ def assign(
     Problems that are not `exact [P]` use the shortlist of the metric if it has one; None = all are exact. Each
     problem has its own choice, so that a short one does not notice a long one in its batch.
     """
-    choices = {True} if exact is None or not metric.shortlists else set(exact.tolist())
+    if exact is None or not metric.shortlists:
+        choices = [True]
+    else:  # who is exact is not asked for elsewhere than on CPUs: both are computed
+        choices = sorted(set(exact.tolist())) if exact.device.type == "cpu" else [False, True]
     groups: list[tuple[bool, slice | Tensor]] = [(choice, slice(None)) for choice in choices]
-    if exact is not None and len(choices) == 2:
+    if exact is not None and len(choices) == 2 and exact.device.type == "cpu":
         groups = [(choice, torch.where(exact == choice)[0]) for choice in choices]
     labels = torch.zeros(points.shape[:2], dtype=torch.int64, device=points.device)
     distances, scratch, begin = points.new_zeros(points.shape[:2]), Scratch(), 0
     for block in torch.split(points, max(256, _ASSIGN_ROWS // len(points)), dim=1):
         lifted, rows = block if lift is None else lift(block), slice(begin, begin + block.shape[1])
         for choice, some in groups:
-            nearest = metric.nearest(lifted[some], centres[some], scratch, exact=choice)
-            labels[some, rows], distances[some, rows] = nearest
+            label, distance = metric.nearest(lifted[some], centres[some], scratch, exact=choice)
+            if exact is not None and isinstance(some, slice) and choices == [False, True] and choice:
+                label = torch.where(exact[:, None], label, labels[:, rows])
+                distance = torch.where(exact[:, None], distance, distances[:, rows])
+            labels[some, rows], distances[some, rows] = label, distance
         begin = rows.stop
     return labels, distances
 
@@ -126,6 +133,8 @@ def _iterate(
         centres = torch.where(moving[:, None, None], updated, centres)
         result = result.index_copy(0, numbers, centres)
         moving = moving & (shift > threshold)
+        if moving.device.type != "cpu":
+            continue  # who has converged is not asked for: all go on, and keep what they have
         n_moving = int(moving.count_nonzero())
         if n_moving == 0:
             break
@@ -145,7 +154,7 @@ def _step(
     sizes = membership.sum(dim=2)
     empty = sizes <= 0
     updated = metric.update(points, labels, membership, sizes.masked_fill(empty, 1.0), final=final)
-    if not bool(empty.any()):
+    if not maybe_any(empty):
         return updated
     labels = metric.labels(points, centres, scratch) if labels is None else labels
     distances = metric.distances(points, centres, labels, scratch).masked_fill_(weights <= 0, 0.0)

@@ -59,6 +59,8 @@ class Euclidean:
         self, points: Tensor, weights: Tensor, centres: Tensor, scratch: Scratch
     ) -> tuple[Tensor, Tensor | None]:
         """`[P, k, n]`: the weight of a point in its cluster's row, zero elsewhere; and the labels if known."""
+        if points.device.type != "cpu":  # ties would have to be counted, and waited for
+            return one_hot(self.labels(points, centres, scratch), weights, centres.shape[1])
         order = _order(points, centres, centres.square().sum(dim=2), scratch)
         # a reduction without indices is faster than one with
         nearest = order == order.amin(dim=1, keepdim=True)

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from prescore.devices import largest, maybe_any, surely_all
 from prescore.rng import Streams
 
 
@@ -39,15 +40,13 @@ def draw_sample(points: Tensor, weights: Tensor | None, size: int | None, stream
     counts = n_valid if size is None else n_valid.clamp(max=size)
     is_partial = counts < n_valid
     # at least one slot, so that a problem without points is all filler
-    most = max(1, int(counts.max()))
-    if most == n_points and not bool(is_partial.any()):
+    most = max(1, largest(counts, n_points if size is None else min(size, n_points)))
+    if most == n_points and (size is None or size >= n_points or not maybe_any(is_partial)):
         return Sample(points, weights, is_partial)
     positions = _strata(n_valid, counts, most, streams, name, like=points)
     inside = arange(most, like=points) < counts.unsqueeze(1)
-    if weights is None:
-        kept = None if bool(inside.all()) else inside.to(points.dtype)
-    else:
-        kept = weights.gather(1, positions) * inside
+    # without weights all problems have as many points
+    kept = None if weights is None else weights.gather(1, positions) * inside
     return Sample(gather_rows(points, positions), kept, is_partial)
 
 
@@ -70,7 +69,7 @@ def _strata(n_valid: Tensor, counts: Tensor, most: int, streams: Streams, name: 
 def _padding_last(points: Tensor, weights: Tensor, n_valid: Tensor) -> tuple[Tensor, Tensor]:
     """Points of weight zero after the others, which keep their order."""
     present = weights > 0
-    if torch.equal(present, arange(points.shape[1], like=points) < n_valid.unsqueeze(1)):
+    if surely_all(present == (arange(points.shape[1], like=points) < n_valid.unsqueeze(1))):
         return points, weights
     order = torch.argsort(present.to(torch.uint8), dim=1, descending=True, stable=True)
     return gather_rows(points, order), weights.gather(1, order)

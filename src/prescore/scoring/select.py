@@ -10,6 +10,7 @@ from torch import Tensor
 
 from prescore import checks
 from prescore.config import Selected
+from prescore.devices import largest, surely_all
 from prescore.rng import Streams
 from prescore.scoring.base import Scored, Scorer, checked_scores
 from prescore.scoring.sampling import arange
@@ -55,17 +56,19 @@ def select_keys(
         return Chosen(replace(selection_of(member), fallback=fallback), bool((member == real).all()), scored)
     n_valid = real.sum(dim=1)
     counts = budget_counts(config.budget, n_valid)
+    most = budget_count(config.budget, n_keys)
     fallback = fallback_rows(counts, n_valid, config.min_fraction)
     if fallback is not None:
         counts = torch.where(fallback, n_valid, counts)
-    if bool((counts == n_valid).all()):
-        selection = selection_of(real.unsqueeze(1).expand(keys.shape[:3]))
+        most = n_keys if valid is not None or most < config.min_fraction * n_keys else most
+    if most == n_keys if valid is None else surely_all(counts == n_valid):
+        selection = selection_of(real.unsqueeze(1).expand(keys.shape[:3]), n_keys)
         return Chosen(replace(selection, fallback=fallback), True, None)
     scored = score_keys(keys, config.scoring, valid=valid, streams=streams)
     scores = scored.scores
     if config.selector == "sample":
         scores = race_scores(scores, valid=valid, streams=streams)
-    selection = select_top(scores, counts, valid=valid, protected=protect)
+    selection = select_top(scores, counts, most, valid=valid, protected=protect)
     return Chosen(replace(selection, fallback=fallback), False, scored)
 
 
@@ -73,8 +76,7 @@ def budget_counts(top_k: int | float, n_valid: Tensor) -> Tensor:
     """Keys to keep of each row `[B]`, at most its `n_valid [B]`."""
     if isinstance(top_k, int):
         return n_valid.clamp(max=top_k)
-    counts = [budget_count(top_k, n) for n in n_valid.tolist()]
-    return torch.tensor(counts, dtype=torch.int64, device=n_valid.device)
+    return (n_valid.double() * top_k).round(decimals=9).ceil().to(torch.int64).minimum(n_valid)
 
 
 def budget_count(top_k: int | float, n_valid: int) -> int:
@@ -113,15 +115,15 @@ def race_scores(scores: Tensor, *, valid: Tensor | None, streams: Streams) -> Te
 
 
 def select_top(
-    scores: Tensor, counts: Tensor, *, valid: Tensor | None = None, protected: Tensor | None = None
+    scores: Tensor, counts: Tensor, most: int, *, valid: Tensor | None = None, protected: Tensor | None = None
 ) -> Selection:
-    """Keep the `counts [B]` best real keys of each row and head by their scores `[B, H, N]`.
+    """Keep the `counts [B]`, at most `most`, best real keys of each row and head by their scores `[B, H, N]`.
 
     Protected positions `[B, N]` come first, inside the budget. Ties go to the lower position.
     """
-    size = int(counts.max()) if counts.numel() else 0
+    size = largest(counts, most)
     if size == 0 or scores.numel() == 0:
-        return selection_of(torch.zeros_like(scores, dtype=torch.bool))
+        return selection_of(torch.zeros_like(scores, dtype=torch.bool), 0)
     if protected is not None:
         scores = scores.masked_fill(protected.unsqueeze(1), torch.inf)
     if valid is not None:
@@ -132,7 +134,7 @@ def select_top(
     boundary = best.gather(2, (counts - 1).clamp(min=0).expand(-1, scores.shape[1], -1))
     above, level = scores > boundary, scores == boundary
     member = above | (level & (level.cumsum(dim=2) <= counts - above.sum(dim=2, keepdim=True)))
-    return selection_of(member & (counts > 0))
+    return selection_of(member & (counts > 0), size)
 
 
 def protected_positions(valid: Tensor | None, like: Tensor, sinks: int, recent: int) -> Tensor:
@@ -151,14 +153,15 @@ def membership(selection: Selection, n_keys: int) -> Tensor:
     return member.scatter_reduce_(-1, indices, selection.valid.to(torch.int8), "amax").bool()
 
 
-def selection_of(member: Tensor) -> Selection:
+def selection_of(member: Tensor, most: int | None = None) -> Selection:
     """Positions of the True entries of `[B, H, N]`, ascending, as many slots as the fullest head needs.
 
-    Heads that keep fewer repeat their last kept position, marked as not valid.
+    Heads that keep fewer repeat their last kept position, marked as not valid. No head keeps more than `most`;
+    None = not known, so the largest number is read.
     """
     n_keys = member.shape[2]
     counts = member.sum(dim=2, keepdim=True)
-    size = int(counts.max()) if counts.numel() else 0
+    size = (int(counts.max()) if counts.numel() else 0) if most is None else largest(counts, min(most, n_keys))
     valid = arange(size, like=member) < counts
     if size == 0:
         return Selection(torch.zeros_like(valid, dtype=torch.int64), valid)
@@ -171,16 +174,15 @@ def selection_of(member: Tensor) -> Selection:
     return Selection(torch.where(valid, indices, filler), valid)
 
 
-def bring_forward(rows: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor | None]:
+def bring_forward(rows: Tensor, wanted: Tensor, most: int | None = None) -> tuple[Tensor, Tensor | None]:
     """Bring the wanted entries of the last axis to the front, in order, and cut to the longest list.
 
-    Also returns which of the entries are wanted; None = all.
+    No list is longer than `most`. Also returns which of the entries are wanted; None = all.
     """
-    count = wanted.sum(-1)
-    most = max(1, int(count.max())) if count.numel() else 1
+    most = max(1, largest(wanted.sum(-1), rows.shape[-1] if most is None else most))
     order = torch.sort(wanted.to(torch.int8), dim=-1, descending=True, stable=True).indices[..., :most]
     valid = wanted.gather(-1, order)
-    return rows.gather(-1, order), None if bool(valid.all()) else valid
+    return rows.gather(-1, order), None if surely_all(valid) else valid
 
 
 def given_members(selection: Selection, shift: Tensor | None, valid: Tensor | None, n_keys: int) -> Tensor:

@@ -33,7 +33,7 @@ def attend_selected(
             min_seq_len=config.min_seq_len,
             leaf_inclusive=config.leaf_inclusive,
         )
-    plan = make_plan(call, config, given)
+    plan = make_plan(call, config, given, explain=explain)
     with plan.timed("attending"):
         attended = attend_parts(
             call.query, *plan.tables.joined(), plan.parts, scale=call.scale, backend=call.backend

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from prescore.config import Coupling, Lsh
+from prescore.devices import largest, maybe_any
 from prescore.ops.backend import accumulation_dtype
 from prescore.ops.parts import Part, mask_bias
 from prescore.scoring.sampling import arange
@@ -44,6 +45,7 @@ class BlockPairs:
         n_all: `[P]` real keys before selection.
         n_selected: `[P, H]` selected keys, where the rows of others are zeroed (`mask="zero"`); None = all rows.
         selected: `[P, H, S]`, False = in a block but not read (`blocks="all"`); None = all are read.
+        fewest: Every pair and head has at least so many key rows that are not filler.
     """
 
     query_rows: Tensor
@@ -56,6 +58,7 @@ class BlockPairs:
     n_all: Tensor
     n_selected: Tensor | None = None
     selected: Tensor | None = None
+    fewest: int = 0
 
     def readable(self) -> Tensor | None:
         """`[P, H, S]`: keys that may be read; None = all."""
@@ -109,11 +112,13 @@ def hyper_part(
     if keys.most <= 1:
         tiles = _one_tile(pair)
     elif placed is not None:
-        tiles = placed_tiles(placed, keys.n_blocks)
+        tiles = placed_tiles(placed, keys.n_blocks, keys.most)
     elif lsh.alignment == "rank":
-        tiles = rank_tiles(query_ranks, keys.n_blocks, keys.most, pair.query_real, pair.query_valid)
+        fewest = -(-pair.fewest // keys.block_size) if keys.block_size else 1
+        blocks = keys.n_blocks, max(1, fewest), keys.most
+        tiles = rank_tiles(query_ranks, blocks, pair.query_real, pair.query_valid)
     else:
-        tiles = hash_tiles(query_ranks, keys.ranks, keys.block_size, keys.n_blocks, pair.query_valid)
+        tiles = hash_tiles(query_ranks, keys, pair.query_valid)
     columns = []
     if keys.block_size:
         columns.append(_block_columns(pair, keys, dtype))
@@ -259,14 +264,16 @@ def _one_tile(pair: BlockPairs) -> Tiles:
 
 
 def rank_tiles(
-    ranks: Tensor, n_blocks: Tensor | int, most_blocks: int, real: Tensor | None, valid: Tensor | None
+    ranks: Tensor, blocks: tuple[Tensor | int, int, int], real: Tensor | None, valid: Tensor | None
 ) -> Tiles:
     """Sort each head's queries by `ranks [P, H, G, W]`, and cut them into as many blocks as the keys have.
 
-    `real [P, W]` is False on filler and padding, `valid [P, W]` on filler. Padding queries are cut apart from the
-    real ones, so that they move none of them.
+    `blocks` are their number, an int or `[P, H]`, and the fewest and most that it can be. `real [P, W]` is False
+    on filler and padding, `valid [P, W]` on filler. Padding queries are cut apart from the real ones, so that they
+    move none of them.
     """
     n_pairs, heads, group, width = ranks.shape
+    n_blocks, fewest, most_blocks = blocks
     for mask, last in ((real, 1), (valid, 0)):
         if mask is not None:
             ranks = ranks.masked_fill(~mask[:, None, None, :], torch.iinfo(ranks.dtype).max - last)
@@ -276,11 +283,12 @@ def rank_tiles(
     if real is None and isinstance(n_blocks, int) and width % n_blocks == 0:
         tiles = place.view(n_pairs, heads, group, n_blocks, width // n_blocks).transpose(2, 3)
         return Tiles(tiles, None, block)
-    blocks = torch.as_tensor(n_blocks, dtype=torch.int64, device=ranks.device).expand(n_pairs, heads)
-    n_real, n_valid = (blocks.new_full((n_pairs,), width) if t is None else t.sum(1) for t in (real, valid))
-    slots, filled = _cut(n_real, blocks, most_blocks)
-    if bool((n_valid > n_real).any()):
-        more, also = _cut(n_valid - n_real, blocks, most_blocks)
+    per_head = _per_head(n_blocks, order)
+    n_real, n_valid = (per_head.new_full((n_pairs,), width) if t is None else t.sum(1) for t in (real, valid))
+    most_rows = -(-width // fewest)
+    slots, filled = _cut(n_real, per_head, most_blocks, most_rows)
+    if real is not valid and maybe_any(n_valid > n_real):
+        more, also = _cut(n_valid - n_real, per_head, most_blocks, most_rows)
         slots = torch.cat((slots, more + n_real[:, None, None, None]), dim=-1)
         filled = torch.cat((filled, also), dim=-1)
     rows = slots.shape[-1]
@@ -296,37 +304,43 @@ class PlacedQueries(NamedTuple):
     n_queries: int
 
 
-def placed_tiles(placed: PlacedQueries, n_blocks: Tensor | int) -> Tiles:
+def placed_tiles(placed: PlacedQueries, n_blocks: Tensor | int, most: int) -> Tiles:
     """Send each query to the block that `rank_tiles` gives it among all queries."""
     places = placed.places.flatten(2)
-    blocks = torch.as_tensor(n_blocks, dtype=torch.int64, device=places.device).expand(places.shape[:2])[..., None]
-    return _dispatch(torch.div(places * blocks, placed.n_queries, rounding_mode="floor"), int(blocks.max()))
+    blocks = _per_head(n_blocks, places)[..., None]
+    block = torch.div(places * blocks, placed.n_queries, rounding_mode="floor")
+    return _dispatch(block, largest(blocks, most))
 
 
-def _cut(count: Tensor, blocks: Tensor, most_blocks: int) -> tuple[Tensor, Tensor]:
+def _per_head(n_blocks: Tensor | int, like: Tensor) -> Tensor:
+    """`[P, H]`, as `like [P, H, ...]` has them."""
+    if isinstance(n_blocks, Tensor):
+        return n_blocks
+    return torch.full(like.shape[:2], n_blocks, dtype=torch.int64, device=like.device)
+
+
+def _cut(count: Tensor, blocks: Tensor, most_blocks: int, most_rows: int) -> tuple[Tensor, Tensor]:
     """Cut places `0..count [P]` into `blocks [P, H]` equal ones: slots `[P, H, most_blocks, rows]`, and a mask."""
     edge, total, blocks = arange(most_blocks + 1, like=count), count[:, None, None], blocks[..., None]
     # ceil(edge * count / blocks); blocks that a pair lacks are empty
     edges = torch.div(edge * total + blocks - 1, blocks, rounding_mode="floor").minimum(total)
-    rows = max(1, int((edges[..., 1:] - edges[..., :-1]).max()))
+    rows = max(1, largest(edges[..., 1:] - edges[..., :-1], most_rows))
     slots = edges[..., :-1, None] + arange(rows, like=count)
     return slots, slots < edges[..., 1:, None]
 
 
-def hash_tiles(
-    ranks: Tensor, sorted_keys: Tensor, block_size: int, n_blocks: Tensor | int, valid: Tensor | None
-) -> Tiles:
+def hash_tiles(ranks: Tensor, keys: _SortedKeys, valid: Tensor | None) -> Tiles:
     """Send each query to the block that its rank falls into, then cut each block's queries into tiles.
 
-    `ranks [P, H, G, W]` and `sorted_keys [P, H, S]` are Gray ranks; `valid [P, W]` is False on filler queries.
+    `ranks [P, H, G, W]` are Gray ranks; `valid [P, W]` is False on filler queries.
     """
     flat = ranks.flatten(2)
-    low = torch.searchsorted(sorted_keys, flat)
-    high = torch.searchsorted(sorted_keys, flat, right=True)
-    blocks = torch.as_tensor(n_blocks, dtype=torch.int64, device=ranks.device).expand(flat.shape[:2])[..., None]
+    low = torch.searchsorted(keys.ranks, flat)
+    high = torch.searchsorted(keys.ranks, flat, right=True)
     # a bucket wider than a block is entered in its middle
-    block = torch.minimum(torch.div(low + high, 2 * block_size, rounding_mode="floor"), blocks - 1)
-    most = int(blocks.max())
+    blocks = _per_head(keys.n_blocks, flat)[..., None]
+    block = torch.minimum(torch.div(low + high, 2 * keys.block_size, rounding_mode="floor"), blocks - 1)
+    most = largest(blocks, keys.most)
     if valid is not None:
         block = block.masked_fill(~valid.repeat(1, ranks.shape[2])[:, None, :], most)
     return _dispatch(block, most)
@@ -346,7 +360,8 @@ def _dispatch(block: Tensor, n_blocks: int) -> Tiles:
     edges = torch.searchsorted(in_order, numbers(n_blocks + 1))  # [P, H, blocks + 1]
     counts = edges[..., 1:] - edges[..., :-1]
     tiles_before = torch.nn.functional.pad(((counts + rows - 1) // rows).cumsum(-1), (1, 0))
-    n_tiles = max(1, int(tiles_before[..., -1].max()))
+    # every block has at most one tile that is not full
+    n_tiles = max(1, largest(tiles_before[..., -1], n_rows // rows + n_blocks))
     tile = numbers(n_tiles)
     block_of = (torch.searchsorted(tiles_before, tile, right=True) - 1).clamp_max(n_blocks - 1)
     start = edges.gather(-1, block_of) + (tile - tiles_before.gather(-1, block_of)) * rows

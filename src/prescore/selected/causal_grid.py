@@ -34,13 +34,17 @@ class Queries:
 
     def rows(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """`positions [n, W]` -> rows `[B * n, H, G, W]` and whether a query stands there `[B * n, W]`."""
-        start = torch.as_tensor(self.start, dtype=torch.int64, device=self.device).expand(self.batch)
-        index = positions[None] - start[:, None, None]  # [B, n, W]
+        start = self.start if isinstance(self.start, int) else self.start[:, None, None]
+        index = (positions[None] - start).expand(self.batch, -1, -1)  # [B, n, W]
         there = (index >= 0) & (index < self.length)
         head = self.arange(self.batch * self.heads * self.group) * self.length
         head = head.view(self.batch, 1, self.heads, self.group, 1)
         rows = head + index.clamp(0, self.length - 1)[:, :, None, None, :]
         return rows.flatten(0, 1), there.flatten(0, 1)
+
+    def fill(self, span: tuple[int, int]) -> bool:
+        """Whether a query stands at every position of a span in every sequence."""
+        return isinstance(self.start, int) and self.start <= span[0] and span[1] <= self.start + self.length
 
     def span(self) -> tuple[int, int]:
         """First and last-plus-one position over all batch rows."""
@@ -59,6 +63,7 @@ class Queries:
 class Level:
     """Off-diagonal blocks of one size: queries at `query_positions`, keys at `key_positions`, `[n, W]` each.
 
+    `query_span` is the first and last-plus-one position of the queries; all positions of keys hold a key.
     The `name` of their random streams goes by size: which levels a call reaches depends on its other sequences.
     """
 
@@ -66,6 +71,7 @@ class Level:
     width: int
     key_positions: Tensor
     query_positions: Tensor
+    query_span: tuple[int, int]
 
 
 def levels(leaf: int, queries: Queries) -> list[Level]:
@@ -73,15 +79,18 @@ def levels(leaf: int, queries: Queries) -> list[Level]:
     first, end = queries.span()
     grid, width = [], leaf
     while width < end:
-        odd = queries.arange(1, -(-end // width), 2)
-        odd = odd[(odd + 1) * width > first]
-        if odd.numel():
-            step = query_step = queries.arange(width)
-            if odd.numel() == 1:  # a single block is not padded to its full width
-                begin = int(odd) * width
-                query_step = step[max(0, first - begin) : end - begin]
+        numbers = range(
+            first // width | 1, -(-end // width), 2
+        )  # of the odd blocks that end after the first query
+        if numbers:
+            odd = queries.arange(numbers.start, numbers.stop, 2)[:, None]
+            step = queries.arange(width)
+            span = numbers[0] * width, (numbers[-1] + 1) * width
+            if len(numbers) == 1:  # a single block is not padded to its full width
+                span = max(first, span[0]), min(end, span[1])
+            positions = queries.arange(*span)[None] if len(numbers) == 1 else odd * width + step
             name = f"level{(width // leaf).bit_length() - 1}"
-            grid.append(Level(name, width, (odd[:, None] - 1) * width + step, odd[:, None] * width + query_step))
+            grid.append(Level(name, width, (odd - 1) * width + step, positions, span))
         width *= 2
     return grid
 
@@ -94,13 +103,13 @@ def leaf_parts(leaf: int, queries: Queries, n_keys: int, valid: Tensor | None, d
     n_first, n_end = first // leaf, -(-end // leaf)  # leaves with a query
     if not isinstance(queries.start, int) or valid is not None:
         width = min(leaf, end - n_first * leaf) if n_end - n_first == 1 else leaf
-        return [_leaf_tiles(queries.arange(n_first, n_end) * leaf, width, queries, n_keys, valid, dtype)]
+        return [_leaf_tiles(range(n_first * leaf, n_end * leaf, leaf), width, queries, n_keys, valid, dtype)]
     parts = []
     full_first, full_end = -(-first // leaf), end // leaf  # leaves with a query at every position
     if full_first > n_first:
         parts += _leaf_slice(n_first * leaf, first, min(end, full_first * leaf), queries, n_keys)
     if full_end > full_first:
-        starts = queries.arange(full_first, full_end) * leaf
+        starts = range(full_first * leaf, full_end * leaf, leaf)
         parts.append(_leaf_tiles(starts, leaf, queries, n_keys, None, dtype))
     if n_end > full_end >= full_first:
         parts += _leaf_slice(full_end * leaf, full_end * leaf, end, queries, n_keys)
@@ -108,15 +117,17 @@ def leaf_parts(leaf: int, queries: Queries, n_keys: int, valid: Tensor | None, d
 
 
 def _leaf_tiles(
-    starts: Tensor, width: int, queries: Queries, n_keys: int, valid: Tensor | None, dtype: torch.dtype
+    starts: range, width: int, queries: Queries, n_keys: int, valid: Tensor | None, dtype: torch.dtype
 ) -> Part:
     """Leaves of one width as tiles, with filler where there is no query or key."""
-    positions = starts[:, None] + queries.arange(width)
+    positions = queries.arange(starts.start, starts.stop, starts.step)[:, None] + queries.arange(width)
     rows, there = queries.rows(positions)
     shape = (rows.shape[0] * queries.heads, queries.group, width)
     real = key_valid(positions, queries, n_keys, valid)
     bias = None if real is None else mask_bias(real, dtype).repeat_interleave(queries.heads, dim=0)
-    query_valid = None if bool(there.all()) else there[:, None, None, :].expand(rows.shape).reshape(shape)
+    query_valid = None
+    if not queries.fill((starts[0], starts[-1] + width)):
+        query_valid = there[:, None, None, :].expand(rows.shape).reshape(shape)
     keys = key_rows(positions, queries, n_keys).reshape(shape[0], width)
     return Part(shape, rows.reshape(shape), query_valid, keys, bias=bias, causal=True)
 
@@ -140,11 +151,7 @@ def key_rows(positions: Tensor, queries: Queries, n_keys: int) -> Tensor:
 
 
 def key_valid(positions: Tensor, queries: Queries, n_keys: int, valid: Tensor | None) -> Tensor | None:
-    """`[B * n, W]`: which of the positions hold a real key; None = all."""
-    inside = positions < n_keys
-    if valid is None and bool(inside.all()):
+    """`[B * n, W]`: which of the positions hold a real key; None = all, where `valid` is None."""
+    if valid is None:
         return None
-    real = inside[None].expand(queries.batch, *positions.shape)
-    if valid is not None:
-        real = real & valid[:, positions.clamp_max(n_keys - 1)]
-    return real.flatten(0, 1)
+    return ((positions < n_keys) & valid[:, positions.clamp_max(n_keys - 1)]).flatten(0, 1)

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from prescore.call import Call
 from prescore.config import Exact, Lsh, Selected
+from prescore.devices import maybe_any, surely_all
 from prescore.ops.backend import accumulation_dtype
 from prescore.ops.parts import Part, exact_parts, mask_bias
 from prescore.rng import Streams
@@ -45,15 +46,19 @@ from prescore.selected.centroids import Tables, add_centroids, cluster_totals
 from prescore.types import Selection
 
 
-def make_plan(call: Call, config: Selected, given: Tensor | None = None) -> Plan:
-    """Plan a call; `given [B, Hkv, Nk]` is a selection to use instead of making one, in aligned positions."""
-    plan = Plan(call, config)
+def make_plan(call: Call, config: Selected, given: Tensor | None = None, *, explain: bool = False) -> Plan:
+    """Plan a call; `given [B, Hkv, Nk]` is a selection to use instead of making one, in aligned positions.
+
+    With `explain` the seconds of every stage are those of its work on the device, which is waited for.
+    """
+    plan = Plan(call, config, explain)
     queries, leaf = plan.queries, max(1, config.min_seq_len)
     if 0 in (queries.batch, call.n_query, call.n_keys):
         return plan
     if not call.is_causal:
         positions = queries.arange(call.n_keys)[None], queries.arange(call.n_query)[None]
-        plan.add(_candidates(call, config, queries, Level(FULL, call.n_query, *positions), given))
+        level = Level(FULL, call.n_query, *positions, (0, call.n_query))
+        plan.add(_candidates(call, config, queries, level, given))
     elif call.n_keys <= leaf and isinstance(call.query_start, int):
         plan.parts = exact_parts(call.query, call.key, is_causal=True, valid=call.valid)
     else:
@@ -79,7 +84,7 @@ class Candidates:
         rows: `[P, H, N]` flat rows of the candidates.
         valid: `[P, N]`, False = padding; None = all are real.
         protect: `[P, N]`, sinks and recent keys, selected before any score is compared and read by every query.
-        exact: `[P]`, pairs with so few queries that they are exact over their selection.
+        exact: `[P]`, pairs with so few queries that they are exact over their selection; a bool = all or none.
         given: `[P, H, N]`, the caller's selection; None = make one.
     """
 
@@ -93,7 +98,7 @@ class Candidates:
     rows: Tensor
     valid: Tensor | None
     protect: Tensor
-    exact: Tensor
+    exact: Tensor | bool
     given: Tensor | None
 
 
@@ -112,17 +117,18 @@ def _candidates(call: Call, config: Selected, queries: Queries, level: Level, gi
     if call.is_causal:
         key, value = gather(key), value if config.remainder == "none" else gather(value)
         key = key if valid is None else key * valid[:, None, :, None]
-    real = there
+    real = query_valid = None if queries.fill(level.query_span) else there
     if call.query_valid is not None:
         real = there & call.query_valid[:, query_positions.clamp_max(call.n_keys - 1)].flatten(0, 1)
-    n_query = torch.full_like(real.sum(1), level.width) if call.is_causal else real.sum(1)
+        real = None if surely_all(real) else real
+    n_query: Tensor | int = level.width if call.is_causal or real is None else real.sum(1)
     sinks = protected_positions(call.valid, call.key, config.sinks, 0)[:, inside].flatten(0, 1)
     return Candidates(
         name=level.name,
         n_blocks=key_positions.shape[0],
         query_rows=query_rows,
-        query_valid=None if bool(there.all()) else there,
-        query_real=None if bool(real.all()) else real,
+        query_valid=query_valid,
+        query_real=real,
         key=key,
         value=value,
         rows=rows,
@@ -142,12 +148,12 @@ class Plan:
         selections: One per full pair or off-diagonal block, in aligned positions.
         depth: Levels of the causal recursion.
         ranks: Gray ranks of the hashes of all query and key rows, once for all levels.
-        seconds: Time spent per stage.
+        seconds: Time spent per stage; where the device is not a CPU, to start its work, unless `explain`.
     """
 
-    def __init__(self, call: Call, config: Selected) -> None:
+    def __init__(self, call: Call, config: Selected, explain: bool = False) -> None:
         batch, heads = call.key.shape[:2]
-        self.call, self.config = call, config
+        self.call, self.config, self.explain = call, config, explain
         self.queries = Queries(batch, heads, call.group, call.n_query, call.query_start, call.query.device)
         self.tables = Tables(call.key, call.value)
         self.zero_row: Tensor | None = None  # with `mask="zero"`, from the first block pair on
@@ -162,7 +168,7 @@ class Plan:
         """Add the time of a stage to `seconds`."""
         begin = time.perf_counter()
         yield
-        if self.call.key.device.type == "cuda":
+        if self.explain and self.call.key.device.type == "cuda":
             torch.cuda.synchronize(self.call.key.device)
         self.seconds[stage] = self.seconds.get(stage, 0.0) + time.perf_counter() - begin
 
@@ -176,7 +182,7 @@ class Plan:
             chosen = self._select(candidates, streams)
         self.selections += self._by_block(candidates, chosen.selection)
         centroids = None
-        any_key = candidates.valid is None or bool(candidates.valid.any())
+        any_key = candidates.valid is None or maybe_any(candidates.valid)
         if config.remainder != "none" and not chosen.everything and any_key:
             with self.timed("centroids"):
                 centroids = self._add_centroids(candidates, chosen, streams)
@@ -188,11 +194,16 @@ class Plan:
         if none_selected or isinstance(config.inner, Exact):
             self.parts.append(exact_part(pair, dtype))
             return
-        for exact, which in ((True, candidates.exact), (False, ~candidates.exact)):
-            if bool(which.any()):
-                some = pair if bool(which.all()) else pair.some(which.nonzero()[:, 0])
-                part = exact_part(some, dtype) if exact else self._hyper_part(some, config.inner, streams)
-                self.parts.append(part)
+        groups: list[tuple[bool, BlockPairs]] = []
+        if isinstance(candidates.exact, bool):
+            groups = [(candidates.exact, pair)]
+        else:
+            for exact, which in ((True, candidates.exact), (False, ~candidates.exact)):
+                if bool(which.any()):
+                    groups.append((exact, pair if bool(which.all()) else pair.some(which.nonzero()[:, 0])))
+        for exact, some in groups:
+            part = exact_part(some, dtype) if exact else self._hyper_part(some, config.inner, streams)
+            self.parts.append(part)
 
     def _select(self, candidates: Candidates, streams: Streams) -> Chosen:
         """Algorithm 1 and the delta test."""
@@ -236,6 +247,7 @@ class Plan:
             valid = torch.ones(all_rows.shape[::2], dtype=torch.bool, device=all_rows.device)
         real, protect = (t[:, None].expand_as(all_rows) for t in (valid, candidates.protect))
         n_selected, selected, kept = None, None, None
+        n_apart = min(self.config.sinks + self.config.recent, all_rows.shape[-1])
         pooled: Tensor | None  # which rows blocks are cut from
         if self.zero_row is not None:
             member = membership(selection, all_rows.shape[-1])
@@ -244,24 +256,29 @@ class Plan:
             selected = membership(selection, all_rows.shape[-1])
             apart = selected & protect
             rows, pooled = all_rows, real & ~apart
-            kept = kept_rows(rows, apart, self.call.query.dtype) if bool(apart.any()) else None
+            if n_apart and maybe_any(apart):
+                kept = kept_rows(rows, apart, self.call.query.dtype, n_apart)
         else:
             rows, pooled = all_rows.gather(-1, selection.indices), selection.valid
             apart = protect.gather(-1, selection.indices) & pooled
-            if bool(apart.any()):
-                kept = kept_rows(rows, apart, self.call.query.dtype)
+            if n_apart and maybe_any(apart):
+                kept = kept_rows(rows, apart, self.call.query.dtype, n_apart)
                 rows, pooled = bring_forward(rows, pooled & ~apart)
+        # without padding all heads select as many keys
+        same = candidates.valid is None and candidates.given is None and self.config.min_score is None
+        filled = same and (kept is None or self.zero_row is not None)
         return BlockPairs(
             query_rows=candidates.query_rows,
             query_valid=candidates.query_valid,
             query_real=candidates.query_real,
             key_rows=rows,
-            key_valid=None if pooled is None or bool(pooled.all()) else pooled,
+            key_valid=None if pooled is None or filled or surely_all(pooled) else pooled,
             shared=[columns for columns in (kept, centroids) if columns is not None],
             n_centroids=0 if centroids is None else centroids.rows.shape[-1],
             n_all=valid.sum(1),
             n_selected=n_selected,
             selected=selected,
+            fewest=max(0, rows.shape[-1] - n_apart) if same else 0,
         )
 
     def _hyper_part(self, pair: BlockPairs, lsh: Lsh, streams: Streams) -> Part:
@@ -279,8 +296,8 @@ class Plan:
             return hyper_part(pair, ranks, draws, lsh, self.config.coupling, call.query.dtype)
 
 
-def kept_rows(rows: Tensor, apart: Tensor, dtype: torch.dtype) -> KeyRows:
-    """The rows `[P, H, S]` that are set apart, as columns that every query reads."""
-    kept, valid = bring_forward(rows, apart)
+def kept_rows(rows: Tensor, apart: Tensor, dtype: torch.dtype, most: int | None = None) -> KeyRows:
+    """The rows `[P, H, S]` that are set apart, at most `most`, as columns that every query reads."""
+    kept, valid = bring_forward(rows, apart, most)
     every = torch.ones_like(kept, dtype=torch.bool) if valid is None else valid
     return KeyRows(kept, mask_bias(every, dtype))
