@@ -34,7 +34,7 @@ GROUP, CLUSTER_SIZE, DECODE_ROWS = 4, 128, 16
 _FLOATS = ("scale", "log_inverse", "margin", "exact_margin")
 _INTEGERS = (
     *("query_head", "query_member", "query_step", "key_head", "key_step", "value_head", "value_step"),
-    *("n_query", "n_tables", "n_covs", "clusters_per_cov", "n_sinks", "clusters_per_split", "splits"),
+    *("n_query", "n_tables", "n_covs", "clusters_per_cov", "n_sinks", "n_dim", "clusters_per_split", "splits"),
 )
 _POINTERS = {
     **dict.fromkeys(("query", "key", "value", "sink_key", "sink_value", "result"), "input"),

@@ -171,7 +171,7 @@ def forward(query: Tensor, keys: RoutedKeys, view: View) -> tuple[Attended, Tens
             kernels.prefill[(n_tiles, n_heads)](
                 query, *keys[:4], *seen, centroid_key, centroid_value, *covs, units, *index,
                 result, lse, threshold, counts, *query.stride()[:3], *strides,
-                n_query, n_clusters, n_covs, view.clusters_per_cov, n_sinks, scale, *numbers,
+                n_query, n_clusters, n_covs, view.clusters_per_cov, n_sinks, dim, scale, *numbers,
                 ROWS=own.rows, LOCAL=own.local, **fixed, **sums, **search,
             )  # fmt: skip
             return Attended(result, lse), threshold, counts.sum((0, 1))
@@ -187,13 +187,14 @@ def forward(query: Tensor, keys: RoutedKeys, view: View) -> tuple[Attended, Tens
         kernels.decode_local[(splits + 1, n_heads)](
             query, *keys[:4], *seen, centroid_key, *covs, masses, std, direction, peaks, totals, outputs,
             *query.stride()[:2], *strides,
-            n_clusters, n_covs, view.clusters_per_cov, n_sinks, per_split, scale,
+            n_clusters, n_covs, view.clusters_per_cov, n_sinks, per_split, dim, scale,
             ROWS=rows, LOCAL=own.local, **fixed, **sums,
         )  # fmt: skip
         kernels.decode_far[(splits, n_heads)](
             query, *keys[:2], seen[0], centroid_key, centroid_value, units, *index,
             masses, std, direction, peaks, totals, outputs, threshold, counts, *query.stride()[:2], *strides,
-            n_clusters, n_covs, view.clusters_per_cov, per_split, scale, *numbers, ROWS=rows, **fixed, **search,
+            n_clusters, n_covs, view.clusters_per_cov, per_split, dim, scale, *numbers,
+            ROWS=rows, **fixed, **search,
         )  # fmt: skip
         kernels.decode_merge[(n_heads,)](peaks, totals, outputs, result, lse, splits + 1, ROWS=rows, **shared)
     return Attended(result, lse), threshold, counts.sum((0, 1))
