@@ -54,9 +54,9 @@ def compile_kernel(name: str, target: str, dim: int, dtype: str) -> dict[str, An
 
     kernel, own = getattr(triton_kernels, name), backend.launch(target, dim, dim)
     constants = {
-        "GROUP": GROUP, "ROWS": DECODE_ROWS if name.startswith("decode") else own.rows, "D": dim, "DV": dim, "SIZE": CLUSTER_SIZE, "LOCAL": own.local,
-        "KEYS": own.keys, "PRECISION": backend.precision(target), "INTERPRETED": False,
-        **backend.constants(CLUSTER_SIZE),
+        "GROUP": GROUP, "ROWS": DECODE_ROWS if name.startswith("decode") else own.rows, "D": dim, "DV": dim,
+        "SIZE": CLUSTER_SIZE, "LOCAL": own.local, "KEYS": own.keys, "PRECISION": backend.precision(target),
+        "INTERPRETED": False, **backend.constants(CLUSTER_SIZE),
     }  # fmt: skip
     signature, attributes, parameters = {}, {}, inspect.signature(kernel.fn).parameters
     constants = {argument: value for argument, value in constants.items() if argument in parameters}
@@ -144,6 +144,7 @@ def main() -> int:
     parser.add_argument("--target", choices=TARGETS, action="append")
     parser.add_argument("--dim", type=int, choices=DIMS, action="append")
     parser.add_argument("--dtype", choices=DTYPES, action="append")
+    parser.add_argument("--kernel", choices=KERNELS, action="append")
     parser.add_argument("--print", action="store_true", help="write no file")
     parser.add_argument("--again", action="store_true", help="compile recorded rows again")
     options = parser.parse_args()
@@ -154,7 +155,7 @@ def main() -> int:
     for target in options.target or TARGETS:
         for dim in options.dim or DIMS:
             for dtype in options.dtype or DTYPES:
-                for name in KERNELS:
+                for name in options.kernel or KERNELS:
                     wanted = backend.launch(target, dim, dim)._asdict()
                     row = known.get((name, target, dim, dtype), {})
                     if options.again or any(row.get(field) != value for field, value in wanted.items()):

@@ -52,10 +52,10 @@ class Launch(NamedTuple):
 
 INTERPRETER = "interpreter"
 LAUNCHES = {
-    "sm_80": {64: Launch(32, 64, 64, 4), 128: Launch(32, 64, 64, 4), 256: Launch(16, 32, 32, 4)},
-    "sm_90": {64: Launch(64, 64, 64, 4), 128: Launch(32, 64, 64, 4), 256: Launch(16, 32, 32, 4)},
-    "sm_100": {64: Launch(32, 64, 64, 4), 128: Launch(32, 64, 64, 4), 256: Launch(16, 32, 32, 4)},
-    "gfx942": {64: Launch(32, 64, 64, 4), 128: Launch(32, 64, 64, 4), 256: Launch(16, 32, 32, 4)},
+    "sm_80": {64: Launch(32, 64, 32, 8), 128: Launch(32, 64, 32, 8), 256: Launch(16, 32, 32, 8)},
+    "sm_90": {64: Launch(32, 64, 32, 8), 128: Launch(32, 64, 32, 8), 256: Launch(16, 32, 32, 8)},
+    "sm_100": {64: Launch(32, 64, 32, 8), 128: Launch(32, 64, 32, 8), 256: Launch(16, 32, 32, 8)},
+    "gfx942": {64: Launch(32, 64, 32, 8), 128: Launch(32, 64, 32, 8), 256: Launch(16, 32, 32, 8)},
     INTERPRETER: {width: Launch(64, 64, 64, 4) for width in (64, 128, 256)},
 }
 """By architecture, then by the larger head dimension, rounded up. No autotuner: it would need the device."""

@@ -375,7 +375,8 @@ def prefill(
             peak, total, moved, output, query, rows, mask, n_clusters, threshold, std, unit,
             key, value, key_step, value_step, centroids, centroid_value + head * n_tables * DV,
             positions + keys_of, int8 + keys_of * D, scales + keys_of, sub_int8 + subs_of * D,
-            sub_scales + subs_of, spread + subs_of, radius + head * n_tables, 0, most, scale, n_dim, margin, exact_margin,
+            sub_scales + subs_of, spread + subs_of, radius + head * n_tables, 0, most,
+            scale, n_dim, margin, exact_margin,
             ROWS, D, DV, SIZE, KEYS, PRECISION, INTERPRETED,
             SEARCH_STDS, HEAVY_STDS, HEAVY_INT8_ERROR, QUERY_MAX, MAX_GAIN, MAX_DISTANCE,
         )  # fmt: skip
