@@ -153,7 +153,7 @@ def main() -> int:
         recorded = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
         known = {(row["kernel"], row["target"], row["dim"], row["dtype"]): row for row in recorded}
     for target in options.target or TARGETS:
-        for dim in options.dim or DIMS:
+        for dim in [d for d in options.dim or DIMS if d <= max(backend.LAUNCHES[target])]:
             for dtype in options.dtype or DTYPES:
                 for name in options.kernel or KERNELS:
                     wanted = backend.launch(target, dim, dim)._asdict()

@@ -55,7 +55,7 @@ LAUNCHES = {
     "sm_80": {64: Launch(32, 64, 32, 8), 128: Launch(32, 64, 32, 8), 256: Launch(16, 32, 32, 8)},
     "sm_90": {64: Launch(32, 64, 32, 8), 128: Launch(32, 64, 32, 8), 256: Launch(16, 32, 32, 8)},
     "sm_100": {64: Launch(32, 64, 32, 8), 128: Launch(32, 64, 32, 8), 256: Launch(16, 32, 32, 8)},
-    "gfx942": {64: Launch(32, 64, 32, 8), 128: Launch(32, 64, 32, 8), 256: Launch(16, 32, 32, 8)},
+    "gfx942": {128: Launch(64, 32, 32, 4)},
     INTERPRETER: {width: Launch(64, 64, 64, 4) for width in (64, 128, 256)},
 }
 """By architecture, then by the larger head dimension, rounded up. No autotuner: it would need the device."""
@@ -112,6 +112,8 @@ def unsupported(query: Tensor, value_dim: int, cluster_size: int) -> list[str]:
     for name, dim in (("head dimension", query.shape[-1]), ("value dimension", value_dim)):
         if dim not in DIMS:
             reasons.append(f"the {name} must be one of {DIMS}, got {dim}")
+        elif (target := target_of(query.device)) and dim > max(LAUNCHES[target]):
+            reasons.append(f"the {name} on {target} must be at most {max(LAUNCHES[target])}, got {dim}")
     if cluster_size not in CLUSTER_SIZES:
         reasons.append(f"clusters must have one of {CLUSTER_SIZES} keys, got {cluster_size}")
     return [*reasons, missing()] if missing() else reasons
