@@ -34,7 +34,7 @@ GROUP, CLUSTER_SIZE, DECODE_ROWS = 4, 128, 16
 _FLOATS = ("scale", "log_inverse", "margin", "exact_margin")
 _INTEGERS = (
     *("query_head", "query_member", "query_step", "key_head", "key_step", "value_head", "value_step"),
-    *("n_query", "n_tables", "n_covs", "clusters_per_cov", "n_sinks", "clusters_per_split", "splits"),
+    *("n_query", "n_tables", "n_covs", "clusters_per_cov", "n_sinks", "n_dim", "clusters_per_split", "splits"),
 )
 _POINTERS = {
     **dict.fromkeys(("query", "key", "value", "sink_key", "sink_value", "result"), "input"),
@@ -55,9 +55,8 @@ def compile_kernel(name: str, target: str, dim: int, dtype: str) -> dict[str, An
     kernel, own = getattr(triton_kernels, name), backend.launch(target, dim, dim)
     constants = {
         "GROUP": GROUP, "ROWS": DECODE_ROWS if name.startswith("decode") else own.rows, "D": dim, "DV": dim,
-        "SIZE": CLUSTER_SIZE, "LOCAL": own.local,
-        "KEYS": own.keys, "PRECISION": backend.precision(target), "INTERPRETED": False,
-        **backend.constants(CLUSTER_SIZE),
+        "SIZE": CLUSTER_SIZE, "LOCAL": own.local, "KEYS": own.keys, "PRECISION": backend.precision(target),
+        "INTERPRETED": False, **backend.constants(CLUSTER_SIZE),
     }  # fmt: skip
     signature, attributes, parameters = {}, {}, inspect.signature(kernel.fn).parameters
     constants = {argument: value for argument, value in constants.items() if argument in parameters}
@@ -145,6 +144,7 @@ def main() -> int:
     parser.add_argument("--target", choices=TARGETS, action="append")
     parser.add_argument("--dim", type=int, choices=DIMS, action="append")
     parser.add_argument("--dtype", choices=DTYPES, action="append")
+    parser.add_argument("--kernel", choices=KERNELS, action="append")
     parser.add_argument("--print", action="store_true", help="write no file")
     parser.add_argument("--again", action="store_true", help="compile recorded rows again")
     options = parser.parse_args()
@@ -153,9 +153,9 @@ def main() -> int:
         recorded = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
         known = {(row["kernel"], row["target"], row["dim"], row["dtype"]): row for row in recorded}
     for target in options.target or TARGETS:
-        for dim in options.dim or DIMS:
+        for dim in [d for d in options.dim or DIMS if d <= max(backend.LAUNCHES[target])]:
             for dtype in options.dtype or DTYPES:
-                for name in KERNELS:
+                for name in options.kernel or KERNELS:
                     wanted = backend.launch(target, dim, dim)._asdict()
                     row = known.get((name, target, dim, dtype), {})
                     if options.again or any(row.get(field) != value for field, value in wanted.items()):

@@ -121,9 +121,10 @@ def prescored_attention(
             mask, gets its shard of the result, and must take part in the backward pass. No `selection` and no
             dropout there, and `Aux.selection` is empty: selections stay with the ranks that hold the keys. See
             docs/parallel.md.
-        backend: `auto`, `native` (C on CPUs, for `Routed`), `plain` (plain torch), or one of torch's fused
-            operators, `cpu-flash` or `cuda-efficient`. A named backend runs or raises with its reasons. Without
-            native code `auto` runs a `Routed` exactly, unless `exact_until` is below its default.
+        backend: `auto`, `native` (C on CPUs, for `Routed`), `triton` (kernels on GPUs, for `Routed`), `plain`
+            (plain torch), or one of torch's fused operators, `cpu-flash` or `cuda-efficient`. A named backend runs
+            or raises with its reasons. Without native code or kernels `auto` runs a `Routed` exactly, unless
+            `exact_until` is below its default.
         return_aux: Also return lse, the selection and stats.
 
     Returns:

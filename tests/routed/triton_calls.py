@@ -140,6 +140,8 @@ def main():
         if n_different > max(2, n_queries // 200):
             wrong += 1
             print(f"call {number}: {n_different} of {n_queries} queries differ: {what}", flush=True)
+        if (done := number + 1 - options.first) % 50 == 0:
+            print(f"{done} calls, {wrong} wrong", flush=True)
     names = ", ".join(f"{name} {count}" for name, count in sorted(ran.items()))
     print(f"seed {options.seed}: {options.calls} calls ({names}), {wrong} wrong; {flips} of {queries} differ")
     return 1 if wrong else 0

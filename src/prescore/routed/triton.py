@@ -52,10 +52,10 @@ class Launch(NamedTuple):
 
 INTERPRETER = "interpreter"
 LAUNCHES = {
-    "sm_80": {64: Launch(32, 64, 64, 4), 128: Launch(32, 64, 64, 4), 256: Launch(16, 32, 32, 4)},
-    "sm_90": {64: Launch(64, 64, 64, 4), 128: Launch(32, 64, 64, 4), 256: Launch(16, 32, 32, 4)},
-    "sm_100": {64: Launch(32, 64, 64, 4), 128: Launch(32, 64, 64, 4), 256: Launch(16, 32, 32, 4)},
-    "gfx942": {64: Launch(32, 64, 64, 4), 128: Launch(32, 64, 64, 4), 256: Launch(16, 32, 32, 4)},
+    "sm_80": {64: Launch(32, 64, 32, 8), 128: Launch(32, 64, 32, 8), 256: Launch(16, 32, 32, 8)},
+    "sm_90": {64: Launch(32, 64, 32, 8), 128: Launch(32, 64, 32, 8), 256: Launch(16, 32, 32, 8)},
+    "sm_100": {64: Launch(32, 64, 32, 8), 128: Launch(32, 64, 32, 8), 256: Launch(16, 32, 32, 8)},
+    "gfx942": {128: Launch(64, 32, 32, 4)},
     INTERPRETER: {width: Launch(64, 64, 64, 4) for width in (64, 128, 256)},
 }
 """By architecture, then by the larger head dimension, rounded up. No autotuner: it would need the device."""
@@ -112,6 +112,8 @@ def unsupported(query: Tensor, value_dim: int, cluster_size: int) -> list[str]:
     for name, dim in (("head dimension", query.shape[-1]), ("value dimension", value_dim)):
         if dim not in DIMS:
             reasons.append(f"the {name} must be one of {DIMS}, got {dim}")
+        elif (target := target_of(query.device)) and dim > max(LAUNCHES[target]):
+            reasons.append(f"the {name} on {target} must be at most {max(LAUNCHES[target])}, got {dim}")
     if cluster_size not in CLUSTER_SIZES:
         reasons.append(f"clusters must have one of {CLUSTER_SIZES} keys, got {cluster_size}")
     return [*reasons, missing()] if missing() else reasons
@@ -171,7 +173,7 @@ def forward(query: Tensor, keys: RoutedKeys, view: View) -> tuple[Attended, Tens
             kernels.prefill[(n_tiles, n_heads)](
                 query, *keys[:4], *seen, centroid_key, centroid_value, *covs, units, *index,
                 result, lse, threshold, counts, *query.stride()[:3], *strides,
-                n_query, n_clusters, n_covs, view.clusters_per_cov, n_sinks, scale, *numbers,
+                n_query, n_clusters, n_covs, view.clusters_per_cov, n_sinks, dim, scale, *numbers,
                 ROWS=own.rows, LOCAL=own.local, **fixed, **sums, **search,
             )  # fmt: skip
             return Attended(result, lse), threshold, counts.sum((0, 1))
@@ -187,13 +189,14 @@ def forward(query: Tensor, keys: RoutedKeys, view: View) -> tuple[Attended, Tens
         kernels.decode_local[(splits + 1, n_heads)](
             query, *keys[:4], *seen, centroid_key, *covs, masses, std, direction, peaks, totals, outputs,
             *query.stride()[:2], *strides,
-            n_clusters, n_covs, view.clusters_per_cov, n_sinks, per_split, scale,
+            n_clusters, n_covs, view.clusters_per_cov, n_sinks, per_split, dim, scale,
             ROWS=rows, LOCAL=own.local, **fixed, **sums,
         )  # fmt: skip
         kernels.decode_far[(splits, n_heads)](
             query, *keys[:2], seen[0], centroid_key, centroid_value, units, *index,
             masses, std, direction, peaks, totals, outputs, threshold, counts, *query.stride()[:2], *strides,
-            n_clusters, n_covs, view.clusters_per_cov, per_split, scale, *numbers, ROWS=rows, **fixed, **search,
+            n_clusters, n_covs, view.clusters_per_cov, per_split, dim, scale, *numbers,
+            ROWS=rows, **fixed, **search,
         )  # fmt: skip
         kernels.decode_merge[(n_heads,)](peaks, totals, outputs, result, lse, splits + 1, ROWS=rows, **shared)
     return Attended(result, lse), threshold, counts.sum((0, 1))

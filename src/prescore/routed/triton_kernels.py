@@ -44,15 +44,18 @@ def _fold(peak, total, moved, output, logits, value, PRECISION: tl.constexpr, IN
 
 @triton.jit
 def _project(
-    output, query, rows, row_mask, factor, matrix, which, first, last,
+    output, query, rows, row_mask, factor, matrix, which, first, last, n_dim,
     D: tl.constexpr, WIDTH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """`output [ROWS, WIDTH]` plus `factor` times the queries times the covariance `which [ROWS]` of each row."""
+    """`output [ROWS, WIDTH]` plus `factor` times the queries times the covariance `which [ROWS]` of each row.
+
+    The loop runs to `n_dim`, which is `D` at run time: unrolled, it would take most registers.
+    """
     column = tl.arange(0, WIDTH)
-    for number in range(first, last + 1):
+    for number in tl.range(first, last + 1, disable_licm=True):
         own = tl.where(which == number, factor, 0.0)
         base = matrix + tl.cast(number, tl.int64) * D * WIDTH
-        for start in range(0, D, PART):
+        for start in tl.range(0, n_dim, PART, disable_licm=True):
             part = start + tl.arange(0, PART)
             queries = tl.load(query + rows[:, None] + part[None, :], mask=row_mask[:, None], other=0.0)
             some = tl.load(base + part[:, None] * WIDTH + column[None, :])
@@ -62,13 +65,13 @@ def _project(
 
 @triton.jit
 def _std(
-    queries, query, rows, row_mask, key_cov, which, first, last, scale,
+    queries, query, rows, row_mask, key_cov, which, first, last, scale, n_dim,
     ROWS: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr, MIN_STD: tl.constexpr, MAX_STD: tl.constexpr,
 ):  # fmt: skip
     """`[ROWS]` standard deviation of the logits within clusters, as `reference.far_logits`."""
     factor = tl.zeros([ROWS], tl.float32) + scale
     along = tl.zeros([ROWS, D], tl.float32)
-    along = _project(along, query, rows, row_mask, factor, key_cov, which, first, last, D, D, PRECISION)
+    along = _project(along, query, rows, row_mask, factor, key_cov, which, first, last, n_dim, D, D, PRECISION)
     variance = tl.sum(along * (queries.to(tl.float32) * scale), 1)
     variance = tl.where(variance == variance, variance, MAX_STD * MAX_STD)
     return tl.sqrt(tl.minimum(tl.maximum(variance, MIN_STD * MIN_STD), MAX_STD * MAX_STD))
@@ -105,7 +108,7 @@ def _local(
     moved = tl.zeros([ROWS], tl.float32)
     output = tl.zeros([ROWS, DV], tl.float32)
     dim, value_dim, last = tl.arange(0, D), tl.arange(0, DV), tl.max(stop)
-    for first in range(tl.min(start), last, KEYS):
+    for first in tl.range(tl.min(start), last, KEYS, disable_licm=True):
         place = first + tl.arange(0, KEYS)
         far = place.to(tl.int64)
         keys = tl.load(key + far[None, :] * key_step + dim[:, None], mask=(place < last)[None, :], other=0.0)
@@ -156,12 +159,12 @@ def _log_sum(left, right):
 
 @triton.jit
 def _centroid_logits(
-    query, rows, row_mask, centroid_key, column, last, scale,
+    query, rows, row_mask, centroid_key, column, last, scale, n_dim,
     ROWS: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """`[ROWS, CLUSTERS]`. Queries are loaded in parts each time: float32 ones would take most registers."""
     logits = tl.zeros([ROWS, CLUSTERS], tl.float32)
-    for start in range(0, D, PART):
+    for start in tl.range(0, n_dim, PART, disable_licm=True):
         part = start + tl.arange(0, PART)
         queries = tl.load(query + rows[:, None] + part[None, :], mask=row_mask[:, None], other=0.0).to(tl.float32)
         inside = (column < last)[None, :]
@@ -172,14 +175,16 @@ def _centroid_logits(
 
 @triton.jit
 def _centroid_lse(
-    query, rows, row_mask, centroid_key, n_clusters, first, last, scale,
+    query, rows, row_mask, centroid_key, n_clusters, first, last, scale, n_dim,
     ROWS: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """`[ROWS]` log-sum-exp of the logits of the centroids from `first` to `last` that each row sees."""
     peak, total = tl.full([ROWS], NEGATIVE, tl.float32), tl.zeros([ROWS], tl.float32)
-    for block in range(first, last, CLUSTERS):
+    for block in tl.range(first, last, CLUSTERS, disable_licm=True):
         column = block + tl.arange(0, CLUSTERS)
-        logits = _centroid_logits(query, rows, row_mask, centroid_key, column, last, scale, ROWS, D, PRECISION)
+        logits = _centroid_logits(
+            query, rows, row_mask, centroid_key, column, last, scale, n_dim, ROWS, D, PRECISION
+        )
         seen = (column[None, :] < n_clusters[:, None]) & (column < last)[None, :]
         peak, total = _add_mass(peak, total, tl.where(seen, logits, NEGATIVE))
     return peak + tl.log(total)
@@ -205,7 +210,7 @@ def _read(
 def _far(
     peak, total, moved, output, query, rows, row_mask, n_clusters, threshold, std, unit,
     key, value, key_step, value_step, centroid_key, centroid_value, positions, int8, scales, sub_int8, sub_scales,
-    spread, radius, first, last, scale, margin, exact_margin,
+    spread, radius, first, last, scale, n_dim, margin, exact_margin,
     ROWS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, SIZE: tl.constexpr, KEYS: tl.constexpr,
     PRECISION: tl.constexpr, INTERPRETED: tl.constexpr,
     SEARCH_STDS: tl.constexpr, HEAVY_STDS: tl.constexpr, HEAVY_INT8_ERROR: tl.constexpr, QUERY_MAX: tl.constexpr,
@@ -232,37 +237,39 @@ def _far(
     pending = tl.full([ROWS, KEYS], NEGATIVE, tl.float32)
     position = tl.zeros([KEYS], tl.int64)
     n_pending, n_compared, n_read = 0, 0, 0
-    for block in range(first, last, CLUSTERS):
+    for block in tl.range(first, last, CLUSTERS, disable_licm=True):
         cluster = block + tl.arange(0, CLUSTERS)
         inside = cluster < last
         seen = (cluster[None, :] < n_clusters[:, None]) & inside[None, :]
-        logits = _centroid_logits(query, rows, row_mask, centroid_key, cluster, last, scale, ROWS, D, PRECISION)
+        logits = _centroid_logits(
+            query, rows, row_mask, centroid_key, cluster, last, scale, n_dim, ROWS, D, PRECISION
+        )
         distance = lowered[:, None] - logits
         wide = tl.load(radius + cluster, mask=inside, other=0.0)
         near = (reach[:, None] * wide[None, :] >= distance) & seen & searching[:, None]
         counts = tl.zeros([ROWS, CLUSTERS], tl.int32)
         n_near = tl.sum(tl.sum(near.to(tl.int32), 1), 0)
         if n_near > 0:
-            sub = block * S + tl.arange(0, CLUSTERS * S)
-            sub_inside = sub < last * S
-            subs = sub_int8 + sub.to(tl.int64)[None, :] * D + dim[:, None]
+            sub, first_sub = tl.arange(0, CLUSTERS * S), tl.cast(block, tl.int64) * S
+            sub_inside = sub < (last - block) * S
+            subs = sub_int8 + first_sub * D + (sub[None, :] * D + dim[:, None])
             sub_numbers = tl.load(subs, mask=sub_inside[None, :], other=0)
-            sub_worth = tl.load(sub_scales + sub, mask=sub_inside, other=0.0)
-            widths = tl.load(spread + sub, mask=sub_inside, other=0.0)
+            sub_worth = tl.load(sub_scales + first_sub + sub, mask=sub_inside, other=0.0)
+            widths = tl.load(spread + first_sub + sub, mask=sub_inside, other=0.0)
             sub_offsets = tl.dot(numbers, sub_numbers).to(tl.float32) * sub_worth[None, :] * query_unit[:, None]
             highest = tl.reshape(sub_offsets + reach[:, None] * widths[None, :], [ROWS, CLUSTERS, S])
             searched = ((highest >= distance[:, :, None]) & near[:, :, None]).to(tl.int32)
             bits = tl.sum(searched << tl.arange(0, S)[None, None, :], 2)
             n_compared += n_near * S + tl.sum(tl.sum(tl.sum(searched, 2), 1), 0) * SUBCLUSTER
-            for step in range(0, CLUSTERS * PARTS):
+            for step in tl.range(0, CLUSTERS * PARTS, disable_licm=True):
                 is_own = (tl.arange(0, CLUSTERS) == step // PARTS)[None, :]
                 own_bits = tl.sum(tl.where(is_own, bits, 0), 1)
                 own_bits = (own_bits >> (step % PARTS * PART_BITS)) & PART_MASK
                 if tl.max(own_bits, 0) > 0:
                     # `reference.find_keys`
-                    place = tl.cast(block, tl.int64) * SIZE + step * KEYS + slot
-                    keys = tl.load(int8 + place[None, :] * D + dim[:, None])
-                    worth = tl.load(scales + place)
+                    begin = tl.cast(block, tl.int64) * SIZE + step * KEYS
+                    keys = tl.load(int8 + begin * D + (slot[None, :] * D + dim[:, None]))
+                    worth = tl.load(scales + begin + slot)
                     logit = tl.sum(tl.where(is_own, logits, 0.0), 1)
                     offsets = tl.dot(numbers, keys).to(tl.float32) * worth[None, :] * query_unit[:, None]
                     is_open = ((own_bits[:, None] >> (slot // SUBCLUSTER)[None, :]) & 1) > 0
@@ -281,8 +288,7 @@ def _far(
                         estimates = tl.where(hit, offsets + logit[:, None], NEGATIVE)
                         new = tl.gather(estimates, tl.broadcast_to(source[None, :], [ROWS, KEYS]), 1)
                         new = tl.where(is_filled[None, :], new, NEGATIVE)
-                        start = tl.cast(block, tl.int64) * SIZE + step * KEYS
-                        new_position = tl.load(positions + start + source, mask=is_filled, other=0)
+                        new_position = tl.load(positions + begin + source, mask=is_filled, other=0)
                         is_old = slot < n_pending
                         pending = tl.where(is_old[None, :], pending, new)
                         position = tl.where(is_old, position, new_position)
@@ -321,7 +327,7 @@ def prefill(
     centroid_key, centroid_value, key_cov, key_value_cov, units, positions, int8, scales, sub_int8, sub_scales,
     spread, radius, result, lse, thresholds, counts,
     query_head, query_member, query_step, key_head, key_step, value_head, value_step,
-    n_query, n_tables, n_covs, clusters_per_cov, n_sinks, scale, log_inverse, margin, exact_margin,
+    n_query, n_tables, n_covs, clusters_per_cov, n_sinks, n_dim, scale, log_inverse, margin, exact_margin,
     GROUP: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, SIZE: tl.constexpr,
     LOCAL: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr,
     SEARCH_STDS: tl.constexpr, HEAVY_STDS: tl.constexpr, HEAVY_INT8_ERROR: tl.constexpr, QUERY_MAX: tl.constexpr,
@@ -354,12 +360,12 @@ def prefill(
         which = tl.where(is_routed, (n_clusters - 1) // clusters_per_cov, -1)
         first_cov, last_cov = tl.min(tl.where(is_routed, which, 2**30), 0), tl.max(which, 0)
         std = _std(
-            queries, query, rows, mask, key_cov + head * n_covs * D * D, which, first_cov, last_cov, scale,
+            queries, query, rows, mask, key_cov + head * n_covs * D * D, which, first_cov, last_cov, scale, n_dim,
             ROWS, D, PRECISION, MIN_STD, MAX_STD,
         )  # fmt: skip
         unit = tl.load(units + head * n_covs + which, mask=is_routed, other=1.0)
         centroids = centroid_key + head * n_tables * D
-        mass = _centroid_lse(query, rows, mask, centroids, n_clusters, 0, most, scale, ROWS, D, PRECISION)
+        mass = _centroid_lse(query, rows, mask, centroids, n_clusters, 0, most, scale, n_dim, ROWS, D, PRECISION)
         mass += LOG_SIZE + tl.minimum(0.5 * std * std, MAX_MASS_GAIN)
         mass = _log_sum(_log_sum(local_lse, sink_lse + LOG_SINK_WEIGHT), mass)
         threshold = tl.where(is_routed, mass - log_inverse, float("inf"))
@@ -369,13 +375,14 @@ def prefill(
             peak, total, moved, output, query, rows, mask, n_clusters, threshold, std, unit,
             key, value, key_step, value_step, centroids, centroid_value + head * n_tables * DV,
             positions + keys_of, int8 + keys_of * D, scales + keys_of, sub_int8 + subs_of * D,
-            sub_scales + subs_of, spread + subs_of, radius + head * n_tables, 0, most, scale, margin, exact_margin,
+            sub_scales + subs_of, spread + subs_of, radius + head * n_tables, 0, most,
+            scale, n_dim, margin, exact_margin,
             ROWS, D, DV, SIZE, KEYS, PRECISION, INTERPRETED,
             SEARCH_STDS, HEAVY_STDS, HEAVY_INT8_ERROR, QUERY_MAX, MAX_GAIN, MAX_DISTANCE,
         )  # fmt: skip
         output = _project(
             output, query, rows, mask, moved * scale, key_value_cov + head * n_covs * D * DV, which,
-            first_cov, last_cov, D, DV, PRECISION,
+            first_cov, last_cov, n_dim, D, DV, PRECISION,
         )  # fmt: skip
     place = (head * GROUP + member) * n_query + at
     output = output / tl.where(total == 0.0, 1.0, total)[:, None]
@@ -392,7 +399,7 @@ def decode_local(
     query, key, value, sink_key, sink_value, visible, local_start, local_stop,
     centroid_key, key_cov, key_value_cov, masses, stds, directions, peaks, totals, outputs,
     query_head, query_member, key_head, key_step, value_head, value_step,
-    n_tables, n_covs, clusters_per_cov, n_sinks, clusters_per_split, scale,
+    n_tables, n_covs, clusters_per_cov, n_sinks, clusters_per_split, n_dim, scale,
     GROUP: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, LOCAL: tl.constexpr,
     PRECISION: tl.constexpr, INTERPRETED: tl.constexpr,
     LOG_SINK_WEIGHT: tl.constexpr, MIN_STD: tl.constexpr, MAX_STD: tl.constexpr,
@@ -410,7 +417,9 @@ def decode_local(
         first = split * clusters_per_split
         last = tl.minimum(first + clusters_per_split, n_visible)
         centroids = centroid_key + head * n_tables * D
-        mass = _centroid_lse(query, rows, mask, centroids, n_clusters, first, last, scale, ROWS, D, PRECISION)
+        mass = _centroid_lse(
+            query, rows, mask, centroids, n_clusters, first, last, scale, n_dim, ROWS, D, PRECISION
+        )
         tl.store(masses + place, mass)
     else:
         key, value = key + head * key_head, value + head * value_head
@@ -429,12 +438,13 @@ def decode_local(
         which = tl.zeros([ROWS], tl.int32) + number
         cov = key_cov + head * n_covs * D * D
         std = _std(
-            queries, query, rows, mask, cov, which, number, number, scale, ROWS, D, PRECISION, MIN_STD, MAX_STD
-        )
+            queries, query, rows, mask, cov, which, number, number, scale, n_dim,
+            ROWS, D, PRECISION, MIN_STD, MAX_STD,
+        )  # fmt: skip
         factor = tl.zeros([ROWS], tl.float32) + scale
         along = tl.zeros([ROWS, DV], tl.float32)
         cov = key_value_cov + head * n_covs * D * DV
-        along = _project(along, query, rows, mask, factor, cov, which, number, number, D, DV, PRECISION)
+        along = _project(along, query, rows, mask, factor, cov, which, number, number, n_dim, D, DV, PRECISION)
         value_dim = tl.arange(0, DV)
         tl.store(masses + place, _log_sum(local_lse, sink_lse + LOG_SINK_WEIGHT))
         tl.store(stds + head * ROWS + row, std)
@@ -449,7 +459,7 @@ def decode_far(
     query, key, value, visible, centroid_key, centroid_value, units, positions, int8, scales, sub_int8, sub_scales,
     spread, radius, masses, stds, directions, peaks, totals, outputs, thresholds, counts,
     query_head, query_member, key_head, key_step, value_head, value_step,
-    n_tables, n_covs, clusters_per_cov, clusters_per_split, scale, log_inverse, margin, exact_margin,
+    n_tables, n_covs, clusters_per_cov, clusters_per_split, n_dim, scale, log_inverse, margin, exact_margin,
     GROUP: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, SIZE: tl.constexpr,
     KEYS: tl.constexpr, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr,
     SEARCH_STDS: tl.constexpr, HEAVY_STDS: tl.constexpr, HEAVY_INT8_ERROR: tl.constexpr, QUERY_MAX: tl.constexpr,
@@ -481,7 +491,7 @@ def decode_far(
         query, rows, mask, n_clusters, threshold, std, unit, key + head * key_head, value + head * value_head,
         key_step, value_step, centroid_key + head * n_tables * D, centroid_value + head * n_tables * DV,
         positions + keys_of, int8 + keys_of * D, scales + keys_of, sub_int8 + subs_of * D, sub_scales + subs_of,
-        spread + subs_of, radius + head * n_tables, first, last, scale, margin, exact_margin,
+        spread + subs_of, radius + head * n_tables, first, last, scale, n_dim, margin, exact_margin,
         ROWS, D, DV, SIZE, KEYS, PRECISION, INTERPRETED,
         SEARCH_STDS, HEAVY_STDS, HEAVY_INT8_ERROR, QUERY_MAX, MAX_GAIN, MAX_DISTANCE,
     )  # fmt: skip
