@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.ready
 
 .PHONY: setup native test test-fast test-plain sanitize arm fuzz stateful kills versions wheel dist-pure demo docs \
-	lint clean
+	lint clean test-gpu
 
 setup: $(STAMP) native
 
@@ -41,6 +41,10 @@ test-fast: setup
 # The tests of attention and models on plain torch, as where nothing could be compiled.
 test-plain: setup
 	PRESCORE_NATIVE=0 $(PYTEST) -m "not slow" tests/routed tests/selected tests/identities tests/integrations
+
+# The tests of attention that follow a device, on a GPU; torch must see one.
+test-gpu: setup
+	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -rs --device cuda tests/test_devices.py
 
 # The tests of the C operators on libraries that check every address and every undefined operation.
 sanitize: setup

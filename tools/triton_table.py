@@ -127,9 +127,9 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-README = """# GPUs
+README = """# GPUs: compiled kernels
 
-No GPU is on the development machines. The kernels of the Triton backend are compiled ahead of time with the
+No GPU was used. The kernels of the Triton backend are compiled ahead of time with the
 configurations of `src/prescore/routed/triton.py` (`LAUNCHES`), for groups of {group} query heads and clusters of
 {size} keys. The assembler counts the registers of a thread and the bytes that it spills; of AMD code the last
 column is the scratch memory of a lane. Command: `python tools/triton_table.py`; record: `compiled.jsonl`.
@@ -168,7 +168,7 @@ def main() -> int:
                         rows = [known[place] for place in order]
                         path.write_text("".join(json.dumps(r) + "\n" for r in rows), encoding="utf-8")
                         text = README.format(group=GROUP, size=CLUSTER_SIZE, table=table(rows))
-                        (FOLDER / "README.md").write_text(text, encoding="utf-8")
+                        (FOLDER / "compiled.md").write_text(text, encoding="utf-8")
     return 0
 
 

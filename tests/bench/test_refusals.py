@@ -84,6 +84,8 @@ REFUSALS = {
         ("--study rivals --text-file text.txt --method magic", "--method must be one of 'exact float32'"),
         ("--study rivals --text-file text.txt --part speed", "--part must be one of 'time', 'loss'"),
         ("--study steps --gguf text.txt", "--gguf must come with --study rivals, got text.txt without it"),
+        ("--study rivals --device meta", "--device must be cpu with --save-heads and --study rivals, got 'meta'"),
+        ("--study parallel --device meta", "--device must be cpu for --study parallel, got 'meta'"),
         ("--method magic", "--method must be default, hyper or paper:SCORER, got 'magic'"),
         ("--method paper:magic", "scorer must be one of .* got 'magic'"),
         ("--study parallel --n 255", "--n must be a multiple of the 2 ranks, got 255"),

@@ -65,7 +65,7 @@ def test_triton_is_refused_where_it_is_missing_and_for_other_configurations(monk
         attend(tensors(), CONFIG, backend="triton")
 
 
-def test_auto_takes_triton_on_devices_alone(monkeypatch):
+def test_triton_runs_where_it_is_named(monkeypatch):
     query, key, value = tensors(n_keys=3000)
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert pick_far_backend("auto", query, 32, 16) != "triton"

@@ -11,11 +11,11 @@ from prescore.routed.layout import make_layout, routes
 
 
 def pick_far_backend(name: str, query: Tensor, value_dim: int, cluster_size: int) -> str:
-    """What runs under `backend=name` with such queries (or keys); `auto` leaves the interpreter alone."""
+    """What runs under `backend=name` with such queries (or keys); `auto` takes native code or plain torch."""
     if name in ("auto", "native") and native.can_run(query, value_dim, cluster_size):
         return "native"
-    if name == "triton" or (name == "auto" and query.device.type == "cuda"):
-        return "plain" if triton.unsupported(query, value_dim, cluster_size) else "triton"
+    if name == "triton" and not triton.unsupported(query, value_dim, cluster_size):
+        return "triton"
     return "plain"
 
 
@@ -32,15 +32,15 @@ def exact_reason(
     """Why `auto` runs a call without dropout exactly that could route: routing would be slower. Empty = it routes.
 
     Plain torch routes more slowly than exact attention. It runs where it is named, with dropout, where exact
-    attention is slower still, and for configurations that route short texts, where time does not matter. Each of
-    the `ranks` has as many queries and keys.
+    attention is slower still, and for configurations that route short texts, where time does not matter. The
+    Triton backend runs where it is named: it has not been run on a GPU, and docs/gpu.md predicts that exact
+    attention is mostly faster there. Each of the `ranks` has as many queries and keys.
     """
     n_query, n_keys = query.shape[2] * ranks, key.shape[2] * ranks
     if config.exact_until < Routed.exact_until or not routes(config, n_query, n_keys, is_causal=is_causal):
         return ""
     if query.device.type == "cuda":
-        reasons = unsupported("triton", query, value.shape[-1], config)
-        return f"triton: {reasons[0]}" if reasons else ""
+        return "on GPUs backend='triton' must be named: it has not been measured there"
     reasons = native.unsupported(query, value.shape[-1], config)
     if not reasons:
         return ""

@@ -27,7 +27,8 @@ def command(
         None,
         help="lengths, top-k, clusters, decode, scoring (scorers alone), short (short inputs), heads (those "
         "of --heads), parts (of the default), steps (decode steps of the default), parallel (bytes and times "
-        "on 2 and 4 processes), rivals (a prompt of --text-file read and continued by --model, exactly, by the "
+        "on 2 and 4 processes), gpu-model (the time that GPUs would need, predicted from counts on --heads), "
+        "rivals (a prompt of --text-file read and continued by --model, exactly, by the "
         "default and by other engines; alone); may be repeated.  [default: the first six, or heads with --heads]",
     ),
     heads: Path | None = typer.Option(
@@ -68,6 +69,7 @@ def command(
     top_k: int = typer.Option(2048, min=1, help="Keys selected by the paper's preset."),
     min_seq_len: int = typer.Option(2048, min=1, help="Exact causal leaves of the paper's preset."),
     repeats: int = typer.Option(3, min=1, help="Timed rounds; the median counts."),
+    device: str = typer.Option("cpu", help="Such as cpu or cuda."),
     memory: str = typer.Option(
         "kept",
         help="Memory that a call frees is kept for the next one (as jemalloc does), or goes back to the "
@@ -84,6 +86,8 @@ def command(
 
     Example: prescore speed --study rivals --model smollm2 --text-file book.txt --n 8192 --threads 2
     """
+    if device != "cpu" and (save_heads is not None or study == ["rivals"]):
+        raise ValueError(f"--device must be cpu with --save-heads and --study rivals, got {device!r}")
     if save_heads is not None:
         for path in _save(save_heads, model, text_file, n, layers):
             print(path)
@@ -103,6 +107,7 @@ def command(
     from prescore.bench.speed.tables import kinds, length_plot, tables
 
     checks.one_of("--dtype", dtype, ("float32", "float64", "bfloat16", "float16"))
+    checks.device("--device", device)
     freed = choose_freed_memory(memory)
     settings: Values = {"heads": n_heads, "dim": dim, "dtype": dtype, "repeats": repeats, "top_k": top_k}
     settings |= {"min_seq_len": min_seq_len, "methods": list(method or studies.METHODS), "memory": freed}
@@ -114,12 +119,13 @@ def command(
         backward=(False, True) if backward is None else (backward,),
         saved=[] if heads is None else find_heads(heads),
         seed=options.seed,
+        device=device,
     )
     chosen = study or (["heads"] if heads else ["lengths", "decode"] if options.quick else studies.DEFAULT_STUDIES)
     if heads and "lengths" in chosen:
         chosen = [*chosen, "heads"]
     rows = studies.plan_rows(run, chosen)
-    session = options.open("speed", writes=["speed.png", "curves.png"])
+    session = options.open("speed", device, writes=["speed.png", "curves.png"])
     records = session.run(rows)
     with session.reading():
         session.show(*(table.to_rich() for table in tables(records)))

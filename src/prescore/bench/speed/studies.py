@@ -20,6 +20,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from prescore import checks
 from prescore.attention import prescored_attention, score
 from prescore.bench.records import Row, Values
+from prescore.bench.speed import gpu_model
 from prescore.bench.speed.heads import SavedHeads, heads_at_lengths
 from prescore.bench.speed.timing import (
     EXACT,
@@ -70,7 +71,20 @@ RANKS = (2, 4)
 LAYER = {"query_heads": 14, "kv_heads": 2}
 """Heads of the random layer of the studies parts and steps."""
 
-STUDIES = ("lengths", "top-k", "clusters", "decode", "scoring", "short", "heads", "parts", "steps", "parallel")
+CPU = "cpu"
+STUDIES = (
+    "lengths",
+    "top-k",
+    "clusters",
+    "decode",
+    "scoring",
+    "short",
+    "heads",
+    "parts",
+    "steps",
+    "parallel",
+    gpu_model.STUDY,
+)
 RIVALS = "rivals"
 """A study of models, which stands alone."""
 DEFAULT_STUDIES = STUDIES[:6]
@@ -91,6 +105,7 @@ class Run:
         causal, backward: One or both.
         saved: Saved heads, for the studies heads, parts and steps.
         seed: Of all randomness.
+        device: Of the tensors.
     """
 
     settings: Values
@@ -100,6 +115,7 @@ class Run:
     backward: Sequence[bool] = (False, True)
     saved: Sequence[SavedHeads] = ()
     seed: int = 0
+    device: str = CPU
 
 
 def plan_rows(run: Run, studies: Sequence[str]) -> list[Row]:
@@ -108,13 +124,15 @@ def plan_rows(run: Run, studies: Sequence[str]) -> list[Row]:
         checks.one_of("--study", name, (*STUDIES, RIVALS))
         if name == RIVALS:
             raise ValueError(f"--study rivals must be the only study, got {', '.join(studies)}")
+        if name in ("parallel", gpu_model.STUDY) and run.device != CPU:
+            raise ValueError(f"--device must be cpu for --study {name}, got {run.device!r}")
     for name in run.settings["methods"]:
         method_config(name, run.settings)
-    if "heads" in studies:
-        if not run.saved:
-            raise ValueError("--heads must be a directory of saved heads for --study heads, got none")
-        if True not in run.causal or False not in run.backward:
-            raise ValueError("--heads must come with causal and forward, got another choice")
+    for name in ("heads", gpu_model.STUDY):
+        if name in studies and not run.saved:
+            raise ValueError(f"--heads must be a directory of saved heads for --study {name}, got none")
+    if "heads" in studies and (True not in run.causal or False not in run.backward):
+        raise ValueError("--heads must come with causal and forward, got another choice")
     return [
         _row(run, study, *planned) for study in STUDIES if study in studies for planned in plan_study(run, study)
     ]
@@ -156,6 +174,12 @@ def plan_study(run: Run, study: str) -> Iterator[tuple[Measure, str, Values]]:
         for saved, n in heads_at_lengths(run.saved, run.n):
             own = {"n": n, "heads": saved.name, "digest": saved.digest}
             yield partial(measure_methods, saved=saved), "methods dtype repeats top_k min_seq_len memory", own
+    elif study == gpu_model.STUDY:
+        for saved, n in heads_at_lengths(run.saved, run.n):
+            (_, query_heads, _, dim), (_, kv_heads, _, _), _ = saved.shapes
+            own = {"n": n, "heads": saved.name, "digest": saved.digest, "dim": dim, "tiles": gpu_model.TILES}
+            own |= {"query_heads": query_heads, "kv_heads": kv_heads}
+            yield partial(count_tiles, saved=saved), "", own
     else:  # parts and steps, on one causal layer: the saved ones, or random ones where none are given
         measure = measure_parts if study == "parts" else measure_steps
         repeats = {"repeats": rounds if study == "parts" else ROUTED_STEPS}
@@ -175,6 +199,8 @@ def _row(run: Run, study: str, measure: Measure, names: str, own: Values) -> Row
     if "heads" in shared and shared["heads"] is None:
         shared["heads"] = HEADS if own["n"] <= LONG else LONG_HEADS
     config = {"study": study, **shared, **own}
+    if run.device != CPU:  # rows of CPUs keep their keys
+        config["device"] = run.device
     cost = config["n"] if study in ("decode", "steps") else config["n"] ** 2 / 8192
     cost *= 3.5 if own.get("backward") else 1.0
     return Row(config, run.seed, partial(measure, config, run.seed), cost)
@@ -197,10 +223,13 @@ def method_config(name: str, config: Values) -> Config:
 def _inputs(config: Values, seed: int, saved: SavedHeads | None) -> tuple[Inputs, float | None]:
     """Query, key and value, saved or random, and their scale."""
     if saved is not None:
-        return saved.inputs(config["n"], config["dtype"]), saved.scale
-    heads = config["query_heads"] if "query_heads" in config else config["heads"]
-    sizes = {"kv_heads": config.get("kv_heads"), "dtype": config.get("dtype", "float32"), "seed": seed}
-    return random_inputs(config["n"], heads, config["dim"], **sizes), None
+        inputs, scale = saved.inputs(config["n"], config["dtype"]), saved.scale
+    else:
+        heads = config["query_heads"] if "query_heads" in config else config["heads"]
+        sizes = {"kv_heads": config.get("kv_heads"), "dtype": config.get("dtype", "float32"), "seed": seed}
+        inputs, scale = random_inputs(config["n"], heads, config["dim"], **sizes), None
+    query, key, value = (tensor.to(config.get("device", CPU)) for tensor in inputs)
+    return (query, key, value), scale
 
 
 def _exact(inputs: Inputs, causal: bool, scale: float | None) -> Tensor:
@@ -293,6 +322,13 @@ def measure_decode(config: Values, seed: int) -> Values:
         "speedup": times["selected"]["speedup"],
         "error": checked["error"],
     }
+
+
+def count_tiles(config: Values, seed: int, saved: SavedHeads) -> Values:
+    """What tiles of queries of a layer need; see `gpu_model`."""
+    query, key, value = saved.inputs(config["n"])
+    scale = config["dim"] ** -0.5 if saved.scale is None else saved.scale
+    return gpu_model.measure_tiles(config, query, key, value, scale, seed)
 
 
 @torch.no_grad()

@@ -9,6 +9,7 @@ from typing import Any
 
 from prescore.bench.plots import COLOURS, figure, powers_of_two
 from prescore.bench.records import Record, Values
+from prescore.bench.speed.gpu_model import STUDY, gpu_tables
 from prescore.bench.speed.timing import EXACT
 from prescore.bench.tables import MISSING, Table, as_text, percent
 
@@ -96,6 +97,8 @@ def tables(records: Sequence[Record]) -> list[Table]:
             names = tuple(columns.split("|"))
             lines = [tuple(cell(entry, name) for name in names) for r in chosen for entry in entries(r)]
             made.append(Table(title, names, tuple(lines), note, left=sum(name in _NAMES for name in names)))
+    if chosen := of_study(records, STUDY):
+        made += gpu_tables(chosen)
     made += [rivals_table(chosen, n) for n, chosen in _by_length(of_study(records, "rivals")).items()]
     return made
 

@@ -53,10 +53,17 @@ def random_inputs(
 
 
 def timed(work: Callable[[], Answer]) -> tuple[float, Answer]:
-    """Wall time in seconds, and the result."""
+    """Wall time in seconds, and the result; work that was started on a GPU is waited for."""
+    _wait()
     begin = time.perf_counter()
     result = work()
+    _wait()
     return time.perf_counter() - begin, result
+
+
+def _wait() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
 
 
 def seconds(call: Attention, *, backward: bool = False) -> float:

@@ -1,0 +1,97 @@
+"""`prescore speed --study gpu-model`: counts of tiles of queries, and the times that follow from them."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from oracles.inputs import attention_tensors
+
+from prescore import Routed, prescored_attention
+from prescore.bench.records import read_records
+from prescore.bench.speed import gpu_model, studies
+from prescore.bench.speed.gpu_model import BANDS, GPUS, ROWS, growth, predict
+from prescore.bench.speed.heads import find_heads
+
+CONFIG = {"n": 4096, "dim": 16, "query_heads": 4, "kv_heads": 2, "heads": "random", "tiles": 2}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    from safetensors.torch import save_file
+
+    folder = tmp_path_factory.mktemp("heads")
+    tensors = attention_tensors(
+        heads=4, kv_heads=2, n_query=4096, n_keys=4096, dim=16, value_dim=16, seed=2, spread=2
+    )
+    names = ("query", "key", "value")
+    save_file({name: t.float() for name, t in zip(names, tensors, strict=True)}, folder / "random.safetensors")
+    return find_heads(folder)[0]
+
+
+@pytest.fixture(scope="module")
+def results(saved):
+    return studies.count_tiles(CONFIG, 0, saved)
+
+
+def test_unions_grow_with_the_rows_of_a_tile_and_never_exceed_all_keys(results):
+    assert len(results["bands"]) == len(BANDS)
+    for band in results["bands"]:
+        for name, most in (("near", 1.0), ("searched", 1.0), ("hits", band["far_keys"])):
+            counts = [band[f"{name}_{rows}"] for rows in (1, *ROWS)]
+            assert counts == sorted(counts)
+            assert 0 < counts[0] <= counts[-1] <= most
+        assert band["hits_1"] < band["hits_128"]
+        assert band["searched_1"] <= band["near_1"]
+
+
+def test_a_query_reads_as_many_far_keys_as_in_the_library(saved, results):
+    query, key, value = saved.inputs(4096)
+    last = query[:, :, -256:]  # the queries of the last band lie in a chunk before them
+    stats = prescored_attention(last, key, value, Routed(), is_causal=True, return_aux=True)[1].stats
+    # 16 tiles of 32 neighbours are no exact sample of all queries
+    assert results["bands"][-1]["hits_1"] == pytest.approx(stats.far_keys_read, rel=0.25)
+
+
+def test_exact_attention_is_quadratic_and_searching_less_is_faster(results):
+    times = [predict(CONFIG, results, GPUS["H100"], n, 64) for n in (2**17, 2**18)]
+    assert times[1]["FlashAttention"] == pytest.approx(4 * times[0]["FlashAttention"])
+    half = {**results, "bands": [{**b, "searched_64": b["searched_64"] / 2} for b in results["bands"]]}
+    less = predict(CONFIG, half, GPUS["H100"], 2**17, 64)
+    assert less["int8 keys"] == pytest.approx(times[0]["int8 keys"] / 2, rel=0.01)
+    assert {name for name in less if less[name] != times[0][name]} == {"int8 keys"}
+
+
+def test_the_growth_is_the_exponent_of_a_power():
+    bands = [{"far_keys": n, "hits": 3 * n**0.5} for n in (1000, 2000, 4000)]
+    assert growth(bands, "hits") == pytest.approx(0.5)
+
+
+def test_there_is_a_table_for_each_gpu_with_its_assumptions(results):
+    record = SimpleNamespace(config=CONFIG, results=results)
+    tiles, *tables = gpu_model.gpu_tables([record])
+    assert len(tiles.rows) == 1 + len(ROWS)
+    assert [table.title.split(",")[0] for table in tables] == list(GPUS)
+    for table, gpu in zip(tables, GPUS.values(), strict=True):
+        assert f"FlashAttention {gpu.exact}" in table.note
+        assert len(table.rows) == len(gpu_model.LENGTHS) * (len(ROWS) + 1)
+
+
+def test_the_document_has_the_tables_of_the_record():
+    folder = Path(__file__).parents[2] / "experiments" / "gpu"
+    text = (folder / "README.md").read_text()
+    for table in gpu_model.gpu_tables(read_records(folder / "records.jsonl")):
+        assert table.to_markdown() in text
+
+
+def test_heads_that_are_too_short_are_refused():
+    short = torch.zeros(1, 2, 1024, 16), torch.zeros(1, 1, 1024, 16), torch.zeros(1, 1, 1024, 16)
+    with pytest.raises(ValueError, match="n must be at least 4096 for --study gpu-model, got 1024"):
+        gpu_model.measure_tiles(CONFIG, *short, 0.25, 0)
+
+
+def test_the_study_needs_saved_heads():
+    with pytest.raises(
+        ValueError, match="--heads must be a directory of saved heads for --study gpu-model, got none"
+    ):
+        studies.plan_rows(studies.Run({"methods": ["default"]}), ["gpu-model"])
