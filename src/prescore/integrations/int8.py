@@ -2,8 +2,8 @@
 
 Weights have one scale per output, activations one per token, from the largest magnitude. A token's result depends
 on that token alone: chunks of a prompt give what one forward gives, and later tokens change nothing. Before
-rounding, each input is multiplied by the square root of the norm of its weights, and the weights are divided by it:
-an input that is large while its weights are small takes less of the token's range. The output layer does without.
+rounding, each input is multiplied by the square root of the norm of its weights, and these are divided by it: an
+input that is large while its weights are small takes less of the token's range. The output layer does without.
 The products are torch's (`torch._int_mm`), which use VNNI or AMX where the processor has them.
 
 torchao quantises in the same way. Its tensors cost more time on CPUs than bfloat16 does in decode steps; see
