@@ -2,9 +2,8 @@
 
 Weights have one scale per output, activations one per token, from the largest magnitude. A token's result depends
 on that token alone: chunks of a prompt give what one forward gives, and later tokens change nothing. Before
-rounding, each input is multiplied by the square root of the norm of its weights, and the weights are divided by
-it: an input that is large while its weights are small takes less of the token's range. The output layer does
-better without.
+rounding, each input is multiplied by the square root of the norm of its weights, and these are divided by it: an
+input that is large while its weights are small takes less of the token's range. The output layer does without.
 The products are torch's (`torch._int_mm`), which use VNNI or AMX where the processor has them.
 
 torchao quantises in the same way. Its tensors cost more time on CPUs than bfloat16 does in decode steps; see
@@ -12,6 +11,8 @@ docs/deployment.md.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -87,7 +88,8 @@ def use_int8_weights(model: nn.Module) -> nn.Module:
                 "int8 weights",
                 [f"weights must be floating and on a CPU, got {name} {weight.dtype} on {weight.device}"],
             )
-    output = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    find_output: Callable[[], nn.Module | None] = getattr(model, "get_output_embeddings", lambda: None)
+    output = find_output()
     for parent, name, child in found:
         setattr(parent, name, Int8Linear(child, balance=child is not output))
     return model

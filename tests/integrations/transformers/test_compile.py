@@ -11,6 +11,7 @@ import prescore.integrations.transformers
 from prescore import Routed, Selected
 from prescore.errors import Unsupported
 from prescore.integrations.attention import PrescoredAttention
+from prescore.integrations.int8 import use_int8_weights
 from prescore.integrations.patch import Patch
 
 ROUTED = Routed(min_weight=1 / 4, cluster_size=2, chunk_size=2, sinks=1, exact_until=0)
@@ -28,6 +29,12 @@ def compiled(model, backend="aot_eager"):
 def counting(graph, inputs):
     """A backend that runs a graph as it is and counts our operators in it."""
     n_operators.append(sum("prescore.attend" in str(node.target) for node in graph.graph.nodes))
+    return graph.forward
+
+
+def counting_int8(graph, inputs):
+    """The same for products of int8 weights."""
+    n_operators.append(sum("prescore.int8_linear" in str(node.target) for node in graph.graph.nodes))
     return graph.forward
 
 
@@ -66,7 +73,8 @@ def test_a_layer_is_one_operator_and_undo_is_noticed():
     torch.testing.assert_close(forward(fast, IDS), before)
 
 
-def test_a_static_cache_is_followed_through_compiled_steps():
+@pytest.mark.parametrize(("config", "path"), [(COARSE, "step over the selection"), (ROUTED, "step over all keys")])
+def test_a_static_cache_is_followed_through_compiled_steps(config, path):
     model = tiny("Llama")
 
     def generate(model):
@@ -76,10 +84,26 @@ def test_a_static_cache_is_followed_through_compiled_steps():
             logits.append(forward(model, logits[-1].argmax(-1)[:, None], past_key_values=cache)[:, -1])
         return torch.stack(logits)
 
-    with prescore.apply(model, COARSE) as applied:
+    with prescore.apply(model, config) as applied:
         expected = generate(model)
         torch.testing.assert_close(generate(compiled(model)), expected)
-        assert applied.report()[0].path == "step over the selection"
+        assert applied.report()[0].path == path
+
+
+@torch.no_grad()
+def test_modules_beside_attention_are_compiled_with_int8_products_and_steps_stay_routed():
+    model = use_int8_weights(tiny("Llama").to(torch.bfloat16))
+    options = {"max_new_tokens": 4, "do_sample": False}
+    torch._dynamo.reset()
+    with prescore.apply(model, ROUTED) as applied:
+        expected = model.generate(IDS, **options)
+        for layer in model.model.layers:
+            layer.mlp.compile(fullgraph=True, backend=counting_int8)
+        n_operators.clear()
+        assert torch.equal(model.generate(IDS, **options), expected)
+        assert applied.report()[0].path == "routed step"
+    assert n_operators
+    assert set(n_operators) == {2}  # the gate and the up projection; the second layer of the MLP stays bfloat16
 
 
 def test_dropout_is_drawn_from_torch_and_again_in_the_backward_pass():
