@@ -164,7 +164,7 @@ FIGURES = [
     ),
     (
         "README.md",
-        r"250 needles, .* default \**(\d+)\** \| exact attention: (\d+)",
+        r"250 needles .* default \**(\d+)\** \| exact attention: (\d+)",
         lambda: map(needles, ("default", "exact")),
     ),
     (
