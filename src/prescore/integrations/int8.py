@@ -1,9 +1,7 @@
 """int8 weights and int8 activations in the linear layers of a model, on CPUs.
 
 Weights have one scale per output, activations one per token, from the largest magnitude. A token's result depends
-on that token alone: chunks of a prompt give what one forward gives, and later tokens change nothing. Before
-rounding, each input is multiplied by the square root of the norm of its weights, and these are divided by it: an
-input that is large while its weights are small takes less of the token's range. The output layer does without.
+on that token alone: chunks of a prompt give what one forward gives, and later tokens change nothing.
 The products are torch's (`torch._int_mm`), which use VNNI or AMX where the processor has them.
 
 torchao quantises in the same way. Its tensors cost more time on CPUs than bfloat16 does in decode steps; see
@@ -11,8 +9,6 @@ docs/deployment.md.
 """
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -32,20 +28,15 @@ class Int8Linear(nn.Linear):
 
     Args:
         linear: The layer to convert; it is not changed.
-        balance: Multiply inputs by the square root of the norm of their weights, and divide these by it.
     """
 
-    factor: Tensor | None
     scale: Tensor
 
-    def __init__(self, linear: nn.Linear, *, balance: bool = True) -> None:
+    def __init__(self, linear: nn.Linear) -> None:
         nn.Module.__init__(self)
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        weight = linear.weight.detach().float()
-        factor = weight.norm(dim=0).clamp_(min=_SMALLEST).sqrt_() if balance else None
-        weight, scale = _rounded(weight if factor is None else weight / factor)
+        weight, scale = _rounded(linear.weight.detach())
         self.weight = nn.Parameter(weight, requires_grad=False)
-        self.register_buffer("factor", factor)
         self.register_buffer("scale", scale[:, 0])
         self.bias = linear.bias
 
@@ -55,7 +46,7 @@ class Int8Linear(nn.Linear):
             raise Unsupported("gradients through int8 weights", ["their products are rounded"])
         # inductor computes products of a single row in int8, which overflows: it must not see them
         run = torch.ops.prescore.int8_linear if torch.compiler.is_compiling() else _int8_linear
-        output: Tensor = run(input.reshape(-1, self.in_features), self.factor, self.weight, self.scale)
+        output: Tensor = run(input.reshape(-1, self.in_features), self.weight, self.scale)
         output = output.view(*input.shape[:-1], self.out_features)
         return output if self.bias is None else output + self.bias
 
@@ -65,8 +56,8 @@ def use_int8_weights(model: nn.Module) -> nn.Module:
 
     Layers with more inputs than outputs keep their dtype: activations between the two halves of an MLP have single
     large entries, and one scale per token would round all others away. So does everything else: load the model in
-    bfloat16. An output layer that shares its weight with the input embedding gets an int8 copy. The model can no
-    longer be trained.
+    bfloat16. An output layer that shares its weight with the
+    input embedding gets an int8 copy. The model can no longer be trained.
 
     Args:
         model: On a CPU, with weights in a floating dtype.
@@ -88,16 +79,14 @@ def use_int8_weights(model: nn.Module) -> nn.Module:
                 "int8 weights",
                 [f"weights must be floating and on a CPU, got {name} {weight.dtype} on {weight.device}"],
             )
-    find_output: Callable[[], nn.Module | None] = getattr(model, "get_output_embeddings", lambda: None)
-    output = find_output()
     for parent, name, child in found:
-        setattr(parent, name, Int8Linear(child, balance=child is not output))
+        setattr(parent, name, Int8Linear(child))
     return model
 
 
-def _int8_linear(input: Tensor, factor: Tensor | None, weight: Tensor, scale: Tensor) -> Tensor:
+def _int8_linear(input: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
     """`input [M, K]` times `weight [N, K]`."""
-    rows, by_row = _rounded(input, factor)
+    rows, by_row = _rounded(input)
     product = torch._int_mm(rows, weight.t())
     if product.numel() <= _BLOCK:
         return product.float().mul_(by_row).mul_(scale).to(input.dtype)
@@ -107,16 +96,16 @@ def _int8_linear(input: Tensor, factor: Tensor | None, weight: Tensor, scale: Te
     return output
 
 
-def _rounded(matrix: Tensor, factor: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Rows as int8, after multiplication by `factor [K]`, and the scale `[M, 1]` of each."""
+def _rounded(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows as int8, and the scale `[M, 1]` of each."""
     if matrix.numel() <= _BLOCK or matrix.shape[0] == 1:
-        wide = matrix.float() if factor is None else matrix.float() * factor
+        wide = matrix.float()
         scale = wide.abs().amax(-1, keepdim=True).clamp_(min=_SMALLEST).mul_(1 / _MOST)
         return (wide / scale).round_().to(torch.int8), scale
     numbers = torch.empty(matrix.shape, dtype=torch.int8, device=matrix.device)
     scales = torch.empty((matrix.shape[0], 1), dtype=torch.float32, device=matrix.device)
     for some in _blocks(matrix):
-        numbers[some], scales[some] = _rounded(matrix[some], factor)
+        numbers[some], scales[some] = _rounded(matrix[some])
     return numbers, scales
 
 
@@ -125,10 +114,10 @@ def _blocks(matrix: Tensor) -> list[slice]:
     return [slice(start, start + step) for start in range(0, matrix.shape[0], step)]
 
 
-def _shapes(input: Tensor, factor: Tensor | None, weight: Tensor, scale: Tensor) -> Tensor:
+def _shapes(input: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
     return input.new_empty((input.shape[0], weight.shape[0]))
 
 
-_LIBRARY.define("int8_linear(Tensor input, Tensor? factor, Tensor weight, Tensor scale) -> Tensor")
+_LIBRARY.define("int8_linear(Tensor input, Tensor weight, Tensor scale) -> Tensor")
 _LIBRARY.impl("int8_linear", _int8_linear, "CompositeExplicitAutograd")
 torch.library.register_fake("prescore::int8_linear", _shapes, lib=_LIBRARY)
