@@ -124,7 +124,7 @@ FIGURES = [
     ),
     (
         "README.md",
-        r"gemma3-270m .*16,384 tokens.* default \**(\S+?)\**, worst (\S+) \|.*: (\S+) \|",
+        r"gemma3-270m .*16,384 tokens.* default \**(\S+?)\** .*worst (\S+) \|.*: (\S+) \|",
         lambda: (
             *above_exact("default-gemma", 16384, "default"),
             above_exact("default-gemma", 16384, "local only")[0],
