@@ -5,7 +5,6 @@ import re
 
 import pytest
 import torch
-from fuzz_cases import BACKENDS
 from oracles.inputs import attention_tensors
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -65,7 +64,11 @@ TENSORS = [
     ({"scale": math.inf}, ValueError, "scale must be finite, got inf"),
     ({"scale": -(10**400)}, ValueError, r"scale must be finite, got -0x1b4.*\.\.\."),
     ({"scale": "1"}, TypeError, "scale must be a number, got str '1'"),
-    ({"backend": "flash9"}, ValueError, f"backend must be one of {', '.join(BACKENDS)}, got 'flash9'"),
+    (
+        {"backend": "flash9"},
+        ValueError,
+        "backend must be one of auto, native, triton, plain, cpu-flash, cuda-efficient, got 'flash9'",
+    ),
     (META, ValueError, "query must be on a device that holds numbers, got meta"),
     ({"query": QUERY.to_sparse()}, ValueError, "query must be a dense tensor, got torch.sparse_coo"),
     ({"query": NESTED}, ValueError, "query must be a dense tensor, got a nested tensor"),

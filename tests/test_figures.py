@@ -119,7 +119,7 @@ FIGURES = [
     ),
     (
         "README.md",
-        r"the same, 16,384 tokens.* default (\S+), worst (\S+) \|.*: (\S+) \|",
+        r"the same, 16,384 tokens.* default \**(\S+?)\** .*worst (\S+) \|.*: (\S+) \|",
         lambda: (*above_exact("default", 16384, "default"), above_exact("default", 16384, "sliding window")[0]),
     ),
     (
@@ -382,17 +382,30 @@ def levels(rows):
     return [speedups(folder, n=n, **wanted)[0] for n in measured]
 
 
+ENGINES = {
+    "transformers, bfloat16": "exact bfloat16",
+    "transformers, int8 weights": "exact int8",
+    "the default, bfloat16": "prescore bfloat16",
+    "the default, int8 weights": "prescore int8",
+    "OpenVINO, int8 weights": "openvino",
+    "OpenVINO, int8 weights, XAttention": "openvino xattention",
+}
+
+
 def rival_losses(rows):
-    engines = {
-        "transformers, bfloat16": "exact bfloat16",
-        "transformers, int8 weights": "exact int8",
-        "the default, bfloat16": "prescore bfloat16",
-        "the default, int8 weights": "prescore int8",
-        "OpenVINO 2026.4.1, int8 weights": "openvino",
-        "OpenVINO 2026.4.1, int8 weights, XAttention": "openvino xattention",
-    }
-    (record,) = records("speed/rivals", part="loss", engine=engines[rows[-1][0]])
+    (record,) = records("speed/rivals", part="loss", engine=ENGINES[rows[-1][0].replace(" 2026.4.1", "")])
     return [record.results["loss"]]
+
+
+def rival_times(rows):
+    """Seconds to the first token, tokens per second and megabytes of both models."""
+    values = []
+    for model in ("smollm2", "gemma3-270m"):
+        (record,) = records("speed/rivals", part="time", engine=ENGINES[rows[-1][0]], model=model)
+        values += [
+            record.results[name] for name in ("seconds_to_first_token", "tokens_per_second", "peak_megabytes")
+        ]
+    return values
 
 
 def exchanged(rows):
@@ -495,6 +508,7 @@ TABLES = [
     ("default.md", "| part of a causal call", 0, parts),
     ("default.md", "| tokens | 2304 |", 0, levels),
     ("deployment.md", "| engine | loss |", 0, rival_losses),
+    ("deployment.md", "| engine | SmolLM2, 8192 tokens: first token |", 0, rival_times),
     ("parallel.md", "| tokens | configuration |", 0, exchanged),
     ("parallel.md", "| | loss: exact |", 0, rank_losses),
     ("reproducing.md", "| method | keys and centroids read | one needle", 0, answers),
