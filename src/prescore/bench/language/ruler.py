@@ -41,7 +41,7 @@ READS = "prompt_reads_per_query"
 
 
 class _Task(NamedTuple):
-    """Where lm_eval makes a task: module, function, and the function in it that is told how many samples to make.
+    """Where lm_eval makes a task: module, function, and the function in it that takes the number of samples.
 
     Attributes:
         module, function, sampler: As above.

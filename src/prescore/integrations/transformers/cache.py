@@ -226,7 +226,7 @@ def pass_cache(module: nn.Module, args: tuple[Any, ...], kwargs: Values) -> tupl
     if cache is None or name not in NAMES:
         return None
     if name != NAME and isinstance(cache, DynamicCache):
-        upgrade(cache)  # nobody else does it for a kernel; layers that are ours already stay
+        upgrade(cache)  # a kernel has no other place for it; layers that are ours already stay
     number = getattr(module, "layer_idx", None)
     if isinstance(number, int) and number < len(cache.layers):
         layer = cache.layers[number]
