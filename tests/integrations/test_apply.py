@@ -163,7 +163,7 @@ def test_a_failure_half_way_leaves_nothing_behind(monkeypatch):
 
 
 def test_other_models_are_refused_by_name():
-    with pytest.raises(TypeError, match="got str"):
+    with pytest.raises(TypeError, match="got str 'a model': load the model first"):
         prescore.apply("a model")
     with torch.device("meta"):
         deberta = transformers.DebertaModel(transformers.DebertaConfig(num_hidden_layers=1))

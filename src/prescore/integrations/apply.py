@@ -168,7 +168,8 @@ def apply(
         cure = f": pass a configuration, such as prescore.{kinds[0]}({name}={setting!r})" if kinds else ""
         raise TypeError(f"apply got an unexpected argument {name!r}{cure}")
     if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+        got = f"str {model!r}: load the model first" if isinstance(model, str) else type(model).__name__
+        raise TypeError(f"model must be a torch.nn.Module, got {got}")
     checks.one_of("on_unsupported", on_unsupported, ON_UNSUPPORTED)
     if audit is not None:
         checks.number("audit", audit, minimum=0.0, exclusive=True, maximum=1.0)
