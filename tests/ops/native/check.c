@@ -31,39 +31,39 @@ static void fill(float *to, int64_t n) {
 }
 
 static void check_int8(void) {
-    static uint8_t keys[64 * 64];
-    int32_t query[64], opposite[64];
+    static uint8_t keys[16 * 64 * 64];
+    int32_t query[64];
     for (int64_t quarter = 4; quarter <= 64; quarter += 4)
         for (int extreme = 0; extreme < 5; extreme++) {
             int8_t *numbers = (int8_t *)query;
-            int32_t start = 0;
-            floats got[(1 + 2 + 4 + GROUP) * PER_BLOCK];
-            for (int64_t i = 0; i < 64 * quarter; i++) keys[i] = extreme > 2 ? 1 : extreme ? 127 : (uint8_t)(whole() / 2 + KEY_ZERO);
+            int32_t start = 0, got[16 * 16], *at = got;
+            const unsigned some = extreme ? 1u << (quarter / 4 - 1) : 0xb00d; /* bits of subclusters */
+            for (int64_t i = 0; i < 16 * 64 * quarter; i++) keys[i] = extreme > 2 ? 1 : extreme ? 127 : (uint8_t)(whole() / 2 + KEY_ZERO);
             for (int64_t i = 0; i < 4 * quarter; i++)
                 numbers[i] = (int8_t)(extreme == 1 || extreme == 3 ? -127 : extreme ? (i % 2 ? 127 : -127) : whole());
             for (int64_t i = 0; i < 4 * quarter; i++) start -= KEY_ZERO * numbers[i];
-            for (int64_t i = 0; i < 4 * quarter; i++) ((int8_t *)opposite)[i] = (int8_t)-numbers[i];
-            const int32_t *queries[8] = {query, opposite, query, opposite, query, opposite, query, opposite};
-            const int32_t starts[8] = {start, -start, start, -start, start, -start, start, -start};
-            int8_products(1, keys, queries, starts, quarter, got);
-            int8_products(2, keys, queries + 1, starts + 1, quarter, got + PER_BLOCK);
-            int8_products(4, keys, queries + 1, starts + 1, quarter, got + 3 * PER_BLOCK);
-            int8_products(GROUP, keys, queries, starts, quarter, got + 7 * PER_BLOCK);
-            for (int64_t j = 0; j < 7 + GROUP; j++)
+            int8_products(keys, some, query, start, quarter, got);
+            for (int64_t j = 0; j < 16; j++) {
+                if (!(some >> j & 1)) continue;
                 for (int64_t key = 0; key < 16; key++) {
                     int32_t wanted = 0;
-                    for (int64_t i = 0; i < 4 * quarter; i++) wanted += (keys[(i / 4 * 16 + key) * 4 + i % 4] - KEY_ZERO) * numbers[i];
-                    if (j == 1 || j == 3 || j == 5 || (j > 7 && j % 2 == 0)) wanted = -wanted;
-                    check(((float *)got)[16 * j + key] == (float)wanted, "an int8 product", ((float *)got)[16 * j + key], wanted);
+                    for (int64_t i = 0; i < 4 * quarter; i++)
+                        wanted += (keys[((j * quarter + i / 4) * 16 + key) * 4 + i % 4] - KEY_ZERO) * numbers[i];
+                    check(at[key] == wanted, "an int8 product", at[key], wanted);
                 }
+                at += 16;
+            }
         }
+    for (int i = 0; i < 33; i++) {
+        uint16_t numbers[32] = {0};
+        if (i < 32) numbers[i] = (uint16_t)(1 << i % 16);
+        check(nonzero(numbers) == (i < 32 ? 1u << i : 0), "bits of numbers", nonzero(numbers), i);
+    }
     for (unsigned above = 0; above < 65536; above += above < 64 ? 1 : 977) {
         int32_t rows[16], hits[48], n = 3;
         float hit_logits[48], values[16];
         for (int i = 0; i < 16; i++) values[i] = real(), rows[i] = 1000 + i;
-        floats logits[PER_BLOCK];
-        memcpy(logits, values, sizeof values);
-        const int32_t got = append_hits(hits, hit_logits, n, rows, logits, above);
+        const int32_t got = append_hits(hits, hit_logits, n, rows, values, above);
         for (int i = 0; i < 16; i++) {
             if (!(above >> i & 1)) continue;
             check(hits[n] == rows[i] && hit_logits[n] == values[i], "a hit", hits[n], rows[i]);

@@ -7,7 +7,7 @@
 #include "int8.h"
 #include "routed.h"
 
-#define AHEAD 16         /* keys that are prefetched before they are read */
+#define AHEAD 64         /* keys that are prefetched before they are read */
 #define MAX_SHIFT 20.0f  /* how far a logit may lie above the shift of its query */
 
 static void *aligned(char **at, size_t bytes) {
@@ -101,9 +101,11 @@ void prescore_set_threshold(const RoutedCall *p, Tile *w, int64_t t) {
 
 /* Keys read lie anywhere in memory: prefetch the first ones of the next query. */
 static void prefetch_hits(const RoutedCall *p, const Tile *w, int64_t t) {
+    const float least = w->threshold[t] + p->exact_margin;
     for (int64_t i = 0; i < AHEAD && i < w->n_hits[t]; i++) {
         const int64_t row = w->hits[t * MAX_HITS + i];
         prefetch_row(&p->value, row_offset(&p->value, w->kv_head, row), p->value_dim);
+        if (w->hit_logits[t * MAX_HITS + i] >= least) prefetch_row(&p->key, row_offset(&p->key, w->kv_head, row), p->dim);
     }
 }
 

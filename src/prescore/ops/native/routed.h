@@ -74,6 +74,8 @@ typedef struct {
     float shift[TILE], mass[TILE], sums[TILE * MAX_DIM]; /* of what was read: weights are exp(logit - shift) */
     float least[TILE], reach[TILE]; /* int8 logits above the first are read; how far below it centroids may lie, by their spread */
     int32_t n_hits[TILE];
+    uint16_t compared[TILE * 16], above[TILE * 16 + 32]; /* pairs of a query and a subcluster of a block; which keys reach the threshold */
+    float compared_logits[TILE * 16 * 16] __attribute__((aligned(64))); /* of the keys of each pair */
     float *logits;         /* [TILE, padded] of columns; later their weights */
     int32_t *cluster_hits; /* [TILE, padded] keys read of each cluster */
     int32_t hits[TILE * MAX_HITS];   /* positions of the keys read of what was searched last */

@@ -6,11 +6,19 @@
 #include "int8.h"
 #include "routed.h"
 
-/* Sixteen subclusters of a KV head, and what the queries of a tile want of them. */
+/* Sixteen subclusters of a KV head. */
 typedef struct {
-    int64_t number, at, first, each;      /* of the block; where it lies among blocks and among subclusters; subclusters of a cluster */
-    uint16_t near[TILE], within[TILE];    /* subclusters whose cluster, and which themselves, are within reach of a query, as bits */
+    int64_t number, at, first, each; /* of the block; where it lies among blocks and among subclusters; subclusters of a cluster */
+    int32_t cluster[16];             /* that a subcluster belongs to */
 } Block;
+
+INLINE Block block_of(const RoutedCall *p, const Tile *w, int64_t number) {
+    Block b = {.number = number, .each = p->cluster_size / 16};
+    b.at = w->kv_head * ((p->n_clusters * b.each + 15) / 16) + number;
+    b.first = w->kv_head * p->n_clusters * b.each + 16 * number;
+    for (int64_t i = 0; i < 16; i++) b.cluster[i] = (int32_t)((uint32_t)(16 * number + i) / (uint32_t)b.each);
+    return b;
+}
 
 /* Logits of the centroids that the subclusters of a block belong to. */
 INLINE void centroid_logits(const RoutedCall *p, const Tile *w, int64_t t, const Block *b, floats *to) {
@@ -23,12 +31,12 @@ INLINE void centroid_logits(const RoutedCall *p, const Tile *w, int64_t t, const
     }
 #else
     if (b->each % WIDTH == 0) {
-        for (int k = 0; k < PER_BLOCK; k++) to[k] = splat(logits[(uint32_t)(16 * b->number + k * WIDTH) / (uint32_t)b->each]);
+        for (int k = 0; k < PER_BLOCK; k++) to[k] = splat(logits[b->cluster[k * WIDTH]]);
         return;
     }
 #endif
     float own[16];
-    for (int64_t i = 0; i < 16; i++) own[i] = logits[(16 * b->number + i) / b->each];
+    for (int64_t i = 0; i < 16; i++) own[i] = logits[b->cluster[i]];
     for (int k = 0; k < PER_BLOCK; k++) to[k] = load(own + k * WIDTH);
 }
 
@@ -43,118 +51,86 @@ INLINE unsigned clusters_within_reach(const RoutedCall *p, const Tile *w, int64_
     return visible < 16 ? near & ((1u << visible) - 1) : near;
 }
 
-/* Products of sixteen rows with some queries of the tile. */
-INLINE void products_of_tile(const Tile *w, const int n, const uint8_t *some, const uint8_t *rows, const int64_t quarter, floats *to) {
-    const int32_t *query[GROUP];
-    int32_t start[GROUP];
-    for (int j = 0; j < n; j++) {
-        query[j] = w->int8 + some[j] * quarter;
-        start[j] = w->int8_start[some[j]];
+/* Which subclusters of clusters within reach of a query are themselves within reach, by their centroids. */
+INLINE unsigned subclusters_within_reach(const RoutedCall *p, const Tile *w, int64_t t, const Block *b, const int64_t quarter) {
+    const floats unit = splat(w->int8_scale[t]), reach = splat(w->reach[t]), least = splat(w->least[t]);
+    floats centroids[PER_BLOCK];
+    int32_t products[16];
+    unsigned within = 0;
+    int8_products(p->sub_int8 + b->at * 64 * quarter, 1, w->int8 + t * quarter, w->int8_start[t], quarter, products);
+    centroid_logits(p, w, t, b, centroids);
+    for (int k = 0; k < PER_BLOCK; k++) {
+        const int64_t own = b->at * 16 + k * WIDTH;
+        const floats offset = __builtin_convertvector(*(const ints *)(products + k * WIDTH), floats);
+        const floats x = offset * (load(p->sub_scales + own) * unit) + centroids[k];
+        within |= at_least(load(p->spread + own) * reach + x, least) << (k * WIDTH);
     }
-    int8_products(n, rows, query, start, quarter, to);
+    return within;
 }
 
-/* Which subclusters are within reach of some queries, by their centroids. */
-INLINE void compare_centroids(const RoutedCall *p, const Tile *w, const int n, const uint8_t *some, Block *b, const int64_t quarter) {
-    floats offset[GROUP * PER_BLOCK], centroids[PER_BLOCK];
-    products_of_tile(w, n, some, p->sub_int8 + b->at * 64 * quarter, quarter, offset);
-    for (int j = 0; j < n; j++) {
-        const int64_t t = some[j];
-        unsigned within = 0;
-        centroid_logits(p, w, t, b, centroids);
-        for (int k = 0; k < PER_BLOCK; k++) {
-            const int64_t own = b->at * 16 + k * WIDTH;
-            const floats x = offset[j * PER_BLOCK + k] * (load(p->sub_scales + own) * splat(w->int8_scale[t])) + centroids[k];
-            within |= at_least(load(p->spread + own) * splat(w->reach[t]) + x, splat(w->least[t])) << (k * WIDTH);
-        }
-        b->within[t] = (uint16_t)within & b->near[t];
-    }
-}
-
-/* Compare the sixteen keys of a subcluster for some queries, and append those that reach the threshold. */
-INLINE void compare_keys(const RoutedCall *p, Tile *w, const int n, const uint8_t *some, int64_t at, int64_t cluster, const int64_t quarter) {
-    floats x[GROUP * PER_BLOCK], scales[PER_BLOCK];
-    unsigned above[GROUP], any = 0;
-    products_of_tile(w, n, some, p->int8 + at * 64 * quarter, quarter, x);
-    for (int k = 0; k < PER_BLOCK; k++) scales[k] = load(p->scales + at * 16 + k * WIDTH);
-    for (int j = 0; j < n; j++) {
-        const int64_t t = some[j];
-        const floats centroid = splat(w->logits[t * w->padded + p->sink_columns + cluster]), unit = splat(w->int8_scale[t]);
-        above[j] = 0;
+/* Compare the keys of some subclusters, given as bits, with a query. Logits are noted from `n` on, and which of them reach the
+ * threshold; returns how many subclusters there are then. No branch depends on them: it would often be mispredicted. */
+INLINE int64_t compare_keys(const RoutedCall *p, Tile *w, int64_t t, const Block *b, unsigned within, int64_t n, const int64_t quarter) {
+    const floats unit = splat(w->int8_scale[t]), least = splat(w->least[t]);
+    const float *centroids = w->logits + t * w->padded + p->sink_columns;
+    float *own = w->compared_logits + n * 16;
+    int8_products(p->int8 + b->first * 64 * quarter, within, w->int8 + t * quarter, w->int8_start[t], quarter, (int32_t *)own);
+    for (; within; within &= within - 1, own += 16, n++) {
+        const int64_t i = __builtin_ctz(within);
+        const floats centroid = splat(centroids[b->cluster[i]]);
+        unsigned above = 0;
         for (int k = 0; k < PER_BLOCK; k++) { /* int8 keys are differences from the centroid */
-            floats *own = x + j * PER_BLOCK + k;
-            *own = *own * (scales[k] * unit) + centroid;
-            above[j] |= at_least(*own, splat(w->least[t])) << (k * WIDTH);
+            const floats product = __builtin_convertvector(*(const ints *)(own + k * WIDTH), floats);
+            const floats x = product * (load(p->scales + (b->first + i) * 16 + k * WIDTH) * unit) + centroid;
+            above |= at_least(x, least) << (k * WIDTH);
+            store(own + k * WIDTH, x);
         }
-        any |= (above[j] ? 1u : 0u) << j;
+        w->above[n] = (uint16_t)above;
+        w->compared[n] = (uint16_t)(t * 16 + i);
     }
-    for (; any; any &= any - 1) {
-        const int j = __builtin_ctz(any);
-        const int64_t t = some[j];
-        const int32_t before = w->n_hits[t];
-        w->n_hits[t] = append_hits(w->hits + t * MAX_HITS, w->hit_logits + t * MAX_HITS, before, p->positions + at * 16,
-                                   x + j * PER_BLOCK, above[j]);
-        w->cluster_hits[t * w->padded + p->sink_columns + cluster] += w->n_hits[t] - before;
-    }
-}
-
-/* `what(n, queries)` for the queries of a list, some at a time; `n` is a constant in each call. */
-#define IN_GROUPS(what, list, count)                                              \
-    do {                                                                          \
-        int64_t done = 0;                                                         \
-        for (; done + GROUP <= (count); done += GROUP) what(GROUP, (list) + done); \
-        for (; done + 4 <= (count); done += 4) what(4, (list) + done);             \
-        for (; done + 2 <= (count); done += 2) what(2, (list) + done);             \
-        if (done < (count)) what(1, (list) + done);                               \
-    } while (0)
-
-/* The queries of a tile that search subcluster `i` of a block. */
-INLINE int64_t searching(const Tile *w, const Block *b, int64_t i, uint8_t *list) {
-    int64_t n = 0;
-#if defined(__AVX512BW__)
-    const __m512i bits_of = _mm512_loadu_si512(b->within);
-    uint32_t queries = _mm512_test_epi16_mask(bits_of, _mm512_set1_epi16((short)(1 << i)));
-    for (; queries; queries &= queries - 1) list[n++] = (uint8_t)__builtin_ctz(queries);
-#else
-    for (int64_t t = 0; t < w->n; t++) {
-        list[n] = (uint8_t)t;
-        n += b->within[t] >> i & 1;
-    }
-#endif
     return n;
 }
 
-/* Search a block for all queries of a tile; returns how many keys and centroids were compared. A subcluster is loaded once for
- * the queries that search it. */
-INLINE int64_t search_block(const RoutedCall *p, Tile *w, int64_t number, const int64_t quarter) {
-    Block b = {.number = number, .each = p->cluster_size / 16};
-    uint8_t list[TILE];
-    int64_t n = 0, compared = 0;
-    b.at = w->kv_head * ((p->n_clusters * b.each + 15) / 16) + number;
-    b.first = w->kv_head * p->n_clusters * b.each + 16 * number;
-    for (int64_t t = 0; t < w->n; t++) {
-        b.near[t] = w->threshold[t] < INFINITY ? (uint16_t)clusters_within_reach(p, w, t, &b) : 0;
-        list[n] = (uint8_t)t;
-        n += b.near[t] != 0;
-        compared += __builtin_popcount(b.near[t]);
+/* Append the keys that reached the threshold to the hits of their queries. */
+INLINE void collect_hits(const RoutedCall *p, Tile *w, const Block *b, int64_t n) {
+    for (int64_t next = 0; next < n; next += 32) {
+        uint32_t some = nonzero(w->above + next) & (n - next < 32 ? (1u << (n - next)) - 1 : ~0u);
+        for (; some; some &= some - 1) {
+            const int64_t own = next + __builtin_ctz(some), t = w->compared[own] / 16, i = w->compared[own] % 16;
+            w->n_hits[t] = append_hits(w->hits + t * MAX_HITS, w->hit_logits + t * MAX_HITS, w->n_hits[t],
+                                       p->positions + (b->first + i) * 16, w->compared_logits + own * 16, w->above[own]);
+            w->cluster_hits[t * w->padded + p->sink_columns + b->cluster[i]] += __builtin_popcount(w->above[own]);
+        }
     }
-    if (!n) return 0;
-#define CENTROIDS(n, some) compare_centroids(p, w, n, some, &b, quarter)
-    IN_GROUPS(CENTROIDS, list, n);
-    for (int64_t i = 0; i < 16; i++) {
-        const int64_t cluster = (uint32_t)(16 * number + i) / (uint32_t)b.each;
-        n = searching(w, &b, i, list);
-        compared += 16 * n;
-#define KEYS(n, some) compare_keys(p, w, n, some, b.first + i, cluster, quarter)
-        IN_GROUPS(KEYS, list, n);
-    }
-    return compared;
 }
 
+/* Search some blocks for all queries of a tile; returns how many keys and centroids were compared. The keys of a block stay in
+ * cache for all queries. */
 INLINE int64_t search_blocks(const RoutedCall *p, Tile *w, int64_t first, int64_t stop, const int64_t quarter) {
+    Block blocks[BLOCKS_AT_ONCE];
+    uint16_t within[BLOCKS_AT_ONCE][TILE];
+    const int64_t some = quarter <= 16 ? 16 : 8; /* subclusters whose keys stay in the first cache for a tile */
     int64_t compared = 0;
     memset(w->n_hits, 0, sizeof w->n_hits);
-    for (int64_t block = first; block < stop; block++) compared += search_block(p, w, block, quarter);
+    for (int64_t number = first; number < stop; number++) blocks[number - first] = block_of(p, w, number);
+    for (int64_t t = 0; t < w->n; t++)
+        for (int64_t number = first; number < stop; number++) {
+            const Block *b = blocks + number - first;
+            const unsigned near = w->threshold[t] < INFINITY ? clusters_within_reach(p, w, t, b) : 0;
+            const unsigned own = near ? near & subclusters_within_reach(p, w, t, b, quarter) : 0;
+            within[number - first][t] = (uint16_t)own;
+            compared += __builtin_popcount(near) + 16 * __builtin_popcount(own);
+        }
+    for (int64_t number = first; number < stop; number++) {
+        const Block *b = blocks + number - first;
+        int64_t n = 0;
+        for (int64_t i = 0; i < 16; i += some)
+            for (int64_t t = 0; t < w->n; t++) {
+                const unsigned own = within[number - first][t] & ((1u << some) - 1) << i;
+                if (own) n = compare_keys(p, w, t, b, own, n, quarter);
+            }
+        collect_hits(p, w, b, n);
+    }
     return compared;
 }
 
@@ -184,6 +160,8 @@ int64_t prescore_search(const RoutedCall *p, Tile *w, int64_t block) {
         compared = search_blocks(p, w, block, stop, 16);
     else if (p->dim == 128)
         compared = search_blocks(p, w, block, stop, 32);
+    else if (p->dim == 256)
+        compared = search_blocks(p, w, block, stop, 64);
     else
         compared = search_blocks(p, w, block, stop, p->dim / 4);
 #pragma omp atomic
