@@ -208,7 +208,7 @@ BREAKS = {
     ],
     ("search.c", "native"): [
         ("searched within half a deviation", "heavy > p->search_stds ? heavy : p->search_stds", "0.5f"),
-        ("spread overlooked", "load(p->spread + own) * splat(w->reach[t]) + x", "x"),
+        ("spread overlooked", "load(p->spread + own) * reach + x", "x"),
         (
             "radius overlooked",
             "load(p->radius + b->at * 16 + k * WIDTH) * splat(w->reach[t]) + centroids[k]",
@@ -216,17 +216,17 @@ BREAKS = {
         ),
         (
             "a query of the tile left out",
-            "t < w->n; t++) {\n        b.near[t]",
-            "t < w->n - 1; t++) {\n        b.near[t]",
+            "t < w->n; t++) {\n                const unsigned own",
+            "t < w->n - 1; t++) {\n                const unsigned own",
         ),
-        ("hits of another query", "x + j * PER_BLOCK, above[j]", "x, above[j]"),
+        ("hits of another query", "w->compared_logits + own * 16, w->above", "w->compared_logits, w->above"),
     ],
     ("search.c", "native sharp"): [
         ("int8 errors overlooked", "(lowered > 0 ? lowered : 0)", "0"),
     ],
     ("int8.h", "native"): [
-        ("int8 offset", "sum[key] = start;", "sum[key] = start / 2;"),
-        ("a dimension left out", "for (int k = 0; k < 4; k++) sum[key]", "for (int k = 0; k < 3; k++) sum[key]"),
+        ("int8 offset", "to[key] = start;", "to[key] = start / 2;"),
+        ("a dimension left out", "for (int k = 0; k < 4; k++) to[key]", "for (int k = 0; k < 3; k++) to[key]"),
     ],
     ("centroids.h", "native"): [
         ("gain without the cut", "* below * (one + by_z);", ";"),
