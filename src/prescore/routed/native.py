@@ -507,7 +507,8 @@ def attend_ranges(query: Tensor, key: Tensor, value: Tensor, start: Tensor, stop
     rows = [rows_of(t) for t in (query, key, value)]  # must live until the call returns
     call.query, call.key, call.value = rows
     call_library("prescore_routed_forward", call)
-    return output.view(batch, heads, length, -1).to(query.dtype)
+    by_query = output.view(batch, heads, length, -1).transpose(1, 2)  # as models go on with it, so one copy
+    return by_query.to(query.dtype, memory_format=torch.contiguous_format).transpose(1, 2)
 
 
 def add_far_gradients(
