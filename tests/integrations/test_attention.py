@@ -168,17 +168,43 @@ def test_a_wrong_shape_is_named():
 
 
 @pytest.mark.parametrize("n_query", [600, 300])
-def test_windows_over_several_blocks(n_query):
-    """Each block of queries reads every key that its windows reach."""
-    n_keys, window = 600, 7
+@pytest.mark.parametrize("dim", [4, 64], ids=["torch", "native"])
+@pytest.mark.parametrize("padding", ["none", "left", "right", "inside"])
+def test_windows_over_several_blocks(n_query, dim, padding):
+    """Each query reads every real key of its window, in native code and in torch's blocks."""
+    n_keys, window = 600, 37
     generator = torch.Generator().manual_seed(0)
-    sizes = ((2, n_query), (1, n_keys), (1, n_keys))
-    query, key, value = (torch.randn(1, *size, 4, generator=generator) for size in sizes)
+    sizes = ((4, n_query), (2, n_keys), (2, n_keys))
+    query, key, value = (torch.randn(2, *size, dim, generator=generator) for size in sizes)
+    real = torch.ones(2, n_keys, dtype=torch.bool)
+    places = {"none": slice(0), "left": slice(350), "right": slice(500, None), "inside": slice(480, 490)}
+    real[0, places[padding]] = False
     mask = causal(n_query, n_keys) & ~causal(n_query, n_keys).tril(n_keys - n_query - window)
-    form = read(mask[None, None])
+    form = read(padded(mask, real))
     assert (form.kind, form.window) == ("window", window)
-    expected = scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=0.7, enable_gqa=True)
-    # float32 sums of 7 terms in another order
+    sees = padded(mask, real).any(-1)[..., None]
+    expected = scaled_dot_product_attention(
+        query, key, value, attn_mask=padded(mask, real), scale=0.2, enable_gqa=True
+    )
+    found = exact_under_mask(query, key, value, form, scale=0.2)
+    # float32 sums of 37 terms in another order
+    torch.testing.assert_close(found * sees, expected.nan_to_num() * sees, atol=2e-6, rtol=1e-5)
+    with_gradient = exact_under_mask(query.clone().requires_grad_(), key, value, form, scale=0.2)
+    assert with_gradient.requires_grad
+    torch.testing.assert_close(found * sees, with_gradient * sees, atol=2e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_windows_in_half_precision(dtype):
+    generator = torch.Generator().manual_seed(1)
+    query, key, value = (torch.randn(1, heads, 300, 256, generator=generator).to(dtype) for heads in (4, 1, 1))
+    mask = (causal(300, 300) & ~causal(300, 300).tril(-128))[None, None]
+    expected = scaled_dot_product_attention(
+        query.double(), key.double(), value.double(), attn_mask=mask, enable_gqa=True
+    )
+    found = exact_under_mask(query, key, value, read(mask), scale=None)
+    assert found.dtype == dtype
+    # weights and outputs are rounded once each
     torch.testing.assert_close(
-        exact_under_mask(query, key, value, form, scale=0.7), expected, atol=1e-6, rtol=1e-5
+        found.double(), expected, atol=2 * torch.finfo(dtype).eps, rtol=torch.finfo(dtype).eps
     )

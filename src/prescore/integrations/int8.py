@@ -18,8 +18,8 @@ from prescore.errors import Unsupported
 
 _MOST = 127
 _SMALLEST = 1e-12
-_BLOCK = 2**19
-"""Elements that are converted at a time: their temporaries stay in the processor's cache."""
+_BLOCK = 2**20
+"""Numbers that are rounded or multiplied at a time: their temporaries stay in the processor's cache."""
 _LIBRARY = torch.library.Library("prescore", "FRAGMENT")
 
 
@@ -35,9 +35,10 @@ class Int8Linear(nn.Linear):
     def __init__(self, linear: nn.Linear) -> None:
         nn.Module.__init__(self)
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        weight, scale = _rounded(linear.weight.detach())
-        self.weight = nn.Parameter(weight, requires_grad=False)
-        self.register_buffer("scale", scale[:, 0])
+        blocks = linear.weight.detach().split(max(1, _BLOCK // self.in_features))
+        weights, scales = zip(*map(_rounded, blocks), strict=True)
+        self.weight = nn.Parameter(torch.cat(weights), requires_grad=False)
+        self.register_buffer("scale", torch.cat(scales)[:, 0])
         self.bias = linear.bias
 
     def forward(self, input: Tensor) -> Tensor:
@@ -86,32 +87,21 @@ def use_int8_weights(model: nn.Module) -> nn.Module:
 
 def _int8_linear(input: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
     """`input [M, K]` times `weight [N, K]`."""
+    if input.shape[0] * max(weight.shape) > _BLOCK and input.shape[0] > 1:
+        output = input.new_empty(input.shape[0], weight.shape[0])
+        size = max(1, _BLOCK // max(weight.shape))
+        for rows, to in zip(input.split(size), output.split(size), strict=True):
+            to.copy_(_int8_linear(rows, weight, scale))
+        return output
     rows, by_row = _rounded(input)
-    product = torch._int_mm(rows, weight.t())
-    if product.numel() <= _BLOCK:
-        return product.float().mul_(by_row).mul_(scale).to(input.dtype)
-    output = torch.empty(product.shape, dtype=input.dtype, device=input.device)
-    for some in _blocks(product):
-        output[some] = product[some].float().mul_(by_row[some]).mul_(scale)
-    return output
+    return torch._int_mm(rows, weight.t()).float().mul_(by_row).mul_(scale).to(input.dtype)
 
 
 def _rounded(matrix: Tensor) -> tuple[Tensor, Tensor]:
     """Rows as int8, and the scale `[M, 1]` of each."""
-    if matrix.numel() <= _BLOCK or matrix.shape[0] == 1:
-        wide = matrix.float()
-        scale = wide.abs().amax(-1, keepdim=True).clamp_(min=_SMALLEST).mul_(1 / _MOST)
-        return (wide / scale).round_().to(torch.int8), scale
-    numbers = torch.empty(matrix.shape, dtype=torch.int8, device=matrix.device)
-    scales = torch.empty((matrix.shape[0], 1), dtype=torch.float32, device=matrix.device)
-    for some in _blocks(matrix):
-        numbers[some], scales[some] = _rounded(matrix[some])
-    return numbers, scales
-
-
-def _blocks(matrix: Tensor) -> list[slice]:
-    step = max(1, _BLOCK // matrix.shape[1])
-    return [slice(start, start + step) for start in range(0, matrix.shape[0], step)]
+    wide = matrix.float()
+    scale = wide.abs().amax(-1, keepdim=True).clamp_(min=_SMALLEST).mul_(1 / _MOST)
+    return (wide / scale).round_().to(torch.int8), scale
 
 
 def _shapes(input: Tensor, weight: Tensor, scale: Tensor) -> Tensor:

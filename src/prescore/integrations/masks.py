@@ -15,14 +15,16 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from prescore.attention import Options, attend
+from prescore.autograd import records_gradients, without_autocast
 from prescore.call import mean_visible_keys
 from prescore.config import Exact
 from prescore.errors import Unsupported
 from prescore.integrations.decode import Request
+from prescore.routed import native
 from prescore.types import Result
 
 _BLOCK = 512
-_MIN_WINDOW_BLOCK = 256
+_WINDOW_BLOCK = 256
 _HIDDEN_BELOW = -1e4
 NO_STRUCTURE = "the attention mask is neither causal, full, packed nor a sliding window, with or without padding"
 _MEMO = "_prescore_form"
@@ -261,9 +263,12 @@ def exact_under_mask(
     if form.kind == "window":
         return _windowed(query, key, value, form, scale, dropout)
     if (form.kind == "full" or query.shape[2] == 1) and (form.valid is None or bool(form.valid.all())):
-        # every query sees all keys: no checks and no copies, so that a step costs no more than reading them
-        grouped = query.shape[1] != key.shape[1]
-        return scaled_dot_product_attention(query, key, value, dropout_p=dropout, scale=scale, enable_gqa=grouped)
+        # every query sees all keys: no checks and no copies, so that a step costs no more than reading them. The
+        # query heads of a KV head are queries of one head: torch's grouped attention takes ten times as long
+        groups = query.shape[1] // key.shape[1]
+        together = query.reshape(*key.shape[:2], groups * query.shape[2], query.shape[-1])
+        output = scaled_dot_product_attention(together, key, value, dropout_p=dropout, scale=scale)
+        return output.reshape(*query.shape[:3], value.shape[-1])
     if form.kind in ("causal", "full") and dropout == 0.0:
         options = Options(is_causal=form.kind == "causal", key_padding_mask=form.valid, scale=scale)
         return attend(query, key, value, Exact(), options).output
@@ -283,16 +288,36 @@ def _masked(
 def _windowed(
     query: Tensor, key: Tensor, value: Tensor, form: MaskForm, scale: float | None, dropout: float
 ) -> Tensor:
-    """A sliding window: one block of queries at a time, over the keys that its windows reach."""
+    """A sliding window, by native code, or a block of queries at a time over the keys that its windows reach."""
     n_query, window = query.shape[2], form.window or form.n_keys
-    n_before, size = form.n_keys - n_query, max(window, _MIN_WINDOW_BLOCK)
+    n_before = form.n_keys - n_query
+    ranges = _ranges(form, n_before, window, query.device)
+    needs_torch = dropout or records_gradients(query, key, value)
+    if ranges is not None and not needs_torch and native.can_run(query, value.shape[-1], native.WIDTH):
+        with without_autocast(query, key, value) as tensors:
+            q, k, v = (each if each.stride(-1) == 1 else each.contiguous() for each in tensors)
+            return native.attend_ranges(q, k, v, *ranges, q.shape[-1] ** -0.5 if scale is None else scale)
     outputs = []
-    for first in range(0, n_query, size):
-        last = min(first + size, n_query)
+    for first in range(0, n_query, _WINDOW_BLOCK):
+        last = min(first + _WINDOW_BLOCK, n_query)
         keys = slice(max(0, n_before + first - window + 1), n_before + last)
         mask = rebuild(form, first, last, n_query, query.device)[:, None, :, keys]
         outputs.append(_masked(query[:, :, first:last], key[:, :, keys], value[:, :, keys], mask, scale, dropout))
     return torch.cat(outputs, dim=2)
+
+
+def _ranges(form: MaskForm, n_before: int, window: int, device: torch.device) -> tuple[Tensor, Tensor] | None:
+    """`[B or 1, Nq]` first key that each query sees, and one past its last; None if padding lies between."""
+    position = torch.arange(n_before, form.n_keys, dtype=torch.int32, device=device)[None]
+    start, stop = (position - (window - 1)).clamp_(min=0), position + 1
+    if form.valid is None:
+        return start, stop
+    count = form.valid.sum(1, dtype=torch.int32)[:, None]
+    first = form.valid.to(torch.uint8).argmax(1, keepdim=True).to(torch.int32)
+    last = form.n_keys - form.valid.flip(1).to(torch.uint8).argmax(1, keepdim=True).to(torch.int32)
+    if not bool(((last - first == count) | (count == 0)).all()):
+        return None
+    return torch.maximum(start, first), torch.minimum(stop, first + count)
 
 
 def _ahead(query: Tensor, key: Tensor, value: Tensor, form: MaskForm, reach: Tensor, request: Request) -> Result:
@@ -301,8 +326,8 @@ def _ahead(query: Tensor, key: Tensor, value: Tensor, form: MaskForm, reach: Ten
     causal = prescored_under_mask(query, key, value, replace(form, kind="causal", reach=None), request)
     ahead = reach > torch.arange(form.n_keys - n_query, form.n_keys, dtype=torch.int64, device=query.device)
     output = causal.output
-    for first in range(0, n_query, _MIN_WINDOW_BLOCK):
-        block = ahead[:, first : first + _MIN_WINDOW_BLOCK]
+    for first in range(0, n_query, _WINDOW_BLOCK):
+        block = ahead[:, first : first + _WINDOW_BLOCK]
         some = block.any(0).nonzero().squeeze(1) + first
         if not len(some):
             continue

@@ -481,6 +481,36 @@ def forward(query: Tensor, keys: RoutedKeys, view: View) -> tuple[Attended, Tens
     return Attended(results["output"], results["lse"]), results["threshold"], results["counts"]
 
 
+def attend_ranges(query: Tensor, key: Tensor, value: Tensor, start: Tensor, stop: Tensor, scale: float) -> Tensor:
+    """Exact attention of `query [B, Hq, n, D]`: a query reads the keys from its `start` to its `stop`.
+
+    These are `[B or 1, n]` int32. Returns `[B, Hq, n, Dv]`, 0 where a query reads none.
+    """
+    (batch, heads, length, dim), n_heads, n_keys = query.shape, key.shape[:2].numel(), key.shape[2]
+    group = batch * heads // n_heads
+    output, lse = empty(n_heads, group, length, value.shape[-1]), empty(n_heads, group, length)
+    counts, visible = empty(2, dtype=torch.int64), empty(n_heads, length, dtype=torch.int32).zero_()
+    begin, end = (each.expand(batch, -1).repeat_interleave(key.shape[1], 0) for each in (start, stop))
+    check_rows("query", query, n_heads * group)
+    _check_keys(key, value, n_heads, WIDTH)
+    ranges = (("start", begin), ("stop", end))
+    check_tensors([Expected(name, tensor, (n_heads, length), torch.int32) for name, tensor in ranges])
+    if dim != key.shape[-1] or _range(begin)[0] < 0 or _range(end)[1] > n_keys:
+        found = _range(begin)[0], _range(end)[1]
+        raise ValueError(f"queries must read {n_keys} keys of {dim} dimensions, got {key.shape} from {found}")
+    call = RoutedCall(
+        **{"kv_heads": n_heads, "n_query": group * length, "length": length, "dim": dim, "scale": scale},
+        **{"value_dim": value.shape[-1], "cluster_size": WIDTH, "clusters_per_cov": 1},
+        **{"visible": visible.data_ptr(), "local_start": begin.data_ptr(), "local_stop": end.data_ptr()},
+        **{"output": output.data_ptr(), "lse": lse.data_ptr(), "counts": counts.data_ptr()},
+    )
+    rows = [rows_of(t) for t in (query, key, value)]  # must live until the call returns
+    call.query, call.key, call.value = rows
+    call_library("prescore_routed_forward", call)
+    by_query = output.view(batch, heads, length, -1).transpose(1, 2)  # as models go on with it, so one copy
+    return by_query.to(query.dtype, memory_format=torch.contiguous_format).transpose(1, 2)
+
+
 def add_far_gradients(
     grad: Tensor,
     query: Tensor,
