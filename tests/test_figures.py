@@ -94,6 +94,17 @@ def needles(label):
     return sum(sum(depth["hits"]) for by_depth in own for depth in by_depth)
 
 
+def ruler_scores():
+    """Mean score in per cent by method, of the prompts that every method read."""
+    scores = {}
+    for record in records("ruler/smollm2-bfloat16"):
+        own = scores.setdefault(record.config["digest"], {})
+        own[record.config["method"]["label"]] = record.results["score"]
+    labels = ("exact", "default", "sliding window")
+    shared = [own for own in scores.values() if own.keys() >= set(labels)]
+    return [100 * statistics.fmean(own[label] for own in shared) for label in labels]
+
+
 def presets(folder, *fields, n=32768, backward=False, causal=True):
     """Results of the paper's preset with k-means, in percent."""
     found = records(folder, study="lengths", n=n, causal=causal, backward=backward)
@@ -166,6 +177,11 @@ FIGURES = [
         "README.md",
         r"250 needles .* default \**(\d+)\** \| exact attention: (\d+)",
         lambda: map(needles, ("default", "exact")),
+    ),
+    (
+        "docs/evaluation.md",
+        r"Exact attention scores (\S+) % .* default (\S+) % .*, a sliding window of as many\s+keys (\S+) %",
+        ruler_scores,
     ),
     (
         "docs/default.md",
