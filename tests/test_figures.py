@@ -94,6 +94,17 @@ def needles(label):
     return sum(sum(depth["hits"]) for by_depth in own for depth in by_depth)
 
 
+def ruler_scores():
+    """Mean score in per cent by method, of the prompts that every method read."""
+    scores = {}
+    for record in records("ruler/smollm2-bfloat16"):
+        own = scores.setdefault(record.config["digest"], {})
+        own[record.config["method"]["label"]] = record.results["score"]
+    labels = ("exact", "default", "sliding window")
+    shared = [own for own in scores.values() if own.keys() >= set(labels)]
+    return [100 * statistics.fmean(own[label] for own in shared) for label in labels]
+
+
 def presets(folder, *fields, n=32768, backward=False, causal=True):
     """Results of the paper's preset with k-means, in percent."""
     found = records(folder, study="lengths", n=n, causal=causal, backward=backward)
@@ -166,6 +177,11 @@ FIGURES = [
         "README.md",
         r"250 needles .* default \**(\d+)\** \| exact attention: (\d+)",
         lambda: map(needles, ("default", "exact")),
+    ),
+    (
+        "docs/evaluation.md",
+        r"Exact attention scores (\S+) % .* default (\S+) % .*, a sliding window of as many\s+keys (\S+) %",
+        ruler_scores,
     ),
     (
         "docs/default.md",
@@ -494,6 +510,21 @@ def vit_default(rows):
     return [record.config["budget"], *(record.results[name] for name in ("top1", "agreement", "kl"))]
 
 
+def served(rows):
+    """Seconds to the first token, tokens and steps per second of vLLM's own attention and the default."""
+    n_tokens, at_once = first_number(rows[-1][0]), "at once" in rows[-1][0]
+    lines = map(json.loads, (EXPERIMENTS / "serving/vllm.jsonl").read_text().splitlines())
+    found = [line for line in lines if line["tokens"] == n_tokens and (line["requests"] > 1) == at_once]
+    firsts, rates, steps = [], [], []
+    for label in ("exact", "default"):
+        own = [line for line in found if line["label"] == f"{label}, 2 threads"]
+        firsts.append(statistics.fmean(line["first_token_seconds"] for line in own))
+        seconds = statistics.fmean(line["batch_seconds"] for line in own)
+        rates.append(own[0]["requests"] * (n_tokens + 64) / seconds)
+        steps.append(statistics.fmean(line["tokens_per_second"] for line in own))
+    return [*firsts, *rates, *([] if at_once else steps)]
+
+
 NUMBER = re.compile(r"(?<![\w.])[-+]?\d[\d,]*(?:\.\d+)?")
 HELD_OUT = "| tokens | text | windows |"
 TABLES = [
@@ -513,6 +544,7 @@ TABLES = [
     ("parallel.md", "| | loss: exact |", 0, rank_losses),
     ("reproducing.md", "| method | keys and centroids read | one needle", 0, answers),
     ("reproducing.md", "| method | 8192: loss |", 0, past_trained),
+    ("serving.md", "| prompts |", 0, served),
     ("vision.md", "| | keys | paper, ViT-S/16 |", 0, vits),
     ("vision.md", "| | budget 65 | 129 | 257 |", 0, vit_speeds),
     ("vision.md", "| | budget | top-1 |", 0, vit_default),

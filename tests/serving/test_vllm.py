@@ -56,7 +56,9 @@ def run(folder, variable):
     """Answers, losses of prompts and cached tokens, in a process of its own: vLLM loads plugins once."""
     script, results = folder / "run.py", folder / f"results-{variable}.json"
     script.write_text(RUN)
-    environment = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", serving.VARIABLE: variable}
+    # The engine in the same process: else it begins with what has arrived, and other batches round otherwise.
+    settings = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
+    environment = {**os.environ, **settings, serving.VARIABLE: variable}
     command = [sys.executable, str(script), str(folder), str(results)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]

@@ -1,5 +1,7 @@
 """A replaced model under torch.compile: one opaque operator per layer, no graph break, the same numbers."""
 
+import importlib.util
+
 import pytest
 import torch
 from tiny_models import forward, prompts, tiny
@@ -158,6 +160,7 @@ def test_what_is_unsupported_runs_exactly_in_the_graph(side):
         forward(compiled(by_name), ids, mask, use_cache=False)
 
 
+@pytest.mark.skipif(importlib.util.find_spec("timm") is None, reason="timm is not installed")
 def test_a_vit_of_timm():
     model = tiny_timm()
     with prescore.apply(model, Selected("key-norm", top_k=5, min_seq_len=1)), torch.no_grad():
