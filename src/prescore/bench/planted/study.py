@@ -38,7 +38,7 @@ VARIANTS = {
     ("small-noise", False, False): "small noise, raw",
     ("small-noise", None, False): "small noise, as shipped",
 }
-"""Reading of the model; `normalize`: False = raw keys, None = the scorer's default; whether the basis is rotated."""
+"""Reading of the model, `normalize` (False = raw, None = as the scorer has it), whether the basis is rotated."""
 CONVERGED = 30
 """Lloyd iterations of the claims, which assume convergence."""
 CONSTANT = 4.0
