@@ -244,20 +244,20 @@ FIGURES = [
     ),
     (
         "docs/methods.md",
-        r"full\s+(\d+) / (\d+) %, causal forward (\d+) / (\d+) %, forward \+ backward (\d+) / (\d+) %",
+        r"causal forward (\d+) / (\d+) /\s+(\d+) % .* backward (\d+) / (\d+) % .* tokens, (\d+) %\s+.* (\d+) %",
         lambda: [
-            presets("speed", "share_of_bound", n=n, **kind)[0]
-            for kind in ({"causal": False}, {}, {"backward": True})
-            for n in (8192, 32768)
+            presets("speed/long", "share_of_bound", n=n, causal=causal, backward=backward)[0]
+            for causal, backward, n in (
+                *((True, False, n) for n in (8192, 32768, 65536)),
+                *((True, True, n) for n in (32768, 65536)),
+                *((False, backward, 16384) for backward in (False, True)),
+            )
         ],
     ),
     (
         "docs/methods.md",
-        r"scoring (\d+) %, hashing .*?(\d+) %, operator (\d+) %\..*\n.*scoring (\d+) %, .* (\d+) %, .* (\d+) %",
-        lambda: [
-            *presets("speed", "scoring", "hashing+sorting", "operator"),
-            *presets("speed/long", "scoring", "hashing+sorting", "attending"),
-        ],
+        r"scoring (\d+) %, hashing and sorting (\d+) %, operator (\d+) %",
+        lambda: presets("speed/long", "scoring", "hashing+sorting", "attending"),
     ),
     (
         "docs/start.md",
