@@ -36,9 +36,7 @@ def appendix_a(summaries: Sequence[Summary]) -> Iterator[Table]:
     found = {grid_cell(s): s for s in summaries if "scorer" in s.axes and len(s.losses) == documents}
     shown = {s.axes["paper_top_k"]: s.axes["top_k"] for s in found.values()}
     scorers = [name for name in dict.fromkeys(key[0] for key in found) if name != "none"]
-    sampled = {key[0] for key, s in found.items() if is_sampled(s)}
-    ours = {scorer: f"{scorer}, sampled fit" if scorer in sampled else scorer for scorer in scorers}
-    columns = ("top_k (paper's)", *(name for scorer in scorers for name in (ours[scorer], f"{scorer}, paper")))
+    columns = ("top_k (paper's)", *(name for scorer in scorers for name in (scorer, f"{scorer}, paper")))
     for samples in sorted({key[1] for key in found}, reverse=True):
         rows = []
         for place, top_k in enumerate(TOP_K):
@@ -52,26 +50,6 @@ def appendix_a(summaries: Sequence[Summary]) -> Iterator[Table]:
                 cells.append(" / ".join(above(nats(p) - nats(EXACT)) for p in printed if p is not None))
             rows.append(tuple(cells))
         yield Table(f"{'with' if samples else 'without'} residual samples: loss above exact", columns, tuple(rows))
-
-
-def fits(summaries: Sequence[Summary]) -> Iterator[Table]:
-    """K-means fitted on all keys beside a fit on a sample, by budget; a cell is PPL / PPL* (blockwise)."""
-    own = [s for s in summaries if s.axes.get("scorer") in ("kmeans", "none")]
-    found = {(is_sampled(s), *grid_cell(s)): s for s in own}
-    shown = {s.axes["paper_top_k"]: s.axes["top_k"] for s in own}
-    columns = [(samples, sampled) for samples in (256, 0) for sampled in (False, True)]
-    rows = []
-    for top_k in TOP_K:
-        cells = [f"{shown[top_k]} ({top_k})"]
-        for samples, sampled in columns:
-            scorer = "kmeans" if top_k else "none"
-            pair = [found.get((sampled and bool(top_k), scorer, samples, top_k, rule)) for rule in (False, True)]
-            cells.append(" / ".join(above(s.above_exact if s else None) for s in pair))
-        rows.append(tuple(cells))
-    names = []
-    for samples, sampled in columns:
-        names.append(f"{'sampled fit' if sampled else 'all keys'}, {'with' if samples else 'no'} samples")
-    yield Table("k-means by fit", ("top_k (paper's)", *names), tuple(rows))
 
 
 def grid_cell(s: Summary) -> tuple[str, int, int, bool]:
@@ -99,15 +77,14 @@ def table1(summaries: Sequence[Summary]) -> Iterator[Table]:
 def appendix_f(summaries: Sequence[Summary]) -> Iterator[Table]:
     """Couplings by budget."""
     own = [s for s in summaries if s.axes]
-    cells = {(s.axes["coupling"], s.axes["scorer"], is_sampled(s), s.axes["top_k"]): s for s in own}
-    budgets = sorted({key[3] for key in cells if key[3]})
+    cells = {(s.axes["coupling"], s.axes["scorer"], s.axes["top_k"]): s for s in own}
+    budgets = sorted({key[2] for key in cells if key[2]})
     # a budget that keeps every key is run for one scorer and holds for the others
-    every = {(key[0], key[3]): s for key, s in reversed(cells.items()) if keeps_every_key(s)}
+    every = {(key[0], key[2]): s for key, s in cells.items() if keeps_every_key(s)}
     rows = []
-    for coupling, scorer, sampled in dict.fromkeys(key[:3] for key in cells if key[1] != "none"):
-        line = [cells.get((coupling, scorer, sampled, b)) or every.get((coupling, b)) for b in budgets]
-        name = f"{coupling}, {scorer}" + (", sampled fit" if sampled else "")
-        rows.append((name, *(above(getattr(s, "above_exact", None)) for s in line)))
+    for coupling, scorer in dict.fromkeys(key[:2] for key in cells if key[1] != "none"):
+        line = [cells.get((coupling, scorer, b)) or every.get((coupling, b)) for b in budgets]
+        rows.append((f"{coupling}, {scorer}", *(above(getattr(s, "above_exact", None)) for s in line)))
     yield Table("Couplings: loss above exact", ("coupling, scorer", *(f"top {b}" for b in budgets)), tuple(rows))
     for s in summaries:
         if s.axes.get("scorer") == "none":
@@ -117,36 +94,14 @@ def appendix_f(summaries: Sequence[Summary]) -> Iterator[Table]:
 def appendix_i(summaries: Sequence[Summary]) -> Iterator[Table]:
     """Gaussian kernel k-means by budget, with samples and without, ours and the paper's."""
     found = {(s.axes["paper_sample_size"], s.axes["paper_top_k"]): s for s in summaries if s.axes}
-    sampled = ", sampled fit" if any(map(is_sampled, summaries)) else ""
     rows = []
     for top_k, printed in APPENDIX_I.items():
         cells = [f"{found[256, top_k].axes['top_k']} ({top_k})"]
         for samples, paper in zip((256, 0), printed, strict=True):
             cells += [above(found[samples, top_k].above_exact), above(nats(paper) - nats(EXACT))]
         rows.append(tuple(cells))
-    columns = (f"with samples{sampled}", "with samples, paper", f"no samples{sampled}", "no samples, paper")
+    columns = ("with samples", "with samples, paper", "no samples", "no samples, paper")
     yield Table("Gaussian kernel k-means, early coupling", ("top_k (paper's)", *columns), tuple(rows))
-
-
-def cost(summaries: Sequence[Summary]) -> Iterator[Table]:
-    """Every method at every budget: loss above exact, reads, processor seconds."""
-    cells = {(s.axes["series"], s.axes["budget"]): s for s in summaries if "series" in s.axes}
-    budgets = sorted({budget for _, budget in cells})
-    rows = []
-    for name in dict.fromkeys(series for series, _ in cells):
-        line = [cells.get((name, budget)) for budget in budgets]
-        left, plus, right = name.partition(" + ")
-        rows.append(
-            (
-                f"{left}, sampled fit,{plus}{right}" if any(map(is_sampled, filter(None, line))) else name,
-                *(
-                    MISSING if s is None else f"{above(s.above_exact)} ({s.reads_per_query:.0f}, {seconds(s)})"
-                    for s in line
-                ),
-            )
-        )
-    title = "Loss above exact (keys and centroids read, processor seconds of attention)"
-    yield Table(title, ("method", *(f"budget {b}" for b in budgets)), tuple(rows))
 
 
 def baselines(summaries: Sequence[Summary]) -> Iterator[Table]:
@@ -173,11 +128,6 @@ def universal_set(summaries: Sequence[Summary]) -> Iterator[Table]:
     yield Table("Universal set", ("method", "above exact", "keys read", "attention"), tuple(rows))
 
 
-def is_sampled(summary: Summary) -> bool:
-    """Whether clusters were fitted on a sample of the keys, as records before version 0.3 have it."""
-    return bool(summary.config.get("scorer", {}).get("fit_size") == "auto")
-
-
 def seconds(summary: Summary) -> str:
     """Processor seconds of attention."""
     return MISSING if summary.processor_seconds is None else f"{summary.processor_seconds:.1f} s"
@@ -188,20 +138,16 @@ def above(value: float | None) -> str:
     return MISSING if value is None else f"{value:+.3f}"
 
 
-TABLES = {"appendix-a": appendix_a, "fits": fits, "table1": table1, "appendix-f": appendix_f, "cost": cost}
-TABLES |= {"appendix-i": appendix_i, "baselines": baselines, "universal-set": universal_set}
+TABLES = {"appendix-a": appendix_a, "table1": table1, "appendix-f": appendix_f, "appendix-i": appendix_i}
+TABLES |= {"baselines": baselines, "universal-set": universal_set}
 
 PAGE = [
     ("appendix-a", "appendix-a"),
-    ("fits", "appendix-a", "Middlemarch"),
-    ("appendix-a", "appendix-a-sinks"),
-    ("appendix-a", "appendix-a-longbench"),
+    ("appendix-a", "appendix-a", "sample.jsonl#66f36490"),
     ("table1", "table1"),
     ("table1", "table1-longbench"),
     ("appendix-f", "appendix-f"),
     ("appendix-i", "appendix-i"),
-    ("cost", "cost"),
-    ("cost", "cost-1024"),
     ("baselines", "baselines"),
     ("universal-set", "universal-set"),
 ]

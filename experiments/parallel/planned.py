@@ -145,13 +145,14 @@ def main() -> None:
         ("`Selected.paper(KMeans(fit_size=4096))`", selected, Selected.paper(sampled)),
         ("`Selected.paper()`, clusters fitted on all keys", selected, Selected.paper()),
     ]
+    print("| configuration | exchange | full, MB | causal, MB: busiest rank / mean |\n|---|---|---|---|")  # noqa: T201
     for name, exchange, config in lines:
         full, causal = (
             planned_bytes(Layer(131072, 8, 32, 8, 128, torch.bfloat16, is_causal), config)
             for is_causal in (False, True)
         )
         mega = [round(number / 1e6) for number in (max(full), max(causal), sum(causal) / len(causal))]
-        print(f"| {name} | {exchange} | {mega[0]} | {mega[1]} / {mega[2]} |")
+        print(f"| {name} | {exchange} | {mega[0]} | {mega[1]} / {mega[2]} |")  # noqa: T201
 
 
 if __name__ == "__main__":

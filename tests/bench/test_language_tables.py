@@ -155,19 +155,14 @@ def drawn(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize(
     ("experiment", "n_lines"),
-    [*((name, 6) for name in ("appendix-a", "figure-glm3", "appendix-f")), ("table1", 3), ("cost", 3), (None, 3)],
+    [
+        *((name, 6) for name in ("appendix-a", "figure-glm3", "appendix-f")),
+        ("table1", 3),
+        ("baselines", 3),
+        (None, 3),
+    ],
 )
 def test_every_experiment_has_a_picture_with_its_lines(drawn, experiment, n_lines):
     few = [*references(), *(record(f"{name}, 1", 2.5) for name in ("x", "y")), record("default, 1", 2.1)]
     axes = drawn(experiment, grid() if n_lines == 6 else few)
     assert [len(one.get_legend_handles_labels()[1]) for one in axes] == [n_lines] * 2
-
-
-def test_lengths_are_an_axis_of_longest(drawn):
-    records = [*references(), *references(exact=1.9, local=2.9, n_tokens=8192)]
-    records[-1].results["position_scaling"] = {"trained_length": 4096}
-    (axes,) = drawn("longest", records)
-    exact, local = axes.get_lines()
-    assert exact.get_xydata().tolist() == [[4096, 2.0], [8192, 1.9]]
-    assert local.get_xydata().tolist() == [[4096, 3.0], [8192, 2.9]]
-    assert axes.get_xlabel() == "tokens, trained on 4096"

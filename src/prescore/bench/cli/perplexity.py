@@ -41,7 +41,7 @@ def command(
     experiment: str | None = typer.Option(
         None,
         help="table1, appendix-a or figure-glm3 (--method SCORER runs one of their columns), appendix-f, "
-        "appendix-i, longest, cost, baselines, universal-set, min-weight or default.",
+        "appendix-i, baselines, universal-set, min-weight or default.",
     ),
     top_k: list[str] | None = typer.Option(None, help="Keys kept, count or fraction; repeatable."),
     coupling: str | None = typer.Option(
@@ -172,9 +172,9 @@ def _write_results(session: cli.Session, records: Sequence[Record], experiment: 
     files = {file: text for file, text in made.items() if text is not None}
     for file, text in files.items():
         _write(session.out / file, text)
-    # most pictures are for one length
+    # a picture is for one length
     lengths = sorted({summary.n_tokens for summary in summaries})
-    for length in lengths if len(lengths) > 1 and experiment != "longest" else [None]:
+    for length in lengths if len(lengths) > 1 else [None]:
         inside = [summary for summary in summaries if length in (None, summary.n_tokens)]
         file = f"{name}.png" if length is None else f"{name}-{length}.png"
         files[file] = ""

@@ -43,8 +43,6 @@ COUPLINGS = {
     "early": Coupling(mask="zero", residual_weight="all", overlap="count"),
     "blocks over all keys": Coupling(blocks="all"),
 }
-BUDGETS = (32, 64, 128, 256, 512, 1024)
-"""Far keys per block in the comparison at equal cost, at 4096 tokens."""
 MIN_WEIGHTS = (1 / 512, 1 / 1024, 1 / 2048)
 """Thresholds at which the default is measured."""
 READS = 640
@@ -54,8 +52,6 @@ SKETCH_SIZE = 256
 """Rows of the sketch of `ApproxLeverage`."""
 MIN_SCORES = (0.4, 0.2, 0.1, 0.05)
 """Thresholds eps of the universal set: least leverage of a key, among the keys of its block."""
-BLIND, PUBLISHED, LOOKING = "keys chosen before any query", "published methods", "sees the queries first"
-"""Panels of the comparison at equal cost."""
 USUAL = ("hyper", "paper:kmeans", "paper:leverage", "default")
 
 
@@ -116,10 +112,6 @@ class Scale:
         }
         return Method(", ".join(words), config, axes)
 
-    def default(self, **changes: Any) -> Routed:
-        """The default with the experiment's leaves."""
-        return Routed(chunk_size=self.leaf, exact_until=self.leaf, **changes)
-
 
 def _table1(scale: Scale) -> Iterator[Method]:
     """Pre-scoring and the blockwise flag, one at a time."""
@@ -138,37 +130,6 @@ def _appendix_f(scale: Scale, coupling: str | None = None) -> Iterator[Method]:
         yield from _grid(scale, ("kmeans",), PAPER_TOP_K[1:], coupling=own, samples=samples)
     if not coupling:
         yield from _grid(scale, ("kmedian", "leverage"), PAPER_TOP_K[1:], coupling="early", samples=samples)
-
-
-def _longest(scale: Scale) -> Iterator[Method]:
-    """A short list, for lengths up to and past the trained one."""
-    yield scale.paper("kmeans", 0)
-    yield scale.paper("kmeans", 2048)
-    yield Method("default", scale.default())
-
-
-def _cost(scale: Scale) -> Iterator[Method]:
-    """All methods over a range of budgets, to be read against their measured cost."""
-    leaf = scale.leaf
-    for budget in BUDGETS:
-        count = max(SINKS + 1, round(budget * scale.length / 4096))
-        half = max(1, count // 2)
-        lsh = Lsh(half, half, alignment="rank")
-        methods: list[tuple[str, Any, str | None]] = []
-        for name in ("uniform", "key-norm", "key-diff", "leverage", "kmeans"):
-            config = Selected.paper(name, count, sinks=SINKS, inner=Exact(), min_seq_len=leaf)
-            methods.append((f"{'random' if name == 'uniform' else name} + sinks", config, BLIND))
-        paper = Selected.paper("kmeans", 2 * count, inner=lsh, min_seq_len=leaf)
-        methods += [
-            ("HyperAttention", Hyper(lsh, min_seq_len=leaf), PUBLISHED),
-            ("HyperAttention + sinks", Hyper(lsh, SINKS, leaf), PUBLISHED),
-            ("paper: k-means + Hyper", paper, PUBLISHED),
-        ]
-        panels = {"lev-attention": PUBLISHED, "streaming": PUBLISHED, "heavy-hitters": LOOKING, "oracle": LOOKING}
-        methods += [(name, Baseline.at_budget(name, leaf, count), panel) for name, panel in panels.items()]
-        methods.append(("default", scale.default(min_weight=1 / (2 * count)), None))  # drawn in every panel
-        for label, config, group in methods:
-            yield Method(f"{label}, {count}", config, {"series": label, "budget": count, "group": group})
 
 
 def _baselines(scale: Scale) -> Iterator[Method]:
@@ -254,13 +215,11 @@ EXPERIMENTS: dict[str, Callable[..., Iterator[Method]]] = {
     "figure-glm3": partial(_grid, scorers=_SCORERS[:3]),
     "appendix-f": _appendix_f,
     "appendix-i": partial(_grid, scorers=_SCORERS[3:], budgets=PAPER_TOP_K_GAUSSIAN, coupling="early"),
-    "longest": _longest,
-    "cost": _cost,
     "min-weight": _min_weights,
     "baselines": _baselines,
     "universal-set": _universal_set,
 }
-_OWN_SINKS = ("cost", "min-weight", "baselines")
+_OWN_SINKS = ("min-weight", "baselines")
 """Experiments whose methods say themselves which sinks they keep."""
 _OWN_LEAVES = {"min-weight": Routed().chunk_size, "baselines": READS_LEAF}
 _BY_SCORER = ("appendix-a", "figure-glm3")
@@ -278,10 +237,8 @@ def largest_block(length: int, leaf: int) -> int:
 
 
 def default_lengths(experiment: str | None, trained: int | None) -> list[int]:
-    """Lengths of an experiment on a model: within its trained length, but for `longest`."""
+    """Lengths of an experiment on a model, within its trained length."""
     longest = trained or PAPER_LENGTH
-    if experiment == "longest":
-        return [longest, 2 * longest, 4 * longest]
     if experiment == "baselines":
         return sorted({min(longest, 4096), min(longest, 8192)})
     return [min(longest, 8192 if experiment in ("table1", "min-weight") else 4096)]

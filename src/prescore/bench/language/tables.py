@@ -609,7 +609,7 @@ def _selection_note(results: Values) -> str:
     return f"keys and centroids of the prompt: {', '.join(groups)}"
 
 
-# Pictures of the language experiments: loss against budget, against cost, against length.
+# Pictures of the language experiments: loss against budget, against cost.
 
 _GRIDS = ("appendix-a", "figure-glm3", "appendix-i", "appendix-f")
 _MAIN_LINE: Values = {"color": "#000000", "linewidth": 2.6, "zorder": 5, "marker": "o"}
@@ -621,20 +621,15 @@ _Lines = dict[str, list[Summary]]
 def plot_experiment(experiment: str | None, summaries: Sequence[Summary], path: str | Path, title: str) -> None:
     """Loss against what the experiment varies; against cost where it varies nothing else.
 
-    A row of panels for every cost, in each a panel per group of methods. Equal cost is a vertical line.
+    A row of panels for every cost, in each a panel per leaf rule. Equal cost is a vertical line.
     """
     factor = math.inf  # how far losses may lie above local-only, see `_bound_losses`
     if experiment in _GRIDS:
         panels, costs = _grid_lines(summaries), {"top_k per block": "budget"}
         factor = math.inf if experiment == "appendix-f" else 15
-    elif experiment == "longest":
-        trained = {str(s.position_scaling["trained_length"]) for s in summaries if s.position_scaling}
-        panels, costs = (
-            {"": _group(summaries, _series)},
-            {", trained on ".join(["tokens", *sorted(trained)]): "n_tokens"},
-        )
     else:
-        panels, costs = _cost_lines(summaries), {"keys and centroids read per query": "reads_per_query"}
+        methods = [s for s in summaries if not s.is_exact and not s.is_local]
+        panels, costs = {"": _group(methods, _series)}, {"keys and centroids read per query": "reads_per_query"}
         # other load stretches wall time, but not processor time
         processor = all(s.processor_seconds is not None for s in summaries)
         words = f"attention of one forward, {'processor ' if processor else ''}seconds"
@@ -681,17 +676,6 @@ def _grid_lines(summaries: Sequence[Summary]) -> dict[str, _Lines]:
     return panels
 
 
-def _cost_lines(summaries: Sequence[Summary]) -> dict[str, _Lines]:
-    """A panel per group of methods; what belongs to none, the default, is drawn in all."""
-    methods = [s for s in summaries if not s.is_exact and not s.is_local]
-    # joined in the order of their budgets: a larger budget may cost less time
-    methods.sort(key=lambda s: s.axes.get("budget", 0))
-    groups = dict.fromkeys(s.axes["group"] for s in methods if s.axes.get("group")) or {"": None}
-    return {
-        group: _group([s for s in methods if s.axes.get("group") in (group, None)], _series) for group in groups
-    }
-
-
 def _series(summary: Summary) -> str:
     return str(summary.axes.get("series", summary.label.split(",")[0]))
 
@@ -719,16 +703,15 @@ def _draw_lines(axes: Any, lines: _Lines, cost: str, top: float) -> None:
 
 
 def _draw_references(axes: Any, summaries: Sequence[Summary], cost: str) -> None:
-    """Exact and local attention, with a mark at their cost; with several lengths they are curves."""
-    references = summaries if len({s.n_tokens for s in summaries}) == 1 else []
+    """Exact and local attention, with a mark at their cost."""
     for kind, colour in _COLOURS.items():
-        for s in [s for s in references if s.config.get("type") == kind][:1]:
+        for s in [s for s in summaries if s.config.get("type") == kind][:1]:
             axes.axhline(s.loss, color=colour, linewidth=1, linestyle=":")
             # exact attention costs most and local least: each name stands where its mark is not
             end, side, shift = (0, "left", 3) if kind == "Exact" else (1, "right", -2)
             place = {"xycoords": axes.get_yaxis_transform(), "textcoords": "offset points", "ha": side}
             axes.annotate(s.label, (end, s.loss), (shift, 2), fontsize=7, color=colour, **place)
-            if cost not in ("budget", "n_tokens") and _cost(s, cost):
+            if cost != "budget" and _cost(s, cost):
                 axes.plot([_cost(s, cost)], [s.loss], marker="s", color=colour, markersize=5)
 
 

@@ -33,11 +33,12 @@ from prescore.scoring.select import membership, score_keys
 NO_RULE = "-"
 LEWIS = "lewis-weights"
 VARIANTS = {
-    ("normalized", None): "rows normalised",
-    ("small-noise", False): "small noise, raw",
-    ("small-noise", None): "small noise, as shipped",
+    ("normalized", None, False): "rows normalised",
+    ("normalized", None, True): "the same, rotated basis",
+    ("small-noise", False, False): "small noise, raw",
+    ("small-noise", None, False): "small noise, as shipped",
 }
-"""Readings of the model, and `normalize`: False = raw keys, None = the scorer's default."""
+"""Reading of the model, `normalize` (False = raw, None = as the scorer has it), whether the basis is rotated."""
 CONVERGED = 30
 """Lloyd iterations of the claims, which assume convergence."""
 CONSTANT = 4.0
@@ -101,13 +102,14 @@ def _recall_rows(sweep: Sweep, setting: PlantedSetting, seed: int) -> list[Row]:
     if LEWIS in (sweep.methods or list_scorers()):
         methods += [(LEWIS, p) for p in sweep.powers if p < 4 and p != 2]
     rows = []
-    for (name, power), (reading, normalize) in itertools.product(methods, VARIANTS):
+    for (name, power), (reading, normalize, rotated) in itertools.product(methods, VARIANTS):
         has_rule = "rule" in _fields(name)
         config = {
             "part": "recall",
             **asdict(setting),
             "reading": reading,
             "normalize": normalize,
+            **({"rotated": True} if rotated else {}),
             "method": f"{name} p={power:g}" if name in (LEWIS, "minkowski") else name,
             "rules": list(sweep.rules) if has_rule else [NO_RULE],
             "degree": sweep.degree,
@@ -119,7 +121,7 @@ def _recall_rows(sweep: Sweep, setting: PlantedSetting, seed: int) -> list[Row]:
 
 
 def _measure_recall(setting: PlantedSetting, config: Values, name: str, power: float, seed: int) -> Values:
-    model = setting.draw(config["reading"], generator=seed)
+    model = setting.draw(config["reading"], rotated=config.get("rotated", False), generator=seed)
     query = planted.planted_queries(model, config["n_queries"], generator=seed)
     attention = planted.polynomial_attention(query, model.keys, config["degree"])
     results: Values = {"recall": {}, "heavy_recall": {}}

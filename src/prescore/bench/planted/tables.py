@@ -16,7 +16,7 @@ from prescore.bench.tables import MISSING, Table, as_text, mean_and_spread, span
 _SETTING = ("n", "d", "epsilon", "c_signal", "c_noise")
 
 Setting = tuple[Any, ...]
-Recall = dict[tuple[str, str], dict[tuple[str, bool | None], list[Any]]]
+Recall = dict[tuple[str, str], dict[tuple[str, bool | None, bool], list[Any]]]
 """By (method, rule) and variant, a value for each seed."""
 
 
@@ -98,7 +98,7 @@ def planted_plot(records: Sequence[Record], setting: Setting, path: str | Path) 
     labels = [method if rule == NO_RULE else f"{method}, {rule}" for method, rule in recall]
     methods = list(dict.fromkeys(method for method, _ in recall))
     colours = [COLOURS[methods.index(method) % len(COLOURS)] for method, _ in recall]
-    with figure(path, (12, 1.2 + 0.19 * len(recall)), ncols=3) as (drawn, axes):
+    with figure(path, (16, 1.2 + 0.19 * len(recall)), ncols=len(VARIANTS)) as (drawn, axes):
         drawn.suptitle(f"Planted keys found, {describe_setting(setting)}")
         for panel, (variant, title) in zip(axes, VARIANTS.items(), strict=True):
             values = [by_variant.get(variant, []) for by_variant in recall.values()]
@@ -116,7 +116,8 @@ def _recall(records: Sequence[Record], setting: Setting, name: str) -> Recall:
     values: Recall = defaultdict(lambda: defaultdict(list))
     for record in records:
         if record.config["part"] == "recall" and _setting(record) == setting:
-            variant = (record.config["reading"], record.config["normalize"])
+            config = record.config
+            variant = (config["reading"], config["normalize"], config.get("rotated", False))
             for rule, value in record.results[name].items():
-                values[record.config["method"], rule][variant].append(value)
+                values[config["method"], rule][variant].append(value)
     return values
