@@ -42,9 +42,9 @@ test-fast: setup
 test-plain: setup
 	PRESCORE_NATIVE=0 $(PYTEST) -m "not slow" tests/routed tests/selected tests/identities tests/integrations
 
-# The tests of attention that follow a device, on a GPU; torch must see one.
+# The tests of attention that follow a device, and of the Triton backend, on a GPU; skipped where torch sees none.
 test-gpu: setup
-	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -rs --device cuda tests/test_devices.py
+	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -rs --device cuda tests/test_devices.py tests/routed/test_triton.py
 
 # The tests of the C operators on libraries that check every address and every undefined operation.
 sanitize: setup

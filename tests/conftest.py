@@ -1,4 +1,4 @@
-"""`pytest --device cuda`: where the tests that follow it put their tensors (`tests/test_devices.py`)."""
+"""`pytest --device cuda`: where the tests that follow it put their tensors; `make test-gpu` runs them."""
 
 import pytest
 import torch
@@ -12,7 +12,9 @@ def pytest_addoption(parser):
 
 @pytest.fixture(scope="session")
 def device(request):
-    """The chosen device; one that torch cannot use is refused."""
+    """The chosen device; tests are skipped where there is no GPU, any other that torch cannot use is refused."""
     name = request.config.getoption("--device")
+    if name.startswith("cuda") and not torch.cuda.is_available():
+        pytest.skip("torch sees no GPU")
     checks.device("--device", name)
     return torch.device(name)

@@ -67,7 +67,7 @@ TENSORS = [
     (
         {"backend": "flash9"},
         ValueError,
-        "backend must be one of auto, native, triton, plain, cpu-flash, cuda-efficient, got 'flash9'",
+        "backend must be one of 'auto', 'native', 'triton', 'plain', 'cpu-flash', 'cuda-efficient', got 'flash9'",
     ),
     (META, ValueError, "query must be on a device that holds numbers, got meta"),
     ({"query": QUERY.to_sparse()}, ValueError, "query must be a dense tensor, got torch.sparse_coo"),

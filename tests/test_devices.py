@@ -1,4 +1,4 @@
-"""Attention on the device of `pytest --device`: `make test-gpu` runs this file on a GPU.
+"""Attention on the device of `pytest --device`: `make test-gpu` runs these tests on a GPU.
 
 Every result must be that of plain torch on the CPU. On the CPU itself this compares the backend that `auto` picks.
 """

@@ -20,7 +20,7 @@ from prescore.ops.backend import Backend, pick_backend
 from prescore.ops.dropout import Dropout
 from prescore.parallel.entry import attend_in_group
 from prescore.rng import Streams, as_streams, check_generator
-from prescore.routed.backends import exact_reason, unsupported
+from prescore.routed.backends import auto_config, unsupported
 from prescore.scoring.base import Scorer, as_scorer
 from prescore.scoring.sampling import arange
 from prescore.scoring.select import check_selection, given_members, protected_positions, score_keys, select_keys
@@ -226,8 +226,7 @@ def attend(
             return attend_in_group(group, tensors, config, options, explain=explain, refusal=refusal)
         config, reason = check_config(config), ""
         if isinstance(config, Routed) and options.backend == "auto" and not options.dropout_p:
-            reason = exact_reason(query, key, value, config, is_causal=options.is_causal)
-        config = Exact() if reason else config
+            config, reason = auto_config(query, key, value, config, is_causal=options.is_causal)
         # only now: a call that is refused must not advance a generator
         streams = as_streams(options.generator)
         dropout = streams if options.dropout_generator is None else as_streams(options.dropout_generator)

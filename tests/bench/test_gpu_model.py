@@ -12,6 +12,7 @@ from prescore.bench.records import read_records
 from prescore.bench.speed import gpu_model, studies
 from prescore.bench.speed.gpu_model import BANDS, GPUS, ROWS, growth, predict
 from prescore.bench.speed.heads import find_heads
+from prescore.routed import triton
 
 CONFIG = {"n": 4096, "dim": 16, "query_heads": 4, "kv_heads": 2, "heads": "random", "tiles": 2}
 
@@ -82,6 +83,22 @@ def test_the_document_has_the_tables_of_the_record():
     text = (folder / "README.md").read_text()
     for table in gpu_model.gpu_tables(read_records(folder / "records.jsonl")):
         assert table.to_markdown() in text
+
+
+@pytest.mark.parametrize(
+    ("target", "name"), [("sm_80", "A100"), ("sm_90", "H100"), ("sm_100", "B200"), ("gfx942", "MI300X")]
+)
+def test_auto_is_exact_up_to_the_predicted_gain(target, name):
+    """`GAINS_FROM`: the shortest length from which every longer one gains, with the tiles that the backend has."""
+    records = read_records(Path(__file__).parents[2] / "experiments" / "gpu" / "records.jsonl")
+    rows, least = triton.launch(target, 64, 64, torch.bfloat16).rows, None
+    for n in reversed(gpu_model.LENGTHS):
+        each = [predict(record.config, record.results, GPUS[name], n, rows) for record in records]
+        exact = sum(times.pop("FlashAttention") for times in each)
+        if exact <= sum(sum(times.values()) for times in each):
+            break
+        least = n
+    assert triton.GAINS_FROM[target] == least
 
 
 def test_heads_that_are_too_short_are_refused():

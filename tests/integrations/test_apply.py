@@ -101,6 +101,8 @@ def test_layers_choose_where_and_how():
         (None, {"audit": 0.0}, ValueError, r"audit must be finite and above 0\.0, got 0\.0"),
         (None, {"audit": 1.5}, ValueError, r"audit must be at most 1\.0, got 1\.5"),
         (None, {"audit": True}, TypeError, "audit must be a number, got bool True"),
+        (None, {"backend": "fast"}, ValueError, "backend must be one of 'auto', 'native', .*, got 'fast'"),
+        (None, {"backend": "plain", "mesh": "two"}, ValueError, "backend must be 'auto' with a mesh, got 'plain'"),
         (Routed, {}, TypeError, r"config must be .* got the type Routed: write Routed\(\)"),
     ],
     ids=str,
@@ -110,6 +112,21 @@ def test_wrong_arguments_are_named_and_change_nothing(config, options, error, ma
     with pytest.raises(error, match=match):
         prescore.apply(model, config, **options)
     assert is_untouched(model)
+
+
+def test_every_call_of_a_layer_takes_the_named_backend():
+    model, config = tiny("Llama"), Routed(cluster_size=4, chunk_size=8, sinks=1, exact_until=0)
+    ids, mask = prompts(batch=1, length=32, cut=0)
+    with prescore.apply(model, config, backend="plain") as applied, torch.no_grad():
+        cache = PrescoredCache()
+        model(ids, attention_mask=mask, past_key_values=cache)
+        model(ids[:, :1], past_key_values=cache)
+    assert [phase.last.stats["backend"] for phase in applied.report()[0].phases.values()] == ["plain", "plain"]
+    with (
+        prescore.apply(model, config, backend="triton"),
+        pytest.raises(Unsupported, match="backend 'triton' cannot run"),
+    ):
+        model(ids)
 
 
 def test_applications_are_undone_in_any_order():

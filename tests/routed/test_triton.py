@@ -4,19 +4,20 @@ import importlib.util
 import json
 import subprocess
 import sys
-from importlib import metadata
 from pathlib import Path
 
 import pytest
 import torch
+from oracles.budgets import assert_within
 from oracles.inputs import attention_tensors
+from pretend_device import PretendDevice
 from routed_checks import attend
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from prescore import Exact, Routed
+from prescore import Exact, Routed, prescored_attention
 from prescore.errors import Unsupported
 from prescore.routed import reference, triton
-from prescore.routed.backends import exact_reason, pick_far_backend
+from prescore.routed.backends import auto_config, pick_far_backend
 from prescore.routed.layout import make_layout
 
 ROOT = Path(__file__).parents[2]
@@ -31,10 +32,11 @@ def tensors(**sizes):
 
 @needs_triton
 @pytest.mark.slow
-def test_random_calls_are_the_reference():
+def test_random_calls_are_the_reference(device):
     """Prefill, chunks of a prompt, steps, padding, gradients; groups of 1 to 8 heads, every dtype."""
     command = [sys.executable, "-W", "ignore", ROOT / "tests" / "routed" / "triton_calls.py", "--calls", "36"]
-    done = subprocess.run([*command, "--seed", "2"], capture_output=True, text=True, check=False)
+    options = ["--seed", "2", "--device", str(device)]
+    done = subprocess.run([*command, *options], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "0 wrong" in done.stdout
 
@@ -66,15 +68,68 @@ def test_triton_is_refused_where_it_is_missing_and_for_other_configurations(monk
 
 
 def test_triton_runs_where_it_is_named(monkeypatch):
-    query, key, value = tensors(n_keys=3000)
+    query = tensors()[0]
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert pick_far_backend("auto", query, 32, 16) != "triton"
     assert pick_far_backend("plain", query, 32, 16) == "plain"
     if not triton.missing():
         assert pick_far_backend("triton", query, 32, 16) == "triton"
         assert pick_far_backend("triton", query, 48, 16) == "plain"
-    device = [torch.empty_like(t, device="meta") for t in (query, key, value)]
-    assert exact_reason(*device, Routed(), is_causal=True) == "native code: it runs on CPU tensors, got meta"
+
+
+def on_device(n_keys, n_query=None, dim=64):
+    """Tensors without numbers on a device that is not the CPU."""
+    sizes = (n_query or n_keys, n_keys, n_keys)
+    return [torch.empty(1, 2, n, dim, dtype=torch.bfloat16, device="meta") for n in sizes]
+
+
+@pytest.fixture
+def sm_80(monkeypatch):
+    """Every device but the CPU is an A100 with Triton, which gains from some length on."""
+    monkeypatch.setattr(triton, "missing", lambda: "")
+    monkeypatch.setattr(triton, "target_of", lambda device: "" if device.type == "cpu" else "sm_80")
+    monkeypatch.setitem(triton.GAINS_FROM, "sm_80", 32768)
+    return monkeypatch
+
+
+def test_auto_takes_triton_on_gpus_from_the_predicted_length_on(sm_80):
+    least = triton.GAINS_FROM["sm_80"]
+    assert pick_far_backend("auto", on_device(64)[0], 64, 128) == "triton"
+    assert pick_far_backend("auto", on_device(64)[0], 48, 128) == "plain"
+    assert auto_config(*on_device(2048), Routed(), is_causal=True) == (Routed(), "")
+    for config in (Routed(), Routed(exact_until=4096)):
+        for n_query in (1, 5, None):
+            tensors = on_device(least + 2000, n_query)
+            assert auto_config(*tensors, config, is_causal=True) == (config.replace(exact_until=least), "")
+            ran, reason = auto_config(*on_device(least, n_query), config, is_causal=True)
+            assert ran == Exact()
+            assert reason == f"triton: up to {least} keys exact attention is faster on sm_80, by a model"
+    for config in (CONFIG, Routed(exact_until=2 * least)):  # short texts; more than is predicted
+        assert auto_config(*on_device(2 * least + 2000), config, is_causal=True) == (config, "")
+    sm_80.setitem(triton.GAINS_FROM, "sm_80", None)
+    ran, reason = auto_config(*on_device(2**20), Routed(), is_causal=True)
+    assert (ran, reason.endswith("faster than exact attention on sm_80")) == (Exact(), True)
+    ran, reason = auto_config(*on_device(2**20, dim=48), Routed(), is_causal=True)
+    assert (ran, reason[:31]) == (Exact(), "triton: the head dimension must")
+
+
+def test_auto_on_a_gpu_gives_chunks_of_a_prompt_the_rows_of_the_full_call(sm_80):
+    """Plain torch stands in for the kernels, which need the device."""
+    sm_80.setitem(triton.GAINS_FROM, "sm_80", 2400)
+    sm_80.setattr("prescore.routed.attention.pick_far_backend", lambda *_: "plain")
+    mode, (query, key, value) = PretendDevice(), tensors(n_keys=3000)
+    with mode:
+        inputs = [mode.put(t) for t in (query, key, value)]
+        full, aux = prescored_attention(*inputs, is_causal=True, return_aux=True)
+        chunks = [
+            prescored_attention(inputs[0][:, :, a:b], *(t[:, :, :b] for t in inputs[1:]), is_causal=True)
+            for a, b in ((0, 2300), (2300, 2700), (2700, 3000))
+        ]
+    assert aux.stats.exact_queries == 2400
+    assert_within(torch.cat([c.numbers for c in chunks], 2), full.numbers, 1e-5, "chunks")
+    exact = prescored_attention(query, key, value, Exact(), is_causal=True)
+    assert_within(full.numbers[:, :, :2400], exact[:, :, :2400], 1e-5, "the first queries")
+    assert (full.numbers - exact)[:, :, 2400:].abs().max() > 1e-4
 
 
 class NoReads(TorchDispatchMode):
@@ -105,15 +160,43 @@ def triton_table():
     return module
 
 
+def recorded():
+    """Rows of the table by configuration."""
+    tool = triton_table()
+    lines = (ROOT / "experiments" / "gpu" / "compiled.jsonl").read_text().splitlines()
+    return {tool.place_of(row): row for row in map(json.loads, lines)}
+
+
+def test_every_configuration_is_recorded_without_spills():
+    tool, rows = triton_table(), recorded()
+    assert set(rows) == set(tool.configurations())
+    for (_, target, dim, dtype, _), row in rows.items():
+        own = triton.launch(target, dim, dim, tool.DTYPES[dtype])
+        assert own._asdict().items() <= row.items()
+        assert row["spill_bytes"] == 0
+        assert row["shared_bytes"] <= tool.SHARED[target]
+    text = (ROOT / "experiments" / "gpu" / "compiled.md").read_text()
+    assert tool.table(list(rows.values())) in text
+
+
+SAMPLE = {
+    "sm_80": (("far_part", 128, "bf16"), ("local_part", 256, "fp16")),
+    "sm_90": (("far_part", 64, "fp16"), ("merge", 256, "fp32")),
+    "sm_100": (("far_part", 64, "bf16"), ("local_part", 128, "fp16")),
+    "gfx942": (("far_part", 128, "fp16"), ("local_part", 128, "bf16")),
+}
+
+
 @needs_triton
 @pytest.mark.slow
-@pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100", "gfx942"])
-def test_kernels_compile_as_recorded(target):
-    """Every architecture has a record of the prefill kernel; it compiles, fits and takes what the record says."""
-    tool, lines = triton_table(), (ROOT / "experiments" / "gpu" / "compiled.jsonl").read_text().splitlines()
-    rows = [row for row in map(json.loads, lines) if (row["target"], row["kernel"]) == (target, "prefill")]
-    assert rows
-    for row in rows:
+@pytest.mark.parametrize("target", SAMPLE)
+def test_kernels_compile_without_spills_as_recorded(target):
+    """Kernels for prompts of each architecture; the longest take about ten seconds each."""
+    tool, rows = triton_table(), recorded()
+    for kernel, dim, dtype in SAMPLE[target]:
+        tile = triton.launch(target, dim, dim, tool.DTYPES[dtype]).rows
+        row = tool.compile_kernel(kernel, target, dim, dtype, tile)
+        assert row["spill_bytes"] == 0
         assert row["shared_bytes"] <= tool.SHARED[target]
-        if row["dim"] == 128 and row["dtype"] == "bf16" and row["triton"] == metadata.version("triton"):
-            assert tool.compile_kernel("prefill", target, 128, "bf16") == row
+        known = rows[tool.place_of(row)]
+        assert row["triton"] != known["triton"] or row == known

@@ -1,6 +1,7 @@
-"""Random calls of the Triton backend under its interpreter, against the reference.
+"""Random calls of the Triton backend under its interpreter, or on a GPU, against the reference.
 
     python tests/routed/triton_calls.py --calls 500 --seed 1
+    python tests/routed/triton_calls.py --calls 500 --seed 1 --device cuda
 
 Call `k` of seed `s` depends on nothing else, so any one can be run again: `--seed s --first k --calls 1`. Triton
 reads TRITON_INTERPRET when it is imported, so tests run this file as a process of its own.
@@ -14,7 +15,7 @@ from collections import Counter
 from pathlib import Path
 
 if __name__ == "__main__":
-    os.environ["TRITON_INTERPRET"] = "1"
+    os.environ["TRITON_INTERPRET"] = "0" if any("cuda" in argument for argument in sys.argv) else "1"
     sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
 import torch
@@ -57,10 +58,10 @@ def check_gradients(inputs, got, config):
         assert_within(grad.double() / size, wanted.double() / size, budget, f"gradient of {name}")
 
 
-def run(draw):
+def run(draw, device):
     """One random call: what it was, and how many of its queries differ from the reference."""
     kind, dtype, group = draw.choice(KINDS), draw.choice(DTYPES), draw.choice(GROUPS)
-    size = draw.choice((16, 16, 32, 64))
+    size = draw.choice((16, 16, 32, 64) if device.type == "cpu" else (16, 32, 64, 128))
     config = Routed(
         min_weight=draw.choice((1.0, 0.1, 1 / 32, 1e-3, 1e-5)),
         cluster_size=size,
@@ -94,7 +95,8 @@ def run(draw):
              for n, s in zip(n_real, shift, strict=True)]
         )  # fmt: skip
         given = [torch.stack([t.roll(s, 1) for t, s in zip(x, shift, strict=True)]) for x in given]
-    given = [t.requires_grad_(kind == "gradients") for t in given]
+    given = [t.to(device).requires_grad_(kind == "gradients") for t in given]
+    mask = None if mask is None else mask.to(device)
     with torch.set_grad_enabled(kind == "gradients"):
         if kind in ("step", "steps"):
             index = RoutedIndex(config, scale=query.shape[-1] ** -0.5)
@@ -105,6 +107,7 @@ def run(draw):
                 *given, config, is_causal=is_causal, key_padding_mask=mask, return_aux=True, backend="triton"
             )
             got, ran = Attended(output, aux.lse), aux.stats.backend
+    on_cpu = Attended(*(t.detach().cpu() for t in got))
     budget = BUDGET if dtype == torch.float32 else 3 * torch.finfo(dtype).eps
     n_different = n_queries = 0
     for place, wanted in enumerate(by_reference(query, key, value, config, is_causal=is_causal, n_real=n_real)):
@@ -113,7 +116,7 @@ def run(draw):
         own = slice(first, first + len(wanted.lse))
         size = max(1.0, float(wanted.lse.abs().max()))  # rounding of logits is relative
         differ = differing_queries(
-            Attended(got.output[row, head, own][None, None], got.lse[row, head, own][None, None]),
+            Attended(on_cpu.output[row, head, own][None, None], on_cpu.lse[row, head, own][None, None]),
             Attended(wanted.output[None, None], wanted.lse[None, None]),
             budget * size,
         )
@@ -129,11 +132,12 @@ def main():
     parser.add_argument("--calls", type=int, default=30)
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--device", type=torch.device, default="cpu")
     options = parser.parse_args()
     torch.set_num_threads(1)
     ran, wrong, flips, queries = Counter(), 0, 0, 0
     for number in range(options.first, options.first + options.calls):
-        backend, n_different, n_queries, what = run(random.Random(f"{options.seed}/{number}"))
+        backend, n_different, n_queries, what = run(random.Random(f"{options.seed}/{number}"), options.device)
         ran[backend] += 1
         queries, flips = queries + n_queries, flips + n_different
         # rounding may move a key across the threshold

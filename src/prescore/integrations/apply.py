@@ -28,6 +28,7 @@ from prescore.integrations.attention import (
 )
 from prescore.integrations.patch import Adapter, Undo, span
 from prescore.integrations.report import LayerReport, Report, describe
+from prescore.ops.backend import BACKENDS
 from prescore.parallel.comm import Group, as_group
 
 _PACKAGE = "prescore.integrations"
@@ -65,6 +66,7 @@ class Applied:
         on_unsupported: str,
         group: Group | None = None,
         audit: float | None = None,
+        backend: str = "auto",
     ) -> None:
         names = adapter.layers(model)
         warned: set[str] = set()
@@ -79,7 +81,7 @@ class Applied:
             self._functions, self._undo = replace_context_parallel(model, configs, group)
             return
         self._functions = {
-            number: PrescoredAttention(config, on_unsupported, warned=warned, audit=audit)
+            number: PrescoredAttention(config, on_unsupported, warned=warned, audit=audit, backend=backend)
             for number, config in configs.items()
         }
         with ExitStack() as undo:
@@ -139,6 +141,7 @@ def apply(
     on_unsupported: str = "raise",
     mesh: object = None,
     audit: float | None = None,
+    backend: str = "auto",
     **fields: Never,
 ) -> Applied:
     """Replace a model's attention by pre-scored attention, until `undo` or the end of the `with` block.
@@ -156,6 +159,7 @@ def apply(
             models of transformers.
         audit: Measure the error: for this share of the queries of each call, at least one, exact attention is
             computed too, and `report()` has the relative errors by layer. Outputs do not change. None = no audit.
+        backend: As in `prescored_attention`: `auto`, or one that every call of the chosen layers must take.
         **fields: None: the fields of a configuration are refused with the cure.
 
     Example:
@@ -171,6 +175,7 @@ def apply(
         got = f"str {model!r}: load the model first" if isinstance(model, str) else type(model).__name__
         raise TypeError(f"model must be a torch.nn.Module, got {got}")
     checks.one_of("on_unsupported", on_unsupported, ON_UNSUPPORTED)
+    checks.one_of("backend", backend, BACKENDS)
     if audit is not None:
         checks.number("audit", audit, minimum=0.0, exclusive=True, maximum=1.0)
     adapter = find_adapter(model)
@@ -178,7 +183,9 @@ def apply(
     if on_unsupported == "raise":
         _refuse_obstacles(adapter, model, configs)
     if mesh is None:
-        return Applied(model, adapter, configs, on_unsupported, audit=audit)
+        return Applied(model, adapter, configs, on_unsupported, audit=audit, backend=backend)
+    if backend != "auto":
+        raise ValueError(f"backend must be 'auto' with a mesh, got {backend!r}")
     if on_unsupported != "raise":
         raise ValueError(f"on_unsupported must be 'raise' with a mesh, got {on_unsupported!r}")
     if audit is not None:

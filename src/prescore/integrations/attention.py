@@ -91,6 +91,7 @@ class PrescoredAttention:
         warned: Warnings already given; layers that share the set warn once. With a set, also warn if the
             configuration is exact at the model's fixed input length.
         audit: Share of the queries whose error is measured, see `prescore.apply`; None = none.
+        backend: As in `prescored_attention`.
 
     Attributes:
         last: What the last call did; None before the first, and while a call runs.
@@ -106,11 +107,13 @@ class PrescoredAttention:
         seed: int = 0,
         warned: set[str] | None = None,
         audit: float | None = None,
+        backend: str = "auto",
     ) -> None:
         checks.one_of("on_unsupported", on_unsupported, ON_UNSUPPORTED)
         self.config = check_config(config)
         self.on_unsupported = on_unsupported
         self.protect_prefix = protect_prefix
+        self.backend = backend
         self.seed = seed
         self.last: CallTrace | None = None
         self.trace = Trace()
@@ -133,7 +136,8 @@ class PrescoredAttention:
             output = attend_exactly(query, key, value, context)
         else:
             config = self.with_prefix(context.n_prefix, form.fewest_keys()) if context.n_prefix else self.config
-            request = Request(config, context.scale, context.dropout, layer_seed(self.seed, context.layer))
+            seed = layer_seed(self.seed, context.layer)
+            request = Request(config, context.scale, context.dropout, seed, backend=self.backend)
             cache = self._external if context.cache is None else context.cache
             key, value = key[:, :, : form.n_keys], value[:, :, : form.n_keys]
             in_order = n_query == 1 or form.kind == "causal"

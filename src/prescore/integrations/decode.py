@@ -22,7 +22,7 @@ from prescore.config import Config, Coupling, Exact, Routed, Selected
 from prescore.errors import Unsupported
 from prescore.ops.backend import accumulation_dtype, pick_backend
 from prescore.rng import DEFAULT_SEED, Streams
-from prescore.routed.backends import exact_reason
+from prescore.routed.backends import auto_config
 from prescore.routed.decode import GrowingClusters, RoutedIndex
 from prescore.routed.layout import routes
 from prescore.selected.plan import make_plan
@@ -43,7 +43,8 @@ _PROBES = 16
 class Request(NamedTuple):
     """How a layer attends: `scale` multiplies the logits, None = `D ** -0.5`; `seed` is of everything drawn.
 
-    `key_index` is that of earlier chunks of the prompt, which the call extends.
+    `key_index` is that of earlier chunks of the prompt, which the call extends; `backend` as in
+    `prescored_attention`.
     """
 
     config: Config
@@ -51,6 +52,7 @@ class Request(NamedTuple):
     dropout: float = 0.0
     seed: int = DEFAULT_SEED
     key_index: GrowingClusters | None = None
+    backend: str = "auto"
 
 
 class CachedKeys(NamedTuple):
@@ -185,7 +187,7 @@ class LayerCache:
         if isinstance(index, str):
             return Step(OVER_ALL, None, index)
         with without_autocast(query, keys.key, keys.value) as tensors:
-            attended = index.attend(*tensors)
+            attended = index.attend(*tensors, backend=request.backend)
         reads = index.reads
         return Step(OVER_CLUSTERS, Result(*attended, lambda: reads, index.stats))
 
@@ -287,9 +289,11 @@ class LayerCache:
             return ""
         if request.dropout or records_gradients(query, keys.key, keys.value):
             return "the key index has neither dropout nor gradients"
-        reason = exact_reason(query, keys.key, keys.value, config, is_causal=True)
-        if reason:
-            return reason
+        if request.backend == "auto":
+            effective, reason = auto_config(query, keys.key, keys.value, config, is_causal=True)
+            if isinstance(effective, Exact):
+                return reason
+            config = effective
         start = None
         if keys.valid is not None and not bool(keys.valid.all()):
             start = first_real(keys.valid)

@@ -250,6 +250,7 @@ def prescored_under_mask(query: Tensor, key: Tensor, value: Tensor, form: MaskFo
         generator=request.seed,
         dropout_p=request.dropout,
         dropout_generator=dropout_seed,
+        backend=request.backend,
         key_index=request.key_index,
     )
     return attend(query, key, value, request.config, options)

@@ -13,9 +13,12 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from prescore import checks
 from prescore.errors import Unsupported
 from prescore.ops.dropout import Dropout
 from prescore.types import Attended
+
+BACKENDS = ("auto", "native", "triton", "plain", "cpu-flash", "cuda-efficient")
 
 
 class Tile(NamedTuple):
@@ -83,12 +86,9 @@ def pick_backend(query: Tensor, name: str = "auto", dropout: Dropout | None = No
     from prescore.ops import cpu, cuda, plain
 
     backends: tuple[Backend, ...] = (cpu.CpuFlash(), cuda.CudaEfficient(), plain.Plain(dropout))
-    if name not in ("auto", "native", "triton"):  # those two run the far keys of a `Routed`; this is for the rest
+    checks.one_of("backend", name, BACKENDS)
+    if name not in BACKENDS[:3]:  # native and triton run the far keys of a `Routed`; this is for the rest
         backends = tuple(backend for backend in backends if backend.name == name)
-        if not backends:
-            raise ValueError(
-                f"backend must be one of auto, native, triton, plain, cpu-flash, cuda-efficient, got {name!r}"
-            )
     reasons = []
     for backend in backends:
         unsupported = backend.unsupported(query)

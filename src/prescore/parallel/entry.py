@@ -26,7 +26,7 @@ from prescore.parallel.comm import Group, Shard, agree, as_group
 from prescore.parallel.selected import attend_selected_shards, why_not_selected
 from prescore.parallel.ulysses import attend_by_heads
 from prescore.rng import Streams, as_streams
-from prescore.routed.backends import exact_reason
+from prescore.routed.backends import auto_config
 from prescore.scoring.sampling import arange
 from prescore.types import Attended, Reads, Result, Values
 
@@ -67,8 +67,7 @@ def attend_in_group(
     if isinstance(config, Selected):
         reason = why_not_selected(shard, config) or None
     if isinstance(config, Routed) and options.backend == "auto":
-        why_exact = exact_reason(*tensors, config, is_causal=options.is_causal, ranks=ranks.size)
-        config = Exact() if why_exact else config
+        config, why_exact = auto_config(*tensors, config, is_causal=options.is_causal, ranks=ranks.size)
     if isinstance(config, Exact):
         exchange, result = "all-gather", _by_all_gather(shard, config, explain)
     elif isinstance(config, Selected) and reason is None:

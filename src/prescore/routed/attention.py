@@ -233,10 +233,10 @@ def _attend(call: Call, config: Routed) -> _Part:
     counted = _Counted.of(call)
     stats, count_means = {**asdict(layout), "exact_queries": n_exact}, counted.exact_means
     far_backend = _far_backend(call, layout)
-    # native code and kernels read the first queries too, and faster; the operator alone has their gradients
+    # native code reads the first queries too, and faster; the operator alone has their gradients
     n_apart = n_exact
     is_recorded = records_gradients(call.query, call.key, call.value)
-    if far_backend != "plain" and n_exact < layout.n_query and not is_recorded:
+    if far_backend == "native" and n_exact < layout.n_query and not is_recorded:
         n_apart = 0
     results = []
     if n_apart or n_exact == layout.n_query:

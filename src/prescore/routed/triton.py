@@ -11,7 +11,7 @@ import math
 import os
 from functools import cache
 from importlib import metadata
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -21,12 +21,18 @@ from prescore.routed.layout import RoutedKeys, View
 from prescore.types import Attended
 
 DIMS = (32, 64, 128, 256)
-CLUSTER_SIZES = (16, 32, 64, 128, 256)
+CLUSTER_SIZES = (16, 32, 64, 128)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 CLUSTERS = 16
 """Clusters whose centroids are compared at once."""
 MAX_SPLITS = 32
 """Programs that share the clusters of a KV head in a step."""
+STEP_ROWS = 16
+"""Rows of a tile in a step: query heads of a group."""
+LIGHT_WARPS = 4
+"""Warps of a program of the kernels that need few registers: local_part, merge."""
+PROGRAMS = 1024
+"""Programs that share the tiles of a prompt; each has memory for a list of keys."""
 VERSION = (3, 7)
 """The oldest Triton that compiles the kernels."""
 
@@ -41,30 +47,62 @@ class Launch(NamedTuple):
         rows: Queries of a tile.
         keys: Int8 keys compared at once, and far keys read at once.
         local: Local keys read at once.
-        warps: Of a program.
+        width: Numbers of the head dimension that are multiplied at once.
+        warps: Of a program of far_part.
     """
 
     rows: int
     keys: int
     local: int
+    width: int
     warps: int
 
 
 INTERPRETER = "interpreter"
 LAUNCHES = {
-    "sm_80": {64: Launch(32, 64, 32, 8), 128: Launch(32, 64, 32, 8), 256: Launch(16, 32, 32, 8)},
-    "sm_90": {64: Launch(32, 64, 32, 8), 128: Launch(32, 64, 32, 8), 256: Launch(16, 32, 32, 8)},
-    "sm_100": {64: Launch(32, 64, 32, 8), 128: Launch(32, 64, 32, 8), 256: Launch(16, 32, 32, 8)},
-    "gfx942": {128: Launch(64, 32, 32, 4)},
-    INTERPRETER: {width: Launch(64, 64, 64, 4) for width in (64, 128, 256)},
+    "sm_80": {
+        (16, 64): Launch(32, 64, 32, 32, 8),
+        (16, 256): Launch(16, 64, 32, 64, 8),
+        (32, 64): Launch(32, 32, 32, 16, 8),
+        (32, 128): Launch(16, 32, 16, 16, 8),
+        (32, 256): Launch(16, 16, 16, 16, 8),
+    },
+    "sm_90": {
+        (16, 128): Launch(32, 64, 32, 32, 8),
+        (16, 256): Launch(16, 64, 32, 64, 8),
+        (32, 64): Launch(32, 32, 32, 16, 8),
+        (32, 256): Launch(16, 32, 32, 16, 8),
+    },
+    "sm_100": {
+        (16, 64): Launch(64, 64, 32, 64, 8),
+        (16, 128): Launch(32, 64, 32, 32, 8),
+        (16, 256): Launch(16, 64, 32, 64, 8),
+        (32, 256): Launch(16, 32, 32, 16, 8),
+    },
+    "gfx942": {
+        (16, 128): Launch(64, 64, 32, 64, 8),
+        (16, 256): Launch(16, 64, 32, 64, 8),
+        (32, 256): Launch(16, 32, 32, 16, 8),
+    },
+    INTERPRETER: {(bits, width): Launch(64, 64, 64, 32, 4) for bits in (16, 32) for width in (64, 128, 256)},
 }
-"""By architecture, then by the larger head dimension, rounded up. No autotuner: it would need the device."""
+"""By architecture, then by bits of a number and the larger head dimension, rounded up. No autotuner: it would need
+the device. Each was compiled and spills nothing (experiments/gpu/compiled.md)."""
 
 
-def launch(target: str, dim: int, value_dim: int) -> Launch:
-    """How to compile for an architecture of `LAUNCHES`."""
-    table = LAUNCHES[target]
-    return table[min(width for width in table if width >= max(dim, value_dim))]
+GAINS_FROM: dict[str, int | None] = {"sm_80": None, "sm_90": None, "sm_100": None, "gfx942": 32768}
+"""Keys from which `bench/speed/gpu_model.py` predicts that prompts are faster than exact attention; None = never.
+Up to there `auto` is exact. Predicted on five layers (experiments/gpu), not measured."""
+
+
+def launch(target: str, dim: int, value_dim: int, dtype: torch.dtype) -> Launch | None:
+    """How to compile for an architecture of `LAUNCHES`; None = no way is known that spills nothing."""
+    fitting = [
+        (bits, width)
+        for bits, width in LAUNCHES[target]
+        if bits == 8 * dtype.itemsize and width >= max(dim, value_dim)
+    ]
+    return LAUNCHES[target][min(fitting)] if fitting else None
 
 
 def precision(target: str) -> str:
@@ -102,7 +140,8 @@ def target_of(device: torch.device) -> str:
 def unsupported(query: Tensor, value_dim: int, cluster_size: int) -> list[str]:
     """Reasons why the kernels cannot run a call with such queries (or keys); empty means they can."""
     reasons = []
-    if not target_of(query.device):
+    target = target_of(query.device)
+    if not target:
         reasons.append(
             "it runs on CUDA devices from compute capability 8.0 on, on gfx942, and on CPU tensors under "
             f"TRITON_INTERPRET=1, got {query.device}"
@@ -112,8 +151,11 @@ def unsupported(query: Tensor, value_dim: int, cluster_size: int) -> list[str]:
     for name, dim in (("head dimension", query.shape[-1]), ("value dimension", value_dim)):
         if dim not in DIMS:
             reasons.append(f"the {name} must be one of {DIMS}, got {dim}")
-        elif (target := target_of(query.device)) and dim > max(LAUNCHES[target]):
-            reasons.append(f"the {name} on {target} must be at most {max(LAUNCHES[target])}, got {dim}")
+    if not reasons and launch(target, query.shape[-1], value_dim, query.dtype) is None:
+        most = max(query.shape[-1], value_dim)
+        reasons.append(
+            f"{target} has no configuration for {query.dtype} and {most} dimensions that spills nothing"
+        )
     if cluster_size not in CLUSTER_SIZES:
         reasons.append(f"clusters must have one of {CLUSTER_SIZES} keys, got {cluster_size}")
     return [*reasons, missing()] if missing() else reasons
@@ -146,57 +188,68 @@ def forward(query: Tensor, keys: RoutedKeys, view: View) -> tuple[Attended, Tens
     (n_heads, group, n_query, dim), value_dim, device = query.shape, keys.value.shape[-1], query.device
     n_clusters, size = keys.positions.shape[1:]
     target = target_of(device)
-    own = launch(target, dim, value_dim)
+    own = cast("Launch", launch(target, dim, value_dim, query.dtype))
     # the interpreter rounds to bfloat16 unlike torch
-    dtype = torch.float32 if target == INTERPRETER else query.dtype
-    lse = torch.empty((n_heads, group, n_query), dtype=torch.float32, device=device)
-    result, threshold = torch.empty((*lse.shape, value_dim), dtype=dtype, device=device), torch.empty_like(lse)
-    seen = [t.to(device, non_blocking=True) for t in (view.n_clusters, view.local_start, view.local_stop)]
-    units = keys.key_cov.diagonal(dim1=-2, dim2=-1).sum(-1).clamp_min(reference.MIN_STD**2).sqrt()
-    centroid_key, centroid_value, *covs = (t.contiguous() for t in keys[4:8])
-    index = [t.contiguous() for t in keys[8:]]
-    n_covs, n_sinks, scale = keys.key_cov.shape[1], keys.sink_key.shape[1], view.scale
-    strides = (*keys.key.stride()[:2], *keys.value.stride()[:2])
-    margins = reference.heavy_margin(view.log_inverse), reference.exact_margin(view.log_inverse)
-    numbers = (view.log_inverse, *margins)
-    shared = {"GROUP": group, "DV": value_dim, "num_warps": own.warps, "num_stages": 1}
-    fixed = {**shared, "D": dim, "PRECISION": precision(target), "INTERPRETED": target == INTERPRETER}
-    all_constants = constants(size)
-    sums = {name: all_constants[name] for name in ("MIN_STD", "MAX_STD", "LOG_SINK_WEIGHT")}
-    search = {name: number for name, number in all_constants.items() if name not in sums}
-    search |= {"SIZE": size, "KEYS": min(own.keys, size)}
-    is_step = n_query == 1 and bool((view.n_clusters > 0).all())  # on the CPU
-    with torch.cuda.device_of(query):
-        if not is_step:
-            n_tiles = -(-group * n_query // own.rows)
-            counts = torch.empty((n_heads, n_tiles, 2), dtype=torch.int32, device=device)
-            kernels.prefill[(n_tiles, n_heads)](
-                query, *keys[:4], *seen, centroid_key, centroid_value, *covs, units, *index,
-                result, lse, threshold, counts, *query.stride()[:3], *strides,
-                n_query, n_clusters, n_covs, view.clusters_per_cov, n_sinks, dim, scale, *numbers,
-                ROWS=own.rows, LOCAL=own.local, **fixed, **sums, **search,
-            )  # fmt: skip
-            return Attended(result, lse), threshold, counts.sum((0, 1))
-        rows = max(16, 1 << (group - 1).bit_length())
-        most = int(view.n_clusters.max())
+    is_interpreted = target == INTERPRETER
+    dtype = torch.float32 if is_interpreted else query.dtype
+    rows, splits, per_split = own.rows, 1, n_clusters
+    if n_query == 1:  # a step: programs share the clusters
+        rows = STEP_ROWS
+        most = max(1, int(view.n_clusters.max()))  # on the CPU
         per_split = -(-most // (CLUSTERS * MAX_SPLITS)) * CLUSTERS
         splits = -(-most // per_split)
-        counts = torch.empty((n_heads, splits, 2), dtype=torch.int32, device=device)
-        masses, peaks, totals = torch.empty((3, n_heads, splits + 1, rows), dtype=torch.float32, device=device)
-        outputs = torch.empty((n_heads, splits + 1, rows, value_dim), dtype=torch.float32, device=device)
-        std = torch.empty((n_heads, rows), dtype=torch.float32, device=device)
-        direction = torch.empty((n_heads, rows, value_dim), dtype=torch.float32, device=device)
-        kernels.decode_local[(splits + 1, n_heads)](
-            query, *keys[:4], *seen, centroid_key, *covs, masses, std, direction, peaks, totals, outputs,
-            *query.stride()[:2], *strides,
-            n_clusters, n_covs, view.clusters_per_cov, n_sinks, per_split, dim, scale,
-            ROWS=rows, LOCAL=own.local, **fixed, **sums,
+    n_tiles = -(-group * n_query // rows)
+    n_rows, n_works = n_tiles * rows, n_tiles * splits * n_heads
+    n_programs = min(n_works, 3 if is_interpreted else PROGRAMS)
+
+    def empty(*shape: int, of: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(shape, dtype=of, device=device)
+
+    result, lse = empty(n_heads, group, n_query, value_dim, of=dtype), empty(n_heads, group, n_query)
+    threshold, counts = torch.empty_like(lse), empty(n_works, 2, of=torch.int32)
+    masses, stds, query_units = empty(n_heads, splits + 1, n_rows), empty(n_heads, n_rows), empty(n_heads, n_rows)
+    query_int8 = empty(n_heads, n_rows, dim, of=torch.int8)
+    peaks, totals, moves = (empty(n_heads, splits, n_rows) for _ in range(3))
+    outputs = empty(n_heads, splits, n_rows, value_dim)
+    estimates = empty(n_programs, CLUSTERS * size, rows)
+    found = empty(n_programs, CLUSTERS * size, of=torch.int64)
+    seen = [t.to(device, non_blocking=True) for t in (view.n_clusters, view.local_start, view.local_stop)]
+    units = keys.key_cov.diagonal(dim1=-2, dim2=-1).sum(-1).clamp_min(reference.MIN_STD**2).sqrt()
+    centroid_key, centroid_value, key_cov, key_value_cov = (t.contiguous() for t in keys[4:8])
+    index = [t.contiguous() for t in keys[8:]]
+    margins = reference.heavy_margin(view.log_inverse), reference.exact_margin(view.log_inverse)
+    steps = query.stride()[:3], (*keys.key.stride()[:2], *keys.value.stride()[:2])
+    covs = keys.key_cov.shape[1], view.clusters_per_cov
+    fixed = {
+        "GROUP": group, "ROWS": rows, "D": dim, "DV": value_dim, "LOCAL": own.local, "SIZE": size,
+        "KEYS": min(own.keys, size), "WIDTH": min(dim, own.width), "PRECISION": precision(target),
+        "INTERPRETED": is_interpreted, **constants(size),
+    }  # fmt: skip
+
+    def start(kernel: Any, grid: tuple[int, ...], *arguments: Any) -> None:
+        names = kernel.arg_names
+        own_fixed = {name: value for name, value in fixed.items() if name in names}
+        warps = own.warps if kernel is kernels.far_part else LIGHT_WARPS
+        kernel[grid](*arguments, **own_fixed, num_warps=warps, num_stages=1)
+
+    with torch.cuda.device_of(query):
+        start(
+            kernels.local_part, (n_tiles, splits + 1, n_heads),
+            query, *keys[:4], *seen, centroid_key, key_cov,
+            masses, stds, query_int8, query_units, peaks, totals, outputs, *steps[0], *steps[1],
+            n_query, n_rows, n_clusters, *covs, per_split, keys.sink_key.shape[1], dim, view.scale,
         )  # fmt: skip
-        kernels.decode_far[(splits, n_heads)](
+        start(
+            kernels.far_part, (n_programs,),
             query, *keys[:2], seen[0], centroid_key, centroid_value, units, *index,
-            masses, std, direction, peaks, totals, outputs, threshold, counts, *query.stride()[:2], *strides,
-            n_clusters, n_covs, view.clusters_per_cov, per_split, dim, scale, *numbers,
-            ROWS=rows, **fixed, **search,
+            masses, stds, query_int8, query_units, peaks, totals, moves, outputs, estimates, found,
+            threshold, counts, *steps[0], *steps[1],
+            n_heads, n_tiles, splits, n_query, n_rows, n_clusters, *covs, per_split, dim,
+            view.scale, view.log_inverse, *margins,
         )  # fmt: skip
-        kernels.decode_merge[(n_heads,)](peaks, totals, outputs, result, lse, splits + 1, ROWS=rows, **shared)
-    return Attended(result, lse), threshold, counts.sum((0, 1))
+        start(
+            kernels.merge, (n_tiles, n_heads),
+            query, seen[0], key_value_cov, peaks, totals, moves, outputs, result, lse, *steps[0],
+            n_query, n_rows, splits, *covs, dim, view.scale,
+        )  # fmt: skip
+    return Attended(result, lse), threshold, counts.sum(0)

@@ -1,15 +1,17 @@
 """The kernels of the Triton backend; `routed/reference.py` says what they compute, with the same names.
 
-A program has a tile of `ROWS` queries of one KV head: all query heads of the group, position by position. It reads
-local keys and sinks, sums the mass of all centroids for the threshold, and searches cluster by cluster:
+A tile has `ROWS` queries of one KV head: all query heads of the group, position by position. Three kernels run for
+prompts and for single steps. Steps share the clusters of a KV head among `splits` programs, prompts do not.
 
-- centroids of clusters and subclusters, sixteen clusters at a time, give one bit per query and subcluster;
-- clusters that no query of the tile searches are skipped; of the others, products of int8 keys give the hits;
-- the keys that some query of the tile reads are gathered into a dense block, `pending`, across clusters. A full
-  block is read at once: exact logits where one is heavy, values, softmax. No hit is ever dropped.
+- `local_part`: local keys, sinks, int8 queries; beside it, the mass of the centroids for the threshold.
+- `far_part` takes sixteen clusters at a time. Their centroids and those of their subclusters give one bit for each
+  query and subcluster. Clusters that no query of the tile searches are skipped; of the others, products of int8
+  keys give the hits. The keys that some query of the tile reads are written to memory as a dense list, which has
+  room for all of them. Then the list is read: exact logits where one is heavy, values, softmax; and the centroids.
+- `merge`: all splits, and what centroids move.
 
 The running softmax of a row is its peak, sum, `moved` (the sum of weights times what centroids move along `C'q`)
-and output. Decode steps split the clusters over programs: `decode_local`, `decode_far`, `decode_merge`.
+and output. Registers are scarce: what can be loaded again is loaded again, and matrices are multiplied in parts.
 """
 
 import triton
@@ -21,6 +23,32 @@ SUBCLUSTER = tl.constexpr(16)
 PART = tl.constexpr(16)
 """Numbers of a query that are multiplied in float32 at once."""
 NEGATIVE = tl.constexpr(float("-inf"))
+
+
+@triton.jit
+def _tile(tile, head, n_query, visible, query_member, query_step, GROUP: tl.constexpr, ROWS: tl.constexpr):
+    """Of a tile: rows, where they are queries, their places in `query`, and the clusters that each sees."""
+    row = tile * ROWS + tl.arange(0, ROWS)
+    mask = row < n_query * GROUP
+    at, member = row // GROUP, row % GROUP
+    rows = at.to(tl.int64) * query_step + member * query_member
+    return row, mask, rows, tl.load(visible + head * n_query + at, mask=mask, other=0)
+
+
+@triton.jit
+def _logits(
+    query, rows, row_mask, key, places, inside, scale, n_dim,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr,
+    PRECISION: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """`[ROWS, KEYS]` logits of the keys at `places`, `WIDTH` numbers of the head dimension at a time."""
+    logits = tl.zeros([ROWS, KEYS], tl.float32)
+    for start in tl.range(0, n_dim, WIDTH, disable_licm=True):
+        part = start + tl.arange(0, WIDTH)
+        queries = tl.load(query + rows[:, None] + part[None, :], mask=row_mask[:, None], other=0.0)
+        keys = tl.load(key + places[None, :] + part[:, None], mask=inside[None, :], other=0.0)
+        logits += _dot(queries, keys, PRECISION, INTERPRETED)
+    return logits * scale
 
 
 @triton.jit
@@ -64,20 +92,6 @@ def _project(
 
 
 @triton.jit
-def _std(
-    queries, query, rows, row_mask, key_cov, which, first, last, scale, n_dim,
-    ROWS: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr, MIN_STD: tl.constexpr, MAX_STD: tl.constexpr,
-):  # fmt: skip
-    """`[ROWS]` standard deviation of the logits within clusters, as `reference.far_logits`."""
-    factor = tl.zeros([ROWS], tl.float32) + scale
-    along = tl.zeros([ROWS, D], tl.float32)
-    along = _project(along, query, rows, row_mask, factor, key_cov, which, first, last, n_dim, D, D, PRECISION)
-    variance = tl.sum(along * (queries.to(tl.float32) * scale), 1)
-    variance = tl.where(variance == variance, variance, MAX_STD * MAX_STD)
-    return tl.sqrt(tl.minimum(tl.maximum(variance, MIN_STD * MIN_STD), MAX_STD * MAX_STD))
-
-
-@triton.jit
 def _log_normal_cdf(x):
     x = tl.minimum(tl.maximum(x, -4.0), 8.0)
     y = x * (1.5976 + 0.07056 * x * x)
@@ -95,51 +109,6 @@ def _centroid_corrections(distance, std, MAX_GAIN: tl.constexpr, MAX_DISTANCE: t
     gain = 0.5 * std * std + shifted - unshifted
     gain = tl.minimum(tl.maximum(gain, -MAX_GAIN), MAX_GAIN)
     return gain, tl.minimum(tl.maximum(1.0 - slope / std, -1.0), 1.0)
-
-
-@triton.jit
-def _local(
-    queries, key, value, start, stop, key_step, value_step, scale,
-    ROWS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, KEYS: tl.constexpr,
-    PRECISION: tl.constexpr, INTERPRETED: tl.constexpr,
-):  # fmt: skip
-    """The running softmax over the keys from `start` to `stop` of each row."""
-    peak, total = tl.full([ROWS], NEGATIVE, tl.float32), tl.zeros([ROWS], tl.float32)
-    moved = tl.zeros([ROWS], tl.float32)
-    output = tl.zeros([ROWS, DV], tl.float32)
-    dim, value_dim, last = tl.arange(0, D), tl.arange(0, DV), tl.max(stop)
-    for first in tl.range(tl.min(start), last, KEYS, disable_licm=True):
-        place = first + tl.arange(0, KEYS)
-        far = place.to(tl.int64)
-        keys = tl.load(key + far[None, :] * key_step + dim[:, None], mask=(place < last)[None, :], other=0.0)
-        inside = (place < last)[:, None]
-        values = tl.load(value + far[:, None] * value_step + value_dim[None, :], mask=inside, other=0.0)
-        logits = _dot(queries, keys, PRECISION, INTERPRETED) * scale
-        seen = (place[None, :] >= start[:, None]) & (place[None, :] < stop[:, None])
-        logits = tl.where(seen, logits, NEGATIVE)
-        peak, total, moved, output = _fold(peak, total, moved, output, logits, values, PRECISION, INTERPRETED)
-    return peak, total, moved, output
-
-
-@triton.jit
-def _sinks(
-    peak, total, moved, output, queries, key, value, n_sinks, is_routed, key_step, value_step, scale,
-    D: tl.constexpr, DV: tl.constexpr, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr,
-):  # fmt: skip
-    """The running softmax with the sinks, which routed rows read; the log-sum-exp of local keys, and of sinks."""
-    local_lse = peak + tl.log(total)
-    dim, value_dim = tl.arange(0, D), tl.arange(0, DV)
-    sink_peak, sink_total = tl.full(peak.shape, NEGATIVE, tl.float32), tl.zeros_like(total)
-    for first in range(0, n_sinks, 16):
-        place = first + tl.arange(0, 16)
-        inside = place < n_sinks
-        keys = tl.load(key + place[None, :] * key_step + dim[:, None], mask=inside[None, :], other=0.0)
-        values = tl.load(value + place[:, None] * value_step + value_dim[None, :], mask=inside[:, None], other=0.0)
-        logits = _dot(queries, keys, PRECISION, INTERPRETED) * scale
-        logits = tl.where(inside[None, :] & is_routed[:, None], logits, NEGATIVE)
-        sink_peak, sink_total = _add_mass(sink_peak, sink_total, logits)
-        peak, total, moved, output = _fold(peak, total, moved, output, logits, values, PRECISION, INTERPRETED)
-    return peak, total, moved, output, local_lse, sink_peak + tl.log(sink_total)
 
 
 @triton.jit
@@ -191,341 +160,308 @@ def _centroid_lse(
 
 
 @triton.jit
-def _read(
-    peak, total, moved, output, query, rows, row_mask, pending, position, exact_from,
-    key, value, key_step, value_step, scale,
-    D: tl.constexpr, DV: tl.constexpr, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr,
+def local_part(
+    query, key, value, sink_key, sink_value, visible, local_start, local_stop, centroid_key, key_cov,
+    masses, stds, query_int8, query_units, peaks, totals, outputs,
+    query_head, query_member, query_step, key_head, key_step, value_head, value_step,
+    n_query, n_rows, n_tables, n_covs, clusters_per_cov, clusters_per_split, n_sinks, n_dim, scale,
+    GROUP: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, LOCAL: tl.constexpr,
+    WIDTH: tl.constexpr, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr,
+    LOG_SINK_WEIGHT: tl.constexpr, MIN_STD: tl.constexpr, MAX_STD: tl.constexpr, QUERY_MAX: tl.constexpr,
 ):  # fmt: skip
-    """The running softmax with the pending keys: int8 logits `[ROWS, KEYS]`, -inf where a row reads none."""
-    heavy = pending >= exact_from[:, None]
-    if tl.max(tl.max(heavy.to(tl.int32), 1), 0) > 0:
-        queries = tl.load(query + rows[:, None] + tl.arange(0, D)[None, :], mask=row_mask[:, None], other=0.0)
-        keys = tl.load(key + position[None, :] * key_step + tl.arange(0, D)[:, None])
-        pending = tl.where(heavy, _dot(queries, keys, PRECISION, INTERPRETED) * scale, pending)
-    values = tl.load(value + position[:, None] * value_step + tl.arange(0, DV)[None, :])
-    return _fold(peak, total, moved, output, pending, values, PRECISION, INTERPRETED)
+    """Queries `[T, G, n, D]`: the last program of a tile reads local keys and sinks, others sum centroids."""
+    tile, split, head = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    splits = tl.num_programs(1) - 1
+    row, mask, rows, n_clusters = _tile(tile, head, n_query, visible, query_member, query_step, GROUP, ROWS)
+    most = tl.max(n_clusters, 0)
+    query = query + head * query_head
+    if split < splits:
+        first = split * clusters_per_split
+        last = tl.minimum(first + clusters_per_split, most)
+        mass = _centroid_lse(
+            query, rows, mask, centroid_key + head * n_tables * D, n_clusters, first, last, scale, n_dim,
+            ROWS, D, PRECISION,
+        )  # fmt: skip
+        tl.store(masses + (head * (splits + 1) + split) * n_rows + row, mass)
+    else:
+        dim, value_dim, is_routed = tl.arange(0, D), tl.arange(0, DV), n_clusters > 0
+        start = tl.load(local_start + head * n_query + row // GROUP, mask=mask, other=2**30)
+        stop = tl.load(local_stop + head * n_query + row // GROUP, mask=mask, other=0)
+        peak, total = tl.full([ROWS], NEGATIVE, tl.float32), tl.zeros([ROWS], tl.float32)
+        moved, output = tl.zeros([ROWS], tl.float32), tl.zeros([ROWS, DV], tl.float32)
+        key, value, end = key + head * key_head, value + head * value_head, tl.max(stop)
+        for begin in tl.range(tl.min(start), end, LOCAL, disable_licm=True):
+            place = begin + tl.arange(0, LOCAL)
+            far, inside = place.to(tl.int64), place < end
+            logits = _logits(
+                query, rows, mask, key, far * key_step, inside, scale, n_dim,
+                ROWS, LOCAL, WIDTH, PRECISION, INTERPRETED,
+            )  # fmt: skip
+            seen = (place[None, :] >= start[:, None]) & (place[None, :] < stop[:, None])
+            logits = tl.where(seen, logits, NEGATIVE)
+            values = tl.load(
+                value + far[:, None] * value_step + value_dim[None, :], mask=inside[:, None], other=0.0
+            )
+            peak, total, moved, output = _fold(peak, total, moved, output, logits, values, PRECISION, INTERPRETED)
+        if most > 0:
+            mass = peak + tl.log(total)
+            key, value = sink_key + head * key_head, sink_value + head * value_head
+            sink_peak, sink_total = tl.full([ROWS], NEGATIVE, tl.float32), tl.zeros([ROWS], tl.float32)
+            for begin in tl.range(0, n_sinks, 16, disable_licm=True):
+                place = begin + tl.arange(0, 16)
+                inside = place < n_sinks
+                logits = _logits(
+                    query, rows, mask, key, place * key_step, inside, scale, n_dim,
+                    ROWS, 16, WIDTH, PRECISION, INTERPRETED,
+                )  # fmt: skip
+                logits = tl.where(inside[None, :] & is_routed[:, None], logits, NEGATIVE)
+                sink_peak, sink_total = _add_mass(sink_peak, sink_total, logits)
+                values = tl.load(
+                    value + place[:, None] * value_step + value_dim[None, :], mask=inside[:, None], other=0.0
+                )
+                peak, total, moved, output = _fold(
+                    peak, total, moved, output, logits, values, PRECISION, INTERPRETED
+                )
+            mass = _log_sum(mass, sink_peak + tl.log(sink_total) + LOG_SINK_WEIGHT)
+            tl.store(masses + (head * (splits + 1) + splits) * n_rows + row, mass)
+        place = head * splits * n_rows + row
+        tl.store(peaks + place, peak)
+        tl.store(totals + place, total)
+        tl.store(outputs + place[:, None] * DV + value_dim[None, :], output)
+        if most > 0:
+            # standard deviation of the logits within clusters, as `reference.far_logits`
+            which = tl.where(is_routed, (n_clusters - 1) // clusters_per_cov, -1)
+            first, last = tl.min(tl.where(is_routed, which, 2**30), 0), tl.max(which, 0)
+            along = _project(
+                tl.zeros([ROWS, D], tl.float32), query, rows, mask, tl.zeros([ROWS], tl.float32) + scale,
+                key_cov + head * n_covs * D * D, which, first, last, n_dim, D, D, PRECISION,
+            )  # fmt: skip
+            scaled = tl.load(query + rows[:, None] + dim[None, :], mask=mask[:, None], other=0.0)
+            scaled = scaled.to(tl.float32) * scale
+            variance = tl.sum(along * scaled, 1)
+            variance = tl.where(variance == variance, variance, MAX_STD * MAX_STD)
+            variance = tl.minimum(tl.maximum(variance, MIN_STD * MIN_STD), MAX_STD * MAX_STD)
+            # `reference.quantize`; adding 1.5 * 2^23 rounds to the nearest even whole number
+            unit = tl.max(tl.abs(scaled), 1) / QUERY_MAX
+            numbers = scaled / tl.maximum(unit, 1.1754943508222875e-38)[:, None]
+            numbers = (numbers + 12582912.0) - 12582912.0
+            numbers = tl.minimum(tl.maximum(numbers, -QUERY_MAX), QUERY_MAX)
+            place = head * n_rows + row
+            tl.store(stds + place, tl.sqrt(variance))
+            tl.store(query_units + place, unit)
+            tl.store(query_int8 + place[:, None] * D + dim[None, :], numbers.to(tl.int8))
 
 
 @triton.jit
-def _far(
-    peak, total, moved, output, query, rows, row_mask, n_clusters, threshold, std, unit,
-    key, value, key_step, value_step, centroid_key, centroid_value, positions, int8, scales, sub_int8, sub_scales,
-    spread, radius, first, last, scale, n_dim, margin, exact_margin,
-    ROWS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, SIZE: tl.constexpr, KEYS: tl.constexpr,
-    PRECISION: tl.constexpr, INTERPRETED: tl.constexpr,
-    SEARCH_STDS: tl.constexpr, HEAVY_STDS: tl.constexpr, HEAVY_INT8_ERROR: tl.constexpr, QUERY_MAX: tl.constexpr,
-    MAX_GAIN: tl.constexpr, MAX_DISTANCE: tl.constexpr,
+def _int8_logits(
+    query_int8, query_units, int8, scales, n_keys, ROWS: tl.constexpr, D: tl.constexpr, KEYS: tl.constexpr
+):
+    """`[ROWS, KEYS]` logits of int8 keys and int8 queries; 0 from `n_keys` on."""
+    row, slot, dim = tl.arange(0, ROWS), tl.arange(0, KEYS), tl.arange(0, D)
+    numbers = tl.load(query_int8 + row[:, None] * D + dim[None, :])
+    keys = tl.load(int8 + slot[None, :] * D + dim[:, None], mask=(slot < n_keys)[None, :], other=0)
+    worth = tl.load(scales + slot, mask=slot < n_keys, other=0.0)
+    return tl.dot(numbers, keys).to(tl.float32) * worth[None, :] * tl.load(query_units + row)[:, None]
+
+
+@triton.jit
+def _search(
+    query, rows, row_mask, query_int8, query_units, n_clusters, threshold, lowered, reach,
+    centroid_key, positions, int8, scales, sub_int8, sub_scales, spread, radius, estimates, found,
+    block, last, scale, n_dim,
+    ROWS: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The running softmax with the clusters from `first` to `last`; keys compared and read by all rows."""
+    """Clusters from `block` on: logits, which are seen, keys read of each; numbers of keys listed, compared, read.
+
+    The keys that some row reads are listed: positions in `found`, int8 logits `[keys, ROWS]` in `estimates`, -inf
+    where a row does not read the key.
+    """
     S: tl.constexpr = SIZE // SUBCLUSTER
     PARTS: tl.constexpr = SIZE // KEYS
     PART_BITS: tl.constexpr = KEYS // SUBCLUSTER
     PART_MASK: tl.constexpr = tl.constexpr(2) ** PART_BITS - 1
-    dim, value_dim, slot = tl.arange(0, D), tl.arange(0, DV), tl.arange(0, KEYS)
-    scaled = tl.load(query + rows[:, None] + dim[None, :], mask=row_mask[:, None], other=0.0)
-    scaled = scaled.to(tl.float32) * scale
-    # `reference.quantize`; adding 1.5 * 2^23 rounds to the nearest even whole number
-    query_unit = tl.max(tl.abs(scaled), 1) / QUERY_MAX
-    numbers = scaled / tl.maximum(query_unit, 1.1754943508222875e-38)[:, None]
-    numbers = (numbers + 12582912.0) - 12582912.0
-    numbers = tl.minimum(tl.maximum(numbers, -QUERY_MAX), QUERY_MAX).to(tl.int8)
+    slot, row = tl.arange(0, KEYS), tl.arange(0, ROWS)
+    cluster = block + tl.arange(0, CLUSTERS)
+    inside = cluster < last
+    seen = (cluster[None, :] < n_clusters[:, None]) & inside[None, :]
+    logits = _centroid_logits(query, rows, row_mask, centroid_key, cluster, last, scale, n_dim, ROWS, D, PRECISION)
     # `reference.search_bounds`
-    reach = tl.maximum(HEAVY_STDS - margin / std, SEARCH_STDS) * std / unit
-    lowered = threshold - tl.maximum(HEAVY_INT8_ERROR * std - margin, 0.0)
-    searching = threshold < float("inf")
-    exact_from = threshold + exact_margin
-    pending = tl.full([ROWS, KEYS], NEGATIVE, tl.float32)
-    position = tl.zeros([KEYS], tl.int64)
-    n_pending, n_compared, n_read = 0, 0, 0
-    for block in tl.range(first, last, CLUSTERS, disable_licm=True):
-        cluster = block + tl.arange(0, CLUSTERS)
-        inside = cluster < last
-        seen = (cluster[None, :] < n_clusters[:, None]) & inside[None, :]
-        logits = _centroid_logits(
-            query, rows, row_mask, centroid_key, cluster, last, scale, n_dim, ROWS, D, PRECISION
-        )
-        distance = lowered[:, None] - logits
-        wide = tl.load(radius + cluster, mask=inside, other=0.0)
-        near = (reach[:, None] * wide[None, :] >= distance) & seen & searching[:, None]
-        counts = tl.zeros([ROWS, CLUSTERS], tl.int32)
-        n_near = tl.sum(tl.sum(near.to(tl.int32), 1), 0)
-        if n_near > 0:
-            sub, first_sub = tl.arange(0, CLUSTERS * S), tl.cast(block, tl.int64) * S
-            sub_inside = sub < (last - block) * S
-            subs = sub_int8 + first_sub * D + (sub[None, :] * D + dim[:, None])
-            sub_numbers = tl.load(subs, mask=sub_inside[None, :], other=0)
-            sub_worth = tl.load(sub_scales + first_sub + sub, mask=sub_inside, other=0.0)
-            widths = tl.load(spread + first_sub + sub, mask=sub_inside, other=0.0)
-            sub_offsets = tl.dot(numbers, sub_numbers).to(tl.float32) * sub_worth[None, :] * query_unit[:, None]
-            highest = tl.reshape(sub_offsets + reach[:, None] * widths[None, :], [ROWS, CLUSTERS, S])
-            searched = ((highest >= distance[:, :, None]) & near[:, :, None]).to(tl.int32)
-            bits = tl.sum(searched << tl.arange(0, S)[None, None, :], 2)
-            n_compared += n_near * S + tl.sum(tl.sum(tl.sum(searched, 2), 1), 0) * SUBCLUSTER
-            for step in tl.range(0, CLUSTERS * PARTS, disable_licm=True):
-                is_own = (tl.arange(0, CLUSTERS) == step // PARTS)[None, :]
-                own_bits = tl.sum(tl.where(is_own, bits, 0), 1)
-                own_bits = (own_bits >> (step % PARTS * PART_BITS)) & PART_MASK
-                if tl.max(own_bits, 0) > 0:
-                    # `reference.find_keys`
-                    begin = tl.cast(block, tl.int64) * SIZE + step * KEYS
-                    keys = tl.load(int8 + begin * D + (slot[None, :] * D + dim[:, None]))
-                    worth = tl.load(scales + begin + slot)
-                    logit = tl.sum(tl.where(is_own, logits, 0.0), 1)
-                    offsets = tl.dot(numbers, keys).to(tl.float32) * worth[None, :] * query_unit[:, None]
-                    is_open = ((own_bits[:, None] >> (slot // SUBCLUSTER)[None, :]) & 1) > 0
-                    hit = is_open & (offsets >= (lowered - logit)[:, None])
-                    own_counts = tl.sum(hit.to(tl.int32), 1)
-                    counts += tl.where(is_own, own_counts[:, None], 0)
-                    some = tl.max(hit.to(tl.int32), 0)
-                    n_new = tl.sum(some, 0)
-                    if n_new > 0:
-                        n_read += tl.sum(own_counts, 0)
-                        # column `source[s]` goes to slot s, counted around the end of the block
-                        goes_to = (n_pending + tl.cumsum(some, 0) - some) % KEYS
-                        moves = (goes_to[:, None] == slot[None, :]) & (some > 0)[:, None]
-                        source = tl.sum(tl.where(moves, slot[:, None], 0), 0)
-                        is_filled = tl.max(moves.to(tl.int32), 0) > 0
-                        estimates = tl.where(hit, offsets + logit[:, None], NEGATIVE)
-                        new = tl.gather(estimates, tl.broadcast_to(source[None, :], [ROWS, KEYS]), 1)
-                        new = tl.where(is_filled[None, :], new, NEGATIVE)
-                        new_position = tl.load(positions + begin + source, mask=is_filled, other=0)
-                        is_old = slot < n_pending
-                        pending = tl.where(is_old[None, :], pending, new)
-                        position = tl.where(is_old, position, new_position)
-                        n_pending += n_new
-                        if n_pending >= KEYS:
-                            peak, total, moved, output = _read(
-                                peak, total, moved, output, query, rows, row_mask, pending, position, exact_from,
-                                key, value, key_step, value_step, scale, D, DV, PRECISION, INTERPRETED,
-                            )  # fmt: skip
-                            n_pending -= KEYS
-                            is_left = slot < n_pending
-                            pending = tl.where(is_left[None, :], new, NEGATIVE)
-                            position = tl.where(is_left, new_position, 0)
-        # `reference.far_terms`, `reference.far_sums`
-        gain, move = _centroid_corrections(threshold[:, None] - logits, std[:, None], MAX_GAIN, MAX_DISTANCE)
-        unread = SIZE - counts
-        columns = logits + gain + tl.log(tl.maximum(unread, 1).to(tl.float32))
-        columns = tl.where(seen & (unread > 0), columns, NEGATIVE)
-        values = tl.load(
-            centroid_value + cluster[:, None] * DV + value_dim[None, :], mask=inside[:, None], other=0.0
-        )
-        peak, total, moved, output = _fold(peak, total, moved, output, columns, values, PRECISION, INTERPRETED)
-        shift = tl.where(peak == NEGATIVE, 0.0, peak)
-        moved += tl.sum(tl.exp(columns - shift[:, None]) * move, 1)
-    if n_pending > 0:
-        peak, total, moved, output = _read(
-            peak, total, moved, output, query, rows, row_mask, pending, position, exact_from,
-            key, value, key_step, value_step, scale, D, DV, PRECISION, INTERPRETED,
+    distance = lowered[:, None] - logits
+    wide = tl.load(radius + cluster, mask=inside, other=0.0)
+    near = (reach[:, None] * wide[None, :] >= distance) & seen & (threshold < float("inf"))[:, None]
+    counts = tl.zeros([ROWS, CLUSTERS], tl.int32)
+    n_found, n_read = 0, 0
+    n_near = tl.sum(tl.sum(near.to(tl.int32), 1), 0)
+    n_compared = n_near * S
+    if n_near > 0:
+        worths = sub_scales + tl.cast(block, tl.int64) * S
+        offsets = _int8_logits(
+            query_int8, query_units, sub_int8 + tl.cast(block, tl.int64) * S * D, worths, (last - block) * S,
+            ROWS, D, CLUSTERS * S,
         )  # fmt: skip
-    return peak, total, moved, output, n_compared, n_read
+        sub = tl.arange(0, CLUSTERS * S)
+        widths = tl.load(spread + tl.cast(block, tl.int64) * S + sub, mask=sub < (last - block) * S, other=0.0)
+        highest = tl.reshape(offsets + reach[:, None] * widths[None, :], [ROWS, CLUSTERS, S])
+        searched = ((highest >= distance[:, :, None]) & near[:, :, None]).to(tl.int32)
+        bits = tl.sum(searched << tl.arange(0, S)[None, None, :], 2)
+        n_compared += tl.sum(tl.sum(tl.sum(searched, 2), 1), 0) * SUBCLUSTER
+        for step in tl.range(0, CLUSTERS * PARTS, disable_licm=True):
+            is_own = (tl.arange(0, CLUSTERS) == step // PARTS)[None, :]
+            own_bits = tl.sum(tl.where(is_own, bits, 0), 1)
+            own_bits = (own_bits >> (step % PARTS * PART_BITS)) & PART_MASK
+            if tl.max(own_bits, 0) > 0:
+                # `reference.find_keys`
+                begin = tl.cast(block, tl.int64) * SIZE + step * KEYS
+                above = _int8_logits(
+                    query_int8, query_units, int8 + begin * D, scales + begin, KEYS, ROWS, D, KEYS
+                )
+                logit = tl.sum(tl.where(is_own, logits, 0.0), 1)
+                is_open = ((own_bits[:, None] >> (slot // SUBCLUSTER)[None, :]) & 1) > 0
+                hit = is_open & (above >= (lowered - logit)[:, None])
+                own_counts = tl.sum(hit.to(tl.int32), 1)
+                counts += tl.where(is_own, own_counts[:, None], 0)
+                n_read += tl.sum(own_counts, 0)
+                some = tl.max(hit.to(tl.int32), 0)
+                goes_to = n_found + tl.cumsum(some, 0) - some
+                own = tl.where(hit, above + logit[:, None], NEGATIVE)
+                tl.store(estimates + goes_to[None, :] * ROWS + row[:, None], own, mask=(some > 0)[None, :])
+                tl.store(found + goes_to, tl.load(positions + begin + slot), mask=some > 0)
+                n_found += tl.sum(some, 0)
+    return logits, seen, counts, n_found, n_compared, n_read
 
 
 @triton.jit
-def prefill(
-    query, key, value, sink_key, sink_value, visible, local_start, local_stop,
-    centroid_key, centroid_value, key_cov, key_value_cov, units, positions, int8, scales, sub_int8, sub_scales,
-    spread, radius, result, lse, thresholds, counts,
-    query_head, query_member, query_step, key_head, key_step, value_head, value_step,
-    n_query, n_tables, n_covs, clusters_per_cov, n_sinks, n_dim, scale, log_inverse, margin, exact_margin,
-    GROUP: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, SIZE: tl.constexpr,
-    LOCAL: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr,
-    SEARCH_STDS: tl.constexpr, HEAVY_STDS: tl.constexpr, HEAVY_INT8_ERROR: tl.constexpr, QUERY_MAX: tl.constexpr,
-    MAX_GAIN: tl.constexpr, MAX_DISTANCE: tl.constexpr, MAX_MASS_GAIN: tl.constexpr, LOG_SINK_WEIGHT: tl.constexpr,
-    LOG_SIZE: tl.constexpr, MIN_STD: tl.constexpr, MAX_STD: tl.constexpr,
-):  # fmt: skip
-    """Queries `[T, GROUP, n_query, D]`: one program per tile and KV head, the longest tiles first."""
-    head = tl.program_id(1).to(tl.int64)
-    tile = tl.num_programs(0) - 1 - tl.program_id(0)
-    row = tile * ROWS + tl.arange(0, ROWS)
-    mask = row < n_query * GROUP
-    at, member = row // GROUP, row % GROUP
-    rows = at.to(tl.int64) * query_step + member * query_member
-    n_clusters = tl.load(visible + head * n_query + at, mask=mask, other=0)
-    start = tl.load(local_start + head * n_query + at, mask=mask, other=2**30)
-    stop = tl.load(local_stop + head * n_query + at, mask=mask, other=0)
-    query, key, value = query + head * query_head, key + head * key_head, value + head * value_head
-    queries = tl.load(query + rows[:, None] + tl.arange(0, D)[None, :], mask=mask[:, None], other=0.0)
-    peak, total, moved, output = _local(
-        queries, key, value, start, stop, key_step, value_step, scale, ROWS, D, DV, LOCAL, PRECISION, INTERPRETED
-    )
-    threshold = tl.full([ROWS], float("inf"), tl.float32)
-    n_compared, n_read, most = 0, 0, tl.max(n_clusters, 0)
-    if most > 0:
-        is_routed = n_clusters > 0
-        peak, total, moved, output, local_lse, sink_lse = _sinks(
-            peak, total, moved, output, queries, sink_key + head * key_head, sink_value + head * value_head,
-            n_sinks, is_routed, key_step, value_step, scale, D, DV, PRECISION, INTERPRETED,
-        )  # fmt: skip
-        which = tl.where(is_routed, (n_clusters - 1) // clusters_per_cov, -1)
-        first_cov, last_cov = tl.min(tl.where(is_routed, which, 2**30), 0), tl.max(which, 0)
-        std = _std(
-            queries, query, rows, mask, key_cov + head * n_covs * D * D, which, first_cov, last_cov, scale, n_dim,
-            ROWS, D, PRECISION, MIN_STD, MAX_STD,
-        )  # fmt: skip
-        unit = tl.load(units + head * n_covs + which, mask=is_routed, other=1.0)
-        centroids = centroid_key + head * n_tables * D
-        mass = _centroid_lse(query, rows, mask, centroids, n_clusters, 0, most, scale, n_dim, ROWS, D, PRECISION)
-        mass += LOG_SIZE + tl.minimum(0.5 * std * std, MAX_MASS_GAIN)
-        mass = _log_sum(_log_sum(local_lse, sink_lse + LOG_SINK_WEIGHT), mass)
-        threshold = tl.where(is_routed, mass - log_inverse, float("inf"))
-        keys_of = head * n_tables * SIZE
-        subs_of = head * n_tables * (SIZE // SUBCLUSTER)
-        peak, total, moved, output, n_compared, n_read = _far(
-            peak, total, moved, output, query, rows, mask, n_clusters, threshold, std, unit,
-            key, value, key_step, value_step, centroids, centroid_value + head * n_tables * DV,
-            positions + keys_of, int8 + keys_of * D, scales + keys_of, sub_int8 + subs_of * D,
-            sub_scales + subs_of, spread + subs_of, radius + head * n_tables, 0, most,
-            scale, n_dim, margin, exact_margin,
-            ROWS, D, DV, SIZE, KEYS, PRECISION, INTERPRETED,
-            SEARCH_STDS, HEAVY_STDS, HEAVY_INT8_ERROR, QUERY_MAX, MAX_GAIN, MAX_DISTANCE,
-        )  # fmt: skip
-        output = _project(
-            output, query, rows, mask, moved * scale, key_value_cov + head * n_covs * D * DV, which,
-            first_cov, last_cov, n_dim, D, DV, PRECISION,
-        )  # fmt: skip
-    place = (head * GROUP + member) * n_query + at
-    output = output / tl.where(total == 0.0, 1.0, total)[:, None]
-    tl.store(result + place[:, None] * DV + tl.arange(0, DV)[None, :], output, mask=mask[:, None])
-    tl.store(lse + place, peak + tl.log(total), mask=mask)
-    tl.store(thresholds + place, threshold, mask=mask)
-    own = counts + (head * tl.num_programs(0) + tile) * 2
-    tl.store(own, n_compared)
-    tl.store(own + 1, n_read)
-
-
-@triton.jit
-def decode_local(
-    query, key, value, sink_key, sink_value, visible, local_start, local_stop,
-    centroid_key, key_cov, key_value_cov, masses, stds, directions, peaks, totals, outputs,
-    query_head, query_member, key_head, key_step, value_head, value_step,
-    n_tables, n_covs, clusters_per_cov, n_sinks, clusters_per_split, n_dim, scale,
-    GROUP: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, LOCAL: tl.constexpr,
-    PRECISION: tl.constexpr, INTERPRETED: tl.constexpr,
-    LOG_SINK_WEIGHT: tl.constexpr, MIN_STD: tl.constexpr, MAX_STD: tl.constexpr,
-):  # fmt: skip
-    """One query `[T, GROUP, 1, D]`: the last program reads local keys and sinks, others centroids."""
-    head, split = tl.program_id(1).to(tl.int64), tl.program_id(0)
-    splits = tl.num_programs(0)
-    row = tl.arange(0, ROWS)
-    mask = row < GROUP
-    query, rows = query + head * query_head, row.to(tl.int64) * query_member
-    n_visible = tl.load(visible + head)
-    n_clusters = tl.where(mask, n_visible, 0)
-    place = (head * splits + split) * ROWS + row
-    if split < splits - 1:
-        first = split * clusters_per_split
-        last = tl.minimum(first + clusters_per_split, n_visible)
-        centroids = centroid_key + head * n_tables * D
-        mass = _centroid_lse(
-            query, rows, mask, centroids, n_clusters, first, last, scale, n_dim, ROWS, D, PRECISION
-        )
-        tl.store(masses + place, mass)
-    else:
-        key, value = key + head * key_head, value + head * value_head
-        queries = tl.load(query + rows[:, None] + tl.arange(0, D)[None, :], mask=mask[:, None], other=0.0)
-        start = tl.where(mask, tl.load(local_start + head), 2**30)
-        stop = tl.where(mask, tl.load(local_stop + head), 0)
-        peak, total, moved, output = _local(
-            queries, key, value, start, stop, key_step, value_step, scale,
-            ROWS, D, DV, LOCAL, PRECISION, INTERPRETED,
-        )  # fmt: skip
-        peak, total, moved, output, local_lse, sink_lse = _sinks(
-            peak, total, moved, output, queries, sink_key + head * key_head, sink_value + head * value_head,
-            n_sinks, mask, key_step, value_step, scale, D, DV, PRECISION, INTERPRETED,
-        )  # fmt: skip
-        number = (n_visible - 1) // clusters_per_cov
-        which = tl.zeros([ROWS], tl.int32) + number
-        cov = key_cov + head * n_covs * D * D
-        std = _std(
-            queries, query, rows, mask, cov, which, number, number, scale, n_dim,
-            ROWS, D, PRECISION, MIN_STD, MAX_STD,
-        )  # fmt: skip
-        factor = tl.zeros([ROWS], tl.float32) + scale
-        along = tl.zeros([ROWS, DV], tl.float32)
-        cov = key_value_cov + head * n_covs * D * DV
-        along = _project(along, query, rows, mask, factor, cov, which, number, number, n_dim, D, DV, PRECISION)
-        value_dim = tl.arange(0, DV)
-        tl.store(masses + place, _log_sum(local_lse, sink_lse + LOG_SINK_WEIGHT))
-        tl.store(stds + head * ROWS + row, std)
-        tl.store(directions + (head * ROWS + row)[:, None] * DV + value_dim[None, :], along)
-        tl.store(peaks + place, peak)
-        tl.store(totals + place, total)
-        tl.store(outputs + place[:, None] * DV + value_dim[None, :], output)
-
-
-@triton.jit
-def decode_far(
+def far_part(
     query, key, value, visible, centroid_key, centroid_value, units, positions, int8, scales, sub_int8, sub_scales,
-    spread, radius, masses, stds, directions, peaks, totals, outputs, thresholds, counts,
-    query_head, query_member, key_head, key_step, value_head, value_step,
-    n_tables, n_covs, clusters_per_cov, clusters_per_split, n_dim, scale, log_inverse, margin, exact_margin,
+    spread, radius, masses, stds, query_int8, query_units, peaks, totals, moves, outputs, estimates, found,
+    thresholds, counts, query_head, query_member, query_step, key_head, key_step, value_head, value_step,
+    n_heads, n_tiles, splits, n_query, n_rows, n_tables, n_covs, clusters_per_cov, clusters_per_split, n_dim,
+    scale, log_inverse, margin, exact_margin,
     GROUP: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, SIZE: tl.constexpr,
-    KEYS: tl.constexpr, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr,
-    SEARCH_STDS: tl.constexpr, HEAVY_STDS: tl.constexpr, HEAVY_INT8_ERROR: tl.constexpr, QUERY_MAX: tl.constexpr,
+    KEYS: tl.constexpr, WIDTH: tl.constexpr, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr,
+    SEARCH_STDS: tl.constexpr, HEAVY_STDS: tl.constexpr, HEAVY_INT8_ERROR: tl.constexpr,
     MAX_GAIN: tl.constexpr, MAX_DISTANCE: tl.constexpr, MAX_MASS_GAIN: tl.constexpr, LOG_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """The threshold from all masses, and the clusters of one split."""
-    head, split = tl.program_id(1).to(tl.int64), tl.program_id(0)
-    splits = tl.num_programs(0) + 1
-    row = tl.arange(0, ROWS)
-    mask = row < GROUP
-    query, rows = query + head * query_head, row.to(tl.int64) * query_member
-    n_visible = tl.load(visible + head)
-    n_clusters = tl.where(mask, n_visible, 0)
-    std = tl.load(stds + head * ROWS + row)
-    mass = tl.full([ROWS], NEGATIVE, tl.float32)
-    for other in range(0, splits - 1):
-        mass = _log_sum(mass, tl.load(masses + (head * splits + other) * ROWS + row))
-    mass += LOG_SIZE + tl.minimum(0.5 * std * std, MAX_MASS_GAIN)
-    mass = _log_sum(mass, tl.load(masses + (head * splits + splits - 1) * ROWS + row))
-    threshold = mass - log_inverse
-    unit = tl.zeros([ROWS], tl.float32) + tl.load(units + head * n_covs + (n_visible - 1) // clusters_per_cov)
-    first = split * clusters_per_split
-    last = tl.minimum(first + clusters_per_split, n_visible)
-    keys_of = head * n_tables * SIZE
-    subs_of = head * n_tables * (SIZE // SUBCLUSTER)
-    zeros = tl.zeros([ROWS], tl.float32)
-    peak, total, moved, output, n_compared, n_read = _far(
-        tl.full([ROWS], NEGATIVE, tl.float32), zeros, zeros, tl.zeros([ROWS, DV], tl.float32),
-        query, rows, mask, n_clusters, threshold, std, unit, key + head * key_head, value + head * value_head,
-        key_step, value_step, centroid_key + head * n_tables * D, centroid_value + head * n_tables * DV,
-        positions + keys_of, int8 + keys_of * D, scales + keys_of, sub_int8 + subs_of * D, sub_scales + subs_of,
-        spread + subs_of, radius + head * n_tables, first, last, scale, n_dim, margin, exact_margin,
-        ROWS, D, DV, SIZE, KEYS, PRECISION, INTERPRETED,
-        SEARCH_STDS, HEAVY_STDS, HEAVY_INT8_ERROR, QUERY_MAX, MAX_GAIN, MAX_DISTANCE,
-    )  # fmt: skip
-    place, value_dim = (head * splits + split) * ROWS + row, tl.arange(0, DV)
-    output += moved[:, None] * tl.load(directions + (head * ROWS + row)[:, None] * DV + value_dim[None, :])
-    tl.store(peaks + place, peak)
-    tl.store(totals + place, total)
-    tl.store(outputs + place[:, None] * DV + value_dim[None, :], output)
-    if split == 0:
-        tl.store(thresholds + head * GROUP + row, threshold, mask=mask)
-    own = counts + (head * (splits - 1) + split) * 2
-    tl.store(own, n_compared)
-    tl.store(own + 1, n_read)
+    """Each program runs many tiles, the longest first, with the same memory for its lists of keys."""
+    value_dim, in_tile = tl.arange(0, DV), tl.arange(0, ROWS)
+    found += tl.program_id(0).to(tl.int64) * CLUSTERS * SIZE
+    estimates += tl.program_id(0).to(tl.int64) * CLUSTERS * SIZE * ROWS
+    for number in tl.range(tl.program_id(0), n_tiles * splits * n_heads, tl.num_programs(0), disable_licm=True):
+        tile, split = n_tiles - 1 - number // (splits * n_heads), number % splits
+        head = tl.cast(number // splits % n_heads, tl.int64)
+        row, mask, rows, n_clusters = _tile(tile, head, n_query, visible, query_member, query_step, GROUP, ROWS)
+        most, is_routed = tl.max(n_clusters, 0), n_clusters > 0
+        # `reference.threshold`
+        std = tl.load(stds + head * n_rows + row)
+        mass = tl.full([ROWS], NEGATIVE, tl.float32)
+        for other in tl.range(0, splits, disable_licm=True):
+            mass = _log_sum(mass, tl.load(masses + (head * (splits + 1) + other) * n_rows + row))
+        mass += LOG_SIZE + tl.minimum(0.5 * std * std, MAX_MASS_GAIN)
+        mass = _log_sum(mass, tl.load(masses + (head * (splits + 1) + splits) * n_rows + row))
+        threshold = tl.where(is_routed, mass - log_inverse, float("inf"))
+        place = (head * GROUP + row % GROUP) * n_query + row // GROUP
+        tl.store(thresholds + place, threshold, mask=mask & (split == 0))
+        # `reference.search_bounds`
+        which = tl.where(is_routed, (n_clusters - 1) // clusters_per_cov, 0)
+        reach = tl.maximum(HEAVY_STDS - margin / std, SEARCH_STDS) * std / tl.load(units + head * n_covs + which)
+        lowered = threshold - tl.maximum(HEAVY_INT8_ERROR * std - margin, 0.0)
+        first = split * clusters_per_split
+        last = tl.minimum(first + clusters_per_split, most)
+        n_compared, n_read = 0, 0
+        # the first split goes on from the local part
+        place, is_first = (head * splits + split) * n_rows + row, in_tile + split == in_tile
+        peak = tl.load(peaks + place, mask=is_first, other=NEGATIVE)
+        total = tl.load(totals + place, mask=is_first, other=0.0)
+        moved = tl.zeros([ROWS], tl.float32)
+        whole = place[:, None] * DV + value_dim[None, :]
+        output = tl.load(outputs + whole, mask=is_first[:, None], other=0.0)
+        for block in tl.range(first, last, CLUSTERS, disable_licm=True):
+            tl.debug_barrier()  # lists are shared by all threads
+            logits, seen, own_counts, n_found, more_compared, more_read = _search(
+                query + head * query_head, rows, mask, query_int8 + (head * n_rows + tile * ROWS) * D,
+                query_units + head * n_rows + tile * ROWS, n_clusters, threshold, lowered, reach,
+                centroid_key + head * n_tables * D, positions + head * n_tables * SIZE,
+                int8 + head * n_tables * SIZE * D, scales + head * n_tables * SIZE,
+                sub_int8 + head * n_tables * (SIZE // SUBCLUSTER) * D,
+                sub_scales + head * n_tables * (SIZE // SUBCLUSTER),
+                spread + head * n_tables * (SIZE // SUBCLUSTER), radius + head * n_tables, estimates, found,
+                block, last, scale, n_dim,
+                ROWS, D, SIZE, KEYS, PRECISION,
+            )  # fmt: skip
+            n_compared, n_read = n_compared + more_compared, n_read + more_read
+            tl.debug_barrier()
+            for begin in tl.range(0, n_found, KEYS, disable_licm=True):
+                slot = begin + tl.arange(0, KEYS)
+                listed = slot < n_found
+                pending = tl.load(
+                    estimates + slot[None, :] * ROWS + in_tile[:, None], mask=listed[None, :], other=NEGATIVE
+                )
+                position = tl.load(found + slot, mask=listed, other=0)
+                heavy = pending >= (threshold + exact_margin)[:, None]
+                if tl.max(tl.max(heavy.to(tl.int32), 1), 0) > 0:
+                    exact = _logits(
+                        query + head * query_head, rows, mask, key + head * key_head, position * key_step, listed,
+                        scale, n_dim, ROWS, KEYS, WIDTH, PRECISION, INTERPRETED,
+                    )  # fmt: skip
+                    pending = tl.where(heavy, exact, pending)
+                values = tl.load(
+                    value + head * value_head + position[:, None] * value_step + value_dim[None, :],
+                    mask=listed[:, None], other=0.0,
+                )  # fmt: skip
+                peak, total, moved, output = _fold(
+                    peak, total, moved, output, pending, values, PRECISION, INTERPRETED
+                )
+            # `reference.far_terms`, `reference.far_sums`
+            gain, move = _centroid_corrections(threshold[:, None] - logits, std[:, None], MAX_GAIN, MAX_DISTANCE)
+            unread = SIZE - own_counts
+            columns = logits + gain + tl.log(tl.maximum(unread, 1).to(tl.float32))
+            columns = tl.where(seen & (unread > 0), columns, NEGATIVE)
+            cluster = block + tl.arange(0, CLUSTERS)
+            values = tl.load(
+                centroid_value + (head * n_tables + cluster)[:, None] * DV + value_dim[None, :],
+                mask=(cluster < last)[:, None], other=0.0,
+            )  # fmt: skip
+            peak, total, moved, output = _fold(peak, total, moved, output, columns, values, PRECISION, INTERPRETED)
+            shift = tl.where(peak == NEGATIVE, 0.0, peak)
+            moved += tl.sum(tl.exp(columns - shift[:, None]) * move, 1)
+        tl.store(peaks + place, peak)
+        tl.store(totals + place, total)
+        tl.store(moves + place, moved)
+        tl.store(outputs + whole, output)
+        tl.store(counts + number * 2, n_compared)
+        tl.store(counts + number * 2 + 1, n_read)
 
 
 @triton.jit
-def decode_merge(
-    peaks, totals, outputs, result, lse, splits, GROUP: tl.constexpr, ROWS: tl.constexpr, DV: tl.constexpr
-):
-    """The softmax over all splits."""
-    head, row, value_dim = tl.program_id(0).to(tl.int64), tl.arange(0, ROWS), tl.arange(0, DV)
+def merge(
+    query, visible, key_value_cov, peaks, totals, moves, outputs, result, lse,
+    query_head, query_member, query_step, n_query, n_rows, splits, n_covs, clusters_per_cov, n_dim, scale,
+    GROUP: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The softmax over all splits, with what centroids move along `C'q`."""
+    tile, head, value_dim = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.arange(0, DV)
+    row, mask, rows, n_clusters = _tile(tile, head, n_query, visible, query_member, query_step, GROUP, ROWS)
     peak, total = tl.full([ROWS], NEGATIVE, tl.float32), tl.zeros([ROWS], tl.float32)
-    output = tl.zeros([ROWS, DV], tl.float32)
-    for split in range(0, splits):
-        place = (head * splits + split) * ROWS + row
+    moved, output = tl.zeros([ROWS], tl.float32), tl.zeros([ROWS, DV], tl.float32)
+    for split in tl.range(0, splits, disable_licm=True):
+        place = (head * splits + split) * n_rows + row
         own_peak = tl.load(peaks + place)
         highest = tl.maximum(peak, own_peak)
         shift = tl.where(highest == NEGATIVE, 0.0, highest)
         decay, own_decay = tl.exp(peak - shift), tl.exp(own_peak - shift)
         total = total * decay + tl.load(totals + place) * own_decay
+        moved = moved * decay + tl.load(moves + place) * own_decay
         own = tl.load(outputs + place[:, None] * DV + value_dim[None, :])
         output = output * decay[:, None] + own * own_decay[:, None]
         peak = highest
-    mask, place = row < GROUP, head * GROUP + row
+    is_routed = n_clusters > 0
+    which = tl.where(is_routed, (n_clusters - 1) // clusters_per_cov, -1)
+    first, last = tl.min(tl.where(is_routed, which, 2**30), 0), tl.max(which, 0)
+    output = _project(
+        output, query + head * query_head, rows, mask, moved * scale, key_value_cov + head * n_covs * D * DV,
+        which, first, last, n_dim, D, DV, PRECISION,
+    )  # fmt: skip
+    place = (head * GROUP + row % GROUP) * n_query + row // GROUP
     output = output / tl.where(total == 0.0, 1.0, total)[:, None]
     tl.store(result + place[:, None] * DV + value_dim[None, :], output, mask=mask[:, None])
     tl.store(lse + place, peak + tl.log(total), mask=mask)

@@ -209,7 +209,8 @@ def predict(config: Values, results: Values, gpu: Gpu, n: int, rows: int) -> dic
     }
     tensor = EFFICIENCY["tensor"] * (1.0 if rows >= gpu.least_rows else 0.5) * 1e12
     fits = n * dim * 1.1 <= gpu.cache * 1e6 / 2
-    memory = EFFICIENCY["memory"] * gpu.bandwidth * 1e12 * (CACHE_SPEEDUP if fits else 1.0)
+    slow = EFFICIENCY["memory"] * gpu.bandwidth * 1e12
+    memory = slow * (CACHE_SPEEDUP if fits else 1.0)
     rates = {"centroid": gpu.half, "gate": gpu.int8, "int8": gpu.int8, "read": gpu.half}
     products = {"centroid": 4 * dim, "gate": 2 * dim, "int8": 2 * dim, "read": 4 * dim}
     bytes_ = {"centroid": 4 * dim, "gate": dim + 8, "int8": dim + 4, "read": 4 * dim}
@@ -223,9 +224,11 @@ def predict(config: Values, results: Values, gpu: Gpu, n: int, rows: int) -> dic
         logits = n_tiles * rows * n_columns
         busy = logits * products[name] / (rates[name] * tensor)
         busy += logits * operations[name] / (gpu.vector / 2 * 1e12 * EFFICIENCY["vector"])
-        seconds[name] = max(busy, n_tiles * n_columns * bytes_[name] / memory) + LAUNCH
+        moving = n_tiles * n_columns * bytes_[name] / memory
+        if name == "read" and not swapped:  # lists: int8 logits and positions, written to the cache and read again
+            moving += n_tiles * n_columns * (8 * rows + 16) / (slow * CACHE_SPEEDUP)
+        seconds[name] = max(busy, moving) + LAUNCH
     local = 4 * dim * n_heads * n * 1.5 * Routed().chunk_size
-    slow = EFFICIENCY["memory"] * gpu.bandwidth * 1e12
     return {
         "index": INDEX_LAUNCHES * LAUNCH + INDEX_PASSES * n_kv_heads * n * dim * 4 / slow,
         "local": local / (gpu.exact * 1e12) + LAUNCH,

@@ -20,7 +20,7 @@ from torch import Tensor
 from prescore.attention import prescored_attention
 from prescore.bench.records import Values
 from prescore.config import Config, Exact, Routed
-from prescore.routed.backends import exact_reason
+from prescore.routed.backends import auto_config
 
 EXACT = "exact"
 MOST_ROUNDS = 200
@@ -126,8 +126,8 @@ def check_method(
     differ by the weight of keys at the threshold: two keys of about `min_weight`, whose values differ from the
     others by at most twice the largest.
     """
-    if isinstance(config, Routed) and exact_reason(*inputs, config, is_causal=is_causal):
-        config = Exact()
+    if isinstance(config, Routed):
+        config, _ = auto_config(*inputs, config, is_causal=is_causal)
     n, most, by, unit = inputs[0].shape[2], 0.0, float("inf"), torch.ones(())
     chunks = [slice(0, n)]
     if isinstance(config, Routed) and n > LONG_CALL:
