@@ -468,15 +468,19 @@ def rival_losses(rows):
     return [record.results["loss"]]
 
 
-def rival_times(rows):
-    """Seconds to the first token, tokens per second and megabytes of both models."""
-    values = []
-    for model in ("smollm2", "gemma3-270m"):
-        (record,) = records("speed/rivals", part="time", engine=ENGINES[rows[-1][0]], model=model)
-        values += [
-            record.results[name] for name in ("seconds_to_first_token", "tokens_per_second", "peak_megabytes")
-        ]
-    return values
+def rival_times(*prompts):
+    """Seconds to the first token, tokens per second and megabytes of each model and number of tokens."""
+
+    def derive(rows):
+        values = []
+        for model, n in prompts:
+            engine = ENGINES[rows[-1][0]]
+            (record,) = records("speed/rivals", part="time", engine=engine, model=model, n=n)
+            names = ("seconds_to_first_token", "tokens_per_second", "peak_megabytes")
+            values += [record.results[name] for name in names]
+        return values
+
+    return derive
 
 
 def exchanged(rows):
@@ -585,9 +589,16 @@ TABLES = [
     ("default.md", "| part of a causal call", 0, parts),
     ("default.md", "| tokens | 2304 |", 0, levels),
     ("deployment.md", "| engine | loss |", 0, rival_losses),
-    ("deployment.md", "| engine | SmolLM2, 8192 tokens: first token |", 0, rival_times),
     ("gpu.md", "| at 15,616 far keys |", 0, tiles),
     ("gpu.md", "| tokens | A100, 16 rows |", 0, predicted),
+    (
+        "deployment.md",
+        "| engine | SmolLM2, 8192 tokens: first token |",
+        0,
+        rival_times(("smollm2", 8192), ("gemma3-270m", 16384)),
+    ),
+    ("deployment.md", "| engine | gemma3-270m, 32,768 tokens", 0, rival_times(("gemma3-270m", 32768))),
+    ("deployment.md", "| engine | gemma3-270m, 8192 tokens", 0, rival_times(("gemma3-270m", 8192))),
     ("parallel.md", "| tokens | configuration |", 0, exchanged),
     ("parallel.md", "| | loss: exact |", 0, rank_losses),
     ("serving.md", "| prompts |", 0, served),
