@@ -208,16 +208,17 @@ BREAKS = {
     ],
     ("search.c", "native"): [
         ("searched within half a deviation", "heavy > p->search_stds ? heavy : p->search_stds", "0.5f"),
-        ("spread overlooked", "load(p->spread + own) * reach + x", "x"),
+        ("spread overlooked", "load(p->spread + at) * reach + x", "x"),
         (
             "radius overlooked",
             "load(p->radius + b->at * 16 + k * WIDTH) * splat(w->reach[t]) + centroids[k]",
             "centroids[k]",
         ),
+        ("a query of the tile left out", "t < w->n && w->threshold", "t < w->n - 1 && w->threshold"),
         (
-            "a query of the tile left out",
-            "t < w->n; t++) {\n                const unsigned own",
-            "t < w->n - 1; t++) {\n                const unsigned own",
+            "a subcluster of a block left out",
+            "i < 16; i++) {\n            const uint32_t some",
+            "i < 15; i++) {\n            const uint32_t some",
         ),
         ("hits of another query", "w->compared_logits + own * 16, w->above", "w->compared_logits, w->above"),
     ],

@@ -31,24 +31,25 @@ static void fill(float *to, int64_t n) {
 }
 
 static void check_int8(void) {
-    static uint8_t keys[16 * 64 * 64];
-    int32_t query[64];
+    static uint8_t keys[64 * 64];
+    static int32_t queries[32 * 64], got[32 * 16];
     for (int64_t quarter = 4; quarter <= 64; quarter += 4)
         for (int extreme = 0; extreme < 5; extreme++) {
-            int8_t *numbers = (int8_t *)query;
-            int32_t start = 0, got[16 * 16], *at = got;
-            const unsigned some = extreme ? 1u << (quarter / 4 - 1) : 0xb00d; /* bits of subclusters */
-            for (int64_t i = 0; i < 16 * 64 * quarter; i++) keys[i] = extreme > 2 ? 1 : extreme ? 127 : (uint8_t)(whole() / 2 + KEY_ZERO);
-            for (int64_t i = 0; i < 4 * quarter; i++)
+            const uint32_t some = extreme ? 1u << (quarter / 2 - 1) : 0x8001b00d; /* bits of queries */
+            int8_t *numbers = (int8_t *)queries;
+            int32_t starts[32] = {0}, *at = got;
+            for (int64_t i = 0; i < 64 * quarter; i++) keys[i] = extreme > 2 ? 1 : extreme ? 127 : (uint8_t)(whole() / 2 + KEY_ZERO);
+            for (int64_t i = 0; i < 32 * 4 * quarter; i++) {
                 numbers[i] = (int8_t)(extreme == 1 || extreme == 3 ? -127 : extreme ? (i % 2 ? 127 : -127) : whole());
-            for (int64_t i = 0; i < 4 * quarter; i++) start -= KEY_ZERO * numbers[i];
-            int8_products(keys, some, query, start, quarter, got);
-            for (int64_t j = 0; j < 16; j++) {
-                if (!(some >> j & 1)) continue;
+                starts[i / (4 * quarter)] -= KEY_ZERO * numbers[i];
+            }
+            int8_products(keys, some, queries, starts, quarter, got);
+            for (int64_t t = 0; t < 32; t++) {
+                if (!(some >> t & 1)) continue;
                 for (int64_t key = 0; key < 16; key++) {
                     int32_t wanted = 0;
                     for (int64_t i = 0; i < 4 * quarter; i++)
-                        wanted += (keys[((j * quarter + i / 4) * 16 + key) * 4 + i % 4] - KEY_ZERO) * numbers[i];
+                        wanted += (keys[(i / 4 * 16 + key) * 4 + i % 4] - KEY_ZERO) * numbers[t * 4 * quarter + i];
                     check(at[key] == wanted, "an int8 product", at[key], wanted);
                 }
                 at += 16;
@@ -57,7 +58,8 @@ static void check_int8(void) {
     for (int i = 0; i < 33; i++) {
         uint16_t numbers[32] = {0};
         if (i < 32) numbers[i] = (uint16_t)(1 << i % 16);
-        check(nonzero(numbers) == (i < 32 ? 1u << i : 0), "bits of numbers", nonzero(numbers), i);
+        check(having(numbers, 0xffff) == (i < 32 ? 1u << i : 0), "bits of numbers", having(numbers, 0xffff), i);
+        check(having(numbers, 4) == (i == 2 || i == 18 ? 1u << i : 0), "numbers with a bit", having(numbers, 4), i);
     }
     for (unsigned above = 0; above < 65536; above += above < 64 ? 1 : 977) {
         int32_t rows[16], hits[48], n = 3;

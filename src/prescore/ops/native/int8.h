@@ -8,22 +8,25 @@
 #define KEY_ZERO 64            /* keys are stored from 1 to 127: products of two with a query fit into 16 bits */
 
 #if defined(__AVX512VNNI__)
-/* Add `width` times four dimensions to products of a query with some keys: the query fills registers, so that nothing but keys is
- * loaded. */
-INLINE void add_products(const int width, const uint8_t *keys, int64_t step, unsigned some, const int32_t *query, int32_t start,
+/* sum + keys * four numbers of a query, which the instruction itself repeats: compilers load them by one of its own. */
+#define ADD_PRODUCTS(sum, keys, numbers) __asm__("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(keys), "m"(*(numbers)))
+
+/* Add `width` times four dimensions to products of sixteen keys, which stay in registers, with some queries. */
+INLINE void add_products(const int width, const uint8_t *keys, uint32_t some, const int32_t *queries, int64_t step, const int32_t *starts,
                          int first, int32_t *to) {
-    __m512i four[16];
-    for (int i = 0; i < width; i++) four[i] = _mm512_set1_epi32(query[i]);
+    __m512i own[16];
+    for (int i = 0; i < width; i++) own[i] = _mm512_loadu_si512(keys + 64 * i);
     for (; some; some &= some - 1, to += 16) {
-        const uint8_t *own = keys + __builtin_ctz(some) * step;
-        __m512i sum[4] = {first ? _mm512_set1_epi32(start) : _mm512_loadu_si512(to)};
+        const int64_t t = __builtin_ctz(some);
+        const int32_t *query = queries + t * step;
+        __m512i sum[4] = {first ? _mm512_set1_epi32(starts[t]) : _mm512_loadu_si512(to)};
         for (int c = 1; c < 4; c++) sum[c] = _mm512_setzero_si512();
-        for (int i = 0; i < width; i++) sum[i % 4] = _mm512_dpbusd_epi32(sum[i % 4], _mm512_loadu_si512(own + 64 * i), four[i]);
+        for (int i = 0; i < width; i++) ADD_PRODUCTS(sum[i % 4], own[i], query + i);
         _mm512_storeu_si512(to, _mm512_add_epi32(_mm512_add_epi32(sum[0], sum[1]), _mm512_add_epi32(sum[2], sum[3])));
     }
 }
 #else
-/* Products of a query with sixteen keys, [quarter, 16, 4]. */
+/* Products of sixteen keys with a query. */
 INLINE void int8_product(const uint8_t *keys, const int32_t *query, int32_t start, const int64_t quarter, int32_t *to) {
 #if defined(__AVX2__)
     const __m256i ones = _mm256_set1_epi16(1);
@@ -88,26 +91,29 @@ INLINE void int8_product(const uint8_t *keys, const int32_t *query, int32_t star
 }
 #endif
 
-/* Products of a query with `some` of sixteen times sixteen keys, given as bits, [16, quarter, 16, 4]: sixteen numbers each, one
- * after the other. A query has `quarter` times four numbers, a multiple of four; `start` is -KEY_ZERO times their sum. */
-INLINE void int8_products(const uint8_t *keys, unsigned some, const int32_t *query, int32_t start, const int64_t quarter, int32_t *to) {
+/* Products of sixteen keys, [quarter, 16, 4], with `some` of the queries, given as bits, [.., quarter]: sixteen numbers each, one
+ * query after the other. A query has `quarter` times four numbers, a multiple of four; its start is -KEY_ZERO times their sum. */
+INLINE void int8_products(const uint8_t *keys, uint32_t some, const int32_t *queries, const int32_t *starts, const int64_t quarter,
+                          int32_t *to) {
 #if defined(__AVX512VNNI__)
     int64_t at = 0;
-    for (; at + 16 <= quarter; at += 16) add_products(16, keys + 64 * at, 64 * quarter, some, query + at, start, at == 0, to);
-    for (; at < quarter; at += 4) add_products(4, keys + 64 * at, 64 * quarter, some, query + at, start, at == 0, to);
+    for (; at + 16 <= quarter; at += 16) add_products(16, keys + 64 * at, some, queries + at, quarter, starts, at == 0, to);
+    for (; at < quarter; at += 4) add_products(4, keys + 64 * at, some, queries + at, quarter, starts, at == 0, to);
 #else
-    for (; some; some &= some - 1, to += 16) int8_product(keys + __builtin_ctz(some) * 64 * quarter, query, start, quarter, to);
+    for (; some; some &= some - 1, to += 16) {
+        const int64_t t = __builtin_ctz(some);
+        int8_product(keys, queries + t * quarter, starts[t], quarter, to);
+    }
 #endif
 }
 
-/* Which of 32 numbers are not 0, as bits. */
-INLINE uint32_t nonzero(const uint16_t *numbers) {
+/* Which of 32 numbers have a bit in common with `wanted`, as bits. */
+INLINE uint32_t having(const uint16_t *numbers, unsigned wanted) {
 #if defined(__AVX512BW__)
-    const __m512i all = _mm512_loadu_si512(numbers);
-    return _mm512_test_epi16_mask(all, all);
+    return _mm512_test_epi16_mask(_mm512_loadu_si512(numbers), _mm512_set1_epi16((short)wanted));
 #else
     uint32_t found = 0;
-    for (int i = 0; i < 32; i++) found |= (numbers[i] ? 1u : 0u) << i;
+    for (int i = 0; i < 32; i++) found |= (numbers[i] & wanted ? 1u : 0u) << i;
     return found;
 #endif
 }

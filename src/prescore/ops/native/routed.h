@@ -10,7 +10,7 @@
 #include "threads.h"
 #include "vectors.h"
 
-#define TILE 32        /* queries of a tile */
+#define TILE 32        /* queries of a tile: a bit each of 32 */
 #define MAX_DIM 256    /* of keys: and of values */
 #define LOCAL_KEYS 256 /* local keys of one step: their weights for a tile stay in cache */
 #define BLOCKS_AT_ONCE 4 /* of sixteen subclusters, searched at a time: the keys read stay in cache for the tile */

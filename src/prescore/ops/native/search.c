@@ -51,37 +51,48 @@ INLINE unsigned clusters_within_reach(const RoutedCall *p, const Tile *w, int64_
     return visible < 16 ? near & ((1u << visible) - 1) : near;
 }
 
-/* Which subclusters of clusters within reach of a query are themselves within reach, by their centroids. */
-INLINE unsigned subclusters_within_reach(const RoutedCall *p, const Tile *w, int64_t t, const Block *b, const int64_t quarter) {
-    const floats unit = splat(w->int8_scale[t]), reach = splat(w->reach[t]), least = splat(w->least[t]);
-    floats centroids[PER_BLOCK];
-    int32_t products[16];
-    unsigned within = 0;
-    int8_products(p->sub_int8 + b->at * 64 * quarter, 1, w->int8 + t * quarter, w->int8_start[t], quarter, products);
-    centroid_logits(p, w, t, b, centroids);
-    for (int k = 0; k < PER_BLOCK; k++) {
-        const int64_t own = b->at * 16 + k * WIDTH;
-        const floats offset = __builtin_convertvector(*(const ints *)(products + k * WIDTH), floats);
-        const floats x = offset * (load(p->sub_scales + own) * unit) + centroids[k];
-        within |= at_least(load(p->spread + own) * reach + x, least) << (k * WIDTH);
+/* Which subclusters of a block are within reach of each query, as bits: those of clusters within reach, by their own centroids. Returns
+ * how many centroids were compared. */
+INLINE int64_t subclusters_within_reach(const RoutedCall *p, Tile *w, const Block *b, uint16_t *within, const int64_t quarter) {
+    int32_t *products = (int32_t *)w->compared_logits;
+    int64_t compared = 0;
+    for (int64_t t = 0; t < TILE; t++)
+        within[t] = t < w->n && w->threshold[t] < INFINITY ? (uint16_t)clusters_within_reach(p, w, t, b) : 0;
+    uint32_t some = having(within, 0xffff);
+    int8_products(p->sub_int8 + b->at * 64 * quarter, some, w->int8, w->int8_start, quarter, products);
+    for (; some; some &= some - 1, products += 16) {
+        const int64_t t = __builtin_ctz(some);
+        const floats unit = splat(w->int8_scale[t]), reach = splat(w->reach[t]), least = splat(w->least[t]);
+        floats centroids[PER_BLOCK];
+        unsigned own = 0;
+        centroid_logits(p, w, t, b, centroids);
+        for (int k = 0; k < PER_BLOCK; k++) {
+            const int64_t at = b->at * 16 + k * WIDTH;
+            const floats offset = __builtin_convertvector(*(const ints *)(products + k * WIDTH), floats);
+            const floats x = offset * (load(p->sub_scales + at) * unit) + centroids[k];
+            own |= at_least(load(p->spread + at) * reach + x, least) << (k * WIDTH);
+        }
+        compared += __builtin_popcount(within[t]);
+        within[t] &= (uint16_t)own;
     }
-    return within;
+    return compared;
 }
 
-/* Compare the keys of some subclusters, given as bits, with a query. Logits are noted from `n` on, and which of them reach the
- * threshold; returns how many subclusters there are then. No branch depends on them: it would often be mispredicted. */
-INLINE int64_t compare_keys(const RoutedCall *p, Tile *w, int64_t t, const Block *b, unsigned within, int64_t n, const int64_t quarter) {
-    const floats unit = splat(w->int8_scale[t]), least = splat(w->least[t]);
-    const float *centroids = w->logits + t * w->padded + p->sink_columns;
+/* Compare the keys of a subcluster with the queries that it is within reach of, given as bits. Logits are noted from `n` on, and
+ * which of them reach the threshold; returns how many queries there are then. No branch depends on them: it would often be
+ * mispredicted. */
+INLINE int64_t compare_keys(const RoutedCall *p, Tile *w, const Block *b, int64_t i, uint32_t some, int64_t n, const int64_t quarter) {
+    const int64_t at = b->first + i;
+    const float *centroids = w->logits + p->sink_columns + b->cluster[i];
     float *own = w->compared_logits + n * 16;
-    int8_products(p->int8 + b->first * 64 * quarter, within, w->int8 + t * quarter, w->int8_start[t], quarter, (int32_t *)own);
-    for (; within; within &= within - 1, own += 16, n++) {
-        const int64_t i = __builtin_ctz(within);
-        const floats centroid = splat(centroids[b->cluster[i]]);
+    int8_products(p->int8 + at * 64 * quarter, some, w->int8, w->int8_start, quarter, (int32_t *)own);
+    for (; some; some &= some - 1, own += 16, n++) {
+        const int64_t t = __builtin_ctz(some);
+        const floats centroid = splat(centroids[t * w->padded]), unit = splat(w->int8_scale[t]), least = splat(w->least[t]);
         unsigned above = 0;
         for (int k = 0; k < PER_BLOCK; k++) { /* int8 keys are differences from the centroid */
             const floats product = __builtin_convertvector(*(const ints *)(own + k * WIDTH), floats);
-            const floats x = product * (load(p->scales + (b->first + i) * 16 + k * WIDTH) * unit) + centroid;
+            const floats x = product * (load(p->scales + at * 16 + k * WIDTH) * unit) + centroid;
             above |= at_least(x, least) << (k * WIDTH);
             store(own + k * WIDTH, x);
         }
@@ -94,7 +105,7 @@ INLINE int64_t compare_keys(const RoutedCall *p, Tile *w, int64_t t, const Block
 /* Append the keys that reached the threshold to the hits of their queries. */
 INLINE void collect_hits(const RoutedCall *p, Tile *w, const Block *b, int64_t n) {
     for (int64_t next = 0; next < n; next += 32) {
-        uint32_t some = nonzero(w->above + next) & (n - next < 32 ? (1u << (n - next)) - 1 : ~0u);
+        uint32_t some = having(w->above + next, 0xffff) & (n - next < 32 ? (1u << (n - next)) - 1 : ~0u);
         for (; some; some &= some - 1) {
             const int64_t own = next + __builtin_ctz(some), t = w->compared[own] / 16, i = w->compared[own] % 16;
             w->n_hits[t] = append_hits(w->hits + t * MAX_HITS, w->hit_logits + t * MAX_HITS, w->n_hits[t],
@@ -104,32 +115,21 @@ INLINE void collect_hits(const RoutedCall *p, Tile *w, const Block *b, int64_t n
     }
 }
 
-/* Search some blocks for all queries of a tile; returns how many keys and centroids were compared. The keys of a block stay in
- * cache for all queries. */
+/* Search some blocks for all queries of a tile; returns how many keys and centroids were compared. */
 INLINE int64_t search_blocks(const RoutedCall *p, Tile *w, int64_t first, int64_t stop, const int64_t quarter) {
-    Block blocks[BLOCKS_AT_ONCE];
-    uint16_t within[BLOCKS_AT_ONCE][TILE];
-    const int64_t some = quarter <= 16 ? 16 : 8; /* subclusters whose keys stay in the first cache for a tile */
+    uint16_t within[TILE];
     int64_t compared = 0;
     memset(w->n_hits, 0, sizeof w->n_hits);
-    for (int64_t number = first; number < stop; number++) blocks[number - first] = block_of(p, w, number);
-    for (int64_t t = 0; t < w->n; t++)
-        for (int64_t number = first; number < stop; number++) {
-            const Block *b = blocks + number - first;
-            const unsigned near = w->threshold[t] < INFINITY ? clusters_within_reach(p, w, t, b) : 0;
-            const unsigned own = near ? near & subclusters_within_reach(p, w, t, b, quarter) : 0;
-            within[number - first][t] = (uint16_t)own;
-            compared += __builtin_popcount(near) + 16 * __builtin_popcount(own);
-        }
     for (int64_t number = first; number < stop; number++) {
-        const Block *b = blocks + number - first;
+        const Block b = block_of(p, w, number);
         int64_t n = 0;
-        for (int64_t i = 0; i < 16; i += some)
-            for (int64_t t = 0; t < w->n; t++) {
-                const unsigned own = within[number - first][t] & ((1u << some) - 1) << i;
-                if (own) n = compare_keys(p, w, t, b, own, n, quarter);
-            }
-        collect_hits(p, w, b, n);
+        compared += subclusters_within_reach(p, w, &b, within, quarter);
+        for (int64_t i = 0; i < 16; i++) {
+            const uint32_t some = having(within, 1u << i);
+            if (some) n = compare_keys(p, w, &b, i, some, n, quarter);
+        }
+        collect_hits(p, w, &b, n);
+        compared += 16 * n;
     }
     return compared;
 }
