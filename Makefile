@@ -46,9 +46,10 @@ test-plain: setup
 test-gpu: setup
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -rs --device cuda tests/test_devices.py tests/routed/test_triton.py
 
-# The tests of the C operators on libraries that check every address and every undefined operation.
+# The tests of the C operators on libraries that check every address and every undefined operation. Triton runs none of
+# them, and throws C++ exceptions, which the checking runtime cannot follow.
 sanitize: setup
-	HF_HUB_OFFLINE=1 $(BIN)/python tools/sanitize.py tests/ops/native tests/routed
+	HF_HUB_OFFLINE=1 $(BIN)/python tools/sanitize.py tests/ops/native tests/routed --ignore=tests/routed/test_triton.py
 
 # The C code at every level of this processor and of 64-bit ARM, which is emulated.
 arm: setup
