@@ -36,6 +36,13 @@ def test_scorers_and_their_options_keep_the_contract(scorer):
     check_scorer(scorer)
 
 
+def test_scores_do_not_follow_the_strides_of_the_keys():
+    keys = torch.randn(8, 2, 39, 16, generator=torch.Generator().manual_seed(0)).half()
+    columns = keys.mT.contiguous().mT
+    scores = [prescore.score(stored, KMeans(n_clusters=17), generator=1) for stored in (keys, columns)]
+    assert torch.equal(*scores)
+
+
 def scorer_of(function, **attributes):
     """A scorer whose scores are a function of the keys."""
     attributes = {"score": lambda self, keys, *, valid, streams: function(keys), **attributes}

@@ -29,7 +29,8 @@ class Chosen:
 @torch.no_grad()
 def score_keys(keys: Tensor, scorer: Scorer, *, valid: Tensor | None, streams: Streams) -> Scored:
     """Checked scores of aligned `keys [B, H, N, D]`, in at least float32, -inf where not `valid [B, N]`."""
-    keys = keys.detach().to(torch.promote_types(keys.dtype, torch.float32))
+    # where two centres are as near, the order of a sum decides; it must not follow the strides of the keys
+    keys = keys.detach().to(torch.promote_types(keys.dtype, torch.float32)).contiguous()
     return checked_scores(scorer.score(keys, valid=valid, streams=streams), scorer, keys, valid)
 
 
