@@ -62,7 +62,7 @@ def compile_kernel(name: str, target: str, dim: int, dtype: str, rows: int) -> d
     constants = {
         "GROUP": GROUP, "ROWS": rows, "D": dim, "DV": dim, "SIZE": CLUSTER_SIZE, "LOCAL": own.local,
         "KEYS": min(own.keys, CLUSTER_SIZE), "WIDTH": min(own.width, dim),
-        "PRECISION": backend.precision(target), "INTERPRETED": False, **backend.constants(CLUSTER_SIZE),
+        "PRECISION": backend.precision(target), "INTERPRETED": False, **backend.constants(),
     }  # fmt: skip
     warps = own.warps if name == "far_part" else backend.LIGHT_WARPS
     signature, attributes, parameters = {}, {}, inspect.signature(kernel.fn).parameters

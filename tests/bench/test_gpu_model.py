@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from oracles.inputs import attention_tensors
+from routed_checks import needs_native
 
 from prescore import Routed, prescored_attention
 from prescore.bench.records import read_records
@@ -46,6 +47,7 @@ def test_unions_grow_with_the_rows_of_a_tile_and_never_exceed_all_keys(results):
         assert band["searched_1"] <= band["near_1"]
 
 
+@needs_native
 def test_a_query_reads_as_many_far_keys_as_in_the_library(saved, results):
     query, key, value = saved.inputs(4096)
     last = query[:, :, -256:]  # the queries of the last band lie in a chunk before them

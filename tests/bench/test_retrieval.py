@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from oracles.tiny_language_model import save_tiny_language_model, tiny_language_model
+from routed_checks import needs_native
 
 from prescore import Routed
 from prescore.bench.cli.main import main
@@ -211,6 +212,7 @@ def run(text, tmp_path):
     return lambda options: main([*given, *options.split()])
 
 
+@needs_native
 def test_a_row_is_one_text_under_one_method(run, lines, tmp_path, capsys):
     assert run("--task many-needles -n 2600 -n 1400 --method exact --method default --samples 2") == 0
     printed, said = capsys.readouterr()

@@ -4,6 +4,7 @@ import pytest
 import torch
 from oracles.inputs import attention_tensors
 from oracles.tiny_language_model import save_tiny_language_model, tiny_language_model
+from routed_checks import needs_native
 from safetensors.torch import load_file, save_file
 from tiny_models import tiny as tiny_model
 from torch.nn.functional import scaled_dot_product_attention
@@ -265,6 +266,7 @@ def test_lengths_are_those_that_a_file_has(saved):
     assert (query.shape, key.dtype) == ((1, 4, 100, 16), torch.float64)
 
 
+@needs_native
 def test_results_hold_the_error_beside_the_time(saved):
     config = {**LAYER, "n": LENGTH, "methods": ["default", "paper:kmeans"]}
     methods = measure_methods(config, 0, saved=saved[0])["methods"]
@@ -277,6 +279,7 @@ def test_results_hold_the_error_beside_the_time(saved):
     assert paper["keys_compared_per_query"] == 0.0
 
 
+@needs_native
 @pytest.mark.parametrize("heads", [4, 2])
 def test_parts_add_up_to_the_call(heads, saved):
     """Of saved heads, and of random ones."""
@@ -299,7 +302,9 @@ def test_parts_add_up_to_the_call(heads, saved):
         measured_layer(studies.measure_parts, 600)
 
 
-@pytest.mark.parametrize(("n", "path"), [(LENGTH, "routed step"), (300, "step over all keys")])
+@pytest.mark.parametrize(
+    ("n", "path"), [pytest.param(LENGTH, "routed step", marks=needs_native), (300, "step over all keys")]
+)
 def test_steps_are_queries_of_the_full_call(saved, n, path):
     results = measured_layer(studies.measure_steps, n, saved[0], repeats=3)
     assert results["path"] == [path]
@@ -335,6 +340,7 @@ def test_a_run_with_heads(saved):
         plan_rows(Run(LAYER, saved=saved, backward=[True]), ["heads"])
 
 
+@needs_native
 def test_the_command_saves_and_measures(tmp_path, capsys):
     model, heads = save_tiny_language_model(tmp_path / "model"), tmp_path / "heads"
     (tmp_path / "book.txt").write_text("It was the best of times, it was the worst of times. " * 60)

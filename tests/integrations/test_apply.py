@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 from integration_checks import check_dropout, check_undo_in_any_order
+from routed_checks import needs_native
 from tiny_models import ROUNDING, forward, leftovers, prompts, steps, tiny
 from torch import nn
 
@@ -290,6 +291,7 @@ def test_dropout_in_training_is_drawn_from_torch():
     check_dropout(tiny("Llama", attention_dropout=0.3), logits, COARSE)
 
 
+@needs_native
 def test_the_name_alone_means_the_default_configuration(tmp_path):
     tiny("Llama", head_dim=16, max_position_embeddings=8192).save_pretrained(tmp_path)
     model = transformers.LlamaForCausalLM.from_pretrained(tmp_path).eval()

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from routed_checks import needs_native
 from tiny_models import ROUTED
 
 from prescore import Coupling, Exact, Hyper, KMeans, Lsh, Routed, Selected, prescored_attention
@@ -214,6 +215,7 @@ def test_a_step_back_behind_the_selection_selects_again(qkv):
         assert cache.selection.n_selected_from == 47
 
 
+@needs_native
 @torch.no_grad()
 def test_chunks_of_a_prompt_build_each_key_index_once_and_the_first_step_takes_it_over(monkeypatch):
     """Against calls without a cache: same outputs, and no chunk is built twice."""

@@ -9,6 +9,7 @@ import pytest
 import torch
 from crew import Crew
 from oracles.inputs import attention_tensors
+from routed_checks import needs_native
 
 import prescore
 from prescore import Exact, Hyper, KMeans, Leverage, Routed, Selected
@@ -61,7 +62,8 @@ def test_selected_sends_a_fifth_at_most_and_no_more_for_longer_sequences(crew, n
 @pytest.mark.parametrize(
     "config",
     [
-        Exact(), Routed(), Selected("kmeans", 128, min_seq_len=256), Selected("key-norm", 128, min_seq_len=192),
+        Exact(), pytest.param(Routed(), marks=needs_native),
+        Selected("kmeans", 128, min_seq_len=256), Selected("key-norm", 128, min_seq_len=192),
         Selected.paper(SAMPLED, top_k=128, min_seq_len=256), Selected(Leverage(), 64, min_seq_len=256), Hyper(),
     ],
     ids=["exact", "routed", "kmeans", "other clusters", "paper", "leverage", "hyper"],

@@ -5,14 +5,16 @@ import random
 import pytest
 import torch
 from fuzz_cases import MEMORY, random_case
+from oracles import routed as routed_oracles
 from oracles.budgets import assert_within
 from oracles.inputs import attention_tensors
 from oracles.routed import routed_oracle
-from routed_checks import attend, check_routed, check_stats
+from routed_checks import attend, check_native, check_routed, check_stats, needs_native
 
 from fuzz import check
 from prescore import Exact, Routed, exact_attention, prescored_attention
 from prescore.ops.native import library
+from prescore.routed import native, reference
 
 SMALL = Routed(min_weight=1 / 16, cluster_size=4, chunk_size=16, sinks=3, exact_until=0)
 WIDE = Routed(min_weight=1 / 64, cluster_size=32, chunk_size=64, sinks=4, exact_until=128)
@@ -41,6 +43,18 @@ def assert_same(got, wanted):
 def test_random_calls_are_the_definition():
     cases = (random_case(random.Random(f"routed/{number}")) for number in range(400))
     assert sum(check("routed_definition", case) for case in cases) > 50
+
+
+@needs_native
+@both
+def test_the_threshold_falls_where_there_are_many_far_keys(is_causal, monkeypatch):
+    few, many = tensors(heads=2, kv_heads=1), large()
+    before = check_routed(SMALL, few, is_causal=is_causal)
+    native_before = check_native(WIDE, many, is_causal=is_causal)
+    for module in (reference, native, routed_oracles):
+        monkeypatch.setattr(module, "MASS_KEYS", 40)
+    assert check_routed(SMALL, few, is_causal=is_causal)["far_keys_read"] > before["far_keys_read"]
+    assert check_native(WIDE, many, is_causal=is_causal)["far_keys_read"] > native_before["far_keys_read"]
 
 
 @both
@@ -149,7 +163,7 @@ def test_an_outlier_is_found_however_far_from_its_centroid(backend):
     assert float((output - exact).square().sum() / exact.square().sum()) < 1e-3
 
 
-@pytest.mark.parametrize("backend", ["auto", "plain"])
+@pytest.mark.parametrize("backend", [pytest.param("auto", marks=needs_native), "plain"])
 @pytest.mark.parametrize("scale", [1, 3, 12, 25, 100, 1000])
 def test_sharp_heads_find_the_keys_that_hold_the_weight(scale, backend):
     """Normal queries and keys, logits of standard deviation `scale`: from 12 on a few keys hold all the weight."""
@@ -306,6 +320,7 @@ SLOWER = {
 }
 
 
+@needs_native
 @pytest.mark.parametrize("name", SLOWER)
 def test_auto_runs_exactly_what_native_code_does_not_know(name):
     reason, change = SLOWER[name]

@@ -289,7 +289,8 @@ FLAGS = [*(flag for flag in build._FLAGS if flag not in ("-O3", "-shared")), "-O
 @pytest.fixture(scope="module")
 def objects(tmp_path_factory):
     """Every C file of the engine, compiled."""
-    if build._find_compiler() is None:
+    compiler = build._find_compiler()
+    if compiler is None or build._refuses(compiler, build._FLAGS):
         pytest.skip("there is no C compiler here")
     folder = tmp_path_factory.mktemp("objects")
     for path in build.FOLDER.glob("*.c"):

@@ -25,8 +25,8 @@ from oracles.inputs import attention_tensors
 from routed_checks import differing_queries
 
 from prescore import Routed, prescored_attention
+from prescore.routed import reference
 from prescore.routed.decode import RoutedIndex
-from prescore.routed.reference import reference_attention
 from prescore.types import Attended
 
 KINDS = ("whole", "not causal", "gradients", "chunk", "step", "steps", "left padding", "right padding")
@@ -43,7 +43,7 @@ def by_reference(query, key, value, config, *, is_causal, n_real):
         n_query = query.shape[2] - (key.shape[2] - stop if is_causal else 0)
         for head in range(query.shape[1]):
             tensors = query[row, head, :n_query], key[row, head // group, :stop], value[row, head // group, :stop]
-            rows.append(reference_attention(*tensors, config, is_causal=is_causal))
+            rows.append(reference.reference_attention(*tensors, config, is_causal=is_causal))
     return rows
 
 
@@ -85,6 +85,7 @@ def run(draw, device):
         seed=draw.randrange(2**31),
         spread=draw.choice((0.3, 1.0, 1.0, 1.5)),
     )
+    reference.MASS_KEYS = draw.choice((60, 16384))
     is_causal, n_real, mask = kind != "not causal", [n_keys] * len(query), None
     given = query, key, value
     if "padding" in kind:

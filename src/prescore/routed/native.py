@@ -22,6 +22,7 @@ from prescore.routed.layout import Layout, RoutedKeys, View, make_layout
 from prescore.routed.reference import (
     HEAVY_INT8_ERROR,
     HEAVY_STDS,
+    MASS_KEYS,
     MAX_MASS_GAIN,
     SEARCH_STDS,
     SINK_WEIGHT,
@@ -105,7 +106,7 @@ _SIZES = (
 )
 _NUMBERS = (
     *("scale", "search_stds", "heavy_stds", "heavy_int8_error", "margin", "exact_margin"),
-    *("log_inverse", "max_mass_gain", "log_sink_weight"),
+    *("log_inverse", "max_mass_gain", "mass_keys", "log_sink_weight"),
 )
 _RESULTS = ("output", "lse", "threshold", "counts")
 
@@ -395,6 +396,7 @@ class Tables:
             exact_margin=exact_margin(log_inverse),
             log_inverse=log_inverse,
             max_mass_gain=MAX_MASS_GAIN,
+            mass_keys=MASS_KEYS,
             log_sink_weight=math.log(SINK_WEIGHT),
         )
 

@@ -49,6 +49,8 @@ MAX_GAIN = 2.0
 """Bound on the correction of a centroid's logit: logits within a cluster are not quite normal."""
 MAX_MASS_GAIN = 4.0
 """The same bound where the threshold is set, before any key was read."""
+MASS_KEYS = 16384
+"""Far keys that the threshold counts at most: of more keys each weighs less, and more of their mass is unread."""
 MIN_STD, MAX_STD = 1e-3, 1e15
 """Bounds on the standard deviation of logits within clusters."""
 MAX_DISTANCE = 1e30
@@ -289,10 +291,12 @@ def far_logits(query: Tensor, far: FarKeys) -> FarLogits:
 def _mass_logits(logits: FarLogits, far: FarKeys) -> Tensor:
     """`[t, S + M]` log masses that the threshold counts: of sinks, and of all keys of each cluster.
 
-    A sum of `L` exponentials of normal numbers around `x` is about `L exp(x + s^2 / 2)`.
+    A sum of `L` exponentials of normal numbers around `x` is about `L exp(x + s^2 / 2)`. All far keys count as
+    `MASS_KEYS` at most.
     """
     gain = (0.5 * logits.std.square()).clamp_max(MAX_MASS_GAIN)
-    clusters = logits.centroids + math.log(far.positions.shape[1]) + gain
+    n_clusters, size = far.positions.shape
+    clusters = logits.centroids + math.log(min(size, MASS_KEYS / n_clusters)) + gain
     return torch.cat((logits.sinks + math.log(SINK_WEIGHT), clusters), dim=1)
 
 

@@ -164,7 +164,7 @@ def unsupported(query: Tensor, value_dim: int, cluster_size: int) -> list[str]:
 # --- calls
 
 
-def constants(size: int) -> dict[str, float]:
+def constants() -> dict[str, float]:
     """The constants of the reference, by their names in the kernels."""
     return {
         "SEARCH_STDS": reference.SEARCH_STDS,
@@ -175,7 +175,7 @@ def constants(size: int) -> dict[str, float]:
         "MAX_DISTANCE": reference.MAX_DISTANCE,
         "MAX_MASS_GAIN": reference.MAX_MASS_GAIN,
         "LOG_SINK_WEIGHT": math.log(reference.SINK_WEIGHT),
-        "LOG_SIZE": math.log(size),
+        "MASS_KEYS": float(reference.MASS_KEYS),
         "MIN_STD": reference.MIN_STD,
         "MAX_STD": reference.MAX_STD,
     }
@@ -223,7 +223,7 @@ def forward(query: Tensor, keys: RoutedKeys, view: View) -> tuple[Attended, Tens
     fixed = {
         "GROUP": group, "ROWS": rows, "D": dim, "DV": value_dim, "LOCAL": own.local, "SIZE": size,
         "KEYS": min(own.keys, size), "WIDTH": min(dim, own.width), "PRECISION": precision(target),
-        "INTERPRETED": is_interpreted, **constants(size),
+        "INTERPRETED": is_interpreted, **constants(),
     }  # fmt: skip
 
     def start(kernel: Any, grid: tuple[int, ...], *arguments: Any) -> None:

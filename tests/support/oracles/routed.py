@@ -6,7 +6,8 @@ chunk; earlier chunks are far. With `q` the query times the scale, a query that 
 
 1. takes `s`, the root mean square over all far keys of their logits' distance from that of their centroid;
 2. estimates the attention mass: exp(logit) of the keys that it reads in any case, a tenth of it for sinks, and
-   `L exp(centroid logit + min(s^2 / 2, 4))` for each cluster of `L` keys; `min_weight` of that is its threshold;
+   `L exp(centroid logit + min(s^2 / 2, 4))` for each cluster of `L` keys, with a smaller `L` where all clusters
+   have more than 16,384 keys together; `min_weight` of that is its threshold;
 3. compares, in clusters within `3 s` of the threshold times their radius, the int8 centroids of subclusters (runs
    of 16 keys of a cluster in tree order) with it, and the int8 keys of those within `3 x`, with `x` the deviation
    of logits in a subcluster as spread out as this one (in sharp heads up to `4.2 x`); it reads the keys that
@@ -32,6 +33,7 @@ from prescore.types import Attended
 
 N_SUBCLUSTER = 16
 LIGHT_WEIGHT = 64
+MASS_KEYS = 16384
 
 
 def routed_oracle(query, key, value, config, **options):
@@ -265,7 +267,8 @@ class Clusters(NamedTuple):
         size = self.positions.shape[1]
         offsets, logits = self.key_offset @ query, self.key @ query
         std = offsets.square().mean().clamp_min(1e-3**2).sqrt()
-        mass = torch.cat((known, logits + math.log(size) + (std**2 / 2).clamp_max(4.0))).logsumexp(0)
+        counted = size * min(1.0, MASS_KEYS / self.positions.numel())
+        mass = torch.cat((known, logits + math.log(counted) + (std**2 / 2).clamp_max(4.0))).logsumexp(0)
         threshold = mass + math.log(min_weight) if min_weight < 1 else torch.full_like(mass, math.inf)
         margin = max(0.0, math.log(0.05 / min_weight))
         lowered = threshold - (0.1 * std - margin).clamp_min(0)

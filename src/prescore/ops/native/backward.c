@@ -79,7 +79,7 @@ static float centroid_gradients(const RoutedCall *p, const Gradients *g, Tile *w
     const float s = w->std[t], gain_of_std = 0.5f * s * s;
     const floats one = splat(1.0f), part = splat(1.0f / s), threshold = splat(w->threshold[t]), far = splat(1e30f);
     const floats lse = splat(p->lse[at]), product = splat(g->product[at]), mass = splat(estimated_mass(p, w, t));
-    const floats behind = splat(logf((float)p->cluster_size) + (gain_of_std < p->max_mass_gain ? gain_of_std : p->max_mass_gain));
+    const floats behind = splat(prescore_mass_of_cluster(p, w, t));
     const floats pulled_grad = splat(dot(b->grads + t * p->value_dim, w->direction + t * p->value_dim, p->value_dim));
     float *logits = w->logits + t * w->padded, *moves = b->move + t * w->padded, *along = b->along + t * w->padded;
     const int32_t *cluster_hits = w->cluster_hits + t * w->padded;

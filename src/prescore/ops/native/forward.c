@@ -83,11 +83,16 @@ void prescore_begin_tile(const RoutedCall *p, Tile *w) {
     }
 }
 
+/* How far the log mass of a cluster lies above the logit of its centroid. All far keys together count as `mass_keys` at most. */
+float prescore_mass_of_cluster(const RoutedCall *p, const Tile *w, int64_t t) {
+    const float gain = 0.5f * w->std[t] * w->std[t], size = (float)p->cluster_size, most = p->mass_keys / (float)w->clusters;
+    return logf(size < most ? size : most) + (gain < p->max_mass_gain ? gain : p->max_mass_gain);
+}
+
 /* The logit from which on far keys are read: `min_weight` of the mass estimated before the search. Sinks count little. */
 void prescore_set_threshold(const RoutedCall *p, Tile *w, int64_t t) {
-    const float *logits = w->logits + t * w->padded, s = w->std[t], elsewhere = p->lse[w->index[t]];
-    const float gain = 0.5f * s * s < p->max_mass_gain ? 0.5f * s * s : p->max_mass_gain;
-    const floats behind = splat(logf((float)p->cluster_size) + gain), part = splat(p->log_sink_weight);
+    const float *logits = w->logits + t * w->padded, elsewhere = p->lse[w->index[t]];
+    const floats behind = splat(prescore_mass_of_cluster(p, w, t)), part = splat(p->log_sink_weight);
     floats top = splat(elsewhere), sum = splat(0);
     for (int64_t c = 0; c < p->sink_columns; c += WIDTH) top = larger(top, load(logits + c) + part);
     for (int64_t c = p->sink_columns; c < w->columns; c += WIDTH) top = larger(top, load(logits + c) + behind);

@@ -47,7 +47,8 @@ typedef struct {
     const float *key_value_cov;              /* [kv_heads, n_covs, dim, value_dim]: of keys and values */
     int64_t kv_heads, n_query, length, dim, value_dim, cluster_size, sinks, sink_columns, n_columns, n_clusters, n_covs;
     int64_t clusters_per_cov;
-    float scale, search_stds, heavy_stds, heavy_int8_error, margin, exact_margin, log_inverse, max_mass_gain, log_sink_weight;
+    float scale, search_stds, heavy_stds, heavy_int8_error, margin, exact_margin, log_inverse;
+    float max_mass_gain, mass_keys, log_sink_weight;
     float *output, *lse; /* [kv_heads, n_query, value_dim], [kv_heads, n_query]: of what was read elsewhere; then of all */
     float *threshold;    /* [kv_heads, n_query]: the logit from which on far keys are read */
     int64_t *counts;     /* int8 keys compared, far keys read */
@@ -90,6 +91,7 @@ void prescore_free_local(LocalKeys *local);
 void prescore_attend_local(const RoutedCall *p, Tile *w);
 void prescore_load_queries(const RoutedCall *p, Tile *w);
 void prescore_begin_tile(const RoutedCall *p, Tile *w);
+float prescore_mass_of_cluster(const RoutedCall *p, const Tile *w, int64_t t);
 void prescore_begin_search(const RoutedCall *p, Tile *w);
 int64_t prescore_search(const RoutedCall *p, Tile *w, int64_t block);
 float prescore_exact_logits(const RoutedCall *p, Tile *w, int64_t t);
