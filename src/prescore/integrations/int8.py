@@ -55,10 +55,10 @@ class Int8Linear(nn.Linear):
 def use_int8_weights(model: nn.Module) -> nn.Module:
     """Give the linear layers of a model int8 weights, in place; returns the model.
 
-    Layers with more inputs than outputs keep their dtype: activations between the two halves of an MLP have single
-    large entries, and one scale per token would round all others away. So does everything else: load the model in
-    bfloat16. An output layer that shares its weight with the
-    input embedding gets an int8 copy. The model can no longer be trained.
+    Layers with at least twice as many inputs as outputs keep their dtype: activations between the two halves of
+    an MLP have single large entries, and one scale per token would round all others away. So does everything
+    else: load the model in bfloat16. An output layer that shares its weight with the input embedding gets an int8
+    copy. The model can no longer be trained.
 
     Args:
         model: On a CPU, with weights in a floating dtype.
@@ -71,7 +71,7 @@ def use_int8_weights(model: nn.Module) -> nn.Module:
         (parent, name, child)
         for parent in model.modules()
         for name, child in parent.named_children()
-        if type(child) is nn.Linear and 1 < child.in_features <= child.out_features
+        if type(child) is nn.Linear and 1 < child.in_features < 2 * child.out_features
     ]
     for _, name, child in found:
         weight = child.weight
