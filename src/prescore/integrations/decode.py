@@ -21,6 +21,7 @@ from prescore.call import first_real, make_call
 from prescore.config import Config, Coupling, Exact, Routed, Selected
 from prescore.errors import Unsupported
 from prescore.ops.backend import accumulation_dtype, pick_backend
+from prescore.ops.native.library import loaded_level
 from prescore.rng import DEFAULT_SEED, Streams
 from prescore.routed.backends import auto_config
 from prescore.routed.decode import GrowingClusters, RoutedIndex
@@ -134,7 +135,7 @@ class LayerCache:
         self.evicted = False
         self.valid: Tensor | None = None
         self.request: Request | None = None
-        self._index: tuple[tuple[Routed, float], RoutedIndex] | None = None
+        self._index: tuple[tuple[object, ...], RoutedIndex] | None = None
         self._prompt_index: GrowingClusters | None = None
 
     @property
@@ -285,10 +286,14 @@ class LayerCache:
     def _routed_index(self, query: Tensor, keys: CachedKeys, request: Request) -> RoutedIndex | str:
         """The clusters that new queries choose from, or why they read every key instead."""
         config = request.config
+        kind = (query.dtype, query.device, query.shape[-1], keys.value.shape[-1], loaded_level())
+        made_for = (config, request.backend, request.scale, kind)
         if not isinstance(config, Routed) or not self._owned or not routes(config, 1, keys.n_keys, is_causal=True):
             return ""
         if request.dropout or records_gradients(query, keys.key, keys.value):
             return "the key index has neither dropout nor gradients"
+        if self._index is not None and self._index[0] == made_for and keys.valid is None:
+            return self._index[1]
         if request.backend == "auto":
             effective, reason = auto_config(query, keys.key, keys.value, config, is_causal=True)
             if isinstance(effective, Exact):
@@ -300,10 +305,10 @@ class LayerCache:
             position = torch.arange(keys.n_keys, dtype=torch.int64, device=start.device)
             if not torch.equal(keys.valid, position >= start[:, None]):
                 return "there is padding after or between real keys"  # positions are not those of the clusters
-        made_for = (config, float(query.shape[-1] ** -0.5 if request.scale is None else request.scale))
         if self._index is None or self._index[0] != made_for:
             grown, self._prompt_index = self._prompt_index if start is None else None, None
-            self._index = (made_for, RoutedIndex(config, scale=made_for[1], start=start, grown=grown))
+            scale = float(query.shape[-1] ** -0.5 if request.scale is None else request.scale)
+            self._index = (made_for, RoutedIndex(config, scale=scale, start=start, grown=grown))
         return self._index[1]
 
 

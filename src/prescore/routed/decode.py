@@ -92,16 +92,15 @@ class RoutedIndex:
         self._config, self._scale, self._start = config, scale, start
         self._grown, self._chunks = grown, chunks
         self._groups: list[tuple[slice, _SameStart]] = []
+        self._kind: tuple[object, ...] = ()
+        self._backends: tuple[Backend, str]  # of calls of this kind
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, *, backend: str = "auto") -> Attended:
         """Attend for the newest positions, `query [B, Hq, n, D]`, over all keys and values so far."""
-        is_named = backend in ("native", "triton")
-        reasons = unsupported(backend, query, value.shape[-1], self._config) if is_named else []
-        if reasons:
-            raise Unsupported(f"backend {backend!r}", reasons)
-        operator = pick_backend(query, backend)
-        size = make_layout(1, 1, causal=True, config=self._config).cluster_size
-        far_backend = pick_far_backend(backend, query, value.shape[-1], size)
+        kind = (backend, query.dtype, query.device, query.shape[-1], value.shape[-1], loaded_level())
+        if self._kind != kind:
+            self._kind, self._backends = kind, self._pick_backends(query, value.shape[-1], backend)
+        operator, far_backend = self._backends
         if not self._groups:
             self._groups = self._split()
         n_query, steps = query.shape[2], []
@@ -121,9 +120,20 @@ class RoutedIndex:
         joined = [[torch.cat(tensors) for tensors in zip(*parts, strict=True)] for parts in steps]
         return Attended(*(torch.cat(tensors, dim=2) for tensors in zip(*joined, strict=True)))
 
+    def _pick_backends(self, query: Tensor, value_dim: int, backend: str) -> tuple[Backend, str]:
+        """The operator for local keys, and what runs the far keys."""
+        is_named = backend in ("native", "triton")
+        reasons = unsupported(backend, query, value_dim, self._config) if is_named else []
+        if reasons:
+            raise Unsupported(f"backend {backend!r}", reasons)
+        size = make_layout(1, 1, causal=True, config=self._config).cluster_size
+        return pick_backend(query, backend), pick_far_backend(backend, query, value_dim, size)
+
     @property
     def reads(self) -> Reads:
         """Keys and centroids that a query read in the last step, on average over the sequences."""
+        if len(self._groups) == 1:
+            return self._groups[0][1].reads
         sizes = [1 if rows.stop is None else rows.stop - rows.start for rows, _ in self._groups]
         groups = [group.reads for _, group in self._groups]
         totals = (

@@ -395,7 +395,7 @@ def measure_steps(config: Values, seed: int, saved: SavedHeads | None = None) ->
     reads every key once.
     """
     (query, key, value), scale = _inputs(config, seed, saved)
-    n, n_steps, decoder = config["n"], config["repeats"], LayerCache()
+    n, n_steps, decoder, request = config["n"], config["repeats"], LayerCache(), Request(Routed(), scale)
     if n <= n_steps:
         raise ValueError(f"n must be more than the {n_steps} steps, got {n}")
     times: dict[str, list[float]] = {EXACT: [], "packed": [], "routed": []}
@@ -406,7 +406,7 @@ def measure_steps(config: Values, seed: int, saved: SavedHeads | None = None) ->
         times["packed"].append(seconds(partial(packed_step, newest, scale)))
         spent, exact = timed(partial(_exact, newest, False, scale))
         times[EXACT].append(spent)
-        spent, (output, n_reads, path) = timed(partial(_routed_step, decoder, newest, scale))
+        spent, (output, n_reads, path) = timed(partial(_routed_step, decoder, newest, request))
         times["routed"].append(spent)
         outputs[EXACT].append(exact)
         outputs["routed"].append(output)
@@ -439,12 +439,12 @@ def packed_step(newest: Inputs, scale: float | None) -> Tensor:
     return scaled_dot_product_attention(packed, key, value, scale=scale).flatten(1, 2)[:, :, None]
 
 
-def _routed_step(decoder: LayerCache, newest: Inputs, scale: float | None) -> tuple[Tensor, float, str]:
+def _routed_step(decoder: LayerCache, newest: Inputs, request: Request) -> tuple[Tensor, float, str]:
     """Output, keys and centroids read, and the path of a step, as a layer with a cache takes it."""
     query, key, value = newest
-    step = decoder.step(query, CachedKeys(key, value, None, key.shape[2]), Request(Routed(), scale))
+    step = decoder.step(query, CachedKeys(key, value, None, key.shape[2]), request)
     if step.result is None:
-        return _exact(newest, False, scale), float(key.shape[2]), step.path
+        return _exact(newest, False, request.scale), float(key.shape[2]), step.path
     return step.result.output, sum(step.result.count_reads()), step.path
 
 
