@@ -362,14 +362,12 @@ class _SameStart:
         """The step of `query [T, G, 1, D]`, and the far keys that each query read on average."""
         n_clusters = layout.n_chunks * layout.clusters_per_chunk
         is_latest = layout.n_chunks == index.n_chunks  # else a step was taken back
-        place = layout.n_chunks - index.fewest
-        means = (index.means[0][:, place : place + 1], index.means[1][:, place : place + 1])
         local_start = self._start + layout.sinks + layout.n_chunks * layout.chunk_size
         log_inverse = log_inverse_weight(self._config.min_weight)
         if self.ran == "native":
             step = index.step if is_latest else None
             if step is None:
-                keys = self._routed_keys(key, value, index.clusters, layout, means)
+                keys = self._step_keys(key, value, index, layout)
                 step = native.PreparedStep(native.Tables.of(keys), log_inverse, self._scale)
                 if is_latest:
                     self._index = replace(index, step=step)
@@ -380,7 +378,7 @@ class _SameStart:
         )
         options = (True, layout.chunk_size, n_clusters, log_inverse, self._scale, backend, self.ran or "plain")
         view = View(counts, start, stop, *options)
-        keys = self._routed_keys(key, value, index.clusters, layout, means)
+        keys = self._step_keys(key, value, index, layout)
         if self.ran == "triton":
             merged, _, read = triton.forward(query, keys, view)
             return Attended(merged.output.to(value.dtype), merged.lse), float(read[1]) / merged.lse.numel()
@@ -390,6 +388,12 @@ class _SameStart:
         local = Attended(*(t.to(wide) for t in backend.forward(tile)))
         merged, _, counts = plain.add_far(query, keys, view, local)
         return Attended(merged.output.to(value.dtype), merged.lse), float(counts[1]) / merged.lse.numel()
+
+    def _step_keys(self, key: Tensor, value: Tensor, index: _Index, layout: Layout) -> RoutedKeys:
+        """What a step sees: under the mean covariances of as many chunks as it has."""
+        place = layout.n_chunks - index.fewest
+        means = (index.means[0][:, place : place + 1], index.means[1][:, place : place + 1])
+        return self._routed_keys(key, value, index.clusters, layout, means)
 
     def _routed_keys(
         self, key: Tensor, value: Tensor, clusters: Clusters, layout: Layout, means: tuple[Tensor, Tensor]
