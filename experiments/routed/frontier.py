@@ -31,12 +31,13 @@ from prescore.bench.language.model import LanguageModel, load_language_model
 from prescore.routed import native, reference
 
 SEED = 0
-CONSTANTS = ("LIGHT_WEIGHT", "SEARCH_STDS", "HEAVY_STDS", "HEAVY_WEIGHT", "SINK_WEIGHT", "MAX_MASS_GAIN", "MASS_KEYS")
+CONSTANTS = ("LIGHT_WEIGHT", "SEARCH_STDS", "HEAVY_STDS", "HEAVY_WEIGHT", "SINK_WEIGHT", "MAX_MASS_GAIN", "MASS_KEYS", "MASS_SHARE")
 CANDIDATES: dict[str, tuple[Routed, dict[str, float]]] = {
     **{f"1/{n}": (Routed(min_weight=1 / n), {}) for n in (256, 1024, 2048, 4096, 8192, 16384)},
     **{f"1/4096, stds {s}": (Routed(min_weight=1 / 4096), {"SEARCH_STDS": s}) for s in (2.0, 2.5, 3.5)},
     **{f"1/4096, light {w}": (Routed(min_weight=1 / 4096), {"LIGHT_WEIGHT": w}) for w in (4, 64, 256)},
-    "1/4096, all far keys counted": (Routed(min_weight=1 / 4096), {"MASS_KEYS": 1e9}),
+    "1/4096, all far keys counted": (Routed(min_weight=1 / 4096), {"MASS_SHARE": 1.0}),
+    "1/4096, 16,384 far keys counted": (Routed(min_weight=1 / 4096), {"MASS_SHARE": 0.0}),
     "1/4096, heavy 3.7": (Routed(min_weight=1 / 4096), {"HEAVY_STDS": 3.7}),
     "1/4096, clusters of 64": (Routed(min_weight=1 / 4096, cluster_size=64), {}),
     "1/4096, chunks of 128": (Routed(min_weight=1 / 4096, chunk_size=128), {}),

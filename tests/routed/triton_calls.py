@@ -85,7 +85,7 @@ def run(draw, device):
         seed=draw.randrange(2**31),
         spread=draw.choice((0.3, 1.0, 1.0, 1.5)),
     )
-    reference.MASS_KEYS = draw.choice((60, 16384))
+    reference.MASS_KEYS = draw.choice((60, 150, 16384))
     is_causal, n_real, mask = kind != "not causal", [n_keys] * len(query), None
     given = query, key, value
     if "padding" in kind:

@@ -23,6 +23,7 @@ from prescore.routed.reference import (
     HEAVY_INT8_ERROR,
     HEAVY_STDS,
     MASS_KEYS,
+    MASS_SHARE,
     MAX_MASS_GAIN,
     SEARCH_STDS,
     SINK_WEIGHT,
@@ -106,7 +107,7 @@ _SIZES = (
 )
 _NUMBERS = (
     *("scale", "search_stds", "heavy_stds", "heavy_int8_error", "margin", "exact_margin"),
-    *("log_inverse", "max_mass_gain", "mass_keys", "log_sink_weight"),
+    *("log_inverse", "max_mass_gain", "mass_keys", "mass_share", "log_sink_weight"),
 )
 _RESULTS = ("output", "lse", "threshold", "counts")
 
@@ -397,6 +398,7 @@ class Tables:
             log_inverse=log_inverse,
             max_mass_gain=MAX_MASS_GAIN,
             mass_keys=MASS_KEYS,
+            mass_share=MASS_SHARE,
             log_sink_weight=math.log(SINK_WEIGHT),
         )
 

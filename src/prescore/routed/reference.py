@@ -51,6 +51,8 @@ MAX_MASS_GAIN = 4.0
 """The same bound where the threshold is set, before any key was read."""
 MASS_KEYS = 16384
 """Far keys that the threshold counts at most: of more keys each weighs less, and more of their mass is unread."""
+MASS_SHARE = 0.5
+"""Share of the far keys that it counts at least: queries without heavy keys would read a share of all keys."""
 MIN_STD, MAX_STD = 1e-3, 1e15
 """Bounds on the standard deviation of logits within clusters."""
 MAX_DISTANCE = 1e30
@@ -292,11 +294,12 @@ def _mass_logits(logits: FarLogits, far: FarKeys) -> Tensor:
     """`[t, S + M]` log masses that the threshold counts: of sinks, and of all keys of each cluster.
 
     A sum of `L` exponentials of normal numbers around `x` is about `L exp(x + s^2 / 2)`. All far keys count as
-    `MASS_KEYS` at most.
+    `MASS_KEYS` at most, but at least as `MASS_SHARE` of their number.
     """
     gain = (0.5 * logits.std.square()).clamp_max(MAX_MASS_GAIN)
     n_clusters, size = far.positions.shape
-    clusters = logits.centroids + math.log(min(size, MASS_KEYS / n_clusters)) + gain
+    share = min(1.0, max(MASS_SHARE, MASS_KEYS / (n_clusters * size)))
+    clusters = logits.centroids + math.log(share * size) + gain
     return torch.cat((logits.sinks + math.log(SINK_WEIGHT), clusters), dim=1)
 
 

@@ -176,6 +176,7 @@ def constants() -> dict[str, float]:
         "MAX_MASS_GAIN": reference.MAX_MASS_GAIN,
         "LOG_SINK_WEIGHT": math.log(reference.SINK_WEIGHT),
         "MASS_KEYS": float(reference.MASS_KEYS),
+        "MASS_SHARE": reference.MASS_SHARE,
         "MIN_STD": reference.MIN_STD,
         "MAX_STD": reference.MAX_STD,
     }

@@ -341,6 +341,7 @@ def far_part(
     KEYS: tl.constexpr, WIDTH: tl.constexpr, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr,
     SEARCH_STDS: tl.constexpr, HEAVY_STDS: tl.constexpr, HEAVY_INT8_ERROR: tl.constexpr,
     MAX_GAIN: tl.constexpr, MAX_DISTANCE: tl.constexpr, MAX_MASS_GAIN: tl.constexpr, MASS_KEYS: tl.constexpr,
+    MASS_SHARE: tl.constexpr,
 ):  # fmt: skip
     """Each program runs many tiles, the longest first, with the same memory for its lists of keys."""
     value_dim, in_tile = tl.arange(0, DV), tl.arange(0, ROWS)
@@ -356,8 +357,8 @@ def far_part(
         mass = tl.full([ROWS], NEGATIVE, tl.float32)
         for other in tl.range(0, splits, disable_licm=True):
             mass = _log_sum(mass, tl.load(masses + (head * (splits + 1) + other) * n_rows + row))
-        each = tl.minimum(MASS_KEYS / tl.maximum(n_clusters, 1), SIZE * 1.0)
-        mass += tl.log(each) + tl.minimum(0.5 * std * std, MAX_MASS_GAIN)
+        share = tl.maximum(MASS_KEYS / (tl.maximum(n_clusters, 1) * SIZE), MASS_SHARE)
+        mass += tl.log(SIZE * tl.minimum(share, 1.0)) + tl.minimum(0.5 * std * std, MAX_MASS_GAIN)
         mass = _log_sum(mass, tl.load(masses + (head * (splits + 1) + splits) * n_rows + row))
         threshold = tl.where(is_routed, mass - log_inverse, float("inf"))
         place = (head * GROUP + row % GROUP) * n_query + row // GROUP

@@ -6,7 +6,7 @@ chunk; earlier chunks are far. With `q` the query times the scale, a query that 
 
 1. takes `s`, the root mean square over all far keys of their logits' distance from that of their centroid;
 2. estimates the attention mass: exp(logit) of the keys that it reads in any case, a tenth of it for sinks, and
-   `L exp(centroid logit + min(s^2 / 2, 4))` for each cluster of `L` keys, with a smaller `L` where all clusters
+   `L exp(centroid logit + min(s^2 / 2, 4))` for each cluster of `L` keys, with `L` down to half where all clusters
    have more than 16,384 keys together; `min_weight` of that is its threshold;
 3. compares, in clusters within `3 s` of the threshold times their radius, the int8 centroids of subclusters (runs
    of 16 keys of a cluster in tree order) with it, and the int8 keys of those within `3 x`, with `x` the deviation
@@ -267,7 +267,7 @@ class Clusters(NamedTuple):
         size = self.positions.shape[1]
         offsets, logits = self.key_offset @ query, self.key @ query
         std = offsets.square().mean().clamp_min(1e-3**2).sqrt()
-        counted = size * min(1.0, MASS_KEYS / self.positions.numel())
+        counted = size * sorted((0.5, MASS_KEYS / self.positions.numel(), 1.0))[1]
         mass = torch.cat((known, logits + math.log(counted) + (std**2 / 2).clamp_max(4.0))).logsumexp(0)
         threshold = mass + math.log(min_weight) if min_weight < 1 else torch.full_like(mass, math.inf)
         margin = max(0.0, math.log(0.05 / min_weight))

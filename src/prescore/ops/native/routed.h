@@ -48,7 +48,7 @@ typedef struct {
     int64_t kv_heads, n_query, length, dim, value_dim, cluster_size, sinks, sink_columns, n_columns, n_clusters, n_covs;
     int64_t clusters_per_cov;
     float scale, search_stds, heavy_stds, heavy_int8_error, margin, exact_margin, log_inverse;
-    float max_mass_gain, mass_keys, log_sink_weight;
+    float max_mass_gain, mass_keys, mass_share, log_sink_weight;
     float *output, *lse; /* [kv_heads, n_query, value_dim], [kv_heads, n_query]: of what was read elsewhere; then of all */
     float *threshold;    /* [kv_heads, n_query]: the logit from which on far keys are read */
     int64_t *counts;     /* int8 keys compared, far keys read */
