@@ -94,7 +94,7 @@ def test_a_static_cache_is_followed_through_compiled_steps(config, path):
 
 @torch.no_grad()
 def test_modules_beside_attention_are_compiled_with_int8_products_and_steps_stay_routed():
-    model = use_int8_weights(tiny("Llama").to(torch.bfloat16))
+    model = use_int8_weights(tiny("Llama", intermediate_size=64).to(torch.bfloat16))
     options = {"max_new_tokens": 4, "do_sample": False}
     torch._dynamo.reset()
     with prescore.apply(model, ROUTED) as applied:
