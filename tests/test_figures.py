@@ -464,8 +464,12 @@ ENGINES = {
 
 
 def rival_losses(rows):
-    (record,) = records("speed/rivals", part="loss", engine=ENGINES[rows[-1][0].replace(" 2026.4.1", "")])
-    return [record.results["loss"]]
+    engine = ENGINES[rows[-1][0].replace(" 2026.4.1", "")]
+    values = []
+    for model in ("smollm2", "gemma3-270m"):
+        (record,) = records("speed/rivals", part="loss", engine=engine, model=model)
+        values.append(record.results["loss"])
+    return values
 
 
 def rival_times(*prompts):
@@ -588,7 +592,7 @@ TABLES = [
     ("default.md", "| one step, 14 heads over 2", 0, steps),
     ("default.md", "| part of a causal call", 0, parts),
     ("default.md", "| tokens | 2304 |", 0, levels),
-    ("deployment.md", "| engine | loss |", 0, rival_losses),
+    ("deployment.md", "| engine | loss: SmolLM2 |", 0, rival_losses),
     ("gpu.md", "| at 15,616 far keys |", 0, tiles),
     ("gpu.md", "| tokens | A100, 32 rows |", 0, predicted),
     (

@@ -50,7 +50,7 @@ UNSUPPORTED = {
     "position_bias": "it adds a position bias to the logits",
 }
 """Arguments of transformers' attention functions -> why pre-scored attention cannot honour them."""
-_OLDEST = 5, 5
+_OLDEST = 5, 18
 _DEFAULT = "_prescore_default_patch"
 _CONFIG = "_prescore_config_copy"
 _IMPLEMENTATION = "_attn_implementation_internal"
