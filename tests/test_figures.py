@@ -102,10 +102,10 @@ def needles(label):
     return sum(sum(depth["hits"]) for by_depth in own for depth in by_depth)
 
 
-def ruler_scores():
+def ruler_scores(folder):
     """Mean score in per cent by method, of the prompts that every method read."""
     scores = {}
-    for record in records("ruler/smollm2-bfloat16"):
+    for record in records(f"ruler/{folder}"):
         own = scores.setdefault(record.config["digest"], {})
         own[record.config["method"]["label"]] = record.results["score"]
     labels = ("exact", "default", "sliding window")
@@ -206,7 +206,12 @@ FIGURES = [
     (
         "docs/evaluation.md",
         r"Exact attention scores (\S+) % .* default (\S+) % .*, a sliding window of as many\s+keys (\S+) %",
-        ruler_scores,
+        lambda: ruler_scores("smollm2-bfloat16"),
+    ),
+    (
+        "docs/evaluation.md",
+        r"exact attention\s+(\S+) % \(43 to 89\), default (\S+) %, a sliding window of as many keys (\S+) %;",
+        lambda: ruler_scores("gemma3-270m-bfloat16"),
     ),
     (
         "docs/default.md",
