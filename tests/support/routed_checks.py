@@ -39,7 +39,9 @@ def levels_here():
     return [level for level in levels if (folder / library.library_name(level)).is_file()]
 
 
-needs_native = pytest.mark.skipif(not levels_here(), reason="no native library is built (make native)")
+needs_native = pytest.mark.skipif(
+    library.loaded_level() == library.NO_LEVEL, reason="no native library is built, or PRESCORE_NATIVE=0"
+)
 
 
 def attend(tensors, config, **options):
