@@ -118,8 +118,8 @@ class Routed(_Settings):
 
     Attributes:
         min_weight: A far key is read if the search finds its estimated attention weight to be at least this, in
-            (0, 1]. Smaller values read more keys: smaller error, more time. 1 reads no far key. Behind 16,384 far
-            keys the threshold falls, to half of this at most.
+            (0, 1]. Smaller values read more keys: smaller error, more time. 1 reads no far key. Where a
+            query sees more than 16,384 far keys, less is enough: down to half of this.
         cluster_size: Keys per cluster, at most.
         chunk_size: A causal query reads its own and the previous chunk of this many keys exactly.
         sinks: The first positions of the sequence, read exactly by every query.

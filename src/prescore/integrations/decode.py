@@ -21,7 +21,6 @@ from prescore.call import first_real, make_call
 from prescore.config import Config, Coupling, Exact, Routed, Selected
 from prescore.errors import Unsupported
 from prescore.ops.backend import accumulation_dtype, pick_backend
-from prescore.ops.native.library import loaded_level
 from prescore.rng import DEFAULT_SEED, Streams
 from prescore.routed.backends import auto_config
 from prescore.routed.decode import GrowingClusters, RoutedIndex
@@ -135,7 +134,7 @@ class LayerCache:
         self.evicted = False
         self.valid: Tensor | None = None
         self.request: Request | None = None
-        self._index: tuple[tuple[object, ...], RoutedIndex] | None = None
+        self._index: tuple[tuple[Config, str, float | None], RoutedIndex] | None = None
         self._prompt_index: GrowingClusters | None = None
 
     @property
@@ -286,8 +285,7 @@ class LayerCache:
     def _routed_index(self, query: Tensor, keys: CachedKeys, request: Request) -> RoutedIndex | str:
         """The clusters that new queries choose from, or why they read every key instead."""
         config = request.config
-        kind = (query.dtype, query.device, query.shape[-1], keys.value.shape[-1], loaded_level())
-        made_for = (config, request.backend, request.scale, kind)
+        made_for = (config, request.backend, request.scale)
         if not isinstance(config, Routed) or not self._owned or not routes(config, 1, keys.n_keys, is_causal=True):
             return ""
         if request.dropout or records_gradients(query, keys.key, keys.value):

@@ -607,7 +607,7 @@ class PreparedStep:
         for field, array in (("visible", self._visible), ("local_start", self._start), ("local_stop", self._stop)):
             setattr(self._call, field, ctypes.addressof(array))
         self._call.counts = ctypes.addressof(self._counts)
-        self._rows: list[tuple[tuple[object, ...], Rows]] = [((), Rows())] * 3
+        self._rows: dict[str, tuple[tuple[object, ...], Rows]] = {}
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, n_clusters: int, local_start: int
@@ -634,13 +634,13 @@ class PreparedStep:
             array[:] = [number] * n_heads
         self._counts[:] = [0, 0]
         call, self._call.n_query = self._call, group
-        for place, (tensor, name) in enumerate(((query, "query"), (key, "key"), (value, "value"))):
+        for name, tensor in (("query", query), ("key", key), ("value", value)):
             made_for = (tensor.shape[:-2], tensor.stride(), tensor.dtype)
-            if self._rows[place][0] != made_for:
-                self._rows[place] = (made_for, rows_of(tensor))
-            rows = self._rows[place][1]
-            rows.data = tensor.data_ptr()
-            setattr(call, name, rows)
+            known = self._rows.get(name)
+            if known is None or known[0] != made_for:
+                known = self._rows[name] = (made_for, rows_of(tensor))
+            known[1].data = tensor.data_ptr()
+            setattr(call, name, known[1])
         call.output, call.lse, call.threshold = output.data_ptr(), lse.data_ptr(), threshold.data_ptr()
         call_library("prescore_routed_forward", call)
         return Attended(output.to(value.dtype), lse), self._counts[1] / (n_heads * group)

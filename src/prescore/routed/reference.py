@@ -52,7 +52,7 @@ MAX_MASS_GAIN = 4.0
 MASS_KEYS = 16384
 """Far keys that the threshold counts at most: of more keys each weighs less, and more of their mass is unread."""
 MASS_SHARE = 0.5
-"""Share of the far keys that it counts at least: queries without heavy keys would read a share of all keys."""
+"""Share of the far keys that it counts at least: else queries of even weights would read a share of all keys."""
 MIN_STD, MAX_STD = 1e-3, 1e15
 """Bounds on the standard deviation of logits within clusters."""
 MAX_DISTANCE = 1e30

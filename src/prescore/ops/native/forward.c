@@ -88,7 +88,7 @@ void prescore_begin_tile(const RoutedCall *p, Tile *w) {
 float prescore_mass_of_cluster(const RoutedCall *p, const Tile *w, int64_t t) {
     const float gain = 0.5f * w->std[t] * w->std[t], size = (float)p->cluster_size;
     const float share = fmaxf(p->mass_share, p->mass_keys / ((float)w->clusters * size));
-    return logf(size * fminf(share, 1.0f)) + (gain < p->max_mass_gain ? gain : p->max_mass_gain);
+    return logf(size * fminf(share, 1.0f)) + fminf(gain, p->max_mass_gain);
 }
 
 /* The logit from which on far keys are read: `min_weight` of the mass estimated before the search. Sinks count little. */
