@@ -2,7 +2,8 @@
 
 Weights have one scale per output, activations one per token, from the largest magnitude. A token's result depends
 on that token alone: chunks of a prompt give what one forward gives, and later tokens change nothing.
-The products are torch's (`torch._int_mm`), which use VNNI or AMX where the processor has them.
+The products are torch's (`torch._int_mm`), which use VNNI or AMX where the processor has them. Rounding and
+scaling take one pass of native code for bfloat16, and several of plain torch, with the same result, elsewhere.
 
 torchao quantises in the same way. Its tensors cost more time on CPUs than bfloat16 does in decode steps; see
 docs/deployment.md.
@@ -10,17 +11,31 @@ docs/deployment.md.
 
 from __future__ import annotations
 
+import ctypes
+
 import torch
 from torch import Tensor, nn
 
 from prescore.autograd import records_gradients
 from prescore.errors import Unsupported
+from prescore.ops.native import library
+from prescore.routed.native import Expected, call_library, check_tensors, empty
 
 _MOST = 127
 _SMALLEST = 1e-12
 _BLOCK = 2**20
-"""Numbers that are rounded or multiplied at a time: their temporaries stay in the processor's cache."""
+"""Numbers that are rounded or multiplied at a time: what is made of them stays in the processor's cache."""
 _LIBRARY = torch.library.Library("prescore", "FRAGMENT")
+
+
+class _LinearCall(ctypes.Structure):
+    """What is read and made, as `LinearCall` in linear.c."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("input", "rounded", "by_row", "product", "by_output", "output")),
+        *((name, ctypes.c_int64) for name in ("rows", "inputs", "outputs")),
+        *((name, ctypes.c_float) for name in ("smallest", "inverse")),
+    )
 
 
 class Int8Linear(nn.Linear):
@@ -87,14 +102,38 @@ def use_int8_weights(model: nn.Module) -> nn.Module:
 
 def _int8_linear(input: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
     """`input [M, K]` times `weight [N, K]`."""
-    if input.shape[0] * max(weight.shape) > _BLOCK and input.shape[0] > 1:
-        output = input.new_empty(input.shape[0], weight.shape[0])
-        size = max(1, _BLOCK // max(weight.shape))
-        for rows, to in zip(input.split(size), output.split(size), strict=True):
-            to.copy_(_int8_linear(rows, weight, scale))
-        return output
-    rows, by_row = _rounded(input)
-    return torch._int_mm(rows, weight.t()).float().mul_(by_row).mul_(scale).to(input.dtype)
+    output = input.new_empty(input.shape[0], weight.shape[0])
+    native = input.dtype == torch.bfloat16 and library.loaded_level() != library.NO_LEVEL
+    multiply = _multiply_native if native else _multiply
+    size = max(1, _BLOCK // max(weight.shape))
+    for rows, to in zip(input.split(size), output.split(size), strict=True):
+        multiply(rows, weight, scale, to)
+    return output
+
+
+def _multiply(input: Tensor, weight: Tensor, scale: Tensor, output: Tensor) -> None:
+    rounded, by_row = _rounded(input)
+    output.copy_(torch._int_mm(rounded, weight.t()).float().mul_(by_row).mul_(scale))
+
+
+def _multiply_native(input: Tensor, weight: Tensor, scale: Tensor, output: Tensor) -> None:
+    """As `_multiply`, with the same result."""
+    (n_rows, n_in), n_out, input = input.shape, weight.shape[0], input.contiguous()
+    rounded, by_row = empty(n_rows, n_in, dtype=torch.int8), empty(n_rows)
+    check_tensors(
+        [
+            Expected("input", input, (n_rows, n_in), torch.bfloat16),
+            Expected("scale", scale, (n_out,)),
+            Expected("output", output, (n_rows, n_out), torch.bfloat16),
+        ]
+    )
+    call = _LinearCall(input.data_ptr(), rounded.data_ptr(), by_row.data_ptr())
+    call.rows, call.inputs, call.outputs, call.smallest, call.inverse = n_rows, n_in, n_out, _SMALLEST, 1 / _MOST
+    call_library("prescore_round_rows", call)
+    product = torch._int_mm(rounded, weight.t())
+    check_tensors([Expected("product", product, (n_rows, n_out), torch.int32)])
+    call.product, call.by_output, call.output = product.data_ptr(), scale.data_ptr(), output.data_ptr()
+    call_library("prescore_scale_products", call)
 
 
 def _rounded(matrix: Tensor) -> tuple[Tensor, Tensor]:

@@ -20,7 +20,7 @@ from pathlib import Path
 FOLDER = Path(__file__).resolve().parent
 NOT_BUILT = "not_built.txt"
 """A file with the reason, where nothing could be built: `prescore info` shows it."""
-ABI = 10
+ABI = 11
 """Which signatures the C functions have; a library with another number is not used."""
 
 _AVX2 = ("-mavx2", "-mfma", "-mf16c", "-mbmi2")
