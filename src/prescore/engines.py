@@ -42,7 +42,8 @@ def run_engine(
         output, lse = call.with_trailing_padding(
             result.attended, lambda padding: routed.attend_routed(padding, config).attended
         )
-        if records_gradients(call.query, call.key, call.value) and rounds_weights(lse, output.dtype):
+        is_recorded = records_gradients(call.query, call.key, call.value)
+        if is_recorded and rounds_weights(lse, output.dtype, backward=True):
             result = run_engine(_in_float64(call), config, explain=explain)
             output, lse = result.output.to(output.dtype), result.lse.to(lse.dtype)
         return replace(result, output=output, lse=lse)

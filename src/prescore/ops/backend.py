@@ -129,17 +129,19 @@ def softmax_with_lse(logits: Tensor, dim: int) -> tuple[Tensor, Tensor]:
     return weights / total, lse.squeeze(dim)
 
 
-def rounds_weights(lse: Tensor, dtype: torch.dtype) -> bool:
-    """Whether rounding of lse changes `exp(logit - lse)` by more than 2^-13, and than inputs of `dtype` deserve.
+def rounds_weights(lse: Tensor, dtype: torch.dtype, *, backward: bool) -> bool:
+    """Whether rounding of lse changes `exp(logit - lse)` by more than inputs of `dtype` deserve.
 
-    That happens in float32, from 1024 on. Backward passes compute weights in this way, and merging compares lse.
-    Only CPU tensors are looked at. Other devices would have to be waited for; there float32 keeps its rounding, as
-    FlashAttention does.
+    In float32 that is from 1024 on in forward passes, which compare lse to merge parts, and from 4096 on in
+    `backward` passes, which compute all weights in this way: up to there gradients err as much as those of
+    torch's operator. Only CPU tensors are looked at. Other devices would have to be waited for; there float32
+    keeps its rounding, as FlashAttention does.
     """
     if lse.dtype == torch.float64 or lse.device.type != "cpu" or not lse.numel():
         return False
     largest = float(lse.detach().masked_fill(torch.isneginf(lse), 0.0).abs().amax())
-    return largest * torch.finfo(lse.dtype).eps > max(2**-13, torch.finfo(dtype).eps / 4)
+    rounding, allowed = largest * torch.finfo(lse.dtype).eps, 2**-11 if backward else 2**-13
+    return rounding > max(allowed, torch.finfo(dtype).eps / 4)
 
 
 def empty_rows(tile: Tile) -> Tensor | None:

@@ -116,7 +116,8 @@ def attend_parts(
     split = tuple(each for part in parts for each in part.split(ROWS_AT_ONCE))
     flat = query.reshape(-1, dim), key.reshape(-1, dim), value.reshape(-1, value_dim)
     output, lse = _AttendParts.apply((split, scale, backend), *flat)  # type: ignore[no-untyped-call]
-    if (len(split) > 1 or records_gradients(*flat)) and rounds_weights(lse, query.dtype):
+    is_merged = len(split) > 1
+    if (is_merged or records_gradients(*flat)) and rounds_weights(lse, query.dtype, backward=not is_merged):
         tables = [table.to(torch.float64) for table in flat]
         wide = pick_backend(tables[0]) if backend.unsupported(tables[0]) else backend
         output, lse = _AttendParts.apply((split, scale, wide), *tables)  # type: ignore[no-untyped-call]
@@ -305,7 +306,7 @@ def exact_output(
         output, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             readable(query), readable(key), readable(value), 0.0, is_causal, scale=scale
         )
-        if not records_gradients(query, key, value) or not rounds_weights(lse, query.dtype):
+        if not records_gradients(query, key, value) or not rounds_weights(lse, query.dtype, backward=True):
             return output
     parts = exact_parts(query, key, is_causal=is_causal, valid=None)
     return attend_parts(query, key, value, parts, scale=scale, backend=backend).output
