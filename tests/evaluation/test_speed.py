@@ -336,8 +336,12 @@ def test_a_run_with_heads(saved):
     lengths = [("parts", 8192), ("steps", 8192), ("steps", 32768), ("steps", 131072)]
     assert [(c["study"], c["n"]) for c in random] == lengths
     assert {(c["query_heads"], c["kv_heads"], c["dim"]) for c in random} == {(14, 2, 16)}
-    with pytest.raises(ValueError, match="--heads must come with causal and forward"):
-        plan_rows(Run(LAYER, saved=saved, backward=[True]), ["heads"])
+    row = plan_rows(Run(LAYER, saved=saved, backward=[True]), ["heads"])[0]
+    (table,) = tables([Record("speed", "key", dict(row.config), 0, row.measure(), 0.0)])
+    label = f"layer-00 {LENGTH}, with backward"
+    assert [line[:2] for line in table.rows] == [(label, "exact"), (label, "default")]
+    with pytest.raises(ValueError, match="--heads must come with causal, got --no-causal"):
+        plan_rows(Run(LAYER, saved=saved, causal=[False]), ["heads"])
 
 
 @needs_native

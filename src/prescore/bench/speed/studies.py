@@ -131,8 +131,8 @@ def plan_rows(run: Run, studies: Sequence[str]) -> list[Row]:
     for name in ("heads", gpu_model.STUDY):
         if name in studies and not run.saved:
             raise ValueError(f"--heads must be a directory of saved heads for --study {name}, got none")
-    if "heads" in studies and (True not in run.causal or False not in run.backward):
-        raise ValueError("--heads must come with causal and forward, got another choice")
+    if "heads" in studies and True not in run.causal:
+        raise ValueError("--heads must come with causal, got --no-causal")
     return [
         _row(run, study, *planned) for study in STUDIES if study in studies for planned in plan_study(run, study)
     ]
@@ -173,6 +173,8 @@ def plan_study(run: Run, study: str) -> Iterator[tuple[Measure, str, Values]]:
     elif study == "heads":
         for saved, n in heads_at_lengths(run.saved, run.n):
             own = {"n": n, "heads": saved.name, "digest": saved.digest}
+            if False not in run.backward:
+                own["backward"] = True
             yield partial(measure_methods, saved=saved), "methods dtype repeats top_k min_seq_len memory", own
     elif study == gpu_model.STUDY:
         for saved, n in heads_at_lengths(run.saved, run.n):

@@ -52,7 +52,7 @@ SPECS = {
         "speed-up = exact time / method time; up to `exact_until` the default is exact attention",
     ),
     "heads": (
-        "Saved heads, causal, forward",
+        "Saved heads, causal",
         "layer|method|time|speed-up|error|keys and centroids read|keys compared",
         _ERROR,
     ),
@@ -149,13 +149,13 @@ def entries(record: Record) -> list[Values]:
 
 def _entry(config: Values, name: str, results: Values) -> Values:
     spent: Any = results["seconds"]
-    of_many = isinstance(spent, dict)
+    of_many, layer = isinstance(spent, dict), f"{config.get('heads') or 'random'} {config['n']}"
     return {
         **config,
         **results,
         "name": name,
         "kind": kind(config),
-        "layer": f"{config.get('heads') or 'random'} {config['n']}",
+        "layer": f"{layer}, with backward" if config.get("backward") else layer,
         "path": ", ".join(results.get("path", ())),
         "ms": {own: 1e3 * value for own, value in spent.items()} if of_many else 1e3 * spent,
         "time": MISSING if of_many else time(results),
@@ -191,9 +191,9 @@ def time(entry: Values) -> str:
 
 
 def length_table(records: Sequence[Record], causal: bool, backward: bool) -> Table:
-    """Speed-up over exact attention by length; causal and forward also on saved heads."""
+    """Speed-up over exact attention by length; causal also on saved heads."""
     chosen = of_kind(records, causal, backward)
-    saved = of_study(records, "heads") if causal and not backward else []
+    saved = [r for r in of_study(records, "heads") if causal and r.config.get("backward", False) == backward]
     methods = list(chosen[0].results["methods"])
     rows: list[tuple[str, ...]] = []
     for record in (*chosen, *saved):
