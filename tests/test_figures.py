@@ -60,9 +60,9 @@ read = cache(read_records)
 
 
 def records(folder, **wanted):
-    """Records of a folder whose configuration has these values."""
+    """Records of a folder whose configuration has these values; None = it has no such field, or None."""
     found = read(EXPERIMENTS / folder / "records.jsonl")
-    return [record for record in found if record.config.items() >= wanted.items()]
+    return [record for record in found if all(record.config.get(name) == value for name, value in wanted.items())]
 
 
 def above_exact(folder, n_tokens, label):
@@ -75,9 +75,11 @@ def above_exact(folder, n_tokens, label):
     return statistics.fmean(above), max(above)
 
 
-def speedups(folder, field="speedup", **wanted):
-    """The smallest and the largest ratio to exact attention."""
-    found = [record.results for record in records(f"speed/{folder}", **wanted)]
+def speedups(folder, field="speedup", *, backward=False, **wanted):
+    """The smallest and the largest ratio to exact attention, causal."""
+    kinds = {(True, backward), (None, backward or None)}  # of random tensors, and of saved heads
+    found = records(f"speed/{folder}", **wanted)
+    found = [r.results for r in found if (r.config.get("causal"), r.config.get("backward")) in kinds]
     ratios = [results[field] if field in results else results["methods"]["default"][field] for results in found]
     return min(ratios), max(ratios)
 
@@ -410,10 +412,22 @@ def real_layers(rows):
     """Times, ratio, error and keys read of one layer, or of several in each cell."""
     dtype, names = rows[-1][0].split(": ") if ":" in rows[-1][0] else ("float32", rows[-1][0])
     values = []
-    found = [records("speed/subclusters", study="heads", dtype=dtype, heads=name) for name in names.split(" / ")]
+    wanted = {"study": "heads", "dtype": dtype, "backward": None}
+    found = [records("speed/subclusters", heads=name, **wanted) for name in names.split(" / ")]
     for method, field in [("exact", "seconds"), *(("default", name) for name in SPEED_FIELDS)]:
         values += [record.results["methods"][method][field] for (record,) in found]
     return values
+
+
+def real_layers_backward(rows):
+    """Ratios of forward + backward by length."""
+    return [speedups("subclusters", n=n, heads=rows[-1][0], backward=True)[0] for n in (2304, 4096, 8192, 16384)]
+
+
+def wide_heads(rows):
+    """Ratios on random heads in three dtypes."""
+    heads = f"random-{first_number(rows[-1][0])}"
+    return [speedups("wide", heads=heads, dtype=dtype)[0] for dtype in ("float32", "bfloat16", "float16")]
 
 
 def steps(rows):
@@ -592,8 +606,10 @@ TABLES = [
     ("default.md", "| `min_weight` |", 0, weights),
     ("default.md", "| tokens | depth 0.1 |", 0, needles_by_depth),
     ("default.md", "| exact time / method time |", 0, lengths),
-    ("default.md", "| exact time / default time", 0, short_lengths),
+    ("default.md", "| exact time / default time, causal, forward |", 0, short_lengths),
     ("default.md", "| 16,384 tokens, 14 heads over 2", 0, real_layers),
+    ("default.md", "| exact time / default time | float32", 0, wide_heads),
+    ("default.md", "| exact time / default time, causal, forward + backward", 0, real_layers_backward),
     ("default.md", "| one step, 14 heads over 2", 0, steps),
     ("default.md", "| part of a causal call", 0, parts),
     ("default.md", "| tokens | 2304 |", 0, levels),

@@ -224,8 +224,8 @@ def _finite(mask: Tensor | None, **tensors: Tensor) -> None:
     given = {name: tensor for name, tensor in tensors.items() if tensor.numel()}
     real = {name: t.detach() if hidden is None else t.detach().masked_fill(hidden, 0) for name, t in given.items()}
     # aminmax is one pass without a temporary, and NaN propagates through it; 0 times what is not finite is NaN
-    bounds = [bound * 0 for tensor in real.values() for bound in torch.aminmax(tensor)]
-    if not bounds or sum(bounds[1:], start=bounds[0]) == 0:
+    bounds = [bound for tensor in real.values() for bound in torch.aminmax(tensor)]
+    if not bounds or (torch.stack(bounds) * 0).sum() == 0:
         return
     for name, tensor in real.items():
         bad = (~torch.isfinite(tensor)).nonzero()

@@ -123,8 +123,8 @@ class Routed(_Settings):
         cluster_size: Keys per cluster, at most.
         chunk_size: A causal query reads its own and the previous chunk of this many keys exactly.
         sinks: The first positions of the sequence, read exactly by every query.
-        exact_until: Causal queries before this position read every key. Without a causal mask, calls with fewer
-            queries than this are exact. Exact attention is faster there.
+        exact_until: Causal queries before this position read every key. Without a causal mask, calls with at
+            most so many queries are exact. Exact attention is faster there.
     """
 
     min_weight: float = 1 / 4096

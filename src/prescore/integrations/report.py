@@ -227,7 +227,7 @@ def _why_every_key(
         is_causal = is_causal or is_step
         if routes(config, n_query, n_keys, is_causal=is_causal):
             return f"a step without a key index: {why_all}" if is_step else None
-        if n_keys <= config.exact_until if is_causal else n_query < config.exact_until:
+        if n_keys <= config.exact_until if is_causal else n_query <= config.exact_until:
             return f"up to exact_until={config.exact_until}"
         return f"no longer than sinks and {'two chunks' if is_causal else 'a chunk'} of {config.chunk_size}"
     if is_step:

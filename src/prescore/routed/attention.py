@@ -152,7 +152,7 @@ def _short(call: Call, config: Routed) -> Tensor:
     layout = make_layout(call.n_query, call.n_keys, causal=False, config=config)
     counted = _Counted.of(call)
     n_query, n_keys = counted.real_queries().sum(1), counted.real_keys().sum(1)
-    return (n_query < config.exact_until) | (n_keys < layout.sinks + layout.chunk_size)
+    return (n_query <= config.exact_until) | (n_keys < layout.sinks + layout.chunk_size)
 
 
 def _sequences(call: Call, rows: Tensor, n_keys: int, n_skipped: int, place: str) -> Call:

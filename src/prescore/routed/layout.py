@@ -101,7 +101,7 @@ def make_layout(n_query: int, n_keys: int, *, causal: bool, config: Routed) -> L
 
 def routes(config: Routed, n_query: int, n_keys: int, *, is_causal: bool) -> bool:
     """Whether some query of a call without padding sees far keys as clusters; else the call is exact."""
-    if not is_causal and n_query < config.exact_until:
+    if not is_causal and n_query <= config.exact_until:
         return False
     return make_layout(n_query, n_keys, causal=is_causal, config=config).n_chunks > 0
 

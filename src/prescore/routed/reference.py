@@ -500,7 +500,7 @@ def reference_attention(
     query = query.to(wide) * (query.shape[-1] ** -0.5 if scale is None else scale)
     position = torch.arange(n_query, dtype=torch.int64, device=query.device) + layout.first
     n_chunks = layout.far_chunks(position)
-    if not is_causal and n_query < config.exact_until:
+    if not is_causal and n_query <= config.exact_until:
         n_chunks = torch.zeros_like(n_chunks)
     index = build_clusters(key[None], value[None], layout, layout.sinks, layout.n_chunks)
     places = torch.arange(n_keys, dtype=torch.int64, device=query.device)

@@ -123,7 +123,7 @@ class Sequence:
         if self.is_causal:  # padding behind real keys, but before real queries
             return self.n_query != self.first + len(self.real) and self.n_real < len(self.real)
         n_chunk = self.config.sinks + self.chunk_size
-        return self.n_real_queries < self.config.exact_until or self.n_real < n_chunk
+        return self.n_real_queries <= self.config.exact_until or self.n_real < n_chunk
 
     def far_chunks(self, i):
         """How many chunks are far for query `i`."""
