@@ -179,6 +179,19 @@ FIGURES = [
     ),
     (
         "README.md",
+        r"the same, forward \+ backward, float32 \| default \**(\S+) to (\S+) times",
+        lambda: speedups("subclusters", study="heads", n=16384, backward=True),
+    ),
+    (
+        "README.md",
+        r"prompt of 16,384 tokens.* default \**(\S+) s\** \| .*: (\S+) s; .*: (\S+) s \|",
+        lambda: [
+            records("speed/rivals", part="time", engine=engine, n=16384)[0].results["seconds_to_first_token"]
+            for engine in ("prescore int8", "exact bfloat16", "openvino")
+        ],
+    ),
+    (
+        "README.md",
         r"random tensors, 4 heads, .* default (\S+) / (\S+) times.*all keys: (\S+) / (\S+) times",
         lambda: [
             *(speedups("subclusters", study="lengths", n=n)[0] for n in (8192, 32768)),
