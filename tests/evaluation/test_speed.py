@@ -355,7 +355,7 @@ def test_the_command_saves_and_measures(tmp_path, capsys):
     both = f"{small} --out {tmp_path}/both --study lengths --study decode --n 64 --causal --no-backward"
     assert main(both.split()) == 0
     shown = capsys.readouterr().out
-    for title in ("Attention, causal, forward", "layer-01 64", "Saved heads, causal, forward", "One decode step"):
+    for title in ("Attention, causal, forward", "layer-01 64", "Saved heads, causal", "One decode step"):
         assert title in shown
     assert (tmp_path / "both" / "curves.png").exists()
     assert main(f"{small} --out {tmp_path}/only --study heads --study parts --study steps".split()) == 0
