@@ -492,6 +492,7 @@ ENGINES = {
     "the default, int8 weights": "prescore int8",
     "OpenVINO, int8 weights": "openvino",
     "OpenVINO, int8 weights, XAttention": "openvino xattention",
+    "llama.cpp, 4-bit weights": "llama.cpp",
 }
 
 
