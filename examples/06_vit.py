@@ -21,7 +21,7 @@ with prescore.apply(model, prescore.Selected(scorer, top_k=1, sinks=1)) as appli
 print(applied)
 print(f"logits differ by {float((logits - exact).abs().max()):.3f} of {float(exact.abs().max()):.3f}")
 
-# the default is exact below exact_until tokens, and warns once that it changes nothing here
+# the default is exact up to exact_until tokens, and warns once that it changes nothing here
 with warnings.catch_warnings(record=True) as caught, prescore.apply(model), torch.no_grad():
     warnings.simplefilter("always")
     model(images)

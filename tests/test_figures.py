@@ -184,7 +184,7 @@ FIGURES = [
     ),
     (
         "README.md",
-        r"prompt of 16,384 tokens.* default \**(\S+) s\** \| .*: (\S+) s; .*: (\S+) s \|",
+        r"prompt of 16,384 tokens.* default \**(\S+) s\** \(.*\) \| .*: (\S+) s; .*: (\S+) s \|",
         lambda: [
             records("speed/rivals", part="time", engine=engine, n=16384)[0].results["seconds_to_first_token"]
             for engine in ("prescore int8", "exact bfloat16", "openvino")

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from tiny_models import tiny as tiny_model
 from torch.nn.functional import scaled_dot_product_attention
 
-from prescore import Exact, Hyper, KMeans, Routed, Selected, apply
+from prescore import Exact, Hyper, KMeans, Routed, Selected, apply, prescored_attention
 from prescore.bench.cli.main import main
 from prescore.bench.records import Record, measure, read_records
 from prescore.bench.speed import studies, timing
@@ -44,6 +44,16 @@ def test_long_routed_calls_are_checked_in_the_middle_and_at_the_end(causal, plac
     output[0, 1, place, 3] += 9  # more than a key at the threshold weighs
     with pytest.raises(RuntimeError, match=r"output of routed must match its reference to 0.0002, got (9|8.9)"):
         timing.check_method("routed", given, config, output, is_causal=causal)
+
+
+@pytest.mark.parametrize("n", [127, 128, 129])
+@pytest.mark.parametrize("causal", [False, True])
+def test_calls_around_exact_until_match_their_reference(n, causal):
+    config = Routed(min_weight=1.0, cluster_size=16, chunk_size=32, exact_until=128)
+    given = attention_tensors(n_keys=n, dim=16, dtype=torch.float32)
+    output, aux = prescored_attention(*given, config, is_causal=causal, return_aux=True)
+    assert (aux.stats.centroids_per_query > 0) == (n > 128)
+    assert timing.check_method("routed", given, config, output, is_causal=causal)["error"] < 1e-5
 
 
 @pytest.mark.parametrize(
@@ -340,7 +350,7 @@ def test_a_run_with_heads(saved):
     (table,) = tables([Record("speed", "key", dict(row.config), 0, row.measure(), 0.0)])
     label = f"layer-00 {LENGTH}, with backward"
     assert [line[:2] for line in table.rows] == [(label, "exact"), (label, "default")]
-    with pytest.raises(ValueError, match="--heads must come with causal, got --no-causal"):
+    with pytest.raises(ValueError, match="--heads must come with --causal, got --no-causal"):
         plan_rows(Run(LAYER, saved=saved, causal=[False]), ["heads"])
 
 

@@ -52,7 +52,7 @@ def reads_all(case):
     if case.given:
         return False
     if isinstance(config, Routed):
-        return config.exact_until >= case.n_keys if case.is_causal else case.n_query < config.exact_until
+        return config.exact_until >= case.n_keys if case.is_causal else case.n_query <= config.exact_until
     if isinstance(config, Selected | Hyper) and case.is_causal and config.min_seq_len >= case.n_keys:
         return True
     if isinstance(config, Hyper):

@@ -5,6 +5,8 @@ import torch
 from oracles.tiny_language_model import tiny_language_model
 from routed_checks import needs_native
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import prescore
 from prescore.bench.language.generation import prefill
@@ -61,6 +63,45 @@ def test_native_code_gives_the_bits_of_plain_torch(n_rows, n_in, n_out, monkeypa
     assert bool(output[2:4].isnan().all())
     assert torch.equal(output.nan_to_num(), plain.nan_to_num())
     assert len(called) == 2
+
+
+CONTEXTS = {
+    "zero": (lambda layer, some: layer(torch._efficientzerotensor(some.shape, dtype=some.dtype)), 0),
+    "negated": (lambda layer, some: layer(torch._neg_view(some)), -1),
+    "traced": (lambda layer, some: torch.jit.trace(layer, (some,))(some), 1),
+    "graph": (lambda layer, some: make_fx(layer)(some)(some), 1),
+    "inference": (lambda layer, some: torch.inference_mode()(layer)(some), 1),
+}
+"""How a layer is called, and with how many times the input."""
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
+@torch.no_grad()
+def test_whatever_calls_a_layer_gets_its_result(context):
+    linear, inputs = layer(64, 48, bias=True, dtype=torch.bfloat16)
+    quantised, (call, factor) = Int8Linear(linear), CONTEXTS[context]
+    assert torch.equal(call(quantised, inputs[0]), quantised(factor * inputs[0]))
+
+
+@torch.no_grad()
+def test_tensors_without_numbers_give_shapes():
+    linear, inputs = layer(64, 48, bias=True, dtype=torch.bfloat16)
+    quantised = Int8Linear(linear)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        assert quantised(mode.from_tensor(inputs)).shape == (3, 50, 48)
+    assert quantised.to("meta")(inputs.to("meta")).shape == (3, 50, 48)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@torch.no_grad()
+def test_casts_of_the_model_leave_the_scales(dtype):
+    linear, inputs = layer(64, 48, bias=False, dtype=torch.bfloat16)
+    linear.weight.mul_(1e-5)
+    quantised = Int8Linear(linear)
+    wanted = quantised(inputs)
+    model = nn.Sequential(quantised).to(dtype)
+    assert quantised.scale.dtype == torch.float32
+    assert torch.equal(model(inputs), wanted)
 
 
 @torch.no_grad()

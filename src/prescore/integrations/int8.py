@@ -12,6 +12,7 @@ docs/deployment.md.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -56,13 +57,22 @@ class Int8Linear(nn.Linear):
         self.register_buffer("scale", torch.cat(scales)[:, 0])
         self.bias = linear.bias
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Int8Linear:
+        """Move the layer; a cast of the model leaves its scales in float32."""
+        scale = self.scale
+        super()._apply(fn, recurse)
+        if self.scale.dtype != torch.float32:
+            self.scale = scale.to(self.scale.device)
+        return self
+
     def forward(self, input: Tensor) -> Tensor:
         """The layer's output, in the dtype of its input."""
         if records_gradients(input):
             raise Unsupported("gradients through int8 weights", ["their products are rounded"])
-        # inductor computes products of a single row in int8, which overflows: it must not see them
-        run = torch.ops.prescore.int8_linear if torch.compiler.is_compiling() else _int8_linear
-        output: Tensor = run(input.reshape(-1, self.in_features), self.weight, self.scale)
+        # an operator of torch: native code never meets a fake, traced, negated or zero tensor, and inductor, which
+        # computes products of a single row in int8 where they overflow, does not see inside
+        rows = input.reshape(-1, self.in_features)
+        output: Tensor = torch.ops.prescore.int8_linear(rows, self.weight, self.scale)
         output = output.view(*input.shape[:-1], self.out_features)
         return output if self.bias is None else output + self.bias
 
@@ -103,8 +113,8 @@ def use_int8_weights(model: nn.Module) -> nn.Module:
 def _int8_linear(input: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
     """`input [M, K]` times `weight [N, K]`."""
     output = input.new_empty(input.shape[0], weight.shape[0])
-    native = input.dtype == torch.bfloat16 and library.loaded_level() != library.NO_LEVEL
-    multiply = _multiply_native if native else _multiply
+    is_native = input.dtype == torch.bfloat16 and input.device.type == "cpu"
+    multiply = _multiply_native if is_native and library.loaded_level() != library.NO_LEVEL else _multiply
     size = max(1, _BLOCK // max(weight.shape))
     for rows, to in zip(input.split(size), output.split(size), strict=True):
         multiply(rows, weight, scale, to)

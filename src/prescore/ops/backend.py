@@ -132,7 +132,7 @@ def softmax_with_lse(logits: Tensor, dim: int) -> tuple[Tensor, Tensor]:
 def rounds_weights(lse: Tensor, dtype: torch.dtype, *, backward: bool) -> bool:
     """Whether rounding of lse changes `exp(logit - lse)` by more than inputs of `dtype` deserve.
 
-    In float32 that is from 1024 on in forward passes, which compare lse to merge parts, and from 4096 on in
+    In float32 that is above 1024 in forward passes, which compare lse to merge parts, and above 4096 in
     `backward` passes, which compute all weights in this way: up to there gradients err as much as those of
     torch's operator. Only CPU tensors are looked at. Other devices would have to be waited for; there float32
     keeps its rounding, as FlashAttention does.

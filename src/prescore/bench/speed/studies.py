@@ -132,7 +132,7 @@ def plan_rows(run: Run, studies: Sequence[str]) -> list[Row]:
         if name in studies and not run.saved:
             raise ValueError(f"--heads must be a directory of saved heads for --study {name}, got none")
     if "heads" in studies and True not in run.causal:
-        raise ValueError("--heads must come with causal, got --no-causal")
+        raise ValueError("--heads must come with --causal, got --no-causal")
     return [
         _row(run, study, *planned) for study in STUDIES if study in studies for planned in plan_study(run, study)
     ]

@@ -160,11 +160,11 @@ def plain_output(
 ) -> Tensor:
     """Some queries of a call on the plain backend, which read what they read in the full call.
 
-    Without a causal mask a call of fewer queries than `exact_until` is exact, which the full call need not be.
+    Without a causal mask a call of at most `exact_until` queries is exact, which the full call need not be.
     """
     query, key, value = inputs
     stop = key.shape[2] - (query.shape[2] - queries.stop if is_causal else 0)
-    if isinstance(config, Routed) and not is_causal and query.shape[2] >= config.exact_until:
+    if isinstance(config, Routed) and not is_causal and query.shape[2] > config.exact_until:
         config = config.replace(exact_until=0)
     call = (query[:, :, queries], key[:, :, :stop], value[:, :, :stop], config)
     return prescored_attention(*call, is_causal=is_causal, scale=scale, backend="plain")

@@ -159,7 +159,7 @@ def full_budget(config: Config, budget: int, n_tokens: int) -> int:
     """Keys and centroids that a query reads, at most: `budget`, which routing rounds down."""
     if not isinstance(config, Routed):
         return min(budget, n_tokens)
-    if n_tokens < config.exact_until:
+    if n_tokens <= config.exact_until:
         return n_tokens
     n_centroids = config.chunk_size // config.cluster_size
     n_far_keys = round(1 / config.min_weight) if config.min_weight < 1 else 0

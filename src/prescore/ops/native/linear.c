@@ -16,7 +16,7 @@ typedef struct {
     const float *by_output; /* [outputs]: what 1 stands for in a row of the weight */
     uint16_t *output;       /* [rows, outputs], bfloat16 */
     int64_t rows, inputs, outputs;
-    float smallest, inverse; /* of `by_row`, and 1 / 127 */
+    float smallest, inverse; /* a row whose largest magnitude is less counts as having this one; 1 / 127 */
 } LinearCall;
 
 static inline float number(uint32_t raw) {
