@@ -60,7 +60,7 @@ class Int8Linear(nn.Linear):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Int8Linear:
         """Move the layer; a cast of the model leaves its scales in float32."""
         scale = self.scale
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if self.scale.dtype != torch.float32:
             self.scale = scale.to(self.scale.device)
         return self
