@@ -27,9 +27,9 @@ def command(
         None,
         help="lengths, top-k, clusters, decode, scoring (scorers alone), short (short inputs), heads (those "
         "of --heads, forward unless --backward), parts (of the default), steps (decode steps of the default), "
-        "parallel (bytes and times on 2 and 4 processes), gpu-model (the time that GPUs would need, predicted from "
-        "counts on --heads), rivals (a prompt of --text-file read and continued by --model, exactly, by the default "
-        "and by other engines; alone); may be repeated.  [default: the first six, or heads with --heads]",
+        "parallel (bytes and times on 2 and 4 processes), gpu-model (the time that GPUs would need, predicted "
+        "from counts on --heads), rivals (a prompt of --text-file read and continued by --model, exactly, by the "
+        "default and by other engines; alone); may be repeated.  [default: the first six, or heads with --heads]",
     ),
     heads: Path | None = typer.Option(
         None,
