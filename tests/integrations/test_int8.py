@@ -3,7 +3,6 @@
 import pytest
 import torch
 from oracles.tiny_language_model import tiny_language_model
-from routed_checks import needs_native
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -41,28 +40,6 @@ def test_a_layer_is_close_to_the_one_it_replaces(n_in, n_out, bias, dtype, monke
     assert torch.equal(torch.stack([quantised(token) for token in inputs[1]]), output[1])
     monkeypatch.setattr(int8, "_BLOCK", 64)
     assert torch.equal(quantised(inputs), output)
-
-
-@needs_native
-@pytest.mark.parametrize(("n_rows", "n_in", "n_out"), [(0, 8, 8), (1, 640, 5), (7, 33, 17), (130, 96, 200)])
-@torch.no_grad()
-def test_native_code_gives_the_bits_of_plain_torch(n_rows, n_in, n_out, monkeypatch):
-    generator = torch.Generator().manual_seed(n_rows)
-    linear, _ = layer(n_in, n_out, bias=False, dtype=torch.bfloat16)
-    wide = torch.randn(n_rows, 2 * n_in, generator=generator) * torch.randn(n_rows, 1, generator=generator).exp()
-    wide[1:2], wide[2:3, 4], wide[3:4, 6], wide[4:5] = 0, torch.inf, torch.nan, 1e-20
-    inputs = wide.to(torch.bfloat16)[:, ::2]
-    quantised, called = Int8Linear(linear), []
-    original = int8.call_library
-    monkeypatch.setattr(int8, "call_library", lambda name, call: (called.append(name), original(name, call)))
-    output = quantised(inputs)
-    assert called == ["prescore_round_rows", "prescore_scale_products"]
-    monkeypatch.setenv("PRESCORE_NATIVE", "0")
-    plain = quantised(inputs)
-    assert torch.equal(output.isnan(), plain.isnan())
-    assert bool(output[2:4].isnan().all())
-    assert torch.equal(output.nan_to_num(), plain.nan_to_num())
-    assert len(called) == 2
 
 
 CONTEXTS = {
