@@ -248,7 +248,7 @@ def attend(
         result = run_engine(call, config, members=members, explain=explain, need_lse=need_lse)
         if options.backend == "native" and result.stats.get("backend") == "plain":
             largest = float(result.lse.detach().nan_to_num(neginf=0.0).abs().amax())
-            reason = f"gradients where abs(lse) is above 4096 need float64, got {largest:.4g}"
+            reason = f"gradients need float64 where abs(lse) is so large, got {largest:.4g}"
             raise Unsupported("backend 'native'", [reason])
         output, lse = call.restore(result.attended)
         selections = [shifted_back(kept, call.shift, call.n_keys) for kept in result.selections]

@@ -7,7 +7,7 @@
 
 #include "threads.h"
 
-/* Must equal `LinearCall` in integrations/int8.py. */
+/* Must equal `_LinearCall` in integrations/int8.py. */
 typedef struct {
     const uint16_t *input;  /* [rows, inputs], bfloat16 */
     int8_t *rounded;        /* [rows, inputs] */
@@ -44,7 +44,7 @@ PRESCORE_EXPORT int prescore_round_rows(const LinearCall *p) {
         const float largest = number((uint32_t)most << 16);
         const float unit = (largest < p->smallest ? p->smallest : largest) * p->inverse;
         p->by_row[i] = unit;
-        /* 1.5 * 2^23 rounds to an integer, which are the last bits */
+        /* adding 1.5 * 2^23 rounds to an integer and leaves it in the last bits */
         for (int64_t j = 0; j < inputs; j++) to[j] = (int8_t)(uint8_t)raw_bits(number((uint32_t)row[j] << 16) / unit + 12582912.0f);
     }
     return 0;
