@@ -1,16 +1,14 @@
 """The native backend of routed attention: C on CPUs, called through ctypes.
 
 Queries, keys and values are read where they lie. Index arrays interleave sixteen keys for vector loads (`Tables`).
-C checks nothing: every tensor that reaches it is checked here, by the one function that calls it.
+C checks nothing: every tensor that reaches it is checked here first.
 """
 
 from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +16,7 @@ from torch.nn.functional import pad
 
 from prescore.config import Routed
 from prescore.ops.native import library
+from prescore.ops.native.library import Expected, call_library, check_tensors, empty
 from prescore.routed.layout import Layout, RoutedKeys, View, make_layout
 from prescore.routed.reference import (
     HEAVY_INT8_ERROR,
@@ -153,27 +152,6 @@ class IndexCall(ctypes.Structure):
     )
 
 
-class Expected(NamedTuple):
-    """A tensor that C reads or writes as so many numbers of a type, one after the other."""
-
-    name: str
-    tensor: Tensor
-    shape: tuple[int, ...]
-    dtype: torch.dtype = torch.float32
-
-
-def check_tensors(expected: Sequence[Expected]) -> None:
-    """Refuse a tensor that C could read or write outside of."""
-    for name, tensor, shape, dtype in expected:
-        # a result may have more dimensions than C sees
-        fits = tensor.numel() == torch.Size(shape).numel() and tensor.is_contiguous()
-        if not fits or tensor.dtype != dtype or tensor.device.type != "cpu":
-            raise ValueError(
-                f"{name} must be {shape} contiguous {dtype} on the CPU, "
-                f"got {tuple(tensor.shape)} {tensor.dtype} on {tensor.device}"
-            )
-
-
 def check_rows(name: str, rows: Tensor, n_heads: int) -> None:
     """Refuse queries, keys or values that C cannot read."""
     known = rows.dtype in TYPES and rows.device.type == "cpu" and not rows.is_neg()
@@ -194,20 +172,6 @@ def _check_keys(key: Tensor, value: Tensor, n_heads: int, cluster_size: int) -> 
         raise ValueError(f"sizes must be multiples of {WIDTH}, got {dim}, {value_dim} and {cluster_size}")
     if max(dim, value_dim) > MAX_DIM:
         raise ValueError(f"head dimensions must be at most {MAX_DIM}, got {dim} and {value_dim}")
-
-
-def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Memory that C writes to: torch's default dtype and device have no influence on it."""
-    return torch.empty(shape, dtype=dtype, device="cpu")
-
-
-def call_library(name: str, *structures: ctypes.Structure) -> None:
-    """Call a function whose arguments were checked; their tensors must live until it returns."""
-    loaded = library.load()
-    if loaded is None:
-        raise RuntimeError("a native library must be loaded, got none")
-    if getattr(loaded, name)(*(ctypes.byref(structure) for structure in structures)):
-        raise MemoryError("native attention needs more memory than there is")
 
 
 def rows_of(tensor: Tensor) -> Rows:

@@ -8,11 +8,14 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Lock
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from prescore.errors import Unsupported
 from prescore.ops.native.build import ABI, NOT_BUILT, levels_of_machine, library_name
@@ -145,3 +148,41 @@ def _open(path: Path) -> ctypes.CDLL | str:
     except (OSError, AttributeError) as error:
         return f"cannot be loaded, {error}"
     return library if abi == ABI else f"has interface {abi} and not {ABI}, build it again"
+
+
+# --- calls
+
+
+class Expected(NamedTuple):
+    """A tensor that C reads or writes as so many numbers of a type, one after the other."""
+
+    name: str
+    tensor: Tensor
+    shape: tuple[int, ...]
+    dtype: torch.dtype = torch.float32
+
+
+def check_tensors(expected: Sequence[Expected]) -> None:
+    """Refuse a tensor that C could read or write outside of."""
+    for name, tensor, shape, dtype in expected:
+        # a result may have more dimensions than C sees
+        fits = tensor.numel() == torch.Size(shape).numel() and tensor.is_contiguous()
+        if not fits or tensor.dtype != dtype or tensor.device.type != "cpu":
+            raise ValueError(
+                f"{name} must be {shape} contiguous {dtype} on the CPU, "
+                f"got {tuple(tensor.shape)} {tensor.dtype} on {tensor.device}"
+            )
+
+
+def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Memory that C writes to: torch's default dtype and device have no influence on it."""
+    return torch.empty(shape, dtype=dtype, device="cpu")
+
+
+def call_library(name: str, *structures: ctypes.Structure) -> None:
+    """Call a function whose arguments were checked; their tensors must live until it returns."""
+    loaded = load()
+    if loaded is None:
+        raise RuntimeError("a native library must be loaded, got none")
+    if getattr(loaded, name)(*(ctypes.byref(structure) for structure in structures)):
+        raise MemoryError("native code needs more memory than there is")
