@@ -119,5 +119,10 @@ def test_what_cannot_run_is_refused_and_changes_nothing():
         use_int8_weights(model)
     assert type(model[0]) is nn.Linear
     quantised = Int8Linear(nn.Linear(4, 4))
+    for wrong in (torch.ones(2, 6), torch.ones(()), torch.ones(2, 4, dtype=torch.int64)):
+        with pytest.raises(ValueError, match=r"input must be floating with 4 features .*, got \("):
+            quantised(wrong)
+    with pytest.raises(TypeError, match="model must be a torch module, got 'smollm2'"):
+        use_int8_weights("smollm2")
     with pytest.raises(Unsupported, match="gradients through int8 weights"):
         quantised(torch.ones(1, 4, requires_grad=True))

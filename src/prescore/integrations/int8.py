@@ -67,6 +67,11 @@ class Int8Linear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """The layer's output, in the dtype of its input."""
+        if input.shape[-1:] != (self.in_features,) or not input.is_floating_point():
+            got = f"{tuple(input.shape)} {input.dtype}"
+            raise ValueError(
+                f"input must be floating with {self.in_features} features in the last dimension, got {got}"
+            )
         if records_gradients(input):
             raise Unsupported("gradients through int8 weights", ["their products are rounded"])
         # an operator of torch: native code never meets a fake, traced, negated or zero tensor, and inductor, which
@@ -92,6 +97,8 @@ def use_int8_weights(model: nn.Module) -> nn.Module:
         >>> model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
         >>> applied = prescore.apply(use_int8_weights(model))
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch module, got {model!r}")
     found = [
         (parent, name, child)
         for parent in model.modules()
