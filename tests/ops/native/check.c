@@ -43,7 +43,7 @@ static void check_int8(void) {
                 numbers[i] = (int8_t)(extreme == 1 || extreme == 3 ? -127 : extreme ? (i % 2 ? 127 : -127) : whole());
                 starts[i / (4 * quarter)] -= KEY_ZERO * numbers[i];
             }
-            int8_products(keys, some, queries, starts, quarter, got);
+            int8_products(keys, some, queries, quarter, starts, quarter, got);
             for (int64_t t = 0; t < 32; t++) {
                 if (!(some >> t & 1)) continue;
                 for (int64_t key = 0; key < 16; key++) {

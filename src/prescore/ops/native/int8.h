@@ -11,6 +11,13 @@
 /* sum + keys * four numbers of a query, which the instruction itself repeats: compilers load them by one of its own. */
 #define ADD_PRODUCTS(sum, keys, numbers) __asm__("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(keys), "m"(*(numbers)))
 
+/* `start` + products of sixteen keys, `width` times four dimensions of each in registers, with a query. */
+INLINE __m512i add_product(const int width, const __m512i *keys, const int32_t *query, __m512i start) {
+    __m512i sum[2] = {start, _mm512_setzero_si512()};
+    for (int i = 0; i < width; i++) ADD_PRODUCTS(sum[i % 2], keys[i], query + i);
+    return _mm512_add_epi32(sum[0], sum[1]);
+}
+
 /* Add `width` times four dimensions to products of sixteen keys, which stay in registers, with some queries. */
 INLINE void add_products(const int width, const uint8_t *keys, uint32_t some, const int32_t *queries, int64_t step, const int32_t *starts,
                          int first, int32_t *to) {
@@ -18,11 +25,8 @@ INLINE void add_products(const int width, const uint8_t *keys, uint32_t some, co
     for (int i = 0; i < width; i++) own[i] = _mm512_loadu_si512(keys + 64 * i);
     for (; some; some &= some - 1, to += 16) {
         const int64_t t = __builtin_ctz(some);
-        const int32_t *query = queries + t * step;
-        __m512i sum[4] = {first ? _mm512_set1_epi32(starts[t]) : _mm512_loadu_si512(to)};
-        for (int c = 1; c < 4; c++) sum[c] = _mm512_setzero_si512();
-        for (int i = 0; i < width; i++) ADD_PRODUCTS(sum[i % 4], own[i], query + i);
-        _mm512_storeu_si512(to, _mm512_add_epi32(_mm512_add_epi32(sum[0], sum[1]), _mm512_add_epi32(sum[2], sum[3])));
+        const __m512i start = first ? _mm512_set1_epi32(starts[t]) : _mm512_loadu_si512(to);
+        _mm512_storeu_si512(to, add_product(width, own, queries + t * step, start));
     }
 }
 #else
@@ -91,18 +95,18 @@ INLINE void int8_product(const uint8_t *keys, const int32_t *query, int32_t star
 }
 #endif
 
-/* Products of sixteen keys, [quarter, 16, 4], with `some` of the queries, given as bits, [.., quarter]: sixteen numbers each, one
- * query after the other. A query has `quarter` times four numbers, a multiple of four; its start is -KEY_ZERO times their sum. */
-INLINE void int8_products(const uint8_t *keys, uint32_t some, const int32_t *queries, const int32_t *starts, const int64_t quarter,
-                          int32_t *to) {
+/* Products of sixteen keys, [quarter, 16, 4], with `some` of the queries, given as bits, [.., step]: sixteen numbers each, one
+ * query after the other. `quarter` is a multiple of four; the start of a query is -KEY_ZERO times the sum of its numbers. */
+INLINE void int8_products(const uint8_t *keys, uint32_t some, const int32_t *queries, const int64_t step, const int32_t *starts,
+                          const int64_t quarter, int32_t *to) {
 #if defined(__AVX512VNNI__)
     int64_t at = 0;
-    for (; at + 16 <= quarter; at += 16) add_products(16, keys + 64 * at, some, queries + at, quarter, starts, at == 0, to);
-    for (; at < quarter; at += 4) add_products(4, keys + 64 * at, some, queries + at, quarter, starts, at == 0, to);
+    for (; at + 16 <= quarter; at += 16) add_products(16, keys + 64 * at, some, queries + at, step, starts, at == 0, to);
+    for (; at < quarter; at += 4) add_products(4, keys + 64 * at, some, queries + at, step, starts, at == 0, to);
 #else
     for (; some; some &= some - 1, to += 16) {
         const int64_t t = __builtin_ctz(some);
-        int8_product(keys, queries + t * quarter, starts[t], quarter, to);
+        int8_product(keys, queries + t * step, starts[t], quarter, to);
     }
 #endif
 }

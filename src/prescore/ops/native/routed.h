@@ -13,7 +13,7 @@
 #define TILE 32        /* queries of a tile: a bit each of 32 */
 #define MAX_DIM 256    /* of keys: and of values */
 #define LOCAL_KEYS 256 /* local keys of one step: their weights for a tile stay in cache */
-#define BLOCKS_AT_ONCE 4 /* of sixteen subclusters, searched at a time: the keys read stay in cache for the tile */
+#define BLOCKS_AT_ONCE 8 /* of sixteen subclusters, searched at a time: the keys read stay in cache for the tile */
 #define MAX_HITS (BLOCKS_AT_ONCE * 256 + 16) /* hits are written sixteen at a time */
 #define MIN_STD 1e-3f /* bounds on the standard deviation of logits within clusters */
 #define MAX_STD 1e15f
@@ -182,28 +182,26 @@ INLINE void row_dots(float *to, const Rows *r, int64_t kv_head, const int32_t *r
 INLINE void add_row(float *to, const Rows *r, int64_t offset, float factor, int64_t dim) {
     for (int64_t i = 0; i < dim; i += WIDTH) store(to + i, load(to + i) + load_row(r, offset, i) * splat(factor));
 }
-#define SUMS (WIDTH == 16 ? 4 : 8)
-/* to += the sum of some rows, each with its weight: `SUMS` vectors at a time stay in registers. */
+/* to += the sum of some rows, each with its weight, in the dimensions from `c` on: `n_sums` vectors, which stay in registers. */
+INLINE void add_columns(float *to, const Rows *r, int64_t kv_head, const int32_t *rows, const float *weights, int64_t n, int64_t c,
+                        const int n_sums) {
+    floats sum[8];
+    for (int k = 0; k < n_sums; k++) sum[k] = load(to + c + k * WIDTH);
+    for (int64_t i = 0; i < n; i++) {
+        const int64_t offset = row_offset(r, kv_head, rows[i]) + c;
+        const floats w = splat(weights[i]);
+        for (int k = 0; k < n_sums; k++) sum[k] += load_row(r, offset, k * WIDTH) * w;
+    }
+    for (int k = 0; k < n_sums; k++) store(to + c + k * WIDTH, sum[k]);
+}
+/* to += the sum of some rows, each with its weight. */
 INLINE void add_rows_of_type(float *to, const Rows *r, int64_t type, int64_t kv_head, const int32_t *rows,
                              const float *weights, int64_t n, int64_t dim) {
     const Rows own = {r->data, r->at, r->step, type};
     int64_t c = 0;
-    for (; c + SUMS * WIDTH <= dim; c += SUMS * WIDTH) {
-        floats sum[SUMS];
-        for (int k = 0; k < SUMS; k++) sum[k] = load(to + c + k * WIDTH);
-        for (int64_t i = 0; i < n; i++) {
-            const int64_t offset = row_offset(&own, kv_head, rows[i]) + c;
-            const floats w = splat(weights[i]);
-            for (int k = 0; k < SUMS; k++) sum[k] += load_row(&own, offset, k * WIDTH) * w;
-        }
-        for (int k = 0; k < SUMS; k++) store(to + c + k * WIDTH, sum[k]);
-    }
-    for (; c < dim; c += WIDTH) {
-        floats a = load(to + c);
-        for (int64_t i = 0; i < n; i++)
-            a += load_row(&own, row_offset(&own, kv_head, rows[i]), c) * splat(weights[i]);
-        store(to + c, a);
-    }
+    for (; c + 8 * WIDTH <= dim; c += 8 * WIDTH) add_columns(to, &own, kv_head, rows, weights, n, c, 8);
+    for (; c + 4 * WIDTH <= dim; c += 4 * WIDTH) add_columns(to, &own, kv_head, rows, weights, n, c, 4);
+    for (; c < dim; c += WIDTH) add_columns(to, &own, kv_head, rows, weights, n, c, 1);
 }
 INLINE void add_rows(float *to, const Rows *r, int64_t kv_head, const int32_t *rows, const float *weights, int64_t n,
                      int64_t dim) {

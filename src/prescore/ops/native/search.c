@@ -59,7 +59,7 @@ INLINE int64_t subclusters_within_reach(const RoutedCall *p, Tile *w, const Bloc
     for (int64_t t = 0; t < TILE; t++)
         within[t] = t < w->n && w->threshold[t] < INFINITY ? (uint16_t)clusters_within_reach(p, w, t, b) : 0;
     uint32_t some = having(within, 0xffff);
-    int8_products(p->sub_int8 + b->at * 64 * quarter, some, w->int8, w->int8_start, quarter, products);
+    int8_products(p->sub_int8 + b->at * 64 * quarter, some, w->int8, quarter, w->int8_start, quarter, products);
     for (; some; some &= some - 1, products += 16) {
         const int64_t t = __builtin_ctz(some);
         const floats unit = splat(w->int8_scale[t]), reach = splat(w->reach[t]), least = splat(w->least[t]);
@@ -78,25 +78,45 @@ INLINE int64_t subclusters_within_reach(const RoutedCall *p, Tile *w, const Bloc
     return compared;
 }
 
+/* Logits of the sixteen keys of a subcluster, from their products with a query, and which of them are at least `least`. Int8 keys are
+ * differences from the centroid. */
+INLINE unsigned note_logits(const ints *products, const floats *scales, float unit, float centroid, float least, float *to) {
+    unsigned above = 0;
+    for (int k = 0; k < PER_BLOCK; k++) {
+        const floats x = __builtin_convertvector(products[k], floats) * (scales[k] * splat(unit)) + splat(centroid);
+        above |= at_least(x, splat(least)) << (k * WIDTH);
+        store(to + k * WIDTH, x);
+    }
+    return above;
+}
+
 /* Compare the keys of a subcluster with the queries that it is within reach of, given as bits. Logits are noted from `n` on, and
  * which of them reach the threshold; returns how many queries there are then. No branch depends on them: it would often be
  * mispredicted. */
 INLINE int64_t compare_keys(const RoutedCall *p, Tile *w, const Block *b, int64_t i, uint32_t some, int64_t n, const int64_t quarter) {
-    const int64_t at = b->first + i;
+    const uint8_t *keys = p->int8 + (b->first + i) * 64 * quarter;
     const float *centroids = w->logits + p->sink_columns + b->cluster[i];
-    float *own = w->compared_logits + n * 16;
-    int8_products(p->int8 + at * 64 * quarter, some, w->int8, w->int8_start, quarter, (int32_t *)own);
-    for (; some; some &= some - 1, own += 16, n++) {
+    const int64_t padded = w->padded;
+    float *to = w->compared_logits + n * 16;
+    floats scales[PER_BLOCK];
+    for (int k = 0; k < PER_BLOCK; k++) scales[k] = load(p->scales + (b->first + i) * 16 + k * WIDTH);
+#if defined(__AVX512VNNI__)
+    const int last = quarter % 16 ? 4 : 16; /* products of the last dimensions stay in registers */
+    __m512i own[16];
+    for (int c = 0; c < last; c++) own[c] = _mm512_loadu_si512(keys + 64 * (quarter - last + c));
+#else
+    const int last = 0;
+#endif
+    int8_products(keys, some, w->int8, quarter, w->int8_start, quarter - last, (int32_t *)to);
+    for (; some; some &= some - 1, n++, to += 16) {
         const int64_t t = __builtin_ctz(some);
-        const floats centroid = splat(centroids[t * w->padded]), unit = splat(w->int8_scale[t]), least = splat(w->least[t]);
-        unsigned above = 0;
-        for (int k = 0; k < PER_BLOCK; k++) { /* int8 keys are differences from the centroid */
-            const floats product = __builtin_convertvector(*(const ints *)(own + k * WIDTH), floats);
-            const floats x = product * (load(p->scales + at * 16 + k * WIDTH) * unit) + centroid;
-            above |= at_least(x, least) << (k * WIDTH);
-            store(own + k * WIDTH, x);
-        }
-        w->above[n] = (uint16_t)above;
+#if defined(__AVX512VNNI__)
+        const __m512i start = quarter == last ? _mm512_set1_epi32(w->int8_start[t]) : _mm512_loadu_si512(to);
+        const ints products[1] = {(ints)add_product(last, own, w->int8 + t * quarter + quarter - last, start)};
+#else
+        const ints *products = (const ints *)to;
+#endif
+        w->above[n] = (uint16_t)note_logits(products, scales, w->int8_scale[t], centroids[t * padded], w->least[t], to);
         w->compared[n] = (uint16_t)(t * 16 + i);
     }
     return n;
