@@ -212,30 +212,25 @@ def attend(
     `explain` also returns lse, selections and all stats, `need_lse` only lse. Context parallel: `group` are the
     ranks, and `refusal` is why this rank alone cannot run the call; every rank raises it.
     """
-    with ExitStack() as guards:
-        try:
-            query, key, value = guards.enter_context(without_autocast(query, key, value))
-            config = _checked(query, key, value, config, options, is_parallel=group is not None)
-        except (ValueError, TypeError) as error:
-            if group is None:
-                raise
-            refusal = refusal or error  # the other ranks must hear of it instead of waiting
-        if group is not None:
-            explain = explain or need_lse
-            tensors = query, key, value
-            return attend_in_group(group, tensors, config, options, explain=explain, refusal=refusal)
-        config, reason = check_config(config), ""
+    if group is not None:
+        explain = explain or need_lse
+        return _attend_in_group(query, key, value, config, options, group, explain=explain, refusal=refusal)
+    with without_autocast(query, key, value) as (query, key, value):
+        config, backend = _checked(query, key, value, config, options, is_parallel=False)
+        reason = ""
         if isinstance(config, Routed) and options.backend == "auto" and not options.dropout_p:
             config, reason = auto_config(query, key, value, config, is_causal=options.is_causal)
         # only now: a call that is refused must not advance a generator
         streams = as_streams(options.generator)
-        dropout = streams if options.dropout_generator is None else as_streams(options.dropout_generator)
+        if options.dropout_p:
+            own = streams if options.dropout_generator is None else as_streams(options.dropout_generator)
+            backend = pick_backend(query, options.backend, Dropout(options.dropout_p, own.child("dropout")))
         call = make_call(
             *differentiable_once(query, key, value),
             options.key_padding_mask,
             is_causal=options.is_causal,
             scale=options.scale,
-            backend=_backend(query, options, dropout),
+            backend=backend,
             streams=streams,
             aligned=not isinstance(config, Exact),
             far_backend=options.backend,
@@ -250,16 +245,40 @@ def attend(
             largest = float(result.lse.detach().nan_to_num(neginf=0.0).abs().amax())
             reason = f"gradients need float64 where abs(lse) is so large, got {largest:.4g}"
             raise Unsupported("backend 'native'", [reason])
+        if reason:
+            result = replace(result, stats={**result.stats, "exact_reason": reason})
+        if call.shift is None:
+            return result
         output, lse = call.restore(result.attended)
         selections = [shifted_back(kept, call.shift, call.n_keys) for kept in result.selections]
-        stats = {**result.stats, "exact_reason": reason} if reason else result.stats
-        return replace(result, output=output, lse=lse, selections=selections, stats=stats)
+        return replace(result, output=output, lse=lse, selections=selections)
+
+
+def _attend_in_group(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    config: Config | None,
+    options: Options,
+    group: object,
+    *,
+    explain: bool,
+    refusal: Exception | None,
+) -> Result:
+    """The same where the ranks of a group hold shards of the sequence."""
+    with ExitStack() as guards:
+        try:
+            query, key, value = guards.enter_context(without_autocast(query, key, value))
+            config, _ = _checked(query, key, value, config, options, is_parallel=True)
+        except (ValueError, TypeError) as error:
+            refusal = refusal or error  # the other ranks must hear of it instead of waiting
+        return attend_in_group(group, (query, key, value), config, options, explain=explain, refusal=refusal)
 
 
 def _checked(
     query: Tensor, key: Tensor, value: Tensor, config: Config | None, options: Options, *, is_parallel: bool
-) -> Config:
-    """The configuration that will run; refuses what cannot."""
+) -> tuple[Config, Backend]:
+    """The configuration that will run, and its operator if nothing is dropped; refuses what cannot."""
     if config is None and options.selection is not None:
         config = Selected(remainder="none")
     config = check_config(config)
@@ -293,14 +312,8 @@ def _checked(
             reasons.append("it cannot drop attention weights")
         if reasons:
             raise Unsupported(f"backend {options.backend!r}", reasons)
-    _backend(query, options, Streams())
-    return config
-
-
-def _backend(query: Tensor, options: Options, streams: Streams) -> Backend:
-    """The operator of a call; raises when none, or not the named one, can run it."""
-    dropout = Dropout(options.dropout_p, streams.child("dropout")) if options.dropout_p else None
-    return pick_backend(query, options.backend, dropout)
+    dropout = Dropout(options.dropout_p, Streams()) if options.dropout_p else None
+    return config, pick_backend(query, options.backend, dropout)
 
 
 def score(

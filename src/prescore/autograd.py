@@ -7,7 +7,7 @@ transforms, forward-mode and second derivatives are refused, with the reason.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -21,19 +21,21 @@ _NO_TANGENTS = "forward-mode derivatives are not defined for it; backward gives 
 _NO_SECOND = "second derivatives are not defined for it; create_graph=True ends at its inputs"
 
 
-@contextmanager
-def without_autocast(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+def without_autocast(*tensors: Tensor) -> AbstractContextManager[tuple[Tensor, ...]]:
     """Cast the tensors as autocast does and switch it off for the body; refuses transforms of torch.func."""
     given = [tensor for tensor in tensors if isinstance(tensor, Tensor)]
     _refuse_transforms(given)
     kinds = {tensor.device.type for tensor in given if tensor.device.type != "meta"}
     active = [kind for kind in kinds if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)]
     if len(kinds) != 1 or not active:
+        return nullcontext(tensors)
+    return _switched_off(active[0], tuple(autocast_inputs(*tensors)))
+
+
+@contextmanager
+def _switched_off(kind: str, tensors: tuple[Tensor, ...]) -> Iterator[tuple[Tensor, ...]]:
+    with torch.autocast(kind, enabled=False):
         yield tensors
-        return
-    cast = tuple(autocast_inputs(*tensors))
-    with torch.autocast(active[0], enabled=False):
-        yield cast
 
 
 def autocast_inputs(*tensors: Tensor) -> Iterator[Tensor]:

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from prescore.devices import all_finite
+
 FLOAT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _LONG_BITS = 1024
 _LONG_TEXT = 40
@@ -223,9 +225,8 @@ def _finite(mask: Tensor | None, **tensors: Tensor) -> None:
     hidden = None if mask is None else ~mask[:, None, :, None]
     given = {name: tensor for name, tensor in tensors.items() if tensor.numel()}
     real = {name: t.detach() if hidden is None else t.detach().masked_fill(hidden, 0) for name, t in given.items()}
-    # aminmax is one pass without a temporary, and NaN propagates through it; 0 times what is not finite is NaN
-    bounds = [bound for tensor in real.values() for bound in torch.aminmax(tensor)]
-    if not bounds or (torch.stack(bounds) * 0).sum() == 0:
+    # aminmax is one pass without a temporary, and NaN propagates through it
+    if all_finite([bound for tensor in real.values() for bound in torch.aminmax(tensor)]):
         return
     for name, tensor in real.items():
         bad = (~torch.isfinite(tensor)).nonzero()
