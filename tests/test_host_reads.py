@@ -24,7 +24,7 @@ RANK = LSH.replace(alignment="rank")
 ROUTED = Routed(min_weight=1 / 64, cluster_size=32, chunk_size=64, sinks=4, exact_until=0)
 
 REMAINING = {
-    "checks._finite": "keys and values that are not finite are refused: one number of each call, before its work",
+    "devices.all_finite": "keys and values that are not finite are refused: one number of each call, before its work",
     "scoring.select.check_selection": "a given selection with an index out of range is refused, before any work",
     "scoring.select.selection_of": "min_score, given selections: the number of keys kept is data, and a shape",
     "scoring.select.select_keys": "min_score: where all keys are kept there are no centroids",
@@ -153,7 +153,7 @@ def test_nothing_waits_for_the_device_but_what_is_listed(name):
     case, mode = CASES[name], PretendDevice()
     with mode:
         found = run(case, mode)
-    assert {function for function, _ in mode.reads} == {"checks._finite", *case.reads}, sorted(mode.reads)
+    assert {function for function, _ in mode.reads} == {"devices.all_finite", *case.reads}, sorted(mode.reads)
     for what, got, wanted in zip(("output", "query", "key", "value"), found, run(case), strict=True):
         assert isinstance(got, OnDevice)
         assert_within(got.numbers, wanted, FLOAT64, f"{what} of {name}")
@@ -170,7 +170,7 @@ def test_a_decode_step_reads_what_is_listed():
 
 
 def test_every_listed_read_occurs():
-    occurring = frozenset({"checks._finite", "routed.decode._SameStart._attend_far"})
+    occurring = frozenset({"devices.all_finite", "routed.decode._SameStart._attend_far"})
     assert occurring.union(*(case.reads for case in CASES.values())) == set(REMAINING)
 
 
