@@ -24,7 +24,7 @@ RANK = LSH.replace(alignment="rank")
 ROUTED = Routed(min_weight=1 / 64, cluster_size=32, chunk_size=64, sinks=4, exact_until=0)
 
 REMAINING = {
-    "devices.all_finite": "keys and values that are not finite are refused: one number of each call, before its work",
+    "devices.all_finite": "keys and values that are not finite are refused: one number of a call, before its work",
     "scoring.select.check_selection": "a given selection with an index out of range is refused, before any work",
     "scoring.select.selection_of": "min_score, given selections: the number of keys kept is data, and a shape",
     "scoring.select.select_keys": "min_score: where all keys are kept there are no centroids",
