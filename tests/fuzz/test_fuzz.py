@@ -89,7 +89,7 @@ BREAKS = {
     "padded queries spoil gradients": ("gradients", "call",
         "broken = ~real[:, None] &", "broken = ~real[:, None] & False &"),
     "plain rounds": ("backends_agree", "ops.plain", "* tile.scale  # [b,", "* tile.scale * (1 + 1e-6)  # [b,"),
-    "values may be anything": ("bad_input", "checks", "if not bounds or", "if True or"),
+    "values may be anything": ("bad_input", "checks", "if all_finite([", "if True or all_finite(["),
     "tensors are not checked": ("bad_input", "checks",
         "if not isinstance(value, Tensor):\n        raise TypeError(f\"{name} must be {rule}, got",
         "return value\n    if True:\n        raise TypeError(f\"{name} must be {rule}, got"),
