@@ -183,7 +183,7 @@ INLINE void add_row(float *to, const Rows *r, int64_t offset, float factor, int6
     for (int64_t i = 0; i < dim; i += WIDTH) store(to + i, load(to + i) + load_row(r, offset, i) * splat(factor));
 }
 /* to += the sum of some rows, each with its weight, in the dimensions from `c` on: `n_sums` vectors, which stay in registers. */
-INLINE void add_columns(float *to, const Rows *r, int64_t kv_head, const int32_t *rows, const float *weights, int64_t n, int64_t c,
+INLINE void add_rows_at(float *to, const Rows *r, int64_t kv_head, const int32_t *rows, const float *weights, int64_t n, int64_t c,
                         const int n_sums) {
     floats sum[8];
     for (int k = 0; k < n_sums; k++) sum[k] = load(to + c + k * WIDTH);
@@ -199,9 +199,9 @@ INLINE void add_rows_of_type(float *to, const Rows *r, int64_t type, int64_t kv_
                              const float *weights, int64_t n, int64_t dim) {
     const Rows own = {r->data, r->at, r->step, type};
     int64_t c = 0;
-    for (; c + 8 * WIDTH <= dim; c += 8 * WIDTH) add_columns(to, &own, kv_head, rows, weights, n, c, 8);
-    for (; c + 4 * WIDTH <= dim; c += 4 * WIDTH) add_columns(to, &own, kv_head, rows, weights, n, c, 4);
-    for (; c < dim; c += WIDTH) add_columns(to, &own, kv_head, rows, weights, n, c, 1);
+    for (; c + 8 * WIDTH <= dim; c += 8 * WIDTH) add_rows_at(to, &own, kv_head, rows, weights, n, c, 8);
+    for (; c + 4 * WIDTH <= dim; c += 4 * WIDTH) add_rows_at(to, &own, kv_head, rows, weights, n, c, 4);
+    for (; c < dim; c += WIDTH) add_rows_at(to, &own, kv_head, rows, weights, n, c, 1);
 }
 INLINE void add_rows(float *to, const Rows *r, int64_t kv_head, const int32_t *rows, const float *weights, int64_t n,
                      int64_t dim) {
