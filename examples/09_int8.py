@@ -11,10 +11,9 @@ import torch
 
 import prescore
 from prescore.bench.offline import load_model
-from prescore.integrations.int8 import use_int8_weights
 
 model, tokenizer = load_model(sys.argv[1] if len(sys.argv) > 1 else "smollm2")
-model = use_int8_weights(model.to(torch.bfloat16))
+model = prescore.use_int8_weights(model.to(torch.bfloat16))
 inputs = tokenizer(inspect.getsource(inspect), return_tensors="pt", truncation=True, max_length=3000)
 new = inputs["input_ids"].shape[1]
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from prescore.config import Routed as Routed
     from prescore.config import Selected as Selected
     from prescore.config import config_from_dict as config_from_dict
+    from prescore.int8.linear import use_int8_weights as use_int8_weights
     from prescore.integrations.apply import Applied as Applied
     from prescore.integrations.apply import apply as apply
     from prescore.ops.parts import merge as merge
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "prescore.attention": ("exact_attention", "hyper_attention", "prescored_attention", "score", "select"),
     "prescore.config": ("Config", "Coupling", "Exact", "Hyper", "Lsh", "Routed", "Selected", "config_from_dict"),
+    "prescore.int8.linear": ("use_int8_weights",),
     "prescore.integrations.apply": ("Applied", "apply"),
     "prescore.ops.parts": ("merge",),
     "prescore.registry": ("list_scorers", "register_scorer"),

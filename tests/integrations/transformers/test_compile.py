@@ -12,8 +12,8 @@ import prescore
 import prescore.integrations.transformers
 from prescore import Routed, Selected
 from prescore.errors import Unsupported
+from prescore.int8.linear import use_int8_weights
 from prescore.integrations.attention import PrescoredAttention
-from prescore.integrations.int8 import use_int8_weights
 from prescore.integrations.patch import Patch
 
 ROUTED = Routed(min_weight=1 / 4, cluster_size=2, chunk_size=2, sinks=1, exact_until=0)

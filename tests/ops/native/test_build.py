@@ -9,7 +9,15 @@ import sys
 import pytest
 
 from prescore.ops.native import library
-from prescore.ops.native.build import FOLDER, NOT_BUILT, build, is_up_to_date, levels_of_machine, library_name
+from prescore.ops.native.build import (
+    FOLDER,
+    NOT_BUILT,
+    build,
+    c_files,
+    is_up_to_date,
+    levels_of_machine,
+    library_name,
+)
 
 COMPILER = """#!/bin/sh
 case "$*" in *{unknown}*) echo "error: unknown flag" >&2; exit 1;; esac
@@ -84,7 +92,7 @@ def test_levels_follow_the_kind_of_processor():
 
 
 def test_a_newer_source_requires_a_new_build(tmp_path):
-    sources = [*FOLDER.glob("*.c"), *FOLDER.glob("*.h"), FOLDER / "build.py"]
+    sources = [*c_files(), *FOLDER.glob("*.h"), FOLDER / "build.py"]
     newest = max(path.stat().st_mtime for path in sources)
     assert not is_up_to_date(tmp_path)  # there is no library
     library = tmp_path / library_name("baseline")
@@ -107,7 +115,7 @@ def test_building_needs_neither_torch_nor_the_package():
 def test_every_parallel_region_uses_the_threads_it_may():
     """The pool of OpenMP does not survive a fork; see threads.h."""
     wrong = []
-    for path in FOLDER.glob("*.c"):
+    for path in c_files():
         regions = re.findall(r"#\s*pragma omp .*\bparallel\b.*", path.read_text().replace("\\\n", " "))
         wrong += [
             f"{path.name}: {region}" for region in regions if "num_threads(prescore_threads())" not in region

@@ -16,7 +16,7 @@ from prescore import checks
 from prescore.bench.offline import SMOLLM2, load_model
 from prescore.bench.records import Values
 from prescore.errors import Unsupported
-from prescore.integrations.int8 import Int8Linear, use_int8_weights
+from prescore.int8.linear import Int8Linear, use_int8_weights
 from prescore.integrations.torchvision import mend_torchvision
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}

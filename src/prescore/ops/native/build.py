@@ -1,4 +1,4 @@
-"""Compile the C files of this folder, once per level of processor.
+"""Compile the C files of the package, once per level of processor.
 
 Needs the standard library alone: setup.py and make run this file before the package is installed. Run as a program
 it builds into its own folder when a source is newer than the libraries there.
@@ -18,6 +18,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parent
+SOURCES = (FOLDER, FOLDER.parents[1] / "int8")
+"""Folders whose C files make one library; they share the headers of the first."""
 NOT_BUILT = "not_built.txt"
 """A file with the reason, where nothing could be built: `prescore info` shows it."""
 ABI = 11
@@ -91,8 +93,13 @@ def build(out_dir: Path, *, sanitize: bool = False) -> list[Path]:
 def is_up_to_date(out_dir: Path) -> bool:
     """Whether a folder holds libraries, none of them older than a source."""
     libraries = [path.stat().st_mtime for path in out_dir.glob(library_name("*"))]
-    sources = [path.stat().st_mtime for path in FOLDER.iterdir() if path.suffix in (".c", ".h")]
-    return bool(libraries) and min(libraries) >= max(*sources, Path(__file__).stat().st_mtime)
+    sources = [*c_files(), *FOLDER.glob("*.h"), Path(__file__)]
+    return bool(libraries) and min(libraries) >= max(path.stat().st_mtime for path in sources)
+
+
+def c_files() -> list[Path]:
+    """All sources of the library."""
+    return [path for folder in SOURCES for path in sorted(folder.glob("*.c"))]
 
 
 def _find_compiler() -> list[str] | None:
@@ -109,10 +116,10 @@ def _compile(compiler: list[str], level: str, flags: list[str], out_dir: Path) -
         _say(f"level {level} is left out: {refused}")
         return refused
     target = out_dir / library_name(level)
-    sources = [str(path) for path in sorted(FOLDER.glob("*.c"))]
     with tempfile.TemporaryDirectory(dir=out_dir) as scratch:
         # whoever loads it meanwhile finds a whole library or none
         made = Path(scratch) / target.name
+        sources = ["-I", str(FOLDER), *map(str, c_files())]
         failed = _run([*compiler, *_FLAGS, *flags, *sources, "-o", str(made), "-lm"])
         if failed is not None:
             _say(f"level {level} is left out: {failed}")

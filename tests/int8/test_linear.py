@@ -10,8 +10,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import prescore
 from prescore.bench.language.generation import prefill
 from prescore.errors import Unsupported
-from prescore.integrations import int8
-from prescore.integrations.int8 import Int8Linear, use_int8_weights
+from prescore.int8 import linear as linear_module
+from prescore.int8.linear import Int8Linear, use_int8_weights
 from prescore.integrations.transformers import PrescoredCache
 
 
@@ -38,7 +38,7 @@ def test_a_layer_is_close_to_the_one_it_replaces(n_in, n_out, bias, dtype, monke
     assert torch.equal(output[0, 0], linear.bias if bias else torch.zeros(n_out, dtype=dtype))
     # a token's result does not depend on the others, nor on how many are converted at a time
     assert torch.equal(torch.stack([quantised(token) for token in inputs[1]]), output[1])
-    monkeypatch.setattr(int8, "_BLOCK", 64)
+    monkeypatch.setattr(linear_module, "_BLOCK", 64)
     assert torch.equal(quantised(inputs), output)
 
 

@@ -1,13 +1,13 @@
 /* What a linear layer with int8 weights does beside its product: bfloat16 rows are rounded to int8, and products scaled.
  *
- * integrations/int8.py makes the only calls and checks what they touch. The same numbers as its plain torch, in one pass.
+ * linear.py makes the only calls and checks what they touch. The same numbers as its plain torch, in one pass.
  */
 #include <stdint.h>
 #include <string.h>
 
 #include "threads.h"
 
-/* Must equal `_LinearCall` in integrations/int8.py. */
+/* Must equal `_LinearCall` in linear.py. */
 typedef struct {
     const uint16_t *input;  /* [rows, inputs], bfloat16 */
     int8_t *rounded;        /* [rows, inputs] */
