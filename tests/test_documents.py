@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import prescore
-from prescore.baselines import BASELINES
+from prescore.bench.baselines import BASELINES
 from prescore.types import Stats
 
 ROOT = Path(__file__).parent.parent

@@ -7,7 +7,7 @@ import pytest
 
 import prescore
 from prescore import registry
-from prescore.baselines import BASELINES, REGISTERED, get_baseline, list_baselines, register_baseline
+from prescore.bench.baselines import BASELINES, REGISTERED, get_baseline, list_baselines, register_baseline
 
 SCORER = """
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ class OfAPackage(Scorer):
 """
 BASELINE = """
 from prescore import exact_attention
-from prescore.baselines import register_baseline
+from prescore.bench.baselines import register_baseline
 
 @register_baseline("of-a-package", settings=lambda leaf, top_k: {}, keys_read=lambda length, settings: length)
 def everything(query, key, value, **options):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import prescore.registry
-from prescore.baselines import REGISTERED
+from prescore.bench.baselines import REGISTERED
 from prescore.bench.cli.main import _build, main
 
 ROOT = Path(__file__).parent.parent.parent

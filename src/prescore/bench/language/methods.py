@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from prescore import checks
 from prescore.attention import Options, attend, exact_attention
-from prescore.baselines import get_baseline, list_baselines, third_party_baselines
+from prescore.bench.baselines import get_baseline, list_baselines, third_party_baselines
 from prescore.bench.memory import peak_megabytes, reset_peak, resident_megabytes
 from prescore.bench.records import Values
 from prescore.config import Config, Exact, Hyper, Lsh, Routed, Selected, config_from_dict
@@ -100,7 +100,7 @@ class Local:
 
 @dataclass(frozen=True)
 class Baseline:
-    """One of `prescore.baselines` with its arguments."""
+    """One of `prescore.bench.baselines` with its arguments."""
 
     name: str
     settings: Mapping[str, Any]

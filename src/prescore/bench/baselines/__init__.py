@@ -6,12 +6,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 
-from prescore.baselines.heavy_hitters import heavy_hitter_attention
-from prescore.baselines.lev_attention import lev_attention
-from prescore.baselines.oracle import oracle_attention
-from prescore.baselines.performer import performer_attention
-from prescore.baselines.reformer import reformer_attention
-from prescore.baselines.streaming import streaming_attention
+from prescore.bench.baselines.heavy_hitters import heavy_hitter_attention
+from prescore.bench.baselines.lev_attention import lev_attention
+from prescore.bench.baselines.oracle import oracle_attention
+from prescore.bench.baselines.performer import performer_attention
+from prescore.bench.baselines.reformer import reformer_attention
+from prescore.bench.baselines.streaming import streaming_attention
 from prescore.registry import load_entry_points
 from prescore.types import Attended
 

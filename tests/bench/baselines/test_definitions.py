@@ -4,8 +4,8 @@ import pytest
 import torch
 from baseline_reference import assert_differ, assert_same, dense, inputs
 
-from prescore import baselines
-from prescore.baselines import performer, tiles
+from prescore.bench import baselines
+from prescore.bench.baselines import performer, tiles
 from prescore.rng import Streams
 
 causal_or_not = pytest.mark.parametrize("is_causal", [False, True])

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from prescore import checks
-from prescore.baselines.tiles import Placed, baseline, best_places
+from prescore.bench.baselines.tiles import Placed, baseline, best_places
 from prescore.ops.backend import accumulation_dtype
 from prescore.ops.parts import Part
 from prescore.scoring.leverage import exact_leverage

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from prescore import checks
-from prescore.baselines.tiles import Placed, baseline, best_places, column_sums
+from prescore.bench.baselines.tiles import Placed, baseline, best_places, column_sums
 from prescore.ops.parts import Part
 
 

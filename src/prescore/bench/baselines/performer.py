@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from prescore import checks
-from prescore.baselines.tiles import Placed, baseline
+from prescore.bench.baselines.tiles import Placed, baseline
 from prescore.ops.backend import accumulation_dtype
 from prescore.ops.parts import merge
 from prescore.rng import Streams, as_streams

@@ -8,7 +8,7 @@ from baseline_reference import assert_differ, assert_same, inputs
 from torch.nn.functional import pad
 
 from prescore import exact_attention
-from prescore.baselines import BASELINES
+from prescore.bench.baselines import BASELINES
 
 # small enough that every mechanism is at work on 23 keys
 SMALL = {

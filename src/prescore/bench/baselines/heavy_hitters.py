@@ -6,8 +6,8 @@ import torch
 from torch.nn.functional import pad
 
 from prescore import checks
-from prescore.baselines.oracle import heaviest_keys
-from prescore.baselines.tiles import Placed, baseline, best_places
+from prescore.bench.baselines.oracle import heaviest_keys
+from prescore.bench.baselines.tiles import Placed, baseline, best_places
 from prescore.ops.parts import Part
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from prescore import checks
-from prescore.baselines.tiles import Placed, baseline
+from prescore.bench.baselines.tiles import Placed, baseline
 from prescore.ops.parts import Part
 
 
