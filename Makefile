@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.ready
 
 .PHONY: setup native test test-fast test-plain sanitize arm fuzz stateful kills versions wheel dist-pure demo docs \
-	lint clean test-gpu
+	figures lint clean test-gpu
 
 setup: $(STAMP) native
 
@@ -97,6 +97,10 @@ lint: setup
 
 demo: setup
 	HF_HUB_OFFLINE=1 $(BIN)/prescore demo
+
+# The tables and figures of README, docs and experiments, from the records in experiments.
+figures: setup
+	$(BIN)/python experiments/figures.py
 
 # The theme's own notice is about another program than the one pinned here.
 docs: setup

@@ -52,7 +52,8 @@ class Table:
         rule = ["---"] * self.left + ["---:"] * (len(self.columns) - self.left)
         lines = [self.columns, tuple(rule), *self.rows]
         text = "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
-        return f"**{self.title}**\n\n{text}\n" + (f"\n{self.note}\n" if self.note else "")
+        title = f"**{self.title}**\n\n" if self.title else ""
+        return f"{title}{text}\n" + (f"\n{self.note}\n" if self.note else "")
 
 
 def number(record: Record, value: Any, name: str) -> float:

@@ -1,0 +1,283 @@
+"""Tables and figures of the documents, written from the records in this folder: `make figures`.
+
+A table stands between `<!-- figure: NAME ARGUMENT ... -->` and `<!-- end -->`, a figure in a sentence between
+`<!-- = NAME ARGUMENT ... -->` and `<!-- -->`. `NAME` is a function of this file with `@figure`; its arguments are
+words, in which `_` is a space. The text between marks is written anew, all other text stays.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from prescore.bench.records import Record, Values, read_records
+from prescore.bench.tables import Table
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent
+MARK = re.compile(r"<!-- (?:(?P<kind>figure:|=) (?P<call>[^>]*?) |(?P<end>end) |)-->")
+
+Figure = Callable[..., Table | str]
+FIGURES: dict[str, Figure] = {}
+
+
+class FigureError(ValueError):
+    """A mark that cannot be filled; the message names its file and line."""
+
+
+def figure(make: Figure) -> Figure:
+    """Marks may name this function."""
+    FIGURES[make.__name__] = make
+    return make
+
+
+def documents() -> list[Path]:
+    """All pages that may have marks."""
+    return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted(HERE.rglob("*.md"))]
+
+
+def regenerated(text: str, page: str, used: set[str]) -> str:
+    """A page with everything between its marks written anew; adds to `used` the names of its marks."""
+    parts, kept, tables = [], 0, set()
+    opened: re.Match[str] | None = None
+
+    def line_of(mark: re.Match[str]) -> str:
+        return f"{page}:{text.count(chr(10), 0, mark.start()) + 1}"
+
+    for mark in MARK.finditer(text):
+        where = line_of(mark)
+        if mark["kind"] is None:
+            if opened is None or (opened["kind"] == "figure:") != (mark["end"] is not None):
+                raise FigureError(f"{where}: {mark[0]} must close a mark of its kind")
+            parts.append(filled(opened, line_of(opened)))
+            kept, opened = mark.start(), None
+            continue
+        if opened is not None:
+            raise FigureError(f"{line_of(opened)}: {opened[0]} must be closed before {mark[0]}")
+        if mark["call"] in tables:
+            raise FigureError(f"{where}: {mark[0]} must stand once in a page")
+        if mark["kind"] == "=" and not text[text.rfind("\n", 0, mark.start()) + 1 : mark.start()].strip():
+            raise FigureError(f"{where}: {mark[0]} must not begin a line, which Markdown takes for a block")
+        if mark["kind"] == "figure:":
+            tables.add(mark["call"])
+        used.add(mark["call"].split()[0])
+        parts.append(text[kept : mark.end()])
+        opened = mark
+    if opened is not None:
+        raise FigureError(f"{line_of(opened)}: {opened[0]} must be closed")
+    return "".join((*parts, text[kept:]))
+
+
+def filled(mark: re.Match[str], where: str) -> str:
+    """What belongs behind an opening mark."""
+    name, *arguments = mark["call"].split()
+    if name not in FIGURES:
+        raise FigureError(f"{where}: {mark[0]} must name one of {', '.join(sorted(FIGURES))}")
+    try:
+        made = FIGURES[name](*(argument.replace("_", " ") for argument in arguments))
+    except (TypeError, ValueError, LookupError) as error:
+        raise FigureError(f"{where}: {mark[0]} has no records, {type(error).__name__}: {error}") from error
+    if mark["kind"] == "figure:":
+        return "\n" + (replace(made, title="").to_markdown() if isinstance(made, Table) else f"{made}\n")
+    if not isinstance(made, str):
+        raise FigureError(f"{where}: {mark[0]} is a table, and must stand in a mark `figure:`")
+    return made
+
+
+def main() -> int:
+    """Write every page anew; returns the exit code."""
+    used: set[str] = set()
+    changed = []
+    for path in documents():
+        before = path.read_text()
+        after = regenerated(before, path.relative_to(ROOT).as_posix(), used)
+        if after != before:
+            path.write_text(after)
+            changed.append(path.relative_to(ROOT).as_posix())
+    unused = sorted(FIGURES.keys() - used)
+    print(f"changed: {', '.join(changed) or 'nothing'}")
+    if unused:
+        print(f"in no page: {', '.join(unused)}", file=sys.stderr)
+    return bool(unused)
+
+
+# Records.
+
+
+@cache
+def read(folder: str) -> list[Record]:
+    """All records of a folder."""
+    return read_records(HERE / folder / "records.jsonl")
+
+
+def select(folder: str, **wanted: Any) -> list[Record]:
+    """Records of a folder whose configuration has these values; None = the field is missing, or None."""
+    found = [r for r in read(folder) if all(r.config.get(name) == value for name, value in wanted.items())]
+    if not found:
+        raise LookupError(f"none in {folder} with {wanted}")
+    return found
+
+
+def one(folder: str, **wanted: Any) -> Values:
+    """The results of the only record with these values."""
+    (record,) = select(folder, **wanted)
+    return record.results
+
+
+def label_of(record: Record) -> str:
+    """The method of a language record."""
+    return str(record.config["method"]["label"])
+
+
+def low_high(values: Iterable[float], form: str) -> str:
+    """The lowest and the highest value, one alone where both look the same."""
+    known = list(values)
+    low, high = format(min(known), form), format(max(known), form)
+    return low if low == high else f"{low} to {high}"
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> Table:
+    """A table without a title: the page says what it is."""
+    return Table("", tuple(columns), tuple(map(tuple, rows)), left=left)
+
+
+# Losses of the default.
+
+TEXTS = {
+    "Middlemarch": "*Middlemarch*",
+    "Moby-Dick": "*Moby-Dick*",
+    "python-reference": "Python's reference",
+    "python-source": "Python's source code",
+    "sample.jsonl": "a LongBench v2 record",
+}
+COMPARED = ("default", "sliding window", "local only")
+
+
+def windows(folder: str, n_tokens: int) -> dict[str, list[dict[str, Values]]]:
+    """By text, results by method of each window."""
+    found: dict[tuple[str, str], dict[str, Values]] = defaultdict(dict)
+    for record in select(f"language/{folder}", n_tokens=n_tokens):
+        text = next(name for begin, name in TEXTS.items() if record.config["document"].startswith(begin))
+        found[text, record.config["digest"]][label_of(record)] = record.results
+    by_text: dict[str, list[dict[str, Values]]] = {}
+    for (text, _), window in sorted(found.items()):
+        by_text.setdefault(text, []).append(window)
+    return by_text
+
+
+def above(inside: Sequence[dict[str, Values]], label: str) -> list[float]:
+    """Losses above exact attention."""
+    return [window[label]["loss"] - window["exact"]["loss"] for window in inside]
+
+
+@figure
+def loss(folder: str, n_tokens: str, label: str, what: str = "mean", digits: str = "4") -> str:
+    """The mean or worst loss above exact attention over all windows of a length."""
+    values = above([window for inside in windows(folder, int(n_tokens)).values() for window in inside], label)
+    value = {"mean": statistics.fmean(values), "worst": max(values)}[what]
+    return f"{value:+.{digits}f}"
+
+
+@figure
+def held_out(folder: str) -> Table:
+    """By length and text: loss above exact attention, keys read, processor seconds."""
+    rows: list[Sequence[str]] = []
+    for n_tokens in sorted({record.config["n_tokens"] for record in read(f"language/{folder}")}, reverse=True):
+        by_text = windows(folder, n_tokens)
+        everything = [window for inside in by_text.values() for window in inside]
+        for text, inside in (*by_text.items(), ("**all**", everything)):
+            cells = [f"{n_tokens:,}", text, str(len(inside)), f"{mean_of(inside, 'exact', 'loss'):.3f}"]
+            for label in COMPARED:
+                values = above(inside, label)
+                worst = f" (worst {max(values):+.4f})" if len(values) > 1 else ""
+                cells.append(f"{statistics.fmean(values):+.4f}{worst}")
+            cells.append(f"{mean_of(inside, 'default', 'reads_per_query'):.0f}")
+            for name in ("exact", "default"):
+                cells.append(f"{mean_of(inside, name, 'attention_processor_seconds'):.0f}")
+            rows.append(cells)
+    columns = ["tokens", "text", "windows", "exact loss", "default above", "sliding window that reads as much"]
+    columns += ("local only", "keys and centroids read", "exact attention, core-seconds", "default")
+    return table(columns, rows, left=2)
+
+
+def mean_of(inside: Sequence[dict[str, Values]], label: str, field: str) -> float:
+    """A result of a method over windows."""
+    return statistics.fmean(window[label][field] for window in inside)
+
+
+@figure
+def min_weights() -> Table:
+    """What `min_weight` costs on tuning windows."""
+    lines = (HERE / "routed/frontier/candidates.jsonl").read_text().splitlines()
+    results = [json.loads(line) for line in lines]
+    smollm2 = [("divergence", ".4f"), ("loss", "+.4f"), ("reads_per_query", ".0f")]
+    smollm2 += [("attention_processor_seconds", ".1f")]
+    fields = [("smollm2", *field) for field in smollm2]
+    fields += [("gemma-3-270m-q4_k_m", *field) for field in (smollm2[0], smollm2[2])]
+    rows: list[Sequence[str]] = []
+    for candidate in ("1/256", "1/1024", "1/4096", "1/16384"):
+        cells = [f"**{candidate}**" if candidate == "1/4096" else candidate]
+        for model, field, form in fields:
+            own = [r[field] for r in results if (r["candidate"], r["model"]) == (candidate, model)]
+            cells.append(format(statistics.fmean(own), form))
+        rows.append(cells)
+    reads = "keys and centroids read"
+    columns = ("`min_weight`", "SmolLM2: divergence", "loss above exact", reads, "core-seconds")
+    return table((*columns, "gemma: divergence", reads), rows)
+
+
+def hits(n_tokens: int, label: str) -> dict[float, int]:
+    """Needles found, by depth."""
+    found: dict[float, int] = defaultdict(int)
+    for record in select("language/needles", n_tokens=n_tokens):
+        if label_of(record) == label:
+            for depth in record.results["by_depth"]:
+                found[depth["depth"]] += sum(depth["hits"])
+    return found
+
+
+@figure
+def needles_found(n_tokens: str, label: str) -> str:
+    """Needles found at all depths."""
+    return str(sum(hits(int(n_tokens), label).values()))
+
+
+@figure
+def needles() -> Table:
+    """Needles found by depth."""
+    rows: list[Sequence[str]] = []
+    for n_tokens in (4096, 8192):
+        exact, default = hits(n_tokens, "exact"), hits(n_tokens, "default")
+        total = 5 * 50
+        points = 100 * (sum(default.values()) - sum(exact.values())) / total
+        first = (f"{n_tokens}: exact, of 50", *map(str, exact.values()), f"{sum(exact.values())} of {total}")
+        last = f"{sum(default.values())} ({points:+.1f} points)"
+        rows += [first, ("default", *map(str, default.values()), last)]
+    return table(("tokens", *(f"depth {depth}" for depth in exact), "all"), rows)
+
+
+@figure
+def ruler() -> Table:
+    """Mean score in per cent, over the prompts that every method read."""
+    labels = ("exact", "default", "sliding window")
+    rows: list[Sequence[str]] = []
+    for folder in ("smollm2-bfloat16", "gemma3-270m-bfloat16"):
+        scores: dict[str, dict[str, float]] = defaultdict(dict)
+        for record in read(f"ruler/{folder}"):
+            scores[record.config["digest"]][label_of(record)] = record.results["score"]
+        shared = [scores for scores in scores.values() if scores.keys() >= set(labels)]
+        means = [100 * statistics.fmean(scores[label] for scores in shared) for label in labels]
+        rows.append((folder.removesuffix("-bfloat16"), str(len(shared)), *(f"{mean:.1f} %" for mean in means)))
+    return table(("model", "prompts", *labels), rows)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
