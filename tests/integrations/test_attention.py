@@ -208,3 +208,35 @@ def test_windows_in_half_precision(dtype):
     torch.testing.assert_close(
         found.double(), expected, atol=2 * torch.finfo(dtype).eps, rtol=torch.finfo(dtype).eps
     )
+
+
+KINDS = {
+    "causal": torch.ones(40, 40).tril(),
+    "full": torch.ones(40, 40),
+    "padded": torch.ones(40, 40).tril() * (torch.arange(40) >= 5),
+    "window": torch.ones(40, 40).tril().triu(-8),
+    "packed": torch.block_diag(torch.ones(15, 15), torch.ones(25, 25)).tril(),
+    "ahead": torch.ones(40, 40).tril(3).where(torch.arange(40)[:, None] < 36, torch.ones(40, 40).tril()),
+    "other": torch.ones(40, 40).tril() * (torch.arange(40) % 3 > 0),
+}
+
+
+@pytest.mark.parametrize("is_bias", [False, True], ids=["bool", "float"])
+@pytest.mark.parametrize("by_head", [False, True], ids=["one", "by head"])
+@pytest.mark.parametrize("n_query", [1, 2, 40])
+@pytest.mark.parametrize("kind", KINDS)
+def test_exact_attention_obeys_every_kind_of_mask_also_in_steps(kind, n_query, by_head, is_bias):
+    mask = KINDS[kind][None, None, -n_query:].bool().expand(2, 4 if by_head else 1, n_query, 40).clone()
+    if by_head:
+        mask[:, 1, :, 20] = False
+    if is_bias:  # finite numbers: no structure to read, and still to be obeyed
+        mask = torch.where(mask, torch.linspace(-2, 0, 40), -1e9)
+    query, key, value = qkv(n_query)
+    form = read_mask(mask, n_query=n_query, n_keys=40, is_causal=True)
+    found = exact_under_mask(query, key, value, form.for_batch(2), scale=None)
+    wanted = scaled_dot_product_attention(
+        query, key.repeat_interleave(2, 1), value.repeat_interleave(2, 1), attn_mask=mask
+    )
+    is_shown = mask if mask.dtype == torch.bool else torch.ones_like(mask, dtype=torch.bool)
+    sees = is_shown.expand(2, 4, n_query, 40).any(-1)
+    torch.testing.assert_close(found[sees], wanted[sees], rtol=1e-5, atol=1e-6)

@@ -263,7 +263,8 @@ def exact_under_mask(
     key, value = key[:, :, : form.n_keys], value[:, :, : form.n_keys]
     if form.kind == "window":
         return _windowed(query, key, value, form, scale, dropout)
-    if (form.kind == "full" or query.shape[2] == 1) and (form.valid is None or bool(form.valid.all())):
+    is_full = form.kind == "full" or (form.kind != "other" and query.shape[2] == 1)
+    if is_full and (form.valid is None or bool(form.valid.all())):
         # every query sees all keys: no checks and no copies, so that a step costs no more than reading them. The
         # query heads of a KV head are queries of one head: torch's grouped attention takes ten times as long
         groups = query.shape[1] // key.shape[1]
