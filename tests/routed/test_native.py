@@ -305,3 +305,15 @@ def test_gradients_at_logits_of_real_layers_stay_in_native_code():
     wanted = torch.autograd.grad(attend(doubles, CONFIG, backend="plain")[0].output.square().sum(), doubles)
     for got, want in zip(grads, wanted, strict=True):
         assert float((got - want).norm() / want.norm()) < 2**-10
+
+
+@pytest.mark.parametrize("factor", [3e3, 1e4, 1e5])
+def test_a_far_key_with_very_large_logits_leaves_numbers(level, factor):
+    """The int8 logit of a heavy key may exceed the exact one that replaces it by more than exp can take."""
+    query, key, value = tensors(700, dim=64, value_dim=64)
+    key[:, :, 100] *= factor
+    attended, stats = attend([query, key, value], CONFIG)
+    assert stats.backend == "native"
+    assert attended.output.isfinite().all()
+    wanted, _ = attend([query, key, value], CONFIG, backend="plain")
+    assert float((attended.lse - wanted.lse).abs().max() / wanted.lse.abs().max()) < 2**-20

@@ -140,6 +140,7 @@ float prescore_exact_logits(const RoutedCall *p, Tile *w, int64_t t) {
 #endif
         row_dots(exact, &p->key, w->kv_head, rows, n, w->query + t * p->dim, p->dim);
     for (int32_t i = 0; i < n; i++) own[places[i]] = exact[i];
+    top = splat(-INFINITY); /* an int8 logit may lie far above the exact one that replaced it */
     for (int64_t i = 0; i < filled; i += WIDTH) top = larger(top, load(own + i));
     return largest(top);
 }
