@@ -167,6 +167,12 @@ class LayerCache:
     def step(self, query: Tensor, keys: CachedKeys, request: Request) -> Step:
         """Answer the newest queries `[B, Hq, Nq, D]`, or say how to answer them."""
         n_query = query.shape[2]
+        n_earlier = keys.n_keys - n_query
+        if self.selection is not None:
+            n_earlier = min(n_earlier, self.selection.n_selected_from + self.selection.n_since)
+        if _masks_differ(self.valid, keys.valid, n_earlier):  # the selection and the key index are of other keys
+            self.drop_selection("the attention mask of earlier tokens changed")
+            self._index = None
         self.valid, self.request = keys.valid, request
         if (self.evict or self.refresh_every) and not keeps_selection(request.config):
             setting = "evict=True" if self.evict else f"refresh_every={self.refresh_every}"
@@ -315,6 +321,15 @@ def warn_once(text: str, warned: set[str]) -> None:
     if text not in warned:
         warned.add(text)
         warnings.warn(text, stacklevel=5)
+
+
+def _masks_differ(first: Tensor | None, second: Tensor | None, n_keys: int) -> bool:
+    """Whether two masks of real keys differ among the first `n_keys` that both know; None = all keys are real."""
+    if first is None or second is None:
+        mask = second if first is None else first
+        return mask is not None and not bool(mask[:, :n_keys].all())
+    n_keys = min(n_keys, first.shape[1], second.shape[1])
+    return not torch.equal(first[:, :n_keys], second[:, :n_keys])
 
 
 def _n_selectable(n_keys: int, n_query: int) -> int:

@@ -454,3 +454,50 @@ def test_steps_with_gradients_are_exact(precise):
         weights = precise.model.layers[0].self_attn.k_proj.weight
         grads.append(torch.autograd.grad(logits[-1].logsumexp(-1).sum(), weights)[0])
     torch.testing.assert_close(grads[1], grads[0], rtol=0, atol=1e-9)
+
+
+ALL_KEYS = {
+    "routed": ROUTED.replace(min_weight=1e-9),
+    "selected": prescore.Selected("key-norm", top_k=4096, min_seq_len=8, remainder="none"),
+}
+CHANGES = {
+    "first tokens hidden from a step on": lambda mask, n: mask.index_fill(1, torch.arange(20), int(n < 3)),
+    "padding at first, and then none": lambda mask, n: mask.index_fill(1, torch.arange(20), int(n >= 3)),
+    "hidden more and more": lambda mask, n: mask.index_fill(1, torch.arange(5 * n), 0),
+    "a hole from a step on": lambda mask, n: mask.index_fill(1, torch.arange(8, 20), int(n < 3)),
+    "no mask from a step on": lambda mask, n: mask.index_fill(1, torch.arange(20), 0) if n < 3 else None,
+    "a mask from a step on": lambda mask, n: None if n < 3 else mask.index_fill(1, torch.arange(20), 0),
+}
+
+
+@pytest.mark.parametrize("name", ALL_KEYS)
+@pytest.mark.parametrize("change", CHANGES)
+def test_steps_follow_an_attention_mask_that_changes(model, change, name):
+    """The key index and the selection are made anew where the mask of earlier tokens is another one."""
+    ids = WHOLE[:1]
+
+    def logits():
+        cache, rows = DynamicCache(config=model.config), []
+        for n in range(6):
+            begin, end = (0, 60) if n == 0 else (59 + n, 60 + n)
+            mask = CHANGES[change](torch.ones(1, end, dtype=torch.int64), n)
+            position = torch.arange(begin, end)[None]
+            rows.append(forward(model, ids[:, begin:end], mask, past_key_values=cache, position_ids=position)[:, -1])
+        return torch.stack(rows)
+
+    wanted = logits()
+    with prescore.apply(model, ALL_KEYS[name]) as applied:
+        got = logits()
+    assert (got - wanted).abs().max() < ROUNDING
+    if change != "a hole from a step on":
+        assert paths(applied) == {"routed step" if name == "routed" else "step over the selection"}
+
+
+def test_an_evicted_cache_refuses_another_mask_of_earlier_tokens(model):
+    with prescore.apply(model, COARSE):
+        cache = filled(model, WHOLE[:1, :40], None, evict=True)
+        steps(model, cache, WHOLE[:1, 40:41])
+        mask = torch.ones(1, 42, dtype=torch.int64)
+        mask[:, :9] = 0
+        with pytest.raises(Unsupported, match="the attention mask of earlier tokens changed"):
+            forward(model, WHOLE[:1, 41:42], mask, past_key_values=cache)
