@@ -482,7 +482,9 @@ def test_steps_follow_an_attention_mask_that_changes(model, change, name):
             begin, end = (0, 60) if n == 0 else (59 + n, 60 + n)
             mask = CHANGES[change](torch.ones(1, end, dtype=torch.int64), n)
             position = torch.arange(begin, end)[None]
-            rows.append(forward(model, ids[:, begin:end], mask, past_key_values=cache, position_ids=position)[:, -1])
+            rows.append(
+                forward(model, ids[:, begin:end], mask, past_key_values=cache, position_ids=position)[:, -1]
+            )
         return torch.stack(rows)
 
     wanted = logits()
