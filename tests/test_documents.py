@@ -142,7 +142,7 @@ def test_every_document_can_be_followed():
         ("`prescore.Selected(method='k', top_k=3)` or `Routed(rows=6)`", ["Selected(method=)", "Routed(rows=)"]),
         ("`prescore speed --n 64 --inner exact  # --nothing`", ["--inner"]),
         ("see\n\n    prescore sped\n\nand `prescore\ninfo --jsn`", ["sped", "--jsn"]),
-        ("`ops/native/gone.c`, `ops/cpu.py`, `native/build.py`", ["ops/native/gone.c"]),
+        ("`routed/native/gone.c`, `ops/cpu.py`, `native/build.py`", ["routed/native/gone.c"]),
         ("[a](docs/gone.md), [b](docs/start.md#nowhere)", ["docs/gone.md", "docs/start.md#nowhere"]),
         ("kept in /tmp/runs", ["tmp"]),
     ],

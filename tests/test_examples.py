@@ -16,7 +16,7 @@ import pytest
 import prescore.registry
 from prescore.bench import offline
 from prescore.bench.baselines import REGISTERED
-from prescore.ops.native import library
+from prescore.routed.native import library
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"

@@ -19,15 +19,15 @@ from pathlib import Path
 import pytest
 
 import prescore
-from prescore.ops.native.build import ABI, NOT_BUILT, levels_of_machine, library_name
+from prescore.routed.native.build import ABI, NOT_BUILT, levels_of_machine, library_name
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 MADE_HERE = {"site", "runs", "report", "build", "dist"}
-LIBRARIES = {f"prescore/ops/native/{library_name(level)}" for level in levels_of_machine()}
+LIBRARIES = {f"prescore/routed/native/{library_name(level)}" for level in levels_of_machine()}
 USE = """
 import torch, prescore
-from prescore.ops.native import library
+from prescore.routed.native import library
 library.load()
 tensors = [torch.randn(1, 2, 300, 8) for _ in range(3)]
 config = prescore.Selected("kmeans", 32, min_seq_len=64)
@@ -115,7 +115,7 @@ def test_versions_agree_and_the_front_page_needs_no_file():
 @pytest.mark.slow
 @pytest.mark.skipif(REAL_COMPILER is None, reason="there is no C compiler here")
 def test_the_source_distribution_is_complete_and_its_wheel_works(sources, tmp_path):
-    (sources / "src/prescore/ops/native" / library_name("baseline")).write_text("of this machine")
+    (sources / "src/prescore/routed/native" / library_name("baseline")).write_text("of this machine")
     archive = build("build_sdist", sources, tmp_path / "sdist")
     shipped = names_in(archive)
     assert not any(name.endswith(".so") for name in shipped)
@@ -139,7 +139,7 @@ def test_the_source_distribution_is_complete_and_its_wheel_works(sources, tmp_pa
     assert {name.split("/")[0].split("-")[0] for name in names} == {"prescore"}
     assert not any(".data/" in name for name in names)  # all of it at the top, where the tag says it belongs
     with zipfile.ZipFile(wheel) as file:
-        library = file.extract(f"prescore/ops/native/{library_name('baseline')}", tmp_path)
+        library = file.extract(f"prescore/routed/native/{library_name('baseline')}", tmp_path)
     assert ctypes.CDLL(library).prescore_native_abi() == ABI
     assert used_in_a_fresh_environment(tmp_path / "fresh", wheel).split()[0] in levels_of_machine()
 
@@ -179,7 +179,7 @@ def test_classifiers_claim_what_is_tested():
 @pytest.mark.slow
 def test_a_wheel_without_a_compiler_is_pure(sources, tmp_path):
     # what an earlier build left behind must not get in
-    for folder in (sources / "src/prescore/ops/native", sources / "build/lib/prescore/ops/native"):
+    for folder in (sources / "src/prescore/routed/native", sources / "build/lib/prescore/routed/native"):
         folder.mkdir(parents=True, exist_ok=True)
         (folder / library_name("baseline")).write_text("of other sources")
     wheel = build("build_wheel", sources, tmp_path / "out", compiler="/bin/false")

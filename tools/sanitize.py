@@ -13,11 +13,11 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-NATIVE = Path("prescore", "ops", "native")
+NATIVE = Path("prescore", "routed", "native")
 
 CHECK = """
 import sys
-from prescore.ops.native import library
+from prescore.routed.native import library
 if library.load() is None or str(library._FOLDER) != sys.argv[1]:
     sys.exit(f"sanitize must run {sys.argv[1]}, got {library._FOLDER}: {library.describe_native()}")
 """

@@ -39,7 +39,7 @@ OLDEST, NEWEST, PINNED = "oldest", "newest", "pinned"
 Row = dict[str, Any]
 _FACTS = """
 import json, shutil, torch, transformers, prescore
-from prescore.ops.native.library import describe_native
+from prescore.routed.native.library import describe_native
 compilers = [found for name in ("cc", "gcc", "clang") if (found := shutil.which(name))]
 assert not compilers, compilers
 facts = {"torch": torch.__version__, "transformers": transformers.__version__, "native": describe_native()}

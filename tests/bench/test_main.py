@@ -13,7 +13,7 @@ import prescore.bench.cli.info as info
 from prescore.bench.cli.main import main
 from prescore.bench.cli.options import Run, Session, progress
 from prescore.bench.records import RecordFile, Row, read_records
-from prescore.ops.native.library import VARIABLE, describe_native
+from prescore.routed.native.library import VARIABLE, describe_native
 
 
 def rows(calls, n=4, fail_at=None):

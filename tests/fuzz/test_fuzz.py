@@ -17,7 +17,7 @@ from fuzz_oracles import ORACLES
 import prescore
 from fuzz import refute, run_case, shrink
 from prescore import Coupling, Exact, Hyper, KMeans, Lsh, Routed, Selected
-from prescore.ops.native.library import NO_LEVEL, loaded_level
+from prescore.routed.native.library import NO_LEVEL, loaded_level
 
 SEED, CALLS, PARTS = 1, 500, 10
 TRIES = 600

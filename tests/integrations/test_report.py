@@ -14,7 +14,7 @@ from prescore import Exact, Hyper, KMeans, Lsh, Routed, Selected
 from prescore.integrations.attention import AttentionContext, PrescoredAttention
 from prescore.integrations.report import PREFILL, STEPS, Errors
 from prescore.integrations.transformers import PrescoredCache
-from prescore.ops.native import library
+from prescore.routed.native import library
 
 SELECTED = Selected(top_k=4, sinks=1, remainder="none", min_seq_len=4)
 CENTROIDS = Selected("kmeans", top_k=4, sinks=1, min_seq_len=4)

@@ -13,8 +13,8 @@ from routed_checks import attend, check_native, check_routed, check_stats, needs
 
 from fuzz import check
 from prescore import Exact, Routed, exact_attention, prescored_attention
-from prescore.ops.native import library
 from prescore.routed import native, reference
+from prescore.routed.native import library
 
 SMALL = Routed(min_weight=1 / 16, cluster_size=4, chunk_size=16, sinks=3, exact_until=0)
 WIDE = Routed(min_weight=1 / 64, cluster_size=32, chunk_size=64, sinks=4, exact_until=128)

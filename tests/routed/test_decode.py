@@ -20,8 +20,8 @@ from routed_checks import LargestTensor, attend, levels_here, native_level, need
 
 from prescore import exact_attention
 from prescore.errors import Unsupported
-from prescore.ops.native import library
 from prescore.routed import native
+from prescore.routed.native import library
 
 
 @pytest.mark.parametrize("backend", ["auto", "plain"])

@@ -18,7 +18,7 @@ from oracles.inputs import attention_tensors
 from routed_checks import check_native, check_reference, check_routed, check_stats, oracle_truth
 
 from prescore import Routed
-from prescore.ops.native import build, library
+from prescore.routed.native import build, library
 
 WIDE = SMALL.replace(cluster_size=32, chunk_size=32)
 """Clusters of two subclusters."""

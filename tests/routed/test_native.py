@@ -12,9 +12,9 @@ from routed_checks import assert_alike, attend, check_native, levels_here, nativ
 from fuzz import check
 from prescore import Exact, Routed, Selected, prescored_attention
 from prescore.errors import Unsupported
-from prescore.ops.native import library
 from prescore.routed import native
 from prescore.routed.layout import View, make_layout
+from prescore.routed.native import library
 from prescore.types import Attended
 
 CONFIG = Routed(min_weight=1 / 32, cluster_size=16, chunk_size=64, sinks=5, exact_until=0)

@@ -1,6 +1,6 @@
 """A pytest plugin: the library runs under another default dtype or default device, the tests do not.
 
-    pytest -p defaults_plugin --default bfloat16 tests/routed tests/ops/native
+    pytest -p defaults_plugin --default bfloat16 tests/routed
 
 `--default` is a dtype of torch, or `meta`, the device without memory. What allocates without naming dtype and
 device then fails, or gives other numbers.

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from prescore import prescored_attention
 from prescore.errors import Unsupported
-from prescore.ops.native import library
+from prescore.routed.native import library
 from prescore.routed.reference import reference_attention
 from prescore.types import Attended
 

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from prescore.autograd import records_gradients
 from prescore.errors import Unsupported
-from prescore.ops.native import library
-from prescore.ops.native.library import Expected, call_library, check_tensors, empty
+from prescore.routed.native import library
+from prescore.routed.native.library import Expected, call_library, check_tensors, empty
 
 _MOST = 127
 _SMALLEST = 1e-12

@@ -24,12 +24,12 @@ from prescore.autograd import records_gradients
 from prescore.call import Call
 from prescore.config import Routed
 from prescore.ops.backend import accumulation_dtype, readable
-from prescore.ops.native.library import loaded_level
 from prescore.ops.parts import fold_lse_gradient
 from prescore.routed import native, plain, reference, triton
 from prescore.routed.backends import pick_far_backend
 from prescore.routed.decode import GrowingClusters, of_heads
 from prescore.routed.layout import N_DIFFERENTIABLE, Layout, RoutedKeys, View, make_layout, routes
+from prescore.routed.native.library import loaded_level
 from prescore.routed.reference import Clusters
 from prescore.types import Attended, Reads, Result, Selection, Values
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from torch import Tensor
 
 from prescore.config import Exact, Routed
-from prescore.ops.native import library
 from prescore.routed import native, triton
 from prescore.routed.layout import make_layout, routes
+from prescore.routed.native import library
 
 
 def pick_far_backend(name: str, query: Tensor, value_dim: int, cluster_size: int) -> str:

@@ -19,10 +19,10 @@ from prescore import checks
 from prescore.config import Routed
 from prescore.errors import Unsupported
 from prescore.ops.backend import Backend, Tile, accumulation_dtype, pick_backend, readable
-from prescore.ops.native.library import loaded_level
 from prescore.routed import native, plain, reference, triton
 from prescore.routed.backends import pick_far_backend, unsupported
 from prescore.routed.layout import Layout, RoutedKeys, View, make_layout
+from prescore.routed.native.library import loaded_level
 from prescore.routed.reference import Clusters, Int8Keys, log_inverse_weight
 from prescore.types import Attended, Reads, Values
 

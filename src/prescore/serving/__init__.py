@@ -7,7 +7,7 @@ import logging
 import os
 
 from prescore.config import Routed
-from prescore.ops.native import library
+from prescore.routed.native import library
 
 VARIABLE = "PRESCORE_VLLM"
 

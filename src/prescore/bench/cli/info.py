@@ -67,9 +67,9 @@ def collect() -> Values:
     import torch
 
     from prescore.config import Routed
-    from prescore.ops.native.library import NO_LEVEL, describe_native, levels_of_processor, loaded_level
     from prescore.registry import list_scorers
     from prescore.routed import triton
+    from prescore.routed.native.library import NO_LEVEL, describe_native, levels_of_processor, loaded_level
 
     native, most = loaded_level() != NO_LEVEL, Routed.exact_until
     cuda = torch.cuda.is_available()

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from prescore.ops.native.build import CODE_FLAGS, FOLDER, PLAIN_FLAGS, levels_of_machine
-from prescore.ops.native.library import levels_of_processor
+from prescore.routed.native.build import CODE_FLAGS, FOLDER, PLAIN_FLAGS, levels_of_machine
+from prescore.routed.native.library import levels_of_processor
 
 pytestmark = pytest.mark.slow
 CHECK = Path(__file__).with_name("check.c")

@@ -1,6 +1,6 @@
 /* Routed attention on CPUs: what a call is made of, and what one thread works with.
  *
- * Pointers and sizes only. routed/native.py makes the only calls and checks everything they touch; nothing is checked here.
+ * Pointers and sizes only. routed/native/__init__.py makes the only calls and checks everything they touch; nothing is checked here.
  */
 #ifndef PRESCORE_ROUTED_H
 #define PRESCORE_ROUTED_H
@@ -27,7 +27,7 @@ typedef struct {
     int64_t step, type; /* numbers between rows, one of the types above */
 } Rows;
 
-/* Must equal `RoutedCall` in routed/native.py. A KV head has `n_query` queries, `length` of each of its query heads, one
+/* Must equal `RoutedCall` in routed/native/__init__.py. A KV head has `n_query` queries, `length` of each of its query heads, one
  * query head after the other. A column is a sink or a centroid: `sink_columns` places for sinks (a multiple of 16, those
  * after `sinks` are empty), then the centroids. */
 typedef struct {

@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-from prescore.ops.native import library
-from prescore.ops.native.build import (
+from prescore.routed.native import library
+from prescore.routed.native.build import (
     FOLDER,
     NOT_BUILT,
     build,

@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from prescore.config import Routed
-from prescore.ops.native import library
-from prescore.ops.native.library import Expected, call_library, check_tensors, empty
 from prescore.routed.layout import Layout, RoutedKeys, View, make_layout
+from prescore.routed.native import library
+from prescore.routed.native.library import Expected, call_library, check_tensors, empty
 from prescore.routed.reference import (
     HEAVY_INT8_ERROR,
     HEAVY_STDS,

@@ -3,7 +3,7 @@
 #include "int8.h"
 #include "routed.h"
 
-/* Must equal `IndexCall` in routed/native.py. */
+/* Must equal `IndexCall` in routed/native/__init__.py. */
 typedef struct {
     Rows key, value;
     int64_t kv_heads, begin, chunks, chunk_size, levels, cluster_size, dim, value_dim, fit_size;

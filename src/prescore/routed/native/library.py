@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from prescore.errors import Unsupported
-from prescore.ops.native.build import ABI, NOT_BUILT, levels_of_machine, library_name
+from prescore.routed.native.build import ABI, NOT_BUILT, levels_of_machine, library_name
 
 VARIABLE = "PRESCORE_NATIVE"
 _AUTOMATIC = ("", "1", "auto")

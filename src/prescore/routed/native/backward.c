@@ -7,7 +7,7 @@
 #include "routed.h"
 #include "centroids.h"
 
-/* Must equal `RoutedGradients` in routed/native.py. Sums of keys, values, columns and covariances are kept `parts` times, for
+/* Must equal `RoutedGradients` in routed/native/__init__.py. Sums of keys, values, columns and covariances are kept `parts` times, for
  * as many threads. */
 typedef struct {
     const float *grad, *product;      /* [kv_heads, n_query, value_dim], [kv_heads, n_query]: grad . output */

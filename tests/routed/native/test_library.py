@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from prescore.errors import Unsupported
-from prescore.ops.native import library
-from prescore.ops.native.build import FOLDER, library_name
+from prescore.routed.native import library
+from prescore.routed.native.build import FOLDER, library_name
 
 built = (FOLDER / library_name("baseline")).is_file()
 needs_library = pytest.mark.skipif(not built, reason="the native operators are not built (make native)")
@@ -150,7 +150,7 @@ def test_two_python_threads_at_once(threads):
 
 FORK = """
 import os, signal, sys, torch
-from prescore.ops.native.library import _found, load
+from prescore.routed.native.library import _found, load
 assert not _found  # importing loads nothing
 torch.set_num_threads(2)
 used = load().prescore_native_threads()

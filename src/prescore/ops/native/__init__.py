@@ -1,1 +1,0 @@
-"""Operators in C, called through `ctypes`; nothing needs them, and plain torch computes the same."""
