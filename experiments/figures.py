@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from prescore.bench.records import Record, Values, read_records
-from prescore.bench.tables import Table
+from prescore.bench.tables import MISSING, Table
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent
@@ -277,6 +277,138 @@ def ruler() -> Table:
         means = [100 * statistics.fmean(scores[label] for scores in shared) for label in labels]
         rows.append((folder.removesuffix("-bfloat16"), str(len(shared)), *(f"{mean:.1f} %" for mean in means)))
     return table(("model", "prompts", *labels), rows)
+
+
+# Speed of the default.
+
+LAYERS = ("smooth", "mixed", "retrieval", "middle", "late")
+CALLS = "speed/subclusters"
+
+
+def speedups(folder: str, **wanted: Any) -> list[float]:
+    """Exact attention's time over the default's, of every record; without `backward` of causal forward passes."""
+    given = {"causal": True, "backward": False} if wanted["study"] == "lengths" else {"backward": None}
+    found = [r for r in read(folder) if all(r.config.get(k) == v for k, v in (given | wanted).items())]
+    return [record.results["methods"]["default"]["speedup"] for record in found]
+
+
+def times_faster(folder: str, **wanted: Any) -> str:
+    """The lowest and highest ratio, or a dash where none was measured."""
+    found = speedups(folder, **wanted)
+    return low_high(found, ".2f").replace(" to ", "x to ") + "x" if found else MISSING
+
+
+def by_length(name: str, folder: str, lines: dict[str, Values], lengths: Sequence[int]) -> Table:
+    """Ratios: a line for each configuration, a column for each length."""
+    rows = [(label, *(times_faster(folder, n=n, **wanted) for n in lengths)) for label, wanted in lines.items()]
+    return table((name, *(f"{n:,}" for n in lengths)), rows)
+
+
+@figure
+def random_tensors() -> Table:
+    """The default on random tensors."""
+    lines: dict[str, Values] = {}
+    for causal, backward in ((True, False), (True, True), (False, False), (False, True)):
+        label = f"{'causal' if causal else 'full'}, {'forward + backward' if backward else 'forward'}"
+        lines[label] = {"study": "lengths", "causal": causal, "backward": backward}
+    return by_length("exact time / default time", CALLS, lines, (2304, 4096, 8192, 16384, 32768))
+
+
+@figure
+def short_inputs() -> Table:
+    """The default around `exact_until`."""
+    lines = {"random tensors, 4 heads": {"study": "lengths"}, "real layers, 14 heads over 2": {"study": "heads"}}
+    lengths = (1024, 2048, 2049, 2304, 2560, 3072)
+    return by_length("exact time / default time, causal, forward", "speed/short", lines, lengths)
+
+
+@figure
+def layers_backward() -> Table:
+    """Forward + backward on real layers."""
+    lines = {name: {"study": "heads", "heads": name, "backward": True} for name in LAYERS}
+    name = "exact time / default time, causal, forward + backward"
+    return by_length(name, CALLS, lines, (2304, 4096, 8192, 16384))
+
+
+@figure
+def levels() -> Table:
+    """Instruction sets, beside torch with no more instructions."""
+    lengths = (2304, 4096, 8192, 16384, 32768)
+    rows: list[Sequence[str]] = []
+    for level in ("baseline", "avx2"):
+        lines = {f"`{level}`": {"study": "lengths"}}
+        lines[f"`{level}`, real layer *mixed*, one run each"] = {"study": "heads", "heads": "mixed"}
+        made = by_length("tokens", f"speed/levels/{level}", lines, lengths)
+        rows += made.rows
+    rows += by_length("tokens", CALLS, {"`avx512_bf16`": {"study": "lengths"}}, lengths).rows
+    return table(made.columns, rows)
+
+
+@figure
+def layers(folder: str) -> Table:
+    """Times, ratio, error and keys read of saved layers by dtype."""
+    found = [r for r in select(f"speed/{folder}", study="heads") if not r.config.get("backward")]
+    order = [*LAYERS, *dict.fromkeys(record.config["heads"] for record in found)]
+    dtypes = ("float32", "bfloat16", "float16")
+    found.sort(key=lambda r: (dtypes.index(r.config["dtype"]), order.index(r.config["heads"])))
+    rows = []
+    for record in found:
+        exact, default = (record.results["methods"][name] for name in ("exact", "default"))
+        cells = [f"{exact['seconds']:.2f} s", f"{default['seconds']:.2f} s", f"{default['speedup']:.1f}x"]
+        cells += [f"{default['error']:.5f}", f"{default['reads_per_query']:.0f}"]
+        rows.append((record.config["heads"], record.config["dtype"], *cells))
+    columns = ("layer", "dtype", "exact", "default", "speed-up", "error", "keys and centroids read")
+    return table(columns, rows, left=2)
+
+
+@figure
+def layers_speedup(dtype: str, passes: str = "forward") -> str:
+    """The lowest and highest ratio on the five layers at 16,384 tokens."""
+    backward = True if passes == "backward" else None
+    return low_high(speedups(CALLS, study="heads", n=16384, dtype=dtype, backward=backward), ".1f")
+
+
+@figure
+def layers_compared() -> str:
+    """Far keys that the search compares on the five layers, in per cent."""
+    shares = []
+    for record in select(CALLS, study="heads", dtype="float32", n=16384, backward=None):
+        far = sum((position // 256 - 1) * 256 - 16 for position in range(2048, 16384)) / 16384
+        shares.append(100 * record.results["methods"]["default"]["keys_compared_per_query"] / far)
+    return low_high(shares, ".0f")
+
+
+@figure
+def random_reads(n: str) -> str:
+    """Keys and centroids that a causal query of random tensors reads."""
+    methods = one(CALLS, study="lengths", n=int(n), causal=True, backward=False)["methods"]
+    return f"{methods['default']['reads_per_query']:,.0f}"
+
+
+@figure
+def steps() -> Table:
+    """One decode step: exact attention, the same with packed heads, and the default."""
+    lines = {"five real layers, 16,384 keys": select(CALLS, study="steps")}
+    for n in (8192, 32768):
+        lines[f"random, {n:,} keys"] = select("speed", study="steps", heads=None, n=n)
+    rows = []
+    for label, found in lines.items():
+        results = [record.results for record in found]
+        cells = [low_high((1000 * r["seconds"][name] for r in results), ".2f") for name in STEPS]
+        ratios = [low_high((r[name] for r in results), ".1f") for name in ("speedup", "speedup_packed")]
+        errors = low_high((r["error"] for r in results), ".4f")
+        rows.append((label, *(f"{cell} ms" for cell in cells), *(f"{ratio}x" for ratio in ratios), errors))
+    columns = ("one step, 14 heads over 2", "exact", "exact, packed heads", "default", "over exact", "over packed")
+    return table((*columns, "error"), rows)
+
+
+STEPS = ("exact", "packed", "routed")
+
+
+@figure
+def step_speedup() -> str:
+    """The lowest and highest ratio of a step on the five layers, over exact attention with packed heads."""
+    return low_high((record.results["speedup_packed"] for record in select(CALLS, study="steps")), ".1f")
 
 
 if __name__ == "__main__":
