@@ -22,7 +22,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from prescore.bench.cli.main import main
-from prescore.bench.records import without_torn_end
 
 
 class Disturbed(Exception):
@@ -74,7 +73,8 @@ def _records(out: Path) -> Path:
 
 def _finished(out: Path) -> bytes:
     """The complete lines of a record file."""
-    return without_torn_end(_records(out).read_bytes()) if _records(out).exists() else b""
+    content = _records(out).read_bytes() if _records(out).exists() else b""
+    return content[: content.rfind(b"\n") + 1]
 
 
 def _results(out: Path) -> dict[str, object]:

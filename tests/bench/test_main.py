@@ -145,8 +145,10 @@ def test_a_missing_package_names_the_line_that_installs_it_from_a_clone(line, mo
 
 def test_interrupted_and_resumed_loses_and_repeats_nothing(tmp_path, capsys):
     calls = []
+    first = session(tmp_path)
     with pytest.raises(SystemExit) as stopped:
-        session(tmp_path).run(rows(calls, fail_at=2))
+        first.run(rows(calls, fail_at=2))
+    first.file.close()
     assert stopped.value.code == 130
     assert "continue with --resume" in capsys.readouterr().err
     records = session(tmp_path, resume=True).run(rows(calls))
@@ -172,6 +174,7 @@ def test_resume_finds_the_newest_run_that_measured_something(tmp_path, monkeypat
     first = new.open("demo")
     first.run(rows([], n=1))
     assert first.out.parts[:2] == ("runs", "demo")
+    first.file.close()
     monkeypatch.setattr("prescore.bench.cli.options.time.strftime", lambda *_: "20260102-000000")
     new.open("demo")  # as a refused model leaves it
     (tmp_path / "runs" / "demo" / "loop").mkdir()

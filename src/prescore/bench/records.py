@@ -19,17 +19,15 @@ from dataclasses import dataclass, field, fields
 from functools import cache
 from importlib import metadata
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 from prescore.errors import PrescoreError
+from prescore.types import Values
 
 try:
     import fcntl
 except ModuleNotFoundError:  # Windows: nothing keeps two runs from one file
     fcntl = None  # type: ignore[assignment]
-
-Values: TypeAlias = dict[str, Any]
-"""JSON values by name. `prescore.types` has the same alias, but imports torch."""
 
 SCHEMA = 3
 _PACKAGES = ("prescore", "torch", "transformers", "timm")
@@ -78,9 +76,8 @@ class Record:
 
     def to_json(self) -> str:
         """One line of JSON; numbers that it lacks are `{"float": "nan"}`, likewise `"inf"` and `"-inf"`."""
-        values = {"schema": SCHEMA, **{f.name: getattr(self, f.name) for f in fields(self)}}
         try:
-            return json.dumps(_finite(values), allow_nan=False)
+            return json.dumps(_finite({"schema": SCHEMA, **vars(self)}), allow_nan=False)
         except TypeError as error:
             raise TypeError(f"record must hold plain JSON values, got {error}") from error
 
@@ -88,40 +85,19 @@ class Record:
     def from_json(cls, line: str) -> Record:
         """The inverse of `to_json`; refuses a record with other fields, without results, or with a wrong key."""
         values = json.loads(line, object_hook=_restored)
-        if not isinstance(values, dict):
-            raise ValueError(f"record must be a JSON object, got {type(values).__name__}")
-        schema = values.pop("schema", 1)
-        if schema == 2:
-            values = upgrade(values)
-        elif schema != SCHEMA:
-            raise ValueError(f"record must have schema {SCHEMA}, got {schema!r} of another version")
-        known, needed = {f.name for f in fields(cls)}, {"command", "key", "config", "seed", "results", "seconds"}
-        if needed - set(values) or set(values) - known:
+        if not isinstance(values, dict) or values.pop("schema", None) != SCHEMA:
+            raise ValueError(f"record must be a JSON object of schema {SCHEMA}, got another one")
+        known = {f.name for f in fields(cls)}
+        if not {"command", "key", "config", "seed", "results", "seconds"} <= set(values) <= known:
             raise ValueError(f"record must have the fields {sorted(known)}, got {sorted(values)}")
-        for name in ("config", "results"):
-            if not isinstance(values[name], dict):
-                raise ValueError(f"record must have an object as {name}, got {type(values[name]).__name__}")
+        if not isinstance(values["config"], dict) or not isinstance(values["results"], dict):
+            raise ValueError("record must have objects as config and results, got others")
         if not values["results"]:
             raise ValueError("record must have results, got none")
         key = row_key(values["command"], values["config"], values["seed"])
         if values["key"] != key:
             raise ValueError(f"record must have the key of its settings, {key}, got {values['key']!r}")
         return cls(**values)
-
-
-def upgrade(values: Values) -> Values:
-    """A record of schema 2 as one of today: `Routed` has no tolerance, and a key of its settings without it."""
-
-    def without_tolerance(value: Any) -> Any:
-        if isinstance(value, list):
-            return [without_tolerance(item) for item in value]
-        if not isinstance(value, dict):
-            return value
-        gone = ("tolerance", "confidence") if value.get("type") == "Routed" else ()
-        return {name: without_tolerance(item) for name, item in value.items() if name not in gone}
-
-    config = without_tolerance(values["config"])
-    return {**values, "config": config, "key": row_key(values["command"], config, values["seed"])}
 
 
 def row_key(command: str, config: Mapping[str, Any], seed: int | None) -> str:
@@ -194,62 +170,43 @@ def _restored(value: Values) -> Any:
 
 # Files of records: one process at a time, intact after a crash, continued by `--resume`.
 
-_BEGINNING = b'{"schema": %d, "command": "' % SCHEMA
-"""How every line of ours begins."""
-
 
 def read_records(path: str | Path) -> list[Record]:
     """All records of a file; a damaged line is refused by its number."""
-    path = Path(path)
-    return _parse(path.read_bytes(), path)
+    return _parse(Path(path).read_bytes(), Path(path))[0]
 
 
-def _parse(content: bytes, path: Path) -> list[Record]:
-    records: list[Record] = []
-    lines: dict[str, int] = {}
-    for number, line in enumerate(content.split(b"\n"), start=1):
-        if not line.strip():
-            continue
+def _parse(content: bytes, path: Path, *, resume: bool = False) -> tuple[list[Record], int]:
+    """The records of a file and how many bytes hold them; with `resume` an unfinished last line may follow."""
+    records: dict[str, Record] = {}
+    *lines, last = content.split(b"\n")
+    for number, line in enumerate(lines, start=1):
         try:
             record = Record.from_json(line.decode())
-            if record.key in lines:
-                raise ValueError(f"key {record.key!r} is already on line {lines[record.key]}")
+            if record.key in records:
+                raise ValueError(f"key {record.key!r} is on an earlier line too")
         except (ValueError, TypeError, LookupError, RecursionError) as error:
-            reason = (str(error) or type(error).__name__).splitlines()[0]
-            is_torn = len(without_torn_end(content)) < len(content)
-            advice = "continue it with --resume, which drops it," if is_torn else "remove that line"
-            raise RecordFileError(
-                f"{path} must hold one record per line, got a damaged line {number} ({reason}); "
-                f"the file was not changed: {advice} or choose another --out"
-            ) from error
-        lines[record.key] = number
-        records.append(record)
-    return records
+            raise _damaged(path, number, error, "remove that line") from error
+        records[record.key] = record
+    # a line is finished with its newline; what begins otherwise and stands alone is no file of ours
+    if last and not (resume and (lines or last.startswith(b'{"schema": '))):
+        raise _damaged(path, len(lines) + 1, "it has no end", "continue it with --resume, which drops it,")
+    return [*records.values()], len(content) - len(last)
 
 
-def without_torn_end(content: bytes) -> bytes:
-    """The content without a last line that a crash left unfinished: the beginning of a record, and no newline.
-
-    Anything else stays, zeros too: this module did not write it.
-    """
-    begin = content.rfind(b"\n") + 1
-    last = content[begin:]
-    is_ours = last.startswith(_BEGINNING) or (begin > 0 and _BEGINNING.startswith(last))
-    if not is_ours or b"\0" in last:
-        return content
-    try:
-        Record.from_json(last.decode())
-    except (ValueError, TypeError, LookupError, RecursionError):
-        return content[:begin]
-    return content
+def _damaged(path: Path, number: int, reason: object, advice: str) -> RecordFileError:
+    words = str(reason).splitlines() or [type(reason).__name__]
+    return RecordFileError(
+        f"{path} must hold one record per line, got a damaged line {number} ({words[0]}); "
+        f"the file was not changed: {advice} or choose another --out"
+    )
 
 
 class RecordFile:
     """A JSON-lines file that only grows, one flushed and synced line per record.
 
-    The file is locked until `close`, or until the object is garbage. Another process is refused; opening the file
-    again in this process takes it over. A crash or a full disk can leave the last line unfinished: it is dropped
-    when the file is continued. A file that holds anything else than records is refused and stays as it is.
+    The file is locked until `close`, or until the object is garbage. A crash can leave the last line unfinished:
+    that line is dropped when the file is continued. A file that holds anything else is refused and not changed.
 
     Args:
         path: The file; its directory is created.
@@ -262,30 +219,23 @@ class RecordFile:
 
     def __init__(self, path: str | Path, *, resume: bool = False) -> None:
         self.path = Path(path)
-        self._file = descriptor = _open_locked(self.path)
-        self._closing = weakref.finalize(self, os.close, descriptor)
-        with os.fdopen(os.dup(descriptor), "rb") as file:
-            content = file.read()
-        intact = without_torn_end(content) if resume else content
-        self._records = {record.key: record for record in _parse(intact, self.path)}
-        if self._records and not resume:
+        self._descriptor = _open_locked(self.path)
+        self.close = weakref.finalize(self, os.close, self._descriptor)
+        content = self.path.read_bytes()
+        records, size = _parse(content, self.path, resume=resume)
+        if records and not resume:
             raise RecordFileError(
-                f"{self.path} must be new or empty, got {len(self._records)} records in it; "
+                f"{self.path} must be new or empty, got {len(records)} records in it; "
                 "continue it with --resume or choose another --out"
             )
-        _OPEN[self.path.absolute()] = self
+        self._records = {record.key: record for record in records}
         self.dropped: str | None = None
-        size = len(content) - len(intact)
-        if size:
-            os.ftruncate(descriptor, len(intact))
-            os.fsync(descriptor)
+        if size < len(content):
+            os.ftruncate(self._descriptor, size)
             self.dropped = (
-                f"dropped one unfinished row at the end of {self.path} ({size} bytes); it is measured again"
+                f"dropped one unfinished row at the end of {self.path} ({len(content) - size} bytes); "
+                "it is measured again"
             )
-
-    def close(self) -> None:
-        """Unlock the file; a second call does nothing."""
-        self._closing()
 
     def __contains__(self, key: object) -> bool:
         """Whether the row with this key is finished."""
@@ -304,48 +254,33 @@ class RecordFile:
         """Add one record; when this returns it is on the disk."""
         if record.key in self._records:
             raise ValueError(f"key must be new in {self.path}, got {record.key!r} again")
-        if not self._closing.alive:
-            raise RecordFileError(f"{self.path} must be open, got a record after it was closed or opened again")
+        if not self.close.alive or not os.fstat(self._descriptor).st_nlink:
+            raise RecordFileError(f"{self.path} must be open, got a record after it was closed or deleted")
         line = record.to_json().encode() + b"\n"
-        end = os.lseek(self._file, 0, os.SEEK_END)
-        # a last line that was completed by hand may lack its newline; two records must not share a line
-        if end and os.lseek(self._file, end - 1, os.SEEK_SET) == end - 1 and os.read(self._file, 1) != b"\n":
-            line = b"\n" + line
+        end = os.lseek(self._descriptor, 0, os.SEEK_END)
         try:
             while line:
-                line = line[os.write(self._file, line) :]
-            os.fsync(self._file)
+                line = line[os.write(self._descriptor, line) :]
+            os.fsync(self._descriptor)
         except OSError as error:
             with contextlib.suppress(OSError):
-                os.ftruncate(self._file, end)
+                os.ftruncate(self._descriptor, end)
             raise RecordFileError(
                 f"{self.path} must take one more record, got {error}; make room and continue with --resume"
             ) from error
         self._records[record.key] = record
 
 
-_OPEN: weakref.WeakValueDictionary[Path, RecordFile] = weakref.WeakValueDictionary()
-"""The open record files of this process."""
-
-
 def _open_locked(path: Path) -> int:
-    """A descriptor of a regular file that no other process writes to; the file and its directory are created."""
-    earlier = _OPEN.get(path.absolute())
-    if earlier is not None:
-        earlier.close()
+    """A descriptor of a regular file that no other run writes to; the file and its directory are created."""
+    # checked before it is opened: opening a pipe would wait for its other end
+    if path.is_symlink() or (path.exists() and not path.is_file()):
+        raise RecordFileError(f"{path} must be a regular file, got something else of that name")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        if path.is_symlink():
-            raise RecordFileError(f"{path} must be a file, got a symbolic link to {path.readlink()}")
-        # checked before it is opened: opening a pipe would wait for its other end
-        if path.exists() and not path.is_file():
-            raise RecordFileError(f"{path} must be a regular file, got something else of that name")
-        flags = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)  # of POSIX; of Windows
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | flags, 0o666)
-    except RecordFileError:
-        raise
-    except (OSError, RuntimeError) as error:
-        reason = getattr(error, "strerror", None) or error
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_BINARY", 0), 0o666)  # Windows
+    except OSError as error:
+        reason = error.strerror or error
         raise RecordFileError(f"{path} must be a file that can be written in a directory, got {reason}") from error
     try:
         if fcntl is not None:
@@ -362,10 +297,7 @@ def _open_locked(path: Path) -> int:
 
 @contextlib.contextmanager
 def replacing(path: str | Path) -> Iterator[Path]:
-    """A path to write a file to, which takes the place of `path` in the end.
-
-    A crash leaves the old file, and a symbolic link is replaced instead of the file that it names.
-    """
+    """A path to write a file to, which takes the place of `path` in the end; a crash leaves the old file."""
     path = Path(path)
     working = path.with_name(f".{os.getpid()}-{path.name}")
     try:
