@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from prescore.errors import PrescoreError
-from prescore.types import Values
+from prescore.types import Values as Values
 
 try:
     import fcntl
