@@ -10,6 +10,7 @@ import pytest
 import torch
 from oracles.tiny_language_model import save_tiny_language_model, tiny_language_model
 
+import prescore
 from prescore.bench.offline import load_model
 
 SOURCE = Path(__file__).parent.parent / "src"
@@ -178,14 +179,29 @@ def test_pickled_weights_are_not_read(tmp_path):
     assert not mark.exists()
 
 
-def test_a_cache_file_that_lies_is_refused(tmp_path):
-    from safetensors.torch import save_file
+def test_a_cache_file_names_configurations_and_nothing_else(tmp_path):
+    """A type in a file is looked up among the configurations, and other files are refused before."""
+    from safetensors import safe_open
+    from safetensors.torch import load_file, save_file
 
     from prescore.integrations.transformers.cache import PrescoredCache
 
-    layer = '{"kind": "prescored", "n_seen": 1, "request": {"config": {"type": "os.system"}}}'
-    unknown = f'{{"format": "prescore-cache-2", "evict": false, "refresh_every": null, "layers": [{layer}]}}'
-    for metadata in ({}, *({"prescore": text} for text in (unknown, '{"format": "prescore-cache-1"}', "[]"))):
-        save_file({"0.key": torch.zeros(1)}, tmp_path / "cache.safetensors", metadata=metadata)
-        with pytest.raises(ValueError, match="must"):
-            PrescoredCache.load(tmp_path / "cache.safetensors")
+    model, _ = tiny_language_model()
+    path = tmp_path / "cache.safetensors"
+    cache = PrescoredCache(model.config)
+    with torch.no_grad(), prescore.apply(model):
+        model(torch.zeros(1, 3, dtype=torch.int64), past_key_values=cache)
+    cache.save(path)
+    PrescoredCache.load(path)
+    with safe_open(path, framework="pt") as file:
+        facts, tensors = file.metadata()["prescore"], load_file(path)
+    assert facts.count('"Routed"') == len(cache.layers)
+    for metadata, reason in (
+        (facts.replace('"Routed"', '"os.system"'), "config type must be one of .*, got 'os.system'"),
+        (facts.replace("prescore-cache-", "prescore-cache-1"), "its format is not prescore-cache-"),
+        ("[]", "its format is not prescore-cache-"),
+        (None, "its format is not prescore-cache-"),
+    ):
+        save_file(tensors, path, metadata={} if metadata is None else {"prescore": metadata})
+        with pytest.raises(ValueError, match=rf"path must be a file of PrescoredCache.save, got .*\({reason}"):
+            PrescoredCache.load(path)

@@ -225,23 +225,28 @@ def test_applications_through_any_order():
     run_machine(ApplyMachine, settings=settings(SETTINGS, max_examples=max(1, RUNS // 3)))
 
 
+WRONG_NUMBER, OTHER_BATCH = rf"assert .* <= {CLOSE}", "must be of as many sequences and heads as the inputs"
 BREAKS = {
-    "a crop keeps the selection": Break(
-        "integrations.decode", "self.selection.crop(n_tokens - self.selection.n_selected_from)", "pass"
+    "a crop keeps the selection": (
+        Break("integrations.decode", "self.selection.crop(n_tokens - self.selection.n_selected_from)", "pass"),
+        WRONG_NUMBER,
     ),
-    "the selection is not reordered": Break(
-        "integrations.decode", "self.selection.buffer.take(sequences)", "pass"
+    "the selection is not reordered": (
+        Break("integrations.decode", "self.selection.buffer.take(sequences)", "pass"),
+        f"{WRONG_NUMBER}|{OTHER_BATCH}",
     ),
-    "sequences are not repeated": Break(
-        "integrations.transformers.cache", "repeat_interleave(repeats))", "repeat_interleave(1))"
+    "sequences are not repeated": (
+        Break("integrations.transformers.cache", "repeat_interleave(repeats))", "repeat_interleave(1))"),
+        f"{OTHER_BATCH}|indices must lie between 0 and",
     ),
 }
+"""What is broken, and how it is noticed."""
 
 
 @pytest.mark.parametrize("name", BREAKS)
 def test_a_break_of_the_cache_is_noticed(name, machine, monkeypatch):
-    BREAKS[name].apply(monkeypatch)
+    change, noticed = BREAKS[name]
+    change.apply(monkeypatch)
     quick = settings(SETTINGS, max_examples=1000, phases=[Phase.generate], print_blob=False)
-    # a wrong number, or a shape that no longer fits
-    with pytest.raises(Exception):  # noqa: B017, PT011
+    with pytest.raises((AssertionError, ValueError), match=noticed):
         run_machine(machine, settings=quick)

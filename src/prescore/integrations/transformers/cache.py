@@ -302,9 +302,15 @@ def save_point(cache: Cache) -> Callable[[], None]:
     return go_back
 
 
-def has_unequal_lengths(cache: Cache) -> bool:
-    """Whether a forward ended half way: its first layers hold more tokens than the others."""
-    return len({layer.cache.n_tokens for layer in cache.layers if isinstance(layer, PrescoredLayer)}) > 1
+def check_equal_lengths(cache: Cache) -> None:
+    """Refuse a cache whose last forward was interrupted: its first layers hold more tokens than the others."""
+    lengths = {layer.cache.n_tokens for layer in cache.layers if isinstance(layer, PrescoredLayer)}
+    if len(lengths) > 1:
+        got = " and ".join(map(str, sorted(lengths)))
+        raise ValueError(
+            f"past_key_values must hold as many tokens in every layer, got {got} after an interrupted forward: "
+            "make a new cache"
+        )
 
 
 def cache_report(cache: Cache) -> Values:

@@ -22,8 +22,8 @@ from prescore.integrations.transformers.attention import UNSUPPORTED, attach_pat
 from prescore.integrations.transformers.cache import (
     NAME,
     PrescoredCache,
+    check_equal_lengths,
     find_cache,
-    has_unequal_lengths,
     save_point,
     upgrade,
 )
@@ -32,7 +32,8 @@ from prescore.parallel.comm import Group
 from prescore.types import Values
 
 _NO_LAYER = -1
-_SAVE_POINT = "_prescore_save_point"  # of a cache whose forward is running
+_SAVE_POINT = "_prescore_save_point"
+"""Of a cache whose forward is running: the module, and what goes back; None = the forward was interrupted."""
 _ABOVE_APPLY = 5  # frames between a warning and the call of `prescore.apply`
 
 
@@ -151,17 +152,12 @@ def _before(module: nn.Module, args: tuple[Any, ...], kwargs: Values) -> tuple[t
     cache = find_cache(args, kwargs)
     if isinstance(cache, DynamicCache):
         upgrade(cache, max_length=getattr(config, "max_position_embeddings", None))
-        own = id(module), id(cache)
-        owner, go_back = vars(cache).get(_SAVE_POINT, (own, None))
-        is_copied = owner[1] != id(cache)
-        is_interrupted = go_back is not None and has_unequal_lengths(cache)
-        if is_interrupted:  # KeyboardInterrupt and SystemExit ended the last forward without calling hooks
-            if is_copied:
-                reason = "a copy that was made after an interrupted forward"
-                raise ValueError(f"past_key_values must hold as many tokens in every layer, got {reason}")
-            go_back()
-        if owner == own or is_copied or is_interrupted:  # else a model around this one has set it
-            vars(cache)[_SAVE_POINT] = own, save_point(cache)
+        owner, _ = vars(cache).get(_SAVE_POINT, (None, None))
+        if owner == id(module):  # Ctrl-C ended its last forward without calling hooks
+            vars(cache)[_SAVE_POINT] = owner, None
+            check_equal_lengths(cache)
+        if owner in (None, id(module)):  # else the forward of a model around this one is running
+            vars(cache)[_SAVE_POINT] = id(module), save_point(cache)
     if cache is not None or module.training or getattr(config, "is_encoder_decoder", False):
         return None
     use_cache = kwargs.get("use_cache")
@@ -177,9 +173,9 @@ def _after(module: nn.Module, args: tuple[Any, ...], kwargs: Values, output: Any
         return
     cache = find_cache(args, kwargs)
     owner, go_back = (None, None) if cache is None else vars(cache).get(_SAVE_POINT, (None, None))
-    if cache is not None and owner == (id(module), id(cache)):
+    if owner == id(module) and go_back is not None:
         del vars(cache)[_SAVE_POINT]
-        if output is None and go_back is not None:
+        if output is None:
             go_back()
 
 
