@@ -16,10 +16,12 @@ from mkdocs.structure.pages import Page
 ROOT = Path(__file__).parent.parent
 DOCS = "docs/"
 OUTSIDE = (
+    "README.md",  # the first page of the site
     "DESIGN.md",
     "CONTRIBUTING.md",
     "SECURITY.md",
     "CHANGELOG.md",
+    "CITATION.cff",
     "experiments/**/README.md",
     "experiments/**/*.png",
     "examples/*.py",

@@ -6,7 +6,7 @@ The products are torch's (`torch._int_mm`), which use VNNI or AMX where the proc
 scaling take one pass of native code for bfloat16, and several of plain torch, with the same result, elsewhere.
 
 torchao quantises in the same way. Its tensors cost more time on CPUs than bfloat16 does in decode steps; see
-docs/deployment.md.
+docs/serving.md.
 """
 
 from __future__ import annotations
