@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import torch
 
 from prescore import Config, Exact, KMeans, Lsh, Routed, Selected
-from prescore.ops.backend import pick_backend
+from prescore.ops.operators import pick_operator
 from prescore.parallel.comm import NOTE, Shard
 from prescore.parallel.selected import Block, Layout, cluster_scorer, empty_stats, overlap, why_not_selected
 from prescore.parallel.ulysses import share_heads
@@ -42,8 +42,8 @@ class Layer:
             torch.empty(1, heads, *own, dtype=self.dtype, device="meta") for heads in (self.heads, self.kv_heads)
         )
         group = SimpleNamespace(rank=rank, size=self.ranks)
-        backend = pick_backend(torch.empty(1, 1, 1, self.dim))
-        return Shard(group, query, key, key, None, self.is_causal, 1.0, backend, Streams())  # type: ignore[arg-type]
+        operator = pick_operator(torch.empty(1, 1, 1, self.dim))
+        return Shard(group, query, key, key, None, self.is_causal, 1.0, operator, Streams())  # type: ignore[arg-type]
 
     @property
     def row(self) -> int:

@@ -16,8 +16,8 @@ from prescore.call import Options as Options
 from prescore.config import Config, Exact, Hyper, Routed, Selected, check_config
 from prescore.engines import run_engine
 from prescore.errors import Unsupported
-from prescore.ops.backend import Backend, pick_backend
 from prescore.ops.dropout import Dropout
+from prescore.ops.operators import Operator, pick_operator
 from prescore.parallel.entry import attend_in_group
 from prescore.rng import Streams, as_streams, check_generator
 from prescore.routed.backends import auto_config, unsupported
@@ -216,7 +216,7 @@ def attend(
         explain = explain or need_lse
         return _attend_in_group(query, key, value, config, options, group, explain=explain, refusal=refusal)
     with without_autocast(query, key, value) as (query, key, value):
-        config, backend = _checked(query, key, value, config, options, is_parallel=False)
+        config, operator = _checked(query, key, value, config, options, is_parallel=False)
         reason = ""
         if isinstance(config, Routed) and options.backend == "auto" and not options.dropout_p:
             config, reason = auto_config(query, key, value, config, is_causal=options.is_causal)
@@ -224,16 +224,16 @@ def attend(
         streams = as_streams(options.generator)
         if options.dropout_p:
             own = streams if options.dropout_generator is None else as_streams(options.dropout_generator)
-            backend = pick_backend(query, options.backend, Dropout(options.dropout_p, own.child("dropout")))
+            operator = pick_operator(query, options.backend, Dropout(options.dropout_p, own.child("dropout")))
         call = make_call(
             *differentiable_once(query, key, value),
             options.key_padding_mask,
             is_causal=options.is_causal,
             scale=options.scale,
-            backend=backend,
+            operator=operator,
             streams=streams,
             aligned=not isinstance(config, Exact),
-            far_backend=options.backend,
+            backend=options.backend,
         )
         if options.key_index is not None and call.valid is None:
             call = replace(call, key_index=options.key_index)
@@ -277,7 +277,7 @@ def _attend_in_group(
 
 def _checked(
     query: Tensor, key: Tensor, value: Tensor, config: Config | None, options: Options, *, is_parallel: bool
-) -> tuple[Config, Backend]:
+) -> tuple[Config, Operator]:
     """The configuration that will run, and its operator if nothing is dropped; refuses what cannot."""
     if config is None and options.selection is not None:
         config = Selected(remainder="none")
@@ -313,7 +313,7 @@ def _checked(
         if reasons:
             raise Unsupported(f"backend {options.backend!r}", reasons)
     dropout = Dropout(options.dropout_p, Streams()) if options.dropout_p else None
-    return config, pick_backend(query, options.backend, dropout)
+    return config, pick_operator(query, options.backend, dropout)
 
 
 def score(

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from prescore.devices import maybe_any, surely_all
-from prescore.ops.backend import Backend
+from prescore.ops.operators import Operator
 from prescore.ops.parts import attend_parts, exact_parts
 from prescore.rng import Streams
 from prescore.scoring.sampling import arange, gather_rows
@@ -48,7 +48,7 @@ class Call:
         query, key, value: As given, shifted left where a row had leading padding; padded keys and values are 0.
         is_causal: Queries are the last positions and see no later key.
         scale: Factor of the logits.
-        backend: The operator.
+        operator: The operator.
         streams: Randomness.
         valid: `[B, Nk]`, True = a real key; None = all are.
         query_start: `[B]` position of the first query row, or an int where all rows agree. 0 without a causal
@@ -57,7 +57,7 @@ class Call:
             None = all are real. Padding queries get an output, but move no other query.
         shift: `[B]` how far each row moved; None = not at all.
         queries_moved: Whether the queries were shifted too.
-        far_backend: The named backend; `native` and `triton` run the far keys of a `Routed`, `auto` what can.
+        backend: What runs the far keys of a `Routed`: `native`, `triton` or `plain`; under `auto`, what can.
         key_index: What the engine keeps between calls over a growing sequence; None = nothing.
     """
 
@@ -66,14 +66,14 @@ class Call:
     value: Tensor
     is_causal: bool
     scale: float
-    backend: Backend
+    operator: Operator
     streams: Streams = field(default_factory=Streams)
     valid: Tensor | None = None
     query_start: Tensor | int = 0
     query_valid: Tensor | None = None
     shift: Tensor | None = None
     queries_moved: bool = False
-    far_backend: str = "auto"
+    backend: str = "auto"
     key_index: object = None
 
     @property
@@ -87,7 +87,7 @@ class Call:
         return self.key.shape[2]
 
     @property
-    def group(self) -> int:
+    def heads_per_kv(self) -> int:
         """Query heads that share a KV head."""
         return self.query.shape[1] // self.key.shape[1]
 
@@ -102,8 +102,8 @@ class Call:
         if self.is_causal and not isinstance(self.query_start, int):
             raise ValueError("query_start must be one position, got one for each row")
         parts = exact_parts(self.query, self.key, is_causal=self.is_causal, valid=self.valid)
-        backend = self.backend.at(place)
-        return attend_parts(self.query, self.key, self.value, parts, scale=self.scale, backend=backend)
+        operator = self.operator.at(place)
+        return attend_parts(self.query, self.key, self.value, parts, scale=self.scale, operator=operator)
 
     def with_trailing_padding(self, result: Attended, attend: Callable[[Call], Attended]) -> Attended:
         """The result, with the padding queries after the last real keys answered by a call of their own.
@@ -130,7 +130,7 @@ class Call:
                 key=key[:, :, :n_keys],
                 value=value[:, :, :n_keys],
                 is_causal=False,
-                backend=self.backend.at("behind the end"),
+                operator=self.operator.at("behind the end"),
                 valid=self.valid.index_select(0, rows)[:, :n_keys],
                 query_start=0,
                 query_valid=trailing.index_select(0, rows)[:, first:],
@@ -208,10 +208,10 @@ def make_call(
     *,
     is_causal: bool,
     scale: float | None,
-    backend: Backend,
+    operator: Operator,
     streams: Streams | None = None,
     aligned: bool = True,
-    far_backend: str = "auto",
+    backend: str = "auto",
 ) -> Call:
     """The inputs of an attention function, as the user gave them, as a call; `mask` is the key padding mask.
 
@@ -244,9 +244,9 @@ def make_call(
             elif is_causal:
                 start = start - shift
     return Call(
-        query, key, value, is_causal, factor, backend, streams or Streams(),
+        query, key, value, is_causal, factor, operator, streams or Streams(),
         valid=valid, query_start=start, query_valid=query_valid, shift=shift, queries_moved=moved,
-        far_backend=far_backend,
+        backend=backend,
     )  # fmt: skip
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from prescore.autograd import records_gradients
 from prescore.call import Call, mean_visible_keys
 from prescore.config import Config, Hyper, Routed, Selected
-from prescore.ops.backend import pick_backend, rounds_weights
+from prescore.ops.operators import pick_operator, rounds_weights
 from prescore.ops.parts import exact_output
 from prescore.routed import attention as routed
 from prescore.scoring.select import selection_of
@@ -31,7 +31,7 @@ def run_engine(
     if not need_lse and not explain and members is None and _reads_every_key(call, config):
         # short inputs feel every copy, so nothing is split or merged here
         output = exact_output(
-            call.query, call.key, call.value, is_causal=call.is_causal, scale=call.scale, backend=call.backend
+            call.query, call.key, call.value, is_causal=call.is_causal, scale=call.scale, operator=call.operator
         )
         return Result(output, call.query.new_empty(0), visible_keys(call))
     if not call.query.shape[1]:
@@ -54,13 +54,13 @@ def run_engine(
 
 def _in_float64(call: Call) -> Call:
     query, key, value = (tensor.to(torch.float64) for tensor in (call.query, call.key, call.value))
-    backend = pick_backend(query) if call.backend.unsupported(query) else call.backend
-    return replace(call, query=query, key=key, value=value, backend=backend, far_backend="plain")
+    operator = pick_operator(query) if call.operator.unsupported(query) else call.operator
+    return replace(call, query=query, key=key, value=value, operator=operator, backend="plain")
 
 
 def _reads_every_key(call: Call, config: Config) -> bool:
     """Whether a call is exact attention without padding, which the operator can run as it is."""
-    if call.valid is not None or call.backend.dropout is not None:
+    if call.valid is not None or call.operator.dropout is not None:
         return False
     if isinstance(config, Routed):
         return routed.reads_every_key(call, config)
@@ -85,7 +85,7 @@ def attend_exact(call: Call, *, explain: bool = False) -> Result:
         "keys_per_query": count_reads().keys,
         "mass_read": 1.0,
         "seconds": {"attending": time.perf_counter() - begin},
-        "backend": call.backend.name,
+        "backend": call.operator.name,
     }
     return Result(*attended, count_reads, stats, [selection_of(real)])
 

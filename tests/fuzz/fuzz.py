@@ -101,7 +101,7 @@ def shrink(failure):
 def _simpler(case):
     """Cases with one thing less, the greatest steps first."""
     for name, plain in (
-        ("batch", 1), ("kv_heads", 1), ("group", 1), ("mask", "none"), ("scale", None), ("dropout_p", 0.0),
+        ("batch", 1), ("kv_heads", 1), ("heads_per_kv", 1), ("mask", "none"), ("scale", None), ("dropout_p", 0.0),
         ("backend", "auto"), ("dtype", torch.float64), ("keys", "gaussian"), ("given", False),
         ("is_causal", False), ("dim", 1), ("value_dim", 1),
     ):  # fmt: skip

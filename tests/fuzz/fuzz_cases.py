@@ -44,7 +44,7 @@ class Case:
     n_query: int = 8
     batch: int = 1
     kv_heads: int = 1
-    group: int = 1
+    heads_per_kv: int = 1
     dim: int = 4
     value_dim: int = 4
     dtype: torch.dtype = torch.float64
@@ -62,7 +62,7 @@ class Case:
         """Query, key and value."""
         names = ("batch", "kv_heads", "n_query", "n_keys", "dim", "value_dim", "seed")
         sizes = {name: getattr(self, name) for name in names}
-        query, key, value = attention_tensors(heads=self.kv_heads * self.group, **sizes)
+        query, key, value = attention_tensors(heads=self.kv_heads * self.heads_per_kv, **sizes)
         if self.keys == "equal":
             key = key[:, :, :1].expand_as(key)
         elif self.keys == "zero":
@@ -127,7 +127,7 @@ def random_case(draw):
         n_query=n_query,
         batch=draw.choice([1, 1, 2, 3]),
         kv_heads=draw.choice([1, 1, 2]),
-        group=draw.choice([1, 2, 3]),
+        heads_per_kv=draw.choice([1, 2, 3]),
         dim=dim,
         value_dim=draw.choice([dim, dim, 1, 5]),
         dtype=draw.choice(DTYPES),

@@ -34,7 +34,7 @@ CHECKS = {
 """Checks that are no oracle of the fuzzer."""
 OUTPUT = "output, lse = call.restore(result.attended)"
 BREAKS = {
-    "strides are ignored": ("dense", "ops.backend",
+    "strides are ignored": ("dense", "ops.operators",
         "plain if plain.stride(-1) == 1 else plain.contiguous()", "rows"),
     "padding is not hidden": ("dense", "ops.parts", ".masked_fill_(~visible, -torch.inf)", ""),
     "the sign of the scale is lost": ("dense", "call", "(-query, -factor) if", "(query, -factor) if"),
@@ -148,9 +148,10 @@ def test_a_failure_is_made_small(monkeypatch):
 
     monkeypatch.setitem(ORACLES, "dense", wrong)
     config = Selected(KMeans(n_clusters=3), 0.4, inner=Lsh(8, 4, 3, "rank"), min_seq_len=4)
-    large = Case(config, n_keys=100, n_query=40, batch=3, mask="left", group=3, dropout_p=0.3, scale=2.0, seed=5)
+    sizes = {"n_keys": 100, "n_query": 40, "batch": 3, "heads_per_kv": 3}
+    large = Case(config, **sizes, mask="left", dropout_p=0.3, scale=2.0, seed=5)
     small = shrink(refute("dense", large)).case
-    assert (small.n_keys, small.batch, small.group, small.mask) == (21, 1, 1, "left")
+    assert (small.n_keys, small.batch, small.heads_per_kv, small.mask) == (21, 1, 1, "left")
     assert (small.scale, small.dropout_p) == (None, 0.0)
 
 

@@ -69,10 +69,10 @@ def test_a_head_alone_and_beside_another(name, is_causal):
     tensors = attention_tensors(batch=4, heads=4, kv_heads=2, n_keys=35, seed=9)
     both, _ = attend(tensors, CONFIGS[name], is_causal=is_causal)
     for head in range(2):
-        group = slice(2 * head, 2 * head + 2)
-        own = [tensors[0][:, group], *(t[:, head : head + 1] for t in tensors[1:])]
+        heads = slice(2 * head, 2 * head + 2)
+        own = [tensors[0][:, heads], *(t[:, head : head + 1] for t in tensors[1:])]
         alone, _ = attend(own, CONFIGS[name], is_causal=is_causal)
-        assert_equal(alone, prescore.Attended(both.output[:, group], both.lse[:, group]), f", KV head {head}")
+        assert_equal(alone, prescore.Attended(both.output[:, heads], both.lse[:, heads]), f", KV head {head}")
 
 
 @pytest.mark.parametrize("name", STRICT)

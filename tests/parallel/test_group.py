@@ -33,12 +33,12 @@ def test_every_query_head_goes_to_one_rank_with_its_kv_head(n_heads, n_kv_heads,
     shares = share_heads(n_heads, n_kv_heads, n_ranks)
     assert len(shares) == n_ranks
     assert [head for share in shares for head in share.heads] == list(range(n_heads))
-    group = n_heads // n_kv_heads
+    heads_per_kv = n_heads // n_kv_heads
     for share in shares:
-        needed = {head // group for head in share.heads}
+        needed = {head // heads_per_kv for head in share.heads}
         assert needed == set(share.kv_heads)
-        if len(needed) > 1:  # one call has one group size
-            assert len(share.heads) == group * len(needed)
+        if len(needed) > 1:  # one call has one number of heads per KV head
+            assert len(share.heads) == heads_per_kv * len(needed)
     if n_heads % n_ranks == 0 and (n_kv_heads % n_ranks == 0 or n_ranks % n_kv_heads == 0):
         assert {len(share.heads) for share in shares} == {n_heads // n_ranks}  # equal shares where they can be
 

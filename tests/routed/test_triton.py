@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from prescore import Exact, Routed, prescored_attention
 from prescore.errors import Unsupported
 from prescore.routed import reference, triton
-from prescore.routed.backends import auto_config, pick_far_backend
+from prescore.routed.backends import auto_config, pick_backend
 from prescore.routed.layout import make_layout
 
 ROOT = Path(__file__).parents[2]
@@ -70,11 +70,11 @@ def test_triton_is_refused_where_it_is_missing_and_for_other_configurations(monk
 def test_triton_runs_where_it_is_named(monkeypatch):
     query = tensors()[0]
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    assert pick_far_backend("auto", query, 32, 16) != "triton"
-    assert pick_far_backend("plain", query, 32, 16) == "plain"
+    assert pick_backend("auto", query, 32, 16) != "triton"
+    assert pick_backend("plain", query, 32, 16) == "plain"
     if not triton.missing():
-        assert pick_far_backend("triton", query, 32, 16) == "triton"
-        assert pick_far_backend("triton", query, 48, 16) == "plain"
+        assert pick_backend("triton", query, 32, 16) == "triton"
+        assert pick_backend("triton", query, 48, 16) == "plain"
 
 
 def on_device(n_keys, n_query=None, dim=64):
@@ -94,8 +94,8 @@ def sm_80(monkeypatch):
 
 def test_auto_takes_triton_on_gpus_from_the_predicted_length_on(sm_80):
     least = triton.GAINS_FROM["sm_80"]
-    assert pick_far_backend("auto", on_device(64)[0], 64, 128) == "triton"
-    assert pick_far_backend("auto", on_device(64)[0], 48, 128) == "plain"
+    assert pick_backend("auto", on_device(64)[0], 64, 128) == "triton"
+    assert pick_backend("auto", on_device(64)[0], 48, 128) == "plain"
     assert auto_config(*on_device(2048), Routed(), is_causal=True) == (Routed(), "")
     for config in (Routed(), Routed(exact_until=4096)):
         for n_query in (1, 5, None):
@@ -116,7 +116,7 @@ def test_auto_takes_triton_on_gpus_from_the_predicted_length_on(sm_80):
 def test_auto_on_a_gpu_gives_chunks_of_a_prompt_the_rows_of_the_full_call(sm_80):
     """Plain torch stands in for the kernels, which need the device."""
     sm_80.setitem(triton.GAINS_FROM, "sm_80", 2400)
-    sm_80.setattr("prescore.routed.attention.pick_far_backend", lambda *_: "plain")
+    sm_80.setattr("prescore.routed.attention.pick_backend", lambda *_: "plain")
     mode, (query, key, value) = PretendDevice(), tensors(n_keys=3000)
     with mode:
         inputs = [mode.put(t) for t in (query, key, value)]

@@ -38,11 +38,12 @@ BUDGET = 2e-5
 
 def by_reference(query, key, value, config, *, is_causal, n_real):
     """Result of every head; the first `n_real[row]` keys of a sequence are real, and as many queries if causal."""
-    group, rows = query.shape[1] // key.shape[1], []
+    heads_per_kv, rows = query.shape[1] // key.shape[1], []
     for row, stop in enumerate(n_real):
         n_query = query.shape[2] - (key.shape[2] - stop if is_causal else 0)
         for head in range(query.shape[1]):
-            tensors = query[row, head, :n_query], key[row, head // group, :stop], value[row, head // group, :stop]
+            keys = row, head // heads_per_kv, slice(stop)
+            tensors = query[row, head, :n_query], key[keys], value[keys]
             rows.append(reference.reference_attention(*tensors, config, is_causal=is_causal))
     return rows
 
@@ -60,7 +61,7 @@ def check_gradients(inputs, got, config):
 
 def run(draw, device):
     """One random call: what it was, and how many of its queries differ from the reference."""
-    kind, dtype, group = draw.choice(KINDS), draw.choice(DTYPES), draw.choice(GROUPS)
+    kind, dtype, heads_per_kv = draw.choice(KINDS), draw.choice(DTYPES), draw.choice(GROUPS)
     size = draw.choice((16, 16, 32, 64) if device.type == "cpu" else (16, 32, 64, 128))
     config = Routed(
         min_weight=draw.choice((1.0, 0.1, 1 / 32, 1e-3, 1e-5)),
@@ -69,13 +70,13 @@ def run(draw, device):
         sinks=draw.choice((0, 1, 5, 16, 19)),
         exact_until=draw.choice((0, 0, 100)),
     )
-    kv_heads = draw.choice((1, 2)) if group < 4 else 1
+    kv_heads = draw.choice((1, 2)) if heads_per_kv < 4 else 1
     longest = 600 if kind in ("step", "steps") else 60  # the clusters of a step may be split over programs
     n_keys = draw.randint(2 * config.chunk_size + 2, 4 * config.chunk_size + longest)
     n_query = {"chunk": draw.randint(2, n_keys - 1), "step": 1, "steps": draw.randint(2, 5)}.get(kind, n_keys)
     query, key, value = attention_tensors(
         batch=2 if "padding" in kind else 1,
-        heads=kv_heads * group,
+        heads=kv_heads * heads_per_kv,
         kv_heads=kv_heads,
         n_query=n_query,
         n_keys=n_keys,
@@ -124,7 +125,9 @@ def run(draw, device):
         n_different, n_queries = n_different + int(differ.sum()), n_queries + differ.numel()
     if kind == "gradients" and not n_different:
         check_gradients(given, got, config)
-    what = f"{kind}, {dtype}, group {group}, {tuple(query.shape)} over {tuple(key.shape)}, {config}"
+    what = (
+        f"{kind}, {dtype}, {heads_per_kv} heads a KV head, {tuple(query.shape)} over {tuple(key.shape)}, {config}"
+    )
     return ran, n_different, n_queries, what
 
 

@@ -129,10 +129,10 @@ def check_reference(config, tensors, *, is_causal=True, scale=None, truth=None):
     """`reference_attention` of every head equals the oracle, forward and backward; returns it by head."""
     truth = truth or oracle_truth(config, tensors, is_causal=is_causal, scale=scale)
     inputs = query, key, value = [t.detach().clone().requires_grad_() for t in tensors]
-    group = query.shape[1] // key.shape[1]
+    heads_per_kv = query.shape[1] // key.shape[1]
     heads = {
         (row, head): reference_attention(
-            *(query[row, head], key[row, head // group], value[row, head // group], config),
+            *(query[row, head], key[row, head // heads_per_kv], value[row, head // heads_per_kv], config),
             is_causal=is_causal,
             scale=scale,
         )

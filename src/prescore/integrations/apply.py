@@ -28,7 +28,7 @@ from prescore.integrations.attention import (
 )
 from prescore.integrations.patch import Adapter, Undo, span
 from prescore.integrations.report import LayerReport, Report, describe
-from prescore.ops.backend import BACKENDS
+from prescore.ops.operators import BACKENDS
 from prescore.parallel.comm import Group, as_group
 
 _PACKAGE = "prescore.integrations"

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from prescore.integrations.masks import MaskForm, rebuild
 from prescore.integrations.report import Errors
-from prescore.ops.backend import accumulation_dtype, softmax_with_lse
+from prescore.ops.operators import accumulation_dtype, softmax_with_lse
 from prescore.rng import Streams
 
 _LOGITS_AT_ONCE = 2**22

@@ -20,7 +20,7 @@ from prescore.autograd import records_gradients, without_autocast
 from prescore.call import first_real, make_call
 from prescore.config import Config, Coupling, Exact, Routed, Selected
 from prescore.errors import Unsupported
-from prescore.ops.backend import accumulation_dtype, pick_backend
+from prescore.ops.operators import accumulation_dtype, pick_operator
 from prescore.rng import DEFAULT_SEED, Streams
 from prescore.routed.backends import auto_config
 from prescore.routed.decode import GrowingClusters, RoutedIndex
@@ -447,9 +447,9 @@ class SelectionState:
         if not isinstance(config, Selected):
             raise TypeError(f"config must be a Selected to keep a selection, got {type(config).__name__}")
         query = key[:, :, -1:]
-        backend = pick_backend(query)
+        operator = pick_operator(query)
         call = make_call(
-            query, key, value, valid, is_causal=False, scale=None, backend=backend, streams=Streams(seed)
+            query, key, value, valid, is_causal=False, scale=None, operator=operator, streams=Streams(seed)
         )
         plan = make_plan(call, _with_exact_inner(config))
         if not plan.parts:  # nothing but padding so far

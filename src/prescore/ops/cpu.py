@@ -6,21 +6,21 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from prescore.ops.backend import Backend, Gradients, Tile, accumulation_dtype, empty_rows, readable
+from prescore.ops.operators import Gradients, Operator, Tile, accumulation_dtype, empty_rows, readable
 from prescore.types import Attended
 
 
-class CpuFlash(Backend):
+class CpuFlash(Operator):
     """`aten::_scaled_dot_product_flash_attention_for_cpu`: grouped heads, broadcast bias, float64 too."""
 
     name = "cpu-flash"
 
     def unsupported(self, query: Tensor) -> list[str]:
-        """See `Backend`."""
+        """See `Operator`."""
         return [] if query.device.type == "cpu" else [f"device {query.device.type} is not the CPU"]
 
     def forward(self, tile: Tile) -> Attended:
-        """See `Backend`."""
+        """See `Operator`."""
         query, value = tile.query, tile.value
         if tile.key.shape[2] == 0 or query.numel() == 0:  # the operator divides by zero on empty inputs
             lse = query.new_full(query.shape[:3], -torch.inf, dtype=accumulation_dtype(query.dtype))
@@ -39,7 +39,7 @@ class CpuFlash(Backend):
         return Attended(output, lse)
 
     def backward(self, tile: Tile, grad: Tensor, merged: Attended) -> Gradients:
-        """See `Backend`."""
+        """See `Operator`."""
         if tile.key.shape[2] == 0 or tile.query.numel() == 0:
             return Gradients(*(torch.zeros_like(t) for t in tile[:3]))
         dim, value_dim = tile.query.shape[-1], tile.value.shape[-1]

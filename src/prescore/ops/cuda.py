@@ -1,6 +1,6 @@
 """The CUDA memory-efficient operator of PyTorch: any float dtype but float64, bias, lse.
 
-The flash operator takes neither a bias nor float32. The memory-efficient one takes both, so one backend serves
+The flash operator takes neither a bias nor float32. The memory-efficient one takes both, so this one serves
 every part. It wants one key head per query head and a bias whose rows are aligned.
 """
 
@@ -9,20 +9,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from prescore.ops.backend import Backend, Gradients, Tile, empty_rows, readable
+from prescore.ops.operators import Gradients, Operator, Tile, empty_rows, readable
 from prescore.types import Attended
 
 _BIAS_ALIGNMENT = 16
 _ROW_ALIGNMENT = 32
 
 
-class CudaEfficient(Backend):
+class CudaEfficient(Operator):
     """`aten::_scaled_dot_product_efficient_attention`."""
 
     name = "cuda-efficient"
 
     def unsupported(self, query: Tensor) -> list[str]:
-        """See `Backend`."""
+        """See `Operator`."""
         reasons = []
         if query.device.type != "cuda":
             reasons.append(f"device {query.device.type} is not CUDA")
@@ -33,7 +33,7 @@ class CudaEfficient(Backend):
         return reasons
 
     def forward(self, tile: Tile) -> Attended:
-        """See `Backend`."""
+        """See `Operator`."""
         key, value = _repeated(tile)
         output, lse, _, _ = torch.ops.aten._scaled_dot_product_efficient_attention(
             readable(tile.query), key, value, _aligned(tile), True, 0.0, tile.causal, scale=tile.scale
@@ -46,7 +46,7 @@ class CudaEfficient(Backend):
         return Attended(output, lse)
 
     def backward(self, tile: Tile, grad: Tensor, merged: Attended) -> Gradients:
-        """See `Backend`."""
+        """See `Operator`."""
         key, value = _repeated(tile)
         finite = merged.lse.masked_fill(torch.isneginf(merged.lse), 0.0)
         padded = torch.nn.functional.pad(finite, (0, -tile.query.shape[2] % _ROW_ALIGNMENT), value=0.0)
@@ -60,20 +60,22 @@ class CudaEfficient(Backend):
             grad, query, key, value, _aligned(tile), output, padded, state, state, 0.0, needed,
             tile.causal, scale=tile.scale,
         )  # fmt: skip
-        group = _group(tile)
-        per_head = (part if group == 1 else part.unflatten(1, (-1, group)).sum(2) for part in grads[1:3])
+        heads_per_kv = _heads_per_kv(tile)
+        per_head = (
+            part if heads_per_kv == 1 else part.unflatten(1, (-1, heads_per_kv)).sum(2) for part in grads[1:3]
+        )
         return Gradients(grads[0], *per_head)
 
 
-def _group(tile: Tile) -> int:
+def _heads_per_kv(tile: Tile) -> int:
     return tile.query.shape[1] // tile.key.shape[1]
 
 
 def _repeated(tile: Tile) -> tuple[Tensor, Tensor]:
-    key, value, group = readable(tile.key), readable(tile.value), _group(tile)
-    if group == 1:
+    key, value, heads_per_kv = readable(tile.key), readable(tile.value), _heads_per_kv(tile)
+    if heads_per_kv == 1:
         return key, value
-    return key.repeat_interleave(group, dim=1), value.repeat_interleave(group, dim=1)
+    return key.repeat_interleave(heads_per_kv, dim=1), value.repeat_interleave(heads_per_kv, dim=1)
 
 
 def _aligned(tile: Tile) -> Tensor | None:

@@ -19,11 +19,11 @@ from torch.autograd.function import once_differentiable
 
 from prescore import checks
 from prescore.autograd import records_gradients
-from prescore.ops.backend import (
-    Backend,
+from prescore.ops.operators import (
+    Operator,
     Tile,
     accumulation_dtype,
-    pick_backend,
+    pick_operator,
     readable,
     rounds_weights,
     softmax_with_lse,
@@ -100,7 +100,7 @@ class Part:
 
 
 def attend_parts(
-    query: Tensor, key: Tensor, value: Tensor, parts: Sequence[Part], *, scale: float, backend: Backend
+    query: Tensor, key: Tensor, value: Tensor, parts: Sequence[Part], *, scale: float, operator: Operator
 ) -> Attended:
     """One softmax over the union of the parts; in float64 where logits are too large for the lse of float32.
 
@@ -110,16 +110,16 @@ def attend_parts(
         value: `[B, Hkv, Nk, Dv]`, or flat rows `[k, Dv]`.
         parts: What each query reads. A key row that occurs in several parts (or twice) counts that often.
         scale: Factor of the logits.
-        backend: The operator.
+        operator: The operator.
     """
     rows, dim, value_dim = query.shape[:3], query.shape[-1], value.shape[-1]
     split = tuple(each for part in parts for each in part.split(ROWS_AT_ONCE))
     flat = query.reshape(-1, dim), key.reshape(-1, dim), value.reshape(-1, value_dim)
-    output, lse = _AttendParts.apply((split, scale, backend), *flat)  # type: ignore[no-untyped-call]
+    output, lse = _AttendParts.apply((split, scale, operator), *flat)  # type: ignore[no-untyped-call]
     is_merged = len(split) > 1
     if (is_merged or records_gradients(*flat)) and rounds_weights(lse, query.dtype, backward=not is_merged):
         tables = [table.to(torch.float64) for table in flat]
-        wide = pick_backend(tables[0]) if backend.unsupported(tables[0]) else backend
+        wide = pick_operator(tables[0]) if operator.unsupported(tables[0]) else operator
         output, lse = _AttendParts.apply((split, scale, wide), *tables)  # type: ignore[no-untyped-call]
         output, lse = output.to(query.dtype), lse.to(accumulation_dtype(query.dtype))
     return Attended(output.view(*rows, value_dim), lse.view(rows))
@@ -141,12 +141,12 @@ class _Tables(NamedTuple):
 class _AttendParts(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, plan: tuple[tuple[Part, ...], float, Backend], *tensors: Tensor
+        ctx: Any, plan: tuple[tuple[Part, ...], float, Operator], *tensors: Tensor
     ) -> tuple[Tensor, Tensor]:
-        tables, (parts, scale, backend) = _Tables(*tensors), plan
+        tables, (parts, scale, operator) = _Tables(*tensors), plan
         merged = None
         for number, part in enumerate(parts):
-            attended = backend.at(f"part {number}").forward(tables.tile(part, scale))
+            attended = operator.at(f"part {number}").forward(tables.tile(part, scale))
             merged = _fold_in(merged, part, attended, tables.query.shape[0])
         if merged is None:
             wide = accumulation_dtype(tables.query.dtype)
@@ -162,7 +162,7 @@ class _AttendParts(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
         *tensors, output, lse = ctx.saved_tensors
-        tables, (parts, scale, backend) = _Tables(*tensors), ctx.plan
+        tables, (parts, scale, operator) = _Tables(*tensors), ctx.plan
         dtype = tables.query.dtype
         wide = accumulation_dtype(dtype)
         if grad is None and grad_lse is None:
@@ -182,7 +182,7 @@ class _AttendParts(torch.autograd.Function):
                 # filler borrows a query that does not read these keys: exp(logit - lse) may be inf, 0 * inf is NaN
                 part_lse = part_lse.masked_fill(~part.query_valid, torch.finfo(lse.dtype).max / 2)
             tile = tables.tile(part, scale)
-            grads = backend.at(f"part {number}").backward(tile, part_grad, Attended(part_output, part_lse))
+            grads = operator.at(f"part {number}").backward(tile, part_grad, Attended(part_output, part_lse))
             slots, rows = part.occupied()
             _add_rows(sums.query, rows, grads.query, slots)  # gradients of filler are 0
             _add_rows(sums.key, part.key_rows, grads.key)
@@ -293,7 +293,7 @@ def merge(*parts: Attended) -> Attended:
 
 
 def exact_output(
-    query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, scale: float, backend: Backend
+    query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, scale: float, operator: Operator
 ) -> Tensor:
     """Output of exact attention without padding and without lse.
 
@@ -301,7 +301,7 @@ def exact_output(
     """
     aligned = not is_causal or query.shape[2] == key.shape[2]
     same_width = value.shape[3] == query.shape[3]
-    if backend.name == "cpu-flash" and aligned and same_width and query.numel() and key.numel():
+    if operator.name == "cpu-flash" and aligned and same_width and query.numel() and key.numel():
         output: Tensor
         output, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             readable(query), readable(key), readable(value), 0.0, is_causal, scale=scale
@@ -309,7 +309,7 @@ def exact_output(
         if not records_gradients(query, key, value) or not rounds_weights(lse, query.dtype, backward=True):
             return output
     parts = exact_parts(query, key, is_causal=is_causal, valid=None)
-    return attend_parts(query, key, value, parts, scale=scale, backend=backend).output
+    return attend_parts(query, key, value, parts, scale=scale, operator=operator).output
 
 
 def exact_parts(query: Tensor, key: Tensor, *, is_causal: bool, valid: Tensor | None) -> list[Part]:

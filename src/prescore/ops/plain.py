@@ -1,4 +1,4 @@
-"""Plain torch on any device: the reference of the fused operators, and the only backend with dropout.
+"""Plain torch on any device: the reference of the fused operators, and the only one with dropout.
 
 Blocked to bound memory: over queries, and with dropout, where it has to serve real training, over tiles too.
 """
@@ -12,8 +12,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from prescore.ops.backend import Backend, Gradients, Tile, accumulation_dtype, softmax_with_lse
 from prescore.ops.dropout import Dropout
+from prescore.ops.operators import Gradients, Operator, Tile, accumulation_dtype, softmax_with_lse
 from prescore.types import Attended
 
 QUERY_BLOCK = 1024
@@ -22,7 +22,7 @@ LOGITS_AT_ONCE = 2**22
 
 
 @dataclass(frozen=True)
-class Plain(Backend):
+class Plain(Operator):
     """Matrix products, a softmax, and dropout where the call has it."""
 
     dropout: Dropout | None = None
@@ -30,15 +30,15 @@ class Plain(Backend):
     name: ClassVar[str] = "plain"
 
     def at(self, place: str) -> Plain:
-        """See `Backend`."""
+        """See `Operator`."""
         return self if self.dropout is None else replace(self, dropout=self.dropout.at(place))
 
     def unsupported(self, query: Tensor) -> list[str]:
-        """See `Backend`."""
+        """See `Operator`."""
         return []
 
     def forward(self, tile: Tile) -> Attended:
-        """See `Backend`."""
+        """See `Operator`."""
         query, value = tile.query, tile.value
         wide = accumulation_dtype(query.dtype)
         output = query.new_empty((*query.shape[:3], value.shape[-1]))
@@ -52,7 +52,7 @@ class Plain(Backend):
         return Attended(output, lse)
 
     def backward(self, tile: Tile, grad: Tensor, merged: Attended) -> Gradients:
-        """See `Backend`."""
+        """See `Operator`."""
         query, key, value = tile[:3]
         wide = accumulation_dtype(query.dtype)
         heads = (key.shape[1], query.shape[1] // max(key.shape[1], 1))
@@ -96,13 +96,13 @@ class Plain(Backend):
 def _logits(tile: Tile, tiles: slice, rows: slice) -> Tensor:
     query, key, bias = tile.query[tiles, :, rows], tile.key[tiles], tile.bias
     wide = accumulation_dtype(query.dtype)
-    group = query.shape[1] // max(key.shape[1], 1)
-    grouped = query.to(wide).unflatten(1, (key.shape[1], group))
+    heads_per_kv = query.shape[1] // max(key.shape[1], 1)
+    grouped = query.to(wide).unflatten(1, (key.shape[1], heads_per_kv))
     logits: Tensor = (grouped @ key.to(wide)[:, :, None].transpose(-1, -2)) * tile.scale  # [b, g, h/g, t, c]
     if bias is not None:
         bias = bias if bias.shape[0] == 1 else bias[tiles]
         bias = bias if bias.shape[-2] == 1 else bias[..., rows, :]
-        bias = bias[:, :, None] if bias.shape[1] == 1 else bias.unflatten(1, (key.shape[1], group))
+        bias = bias[:, :, None] if bias.shape[1] == 1 else bias.unflatten(1, (key.shape[1], heads_per_kv))
         logits = logits + bias.to(wide)
     if tile.causal:
         columns = torch.arange(key.shape[2], dtype=torch.int64, device=query.device)

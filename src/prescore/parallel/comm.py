@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from prescore.errors import PrescoreError, Unsupported
-from prescore.ops.backend import Backend, accumulation_dtype
+from prescore.ops.operators import Operator, accumulation_dtype
 from prescore.rng import Streams
 from prescore.types import Values
 
@@ -249,9 +249,9 @@ class Shard:
         mask: `[B, size * nk]` of the full sequence, True = a real key; None = all are.
         is_causal: The queries of all ranks are the last positions and see no later key.
         scale: Factor of the logits, above 0.
-        backend: The operator.
+        operator: The operator.
         streams: Randomness, the same on every rank.
-        far_backend: The named backend, see `Call`.
+        backend: What runs the far keys, see `Call`.
     """
 
     group: Group
@@ -261,9 +261,9 @@ class Shard:
     mask: Tensor | None
     is_causal: bool
     scale: float
-    backend: Backend
+    operator: Operator
     streams: Streams
-    far_backend: str = "auto"
+    backend: str = "auto"
 
     @property
     def n_query(self) -> int:

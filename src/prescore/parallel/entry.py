@@ -20,7 +20,7 @@ from prescore.autograd import differentiable_once, records_gradients
 from prescore.call import Options, make_call, with_positive_scale
 from prescore.config import Config, Exact, Routed, Selected, check_config
 from prescore.engines import run_engine
-from prescore.ops.backend import pick_backend
+from prescore.ops.operators import pick_operator
 from prescore.ops.parts import merge
 from prescore.parallel.comm import Group, Shard, agree, as_group
 from prescore.parallel.selected import attend_selected_shards, why_not_selected
@@ -61,8 +61,8 @@ def attend_in_group(
         raise
     query, key, value = differentiable_once(*tensors)
     query, scale = with_positive_scale(query, options.scale)
-    backend, named = pick_backend(query, options.backend), options.backend
-    shard = Shard(ranks, query, key, value, mask, options.is_causal, scale, backend, streams, named)
+    operator = pick_operator(query, options.backend)
+    shard = Shard(ranks, query, key, value, mask, options.is_causal, scale, operator, streams, options.backend)
     config, reason, why_exact = check_config(config), None, ""
     if isinstance(config, Selected):
         reason = why_not_selected(shard, config) or None
@@ -137,7 +137,7 @@ def _by_all_gather(shard: Shard, config: Config, explain: bool) -> Result:
 def _by_ulysses(shard: Shard, config: Config, explain: bool) -> Result:
     """All positions of some heads on every rank."""
     empty = shard.query.new_empty(0)
-    stats: Values = {"keys_per_query": 0.0, "keys_selected": 0.0, "seconds": {}, "backend": shard.backend.name}
+    stats: Values = {"keys_per_query": 0.0, "keys_selected": 0.0, "seconds": {}, "backend": shard.operator.name}
     result, n_heads = Result(empty, empty, lambda: Reads(0.0), stats), 0  # of a rank without heads
 
     def attend_heads(*tensors: Tensor) -> list[Tensor]:
@@ -163,10 +163,10 @@ def _run(
         None if shard.mask is None else shard.mask[:, : key.shape[2]],
         is_causal=shard.is_causal,
         scale=shard.scale,
-        backend=shard.backend,
+        operator=shard.operator,
         streams=shard.streams,
         aligned=aligned,
-        far_backend=shard.far_backend,
+        backend=shard.backend,
     )
     result = run_engine(call, config, explain=explain, need_lse=explain)
     output, lse = call.restore(result.attended)
@@ -183,8 +183,8 @@ def attend_step(
     rank holds the new tokens' keys. The results merge by log-sum-exp. Each rank sends one output and one lse per
     query and head, whatever the length of the cache.
     """
-    is_causal, backend = group.rank == group.size - 1, pick_backend(query)
-    call = make_call(query, key, value, valid, is_causal=is_causal, scale=scale, backend=backend, aligned=False)
+    is_causal, operator = group.rank == group.size - 1, pick_operator(query)
+    call = make_call(query, key, value, valid, is_causal=is_causal, scale=scale, operator=operator, aligned=False)
     local = call.exactly()
     parts = group.gather(torch.cat((local.output.to(local.lse.dtype), local.lse[..., None]), dim=-1))
     merged = merge(*(Attended(part[..., :-1], part[..., -1]) for part in parts))

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from prescore.config import Lsh, Selected
-from prescore.ops.backend import accumulation_dtype
+from prescore.ops.operators import accumulation_dtype
 from prescore.ops.parts import Part, attend_parts
 from prescore.parallel.comm import Shapes, Shard, Tensors, done_by_all, tied
 from prescore.scoring.base import KeyShard, Scored, Scorer, checked_scores
@@ -71,7 +71,9 @@ def attend_selected_shards(shard: Shard, config: Selected, *, explain: bool = Fa
     received = _exchange(shard, layout, members, clusters, cluster_scorer(config, shard))
     reader = _Reader(shard, config, layout, received)
     parts = reader.parts()
-    attended = attend_parts(shard.query, *reader.tables.joined(), parts, scale=shard.scale, backend=shard.backend)
+    attended = attend_parts(
+        shard.query, *reader.tables.joined(), parts, scale=shard.scale, operator=shard.operator
+    )
     attended = Attended(tied(attended.output, received.anchor), attended.lse)
     n_queries = shard.query.shape[:3].numel()
     if not explain:
@@ -84,7 +86,7 @@ def attend_selected_shards(shard: Shard, config: Selected, *, explain: bool = Fa
         "depth": len({block.name for block in blocks}) if shard.is_causal else 0,
         "fallbacks": sum(block.is_fallback for block in blocks) * shard.key.shape[0],
         "seconds": {"attending": time.perf_counter() - begin},
-        "backend": shard.backend.name,
+        "backend": shard.operator.name,
     }
     return Result(*attended, lambda: reads, stats)
 
@@ -459,8 +461,8 @@ class _Reader:
         self.own = layout.queries[shard.group.rank]
         self.tables = Tables(received.key, received.value)
         (batch, n_heads, n_query), n_kv_heads = shard.query.shape[:3], shard.key.shape[1]
-        group, device = n_heads // n_kv_heads, shard.query.device
-        self.queries = Queries(batch, n_kv_heads, group, n_query, self.own.start, device)
+        heads_per_kv, device = n_heads // n_kv_heads, shard.query.device
+        self.queries = Queries(batch, n_kv_heads, heads_per_kv, n_query, self.own.start, device)
 
     def parts(self) -> list[Part]:
         """Parts, which refer to `tables`."""
@@ -514,7 +516,7 @@ class _Reader:
     def _placed(self, ranks: Tensor, lsh: Lsh) -> dict[Block, PlacedQueries]:
         """Places of own queries among all queries of a block, for `alignment="rank"`: ranks exchange hashes."""
         rank, layout = self.shard.group.rank, self.layout
-        ranks = ranks.view(self.queries.batch, self.queries.heads, self.queries.group, -1)
+        ranks = ranks.view(self.queries.batch, self.queries.heads, self.queries.heads_per_kv, -1)
         ranks = ranks.to(torch.uint8 if lsh.n_projections <= 8 else torch.int32)
         own = {}
         for block in layout.blocks:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from prescore.ops.backend import accumulation_dtype
+from prescore.ops.operators import accumulation_dtype
 from prescore.parallel.comm import Group, done_by_all, tied
 
 
@@ -27,15 +27,15 @@ class Share(NamedTuple):
 
 def share_heads(n_heads: int, n_kv_heads: int, n_ranks: int) -> list[Share]:
     """Which heads each rank gets; a rank without any has an empty share."""
-    group = n_heads // n_kv_heads
+    heads_per_kv = n_heads // n_kv_heads
     if n_ranks <= n_kv_heads:
         cuts = [rank * n_kv_heads // n_ranks for rank in range(n_ranks + 1)]
-        return [Share(range(a, b), range(a * group, b * group)) for a, b in pairwise(cuts)]
+        return [Share(range(a, b), range(a * heads_per_kv, b * heads_per_kv)) for a, b in pairwise(cuts)]
     shares = []
     cuts = [head * n_ranks // n_kv_heads for head in range(n_kv_heads + 1)]
     for head in range(n_kv_heads):
         n_sharing = cuts[head + 1] - cuts[head]
-        inner = [head * group + place * group // n_sharing for place in range(n_sharing + 1)]
+        inner = [head * heads_per_kv + place * heads_per_kv // n_sharing for place in range(n_sharing + 1)]
         shares += [Share(range(head, head + (b > a)), range(a, b)) for a, b in pairwise(inner)]
     return shares
 

@@ -23,10 +23,10 @@ from torch.nn.functional import pad
 from prescore.autograd import records_gradients
 from prescore.call import Call
 from prescore.config import Routed
-from prescore.ops.backend import accumulation_dtype, readable
+from prescore.ops.operators import accumulation_dtype, readable
 from prescore.ops.parts import fold_lse_gradient
 from prescore.routed import native, plain, reference, triton
-from prescore.routed.backends import pick_far_backend
+from prescore.routed.backends import pick_backend
 from prescore.routed.decode import GrowingClusters, of_heads
 from prescore.routed.layout import N_DIFFERENTIABLE, Layout, RoutedKeys, View, make_layout, routes
 from prescore.routed.native.library import loaded_level
@@ -66,7 +66,7 @@ def attend_routed(call: Call, config: Routed, *, explain: bool = False) -> Resul
     if not explain:
         return Result(*part.attended, count_reads, part.stats)
     stats = {
-        "backend": call.backend.name,
+        "backend": call.operator.name,
         **part.stats,
         **count_means(),
         "keys_selected": call.mean_keys(),
@@ -165,7 +165,7 @@ def _sequences(call: Call, rows: Tensor, n_keys: int, n_skipped: int, place: str
         query=query[:, :, n_skipped:],
         key=key[:, :, :n_keys],
         value=value[:, :, :n_keys],
-        backend=call.backend.at(place),
+        operator=call.operator.at(place),
         valid=valid,
         query_start=n_keys - (call.n_query - n_skipped) if call.is_causal else 0,
         query_valid=query_valid,
@@ -232,11 +232,11 @@ def _attend(call: Call, config: Routed) -> _Part:
     n_exact = layout.n_exact if call.query.numel() and call.key.numel() else layout.n_query
     counted = _Counted.of(call)
     stats, count_means = {**asdict(layout), "exact_queries": n_exact}, counted.exact_means
-    far_backend = _far_backend(call, layout)
+    backend = _backend_of(call, layout)
     # native code reads the first queries too, and faster; the operator alone has their gradients
     n_apart = n_exact
     is_recorded = records_gradients(call.query, call.key, call.value)
-    if far_backend == "native" and n_exact < layout.n_query and not is_recorded:
+    if backend == "native" and n_exact < layout.n_query and not is_recorded:
         n_apart = 0
     results = []
     if n_apart or n_exact == layout.n_query:
@@ -244,18 +244,18 @@ def _attend(call: Call, config: Routed) -> _Part:
     if n_exact < layout.n_query:
         parts: list[tuple[Tensor, Tensor]] = []
         counts = torch.zeros(2, dtype=torch.float64, device=call.query.device)
-        index, n_done = _kept_index(call, layout, far_backend), 0
-        for batch in _head_batches(call, n_apart, far_backend):
-            view = _view(call, batch, layout, config, f"heads {len(parts)}", far_backend)
+        index, n_done = _kept_index(call, layout, backend), 0
+        for batch in _head_batches(call, n_apart, backend):
+            view = _view(call, batch, layout, config, f"heads {len(parts)}", backend)
             some, n_done = slice(n_done, n_done + len(batch.key)), n_done + len(batch.key)
-            keys = _routed_keys(batch, layout, far_backend, None if index is None else of_heads(index, some))
+            keys = _routed_keys(batch, layout, backend, None if index is None else of_heads(index, some))
             output, lse, count = _RoutedAttention.apply(view, batch.query, *keys)  # type: ignore[no-untyped-call]
             parts.append((output, lse))
             counts += count
         results.append(_all_heads(call, parts))
         count_means = partial(counted.routed_means, layout, n_exact, counts)
-        stats["backend"] = far_backend
-        if far_backend == "native":
+        stats["backend"] = backend
+        if backend == "native":
             stats["native_level"] = loaded_level()
     attended = results[0]
     if len(results) > 1:
@@ -263,10 +263,10 @@ def _attend(call: Call, config: Routed) -> _Part:
     return _Part(attended, stats, count_means)
 
 
-def _far_backend(call: Call, layout: Layout) -> str:
-    if call.backend.dropout is not None:
+def _backend_of(call: Call, layout: Layout) -> str:
+    if call.operator.dropout is not None:
         return "plain"
-    return pick_far_backend(call.far_backend, call.query, call.value.shape[-1], layout.cluster_size)
+    return pick_backend(call.backend, call.query, call.value.shape[-1], layout.cluster_size)
 
 
 def _attend_first(call: Call, layout: Layout, n_exact: int) -> Attended:
@@ -301,14 +301,14 @@ class _HeadBatch(NamedTuple):
     searching: Tensor | None
 
 
-def _head_batches(call: Call, n_skipped: int, far_backend: str) -> Iterator[_HeadBatch]:
+def _head_batches(call: Call, n_skipped: int, backend: str) -> Iterator[_HeadBatch]:
     """Batches of KV heads with their queries after the first `n_skipped`; a long sequence goes alone."""
     n_kv_heads = call.key.shape[1]
-    queries = call.query[:, :, n_skipped:].unflatten(1, (n_kv_heads, call.group)).flatten(0, 1)
+    queries = call.query[:, :, n_skipped:].unflatten(1, (n_kv_heads, call.heads_per_kv)).flatten(0, 1)
     keys, values = (readable(tensor.flatten(0, 1)) for tensor in (call.key, call.value))
     searching = call.query_valid[:, n_skipped:] if call.is_causal and call.query_valid is not None else None
     masks = [None if t is None else t.repeat_interleave(n_kv_heads, dim=0) for t in (call.valid, searching)]
-    most = KEY_NUMBERS_ON_DEVICE if far_backend == "triton" else KEY_NUMBERS_AT_ONCE
+    most = KEY_NUMBERS_ON_DEVICE if backend == "triton" else KEY_NUMBERS_AT_ONCE
     step = max(1, most // (call.n_keys * max(keys.shape[-1], values.shape[-1])))
     for start in range(0, len(queries), step):
         some = slice(start, start + step)
@@ -316,7 +316,7 @@ def _head_batches(call: Call, n_skipped: int, far_backend: str) -> Iterator[_Hea
         yield _HeadBatch(readable(queries[some]), keys[some], values[some], *own)
 
 
-def _view(call: Call, batch: _HeadBatch, layout: Layout, config: Routed, place: str, far_backend: str) -> View:
+def _view(call: Call, batch: _HeadBatch, layout: Layout, config: Routed, place: str, backend: str) -> View:
     """What the queries of a batch see: the last ones of a causal call, or all."""
     n_heads, _, n_query, _ = batch.query.shape
     if layout.causal:
@@ -338,25 +338,25 @@ def _view(call: Call, batch: _HeadBatch, layout: Layout, config: Routed, place: 
     log_inverse = reference.log_inverse_weight(config.min_weight)
     return View(
         n_clusters, start, stop, layout.causal, layout.chunk_size, clusters_per_cov, log_inverse, call.scale,
-        call.backend.at(place), far_backend,
+        call.operator.at(place), backend,
     )  # fmt: skip
 
 
-def _kept_index(call: Call, layout: Layout, far_backend: str) -> Clusters | None:
+def _kept_index(call: Call, layout: Layout, backend: str) -> Clusters | None:
     """The key index that a cache keeps from chunk to chunk of a prompt; None = there is none."""
-    if not isinstance(call.key_index, GrowingClusters) or far_backend == "plain" or not layout.causal:
+    if not isinstance(call.key_index, GrowingClusters) or backend == "plain" or not layout.causal:
         return None
     if records_gradients(call.key, call.value):
         return None
     key, value = (readable(tensor) for tensor in (call.key, call.value))
-    return call.key_index.extended(key, value, layout, far_backend)
+    return call.key_index.extended(key, value, layout, backend)
 
 
-def _routed_keys(batch: _HeadBatch, layout: Layout, far_backend: str, index: Clusters | None) -> RoutedKeys:
+def _routed_keys(batch: _HeadBatch, layout: Layout, backend: str, index: Clusters | None) -> RoutedKeys:
     """The keys of a batch with their key index, built where none is given."""
     if index is None:
         build = reference.build_clusters
-        if far_backend == "native" and native.can_build(batch.key, batch.value, layout):
+        if backend == "native" and native.can_build(batch.key, batch.value, layout):
             build = native.build_clusters
         index = build(batch.key, batch.value, layout, layout.sinks, layout.n_chunks)
     key_cov, key_value_cov = index.key_cov, index.key_value_cov
@@ -377,7 +377,7 @@ class _RoutedAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, view: View, query: Tensor, *tensors: Any) -> tuple[Tensor, Tensor, Tensor]:
         keys = RoutedKeys(*tensors)
-        attended, threshold, counts = _BACKENDS[view.far_backend].forward(query, keys, view)
+        attended, threshold, counts = _BACKENDS[view.backend].forward(query, keys, view)
         output = attended.output.to(query.dtype)
         ctx.save_for_backward(query, *tensors, output, attended.lse, threshold)
         ctx.view = view
@@ -400,7 +400,7 @@ class _RoutedAttention(torch.autograd.Function):
         inputs = [query, *keys[:N_DIFFERENTIABLE]]
         # contiguous, whatever the inputs are: native code adds to them by place
         sums = [torch.zeros(t.shape, dtype=wide, device=t.device) for t in inputs]
-        far = native if view.far_backend == "native" else plain  # kernels have no backward pass
+        far = native if view.backend == "native" else plain  # kernels have no backward pass
         grad_threshold = far.add_far_gradients(grad, query, keys, view, merged, threshold, sums)
         grad, merged = _through_threshold(grad, merged, threshold + view.log_inverse, grad_threshold)
         plain.add_local_gradients(grad, query, keys, view, merged, sums[:3])

@@ -10,7 +10,7 @@ from prescore.routed.layout import make_layout, routes
 from prescore.routed.native import library
 
 
-def pick_far_backend(name: str, query: Tensor, value_dim: int, cluster_size: int) -> str:
+def pick_backend(name: str, query: Tensor, value_dim: int, cluster_size: int) -> str:
     """What runs under `backend=name` with such queries (or keys); `auto` takes what is made for the device."""
     on_cpu = query.device.type == "cpu"
     if (name == "native" or (name == "auto" and on_cpu)) and native.can_run(query, value_dim, cluster_size):

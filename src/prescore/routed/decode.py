@@ -18,9 +18,9 @@ from torch.nn.functional import pad
 from prescore import checks
 from prescore.config import Routed
 from prescore.errors import Unsupported
-from prescore.ops.backend import Backend, Tile, accumulation_dtype, pick_backend, readable
+from prescore.ops.operators import Operator, Tile, accumulation_dtype, pick_operator, readable
 from prescore.routed import native, plain, reference, triton
-from prescore.routed.backends import pick_far_backend, unsupported
+from prescore.routed.backends import pick_backend, unsupported
 from prescore.routed.layout import Layout, RoutedKeys, View, make_layout
 from prescore.routed.native.library import loaded_level
 from prescore.routed.reference import Clusters, Int8Keys, log_inverse_weight
@@ -50,9 +50,9 @@ class GrowingClusters:
         self._made_for: tuple[object, ...] = ()
         self._clusters: Clusters | None = None
 
-    def extended(self, key: Tensor, value: Tensor, layout: Layout, far_backend: str) -> Clusters:
+    def extended(self, key: Tensor, value: Tensor, layout: Layout, backend: str) -> Clusters:
         """The key index of all far chunks of keys `[B, Hkv, N, D]`."""
-        geometry = (layout.sinks, layout.chunk_size, layout.cluster_size, far_backend, loaded_level())
+        geometry = (layout.sinks, layout.chunk_size, layout.cluster_size, backend, loaded_level())
         made_for = (*geometry, key.shape[:2], key.shape[-1], value.shape[-1], key.dtype)
         clusters = self._clusters if self._made_for == made_for else None
         n_done = 0 if clusters is None else clusters.key_cov.shape[1]
@@ -60,7 +60,7 @@ class GrowingClusters:
             clusters, n_done = None, 0
         if clusters is None or n_done < layout.n_chunks:
             begin = layout.sinks + n_done * layout.chunk_size
-            new = _build(key, value, layout, begin, layout.n_chunks - n_done, far_backend)
+            new = _build(key, value, layout, begin, layout.n_chunks - n_done, backend)
             clusters = new if clusters is None else _joined(clusters, new)
         self._made_for, self._clusters = made_for, clusters
         return clusters
@@ -93,21 +93,21 @@ class RoutedIndex:
         self._grown, self._chunks = grown, chunks
         self._groups: list[tuple[slice, _SameStart]] = []
         self._kind: tuple[object, ...] = ()
-        self._backends: tuple[Backend, str]  # of calls of this kind
+        self._runners: tuple[Operator, str]  # of calls of this kind
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, *, backend: str = "auto") -> Attended:
         """Attend for the newest positions, `query [B, Hq, n, D]`, over all keys and values so far."""
         kind = (backend, query.dtype, query.device, query.shape[-1], value.shape[-1], loaded_level())
         if self._kind != kind:
-            self._kind, self._backends = kind, self._pick_backends(query, value.shape[-1], backend)
-        operator, far_backend = self._backends
+            self._kind, self._runners = kind, self._pick_runners(query, value.shape[-1], backend)
+        operator, backend = self._runners
         if not self._groups:
             self._groups = self._split()
         n_query, steps = query.shape[2], []
         if n_query == 1 and len(self._groups) == 1:
-            return self._groups[0][1].attend(query, key, value, operator, far_backend)
-        if (n_query >= MANY or far_backend == "triton") and far_backend != "plain" and len(self._groups) == 1:
-            attended = self._groups[0][1].attend_many(query, key, value, operator, far_backend)
+            return self._groups[0][1].attend(query, key, value, operator, backend)
+        if (n_query >= MANY or backend == "triton") and backend != "plain" and len(self._groups) == 1:
+            attended = self._groups[0][1].attend_many(query, key, value, operator, backend)
             if attended is not None:
                 return attended
         for place in range(n_query):  # each sees the keys before it, and the key index as it was then
@@ -115,19 +115,19 @@ class RoutedIndex:
             one, keys, values = query[:, :, place : place + 1], key[:, :, :stop], value[:, :, :stop]
             parts = []
             for rows, group in self._groups:
-                parts.append(group.attend(one[rows], keys[rows], values[rows], operator, far_backend))
+                parts.append(group.attend(one[rows], keys[rows], values[rows], operator, backend))
             steps.append(parts)
         joined = [[torch.cat(tensors) for tensors in zip(*parts, strict=True)] for parts in steps]
         return Attended(*(torch.cat(tensors, dim=2) for tensors in zip(*joined, strict=True)))
 
-    def _pick_backends(self, query: Tensor, value_dim: int, backend: str) -> tuple[Backend, str]:
+    def _pick_runners(self, query: Tensor, value_dim: int, backend: str) -> tuple[Operator, str]:
         """The operator for local keys, and what runs the far keys."""
         is_named = backend in ("native", "triton")
         reasons = unsupported(backend, query, value_dim, self._config) if is_named else []
         if reasons:
             raise Unsupported(f"backend {backend!r}", reasons)
         size = make_layout(1, 1, causal=True, config=self._config).cluster_size
-        return pick_backend(query, backend), pick_far_backend(backend, query, value_dim, size)
+        return pick_operator(query, backend), pick_backend(backend, query, value_dim, size)
 
     @property
     def reads(self) -> Reads:
@@ -188,7 +188,7 @@ class _Index:
         n_chunks: How many there are.
         clusters: Of all of them; the covariances are sums over chunks, `[T, 1, ...]`.
         means: Mean covariances over the first `n_chunks - R + 1`, ..., `n_chunks` chunks, `[T, R, ...]`.
-        built_by: Operator and far backend.
+        built_by: Operator and backend.
         step: Prepared native steps over all chunks; None = not prepared.
     """
 
@@ -225,29 +225,29 @@ class _SameStart:
         self._grown, self._chunks = grown, chunks
         self._index: _Index | None = None
         self.reads = Reads(0.0)  # of the last step
-        self.ran: str | None = None  # the far backend of the last step; None = nothing was far
+        self.ran: str | None = None  # the backend of the last step; None = nothing was far
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, backend: Backend, far_backend: str) -> Attended:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, operator: Operator, backend: str) -> Attended:
         """The newest query `[B, Hq, 1, D]` of these sequences."""
         layout = make_layout(1, key.shape[2] - self._start, causal=True, config=self._config)
         query, key, value = (readable(t) for t in (query, key, value))
         grouped = query.reshape(-1, query.shape[1] // key.shape[1], 1, query.shape[-1])
         self.ran, n_read = None, 0.0
         if layout.n_chunks:
-            self.ran = far_backend
+            self.ran = backend
             with torch.no_grad():
-                self._index = self._extended(key, value, layout, backend, layout.n_chunks).trimmed()
-                attended, n_read = self._attend_far(self._index, grouped, key, value, layout, backend)
+                self._index = self._extended(key, value, layout, operator, layout.n_chunks).trimmed()
+                attended, n_read = self._attend_far(self._index, grouped, key, value, layout, operator)
         else:
             local_key, local_value = (t[:, :, self._start :].flatten(0, 1)[:, None] for t in (key, value))
-            attended = backend.forward(Tile(grouped, local_key, local_value, self._scale))
+            attended = operator.forward(Tile(grouped, local_key, local_value, self._scale))
         always = layout.n_keys - layout.n_chunks * layout.chunk_size
         self.reads = Reads(always + n_read, float(layout.n_chunks * layout.clusters_per_chunk))
         shape = query.shape[:3]
         return Attended(attended.output.reshape(*shape, -1), attended.lse.reshape(shape))
 
     def attend_many(
-        self, query: Tensor, key: Tensor, value: Tensor, backend: Backend, far_backend: str
+        self, query: Tensor, key: Tensor, value: Tensor, operator: Operator, backend: str
     ) -> Attended | None:
         """The newest queries `[B, Hq, n, D]` in one call of native code or kernels; None where nothing is far.
 
@@ -259,7 +259,7 @@ class _SameStart:
         grouped = query.reshape(-1, query.shape[1] // key.shape[1], n_query, query.shape[-1])
         if not layout.n_chunks or layout.first < 0:
             return None
-        self.ran = far_backend
+        self.ran = backend
         position = torch.arange(layout.first, layout.n_keys, dtype=torch.int64, device="cpu")
         chunks = layout.far_chunks(position)
         local_start = (layout.sinks + chunks * layout.chunk_size).masked_fill(chunks == 0, 0) + self._start
@@ -270,13 +270,13 @@ class _SameStart:
         log_inverse = log_inverse_weight(self._config.min_weight)
         options = (True, layout.chunk_size, layout.clusters_per_chunk, log_inverse, self._scale)
         with torch.no_grad():
-            index = self._extended(key, value, layout, backend, int(chunks[chunks > 0].min()))
+            index = self._extended(key, value, layout, operator, int(chunks[chunks > 0].min()))
             self._index = index.trimmed()
             first = index.fewest - 1  # covariances of fewer chunks are read by no query
             covs = [pad(mean, (0, 0, 0, 0, first, 0)) for mean in index.means]
             keys = self._routed_keys(key, value, index.clusters, layout, (covs[0], covs[1]))
-            forward = native.forward if far_backend == "native" else triton.forward
-            attended, _, read = forward(grouped, keys, View(counts, start, stop, *options, backend, far_backend))
+            forward = native.forward if backend == "native" else triton.forward
+            attended, _, read = forward(grouped, keys, View(counts, start, stop, *options, operator, backend))
         always = float((position + 1 - chunks * layout.chunk_size).double().mean())
         n_centroids = float(chunks.double().mean()) * layout.clusters_per_chunk
         self.reads = Reads(always + float(read[1]) / attended.lse.numel(), n_centroids)
@@ -306,9 +306,9 @@ class _SameStart:
         means = (moved(index.means[0]), moved(index.means[1]))
         self._index = _Index(index.n_chunks, own, means, index.built_by)
 
-    def _extended(self, key: Tensor, value: Tensor, layout: Layout, backend: Backend, fewest: int) -> _Index:
+    def _extended(self, key: Tensor, value: Tensor, layout: Layout, operator: Operator, fewest: int) -> _Index:
         """The key index with all chunks that are far by now; some query sees the `fewest` chunks, at least 1."""
-        index, built_by = self._index, (backend.name, self.ran or "plain")
+        index, built_by = self._index, (operator.name, self.ran or "plain")
         if index is not None and (fewest < index.fewest or index.built_by != built_by):
             index = None
         done = 0 if index is None else index.n_chunks
@@ -350,14 +350,14 @@ class _SameStart:
 
     def _build(self, key: Tensor, value: Tensor, layout: Layout, begin: int, n_chunks: int) -> Clusters:
         """The key index of chunks of keys `[B, Hkv, N, D]`, which are not copied."""
-        far_backend = self.ran or "plain"
+        backend = self.ran or "plain"
         grown, self._grown = self._grown, None
-        if far_backend != "plain" and grown is not None and n_chunks == layout.n_chunks:
-            return grown.extended(key, value, layout, far_backend)
-        return _build(key, value, layout, begin, n_chunks, far_backend)
+        if backend != "plain" and grown is not None and n_chunks == layout.n_chunks:
+            return grown.extended(key, value, layout, backend)
+        return _build(key, value, layout, begin, n_chunks, backend)
 
     def _attend_far(
-        self, index: _Index, query: Tensor, key: Tensor, value: Tensor, layout: Layout, backend: Backend
+        self, index: _Index, query: Tensor, key: Tensor, value: Tensor, layout: Layout, operator: Operator
     ) -> tuple[Attended, float]:
         """The step of `query [T, G, 1, D]`, and the far keys that each query read on average."""
         n_clusters = layout.n_chunks * layout.clusters_per_chunk
@@ -376,7 +376,7 @@ class _SameStart:
             torch.full((query.shape[0], 1), n, dtype=torch.int32, device="cpu")
             for n in (n_clusters, local_start, key.shape[2])
         )
-        options = (True, layout.chunk_size, n_clusters, log_inverse, self._scale, backend, self.ran or "plain")
+        options = (True, layout.chunk_size, n_clusters, log_inverse, self._scale, operator, self.ran or "plain")
         view = View(counts, start, stop, *options)
         keys = self._step_keys(key, value, index, layout)
         if self.ran == "triton":
@@ -385,7 +385,7 @@ class _SameStart:
         local_key, local_value = (t[:, None, local_start:] for t in (keys.key, keys.value))
         wide = accumulation_dtype(query.dtype)
         tile = Tile(query, local_key, local_value, self._scale)
-        local = Attended(*(t.to(wide) for t in backend.forward(tile)))
+        local = Attended(*(t.to(wide) for t in operator.forward(tile)))
         merged, _, counts = plain.add_far(query, keys, view, local)
         return Attended(merged.output.to(value.dtype), merged.lse), float(counts[1]) / merged.lse.numel()
 
@@ -407,9 +407,9 @@ class _SameStart:
         )
 
 
-def _build(key: Tensor, value: Tensor, layout: Layout, begin: int, n_chunks: int, far_backend: str) -> Clusters:
+def _build(key: Tensor, value: Tensor, layout: Layout, begin: int, n_chunks: int, backend: str) -> Clusters:
     """The key index of chunks of keys `[B, Hkv, N, D]`, which are not copied."""
-    if far_backend == "native":
+    if backend == "native":
         return native.build_clusters(key, value, layout, begin, n_chunks)
     span = slice(begin, begin + n_chunks * layout.chunk_size)
     keys, values = (t[:, :, span].flatten(0, 1) for t in (key, value))

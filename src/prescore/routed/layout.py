@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from prescore.config import Routed
-from prescore.ops.backend import Backend
+from prescore.ops.operators import Operator
 from prescore.routed.tree import tree_levels
 
 
@@ -157,8 +157,8 @@ class View:
         clusters_per_cov: Covariance i averages the first (i + 1) x this many clusters.
         log_inverse: `reference.log_inverse_weight(min_weight)`.
         scale: Factor of the logits.
-        backend: The operator for local keys, where the far backend leaves them to it.
-        far_backend: What runs the far keys: `native`, `triton` or `plain`.
+        operator: The operator for local keys, where the backend leaves them to it.
+        backend: What runs the far keys: `native`, `triton` or `plain`.
     """
 
     n_clusters: Tensor
@@ -169,8 +169,8 @@ class View:
     clusters_per_cov: int
     log_inverse: float
     scale: float
-    backend: Backend
-    far_backend: str
+    operator: Operator
+    backend: str
 
     def runs(self) -> Iterator[tuple[int, slice, int]]:
         """Consecutive queries that see the same clusters: KV head, queries, number of clusters."""

@@ -22,8 +22,8 @@ from torch import Tensor
 from torch.nn.functional import embedding_bag, pad
 
 from prescore.devices import upload
-from prescore.ops.backend import Backend, Tile, accumulation_dtype
 from prescore.ops.dropout import Dropout
+from prescore.ops.operators import Operator, Tile, accumulation_dtype
 from prescore.routed.layout import RoutedKeys, View
 from prescore.routed.reference import (
     QUERY_MAX,
@@ -338,7 +338,7 @@ def _sums_again(
 
 def far_blocks(query: Tensor, keys: RoutedKeys, view: View) -> Iterator[Block]:
     """The queries that see clusters, those of one KV head after the other."""
-    wide, group, last = keys.centroid_key.dtype, query.shape[1], -1
+    wide, heads_per_kv, last = keys.centroid_key.dtype, query.shape[1], -1
     key = value = dequantized = scratch = torch.empty(0, dtype=wide, device=query.device)
     for head, queries, n_clusters in view.runs():
         if not n_clusters:
@@ -362,13 +362,13 @@ def far_blocks(query: Tensor, keys: RoutedKeys, view: View) -> Iterator[Block]:
             key_cov=keys.key_cov[head, covariance],
             key_value_cov=keys.key_value_cov[head, covariance],
         )
-        step = max(1, LOGITS_AT_ONCE // (group * n_keys))
+        step = max(1, LOGITS_AT_ONCE // (heads_per_kv * n_keys))
         for start in range(queries.start, queries.stop, step):
             some = slice(start, min(start + step, queries.stop))
-            n_logits = group * (some.stop - some.start) * n_keys
+            n_logits = heads_per_kv * (some.stop - some.start) * n_keys
             if scratch.shape[0] < n_logits:
                 scratch = torch.empty(n_logits, dtype=wide, device=query.device)
-            dropout = view.backend.at(f"far {head} {start}").dropout
+            dropout = view.operator.at(f"far {head} {start}").dropout
             yield Block((head, slice(None), some), far, dequantized[:n_keys], scratch, covariance, dropout)
 
 
@@ -383,7 +383,7 @@ def attend_local(query: Tensor, keys: RoutedKeys, view: View) -> Attended:
         if not tail.key.shape[1]:
             empty = query.new_zeros((*query.shape[:3], keys.value.shape[-1]), dtype=wide)
             return Attended(empty, query.new_full(query.shape[:3], -torch.inf, dtype=wide))
-        result = view.backend.at("tail").forward(tail.tile(query, view))
+        result = view.operator.at("tail").forward(tail.tile(query, view))
         return Attended(result.output.to(wide), result.lse.to(wide))
     grid = _ChunkGrid.of(view)
     blocks = grid.cut(query)  # [T, n_blocks, G, size, D]
@@ -391,9 +391,9 @@ def attend_local(query: Tensor, keys: RoutedKeys, view: View) -> Attended:
     lse = query.new_empty(blocks.shape[:4], dtype=wide)
     for head in range(query.shape[0]):
         chunks = _Chunks(*(grid.chunks(t[head]) for t in (keys.key, keys.value)))
-        for some, rows, backends in grid.strips(view, head):
+        for some, rows, operators in grid.strips(view, head):
             tiles = chunks.of(some).tiles(blocks[head, some, :, rows], rows, view.scale)
-            window, square = (backend.forward(tile) for backend, tile in zip(backends, tiles, strict=True))
+            window, square = (operator.forward(tile) for operator, tile in zip(operators, tiles, strict=True))
             merged = torch.logaddexp(window.lse, square.lse)
             weight = torch.exp(window.lse - merged)[..., None]
             into = output[head, some, :, rows]
@@ -415,7 +415,7 @@ def add_local_gradients(
         tail = _Tail.of(keys, view)
         if tail.key.shape[1]:
             full = Attended(*(t.contiguous() for t in merged))
-            grads = view.backend.at("tail").backward(tail.tile(query, view), grad.contiguous(), full)
+            grads = view.operator.at("tail").backward(tail.tile(query, view), grad.contiguous(), full)
             grad_query += grads.query
             tail.add(grad_key, grads.key[:, 0])
             tail.add(grad_value, grads.value[:, 0])
@@ -427,10 +427,10 @@ def add_local_gradients(
         chunks = _Chunks(*(grid.chunks(t[head]) for t in (keys.key, keys.value)))
         by_query = torch.zeros(cut[1][head].shape, dtype=wide, device=query.device)
         totals = _Chunks(*(torch.zeros(t.shape, dtype=wide, device=t.device) for t in chunks))
-        for some, rows, backends in grid.strips(view, head):
+        for some, rows, operators in grid.strips(view, head):
             own_grad, own_query, output, lse = (t[head, some, :, rows].contiguous() for t in cut)
             result, tiles = Attended(output, lse.squeeze(-1)), chunks.of(some).tiles(own_query, rows, view.scale)
-            window, square = (b.backward(tile, own_grad, result) for b, tile in zip(backends, tiles, strict=True))
+            window, square = (o.backward(tile, own_grad, result) for o, tile in zip(operators, tiles, strict=True))
             by_query[some, :, rows] += window.query + square.query
             for total, from_window, from_square in zip(totals.of(some), window[1:], square[1:], strict=True):
                 total[:-1] += from_window[:, 0, : grid.size]
@@ -489,7 +489,7 @@ class _ChunkGrid:
         own = rows[self.start : self.start + chunks.shape[0] * self.size]
         own += chunks.flatten(0, 1)[: own.shape[0]]
 
-    def strips(self, view: View, head: int) -> Iterator[tuple[slice, slice, list[Backend]]]:
+    def strips(self, view: View, head: int) -> Iterator[tuple[slice, slice, list[Operator]]]:
         """Blocks, rows and operators of each half of the blocks: in halves, less of a causal square is masked."""
         n_strips = 2 if self.size % 2 == 0 and self.size >= 128 else 1
         step, stop = self.size // n_strips, self.before + self.n_query
@@ -497,9 +497,9 @@ class _ChunkGrid:
             first = max(0, (self.before - start - step) // self.size + 1)
             last = (stop - 1 - start) // self.size + 1
             if first < last:
-                backend = view.backend.at(f"near {head}")
-                backends = [backend.at(f"{part} {start}") for part in ("window", "square")]
-                yield slice(first, last), slice(start, start + step), backends
+                operator = view.operator.at(f"near {head}")
+                operators = [operator.at(f"{part} {start}") for part in ("window", "square")]
+                yield slice(first, last), slice(start, start + step), operators
 
 
 class _Chunks(NamedTuple):

@@ -26,8 +26,8 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from prescore.config import Routed
-from prescore.ops.backend import accumulation_dtype
 from prescore.ops.dropout import Dropout
+from prescore.ops.operators import accumulation_dtype
 from prescore.routed.layout import Layout, make_layout
 from prescore.routed.tree import bisection_tree
 

@@ -28,7 +28,7 @@ CLUSTERS = 16
 MAX_SPLITS = 32
 """Programs that share the clusters of a KV head in a step."""
 STEP_ROWS = 16
-"""Rows of a tile in a step: query heads of a group."""
+"""Rows of a tile in a step: query heads of a KV head."""
 LIGHT_WARPS = 4
 """Warps of a program of the kernels that need few registers: local_part, merge."""
 PROGRAMS = 1024
@@ -186,7 +186,7 @@ def forward(query: Tensor, keys: RoutedKeys, view: View) -> tuple[Attended, Tens
     """Result of `query [T, G, n, D]`, each query's threshold, and counts: keys compared, far keys read."""
     from prescore.routed import triton_kernels as kernels
 
-    (n_heads, group, n_query, dim), value_dim, device = query.shape, keys.value.shape[-1], query.device
+    (n_heads, heads_per_kv, n_query, dim), value_dim, device = query.shape, keys.value.shape[-1], query.device
     n_clusters, size = keys.positions.shape[1:]
     target = target_of(device)
     own = cast("Launch", launch(target, dim, value_dim, query.dtype))
@@ -199,14 +199,14 @@ def forward(query: Tensor, keys: RoutedKeys, view: View) -> tuple[Attended, Tens
         most = max(1, int(view.n_clusters.max()))  # on the CPU
         per_split = -(-most // (CLUSTERS * MAX_SPLITS)) * CLUSTERS
         splits = -(-most // per_split)
-    n_tiles = -(-group * n_query // rows)
+    n_tiles = -(-heads_per_kv * n_query // rows)
     n_rows, n_works = n_tiles * rows, n_tiles * splits * n_heads
     n_programs = min(n_works, 3 if is_interpreted else PROGRAMS)
 
     def empty(*shape: int, of: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=of, device=device)
 
-    result, lse = empty(n_heads, group, n_query, value_dim, of=dtype), empty(n_heads, group, n_query)
+    result, lse = empty(n_heads, heads_per_kv, n_query, value_dim, of=dtype), empty(n_heads, heads_per_kv, n_query)
     threshold, counts = torch.empty_like(lse), empty(n_works, 2, of=torch.int32)
     masses, stds, query_units = empty(n_heads, splits + 1, n_rows), empty(n_heads, n_rows), empty(n_heads, n_rows)
     query_int8 = empty(n_heads, n_rows, dim, of=torch.int8)
@@ -222,7 +222,7 @@ def forward(query: Tensor, keys: RoutedKeys, view: View) -> tuple[Attended, Tens
     steps = query.stride()[:3], (*keys.key.stride()[:2], *keys.value.stride()[:2])
     covs = keys.key_cov.shape[1], view.clusters_per_cov
     fixed = {
-        "GROUP": group, "ROWS": rows, "D": dim, "DV": value_dim, "LOCAL": own.local, "SIZE": size,
+        "GROUP": heads_per_kv, "ROWS": rows, "D": dim, "DV": value_dim, "LOCAL": own.local, "SIZE": size,
         "KEYS": min(own.keys, size), "WIDTH": min(dim, own.width), "PRECISION": precision(target),
         "INTERPRETED": is_interpreted, **constants(),
     }  # fmt: skip

@@ -1,6 +1,6 @@
 """The kernels of the Triton backend; `routed/reference.py` says what they compute, with the same names.
 
-A tile has `ROWS` queries of one KV head: all query heads of the group, position by position. Three kernels run for
+A tile has `ROWS` queries of one KV head: all query heads of that head, position by position. Three kernels run for
 prompts and for single steps. Steps share the clusters of a KV head among `splits` programs, prompts do not.
 
 - `local_part`: local keys, sinks, int8 queries; beside it, the mass of the centroids for the threshold.

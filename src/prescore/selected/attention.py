@@ -36,7 +36,7 @@ def attend_selected(
     plan = make_plan(call, config, given, explain=explain)
     with plan.timed("attending"):
         attended = attend_parts(
-            call.query, *plan.tables.joined(), plan.parts, scale=call.scale, backend=call.backend
+            call.query, *plan.tables.joined(), plan.parts, scale=call.scale, operator=call.operator
         )
     parts, n_queries = plan.parts, call.query.shape[:3].numel()
 
@@ -62,7 +62,7 @@ def _stats(plan: Plan, lse: Tensor, reads: Reads) -> Values:
         "fallbacks": sum(int(each.fallback.sum()) for each in selections if each.fallback is not None),
         "mass_read": _mass_read(plan, lse),
         "seconds": dict(plan.seconds),
-        "backend": plan.call.backend.name,
+        "backend": plan.call.operator.name,
     }
 
 
@@ -79,7 +79,7 @@ def _mass_read(plan: Plan, lse: Tensor) -> float:
             bias[:, slice(*part.residual)] = -torch.inf
         parts.append(dataclasses.replace(part, bias=bias))
     call = plan.call
-    without = attend_parts(call.query, *plan.tables.joined(), parts, scale=call.scale, backend=call.backend).lse
+    without = attend_parts(call.query, *plan.tables.joined(), parts, scale=call.scale, operator=call.operator).lse
     return float(torch.exp(without[non_empty] - lse[non_empty]).mean())
 
 

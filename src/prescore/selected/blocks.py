@@ -15,7 +15,7 @@ from torch import Tensor
 
 from prescore.config import Coupling, Lsh
 from prescore.devices import largest, maybe_any
-from prescore.ops.backend import accumulation_dtype
+from prescore.ops.operators import accumulation_dtype
 from prescore.ops.parts import Part, mask_bias
 from prescore.scoring.sampling import arange
 
@@ -79,14 +79,14 @@ class BlockPairs:
 def exact_part(pair: BlockPairs, dtype: torch.dtype) -> Part:
     """Every query over all selected keys of its pair; `dtype` is the query's."""
     dtype = accumulation_dtype(dtype)
-    n_pairs, heads, group, width = pair.query_rows.shape
+    n_pairs, heads, heads_per_kv, width = pair.query_rows.shape
     readable = pair.readable()
     bias = torch.zeros(pair.key_rows.shape, dtype=dtype, device=pair.key_rows.device)
     columns = [KeyRows(pair.key_rows, bias if readable is None else mask_bias(readable, dtype)), *pair.shared]
     filled = pair.query_valid
     if filled is not None:
         filled = filled[:, None, None, :].expand(pair.query_rows.shape).flatten(0, 1)
-    shape = (n_pairs * heads, group, width)
+    shape = (n_pairs * heads, heads_per_kv, width)
     part = _part(shape, pair.query_rows.flatten(0, 1), filled, columns, pair.n_centroids)
     return part if readable is not None or pair.shared else dataclasses.replace(part, bias=None)
 
@@ -243,8 +243,8 @@ _LEAST_TILE_ROWS = 32
 class Tiles(NamedTuple):
     """Query slots `[P, H, tiles, heads, rows]` and the key `block [P, H, tiles]` that each tile reads.
 
-    `places` are positions in the pair's queries, counted over the group: `head_in_group * W + query`. `filled` is
-    False on filler; None = no filler.
+    `places` are positions in the pair's queries, counted over the query heads of a KV head:
+    `head_of_kv * W + query`. `filled` is False on filler; None = no filler.
     """
 
     places: Tensor
@@ -254,9 +254,9 @@ class Tiles(NamedTuple):
 
 def _one_tile(pair: BlockPairs) -> Tiles:
     """One tile per pair and head with all queries in order, where there is one block."""
-    n_pairs, heads, group, width = pair.query_rows.shape
-    places = arange(group * width, like=pair.query_rows).view(1, 1, 1, group, width)
-    places = places.expand(n_pairs, heads, 1, group, width)
+    n_pairs, heads, heads_per_kv, width = pair.query_rows.shape
+    places = arange(heads_per_kv * width, like=pair.query_rows).view(1, 1, 1, heads_per_kv, width)
+    places = places.expand(n_pairs, heads, 1, heads_per_kv, width)
     filled = pair.query_valid
     if filled is not None:
         filled = filled[:, None, None, None, :].expand(places.shape)
@@ -272,16 +272,16 @@ def rank_tiles(
     on filler and padding, `valid [P, W]` on filler. Padding queries are cut apart from the real ones, so that they
     move none of them.
     """
-    n_pairs, heads, group, width = ranks.shape
+    n_pairs, heads, heads_per_kv, width = ranks.shape
     n_blocks, fewest, most_blocks = blocks
     for mask, last in ((real, 1), (valid, 0)):
         if mask is not None:
             ranks = ranks.masked_fill(~mask[:, None, None, :], torch.iinfo(ranks.dtype).max - last)
     order = torch.sort(ranks, dim=-1, stable=True).indices
-    place = order + arange(group, like=ranks)[:, None] * width
+    place = order + arange(heads_per_kv, like=ranks)[:, None] * width
     block = arange(most_blocks, like=ranks).expand(n_pairs, heads, most_blocks)
     if real is None and isinstance(n_blocks, int) and width % n_blocks == 0:
-        tiles = place.view(n_pairs, heads, group, n_blocks, width // n_blocks).transpose(2, 3)
+        tiles = place.view(n_pairs, heads, heads_per_kv, n_blocks, width // n_blocks).transpose(2, 3)
         return Tiles(tiles, None, block)
     per_head = _per_head(n_blocks, order)
     n_real, n_valid = (per_head.new_full((n_pairs,), width) if t is None else t.sum(1) for t in (real, valid))
@@ -292,7 +292,7 @@ def rank_tiles(
         slots = torch.cat((slots, more + n_real[:, None, None, None]), dim=-1)
         filled = torch.cat((filled, also), dim=-1)
     rows = slots.shape[-1]
-    slots = slots.clamp_max(width - 1)[:, :, None].expand(-1, -1, group, -1, -1).flatten(-2)
+    slots = slots.clamp_max(width - 1)[:, :, None].expand(-1, -1, heads_per_kv, -1, -1).flatten(-2)
     tiles = place.gather(-1, slots).unflatten(-1, (most_blocks, rows)).transpose(2, 3)
     return Tiles(tiles, filled[:, :, :, None].expand_as(tiles), block)
 

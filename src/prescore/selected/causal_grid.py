@@ -22,12 +22,12 @@ FULL = "full"
 class Queries:
     """Where the `length` query rows of a call stand: from position `start` on, which is an int or `[B]`.
 
-    There are `heads` KV heads with `group` query heads each; row numbers are made on `device`.
+    There are `heads` KV heads with `heads_per_kv` query heads each; row numbers are made on `device`.
     """
 
     batch: int
     heads: int
-    group: int
+    heads_per_kv: int
     length: int
     start: Tensor | int
     device: torch.device
@@ -37,8 +37,8 @@ class Queries:
         start = self.start if isinstance(self.start, int) else self.start[:, None, None]
         index = (positions[None] - start).expand(self.batch, -1, -1)  # [B, n, W]
         there = (index >= 0) & (index < self.length)
-        head = self.arange(self.batch * self.heads * self.group) * self.length
-        head = head.view(self.batch, 1, self.heads, self.group, 1)
+        head = self.arange(self.batch * self.heads * self.heads_per_kv) * self.length
+        head = head.view(self.batch, 1, self.heads, self.heads_per_kv, 1)
         rows = head + index.clamp(0, self.length - 1)[:, :, None, None, :]
         return rows.flatten(0, 1), there.flatten(0, 1)
 
@@ -122,7 +122,7 @@ def _leaf_tiles(
     """Leaves of one width as tiles, with filler where there is no query or key."""
     positions = queries.arange(starts.start, starts.stop, starts.step)[:, None] + queries.arange(width)
     rows, there = queries.rows(positions)
-    shape = (rows.shape[0] * queries.heads, queries.group, width)
+    shape = (rows.shape[0] * queries.heads, queries.heads_per_kv, width)
     real = key_valid(positions, queries, n_keys, valid)
     bias = None if real is None else mask_bias(real, dtype).repeat_interleave(queries.heads, dim=0)
     query_valid = None
@@ -134,7 +134,7 @@ def _leaf_tiles(
 
 def _leaf_slice(leaf_start: int, first: int, end: int, queries: Queries, n_keys: int) -> list[Part]:
     """Queries `first..end` of the leaf that begins at `leaf_start`: a causal square, then the keys before it."""
-    shape = (queries.batch * queries.heads, queries.group, end - first)
+    shape = (queries.batch * queries.heads, queries.heads_per_kv, end - first)
     rows = queries.rows(queries.arange(first, end)[None])[0].reshape(shape)
     square, before = (
         key_rows(queries.arange(*bounds)[None], queries, n_keys).reshape(shape[0], bounds[1] - bounds[0])

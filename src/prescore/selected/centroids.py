@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from prescore.ops.backend import accumulation_dtype
+from prescore.ops.operators import accumulation_dtype
 from prescore.scoring.sampling import arange
 from prescore.selected.blocks import KeyRows
 

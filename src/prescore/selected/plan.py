@@ -25,7 +25,7 @@ from torch import Tensor
 from prescore.call import Call
 from prescore.config import Exact, Lsh, Selected
 from prescore.devices import maybe_any, surely_all
-from prescore.ops.backend import accumulation_dtype
+from prescore.ops.operators import accumulation_dtype
 from prescore.ops.parts import Part, exact_parts, mask_bias
 from prescore.rng import Streams
 from prescore.scoring.base import Scorer
@@ -154,7 +154,7 @@ class Plan:
     def __init__(self, call: Call, config: Selected, explain: bool = False) -> None:
         batch, heads = call.key.shape[:2]
         self.call, self.config, self.explain = call, config, explain
-        self.queries = Queries(batch, heads, call.group, call.n_query, call.query_start, call.query.device)
+        self.queries = Queries(batch, heads, call.heads_per_kv, call.n_query, call.query_start, call.query.device)
         self.tables = Tables(call.key, call.value)
         self.zero_row: Tensor | None = None  # with `mask="zero"`, from the first block pair on
         self.parts: list[Part] = []

@@ -25,9 +25,9 @@ class Weights(NamedTuple):
 
 def dense_attention(query, key, value, weights, *, scale):
     """Softmax over all keys and centroids, as `Attended`; differentiable by autograd."""
-    group = query.shape[1] // key.shape[1]
+    heads_per_kv = query.shape[1] // key.shape[1]
     query, key, value = (t.to(torch.float64) for t in (query, key, value))
-    key, value = (t.repeat_interleave(group, dim=1) for t in (key, value))
+    key, value = (t.repeat_interleave(heads_per_kv, dim=1) for t in (key, value))
     keys, values = (torch.cat((t, weights.means @ t), dim=2) for t in (key, value))
     logits = query @ keys.transpose(-1, -2) * scale + torch.cat((weights.keys, weights.centroids), dim=-1)
     if logits.shape[-1] == 0:

@@ -53,7 +53,7 @@ class Column(NamedTuple):
 
 
 class HeadWeights:
-    """Weights of one sequence and one KV head: `[group, Nq, columns]`, keys first, centroids after."""
+    """Weights of one sequence and one KV head: `[heads_per_kv, Nq, columns]`, keys first, centroids after."""
 
     def __init__(self, query, key, valid, config, streams, given):
         self.query, self.valid, self.config, self.streams, self.given = query, valid, config, streams, given
@@ -183,11 +183,11 @@ class HeadWeights:
 
     def padded(self, most):
         """Key weights, means and centroid weights, repeated per query head and filled up to `most`."""
-        group, n_keys = self.table.shape[0], self.key.shape[0]
+        heads_per_kv, n_keys = self.table.shape[0], self.key.shape[0]
         rows = [*self.means, *(self.table.new_zeros(n_keys) for _ in range(most - len(self.means)))]
         means = torch.stack(rows) if rows else self.table.new_zeros(0, n_keys)
         logs = torch.nn.functional.pad(self.table[..., n_keys:], (0, most - len(self.means)))
-        return self.table[..., :n_keys], means.expand(group, most, n_keys), logs
+        return self.table[..., :n_keys], means.expand(heads_per_kv, most, n_keys), logs
 
 
 def gray_position(signs):

@@ -51,12 +51,12 @@ def routed_oracle(query, key, value, config, **options):
 def oracle_reads(query, key, value, config, *, is_causal, key_padding_mask=None, scale=None):
     """What each query reads, by sequence and query head."""
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    group, n_keys, reads = query.shape[1] // key.shape[1], key.shape[2], {}
+    heads_per_kv, n_keys, reads = query.shape[1] // key.shape[1], key.shape[2], {}
     for row in range(query.shape[0]):
         mask = torch.ones(n_keys, dtype=torch.bool) if key_padding_mask is None else key_padding_mask[row]
         sequence = Sequence.of(mask, query.shape[2], is_causal, config)
         for head in range(query.shape[1]):
-            behind = (row, head // group, slice(sequence.first, None))
+            behind = (row, head // heads_per_kv, slice(sequence.first, None))
             keys, values = (t[behind].masked_fill(~sequence.real[:, None], 0.0) for t in (key, value))
             reads[row, head] = list(_reads_of_head(sequence, query[row, head], keys, values, scale))
     return reads

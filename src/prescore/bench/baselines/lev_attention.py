@@ -7,7 +7,7 @@ from torch import Tensor
 
 from prescore import checks
 from prescore.bench.baselines.tiles import Placed, baseline, best_places
-from prescore.ops.backend import accumulation_dtype
+from prescore.ops.operators import accumulation_dtype
 from prescore.ops.parts import Part
 from prescore.scoring.leverage import exact_leverage
 from prescore.scoring.select import selection_of

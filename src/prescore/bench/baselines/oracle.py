@@ -39,7 +39,7 @@ def heaviest_keys(placed: Placed, budget: int) -> Part:
     n_query = placed.call.n_query
     counted = placed.valid if n_query == length else placed.valid.new_ones(batch, n_query)
     sums = column_sums(
-        placed.call.query.reshape(batch * heads, placed.call.group, n_query, dim),
+        placed.call.query.reshape(batch * heads, placed.call.heads_per_kv, n_query, dim),
         placed.call.key.reshape(batch * heads, length, dim),
         counted=counted.repeat_interleave(heads, 0),
         visible=placed.valid.repeat_interleave(heads, 0),

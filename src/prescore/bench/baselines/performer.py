@@ -10,7 +10,7 @@ from torch import Tensor
 
 from prescore import checks
 from prescore.bench.baselines.tiles import Placed, baseline
-from prescore.ops.backend import accumulation_dtype
+from prescore.ops.operators import accumulation_dtype
 from prescore.ops.parts import merge
 from prescore.rng import Streams, as_streams
 from prescore.types import Attended
@@ -36,7 +36,7 @@ def performer_attention(placed: Placed, *, n_features: int = 256) -> Attended:
     wide = accumulation_dtype(call.query.dtype)
     directions = orthogonal_features(n_features, call.query.shape[-1], streams, like=call.query).to(wide)
     queries = _log_features(call.query.to(wide), directions, call.scale)
-    queries = queries.unflatten(1, (call.key.shape[1], call.group))  # [B, Hkv, G, Nq, F]
+    queries = queries.unflatten(1, (call.key.shape[1], call.heads_per_kv))  # [B, Hkv, G, Nq, F]
     keys = _log_features(call.key.to(wide), directions, call.scale)
     keys = keys.masked_fill(~placed.valid[:, None, :, None], -torch.inf)
     values = call.value.to(wide)

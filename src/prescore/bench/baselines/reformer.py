@@ -9,7 +9,7 @@ from torch import Tensor
 
 from prescore import checks
 from prescore.bench.baselines.tiles import Placed, baseline
-from prescore.ops.backend import accumulation_dtype
+from prescore.ops.operators import accumulation_dtype
 from prescore.ops.parts import Part
 from prescore.rng import Streams, as_streams
 
@@ -81,7 +81,7 @@ def _query_index(placed: Placed) -> Tensor:
         index = index + (n_keys - n_query)
     else:
         index = index * placed.valid.sum(1, keepdim=True) // n_query + placed.shift[:, None]
-    return index.repeat_interleave(placed.call.key.shape[1], 0).repeat(1, placed.call.group)
+    return index.repeat_interleave(placed.call.key.shape[1], 0).repeat(1, placed.call.heads_per_kv)
 
 
 @torch.no_grad()
@@ -152,7 +152,7 @@ def _round_part(placed: Placed, rounds: list[_Round], this: _Round, index: Tenso
     bias = -torch.log(n_rounds.clamp_min(1).to(placed.call.query.dtype))
     bias = bias.masked_fill_(~visible, -torch.inf).flatten(0, 1)[:, None]  # [b * T, 1, t, 2 * size]
     head = placed.arange(len(keys)).view(-1, 1, 1)
-    query_rows = (slots + head * (placed.call.group * placed.call.n_query)).flatten(0, 1)[:, None]
+    query_rows = (slots + head * (placed.call.heads_per_kv * placed.call.n_query)).flatten(0, 1)[:, None]
     key_rows = (keys + head * n_keys).flatten(0, 1)
     return Part((len(query_rows), 1, size), query_rows, filled.flatten(0, 1)[:, None], key_rows, bias=bias)
 

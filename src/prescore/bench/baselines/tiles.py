@@ -18,7 +18,7 @@ from torch import Tensor
 
 from prescore import checks
 from prescore.call import Call, Generator, first_real, make_call
-from prescore.ops.backend import accumulation_dtype, pick_backend
+from prescore.ops.operators import accumulation_dtype, pick_operator
 from prescore.ops.parts import Part, attend_parts, mask_bias
 from prescore.types import Attended
 
@@ -77,7 +77,7 @@ class Placed:
         positions = positions[None, None, :, None, :]
         index = positions + (self.shift - (self.call.n_keys - length)).view(-1, 1, 1, 1, 1)
         inside = (positions >= 0) & (index >= 0) & (index < length)
-        head = self.arange(batch * heads).view(batch, -1, 1, self.call.group, 1)
+        head = self.arange(batch * heads).view(batch, -1, 1, self.call.heads_per_kv, 1)
         rows = index.clamp(0, length - 1) + head * length
         return rows.flatten(0, 2), inside.expand_as(rows).flatten(0, 2)
 
@@ -87,13 +87,13 @@ class Placed:
         rows, visible = self.key_tiles(keys)
         if hidden is not None:
             visible = visible & ~hidden.expand(*self.call.key.shape[:2], *hidden.shape[-2:]).flatten(0, 2)
-        n_tiles, group, width = query_rows.shape
+        n_tiles, heads_per_kv, width = query_rows.shape
         bias = mask_bias(visible, self.call.query.dtype)
-        return Part((n_tiles, group, width), query_rows, query_valid, rows, bias=bias, causal=causal)
+        return Part((n_tiles, heads_per_kv, width), query_rows, query_valid, rows, bias=bias, causal=causal)
 
     def part_of_all(self, key_rows: Tensor, visible: Tensor) -> Part:
         """Every query over the key rows `[B * Hkv, c]` that are visible."""
-        shape = (key_rows.shape[0], self.call.group, self.call.n_query)
+        shape = (key_rows.shape[0], self.call.heads_per_kv, self.call.n_query)
         return Part(shape, key_rows=key_rows, bias=mask_bias(visible, self.call.query.dtype))
 
     def chunk_parts(self, size: int, choose: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> list[Part]:
@@ -154,14 +154,16 @@ def baseline(choose: Callable[..., list[Part] | Attended]) -> Callable[..., Atte
     ) -> Attended:
         mask = key_padding_mask
         checks.attention_inputs(query, key, value, is_causal=is_causal, key_padding_mask=mask, scale=scale)
-        backend = pick_backend(query)
-        call = make_call(query, key, value, mask, is_causal=is_causal, scale=scale, backend=backend, aligned=False)
+        operator = pick_operator(query)
+        call = make_call(
+            query, key, value, mask, is_causal=is_causal, scale=scale, operator=operator, aligned=False
+        )
         valid = key.new_ones(key.shape[0], key.shape[2], dtype=torch.bool) if mask is None else mask
         shift = first_real(valid) if key.shape[2] else valid.new_zeros(key.shape[0], dtype=torch.int64)
         read = choose(Placed(call, valid, shift, generator), **settings)
         if isinstance(read, Attended):
             return read
-        return attend_parts(call.query, call.key, call.value, read, scale=call.scale, backend=call.backend)
+        return attend_parts(call.query, call.key, call.value, read, scale=call.scale, operator=call.operator)
 
     arguments = list(inspect.signature(attend).parameters.values())
     settings = list(inspect.signature(choose).parameters.values())[1:]
@@ -180,12 +182,12 @@ def column_sums(
     queries: query i sees the first i + 1 of them. Runs in blocks of queries.
     """
     wide = accumulation_dtype(query.dtype)
-    tiles, group, n_query, _ = query.shape
+    tiles, heads_per_kv, n_query, _ = query.shape
     n_keys = key.shape[1]
     total = torch.zeros(tiles, n_keys, dtype=wide, device=key.device)
     transposed = key.to(wide).transpose(1, 2)[:, None]  # [b, 1, D, c]
     local = torch.arange(n_keys, dtype=torch.int64, device=key.device) - (n_keys - n_local)
-    step = max(1, _LARGEST_BLOCK // max(1, tiles * group * n_keys))
+    step = max(1, _LARGEST_BLOCK // max(1, tiles * heads_per_kv * n_keys))
     for start in range(0, n_query, step):
         rows = slice(start, min(start + step, n_query))
         logits = (query[:, :, rows].to(wide) @ transposed) * scale

@@ -317,7 +317,7 @@ def layer_inputs(
 def layer_reads(inputs: LayerInputs, config: Routed) -> dict[int, list[QueryReads]]:
     """What the queries of each head read; of many heads, some."""
     n_heads, n_query = inputs.query.shape[:2]
-    n_keys, group = inputs.key.shape[1], n_heads // inputs.key.shape[0]
+    n_keys, heads_per_kv = inputs.key.shape[1], n_heads // inputs.key.shape[0]
     layout = make_layout(n_query, n_keys, causal=True, config=config)
     scale = inputs.query.shape[-1] ** -0.5 if inputs.scale is None else inputs.scale
     position = torch.arange(n_keys, dtype=torch.int64, device=inputs.key.device)
@@ -325,7 +325,7 @@ def layer_reads(inputs: LayerInputs, config: Routed) -> dict[int, list[QueryRead
     reads: dict[int, list[QueryReads]] = {}
     for head in range(0, n_heads, -(-n_heads // _MOST_HEADS)):
         query = inputs.query[head].float()
-        key, value = inputs.key[head // group].float(), inputs.value[head // group].float()
+        key, value = inputs.key[head // heads_per_kv].float(), inputs.value[head // heads_per_kv].float()
         result = reference_attention(query, key, value, config, is_causal=True, scale=inputs.scale)
         logits = query @ key.T * scale
         read = result.local | result.hits
@@ -428,12 +428,12 @@ def attention_received(query: Tensor, key: Tensor, n_counted: int) -> Tensor:
     Summed over the queries and over the query heads that share a KV head; one head at a time, to bound memory.
     """
     n_heads, n_query, dim = query.shape[1:]
-    n_keys, group = key.shape[2], n_heads // key.shape[1]
+    n_keys, heads_per_kv = key.shape[2], n_heads // key.shape[1]
     position = torch.arange(n_keys, device=key.device)
     future = position[None] > position[n_keys - n_query :, None]
     received = torch.zeros(key.shape[1], n_counted, device=key.device)
     for head in range(n_heads):
-        logits = (query[0, head].float() @ key[0, head // group].float().t()) * dim**-0.5
+        logits = (query[0, head].float() @ key[0, head // heads_per_kv].float().t()) * dim**-0.5
         weights = logits.masked_fill_(future, -torch.inf).softmax(-1)
-        received[head // group] += weights[:, :n_counted].sum(0)
+        received[head // heads_per_kv] += weights[:, :n_counted].sum(0)
     return received.cpu()

@@ -83,9 +83,9 @@ LAUNCH, INDEX_LAUNCHES, INDEX_PASSES = 5e-6, 120, 40
 @torch.no_grad()
 def measure_tiles(config: Values, query: Tensor, key: Tensor, value: Tensor, scale: float, seed: int) -> Values:
     """Shares and unions of tiles of one causal layer, `[1, Hq, N, D]` and `[1, Hkv, N, D]`, for each band."""
-    routed, n, group = Routed(), key.shape[2], query.shape[1] // key.shape[1]
+    routed, n, heads_per_kv = Routed(), key.shape[2], query.shape[1] // key.shape[1]
     layout = make_layout(n, n, causal=True, config=routed)
-    most = max(1, max(ROWS) // group)
+    most = max(1, max(ROWS) // heads_per_kv)
     draws, bands = random.Random(seed), []
     keys, values = key[0].float(), value[0].float()
     index = reference.build_clusters(keys, values, layout, layout.sinks, layout.n_chunks)
@@ -99,12 +99,13 @@ def measure_tiles(config: Values, query: Tensor, key: Tensor, value: Tensor, sca
             far = _far_keys(index, keys, values, head, chunk - 1, layout)
             for _ in range(config["tiles"]):
                 first = begin + draws.randrange(layout.chunk_size - most)
-                rows = query[0, head * group : (head + 1) * group, first : first + most].float() * scale
+                heads = slice(head * heads_per_kv, (head + 1) * heads_per_kv)
+                rows = query[0, heads, first : first + most].float() * scale
                 local = slice(begin - layout.chunk_size, first + most)
-                counts.append(_count(rows, far, keys[head, local], first - local.start, routed, group))
+                counts.append(_count(rows, far, keys[head, local], first - local.start, routed, heads_per_kv))
         mean = {name: sum(count[name] for count in counts) / len(counts) for name in counts[0]}
         bands.append({"far_keys": (chunk - 1) * layout.chunk_size, **mean})
-    return {"bands": bands, "clusters": layout.cluster_size, "group": group}
+    return {"bands": bands, "clusters": layout.cluster_size, "group": heads_per_kv}
 
 
 def _far_keys(index: Clusters, keys: Tensor, values: Tensor, head: int, n_chunks: int, layout: Layout) -> FarKeys:
@@ -128,12 +129,12 @@ def _far_keys(index: Clusters, keys: Tensor, values: Tensor, head: int, n_chunks
 
 
 def _count(
-    query: Tensor, far: FarKeys, local: Tensor, offset: int, config: Routed, group: int
+    query: Tensor, far: FarKeys, local: Tensor, offset: int, config: Routed, heads_per_kv: int
 ) -> dict[str, float]:
     """Of queries `[G, P, D]` at consecutive positions: what one reads, and the unions of tiles of each size."""
     n_positions, dim = query.shape[1:]
     rows = query.transpose(0, 1).reshape(-1, dim)  # the heads of a position are neighbours
-    position = torch.arange(n_positions, dtype=torch.int64, device="cpu").repeat_interleave(group) + offset
+    position = torch.arange(n_positions, dtype=torch.int64, device="cpu").repeat_interleave(heads_per_kv) + offset
     visible = torch.arange(len(local), dtype=torch.int64, device="cpu") <= position[:, None]
     local_lse = (rows @ local.t()).masked_fill(~visible, -math.inf).logsumexp(1)
     log_inverse = reference.log_inverse_weight(config.min_weight)
@@ -151,7 +152,7 @@ def _count(
     shares = {"near": 1 / near.shape[1], "searched": 1 / searched.shape[1], "hits": 1.0}
     counts = {f"{name}_1": float(flag.sum(1).double().mean()) * shares[name] for name, flag in flags.items()}
     for size in ROWS:
-        step = max(1, size // group) * group
+        step = max(1, size // heads_per_kv) * heads_per_kv
         for name, flag in flags.items():
             tiles = flag[: len(flag) // step * step].view(-1, step, flag.shape[1])
             counts[f"{name}_{size}"] = float(tiles.any(1).sum(1).double().mean()) * shares[name]
@@ -192,7 +193,7 @@ def predict(config: Values, results: Values, gpu: Gpu, n: int, rows: int) -> dic
     queries that search them. A query pays for what it searches itself, and is read again for every subcluster; its
     hits are read one by one, without tensor cores.
     """
-    bands, group, dim, n_heads, n_kv_heads = (
+    bands, heads_per_kv, dim, n_heads, n_kv_heads = (
         results["bands"], results["group"], config["dim"], config["query_heads"], config["kv_heads"],
     )  # fmt: skip
     near, searched = (share(bands, f"{name}_{rows}", n / config["n"]) for name in ("near", "searched"))
@@ -200,7 +201,7 @@ def predict(config: Values, results: Values, gpu: Gpu, n: int, rows: int) -> dic
     union = last[f"hits_{rows}"] * (n / last["far_keys"]) ** power / (1 + power)  # mean over positions
     far, swapped = n / 2, rows == LISTS
     rows = LIST_ROWS if swapped else rows
-    n_tiles = n_kv_heads * n * group / rows if swapped else n_kv_heads * n / max(1, rows // group)
+    n_tiles = n_kv_heads * n * heads_per_kv / rows if swapped else n_kv_heads * n / max(1, rows // heads_per_kv)
     columns = {
         "centroid": far / results["clusters"],
         "gate": near * far / reference.SUBCLUSTER,

@@ -368,8 +368,8 @@ class Tables:
 
     def check(self, query: Tensor, key: Tensor, value: Tensor, most_clusters: int) -> None:
         """Refuse queries `[T, G, n, D]`, keys and values that do not belong to these tables."""
-        n_heads, group, _, dim = query.shape
-        check_rows("query", query, n_heads * group)
+        n_heads, heads_per_kv, _, dim = query.shape
+        check_rows("query", query, n_heads * heads_per_kv)
         _check_keys(key, value, n_heads, self.positions.shape[2])
         sizes, wanted = self.sizes(), (n_heads, dim, key.shape[-1], value.shape[-1])
         if (sizes["kv_heads"], sizes["dim"], sizes["dim"], sizes["value_dim"]) != wanted:
@@ -398,8 +398,8 @@ def routed_call(
             `output` (= gradient), `lse` and `threshold`.
         reads_local: Whether local keys are read here.
     """
-    n_heads, group, length, _ = query.shape
-    each, value_dim, n_keys = (n_heads, group, length), keys.value.shape[-1], keys.key.shape[-2]
+    n_heads, heads_per_kv, length, _ = query.shape
+    each, value_dim, n_keys = (n_heads, heads_per_kv, length), keys.value.shape[-1], keys.key.shape[-2]
     local = {"local_start": view.local_start, "local_stop": view.local_stop} if reads_local else {}
     seen = {"visible": view.n_clusters, **local}
     check_tensors(
@@ -423,7 +423,7 @@ def routed_call(
     call.query, call.key, call.value = call.rows
     for field, tensor in (*seen.items(), *results.items()):
         setattr(call, field, tensor.data_ptr())
-    call.n_query, call.length = group * length, length
+    call.n_query, call.length = heads_per_kv * length, length
     return call
 
 
@@ -455,11 +455,11 @@ def attend_ranges(query: Tensor, key: Tensor, value: Tensor, start: Tensor, stop
     These are `[B or 1, n]` int32. Returns `[B, Hq, n, Dv]`, 0 where a query reads none.
     """
     (batch, heads, length, dim), n_heads, n_keys = query.shape, key.shape[:2].numel(), key.shape[2]
-    group = batch * heads // n_heads
-    output, lse = empty(n_heads, group, length, value.shape[-1]), empty(n_heads, group, length)
+    heads_per_kv = batch * heads // n_heads
+    output, lse = empty(n_heads, heads_per_kv, length, value.shape[-1]), empty(n_heads, heads_per_kv, length)
     counts, visible = empty(2, dtype=torch.int64), empty(n_heads, length, dtype=torch.int32).zero_()
     begin, end = (each.expand(batch, -1).repeat_interleave(key.shape[1], 0) for each in (start, stop))
-    check_rows("query", query, n_heads * group)
+    check_rows("query", query, n_heads * heads_per_kv)
     _check_keys(key, value, n_heads, WIDTH)
     ranges = (("start", begin), ("stop", end))
     check_tensors([Expected(name, tensor, (n_heads, length), torch.int32) for name, tensor in ranges])
@@ -467,7 +467,7 @@ def attend_ranges(query: Tensor, key: Tensor, value: Tensor, start: Tensor, stop
         found = _range(begin)[0], _range(end)[1]
         raise ValueError(f"queries must read {n_keys} keys of {dim} dimensions, got {key.shape} from {found}")
     call = RoutedCall(
-        **{"kv_heads": n_heads, "n_query": group * length, "length": length, "dim": dim, "scale": scale},
+        **{"kv_heads": n_heads, "n_query": heads_per_kv * length, "length": length, "dim": dim, "scale": scale},
         **{"value_dim": value.shape[-1], "cluster_size": WIDTH, "clusters_per_cov": 1},
         **{"visible": visible.data_ptr(), "local_start": begin.data_ptr(), "local_stop": end.data_ptr()},
         **{"output": output.data_ptr(), "lse": lse.data_ptr(), "counts": counts.data_ptr()},
@@ -581,7 +581,7 @@ class PreparedStep:
         Returns:
             The result, and the far keys read by a query on average.
         """
-        n_heads, group, length, _ = query.shape
+        n_heads, heads_per_kv, length, _ = query.shape
         self._tables.check(query, key, value, n_clusters)
         n_keys, value_dim = key.shape[2], value.shape[-1]
         if length != 1 or n_clusters < 1 or self._tables.key_cov.shape[1] != 1 or not 0 <= local_start <= n_keys:
@@ -590,14 +590,14 @@ class PreparedStep:
                 f"got {length} queries, {n_clusters} clusters and local keys from {local_start} of {n_keys}"
             )
         output, lse, threshold = (
-            empty(n_heads, group, 1, value_dim),
-            empty(n_heads, group, 1),
-            empty(n_heads, group, 1),
+            empty(n_heads, heads_per_kv, 1, value_dim),
+            empty(n_heads, heads_per_kv, 1),
+            empty(n_heads, heads_per_kv, 1),
         )
         for array, number in ((self._visible, n_clusters), (self._start, local_start), (self._stop, n_keys)):
             array[:] = [number] * n_heads
         self._counts[:] = [0, 0]
-        call, self._call.n_query = self._call, group
+        call, self._call.n_query = self._call, heads_per_kv
         for name, tensor in (("query", query), ("key", key), ("value", value)):
             made_for = (tensor.shape[:-2], tensor.stride(), tensor.dtype)
             known = self._rows.get(name)
@@ -607,4 +607,4 @@ class PreparedStep:
             setattr(call, name, known[1])
         call.output, call.lse, call.threshold = output.data_ptr(), lse.data_ptr(), threshold.data_ptr()
         call_library("prescore_routed_forward", call)
-        return Attended(output.to(value.dtype), lse), self._counts[1] / (n_heads * group)
+        return Attended(output.to(value.dtype), lse), self._counts[1] / (n_heads * heads_per_kv)

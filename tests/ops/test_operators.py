@@ -9,7 +9,7 @@ from oracles.inputs import MASKS, attention_tensors, random_mask
 import prescore
 from prescore import Attended, Exact, Hyper, Lsh, Routed, Selected
 from prescore.errors import Unsupported
-from prescore.ops.backend import pick_backend
+from prescore.ops.operators import pick_operator
 
 LSH = Lsh(block_size=4, sample_size=5, n_projections=3, alignment="rank")
 CONFIGS = {
@@ -122,9 +122,9 @@ def test_half_precision_gradients_are_finite_and_close(dtype):
 
 def test_a_backend_that_cannot_run_says_why():
     with pytest.raises(Unsupported, match="cuda-efficient"):
-        pick_backend(torch.empty(1, 1, 1, 64, device="cpu"), "cuda-efficient")
-    assert pick_backend(torch.empty(1, 1, 1, 64, device="cpu")).name == "cpu-flash"
-    assert pick_backend(torch.empty(1, 1, 1, 64, device="meta")).name == "plain"
+        pick_operator(torch.empty(1, 1, 1, 64, device="cpu"), "cuda-efficient")
+    assert pick_operator(torch.empty(1, 1, 1, 64, device="cpu")).name == "cpu-flash"
+    assert pick_operator(torch.empty(1, 1, 1, 64, device="meta")).name == "plain"
 
 
 def test_split_parts_are_the_same_parts(monkeypatch):

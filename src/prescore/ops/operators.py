@@ -1,6 +1,6 @@
 """Softmax attention with its log-sum-exp, on each device's fused operator.
 
-Every backend computes two functions of a `Tile`: `forward`, and `backward`, which takes the *merged* output and
+Every operator computes two functions of a `Tile`: `forward`, and `backward`, which takes the *merged* output and
 lse of the tile's queries. The weights of a part are `exp(logit - lse)` under the lse of the union of all parts, so
 the gradient of the part's own softmax would be wrong.
 """
@@ -22,7 +22,7 @@ BACKENDS = ("auto", "native", "triton", "plain", "cpu-flash", "cuda-efficient")
 
 
 class Tile(NamedTuple):
-    """One call of the operator.
+    """One call of an operator.
 
     Attributes:
         query: `[b, h, t, D]`.
@@ -49,15 +49,15 @@ class Gradients(NamedTuple):
     value: Tensor
 
 
-class Backend(ABC):
-    """One implementation of the operator."""
+class Operator(ABC):
+    """One implementation of softmax attention with its log-sum-exp."""
 
     name: ClassVar[str]
     dropout: Dropout | None = None
-    """The dropout that it applies; only the plain backend can."""
+    """The dropout that it applies; only the plain operator can."""
 
-    def at(self, place: str) -> Backend:
-        """The backend for one operator call, or for several calls named below it.
+    def at(self, place: str) -> Operator:
+        """This operator for one call, or for several calls named below it.
 
         The place decides which weights are dropped. Forward and backward of one call have the same place; every
         other call has its own.
@@ -77,26 +77,26 @@ class Backend(ABC):
         """Gradients under the merged output and lse of the tile's queries."""
 
 
-def pick_backend(query: Tensor, name: str = "auto", dropout: Dropout | None = None) -> Backend:
-    """The named backend, or the first that can run a call with such queries; raises with reasons when none can.
+def pick_operator(query: Tensor, name: str = "auto", dropout: Dropout | None = None) -> Operator:
+    """The named operator, or the first that can run a call with such queries; raises with reasons when none can.
 
-    Dropout needs the plain backend: the fused operators cannot drop the same weights in the forward and backward
+    Dropout needs the plain operator: the fused operators cannot drop the same weights in the forward and backward
     pass of merged parts.
     """
     from prescore.ops import cpu, cuda, plain
 
-    backends: tuple[Backend, ...] = (cpu.CpuFlash(), cuda.CudaEfficient(), plain.Plain(dropout))
+    operators: tuple[Operator, ...] = (cpu.CpuFlash(), cuda.CudaEfficient(), plain.Plain(dropout))
     checks.one_of("backend", name, BACKENDS)
     if name not in BACKENDS[:3]:  # native and triton run the far keys of a `Routed`; this is for the rest
-        backends = tuple(backend for backend in backends if backend.name == name)
+        operators = tuple(operator for operator in operators if operator.name == name)
     reasons = []
-    for backend in backends:
-        unsupported = backend.unsupported(query)
-        if backend.dropout != dropout:
+    for operator in operators:
+        unsupported = operator.unsupported(query)
+        if operator.dropout != dropout:
             unsupported.append("it cannot drop attention weights")
         if not unsupported:
-            return backend
-        reasons += [f"{backend.name}: {reason}" for reason in unsupported]
+            return operator
+        reasons += [f"{operator.name}: {reason}" for reason in unsupported]
     raise Unsupported("attention", reasons)
 
 
