@@ -35,11 +35,12 @@ PAGE = """Lost: <!-- = loss default 8192 default worst -->?<!-- -->.
 """
 
 
-def test_a_changed_record_changes_table_and_sentence(tmp_path, capsys):
+def test_a_changed_record_changes_table_and_sentence_and_figures_in_no_page_are_named(tmp_path, capsys):
     shutil.copytree(ROOT / "experiments", tmp_path / "experiments")
     page, records = tmp_path / "README.md", tmp_path / "experiments/language/default/records.jsonl"
     page.write_text(PAGE)
-    load(tmp_path).main()
+    assert load(tmp_path).main() == 1
+    assert "in no page: " in capsys.readouterr().err
     before = page.read_text()
     lines = list(map(json.loads, records.read_text().splitlines()))
     label, document, n_tokens = "default", "Moby-Dick--Or-The-Whale_2701.txt, reported window 1", 8192
@@ -51,7 +52,6 @@ def test_a_changed_record_changes_table_and_sentence(tmp_path, capsys):
     ]
     line["results"]["loss"] += 7
     records.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-    capsys.readouterr()
     load(tmp_path).main()
     after = page.read_text()
     assert "changed: README.md\n" in capsys.readouterr().out
@@ -87,11 +87,3 @@ TABLE = "<!-- figure: needles -->\n<!-- end -->\n"
 def test_a_wrong_mark_is_refused_with_its_line(text, message):
     with pytest.raises(figures.FigureError, match=f"^{message}"):
         figures.regenerated(text, "page.md", set())
-
-
-def test_a_figure_without_a_page_is_named(tmp_path, capsys):
-    (tmp_path / "experiments").mkdir()
-    shutil.copy(ROOT / "experiments/figures.py", tmp_path / "experiments")
-    (tmp_path / "README.md").write_text("no mark\n")
-    assert load(tmp_path).main() == 1
-    assert "in no page: " in capsys.readouterr().err

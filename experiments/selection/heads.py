@@ -1,7 +1,6 @@
 """Which keys scorers select on real heads: LevAttention's universal set, and the variants that Appendix H names.
 
-    python heads.py FOLDER_OF_HEADS [--out DIRECTORY]   # measures what has no record yet, then prints the tables
-    python heads.py                                     # prints the tables from the records beside this file
+    python heads.py FOLDER_OF_HEADS [--out DIRECTORY]   # measures what has no record yet
 
 FOLDER_OF_HEADS holds safetensors files with `query [1, Hq, N, D]`, `key` and `value [1, Hkv, N, D]` after
 rotation. The keys are the first 12,288 of 16,384; the queries are 64 positions after them, so every query sees all
@@ -19,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -31,9 +29,8 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from prescore import KeyDiff, KMeans, KMedian, Leverage, LewisWeights, Uniform, score
-from prescore.bench.records import Record, RecordFile, Row, Values, measure, read_records, row_key
+from prescore.bench.records import RecordFile, Row, Values, measure, row_key
 from prescore.bench.speed.heads import SavedHeads, find_heads
-from prescore.bench.tables import Table
 
 N_KEYS, N_QUERIES, SHARE = 12288, 64, 8
 EPS = (0.1, 0.05, 0.02, 0.01, 0.005)
@@ -176,56 +173,19 @@ def all_rows(folder: Path) -> Iterator[Row]:
             yield Row(config, 0, partial(measure_selection, saved, name))
 
 
-def tables(records: list[Record]) -> list[Table]:
-    """The universal set by eps, and the selections, layers across."""
-    parts: dict[str, dict[object, dict[str, Values]]] = defaultdict(lambda: defaultdict(dict))
-    for record in records:
-        config = record.config
-        row = (config["eps"], config["sketch_size"]) if config["part"] == "universal set" else config["selection"]
-        parts[config["part"]][row][config["heads"]] = record.results
-    layers = list(dict.fromkeys(record.config["heads"] for record in records))
-    names = tuple(Path(layer).stem for layer in layers)
-    rows = []
-    for (eps, sketch_size), by_layer in parts["universal set"].items():
-        kind = "sketched" if sketch_size else "exact"
-        cells = [by_layer[layer] for layer in layers if layer in by_layer]
-        rows.append((kind, f"{eps:g}", *(f"{cell['size']:.0f} ({_percent(cell['recall'])})" for cell in cells)))
-    title = f"Keys of leverage at least eps, of {N_KEYS} (share of the entries above eps that they hold)"
-    made = [Table(title, ("leverage", "eps", *names), tuple(rows))]
-    rows = []
-    for name, by_layer in parts["selection"].items():
-        cells = [by_layer[layer] for layer in layers if layer in by_layer]
-        means = {field: statistics.fmean(cell[field] for cell in cells) for field in cells[0]}
-        skewed = f"{means['in_common_skewed']:.2f}" if "in_common_skewed" in means else ""
-        fields = (f"{means[field]:.2f}" for field in ("in_common", "mass", "recall", "error", "seconds"))
-        rows.append((name, *fields, skewed))
-    columns = ("selection", "in common", "weight", "entries > 0.01", "error", "cpu s", "with skewed keys")
-    title = f"The best {N_KEYS // SHARE} of {N_KEYS} keys, means of {len(layers)} layers"
-    return [*made, Table(title, columns, tuple(rows))]
-
-
-def _percent(share: float | None) -> str:
-    return "no entry" if share is None else f"{100 * share:.0f} %"
-
-
-def main() -> int:
-    """Measure, then print."""
+def main() -> None:
+    """Measure what has no record yet."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", nargs="?", type=Path)
+    parser.add_argument("folder", type=Path)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent)
     options = parser.parse_args()
-    path = options.out / "records.jsonl"
-    if options.folder is not None:
-        torch.set_num_threads(1)
-        file = RecordFile(path, resume=True)
-        for row in all_rows(options.folder):
-            if row_key(COMMAND, row.config, row.seed) not in file:
-                file.append(measure(COMMAND, row, argv=["experiments/selection/heads.py", "HEADS"], threads=1))
-        file.close()
-    for table in tables(read_records(path)):
-        print(table.to_markdown())  # noqa: T201
-    return 0
+    torch.set_num_threads(1)
+    file = RecordFile(options.out / "records.jsonl", resume=True)
+    for row in all_rows(options.folder):
+        if row_key(COMMAND, row.config, row.seed) not in file:
+            file.append(measure(COMMAND, row, argv=["experiments/selection/heads.py", "HEADS"], threads=1))
+    file.close()
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
