@@ -216,6 +216,86 @@ def mean_of(inside: Sequence[dict[str, Values]], label: str, field: str) -> floa
     return statistics.fmean(window[label][field] for window in inside)
 
 
+# The front page.
+
+LENGTHS = {"baselines": (4096,), "default": (8192, 16384)}
+"""Folders of SmolLM2 in float32 with losses and times of exact attention and of the default, and lengths."""
+
+
+@figure
+def first_token(engine: str, model: str, n: str) -> str:
+    """Seconds to the first token of a prompt."""
+    results = one("speed/rivals", part="time", engine=engine, model=model, n=int(n))
+    return f"{results['seconds_to_first_token']:.1f}"
+
+
+@figure
+def bfloat16_loss(model: str) -> str:
+    """What the default costs in bfloat16, above exact attention in bfloat16."""
+    default, exact = (
+        one("speed/rivals", part="loss", engine=f"{name} bfloat16", model=model)["loss"]
+        for name in ("prescore", "exact")
+    )
+    return f"{default - exact:+.4f}"
+
+
+@figure
+def baseline_loss(label: str) -> str:
+    """Loss above exact attention of a method on 4096 tokens, at equal keys read."""
+    (inside,) = windows("baselines", 4096).values()
+    return f"{statistics.fmean(above(inside, label)):+.3f}"
+
+
+def curves() -> dict[str, dict[str, list[tuple[int, float]]]]:
+    """Core-seconds of attention, and loss above exact attention, by method and length."""
+    seconds: dict[str, list[tuple[int, float]]] = defaultdict(list)
+    losses: dict[str, list[tuple[int, float]]] = defaultdict(list)
+    for folder, lengths in LENGTHS.items():
+        for n in lengths:
+            inside = [window for text in windows(folder, n).values() for window in text]
+            for label in ("exact", "default"):
+                seconds[label].append((n, round(mean_of(inside, label, "attention_processor_seconds"), 1)))
+            for label in COMPARED if folder == "default" else ("default",):
+                losses[label].append((n, round(statistics.fmean(above(inside, label)), 4)))
+    return {"seconds": dict(seconds), "losses": dict(losses)}
+
+
+@figure
+def time_and_loss(path: str) -> str:
+    """A picture of times and losses by length; drawn again where its data changed."""
+    from PIL import Image
+
+    data = json.dumps(curves())
+    if not (ROOT / path).exists() or Image.open(ROOT / path).info.get("Description") != data:
+        draw_time_and_loss(ROOT / path, data)
+    return f"![time of attention, and loss above exact attention, against the length of the prompt]({path})"
+
+
+def draw_time_and_loss(path: Path, data: str) -> None:
+    """The picture, which carries its data."""
+    import matplotlib.pyplot as plt
+
+    names = {"exact": "exact attention", "default": "default", "sliding window": "sliding window, as many keys"}
+    names["local only"] = "local keys only"
+    colors = {"exact": "#444444", "default": "#0b6fb8", "sliding window": "#c76a00", "local only": "#b03060"}
+    pictures, axes = plt.subplots(1, 2, figsize=(9, 3.2), layout="constrained")
+    titles = ("core-seconds of attention", "loss above exact attention, nats")
+    for ax, title, by_method in zip(axes, titles, json.loads(data).values(), strict=True):
+        for label, points in by_method.items():
+            ax.plot(*zip(*points, strict=True), "o-", color=colors[label], label=names[label], linewidth=2)
+            n, value = points[-1]
+            shown = f"{value:.0f}" if ax is axes[0] else f"{value:.3f}".replace("-0.000", "0.000")
+            ax.annotate(shown, (n, value), (6, 0), textcoords="offset points", va="center", color=colors[label])
+        ax.set(title=title, xlabel="tokens of the prompt", ylim=(0, None) if ax is axes[0] else (-0.02, 0.45))
+        ax.set_xticks([4096, 8192, 16384], ["4,096", "8,192", "16,384"])
+        ax.set_xlim(3500, 18800)
+        ax.grid(alpha=0.3)
+        ax.spines[["top", "right"]].set_visible(False)
+        ax.legend(frameon=False, loc="upper left")
+    pictures.savefig(path, dpi=120, metadata={"Description": data})
+    plt.close(pictures)
+
+
 @figure
 def min_weights() -> Table:
     """What `min_weight` costs on tuning windows."""
@@ -587,14 +667,6 @@ def long_speeds() -> Table:
         cells = (own["exact"], *(own.get(name, MISSING) for name in METHODS))
         rows.append((kinds[key], f"{key[2]:,}", str(key[3]), *cells))
     return table(("mask and pass", "tokens", "heads", "exact attention", *METHODS.values()), rows)
-
-
-@figure
-def random_speedup(n: str, method: str = "default") -> str:
-    """One ratio of a causal forward call on random tensors."""
-    found = select(CALLS if method == "default" else "speed/long", n=int(n), causal=True, backward=False)
-    (results,) = (r.results["methods"] for r in found if method in r.config["methods"])
-    return f"{results[method]['speedup']:.1f}"
 
 
 @figure

@@ -77,6 +77,7 @@ def nats(printed: float) -> float:
     """The mean loss behind a printed perplexity."""
     return math.log2(printed)
 
+
 # by budget: PPL with 256 residual samples, and without
 APPENDIX_I = {
     0: (17.5410, 10.4122),

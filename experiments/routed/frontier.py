@@ -31,7 +31,16 @@ from prescore.bench.language.model import LanguageModel, load_language_model
 from prescore.routed import native, reference
 
 SEED = 0
-CONSTANTS = ("LIGHT_WEIGHT", "SEARCH_STDS", "HEAVY_STDS", "HEAVY_WEIGHT", "SINK_WEIGHT", "MAX_MASS_GAIN", "MASS_KEYS", "MASS_SHARE")
+CONSTANTS = (
+    "LIGHT_WEIGHT",
+    "SEARCH_STDS",
+    "HEAVY_STDS",
+    "HEAVY_WEIGHT",
+    "SINK_WEIGHT",
+    "MAX_MASS_GAIN",
+    "MASS_KEYS",
+    "MASS_SHARE",
+)
 CANDIDATES: dict[str, tuple[Routed, dict[str, float]]] = {
     **{f"1/{n}": (Routed(min_weight=1 / n), {}) for n in (256, 1024, 2048, 4096, 8192, 16384)},
     **{f"1/4096, stds {s}": (Routed(min_weight=1 / 4096), {"SEARCH_STDS": s}) for s in (2.0, 2.5, 3.5)},
@@ -75,7 +84,11 @@ def measure(options: argparse.Namespace) -> None:
     """Measure all candidates that the file does not have."""
     torch.set_num_threads(options.threads)
     out = Path(options.out)
-    done = {(r["model"], r["text"], r["candidate"]) for r in map(json.loads, out.read_text().splitlines())} if out.exists() else set()
+    done = (
+        {(r["model"], r["text"], r["candidate"]) for r in map(json.loads, out.read_text().splitlines())}
+        if out.exists()
+        else set()
+    )
     model = load_language_model(options.model)
     name = Path(options.model).stem
     defaults = {constant: getattr(reference, constant) for constant in CONSTANTS if hasattr(reference, constant)}
@@ -114,8 +127,12 @@ def table(path: Path) -> None:
         rows[record["candidate"]][record["model"]].append(record)
     for label, models in rows.items():
         for name, records in models.items():
-            means = [sum(r[key] for r in records) / len(records) for key in ("divergence", "loss", "attention_seconds")]
-            sys.stdout.write(f"| {label} | {name}, {len(records)} texts | {means[0]:.5f} | {means[1]:+.5f} | {means[2]:.2f} |\n")
+            means = [
+                sum(r[key] for r in records) / len(records) for key in ("divergence", "loss", "attention_seconds")
+            ]
+            sys.stdout.write(
+                f"| {label} | {name}, {len(records)} texts | {means[0]:.5f} | {means[1]:+.5f} | {means[2]:.2f} |\n"
+            )
 
 
 def main() -> None:

@@ -25,7 +25,9 @@ LEAST = 1e-8  # weights below are drawn there
 PANELS = (("smooth", "A smooth head"), ("retrieval", "A searching head"))
 
 
-def pick_head(path: Path, position: int, config: Routed, *, most: bool) -> tuple[int, Reference, torch.Tensor, float]:
+def pick_head(
+    path: Path, position: int, config: Routed, *, most: bool
+) -> tuple[int, Reference, torch.Tensor, float]:
     """A query head, what its query at `position` reads, the exact weights, and the relative error of its output."""
     tensors = {name: tensor.float()[0] for name, tensor in load_file(path).items()}
     group, heads = len(tensors["query"]) // len(tensors["key"]), []
@@ -57,7 +59,9 @@ def draw(axes: Any, reads: Reference, weights: torch.Tensor, config: Routed, tit
         axes.plot(position[some], drawn, ".", color=colour, markersize=size, label=label, rasterized=True)
     centroids = torch.exp(reads.centroid_logits[0] - reads.lse[0])
     start = torch.arange(len(centroids)) // layout.clusters_per_chunk * layout.chunk_size + layout.sinks
-    label = f"centroids ({len(centroids)}, {float(centroids.sum()):.1%}): height is the weight per key of a cluster"
+    label = (
+        f"centroids ({len(centroids)}, {float(centroids.sum()):.1%}): height is the weight per key of a cluster"
+    )
     height = (centroids / layout.cluster_size).clamp_min(LEAST)
     axes.hlines(height, start, start + layout.chunk_size, color=COLOURS[7], lw=1, label=label)
     axes.axhline(config.min_weight, color=COLOURS[1], lw=1, ls="--", label="min_weight")
