@@ -246,7 +246,7 @@ def attend(
             reason = f"gradients need float64 where abs(lse) is so large, got {largest:.4g}"
             raise Unsupported("backend 'native'", [reason])
         if reason:
-            result = replace(result, stats={**result.stats, "exact_reason": reason})
+            result = replace(result, stats={**result.stats, "exact_reason": reason}, why_exact=reason)
         if call.shift is None:
             return result
         output, lse = call.restore(result.attended)

@@ -15,6 +15,7 @@ from prescore.config import Config, Hyper, Routed, Selected
 from prescore.ops.operators import pick_operator, rounds_weights
 from prescore.ops.parts import exact_output
 from prescore.routed import attention as routed
+from prescore.routed.layout import why_exact
 from prescore.scoring.select import selection_of
 from prescore.selected import attention as selected
 from prescore.types import Reads, Result
@@ -28,12 +29,12 @@ def run_engine(
     `members [B, Hkv, Nk]` is a given selection in aligned positions, for `Selected` only. `explain` also returns
     selections and all stats. Without `need_lse`, exact calls run torch's fused operator alone; lse is then empty.
     """
-    if not need_lse and not explain and members is None and _reads_every_key(call, config):
+    if not need_lse and not explain and members is None and (reason := _why_exact(call, config)) is not None:
         # short inputs feel every copy, so nothing is split or merged here
         output = exact_output(
             call.query, call.key, call.value, is_causal=call.is_causal, scale=call.scale, operator=call.operator
         )
-        return Result(output, call.query.new_empty(0), visible_keys(call))
+        return Result(output, call.query.new_empty(0), visible_keys(call), why_exact=reason)
     if not call.query.shape[1]:
         return attend_exact(call, explain=explain)  # no heads: there is nothing to choose for
     if isinstance(config, Routed):
@@ -58,15 +59,15 @@ def _in_float64(call: Call) -> Call:
     return replace(call, query=query, key=key, value=value, operator=operator, backend="plain")
 
 
-def _reads_every_key(call: Call, config: Config) -> bool:
-    """Whether a call is exact attention without padding, which the operator can run as it is."""
+def _why_exact(call: Call, config: Config) -> str | None:
+    """Why a call is exact attention without padding, which the operator can run as it is; None = it is not."""
     if call.valid is not None or call.operator.dropout is not None:
-        return False
+        return None
     if isinstance(config, Routed):
-        return routed.reads_every_key(call, config)
+        return why_exact(config, call.n_query, call.n_keys, is_causal=call.is_causal) or None
     if isinstance(config, Selected | Hyper):
-        return selected.reads_every_key(call, config)
-    return True
+        return "" if selected.reads_every_key(call, config) else None
+    return ""
 
 
 def attend_exact(call: Call, *, explain: bool = False) -> Result:

@@ -60,6 +60,7 @@ class Result:
         count_reads: Counts what a query read. The counting is done when it is called, outside of any timer.
         stats: Fields of `Stats`: all where the caller asked for them, else those that cost nothing.
         selections: The keys that could be read, where the caller asked for them.
+        why_exact: Why every query read every key; empty where the engine chose keys, and for `Exact`.
     """
 
     output: Tensor
@@ -67,6 +68,7 @@ class Result:
     count_reads: Callable[[], Reads]
     stats: Values = field(default_factory=dict)
     selections: list[Selection] = field(default_factory=list)
+    why_exact: str = ""
 
     @property
     def attended(self) -> Attended:

@@ -7,7 +7,7 @@ from routed_checks import levels_here, native_level, needs_native
 
 from prescore import Routed
 from prescore.routed import native
-from prescore.routed.layout import make_layout, routes
+from prescore.routed.layout import make_layout, why_exact
 from prescore.routed.reference import build_clusters, int8_logits, quantize_keys
 from prescore.routed.tree import bisection_tree
 
@@ -39,7 +39,7 @@ def test_far_chunks_are_those_of_the_definition(name, causal, n_query, n_keys):
     config = LAYOUTS[name]
     sequence = Sequence.of(torch.ones(n_keys, dtype=torch.bool), n_query, causal, config)
     wanted = [sequence.far_chunks(i) for i in range(n_query)]
-    assert routes(config, n_query, n_keys, is_causal=causal) == (max(wanted) > 0)
+    assert bool(why_exact(config, n_query, n_keys, is_causal=causal)) == (max(wanted) == 0)
     layout = make_layout(n_query, n_keys, causal=causal, config=config)
     if not causal and n_query <= config.exact_until:
         return  # such a call is exact, whatever its layout is

@@ -24,7 +24,7 @@ from prescore.ops.operators import accumulation_dtype, pick_operator
 from prescore.rng import DEFAULT_SEED, Streams
 from prescore.routed.backends import auto_config
 from prescore.routed.decode import GrowingClusters, RoutedIndex
-from prescore.routed.layout import routes
+from prescore.routed.layout import why_exact
 from prescore.selected.plan import make_plan
 from prescore.types import Reads, Result
 
@@ -292,7 +292,9 @@ class LayerCache:
         """The clusters that new queries choose from, or why they read every key instead."""
         config = request.config
         made_for = (config, request.backend, request.scale)
-        if not isinstance(config, Routed) or not self._owned or not routes(config, 1, keys.n_keys, is_causal=True):
+        if not isinstance(config, Routed) or not self._owned:
+            return ""
+        if why_exact(config, 1, keys.n_keys, is_causal=True):
             return ""
         if request.dropout or records_gradients(query, keys.key, keys.value):
             return "the key index has neither dropout nor gradients"

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from prescore.config import Config, Exact, Hyper, Routed, Selected
 from prescore.integrations.decode import OVER_ALL, PROMPT, STEP_AT_MOST
-from prescore.routed.layout import routes
+from prescore.routed.layout import why_exact
 from prescore.types import Reads, Values
 
 PREFILL, STEPS = "prefill", "steps"
@@ -224,12 +224,8 @@ def _why_every_key(
 ) -> str | None:
     """Why a call reads every key; None = it does not."""
     if isinstance(config, Routed):
-        is_causal = is_causal or is_step
-        if routes(config, n_query, n_keys, is_causal=is_causal):
-            return f"a step without a key index: {why_all}" if is_step else None
-        if n_keys <= config.exact_until if is_causal else n_query <= config.exact_until:
-            return f"up to exact_until={config.exact_until}"
-        return f"no longer than sinks and {'two chunks' if is_causal else 'a chunk'} of {config.chunk_size}"
+        reason = why_exact(config, n_query, n_keys, is_causal=is_causal or is_step)
+        return reason or (f"a step without a key index: {why_all}" if is_step else None)
     if is_step:
         return "a step reads every key so far" if isinstance(config, Hyper) else "top_k keeps every key"
     if is_causal:

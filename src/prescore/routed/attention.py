@@ -28,7 +28,7 @@ from prescore.ops.parts import fold_lse_gradient
 from prescore.routed import native, plain, reference, triton
 from prescore.routed.backends import pick_backend
 from prescore.routed.decode import GrowingClusters, of_heads
-from prescore.routed.layout import N_DIFFERENTIABLE, Layout, RoutedKeys, View, make_layout, routes
+from prescore.routed.layout import N_DIFFERENTIABLE, Layout, RoutedKeys, View, make_layout, why_exact
 from prescore.routed.native.library import loaded_level
 from prescore.routed.reference import Clusters
 from prescore.types import Attended, Reads, Result, Selection, Values
@@ -43,11 +43,6 @@ _BACKENDS = {"native": native, "triton": triton, "plain": plain}
 _MEANS = ("keys_per_query", "centroids_per_query", "keys_compared", "far_keys_read")
 
 
-def reads_every_key(call: Call, config: Routed) -> bool:
-    """Whether every query of a call without padding reads every key it may see."""
-    return not routes(config, call.n_query, call.n_keys, is_causal=call.is_causal)
-
-
 def attend_routed(call: Call, config: Routed, *, explain: bool = False) -> Result:
     """Run routed attention; with `explain` also return what could be read, and all stats."""
     begin = time.perf_counter()
@@ -57,14 +52,14 @@ def attend_routed(call: Call, config: Routed, *, explain: bool = False) -> Resul
         part = _same_start(call, config, _gaps(call))
     else:
         part = _by_start(call, config, _gaps(call))
-    count_means = part.count_means
+    count_means, reason = part.count_means, why_exact(config, call.n_query, call.n_keys, is_causal=call.is_causal)
 
     def count_reads() -> Reads:
         means = count_means()
         return Reads(means["keys_per_query"], means["centroids_per_query"])
 
     if not explain:
-        return Result(*part.attended, count_reads, part.stats)
+        return Result(*part.attended, count_reads, part.stats, why_exact=reason)
     stats = {
         "backend": call.operator.name,
         **part.stats,
@@ -72,7 +67,7 @@ def attend_routed(call: Call, config: Routed, *, explain: bool = False) -> Resul
         "keys_selected": call.mean_keys(),
         "seconds": {"attending": time.perf_counter() - begin},
     }
-    return Result(*part.attended, count_reads, stats, _visible_chunks(call, config))
+    return Result(*part.attended, count_reads, stats, _visible_chunks(call, config), reason)
 
 
 class _Part(NamedTuple):
@@ -128,8 +123,8 @@ def _by_start(call: Call, config: Routed, gaps: Tensor | None) -> _Part:
 def _same_start(call: Call, config: Routed, gaps: Tensor | None) -> _Part:
     """Sequences whose queries begin at one position; those with gaps, and short ones, read every key."""
     if call.valid is None:
-        routed = call.is_causal or routes(config, call.n_query, call.n_keys, is_causal=False)
-        return _attend(call, config) if routed else _attend_exactly(call, config)
+        is_exact = not call.is_causal and why_exact(config, call.n_query, call.n_keys, is_causal=False)
+        return _attend_exactly(call, config) if is_exact else _attend(call, config)
     exact = gaps
     if not call.is_causal:
         exact = _short(call, config) if gaps is None else _short(call, config) | gaps

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from prescore.config import Exact, Routed
 from prescore.routed import native, triton
-from prescore.routed.layout import make_layout, routes
+from prescore.routed.layout import make_layout, why_exact
 from prescore.routed.native import library
 
 
@@ -39,7 +39,7 @@ def auto_config(
     many queries and keys.
     """
     sizes = query.shape[2] * ranks, key.shape[2] * ranks
-    if config.exact_until < Routed.exact_until or not routes(config, *sizes, is_causal=is_causal):
+    if config.exact_until < Routed.exact_until or why_exact(config, *sizes, is_causal=is_causal):
         return config, ""
     if query.device.type == "cpu":
         reasons = native.unsupported(query, value.shape[-1], config)
@@ -54,6 +54,6 @@ def auto_config(
     if least is None:
         return Exact(), f"triton: no length is known from which it is faster than exact attention on {target}"
     config = config.replace(exact_until=max(config.exact_until, least))
-    if routes(config, *sizes, is_causal=is_causal):
+    if not why_exact(config, *sizes, is_causal=is_causal):
         return config, ""
     return Exact(), f"triton: up to {config.exact_until} keys exact attention is faster on {target}, by a model"

@@ -99,11 +99,14 @@ def make_layout(n_query: int, n_keys: int, *, causal: bool, config: Routed) -> L
     )
 
 
-def routes(config: Routed, n_query: int, n_keys: int, *, is_causal: bool) -> bool:
-    """Whether some query of a call without padding sees far keys as clusters; else the call is exact."""
-    if not is_causal and n_query <= config.exact_until:
-        return False
-    return make_layout(n_query, n_keys, causal=is_causal, config=config).n_chunks > 0
+def why_exact(config: Routed, n_query: int, n_keys: int, *, is_causal: bool) -> str:
+    """Why every query of a call without padding reads every key; empty = some query sees far keys as clusters."""
+    few_queries = not is_causal and n_query <= config.exact_until
+    if not few_queries and make_layout(n_query, n_keys, causal=is_causal, config=config).n_chunks:
+        return ""
+    if few_queries or (is_causal and n_keys <= config.exact_until):
+        return f"up to exact_until={config.exact_until}"
+    return f"no longer than sinks and {'two chunks' if is_causal else 'a chunk'} of {config.chunk_size}"
 
 
 class RoutedKeys(NamedTuple):

@@ -19,7 +19,7 @@ from torch import Tensor
 from prescore.config import Routed
 from prescore.integrations.decode import KVBuffer
 from prescore.routed.decode import RoutedIndex
-from prescore.routed.layout import make_layout, routes
+from prescore.routed.layout import make_layout, why_exact
 from prescore.routed.reference import Clusters
 
 IDLE_STEPS = 8
@@ -100,7 +100,7 @@ class PagedIndex:
                 written[blocks[place]] = max(0, total - new - place * size), min(size, total - place * size)
             request = None
             # the dummy batches of a server repeat one block
-            if routes(self.config, new, total, is_causal=True) and len(set(blocks)) == len(blocks):
+            if not why_exact(self.config, new, total, is_causal=True) and len(set(blocks)) == len(blocks):
                 request = PagedRequest(self._sequence(blocks, total, new), slice(first, first + new), total)
             requests.append(request)
             first += new
