@@ -21,8 +21,11 @@ from pathlib import Path
 from typing import Any
 
 from prescore.bench.language.tables import Summary, keeps_every_key, summarise
+from prescore.bench.planted.tables import claim_table, recall_settings, recall_table
 from prescore.bench.records import Record, Values, read_records
+from prescore.bench.speed.gpu_model import GPUS, gpu_tables, predict
 from prescore.bench.tables import MISSING, Table, as_text, percent
+from prescore.bench.vision.tables import PUBLISHED, PUBLISHED_COVERAGE
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent
@@ -89,7 +92,7 @@ def filled(mark: re.Match[str], where: str) -> str:
     except (TypeError, ValueError, LookupError) as error:
         raise FigureError(f"{where}: {mark[0]} has no records, {type(error).__name__}: {error}") from error
     if mark["kind"] == "figure:":
-        return "\n" + (replace(made, title="").to_markdown() if isinstance(made, Table) else f"{made}\n")
+        return "\n" + (replace(made, title="", note="").to_markdown() if isinstance(made, Table) else f"{made}\n")
     if not isinstance(made, str):
         raise FigureError(f"{where}: {mark[0]} is a table, and must stand in a mark `figure:`")
     return made
@@ -731,6 +734,257 @@ def selections() -> Table:
         rows.append((name, *("" if mean is None else f"{mean:.2f}" for mean in means)))
     columns = ("selection", "in common", "weight", "entries > 0.01", "error", "cpu s", "with skewed keys")
     return table(columns, rows)
+
+
+# The planted model.
+
+CLAIMS = {
+    "theorem-1": ("Lemma 1", "Lemma 2", "Theorem 1", "(P1)", "(P2)"),
+    "theorem-2": ("Theorem 2",),
+    "appendix-c": ("Appendix C",),
+    "corollary-1": ("Corollary 1",),
+    "claim-1": ("Claim 1",),
+    "appendix-b": ("Appendix B",),
+    "appendix-d": ("Appendix D",),
+    "universal-set": ("rho", "universal set"),
+}
+
+
+@figure
+def claims(name: str) -> Table:
+    """The rows of a claim, without empty columns."""
+    every = claim_table(read("planted"))
+    rows = [row for row in every.rows if row[0].startswith(CLAIMS[name])]
+    shown = [column for column in range(len(every.columns)) if any(row[column] for row in rows)]
+    return table([every.columns[column] for column in shown], [[row[i] for i in shown] for row in rows], left=4)
+
+
+@figure
+def planted_recall() -> Table:
+    """Planted keys found by every scorer."""
+    records = read("planted")
+    (setting,) = recall_settings(records)
+    return recall_table(records, setting)
+
+
+# Vision transformers.
+
+CLUSTERED = ("kmeans", "published", "kmeans-farthest-sample", "kmeans-cluster-share", "kmeans-balanced", "kmedian")
+GRID = "vision/grid-1000"
+
+
+def accuracies() -> dict[tuple[str, int | None, int, bool], float]:
+    """Top-1 of the first seed by method, clusters, budget, and whether the class token is protected."""
+    fields = ("method", "n_clusters", "budget", "keep_prefix")
+    found = [r for r in read(GRID) if r.config["method"] != "exact" and r.seed == 0]
+    return {tuple(r.config[name] for name in fields): r.results["top1"] for r in found}
+
+
+def both(values: Iterable[float | None], form: str) -> str:
+    """Class token protected / free, those that were measured."""
+    return " / ".join(format(value, form) for value in values if value is not None) or MISSING
+
+
+@figure
+def vision_grid() -> Table:
+    """Top-1 by method and clusters; for every budget, class token protected / free."""
+    found = accuracies()
+    budgets = sorted({cell[2] for cell in found})
+    rows = []
+    for method, clusters in sorted({cell[:2] for cell in found}, key=lambda name: (name[0], name[1] or 0)):
+        pairs = ([found.get((method, clusters, budget, keep)) for keep in (True, False)] for budget in budgets)
+        rows.append((method, str(clusters or ""), *(both(pair, ".1f") for pair in pairs)))
+    return table(("method", "clusters", *map(str, budgets)), rows)
+
+
+@figure
+def against_leverage() -> Table:
+    """Top-1 of every clustering rule minus that of leverage scores at the same budget, class token protected."""
+    found = accuracies()
+    budgets = sorted({cell[2] for cell in found})
+    rows = []
+    for method in CLUSTERED:
+        for clusters in sorted({cell[1] for cell in found if cell[0] == method and cell[1]}):
+            gains = [found[method, clusters, b, True] - found["leverage", None, b, True] for b in budgets]
+            wins = f"{sum(gain > 0 for gain in gains)} of {len(gains)}"
+            rows.append((method, str(clusters), *(f"{gain:+.1f}" for gain in gains), wins))
+    return table(("rule", "clusters", *map(str, budgets), "wins"), rows)
+
+
+@figure
+def top1(method: str, budget: str = "", clusters: str = "") -> str:
+    """Top-1 on 1,000 images, class token protected."""
+    if method == "exact":
+        return f"{read(GRID)[0].results['top1_exact']:.1f}"
+    return f"{accuracies()[method, int(clusters) if clusters else None, int(budget), True]:.1f}"
+
+
+@figure
+def beside_published() -> Table:
+    """The paper's top-1 beside ours."""
+    found, rows = accuracies(), []
+    ours = {"kmeans": ("kmeans", "kmeans-farthest-sample", "published")}
+    for small, printed in PUBLISHED.items():
+        what = small.partition(", ")[2]
+        large = next(by_budget for name, by_budget in PUBLISHED.items() if name[:5] == "ViT-L" and what in name)
+        method, _, clusters = what.partition(", ")
+        for budget, value in printed.items() if small.startswith("ViT-S") else ():
+            keys = [(m, int(clusters[0]) if clusters else None, budget, True) for m in ours.get(method, (method,))]
+            cells = " / ".join(f"{found[key]:.1f}" for key in keys if key in found)
+            rows.append((what, str(budget), value, large[budget], cells))
+    return table(("", "keys", "paper, ViT-S/16", "paper, ViT-L/16", "DeiT-tiny"), rows)
+
+
+@figure
+def coverage() -> Table:
+    """Share of heavy entries on selected keys, mean (median), and of the heaviest columns, beside chance."""
+    records = select("vision/coverage")
+    thresholds = records[0].config["thresholds"]
+    rows: list[Sequence[str]] = []
+    for record in records:
+        config, results = record.config, record.results
+        shares = [f"{results[f'heavy_{e}_mean']:.2f} ({results[f'heavy_{e}_median']:.2f})" for e in thresholds]
+        shares.append(" / ".join(f"{results[f'columns_{e}_mean']:.2f}" for e in thresholds))
+        cells = (config["method"], str(config["n_clusters"] or ""), str(config["budget"]))
+        rows.append((*cells, f"{results['chance']:.2f}", *shares))
+        printed = PUBLISHED_COVERAGE.get((config["method"], config["budget"]))
+        if printed:
+            *heavy, columns = (f"{float(share) / 100:.2f}" for share in printed)
+            name = f"paper: {config['method']}, ViT-B/16"
+            rows.append((name, "", cells[2], "", *(f"({share})" for share in heavy), columns))
+    heads = (*(f"> {threshold}" for threshold in thresholds), "heaviest columns")
+    return table(("method", "clusters", "keys", "chance", *heads), rows)
+
+
+# Context parallel, GPUs, other engines, servers.
+
+
+@figure
+def planned_bytes() -> Table:
+    """Bytes that a rank sends in one layer, from the plan that the ranks follow."""
+    plan = runpy.run_path(str(HERE / "parallel" / "planned.py"))
+    rows = []
+    for name, exchange, config in plan["CONFIGURATIONS"]:
+        full, causal = (plan["planned_bytes"](plan["layer"](is_causal), config) for is_causal in (False, True))
+        mega = [round(number / 1e6) for number in (max(full), max(causal), statistics.fmean(causal))]
+        rows.append((name, exchange, f"{mega[0]}", f"{mega[1]} / {mega[2]}"))
+    return table(("configuration", "exchange", "full, MB", "causal, MB: busiest rank / mean"), rows, left=2)
+
+
+@figure
+def counted_bytes() -> Table:
+    """Megabytes of the busiest rank and their share of an all-gather, counted by the ranks."""
+    names = {"`Exact()`": "all-gather", "`Selected(top_k=2048)`": "selected"}
+    names["`Selected.paper(top_k=2048)`, clusters fitted on a sample"] = "paper"
+    rows = []
+    for n in (16384, 32768):
+        for label, name in names.items():
+            cells = [f"{n:,}", label]
+            for ranks, causal in ((2, False), (2, True), (4, False), (4, True)):
+                own = one("parallel/bytes", n=n, ranks=ranks, causal=causal)["methods"][name]
+                share = "" if name == "all-gather" else f" ({own['of_all_gather']:.2f})"
+                cells.append(f"{own['bytes'] / 1e6:.2f}{share}")
+            rows.append(cells)
+    columns = (f"{ranks} ranks, {mask}" for ranks in (2, 4) for mask in ("full", "causal"))
+    return table(("tokens", "configuration", *columns), rows, left=2)
+
+
+@figure
+def tiles() -> Table:
+    """What one query and tiles of queries search and read, on five layers."""
+    last = [record.results["bands"][-1] for record in read("gpu")]
+    rows = []
+    for label, name, unit in (("subclusters searched", "searched", 100), ("far keys read", "hits", 1)):
+        cells = [low_high((unit * band[f"{name}_{n}"] for band in last), ".0f") for n in (1, 16, 64, 128)]
+        rows.append((label, *(f"{cell} %" if unit == 100 else cell for cell in cells)))
+    columns = ("one query", "tile of 16 rows", "64 rows", "128 rows")
+    return table((f"at {last[0]['far_keys']:,} far keys", *columns), rows)
+
+
+@figure
+def predicted_gpus() -> Table:
+    """FlashAttention's time over the predicted one, mean of five layers."""
+    shown = (("A100", 32), ("H100", 32), ("H100", 64), ("B200", 32), ("MI300X", 64))
+    rows = []
+    for n in (16384, 32768, 131072, 1048576):
+        cells = [f"{n:,}"]
+        for gpu, n_rows in shown:
+            times = [predict(record.config, record.results, GPUS[gpu], n, n_rows) for record in read("gpu")]
+            exact = sum(own["FlashAttention"] for own in times)
+            cells.append(f"{exact / (sum(sum(own.values()) for own in times) - exact):.2f}x")
+        rows.append(cells)
+    return table(("tokens", *(f"{gpu}, {n_rows} rows" for gpu, n_rows in shown)), rows)
+
+
+@figure
+def gpu_model() -> str:
+    """All tables of the model of GPUs."""
+    return "\n".join(made.to_markdown() for made in gpu_tables(read("gpu"))).rstrip("\n")
+
+
+ENGINES = {
+    "exact bfloat16": "transformers, bfloat16",
+    "exact int8": "transformers, int8 weights",
+    "prescore bfloat16": "the default, bfloat16",
+    "prescore int8": "the default, int8 weights",
+    "openvino": "OpenVINO, int8 weights",
+    "openvino xattention": "OpenVINO, int8 weights, XAttention",
+    "llama.cpp": "llama.cpp, 4-bit weights",
+}
+RIVALS = "speed/rivals"
+
+
+@figure
+def rival_times(model: str, n: str) -> Table:
+    """Time to the first token, decode steps and memory of every engine."""
+    own = {r.config["engine"]: r.results for r in select(RIVALS, part="time", model=model, n=int(n))}
+    rows = []
+    for engine in (engine for engine in ENGINES if engine in own):
+        first, rate, memory = (own[engine][name] for name in ("seconds_to_first_token", *RATES))
+        rows.append((ENGINES[engine], f"{first:.1f} s", f"{rate:.1f}", f"{memory:.0f} MB"))
+    return table(("engine", "first token", "tokens/s", "memory"), rows)
+
+
+RATES = ("tokens_per_second", "peak_megabytes")
+
+
+@figure
+def first_token(engine: str, n: str, model: str = "gemma3-270m") -> str:
+    """Seconds to the first token."""
+    return f"{one(RIVALS, part='time', engine=engine, n=int(n), model=model)['seconds_to_first_token']:.1f}"
+
+
+@figure
+def rival_losses() -> Table:
+    """Losses of every engine on the same tokens."""
+    models = {"smollm2": "SmolLM2", "gemma3-270m": "gemma3-270m"}
+    rows = [
+        (label, *(f"{one(RIVALS, part='loss', engine=engine, model=model)['loss']:.4f}" for model in models))
+        for engine, label in ENGINES.items()
+    ]
+    return table(("engine", *models.values()), rows)
+
+
+@figure
+def vllm_times() -> Table:
+    """The own attention of vLLM beside the default: first token, throughput, steps."""
+    lines = [json.loads(line) for line in (HERE / "serving/vllm.jsonl").read_text().splitlines()]
+    rows = []
+    for tokens, at_once in ((8000, False), (8000, True), (16000, False), (16000, True)):
+        cells = [f"{tokens:,} tokens, {'all at once' if at_once else 'one by one'}"]
+        columns: list[list[str]] = [[], [], []]
+        for label in ("exact, 2 threads", "default, 2 threads"):
+            own = [r for r in lines if (r["tokens"], r["requests"] > 1, r["label"]) == (tokens, at_once, label)]
+            first, seconds, rate = (
+                statistics.fmean(line[name] for line in own)
+                for name in ("first_token_seconds", "batch_seconds", "tokens_per_second")
+            )
+            columns[0].append(f"{first:.1f} s")
+            columns[1].append(f"{own[0]['requests'] * (tokens + 64) / seconds:.0f}")
+            columns[2].append("" if at_once else f"{rate:.1f}")
+        rows.append(sum(columns, cells))
+    heads = ("first token: vLLM's own attention", "default", "tokens/s: own", "default", "steps/s: own", "default")
+    return table(("prompts", *heads), rows)
 
 
 if __name__ == "__main__":

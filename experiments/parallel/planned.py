@@ -1,7 +1,6 @@
 """Bytes that a rank sends in the forward pass of one layer, from the layout that ranks follow; runs no ranks.
 
-`python experiments/parallel/planned.py` prints the table of docs/parallel.md: 131,072 tokens on 8 ranks, 32 query
-heads and 8 KV heads of 128 numbers, bfloat16. Selected keys are taken to lie evenly on the holders of a block.
+Selected keys are taken to lie evenly on the holders of a block. `make figures` writes the table of docs/parallel.md.
 """
 
 from __future__ import annotations
@@ -132,28 +131,20 @@ class _SelectedExchange:
         return sent * self.layer.heads * (1 if lsh.n_projections <= 8 else WIDE)
 
 
-def main() -> None:
-    """Print the table."""
-    sampled, selected = KMeans(fit_size=4096), "selected"
-    lines = [
-        ("`Exact()`", "all-gather (a ring sends as much)", Exact()),
-        ("`Routed()`, `Hyper()`", "ulysses", Routed()),
-        *(
-            (f"`Selected(KMeans(fit_size=4096), top_k={top_k})`", selected, Selected(sampled, top_k=top_k))
-            for top_k in (8192, 2048, 1024)
-        ),
-        ("`Selected.paper(KMeans(fit_size=4096))`", selected, Selected.paper(sampled)),
-        ("`Selected.paper()`, clusters fitted on all keys", selected, Selected.paper()),
-    ]
-    print("| configuration | exchange | full, MB | causal, MB: busiest rank / mean |\n|---|---|---|---|")  # noqa: T201
-    for name, exchange, config in lines:
-        full, causal = (
-            planned_bytes(Layer(131072, 8, 32, 8, 128, torch.bfloat16, is_causal), config)
-            for is_causal in (False, True)
-        )
-        mega = [round(number / 1e6) for number in (max(full), max(causal), sum(causal) / len(causal))]
-        print(f"| {name} | {exchange} | {mega[0]} | {mega[1]} / {mega[2]} |")  # noqa: T201
+def layer(is_causal: bool) -> Layer:
+    """131,072 tokens on 8 ranks, 32 query heads and 8 KV heads of 128 numbers, bfloat16."""
+    return Layer(131072, 8, 32, 8, 128, torch.bfloat16, is_causal)
 
 
-if __name__ == "__main__":
-    main()
+SAMPLED = KMeans(fit_size=4096)
+CONFIGURATIONS = (
+    ("`Exact()`", "all-gather (a ring sends as much)", Exact()),
+    ("`Routed()`, `Hyper()`", "ulysses", Routed()),
+    *(
+        (f"`Selected(KMeans(fit_size=4096), top_k={top_k})`", "selected", Selected(SAMPLED, top_k=top_k))
+        for top_k in (8192, 2048, 1024)
+    ),
+    ("`Selected.paper(KMeans(fit_size=4096))`", "selected", Selected.paper(SAMPLED)),
+    ("`Selected.paper()`, clusters fitted on all keys", "selected", Selected.paper()),
+)
+"""What docs/parallel.md compares: a name, the exchange, and the configuration."""

@@ -25,10 +25,7 @@ rows=(--samples 32 --samples 64 --samples 96 --samples 128)
 baselines=(--method random --method leverage --method key-norm --method key-diff)
 rules=(--method kmeans --method kmeans-farthest-sample --method kmeans-cluster-share --method kmeans-balanced --method kmedian)
 ours=(--method key-diff+centroids --method centroids)
-long=(--resolution 384 --limit 100)
 
-# the bars: best configuration, class token protected, three seeds, all images
-study bars "${rows[@]}" --seeds 3 --method exact --method centroids
 # heavy-entry coverage
 heavy coverage --limit 20
 # the paper's grid
@@ -36,11 +33,5 @@ study "grid-$limit" "${rows[@]}" --limit "$limit" --method exact "${baselines[@]
 study "grid-$limit" "${rows[@]}" --limit "$limit" --prefix free --method exact "${baselines[@]}" "${rules[@]}" "${ours[@]}"
 study "grid-$limit" "${rows[@]}" --limit "$limit" --prefix both --clusters 6 --method exact "${rules[@]}"
 study "grid-$limit" "${rows[@]}" --limit "$limit" --seeds 3 --method exact --method random --method kmeans-farthest-sample
-# the rule of the published script, as the script runs it: class token free
-study grid-500-free "${rows[@]}" --limit 500 --prefix free --method exact --method published
-# 577 tokens, and the default beside random keys at equal rows
-study tokens-577 "${long[@]}" --samples 64 --samples 128 --samples 256 --method exact "${ours[@]}" "${baselines[@]}" "${rules[@]}"
-study default-577 "${long[@]}" --samples 65 --samples 129 --samples 249 --method exact --method default --method routed --method random
-# times: on a machine that does nothing else
-study speed-197 "${rows[@]}" --limit 20 --batch-size 20 --method exact "${baselines[@]}" "${rules[@]}" --method key-diff+centroids --method centroids --method routed
-study speed-577 --resolution 384 --limit 16 --batch-size 16 --samples 65 --samples 129 --samples 257 --method exact --method random --method leverage --method routed --method kmeans --method centroids
+# the rule of the published script
+study "grid-$limit" "${rows[@]}" --limit "$limit" --method exact --method published
