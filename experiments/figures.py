@@ -228,7 +228,7 @@ LENGTHS = {"baselines": (4096,), "default": (8192, 16384)}
 @figure
 def first_token(engine: str, model: str, n: str) -> str:
     """Seconds to the first token of a prompt."""
-    results = one("speed/rivals", part="time", engine=engine, model=model, n=int(n))
+    results = one(RIVALS, part="time", engine=engine, model=model, n=int(n))
     return f"{results['seconds_to_first_token']:.1f}"
 
 
@@ -236,17 +236,10 @@ def first_token(engine: str, model: str, n: str) -> str:
 def bfloat16_loss(model: str) -> str:
     """What the default costs in bfloat16, above exact attention in bfloat16."""
     default, exact = (
-        one("speed/rivals", part="loss", engine=f"{name} bfloat16", model=model)["loss"]
+        one(RIVALS, part="loss", engine=f"{name} bfloat16", model=model)["loss"]
         for name in ("prescore", "exact")
     )
     return f"{default - exact:+.4f}"
-
-
-@figure
-def baseline_loss(label: str) -> str:
-    """Loss above exact attention of a method on 4096 tokens, at equal keys read."""
-    (inside,) = windows("baselines", 4096).values()
-    return f"{statistics.fmean(above(inside, label)):+.3f}"
 
 
 def curves() -> dict[str, dict[str, list[tuple[int, float]]]]:
@@ -946,12 +939,6 @@ def rival_times(model: str, n: str) -> Table:
 
 
 RATES = ("tokens_per_second", "peak_megabytes")
-
-
-@figure
-def first_token(engine: str, n: str, model: str = "gemma3-270m") -> str:
-    """Seconds to the first token."""
-    return f"{one(RIVALS, part='time', engine=engine, n=int(n), model=model)['seconds_to_first_token']:.1f}"
 
 
 @figure
