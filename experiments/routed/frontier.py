@@ -26,7 +26,8 @@ from torch import Tensor
 from prescore import Routed
 from prescore.bench.language.documents import Document
 from prescore.bench.language.held_out import TokenizedText, held_out_windows
-from prescore.bench.language.methods import EXACT, Method, measured_attention
+from prescore.bench.methods import EXACT, Method
+from prescore.bench.observed import observed
 from prescore.bench.language.model import LanguageModel, load_language_model
 from prescore.routed import native, reference
 
@@ -73,9 +74,9 @@ def window(model: LanguageModel, name: str, text: str, length: int) -> Tensor | 
 
 def run(model: LanguageModel, tokens: Tensor, method: Method) -> tuple[Tensor, dict[str, float]]:
     """Logarithms of next-token probabilities at every eighth position of the last quarter, and the cost."""
-    with measured_attention(model.model, method) as cost:
+    with observed(model.model, method.config) as observer:
         hidden = model.hidden(tokens)
-        costs = cost()
+        costs = observer.results()
     places = range(len(tokens) * 3 // 4, len(tokens) - 1, 8)
     return model.logits(hidden[list(places)]).log_softmax(-1), costs
 

@@ -6,7 +6,7 @@ import torch
 from prescore import Coupling, Hyper, Lsh, Routed, Selected, prescored_attention
 from prescore.bench.language import experiments
 from prescore.bench.language.experiments import COUPLINGS, Scale, experiment_methods
-from prescore.bench.language.methods import EXACT, Baseline, local_only
+from prescore.bench.methods import EXACT, Baseline, local_only
 
 
 def configs(name, length, **options):

@@ -3,7 +3,6 @@
 import math
 from functools import reduce
 from operator import getitem
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,13 +10,15 @@ from tiny_chatglm import TinyChatGLM
 from tiny_models import tiny as tiny_model
 
 import prescore
-import prescore.bench.language.methods as bench_methods
-from prescore import Exact, Hyper, KMeans, Leverage, Lsh, Routed, Selected
+import prescore.bench.methods as bench_methods
+from prescore import Exact, Hyper, KMeans, Leverage, Lsh, Routed, Selected, list_scorers
+from prescore.bench.baselines import list_baselines
 from prescore.bench.language.documents import Document
-from prescore.bench.language.methods import EXACT, Baseline, Local, MeasuredAttention, Method, change, named_method
 from prescore.bench.language.model import LanguageModel
 from prescore.bench.language.perplexity import make_windows, measure_loss, window_losses
-from prescore.integrations.attention import AttentionContext, layer_seed
+from prescore.bench.methods import EXACT, Baseline, Local, Method, Sizes, change, parse_method
+from prescore.bench.observed import Observed, observed
+from prescore.integrations.attention import AttentionContext, PrescoredAttention, layer_seed
 from prescore.integrations.patch import patches
 
 TEXT = "In the beginning there was a key, and the key was with the query. " * 20
@@ -42,10 +43,10 @@ def test_a_name_means_the_same_as_in_python(length, leaf):
         "hyper": Hyper(lsh, min_seq_len=size),
         "oracle": Baseline("oracle", {"budget": 32, "chunk_size": size}),
     }
-    found = {name: named_method(name, length=length, leaf=leaf, top_k=32).config for name in wanted}
+    found = {name: parse_method(name, Sizes.of_text(length, leaf, 32)).config for name in wanted}
     assert found == wanted
     with pytest.raises(ValueError, match=r"top_k must be a count of keys for the baseline 'oracle', got 0\.5"):
-        named_method("oracle", length=64, top_k=0.5)
+        parse_method("oracle", Sizes.of_text(64, top_k=0.5))
 
 
 @pytest.mark.parametrize("config", [Routed(), Selected(), Selected.early(), Hyper(), Exact()], ids=repr)
@@ -130,12 +131,12 @@ def test_a_configuration_does_what_apply_does(tiny, window, config):
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: type(config).__name__)
 def test_reads_are_those_of_the_call_with_the_seed(config):
     tensors = torch.randn(3, 1, 2, 200, 16, generator=torch.Generator().manual_seed(0))
-    attention = MeasuredAttention(Method("some", config), [3], seed=5)
-    output = attention(*tensors, AttentionContext(layer=3, is_causal=True))
+    observer = Observed({3: PrescoredAttention(config, seed=5)}, [3])
+    output = observer(*tensors, AttentionContext(layer=3, is_causal=True))
     options = {"is_causal": True, "generator": layer_seed(5, 3), "return_aux": True}
     plain, aux = prescore.prescored_attention(*tensors, config, **options)
     torch.testing.assert_close(output, plain, rtol=0, atol=0)
-    assert attention.reads[3] == pytest.approx(aux.stats.keys_per_query + aux.stats.centroids_per_query)
+    assert observer.reads()[3] == pytest.approx(aux.stats.keys_per_query + aux.stats.centroids_per_query)
 
 
 def test_only_the_chosen_layers_are_replaced(precise, window):
@@ -147,12 +148,14 @@ def test_only_the_chosen_layers_are_replaced(precise, window):
     assert len({round(results["loss"], 9) for results in (exact, one, both)}) == 3
 
 
+NAMES = ["exact", "local", "default", "hyper", *list_baselines(), *list_scorers(), "random"]
+NAMES += [*map("paper:{}".format, list_scorers()), "paper:kmedian-farthest-sample+centroids", "kmeans-balanced"]
 FEW = {"lsh.block_size": 8, "lsh.sample_size": 8, "inner.block_size": 8, "inner.sample_size": 8}
 
 
-@pytest.mark.parametrize("name", bench_methods.method_names())
+@pytest.mark.parametrize("name", NAMES)
 def test_every_name_runs(precise, window, name):
-    results = measure_loss(precise, window, named_method(name, length=200, leaf=32, top_k=16, changes=FEW))
+    results = measure_loss(precise, window, parse_method(name, Sizes.of_text(200, 32, 16, FEW)))
     assert math.isfinite(results["loss"])
     assert 0 < results["reads_per_query"] <= 201
 
@@ -173,14 +176,10 @@ def test_what_a_method_would_ignore_is_refused(window):
     gemma = LanguageModel("gemma", tiny_model("Gemma2", attn_logit_softcapping=5.0, **sizes), None)
     for name in ("local", "streaming", "default"):
         with pytest.raises(ValueError, match="its logits are soft-capped"):
-            measure_loss(gemma, window, named_method(name, length=200, leaf=32))
+            measure_loss(gemma, window, parse_method(name, Sizes.of_text(200, 32)))
     plain = float(window_losses(gemma, window).mean())
-    with bench_methods.measured_attention(gemma.model, Method("local", Local(32)), layers=[]):  # none is replaced
+    with observed(gemma.model, Local(32), layers=[]):  # none is replaced
         assert float(window_losses(gemma, window).mean()) == pytest.approx(plain, rel=1e-5)
-
-    attention = MeasuredAttention(EXACT, [0], group=SimpleNamespace(size=2, rank=0))
-    with pytest.raises(ValueError, match="it has a sliding window, which no shard can see"):
-        attention(*torch.zeros(3, 1, 1, 8, 4), AttentionContext(layer=0, is_causal=True, is_local=True))
 
 
 def test_chatglm_is_measured_through_the_same_function():
@@ -193,10 +192,10 @@ def test_chatglm_is_measured_through_the_same_function():
         config = Selected("key-diff", top_k=8, min_seq_len=16, sinks=2, remainder="none")
         with prescore.apply(model, config, layers="first:2"):
             applied = model(tokens)[0]
-        with bench_methods.measured_attention(model, Method("key-diff", config), layers="first:2") as cost:
+        with observed(model, config, layers="first:2") as observer:
             torch.testing.assert_close(model(tokens)[0], applied)
-            assert cost()["layers_replaced"] == 2
-            assert cost()["reads_per_query"] < 48.5  # of exact attention
+            assert observer.results()["layers_replaced"] == 2
+            assert observer.results()["reads_per_query"] < 48.5  # of exact attention
     assert (applied - plain).abs().max() > 1e-6
     assert [layer.self_attention.core_attention for layer in model.transformer.encoder.layers] == cores
     assert not patches(cores[0])

@@ -10,9 +10,9 @@ from oracles.tiny_language_model import tiny_language_model
 from prescore.bench.cli.main import main
 from prescore.bench.cli.options import Language, read_budget, read_layers
 from prescore.bench.language.documents import Document
-from prescore.bench.language.methods import EXACT
 from prescore.bench.language.model import LanguageModel
 from prescore.bench.language.perplexity import loss_row, make_windows, measure_loss, window_losses
+from prescore.bench.methods import EXACT
 
 TEXT = "In the beginning there was a key, and the key was with the query. " * 20
 

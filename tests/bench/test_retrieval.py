@@ -12,10 +12,11 @@ from prescore import Routed
 from prescore.bench.cli.main import main
 from prescore.bench.language import retrieval
 from prescore.bench.language.documents import Document
-from prescore.bench.language.methods import local_only, measured_attention
 from prescore.bench.language.model import LanguageModel
 from prescore.bench.language.retrieval import CLEAR, MANY_NEEDLES, TASKS, Task, judge, make_problem
 from prescore.bench.language.tables import retrieval_table
+from prescore.bench.methods import local_only
+from prescore.bench.observed import observed
 from prescore.bench.records import Record
 
 HAY = Document("hay", "Nothing to see in this sentence, nor in the next one. " * 60)
@@ -145,7 +146,7 @@ def test_a_row_has_accuracy_or_every_needle_by_depth(tiny):
     task = Task(MANY_NEEDLES, LENGTH, (0.9, 0.1))
     results = retrieval.retrieval_row(tiny, HAY, local_only(50), task, range(1)).measure()
     problem = make_problem(tiny, HAY, task)
-    with measured_attention(tiny.model, local_only(50)):
+    with observed(tiny.model, local_only(50).config):
         judged = judge(tiny, problem.tokens, problem.answers)
     assert [entry["depth"] for entry in results["by_depth"]] == [0.9, 0.1]
     for entry in results["by_depth"]:

@@ -13,11 +13,12 @@ from prescore import Routed
 from prescore.bench.cli.main import main
 from prescore.bench.language import ruler
 from prescore.bench.language.documents import Document
-from prescore.bench.language.generation import attend_without_state
-from prescore.bench.language.methods import EXACT, Baseline, Local, Method
 from prescore.bench.language.model import LanguageModel
 from prescore.bench.language.tables import ruler_table, wilson_interval
+from prescore.bench.methods import EXACT, Baseline, Local, Method
+from prescore.bench.observed import WithoutState
 from prescore.bench.records import Record, row_key
+from prescore.integrations.attention import AttentionContext
 
 HAY = Document("hay", "Nothing to see in this sentence. Nor is there anything in the next one! " * 400)
 SAMPLE = ruler.Sample("tiny", "fwe", 512, 0, "", 0, "Words and other words, which occur often. " * 8, ["often"])
@@ -87,19 +88,17 @@ def test_tasks_are_read_by_name(tiny):
     ids=["local", "local and before", "window", "other"],
 )
 def test_a_step_reads_what_the_last_query_would(config, visible):
-    class Context:
-        layer, scale, is_local = 0, None, False
-
+    context = AttentionContext(layer=0, is_causal=True)
     query, key, value = (torch.randn(1, 2, 40, 8, dtype=torch.float64) for _ in range(3))
-    attend = attend_without_state(config)
+    attend = WithoutState(config)
     for n in (1, 8, 9, 40):
         keys = visible(n)
         # the prompt, and the same position as a step of its own
-        step = attend(query[:, :, n - 1 : n], key[:, :, :n], value[:, :, :n], Context)
+        step = attend(query[:, :, n - 1 : n], key[:, :, :n], value[:, :, :n], context)
         expected = scaled_dot_product_attention(query[:, :, n - 1 : n], key[:, :, keys], value[:, :, keys])
         torch.testing.assert_close(step, expected)
         if getattr(config, "name", "") != "oracle":
-            prompt = attend(query[:, :, :n], key[:, :, :n], value[:, :, :n], Context)
+            prompt = attend(query[:, :, :n], key[:, :, :n], value[:, :, :n], context)
             torch.testing.assert_close(prompt[:, :, -1:], step)
 
 

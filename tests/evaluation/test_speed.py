@@ -14,7 +14,7 @@ from prescore.bench.cli.main import main
 from prescore.bench.records import Record, measure, read_records
 from prescore.bench.speed import studies, timing
 from prescore.bench.speed.heads import find_heads, heads_at_lengths, save_heads
-from prescore.bench.speed.studies import METHODS, Run, measure_methods, method_config, plan_rows
+from prescore.bench.speed.studies import METHODS, Run, make_method, measure_methods, plan_rows
 from prescore.bench.speed.tables import curve, exponent, kinds, length_plot, tables
 from prescore.errors import Unsupported
 from prescore.registry import get_scorer, list_scorers
@@ -127,12 +127,12 @@ def test_a_wrong_output_is_never_timed(module, name, monkeypatch):
 
 
 def test_methods_are_the_presets_they_claim_to_be():
-    assert method_config("default", CONFIG) == Routed()
-    assert method_config("paper:kmedian", CONFIG) == Selected.paper("kmedian", 32, min_seq_len=64)
-    assert method_config("hyper", CONFIG) == Hyper.published(min_seq_len=64)
+    assert make_method("default", CONFIG) == Routed()
+    assert make_method("paper:kmedian", CONFIG) == Selected.paper("kmedian", 32, min_seq_len=64)
+    assert make_method("hyper", CONFIG) == Hyper.published(min_seq_len=64)
     many = {**CONFIG, "n_clusters": 5}
-    assert method_config("paper:kmeans", many) == Selected.paper(KMeans(n_clusters=5), 32, min_seq_len=64)
-    assert method_config("paper:leverage", many) == method_config("paper:leverage", CONFIG)
+    assert make_method("paper:kmeans", many) == Selected.paper(KMeans(n_clusters=5), 32, min_seq_len=64)
+    assert make_method("paper:leverage", many) == make_method("paper:leverage", CONFIG)
     scored = {scorer.name for scorer in studies.SCORERS.values()}
     assert {name for name in list_scorers() if issubclass(get_scorer(name), ClusteringScorer)} <= scored
 

@@ -17,11 +17,11 @@ from safetensors.torch import save_file
 import prescore
 from prescore import KMeans, Selected
 from prescore.bench.cli.main import main
+from prescore.bench.methods import full_budget, image_config
 from prescore.bench.records import Record, measure, read_records, row_key
 from prescore.bench.vision import coverage, models, tables
 from prescore.bench.vision.accuracy import Study, accuracy_rows
 from prescore.bench.vision.coverage import attention_weights, coverage_rows, head_coverage, measure_coverage
-from prescore.bench.vision.methods import EXACT, full_budget, parse_method
 from prescore.bench.vision.models import IMAGENET_MEAN, IMAGENET_STD, Preprocessing, load_vision_model, open_folder
 from prescore.integrations.attention import AttentionContext, PrescoredAttention, attend_exactly
 from prescore.integrations.torchvision import import_timm, mend_torchvision
@@ -111,11 +111,11 @@ def test_preprocessing_crops_the_centre_and_normalises(tmp_path):
         (lambda p: load_vision_model(p, device="nowhere"), "device must be usable, got 'nowhere'"),
         (lambda p: load_vision_model(p / "x.pth"), r"must be a \.safetensors file, for a pickled .* got .*pth"),
         (lambda p: models.vit_shape({}), "got no patch_embed"),
-        (lambda p: parse_method("kmeans-closest"), "got 'kmeans-closest'"),
-        (lambda p: parse_method("farthest"), "got 'farthest'"),
-        (lambda p: parse_method("key-norm-farthest"), "makes clusters, a rule .* got 'key-norm-farthest'"),
-        (lambda p: parse_method("centroids").config(1, n_prefix=1), "budget must leave room .* got 1"),
-        (lambda p: parse_method("routed").config(2, n_prefix=1, n_tokens=197), "leave room for 1 prefix.*got 2"),
+        (lambda p: image_config("kmeans-closest", 8), "got 'kmeans-closest'"),
+        (lambda p: image_config("farthest", 8), "got 'farthest'"),
+        (lambda p: image_config("key-norm-farthest", 8), "method must be one of .* got 'key-norm-farthest'"),
+        (lambda p: image_config("centroids", 1, n_prefix=1), "budget must leave room .* got 1"),
+        (lambda p: image_config("routed", 2, n_prefix=1, n_tokens=197), "leave room for 1 prefix.*got 2"),
     ],
 )
 def test_refusals(tmp_path, make, said):
@@ -201,7 +201,7 @@ def test_the_vits_of_the_paper_load_by_shape_and_by_name(tmp_path, name, width, 
     assert (loaded.n_tokens, loaded.model.embed_dim, loaded.model.blocks[0].attn.num_heads) == (197, width, heads)
     with torch.inference_mode():
         torch.testing.assert_close(loaded.logits(pixels), model(pixels))
-    config = parse_method("published").config(128, n_clusters=4)
+    config = image_config("published", 128, n_clusters=4)
     with prescore.apply(loaded.model, config) as applied, torch.inference_mode():
         assert loaded.logits(pixels).shape == (1, 1000)
     assert "2 of 2 layers" in repr(applied)
@@ -236,7 +236,7 @@ def test_the_crop_is_the_one_the_model_was_made_with(described, crop, model_fold
     ],
 )
 def test_method_names(name, scorer, rule, selector, remainder, n_centroids):
-    config = parse_method(name).config(32, n_clusters=6, share=0.25, n_prefix=1)
+    config = image_config(name, 32, n_clusters=6, share=0.25, n_prefix=1)
     assert isinstance(config, Selected)
     assert (config.scoring.name, getattr(config.scoring, "rule", None)) == (scorer, rule)
     assert (config.selector, config.remainder, config.top_k) == (selector, remainder, 32 - n_centroids)
@@ -250,10 +250,9 @@ def test_method_names(name, scorer, rule, selector, remainder, n_centroids):
 @pytest.mark.parametrize(("n_tokens", "n_prefix"), [(577, 1), (197, 1), (198, 2), (64, 0)])
 @pytest.mark.parametrize("name", ["routed", "kmeans", "kmeans-farthest+centroids", "centroids", "random"])
 def test_a_query_reads_at_most_its_budget(name, n_tokens, n_prefix):
-    method = parse_method(name)
     query, key, value = torch.randn(3, 1, 2, n_tokens, 16, generator=torch.Generator().manual_seed(0))
     for budget in (40, 63):
-        config = method.config(budget, n_clusters=3, n_prefix=n_prefix, n_tokens=n_tokens)
+        config = image_config(name, budget, n_clusters=3, n_prefix=n_prefix, n_tokens=n_tokens)
         stats = prescore.prescored_attention(query, key, value, config, return_aux=True)[1].stats
         reads = stats.keys_per_query + stats.centroids_per_query
         assert reads <= full_budget(config, budget, n_tokens) <= budget
@@ -269,7 +268,7 @@ def test_results_of_exact_and_of_all_keys_selected(study):
     assert (exact["agreement"], exact["kl"], exact["n_images"], exact["top5"]) == (100, 0, 10, 100)
     hits = int((study.exact.logits.argmax(-1) == study.exact.labels).sum())
     assert exact["top1"] == pytest.approx(10 * hits)
-    configs = (parse_method("kmeans").config(budget, n_clusters=3, n_prefix=1) for budget in (17, 3))
+    configs = (image_config("kmeans", budget, n_clusters=3, n_prefix=1) for budget in (17, 3))
     every, few = (study.measure(PrescoredAttention(config)) for config in configs)
     assert every["kl"] == pytest.approx(0, abs=1e-5)
     assert few["kl"] > 1e-3
@@ -279,7 +278,7 @@ def test_results_of_exact_and_of_all_keys_selected(study):
 def test_the_grid_repeats_nothing_that_cannot_differ(study):
     grid = {"budgets": (4, 8), "n_clusters": (2, 3), "centroid_shares": (0.25, 0.5)}
     grid |= {"keep_prefix": (True, False), "seeds": (0, 1)}
-    names = (EXACT, "kmeans", "key-norm", "kmeans-farthest+centroids", "default")
+    names = ("exact", "kmeans", "key-norm", "kmeans-farthest+centroids", "default")
     rows = accuracy_rows(study, methods=names, **grid)
     methods = list({row_key("vision", row.config, row.seed): row.config["method"] for row in rows}.values())
     assert [methods.count(name) for name in names] == [1, 16, 4, 16, 1]

@@ -29,7 +29,7 @@ def command(
         None, min=1, help="Cut the prompt to this many tokens.  [default: all]"
     ),
     config: str = typer.Option(
-        "default", help="default, hyper, exact, SCORER (Selected) or paper:SCORER (Selected.paper)."
+        "default", help="default, hyper, exact or [paper:]SCORER[-RULE][-sample][+centroids]."
     ),
     top_k: str | None = typer.Option(
         None, help="Keys kept by a scorer, a count or a fraction.  [default: its own]"
@@ -167,10 +167,12 @@ def command(
 
 def read_config(name: str, top_k: str | None, fields: Values) -> Config:
     """The configuration of the options."""
-    from prescore.bench.language.methods import change, named_config
+    from prescore.bench.methods import Baseline, Local, Sizes, change, parse_method
     from prescore.config import Selected
 
-    named = named_config(name)
+    named = parse_method(name, Sizes()).config
+    if isinstance(named, Local | Baseline):
+        raise ValueError(f"config must be a configuration of the library, got {name!r}")
     if top_k is not None:
         if not isinstance(named, Selected):
             raise ValueError(f"top_k must come with a scorer as --config, got {top_k} for {name!r}")

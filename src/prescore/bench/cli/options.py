@@ -24,8 +24,8 @@ from prescore.bench.records import Record, RecordFile, RecordFileError, Row, Val
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from prescore.bench.language.methods import Method
     from prescore.bench.language.model import LanguageModel
+    from prescore.bench.methods import Method
     from prescore.parallel.comm import Group
 
 
@@ -145,7 +145,8 @@ class Comparison(Language):
     """Options of commands that compare methods on a language model."""
 
     method: list[str] | None = typer.Option(
-        None, help="exact, local, default, hyper, SCORER, paper:SCORER or a baseline; repeatable."
+        None,
+        help="exact, local, default, hyper, [paper:]SCORER[-RULE][-sample][+centroids] or a baseline; repeatable.",
     )
     length: list[int] | None = typer.Option(
         None, "--length", "-n", help="Tokens read; repeatable. (default: 4096, or as the experiment says)"

@@ -14,8 +14,8 @@ from prescore.bench.records import replacing
 
 if TYPE_CHECKING:
     from prescore.bench.language.held_out import TokenizedText
-    from prescore.bench.language.methods import Method
     from prescore.bench.language.perplexity import Window
+    from prescore.bench.methods import Method
     from prescore.bench.records import Record, Row, Values
 
 

@@ -41,8 +41,8 @@ def command(
     """
     from prescore.bench.language import retrieval
     from prescore.bench.language.documents import load_documents
-    from prescore.bench.language.methods import check_changes, named_method
     from prescore.bench.language.tables import retrieval_table
+    from prescore.bench.methods import Sizes, check_changes, parse_method
 
     tasks: Sequence[str] = task or retrieval.TASKS
     many, leaf, seed = retrieval.MANY_NEEDLES, given.leaf, run.seed
@@ -65,10 +65,7 @@ def command(
     # local-only is the floor of single answers; many needles are expensive, and only exact attention is added
     names = dict.fromkeys(["exact", *(["local"] if single else []), *(given.method or _USUAL)])
     fields, places = given.fields, cli.read_layers(given.layers)
-    methods = {
-        n: [named_method(name, length=n, leaf=leaf, top_k=budget, changes=fields) for name in names]
-        for n in lengths
-    }
+    methods = {n: [parse_method(name, Sizes.of_text(n, leaf, budget, fields)) for name in names] for n in lengths}
     check_changes(fields, [each for own in methods.values() for each in own])
     haystack = load_documents([document], limit=1)[0]
     session = run.open("retrieval", given.device)

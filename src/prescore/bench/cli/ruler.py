@@ -43,8 +43,8 @@ def command(
     """
     from prescore.bench.language import ruler
     from prescore.bench.language.documents import load_documents
-    from prescore.bench.language.methods import EXACT, check_changes, named_method
     from prescore.bench.language.tables import ruler_table
+    from prescore.bench.methods import EXACT, Sizes, check_changes, parse_method
 
     files = {name: path for name, path in {"squad": squad, "hotpot": hotpot}.items() if path is not None}
     names, leaf, lengths = ruler.read_tasks(tasks, files), given.leaf, given.length or [4096]
@@ -54,7 +54,7 @@ def command(
     fields, places, budget = given.fields, cli.read_layers(given.layers), cli.read_budget(top_k or "256")
     named = [name for name in dict.fromkeys(given.method or ["default"]) if name != "exact"]
     methods = {
-        n: [EXACT, *(named_method(name, length=n, leaf=leaf, top_k=budget, changes=fields) for name in named)]
+        n: [EXACT, *(parse_method(name, Sizes.of_text(n, leaf, budget, fields)) for name in named)]
         for n in lengths
     }
     check_changes(fields, [each for own in methods.values() for each in own])

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from prescore.attention import select_by
 from prescore.bench.language.held_out import REPORTED, TokenizedText
-from prescore.bench.language.methods import EXACT, Method, local_only, sliding_window
 from prescore.bench.language.model import LanguageModel
 from prescore.bench.language.perplexity import Window, describe_window, loss_row
+from prescore.bench.methods import EXACT, Method, local_only, sliding_window
 from prescore.bench.records import Record, Row, Values, row_key
 from prescore.bench.tables import number
 from prescore.config import Hyper, Lsh, Routed, Selected, config_from_dict

@@ -14,17 +14,18 @@ from functools import partial
 from typing import Any
 
 from prescore import checks
-from prescore.bench.language.methods import (
+from prescore.bench.methods import (
     EXACT,
     SINKS,
     TOP_K,
     Baseline,
     Method,
+    Sizes,
     change,
     check_changes,
     leaf_of,
     local_only,
-    named_method,
+    parse_method,
     sliding_window,
 )
 from prescore.bench.records import Values
@@ -301,12 +302,12 @@ def grid_methods(
     top_k: Sequence[int | float] = (),
     changes: Mapping[str, Any] | None = None,
 ) -> list[Method]:
-    """Exact and local-only, then every method (none = `USUAL`) at every budget; see `named_method`."""
+    """Exact and local-only, then every method (none = `USUAL`) at every budget; see `parse_method`."""
     methods = [EXACT, local_only(leaf or leaf_of(length))]
     for name in names or USUAL:
         has_budget = name not in ("exact", "local", "default", "hyper")
         for budget in top_k if top_k and has_budget else (TOP_K,):
-            method = named_method(name, length=length, leaf=leaf, top_k=budget, changes=changes)
+            method = parse_method(name, Sizes.of_text(length, leaf, budget, changes))
             label = f"{method.label}, top {budget}" if len(top_k) > 1 and has_budget else method.label
             axes = {**method.axes, **_axes(method.config)}
             methods.append(replace(method, label=label, axes={**axes, "series": method.label} if axes else {}))

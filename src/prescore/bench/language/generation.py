@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from statistics import fmean
@@ -12,18 +11,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from prescore.attention import exact_attention
-from prescore.bench.language.methods import Baseline, Local
+from prescore.bench.methods import Baseline, Local
+from prescore.bench.observed import observed
 from prescore.bench.records import Values
-from prescore.config import Config
-from prescore.integrations.apply import Layers, apply, find_adapter, pick_layers, replace_attention
-from prescore.integrations.attention import (
-    Attend,
-    AttentionContext,
-    PrescoredAttention,
-    attend_exactly,
-    layer_seed,
-)
+from prescore.config import Config, Hyper, Routed, Selected
+from prescore.integrations.apply import Layers, apply
 
 
 class Generated(NamedTuple):
@@ -32,57 +24,6 @@ class Generated(NamedTuple):
     tokens: list[int]
     logits: Tensor
     results: Values
-
-
-class _Timer:
-    """Attention of every layer, by configuration in some: seconds spent in it, and what ran how often."""
-
-    def __init__(self, layers: dict[int, Attend]) -> None:
-        self.layers = layers
-        self.restart()
-
-    def restart(self) -> None:
-        self.seconds, self.paths, self.ran = 0.0, Counter[str](), Counter[str]()
-
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, context: AttentionContext) -> Tensor:
-        """Attend; see `prescore.integrations.attention.Attend`."""
-        attention = self.layers.get(context.layer)
-        started = time.perf_counter()
-        output = (attention or attend_exactly)(query, key, value, context)
-        if output.device.type == "cuda":
-            torch.cuda.synchronize(output.device)
-        self.seconds += time.perf_counter() - started
-        if isinstance(attention, PrescoredAttention) and attention.last is not None:
-            self.paths[attention.last.path] += 1
-            self.ran[attention.last.ran] += 1
-        return output
-
-    def prompt_reads(self) -> float | None:
-        """Keys and centroids that a query of the prompt read, mean over the layers that run a configuration."""
-        traces = [each.last for each in self.layers.values() if isinstance(each, PrescoredAttention)]
-        counts = [trace.reads for trace in traces if trace is not None and trace.mask == "causal"]
-        known = [sum(count) for count in counts if count is not None]
-        return fmean(known) if known else None
-
-
-def attend_without_state(config: Local | Baseline, *, seed: int = 0) -> Attend:
-    """Local attention or a baseline with any cache: it reads the prompt, and steps read what its last query would.
-
-    A baseline other than the sliding window reads every key in steps. Layers that are local by design stay exact.
-    """
-
-    def attend(query: Tensor, key: Tensor, value: Tensor, context: AttentionContext) -> Tensor:
-        if context.is_local:
-            return attend_exactly(query, key, value, context)
-        n_keys = key.shape[2]
-        if query.shape[2] == n_keys:
-            own = layer_seed(seed, context.layer)
-            return config.attend(query, key, value, scale=context.scale, seed=own)
-        parts = config.last_keys(n_keys)
-        keys, values = (torch.cat([each[:, :, part] for part in parts], dim=2) for each in (key, value))
-        return exact_attention(query, keys, values, scale=context.scale).output
-
-    return attend
 
 
 @torch.no_grad()
@@ -116,32 +57,28 @@ def generate_measured(
     from prescore.integrations.transformers.cache import cache_report
 
     show = on_token or (lambda token: None)
-    numbers = list(find_adapter(model).layers(model))
-    chosen = [] if config is None else pick_layers(layers, numbers)
-    timer = _Timer({number: _attention(config) for number in chosen})
-    undo = replace_attention(model, dict.fromkeys(numbers, timer))
-    try:
+    with observed(model, config, layers=layers) as observer:
         started = time.perf_counter()
         logits = prefill(model, ids, cache, chunk_size=prefill_chunk_size)
-        if config is not None and not isinstance(config, Local | Baseline):
+        if isinstance(config, Routed | Selected | Hyper):
             cache.select()
-        spent, prefill_attention, prefill_ran = time.perf_counter() - started, timer.seconds, dict(timer.ran)
-        reads = timer.prompt_reads()
+        spent, prefill_attention, prefill_ran = time.perf_counter() - started, observer.sum(), dict(observer.ran)
+        reads = (
+            None if isinstance(config, Local | Baseline | None) else observer.results()["replaced_reads_per_query"]
+        )
         tokens = [int(logits.argmax())]
         end = None if ignore_end or forced is not None else model.generation_config.eos_token_id
         ends = end if isinstance(end, list) else [end]
         n_tokens, inputs = (max_new_tokens, tokens) if forced is None else (len(forced), list(forced))
         show(tokens[-1])
         started = time.perf_counter()
-        timer.restart()
+        observer.restart()
         while len(tokens) < n_tokens and tokens[-1] not in ends:
             last = torch.tensor([[inputs[len(tokens) - 1]]], device=ids.device)
             step = model(last, past_key_values=cache, use_cache=True)
             tokens.append(int(step.logits[0, -1].argmax()))
             show(tokens[-1])
         decode = time.perf_counter() - started
-    finally:
-        undo()
     n_steps = len(tokens) - 1
     results: Values = {
         "prompt_tokens": ids.shape[1],
@@ -149,19 +86,15 @@ def generate_measured(
         "prefill_seconds": spent,
         "prefill_attention_seconds": prefill_attention,
         "prefill_ran": prefill_ran,
-        "prompt_reads_per_query": None if reads is None else round(reads, 2),
+        "prompt_reads_per_query": reads,
         "prefill_tokens_per_second": ids.shape[1] / spent,
         "decode_seconds": decode,
-        "decode_attention_seconds": timer.seconds,
+        "decode_attention_seconds": observer.sum(),
         "decode_tokens_per_second": n_steps / decode if n_steps else None,
-        "decode_paths": dict(timer.paths),
+        "decode_paths": dict(observer.paths),
         "cache": cache_report(cache),
     }
     return Generated(tokens, logits.float(), results)
-
-
-def _attention(config: Config | Local | Baseline | None) -> Attend:
-    return attend_without_state(config) if isinstance(config, Local | Baseline) else PrescoredAttention(config)
 
 
 @torch.no_grad()

@@ -22,9 +22,9 @@ from torch import Tensor
 
 from prescore import checks
 from prescore.bench.language.documents import SOURCE, TOPICS, Document, load_documents
-from prescore.bench.language.methods import EXACT, Method, change, local_only, sliding_window
 from prescore.bench.language.model import LanguageModel
 from prescore.bench.language.perplexity import Window
+from prescore.bench.methods import EXACT, Method, change, local_only, sliding_window
 from prescore.bench.records import Record
 from prescore.bench.tables import number
 from prescore.config import Routed

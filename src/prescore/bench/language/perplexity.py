@@ -15,8 +15,9 @@ from torch import Tensor
 
 from prescore import checks
 from prescore.bench.language.documents import Document
-from prescore.bench.language.methods import Method, measured_attention
 from prescore.bench.language.model import LanguageModel
+from prescore.bench.methods import Method
+from prescore.bench.observed import costs_of_ranks, observed
 from prescore.bench.records import Row, Values
 from prescore.integrations.apply import Layers
 from prescore.parallel.comm import Group
@@ -144,8 +145,9 @@ def measure_loss(
     """
     with (
         language_model.extended(len(window.tokens)) as scaling,
-        measured_attention(language_model.model, method, layers=layers, seed=seed, group=group) as cost,
+        observed(language_model.model, method.config, layers=layers, seed=seed, group=group) as observer,
     ):
+        cost = observer.results if group is None else costs_of_ranks(observer, group)
         begin = time.perf_counter()
         losses = window_losses(language_model, window, group)
         seconds = time.perf_counter() - begin

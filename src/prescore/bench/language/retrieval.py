@@ -19,8 +19,9 @@ from torch import Tensor
 
 from prescore import checks
 from prescore.bench.language.documents import Document
-from prescore.bench.language.methods import Method, measured_attention
 from prescore.bench.language.model import LanguageModel
+from prescore.bench.methods import Method
+from prescore.bench.observed import observed
 from prescore.bench.records import Row, Values
 from prescore.integrations.apply import Layers
 
@@ -219,9 +220,9 @@ def retrieval_row(
         with language_model.extended(task.length) as scaling:
             for sample in samples:
                 problem = make_problem(language_model, haystack, task, seed=seed, sample=sample)
-                with measured_attention(language_model.model, method, layers=layers, seed=seed) as cost:
+                with observed(language_model.model, method.config, layers=layers, seed=seed) as observer:
                     judged += judge(language_model, problem.tokens, problem.answers)
-                    costs.append(cost())
+                    costs.append(observer.results())
         by_depth: list[Values] = []
         for depth in task.depths:
             hits = [hit for at, hit, _ in judged if at == depth]

@@ -26,8 +26,8 @@ from torch import Tensor
 from prescore import checks
 from prescore.bench.language.documents import Document
 from prescore.bench.language.generation import generate_measured
-from prescore.bench.language.methods import SINKS, Baseline, Local, Method, sliding_window
 from prescore.bench.language.model import LanguageModel
+from prescore.bench.methods import SINKS, Baseline, Local, Method, sliding_window
 from prescore.bench.records import Record, Row, Values, replacing
 from prescore.bench.tables import number
 from prescore.config import Exact

@@ -19,6 +19,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from prescore import checks
 from prescore.attention import prescored_attention, score
+from prescore.bench.methods import Baseline, Local, Sizes, parse_method
 from prescore.bench.records import Row, Values
 from prescore.bench.speed import gpu_model
 from prescore.bench.speed.heads import SavedHeads, heads_at_lengths
@@ -37,9 +38,8 @@ from prescore.bench.speed.timing import (
 from prescore.config import Config, Exact, Hyper, Routed, Selected
 from prescore.integrations.decode import CachedKeys, LayerCache, Request, SelectionState
 from prescore.parallel.comm import Group, as_group
-from prescore.registry import get_scorer
 from prescore.scoring.base import Scorer
-from prescore.scoring.kmeans import ClusteringScorer, GaussianKMeans, KMeans, KMedian, Minkowski
+from prescore.scoring.kmeans import GaussianKMeans, KMeans, KMedian, Minkowski
 from prescore.scoring.leverage import Leverage
 
 METHODS = ("hyper", "paper:kmeans", "paper:kmedian", "paper:leverage", "default")
@@ -127,7 +127,7 @@ def plan_rows(run: Run, studies: Sequence[str]) -> list[Row]:
         if name in ("parallel", gpu_model.STUDY) and run.device != CPU:
             raise ValueError(f"--device must be cpu for --study {name}, got {run.device!r}")
     for name in run.settings["methods"]:
-        method_config(name, run.settings)
+        make_method(name, run.settings)
     for name in ("heads", gpu_model.STUDY):
         if name in studies and not run.saved:
             raise ValueError(f"--heads must be a directory of saved heads for --study {name}, got none")
@@ -208,18 +208,14 @@ def _row(run: Run, study: str, measure: Measure, names: str, own: Values) -> Row
     return Row(config, run.seed, partial(measure, config, run.seed), cost)
 
 
-def method_config(name: str, config: Values) -> Config:
-    """The configuration of a method: the default, HyperAttention, or the paper's preset with a scorer."""
-    if name in ("default", "Exact()"):
-        return Routed() if name == "default" else Exact()
-    if name == "hyper":
-        return Hyper.published(min_seq_len=config["min_seq_len"])
-    preset, _, scorer_name = name.partition(":")
-    if preset != "paper":
-        raise ValueError(f"--method must be default, hyper or paper:SCORER, got {name!r}")
-    scorer = get_scorer(scorer_name)
-    clusters = {"n_clusters": config.get("n_clusters")} if issubclass(scorer, ClusteringScorer) else {}
-    return Selected.paper(scorer(**clusters), config["top_k"], min_seq_len=config["min_seq_len"])
+def make_method(name: str, config: Values) -> Config:
+    """The configuration of a method of a row, by its name."""
+    changes = {} if config.get("n_clusters") is None else {"scorer.n_clusters": config["n_clusters"]}
+    sizes = Sizes(top_k=config["top_k"], leaf=config["min_seq_len"], changes=changes)
+    method = parse_method("exact" if name == "Exact()" else name, sizes).config
+    if isinstance(method, Local | Baseline):
+        raise ValueError(f"--method must be a configuration of the library, got {name!r}")
+    return method
 
 
 def _inputs(config: Values, seed: int, saved: SavedHeads | None) -> tuple[Inputs, float | None]:
@@ -256,7 +252,7 @@ def measure_methods(config: Values, seed: int, saved: SavedHeads | None = None) 
     for tensor in inputs:
         tensor.requires_grad_(backward)
     kind: Values = {"is_causal": causal, "scale": scale}
-    configs = {name: method_config(name, config) for name in config["methods"]}
+    configs = {name: make_method(name, config) for name in config["methods"]}
     calls = {EXACT: partial(_exact, inputs, causal, scale)}
     calls |= {name: partial(prescored_attention, *inputs, method, **kind) for name, method in configs.items()}
     place = f"at n = {config['n']}" if saved is None else f"on {saved.name}"

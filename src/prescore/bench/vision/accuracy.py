@@ -16,11 +16,31 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from prescore.bench.methods import CENTROIDS, PUBLISHED, RANDOM, ROUTED, ScorerName, full_budget, image_config
+from prescore.bench.observed import Observed
 from prescore.bench.records import Row, Values
-from prescore.bench.vision.methods import DEFAULT, EXACT, PAPER_GRID, ROUTED, full_budget, parse_method
 from prescore.bench.vision.models import Images, VisionModel
 from prescore.integrations.apply import Observer, observe, replace_attention
-from prescore.integrations.attention import Attend, AttentionContext, PrescoredAttention, attend_exactly
+from prescore.integrations.attention import Attend, PrescoredAttention, attend_exactly
+
+PAPER_GRID = (
+    "exact",
+    "kmeans",
+    PUBLISHED,
+    "kmeans-farthest-sample",
+    "kmeans-cluster-share",
+    "kmeans-balanced",
+    "kmedian",
+    "kmedian-farthest-sample",
+    "leverage",
+    "key-norm",
+    "key-diff",
+    RANDOM,
+    "key-diff+centroids",
+    "kmeans-farthest+centroids",
+    CENTROIDS,
+)
+"""The paper's comparison and ours."""
 
 
 class Predictions(NamedTuple):
@@ -55,18 +75,8 @@ class Study:
     @torch.inference_mode()
     def predict(self, attend: Attend) -> Predictions:
         """Run all images through the model with `attend` in every layer."""
-        attention_seconds = 0.0
-
-        def timed(query: Tensor, key: Tensor, value: Tensor, context: AttentionContext) -> Tensor:
-            nonlocal attention_seconds
-            begin = time.perf_counter()
-            result = attend(query, key, value, context)
-            if self.device.startswith("cuda"):
-                torch.cuda.synchronize(self.device)
-            attention_seconds += time.perf_counter() - begin
-            return result
-
-        undo = replace_attention(self.model.model, dict.fromkeys(range(self.model.n_layers), timed))
+        observer = Observed(dict.fromkeys(range(self.model.n_layers), attend))
+        undo = replace_attention(self.model.model, dict.fromkeys(observer.functions, observer))
         logits, labels, seconds = [], [], 0.0
         try:
             for pixels, truth in self.images.batches(self.model.preprocessing, self.batch_size):
@@ -80,7 +90,7 @@ class Study:
         n_classes, highest = logits[0].shape[1], max(int(truth.max()) for truth in labels)
         if highest >= n_classes:
             raise ValueError(f"labels must lie below the model's {n_classes} classes, got {highest}")
-        return Predictions(torch.cat(logits), torch.cat(labels), seconds, attention_seconds)
+        return Predictions(torch.cat(logits), torch.cat(labels), seconds, observer.sum())
 
     @torch.inference_mode()
     def observe(self, observer: Observer) -> None:
@@ -124,26 +134,27 @@ def accuracy_rows(
     model, rows = study.model, []
     grid = itertools.product(methods, budgets, n_clusters, centroid_shares, keep_prefix, seeds)
     for name, budget, n, share, keep, seed in grid:
-        if name == EXACT:
-            exact = {**study.described, "method": EXACT, "budget": model.n_tokens}
+        if name == "exact":
+            exact = {**study.described, "method": name, "budget": model.n_tokens}
             rows.append(Row(exact, None, partial(study.measure, attend_exactly)))
             continue
-        method, routes = parse_method(name), name in (ROUTED, DEFAULT)
-        sizes = {"n_prefix": model.n_prefix, "n_tokens": model.n_tokens}
+        routes = name in ("default", ROUTED)
+        scorer = None if routes else ScorerName.read(name)
         # no query reads more keys than there are
         most = budget if routes else min(budget, model.n_tokens)
-        config = method.config(most, n_clusters=n, share=share, **sizes)
+        sizes = {"n_prefix": model.n_prefix, "n_tokens": model.n_tokens}
+        config = image_config(name, most, n_clusters=n, share=share, **sizes)
         keeps = keep or routes or not model.n_prefix  # routing always reads its sinks
         described = {
             **study.described,
             "method": name,
             "budget": full_budget(config, most, model.n_tokens),
-            "n_clusters": n if method.takes_n_clusters else None,
-            "centroid_share": share if method.takes_share else None,
+            "n_clusters": n if scorer and scorer.takes_n_clusters else None,
+            "centroid_share": share if scorer and scorer.takes_share else None,
             "keep_prefix": keeps,
             "config": config.to_dict(),
         }
-        own_seed = seed if method.is_random else 0
-        layer = PrescoredAttention(config, protect_prefix=keeps, seed=own_seed)
-        rows.append(Row(described, own_seed, partial(study.measure, layer)))
+        drawn = seed if scorer and scorer.is_random else 0
+        layer = PrescoredAttention(config, protect_prefix=keeps, seed=drawn)
+        rows.append(Row(described, drawn, partial(study.measure, layer)))
     return rows

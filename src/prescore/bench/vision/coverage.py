@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from prescore.attention import select_by
+from prescore.bench.methods import PUBLISHED, ScorerName, image_config
 from prescore.bench.records import Row, Values
-from prescore.bench.vision.methods import PUBLISHED, parse_method
 from prescore.config import Selected
 from prescore.integrations.apply import Observer, observe
 from prescore.integrations.attention import AttentionContext, layer_seed
@@ -64,9 +64,9 @@ def coverage_rows(
     """
     rows = []
     for name, budget, n, keep, seed in itertools.product(methods, budgets, n_clusters, keep_prefix, seeds):
-        method = parse_method(name)
-        config = None if method.scorer is None else method.config(budget, n_clusters=n, n_prefix=n_prefix)
-        if not isinstance(config, Selected) or method.adds_centroids:
+        method = ScorerName.read(name)
+        config = None if method is None else image_config(name, budget, n_clusters=n, n_prefix=n_prefix)
+        if not isinstance(config, Selected) or method is None or method.adds_centroids:
             raise ValueError(f"method must select keys and nothing else to have a coverage, got {name!r}")
         described = {
             **subject,

@@ -11,7 +11,6 @@ from typing import Any
 from prescore.bench.plots import figure, line_style
 from prescore.bench.records import Record
 from prescore.bench.tables import MISSING, Table, as_text, mean_and_spread
-from prescore.bench.vision.methods import EXACT
 
 _PUBLISHED_TOKENS = 197
 """Tokens of the paper's models; a budget out of another number is not comparable."""
@@ -51,7 +50,7 @@ def accuracy_table(records: Sequence[Record]) -> Table:
     rows = []
     for results in _exact(records):
         last = [as_text(results["top5"]), as_text(results["images_per_second"])]
-        rows.append((EXACT, *[f"{results['top1']:.1f}"] * len(budgets), *last))
+        rows.append(("exact", *[f"{results['top1']:.1f}"] * len(budgets), *last))
     for line, by_budget in top1.items():
         cells = [mean_and_spread(by_budget.get(budget, []), digits=1) for budget in budgets]
         last = [as_text(statistics.fmean(values[line][max(by_budget)])) for values in (top5, speed)]
@@ -108,7 +107,7 @@ def accuracy_plot(records: Sequence[Record], path: str | Path) -> None:
             style = {"markersize": 4, "capsize": 2, **line_style(place)}
             axes.errorbar(budgets, means, yerr=spreads, label=label(line), **style)
         for results in _exact(records):
-            axes.axhline(results["top1"], color="#444444", linewidth=1, linestyle="--", label=EXACT)
+            axes.axhline(results["top1"], color="#444444", linewidth=1, linestyle="--", label="exact")
         axes.set(title="Accuracy against the budget", xlabel="keys and centroids read", ylabel="top-1, per cent")
         axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=8)
 
@@ -150,7 +149,7 @@ def label(line: Line, *, keeps_prefix: bool = True) -> str:
 
 
 def _exact(records: Sequence[Record]) -> list[dict[str, Any]]:
-    return [record.results for record in records if record.config["method"] == EXACT]
+    return [record.results for record in records if record.config["method"] == "exact"]
 
 
 def _values(records: Sequence[Record], name: str) -> ByLine:
@@ -158,7 +157,7 @@ def _values(records: Sequence[Record], name: str) -> ByLine:
     values: dict[Line, dict[int, list[Any]]] = defaultdict(lambda: defaultdict(list))
     for record in records:
         config = record.config
-        if config["method"] != EXACT:
+        if config["method"] != "exact":
             line = config["method"], config["n_clusters"], config.get("centroid_share"), config["keep_prefix"]
             values[line][config["budget"]].append(record.results.get(name))
     return values

@@ -1,45 +1,28 @@
-"""What is compared on language models, by name, and how it is measured."""
+"""Methods by their names on the command line: configurations with the sizes that a text or an image gives them."""
 
 from __future__ import annotations
 
 import bisect
 import operator
-import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import partial, reduce
-from statistics import fmean
+from functools import reduce
 from typing import Any, TypeVar, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from prescore import checks
-from prescore.attention import Options, attend, exact_attention
+from prescore.attention import exact_attention
 from prescore.bench.baselines import get_baseline, list_baselines, third_party_baselines
-from prescore.bench.memory import peak_megabytes, reset_peak, resident_megabytes
-from prescore.bench.records import Values
 from prescore.config import Config, Exact, Hyper, Lsh, Routed, Selected, config_from_dict
-from prescore.errors import Unsupported
-from prescore.integrations.apply import (
-    Layers,
-    find_adapter,
-    pick_layers,
-    replace_attention,
-    replace_context_parallel,
-)
-from prescore.integrations.attention import AttentionContext, attend_exactly, layer_seed
 from prescore.ops.parts import merge
-from prescore.parallel.comm import Group
-from prescore.parallel.entry import OWN_HEADS
-from prescore.parallel.ulysses import attend_by_heads
-from prescore.registry import list_scorers
-from prescore.types import Result
+from prescore.registry import get_scorer, list_scorers
+from prescore.scoring.base import Scorer
+from prescore.scoring.kmeans import ClusteringScorer, KMeans
+from prescore.scoring.rules import RULES
+from prescore.types import Values
 
-PAPER = "paper:"
-"""`paper:kmeans` is `Selected.paper("kmeans")`; `kmeans` is `Selected("kmeans")`."""
 SINKS = 4
 """First tokens that sliding windows and "+ sinks" methods keep."""
 LEAVES_PER_TEXT, BLOCKS_PER_TEXT = 8, 128
@@ -205,61 +188,214 @@ def leaf_of(length: int) -> int:
     return max(1, length // LEAVES_PER_TEXT)
 
 
-_NAMED: dict[str, Callable[[], Config]] = {"exact": Exact, "default": Routed, "hyper": Hyper.published}
+# Names.
+
+PAPER, SAMPLE, ADDS_CENTROIDS = "paper:", "-sample", "+centroids"
+RANDOM, CENTROIDS, PUBLISHED, ROUTED = "random", "centroids", "published", "routed"
+_ALIASES = {RANDOM: "uniform", CENTROIDS: "kmeans-farthest+centroids", PUBLISHED: "kmeans-farthest-sample"}
+_CONFIGS: dict[str, Config] = {"exact": Exact(), "default": Routed(), "hyper": Hyper.published()}
+_FORM = "SCORER[-RULE][-sample][+centroids]"
 
 
-def config_names() -> list[str]:
-    """Names that `named_config` knows."""
-    scorers = list_scorers()
-    return [*_NAMED, *scorers, *(PAPER + name for name in scorers)]
+@dataclass(frozen=True)
+class ScorerName:
+    """`[paper:]SCORER[-RULE][-sample][+centroids]` taken apart.
 
-
-def method_names() -> list[str]:
-    """Names that `named_method` knows."""
-    return ["local", *config_names(), *list_baselines()]
-
-
-def named_config(name: str) -> Config:
-    """A configuration by its name on the command line.
-
-    `exact`, `default` (`Routed`), `hyper` (`Hyper.published`), `SCORER` (`Selected`), `paper:SCORER`
-    (`Selected.paper`).
+    `kmeans` has the paper's nearest rule, `kmeans-farthest-sample` samples keys in proportion to their distance,
+    and `+centroids` represents the keys left out by centroids. `random` is the scorer `uniform`, `centroids`
+    selects as few keys as it can and represents all others, `published` is the rule of the paper's published
+    ViT script: k-means from random seeds on the keys as they are, keys sampled in proportion to their distance.
     """
-    checks.one_of("config", name, config_names())
-    if name in _NAMED:
-        return _NAMED[name]()
-    return Selected.paper(name.removeprefix(PAPER)) if name.startswith(PAPER) else Selected(name)
+
+    name: str
+    scorer: str
+    rule: str | None
+    selector: str
+    adds_centroids: bool
+    is_paper: bool
+
+    @classmethod
+    def read(cls, name: str) -> ScorerName | None:
+        """A name taken apart; None = it names no scorer."""
+        stem = _ALIASES.get(name, name)
+        stem, is_paper = stem.removeprefix(PAPER), stem.startswith(PAPER)
+        stem, adds_centroids = stem.removesuffix(ADDS_CENTROIDS), stem.endswith(ADDS_CENTROIDS)
+        stem, selector = stem.removesuffix(SAMPLE), "sample" if stem.endswith(SAMPLE) else "top"
+        for scorer in _scorer_names():
+            rule = None if stem == scorer else stem.removeprefix(f"{scorer}-")
+            parsed = cls(name, _ALIASES.get(scorer, scorer), rule, selector, adds_centroids, is_paper)
+            if rule is None or (rule != stem and rule in RULES and parsed.makes_clusters):
+                return parsed
+        return None
+
+    @property
+    def makes_clusters(self) -> bool:
+        """Whether its scorer clusters the keys."""
+        return issubclass(get_scorer(self.scorer), ClusteringScorer)
+
+    @property
+    def takes_n_clusters(self) -> bool:
+        """Whether the number of clusters is free; centroids fix it to theirs."""
+        return self.makes_clusters and not self.adds_centroids
+
+    @property
+    def takes_share(self) -> bool:
+        """Whether the share of centroids in a budget is free."""
+        return self.adds_centroids and self.name != CENTROIDS
+
+    @property
+    def is_random(self) -> bool:
+        """Whether the seed changes the result."""
+        return self.makes_clusters or self.adds_centroids or self.selector == "sample" or self.scorer == "uniform"
+
+    def make_scorer(self, **fields: Any) -> Scorer:
+        """Its scorer; `fields` are for scorers that make clusters."""
+        options = {**fields, **({"rule": self.rule} if self.rule else {})}
+        options |= {"seeding": "random", "normalize": False} if self.name == PUBLISHED else {}
+        scorer: Scorer = get_scorer(self.scorer)(**options if self.makes_clusters else {})
+        return scorer
+
+    def config(self) -> Selected:
+        """Its configuration, with the sizes of `Selected` or of `Selected.paper`."""
+        changes: Values = {"selector": self.selector} if self.selector != "top" else {}
+        changes |= {"remainder": "centroids"} if self.adds_centroids else {}
+        preset = Selected.paper if self.is_paper else Selected
+        return preset(self.make_scorer(), **changes)
 
 
-def named_method(
-    name: str,
-    *,
-    length: int,
-    leaf: int | None = None,
-    top_k: int | float = TOP_K,
-    changes: Mapping[str, Any] | None = None,
-) -> Method:
-    """A method by its name on the command line: `named_config` with sizes for a length, `local`, or a baseline.
+@dataclass(frozen=True)
+class Sizes:
+    """What a name leaves open; None = as the configuration has it.
 
-    Args:
-        name: One of `method_names()`.
-        length: Tokens read. LSH blocks have the paper's share of it.
-        leaf: Causal leaves, and chunks of the default; None = the paper's share of the length, and the default as
-            it is.
+    Attributes:
         top_k: Keys kept by scorers, far keys of baselines.
+        leaf: Exact causal leaves; chunks of `local` and of baselines.
+        lsh: Sorted blocks and residual of `hyper` and of `paper:SCORER`.
+        chunk_size: Chunks of the default, which is exact up to one of them.
         changes: Fields to change where the configuration has them, see `change`.
     """
-    checks.one_of("method", name, method_names())
-    size, block = leaf or leaf_of(length), max(1, length // BLOCKS_PER_TEXT)
+
+    top_k: int | float | None = None
+    leaf: int | None = None
+    lsh: Lsh | None = None
+    chunk_size: int | None = None
+    changes: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of_text(
+        cls,
+        length: int,
+        leaf: int | None = None,
+        top_k: int | float = TOP_K,
+        changes: Mapping[str, Any] | None = None,
+    ) -> Sizes:
+        """Sizes for so many tokens: LSH blocks and, without `leaf`, the leaves have the paper's share of them."""
+        block = max(1, length // BLOCKS_PER_TEXT)
+        lsh = Lsh(block, block, alignment="rank")
+        return cls(top_k, leaf or leaf_of(length), lsh, leaf, changes or {})
+
+
+def parse_method(name: str, sizes: Sizes) -> Method:
+    """A method by its name: `exact`, `default`, `hyper`, `local`, a baseline, or what `ScorerName` takes apart."""
+    leaf, top_k = sizes.leaf or Selected().min_seq_len, TOP_K if sizes.top_k is None else sizes.top_k
     if name == "local":
-        return local_only(size)
+        return local_only(leaf)
     if name in list_baselines():
-        return Method(name, Baseline.at_budget(name, size, top_k), {"top_k": top_k})
-    lsh = Lsh(block, block, alignment="rank")
-    sizes: Values = {"top_k": top_k, "min_seq_len": size, "lsh": lsh}
-    sizes |= {"inner": lsh} if name.startswith(PAPER) else {}
-    sizes |= {} if leaf is None else {"chunk_size": leaf, "exact_until": leaf}
-    return Method(name, change(change(named_config(name), sizes, partly=True), changes or {}, partly=True))
+        return Method(name, Baseline.at_budget(name, leaf, top_k), {"top_k": top_k})
+    scorer = ScorerName.read(name)
+    if scorer is None:
+        checks.one_of(
+            "method", name, (*_CONFIGS, "local", *list_baselines(), *_scorer_names(), f"[{PAPER}]{_FORM}")
+        )
+    config: Config = _CONFIGS[name] if scorer is None else scorer.config()
+    fields = {"top_k": sizes.top_k, "min_seq_len": sizes.leaf, "lsh": sizes.lsh}
+    fields |= {"inner": sizes.lsh} if scorer is not None and scorer.is_paper else {}
+    fields |= {"chunk_size": sizes.chunk_size, "exact_until": sizes.chunk_size}
+    known = {field: value for field, value in fields.items() if value is not None}
+    return Method(name, change(change(config, known, partly=True), sizes.changes, partly=True))
+
+
+def _scorer_names() -> list[str]:
+    return [RANDOM, *list_scorers()]
+
+
+# Images: a query reads `budget` keys and centroids, whatever the method.
+
+
+def image_config(
+    name: str,
+    budget: int,
+    *,
+    n_clusters: int | None = None,
+    share: float = 0.5,
+    n_prefix: int = 0,
+    n_tokens: int = 0,
+) -> Config:
+    """The configuration under which a query reads `budget` keys and centroids; `default` reads what it does.
+
+    Args:
+        name: `default`, `routed` (`Routed` at the budget) or what `ScorerName` takes apart; without `+centroids`
+            the keys left out are dropped.
+        budget: Keys and centroids in all.
+        n_clusters: Clusters of a clustering scorer without centroids.
+        share: Centroids in the budget, as a share.
+        n_prefix: Tokens before the patches.
+        n_tokens: Keys of a layer; only `routed` depends on it.
+    """
+    if name == "default":
+        return Routed()
+    if name == ROUTED:
+        return routed_config(budget, n_tokens=n_tokens, n_prefix=n_prefix)
+    method = ScorerName.read(name)
+    if method is None or method.is_paper:
+        names = "exact", "default", ROUTED, CENTROIDS, PUBLISHED, *_scorer_names(), _FORM
+        raise ValueError(f"method must be one of {', '.join(map(repr, names))}, got {name!r}")
+    n_centroids, least = 0, max(1, n_prefix)
+    if method.adds_centroids:
+        n_centroids = min(round(budget * share) if method.takes_share else budget, budget - least)
+        if n_centroids < 1:
+            raise ValueError(
+                f"budget must leave room for centroids in addition to {least} selected keys, got {budget}"
+            )
+    # centroids are means of the keys as they are, so these are clustered without normalisation
+    scorer = method.make_scorer(n_clusters=n_centroids or n_clusters, normalize=not n_centroids)
+    remainder: str | KMeans = "centroids" if n_centroids else "none"
+    if n_centroids and not method.makes_clusters:
+        remainder = KMeans(n_clusters=n_centroids, normalize=False)
+    return Selected(scorer, budget - n_centroids, selector=method.selector, sinks=0, remainder=remainder)
+
+
+def routed_config(budget: int, *, n_tokens: int, n_prefix: int) -> Routed:
+    """Routed attention that reads about `budget` keys and centroids per query, on short sequences.
+
+    All patches are one chunk, and at most half of the budget are centroids. How many keys a query reads depends
+    on the query; 1 / `min_weight` keys are the most that can reach the weight. `exact_until` is 0, because the
+    default is exact on such short sequences.
+    """
+    n_patches = n_tokens - n_prefix
+    fitting: list[Routed] = []
+    for levels in range(1, max(2, n_patches.bit_length())):
+        cluster_size, n_centroids = n_patches >> levels, 1 << levels
+        n_others = n_tokens - (cluster_size << levels)  # the prefix, and patches that the chunk leaves over
+        n_far_keys = budget - n_others - n_centroids
+        if cluster_size and n_far_keys >= 0 and (not fitting or n_centroids <= budget // 2):
+            min_weight = 1 / (2 * (n_far_keys // 2)) if n_far_keys > 1 else 1.0
+            chunk_size = cluster_size << levels
+            fitting.append(Routed(min_weight, cluster_size, chunk_size, sinks=n_prefix, exact_until=0))
+    if not fitting:
+        raise ValueError(f"budget must leave room for {n_prefix} prefix tokens and centroids, got {budget}")
+    return fitting[-1]
+
+
+def full_budget(config: Config, budget: int, n_tokens: int) -> int:
+    """Keys and centroids that a query reads, at most: `budget`, which routing rounds down."""
+    if not isinstance(config, Routed):
+        return min(budget, n_tokens)
+    if n_tokens <= config.exact_until:
+        return n_tokens
+    n_centroids = config.chunk_size // config.cluster_size
+    n_far_keys = round(1 / config.min_weight) if config.min_weight < 1 else 0
+    return min(n_tokens, n_tokens - config.chunk_size + n_centroids + n_far_keys)
 
 
 # Fields of a configuration by name, nested ones by their path: `--set scorer.n_clusters=64`.
@@ -316,142 +452,3 @@ def check_changes(changes: Mapping[str, Any], methods: Sequence[Method]) -> None
     kinds = " or ".join(dict.fromkeys(type(config).__name__ for config in configs))
     for name in changes:
         checks.known_field(kinds or "a run without a configuration", name, list(known))
-
-
-# A method in the layers of a model, measured.
-
-
-class MeasuredAttention:
-    """The attention function of all layers of a model: it runs a method, times it and counts what queries read.
-
-    Layers that are local by design (sliding windows) and layers that are not replaced stay exact. Only plain
-    causal forwards without a cache are run. On several ranks every rank holds one of these, for its shard of the
-    sequence. Every layer draws from a seed made from `seed`.
-
-    Attributes:
-        seconds: Wall time inside the attention function, by layer.
-        processor_seconds: The same as processor time over all threads, which other load does not stretch; empty on
-            other devices than CPUs.
-        reads: Keys and centroids read per query, by causal layer.
-    """
-
-    def __init__(
-        self, method: Method, replaced: Sequence[int] = (), *, seed: int = 0, group: Group | None = None
-    ) -> None:
-        self.config, self.replaced, self.seed, self.group = method.config, frozenset(replaced), seed, group
-        self.seconds: dict[int, float] = defaultdict(float)
-        self.processor_seconds: dict[int, float] = defaultdict(float)
-        self.reads: dict[int, float] = {}
-
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, context: AttentionContext) -> Tensor:
-        """Attend; see `prescore.integrations.attention.Attend`."""
-        self._refuse(query, key, context)
-        layer, group, device = context.layer, self.group, key.device
-        form = context.form(query, key)
-        is_causal = group is not None or (form.kind == "causal" and form.valid is None and not context.is_local)
-        config = self.config if is_causal and layer in self.replaced else Exact()
-        length = query.shape[2] * (1 if group is None else group.size)
-        seed = layer_seed(self.seed, layer)
-        result: Result | None = None
-        _wait(device)
-        begin, processor = time.perf_counter(), time.process_time()
-        if isinstance(config, Local | Baseline):
-            run = partial(config.attend, scale=context.scale, seed=seed)
-            if group is None:
-                output = run(query, key, value)
-            else:
-                (output,) = attend_by_heads(group, query, key, value, lambda *tensors: [run(*tensors)])
-        elif isinstance(config, Exact) and group is None:
-            output = attend_exactly(query, key, value, context)
-        else:
-            options = Options(is_causal=True, scale=context.scale, generator=seed)
-            result = attend(query, key, value, config, options, group=group)
-            output = result.output
-        _wait(device)
-        self.seconds[layer] += time.perf_counter() - begin
-        if device.type == "cpu":
-            self.processor_seconds[layer] += time.process_time() - processor
-        if not is_causal:
-            return output
-        if result is not None:
-            # a rank runs its positions, or all positions of its heads
-            own_heads, n_ranks = result.stats.get(OWN_HEADS), 1 if group is None else group.size
-            share = 1.0 if own_heads is None else own_heads * n_ranks / query.shape[1]
-            self.reads[layer] = share * sum(result.count_reads())
-        else:
-            self.reads[layer] = config.reads(length) if isinstance(config, Local | Baseline) else (length + 1) / 2
-        return output
-
-    def _refuse(self, query: Tensor, key: Tensor, context: AttentionContext) -> None:
-        reasons = list(context.obstacles) if context.layer in self.replaced else []
-        if query.shape[2] != key.shape[2]:
-            reasons.append(f"it has {query.shape[2]} queries for {key.shape[2]} keys; measure without a cache")
-        if context.dropout > 0:
-            reasons.append(
-                f"it drops attention weights with probability {context.dropout}; call model.eval() first"
-            )
-        if context.is_local and self.group is not None:
-            reasons.append("it has a sliding window, which no shard can see on its own")
-        if reasons:
-            raise Unsupported(f"measuring attention in layer {context.layer} ({context.owner})", reasons)
-
-    def results(self) -> Values:
-        """What a record says about the cost of one forward."""
-        replaced = [spent for layer, spent in self.seconds.items() if layer in self.replaced]
-        processor = self.processor_seconds.values()
-        reads = [count for layer, count in self.reads.items() if layer in self.replaced]
-        return {
-            "attention_seconds": round(sum(self.seconds.values()), 4),
-            "attention_processor_seconds": round(sum(processor), 4) if processor else None,
-            "replaced_seconds": round(sum(replaced), 4),
-            "layers_replaced": len(replaced),
-            "reads_per_query": round(fmean(self.reads.values()), 2) if reads else None,
-            "replaced_reads_per_query": round(fmean(reads), 2) if reads else None,
-        }
-
-
-@contextmanager
-def measured_attention(
-    model: nn.Module, method: Method, *, layers: Layers | None = None, seed: int = 0, group: Group | None = None
-) -> Iterator[Callable[[], Values]]:
-    """Let a model attend by a method inside the block; yields a function that gives the cost so far.
-
-    On several ranks it must be called by all of them: reads are means over the ranks; seconds, bytes and memory
-    those of the rank with most of them. Layers are named as in `prescore.apply`.
-    """
-    numbers = list(find_adapter(model).layers(model))
-    attention = MeasuredAttention(method, pick_layers(layers, numbers), seed=seed, group=group)
-    functions = dict.fromkeys(numbers, attention)
-    if group is None:
-        undo, results = replace_attention(model, functions), attention.results
-    else:
-        _, undo = replace_context_parallel(model, functions, group)
-        reset_peak()
-        results = partial(_results_of_ranks, attention, group, group.sent, len(numbers), resident_megabytes())
-    try:
-        yield results
-    finally:
-        undo()
-
-
-def _results_of_ranks(
-    attention: MeasuredAttention, group: Group, sent: int, n_layers: int, start_megabytes: float
-) -> Values:
-    results = attention.results() | {
-        "bytes_sent_per_layer": (group.sent - sent) / n_layers,
-        "peak_megabytes": peak_megabytes(),
-        "start_megabytes": start_megabytes,
-    }
-    digits = {"bytes_sent_per_layer": None, "peak_megabytes": 1, "start_megabytes": 1, "layers_replaced": None}
-    names = [name for name, value in results.items() if value is not None]
-    own = torch.tensor([results[name] for name in names], dtype=torch.float64, device=group.device)
-    for name, column in zip(names, group.gather(own).cpu().unbind(1), strict=True):
-        is_mean = name.endswith("reads_per_query")
-        value = float(column.mean() if is_mean else column.amax())
-        results[name] = round(value, digits.get(name, 2 if is_mean else 4))
-    return {**results, "ranks": group.size}
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
