@@ -23,7 +23,7 @@ def command(
     ),
     model: Model = "smollm2",
     minutes: float = typer.Option(
-        6.0, min=0, help="Time for everything: the second window and the plot are left out when it runs short."
+        6.0, min=0, help="Time for everything: the second window is left out when it runs short."
     ),
 ) -> None:
     """Let a language model read a long text with exact attention, the default, and methods that read as many keys.

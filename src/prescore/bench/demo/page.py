@@ -4,27 +4,18 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import shlex
 import statistics
-import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 from importlib import resources
 from pathlib import Path
 from string import Template
-from typing import Any
 
-from prescore.bench.demo.run import BUDGETS, EQUAL_READS
 from prescore.bench.language.tables import Summary, confidence_half_width, describe_run, summarise
-from prescore.bench.plots import figure, powers_of_two
-from prescore.bench.records import Record, Values, replacing
+from prescore.bench.records import Record, replacing
 from prescore.bench.tables import MISSING, Table, as_text, percent, times
-
-_NO_BUDGETS = (
-    "No time was left for it: <code>prescore demo --minutes 12</code>, or <code>--resume</code> with more minutes."
-)
 
 
 def write_page(records: Sequence[Record], directory: Path) -> Path:
@@ -38,26 +29,19 @@ def write_page(records: Sequence[Record], directory: Path) -> Path:
 
 
 def demo_page(records: Sequence[Record]) -> str:
-    """The whole page, from the records of one run.
-
-    These are `loss` rows of its two comparisons, a `reads` row and, where there was time for it, a `selections`
-    row.
-    """
-    lines, budgets = compare(records, EQUAL_READS), compare(records, BUDGETS)
+    """The whole page, from the records of one run: `loss` rows and a `reads` row."""
+    lines = compare(records)
     first = next(record for record in records if record.config["part"] == "loss")
-    parts = {name: [r for r in records if r.config["part"] == name] for name in ("reads", "selections")}
+    reads = [reads_section(record) for record in records if record.config["part"] == "reads"]
     values = {
         "style": _template("style.css"),
         "script": _template("script.js"),
         "headline": headline(lines),
         "run": escape(describe_run([line.summary for line in lines], first.config["model"])),
         "panels": _panels(lines),
-        "details": _details(lines),
+        "table": _html_table(_COLUMNS, map(_cells, lines)),
         "interval": _interval_words(lines),
-        "reads": "\n".join(map(reads_section, parts["reads"])) or "<p>Nothing was recorded.</p>",
-        "chart": budget_chart(budgets) + _details(budgets) if budgets else f"<p>{_NO_BUDGETS}</p>",
-        "short": str(budgets[0].summary.n_tokens) if budgets else "fewer",
-        "selections": "\n".join(map(selection_section, parts["selections"])) or f"<p>{_NO_BUDGETS}</p>",
+        "reads": "\n".join(reads),
         "facts": _facts(records, first),
         "date": escape(max(record.created for record in records)),
     }
@@ -78,10 +62,6 @@ def _html_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     )
     head = "".join(f"<th scope='col'>{escape(name)}</th>" for name in columns)
     return f"<div class='scroll'><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
-
-
-def _details(lines: Sequence[Line]) -> str:
-    return f"<details><summary>All numbers</summary>{_html_table(_COLUMNS, map(_cells, lines))}</details>"
 
 
 def _facts(records: Sequence[Record], first: Record) -> str:
@@ -120,13 +100,9 @@ class Line:
     half_width: float | None
 
 
-def compare(records: Sequence[Record], comparison: str) -> list[Line]:
-    """The lines of one comparison, in the order of their records."""
-    own = [
-        r
-        for r in records
-        if r.config["part"] == "loss" and r.config["method"]["axes"].get("comparison") == comparison
-    ]
+def compare(records: Sequence[Record]) -> list[Line]:
+    """A line for each method, in the order of the records."""
+    own = [r for r in records if r.config["part"] == "loss"]
     exact = {_window(r): r for r in own if r.config["method"]["config"]["type"] == "Exact"}
     lines = []
     for summary in summarise(own):
@@ -151,10 +127,8 @@ def _window(record: Record) -> str:
 
 def _gaps(one: Record, exact: Record) -> list[float]:
     """Differences of the losses of two records, segment by segment."""
-    losses = [record.results.get("segment_losses") for record in (one, exact)]
-    if not all(isinstance(parts, list) and parts for parts in losses):
-        raise ValueError(f"record {one.key} must have a list as segment_losses, got {losses[0]!r}")
-    return [float(a) - float(b) for a, b in zip(*losses, strict=True)]
+    losses = zip(one.results["segment_losses"], exact.results["segment_losses"], strict=True)
+    return [float(loss) - float(exact_loss) for loss, exact_loss in losses]
 
 
 _COLUMNS = (
@@ -181,7 +155,7 @@ def _cells(line: Line) -> tuple[str, ...]:
 
 def comparison_table(records: Sequence[Record]) -> Table:
     """The comparison for the terminal."""
-    lines = compare(records, EQUAL_READS)
+    lines = compare(records)
     first = next(record for record in records if record.config["part"] == "loss")
     return Table(
         title=describe_run([line.summary for line in lines], first.config["model"]),
@@ -298,83 +272,12 @@ def _panel(
     )
 
 
-# What the default reads for a token, and what scorers select: templates/script.js fills these in.
+# What the default reads for a token: templates/script.js fills this in.
 
 
 def reads_section(record: Record) -> str:
     """HTML of a `reads` record."""
     if not record.results["heads"]:
         return "<p>These layers have a sliding window and do not search.</p>"
-    return Template(_template("reads.html")).substitute(data=_json(record.results))
-
-
-def selection_section(record: Record) -> str:
-    """HTML of a `selections` record."""
-    layers = [str(layer) for layer in record.config["layers"]]
-    shares = {method: [own[layer] for layer in layers] for method, own in record.results["mass"].items()}
-    rows = [(method, *(f"{100 * share:.0f} %" for share in own)) for method, own in shares.items()]
-    columns = ("attention on selected keys", *(f"layer {int(layer) + 1}" for layer in layers))
-    section = Template(_template("selections.html")).substitute(data=_json(record.results))
-    return f"{section}<div class='mass-table'>{_html_table(columns, rows)}</div>"
-
-
-def _json(values: Values) -> str:
-    """JSON inside a script element; a text may hold the end of a script."""
-    return json.dumps(values).replace("<", "\\u003c")
-
-
-# Loss above exact against reads, drawn by matplotlib and coloured by the page's style sheet.
-
-FLOOR = 1e-3
-"""Values below this are drawn at it."""
-COLOURS = {
-    **{"#010101": "ink", "#020202": "quiet", "#030303": "rule"},
-    **{f"#0400{place:02d}": f"series-{place}" for place in range(6)},
-}
-"""Colours that stand for variables of the style sheet, which differ on a dark page."""
-
-
-def budget_chart(lines: Sequence[Line]) -> str:
-    """The chart as inline SVG, wide and narrow: a wide one would shrink its words beyond reading on a phone."""
-    return _chart(lines, "wide", (7.2, 3.8)) + _chart(lines, "narrow", (3.6, 4.6))
-
-
-def _chart(lines: Sequence[Line], style: str, size: tuple[float, float]) -> str:
-    coloured = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
-    settings = {**dict.fromkeys(coloured, "#020202"), "grid.color": "#030303", "axes.facecolor": "none"}
-    settings |= {"savefig.facecolor": "none", "svg.fonttype": "none", "svg.hashsalt": style}
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "chart.svg"
-        with figure(path, size, settings) as (drawn, axes):
-            draw_budgets(axes, lines)
-            drawn.legend(loc="outside right center" if style == "wide" else "outside lower center")
-        svg = path.read_text(encoding="utf-8")
-    for colour, name in COLOURS.items():
-        svg = svg.replace(colour, f"var(--{name})")
-    svg = re.sub("<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
-    opening = r'<svg class="chart STYLE" viewBox="\1" role="img" aria-label="loss above exact against reads">'
-    return re.sub(r'^.*?<svg[^>]*viewBox="([^"]*)"[^>]*>', opening.replace("STYLE", style), svg, flags=re.DOTALL)
-
-
-def draw_budgets(axes: Any, lines: Sequence[Line]) -> None:
-    """A curve for each method, the default first; exact attention and local only are dashed lines."""
-    from matplotlib.ticker import LogLocator
-
-    ink, _, _, *colours = COLOURS
-    points: dict[str, list[tuple[float, float]]] = {}
-    for line in sorted(lines, key=lambda line: line.name != "default"):
-        reads, above = line.summary.reads_per_query, line.above
-        if line.summary.is_exact and reads is not None:
-            axes.axvline(reads, color=ink, linestyle="--", linewidth=1, label="exact")
-        elif line.summary.is_local and above is not None:
-            axes.axhline(max(above, FLOOR), color=ink, linestyle=":", linewidth=1, label=line.name)
-        elif reads is not None and above is not None:
-            points.setdefault(line.name, []).append((reads, max(above, FLOOR)))
-    for place, (name, own) in enumerate(points.items()):
-        curve: Any = zip(*sorted(own), strict=True)
-        axes.plot(*curve, "o-", markersize=5, color=colours[place % len(colours)], label=name)
-    powers_of_two(axes)
-    axes.set_yscale("log")
-    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    axes.set(xlabel="keys and centroids read per query (← cheaper)", ylabel="↓ loss above exact (nats)")
+    data = json.dumps(record.results).replace("<", "\\u003c")  # a text may hold the end of a script
+    return Template(_template("reads.html")).substitute(data=data)

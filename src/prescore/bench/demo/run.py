@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import bisect
-import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from prescore.attention import select_by
 from prescore.bench.language.held_out import REPORTED, TokenizedText
 from prescore.bench.language.model import LanguageModel
 from prescore.bench.language.perplexity import Window, describe_window, loss_row
 from prescore.bench.methods import EXACT, Method, local_only, sliding_window
 from prescore.bench.records import Record, Row, Values, row_key
 from prescore.bench.tables import number
-from prescore.config import Hyper, Lsh, Routed, Selected, config_from_dict
-from prescore.integrations.apply import find_adapter, observe, replace_attention
+from prescore.config import Routed, Selected, config_from_dict
+from prescore.integrations.apply import find_adapter, replace_attention
 from prescore.integrations.attention import AttentionContext, PrescoredAttention
 from prescore.routed.layout import make_layout
 from prescore.routed.reference import reference_attention
@@ -31,19 +29,14 @@ if TYPE_CHECKING:
 
 STARTS = REPORTED[8192]
 """Where windows begin, as shares of the text: nothing was tuned on these."""
-EQUAL_READS, BUDGETS = "equal reads", "budgets"
-"""The two comparisons: `Routed` with methods that read as much, and several budgets of all methods."""
-MIN_WEIGHTS = (1 / 1024, 1 / 256, 1 / 64)
-"""Thresholds of the default in the second comparison."""
 SEGMENTS = 16
 """Parts of a window whose losses are recorded apart, for intervals."""
-_SHORTEST = 128
 _SHORT_SINKS = 4
 
 
 @dataclass(frozen=True, eq=False)
 class Demo:
-    """One run of the demo: the first comparison always, everything else before `deadline` (`time.monotonic`)."""
+    """One run of the demo: the first window, and those that end before `deadline` (`time.monotonic`)."""
 
     session: Session
     model: LanguageModel
@@ -58,7 +51,7 @@ class Demo:
         self.session.say(f"reading {self.length} tokens of {self.text.name} six times")
         methods = first_methods(self.length)
         records = self.session.run(self._losses(first, methods))
-        methods += matched_methods(next(r for r in records if is_default(r)), EQUAL_READS)[:2]
+        methods += matched_methods(next(r for r in records if is_default(r)))
         reads = reads_row(self.model, first, shown_config(self.length), layers=self._layers(), seed=self.seed)
         records += self.session.run([*self._losses(first, methods[3:]), reads])
         seconds = sum(record.seconds for record in records if record.config["part"] == "loss")
@@ -69,27 +62,7 @@ class Demo:
                 records += self.session.run(rows)
             else:
                 self.session.say(f"no time is left for {window.document}; --minutes gives more")
-        return records + self._budgets(statistics.median(r.seconds for r in records))
-
-    def _budgets(self, seconds: float) -> list[Record]:
-        """Several budgets on a shorter text; a row of the first comparison takes so many seconds."""
-        window = short_window(self.text, self.length)
-        each = seconds * len(window.tokens) / self.length
-        budget = max(1, len(window.tokens) // 16)
-        selected = selection_row(self.model, window, budget=budget, layers=self._layers(), seed=self.seed)
-        rows = [*self._losses(window, budget_methods(len(window.tokens))), selected]
-        if not self._has_time(rows, each * len(rows)):
-            self.session.say("no time is left for several budgets; --minutes gives more")
-            return []
-        self.session.say(f"several budgets on {len(window.tokens)} tokens")
-        records = self.session.run(rows)
-        each = max(statistics.median(record.seconds for record in records), 1e-3)
-        matched = [matched_methods(record, BUDGETS) for record in records if is_default(record)]
-        more = self._losses(window, [method for kind in zip(*matched, strict=True) for method in kind])
-        in_time = [row for place, row in enumerate(more) if self._has_time([row], (place + 1) * each)]
-        if len(in_time) < len(more):
-            self.session.say(f"the time is up: the plot has {len(in_time)} of {len(more)} further points")
-        return records + self.session.run(in_time)
+        return records
 
     def _has_time(self, rows: Sequence[Row], seconds: float) -> bool:
         """Whether rows that take so long end before the deadline; finished ones take no time."""
@@ -125,12 +98,6 @@ def demo_windows(text: TokenizedText, length: int) -> list[Window]:
     return [text.window(start, length, f"window {number}") for number, start in enumerate(apart, start=1)]
 
 
-def short_window(text: TokenizedText, length: int) -> Window:
-    """A quarter of the first window, for the comparison over budgets."""
-    start = round(STARTS[0] * (len(text.tokens) - length))
-    return text.window(start, min(length, max(_SHORTEST, length // 4)), "beginning of window 1")
-
-
 def shown_config(length: int) -> Routed:
     """The default as it is; where it would read every key, one that routes."""
     default = Routed()
@@ -140,56 +107,31 @@ def shown_config(length: int) -> Routed:
     return Routed(min_weight=weight, chunk_size=chunk, sinks=_SHORT_SINKS, exact_until=0)
 
 
-def _method(label: str, config: Any, comparison: str, series: str | None = None) -> Method:
-    return Method(label, config, {"series": series or label, "comparison": comparison})
-
-
-def _bounds(config: Routed, comparison: str) -> list[Method]:
-    """Exact attention, and this configuration without its far keys."""
-    local = local_only(config.chunk_size, previous_chunk=True, sinks=config.sinks)
-    return [_method("exact", EXACT.config, comparison), _method(local.label, local.config, comparison)]
+def _method(label: str, config: Any, series: str | None = None) -> Method:
+    return Method(label, config, {"series": series or label})
 
 
 def first_methods(length: int) -> list[Method]:
     """Exact attention, the default, and the default without its far keys."""
-    exact, local = _bounds(shown_config(length), EQUAL_READS)
-    return [exact, _method("default", shown_config(length), EQUAL_READS), local]
+    config = shown_config(length)
+    local = local_only(config.chunk_size, previous_chunk=True, sinks=config.sinks)
+    return [_method("exact", EXACT.config), _method("default", config), _method(local.label, local.config)]
 
 
-def budget_methods(length: int) -> list[Method]:
-    """Exact attention, the default without its far keys, and the default at several thresholds."""
-    config = replace(shown_config(length), exact_until=0)
-    methods = _bounds(config, BUDGETS)
-    for weight in MIN_WEIGHTS:
-        label = f"default, min_weight=1/{round(1 / weight)}"
-        methods.append(_method(label, replace(config, min_weight=weight), BUDGETS, "default"))
-    return methods
-
-
-def matched_methods(default: Record, comparison: str) -> list[Method]:
-    """Methods that read no less than this record's default, the most informative first.
-
-    A sliding window and a selection, both with the default's sinks, the paper's algorithm with k-means, and
-    HyperAttention with the same sinks.
-    """
+def matched_methods(default: Record) -> list[Method]:
+    """A sliding window and a selection, with the same sinks, that read no less than this record's default."""
     name = "replaced_reads_per_query"
     config, reads = config_from_dict(default.config["method"]["config"]), default.results.get(name)
     if not isinstance(config, Routed):
         raise ValueError(f"record {default.key} must be one of the default, got {type(config).__name__}")
-    length, leaf, sinks = int(default.config["n_tokens"]), config.chunk_size, config.sinks
+    length, leaf, sinks = int(default.config["n_tokens"]), 2 * config.chunk_size, config.sinks
     reads = number(default, reads, name)
     window: Any = sliding_window(length, reads, sinks).config
-    # the default reads two chunks too
-    top_k, budget = (smallest_selection(length, size, reads, sinks) for size in (2 * leaf, leaf))
-    selected = Selected("key-diff", top_k, sinks=sinks, remainder="none", min_seq_len=2 * leaf)
-    half = max(1, budget // 2)
-    lsh = Lsh(half, half, alignment="rank")
-    paper = Selected.paper("kmeans", 2 * budget, inner=lsh, min_seq_len=leaf)
+    top_k = smallest_selection(length, leaf, reads, sinks)
+    selected = Selected("key-diff", top_k, sinks=sinks, remainder="none", min_seq_len=leaf)
     return [
-        _method(f"sliding window, {window.to_dict()['window']}", window, comparison, "sliding window + sinks"),
-        _method(f"selection, top {top_k}", selected, comparison, "selection + sinks"),
-        _method(f"paper: k-means, top {2 * budget}", paper, comparison, "paper: k-means"),
-        _method(f"HyperAttention, {2 * half}", Hyper(lsh, sinks, leaf), comparison, "HyperAttention + sinks"),
+        _method(f"sliding window, {window.to_dict()['window']}", window, "sliding window + sinks"),
+        _method(f"selection, top {top_k}", selected, "selection + sinks"),
     ]
 
 
@@ -370,70 +312,3 @@ def query_reads(
         chunks=[parts(weight) for weight in centroids],
         heaviest=[part for key in heaviest for part in (key, parts(weights[key]))],
     )
-
-
-# Which keys scorers select, compared with those that receive most of the model's attention.
-
-MOST_ATTENDED = "most attended"
-
-
-def selection_row(
-    language_model: LanguageModel, window: Window, *, budget: int, layers: Sequence[int], seed: int = 0
-) -> Row:
-    """The keys of the first half that scorers select, by layer and KV head, as a row.
-
-    In the causal recursion these are the keys that queries of the second half may read. `most attended` are the
-    `budget` keys that receive most of those queries' exact attention.
-
-    Results: `tokens` (those of the first half as text), `selected[method][layer][head]` (positions), and
-    `mass[method][layer]` (share of the second half's attention to the first half that falls on selected keys).
-    """
-    configs = {
-        "key-diff with sinks": Selected("key-diff", budget),
-        "k-means, nearest (paper)": Selected.paper("kmeans", budget),
-        "leverage (paper)": Selected.paper("leverage", budget),
-        "random": Selected.paper("uniform", budget),
-    }
-    described = {"part": "selections", **describe_window(language_model, window), "layers": list(layers)}
-    described |= {"budget": budget, "methods": {name: config.to_dict() for name, config in configs.items()}}
-    half = len(window.tokens) // 2
-
-    def measure() -> Values:
-        selected: dict[str, dict[str, list[list[int]]]] = {name: {} for name in (*configs, MOST_ATTENDED)}
-        mass: dict[str, dict[str, float]] = {name: {} for name in selected}
-
-        def observer(query: Tensor, key: Tensor, context: AttentionContext) -> None:
-            if context.layer not in layers:
-                return
-            received = attention_received(query[:, :, half:], key, half)
-            first = key[:, :, :half]
-            chosen = {name: select_by(first, own, generator=seed).indices[0] for name, own in configs.items()}
-            chosen[MOST_ATTENDED] = received.topk(min(budget, half), dim=-1).indices.sort().values
-            for name, indices in chosen.items():
-                selected[name][str(context.layer)] = indices.tolist()
-                mass[name][str(context.layer)] = float(received.gather(1, indices).sum() / received.sum())
-
-        with observe(language_model.model, observer):
-            language_model.hidden(window.tokens)
-        tokens = [language_model.tokenizer.decode([token]) for token in window.tokens[:half].tolist()]
-        return {"tokens": tokens, "selected": selected, "mass": mass}
-
-    return Row(described, seed, measure, cost=float(len(window.tokens)))
-
-
-@torch.no_grad()
-def attention_received(query: Tensor, key: Tensor, n_counted: int) -> Tensor:
-    """Attention mass `[Hkv, n_counted]` that the last positions' queries `[1, Hq, Nq, D]` give the first keys.
-
-    Summed over the queries and over the query heads that share a KV head; one head at a time, to bound memory.
-    """
-    n_heads, n_query, dim = query.shape[1:]
-    n_keys, heads_per_kv = key.shape[2], n_heads // key.shape[1]
-    position = torch.arange(n_keys, device=key.device)
-    future = position[None] > position[n_keys - n_query :, None]
-    received = torch.zeros(key.shape[1], n_counted, device=key.device)
-    for head in range(n_heads):
-        logits = (query[0, head].float() @ key[0, head // heads_per_kv].float().t()) * dim**-0.5
-        weights = logits.masked_fill_(future, -torch.inf).softmax(-1)
-        received[head // heads_per_kv] += weights[:, :n_counted].sum(0)
-    return received.cpu()

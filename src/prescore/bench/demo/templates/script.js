@@ -3,7 +3,6 @@
 const KINDS = ["sinks", "local", "far", "centroids"];
 const ERROR = 4, COUNTS = 5, CHUNKS = 6, HEAVIEST = 7;
 const BEFORE = 48, CONTEXT = 7, LISTED = 6, ONE = 10000;
-const PASSAGE = 420, STRONG = 4;
 const percent = (parts) => (parts && parts < 50 ? "<\u00a01\u00a0%" : `${Math.round(parts / 100)}\u00a0%`);
 
 function make(tag, options = {}, ...children) {
@@ -156,31 +155,5 @@ for (const box of document.querySelectorAll(".reads")) {
   };
   passage.addEventListener("click", pick);
   passage.addEventListener("keydown", pick);
-  show();
-}
-
-// Which keys scorers select: a bar per head over the whole text, and a passage with the selected tokens marked.
-for (const box of document.querySelectorAll(".tokens")) {
-  const { tokens, selected, mass } = JSON.parse(box.querySelector("script").textContent);
-  const [method, layer] = box.querySelectorAll("select");
-  method.append(...Object.keys(selected).map((name) => make("option", { value: name, text: name })));
-  layer.append(...Object.keys(Object.values(selected)[0]).map(
-    (number) => make("option", { value: number, text: `layer ${Number(number) + 1}` })));
-  const show = () => {
-    const heads = selected[method.value][layer.value], counts = new Set(heads.map((head) => head.length));
-    box.querySelector(".mass").replaceChildren(`${[...counts].join(", ")} of ${tokens.length} keys selected per head; they receive `,
-      make("strong", { text: `${Math.round(100 * mass[method.value][layer.value])} %` }),
-      " of the attention that the second half gives to these keys.");
-    const stroke = (position) => `M${((1000 * position) / tokens.length).toFixed(1)} 0v14`;
-    box.querySelector(".bars").innerHTML = heads.map((head, number) =>
-      `<svg class="bar" viewBox="0 0 1000 14" preserveAspectRatio="none" role="img" aria-label="positions selected in head ` +
-      `${number + 1}"><path d="${head.map(stroke).join("")}"/></svg>`).join("");
-    box.querySelector(".text").replaceChildren(...tokens.slice(0, PASSAGE).map((token, place) => {
-      const votes = heads.filter((head) => head.includes(place)).length;
-      const strength = Math.max(1, Math.round((STRONG * votes) / heads.length));
-      return votes ? make("mark", { class: `s${strength}`, text: visible(token) }) : token;
-    }));
-  };
-  for (const choice of [method, layer]) choice.addEventListener("change", show);
   show();
 }
