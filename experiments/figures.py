@@ -236,8 +236,7 @@ def first_token(engine: str, model: str, n: str) -> str:
 def bfloat16_loss(model: str) -> str:
     """What the default costs in bfloat16, above exact attention in bfloat16."""
     default, exact = (
-        one(RIVALS, part="loss", engine=f"{name} bfloat16", model=model)["loss"]
-        for name in ("prescore", "exact")
+        one(RIVALS, part="loss", engine=f"{name} bfloat16", model=model)["loss"] for name in ("prescore", "exact")
     )
     return f"{default - exact:+.4f}"
 

@@ -76,7 +76,6 @@ def test_the_plan_counts_what_is_sent(crew, monkeypatch, config, is_causal):
     # the plan does not know where the selected keys lie
     spread = 0.1 * sum(wanted) / 4 if isinstance(config, Selected) else 0.0
     assert sent == pytest.approx(wanted, abs=spread)
-    planned.main()  # the table of the documentation
 
 
 SAME = "must be the same on all ranks of the group, got"
