@@ -927,40 +927,57 @@ RIVALS = "speed/rivals"
 
 
 @figure
-def rival_times(model: str, n: str) -> Table:
+def rival_times() -> Table:
     """Time to the first token, decode steps and memory of every engine."""
-    own = {r.config["engine"]: r.results for r in select(RIVALS, part="time", model=model, n=int(n))}
+    names = {"smollm2": "SmolLM2", "gemma3-270m": "gemma3-270m"}
+    order = list(ENGINES)
+    found = [(r.config, r.results) for r in select(RIVALS, part="time") if r.config["engine"] in order]
+    found.sort(key=lambda own: (list(names).index(own[0]["model"]), own[0]["n"], order.index(own[0]["engine"])))
     rows = []
-    for engine in (engine for engine in ENGINES if engine in own):
-        first, rate, memory = (own[engine][name] for name in ("seconds_to_first_token", *RATES))
-        rows.append((ENGINES[engine], f"{first:.1f} s", f"{rate:.1f}", f"{memory:.0f} MB"))
-    return table(("engine", "first token", "tokens/s", "memory"), rows)
-
-
-RATES = ("tokens_per_second", "peak_megabytes")
+    for config, own in found:
+        cells = (f"{own['seconds_to_first_token']:.1f} s", f"{own['tokens_per_second']:.1f}")
+        prompt = f"{names[config['model']]}, {config['n']:,} tokens"
+        rows.append((prompt, ENGINES[config["engine"]], *cells, f"{own['peak_megabytes']:.0f} MB"))
+    return table(("prompt", "engine", "first token", "tokens/s", "memory"), rows, left=2)
 
 
 @figure
 def rival_losses() -> Table:
-    """Losses of every engine on the same tokens."""
-    models = {"smollm2": "SmolLM2", "gemma3-270m": "gemma3-270m"}
-    rows = [
-        (label, *(f"{one(RIVALS, part='loss', engine=engine, model=model)['loss']:.4f}" for model in models))
-        for engine, label in ENGINES.items()
-    ]
-    return table(("engine", *models.values()), rows)
+    """Losses of every engine on the same tokens, and above exact attention in bfloat16."""
+    models = ("smollm2", "gemma3-270m")
+    losses = {(r.config["engine"], r.config["model"]): r.results["loss"] for r in select(RIVALS, part="loss")}
+    rows = []
+    for engine, label in ENGINES.items():
+        pairs = [
+            (losses[engine, model], losses[engine, model] - losses["exact bfloat16", model]) for model in models
+        ]
+        rows.append((label, *(cell for loss, more in pairs for cell in (f"{loss:.4f}", f"{more:+.4f}"))))
+    return table(("engine", "SmolLM2", "above the first line", "gemma3-270m", "above the first line"), rows)
+
+
+def served() -> list[Values]:
+    """What vLLM did, a request or a batch each."""
+    return [json.loads(line) for line in (HERE / "serving/vllm.jsonl").read_text().splitlines()]
+
+
+@figure
+def vllm_loss(label: str) -> str:
+    """The loss of a prompt of 8000 tokens."""
+    (loss,) = (
+        line["loss"] for line in served() if line["label"] == label and line["tokens"] == 8000 and "loss" in line
+    )
+    return f"{loss:.4f}"
 
 
 @figure
 def vllm_times() -> Table:
     """The own attention of vLLM beside the default: first token, throughput, steps."""
-    lines = [json.loads(line) for line in (HERE / "serving/vllm.jsonl").read_text().splitlines()]
     rows = []
     for tokens, at_once in ((8000, False), (8000, True), (16000, False), (16000, True)):
         cells = [f"{tokens:,} tokens, {'all at once' if at_once else 'one by one'}"]
         columns: list[list[str]] = [[], [], []]
         for label in ("exact, 2 threads", "default, 2 threads"):
-            own = [r for r in lines if (r["tokens"], r["requests"] > 1, r["label"]) == (tokens, at_once, label)]
+            own = [r for r in served() if (r["tokens"], r["requests"] > 1, r["label"]) == (tokens, at_once, label)]
             first, seconds, rate = (
                 statistics.fmean(line[name] for line in own)
                 for name in ("first_token_seconds", "batch_seconds", "tokens_per_second")
