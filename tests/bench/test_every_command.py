@@ -26,10 +26,10 @@ def documented(first="prescore info"):
 
 @pytest.fixture
 def extension(tmp_path):
-    """Writes a complete file that docs/extending.md shows. What it registers is gone afterwards."""
+    """Writes a complete file that docs/methods.md shows. What it registers is gone afterwards."""
 
     def write(name):
-        text = (ROOT / "docs" / "extending.md").read_text()
+        text = (ROOT / "docs" / "methods.md").read_text()
         code = re.search(rf"^```python\n(# {name}\n.*?)^```", text, re.DOTALL | re.MULTILINE).group(1)
         (tmp_path / name).write_text(code)
         return tmp_path / name
