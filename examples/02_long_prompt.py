@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 import prescore
-from prescore.bench.offline import load_model
+from prescore.integrations.offline import load_model
 
 N_TOKENS = 4096  # the default is exact up to 2048 tokens, and gains with the length
 N_LAST = 512  # positions whose loss is compared

@@ -7,7 +7,7 @@ import inspect
 import sys
 
 import prescore
-from prescore.bench.offline import load_model
+from prescore.integrations.offline import load_model
 
 model, tokenizer = load_model(sys.argv[1] if len(sys.argv) > 1 else "smollm2")
 # the default is exact up to 2048 tokens

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 import prescore
-from prescore.bench.offline import load_model
+from prescore.integrations.offline import load_model
 from prescore.integrations.transformers import PrescoredCache
 
 model, tokenizer = load_model("smollm2")

@@ -10,7 +10,7 @@ import time
 import torch
 
 import prescore
-from prescore.bench.offline import load_model
+from prescore.integrations.offline import load_model
 
 model, tokenizer = load_model(sys.argv[1] if len(sys.argv) > 1 else "smollm2")
 model = prescore.use_int8_weights(model.to(torch.bfloat16))

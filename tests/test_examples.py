@@ -14,8 +14,8 @@ from unittest.mock import patch
 import pytest
 
 import prescore.registry
-from prescore.bench import offline
 from prescore.bench.baselines import REGISTERED
+from prescore.integrations import offline
 from prescore.routed.native import library
 
 ROOT = Path(__file__).parent.parent

@@ -11,7 +11,7 @@ import torch
 from oracles.tiny_language_model import save_tiny_language_model, tiny_language_model
 
 import prescore
-from prescore.bench.offline import load_model
+from prescore.integrations.offline import load_model
 
 SOURCE = Path(__file__).parent.parent / "src"
 MODULES = {

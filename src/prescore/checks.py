@@ -25,7 +25,7 @@ def one_of(name: str, value: Any, allowed: Collection[Any]) -> None:
     """Refuse a value outside a fixed list."""
     if value not in allowed:
         listed = ", ".join(repr(item) for item in allowed)
-        raise ValueError(f"{name} must be one of {listed}, got {value!r}{_nearest(value, allowed)}")
+        raise ValueError(f"{name} must be one of {listed}, got {value!r}{nearest(value, allowed)}")
 
 
 def known_field(
@@ -34,7 +34,7 @@ def known_field(
     """Refuse a field that a configuration does not have, and name the nearest one."""
     if name not in known:
         listed = ", ".join(known) or "none"
-        raise error(f"{owner} must have fields among {listed}, got {name!r}{_nearest(name, known)}")
+        raise error(f"{owner} must have fields among {listed}, got {name!r}{nearest(name, known)}")
 
 
 def known_argument(kind: type, given: Collection[str]) -> None:
@@ -44,7 +44,7 @@ def known_argument(kind: type, given: Collection[str]) -> None:
         known_field(kind.__name__, name, known, TypeError)
 
 
-def _nearest(value: Any, known: Collection[Any]) -> str:
+def nearest(value: Any, known: Collection[Any]) -> str:
     """A hint at the nearest of the known words; empty = none is near."""
     words = [word for word in known if isinstance(word, str)]
     close = difflib.get_close_matches(value, words, n=1) if isinstance(value, str) else []

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from functools import partial
+from importlib import metadata
 
 import pytest
 
@@ -13,6 +14,7 @@ import prescore.bench.cli.info as info
 from prescore.bench.cli.main import main
 from prescore.bench.cli.options import Run, Session, progress
 from prescore.bench.records import RecordFile, Row, read_records
+from prescore.routed import triton
 from prescore.routed.native.library import VARIABLE, describe_native
 
 
@@ -55,6 +57,46 @@ def test_info_tells_versions_scorers_and_extras(capsys, monkeypatch):
     shown = " ".join(capsys.readouterr().out.split())  # a long reason is folded into several lines
     assert f"native operators {facts['native']}" in shown
     assert 'missing pillow: pip install ".[vision]" in a clone of prescore' in shown
+
+
+def test_nothing_crashes_where_package_metadata_is_missing(capsys, monkeypatch):
+    """On PYTHONPATH or copied into another package; the other packages may lack theirs too."""
+
+    def missing(name):
+        raise metadata.PackageNotFoundError(name)
+
+    triton.missing.cache_clear()
+    for name in ("version", "requires", "distribution"):
+        monkeypatch.setattr(metadata, name, missing)
+    assert main(["info", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["versions"]["prescore"] == prescore.__version__
+    assert facts["extras"] == {}
+    assert "triton must be installed" in facts["triton"]
+    triton.missing.cache_clear()
+
+    def needs_pillow():
+        raise ModuleNotFoundError("no", name="PIL")
+
+    monkeypatch.setattr(info, "collect", needs_pillow)
+    assert main(["info"]) == 2
+    said = "prescore: this command needs the package PIL: pip install pillow\n"
+    assert capsys.readouterr().err == said
+
+
+def test_info_names_and_clears_the_cache_of_models(capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    kept = tmp_path / "prescore" / "model" / "weights"
+    kept.parent.mkdir(parents=True)
+    kept.write_bytes(bytes(3_000_000))
+    (tmp_path / "other").write_text("of another program")
+    assert main(["info", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert (facts["cache"], facts["cache_megabytes"]) == (str(tmp_path / "prescore"), 3.0)
+    for megabytes in (3, 0):
+        assert main(["info", "--clear-cache"]) == 0
+        assert capsys.readouterr().out == f"removed {megabytes} MB in {tmp_path / 'prescore'}\n"
+    assert [path.name for path in tmp_path.iterdir()] == ["other"]
 
 
 def test_info_measures_no_gain_where_the_default_runs_exactly(capsys, monkeypatch):

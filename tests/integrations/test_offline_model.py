@@ -12,7 +12,7 @@ import torch
 from oracles.tiny_language_model import save_tiny_language_model, tiny_language_model
 
 import prescore
-from prescore.bench import offline as offline_model
+from prescore.integrations import offline as offline_model
 
 
 def test_code_that_comes_with_a_model_runs_only_when_asked_for(tmp_path):
@@ -40,6 +40,20 @@ def test_code_that_comes_with_a_model_runs_only_when_asked_for(tmp_path):
 def test_a_missing_file_is_named():
     with pytest.raises(OSError, match="nowhere"):
         offline_model.load_model("nowhere.gguf")
+
+
+def test_what_is_no_model_is_named_by_its_file_or_by_what_is_near(tmp_path, monkeypatch):
+    bad, text = tmp_path / "bad.gguf", tmp_path / "book.txt"
+    for junk in (b"", b"junk", b"GGUF" + bytes(4), b"GGUF\x03" + bytes(2) + b"\xff" * 64):
+        bad.write_bytes(junk)
+        with pytest.raises(OSError, match=r"^model must be .*bad\.gguf' \("):
+            offline_model.load_model(str(bad))
+    text.write_text("a book")
+    with pytest.raises(OSError, match=r"book\.txt' \(a file that is no GGUF file\)"):
+        offline_model.load_model(str(text))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(OSError, match=r"got 'smolm2' \(did you mean 'smollm2'\?\)"):
+        offline_model.load_model("smolm2")
 
 
 @pytest.fixture
@@ -71,6 +85,7 @@ def test_conversion_happens_once_and_leaves_nothing_half_done(conversion, monkey
     assert read == ["model.gguf"]
     assert list(target.parent.iterdir()) == [target]
     assert said[0].startswith("converting model.gguf")
+    assert said[-1] == "converted; prescore info --clear-cache removes it"
     assert torch.equal(model.lm_head.weight, again.lm_head.weight)
 
 
@@ -126,7 +141,7 @@ def test_smollm2_continues_a_text_as_under_sdpa_and_is_its_gguf_file():
 
 def test_an_unknown_name_is_asked_for_once_where_the_hub_cannot_be_reached(tmp_path):
     """Loading by itself would ask again for a minute, saying so each time."""
-    script = "from prescore.bench.offline import load_model\nload_model('no/such-model')"
+    script = "from prescore.integrations.offline import load_model\nload_model('no/such-model')"
     unreachable = {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path)}
     command, environment = [sys.executable, "-c", script], {**os.environ, **unreachable}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)

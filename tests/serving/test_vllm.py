@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from prescore import serving
-from prescore.bench import offline
+from prescore.integrations import offline
 
 pytest.importorskip("vllm", reason="vLLM is not installed (docs/serving.md)")
 pytestmark = [pytest.mark.slow, pytest.mark.model]

@@ -21,6 +21,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from prescore import __version__
 from prescore.errors import PrescoreError
 from prescore.types import Values as Values
 
@@ -30,7 +31,7 @@ except ModuleNotFoundError:  # Windows: nothing keeps two runs from one file
     fcntl = None  # type: ignore[assignment]
 
 SCHEMA = 3
-_PACKAGES = ("prescore", "torch", "transformers", "timm")
+_PACKAGES = ("torch", "transformers", "timm")
 
 
 class RecordFileError(PrescoreError, OSError):
@@ -130,7 +131,7 @@ def measure(
 
 def versions() -> dict[str, str]:
     """Versions of Python and of the installed packages that can change a result; from a clone also its commit."""
-    installed = {"python": platform.python_version()}
+    installed = {"python": platform.python_version(), "prescore": __version__}
     for package in _PACKAGES:
         with contextlib.suppress(metadata.PackageNotFoundError):
             installed[package] = metadata.version(package)

@@ -117,8 +117,11 @@ def precision(target: str) -> str:
 def missing() -> str:
     """Why Triton is not there; empty = it is."""
     if importlib.util.find_spec("triton") is None:
-        return "triton must be installed (pip install 'prescore[gpu]')"
-    version = metadata.version("triton")
+        return 'triton must be installed (pip install ".[gpu]" in a clone of prescore)'
+    try:
+        version = metadata.version("triton")
+    except metadata.PackageNotFoundError:
+        return "triton must be installed with its metadata, got a copy without"
     if tuple(int(part) for part in version.split(".")[:2]) < VERSION:
         return f"triton must be {VERSION[0]}.{VERSION[1]} or later, got {version}"
     return ""

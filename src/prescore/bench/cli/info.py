@@ -25,11 +25,21 @@ def command(
         bool,
         typer.Option("--measure", help="Find the length from which the default is faster than exact attention."),
     ] = False,
+    clear_cache: Annotated[
+        bool, typer.Option("--clear-cache", help="Remove the models that were converted here, and stop.")
+    ] = False,
 ) -> None:
-    """Show versions, device, threads, native operators, scorers and optional packages.
+    """Show versions, device, threads, native operators, scorers, optional packages and the cache of models.
 
     Example: prescore info --measure
     """
+    from prescore.integrations import offline
+
+    if clear_cache:
+        megabytes, directory = offline.cache_megabytes(), offline.cache_directory()
+        offline.clear_cache()
+        print(f"removed {megabytes:.0f} MB in {directory}")
+        return
     facts = collect()
     if measure and facts["routing"] != _EXACT:  # exact attention beside itself would give chance
         facts["routing"] = _pays_from()
@@ -53,6 +63,7 @@ def command(
         "levels that can run": ", ".join(facts["native_levels"]),
         "the default": facts["routing"],
         "scorers": ", ".join(facts["scorers"]),
+        "models kept": f"{facts['cache']} ({facts['cache_megabytes']:.0f} MB; --clear-cache removes them)",
     }
     for name, extra in facts["extras"].items():
         missing = ", ".join(extra["missing"])
@@ -67,6 +78,7 @@ def collect() -> Values:
     import torch
 
     from prescore.config import Routed
+    from prescore.integrations import offline
     from prescore.registry import list_scorers
     from prescore.routed import triton
     from prescore.routed.native.library import NO_LEVEL, describe_native, levels_of_processor, loaded_level
@@ -85,6 +97,8 @@ def collect() -> Values:
         "routing": f"routes prompts of more than {most} tokens on CPUs" if native else _EXACT,
         "native_levels": list(levels_of_processor()),
         "scorers": list_scorers(),
+        "cache": str(offline.cache_directory()),
+        "cache_megabytes": round(offline.cache_megabytes(), 1),
         "extras": _extras(),
     }
 
@@ -137,11 +151,14 @@ def _pays_from() -> str:
 def installation(module: str, prefer: str) -> str:
     """How to install a missing module, for the end of a sentence; empty = no extra has it.
 
-    Of several extras with it the preferred one is named.
+    Of several extras with it the preferred one is named. Without the metadata of this package (on PYTHONPATH, or
+    copied into another one) no extra is known, and the missing package itself is named.
     """
-    package = {"sklearn": "scikit-learn", "PIL": "pillow"}.get(module, module)
-    found = [name for name, group in _extras().items() if package in (*group["present"], *group["missing"])]
-    return _line(prefer if prefer in found else found[0]) if found else ""
+    package, extras = {"sklearn": "scikit-learn", "PIL": "pillow"}.get(module, module), _extras()
+    if not extras:
+        return f": pip install {package}"
+    with_it = [name for name, group in extras.items() if package in (*group["present"], *group["missing"])]
+    return _line(prefer if prefer in with_it else with_it[0]) if with_it else ""
 
 
 def _line(extra: str) -> str:
@@ -149,9 +166,9 @@ def _line(extra: str) -> str:
 
 
 def _extras() -> dict[str, dict[str, list[str]]]:
-    """Packages of each optional group, read from the package's own metadata."""
+    """Packages of each optional group, read from this package's metadata; none where it is not installed."""
     extras: dict[str, dict[str, list[str]]] = {}
-    for requirement in metadata.requires("prescore") or []:
+    for requirement in metadata.requires("prescore") or [] if _installed("prescore") else []:
         match = re.match(r"([A-Za-z0-9._-]+).*extra\s*==\s*['\"]([^'\"]+)['\"]", requirement)
         if match:
             package, extra = match.groups()

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from prescore import checks
-from prescore.bench.offline import SMOLLM2, load_model
 from prescore.bench.records import Values
 from prescore.errors import Unsupported
 from prescore.int8.linear import Int8Linear, use_int8_weights
+from prescore.integrations.offline import SMOLLM2, load_model
 from prescore.integrations.torchvision import mend_torchvision
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
@@ -142,7 +142,7 @@ def load_language_model(
     trust_remote_code: bool = False,
     check_head: bool = True,
 ) -> LanguageModel:
-    """Load a model and its tokenizer by name, see `prescore.bench.offline.load_model`.
+    """Load a model and its tokenizer by name, see `prescore.integrations.offline.load_model`.
 
     `weights` is `int8` (`use_int8_weights`, everything else in bfloat16), another word for a `dtype`, or None.
     With `check_head` a model whose losses cannot be measured is refused, see `LanguageModel.check_head`.

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from prescore import checks
-from prescore.bench.offline import cache_directory, first_line
 from prescore.bench.records import Values
 from prescore.integrations.apply import observe
 from prescore.integrations.attention import AttentionContext
+from prescore.integrations.offline import cache_directory, first_line
 from prescore.integrations.torchvision import import_timm, mend_torchvision
 
 _CHECKPOINT = ".safetensors"
