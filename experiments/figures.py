@@ -20,12 +20,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from prescore.bench.language.tables import Summary, keeps_every_key, summarise
-from prescore.bench.planted.tables import claim_table, recall_settings, recall_table
+from prescore.bench.language.tables import Summary, summarise
 from prescore.bench.records import Record, Values, read_records
 from prescore.bench.speed.gpu_model import GPUS, gpu_tables, predict
 from prescore.bench.tables import MISSING, Table, as_text, percent
 from prescore.bench.vision.tables import PUBLISHED, PUBLISHED_COVERAGE
+from prescore.paper.planted.tables import claim_table, recall_settings, recall_table
+from prescore.paper.tables import keeps_every_key
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent

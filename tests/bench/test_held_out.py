@@ -8,8 +8,7 @@ import torch
 from prescore.bench.cli.main import main
 from prescore.bench.language import documents, held_out
 from prescore.bench.language.documents import SOURCE, SOURCE_MODULES, TOPICS, Document, load_documents
-from prescore.bench.language.held_out import LENGTHS, TokenizedText, held_out_windows
-from prescore.bench.language.tables import held_out_tables
+from prescore.bench.language.held_out import LENGTHS, TokenizedText, held_out_tables, held_out_windows
 from prescore.bench.records import Record
 
 NOVEL = 325_000  # tokens of the shorter of two novels

@@ -8,9 +8,10 @@ import math
 import pytest
 
 from prescore.bench.language import tables
-from prescore.bench.language.tables import loss_table, paper_csv, plot_experiment, summarise
+from prescore.bench.language.tables import loss_table, summarise
 from prescore.bench.records import Record
 from prescore.bench.tables import percent
+from prescore.paper.tables import holds_for, paper_csv, plot_experiment
 
 
 def record(label, loss, document="a", n_tokens=4096, config=None, **axes):
@@ -134,7 +135,7 @@ def test_a_budget_that_keeps_every_key_is_every_scorers():
     losses = [math.log(float(line["PPL"])) for line in lines]
     assert losses == pytest.approx([2.9, 2.8, 2.5, 2.7, 2.5, 2.6, 2.5])
     # blocks of 600, 1200, 2400 keys: the last are filtered by the same budget
-    assert not tables.holds_for(summarise([cell("kmeans", 16384, 2.6, leaf=600)])[0], "leverage")
+    assert not holds_for(summarise([cell("kmeans", 16384, 2.6, leaf=600)])[0], "leverage")
 
 
 @pytest.fixture

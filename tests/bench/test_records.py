@@ -13,6 +13,8 @@ import pytest
 
 from prescore import config_from_dict
 from prescore.bench.language import tables
+from prescore.bench.language.answers import retrieval_table
+from prescore.bench.language.held_out import held_out_tables
 from prescore.bench.records import (
     SCHEMA,
     Record,
@@ -24,6 +26,7 @@ from prescore.bench.records import (
     replacing,
     row_key,
 )
+from prescore.paper.tables import paper_csv, plot_experiment
 
 EXPERIMENTS = Path(__file__).parent.parent.parent / "experiments"
 
@@ -74,11 +77,11 @@ def test_committed_records_are_of_today_and_make_tables(tmp_path):
             summaries, experiment = tables.summarise(records), records[0].config["experiment"]
             assert len(tables.loss_table(summaries, "title").rows) == len(summaries) > 0
             assert tables.full_csv(summaries)
-            assert (experiment == "default") == bool(tables.held_out_tables(records))
-            tables.paper_csv(summaries)
-            tables.plot_experiment(experiment, summaries, tmp_path / "picture.png", "title")
+            assert (experiment == "default") == bool(held_out_tables(records))
+            paper_csv(summaries)
+            plot_experiment(experiment, summaries, tmp_path / "picture.png", "title")
         if commands == {"retrieval"}:
-            assert tables.retrieval_table(records).rows
+            assert retrieval_table(records).rows
 
 
 def test_append_and_resume(tmp_path):

@@ -50,7 +50,7 @@ REFUSALS = {
             r"got 'block_size' \(did you mean '(inner|lsh)\.block_size'\?\)",
         ),
         ("--experiment table1 --set cluster_size=8", "Hyper or Selected must have .*got 'cluster_size'"),
-        ("--experiment min-weight --tuning", "tuning must come with the experiment default, got 'min-weight'"),
+        ("--experiment table1 --tuning", "tuning must come with the experiment default, got 'table1'"),
     ],
     "retrieval": [
         ("--task many-needles -n 600", "length must leave room for the facts, the questions and 512 tokens"),

@@ -11,10 +11,10 @@ from routed_checks import needs_native
 from prescore import Routed
 from prescore.bench.cli.main import main
 from prescore.bench.language import retrieval
+from prescore.bench.language.answers import retrieval_table
 from prescore.bench.language.documents import Document
 from prescore.bench.language.model import LanguageModel
 from prescore.bench.language.retrieval import CLEAR, MANY_NEEDLES, TASKS, Task, judge, make_problem
-from prescore.bench.language.tables import retrieval_table
 from prescore.bench.methods import local_only
 from prescore.bench.observed import observed
 from prescore.bench.records import Record

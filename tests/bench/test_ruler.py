@@ -12,9 +12,9 @@ from transformers import BatchEncoding
 from prescore import Routed
 from prescore.bench.cli.main import main
 from prescore.bench.language import ruler
+from prescore.bench.language.answers import ruler_table, wilson_interval
 from prescore.bench.language.documents import Document
 from prescore.bench.language.model import LanguageModel
-from prescore.bench.language.tables import ruler_table, wilson_interval
 from prescore.bench.methods import EXACT, Baseline, Local, Method
 from prescore.bench.observed import WithoutState
 from prescore.bench.records import Record, row_key

@@ -19,12 +19,13 @@ from prescore import KMeans, Selected
 from prescore.bench.cli.main import main
 from prescore.bench.methods import full_budget, image_config
 from prescore.bench.records import Record, measure, read_records, row_key
-from prescore.bench.vision import coverage, models, tables
+from prescore.bench.vision import models, tables
 from prescore.bench.vision.accuracy import Study, accuracy_rows
-from prescore.bench.vision.coverage import attention_weights, coverage_rows, head_coverage, measure_coverage
 from prescore.bench.vision.models import IMAGENET_MEAN, IMAGENET_STD, Preprocessing, load_vision_model, open_folder
 from prescore.integrations.attention import AttentionContext, PrescoredAttention, attend_exactly
 from prescore.integrations.torchvision import import_timm, mend_torchvision
+from prescore.paper import coverage
+from prescore.paper.coverage import attention_weights, coverage_rows, head_coverage, measure_coverage
 
 mend_torchvision()
 HAS_TIMM = all(importlib.util.find_spec(name) is not None for name in ("timm", "torchvision"))

@@ -5,7 +5,7 @@ import torch
 
 import prescore
 from prescore import Companions, GaussianKMeans, KMeans, Leverage
-from prescore.bench.planted.model import PlantedSetting
+from prescore.paper.planted.model import PlantedSetting
 from prescore.rng import Streams
 from prescore.scoring.kmeans import bandwidths
 from prescore.scoring.leverage import exact_leverage

@@ -37,7 +37,7 @@ def command(
     Example: prescore coverage --model deit.safetensors --images val --limit 100 --samples 64
     """
     from prescore.bench.vision import tables
-    from prescore.bench.vision.coverage import coverage_rows
+    from prescore.paper.coverage import coverage_rows
 
     digits = given.model is None and language_model is None
     methods = method or (_QUICK_METHODS if run.quick else None)
@@ -62,7 +62,7 @@ def _text_rows(
 ) -> list[Row]:
     from prescore.bench.language.documents import load_documents
     from prescore.bench.language.model import load_language_model
-    from prescore.bench.vision.coverage import coverage_rows, observe_texts
+    from prescore.paper.coverage import coverage_rows, observe_texts
 
     loaded = load_language_model(name, device=device)
     documents = load_documents(text, limit=limit)

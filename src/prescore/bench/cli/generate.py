@@ -58,7 +58,7 @@ def command(
     Example: prescore generate --prompt-file book.txt --prompt-tokens 7936 --ignore-end --agreement
     """
     from prescore.bench.language import generation
-    from prescore.bench.language.tables import generation_table
+    from prescore.bench.language.generation import generation_table
     from prescore.integrations.apply import apply
     from prescore.integrations.decode import keeps_selection
 

@@ -41,7 +41,7 @@ def command(
     experiment: str | None = typer.Option(
         None,
         help="table1, appendix-a or figure-glm3 (--method SCORER runs one of their columns), appendix-f, "
-        "appendix-i, baselines, universal-set, min-weight or default.",
+        "appendix-i, baselines, universal-set or default.",
     ),
     top_k: list[str] | None = typer.Option(None, help="Keys kept, count or fraction; repeatable."),
     coupling: str | None = typer.Option(
@@ -81,15 +81,17 @@ def command(
     Example: torchrun --nproc-per-node 4 -m prescore perplexity --method paper:kmeans -n 8192 --parallel
     """
     from prescore import checks
-    from prescore.bench.language import experiments, held_out, tables
+    from prescore.bench.language import held_out, tables
     from prescore.bench.language.documents import load_documents
+    from prescore.bench.language.grid import grid_methods
     from prescore.bench.language.perplexity import has_tokens, loss_row, make_windows
+    from prescore.paper import grids as experiments
 
     is_held_out = experiment == held_out.HELD_OUT
     fields, places, seed = given.fields, cli.read_layers(given.layers), run.seed
     leaf, length = given.leaf, given.length
     if run.quick:
-        as_it_is = experiment in (held_out.HELD_OUT, "min-weight")
+        as_it_is = experiment == held_out.HELD_OUT
         length = length or [_QUICK_DEFAULT_LENGTH if as_it_is else cli.QUICK_LENGTH]
         leaf, documents, top_k = leaf or cli.QUICK_LEAF, documents or 1, top_k or [cli.QUICK_TOP_K]
     if experiment in _ELSEWHERE:
@@ -108,9 +110,7 @@ def command(
         raise ValueError(f"tuning must come with the experiment {held_out.HELD_OUT}, got {experiment!r}")
     if experiment is None:
         budgets = [cli.read_budget(text) for text in top_k or ()]
-        methods_at = partial(
-            experiments.grid_methods, given.method or (), leaf=leaf, top_k=budgets, changes=fields
-        )
+        methods_at = partial(grid_methods, given.method or (), leaf=leaf, top_k=budgets, changes=fields)
     else:
         options: Values = {"leaf": leaf, "sinks": sinks, "coupling": coupling, "changes": fields}
         options["scorers"] = given.method or ()
@@ -129,7 +129,7 @@ def command(
         row = partial(loss_row, loaded, experiment=experiment, layers=places, seed=seed, group=ranks)
         # a damaged result is refused before hours of measuring
         with session.reading():
-            (tables.held_out_tables if is_held_out else tables.summarise)(list(session.file))
+            (held_out.held_out_tables if is_held_out else tables.summarise)(list(session.file))
         if is_held_out:
             tokenized = [held_out.TokenizedText.of(loaded, text) for text in texts]
             for n_tokens in length or held_out.LENGTHS:
@@ -163,12 +163,13 @@ def command(
 def _write_results(session: cli.Session, records: Sequence[Record], experiment: str | None, model: str) -> None:
     """The table on the terminal, CSV files and plots in the run's directory."""
     from prescore.bench.language import tables
+    from prescore.paper.tables import paper_csv, plot_experiment
 
     summaries, name = tables.summarise(records), experiment or "perplexity"
     note = "gap closed = (local - loss) / (local - exact); attention = inside the attention functions, one forward"
     title = f"{name}: {tables.describe_run(summaries, model)}"
     session.show(tables.loss_table(summaries, title, note).to_rich())
-    made = {f"{name}.csv": tables.full_csv(summaries), f"{name}-as-printed.csv": tables.paper_csv(summaries)}
+    made = {f"{name}.csv": tables.full_csv(summaries), f"{name}-as-printed.csv": paper_csv(summaries)}
     files = {file: text for file, text in made.items() if text is not None}
     for file, text in files.items():
         _write(session.out / file, text)
@@ -179,7 +180,7 @@ def _write_results(session: cli.Session, records: Sequence[Record], experiment: 
         file = f"{name}.png" if length is None else f"{name}-{length}.png"
         files[file] = ""
         title = f"{name}: {tables.describe_run(inside, model)}"
-        tables.plot_experiment(experiment, inside, session.out / file, title)
+        plot_experiment(experiment, inside, session.out / file, title)
     session.say(f"records: {session.file.path}; also {', '.join(files)}")
 
 
@@ -212,7 +213,7 @@ def _measure_held_out(
 
 
 def _write_held_out(session: cli.Session) -> None:
-    from prescore.bench.language.tables import held_out_tables
+    from prescore.bench.language.held_out import held_out_tables
 
     tables = held_out_tables(list(session.file))
     session.show(*(table.to_rich() for table in tables))

@@ -35,8 +35,8 @@ def command(
     """
     import dataclasses
 
-    from prescore.bench.planted import tables
-    from prescore.bench.planted.study import QUICK, Sweep, planted_rows
+    from prescore.paper.planted import tables
+    from prescore.paper.planted.study import QUICK, Sweep, planted_rows
 
     base = QUICK if run.quick else Sweep()
     lists: Values = {"n": n, "d": d, "epsilon": epsilon, "c_signal": c_signal, "c_noise": c_noise}

@@ -40,8 +40,8 @@ def command(
     Example: prescore retrieval --task many-needles --method default -n 4096 -n 8192 --samples 25 -d book.txt
     """
     from prescore.bench.language import retrieval
+    from prescore.bench.language.answers import retrieval_table
     from prescore.bench.language.documents import load_documents
-    from prescore.bench.language.tables import retrieval_table
     from prescore.bench.methods import Sizes, check_changes, parse_method
 
     tasks: Sequence[str] = task or retrieval.TASKS

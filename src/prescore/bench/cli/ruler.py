@@ -42,8 +42,8 @@ def command(
     Example: prescore ruler --model smollm2 -n 4096 -d book.txt --out runs/ruler   (--resume goes on)
     """
     from prescore.bench.language import ruler
+    from prescore.bench.language.answers import ruler_table
     from prescore.bench.language.documents import load_documents
-    from prescore.bench.language.tables import ruler_table
     from prescore.bench.methods import EXACT, Sizes, check_changes, parse_method
 
     files = {name: path for name, path in {"squad": squad, "hotpot": hotpot}.items() if path is not None}

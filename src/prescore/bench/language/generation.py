@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -13,7 +14,8 @@ from torch import Tensor
 
 from prescore.bench.methods import Baseline, Local
 from prescore.bench.observed import observed
-from prescore.bench.records import Values
+from prescore.bench.records import Record, Values
+from prescore.bench.tables import MISSING, Table, as_text
 from prescore.config import Config, Hyper, Routed, Selected
 from prescore.integrations.apply import Layers, apply
 
@@ -169,3 +171,80 @@ def agreement(exact: Sequence[int], chosen: Sequence[int]) -> Values:
     same = [first == second for first, second in zip(exact, chosen, strict=True)]
     steps = fmean(same[1:]) if len(same) > 1 else None
     return {"agreement": fmean(same), "step_agreement": steps, "compared": len(same)}
+
+
+def generation_table(records: Sequence[Record]) -> Table:
+    """Prefill and decode, how much of either is attention, memory, and agreement with exact attention.
+
+    Of a beam search, the best beam and its probability under exact attention.
+    """
+    config, last = records[0].config, records[-1].results
+    results = {record.config["attention"]: record.results for record in records}
+    title = f"{config['model']}, {config['prompt_tokens']} prompt tokens"
+    if config["beams"] > 1:
+        columns = ("attention", "time", "log-probability", "under exact attention", "tokens as exact")
+        rows = [
+            (name, f"{r['seconds']:.2f} s", f"{r['score']:.4f}", f"{r['exact_score']:.4f}", _same_tokens(r))
+            for name, r in results.items()
+        ]
+        note = "summed log-probability of the best beam, in nats"
+        return Table(f"{title}, {config['beams']} beams", columns, tuple(rows), note)
+    phases = ("prefill", "attention part", "decode", "attention part")
+    names = ("attention", *phases, "cache", "tokens as exact", "after the exact text")
+    lines = []
+    for name, r in results.items():
+        agreement = f"{100 * r['agreement']:.1f} % of {r['compared']}" if "agreement" in r else MISSING
+        cells = (*_phase(r, "prefill"), *_phase(r, "decode"))
+        lines.append((name, *cells, f"{r['cache']['bytes'] / 2**20:.1f} MiB", _same_tokens(r), agreement))
+    ran = last["prefill_ran"]
+    prompt = ", ".join(name if len(ran) == 1 else f"{name} in {n} layers" for name, n in ran.items())
+    notes = (
+        _speed_note(results),
+        f"prefill: {prompt}" if prompt else "",
+        ", ".join(f"{count} times {path}" for path, count in last["decode_paths"].items()),
+        _selection_note(last),
+    )
+    return Table(title, names, tuple(lines), "; ".join(note for note in notes if note))
+
+
+def _phase(results: Values, phase: str) -> tuple[str, str]:
+    """Time and speed of a phase, and its time in attention."""
+    seconds, attention = results[f"{phase}_seconds"], results[f"{phase}_attention_seconds"]
+    speed = results[f"{phase}_tokens_per_second"]
+    shown = MISSING if speed is None else f"{seconds:.2f} s ({as_text(speed)} tok/s)"
+    return shown, f"{attention:.2f} s"
+
+
+def _same_tokens(results: Values) -> str:
+    return f"{results['same_tokens']} of {results['new_tokens']}" if "same_tokens" in results else MISSING
+
+
+def _speed_note(results: dict[str, Values]) -> str:
+    """How many times as fast as exact attention; nothing where that did not run."""
+    if "exact" not in results or "prescored" not in results:
+        return ""
+    exact, own = results["exact"], results["prescored"]
+    words = []
+    for phase in ("prefill", "decode"):
+        speeds = [r[f"{phase}_tokens_per_second"] for r in (own, exact)]
+        attention = [r[f"{phase}_attention_seconds"] for r in (exact, own)]
+        if None not in speeds and min(attention) > 0 and min(speeds) > 0:
+            ratio = attention[0] / attention[1]
+            ratio *= 1 if phase == "prefill" else max(1, own["new_tokens"] - 1) / max(1, exact["new_tokens"] - 1)
+            words.append(f"{phase} {speeds[0] / speeds[1]:.2f}x exact's speed (attention {ratio:.2f}x)")
+    return ", ".join(words)
+
+
+def _selection_note(results: Values) -> str:
+    """Keys of the prompt that a decode step reads; neighbouring layers with the same number share an entry."""
+    entries = [entry for entry in results["cache"]["layers"] if "selected" in entry]
+    if not entries:
+        routed = "routed step" in results["decode_paths"]
+        return "every key is in the cache" if routed else "no layer made a selection: every key is read"
+    groups = []
+    for size, group in itertools.groupby(
+        entries, key=lambda entry: f"{entry['selected'] + entry['centroids']} of {entry['selected_from']}"
+    ):
+        numbers = [entry["layer"] for entry in group]
+        groups.append(f"layers {'-'.join(map(str, dict.fromkeys((numbers[0], numbers[-1]))))}: {size}")
+    return f"keys and centroids of the prompt: {', '.join(groups)}"

@@ -12,8 +12,10 @@ that is not recorded, so a reported window of a novel may overlap with them.
 
 from __future__ import annotations
 
+import itertools
 import random
-from collections.abc import Mapping, Sequence
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,9 +26,10 @@ from prescore import checks
 from prescore.bench.language.documents import SOURCE, TOPICS, Document, load_documents
 from prescore.bench.language.model import LanguageModel
 from prescore.bench.language.perplexity import Window
+from prescore.bench.language.tables import READS, group_by, result
 from prescore.bench.methods import EXACT, Method, change, local_only, sliding_window
 from prescore.bench.records import Record
-from prescore.bench.tables import number
+from prescore.bench.tables import MISSING, Table, as_text, number, times
 from prescore.config import Routed
 
 HELD_OUT = "default"
@@ -115,3 +118,91 @@ def window_like(default: Record) -> Method:
     name, method = "replaced_reads_per_query", default.config["method"]
     reads, sinks = number(default, default.results.get(name), name), method["config"]["sinks"]
     return sliding_window(default.config["n_tokens"], reads, sinks, compared_with=method["label"])
+
+
+# Tables: what is lost, what is read and how long it takes, text by text.
+
+_COMPARED = ("default", "window", "local")
+_HELD_OUT_NOTE = (
+    "above: loss over the second half of a window minus exact attention's, nats per token (worst of several "
+    "windows); window: a sliding window with sinks that reads as much as the default; local: own and previous "
+    "chunk with sinks; s: seconds inside the attention functions; YaRN: positions past the trained length"
+)
+_Measured = dict[str, Record]
+"""A window: the records of `exact` and of what is compared with it."""
+
+
+def held_out_tables(records: Sequence[Record]) -> list[Table]:
+    """One table for every variant of the default and kind of window, reported windows first.
+
+    A line per text, and below the texts of a model and length one over all their windows.
+    """
+    own = [r for r in records if r.config.get("part") == "loss" and r.config.get("experiment") == HELD_OUT]
+    methods = [record.config["method"] for record in own]
+    labels = dict.fromkeys(method["label"] for method in methods if method["config"]["type"] == "Routed")
+    # `reported` or `tuning`, from a name such as "novel.txt, reported window 2"
+    kinds = group_by(own, lambda record: str(record.config["document"]).rpartition(", ")[2].split(" ")[0])
+    tables = []
+    for kind, label in itertools.product(sorted(kinds), labels):
+        windows = [window for window in _windows(kinds[kind], label) if "default" in window]
+        if windows:
+            tables.append(_held_out_table(windows, f"{label}, {kind} windows"))
+    return tables
+
+
+def _windows(records: Sequence[Record], label: str) -> Iterable[_Measured]:
+    """What was measured on each window, for one variant of the default."""
+    fields = ("model", "dtype", "layers", "document", "digest", "n_tokens")
+    columns = {"Exact": "exact", "Routed": "default", "Baseline": "window", "Local": "local"}
+    windows: dict[str, _Measured] = {}
+    for record in records:
+        method = record.config["method"]
+        kind = method["config"]["type"]
+        default = {"Routed": method["label"], "Baseline": method["axes"].get("compared_with")}.get(kind, label)
+        if default == label:
+            name = repr([*(record.config[field] for field in fields), record.seed])
+            windows.setdefault(name, {})[columns[kind]] = record
+    return windows.values()
+
+
+def _held_out_table(windows: Sequence[_Measured], title: str) -> Table:
+    def where(window: _Measured) -> tuple[str, str]:
+        config, results = window["default"].config, window["default"].results
+        scaled = "" if results.get("position_scaling") is None else " (YaRN)"
+        return str(config["model"]), f"{config['n_tokens']}{scaled}"
+
+    rows = []
+    for place, inside in group_by(windows, where).items():
+        texts = group_by(inside, lambda window: str(window["default"].config["document"]).rpartition(", ")[0])
+        texts |= {"all": inside} if len(texts) > 1 else {}
+        rows += [(*place, text, *_held_out_cells(own)) for text, own in texts.items()]
+    columns = (
+        *("model", "tokens", "text", "windows", "exact loss", *(f"{name} above" for name in _COMPARED)),
+        *(READS, "exact s", *(f"{name} s" for name in _COMPARED), "speed-up"),
+    )
+    return Table(title, columns, tuple(rows), _HELD_OUT_NOTE, left=3)
+
+
+def _held_out_cells(windows: Sequence[_Measured]) -> tuple[str, ...]:
+    def mean(name: str, field: str) -> float | None:
+        values = [result(window[name], field) for window in windows if name in window]
+        return statistics.fmean(values) if values else None
+
+    def above(name: str) -> str:
+        """The mean, and the worst of several; a window that is not measured yet leaves both open."""
+        if not all(name in window and "exact" in window for window in windows):
+            return MISSING
+        losses = [result(window[name], "loss") - result(window["exact"], "loss") for window in windows]
+        shown = f"{statistics.fmean(losses):+.4f}"
+        return shown if len(losses) == 1 else f"{shown} ({max(losses):+.4f})"
+
+    loss = mean("exact", "loss")
+    exact, default, *_ = seconds = [mean(name, "attention_seconds") for name in ("exact", *_COMPARED)]
+    return (
+        str(len(windows)),
+        MISSING if loss is None else f"{loss:.4f}",
+        *(above(name) for name in _COMPARED),
+        as_text(mean("default", "replaced_reads_per_query"), 4),
+        *(MISSING if spent is None else f"{spent:.1f}" for spent in seconds),
+        times(exact / default if exact and default else None),
+    )

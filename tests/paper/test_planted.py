@@ -5,10 +5,10 @@ import dataclasses
 import pytest
 import torch
 
-from prescore.bench.planted import model as planted
-from prescore.bench.planted import study, tables
-from prescore.bench.planted.study import QUICK, Recovery, check, planted_rows, recovery
 from prescore.bench.records import measure, row_key
+from prescore.paper.planted import model as planted
+from prescore.paper.planted import study, tables
+from prescore.paper.planted.study import QUICK, Recovery, check, planted_rows, recovery
 from prescore.registry import list_scorers
 from prescore.scoring.leverage import lewis_weights
 

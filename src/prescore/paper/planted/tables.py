@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from prescore.bench.planted.study import NO_RULE, VARIANTS
 from prescore.bench.plots import COLOURS, bars, figure
 from prescore.bench.records import Record, Values
 from prescore.bench.tables import MISSING, Table, as_text, mean_and_spread, span
+from prescore.paper.planted.study import NO_RULE, VARIANTS
 
 _SETTING = ("n", "d", "epsilon", "c_signal", "c_noise")
 

@@ -14,20 +14,8 @@ from functools import partial
 from typing import Any
 
 from prescore import checks
-from prescore.bench.methods import (
-    EXACT,
-    SINKS,
-    TOP_K,
-    Baseline,
-    Method,
-    Sizes,
-    change,
-    check_changes,
-    leaf_of,
-    local_only,
-    parse_method,
-    sliding_window,
-)
+from prescore.bench.language.grid import check_set, unique
+from prescore.bench.methods import EXACT, SINKS, Baseline, Method, change, leaf_of, local_only, sliding_window
 from prescore.bench.records import Values
 from prescore.config import Coupling, Exact, Hyper, Lsh, Routed, Selected
 from prescore.scoring.leverage import Leverage
@@ -44,8 +32,6 @@ COUPLINGS = {
     "early": Coupling(mask="zero", residual_weight="all", overlap="count"),
     "blocks over all keys": Coupling(blocks="all"),
 }
-MIN_WEIGHTS = (1 / 512, 1 / 1024, 1 / 2048)
-"""Thresholds at which the default is measured."""
 READS = 640
 """Keys that every method of `baselines` reads per query, about as many as the default."""
 READS_LEAF = 512
@@ -53,7 +39,6 @@ SKETCH_SIZE = 256
 """Rows of the sketch of `ApproxLeverage`."""
 MIN_SCORES = (0.4, 0.2, 0.1, 0.05)
 """Thresholds eps of the universal set: least leverage of a key, among the keys of its block."""
-USUAL = ("hyper", "paper:kmeans", "paper:leverage", "default")
 
 
 @dataclass(frozen=True)
@@ -185,12 +170,6 @@ def _universal_set(scale: Scale) -> Iterator[Method]:
         yield Method(f"{series}, eps={eps:g}", config, {"series": series, "min_score": eps})
 
 
-def _min_weights(scale: Scale) -> Iterator[Method]:
-    """The default at several thresholds, nothing else changed."""
-    for weight in MIN_WEIGHTS:
-        yield Method(f"default, min_weight=1/{round(1 / weight)}", Routed(min_weight=weight))
-
-
 def _grid(
     scale: Scale,
     scorers: Sequence[str],
@@ -216,13 +195,12 @@ EXPERIMENTS: dict[str, Callable[..., Iterator[Method]]] = {
     "figure-glm3": partial(_grid, scorers=_SCORERS[:3]),
     "appendix-f": _appendix_f,
     "appendix-i": partial(_grid, scorers=_SCORERS[3:], budgets=PAPER_TOP_K_GAUSSIAN, coupling="early"),
-    "min-weight": _min_weights,
     "baselines": _baselines,
     "universal-set": _universal_set,
 }
-_OWN_SINKS = ("min-weight", "baselines")
+_OWN_SINKS = ("baselines",)
 """Experiments whose methods say themselves which sinks they keep."""
-_OWN_LEAVES = {"min-weight": Routed().chunk_size, "baselines": READS_LEAF}
+_OWN_LEAVES = {"baselines": READS_LEAF}
 _BY_SCORER = ("appendix-a", "figure-glm3")
 
 
@@ -242,13 +220,9 @@ def default_lengths(experiment: str | None, trained: int | None) -> list[int]:
     longest = trained or PAPER_LENGTH
     if experiment == "baselines":
         return sorted({min(longest, 4096), min(longest, 8192)})
-    return [min(longest, 8192 if experiment in ("table1", "min-weight") else 4096)]
+    return [min(longest, 8192 if experiment in ("table1",) else 4096)]
 
 
-# Which methods a run measures: those of an experiment, or every combination of options.
-
-_TAKEN = {"scorer": "--method", "top_k": "--top-k"}
-"""Fields that an option sets, so that `--set` must not."""
 _COUPLING = ("coupling", *(f"coupling.{name}" for name in Coupling().to_dict() if name != "type"))
 _LSH = tuple(f"{owner}.{name}" for owner in ("lsh", "inner") for name in ("block_size", "sample_size"))
 _VARIED = {
@@ -290,49 +264,5 @@ def experiment_methods(
     scale = Scale(length, leaf or _OWN_LEAVES.get(name) or leaf_of(length), sinks)
     changes = changes or {}
     methods = [EXACT, local_only(scale.leaf), *EXPERIMENTS[name](scale, **options)]
-    _check_set(changes, _VARIED, methods)
-    return _unique(replace(method, config=change(method.config, changes, partly=True)) for method in methods)
-
-
-def grid_methods(
-    names: Sequence[str],
-    length: int,
-    *,
-    leaf: int | None = None,
-    top_k: Sequence[int | float] = (),
-    changes: Mapping[str, Any] | None = None,
-) -> list[Method]:
-    """Exact and local-only, then every method (none = `USUAL`) at every budget; see `parse_method`."""
-    methods = [EXACT, local_only(leaf or leaf_of(length))]
-    for name in names or USUAL:
-        has_budget = name not in ("exact", "local", "default", "hyper")
-        for budget in top_k if top_k and has_budget else (TOP_K,):
-            method = parse_method(name, Sizes.of_text(length, leaf, budget, changes))
-            label = f"{method.label}, top {budget}" if len(top_k) > 1 and has_budget else method.label
-            axes = {**method.axes, **_axes(method.config)}
-            methods.append(replace(method, label=label, axes={**axes, "series": method.label} if axes else {}))
-    _check_set(changes or {}, _TAKEN, methods)
-    return _unique(methods)
-
-
-def _check_set(changes: Mapping[str, Any], taken: Mapping[str, str], methods: Sequence[Method]) -> None:
-    """Refuse a change of a field that something else decides, or that no method has."""
-    for name, value in changes.items():
-        if name in taken:
-            raise ValueError(f"set must leave {name} to {taken[name]}, got {name}={value!r}")
-    check_changes(changes, methods)
-
-
-def _axes(config: Any) -> Values:
-    """The coordinates of a configuration in a grid."""
-    if not isinstance(config, Hyper | Selected):
-        return {}
-    axes: Values = {"leaf_inclusive": config.leaf_inclusive, "sinks": config.sinks}
-    if isinstance(config, Selected):
-        axes["top_k"] = config.top_k
-    lsh = config.lsh if isinstance(config, Hyper) else config.inner
-    return {**axes, "sample_size": lsh.sample_size} if isinstance(lsh, Lsh) else axes
-
-
-def _unique(methods: Iterator[Method] | Sequence[Method]) -> list[Method]:
-    return list({repr(method.describe()): method for method in methods}.values())
+    check_set(changes, _VARIED, methods)
+    return unique(replace(method, config=change(method.config, changes, partly=True)) for method in methods)

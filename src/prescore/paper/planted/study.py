@@ -19,10 +19,10 @@ from torch import Tensor
 
 from prescore import checks
 from prescore.attention import select_by
-from prescore.bench.planted import model as planted
-from prescore.bench.planted.model import PlantedModel, PlantedSetting
 from prescore.bench.records import Row, Values
 from prescore.config import Selected
+from prescore.paper.planted import model as planted
+from prescore.paper.planted.model import PlantedModel, PlantedSetting
 from prescore.registry import get_scorer, list_scorers
 from prescore.rng import as_streams
 from prescore.scoring.kmeans import Minkowski

@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from prescore import Coupling, Hyper, Lsh, Routed, Selected, prescored_attention
-from prescore.bench.language import experiments
-from prescore.bench.language.experiments import COUPLINGS, Scale, experiment_methods
+from prescore.bench.language import grid
 from prescore.bench.methods import EXACT, Baseline, local_only
+from prescore.paper import grids as experiments
+from prescore.paper.grids import COUPLINGS, Scale, experiment_methods
 
 
 def configs(name, length, **options):
@@ -53,15 +54,13 @@ def test_appendix_a_is_the_papers_grid_at_a_share_of_its_length(share):
     assert {config.sinks for _, config in configs("appendix-a", length, sinks=4)} == {4}
 
 
-def test_rows_of_table1_appendix_i_and_min_weight():
-    table1, weights = (experiment_methods(name, 8192)[2:] for name in ("table1", "min-weight"))
+def test_rows_of_table1_and_appendix_i():
+    table1 = experiment_methods("table1", 8192)[2:]
     shapes = [(method.axes["paper_top_k"], method.axes["leaf_inclusive"]) for method in table1]
     assert shapes == [(0, False), (0, True), (2048, False), (8192, True)]
     assert {config.coupling for _, config in configs("appendix-i", 4096)} == {COUPLINGS["early"]}
     corrected = configs("appendix-i", 4096, coupling="corrected")
     assert {method.axes["coupling"] for method, _ in corrected} == {"corrected"}
-    assert [method.config for method in weights] == [Routed(min_weight=1 / n) for n in (512, 1024, 2048)]
-    assert weights[0].label == "default, min_weight=1/512"
 
 
 def test_appendix_f_switches_one_artefact_at_a_time():
@@ -82,7 +81,7 @@ def test_appendix_f_under_one_coupling():
 @pytest.mark.parametrize("name", experiments.EXPERIMENTS)
 def test_every_experiment_begins_with_its_two_references(name):
     methods = experiment_methods(name, 2048)
-    own = {"min-weight": Routed().chunk_size, "baselines": experiments.READS_LEAF}
+    own = {"baselines": experiments.READS_LEAF}
     assert methods[:2] == [EXACT, local_only(own.get(name, 256))]
     names = [repr(method.describe()) for method in methods]
     assert len(set(names)) == len(names)
@@ -118,7 +117,7 @@ def test_lengths_stay_inside_what_was_trained():
 
 def test_a_grid_has_every_method_at_every_budget_once():
     names = ["paper:kmeans", "key-diff", "default", "hyper", "exact", "key-diff"]
-    methods = experiments.grid_methods(names, 1024, top_k=[8, 16], changes={"lsh.sample_size": 4})
+    methods = grid.grid_methods(names, 1024, top_k=[8, 16], changes={"lsh.sample_size": 4})
     by_label = {method.label: method.config for method in methods}
     budgets = [f"{name}, top {top_k}" for name in ("paper:kmeans", "key-diff") for top_k in (8, 16)]
     assert list(by_label) == ["exact", "local only", *budgets, "default", "hyper"]
@@ -126,4 +125,4 @@ def test_a_grid_has_every_method_at_every_budget_once():
     assert by_label["default"] == Routed()
     assert by_label["key-diff, top 8"] == Selected("key-diff", 8, min_seq_len=128)
     assert by_label["hyper"] == Hyper(Lsh(8, 4, alignment="rank"), min_seq_len=128)
-    assert [method.label for method in experiments.grid_methods((), 1024)[2:]] == list(experiments.USUAL)
+    assert [method.label for method in grid.grid_methods((), 1024)[2:]] == list(grid.USUAL)
