@@ -51,14 +51,14 @@ def forbidden_imports(module, tree):
     """Imports of a module that break an arrow, or make code of data."""
     backend = next((backend for backend in BACKENDS if below(module, backend)), None)
     for name in imports(tree):
-        if below(name, "bench") and not below(module, "bench") and module != "prescore.__main__":
-            yield f"imports {name}: nothing but bench imports bench"
+        if below(name, "bench") and not below(module, "bench", "paper") and module != "prescore.__main__":
+            yield f"imports {name}: nothing but bench and paper imports bench"
         engines = [engine for engine in ("selected", "routed") if below(module, engine) or below(name, engine)]
         if len(engines) == 2 and below(module, *engines):
             yield f"imports {name}: the engines do not import each other"
         if backend and below(name, *BACKENDS) and not below(name, backend):
             yield f"imports {name}: backends do not import each other"
-        if FACTORY.fullmatch(name) and not below(module, "bench") and not name.endswith("Tensor"):
+        if FACTORY.fullmatch(name) and not below(module, "bench", "paper") and not name.endswith("Tensor"):
             yield f"imports {name}, whose calls need a dtype and a device"
         if name.split(".")[0] in CODE_RUNNERS:
             yield f"imports {name}, which runs code"
@@ -86,7 +86,7 @@ def forbidden(module, text):
         is_loader = LOADER.fullmatch(function) and [ast.unparse(given) for given in node.args] != ["None"]
         if is_loader and not names_own_folder:
             yield f"calls {function} without naming its own folder"
-        makes_tensor = FACTORY.fullmatch(function) and not below(module, "bench")
+        makes_tensor = FACTORY.fullmatch(function) and not below(module, "bench", "paper")
         if makes_tensor and not (None in given or {"dtype", "device"} <= given):
             yield f"line {node.lineno} calls {function} without dtype or device"
 
@@ -94,7 +94,7 @@ def forbidden(module, text):
 CORE = [
     name
     for name in MODULES
-    if not below(name, "bench", "integrations", "serving", "__main__", "routed.triton_kernels")
+    if not below(name, "bench", "paper", "integrations", "serving", "__main__", "routed.triton_kernels")
 ]
 
 
