@@ -12,6 +12,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
+import transformers
 
 import prescore.registry
 from prescore.bench.baselines import REGISTERED
@@ -52,7 +53,12 @@ def load_a_small_model(monkeypatch):
     config = copy.deepcopy(model.config)
     config.hidden_size, config.intermediate_size, config.head_dim = 64, 128, 16
     config.num_attention_heads, config.num_key_value_heads, config.num_hidden_layers = 4, 2, 12
-    monkeypatch.setattr(offline, "load_model", lambda *_, **__: (type(model)(config).eval(), tokenizer))
+    for owner, name, loaded in (
+        (offline, "load_model", lambda *_, **__: (type(model)(config).eval(), tokenizer)),
+        (transformers.AutoModelForCausalLM, "from_pretrained", lambda _: type(model)(config).eval()),
+        (transformers.AutoTokenizer, "from_pretrained", lambda _: tokenizer),
+    ):
+        monkeypatch.setattr(owner, name, loaded)
 
 
 def blocks(text):
@@ -114,7 +120,7 @@ def test_the_examples_of_a_document_run_in_order(path, monkeypatch):
 
 def run_in_order(codes, name, monkeypatch):
     """Run blocks of code in one module of its own, which classes look up by its name."""
-    if any("load_model" in code for code in codes):
+    if any("load_model" in code or "from_pretrained(name)" in code for code in codes):
         load_a_small_model(monkeypatch)
     module = type(sys)("document_of_examples")
     monkeypatch.setitem(sys.modules, module.__name__, module)

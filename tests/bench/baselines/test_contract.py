@@ -18,6 +18,10 @@ SMALL = {
     "oracle": {"budget": 3, "chunk_size": 5},
     "reformer": {"n_buckets": 4, "chunk_size": 2, "n_rounds": 2},
     "performer": {"n_features": 16},
+    "quest": {"budget": 4, "page_size": 2, "chunk_size": 5},
+    "snapkv": {"budget": 3, "window": 2, "kernel_size": 3, "chunk_size": 5},
+    "minference": {"budget": 4, "window": 3, "sinks": 1, "chunk_size": 5},
+    "xattention": {"budget": 2, "block_size": 2, "stride": 2, "chunk_size": 5},
 }
 FULL = {
     "lev-attention": {"epsilon": 0.0, "chunk_size": 5},
@@ -25,9 +29,18 @@ FULL = {
     "heavy-hitters": {"budget": 64, "chunk_size": 5},
     "oracle": {"budget": 64, "chunk_size": 5},
     "reformer": {"n_buckets": 1, "chunk_size": 64, "n_rounds": 3},
+    "quest": {"budget": 64, "page_size": 4, "chunk_size": 5},
+    "snapkv": {"budget": 64, "chunk_size": 5},
+    "minference": {"budget": 64, "chunk_size": 5},
+    "xattention": {"budget": 64, "block_size": 4, "stride": 2, "chunk_size": 5},
 }
+CAUSAL = {"quest", "snapkv", "minference", "xattention"}
+"""Rules that choose among earlier keys."""
 every_baseline = pytest.mark.parametrize("name", BASELINES)
-causal_or_not = pytest.mark.parametrize("is_causal", [False, True])
+every_baseline_and_mask = pytest.mark.parametrize(
+    ("name", "is_causal"),
+    [(name, mask) for name in BASELINES for mask in (False, True) if mask or name not in CAUSAL],
+)
 
 
 def attend(name, *tensors, **options):
@@ -44,11 +57,12 @@ def test_call_shape(name):
     assert all(p.kind is p.KEYWORD_ONLY for p in list(parameters.values())[3:])
 
 
-@pytest.mark.parametrize("name", FULL)
-@causal_or_not
+@every_baseline_and_mask
 @pytest.mark.parametrize("n_query", [23, 7, 1])
 @pytest.mark.parametrize("hidden", [[], list(range(6)), list(range(17, 23)), [3, 4, 11]], ids=str)
 def test_full_budget_is_exact(name, is_causal, n_query, hidden):
+    if name not in FULL:
+        pytest.skip("random features are never exact")
     tensors, mask = inputs(n_query=n_query), torch.ones(2, 23, dtype=torch.bool)
     mask[0, hidden] = False
     options = {"is_causal": is_causal, "key_padding_mask": mask if hidden else None, "scale": 0.4}
@@ -59,10 +73,12 @@ def test_full_budget_is_exact(name, is_causal, n_query, hidden):
     assert_same([t[:, :, rows] for t in got], [t[:, :, rows] for t in expected])
 
 
-@every_baseline
-@pytest.mark.parametrize(("n_query", "is_causal"), [(17, False), (17, True), (9, True)])
+@every_baseline_and_mask
+@pytest.mark.parametrize("n_query", [17, 9])
 @pytest.mark.parametrize("amount", [(6, 0), (0, 6)], ids=["left", "right"])
 def test_padding_and_batch_change_nothing(name, n_query, is_causal, amount):
+    if not is_causal and n_query == 9:
+        pytest.skip("without causality and with other numbers queries have no positions")
     alone = [t[:1] for t in inputs(n_query=n_query, n_keys=17)]
     own = [pad(t, (0, 0, *amount), value=torch.nan) for t in alone]
     own[0] = own[0][:, :, -n_query - amount[1] :]  # queries are the last positions
@@ -75,8 +91,7 @@ def test_padding_and_batch_change_nothing(name, n_query, is_causal, amount):
     assert_same([t[1:] for t in got], attend(name, *mate, is_causal=is_causal))
 
 
-@every_baseline
-@causal_or_not
+@every_baseline_and_mask
 def test_rows_that_see_nothing(name, is_causal):
     mask = torch.ones(2, 9, dtype=torch.bool)
     mask[0] = mask[1, :4] = False
@@ -88,8 +103,7 @@ def test_rows_that_see_nothing(name, is_causal):
     assert got.lse[1].isfinite().any()
 
 
-@every_baseline
-@causal_or_not
+@every_baseline_and_mask
 def test_gradients(name, is_causal):
     tensors = [t.requires_grad_() for t in inputs(batch=1, heads=2, kv_heads=1, n_query=6, n_keys=7, dim=3)]
     options = {"is_causal": is_causal, "key_padding_mask": torch.tensor([[False] + [True] * 6])}
@@ -101,8 +115,7 @@ def test_gradients(name, is_causal):
     assert torch.autograd.gradcheck(run, tensors)
 
 
-@every_baseline
-@causal_or_not
+@every_baseline_and_mask
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_dtypes(name, is_causal, dtype):
     tensors = [t.to(dtype) for t in inputs()]
@@ -116,8 +129,7 @@ def test_dtypes(name, is_causal, dtype):
     assert_differ(expected, exact_attention(*(t.double() for t in tensors), is_causal=is_causal))
 
 
-@every_baseline
-@causal_or_not
+@every_baseline_and_mask
 def test_degenerate_sizes_and_keys(name, is_causal):
     query, key, value = inputs()
     cases = [(query, keys, value) for keys in (key * 0, key[:, :, :1].expand_as(key).contiguous())]
@@ -130,8 +142,7 @@ def test_degenerate_sizes_and_keys(name, is_causal):
         assert got.output.isfinite().all()
 
 
-@every_baseline
-@causal_or_not
+@every_baseline_and_mask
 def test_same_seed_same_bits_whatever_the_defaults_of_torch(name, is_causal):
     tensors, state = inputs(), torch.random.get_rng_state()
     first, other = (attend(name, *tensors, is_causal=is_causal, generator=seed) for seed in (3, 4))
@@ -163,6 +174,16 @@ def test_same_seed_same_bits_whatever_the_defaults_of_torch(name, is_causal):
         ("reformer", {"n_buckets": 5}, ValueError, "n_buckets must be 1 or even, got 5"),
         ("reformer", {"n_rounds": 0}, ValueError, "n_rounds must be at least 1, got 0"),
         ("reformer", {"generator": "x"}, TypeError, "generator must be an int, .* got str 'x'"),
+        ("quest", {"budget": 2}, ValueError, "is_causal must be True .*, got False"),
+        ("quest", {"page_size": 0}, ValueError, "page_size must be at least 1, got 0"),
+        ("snapkv", {"kernel_size": 4, "is_causal": True}, ValueError, "kernel_size must be odd, got 4"),
+        ("minference", {"sinks": -1, "is_causal": True}, ValueError, "sinks must be at least 0, got -1"),
+        (
+            "xattention",
+            {"block_size": 12, "is_causal": True},
+            ValueError,
+            "block_size must be a multiple of the stride 8, got 12",
+        ),
         ("performer", {"n_features": 0}, ValueError, "n_features must be at least 1, got 0"),
     ],
 )
@@ -181,7 +202,7 @@ def test_wrong_inputs(name):
         (r"key_padding_mask must have shape \(2, 23\)", inputs(), {"key_padding_mask": torch.ones(2, 5).bool()}),
     ):
         with pytest.raises(ValueError, match=message):
-            attend(name, *tensors, **options)
+            attend(name, *tensors, **{"is_causal": name in CAUSAL, **options})
     if name == "streaming":
         with pytest.raises(ValueError, match="must be at most the key length 22 for a window, got 23"):
             attend(name, query, *shorter)

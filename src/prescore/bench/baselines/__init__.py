@@ -10,6 +10,12 @@ from prescore.bench.baselines.heavy_hitters import heavy_hitter_attention
 from prescore.bench.baselines.lev_attention import lev_attention
 from prescore.bench.baselines.oracle import oracle_attention
 from prescore.bench.baselines.performer import performer_attention
+from prescore.bench.baselines.prefill import (
+    minference_attention,
+    quest_attention,
+    snapkv_attention,
+    xattention,
+)
 from prescore.bench.baselines.reformer import reformer_attention
 from prescore.bench.baselines.streaming import streaming_attention
 from prescore.registry import load_entry_points
@@ -26,6 +32,10 @@ BASELINES: dict[str, Run] = {
     "oracle": oracle_attention,
     "reformer": reformer_attention,
     "performer": performer_attention,
+    "quest": quest_attention,
+    "snapkv": snapkv_attention,
+    "minference": minference_attention,
+    "xattention": xattention,
 }
 """The baselines of this package."""
 
