@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from prescore import __version__
+from prescore.bench.busy import watch
 from prescore.errors import PrescoreError
 from prescore.types import Values as Values
 
@@ -59,8 +60,8 @@ class Row:
 class Record:
     """One measured row and what is needed to measure it again.
 
-    `key` identifies the row (a hash of command, config and seed), `seconds` is its wall time, `created` the time
-    it was finished (ISO, UTC).
+    `key` identifies the row (a hash of command, config and seed), `seconds` is its wall time, `load` what
+    `busy.watch` saw meanwhile, `created` the time it was finished (ISO, UTC).
     """
 
     command: str
@@ -74,11 +75,13 @@ class Record:
     device: str = "cpu"
     threads: int | None = None
     created: str = ""
+    load: Values = field(default_factory=dict)
 
     def to_json(self) -> str:
         """One line of JSON; numbers that it lacks are `{"float": "nan"}`, likewise `"inf"` and `"-inf"`."""
         try:
-            return json.dumps(_finite({"schema": SCHEMA, **vars(self)}), allow_nan=False)
+            known = {name: value for name, value in vars(self).items() if name != "load" or value}
+            return json.dumps(_finite({"schema": SCHEMA, **known}), allow_nan=False)
         except TypeError as error:
             raise TypeError(f"record must hold plain JSON values, got {error}") from error
 
@@ -111,7 +114,7 @@ def measure(
     command: str, row: Row, *, argv: list[str] | None = None, device: str = "cpu", threads: int | None = None
 ) -> Record:
     """Measure one row."""
-    started = time.perf_counter()
+    started, load = time.perf_counter(), watch()
     results = row.measure()
     seconds = time.perf_counter() - started
     return Record(
@@ -126,6 +129,7 @@ def measure(
         device=device,
         threads=threads,
         created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        load=load(),
     )
 
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
+from prescore.bench.busy import busy_words
 from prescore.bench.records import Record, RecordFile, RecordFileError, Row, Values, measure, row_key
 
 if TYPE_CHECKING:
@@ -300,7 +301,7 @@ class Session:
         return [self.file[key] for key in by_key]
 
     def show(self, *renderables: RenderableType) -> None:
-        """Print tables and text to stdout, unless `--json` was given."""
+        """Print tables and text to stdout, unless `--json` was given, and whether the machine was busy."""
         if self.json or self.quiet:
             return
         from rich.console import Console
@@ -310,6 +311,8 @@ class Session:
         console = console if console.is_terminal else Console(width=max(console.width, 160))
         for renderable in renderables:
             console.print(renderable)
+        if words := busy_words(list(self.file)):
+            console.print(words, style="bold")
 
     @contextmanager
     def reading(self) -> Iterator[None]:

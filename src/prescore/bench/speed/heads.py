@@ -50,6 +50,12 @@ class SavedHeads:
         """Positions that it holds."""
         return self.shapes[0][2]
 
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Record fields of the layer."""
+        (_, query_heads, _, dim), (_, kv_heads, _, _), _ = self.shapes
+        return {"dim": dim, "query_heads": query_heads, "kv_heads": kv_heads}
+
     def inputs(self, n: int, dtype: str = "float32") -> Inputs:
         """Query, key and value of the first `n` positions."""
         from safetensors.torch import load_file
@@ -65,7 +71,7 @@ def find_heads(directory: str | Path) -> list[SavedHeads]:
     """All saved heads of a directory, by name; a file without the inputs of a causal layer is refused."""
     from safetensors import SafetensorError, safe_open
 
-    paths, found = sorted(Path(directory).glob(f"*{SUFFIX}")), []
+    paths, saved = sorted(Path(directory).glob(f"*{SUFFIX}")), []
     if not paths:
         raise FileNotFoundError(f"--heads must be a directory with {SUFFIX} files, got {str(directory)!r}")
     for path in paths:
@@ -84,8 +90,8 @@ def find_heads(directory: str | Path) -> list[SavedHeads]:
             )
         with path.open("rb") as opened:
             digest = hashlib.file_digest(opened, "sha256").hexdigest()[:12]
-        found.append(SavedHeads(path, digest, (query, key, value), None if scale is None else float(scale)))
-    return found
+        saved.append(SavedHeads(path, digest, (query, key, value), None if scale is None else float(scale)))
+    return saved
 
 
 def heads_at_lengths(saved: Sequence[SavedHeads], lengths: Sequence[int] | None) -> list[tuple[SavedHeads, int]]:
@@ -94,7 +100,9 @@ def heads_at_lengths(saved: Sequence[SavedHeads], lengths: Sequence[int] | None)
     for heads in saved:
         fitting = [heads.length] if lengths is None else [n for n in lengths if n <= heads.length]
         if not fitting:
-            raise ValueError(f"--n must be at most the {heads.length} positions of {heads.name}, got {lengths}")
+            raise ValueError(
+                f"-n must be at most the {heads.length} positions of {heads.name}, got {lengths}"
+            )
         pairs += [(heads, n) for n in fitting]
     return pairs
 

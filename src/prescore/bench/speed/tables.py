@@ -9,7 +9,6 @@ from typing import Any
 
 from prescore.bench.plots import COLOURS, figure, powers_of_two
 from prescore.bench.records import Record, Values
-from prescore.bench.speed.gpu_model import STUDY, gpu_tables
 from prescore.bench.speed.timing import EXACT
 from prescore.bench.tables import MISSING, Table, as_text, percent
 
@@ -25,58 +24,34 @@ _ERROR = "error = relative squared error of the layer's output against exact att
 CELLS = {
     "": "{kind}",
     "method": "{name}",
-    "part": "{name}",
     "exact": "{ms[exact]:.3f} ms",
     "exact, packed": "{ms[packed]:.3f} ms",
-    "selected": "{ms[selected]:.3f} ms",
     "routed": "{ms[routed]:.3f} ms",
     "first step": "{index_ms:.1f} ms",
-    "ms": "{ms:.1f}",
     "speed-up": "{speedup:.2f}x",
     "over packed": "{speedup_packed:.2f}x",
     "share of exact": "{of_exact:.2f} %",
     "scoring / exact": "{scoring:.2f} %",
     "keys and centroids read": "{reads_per_query:.0f}",
     "keys compared": "{keys_compared_per_query:.0f}",
-    "MB sent": "{megabytes:.3f}",
-    "of all-gather": "{of_all_gather:.3f}",
 }
 """How a column shows an entry; any other column shows the field of its name."""
+_NAMES = ("", "n", "ranks", "layer", "method", "path", "exchange")
+"""Columns that are aligned left."""
 
 SPECS = {
-    "decode": ("One decode step", "n|keys and centroids read|exact|selected|speed-up", ""),
-    "scoring": ("Scoring alone, full", "n|method|time|share of exact", ""),
-    "short": (
-        "Short inputs",
-        "|n|method|time|speed-up",
-        "speed-up = exact time / method time; up to `exact_until` the default is exact attention",
-    ),
     "heads": (
         "Saved heads, causal",
         "layer|method|time|speed-up|error|keys and centroids read|keys compared",
         _ERROR,
-    ),
-    "parts": (
-        "Parts of the default, causal, forward",
-        "layer|part|time|share of the call|billion multiply-adds|of exact attention's rate",
-        "parts are differences of calls with less to do; a search multiplies int8 numbers, of which a processor "
-        "does more at once",
     ),
     "steps": (
         "One decode step of the default",
         "layer|path|exact|exact, packed|routed|speed-up|over packed|first step|keys and centroids read|error",
         "medians; packed = the heads of a group as queries of one KV head; the first step builds the index",
     ),
-    "parallel": (
-        "Context parallel",
-        "|n|ranks|method|exchange|MB sent|of all-gather|ms",
-        "MB sent by the busiest rank in one call (one layer), counted; a ring sends as much as all-gather; "
-        "time of the slowest rank, all ranks on this machine",
-    ),
 }
 """Title, columns (names of `CELLS`) and note of the studies whose table has a row for each entry."""
-_NAMES = ("", "n", "ranks", "layer", "method", "part", "path", "exchange")
-"""Columns that are aligned left."""
 
 
 def tables(records: Sequence[Record]) -> list[Table]:
@@ -86,65 +61,23 @@ def tables(records: Sequence[Record]) -> list[Table]:
         made.append(length_table(records, causal, backward))
         if not backward:
             made.append(share_table(of_kind(records, causal, backward)[-1]))
-    for study, field in (("top-k", "top_k"), ("clusters", "n_clusters")):
-        if chosen := of_study(records, study):
-            methods = [name for name in chosen[0].results["methods"] if name != EXACT]
-            rows = [(str(r.config[field]), *(time(r.results["methods"][m]) for m in methods)) for r in chosen]
-            title = f"Time against {field}, n = {chosen[0].config['n']}, full, forward"
-            made.append(Table(title, (field, *methods), tuple(rows)))
     for study, (title, columns, note) in SPECS.items():
         if chosen := of_study(records, study):
-            names = tuple(columns.split("|"))
-            lines = [tuple(cell(entry, name) for name in names) for r in chosen for entry in entries(r)]
-            made.append(Table(title, names, tuple(lines), note, left=sum(name in _NAMES for name in names)))
-    if chosen := of_study(records, STUDY):
-        made += gpu_tables(chosen)
-    made += [rivals_table(chosen, n) for n, chosen in _by_length(of_study(records, "rivals")).items()]
+            made.append(entry_table(chosen, title, columns, note))
     return made
 
 
-def rivals_table(records: Sequence[Record], n: int) -> Table:
-    """Engines on a prompt of `n` tokens: time to the first token, decode speed, memory, loss."""
-    found: dict[str, Values] = {}
-    for record in records:
-        own = found.setdefault(record.config["engine"], {})
-        own |= {**record.results, "versions": {**own.get("versions", {}), **record.results.get("versions", {})}}
-    shown = {
-        "first token": ("seconds_to_first_token", "{:.1f} s"),
-        "tokens/s": ("tokens_per_second", "{:.1f}"),
-        "peak memory": ("peak_megabytes", "{:.0f} MB"),
-        "loss": ("loss", "{:.4f}"),
-    }
-    rows = [
-        (name, *(form.format(own[field]) if field in own else MISSING for field, form in shown.values()))
-        for name, own in found.items()
-    ]
-    versions = {package: version for own in found.values() for package, version in own["versions"].items()}
-    named = ", ".join(f"{package} {version}" for package, version in versions.items())
-    timed = [record.config for record in records if "threads" in record.config]
-    words = [f"{timed[0]['new_tokens']} new tokens, {timed[0]['threads']} threads"] if timed else []
-    note = "; ".join([*words, "loss over the second half of the prompt", named])
-    title = f"{records[0].config['model']}, {n} tokens"
-    return Table(title, ("engine", *shown), tuple(rows), note)
-
-
-def _by_length(records: Sequence[Record]) -> dict[int, list[Record]]:
-    return {n: [r for r in records if r.config["n"] == n] for n in sorted({r.config["n"] for r in records})}
+def entry_table(records: Sequence[Record], title: str, columns: str, note: str = "") -> Table:
+    """A row for each entry of the records, and columns by their names, with | between them."""
+    names = tuple(columns.split("|"))
+    lines = [tuple(cell(entry, name) for name in names) for record in records for entry in entries(record)]
+    return Table(title, names, tuple(lines), note, left=sum(name in _NAMES for name in names))
 
 
 def entries(record: Record) -> list[Values]:
-    """What each row of a record's table shows: the settings, a name (of a method or a part) and its results."""
-    config, results = record.config, record.results
-    named = results.get("methods", {"": results})
-    if "parts" in results:
-        whole = {
-            name: {"seconds": results[f"{key}_seconds"], "multiply_adds": results[f"{key}_multiply_adds"]}
-            for name, key in ((EXACT, "exact"), ("the call", "call"))
-        }
-        whole[EXACT]["of_exact_rate"] = whole["the call"]["share"] = 1.0
-        whole["the call"]["of_exact_rate"] = results["call_of_exact_rate"]
-        named = {**whole, **results["parts"]}
-    return [_entry(config, name, own) for name, own in named.items()]
+    """What each row of a record's table shows: the settings, the name of a method, and its results."""
+    named = record.results.get("methods", {"": record.results})
+    return [_entry(record.config, name, results) for name, results in named.items()]
 
 
 def _entry(config: Values, name: str, results: Values) -> Values:
@@ -157,16 +90,12 @@ def _entry(config: Values, name: str, results: Values) -> Values:
         "kind": kind(config),
         "layer": f"{layer}, with backward" if config.get("backward") else layer,
         "path": ", ".join(results.get("path", ())),
-        "ms": {own: 1e3 * value for own, value in spent.items()} if of_many else 1e3 * spent,
+        "ms": {call: 1e3 * value for call, value in spent.items()} if of_many else 1e3 * spent,
         "time": MISSING if of_many else time(results),
         "index_ms": 1e3 * results.get("index_seconds", 0.0),
         "error": as_text(None if name == EXACT else results.get("error"), 2),
         "of_exact": 100 / results.get("speedup", 1.0),
         "scoring": 100 * results.get("scoring_of_exact", 0.0),
-        "share of the call": percent(results.get("share")),
-        "of exact attention's rate": percent(results.get("of_exact_rate")),
-        "billion multiply-adds": as_text(results.get("multiply_adds", 0) / 1e9 or None),
-        "megabytes": results.get("bytes", 0) / 2**20,
     }
 
 
@@ -198,15 +127,15 @@ def length_table(records: Sequence[Record], causal: bool, backward: bool) -> Tab
     rows: list[tuple[str, ...]] = []
     for record in (*chosen, *saved):
         is_saved, cells = record.config["study"] == "heads", []
-        own = {entry["name"]: entry for entry in entries(record)}
-        for entry in map(own.get, methods[1:]):
+        by_name = {entry["name"]: entry for entry in entries(record)}
+        for entry in map(by_name.get, methods[1:]):
             if entry is None:
                 cells.append(MISSING)
             else:
                 also = f"error {entry['error']}" if is_saved else f"({percent(entry['share_of_bound'])})"
                 cells.append(f"{entry['speedup']:.2f}x {also}\n{entry['time']}")
-        label = own[EXACT]["layer"] if is_saved else str(record.config["n"])
-        rows.append((label, own[EXACT]["time"], *cells))
+        label = by_name[EXACT]["layer"] if is_saved else str(record.config["n"])
+        rows.append((label, by_name[EXACT]["time"], *cells))
     slopes = [exponent(chosen, method) for method in methods]
     grows = ("exponent", *(MISSING if slope is None else f"n^{slope:.2f}" for slope in slopes))
     rows.insert(len(chosen), grows)

@@ -23,7 +23,6 @@ from prescore.config import Config, Exact, Routed
 from prescore.routed.backends import auto_config
 
 EXACT = "exact"
-MOST_ROUNDS = 200
 
 TOLERANCE = 2e-4  # float32 sums of up to 131,072 terms
 TOLERANCE_HALF = 3e-2
@@ -78,9 +77,7 @@ def seconds(call: Attention, *, backward: bool = False) -> float:
     return timed(run)[0]
 
 
-def time_calls(
-    calls: Mapping[str, Attention], repeats: int, *, backward: bool = False, min_seconds: float = 0.0
-) -> dict[str, Values]:
+def time_calls(calls: Mapping[str, Attention], repeats: int, *, backward: bool = False) -> dict[str, Values]:
     """Time calls in turn: `seconds` (median), `spread` (slowest - fastest) and `speedup` over `exact` of each.
 
     Every call runs as often as exact attention does, on the same inputs. A first round is not counted: it takes
@@ -90,14 +87,12 @@ def time_calls(
         calls: By name; `exact` is one of them.
         repeats: Rounds.
         backward: Whether the backward pass counts.
-        min_seconds: Add rounds until exact attention has run this long.
     """
-    first = {name: seconds(call, backward=backward) for name, call in calls.items()}
-    rounds = max(repeats, min(MOST_ROUNDS, int(min_seconds / first[EXACT])))
     times: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(rounds):
+    for _ in range(repeats + 1):
         for name, call in calls.items():
             times[name].append(seconds(call, backward=backward))
+    times = {name: spent[1:] for name, spent in times.items()}
     medians = {name: statistics.median(spent) for name, spent in times.items()}
     return {
         name: {
@@ -152,7 +147,9 @@ def check_exact(
     n = query.shape[2]
     some = [slice(0, min(n, CHECKED_QUERIES)), slice(max(0, n - CHECKED_QUERIES), n)]
     wanted = [plain_output((query, key, value), Exact(), queries, is_causal, scale) for queries in some]
-    return check_output(name, torch.cat([output[:, :, own] for own in some], dim=2), torch.cat(wanted, dim=2))
+    return check_output(
+        name, torch.cat([output[:, :, queries] for queries in some], dim=2), torch.cat(wanted, dim=2)
+    )
 
 
 def plain_output(
